@@ -1,0 +1,50 @@
+# Needs only python3.11 or newer with pip and venv, and make.
+PYTHON ?= python3
+BIN := .venv/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-all lint format bench docs clean
+
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: .venv/.ready ## make .venv with everything pinned in constraints.txt
+
+# k-diffusion is an oracle in tests. It comes without its dependencies, because it asks for torchvision and
+# training tools that its samplers do not need; what they do need is in the dev extra.
+.venv/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,plot]'
+	$(BIN)/pip install -q --no-deps k-diffusion==0.1.1.post1
+	@touch $@
+
+demo: venv ## show the engine at work; writes demo.png
+	$(BIN)/python -m pellucid.cli demo
+
+test: venv lint ## lint, then the fast tests
+	$(BIN)/pytest -n 2
+
+test-all: venv ## all tests that need no accelerator, the slow ones too
+	$(BIN)/pytest -n 2 -m "not gpu"
+
+lint: venv ## ruff, mypy on core, and the import rule of the rooms
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: venv ## let ruff sort imports, fix and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: venv ## time the engine against its peers, as ratios
+	$(BIN)/python bench/scheduler_overhead.py
+
+docs: venv ## build the docs
+	$(BIN)/python docs/make.py
+
+clean: ## remove .venv, caches and demo outputs
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist out demo.png
+	find src tests bench docs labs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	rm -rf src/*.egg-info

@@ -1,0 +1,259 @@
+"""Adaptive step size: a run whose table is discovered on the way (DPM-Solver-12 and -23 with a PID controller).
+
+It is a type of its own: it needs a budget and has no number of calls before it has run. What it returns is a plan
+again, that of the accepted steps, and the steps that were rejected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pellucid.core import schedule as schedules
+from pellucid.core import target as targets
+from pellucid.core.errors import Cancelled, PellucidError, PlanError, rule
+from pellucid.core.grid import Path
+from pellucid.core.loop import Denoiser, Prediction, mix
+from pellucid.core.noise import NoiseSource, Philox
+from pellucid.core.plan import ANCHOR, P0, P1, Draw, Form, Plan, Row, Span, Z, row, seal
+from pellucid.core.samplers.dpm import single_step
+from pellucid.core.samplers.steps import ancestral, check_eta, first_order_eps, span
+from pellucid.core.schedule import Level, Schedule, in_frame
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A step that was tried and not taken."""
+
+    start: Level
+    end: Level
+    error: float
+
+
+@dataclass(frozen=True)
+class AdaptiveResult:
+    """x at the end, the plan that was discovered, what was rejected, and the calls that it all cost."""
+
+    x: Tensor
+    plan: Plan
+    rejected: tuple[Rejected, ...]
+    calls: int
+    accepted: int
+
+
+@dataclass
+class Controller:
+    """A PID controller of the step in λ (Söderlind 2003), with the limiter of k-diffusion."""
+
+    h: float
+    order: float
+    pcoeff: float = 0.0
+    icoeff: float = 1.0
+    dcoeff: float = 0.0
+    accept_safety: float = 0.81
+    past: list[float] = field(default_factory=list)
+
+    def propose(self, error: float) -> bool:
+        inverse = 1.0 / (error + 1e-8)
+        if not self.past:
+            self.past = [inverse] * 3
+        self.past[0] = inverse
+        powers = (
+            (self.pcoeff + self.icoeff + self.dcoeff) / self.order,
+            -(self.pcoeff + 2 * self.dcoeff) / self.order,
+            self.dcoeff / self.order,
+        )
+        factor = math.prod(e**p for e, p in zip(self.past, powers, strict=True))
+        factor = 1.0 + math.atan(factor - 1.0)
+        accepted = factor >= self.accept_safety
+        if accepted:
+            self.past = [self.past[0], self.past[0], self.past[1]]
+        self.h *= factor
+        return accepted
+
+
+def run_adaptive(
+    denoiser: Denoiser,
+    x: Tensor | None = None,
+    *,
+    budget: int,
+    schedule: str | Schedule = "scaled_linear",
+    target: str = "eps",
+    shape: Sequence[int] | None = None,
+    seeds: int | Sequence[int] = 0,
+    order: int = 3,
+    rtol: float = 0.05,
+    atol: float = 0.0078,
+    h_init: float = 0.05,
+    eta: float = 0.0,
+    s_noise: float = 1.0,
+    sigma_min: float | None = None,
+    sigma_max: float | None = None,
+    noise: NoiseSource | None = None,
+    cancelled: Callable[[], bool] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> AdaptiveResult:
+    """k-diffusion's dpm_adaptive: from the most noise to the least, steps as long as the tolerances allow.
+
+    `budget` is the largest number of model calls; a run that would need more is refused with what it reached.
+    """
+    check(budget, order, rtol, atol, h_init, eta)
+    curve = schedules.make(schedule)
+    low, high = curve.ratio_at(curve.span[0]), curve.ratio_at(curve.span[1])
+    frame: schedules.Frame = "flow" if curve.frame == "flow" else "ve"
+    ends = (float(high if sigma_max is None else sigma_max), float(low if sigma_min is None else sigma_min))
+    if not 0 < ends[1] < ends[0] < math.inf:
+        raise PlanError(rule("sigma_max, sigma_min", "0 < sigma_min < sigma_max < inf", ends), "sigmas")
+    path = Path((), frame, curve, lambda ratio: float(curve.time_at(ratio)))
+    start, goal = in_frame(ends[0], frame), in_frame(ends[1], frame)
+    listed = [seeds] if isinstance(seeds, int) else list(seeds)
+    if x is not None and isinstance(seeds, int):
+        listed = [seeds + i for i in range(len(x))]
+    source = noise or Philox(listed)
+    if x is None:
+        if shape is None:
+            raise PellucidError("x or shape must be given; got neither.", "shape")
+        x = source.first(shape, torch.empty(0, dtype=dtype), range(len(listed))) * start.sigma
+    walk = Walk(path, denoiser, source, order, rtol, atol, eta, s_noise, budget, cancelled)
+    x = walk.go(x, start, goal, Controller(h_init, 1.5 if eta else float(order)))
+    plan = seal(
+        Plan(
+            name="dpm_adaptive",
+            rows=tuple(walk.rows),
+            basis="eps",
+            start=start,
+            end=goal,
+            frame=frame,
+            initial_scale=start.sigma,
+            clock="sigma",
+            target=targets.named(target),
+            schedule=schedules.to_dict(curve),
+            grid={"name": "adaptive", "steps": walk.accepted},
+            options={"order": order, "rtol": rtol, "atol": atol, "eta": eta},
+            declared="s_noise scales the noise of each step" if s_noise != 1.0 and eta else "",
+        )
+    )
+    return AdaptiveResult(x, plan, tuple(walk.rejected), walk.calls, walk.accepted)
+
+
+def check(budget: int, order: int, rtol: float, atol: float, h_init: float, eta: float) -> None:
+    if isinstance(budget, bool) or not isinstance(budget, int) or not 1 <= budget <= 100_000:
+        raise PlanError(rule("budget", "a whole number from 1 to 100000", budget), "budget")
+    if order not in (2, 3):
+        raise PlanError(rule("order", "2 or 3", order), "order")
+    if not all(math.isfinite(v) and v > 0 for v in (rtol, atol, h_init)):
+        raise PlanError(rule("rtol, atol, h_init", "positive", (rtol, atol, h_init)), "tolerance")
+    check_eta(eta)
+
+
+@dataclass
+class Walk:
+    """The walk from noise to data, step by step, with what it has found so far."""
+
+    path: Path
+    denoiser: Denoiser
+    source: NoiseSource
+    order: int
+    rtol: float
+    atol: float
+    eta: float
+    s_noise: float
+    budget: int
+    cancelled: Callable[[], bool] | None
+    rows: list[Row] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)
+    calls: int = 0
+    accepted: int = 0
+
+    def go(self, x: Tensor, here: Level, goal: Level, pid: Controller) -> Tensor:
+        before, first = x, None
+        while here.lam < goal.lam - 1e-5:
+            if self.cancelled is not None and self.cancelled():
+                raise Cancelled(f"stopped after {self.calls} calls")
+            lam = min(goal.lam, here.lam + pid.h)
+            there = goal if lam == goal.lam else self.path.level(math.exp(-lam))
+            down, _ = ancestral(here, there, self.eta)
+            aim = self.path.level(max(down.ratio, goal.ratio))
+            steps = single_step(self.path, here, aim, self.order, self.path.told(here.ratio))
+            high, low, first = self.attempt(x, steps, here, aim, first)
+            delta = torch.maximum(
+                torch.tensor(self.atol, dtype=x.dtype), self.rtol * torch.maximum(low.abs(), before.abs())
+            )
+            error = float(torch.linalg.norm((low - high) / delta) / x.numel() ** 0.5)
+            if not math.isfinite(error):
+                raise PlanError(
+                    f"the denoiser must return finite numbers; got an error of {error} at {here}.",
+                    "not-finite",
+                )
+            if not pid.propose(error):
+                self.rejected.append(Rejected(here, there, error))
+                continue
+            before, first = low, None
+            x = self.accept(high, steps, here, aim, there)
+            here = there
+        return x
+
+    def attempt(
+        self, x: Tensor, steps: list[Row], here: Level, aim: Level, first: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The two estimates of one step. The first call is kept when a step is tried again from the same x."""
+        history: list[Tensor] = []
+        state, anchor = x, x
+        low_form = first_order_eps(here, aim, ANCHOR, P0) if self.order == 2 else self.second_order(here, aim)
+        low, opening = x, first
+        for k, step in enumerate(steps):
+            if k == 0 and first is not None:
+                eps = first
+            else:
+                eps = self.ask(state, step)
+                opening = eps if k == 0 else opening
+            registers = [state, anchor, eps, *history, *([None] * (3 - len(history))), None, None]
+            if k == self.order - 2:
+                low = mix(low_form.weights(), registers)
+            state = mix(step.x, registers)
+            history = [eps, *history]
+        assert opening is not None
+        return state, low, opening
+
+    def second_order(self, here: Level, aim: Level) -> Form:
+        """DPM-Solver-2 with its middle at one third, from the first two calls of DPM-Solver-3."""
+        return first_order_eps(here, aim, ANCHOR, P1 + (P0 - P1) * 1.5)
+
+    def ask(self, x: Tensor, step: Row) -> Tensor:
+        if self.calls >= self.budget:
+            raise PlanError(
+                rule(
+                    "budget",
+                    "enough for the tolerances",
+                    self.budget,
+                    f"Reached λ {step.level.lam:.3f} in {self.accepted} steps.",
+                ),
+                "budget",
+            )
+        self.calls += 1
+        found = self.denoiser(x, step.level, step.time)
+        x0 = found.x0 if isinstance(found, Prediction) else found
+        c_x, c_0 = targets.from_x0("eps", step.level)
+        return x * c_x + x0.to(x.dtype) * c_0
+
+    def accept(self, high: Tensor, steps: list[Row], here: Level, aim: Level, there: Level) -> Tensor:
+        """Takes the step: noise up from where it aimed, and its rows go into the plan."""
+        lift = there.alpha / aim.alpha
+        up = there.alpha * math.sqrt(max(there.ratio**2 - aim.ratio**2, 0.0)) * self.s_noise
+        last = steps[-1]
+        form = Form({r: w * lift for r, w in last.x}) + Z * up
+        self.rows += [*steps[:-1], row(last.time, last.level, form, span=span(here, there))]
+        self.accepted += 1
+        if up == 0.0:
+            return high * lift if lift != 1.0 else high
+        z = self.source.step(draw_alone(self.accepted), Span(here.ratio, there.ratio), high, range(len(high)))
+        return high * lift + z * up
+
+
+def draw_alone(index: int) -> tuple[Draw, ...]:
+    """The address of an adaptive step: intervals are numbered as they are found, as the sealed plan numbers them."""
+    return (Draw(index - 1, 0, 1.0),)

@@ -1,0 +1,91 @@
+"""compile_plan: (sampler, schedule, target, grid, steps, dialect) → a frozen, proven table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from pellucid.core import dialect as dialects
+from pellucid.core import grid as grids
+from pellucid.core import schedule as schedules
+from pellucid.core import target as targets
+from pellucid.core.errors import PlanError, rule
+from pellucid.core.grid import Grid
+from pellucid.core.plan import Plan, seal
+from pellucid.core.samplers import resolve
+from pellucid.core.schedule import EDM, Level, Schedule
+
+
+def compile_plan(
+    sampler: str,
+    *,
+    schedule: str | Schedule = "scaled_linear",
+    target: str = "eps",
+    grid: str | Grid | None = None,
+    steps: int | None = None,
+    dialect: str = "exact",
+    skip: int = 0,
+    **options: Any,
+) -> Plan:
+    """Turns a sampler into its table, in float64, and proves that each row lands on its level.
+
+    `steps` defaults to 20, `grid` to karras for EDM schedules and trailing elsewhere. `skip` leaves out the first
+    legs (image-to-image). `options` are the sampler's own (`pellucid samplers` lists them).
+    """
+    entry, grid_of_name = resolve(sampler)
+    curve = schedules.make(schedule)
+    kind = targets.named(target)
+    if kind not in curve.carries:
+        raise PlanError(
+            rule(
+                "target",
+                f"one that schedule {curve.name} carries ({', '.join(curve.carries)})",
+                target,
+                why_not(curve),
+            ),
+            "target-schedule",
+        )
+    if grid is None:
+        grid = grid_of_name or ("karras" if isinstance(curve, EDM) else "trailing")
+        grid = "lcm" if entry.family == "distilled" else grid
+    lay = grids.named(grid)
+    if grid_of_name is not None and lay.name != grid_of_name:
+        raise PlanError(rule("grid", f"{grid_of_name}, as the sampler's name says", lay.name), "grid-twice")
+    count = 20 if steps is None and lay.name != "explicit" else steps
+    way = dialects.named(dialect)
+    setup = dialects.set_up(way, entry, curve, lay, count, kind, options)
+    path = setup.path
+    if not isinstance(skip, int) or not 0 <= skip < len(path.legs):
+        raise PlanError(rule("skip", f"a whole number from 0 to {len(path.legs) - 1}", skip), "skip")
+    if skip:
+        path = replace(path, legs=path.legs[skip:])
+    draft = entry.draft(path, {**options, **setup.options})
+    begin = path.legs[-1].end if entry.family == "inversion" else path.legs[0].start
+    end = draft.end or path.legs[-1].end
+    scale = setup.initial_scale if skip == 0 else begin.sigma
+    told = {k: v for k, v in options.items() if not isinstance(v, (list, tuple)) or k == "tau_range"}
+    plan = Plan(
+        name=entry.name,
+        rows=tuple(draft.rows),
+        basis=draft.basis,
+        start=Level(begin.alpha, begin.sigma),
+        end=end,
+        frame=path.frame,
+        initial_scale=1.0 if entry.family == "inversion" else scale,
+        clock=entry.clock,
+        target=kind,
+        schedule=schedules.to_dict(curve),
+        grid={**lay.to_dict(), "steps": len(path.legs) + skip, **({"skip": skip} if skip else {})},
+        dialect=way,
+        options=told,
+        declared="; ".join(d for d in (setup.declared, draft.declared) if d),
+    )
+    return seal(plan)
+
+
+def why_not(curve: Schedule) -> str:
+    if "eps" not in curve.carries:
+        return "At zero terminal SNR x is pure noise, so eps says nothing of x0: use a v or x0 model."
+    if curve.frame != "flow":
+        return "A flow model wants the schedule `flow`."
+    return ""

@@ -1,0 +1,368 @@
+"""Grids: where a run calls the model. A grid and a schedule give a path of legs, each from one level to the next.
+
+Times stay fractional. Grids over time (leading, linspace, trailing, …) walk the training time; grids over sigma
+(karras, exponential, …) walk sigma between the ends of the schedule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from pellucid.core.errors import PlanError, nearest, rule
+from pellucid.core.schedule import Array, Flow, Frame, Level, Schedule, in_frame
+
+MAX_STEPS = 10_000
+Final = Literal["zero", "sigma_min"]
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One step of the path: x is at `start` and goes to `end`; the network is told `time`."""
+
+    time: float
+    start: Level
+    end: Level
+
+    @property
+    def h(self) -> float:
+        """The step in λ; infinite to a clean x and from pure noise."""
+        return self.end.lam - self.start.lam
+
+
+@dataclass(frozen=True)
+class Path:
+    """What a sampler walks. `told` gives the time told to the network at any sigma / alpha between the legs."""
+
+    legs: tuple[Leg, ...]
+    frame: Frame
+    schedule: Schedule
+    told: Callable[[float], float]
+
+    def level(self, ratio: float) -> Level:
+        return in_frame(ratio, self.frame)
+
+    def at_time(self, time: float) -> Level:
+        return in_frame(float(self.schedule.ratio_at(time)), self.frame)
+
+    def between(self, a: Level, b: Level, part: float) -> Level:
+        """The level `part` of the way from a to b in λ; from pure noise, where λ is infinite, in the flow's sigma."""
+        if part == 0.0:
+            return a
+        if math.isinf(a.ratio):
+            sigma = (1.0 - part) + part * b.to("flow").sigma
+            return self.level(sigma / (1.0 - sigma))
+        return self.level(a.ratio ** (1.0 - part) * b.ratio**part)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A named grid and its parameters. `spacing` sets the range that a sigma rule spans in the diffusers dialect."""
+
+    name: str = "trailing"
+    final: Final = "zero"
+    rho: float | None = None
+    sigma_min: float | None = None
+    sigma_max: float | None = None
+    timesteps: tuple[float, ...] | None = None
+    sigmas: tuple[float, ...] | None = None
+    offset: float = 0.0
+    start: float | None = None
+    spacing: str | None = None
+    original: int = 50
+
+    def to_dict(self) -> dict[str, Any]:
+        default = Grid()
+        changed = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {k: v for k, v in changed.items() if k == "name" or v != getattr(default, k)}
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Grid:
+        listed: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        return Grid(**listed)
+
+
+TimeRule = Callable[[int, float, float, float], Array]
+SigmaRule = Callable[[int, float, float, float], Array]
+
+
+def _pitch(count: int, low: float, high: float, unit: float) -> float:
+    """The distance of `count` evenly spread times; beyond one step a training time, the ends are kept."""
+    return unit / count if count * (unit - (high - low)) <= unit else (high - low) / max(count - 1, 1)
+
+
+def leading(count: int, low: float, high: float, unit: float) -> Array:
+    return low + np.arange(count)[::-1] * _pitch(count, low, high, unit)
+
+
+def linspace(count: int, low: float, high: float, unit: float) -> Array:
+    return np.linspace(high, low, count)
+
+
+def trailing(count: int, low: float, high: float, unit: float) -> Array:
+    return high - np.arange(count) * _pitch(count, low, high, unit)
+
+
+def sgm_uniform(count: int, low: float, high: float, unit: float) -> Array:
+    return np.linspace(high, low, count + 1)[:-1]
+
+
+def quadratic(count: int, low: float, high: float, unit: float) -> Array:
+    """Times whose roots are even (Song et al. 2020, appendix D.3); they start at 0.8 of the range."""
+    return low + np.linspace(math.sqrt(0.8 * (high - low)), 0.0, count) ** 2
+
+
+def beta_times(count: int, low: float, high: float, unit: float) -> Array:
+    """Times at the quantiles of Beta(0.6, 0.6): dense at both ends (Lee et al. 2024)."""
+    return low + beta_quantile(1.0 - np.arange(count) / max(count - 1, 1), 0.6, 0.6) * (high - low)
+
+
+def karras(count: int, low: float, high: float, rho: float) -> Array:
+    """Even in sigma^(1/rho) (Karras et al. 2022, eq. 5)."""
+    ramp = np.linspace(0.0, 1.0, count)
+    return (high ** (1 / rho) + ramp * (low ** (1 / rho) - high ** (1 / rho))) ** rho
+
+
+def exponential(count: int, low: float, high: float, rho: float) -> Array:
+    """Even in log sigma, which is even in λ."""
+    return np.exp(np.linspace(math.log(high), math.log(low), count))
+
+
+def polyexponential(count: int, low: float, high: float, rho: float) -> Array:
+    ramp = np.linspace(1.0, 0.0, count) ** rho
+    return np.exp(ramp * (math.log(high) - math.log(low)) + math.log(low))
+
+
+def kl_optimal(count: int, low: float, high: float, rho: float) -> Array:
+    """Even in atan sigma (Sabour et al. 2024, theorem 3.1)."""
+    ramp = np.linspace(0.0, 1.0, count)
+    return np.tan(ramp * math.atan(low) + (1.0 - ramp) * math.atan(high))
+
+
+def linear_quadratic(count: int, low: float, high: float, rho: float) -> Array:
+    """sigma falls linearly to 1 − rho of the top in half of the steps, then as the parabola that joins smoothly
+    and would reach 0 one step later (Polyak et al. 2024)."""
+    half = count // 2
+    if half == 0:
+        return np.array([high])
+    i = np.arange(count, dtype=np.float64)
+    slope = rho / half
+    bend = (1.0 - rho - slope * (count - half)) / (count - half) ** 2
+    fallen = np.where(i < half, slope * i, rho + slope * (i - half) + bend * (i - half) ** 2)
+    return high * (1.0 - fallen)
+
+
+# sigmas published with Align Your Steps (Sabour et al. 2024), ten steps; other counts interpolate log sigma.
+AYS: dict[str, tuple[float, ...]] = {
+    "ays": (14.615, 6.475, 3.861, 2.697, 1.886, 1.396, 0.963, 0.652, 0.399, 0.152, 0.029),
+    "ays_sdxl": (14.615, 6.315, 3.771, 2.181, 1.342, 0.862, 0.555, 0.380, 0.234, 0.113, 0.029),
+    "ays_svd": (700.0, 54.5, 15.886, 7.977, 4.248, 1.789, 0.981, 0.403, 0.173, 0.034, 0.02),
+}
+
+OVER_TIME: dict[str, TimeRule] = {
+    "leading": leading,
+    "linspace": linspace,
+    "trailing": trailing,
+    "simple": trailing,
+    "sgm_uniform": sgm_uniform,
+    "quadratic": quadratic,
+    "beta": beta_times,
+}
+OVER_SIGMA: dict[str, tuple[SigmaRule, float]] = {
+    "karras": (karras, 7.0),
+    "exponential": (exponential, 1.0),
+    "lu": (exponential, 1.0),
+    "polyexponential": (polyexponential, 1.0),
+    "kl_optimal": (kl_optimal, 1.0),
+    "linear_quadratic": (linear_quadratic, 0.025),
+}
+ALIASES = {
+    "normal": "linspace",
+    "uniform": "linspace",
+    "log": "exponential",
+    "lu_lambdas": "lu",
+    "polyexp": "polyexponential",
+    "ays_sd15": "ays",
+    "align_your_steps": "ays",
+    "ddim_uniform": "leading",
+    "quad": "quadratic",
+}
+
+
+def distilled(count: int, num_train: int, original: int) -> Array:
+    """`count` of the `original` times that a consistency model was distilled on (Luo et al. 2023, alg. 3)."""
+    if not 1 <= original <= num_train or count > original:
+        raise PlanError(rule("steps", f"at most the {original} times of the distillation", count), "steps")
+    known = np.arange(1, original + 1)[::-1] * (num_train // original) - 1.0
+    return known[np.floor(np.linspace(0, original, count, endpoint=False)).astype(np.int64)]
+
+
+def names() -> tuple[str, ...]:
+    return (*OVER_TIME, *OVER_SIGMA, *AYS, "lcm", "explicit")
+
+
+def named(grid: str | Grid) -> Grid:
+    """A grid from its name, checked."""
+    made = Grid(name=grid) if isinstance(grid, str) else grid
+    key = ALIASES.get(made.name, made.name)
+    if made.timesteps is not None or made.sigmas is not None:
+        key = "explicit"
+    if key not in names():
+        raise PlanError(
+            rule("grid", "a known name", made.name, nearest(made.name, [*names(), *ALIASES])), "unknown-grid"
+        )
+    if made.final not in ("zero", "sigma_min"):
+        raise PlanError(rule("final", "zero or sigma_min", made.final), "final")
+    if made.rho is not None and not (math.isfinite(made.rho) and made.rho > 0):
+        raise PlanError(rule("rho", "a positive number", made.rho), "rho")
+    return replace(made, name=key)
+
+
+def check_steps(steps: object) -> int:
+    if isinstance(steps, bool) or not isinstance(steps, (int, np.integer)) or not 1 <= steps <= MAX_STEPS:
+        raise PlanError(rule("steps", f"a whole number from 1 to {MAX_STEPS}", steps), "steps")
+    return int(steps)
+
+
+def make_path(schedule: Schedule, grid: Grid, steps: int | None, frame: Frame) -> Path:
+    """The exact path: fractional times, levels straight from the schedule."""
+    ratios, times = points(schedule, grid, steps)
+    last = schedule.ratio_at(schedule.span[0])
+    if grid.name == "explicit" and ratios[-1] == 0.0:
+        ends = ratios[1:]
+        ratios, times = ratios[:-1], times[:-1]
+    elif grid.final == "zero":
+        ends = np.append(ratios[1:], 0.0)
+    elif ratios[-1] > last * (1 + 1e-9):
+        ends = np.append(ratios[1:], last)
+    else:  # the grid stops at the least noise already: one point more, and its last one is the end
+        more, more_times = points(schedule, grid, len(ratios) + 1)
+        ratios, times, ends = more[:-1], more_times[:-1], more[1:]
+    return build(schedule, frame, times, ratios, ends)
+
+
+def build(
+    schedule: Schedule,
+    frame: Frame,
+    times: Sequence[float] | Array,
+    starts: Sequence[float] | Array,
+    ends: Sequence[float] | Array,
+    told: Callable[[float], float] | None = None,
+) -> Path:
+    """A path from parallel lists of told times and of sigma / alpha at both ends of each leg."""
+    legs = tuple(
+        Leg(float(t), in_frame(float(a), frame), in_frame(float(b), frame))
+        for t, a, b in zip(times, starts, ends, strict=True)
+    )
+    return Path(legs, frame, schedule, told or (lambda ratio: float(schedule.time_at(ratio))))
+
+
+def points(schedule: Schedule, grid: Grid, steps: int | None) -> tuple[Array, Array]:
+    """The ratios and times at which the grid calls the model, noisiest first."""
+    if grid.name == "explicit":
+        return explicit(schedule, grid, steps)
+    count = check_steps(steps)
+    low, high = schedule.span
+    if grid.name == "lcm":
+        times = distilled(count, schedule.num_train or 1000, grid.original) * (
+            high / ((schedule.num_train or 1000) - 1)
+        )
+        return decreasing(schedule.ratio_at(times)), times
+    if grid.start is not None:
+        if not low < grid.start <= high:
+            raise PlanError(rule("start", f"a time above {low:g} and up to {high:g}", grid.start), "start")
+        high = grid.start
+    if grid.name in OVER_TIME:
+        unit = schedule.num_train or high - low
+        times = OVER_TIME[grid.name](count, low, high, unit * (high - low) / (schedule.span[1] - low))
+        times = np.clip(times + grid.offset, low, high)
+        if isinstance(schedule, Flow):
+            sigmas = schedule.stretch(schedule.bend(times / schedule.scale))
+            return decreasing(schedule.ratio_of_sigma(sigmas)), sigmas * schedule.scale
+        return decreasing(schedule.ratio_at(times)), times
+    sigmas = over_sigma(schedule, grid, count, high)
+    ratios = decreasing(schedule.ratio_of_sigma(sigmas))
+    return ratios, schedule.time_at(ratios)
+
+
+def over_sigma(schedule: Schedule, grid: Grid, count: int, high_time: float) -> Array:
+    bottom = float(schedule.sigma_of(schedule.ratio_at(schedule.span[0])))
+    top = float(schedule.sigma_of(schedule.ratio_at(high_time)))
+    if grid.name in AYS:
+        knots = np.log(np.array(AYS[grid.name]))
+        found = np.interp(np.linspace(0, 1, count + 1), np.linspace(0, 1, len(knots)), knots)
+        return np.asarray(np.exp(found[:-1]))
+    low = bottom if grid.sigma_min is None else grid.sigma_min
+    high = top if grid.sigma_max is None else grid.sigma_max
+    if not (0 < low < high) or math.isinf(high):
+        advice = "A schedule with zero terminal SNR has no largest sigma: give sigma_max, or use a grid over time."
+        raise PlanError(rule("sigma_min, sigma_max", "0 < sigma_min < sigma_max < inf", (low, high), advice), "sigmas")
+    function, default_rho = OVER_SIGMA[grid.name]
+    return function(count, low, high, default_rho if grid.rho is None else grid.rho)
+
+
+def explicit(schedule: Schedule, grid: Grid, steps: int | None) -> tuple[Array, Array]:
+    if (grid.timesteps is None) == (grid.sigmas is None):
+        raise PlanError("timesteps, sigmas must be given one at a time; got both or neither.", "explicit")
+    values = np.asarray(grid.timesteps if grid.timesteps is not None else grid.sigmas, np.float64)
+    what = "timesteps" if grid.timesteps is not None else "sigmas"
+    if values.ndim != 1 or not 1 <= len(values) <= MAX_STEPS + 1:
+        raise PlanError(rule(what, f"a list of 1 to {MAX_STEPS} numbers", values.shape), "explicit")
+    if not np.all(np.isfinite(values)) or values.min() < 0 <= schedule.span[0]:
+        raise PlanError(rule(what, "finite and not negative", values.tolist()[:8]), "not-finite")
+    if steps is not None and steps not in (len(values), len(values) - 1):
+        raise PlanError(rule("steps", f"{len(values)} or left out with {what} given", steps), "steps")
+    if what == "sigmas":
+        if len(values) == 1 and values[0] == 0:
+            raise PlanError(rule("sigmas", "more than a final 0", values.tolist()), "explicit")
+        ratios = decreasing(schedule.ratio_of_sigma(values), what)
+        return ratios, schedule.time_at(np.maximum(ratios, 1e-300))
+    low, high = schedule.span
+    if values.max() > high or values.min() < low:
+        raise PlanError(rule(what, f"between {low:g} and {high:g}", values.tolist()[:8]), "explicit")
+    return decreasing(schedule.ratio_at(values), what), values
+
+
+def decreasing(ratios: Array, what: str = "levels") -> Array:
+    """Refuses a path that does not lose noise at each step."""
+    if len(ratios) > 1 and not np.all(ratios[1:] < ratios[:-1]):
+        i = int(np.argmin(ratios[1:] < ratios[:-1]))
+        raise PlanError(
+            rule(what, "strictly decreasing in noise", (float(ratios[i]), float(ratios[i + 1]))),
+            "not-decreasing",
+        )
+    return ratios
+
+
+def beta_quantile(p: Array, a: float, b: float) -> Array:
+    """The inverse of the Beta(a, b) distribution function, by bisection on its continued fraction."""
+    low, high = np.zeros_like(p), np.ones_like(p)
+    for _ in range(64):
+        mid = 0.5 * (low + high)
+        below = beta_cdf(mid, a, b) < p
+        low, high = np.where(below, mid, low), np.where(below, high, mid)
+    return np.where(p <= 0, 0.0, np.where(p >= 1, 1.0, 0.5 * (low + high)))
+
+
+def beta_cdf(x: Array, a: float, b: float) -> Array:
+    """The regularised incomplete beta function (Abramowitz and Stegun 26.5.8, by Lentz's rule)."""
+    swap = x > (a + 1) / (a + b + 2)
+    y = np.clip(np.where(swap, 1 - x, x), 1e-300, 1 - 1e-16)
+    p, q = np.where(swap, b, a), np.where(swap, a, b)
+    front = np.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + p * np.log(y) + q * np.log1p(-y)) / p
+    c, d = np.ones_like(y), 1.0 / (1.0 - (p + q) * y / (p + 1))
+    h = d.copy()
+    for m in range(1, 60):
+        for num in (
+            m * (q - m) * y / ((p + 2 * m - 1) * (p + 2 * m)),
+            -(p + m) * (p + q + m) * y / ((p + 2 * m) * (p + 2 * m + 1)),
+        ):
+            d = 1.0 / (1.0 + num * d)
+            c = 1.0 + num / c
+            h = h * c * d
+    part = front * h
+    return np.where(swap, 1 - part, part)

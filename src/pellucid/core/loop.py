@@ -1,0 +1,307 @@
+"""The loop: the only one. It runs a plan over a batch, or a batch in which each image runs its own plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pellucid.core import target as targets
+from pellucid.core.errors import Cancelled, PellucidError, rule
+from pellucid.core.noise import NoiseSource, Philox, draw
+from pellucid.core.plan import DEPTH, Plan, Row, Weights
+from pellucid.core.schedule import Level
+
+
+@dataclass(frozen=True)
+class Batched:
+    """Levels of several images at once in float64, shaped to broadcast against x; reads like a `Level`."""
+
+    alpha: Tensor
+    sigma: Tensor
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """x0, and for the CFG++ family the unconditional x0 beside it."""
+
+    x0: Tensor
+    uncond: Tensor | None = None
+
+
+# (x, level, told time) → x0 at that level. In a mixed batch level is `Batched` and time a tensor, one an image.
+Denoiser = Callable[[Tensor, Any, Any], "Tensor | Prediction"]
+
+
+@dataclass(frozen=True)
+class StepSeen:
+    """What an observer sees after each row. `images` are the batch positions that the tensors hold."""
+
+    index: int
+    rows: tuple[Row, ...]
+    x: Tensor
+    x0: Tensor
+    x_next: Tensor
+    next_levels: tuple[Level, ...]
+    images: tuple[int, ...]
+
+    @property
+    def row(self) -> Row:
+        return self.rows[0]
+
+
+Observer = Callable[[StepSeen], None]
+Constraint = Callable[[StepSeen], Tensor]
+
+
+@dataclass
+class State:
+    """The registers of the images that are still running."""
+
+    x: Tensor
+    anchor: Tensor | None
+    history: list[Tensor]
+
+
+def mix(weights: Sequence[tuple[int, Any]], registers: Sequence[Tensor | None]) -> Tensor:
+    """Σ weight·register, in register order, so that any two ways of calling it round alike."""
+    out: Tensor | None = None
+    for register, weight in weights:
+        value = registers[register]
+        assert value is not None
+        if out is None:
+            out = value * weight
+        elif isinstance(weight, float):
+            out.add_(value, alpha=weight)
+        else:
+            out.addcmul_(value, weight)
+    if out is None:  # a row may leave nothing: diffusers' iPNDM in one step does
+        assert registers[0] is not None
+        return torch.zeros_like(registers[0])
+    return out
+
+
+def run(
+    plan: Plan,
+    denoiser: Denoiser,
+    x: Tensor | None = None,
+    *,
+    shape: Sequence[int] | None = None,
+    seeds: int | Sequence[int] = 0,
+    noise: NoiseSource | None = None,
+    observers: Sequence[Observer] = (),
+    constraints: Sequence[Constraint] = (),
+    cancelled: Callable[[], bool] | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Runs a plan. Give `x` (already at the plan's first level), or `shape` of one image and seeds.
+
+    Returns x at the plan's end, in float32 or better whatever dtype the network works in.
+    """
+    listed = [seeds] if isinstance(seeds, int) else list(seeds)
+    if x is not None and isinstance(seeds, int):
+        listed = [seeds + i for i in range(len(x))]
+    source = noise or Philox(listed)
+    if x is None:
+        if shape is None:
+            raise PellucidError("x or shape must be given; got neither.", "shape")
+        like = torch.empty(0, dtype=dtype, device=device)
+        x = source.first(shape, like, range(len(listed))) * plan.initial_scale
+    jobs = [(plan, i) for i in range(len(x))]
+    return loop(jobs, denoiser, x, source, observers, constraints, cancelled)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One image of a mixed batch: its own plan, seed, and first x (noise of the plan's scale where None)."""
+
+    plan: Plan
+    seed: int = 0
+    x: Tensor | None = None
+
+
+def run_batch(
+    jobs: Sequence[Job],
+    denoiser: Denoiser,
+    *,
+    shape: Sequence[int] | None = None,
+    observers: Sequence[Observer] = (),
+    constraints: Sequence[Constraint] = (),
+    cancelled: Callable[[], bool] | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Runs images with different plans in one batch, each at its own row; equal to running each alone."""
+    if not jobs:
+        raise PellucidError(rule("jobs", "at least one", 0), "jobs")
+    source = Philox([job.seed for job in jobs])
+    like = torch.empty(0, dtype=dtype, device=device)
+    starts = []
+    for i, job in enumerate(jobs):
+        if job.x is None and shape is None:
+            raise PellucidError("x or shape must be given; got neither.", "shape")
+        own = job.x if job.x is not None else source.first(shape or (), like, [i])[0] * job.plan.initial_scale
+        starts.append(own)
+    return loop(
+        [(job.plan, i) for i, job in enumerate(jobs)],
+        denoiser,
+        torch.stack(starts),
+        source,
+        observers,
+        constraints,
+        cancelled,
+    )
+
+
+def loop(
+    jobs: Sequence[tuple[Plan, int]],
+    denoiser: Denoiser,
+    x: Tensor,
+    source: NoiseSource,
+    observers: Sequence[Observer],
+    constraints: Sequence[Constraint],
+    cancelled: Callable[[], bool] | None,
+) -> Tensor:
+    """For each row: add churn, ask for x0, remember it, combine the registers, show the step."""
+    if x.ndim < 1 or len(jobs) != len(x):
+        raise PellucidError(rule("x", f"a batch of {len(jobs)}", tuple(x.shape)), "shape")
+    if not x.is_floating_point() or x.dtype in (torch.float16, torch.bfloat16):
+        x = x.to(torch.float32)
+    result = torch.empty_like(x)
+    depth = max(plan.depth for plan, _ in jobs)
+    state = State(x, None, [])
+    active = list(range(len(jobs)))
+    index = 0
+    while active:
+        if cancelled is not None and cancelled():
+            raise Cancelled(f"stopped before row {index}")
+        plans = [jobs[i][0] for i in active]
+        one = all(plan is plans[0] for plan in plans)
+        rows = (plans[0].rows[index],) if one else tuple(plan.rows[index] for plan in plans)
+        state, x0, called = advance(plans, rows, state, denoiser, source, active, depth)
+        if observers or constraints:
+            levels = tuple(level_after(plan, index) for plan in (plans[:1] if one else plans))
+            seen = StepSeen(index, rows, called, x0, state.x, levels, tuple(active))
+            for constrain in constraints:
+                state.x = constrain(seen)
+                seen = StepSeen(index, rows, called, x0, state.x, levels, tuple(active))
+            for observe in observers:
+                observe(seen)
+        index += 1
+        done = [k for k, plan in enumerate(plans) if len(plan.rows) == index]
+        if done:
+            for k in done:
+                result[active[k]] = state.x[k]
+            keep = [k for k in range(len(active)) if k not in set(done)]
+            active = [active[k] for k in keep]
+            state = select(state, keep)
+    return result
+
+
+def select(state: State, keep: Sequence[int]) -> State:
+    if len(keep) == len(state.x):
+        return state
+    chosen = torch.tensor(list(keep), dtype=torch.int64, device=state.x.device)
+    anchor = None if state.anchor is None else state.anchor[chosen]
+    return State(state.x[chosen], anchor, [p[chosen] for p in state.history])
+
+
+def level_after(plan: Plan, index: int) -> Level:
+    """The level that x has after a row: that of the next call before its churn, or the plan's end."""
+    if index + 1 == len(plan.rows):
+        return plan.end
+    following = plan.rows[index + 1]
+    variance = following.level.sigma**2 - following.pre_noise**2
+    return Level(following.level.alpha, math.sqrt(max(variance, 0.0)))
+
+
+def advance(
+    plans: Sequence[Plan],
+    rows: tuple[Row, ...],
+    state: State,
+    denoiser: Denoiser,
+    source: NoiseSource,
+    active: Sequence[int],
+    depth: int,
+) -> tuple[State, Tensor, Tensor]:
+    """One row of every running image. One shared row works with numbers, a mixed one with a number an image."""
+    x = state.x
+    single = len(rows) == 1 and (len(plans) == 1 or plans[0] is plans[-1])
+    if any(r.pre_noise for r in rows):
+        x = x + noise_of(rows, True, x, source, active, single) * column([r.pre_noise for r in rows], x, single)
+    if single:
+        found = denoiser(x, rows[0].level, rows[0].time)
+    else:
+        alphas, sigmas = [r.level.alpha for r in rows], [r.level.sigma for r in rows]
+        levels = Batched(column(alphas, x, False, torch.float64), column(sigmas, x, False, torch.float64))
+        found = denoiser(x, levels, torch.tensor([r.time for r in rows], dtype=torch.float64, device=x.device))
+    x0, uncond = (found.x0, found.uncond) if isinstance(found, Prediction) else (found, None)
+    x0 = x0.to(x.dtype)
+    bases = [targets.from_x0(p.basis, r.level) for p, r in zip(plans, rows, strict=False)]
+    p0 = basis_of(bases, x, x0, single)
+    needs_z = any(r.draws for r in rows)
+    z = noise_of(rows, False, x, source, active, single) if needs_z else None
+    zero = torch.zeros_like(x) if not single else None
+    anchor = state.anchor if state.anchor is not None else zero
+    past = [*state.history, *([zero] * (DEPTH - 1 - len(state.history)))]
+    other = (x0 if uncond is None else uncond.to(x.dtype)) if any(p.guided for p in plans) else None
+    registers = [x, anchor, p0, *past, other if other is not None else zero, z if z is not None else zero]
+    x_next = mix(stack([r.x for r in rows], x, single), registers)
+    new_anchor = state.anchor
+    if any(r.anchor is not None for r in rows):
+        kept: list[Weights] = [r.anchor if r.anchor is not None else ((1, 1.0),) for r in rows]
+        new_anchor = mix(stack(kept, x, single), registers)
+    return State(x_next, new_anchor, remember(rows, state.history, p0, depth, single)), x0, x
+
+
+def remember(rows: tuple[Row, ...], history: list[Tensor], p0: Tensor, depth: int, single: bool) -> list[Tensor]:
+    """The history after a call; held predictions do not enter it."""
+    if single:
+        return history if rows[0].held else [p0, *history][:depth]
+    held = torch.tensor([r.held for r in rows], device=p0.device).reshape(-1, *([1] * (p0.ndim - 1)))
+    longer = [*history, torch.zeros_like(p0)]
+    pushed = [p0, *longer]
+    if not any(r.held for r in rows):
+        return pushed[:depth]
+    return [torch.where(held, old, new) for old, new in zip([*longer, longer[-1]], pushed, strict=False)][:depth]
+
+
+def column(values: Sequence[float], like: Tensor, single: bool, dtype: torch.dtype | None = None) -> Any:
+    """A number, or one number an image shaped to broadcast."""
+    if single:
+        return values[0]
+    return torch.tensor(values, dtype=dtype or like.dtype, device=like.device).reshape(-1, *([1] * (like.ndim - 1)))
+
+
+def basis_of(bases: Sequence[tuple[float, float]], x: Tensor, x0: Tensor, single: bool) -> Tensor:
+    if all(b == (0.0, 1.0) for b in bases):
+        return x0
+    c_x, c_0 = column([b[0] for b in bases], x, single), column([b[1] for b in bases], x, single)
+    return x * c_x + x0 * c_0
+
+
+def stack(weights: Sequence[Weights], like: Tensor, single: bool) -> Sequence[tuple[int, Any]]:
+    """The weights of one row, or of a row an image: the registers that anybody uses, zeros for the others."""
+    if single:
+        return weights[0]
+    used = sorted({register for row_weights in weights for register, _ in row_weights})
+    tables = [dict(row_weights) for row_weights in weights]
+    return [(register, column([t.get(register, 0.0) for t in tables], like, False)) for register in used]
+
+
+def noise_of(
+    rows: tuple[Row, ...], pre: bool, x: Tensor, source: NoiseSource, active: Sequence[int], single: bool
+) -> Tensor:
+    """Fresh noise for each running image; images whose row draws none get zeros."""
+    if single:
+        return draw(source, rows[0], pre, x, active).to(x.dtype)
+    out = torch.zeros_like(x)
+    for k, r in enumerate(rows):
+        if r.pre_draws if pre else r.draws:
+            out[k] = draw(source, r, pre, x[k : k + 1], [active[k]])[0].to(x.dtype)
+    return out

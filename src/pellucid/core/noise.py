@@ -1,0 +1,161 @@
+"""Noise by address: Philox-4x32-10 counters, one stream an image.
+
+The noise of an image depends on its seed and on the address alone, not on the batch, its order or its device:
+the integers are exact everywhere. The last bits of log and cos may differ between devices' kernels, no more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pellucid.core.errors import PellucidError, rule
+from pellucid.core.plan import Clock, Draw, Plan, Row, Span, clock_time
+
+WORD = 0xFFFFFFFF
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+FIRST, PATH, TREE = 0, 1, 2  # what a counter is for
+
+
+def philox(
+    counters: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four 32-bit words for each counter (Salmon et al. 2011), in int64 arithmetic that wraps as uint64 does."""
+    c0, c1, c2, c3 = counters
+    k0, k1 = key
+    for _ in range(10):
+        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((p1 >> 32) & WORD) ^ c1 ^ k0,
+            p1 & WORD,
+            ((p0 >> 32) & WORD) ^ c3 ^ k1,
+            p0 & WORD,
+        )
+        k0, k1 = (k0 + WEYL[0]) & WORD, (k1 + WEYL[1]) & WORD
+    return c0, c1, c2, c3
+
+
+def gaussian(seed: int, shape: Sequence[int], address: tuple[int, int, int], like: Tensor) -> Tensor:
+    """Standard normal numbers of one image at an address (three 32-bit words), by Box and Muller."""
+    count = math.prod(shape)
+    blocks = torch.arange((count + 3) // 4, dtype=torch.int64, device=like.device)
+    a, b, c = (torch.full_like(blocks, word & WORD) for word in address)
+    words = torch.stack(philox((blocks, a, b, c), (seed & WORD, (seed >> 32) & WORD)))
+    kind = torch.float64 if like.dtype == torch.float64 else torch.float32
+    uniform = ((words.to(torch.float64) + 0.5) * 2.0**-32).to(torch.float64)
+    radius = torch.sqrt(-2.0 * torch.log(uniform[0::2]))
+    angle = 2.0 * math.pi * uniform[1::2]
+    normal = torch.cat([radius * torch.cos(angle), radius * torch.sin(angle)]).T.reshape(-1)
+    return normal[:count].reshape(tuple(shape)).to(kind)
+
+
+class NoiseSource(Protocol):
+    """Where a run takes its noise from. `images` are the positions in the batch that ask."""
+
+    def first(self, shape: Sequence[int], like: Tensor, images: Sequence[int]) -> Tensor: ...
+
+    def step(self, draws: Sequence[Draw], span: Span, like: Tensor, images: Sequence[int]) -> Tensor: ...
+
+
+def check_seed(seed: object) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+        raise PellucidError(rule("seed", "a whole number from 0 to 2**64 − 1", seed), "seed")
+    return seed
+
+
+class Philox:
+    """The default source: keyed by (seed of the image, elementary interval, visit)."""
+
+    def __init__(self, seeds: int | Sequence[int]) -> None:
+        listed = [seeds] if isinstance(seeds, int) else list(seeds)
+        self.seeds = [check_seed(s) for s in listed]
+
+    def first(self, shape: Sequence[int], like: Tensor, images: Sequence[int]) -> Tensor:
+        return torch.stack([gaussian(self.seeds[i], shape, (0, 0, FIRST), like) for i in images]).to(like.dtype)
+
+    def step(self, draws: Sequence[Draw], span: Span, like: Tensor, images: Sequence[int]) -> Tensor:
+        return torch.stack([self.one(self.seeds[i], draws, like) for i in images])
+
+    @staticmethod
+    def one(seed: int, draws: Sequence[Draw], like: Tensor) -> Tensor:
+        parts = [gaussian(seed, like.shape[1:], (d.interval, d.visit, PATH), like) * d.weight for d in draws]
+        return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
+
+
+class Brownian:
+    """A virtual Brownian path in λ: one seed means one path, whatever the grid, so that grids can be compared.
+
+    The path is a binary tree over λ ∈ [−LOW, LOW]; each node's normal number is addressed by its place in the
+    tree, and the bridge between two nodes runs on the variance clock (SNR is exact for eta 1, sigma is
+    k-diffusion's).
+    """
+
+    REACH = 16.0
+    DEPTH = 22
+
+    def __init__(self, seeds: int | Sequence[int], clock: Clock = "snr") -> None:
+        self.plain = Philox(seeds)
+        self.seeds, self.clock = self.plain.seeds, clock
+        self.cache: dict[tuple[int, float, int], Tensor] = {}
+
+    def first(self, shape: Sequence[int], like: Tensor, images: Sequence[int]) -> Tensor:
+        return self.plain.first(shape, like, images)
+
+    def step(self, draws: Sequence[Draw], span: Span, like: Tensor, images: Sequence[int]) -> Tensor:
+        visit = draws[0].visit
+        return torch.stack([self.increment(self.seeds[i], span, visit, like) for i in images]).to(like.dtype)
+
+    def increment(self, seed: int, span: Span, visit: int, like: Tensor) -> Tensor:
+        """The path's increment over a span, scaled to variance 1."""
+        a, b = (self.at(seed, ratio, visit, like) for ratio in (span.start, span.end))
+        length = abs(self.tick(-math.log(span.end)) - self.tick(-math.log(span.start)))
+        return (b - a) / math.sqrt(length)
+
+    def tick(self, lam: float) -> float:
+        return clock_time(math.exp(-lam), self.clock)
+
+    def at(self, seed: int, ratio: float, visit: int, like: Tensor) -> Tensor:
+        key = (seed, ratio, visit)
+        if key not in self.cache:
+            if len(self.cache) > 4 * max(len(self.seeds), 1):  # a run looks back one leg at most
+                self.cache.pop(next(iter(self.cache)))
+            self.cache[key] = self.descend(seed, ratio, visit, like)
+        return self.cache[key]
+
+    def descend(self, seed: int, ratio: float, visit: int, like: Tensor) -> Tensor:
+        goal = min(max(-math.log(ratio), -self.REACH), self.REACH)
+        low, high = -self.REACH, self.REACH
+        wide = torch.empty((), dtype=torch.float64, device=like.device)
+        shape = like.shape[1:]
+        at_low = torch.zeros(tuple(shape), dtype=torch.float64, device=like.device)
+        at_high = gaussian(seed, shape, (0, visit, TREE), wide) * math.sqrt(abs(self.tick(high) - self.tick(low)))
+        node = 1
+        for _ in range(self.DEPTH):
+            middle = (low + high) / 2
+            part = (self.tick(middle) - self.tick(low)) / (self.tick(high) - self.tick(low))
+            spread = math.sqrt(abs(self.tick(high) - self.tick(low)) * part * (1 - part))
+            at_middle = at_low + part * (at_high - at_low) + spread * gaussian(seed, shape, (node, visit, TREE), wide)
+            right = goal >= middle
+            low, at_low = (middle, at_middle) if right else (low, at_low)
+            high, at_high = (high, at_high) if right else (middle, at_middle)
+            node = 2 * node + int(right)
+        part = (self.tick(goal) - self.tick(low)) / (self.tick(high) - self.tick(low))
+        return at_low + part * (at_high - at_low)
+
+
+def draw(source: NoiseSource, row: Row, pre: bool, like: Tensor, images: Sequence[int]) -> Tensor:
+    """The noise that a row asks for."""
+    draws, span = (row.pre_draws, row.pre_span) if pre else (row.draws, row.span)
+    assert span is not None
+    return source.step(draws, span, like, images)
+
+
+def first_noise(plan: Plan, seeds: int | Sequence[int], shape: Sequence[int], like: Tensor) -> Tensor:
+    """x at the start of a plan: noise of the plan's initial scale, shape without the batch."""
+    source = Philox(seeds)
+    return source.first(shape, like, range(len(source.seeds))) * plan.initial_scale

@@ -1,0 +1,462 @@
+"""A plan: a sampler as a table. One row is one model call followed by linear updates of the state.
+
+The state is a handful of registers: `x`; `anchor`, a second copy of x for methods that return to where a step
+began; `p0`, this call's prediction, and `p1…p3`, earlier ones; `u`, the unconditional prediction of this call;
+`z`, fresh noise. Formulas are written over symbolic linear forms (`X * (s1 / s0) + P0 * (1 - s1 / s0)`), so the
+source reads like the paper and the table falls out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from pellucid.core import target as targets
+from pellucid.core.errors import PlanError, rule
+from pellucid.core.schedule import Array, Frame, Level, Target
+
+SCHEMA = 1
+TOLERANCE = 1e-9
+REGISTERS = ("x", "anchor", "p0", "p1", "p2", "p3", "u", "z")
+DEPTH = 4
+Weights = tuple[tuple[int, float], ...]
+Clock = Literal["snr", "sigma"]
+
+
+class Form:
+    """A linear form over the registers."""
+
+    __slots__ = ("terms",)
+
+    def __init__(self, terms: dict[int, float]) -> None:
+        self.terms = terms
+
+    def __add__(self, other: Form) -> Form:
+        terms = dict(self.terms)
+        for register, weight in other.terms.items():
+            terms[register] = terms.get(register, 0.0) + weight
+        return Form(terms)
+
+    def __sub__(self, other: Form) -> Form:
+        return self + other * -1.0
+
+    def __mul__(self, factor: float) -> Form:
+        return Form({register: weight * factor for register, weight in self.terms.items()})
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> Form:
+        return self * (1.0 / divisor)
+
+    def weights(self) -> Weights:
+        """The non-zero weights, in register order."""
+        found = tuple((r, float(self.terms[r])) for r in sorted(self.terms) if self.terms[r] != 0.0)
+        for register, weight in found:
+            if not math.isfinite(weight):
+                raise PlanError(
+                    f"weight of {REGISTERS[register]} must be finite; got {weight}. The sampler cannot take this "
+                    "step: at alpha 0 or sigma 0 use ddim, euler or dpmpp_2m, or start below the last level.",
+                    "not-finite",
+                )
+        return found
+
+
+X, ANCHOR, P0, P1, P2, P3, U, Z = (Form({i: 1.0}) for i in range(len(REGISTERS)))
+HISTORY = (P0, P1, P2, P3)
+
+
+def total(forms: Iterable[Form]) -> Form:
+    """The sum of forms."""
+    terms: dict[int, float] = {}
+    for form in forms:
+        for register, weight in form.terms.items():
+            terms[register] = terms.get(register, 0.0) + weight
+    return Form(terms)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An address of noise: the stretch of sigma / alpha that it covers, and which pass over it this is."""
+
+    start: float
+    end: float
+    visit: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One elementary piece of noise: which interval, which pass, and its share of the whole."""
+
+    interval: int
+    visit: int
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One model call at `level`, told `time`; then x, and the anchor, become these combinations of the registers.
+
+    `pre_noise` is added to x before the call (churn). A `held` prediction does not enter the history.
+    """
+
+    level: Level
+    time: float
+    x: Weights
+    anchor: Weights | None = None
+    held: bool = False
+    pre_noise: float = 0.0
+    pre_span: Span | None = None
+    span: Span | None = None
+    pre_draws: tuple[Draw, ...] = ()
+    draws: tuple[Draw, ...] = ()
+
+    def uses(self, register: str) -> bool:
+        index = REGISTERS.index(register)
+        return any(r == index for r, _ in (*self.x, *(self.anchor or ())))
+
+
+def row(
+    time: float,
+    level: Level,
+    x: Form,
+    anchor: Form | None = None,
+    *,
+    held: bool = False,
+    span: Span | None = None,
+    pre_noise: float = 0.0,
+    pre_span: Span | None = None,
+) -> Row:
+    """A row from symbolic forms. Noise without weight has no address."""
+    weights = x.weights()
+    kept = None if anchor is None else anchor.weights()
+    noisy = any(r == 7 for r, _ in (*weights, *(kept or ())))
+    if noisy and span is None:
+        raise AssertionError("a row that draws noise names its span")
+    return Row(level, float(time), weights, kept, held, pre_noise, pre_span, span if noisy else None)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One field of one row (or of the plan, row −1) that differs between two plans."""
+
+    row: int
+    field: str
+    mine: Any
+    theirs: Any
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A frozen table of rows, and all that is needed to read it. `len(rows)` is the number of model calls."""
+
+    name: str
+    rows: tuple[Row, ...]
+    basis: Target
+    start: Level
+    end: Level
+    frame: Frame
+    initial_scale: float
+    clock: Clock = "snr"
+    target: Target = "eps"
+    schedule: dict[str, Any] = field(default_factory=dict)
+    grid: dict[str, Any] = field(default_factory=dict)
+    dialect: str = "exact"
+    options: dict[str, Any] = field(default_factory=dict)
+    declared: str = ""
+    deviation: float = 0.0
+
+    @property
+    def nfe(self) -> int:
+        return len(self.rows)
+
+    @property
+    def depth(self) -> int:
+        """How many earlier predictions the loop must keep."""
+        return max((k for k in range(1, DEPTH) if any(r.uses(f"p{k}") for r in self.rows)), default=0)
+
+    @property
+    def stochastic(self) -> bool:
+        return any(r.draws or r.pre_draws for r in self.rows)
+
+    @property
+    def guided(self) -> bool:
+        """Whether a row needs the unconditional prediction apart (the CFG++ family)."""
+        return any(r.uses("u") for r in self.rows)
+
+    @property
+    def timesteps(self) -> tuple[float, ...]:
+        return tuple(r.time for r in self.rows)
+
+    def to_json(self, indent: int | None = 1) -> str:
+        """The plan as JSON, float64 in full precision (infinity and NaN never occur)."""
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "kind": "pellucid-plan",
+            "name": self.name,
+            "dialect": self.dialect,
+            "schedule": self.schedule,
+            "grid": self.grid,
+            "target": self.target,
+            "options": self.options,
+            "basis": self.basis,
+            "frame": self.frame,
+            "clock": self.clock,
+            "start": [self.start.alpha, self.start.sigma],
+            "end": [self.end.alpha, self.end.sigma],
+            "initial_scale": self.initial_scale,
+            "declared": self.declared,
+            "deviation": self.deviation,
+            "rows": [row_to_dict(r) for r in self.rows],
+        }
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Plan:
+        """Reads a plan back and proves it again: a changed weight breaks the marginal law and is refused."""
+        try:
+            data = json.loads(text)
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise PlanError(f"plan must be JSON; got {error}.", "plan-json") from None
+        return Plan.from_dict(data)
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Plan:
+        if not isinstance(data, dict) or data.get("kind") != "pellucid-plan":
+            raise PlanError("plan must be a JSON object of kind pellucid-plan; got something else.", "plan-json")
+        if data.get("schema") != SCHEMA:
+            raise PlanError(rule("schema", str(SCHEMA), data.get("schema"), "Made by another version."), "schema")
+        try:
+            rows = [row_from_dict(r) for r in data["rows"]]
+            plan = Plan(
+                name=str(data["name"]),
+                rows=tuple(rows),
+                basis=targets.named(data["basis"]),
+                start=Level(*map(float, data["start"])),
+                end=Level(*map(float, data["end"])),
+                frame=data["frame"],
+                initial_scale=float(data["initial_scale"]),
+                clock=data["clock"],
+                target=targets.named(data["target"]),
+                schedule=data["schedule"],
+                grid=data["grid"],
+                dialect=data["dialect"],
+                options=data["options"],
+                declared=data["declared"],
+                deviation=float(data["deviation"]),
+            )
+        except (KeyError, TypeError, IndexError) as error:
+            raise PlanError(
+                f"plan must have every field of the schema; got {error!r} missing or wrong.", "plan-json"
+            ) from None
+        if not plan.rows:
+            raise PlanError(rule("rows", "at least one", 0), "plan-json")
+        sealed = replace(plan, rows=address(plan.rows, plan.clock))
+        found, _ = deviation(sealed)
+        if not abs(found - plan.deviation) <= TOLERANCE * (1 + plan.deviation):
+            raise PlanError(
+                f"plan must keep the marginal law with deviation {plan.deviation:.3g}; got {found:.3g}. "
+                "A weight, a level or the deviation itself was changed. Compile the plan again.",
+                "marginal-law",
+            )
+        return sealed
+
+    def diff(self, other: Plan, tolerance: float = 0.0) -> list[Difference]:
+        """What differs from another plan, field by field and row by row."""
+        found = [
+            Difference(-1, name, getattr(self, name), getattr(other, name))
+            for name in ("basis", "frame", "initial_scale", "target", "end")
+            if getattr(self, name) != getattr(other, name)
+        ]
+        if self.nfe != other.nfe:
+            found.append(Difference(-1, "nfe", self.nfe, other.nfe))
+        for i, (mine, theirs) in enumerate(zip(self.rows, other.rows, strict=False)):
+            found += [Difference(i, *change) for change in row_changes(mine, theirs, tolerance)]
+        return found
+
+
+def row_changes(a: Row, b: Row, tolerance: float) -> list[tuple[str, Any, Any]]:
+    values = [
+        ("alpha", a.level.alpha, b.level.alpha),
+        ("sigma", a.level.sigma, b.level.sigma),
+        ("time", a.time, b.time),
+        ("pre_noise", a.pre_noise, b.pre_noise),
+    ]
+    for label, mine, theirs in (("x", a.x, b.x), ("anchor", a.anchor, b.anchor)):
+        left, right = dict(mine or ()), dict(theirs or ())
+        for register in sorted(left.keys() | right.keys()):
+            values.append((f"{label}.{REGISTERS[register]}", left.get(register, 0.0), right.get(register, 0.0)))
+    changed = [v for v in values if abs(v[1] - v[2]) > tolerance * max(abs(v[1]), abs(v[2]))]
+    return changed + ([("held", a.held, b.held)] if a.held != b.held else [])
+
+
+def row_to_dict(r: Row) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "alpha": r.level.alpha,
+        "sigma": r.level.sigma,
+        "time": r.time,
+        "x": {REGISTERS[i]: w for i, w in r.x},
+    }
+    if r.anchor is not None:
+        out["anchor"] = {REGISTERS[i]: w for i, w in r.anchor}
+    if r.held:
+        out["held"] = True
+    if r.pre_noise:
+        out["pre_noise"] = r.pre_noise
+    for label, span in (("pre_span", r.pre_span), ("span", r.span)):
+        if span is not None:
+            out[label] = [span.start, span.end, span.visit]
+    return out
+
+
+def row_from_dict(data: dict[str, Any]) -> Row:
+    def read(weights: dict[str, float]) -> Weights:
+        return tuple(sorted((REGISTERS.index(k), finite(k, v)) for k, v in weights.items()))
+
+    def span(key: str) -> Span | None:
+        return Span(float(data[key][0]), float(data[key][1]), int(data[key][2])) if key in data else None
+
+    unknown = set(data) - {"alpha", "sigma", "time", "x", "anchor", "held", "pre_noise", "pre_span", "span"}
+    if unknown:
+        raise PlanError(rule("row", "made of known fields", sorted(unknown)), "plan-json")
+    try:
+        return Row(
+            level=Level(finite("alpha", data["alpha"]), finite("sigma", data["sigma"])),
+            time=finite("time", data["time"]),
+            x=read(data["x"]),
+            anchor=read(data["anchor"]) if "anchor" in data else None,
+            held=bool(data.get("held", False)),
+            pre_noise=finite("pre_noise", data.get("pre_noise", 0.0)),
+            pre_span=span("pre_span"),
+            span=span("span"),
+        )
+    except ValueError as error:
+        if isinstance(error, PlanError):
+            raise
+        raise PlanError(f"row must name known registers; got {error}.", "plan-json") from None
+
+
+def finite(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise PlanError(rule(name, "a finite number", value), "not-finite")
+    return float(value)
+
+
+# --- noise addresses -------------------------------------------------------------------------------------------
+
+
+def clock_time(ratio: float, clock: Clock) -> float:
+    """The variance clock of the path of noise: SNR is exact for eta 1, sigma is k-diffusion's."""
+    return 1.0 / ratio**2 if clock == "snr" else ratio
+
+
+def address(rows: Sequence[Row], clock: Clock) -> tuple[Row, ...]:
+    """Cuts the spans of all rows into elementary intervals, so that overlapping draws share their noise."""
+    spans = [s for r in rows for s in (r.pre_span, r.span) if s is not None]
+    if not spans:
+        return tuple(rows)
+    cuts = sorted({edge for s in spans for edge in (s.start, s.end)}, reverse=True)
+    place = {edge: i for i, edge in enumerate(cuts)}
+
+    def draws(span: Span | None) -> tuple[Draw, ...]:
+        if span is None:
+            return ()
+        first, last = sorted((place[span.start], place[span.end]))
+        edges = [clock_time(c, clock) if c > 0 else math.inf for c in cuts[first : last + 1]]
+        if last - first == 1 or not all(map(math.isfinite, edges)):
+            return (Draw(first, span.visit, 1.0),)
+        whole = abs(edges[-1] - edges[0])
+        return tuple(
+            Draw(first + k, span.visit, math.sqrt(abs(edges[k + 1] - edges[k]) / whole)) for k in range(last - first)
+        )
+
+    return tuple(replace(r, pre_draws=draws(r.pre_span), draws=draws(r.span)) for r in rows)
+
+
+# --- the marginal law ------------------------------------------------------------------------------------------
+
+
+def deviation(plan: Plan) -> tuple[float, float]:
+    """(the largest distance between where the rows land and the levels that they claim, what rounding explains).
+
+    The denoiser is perfect and the data are one point μ, so each register is a combination of μ, of the first
+    noise and of the drawn noises; x must be alpha·μ plus noise of standard deviation sigma at every call. Beside
+    each register runs a bound of its rounding error, for methods that amplify it (big first steps on eps).
+    """
+    keys = sorted({(d.interval, d.visit) for r in plan.rows for d in (*r.pre_draws, *r.draws)})
+    index = {key: i + 2 for i, key in enumerate(keys)}
+    point, first = (np.zeros(len(keys) + 2) for _ in range(2))
+    point[0], first[1] = 1.0, 1.0
+
+    def noise(draws: tuple[Draw, ...]) -> Value:
+        out = np.zeros_like(point)
+        for d in draws:
+            out[index[d.interval, d.visit]] += d.weight
+        return out, 0.0
+
+    zero = (np.zeros_like(point), 0.0)
+    x: Value = (plan.start.alpha * point + plan.start.sigma * first, 0.0)
+    anchor, history, worst, floor = zero, [zero] * DEPTH, 0.0, 0.0
+    for r in plan.rows:
+        if r.pre_noise:
+            x = (x[0] + r.pre_noise * noise(r.pre_draws)[0], x[1])
+        gap, blur = _distance(x, r.level)
+        worst, floor = max(worst, gap), max(floor, blur)
+        p0 = _one_point(plan.basis, r.level, x, point, first)
+        registers = [x, anchor, p0, *history[: DEPTH - 1], (point, 0.0), noise(r.draws) if r.draws else zero]
+        x = _mix(r.x, registers, zero[0])
+        if r.anchor is not None:
+            anchor = _mix(r.anchor, registers, zero[0])
+        if not r.held:
+            history = [p0, *history[: DEPTH - 1]]
+    gap, blur = _distance(x, plan.end)
+    return max(worst, gap), max(floor, blur)
+
+
+Value = tuple[Array, float]
+ROUNDING = 2.0**-51
+
+
+def _one_point(basis: Target, level: Level, x: Value, point: Array, first: Array) -> Value:
+    if basis == "eps" and level.sigma == 0.0:
+        return (
+            first,
+            0.0,
+        )  # a clean x determines no eps: inversion starts along the direction that it will add
+    c_x, c_0 = targets.from_x0(basis, level)
+    size = abs(c_x) * float(np.abs(x[0]).max()) + abs(c_0)
+    return c_x * x[0] + c_0 * point, abs(c_x) * x[1] + ROUNDING * size
+
+
+def _mix(weights: Weights, registers: Sequence[Value], zero: Array) -> Value:
+    out, error = zero, 0.0
+    for register, weight in weights:
+        value, blur = registers[register]
+        out = out + weight * value
+        error += abs(weight) * (blur + ROUNDING * float(np.abs(value).max()))
+    return out, error
+
+
+def _distance(x: Value, level: Level) -> tuple[float, float]:
+    scale = math.hypot(level.alpha, level.sigma)
+    spread = float(np.sqrt(np.dot(x[0][1:], x[0][1:])))
+    return max(abs(float(x[0][0]) - level.alpha), abs(spread - level.sigma)) / scale, x[1] / scale
+
+
+def seal(plan: Plan) -> Plan:
+    """Addresses the noise, applies the marginal law, and records the deviation. Undeclared deviation raises."""
+    sealed = replace(plan, rows=address(plan.rows, plan.clock))
+    found, floor = deviation(sealed)
+    if not math.isfinite(found) or (found > TOLERANCE + floor and not plan.declared):
+        raise PlanError(
+            f"plan {plan.name} must keep the marginal law; a row lands {found:.3g} off its level. "
+            "A sampler that deviates on purpose declares it.",
+            "marginal-law",
+        )
+    return replace(sealed, deviation=found)

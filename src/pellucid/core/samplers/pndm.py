@@ -1,0 +1,164 @@
+"""PNDM, PLMS and iPNDM: Adams-Bashforth on eps, with the coefficients of an even grid whatever the grid."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+from pellucid.core.errors import PlanError, rule
+from pellucid.core.grid import Leg, Path
+from pellucid.core.plan import ANCHOR, P0, P1, Form, Row, X, row
+from pellucid.core.samplers.registry import Draft, sampler
+from pellucid.core.samplers.steps import combine, refuse_blind
+from pellucid.core.schedule import Level, Target
+
+ADAMS = {
+    1: [Fraction(1)],
+    2: [Fraction(3, 2), Fraction(-1, 2)],
+    3: [Fraction(23, 12), Fraction(-16, 12), Fraction(5, 12)],
+    4: [Fraction(55, 24), Fraction(-59, 24), Fraction(37, 24), Fraction(-9, 24)],
+}
+
+
+def adams(order: int) -> Form:
+    return combine([float(c) for c in ADAMS[order]])
+
+
+def carry(a: Level, b: Level, basis: Target) -> tuple[float, float]:
+    """(A, B): x at b = A·x + B·p for a prediction p in the basis, taken at a.
+
+    In the basis `v` the mixed prediction is read as v at a, which is how diffusers treats v models here.
+    """
+    refuse_blind(a)
+    on_x, on_eps = b.alpha / a.alpha, b.sigma - b.alpha * a.sigma / a.alpha
+    return (on_x, on_eps) if basis == "eps" else (on_x + on_eps * a.sigma, on_eps * a.alpha)
+
+
+def check_basis(basis: str) -> Target:
+    if basis not in ("eps", "v"):
+        raise PlanError(rule("basis", "eps or v", basis), "option")
+    return basis  # type: ignore[return-value]
+
+
+V_BASIS = "v predictions of several levels are mixed and read at one of them"
+
+
+def plms_rows(legs: tuple[Leg, ...], basis: Target, known: int) -> list[Row]:
+    """Adams-Bashforth rows, of the order that the history allows."""
+    rows = []
+    for i, leg in enumerate(legs):
+        on_x, on_p = carry(leg.start, leg.end, basis)
+        rows.append(row(leg.time, leg.start, X * on_x + adams(min(known + i + 1, 4)) * on_p))
+    return rows
+
+
+@sampler(
+    name="plms",
+    title="PLMS",
+    family="multistep",
+    order=2,
+    deterministic=True,
+    suits="Stable Diffusion 1 as released; 50 steps; one call more than steps",
+    paper="Liu et al. 2022, Pseudo Numerical Methods (without the Runge-Kutta start)",
+    peer="training",
+    aliases=("pndm_plms", "k_plms"),
+)
+def plms(path: Path, *, basis: str = "eps", first: Leg | None = None, warm: bool = True) -> Draft:
+    """The first leg is done twice (`warm`), the second time with the mean of both ends; then Adams-Bashforth."""
+    kind = check_basis(basis)
+    legs = path.legs
+    if not warm:
+        return Draft(plms_rows(legs, kind, 0), kind, declared=V_BASIS if kind == "v" else "")
+    on_x, on_p = carry(legs[0].start, legs[0].end, kind)
+    declared = V_BASIS if kind == "v" else ""
+    if len(legs) == 1 and first is None:
+        return Draft([row(legs[0].time, legs[0].start, X * on_x + P0 * on_p)], kind, declared=declared)
+    again = first or replace(legs[0], time=legs[1].time)
+    back_x, back_p = carry(again.start, again.end, kind)
+    rows = [
+        row(legs[0].time, legs[0].start, X * on_x + P0 * on_p, X),
+        row(again.time, again.end, ANCHOR * back_x + (P0 + P1) * (back_p / 2), held=True),
+    ]
+    return Draft(rows + plms_rows(legs[1:], kind, 1), kind, declared=declared)
+
+
+@sampler(
+    name="pndm",
+    title="PNDM",
+    family="multistep",
+    order=2,
+    deterministic=True,
+    suits="models published with PNDM; three Runge-Kutta legs first, nine calls more than steps",
+    paper="Liu et al. 2022, Pseudo Numerical Methods for Diffusion Models on Manifolds",
+    peer="training",
+    aliases=("PNDMScheduler", "pndm_rk"),
+)
+def pndm(
+    path: Path,
+    *,
+    basis: str = "eps",
+    stages: tuple[tuple[tuple[float, Level], ...], ...] | None = None,
+    warm: bool = True,
+) -> Draft:
+    """Runge-Kutta for the first three legs (`warm`), then Adams-Bashforth on eps."""
+    kind = check_basis(basis)
+    legs = path.legs
+    if not warm:
+        return plms(path, basis=basis, warm=False)
+    turns = stages or tuple(stages_of(path, i) for i in range(min(3, len(legs) - 1)))
+    rows = [r for i, turn in enumerate(turns) for r in runge_kutta(legs[i], turn, kind)]
+    rows += plms_rows(legs[len(turns) :], kind, len(turns))
+    return Draft(rows, kind, declared=V_BASIS if kind == "v" else "")
+
+
+def stages_of(path: Path, i: int) -> tuple[tuple[float, Level], ...]:
+    """(told time, level reached) of the four stages: the middle in time twice, then the end twice."""
+    begin, end = path.legs[i].time, path.legs[i + 1].time
+    middle = (begin + end) / 2
+    half, whole = path.at_time(middle), path.legs[i].end
+    return ((begin, half), (middle, half), (middle, whole), (end, whole))
+
+
+def runge_kutta(leg: Leg, turn: tuple[tuple[float, Level], ...], basis: Target) -> list[Row]:
+    """Four rows. The anchor gathers the answer; only the first prediction enters the history.
+
+    Where the leg began (`here`) is not kept: it is solved from x and the first prediction in stage 2, and from x
+    and the anchor in stage 3.
+    """
+    times, goals = [t for t, _ in turn], [g for _, g in turn]
+    (a1, b1), (a2, b2), (a3, b3), (a4, b4) = (carry(leg.start, goal, basis) for goal in goals)
+    here_2 = (X - P1 * b1) / a1
+    share = b4 / (3 * b2)
+    here_3 = (ANCHOR - P1 * (b4 / 6) - X * share) / (a4 - share * a2)
+    return [
+        row(times[0], leg.start, X * a1 + P0 * b1, X * a4 + P0 * (b4 / 6)),
+        row(times[1], goals[0], here_2 * a2 + P0 * b2, ANCHOR + P0 * (b4 / 3), held=True),
+        row(times[2], goals[1], here_3 * a3 + P0 * b3, ANCHOR + P0 * (b4 / 3), held=True),
+        row(times[3], goals[2], ANCHOR + P0 * (b4 / 6), held=True),
+    ]
+
+
+@sampler(
+    name="ipndm",
+    title="iPNDM",
+    family="multistep",
+    order=1,
+    deterministic=True,
+    suits="few steps (5 to 10) on EDM-like models; one call a step from the first",
+    paper="Liu et al. 2022; Zhang and Chen 2022 (iPNDM)",
+    peer="ipndm",
+    aliases=("IPNDMScheduler", "ipndm_4"),
+)
+def ipndm(path: Path, *, order: int = 4, blind_start: bool = False) -> Draft:
+    """Adams-Bashforth on eps with even-grid coefficients. `blind_start` drops x0 at alpha 0, as diffusers does."""
+    if not isinstance(order, int) or not 1 <= order <= 4:
+        raise PlanError(rule("order", "a whole number from 1 to 4", order), "order")
+    rows = []
+    for i, leg in enumerate(path.legs):
+        a, b = leg.start, leg.end
+        if blind_start and i == 0:
+            rows.append(row(leg.time, a, P0 * b.sigma))
+            continue
+        on_x, on_p = carry(a, b, "eps")
+        rows.append(row(leg.time, a, X * on_x + adams(min(order, i + 1)) * on_p))
+    return Draft(rows, "eps", declared="the first step takes x0 as 0" if blind_start else "")

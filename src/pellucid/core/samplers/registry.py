@@ -1,0 +1,110 @@
+"""The registry: what each sampler is, and the names by which people know it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pellucid.core.errors import PlanError, nearest, rule
+from pellucid.core.grid import Path
+from pellucid.core.plan import Clock, Row
+from pellucid.core.schedule import Level, Target
+
+Family = Literal[
+    "ddpm", "euler", "runge-kutta", "multistep", "dpm-solver", "exponential", "flow", "distilled", "inversion"
+]
+# How diffusers lays the grid of the class that implements a sampler (core/dialect.py).
+PeerGrid = Literal["k", "solver", "training", "flow", "ipndm", "none"]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a sampler function returns: rows over a history kept in `basis`."""
+
+    rows: Sequence[Row]
+    basis: Target = "x0"
+    end: Level | None = None
+    declared: str = ""
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """A sampler: the function that writes its rows, and what people want to know of it."""
+
+    name: str
+    title: str
+    make: Callable[..., Draft]
+    family: Family
+    order: int
+    deterministic: bool
+    suits: str
+    paper: str
+    frame: Literal["line", "native"] = "native"
+    straight: bool = False
+    calls: int = 1
+    clock: Clock = "snr"
+    peer: PeerGrid = "solver"
+    presets: dict[str, Any] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
+
+    def options(self) -> dict[str, Any]:
+        """The options and their defaults."""
+        parameters = list(inspect.signature(self.make).parameters.values())[1:]
+        return {p.name: self.presets.get(p.name, p.default) for p in parameters}
+
+    def draft(self, path: Path, options: dict[str, Any]) -> Draft:
+        known = self.options()
+        for name in options:
+            if name not in known:
+                hint = f"Known: {', '.join(known) or 'none'}."
+                raise PlanError(rule("option", f"one that {self.name} reads", name, hint), "option")
+        return self.make(path, **{**self.presets, **options})
+
+
+REGISTRY: dict[str, Sampler] = {}
+NAMES: dict[str, tuple[str, dict[str, Any]]] = {}
+
+
+def squeeze(name: str) -> str:
+    """Names are compared without case, blanks and punctuation, but `+` counts: DPM++ 2M = dpmpp_2m."""
+    return re.sub(r"[^a-z0-9]", "", name.lower().replace("++", "pp"))
+
+
+def register(sampler: Sampler) -> Sampler:
+    if sampler.name in REGISTRY:
+        raise AssertionError(f"two samplers are called {sampler.name}")
+    REGISTRY[sampler.name] = sampler
+    for alias in (sampler.name, sampler.title, *sampler.aliases):
+        owner = NAMES.setdefault(squeeze(alias), (sampler.name, {}))
+        if owner[0] != sampler.name:
+            raise AssertionError(f"{alias} means {owner[0]} and {sampler.name}")
+    return sampler
+
+
+def sampler(**about: Any) -> Callable[[Callable[..., Draft]], Callable[..., Draft]]:
+    """Registers the decorated function as a sampler."""
+
+    def wrap(make: Callable[..., Draft]) -> Callable[..., Draft]:
+        register(Sampler(make=make, **about))
+        return make
+
+    return wrap
+
+
+def resolve(name: str) -> tuple[Sampler, str | None]:
+    """The sampler that a name means, and the grid that the name asks for ("DPM++ 2M Karras" → karras)."""
+    key = squeeze(name)
+    for suffix, grid in (
+        ("", None),
+        ("karras", "karras"),
+        ("exponential", "exponential"),
+        ("sgmuniform", "sgm_uniform"),
+    ):
+        stem = key[: len(key) - len(suffix)] if suffix and key.endswith(suffix) else key
+        if (not suffix or stem != key) and stem in NAMES:
+            return REGISTRY[NAMES[stem][0]], grid
+    known = [*REGISTRY, *(s.title.lower() for s in REGISTRY.values())]
+    raise PlanError(rule("sampler", "a known name", name, nearest(name, known)), "unknown-sampler")

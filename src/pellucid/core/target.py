@@ -1,0 +1,113 @@
+"""Prediction targets: what a network's output means, and the only place that converts one into another.
+
+Every target is linear in (x, x0) at a level, so a conversion is two numbers. They hold in any frame: `v` is the
+velocity of x scaled to alpha² + sigma² = 1, `flow` that of x scaled to alpha + sigma = 1, `edm` the raw output F
+under EDM preconditioning, and `score` that of x as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, get_args
+
+from pellucid.core.errors import PellucidError, nearest, rule
+from pellucid.core.schedule import Level, Target
+
+SIGMA_DATA = 0.5
+TARGETS: tuple[Target, ...] = get_args(Target)
+
+ALIASES: dict[str, Target] = {
+    "epsilon": "eps",
+    "noise": "eps",
+    "sample": "x0",
+    "original_sample": "x0",
+    "denoised": "x0",
+    "v_prediction": "v",
+    "velocity": "v",
+    "flow_prediction": "flow",
+    "F": "edm",
+}
+
+
+def named(name: str) -> Target:
+    """The target that a name or a diffusers `prediction_type` means."""
+    if name in TARGETS:
+        return name
+    if name in ALIASES:
+        return ALIASES[name]
+    raise PellucidError(
+        rule("target", "one of " + ", ".join(TARGETS), name, nearest(name, [*TARGETS, *ALIASES])),
+        "unknown-target",
+    )
+
+
+def to_x0(target: Target, level: Level, sigma_data: float = SIGMA_DATA) -> tuple[float, float]:
+    """(k_x, k_out) with x0 = k_x·x + k_out·out."""
+    a, s = level.alpha, level.sigma
+    if target == "x0":
+        return 0.0, 1.0
+    if target == "v":
+        norm = math.hypot(a, s)
+        return a / norm / norm, -s / norm
+    if target == "flow":
+        return 1.0 / (a + s), -s / (a + s)
+    if target == "edm":
+        square = s * s + (sigma_data * a) ** 2
+        return sigma_data**2 * a / square, s * sigma_data / math.sqrt(square)
+    if a == 0.0:
+        raise PellucidError(
+            f"target must not be {target} at alpha 0: pure noise determines no x0 from {target}. "
+            "Train for v or x0 under zero terminal SNR, or start below the last level.",
+            code="alpha-zero",
+        )
+    return (1.0 / a, -s / a) if target == "eps" else (1.0 / a, s * s / a)
+
+
+def from_x0(target: Target, level: Level, sigma_data: float = SIGMA_DATA) -> tuple[float, float]:
+    """(c_x, c_0) with out = c_x·x + c_0·x0."""
+    k_x, k_out = to_x0(target, level, sigma_data) if (target, level.alpha) != ("eps", 0.0) else (0.0, 0.0)
+    if target == "eps" and level.alpha == 0.0:
+        return 1.0 / level.sigma, 0.0  # x is sigma·eps, whatever x0 is
+    if k_out == 0.0:
+        raise PellucidError(
+            f"target must not be {target} at sigma 0: a clean x determines no {target}. "
+            "Stop at x0, or take the level just before.",
+            code="sigma-zero",
+        )
+    return -k_x / k_out, 1.0 / k_out
+
+
+def convert(source: Target, to: Target, level: Level, sigma_data: float = SIGMA_DATA) -> tuple[float, float]:
+    """(k_x, k_out) with `to` = k_x·x + k_out·out, taken in the limit at the two ends where the limit exists."""
+    if source == to:
+        return 0.0, 1.0
+    direct = _direct(source, to, level)
+    if direct is not None:
+        return direct
+    c_x, c_0 = from_x0(to, level, sigma_data)
+    if c_0 == 0.0:
+        return c_x, 0.0
+    k_x, k_out = to_x0(source, level, sigma_data)
+    return c_x + c_0 * k_x, c_0 * k_out
+
+
+def _direct(source: Target, to: Target, level: Level) -> tuple[float, float] | None:
+    """Pairs that are finite at both ends although the way through x0 is not."""
+    a, s = level.alpha, level.sigma
+    if (source, to) == ("v", "eps"):
+        norm = math.hypot(a, s)
+        return s / norm / norm, a / norm
+    if (source, to) == ("flow", "eps"):
+        return 1.0 / (a + s), a / (a + s)
+    if (source, to) == ("eps", "v") and a > 0:
+        norm = math.hypot(a, s)
+        return -s / a / norm, norm / a
+    if (source, to) == ("eps", "flow") and a > 0:
+        return -1.0 / a, (a + s) / a
+    return None
+
+
+def change(out: Any, source: Target, to: Target, x: Any, level: Level, sigma_data: float = SIGMA_DATA) -> Any:
+    """Converts a prediction made on x at a level from one target to another."""
+    k_x, k_out = convert(source, to, level, sigma_data)
+    return out * k_out if k_x == 0.0 else x * k_x + out * k_out

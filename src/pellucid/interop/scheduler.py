@@ -1,0 +1,532 @@
+"""The three-call API (`set_timesteps`, `scale_model_input`, `step`) as a thin view of a plan.
+
+It fits diffusers' own pipelines unchanged. The state that the API forces on it (which row is next, the history)
+lives in the running context, thread or task, and `set_timesteps` resets it: one scheduler serves many calls.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pellucid.core import schedule as schedules
+from pellucid.core import target as targets
+from pellucid.core.compile import compile_plan
+from pellucid.core.denoiser import input_scale, sigma_data_of
+from pellucid.core.errors import PellucidError, rule
+from pellucid.core.filters import Filter
+from pellucid.core.grid import Grid
+from pellucid.core.grid import named as grid_named
+from pellucid.core.loop import mix
+from pellucid.core.plan import DEPTH, Plan, Row, Weights
+from pellucid.core.samplers import resolve
+from pellucid.core.schedule import Flow, Level
+from pellucid.interop import diffusers_config
+from pellucid.interop.diffusers_config import FILE_NAME, Reading
+
+TAKES_ETA = ("ddim", "tcd")  # the classes whose `step` takes eta in diffusers
+BLIND_START = {"plms": 1, "pndm": 9}  # rows that the start of a run adds to one a leg
+
+
+class Config(dict[str, Any]):
+    """A config that reads as a dict and as attributes, as diffusers' pipelines expect."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+@dataclass
+class StepOutput:
+    """What `step` returns. `pred_original_sample` is computed when it is asked for."""
+
+    prev_sample: Tensor
+    _parts: tuple[Any, ...] = field(repr=False, default=())
+
+    @property
+    def pred_original_sample(self) -> Tensor:
+        k_x, k_out, sample, out, x0_filter = self._parts
+        x0 = sample * k_x + out * k_out
+        return x0 if x0_filter is None else x0_filter(x0)
+
+    def __getitem__(self, key: int | str) -> Tensor:
+        return self.prev_sample if key in (0, "prev_sample") else self.pred_original_sample
+
+
+@dataclass(frozen=True)
+class FusedRow:
+    """A row with the network's raw output in the place of x0: register 2 is `out`, or p0 where it is remembered."""
+
+    to_p0: tuple[float, float]
+    x: Weights
+    anchor: Weights | None
+    push: bool
+    noisy: bool
+    scale: float
+
+
+@dataclass
+class Run:
+    """One run in one context."""
+
+    plan: Plan
+    rows: list[FusedRow]
+    timesteps: Tensor
+    setting: dict[str, Any]
+    index: int | None = None
+    begin: int | None = None
+    first_row: int = 0
+    anchor: Tensor | None = None
+    history: list[Tensor] = field(default_factory=list)
+
+
+class Scheduler:
+    """A sampler behind diffusers' scheduler API."""
+
+    def __init__(
+        self,
+        sampler: str = "dpmpp_2m",
+        *,
+        schedule: str | schedules.Schedule = "scaled_linear",
+        target: str = "eps",
+        grid: str | Grid | None = None,
+        dialect: str = "exact",
+        x0_filter: Filter | None = None,
+        **options: Any,
+    ) -> None:
+        entry, grid_of_name = resolve(sampler)
+        curve = schedules.make(schedule)
+        lay = grid_named(grid or grid_of_name or ("karras" if curve.name == "edm" else "trailing"))
+        self._setup(Reading("", entry.name, curve, targets.named(target), lay, options, x0_filter), dialect)
+        self._plan_for(20 if lay.name != "explicit" else None)
+
+    def _setup(self, reading: Reading, dialect: str) -> None:
+        self.reading, self.dialect = reading, dialect
+        self.entry = resolve(reading.sampler)[0]
+        self.order = self.entry.calls
+        self.notes = reading.notes
+        self._run: ContextVar[Run | None] = ContextVar("pellucid_run", default=None)
+        self._config: Config | None = None
+
+    @classmethod
+    def from_config(
+        cls, config: Any, *, strict: bool = True, dialect: str = "diffusers", **overrides: Any
+    ) -> Scheduler:
+        """Reads a diffusers scheduler config: a dict, a file, a folder, a live `.config` or a live scheduler."""
+        data = {**diffusers_config.load(config), **overrides}
+        made = cls.__new__(cls)
+        made._setup(diffusers_config.read(data, strict), dialect)
+        return made
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | os.PathLike[str], subfolder: str | None = None, **overrides: Any
+    ) -> Scheduler:
+        """`from_config` of a folder."""
+        return cls.from_config(Path(folder) / subfolder if subfolder else Path(folder), **overrides)
+
+    # --- what pipelines read
+
+    @property
+    def config(self) -> Config:
+        if self._config is None:
+            self._config = Config(self.export())
+        return self._config
+
+    @property
+    def _internal_dict(self) -> Config:
+        return self.config
+
+    @_internal_dict.setter
+    def _internal_dict(self, value: Mapping[str, Any]) -> None:
+        # diffusers' pipelines rewrite old configs (steps_offset, clip_sample) through this name
+        changed = {k: v for k, v in dict(value).items() if not k.startswith("_")}
+        data = {"_class_name": self.config["_class_name"], **changed}
+        self._setup(diffusers_config.read(data), self.dialect)
+
+    @property
+    def timesteps(self) -> Tensor:
+        return self._state().timesteps
+
+    @property
+    def sigmas(self) -> Tensor:
+        """sigma at each call (sigma / alpha, or the flow sigma), and the final one."""
+        plan = self._state().plan
+        ratios = [r.level.ratio for r in plan.rows] + [plan.end.ratio]
+        return torch.tensor(self.reading.schedule.sigma_of(ratios), dtype=torch.float32)
+
+    @property
+    def init_noise_sigma(self) -> float:
+        run = self._run.get()
+        return (run.plan if run else self._plan_for(20)).initial_scale
+
+    @property
+    def num_inference_steps(self) -> int:
+        return int(self._state().plan.grid["steps"])
+
+    @property
+    def step_index(self) -> int | None:
+        run = self._run.get()
+        return None if run is None else run.index
+
+    @property
+    def begin_index(self) -> int | None:
+        run = self._run.get()
+        return None if run is None else run.begin
+
+    @property
+    def plan(self) -> Plan:
+        """The table that this context is running."""
+        return self._state().plan
+
+    def __len__(self) -> int:
+        return self.reading.schedule.num_train or 1000
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Scheduler:
+        made = type(self).__new__(type(self))
+        made._setup(self.reading, self.dialect)
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.reading, self.dialect)
+
+    def __repr__(self) -> str:
+        return f"Scheduler({self.reading.sampler!r}, schedule={self.reading.schedule.name!r}, target={self.reading.target!r}, dialect={self.dialect!r})"
+
+    # --- the three calls
+
+    def set_timesteps(
+        self,
+        num_inference_steps: int | None = None,
+        device: torch.device | str | None = None,
+        timesteps: Sequence[float] | None = None,
+        sigmas: Sequence[float] | None = None,
+        mu: float | None = None,
+    ) -> None:
+        """Compiles the plan of this run; also resets the state of this context."""
+        setting: dict[str, Any] = {
+            "steps": num_inference_steps,
+            "timesteps": timesteps,
+            "sigmas": sigmas,
+            "mu": mu,
+        }
+        self._run.set(self._begin(setting, torch.device(device or "cpu")))
+
+    def scale_model_input(self, sample: Tensor, timestep: Any = None) -> Tensor:
+        """x as the network was trained to see it."""
+        run = self._state()
+        if run.index is None:
+            run = self._enter(run, timestep)
+        scale = run.rows[run.index - run.first_row].scale  # type: ignore[operator]
+        return sample if scale == 1.0 else sample * scale
+
+    def step(
+        self,
+        model_output: Tensor,
+        timestep: Any,
+        sample: Tensor,
+        eta: float | None = None,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        variance_noise: Tensor | None = None,
+        return_dict: bool = True,
+    ) -> Any:
+        """One row of the plan."""
+        run = self._state()
+        if eta is not None:
+            run = self._with_eta(run, float(eta), timestep)
+        if run.index is None:
+            run = self._enter(run, timestep)
+        here = run.index - run.first_row  # type: ignore[operator]
+        if here >= len(run.rows):
+            raise PellucidError(
+                f"step must be called {len(run.rows)} times a run; this is one more. Call set_timesteps.",
+                "too-many-steps",
+            )
+        fused = run.rows[here]
+        if model_output.shape != sample.shape and model_output.shape[1] == 2 * sample.shape[1]:
+            model_output = model_output[:, : sample.shape[1]]  # a learned variance: split off
+        wide = sample if sample.dtype in (torch.float32, torch.float64) else sample.to(torch.float32)
+        out = model_output if model_output.dtype == wide.dtype else model_output.to(wide.dtype)
+        previous = self._move(run, fused, run.plan.rows[here], wide, out, generator, variance_noise)
+        run.index += 1  # type: ignore[operator]
+        if previous.dtype != model_output.dtype:
+            previous = previous.to(model_output.dtype)
+        if not return_dict:
+            return (previous,)
+        k_x, k_out = targets.to_x0(self.reading.target, run.plan.rows[here].level, sigma_data_of(self.reading.schedule))  # type: ignore[arg-type]
+        return StepOutput(previous, (k_x, k_out, wide, out, self.reading.x0_filter))
+
+    # --- noise for training and image-to-image
+
+    def add_noise(self, original_samples: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+        """x at the levels of the given times: alpha·x0 + sigma·noise."""
+        pairs = [self._level_for(t) for t in torch.as_tensor(timesteps).reshape(-1).tolist()]
+        shape = (-1, *([1] * (original_samples.ndim - 1)))
+        alpha, sigma = (
+            torch.tensor(v, dtype=original_samples.dtype, device=original_samples.device).reshape(shape)
+            for v in ([p.alpha for p in pairs], [p.sigma for p in pairs])
+        )
+        return alpha * original_samples + sigma * noise.to(original_samples.dtype)
+
+    def scale_noise(self, sample: Tensor, timestep: Tensor, noise: Tensor) -> Tensor:
+        """`add_noise` by the name and order that flow pipelines use."""
+        return self.add_noise(sample, noise, timestep)
+
+    def get_velocity(self, sample: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+        """The v target: alpha·noise − sigma·x0 with alpha² + sigma² = 1."""
+        levels = [self.reading.schedule.level(t).to("vp") for t in torch.as_tensor(timesteps).reshape(-1).tolist()]
+        shape = (-1, *([1] * (sample.ndim - 1)))
+        alpha, sigma = (
+            torch.tensor(v, dtype=sample.dtype, device=sample.device).reshape(shape)
+            for v in ([lv.alpha for lv in levels], [lv.sigma for lv in levels])
+        )
+        return alpha * noise - sigma * sample
+
+    def set_begin_index(self, begin_index: int = 0) -> None:
+        """Starts the run at a later row (image-to-image); the history is empty there, and the table knows it."""
+        run = self._state()
+        if not 0 <= begin_index < len(run.timesteps):
+            raise PellucidError(rule("begin_index", f"from 0 to {len(run.timesteps) - 1}", begin_index), "begin-index")
+        self._run.set(self._at(run, begin_index))
+        self._state().begin = begin_index
+
+    # --- files
+
+    def export(self) -> dict[str, Any]:
+        """The config of the nearest diffusers class."""
+        return diffusers_config.write(self.reading)
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **_: Any) -> None:
+        """Writes scheduler_config.json, whole or not at all."""
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self.export(), indent=2, sort_keys=True) + "\n"
+        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False, encoding="utf-8") as file:
+            file.write(text)
+        os.replace(file.name, folder / FILE_NAME)
+
+    # --- inside
+
+    def _state(self) -> Run:
+        run = self._run.get()
+        if run is None:
+            raise PellucidError("set_timesteps must be called first in this thread or task; got no run.", "no-run")
+        return run
+
+    def _plan_for(
+        self,
+        steps: int | None,
+        timesteps: Sequence[float] | None = None,
+        sigmas: Sequence[float] | None = None,
+        mu: float | None = None,
+        skip: int = 0,
+        eta: float | None = None,
+    ) -> Plan:
+        reading = self.reading
+        lay, curve = reading.grid, reading.schedule
+        if timesteps is not None or sigmas is not None:
+            if timesteps is not None and sigmas is not None:
+                raise PellucidError("timesteps, sigmas must be given one at a time; got both.", "explicit")
+            if lay.name in ("karras", "exponential", "beta", "lu") and timesteps is not None:
+                raise PellucidError(rule("timesteps", f"left out with the {lay.name} grid", "timesteps"), "explicit")
+            lay = replace(
+                lay,
+                timesteps=None if timesteps is None else tuple(float(t) for t in timesteps),
+                sigmas=None if sigmas is None else tuple(float(s) for s in sigmas),
+            )
+            steps = None
+        elif steps is None and lay.name != "explicit":
+            raise PellucidError("num_inference_steps, timesteps or sigmas must be given; got none.", "steps")
+        if reading.values.get("use_dynamic_shifting"):
+            curve = self._shifted(curve, mu)
+        elif mu is not None:
+            raise PellucidError(rule("mu", "left out without use_dynamic_shifting", mu), "mu")
+        options = dict(reading.options)
+        if eta is not None:
+            options["eta"] = eta
+        if reading.x0_filter is not None and reading.sampler == "ddim" and self.dialect == "diffusers":
+            options["keep_eps"] = True
+        if skip and reading.sampler in BLIND_START:
+            options["warm"] = False
+        return compile_plan(
+            reading.sampler,
+            schedule=curve,
+            target=reading.target,
+            grid=lay,
+            steps=steps,
+            dialect=self.dialect,
+            skip=skip,
+            **options,
+        )
+
+    def _shifted(self, curve: schedules.Schedule, mu: float | None) -> schedules.Schedule:
+        values = self.reading.values
+        if mu is None:
+            raise PellucidError(
+                "mu must be given with use_dynamic_shifting; got None. Pipelines pass it from the image size.",
+                "mu",
+            )
+        assert isinstance(curve, Flow)
+        shift = (
+            float(torch.tensor(mu, dtype=torch.float64).exp())
+            if values["time_shift_type"] == "exponential"
+            else float(mu)
+        )
+        return replace(curve, shift=shift)
+
+    def _begin(self, setting: dict[str, Any], device: torch.device, skip: int = 0, eta: float | None = None) -> Run:
+        plan = self._plan_for(**setting, skip=skip, eta=eta)
+        told = [r.time for r in plan.rows]
+        whole = (
+            all(t == int(t) for t in told) and self.entry.peer in ("solver", "training") and self.dialect == "diffusers"
+        )
+        times = torch.tensor(told, dtype=torch.int64 if whole else torch.float32, device=device)
+        rows = [fuse(plan, r, self.reading) for r in plan.rows]
+        return Run(plan, rows, times, {**setting, "eta": eta})
+
+    def _enter(self, run: Run, timestep: Any) -> Run:
+        """The first call of a run: at the begin index, at the first row, or where its timestep is."""
+        if run.begin is not None or timestep is None:
+            run.index = run.first_row
+            return run
+        told = float(timestep)
+        if told == float(run.timesteps[run.first_row]):
+            run.index = run.first_row
+            return run
+        found = [i for i, t in enumerate(run.timesteps.tolist()) if t == told]
+        if not found:
+            raise PellucidError(rule("timestep", "one of scheduler.timesteps", told), "timestep")
+        later = self._at(run, found[1] if len(found) > 1 else found[0])
+        later.index = later.first_row
+        self._run.set(later)
+        return later
+
+    def _at(self, run: Run, row: int) -> Run:
+        """The same run from a later row: compiled again, since a later start has no history."""
+        if row == run.first_row:
+            return run
+        extra = BLIND_START.get(self.reading.sampler)
+        leg = max(row - extra, 0) if extra is not None else row // self.order
+        if extra is None and row % self.order:
+            raise PellucidError(
+                rule("begin_index", f"a multiple of {self.order} for {self.reading.sampler}", row),
+                "begin-index",
+            )
+        setting = {k: v for k, v in run.setting.items() if k != "eta"}
+        later = self._begin(setting, run.timesteps.device, skip=leg, eta=run.setting["eta"])
+        return replace(later, timesteps=run.timesteps, first_row=row)
+
+    def _with_eta(self, run: Run, eta: float, timestep: Any) -> Run:
+        if self.reading.sampler not in TAKES_ETA:
+            if eta != 0.0:
+                raise PellucidError(
+                    rule(
+                        "eta",
+                        f"0 or left out for {self.reading.sampler}",
+                        eta,
+                        "Give it when the scheduler is made.",
+                    ),
+                    "eta",
+                )
+            return run
+        current = run.plan.options.get("eta", self.entry.options()["eta"])
+        if current == eta:
+            return run
+        if run.index not in (None, run.first_row):
+            raise PellucidError(rule("eta", f"the same for a whole run ({current})", eta), "eta")
+        setting = {k: v for k, v in run.setting.items() if k != "eta"}
+        first, begin, index = run.first_row, run.begin, run.index
+        again = self._begin(setting, run.timesteps.device, eta=eta)
+        again = replace(self._at(again, first), begin=begin, index=index)
+        self._run.set(again)
+        return again
+
+    def _move(
+        self,
+        run: Run,
+        fused: FusedRow,
+        row: Row,
+        x: Tensor,
+        out: Tensor,
+        generator: Any,
+        variance_noise: Tensor | None,
+    ) -> Tensor:
+        """The registers after one call."""
+        if row.pre_noise:
+            raise PellucidError(
+                "churn must be run with pellucid.run; the three-call API asks the model before it adds noise.",
+                "churn",
+            )
+        uncond: Tensor | None = None
+        if self.reading.x0_filter is not None:
+            k_x, k_out = targets.to_x0(self.reading.target, row.level, sigma_data_of(self.reading.schedule))  # type: ignore[arg-type]
+            uncond = x * k_x + out * k_out
+            c_x, c_0 = targets.from_x0(run.plan.basis, row.level)
+            p0 = x * c_x + self.reading.x0_filter(uncond) * c_0
+        else:
+            k_x, k_out = fused.to_p0
+            p0 = out if (k_x, k_out) == (0.0, 1.0) else (x * k_x).add_(out, alpha=k_out) if k_x else out * k_out
+        z = noise_like(out, generator, variance_noise) if fused.noisy else None
+        registers = [x, run.anchor, p0, *run.history, *([None] * (DEPTH - 1 - len(run.history))), uncond, z]
+        moved = mix(fused.x, registers)
+        if fused.anchor is not None:
+            run.anchor = mix(fused.anchor, registers)
+        if fused.push:
+            run.history = [p0, *run.history][: run.plan.depth]
+        return moved
+
+    def _level_for(self, time: float) -> Level:
+        run = self._run.get()
+        if run is not None:
+            if run.begin is not None:
+                return run.plan.rows[0].level
+            for r, told in zip(run.plan.rows, run.timesteps[run.first_row :].tolist(), strict=False):
+                if told == time:
+                    return r.level
+        frame = run.plan.frame if run is not None else self.reading.schedule.frame
+        return self.reading.schedule.level(time).to(frame)
+
+
+def fuse(plan: Plan, row: Row, reading: Reading) -> FusedRow:
+    """Where p0 need not be remembered, its weight goes to x and to the raw output directly: fewer passes over x."""
+    target = targets.named(reading.target)
+    to_p0 = targets.convert(target, plan.basis, row.level, sigma_data_of(reading.schedule))
+    x, anchor = row.x, row.anchor
+    push = plan.depth > 0 and not row.held
+    plain = plan.depth == 0 and anchor is None and reading.x0_filter is None
+    if plain:
+        weights = dict(x)
+        on_p0 = weights.pop(2, 0.0)
+        weights[0] = weights.get(0, 0.0) + on_p0 * to_p0[0]
+        weights[2] = on_p0 * to_p0[1]
+        x = tuple(sorted((r, w) for r, w in weights.items() if abs(w) > 1e-15))
+        to_p0 = (0.0, 1.0)
+    return FusedRow(to_p0, x, anchor, push, bool(row.draws), input_scale(reading.schedule, row.level))
+
+
+def noise_like(out: Tensor, generator: Any, given: Tensor | None) -> Tensor:
+    """Noise as diffusers draws it: from the caller's generator(s), or torch's own."""
+    if given is not None:
+        return given.to(out.dtype)
+    if isinstance(generator, (list, tuple)):
+        parts = [torch.randn((1, *out.shape[1:]), generator=g, dtype=out.dtype, device=g.device) for g in generator]
+        return torch.cat(parts).to(out.device)
+    device = out.device if generator is None else generator.device
+    return torch.randn(out.shape, generator=generator, dtype=out.dtype, device=device).to(out.device)
+
+
+def _rebuild(cls: type[Scheduler], reading: Reading, dialect: str) -> Scheduler:
+    made = cls.__new__(cls)
+    made._setup(reading, dialect)
+    return made
