@@ -90,6 +90,8 @@ def peer_run(
         else:
             peer.set_timesteps(steps, **setting)
         times = [float(t) for t in peer.timesteps]
+        if len(times) > 1 and times[0] == times[1] and hasattr(peer, "set_begin_index"):
+            peer.set_begin_index(0)  # a repeated first timestep would start the peer at its second step
         scale = float(peer.init_noise_sigma) if hasattr(peer, "init_noise_sigma") else 1.0
         x = start * scale
         for i, t in enumerate(peer.timesteps):
@@ -139,7 +141,8 @@ def k_diffusion() -> Any:
     if "k_diffusion.sampling" in sys.modules:
         return sys.modules["k_diffusion.sampling"]
     spec = importlib.util.find_spec("k_diffusion")
-    assert spec is not None and spec.submodule_search_locations is not None
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
     bare = types.ModuleType("k_diffusion")
     bare.__path__ = [str(Path(next(iter(spec.submodule_search_locations))))]
     stubs = {"torchvision": types.ModuleType("torchvision")}

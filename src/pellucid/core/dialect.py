@@ -403,7 +403,8 @@ def diffusers_edm(sampler: Sampler, schedule: EDM, grid: Grid, steps: int | None
         legs = (*legs[:-1], replace(legs[-1], end=legs[-1].start))
     declared = REPEATED if grid.final == "sigma_min" else ""
     extra = solver_options(sampler, len(legs), {}) if sampler.peer == "solver" else {}
-    return Setup(replace(path, legs=legs), math.hypot(schedule.sigma_max, 1.0), extra, declared)
+    top = schedule.sigma_max if grid.spacing in ("linspace", "trailing") else math.hypot(schedule.sigma_max, 1.0)
+    return Setup(replace(path, legs=legs), top, extra, declared)
 
 
 def diffusers_flow(sampler: Sampler, schedule: Flow, grid: Grid, steps: int | None) -> Setup:

@@ -402,6 +402,8 @@ def unsupported(name: str, v: dict[str, Any]) -> list[str]:
         found.append(f"prediction_type must be epsilon or v_prediction in {name}; got {v['prediction_type']!r}.")
     if name.startswith("EDM") and v["prediction_type"] == "v_prediction" and v["sigma_data"] != 1.0:
         found.append(f"sigma_data must be 1.0 for v_prediction in {name}; got {v['sigma_data']!r}.")
+    if edm_like(v) and not (v["use_karras_sigmas"] and v["sigma_min"] and v["sigma_max"]):
+        found.append(f"timestep_type must be discrete in {name} without karras sigmas and their ends; got 'continuous'.")
     if v.get("use_flow_sigmas") and any(v.get(k) for k in (*RULES, "use_lu_lambdas")):
         found.append(f"use_flow_sigmas must stand without another sigma rule in {name}; got both.")
     if v.get("use_flow_sigmas") and v.get("final_sigmas_type") == "sigma_min":
@@ -419,7 +421,14 @@ BETA_SCHEDULES = {
 CURVES = {"squaredcos_cap_v2": schedules.cosine, "exp": schedules.exponential, "laplace": schedules.laplace}
 
 
+def edm_like(v: dict[str, Any]) -> bool:
+    """Stable Video Diffusion's set-up: a v model told ¼·ln sigma, on karras sigmas of its own range."""
+    return v.get("timestep_type") == "continuous" and v["prediction_type"] == "v_prediction"
+
+
 def schedule_of(name: str, v: dict[str, Any]) -> Schedule:
+    if edm_like(v):
+        return EDM(float(v["sigma_min"]), float(v["sigma_max"]), 1.0)
     if name == "IPNDMScheduler":
         return schedules.vp_cosine(u_min=1e-9)
     if "sigma_schedule" in v:
