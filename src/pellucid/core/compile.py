@@ -13,7 +13,7 @@ from pellucid.core.errors import PlanError, rule
 from pellucid.core.grid import Grid
 from pellucid.core.plan import Plan, seal
 from pellucid.core.samplers import resolve
-from pellucid.core.schedule import EDM, Level, Schedule
+from pellucid.core.schedule import EDM, Schedule
 
 
 def compile_plan(
@@ -68,7 +68,7 @@ def compile_plan(
         name=entry.name,
         rows=tuple(draft.rows),
         basis=draft.basis,
-        start=Level(begin.alpha, begin.sigma),
+        start=begin,
         end=end,
         frame=path.frame,
         initial_scale=1.0 if entry.family == "inversion" else scale,

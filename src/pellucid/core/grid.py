@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -57,6 +57,16 @@ class Path:
             sigma = (1.0 - part) + part * b.to("flow").sigma
             return self.level(sigma / (1.0 - sigma))
         return self.level(a.ratio ** (1.0 - part) * b.ratio**part)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a dialect decides before a sampler writes its rows."""
+
+    path: Path
+    initial_scale: float
+    options: dict[str, Any] = field(default_factory=dict)
+    declared: str = ""
 
 
 @dataclass(frozen=True)

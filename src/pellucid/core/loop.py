@@ -112,8 +112,7 @@ def run(
             raise PellucidError("x or shape must be given; got neither.", "shape")
         like = torch.empty(0, dtype=dtype, device=device)
         x = source.first(shape, like, range(len(listed))) * plan.initial_scale
-    jobs = [(plan, i) for i in range(len(x))]
-    return loop(jobs, denoiser, x, source, observers, constraints, cancelled)
+    return loop([plan] * len(x), denoiser, x, source, observers, constraints, cancelled)
 
 
 @dataclass(frozen=True)
@@ -147,19 +146,12 @@ def run_batch(
             raise PellucidError("x or shape must be given; got neither.", "shape")
         own = job.x if job.x is not None else source.first(shape or (), like, [i])[0] * job.plan.initial_scale
         starts.append(own)
-    return loop(
-        [(job.plan, i) for i, job in enumerate(jobs)],
-        denoiser,
-        torch.stack(starts),
-        source,
-        observers,
-        constraints,
-        cancelled,
-    )
+    plans = [job.plan for job in jobs]
+    return loop(plans, denoiser, torch.stack(starts), source, observers, constraints, cancelled)
 
 
 def loop(
-    jobs: Sequence[tuple[Plan, int]],
+    everyones: Sequence[Plan],
     denoiser: Denoiser,
     x: Tensor,
     source: NoiseSource,
@@ -168,19 +160,19 @@ def loop(
     cancelled: Callable[[], bool] | None,
 ) -> Tensor:
     """For each row: add churn, ask for x0, remember it, combine the registers, show the step."""
-    if x.ndim < 1 or len(jobs) != len(x):
-        raise PellucidError(rule("x", f"a batch of {len(jobs)}", tuple(x.shape)), "shape")
+    if x.ndim < 1 or len(everyones) != len(x) or len(x) == 0:
+        raise PellucidError(rule("x", "a batch of at least one image", tuple(x.shape)), "shape")
     if not x.is_floating_point() or x.dtype in (torch.float16, torch.bfloat16):
         x = x.to(torch.float32)
     result = torch.empty_like(x)
-    depth = max(plan.depth for plan, _ in jobs)
+    depth = max(plan.depth for plan in everyones)
     state = State(x, None, [])
-    active = list(range(len(jobs)))
+    active = list(range(len(everyones)))
     index = 0
     while active:
         if cancelled is not None and cancelled():
             raise Cancelled(f"stopped before row {index}")
-        plans = [jobs[i][0] for i in active]
+        plans = [everyones[i] for i in active]
         one = all(plan is plans[0] for plan in plans)
         rows = (plans[0].rows[index],) if one else tuple(plan.rows[index] for plan in plans)
         state, x0, called = advance(plans, rows, state, denoiser, source, active, depth)

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -174,16 +175,16 @@ class Plan:
     def nfe(self) -> int:
         return len(self.rows)
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """How many earlier predictions the loop must keep."""
         return max((k for k in range(1, DEPTH) if any(r.uses(f"p{k}") for r in self.rows)), default=0)
 
-    @property
+    @cached_property
     def stochastic(self) -> bool:
         return any(r.draws or r.pre_draws for r in self.rows)
 
-    @property
+    @cached_property
     def guided(self) -> bool:
         """Whether a row needs the unconditional prediction apart (the CFG++ family)."""
         return any(r.uses("u") for r in self.rows)

@@ -396,14 +396,17 @@ def unsupported(name: str, v: dict[str, Any]) -> list[str]:
     ]
     if name.startswith("DDPM") and v["variance_type"] in ("learned", "learned_range"):
         found.append(
-            f"variance_type must be fixed in {name}; got {v['variance_type']!r}: sampling with a learned variance is refused."
+            f"variance_type must be fixed in {name}; got {v['variance_type']!r}. "
+            "Sampling with a learned variance is refused."
         )
     if name.startswith("EDM") and v["prediction_type"] not in ("epsilon", "v_prediction"):
         found.append(f"prediction_type must be epsilon or v_prediction in {name}; got {v['prediction_type']!r}.")
     if name.startswith("EDM") and v["prediction_type"] == "v_prediction" and v["sigma_data"] != 1.0:
         found.append(f"sigma_data must be 1.0 for v_prediction in {name}; got {v['sigma_data']!r}.")
     if edm_like(v) and not (v["use_karras_sigmas"] and v["sigma_min"] and v["sigma_max"]):
-        found.append(f"timestep_type must be discrete in {name} without karras sigmas and their ends; got 'continuous'.")
+        found.append(
+            f"timestep_type must be discrete in {name} without karras sigmas and their ends; got 'continuous'."
+        )
     if v.get("use_flow_sigmas") and any(v.get(k) for k in (*RULES, "use_lu_lambdas")):
         found.append(f"use_flow_sigmas must stand without another sigma rule in {name}; got both.")
     if v.get("use_flow_sigmas") and v.get("final_sigmas_type") == "sigma_min":

@@ -202,7 +202,8 @@ class Scheduler:
         return _rebuild, (type(self), self.reading, self.dialect)
 
     def __repr__(self) -> str:
-        return f"Scheduler({self.reading.sampler!r}, schedule={self.reading.schedule.name!r}, target={self.reading.target!r}, dialect={self.dialect!r})"
+        r = self.reading
+        return f"Scheduler({r.sampler!r}, schedule={r.schedule.name!r}, target={r.target!r}, dialect={self.dialect!r})"
 
     # --- the three calls
 

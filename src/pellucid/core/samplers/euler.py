@@ -220,7 +220,7 @@ def heunpp2(path: Path) -> Draft:
     straight=True,
     calls=2,
     peer="k",
-    aliases=("dpm_2", "KDPM2DiscreteScheduler", "k_dpm_2", "sample_dpm_2", "DPM2 Karras base"),
+    aliases=("dpm_2", "KDPM2DiscreteScheduler", "k_dpm_2", "sample_dpm_2"),
 )
 def dpm2(path: Path) -> Draft:
     """The slope at the middle in λ carries the whole step."""

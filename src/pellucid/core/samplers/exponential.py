@@ -166,7 +166,7 @@ def adams_weights(nodes: list[float], leg: Leg, rate: float, corrector: bool) ->
     deterministic=False,
     suits="15 to 50 steps with tunable noise (tau) in the middle of the path",
     paper="Xue et al. 2023, SA-Solver",
-    aliases=("SASolverScheduler", "sa_solver_pece_off"),
+    aliases=("SASolverScheduler",),
 )
 def sa_solver(
     path: Path,

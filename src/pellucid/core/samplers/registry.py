@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pellucid.core.errors import PlanError, nearest, rule
@@ -47,13 +47,12 @@ class Sampler:
     calls: int = 1
     clock: Clock = "snr"
     peer: PeerGrid = "solver"
-    presets: dict[str, Any] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
 
     def options(self) -> dict[str, Any]:
         """The options and their defaults."""
         parameters = list(inspect.signature(self.make).parameters.values())[1:]
-        return {p.name: self.presets.get(p.name, p.default) for p in parameters}
+        return {p.name: p.default for p in parameters}
 
     def draft(self, path: Path, options: dict[str, Any]) -> Draft:
         known = self.options()
@@ -61,11 +60,11 @@ class Sampler:
             if name not in known:
                 hint = f"Known: {', '.join(known) or 'none'}."
                 raise PlanError(rule("option", f"one that {self.name} reads", name, hint), "option")
-        return self.make(path, **{**self.presets, **options})
+        return self.make(path, **options)
 
 
 REGISTRY: dict[str, Sampler] = {}
-NAMES: dict[str, tuple[str, dict[str, Any]]] = {}
+NAMES: dict[str, str] = {}  # squeezed alias → name
 
 
 def squeeze(name: str) -> str:
@@ -78,9 +77,9 @@ def register(sampler: Sampler) -> Sampler:
         raise AssertionError(f"two samplers are called {sampler.name}")
     REGISTRY[sampler.name] = sampler
     for alias in (sampler.name, sampler.title, *sampler.aliases):
-        owner = NAMES.setdefault(squeeze(alias), (sampler.name, {}))
-        if owner[0] != sampler.name:
-            raise AssertionError(f"{alias} means {owner[0]} and {sampler.name}")
+        owner = NAMES.setdefault(squeeze(alias), sampler.name)
+        if owner != sampler.name:
+            raise AssertionError(f"{alias} means {owner} and {sampler.name}")
     return sampler
 
 
@@ -105,6 +104,6 @@ def resolve(name: str) -> tuple[Sampler, str | None]:
     ):
         stem = key[: len(key) - len(suffix)] if suffix and key.endswith(suffix) else key
         if (not suffix or stem != key) and stem in NAMES:
-            return REGISTRY[NAMES[stem][0]], grid
+            return REGISTRY[NAMES[stem]], grid
     known = [*REGISTRY, *(s.title.lower() for s in REGISTRY.values())]
     raise PlanError(rule("sampler", "a known name", name, nearest(name, known)), "unknown-sampler")

@@ -1,0 +1,344 @@
+"""The diffusers dialect: how each of its scheduler classes lays the grid, rounds, starts and stops.
+
+What is reproduced here, defects included, was read off diffusers 0.42.1 and is compared with it in tests/parity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from pellucid.core import grid as grids
+from pellucid.core.errors import PlanError, nearest, rule
+from pellucid.core.grid import Grid, Leg, Path, Setup
+from pellucid.core.samplers.registry import Sampler
+from pellucid.core.schedule import EDM, Array, Flow, Schedule, Tabled, Target, in_frame
+
+RULES = ("karras", "exponential", "beta", "lu")
+# The spacing that each diffusers class has by default.
+SPACING = {"training": "leading", "k": "linspace", "solver": "linspace"}
+ZERO_SNR_RATIO = math.sqrt((1 - 2.0**-24) / 2.0**-24)  # diffusers never lets sigma be infinite
+PREVIOUS = "diffusers' previous timestep is t − T // N, not the next call's (scheduling_ddim.py, `step`)"
+REPEATED = "the last sigma is repeated, so the last step does nothing (scheduling_deis_multistep.py, `set_timesteps`)"
+
+
+def as_diffusers(
+    sampler: Sampler,
+    schedule: Schedule,
+    grid: Grid,
+    steps: int | None,
+    target: Target,
+    options: dict[str, Any],
+) -> Setup:
+    """Dispatch on how the diffusers class of this sampler lays its grid."""
+    if isinstance(schedule, EDM):
+        return diffusers_edm(sampler, schedule, grid, steps)
+    if isinstance(schedule, Flow) and sampler.peer in ("flow", "solver"):
+        return diffusers_flow(sampler, schedule, grid, steps)
+    if sampler.peer == "ipndm":
+        return diffusers_ipndm(schedule, grids.check_steps(steps))
+    if not isinstance(schedule, Tabled) or sampler.peer not in SPACING:
+        raise PlanError(
+            f"sampler must be one that diffusers has for schedule {schedule.name}; got {sampler.name!r}. "
+            "Use the exact dialect.",
+            "dialect",
+        )
+    lay = {"k": diffusers_k, "solver": diffusers_solver, "training": diffusers_training}[sampler.peer]
+    return lay(sampler, schedule, grid, steps, target, options)
+
+
+def spacing_of(grid: Grid, peer: str) -> str:
+    found = grid.name if grid.name in ("leading", "linspace", "trailing") else grid.spacing or SPACING[peer]
+    if found not in ("leading", "linspace", "trailing"):
+        raise PlanError(rule("spacing", "leading, linspace or trailing in the diffusers dialect", found), "dialect")
+    return found
+
+
+def rule_of(grid: Grid) -> str | None:
+    if grid.name in ("leading", "linspace", "trailing", "explicit"):
+        return None
+    if grid.name not in RULES:
+        raise PlanError(rule("grid", "one that diffusers has", grid.name, nearest(grid.name, RULES)), "dialect")
+    return grid.name
+
+
+def spread(rule_name: str, grid: Grid, low: float, high: float, count: int) -> Array:
+    """Sigmas by a rule between two ends, as diffusers converts them."""
+    low = low if grid.sigma_min is None else grid.sigma_min
+    high = high if grid.sigma_max is None else grid.sigma_max
+    if rule_name == "karras":
+        return grids.karras(count, low, high, 7.0)
+    if rule_name == "beta":
+        return low + grids.beta_quantile(1.0 - np.linspace(0, 1, count), 0.6, 0.6) * (high - low)
+    return grids.exponential(count, low, high, 1.0)
+
+
+def finite_table(schedule: Tabled) -> Array:
+    return np.where(np.isinf(schedule.ratios), ZERO_SNR_RATIO, schedule.ratios)
+
+
+def sigma_to_time(table: Array) -> Callable[[Any], Any]:
+    logs = np.log(table)
+
+    def told(ratio: Any) -> Any:
+        return np.interp(np.log(np.maximum(ratio, 1e-10)), logs, np.arange(len(logs)))
+
+    return told
+
+
+def diffusers_k(
+    sampler: Sampler, schedule: Tabled, grid: Grid, steps: int | None, target: Target, options: dict[str, Any]
+) -> Setup:
+    """Euler, Heun, LMS, DPM2 …: fractional times, sigma interpolated linearly, sigma rules between the spaced ends."""
+    table = finite_table(schedule)
+    to_time = sigma_to_time(table)
+    final = 0.0 if grid.final == "zero" else float(table[0])
+    if grid.sigmas is not None:
+        ratios = np.asarray(grid.sigmas, np.float64)
+        grids.explicit(schedule, grid, steps)
+        ratios, final = ratios[:-1], float(ratios[-1])
+        times = to_time(ratios)
+        spacing = "linspace" if grid.spacing is None else grid.spacing
+    else:
+        times, spacing = k_times(schedule, grid, steps)
+        ratios = np.interp(times, np.arange(len(table)), table)
+        rule_name = rule_of(grid)
+        if rule_name is not None:
+            ratios = spread(rule_name, grid, float(ratios[-1]), float(ratios[0]), len(ratios))
+            times = to_time(ratios)
+            if rule_name == "karras" and sampler.name in ("dpm2", "dpm2_a"):
+                times = np.round(times)
+    ends = np.append(ratios[1:], final)
+    path = grids.build(schedule, "ve", times, ratios, ends, lambda r: float(to_time(r)))
+    top = float(np.max(ratios))
+    scale = top if spacing in ("linspace", "trailing") else math.hypot(top, 1.0)
+    null = "levels repeat" if np.any(ends >= ratios) else ""
+    return Setup(path, scale, declared=null)
+
+
+def k_times(schedule: Tabled, grid: Grid, steps: int | None) -> tuple[Array, str]:
+    total = schedule.num_train
+    spacing = spacing_of(grid, "k")
+    if grid.timesteps is not None:
+        return np.asarray(grid.timesteps, np.float64), spacing
+    count = grids.check_steps(steps)
+    if spacing == "linspace":
+        return np.linspace(0, total - 1, count)[::-1].copy(), spacing
+    if spacing == "leading":
+        return np.arange(count)[::-1] * float(total // count) + grid.offset, spacing
+    return np.round(np.arange(total, 0, -total / count)) - 1.0, spacing
+
+
+def diffusers_solver(
+    sampler: Sampler, schedule: Tabled, grid: Grid, steps: int | None, target: Target, options: dict[str, Any]
+) -> Setup:
+    """DPM-Solver, UniPC, DEIS, SA-Solver: N + 1 points of which the last is dropped, whole times."""
+    table = finite_table(schedule)
+    to_time = sigma_to_time(table)
+    rule_name = rule_of(grid)
+    repeats = sampler.name in ("deis", "sa_solver")
+    if rule_name is not None:
+        count = grids.check_steps(steps)
+        ratios = spread(rule_name, grid, float(table[0]), float(table[-1]), count)
+        times = to_time(ratios)
+        rounds = rule_name in ("karras", "lu")
+        if rounds and (schedule.kind != "cosine" or sampler.name not in ("dpm_multistep", *MULTISTEP)):
+            times = np.round(times)
+        times = np.trunc(times)
+    else:
+        times = solver_times(sampler, schedule, grid, steps)
+        ratios = np.interp(times, np.arange(len(table)), table)
+    final, declared = 0.0, ""
+    if repeats or grid.final == "sigma_min":
+        final = float(ratios[-1]) if rule_name is not None and (repeats or sampler.name == "unipc") else float(table[0])
+    ends = np.append(ratios[1:], final)
+    if np.any(ends >= ratios):
+        declared = REPEATED
+    path = grids.build(schedule, "vp", times, ratios, ends, lambda r: float(to_time(r)))
+    return Setup(path, 1.0, solver_options(sampler, len(ratios), options), declared)
+
+
+MULTISTEP = ("dpmpp_2m", "dpmpp_3m", "dpmpp_2m_sde", "dpmpp_3m_sde")
+
+
+def solver_options(sampler: Sampler, count: int, options: dict[str, Any]) -> dict[str, Any]:
+    """What the diffusers class does by itself: low orders at the end of short runs, its third-order SDE sign."""
+    extra: dict[str, Any] = {}
+    if "lower_order_final" in sampler.options() and sampler.name not in ("unipc", "sa_solver"):
+        extra["lower_order_final"] = bool(options.get("lower_order_final", True)) and count < 15
+    if sampler.name in ("dpm_multistep", "dpm_singlestep") and options.get("algorithm") == "sde-dpmsolver++":
+        extra["curvature_sign"] = -1.0
+    return extra
+
+
+def solver_times(sampler: Sampler, schedule: Tabled, grid: Grid, steps: int | None) -> Array:
+    total = schedule.num_train
+    if grid.timesteps is not None:
+        return np.asarray(grid.timesteps, np.float64)
+    count = grids.check_steps(steps)
+    spacing = "linspace" if sampler.name == "dpm_singlestep" else spacing_of(grid, "solver")
+    if spacing == "linspace":
+        return np.round(np.linspace(0, total - 1, count + 1))[::-1][:-1].copy()
+    if spacing == "leading":
+        return (np.arange(count + 1) * float(total // (count + 1)))[::-1][:-1] + grid.offset
+    return np.round(np.arange(total, 0, -total / count)) - 1.0
+
+
+def diffusers_training(
+    sampler: Sampler, schedule: Tabled, grid: Grid, steps: int | None, target: Target, options: dict[str, Any]
+) -> Setup:
+    """DDPM, DDIM, PNDM, LCM, TCD: whole training times, levels straight from the table."""
+    total = schedule.num_train
+    if grid.timesteps is not None:
+        times = np.asarray(grid.timesteps, np.float64)
+    else:
+        times = training_times(sampler, schedule, grid, grids.check_steps(steps))
+    clean = 0.0 if grid.final == "zero" else float(schedule.ratios[0])
+    ratios = [in_table(schedule, t, clean) for t in times]
+    stride = total // len(times)
+    if sampler.name == "ddim_inversion":
+        return inverse_setup(schedule, times, stride, clean)
+    if sampler.name in ("pndm", "plms"):
+        return pndm_setup(sampler, schedule, times, stride, clean, target)
+    declared, extra = "", {}
+    if sampler.name == "ddim" and grid.timesteps is None:
+        ends = [in_table(schedule, t - stride, clean) for t in times]
+        declared = PREVIOUS if not np.allclose(times[:-1] - stride, times[1:]) else ""
+    else:
+        ends = [*ratios[1:], 0.0]
+    if sampler.name == "ddpm" and options.get("variance") == "large":
+        extra["noise_at_end"] = bool(times[-1] > 0)
+    if sampler.name == "tcd":
+        extra["round_times"] = True
+    return Setup(grids.build(schedule, "vp", times, ratios, ends), 1.0, extra, declared)
+
+
+def training_times(sampler: Sampler, schedule: Tabled, grid: Grid, count: int) -> Array:
+    total = schedule.num_train
+    if sampler.name in ("lcm", "tcd"):
+        return grids.distilled(count, total, grid.original)
+    if count > total:
+        raise PlanError(rule("steps", f"at most {total} in the diffusers dialect", count), "steps")
+    spacing = spacing_of(grid, "training")
+    if spacing == "linspace":
+        return np.round(np.linspace(0, total - 1, count))[::-1].copy()
+    if spacing == "leading":
+        times = np.arange(count)[::-1] * float(total // count) + grid.offset
+        if times[0] > total - 1:
+            raise PlanError(
+                rule(
+                    "offset",
+                    f"one that keeps {count} steps below {total}",
+                    grid.offset,
+                    "diffusers raises here too.",
+                ),
+                "offset",
+            )
+        return times
+    return np.round(np.arange(total, 0, -total / count)) - 1.0
+
+
+def in_table(schedule: Tabled, time: float, clean: float) -> float:
+    return clean if time < 0 else float(schedule.ratios[int(min(time, schedule.num_train - 1))])
+
+
+def inverse_setup(schedule: Tabled, times: Array, stride: int, clean: float) -> Setup:
+    """DDIM inversion: each row goes from t − T // N up to t, and the network is told t."""
+    goes = [in_table(schedule, t, clean) for t in times]
+    comes = [in_table(schedule, min(t - stride, schedule.num_train - 1), clean) for t in times]
+    declared = "" if np.allclose(times[:-1] - stride, times[1:]) else PREVIOUS
+    return Setup(grids.build(schedule, "vp", times, goes, comes), 1.0, {}, declared)
+
+
+def pndm_setup(sampler: Sampler, schedule: Tabled, times: Array, stride: int, clean: float, target: Target) -> Setup:
+    """PNDM and PLMS: the legs of diffusers go from t to t − T // N whatever the next call is."""
+
+    def level(t: float) -> Any:
+        return in_frame(in_table(schedule, t, clean), "vp")
+
+    legs = [Leg(float(t), level(t), level(t - stride)) for t in times]
+    even = bool(np.allclose(times[:-1] - stride, times[1:]))
+    extra: dict[str, Any] = {"basis": "v" if target == "v" else "eps"}
+    if sampler.name == "plms":
+        if len(times) > 1:
+            extra["first"] = Leg(float(times[1]), level(times[1] + stride), level(times[1]))
+        else:
+            extra["first"] = None
+    else:
+        if len(times) < 4:
+            raise PlanError(
+                rule("steps", "at least 4 for pndm in the diffusers dialect", len(times), "Use plms."),
+                "steps",
+            )
+        half = stride // 2
+        turns = []
+        for i in range(3):
+            begin, end = float(times[i]), float(times[i + 1])
+            told = (begin, end + half, end + half, end)
+            goals = (begin - half, end + half, end + half - half, end)
+            turns.append(tuple((t, level(g)) for t, g in zip(told, goals, strict=True)))
+        extra["stages"] = tuple(turns)
+        even = even and stride % 2 == 0
+    path = Path(tuple(legs), "vp", schedule, lambda r: float(schedule.time_at(r)))
+    return Setup(path, 1.0, extra, "" if even else PREVIOUS)
+
+
+def diffusers_edm(sampler: Sampler, schedule: EDM, grid: Grid, steps: int | None) -> Setup:
+    """EDMEuler, EDMDPMSolverMultistep: karras or exponential sigmas; the first noise is √(sigma_max² + 1)."""
+    path = grids.make_path(schedule, replace(grid, final="zero"), steps, "ve")
+    legs = path.legs
+    if len(legs) == 1 and grid.name == "exponential":  # torch.linspace of one point gives the low end
+        legs = (Leg(float(schedule.time_at(schedule.sigma_min)), in_frame(schedule.sigma_min, "ve"), legs[0].end),)
+    if grid.final == "sigma_min":  # the last sigma is repeated
+        legs = (*legs[:-1], replace(legs[-1], end=legs[-1].start))
+    declared = REPEATED if grid.final == "sigma_min" else ""
+    extra = solver_options(sampler, len(legs), {}) if sampler.peer == "solver" else {}
+    top = schedule.sigma_max if grid.spacing in ("linspace", "trailing") else math.hypot(schedule.sigma_max, 1.0)
+    return Setup(replace(path, legs=legs), top, extra, declared)
+
+
+def diffusers_flow(sampler: Sampler, schedule: Flow, grid: Grid, steps: int | None) -> Setup:
+    """FlowMatchEuler and Heun: the ends of the grid are shifted already, and the grid is shifted again."""
+    if sampler.peer == "solver":
+        return diffusers_flow_solver(sampler, schedule, grid, grids.check_steps(steps))
+    if grid.sigmas is not None:
+        sigmas = np.asarray(grid.sigmas, np.float64)
+        sigmas = schedule.bend(sigmas[:-1] if sigmas[-1] == 0 else sigmas)
+    else:
+        low = float(schedule.bend(schedule.sigma_min))
+        sigmas = schedule.bend(np.linspace(1.0, low, grids.check_steps(steps)))
+    sigmas = schedule.stretch(sigmas)
+    rule_name = rule_of(grid)
+    if rule_name is not None:
+        sigmas = spread(rule_name, grid, float(sigmas[-1]), float(sigmas[0]), len(sigmas))
+    ratios = schedule.ratio_of_sigma(sigmas)
+    return Setup(grids.build(schedule, "flow", sigmas * schedule.scale, ratios, np.append(ratios[1:], 0.0)), 1.0)
+
+
+def diffusers_flow_solver(sampler: Sampler, schedule: Flow, grid: Grid, count: int) -> Setup:
+    """`use_flow_sigmas` of the solver classes: N + 1 points, the times told are cut to whole numbers."""
+    least = schedule.sigma_min
+    if sampler.name == "unipc":
+        sigmas = schedule.stretch(schedule.bend(np.linspace(1.0, least, count + 1)[:-1]))
+        sigmas[0] -= 1e-6 if abs(sigmas[0] - 1.0) < 1e-6 else 0.0
+    else:
+        sigmas = schedule.bend(1.0 - np.linspace(1.0, least, count + 1))[::-1][:-1].copy()
+    repeats = sampler.name in ("deis", "sa_solver")
+    ratios = schedule.ratio_of_sigma(sigmas)
+    ends = np.append(ratios[1:], ratios[-1] if repeats else 0.0)
+    path = grids.build(schedule, "flow", np.trunc(sigmas * schedule.scale), ratios, ends)
+    return Setup(path, 1.0, solver_options(sampler, count, {}), REPEATED if repeats else "")
+
+
+def diffusers_ipndm(schedule: Schedule, steps: int) -> Setup:
+    """IPNDM has its own schedule, sigma = sin²(πu/2), and starts at alpha 0 where it takes x0 as 0."""
+    sigma = np.sin(np.linspace(1.0, 0.0, steps + 1) * math.pi / 2) ** 2
+    alpha = np.sqrt(1.0 - sigma**2)
+    ratios = np.where(alpha > 0, sigma / np.where(alpha > 0, alpha, 1.0), np.inf)
+    told = np.arctan2(sigma, alpha) / (math.pi / 2)
+    path = grids.build(schedule, "vp", told[:-1], ratios[:-1], ratios[1:])
+    return Setup(path, 1.0, {"blind_start": True})
