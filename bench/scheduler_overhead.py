@@ -94,7 +94,8 @@ def contenders() -> dict[str, dict[str, Callable[[], float]]]:
             "diffusers": lambda c=peer_class, g=config: scheduler_round(lambda: c(**g)),
         }
         if k is not None and k_name is not None:
-            rows[label]["k-diffusion"] = lambda f=getattr(k, k_name): k_round(f, still)
+            sample = getattr(k, k_name)
+            rows[label]["k-diffusion"] = lambda f=sample: k_round(f, still)
     return rows
 
 

@@ -48,7 +48,14 @@ AXES: dict[str, tuple[tuple[dict[str, Any], ...], ...]] = {
     "KDPM2DiscreteScheduler": (BETAS, SPACINGS, RULES, EPS_V),
     "KDPM2AncestralDiscreteScheduler": (BETAS, SPACINGS, RULES, EPS_V),
     "DPMSolverSDEScheduler": (BETAS, SPACINGS, RULES, EPS_V),
-    "DDIMScheduler": (BETAS, SPACINGS, TARGETS, ETAS, ({"clip_sample": False}, {}, {"thresholding": True, "sample_max_value": 2.0}), ({}, {"set_alpha_to_one": False})),
+    "DDIMScheduler": (
+        BETAS,
+        SPACINGS,
+        TARGETS,
+        ETAS,
+        ({"clip_sample": False}, {}, {"thresholding": True, "sample_max_value": 2.0}),
+        ({}, {"set_alpha_to_one": False}),
+    ),
     "DDPMScheduler": (
         (*BETAS, {"beta_schedule": "sigmoid"}, {"beta_schedule": "laplace"}),
         SPACINGS,
@@ -56,17 +63,41 @@ AXES: dict[str, tuple[tuple[dict[str, Any], ...], ...]] = {
         tuple({"variance_type": v} for v in ("fixed_small", "fixed_large", "fixed_small_log")),
         ({"clip_sample": False}, {}),
     ),
-    "DDIMInverseScheduler": (BETAS, (*SPACINGS[1:],), EPS_V, ({"clip_sample": False},), ({}, {"set_alpha_to_one": False})),
+    "DDIMInverseScheduler": (
+        BETAS,
+        (*SPACINGS[1:],),
+        EPS_V,
+        ({"clip_sample": False},),
+        ({}, {"set_alpha_to_one": False}),
+    ),
     "PNDMScheduler": (BETAS, SPACINGS, EPS_V, ({"skip_prk_steps": True}, {}), ({}, {"set_alpha_to_one": True})),
     "DPMSolverMultistepScheduler": (
-        BETAS, SPACINGS, (*RULES, {"use_lu_lambdas": True}), TARGETS, ORDERS, ALGORITHMS, SHAPES,
+        BETAS,
+        SPACINGS,
+        (*RULES, {"use_lu_lambdas": True}),
+        TARGETS,
+        ORDERS,
+        ALGORITHMS,
+        SHAPES,
         ({}, {"euler_at_final": True}, {"lower_order_final": False}),
     ),
     "DPMSolverSinglestepScheduler": (BETAS, RULES, TARGETS, ORDERS, ALGORITHMS[:3], SHAPES),
-    "UniPCMultistepScheduler": (BETAS, SPACINGS, RULES, TARGETS, ORDERS, ({"solver_type": "bh1"}, {}), UNIPC, ({}, {"disable_corrector": [0]})),
+    "UniPCMultistepScheduler": (
+        BETAS,
+        SPACINGS,
+        RULES,
+        TARGETS,
+        ORDERS,
+        ({"solver_type": "bh1", "final_sigmas_type": "sigma_min"}, {}),
+        UNIPC,
+        ({}, {"disable_corrector": [0]}),
+    ),
     "DEISMultistepScheduler": (BETAS, SPACINGS, RULES, TARGETS, ORDERS, ({}, {"lower_order_final": False})),
     "SASolverScheduler": (
-        BETAS, SPACINGS, RULES, TARGETS,
+        BETAS,
+        SPACINGS,
+        RULES,
+        TARGETS,
         tuple({"predictor_order": p} for p in (1, 2, 3)),
         tuple({"corrector_order": c} for c in (1, 2, 3, 4)),
         ({}, {"algorithm_type": "noise_prediction"}),
@@ -74,12 +105,17 @@ AXES: dict[str, tuple[tuple[dict[str, Any], ...], ...]] = {
     "LCMScheduler": (BETAS, TARGETS, ({}, {"clip_sample": True})),
     "TCDScheduler": (BETAS, TARGETS, ({"~eta": 0.0}, {"~eta": 0.3}, {"~eta": 1.0})),
     "IPNDMScheduler": (({},),),
-    "FlowMatchEulerDiscreteScheduler": (RULES, SHIFTS, ({}, {"stochastic_sampling": True}), ({}, {"shift_terminal": 0.1})),
+    "FlowMatchEulerDiscreteScheduler": (
+        RULES,
+        SHIFTS,
+        ({}, {"stochastic_sampling": True}),
+        ({}, {"shift_terminal": 0.1}),
+    ),
     "FlowMatchHeunDiscreteScheduler": (SHIFTS,),
     "EDMEulerScheduler": (({}, {"sigma_schedule": "exponential"}), ({}, {"final_sigmas_type": "sigma_min"})),
     "EDMDPMSolverMultistepScheduler": (({}, {"sigma_schedule": "exponential"}), ORDERS, ALGORITHMS[:2], SHAPES),
     "CosineDPMSolverMultistepScheduler": (SHAPES,),
-}  # fmt: skip
+}
 
 # set-ups that no axis reaches
 SINGLE: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -88,15 +124,43 @@ SINGLE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("DDIMScheduler", {**SNR_0, "clip_sample": False}),
     ("DPMSolverMultistepScheduler", SNR_0),
     ("UniPCMultistepScheduler", SNR_0),
-    ("EulerDiscreteScheduler", {**SD, "timestep_type": "continuous", "prediction_type": "v_prediction", "use_karras_sigmas": True, "sigma_min": 0.002, "sigma_max": 700.0}),
-    ("EulerDiscreteScheduler", {**SD, "timestep_type": "continuous", "prediction_type": "v_prediction", "use_karras_sigmas": True, "sigma_min": 0.002, "sigma_max": 700.0, "timestep_spacing": "leading"}),
-    *((name, {**FLOW, "flow_shift": shift}) for shift in (1.0, 3.0) for name in (
-        "DPMSolverMultistepScheduler", "DPMSolverSinglestepScheduler", "UniPCMultistepScheduler",
-        "DEISMultistepScheduler", "SASolverScheduler",
-    )),
+    (
+        "EulerDiscreteScheduler",
+        {
+            **SD,
+            "timestep_type": "continuous",
+            "prediction_type": "v_prediction",
+            "use_karras_sigmas": True,
+            "sigma_min": 0.002,
+            "sigma_max": 700.0,
+        },
+    ),
+    (
+        "EulerDiscreteScheduler",
+        {
+            **SD,
+            "timestep_type": "continuous",
+            "prediction_type": "v_prediction",
+            "use_karras_sigmas": True,
+            "sigma_min": 0.002,
+            "sigma_max": 700.0,
+            "timestep_spacing": "leading",
+        },
+    ),
+    *(
+        (name, {**FLOW, "flow_shift": shift})
+        for shift in (1.0, 3.0)
+        for name in (
+            "DPMSolverMultistepScheduler",
+            "DPMSolverSinglestepScheduler",
+            "UniPCMultistepScheduler",
+            "DEISMultistepScheduler",
+            "SASolverScheduler",
+        )
+    ),
     ("DPMSolverMultistepScheduler", {**SD, "thresholding": True, "sample_max_value": 2.0}),
     ("DDIMScheduler", {"trained_betas": [0.001 + 0.00002 * i for i in range(400)], "num_train_timesteps": 400}),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -131,12 +195,8 @@ def pairwise(axes: tuple[tuple[Any, ...], ...]) -> list[tuple[Any, ...]]:
     while missing:
         chosen = dict(min(missing))
         for i in (k for k in range(len(axes)) if k not in chosen):
-
-            def gain(value: int, axis: int = i) -> int:
-                pairs = (tuple(sorted(((axis, value), other))) for other in chosen.items())
-                return sum(pair in missing for pair in pairs)
-
-            chosen[i] = max(sizes[i], key=gain)
+            gains = [sum(tuple(sorted(((i, v), other))) in missing for other in chosen.items()) for v in sizes[i]]
+            chosen[i] = gains.index(max(gains))
         row = sorted(chosen.items())
         missing -= set(itertools.combinations(row, 2))
         rows.append(tuple(axes[i][v] for i, v in row))

@@ -29,8 +29,9 @@ from pellucid.interop.kdiffusion import sample
 
 SIGMA_MIN, SIGMA_MAX = 0.0292, 14.6146
 STEPS = (1, 2, 3, 5, 10, 13, 20)
-TIGHT = 1e-11  # float64 on both sides: only the order of summation differs
-# k-diffusion integrates LMS weights with scipy's quad at epsrel 1e-4; on polynomials it is exact to rounding
+# float64 on both sides. What is left is rounding: sigma_down = √(sigma_to² − sigma_up²) loses (from / to)² · 2⁻⁵³,
+# which is 3e-11 where one step spans the whole range.
+TIGHT = 1e-10
 
 
 @pytest.fixture(autouse=True)
@@ -243,7 +244,7 @@ def test_the_dialect_refuses_what_k_diffusion_has_not() -> None:
         {"rtol": 1e-4, "atol": 1e-5},
         {"eta": 1.0},
         {"eta": 0.5, "order": 2},
-        {"h_init": 3.0},
+        {"h_init": 2.0, "rtol": 1e-3, "atol": 1e-4},
     ],
     ids=str,
 )
@@ -260,6 +261,7 @@ def test_dpm_adaptive_equals_k_diffusion(options: dict[str, Any]) -> None:
         return model(state, torch.full((len(state),), float(level.sigma)))
 
     found = run_adaptive(denoise, x, budget=5000, schedule=schedule, target="x0", noise=SharedNoise(x.shape), **options)
+    assert info["n_reject"] > 0 or "h_init" not in options
     assert (found.accepted, len(found.rejected)) == (info["n_accept"], info["n_reject"])
     assert found.calls == info["nfe"] - info["n_reject"]
     assert found.plan.nfe == options.get("order", 3) * info["n_accept"]
@@ -268,14 +270,6 @@ def test_dpm_adaptive_equals_k_diffusion(options: dict[str, Any]) -> None:
     # the discovered plan is a plan: run again, with the same noise, it gives the same x
     again = run(found.plan, denoise, x, noise=SharedNoise(x.shape))
     assert relative(again, found.x) < 1e-9
-
-
-def test_adaptive_rejections_occur_in_the_comparison() -> None:
-    x = start()
-    _, info = k_diffusion().sample_dpm_adaptive(
-        model, x, SIGMA_MIN, SIGMA_MAX, disable=True, return_info=True, h_init=3.0
-    )
-    assert info["n_reject"] > 0
 
 
 # --- grids and the discrete schedule ---------------------------------------------------------------------------
@@ -318,19 +312,18 @@ def test_discrete_schedule_times_and_sigmas(name: str) -> None:
     peer = eps_model(schedule.alpha_bar)
     sigmas = torch.tensor(np.geomspace(*schedule.sigma_range, 301)[1:-1])
     np.testing.assert_allclose(schedule.time_at(sigmas.numpy()), peer.sigma_to_t(sigmas).numpy(), rtol=1e-11)
-    times = torch.tensor(np.linspace(0, 999, 401))
-    # k-diffusion casts times to float32: 3e-5 of a training time, which moves log sigma by less than 1e-6
-    np.testing.assert_allclose(schedule.ratio_at(times.numpy()), peer.t_to_sigma(times).numpy(), rtol=1e-6)
+    times = torch.arange(0, 999, 1.3125)  # sixteenths: k-diffusion casts times to float32
+    np.testing.assert_allclose(schedule.ratio_at(times.numpy()), peer.t_to_sigma(times).numpy(), rtol=1e-11)
     # outside of the table both stay at its ends
     outside = torch.tensor([schedule.sigma_range[0] / 3, schedule.sigma_range[1] * 3])
     np.testing.assert_allclose(schedule.time_at(outside.numpy()), peer.sigma_to_t(outside).numpy(), atol=1e-9)
 
 
 def test_get_sigmas_of_a_discrete_model_is_the_linspace_grid() -> None:
-    expected = eps_model(SCHEDULE.alpha_bar).get_sigmas(12)
-    plan = compile_plan("euler", schedule=SCHEDULE, grid="linspace", steps=12, dialect="k-diffusion")
+    expected = eps_model(SCHEDULE.alpha_bar).get_sigmas(9)  # times 124.875 apart, exact in its float32
+    plan = compile_plan("euler", schedule=SCHEDULE, grid="linspace", steps=9, dialect="k-diffusion")
     got = [r.level.sigma for r in plan.rows] + [plan.end.sigma]
-    np.testing.assert_allclose(got, expected.numpy(), rtol=1e-6)  # float32 times, as above
+    np.testing.assert_allclose(got, expected.numpy(), rtol=1e-11)
 
 
 # --- the call itself -------------------------------------------------------------------------------------------

@@ -9,10 +9,11 @@ from pellucid.core import dialect as dialects
 from pellucid.core import grid as grids
 from pellucid.core import schedule as schedules
 from pellucid.core import target as targets
+from pellucid.core.dialect_diffusers import SPACING
 from pellucid.core.errors import PlanError, rule
 from pellucid.core.grid import Grid
 from pellucid.core.plan import Plan, seal
-from pellucid.core.samplers import resolve
+from pellucid.core.samplers import Sampler, resolve
 from pellucid.core.schedule import EDM, Schedule
 
 
@@ -29,7 +30,8 @@ def compile_plan(
 ) -> Plan:
     """Turns a sampler into its table, in float64, and proves that each row lands on its level.
 
-    `steps` defaults to 20, `grid` to karras for EDM schedules and trailing elsewhere. `skip` leaves out the first
+    `steps` defaults to 20, `grid` to karras for EDM schedules and trailing elsewhere
+    (the class's own in the diffusers dialect). `skip` leaves out the first
     legs (image-to-image). `options` are the sampler's own (`pellucid samplers` lists them).
     """
     entry, grid_of_name = resolve(sampler)
@@ -45,14 +47,13 @@ def compile_plan(
             ),
             "target-schedule",
         )
+    way = dialects.named(dialect)
     if grid is None:
-        grid = grid_of_name or ("karras" if isinstance(curve, EDM) else "trailing")
-        grid = "lcm" if entry.family == "distilled" else grid
+        grid = grid_of_name or default_grid(entry, curve, way)
     lay = grids.named(grid)
     if grid_of_name is not None and lay.name != grid_of_name:
         raise PlanError(rule("grid", f"{grid_of_name}, as the sampler's name says", lay.name), "grid-twice")
     count = 20 if steps is None and lay.name != "explicit" else steps
-    way = dialects.named(dialect)
     setup = dialects.set_up(way, entry, curve, lay, count, kind, options)
     path = setup.path
     if not isinstance(skip, int) or not 0 <= skip < len(path.legs):
@@ -81,6 +82,15 @@ def compile_plan(
         declared="; ".join(d for d in (setup.declared, draft.declared) if d),
     )
     return seal(plan)
+
+
+def default_grid(entry: Sampler, curve: Schedule, dialect: str) -> str:
+    """The grid where none is named: karras for EDM, the distillation's for LCM and TCD, else what the dialect uses."""
+    if isinstance(curve, EDM):
+        return "karras"
+    if entry.family == "distilled":
+        return "lcm"
+    return SPACING.get(entry.peer, "linspace") if dialect == "diffusers" else "trailing"
 
 
 def why_not(curve: Schedule) -> str:

@@ -35,6 +35,8 @@ def as_diffusers(
     options: dict[str, Any],
 ) -> Setup:
     """Dispatch on how the diffusers class of this sampler lays its grid."""
+    if grid.name == "explicit":
+        grids.explicit(schedule, grid, steps)  # refuses what is not finite or does not decrease
     if isinstance(schedule, EDM):
         return diffusers_edm(sampler, schedule, grid, steps)
     if isinstance(schedule, Flow) and sampler.peer in ("flow", "solver"):
@@ -99,7 +101,6 @@ def diffusers_k(
     final = 0.0 if grid.final == "zero" else float(table[0])
     if grid.sigmas is not None:
         ratios = np.asarray(grid.sigmas, np.float64)
-        grids.explicit(schedule, grid, steps)
         ratios, final = ratios[:-1], float(ratios[-1])
         times = to_time(ratios)
         spacing = "linspace" if grid.spacing is None else grid.spacing

@@ -221,7 +221,7 @@ class Tabled(Schedule):
         w = t - low
         a, b = self.ratios[low], self.ratios[low + 1]
         finite = np.where(np.isinf(b), 1.0, b)
-        bent = np.tan((1.0 - w) * np.arctan(a) + w * (math.pi / 2))
+        bent = 1.0 / np.tan(np.where(w < 1.0, 1.0 - w, 1.0) * np.arctan2(1.0, a))
         inside = np.where(np.isinf(b), bent, np.exp((1.0 - w) * np.log(a) + w * np.log(finite)))
         return np.where(w == 0.0, a, np.where(w == 1.0, b, inside))
 
@@ -230,7 +230,7 @@ class Tabled(Schedule):
         low = np.clip(np.searchsorted(self.ratios, r, side="right") - 1, 0, len(self.ratios) - 2)
         a, b = self.ratios[low], self.ratios[low + 1]
         finite = np.where(np.isinf(b), np.e * a, b)
-        bent = (np.arctan(r) - np.arctan(a)) / (math.pi / 2 - np.arctan(a))
+        bent = 1.0 - np.arctan2(1.0, r) / np.arctan2(1.0, a)  # by the small angle: a may be 1e21
         safe = np.where(np.isinf(r), a, r)
         return low + np.where(np.isinf(b), bent, np.log(safe / a) / np.log(finite / a))
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pellucid.core import schedule as schedules
 from pellucid.core import target as targets
-from pellucid.core.compile import compile_plan
+from pellucid.core.compile import compile_plan, default_grid
 from pellucid.core.denoiser import input_scale, sigma_data_of
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.filters import Filter
@@ -107,7 +107,7 @@ class Scheduler:
     ) -> None:
         entry, grid_of_name = resolve(sampler)
         curve = schedules.make(schedule)
-        lay = grid_named(grid or grid_of_name or ("karras" if curve.name == "edm" else "trailing"))
+        lay = grid_named(grid or grid_of_name or default_grid(entry, curve, dialect))
         self._setup(Reading("", entry.name, curve, targets.named(target), lay, options, x0_filter), dialect)
         self._plan_for(20 if lay.name != "explicit" else None)
 
@@ -261,6 +261,8 @@ class Scheduler:
         out = model_output if model_output.dtype == wide.dtype else model_output.to(wide.dtype)
         previous = self._move(run, fused, run.plan.rows[here], wide, out, generator, variance_noise)
         run.index += 1  # type: ignore[operator]
+        if here == len(run.rows) - 1:  # the run is over: let go of its tensors
+            run.anchor, run.history = None, []
         if previous.dtype != model_output.dtype:
             previous = previous.to(model_output.dtype)
         if not return_dict:

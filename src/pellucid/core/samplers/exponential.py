@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import numpy.typing as npt
 
 from pellucid.core.grid import Leg, Path
 from pellucid.core.plan import ANCHOR, HISTORY, P0, P1, P2, Form, X, Z, row, total
@@ -25,21 +26,30 @@ from pellucid.core.samplers.steps import (
     multistep_order,
     span,
 )
-from pellucid.core.schedule import Array, Level
+from pellucid.core.schedule import Array
 
 
-def unified(h: float, nodes: list[float], kind: str, predict_x0: bool) -> tuple[Array, Array, float]:
-    """UniPC's matrix of node powers, its right side and B(h) (Zhao et al. 2023, eq. 8 to 11)."""
+def bh_scale(h: float, variant: str, predict_x0: bool) -> float:
+    """UniPC's B(h), which may be any function of order h: h itself (bh1), or e^h − 1 (bh2)."""
     hh = -h if predict_x0 else h
-    whole = math.expm1(hh)
-    scale = hh if kind == "bh1" else whole
-    powers = np.vander(np.array([*nodes, 1.0]), increasing=True).T
-    side, phi, factorial = [], whole / hh - 1.0, 1.0
-    for k in range(1, len(nodes) + 2):
-        side.append(phi * factorial / scale)
+    return hh if variant == "bh1" else math.expm1(hh)
+
+
+def bh_shares(h: float, nodes: list[float], variant: str, predict_x0: bool) -> list[float]:
+    """The shares of the differences at the nodes, the last one at 1: matches as many moments as there are nodes.
+
+    One node takes a half, as its authors do (Zhao et al. 2023, eq. 8 to 11).
+    """
+    if len(nodes) == 1:
+        return [0.5]
+    hh, scale = (-h if predict_x0 else h), bh_scale(h, variant, predict_x0)
+    moments, phi, factorial = [], math.expm1(hh) / hh - 1.0, 1.0
+    for k in range(1, len(nodes) + 1):
+        moments.append(phi * factorial / scale)
         factorial *= k + 1
         phi = phi / hh - 1.0 / factorial
-    return powers, np.array(side), scale
+    powers = np.vander(np.array(nodes), increasing=True).T
+    return [float(share) for share in np.linalg.solve(powers, np.array(moments))]
 
 
 @sampler(
@@ -67,28 +77,25 @@ def unipc(
     legs, rows, last = path.legs, [], 0
     step = first_order if predict_x0 else first_order_eps
 
-    def scale_of(b: Level) -> float:
-        return b.alpha if predict_x0 else b.sigma
+    def bend(leg: Leg, differences: list[Form], nodes: list[float]) -> Form:
+        """The correction of a leg from differences of predictions at nodes, in units of the leg."""
+        shares = bh_shares(leg.h, nodes, variant, predict_x0)
+        size = (leg.end.alpha if predict_x0 else leg.end.sigma) * bh_scale(leg.h, variant, predict_x0)
+        return total(d * (-size * r / n) for d, r, n in zip(differences, shares, nodes, strict=True))
 
     for i, leg in enumerate(legs):
         here: Form = X
         if i > 0 and i - 1 not in disable_corrector and math.isfinite(legs[i - 1].h):
             was = legs[i - 1]
             nodes = [(legs[i - 1 - k].start.lam - was.start.lam) / was.h for k in range(1, last)]
-            powers, side, scale = unified(was.h, nodes, variant, predict_x0)
-            rho = [0.5] if last == 1 else np.linalg.solve(powers, side).tolist()
-            bent = total((HISTORY[k + 1] - P1) * (rho[k - 1] / nodes[k - 1]) for k in range(1, last))
-            bent = bent + (P0 - P1) * rho[-1]
-            here = step(was.start, was.end, ANCHOR, P1) - bent * (scale_of(was.end) * scale)
+            past = [HISTORY[k + 1] - P1 for k in range(1, last)]
+            here = step(was.start, was.end, ANCHOR, P1) + bend(was, [*past, P0 - P1], [*nodes, 1.0])
         last = min(order, finite_nodes(legs, i, order), len(legs) - i if lower_order_final else order)
         last = 1 if not math.isfinite(leg.h) else last
         ahead = step(leg.start, leg.end, here, P0)
         if last > 1:
             nodes = [(legs[i - k].start.lam - leg.start.lam) / leg.h for k in range(1, last)]
-            powers, side, scale = unified(leg.h, nodes, variant, predict_x0)
-            rho = [0.5] if last == 2 else np.linalg.solve(powers[:-1, :-1], side[:-1]).tolist()
-            bent = total((HISTORY[k] - P0) * (rho[k - 1] / nodes[k - 1]) for k in range(1, last))
-            ahead = ahead - bent * (scale_of(leg.end) * scale)
+            ahead = ahead + bend(leg, [HISTORY[k] - P0 for k in range(1, last)], nodes)
         rows.append(row(leg.time, leg.start, ahead, here))
     return Draft(rows, "x0" if predict_x0 else "eps")
 
@@ -222,9 +229,10 @@ def sa_solver(
     return Draft(rows, basis="x0" if predict_x0 else "eps", declared=declared)
 
 
-def er_scale(ratio: Array) -> Array:
-    """The noise scale φ of ER-SDE that its authors found best (Cui et al. 2023, eq. 31)."""
-    return ratio * (np.exp(ratio**0.3) + 10.0)
+def er_log_scale(ratio: npt.ArrayLike) -> Array:
+    """log φ, φ the noise scale of ER-SDE that its authors found best (Cui et al. 2023, eq. 31)."""
+    r = np.asarray(ratio, np.float64)
+    return np.asarray(np.log(r) + np.logaddexp(r**0.3, math.log(10.0)))  # φ = r·(exp(r^0.3) + 10) overflows
 
 
 @sampler(
@@ -249,27 +257,27 @@ def er_sde(path: Path, *, order: int = 3, s_noise: float = 1.0) -> Draft:
         if b.sigma == 0.0 or math.isinf(r0):
             rows.append(row(leg.time, a, first_order(a, b)))
             continue
-        fade = float(er_scale(np.array(r1)) / er_scale(np.array(r0)))
+        fade = float(np.exp(er_log_scale(r1) - er_log_scale(r0)))
         # in units of x / alpha
         out = X * (fade / a.alpha) + P0 * (1.0 - fade)
         usable = min(order, finite_nodes(legs, i, order))
         if usable > 1:
-            out = out + er_bends(legs, i, usable, float(er_scale(np.array(r1))))
+            out = out + er_bends(legs, i, usable)
         noise = math.sqrt(max(r1 * r1 - (r0 * fade) ** 2, 0.0)) * s_noise
         rows.append(row(leg.time, a, (out + Z * noise) * b.alpha, span=span(a, b)))
     return Draft(rows, declared="s_noise scales the noise of each step" if s_noise != 1.0 else "")
 
 
-def er_bends(legs: tuple[Leg, ...], i: int, usable: int, phi_1: float) -> Form:
+def er_bends(legs: tuple[Leg, ...], i: int, usable: int) -> Form:
     """The terms of the first and second derivative of x0 with respect to sigma / alpha."""
     r0, r1 = legs[i].start.ratio, legs[i].end.ratio
     back = [legs[i - k].start.ratio for k in range(usable)]
     half, middle = (r0 - r1) / 2, (r0 + r1) / 2
     s = half * GAUSS_NODES + middle
-    density = GAUSS_WEIGHTS * half / er_scale(s)
+    share = GAUSS_WEIGHTS * half * np.exp(er_log_scale(r1) - er_log_scale(s))  # φ(r1) / φ(s)
     first = (P0 - P1) / (back[0] - back[1])
-    out = first * (r1 - r0 + phi_1 * float(density.sum()))
+    out = first * (r1 - r0 + float(share.sum()))
     if usable < 3:
         return out
     second = (first - (P1 - P2) / (back[1] - back[2])) * (2.0 / (back[0] - back[2]))
-    return out + second * ((r1 - r0) ** 2 / 2 + phi_1 * float((density * (s - r0)).sum()))
+    return out + second * ((r1 - r0) ** 2 / 2 + float((share * (s - r0)).sum()))

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from pellucid.core.errors import PlanError, nearest, rule
 from pellucid.core.grid import Path
 from pellucid.core.plan import Clock, Row
@@ -60,7 +62,15 @@ class Sampler:
             if name not in known:
                 hint = f"Known: {', '.join(known) or 'none'}."
                 raise PlanError(rule("option", f"one that {self.name} reads", name, hint), "option")
-        return self.make(path, **options)
+        try:
+            with np.errstate(divide="raise", invalid="raise", over="raise"):
+                return self.make(path, **options)
+        except (ZeroDivisionError, OverflowError, FloatingPointError, np.linalg.LinAlgError):
+            raise PlanError(
+                f"levels must differ from call to call for {self.name}; got a step that repeats one or is too long to "
+                "compute. Use fewer steps, or another grid.",
+                "repeated-level",
+            ) from None
 
 
 REGISTRY: dict[str, Sampler] = {}

@@ -46,7 +46,8 @@ def ancestral(a: Level, b: Level, eta: float) -> tuple[Level, float]:
 
 
 def span(a: Level, b: Level, visit: int = 0) -> Span:
-    return Span(a.ratio if math.isfinite(a.ratio) else 1e12, b.ratio, visit)
+    """The address of the noise of a step; pure noise is written as a ratio above that of any schedule."""
+    return Span(a.ratio if math.isfinite(a.ratio) else 1e150, b.ratio, visit)
 
 
 def check_eta(eta: float, most: float = 1.0) -> float:
