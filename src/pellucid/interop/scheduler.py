@@ -109,7 +109,7 @@ class Scheduler:
         curve = schedules.make(schedule)
         lay = grid_named(grid or grid_of_name or default_grid(entry, curve, dialect))
         self._setup(Reading("", entry.name, curve, targets.named(target), lay, options, x0_filter), dialect)
-        self._plan_for(20 if lay.name != "explicit" else None)
+        refuse_what_the_three_calls_cannot_carry(self._plan_for(20 if lay.name != "explicit" else None), self.reading)
 
     def _setup(self, reading: Reading, dialect: str) -> None:
         self.reading, self.dialect = reading, dialect
@@ -390,6 +390,7 @@ class Scheduler:
 
     def _begin(self, setting: dict[str, Any], device: torch.device, skip: int = 0, eta: float | None = None) -> Run:
         plan = self._plan_for(**setting, skip=skip, eta=eta)
+        refuse_what_the_three_calls_cannot_carry(plan, self.reading)
         told = [r.time for r in plan.rows]
         whole = (
             all(t == int(t) for t in told) and self.entry.peer in ("solver", "training") and self.dialect == "diffusers"
@@ -466,11 +467,6 @@ class Scheduler:
         variance_noise: Tensor | None,
     ) -> Tensor:
         """The registers after one call."""
-        if row.pre_noise:
-            raise PellucidError(
-                "churn must be run with pellucid.run; the three-call API asks the model before it adds noise.",
-                "churn",
-            )
         uncond: Tensor | None = None
         if self.reading.x0_filter is not None:
             k_x, k_out = targets.to_x0(self.reading.target, row.level, sigma_data_of(self.reading.schedule))  # type: ignore[arg-type]
@@ -516,6 +512,21 @@ def fuse(plan: Plan, row: Row, reading: Reading) -> FusedRow:
         x = tuple(sorted((r, w) for r, w in weights.items() if abs(w) > 1e-15))
         to_p0 = (0.0, 1.0)
     return FusedRow(to_p0, x, anchor, push, bool(row.draws), input_scale(reading.schedule, row.level))
+
+
+def refuse_what_the_three_calls_cannot_carry(plan: Plan, reading: Reading) -> None:
+    if any(row.pre_noise for row in plan.rows):
+        raise PellucidError(
+            f"sampler must not churn behind the three calls; got {plan.name}, whose noise would come after the model was "
+            "asked. Use pellucid.run.",
+            "churn",
+        )
+    if plan.guided and reading.x0_filter is None:
+        raise PellucidError(
+            f"sampler must not need the unconditional prediction behind the three calls; got {plan.name}. "
+            "Use pellucid.run with a denoiser that returns a Prediction.",
+            "guided",
+        )
 
 
 def noise_like(out: Tensor, generator: Any, given: Tensor | None) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from pellucid.core.errors import PlanError, rule
-from pellucid.core.grid import Leg, Path
+from pellucid.core.grid import Leg, Path, karras
 from pellucid.core.plan import ANCHOR, P0, P1, P2, Form, Row, Span, U, X, Z, row
 from pellucid.core.samplers.registry import Draft, sampler
 from pellucid.core.samplers.steps import (
@@ -341,7 +341,7 @@ def gradient_estimation(path: Path, *, gamma: float = 2.0) -> Draft:
     aliases=("restart_sampler",),
 )
 def restart(path: Path, *, low: float = 0.1, high: float = 2.0, times: int = 1, restart_steps: int = 0) -> Draft:
-    """Heun; each time the path first passes sigma / alpha `low`, back up to `high`, `times` times over."""
+    """Heun; where the path first comes to sigma / alpha `low` (or nearest above), back up to `high`, `times` times."""
     if not 0 < low < high or not isinstance(times, int) or not 0 <= times <= 100:
         raise PlanError(rule("low, high, times", "0 < low < high, times from 0 to 100", (low, high, times)), "restart")
     if not isinstance(restart_steps, int) or not 0 <= restart_steps <= 1000:
@@ -349,20 +349,16 @@ def restart(path: Path, *, low: float = 0.1, high: float = 2.0, times: int = 1, 
     rows: list[Row] = []
     legs = path.legs
     inner = restart_steps or max(3, len(legs) // 4)
-    crossed = next(
-        (i for i, g in enumerate(legs) if 0 < g.end.ratio <= low * 1.0001 and g.start.ratio < high * 1e6),
-        None,
-    )
-    if crossed is None:  # no knot below `low` but the clean end: turn at the last noisy knot
-        crossed = len(legs) - 2 if len(legs) > 1 else None
+    noisy = [i for i, leg in enumerate(legs) if 0.0 < leg.end.ratio < high]
+    turn = next((i for i in noisy if legs[i].end.ratio <= low), noisy[-1] if noisy else None)
     for i, leg in enumerate(legs):
-        back = i == crossed and times > 0 and leg.end.sigma > 0 and leg.end.ratio < high
+        back = i == turn and times > 0
         rows += climb(path, i, leg, high, 0) if back else heun_leg(path, i, leg, (leg.time, leg.start, 0.0, None))
         if not back:
             continue
         for visit in range(1, times + 1):
-            rungs = [high ** (1 / 7) + k / inner * (leg.end.ratio ** (1 / 7) - high ** (1 / 7)) for k in range(inner)]
-            knots = [path.level(r**7) for r in rungs] + [leg.end]
+            rungs = karras(inner + 1, leg.end.ratio, high, 7.0)
+            knots = [*(path.level(float(r)) for r in rungs[:-1]), leg.end]
             for k, (a, b) in enumerate(pairwise(knots)):
                 again = Leg(path.told(a.ratio), a, b)
                 up = k == inner - 1 and visit < times
