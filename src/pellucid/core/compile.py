@@ -53,6 +53,8 @@ def compile_plan(
     lay = grids.named(grid)
     if grid_of_name is not None and lay.name != grid_of_name:
         raise PlanError(rule("grid", f"{grid_of_name}, as the sampler's name says", lay.name), "grid-twice")
+    if entry.family == "inversion" and way == "exact":
+        lay = replace(lay, final="sigma_min")  # a clean x holds no eps: it is taken as the least noisy level
     count = 20 if steps is None and lay.name != "explicit" else steps
     setup = dialects.set_up(way, entry, curve, lay, count, kind, options)
     path = setup.path

@@ -54,8 +54,8 @@ class Path:
         if part == 0.0:
             return a
         if math.isinf(a.ratio):
-            sigma = (1.0 - part) + part * b.to("flow").sigma
-            return self.level(sigma / (1.0 - sigma))
+            alpha = part * b.to("flow").alpha
+            return self.level((1.0 - alpha) / alpha)
         return self.level(a.ratio ** (1.0 - part) * b.ratio**part)
 
 

@@ -159,7 +159,7 @@ class Schedule(ABC):
             }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tabled(Schedule):
     """A discrete variance-preserving schedule, given by its betas.
 
@@ -185,6 +185,12 @@ class Tabled(Schedule):
         alpha_bar = np.cumprod(1.0 - betas)
         with np.errstate(divide="ignore"):
             object.__setattr__(self, "ratios", np.sqrt((1.0 - alpha_bar) / alpha_bar))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tabled) and self.kind == other.kind and np.array_equal(self.betas, other.betas)
+
+    def __hash__(self) -> int:
+        return hash((self.kind, self.betas.tobytes()))
 
     @property
     def name(self) -> str:
@@ -410,6 +416,8 @@ class EDM(Schedule):
                 rule("sigma_min, sigma_max", "0 < sigma_min < sigma_max", (self.sigma_min, self.sigma_max)),
                 "sigmas",
             )
+        if self.c_noise not in ("log", "atan", "sigma"):
+            raise PellucidError(rule("c_noise", "log, atan or sigma", self.c_noise), "option")
 
     @property
     def name(self) -> str:
