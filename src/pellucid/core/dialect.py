@@ -74,7 +74,12 @@ def as_k_diffusion(sampler: Sampler, schedule: Schedule, grid: Grid, steps: int 
         )
     frame: Frame = "flow" if schedule.frame == "flow" else "ve"
     path = grids.make_path(schedule, grid, steps, frame)
-    return Setup(path, path.legs[0].start.sigma)
+    return Setup(path, path.legs[0].start.sigma, half_curvature(sampler))
+
+
+def half_curvature(sampler: Sampler) -> dict[str, Any]:
+    """Third order in k-diffusion and after it takes half of the second derivative (`sample_dpmpp_3m_sde`, d2)."""
+    return {"curvature_scale": 0.5} if "curvature_scale" in sampler.options() else {}
 
 
 def as_comfyui(sampler: Sampler, schedule: Schedule, grid: Grid, steps: int | None) -> Setup:
@@ -82,7 +87,7 @@ def as_comfyui(sampler: Sampler, schedule: Schedule, grid: Grid, steps: int | No
     if not isinstance(schedule, Tabled):
         frame: Frame = schedule.frame
         path = grids.make_path(schedule, grid, steps, frame)
-        return Setup(path, path.legs[0].start.sigma)
+        return Setup(path, path.legs[0].start.sigma, half_curvature(sampler))
 
     def told(ratio: float) -> float:
         return float(np.argmin(np.abs(np.log(schedule.ratios) - math.log(max(ratio, 1e-300)))))
@@ -95,7 +100,7 @@ def as_comfyui(sampler: Sampler, schedule: Schedule, grid: Grid, steps: int | No
         starts = comfy_ratios(schedule, grid, grids.check_steps(steps))
         ends = np.append(starts[1:], 0.0)
     path = grids.build(schedule, "ve", [told(r) for r in starts], starts, ends, told)
-    return Setup(path, math.hypot(1.0, starts[0]))
+    return Setup(path, math.hypot(1.0, starts[0]), half_curvature(sampler))
 
 
 def comfy_ratios(schedule: Tabled, grid: Grid, count: int) -> Array:

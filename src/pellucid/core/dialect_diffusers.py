@@ -163,15 +163,21 @@ def diffusers_solver(
     return Setup(path, 1.0, solver_options(sampler, len(ratios), options), declared)
 
 
+# `multistep_dpm_solver_third_order_update` of scheduling_dpmsolver_multistep.py: D2 is half of the second derivative.
+HALF_CURVATURE = 0.5
 MULTISTEP = ("dpmpp_2m", "dpmpp_3m", "dpmpp_2m_sde", "dpmpp_3m_sde")
 
 
 def solver_options(sampler: Sampler, count: int, options: dict[str, Any]) -> dict[str, Any]:
     """What the diffusers class does by itself: low orders at the end of short runs, its third-order SDE sign."""
     extra: dict[str, Any] = {}
-    if "lower_order_final" in sampler.options() and sampler.name not in ("unipc", "sa_solver"):
-        extra["lower_order_final"] = bool(options.get("lower_order_final", True)) and count < 15
-    if sampler.name in ("dpm_multistep", "dpm_singlestep") and options.get("algorithm") == "sde-dpmsolver++":
+    known = sampler.options()
+    if "lower_order_final" in known:
+        asked = bool(options.get("lower_order_final", True))
+        extra["lower_order_final"] = asked and (count < 15 or sampler.name in ("unipc", "sa_solver"))
+    if "curvature_scale" in known:
+        extra["curvature_scale"] = HALF_CURVATURE
+    if "curvature_sign" in known and options.get("algorithm") == "sde-dpmsolver++":
         extra["curvature_sign"] = -1.0
     return extra
 

@@ -150,7 +150,8 @@ def polyexponential(count: int, low: float, high: float, rho: float) -> Array:
 def kl_optimal(count: int, low: float, high: float, rho: float) -> Array:
     """Even in atan sigma (Sabour et al. 2024, theorem 3.1)."""
     ramp = np.linspace(0.0, 1.0, count)
-    return np.tan(ramp * math.atan(low) + (1.0 - ramp) * math.atan(high))
+    to_pure = ramp * math.atan2(1.0, low) + (1.0 - ramp) * math.atan2(1.0, high)  # exact where sigma is huge
+    return 1.0 / np.tan(to_pure)
 
 
 def linear_quadratic(count: int, low: float, high: float, rho: float) -> Array:
@@ -303,6 +304,9 @@ def over_sigma(schedule: Schedule, grid: Grid, count: int, high_time: float) -> 
     bottom = float(schedule.sigma_of(schedule.ratio_at(schedule.span[0])))
     top = float(schedule.sigma_of(schedule.ratio_at(high_time)))
     if grid.name in AYS:
+        if schedule.frame == "flow":
+            advice = "Align Your Steps publishes sigmas of vp and ve models."
+            raise PlanError(rule("grid", "one for flow models", grid.name, advice), "grid-schedule")
         knots = np.log(np.array(AYS[grid.name]))
         found = np.interp(np.linspace(0, 1, count + 1), np.linspace(0, 1, len(knots)), knots)
         return np.asarray(np.exp(found[:-1]))
@@ -349,13 +353,24 @@ def decreasing(ratios: Array, what: str = "levels") -> Array:
 
 
 def beta_quantile(p: Array, a: float, b: float) -> Array:
-    """The inverse of the Beta(a, b) distribution function, by bisection on its continued fraction."""
-    low, high = np.zeros_like(p), np.ones_like(p)
-    for _ in range(64):
-        mid = 0.5 * (low + high)
-        below = beta_cdf(mid, a, b) < p
-        low, high = np.where(below, mid, low), np.where(below, high, mid)
-    return np.where(p <= 0, 0.0, np.where(p >= 1, 1.0, 0.5 * (low + high)))
+    """The inverse of the Beta(a, b) distribution function, by Newton's rule in the angle of x = sin²(angle).
+
+    For a = b = ½ the angle is p·π/2 exactly, so the grid's 0.6 starts close. A step that leaves its bracket halves it.
+    """
+    norm = 2.0 * math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b))
+    low, high = np.zeros_like(p), np.full_like(p, math.pi / 2)
+    edge = 1e-9  # in the angle: 1e-18 in x
+    angle = np.clip(p * math.pi / 2, edge, math.pi / 2 - edge)
+    for _ in range(50):
+        sin, cos = np.sin(angle), np.cos(angle)
+        gap = beta_cdf(sin * sin, a, b) - p
+        low, high = np.where(gap < 0, angle, low), np.where(gap < 0, high, angle)
+        moved = angle - gap / (norm * sin ** (2 * a - 1) * cos ** (2 * b - 1))
+        moved = np.where((low <= moved) & (moved <= high), moved, (low + high) / 2)
+        before, angle = angle, np.clip(moved, edge, math.pi / 2 - edge)
+        if np.abs(angle - before).max() < 1e-15:
+            break
+    return np.where(p <= 0, 0.0, np.where(p >= 1, 1.0, np.sin(angle) ** 2))
 
 
 def beta_cdf(x: Array, a: float, b: float) -> Array:
@@ -366,7 +381,7 @@ def beta_cdf(x: Array, a: float, b: float) -> Array:
     front = np.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + p * np.log(y) + q * np.log1p(-y)) / p
     c, d = np.ones_like(y), 1.0 / (1.0 - (p + q) * y / (p + 1))
     h = d.copy()
-    for m in range(1, 60):
+    for m in range(1, 20):
         for num in (
             m * (q - m) * y / ((p + 2 * m - 1) * (p + 2 * m)),
             -(p + m) * (p + q + m) * y / ((p + 2 * m) * (p + 2 * m + 1)),

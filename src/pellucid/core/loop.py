@@ -103,9 +103,14 @@ def run(
 
     Returns x at the plan's end, in float32 or better whatever dtype the network works in.
     """
+    if x is not None and x.ndim < 1:
+        raise PellucidError(rule("x", "a batch of images", tuple(x.shape)), "shape")
     listed = [seeds] if isinstance(seeds, int) else list(seeds)
     if x is not None and isinstance(seeds, int):
         listed = [seeds + i for i in range(len(x))]
+    if not listed or (x is not None and len(listed) != len(x)):
+        count = "at least one" if x is None else f"one an image, {len(x)}"
+        raise PellucidError(rule("seeds", count, len(listed)), "seed")
     source = noise or Philox(listed)
     if x is None:
         if shape is None:
@@ -233,6 +238,8 @@ def advance(
         levels = Batched(column(alphas, x, False, torch.float64), column(sigmas, x, False, torch.float64))
         found = denoiser(x, levels, torch.tensor([r.time for r in rows], dtype=torch.float64, device=x.device))
     x0, uncond = (found.x0, found.uncond) if isinstance(found, Prediction) else (found, None)
+    if x0.shape != x.shape:
+        raise PellucidError(rule("x0", f"of the shape of x, {tuple(x.shape)}", tuple(x0.shape)), "shape")
     x0 = x0.to(x.dtype)
     bases = [targets.from_x0(p.basis, r.level) for p, r in zip(plans, rows, strict=False)]
     p0 = basis_of(bases, x, x0, single)

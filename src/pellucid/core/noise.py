@@ -113,8 +113,12 @@ class Brownian:
     def increment(self, seed: int, span: Span, visit: int, like: Tensor) -> Tensor:
         """The path's increment over a span, scaled to variance 1."""
         a, b = (self.at(seed, ratio, visit, like) for ratio in (span.start, span.end))
-        length = abs(self.tick(-math.log(span.end)) - self.tick(-math.log(span.start)))
+        length = abs(self.tick(self.within(span.end)) - self.tick(self.within(span.start)))
         return (b - a) / math.sqrt(length)
+
+    def within(self, ratio: float) -> float:
+        """λ of a ratio, cut to the path's reach: pure noise is its beginning."""
+        return min(max(-math.log(ratio), -self.REACH), self.REACH)
 
     def tick(self, lam: float) -> float:
         return clock_time(math.exp(-lam), self.clock)
@@ -128,7 +132,7 @@ class Brownian:
         return self.cache[key]
 
     def descend(self, seed: int, ratio: float, visit: int, like: Tensor) -> Tensor:
-        goal = min(max(-math.log(ratio), -self.REACH), self.REACH)
+        goal = self.within(ratio)
         low, high = -self.REACH, self.REACH
         wide = torch.empty((), dtype=torch.float64, device=like.device)
         shape = like.shape[1:]

@@ -13,12 +13,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from pellucid.core import target as targets
-from pellucid.core.errors import PlanError, rule
+from pellucid.core.errors import PellucidError, PlanError, rule
 from pellucid.core.schedule import Array, Frame, Level, Target
 
 SCHEMA = 1
@@ -239,20 +239,22 @@ class Plan:
                 name=str(data["name"]),
                 rows=tuple(rows),
                 basis=targets.named(data["basis"]),
-                start=Level(*map(float, data["start"])),
-                end=Level(*map(float, data["end"])),
-                frame=data["frame"],
-                initial_scale=float(data["initial_scale"]),
-                clock=data["clock"],
+                start=level_from_pair("start", data["start"]),
+                end=level_from_pair("end", data["end"]),
+                frame=one_of("frame", data["frame"], get_args(Frame)),
+                initial_scale=finite("initial_scale", data["initial_scale"]),
+                clock=one_of("clock", data["clock"], get_args(Clock)),
                 target=targets.named(data["target"]),
-                schedule=data["schedule"],
-                grid=data["grid"],
-                dialect=data["dialect"],
-                options=data["options"],
-                declared=data["declared"],
-                deviation=float(data["deviation"]),
+                schedule=dict(data["schedule"]),
+                grid=dict(data["grid"]),
+                dialect=str(data["dialect"]),
+                options=dict(data["options"]),
+                declared=str(data["declared"]),
+                deviation=finite("deviation", data["deviation"]),
             )
-        except (KeyError, TypeError, IndexError) as error:
+        except PellucidError:
+            raise
+        except (KeyError, TypeError, IndexError, ValueError, AttributeError, OverflowError) as error:
             raise PlanError(
                 f"plan must have every field of the schema; got {error!r} missing or wrong.", "plan-json"
             ) from None
@@ -321,26 +323,47 @@ def row_from_dict(data: dict[str, Any]) -> Row:
         return tuple(sorted((REGISTERS.index(k), finite(k, v)) for k, v in weights.items()))
 
     def span(key: str) -> Span | None:
-        return Span(float(data[key][0]), float(data[key][1]), int(data[key][2])) if key in data else None
+        if key not in data:
+            return None
+        start, end, visit = data[key]
+        return Span(positive(key, start), positive(key, end), int(visit))
 
     unknown = set(data) - {"alpha", "sigma", "time", "x", "anchor", "held", "pre_noise", "pre_span", "span"}
     if unknown:
         raise PlanError(rule("row", "made of known fields", sorted(unknown)), "plan-json")
-    try:
-        return Row(
-            level=Level(finite("alpha", data["alpha"]), finite("sigma", data["sigma"])),
-            time=finite("time", data["time"]),
-            x=read(data["x"]),
-            anchor=read(data["anchor"]) if "anchor" in data else None,
-            held=bool(data.get("held", False)),
-            pre_noise=finite("pre_noise", data.get("pre_noise", 0.0)),
-            pre_span=span("pre_span"),
-            span=span("span"),
-        )
-    except ValueError as error:
-        if isinstance(error, PlanError):
-            raise
-        raise PlanError(f"row must name known registers; got {error}.", "plan-json") from None
+    if ("pre_noise" in data) != ("pre_span" in data):
+        raise PlanError("pre_noise must come with its pre_span; got one of the two.", "plan-json")
+    for register in (*data["x"], *data.get("anchor", ())):
+        if register not in REGISTERS:
+            raise PlanError(rule("register", "one of " + ", ".join(REGISTERS), register), "plan-json")
+    return Row(
+        level=Level(finite("alpha", data["alpha"]), finite("sigma", data["sigma"])),
+        time=finite("time", data["time"]),
+        x=read(data["x"]),
+        anchor=read(data["anchor"]) if "anchor" in data else None,
+        held=bool(data.get("held", False)),
+        pre_noise=finite("pre_noise", data.get("pre_noise", 0.0)),
+        pre_span=span("pre_span"),
+        span=span("span"),
+    )
+
+
+def level_from_pair(name: str, pair: Sequence[float]) -> Level:
+    alpha, sigma = pair
+    return Level(finite(name, alpha), finite(name, sigma))
+
+
+def one_of(name: str, value: Any, known: Sequence[str]) -> Any:
+    if value not in known:
+        raise PlanError(rule(name, "one of " + ", ".join(known), value), "plan-json")
+    return value
+
+
+def positive(name: str, value: object) -> float:
+    found = finite(name, value)
+    if found < 0:
+        raise PlanError(rule(name, "not negative", value), "plan-json")
+    return found
 
 
 def finite(name: str, value: object) -> float:
@@ -383,6 +406,7 @@ def address(rows: Sequence[Row], clock: Clock) -> tuple[Row, ...]:
 # --- the marginal law ------------------------------------------------------------------------------------------
 
 
+@np.errstate(over="ignore", invalid="ignore")  # what overflows lands nowhere, and is refused for that
 def deviation(plan: Plan) -> tuple[float, float]:
     """(the largest distance between where the rows land and the levels that they claim, what rounding explains).
 
@@ -445,9 +469,11 @@ def _mix(weights: Weights, registers: Sequence[Value], zero: Array) -> Value:
 
 
 def _distance(x: Value, level: Level) -> tuple[float, float]:
-    scale = math.hypot(level.alpha, level.sigma)
+    scale = math.hypot(level.alpha, level.sigma) or math.nan
     spread = float(np.sqrt(np.dot(x[0][1:], x[0][1:])))
-    return max(abs(float(x[0][0]) - level.alpha), abs(spread - level.sigma)) / scale, x[1] / scale
+    gap = max(abs(float(x[0][0]) - level.alpha), abs(spread - level.sigma)) / scale
+    landed = math.isfinite(spread) and math.isfinite(gap)  # max() would drop a NaN
+    return gap if landed else math.inf, x[1] / scale
 
 
 def seal(plan: Plan) -> Plan:

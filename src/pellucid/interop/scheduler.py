@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -116,6 +117,7 @@ class Scheduler:
         self.entry = resolve(reading.sampler)[0]
         self.order = self.entry.calls
         self.notes = reading.notes
+        self._draws_always = dialect == "diffusers" and reading.sampler == "sa_solver"
         self._run: ContextVar[Run | None] = ContextVar("pellucid_run", default=None)
         self._config: Config | None = None
 
@@ -141,7 +143,7 @@ class Scheduler:
     @property
     def config(self) -> Config:
         if self._config is None:
-            self._config = Config(self.export())
+            self._config = Config(self.export() if self.reading.values else diffusers_config.describe(self.reading))
         return self._config
 
     @property
@@ -151,6 +153,8 @@ class Scheduler:
     @_internal_dict.setter
     def _internal_dict(self, value: Mapping[str, Any]) -> None:
         # diffusers' pipelines rewrite old configs (steps_offset, clip_sample) through this name
+        if not self.reading.values:
+            raise PellucidError(rule("config", "left as it is where the sampler was named", dict(value)), "config")
         changed = {k: v for k, v in dict(value).items() if not k.startswith("_")}
         data = {"_class_name": self.config["_class_name"], **changed}
         self._setup(diffusers_config.read(data), self.dialect)
@@ -169,7 +173,7 @@ class Scheduler:
     @property
     def init_noise_sigma(self) -> float:
         run = self._run.get()
-        return (run.plan if run else self._plan_for(20)).initial_scale
+        return (run.plan if run else self._plan_for(None if self.reading.grid.name == "explicit" else 20)).initial_scale
 
     @property
     def num_inference_steps(self) -> int:
@@ -214,8 +218,17 @@ class Scheduler:
         timesteps: Sequence[float] | None = None,
         sigmas: Sequence[float] | None = None,
         mu: float | None = None,
+        original_inference_steps: int | None = None,
+        strength: float = 1.0,
     ) -> None:
-        """Compiles the plan of this run; also resets the state of this context."""
+        """Compiles the plan of this run; also resets the state of this context.
+
+        `original_inference_steps` and `strength` are what LCM's pipelines pass: the times of the distillation, and
+        the part of them that image-to-image uses.
+        """
+        if original_inference_steps is not None or strength != 1.0:
+            timesteps = self._distilled(num_inference_steps, timesteps, original_inference_steps, strength)
+            num_inference_steps = None
         setting: dict[str, Any] = {
             "steps": num_inference_steps,
             "timesteps": timesteps,
@@ -229,7 +242,10 @@ class Scheduler:
         run = self._state()
         if run.index is None:
             run = self._enter(run, timestep)
-        scale = run.rows[run.index - run.first_row].scale  # type: ignore[operator]
+        here = run.index - run.first_row  # type: ignore[operator]
+        if here >= len(run.rows):
+            raise over(len(run.rows))
+        scale = run.rows[here].scale
         return sample if scale == 1.0 else sample * scale
 
     def step(
@@ -250,23 +266,21 @@ class Scheduler:
             run = self._enter(run, timestep)
         here = run.index - run.first_row  # type: ignore[operator]
         if here >= len(run.rows):
-            raise PellucidError(
-                f"step must be called {len(run.rows)} times a run; this is one more. Call set_timesteps.",
-                "too-many-steps",
-            )
+            raise over(len(run.rows))
         fused = run.rows[here]
         if model_output.shape != sample.shape and model_output.shape[1] == 2 * sample.shape[1]:
             model_output = model_output[:, : sample.shape[1]]  # a learned variance: split off
         wide = sample if sample.dtype in (torch.float32, torch.float64) else sample.to(torch.float32)
         out = model_output if model_output.dtype == wide.dtype else model_output.to(wide.dtype)
         previous = self._move(run, fused, run.plan.rows[here], wide, out, generator, variance_noise)
+        clean = None if self.reading.sampler != "lcm" else self._clean(run.plan, here, wide, out)
         run.index += 1  # type: ignore[operator]
         if here == len(run.rows) - 1:  # the run is over: let go of its tensors
             run.anchor, run.history = None, []
         if previous.dtype != model_output.dtype:
             previous = previous.to(model_output.dtype)
         if not return_dict:
-            return (previous,)
+            return (previous, clean) if clean is not None else (previous,)
         k_x, k_out = targets.to_x0(self.reading.target, run.plan.rows[here].level, sigma_data_of(self.reading.schedule))  # type: ignore[arg-type]
         return StepOutput(previous, (k_x, k_out, wide, out, self.reading.x0_filter))
 
@@ -348,7 +362,6 @@ class Scheduler:
                 timesteps=None if timesteps is None else tuple(float(t) for t in timesteps),
                 sigmas=None if sigmas is None else tuple(float(s) for s in sigmas),
             )
-            steps = None
         elif steps is None and lay.name != "explicit":
             raise PellucidError("num_inference_steps, timesteps or sigmas must be given; got none.", "steps")
         if reading.values.get("use_dynamic_shifting"):
@@ -373,6 +386,25 @@ class Scheduler:
             **options,
         )
 
+    def _distilled(
+        self, steps: int | None, timesteps: Sequence[float] | None, original: int | None, strength: float
+    ) -> Sequence[float]:
+        """Times out of the part of the distillation's times that `strength` leaves (Luo et al. 2023, alg. 3)."""
+        if self.entry.family != "distilled":
+            name = "original_inference_steps" if original is not None else "strength"
+            raise PellucidError(rule(name, f"left out for {self.reading.sampler}", original or strength), "distilled")
+        count = self.reading.grid.original if original is None else original
+        total = self.reading.schedule.num_train or 1000
+        if timesteps is not None:
+            keep = min(int(len(timesteps) * strength), len(timesteps))
+            return timesteps[len(timesteps) - keep :]
+        if self.reading.sampler == "tcd" and original is not None:
+            count = total  # TCD then takes any training time
+        known = [float(i * (total // count) - 1) for i in range(int(count * strength), 0, -1)]
+        if steps is None or not 1 <= steps <= len(known):
+            raise PellucidError(rule("steps", f"from 1 to {len(known)}, the times that are left", steps), "steps")
+        return [known[int(i)] for i in np.floor(np.linspace(0, len(known), steps, endpoint=False))]
+
     def _shifted(self, curve: schedules.Schedule, mu: float | None) -> schedules.Schedule:
         values = self.reading.values
         if mu is None:
@@ -386,7 +418,12 @@ class Scheduler:
             if values["time_shift_type"] == "exponential"
             else float(mu)
         )
-        return replace(curve, shift=shift)
+        shifted = replace(curve, shift=shift)
+        if self.dialect != "diffusers" or self.entry.peer != "flow":
+            return shifted
+        # the dialect shifts sigma_min twice, as diffusers does, but for a dynamic shift: there diffusers does it once
+        least = curve.sigma_min / (shift - (shift - 1.0) * curve.sigma_min)
+        return replace(shifted, sigma_min=least)
 
     def _begin(self, setting: dict[str, Any], device: torch.device, skip: int = 0, eta: float | None = None) -> Run:
         plan = self._plan_for(**setting, skip=skip, eta=eta)
@@ -477,6 +514,8 @@ class Scheduler:
             k_x, k_out = fused.to_p0
             p0 = out if (k_x, k_out) == (0.0, 1.0) else (x * k_x).add_(out, alpha=k_out) if k_x else out * k_out
         z = noise_like(out, generator, variance_noise) if fused.noisy else None
+        if z is None and self._draws_always and run.plan.stochastic:
+            noise_like(out, generator, variance_noise)  # so that the caller's generator moves as with diffusers
         registers = [x, run.anchor, p0, *run.history, *([None] * (DEPTH - 1 - len(run.history))), uncond, z]
         moved = mix(fused.x, registers)
         if fused.anchor is not None:
@@ -485,15 +524,29 @@ class Scheduler:
             run.history = [p0, *run.history][: run.plan.depth]
         return moved
 
+    def _clean(self, plan: Plan, here: int, x: Tensor, out: Tensor) -> Tensor:
+        """LCM's answer before it is noised again, which LCM's pipelines decode."""
+        row = plan.rows[here]
+        k_x, k_out = targets.to_x0(targets.named(self.reading.target), row.level)
+        x0 = x * k_x + out * k_out
+        kept = dict(row.x)
+        last = here == len(plan.rows) - 1
+        scale = 1.0 if last else plan.rows[here + 1].level.alpha
+        found = self.reading.x0_filter(x0) if self.reading.x0_filter is not None else x0
+        return (found * kept[2] + x * kept.get(0, 0.0)) / scale
+
     def _level_for(self, time: float) -> Level:
+        """The level of a told time. In a run that a pipeline began, that of the next call: repeated times differ."""
         run = self._run.get()
-        if run is not None:
-            if run.begin is not None:
-                return run.plan.rows[0].level
+        if run is not None and self.entry.peer != "training":
+            following = 0 if run.index is None else run.index - run.first_row
+            if run.begin is not None and following < len(run.plan.rows):
+                return run.plan.rows[following].level
             for r, told in zip(run.plan.rows, run.timesteps[run.first_row :].tolist(), strict=False):
                 if told == time:
                     return r.level
-        frame = run.plan.frame if run is not None else self.reading.schedule.frame
+        line = self.entry.frame == "line" and self.reading.schedule.frame == "vp"
+        frame = run.plan.frame if run is not None else "ve" if line else self.reading.schedule.frame
         return self.reading.schedule.level(time).to(frame)
 
 
@@ -514,11 +567,17 @@ def fuse(plan: Plan, row: Row, reading: Reading) -> FusedRow:
     return FusedRow(to_p0, x, anchor, push, bool(row.draws), input_scale(reading.schedule, row.level))
 
 
+def over(rows: int) -> PellucidError:
+    return PellucidError(
+        f"step must be called {rows} times a run; this is one more. Call set_timesteps.", "too-many-steps"
+    )
+
+
 def refuse_what_the_three_calls_cannot_carry(plan: Plan, reading: Reading) -> None:
     if any(row.pre_noise for row in plan.rows):
         raise PellucidError(
-            f"sampler must not churn behind the three calls; got {plan.name}, whose noise would come after the model was "
-            "asked. Use pellucid.run.",
+            f"sampler must not churn behind the three calls; got {plan.name}, whose noise would come after the model "
+            "was asked. Use pellucid.run.",
             "churn",
         )
     if plan.guided and reading.x0_filter is None:

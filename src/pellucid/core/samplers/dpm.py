@@ -27,18 +27,18 @@ S_NOISE = "s_noise scales the noise of each step"
 
 
 def phi_terms(h: float) -> tuple[float, float]:
-    """∫ of e^{s−h} times s/h and (s/h)²/2 … as in Lu et al. 2022b: (φ for the slope, φ for the curvature)."""
+    """The integrals of x0's slope and curvature over a step (Lu et al. 2022b, eq. 9): φ₂, and φ₂ / h − ½."""
     slope = math.expm1(-h) / h + 1.0
     return slope, slope / h - 0.5
 
 
 def slopes(r0: float, r1: float | None, m0: Form, m1: Form, m2: Form) -> tuple[Form, Form]:
-    """The first and second divided differences of the last predictions, in units of the step."""
+    """The first and second derivative of the prediction, from the last two or three, in units of the step."""
     d10 = (m0 - m1) / r0
     if r1 is None:
         return d10, d10 * 0.0
     d11 = (m1 - m2) / r1
-    return d10 + (d10 - d11) * (r0 / (r0 + r1)), (d10 - d11) / (r0 + r1)
+    return d10 + (d10 - d11) * (r0 / (r0 + r1)), (d10 - d11) * (2.0 / (r0 + r1))
 
 
 def solver_step(
@@ -55,7 +55,10 @@ def solver_step(
     slope_rule: str = "midpoint",
     curvature_sign: float = 1.0,
 ) -> Form:
-    """One step from a to b: `start` is x at a, d0 the prediction, d1 and d2 its differences over the step."""
+    """One step from a to b: `start` is x at a, d0 the prediction, d1 and d2 its derivatives over the step.
+
+    `curvature_sign` −1 turns the ½ in d2's weight around, as diffusers' SDE solvers do.
+    """
     if b.sigma == 0.0 and "++" in algorithm:
         return d0 * b.alpha  # all orders meet in x0 at a clean end
     if a.alpha == 0.0 and algorithm == "sde-dpmsolver++":
@@ -117,9 +120,14 @@ def dpm_multistep(
     s_noise: float = 1.0,
     lower_order_final: bool = False,
     euler_at_final: bool = False,
+    curvature_scale: float = 1.0,
     curvature_sign: float = 1.0,
 ) -> Draft:
-    """Order 1 to 3, deterministic or not, on x0 or on eps; the history costs no call."""
+    """Order 1 to 3, deterministic or not, on x0 or on eps; the history costs no call.
+
+    `curvature_scale` ½ takes half of the second derivative at order 3, as the published code of DPM-Solver,
+    diffusers and k-diffusion do: their third order then measures 2.
+    """
     check_order(order, 3)
     check_choice("algorithm", algorithm, ALGORITHMS)
     check_choice("solver", solver, ("midpoint", "heun"))
@@ -135,6 +143,7 @@ def dpm_multistep(
         if k > 1:
             r0, r1 = lam_ratio(path.legs, i)
             d1, d2 = slopes(r0, r1 if k == 3 else None, P0, P1, P2)
+            d2 = d2 * curvature_scale
         if k == 1 and leg.end.sigma == 0.0 and algorithm == "dpmsolver":
             form = first_order_eps(leg.start, leg.end)
         else:
@@ -172,9 +181,9 @@ def dpmpp_2m(path: Path, *, solver: str = "midpoint", lower_order_final: bool = 
     paper="Lu et al. 2022, DPM-Solver++",
     aliases=("dpm++3m",),
 )
-def dpmpp_3m(path: Path, *, lower_order_final: bool = False) -> Draft:
+def dpmpp_3m(path: Path, *, lower_order_final: bool = False, curvature_scale: float = 1.0) -> Draft:
     """Third order on x0 from the last three predictions."""
-    return dpm_multistep(path, order=3, lower_order_final=lower_order_final)
+    return dpm_multistep(path, order=3, lower_order_final=lower_order_final, curvature_scale=curvature_scale)
 
 
 @sampler(
@@ -204,9 +213,17 @@ def dpmpp_2m_sde(path: Path, *, eta: float = 1.0, s_noise: float = 1.0, solver: 
     clock="sigma",
     aliases=("sample_dpmpp_3m_sde", "k_dpmpp_3m_sde"),
 )
-def dpmpp_3m_sde(path: Path, *, eta: float = 1.0, s_noise: float = 1.0) -> Draft:
+def dpmpp_3m_sde(path: Path, *, eta: float = 1.0, s_noise: float = 1.0, curvature_scale: float = 1.0) -> Draft:
     """Third order on x0 with eta of the reverse SDE's noise."""
-    return dpm_multistep(path, order=3, algorithm="sde-dpmsolver++", solver="heun", eta=eta, s_noise=s_noise)
+    return dpm_multistep(
+        path,
+        order=3,
+        algorithm="sde-dpmsolver++",
+        solver="heun",
+        eta=eta,
+        s_noise=s_noise,
+        curvature_scale=curvature_scale,
+    )
 
 
 @sampler(
@@ -375,7 +392,7 @@ def single_step(path: Path, a: Level, b: Level, order: int, time: float, thirds:
     name="dpm_fast",
     title="DPM fast",
     family="dpm-solver",
-    order=3,
+    order=2,
     deterministic=True,
     suits="a fixed number of calls; lays its own grid, even in λ, and stops at the least sigma",
     paper="Lu et al. 2022, DPM-Solver, section 3.4",
@@ -408,7 +425,7 @@ def dpm_fast(path: Path, *, eta: float = 0.0, s_noise: float = 1.0) -> Draft:
     name="dpmpp_2m_cfgpp",
     title="DPM++ 2M CFG++",
     family="dpm-solver",
-    order=1,
+    order=2,
     deterministic=True,
     suits="guided models at low scales (0.5 to 2), with a second-order correction",
     paper="Chung et al. 2024, CFG++",

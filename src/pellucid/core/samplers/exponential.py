@@ -56,7 +56,7 @@ def bh_shares(h: float, nodes: list[float], variant: str, predict_x0: bool) -> l
     name="unipc",
     title="UniPC",
     family="exponential",
-    order=2,
+    order=3,
     deterministic=True,
     suits="5 to 15 steps; corrects each step with the next call at no cost",
     paper="Zhao et al. 2023, UniPC",
@@ -68,7 +68,7 @@ def unipc(
     order: int = 2,
     variant: str = "bh2",
     predict_x0: bool = True,
-    lower_order_final: bool = True,
+    lower_order_final: bool = False,
     disable_corrector: tuple[int, ...] = (),
 ) -> Draft:
     """Predictor and corrector of one order: the corrected x becomes the anchor, and the predictor leaves from it."""
@@ -183,7 +183,7 @@ def sa_solver(
     tau: float = 1.0,
     tau_range: tuple[float, float] = (0.2, 0.8),
     predict_x0: bool = True,
-    lower_order_final: bool = True,
+    lower_order_final: bool = False,
 ) -> Draft:
     """A stochastic Adams predictor and corrector; tau is the share of noise where time is in `tau_range`."""
     check_order(predictor_order, 3)

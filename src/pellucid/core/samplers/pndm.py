@@ -142,7 +142,7 @@ def runge_kutta(leg: Leg, turn: tuple[tuple[float, Level], ...], basis: Target) 
     name="ipndm",
     title="iPNDM",
     family="multistep",
-    order=1,
+    order=2,
     deterministic=True,
     suits="few steps (5 to 10) on EDM-like models; one call a step from the first",
     paper="Liu et al. 2022; Zhang and Chen 2022 (iPNDM)",

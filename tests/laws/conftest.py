@@ -1,0 +1,6 @@
+"""Lets the laws import how they measure by name."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
