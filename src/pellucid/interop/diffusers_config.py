@@ -695,7 +695,7 @@ def option_keys(reading: Reading, name: str) -> dict[str, Any]:
             out[mapped[option]] = value
         elif value != default:
             raise refusal(option, f"{default!r} in {name}", value)
-    if reading.sampler not in ("unipc", "sa_solver") and "lower_order_final" not in reading.options:
+    if "lower_order_final" not in reading.options:
         out.pop("lower_order_final", None)  # the dialect follows the class where nothing is said
     if name.startswith("DDPM"):
         out["variance_type"] = f"fixed_{out['variance_type']}"
@@ -791,7 +791,9 @@ def schedule_keys(curve: Schedule, name: str, values: dict[str, Any]) -> dict[st
         }
         if curve.zero_terminal:
             out["rescale_betas_zero_snr"] = True
-    if set(out) <= set(values) and says(curve, name, {**values, **out}):
+    everywhere = ("linear", "scaled_linear", "squaredcos_cap_v2", None)  # the names that every class knows
+    named = out.get("beta_schedule") in everywhere
+    if named and set(out) <= set(values) and says(curve, name, {**values, **out}):
         return out
     if isinstance(curve, Tabled) and not curve.zero_terminal:
         return {"num_train_timesteps": curve.num_train, "trained_betas": curve.betas.tolist()}

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from pellucid.core.compile import compile_plan
+from pellucid.core.dialect import K_DIFFUSION
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.grid import Grid
 from pellucid.core.loop import Batched, StepSeen, level_after, run
@@ -39,7 +40,8 @@ def sample(
     listed = [float(s) for s in (sigmas.tolist() if isinstance(sigmas, Tensor) else sigmas)]
     if len(listed) < 2 or not all(a > b for a, b in pairwise(listed)) or not 0 <= listed[-1] < listed[0] < math.inf:
         raise PellucidError(rule("sigmas", "at least 2 numbers, decreasing and not negative", listed[:8]), "explicit")
-    plan = compile_plan(name, target="x0", **through(listed), **options)
+    dialect = "k-diffusion" if resolve(name)[0].name in K_DIFFUSION else "exact"
+    plan = compile_plan(name, target="x0", dialect=dialect, **through(listed), **options)
     extra = dict(extra_args or {})
     shown = count()
 

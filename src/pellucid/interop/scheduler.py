@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -326,12 +326,15 @@ class Scheduler:
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **_: Any) -> None:
         """Writes scheduler_config.json, whole or not at all."""
+        text = json.dumps(self.export(), indent=2, sort_keys=True) + "\n"
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(self.export(), indent=2, sort_keys=True) + "\n"
-        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False, encoding="utf-8") as file:
-            file.write(text)
-        os.replace(file.name, folder / FILE_NAME)
+        part = folder / f".{FILE_NAME}.{os.getpid()}.{threading.get_ident()}.tmp"
+        try:
+            part.write_text(text, encoding="utf-8")
+            os.replace(part, folder / FILE_NAME)
+        finally:
+            part.unlink(missing_ok=True)
 
     # --- inside
 
