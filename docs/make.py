@@ -51,9 +51,9 @@ even in λ, each sampler is compared with classical Runge-Kutta of order 4 in 3,
 samplers. The order is the slope of the error between 96 and 192 steps; the error is relative.
 
 Read with care: `claimed` is what the formula promises on this grid. PLMS, PNDM and iPNDM use the coefficients of an
-even grid and start at first order, which leaves 2. `dpm_fast` ends with a first- or second-order step. UniPC gains one order
-from its corrector. Small steps on a smooth, unguided density are not a guided image model at ten steps: order says how
-fast the error falls, not which sampler is best for your model.
+even grid and start at first order, which leaves 2. `dpm_fast` ends with a first- or second-order step. UniPC gains one
+order from its corrector. Small steps on a smooth, unguided density are not a guided image model at ten steps: order
+says how fast the error falls, not which sampler is best for your model.
 
 Made by `make docs` (`docs/make.py`); the same measurement is a test, `tests/laws/test_order.py`.
 
