@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from pellucid.core import target as targets
 from pellucid.core.dialect_diffusers import SPACING
 from pellucid.core.errors import PlanError, rule
 from pellucid.core.grid import Grid
-from pellucid.core.plan import Plan, seal
+from pellucid.core.plan import Plan, Row, seal
 from pellucid.core.samplers import Sampler, resolve
 from pellucid.core.schedule import EDM, Schedule
 
@@ -21,7 +22,7 @@ def compile_plan(
     sampler: str,
     *,
     schedule: str | Schedule = "scaled_linear",
-    target: str = "eps",
+    target: str | None = None,
     grid: str | Grid | None = None,
     steps: int | None = None,
     dialect: str = "exact",
@@ -30,13 +31,13 @@ def compile_plan(
 ) -> Plan:
     """Turns a sampler into its table, in float64, and proves that each row lands on its level.
 
-    `steps` defaults to 20, `grid` to karras for EDM schedules and trailing elsewhere
-    (the class's own in the diffusers dialect). `skip` leaves out the first
-    legs (image-to-image). `options` are the sampler's own (`pellucid samplers` lists them).
+    `target` defaults to the schedule's usual one (eps, v under zero terminal SNR, edm, flow), `steps` to 20, `grid` to
+    karras for EDM schedules and trailing elsewhere (the class's own in the diffusers dialect). `skip` leaves out the
+    first legs (image-to-image). `options` are the sampler's own (`pellucid samplers` lists them).
     """
     entry, grid_of_name = resolve(sampler)
     curve = schedules.make(schedule)
-    kind = targets.named(target)
+    kind = curve.carries[0] if target is None else targets.named(target)
     if kind not in curve.carries:
         raise PlanError(
             rule(
@@ -66,10 +67,12 @@ def compile_plan(
     begin = path.legs[-1].end if entry.family == "inversion" else path.legs[0].start
     end = draft.end or path.legs[-1].end
     scale = setup.initial_scale if skip == 0 else begin.sigma
-    told = {k: v for k, v in options.items() if not isinstance(v, (list, tuple)) or k == "tau_range"}
+    blind = next((r for r in draft.rows if r.level.alpha == 0.0), None)
+    if blind is not None and kind in ("eps", "score"):
+        targets.to_x0(kind, blind.level)  # raises: pure noise determines no x0
     plan = Plan(
         name=entry.name,
-        rows=tuple(draft.rows),
+        rows=drop_dead_anchors(draft.rows),
         basis=draft.basis,
         start=begin,
         end=end,
@@ -80,10 +83,23 @@ def compile_plan(
         schedule=schedules.to_dict(curve),
         grid={**lay.to_dict(), "steps": len(path.legs) + skip, **({"skip": skip} if skip else {})},
         dialect=way,
-        options=told,
+        options={k: list(v) if isinstance(v, tuple) else v for k, v in options.items()},
         declared="; ".join(d for d in (setup.declared, draft.declared) if d),
     )
     return seal(plan)
+
+
+def drop_dead_anchors(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Leaves out each anchor that no later row reads."""
+    kept: list[Row] = []
+    needed = False
+    for r in reversed(rows):
+        if r.anchor is not None and not needed:
+            r = replace(r, anchor=None)
+        reads = r.uses("anchor")
+        needed = reads if r.anchor is not None else needed or reads
+        kept.append(r)
+    return tuple(reversed(kept))
 
 
 def default_grid(entry: Sampler, curve: Schedule, dialect: str) -> str:

@@ -15,7 +15,7 @@ from pellucid.core import target as targets
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.filters import Filter
 from pellucid.core.loop import Batched
-from pellucid.core.schedule import EDM, Level, Schedule
+from pellucid.core.schedule import EDM, Level, Schedule, Target
 
 
 def sigma_data_of(schedule: Schedule) -> float:
@@ -31,13 +31,26 @@ def input_scale(schedule: Schedule, level: Level) -> float:
     return 1.0 / math.hypot(level.alpha, level.sigma)
 
 
+def read_output(
+    schedule: Schedule, target: schedules.Target, to: schedules.Target, level: Level
+) -> tuple[float, float]:
+    """(k_x, k_out) with `to` = k_x·x + k_out·out, for x at a level in any frame and the raw output of a network.
+
+    The score alone depends on the frame: the network's is that of the frame in which it was trained.
+    """
+    k_x, k_out = targets.convert(target, to, level, sigma_data_of(schedule))
+    if target == "score":
+        k_out *= level.to(schedule.frame).sigma / level.sigma
+    return k_x, k_out
+
+
 @dataclass(frozen=True)
 class NetworkDenoiser:
     """network(x, time) → out, as an x0 denoiser on a schedule, for a target; `x0_filter` clips the prediction."""
 
     network: Callable[[Tensor, Tensor], Tensor]
     schedule: Schedule
-    target: schedules.Target
+    target: Target
     x0_filter: Filter | None = None
 
     def __call__(self, x: Tensor, level: Any, time: Any) -> Tensor:
@@ -45,7 +58,7 @@ class NetworkDenoiser:
         scale = self.numbers([input_scale(self.schedule, lv) for lv in levels], x)
         told = time if isinstance(time, Tensor) else torch.full((len(x),), float(time), dtype=torch.float64)
         out = self.network(x * scale, told.to(device=x.device, dtype=x.dtype))
-        pairs = [targets.to_x0(self.target, lv, sigma_data_of(self.schedule)) for lv in levels]
+        pairs = [read_output(self.schedule, self.target, "x0", lv) for lv in levels]
         x0 = x * self.numbers([p[0] for p in pairs], x) + out.to(x.dtype) * self.numbers([p[1] for p in pairs], x)
         return x0 if self.x0_filter is None else self.x0_filter(x0)
 

@@ -316,7 +316,11 @@ def over_sigma(schedule: Schedule, grid: Grid, count: int, high_time: float) -> 
         advice = "A schedule with zero terminal SNR has no largest sigma: give sigma_max, or use a grid over time."
         raise PlanError(rule("sigma_min, sigma_max", "0 < sigma_min < sigma_max < inf", (low, high), advice), "sigmas")
     function, default_rho = OVER_SIGMA[grid.name]
-    return function(count, low, high, default_rho if grid.rho is None else grid.rho)
+    sigmas = function(count, low, high, default_rho if grid.rho is None else grid.rho)
+    sigmas[0] = high  # not a rounding away
+    if count > 1 and grid.name != "linear_quadratic":
+        sigmas[-1] = low
+    return sigmas
 
 
 def explicit(schedule: Schedule, grid: Grid, steps: int | None) -> tuple[Array, Array]:

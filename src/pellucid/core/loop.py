@@ -103,8 +103,8 @@ def run(
 
     Returns x at the plan's end, in float32 or better whatever dtype the network works in.
     """
-    if x is not None and x.ndim < 1:
-        raise PellucidError(rule("x", "a batch of images", tuple(x.shape)), "shape")
+    if x is not None and (x.ndim < 1 or len(x) == 0):
+        raise PellucidError(rule("x", "a batch of at least one image", tuple(x.shape)), "shape")
     listed = [seeds] if isinstance(seeds, int) else list(seeds)
     if x is not None and isinstance(seeds, int):
         listed = [seeds + i for i in range(len(x))]

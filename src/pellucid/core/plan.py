@@ -27,6 +27,8 @@ REGISTERS = ("x", "anchor", "p0", "p1", "p2", "p3", "u", "z")
 DEPTH = 4
 Weights = tuple[tuple[int, float], ...]
 Clock = Literal["snr", "sigma"]
+UNBOUNDED = {math.inf: "inf", -math.inf: "-inf"}  # options that JSON has no number for
+BOUNDS = {text: number for number, text in UNBOUNDED.items()}
 
 
 class Form:
@@ -206,7 +208,7 @@ class Plan:
             "schedule": self.schedule,
             "grid": self.grid,
             "target": self.target,
-            "options": self.options,
+            "options": {k: UNBOUNDED.get(v, v) if isinstance(v, float) else v for k, v in self.options.items()},
             "basis": self.basis,
             "frame": self.frame,
             "clock": self.clock,
@@ -248,7 +250,7 @@ class Plan:
                 schedule=dict(data["schedule"]),
                 grid=dict(data["grid"]),
                 dialect=str(data["dialect"]),
-                options=dict(data["options"]),
+                options={k: BOUNDS.get(v, v) if isinstance(v, str) else v for k, v in dict(data["options"]).items()},
                 declared=str(data["declared"]),
                 deviation=finite("deviation", data["deviation"]),
             )
@@ -260,15 +262,15 @@ class Plan:
             ) from None
         if not plan.rows:
             raise PlanError(rule("rows", "at least one", 0), "plan-json")
-        sealed = replace(plan, rows=address(plan.rows, plan.clock))
-        found, _ = deviation(sealed)
+        sealed = seal(plan)
+        found = sealed.deviation
         if not abs(found - plan.deviation) <= TOLERANCE * (1 + plan.deviation):
             raise PlanError(
                 f"plan must keep the marginal law with deviation {plan.deviation:.3g}; got {found:.3g}. "
                 "A weight, a level or the deviation itself was changed. Compile the plan again.",
                 "marginal-law",
             )
-        return sealed
+        return replace(sealed, deviation=plan.deviation)
 
     def diff(self, other: Plan, tolerance: float = 0.0) -> list[Difference]:
         """What differs from another plan, field by field and row by row."""
@@ -364,6 +366,13 @@ def positive(name: str, value: object) -> float:
     if found < 0:
         raise PlanError(rule(name, "not negative", value), "plan-json")
     return found
+
+
+def level_from(alpha: object, sigma: object) -> Level:
+    level = Level(finite("alpha", alpha), finite("sigma", sigma))
+    if level.alpha < 0 or level.sigma < 0 or level.alpha == level.sigma == 0:
+        raise PlanError(rule("alpha, sigma", "not negative and not both 0", (alpha, sigma)), "plan-json")
+    return level
 
 
 def finite(name: str, value: object) -> float:
@@ -479,7 +488,8 @@ def _distance(x: Value, level: Level) -> tuple[float, float]:
 def seal(plan: Plan) -> Plan:
     """Addresses the noise, applies the marginal law, and records the deviation. Undeclared deviation raises."""
     sealed = replace(plan, rows=address(plan.rows, plan.clock))
-    found, floor = deviation(sealed)
+    with np.errstate(all="ignore"):
+        found, floor = deviation(sealed)
     if not math.isfinite(found) or (found > TOLERANCE + floor and not plan.declared):
         raise PlanError(
             f"plan {plan.name} must keep the marginal law; a row lands {found:.3g} off its level. "

@@ -99,10 +99,10 @@ class Schedule(ABC):
 
     @property
     def carries(self) -> tuple[Target, ...]:
-        """The targets that a network can be trained for on this schedule."""
+        """The targets that a network can be trained for on this schedule, the usual one first."""
         by_frame: dict[Frame, tuple[Target, ...]] = {
             "vp": ("eps", "x0", "v", "score"),
-            "ve": ("eps", "x0", "v", "edm", "score"),
+            "ve": ("edm", "eps", "x0", "v", "score"),
             "flow": ("flow", "x0", "eps", "v", "score"),
         }
         return by_frame[self.frame]
@@ -219,7 +219,7 @@ class Tabled(Schedule):
 
     @property
     def carries(self) -> tuple[Target, ...]:
-        return ("x0", "v") if self.zero_terminal else super().carries
+        return ("v", "x0") if self.zero_terminal else super().carries
 
     def ratio_at(self, times: npt.ArrayLike) -> Array:
         t = np.clip(np.asarray(times, np.float64), *self.span)
@@ -375,7 +375,7 @@ class ContinuousVP(Schedule):
 
     @property
     def carries(self) -> tuple[Target, ...]:
-        return ("x0", "v") if self.curve == "cosine" else super().carries
+        return ("v", "x0") if self.curve == "cosine" else super().carries
 
     def ratio_at(self, times: npt.ArrayLike) -> Array:
         u = np.asarray(times, np.float64) / self.scale
@@ -505,7 +505,7 @@ class Flow(Schedule):
         """Moves the last sigma of a grid to `terminal` and keeps the first (LTX's stretched terminal)."""
         if self.terminal is None or sigmas[-1] == 1.0:
             return sigmas
-        return 1.0 - (1.0 - sigmas) * (1.0 - self.terminal) / (1.0 - sigmas[-1])
+        return 1.0 - (1.0 - sigmas) / ((1.0 - sigmas[-1]) / (1.0 - self.terminal))
 
     def options(self) -> dict[str, Any]:
         return {

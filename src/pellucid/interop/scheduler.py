@@ -22,7 +22,7 @@ from torch import Tensor
 from pellucid.core import schedule as schedules
 from pellucid.core import target as targets
 from pellucid.core.compile import compile_plan, default_grid
-from pellucid.core.denoiser import input_scale, sigma_data_of
+from pellucid.core.denoiser import input_scale, read_output
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.filters import Filter
 from pellucid.core.grid import Grid
@@ -281,7 +281,9 @@ class Scheduler:
             previous = previous.to(model_output.dtype)
         if not return_dict:
             return (previous, clean) if clean is not None else (previous,)
-        k_x, k_out = targets.to_x0(self.reading.target, run.plan.rows[here].level, sigma_data_of(self.reading.schedule))  # type: ignore[arg-type]
+        k_x, k_out = read_output(
+            self.reading.schedule, targets.named(self.reading.target), "x0", run.plan.rows[here].level
+        )
         return StepOutput(previous, (k_x, k_out, wide, out, self.reading.x0_filter))
 
     # --- noise for training and image-to-image
@@ -369,7 +371,7 @@ class Scheduler:
             raise PellucidError("num_inference_steps, timesteps or sigmas must be given; got none.", "steps")
         if reading.values.get("use_dynamic_shifting"):
             curve = self._shifted(curve, mu)
-        elif mu is not None:
+        elif mu is not None and not isinstance(curve, Flow):  # flow pipelines pass it whether it is wanted or not
             raise PellucidError(rule("mu", "left out without use_dynamic_shifting", mu), "mu")
         options = dict(reading.options)
         if eta is not None:
@@ -468,7 +470,19 @@ class Scheduler:
                 "begin-index",
             )
         setting = {k: v for k, v in run.setting.items() if k != "eta"}
-        later = self._begin(setting, run.timesteps.device, skip=leg, eta=run.setting["eta"])
+        twice = self.reading.sampler == "plms" and row == 1  # PLMS tells its second time twice: the first call waits
+        later = self._begin(setting, run.timesteps.device, skip=leg + int(twice), eta=run.setting["eta"])
+        if twice:
+            first = later.plan.rows[0]
+            wait = Row(first.level, first.time, ((0, 1.0),), held=True)
+            plan = replace(later.plan, rows=(wait, *later.plan.rows))
+            later = replace(later, plan=plan, rows=[fuse(plan, wait, self.reading), *later.rows])
+        told = [r.time for r in later.plan.rows]
+        if not np.array_equal(np.float32(told), np.float32(run.timesteps[row:].tolist())):
+            raise PellucidError(
+                rule("begin_index", f"0 for {self.reading.sampler}: its calls depend on where it begins", row),
+                "begin-index",
+            )
         return replace(later, timesteps=run.timesteps, first_row=row)
 
     def _with_eta(self, run: Run, eta: float, timestep: Any) -> Run:
@@ -509,7 +523,7 @@ class Scheduler:
         """The registers after one call."""
         uncond: Tensor | None = None
         if self.reading.x0_filter is not None:
-            k_x, k_out = targets.to_x0(self.reading.target, row.level, sigma_data_of(self.reading.schedule))  # type: ignore[arg-type]
+            k_x, k_out = read_output(self.reading.schedule, targets.named(self.reading.target), "x0", row.level)
             uncond = x * k_x + out * k_out
             c_x, c_0 = targets.from_x0(run.plan.basis, row.level)
             p0 = x * c_x + self.reading.x0_filter(uncond) * c_0
@@ -555,8 +569,7 @@ class Scheduler:
 
 def fuse(plan: Plan, row: Row, reading: Reading) -> FusedRow:
     """Where p0 need not be remembered, its weight goes to x and to the raw output directly: fewer passes over x."""
-    target = targets.named(reading.target)
-    to_p0 = targets.convert(target, plan.basis, row.level, sigma_data_of(reading.schedule))
+    to_p0 = read_output(reading.schedule, targets.named(reading.target), plan.basis, row.level)
     x, anchor = row.x, row.anchor
     push = plan.depth > 0 and not row.held
     plain = plan.depth == 0 and anchor is None and reading.x0_filter is None

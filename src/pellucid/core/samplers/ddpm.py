@@ -135,7 +135,7 @@ def tcd(path: Path, *, eta: float = 0.3, round_times: bool = False) -> Draft:
     for i, leg in enumerate(path.legs):
         last = i == len(path.legs) - 1
         goal = low if last else path.legs[i + 1].time
-        past = (1.0 - eta) * goal
+        past = low + (1.0 - eta) * (goal - low)
         below = path.at_time(math.floor(past) if round_times else past)
         if last:
             rows.append(row(leg.time, leg.start, first_order(leg.start, path.at_time(low))))

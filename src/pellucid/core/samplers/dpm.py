@@ -256,6 +256,10 @@ def dpm_singlestep(
         if blind
         else single_orders(len(legs), order, legs[-1].end.sigma == 0.0)
     )
+    if len(ladder) != len(legs) or any(not 1 <= k <= min(order, i + 1) for i, k in enumerate(ladder)):
+        raise PlanError(
+            rule("orders", f"{len(legs)} numbers from 1 to {order}, each within its calls", ladder), "order"
+        )
     rows = []
     for i, (leg, k) in enumerate(zip(legs, ladder, strict=True)):
         start = legs[i - k + 1].start  # where this group of calls began

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from pellucid.core.errors import PlanError, rule
 from pellucid.core.grid import Leg, Path
 from pellucid.core.plan import ANCHOR, HISTORY, P0, P1, P2, Form, X, Z, row, total
 from pellucid.core.samplers.registry import Draft, sampler
@@ -189,6 +190,8 @@ def sa_solver(
     check_order(predictor_order, 3)
     check_order(corrector_order, 4)
     check_eta(tau, 10.0)
+    if len(tau_range) != 2 or not tau_range[0] <= tau_range[1]:
+        raise PlanError(rule("tau_range", "two parts of the training time, the lower first", tau_range), "option")
     legs, rows, count = path.legs, [], len(path.legs)
     length = float(path.schedule.num_train or path.schedule.span[1])
 

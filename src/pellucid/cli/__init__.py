@@ -1,0 +1,89 @@
+"""The command line: it parses, calls a room and prints.
+
+Nothing heavy is imported here, so that `pellucid --help` answers at once; the commands import what they call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from pellucid import __version__
+from pellucid.cli import demo, plan, samplers, schedules
+from pellucid.core.errors import PellucidError
+
+# typer has click within it since 0.16 and beside it before: both name the class that all bad usage descends from.
+UsageError: Any = typer.BadParameter.__mro__[1]
+HELP = {"help_option_names": ["-h", "--help"]}
+
+
+class OneLine(TyperGroup):
+    """A group whose errors are one line on stderr and exit code 2, whoever calls it."""
+
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        for stream in (sys.stdout, sys.stderr):  # a terminal without λ gets a question mark, not a traceback
+            with contextlib.suppress(AttributeError, ValueError):
+                stream.reconfigure(errors="replace")
+        try:
+            code = super().main(*args, standalone_mode=False, **extra)
+        except PellucidError as error:
+            code = trouble(error.code, str(error))
+        except UsageError as error:
+            code = trouble("usage", f"{error.format_message().rstrip('.')}. {where_to_look(error)}")
+        except OSError as error:
+            code = trouble("file", f"{error.filename or 'file'}: {error.strerror or error}")
+        if not standalone_mode:
+            return code
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def trouble(code: str, message: str) -> int:
+    """One line on stderr; the exit code of bad input."""
+    print(f"error[{code}]: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def where_to_look(error: Any) -> str:
+    path = error.ctx.command_path if getattr(error, "ctx", None) else "pellucid"
+    return f"See: {path} --help"
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"pellucid {__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    cls=OneLine,
+    context_settings=HELP,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+@app.callback()
+def pellucid(
+    version: Annotated[
+        bool,
+        typer.Option("--version", metavar="", callback=show_version, is_eager=True, help="Print the version and stop."),
+    ] = False,
+) -> None:
+    """Pellucid: the diffusion engine that you can see through.
+
+    Example: [bold]pellucid plan dpmpp_2m --grid karras --steps 10[/]
+    """
+
+
+for name, room in (("schedules", schedules), ("samplers", samplers), ("plan", plan), ("demo", demo)):
+    app.command(name, context_settings=HELP)(room.command)
+
+
+def main() -> None:
+    """The console script."""
+    app(prog_name="pellucid")

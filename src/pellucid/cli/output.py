@@ -1,0 +1,100 @@
+"""What leaves the command line: tables and JSON on stdout, progress on stderr, files that are whole or absent."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pellucid.core.errors import PellucidError, rule
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+PIPE_WIDTH = 160  # columns of a table that no terminal will show
+
+
+def console() -> Console:
+    """stdout: as wide as the terminal, or wide enough for a table in a file."""
+    from rich.console import Console
+
+    known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if known else PIPE_WIDTH, highlight=False, emoji=False)
+
+
+def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    """An empty table in the house's look; the columns named in `right` hold numbers."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return made
+
+
+def plain(value: Any) -> Any:
+    """The same value as valid JSON: infinities and NaN as strings, arrays and tuples as lists."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    return plain(value.tolist()) if hasattr(value, "tolist") else value
+
+
+def print_json(value: Any, indent: int | None = 1) -> None:
+    print(json.dumps(plain(value), indent=indent, allow_nan=False))
+
+
+def short(value: float, digits: int = 4) -> str:
+    """A number for people: `digits` significant ones, −∞ and ∞ as such."""
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    return f"{value:.{digits}g}".replace("-", "−")
+
+
+def told(time: float, digits: int = 7) -> str:
+    """A told time; what rounding left of time 0 is 0."""
+    return short(0.0 if abs(time) < 1e-12 else time, digits)
+
+
+def destination(path: Path, what: str, suffixes: tuple[str, ...] = ()) -> Path:
+    """Refuses a file that could not be written, before the work and not after it."""
+    if suffixes and path.suffix.lower() not in suffixes:
+        raise PellucidError(rule(what, "a file that ends in " + ", ".join(suffixes), str(path)), "file-type")
+    if not path.parent.is_dir():
+        raise PellucidError(rule(what, "in a folder that exists", str(path)), "file")
+    if path.exists() and not path.is_file():
+        raise PellucidError(rule(what, "a plain file", str(path)), "file")
+    return path
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Calls `write` on a temporary file beside `path`, which then takes its place at once."""
+    goal = Path(os.path.realpath(path))
+    part = goal.with_name(f".{goal.stem}.{os.getpid()}.part{goal.suffix}")
+    try:
+        write(part)
+        os.replace(part, goal)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar on a terminal's stderr that disappears when it is done; call what it yields after each part."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    quiet = not sys.stderr.isatty()
+    with Progress(console=Console(stderr=True), transient=True, disable=quiet) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)

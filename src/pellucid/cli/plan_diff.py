@@ -1,0 +1,199 @@
+"""Two plans side by side: what differs, and what each kind of difference does to the result on the exact oracle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from pellucid.core import oracle
+from pellucid.core import schedule as schedules
+from pellucid.core import target as targets
+from pellucid.core.denoiser import denoiser, input_scale, sigma_data_of
+from pellucid.core.loop import Denoiser, run
+from pellucid.core.plan import Difference, Plan, Weights
+from pellucid.core.schedule import Frame, Level
+
+TOLERANCE = 1e-12  # relative: below it two numbers differ by rounding alone
+POINTS = 64
+FIELDS = {
+    "told time": ("time",),
+    "level": ("level",),
+    "weights": ("x", "anchor", "held", "span", "draws"),
+    "churn": ("pre_noise", "pre_span", "pre_draws"),
+}
+KINDS = {"time": "told time", "alpha": "level", "sigma": "level", "pre_noise": "churn"}  # the rest are weights
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A kind of difference: in how many rows it shows, and how far the result moves when it alone is swapped in."""
+
+    kind: str
+    rows: int | None
+    distance: float | None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`theirs` is in the frame of `mine`, so that numbers can be compared."""
+
+    mine: Plan
+    theirs: Plan
+    differences: list[Difference]
+    effects: list[Effect]
+
+
+# --- one frame for both ----------------------------------------------------------------------------------------
+
+
+def reframed(plan: Plan, frame: Frame) -> Plan:
+    """The same plan with x scaled as another frame scales it. Predictions do not depend on the frame; x does."""
+    if plan.frame == frame:
+        return plan
+    before = [Level(r.level.alpha, math.sqrt(max(r.level.sigma**2 - r.pre_noise**2, 0.0))) for r in plan.rows]
+    scales = [scale_of(level, frame) for level in (*before, plan.end)]
+    rows, anchor_scale = [], 1.0
+    for r, here, there in zip(plan.rows, scales, scales[1:], strict=False):
+        x = scaled(r.x, there, (here, anchor_scale))
+        kept = None if r.anchor is None else scaled(r.anchor, here, (here, anchor_scale))
+        rows.append(replace(r, level=times(r.level, here), x=x, anchor=kept, pre_noise=r.pre_noise * here))
+        anchor_scale = anchor_scale if r.anchor is None else here
+    return replace(
+        plan,
+        rows=tuple(rows),
+        frame=frame,
+        start=times(plan.start, scales[0]),
+        end=times(plan.end, scales[-1]),
+        initial_scale=plan.initial_scale * scales[0],
+    )
+
+
+def scale_of(level: Level, frame: Frame) -> float:
+    """What x is multiplied by; finite at both ends."""
+    goal = level.to(frame)
+    return (goal.alpha + goal.sigma) / (level.alpha + level.sigma)
+
+
+def times(level: Level, scale: float) -> Level:
+    return Level(level.alpha * scale, level.sigma * scale)
+
+
+def scaled(weights: Weights, out: float, registers: tuple[float, float]) -> Weights:
+    """Weights for registers x and anchor that were multiplied by these scales, and a result that is by `out`."""
+    return tuple((r, w * out / (registers[r] if r < 2 else 1.0)) for r, w in weights)
+
+
+# --- what it does on the oracle --------------------------------------------------------------------------------
+
+
+def told_network(like: oracle.Mixture, plan: Plan) -> Denoiser:
+    """A perfect network on the plan's schedule: it takes x to be at the level of the time that it is told."""
+    curve, kind = schedules.from_dict(plan.schedule), plan.target
+
+    def network(x: Tensor, time: Tensor) -> Tensor:
+        level = curve.level(float(time[0]))
+        seen = x / input_scale(curve, level)
+        c_x, c_0 = targets.from_x0(kind, level, sigma_data_of(curve))
+        return seen * c_x + like(seen, level) * c_0
+
+    return denoiser(network, curve, kind)
+
+
+def compare(mine: Plan, theirs: Plan, seen: Callable[[], None] = lambda: None) -> Comparison:
+    """What differs, and what it does. `seen` is called after each run on the oracle."""
+    other = reframed(theirs, mine.frame)
+    matched = mine.nfe == other.nfe
+    differences = [d for d in mine.diff(other, TOLERANCE) if d.row < 0 or (matched and not rounding(d))]
+    return Comparison(mine, other, differences, effects_of(mine, other, differences, Bench(oracle.smooth(), seen)))
+
+
+def effects_of(mine: Plan, other: Plan, differences: Sequence[Difference], bench: Bench) -> list[Effect]:
+    """Each kind of difference alone, then all of them."""
+    effects = [found for kind in FIELDS if (found := swapped(kind, mine, other, differences, bench)) is not None]
+    if mine.nfe != other.nfe:
+        note = f"{mine.nfe} → {other.nfe}: rows have no partners, so no kind can be swapped in alone"
+        effects.append(Effect("number of rows", None, None, note))
+    if not same(mine.start, other.start):
+        moved = Start(mine, bench.points(other))
+        effects.append(bench.effect("first level", moved, Start(mine, bench.points(mine))))
+    if not math.isclose(mine.initial_scale, other.initial_scale, rel_tol=TOLERANCE):
+        pair = Start(mine, bench.noise(other)), Start(mine, bench.noise(mine))
+        effects.append(bench.effect("initial scale", *pair, note="from noise of that scale"))
+    pair = Start(other, bench.points(other)), Start(mine, bench.points(mine))
+    note = "from the same points at the first levels"
+    effects.append(bench.effect("all but told times and initial scale", *pair, note=note))
+    pair = Start(other, bench.noise(other)), Start(mine, bench.noise(mine))
+    note = "through perfect networks that are told the time, from noise of each initial scale"
+    effects.append(bench.effect("all", *pair, told=True, note=note))
+    return effects
+
+
+def rounding(d: Difference) -> bool:
+    """Whether a number differs from 0, or another from it, by rounding: a time of 1e-15 is time 0."""
+    return max(abs(d.mine), abs(d.theirs)) < TOLERANCE
+
+
+def same(a: Level, b: Level) -> bool:
+    return all(math.isclose(u, v, rel_tol=TOLERANCE) for u, v in ((a.alpha, b.alpha), (a.sigma, b.sigma)))
+
+
+@dataclass(frozen=True)
+class Start:
+    """A plan and the x that it begins with."""
+
+    plan: Plan
+    x: Tensor
+
+
+class Bench:
+    """Runs plans on one mixture, from the same points and with the same noise, and measures their distance."""
+
+    def __init__(self, like: oracle.Mixture, seen: Callable[[], None]) -> None:
+        self.like, self.seen = like, seen
+
+    def points(self, plan: Plan) -> Tensor:
+        return oracle.start_of(plan, self.like, POINTS)
+
+    def noise(self, plan: Plan) -> Tensor:
+        """Pure noise at the plan's initial scale. An inversion starts at data instead."""
+        if plan.start.sigma == 0.0:
+            return self.points(plan)
+        return self.points(replace(plan, start=Level(0.0, 1.0))) * plan.initial_scale
+
+    def run(self, start: Start, told: bool) -> Tensor:
+        through = told_network(self.like, start.plan) if told else self.like
+        out = run(start.plan, through, start.x)
+        self.seen()
+        return out
+
+    def effect(
+        self, kind: str, new: Start, old: Start, *, rows: int | None = None, told: bool = False, note: str = ""
+    ) -> Effect:
+        """How far the new result is from the old one; why not, where a plan cannot run."""
+        try:
+            return Effect(kind, rows, oracle.distance(self.run(new, told), self.run(old, told)), note)
+        except (ValueError, TypeError, LookupError, ArithmeticError) as error:  # a file's schedule may be anything
+            return Effect(kind, rows, None, str(error))
+
+
+def swapped(kind: str, mine: Plan, other: Plan, differences: Sequence[Difference], bench: Bench) -> Effect | None:
+    """One kind of difference alone: my rows with their values of these fields."""
+    count = len({d.row for d in differences if d.row >= 0 and KINDS.get(d.field, "weights") == kind})
+    if not count:
+        return None
+    told = kind == "told time"
+    if told and mine.schedule != other.schedule:
+        return Effect(kind, count, None, "times of two schedules have no common meaning")
+    bases = kind == "weights" and mine.basis != other.basis
+    pairs = zip(mine.rows, other.rows, strict=True)
+    rows = tuple(replace(a, **{field: getattr(b, field) for field in FIELDS[kind]}) for a, b in pairs)
+    plan = replace(mine, rows=rows, basis=other.basis if bases else mine.basis)
+    note = f"with the basis, {other.basis}" if bases else ""
+    if told:
+        note = f"through a perfect {mine.target} network that is told the time"
+    pair = Start(plan, bench.points(mine)), Start(mine, bench.points(mine))
+    return bench.effect(kind, *pair, rows=count, told=told, note=note)

@@ -1,0 +1,128 @@
+"""A plan in words and formulas: its header, a line a row, and what the letters mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.text import Text
+
+from pellucid.cli.output import short, told
+from pellucid.core.plan import REGISTERS, Plan, Row, Weights
+from pellucid.core.samplers import REGISTRY
+from pellucid.core.schedule import Level
+
+FRAMES = {"vp": "alpha² + sigma² = 1", "ve": "alpha = 1", "flow": "alpha + sigma = 1"}
+COLUMNS = ("#", "time", "alpha", "sigma", "λ")
+
+
+def header(plan: Plan) -> Iterator[Text]:
+    """What the plan is, a fact a line."""
+    title = REGISTRY[plan.name].title if plan.name in REGISTRY else plan.name
+    calls = "1 model call" if plan.nfe == 1 else f"{plan.nfe} model calls"
+    yield Text(f"{title} ({plan.name}): {calls} (NFE)", style="bold")
+    for label, value in facts(plan):
+        yield Text.assemble((f"  {label:<9}", "dim"), value)
+
+
+def facts(plan: Plan) -> Iterator[tuple[str, str]]:
+    yield "schedule", named(plan.schedule)
+    yield "target", f"{plan.target}: what the network predicts"
+    yield "grid", named(plan.grid)
+    yield "dialect", plan.dialect
+    yield "frame", f"{plan.frame}: {FRAMES[plan.frame]}"
+    yield "basis", f"{plan.basis}: what p0, p1, … are kept as"
+    if plan.options:
+        yield "options", ", ".join(f"{k} = {v}" for k, v in plan.options.items())
+    yield "start", f"{level(plan.start)}; initial scale {short(plan.initial_scale, 6)}"
+    yield "end", level(plan.end)
+    law = f"declared: {plan.declared}" if plan.declared else "each row lands on its level"
+    yield "law", f"deviation {short(plan.deviation, 3)}, {law}"
+
+
+def named(made: dict[str, object]) -> str:
+    """`karras, steps 20`: the name, then the options; long lists by their length."""
+    rest = [f"{k} {v if not isinstance(v, (list, tuple)) else f'({len(v)} values)'}" for k, v in made.items()]
+    return ", ".join([str(made.get("name", "?")), *(r for r in rest if not r.startswith("name "))])
+
+
+def level(at: Level) -> str:
+    return f"alpha {short(at.alpha, 6)}, sigma {short(at.sigma, 6)}, λ {short(at.lam)}"
+
+
+def rows(plan: Plan) -> Iterator[Text]:
+    """The table: #, told time, alpha, sigma, λ, and the update as a formula whose terms stand in columns."""
+    cells = [cells_of(i, r) for i, r in enumerate(plan.rows)]
+    widths = [max(len(c[k]) for c in (COLUMNS, *cells)) for k in range(len(COLUMNS))]
+    updates = formulas([r.x for r in plan.rows])
+    if any(r.anchor is not None for r in plan.rows):
+        kept = formulas([r.anchor for r in plan.rows])
+        wide = max(map(len, updates))
+        updates = [f"{x:<{wide}}   anchor ← {a}" if a else x for x, a in zip(updates, kept, strict=True)]
+    yield Text("  ".join(name.rjust(w) for name, w in zip(COLUMNS, widths, strict=True)) + "   update", style="dim")
+    for cell, r, update in zip(cells, plan.rows, updates, strict=True):
+        line = "  ".join(text.rjust(w) for text, w in zip(cell, widths, strict=True))
+        yield Text.assemble((line, "cyan"), "   x ← ", update, (marks(r), "yellow"))
+
+
+def cells_of(index: int, r: Row) -> tuple[str, ...]:
+    return str(index), told(r.time), short(r.level.alpha), short(r.level.sigma), short(r.level.lam)
+
+
+def marks(r: Row) -> str:
+    """What is unusual of a row: a prediction that is held out of the history, noise before the call."""
+    held = "   held: p0 does not enter the history" if r.held else ""
+    churn = f"   churn: x + {short(r.pre_noise)}·z before the call" if r.pre_noise else ""
+    return held + churn
+
+
+def term(weight: float, register: int) -> str:
+    """`0.9300·x`; a weight of exactly 1 is not written."""
+    if abs(weight) == 1.0:
+        return REGISTERS[register]
+    return f"{abs(weight):#.4g}".rstrip(".").replace("-", "−") + f"·{REGISTERS[register]}"
+
+
+def formula(weights: Weights) -> str:
+    """`0.93·x + 0.07·p0 − 0.01·p1`; 0 when nothing is left."""
+    return formulas([weights])[0]
+
+
+def formulas(every: Sequence[Weights | None]) -> list[str]:
+    """One formula a row, each register's terms in one column; empty where there is no update."""
+    widest: dict[int, int] = {}
+    for weights in every:
+        for register, weight in weights or ():
+            widest[register] = max(widest.get(register, 0), len(term(weight, register)))
+    out = ["" if weights is None else laid(dict(weights), widest) for weights in every]
+    spare = 2 if all(line[:2] in ("", "  ") for line in out) else 0  # room for a leading minus that no row needs
+    return [line[spare:].rstrip() for line in out]
+
+
+def laid(weights: dict[int, float], widest: dict[int, int]) -> str:
+    if not weights:
+        return "  0"
+    out, first = "", True
+    for register in sorted(widest):
+        if register not in weights:
+            out += " " * (widest[register] + 3)
+            continue
+        sign = "−" if weights[register] < 0 else " " if first else "+"
+        out += f"{sign} {term(weights[register], register):<{widest[register]}} "
+        first = False
+    return out
+
+
+def legend(plan: Plan) -> Iterator[Text]:
+    """What the letters mean, for the registers that this plan uses."""
+    used = [name for name in REGISTERS if any(r.uses(name) for r in plan.rows)]
+    said = {
+        "x": "x: the state",
+        "anchor": "anchor: a kept copy of x",
+        "p0": f"p0: this call's {plan.basis}",
+        "p1": ", ".join(f"p{k}" for k in range(1, plan.depth + 1)) + ": of earlier calls",
+        "u": "u: the unconditional x0",
+        "z": "z: fresh noise",
+    }
+    yield Text(
+        "time is what the network is told.  " + "  ".join(said[name] for name in used if name in said), style="dim"
+    )

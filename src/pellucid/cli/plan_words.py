@@ -1,0 +1,208 @@
+"""A plan in the words of the command line, and from there to the plan itself."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pellucid.core import grid as grids
+from pellucid.core import schedule as schedules
+from pellucid.core.compile import compile_plan
+from pellucid.core.errors import PellucidError, rule
+from pellucid.core.grid import Grid
+from pellucid.core.plan import Plan
+from pellucid.core.samplers import Sampler, resolve
+from pellucid.core.schedule import Schedule
+
+MAX_BYTES = 64 * 2**20
+OUTPUTS = ("as_json", "plot", "diff", "save")
+FLAGS = {"as_json": "json"}
+
+
+@dataclass(frozen=True)
+class Words:
+    """What was said of a plan; None where nothing was."""
+
+    sampler: str
+    schedule: str | Schedule | None = None
+    target: str | None = None
+    grid: str | Grid | None = None
+    steps: int | None = None
+    dialect: str | None = None
+    final: str | None = None
+    skip: int | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @staticmethod
+    def of(params: dict[str, Any]) -> Words:
+        names = ("schedule", "target", "grid", "steps", "dialect", "final")
+        pairs = tuple(pair_of(text) for text in params["option"] or ())
+        twice = [key for key, _ in pairs if sum(key == k for k, _ in pairs) > 1]
+        if twice:
+            raise PellucidError(rule("option", "given once", twice[0]), "option")
+        return Words(params["sampler"], **{name: params[name] for name in names}, options=pairs)
+
+    @property
+    def file(self) -> Path | None:
+        """The plan file that the first word names. A sampler's name has no slash and does not end in .json."""
+        named = self.sampler.lower().endswith(".json") or "/" in self.sampler or "\\" in self.sampler
+        return Path(self.sampler) if named else None
+
+    def over(self, base: Words) -> Words:
+        """These words, and the base's where these say nothing. Options pass on to the same sampler only."""
+        said = {k: v for k, v in vars(self).items() if v is not None and k not in ("sampler", "options")}
+        if not self.sampler:
+            options = {**dict(base.options), **dict(self.options)}
+            return replace(base, **said, options=tuple(options.items()))
+        entry, grid_of_name = resolve(self.sampler)
+        if grid_of_name is not None:
+            said.setdefault("grid", grid_of_name)
+        options = {**(dict(base.options) if entry.name == base.sampler else {}), **dict(self.options)}
+        return replace(base, **{**said, "sampler": entry.name, "options": tuple(options.items())})
+
+
+def parsed(text: str, command: Any) -> Words:
+    """The words of `--diff`, read by the command's own parser. The sampler may be left out."""
+    try:
+        args = shlex.split(text)
+    except ValueError as error:
+        raise PellucidError(f"--diff must be words as on the command line; got {text!r}: {error}.", "usage") from None
+    try:
+        params = command.make_context("pellucid plan", list(args)).params
+        named = True
+    except Exception as error:
+        if type(error).__name__ != "MissingParameter":
+            raise
+        params, named = command.make_context("pellucid plan", ["inherited", *args]).params, False
+    for name in OUTPUTS:
+        if params[name]:
+            raise PellucidError(rule("--diff", f"a plan, without --{FLAGS.get(name, name)}", text), "usage")
+    words = Words.of(params)
+    return words if named else replace(words, sampler="")
+
+
+def inherited(said: Words, words: Words, made: Plan) -> Words:
+    """What was said of another plan, completed by the words that made this one. A plan file is complete already."""
+    if said.file is not None:
+        return said
+    if words.file is not None:
+        return said.over(words_of(made))
+    entry, grid_of_name = resolve(words.sampler)
+    return said.over(replace(words, sampler=entry.name, grid=words.grid or grid_of_name))
+
+
+def compiled(words: Words) -> Plan:
+    """The plan that the words mean."""
+    if words.file is not None:
+        return from_file(words, words.file)
+    entry, _ = resolve(words.sampler)
+    said = {k: getattr(words, k) for k in ("schedule", "target", "grid", "steps", "dialect", "skip")}
+    said = {k: v for k, v in said.items() if v is not None}
+    options = {key: value_of(entry, key, value) for key, value in words.options}
+    made = compile_with(words.sampler, said, options)
+    if words.final is not None:
+        plain, lay = made, said.get("grid", made.grid["name"])
+        made = compile_with(words.sampler, {**said, "grid": replace(grids.named(lay), final=words.final)}, options)
+        if words.final != "zero" and made.rows == plain.rows:
+            advice = "It changes nothing there."
+            raise PellucidError(rule("final", f"zero for {made.name} as {made.dialect}", words.final, advice), "final")
+    return made
+
+
+def compile_with(sampler: str, said: dict[str, Any], options: dict[str, Any]) -> Plan:
+    """`compile_plan`, where an option of the right type and a wrong size is the user's error and not a crash."""
+    try:
+        return compile_plan(sampler, **said, **options)
+    except PellucidError:
+        raise
+    except (ValueError, IndexError, ArithmeticError) as error:
+        if not options:
+            raise
+        told = ", ".join(f"{key}={value}" for key, value in options.items())
+        raise PellucidError(f"option must be one that {sampler} can use; got {told}: {error}.", "option") from None
+
+
+def from_file(words: Words, path: Path) -> Plan:
+    for name in ("schedule", "target", "grid", "steps", "dialect", "final", "options"):
+        if getattr(words, name):
+            flag = {"dialect": "as", "options": "option"}.get(name, name)
+            raise PellucidError(f"--{flag} must be left out with a plan file: {path} holds a whole plan.", "usage")
+    with path.open("rb") as file:
+        text = file.read(MAX_BYTES + 1)
+    if len(text) > MAX_BYTES:
+        raise PellucidError(rule("plan file", f"at most {MAX_BYTES >> 20} MB", str(path)), "file-size")
+    with refusing("plan file must hold a plan"), np.errstate(all="ignore"):
+        return Plan.from_json(text)
+
+
+def words_of(made: Plan) -> Words:
+    """The words that would compile a plan again, as far as its grid and its schedule can be made."""
+    lay = dict(made.grid)
+    steps, skip = lay.pop("steps", None), lay.pop("skip", None)
+    with refusing("plan file must name a grid and a schedule that can be made"):
+        grid, curve = grids.named(Grid.from_dict(lay)), schedules.from_dict(made.schedule)
+        grids.points(curve, grid, steps)
+    options = tuple(made.options.items())
+    return Words(made.name, curve, made.target, grid, steps, made.dialect, None, skip, options)
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """A file may hold anything: what breaks while it is read is the file's error and not a crash."""
+    try:
+        yield
+    except PellucidError:
+        raise
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
+        raise PellucidError(f"{what}; got {type(error).__name__}: {error}.", "plan-json") from None
+
+
+# --- options of a sampler --------------------------------------------------------------------------------------
+
+
+def pair_of(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise PellucidError(rule("option", "key=value", text, "For example: --option eta=0.5"), "option")
+    return key.strip().replace("-", "_"), value.strip()
+
+
+def value_of(entry: Sampler, key: str, text: Any) -> Any:
+    """The text of an option as the type of its default. What the sampler does not know is left to it to refuse."""
+    known = entry.options()
+    if key not in known or not isinstance(text, str):
+        return text
+    default = known[key]
+    hint = str(inspect.signature(entry.make).parameters[key].annotation)
+    try:
+        if isinstance(default, bool):
+            return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text.lower()]
+        if isinstance(default, (int, float)):
+            return number(text, type(default))
+        if isinstance(default, str):
+            return text
+        if hint.startswith("tuple[int"):
+            return tuple(number(part, int) for part in text.split(",") if part.strip())
+        if hint.startswith("tuple[float"):
+            return tuple(number(part, float) for part in text.split(",") if part.strip())
+    except (ValueError, KeyError):
+        kind = {bool: "true or false", int: "a whole number", float: "a number"}.get(
+            type(default), "numbers, as in 1,2"
+        )
+        raise PellucidError(rule(f"option {key}", kind, text), "option") from None
+    raise PellucidError(f"option {key} must be set by a dialect; got {text!r}. It has no words here.", "option")
+
+
+def number(text: str, kind: type) -> Any:
+    found = kind(text)
+    if math.isnan(found):
+        raise ValueError(text)
+    return found

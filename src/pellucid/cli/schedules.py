@@ -1,0 +1,85 @@
+"""`pellucid schedules`: noise schedules as tables, arrays and curves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pellucid.cli import output
+
+if TYPE_CHECKING:
+    from pellucid.core.schedule import Schedule
+
+
+def command(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="NAMES", help="Schedules to show; all when none is named.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw β, ᾱ, SNR and λ into this file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the arrays as JSON.")] = False,
+    zero_snr: Annotated[
+        bool, typer.Option("--zero-snr", metavar="", help="Rescale to zero terminal SNR (discrete schedules only).")
+    ] = False,
+) -> None:
+    """Show noise schedules: how β, ᾱ, SNR, λ and σ run over training time.
+
+    Example: [bold]pellucid schedules scaled_linear cosine flow --plot schedules.png[/]
+    """
+    if plot is not None:
+        from pellucid.cli import draw
+
+        plot = draw.destination(plot)
+    found = chosen(names or [], zero_snr)
+    if plot is not None:
+        draw.schedules(found, plot)
+    if as_json:
+        output.print_json({name: curve.table() for name, curve in found.items()}, indent=None)
+    else:
+        show(found, names or [], zero_snr)
+
+
+def chosen(names: list[str], zero_snr: bool) -> dict[str, Schedule]:
+    """The schedules by their own names. Without names, all; with `zero_snr`, all that can take the transform."""
+    from pellucid.core import schedule as known
+
+    curves = [known.make(name) for name in names or known.names()]
+    if zero_snr:
+        if not names:
+            curves = [curve for curve in curves if isinstance(curve, known.Tabled)]
+        curves = [known.make(curve, zero_snr=True) for curve in curves]
+    return {curve.name: curve for curve in curves}
+
+
+def show(found: dict[str, Schedule], names: list[str], zero_snr: bool) -> None:
+    columns = ("name", "frame", "times", "β first → last", "ᾱ last", "SNR first → last", "λ", "σ", "targets")
+    made = output.table(*columns, right=("times",))
+    for name, curve in found.items():
+        made.add_row(f"[bold]{name}[/]", *facts(curve))
+    screen = output.console()
+    screen.print("Noise schedules", style="bold")
+    screen.print(made)
+    screen.print("times: training times that the network is told. SNR = (alpha/σ)², λ = log(alpha/σ) = ½·log SNR.")
+    screen.print("σ is σ/alpha, or the flow's own σ. Continuous schedules: β between 1000 times.")
+    if zero_snr and not names:
+        screen.print("--zero-snr: continuous schedules are left out; flow and vp_cosine end at zero SNR anyway.")
+
+
+def facts(curve: Schedule) -> tuple[str, ...]:
+    """The cells of a schedule: frame, times, β, ᾱ, SNR, λ, σ, targets."""
+    columns = curve.table()
+    ends = {name: (output.short(float(c[0])), output.short(float(c[-1]))) for name, c in columns.items()}
+    low, high = ends["time"]
+    return (
+        curve.frame,
+        str(curve.num_train) if curve.num_train is not None else f"{low} … {high}",
+        " → ".join(ends["beta"]),
+        ends["alpha_bar"][1],
+        " → ".join(ends["snr"]),
+        f"{ends['lam'][1]} … {ends['lam'][0]}",
+        " … ".join(ends["sigma"]),
+        ", ".join(curve.carries),
+    )

@@ -1,0 +1,99 @@
+"""The command line, called as a user calls it but inside this process; and pictures, read back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from pellucid.cli import app
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """One thread a kernel: small tensors are faster so, above all on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Answer:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+
+    @property
+    def words(self) -> str:
+        """What was printed, with every run of blanks as one."""
+        return " ".join(self.out.split())
+
+
+@pytest.fixture
+def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Answer]:
+    """Runs a command in an empty folder. What is not bad input and not well is an error of ours: it is raised."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "220")
+
+    def run(*args: str) -> Answer:
+        result = CliRunner().invoke(app, list(args), prog_name="pellucid")
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return Answer(result.exit_code, result.stdout, result.stderr)
+
+    return run
+
+
+@pytest.fixture
+def tell(ask: Callable[..., Answer]) -> Callable[..., Answer]:
+    """Runs a command that must succeed and leave stderr empty."""
+
+    def run(*args: str) -> Answer:
+        answer = ask(*args)
+        assert (answer.code, answer.err) == (0, "")
+        return answer
+
+    return run
+
+
+@pytest.fixture
+def refuse(ask: Callable[..., Answer]) -> Callable[..., str]:
+    """Runs a command that must fail as bad input does: exit code 2, nothing on stdout, one line on stderr."""
+
+    def run(*args: str) -> str:
+        answer = ask(*args)
+        assert (answer.code, answer.out) == (2, "")
+        lines = answer.err.splitlines()
+        assert len(lines) == 1
+        assert lines[0].startswith("error[")
+        return lines[0]
+
+    return run
+
+
+def look(path: Path, width: int, colours: int) -> Image.Image:
+    """A picture that is at least so wide and so colourful, with no half-written one left beside it."""
+    with Image.open(path) as found:
+        picture = found.convert("RGB")
+    assert picture.width >= width
+    assert picture.height >= 300
+    assert len(picture.getcolors(maxcolors=picture.width * picture.height) or ()) >= colours
+    assert not list(path.parent.glob(".*.part*"))
+    return picture
+
+
+@pytest.fixture
+def see() -> Callable[[Path, int, int], Image.Image]:
+    return look

@@ -1,0 +1,122 @@
+"""The command line as a whole: what it offers, how fast it answers, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import typer
+
+from pellucid import __version__
+from pellucid.cli import app
+
+HEAVY = ("torch", "numpy", "matplotlib", "PIL", "scipy")
+
+# The words that users and scripts rely on. A change here is a change of the public interface.
+FLAGS = {
+    "schedules": ["--json", "--plot", "--zero-snr", "names"],
+    "samplers": ["--json", "name"],
+    "plan": [
+        "--as", "--diff", "--final", "--grid", "--json", "--option", "--plot", "--save", "--schedule", "--steps",
+        "--target", "sampler",
+    ],
+    "demo": ["--json", "--out", "--steps"],
+}  # fmt: skip
+
+
+def test_commands_and_flags_are_frozen():
+    group = typer.main.get_command(app)
+    found = {
+        name: sorted(word for param in command.params for word in param.opts)
+        for name, command in group.commands.items()
+    }
+    assert found == FLAGS
+    assert [word for param in group.params for word in param.opts] == ["--version"]
+
+
+def test_help_needs_nothing_heavy():
+    program = (
+        "import sys, json, pellucid.cli as c\n"
+        "sys.argv = ['pellucid', '--help']\n"
+        "try:\n    c.main()\nexcept SystemExit as end:\n    code = end.code\n"
+        f"print(json.dumps([code, [m for m in {HEAVY} if m in sys.modules]]), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert json.loads(done.stderr) == [0, []]
+    assert all(name in done.stdout for name in FLAGS)
+
+
+def test_help_is_quick():
+    """The best of five, since the machine may be busy; 0.7 s is the promise."""
+    took = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "pellucid.cli", "--help"], capture_output=True, check=True)
+        took.append(time.perf_counter() - begun)
+        if took[-1] < 0.7:
+            break
+    assert min(took) < 0.7
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_every_command_helps_with_an_example(tell, command):
+    text = tell(command, "--help").words
+    assert f"Example: pellucid {command} " in text
+    assert all(word in text for word in FLAGS[command] if word.startswith("--"))
+
+
+def test_version(tell):
+    assert tell("--version").out == f"pellucid {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "hint"),
+    [
+        ([], "usage", "Missing command"),
+        (["bogus"], "usage", "No such command 'bogus'"),
+        (["--bogus"], "usage", "No such option: --bogus"),
+        (["plan"], "usage", "pellucid plan --help"),
+        (["plan", "euler", "--bogus"], "usage", "No such option: --bogus"),
+        (["plan", "euler", "more"], "usage", "more"),
+        (["plan", "euler", "--steps", "many"], "usage", "--steps"),
+        (["schedules", "--bogus"], "usage", "--bogus"),
+        (["samplers", "euler", "heun"], "usage", "heun"),
+        (["demo", "--steps", "1"], "usage", "--steps"),
+    ],
+)
+def test_bad_usage_is_one_line(refuse, args, code, hint):
+    line = refuse(*args)
+    assert line.startswith(f"error[{code}]: ")
+    assert hint in line
+
+
+def test_the_process_exits_2_with_one_line_and_no_traceback():
+    done = subprocess.run(
+        [sys.executable, "-m", "pellucid.cli", "plan", "eulr"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == (
+        "error[unknown-sampler]: sampler must be a known name; got 'eulr'. Nearest: euler, euler_a, euler a.\n"
+    )
+
+
+def test_a_terminal_without_greek_letters_is_no_crash():
+    done = subprocess.run(
+        [sys.executable, "-m", "pellucid.cli", "plan", "euler", "--steps", "1"],
+        capture_output=True,
+        check=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert b"x ?" in done.stdout
+
+
+def test_a_closed_pipe_is_no_traceback():
+    command = f"'{sys.executable}' -m pellucid.cli samplers --json | head -c 10"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
+    assert len(done.stdout) == 10
+    assert done.stderr == ""

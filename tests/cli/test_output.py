@@ -1,0 +1,76 @@
+"""What leaves the command line: numbers for people, JSON for machines, and files that are whole or absent."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pellucid.cli import draw, output
+from pellucid.core.errors import PellucidError
+
+
+@given(st.floats())
+def test_every_number_becomes_valid_json(value):
+    text = json.dumps(output.plain({"a": [value, np.array([value])]}), allow_nan=False)
+    back = json.loads(text)["a"][0]
+    assert float(back) == value or math.isnan(value)
+
+
+@given(st.floats(min_value=1e-300, max_value=1e300), st.sampled_from([1, -1]))
+def test_short_numbers_keep_four_digits(size, sign):
+    text = output.short(sign * size).replace("−", "-")
+    assert math.isclose(float(text), sign * size, rel_tol=5.01e-4)
+    assert output.short(sign * math.inf) == ("∞" if sign > 0 else "−∞")
+
+
+def test_rounding_of_time_zero_is_zero():
+    assert output.told(1.3e-15) == "0"
+    assert output.told(-0.5) == "−0.5"
+
+
+def test_a_failed_write_leaves_what_was_there(tmp_path):
+    goal = tmp_path / "plan.json"
+    goal.write_text("old")
+
+    def fail(part):
+        part.write_text("half")
+        raise RuntimeError("disk full")
+
+    with pytest.raises(RuntimeError):
+        output.write_whole(goal, fail)
+    assert goal.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [goal]
+
+
+def test_a_written_file_has_the_rights_of_any_file(tmp_path):
+    output.write_whole(tmp_path / "mine", lambda part: part.write_text("new"))
+    (tmp_path / "usual").write_text("new")
+    assert (tmp_path / "mine").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+def test_a_link_is_written_through(tmp_path):
+    (tmp_path / "real.txt").write_text("old")
+    os.symlink(tmp_path / "real.txt", tmp_path / "link.txt")
+    output.write_whole(tmp_path / "link.txt", lambda part: part.write_text("new"))
+    assert (tmp_path / "link.txt").is_symlink()
+    assert (tmp_path / "real.txt").read_text() == "new"
+
+
+@pytest.mark.parametrize("name", ["picture.bmp", "picture", "missing/picture.png", "folder.png"])
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(tmp_path, name):
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(PellucidError, match="must be"):
+        draw.destination(tmp_path / name)
+
+
+def test_matplotlib_is_an_extra(refuse, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    line = refuse("schedules", "linear", "--plot", "a.png")
+    assert line.startswith("error[missing-extra]: matplotlib must be installed to draw")
+    assert "pip install 'pellucid[plot]'" in line
