@@ -79,8 +79,9 @@ def peer_run(
     steps: int | None,
     setting: dict[str, Any],
     step_kwargs: dict[str, Any],
+    nudge: float = 0.0,
 ) -> tuple[Tensor, list[float], float]:
-    """(final x, told times, initial scale) of the diffusers class."""
+    """(final x, told times, initial scale) of the diffusers class; `nudge` moves its start by that part."""
     noises, start = noise_list(4200)
     clock = {"step": 0}
     with in_float64(class_name, noises, clock):
@@ -93,7 +94,7 @@ def peer_run(
         if len(times) > 1 and times[0] == times[1] and hasattr(peer, "set_begin_index"):
             peer.set_begin_index(0)  # a repeated first timestep would start the peer at its second step
         scale = float(peer.init_noise_sigma) if hasattr(peer, "init_noise_sigma") else 1.0
-        x = start * scale
+        x = start * scale * (1.0 + nudge)
         for i, t in enumerate(peer.timesteps):
             clock["step"] = i
             shown = peer.scale_model_input(x, t) if hasattr(peer, "scale_model_input") else x

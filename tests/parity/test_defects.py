@@ -284,8 +284,8 @@ def second_difference_weights(plan: Plan) -> list[tuple[float, float]]:
     return found
 
 
-def quadratic_error(plan: Plan) -> float:
-    """How far the third-order rows are from the integral 2·∫ e^{−2(λ_end − λ)}·x0(λ) dλ of a quadratic x0."""
+def quadratic_error(plan: Plan, rate: float) -> float:
+    """How far the third-order rows are from rate·∫ e^{−rate·(λ_end − λ)}·x0(λ) dλ for an x0 that is quadratic in λ."""
     nodes, gauss = np.polynomial.legendre.leggauss(40)
 
     def x0(lam: Any) -> Any:
@@ -298,47 +298,74 @@ def quadratic_error(plan: Plan) -> float:
             continue
         half, middle = (there.lam - here.lam) / 2, (there.lam + here.lam) / 2
         at = half * nodes + middle
-        exact = (2.0 * np.exp(-2.0 * (there.lam - at)) * x0(at) * gauss).sum() * half
+        exact = (rate * np.exp(-rate * (there.lam - at)) * x0(at) * gauss).sum() * half
         got = sum(weights[2 + k] * x0(plan.rows[i - k].level.lam) for k in range(3)) / there.alpha
         worst = max(worst, abs(got - exact))
+    assert worst > 0.0
     return worst
+
+
+def fall(rate: float, **made: Any) -> float:
+    """By what the error of one step falls when the step is halved."""
+    plans = (
+        compile_plan("dpm_multistep", schedule=SCHEDULE, grid="exponential", steps=n + 1, **made) for n in (80, 160)
+    )
+    coarse, fine = (quadratic_error(p, rate) for p in plans)
+    return coarse / fine
 
 
 def test_third_order_sde_solver_has_a_wrong_sign() -> None:
     """scheduling_dpmsolver_multistep.py `multistep_dpm_solver_third_order_update`, algorithm sde-dpmsolver++.
 
-    The weight of the second difference is written (1 − e^{−2h} − 2h) / (2h)² − ½. The integral gives + ½, which
-    vanishes with the step; diffusers' goes to −1, and its third order is first order.
+    The weight of D2 = f″ / 2 is written (1 − e^{−2h} − 2h) / (2h)² − ½. With + ½ it would vanish with the step, as
+    k-diffusion's does; diffusers' goes to −1, and its third order is first order. (And both are half of what f″ asks
+    for: the next test.)
     """
     options = {"order": 3, "algorithm": "sde-dpmsolver++"}
-    made = {"schedule": SCHEDULE, "grid": "exponential"}
-    exact, dialect, flipped = (
-        compile_plan("dpm_multistep", **made, **options, steps=20, **extra)
-        for extra in ({}, {"dialect": "diffusers"}, {"curvature_sign": -1.0})
-    )
-    for plan, off in ((exact, 0.0), (dialect, -1.0), (flipped, -1.0)):
+    made = {"schedule": SCHEDULE, "grid": "exponential", "steps": 20}
+    for extra, weight_of in (
+        ({}, lambda phi: 2 * phi),
+        ({"curvature_scale": 0.5}, lambda phi: phi),
+        ({"curvature_scale": 0.5, "curvature_sign": -1.0}, lambda phi: phi - 1),
+        ({"dialect": "diffusers"}, lambda phi: phi - 1),
+    ):
+        plan = compile_plan("dpm_multistep", **made, **options, **extra)
         rows = second_difference_weights(plan)
         assert len(rows) >= 16
         for rate, weight in rows:
             phi = (1 - math.exp(-rate) - rate) / rate**2 + 0.5
-            assert weight == pytest.approx(phi + off, abs=1e-9)
+            assert weight == pytest.approx(weight_of(phi), abs=1e-9)
         assert plan.deviation < LAW  # the marginal law cannot see it: the differences of a constant are 0
-    # the order law can: the error of one step falls eightfold when the step is halved, and only fourfold in diffusers
-    for sign, fall in ((1.0, 8.0), (-1.0, 4.0)):
-        plans = (compile_plan("dpm_multistep", **made, **options, steps=n + 1, curvature_sign=sign) for n in (80, 160))
-        coarse, fine = (quadratic_error(p) for p in plans)
-        assert coarse / fine == pytest.approx(fall, rel=0.1)
+    # the order law can: an error of one step that falls fourfold makes a first-order method
+    assert fall(2.0, **options, curvature_scale=0.5, curvature_sign=-1.0) == pytest.approx(4.0, rel=0.1)
+    assert fall(2.0, **options, curvature_scale=0.5) == pytest.approx(8.0, rel=0.1)
     # the dialect is what diffusers computes
     config = {**SD, "solver_order": 3, "algorithm_type": "sde-dpmsolver++", "use_exponential_sigmas": True}
     given = ("DPMSolverMultistepScheduler", config, 20, {}, {})
     assert relative(our_run(*given)[0], peer_run(*given)[0]) < 1e-9
 
 
-def test_third_order_deterministic_solver_is_right_in_diffusers_too() -> None:
-    """The control: with dpmsolver++ the dialect and the exact table have the same weights on the same grid."""
-    made = {"schedule": SCHEDULE, "grid": "trailing", "steps": 20, "order": 3}
-    exact, dialect = (compile_plan("dpm_multistep", **made, dialect=d) for d in ("exact", "diffusers"))
-    assert exact.diff(dialect, tolerance=1e-6) == [d for d in exact.diff(dialect) if d.row == -1]
+@pytest.mark.parametrize(("algorithm", "rate"), [("dpmsolver++", 1.0), ("sde-dpmsolver++", 2.0)])
+def test_third_order_multistep_takes_half_of_the_second_derivative(algorithm: str, rate: float) -> None:
+    """The same function, and k_diffusion/sampling.py `sample_dpmpp_3m_sde`: D2 is a divided difference, f″ / 2, with
+    the weight of f″. The error of one step is h³, so that their third order is second order; ours integrates a
+    quadratic exactly."""
+    options = {"order": 3, "algorithm": algorithm}
+    exact = compile_plan("dpm_multistep", schedule=SCHEDULE, grid="exponential", steps=20, **options)
+    assert quadratic_error(exact, rate) < 1e-12
+    assert fall(rate, **options, curvature_scale=0.5) == pytest.approx(8.0, rel=0.1)
+    if algorithm == "dpmsolver++":
+        dialect = compile_plan(
+            "dpm_multistep", schedule=SCHEDULE, grid="exponential", steps=20, **options, dialect="diffusers"
+        )
+        assert quadratic_error(dialect, rate) > 1e-3
+        config = {**SD, "solver_order": 3, "use_exponential_sigmas": True}
+        given = ("DPMSolverMultistepScheduler", config, 20, {}, {})
+        assert relative(our_run(*given)[0], peer_run(*given)[0]) < 1e-9
+    else:
+        k_dialect = compile_plan("dpmpp_3m_sde", schedule=SCHEDULE, grid="exponential", steps=20, dialect="k-diffusion")
+        ours = compile_plan("dpmpp_3m_sde", schedule=SCHEDULE, grid="exponential", steps=20)
+        assert quadratic_error(k_dialect, rate) > 1e-3 > 1e9 * quadratic_error(ours, rate)
 
 
 @pytest.mark.filterwarnings("ignore:.*dpmsolver.*deprecated:FutureWarning")
@@ -357,6 +384,38 @@ def test_order_3_singlestep_at_3n_minus_1_steps(steps: int, algorithm: str) -> N
     x = run(exact, denoiser(network_batch, SCHEDULE), shape=(2, 3))
     assert x.isfinite().all()
     assert exact.nfe == steps
+
+
+@pytest.mark.parametrize(
+    ("config", "flow"),
+    [
+        ({"solver_type": "bh1"}, False),
+        ({"solver_type": "bh1", "solver_order": 3}, False),
+        ({"lower_order_final": False}, False),
+        ({"lower_order_final": False, "use_flow_sigmas": True, "prediction_type": "flow_prediction"}, True),
+    ],
+    ids=str,
+)
+def test_unipc_is_not_finite_at_a_clean_end(config: dict[str, Any], flow: bool) -> None:
+    """scheduling_unipc_multistep.py: the last step to sigma 0 has h = ∞, and B(h) = h of bh1 turns it into NaN; so
+    does bh2 when lower_order_final does not make that step first order. Both are options, and sigma 0 the default.
+    """
+    made = {**({} if flow else SD), **config}
+    peer = diffusers.UniPCMultistepScheduler(**made)
+    peer.set_timesteps(8)
+    x = torch.ones(1, 1, 2, 2)
+    crashed = False
+    try:
+        for t in peer.timesteps:
+            x = peer.step(network(x, t), t, x).prev_sample
+    except RuntimeError:  # torch.linalg.solve of a matrix that is not finite
+        crashed = True
+    assert crashed or not x.isfinite().all()
+    ours = our_run("UniPCMultistepScheduler", made, 8, {}, {})[0]
+    assert ours.isfinite().all()
+    if not flow:  # where diffusers is finite, the two agree
+        given = ("UniPCMultistepScheduler", {**made, "final_sigmas_type": "sigma_min"}, 8, {}, {})
+        assert relative(our_run(*given)[0], peer_run(*given)[0]) < 1e-9
 
 
 def test_k_diffusion_sde_samplers_crash_with_one_step() -> None:
@@ -449,25 +508,63 @@ def test_concurrent_calls_on_one_scheduler(class_name: str) -> None:
         assert relative(got, theirs) < 1e-5  # and it is diffusers' image: float32 on both sides
 
 
-def test_img2img_strength_with_plms_is_one_step_too_noisy() -> None:
+def late_error(scheduler: Any, begin: int, start: tuple[float, float]) -> float:
+    """A run that begins late, as image-to-image does, on x = alpha·point + sigma·noise, with the true noise for eps.
+
+    Any solver that follows the levels ends at the point.
+    """
+    point, noise = torch.full((1, 2), 0.25).double(), torch.tensor([[0.7, -1.1]]).double()
+    times = scheduler.timesteps[begin:]
+    if hasattr(scheduler, "set_begin_index"):
+        scheduler.set_begin_index(begin)
+    x = start[0] * point + start[1] * noise
+    for t in times:
+        scheduler.scale_model_input(x, t)
+        x = scheduler.step(noise, t, x).prev_sample
+    return float((x - point).abs().max())
+
+
+@pytest.mark.parametrize("strength", [0.3, 0.6, 0.9])
+def test_img2img_strength_with_plms_is_off_by_one(strength: float) -> None:
     """pipeline_stable_diffusion_img2img.py `get_timesteps` slices by steps, but PNDM lists one call more than steps.
 
-    Strength 0.6 of 50 steps keeps 30: the slice has 31 calls and starts one step further up the noise.
+    Strength 0.6 of 50 steps keeps 30: the slice has 31 calls and starts one step further up the noise. And
+    scheduling_pndm.py does its first leg twice without the repeated timestep that it counts on, so that from the third
+    call on x is a whole step noisier than the network is told.
     """
-    steps, strength = 50, 0.6
+    steps = 50
     keep = int(steps * strength)
-    levels = {}
-    for class_name, extra in (("PNDMScheduler", {"skip_prk_steps": True}), ("DDIMScheduler", {"clip_sample": False})):
-        peer = getattr(diffusers, class_name)(**SD, **extra)
+    config = {**SD, "skip_prk_steps": True, "set_alpha_to_one": True}
+    with in_float64("PNDMScheduler", [], {"step": 0}):
+        peer = diffusers.PNDMScheduler(**config)
         peer.set_timesteps(steps)
-        levels[class_name] = peer.timesteps[steps - keep :]
-    assert len(levels["DDIMScheduler"]) == keep
-    assert len(levels["PNDMScheduler"]) == keep + 1
-    assert levels["PNDMScheduler"][0] - levels["DDIMScheduler"][0] == 1000 // steps
+        assert len(peer.timesteps[steps - keep :]) == keep + 1
+        level = SCHEDULE.level(float(peer.timesteps[steps - keep]))
+        assert late_error(peer, steps - keep, (level.alpha, level.sigma)) > 0.01
+    ours = Scheduler.from_config({"_class_name": "PNDMScheduler", **config})
+    ours.set_timesteps(steps)
+    assert torch.equal(ours.timesteps, peer.timesteps)
+    assert late_error(ours, steps - keep, (level.alpha, level.sigma)) < 1e-9
+    assert ours.plan.deviation < LAW
+    # without a pipeline in between, strength means the level that it names
     made = {"schedule": SCHEDULE, "grid": "leading", "steps": steps, "skip": steps - keep}
-    plms, ddim = compile_plan("plms", **made), compile_plan("ddim", **made)
-    assert plms.start == ddim.start
-    assert plms.start.ratio == pytest.approx(SCHEDULE.ratios[int(levels["DDIMScheduler"][0])])
+    assert compile_plan("plms", **made).start == compile_plan("ddim", **made).start
+
+
+@pytest.mark.parametrize("begin", [1, 4, 9])
+def test_lms_that_begins_late_uses_weights_of_a_history_it_has_not(begin: int) -> None:
+    """scheduling_lms_discrete.py `step` takes the order from the step's index, not from the slopes that it has.
+
+    In image-to-image the first steps drop all but one of four weights; the sum is no longer the step.
+    """
+    with in_float64("LMSDiscreteScheduler", [], {"step": 0}):
+        peer = diffusers.LMSDiscreteScheduler(**SD)
+        peer.set_timesteps(12)
+        start = (1.0, float(peer.sigmas[begin]))
+        assert late_error(peer, begin, start) > 0.1
+    ours = Scheduler.from_config({"_class_name": "LMSDiscreteScheduler", **SD})
+    ours.set_timesteps(12)
+    assert late_error(ours, begin, start) < 1e-9
 
 
 def test_which_class_is_dpmpp_2m_karras() -> None:

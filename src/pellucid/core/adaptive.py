@@ -118,6 +118,8 @@ def run_adaptive(
         if shape is None:
             raise PellucidError("x or shape must be given; got neither.", "shape")
         x = source.first(shape, torch.empty(0, dtype=dtype), range(len(listed))) * start.sigma
+    if not x.is_floating_point() or x.dtype in (torch.float16, torch.bfloat16):
+        x = x.to(torch.float32)
     walk = Walk(path, denoiser, source, order, rtol, atol, eta, s_noise, budget, cancelled)
     x = walk.go(x, start, goal, Controller(h_init, 1.5 if eta else float(order)))
     plan = seal(
