@@ -38,9 +38,9 @@ def as_diffusers(
     if grid.name == "explicit":
         grids.explicit(schedule, grid, steps)  # refuses what is not finite or does not decrease
     if isinstance(schedule, EDM):
-        return diffusers_edm(sampler, schedule, grid, steps)
+        return diffusers_edm(sampler, schedule, grid, steps, options)
     if isinstance(schedule, Flow) and sampler.peer in ("flow", "solver"):
-        return diffusers_flow(sampler, schedule, grid, steps)
+        return diffusers_flow(sampler, schedule, grid, steps, options)
     if sampler.peer == "ipndm":
         return diffusers_ipndm(schedule, grids.check_steps(steps))
     if not isinstance(schedule, Tabled) or sampler.peer not in SPACING:
@@ -177,7 +177,8 @@ def solver_options(sampler: Sampler, count: int, options: dict[str, Any]) -> dic
         extra["lower_order_final"] = asked and (count < 15 or sampler.name in ("unipc", "sa_solver"))
     if "curvature_scale" in known:
         extra["curvature_scale"] = HALF_CURVATURE
-    if "curvature_sign" in known and options.get("algorithm") == "sde-dpmsolver++":
+    stochastic = options.get("algorithm") == "sde-dpmsolver++" or sampler.name == "dpmpp_3m_sde"
+    if "curvature_sign" in known and stochastic:
         extra["curvature_sign"] = -1.0
     return extra
 
@@ -294,7 +295,7 @@ def pndm_setup(sampler: Sampler, schedule: Tabled, times: Array, stride: int, cl
     return Setup(path, 1.0, extra, "" if even else PREVIOUS)
 
 
-def diffusers_edm(sampler: Sampler, schedule: EDM, grid: Grid, steps: int | None) -> Setup:
+def diffusers_edm(sampler: Sampler, schedule: EDM, grid: Grid, steps: int | None, options: dict[str, Any]) -> Setup:
     """EDMEuler, EDMDPMSolverMultistep: karras or exponential sigmas; the first noise is √(sigma_max² + 1)."""
     path = grids.make_path(schedule, replace(grid, final="zero"), steps, "ve")
     legs = path.legs
@@ -303,15 +304,15 @@ def diffusers_edm(sampler: Sampler, schedule: EDM, grid: Grid, steps: int | None
     if grid.final == "sigma_min":  # the last sigma is repeated
         legs = (*legs[:-1], replace(legs[-1], end=legs[-1].start))
     declared = REPEATED if grid.final == "sigma_min" else ""
-    extra = solver_options(sampler, len(legs), {}) if sampler.peer == "solver" else {}
+    extra = solver_options(sampler, len(legs), options) if sampler.peer == "solver" else {}
     top = schedule.sigma_max if grid.spacing in ("linspace", "trailing") else math.hypot(schedule.sigma_max, 1.0)
     return Setup(replace(path, legs=legs), top, extra, declared)
 
 
-def diffusers_flow(sampler: Sampler, schedule: Flow, grid: Grid, steps: int | None) -> Setup:
+def diffusers_flow(sampler: Sampler, schedule: Flow, grid: Grid, steps: int | None, options: dict[str, Any]) -> Setup:
     """FlowMatchEuler and Heun: the ends of the grid are shifted already, and the grid is shifted again."""
     if sampler.peer == "solver":
-        return diffusers_flow_solver(sampler, schedule, grid, grids.check_steps(steps))
+        return diffusers_flow_solver(sampler, schedule, grid, grids.check_steps(steps), options)
     if grid.sigmas is not None:
         sigmas = np.asarray(grid.sigmas, np.float64)
         sigmas = schedule.bend(sigmas[:-1] if sigmas[-1] == 0 else sigmas)
@@ -326,7 +327,7 @@ def diffusers_flow(sampler: Sampler, schedule: Flow, grid: Grid, steps: int | No
     return Setup(grids.build(schedule, "flow", sigmas * schedule.scale, ratios, np.append(ratios[1:], 0.0)), 1.0)
 
 
-def diffusers_flow_solver(sampler: Sampler, schedule: Flow, grid: Grid, count: int) -> Setup:
+def diffusers_flow_solver(sampler: Sampler, schedule: Flow, grid: Grid, count: int, options: dict[str, Any]) -> Setup:
     """`use_flow_sigmas` of the solver classes: N + 1 points, the times told are cut to whole numbers."""
     least = schedule.sigma_min
     if sampler.name == "unipc":
@@ -338,7 +339,7 @@ def diffusers_flow_solver(sampler: Sampler, schedule: Flow, grid: Grid, count: i
     ratios = schedule.ratio_of_sigma(sigmas)
     ends = np.append(ratios[1:], ratios[-1] if repeats else 0.0)
     path = grids.build(schedule, "flow", np.trunc(sigmas * schedule.scale), ratios, ends)
-    return Setup(path, 1.0, solver_options(sampler, count, {}), REPEATED if repeats else "")
+    return Setup(path, 1.0, solver_options(sampler, count, options), REPEATED if repeats else "")
 
 
 def diffusers_ipndm(schedule: Schedule, steps: int) -> Setup:

@@ -213,7 +213,15 @@ def dpmpp_2m_sde(path: Path, *, eta: float = 1.0, s_noise: float = 1.0, solver: 
     clock="sigma",
     aliases=("sample_dpmpp_3m_sde", "k_dpmpp_3m_sde"),
 )
-def dpmpp_3m_sde(path: Path, *, eta: float = 1.0, s_noise: float = 1.0, curvature_scale: float = 1.0) -> Draft:
+def dpmpp_3m_sde(
+    path: Path,
+    *,
+    eta: float = 1.0,
+    s_noise: float = 1.0,
+    lower_order_final: bool = False,
+    curvature_scale: float = 1.0,
+    curvature_sign: float = 1.0,
+) -> Draft:
     """Third order on x0 with eta of the reverse SDE's noise."""
     return dpm_multistep(
         path,
@@ -222,7 +230,9 @@ def dpmpp_3m_sde(path: Path, *, eta: float = 1.0, s_noise: float = 1.0, curvatur
         solver="heun",
         eta=eta,
         s_noise=s_noise,
+        lower_order_final=lower_order_final,
         curvature_scale=curvature_scale,
+        curvature_sign=curvature_sign,
     )
 
 

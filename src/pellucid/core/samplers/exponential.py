@@ -242,7 +242,7 @@ def er_log_scale(ratio: npt.ArrayLike) -> Array:
     name="er_sde",
     title="ER-SDE",
     family="exponential",
-    order=3,
+    order=2,
     deterministic=False,
     suits="few-step stochastic sampling (8 to 20 steps)",
     paper="Cui et al. 2023, Elucidating the Solution Space of Extended Reverse-Time SDE",
