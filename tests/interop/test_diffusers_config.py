@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pellucid import Clip, DynamicThreshold, Grid, PellucidError, Scheduler, samplers, schedules
 from pellucid.interop import diffusers_config as configs
+from pellucid.interop import diffusers_export
 
 SD = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 
@@ -536,8 +537,8 @@ def test_the_exact_dialect_exports_the_same() -> None:
 def test_every_sampler_exports_or_says_why_not() -> None:
     """Those that diffusers has are all in the list above."""
     tried = {name for name, _ in NATIVE}
-    assert set(configs.EXPORTS) - tried == {"dpmpp_sde"}  # diffusers' draws from a tree of its own
-    for name in set(samplers.names()) - set(configs.EXPORTS) - {"edm_stochastic", "euler_cfgpp", "dpmpp_2m_cfgpp"}:
+    assert set(diffusers_export.EXPORTS) - tried == {"dpmpp_sde"}  # diffusers' draws from a tree of its own
+    for name in set(samplers.names()) - set(diffusers_export.EXPORTS) - {"edm_stochastic", "euler_cfgpp", "dpmpp_2m_cfgpp"}:
         with pytest.raises(PellucidError, match="sampler must be one that diffusers has, to export it") as caught:
             Scheduler(name).export()
         assert caught.value.code == "export"

@@ -31,7 +31,7 @@ from pellucid.core.loop import mix
 from pellucid.core.plan import DEPTH, Plan, Row, Weights
 from pellucid.core.samplers import resolve
 from pellucid.core.schedule import Flow, Level
-from pellucid.interop import diffusers_config
+from pellucid.interop import diffusers_config, diffusers_export
 from pellucid.interop.diffusers_config import FILE_NAME, Reading
 
 TAKES_ETA = ("ddim", "tcd")  # the classes whose `step` takes eta in diffusers
@@ -143,7 +143,7 @@ class Scheduler:
     @property
     def config(self) -> Config:
         if self._config is None:
-            self._config = Config(self.export() if self.reading.values else diffusers_config.describe(self.reading))
+            self._config = Config(self.export() if self.reading.values else diffusers_export.describe(self.reading))
         return self._config
 
     @property
@@ -324,7 +324,7 @@ class Scheduler:
 
     def export(self) -> dict[str, Any]:
         """The config of the nearest diffusers class."""
-        return diffusers_config.write(self.reading)
+        return diffusers_export.write(self.reading)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **_: Any) -> None:
         """Writes scheduler_config.json, whole or not at all."""

@@ -1,0 +1,257 @@
+"""The scheduler classes of diffusers that Pellucid reads: the sampler of each, its keys and their defaults.
+
+A test compares the table with the signatures of diffusers itself, so that it cannot drift.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+BETAS = {
+    "num_train_timesteps": 1000,
+    "beta_start": 1e-4,
+    "beta_end": 0.02,
+    "beta_schedule": "linear",
+    "trained_betas": None,
+}
+SD_BETAS = {**BETAS, "beta_start": 0.00085, "beta_end": 0.012}
+SCALED = {**SD_BETAS, "beta_schedule": "scaled_linear"}
+RULES = {"use_karras_sigmas": False, "use_exponential_sigmas": False, "use_beta_sigmas": False}
+SPACED = {"timestep_spacing": "linspace", "steps_offset": 0}
+LEADING = {"timestep_spacing": "leading", "steps_offset": 0}
+CLIPS = {"clip_sample": True, "clip_sample_range": 1.0}
+THRESHOLDS = {"thresholding": False, "dynamic_thresholding_ratio": 0.995, "sample_max_value": 1.0}
+EPS = {"prediction_type": "epsilon"}
+ZERO_SNR = {"rescale_betas_zero_snr": False}
+FLOWS = {
+    "use_flow_sigmas": False,
+    "flow_shift": 1.0,
+    "use_dynamic_shifting": False,
+    "time_shift_type": "exponential",
+}
+SOLVER = {
+    "solver_order": 2,
+    "algorithm_type": "dpmsolver++",
+    "solver_type": "midpoint",
+    "lambda_min_clipped": -math.inf,
+    "variance_type": None,
+}
+EDM_KEYS = {
+    "sigma_min": 0.002,
+    "sigma_max": 80.0,
+    "sigma_data": 0.5,
+    "sigma_schedule": "karras",
+    "num_train_timesteps": 1000,
+    "rho": 7.0,
+    "final_sigmas_type": "zero",
+}
+DISTILLED = {
+    **SCALED,
+    "original_inference_steps": 50,
+    **CLIPS,
+    "clip_sample": False,
+    "set_alpha_to_one": True,
+    **LEADING,
+    **EPS,
+    **THRESHOLDS,
+    "timestep_scaling": 10.0,
+    **ZERO_SNR,
+}
+DDIM = {**BETAS, **CLIPS, "set_alpha_to_one": True, **LEADING, **EPS, **THRESHOLDS, **ZERO_SNR}
+DDPM = {**BETAS, "variance_type": "fixed_small", **CLIPS, **EPS, **THRESHOLDS, **LEADING, **ZERO_SNR}
+
+# class → (sampler, keys that it knows and their defaults)
+CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "DDIMScheduler": ("ddim", DDIM),
+    "DDIMParallelScheduler": ("ddim", DDIM),
+    "DDPMScheduler": ("ddpm", DDPM),
+    "DDPMParallelScheduler": ("ddpm", DDPM),
+    "DDIMInverseScheduler": (
+        "ddim_inversion",
+        {**BETAS, **CLIPS, "set_alpha_to_one": True, **LEADING, **EPS, **ZERO_SNR},
+    ),
+    "PNDMScheduler": ("pndm", {**BETAS, "skip_prk_steps": False, "set_alpha_to_one": False, **EPS, **LEADING}),
+    "EulerDiscreteScheduler": (
+        "euler",
+        {
+            **BETAS,
+            **EPS,
+            "interpolation_type": "linear",
+            **RULES,
+            "sigma_min": None,
+            "sigma_max": None,
+            **SPACED,
+            "timestep_type": "discrete",
+            **ZERO_SNR,
+            "final_sigmas_type": "zero",
+        },
+    ),
+    "EulerAncestralDiscreteScheduler": ("euler_a", {**BETAS, **EPS, **SPACED, **ZERO_SNR}),
+    "HeunDiscreteScheduler": ("heun", {**SD_BETAS, **EPS, **RULES, **CLIPS, "clip_sample": False, **SPACED}),
+    "LMSDiscreteScheduler": ("lms", {**BETAS, **RULES, **EPS, **SPACED}),
+    "KDPM2DiscreteScheduler": ("dpm2", {**SD_BETAS, **RULES, **EPS, **SPACED}),
+    "KDPM2AncestralDiscreteScheduler": ("dpm2_a", {**SD_BETAS, **RULES, **EPS, **SPACED}),
+    "DPMSolverSDEScheduler": ("dpmpp_sde", {**SD_BETAS, **EPS, **RULES, "noise_sampler_seed": None, **SPACED}),
+    "DPMSolverMultistepScheduler": (
+        "dpm_multistep",
+        {
+            **BETAS,
+            **SOLVER,
+            **EPS,
+            **THRESHOLDS,
+            "lower_order_final": True,
+            "euler_at_final": False,
+            **RULES,
+            "use_lu_lambdas": False,
+            **FLOWS,
+            "final_sigmas_type": "zero",
+            **SPACED,
+            **ZERO_SNR,
+        },
+    ),
+    "DPMSolverSinglestepScheduler": (
+        "dpm_singlestep",
+        {
+            **BETAS,
+            **SOLVER,
+            **EPS,
+            **THRESHOLDS,
+            "lower_order_final": False,
+            **RULES,
+            **FLOWS,
+            "final_sigmas_type": "zero",
+        },
+    ),
+    "UniPCMultistepScheduler": (
+        "unipc",
+        {
+            **BETAS,
+            "solver_order": 2,
+            **EPS,
+            **THRESHOLDS,
+            "predict_x0": True,
+            "solver_type": "bh2",
+            "lower_order_final": True,
+            "disable_corrector": [],
+            "solver_p": None,
+            **RULES,
+            **FLOWS,
+            **SPACED,
+            "final_sigmas_type": "zero",
+            **ZERO_SNR,
+            "sigma_min": None,
+            "sigma_max": None,
+            "shift_terminal": None,
+        },
+    ),
+    "DEISMultistepScheduler": (
+        "deis",
+        {
+            **BETAS,
+            "solver_order": 2,
+            **EPS,
+            **THRESHOLDS,
+            "algorithm_type": "deis",
+            "solver_type": "logrho",
+            "lower_order_final": True,
+            **RULES,
+            **FLOWS,
+            **SPACED,
+        },
+    ),
+    "SASolverScheduler": (
+        "sa_solver",
+        {
+            **BETAS,
+            "predictor_order": 2,
+            "corrector_order": 2,
+            **EPS,
+            "tau_func": None,
+            **THRESHOLDS,
+            "algorithm_type": "data_prediction",
+            "lower_order_final": True,
+            **RULES,
+            "use_flow_sigmas": False,
+            "flow_shift": 1.0,
+            "lambda_min_clipped": -math.inf,
+            "variance_type": None,
+            **SPACED,
+        },
+    ),
+    "LCMScheduler": ("lcm", DISTILLED),
+    "TCDScheduler": ("tcd", DISTILLED),
+    "IPNDMScheduler": ("ipndm", {"num_train_timesteps": 1000, "trained_betas": None}),
+    "FlowMatchEulerDiscreteScheduler": (
+        "flow_euler",
+        {
+            "num_train_timesteps": 1000,
+            "shift": 1.0,
+            "use_dynamic_shifting": False,
+            "base_shift": 0.5,
+            "max_shift": 1.15,
+            "base_image_seq_len": 256,
+            "max_image_seq_len": 4096,
+            "invert_sigmas": False,
+            "shift_terminal": None,
+            **RULES,
+            "time_shift_type": "exponential",
+            "stochastic_sampling": False,
+        },
+    ),
+    "FlowMatchHeunDiscreteScheduler": ("flow_heun", {"num_train_timesteps": 1000, "shift": 1.0}),
+    "EDMEulerScheduler": ("euler", {**EDM_KEYS, **EPS}),
+    "EDMDPMSolverMultistepScheduler": (
+        "dpm_multistep",
+        {
+            **EDM_KEYS,
+            **EPS,
+            "solver_order": 2,
+            **THRESHOLDS,
+            "algorithm_type": "dpmsolver++",
+            "solver_type": "midpoint",
+            "lower_order_final": True,
+            "euler_at_final": False,
+        },
+    ),
+    "CosineDPMSolverMultistepScheduler": (
+        "dpm_multistep",
+        {
+            **EDM_KEYS,
+            "sigma_min": 0.3,
+            "sigma_max": 500,
+            "sigma_data": 1.0,
+            "sigma_schedule": "exponential",
+            "prediction_type": "v_prediction",
+            "solver_order": 2,
+            "solver_type": "midpoint",
+            "lower_order_final": True,
+            "euler_at_final": False,
+        },
+    ),
+}
+
+# Keys of classes that are not imported here; in another class's config they change nothing.
+ELSEWHERE = {
+    "set_alpha_to_zero",
+    "predict_epsilon",
+    "snr_shift_scale",
+    "s_noise",
+    "s_churn",
+    "s_min",
+    "s_max",
+    "sampling_eps",
+    "correct_steps",
+    "snr",
+    "skip_type",
+    "num_inference_steps",
+    "prk_timesteps",
+    "tensor_format",
+    "beta_max",
+    "beta_min",
+    "scaler",
+    "variance_noise",
+    "original_sample",
+    "clip_sample_value",
+}
+KNOWN = {key for _, keys in CLASSES.values() for key in keys} | ELSEWHERE
