@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
 sys.path.insert(0, str(ROOT / "tests" / "laws"))
 
-from orders import BOTTOM, SETUPS, TOP, Setup, error, measured_order  # noqa: E402
+import orders as law  # noqa: E402
 
 MADE = "<!-- made by docs/make.py: do not edit -->\n"
 CURVATURE_STEPS = (6, 8, 10, 15, 20, 30, 50, 100, 200)
@@ -27,56 +27,82 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
+def order_row(found: law.Measured) -> list[str]:
+    case = found.case
+    return [
+        f"`{case.sampler}`",
+        case.told or "default",
+        str(case.order),
+        f"{found.order:.2f}",
+        f"{found.errors[0]:.1e}",
+        f"{found.errors[-1]:.1e}",
+        f"{found.calls_a_step:.2g}",
+    ]
+
+
 def orders() -> str:
-    rows = []
-    for setup in track(SETUPS, description="orders"):
-        options = ", ".join(f"{k} {v}" for k, v in setup.options.items()) or "default"
-        calls = "1" if setup.sampler in ("plms", "pndm") else str(REGISTRY[setup.sampler].calls)
-        rows.append(
-            [
-                f"`{setup.sampler}`",
-                options + (" (flow)" if setup.flow else ""),
-                str(setup.claimed),
-                f"{measured_order(setup):.2f}",
-                f"{error(setup, 20):.1e}",
-                f"{error(setup, 96):.1e}",
-                calls,
-            ]
-        )
-    head = ["sampler", "options", "claimed", "measured", "error at 20 steps", "error at 96 steps", "calls a step"]
-    return f"""{MADE}# The order of every deterministic sampler, measured
+    head = ["sampler", "options", "claimed", "measured", "error, fewest steps", "error, most steps", "calls a step"]
+    own = [order_row(law.measure(case)) for case in track(law.registered(), description="orders")]
+    variants = [order_row(law.measure(case)) for case in track(law.variants(), description="variants")]
+    weak = [order_row(law.measure(case, law.weak_error)) for case in track(law.weak_cases(), description="noise on")]
+    few, many = law.COUNTS[0], law.COUNTS[-1]
+    return f"""{MADE}# The order of every sampler, measured
 
-A Gaussian mixture in four dimensions has an exact denoiser. From sigma {TOP:g} to sigma {BOTTOM:g}, on a grid that is
-even in λ, each sampler is compared with classical Runge-Kutta of order 4 in 3,000 steps, which shares no code with the
-samplers. The order is the slope of the error between 96 and 192 steps; the error is relative.
+A Gaussian mixture in four dimensions has an exact denoiser. From sigma {law.TOP:g} to sigma {law.BOTTOM:g}, on a grid
+that is even in λ, each sampler is compared with classical Runge-Kutta of order 4 in {law.REFERENCE_STEPS:,} steps, which
+shares no code with the samplers and errs by {law.reference_error(law.TOP, law.BOTTOM):.0e}. The order is the slope of the
+error between {law.COUNTS[-2]} and {many} steps; the errors are those at {few} and at {many} steps (18 and 576 for the two
+that group their calls by three), relative.
 
-Read with care: `claimed` is what the formula promises on this grid. PLMS, PNDM and iPNDM use the coefficients of an
-even grid and start at first order, which leaves 2. `dpm_fast` ends with a first- or second-order step. UniPC gains one
-order from its corrector. Small steps on a smooth, unguided density are not a guided image model at ten steps: order
-says how fast the error falls, not which sampler is best for your model.
+Read with care:
+- Order says how fast the error falls, not which sampler is best for your model. Small steps on a smooth, unguided
+  density are not a guided image model at ten steps.
+- Multistep methods begin with a first-order step, which caps the order at 2 in theory. At sigma {law.TOP:g} that step is
+  nearly exact, so what is measured is the method. On the flow path below, which starts at sigma / alpha 19, it is not:
+  there `dpmpp_3m`, `deis` and `lms` measure 2.
+- The last step to a clean image, which images take, is first order in all of them; it is left out here.
+- PLMS, PNDM and iPNDM use the coefficients of an even grid, which leaves 2 on this one. `dpm_fast` spends the calls
+  that are left over on steps of a lower order. UniPC gains one order from its corrector. A lowered last step
+  (`lower_order_final`) leaves 2.
 
 Made by `make docs` (`docs/make.py`); the same measurement is a test, `tests/laws/test_order.py`.
 
-{table(head, rows)}"""
+## As registered
+
+Default options; stochastic samplers with their noise off.
+
+{table(head, own)}
+## Options and schedules
+
+{table(head, variants)}
+## With the noise on
+
+The order of the variance of the result on a Gaussian of standard deviation {law.SPREAD:g}. Every state of such a run is
+a sum of independent normal numbers with known coefficients, so the variance is computed exactly: nothing is drawn. It is
+one test function, so the true weak order may be lower. Errors are relative to the true variance.
+
+{table(head, weak)}"""
 
 
 def third_order() -> str:
-    whole, half = Setup("dpmpp_3m", 3), Setup("dpmpp_3m", 2, {"curvature_scale": 0.5})
-    second = Setup("dpmpp_2m", 2)
+    whole = law.Case("dpmpp_3m", 3, setting="edm80")
+    half = law.Case("dpmpp_3m", 2, {"curvature_scale": 0.5}, setting="edm80")
+    second = law.Case("dpmpp_2m", 2, setting="edm80")
     rows = []
     for steps in track(CURVATURE_STEPS, description="third order"):
-        a, b, c = (error(s, steps) for s in (second, half, whole))
+        a, b, c = (law.error_of(law.compiled(case, steps)) for case in (second, half, whole))
         rows.append([str(steps), f"{a:.2e}", f"{b:.2e}", f"{c:.2e}", f"{b / c:.1f}"])
     head = ["steps", "DPM++ 2M", "DPM++ 3M, published form", "DPM++ 3M, here", "published / here"]
+    orders_of = {name: law.measure(case).order for name, case in (("half", half), ("whole", whole))}
     return f"""{MADE}# DPM++ 3M: half of a derivative was missing
 
 Third-order DPM-Solver++ fits a parabola through the last three predictions. Its weight of the curvature multiplies the
 *second derivative* of the prediction. The published code, and diffusers and k-diffusion after it, passes the second
 *divided difference*, which is half of the second derivative (`D2` in `multistep_dpm_solver_third_order_update`, `d2` in
 `sample_dpmpp_3m_sde`). The table still keeps the marginal law, and images look right. The order law sees it: the
-published form measures {measured_order(half):.2f}, with the whole derivative it measures {measured_order(whole):.2f}.
+published form measures {orders_of["half"]:.2f}, with the whole derivative it measures {orders_of["whole"]:.2f}.
 
-Relative error on the exact denoiser of [orders.md](orders.md):
+Relative error on the exact denoiser of [orders.md](orders.md), from sigma 80 to 0.1:
 
 {table(head, rows)}
 Pellucid's exact dialect uses the whole derivative in `dpmpp_3m`, `dpmpp_3m_sde` and `dpm_multistep` of order 3. The
@@ -108,8 +134,8 @@ def samplers() -> str:
     head = ["name", "title", "family", "order", "noise", "calls a step", "suits", "paper", "options"]
     return f"""{MADE}# The samplers
 
-{len(REGISTRY)} samplers. `pellucid samplers NAME` shows one with all its other names; the order of the deterministic
-ones is [measured](orders.md).
+{len(REGISTRY)} samplers. `pellucid samplers NAME` shows one with all its other names; the orders are
+[measured](orders.md), with the noise off where there is noise.
 
 {table(head, rows)}"""
 

@@ -1,4 +1,4 @@
-"""Adaptive steps: the discovered plan is a plan, the budget holds, and tighter tolerances cost calls and buy accuracy."""
+"""Adaptive steps: what is discovered is a plan, the budget holds, tighter tolerances cost calls and buy accuracy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from pellucid import AdaptiveResult, Cancelled, Level, PellucidError, Plan, PlanError, oracle, run, run_adaptive, schedules
+from pellucid import (
+    AdaptiveResult,
+    Cancelled,
+    Level,
+    PellucidError,
+    Plan,
+    PlanError,
+    oracle,
+    run,
+    run_adaptive,
+    schedules,
+)
 
 MIXTURE = oracle.smooth()
 CURVE = schedules.make("edm", sigma_min=0.05, sigma_max=10.0)
@@ -60,7 +71,9 @@ def test_with_noise_too(eta: float) -> None:
     assert not torch.equal(found.x, go(eta=eta, seeds=[9, 1, 4, 1]).x)
 
 
-@pytest.mark.parametrize("options", [{}, {"eta": 0.7}, {"schedule": "scaled_linear"}, {"schedule": "linear", "order": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"eta": 0.7}, {"schedule": "scaled_linear"}, {"schedule": "linear", "order": 2}]
+)
 def test_the_plan_is_proven_and_survives_json(options: dict) -> None:
     plan = go(**options).plan
     assert plan.deviation < 1e-12
@@ -200,7 +213,10 @@ def test_the_callers_x_is_left_alone() -> None:
         ({"sigma_min": 20.0}, "sigmas"),
         ({"sigma_min": 0.0}, "sigmas"),
         ({"sigma_max": math.inf}, "sigmas"),
-        ({"schedule": "flow", "target": "flow"}, "sigmas"),  # from pure noise λ has no beginning
+        ({"schedule": "vp_cosine", "target": "v"}, "sigmas"),  # from pure noise λ has no beginning
+        ({"schedule": "flow", "sigma_max": 1.0}, "sigmas"),
+        ({"schedule": "scaled_linear", "target": "flow"}, "target-schedule"),
+        ({"seeds": [1, 2]}, "seed"),
         ({"schedule": "flo"}, "unknown-schedule"),
         ({"target": "epz"}, "unknown-target"),
         ({"x": None}, "shape"),

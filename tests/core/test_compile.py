@@ -145,9 +145,7 @@ def test_levels_that_do_not_decrease(sigmas: tuple) -> None:
     assert refused.value.code == "not-decreasing"
 
 
-@pytest.mark.parametrize(
-    "sampler", [s for s in SAMPLERS if "eta" in samplers.REGISTRY[s].options()]
-)
+@pytest.mark.parametrize("sampler", [s for s in SAMPLERS if "eta" in samplers.REGISTRY[s].options()])
 @pytest.mark.parametrize("eta", [-0.01, 1.01, math.nan, math.inf])
 def test_eta_out_of_range(sampler: str, eta: float) -> None:
     with pytest.raises(PlanError, match="eta must be between 0 and 1") as refused:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import subprocess
 import sys
@@ -172,7 +173,7 @@ def test_observers_see_every_row(sampler: str) -> None:
     assert [s.index for s in steps] == list(range(plan.nfe))
     assert [s.row for s in steps] == list(plan.rows)
     assert all(s.images == (0, 1) for s in steps)
-    for step, following in zip(steps, steps[1:], strict=False):
+    for step, following in itertools.pairwise(steps):
         if not following.row.pre_noise:
             assert torch.equal(step.x_next, following.x)
             assert step.next_levels[0].alpha == following.row.level.alpha
@@ -198,7 +199,7 @@ def test_watching_changes_nothing() -> None:
 def test_churn_is_seen_before_its_call() -> None:
     plan = compile_plan("euler", steps=3, s_churn=1.0)
     steps = seen_by(plan, seeds=4)
-    for step, following in zip(steps, steps[1:], strict=False):
+    for step, following in itertools.pairwise(steps):
         low = math.hypot(step.next_levels[0].sigma, following.row.pre_noise)
         assert low == pytest.approx(following.row.level.sigma, rel=1e-9)
         assert not torch.equal(step.x_next, following.x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -43,8 +44,7 @@ def by_integration(x: float, level: Level) -> float:
     def part(function) -> float:
         edges = [-7.0, *knots, 8.0]
         return sum(
-            integrate.quad(function, a, b, epsabs=0, epsrel=1e-11, limit=400)[0]
-            for a, b in zip(edges, edges[1:], strict=False)
+            integrate.quad(function, a, b, epsabs=0, epsrel=1e-11, limit=400)[0] for a, b in itertools.pairwise(edges)
         )
 
     return part(lambda x0: x0 * likelihood(x0)) / part(likelihood)
@@ -89,7 +89,9 @@ def test_a_single_gaussian_is_the_wiener_filter() -> None:
 def test_each_image_has_its_own_level_in_a_mixed_batch() -> None:
     levels = [in_frame(0.3, "vp"), in_frame(4.0, "ve"), Level(0.0, 1.0)]
     x = torch.tensor([[0.2], [3.0], [-1.0]], dtype=torch.float64)
-    batched = Batched(*(torch.tensor([[getattr(v, k)] for v in levels], dtype=torch.float64) for k in ("alpha", "sigma")))
+    batched = Batched(
+        *(torch.tensor([[getattr(v, k)] for v in levels], dtype=torch.float64) for k in ("alpha", "sigma"))
+    )
     alone = torch.cat([ONE_D(x[i : i + 1], levels[i]) for i in range(3)])
     assert torch.allclose(ONE_D(x, batched), alone, rtol=1e-13)
 

@@ -385,7 +385,7 @@ def test_schedules_compare_by_value(name: str) -> None:
     ],
 )
 def test_bad_input_is_refused_by_name(make, code: str) -> None:
-    with pytest.raises(PellucidError, match="must be|Known options") as refused:
+    with pytest.raises(PellucidError, match=r"must (be|have)") as refused:
         make()
     assert refused.value.code == code
 
@@ -396,5 +396,5 @@ def test_an_unknown_schedule_lists_the_nearest() -> None:
 
 
 def test_an_unknown_option_lists_the_known() -> None:
-    with pytest.raises(PellucidError, match=r"Known options: num_train, beta_start, beta_end"):
+    with pytest.raises(PellucidError, match=r"Known: num_train, beta_start, beta_end"):
         S.make("linear", beta_stop=0.02)

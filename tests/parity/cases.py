@@ -67,7 +67,7 @@ AXES: dict[str, tuple[tuple[dict[str, Any], ...], ...]] = {
         BETAS,
         (*SPACINGS[1:],),
         EPS_V,
-        ({"clip_sample": False},),
+        ({"clip_sample": False}, {}),
         ({}, {"set_alpha_to_one": False}),
     ),
     "PNDMScheduler": (BETAS, SPACINGS, EPS_V, ({"skip_prk_steps": True}, {}), ({}, {"set_alpha_to_one": True})),

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from pellucid.core import target as targets
 from pellucid.core.errors import Cancelled, PellucidError, PlanError, rule
 from pellucid.core.grid import Path
 from pellucid.core.loop import Denoiser, Prediction, mix
-from pellucid.core.noise import NoiseSource, Philox
+from pellucid.core.noise import NoiseSource, Philox, seed_list
 from pellucid.core.plan import ANCHOR, P0, P1, Draw, Form, Plan, Row, Span, Z, row, seal
 from pellucid.core.samplers.dpm import single_step
 from pellucid.core.samplers.steps import ancestral, check_eta, first_order_eps, span
@@ -82,7 +83,7 @@ def run_adaptive(
     *,
     budget: int,
     schedule: str | Schedule = "scaled_linear",
-    target: str = "eps",
+    target: str | None = None,
     shape: Sequence[int] | None = None,
     seeds: int | Sequence[int] = 0,
     order: int = 3,
@@ -96,28 +97,35 @@ def run_adaptive(
     noise: NoiseSource | None = None,
     cancelled: Callable[[], bool] | None = None,
     dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
 ) -> AdaptiveResult:
     """k-diffusion's dpm_adaptive: from the most noise to the least, steps as long as the tolerances allow.
 
-    `budget` is the largest number of model calls; a run that would need more is refused with what it reached.
+    `budget` is the largest number of model calls; a run that would need more is refused with what it reached. The
+    images of a batch share their steps, so that an image depends on its batch here, unlike in `run`.
     """
     check(budget, order, rtol, atol, h_init, eta)
     curve = schedules.make(schedule)
-    low, high = curve.ratio_at(curve.span[0]), curve.ratio_at(curve.span[1])
+    kind = curve.carries[0] if target is None else targets.named(target)
+    if kind not in curve.carries:
+        raise PlanError(rule("target", f"one that schedule {curve.name} carries", target), "target-schedule")
     frame: schedules.Frame = "flow" if curve.frame == "flow" else "ve"
-    ends = (float(high if sigma_max is None else sigma_max), float(low if sigma_min is None else sigma_min))
+    least, most = curve.sigma_range
+    most = 1.0 - least if frame == "flow" else most  # a flow's sigma 1 is pure noise, where eps says nothing
+    asked = (most if sigma_max is None else sigma_max, least if sigma_min is None else sigma_min)
+    ends = [float(r) for r in curve.ratio_of_sigma(np.array(asked))]
     if not 0 < ends[1] < ends[0] < math.inf:
-        raise PlanError(rule("sigma_max, sigma_min", "0 < sigma_min < sigma_max < inf", ends), "sigmas")
+        advice = "Under zero terminal SNR, and at a flow's sigma 1, give a smaller sigma_max."
+        raise PlanError(rule("sigma_max, sigma_min", "finite, with 0 < sigma_min < sigma_max", asked, advice), "sigmas")
     path = Path((), frame, curve, lambda ratio: float(curve.time_at(ratio)))
     start, goal = in_frame(ends[0], frame), in_frame(ends[1], frame)
-    listed = [seeds] if isinstance(seeds, int) else list(seeds)
-    if x is not None and isinstance(seeds, int):
-        listed = [seeds + i for i in range(len(x))]
+    own = getattr(noise, "seeds", None)
+    listed = seed_list(seeds if own is None else own, None if x is None else len(x))
     source = noise or Philox(listed)
     if x is None:
         if shape is None:
             raise PellucidError("x or shape must be given; got neither.", "shape")
-        x = source.first(shape, torch.empty(0, dtype=dtype), range(len(listed))) * start.sigma
+        x = source.first(shape, torch.empty(0, dtype=dtype, device=device), range(len(listed))) * start.sigma
     if not x.is_floating_point() or x.dtype in (torch.float16, torch.bfloat16):
         x = x.to(torch.float32)
     walk = Walk(path, denoiser, source, order, rtol, atol, eta, s_noise, budget, cancelled)
@@ -132,7 +140,7 @@ def run_adaptive(
             frame=frame,
             initial_scale=start.sigma,
             clock="sigma",
-            target=targets.named(target),
+            target=kind,
             schedule=schedules.to_dict(curve),
             grid={"name": "adaptive", "steps": walk.accepted},
             options={"order": order, "rtol": rtol, "atol": atol, "eta": eta},
@@ -177,6 +185,7 @@ class Walk:
             if self.cancelled is not None and self.cancelled():
                 raise Cancelled(f"stopped after {self.calls} calls")
             lam = min(goal.lam, here.lam + pid.h)
+            lam = goal.lam if goal.lam - lam < 1e-5 else lam  # no crumb of a step is left for the end
             there = goal if lam == goal.lam else self.path.level(math.exp(-lam))
             down, _ = ancestral(here, there, self.eta)
             aim = self.path.level(max(down.ratio, goal.ratio))

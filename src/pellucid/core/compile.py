@@ -35,6 +35,13 @@ def compile_plan(
     karras for EDM schedules and trailing elsewhere (the class's own in the diffusers dialect). `skip` leaves out the
     first legs (image-to-image). `options` are the sampler's own (`pellucid samplers` lists them).
     """
+    for name, value, kinds in (
+        ("sampler", sampler, str),
+        ("grid", grid, (str, Grid, type(None))),
+        ("dialect", dialect, str),
+    ):
+        if not isinstance(value, kinds):
+            raise PlanError(rule(name, "a name", value), "type")
     entry, grid_of_name = resolve(sampler)
     curve = schedules.make(schedule)
     kind = curve.carries[0] if target is None else targets.named(target)

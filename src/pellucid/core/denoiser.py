@@ -52,12 +52,14 @@ class NetworkDenoiser:
     schedule: Schedule
     target: Target
     x0_filter: Filter | None = None
+    dtype: torch.dtype | None = None
 
     def __call__(self, x: Tensor, level: Any, time: Any) -> Tensor:
         levels = split(level) if isinstance(level, Batched) else [level]
         scale = self.numbers([input_scale(self.schedule, lv) for lv in levels], x)
         told = time if isinstance(time, Tensor) else torch.full((len(x),), float(time), dtype=torch.float64)
-        out = self.network(x * scale, told.to(device=x.device, dtype=x.dtype))
+        kind = self.dtype or x.dtype
+        out = self.network((x * scale).to(kind), told.to(device=x.device, dtype=x.dtype))
         pairs = [read_output(self.schedule, self.target, "x0", lv) for lv in levels]
         x0 = x * self.numbers([p[0] for p in pairs], x) + out.to(x.dtype) * self.numbers([p[1] for p in pairs], x)
         return x0 if self.x0_filter is None else self.x0_filter(x0)
@@ -79,12 +81,13 @@ def denoiser(
     schedule: str | Schedule = "scaled_linear",
     target: str = "eps",
     x0_filter: Filter | None = None,
+    dtype: torch.dtype | None = None,
 ) -> NetworkDenoiser:
-    """Wraps a network that takes (x, time) for `run`."""
+    """Wraps a network that takes (x, time) for `run`; `dtype` is what the network works in, x stays float32."""
     curve, kind = schedules.make(schedule), targets.named(target)
     if kind not in curve.carries:
         raise PellucidError(
             rule("target", f"one that schedule {curve.name} carries ({', '.join(curve.carries)})", target),
             "target-schedule",
         )
-    return NetworkDenoiser(network, curve, kind, x0_filter)
+    return NetworkDenoiser(network, curve, kind, x0_filter, dtype)

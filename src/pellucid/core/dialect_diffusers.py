@@ -160,7 +160,7 @@ def diffusers_solver(
     if np.any(ends >= ratios):
         declared = REPEATED
     path = grids.build(schedule, "vp", times, ratios, ends, lambda r: float(to_time(r)))
-    return Setup(path, 1.0, solver_options(sampler, len(ratios), options), declared)
+    return Setup(path, 1.0, solver_options(sampler, len(ratios), options, schedule.num_train), declared)
 
 
 # `multistep_dpm_solver_third_order_update` of scheduling_dpmsolver_multistep.py: D2 is half of the second derivative.
@@ -168,13 +168,15 @@ HALF_CURVATURE = 0.5
 MULTISTEP = ("dpmpp_2m", "dpmpp_3m", "dpmpp_2m_sde", "dpmpp_3m_sde")
 
 
-def solver_options(sampler: Sampler, count: int, options: dict[str, Any]) -> dict[str, Any]:
+def solver_options(sampler: Sampler, count: int, options: dict[str, Any], train: float = 1000.0) -> dict[str, Any]:
     """What the diffusers class does by itself: low orders at the end of short runs, its third-order SDE sign."""
     extra: dict[str, Any] = {}
     known = sampler.options()
-    if "lower_order_final" in known:
+    if "lower_order_final" in known and sampler.name != "dpm_singlestep":
         asked = bool(options.get("lower_order_final", True))
         extra["lower_order_final"] = asked and (count < 15 or sampler.name in ("unipc", "sa_solver"))
+    if sampler.name == "sa_solver":
+        extra["tau_range"] = (200.0 / train, 800.0 / train)
     if "curvature_scale" in known:
         extra["curvature_scale"] = HALF_CURVATURE
     stochastic = options.get("algorithm") == "sde-dpmsolver++" or sampler.name == "dpmpp_3m_sde"
@@ -301,8 +303,9 @@ def diffusers_edm(sampler: Sampler, schedule: EDM, grid: Grid, steps: int | None
     legs = path.legs
     if len(legs) == 1 and grid.name == "exponential":  # torch.linspace of one point gives the low end
         legs = (Leg(float(schedule.time_at(schedule.sigma_min)), in_frame(schedule.sigma_min, "ve"), legs[0].end),)
-    if grid.final == "sigma_min":  # the last sigma is repeated
-        legs = (*legs[:-1], replace(legs[-1], end=legs[-1].start))
+    if grid.final == "sigma_min":  # the last sigma again, or the schedule's least: one and the same but in one step
+        last = in_frame(schedule.sigma_min, "ve") if sampler.peer == "solver" else legs[-1].start
+        legs = (*legs[:-1], replace(legs[-1], end=last))
     declared = REPEATED if grid.final == "sigma_min" else ""
     extra = solver_options(sampler, len(legs), options) if sampler.peer == "solver" else {}
     top = schedule.sigma_max if grid.spacing in ("linspace", "trailing") else math.hypot(schedule.sigma_max, 1.0)

@@ -286,7 +286,9 @@ def points(schedule: Schedule, grid: Grid, steps: int | None) -> tuple[Array, Ar
     if grid.start is not None:
         if not low < grid.start <= high:
             raise PlanError(rule("start", f"a time above {low:g} and up to {high:g}", grid.start), "start")
-        high = grid.start
+        high = (
+            float(schedule.unbend(grid.start)) if isinstance(schedule, Flow) and grid.name in OVER_TIME else grid.start
+        )
     if grid.name in OVER_TIME:
         unit = schedule.num_train or high - low
         times = OVER_TIME[grid.name](count, low, high, unit * (high - low) / (schedule.span[1] - low))

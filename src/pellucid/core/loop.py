@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pellucid.core import target as targets
 from pellucid.core.errors import Cancelled, PellucidError, rule
-from pellucid.core.noise import NoiseSource, Philox, draw
+from pellucid.core.noise import NoiseSource, Philox, draw, seed_list
 from pellucid.core.plan import DEPTH, Plan, Row, Weights
 from pellucid.core.schedule import Level
 
@@ -96,27 +96,29 @@ def run(
     observers: Sequence[Observer] = (),
     constraints: Sequence[Constraint] = (),
     cancelled: Callable[[], bool] | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
     """Runs a plan. Give `x` (already at the plan's first level), or `shape` of one image and seeds.
+
+    One seed for a batch gives consecutive ones. A `noise` source with seeds of its own brings these instead.
 
     Returns x at the plan's end, in float32 or better whatever dtype the network works in.
     """
     if x is not None and (x.ndim < 1 or len(x) == 0):
         raise PellucidError(rule("x", "a batch of at least one image", tuple(x.shape)), "shape")
-    listed = [seeds] if isinstance(seeds, int) else list(seeds)
-    if x is not None and isinstance(seeds, int):
-        listed = [seeds + i for i in range(len(x))]
-    if not listed or (x is not None and len(listed) != len(x)):
-        count = "at least one" if x is None else f"one an image, {len(x)}"
-        raise PellucidError(rule("seeds", count, len(listed)), "seed")
+    if x is not None and shape is not None:
+        raise PellucidError("x and shape must not be given together; x has a shape of its own.", "shape")
+    own = getattr(noise, "seeds", None)
+    listed = seed_list(seeds if own is None else own, None if x is None else len(x))
     source = noise or Philox(listed)
     if x is None:
         if shape is None:
             raise PellucidError("x or shape must be given; got neither.", "shape")
-        like = torch.empty(0, dtype=dtype, device=device)
+        like = torch.empty(0, dtype=dtype or torch.float32, device=device)
         x = source.first(shape, like, range(len(listed))) * plan.initial_scale
+    else:
+        x = x.to(device=device, dtype=dtype)
     return loop([plan] * len(x), denoiser, x, source, observers, constraints, cancelled)
 
 

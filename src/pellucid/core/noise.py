@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,7 +56,10 @@ def gaussian(seed: int, shape: Sequence[int], address: tuple[int, int, int], lik
 
 
 class NoiseSource(Protocol):
-    """Where a run takes its noise from. `images` are the positions in the batch that ask."""
+    """Where a run takes its noise from. `images` are the positions in the batch that ask.
+
+    A source may have `seeds`, one an image; a run then takes the number of its images from there.
+    """
 
     def first(self, shape: Sequence[int], like: Tensor, images: Sequence[int]) -> Tensor: ...
 
@@ -63,17 +67,28 @@ class NoiseSource(Protocol):
 
 
 def check_seed(seed: object) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**64:
         raise PellucidError(rule("seed", "a whole number from 0 to 2**64 − 1", seed), "seed")
-    return seed
+    return int(seed)
+
+
+def seed_list(seeds: int | Sequence[int], count: int | None = None) -> list[int]:
+    """Checked seeds: a list as it is; one number for a batch of `count` gives consecutive ones."""
+    if isinstance(seeds, (int, np.integer, float)):
+        first = check_seed(seeds)
+        return [(first + k) % 2**64 for k in range(1 if count is None else count)]
+    listed = [check_seed(s) for s in seeds]
+    if not listed or (count is not None and len(listed) != count):
+        wanted = "at least one" if count is None else f"one an image, {count}"
+        raise PellucidError(rule("seeds", wanted, len(listed)), "seed")
+    return listed
 
 
 class Philox:
     """The default source: keyed by (seed of the image, elementary interval, visit)."""
 
     def __init__(self, seeds: int | Sequence[int]) -> None:
-        listed = [seeds] if isinstance(seeds, int) else list(seeds)
-        self.seeds = [check_seed(s) for s in listed]
+        self.seeds = seed_list(seeds)
 
     def first(self, shape: Sequence[int], like: Tensor, images: Sequence[int]) -> Tensor:
         return torch.stack([gaussian(self.seeds[i], shape, (0, 0, FIRST), like) for i in images]).to(like.dtype)
@@ -90,7 +105,7 @@ class Philox:
 class Brownian:
     """A virtual Brownian path in λ: one seed means one path, whatever the grid, so that grids can be compared.
 
-    The path is a binary tree over λ ∈ [−LOW, LOW]; each node's normal number is addressed by its place in the
+    The path is a binary tree over λ ∈ [−REACH, REACH]; each node's normal number is addressed by its place in the
     tree, and the bridge between two nodes runs on the variance clock (SNR is exact for eta 1, sigma is
     k-diffusion's).
     """
@@ -99,9 +114,11 @@ class Brownian:
     DEPTH = 22
 
     def __init__(self, seeds: int | Sequence[int], clock: Clock = "snr") -> None:
+        if clock not in ("snr", "sigma"):
+            raise PellucidError(rule("clock", "snr or sigma", clock), "clock")
         self.plain = Philox(seeds)
         self.seeds, self.clock = self.plain.seeds, clock
-        self.cache: dict[tuple[int, float, int], Tensor] = {}
+        self.cache: dict[tuple[object, ...], Tensor] = {}
 
     def first(self, shape: Sequence[int], like: Tensor, images: Sequence[int]) -> Tensor:
         return self.plain.first(shape, like, images)
@@ -117,14 +134,14 @@ class Brownian:
         return (b - a) / math.sqrt(length)
 
     def within(self, ratio: float) -> float:
-        """λ of a ratio, cut to the path's reach: pure noise is its beginning."""
-        return min(max(-math.log(ratio), -self.REACH), self.REACH)
+        """λ of a ratio, cut to the path's reach: pure noise is its beginning, a clean x its end."""
+        return min(max(-math.log(ratio), -self.REACH), self.REACH) if ratio > 0 else self.REACH
 
     def tick(self, lam: float) -> float:
         return clock_time(math.exp(-lam), self.clock)
 
     def at(self, seed: int, ratio: float, visit: int, like: Tensor) -> Tensor:
-        key = (seed, ratio, visit)
+        key = (seed, ratio, visit, tuple(like.shape[1:]), like.device)
         if key not in self.cache:
             if len(self.cache) > 4 * max(len(self.seeds), 1):  # a run looks back one leg at most
                 self.cache.pop(next(iter(self.cache)))

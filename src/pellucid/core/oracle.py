@@ -28,7 +28,7 @@ class Mixture:
     def __call__(self, x: Tensor, level: Any, time: Any = None) -> Tensor:
         """E[x0 | x] for x of shape [B, D] (or any shape of D numbers an image)."""
         flat = x.reshape(len(x), -1).to(torch.float64)  # [B, D]
-        alpha, sigma = (_per_image(v, len(x)) for v in (level.alpha, level.sigma))  # [B, 1]
+        alpha, sigma = (_per_image(v, flat) for v in (level.alpha, level.sigma))  # [B, 1]
         means, spreads = self.means.to(flat), self.spreads.to(flat)
         variance = alpha**2 * spreads**2 + sigma**2  # [B, K] of x under each component
         gap = flat[:, None, :] - alpha[:, :, None] * means  # [B, K, D]
@@ -49,10 +49,10 @@ class Mixture:
         return self.means[which] + self.spreads[which, None] * noise
 
 
-def _per_image(value: Any, count: int) -> Tensor:
+def _per_image(value: Any, like: Tensor) -> Tensor:
     if isinstance(value, Tensor):
-        return value.to(torch.float64).reshape(-1, 1)
-    return torch.full((count, 1), float(value), dtype=torch.float64)
+        return value.to(like).reshape(-1, 1)
+    return like.new_full((len(like), 1), float(value))
 
 
 def ring(count: int = 8, radius: float = 1.5, spread: float = 0.12) -> Mixture:

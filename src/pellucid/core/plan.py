@@ -23,6 +23,7 @@ from pellucid.core.schedule import Array, Frame, Level, Target
 
 SCHEMA = 1
 TOLERANCE = 1e-9
+BLURRED = 1e-3  # rounding that grows beyond this part of x is refused
 REGISTERS = ("x", "anchor", "p0", "p1", "p2", "p3", "u", "z")
 DEPTH = 4
 Weights = tuple[tuple[int, float], ...]
@@ -225,7 +226,7 @@ class Plan:
         """Reads a plan back and proves it again: a changed weight breaks the marginal law and is refused."""
         try:
             data = json.loads(text)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
             raise PlanError(f"plan must be JSON; got {error}.", "plan-json") from None
         return Plan.from_dict(data)
 
@@ -276,7 +277,7 @@ class Plan:
         """What differs from another plan, field by field and row by row."""
         found = [
             Difference(-1, name, getattr(self, name), getattr(other, name))
-            for name in ("basis", "frame", "initial_scale", "target", "end")
+            for name in ("basis", "frame", "clock", "initial_scale", "target", "start", "end")
             if getattr(self, name) != getattr(other, name)
         ]
         if self.nfe != other.nfe:
@@ -292,6 +293,11 @@ def row_changes(a: Row, b: Row, tolerance: float) -> list[tuple[str, Any, Any]]:
         ("sigma", a.level.sigma, b.level.sigma),
         ("time", a.time, b.time),
         ("pre_noise", a.pre_noise, b.pre_noise),
+        *(
+            (f"visit.{k}", p.visit, q.visit)
+            for k, p, q in (("z", a.span, b.span), ("pre", a.pre_span, b.pre_span))
+            if p and q
+        ),
     ]
     for label, mine, theirs in (("x", a.x, b.x), ("anchor", a.anchor, b.anchor)):
         left, right = dict(mine or ()), dict(theirs or ())
@@ -366,13 +372,6 @@ def positive(name: str, value: object) -> float:
     if found < 0:
         raise PlanError(rule(name, "not negative", value), "plan-json")
     return found
-
-
-def level_from(alpha: object, sigma: object) -> Level:
-    level = Level(finite("alpha", alpha), finite("sigma", sigma))
-    if level.alpha < 0 or level.sigma < 0 or level.alpha == level.sigma == 0:
-        raise PlanError(rule("alpha, sigma", "not negative and not both 0", (alpha, sigma)), "plan-json")
-    return level
 
 
 def finite(name: str, value: object) -> float:
@@ -485,11 +484,35 @@ def _distance(x: Value, level: Level) -> tuple[float, float]:
     return gap if landed else math.inf, x[1] / scale
 
 
+def check_registers(rows: Sequence[Row]) -> None:
+    """A row may read only what an earlier row has written, and noise that it draws."""
+    known, anchored = 0, False
+    for i, r in enumerate(rows):
+        for register, _ in (*r.x, *(r.anchor or ())):
+            name = REGISTERS[register]
+            empty = (
+                (name == "anchor" and not anchored)
+                or (name in ("p1", "p2", "p3") and int(name[1]) > known)
+                or (name == "z" and r.span is None)
+            )
+            if empty:
+                raise PlanError(rule(f"row {i}", "made of registers that are filled by then", name), "register")
+        anchored = anchored or r.anchor is not None
+        known += not r.held
+
+
 def seal(plan: Plan) -> Plan:
     """Addresses the noise, applies the marginal law, and records the deviation. Undeclared deviation raises."""
     sealed = replace(plan, rows=address(plan.rows, plan.clock))
+    check_registers(sealed.rows)
     with np.errstate(all="ignore"):
         found, floor = deviation(sealed)
+    if BLURRED < found <= TOLERANCE + floor and not plan.declared and plan.dialect == "exact":
+        raise PlanError(
+            f"plan {plan.name} must not amplify rounding; here it grows to {found:.1g} of x. "
+            "Use more steps, a grid that starts lower, or ddim, dpmpp_2m or unipc.",
+            "ill-conditioned",
+        )
     if not math.isfinite(found) or (found > TOLERANCE + floor and not plan.declared):
         raise PlanError(
             f"plan {plan.name} must keep the marginal law; a row lands {found:.3g} off its level. "

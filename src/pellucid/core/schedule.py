@@ -264,6 +264,8 @@ def linear(num_train: int = 1000, beta_start: float = 1e-4, beta_end: float = 0.
 
 def scaled_linear(num_train: int = 1000, beta_start: float = 0.00085, beta_end: float = 0.012) -> Tabled:
     """√β rises linearly: Stable Diffusion's schedule (CompVis calls it `linear`)."""
+    if not (beta_start > 0 and beta_end > 0):
+        raise PellucidError(rule("beta_start, beta_end", "positive", (beta_start, beta_end)), "betas")
     betas = np.linspace(beta_start**0.5, beta_end**0.5, count_of(num_train)) ** 2
     return tabled("scaled_linear", betas, num_train=num_train, beta_start=beta_start, beta_end=beta_end)
 
@@ -501,6 +503,11 @@ class Flow(Schedule):
         v = np.asarray(u, np.float64)
         return self.shift * v / (1.0 + (self.shift - 1.0) * v)
 
+    def unbend(self, time: float) -> float:
+        """The uniform time whose shifted sigma is told as `time`."""
+        sigma = time / self.scale
+        return self.scale * sigma / (self.shift - (self.shift - 1.0) * sigma)
+
     def stretch(self, sigmas: Array) -> Array:
         """Moves the last sigma of a grid to `terminal` and keeps the first (LTX's stretched terminal)."""
         if self.terminal is None or sigmas[-1] == 1.0:
@@ -595,6 +602,8 @@ def names() -> tuple[str, ...]:
 
 def make(name: str | Schedule, *, zero_snr: bool = False, **options: Any) -> Schedule:
     """A schedule by name, with its options; `zero_snr=True` applies the zero-terminal-SNR transform."""
+    if not isinstance(name, (str, Schedule)):
+        raise PellucidError(rule("schedule", "a name or a schedule", name), "unknown-schedule")
     if isinstance(name, Schedule):
         if options:
             raise PellucidError(rule("options", "empty when a schedule object is given", sorted(options)), "option")
@@ -607,10 +616,25 @@ def make(name: str | Schedule, *, zero_snr: bool = False, **options: Any) -> Sch
                 "unknown-schedule",
             )
         try:
-            made = MAKERS[key](**options)
-        except TypeError as error:
-            raise PellucidError(f"schedule {key}: {error}. Known options: {known_options(key)}.", "option") from None
+            with np.errstate(all="raise"):
+                made = MAKERS[key](**options)
+                check_curve(made)
+        except PellucidError:
+            raise
+        except (TypeError, ValueError, ArithmeticError) as error:
+            known = known_options(key)
+            raise PellucidError(
+                f"schedule {key} must have usable options; got {error}. Known: {known}.", "option"
+            ) from None
     return zero_terminal_snr(made) if zero_snr else made  # type: ignore[arg-type]
+
+
+def check_curve(made: Schedule) -> None:
+    """Refuses options that give no curve: noise must grow with time."""
+    low, high = made.span
+    ratios = made.ratio_at(low + (high - low) * np.array([0.0, 0.25, 0.5, 0.75, 1.0]))
+    if not (low < high and ratios[0] > 0 and np.all(ratios[1:] > ratios[:-1])):
+        raise PellucidError(rule("options", f"ones for which the noise of {made.name} grows", made.options()), "option")
 
 
 def known_options(name: str) -> str:

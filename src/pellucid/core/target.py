@@ -78,33 +78,53 @@ def from_x0(target: Target, level: Level, sigma_data: float = SIGMA_DATA) -> tup
 
 
 def convert(source: Target, to: Target, level: Level, sigma_data: float = SIGMA_DATA) -> tuple[float, float]:
-    """(k_x, k_out) with `to` = k_x·x + k_out·out, taken in the limit at the two ends where the limit exists."""
+    """(k_x, k_out) with `to` = k_x·x + k_out·out, taken in the limit at the two ends where the limit exists.
+
+    The way goes through eps at low noise and through x0 at high noise: each is finite at its end.
+    """
     if source == to:
         return 0.0, 1.0
-    direct = _direct(source, to, level)
-    if direct is not None:
-        return direct
-    c_x, c_0 = from_x0(to, level, sigma_data)
-    if c_0 == 0.0:
-        return c_x, 0.0
-    k_x, k_out = to_x0(source, level, sigma_data)
-    return c_x + c_0 * k_x, c_0 * k_out
+    if to == "x0":
+        return to_x0(source, level, sigma_data)
+    if source == "x0":
+        return from_x0(to, level, sigma_data)
+    if "eps" in (source, to) or "score" in (source, to) or level.alpha >= level.sigma:
+        return chain(to_eps(source, level, sigma_data), from_eps(to, level, sigma_data))
+    return chain(to_x0(source, level, sigma_data), from_x0(to, level, sigma_data))
 
 
-def _direct(source: Target, to: Target, level: Level) -> tuple[float, float] | None:
-    """Pairs that are finite at both ends although the way through x0 is not."""
+def chain(first: tuple[float, float], second: tuple[float, float]) -> tuple[float, float]:
+    """middle = first·(x, out), then result = second·(x, middle)."""
+    return second[0] + second[1] * first[0], second[1] * first[1]
+
+
+def to_eps(target: Target, level: Level, sigma_data: float) -> tuple[float, float]:
+    """(k_x, k_out) with eps = k_x·x + k_out·out; finite at sigma 0, where x0 = x / alpha says nothing of eps."""
     a, s = level.alpha, level.sigma
-    if (source, to) == ("v", "eps"):
+    if target == "v":
         norm = math.hypot(a, s)
         return s / norm / norm, a / norm
-    if (source, to) == ("flow", "eps"):
+    if target == "flow":
         return 1.0 / (a + s), a / (a + s)
-    if (source, to) == ("eps", "v") and a > 0:
-        norm = math.hypot(a, s)
-        return -s / a / norm, norm / a
-    if (source, to) == ("eps", "flow") and a > 0:
-        return -1.0 / a, (a + s) / a
-    return None
+    if target == "edm":
+        square = s * s + (sigma_data * a) ** 2
+        return s / square, -a * sigma_data / math.sqrt(square)
+    return (0.0, -s) if target == "score" else (0.0, 1.0)
+
+
+def from_eps(target: Target, level: Level, sigma_data: float) -> tuple[float, float]:
+    """(c_x, c_eps) with out = c_x·x + c_eps·eps."""
+    if target == "score" and level.sigma == 0.0:
+        raise PellucidError(
+            "target must not be score at sigma 0: it is −eps / sigma there. Take eps.", code="sigma-zero"
+        )
+    k_x, k_out = to_eps(target, level, sigma_data)
+    if k_out == 0.0:
+        raise PellucidError(
+            f"target must not be made from eps at alpha 0: pure noise says nothing of x0, so nothing of {target}.",
+            code="alpha-zero",
+        )
+    return -k_x / k_out, 1.0 / k_out
 
 
 def change(out: Any, source: Target, to: Target, x: Any, level: Level, sigma_data: float = SIGMA_DATA) -> Any:

@@ -117,9 +117,20 @@ def read(source: Any, strict: bool = True) -> Reading:
         raise PellucidError(" ".join(problems) + " Pass strict=False to go on without.", "config-key")
     for problem in problems:
         warnings.warn(problem, stacklevel=3)
-    kind = (
-        "flow" if name.startswith("FlowMatch") or values.get("use_flow_sigmas") else values.get("prediction_type", "v")
-    )
+    if name == "TCDScheduler" and filter_of(values) is not None:
+        notes.append("clip_sample and thresholding have no effect in TCDScheduler")
+    try:
+        return understand(name, sampler, values, tuple(notes))
+    except PellucidError:
+        raise
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise PellucidError(
+            f"config of {name} must have values of the right kind; got {error}.", "config-value"
+        ) from None
+
+
+def understand(name: str, sampler: str, values: dict[str, Any], notes: tuple[str, ...]) -> Reading:
+    kind = "flow" if name.startswith("FlowMatch") else values.get("prediction_type", "v")
     return Reading(
         class_name=name,
         sampler="plms" if values.get("skip_prk_steps") else sampler,
@@ -127,9 +138,9 @@ def read(source: Any, strict: bool = True) -> Reading:
         target=target_of(name, kind, values),
         grid=grid_of(name, values),
         options=options_of(name, values),
-        x0_filter=filter_of(values),
+        x0_filter=None if name == "TCDScheduler" else filter_of(values),
         values=values,
-        notes=tuple(notes),
+        notes=notes,
     )
 
 
@@ -141,7 +152,16 @@ def unsupported(name: str, v: dict[str, Any]) -> list[str]:
         "invert_sigmas": (False, None),
         "solver_p": (None,),
         "tau_func": (None,),
+        "time_shift_type": ("exponential", "linear"),
     }
+    if name == "IPNDMScheduler":
+        checks["trained_betas"] = (None,)
+    if name == "SASolverScheduler":
+        checks["algorithm_type"] = ("data_prediction", "noise_prediction")
+    if name == "UniPCMultistepScheduler":
+        checks["solver_type"] = ("bh2", "bh1", "midpoint", "heun", "logrho")
+    if v.get("use_flow_sigmas"):
+        checks["prediction_type"] = ("flow_prediction", "epsilon", "sample")  # diffusers' v is not normalised there
     found = [
         f"{key} must be {allowed[0]!r} in {name}; got {v[key]!r}, which is not supported."
         for key, allowed in checks.items()
@@ -286,11 +306,9 @@ def solver_options(name: str, v: dict[str, Any]) -> dict[str, Any]:
     algorithm = "dpmsolver++" if algorithm == "deis" else algorithm
     solver = "midpoint" if v["solver_type"] in ("logrho", "bh1", "bh2") else v["solver_type"]
     out = {"order": int(v["solver_order"]), "algorithm": algorithm, "solver": solver}
-    if name != "DPMSolverSinglestepScheduler":
-        out |= {
-            "lower_order_final": bool(v["lower_order_final"]),
-            "euler_at_final": bool(v["euler_at_final"]),
-        }
+    out["lower_order_final"] = bool(v["lower_order_final"])
+    if "euler_at_final" in v:
+        out["euler_at_final"] = bool(v["euler_at_final"])
     return out
 
 

@@ -6,14 +6,15 @@ lives in the running context, thread or task, and `set_timesteps` resets it: one
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from pellucid.core import schedule as schedules
 from pellucid.core import target as targets
 from pellucid.core.compile import compile_plan, default_grid
 from pellucid.core.denoiser import input_scale, read_output
+from pellucid.core.dialect import named as dialect_named
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.filters import Filter
 from pellucid.core.grid import Grid
@@ -34,6 +36,7 @@ from pellucid.core.schedule import Flow, Level
 from pellucid.interop import diffusers_config, diffusers_export
 from pellucid.interop.diffusers_config import FILE_NAME, Reading
 
+KEEPS_EPS = ("ddim", "ddim_inversion")  # the classes that clip x0 and leave eps as it is
 TAKES_ETA = ("ddim", "tcd")  # the classes whose `step` takes eta in diffusers
 BLIND_START = {"plms": 1, "pndm": 9}  # rows that the start of a run adds to one a leg
 
@@ -62,7 +65,11 @@ class StepOutput:
         return x0 if x0_filter is None else x0_filter(x0)
 
     def __getitem__(self, key: int | str) -> Tensor:
-        return self.prev_sample if key in (0, "prev_sample") else self.pred_original_sample
+        if key in (0, "prev_sample"):
+            return self.prev_sample
+        if key in (1, "pred_original_sample"):
+            return self.pred_original_sample
+        raise IndexError(key) if isinstance(key, int) else KeyError(key)
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,7 @@ class Run:
     first_row: int = 0
     anchor: Tensor | None = None
     history: list[Tensor] = field(default_factory=list)
+    noises: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
 
 class Scheduler:
@@ -100,17 +108,20 @@ class Scheduler:
         sampler: str = "dpmpp_2m",
         *,
         schedule: str | schedules.Schedule = "scaled_linear",
-        target: str = "eps",
+        target: str | None = None,
         grid: str | Grid | None = None,
         dialect: str = "exact",
         x0_filter: Filter | None = None,
         **options: Any,
     ) -> None:
         entry, grid_of_name = resolve(sampler)
-        curve = schedules.make(schedule)
+        curve, dialect = schedules.make(schedule), dialect_named(dialect)
         lay = grid_named(grid or grid_of_name or default_grid(entry, curve, dialect))
-        self._setup(Reading("", entry.name, curve, targets.named(target), lay, options, x0_filter), dialect)
-        refuse_what_the_three_calls_cannot_carry(self._plan_for(20 if lay.name != "explicit" else None), self.reading)
+        if grid_of_name is not None and lay.name != grid_of_name:
+            raise PellucidError(rule("grid", f"{grid_of_name}, as the sampler's name says", lay.name), "grid-twice")
+        kind = curve.carries[0] if target is None else targets.named(target)
+        self._setup(Reading("", entry.name, curve, kind, lay, options, x0_filter), dialect)
+        refuse_what_the_three_calls_cannot_carry(self._plan_for(4 if lay.name != "explicit" else None), self.reading)
 
     def _setup(self, reading: Reading, dialect: str) -> None:
         self.reading, self.dialect = reading, dialect
@@ -118,7 +129,7 @@ class Scheduler:
         self.order = self.entry.calls
         self.notes = reading.notes
         self._draws_always = dialect == "diffusers" and reading.sampler == "sa_solver"
-        self._run: ContextVar[Run | None] = ContextVar("pellucid_run", default=None)
+        self._runs: WeakKeyDictionary[Any, Run] = WeakKeyDictionary()
         self._config: Config | None = None
 
     @classmethod
@@ -172,7 +183,7 @@ class Scheduler:
 
     @property
     def init_noise_sigma(self) -> float:
-        run = self._run.get()
+        run = self._runs.get(this_context())
         return (run.plan if run else self._plan_for(None if self.reading.grid.name == "explicit" else 20)).initial_scale
 
     @property
@@ -181,12 +192,12 @@ class Scheduler:
 
     @property
     def step_index(self) -> int | None:
-        run = self._run.get()
+        run = self._runs.get(this_context())
         return None if run is None else run.index
 
     @property
     def begin_index(self) -> int | None:
-        run = self._run.get()
+        run = self._runs.get(this_context())
         return None if run is None else run.begin
 
     @property
@@ -235,7 +246,7 @@ class Scheduler:
             "sigmas": sigmas,
             "mu": mu,
         }
-        self._run.set(self._begin(setting, torch.device(device or "cpu")))
+        self._runs[this_context()] = self._begin(setting, torch.device(device or "cpu"))
 
     def scale_model_input(self, sample: Tensor, timestep: Any = None) -> Tensor:
         """x as the network was trained to see it."""
@@ -276,7 +287,7 @@ class Scheduler:
         clean = None if self.reading.sampler != "lcm" else self._clean(run.plan, here, wide, out)
         run.index += 1  # type: ignore[operator]
         if here == len(run.rows) - 1:  # the run is over: let go of its tensors
-            run.anchor, run.history = None, []
+            run.anchor, run.history, run.noises = None, [], {}
         if previous.dtype != model_output.dtype:
             previous = previous.to(model_output.dtype)
         if not return_dict:
@@ -317,7 +328,7 @@ class Scheduler:
         run = self._state()
         if not 0 <= begin_index < len(run.timesteps):
             raise PellucidError(rule("begin_index", f"from 0 to {len(run.timesteps) - 1}", begin_index), "begin-index")
-        self._run.set(self._at(run, begin_index))
+        self._runs[this_context()] = self._at(run, begin_index)
         self._state().begin = begin_index
 
     # --- files
@@ -341,7 +352,7 @@ class Scheduler:
     # --- inside
 
     def _state(self) -> Run:
-        run = self._run.get()
+        run = self._runs.get(this_context())
         if run is None:
             raise PellucidError("set_timesteps must be called first in this thread or task; got no run.", "no-run")
         return run
@@ -376,7 +387,11 @@ class Scheduler:
         options = dict(reading.options)
         if eta is not None:
             options["eta"] = eta
-        if reading.x0_filter is not None and reading.sampler == "ddim" and self.dialect == "diffusers":
+        if (
+            reading.x0_filter is not None
+            and reading.sampler in ("ddim", "ddim_inversion")
+            and self.dialect == "diffusers"
+        ):
             options["keep_eps"] = True
         if skip and reading.sampler in BLIND_START:
             options["warm"] = False
@@ -455,7 +470,7 @@ class Scheduler:
             raise PellucidError(rule("timestep", "one of scheduler.timesteps", told), "timestep")
         later = self._at(run, found[1] if len(found) > 1 else found[0])
         later.index = later.first_row
-        self._run.set(later)
+        self._runs[this_context()] = later
         return later
 
     def _at(self, run: Run, row: int) -> Run:
@@ -507,7 +522,7 @@ class Scheduler:
         first, begin, index = run.first_row, run.begin, run.index
         again = self._begin(setting, run.timesteps.device, eta=eta)
         again = replace(self._at(again, first), begin=begin, index=index)
-        self._run.set(again)
+        self._runs[this_context()] = again
         return again
 
     def _move(
@@ -525,12 +540,13 @@ class Scheduler:
         if self.reading.x0_filter is not None:
             k_x, k_out = read_output(self.reading.schedule, targets.named(self.reading.target), "x0", row.level)
             uncond = x * k_x + out * k_out
-            c_x, c_0 = targets.from_x0(run.plan.basis, row.level)
-            p0 = x * c_x + self.reading.x0_filter(uncond) * c_0
+            if run.plan.guided and run.plan.basis == "eps":  # inversion: eps as it is, x0 filtered beside it
+                uncond, p0 = self.reading.x0_filter(uncond), combine(fused.to_p0, x, out)
+            else:
+                p0 = combine(targets.from_x0(run.plan.basis, row.level), x, self.reading.x0_filter(uncond))
         else:
-            k_x, k_out = fused.to_p0
-            p0 = out if (k_x, k_out) == (0.0, 1.0) else (x * k_x).add_(out, alpha=k_out) if k_x else out * k_out
-        z = noise_like(out, generator, variance_noise) if fused.noisy else None
+            p0 = combine(fused.to_p0, x, out)
+        z = self._noise(run, row, out, generator, variance_noise) if fused.noisy else None
         if z is None and self._draws_always and run.plan.stochastic:
             noise_like(out, generator, variance_noise)  # so that the caller's generator moves as with diffusers
         registers = [x, run.anchor, p0, *run.history, *([None] * (DEPTH - 1 - len(run.history))), uncond, z]
@@ -540,6 +556,20 @@ class Scheduler:
         if fused.push:
             run.history = [p0, *run.history][: run.plan.depth]
         return moved
+
+    def _noise(self, run: Run, row: Row, out: Tensor, generator: Any, given: Tensor | None) -> Tensor:
+        """The noise of a row. Rows whose spans overlap share their intervals (DPM++ SDE), as in `run`.
+
+        diffusers' singlestep solver draws afresh for each row; so does its dialect.
+        """
+        apart = self.dialect == "diffusers" and self.reading.sampler == "dpm_singlestep"
+        if given is not None or apart:
+            return noise_like(out, generator, given)
+        known = run.noises
+        addresses = [(d.interval, d.visit) for d in row.draws]
+        run.noises = {a: known[a] if a in known else noise_like(out, generator, None) for a in addresses}
+        parts = [run.noises[a] * d.weight for a, d in zip(addresses, row.draws, strict=True)]
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
     def _clean(self, plan: Plan, here: int, x: Tensor, out: Tensor) -> Tensor:
         """LCM's answer before it is noised again, which LCM's pipelines decode."""
@@ -554,7 +584,7 @@ class Scheduler:
 
     def _level_for(self, time: float) -> Level:
         """The level of a told time. In a run that a pipeline began, that of the next call: repeated times differ."""
-        run = self._run.get()
+        run = self._runs.get(this_context())
         if run is not None and self.entry.peer != "training":
             following = 0 if run.index is None else run.index - run.first_row
             if run.begin is not None and following < len(run.plan.rows):
@@ -565,6 +595,23 @@ class Scheduler:
         line = self.entry.frame == "line" and self.reading.schedule.frame == "vp"
         frame = run.plan.frame if run is not None else "ve" if line else self.reading.schedule.frame
         return self.reading.schedule.level(time).to(frame)
+
+
+def combine(pair: tuple[float, float], x: Tensor, out: Tensor) -> Tensor:
+    """k_x·x + k_out·out, without the passes over x that zeros and ones save."""
+    k_x, k_out = pair
+    if k_x == 0.0:
+        return out if k_out == 1.0 else out * k_out
+    return (x * k_x).add_(out, alpha=k_out)
+
+
+def this_context() -> Any:
+    """The running task, or the thread: who calls. A run is forgotten with it."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop runs here
+        task = None
+    return task or threading.current_thread()
 
 
 def fuse(plan: Plan, row: Row, reading: Reading) -> FusedRow:

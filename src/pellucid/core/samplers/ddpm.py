@@ -82,10 +82,16 @@ def ddim(path: Path, *, eta: float = 0.0, keep_eps: bool = False) -> Draft:
     peer="training",
     aliases=("DDIMInverseScheduler", "ddim_inverse"),
 )
-def ddim_inversion(path: Path) -> Draft:
-    """DDIM run upwards: the network is told the level that the step goes to (the usual approximation)."""
+def ddim_inversion(path: Path, *, keep_eps: bool = False) -> Draft:
+    """DDIM run upwards: the network is told the level that the step goes to (the usual approximation).
+
+    `keep_eps` takes x0 from a filter (register u) beside eps as it is, as diffusers does.
+    """
     legs = [replace(leg, start=leg.end, end=leg.start) for leg in reversed(path.legs)]
-    rows = [row(leg.time, leg.start, first_order_eps(leg.start, leg.end)) for leg in legs]
+    rows = []
+    for leg in legs:
+        kept = U * leg.end.alpha + P0 * leg.end.sigma
+        rows.append(row(leg.time, leg.start, kept if keep_eps else first_order_eps(leg.start, leg.end)))
     return Draft(rows, basis="eps", end=legs[-1].end)
 
 
@@ -137,6 +143,8 @@ def tcd(path: Path, *, eta: float = 0.3, round_times: bool = False) -> Draft:
         goal = low if last else path.legs[i + 1].time
         past = low + (1.0 - eta) * (goal - low)
         below = path.at_time(math.floor(past) if round_times else past)
+        if eta == 0.0 or below.ratio > leg.end.ratio:  # outside of the schedule a level is told as its nearest end
+            below = leg.end
         if last:
             rows.append(row(leg.time, leg.start, first_order(leg.start, path.at_time(low))))
             return Draft(rows, end=path.at_time(low))

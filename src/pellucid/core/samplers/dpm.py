@@ -253,6 +253,7 @@ def dpm_singlestep(
     algorithm: str = "dpmsolver++",
     solver: str = "midpoint",
     orders: tuple[int, ...] | None = None,
+    lower_order_final: bool = False,
     curvature_sign: float = 1.0,
 ) -> Draft:
     """Groups of `order` calls: each call of a group steps again from where the group began, at a higher order."""
@@ -261,11 +262,9 @@ def dpm_singlestep(
     check_choice("solver", solver, ("midpoint", "heun"))
     legs = path.legs
     blind = legs[0].start.alpha == 0.0  # λ is infinite there: that leg is a group of its own
-    ladder = orders or (
-        (1, *single_orders(len(legs) - 1, order, legs[-1].end.sigma == 0.0))
-        if blind
-        else single_orders(len(legs), order, legs[-1].end.sigma == 0.0)
-    )
+    clean = legs[-1].end.sigma == 0.0
+    whole = single_orders(len(legs) - blind, order, clean, lower_order_final)
+    ladder = orders or ((1, *whole) if blind else whole)
     if len(ladder) != len(legs) or any(not 1 <= k <= min(order, i + 1) for i, k in enumerate(ladder)):
         raise PlanError(
             rule("orders", f"{len(legs)} numbers from 1 to {order}, each within its calls", ladder), "order"
@@ -301,10 +300,10 @@ def dpm_singlestep(
     return Draft(rows, "x0" if "++" in algorithm else "eps")
 
 
-def single_orders(count: int, order: int, ends_clean: bool) -> tuple[int, ...]:
-    """1 … order, over and over; what is left over goes up as far as it can; a clean end is first order."""
+def single_orders(count: int, order: int, ends_clean: bool, lower_order_final: bool) -> tuple[int, ...]:
+    """1 … order, over and over; a clean end is first order, and so is a last full group's end if asked."""
     ladder = [i % order + 1 for i in range(count)]
-    if ends_clean and count:
+    if count and (ends_clean or (lower_order_final and ladder[-1] == order)):
         ladder[-1] = 1
     return tuple(ladder)
 

@@ -30,6 +30,11 @@ class Churn:
     def __init__(self, path: Path, amount: float, low: float, high: float, s_noise: float) -> None:
         if not (math.isfinite(amount) and amount >= 0 and math.isfinite(s_noise) and s_noise >= 0):
             raise PlanError(rule("s_churn, s_noise", "finite and not negative", (amount, s_noise)), "churn")
+        if path.frame != "ve" and amount > 0:
+            raise PlanError(
+                rule("s_churn", "0 where x does not keep its signal (flow, zero terminal SNR)", amount, "Use euler_a."),
+                "churn",
+            )
         self.path, self.low, self.high, self.s_noise = path, low, high, s_noise
         self.gamma = min(amount / len(path.legs), math.sqrt(2.0) - 1.0)
         self.declared = CHURNED if self.gamma > 0 and s_noise != 1.0 else ""

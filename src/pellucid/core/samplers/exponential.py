@@ -193,10 +193,11 @@ def sa_solver(
     if len(tau_range) != 2 or not tau_range[0] <= tau_range[1]:
         raise PlanError(rule("tau_range", "two parts of the training time, the lower first", tau_range), "option")
     legs, rows, count = path.legs, [], len(path.legs)
-    length = float(path.schedule.num_train or path.schedule.span[1])
+    low, high = path.schedule.span
+    low, length = (0.0, path.schedule.num_train) if path.schedule.num_train else (low, high - low)
 
     def amount(leg: Leg) -> float:
-        return tau if tau_range[0] <= leg.time / length <= tau_range[1] else 0.0
+        return tau if tau_range[0] <= (leg.time - low) / length <= tau_range[1] else 0.0
 
     def gradient(leg: Leg, nodes: list[float], corrector: bool) -> Form:
         t2 = amount(leg) ** 2

@@ -51,7 +51,7 @@ def span(a: Level, b: Level, visit: int = 0) -> Span:
 
 
 def check_eta(eta: float, most: float = 1.0) -> float:
-    if not (math.isfinite(eta) and 0.0 <= eta <= most):
+    if not isinstance(eta, (int, float)) or not (math.isfinite(eta) and 0.0 <= eta <= most):
         raise PlanError(rule("eta", f"between 0 and {most:g}", eta), "eta")
     return float(eta)
 
