@@ -16,10 +16,10 @@ from torch import Tensor
 
 from pellucid.core import schedule as schedules
 from pellucid.core import target as targets
-from pellucid.core.errors import Cancelled, PellucidError, PlanError, rule
+from pellucid.core.errors import Cancelled, PlanError, rule
 from pellucid.core.grid import Path
-from pellucid.core.loop import Denoiser, Prediction, mix
-from pellucid.core.noise import NoiseSource, Philox, seed_list
+from pellucid.core.loop import Denoiser, Prediction, mix, starting_point
+from pellucid.core.noise import NoiseSource
 from pellucid.core.plan import ANCHOR, P0, P1, Draw, Form, Plan, Row, Span, Z, row, seal
 from pellucid.core.samplers.dpm import single_step
 from pellucid.core.samplers.steps import ancestral, check_eta, first_order_eps, span
@@ -96,7 +96,7 @@ def run_adaptive(
     sigma_max: float | None = None,
     noise: NoiseSource | None = None,
     cancelled: Callable[[], bool] | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> AdaptiveResult:
     """k-diffusion's dpm_adaptive: from the most noise to the least, steps as long as the tolerances allow.
@@ -119,15 +119,7 @@ def run_adaptive(
         raise PlanError(rule("sigma_max, sigma_min", "finite, with 0 < sigma_min < sigma_max", asked, advice), "sigmas")
     path = Path((), frame, curve, lambda ratio: float(curve.time_at(ratio)))
     start, goal = in_frame(ends[0], frame), in_frame(ends[1], frame)
-    own = getattr(noise, "seeds", None)
-    listed = seed_list(seeds if own is None else own, None if x is None else len(x))
-    source = noise or Philox(listed)
-    if x is None:
-        if shape is None:
-            raise PellucidError("x or shape must be given; got neither.", "shape")
-        x = source.first(shape, torch.empty(0, dtype=dtype, device=device), range(len(listed))) * start.sigma
-    if not x.is_floating_point() or x.dtype in (torch.float16, torch.bfloat16):
-        x = x.to(torch.float32)
+    x, source = starting_point(x, start.sigma, shape, seeds, noise, dtype, device)
     walk = Walk(path, denoiser, source, order, rtol, atol, eta, s_noise, budget, cancelled)
     x = walk.go(x, start, goal, Controller(h_init, 1.5 if eta else float(order)))
     plan = seal(

@@ -107,6 +107,20 @@ def run(
     """
     if x is not None and (x.ndim < 1 or len(x) == 0):
         raise PellucidError(rule("x", "a batch of at least one image", tuple(x.shape)), "shape")
+    x, source = starting_point(x, plan.initial_scale, shape, seeds, noise, dtype, device)
+    return loop([plan] * len(x), denoiser, x, source, observers, constraints, cancelled)
+
+
+def starting_point(
+    x: Tensor | None,
+    scale: float,
+    shape: Sequence[int] | None,
+    seeds: int | Sequence[int],
+    noise: NoiseSource | None,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+) -> tuple[Tensor, NoiseSource]:
+    """x as given, or the first noise of a shape; float32 or better; and where the other noise comes from."""
     if x is not None and shape is not None:
         raise PellucidError("x and shape must not be given together; x has a shape of its own.", "shape")
     own = getattr(noise, "seeds", None)
@@ -116,10 +130,12 @@ def run(
         if shape is None:
             raise PellucidError("x or shape must be given; got neither.", "shape")
         like = torch.empty(0, dtype=dtype or torch.float32, device=device)
-        x = source.first(shape, like, range(len(listed))) * plan.initial_scale
+        x = source.first(shape, like, range(len(listed))) * scale
     else:
         x = x.to(device=device, dtype=dtype)
-    return loop([plan] * len(x), denoiser, x, source, observers, constraints, cancelled)
+    if not x.is_floating_point() or x.dtype in (torch.float16, torch.bfloat16):
+        x = x.to(torch.float32)
+    return x, source
 
 
 @dataclass(frozen=True)
