@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import torch
 from rich.progress import track
 
 from pellucid.core.samplers import REGISTRY
@@ -46,20 +47,21 @@ def orders() -> str:
     variants = [order_row(law.measure(case)) for case in track(law.variants(), description="variants")]
     weak = [order_row(law.measure(case, law.weak_error)) for case in track(law.weak_cases(), description="noise on")]
     few, many = law.COUNTS[0], law.COUNTS[-1]
+    off = law.reference_error(law.TOP, law.BOTTOM)
     return f"""{MADE}# The order of every sampler, measured
 
 A Gaussian mixture in four dimensions has an exact denoiser. From sigma {law.TOP:g} to sigma {law.BOTTOM:g}, on a grid
-that is even in λ, each sampler is compared with classical Runge-Kutta of order 4 in {law.REFERENCE_STEPS:,} steps, which
-shares no code with the samplers and errs by {law.reference_error(law.TOP, law.BOTTOM):.0e}. The order is the slope of the
-error between {law.COUNTS[-2]} and {many} steps; the errors are those at {few} and at {many} steps (18 and 576 for the two
-that group their calls by three), relative.
+that is even in λ, each sampler is compared with classical Runge-Kutta of order 4 in {law.REFERENCE_STEPS:,} steps.
+It shares no code with the samplers and errs by {off:.0e}. The order is the slope of the error between {law.COUNTS[-2]}
+and {many} steps; the errors are those at {few} and at {many} steps, relative. The two samplers that group their calls by
+three take 18 to 576 steps, or as many as the table says.
 
 Read with care:
 - Order says how fast the error falls, not which sampler is best for your model. Small steps on a smooth, unguided
   density are not a guided image model at ten steps.
-- Multistep methods begin with a first-order step, which caps the order at 2 in theory. At sigma {law.TOP:g} that step is
-  nearly exact, so what is measured is the method. On the flow path below, which starts at sigma / alpha 19, it is not:
-  there `dpmpp_3m`, `deis` and `lms` measure 2.
+- Multistep methods begin with a first-order step, which caps the order at 2 in theory. At sigma {law.TOP:g} that step
+  is nearly exact, so what is measured is the method. On the flow path below, which starts at sigma / alpha 19, it is
+  not: there `dpmpp_3m`, `deis` and `lms` measure 2.
 - The last step to a clean image, which images take, is first order in all of them; it is left out here.
 - PLMS, PNDM and iPNDM use the coefficients of an even grid, which leaves 2 on this one. `dpm_fast` spends the calls
   that are left over on steps of a lower order. UniPC gains one order from its corrector. A lowered last step
@@ -77,9 +79,9 @@ Default options; stochastic samplers with their noise off.
 {table(head, variants)}
 ## With the noise on
 
-The order of the variance of the result on a Gaussian of standard deviation {law.SPREAD:g}. Every state of such a run is
-a sum of independent normal numbers with known coefficients, so the variance is computed exactly: nothing is drawn. It is
-one test function, so the true weak order may be lower. Errors are relative to the true variance.
+The order of the variance of the result on a Gaussian of standard deviation {law.SPREAD:g}. Every state of such a run
+is a sum of independent normal numbers with known coefficients, so the variance is computed exactly: nothing is drawn.
+It is one test function, so the true weak order may be lower. Errors are relative to the true variance.
 
 {table(head, weak)}"""
 
@@ -141,6 +143,7 @@ def samplers() -> str:
 
 
 def main() -> None:
+    torch.set_num_threads(1)  # 16 points in 4 dimensions: threads only wait for each other
     RESULTS.mkdir(parents=True, exist_ok=True)
     for name, page in (("orders.md", orders()), ("third-order.md", third_order()), ("samplers.md", samplers())):
         (RESULTS / name).write_text(page, encoding="utf-8")
