@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import math
@@ -25,6 +26,7 @@ from pellucid import (
     Level,
     PellucidError,
     Philox,
+    Plan,
     Prediction,
     StepSeen,
     compile_plan,
@@ -35,6 +37,7 @@ from pellucid import (
     schedules,
 )
 from pellucid.core import samplers
+from pellucid.core.plan import P0, P1, X, row
 
 SAMPLERS = samplers.names()
 SHAPE = (3, 5, 7)  # 105 numbers: no multiple of a vector register, so that tails of kernels are tested too
@@ -161,6 +164,23 @@ def test_the_oracle_runs_in_a_mixed_batch() -> None:
         # exp and sum over components may round by batch: 1e-12 is 10⁴ roundings
         alone = run(job.plan, ring, shape=(2,), seeds=job.seed, dtype=torch.float64)[0]
         assert torch.allclose(found, alone, rtol=1e-12, atol=1e-12)
+
+
+def test_a_held_prediction_does_not_enter_the_history() -> None:
+    """Three calls that answer 1, 2 and 3; the second is held, so the third row finds 1 before its own 3."""
+    level = Level(1.0, 1.0)
+    rows = (row(1.0, level, X), row(2.0, level, X, held=True), row(3.0, level, P0 * 10.0 + P1))
+    plan = Plan("by_hand", rows, "x0", level, level, "ve", 1.0)
+
+    def answer(x: Tensor, level, time) -> Tensor:
+        told = time.to(x.dtype)[:, None] if isinstance(time, Tensor) else time
+        return torch.zeros_like(x) + told
+
+    x = torch.zeros(1, 4)
+    assert torch.equal(run(plan, answer, x), torch.full((1, 4), 31.0))
+    other = dataclasses.replace(plan, rows=(*rows[:2], row(3.0, level, P0)))
+    mixed = run_batch([Job(plan, x=x[0]), Job(other, x=x[0])], answer)
+    assert mixed[:, 0].tolist() == [31.0, 3.0]
 
 
 # --- observers -------------------------------------------------------------------------------------------------

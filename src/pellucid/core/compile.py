@@ -15,7 +15,7 @@ from pellucid.core.errors import PlanError, rule
 from pellucid.core.grid import Grid
 from pellucid.core.plan import Plan, Row, seal
 from pellucid.core.samplers import Sampler, resolve
-from pellucid.core.schedule import EDM, Schedule
+from pellucid.core.schedule import EDM, Schedule, Target
 
 
 def compile_plan(
@@ -51,7 +51,7 @@ def compile_plan(
                 "target",
                 f"one that schedule {curve.name} carries ({', '.join(curve.carries)})",
                 target,
-                why_not(curve),
+                why_not(curve, kind),
             ),
             "target-schedule",
         )
@@ -118,9 +118,8 @@ def default_grid(entry: Sampler, curve: Schedule, dialect: str) -> str:
     return SPACING.get(entry.peer, "linspace") if dialect == "diffusers" else "trailing"
 
 
-def why_not(curve: Schedule) -> str:
-    if "eps" not in curve.carries:
+def why_not(curve: Schedule, kind: Target) -> str:
+    if kind in ("eps", "score") and "eps" not in curve.carries:
         return "At zero terminal SNR x is pure noise, so eps says nothing of x0: use a v or x0 model."
-    if curve.frame != "flow":
-        return "A flow model wants the schedule `flow`."
-    return ""
+    home = {"flow": "flow", "edm": "edm"}.get(kind)
+    return f"A model for {kind} wants the schedule `{home}`." if home else ""

@@ -242,7 +242,8 @@ def check_steps(steps: object) -> int:
 def make_path(schedule: Schedule, grid: Grid, steps: int | None, frame: Frame) -> Path:
     """The exact path: fractional times, levels straight from the schedule."""
     ratios, times = points(schedule, grid, steps)
-    last = schedule.ratio_at(schedule.span[0])
+    own = grid.sigma_min if grid.name in OVER_SIGMA else None
+    last = schedule.ratio_at(schedule.span[0]) if own is None else schedule.ratio_of_sigma(own)
     if grid.name == "explicit" and ratios[-1] == 0.0:
         ends = ratios[1:]
         ratios, times = ratios[:-1], times[:-1]
