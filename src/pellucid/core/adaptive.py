@@ -22,7 +22,7 @@ from pellucid.core.loop import Denoiser, Prediction, mix, starting_point
 from pellucid.core.noise import NoiseSource
 from pellucid.core.plan import ANCHOR, P0, P1, Draw, Form, Plan, Row, Span, Z, row, seal
 from pellucid.core.samplers.dpm import single_step
-from pellucid.core.samplers.steps import ancestral, check_eta, first_order_eps, span
+from pellucid.core.samplers.steps import S_NOISE, ancestral, check_eta, first_order_eps, span
 from pellucid.core.schedule import Level, Schedule, in_frame
 
 
@@ -136,7 +136,7 @@ def run_adaptive(
             schedule=schedules.to_dict(curve),
             grid={"name": "adaptive", "steps": walk.accepted},
             options={"order": order, "rtol": rtol, "atol": atol, "eta": eta},
-            declared="s_noise scales the noise of each step" if s_noise != 1.0 and eta else "",
+            declared=S_NOISE if s_noise != 1.0 and eta else "",
         )
     )
     return AdaptiveResult(x, plan, tuple(walk.rejected), walk.calls, walk.accepted)

@@ -96,8 +96,8 @@ class Grid:
         return Grid(**listed)
 
 
-TimeRule = Callable[[int, float, float, float], Array]
-SigmaRule = Callable[[int, float, float, float], Array]
+# (count, low, high, unit of time or rho) → the points, noisiest first
+Rule = Callable[[int, float, float, float], Array]
 
 
 def _pitch(count: int, low: float, high: float, unit: float) -> float:
@@ -174,7 +174,7 @@ AYS: dict[str, tuple[float, ...]] = {
     "ays_svd": (700.0, 54.5, 15.886, 7.977, 4.248, 1.789, 0.981, 0.403, 0.173, 0.034, 0.02),
 }
 
-OVER_TIME: dict[str, TimeRule] = {
+OVER_TIME: dict[str, Rule] = {
     "leading": leading,
     "linspace": linspace,
     "trailing": trailing,
@@ -183,7 +183,7 @@ OVER_TIME: dict[str, TimeRule] = {
     "quadratic": quadratic,
     "beta": beta_times,
 }
-OVER_SIGMA: dict[str, tuple[SigmaRule, float]] = {
+OVER_SIGMA: dict[str, tuple[Rule, float]] = {
     "karras": (karras, 7.0),
     "exponential": (exponential, 1.0),
     "lu": (exponential, 1.0),

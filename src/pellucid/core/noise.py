@@ -48,7 +48,7 @@ def gaussian(seed: int, shape: Sequence[int], address: tuple[int, int, int], lik
     a, b, c = (torch.full_like(blocks, word & WORD) for word in address)
     words = torch.stack(philox((blocks, a, b, c), (seed & WORD, (seed >> 32) & WORD)))
     kind = torch.float64 if like.dtype == torch.float64 else torch.float32
-    uniform = ((words.to(torch.float64) + 0.5) * 2.0**-32).to(torch.float64)
+    uniform = (words.to(torch.float64) + 0.5) * 2.0**-32
     radius = torch.sqrt(-2.0 * torch.log(uniform[0::2]))
     angle = 2.0 * math.pi * uniform[1::2]
     normal = torch.cat([radius * torch.cos(angle), radius * torch.sin(angle)]).T.reshape(-1)

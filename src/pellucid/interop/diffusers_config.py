@@ -26,6 +26,12 @@ from pellucid.interop.diffusers_classes import CLASSES, KNOWN, RULES
 
 MAX_CONFIG_BYTES = 4 * 2**20
 FILE_NAME = "scheduler_config.json"
+RULE_KEYS = {
+    "karras": "use_karras_sigmas",
+    "exponential": "use_exponential_sigmas",
+    "beta": "use_beta_sigmas",
+    "lu": "use_lu_lambdas",
+}
 
 
 @dataclass(frozen=True)
@@ -240,13 +246,7 @@ def target_of(name: str, kind: str, v: dict[str, Any]) -> str:
 
 
 def grid_of(name: str, v: dict[str, Any]) -> Grid:
-    rules = {
-        "use_karras_sigmas": "karras",
-        "use_exponential_sigmas": "exponential",
-        "use_beta_sigmas": "beta",
-        "use_lu_lambdas": "lu",
-    }
-    chosen = [rule_name for key, rule_name in rules.items() if v.get(key)]
+    chosen = [name for name, key in RULE_KEYS.items() if v.get(key)]
     if len(chosen) > 1:
         raise PellucidError(
             rule("sigma rule", "one of use_karras_sigmas, use_exponential_sigmas, use_beta_sigmas", chosen),

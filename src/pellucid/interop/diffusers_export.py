@@ -10,7 +10,7 @@ from pellucid.core.filters import Clip, DynamicThreshold, Filter
 from pellucid.core.samplers import resolve
 from pellucid.core.schedule import EDM, Flow, Schedule, Tabled
 from pellucid.interop.diffusers_classes import CLASSES, DDIM
-from pellucid.interop.diffusers_config import Reading, schedule_of
+from pellucid.interop.diffusers_config import RULE_KEYS, Reading, schedule_of
 
 EXPORTS = {
     "ddim": "DDIMScheduler",
@@ -61,12 +61,6 @@ OPTION_KEYS: dict[str, dict[str, str]] = {
     },
 }
 TARGET_NAMES = {"eps": "epsilon", "x0": "sample", "v": "v_prediction", "flow": "flow_prediction"}
-RULE_KEYS = {
-    "karras": "use_karras_sigmas",
-    "exponential": "use_exponential_sigmas",
-    "beta": "use_beta_sigmas",
-    "lu": "use_lu_lambdas",
-}
 
 
 def write(reading: Reading) -> dict[str, Any]:

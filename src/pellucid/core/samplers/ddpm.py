@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
-from pellucid.core.errors import PlanError, rule
 from pellucid.core.grid import Path
 from pellucid.core.plan import P0, U, X, Z, row
 from pellucid.core.samplers.registry import Draft, sampler
@@ -138,18 +138,15 @@ def tcd(path: Path, *, eta: float = 0.3, round_times: bool = False) -> Draft:
     check_eta(eta)
     rows = []
     low = path.schedule.span[0]
-    for i, leg in enumerate(path.legs):
-        last = i == len(path.legs) - 1
-        goal = low if last else path.legs[i + 1].time
-        past = low + (1.0 - eta) * (goal - low)
+    for leg, following in pairwise(path.legs):
+        past = low + (1.0 - eta) * (following.time - low)
         below = path.at_time(math.floor(past) if round_times else past)
         if eta == 0.0 or below.ratio > leg.end.ratio:  # outside of the schedule a level is told as its nearest end
             below = leg.end
-        if last:
-            rows.append(row(leg.time, leg.start, first_order(leg.start, path.at_time(low))))
-            return Draft(rows, end=path.at_time(low))
         scale = leg.end.alpha / below.alpha
         up = leg.end.alpha * math.sqrt(max(leg.end.ratio**2 - below.ratio**2, 0.0))
         moved = first_order(leg.start, below) * scale + Z * up
         rows.append(row(leg.time, leg.start, moved, span=span(leg.start, leg.end)))
-    raise PlanError(rule("legs", "at least one", 0), "steps")
+    final, least = path.legs[-1], path.at_time(low)
+    rows.append(row(final.time, final.start, first_order(final.start, least)))
+    return Draft(rows, end=least)

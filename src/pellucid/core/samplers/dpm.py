@@ -9,6 +9,7 @@ from pellucid.core.grid import Leg, Path
 from pellucid.core.plan import ANCHOR, P0, P1, P2, Form, Row, U, X, Z, row
 from pellucid.core.samplers.registry import Draft, sampler
 from pellucid.core.samplers.steps import (
+    S_NOISE,
     ancestral,
     check_choice,
     check_eta,
@@ -23,7 +24,6 @@ from pellucid.core.schedule import Level, Target
 
 ALGORITHMS = ("dpmsolver++", "dpmsolver", "sde-dpmsolver++", "sde-dpmsolver")
 EPS_SDE = "the eps form of the SDE solver adds noise to first order only"
-S_NOISE = "s_noise scales the noise of each step"
 
 
 def phi_terms(h: float) -> tuple[float, float]:
@@ -380,13 +380,13 @@ def dpmpp_sde(path: Path, *, eta: float = 1.0, s_noise: float = 1.0, r: float = 
     return Draft(rows, declared=S_NOISE if s_noise != 1.0 else "")
 
 
-def single_step(path: Path, a: Level, b: Level, order: int, time: float, thirds: bool = False) -> list[Row]:
+def single_step(path: Path, a: Level, b: Level, order: int, time: float) -> list[Row]:
     """DPM-Solver-1, -2 or -3 from a to b on eps, with its own middle levels (Lu et al. 2022, alg. 1 and 2)."""
     refuse_blind(a)
     if order == 1:
         return [row(time, a, first_order_eps(a, b))]
     h = b.lam - a.lam
-    r1 = 1 / 3 if order == 3 or thirds else 1 / 2
+    r1 = 1 / 3 if order == 3 else 1 / 2
     s1 = path.between(a, b, r1)
     rows = [row(time, a, first_order_eps(a, s1), X)]
     if order == 2:

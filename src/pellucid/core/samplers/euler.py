@@ -11,8 +11,10 @@ from pellucid.core.grid import Leg, Path, karras
 from pellucid.core.plan import ANCHOR, P0, P1, P2, Form, Row, Span, U, X, Z, row
 from pellucid.core.samplers.registry import Draft, sampler
 from pellucid.core.samplers.steps import (
+    S_NOISE,
     ancestral,
     check_eta,
+    check_order,
     combine,
     first_order,
     integrate,
@@ -111,12 +113,10 @@ def euler_a(path: Path, *, eta: float = 1.0, s_noise: float = 1.0) -> Draft:
         down, up = ancestral(leg.start, leg.end, eta)
         moved = first_order(leg.start, down) + Z * (up * s_noise)
         rows.append(row(leg.time, leg.start, moved, span=span(leg.start, leg.end)))
-    return Draft(rows, declared="s_noise scales the noise of each step" if s_noise != 1.0 else "")
+    return Draft(rows, declared=S_NOISE if s_noise != 1.0 else "")
 
 
-def heun_leg(
-    path: Path, i: int, leg: Leg, start: tuple[float, Level, float, Span | None], finish: Form | None = None
-) -> Iterator[Row]:
+def heun_leg(path: Path, i: int, leg: Leg, start: tuple[float, Level, float, Span | None]) -> Iterator[Row]:
     """Two rows: to the end along the slope here, then from where the leg began along the mean slope."""
     time, level, noise, address = start
     step = leg.end.sigma - level.sigma
@@ -125,7 +125,7 @@ def heun_leg(
         return
     yield row(time, level, X + P0 * step, X, pre_noise=noise, pre_span=address)
     mean = ANCHOR + (P0 + P1) * (step / 2)
-    yield row(told_after(path, i, leg.end), leg.end, mean if finish is None else mean + finish)
+    yield row(told_after(path, i, leg.end), leg.end, mean)
 
 
 @sampler(
@@ -238,17 +238,12 @@ def dpm2(path: Path) -> Draft:
     return Draft(rows, line_basis(path))
 
 
-def midpoint(path: Path, leg: Leg, goal: Level, noise: Form | None = None) -> list[Row]:
+def midpoint(path: Path, leg: Leg, goal: Level) -> list[Row]:
     middle = path.between(leg.start, goal, 0.5)
     whole = ANCHOR + P0 * (goal.sigma - leg.start.sigma)
     return [
         row(leg.time, leg.start, X + P0 * (middle.sigma - leg.start.sigma), X),
-        row(
-            path.told(middle.ratio),
-            middle,
-            whole if noise is None else whole + noise,
-            span=span(leg.start, leg.end),
-        ),
+        row(path.told(middle.ratio), middle, whole),
     ]
 
 
@@ -282,7 +277,7 @@ def dpm2_a(path: Path, *, eta: float = 1.0, s_noise: float = 1.0) -> Draft:
         pair = midpoint(path, leg, goal)
         scaled = Form({r: w * lift for r, w in pair[1].x}) + Z * (up * s_noise)
         rows += [pair[0], row(pair[1].time, pair[1].level, scaled, span=span(leg.start, leg.end))]
-    return Draft(rows, line_basis(path), declared="s_noise scales the noise of each step" if s_noise != 1.0 else "")
+    return Draft(rows, line_basis(path), declared=S_NOISE if s_noise != 1.0 else "")
 
 
 @sampler(
@@ -300,8 +295,7 @@ def dpm2_a(path: Path, *, eta: float = 1.0, s_noise: float = 1.0) -> Draft:
 )
 def lms(path: Path, *, order: int = 4) -> Draft:
     """The slopes of the last calls, interpolated in sigma and integrated exactly."""
-    if not isinstance(order, int) or not 1 <= order <= 4:
-        raise PlanError(rule("order", "a whole number from 1 to 4", order), "order")
+    check_order(order, 4)
     legs, rows = path.legs, []
     for i, leg in enumerate(legs):
         nodes = [legs[i - j].start.sigma for j in range(min(order, i + 1))]

@@ -14,6 +14,7 @@ from pellucid.core.samplers.registry import Draft, sampler
 from pellucid.core.samplers.steps import (
     GAUSS_NODES,
     GAUSS_WEIGHTS,
+    S_NOISE,
     ancestral,
     check_choice,
     check_eta,
@@ -118,7 +119,7 @@ def deis(path: Path, *, order: int = 3, lower_order_final: bool = False) -> Draf
     for i, leg in enumerate(path.legs):
         a, b = leg.start, leg.end
         k = multistep_order(path.legs, i, order, lower_order_final)
-        if k == 1 or leg.h == 0.0:
+        if k == 1:
             rows.append(row(leg.time, a, first_order_eps(a, b)))
             continue
         weights = integrate(lams(path.legs, i, k), a.lam, b.lam, rate=-1.0)
@@ -152,7 +153,7 @@ def res_multistep(path: Path, *, eta: float = 0.0, s_noise: float = 1.0) -> Draf
         weights = integrate(lams(path.legs, i, 2), a.lam, down.lam, rate=1.0)
         form = X * (down.sigma / a.sigma) + combine(weights) * down.alpha + noise
         rows.append(row(leg.time, a, form, span=address))
-    return Draft(rows, declared="s_noise scales the noise of each step" if s_noise != 1.0 and eta else "")
+    return Draft(rows, declared=S_NOISE if s_noise != 1.0 and eta else "")
 
 
 def adams_weights(nodes: list[float], leg: Leg, rate: float, corrector: bool) -> list[float]:
@@ -269,7 +270,7 @@ def er_sde(path: Path, *, order: int = 3, s_noise: float = 1.0) -> Draft:
             out = out + er_bends(legs, i, usable)
         noise = math.sqrt(max(r1 * r1 - (r0 * fade) ** 2, 0.0)) * s_noise
         rows.append(row(leg.time, a, (out + Z * noise) * b.alpha, span=span(a, b)))
-    return Draft(rows, declared="s_noise scales the noise of each step" if s_noise != 1.0 else "")
+    return Draft(rows, declared=S_NOISE if s_noise != 1.0 else "")
 
 
 def er_bends(legs: tuple[Leg, ...], i: int, usable: int) -> Form:

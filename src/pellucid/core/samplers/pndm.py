@@ -9,7 +9,7 @@ from pellucid.core.errors import PlanError, rule
 from pellucid.core.grid import Leg, Path
 from pellucid.core.plan import ANCHOR, P0, P1, Form, Row, X, row
 from pellucid.core.samplers.registry import Draft, sampler
-from pellucid.core.samplers.steps import combine, refuse_blind
+from pellucid.core.samplers.steps import check_order, combine, refuse_blind
 from pellucid.core.schedule import Level, Target
 
 ADAMS = {
@@ -151,8 +151,7 @@ def runge_kutta(leg: Leg, turn: tuple[tuple[float, Level], ...], basis: Target) 
 )
 def ipndm(path: Path, *, order: int = 4, blind_start: bool = False) -> Draft:
     """Adams-Bashforth on eps with even-grid coefficients. `blind_start` drops x0 at alpha 0, as diffusers does."""
-    if not isinstance(order, int) or not 1 <= order <= 4:
-        raise PlanError(rule("order", "a whole number from 1 to 4", order), "order")
+    check_order(order, 4)
     rows = []
     for i, leg in enumerate(path.legs):
         a, b = leg.start, leg.end

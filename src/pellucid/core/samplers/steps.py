@@ -12,6 +12,7 @@ from pellucid.core.grid import Leg, Path
 from pellucid.core.plan import HISTORY, P0, Form, Span, X, total
 from pellucid.core.schedule import Array, Level, Target
 
+S_NOISE = "s_noise scales the noise of each step"  # why a plan that uses it deviates
 GAUSS_NODES, GAUSS_WEIGHTS = np.polynomial.legendre.leggauss(32)  # type: ignore[no-untyped-call]
 
 
@@ -76,15 +77,13 @@ def finite_nodes(legs: Sequence[Leg], i: int, most: int) -> int:
     return max(count, 1)
 
 
-def multistep_order(
-    legs: Sequence[Leg], i: int, order: int, lower_order_final: bool = False, first_at_end: bool = True
-) -> int:
+def multistep_order(legs: Sequence[Leg], i: int, order: int, lower_order_final: bool = False) -> int:
     """The order that leg i can have: the history so far, no infinite λ, and a low order at the end if asked."""
     k = min(order, finite_nodes(legs, i, order))
     left = len(legs) - i
     if legs[i].h == 0.0:  # a repeated level: nothing to integrate
         return 1
-    if left == 1 and (lower_order_final or (first_at_end and legs[i].end.sigma == 0.0)):
+    if left == 1 and (lower_order_final or legs[i].end.sigma == 0.0):
         return 1
     return min(k, 2) if left == 2 and lower_order_final else k
 
