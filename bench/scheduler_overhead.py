@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib
-import importlib.util
 import json
 import logging
 import statistics
 import sys
 import time
-import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +26,10 @@ import torch
 
 import pellucid
 from pellucid.core.samplers import REGISTRY
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "parity"))
+
+from peers import k_diffusion
 
 SHAPE = (1, 4, 64, 64)
 STEPS = 50
@@ -56,23 +57,6 @@ def k_round(sample: Callable[..., Any], model_out: torch.Tensor) -> float:
     return (time.perf_counter() - begin) / STEPS * 1e6
 
 
-def k_diffusion() -> Any:
-    """k_diffusion.sampling alone; the package's other modules want torchvision."""
-    spec = importlib.util.find_spec("k_diffusion")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    bare = types.ModuleType("k_diffusion")
-    bare.__path__ = [str(Path(next(iter(spec.submodule_search_locations))))]
-    stubs = [types.ModuleType(f"torchvision{tail}") for tail in ("", ".transforms", ".transforms.functional")]
-    stubs[1].functional = stubs[2]  # type: ignore[attr-defined]
-    sys.modules["k_diffusion"] = bare
-    sys.modules.update({stub.__name__: stub for stub in stubs})
-    found = importlib.import_module("k_diffusion.sampling")
-    for stub in stubs:
-        del sys.modules[stub.__name__]
-    return found
-
-
 def contenders() -> dict[str, dict[str, Callable[[], float]]]:
     import diffusers
 
@@ -93,7 +77,7 @@ def contenders() -> dict[str, dict[str, Callable[[], float]]]:
             "pellucid": lambda ours=ours: scheduler_round(lambda: pellucid.Scheduler.from_config(ours)),
             "diffusers": lambda c=peer_class, g=config: scheduler_round(lambda: c(**g)),
         }
-        if k is not None and k_name is not None:
+        if k_name is not None:
             sample = getattr(k, k_name)
             rows[label]["k-diffusion"] = lambda f=sample: k_round(f, still)
     return rows

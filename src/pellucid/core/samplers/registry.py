@@ -18,7 +18,7 @@ from pellucid.core.schedule import Level, Target
 Family = Literal[
     "ddpm", "euler", "runge-kutta", "multistep", "dpm-solver", "exponential", "flow", "distilled", "inversion"
 ]
-# How diffusers lays the grid of the class that implements a sampler (core/dialect.py).
+# How diffusers lays the grid of the class that implements a sampler (core/dialect_diffusers.py).
 PeerGrid = Literal["k", "solver", "training", "flow", "ipndm", "none"]
 
 
