@@ -1,0 +1,91 @@
+"""Attention: the one call to the kernel, the one place that chooses its backend, and the layer of UNets and VAEs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from pellucid.core.errors import PellucidError, nearest, rule
+
+BACKENDS = {
+    "auto": None,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+@contextmanager
+def backend(name: str = "auto") -> Iterator[None]:
+    """Every `attend` inside uses this kernel. torch keeps the choice for the whole process, not for a thread."""
+    if name not in BACKENDS:
+        raise PellucidError(
+            rule("attention backend", f"one of {', '.join(BACKENDS)}", name, nearest(name, BACKENDS)), "attention"
+        )
+    kernel = BACKENDS[name]
+    with nullcontext() if kernel is None else sdpa_kernel(kernel):
+        yield
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False) -> Tensor:
+    """softmax(q kᵀ / √d) v over (batch, heads, length, d); `mask` is added to the logits, or bool: True is seen."""
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)  # (B, L, H·D) → (B, H, L, D)
+
+
+def join_heads(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(2)  # (B, H, L, D) → (B, L, H·D)
+
+
+class ImageTokens(NamedTuple):
+    """What one image prompt adds to one cross-attention: keys and values made once, a scale, and where it acts."""
+
+    k: Tensor  # (B, H, T, D)
+    v: Tensor  # (B, H, T, D)
+    scale: Tensor  # (B, 1, 1): one an image, so that images with and without a prompt share a batch
+    mask: Tensor | None  # (B, L, 1), or None for everywhere
+
+
+class Attention(nn.Module):
+    """Multi-head attention over tokens: of x on itself, or on `context` where one is given."""
+
+    def __init__(
+        self, width: int, heads: int, head_width: int, *, context: int | None = None, bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.heads = heads
+        inner = heads * head_width
+        self.to_q = nn.Linear(width, inner, bias=bias)
+        self.to_k = nn.Linear(context or width, inner, bias=bias)
+        self.to_v = nn.Linear(context or width, inner, bias=bias)
+        self.to_out = nn.ModuleList([nn.Linear(inner, width)])
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        mask: Tensor | None = None,
+        image: tuple[ImageTokens, ...] = (),
+        identity: bool = False,
+    ) -> Tensor:
+        """`identity` replaces the attention map by the unit matrix: each token sees itself alone (PAG, eq. 16)."""
+        seen = x if context is None else context
+        v = self.to_v(seen)  # (B, S, H·D)
+        if identity:
+            return self.to_out[0](v)
+        q = split_heads(self.to_q(x), self.heads)  # (B, H, L, D)
+        k = split_heads(self.to_k(seen), self.heads)  # (B, H, S, D)
+        out = join_heads(attend(q, k, split_heads(v, self.heads), mask))  # (B, L, H·D)
+        for tokens in image:
+            extra = join_heads(attend(q, tokens.k, tokens.v)) * tokens.scale
+            out = out + (extra if tokens.mask is None else extra * tokens.mask)
+        return self.to_out[0](out)

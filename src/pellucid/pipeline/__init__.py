@@ -1,0 +1,1 @@
+"""From a bundle on disk to images: load, save, stages, memory policy."""
