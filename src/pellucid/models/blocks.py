@@ -1,0 +1,202 @@
+"""The parts of UNets and VAEs: residual block, resampling, attention over pixels, transformer over pixels."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pellucid.models.attention import Attention, ImageTokens
+
+
+class Told(NamedTuple):
+    """What every block of a UNet is told besides x. The tuples of names are the same for a whole run."""
+
+    time: Tensor | None = None  # (B, E), through SiLU already: every block would do it again
+    context: Tensor | None = None  # (B, L, C)
+    mask: Tensor | None = None  # (B, 1, 1, L), True is seen
+    image: tuple[tuple[ImageTokens, ...], ...] = ()  # one tuple a cross-attention, in the order of the weights
+    perturbed: tuple[str, ...] = ()  # where self-attention is the identity
+    skipped: tuple[str, ...] = ()  # where attention is left out
+
+
+def silu(x: Tensor) -> Tensor:
+    """SiLU that writes over its input where nobody trains: one activation less at the peak."""
+    return F.silu(x, inplace=not torch.is_grad_enabled())
+
+
+class ResnetBlock(nn.Module):
+    """norm, SiLU, conv, twice, with the time between them, added to x."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        time_width: int | None = None,
+        groups: int = 32,
+        eps: float = 1e-5,
+        scale_shift: bool = False,
+        dropout: float = 0.0,
+        output_scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.scale_shift, self.dropout, self.output_scale = scale_shift, dropout, output_scale
+        self.norm1 = nn.GroupNorm(groups, in_channels, eps)
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, padding=1)
+        if time_width is not None:
+            self.time_emb_proj = nn.Linear(time_width, out_channels * (2 if scale_shift else 1))
+        self.norm2 = nn.GroupNorm(groups, out_channels, eps)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
+        if in_channels != out_channels:
+            self.conv_shortcut = nn.Conv2d(in_channels, out_channels, 1)
+        self.timed, self.resized = time_width is not None, in_channels != out_channels
+
+    def forward(self, x: Tensor, time: Tensor | None = None) -> Tensor:
+        h = self.conv1(silu(self.norm1(x)))  # (B, C', H, W)
+        if not self.timed:
+            h = self.norm2(h)
+        elif self.scale_shift:
+            scale, shift = self.time_emb_proj(time)[:, :, None, None].chunk(2, dim=1)  # (B, C', 1, 1) each
+            h = self.norm2(h) * (1 + scale) + shift
+        else:
+            h = self.norm2(h + self.time_emb_proj(time)[:, :, None, None])
+        h = silu(h)
+        if self.dropout:
+            h = F.dropout(h, self.dropout, self.training)
+        h = self.conv2(h)
+        out = (self.conv_shortcut(x) if self.resized else x) + h
+        return out if self.output_scale == 1.0 else out / self.output_scale
+
+
+class Downsample(nn.Module):
+    """Half the size by a strided convolution; padding 0 pads right and below alone, as DDPM and the VAEs did."""
+
+    def __init__(self, channels: int, padding: int = 1) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, stride=2, padding=padding)
+        self.lopsided = padding == 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(F.pad(x, (0, 1, 0, 1)) if self.lopsided else x)
+
+
+class Upsample(nn.Module):
+    """Twice the size, or the size given, by the nearest pixel; then a convolution."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor, size: torch.Size | None = None) -> Tensor:
+        larger = F.interpolate(x, scale_factor=2.0) if size is None else F.interpolate(x, size=size)
+        return self.conv(larger)
+
+
+class PixelAttention(Attention):
+    """Self-attention over the pixels of a feature map, added to it."""
+
+    def __init__(
+        self, channels: int, head_width: int, *, groups: int | None, eps: float, output_scale: float = 1.0
+    ) -> None:
+        super().__init__(channels, channels // head_width, head_width, bias=True)
+        if groups is not None:
+            self.group_norm = nn.GroupNorm(groups, channels, eps)
+        self.normed, self.output_scale, self.place = groups is not None, output_scale, ""
+
+    def forward(self, x: Tensor, told: Told | None = None) -> Tensor:  # type: ignore[override]
+        if told is not None and within(self.place, told.skipped):
+            return x
+        h = self.group_norm(x) if self.normed else x
+        h = h.flatten(2).transpose(1, 2)  # (B, H·W, C)
+        h = super().forward(h, identity=told is not None and within(self.place, told.perturbed))
+        out = x + h.transpose(1, 2).reshape(x.shape)
+        return out if self.output_scale == 1.0 else out / self.output_scale
+
+
+def within(place: str, names: tuple[str, ...]) -> bool:
+    """Whether a module's name is one of the names, or inside one of them."""
+    return any(place == name or place.startswith(name + ".") for name in names)
+
+
+class GEGLU(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, inner * 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, gate = self.proj(x).chunk(2, dim=-1)  # (B, L, inner) each
+        return x * F.gelu(gate)
+
+
+class FeedForward(nn.Module):
+    """GEGLU and back; index 1 of diffusers' list is a dropout that holds no weights."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.net = nn.ModuleList([GEGLU(width, width * 4), nn.Identity(), nn.Linear(width * 4, width)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net[2](self.net[0](x))
+
+
+class TransformerBlock(nn.Module):
+    """Self-attention, cross-attention, feed-forward, each on a normed x and added to it."""
+
+    def __init__(self, width: int, heads: int, context: int | None, *, cross_only: bool = False) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attn1 = Attention(width, heads, width // heads, context=context if cross_only else None)
+        self.norm2 = nn.LayerNorm(width)
+        self.attn2 = Attention(width, heads, width // heads, context=context)
+        self.norm3 = nn.LayerNorm(width)
+        self.ff = FeedForward(width)
+        self.cross_only = cross_only
+        self.index = 0  # which of the network's cross-attentions this one is; the UNet counts them
+
+    def forward(self, x: Tensor, told: Told, identity: bool) -> Tensor:
+        image = told.image[self.index] if told.image else ()
+        first = told.context if self.cross_only else None
+        x = x + self.attn1(self.norm1(x), first, identity=identity)  # (B, L, C)
+        x = x + self.attn2(self.norm2(x), told.context, told.mask, image)
+        return x + self.ff(self.norm3(x))
+
+
+class SpatialTransformer(nn.Module):
+    """Transformer blocks over the pixels of a feature map, added to it."""
+
+    def __init__(
+        self,
+        channels: int,
+        heads: int,
+        context: int | None,
+        *,
+        layers: int = 1,
+        groups: int = 32,
+        linear: bool = False,
+        cross_only: bool = False,
+    ) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(groups, channels, 1e-6)
+        self.proj_in = nn.Linear(channels, channels) if linear else nn.Conv2d(channels, channels, 1)
+        self.transformer_blocks = nn.ModuleList(
+            TransformerBlock(channels, heads, context, cross_only=cross_only) for _ in range(layers)
+        )
+        self.proj_out = nn.Linear(channels, channels) if linear else nn.Conv2d(channels, channels, 1)
+        self.linear, self.place = linear, ""
+
+    def forward(self, x: Tensor, told: Told) -> Tensor:
+        if within(self.place, told.skipped):
+            return x
+        identity = within(self.place, told.perturbed)
+        h = self.norm(x)
+        h = h if self.linear else self.proj_in(h)
+        h = h.flatten(2).transpose(1, 2)  # (B, H·W, C)
+        h = self.proj_in(h) if self.linear else h
+        for block in self.transformer_blocks:
+            h = block(h, told, identity)
+        h = self.proj_out(h) if self.linear else h
+        h = h.transpose(1, 2).reshape(x.shape)  # (B, C, H, W)
+        return x + (h if self.linear else self.proj_out(h))

@@ -1,0 +1,295 @@
+"""The UNet of Stable Diffusion 1, 2 and XL and of DDPM: down, across, up, with every skip and every condition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pellucid.core.errors import PellucidError, rule
+from pellucid.models.attention import ImageTokens
+from pellucid.models.blocks import (
+    Downsample,
+    PixelAttention,
+    ResnetBlock,
+    SpatialTransformer,
+    Told,
+    Upsample,
+    silu,
+)
+from pellucid.models.config import per_block
+from pellucid.models.embeddings import TimeMLP, sinusoid
+from pellucid.models.unet_config import DOWN, MID, UP, UNetConfig
+
+Residuals = tuple[tuple[Tensor, ...], Tensor]  # what a ControlNet adds: one tensor a skip, and one in the middle
+
+
+class Parts:
+    """Makes residual blocks and attentions as a config wants them."""
+
+    def __init__(self, config: UNetConfig) -> None:
+        self.config = config
+
+    def resnet(self, in_channels: int, out_channels: int, output_scale: float = 1.0) -> ResnetBlock:
+        c = self.config
+        return ResnetBlock(
+            in_channels,
+            out_channels,
+            time_width=c.time_width,
+            groups=c.norm_num_groups,
+            eps=c.norm_eps,
+            scale_shift=c.resnet_time_scale_shift == "scale_shift",
+            dropout=c.dropout,
+            output_scale=output_scale,
+        )
+
+    def attentions(self, kind: str | None, channels: int, level: int, layers: Sequence[int]) -> nn.ModuleList:
+        """Attention after each residual block of a level; `layers` counts the transformer blocks of each."""
+        c = self.config
+        if kind == "self":
+            width = c.each("attention_head_dim")[level] or channels
+            made = [PixelAttention(channels, width, groups=c.norm_num_groups, eps=c.norm_eps) for _ in layers]
+            return nn.ModuleList(made)
+        return nn.ModuleList(
+            SpatialTransformer(
+                channels,
+                c.heads[level],
+                c.each("cross_attention_dim")[level],
+                layers=count,
+                groups=c.norm_num_groups,
+                linear=c.use_linear_projection,
+                cross_only=c.each("only_cross_attention")[level],
+            )
+            for count in layers
+        )
+
+
+class DownBlock(nn.Module):
+    """Residual blocks, attention after each where wanted, then half the size."""
+
+    def __init__(self, parts: Parts, level: int) -> None:
+        super().__init__()
+        c = parts.config
+        before, here = c.block_out_channels[max(level - 1, 0)], c.block_out_channels[level]
+        count, kind = c.each("layers_per_block")[level], DOWN[c.down_block_types[level]]
+        self.resnets = nn.ModuleList(parts.resnet(before if j == 0 else here, here) for j in range(count))
+        if kind is not None:
+            layers = per_block(c.each("transformer_layers_per_block")[level], count)
+            self.attentions = parts.attentions(kind, here, level, layers)
+        if level + 1 < len(c.down_block_types):
+            self.downsamplers = nn.ModuleList([Downsample(here, c.downsample_padding)])
+        self.attends, self.halves = kind is not None, level + 1 < len(c.down_block_types)
+
+    def forward(self, x: Tensor, told: Told) -> tuple[Tensor, list[Tensor]]:
+        skips = []
+        for j, resnet in enumerate(self.resnets):
+            x = resnet(x, told.time)  # (B, C, H, W)
+            x = self.attentions[j](x, told) if self.attends else x
+            skips.append(x)
+        if self.halves:
+            x = self.downsamplers[0](x)  # (B, C, H/2, W/2)
+            skips.append(x)
+        return x, skips
+
+
+class MidBlock(nn.Module):
+    """Residual block, attention, residual block."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__()
+        c = parts.config
+        channels, scale, kind = c.block_out_channels[-1], c.mid_block_scale_factor, MID[c.mid_block_type]
+        pixel = kind == "self" and c.class_name == "UNet2DModel" and c.add_attention
+        self.resnets = nn.ModuleList(parts.resnet(channels, channels, scale) for _ in range(1 if self.bare(c) else 2))
+        if kind == "cross":
+            layers = c.each("transformer_layers_per_block")[-1]
+            layers = layers if isinstance(layers, tuple) else (layers,)
+            self.attentions = parts.attentions("cross", channels, -1, layers[:1])
+        elif pixel:
+            groups = c.norm_num_groups if c.resnet_time_scale_shift == "default" else None
+            width = c.each("attention_head_dim")[-1] or channels
+            groups = c.attn_norm_num_groups if c.attn_norm_num_groups is not None else groups
+            self.attentions = nn.ModuleList(
+                [PixelAttention(channels, width, groups=groups, eps=c.norm_eps, output_scale=scale)]
+            )
+        self.attends = kind == "cross" or pixel
+
+    @staticmethod
+    def bare(config: UNetConfig) -> bool:
+        """A conditional UNet with a plain middle has a single residual block there."""
+        return config.mid_block_type == "UNetMidBlock2D" and config.class_name != "UNet2DModel"
+
+    def forward(self, x: Tensor, told: Told) -> Tensor:
+        x = self.resnets[0](x, told.time)
+        x = self.attentions[0](x, told) if self.attends else x
+        return self.resnets[1](x, told.time) if len(self.resnets) > 1 else x
+
+
+class UpBlock(nn.Module):
+    """Residual blocks, each on x beside a skip, attention after each where wanted, then twice the size."""
+
+    def __init__(self, parts: Parts, index: int) -> None:
+        super().__init__()
+        c = parts.config
+        channels = c.block_out_channels[::-1]
+        level = len(channels) - 1 - index  # counted from the top, as the down blocks are
+        below, here = channels[max(index - 1, 0)], channels[index]
+        above = channels[min(index + 1, len(channels) - 1)]
+        count, kind = c.each("layers_per_block")[level] + 1, UP[c.up_block_types[index]]
+        self.resnets = nn.ModuleList(
+            parts.resnet((below if j == 0 else here) + (above if j == count - 1 else here), here) for j in range(count)
+        )
+        if kind is not None:
+            asked = c.reverse_transformer_layers_per_block
+            layers = c.each("transformer_layers_per_block")[level] if asked is None else asked[index]
+            self.attentions = parts.attentions(kind, here, level, per_block(layers, count))
+        if index + 1 < len(channels):
+            self.upsamplers = nn.ModuleList([Upsample(here)])
+        self.attends, self.doubles = kind is not None, index + 1 < len(channels)
+
+    def forward(self, x: Tensor, skips: list[Tensor], told: Told) -> Tensor:
+        for j, resnet in enumerate(self.resnets):
+            x = resnet(torch.cat([x, skips.pop()], dim=1), told.time)  # (B, C + C_skip, H, W) → (B, C, H, W)
+            x = self.attentions[j](x, told) if self.attends else x
+        if self.doubles:
+            x = self.upsamplers[0](x, skips[-1].shape[-2:])  # an odd size comes back as it was
+        return x
+
+
+class Descent(nn.Module):
+    """A UNet's first half: the conditions, the way down and the middle. ControlNets are this and little more."""
+
+    def __init__(self, config: UNetConfig) -> None:
+        super().__init__()
+        self.config = c = config
+        first, width = c.block_out_channels[0], c.time_width
+        self.conv_in = nn.Conv2d(c.in_channels, first, c.conv_in_kernel, padding=c.conv_in_kernel // 2)
+        self.time_embedding = TimeMLP(first, width, cond_width=c.time_cond_proj_dim)
+        if c.encoder_hid_dim is not None:
+            self.encoder_hid_proj = nn.Linear(c.encoder_hid_dim, c.each("cross_attention_dim")[0])
+        self.class_embedding = class_embedding(c)
+        if c.addition_embed_type == "text_time":
+            if c.addition_time_embed_dim is None or c.projection_class_embeddings_input_dim is None:
+                raise PellucidError(
+                    "addition_time_embed_dim and projection_class_embeddings_input_dim must be set for text_time.",
+                    "config-missing",
+                )
+            self.add_embedding = TimeMLP(c.projection_class_embeddings_input_dim, width)
+        parts = Parts(c)
+        self.down_blocks = nn.ModuleList(DownBlock(parts, level) for level in range(len(c.down_block_types)))
+        self.mid_block = None if c.mid_block_type is None else MidBlock(parts)
+
+    def sinusoid(self, values: Tensor, width: int) -> Tensor:
+        made = sinusoid(values, width, flip=self.config.flip_sin_to_cos, shift=self.config.freq_shift)
+        return made.to(self.conv_in.weight.dtype)
+
+    def embed(
+        self, time: Tensor, labels: Tensor | None, pooled: Tensor | None, sizes: Tensor | None, guidance: Tensor | None
+    ) -> Tensor:
+        """All that the residual blocks are told, as one vector an image: (B, E)."""
+        c = self.config
+        told = self.time_embedding(self.sinusoid(time, c.block_out_channels[0]), guidance)  # (B, E)
+        if self.class_embedding is not None:
+            if labels is None:
+                raise PellucidError("labels must be given to this class-conditional UNet; got None.", "labels")
+            if c.class_embed_type == "timestep":
+                labels = self.sinusoid(labels, c.block_out_channels[0])
+            told = told + self.class_embedding(labels).to(told.dtype)
+        if c.addition_embed_type == "text_time":
+            if pooled is None or sizes is None or c.addition_time_embed_dim is None:
+                raise PellucidError("pooled and sizes must be given to this UNet (SDXL); got None.", "pooled")
+            numbers = self.sinusoid(sizes.flatten(), c.addition_time_embed_dim)  # (B·6, W)
+            added = torch.cat([pooled.to(told.dtype), numbers.reshape(len(sizes), -1)], dim=-1)  # (B, P + 6·W)
+            told = told + self.add_embedding(added)
+        return silu(told)
+
+    def descend(self, x: Tensor, told: Told) -> tuple[Tensor, list[Tensor]]:
+        """The way down after `conv_in`: x at the bottom, and every skip from the first."""
+        skips = [x]
+        for block in self.down_blocks:
+            x, more = block(x, told)
+            skips += more
+        return x, skips
+
+
+def class_embedding(c: UNetConfig) -> nn.Module | None:
+    width, extra = c.time_width, c.projection_class_embeddings_input_dim
+    if c.class_embed_type is None:
+        return None if c.num_class_embeds is None else nn.Embedding(c.num_class_embeds, width)
+    if c.class_embed_type == "identity":
+        return nn.Identity()
+    if c.class_embed_type == "timestep":
+        return TimeMLP(c.block_out_channels[0], width)
+    if extra is None:
+        raise PellucidError(
+            f"projection_class_embeddings_input_dim must be set for {c.class_embed_type}.", "config-missing"
+        )
+    return TimeMLP(extra, width) if c.class_embed_type == "projection" else nn.Linear(extra, width)
+
+
+class UNet(Descent):
+    """network(x, time, context, …) → what it was trained to predict, of the shape of x (out_channels)."""
+
+    def __init__(self, config: UNetConfig) -> None:
+        super().__init__(config)
+        c = config
+        parts = Parts(c)
+        self.up_blocks = nn.ModuleList(UpBlock(parts, index) for index in range(len(c.up_block_types)))
+        self.conv_norm_out = nn.GroupNorm(c.norm_num_groups, c.block_out_channels[0], c.norm_eps)
+        self.conv_out = nn.Conv2d(
+            c.block_out_channels[0], c.out_channels, c.conv_out_kernel, padding=c.conv_out_kernel // 2
+        )
+        for index, block in enumerate(self.cross_attentions()):
+            block.index = index
+        for name, module in self.named_modules():
+            if isinstance(module, PixelAttention | SpatialTransformer):
+                module.place = name
+
+    def cross_attentions(self) -> list[nn.Module]:
+        """The blocks with cross-attention in the order in which IP-Adapters number them: down, up, middle."""
+        halves = (self.down_blocks, self.up_blocks, self.mid_block)
+        transformers = [m for half in halves if half is not None for m in half.modules()]
+        return [b for t in transformers if isinstance(t, SpatialTransformer) for b in t.transformer_blocks]
+
+    def forward(
+        self,
+        x: Tensor,  # (B, C, H, W)
+        time: Tensor,  # (B,)
+        context: Tensor | None = None,  # (B, L, D)
+        *,
+        labels: Tensor | None = None,  # (B,), or what the class embedding takes
+        pooled: Tensor | None = None,  # (B, P)
+        sizes: Tensor | None = None,  # (B, 6)
+        guidance_embedding: Tensor | None = None,  # (B, G), for networks distilled with guidance
+        residuals: Residuals | None = None,
+        image: tuple[tuple[ImageTokens, ...], ...] = (),
+        context_mask: Tensor | None = None,  # (B, L), True is seen
+        perturbed: tuple[str, ...] = (),
+        skipped: tuple[str, ...] = (),
+    ) -> Tensor:
+        if self.config.center_input_sample:
+            x = 2 * x - 1
+        if context is not None and self.config.encoder_hid_dim is not None:
+            context = self.encoder_hid_proj(context)
+        embedding = self.embed(time, labels, pooled, sizes, guidance_embedding)  # (B, E)
+        mask = None if context_mask is None else context_mask[:, None, None, :].bool()
+        told = Told(embedding, context, mask, image, perturbed, skipped)
+
+        x, skips = self.descend(self.conv_in(x), told)
+        if residuals is not None:
+            skips = [skip + extra for skip, extra in zip(skips, residuals[0], strict=True)]
+        if self.mid_block is not None:
+            x = self.mid_block(x, told)
+        if residuals is not None:
+            x = x + residuals[1]
+        for block in self.up_blocks:
+            x = block(x, skips, told)
+        return self.conv_out(silu(self.conv_norm_out(x)))  # (B, C_out, H, W)
+
+
+def check_size(height: int, width: int, config: UNetConfig) -> None:
+    """A UNet takes any size of at least one pixel at its bottom."""
+    least = 2 ** (len(config.down_block_types) - 1)
+    if min(height, width) < least:
+        raise PellucidError(rule("size of x", f"at least {least} a side", (height, width)), "size")
