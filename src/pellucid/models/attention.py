@@ -59,7 +59,14 @@ class Attention(nn.Module):
     """Multi-head attention over tokens: of x on itself, or on `context` where one is given."""
 
     def __init__(
-        self, width: int, heads: int, head_width: int, *, context: int | None = None, bias: bool = False
+        self,
+        width: int,
+        heads: int,
+        head_width: int,
+        *,
+        context: int | None = None,
+        bias: bool = False,
+        out_bias: bool = True,
     ) -> None:
         super().__init__()
         self.heads = heads
@@ -67,7 +74,7 @@ class Attention(nn.Module):
         self.to_q = nn.Linear(width, inner, bias=bias)
         self.to_k = nn.Linear(context or width, inner, bias=bias)
         self.to_v = nn.Linear(context or width, inner, bias=bias)
-        self.to_out = nn.ModuleList([nn.Linear(inner, width)])
+        self.to_out = nn.ModuleList([nn.Linear(inner, width, bias=out_bias)])
 
     def forward(
         self,

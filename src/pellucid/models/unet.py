@@ -15,6 +15,7 @@ from pellucid.models.blocks import (
     ResnetBlock,
     SpatialTransformer,
     Told,
+    TransformerBlock,
     Upsample,
     silu,
 )
@@ -44,8 +45,8 @@ class Parts:
             output_scale=output_scale,
         )
 
-    def attentions(self, kind: str | None, channels: int, level: int, layers: Sequence[int]) -> nn.ModuleList:
-        """Attention after each residual block of a level; `layers` counts the transformer blocks of each."""
+    def attentions(self, kind: str, channels: int, level: int, layers: Sequence[int]) -> nn.ModuleList:
+        """Attention after each residual block of a level (−1: the middle); `layers` counts the blocks of each."""
         c = self.config
         if kind == "self":
             width = c.each("attention_head_dim")[level] or channels
@@ -59,7 +60,7 @@ class Parts:
                 layers=count,
                 groups=c.norm_num_groups,
                 linear=c.use_linear_projection,
-                cross_only=c.each("only_cross_attention")[level],
+                cross_only=level >= 0 and c.each("only_cross_attention")[level],
             )
             for count in layers
         )
@@ -240,17 +241,27 @@ class UNet(Descent):
         self.conv_out = nn.Conv2d(
             c.block_out_channels[0], c.out_channels, c.conv_out_kernel, padding=c.conv_out_kernel // 2
         )
-        for index, block in enumerate(self.cross_attentions()):
+        for index, (block, _, _) in enumerate(self.cross_attentions()):
             block.index = index
         for name, module in self.named_modules():
             if isinstance(module, PixelAttention | SpatialTransformer):
                 module.place = name
 
-    def cross_attentions(self) -> list[nn.Module]:
-        """The blocks with cross-attention in the order in which IP-Adapters number them: down, up, middle."""
-        halves = (self.down_blocks, self.up_blocks, self.mid_block)
-        transformers = [m for half in halves if half is not None for m in half.modules()]
-        return [b for t in transformers if isinstance(t, SpatialTransformer) for b in t.transformer_blocks]
+    def cross_attentions(self) -> list[tuple[TransformerBlock, str, int]]:
+        """The blocks with cross-attention, in the order in which IP-Adapters number them: down, up, middle.
+
+        With each: the name of its place, and how often the size was halved there.
+        """
+        last = len(self.down_blocks) - 1
+        blocks = [(f"down_blocks.{i}", block, i) for i, block in enumerate(self.down_blocks)]
+        blocks += [(f"up_blocks.{i}", block, last - i) for i, block in enumerate(self.up_blocks)]
+        blocks += [] if self.mid_block is None else [("mid_block", self.mid_block, last)]
+        found = []
+        for place, block, halvings in blocks:
+            for name, module in block.named_modules(prefix=place):
+                if isinstance(module, TransformerBlock):
+                    found.append((module, name, halvings))
+        return found
 
     def forward(
         self,

@@ -1,0 +1,342 @@
+"""Weights: files of tensors → dicts, mapped and not copied; dicts → networks, strictly and without a second copy.
+
+A pickle is opened only by torch's restricted reader: one that holds code is refused, and nothing of it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import threading
+import warnings
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from pellucid.core.errors import PellucidError, rule
+
+MAX_INDEX_BYTES = 64 * 2**20
+STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")  # diffusers', transformers', transformers' pickles
+PICKLES = (".bin", ".ckpt", ".pt", ".pth")
+ENDINGS = (".safetensors", ".safetensors.index.json", *PICKLES)
+LFS_POINTER = b"version https://git-lfs"
+NOT_WEIGHTS = re.compile(r"(^|\.)position_ids$")  # a table of 0, 1, 2, … that old CLIP files carry
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+N = TypeVar("N", bound=nn.Module)
+
+
+def dtype_named(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A torch dtype from itself or its name."""
+    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if dtype is not None and (found is None or not found.is_floating_point or found.itemsize < 2):
+        raise PellucidError(rule("dtype", f"one of {', '.join(DTYPES)}", str(dtype)), "dtype")
+    return found
+
+
+# Files
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a file. Those of safetensors and of zipped pickles stay on disk until they are used."""
+    kind = kind_of(path)
+    tensors = read_safetensors(path) if kind == "safetensors" else read_pickle(path, zipped=kind == "zip")
+    if not tensors:
+        raise PellucidError(rule(f"weights in {path.name}", "at least one tensor", "none"), "weights-file")
+    return tensors
+
+
+def kind_of(path: Path) -> str:
+    """What a file is by its first bytes, whatever its name says."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+    except OSError as error:
+        raise PellucidError(rule(f"weights in {path.name}", "a file that can be read", str(error)), "weights-file") from None
+    if head.startswith(LFS_POINTER):
+        raise PellucidError(
+            rule(
+                f"weights in {path.name}",
+                "the tensors themselves",
+                "a git-LFS pointer of a few lines",
+                "The clone did not fetch them: run `git lfs pull` in that folder, or download the file.",
+            ),
+            "weights-lfs",
+        )
+    if head.startswith(b"PK\x03\x04"):
+        return "zip"
+    if head.startswith(b"\x80"):
+        return "pickle"
+    if head[8:9] == b"{":
+        return "safetensors"
+    raise PellucidError(
+        rule(f"weights in {path.name}", "a safetensors file or a torch pickle", head[:16]), "weights-file"
+    )
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise broken(path, error) from None
+
+
+def metadata_of(path: Path) -> dict[str, str]:
+    """The words in a safetensors header; nothing for a pickle."""
+    if kind_of(path) != "safetensors":
+        return {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(file.metadata() or {})
+    except (SafetensorError, OSError) as error:
+        raise broken(path, error) from None
+
+
+def broken(path: Path, error: Exception) -> PellucidError:
+    words = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+    return PellucidError(
+        f"weights in {path.name} must be a whole file; got one that is truncated or corrupt ({words}). "
+        "Download it again.",
+        "weights-corrupt",
+    )
+
+
+def read_pickle(path: Path, *, zipped: bool) -> dict[str, Tensor]:
+    if zipped:
+        check_zip(path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about old pickle protocols: the outcome is checked below
+            held = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except pickle.UnpicklingError:
+        raise PellucidError(
+            f"weights in {path.name} must be tensors alone; got a pickle with code or other objects in it, "
+            "and nothing of it was run. Use a .safetensors file.",
+            "weights-pickle",
+        ) from None
+    except Exception as error:  # a malformed pickle makes its reader fail in any way
+        raise broken(path, error) from None
+    return tensors_in(held, path)
+
+
+def check_zip(path: Path) -> None:
+    """torch stores and never compresses: sizes beyond the file's own are a trap."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            claimed = sum(entry.file_size for entry in archive.infolist())
+    except (zipfile.BadZipFile, OSError, ValueError) as error:
+        raise broken(path, error) from None
+    if claimed > path.stat().st_size:
+        raise broken(path, ValueError(f"claims {claimed} bytes in {path.stat().st_size}"))
+
+
+def tensors_in(held: Any, path: Path) -> dict[str, Tensor]:
+    """The state dict of a checkpoint: the whole of it, or its `state_dict`; numbers such as a step count are left."""
+    if isinstance(held, Mapping) and isinstance(held.get("state_dict"), Mapping):
+        held = held["state_dict"]
+    if not isinstance(held, Mapping):
+        raise PellucidError(
+            rule(f"weights in {path.name}", "a dict of tensors", type(held).__name__), "weights-file"
+        )
+    found = {str(name): value for name, value in held.items() if isinstance(value, Tensor)}
+    others = [str(name) for name, value in held.items() if not isinstance(value, Tensor | int | float | str | None)]
+    if others:
+        raise PellucidError(
+            rule(f"weights in {path.name}", "a dict of tensors", f"other things too: {some(others)}"), "weights-file"
+        )
+    return found
+
+
+def some(names: Iterable[str], count: int = 4) -> str:
+    """The first few names, and how many there are."""
+    found = list(names)
+    return ", ".join(found[:count]) + (f", … ({len(found)} in all)" if len(found) > count else "")
+
+
+# Folders
+
+
+@dataclass(frozen=True)
+class Found:
+    """The weights of one folder: a file or an index of shards, and the variant that it is."""
+
+    path: Path
+    variant: str | None
+
+
+def find(folder: Path, variant: str | None = None) -> Found:
+    """The plain weights, or the variant that was asked for; the other where it is the only one."""
+    there = {path.name: path for path in sorted(folder.iterdir())} if folder.is_dir() else {}
+    for asked in dict.fromkeys((variant, None)):
+        for name in (spell(stem, ending, asked) for ending in ENDINGS for stem in STEMS):
+            if name in there:
+                return Found(there[name], asked)
+    variants = variants_in(there)
+    if variant is None and len(variants) == 1:
+        return find(folder, variants[0])
+    wanted = f"{STEMS[0]}.safetensors or {STEMS[1]}.safetensors" + (f" (variant {variant})" if variant else "")
+    raise PellucidError(
+        f"weights in {folder.name} must be {wanted}; got {some(there) or 'an empty folder'}."
+        + (f" Name the variant: {', '.join(variants)}." if variants else ""),
+        "weights-missing",
+    )
+
+
+def spell(stem: str, ending: str, variant: str | None) -> str:
+    """diffusers' spelling: model.fp16.safetensors, but model.safetensors.index.fp16.json."""
+    if variant is None:
+        return stem + ending
+    if ending.endswith(".json"):
+        return f"{stem}{ending.removesuffix('json')}{variant}.json"
+    return f"{stem}.{variant}{ending}"
+
+
+def variants_in(names: Iterable[str]) -> list[str]:
+    stems = "|".join(STEMS)
+    whole = re.compile(rf"(?:{stems})\.(?P<variant>[A-Za-z0-9_]+)(?:\.safetensors|\.bin)")
+    index = re.compile(rf"(?:{stems})\.safetensors\.index\.(?P<variant>[A-Za-z0-9_]+)\.json")
+    hits = (whole.fullmatch(name) or index.fullmatch(name) for name in names)
+    return sorted({hit["variant"] for hit in hits if hit} - {"index"})
+
+
+def read_folder(folder: Path, variant: str | None = None) -> tuple[dict[str, Tensor], Found]:
+    """The tensors of a component's folder."""
+    found = find(folder, variant)
+    if found.path.name.endswith(".json"):
+        return read_shards(found.path), found
+    return read(found.path), found
+
+
+def read_json(path: Path, limit: int = MAX_INDEX_BYTES) -> dict[str, Any]:
+    """A JSON object from a file of bounded size."""
+    try:
+        if path.stat().st_size > limit:
+            raise PellucidError(rule(path.name, f"at most {limit} bytes", path.stat().st_size), "json-file")
+        held = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        pointer = path.is_file() and path.read_bytes()[: len(LFS_POINTER)] == LFS_POINTER
+        what = "it is a git-LFS pointer: run `git lfs pull`" if pointer else str(error)
+        raise PellucidError(f"{path.name} must be JSON; {what}.", "json-file") from None
+    if not isinstance(held, dict):
+        raise PellucidError(rule(path.name, "a JSON object", type(held).__name__), "json-file")
+    return held
+
+
+def read_shards(index: Path) -> dict[str, Tensor]:
+    """The tensors of all shards that an index names. Shards lie beside it, nowhere else."""
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
+        raise PellucidError(rule(f"weight_map of {index.name}", "tensor names to file names", places), "weights-index")
+    tensors: dict[str, Tensor] = {}
+    for shard in sorted(set(places.values())):
+        if shard in (".", "..") or re.search(r"[/\\:\0]", shard):
+            raise PellucidError(rule(f"a shard of {index.name}", "a file beside it", shard), "weights-index")
+        if not (index.parent / shard).is_file():
+            raise PellucidError(
+                f"{index.name} must have all its shards beside it; {shard} is missing. Download it.", "weights-shard"
+            )
+        tensors |= read(index.parent / shard)
+    if absent := sorted(set(places) - set(tensors)):
+        raise PellucidError(
+            f"shards of {index.name} must hold what it lists; missing {some(absent)}.", "weights-index"
+        )
+    return tensors
+
+
+# Networks
+
+
+def load(
+    make: Callable[[], N],
+    tensors: Mapping[str, Tensor],
+    *,
+    name: str,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> N:
+    """A network with these tensors for weights: frozen, in eval mode, in `dtype` or in the dtype of the file.
+
+    It is sketched on the meta device first, so that names and shapes are checked before anything is allocated.
+    """
+    with torch.device("meta"):
+        network = make()
+    tensors = {key: value for key, value in tensors.items() if not NOT_WEIGHTS.search(key)}
+    check(network, tensors, name)
+    if any(buffer.is_meta for buffer in computed_buffers(network)):
+        with bare_parameters():
+            network = make()
+    kind = dtype or common_dtype(tensors.values(), name)
+    place = torch.device(device or "cpu")
+    network.load_state_dict({key: placed(value, kind, place) for key, value in tensors.items()}, assign=True)
+    return network.to(place).eval().requires_grad_(False)
+
+
+def check(network: nn.Module, tensors: Mapping[str, Tensor], name: str) -> None:
+    """Every weight is there, none is left over, and each has the shape that the config says."""
+    wanted = network.state_dict()
+    missing, extra = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
+    if missing or extra:
+        words = [f"missing {some(missing)}"] * bool(missing) + [f"unexpected {some(extra)}"] * bool(extra)
+        raise PellucidError(f"weights of {name} must fit its config; {'; '.join(words)}.", "weights-keys")
+    for key, tensor in tensors.items():
+        if tensor.shape != wanted[key].shape:
+            raise PellucidError(
+                rule(f"{key} of {name}", f"of shape {tuple(wanted[key].shape)}", tuple(tensor.shape)), "weights-shape"
+            )
+
+
+def computed_buffers(network: nn.Module) -> Iterator[Tensor]:
+    """The buffers that no file holds: a network computes them when it is made."""
+    for module in network.modules():
+        for name in module._non_persistent_buffers_set:
+            buffer = module._buffers[name]
+            if buffer is not None:
+                yield buffer
+
+
+@contextmanager
+def bare_parameters() -> Iterator[None]:
+    """Networks made inside, in this thread, have parameters without memory but buffers with their values."""
+    here = threading.get_ident()
+
+    def strip(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or threading.get_ident() != here:
+            return parameter
+        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(strip)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def common_dtype(tensors: Iterable[Tensor], name: str) -> torch.dtype:
+    """One dtype for a network: that of its file, the widest where the file mixes them."""
+    kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    if any(kind.itemsize < 2 for kind in kinds):
+        stored = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+        raise PellucidError(
+            rule(f"dtype of {name}", "named for weights of 8 bits", stored, "Pass dtype='float16', for example."), "dtype"
+        )
+    widest = torch.float16 if torch.float16 in kinds or not kinds else kinds.pop()
+    for kind in kinds:
+        widest = torch.promote_types(widest, kind)
+    return widest
+
+
+def placed(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The tensor where and as it is wanted; itself, still mapped, where nothing changes."""
+    kind = dtype if tensor.is_floating_point() else tensor.dtype
+    moved = tensor.detach().to(device=device, dtype=kind).contiguous()
+    misaligned = moved.device.type == "cpu" and moved.data_ptr() % moved.element_size()
+    return moved.clone() if misaligned else moved  # old files do not pad their header

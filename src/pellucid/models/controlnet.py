@@ -1,0 +1,148 @@
+"""ControlNet: a copy of a UNet's first half that reads a picture and adds to every skip of the UNet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pellucid.core.errors import PellucidError, rule
+from pellucid.models.blocks import Told, silu
+from pellucid.models.unet import Descent, Residuals, UNet
+from pellucid.models.unet_config import UNetConfig
+
+
+class Hint(NamedTuple):
+    """What one ControlNet is given for a run: its picture, embedded once, and how strong it is for each image."""
+
+    embedded: Tensor  # (B, C, H, W), at the size of the latents
+    scale: Tensor  # (B, 1, 1, 1)
+
+
+class HintEmbedding(nn.Module):
+    """The picture brought down to the size of the latents, an eighth of the side."""
+
+    def __init__(self, channels: int, widths: Sequence[int], out_channels: int) -> None:
+        super().__init__()
+        self.conv_in = nn.Conv2d(channels, widths[0], 3, padding=1)
+        steps = [
+            conv
+            for here, next_width in pairwise(widths)
+            for conv in (
+                nn.Conv2d(here, here, 3, padding=1),
+                nn.Conv2d(here, next_width, 3, padding=1, stride=2),
+            )
+        ]
+        self.blocks = nn.ModuleList(steps)
+        self.conv_out = nn.Conv2d(widths[-1], out_channels, 3, padding=1)
+
+    def forward(self, picture: Tensor) -> Tensor:
+        h = silu(self.conv_in(picture))
+        for conv in self.blocks:
+            h = silu(conv(h))
+        return self.conv_out(h)
+
+
+class ControlNet(Descent):
+    """What it adds to a UNet: one tensor a skip, and one in the middle. New weights are zero: it adds nothing yet."""
+
+    def __init__(self, config: UNetConfig) -> None:
+        super().__init__(config)
+        c = config
+        if c.mid_block_type is None:
+            raise PellucidError("mid_block_type of a ControlNet must be set; got None.", "config-unsupported")
+        self.controlnet_cond_embedding = HintEmbedding(
+            c.conditioning_channels, c.conditioning_embedding_out_channels, c.block_out_channels[0]
+        )
+        widths = [c.block_out_channels[0]]
+        for level, width in enumerate(c.block_out_channels):
+            halves = level + 1 < len(c.block_out_channels)
+            widths += [width] * (c.each("layers_per_block")[level] + halves)
+        self.controlnet_down_blocks = nn.ModuleList(nn.Conv2d(width, width, 1) for width in widths)
+        self.controlnet_mid_block = nn.Conv2d(c.block_out_channels[-1], c.block_out_channels[-1], 1)
+        for conv in (self.controlnet_cond_embedding.conv_out, *self.controlnet_down_blocks, self.controlnet_mid_block):
+            for weights in conv.parameters():
+                nn.init.zeros_(weights)
+
+    def hint(self, picture: Tensor, scale: Sequence[float]) -> Hint:
+        """Embeds a picture (B, 3, 8·H, 8·W) in [0, 1], once a run: it does not change from step to step."""
+        if picture.ndim != 4 or picture.shape[1] != self.config.conditioning_channels:
+            wanted = f"(batch, {self.config.conditioning_channels}, height, width)"
+            raise PellucidError(rule("control picture", wanted, tuple(picture.shape)), "control-shape")
+        if self.config.controlnet_conditioning_channel_order == "bgr":
+            picture = picture.flip(1)
+        weight = self.controlnet_cond_embedding.conv_in.weight
+        embedded = self.controlnet_cond_embedding(picture.to(weight))
+        return Hint(embedded, torch.tensor(scale).to(weight).reshape(-1, 1, 1, 1))
+
+    def forward(
+        self,
+        x: Tensor,  # (B, C, H, W)
+        time: Tensor,  # (B,)
+        context: Tensor | None,
+        hint: Hint,
+        *,
+        labels: Tensor | None = None,
+        pooled: Tensor | None = None,
+        sizes: Tensor | None = None,
+        context_mask: Tensor | None = None,
+    ) -> Residuals:
+        if context is not None and self.config.encoder_hid_dim is not None:
+            context = self.encoder_hid_proj(context)
+        mask = None if context_mask is None else context_mask[:, None, None, :].bool()
+        told = Told(self.embed(time, labels, pooled, sizes, None), context, mask)
+        x, skips = self.descend(self.conv_in(x) + hint.embedded, told)
+        assert self.mid_block is not None
+        x = self.mid_block(x, told)
+        outs = tuple(
+            conv(skip) * hint.scale for conv, skip in zip(self.controlnet_down_blocks, skips, strict=True)
+        )  # (B, C_k, H_k, W_k) each
+        return outs, self.controlnet_mid_block(x) * hint.scale
+
+
+class Controlled(nn.Module):
+    """A UNet with ControlNets, as one network: it takes a `control` input beside the UNet's own."""
+
+    def __init__(self, unet: UNet, controlnets: Sequence[ControlNet]) -> None:
+        super().__init__()
+        for controlnet in controlnets:
+            check_fits(unet.config, controlnet.config)
+        self.unet, self.controlnets = unet, nn.ModuleList(controlnets)
+        self.config = unet.config
+
+    def forward(
+        self,
+        x: Tensor,
+        time: Tensor,
+        context: Tensor | None = None,
+        *,
+        control: tuple[Hint | None, ...] = (),
+        **inputs: Any,
+    ) -> Tensor:
+        """`control` holds a hint for each ControlNet, None for those that are off at this step."""
+        shared = {k: v for k, v in inputs.items() if k in ("labels", "pooled", "sizes", "context_mask")}
+        total: Residuals | None = None
+        for controlnet, hint in zip(self.controlnets, control, strict=bool(control)):
+            if hint is None:
+                continue
+            own = x[:, : controlnet.config.in_channels]  # an inpainting UNet's mask and picture are not for it
+            outs, middle = controlnet(own, time, context, hint, **shared)
+            if total is None:
+                total = outs, middle
+            else:
+                total = tuple(a + b for a, b in zip(total[0], outs, strict=True)), total[1] + middle
+        return self.unet(x, time, context, residuals=total, **inputs)
+
+
+def check_fits(unet: UNetConfig, control: UNetConfig) -> None:
+    """A ControlNet of another base has other widths; named here, before a step fails on a shape."""
+    for name in ("block_out_channels", "cross_attention_dim", "layers_per_block"):
+        mine, other = unet.each(name), control.each(name)
+        if mine != other:
+            raise PellucidError(
+                f"{name} of the ControlNet must equal the UNet's {mine}; got {other}. It was made for another base.",
+                "control-base",
+            )

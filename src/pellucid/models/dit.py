@@ -1,0 +1,310 @@
+"""Diffusion transformers: DiT, told a class (Peebles & Xie 2022), and PixArt, told a text (Chen et al. 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pellucid.core.errors import PellucidError, rule
+from pellucid.models import config as configs
+from pellucid.models.dit_blocks import (
+    Block,
+    PatchConfig,
+    Patches,
+    check_batch,
+    check_indices,
+    check_latents,
+    modulate,
+    unpatch,
+)
+from pellucid.models.embeddings import LabelEmbedding, TimeMLP, sinusoid
+
+WAVES = 256  # channels of the sinusoid of a time or of a size
+NORM_EPS = 1e-6  # of the norms whose epsilon is no config key
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiTConfig(PatchConfig):
+    """Keys and defaults of diffusers' DiTTransformer2DModel."""
+
+    num_embeds_ada_norm: int = 1000
+
+    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **PatchConfig.FIXED,
+        "norm_type": ("ada_norm_zero",),
+        "cross_attention_dim": (None,),
+        "caption_channels": (None,),
+        "interpolation_scale": (None, 1),
+        "use_additional_conditions": (None, False),
+    }
+
+    @property
+    def null_label(self) -> int:
+        """The label that means "no class": the unconditional side of guidance."""
+        return self.num_embeds_ada_norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class PixArtConfig(PatchConfig):
+    """Keys and defaults of diffusers' PixArtTransformer2DModel."""
+
+    out_channels: int | None = 8
+    sample_size: int = 128
+    norm_eps: float = 1e-6
+    cross_attention_dim: int = 1152
+    caption_channels: int | None = None  # width of the text states; None: they come as wide as cross_attention_dim
+    interpolation_scale: float | None = None
+    use_additional_conditions: bool | None = None
+    num_embeds_ada_norm: int | None = 1000  # without effect; kept because diffusers refuses a config without it
+
+    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {**PatchConfig.FIXED, "norm_type": ("ada_norm_single",)}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cross_attention_dim is None:
+            raise PellucidError(rule("cross_attention_dim", "the width of the context", None), "config-value")
+        if self.caption_channels and self.cross_attention_dim != self.width:
+            advice = "Captions are projected to the network's own width."
+            raise PellucidError(
+                rule("cross_attention_dim", f"{self.width}", self.cross_attention_dim, advice), "config-value"
+            )
+        if self.takes_sizes and self.width % 3:
+            text = rule("num_attention_heads · attention_head_dim", "a multiple of 3", self.width)
+            raise PellucidError(text + " Height, width and aspect ratio take a third each.", "config-value")
+
+    @property
+    def position_scale(self) -> float:
+        return self.interpolation_scale or max(self.sample_size // 64, 1)
+
+    @property
+    def takes_sizes(self) -> bool:
+        """Whether height, width and aspect ratio are told; unsaid, the 1024-pixel networks are."""
+        return self.sample_size == 128 if self.use_additional_conditions is None else self.use_additional_conditions
+
+
+class ClassEmbedder(nn.Module):
+    """Time and class as one vector."""
+
+    def __init__(self, num_classes: int, width: int) -> None:
+        super().__init__()
+        self.timestep_embedder = TimeMLP(WAVES, width)
+        self.class_embedder = LabelEmbedding(num_classes, width)
+
+    def forward(self, wave: Tensor, labels: Tensor) -> Tensor:
+        return self.timestep_embedder(wave) + self.class_embedder(labels)  # (B, D)
+
+
+class ClassBlock(Block):
+    """adaLN-Zero: each block reads time and class with weights of its own, under the name norm1."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__(config, eps=(NORM_EPS, config.norm_eps))
+        embedder = ClassEmbedder(config.num_embeds_ada_norm, config.width)
+        self.norm1 = nn.ModuleDict({"emb": embedder, "linear": nn.Linear(config.width, 6 * config.width)})
+
+
+class DiT(nn.Module):
+    """A transformer over latent patches that is told the time and a class."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.pos_embed = Patches(config)
+        self.transformer_blocks = nn.ModuleList(ClassBlock(config) for _ in range(config.num_layers))
+        self.proj_out_1 = nn.Linear(config.width, 2 * config.width)
+        self.proj_out_2 = nn.Linear(config.width, config.patch_size**2 * config.channels_out)
+
+    def forward(
+        self,
+        x: Tensor,  # (B, C, H, W)
+        time: Tensor,  # (B,)
+        *,
+        labels: Tensor | None = None,  # (B,)
+        perturbed: tuple[int, ...] = (),
+        skipped: tuple[int, ...] = (),
+    ) -> Tensor:
+        """(B, out_channels, H, W). The self-attention of `perturbed` blocks is the identity; `skipped` are left out."""
+        check_latents(x, time, self.config)
+        labels = self.check_label_shape(labels, x.shape[0])
+        patch, (height, width) = self.config.patch_size, x.shape[-2:]
+        x = self.pos_embed(x)  # (B, L, D)
+        wave = sinusoid(time.reshape(-1), WAVES, shift=1).to(x.dtype)  # (B, 256), the same for every block
+        embedder = self.transformer_blocks[0].norm1["emb"]
+        ends = condition = F.silu(embedder(wave, labels))  # (B, D)
+        for index, block in walk(self.transformer_blocks, perturbed, skipped):
+            if block.norm1["emb"] is not embedder:  # see share_embedders
+                embedder = block.norm1["emb"]
+                condition = F.silu(embedder(wave, labels))
+            modulation = block.norm1["linear"](condition).unflatten(-1, (6, -1))  # (B, 6, D)
+            x = block(x, modulation, identity=index in perturbed)
+        shift, scale = self.proj_out_1(ends)[:, None].chunk(2, dim=-1)  # (B, 1, D) each
+        x = self.proj_out_2(modulate(x, shift, scale, NORM_EPS))  # (B, L, patch · patch · out_channels)
+        return unpatch(x, height // patch, width // patch, patch)
+
+    def check_label_shape(self, labels: Tensor | None, batch: int) -> Tensor:
+        if labels is None or labels.is_floating_point():
+            advice = f"The label {self.config.null_label} means no class."
+            got = None if labels is None else labels.dtype
+            raise PellucidError(rule("labels", "one integer an image", got, advice), "network-input")
+        check_batch("labels", labels, batch)
+        return labels
+
+    def check_labels(self, labels: Sequence[int] | Tensor) -> Tensor:
+        """Labels as an int64 tensor, each a class or the null label. It reads values, so it stays out of `forward`."""
+        found = torch.as_tensor(labels)
+        wrong = found.is_floating_point() or found.ndim != 1
+        if wrong or ((found < 0) | (found > self.config.null_label)).any():
+            must = f"class numbers from 0 to {self.config.null_label - 1}, or {self.config.null_label} for no class"
+            raise PellucidError(rule("labels", must, found.tolist()), "label")
+        return found.long()
+
+    def share_embedders(self) -> bool:
+        """Keep one embedder where all blocks hold the same one, as in the published weights; says whether they did."""
+        first, *others = (block.norm1["emb"] for block in self.transformer_blocks)
+        state = first.state_dict()
+        same = all(torch.equal(state[name], value) for emb in others for name, value in emb.state_dict().items())
+        if same:
+            for block in self.transformer_blocks:
+                block.norm1["emb"] = first
+        return same
+
+
+class SizeEmbedder(nn.Module):
+    """Time and, where `takes_sizes`, the height, width and aspect ratio of the picture as one vector."""
+
+    def __init__(self, config: PixArtConfig) -> None:
+        super().__init__()
+        self.timestep_embedder = TimeMLP(WAVES, config.width)
+        self.resolution_embedder = TimeMLP(WAVES, config.width // 3) if config.takes_sizes else None
+        self.aspect_ratio_embedder = TimeMLP(WAVES, config.width // 3) if config.takes_sizes else None
+
+    def forward(self, time: Tensor, sizes: Tensor | None, dtype: torch.dtype) -> Tensor:
+        vector = self.timestep_embedder(sinusoid(time, WAVES).to(dtype))  # (B, D)
+        if sizes is None or self.resolution_embedder is None or self.aspect_ratio_embedder is None:
+            return vector
+        resolution, aspect = sinusoid(sizes, WAVES).to(dtype).split([2, 1], dim=1)  # (B, 2, 256), (B, 1, 256)
+        thirds = [self.resolution_embedder(resolution), self.aspect_ratio_embedder(aspect)]
+        return vector + torch.cat(thirds, dim=1).flatten(1)  # (B, 3 · D/3)
+
+
+class TextBlock(Block):
+    """adaLN-single: one modulation for the whole network, and a table of its own to add to it."""
+
+    def __init__(self, config: PixArtConfig) -> None:
+        super().__init__(config, eps=(config.norm_eps, config.norm_eps), context=config.cross_attention_dim)
+        self.scale_shift_table = nn.Parameter(torch.randn(6, config.width) / config.width**0.5)
+
+
+class CaptionProjection(nn.Module):
+    """Text states brought to the network's width."""
+
+    def __init__(self, in_width: int, width: int) -> None:
+        super().__init__()
+        self.linear_1 = nn.Linear(in_width, width)
+        self.linear_2 = nn.Linear(width, width)
+
+    def forward(self, context: Tensor) -> Tensor:
+        return self.linear_2(F.gelu(self.linear_1(context), approximate="tanh"))
+
+
+class PixArt(nn.Module):
+    """A transformer over latent patches that is told the time and a text, and by some weights the picture's size."""
+
+    def __init__(self, config: PixArtConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.width
+        self.pos_embed = Patches(config)
+        self.transformer_blocks = nn.ModuleList(TextBlock(config) for _ in range(config.num_layers))
+        self.adaln_single = nn.ModuleDict({"emb": SizeEmbedder(config), "linear": nn.Linear(width, 6 * width)})
+        captions = config.caption_channels
+        self.caption_projection = CaptionProjection(captions, width) if captions else nn.Identity()
+        self.scale_shift_table = nn.Parameter(torch.randn(2, width) / width**0.5)
+        self.proj_out = nn.Linear(width, config.patch_size**2 * config.channels_out)
+
+    def forward(
+        self,
+        x: Tensor,  # (B, C, H, W)
+        time: Tensor,  # (B,)
+        context: Tensor | None = None,  # (B, S, caption_channels)
+        *,
+        context_mask: Tensor | None = None,  # (B, S): 1 where a token is seen
+        sizes: Tensor | None = None,  # (B, 3): height and width in pixels, height / width
+        perturbed: tuple[int, ...] = (),
+        skipped: tuple[int, ...] = (),
+    ) -> Tensor:
+        """(B, out_channels, H, W). The self-attention of `perturbed` blocks is the identity; `skipped` are left out."""
+        check_latents(x, time, self.config)
+        context = self.check_context(context, context_mask, sizes, x.shape[0])
+        patch, (height, width) = self.config.patch_size, x.shape[-2:]
+        x = self.pos_embed(x)  # (B, L, D)
+        condition = self.adaln_single["emb"](time.reshape(-1), sizes, x.dtype)  # (B, D)
+        modulation = self.adaln_single["linear"](F.silu(condition)).unflatten(-1, (6, -1))  # (B, 6, D)
+        context = self.caption_projection(context)  # (B, S, D)
+        # added to the logits; finite, so that a text without any token seen is no division by zero
+        mask = None if context_mask is None else (1 - context_mask[:, None, None].to(x.dtype)) * -10000.0
+        for index, block in walk(self.transformer_blocks, perturbed, skipped):
+            x = block(x, block.scale_shift_table + modulation, context, mask, identity=index in perturbed)
+        shift, scale = (self.scale_shift_table + condition[:, None]).chunk(2, dim=1)  # (B, 1, D) each
+        x = self.proj_out(modulate(x, shift, scale, NORM_EPS))  # (B, L, patch · patch · out_channels)
+        return unpatch(x, height // patch, width // patch, patch)
+
+    def check_context(self, context: Tensor | None, mask: Tensor | None, sizes: Tensor | None, batch: int) -> Tensor:
+        width = self.config.caption_channels or self.config.cross_attention_dim
+        if context is None or context.ndim != 3 or context.shape[0] != batch or context.shape[2] != width:
+            got = None if context is None else tuple(context.shape)
+            raise PellucidError(rule("the shape of context", f"({batch}, tokens, {width})", got), "network-input")
+        if mask is not None and mask.shape != context.shape[:2]:
+            must = str(tuple(context.shape[:2]))
+            raise PellucidError(rule("the shape of context_mask", must, tuple(mask.shape)), "network-input")
+        if (sizes is not None) != self.config.takes_sizes or (sizes is not None and sizes.shape != (batch, 3)):
+            must = f"({batch}, 3): height, width, height / width" if self.config.takes_sizes else "None"
+            got = None if sizes is None else tuple(sizes.shape)
+            raise PellucidError(rule("the shape of sizes", must, got), "network-input")
+        return context
+
+
+def walk(blocks: nn.ModuleList, perturbed: tuple[int, ...], skipped: tuple[int, ...]) -> Iterator[tuple[int, Any]]:
+    """The blocks that are not skipped, with their indices."""
+    check_indices("perturbed", perturbed, len(blocks))
+    check_indices("skipped", skipped, len(blocks))
+    return ((index, block) for index, block in enumerate(blocks) if index not in skipped)
+
+
+# Before diffusers 0.29 both were saved as Transformer2DModel, whose own defaults hold for what its config leaves out.
+TRANSFORMER_2D = {
+    "attention_head_dim": 88,
+    "out_channels": None,
+    "num_layers": 1,
+    "attention_bias": False,
+    "activation_fn": "geglu",
+    "norm_type": "layer_norm",
+    "norm_elementwise_affine": True,
+    "norm_eps": 1e-5,
+    "cross_attention_dim": None,
+}
+NORM_TYPES: dict[str, type[DiTConfig] | type[PixArtConfig]] = {
+    "ada_norm_zero": DiTConfig,
+    "ada_norm_single": PixArtConfig,
+}
+CLASSES = {"DiTTransformer2DModel": "ada_norm_zero", "PixArtTransformer2DModel": "ada_norm_single"}
+
+
+def read(raw: Mapping[str, Any]) -> DiTConfig | PixArtConfig:
+    """The config of a diffusers folder, of the classes of today or as a Transformer2DModel."""
+    name = raw.get("_class_name", "DiTTransformer2DModel")
+    if name == "Transformer2DModel":
+        raw = {**TRANSFORMER_2D, **raw}
+    norm_type = raw.get("norm_type", CLASSES.get(name))
+    if norm_type not in NORM_TYPES:
+        raise PellucidError(rule(f"norm_type of {name}", " or ".join(NORM_TYPES), norm_type), "config-unsupported")
+    return configs.read(NORM_TYPES[norm_type], raw)
+
+
+def build(config: DiTConfig | PixArtConfig) -> DiT | PixArt:
+    return DiT(config) if isinstance(config, DiTConfig) else PixArt(config)

@@ -1,0 +1,159 @@
+"""The parts that transformers over latent patches share: patches, the modulated block, the checks of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pellucid.core.errors import PellucidError, rule
+from pellucid.models.attention import Attention
+from pellucid.models.embeddings import sine_positions
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchConfig:
+    """What DiT and PixArt have in common; the field names are diffusers' config keys."""
+
+    num_attention_heads: int = 16
+    attention_head_dim: int = 72
+    in_channels: int = 4
+    out_channels: int | None = None  # None: as many as come in; twice as many: the variance is learned
+    num_layers: int = 28
+    attention_bias: bool = True
+    sample_size: int = 32  # latent pixels a side of the images it was trained on
+    patch_size: int = 2
+    norm_eps: float = 1e-5
+
+    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "activation_fn": ("gelu-approximate",),
+        "attention_type": ("default",),
+        "double_self_attention": (False,),
+        "dropout": (0.0,),
+        "norm_elementwise_affine": (False,),
+        "norm_num_groups": (32, None),  # of group norms, which only the networks without patches have
+        "num_vector_embeds": (None,),
+        "only_cross_attention": (False,),
+        "upcast_attention": (False,),
+        "use_linear_projection": (False,),
+    }
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_attention_heads",
+            "attention_head_dim",
+            "in_channels",
+            "num_layers",
+            "sample_size",
+            "patch_size",
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise PellucidError(rule(name, "a positive integer", value), "config-value")
+        if self.width % 4:
+            text = rule("num_attention_heads · attention_head_dim", "a multiple of 4", self.width)
+            raise PellucidError(text, "config-value")
+
+    @property
+    def width(self) -> int:
+        return self.num_attention_heads * self.attention_head_dim
+
+    @property
+    def channels_out(self) -> int:
+        return self.out_channels or self.in_channels
+
+    @property
+    def position_scale(self) -> float:
+        """By how much positions are divided: a network for larger images may count in finer steps."""
+        return 1
+
+
+class Patches(nn.Module):
+    """Squares of latent pixels become tokens that know where they lie."""
+
+    def __init__(self, config: PatchConfig) -> None:
+        super().__init__()
+        self.base = config.sample_size // config.patch_size
+        self.scale = config.position_scale
+        self.proj = nn.Conv2d(config.in_channels, config.width, config.patch_size, stride=config.patch_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.proj(x)  # (B, D, rows, cols)
+        rows, cols = x.shape[-2:]
+        place = sine_positions(x.shape[1], rows, cols, base=self.base, scale=self.scale, device=x.device)
+        return x.flatten(2).transpose(1, 2) + place.to(x.dtype)  # (B, rows · cols, D)
+
+
+def unpatch(x: Tensor, rows: int, cols: int, patch: int) -> Tensor:
+    """Tokens (B, rows · cols, patch · patch · C) back to an image (B, C, rows · patch, cols · patch)."""
+    x = x.unflatten(-1, (patch, patch, -1)).unflatten(1, (rows, cols))  # (B, rows, cols, patch, patch, C)
+    return x.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """Layer norm whose gain and bias come from the condition: (B, L, D) with shift and scale (B, 1, D)."""
+    return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=eps), 1 + scale)
+
+
+class FeedForward(nn.Module):
+    """Two layers, four times as wide between them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        # net.1 is where diffusers' dropout stands: the numbers in the weights' names count it
+        self.net = nn.ModuleList(
+            [nn.ModuleDict({"proj": nn.Linear(width, 4 * width)}), nn.Identity(), nn.Linear(4 * width, width)]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net[2](F.gelu(self.net[0]["proj"](x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """Self-attention, attention on a text where there is one, and an MLP, each added to what came in."""
+
+    def __init__(self, config: PatchConfig, *, eps: tuple[float, float], context: int | None = None) -> None:
+        super().__init__()
+        self.eps = eps  # of the norm before the self-attention, and before the MLP
+        shape = (config.width, config.num_attention_heads, config.attention_head_dim)
+        self.attn1 = Attention(*shape, bias=config.attention_bias)
+        self.attn2 = Attention(*shape, context=context, bias=config.attention_bias) if context else None
+        self.ff = FeedForward(config.width)
+
+    def forward(
+        self,
+        x: Tensor,  # (B, L, D)
+        modulation: Tensor,  # (B, 6, D)
+        context: Tensor | None = None,  # (B, S, C)
+        mask: Tensor | None = None,  # (B, 1, 1, S)
+        identity: bool = False,
+    ) -> Tensor:
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation.chunk(6, dim=1)  # (B, 1, D) each
+        seen = self.attn1(modulate(x, shift, scale, self.eps[0]), identity=identity)
+        x = torch.addcmul(x, gate, seen)
+        if self.attn2 is not None:
+            x = x + self.attn2(x, context, mask)
+        return torch.addcmul(x, mlp_gate, self.ff(modulate(x, mlp_shift, mlp_scale, self.eps[1])))
+
+
+def check_latents(x: Tensor, time: Tensor, config: PatchConfig) -> None:
+    patch = config.patch_size
+    if x.ndim != 4 or x.shape[1] != config.in_channels or x.shape[2] % patch or x.shape[3] % patch:
+        must = f"(batch, {config.in_channels}, height, width) with height and width multiples of {patch}"
+        raise PellucidError(rule("the shape of x", must, tuple(x.shape)), "network-input")
+    check_batch("time", time, x.shape[0])
+
+
+def check_batch(name: str, values: Tensor, batch: int) -> None:
+    """One value an image; a lone value is every image's."""
+    if values.ndim > 1 or values.numel() not in (1, batch):
+        raise PellucidError(rule(f"the shape of {name}", f"({batch},)", tuple(values.shape)), "network-input")
+
+
+def check_indices(name: str, indices: tuple[int, ...], num_layers: int) -> None:
+    if any(not 0 <= i < num_layers for i in indices):
+        raise PellucidError(rule(name, f"block indices from 0 to {num_layers - 1}", indices), "network-input")

@@ -1,0 +1,324 @@
+"""Pictures in and out: PIL images, arrays and files ↔ tensors in [−1, 1]; masks; sizes; contact sheets.
+
+A size is (width, height), as PIL has it. Floats given as pictures lie in [0, 1], as in diffusers and torchvision.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+import warnings
+import zlib
+from collections.abc import Sequence
+from os import PathLike, fspath
+from typing import IO, Any, TypeAlias
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from pellucid.core.errors import PellucidError, rule
+
+MAX_PIXELS = 64 * 2**20  # 8192 × 8192: a file that claims more is not decoded
+SLACK = 1e-3  # what resampling and half precision may leave outside of [0, 1]
+UNMULTIPLIED = {"La": "LA", "RGBa": "RGBA"}
+Size: TypeAlias = tuple[int, int]
+Picture: TypeAlias = "Image.Image | np.ndarray[Any, Any] | Tensor | str | PathLike[str]"
+# What Pillow raises on files that are damaged or made to harm.
+UNREADABLE = (
+    OSError, ValueError, SyntaxError, EOFError, TypeError, KeyError, IndexError, AttributeError, OverflowError,
+    struct.error, zlib.error, Image.DecompressionBombError, Image.DecompressionBombWarning,
+)  # fmt: skip
+
+
+# --- files -----------------------------------------------------------------------------------------------------
+
+
+def open_bounded(source: str | PathLike[str] | IO[bytes], what: str = "image") -> Image.Image:
+    """Opens a picture file and reads its header only; refuses what is no picture or has too many pixels."""
+    shown = fspath(source) if isinstance(source, str | PathLike) else "a buffer"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            found = Image.open(source)
+    except FileNotFoundError:
+        raise PellucidError(rule(what, "a file that exists", shown), "file") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise PellucidError(rule(what, f"at most {MAX_PIXELS} pixels", shown), "image-pixels") from None
+    except UNREADABLE as error:
+        raise PellucidError(rule(what, "a picture file", shown, first_line(error)), "image-file") from None
+    if found.width * found.height > MAX_PIXELS:
+        found.close()
+        raise PellucidError(rule(what, f"at most {MAX_PIXELS} pixels", words(found.size)), "image-pixels")
+    return found
+
+
+def read(source: str | PathLike[str] | IO[bytes], what: str = "image") -> Image.Image:
+    """A picture file, decoded and turned upright; its mode is as stored."""
+    with open_bounded(source, what) as found:
+        return upright(found, what)
+
+
+def upright(image: Image.Image, what: str = "image") -> Image.Image:
+    """The decoded picture, turned as its EXIF orientation asks."""
+    try:
+        image.load()
+    except UNREADABLE as error:
+        raise PellucidError(rule(what, "a whole picture", words(image.size), first_line(error)), "image-file") from None
+    try:
+        return ImageOps.exif_transpose(image)
+    except UNREADABLE:
+        return image.copy()  # damaged EXIF says nothing of the orientation
+
+
+def first_line(error: BaseException) -> str:
+    """What a foreign error says, as the end of our sentence."""
+    text = (str(error).splitlines() or [""])[0].strip()
+    return f"{text[:200].rstrip('.')}." if text else ""
+
+
+# --- modes -----------------------------------------------------------------------------------------------------
+
+
+def flatten(image: Image.Image, paper: str = "white") -> Image.Image:
+    """Any mode → 8-bit RGB: 16 bits rounded to 8, palettes looked up, transparency laid on `paper`."""
+    if image.mode.startswith("I"):  # PIL's own conversion would clip at 255
+        deep = np.asarray(image).astype(np.float64)
+        return Image.fromarray(np.clip(np.rint(deep / 257.0), 0, 255).astype(np.uint8)).convert("RGB")
+    if image.mode == "F":
+        advice = "Pass it as a numpy array with values in [0, 1]."
+        raise PellucidError(rule("image", "of a mode with a known range", image.mode, advice), "image-mode")
+    image = image.convert(UNMULTIPLIED.get(image.mode, image.mode))
+    if "transparency" in image.info or image.mode in ("LA", "PA", "RGBA"):
+        clear = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, paper), clear).convert("RGB")
+    return image.convert("RGB")
+
+
+def as_image(picture: Picture, what: str) -> Image.Image | None:
+    """The PIL image that a file or a PIL image is; None for arrays and tensors."""
+    if isinstance(picture, str | PathLike):
+        return read(picture, what)
+    if isinstance(picture, Image.Image):
+        if picture.width * picture.height > MAX_PIXELS:
+            raise PellucidError(rule(what, f"at most {MAX_PIXELS} pixels", words(picture.size)), "image-pixels")
+        return upright(picture, what)
+    return None
+
+
+# --- pictures → tensors ----------------------------------------------------------------------------------------
+
+
+def to_tensor(image: Picture | Sequence[Picture], size: Size | None = None) -> Tensor:
+    """Pictures → (B, 3, H, W) float32 in [−1, 1], resized to `size` where given.
+
+    PIL images resize with Lanczos, as in diffusers; arrays (H, W, C) and tensors (C, H, W) bicubically, antialiased.
+    """
+    return stack([one_tensor(p, size, "image") for p in listed(image, "image")], "image") * 2.0 - 1.0
+
+
+def to_mask(mask: Picture | Sequence[Picture], size: Size | None = None) -> Tensor:
+    """Masks → (B, 1, H, W) of 0 (keep) and 1 (paint anew): grey, 0.5 and above is 1; what is transparent is kept."""
+    grey = stack([one_tensor(p, size, "mask") for p in listed(mask, "mask")], "mask")
+    return (grey >= 0.5).float()
+
+
+def mask_to_latents(mask: Tensor, factor: int = 8) -> Tensor:
+    """(B, 1, H, W) → (B, 1, H/factor, W/factor): the nearest pixel, the upper left of each patch."""
+    check_size((mask.shape[-1], mask.shape[-2]), factor, "mask")
+    return interpolate(mask, size=(mask.shape[-2] // factor, mask.shape[-1] // factor))
+
+
+def inpaint_pair(
+    image: Picture | Sequence[Picture], mask: Picture | Sequence[Picture], size: Size | None = None
+) -> tuple[Tensor, Tensor]:
+    """An image and its mask as tensors; refuses two of differing size, also where both would be resized."""
+    sizes = [[size_of(p, what) for p in listed(ps, what)] for ps, what in ((image, "image"), (mask, "mask"))]
+    for found in sizes[1]:
+        if found not in sizes[0]:
+            wanted = f"as large as the image ({words(sizes[0][0])})"
+            raise PellucidError(rule("mask", wanted, words(found), "Resize one to the other."), "mask-size")
+    if len(sizes[1]) not in (1, len(sizes[0])) and len(sizes[0]) != 1:
+        raise PellucidError(rule("masks", f"1 or {len(sizes[0])}, one an image", len(sizes[1])), "mask-count")
+    return to_tensor(image, size), to_mask(mask, size)
+
+
+def listed(pictures: Any, what: str) -> list[Any]:
+    """One picture, a batch or a list of pictures → a list of single ones."""
+    if isinstance(pictures, np.ndarray | Tensor):
+        if pictures.ndim not in (2, 3, 4):
+            shape = tuple(pictures.shape)
+            raise PellucidError(rule(what, "an array of 2, 3 or 4 dimensions", shape), "image-shape")
+        found = list(pictures) if pictures.ndim == 4 else [pictures]
+    elif isinstance(pictures, list | tuple):
+        found = [one for p in pictures for one in listed(p, what)]
+    else:
+        found = [pictures]
+    if not found:
+        raise PellucidError(rule(what, "at least one picture", "none"), "image-count")
+    return found
+
+
+def one_tensor(picture: Any, size: Size | None, what: str) -> Tensor:
+    """One picture → (3, H, W), or (1, H, W) for a mask, float32 in [0, 1]."""
+    if size is not None:
+        check_size(size)
+    pil = as_image(picture, what)
+    if pil is None:
+        found = unit_range(channels_first(picture, what), what)
+        found = found if size is None or wide(found) == size else resized(found, size)
+        return to_channels(found, 1 if what == "mask" else 3, what)
+    rgb = flatten(pil, "black" if what == "mask" else "white")
+    if size is not None and rgb.size != size:
+        rgb = rgb.resize(size, Image.Resampling.LANCZOS)
+    pixels = np.asarray(rgb.convert("L"))[..., None] if what == "mask" else np.asarray(rgb)
+    return torch.from_numpy(pixels.transpose(2, 0, 1).astype(np.float32) / np.float32(255.0))
+
+
+def channels_first(picture: Any, what: str) -> Tensor:
+    """An array (H, W[, C]) or a tensor ([C,] H, W) → a tensor (C, H, W)."""
+    if isinstance(picture, np.ndarray):
+        found, order = from_array(picture, what), "(height, width, channels)"
+        found = found.permute(2, 0, 1) if found.ndim == 3 else found[None]
+    elif isinstance(picture, Tensor):
+        found, order = picture.detach().cpu(), "(channels, height, width)"
+        found = found if found.ndim == 3 else found[None]
+    else:
+        kinds = "a PIL image, a path, an array or a tensor"
+        raise PellucidError(rule(what, kinds, type(picture).__name__), "image-type")
+    if found.shape[0] not in (1, 3, 4) or 0 in found.shape:
+        must = f"of shape {order} with 1, 3 or 4 channels"
+        raise PellucidError(rule(what, must, tuple(picture.shape)), "image-shape")
+    return found
+
+
+def from_array(array: np.ndarray[Any, Any], what: str) -> Tensor:
+    """An array of any layout and byte order → a tensor of its own; 16-bit pictures become floats in [0, 1]."""
+    if array.dtype.kind not in "buif":
+        raise PellucidError(rule(what, "an array of numbers", str(array.dtype)), "image-type")
+    native = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
+    return torch.from_numpy(native / np.float32(65535.0) if native.dtype == np.uint16 else native)
+
+
+def unit_range(found: Tensor, what: str) -> Tensor:
+    """uint8 and floats → float32 in [0, 1]; refuses floats that lie elsewhere rather than guess what they mean."""
+    if found.dtype == torch.uint8:
+        return found.float() / 255.0
+    if found.dtype != torch.bool and not found.dtype.is_floating_point:
+        raise PellucidError(rule(what, "of 8-bit, 16-bit or floating numbers", str(found.dtype)), "image-type")
+    found = found.float()
+    low, high = float(found.min()), float(found.max())
+    if not (low >= -SLACK and high <= 1.0 + SLACK):  # also refuses NaN
+        advice = "For values in [−1, 1] pass (x + 1) / 2; for 0 to 255 pass uint8."
+        raise PellucidError(rule(f"floats of the {what}", "in [0, 1]", (low, high), advice), "image-range")
+    return found.clamp(0.0, 1.0)
+
+
+def resized(found: Tensor, size: Size) -> Tensor:
+    wanted = (size[1], size[0])
+    return interpolate(found[None], size=wanted, mode="bicubic", antialias=True, align_corners=False)[0].clamp(0, 1)
+
+
+def to_channels(found: Tensor, count: int, what: str) -> Tensor:
+    """(1, 3 or 4, H, W) → `count` channels; alpha lies on white, for a mask on black."""
+    if found.shape[0] == 4:
+        found = found[:3] * found[3:] + (0.0 if what == "mask" else 1.0) * (1.0 - found[3:])
+    if found.shape[0] == count:
+        return found
+    if count == 1:
+        return (found * torch.tensor([0.299, 0.587, 0.114])[:, None, None]).sum(0, keepdim=True)
+    return found.expand(count, -1, -1)
+
+
+def stack(found: list[Tensor], what: str) -> Tensor:
+    sizes = list(dict.fromkeys(wide(f) for f in found))
+    if len(sizes) > 1:
+        shown = " and ".join(words(s) for s in sizes[:3])
+        raise PellucidError(rule(f"{what}s of one batch", "of one size", shown, "Give size, or resize them."), "size")
+    return torch.stack(found)
+
+
+# --- tensors → pictures ----------------------------------------------------------------------------------------
+
+
+def to_images(tensor: Tensor) -> list[Image.Image]:
+    """(B, 3 or 1, H, W) in [−1, 1] → PIL images, rounded half to even as diffusers does; what lies outside is cut."""
+    if not isinstance(tensor, Tensor) or tensor.ndim not in (3, 4):
+        shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise PellucidError(rule("images", "a tensor (batch, channels, height, width)", shape), "image-shape")
+    batch = tensor.detach() if tensor.ndim == 4 else tensor.detach()[None]
+    if batch.shape[1] not in (1, 3):
+        raise PellucidError(rule("channels of the images", "1 or 3", batch.shape[1]), "image-shape")
+    if bool(batch.isnan().any()):
+        bad = [i for i, one in enumerate(batch) if bool(one.isnan().any())]
+        advice = "The autoencoder or the network overflowed: run it in float32 or bfloat16."
+        raise PellucidError(f"images must be numbers; got NaN in image {', '.join(map(str, bad))}. {advice}", "nan")
+    unit = (batch * 0.5 + 0.5).clamp(0, 1)  # in the network's own dtype, as diffusers: half precision rounds here
+    pixels = (unit.cpu().permute(0, 2, 3, 1).float().numpy() * 255).round().astype(np.uint8)
+    return [Image.fromarray(one[..., 0] if one.shape[-1] == 1 else one) for one in pixels]
+
+
+def contact_sheet(images: Sequence[Image.Image], columns: int | None = None, gap: int = 0) -> Image.Image:
+    """Pictures side by side, row by row, on white; a smaller one lies in the middle of its cell."""
+    if not images:
+        raise PellucidError(rule("images", "at least one", 0), "image-count")
+    columns = math.ceil(math.sqrt(len(images))) if columns is None else columns
+    if isinstance(columns, bool) or not isinstance(columns, int) or columns < 1:
+        raise PellucidError(rule("columns", "a whole number of at least 1", columns), "columns")
+    columns = min(columns, len(images))
+    rows = math.ceil(len(images) / columns)
+    width, height = max(i.width for i in images), max(i.height for i in images)
+    whole = (columns * (width + gap) - gap, rows * (height + gap) - gap)
+    if whole[0] * whole[1] > 4 * MAX_PIXELS:
+        raise PellucidError(rule("sheet", f"at most {4 * MAX_PIXELS} pixels", words(whole)), "image-pixels")
+    sheet = Image.new("RGB", whole, "white")
+    for i, image in enumerate(images):
+        left = (i % columns) * (width + gap) + (width - image.width) // 2
+        top = (i // columns) * (height + gap) + (height - image.height) // 2
+        sheet.paste(flatten(image), (left, top))
+    return sheet
+
+
+# --- sizes -----------------------------------------------------------------------------------------------------
+
+
+def wide(found: Tensor) -> Size:
+    return int(found.shape[-1]), int(found.shape[-2])
+
+
+def words(size: Size) -> str:
+    return f"{size[0]}×{size[1]}"
+
+
+def size_of(picture: Picture, what: str = "image") -> Size:
+    """The (width, height) of one picture, as it stands upright."""
+    pil = as_image(picture, what)
+    return wide(channels_first(picture, what)) if pil is None else pil.size
+
+
+def check_size(size: Size, factor: int = 1, what: str = "size") -> Size:
+    """Refuses a size that the autoencoder cannot divide, and names the nearest that it can."""
+    whole = isinstance(size, list | tuple) and len(size) == 2
+    if not whole or any(isinstance(s, bool) or not isinstance(s, int | np.integer) or s < 1 for s in size):
+        raise PellucidError(rule(what, "(width, height) in whole pixels", size), "size")
+    width, height = int(size[0]), int(size[1])
+    if width * height > MAX_PIXELS:
+        raise PellucidError(rule(what, f"at most {MAX_PIXELS} pixels", words((width, height))), "image-pixels")
+    if width % factor or height % factor:
+        down, up = ((max(r(s / factor), 1) * factor for s in (width, height)) for r in (math.floor, math.ceil))
+        near = " or ".join(dict.fromkeys(words((a, b)) for a, b in (tuple(down), tuple(up))))
+        must = f"a multiple of {factor} on both sides"
+        raise PellucidError(rule(what, must, words((width, height)), f"Nearest: {near}."), "size-multiple")
+    return width, height
+
+
+def digest(picture: Picture) -> str:
+    """A name for a picture's pixels: the same for the same picture in any lossless file."""
+    pil = as_image(picture, "image")
+    pixels = np.asarray(flatten(pil)) if pil is not None else one_tensor(picture, None, "image").numpy()
+    found = hashlib.sha256(repr((pixels.shape, str(pixels.dtype))).encode())
+    found.update(np.ascontiguousarray(pixels).tobytes())
+    return f"sha256:{found.hexdigest()}"

@@ -1,0 +1,302 @@
+"""Recipes: all that is needed to repeat an image, carried inside its PNG beside the A1111 text."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import IO, Any
+
+from PIL import Image, PngImagePlugin
+
+from pellucid import __version__
+from pellucid.core import dialect as dialects
+from pellucid.core.errors import PellucidError, nearest, rule
+from pellucid.core.noise import check_seed
+from pellucid.pipeline import parameters
+from pellucid.pipeline.images import UNREADABLE, check_size, first_line, open_bounded
+from pellucid.pipeline.parameters import Foreign
+
+SCHEMA = 1
+KIND = "pellucid-recipe"
+MAX_TEXT = 2**20  # bytes of one text chunk, read or written
+MAX_DEPTH = 32  # of nested JSON
+EXIF_IFD, USER_COMMENT = 0x8769, 0x9286
+ADAPTER = ("name", "kind", "hash", "scale")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that is needed to repeat one image exactly. A recipe that exists is valid and can be written.
+
+    `clip_skip` counts the last text layers left out; `conditioning` is what the network is told besides the text (class
+    label, SDXL's sizes); `plan` is there only where the plan was given as a table; `inputs` are hashes by role; `policy`
+    is what of the memory policy changes numbers.
+    """
+
+    model: str = ""
+    model_hash: str | None = None
+    prompt: str = ""
+    negative_prompt: str = ""
+    weighting: bool = False
+    clip_skip: int = 0
+    conditioning: dict[str, Any] = field(default_factory=dict)
+    sampler: str | None = None
+    grid: dict[str, Any] = field(default_factory=dict)
+    steps: int | None = None
+    dialect: str = "exact"
+    options: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] | None = None
+    guidance: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    noise: str = "philox"
+    size: tuple[int, int] | None = None
+    strength: float | None = None
+    denoising_start: float | None = None
+    denoising_end: float | None = None
+    adapters: tuple[dict[str, Any], ...] = ()
+    inputs: dict[str, str] = field(default_factory=dict)
+    policy: dict[str, Any] = field(default_factory=dict)
+    dtype: str = ""
+    device: str = ""
+    torch: str = ""
+    pellucid: str = __version__
+
+    def __post_init__(self) -> None:
+        for name, check in CHECKS.items():
+            object.__setattr__(self, name, check(name, getattr(self, name)))
+        size = len(self.to_json().encode())
+        if size > MAX_TEXT:
+            advice = "Name the plan's sampler instead of its table, or shorten the prompt."
+            raise PellucidError(rule("recipe", f"at most {MAX_TEXT} bytes of JSON", size, advice), "recipe-size")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON: every field, whatever its value."""
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        made: dict[str, Any] = plain("recipe", own)
+        return {"kind": KIND, "schema": SCHEMA, **made}
+
+    @staticmethod
+    def from_dict(data: Any) -> Recipe:
+        """Reads a recipe strictly: what it does not know it names. A field left out has its default."""
+        if not isinstance(data, Mapping) or data.get("kind") != KIND:
+            raise PellucidError(f"recipe must be a JSON object of kind {KIND}; got something else.", "recipe-json")
+        if data.get("schema") != SCHEMA:
+            advice = f"Made by pellucid {str(data.get('pellucid', '?'))[:40]}; this is {__version__}."
+            raise PellucidError(rule("schema of the recipe", str(SCHEMA), data.get("schema"), advice), "schema")
+        known = [f.name for f in fields(Recipe)]
+        given = {key: value for key, value in data.items() if key not in ("kind", "schema")}
+        unknown = [str(key)[:80] for key in given if key not in known]
+        if unknown:
+            hint = nearest(unknown[0], known)
+            raise PellucidError(rule("recipe", "made of known fields", unknown[:8], hint), "recipe-key")
+        return Recipe(**given)
+
+    def to_json(self, indent: int | None = None) -> str:
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False, ensure_ascii=False)
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Recipe:
+        if len(text) > MAX_TEXT:
+            raise PellucidError(rule("recipe", f"at most {MAX_TEXT} bytes of JSON", len(text)), "recipe-size")
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise PellucidError(f"recipe must be JSON; got {first_line(error)}", "recipe-json") from None
+        return Recipe.from_dict(data)
+
+    def parameters(self) -> str:
+        """The same in the A1111 form, as far as it has words for it."""
+        return parameters.write(parameters.describe(self.to_dict()))
+
+
+# --- checks of fields ------------------------------------------------------------------------------------------
+
+
+def plain(name: str, value: Any, depth: int = 0) -> Any:
+    """The same value as JSON has it: tuples as lists, finite numbers, text that UTF-8 can hold."""
+    if depth > MAX_DEPTH:
+        raise PellucidError(rule(name, f"nested at most {MAX_DEPTH} deep", "more"), "recipe-value")
+    if isinstance(value, Mapping):
+        return {text(f"key of {name}", k): plain(name, v, depth + 1) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(name, v, depth + 1) for v in value]
+    if isinstance(value, str):
+        return text(name, value)
+    if value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    raise PellucidError(rule(name, "made of text, finite numbers, lists and objects", value), "recipe-value")
+
+
+def text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise PellucidError(rule(name, "text", value), "recipe-value")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise PellucidError(rule(name, "text that UTF-8 can hold", value[:80]), "recipe-value") from None
+    return value
+
+
+def maybe(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise PellucidError(rule(name, "true or false", value), "recipe-value")
+    return value
+
+
+def whole(low: int, high: int) -> Callable[[str, Any], int]:
+    def check(name: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise PellucidError(rule(name, f"a whole number from {low} to {high}", value), "recipe-value")
+        return value
+
+    return check
+
+
+def part(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise PellucidError(rule(name, "a number from 0 to 1", value), "recipe-value")
+    return float(value)
+
+
+def table(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise PellucidError(rule(name, "an object", value), "recipe-value")
+    return dict(plain(name, value))
+
+
+def plan_table(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or value.get("kind") != "pellucid-plan":
+        raise PellucidError(f"{name} must be a plan's table, as Plan.to_dict() gives it; got another.", "recipe-value")
+    return table(name, value)
+
+
+def adapter_list(name: str, value: Any) -> tuple[dict[str, Any], ...]:
+    """Adapters as {name, kind, hash, scale}."""
+    if not isinstance(value, list | tuple):
+        raise PellucidError(rule(name, "a list", value), "recipe-value")
+    found = [table(name, one) for one in value]
+    for one in found:
+        unknown = [key for key in one if key not in ADAPTER]
+        if unknown or not isinstance(one.get("name"), str) or not isinstance(one.get("kind"), str):
+            raise PellucidError(rule(name, f"objects of {', '.join(ADAPTER)}", one), "recipe-value")
+    return tuple(found)
+
+
+def hashes(name: str, value: Any) -> dict[str, str]:
+    return {key: text(f"{name}.{key}", found) for key, found in table(name, value).items()}
+
+
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "model": text,
+    "model_hash": maybe(text),
+    "prompt": text,
+    "negative_prompt": text,
+    "weighting": flag,
+    "clip_skip": whole(0, 64),
+    "conditioning": table,
+    "sampler": maybe(text),
+    "grid": table,
+    "steps": maybe(whole(1, 10_000)),
+    "dialect": lambda name, value: dialects.named(text(name, value)),
+    "options": table,
+    "plan": maybe(plan_table),
+    "guidance": table,
+    "seed": lambda name, value: check_seed(value),
+    "noise": text,
+    "size": maybe(lambda name, value: check_size(value)),
+    "strength": maybe(part),
+    "denoising_start": maybe(part),
+    "denoising_end": maybe(part),
+    "adapters": adapter_list,
+    "inputs": hashes,
+    "policy": table,
+    "dtype": text,
+    "device": text,
+    "torch": text,
+    "pellucid": text,
+}
+
+
+# --- PNG -------------------------------------------------------------------------------------------------------
+
+
+def write_png(image: Image.Image, goal: str | os.PathLike[str] | IO[bytes], recipe: Recipe | None = None) -> None:
+    """Writes a PNG that carries its recipe, as our JSON and as A1111's text. A file is whole or absent."""
+    info = PngImagePlugin.PngInfo()
+    if recipe is not None:
+        info.add_itxt("pellucid", recipe.to_json())
+        # NUL ends a chunk's text in many readers
+        info.add_text("parameters", recipe.parameters().replace("\0", "\N{REPLACEMENT CHARACTER}"))
+    if not isinstance(goal, str | os.PathLike):
+        image.save(goal, format="PNG", pnginfo=info)
+        return
+    path = Path(os.path.realpath(goal))
+    half = path.with_name(f".{secrets.token_hex(8)}.part")
+    try:
+        image.save(half, format="PNG", pnginfo=info)
+        os.replace(half, path)
+    except OSError as error:
+        advice = f"{error.strerror or first_line(error).rstrip('.')}."
+        raise PellucidError(rule("file", "one that can be written", str(goal), advice), "file") from None
+    finally:
+        half.unlink(missing_ok=True)
+
+
+def read_png(source: str | os.PathLike[str] | IO[bytes]) -> Recipe | Foreign:
+    """The recipe inside a picture: ours exactly; else what an A1111 text says (PNG; EXIF of JPEG and WebP)."""
+    with open_bounded(source) as picture:
+        found = texts(picture)
+    if "pellucid" in found:
+        return Recipe.from_json(found["pellucid"])
+    if "parameters" in found:
+        return parameters.understand(found["parameters"])
+    advice = "Its text was removed, or another program made it."
+    if "workflow" in found:
+        advice = "It holds a ComfyUI workflow, which is not read."
+    raise PellucidError(f"picture must carry a recipe or an A1111 text; got neither. {advice}", "no-recipe")
+
+
+def texts(picture: Image.Image) -> dict[str, str]:
+    """The text chunks of a PNG, or the user comment of another file as `parameters`; refuses what is too long."""
+    if picture.format == "PNG":
+        found = {k: v for k, v in picture.info.items() if isinstance(v, str)}
+        if not found.keys() & {"pellucid", "parameters"}:  # chunks may stand behind the pixels
+            try:
+                picture.load()
+            except UNREADABLE as error:
+                raise PellucidError(rule("image", "a whole picture", "less", first_line(error)), "image-file") from None
+            found = {k: v for k, v in picture.info.items() if isinstance(v, str)}
+    else:
+        comment = user_comment(picture)
+        found = {"parameters": comment} if comment else {}
+    for key in ("pellucid", "parameters"):
+        if len(found.get(key, "").encode(errors="replace")) > MAX_TEXT:
+            raise PellucidError(rule(f"text {key}", f"at most {MAX_TEXT} bytes", "more"), "text-size")
+    return found
+
+
+def user_comment(picture: Image.Image) -> str:
+    """EXIF's user comment: eight bytes name its encoding."""
+    try:
+        raw = picture.getexif().get_ifd(EXIF_IFD).get(USER_COMMENT, b"")
+    except UNREADABLE:
+        return ""
+    if isinstance(raw, str):
+        return raw
+    if not isinstance(raw, bytes) or len(raw) > 2 * MAX_TEXT:
+        return ""
+    head, body = raw[:8], raw[8:]
+    if head == b"UNICODE\0":
+        # The byte order is the writer's: where the text is mostly Latin, the zeros tell.
+        little = body[:2] == b"\xff\xfe" or body[1::2].count(0) > body[::2].count(0)
+        return body.decode("utf-16-le" if little else "utf-16-be", errors="replace").lstrip("\ufeff")
+    return body.decode(errors="replace").rstrip("\0") if head in (b"ASCII\0\0\0", bytes(8)) else ""
