@@ -6,8 +6,9 @@ import math
 import time
 
 import pytest
+import torch
 
-from pellucid import Grid, Level, PellucidError, PlanError, compile_plan, schedules
+from pellucid import Grid, Level, PellucidError, Plan, PlanError, compile_plan, oracle, run, schedules
 from pellucid.core import grid as grids
 from pellucid.core import samplers
 
@@ -302,3 +303,68 @@ def test_fifty_steps_compile_within_twenty_milliseconds(sampler: str) -> None:
 @pytest.mark.parametrize("grid", [g for g in grids.names() if g != "explicit"])
 def test_on_every_grid(grid: str) -> None:
     assert best_time(sampler="dpmpp_2m", grid=grid) < 0.020
+
+
+# --- between two times, and stopping early -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grid", ["trailing", "leading", "karras", "ays_sd15", "beta", "kl_optimal"])
+@pytest.mark.parametrize("sampler", ["dpmpp_2m", "heun", "euler_a", "unipc"])
+def test_a_cut_path_starts_and_ends_exactly_where_asked(sampler: str, grid: str) -> None:
+    curve = schedules.make("scaled_linear")
+    for strength in (1.0, 0.75, 0.31, 0.29, 0.05):
+        plan = compile_plan(sampler, grid=grid, steps=20, between=(strength * 999, None))
+        assert plan.start.ratio == pytest.approx(float(curve.ratio_at(strength * 999)), rel=1e-12)
+        assert plan.rows[0].time == pytest.approx(strength * 999, rel=1e-9)
+        assert plan.end.sigma == 0.0
+        part = compile_plan(sampler, grid=grid, steps=20, between=(strength * 999, 20.0))
+        assert part.end.ratio == pytest.approx(float(curve.ratio_at(20.0)), rel=1e-12)
+
+
+def test_a_sliver_joins_its_neighbour() -> None:
+    plan = compile_plan("euler", steps=20, between=(0.51 * 999, None))  # the grid has a point at 499, 10 below
+    assert plan.timesteps == pytest.approx((509.49, *range(449, 0, -50)))
+
+
+def test_a_run_in_two_parts_errs_as_one_run_does() -> None:
+    model = oracle.smooth()
+    noise = torch.randn(16, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def walk(*plans: Plan) -> torch.Tensor:
+        x = noise * plans[0].initial_scale
+        for plan in plans:
+            x = run(plan, model, x)
+        return x
+
+    exact = walk(compile_plan("dpmpp_2m", steps=1000))
+    for steps in (10, 40):
+        parts = [compile_plan("dpmpp_2m", steps=steps, between=ends) for ends in ((None, 400.0), (400.0, None))]
+        assert parts[0].end == parts[1].start
+        whole = compile_plan("dpmpp_2m", steps=steps)
+        split, single = (float((walk(*way) - exact).abs().max()) for way in (parts, [whole]))
+        assert split == pytest.approx(single, rel=0.15)
+
+
+def test_stop_keeps_the_first_rows_of_the_peer() -> None:
+    whole = compile_plan("dpmpp_2m", steps=20, dialect="diffusers")
+    part = compile_plan("dpmpp_2m", steps=20, dialect="diffusers", stop=12)
+    assert [r.x for r in part.rows] == [r.x for r in whole.rows[:12]]
+    assert part.end == whole.rows[12].level
+
+
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [
+        ({"between": (1200.0, None)}, "between"),
+        ({"between": (300.0, 400.0)}, "between"),
+        ({"between": (500.0, None), "skip": 2}, "between"),
+        ({"between": (500.0, None), "dialect": "diffusers"}, "between"),
+        ({"stop": 0}, "stop"),
+        ({"stop": 21}, "stop"),
+        ({"stop": 5, "skip": 5}, "stop"),
+    ],
+)
+def test_cuts_that_make_no_sense_are_refused(given: dict, code: str) -> None:
+    with pytest.raises(PlanError) as error:
+        compile_plan("euler", steps=20, **given)
+    assert error.value.code == code

@@ -194,13 +194,21 @@ def test_generic_keys_of_transformers_are_accepted() -> None:
     assert read(CLIPVisionConfig, transformers.CLIPVisionConfig(**VISION).to_dict()) == CLIPVisionConfig(**VISION)
 
 
+def test_a_network_names_its_class() -> None:
+    plain = CLIPTextEncoder(CLIPTextConfig(**TEXT))
+    assert plain.config.architectures == ("CLIPTextModel",)
+    projected = CLIPVisionEncoder(CLIPVisionConfig(**VISION), projection=True)
+    assert projected.config.architectures == ("CLIPVisionModelWithProjection",)
+    assert read(CLIPVisionConfig, asdict(projected.config)) == projected.config
+
+
 def test_defaults_are_those_of_transformers() -> None:
     for mine, theirs in (
         (CLIPTextConfig(), transformers.CLIPTextConfig()),
         (CLIPVisionConfig(), transformers.CLIPVisionConfig()),
     ):
         for key, value in asdict(mine).items():
-            assert key == "architectures" or getattr(theirs, key) == value
+            assert getattr(theirs, key) == value, key
 
 
 @pytest.mark.parametrize(

@@ -27,13 +27,17 @@ def compile_plan(
     steps: int | None = None,
     dialect: str = "exact",
     skip: int = 0,
+    stop: int | None = None,
+    between: tuple[float | None, float | None] | None = None,
     **options: Any,
 ) -> Plan:
     """Turns a sampler into its table, in float64, and proves that each row lands on its level.
 
     `target` defaults to the schedule's usual one (eps, v under zero terminal SNR, edm, flow), `steps` to 20, `grid` to
-    karras for EDM schedules and trailing elsewhere (the class's own in the diffusers dialect). `skip` leaves out the
-    first legs (image-to-image). `options` are the sampler's own (`pellucid samplers` lists them).
+    karras for EDM schedules and trailing elsewhere (the class's own in the diffusers dialect). `between` runs from one
+    training time to another, exactly (image-to-image, hand-off to a refiner); `skip` and `stop` leave out the first
+    legs and those from `stop` on, which is how the peers do it. `options` are the sampler's own (`pellucid samplers`
+    lists them).
     """
     for name, value, kinds in (
         ("sampler", sampler, str),
@@ -63,17 +67,24 @@ def compile_plan(
         raise PlanError(rule("grid", f"{grid_of_name}, as the sampler's name says", lay.name), "grid-twice")
     if entry.family == "inversion" and way == "exact":
         lay = replace(lay, final="sigma_min")  # a clean x holds no eps: it is taken as the least noisy level
-    count = 20 if steps is None and lay.name != "explicit" else steps
-    setup = dialects.set_up(way, entry, curve, lay, count, kind, options)
+    asked = 20 if steps is None and lay.name != "explicit" else steps
+    setup = dialects.set_up(way, entry, curve, lay, asked, kind, options)
     path = setup.path
-    if not isinstance(skip, int) or not 0 <= skip < len(path.legs):
-        raise PlanError(rule("skip", f"a whole number from 0 to {len(path.legs) - 1}", skip), "skip")
+    count = len(path.legs)
+    check_cuts(entry, way, count, skip, stop, between)
+    if between is not None:
+        path = grids.cut(path, *between)
     if skip:
         path = replace(path, legs=path.legs[skip:])
     draft = entry.draft(path, {**options, **setup.options})
     begin = path.legs[-1].end if entry.family == "inversion" else path.legs[0].start
     end = draft.end or path.legs[-1].end
-    scale = setup.initial_scale if skip == 0 else begin.sigma
+    if stop is not None and stop < count:  # a peer plans all steps, then stops early: its last rows are not special
+        if len(draft.rows) != len(path.legs):
+            raise PlanError(rule("stop", f"None for {entry.name}, which calls the model twice a step", stop), "stop")
+        end = path.legs[stop - skip].start
+        draft = replace(draft, rows=draft.rows[: stop - skip])
+    scale = begin.sigma if skip or between is not None else setup.initial_scale
     blind = next((r for r in draft.rows if r.level.alpha == 0.0), None)
     if blind is not None and kind in ("eps", "score"):
         targets.to_x0(kind, blind.level)  # raises: pure noise determines no x0
@@ -88,12 +99,39 @@ def compile_plan(
         clock=entry.clock,
         target=kind,
         schedule=schedules.to_dict(curve),
-        grid={**lay.to_dict(), "steps": len(path.legs) + skip, **({"skip": skip} if skip else {})},
+        grid={
+            **lay.to_dict(),
+            "steps": count,
+            **({"skip": skip} if skip else {}),
+            **({"stop": stop} if stop is not None else {}),
+            **({"between": list(between)} if between is not None else {}),
+        },
         dialect=way,
         options={k: list(v) if isinstance(v, tuple) else v for k, v in options.items()},
         declared="; ".join(d for d in (setup.declared, draft.declared) if d),
     )
     return seal(plan)
+
+
+def check_cuts(
+    entry: Sampler,
+    dialect: str,
+    count: int,
+    skip: int,
+    stop: int | None,
+    between: tuple[float | None, float | None] | None,
+) -> None:
+    if not isinstance(skip, int) or not 0 <= skip < count:
+        raise PlanError(rule("skip", f"a whole number from 0 to {count - 1}", skip), "skip")
+    if stop is not None and (not isinstance(stop, int) or not skip < stop <= count):
+        raise PlanError(rule("stop", f"a whole number from {skip + 1} to {count}", stop), "stop")
+    if between is None:
+        return
+    if skip or stop is not None or dialect == "diffusers" or entry.family == "inversion":
+        raise PlanError(
+            "between must stand without skip, stop, inversion and the diffusers dialect, which counts whole legs.",
+            "between",
+        )
 
 
 def drop_dead_anchors(rows: Sequence[Row]) -> tuple[Row, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -271,6 +272,35 @@ def build(
         for t, a, b in zip(times, starts, ends, strict=True)
     )
     return Path(legs, frame, schedule, told or (lambda ratio: float(schedule.time_at(ratio))))
+
+
+def cut(path: Path, start: float | None, end: float | None) -> Path:
+    """The part of a path between two training times, exactly: legs outside go, the two at the ends are shortened.
+
+    A piece less than half as long as its neighbour joins it, so that no model call is spent on a sliver.
+    """
+    low, high = path.schedule.span
+    first = high if start is None else start
+    last = low if end is None else end
+    if not low <= last < first <= high:
+        raise PlanError(rule("between", f"two times, {high:g} ≥ start > end ≥ {low:g}", (start, end)), "between")
+    stops = [float(path.schedule.time_at(leg.start.ratio)) for leg in path.legs]
+    final = path.legs[-1].end
+    stops.append(low if final.ratio == 0.0 else float(path.schedule.time_at(final.ratio)))
+    kept = [t for t in stops[1:-1] if last < t < first]
+    begin = stops[0] if start is None else first
+    finish = stops[-1] if end is None else last
+    if start is not None and kept and begin - kept[0] < 0.5 * (kept[0] - [*kept[1:], finish][0]):
+        kept = kept[1:]
+    if end is not None and kept and kept[-1] - finish < 0.5 * ([begin, *kept[:-1]][-1] - kept[-1]):
+        kept = kept[:-1]
+    at = dict(zip(stops, [*(leg.start for leg in path.legs), final], strict=True))
+    times = [begin, *kept, finish]
+    levels = [at.get(t, path.at_time(t)) for t in times]
+    levels[0] = levels[0] if start is None else path.at_time(first)
+    levels[-1] = final if end is None else path.at_time(last)
+    legs = [Leg(path.told(a.ratio), a, b) for a, b in pairwise(levels)]
+    return replace(path, legs=tuple(legs))
 
 
 def points(schedule: Schedule, grid: Grid, steps: int | None) -> tuple[Array, Array]:

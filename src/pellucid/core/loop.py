@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -27,19 +27,39 @@ class Batched:
 
 @dataclass(frozen=True)
 class Prediction:
-    """x0, and for the CFG++ family the unconditional x0 beside it."""
+    """x0, for the CFG++ family the unconditional x0 beside it, and by name the x0 that led to it, for observers."""
 
     x0: Tensor
     uncond: Tensor | None = None
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 # (x, level, told time) → x0 at that level. In a mixed batch level is `Batched` and time a tensor, one an image.
 Denoiser = Callable[[Tensor, Any, Any], "Tensor | Prediction"]
 
 
+class BoundDenoiser(Protocol):
+    """A denoiser of one run, with something of its own for each image: inputs, scales, a memory."""
+
+    def __call__(self, x: Tensor, level: Any, time: Any) -> Tensor | Prediction: ...
+
+    def select(self, images: Sequence[int]) -> BoundDenoiser:
+        """What is left of it when only these positions of the batch run on."""
+
+
+@runtime_checkable
+class BindsToRun(Protocol):
+    """A denoiser that wants to know the plan of each image; every run gets an object of its own from it."""
+
+    def bind(self, plans: Sequence[Plan]) -> BoundDenoiser: ...
+
+
 @dataclass(frozen=True)
 class StepSeen:
-    """What an observer sees after each row. `images` are the batch positions that the tensors hold."""
+    """What an observer sees after each row. `images` are the batch positions that the tensors hold.
+
+    `parts` are the predictions that led to x0, by name, as x0 (`cond`, `uncond`, …), computed when they are read.
+    """
 
     index: int
     rows: tuple[Row, ...]
@@ -48,6 +68,7 @@ class StepSeen:
     x_next: Tensor
     next_levels: tuple[Level, ...]
     images: tuple[int, ...]
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def row(self) -> Row:
@@ -191,6 +212,7 @@ def loop(
     depth = max(plan.depth for plan in everyones)
     state = State(x, None, [])
     active = list(range(len(everyones)))
+    bound = bound_to(everyones, denoiser)
     index = 0
     while active:
         if cancelled is not None and cancelled():
@@ -198,13 +220,13 @@ def loop(
         plans = [everyones[i] for i in active]
         one = all(plan is plans[0] for plan in plans)
         rows = (plans[0].rows[index],) if one else tuple(plan.rows[index] for plan in plans)
-        state, x0, called = advance(plans, rows, state, denoiser, source, active, depth)
+        state, found, called = advance(plans, rows, state, bound or denoiser, source, active, depth)
         if observers or constraints:
             levels = tuple(level_after(plan, index) for plan in (plans[:1] if one else plans))
-            seen = StepSeen(index, rows, called, x0, state.x, levels, tuple(active))
+            seen = StepSeen(index, rows, called, found.x0, state.x, levels, tuple(active), found.parts)
             for constrain in constraints:
                 state.x = constrain(seen)
-                seen = StepSeen(index, rows, called, x0, state.x, levels, tuple(active))
+                seen = replace(seen, x_next=state.x)
             for observe in observers:
                 observe(seen)
         index += 1
@@ -215,7 +237,12 @@ def loop(
             keep = [k for k in range(len(active)) if k not in set(done)]
             active = [active[k] for k in keep]
             state = select(state, keep)
+            bound = bound.select(keep) if bound is not None and active else bound
     return result
+
+
+def bound_to(plans: Sequence[Plan], denoiser: object) -> BoundDenoiser | None:
+    return denoiser.bind(plans) if isinstance(denoiser, BindsToRun) else None
 
 
 def select(state: State, keep: Sequence[int]) -> State:
@@ -243,7 +270,7 @@ def advance(
     source: NoiseSource,
     active: Sequence[int],
     depth: int,
-) -> tuple[State, Tensor, Tensor]:
+) -> tuple[State, Prediction, Tensor]:
     """One row of every running image. One shared row works with numbers, a mixed one with a number an image."""
     x = state.x
     single = len(rows) == 1 and (len(plans) == 1 or plans[0] is plans[-1])
@@ -255,7 +282,8 @@ def advance(
         alphas, sigmas = [r.level.alpha for r in rows], [r.level.sigma for r in rows]
         levels = Batched(column(alphas, x, False, torch.float64), column(sigmas, x, False, torch.float64))
         found = denoiser(x, levels, torch.tensor([r.time for r in rows], dtype=torch.float64, device=x.device))
-    x0, uncond = (found.x0, found.uncond) if isinstance(found, Prediction) else (found, None)
+    made = found if isinstance(found, Prediction) else Prediction(found)
+    x0, uncond = made.x0, made.uncond
     if x0.shape != x.shape:
         raise PellucidError(rule("x0", f"of the shape of x, {tuple(x.shape)}", tuple(x0.shape)), "shape")
     x0 = x0.to(x.dtype)
@@ -273,7 +301,8 @@ def advance(
     if any(r.anchor is not None for r in rows):
         kept: list[Weights] = [r.anchor if r.anchor is not None else ((1, 1.0),) for r in rows]
         new_anchor = mix(stack(kept, x, single), registers)
-    return State(x_next, new_anchor, remember(rows, state.history, p0, depth, single)), x0, x
+    history = remember(rows, state.history, p0, depth, single)
+    return State(x_next, new_anchor, history), Prediction(x0, uncond, made.parts), x
 
 
 def remember(rows: tuple[Row, ...], history: list[Tensor], p0: Tensor, depth: int, single: bool) -> list[Tensor]:

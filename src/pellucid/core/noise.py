@@ -169,6 +169,26 @@ class Brownian:
         return at_low + part * (at_high - at_low)
 
 
+class TorchStream:
+    """torch's own generator on the CPU, one an image, drawn from in the order in which a run asks: the peers' noise.
+
+    A seed gives the image that diffusers gives with a list of generators. The order is part of the address here:
+    another sampler or step count shifts every draw, and a run cannot be repeated from its middle.
+    """
+
+    def __init__(self, seeds: int | Sequence[int]) -> None:
+        self.seeds = seed_list(seeds)
+        self.generators = [torch.Generator().manual_seed(seed) for seed in self.seeds]
+
+    def first(self, shape: Sequence[int], like: Tensor, images: Sequence[int]) -> Tensor:
+        kind = like.dtype if like.dtype == torch.float64 else torch.float32
+        made = [torch.randn(tuple(shape), generator=self.generators[i], dtype=kind) for i in images]
+        return torch.stack(made).to(like)
+
+    def step(self, draws: Sequence[Draw], span: Span, like: Tensor, images: Sequence[int]) -> Tensor:
+        return self.first(like.shape[1:], like, images)
+
+
 def draw(source: NoiseSource, row: Row, pre: bool, like: Tensor, images: Sequence[int]) -> Tensor:
     """The noise that a row asks for."""
     draws, span = (row.pre_draws, row.pre_span) if pre else (row.draws, row.span)

@@ -174,21 +174,30 @@ class Found:
 
 
 def find(folder: Path, variant: str | None = None) -> Found:
-    """The plain weights, or the variant that was asked for; the other where it is the only one."""
-    there = {path.name: path for path in sorted(folder.iterdir())} if folder.is_dir() else {}
-    for asked in dict.fromkeys((variant, None)):
-        for name in (spell(stem, ending, asked) for ending in ENDINGS for stem in STEMS):
-            if name in there:
-                return Found(there[name], asked)
-    variants = variants_in(there)
-    if variant is None and len(variants) == 1:
-        return find(folder, variants[0])
+    """The weights of a folder: see `choose`."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    chosen = choose(names, variant)
+    if chosen is not None:
+        return Found(folder / chosen[0], chosen[1])
+    variants = variants_in(names)
     wanted = f"{STEMS[0]}.safetensors or {STEMS[1]}.safetensors" + (f" (variant {variant})" if variant else "")
     raise PellucidError(
-        f"weights in {folder.name} must be {wanted}; got {some(there) or 'an empty folder'}."
+        f"weights in {folder.name} must be {wanted}; got {some(names) or 'an empty folder'}."
         + (f" Name the variant: {', '.join(variants)}." if variants else ""),
         "weights-missing",
     )
+
+
+def choose(names: Iterable[str], variant: str | None = None) -> tuple[str, str | None] | None:
+    """The file of the variant that was asked for, else the plain one, else that of the only variant there is."""
+    there = set(names)
+    variants = variants_in(there)
+    only = variants[0] if variant is None and len(variants) == 1 else None
+    for asked in dict.fromkeys((variant, None, only)):
+        for name in (spell(stem, ending, asked) for ending in ENDINGS for stem in STEMS):
+            if name in there:
+                return name, asked
+    return None
 
 
 def spell(stem: str, ending: str, variant: str | None) -> str:
@@ -267,8 +276,7 @@ def load(
 
     It is sketched on the meta device first, so that names and shapes are checked before anything is allocated.
     """
-    with torch.device("meta"):
-        network = make()
+    network = sketch(make, name)
     tensors = {key: value for key, value in tensors.items() if not NOT_WEIGHTS.search(key)}
     check(network, tensors, name)
     if any(buffer.is_meta for buffer in computed_buffers(network)):
@@ -278,6 +286,18 @@ def load(
     place = torch.device(device or "cpu")
     network.load_state_dict({key: placed(value, kind, place) for key, value in tensors.items()}, assign=True)
     return network.to(place).eval().requires_grad_(False)
+
+
+def sketch(make: Callable[[], N], name: str) -> N:
+    """The network on the meta device: names and shapes, and no memory."""
+    try:
+        with torch.device("meta"):
+            return make()
+    except PellucidError:
+        raise
+    except (TypeError, ValueError, ArithmeticError, RuntimeError, LookupError, AttributeError) as error:
+        words = (str(error) or type(error).__name__).splitlines()[0]
+        raise PellucidError(f"config of {name} must describe a network; got one that does not: {words}.", "config-value") from None
 
 
 def check(network: nn.Module, tensors: Mapping[str, Tensor], name: str) -> None:

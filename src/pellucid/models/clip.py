@@ -158,9 +158,10 @@ class CLIPTextEncoder(nn.Module):
 
     def __init__(self, config: CLIPTextConfig, *, projection: bool | None = None) -> None:
         super().__init__()
-        self.config = config
-        self.text_model = TextTransformer(config)
         projected = config.projected if projection is None else projection
+        # The class is named, so that a saved config.json says what it is.
+        self.config = replace(config, architectures=("CLIPTextModelWithProjection" if projected else "CLIPTextModel",))
+        self.text_model = TextTransformer(config)
         self.text_projection = nn.Linear(config.hidden_size, config.projection_dim, bias=False) if projected else None
 
     def forward(self, tokens: Tensor) -> TextStates:
@@ -173,7 +174,7 @@ class CLIPTextEncoder(nn.Module):
         """A view of this encoder with these rows (len(ids), D) in its table of tokens; all else is shared."""
         table = self.text_model.embeddings.token_embedding.weight.detach()
         size, width = table.shape
-        if vectors.shape != (len(ids), width):
+        if vectors.shape[-1] != width:
             raise PellucidError(rule("width of the vectors", f"{width}, the encoder's", vectors.shape[-1]), "width")
         larger = torch.cat([table, table.new_zeros(max(0, max(ids, default=0) + 1 - size), width)])
         larger[ids] = vectors.to(larger)
@@ -192,9 +193,12 @@ class CLIPVisionEncoder(nn.Module):
 
     def __init__(self, config: CLIPVisionConfig, *, projection: bool | None = None) -> None:
         super().__init__()
-        self.config = config
-        self.vision_model = VisionTransformer(config)
         projected = config.projected if projection is None else projection
+        # The class is named, so that a saved config.json says what it is.
+        self.config = replace(
+            config, architectures=("CLIPVisionModelWithProjection" if projected else "CLIPVisionModel",)
+        )
+        self.vision_model = VisionTransformer(config)
         self.visual_projection = nn.Linear(config.hidden_size, config.projection_dim, bias=False) if projected else None
 
     def forward(self, pixels: Tensor) -> VisionStates:

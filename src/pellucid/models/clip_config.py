@@ -81,7 +81,7 @@ class CLIPTextConfig:
     eos_token_id: int = 49407
     bos_token_id: int | None = 49406  # no effect on the result, like the next: kept so that it can be written back
     pad_token_id: int | None = 1
-    architectures: tuple[str, ...] | None = ("CLIPTextModel",)
+    architectures: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         check(self)
@@ -111,7 +111,7 @@ class CLIPVisionConfig:
     patch_size: int = 32
     hidden_act: str = "quick_gelu"
     layer_norm_eps: float = 1e-5
-    architectures: tuple[str, ...] | None = ("CLIPVisionModel",)
+    architectures: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         check(self)

@@ -2,16 +2,16 @@
 
 Stacks add up: every difference is taken against the base weight, W' = W + Σ ΔWᵢ(W), so the order does not matter.
 For DoRA, whose difference depends on W, this means that it does not see the other adapters of the stack; a single
-one equals PEFT's. A scale of 0 leaves the layers it covers untouched.
+one equals PEFT's. A scale of 0 leaves the layers that it covers untouched.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from pellucid.core.errors import PellucidError, nearest, rule
 from pellucid.models.lora_delta import Delta
 
-Scale = float | Mapping[str, float]  # one for all layers, or by prefix of their names: the longest prefix decides
-ROUNDING = 2.0**-22  # a relative change below this is float32's own rounding (DoRA makes some even when it is off)
+Scale = float | Mapping[str, float]  # of all layers, or by prefix of their names: the longest decides, "" is the rest
+ROUNDING = 2.0**-22  # a relative change below this is float32's own rounding; a DoRA that is off makes some
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -45,10 +45,15 @@ class AdapterSet:
     def keys(self) -> tuple[str, ...]:
         return tuple(key for adapter in self.adapters.values() for key in adapter.keys)
 
+    @property
+    def layers(self) -> dict[str, Delta]:
+        """All differences, under names that begin with the component."""
+        return {f"{part}.{layer}": delta for part, a in self.adapters.items() for layer, delta in a.layers.items()}
+
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a stack of adapters did: the keys read, those unused, and ‖ΔW‖/‖W‖ of each layer (biases by name)."""
+    """What a stack of adapters did: the keys read, those unused, and ‖ΔW‖/‖W‖ of each layer (of a bias by its name)."""
 
     adapters: tuple[str, ...]
     read: tuple[str, ...]
@@ -60,34 +65,60 @@ class Receipt:
         left = f"{len(self.unused)} unused" + (f" ({', '.join(self.unused)})" if self.unused else "")
         return (
             f"{' + '.join(self.adapters)}: {len(self.read)} keys read, {left}; {len(self.change)} layers changed, "
-            f"most {most} by {self.change[most]:.3g} of its norm"
+            f"most {most}, by {self.change[most]:.3g} of its norm"
         )
 
 
 class Term(NamedTuple):
-    """One difference in a stack: whose it is, and at what scale."""
+    """One difference in a layer's stack: whose it is, and at what scale."""
 
-    index: int
+    owner: int
     delta: Delta
     scale: float
 
 
 class Change(NamedTuple):
-    """One layer after a stack: its new weight and bias, and how far they went, relative to the base."""
+    """One layer after a stack: its new tensors, how far they went relative to the base, and by whose differences."""
 
     layer: str
-    module: nn.Module
-    weight: Tensor
-    bias: Tensor | None
-    moved: dict[str, float]  # of the weight under the layer's name, of the bias under its own
-    owners: set[int]  # which adapters of the stack moved it
+    tensors: dict[str, Tensor]  # "weight", "bias"
+    moved: dict[str, float]
+    owners: set[int]
+
+
+@dataclass
+class Tally:
+    """Counts changes while they pass, for the receipt."""
+
+    names: list[str]
+    moved: dict[str, float] = field(default_factory=dict)
+    owners: set[int] = field(default_factory=set)
+
+    def count(self, changes: Iterable[Change], prefix: str = "") -> Iterator[Change]:
+        for change in changes:
+            self.moved.update({prefix + name: ratio for name, ratio in change.moved.items()})
+            self.owners |= change.owners
+            yield change
+
+    def receipt(self, read: Iterable[str], unused: Iterable[str] = ()) -> Receipt:
+        """The receipt, or the error that a member of the stack changed nothing."""
+        if not self.names:
+            raise PellucidError(rule("a stack of adapters", "one adapter or more", []), "lora-nothing")
+        for index, name in enumerate(self.names):
+            if index not in self.owners:
+                raise PellucidError(
+                    f"adapter {name} must change a layer; got no change at all. Its scale is 0 everywhere, "
+                    "or its differences are zero or too small for the dtype of the base.",
+                    "lora-nothing",
+                )
+        return Receipt(tuple(self.names), tuple(read), tuple(unused), self.moved)
 
 
 def apply(network: M, stack: Sequence[tuple[Adapter, Scale]]) -> tuple[M, Receipt]:
     """A view of a network with adapters: it shares every untouched tensor, and the network stays as it is."""
-    work = Work(network, stack)
-    swaps = {change.layer: change for change in work.changes()}
-    return view(network, swaps), work.receipt()
+    tally = Tally([adapter.name for adapter, _ in stack])
+    swaps = {change.layer: change.tensors for change in tally.count(changes(network, stack))}
+    return view(network, swaps), tally.receipt(key for adapter, _ in stack for key in adapter.keys)
 
 
 def apply_all(
@@ -95,40 +126,211 @@ def apply_all(
 ) -> tuple[dict[str, nn.Module], Receipt]:
     """Views of all components that a stack of files touches; the prefixes of a scale begin with the component.
 
-    A component that nothing touches is returned itself.
+    A component that nothing touches is returned as it came.
     """
-    views, change, owners = dict(networks), {}, set()
     for adapters, scale in stack:
-        check_scale(adapters.name, scale, [f"{c}.{name}" for c, a in adapters.adapters.items() for name in a.layers])
+        check_scale(adapters.name, scale, adapters.layers)
         if unknown := sorted(set(adapters.adapters) - set(networks)):
-            raise PellucidError(
-                rule(f"a component of adapter {adapters.name}", f"one of {', '.join(networks)}", unknown[0]),
-                "lora-component",
-            )
-    for component, network in networks.items():
-        part = [
-            (s.adapters.get(component, Adapter(s.name, {})), within(component, scale)) for s, scale in stack
-        ]
-        work = Work(network, part)
-        swaps = {c.layer: c for c in work.changes()}
-        if swaps:
-            views[component] = view(network, swaps)
-        change.update({f"{component}.{layer}": moved for layer, moved in work.moved.items()})
-        owners |= work.owners
-    refuse_idle([s.name for s, _ in stack], owners)
-    read = tuple(key for s, _ in stack for key in s.keys)
-    return views, Receipt(tuple(s.name for s, _ in stack), read, tuple(k for s, _ in stack for k in s.unused), change)
+            rules = rule(f"a component of adapter {adapters.name}", f"one of {', '.join(networks)}", unknown[0])
+            raise PellucidError(rules, "lora-component")
+    tally = Tally([adapters.name for adapters, _ in stack])
+    views = dict(networks)
+    for part, network in networks.items():
+        mine = [(a.adapters.get(part, Adapter(a.name, {})), scale_within(part, scale)) for a, scale in stack]
+        swaps = {change.layer: change.tensors for change in tally.count(changes(network, mine), f"{part}.")}
+        views[part] = view(network, swaps) if swaps else network
+    read = (key for adapters, _ in stack for key in adapters.keys)
+    return views, tally.receipt(read, (key for adapters, _ in stack for key in adapters.unused))
 
 
 def merge(network: nn.Module, stack: Sequence[tuple[Adapter, Scale]]) -> Merged:
-    """Adapters written into a network's own weights; `unmerge` of what this returns puts the old ones back exactly."""
-    work = Work(network, stack)
-    merged = Merged(work)
+    """Adapters written into a network's own weights; the result's `unmerge` puts the old ones back bit for bit."""
+    tally = Tally([adapter.name for adapter, _ in stack])
+    merged = Merged(network)
     try:
-        for change in work.changes():
+        for change in tally.count(changes(network, stack)):
             merged.write(change)
-        merged.receipt = work.receipt()
+        merged.receipt = tally.receipt(key for adapter, _ in stack for key in adapter.keys)
     except BaseException:
-        merged.unmerge(checked=False)
+        merged.unmerge()
         raise
     return merged
+
+
+class Merged:
+    """Adapters inside a network, and the originals of what they changed. As a context it unmerges at its end."""
+
+    receipt: Receipt
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
+        self.originals: dict[str, dict[str, Tensor | None]] = {}
+        self.versions: dict[str, int] = {}
+
+    @torch.no_grad()
+    def write(self, change: Change) -> None:
+        module = self.network.get_submodule(change.layer)
+        old = {name: getattr(module, name) for name in change.tensors}
+        self.originals[change.layer] = {k: None if v is None else v.detach().clone() for k, v in old.items()}
+        for name, tensor in change.tensors.items():
+            if old[name] is None:
+                module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+            else:
+                old[name].copy_(tensor)  # in place: who holds the parameter sees the change
+        self.versions[change.layer] = module.get_parameter("weight")._version
+
+    @torch.no_grad()
+    def unmerge(self) -> None:
+        """The originals, back in place. Several merges of one layer are undone last first."""
+        for layer, version in self.versions.items():
+            if self.network.get_submodule(layer).get_parameter("weight")._version != version:
+                advice = "Unmerge the last merge first; weights that were loaded or trained since cannot be unmerged."
+                raise PellucidError(rule(f"merged layer {layer}", "as merge left it", "newer", advice), "lora-unmerge")
+        while self.originals:
+            layer, tensors = self.originals.popitem()
+            module = self.network.get_submodule(layer)
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    module.register_parameter(name, None)
+                else:
+                    module.get_parameter(name).copy_(tensor)
+        self.versions.clear()
+
+    def __enter__(self) -> Merged:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.unmerge()
+
+
+def view(network: M, swaps: Mapping[str, Mapping[str, Tensor]]) -> M:
+    """A copy of the module tree that shares all tensors but those in `swaps`, by layer and name.
+
+    Only what torch knows as a submodule is copied: a module kept in a plain list would stay the base's.
+    """
+    twin = copied(network, {})
+    for layer, tensors in swaps.items():
+        module = twin.get_submodule(layer)
+        trained = module.get_parameter("weight").requires_grad
+        for name, tensor in tensors.items():
+            module._parameters[name] = nn.Parameter(tensor, requires_grad=trained)
+    return twin
+
+
+def copied(module: M, seen: dict[int, nn.Module]) -> M:
+    """A module with registries of its own and the same tensors in them; one reached twice is copied once."""
+    if id(module) not in seen:
+        twin = module.__class__.__new__(module.__class__)
+        seen[id(module)] = twin
+        twin.__dict__ = {k: v.copy() if type(v) in (dict, OrderedDict) else v for k, v in module.__dict__.items()}
+        twin._modules = {name: None if m is None else copied(m, seen) for name, m in module._modules.items()}
+    return cast(M, seen[id(module)])
+
+
+@torch.no_grad()
+def changes(network: nn.Module, stack: Sequence[tuple[Adapter, Scale]]) -> Iterator[Change]:
+    """The layers that a stack changes, one at a time; a tensor that keeps its bits is left out."""
+    for layer, terms in terms_by_layer(network, stack).items():
+        module = network.get_submodule(layer)
+        weight = module.get_parameter("weight").detach()
+        found = {"weight": Sum(layer, weight, [(t.owner, t.delta.weight(weight, t.scale)) for t in terms])}
+        shifts = [
+            (t.owner, t.delta.bias.to(weight.device, torch.float32) * t.scale)
+            for t in terms
+            if t.delta.bias is not None
+        ]
+        if shifts:
+            bias = module._parameters["bias"]
+            before = weight.new_zeros(len(weight)) if bias is None else bias.detach()
+            found["bias"] = Sum(f"{layer}.bias", before, shifts)
+        found = {name: total for name, total in found.items() if total.owners}
+        if found:
+            tensors = {name: total.tensor for name, total in found.items()}
+            moved = {total.name: total.moved for total in found.values()}
+            yield Change(layer, tensors, moved, set[int]().union(*(total.owners for total in found.values())))
+
+
+class Sum:
+    """A tensor and differences to it: the new tensor, its relative distance, and who moved it by more than rounding."""
+
+    def __init__(self, name: str, before: Tensor, deltas: list[tuple[int, Tensor]]) -> None:
+        total = torch.stack([delta for _, delta in deltas]).sum(0) if len(deltas) > 1 else deltas[0][1]
+        size, length = before.float().norm().item(), total.norm().item()
+        if not math.isfinite(length):
+            raise PellucidError(rule(f"the change of {name}", "finite", length), "lora-finite")
+        self.name = name
+        self.tensor = torch.empty_like(before).copy_(before.float() + total)  # of the base's dtype and memory format
+        self.moved = length / size if size else math.inf
+        self.owners: set[int] = set()
+        if not torch.equal(self.tensor, before):
+            self.owners = {owner for owner, delta in deltas if delta.norm().item() > ROUNDING * size}
+
+
+def terms_by_layer(network: nn.Module, stack: Sequence[tuple[Adapter, Scale]]) -> dict[str, list[Term]]:
+    """All differences at scales other than 0, by layer in the network's order; layers and shapes are checked first."""
+    weights = layer_weights(network)
+    for adapter, scale in stack:
+        check_scale(adapter.name, scale, adapter.layers)
+        check_layers(adapter, weights)
+    found: dict[str, list[Term]] = {}
+    for layer in weights:
+        terms = [Term(i, a.layers[layer], scale_at(s, layer)) for i, (a, s) in enumerate(stack) if layer in a.layers]
+        if terms := [term for term in terms if term.scale != 0.0]:
+            found[layer] = terms
+    return found
+
+
+def layer_weights(network: nn.Module) -> dict[str, Tensor]:
+    """The weight of each layer that has one, by the layer's name."""
+    found = ((name, module._parameters.get("weight")) for name, module in network.named_modules())
+    return {name: weight for name, weight in found if weight is not None}
+
+
+def check_layers(adapter: Adapter, weights: Mapping[str, Tensor]) -> None:
+    """Every layer of an adapter must be in the network and of its shape."""
+    for layer in adapter.layers:
+        if layer not in weights:
+            advice = nearest(layer, weights)
+            raise PellucidError(
+                rule(f"a layer of adapter {adapter.name}", "one of the network", layer, advice), "lora-layer"
+            )
+    for layer, weight in weights.items():
+        delta = adapter.layers.get(layer)
+        if delta is not None and (got := delta.misfit(tuple(weight.shape))) is not None:
+            must, advice = f"{tuple(weight.shape)} as in the base", "The adapter was made for another base model."
+            raise PellucidError(rule(f"{layer} of adapter {adapter.name}", must, got, advice), "lora-base")
+
+
+def check_scale(name: str, scale: Scale, layers: Iterable[str]) -> None:
+    """A scale is finite, and each of its prefixes covers a layer."""
+    by_prefix = scale if isinstance(scale, Mapping) else {"": scale}
+    for prefix, value in by_prefix.items():
+        where = f"scale of adapter {name}" + (f" at {prefix}" if prefix else "")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise PellucidError(rule(where, "a finite number", value), "lora-scale")
+        if prefix and not any(covers(prefix, layer) for layer in layers):
+            starts = {".".join(layer.split(".")[:n]) for layer in layers for n in (1, 2)}
+            raise PellucidError(
+                rule(where, "at a prefix of layers that the adapter has", prefix, nearest(prefix, starts)), "lora-scale"
+            )
+
+
+def covers(prefix: str, layer: str) -> bool:
+    return prefix in ("", layer) or layer.startswith(f"{prefix}.")
+
+
+def scale_at(scale: Scale, layer: str) -> float:
+    """The scale of one layer: that of the longest prefix, and 1 where none covers it."""
+    if not isinstance(scale, Mapping):
+        return float(scale)
+    prefixes = [prefix for prefix in scale if covers(prefix, layer)]
+    return float(scale[max(prefixes, key=len)]) if prefixes else 1.0
+
+
+def scale_within(component: str, scale: Scale) -> Scale:
+    """A scale over all components as one component sees it."""
+    if not isinstance(scale, Mapping):
+        return scale
+    rest = {"": scale_at(scale, component)}
+    start = f"{component}."
+    return rest | {prefix.removeprefix(start): value for prefix, value in scale.items() if prefix.startswith(start)}

@@ -81,12 +81,13 @@ class Delta:
         """ΔW for a base weight at a scale: float32, of the base's shape, on its device."""
         return self.difference(base.device).reshape(base.shape) * (self.factor * scale)
 
-    def fits(self, base: Shape) -> bool:
-        """Whether ΔW is for a weight of this shape: equal, but for ones at its end or a flattened kernel."""
+    def misfit(self, base: Shape) -> Shape | None:
+        """The shape that is not for a weight of shape `base`; ones at the end and a flattened kernel are no misfit."""
         mine = self.shape
-        if len(mine) == 0 or mine[0] != base[0] or math.prod(mine) != math.prod(base):
-            return False
-        return len(mine) == 2 or stripped(mine) == stripped(base)
+        size = bool(mine) and mine[0] == base[0] and math.prod(mine) == math.prod(base)
+        if not size or (len(mine) != 2 and stripped(mine) != stripped(base)):
+            return mine
+        return tuple(self.bias.shape) if self.bias is not None and self.bias.shape != base[:1] else None
 
 
 def stripped(shape: Shape) -> Shape:
@@ -182,13 +183,16 @@ class DoRA(Delta):
     def shape(self) -> Shape:
         return self.inner.shape
 
-    def fits(self, base: Shape) -> bool:
-        return self.inner.fits(base) and len(base) >= 2 and self.magnitude.numel() == base[self.axis]
+    def misfit(self, base: Shape) -> Shape | None:
+        if (found := super().misfit(base)) is not None:
+            return found
+        fits = len(base) >= 2 and self.magnitude.numel() == base[self.axis]
+        return None if fits else tuple(self.magnitude.shape)
 
     def weight(self, base: Tensor, scale: float = 1.0) -> Tensor:
         before = base.float()
         moved = before + self.inner.weight(base, scale)
         others = [d for d in range(base.ndim) if d != self.axis]
-        norm = torch.linalg.vector_norm(moved, dim=others, keepdim=True)
+        norm: Tensor = torch.linalg.vector_norm(moved, dim=others, keepdim=True)
         magnitude = self.magnitude.to(base.device, torch.float32).reshape(norm.shape)
         return moved * (magnitude / norm) - before

@@ -57,8 +57,9 @@ class Rule:
                 check_choice(where, value, SPACES)
             elif f.name == "layers":
                 object.__setattr__(self, "layers", layer_names(where, value))
-        if getattr(self, "start", 0.0) > getattr(self, "stop", 1.0):
-            raise PellucidError(rule(f"start of {self.name}", f"at most its stop {self.stop}", self.start), "guidance")
+        start, stop = getattr(self, "start", 0.0), getattr(self, "stop", 1.0)
+        if start > stop:
+            raise PellucidError(rule(f"start of {self.name}", f"at most its stop {stop:g}", start), "guidance")
 
     def to_dict(self) -> dict[str, Any]:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -110,6 +111,8 @@ def within(start: float, stop: float, step: int, steps: int) -> bool:
 class Combination(Rule):
     """How cond and uncond become one prediction; `past` is what the rule remembers from call to call of one run."""
 
+    space: Space = field(default="raw", kw_only=True)
+
     def combine(self, cond: Tensor, uncond: Tensor, scale: Any, past: Tensor | None) -> tuple[Tensor, Tensor | None]:
         raise NotImplementedError
 
@@ -119,7 +122,6 @@ class CFG(Combination):
     """Classifier-free guidance (Ho & Salimans 2022): uncond + scale·(cond − uncond), the same in every space."""
 
     name = "cfg"
-    space: Space = "raw"
 
     def combine(self, cond: Tensor, uncond: Tensor, scale: Any, past: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return along(uncond, cond - uncond, scale), None
@@ -146,7 +148,7 @@ class APG(Combination):
     norm: float = bounded(0, 1e6, 15.0)
     momentum: float = bounded(-1, 1, -0.5)
     base: Literal["cond", "uncond"] = "cond"
-    space: Space = "x0"
+    space: Space = field(default="x0", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -175,7 +177,7 @@ class CFGZero(Combination):
 
     name = "cfg_zero"
     zero_steps: int = bounded(0, 1000, 1)
-    space: Space = "flow"
+    space: Space = field(default="flow", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -205,9 +207,25 @@ class Extra(Rule):
     def weight(self) -> float:
         return float(self.scale)
 
+    @property
+    def told(self) -> dict[str, Any]:
+        """What the network is told in addition, to make the term."""
+        return {}
+
 
 @dataclass(frozen=True)
-class PAG(Extra):
+class Layered(Extra):
+    """An extra whose term comes from the same network, with some blocks weakened."""
+
+    layers: tuple[str | int, ...] = ()
+
+    @property
+    def told(self) -> dict[str, Any]:
+        return {self.term: self.layers}
+
+
+@dataclass(frozen=True)
+class PAG(Layered):
     """Perturbed-attention guidance (Ahn et al. 2024): self-attention of `layers` is the identity."""
 
     name = "pag"
@@ -217,7 +235,7 @@ class PAG(Extra):
 
 
 @dataclass(frozen=True)
-class SkipLayer(Extra):
+class SkipLayer(Layered):
     """Skip-layer guidance (Stable Diffusion 3.5): whole blocks, `layers`, are left out; SD 3.5's defaults."""
 
     name = "skip_layer"
@@ -249,6 +267,7 @@ class Correction(Rule):
     """Changes the guided prediction in the light of cond (and uncond, where `compares` says so)."""
 
     compares: ClassVar[bool] = False
+    space: Space = field(default="x0", kw_only=True)
 
     def correct(self, guided: Tensor, cond: Tensor, uncond: Tensor | None) -> Tensor:
         raise NotImplementedError
@@ -264,13 +283,18 @@ class Rescale(Correction):
 
     name = "rescale"
     phi: float = bounded(0, 1, 0.7)
-    space: Space = "v"
+    space: Space = field(default="v", kw_only=True)
 
     def correct(self, guided: Tensor, cond: Tensor, uncond: Tensor | None) -> Tensor:
-        dims = dims_of(cond)
-        have = guided.std(dims, correction=0, keepdim=True)
-        ratio = torch.where(have > 0, cond.std(dims, correction=0, keepdim=True) / have, 1.0)  # (B, 1, 1, 1)
+        have = spread(guided)
+        ratio = torch.where(have > 0, spread(cond) / have, 1.0)  # (B, 1, 1, 1)
         return guided * (1.0 + self.phi * (ratio - 1.0))
+
+
+def spread(value: Tensor) -> Tensor:
+    """The standard deviation of each image times √numbers, which a ratio does not see; torch's std is slow here."""
+    dims = dims_of(value)
+    return torch.linalg.vector_norm(value - value.mean(dims, keepdim=True), dim=dims, keepdim=True)
 
 
 @dataclass(frozen=True)
@@ -286,7 +310,6 @@ class Mimic(Correction):
     scale: float = bounded(0, MOST, 7.0)
     percentile: float = bounded(0, 1, 1.0)
     phi: float = bounded(0, 1, 1.0)
-    space: Space = "x0"
 
     def correct(self, guided: Tensor, cond: Tensor, uncond: Tensor | None) -> Tensor:
         assert uncond is not None
@@ -318,7 +341,6 @@ class Threshold(Correction):
     name = "threshold"
     percentile: float = bounded(0, 1, 0.995)
     most: float | None = None
-    space: Space = "x0"
 
     def __post_init__(self) -> None:
         super().__post_init__()

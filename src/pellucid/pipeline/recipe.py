@@ -7,6 +7,7 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any
@@ -17,6 +18,7 @@ from pellucid import __version__
 from pellucid.core import dialect as dialects
 from pellucid.core.errors import PellucidError, nearest, rule
 from pellucid.core.noise import check_seed
+from pellucid.core.plan import BOUNDS, UNBOUNDED
 from pellucid.pipeline import parameters
 from pellucid.pipeline.images import UNREADABLE, check_size, first_line, open_bounded
 from pellucid.pipeline.parameters import Foreign
@@ -33,9 +35,9 @@ ADAPTER = ("name", "kind", "hash", "scale")
 class Recipe:
     """All that is needed to repeat one image exactly. A recipe that exists is valid and can be written.
 
-    `clip_skip` counts the last text layers left out; `conditioning` is what the network is told besides the text (class
-    label, SDXL's sizes); `plan` is there only where the plan was given as a table; `inputs` are hashes by role; `policy`
-    is what of the memory policy changes numbers.
+    `clip_skip` counts the last text layers left out; `conditioning` is what the network is told besides the text
+    (class label, SDXL's sizes); `plan` is there only where the plan was given as a table; `inputs` are hashes by role;
+    `policy` is what of the memory policy changes numbers.
     """
 
     model: str = ""
@@ -77,6 +79,7 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON: every field, whatever its value."""
         own = {f.name: getattr(self, f.name) for f in fields(self)}
+        own["options"] = unbounded(self.options)
         made: dict[str, Any] = plain("recipe", own)
         return {"kind": KIND, "schema": SCHEMA, **made}
 
@@ -173,6 +176,16 @@ def table(name: str, value: Any) -> dict[str, Any]:
     return dict(plain(name, value))
 
 
+def unbounded(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with infinities as words, as a plan writes them."""
+    return {k: UNBOUNDED.get(v, v) if isinstance(v, float) else v for k, v in options.items()}
+
+
+def option_table(name: str, value: Any) -> dict[str, Any]:
+    found = table(name, unbounded(value) if isinstance(value, Mapping) else value)
+    return {k: BOUNDS.get(v, v) if isinstance(v, str) else v for k, v in found.items()}
+
+
 def plan_table(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping) or value.get("kind") != "pellucid-plan":
         raise PellucidError(f"{name} must be a plan's table, as Plan.to_dict() gives it; got another.", "recipe-value")
@@ -207,7 +220,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "grid": table,
     "steps": maybe(whole(1, 10_000)),
     "dialect": lambda name, value: dialects.named(text(name, value)),
-    "options": table,
+    "options": option_table,
     "plan": maybe(plan_table),
     "guidance": table,
     "seed": lambda name, value: check_seed(value),
@@ -239,16 +252,22 @@ def write_png(image: Image.Image, goal: str | os.PathLike[str] | IO[bytes], reci
     if not isinstance(goal, str | os.PathLike):
         image.save(goal, format="PNG", pnginfo=info)
         return
-    path = Path(os.path.realpath(goal))
+    try:
+        replace_whole(Path(os.path.realpath(goal)), lambda half: image.save(half, format="PNG", pnginfo=info))
+    except (OSError, ValueError) as error:
+        advice = f"{getattr(error, 'strerror', None) or first_line(error).rstrip('.')}."
+        raise PellucidError(rule("file", "one that can be written", os.fspath(goal), advice), "file") from None
+
+
+def replace_whole(path: Path, save: Callable[[Path], object]) -> None:
+    """Saves beside `path` under a name of its own, then takes its place at once."""
     half = path.with_name(f".{secrets.token_hex(8)}.part")
     try:
-        image.save(half, format="PNG", pnginfo=info)
+        save(half)
         os.replace(half, path)
-    except OSError as error:
-        advice = f"{error.strerror or first_line(error).rstrip('.')}."
-        raise PellucidError(rule("file", "one that can be written", str(goal), advice), "file") from None
     finally:
-        half.unlink(missing_ok=True)
+        with suppress(OSError):
+            half.unlink()
 
 
 def read_png(source: str | os.PathLike[str] | IO[bytes]) -> Recipe | Foreign:
@@ -268,13 +287,13 @@ def read_png(source: str | os.PathLike[str] | IO[bytes]) -> Recipe | Foreign:
 def texts(picture: Image.Image) -> dict[str, str]:
     """The text chunks of a PNG, or the user comment of another file as `parameters`; refuses what is too long."""
     if picture.format == "PNG":
-        found = {k: v for k, v in picture.info.items() if isinstance(v, str)}
+        found = {str(k): v for k, v in picture.info.items() if isinstance(v, str)}
         if not found.keys() & {"pellucid", "parameters"}:  # chunks may stand behind the pixels
             try:
                 picture.load()
             except UNREADABLE as error:
                 raise PellucidError(rule("image", "a whole picture", "less", first_line(error)), "image-file") from None
-            found = {k: v for k, v in picture.info.items() if isinstance(v, str)}
+            found = {str(k): v for k, v in picture.info.items() if isinstance(v, str)}
     else:
         comment = user_comment(picture)
         found = {"parameters": comment} if comment else {}

@@ -1,0 +1,250 @@
+"""Adapter files: read in the layouts that people use, and saved in the one that diffusers opens."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from pellucid.core.errors import PellucidError, rule
+from pellucid.interop.lora_keys import Layer, Spellings, numbered, take_apart
+from pellucid.interop.lora_parts import Config, Strength, make
+from pellucid.models.lora import Adapter, AdapterSet, check_layers, layer_weights
+from pellucid.models.lora_delta import Delta, DoRA, LoRA, stripped
+
+Networks = Mapping[str, nn.Module]  # by component: `unet` or `transformer`, `text_encoder`, `text_encoder_2`
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+CONFIGS = "lora_adapter_metadata"  # where diffusers keeps PEFT's configs in a safetensors file
+WEIGHTS = ("pytorch_lora_weights", "adapter_model")  # diffusers' name in a folder, and PEFT's
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """The tensors of a file, and what is said beside them."""
+
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    configs: Mapping[str, Config] = field(default_factory=dict)  # PEFT's, by component; "" is for all
+    component: str | None = None  # of keys that name none
+
+
+def load(path: str | Path, networks: Networks, name: str | None = None) -> AdapterSet:
+    """The adapters of a file or folder, for the networks at hand.
+
+    A folder is diffusers' or PEFT's, or has one of these for each component, in a folder of the component's name.
+    """
+    path = Path(path)
+    name = path.stem if name is None else name
+    parts = [read(name, file, networks) for file in open_all(path, networks)]
+    adapters = {component: adapter for part in parts for component, adapter in part.adapters.items()}
+    unused = tuple(key for part in parts for key in part.unused)
+    if not adapters:
+        got = ", ".join(unused[:3]) + (", …" if len(unused) > 3 else "")
+        sdxl = "text_encoder_2" not in networks and any(k.startswith(("lora_te2_", "text_encoder_2.")) for k in unused)
+        must = f"one with keys for layers of {', '.join(networks)}"
+        raise PellucidError(rule(f"adapter {name}", must, got, "It is for SDXL." if sdxl else ""), "lora-nothing")
+    return AdapterSet(name, adapters, unused)
+
+
+def read(name: str, file: AdapterFile, networks: Networks) -> AdapterSet:
+    """The adapters in a file's tensors, in whichever layout; a key that fits no layer is listed as unused."""
+    weights = {component: layer_weights(network) for component, network in networks.items()}
+    stems, unused = sorted_by_stem(file.tensors)
+    spelled, numbers = Spellings(networks), numbered_layers(name, stems, file, weights)
+    layers: dict[str, dict[str, Delta]] = {}
+    keys: dict[str, list[str]] = {}
+    for stem, parts in stems.items():
+        at = numbers.get(stem) or spelled.find(stem, file.component)
+        if at is None or at.name in layers.get(at.component, {}):  # a second spelling of a layer is not added to it
+            unused += parts.values()
+            continue
+        tensors = {part: file.tensors[key] for part, key in parts.items()}
+        try:
+            strength = Strength(alpha_of(tensors), config_of(file, at.component), (at.name, stem))
+            made = make(tensors, strength, tuple(weights[at.component][at.name].shape))
+        except PellucidError as error:
+            raise PellucidError(f"{at.name} of adapter {name}: {error}", error.code) from None
+        used = made.used if made else set()
+        keys.setdefault(at.component, []).extend(key for part, key in parts.items() if part in used)
+        unused += [key for part, key in parts.items() if part not in used]
+        if made:
+            layers.setdefault(at.component, {})[at.name] = made.delta
+    adapters = {c: Adapter(name, layers[c], tuple(keys[c])) for c in networks if c in layers}
+    for component, adapter in adapters.items():
+        check_layers(adapter, weights[component])
+    return AdapterSet(name, adapters, tuple(unused))
+
+
+def sorted_by_stem(tensors: Mapping[str, Tensor]) -> tuple[dict[str, dict[str, str]], list[str]]:
+    """The keys of a file by the layer that they name and the part they hold, and those that hold no known part."""
+    stems: dict[str, dict[str, str]] = {}
+    unused = []
+    for key in tensors:
+        found = take_apart(key)
+        if found is None or found.part in stems.get(found.stem, {}):
+            unused.append(key)
+        else:
+            stems.setdefault(found.stem, {})[found.part] = key
+    return stems, unused
+
+
+def alpha_of(parts: Mapping[str, Tensor]) -> float | None:
+    if "alpha" not in parts:
+        return None
+    if parts["alpha"].numel() != 1:
+        raise PellucidError(rule("alpha", "one number", tuple(parts["alpha"].shape)), "lora-shape")
+    return float(parts["alpha"])
+
+
+def config_of(file: AdapterFile, component: str) -> Config:
+    return file.configs.get(component, file.configs.get("", {}))
+
+
+def numbered_layers(
+    name: str, stems: Mapping[str, Mapping[str, str]], file: AdapterFile, weights: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, Layer]:
+    """`unet:0`, `unet:1`, … of the oldest files → layers. Their order is trusted only where all shapes agree."""
+    found: dict[str, Layer] = {}
+    for component, mine in weights.items():
+        wanted = [stem for stem in stems if stem.startswith(f"{component}:")]
+        if not wanted:
+            continue
+        classes = parsed(file.metadata.get(component, "[]"), f"metadata {component} of adapter {name}")
+        for candidate in numbered(mine, classes if isinstance(classes, list) else []):
+            layers = {f"{component}:{i}": Layer(component, layer) for i, layer in enumerate(candidate)}
+            if set(layers) == set(wanted) and all(
+                fits(stems[stem], file.tensors, mine[layer.name]) for stem, layer in layers.items()
+            ):
+                found |= layers
+                break
+        else:
+            must = f"the {len(wanted)} layers that the base has in the classes {classes}, with their shapes"
+            raise PellucidError(rule(f"numbered adapter {name}", must, "others"), "lora-base")
+    return found
+
+
+def fits(parts: Mapping[str, str], tensors: Mapping[str, Tensor], weight: Tensor) -> bool:
+    if set(parts) != {"up", "down"}:
+        return False
+    up, down = (tensors[parts[part]] for part in ("up", "down"))
+    return up.ndim > 1 and (up.shape[0], *stripped(tuple(down.shape))[1:]) == stripped(tuple(weight.shape))
+
+
+def open_all(path: Path, networks: Networks) -> Iterator[AdapterFile]:
+    """The adapter files at a path."""
+    if not path.is_dir():
+        yield open_file(path)
+        return
+    parts = [component for component in networks if (path / component / "adapter_config.json").is_file()]
+    for component in parts:
+        yield open_folder(path / component, component)
+    if not parts:
+        yield open_folder(path, None)
+
+
+def open_folder(folder: Path, component: str | None) -> AdapterFile:
+    """One file with a known name, or else the only one that could be meant; PEFT's config beside it."""
+    named = [folder / f"{stem}{end}" for stem in WEIGHTS for end in (".safetensors", ".bin")]
+    files = [file for file in named if file.is_file()][:1] or sorted(folder.glob("*.safetensors"))
+    if len(files) != 1:
+        got = ", ".join(file.name for file in files) or "none"
+        raise PellucidError(rule(f"adapter folder {folder}", "with one .safetensors file", got), "lora-file")
+    file, beside = open_file(files[0]), folder / "adapter_config.json"
+    configs = {"": parsed(beside.read_text(encoding="utf-8"), str(beside))} if beside.is_file() else file.configs
+    return AdapterFile(file.tensors, file.metadata, configs, component)
+
+
+def open_file(path: Path) -> AdapterFile:
+    """The tensors and metadata of a safetensors file, or of a pickle that holds tensors only."""
+    if not path.is_file():
+        raise PellucidError(rule("adapter", "a file or folder", str(path)), "lora-file")
+    if path.suffix in PICKLES:
+        return AdapterFile(unpickled(path))
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise PellucidError(rule(f"{path}", "a whole safetensors file", str(error)), "lora-file") from None
+    configs: dict[str, dict[str, Any]] = {}
+    for key, value in parsed(metadata.get(CONFIGS, "{}"), f"metadata of {path}").items():
+        component, _, entry = key.partition(".")
+        configs.setdefault(component, {})[entry] = value
+    return AdapterFile(tensors, metadata, configs)
+
+
+def unpickled(path: Path) -> dict[str, Tensor]:
+    """A pickle, read without running any code of it."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().split("\n")[0]
+        advice = "Code in a pickle is never run; convert the file to safetensors."
+        raise PellucidError(rule(f"{path}", "a pickle of tensors only", reason, advice), "lora-pickle") from None
+    found = found.get("state_dict", found) if isinstance(found, dict) else found
+    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise PellucidError(rule(f"{path}", "a dict of named tensors", type(found).__name__), "lora-pickle")
+    return {str(key): value for key, value in found.items()}
+
+
+def parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise PellucidError(rule(where, "JSON", str(error)), "lora-config") from None
+
+
+def save(adapters: AdapterSet, path: str | Path) -> None:
+    """One safetensors file in diffusers' layout; alpha goes into the weights, so that no version can miss it."""
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        raise PellucidError(rule("path of an adapter", "one that ends in .safetensors", str(path)), "lora-file")
+    tensors: dict[str, Tensor] = {}
+    for component, adapter in adapters.adapters.items():
+        kinds = sorted({kind_of(delta) for delta in adapter.layers.values()})
+        if kinds not in (["LoRA"], ["DoRA"]):
+            name, advice = f"{component} of adapter {adapters.name}", "diffusers opens no others, and no mixture."
+            raise PellucidError(rule(name, "all LoRA or all DoRA", kinds, advice), "lora-save")
+        text = component.startswith("text_encoder")
+        for layer, delta in adapter.layers.items():
+            full = (
+                f"{component}.text_model.{layer}" if text and layer.startswith("encoder.") else f"{component}.{layer}"
+            )
+            tensors |= {f"{full}.{end}": t.contiguous() for end, t in saved(delta, text).items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path, {"format": "pt"})
+
+
+def kind_of(delta: Delta) -> str:
+    """The name of a kind; a DoRA on anything but LoRA, or with norms of inputs, is a kind of its own."""
+    if isinstance(delta, DoRA) and not (isinstance(delta.inner, LoRA) and delta.axis == 0):
+        return f"DoRA of {'inputs' if delta.axis else type(delta.inner).__name__}"
+    return type(delta).__name__
+
+
+def saved(delta: Delta, text: bool) -> dict[str, Tensor]:
+    """The tensors of a layer under PEFT's endings, or under those that diffusers wants for text encoders."""
+    lora = delta.inner if isinstance(delta, DoRA) else delta
+    assert isinstance(lora, LoRA) and lora.product.b is not None
+    down, up = lora.product.b, lora.product.a
+    if lora.product.core is not None:  # core·down is a down with a kernel
+        down = torch.einsum("ij...,jn->in...", lora.product.core.float(), down.float().flatten(1))
+    ones = (1,) * (down.ndim - 2)  # of a convolution, whose up is a 1×1 kernel
+    folded = up.float() * lora.factor
+    up = up.to(folded.dtype) if not torch.equal(folded.to(up.dtype).float(), folded) else up
+    found = {"up.weight": folded.to(up.dtype).reshape(*folded.shape, *ones), "down.weight": down}
+    if delta.bias is not None:
+        found["up.bias"] = delta.bias
+    ends = ("lora_linear_layer.up", "lora_linear_layer.down") if text else ("lora_B", "lora_A")
+    found = {f"{ends[0 if end.startswith('up') else 1]}.{end.split('.')[1]}": t for end, t in found.items()}
+    if isinstance(delta, DoRA):
+        found["lora_magnitude_vector"] = delta.magnitude.reshape(1, -1, *ones) if ones else delta.magnitude
+    return found

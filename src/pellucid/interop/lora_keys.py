@@ -1,0 +1,209 @@
+"""Other people's names for the layers of a network: diffusers' new and old, PEFT's, kohya's, CompVis', and numbers.
+
+No name is guessed from its underscores: all spellings of all layers of the network at hand are written into a table,
+and a name of a file is looked up in it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from torch import nn
+
+from pellucid.models.lora import layer_weights
+
+DENOISER = "denoiser"  # stands for `unet` or `transformer`, whichever the pipeline has
+PREFIXES = {
+    "base_model.model.": None,  # PEFT: the component is whichever has the layer
+    "model.diffusion_model.": DENOISER,
+    "diffusion_model.": DENOISER,
+    "unet.": DENOISER,
+    "transformer.": DENOISER,
+    "text_encoder_2.": "text_encoder_2",
+    "text_encoder.": "text_encoder",
+    "lora_unet_": DENOISER,
+    "lora_transformer_": DENOISER,
+    "lycoris_": DENOISER,
+    "lora_te1_": "text_encoder",
+    "lora_te2_": "text_encoder_2",
+    "lora_te_": "text_encoder",
+}
+# How a key ends → what it holds. PEFT may put the adapter's name before the last `.weight`.
+ENDINGS = {
+    "down": r"\.lora_A(?:\.[^.]+)?\.weight|\.lora_down\.weight|(?:[._]lora|\.lora_linear_layer)\.down\.weight|:down",
+    "up": r"\.lora_B(?:\.[^.]+)?\.weight|\.lora_up\.weight|(?:[._]lora|\.lora_linear_layer)\.up\.weight|:up",
+    "up_bias": r"\.lora_B(?:\.[^.]+)?\.bias|\.lora_linear_layer\.up\.bias",
+    "mid": r"\.lora_mid\.weight",
+    "alpha": r"(?:[._]lora|\.lora_linear_layer)?\.alpha",
+    "magnitude": r"\.(?:lora_)?magnitude_vector(?:\.[^.]+)?(?:\.weight)?",
+    "dora_scale": r"\.dora_scale",
+    "diff": r"\.diff|\.w_norm",
+    "diff_b": r"\.diff_b|\.b_norm",
+    "own": r"\.(?P<name>hada_w[12]_[ab]|hada_t[12]|lokr_w[12](?:_[ab])?|lokr_t2)(?:\.[^.]+)?",
+}
+ENDING = re.compile("(?P<stem>.+?)(?:" + "|".join(f"(?P<{part}>{end})" for part, end in ENDINGS.items()) + ")")
+
+
+class Part(NamedTuple):
+    """A key of a file, taken apart: the layer as the file spells it, and what of the layer it holds."""
+
+    stem: str
+    part: str
+
+
+class Layer(NamedTuple):
+    """A layer of a network at hand."""
+
+    component: str
+    name: str
+
+
+def take_apart(key: str) -> Part | None:
+    """A key as stem and part, or None where its ending is not known."""
+    match = ENDING.fullmatch(key)
+    if match is None:
+        return None
+    part = match["name"] or next(part for part in ENDINGS if match[part] is not None)
+    return Part(match["stem"], part)
+
+
+class Spellings:
+    """All spellings of all layers of the networks at hand, by component."""
+
+    def __init__(self, networks: Mapping[str, nn.Module]) -> None:
+        self.tables = {component: spellings(layer_weights(network)) for component, network in networks.items()}
+        self.denoiser = next((name for name in ("unet", "transformer") if name in networks), DENOISER)
+
+    def find(self, stem: str, component: str | None = None) -> Layer | None:
+        """The layer that a file calls `stem`; without a component in the name or given, the first that has it."""
+        for prefix, owner in PREFIXES.items():
+            if stem.startswith(prefix):
+                owner = self.denoiser if owner == DENOISER else owner or component
+                return self.find(stem.removeprefix(prefix), owner)
+        stem = stem.replace(".processor.", ".")
+        for name, table in self.tables.items():
+            if name == (component or name) and stem in table:
+                return Layer(name, table[stem])
+        return None
+
+
+def spellings(names: Iterable[str]) -> dict[str, str]:
+    """Every spelling of every layer name → the name. A spelling that two layers share means neither."""
+    names = list(names)
+    blocks = compvis_blocks(names)
+    table: dict[str, str] = {}
+    shared: set[str] = set()
+    for name in names:
+        for spelling in {s for dotted in dotted_spellings(name, blocks) for s in (dotted, dotted.replace(".", "_"))}:
+            if table.setdefault(spelling, name) != name:
+                shared.add(spelling)
+    table = {spelling: name for spelling, name in table.items() if spelling not in shared}
+    return table | {name: name for name in names}
+
+
+def dotted_spellings(name: str, blocks: Mapping[str, str]) -> Iterator[str]:
+    """A layer's names with dots: its own, CompVis', those of old LoRA files, with `text_model.` and without."""
+    same = {name, compvis(name, blocks)}
+    for old, new in OLD_ATTENTION.items():
+        same |= {s.removesuffix(new) + old for s in same if s.endswith(new)}
+    for spelling in same:
+        yield spelling
+        yield spelling.removeprefix("text_model.")
+        yield f"text_model.{spelling.removeprefix('text_model.')}"
+
+
+OLD_ATTENTION = {  # diffusers' attention processors had names of their own, in text encoders too
+    ".to_out": ".to_out.0",
+    ".self_attn.to_q": ".self_attn.q_proj",
+    ".self_attn.to_k": ".self_attn.k_proj",
+    ".self_attn.to_v": ".self_attn.v_proj",
+    ".self_attn.to_out": ".self_attn.out_proj",
+}
+COMPVIS_ENDS = {
+    "conv_in": "input_blocks.0.0",
+    "time_embedding.linear_1": "time_embed.0",
+    "time_embedding.linear_2": "time_embed.2",
+    "add_embedding.linear_1": "label_emb.0.0",
+    "add_embedding.linear_2": "label_emb.0.2",
+    "conv_norm_out": "out.0",
+    "conv_out": "out.2",
+}
+COMPVIS_RESNET = {
+    "norm1": "in_layers.0",
+    "conv1": "in_layers.2",
+    "time_emb_proj": "emb_layers.1",
+    "norm2": "out_layers.0",
+    "conv2": "out_layers.3",
+    "conv_shortcut": "skip_connection",
+}
+
+
+def compvis(name: str, blocks: Mapping[str, str]) -> str:
+    """The CompVis name of a layer of a UNet; attentions have the same names inside."""
+    if name in COMPVIS_ENDS:
+        return COMPVIS_ENDS[name]
+    parts = name.split(".")
+    for cut in range(3, min(len(parts), 5) + 1):
+        block = blocks.get(".".join(parts[:cut]))
+        if block is not None:
+            inside = ".".join(parts[cut:])
+            return ".".join(filter(None, (block, COMPVIS_RESNET.get(inside, inside))))
+    return name
+
+
+def compvis_blocks(names: Iterable[str]) -> dict[str, str]:
+    """Blocks of a UNet → CompVis' blocks, which number every residual block and every change of size in one row."""
+    names = list(names)
+    table = {
+        "mid_block.resnets.0": "middle_block.0",
+        "mid_block.attentions.0": "middle_block.1",
+        "mid_block.resnets.1": "middle_block.2",
+    }
+    row = 1  # 0 is conv_in
+    for block in indices(names, "down_blocks."):
+        for i in indices(names, f"{block}.resnets."):
+            table[i], table[i.replace("resnets", "attentions")] = f"input_blocks.{row}.0", f"input_blocks.{row}.1"
+            row += 1
+        for sampler in indices(names, f"{block}.downsamplers."):
+            table[f"{sampler}.conv"] = f"input_blocks.{row}.0.op"
+            row += 1
+    row = 0
+    for block in indices(names, "up_blocks."):
+        attends = bool(indices(names, f"{block}.attentions."))
+        for i in indices(names, f"{block}.resnets."):
+            table[i], table[i.replace("resnets", "attentions")] = f"output_blocks.{row}.0", f"output_blocks.{row}.1"
+            row += 1
+        for sampler in indices(names, f"{block}.upsamplers."):
+            table[f"{sampler}.conv"] = f"output_blocks.{row - 1}.{2 if attends else 1}.conv"
+    return table
+
+
+def indices(names: Iterable[str], prefix: str) -> list[str]:
+    """The numbered modules right under a prefix, in order: `down_blocks.0`, `down_blocks.1`, …"""
+    found = {name.removeprefix(prefix).split(".")[0] for name in names if name.startswith(prefix)}
+    return [prefix + index for index in sorted(filter(str.isdigit, found), key=int)]
+
+
+# The oldest safetensors files number their layers (`unet:0:up`): all linear layers inside modules of certain classes,
+# in the order in which torch walked through the network of that time.
+NUMBERED = {
+    "CrossAttention": r".*\.attn[12]\.(?:to_[qkv]|to_out\.0)",
+    "Attention": r".*\.attn[12]\.(?:to_[qkv]|to_out\.0)",
+    "GEGLU": r".*\.ff\.net\.0\.proj",
+    "CLIPAttention": r".*\.self_attn\.(?:[qkv]|out)_proj",
+}
+BLOCKS, HEADS = ("down_blocks", "up_blocks", "mid_block"), ("to_q", "to_k", "to_v", "to_out")
+CLIP_HEADS = ("k_proj", "v_proj", "q_proj", "out_proj")
+WALKS = (("attn1", "ff", "attn2"), ("attn1", "attn2", "ff"))  # inside a transformer block: then, and later
+
+
+def numbered(names: Iterable[str], classes: Iterable[str]) -> Iterator[list[str]]:
+    """The layers that a numbered file may mean, in its order, given the classes that it lists."""
+    pattern = "|".join(NUMBERED[c] for c in classes if c in NUMBERED)
+    meant = [name for name in names if pattern and re.fullmatch(pattern, name)]
+    for walk in WALKS:
+        ranks = {word: rank for words in (BLOCKS, walk, HEADS, CLIP_HEADS) for rank, word in enumerate(words)}
+        places = {name: [int(p) if p.isdigit() else ranks.get(p, 0) for p in name.split(".")] for name in meant}
+        yield sorted(meant, key=places.__getitem__)

@@ -1,0 +1,74 @@
+"""What a network is told besides x and time: keyword inputs whose every tensor has the batch first.
+
+A leaf is a tensor or None; tuples, named tuples, lists and mappings of leaves nest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pellucid.core.errors import PellucidError, rule
+
+Inputs = Mapping[str, Any]
+
+
+def over(work: Callable[..., Any], name: str, *trees: Any) -> Any:
+    """work(name, leaf, …) on the leaves of one tree, or on those of several of one form."""
+    first = trees[0]
+    if all(tree is None for tree in trees):
+        return None
+    if all(isinstance(tree, Tensor) for tree in trees):
+        return work(name, *trees)
+    if all(isinstance(tree, Mapping) and tree.keys() == first.keys() for tree in trees):
+        return {key: over(work, f"{name}.{key}", *(tree[key] for tree in trees)) for key in first}
+    if isinstance(first, tuple | list) and all(type(t) is type(first) and len(t) == len(first) for t in trees):
+        parts = [over(work, f"{name}[{i}]", *(tree[i] for tree in trees)) for i in range(len(first))]
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    forms = " and ".join(form(tree) for tree in trees)
+    must = "tensors, None, or tuples and mappings of them" + (", of one form" if len(trees) > 1 else "")
+    raise PellucidError(f"{name} must be {must}; got {forms}.", "inputs")
+
+
+def form(tree: Any) -> str:
+    if isinstance(tree, Tensor):
+        return f"a tensor {tuple(tree.shape)}"
+    if isinstance(tree, Mapping):
+        return "the keys " + ", ".join(sorted(map(str, tree)))
+    return f"{len(tree)} parts" if isinstance(tree, tuple | list) else repr(tree)
+
+
+def join(first: Inputs, second: Inputs) -> dict[str, Any]:
+    """Two inputs as one batch, the second behind the first."""
+
+    def cat(name: str, a: Tensor, b: Tensor) -> Tensor:
+        if a.shape[1:] != b.shape[1:]:
+            raise PellucidError(
+                f"{name} must have one shape with and without the prompt; got {tuple(b.shape)} and {tuple(a.shape)}.",
+                "inputs",
+            )
+        return torch.cat([a, b])
+
+    joined: dict[str, Any] = over(cat, "inputs", first, second)
+    return joined
+
+
+def pick(inputs: Inputs, images: Sequence[int]) -> dict[str, Any]:
+    """The inputs of some images of the batch, in this order."""
+    picked: dict[str, Any] = over(lambda _, leaf: leaf[list(images)], "inputs", inputs)
+    return picked
+
+
+def check(inputs: Inputs, images: int) -> None:
+    """Every tensor has one row an image."""
+
+    def look(name: str, leaf: Tensor) -> None:
+        if leaf.ndim == 0 or len(leaf) != images:
+            raise PellucidError(
+                rule(name, f"a tensor with one row for each of {images} images", tuple(leaf.shape)), "inputs"
+            )
+
+    over(look, "inputs", inputs)
