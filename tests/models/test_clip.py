@@ -99,6 +99,23 @@ def test_text_encoder_equals_transformers(activation: str, projected: bool, eos:
     assert error(got.pooled, want.text_embeds if projected else want.pooler_output) < CLOSE
 
 
+@pytest.mark.slow
+def test_text_encoder_of_stable_diffusion_1_equals_transformers() -> None:
+    """The full CLIP-L: 12 layers of width 768, 123 million weights, shared by the two networks."""
+    raw = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "projection_dim": 768}
+    theirs = transformers.CLIPTextModel(transformers.CLIPTextConfig(**raw)).eval()
+    network = CLIPTextEncoder(read(CLIPTextConfig, raw)).eval()
+    network.load_state_dict(modern_names(theirs.state_dict()), assign=True)
+    tokens = torch.randint(0, 49405, (2, 77))
+    tokens[:, -5:] = 49407
+    with torch.no_grad():
+        want, got = theirs(tokens, output_hidden_states=True), network(tokens)
+    for a, b in zip(got.hidden, want.hidden_states, strict=True):
+        assert error(a, b) < CLOSE
+    assert error(got.last, want.last_hidden_state) < CLOSE
+    assert error(got.pooled, want.pooler_output) < CLOSE
+
+
 def test_the_two_rules_for_the_end_of_the_text_differ() -> None:
     """The test above would pass for the wrong reason if argmax and the first end token were always one place."""
     tokens = torch.tensor([[58, 5, 30, 40, 30, 30]])

@@ -20,7 +20,7 @@ from pellucid.core.plan import Clock, Draw, Plan, Row, Span, clock_time
 WORD = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
-FIRST, PATH, TREE = 0, 1, 2  # what a counter is for
+FIRST, PATH, TREE, BESIDE = 0, 1, 2, 3  # what a counter is for
 
 
 def philox(
@@ -65,6 +65,9 @@ class NoiseSource(Protocol):
 
     def step(self, draws: Sequence[Draw], span: Span, like: Tensor, images: Sequence[int]) -> Tensor: ...
 
+    def beside(self, shape: Sequence[int], like: Tensor, images: Sequence[int]) -> Tensor:
+        """Noise that is not of the path: what a VAE's encoder draws."""
+
 
 def check_seed(seed: object) -> int:
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**64:
@@ -92,6 +95,9 @@ class Philox:
 
     def first(self, shape: Sequence[int], like: Tensor, images: Sequence[int]) -> Tensor:
         return torch.stack([gaussian(self.seeds[i], shape, (0, 0, FIRST), like) for i in images]).to(like.dtype)
+
+    def beside(self, shape: Sequence[int], like: Tensor, images: Sequence[int]) -> Tensor:
+        return torch.stack([gaussian(self.seeds[i], shape, (0, 0, BESIDE), like) for i in images]).to(like.dtype)
 
     def step(self, draws: Sequence[Draw], span: Span, like: Tensor, images: Sequence[int]) -> Tensor:
         return torch.stack([self.one(self.seeds[i], draws, like) for i in images])
@@ -122,6 +128,9 @@ class Brownian:
 
     def first(self, shape: Sequence[int], like: Tensor, images: Sequence[int]) -> Tensor:
         return self.plain.first(shape, like, images)
+
+    def beside(self, shape: Sequence[int], like: Tensor, images: Sequence[int]) -> Tensor:
+        return self.plain.beside(shape, like, images)
 
     def step(self, draws: Sequence[Draw], span: Span, like: Tensor, images: Sequence[int]) -> Tensor:
         visit = draws[0].visit
@@ -184,6 +193,8 @@ class TorchStream:
         kind = like.dtype if like.dtype == torch.float64 else torch.float32
         made = [torch.randn(tuple(shape), generator=self.generators[i], dtype=kind) for i in images]
         return torch.stack(made).to(like)
+
+    beside = first  # the next numbers of the stream
 
     def step(self, draws: Sequence[Draw], span: Span, like: Tensor, images: Sequence[int]) -> Tensor:
         return self.first(like.shape[1:], like, images)

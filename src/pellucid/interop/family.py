@@ -1,4 +1,4 @@
-"""Families of published checkpoints: what is known of one from its configs alone, to hold against what its files say."""
+"""Families of published checkpoints: what is known of one from its configs, to hold against its files."""
 
 from __future__ import annotations
 
@@ -65,9 +65,7 @@ def contradictions(network: nn.Module, vae: Any, scheduler: dict[str, Any], targ
             f"{vae.config.scaling_factor} is used."
         )
     if scheduler.get("rescale_betas_zero_snr") and target == "eps":
-        found.append(
-            "the schedule ends at zero SNR, where eps says nothing about the image; such networks predict v."
-        )
+        found.append("the schedule ends at zero SNR, where eps says nothing about the image; such networks predict v.")
     return found
 
 

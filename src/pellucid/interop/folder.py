@@ -72,9 +72,11 @@ def read(folder: Path, wanted: Wanted, name: str | None = None) -> Components:
     listed = named_classes(index)
     check_pipeline(str(index.get("_class_name")))
     check_parts(folder, listed)
-    parts = {part: read_part(place_of(folder, part), kind, wanted) for part, kind in listed.items() if reads(part, kind)}
+    parts = {
+        part: read_part(place_of(folder, part), kind, wanted) for part, kind in listed.items() if reads(part, kind)
+    }
     check_variant(parts, wanted)
-    network = next((parts[part].network for part in NETWORK_PARTS if part in parts), None)
+    network = next(parts[part].network for part in NETWORK_PARTS if part in parts)
     vae = parts["vae"].network if "vae" in parts else None
     encoders = tuple(parts[part].network for part in TEXT_PARTS if part in parts)
     check_fit(network, vae, encoders)
@@ -111,7 +113,8 @@ def index_of(folder: Path) -> dict[str, Any]:
         return weights.read_json(folder / INDEX)
     kind = class_in(folder)
     if kind in LONE and (folder / SCHEDULER).is_file():
-        return {"_class_name": LONE[kind], "unet": ["diffusers", kind], "scheduler": ["diffusers", None]}
+        part = "unet" if kind.startswith("UNet") else "transformer"
+        return {"_class_name": LONE[kind], part: ["diffusers", kind]}
     raise PellucidError(
         f"model folder must hold {INDEX} (a diffusers pipeline), or {CONFIG} and {SCHEDULER} (a network of its own); "
         f"got {some(sorted(path.name for path in folder.iterdir()), 6) or 'an empty folder'} in {folder.name}."
@@ -172,9 +175,9 @@ def check_parts(folder: Path, listed: Mapping[str, str]) -> None:
                 "class",
             )
         needs = CONFIG if reads(part, kind) else SCHEDULER if part == "scheduler" else None
-        place = folder / part
-        there = place.is_dir() if needs is None else (place_of(folder, part) / needs).is_file()
-        if not there:
+        place = place_of(folder, part)
+        there = place != folder if needs is None else (place / needs).is_file()
+        if not there or (place == folder and needs == CONFIG and class_in(folder) != kind):
             raise PellucidError(
                 f"{INDEX} lists {part} ({kind}), so {part}/{needs or ''} must be there; it is missing. "
                 "Download the whole model.",
@@ -200,8 +203,8 @@ def left_out(listed: Mapping[str, str]) -> list[str]:
     for part, kind in listed.items():
         if foreign_text(part, kind) and part in TEXT_PARTS:
             notes.append(
-                f"{part} ({kind}) is not read: Pellucid has no T5. Give prompt_embeds, or open the model with diffusers "
-                "and give the pipeline to pellucid.wrap."
+                f"{part} ({kind}) is not read: Pellucid has no T5. Give prompt_embeds, or open the model with "
+                "diffusers and give the pipeline to pellucid.wrap."
             )
     return notes
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.interop import weights
-from pellucid.interop.components import INDEX, PARTS, named_classes
+from pellucid.interop.components import INDEX, TOKENIZER_PARTS, named_classes
+from pellucid.interop.folder import foreign_text, place_of, reads
 
 ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 ANCHORS = (INDEX, "config.json", "vocab.json", "tokenizer.json")  # one of them lies in every repository that we read
@@ -53,38 +54,58 @@ def cached(repo: str, revision: str | None = None) -> Path | None:
 
 
 def lacks(folder: Path, variant: str | None = None) -> list[str]:
-    """The parts of a snapshot that are not there."""
+    """The parts of a snapshot that are not there, or not in the variant that was asked for."""
     if not (folder / INDEX).is_file():
-        found = weights.choose((path.name for path in folder.iterdir()), variant)
-        return [] if found and (variant is None or found[1] == variant) else ["weights"]
+        return [] if whole(folder, "config.json", variant) or tokenizer_in(folder) else ["weights"]
     missing = []
     for part, kind in named_classes(weights.read_json(folder / INDEX)).items():
-        place = folder / part if (folder / part).is_dir() else folder
-        names = [path.name for path in place.iterdir()]
-        if part.startswith(("tokenizer", "scheduler")):
-            there = any(name.endswith(WORDS) for name in names) and place != folder or "scheduler_config.json" in names
+        place = place_of(folder, part)
+        if part in TOKENIZER_PARTS:
+            there = tokenizer_in(place) or foreign_text(part, kind)
+        elif part == "scheduler":
+            there = (place / "scheduler_config.json").is_file()
         else:
-            there = not PARTS.reads(kind) or ("config.json" in names and weights.choose(names, variant) is not None)
-        if not there:
-            missing.append(part)
+            there = not reads(part, kind) or whole(place, "config.json", variant)
+        missing += [] if there else [part]
     return missing
+
+
+def whole(folder: Path, config: str, variant: str | None) -> bool:
+    """Whether a component has its config and its weights, all shards of them."""
+    names = [path.name for path in folder.iterdir()]
+    choice = weights.choose(names, variant)
+    if config not in names or choice is None or (variant is not None and choice[1] != variant):
+        return False
+    if not choice[0].endswith(".json"):
+        return True
+    shards = weights.read_json(folder / choice[0]).get("weight_map")
+    return isinstance(shards, dict) and set(shards.values()) <= set(names)
+
+
+def tokenizer_in(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("vocab.json", "tokenizer.json"))
 
 
 def wanted(names: Iterable[str], index: Mapping[str, Any] | None, variant: str | None = None) -> list[str]:
     """The files of a repository that its components are read from: of the weights, one precision and one format."""
     there = sorted(names)
-    parts = {part: kind for part, kind in named_classes(index or {}).items() if PARTS.reads(kind)}
+    parts = {part for part, kind in named_classes(index or {}).items() if needed(part, kind)}
     folders = {part for part in parts if any(name.startswith(f"{part}/") for name in there)}
-    folders |= {match[0] for name in there if (match := re.match(r"controlnet_\d+(?=/)", name)) and "controlnet" in parts}
+    if "controlnet" in parts:
+        folders |= {match[0] for name in there if (match := re.match(r"controlnet_\d+(?=/)", name))}
     if index is None or len(folders) < len(parts):
         folders.add("")  # a network of its own, at the root
-    chosen = []
-    for folder in sorted(folders):
+    chosen = {name for name in there if name in (INDEX, "scheduler_config.json")}
+    for folder in folders:
         prefix = f"{folder}/" if folder else ""
         inside = [n.removeprefix(prefix) for n in there if n.startswith(prefix) and "/" not in n.removeprefix(prefix)]
         words = [name for name in inside if name.endswith(WORDS)]
-        chosen += [prefix + name for name in (*words, *shards_of(weights.choose(inside, variant), inside))]
-    return sorted({*chosen, *(name for name in there if name in (INDEX, "scheduler_config.json"))})
+        chosen |= {prefix + name for name in (*words, *shards_of(weights.choose(inside, variant), inside))}
+    return sorted(chosen)
+
+
+def needed(part: str, kind: str) -> bool:
+    return reads(part, kind) or part == "scheduler" or (part in TOKENIZER_PARTS and not foreign_text(part, kind))
 
 
 def shards_of(choice: tuple[str, str | None] | None, names: Iterable[str]) -> list[str]:
@@ -114,11 +135,13 @@ def explained(repo: str, revision: str | None) -> Iterator[None]:
         text = f"{repo} must be opened to you first: it is gated. Accept its terms on its page, then `hf auth login`."
         raise PellucidError(text, "hub-gated") from None
     except errors.RepositoryNotFoundError:
-        text = rule("model", "a folder, a file or a repository on the hub", repo, "No such repository, or it is private.")
+        text = rule(
+            "model", "a folder, a file or a repository on the hub", repo, "No such repository, or it is private."
+        )
         raise PellucidError(text, "hub-missing") from None
     except errors.RevisionNotFoundError:
         raise PellucidError(rule(f"revision of {repo}", "one that it has", revision), "hub-revision") from None
-    except (OSError, errors.HTTPError) as error:
+    except (OSError, getattr(errors, "HTTPError", OSError)) as error:  # the client's own errors are no OSErrors
         words = (str(error) or type(error).__name__).splitlines()[0][:120]
         raise PellucidError(
             f"{repo} must be in the local cache, or the hub within reach; it is neither ({words}). "

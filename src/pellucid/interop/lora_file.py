@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.interop import weights
 from pellucid.interop.lora_keys import Layer, Spellings, numbered, take_apart
 from pellucid.interop.lora_parts import Config, Strength, make
 from pellucid.models.lora import Adapter, AdapterSet, check_layers, layer_weights
 from pellucid.models.lora_delta import Delta, DoRA, LoRA, stripped
 
 Networks = Mapping[str, nn.Module]  # by component: `unet` or `transformer`, `text_encoder`, `text_encoder_2`
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 CONFIGS = "lora_adapter_metadata"  # where diffusers keeps PEFT's configs in a safetensors file
-WEIGHTS = ("pytorch_lora_weights", "adapter_model")  # diffusers' name in a folder, and PEFT's
+STEMS = ("pytorch_lora_weights", "adapter_model")  # diffusers' name in a folder, and PEFT's
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,9 @@ def load(path: str | Path, networks: Networks, name: str | None = None) -> Adapt
 
 def read(name: str, file: AdapterFile, networks: Networks) -> AdapterSet:
     """The adapters in a file's tensors, in whichever layout; a key that fits no layer is listed as unused."""
-    weights = {component: layer_weights(network) for component, network in networks.items()}
+    base = {component: layer_weights(network) for component, network in networks.items()}
     stems, unused = sorted_by_stem(file.tensors)
-    spelled, numbers = Spellings(networks), numbered_layers(name, stems, file, weights)
+    spelled, numbers = Spellings(networks), numbered_layers(name, stems, file, base)
     layers: dict[str, dict[str, Delta]] = {}
     keys: dict[str, list[str]] = {}
     for stem, parts in stems.items():
@@ -69,7 +68,7 @@ def read(name: str, file: AdapterFile, networks: Networks) -> AdapterSet:
         tensors = {part: file.tensors[key] for part, key in parts.items()}
         try:
             strength = Strength(alpha_of(tensors), config_of(file, at.component), (at.name, stem))
-            made = make(tensors, strength, tuple(weights[at.component][at.name].shape))
+            made = make(tensors, strength, tuple(base[at.component][at.name].shape))
         except PellucidError as error:
             raise PellucidError(f"{at.name} of adapter {name}: {error}", error.code) from None
         used = made.used if made else set()
@@ -79,7 +78,7 @@ def read(name: str, file: AdapterFile, networks: Networks) -> AdapterSet:
             layers.setdefault(at.component, {})[at.name] = made.delta
     adapters = {c: Adapter(name, layers[c], tuple(keys[c])) for c in networks if c in layers}
     for component, adapter in adapters.items():
-        check_layers(adapter, weights[component])
+        check_layers(adapter, base[component])
     return AdapterSet(name, adapters, tuple(unused))
 
 
@@ -109,16 +108,16 @@ def config_of(file: AdapterFile, component: str) -> Config:
 
 
 def numbered_layers(
-    name: str, stems: Mapping[str, Mapping[str, str]], file: AdapterFile, weights: Mapping[str, Mapping[str, Tensor]]
+    name: str, stems: Mapping[str, Mapping[str, str]], file: AdapterFile, base: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, Layer]:
     """`unet:0`, `unet:1`, … of the oldest files → layers. Their order is trusted only where all shapes agree."""
     found: dict[str, Layer] = {}
-    for component, mine in weights.items():
+    for component, mine in base.items():
         wanted = [stem for stem in stems if stem.startswith(f"{component}:")]
         if not wanted:
             continue
-        classes = parsed(file.metadata.get(component, "[]"), f"metadata {component} of adapter {name}")
-        for candidate in numbered(mine, classes if isinstance(classes, list) else []):
+        classes = parsed(file.metadata.get(component, "[]"), f"metadata {component} of adapter {name}", list)
+        for candidate in numbered(mine, map(str, classes)):
             layers = {f"{component}:{i}": Layer(component, layer) for i, layer in enumerate(candidate)}
             if set(layers) == set(wanted) and all(
                 fits(stems[stem], file.tensors, mine[layer.name]) for stem, layer in layers.items()
@@ -152,54 +151,39 @@ def open_all(path: Path, networks: Networks) -> Iterator[AdapterFile]:
 
 def open_folder(folder: Path, component: str | None) -> AdapterFile:
     """One file with a known name, or else the only one that could be meant; PEFT's config beside it."""
-    named = [folder / f"{stem}{end}" for stem in WEIGHTS for end in (".safetensors", ".bin")]
+    named = [folder / f"{stem}{end}" for stem in STEMS for end in (".safetensors", ".bin")]
     files = [file for file in named if file.is_file()][:1] or sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
         got = ", ".join(file.name for file in files) or "none"
         raise PellucidError(rule(f"adapter folder {folder}", "with one .safetensors file", got), "lora-file")
     file, beside = open_file(files[0]), folder / "adapter_config.json"
-    configs = {"": parsed(beside.read_text(encoding="utf-8"), str(beside))} if beside.is_file() else file.configs
+    configs = {"": weights.read_json(beside)} if beside.is_file() else file.configs
     return AdapterFile(file.tensors, file.metadata, configs, component)
 
 
 def open_file(path: Path) -> AdapterFile:
-    """The tensors and metadata of a safetensors file, or of a pickle that holds tensors only."""
+    """The tensors and metadata of a safetensors file, or the tensors of a pickle that holds nothing else."""
     if not path.is_file():
         raise PellucidError(rule("adapter", "a file or folder", str(path)), "lora-file")
-    if path.suffix in PICKLES:
-        return AdapterFile(unpickled(path))
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise PellucidError(rule(f"{path}", "a whole safetensors file", str(error)), "lora-file") from None
+    # Adapters are small and may be saved over the file that they came from: they are copied out of its mapping.
+    tensors = {key: tensor.clone() for key, tensor in weights.read(path).items()}
+    metadata = weights.metadata_of(path)
     configs: dict[str, dict[str, Any]] = {}
-    for key, value in parsed(metadata.get(CONFIGS, "{}"), f"metadata of {path}").items():
+    for key, value in parsed(metadata.get(CONFIGS, "{}"), f"{CONFIGS} of {path.name}", dict).items():
         component, _, entry = key.partition(".")
         configs.setdefault(component, {})[entry] = value
     return AdapterFile(tensors, metadata, configs)
 
 
-def unpickled(path: Path) -> dict[str, Tensor]:
-    """A pickle, read without running any code of it."""
+def parsed(text: str, where: str, kind: type[T]) -> T:
+    """JSON of a kind."""
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().split("\n")[0]
-        advice = "Code in a pickle is never run; convert the file to safetensors."
-        raise PellucidError(rule(f"{path}", "a pickle of tensors only", reason, advice), "lora-pickle") from None
-    found = found.get("state_dict", found) if isinstance(found, dict) else found
-    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise PellucidError(rule(f"{path}", "a dict of named tensors", type(found).__name__), "lora-pickle")
-    return {str(key): value for key, value in found.items()}
-
-
-def parsed(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise PellucidError(rule(where, "JSON", str(error)), "lora-config") from None
+    if not isinstance(found, kind):
+        raise PellucidError(rule(where, f"a JSON {kind.__name__}", found), "lora-config")
+    return found
 
 
 def save(adapters: AdapterSet, path: str | Path) -> None:
@@ -215,10 +199,10 @@ def save(adapters: AdapterSet, path: str | Path) -> None:
             raise PellucidError(rule(name, "all LoRA or all DoRA", kinds, advice), "lora-save")
         text = component.startswith("text_encoder")
         for layer, delta in adapter.layers.items():
-            full = (
-                f"{component}.text_model.{layer}" if text and layer.startswith("encoder.") else f"{component}.{layer}"
-            )
-            tensors |= {f"{full}.{end}": t.contiguous() for end, t in saved(delta, text).items()}
+            inside = (
+                "text_model." if text and layer.startswith("encoder.") else ""
+            )  # as all transformers but the newest
+            tensors |= {f"{component}.{inside}{layer}.{end}": t.contiguous() for end, t in saved(delta, text).items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path, {"format": "pt"})
 
@@ -233,18 +217,19 @@ def kind_of(delta: Delta) -> str:
 def saved(delta: Delta, text: bool) -> dict[str, Tensor]:
     """The tensors of a layer under PEFT's endings, or under those that diffusers wants for text encoders."""
     lora = delta.inner if isinstance(delta, DoRA) else delta
-    assert isinstance(lora, LoRA) and lora.product.b is not None
+    assert isinstance(lora, LoRA)
+    assert lora.product.b is not None
     down, up = lora.product.b, lora.product.a
     if lora.product.core is not None:  # core·down is a down with a kernel
         down = torch.einsum("ij...,jn->in...", lora.product.core.float(), down.float().flatten(1))
     ones = (1,) * (down.ndim - 2)  # of a convolution, whose up is a 1×1 kernel
     folded = up.float() * lora.factor
-    up = up.to(folded.dtype) if not torch.equal(folded.to(up.dtype).float(), folded) else up
-    found = {"up.weight": folded.to(up.dtype).reshape(*folded.shape, *ones), "down.weight": down}
+    narrow = folded.to(up.dtype)
+    up = narrow if torch.equal(narrow.float(), folded) else folded  # no rounding: float32 where it takes that
+    up_end, down_end = ("lora_linear_layer.up", "lora_linear_layer.down") if text else ("lora_B", "lora_A")
+    found = {f"{up_end}.weight": up.reshape(*up.shape, *ones), f"{down_end}.weight": down}
     if delta.bias is not None:
-        found["up.bias"] = delta.bias
-    ends = ("lora_linear_layer.up", "lora_linear_layer.down") if text else ("lora_B", "lora_A")
-    found = {f"{ends[0 if end.startswith('up') else 1]}.{end.split('.')[1]}": t for end, t in found.items()}
+        found[f"{up_end}.bias"] = delta.bias
     if isinstance(delta, DoRA):
         found["lora_magnitude_vector"] = delta.magnitude.reshape(1, -1, *ones) if ones else delta.magnitude
     return found

@@ -7,11 +7,12 @@ and a name of a file is looked up in it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from torch import nn
 
+from pellucid.interop.single_file_keys import indices, new_name, unet_table
 from pellucid.models.lora import layer_weights
 
 DENOISER = "denoiser"  # stands for `unet` or `transformer`, whichever the pipeline has
@@ -89,9 +90,8 @@ class Spellings:
         return None
 
 
-def spellings(names: Iterable[str]) -> dict[str, str]:
+def spellings(names: Collection[str]) -> dict[str, str]:
     """Every spelling of every layer name → the name. A spelling that two layers share means neither."""
-    names = list(names)
     blocks = compvis_blocks(names)
     table: dict[str, str] = {}
     shared: set[str] = set()
@@ -105,7 +105,7 @@ def spellings(names: Iterable[str]) -> dict[str, str]:
 
 def dotted_spellings(name: str, blocks: Mapping[str, str]) -> Iterator[str]:
     """A layer's names with dots: its own, CompVis', those of old LoRA files, with `text_model.` and without."""
-    same = {name, compvis(name, blocks)}
+    same = {name, new_name(name, blocks) or name}
     for old, new in OLD_ATTENTION.items():
         same |= {s.removesuffix(new) + old for s in same if s.endswith(new)}
     for spelling in same:
@@ -121,69 +121,20 @@ OLD_ATTENTION = {  # diffusers' attention processors had names of their own, in 
     ".self_attn.to_v": ".self_attn.v_proj",
     ".self_attn.to_out": ".self_attn.out_proj",
 }
-COMPVIS_ENDS = {
-    "conv_in": "input_blocks.0.0",
-    "time_embedding.linear_1": "time_embed.0",
-    "time_embedding.linear_2": "time_embed.2",
-    "add_embedding.linear_1": "label_emb.0.0",
-    "add_embedding.linear_2": "label_emb.0.2",
-    "conv_norm_out": "out.0",
-    "conv_out": "out.2",
-}
-COMPVIS_RESNET = {
-    "norm1": "in_layers.0",
-    "conv1": "in_layers.2",
-    "time_emb_proj": "emb_layers.1",
-    "norm2": "out_layers.0",
-    "conv2": "out_layers.3",
-    "conv_shortcut": "skip_connection",
-}
 
 
-def compvis(name: str, blocks: Mapping[str, str]) -> str:
-    """The CompVis name of a layer of a UNet; attentions have the same names inside."""
-    if name in COMPVIS_ENDS:
-        return COMPVIS_ENDS[name]
-    parts = name.split(".")
-    for cut in range(3, min(len(parts), 5) + 1):
-        block = blocks.get(".".join(parts[:cut]))
-        if block is not None:
-            inside = ".".join(parts[cut:])
-            return ".".join(filter(None, (block, COMPVIS_RESNET.get(inside, inside))))
-    return name
-
-
-def compvis_blocks(names: Iterable[str]) -> dict[str, str]:
-    """Blocks of a UNet → CompVis' blocks, which number every residual block and every change of size in one row."""
-    names = list(names)
-    table = {
-        "mid_block.resnets.0": "middle_block.0",
-        "mid_block.attentions.0": "middle_block.1",
-        "mid_block.resnets.1": "middle_block.2",
+def compvis_blocks(names: Collection[str]) -> dict[str, str]:
+    """Modules of a UNet, as far as its layers' names tell how it is built → CompVis' names of them."""
+    levels, layers = indices(names, "down_blocks."), indices(names, "down_blocks.0.resnets.")
+    attends = [indices(names, f"up_blocks.{level}.attentions.") > 0 for level in range(levels)]
+    if not layers:
+        return {}
+    config = {
+        "block_out_channels": range(levels),
+        "layers_per_block": layers,
+        "up_block_types": ["CrossAttnUpBlock2D" if yes else "UpBlock2D" for yes in attends],
     }
-    row = 1  # 0 is conv_in
-    for block in indices(names, "down_blocks."):
-        for i in indices(names, f"{block}.resnets."):
-            table[i], table[i.replace("resnets", "attentions")] = f"input_blocks.{row}.0", f"input_blocks.{row}.1"
-            row += 1
-        for sampler in indices(names, f"{block}.downsamplers."):
-            table[f"{sampler}.conv"] = f"input_blocks.{row}.0.op"
-            row += 1
-    row = 0
-    for block in indices(names, "up_blocks."):
-        attends = bool(indices(names, f"{block}.attentions."))
-        for i in indices(names, f"{block}.resnets."):
-            table[i], table[i.replace("resnets", "attentions")] = f"output_blocks.{row}.0", f"output_blocks.{row}.1"
-            row += 1
-        for sampler in indices(names, f"{block}.upsamplers."):
-            table[f"{sampler}.conv"] = f"output_blocks.{row - 1}.{2 if attends else 1}.conv"
-    return table
-
-
-def indices(names: Iterable[str], prefix: str) -> list[str]:
-    """The numbered modules right under a prefix, in order: `down_blocks.0`, `down_blocks.1`, …"""
-    found = {name.removeprefix(prefix).split(".")[0] for name in names if name.startswith(prefix)}
-    return [prefix + index for index in sorted(filter(str.isdigit, found), key=int)]
+    return {new: old for old, new in unet_table(config).items()}
 
 
 # The oldest safetensors files number their layers (`unet:0:up`): all linear layers inside modules of certain classes,

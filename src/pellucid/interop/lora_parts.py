@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
@@ -29,21 +30,22 @@ class Strength:
         """`rank` is None for a LoKr of two whole sides: LyCORIS has no alpha there, PEFT divides by its config's r."""
         if self.alpha is not None:
             return self.alpha / rank if rank else 1.0
-        alpha = self.chosen("alpha_pattern", self.config.get("lora_alpha", self.config.get("alpha")))
-        rank = rank or self.chosen("rank_pattern", self.config.get("r"))
-        if alpha is None or not rank:
+        alpha = self.chosen("alpha_pattern", "lora_alpha" if "lora_alpha" in self.config else "alpha")
+        rank_or_config = rank or self.chosen("rank_pattern", "r")
+        if alpha is None or not rank_or_config:
             return 1.0
-        return alpha / math.sqrt(rank) if self.config.get("use_rslora") else alpha / rank
+        return alpha / (math.sqrt(rank_or_config) if self.config.get("use_rslora") else rank_or_config)
 
-    def chosen(self, patterns: str, default: Any) -> Any:
-        """The first pattern that ends a name of the layer, as PEFT chooses."""
-        for pattern, value in (self.config.get(patterns) or {}).items():
-            try:
-                if any(re.match(rf"(.*\.)?({pattern})$", name) for name in self.names):
-                    return value
-            except re.error:
-                raise PellucidError(rule(patterns, "regular expressions", pattern), "lora-config") from None
-        return default
+    def chosen(self, patterns: str, default: str) -> float | None:
+        """The value of the first pattern that ends a name of the layer, as PEFT chooses; else the config's own."""
+        table = self.config.get(patterns) or {}
+        try:
+            hits = (v for p, v in table.items() if any(re.match(rf"(.*\.)?({p})$", name) for name in self.names))
+            value = next(hits, self.config.get(default))
+            return None if value is None else float(value)
+        except (AttributeError, TypeError, ValueError, re.error):
+            must = f"a number, and {patterns} numbers by regular expression"
+            raise PellucidError(rule(default, must, (self.config.get(default), table)), "lora-config") from None
 
 
 @dataclass(frozen=True)
@@ -56,67 +58,65 @@ class Made:
 
 def make(parts: Parts, strength: Strength, base: Shape) -> Made | None:
     """The difference that a layer's parts describe, for a base weight of this shape; None where they describe none."""
-    for first, make_kind in KINDS.items():
-        if any(part.startswith(first) for part in parts):
-            made = make_kind(parts, strength)
-            break
-    else:
+    kind = next((kind for kind, names in KINDS.items() if names & parts.keys()), None)
+    if kind is None:
         return None
+    delta, used = (
+        kind(parts, strength, base),
+        KINDS[kind] | {"diff_b"} | ({"alpha"} if kind is not make_full else set()),
+    )
     bias = parts.get("diff_b")
-    if "up_bias" in parts and isinstance(made.delta, LoRA):
-        shift = parts["up_bias"].float() * made.delta.factor
+    if isinstance(delta, LoRA) and "up_bias" in parts:
+        used |= {"up_bias"}
+        shift = parts["up_bias"].float() * delta.factor
         bias = shift if bias is None else bias.float() + shift
-    if bias is not None:
-        made = Made(replace(made.delta, bias=bias), made.used | ({"diff_b", "up_bias"} & set(parts)))
-    return with_magnitude(made, parts, base)
+    for name in ("magnitude", "dora_scale"):
+        if name in parts:
+            used |= {name}
+            delta = DoRA(inner=delta, magnitude=parts[name].flatten(), axis=norm_axis(name, parts[name], base))
+    return Made(delta if bias is None else replace(delta, bias=bias), used)
 
 
-def with_magnitude(made: Made, parts: Parts, base: Shape) -> Made:
-    """The difference as a DoRA, where the file has magnitudes."""
-    name = next((name for name in ("magnitude", "dora_scale") if name in parts), None)
-    if name is None:
-        return made
-    magnitude = parts[name]
-    # LyCORIS' (1, in, …) is one norm an input, its (out, 1, …) one an output. PEFT's are all one an output, and its
-    # (1, out, 1, 1) for convolutions may be found under LyCORIS' name.
+def norm_axis(name: str, magnitude: Tensor, base: Shape) -> int:
+    """Whether magnitudes are norms of outputs (0) or of inputs (1).
+
+    LyCORIS' (out, 1, …) is one an output, its (1, in, …) one an input. PEFT's are one an output, also (1, out, 1, 1)
+    of convolutions, which may be found under LyCORIS' name.
+    """
     inputs = name == "dora_scale" and magnitude.ndim > 1 and magnitude.shape[0] == 1
-    axis = int(inputs and len(base) > 1 and magnitude.numel() == base[1])
-    inner, bias = replace(made.delta, bias=None), made.delta.bias
-    return Made(DoRA(inner=inner, magnitude=magnitude.flatten(), axis=axis, bias=bias), made.used | {name})
+    return int(inputs and len(base) > 1 and magnitude.numel() == base[1])
 
 
-def make_lora(parts: Parts, strength: Strength) -> Made:
+def make_lora(parts: Parts, strength: Strength, base: Shape) -> Delta:
     up, down = needed(parts, "up", "down")
     product = Product(up.flatten(1) if up.ndim > 1 else up, down, parts.get("mid"))
-    return Made(LoRA(product=product, factor=strength.factor(product.rank)), {"up", "down", "mid", "alpha"})
+    return LoRA(product=product, factor=strength.factor(product.rank))
 
 
-def make_loha(parts: Parts, strength: Strength) -> Made:
-    used = {f"hada_{part}" for part in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")}
-    first, second = (product(parts, f"hada_w{i}", f"hada_t{i}") for i in (1, 2))
-    return Made(LoHa(first=first, second=second, factor=strength.factor(first.rank)), used | {"alpha"})
+def make_loha(parts: Parts, strength: Strength, base: Shape) -> Delta:
+    first, second = side(parts, "hada_w1", "hada_t1"), side(parts, "hada_w2", "hada_t2")
+    return LoHa(first=first, second=second, factor=strength.factor(first.rank))
 
 
-def make_lokr(parts: Parts, strength: Strength) -> Made:
-    used = {f"lokr_{part}" for part in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")}
-    left, right = product(parts, "lokr_w1"), product(parts, "lokr_w2", "lokr_t2")
-    return Made(LoKr(left=left, right=right, factor=strength.factor(right.rank or left.rank)), used | {"alpha"})
+def make_lokr(parts: Parts, strength: Strength, base: Shape) -> Delta:
+    left, right = side(parts, "lokr_w1"), side(parts, "lokr_w2", "lokr_t2")
+    return LoKr(left=left, right=right, factor=strength.factor(right.rank or left.rank))
 
 
-def make_full(parts: Parts, strength: Strength) -> Made:
-    return Made(Full(tensor=parts["diff"]), {"diff"})
+def make_full(parts: Parts, strength: Strength, base: Shape) -> Delta:
+    """A plain difference has no rank, so alpha has no say; a file may have one of the bias alone."""
+    return Full(tensor=parts["diff"] if "diff" in parts else torch.zeros(1).expand(base))
 
 
-KINDS: dict[str, Callable[[Parts, Strength], Made]] = {
-    "up": make_lora,
-    "down": make_lora,
-    "hada_": make_loha,
-    "lokr_": make_lokr,
-    "diff": make_full,
+KINDS: dict[Callable[[Parts, Strength, Shape], Delta], set[str]] = {
+    make_lora: {"up", "down", "mid"},
+    make_loha: {f"hada_{part}" for part in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")},
+    make_lokr: {f"lokr_{part}" for part in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")},
+    make_full: {"diff", "diff_b"},
 }
 
 
-def product(parts: Parts, name: str, core: str = "") -> Product:
+def side(parts: Parts, name: str, core: str = "") -> Product:
     """A side of a LoHa or LoKr: whole, or a·b, or Tucker, where the files keep a as (r, out)."""
     if name in parts:
         return Product(parts[name])

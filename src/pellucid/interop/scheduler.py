@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pellucid.core import schedule as schedules
 from pellucid.core import target as targets
-from pellucid.core.compile import compile_plan, default_grid
+from pellucid.core.compile import default_grid
 from pellucid.core.denoiser import input_scale, read_output
 from pellucid.core.dialect import named as dialect_named
 from pellucid.core.errors import PellucidError, rule
@@ -32,13 +32,13 @@ from pellucid.core.grid import named as grid_named
 from pellucid.core.loop import mix
 from pellucid.core.plan import DEPTH, Plan, Row, Weights
 from pellucid.core.samplers import resolve
-from pellucid.core.schedule import Flow, Level
+from pellucid.core.schedule import Level
 from pellucid.interop import diffusers_config, diffusers_export
 from pellucid.interop.diffusers_config import FILE_NAME, Reading
+from pellucid.interop.diffusers_plan import BLIND_START, compile_reading
 
 KEEPS_EPS = ("ddim", "ddim_inversion")  # the classes that clip x0 and leave eps as it is
 TAKES_ETA = ("ddim", "tcd")  # the classes whose `step` takes eta in diffusers
-BLIND_START = {"plms": 1, "pndm": 9}  # rows that the start of a run adds to one a leg
 
 
 class Config(dict[str, Any]):
@@ -366,44 +366,15 @@ class Scheduler:
         skip: int = 0,
         eta: float | None = None,
     ) -> Plan:
-        reading = self.reading
-        lay, curve = reading.grid, reading.schedule
-        if timesteps is not None or sigmas is not None:
-            if timesteps is not None and sigmas is not None:
-                raise PellucidError("timesteps, sigmas must be given one at a time; got both.", "explicit")
-            if lay.name in ("karras", "exponential", "beta", "lu") and timesteps is not None:
-                raise PellucidError(rule("timesteps", f"left out with the {lay.name} grid", "timesteps"), "explicit")
-            lay = replace(
-                lay,
-                timesteps=None if timesteps is None else tuple(float(t) for t in timesteps),
-                sigmas=None if sigmas is None else tuple(float(s) for s in sigmas),
-            )
-        elif steps is None and lay.name != "explicit":
-            raise PellucidError("num_inference_steps, timesteps or sigmas must be given; got none.", "steps")
-        if reading.values.get("use_dynamic_shifting"):
-            curve = self._shifted(curve, mu)
-        elif mu is not None and not isinstance(curve, Flow):  # flow pipelines pass it whether it is wanted or not
-            raise PellucidError(rule("mu", "left out without use_dynamic_shifting", mu), "mu")
-        options = dict(reading.options)
-        if eta is not None:
-            options["eta"] = eta
-        if (
-            reading.x0_filter is not None
-            and reading.sampler in ("ddim", "ddim_inversion")
-            and self.dialect == "diffusers"
-        ):
-            options["keep_eps"] = True
-        if skip and reading.sampler in BLIND_START:
-            options["warm"] = False
-        return compile_plan(
-            reading.sampler,
-            schedule=curve,
-            target=reading.target,
-            grid=lay,
-            steps=steps,
+        return compile_reading(
+            self.reading,
+            steps,
             dialect=self.dialect,
+            timesteps=timesteps,
+            sigmas=sigmas,
+            mu=mu,
             skip=skip,
-            **options,
+            eta=eta,
         )
 
     def _distilled(
@@ -424,26 +395,6 @@ class Scheduler:
         if steps is None or not 1 <= steps <= len(known):
             raise PellucidError(rule("steps", f"from 1 to {len(known)}, the times that are left", steps), "steps")
         return [known[int(i)] for i in np.floor(np.linspace(0, len(known), steps, endpoint=False))]
-
-    def _shifted(self, curve: schedules.Schedule, mu: float | None) -> schedules.Schedule:
-        values = self.reading.values
-        if mu is None:
-            raise PellucidError(
-                "mu must be given with use_dynamic_shifting; got None. Pipelines pass it from the image size.",
-                "mu",
-            )
-        assert isinstance(curve, Flow)
-        shift = (
-            float(torch.tensor(mu, dtype=torch.float64).exp())
-            if values["time_shift_type"] == "exponential"
-            else float(mu)
-        )
-        shifted = replace(curve, shift=shift)
-        if self.dialect != "diffusers" or self.entry.peer != "flow":
-            return shifted
-        # the dialect shifts sigma_min twice, as diffusers does, but for a dynamic shift: there diffusers does it once
-        least = curve.sigma_min / (shift - (shift - 1.0) * curve.sigma_min)
-        return replace(shifted, sigma_min=least)
 
     def _begin(self, setting: dict[str, Any], device: torch.device, skip: int = 0, eta: float | None = None) -> Run:
         plan = self._plan_for(**setting, skip=skip, eta=eta)

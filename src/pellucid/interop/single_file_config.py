@@ -59,14 +59,14 @@ def descent_config(tensors: State, owner: str) -> dict[str, Any]:
         raise PellucidError(rule(f"depth of the middle of the {owner}", f"{depths[-1]}", middle), "single-file-shape")
     attention = "middle_block.1"
     linear = len(shape(tensors, f"{attention}.proj_in.weight", owner)) == 2
-    transformer = [depth or 1 for depth in depths[:-1]] + [middle]
+    depth = {depth for depth in depths if depth} | {middle}  # a level without attention may say anything
     config = {
         "in_channels": shape(tensors, "input_blocks.0.0.weight", owner)[1],
         "block_out_channels": channels,
         "down_block_types": types,
         "layers_per_block": same([len(level) for level in levels], f"layers a level of the {owner}"),
         "cross_attention_dim": shape(tensors, f"{attention}.transformer_blocks.0.attn2.to_k.weight", owner)[1],
-        "transformer_layers_per_block": transformer[0] if len(set(transformer)) == 1 else transformer,
+        "transformer_layers_per_block": middle if len(depth) == 1 else [*(each or 1 for each in depths[:-1]), middle],
         "use_linear_projection": linear,
         "attention_head_dim": [width // HEAD_WIDTH for width in channels] if linear else HEADS,
     }
@@ -98,7 +98,7 @@ def control_config(tensors: State) -> dict[str, Any]:
     }
 
 
-def vae_config(tensors: State, scaling_factor: float, sample_size: int) -> dict[str, Any]:
+def vae_config(tensors: State) -> dict[str, Any]:
     count = indices(tensors, "encoder.down.")
     channels = [shape(tensors, f"encoder.down.{i}.block.0.conv1.weight", "VAE")[0] for i in range(count)]
     layers = [indices(tensors, f"encoder.down.{i}.block.") for i in range(count)]
@@ -112,8 +112,6 @@ def vae_config(tensors: State, scaling_factor: float, sample_size: int) -> dict[
         "layers_per_block": same(layers, "layers a level of the VAE"),
         "use_quant_conv": "quant_conv.weight" in tensors,
         "use_post_quant_conv": "post_quant_conv.weight" in tensors,
-        "scaling_factor": scaling_factor,
-        "sample_size": sample_size,
     }
 
 
@@ -124,15 +122,13 @@ def clip_config(tensors: State) -> dict[str, Any]:
     return {
         "vocab_size": vocabulary,
         "hidden_size": width,
-        "max_position_embeddings": shape(
-            tensors, "text_model.embeddings.position_embedding.weight", "text encoder"
-        )[0],
+        "max_position_embeddings": shape(tensors, "text_model.embeddings.position_embedding.weight", "text encoder")[0],
         "num_hidden_layers": indices(tensors, place),
         "intermediate_size": shape(tensors, f"{place}0.mlp.fc1.weight", "text encoder")[0],
         "num_attention_heads": max(width // HEAD_WIDTH, 1),
         "hidden_act": "quick_gelu",
         "projection_dim": width,
-        "eos_token_id": vocabulary - 1,
+        **ends(vocabulary, vocabulary - 1),
     }
 
 
@@ -148,5 +144,10 @@ def open_clip_config(tensors: State, layers: int) -> dict[str, Any]:
         "num_attention_heads": max(width // HEAD_WIDTH, 1),
         "hidden_act": "gelu",
         "projection_dim": width if projection is None else projection.shape[1],
-        "eos_token_id": vocabulary - 1,
+        **ends(vocabulary, 0),
     }
+
+
+def ends(vocabulary: int, pad: int) -> dict[str, int]:
+    """CLIP's vocabulary ends in the marks of a text's start and end."""
+    return {"bos_token_id": vocabulary - 2, "eos_token_id": vocabulary - 1, "pad_token_id": pad}

@@ -39,13 +39,23 @@ class Tokenizer:
     def load(cls, folder: str | Path) -> Tokenizer:
         """From vocab.json and merges.txt, or tokenizer.json, with what the files beside them say of special tokens."""
         folder = Path(folder)
+        try:
+            return cls._load(folder)
+        except PellucidError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:  # JSON of another shape
+            must = f"files of the tokenizer in {folder.name} must be as transformers writes them"
+            raise PellucidError(f"{must}; got: {error!r}.", "tokenizer-files") from None
+
+    @classmethod
+    def _load(cls, folder: Path) -> Tokenizer:
         config = read_json(folder / "tokenizer_config.json") or {}
         named, added = special_tokens(folder, config)
         kind = config.get("tokenizer_class")
         files = (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
         clip = kind.startswith("CLIPTokenizer") if isinstance(kind, str) else files
         if clip:
-            named = {"bos_token": BOS, "eos_token": EOS, "unk_token": EOS, "pad_token": EOS, **named}
+            named = in_order({"bos_token": BOS, "eos_token": EOS, "unk_token": EOS, "pad_token": EOS, **named})
             core = clip_core(*vocabulary(folder), str(content(named["unk_token"])))
         else:
             core = whole_core(folder)
@@ -137,7 +147,10 @@ class Tokenizer:
                 raise taken(name, f"{one!r} is an added token already")
         core = tokenizers.Tokenizer.from_str(self.core.to_str())
         core.add_tokens(names)
-        return replace(self, core=core)
+        grown = replace(self, core=core)
+        if grown.ids(name) != [core.token_to_id(one) for one in names]:
+            raise taken(name, "another token is a part of it")
+        return grown
 
     def save(self, folder: str | Path) -> None:
         """The layout of a checkpoint's tokenizer folder, which transformers opens."""
@@ -166,7 +179,7 @@ class Tokenizer:
 
 def taken(name: str, why: str) -> PellucidError:
     advice = "Give the embedding another name."
-    return PellucidError(rule("name of a new token", f"new: {why}", name, advice), "token-known")
+    return PellucidError(rule("name of a new token", f"new, and {why}", name, advice), "token-known")
 
 
 def byte_letters() -> list[str]:
@@ -238,8 +251,8 @@ def content(token: str | AddedToken) -> str:
     return token if isinstance(token, str) else token.content
 
 
-def as_token(value: Any, *, special: bool) -> str | AddedToken:
-    """A token as the files write it: its text, or an object with flags."""
+def as_token(value: Any, *, special: bool) -> Any:
+    """A token as the files write it: its text, which stays a str, or an object with flags."""
     if not isinstance(value, dict):
         return str(value)
     flags = {flag: bool(value[flag]) for flag in FLAGS if flag in value}
@@ -268,9 +281,14 @@ def special_tokens(
             added.append((i, AddedToken(text, normalized=not special, special=special)))
         for token in (read_json(folder / "tokenizer.json") or {}).get("added_tokens", []):
             added.append((token["id"], as_token(token, special=False)))
-    named = {key: as_token(given[key], special=True) for key in NAMED if key in given}
+    named = {key: as_token(token, special=True) for key, token in given.items()}
     named |= {f"extra {n}": as_token(token, special=True) for n, token in enumerate(extra)}
-    return named, sorted(added, key=lambda pair: pair[0])
+    return in_order(named), sorted(added, key=lambda pair: pair[0])
+
+
+def in_order(named: Mapping[str, Any]) -> dict[str, Any]:
+    """In the order in which transformers adds them: it decides the ids of those that are new."""
+    return {key: named[key] for key in (*NAMED, *(key for key in named if key not in NAMED)) if key in named}
 
 
 def add_special(
@@ -285,9 +303,10 @@ def add_special(
     tokens = [token for _, token in added]
     for token in tokens:
         token.special = token.special or token.content in names
-    for token in (named[key] for key in (*NAMED, *(k for k in named if k not in NAMED)) if key in named):
-        if content(token) not in known:
-            tokens.append(AddedToken(token, special=True) if isinstance(token, str) else token)
+    for named_token in named.values():
+        if content(named_token) not in known:
+            flagged = AddedToken(named_token, special=True) if isinstance(named_token, str) else named_token
+            tokens.append(flagged)
     core.add_tokens(tokens)
     for i, token in added:
         if core.token_to_id(token.content) != i:

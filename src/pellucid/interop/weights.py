@@ -60,7 +60,9 @@ def kind_of(path: Path) -> str:
         with path.open("rb") as file:
             head = file.read(64)
     except OSError as error:
-        raise PellucidError(rule(f"weights in {path.name}", "a file that can be read", str(error)), "weights-file") from None
+        raise PellucidError(
+            rule(f"weights in {path.name}", "a file that can be read", str(error)), "weights-file"
+        ) from None
     if head.startswith(LFS_POINTER):
         raise PellucidError(
             rule(
@@ -144,9 +146,7 @@ def tensors_in(held: Any, path: Path) -> dict[str, Tensor]:
     if isinstance(held, Mapping) and isinstance(held.get("state_dict"), Mapping):
         held = held["state_dict"]
     if not isinstance(held, Mapping):
-        raise PellucidError(
-            rule(f"weights in {path.name}", "a dict of tensors", type(held).__name__), "weights-file"
-        )
+        raise PellucidError(rule(f"weights in {path.name}", "a dict of tensors", type(held).__name__), "weights-file")
     found = {str(name): value for name, value in held.items() if isinstance(value, Tensor)}
     others = [str(name) for name, value in held.items() if not isinstance(value, Tensor | int | float | str | None)]
     if others:
@@ -255,9 +255,7 @@ def read_shards(index: Path) -> dict[str, Tensor]:
             )
         tensors |= read(index.parent / shard)
     if absent := sorted(set(places) - set(tensors)):
-        raise PellucidError(
-            f"shards of {index.name} must hold what it lists; missing {some(absent)}.", "weights-index"
-        )
+        raise PellucidError(f"shards of {index.name} must hold what it lists; missing {some(absent)}.", "weights-index")
     return tensors
 
 
@@ -297,7 +295,9 @@ def sketch(make: Callable[[], N], name: str) -> N:
         raise
     except (TypeError, ValueError, ArithmeticError, RuntimeError, LookupError, AttributeError) as error:
         words = (str(error) or type(error).__name__).splitlines()[0]
-        raise PellucidError(f"config of {name} must describe a network; got one that does not: {words}.", "config-value") from None
+        raise PellucidError(
+            f"config of {name} must describe a network; got one that does not: {words}.", "config-value"
+        ) from None
 
 
 def check(network: nn.Module, tensors: Mapping[str, Tensor], name: str) -> None:
@@ -333,7 +333,7 @@ def bare_parameters() -> Iterator[None]:
             return parameter
         return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
-    hook = register_module_parameter_registration_hook(strip)
+    hook = register_module_parameter_registration_hook(strip)  # type: ignore[arg-type]  # it may return a parameter
     try:
         yield
     finally:
@@ -346,7 +346,8 @@ def common_dtype(tensors: Iterable[Tensor], name: str) -> torch.dtype:
     if any(kind.itemsize < 2 for kind in kinds):
         stored = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
         raise PellucidError(
-            rule(f"dtype of {name}", "named for weights of 8 bits", stored, "Pass dtype='float16', for example."), "dtype"
+            rule(f"dtype of {name}", "named for weights of 8 bits", stored, "Pass dtype='float16', for example."),
+            "dtype",
         )
     widest = torch.float16 if torch.float16 in kinds or not kinds else kinds.pop()
     for kind in kinds:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from pellucid.core.errors import PellucidError, rule
 from pellucid.models.attention import attend, join_heads, split_heads
 from pellucid.models.clip_config import CLIPConfig, CLIPTextConfig, CLIPVisionConfig
+from pellucid.models.lora import view
 
 
 def quick_gelu(x: Tensor) -> Tensor:
@@ -178,14 +178,15 @@ class CLIPTextEncoder(nn.Module):
             raise PellucidError(rule("width of the vectors", f"{width}, the encoder's", vectors.shape[-1]), "width")
         larger = torch.cat([table, table.new_zeros(max(0, max(ids, default=0) + 1 - size), width)])
         larger[ids] = vectors.to(larger)
-        view = replace_child(self, "text_model.embeddings.token_embedding", nn.Embedding.from_pretrained(larger))
+        twin = view(self, {"text_model.embeddings.token_embedding": {"weight": larger}})
+        twin.text_model.embeddings.token_embedding.num_embeddings = len(larger)
         # Under the legacy rule a new token, having the highest id, would pass for the end of the text.
         legacy = self.config.eos_token_id == LEGACY_EOS and eos == size - 1
-        view.config = replace(
+        twin.config = replace(
             self.config, vocab_size=len(larger), eos_token_id=eos if legacy else self.config.eos_token_id
         )
-        view.text_model.eos = view.config.eos_token_id
-        return view
+        twin.text_model.eos = twin.config.eos_token_id
+        return twin
 
 
 class CLIPVisionEncoder(nn.Module):
@@ -243,11 +244,3 @@ def modern_names(state: Mapping[str, Any]) -> dict[str, Any]:
         return kept
     prefix = "text_model." if "embeddings.token_embedding.weight" in kept else "vision_model."
     return {prefix + name: value for name, value in kept.items()}
-
-
-def replace_child(module: nn.Module, path: str, child: nn.Module) -> Any:
-    """A copy of the module tree along `path`, ending in `child`; every other module is the same object."""
-    name, _, rest = path.partition(".")
-    twin = copy.copy(module)
-    twin._modules = {**module._modules, name: replace_child(module._modules[name], rest, child) if rest else child}
-    return twin

@@ -38,7 +38,8 @@ def sinusoid(
     if scale != 1:
         angle = scale * angle
     waves = [angle.cos(), angle.sin()] if flip else [angle.sin(), angle.cos()]
-    return F.pad(torch.cat(waves, dim=-1), (0, width % 2))
+    embedding = torch.cat(waves, dim=-1)
+    return F.pad(embedding, (0, 1)) if width % 2 else embedding
 
 
 class TimeMLP(nn.Module):

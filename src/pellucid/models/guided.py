@@ -72,7 +72,7 @@ class Terms(Mapping[str, Tensor]):
         factor: Any = column([k for _, k in pairs], self.x, one)
         if all(k_x == 0.0 for k_x, _ in pairs):
             return torch.mul(value, factor)
-        return along(self.x * column([k_x for k_x, _ in pairs], self.x, one), value, factor)
+        return torch.mul(self.x, column([k_x for k_x, _ in pairs], self.x, one)).add_(value * factor)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.within(name, "x0")
@@ -214,7 +214,8 @@ class GuidedRun:
             name = self.correct(terms, self.add(terms, self.combine(terms, doses), doses), doses)
         if any(dose.zero for dose in doses):
             name = self.zero(terms, name, doses)
-        x0 = terms[name] if owner.x0_filter is None else owner.x0_filter(terms[name])
+        x0 = self.settle(terms, name, doses)
+        x0 = x0 if owner.x0_filter is None else owner.x0_filter(x0)
         return Prediction(x0, self.uncond_apart(terms, x0, doses), terms)
 
     def doses(self, levels: Sequence[Level]) -> list[Dose]:
@@ -274,7 +275,7 @@ class GuidedRun:
 
     def add(self, terms: Terms, name: str, doses: Sequence[Dose]) -> str:
         """Away from each worse prediction; in the space of the combination, since it is the same in all."""
-        space: Space = self.guidance.combination.space if name != "cond" else "raw"
+        space = self.guidance.combination.space
         for k, extra in enumerate(self.guidance.extras):
             if extra.term in terms:
                 away = terms.within("cond", space) - terms.within(extra.term, space)
@@ -302,6 +303,11 @@ class GuidedRun:
         on = mask([dose.zero for dose in doses], terms.x)
         empty = torch.zeros_like(terms.x) if on is None else terms.within(name, way.space).masked_fill(on, 0.0)
         return terms.put("zero_init", way.space, empty)
+
+    def settle(self, terms: Terms, name: str, doses: Sequence[Dose]) -> Tensor:
+        """The x0 of the last rule; that of cond, bit by bit, for an image that nothing changed in a batch of others."""
+        on = mask([dose.changed or dose.zero for dose in doses], terms.x) if len(doses) > 1 else None
+        return terms[name] if on is None else torch.where(on, terms[name], terms["cond"])
 
     def uncond_apart(self, terms: Terms, x0: Tensor, doses: Sequence[Dose]) -> Tensor | None:
         """The unconditional x0 for the samplers that use it; an image that is not guided has x0 in its place."""

@@ -165,7 +165,7 @@ class Merged:
     def __init__(self, network: nn.Module) -> None:
         self.network = network
         self.originals: dict[str, dict[str, Tensor | None]] = {}
-        self.versions: dict[str, int] = {}
+        self.written: dict[str, int] = {}
 
     @torch.no_grad()
     def write(self, change: Change) -> None:
@@ -177,15 +177,15 @@ class Merged:
                 module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
             else:
                 old[name].copy_(tensor)  # in place: who holds the parameter sees the change
-        self.versions[change.layer] = module.get_parameter("weight")._version
+        self.written[change.layer] = checksum(module.get_parameter("weight"))
 
     @torch.no_grad()
     def unmerge(self) -> None:
         """The originals, back in place. Several merges of one layer are undone last first."""
-        for layer, version in self.versions.items():
-            if self.network.get_submodule(layer).get_parameter("weight")._version != version:
-                advice = "Unmerge the last merge first; weights that were loaded or trained since cannot be unmerged."
-                raise PellucidError(rule(f"merged layer {layer}", "as merge left it", "newer", advice), "lora-unmerge")
+        for layer, written in self.written.items():
+            if checksum(self.network.get_submodule(layer).get_parameter("weight")) != written:
+                must, advice = "as its merge left it", "Unmerge the last merge first."
+                raise PellucidError(rule(f"weight of {layer}", must, "other values", advice), "lora-unmerge")
         while self.originals:
             layer, tensors = self.originals.popitem()
             module = self.network.get_submodule(layer)
@@ -194,13 +194,19 @@ class Merged:
                     module.register_parameter(name, None)
                 else:
                     module.get_parameter(name).copy_(tensor)
-        self.versions.clear()
+        self.written.clear()
 
     def __enter__(self) -> Merged:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.unmerge()
+
+
+def checksum(tensor: Tensor) -> int:
+    """The sum of the bits of all elements, read as integers."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return int(tensor.detach().view(bits).sum(dtype=torch.int64))
 
 
 def view(network: M, swaps: Mapping[str, Mapping[str, Tensor]]) -> M:

@@ -294,7 +294,8 @@ class Rescale(Correction):
 def spread(value: Tensor) -> Tensor:
     """The standard deviation of each image times √numbers, which a ratio does not see; torch's std is slow here."""
     dims = dims_of(value)
-    return torch.linalg.vector_norm(value - value.mean(dims, keepdim=True), dim=dims, keepdim=True)
+    size: Tensor = torch.linalg.vector_norm(value - value.mean(dims, keepdim=True), dim=dims, keepdim=True)
+    return size
 
 
 @dataclass(frozen=True)

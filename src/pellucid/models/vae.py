@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
@@ -58,9 +57,8 @@ class VAEConfig:
             )
         for key in ("latents_mean", "latents_std"):
             if (values := getattr(self, key)) is not None and len(values) != self.latent_channels:
-                raise PellucidError(
-                    rule(key, f"one a latent channel ({self.latent_channels})", values), "config-length"
-                )
+                must = f"one value a latent channel ({self.latent_channels})"
+                raise PellucidError(rule(f"{key} of AutoencoderKL", must, values), "config-length")
 
     @property
     def factor(self) -> int:

@@ -27,6 +27,7 @@ SLACK = 1e-3  # what resampling and half precision may leave outside of [0, 1]
 UNMULTIPLIED = {"La": "LA", "RGBa": "RGBA"}
 Size: TypeAlias = tuple[int, int]
 Picture: TypeAlias = "Image.Image | np.ndarray[Any, Any] | Tensor | str | PathLike[str]"
+KINDS = "a PIL image, a path, an array or a tensor"
 # What Pillow raises on files that are damaged or made to harm.
 UNREADABLE = (
     OSError, ValueError, SyntaxError, EOFError, TypeError, KeyError, IndexError, AttributeError, OverflowError,
@@ -187,8 +188,7 @@ def channels_first(picture: Any, what: str) -> Tensor:
         found, order = picture.detach().cpu(), "(channels, height, width)"
         found = found if found.ndim == 3 else found[None]
     else:
-        kinds = "a PIL image, a path, an array or a tensor"
-        raise PellucidError(rule(what, kinds, type(picture).__name__), "image-type")
+        raise PellucidError(rule(what, KINDS, type(picture).__name__), "image-type")
     if found.shape[0] not in (1, 3, 4) or 0 in found.shape:
         must = f"of shape {order} with 1, 3 or 4 channels"
         raise PellucidError(rule(what, must, tuple(picture.shape)), "image-shape")
@@ -315,10 +315,22 @@ def check_size(size: Size, factor: int = 1, what: str = "size") -> Size:
     return width, height
 
 
-def digest(picture: Picture) -> str:
-    """A name for a picture's pixels: the same for the same picture in any lossless file."""
-    pil = as_image(picture, "image")
-    pixels = np.asarray(flatten(pil)) if pil is not None else one_tensor(picture, None, "image").numpy()
-    found = hashlib.sha256(repr((pixels.shape, str(pixels.dtype))).encode())
-    found.update(np.ascontiguousarray(pixels).tobytes())
+def digest(picture: Picture | Sequence[Picture]) -> str:
+    """A name for pixels: the same for one picture in any lossless file; of arrays and tensors, their numbers."""
+    found = hashlib.sha256()
+    for one in picture if isinstance(picture, list | tuple) else [picture]:
+        pil = as_image(one, "image")
+        if pil is None and not isinstance(one, np.ndarray | Tensor):
+            raise PellucidError(rule("image", KINDS, type(one).__name__), "image-type")
+        pixels = np.asarray(flatten(pil)) if pil is not None else bare(one)
+        found.update(repr((pixels.shape, str(pixels.dtype))).encode())
+        found.update(np.ascontiguousarray(pixels).tobytes())
     return f"sha256:{found.hexdigest()}"
+
+
+def bare(numbers: Any) -> np.ndarray[Any, Any]:
+    """An array's or a tensor's numbers; numpy has no bfloat16, whose numbers float32 holds exactly."""
+    if isinstance(numbers, Tensor):
+        numbers = numbers.detach().cpu()
+        return (numbers.float() if numbers.dtype == torch.bfloat16 else numbers).numpy()
+    return np.asarray(numbers)

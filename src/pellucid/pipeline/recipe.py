@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -142,7 +143,7 @@ def text(name: str, value: Any) -> str:
         value.encode()
     except UnicodeEncodeError:
         raise PellucidError(rule(name, "text that UTF-8 can hold", value[:80]), "recipe-value") from None
-    return value
+    return str(value)  # plain, not torch's own kind of version
 
 
 def maybe(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
@@ -249,21 +250,30 @@ def write_png(image: Image.Image, goal: str | os.PathLike[str] | IO[bytes], reci
         info.add_itxt("pellucid", recipe.to_json())
         # NUL ends a chunk's text in many readers
         info.add_text("parameters", recipe.parameters().replace("\0", "\N{REPLACEMENT CHARACTER}"))
-    if not isinstance(goal, str | os.PathLike):
-        image.save(goal, format="PNG", pnginfo=info)
-        return
     try:
-        replace_whole(Path(os.path.realpath(goal)), lambda half: image.save(half, format="PNG", pnginfo=info))
+        data = encode(image, info)
+        if isinstance(goal, str | os.PathLike):
+            replace_whole(Path(os.path.realpath(goal)), data)
+        else:
+            goal.write(data)
     except (OSError, ValueError) as error:
         advice = f"{getattr(error, 'strerror', None) or first_line(error).rstrip('.')}."
-        raise PellucidError(rule("file", "one that can be written", os.fspath(goal), advice), "file") from None
+        shown = os.fspath(goal) if isinstance(goal, str | os.PathLike) else "a buffer"
+        raise PellucidError(rule("PNG", "one that can be written", shown, advice), "file") from None
 
 
-def replace_whole(path: Path, save: Callable[[Path], object]) -> None:
-    """Saves beside `path` under a name of its own, then takes its place at once."""
+def encode(image: Image.Image, info: PngImagePlugin.PngInfo) -> bytes:
+    """A PNG's bytes. From a copy: Pillow keeps the text of a save that broke off, and would write it into the next."""
+    whole = io.BytesIO()
+    image.copy().save(whole, format="PNG", pnginfo=info)
+    return whole.getvalue()
+
+
+def replace_whole(path: Path, data: bytes) -> None:
+    """Writes beside `path` under a name of its own, then takes its place at once."""
     half = path.with_name(f".{secrets.token_hex(8)}.part")
     try:
-        save(half)
+        half.write_bytes(data)
         os.replace(half, path)
     finally:
         with suppress(OSError):

@@ -18,7 +18,7 @@ from pellucid.pipeline.lettering import Block, clean, face_for, upward, wrap
 
 MAX_CELLS = 100
 MAX_TEXT = 20_000  # characters of a request
-MAX_PIXELS = 64 * 2**20  # of the cells together; larger pictures are scaled down
+MAX_PIXELS = 48 * 2**20  # of the cells together; larger pictures are scaled down, so that any program opens the sheet
 MIN_CELL = 128  # smaller pictures are enlarged, each pixel to a square
 INK, FAINT, LINE, PAPER = "#1c2530", "#66727f", "#c9d1da", "#ffffff"
 EXAMPLE = "Example: steps=10,20,50 x guidance=3,5,7."

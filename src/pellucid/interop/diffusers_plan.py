@@ -1,0 +1,89 @@
+"""A diffusers scheduler config, understood → the plan of its sampler: for the three-call API and for pipelines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from pellucid.core.compile import compile_plan
+from pellucid.core.errors import PellucidError, rule
+from pellucid.core.grid import Grid
+from pellucid.core.plan import Plan
+from pellucid.core.samplers import resolve
+from pellucid.core.schedule import Flow, Schedule
+from pellucid.interop.diffusers_config import Reading
+
+BLIND_START = {"plms": 1, "pndm": 9}  # rows that the start of a run adds to one a leg
+SIGMA_RULES = ("karras", "exponential", "beta", "lu")
+
+
+def compile_reading(
+    reading: Reading,
+    steps: int | None,
+    *,
+    dialect: str = "diffusers",
+    timesteps: Sequence[float] | None = None,
+    sigmas: Sequence[float] | None = None,
+    mu: float | None = None,
+    skip: int = 0,
+    eta: float | None = None,
+    **cuts: Any,
+) -> Plan:
+    """The plan that a config asks for; `mu` is the shift that flow pipelines take from the image size."""
+    lay, curve = explicit(reading.grid, steps, timesteps, sigmas), reading.schedule
+    if reading.values.get("use_dynamic_shifting"):
+        curve = shifted(reading, dialect, mu)
+    elif mu is not None and not isinstance(curve, Flow):  # flow pipelines pass it whether it is wanted or not
+        raise PellucidError(rule("mu", "left out without use_dynamic_shifting", mu), "mu")
+    options = dict(reading.options)
+    if eta is not None:
+        options["eta"] = eta
+    if reading.x0_filter is not None and reading.sampler in ("ddim", "ddim_inversion") and dialect == "diffusers":
+        options["keep_eps"] = True
+    if skip and reading.sampler in BLIND_START:
+        options["warm"] = False
+    return compile_plan(
+        reading.sampler,
+        schedule=curve,
+        target=reading.target,
+        grid=lay,
+        steps=steps,
+        dialect=dialect,
+        skip=skip,
+        **cuts,
+        **options,
+    )
+
+
+def explicit(lay: Grid, steps: int | None, timesteps: Sequence[float] | None, sigmas: Sequence[float] | None) -> Grid:
+    if timesteps is None and sigmas is None:
+        if steps is None and lay.name != "explicit":
+            raise PellucidError("num_inference_steps, timesteps or sigmas must be given; got none.", "steps")
+        return lay
+    if timesteps is not None and sigmas is not None:
+        raise PellucidError("timesteps, sigmas must be given one at a time; got both.", "explicit")
+    if lay.name in SIGMA_RULES and timesteps is not None:
+        raise PellucidError(rule("timesteps", f"left out with the {lay.name} grid", "timesteps"), "explicit")
+    return replace(
+        lay,
+        timesteps=None if timesteps is None else tuple(float(t) for t in timesteps),
+        sigmas=None if sigmas is None else tuple(float(s) for s in sigmas),
+    )
+
+
+def shifted(reading: Reading, dialect: str, mu: float | None) -> Schedule:
+    """The flow schedule bent by a shift that depends on the image."""
+    if mu is None:
+        raise PellucidError(
+            "mu must be given with use_dynamic_shifting; got None. Pipelines pass it from the image size.", "mu"
+        )
+    curve = reading.schedule
+    assert isinstance(curve, Flow)
+    shift = math.exp(mu) if reading.values["time_shift_type"] == "exponential" else float(mu)
+    bent = replace(curve, shift=shift)
+    if dialect != "diffusers" or resolve(reading.sampler)[0].peer != "flow":
+        return bent
+    # the dialect shifts sigma_min twice, as diffusers does, but for a dynamic shift: there diffusers does it once
+    return replace(bent, sigma_min=curve.sigma_min / (shift - (shift - 1.0) * curve.sigma_min))

@@ -1,0 +1,89 @@
+"""Where a model comes from: a folder, a file, a bundle of ours or a hub id → its components."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pellucid.core.errors import PellucidError, nearest, rule
+from pellucid.interop import folder as folders
+from pellucid.interop import hub, single_file
+from pellucid.interop.components import INDEX, Components, Wanted
+from pellucid.interop.weights import dtype_named
+
+BUNDLES = Path(__file__).parents[1] / "bundles"
+
+
+def read_components(
+    where: str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    variant: str | None = None,
+    revision: str | None = None,
+    target: str | None = None,
+    tokenizer: str | Path | None = None,
+) -> Components:
+    """The components of a model: a diffusers folder, a single-file checkpoint, the name of a bundle, or a hub id.
+
+    Without a `dtype` the weights keep that of their file. `target` overrules what the files say is predicted.
+    """
+    wanted = Wanted(dtype_named(dtype), place(device), variant, target, None if tokenizer is None else Path(tokenizer))
+    path = locate(where, revision=revision, variant=variant)
+    return single_file.read(path, wanted) if path.is_file() else folders.read(path, wanted, name=str(where))
+
+
+def load_component(
+    where: str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    variant: str | None = None,
+    revision: str | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Any:
+    """One network: a ControlNet, a VAE, an encoder from its folder, file or hub id; `config` overrules its keys."""
+    wanted = Wanted(dtype_named(dtype), place(device), variant)
+    path = locate(where, revision=revision, variant=variant)
+    if path.is_file():
+        return single_file.read_component(path, wanted, config)
+    return folders.read_component(path, wanted, config).network
+
+
+def place(device: torch.device | str | None) -> torch.device | None:
+    try:
+        return None if device is None else torch.empty(0, device=device).device
+    except (RuntimeError, TypeError, AssertionError):  # torch asserts that it was built for the device
+        raise PellucidError(rule("device", "one that torch has here", str(device)), "device") from None
+
+
+def locate(where: str | Path, *, revision: str | None = None, variant: str | None = None) -> Path:
+    """The folder or file that is meant: what exists locally first, then a bundle, then the hub."""
+    path, name = Path(where).expanduser(), str(where)
+    local = path if name and exists(path) else BUNDLES / name if name in bundles() else None
+    if local is not None:
+        if revision is not None:
+            raise PellucidError(rule("revision", "left out for what is not on the hub", revision), "revision")
+        return local
+    if isinstance(where, str) and hub.is_id(name) and path.suffix != ".safetensors":
+        return hub.fetch(name, revision=revision, variant=variant)
+    hint = nearest(name, bundles()) if bundles() else ""
+    raise PellucidError(
+        rule("model", "a folder, a file, a bundle's name or a hub id (owner/name)", name, hint or "There is none."),
+        "not-found",
+    )
+
+
+def exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
+def bundles() -> list[str]:
+    """The models that come with Pellucid."""
+    return sorted(path.name for path in BUNDLES.iterdir() if (path / INDEX).is_file()) if BUNDLES.is_dir() else []

@@ -1,0 +1,80 @@
+"""`pellucid.load`: a folder, a single file, a hub id or a bundle → a pipeline; and back to a folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from pellucid.core.errors import PellucidError, rule
+from pellucid.interop import source
+from pellucid.models.clip import CLIPVisionEncoder
+from pellucid.models.tiny_vae import TinyAutoencoder
+from pellucid.models.vae import AutoencoderKL
+from pellucid.pipeline.inversion import add_inversions, read_inversion
+from pellucid.pipeline.pipeline import Pipeline, networks_of
+from pellucid.pipeline.policy import Policy
+
+PathLike = str | os.PathLike[str]
+
+
+def load(
+    where: PathLike,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    variant: str | None = None,
+    revision: str | None = None,
+    target: str | None = None,
+    tokenizer: PathLike | None = None,
+    vae: PathLike | None = None,
+    image_encoder: PathLike | None = None,
+    inversions: Sequence[PathLike] = (),
+    policy: Policy | None = None,
+) -> Pipeline:
+    """A pipeline from a diffusers folder, a single-file checkpoint, a hub id or the name of a bundle.
+
+    `vae` and `image_encoder` are folders or files of other ones to use; `inversions` are textual inversion files,
+    whose names then work in prompts. What the files contradict is in `pipe.components.notes`.
+    """
+    policy = policy or Policy()
+    goal = torch.device(device) if device is not None else default_device()
+    early = None if policy.offload != "none" else goal
+    kind = {"dtype": dtype, "device": early}
+    parts = source.read_components(
+        where, **kind, variant=variant, revision=revision, target=target, tokenizer=tokenizer
+    )
+    if vae is not None:
+        parts = replace(parts, vae=component(vae, (AutoencoderKL, TinyAutoencoder), "vae", kind))
+    if image_encoder is not None:
+        parts = replace(parts, image_encoder=component(image_encoder, CLIPVisionEncoder, "image_encoder", kind))
+    if inversions:
+        encoders, tokenizers = add_inversions(
+            parts.text_encoders, parts.tokenizers, [read_inversion(os.fspath(path)) for path in inversions]
+        )
+        parts = replace(parts, text_encoders=tuple(encoders), tokenizers=tuple(tokenizers))
+    for network in networks_of(parts):
+        network.eval().requires_grad_(False)
+    if parts.vae is not None and getattr(parts.vae.config, "force_upcast", False):
+        if next(parts.vae.parameters()).dtype == torch.float16:
+            parts.vae.float()  # its activations leave float16's range
+            parts = replace(parts, notes=(*parts.notes, "the VAE works in float32: its config says force_upcast"))
+    if policy.channels_last:
+        for network in (parts.network, parts.vae):
+            if network is not None:
+                network.to(memory_format=torch.channels_last)
+    return Pipeline(parts, policy, goal)
+
+
+def component(path: PathLike, kinds: Any, name: str, kind: dict[str, Any]) -> Any:
+    found = source.load_component(path, **kind)
+    if not isinstance(found, kinds):
+        raise PellucidError(rule(name, "a folder or file of one", type(found).__name__), "component-kind")
+    return found
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,186 @@
+"""Pictures that go into a run: to start from, to paint in, to follow (ControlNet), to resemble (IP-Adapter)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from pellucid.core.errors import PellucidError, rule
+from pellucid.interop import source, weights
+from pellucid.interop.components import Components
+from pellucid.models import ip_adapter
+from pellucid.models.controlnet import Controlled, ControlNet
+from pellucid.models.ip_adapter import IPAdapter
+from pellucid.models.unet import UNet
+from pellucid.pipeline import images as pictures
+from pellucid.pipeline.adapters import Control, ImagePrompt
+from pellucid.pipeline.vision import clip_pixels
+
+if TYPE_CHECKING:
+    from pellucid.pipeline.pipeline import Pipeline, Run
+
+Inputs = dict[str, Any]
+
+
+# --- to start from -----------------------------------------------------------------------------------------------
+
+
+def is_latent(image: Any, channels: int | None) -> bool:
+    """A tensor (B, C, H, W) with the channels of the latents is taken as latents."""
+    return channels is not None and isinstance(image, Tensor) and image.ndim == 4 and image.shape[1] == channels
+
+
+def size_of(image: Any, channels: int, factor: int) -> tuple[int, int] | None:
+    """(width, height) in pixels of the picture, or of the first of several."""
+    if is_latent(image, channels) and factor > 1:
+        return image.shape[-1] * factor, image.shape[-2] * factor
+    return pictures.size_of(pictures.listed(image, "image")[0])
+
+
+def spread(batch: Tensor, count: int) -> Tensor:
+    """One picture for all images of the batch, or one for each in turn."""
+    if count % len(batch):
+        raise PellucidError(rule("images", f"1, or a divisor of the {count} images to make", len(batch)), "image-count")
+    return batch.repeat_interleave(count // len(batch), dim=0)
+
+
+# --- to paint in -------------------------------------------------------------------------------------------------
+
+
+class Inpainting:
+    """A network that sees the mask and the masked picture beside x: 9 channels in Stable Diffusion's."""
+
+    def __init__(self, network: Any) -> None:
+        self.network = network
+
+    def forward(self, x: Tensor, time: Tensor, *, beside: Tensor, **inputs: Any) -> Tensor:
+        return self.network(torch.cat([x, beside], dim=1), time, **inputs)
+
+    __call__ = forward
+
+
+def is_inpainting(parts: Components) -> bool:
+    """Whether the network has channels for a mask and a masked picture."""
+    vae, network = parts.vae, parts.network
+    return vae is not None and network.config.in_channels == 2 * vae.config.latent_channels + 1
+
+
+def pixel_mask(run: Run) -> Tensor:
+    image, mask = run.request.image, run.request.mask
+    if is_latent(image, run.channels_if_latent()):
+        found = pictures.to_mask(mask, run.size)
+    else:
+        found = pictures.inpaint_pair(image, mask, run.size)[1]
+    return spread(found, run.count).to(run.pipe.device)  # (B, 1, H, W), 1 is painted
+
+
+def latent_mask(run: Run) -> Tensor:
+    return pictures.mask_to_latents(pixel_mask(run), run.pipe.factor)
+
+
+def beside_latents(run: Run, clean: Tensor | None) -> Tensor:
+    """(B, 1 + C, H, W): the mask, and the latents of the picture without what is to be painted."""
+    if clean is None or run.request.mask is None:
+        raise PellucidError(f"image and mask must be given: {run.parts.name} is an inpainting model.", "inpaint")
+    if is_latent(run.request.image, run.channels_if_latent()):
+        raise PellucidError("image must be a picture for an inpainting model; got latents.", "inpaint")
+    mask = pixel_mask(run)
+    pixels = spread(pictures.to_tensor(run.request.image, run.size), run.count).to(mask)
+    hidden = run.encode(pixels * (mask < 0.5))
+    return torch.cat([pictures.mask_to_latents(mask, run.pipe.factor).to(hidden), hidden], dim=1)
+
+
+# --- to follow ---------------------------------------------------------------------------------------------------
+
+
+def controlnet_of(pipe: Pipeline, control: Control) -> ControlNet:
+    """The ControlNet of a control: given, or read once from its folder or file."""
+    if isinstance(control.network, ControlNet):
+        return control.network
+    return kept(pipe, "controlnet", control.network, lambda path: read_controlnet(pipe, path))
+
+
+def read_controlnet(pipe: Pipeline, path: str) -> ControlNet:
+    dtype = next(pipe.components.network.parameters()).dtype
+    found = source.load_component(path, dtype=dtype, device=pipe.device)
+    if not isinstance(found, ControlNet):
+        raise PellucidError(rule("ControlNet", "a folder or file of one", type(found).__name__), "control-kind")
+    return found
+
+
+def add_hints(run: Run, network: Controlled, cond: Inputs, uncond: Inputs | None) -> None:
+    """Each ControlNet's picture, embedded once; the same with and without the prompt."""
+    hints = []
+    for controlnet, control in zip(network.controlnets, run.request.controls, strict=True):
+        assert isinstance(controlnet, ControlNet)
+        pixels = (pictures.to_tensor(control.picture, run.size) + 1) / 2
+        with_batch = spread(pixels, run.count).to(run.pipe.device)
+        hints.append(controlnet.hint(with_batch, [control.scale] * run.count))
+    for inputs in (cond, uncond):
+        if inputs is not None:
+            inputs["control"] = tuple(hints)
+
+
+# --- to resemble -------------------------------------------------------------------------------------------------
+
+
+def add_image_prompts(run: Run, network: nn.Module, cond: Inputs, uncond: Inputs | None) -> None:
+    """Image tokens of every IP-Adapter for every cross-attention; without the prompt, those of an empty picture."""
+    if not isinstance(network, UNet):
+        raise PellucidError(rule("image_prompts", "left out: only UNets take them", type(network).__name__), "ip-base")
+    made: list[list[Any]] = [[], []]
+    for prompt in run.request.image_prompts:
+        adapter = adapter_of(run.pipe, prompt)
+        states = image_states(run, adapter, prompt)
+        masks = None if prompt.masks is None else pictures.to_mask(prompt.masks)[:, 0]  # (N, H, W)
+        if masks is not None and len(masks) != states[0].shape[1]:
+            raise PellucidError(rule("masks", f"{states[0].shape[1]}, one a picture", len(masks)), "ip-masks")
+        for side, one in zip(made, states, strict=True):
+            size = (run.shape[1], run.shape[2])
+            side.append(adapter.tokens(network, one, scale=prompt.scale, masks=masks, size=size))
+    for inputs, side in zip((cond, uncond), made, strict=True):
+        if inputs is not None:
+            inputs["image"] = tuple(sum(layer, ()) for layer in zip(*side, strict=True))
+
+
+def adapter_of(pipe: Pipeline, prompt: ImagePrompt) -> IPAdapter:
+    if isinstance(prompt.adapter, IPAdapter):
+        return prompt.adapter
+    weight = next(pipe.components.network.parameters())
+
+    def read(path: str) -> IPAdapter:
+        return ip_adapter.from_state(weights.read(Path(path))).to(weight).eval()
+
+    return kept(pipe, "ip_adapter", prompt.adapter, read)
+
+
+def image_states(run: Run, adapter: IPAdapter, prompt: ImagePrompt) -> tuple[Tensor, Tensor]:
+    """What the image encoder says of the pictures, and of none: (B, N, W) pooled or (B, N, P, W) patches each."""
+    encoder = run.parts.image_encoder
+    if encoder is None:
+        raise PellucidError(
+            f"image_encoder must be given for image prompts: {run.parts.name} has none. "
+            "Load with image_encoder=FOLDER (the IP-Adapter's own).",
+            "ip-encoder",
+        )
+    weight = next(encoder.parameters())
+    pixels = clip_pixels(pictures.listed(prompt.pictures, "image prompt"), encoder.config.image_size).to(weight)
+    if adapter.wants == "pooled":
+        shown = encoder(pixels).pooled  # (N, W)
+        empty = torch.zeros_like(shown)
+    else:
+        shown = encoder(pixels).hidden[-2]  # (N, P, W)
+        empty = encoder(torch.zeros_like(pixels)).hidden[-2]
+    return tuple(s[None].expand(run.count, *s.shape) for s in (shown, empty))  # type: ignore[return-value]
+
+
+def kept(pipe: Pipeline, kind: str, path: str | os.PathLike[str], read: Any) -> Any:
+    """What a file holds, read once a pipeline."""
+    key = (kind, os.fspath(path))
+    if key not in pipe._files:
+        pipe._files[key] = read(key[1])
+    return pipe._files[key]

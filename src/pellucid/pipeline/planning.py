@@ -1,0 +1,130 @@
+"""From a request to a plan: whose sampler, in which dialect, from which level to which."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pellucid.core import schedule as schedules
+from pellucid.core.compile import compile_plan
+from pellucid.core.errors import PellucidError, PlanError, rule
+from pellucid.core.filters import Filter
+from pellucid.core.grid import Grid
+from pellucid.core.plan import Plan
+from pellucid.interop import diffusers_config
+from pellucid.interop.components import Components
+from pellucid.interop.diffusers_plan import compile_reading
+from pellucid.pipeline.request import Request
+
+STEPS = 30
+MAX_PLAN_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, and the filter on x0 that the model's own scheduler asks for."""
+
+    plan: Plan
+    x0_filter: Filter | None = None
+
+
+def make_plan(components: Components, request: Request) -> Planned:
+    """The plan of a request: the one given, that of the sampler named, or that of the model's own scheduler."""
+    reading = diffusers_config.read(components.scheduler, strict=False) if components.scheduler else None
+    keep = reading.x0_filter if reading is not None else None
+    if request.plan is not None:
+        return Planned(given_plan(components, request), keep)
+    steps = STEPS if request.steps is None else request.steps
+    if request.sampler is None and request.grid is None and reading is not None:
+        dialect = request.dialect or "diffusers"
+
+        def from_config(**cuts: Any) -> Plan:
+            return compile_reading(reading, steps, dialect=dialect, **cuts)
+
+        return Planned(cut(components, request, dialect, from_config), keep)
+    grid = Grid.from_dict(dict(request.grid)) if isinstance(request.grid, Mapping) else request.grid
+    dialect = request.dialect or "exact"
+
+    def from_name(**cuts: Any) -> Plan:
+        return compile_plan(
+            request.sampler or (reading.sampler if reading else "dpmpp_2m"),
+            schedule=components.schedule,
+            target=components.target,
+            grid=grid,
+            steps=None if isinstance(grid, Grid) and grid.name == "explicit" else steps,
+            dialect=dialect,
+            **cuts,
+            **request.options,
+        )
+
+    return Planned(cut(components, request, dialect, from_name), keep)
+
+
+def given_plan(components: Components, request: Request) -> Plan:
+    for name in ("strength", "denoising_start", "denoising_end"):
+        if getattr(request, name) is not None:
+            raise PellucidError(
+                rule(name, "left out with a plan, which says where it starts and ends", "both"), "request"
+            )
+    plan = request.plan
+    if not isinstance(plan, Plan):
+        path = Path(plan)  # type: ignore[arg-type]
+        if not path.is_file() or path.stat().st_size > MAX_PLAN_BYTES:
+            raise PellucidError(rule("plan", f"a file of at most {MAX_PLAN_BYTES} bytes", str(path)), "plan-file")
+        try:
+            plan = Plan.from_json(path.read_text(encoding="utf-8"))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise PellucidError(f"plan must be JSON; {path.name} is not: {error}.", "plan-file") from None
+    own = schedules.to_dict(components.schedule)
+    if plan.target != components.target or plan.schedule != own:
+        made, mine = plan.schedule.get("name", "?"), own.get("name", "?")
+        raise PlanError(
+            f"plan must be made for the model's schedule and target ({mine}, {components.target}); "
+            f"got one for {made}, {plan.target}.",
+            "plan-model",
+        )
+    return plan
+
+
+def cut(components: Components, request: Request, dialect: str, make: Any) -> Plan:
+    """Starts and ends where the request says: exactly, or on the whole legs that diffusers counts."""
+    ends = (request.strength, request.denoising_start, request.denoising_end)
+    if all(end is None for end in ends):
+        return make()
+    if dialect == "diffusers":
+        return as_diffusers(request, make)
+    low, high = components.schedule.span
+    start = request.strength if request.strength is not None else request.denoising_start
+    if request.denoising_start is not None:
+        start = 1.0 - request.denoising_start
+    begin = None if start is None else low + start * (high - low)
+    end = None if request.denoising_end is None else low + (1.0 - request.denoising_end) * (high - low)
+    return make(between=(begin, end))
+
+
+def as_diffusers(request: Request, make: Any) -> Plan:
+    """diffusers keeps int(steps · strength) of the steps, and hands over at the first time below a rounded one."""
+    whole = make()
+    count = int(whole.grid["steps"])
+    skip = 0
+    if request.strength is not None:
+        kept = min(int(count * request.strength), count)
+        if kept < 1:
+            raise PellucidError(
+                f"strength × steps must be at least 1 in the diffusers dialect; got {request.strength} × {count}. "
+                "Use more steps, or name a sampler: the exact dialect starts at any level.",
+                "strength",
+            )
+        skip = count - kept
+    times = [r.time for r in whole.rows]
+    total = whole.schedule.get("num_train", 1000)
+    if request.denoising_start is not None:
+        skip = sum(t >= round(total - request.denoising_start * total) for t in times)
+    cuts: dict[str, Any] = {"skip": skip} if skip else {}
+    if request.denoising_end is not None:
+        stop = sum(t >= round(total - request.denoising_end * total) for t in times)
+        cuts |= {"stop": stop} if stop < count else {}
+    return make(**cuts) if cuts else whole

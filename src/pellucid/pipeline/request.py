@@ -1,0 +1,139 @@
+"""A request: all that one call of a pipeline may be asked, declared once. The command line reads its defaults here."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from pellucid.core.errors import PellucidError, rule
+from pellucid.core.grid import Grid
+from pellucid.core.loop import Constraint, Observer
+from pellucid.core.noise import NoiseSource, seed_list
+from pellucid.core.plan import Plan
+from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
+from pellucid.pipeline.text import Embedding
+
+MAX_BATCH = 256
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to make. Every field has a default; what a model cannot use is refused, never ignored."""
+
+    # what
+    prompt: str | Sequence[str] | None = None
+    negative_prompt: str | Sequence[str] | None = None
+    label: int | str | Sequence[int | str] | None = None
+    n: int = 1
+    seed: int | Sequence[int] | None = None
+    width: int | None = None
+    height: int | None = None
+    # how
+    sampler: str | None = None
+    grid: str | Grid | Mapping[str, Any] | None = None
+    steps: int | None = None
+    dialect: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    plan: Plan | str | os.PathLike[str] | None = None
+    guidance: Any = None
+    weak: Any = None
+    noise: NoiseSource | str | None = None
+    # from a picture
+    image: Any = None
+    mask: Any = None
+    strength: float | None = None
+    denoising_start: float | None = None
+    denoising_end: float | None = None
+    latents: Tensor | None = None
+    # text
+    prompt_embeds: Embedding | Tensor | None = None
+    negative_prompt_embeds: Embedding | Tensor | None = None
+    clip_skip: int = 0
+    weighting: bool = False
+    original_size: tuple[int, int] | None = None
+    crop: tuple[int, int] = (0, 0)
+    target_size: tuple[int, int] | None = None
+    aesthetic: tuple[float, float] = (6.0, 2.5)
+    # adapters
+    loras: Sequence[Lora] = ()
+    controls: Sequence[Control] = ()
+    image_prompts: Sequence[ImagePrompt] = ()
+    # who watches
+    observers: Sequence[Observer] = ()
+    constraints: Sequence[Constraint] = ()
+    cancelled: Callable[[], bool] | None = None
+    decode: bool = True
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("n", 1, MAX_BATCH), ("clip_skip", 0, 64)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise PellucidError(rule(name, f"a whole number from {low} to {high}", value), "request")
+        for name in ("strength", "denoising_start", "denoising_end"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | float) and 0 < value <= 1 and math.isfinite(value)):
+                raise PellucidError(rule(name, "above 0 and at most 1", value), "request")
+        self.check_together()
+
+    def check_together(self) -> None:
+        """What only makes sense with something else."""
+        for name, needs in (("mask", "image"), ("strength", "image")):
+            if getattr(self, name) is not None and getattr(self, needs) is None:
+                raise PellucidError(f"{name} must come with {needs}; got {name} alone.", "request")
+        if self.denoising_start is not None and self.strength is not None:
+            raise PellucidError("strength must be left out with denoising_start; both say where to start.", "request")
+        ends = (self.denoising_start, self.denoising_end)
+        if None not in ends and not ends[0] < ends[1]:  # type: ignore[operator]
+            raise PellucidError(rule("denoising_start", f"below denoising_end {ends[1]}", ends[0]), "request")
+        if self.plan is not None:
+            named = [k for k in ("sampler", "grid", "steps", "dialect") if getattr(self, k) is not None]
+            named += ["options"] if self.options else []
+            if named:
+                raise PellucidError(
+                    rule(", ".join(named), "left out with a plan, which is all of it", "both"), "request"
+                )
+        if self.sampler is None and self.options:
+            raise PellucidError("options must come with a sampler; got options alone.", "request")
+
+    @property
+    def prompts(self) -> list[str]:
+        """One an image of the batch before `n`."""
+        if self.prompt is not None:
+            return listed("prompt", self.prompt)
+        if isinstance(self.label, Sequence) and not isinstance(self.label, str):
+            return [""] * len(self.label)
+        held = self.prompt_embeds
+        if held is not None:
+            return [""] * len(held if isinstance(held, Tensor) else held.context)
+        return [""]
+
+    @property
+    def negatives(self) -> list[str]:
+        given = listed("negative_prompt", self.negative_prompt if self.negative_prompt is not None else "")
+        count = len(self.prompts)
+        if len(given) not in (1, count):
+            raise PellucidError(
+                rule("negative_prompt", f"one, or one for each of {count} prompts", len(given)), "request"
+            )
+        return given * (count // len(given))
+
+    def seeds(self) -> list[int]:
+        """One an image: consecutive from the one given, or as listed; drawn where none is given."""
+        count = len(self.prompts) * self.n
+        if count > MAX_BATCH:
+            raise PellucidError(rule("prompts × n", f"at most {MAX_BATCH} images", count), "request")
+        seed = secrets.randbelow(2**32) if self.seed is None else self.seed
+        return seed_list(seed, count)
+
+
+def listed(name: str, given: Any) -> list[str]:
+    found = [given] if isinstance(given, str) else list(given) if isinstance(given, Sequence) else [given]
+    if not found or not all(isinstance(text, str) for text in found):
+        raise PellucidError(rule(name, "text, or a list of texts", given), "prompt")
+    return found
