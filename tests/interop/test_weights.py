@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
 import struct
+import tempfile
 import threading
 import zipfile
 from pathlib import Path
@@ -103,29 +105,25 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 @given(kind=st.sampled_from(["safetensors", "zip"]), share=st.floats(0, 0.999))
 def test_every_truncation_is_one_line(written: dict[str, bytes], kind: str, share: float) -> None:
-    file = Path(os.environ.get("TMPDIR", "/tmp")) / f"pellucid-cut-{os.getpid()}"
-    file.write_bytes(written[kind][: int(len(written[kind]) * share)])
-    try:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "x.safetensors"
+        file.write_bytes(written[kind][: int(len(written[kind]) * share)])
         with pytest.raises(PellucidError, match="must be") as error:
             weights.read(file)
-        assert code_of(error) in ("weights-corrupt", "weights-file")
-    finally:
-        file.unlink()
+    assert code_of(error) in ("weights-corrupt", "weights-file")
 
 
 @given(place=st.integers(0, 200), byte=st.integers(0, 255))
 def test_a_damaged_header_never_gives_another_error(written: dict[str, bytes], place: int, byte: int) -> None:
-    file = Path(os.environ.get("TMPDIR", "/tmp")) / f"pellucid-bit-{os.getpid()}"
     damaged = bytearray(written["safetensors"])
     damaged[place % len(damaged)] = byte
-    file.write_bytes(damaged)
-    try:
-        found = weights.read(file)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "x.safetensors"
+        file.write_bytes(damaged)
+        found: dict[str, torch.Tensor] = {}
+        with contextlib.suppress(PellucidError):
+            found = weights.read(file)
         assert all(t.nbytes <= len(damaged) for t in found.values())
-    except PellucidError as error:
-        assert error.code.startswith("weights-")
-    finally:
-        file.unlink()
 
 
 def test_a_header_that_claims_more_than_the_file(tmp_path: Path) -> None:
@@ -137,9 +135,9 @@ def test_a_header_that_claims_more_than_the_file(tmp_path: Path) -> None:
 
 
 def test_a_git_lfs_pointer_is_named(tmp_path: Path) -> None:
-    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n"
+    pointer = b"version https://git-lfs.example/spec/v1\noid sha256:00\nsize 12\n"
     (tmp_path / "model.safetensors").write_bytes(pointer)
-    with pytest.raises(PellucidError, match="git-LFS pointer.*git lfs pull") as error:
+    with pytest.raises(PellucidError, match=r"git-LFS pointer.*git lfs pull") as error:
         weights.read(tmp_path / "model.safetensors")
     assert code_of(error) == "weights-lfs"
     (tmp_path / "config.json").write_bytes(pointer)
@@ -158,6 +156,7 @@ def test_a_file_of_another_kind(tmp_path: Path, held: bytes) -> None:
 # Folders
 
 
+INDEX = "model.safetensors.index.json"
 P, F, N = "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.fp16.safetensors", "model.non_ema.safetensors"
 
 
@@ -172,12 +171,12 @@ P, F, N = "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.fp16.s
         ([F, N], "non_ema", (N, "non_ema")),
         (["model.safetensors", "pytorch_model.bin"], None, ("model.safetensors", None)),
         (["pytorch_model.bin", F], None, ("pytorch_model.bin", None)),
-        (["model.safetensors.index.json", "model-00001-of-00002.safetensors"], None, ("model.safetensors.index.json", None)),
+        (["model.safetensors.index.json", "model-00001-of-00002.safetensors"], None, (INDEX, None)),
         (["model.safetensors.index.fp16.json", "x"], None, ("model.safetensors.index.fp16.json", "fp16")),
         (["flax_model.msgpack", "other.safetensors"], None, None),
         ([], None, None),
     ],
-)  # fmt: skip
+)
 def test_which_file_is_chosen(
     tmp_path: Path, names: list[str], variant: str | None, chosen: tuple[str, str | None] | None
 ) -> None:
@@ -232,7 +231,7 @@ def test_shards_lie_beside_their_index(tmp_path: Path, place: str) -> None:
 
 @pytest.mark.parametrize("places", [{**PLACES, "gone": FIRST}, {"a": 1}, ["a"], None])
 def test_an_index_that_does_not_fit(tmp_path: Path, places: Any) -> None:
-    with pytest.raises(PellucidError, match="missing gone|tensor names to file names") as error:
+    with pytest.raises(PellucidError, match=r"missing gone|tensor names to file names") as error:
         weights.read_shards(sharded(tmp_path, places))
     assert code_of(error) == "weights-index"
 

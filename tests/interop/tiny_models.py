@@ -5,8 +5,12 @@ Widths are multiples of 64 where a family's heads are 64 wide, of 32 where its n
 
 from __future__ import annotations
 
+import atexit
 import json
+import shutil
 import string
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +171,71 @@ def refiner(folder: Path) -> Any:
 def controlnet(unet: dict[str, Any] = SD1_UNET) -> Any:
     made = {k: v for k, v in unet.items() if k not in ("up_block_types", "sample_size")}
     return randomised(ControlNetModel(**made, conditioning_embedding_out_channels=(16, 32)))
+
+
+def sd_inpaint(folder: Path) -> Any:
+    """Nine channels in: noisy latents, mask, masked latents."""
+    parts = stable_diffusion(folder, unet={**SD1_UNET, "in_channels": 9}).components
+    return diffusers.StableDiffusionInpaintPipeline(**parts, requires_safety_checker=False)
+
+
+def sd_controlnet(folder: Path) -> Any:
+    parts = stable_diffusion(folder).components
+    return diffusers.StableDiffusionControlNetPipeline(**parts, controlnet=controlnet(), requires_safety_checker=False)
+
+
+def ddpm(folder: Path) -> Any:
+    unet = diffusers.UNet2DModel(
+        sample_size=16,
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )
+    return diffusers.DDPMPipeline(unet=randomised(unet), scheduler=diffusers.DDPMScheduler(variance_type="fixed_large"))
+
+
+def dit(folder: Path) -> Any:
+    network = diffusers.DiTTransformer2DModel(
+        num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=2, sample_size=8
+    )
+    return diffusers.DiTPipeline(
+        transformer=randomised(network),
+        vae=randomised(AutoencoderKL(**VAE)),
+        scheduler=diffusers.DDIMScheduler(clip_sample=False),
+    )
+
+
+FOLDERS = {
+    "sd1": stable_diffusion,
+    "sd2": stable_diffusion_2,
+    "xl": stable_diffusion_xl,
+    "refiner": refiner,
+    "inpaint": sd_inpaint,
+    "controlnet": sd_controlnet,
+    "ddpm": ddpm,
+    "dit": dit,
+}
+
+
+@cache
+def root() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="pellucid-tiny-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@cache
+def saved(name: str) -> tuple[Any, Path]:
+    """A pipeline and the folder that diffusers saved it to: made once a run, to be read only."""
+    pipe = FOLDERS[name](root() / f"{name}-raw")
+    pipe.save_pretrained(root() / name)
+    return pipe, root() / name
+
+
+def copied(name: str, folder: Path) -> Path:
+    """A copy of a saved pipeline, to be spoilt."""
+    return Path(shutil.copytree(saved(name)[1], folder / name))
 
 
 # Original names, written from the layout of CompVis's UNet and not from our tables.

@@ -233,6 +233,10 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.Monkey
     write_png(PICTURE, path, WHOLE)
     before = path.read_bytes()
     assert before == saved(WHOLE).getvalue()
+    with path.open("rb") as reader:  # who reads the old file while a new one comes reads it to its end
+        write_png(PICTURE, path, replace(WHOLE, seed=7))
+        assert reader.read() == before
+    write_png(PICTURE, path, WHOLE)
 
     def break_off(half: Path, data: bytes) -> None:
         with half.open("wb") as file:

@@ -23,6 +23,7 @@ from pellucid.interop.components import (
     build,
     named_classes,
 )
+from pellucid.interop.diffusers_classes import CLASSES
 from pellucid.interop.diffusers_config import Reading
 from pellucid.interop.diffusers_export import TARGET_NAMES
 from pellucid.interop.family import check_fit, contradictions
@@ -32,6 +33,7 @@ from pellucid.interop.weights import some
 CONFIG = "config.json"
 SCHEDULER = diffusers_config.FILE_NAME
 STABLE_DIFFUSION = re.compile(r"StableDiffusion(XL)?(ControlNet)?(PAG)?(Img2Img|Inpaint)?(PAG)?Pipeline")
+MENDING = re.compile(r"StableDiffusion(PAG)?(Img2Img|Inpaint)?(PAG)?Pipeline")
 OTHERS = (
     "LatentConsistencyModelPipeline",
     "LatentConsistencyModelImg2ImgPipeline",
@@ -80,7 +82,7 @@ def read(folder: Path, wanted: Wanted, name: str | None = None) -> Components:
     vae = parts["vae"].network if "vae" in parts else None
     encoders = tuple(parts[part].network for part in TEXT_PARTS if part in parts)
     check_fit(network, vae, encoders)
-    scheduler, reading, notes = read_scheduler(folder, wanted.target)
+    scheduler, reading, notes = read_scheduler(folder, str(index["_class_name"]), wanted.target)
     return Components(
         name=name or folder.name,
         pipeline_class=str(index["_class_name"]),
@@ -254,11 +256,10 @@ def read_tokenizers(folder: Path, listed: Mapping[str, str], wanted: Wanted) -> 
     return tuple(Tokenizer.load(folder / part) for part in named)
 
 
-def read_scheduler(folder: Path, target: str | None) -> tuple[dict[str, Any], Reading, list[str]]:
+def read_scheduler(folder: Path, pipeline: str, target: str | None) -> tuple[dict[str, Any], Reading, list[str]]:
     """The scheduler's config, what it means, and what is to be said of it; `target` overrules it."""
     raw = diffusers_config.load(place_of(folder, "scheduler"))
-    notes = []
-    config = {key: value for key, value in raw.items() if key not in INERT_KEYS}
+    config, notes = mended({key: value for key, value in raw.items() if key not in INERT_KEYS}, pipeline)
     if target is not None:
         named = targets.named(target)
         stated = config.get("prediction_type", "epsilon")
@@ -273,6 +274,18 @@ def read_scheduler(folder: Path, target: str | None) -> tuple[dict[str, Any], Re
         reading = lenient(config, error)
         notes.append(f"the folder's own sampler does not run here, so name another: {error}")
     return config, reading, [*notes, *(f"scheduler: {note}." for note in reading.notes)]
+
+
+def mended(config: dict[str, Any], pipeline: str) -> tuple[dict[str, Any], list[str]]:
+    """The config as the pipeline runs it: diffusers' first ones set these keys right when they open a folder."""
+    if not MENDING.fullmatch(pipeline):
+        return config, []
+    known = CLASSES.get(str(config.get("_class_name")), ("", {}))[1]
+    right = {"steps_offset": 1, **({"skip_prk_steps": True} if "Inpaint" in pipeline else {"clip_sample": False})}
+    wrong = {key: config.get(key, known[key]) for key in right if key in known}
+    wrong = {key: value for key, value in wrong.items() if value != right[key]}
+    notes = [f"the scheduler says {key}={value!r}; {pipeline} sets {right[key]!r}." for key, value in wrong.items()]
+    return {**config, **{key: right[key] for key in wrong}}, notes
 
 
 def lenient(config: dict[str, Any], error: PellucidError) -> Reading:

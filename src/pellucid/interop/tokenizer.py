@@ -179,7 +179,7 @@ class Tokenizer:
 
 def taken(name: str, why: str) -> PellucidError:
     advice = "Give the embedding another name."
-    return PellucidError(rule("name of a new token", f"new, and {why}", name, advice), "token-known")
+    return PellucidError(rule("name of a new token", f"new ({why})", name, advice), "token-known")
 
 
 def byte_letters() -> list[str]:

@@ -14,6 +14,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -349,10 +350,7 @@ def common_dtype(tensors: Iterable[Tensor], name: str) -> torch.dtype:
             rule(f"dtype of {name}", "named for weights of 8 bits", stored, "Pass dtype='float16', for example."),
             "dtype",
         )
-    widest = torch.float16 if torch.float16 in kinds or not kinds else kinds.pop()
-    for kind in kinds:
-        widest = torch.promote_types(widest, kind)
-    return widest
+    return reduce(torch.promote_types, kinds) if kinds else torch.float32
 
 
 def placed(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

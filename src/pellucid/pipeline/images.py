@@ -318,7 +318,8 @@ def check_size(size: Size, factor: int = 1, what: str = "size") -> Size:
 def digest(picture: Picture | Sequence[Picture]) -> str:
     """A name for pixels: the same for one picture in any lossless file; of arrays and tensors, their numbers."""
     found = hashlib.sha256()
-    for one in picture if isinstance(picture, list | tuple) else [picture]:
+    several: list[Any] = list(picture) if isinstance(picture, list | tuple) else [picture]
+    for one in several:
         pil = as_image(one, "image")
         if pil is None and not isinstance(one, np.ndarray | Tensor):
             raise PellucidError(rule("image", KINDS, type(one).__name__), "image-type")
@@ -328,9 +329,9 @@ def digest(picture: Picture | Sequence[Picture]) -> str:
     return f"sha256:{found.hexdigest()}"
 
 
-def bare(numbers: Any) -> np.ndarray[Any, Any]:
+def bare(numbers: np.ndarray[Any, Any] | Tensor) -> np.ndarray[Any, Any]:
     """An array's or a tensor's numbers; numpy has no bfloat16, whose numbers float32 holds exactly."""
     if isinstance(numbers, Tensor):
-        numbers = numbers.detach().cpu()
-        return (numbers.float() if numbers.dtype == torch.bfloat16 else numbers).numpy()
-    return np.asarray(numbers)
+        own = numbers.detach().cpu()
+        return np.asarray(own.float() if own.dtype == torch.bfloat16 else own)
+    return numbers

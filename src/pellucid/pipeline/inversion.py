@@ -38,8 +38,8 @@ class Inversion:
 def read_inversion(source: str | Path | Mapping[str, Any], name: str | None = None) -> Inversion:
     """From a .safetensors, .pt or .bin file, a folder with learned_embeds, or what a file holds.
 
-    `name` overrules the name that it carries. Layouts: {name: vectors} as diffusers writes it; emb_params, named like the file; clip_l and clip_g for SDXL;
-    string_to_param in pickles, with the name in `name`.
+    `name` overrules the name that it carries. Layouts: {name: vectors} as diffusers writes it; emb_params, named
+    like the file; clip_l and clip_g for SDXL; string_to_param in pickles, with the name in `name`.
     """
     if isinstance(source, Mapping):
         return named(source, name, stem=None)

@@ -82,9 +82,9 @@ def latent_mask(run: Run) -> Tensor:
     return pictures.mask_to_latents(pixel_mask(run), run.pipe.factor)
 
 
-def beside_latents(run: Run, clean: Tensor | None) -> Tensor:
+def beside_latents(run: Run) -> Tensor:
     """(B, 1 + C, H, W): the mask, and the latents of the picture without what is to be painted."""
-    if clean is None or run.request.mask is None:
+    if run.request.image is None or run.request.mask is None:
         raise PellucidError(f"image and mask must be given: {run.parts.name} is an inpainting model.", "inpaint")
     if is_latent(run.request.image, run.channels_if_latent()):
         raise PellucidError("image must be a picture for an inpainting model; got latents.", "inpaint")

@@ -260,7 +260,7 @@ class Run:
     def clean_latents(self) -> Tensor | None:
         """The picture as latents (B, C, H, W), scaled for diffusion; None without one."""
         image = self.request.image
-        if image is None:
+        if image is None or (self.all_new and pictures_in.is_inpainting(self.parts)):
             return None
         if isinstance(image, Result):
             end, begin = image.plan.end, self.plan.start
@@ -269,6 +269,11 @@ class Run:
             return pictures_in.spread(image.to(self.pipe.device, torch.float32), self.count)
         pixels = pictures_in.spread(pictures.to_tensor(image, self.size), self.count)
         return self.encode(pixels.to(self.pipe.device))
+
+    @property
+    def all_new(self) -> bool:
+        """Whether an inpainting starts from noise alone."""
+        return self.request.mask is not None and self.request.strength in (None, 1.0)
 
     def channels_if_latent(self) -> int | None:
         return None if self.parts.vae is None else self.pipe.channels
@@ -291,8 +296,7 @@ class Run:
             return noise * plan.initial_scale
         if request.denoising_start is not None:
             return clean  # x of an earlier run, still noisy
-        pure = request.mask is not None and request.strength in (None, 1.0) and plan.dialect == "diffusers"
-        if pure:  # diffusers starts a full inpainting from noise alone
+        if self.all_new and plan.dialect == "diffusers":
             return noise * plan.initial_scale
         return clean * plan.start.alpha + noise * plan.start.sigma
 
@@ -313,11 +317,14 @@ class Run:
                 return ControlledDenoiser(guided, request.controls)
 
         if pictures_in.is_inpainting(self.parts):
-            beside = pictures_in.beside_latents(self, clean)
+            beside = pictures_in.beside_latents(self)
             for inputs in (cond, uncond):
                 if inputs is not None:
                     inputs["beside"] = beside.to(next(self.parts.network.parameters()))
             network = pictures_in.Inpainting(network)
+        elif request.mask is not None and self.plan.dialect == "diffusers" and clean is not None:
+            # diffusers encodes the masked picture here whether it is used or not, and draws noise for it
+            self.source.beside(clean.shape[1:], torch.empty(0), range(self.count))
         return network, extra
 
     def blend(self, clean: Tensor | None, noise: Tensor) -> list[Constraint]:
