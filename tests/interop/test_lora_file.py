@@ -88,10 +88,9 @@ def _quiet() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed but the targeted layer")  # ours makes a bias there
 @pytest.mark.filterwarnings("ignore:Adapter 'default'.*have invalid shape:")  # PEFT takes a bias for a torn weight
 def test_diffusers_files(sd: dict[str, nn.Module], tmp_path: Path, settings: dict[str, Any]) -> None:
-    if "use_dora" not in settings:
-        settings = settings | {"target_modules": [*MODULES, *CONVS, "conv_in"]}
+    modules = [*MODULES, *CONVS, "conv_in"]
     theirs = {
-        "unet": trained(sd["unet"], unet_config(**settings)),
+        "unet": trained(sd["unet"], unet_config(**settings, target_modules=modules)),
         "text_encoder": trained(sd["text_encoder"], text_config()),
     }
     StableDiffusionPipeline.save_lora_weights(

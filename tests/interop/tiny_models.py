@@ -170,7 +170,7 @@ def refiner(folder: Path) -> Any:
 
 def controlnet(unet: dict[str, Any] = SD1_UNET) -> Any:
     made = {k: v for k, v in unet.items() if k not in ("up_block_types", "sample_size")}
-    return randomised(ControlNetModel(**made, conditioning_embedding_out_channels=(16, 32)))
+    return randomised(ControlNetModel(**made))
 
 
 def sd_inpaint(folder: Path) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import tiny_models as tiny
 import torch
 from PIL import Image
 
-from pellucid.pipeline.adapters import Control
+from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
 from pellucid.pipeline.load import load
 from pellucid.pipeline.pipeline import Pipeline, Result
 
@@ -215,3 +216,181 @@ def test_two_controlnets(sd: Model, control: tuple[Any, Path]) -> None:
     more = {"control_guidance_start": [0.0, 0.4], "control_guidance_end": [0.5, 1.0]}
     given = {"image": shown, "num_inference_steps": 6, "guidance_scale": 5.0, **SIZE}
     compare(made, theirs(peer, **WORDS, **given, **more, controlnet_conditioning_scale=[0.8, 0.3]))
+
+
+# --- image prompts -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Path]:
+    """Stable Diffusion with an image encoder, and the folder of that encoder."""
+    from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModelWithProjection
+
+    folder = tmp_path_factory.mktemp("seeing")
+    config = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, projection_dim=20, num_hidden_layers=3, num_attention_heads=4,
+        image_size=32, patch_size=8,
+    )  # fmt: skip
+    encoder = tiny.randomised(CLIPVisionModelWithProjection(config))
+    encoder.save_pretrained(folder / "encoder")
+    processor = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    peer = tiny.stable_diffusion(folder)
+    model = Model(folder / "model", peer)
+    model.peer = model.as_class("StableDiffusionPipeline", image_encoder=encoder, feature_extractor=processor)
+    model.mine = load(folder / "model", image_encoder=folder / "encoder")
+    return model, folder
+
+
+def ip_file(unet: Any, kind: str) -> dict[str, dict[str, torch.Tensor]]:
+    """An IP-Adapter for a tiny UNet in the layout of the original files."""
+    g = torch.Generator().manual_seed(2)
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g) * 0.2
+
+    width = 64
+    if kind == "plain":
+        image = {"proj.weight": rand(4 * width, 20), "proj.bias": rand(4 * width)}
+        image |= {"norm.weight": 1 + rand(width), "norm.bias": rand(width)}
+    else:
+        image = {"latents": rand(1, 3, 64), "proj_in.weight": rand(64, 32), "proj_in.bias": rand(64)}
+        image |= {"proj_out.weight": rand(width, 64), "proj_out.bias": rand(width)}
+        image |= {"norm_out.weight": 1 + rand(width), "norm_out.bias": rand(width)}
+        for at in (f"layers.{layer}" for layer in range(4)):
+            for norm in ("0.norm1", "0.norm2", "1.0"):
+                image |= {f"{at}.{norm}.weight": 1 + rand(64), f"{at}.{norm}.bias": rand(64)}
+            image |= {f"{at}.0.to_q.weight": rand(64, 64), f"{at}.0.to_kv.weight": rand(128, 64)}
+            image |= {f"{at}.0.to_out.weight": rand(64, 64)}
+            image |= {f"{at}.1.1.weight": rand(256, 64), f"{at}.1.3.weight": rand(64, 256)}
+    pairs = {}
+    for number, name in enumerate(unet.attn_processors):
+        if "attn2" in name:
+            inner = unet.get_submodule(name.removesuffix(".processor")).to_q.out_features
+            pairs |= {f"{number}.to_{k}_ip.weight": rand(inner, width) for k in "kv"}
+    return {"image_proj": image, "ip_adapter": pairs}
+
+
+@pytest.mark.parametrize("kind", ["plain", "plus"])
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_image_prompt(seeing: tuple[Model, Path], scheduler: str, kind: str) -> None:
+    from safetensors.torch import save_file
+
+    model, folder = seeing
+    peer, mine = model.with_scheduler(scheduler)
+    held = ip_file(peer.unet, kind)
+    path = folder / f"{kind}.safetensors"
+    flat = {f"{part}.{k}": v.contiguous() for part, tensors in held.items() for k, v in tensors.items()}
+    save_file(flat, path)
+    eyes = {"image_encoder": peer.image_encoder, "feature_extractor": peer.feature_extractor}
+    peer.load_ip_adapter(held, subfolder="", weight_name="")
+    peer.set_ip_adapter_scale(0.6)
+    shown = picture(8, (40, 56))
+    try:
+        other = theirs(peer, **WORDS, **SIZE, ip_adapter_image=shown, num_inference_steps=6, guidance_scale=5.0)
+    finally:
+        peer.unload_ip_adapter()
+        peer.register_modules(**eyes)  # which unloading takes away
+    prompts = [ImagePrompt(path, shown, 0.6)]
+    compare(mine(**WORDS, **SIZE, image_prompts=prompts, steps=6, guidance=5.0, seed=3), other)
+
+
+# --- LoRA --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("name", ["sd", "xl"])
+def test_lora(name: str, scheduler: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    model = request.getfixturevalue(name)
+    peer, mine = model.with_scheduler(scheduler)
+    g = torch.Generator().manual_seed(1)
+    state = {}
+    for layer, module in peer.unet.named_modules():
+        if layer.endswith(("to_q", "to_k", "to_v", "to_out.0", "ff.net.2")):
+            high, wide = module.weight.shape
+            state[f"unet.{layer}.lora_A.weight"] = torch.randn(3, wide, generator=g) * 0.1
+            state[f"unet.{layer}.lora_B.weight"] = torch.randn(high, 3, generator=g) * 0.1
+    save_file(state, tmp_path / "pytorch_lora_weights.safetensors")
+    peer.load_lora_weights(tmp_path)
+    try:
+        peer.set_adapters("default_0", 0.7)
+        other = theirs(peer, **WORDS, **SIZE, num_inference_steps=6, guidance_scale=5.0)
+    finally:
+        peer.unload_lora_weights()
+    made = mine(**WORDS, **SIZE, loras=[Lora(tmp_path, 0.7)], steps=6, guidance=5.0, seed=3)
+    compare(made, other)
+    assert made.receipt is not None
+    assert made.receipt.unused == ()
+    plain = mine(**WORDS, **SIZE, steps=6, guidance=5.0, seed=3)
+    assert not torch.allclose(plain.latents, made.latents)  # and the model itself was not touched
+    compare(plain, theirs(peer, **WORDS, **SIZE, num_inference_steps=6, guidance_scale=5.0))
+
+
+# --- other kinds of model ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["ddpm", "ddim"])
+def test_unconditional_pixels(kind: str, tmp_path: Path) -> None:
+    unet = tiny.randomised(
+        diffusers.UNet2DModel(
+            sample_size=16, block_out_channels=(16, 32), norm_num_groups=8, layers_per_block=1,
+            down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        )
+    )  # fmt: skip
+    if kind == "ddpm":
+        peer = diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler())
+    else:
+        peer = diffusers.DDIMPipeline(unet, diffusers.DDIMScheduler())
+    peer.set_progress_bar_config(disable=True)
+    peer.save_pretrained(tmp_path)
+    mine = load(tmp_path)
+    made = mine(steps=5, n=1, seed=4)
+    generator = [torch.Generator().manual_seed(4)] if kind == "ddim" else torch.Generator().manual_seed(4)
+    other = peer(num_inference_steps=5, generator=generator, output_type="np").images
+    ours = np.stack([np.asarray(image) for image in made.images]) / 255
+    assert np.abs(ours - other).max() <= 0.51 / 255 + 1e-4
+
+
+def test_class_conditional_dit(tmp_path: Path) -> None:
+    transformer = tiny.randomised(
+        diffusers.DiTTransformer2DModel(
+            sample_size=8, num_layers=2, patch_size=2, attention_head_dim=8, num_attention_heads=2, in_channels=4,
+            out_channels=8, attention_bias=True, activation_fn="gelu-approximate", num_embeds_ada_norm=1000,
+            norm_type="ada_norm_zero", norm_elementwise_affine=False,
+        )
+    )  # fmt: skip
+    scheduler = diffusers.DDIMScheduler(clip_sample=False)
+    vae = tiny.randomised(diffusers.AutoencoderKL(**tiny.VAE))
+    peer = diffusers.DiTPipeline(transformer, vae, scheduler, id2label={str(i): f"class {i}" for i in range(10)})
+    peer.set_progress_bar_config(disable=True)
+    peer.save_pretrained(tmp_path)
+    index = tmp_path / "model_index.json"  # the published folder lists its classes there
+    index.write_text(json.dumps({**json.loads(index.read_text()), "id2label": {"3": "class 3, third", "7": "seven"}}))
+    mine = load(tmp_path)
+    made = mine(label=["class 3", 7], steps=5, guidance=4.0, seed=5)
+    noise = torch.stack([torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(s)) for s in (5, 6)])
+    with torch.no_grad():
+        original, torch_randn = diffusers.pipelines.dit.pipeline_dit.randn_tensor, noise
+        diffusers.pipelines.dit.pipeline_dit.randn_tensor = lambda *_, **__: torch_randn
+        try:
+            other = peer([3, 7], guidance_scale=4.0, num_inference_steps=5, output_type="np").images
+        finally:
+            diffusers.pipelines.dit.pipeline_dit.randn_tensor = original
+    ours = np.stack([np.asarray(image) for image in made.images]) / 255
+    assert np.abs(ours - other).max() <= 0.51 / 255 + 1e-4
+
+
+@pytest.mark.parametrize("scheduler", ["ddim", "euler", "dpmpp_2m_karras"])
+def test_hand_off_to_a_refiner(xl: Model, scheduler: str) -> None:
+    peer, mine = xl.with_scheduler(scheduler)
+    second = xl.as_class("StableDiffusionXLImg2ImgPipeline", image_encoder=None, feature_extractor=None)
+    generator = [torch.Generator().manual_seed(3)]
+    shared = {**WORDS, "num_inference_steps": 10, "guidance_scale": 5.0, "output_type": "latent", "return_dict": False}
+    first = peer(**shared, **SIZE, denoising_end=0.6, generator=generator)[0]
+    other = second(**shared, image=first, denoising_start=0.6, generator=generator)[0]
+    half = mine(**WORDS, **SIZE, steps=10, guidance=5.0, seed=3, denoising_end=0.6, decode=False)
+    assert half.images == []
+    assert float((half.latents - first).abs().max() / first.abs().max()) < CLOSE
+    whole = mine(**WORDS, image=half, steps=10, guidance=5.0, seed=3, denoising_start=0.6)
+    assert float((whole.latents - other).abs().max() / other.abs().max()) < CLOSE

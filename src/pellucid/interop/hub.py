@@ -11,15 +11,17 @@ from typing import Any
 from pellucid.core.errors import PellucidError, rule
 from pellucid.interop import weights
 from pellucid.interop.components import INDEX, TOKENIZER_PARTS, named_classes
-from pellucid.interop.folder import foreign_text, place_of, reads
+from pellucid.interop.folder import CONFIG, SCHEDULER, foreign_text, place_of, reads
 
-ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-ANCHORS = (INDEX, "config.json", "vocab.json", "tokenizer.json")  # one of them lies in every repository that we read
+ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
+ANCHORS = (INDEX, CONFIG, "vocab.json", "tokenizer.json")  # one of them lies in every repository that we read
 WORDS = (".json", ".txt")
 
 
 def is_id(where: str) -> bool:
-    return ID.fullmatch(where) is not None and ".." not in where
+    """Whether this reads as owner/name, by the hub's own rules."""
+    marks = any(mark in where for mark in ("..", "--", "-/", "./")) or where.endswith((".", "-", ".git"))
+    return ID.fullmatch(where) is not None and not marks
 
 
 def fetch(repo: str, *, revision: str | None = None, variant: str | None = None) -> Path:
@@ -27,17 +29,24 @@ def fetch(repo: str, *, revision: str | None = None, variant: str | None = None)
     if not is_id(repo):
         raise PellucidError(rule("hub id", "owner/name", repo), "hub-id")
     folder = cached(repo, revision)
-    if folder is not None and not lacks(folder, variant):
+    missing = [] if folder is None else lacks(folder, variant)
+    if folder is not None and not missing:
         return folder
-    with explained(repo, revision):
+    with explained(repo, revision, missing):
         from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
         names = HfApi().list_repo_files(repo, revision=revision)
         index = None
         if INDEX in names:
             index = weights.read_json(Path(hf_hub_download(repo, INDEX, revision=revision)))
-        needed = wanted(names, index, variant)
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=needed))
+        elif CONFIG not in names:
+            raise PellucidError(
+                rule(
+                    repo, f"a repository with {INDEX} or {CONFIG}", weights.some(names), "Download a file and name it."
+                ),
+                "not-a-model",
+            )
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=wanted(names, index, variant)))
 
 
 def cached(repo: str, revision: str | None = None) -> Path | None:
@@ -56,25 +65,25 @@ def cached(repo: str, revision: str | None = None) -> Path | None:
 def lacks(folder: Path, variant: str | None = None) -> list[str]:
     """The parts of a snapshot that are not there, or not in the variant that was asked for."""
     if not (folder / INDEX).is_file():
-        return [] if whole(folder, "config.json", variant) or tokenizer_in(folder) else ["weights"]
+        return [] if whole(folder, variant) or tokenizer_in(folder) else ["weights"]
     missing = []
     for part, kind in named_classes(weights.read_json(folder / INDEX)).items():
         place = place_of(folder, part)
         if part in TOKENIZER_PARTS:
             there = tokenizer_in(place) or foreign_text(part, kind)
         elif part == "scheduler":
-            there = (place / "scheduler_config.json").is_file()
+            there = (place / SCHEDULER).is_file()
         else:
-            there = not reads(part, kind) or whole(place, "config.json", variant)
+            there = not reads(part, kind) or whole(place, variant)
         missing += [] if there else [part]
     return missing
 
 
-def whole(folder: Path, config: str, variant: str | None) -> bool:
+def whole(folder: Path, variant: str | None) -> bool:
     """Whether a component has its config and its weights, all shards of them."""
     names = [path.name for path in folder.iterdir()]
     choice = weights.choose(names, variant)
-    if config not in names or choice is None or (variant is not None and choice[1] != variant):
+    if CONFIG not in names or choice is None or (variant is not None and choice[1] != variant):
         return False
     if not choice[0].endswith(".json"):
         return True
@@ -95,7 +104,7 @@ def wanted(names: Iterable[str], index: Mapping[str, Any] | None, variant: str |
         folders |= {match[0] for name in there if (match := re.match(r"controlnet_\d+(?=/)", name))}
     if index is None or len(folders) < len(parts):
         folders.add("")  # a network of its own, at the root
-    chosen = {name for name in there if name in (INDEX, "scheduler_config.json")}
+    chosen = {name for name in there if name in (INDEX, SCHEDULER)}
     for folder in folders:
         prefix = f"{folder}/" if folder else ""
         inside = [n.removeprefix(prefix) for n in there if n.startswith(prefix) and "/" not in n.removeprefix(prefix)]
@@ -121,7 +130,7 @@ def shards_of(choice: tuple[str, str | None] | None, names: Iterable[str]) -> li
 
 
 @contextmanager
-def explained(repo: str, revision: str | None) -> Iterator[None]:
+def explained(repo: str, revision: str | None, missing: list[str]) -> Iterator[None]:
     """What the hub answers, as one line."""
     try:
         from huggingface_hub import errors
@@ -143,8 +152,9 @@ def explained(repo: str, revision: str | None) -> Iterator[None]:
         raise PellucidError(rule(f"revision of {repo}", "one that it has", revision), "hub-revision") from None
     except (OSError, getattr(errors, "HTTPError", OSError)) as error:  # the client's own errors are no OSErrors
         words = (str(error) or type(error).__name__).splitlines()[0][:120]
+        held = f"the copy there lacks {', '.join(missing)}" if missing else "it is not there"
         raise PellucidError(
-            f"{repo} must be in the local cache, or the hub within reach; it is neither ({words}). "
+            f"{repo} must be in the local cache, or the hub within reach; {held}, and the hub did not answer ({words}). "
             "Give a folder, or try again with a network.",
             "hub-network",
         ) from None

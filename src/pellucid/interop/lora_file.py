@@ -223,7 +223,7 @@ def saved(delta: Delta, text: bool) -> dict[str, Tensor]:
     if lora.product.core is not None:  # core·down is a down with a kernel
         down = torch.einsum("ij...,jn->in...", lora.product.core.float(), down.float().flatten(1))
     ones = (1,) * (down.ndim - 2)  # of a convolution, whose up is a 1×1 kernel
-    folded = up.float() * lora.factor
+    folded = up.float()
     narrow = folded.to(up.dtype)
     up = narrow if torch.equal(narrow.float(), folded) else folded  # no rounding: float32 where it takes that
     up_end, down_end = ("lora_linear_layer.up", "lora_linear_layer.down") if text else ("lora_B", "lora_A")

@@ -65,6 +65,11 @@ FOREIGN: tuple[tuple[str, str], ...] = (
     (r"(text_model|vision_model)\..*", f"a CLIP encoder {OURS}"),
 )
 
+ALONE = (
+    (r"input_hint_block\..*", "a ControlNet alone: load it with load_component"),
+    (r"(encoder|decoder)\.(down|up)\..*", "a VAE alone: load it with load_component"),
+)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -150,7 +155,7 @@ def check_unasked(wanted: Wanted) -> None:
 
 def split(tensors: Mapping[str, Tensor], name: str) -> dict[str, dict[str, Tensor]]:
     """The tensors of each network, under the names that they have inside of it."""
-    refuse_foreign(tensors, name)
+    refuse(tensors, name, (*FOREIGN, *ALONE))
     sections: dict[str, dict[str, Tensor]] = {}
     unknown = []
     for key, tensor in tensors.items():
@@ -168,9 +173,9 @@ def split(tensors: Mapping[str, Tensor], name: str) -> dict[str, dict[str, Tenso
     return sections
 
 
-def refuse_foreign(tensors: Mapping[str, Tensor], name: str) -> None:
+def refuse(tensors: Mapping[str, Tensor], name: str, kinds: tuple[tuple[str, str], ...]) -> None:
     """Files of other kinds are named for what they are."""
-    for pattern, what in FOREIGN:
+    for pattern, what in kinds:
         if any(re.fullmatch(pattern, key) for key in tensors):
             raise PellucidError(
                 f"{name} must be a checkpoint of Stable Diffusion 1, 2 or XL; it is {what}.", "single-file-kind"
@@ -334,7 +339,7 @@ def read_component(path: Path, wanted: Wanted, config: Mapping[str, Any] | None 
     """A ControlNet or a VAE in a file of its own, or the ControlNet of a file that holds a whole checkpoint too."""
     check_unasked(wanted)
     tensors = weights.read(path)
-    refuse_foreign(tensors, path.name)
+    refuse(tensors, path.name, FOREIGN)
     inner = {prefix: below(tensors, prefix) for prefix in (CONTROL, VAE, "")}
     bare = {key: tensor for key, tensor in inner[""].items() if not BOOKKEEPING.fullmatch(key)}
     control = inner[CONTROL] or (bare if "input_hint_block.0.weight" in bare else {})

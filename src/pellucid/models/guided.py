@@ -93,6 +93,8 @@ class GuidedDenoiser:
 
     `uncond` are the inputs of the empty or negative prompt, `weak` the second network of autoguidance. Channels of
     the output beyond those of x are a learned variance, and are dropped. `dtype` is what the network works in.
+    `keep_raw` hands the x0 from before the filter to plans that take eps from it (diffusers' DDIM), where CFG++ plans
+    have the unconditional one.
     """
 
     network: Network
@@ -104,6 +106,7 @@ class GuidedDenoiser:
     weak: Network | None = None
     x0_filter: Filter | None = None
     dtype: torch.dtype | None = None
+    keep_raw: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target", targets.named(self.target))
@@ -150,7 +153,7 @@ class GuidedDenoiser:
             key = (id(own), id(plan))
             made[key] = made.get(key) or own.bind(plan, self.schedule)
             bounds.append(made[key])
-        apart = [plan is not None and plan.guided for plan in plans]
+        apart = [plan is not None and plan.guided and not self.keep_raw for plan in plans]
         return GuidedRun(self, guidances[0], bounds, apart, self.cond, self.uncond)
 
     def __call__(self, x: Tensor, level: Any, time: Any) -> Prediction:
@@ -216,7 +219,7 @@ class GuidedRun:
             name = self.zero(terms, name, doses)
         x0 = self.settle(terms, name, doses)
         x0 = x0 if owner.x0_filter is None else owner.x0_filter(x0)
-        return Prediction(x0, self.uncond_apart(terms, x0, doses), terms)
+        return Prediction(x0, terms[name] if owner.keep_raw else self.uncond_apart(terms, x0, doses), terms)
 
     def doses(self, levels: Sequence[Level]) -> list[Dose]:
         """One for all images where they agree, or one an image."""

@@ -58,15 +58,20 @@ def load(
         parts = replace(parts, text_encoders=tuple(encoders), tokenizers=tuple(tokenizers))
     for network in networks_of(parts):
         network.eval().requires_grad_(False)
-    if parts.vae is not None and getattr(parts.vae.config, "force_upcast", False):
-        if next(parts.vae.parameters()).dtype == torch.float16:
-            parts.vae.float()  # its activations leave float16's range
-            parts = replace(parts, notes=(*parts.notes, "the VAE works in float32: its config says force_upcast"))
+    if leaves_float16(parts.vae):
+        parts.vae.float()
+        parts = replace(parts, notes=(*parts.notes, "the VAE works in float32: its config says force_upcast"))
     if policy.channels_last:
         for network in (parts.network, parts.vae):
             if network is not None:
                 network.to(memory_format=torch.channels_last)
     return Pipeline(parts, policy, goal)
+
+
+def leaves_float16(vae: Any) -> bool:
+    """Whether a VAE's activations leave the range of the float16 that it is in; SDXL's do."""
+    upcast = vae is not None and getattr(vae.config, "force_upcast", False)
+    return bool(upcast) and next(vae.parameters()).dtype == torch.float16
 
 
 def component(path: PathLike, kinds: Any, name: str, kind: dict[str, Any]) -> Any:

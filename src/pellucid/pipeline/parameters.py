@@ -166,7 +166,7 @@ def describe(recipe: Mapping[str, Any]) -> Parameters:
     """A recipe's fields in their words; a LoRA is named in the prompt, as they do."""
     loras = [a for a in recipe.get("adapters", ()) if a.get("kind") == "lora"]
     tags = [f"<lora:{a['name']}:{number(a.get('scale', 1.0))}>" for a in loras]
-    hashes = [f"{a['name']}: {a['hash']}" for a in loras if a.get("hash")]
+    hashes = [f"{a['name']}: {a['hash'].rpartition(':')[2]}" for a in loras if a.get("hash")]
     sampler, size, skip = recipe.get("sampler"), recipe.get("size"), recipe.get("clip_skip")
     grid = (recipe.get("grid") or {}).get("name")
     scale = (recipe.get("guidance") or {}).get("scale")
@@ -177,7 +177,7 @@ def describe(recipe: Mapping[str, Any]) -> Parameters:
         "CFG scale": scale,
         "Seed": recipe.get("seed"),
         "Size": f"{size[0]}x{size[1]}" if size else None,
-        "Model hash": (recipe.get("model_hash") or "").removeprefix("sha256:")[:10] or None,
+        "Model hash": (recipe.get("model_hash") or "").rpartition(":")[2][:10] or None,
         "Model": recipe.get("model"),
         "Denoising strength": recipe.get("strength"),
         "Clip skip": skip + 1 if skip else None,  # theirs counts the last layer as 1

@@ -26,7 +26,7 @@ from pellucid.models.unet import UNet
 from pellucid.models.vae import from_diffusion, to_diffusion
 from pellucid.pipeline import images as pictures
 from pellucid.pipeline import pictures_in
-from pellucid.pipeline.adapters import ControlledDenoiser, HintSwitch
+from pellucid.pipeline.adapters import ControlledDenoiser, HintSwitch, Lora
 from pellucid.pipeline.conditions import make_conditions, takes_text
 from pellucid.pipeline.planning import Planned, make_plan
 from pellucid.pipeline.policy import Policy
@@ -86,10 +86,12 @@ class Pipeline:
         seeds = request.seeds()
         source = noise_source(request, planned.plan, seeds)
         embedded = isinstance(parts.network, UNet) and parts.network.config.time_cond_proj_dim is not None
+        asked = guidance
         if embedded:  # a network that was told its guidance in training takes it as an input
-            scale, guidance = float(guidance.scale), Guidance(1.0)
+            scale, guidance = told_scale(asked), Guidance(1.0)
         with stages.run("text", *parts.text_encoders):
-            told = make_conditions(parts, request, size, scale if embedded else 1.0, guidance.needs_uncond)
+            both = guidance.needs_uncond or asks_uncond(planned.plan)
+            told = make_conditions(parts, request, size, scale if embedded else 1.0, both)
         run_of = Run(self, parts, request, planned, guidance, source, stages, size, len(seeds))
         x = run_of.denoise(told.cond, told.uncond)
         made = run_of.decode(x) if request.decode else []
@@ -97,10 +99,10 @@ class Pipeline:
             images=made,
             latents=x,
             plan=planned.plan,
-            recipes=recipes_of(self, request, planned.plan, guidance, seeds, size, source),
+            recipes=recipes_of(self, request, planned.plan, asked, seeds, size, source),
             stages=tuple(stages.taken),
             receipt=receipt,
-            notes=(*parts.notes, *guidance.notes),
+            notes=(*parts.notes, *guidance.notes, *unused(request, guidance, planned.plan)),
         )
 
     # --- what a request leaves open -------------------------------------------------------------------------------
@@ -148,15 +150,17 @@ class Pipeline:
         """Reads a LoRA file once; requests then name it with their own scale: `loras=[Lora(adapter, 0.8)]`."""
         return lora_file.load(path, self.networks(), name)
 
+    def lora_of(self, one: Lora) -> AdapterSet:
+        """The adapter of a request's LoRA: given, or read once from its file."""
+        if isinstance(one.source, AdapterSet):
+            return one.source
+        return pictures_in.kept(self, "lora", one.source, self.load_lora)
+
     def with_loras(self, request: Request) -> tuple[Components, Receipt | None]:
         """The components with the request's LoRAs: views that share every other tensor; the model stays as it is."""
         if not request.loras:
             return self.components, None
-        stack = [
-            (one.source if isinstance(one.source, AdapterSet) else self.load_lora(one.source), one.scale)
-            for one in request.loras
-        ]
-        views, receipt = lora.apply_all(self.networks(), stack)
+        views, receipt = lora.apply_all(self.networks(), [(self.lora_of(one), one.scale) for one in request.loras])
         network = views.get("unet", views.get("transformer"))
         encoders = tuple(views[n] for n in ("text_encoder", "text_encoder_2") if n in views)
         return replace(self.components, network=network, text_encoders=encoders), receipt
@@ -168,6 +172,27 @@ class Pipeline:
             for network in networks_of(self.components):
                 network.to(self.device)
         return self
+
+
+def told_scale(guidance: Guidance) -> float:
+    """The one scale that a guidance-distilled network is told."""
+    if not isinstance(guidance.scale, float):
+        raise PellucidError(
+            rule("guidance", "one number for this network, which takes it as an input", guidance.text()), "guidance"
+        )
+    return guidance.scale
+
+
+def unused(request: Request, guidance: Guidance, plan: Plan) -> list[str]:
+    """What was asked for and has no effect, in words."""
+    if request.negative_prompt and not guidance.needs_uncond and not asks_uncond(plan):
+        return ["negative_prompt has no effect: the guidance scale is 1 in every step"]
+    return []
+
+
+def asks_uncond(plan: Plan) -> bool:
+    """CFG++ asks for the unconditional prediction at any scale."""
+    return plan.guided and not plan.options.get("keep_eps")
 
 
 def networks_of(components: Components) -> list[nn.Module]:
@@ -227,6 +252,7 @@ class Run:
             weak=None if request.weak is None else request.weak.components.network,
             x0_filter=self.planned.x0_filter,
             dtype=half_of(self.parts.network),
+            keep_raw=bool(self.plan.options.get("keep_eps")),
         )
         denoiser: Denoiser = guided if denoiser_extra is None else denoiser_extra(guided)  # type: ignore[assignment]
         constraints = [*self.blend(clean, noise), *request.constraints]

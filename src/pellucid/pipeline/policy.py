@@ -1,25 +1,63 @@
-"""The memory and speed policy: one object, each field named by what it reduces."""
+"""The memory and speed policy: one object, each field named with what it reduces and what it costs."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from pellucid.core.errors import PellucidError, rule
+import torch
+
+from pellucid.core.errors import PellucidError, nearest, rule
 from pellucid.models.attention import BACKENDS
 
 Offload = Literal["none", "component", "block"]
 OFFLOADS = ("none", "component", "block")
+ON_CPU = ("auto", "flash", "math")  # the attention kernels that torch has for a CPU
+LEAST_TILE = 16
+
+
+class Effect(NamedTuple):
+    """What a field of the policy does, when it is set."""
+
+    reduces: str
+    costs: str
+
+
+EFFECTS = {
+    "attention": Effect(
+        "time, and with a fused kernel the maps of attention (length²); `math` holds them all",
+        "memory with math; rounding differs between kernels",
+    ),
+    "vae_slicing": Effect(
+        "activations of decoding, to those of one image", "a little time; nothing for a single image"
+    ),
+    "vae_tile": Effect(
+        "activations of decoding and encoding, to bands of tile × tile latents and one picture held",
+        "1.2 to 2 times the time of decoding; the picture is the untiled one but for rounding",
+    ),
+    "channels_last": Effect(
+        "the copies that half-precision convolutions make of their input and output on a GPU, and their time",
+        "a copy for each norm; on a CPU often time",
+    ),
+    "offload": Effect(
+        "weights on the device: to the networks of one stage (component), or to one block of the denoiser (block)",
+        "the weights cross the bus once a run (component), or once a step (block)",
+    ),
+    "compile": Effect("time of a step", "the first call of each shape, which compiles for a minute or more"),
+    "dtype": Effect(
+        "weights and activations, by half from float32; chosen when the model is loaded", "precision: 8 bits in bfloat16"
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How a pipeline spends memory and time. The default spends memory.
+    """How a pipeline spends memory and time. The default spends memory; `EFFECTS` says what each field changes.
 
     attention: the kernel of every attention. vae_slicing: images are decoded one at a time. vae_tile: latents a tile
     side when decoding and encoding, None for the whole picture. channels_last: convolutions with the channels
     innermost. offload: networks wait on the CPU, whole or block by block, and come to the device when they are used.
-    compile: the denoising network through torch.compile.
+    compile: the denoising network through torch.compile. The dtype is the model's, chosen when it is loaded.
     """
 
     attention: str = "auto"
@@ -30,14 +68,40 @@ class Policy:
     compile: bool = False
 
     def __post_init__(self) -> None:
-        if self.attention not in BACKENDS:
-            raise PellucidError(rule("attention", f"one of {', '.join(BACKENDS)}", self.attention), "policy")
-        if self.offload not in OFFLOADS:
-            raise PellucidError(rule("offload", f"one of {', '.join(OFFLOADS)}", self.offload), "policy")
-        if self.vae_tile is not None and not (isinstance(self.vae_tile, int) and self.vae_tile >= 16):
-            raise PellucidError(rule("vae_tile", "None or at least 16 latents", self.vae_tile), "policy")
+        for name, known in (("attention", tuple(BACKENDS)), ("offload", OFFLOADS)):
+            value = getattr(self, name)
+            if value not in known:
+                hint = nearest(value, known) if isinstance(value, str) else ""
+                raise PellucidError(rule(name, f"one of {', '.join(known)}", value, hint), "policy")
+        for name in ("vae_slicing", "channels_last", "compile"):
+            if not isinstance(getattr(self, name), bool):
+                raise PellucidError(rule(name, "True or False", getattr(self, name)), "policy")
+        tile = self.vae_tile
+        if tile is not None and (isinstance(tile, bool) or not isinstance(tile, int) or tile < LEAST_TILE):
+            raise PellucidError(rule("vae_tile", f"None or at least {LEAST_TILE} latents", tile), "policy")
+        if self.compile and self.offload == "block":
+            advice = "A compiled network runs as a whole: use offload='component'."
+            raise PellucidError(rule("compile", "False with offload='block'", True, advice), "policy")
+
+    def check(self, device: torch.device) -> None:
+        """Refuses what the device cannot do, or where it would do nothing."""
+        if device.type != "cpu":
+            return
+        if self.offload != "none":
+            must = "none on the CPU, where the networks are already"
+            raise PellucidError(rule("offload", must, self.offload), "policy")
+        if self.attention not in ON_CPU:
+            raise PellucidError(rule("attention", f"one of {', '.join(ON_CPU)} on the CPU", self.attention), "policy")
 
     def to_dict(self) -> dict[str, Any]:
         """What differs from the default."""
         plain = Policy()
         return {f.name: asdict(self)[f.name] for f in fields(self) if getattr(self, f.name) != getattr(plain, f.name)}
+
+    def text(self) -> str:
+        """What differs from the default, in words: "vae_tile=64, offload=block"."""
+        return ", ".join(f"{name}={value}" for name, value in self.to_dict().items()) or "default"
+
+    def effects(self) -> dict[str, Effect]:
+        """What the fields that are set reduce, and what they cost."""
+        return {name: EFFECTS[name] for name in self.to_dict()}

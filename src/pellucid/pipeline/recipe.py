@@ -29,7 +29,7 @@ KIND = "pellucid-recipe"
 MAX_TEXT = 2**20  # bytes of one text chunk, read or written
 MAX_DEPTH = 32  # of nested JSON
 EXIF_IFD, USER_COMMENT = 0x8769, 0x9286
-ADAPTER = ("name", "kind", "hash", "scale")
+ADAPTER = ("name", "kind", "hash", "scale", "start", "end")
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def plan_table(name: str, value: Any) -> dict[str, Any]:
 
 
 def adapter_list(name: str, value: Any) -> tuple[dict[str, Any], ...]:
-    """Adapters as {name, kind, hash, scale}."""
+    """Adapters as {name, kind, hash, scale}; a ControlNet also from which part of the run to which."""
     if not isinstance(value, list | tuple):
         raise PellucidError(rule(name, "a list", value), "recipe-value")
     found = [table(name, one) for one in value]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +12,7 @@ import torch
 from pellucid.core.noise import NoiseSource, Philox, TorchStream
 from pellucid.core.plan import Plan
 from pellucid.models.guidance import Guidance
-from pellucid.models.lora import AdapterSet
+from pellucid.pipeline import fingerprint, pictures_in
 from pellucid.pipeline import images as pictures
 from pellucid.pipeline.recipe import Recipe
 from pellucid.pipeline.request import Request
@@ -34,6 +36,7 @@ def recipes_of(
     weight = next(pipe.components.network.parameters())
     shared: dict[str, Any] = {
         "model": pipe.components.name,
+        "model_hash": fingerprint.of_model(pipe.components),
         "weighting": request.weighting,
         "clip_skip": request.clip_skip,
         "sampler": plan.name,
@@ -48,7 +51,7 @@ def recipes_of(
         "strength": request.strength,
         "denoising_start": request.denoising_start,
         "denoising_end": request.denoising_end,
-        "adapters": adapters_of(request),
+        "adapters": adapters_of(pipe, request),
         "inputs": inputs_of(request),
         "policy": pipe.policy.to_dict(),
         "dtype": str(weight.dtype).removeprefix("torch."),
@@ -57,7 +60,7 @@ def recipes_of(
     }
     labels = labels_of(request, len(seeds))
     return [
-        Recipe(prompt=p, negative_prompt=neg, seed=seed, conditioning=told(request, label), **shared)
+        Recipe(prompt=p, negative_prompt=neg, seed=seed, conditioning=told(pipe, request, label, neg), **shared)
         for p, neg, seed, label in zip(prompts, negatives, seeds, labels, strict=True)
     ]
 
@@ -73,45 +76,70 @@ def labels_of(request: Request, count: int) -> list[Any]:
     return [label for label in given for _ in range(request.n)][:count]
 
 
-def told(request: Request, label: Any) -> dict[str, Any]:
+def told(pipe: Pipeline, request: Request, label: Any, negative: str) -> dict[str, Any]:
     """What the network is told besides text, where it was set."""
     found: dict[str, Any] = {} if label is None else {"label": label}
     for name in ("original_size", "target_size"):
         if getattr(request, name) is not None:
             found[name] = list(getattr(request, name))
-    if tuple(request.crop) != (0, 0):
-        found["crop"] = list(request.crop)
+    for name in ("crop", "aesthetic"):
+        if tuple(getattr(request, name)) != getattr(Request, name):
+            found[name] = list(getattr(request, name))
+    zeros = bool(pipe.components.extra.get("force_zeros_for_empty_prompt"))
+    if zeros and request.negative_prompt is not None and not negative:
+        found["empty_negative"] = True  # encoded; without a negative prompt there would be zeros
     return found
 
 
-def adapters_of(request: Request) -> tuple[dict[str, Any], ...]:
-    found = []
-    for kind, items, get in (
-        ("lora", request.loras, lambda a: a.source),
-        ("controlnet", request.controls, lambda a: a.network),
-        ("ip-adapter", request.image_prompts, lambda a: a.adapter),
-    ):
-        for item in items:
-            held = get(item)
-            name = held.name if isinstance(held, AdapterSet) else None
-            if name is None:
-                is_path = isinstance(held, str | os.PathLike)
-                name = os.path.basename(os.fspath(held)) if is_path else type(held).__name__
-            found.append({"name": name, "kind": kind, "scale": item.scale})
+def adapters_of(pipe: Pipeline, request: Request) -> tuple[dict[str, Any], ...]:
+    """Each adapter by name, kind, fingerprint and strength."""
+    found: list[dict[str, Any]] = []
+    for lora in request.loras:
+        adapter = pipe.lora_of(lora)
+        entry = {"name": adapter.name, "kind": "lora", "hash": fingerprint.of_adapter(adapter)}
+        found.append({**entry, "scale": plain_scale(lora.scale)})
+    for control in request.controls:
+        entry = {"name": name_of(control.network), "kind": "controlnet", "scale": control.scale}
+        net = pictures_in.controlnet_of(pipe, control)
+        found.append({**entry, "hash": fingerprint.of_network(net), "start": control.start, "end": control.end})
+    for prompt in request.image_prompts:
+        networks = [pictures_in.adapter_of(pipe, prompt), pipe.components.image_encoder]
+        seen = "-".join(fingerprint.of_network(net) for net in networks if net is not None)
+        entry = {"name": name_of(prompt.adapter), "kind": "ip-adapter", "hash": seen}
+        found.append({**entry, "scale": plain_scale(prompt.scale)})
+    if request.weak is not None:
+        weak = request.weak.components
+        seen = fingerprint.of_network(weak.network)
+        found.append({"name": weak.name, "kind": "weak", "hash": seen, "scale": 1.0})
     return tuple(found)
 
 
+def name_of(held: Any) -> str:
+    """The name of an adapter's file or folder, or else what it is."""
+    return Path(held).name if isinstance(held, str | os.PathLike) else type(held).__name__
+
+
+def plain_scale(scale: Any) -> Any:
+    return dict(scale) if isinstance(scale, Mapping) else scale
+
+
 def inputs_of(request: Request) -> dict[str, str]:
-    """Hashes of the pictures that went in, by role."""
-    found = {}
-    for role, picture in (("image", request.image), ("mask", request.mask)):
-        if picture is not None and not hasattr(picture, "recipes") and not isinstance(picture, list | tuple):
-            found[role] = pictures.digest(picture) if not is_tensor_batch(picture) else "tensor"
-    for i, control in enumerate(request.controls):
-        if not is_tensor_batch(control.picture) and not isinstance(control.picture, list | tuple):
-            found[f"control{i}"] = pictures.digest(control.picture)
-    return found
+    """Hashes of the pictures and tensors that went in, by role."""
+    given = {
+        "image": request.image,
+        "mask": request.mask,
+        "latents": request.latents,
+        "prompt_embeds": request.prompt_embeds,
+        "negative_prompt_embeds": request.negative_prompt_embeds,
+        **{f"control{i}": control.picture for i, control in enumerate(request.controls)},
+        **{f"image_prompt{i}": prompt.pictures for i, prompt in enumerate(request.image_prompts)},
+        **{f"image_prompt_mask{i}": prompt.masks for i, prompt in enumerate(request.image_prompts)},
+    }
+    return {role: hash_of(held) for role, held in given.items() if held is not None}
 
 
-def is_tensor_batch(picture: Any) -> bool:
-    return isinstance(picture, torch.Tensor) and picture.ndim == 4
+def hash_of(held: Any) -> str:
+    """The hash of a picture, of several, of a tensor, of an embedding, or of the run whose end is taken up."""
+    if hasattr(held, "recipes"):
+        return "run:" + pictures.digest(held.latents).removeprefix("sha256:")
+    return pictures.digest(held.context if hasattr(held, "context") else held)

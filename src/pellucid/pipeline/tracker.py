@@ -1,0 +1,182 @@
+"""Counts the bytes of living tensors, operation by operation: the peak, the module at work, and who held what.
+
+torch tells a dispatch mode of every operation, and a storage tells when it dies. So the count needs no formula and holds
+for any network: on a real run, and on one whose tensors have no data (see `ghost`).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Scratch = Callable[[Any, tuple[Any, ...], Any], int]  # (operation, arguments, result) → bytes that its kernel borrows
+HOLDERS = 5  # modules named in a peak
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The fullest moment of a stage, in bytes. `owner` is the module at work then; `held`, who had made what lived."""
+
+    weights: int = 0
+    activations: int = 0
+    workspace: int = 0
+    owner: str = ""
+    held: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.activations + self.workspace
+
+
+@dataclass(frozen=True)
+class Living:
+    """One storage that is alive."""
+
+    size: int
+    owner: str
+    weight: bool
+    watch: Any  # the weak reference, which must outlive the storage
+
+
+class Tracker(TorchDispatchMode):
+    """Follows this thread's tensors on devices of the given kinds, from `with tracker:` on."""
+
+    def __init__(self, devices: Iterable[str], *, grain: int = 1, scratch: Scratch | None = None) -> None:
+        super().__init__()
+        self.devices, self.grain, self.scratch = frozenset(devices), grain, scratch
+        self.thread = threading.get_ident()
+        self.living: dict[int, Living] = {}
+        self.weights = self.others = 0
+        self.places: list[str] = []
+        self.bringing = False
+        self.peak = Peak()
+        self.stages: dict[str, Peak] = {}
+
+    # --- what torch tells -----------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = self.call(func, args, kwargs or {})
+        for result in tree_leaves(out):
+            if isinstance(result, Tensor):
+                self.add(result, func)
+        self.look(0 if self.scratch is None else self.scratch(func, args, out))
+        return out
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
+    def add(self, tensor: Tensor, func: Any = None) -> None:
+        """Counts a storage that is new: views and results written in place are not."""
+        if tensor.device.type not in self.devices or (func is not None and aliases(func)):
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.living or storage.nbytes() == 0:
+            return
+        size = -(-storage.nbytes() // self.grain) * self.grain
+        watch = weakref.ref(storage, partial(self.free, key))
+        self.living[key] = Living(size, self.places[-1] if self.places else "", self.bringing, watch)
+        self.count(size, self.bringing)
+
+    def free(self, key: int, _: Any = None) -> None:
+        gone = self.living.pop(key, None)
+        if gone is not None:
+            self.count(-gone.size, gone.weight)
+
+    def count(self, size: int, weight: bool) -> None:
+        if weight:
+            self.weights += size
+        else:
+            self.others += size
+
+    def look(self, workspace: int = 0) -> None:
+        """Keeps this moment if it is the fullest so far."""
+        if self.weights + self.others + workspace > self.peak.total:
+            made = Counter[str]()
+            for one in self.living.values():
+                made[one.owner] += 0 if one.weight else one.size
+            held = tuple((name, size) for name, size in made.most_common(HOLDERS) if size)
+            owner = self.places[-1] if self.places else ""
+            self.peak = Peak(self.weights, self.others, workspace, owner, held)
+
+    # --- what the pipeline tells ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """A stretch with a peak of its own, which begins with what lives already."""
+        self.peak = Peak()
+        self.look()
+        try:
+            yield
+        finally:
+            before = self.stages.get(name, Peak())
+            self.stages[name] = max(before, self.peak, key=lambda peak: peak.total)
+
+    @contextmanager
+    def weighing(self) -> Iterator[None]:
+        """What is made inside are weights that come to the device."""
+        before, self.bringing = self.bringing, True
+        try:
+            yield
+        finally:
+            self.bringing = before
+
+    def hold(self, networks: Iterable[nn.Module]) -> None:
+        """Counts the weights that these networks have on the device."""
+        with self.weighing():
+            for network in networks:
+                for tensor in (*network.parameters(), *network.buffers()):
+                    self.add(tensor)
+
+    @contextmanager
+    def following(self, networks: dict[str, nn.Module]) -> Iterator[None]:
+        """Inside, operations are known by the modules that they happen in."""
+        hooks = []
+        for name, network in networks.items():
+            for path, module in network.named_modules(prefix=name):
+                hooks.append(module.register_forward_pre_hook(partial(self.enter, path)))
+                hooks.append(module.register_forward_hook(partial(self.leave, path), always_call=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def enter(self, path: str, *_: Any) -> None:
+        if threading.get_ident() == self.thread:
+            self.places.append(path)
+
+    def leave(self, path: str, *_: Any) -> None:
+        if threading.get_ident() == self.thread and self.places:
+            self.places.pop()
+
+
+def aliases(func: Any) -> bool:
+    """Whether an operation returns a view of its input, or the input itself."""
+    return any(result.alias_info is not None for result in func._schema.returns)
+
+
+METER: ContextVar[Tracker | None] = ContextVar("pellucid_meter", default=None)
+
+
+@contextmanager
+def metered(tracker: Tracker) -> Iterator[Tracker]:
+    """Inside, the stages of this thread's runs tell their peaks to the tracker."""
+    token = METER.set(tracker)
+    try:
+        with torch.no_grad(), tracker:
+            yield tracker
+    finally:
+        METER.reset(token)
