@@ -398,6 +398,8 @@ def test_diffusers_opens_what_is_saved(base: str, dora: bool, tmp_path: Path, re
     save_file(tensors, tmp_path / "kohya.safetensors")
     adapters = lora_file.load(tmp_path / "kohya.safetensors", networks)
     lora_file.save(adapters, tmp_path / "new" / "saved.safetensors")
+    written = load_file(tmp_path / "new" / "saved.safetensors")
+    assert "text_encoder.text_model.encoder.layers.0.mlp.fc1.lora_linear_layer.up.weight" in written  # as older readers
     loaded = pipeline(networks)
     loaded.load_lora_weights(tmp_path / "new" / "saved.safetensors")
     ours = lora.apply_all(networks, [(adapters, 1.0)])[0]
@@ -422,6 +424,17 @@ def test_saving_a_core_and_half_precision_loses_nothing(sd: dict[str, nn.Module]
     loaded = pipeline(sd)
     loaded.load_lora_weights(tmp_path / "old.safetensors")
     assert_equal(lora.apply_all(sd, [(adapters, 1.0)])[0], loaded, sd, {"unet"})
+
+
+def test_what_is_loaded_does_not_depend_on_its_file_any_more(sd: dict[str, nn.Module], tmp_path: Path) -> None:
+    file = tmp_path / "style.safetensors"
+    save_file(kohya("lora_unet_", state(trained(sd["unet"], unet_config())), 5.0), file)
+    adapters = lora_file.load(file, sd)
+    before = outputs(lora.apply_all(sd, [(adapters, 1.0)])[0])["unet"]
+    size = file.stat().st_size
+    with file.open("r+b") as same:  # in place: a mapping of the file would see it
+        same.write(b"\0" * size)
+    assert torch.equal(outputs(lora.apply_all(sd, [(adapters, 1.0)])[0])["unet"], before)
 
 
 def test_what_diffusers_cannot_open_is_not_saved(sd: dict[str, nn.Module], tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def explained(repo: str, revision: str | None, missing: list[str]) -> Iterator[N
         words = (str(error) or type(error).__name__).splitlines()[0][:120]
         held = f"the copy there lacks {', '.join(missing)}" if missing else "it is not there"
         raise PellucidError(
-            f"{repo} must be in the local cache, or the hub within reach; {held}, and the hub did not answer ({words}). "
-            "Give a folder, or try again with a network.",
+            f"{repo} must be in the local cache, or the hub within reach; {held}, and the hub did not answer ({words})."
+            " Give a folder, or try again with a network.",
             "hub-network",
         ) from None

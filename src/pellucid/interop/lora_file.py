@@ -166,7 +166,7 @@ def open_file(path: Path) -> AdapterFile:
     if not path.is_file():
         raise PellucidError(rule("adapter", "a file or folder", str(path)), "lora-file")
     # Adapters are small and may be saved over the file that they came from: they are copied out of its mapping.
-    tensors = {key: tensor.clone() for key, tensor in weights.read(path).items()}
+    tensors = {key: tensor for key, tensor in weights.read(path).items()}
     metadata = weights.metadata_of(path)
     configs: dict[str, dict[str, Any]] = {}
     for key, value in parsed(metadata.get(CONFIGS, "{}"), f"{CONFIGS} of {path.name}", dict).items():
@@ -223,7 +223,7 @@ def saved(delta: Delta, text: bool) -> dict[str, Tensor]:
     if lora.product.core is not None:  # core·down is a down with a kernel
         down = torch.einsum("ij...,jn->in...", lora.product.core.float(), down.float().flatten(1))
     ones = (1,) * (down.ndim - 2)  # of a convolution, whose up is a 1×1 kernel
-    folded = up.float()
+    folded = up.float() * lora.factor
     narrow = folded.to(up.dtype)
     up = narrow if torch.equal(narrow.float(), folded) else folded  # no rounding: float32 where it takes that
     up_end, down_end = ("lora_linear_layer.up", "lora_linear_layer.down") if text else ("lora_B", "lora_A")

@@ -1,8 +1,8 @@
 """Ghosts: networks whose weights have shapes and no data, so that a whole run can be rehearsed in no memory.
 
-A ghost computes on torch's `meta` device. What reads numbers back from it, such as a check for NaN, reads zeros. With
-offload, its weights wait as CPU tensors of stride 0, which take no memory either, and come to `meta` as real ones come
-to a GPU: the rehearsal runs the pipeline's own code, offload included.
+A ghost computes on torch's `meta` device. Who reads its numbers, such as a check for NaN, reads zeros. With offload its
+weights wait as CPU tensors of stride 0, which take no memory either, and come to `meta` as real ones come to a GPU: a
+rehearsal runs the pipeline's own code, offload included.
 """
 
 from __future__ import annotations
@@ -16,32 +16,44 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pellucid.models.lora import view
+from pellucid.pipeline.offload import HOOKS
 from pellucid.pipeline.tracker import Tracker
 
 M = TypeVar("M", bound=nn.Module)
 META = torch.device("meta")
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called")
+WIDEST_HEAD = 128  # above it the memory-efficient kernel sums into a float32 buffer of its own
 
 
-def ghost(network: M, *, waits: bool = False, dtype: torch.dtype | None = None) -> M:
-    """A copy of a network without data: on `meta`, or waiting on the CPU for offload to bring it there."""
-    twin = view(network, {})
-    seen: dict[int, Tensor] = {}
-    for module in twin.modules():
-        for name in HOOKS:
-            setattr(module, name, OrderedDict())
-        for registry in (module._parameters, module._buffers):
-            for name, tensor in registry.items():
-                if tensor is not None:
-                    registry[name] = seen.setdefault(id(tensor), shadow(tensor, waits, dtype))  # type: ignore
-    return twin
+class Shadows:
+    """Makes ghosts that share what their networks share: `waits` on the CPU for offload to bring them to `meta`."""
 
+    def __init__(self, *, waits: bool = False, dtype: torch.dtype | None = None) -> None:
+        self.waits, self.dtype = waits, dtype
+        self.made: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of a tensor, which is kept so that the id is its
 
-def shadow(tensor: Tensor, waits: bool, dtype: torch.dtype | None) -> Tensor:
-    """A tensor's shape, dtype and memory format."""
-    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    made = torch.zeros((), dtype=kind).expand(tensor.shape) if waits else torch.empty_like(tensor, dtype=kind, device=META)
-    return nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
+    def ghost(self, network: M) -> M:
+        """A copy of a network without data and without hooks."""
+        twin = view(network, {})
+        for module in twin.modules():
+            for name in HOOKS:
+                setattr(module, name, OrderedDict())
+            for registry in (module._parameters, module._buffers):
+                for name, tensor in registry.items():
+                    if tensor is not None:
+                        registry[name] = self.shadow(tensor)  # type: ignore[assignment]
+        return twin
+
+    def shadow(self, tensor: Tensor) -> Tensor:
+        """A tensor's shape, dtype and memory format."""
+        if id(tensor) not in self.made:
+            kind = self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
+            if self.waits:
+                made = torch.zeros((), dtype=kind).expand(tensor.shape)
+            else:
+                made = torch.empty_like(tensor, dtype=kind, device=META)
+            made = nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
+            self.made[id(tensor)] = tensor, made
+        return self.made[id(tensor)][1]
 
 
 class Rehearsal(Tracker):
@@ -49,26 +61,34 @@ class Rehearsal(Tracker):
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         aten = torch.ops.aten
-        ghostly = any(isinstance(arg, Tensor) and arg.is_meta for arg in args)
-        if ghostly and func is aten._local_scalar_dense.default:
-            return 0
-        if ghostly and func is aten._to_copy.default and kwargs.get("device", META).type != "meta":
-            kind = kwargs.get("dtype") or args[0].dtype
-            return torch.zeros((), dtype=kind).expand(args[0].shape)  # no memory
+        if any(isinstance(arg, Tensor) and arg.is_meta for arg in args):
+            if func is aten._local_scalar_dense.default:
+                return 0
+            if func is aten._to_copy.default and (kwargs.get("device") or META).type != "meta":
+                kind = kwargs.get("dtype") or args[0].dtype
+                return torch.zeros((), dtype=kind).expand(args[0].shape)
         return func(*args, **kwargs)
 
 
-class Fused(TorchFunctionMode):
-    """On `meta` torch takes attention apart and would hold its whole map; the fused kernels hold the result alone."""
+class Kernels(TorchFunctionMode):
+    """Functions that `meta` takes apart otherwise than the device does whose memory is asked for."""
+
+    def __init__(self, device: str, attention: str) -> None:
+        super().__init__()
+        self.device, self.attention = device, attention
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and args[0].is_meta:
-            return attended(args[0], args[2])
-        return func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention and args[0].is_meta and self.attention != "math":
+            return self.attend(args[0], args[2])
+        if func is F.group_norm and args[0].is_meta and self.device == "cpu":
+            return torch.empty_like(args[0])  # `meta` first makes it contiguous, as a GPU does
+        return func(*args, **(kwargs or {}))
 
-
-def attended(q: Tensor, v: Tensor) -> Tensor:
-    """(B, H, L, D) in the memory order of the fused kernels, (B, L, H, D), so that joining the heads is a view."""
-    batch, heads, length, _ = q.shape
-    return q.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)
+    def attend(self, q: Tensor, v: Tensor) -> Tensor:
+        """(B, H, L, D) of a fused kernel, which holds no map and lays it out as (B, L, H, D): joining heads is a view."""
+        batch, heads, length, _ = q.shape
+        shape = (batch, length, heads, v.shape[-1])
+        out = q.new_empty(shape)
+        if self.device == "cuda" and v.shape[-1] > WIDEST_HEAD and q.dtype != torch.float32:
+            q.new_empty(shape, dtype=torch.float32)
+        return out.transpose(1, 2)

@@ -1,11 +1,12 @@
 """Offload: weights wait on the CPU and are on the device while they are used, by component or by block.
 
-What waits is never changed and never copied back: a network that leaves gets its waiting tensors again. Two threads
-that use one network share what is on the device; it leaves with the last of them.
+What waits is never changed and never copied back: a network that leaves gets its waiting tensors again. Threads that use
+one network share what is on the device; it leaves with the last of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,14 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pellucid.models.blocks import Downsample, PixelAttention, ResnetBlock, TransformerBlock, Upsample
-from pellucid.models.dit import DiT
-from pellucid.models.dit_blocks import Block
+from pellucid.models.attention import Attention
+from pellucid.models.blocks import Downsample, ResnetBlock, TransformerBlock, Upsample
+from pellucid.models.dit_blocks import FeedForward
 from pellucid.pipeline.tracker import METER
 
-BLOCKS = (ResnetBlock, TransformerBlock, PixelAttention, Downsample, Upsample, Block)
-# What a network takes from its blocks without calling them; it stays with the rest of the network.
-OUTSIDE = ("norm1.emb", "scale_shift_table")
+# What comes and goes as one: the blocks of UNets and transformers, and the layers that stand outside of any.
+BLOCKS = (ResnetBlock, TransformerBlock, Attention, FeedForward, Downsample, Upsample, nn.Linear, nn.Conv2d)
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called")
 
 
 class Slot(NamedTuple):
@@ -54,7 +55,7 @@ class Copy:
 
 
 class Guests:
-    """Who is on a device, counted by user."""
+    """Who is on a device, counted by user. One object a device: see `guests_of`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -79,15 +80,12 @@ class Guests:
 
     def enter(self, slot: Slot) -> Guest:
         tensor = slot.registry[slot.name]
-        if tensor.device.type == self.device.type:
-            guest = Guest(slot, None)
-        else:
-            copy = self.copies.get(id(tensor))
-            if copy is None:
-                copy = self.copies[id(tensor)] = Copy(moved(tensor, self.device))
+        guest = Guest(slot, None)
+        if tensor.device.type != self.device.type:
+            copy = self.copies.get(id(tensor)) or Copy(moved(tensor, self.device))
             copy.users += 1
-            slot.registry[slot.name] = copy.tensor
-            guest = Guest(slot, tensor)
+            self.copies[id(tensor)] = copy
+            slot.registry[slot.name], guest.waiting = copy.tensor, tensor
         self.slots[slot.key] = guest
         return guest
 
@@ -117,7 +115,7 @@ class Guests:
         finally:
             self.send_back(slots)
 
-    # --- hooks of blocks ------------------------------------------------------------------------------------------
+    # --- blocks ---------------------------------------------------------------------------------------------------
 
     @property
     def visits(self) -> list[tuple[nn.Module, list[Slot]]]:
@@ -136,45 +134,65 @@ class Guests:
         if self.visits and self.visits[-1][0] is module:
             self.send_back(self.visits.pop()[1])
 
+    def attach(self, network: nn.Module) -> list[Slot]:
+        """From now on the blocks of a network come when they are called. Returns the slots that stand outside of them.
 
-GUESTS: dict[torch.device, Guests] = {}
-GUESTS_LOCK = threading.Lock()
+        Hooks stay: to remove them while another thread is inside of a block would leave the block here. A view of a
+        network (LoRA) has its hooks already, and they work on the view.
+        """
+        blocks = list(blocks_of(network))
+        with self.lock:
+            for block in blocks:
+                if self.open not in block._forward_pre_hooks.values():
+                    block.register_forward_pre_hook(self.open)
+                    block.register_forward_hook(self.close, always_call=True)
+        return slots_of(network, blocks)
+
+
+EVERYWHERE: dict[torch.device, Guests] = {}
+LOCK = threading.Lock()
 
 
 def guests_of(device: torch.device) -> Guests:
-    with GUESTS_LOCK:
-        return GUESTS.setdefault(device, Guests(device))
+    with LOCK:
+        return EVERYWHERE.setdefault(device, Guests(device))
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device; from pinned memory without waiting, since what uses it waits in the same stream."""
+    """A copy on the device; from pinned memory the CPU need not wait, since what uses it is in the same stream."""
+    if device.type == "cuda" and not tensor.is_pinned():
+        with contextlib.suppress(RuntimeError):  # no more memory to pin: the copy is slower, no more
+            tensor.data = tensor.data.pin_memory()
     copy = tensor.detach().to(device, non_blocking=True)
     return nn.Parameter(copy, requires_grad=False) if isinstance(tensor, nn.Parameter) else copy
 
 
+def blocks_of(network: nn.Module) -> Iterator[nn.Module]:
+    """The outermost blocks of a network."""
+    for child in network.children():
+        if isinstance(child, BLOCKS):
+            yield child
+        else:
+            yield from blocks_of(child)
+
+
 def slots_of(network: nn.Module, without: Iterable[nn.Module] = ()) -> list[Slot]:
-    """Every tensor of a network, except those of some of its parts, which are visited apart."""
-    left = set(map(id, without))
-    found: dict[tuple[int, str], Slot] = {}
-
-    def visit(module: nn.Module, path: str) -> None:
-        if id(module) in left:
-            own = [name for name in OUTSIDE if isinstance(module, Block)]
-            for part in own:
-                add(module, part)
-            return
-        for registry in (module._parameters, module._buffers):
-            for name, tensor in registry.items():
-                if tensor is not None:
-                    slot = Slot(registry, name)
-                    found[slot.key] = slot
-        for name, child in module._modules.items():
-            if child is not None:
-                visit(child, f"{path}.{name}")
-
-    def add(module: nn.Module, part: str) -> None:
-        """A tensor or a part inside of a block that the network itself uses."""
-        raise NotImplementedError
-
-    visit(network, "")
+    """Every tensor of a network, but those of some of its parts."""
+    left = {id(inner) for part in without for inner in part.modules()}
+    found = {}
+    for module in network.modules():
+        if id(module) not in left:
+            for registry in (module._parameters, module._buffers):
+                slots = [Slot(registry, name) for name, tensor in registry.items() if tensor is not None]
+                found |= {slot.key: slot for slot in slots}
     return list(found.values())
+
+
+def detach(network: nn.Module) -> None:
+    """Takes the hooks of `attach` off again; nobody may be using the network."""
+    for module in network.modules():
+        for name in HOOKS:
+            hooks = getattr(module, name)
+            mine = [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), Guests)]
+            for key in mine:
+                del hooks[key]

@@ -26,6 +26,8 @@ from pellucid.pipeline.parameters import Foreign
 
 SCHEMA = 1
 KIND = "pellucid-recipe"
+SHEET = "pellucid-sheet"
+OURS = ("pellucid", SHEET, "parameters")  # the text chunks that are read
 MAX_TEXT = 2**20  # bytes of one text chunk, read or written
 MAX_DEPTH = 32  # of nested JSON
 EXIF_IFD, USER_COMMENT = 0x8769, 0x9286
@@ -243,10 +245,17 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
 # --- PNG -------------------------------------------------------------------------------------------------------
 
 
-def write_png(image: Image.Image, goal: str | os.PathLike[str] | IO[bytes], recipe: Recipe | None = None) -> None:
-    """Writes a PNG that carries its recipe, as our JSON and as A1111's text. A file is whole or absent."""
+def write_png(
+    image: Image.Image, goal: str | os.PathLike[str] | IO[bytes], recipe: Recipe | None = None, axes: str | None = None
+) -> None:
+    """Writes a PNG that carries its recipe, as our JSON and as A1111's text. A file is whole or absent.
+
+    With `axes` it is a sheet: the recipe is that of its first cell, and the axes say what the others change.
+    """
     info = PngImagePlugin.PngInfo()
-    if recipe is not None:
+    if recipe is not None and axes is not None:
+        info.add_itxt(SHEET, json.dumps({"axes": axes, "recipe": recipe.to_dict()}, ensure_ascii=False))
+    elif recipe is not None:
         info.add_itxt("pellucid", recipe.to_json())
         # NUL ends a chunk's text in many readers
         info.add_text("parameters", recipe.parameters().replace("\0", "\N{REPLACEMENT CHARACTER}"))
@@ -286,6 +295,8 @@ def read_png(source: str | os.PathLike[str] | IO[bytes]) -> Recipe | Foreign:
         found = texts(picture)
     if "pellucid" in found:
         return Recipe.from_json(found["pellucid"])
+    if SHEET in found:
+        raise PellucidError("picture must be a single image; got a sheet, which `read_sheet` reads.", "recipe-sheet")
     if "parameters" in found:
         return parameters.understand(found["parameters"])
     advice = "Its text was removed, or another program made it."
@@ -294,11 +305,26 @@ def read_png(source: str | os.PathLike[str] | IO[bytes]) -> Recipe | Foreign:
     raise PellucidError(f"picture must carry a recipe or an A1111 text; got neither. {advice}", "no-recipe")
 
 
+def read_sheet(source: str | os.PathLike[str] | IO[bytes]) -> tuple[str, Recipe] | None:
+    """The axes of a sheet and the recipe of its first cell; None where the picture is no sheet."""
+    with open_bounded(source) as picture:
+        found = texts(picture).get(SHEET)
+    if found is None:
+        return None
+    try:
+        held = json.loads(found)
+    except (ValueError, RecursionError) as error:
+        raise PellucidError(f"sheet must be JSON; got {first_line(error)}", "recipe-json") from None
+    if not isinstance(held, dict) or not isinstance(held.get("axes"), str):
+        raise PellucidError("sheet must be an object with axes and a recipe; got another.", "recipe-json")
+    return held["axes"], Recipe.from_dict(held.get("recipe"))
+
+
 def texts(picture: Image.Image) -> dict[str, str]:
     """The text chunks of a PNG, or the user comment of another file as `parameters`; refuses what is too long."""
     if picture.format == "PNG":
         found = {str(k): v for k, v in picture.info.items() if isinstance(v, str)}
-        if not found.keys() & {"pellucid", "parameters"}:  # chunks may stand behind the pixels
+        if not found.keys() & set(OURS):  # chunks may stand behind the pixels
             try:
                 picture.load()
             except UNREADABLE as error:
@@ -307,7 +333,7 @@ def texts(picture: Image.Image) -> dict[str, str]:
     else:
         comment = user_comment(picture)
         found = {"parameters": comment} if comment else {}
-    for key in ("pellucid", "parameters"):
+    for key in OURS:
         if len(found.get(key, "").encode(errors="replace")) > MAX_TEXT:
             raise PellucidError(rule(f"text {key}", f"at most {MAX_TEXT} bytes", "more"), "text-size")
     return found

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
-from pellucid.core.errors import PellucidError
+from pellucid.core.errors import PellucidError, rule
 from pellucid.models import attention
+from pellucid.pipeline.offload import guests_of, slots_of
 from pellucid.pipeline.policy import Policy
+from pellucid.pipeline.tracker import METER
 
-ADVICE = {
-    "text": "offload='component'",
-    "encode": "vae_tile=64 or vae_slicing",
-    "denoise": "fewer images at once, a smaller size, or offload='block'",
-    "decode": "vae_slicing, vae_tile=64 or offload='component'",
-}
+NAMES = ("text", "encode", "denoise", "decode")
+NO_KERNEL = "No available kernel"  # how torch says that a backend cannot do an attention
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a run: what it took. `peak` is the device's peak in bytes while it ran; None on a CPU."""
+    """One stage of a run: what it took. `peak` is the device's peak in bytes while it ran; None where unmeasured."""
 
     name: str
     seconds: float
@@ -33,39 +32,76 @@ class Stage:
 
 @dataclass
 class Stages:
-    """Runs stages on a device under a policy, and keeps what each took."""
+    """Runs stages on a device under a policy, and keeps what each took.
+
+    `explain(stage)` says who owns the peak of a stage and what would lower it; it is asked when memory runs out.
+    """
 
     policy: Policy
     device: torch.device
+    explain: Callable[[str], str] | None = None
     taken: list[Stage] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.policy.check(self.device)
 
     @contextmanager
     def run(self, name: str, *networks: nn.Module | None) -> Iterator[None]:
-        """Inside, the networks are on the device; with offload by component they leave it afterwards."""
+        """Inside, the networks are on the device; with offload they leave it afterwards."""
         used = [network for network in networks if network is not None]
-        moves = self.policy.offload == "component"
-        cuda = self.device.type == "cuda"
-        if cuda:
-            torch.cuda.synchronize(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-        began = time.perf_counter()
+        began = self.begin()
         try:
-            if moves:
-                for network in used:
-                    network.to(self.device)
-            with attention.backend(self.policy.attention):
+            with ExitStack() as inside:
+                if (meter := METER.get()) is not None:
+                    inside.enter_context(meter.stage(name))
+                inside.enter_context(self.present(name, used))
+                inside.enter_context(attention.backend(self.policy.attention))
                 yield
         except torch.OutOfMemoryError as error:
-            raise PellucidError(
-                f"memory must suffice for stage {name}, which owns the peak; the device is out of it. "
-                f"Turn on {ADVICE.get(name, 'offload')}.",
-                "out-of-memory",
-            ) from error
-        finally:
-            if moves:
-                for network in used:
-                    network.to("cpu")
-            if cuda:
-                torch.cuda.synchronize(self.device)
-        peak = torch.cuda.max_memory_allocated(self.device) if cuda else None
+            raise PellucidError(self.trouble(name), "out-of-memory") from error
+        except RuntimeError as error:
+            if NO_KERNEL in str(error):
+                advice = "Use auto, which takes another where this one cannot."
+                must = "a kernel that this device, dtype and head width allow"
+                raise PellucidError(rule("attention", must, self.policy.attention, advice), "attention") from error
+            raise
+        self.end(name, began)
+
+    def begin(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        return time.perf_counter()
+
+    def end(self, name: str, began: float) -> None:
+        peak = None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            peak = torch.cuda.max_memory_allocated(self.device)
+        elif (meter := METER.get()) is not None:
+            peak = meter.stages[name].total
         self.taken.append(Stage(name, time.perf_counter() - began, peak))
+
+    @contextmanager
+    def present(self, name: str, networks: list[nn.Module]) -> Iterator[None]:
+        """The networks on the device: all of each, or of the denoising ones what stands outside of their blocks."""
+        if self.policy.offload == "none":
+            yield
+            return
+        guests = guests_of(self.device)
+        by_block = self.policy.offload == "block" and name == "denoise"
+        slots = [slot for one in networks for slot in (guests.attach(one) if by_block else slots_of(one))]
+        with guests.staying(slots):
+            yield
+
+    def ready(self, network: Any) -> Any:
+        """The denoising network as the policy wants it called: compiled, or as it is.
+
+        torch keeps compiled code by the code that it was made from, so a view of a network (LoRA) and the next run
+        use what the first call compiled.
+        """
+        return torch.compile(network, fullgraph=True) if self.policy.compile else network
+
+    def trouble(self, name: str) -> str:
+        told = "" if self.explain is None else self.explain(name)
+        return f"memory must suffice for stage {name}; the device ran out of it. {told}".strip()

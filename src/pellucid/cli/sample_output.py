@@ -1,0 +1,243 @@
+"""What `pellucid sample` leaves: names of files that replace nothing unasked, a bar while it works, words at the end."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pellucid.cli import output
+from pellucid.core.errors import PellucidError, rule
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from pellucid.core.loop import StepSeen
+    from pellucid.pipeline.pipeline import Result
+    from pellucid.pipeline.recipe import Recipe
+
+STEM = "out"
+
+
+# --- names -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Where images go: one file, or a folder and the stem of their names."""
+
+    folder: Path
+    stem: str = STEM
+    file: Path | None = None
+    overwrite: bool = False
+
+    def path(self, seed: int, number: int | None = None) -> Path:
+        """The file of an image; `number` where there are several prompts. A taken name gets a number behind it."""
+        if self.file is not None:
+            return self.free(self.file)
+        count = "" if number is None else f"-{number:04d}"
+        path = self.folder / f"{self.stem}{count}-{seed}.png"
+        tries = 2
+        while not self.overwrite and os.path.lexists(path):
+            path = self.folder / f"{self.stem}{count}-{seed}-{tries}.png"
+            tries += 1
+        return path
+
+    def free(self, path: Path) -> Path:
+        if not self.overwrite and os.path.lexists(path):
+            advice = "Name another, or give --overwrite."
+            raise PellucidError(rule("--out", "a file that does not exist yet", str(path), advice), "file-exists")
+        return output.destination(path, "--out")
+
+
+def goal_of(out: Path | None, overwrite: bool, several: bool) -> Goal:
+    """Refuses, before any work, what could not be written. A folder is made where its parent exists."""
+    if out is None:
+        return Goal(writable(Path()), overwrite=overwrite)
+    if out.suffix.lower() == ".png" and not out.is_dir():
+        goal = Goal(writable(out.parent), out.stem, None if several else out, overwrite)
+        if not several:
+            goal.free(out)
+        return goal
+    if out.suffix and not out.is_dir():
+        raise PellucidError(rule("--out", "a file that ends in .png, or a folder", str(out)), "file-type")
+    if not out.is_dir():
+        if os.path.lexists(out) or not out.parent.is_dir():
+            raise PellucidError(rule("--out", "a folder, or a new one in a folder that exists", str(out)), "file")
+        writable(out.parent)
+        out.mkdir()
+    return Goal(writable(out), overwrite=overwrite)
+
+
+def writable(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise PellucidError(rule("--out", "in a folder that exists", str(folder)), "file")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PellucidError(rule("--out", "in a folder that can be written to", str(folder.resolve())), "file")
+    return folder
+
+
+def cell_name(number: int, settings: dict[str, Any]) -> str:
+    """A file name that says what the cell is: `03-guidance=5-steps=20.png`."""
+    words = "-".join(f"{key}={value}" for key, value in reversed(settings.items()))
+    return f"{number:02d}-{re.sub(r'[^A-Za-z0-9=.,+-]+', '_', words)[:100]}.png"
+
+
+# --- a bar while it works --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Bar:
+    """The steps of all runs on one bar, and the stage at work; without a terminal it shows nothing."""
+
+    progress: Progress
+    task: Any
+    unit: str = "image"  # or cell, of a sheet
+    total: int = 1
+    done: int = 0
+    left: int = 0  # steps of this run
+
+    def say(self, stage: str) -> None:
+        at = f"{self.unit} {min(self.done + 1, self.total)}/{self.total} · " if self.total > 1 else ""
+        self.progress.update(self.task, description=f"{at}{stage}")
+
+    def begin(self, units: int, steps: int) -> None:
+        """After loading: so many images or cells, and steps of all runs together."""
+        self.total = units
+        self.progress.reset(self.task, total=steps)
+        self.say("encode")
+
+    def run(self, steps: int) -> None:
+        self.left = steps
+        self.say("encode")
+
+    def __call__(self, seen: StepSeen) -> None:
+        """An observer: one step is done."""
+        self.left -= 1
+        self.progress.advance(self.task)
+        self.say("denoise" if self.left else "decode")
+
+
+@contextmanager
+def bar(quiet: bool) -> Iterator[Bar]:
+    """The bar on a terminal's stderr; it disappears when the work is done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    hidden = quiet or not sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as progress:
+        yield Bar(progress, progress.add_task("load", total=None))
+
+
+# --- words at the end ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Report:
+    """What was made, as it is made."""
+
+    model: str = ""
+    load_seconds: float = 0.0
+    files: list[Path] = field(default_factory=list)
+    recipes: list[Recipe] = field(default_factory=list)
+    calls: int = 0
+    stages: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    receipt: str | None = None
+    sheet: dict[str, Any] | None = None
+    source: dict[str, Any] | None = None
+
+    def note(self, *texts: str) -> None:
+        self.notes += [text for text in dict.fromkeys(texts) if text not in self.notes]
+
+    def add(self, result: Result) -> None:
+        """Counts what a run took."""
+        self.recipes += result.recipes
+        self.calls += result.plan.nfe
+        self.receipt = None if result.receipt is None else str(result.receipt)
+        self.note(*result.notes)
+        for stage in result.stages:
+            known = self.stages.setdefault(stage.name, {"name": stage.name, "seconds": 0.0, "peak": None})
+            known["seconds"] += stage.seconds
+            known["peak"] = max((p for p in (known["peak"], stage.peak) if p is not None), default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "files": [str(path) for path in self.files],
+            "seeds": [recipe.seed for recipe in self.recipes],
+            "load_seconds": self.load_seconds,
+            "stages": list(self.stages.values()),
+            "calls": self.calls,
+            "notes": self.notes,
+            "receipt": self.receipt,
+            "sheet": self.sheet,
+            "from": self.source,
+            "recipe": self.recipes[0].to_dict() if self.recipes else None,
+            "recipes": [recipe.to_dict() for recipe in self.recipes],
+        }
+
+
+def show(report: Report) -> None:
+    """Files with their seeds, what each stage took, and what to mind."""
+    screen = output.console()
+
+    def say(text: str, **style: Any) -> None:
+        screen.print(text, soft_wrap=True, markup=False, **style)
+
+    for line in source_lines(report.source):
+        say(line)
+    if report.sheet is not None:
+        say(f"wrote {report.sheet['file']}: {report.sheet['axes']}", style="bold")
+        if report.sheet["cells"]:
+            say(f"cells in {report.sheet['cells']}")
+    else:
+        for path, recipe in zip(report.files, report.recipes, strict=True):
+            say(f"wrote {path}: {settings(recipe)}", style="bold")
+    took = {"load": report.load_seconds, **{name: stage["seconds"] for name, stage in report.stages.items()}}
+    say(
+        " · ".join(f"{name} {seconds:.2f} s" for name, seconds in took.items()) + f" · {calls(report.calls)}",
+        style="dim",
+    )
+    if report.receipt is not None:
+        say(report.receipt)
+    for text in report.notes:
+        say(f"note: {text}")
+
+
+def calls(count: int) -> str:
+    return f"{count} model call" + ("" if count == 1 else "s")
+
+
+def settings(recipe: Recipe) -> str:
+    """The settings of an image in a line."""
+    from pellucid.core.samplers import REGISTRY
+    from pellucid.models.guidance import Guidance
+
+    title = REGISTRY[recipe.sampler].title if recipe.sampler in REGISTRY else recipe.sampler
+    grid = recipe.grid.get("name", "")
+    size = f"{recipe.size[0]}×{recipe.size[1]}" if recipe.size else ""
+    guided = Guidance.parse(recipe.guidance).text() if recipe.guidance else ""
+    parts = [f"seed {recipe.seed}", size, f"{title} ({grid}), {recipe.steps} steps", f"guidance {guided}"]
+    return " · ".join(part for part in parts if part)
+
+
+def source_lines(source: dict[str, Any] | None) -> list[str]:
+    """What `--from` read, what it did not, what was said otherwise, and how the pixels compare."""
+    if source is None:
+        return []
+    lines = [f"from {source['file']}: {source['kind']}"]
+    for name, words in (("understood", source["understood"]), ("not understood", source["unread"])):
+        if words:
+            lines.append(f"{name}: " + ", ".join(f"{key} {value}".strip() for key, value in words.items()))
+    if source["changed"]:
+        lines.append("changed: " + "; ".join(source["changed"]))
+    if source["pixels"]:
+        lines.append(source["pixels"])
+    return lines

@@ -1,0 +1,226 @@
+"""A run without data: the pipeline's own code on torch's meta device, watched by hooks, says what flows where.
+
+Nothing is computed from formulas. The request is the smallest that uses all that the model has: blank pictures for
+ControlNets, image prompts and inpainting; one call of the denoiser, after which the run is stopped.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from pellucid.core.errors import Cancelled, PellucidError, rule
+from pellucid.interop.components import TEXT_PARTS, Components
+from pellucid.models.attention import ImageTokens
+from pellucid.models.controlnet import ControlNet
+from pellucid.models.dit import PixArt
+from pellucid.models.ip_adapter import IPAdapter
+from pellucid.models.unet import UNet
+from pellucid.models.vae import from_diffusion
+from pellucid.pipeline import pictures_in
+from pellucid.pipeline.adapters import Control, ImagePrompt
+from pellucid.pipeline.conditions import make_conditions, takes_labels, takes_text, wants_sizes
+from pellucid.pipeline.inspection import Shape
+from pellucid.pipeline.pipeline import Pipeline
+from pellucid.pipeline.request import MAX_BATCH, Request
+from pellucid.pipeline.text import Embedding
+
+WORD = "a"
+WINDOW = 77
+T5_WINDOWS = {"PixArtAlphaPipeline": 120, "PixArtSigmaPipeline": 300}
+NOT_RUN = ("network-input", "labels", "no-labels")  # inputs that the pipeline does not make: the graph says so
+
+
+class Form(NamedTuple):
+    """A tensor without its numbers."""
+
+    shape: Shape
+    dtype: str
+
+    @staticmethod
+    def of(tensor: Tensor) -> Form:
+        return Form(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def forms(value: Any) -> tuple[Form, ...]:
+    """The tensors of an argument, nested or not; of image tokens, keys and values."""
+    leaves = tree_leaves(value, is_leaf=lambda each: isinstance(each, ImageTokens))
+    flat = [t for leaf in leaves for t in ((leaf.k, leaf.v) if isinstance(leaf, ImageTokens) else (leaf,))]
+    return tuple(Form.of(leaf) for leaf in flat if isinstance(leaf, Tensor))
+
+
+@dataclass
+class Call:
+    """The first call of a network: its arguments and results by name, and how often it was called in all."""
+
+    inputs: dict[str, tuple[Form, ...]]
+    outputs: dict[str, tuple[Form, ...]]
+    count: int = 1
+
+    def one(self, name: str) -> Form | None:
+        """The form of an argument or a result that is one tensor."""
+        found = self.outputs.get(name) or self.inputs.get(name) or ()
+        return found[0] if found else None
+
+
+@dataclass
+class Seen:
+    """What a rehearsal saw: calls by network, the shapes that left their blocks, and the ends of the run."""
+
+    calls: dict[str, Call] = field(default_factory=dict)
+    shapes: dict[tuple[str, str], Shape] = field(default_factory=dict)
+    told: dict[str, Form] = field(default_factory=dict)  # the conditions with the prompt, before they are doubled
+    x: Form | None = None
+    x0: Form | None = None
+    decoded: Form | None = None
+    problem: str | None = None
+
+    @contextmanager
+    def watching(self, networks: Mapping[str, nn.Module]) -> Iterator[None]:
+        hooks = []
+        for name, network in networks.items():
+            hooks.append(network.register_forward_hook(partial(self.note_call, name), with_kwargs=True))
+            for path, module in network.named_modules():
+                if path:
+                    hooks.append(module.register_forward_hook(partial(self.note_block, (name, path))))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def note_call(self, name: str, network: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        if name in self.calls:
+            self.calls[name].count += 1
+            return
+        given = inspect.signature(network.forward).bind(*args, **kwargs).arguments
+        results = out._asdict() if hasattr(out, "_asdict") else {"out": out}
+        self.calls[name] = Call({k: forms(v) for k, v in given.items()}, {k: forms(v) for k, v in results.items()})
+
+    def note_block(self, place: tuple[str, str], module: nn.Module, args: Any, out: Any) -> None:
+        found = forms(out)
+        if found:
+            self.shapes.setdefault(place, found[0].shape)
+
+
+@dataclass(frozen=True)
+class Added:
+    """What is inspected together with a model: ControlNets and IP-Adapters, by the names of their nodes."""
+
+    controlnets: dict[str, ControlNet] = field(default_factory=dict)
+    adapters: dict[str, IPAdapter] = field(default_factory=dict)
+
+
+def text_names(parts: Components) -> tuple[str, ...]:
+    """The names of the text encoders; the only one of SDXL's refiner is the second."""
+    count = len(parts.text_encoders)
+    alone = count == 1 and "XL" in parts.pipeline_class
+    return TEXT_PARTS[1:] if alone else TEXT_PARTS[:count]
+
+
+def networks_by_name(parts: Components, added: Added) -> dict[str, nn.Module]:
+    """Every network under the name of its node."""
+    found: dict[str, nn.Module] = dict(zip(text_names(parts), parts.text_encoders, strict=True))
+    if parts.image_encoder is not None:
+        found["image_encoder"] = parts.image_encoder
+    found |= added.adapters
+    found |= added.controlnets
+    found["unet" if isinstance(parts.network, UNet) else "transformer"] = parts.network
+    return found if parts.vae is None else {**found, "vae": parts.vae}
+
+
+# --- the request -------------------------------------------------------------------------------------------------
+
+
+def make_request(
+    pipe: Pipeline, added: Added, *, size: tuple[int, int] | None, batch: int, steps: int | None, guidance: Any
+) -> Request:
+    """A request for a batch that uses all that the model has."""
+    if isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch <= MAX_BATCH:
+        raise PellucidError(rule("batch", f"a whole number from 1 to {MAX_BATCH}", batch), "request")
+    parts = pipe.components
+    wide, high = size or (None, None)
+    plain = Request(width=wide, height=high, steps=steps, guidance=guidance, seed=0)
+    wide, high = pipe.size_of(plain)
+    blank = Image.new("RGB", (wide, high))
+    more: dict[str, Any] = {"width": wide, "height": high}
+    if takes_text(parts.network):
+        more |= {"prompt": [WORD] * batch} if parts.text_encoders else embedded(parts, batch)
+    if takes_labels(parts.network):
+        more["label"] = [0] * batch
+    if not takes_text(parts.network) and not takes_labels(parts.network):
+        more["n"] = batch
+    if pictures_in.is_inpainting(parts):
+        more |= {"image": blank, "mask": Image.new("L", (wide, high), 255)}
+    more["controls"] = [Control(network, blank) for network in added.controlnets.values()]
+    if parts.image_encoder is not None:
+        more["image_prompts"] = [ImagePrompt(adapter, blank) for adapter in added.adapters.values()]
+    elif added.adapters:
+        raise PellucidError(
+            f"image_encoder must be given for an IP-Adapter: {parts.name} has none. Name its folder.", "ip-encoder"
+        )
+    return replace(plain, **more)
+
+
+def embedded(parts: Components, batch: int) -> dict[str, Any]:
+    """Text states in the place of a text encoder that is not here, such as PixArt's T5."""
+    network, pooled = parts.network, None
+    weight = next(network.parameters())
+    if isinstance(network, PixArt):
+        width = network.config.caption_channels or network.config.cross_attention_dim
+    else:
+        width = network.config.encoder_hid_dim or network.config.each("cross_attention_dim")[0]
+    if wants_sizes(network):
+        numbers = 5 if parts.extra.get("requires_aesthetics_score") else 6
+        spare = network.config.projection_class_embeddings_input_dim - numbers * network.config.addition_time_embed_dim
+        pooled = weight.new_zeros(batch, spare)
+    states = Embedding(weight.new_zeros(batch, T5_WINDOWS.get(parts.pipeline_class, WINDOW), width), pooled)
+    return {"prompt_embeds": states, "negative_prompt_embeds": states}
+
+
+# --- the run -----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def rehearse(pipe: Pipeline, request: Request, added: Added) -> Seen:
+    """Runs the request on meta up to its first call of the denoiser, then the decoder."""
+    seen = Seen()
+    parts = pipe.components
+    projections = {name: adapter.image_proj for name, adapter in added.adapters.items()}
+    networks = {**networks_by_name(parts, added), **projections}
+
+    def keep(step: Any) -> None:
+        seen.x, seen.x0 = Form.of(step.x_next), Form.of(step.x0)
+
+    stopped: Callable[[], bool] = lambda: seen.x is not None  # noqa: E731
+    with seen.watching(networks):
+        try:
+            pipe.run(replace(request, decode=False, observers=[keep], cancelled=stopped))
+        except Cancelled:
+            pass
+        except PellucidError as error:
+            if error.code not in NOT_RUN:
+                raise
+            seen.problem = str(error)
+        encoder, vae = parts.image_encoder, parts.vae
+        if encoder is not None and "image_encoder" not in seen.calls:
+            side = encoder.config.image_size
+            encoder(next(encoder.parameters()).new_zeros(1, encoder.config.num_channels, side, side))
+        if vae is not None and seen.x is not None:
+            latents = torch.zeros(seen.x.shape, device="meta").to(next(vae.parameters()).dtype)
+            seen.decoded = Form.of(vae.decode(from_diffusion(vae.config, latents)))
+            pixels = torch.zeros(seen.decoded.shape, device="meta", dtype=latents.dtype)
+            seen.calls["vae.encode"] = Call({"images": forms(pixels)}, {"mean": forms(vae.encode(pixels).mean)})
+    if seen.problem is None:
+        both = make_conditions(parts, request, pipe.size_of(request), 1.0, guided=False)
+        seen.told = {name: Form.of(value) for name, value in both.cond.items() if isinstance(value, Tensor)}
+    return seen

@@ -1,0 +1,308 @@
+"""Memory before and after: the peak of each stage and its owner, predicted by a rehearsal and measured by a run."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from PIL import Image
+from torch import nn
+
+from pellucid.core.errors import PellucidError
+from pellucid.interop.components import Components
+from pellucid.models.dit import DiT
+from pellucid.models.unet import UNet
+from pellucid.pipeline import pictures_in, workspace
+from pellucid.pipeline.adapters import Control
+from pellucid.pipeline.conditions import takes_labels, takes_text
+from pellucid.pipeline.ghost import META, Kernels, Rehearsal, Shadows
+from pellucid.pipeline.policy import Policy
+from pellucid.pipeline.request import Request
+from pellucid.pipeline.tracker import Peak, Tracker, metered
+
+if TYPE_CHECKING:
+    from pellucid.pipeline.pipeline import Pipeline, Result
+
+STEPS = 2  # rows of a rehearsal: the second has a history
+PROMPT = "a"
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The predicted peak of each stage."""
+
+    stages: dict[str, Peak]
+    policy: Policy
+
+    @property
+    def stage(self) -> str:
+        """Where the peak of the whole run is."""
+        return max(self.stages, key=lambda name: self.stages[name].total)
+
+    @property
+    def peak(self) -> Peak:
+        return self.stages[self.stage]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a real run took: bytes at the peak of each stage, its seconds, and what it made."""
+
+    peaks: dict[str, int]
+    seconds: dict[str, float]
+    result: Result
+
+    @property
+    def stage(self) -> str:
+        return max(self.peaks, key=lambda name: self.peaks[name])
+
+    @property
+    def peak(self) -> int:
+        return self.peaks[self.stage]
+
+
+# --- what to run ---------------------------------------------------------------------------------------------------
+
+
+def request_for(
+    pipe: Pipeline,
+    *,
+    size: tuple[int, int] | None = None,
+    batch: int = 1,
+    steps: int = STEPS,
+    controlnets: Sequence[Any] = (),
+    loras: Sequence[Any] = (),
+) -> Request:
+    """A request of a size and a batch, for any kind of model; what it shows does not matter for memory."""
+    width, height = size if size is not None else pipe.size_of(Request())
+    asked: dict[str, Any] = {"n": batch, "steps": steps, "sampler": "euler", "seed": 0, "width": width, "height": height}
+    network = pipe.components.network
+    grey = Image.new("RGB", (width, height), "grey")
+    if takes_text(network):
+        asked["prompt"] = PROMPT
+    if takes_labels(network):
+        asked["label"] = 0
+    if pictures_in.is_inpainting(pipe.components):
+        asked |= {"image": grey, "mask": Image.new("L", (width, height), 255)}
+    controls = tuple(Control(network, grey) for network in controlnets)
+    return Request(**asked, controls=controls, loras=tuple(loras))
+
+
+def networks_by_name(components: Components) -> dict[str, nn.Module]:
+    """The networks of a model under the names of its folders."""
+    found: dict[str, nn.Module | None] = {
+        "unet" if isinstance(components.network, UNet) else "transformer": components.network,
+        **dict(zip(("text_encoder", "text_encoder_2"), components.text_encoders, strict=False)),
+        "vae": components.vae,
+        "image_encoder": components.image_encoder,
+    }
+    return {name: network for name, network in found.items() if network is not None}
+
+
+def guests_by_name(pipe: Pipeline, request: Request) -> dict[str, nn.Module]:
+    """The networks that a request brings with it."""
+    controls = [pictures_in.controlnet_of(pipe, control) for control in request.controls]
+    adapters = [pictures_in.adapter_of(pipe, prompt) for prompt in request.image_prompts]
+    named = {f"controlnet_{i}" if i else "controlnet": network for i, network in enumerate(controls)}
+    named |= {f"ip_adapter_{i}" if i else "ip_adapter": network for i, network in enumerate(adapters)}
+    return named if request.weak is None else {**named, "weak": request.weak.components.network}
+
+
+# --- prediction ----------------------------------------------------------------------------------------------------
+
+
+def predict(
+    pipe: Pipeline,
+    request: Request,
+    *,
+    policy: Policy | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Forecast:
+    """The peak of each stage of a request, without running it: its own code on networks without data.
+
+    `policy`, `device` ("cuda" or "cpu") and `dtype` are the pipeline's where they are left out.
+    """
+    policy = pipe.policy if policy is None else policy
+    where = torch.device(pipe.device if device is None else device)
+    policy.check(where)
+    cast = Cast.of(pipe, request, Shadows(waits=policy.offload != "none", dtype=dtype))
+    if policy.channels_last and policy.offload == "none":
+        cast.channels_last()
+    cuda = where.type != "cpu"
+    tracker = Rehearsal(
+        ["meta"] if cuda else ["meta", "cpu"],
+        grain=workspace.GRAIN if cuda else 1,
+        scratch=workspace.scratch(policy.channels_last) if cuda else None,
+    )
+    tracker.hold(cast.resident)
+    eager = replace(policy, compile=False)  # compiled code holds no more than this
+    kernels = Kernels("cuda" if cuda else "cpu", policy.attention)
+    with metered(tracker), kernels, tracker.following(cast.named):
+        cast.pipeline(eager).run(cast.request)
+    standing = workspace.standing(where)
+    stages = {name: replace(peak, workspace=peak.workspace + standing) for name, peak in tracker.stages.items()}
+    return Forecast(stages, policy)
+
+
+@dataclass(frozen=True)
+class Cast:
+    """The ghosts of a rehearsal: those that act, those that only take room, and what they are asked."""
+
+    components: Components
+    named: dict[str, nn.Module]
+    resident: list[nn.Module]
+    request: Request
+
+    @classmethod
+    def of(cls, pipe: Pipeline, request: Request, shadows: Shadows) -> Cast:
+        parts, _ = pipe.with_loras(request)
+        guests = {name: shadows.ghost(network) for name, network in guests_by_name(pipe, request).items()}
+        acting = ghosts_of(parts, shadows)
+        named = {**networks_by_name(acting), **guests}
+        base = [shadows.ghost(network) for network in networks_by_name(pipe.components).values()]
+        return cls(acting, named, [*named.values(), *base], ghostly(pipe, request, guests, shadows))
+
+    def pipeline(self, policy: Policy) -> Pipeline:
+        from pellucid.pipeline.pipeline import Pipeline
+
+        return Pipeline(self.components, policy, META)
+
+    def channels_last(self) -> None:
+        for network in (self.components.network, self.components.vae):
+            if network is not None:
+                network.to(memory_format=torch.channels_last)
+
+
+def ghosts_of(parts: Components, shadows: Shadows) -> Components:
+    return replace(
+        parts,
+        network=shadows.ghost(parts.network),
+        vae=None if parts.vae is None else shadows.ghost(parts.vae),
+        text_encoders=tuple(shadows.ghost(encoder) for encoder in parts.text_encoders),
+        image_encoder=None if parts.image_encoder is None else shadows.ghost(parts.image_encoder),
+        controlnets=(),
+    )
+
+
+def ghostly(pipe: Pipeline, request: Request, guests: dict[str, nn.Module], shadows: Shadows) -> Request:
+    """The same request, of few steps, with ghosts for its networks and nobody watching."""
+    controlnets = [guest for name, guest in guests.items() if name.startswith("controlnet")]
+    adapters = [guest for name, guest in guests.items() if name.startswith("ip_adapter")]
+    weak = None if request.weak is None else replace(request.weak, components=ghosts_of(request.weak.components, shadows))
+    return replace(
+        request,
+        controls=[replace(c, network=ghost) for c, ghost in zip(request.controls, controlnets, strict=True)],
+        image_prompts=[replace(p, adapter=ghost) for p, ghost in zip(request.image_prompts, adapters, strict=True)],
+        weak=weak,
+        loras=(),
+        **{"plan": None, "sampler": "euler", "grid": None, "options": {}, "dialect": None, "steps": STEPS},
+        **{"observers": (), "constraints": (), "cancelled": None, "noise": None, "seed": 0},
+    )
+
+
+# --- measurement ---------------------------------------------------------------------------------------------------
+
+
+def measure(pipe: Pipeline, request: Request) -> Measured:
+    """Runs a request and measures the peak of each stage: torch's own count on CUDA, living tensors on the CPU.
+
+    The CPU's figure does not see what kernels borrow inside of themselves. Tensors of others are not counted.
+    """
+    pipe.run(request)  # reads adapters, compiles, warms up
+    if pipe.device.type == "cuda":
+        return measured(pipe.run(request), others_on(pipe, request))
+    tracker = Tracker([pipe.device.type])
+    networks = {**networks_by_name(pipe.components), **guests_by_name(pipe, request)}
+    tracker.hold(networks.values())
+    with metered(tracker):
+        result = pipe.run(request)
+    return measured(result, 0)
+
+
+def measured(result: Result, others: int) -> Measured:
+    peaks = {stage.name: (stage.peak or 0) - others for stage in result.stages}
+    return Measured(peaks, {stage.name: stage.seconds for stage in result.stages}, result)
+
+
+def others_on(pipe: Pipeline, request: Request) -> int:
+    """Bytes on a GPU that are neither this pipeline's nor its request's."""
+    networks = {**networks_by_name(pipe.components), **guests_by_name(pipe, request)}
+    own = Tracker(["cuda"], grain=workspace.GRAIN)
+    own.hold(networks.values())
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:  # else a run's own workspace would count as somebody else's
+        clear()
+    return max(torch.cuda.memory_allocated(pipe.device) - own.weights, 0)
+
+
+def timed(pipe: Pipeline, request: Request, repeats: int = 3) -> float:
+    """Median seconds of whole runs, which must have been warmed up."""
+    took = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        pipe.run(request)
+        took.append(time.perf_counter() - began)
+    return statistics.median(took)
+
+
+# --- out of memory -------------------------------------------------------------------------------------------------
+
+HELPS = 0.95  # advice must bring the peak below this share of what it was
+
+
+def explain(pipe: Pipeline, request: Request, stage: str) -> str:
+    """Who owns the peak of a stage, and what would lower it by how much. Predicted: nothing more is run."""
+    try:
+        now = predict(pipe, request).stages[stage]
+    except PellucidError as error:  # the rehearsal cannot do what the run could
+        return str(error)
+    better = [(text, total) for text, total in cures(pipe, request, stage) if total < HELPS * now.total]
+    better.sort(key=lambda pair: pair[1])
+    words = [f"{text} brings it to {gigabytes(total)}" for text, total in better]
+    owner = now.owner or "the loop"
+    advice = f" {'; '.join(words)}." if words else " Use a smaller size or a GPU with more memory."
+    return (
+        f"{owner} owns its peak: {gigabytes(now.total)} predicted ({gigabytes(now.weights)} weights, "
+        f"{gigabytes(now.activations + now.workspace)} activations).{advice}"
+    )
+
+
+def cures(pipe: Pipeline, request: Request, stage: str) -> list[tuple[str, int]]:
+    """Every change of policy, dtype or batch that might help, with the peak of the stage under it."""
+    found: list[tuple[str, int]] = []
+    policies: list[dict[str, Any]] = [{"offload": "component"}]
+    if stage == "denoise":
+        policies.append({"offload": "block"})
+    if stage == "decode":
+        policies.append({"vae_slicing": True})
+    if stage in ("decode", "encode"):
+        policies.append({"vae_tile": 64})
+    if pipe.policy.attention == "math":
+        policies.append({"attention": "auto"})
+    for change in policies:
+        try:
+            policy = replace(pipe.policy, **change)
+            policy.check(pipe.device)
+        except PellucidError:
+            continue
+        if policy != pipe.policy:
+            words = ", ".join(f"{name}={value!r}" for name, value in change.items())
+            found.append((words, predict(pipe, request, policy=policy).stages[stage].total))
+    if next(pipe.components.network.parameters()).dtype == torch.float32:
+        found.append(("dtype bfloat16", predict(pipe, request, dtype=torch.bfloat16).stages[stage].total))
+    if request.n > 1:
+        found.append(("n=1", predict(pipe, replace(request, n=1, seed=0, latents=None)).stages[stage].total))
+    return found
+
+
+def gigabytes(size: int) -> str:
+    """Bytes for people, in powers of 1024."""
+    for unit, power in (("GB", 30), ("MB", 20), ("KB", 10)):
+        if size >= 2**power:
+            return f"{size / 2**power:.3g} {unit}" if size < 1000 * 2**power else f"{size / 2**power:.0f} {unit}"
+    return f"{size} B"
