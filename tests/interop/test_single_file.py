@@ -407,7 +407,8 @@ def test_files_of_other_kinds_are_named(tmp_path: Path, key: str, what: str) -> 
 def test_uneven_networks_are_refused(files: dict[str, dict[str, Tensor]], tmp_path: Path) -> None:
     """Distilled UNets drop blocks here and there; a config of these families cannot say that."""
     dropped = {k: t for k, t in files["sd1"].items() if not k.startswith(f"{UNET}input_blocks.2.1.")}
-    assert "the same throughout" in refusal(write(tmp_path / "m.safetensors", dropped), "single-file-shape")
+    path = write(tmp_path / "m.safetensors", dropped)
+    assert "the same throughout" in refusal(path, "single-file-shape", tokenizer=letters(tmp_path))
 
 
 def test_variants_are_of_folders(files: dict[str, dict[str, Tensor]], tmp_path: Path) -> None:

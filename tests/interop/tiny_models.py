@@ -184,6 +184,13 @@ def sd_controlnet(folder: Path) -> Any:
     return diffusers.StableDiffusionControlNetPipeline(**parts, controlnet=controlnet(), requires_safety_checker=False)
 
 
+def lcm(folder: Path) -> Any:
+    """Distilled with guidance: the UNet is told the scale."""
+    parts = stable_diffusion(folder, unet={**SD1_UNET, "time_cond_proj_dim": 16}).components
+    parts["scheduler"] = diffusers.LCMScheduler(clip_sample=False)
+    return diffusers.LatentConsistencyModelPipeline(**parts, requires_safety_checker=False)
+
+
 def ddpm(folder: Path) -> Any:
     unet = diffusers.UNet2DModel(
         sample_size=16,
@@ -213,6 +220,7 @@ FOLDERS = {
     "refiner": refiner,
     "inpaint": sd_inpaint,
     "controlnet": sd_controlnet,
+    "lcm": lcm,
     "ddpm": ddpm,
     "dit": dit,
 }

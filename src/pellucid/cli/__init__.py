@@ -13,11 +13,12 @@ import typer
 from typer.core import TyperGroup
 
 from pellucid import __version__
-from pellucid.cli import demo, plan, samplers, schedules
+from pellucid.cli import demo, plan, sample, samplers, schedules
 from pellucid.core.errors import PellucidError
 
 # typer has click within it since 0.16 and beside it before: both name the class that all bad usage descends from.
 UsageError: Any = typer.BadParameter.__mro__[1]
+CANCELLED = 130  # what shells expect after Ctrl-C
 HELP = {"help_option_names": ["-h", "--help"]}
 
 
@@ -34,6 +35,9 @@ class OneLine(TyperGroup):
             code = trouble(error.code, str(error))
         except UsageError as error:
             code = trouble("usage", f"{error.format_message().rstrip('.')}. {where_to_look(error)}")
+        except typer.Abort:  # Ctrl-C
+            print("cancelled", file=sys.stderr)
+            code = CANCELLED
         except OSError as error:
             code = trouble("file", f"{error.filename or 'file'}: {error.strerror or error}")
         if not standalone_mode:
@@ -80,8 +84,14 @@ def pellucid(
     """
 
 
-for name, room in (("schedules", schedules), ("samplers", samplers), ("plan", plan), ("demo", demo)):
-    app.command(name, context_settings=HELP)(room.command)
+for name, room in (
+    ("sample", sample),
+    ("schedules", schedules),
+    ("samplers", samplers),
+    ("plan", plan),
+    ("demo", demo),
+):
+    app.command(name, context_settings=HELP, epilog=getattr(room, "EPILOG", None))(room.command)
 
 
 def main() -> None:

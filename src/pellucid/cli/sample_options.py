@@ -1,4 +1,4 @@
-"""The words of `pellucid sample`: its options as types for typer, in the panels of its help. Nothing heavy is imported."""
+"""The options of `pellucid sample` as types for typer, in the panels of its help. Nothing heavy is imported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ ADAPT, LOAD, SPEED, OUT = "Adapters", "Loading", "Memory and speed", "Output"
 
 Model = Annotated[
     str | None,
-    typer.Argument(metavar="MODEL", help="A folder, a single file, a hub id (owner/name) or a bundle.", show_default=False),
+    typer.Argument(
+        metavar="MODEL", help="A folder, a single file, a hub id (owner/name) or a bundle.", show_default=False
+    ),
 ]
 Prompt = Annotated[
     str | None,
@@ -40,11 +42,13 @@ From = Annotated[
 Sampler = Annotated[
     str | None, option(HOW, "--sampler", metavar="NAME", help="By any of its names; the model's own when not given.")
 ]
-Grid = Annotated[str | None, option(HOW, "--grid", metavar="NAME", help="Where the model is called: karras, trailing, …")]
+Grid = Annotated[
+    str | None, option(HOW, "--grid", metavar="NAME", help="Where the model is called: karras, trailing, …")
+]
 Steps = Annotated[int | None, option(HOW, "--steps", metavar="N", help="Steps; 30 when not given.")]
 Dialect = Annotated[
     str | None,
-    option(HOW, "--as", metavar="DIALECT", help="exact, or the way of diffusers, k-diffusion or comfyui."),
+    option(HOW, "--dialect", "--as", metavar="DIALECT", help="exact, or the way of diffusers, k-diffusion or comfyui."),
 ]
 SamplerOption = Annotated[
     list[str] | None,
@@ -64,23 +68,32 @@ Unguarded = Annotated[bool, option(HOW, "--unguarded", help="Take --guidance as 
 Weak = Annotated[
     str | None, option(HOW, "--weak", metavar="MODEL", help="The worse model that autoguidance leads away from.")
 ]
-Noise = Annotated[str | None, option(HOW, "--noise", metavar="SOURCE", help="philox (addressed) or torch (the peers').")]
+Noise = Annotated[
+    str | None, option(HOW, "--noise", metavar="SOURCE", help="philox (addressed) or torch (the peers').")
+]
 
 ImageFile = Annotated[Path | None, option(PICTURE, "--image", metavar="FILE", help="The picture to start from.")]
-Mask = Annotated[Path | None, option(PICTURE, "--mask", metavar="FILE", help="White is painted anew; as large as the image.")]
+Mask = Annotated[
+    Path | None, option(PICTURE, "--mask", metavar="FILE", help="White is painted anew; as large as the image.")
+]
 Strength = Annotated[
     float | None, option(PICTURE, "--strength", metavar="S", help="How much is made anew, above 0 to 1.")
 ]
 Start = Annotated[
-    float | None, option(PICTURE, "--denoising-start", metavar="S", help="Take up an unfinished run at this part of it.")
+    float | None,
+    option(PICTURE, "--denoising-start", metavar="S", help="Take up an unfinished run at this part of it."),
 ]
 End = Annotated[float | None, option(PICTURE, "--denoising-end", metavar="S", help="Stop at this part of the run.")]
 
-ClipSkip = Annotated[int | None, option(TEXT, "--clip-skip", metavar="N", help="Last layers of the text encoder left out.")]
-Weighting = Annotated[bool, option(TEXT, "--weighting", help="Read (word:1.3) and [word] as weights.")]
+ClipSkip = Annotated[
+    int | None, option(TEXT, "--clip-skip", metavar="N", help="Last layers of the text encoder left out.")
+]
+Weighting = Annotated[bool, option(TEXT, "--weighting", help=r"Read (word:1.3) and \[word] as weights.")]
 OriginalSize = Annotated[str | None, option(TEXT, "--original-size", metavar="WxH", help="SDXL: the size it is told.")]
 Crop = Annotated[str | None, option(TEXT, "--crop", metavar="X,Y", help="SDXL: the crop it is told.")]
-TargetSize = Annotated[str | None, option(TEXT, "--target-size", metavar="WxH", help="SDXL: the target size it is told.")]
+TargetSize = Annotated[
+    str | None, option(TEXT, "--target-size", metavar="WxH", help="SDXL: the target size it is told.")
+]
 Aesthetic = Annotated[
     str | None, option(TEXT, "--aesthetic", metavar="A,B", help="SDXL refiner: scores with and without the prompt.")
 ]
@@ -119,7 +132,8 @@ Variant = Annotated[str | None, option(LOAD, "--variant", metavar="NAME", help="
 Revision = Annotated[str | None, option(LOAD, "--revision", metavar="NAME", help="A revision on the hub.")]
 
 Dtype = Annotated[
-    str | None, option(SPEED, "--dtype", metavar="NAME", help="float32, float16, bfloat16; the files' own when not given.")
+    str | None,
+    option(SPEED, "--dtype", metavar="NAME", help="float32, float16, bfloat16; the files' own when not given."),
 ]
 Device = Annotated[str | None, option(SPEED, "--device", metavar="NAME", help="cpu, cuda, …")]
 Attention = Annotated[str | None, option(SPEED, "--attention", metavar="NAME", help="The kernel of every attention.")]

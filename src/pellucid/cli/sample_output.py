@@ -1,13 +1,15 @@
-"""What `pellucid sample` leaves: names of files that replace nothing unasked, a bar while it works, words at the end."""
+"""What `pellucid sample` leaves: files that replace nothing unasked, a bar while it works, words at the end."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from pellucid.pipeline.recipe import Recipe
 
 STEM = "out"
+PICTURES = (".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".svg", ".pdf")  # not written; no folders' names
 
 
 # --- names -----------------------------------------------------------------------------------------------------
@@ -36,17 +39,14 @@ class Goal:
     file: Path | None = None
     overwrite: bool = False
 
-    def path(self, seed: int, number: int | None = None) -> Path:
+    def path(self, seed: int, number: int | None = None, used: Collection[Path] = ()) -> Path:
         """The file of an image; `number` where there are several prompts. A taken name gets a number behind it."""
         if self.file is not None:
             return self.free(self.file)
-        count = "" if number is None else f"-{number:04d}"
-        path = self.folder / f"{self.stem}{count}-{seed}.png"
-        tries = 2
-        while not self.overwrite and os.path.lexists(path):
-            path = self.folder / f"{self.stem}{count}-{seed}-{tries}.png"
-            tries += 1
-        return path
+        stem = self.stem if number is None else f"{self.stem}-{number:04d}"
+        names = (f"{stem}-{seed}{'' if i == 1 else f'-{i}'}.png" for i in count(1))
+        paths = (self.folder / name for name in names)
+        return next(p for p in paths if p not in used and (self.overwrite or not os.path.lexists(p)))
 
     def free(self, path: Path) -> Path:
         if not self.overwrite and os.path.lexists(path):
@@ -64,7 +64,7 @@ def goal_of(out: Path | None, overwrite: bool, several: bool) -> Goal:
         if not several:
             goal.free(out)
         return goal
-    if out.suffix and not out.is_dir():
+    if out.suffix.lower() in PICTURES and not out.is_dir():
         raise PellucidError(rule("--out", "a file that ends in .png, or a folder", str(out)), "file-type")
     if not out.is_dir():
         if os.path.lexists(out) or not out.parent.is_dir():
@@ -77,8 +77,10 @@ def goal_of(out: Path | None, overwrite: bool, several: bool) -> Goal:
 def writable(folder: Path) -> Path:
     if not folder.is_dir():
         raise PellucidError(rule("--out", "in a folder that exists", str(folder)), "file")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise PellucidError(rule("--out", "in a folder that can be written to", str(folder.resolve())), "file")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        raise PellucidError(rule("--out", "in a folder that can be written to", str(folder)), "file") from None
     return folder
 
 
@@ -179,7 +181,6 @@ class Report:
             "receipt": self.receipt,
             "sheet": self.sheet,
             "from": self.source,
-            "recipe": self.recipes[0].to_dict() if self.recipes else None,
             "recipes": [recipe.to_dict() for recipe in self.recipes],
         }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,7 @@ class Asked:
         for name, least in (("n", 1), ("batch", 1)):
             if params[name] is not None and params[name] < least:
                 raise PellucidError(rule(f"--{name}".replace("--n", "-n"), f"at least {least}", params[name]), "usage")
-        given = {k: v for k, v in params.items() if v is not None and v is not False and v != []}
+        given = {k: v for k, v in params.items() if v is not None and v is not False and v not in ([], ())}
         return Asked(
             model=params["model"],
             prompts=None if params["prompt"] is None else prompts(params["prompt"]),
@@ -108,7 +107,8 @@ def fields_of(given: dict[str, Any]) -> dict[str, Any]:
     if "crop" in given:
         found["crop"] = tuple(int(part) for part in numbers("--crop", given["crop"], r"\d{1,6}"))
     if "aesthetic" in given:
-        found["aesthetic"] = tuple(float(part) for part in numbers("--aesthetic", given["aesthetic"], r"\d{1,2}(?:\.\d+)?"))
+        scores = numbers("--aesthetic", given["aesthetic"], r"\d{1,2}(?:\.\d+)?")
+        found["aesthetic"] = tuple(float(part) for part in scores)
     for name in ("image", "mask"):
         if name in given:
             found[name] = pictures.read(given[name], name)
@@ -234,8 +234,3 @@ def with_picture(name: str, text: str, spans: bool) -> Adapter:
     cuts = [(",".join(parts[:i]).strip(), ",".join(parts[i:]).strip()) for i in range(1, len(parts))]
     net, picture = next((cut for cut in cuts if Path(cut[0]).exists() and Path(cut[1]).is_file()), cuts[0])
     return Adapter(net, pictures.read(picture, f"picture of {name}"), scale, span)  # type: ignore[arg-type]
-
-
-def joined(*parts: list[str]) -> list[str]:
-    """Several lists as one, each text once."""
-    return list(dict.fromkeys(chain(*parts)))

@@ -75,7 +75,7 @@ def check_fit(network: nn.Module, vae: Any, text_encoders: tuple[Any, ...]) -> N
         width = sum(encoder.config.hidden_size for encoder in text_encoders)
         wide = {network.config.encoder_hid_dim or each for each in network.config.each("cross_attention_dim")}
         if wide != {width}:
-            must = f"as wide as the network reads ({', '.join(str(each) for each in sorted(wide))})"
+            must = f"as wide as the network reads ({', '.join(str(each) for each in sorted(wide, key=str))})"
             raise PellucidError(
                 rule("the text encoders", must, width, "They belong to another base."), "components-fit"
             )

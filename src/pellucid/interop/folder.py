@@ -14,7 +14,6 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.interop import diffusers_config, weights
 from pellucid.interop.components import (
     INDEX,
-    KINDS,
     NETWORK_PARTS,
     TEXT_PARTS,
     TOKENIZER_PARTS,
@@ -56,6 +55,14 @@ IGNORED = {
     "image_processor": "images are prepared here",
 }
 INERT_KEYS = ("tensor_format", "timestep_values")  # of the first schedulers; no later class reads them
+CLASSES_OF: dict[str, tuple[str, ...]] = {
+    "unet": ("UNet2DConditionModel", "UNet2DModel"),
+    "transformer": ("DiTTransformer2DModel", "PixArtTransformer2DModel", "Transformer2DModel"),
+    "vae": ("AutoencoderKL", "AutoencoderTiny"),
+    **dict.fromkeys(TEXT_PARTS, ("CLIPTextModel", "CLIPTextModelWithProjection")),
+    "image_encoder": ("CLIPVisionModelWithProjection", "CLIPVisionModel"),
+    "controlnet": ("ControlNetModel", "MultiControlNetModel"),
+}
 LONE = {"UNet2DModel": "DDPMPipeline", "DiTTransformer2DModel": "DiTPipeline"}  # networks that run without other parts
 
 
@@ -74,6 +81,8 @@ def read(folder: Path, wanted: Wanted, name: str | None = None) -> Components:
     listed = named_classes(index)
     check_pipeline(str(index.get("_class_name")))
     check_parts(folder, listed)
+    scheduler, reading, notes = read_scheduler(folder, str(index["_class_name"]), wanted.target)
+    tokenizers = read_tokenizers(folder, listed, wanted)
     parts = {
         part: read_part(place_of(folder, part), kind, wanted) for part, kind in listed.items() if reads(part, kind)
     }
@@ -82,14 +91,13 @@ def read(folder: Path, wanted: Wanted, name: str | None = None) -> Components:
     vae = parts["vae"].network if "vae" in parts else None
     encoders = tuple(parts[part].network for part in TEXT_PARTS if part in parts)
     check_fit(network, vae, encoders)
-    scheduler, reading, notes = read_scheduler(folder, str(index["_class_name"]), wanted.target)
     return Components(
         name=name or folder.name,
         pipeline_class=str(index["_class_name"]),
         network=network,
         vae=vae,
         text_encoders=encoders,
-        tokenizers=read_tokenizers(folder, listed, wanted),
+        tokenizers=tokenizers,
         image_encoder=parts["image_encoder"].network if "image_encoder" in parts else None,
         controlnets=read_controlnets(folder, parts, wanted),
         scheduler=scheduler,
@@ -169,8 +177,7 @@ def check_parts(folder: Path, listed: Mapping[str, str]) -> None:
     for part, kind in listed.items():
         if part in IGNORED or foreign_text(part, kind):
             continue
-        known = (*NETWORK_PARTS, *TEXT_PARTS, *TOKENIZER_PARTS, "vae", "image_encoder", "controlnet", "scheduler")
-        if part not in known or not (part in TOKENIZER_PARTS or part == "scheduler" or kind in READABLE):
+        if not (reads(part, kind) or part in (*TOKENIZER_PARTS, "scheduler")):
             raise PellucidError(
                 f"{part} of {folder.name} must be a component that Pellucid has; got {kind}. "
                 "Open the model with diffusers and give the pipeline to pellucid.wrap.",
@@ -187,12 +194,9 @@ def check_parts(folder: Path, listed: Mapping[str, str]) -> None:
             )
 
 
-READABLE = (*KINDS, "MultiControlNetModel")
-
-
 def reads(part: str, kind: str) -> bool:
     """Whether a part is a network of ours."""
-    return part not in IGNORED and kind in READABLE
+    return kind in CLASSES_OF.get(part, ())
 
 
 def foreign_text(part: str, kind: str) -> bool:

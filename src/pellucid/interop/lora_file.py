@@ -166,7 +166,7 @@ def open_file(path: Path) -> AdapterFile:
     if not path.is_file():
         raise PellucidError(rule("adapter", "a file or folder", str(path)), "lora-file")
     # Adapters are small and may be saved over the file that they came from: they are copied out of its mapping.
-    tensors = {key: tensor for key, tensor in weights.read(path).items()}
+    tensors = {key: tensor.clone() for key, tensor in weights.read(path).items()}
     metadata = weights.metadata_of(path)
     configs: dict[str, dict[str, Any]] = {}
     for key, value in parsed(metadata.get(CONFIGS, "{}"), f"{CONFIGS} of {path.name}", dict).items():

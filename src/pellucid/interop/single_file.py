@@ -124,20 +124,20 @@ def read(path: Path, wanted: Wanted) -> Components:
     layout = layout_of(sections, path.name)
     target, notes = target_of(path, layout, tensors, sections, wanted.target)
     size = 96 if layout.encoders[0][0] == OPEN_CLIP_1 and target == "v" else layout.size
+    scheduler = scheduler_of(layout, target, zero_snr="ztsnr" in tensors)
+    reading, words = diffusers_config.read(scheduler), tokenizers_of(layout, path, wanted.tokenizer)
     unet = read_unet(sections[UNET], size, wanted)
     inpaints = unet.config.in_channels == INPAINT_CHANNELS
     vae = read_vae(sections[VAE], {"scaling_factor": layout.scaling, "sample_size": size * 8}, wanted)
     encoders = tuple(READERS[kind](sections[prefix], wanted) for prefix, kind in layout.encoders)
     check_fit(unet, vae, encoders)
-    scheduler = scheduler_of(layout, target, zero_snr="ztsnr" in tensors)
-    reading = diffusers_config.read(scheduler)
     return Components(
         name=path.name,
         pipeline_class=layout.pipeline_class(inpaints=inpaints, controlled=CONTROL in sections),
         network=unet,
         vae=vae,
         text_encoders=encoders,
-        tokenizers=tokenizers_of(layout, path, wanted.tokenizer),
+        tokenizers=words,
         image_encoder=None,
         controlnets=(read_control(sections[CONTROL], wanted),) if CONTROL in sections else (),
         scheduler=scheduler,

@@ -330,7 +330,7 @@ def bare_parameters() -> Iterator[None]:
     here = threading.get_ident()
 
     def strip(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or threading.get_ident() != here:
+        if parameter is None or parameter.is_meta or threading.get_ident() != here:
             return parameter
         return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 

@@ -120,27 +120,41 @@ class Bands:
         return moments
 
     def residual(self, block: ResnetBlock, x: Picture, keep: int) -> Picture:
-        """x + conv(silu(norm(conv(silu(norm(x)))))), of which `keep` pictures are held: none, the sum, its middle too."""
-        x, skip, moments = self.enter(block, x, keep)
+        """x + conv(silu(norm(conv(silu(norm(x)))))), holding nothing, the sum, or the sum and its middle."""
+        if x.held is None and keep and not block.resized:
+            x = self.hold(x)  # the sum can then take its place
+        if keep == 2:
+            return self.residual_held(block, x)
         channels = block.norm2.num_channels
-        h = local(block.conv1, normed(block.norm1, x, moments), channels)
-        h = self.hold(h) if keep == 2 else h
-        h = local(block.conv2, normed(block.norm2, h, self.measure(block.norm2, h)), channels)
-        total = replace(h, rows=lambda first, end: h.rows(first, end).add_(skip.rows(first, end)))
-        return total if skip.held is None else self.overwrite(skip.held, total)
+        norm1 = fixed(block.norm1, self.measure(block.norm1, x))
+        middle = local(lambda band: block.conv1(norm1(band)), x, channels)
+        norm2 = fixed(block.norm2, self.measure(block.norm2, middle))
 
-    def enter(self, block: ResnetBlock, x: Picture, keep: int) -> tuple[Picture, Picture, Moments]:
-        """x, what it adds to the sum, and its moments; one sweep for both where what it adds is to be held."""
+        def layer(band: Tensor) -> Tensor:
+            return block.conv2(norm2(block.conv1(norm1(band)))).add_(shortcut(block, band))
 
-        def shortcut(x: Picture) -> Picture:
-            return local(block.conv_shortcut, x, block.norm2.num_channels, reach=0) if block.resized else x
+        out = local(layer, x, channels, reach=2)
+        if keep == 0:
+            return out
+        return self.hold(out) if x.held is None or block.resized else self.overwrite(x.held, out)
 
-        skip = shortcut(x)
-        if keep == 0 or skip.held is not None:
-            return x, skip, self.measure(block.norm1, x)
-        moments = Moments(block.norm1.num_groups)
-        skip = self.hold(shortcut(watched(x, moments)))
-        return x if block.resized else skip, skip, moments
+    def residual_held(self, block: ResnetBlock, x: Picture) -> Picture:
+        """The same, each layer computed once: the first sweep holds what x adds to the sum and measures x."""
+        channels, moments = block.norm2.num_channels, Moments(block.norm1.num_groups)
+        if block.resized:
+            skip = self.hold(local(block.conv_shortcut, watched(x, moments), channels, reach=0))
+        else:
+            skip, moments = x, self.measure(block.norm1, x)
+        norm1 = fixed(block.norm1, moments)
+        middle = self.hold(local(lambda band: block.conv1(norm1(band)), x, channels))
+        norm2 = fixed(block.norm2, self.measure(block.norm2, middle))
+        h = local(lambda band: block.conv2(norm2(band)), middle, channels)
+        assert skip.held is not None
+        return self.overwrite(skip.held, replace(h, rows=lambda a, b: h.rows(a, b).add_(skip.rows(a, b))))
+
+
+def shortcut(block: ResnetBlock, band: Tensor) -> Tensor:
+    return block.conv_shortcut(band) if block.resized else band
 
 
 def watched(x: Picture, moments: Moments) -> Picture:
@@ -153,15 +167,11 @@ def watched(x: Picture, moments: Moments) -> Picture:
     return replace(x, rows=rows)
 
 
-def normed(norm: nn.GroupNorm, x: Picture, moments: Moments) -> Picture:
-    """GroupNorm, then SiLU: with its statistics known, GroupNorm of one image is BatchNorm in evaluation."""
-    mean, variance = (m.repeat_interleave(x.channels // norm.num_groups) for m in moments.total())  # (channels,)
+def fixed(norm: nn.GroupNorm, moments: Moments) -> Callable[[Tensor], Tensor]:
+    """GroupNorm, then SiLU, for the bands of one image: with known statistics it is BatchNorm in evaluation."""
+    mean, variance = (m.repeat_interleave(norm.num_channels // norm.num_groups) for m in moments.total())  # (channels,)
     weight, bias = norm.weight.to(mean.dtype), norm.bias.to(mean.dtype)
-
-    def rows(first: int, end: int) -> Tensor:
-        return silu(F.batch_norm(x.rows(first, end), mean, variance, weight, bias, eps=norm.eps))
-
-    return replace(x, rows=rows, held=None)
+    return lambda band: silu(F.batch_norm(band, mean, variance, weight, bias, eps=norm.eps))
 
 
 def decoded(vae: AutoencoderKL, z: Tensor, bands: Bands, keep: int) -> Picture:
@@ -174,8 +184,8 @@ def decoded(vae: AutoencoderKL, z: Tensor, bands: Bands, keep: int) -> Picture:
             x = bands.residual(resnet, x, min(keep + last - level, 2))
         for upsample in block.upsamplers:
             x = local(upsample, x, x.channels, up=2)
-    x = normed(decoder.conv_norm_out, x, bands.measure(decoder.conv_norm_out, x))
-    return local(decoder.conv_out, x, vae.config.out_channels)
+    norm = fixed(decoder.conv_norm_out, bands.measure(decoder.conv_norm_out, x))
+    return local(lambda band: decoder.conv_out(norm(band)), x, vae.config.out_channels)
 
 
 def encoded(vae: AutoencoderKL, image: Tensor, bands: Bands, keep: int) -> Tensor:

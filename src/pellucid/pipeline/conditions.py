@@ -27,6 +27,11 @@ class Conditions:
     cond: Inputs
     uncond: Inputs | None
 
+    def to(self, device: torch.device) -> Conditions:
+        """Where the network will be called; with offload it is elsewhere now."""
+        cond, uncond = (None if i is None else {k: v.to(device) for k, v in i.items()} for i in (self.cond, self.uncond))
+        return Conditions(cond or {}, uncond)
+
 
 def takes_text(network: nn.Module) -> bool:
     if isinstance(network, UNet):

@@ -128,7 +128,9 @@ class Graph:
         found = {node.name: node for node in self.nodes}
         if name not in found:
             names = [node.name for node in self.components()]
-            raise PellucidError(rule("component", f"one of {', '.join(names)}", name, nearest(name, names)), "component")
+            raise PellucidError(
+                rule("component", f"one of {', '.join(names)}", name, nearest(name, names)), "component"
+            )
         return found[name]
 
     def between(self, source: str, goal: str) -> list[Flow]:

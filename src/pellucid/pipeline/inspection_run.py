@@ -26,9 +26,10 @@ from pellucid.models.dit import PixArt
 from pellucid.models.ip_adapter import IPAdapter
 from pellucid.models.unet import UNet
 from pellucid.models.vae import from_diffusion
+from pellucid.pipeline import images as pictures
 from pellucid.pipeline import pictures_in
 from pellucid.pipeline.adapters import Control, ImagePrompt
-from pellucid.pipeline.conditions import make_conditions, takes_labels, takes_text, wants_sizes
+from pellucid.pipeline.conditions import labels_of, sizes_of, takes_labels, takes_text, wants_sizes
 from pellucid.pipeline.inspection import Shape
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.request import MAX_BATCH, Request
@@ -78,7 +79,7 @@ class Seen:
 
     calls: dict[str, Call] = field(default_factory=dict)
     shapes: dict[tuple[str, str], Shape] = field(default_factory=dict)
-    told: dict[str, Form] = field(default_factory=dict)  # the conditions with the prompt, before they are doubled
+    told: dict[str, Form] = field(default_factory=dict)  # besides texts, before it is doubled
     x: Form | None = None
     x0: Form | None = None
     decoded: Form | None = None
@@ -196,7 +197,8 @@ def rehearse(pipe: Pipeline, request: Request, added: Added) -> Seen:
     seen = Seen()
     parts = pipe.components
     projections = {name: adapter.image_proj for name, adapter in added.adapters.items()}
-    networks = {**networks_by_name(parts, added), **projections}
+    hints = {f"{name}.hint": network.controlnet_cond_embedding for name, network in added.controlnets.items()}
+    networks = {**networks_by_name(parts, added), **projections, **hints}
 
     def keep(step: Any) -> None:
         seen.x, seen.x0 = Form.of(step.x_next), Form.of(step.x0)
@@ -211,6 +213,8 @@ def rehearse(pipe: Pipeline, request: Request, added: Added) -> Seen:
             if error.code not in NOT_RUN:
                 raise
             seen.problem = str(error)
+        except RuntimeError as error:  # parts that do not fit each other: the files are at fault
+            seen.problem = str(error).splitlines()[0]
         encoder, vae = parts.image_encoder, parts.vae
         if encoder is not None and "image_encoder" not in seen.calls:
             side = encoder.config.image_size
@@ -220,7 +224,19 @@ def rehearse(pipe: Pipeline, request: Request, added: Added) -> Seen:
             seen.decoded = Form.of(vae.decode(from_diffusion(vae.config, latents)))
             pixels = torch.zeros(seen.decoded.shape, device="meta", dtype=latents.dtype)
             seen.calls["vae.encode"] = Call({"images": forms(pixels)}, {"mean": forms(vae.encode(pixels).mean)})
-    if seen.problem is None:
-        both = make_conditions(parts, request, pipe.size_of(request), 1.0, guided=False)
-        seen.told = {name: Form.of(value) for name, value in both.cond.items() if isinstance(value, Tensor)}
+            mask = pictures.mask_to_latents(pixels[:, :1], pipe.factor)
+            seen.calls["mask"] = Call({"mask": forms(pixels[:, :1])}, {"out": forms(mask)})
+    seen.told = told_besides(pipe, request)
     return seen
+
+
+def told_besides(pipe: Pipeline, request: Request) -> dict[str, Form]:
+    """What a network is told besides texts, for one side of the batch: it is doubled where it is guided."""
+    parts, found = pipe.components, {}
+    if isinstance(request.prompt_embeds, Embedding):
+        found["context"] = request.prompt_embeds.context
+    if takes_labels(parts.network):
+        found["labels"] = labels_of(parts, request)
+    if wants_sizes(parts.network):
+        found["sizes"] = sizes_of(parts, request, pipe.size_of(request), 0)
+    return {name: Form.of(value) for name, value in found.items()}

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 
-from pellucid.core.errors import PellucidError
 from pellucid.interop.components import Components
-from pellucid.models.dit import DiT
 from pellucid.models.unet import UNet
 from pellucid.pipeline import pictures_in, workspace
 from pellucid.pipeline.adapters import Control
@@ -122,15 +120,18 @@ def predict(
     policy: Policy | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    beside: Sequence[Tensor] = (),
 ) -> Forecast:
     """The peak of each stage of a request, without running it: its own code on networks without data.
 
-    `policy`, `device` ("cuda" or "cpu") and `dtype` are the pipeline's where they are left out.
+    `policy`, `device` ("cuda" or "cpu") and `dtype` are the pipeline's where they are left out; `beside` are tensors
+    that lie on the device besides the networks.
     """
     policy = pipe.policy if policy is None else policy
     where = torch.device(pipe.device if device is None else device)
     policy.check(where)
-    cast = Cast.of(pipe, request, Shadows(waits=policy.offload != "none", dtype=dtype))
+    shadows = Shadows(waits=policy.offload != "none", dtype=dtype)
+    cast = Cast.of(pipe, request, shadows)
     if policy.channels_last and policy.offload == "none":
         cast.channels_last()
     cuda = where.type != "cpu"
@@ -139,7 +140,7 @@ def predict(
         grain=workspace.GRAIN if cuda else 1,
         scratch=workspace.scratch(policy.channels_last) if cuda else None,
     )
-    tracker.hold(cast.resident)
+    tracker.hold(cast.resident, [shadows.shadow(tensor) for tensor in beside])
     eager = replace(policy, compile=False)  # compiled code holds no more than this
     kernels = Kernels("cuda" if cuda else "cpu", policy.attention)
     with metered(tracker), kernels, tracker.following(cast.named):
@@ -208,18 +209,18 @@ def ghostly(pipe: Pipeline, request: Request, guests: dict[str, nn.Module], shad
 # --- measurement ---------------------------------------------------------------------------------------------------
 
 
-def measure(pipe: Pipeline, request: Request) -> Measured:
+def measure(pipe: Pipeline, request: Request, beside: Sequence[Tensor] = ()) -> Measured:
     """Runs a request and measures the peak of each stage: torch's own count on CUDA, living tensors on the CPU.
 
     The CPU's figure does not see what kernels borrow inside of themselves. Tensors of others are not counted.
     """
     pipe.run(request)  # reads adapters, compiles, warms up
-    if pipe.device.type == "cuda":
-        return measured(pipe.run(request), others_on(pipe, request))
-    tracker = Tracker([pipe.device.type])
+    own = Tracker([pipe.device.type], grain=workspace.GRAIN if pipe.device.type == "cuda" else 1)
     networks = {**networks_by_name(pipe.components), **guests_by_name(pipe, request)}
-    tracker.hold(networks.values())
-    with metered(tracker):
+    own.hold(networks.values(), beside)
+    if pipe.device.type == "cuda":
+        return measured(pipe.run(request), others_on(pipe.device, own.weights))
+    with metered(own):
         result = pipe.run(request)
     return measured(result, 0)
 
@@ -229,15 +230,12 @@ def measured(result: Result, others: int) -> Measured:
     return Measured(peaks, {stage.name: stage.seconds for stage in result.stages}, result)
 
 
-def others_on(pipe: Pipeline, request: Request) -> int:
-    """Bytes on a GPU that are neither this pipeline's nor its request's."""
-    networks = {**networks_by_name(pipe.components), **guests_by_name(pipe, request)}
-    own = Tracker(["cuda"], grain=workspace.GRAIN)
-    own.hold(networks.values())
+def others_on(device: torch.device, own: int) -> int:
+    """Bytes on a GPU that are neither the networks' nor the run's."""
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if clear is not None:  # else a run's own workspace would count as somebody else's
+    if clear is not None:  # else the workspace of the first run would count as somebody else's
         clear()
-    return max(torch.cuda.memory_allocated(pipe.device) - own.weights, 0)
+    return max(torch.cuda.memory_allocated(device) - own, 0)
 
 
 def timed(pipe: Pipeline, request: Request, repeats: int = 3) -> float:
@@ -250,59 +248,9 @@ def timed(pipe: Pipeline, request: Request, repeats: int = 3) -> float:
     return statistics.median(took)
 
 
-# --- out of memory -------------------------------------------------------------------------------------------------
-
-HELPS = 0.95  # advice must bring the peak below this share of what it was
-
-
-def explain(pipe: Pipeline, request: Request, stage: str) -> str:
-    """Who owns the peak of a stage, and what would lower it by how much. Predicted: nothing more is run."""
-    try:
-        now = predict(pipe, request).stages[stage]
-    except PellucidError as error:  # the rehearsal cannot do what the run could
-        return str(error)
-    better = [(text, total) for text, total in cures(pipe, request, stage) if total < HELPS * now.total]
-    better.sort(key=lambda pair: pair[1])
-    words = [f"{text} brings it to {gigabytes(total)}" for text, total in better]
-    owner = now.owner or "the loop"
-    advice = f" {'; '.join(words)}." if words else " Use a smaller size or a GPU with more memory."
-    return (
-        f"{owner} owns its peak: {gigabytes(now.total)} predicted ({gigabytes(now.weights)} weights, "
-        f"{gigabytes(now.activations + now.workspace)} activations).{advice}"
-    )
-
-
-def cures(pipe: Pipeline, request: Request, stage: str) -> list[tuple[str, int]]:
-    """Every change of policy, dtype or batch that might help, with the peak of the stage under it."""
-    found: list[tuple[str, int]] = []
-    policies: list[dict[str, Any]] = [{"offload": "component"}]
-    if stage == "denoise":
-        policies.append({"offload": "block"})
-    if stage == "decode":
-        policies.append({"vae_slicing": True})
-    if stage in ("decode", "encode"):
-        policies.append({"vae_tile": 64})
-    if pipe.policy.attention == "math":
-        policies.append({"attention": "auto"})
-    for change in policies:
-        try:
-            policy = replace(pipe.policy, **change)
-            policy.check(pipe.device)
-        except PellucidError:
-            continue
-        if policy != pipe.policy:
-            words = ", ".join(f"{name}={value!r}" for name, value in change.items())
-            found.append((words, predict(pipe, request, policy=policy).stages[stage].total))
-    if next(pipe.components.network.parameters()).dtype == torch.float32:
-        found.append(("dtype bfloat16", predict(pipe, request, dtype=torch.bfloat16).stages[stage].total))
-    if request.n > 1:
-        found.append(("n=1", predict(pipe, replace(request, n=1, seed=0, latents=None)).stages[stage].total))
-    return found
-
-
-def gigabytes(size: int) -> str:
+def in_words(size: float) -> str:
     """Bytes for people, in powers of 1024."""
     for unit, power in (("GB", 30), ("MB", 20), ("KB", 10)):
         if size >= 2**power:
             return f"{size / 2**power:.3g} {unit}" if size < 1000 * 2**power else f"{size / 2**power:.0f} {unit}"
-    return f"{size} B"
+    return f"{size:.0f} B"

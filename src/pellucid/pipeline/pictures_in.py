@@ -26,6 +26,16 @@ if TYPE_CHECKING:
 Inputs = dict[str, Any]
 
 
+def encoding_networks(run: Run) -> list[nn.Module]:
+    """The networks that the pictures of a request go through before it is denoised."""
+    request, found = run.request, []
+    if run.parts.vae is not None and request.image is not None:
+        found.append(run.parts.vae)
+    if request.image_prompts and run.parts.image_encoder is not None:
+        found += [run.parts.image_encoder, *(adapter_of(run.pipe, prompt) for prompt in request.image_prompts)]
+    return found + [controlnet_of(run.pipe, control).controlnet_cond_embedding for control in request.controls]
+
+
 # --- to start from -----------------------------------------------------------------------------------------------
 
 
@@ -106,7 +116,7 @@ def controlnet_of(pipe: Pipeline, control: Control) -> ControlNet:
 
 def read_controlnet(pipe: Pipeline, path: str) -> ControlNet:
     dtype = next(pipe.components.network.parameters()).dtype
-    found = source.load_component(path, dtype=dtype, device=pipe.device)
+    found = source.load_component(path, dtype=dtype, device=pipe.device if pipe.policy.offload == "none" else None)
     if not isinstance(found, ControlNet):
         raise PellucidError(rule("ControlNet", "a folder or file of one", type(found).__name__), "control-kind")
     return found
@@ -120,6 +130,10 @@ def add_hints(run: Run, network: Controlled, cond: Inputs, uncond: Inputs | None
         pixels = (pictures.to_tensor(control.picture, run.size) + 1) / 2
         with_batch = spread(pixels, run.count).to(run.pipe.device)
         hints.append(controlnet.hint(with_batch, [control.scale] * run.count))
+        side, wanted = hints[-1].embedded.shape[-1], run.shape[-1]
+        if side != wanted:
+            must = f"one for latents of 1/{run.pipe.factor} of a picture"
+            raise PellucidError(rule("ControlNet", must, f"one for 1/{run.size[0] // max(side, 1)}"), "control-base")
     for inputs in (cond, uncond):
         if inputs is not None:
             inputs["control"] = tuple(hints)

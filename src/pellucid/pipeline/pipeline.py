@@ -77,7 +77,7 @@ class Pipeline:
     @torch.no_grad()
     def run(self, request: Request) -> Result:
         """Encodes, denoises and decodes one request."""
-        stages = Stages(self.policy, self.device)
+        stages = Stages(self.policy, self.device, lambda stage: self.explain(request, stage))
         parts, receipt = self.with_loras(request)
         guidance = self.guidance_of(request)
         planned = make_plan(parts, request)
@@ -91,7 +91,7 @@ class Pipeline:
             scale, guidance = told_scale(asked), Guidance(1.0)
         with stages.run("text", *parts.text_encoders):
             both = guidance.needs_uncond or asks_uncond(planned.plan)
-            told = make_conditions(parts, request, size, scale if embedded else 1.0, both)
+            told = make_conditions(parts, request, size, scale if embedded else 1.0, both).to(self.device)
         run_of = Run(self, parts, request, planned, guidance, source, stages, size, len(seeds))
         x = run_of.denoise(told.cond, told.uncond)
         made = run_of.decode(x) if request.decode else []
@@ -165,6 +165,12 @@ class Pipeline:
         encoders = tuple(views[n] for n in ("text_encoder", "text_encoder_2") if n in views)
         return replace(self.components, network=network, text_encoders=encoders), receipt
 
+    def explain(self, request: Request, stage: str) -> str:
+        """Who owns the peak of a stage's memory, and what would lower it."""
+        from pellucid.pipeline import out_of_memory  # which runs pipelines
+
+        return out_of_memory.explain(self, request, stage)
+
     def to(self, device: torch.device | str) -> Pipeline:
         """The same pipeline with its networks on a device."""
         self.device = torch.device(device)
@@ -237,7 +243,7 @@ class Run:
 
     def denoise(self, cond: dict[str, Any], uncond: dict[str, Any] | None) -> Tensor:
         request, network = self.request, self.parts.network
-        with self.stages.run("encode", self.parts.vae, self.parts.image_encoder):
+        with self.stages.run("encode", *pictures_in.encoding_networks(self)):
             clean = self.clean_latents()
             noise = self.first_noise()
             network, denoiser_extra = self.prepared(network, cond, uncond, clean)
@@ -268,8 +274,10 @@ class Run:
             )
 
     def denoising_networks(self, network: Any) -> list[nn.Module]:
-        found = network.network if isinstance(network, HintSwitch | pictures_in.Inpainting) else network
-        return [found] if isinstance(found, nn.Module) else []
+        while isinstance(network, HintSwitch | pictures_in.Inpainting):
+            network = network.network
+        weak = self.request.weak
+        return [network] if weak is None else [network, weak.components.network]
 
     # --- the start ------------------------------------------------------------------------------------------------
 
@@ -337,16 +345,18 @@ class Run:
         if request.controls:
             controlled = Controlled(network, [pictures_in.controlnet_of(self.pipe, c) for c in request.controls])
             pictures_in.add_hints(self, controlled, cond, uncond)
-            network = HintSwitch(controlled)
+            network = HintSwitch(self.stages.ready(controlled))
 
             def extra(guided: GuidedDenoiser) -> ControlledDenoiser:
                 return ControlledDenoiser(guided, request.controls)
 
+        else:
+            network = self.stages.ready(network)
         if pictures_in.is_inpainting(self.parts):
             beside = pictures_in.beside_latents(self)
             for inputs in (cond, uncond):
                 if inputs is not None:
-                    inputs["beside"] = beside.to(next(self.parts.network.parameters()))
+                    inputs["beside"] = beside.to(self.pipe.device, next(self.parts.network.parameters()).dtype)
             network = pictures_in.Inpainting(network)
         elif request.mask is not None and self.plan.dialect == "diffusers" and clean is not None:
             # diffusers encodes the masked picture here whether it is used or not, and draws noise for it

@@ -133,12 +133,12 @@ class Tracker(TorchDispatchMode):
         finally:
             self.bringing = before
 
-    def hold(self, networks: Iterable[nn.Module]) -> None:
-        """Counts the weights that these networks have on the device."""
+    def hold(self, networks: Iterable[nn.Module], beside: Iterable[Tensor] = ()) -> None:
+        """Counts the weights that these networks have on the device, and more tensors as weights."""
+        own = (tensor for network in networks for tensor in (*network.parameters(), *network.buffers()))
         with self.weighing():
-            for network in networks:
-                for tensor in (*network.parameters(), *network.buffers()):
-                    self.add(tensor)
+            for tensor in (*own, *beside):
+                self.add(tensor)
 
     @contextmanager
     def following(self, networks: dict[str, nn.Module]) -> Iterator[None]:

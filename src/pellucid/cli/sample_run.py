@@ -1,0 +1,189 @@
+"""`pellucid sample` at work: words → jobs → runs → files; one image after the other, or the cells of a sheet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+
+from pellucid.cli import output, sample_output, sample_repeat, sample_sheet, sample_words
+from pellucid.cli.sample_output import Bar, Report
+from pellucid.cli.sample_repeat import Source
+from pellucid.cli.sample_words import Adapter, Asked
+from pellucid.cli.sample_work import Job, Work, request_of
+from pellucid.core.errors import PellucidError, rule
+from pellucid.core.noise import seed_list
+from pellucid.pipeline import prompt as texts
+from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
+from pellucid.pipeline.load import load
+from pellucid.pipeline.pipeline import Pipeline
+from pellucid.pipeline.policy import Policy
+from pellucid.pipeline.recipe import write_png
+from pellucid.pipeline.request import Request
+
+CANCELLED = 130
+
+
+def sample(params: dict[str, Any]) -> None:
+    """Everything, from the words of the command line to the words at its end."""
+    report = Report()
+    try:
+        with sample_output.bar(quiet=params["as_json"]) as bar:
+            work_on(params, report, bar)
+    except KeyboardInterrupt:
+        count = len(report.files)
+        typer.echo(f"cancelled: {count} file{'' if count == 1 else 's'} written", err=True)
+        raise typer.Exit(CANCELLED) from None
+    if params["as_json"]:
+        output.print_json(report.to_dict())
+    else:
+        sample_output.show(report)
+
+
+def work_on(params: dict[str, Any], report: Report, bar: Bar) -> None:
+    asked, origin = Asked.of(params), None
+    named = asked.model is not None
+    if params["from_file"] is not None:
+        origin = sample_repeat.open_source(params["from_file"])
+        asked, changed = sample_repeat.completed(origin, asked)
+        report.source = told_of(origin, changed)
+        report.note(*getattr(origin.recipe, "notes", ()))
+    axes = params["grid_of"] or (origin.axes if origin is not None else None)
+    check_usage(params, asked, origin, axes)
+    jobs = jobs_of(asked)
+    if axes is not None and len(jobs) > 1:
+        raise PellucidError(rule("--grid-of", "for one image a cell", f"{len(jobs)} images"), "usage")
+    goal = sample_output.goal_of(params["out"], params["overwrite"], len(jobs) > 1)
+    adapters = adapters_of(asked)
+    request_of(jobs[:1], {**asked.fields, **adapters})  # what is wrong whatever the model, before it is loaded
+    sides = None if axes is None else sample_sheet.axes_of(axes, asked.fields.get("sampler"))
+    pipe = timed_load(asked, report)
+    if asked.weak is not None:
+        adapters["weak"] = load(asked.weak, **{k: v for k, v in asked.loading.items() if k in ("dtype", "device")})
+    work = Work(asked, goal, report, bar, pipe, adapters, origin, named)
+    if asked.unguarded:
+        report.note(sample_words.UNGUARDED)
+    if sides is None:
+        images(work, jobs)
+    else:
+        sample_sheet.sheet(work, jobs[0], sides, axes or "", params["keep_cells"])
+
+
+def told_of(origin: Source, changed: list[str]) -> dict[str, Any]:
+    foreign = None if origin.exact is not None else origin.recipe
+    return {
+        "file": str(origin.path),
+        "kind": origin.kind,
+        "understood": {} if foreign is None else sample_repeat.understood(foreign),
+        "unread": {} if foreign is None else foreign.unread,
+        "changed": changed,
+        "pixels": "",
+    }
+
+
+def check_usage(params: dict[str, Any], asked: Asked, origin: Source | None, axes: str | None) -> None:
+    """Words that only make sense with others."""
+    if asked.model is None:
+        raise PellucidError("MODEL must be given, or a picture with --from; got neither.", "usage")
+    if params["keep_cells"] and axes is None:
+        raise PellucidError("--keep-cells must come with --grid-of; got it alone.", "usage")
+    guided = "guidance" in asked.fields or (axes is not None and "guidance" in axes)
+    if asked.unguarded and not guided:
+        raise PellucidError("--unguarded must come with --guidance; got it alone.", "usage")
+    if params["label"] and params["prompt"] is not None and len(asked.prompts or ()) > 1:
+        raise PellucidError("--label must come with one prompt at most; got several.", "usage")
+
+
+# --- jobs ------------------------------------------------------------------------------------------------------
+
+
+def jobs_of(asked: Asked) -> list[Job]:
+    """One an image: n of each prompt, or of each label, with the seeds that were given or consecutive ones."""
+    prompts = asked.prompts if asked.prompts is not None else [None]
+    labels = asked.labels if asked.labels is not None else [None]
+    things = [(prompt, label) for prompt in prompts for label in labels]
+    listed = isinstance(asked.seeds, list)
+    n = asked.n or (len(asked.seeds) // len(things) if listed else 1) or 1  # type: ignore[arg-type]
+    count = len(things) * n
+    if count > sample_words.MAX_IMAGES:
+        raise PellucidError(rule("images", f"at most {sample_words.MAX_IMAGES}", count), "usage")
+    if listed and len(asked.seeds) != count:  # type: ignore[arg-type]
+        raise PellucidError(rule("--seed", f"one seed, or {count}: one an image", len(asked.seeds)), "seed")  # type: ignore
+    first = Request().seeds()[0] if asked.seeds is None else asked.seeds
+    seeds = seed_list(first, count)
+    several = len(things) > 1
+    return [
+        Job(*things[i // n], seed, i + 1 if several else None)  # type: ignore[arg-type]
+        for i, seed in enumerate(seeds)
+    ]
+
+
+def batches(work: Work, jobs: list[Job]) -> Iterator[list[Job]]:
+    """Jobs in runs of at most `--batch`. Prompts of other lengths would fill each other up: they run apart."""
+    held: list[Job] = []
+    for job in jobs:
+        if held and (len(held) == work.asked.batch or length(work, held[0]) != length(work, job)):
+            yield held
+            held = []
+        held.append(job)
+    if held:
+        yield held
+
+
+def length(work: Work, job: Job) -> int:
+    """Windows of the text encoder that a prompt fills."""
+    tokenizers = work.pipe.components.tokenizers if job.prompt and work.asked.batch > 1 else ()
+    weighting = work.asked.fields.get("weighting", False)
+    return max((len(texts.chunks(t, job.prompt or "", weighting=weighting)) for t in tokenizers), default=1)
+
+
+# --- loading ---------------------------------------------------------------------------------------------------
+
+
+def timed_load(asked: Asked, report: Report) -> Pipeline:
+    began = time.perf_counter()
+    assert asked.model is not None
+    pipe = load(asked.model, **asked.loading, policy=Policy(**asked.policy))
+    report.model, report.load_seconds = pipe.components.name, time.perf_counter() - began
+    return pipe
+
+
+def adapters_of(asked: Asked) -> dict[str, Any]:
+    """The adapters of every run. The pipeline reads each file once."""
+
+    def scale(adapter: Adapter) -> Any:
+        return 1.0 if adapter.scale is None else adapter.scale
+
+    found: dict[str, Any] = {}
+    if asked.loras:
+        found["loras"] = [Lora(one.path, scale(one)) for one in asked.loras]
+    if asked.controls:
+        spans = [one.span or (0.0, 1.0) for one in asked.controls]
+        found["controls"] = [
+            Control(one.path, one.picture, scale(one), *span) for one, span in zip(asked.controls, spans, strict=True)
+        ]
+    if asked.image_prompts:
+        found["image_prompts"] = [ImagePrompt(one.path, one.picture, scale(one)) for one in asked.image_prompts]
+    return found
+
+
+# --- images ----------------------------------------------------------------------------------------------------
+
+
+def images(work: Work, jobs: list[Job]) -> None:
+    """Every image, written as soon as it is made."""
+    runs = list(batches(work, jobs))
+    requests = [request_of(run, work.fields) for run in runs]
+    work.check_recipe(requests[0])
+    work.bar.begin(len(jobs), sum(work.steps(request) for request in requests))
+    for run, request in zip(runs, requests, strict=True):
+        result = work.run(request)
+        for job, image, recipe in zip(run, result.images, result.recipes, strict=True):
+            path = work.goal.path(job.seed, job.number, work.report.files)
+            write_png(image, path, recipe)
+            work.report.files.append(path)
+            if len(jobs) == 1:
+                work.compare_pixels(image, recipe)
+        work.bar.done += len(run)

@@ -1,0 +1,131 @@
+"""`pellucid sample --grid-of`: one run a cell, then one labelled picture that carries its recipe."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from pellucid.cli import sample_output, sample_repeat, sample_words
+from pellucid.cli.sample_work import Job, Work, request_of
+from pellucid.core.errors import PellucidError
+from pellucid.core.samplers import resolve
+from pellucid.pipeline.recipe import Recipe, write_png
+from pellucid.pipeline.request import Request
+from pellucid.pipeline.sheet import Axis, cells, draw_sheet, parse_axes
+
+# What a cell may change, and as what it is read.
+AXES: dict[str, type] = {
+    "steps": int,
+    "guidance": float,
+    "sampler": str,
+    "grid": str,
+    "dialect": str,
+    "seed": int,
+    "strength": float,
+    "clip_skip": int,
+    "prompt": str,
+    "negative": str,
+    "label": str,
+    "size": str,
+    "noise": str,
+    "lora": float,
+    "control": float,
+    "image_prompt": float,
+    "denoising_start": float,
+    "denoising_end": float,
+}
+SCALES = {"lora": "loras", "control": "controls", "image_prompt": "image_prompts"}
+
+
+def axes_of(text: str, sampler: str | None) -> tuple[Axis, ...]:
+    """The axes of a sheet: options of the command, and numeric options of the sampler. Guidance may be words too."""
+    own = {} if sampler is None else resolve(sampler)[0].options()
+    numeric = {name: type(value) for name, value in own.items() if type(value) in (int, float)}
+    try:
+        return parse_axes(text, {**numeric, **AXES})
+    except PellucidError as error:
+        if error.code != "grid-value" or "guidance" not in text:
+            raise
+        return parse_axes(text, {**numeric, **AXES, "guidance": str})
+
+
+def sheet(work: Work, job: Job, axes: tuple[Axis, ...], text: str, keep: bool) -> None:
+    """Every cell, then the sheet; `text` is what the axes were read from."""
+    every = cells(axes)
+    requests = [cell_request(work, job, settings) for settings in every]
+    total = sum(work.steps(request) for request in requests)  # all are planned before the first is run
+    goal = work.goal.file or free_sheet(work.goal.folder)
+    folder = goal.with_name(f"{goal.stem}-cells") if keep else None
+    if folder is not None:
+        folder.mkdir(exist_ok=work.goal.overwrite)
+    work.check_recipe(requests[0])
+    work.bar.unit = "cell"
+    work.bar.begin(len(every), total)
+    pictures = []
+    for number, (settings, request) in enumerate(zip(every, requests, strict=True), 1):
+        result = work.run(request)
+        pictures.append(result.images[0])
+        if folder is not None:
+            path = folder / sample_output.cell_name(number, settings)
+            write_png(result.images[0], path, result.recipe)
+            work.report.files.append(path)
+        work.bar.done += 1
+    first = work.report.recipes[0]
+    varied = {axis.name for axis in axes}
+    drawn = draw_sheet(pictures, axes, title=None if "prompt" in varied else first.prompt, footer=footer(first, varied))
+    write_png(drawn, work.goal.free(goal), first, text)
+    if work.origin is not None and work.origin.axes == text:
+        work.compare_pixels(drawn, first)
+    work.report.files.insert(0, goal)
+    work.report.sheet = {"file": str(goal), "axes": text, "cells": None if folder is None else str(folder)}
+
+
+def free_sheet(folder: Path) -> Path:
+    """A name that is not taken: sheet.png, sheet-2.png, …"""
+    names = (folder / f"sheet{'' if i == 1 else f'-{i}'}.png" for i in count(1))
+    return next(path for path in names if not os.path.lexists(path))
+
+
+def cell_request(work: Work, job: Job, settings: dict[str, Any]) -> Request:
+    """The request of one cell: that of the sheet, with the cell's own settings."""
+    changes: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name in ("prompt", "seed", "label"):
+            job = replace(job, **{name: sample_words.label(value) if name == "label" else value})
+        elif name == "guidance":
+            changes["guidance"] = sample_words.guidance(value, work.asked.unguarded)
+        elif name == "size":
+            changes["width"], changes["height"] = sample_words.size("size", value)
+        elif name in SCALES:
+            changes[SCALES[name]] = rescaled(work, name, value)
+        elif name in AXES:
+            changes["negative_prompt" if name == "negative" else name] = value
+        else:
+            changes["options"] = {**changes.get("options", {}), name: value}
+    return request_of([job], sample_repeat.over(work.fields, changes))
+
+
+def rescaled(work: Work, name: str, scale: float) -> list[Any]:
+    """The adapters of the run at another scale."""
+    held = work.adapters.get(SCALES[name])
+    if not held:
+        flag = f"--{name.replace('_', '-')}"
+        raise PellucidError(f"axis {name} must come with {flag}, whose scale it is; got none.", "grid-axis")
+    return [replace(one, scale=scale) for one in held]
+
+
+def footer(recipe: Recipe, varied: set[str]) -> str:
+    """What all cells share, in a line."""
+    parts = {
+        "model": Path(recipe.model).name,
+        "seed": f"seed {recipe.seed}",
+        "size": f"{recipe.size[0]}×{recipe.size[1]}" if recipe.size else "",
+        "sampler": str(recipe.sampler),
+        "grid": str(recipe.grid.get("name", "")),
+        "steps": f"{recipe.steps} steps",
+        "guidance": f"guidance {sample_repeat.shown(recipe.guidance)}",
+    }
+    return " · ".join(text for name, text in parts.items() if text and name not in varied)

@@ -1,0 +1,84 @@
+"""What a call of `pellucid sample` has in its hands, and one run of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pellucid.cli import sample_repeat, sample_words
+from pellucid.cli.sample_output import Bar, Goal, Report
+from pellucid.cli.sample_repeat import Source
+from pellucid.cli.sample_words import Asked
+from pellucid.core.errors import PellucidError
+from pellucid.pipeline.pipeline import Pipeline, Result
+from pellucid.pipeline.planning import make_plan
+from pellucid.pipeline.recipe import Recipe
+from pellucid.pipeline.request import Request
+
+
+@dataclass(frozen=True)
+class Job:
+    """One image: its words, its seed, and its number where there are several prompts."""
+
+    prompt: str | None
+    label: int | str | None
+    seed: int
+    number: int | None = None
+
+
+@dataclass
+class Work:
+    """The words, the model, where images go, and what is said of them. `named`: the model is no recipe's."""
+
+    asked: Asked
+    goal: Goal
+    report: Report
+    bar: Bar
+    pipe: Pipeline
+    adapters: dict[str, Any] = field(default_factory=dict)
+    origin: Source | None = None
+    named: bool = True
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What all requests share."""
+        return {**self.asked.fields, **self.adapters}
+
+    def steps(self, request: Request) -> int:
+        """Model calls of a request. An option of the right type and a wrong size is the user's error, not a crash."""
+        try:
+            return make_plan(self.pipe.components, request).plan.nfe
+        except PellucidError:
+            raise
+        except (ValueError, TypeError, IndexError, ArithmeticError) as error:
+            told = ", ".join(f"{key}={value}" for key, value in request.options.items())
+            message = f"option must be one that {request.sampler} can use; got {told}: {error}."
+            raise PellucidError(message, "option") from None
+
+    def run(self, request: Request) -> Result:
+        self.bar.run(self.steps(request))
+        result = self.pipe.run(replace(request, observers=(self.bar,)))
+        self.report.add(result)
+        return result
+
+    def check_recipe(self, request: Request) -> None:
+        """With `--from`: reports what is not the recipe's."""
+        if self.origin is not None and self.report.source is not None:
+            self.report.source["changed"] += sample_repeat.check_same(self.origin, self.pipe, request, self.named)
+
+    def compare_pixels(self, image: Any, recipe: Recipe) -> None:
+        """With `--from`: reports whether the image is the same."""
+        if self.origin is not None and self.report.source is not None:
+            self.report.source["pixels"] = sample_repeat.compare_pixels(self.origin, image, recipe)
+
+
+def request_of(jobs: list[Job], fields: dict[str, Any]) -> Request:
+    """The request of one run."""
+    told: dict[str, Any] = {"seed": [job.seed for job in jobs]}
+    if fields.get("options"):
+        told["options"] = sample_words.typed_options(fields.get("sampler"), fields["options"])
+    for name in ("prompt", "label"):
+        held = [getattr(job, name) for job in jobs]
+        if any(one is not None for one in held):
+            told[name] = held if len(held) > 1 else held[0]
+    return Request(**{**fields, **told})

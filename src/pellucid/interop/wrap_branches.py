@@ -1,0 +1,180 @@
+"""From a wrapped pipeline's steps to named predictions: which of its network's outputs is cond and which uncond.
+
+Nothing is assumed of the family. A pipeline asks its network with and without the prompt, in one batch or in two calls,
+maybe turns the sign or drops channels, and mixes the two. All of that shows in one step: the outputs and the mixture
+are known, so the order, the sign and the scale are those that give the mixture. If none does, we say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pellucid.core.errors import PellucidError
+from pellucid.interop.wrap import Conversation
+from pellucid.interop.wrap_strings import Call, Only, Reply, tensor_of
+
+# How far the mixture may be from the formula, relative: the pipeline works in its own precision.
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
+COARSE = 0.1
+CLEAR, NEAR = 4.0, 1e-6  # a way is told from the best if it is this much worse
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a pipeline makes its prediction: `uncond + scale·(cond − uncond)`, times `sign`; `plain`: no more than that.
+
+    `index` is the place of cond: among the two halves of one call's batch, or among two calls. `sure`: the two were
+    far enough apart to tell.
+    """
+
+    calls: int
+    predictions: int
+    index: int = 0
+    sign: int = 1
+    scale: float = 1.0
+    plain: bool = True
+    sure: bool = True
+
+
+class PeerNetwork:
+    """A wrapped pipeline's network as guidance calls it: network(x, time, which) → predictions, uncond first.
+
+    `which` has one number an image: 1 with the prompt, 0 without. The time is told by the pipeline itself.
+    """
+
+    def __init__(self, talk: Conversation, images: int, scales: Sequence[float], way: Way | None = None) -> None:
+        self.talk, self.images, self.scales = talk, images, scales
+        self.way = way
+        self.kept = False  # the pipeline's own mixture is taken as it is
+        self.reply: Reply | None = None
+        self.first: Reply | None = None
+        self.last: Call | None = None
+
+    def learn(self, x: Tensor) -> Way | None:
+        """Asks one step, which the next call then uses."""
+        self.first = self.hear(x, None)
+        return self.way
+
+    def hear(self, x: Tensor, only: Only | None) -> Reply:
+        reply, self.first = self.first or self.talk.ask(x, only), None
+        self.reply = reply
+        if only is None and (self.way is None or not self.way.sure):
+            found = recognise(reply, x, self.scales)
+            if found is None or self.way is None or found.sure:
+                self.way = found
+        return reply
+
+    def __call__(self, x: Tensor, time: Any, *, which: Tensor, skipped: tuple[Any, ...] = ()) -> Tensor:
+        if skipped:
+            return self.again(self.talk.network, x, skip_layers=list(skipped))
+        x, both, way = x[: self.images], len(which) > self.images, self.way
+        only = None
+        if not both and not self.kept and way is not None and way.sure and way.predictions == 2:
+            only = Only(way.index, way.calls, self.images)
+        reply = self.hear(x, only)
+        if self.kept:
+            return reply.mixed.to(x.dtype)
+        way = self.way
+        if way is None or (both and way.predictions != 2):
+            raise self.refusal(way)
+        if way.predictions == 1:
+            return reply.mixed.to(x.dtype)
+        if only is not None:
+            return self.read(reply.calls[way.index if way.calls == 2 else 0].out, x)
+        found = [self.read(out, x) for out in outputs(reply.calls, self.images)]
+        cond, uncond = found[way.index], found[1 - way.index]
+        return torch.cat([uncond, cond]) if both else cond
+
+    def read(self, out: Tensor, x: Tensor) -> Tensor:
+        assert self.way is not None
+        found = shaped(out, x)
+        assert found is not None
+        return found * self.way.sign if self.way.sign != 1 else found
+
+    def again(self, network: Any, x: Tensor, **more: Any) -> Tensor:
+        """What another network, or the same one told more, says of the cond inputs of this step."""
+        way, reply = self.way, self.reply
+        if way is None or reply is None:
+            raise self.refusal(way)
+        call = reply.calls[way.index if way.calls == 2 else 0]
+        args, kwargs = call.args, call.kwargs
+        if way.predictions == 2 and len(call.out) == 2 * self.images:
+            args, kwargs = Only(way.index, way.calls, self.images).half(call)
+        return self.read(tensor_of(network(*args, **kwargs, **more)), x[: self.images])
+
+    def refusal(self, way: Way | None) -> PellucidError:
+        kind = self.talk.peer.kind
+        if way is None:
+            return PellucidError(
+                f"guidance must be left to {kind}: what it does with its network's outputs is not recognised as a "
+                "mixture of a prediction with the prompt and one without. Leave guidance out.",
+                "wrap-guidance",
+            )
+        return PellucidError(
+            f"guidance must be 1 for {kind}: it makes no prediction without the prompt here. Its network is told the "
+            "scale, or has none.",
+            "wrap-guidance",
+        )
+
+
+def outputs(calls: Sequence[Call], images: int) -> list[Tensor]:
+    """The network's predictions in a step, each for all images."""
+    return [half for call in calls for half in call.out.split(images)]
+
+
+def shaped(out: Tensor, x: Tensor) -> Tensor | None:
+    """An output in the form and precision of x: without the channels of a learned variance, without sides of 1."""
+    if out.ndim == x.ndim and out.ndim > 1 and out.shape[1] == 2 * x.shape[1]:
+        out = out[:, : x.shape[1]]
+    return out.reshape(x.shape).to(x.dtype) if out.numel() == x.numel() else None
+
+
+def recognise(reply: Reply, x: Tensor, scales: Sequence[float]) -> Way | None:
+    """The way whose mixture is that of the pipeline; `scales` are those that it may have used."""
+    found = [shaped(out, x) for out in outputs(reply.calls, len(x))]
+    whole = all(len(call.out) % len(x) == 0 for call in reply.calls)
+    mixed = reply.mixed.to(x.dtype)
+    if not whole or len(found) > 2 or any(f is None for f in found) or mixed.shape != x.shape:
+        return None
+    allowed = TOLERANCE.get(reply.mixed.dtype, COARSE)
+    if reply.calls[0].out.dtype not in TOLERANCE:
+        allowed = COARSE
+    base = Way(len(reply.calls), len(found))
+    tried = [(apart(way, found, mixed), way) for way in ways(base, scales)]  # type: ignore[arg-type]
+    least = min(error for error, _ in tried)
+    if not least <= allowed:
+        return None
+    # the first that nothing tells from the best; then whether the other order was told from it
+    near = CLEAR * least + NEAR
+    best = next(way for error, way in tried if error <= near)
+    return replace(best, sure=all(error > near for error, way in tried if way.index != best.index))
+
+
+def ways(base: Way, scales: Sequence[float]) -> list[Way]:
+    """What pipelines do: either order, either sign; a scale that counts from 1, or from 0; with the norm put back."""
+    if base.predictions == 1:
+        return [replace(base, sign=sign) for sign in (1, -1)]
+    orders = (1, 0) if base.calls == 1 else (0, 1)  # the usual one first: it wins where nothing tells them apart
+    every = sorted({s + more for s in scales for more in (0.0, 1.0)})
+    return [
+        replace(base, index=index, sign=sign, scale=scale, plain=plain)
+        for plain in (True, False)
+        for index in orders
+        for sign in (1, -1)
+        for scale in every
+    ]
+
+
+def apart(way: Way, found: Sequence[Tensor], mixed: Tensor) -> float:
+    """The largest difference between what the way gives and what the pipeline gave, relative."""
+    cond, uncond = found[way.index], found[1 - way.index] if way.predictions == 2 else found[0]
+    guess = uncond + way.scale * (cond - uncond) if way.predictions == 2 else cond
+    if not way.plain:  # the norm of cond along the last side (Qwen-Image, Lumina 2)
+        size = torch.linalg.vector_norm(guess, dim=-1, keepdim=True).clamp_min(torch.finfo(guess.dtype).tiny)
+        guess = guess * (torch.linalg.vector_norm(cond, dim=-1, keepdim=True) / size)
+    return float((way.sign * guess - mixed).abs().max() / mixed.abs().max().clamp_min(1e-30))

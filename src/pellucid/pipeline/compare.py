@@ -1,0 +1,213 @@
+"""Strategies side by side: what each saves and what it costs, in bytes, milliseconds and changed pixels."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from pellucid.core.errors import PellucidError
+from pellucid.models import lora
+from pellucid.pipeline import offload
+from pellucid.pipeline.memory import measure, networks_by_name, predict, timed
+from pellucid.pipeline.policy import LEAST_TILE, ON_CPU, Policy
+from pellucid.pipeline.request import Request
+
+if TYPE_CHECKING:
+    from pellucid.pipeline.pipeline import Pipeline
+
+BASE = "as it is"
+TILES = (64, 32, LEAST_TILE)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to run the same request. `against` names the row that its picture is compared with."""
+
+    name: str
+    policy: Policy
+    request: Request
+    dtype: torch.dtype | None = None
+    merged: bool = False  # LoRAs written into the weights for the run, instead of a view a request
+    against: str = BASE
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a strategy took. Differences are in 255ths of the range of a pixel; `trouble` where it did not run."""
+
+    strategy: Strategy
+    predicted: int | None = None
+    measured: int | None = None
+    seconds: float | None = None
+    largest: float | None = None
+    mean: float | None = None
+    trouble: str = ""
+
+
+@dataclass
+class Comparison:
+    """The rows, and the strategies that this device leaves out."""
+
+    rows: list[Row] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+
+def strategies(pipe: Pipeline, bare: Request, dressed: Request) -> tuple[list[Strategy], list[str]]:
+    """Each field of the policy alone, half precision, then each adapter of `dressed`; and what is left out here."""
+    policy, device = pipe.policy, pipe.device.type
+    found = [Strategy(BASE, policy, bare)]
+    for name, value in changes(pipe, bare):
+        found.append(Strategy(f"{name}={value}", replace(policy, **{name: value}), bare))
+    if next(pipe.components.network.parameters()).dtype == torch.float32:
+        found.append(Strategy("dtype=bfloat16", policy, bare, dtype=torch.bfloat16))
+    if dressed.controls:
+        found.append(Strategy("ControlNet", policy, replace(bare, controls=dressed.controls)))
+    if dressed.loras:
+        worn = replace(bare, loras=dressed.loras)
+        found.append(Strategy("LoRA, view", policy, worn))
+        found.append(Strategy("LoRA, merged", policy, worn, merged=True, against="LoRA, view"))
+    left = ["offload: the networks are on the CPU already", "compile: it takes minutes here"] if device == "cpu" else []
+    return found, left
+
+
+def changes(pipe: Pipeline, request: Request) -> Iterator[tuple[str, Any]]:
+    """The fields of a policy that can be set on this device for this request, beside those that are."""
+    policy, cpu = pipe.policy, pipe.device.type == "cpu"
+    wide, high = pipe.size_of(request)
+    for name in ON_CPU if cpu else ("flash", "efficient", "cudnn", "math"):
+        if name not in ("auto", policy.attention):
+            yield "attention", name
+    if pipe.components.vae is not None:
+        if request.n > 1 and not policy.vae_slicing:
+            yield "vae_slicing", True
+        for tile in TILES:
+            if tile < max(wide, high) // pipe.factor and policy.vae_tile is None:
+                yield "vae_tile", tile
+                break
+    if not policy.channels_last:
+        yield "channels_last", True
+    if not cpu and policy.offload == "none":
+        yield "offload", "component"
+        yield "offload", "block"
+    if not cpu and not policy.compile:
+        yield "compile", True
+
+
+def compare(pipe: Pipeline, found: Sequence[Strategy], seen: Callable[[], None], repeats: int = 3) -> list[Row]:
+    """Runs every strategy; one that fails says why and the others go on."""
+    pictures: dict[str, list[Image.Image]] = {}
+    rows = []
+    for strategy in found:
+        try:
+            row, images = tried(pipe, strategy, repeats)
+            pictures[strategy.name] = images
+            largest, mean = difference(images, pictures[strategy.against])
+            rows.append(replace(row, largest=largest, mean=mean))
+        except PellucidError as error:
+            rows.append(Row(strategy, trouble=f"{error.code}: {error}"))
+        seen()
+    return rows
+
+
+def tried(pipe: Pipeline, strategy: Strategy, repeats: int) -> tuple[Row, list[Image.Image]]:
+    with arranged(pipe, strategy) as (ready, request, beside):
+        predicted = predict(ready, request, beside=beside).peak.total
+        found = measure(ready, request, beside)
+        seconds = timed(ready, request, repeats)
+    # What torch.compile makes allocates behind the back of a tracker.
+    blind = strategy.policy.compile and pipe.device.type == "cpu"
+    return Row(strategy, predicted, None if blind else found.peak, seconds), found.result.images
+
+
+def difference(images: Sequence[Image.Image], others: Sequence[Image.Image]) -> tuple[float, float]:
+    """The largest and the mean difference of pixels, in 255ths."""
+    apart = [
+        np.abs(np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64))
+        for a, b in zip(images, others, strict=True)
+    ]
+    return float(max(one.max() for one in apart)), float(np.mean([one.mean() for one in apart]))
+
+
+# --- arranging a pipeline for a strategy, and back ------------------------------------------------------------------
+
+
+@contextmanager
+def arranged(pipe: Pipeline, strategy: Strategy) -> Iterator[tuple[Pipeline, Request, list[Tensor]]]:
+    """The pipeline under a strategy, the request to run on it, and the tensors that it keeps besides its networks."""
+    with ExitStack() as until:
+        ready, request, kept = replace(pipe, policy=strategy.policy), strategy.request, []
+        if strategy.dtype is not None:
+            ready = replace(ready, components=cast(pipe.components, strategy.dtype), _files={})
+        if strategy.merged:
+            kept = until.enter_context(merged(ready, request))
+            request = replace(request, loras=())
+        if strategy.policy.channels_last and not pipe.policy.channels_last:
+            until.enter_context(innermost(ready))
+        if strategy.policy.offload != "none" and pipe.policy.offload == "none":
+            until.enter_context(waiting(ready))
+        yield ready, request, kept
+
+
+def cast(components: Any, dtype: torch.dtype) -> Any:
+    """The same model in another precision."""
+
+    def other(network: nn.Module | None) -> Any:
+        return None if network is None else copy.deepcopy(network).to(dtype)
+
+    return replace(
+        components,
+        network=other(components.network),
+        vae=other(components.vae),
+        text_encoders=tuple(other(encoder) for encoder in components.text_encoders),
+        image_encoder=other(components.image_encoder),
+    )
+
+
+@contextmanager
+def merged(pipe: Pipeline, request: Request) -> Iterator[list[Tensor]]:
+    """LoRAs in the weights; yields the originals, which are kept to put back."""
+    networks = pipe.networks()
+    with ExitStack() as until:
+        kept: list[Tensor] = []
+        for one in request.loras:
+            adapters = one.source if isinstance(one.source, lora.AdapterSet) else pipe.load_lora(one.source)
+            for part, adapter in adapters.adapters.items():
+                scale = lora.scale_within(part, one.scale)
+                inside = until.enter_context(lora.merge(networks[part], [(adapter, scale)]))
+                kept += [t for tensors in inside.originals.values() for t in tensors.values() if t is not None]
+        yield kept
+
+
+@contextmanager
+def innermost(pipe: Pipeline) -> Iterator[None]:
+    """Channels innermost in the networks that convolve."""
+    networks = [n for n in (pipe.components.network, pipe.components.vae) if n is not None]
+    for network in networks:
+        network.to(memory_format=torch.channels_last)
+    try:
+        yield
+    finally:
+        for network in networks:
+            network.to(memory_format=torch.contiguous_format)
+
+
+@contextmanager
+def waiting(pipe: Pipeline) -> Iterator[None]:
+    """All networks on the CPU, where offload expects them."""
+    networks = networks_by_name(pipe.components).values()
+    for network in networks:
+        network.to("cpu")
+    try:
+        yield
+    finally:
+        for network in networks:
+            offload.detach(network)
+            network.to(pipe.device)

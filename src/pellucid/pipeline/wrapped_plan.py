@@ -1,0 +1,96 @@
+"""The plan of a wrapped pipeline's request: from what the pipeline asks of its scheduler, or from a sampler's name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pellucid.core.compile import compile_plan
+from pellucid.core.grid import Grid
+from pellucid.core.plan import Plan
+from pellucid.core.samplers import resolve
+from pellucid.core.schedule import Flow, Schedule
+from pellucid.interop.diffusers_config import Reading
+from pellucid.interop.diffusers_plan import compile_reading, shifted
+from pellucid.interop.scheduler import Scheduler
+from pellucid.interop.wrap_strings import Times
+from pellucid.models.guidance import Guidance
+from pellucid.pipeline.planning import given_plan
+from pellucid.pipeline.request import Request
+
+
+def make_plan(reading: Reading, request: Request, times: Times) -> tuple[Plan, Schedule]:
+    """The plan, and the schedule as it is bent for this image's size."""
+    own = request.sampler is None and request.grid is None and request.plan is None
+    dialect = request.dialect or ("diffusers" if own else "exact")
+    curve = bent(reading, dialect, times)
+    if request.plan is not None:
+        plan = given_plan(SimpleNamespace(schedule=curve, target=reading.target), request)  # type: ignore[arg-type]
+        curve = bent(reading, plan.dialect, times)
+    elif own:
+        plan = as_the_pipeline(reading, dialect, times)
+    else:
+        plan = by_name(reading, request, curve, times.count, dialect)
+    if times.timesteps is not None and times.sigmas is not None and isinstance(curve, Flow):
+        # the network is told the time before the shift (CogView 4)
+        plan = replace(plan, rows=tuple(replace(r, time=curve.unbend(r.time)) for r in plan.rows))
+    return plan, curve
+
+
+def bent(reading: Reading, dialect: str, times: Times) -> Schedule:
+    return shifted(reading, dialect, times.mu) if reading.values.get("use_dynamic_shifting") else reading.schedule
+
+
+def as_the_pipeline(reading: Reading, dialect: str, times: Times) -> Plan:
+    """The plan of the pipeline's own scheduler."""
+    timesteps = times.timesteps if times.sigmas is None else None
+    if times.original is not None:  # LCM: out of the times of its distillation
+        timesteps = Scheduler.from_config(reading.values | {"_class_name": reading.class_name})._distilled(
+            times.steps, timesteps, times.original, 1.0
+        )
+    steps = times.steps if timesteps is None and times.sigmas is None else None
+    return compile_reading(reading, steps, dialect=dialect, timesteps=timesteps, sigmas=times.sigmas, mu=times.mu)
+
+
+def by_name(reading: Reading, request: Request, curve: Schedule, steps: int | None, dialect: str) -> Plan:
+    grid: Any = Grid.from_dict(dict(request.grid)) if isinstance(request.grid, Mapping) else request.grid
+    return compile_plan(
+        request.sampler or reading.sampler,
+        schedule=curve,
+        target=reading.target,
+        grid=grid,
+        steps=None if isinstance(grid, Grid) and grid.name == "explicit" else steps,
+        dialect=dialect,
+        **request.options,
+    )
+
+
+def keeps_uncond(reading: Reading, request: Request) -> bool:
+    """Whether the sampler uses the unconditional prediction beside the guided one (the CFG++ family)."""
+    if request.plan is not None:
+        if isinstance(request.plan, Plan):
+            return request.plan.guided
+        try:
+            return Plan.from_json(Path(request.plan).read_text(encoding="utf-8")).guided
+        except (OSError, ValueError):
+            return False  # `given_plan` says what is wrong with the file
+    if request.sampler is None:
+        return False
+    curve = replace(reading.schedule, terminal=None) if isinstance(reading.schedule, Flow) else reading.schedule
+    small = replace(request, grid=None, dialect=None)
+    return by_name(reading, small, curve, 4, "exact").guided
+
+
+def told_times(plan: Plan, guidance: Guidance | None, curve: Schedule) -> Tensor:
+    """What the network is told, one a call: rows that CFG-Zero* leaves out have none."""
+    bound = None if guidance is None else guidance.bind(plan, curve)
+    told = [r.time for r in plan.rows if bound is None or not bound.at(r.level).zero]
+    whole = plan.dialect == "diffusers" and resolve(plan.name)[0].peer in ("solver", "training")
+    kind = torch.int64 if whole and all(t == int(t) for t in told) else torch.float32
+    return torch.tensor(told, dtype=kind)
