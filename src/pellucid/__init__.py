@@ -20,10 +20,18 @@ if TYPE_CHECKING:
     from pellucid.core.filters import Clip, DynamicThreshold
     from pellucid.core.grid import Grid
     from pellucid.core.loop import Job, Prediction, StepSeen, run, run_batch
-    from pellucid.core.noise import Brownian, Philox
+    from pellucid.core.noise import Brownian, Philox, TorchStream
     from pellucid.core.plan import Plan, Row
     from pellucid.core.schedule import Level
     from pellucid.interop.scheduler import Scheduler
+    from pellucid.models.guidance import Guidance, guarded
+    from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
+    from pellucid.pipeline.load import load
+    from pellucid.pipeline.pipeline import Pipeline, Result
+    from pellucid.pipeline.policy import Policy
+    from pellucid.pipeline.request import Request
+    from pellucid.pipeline.text import Embedding
+    from pellucid.pipeline.wrapped import wrap
 
 # public name → (module, name there; None for the module itself)
 _HOMES: dict[str, tuple[str, str | None]] = {
@@ -31,26 +39,39 @@ _HOMES: dict[str, tuple[str, str | None]] = {
     "Brownian": ("pellucid.core.noise", "Brownian"),
     "Cancelled": ("pellucid.core.errors", "Cancelled"),
     "Clip": ("pellucid.core.filters", "Clip"),
+    "Control": ("pellucid.pipeline.adapters", "Control"),
     "DynamicThreshold": ("pellucid.core.filters", "DynamicThreshold"),
+    "Embedding": ("pellucid.pipeline.text", "Embedding"),
     "Grid": ("pellucid.core.grid", "Grid"),
+    "Guidance": ("pellucid.models.guidance", "Guidance"),
+    "ImagePrompt": ("pellucid.pipeline.adapters", "ImagePrompt"),
     "Job": ("pellucid.core.loop", "Job"),
     "Level": ("pellucid.core.schedule", "Level"),
+    "Lora": ("pellucid.pipeline.adapters", "Lora"),
     "PellucidError": ("pellucid.core.errors", "PellucidError"),
     "Philox": ("pellucid.core.noise", "Philox"),
+    "Pipeline": ("pellucid.pipeline.pipeline", "Pipeline"),
     "Plan": ("pellucid.core.plan", "Plan"),
     "PlanError": ("pellucid.core.errors", "PlanError"),
+    "Policy": ("pellucid.pipeline.policy", "Policy"),
     "Prediction": ("pellucid.core.loop", "Prediction"),
+    "Request": ("pellucid.pipeline.request", "Request"),
+    "Result": ("pellucid.pipeline.pipeline", "Result"),
     "Row": ("pellucid.core.plan", "Row"),
     "Scheduler": ("pellucid.interop.scheduler", "Scheduler"),
     "StepSeen": ("pellucid.core.loop", "StepSeen"),
+    "TorchStream": ("pellucid.core.noise", "TorchStream"),
     "compile_plan": ("pellucid.core.compile", "compile_plan"),
     "denoiser": ("pellucid.core.denoiser", "denoiser"),
+    "guarded": ("pellucid.models.guidance", "guarded"),
+    "load": ("pellucid.pipeline.load", "load"),
     "oracle": ("pellucid.core.oracle", None),
     "run": ("pellucid.core.loop", "run"),
     "run_adaptive": ("pellucid.core.adaptive", "run_adaptive"),
     "run_batch": ("pellucid.core.loop", "run_batch"),
     "samplers": ("pellucid.core.samplers", None),
     "schedules": ("pellucid.core.schedule", None),
+    "wrap": ("pellucid.pipeline.wrapped", "wrap"),
 }
 
 __all__ = [
@@ -58,27 +79,40 @@ __all__ = [
     "Brownian",
     "Cancelled",
     "Clip",
+    "Control",
     "DynamicThreshold",
+    "Embedding",
     "Grid",
+    "Guidance",
+    "ImagePrompt",
     "Job",
     "Level",
+    "Lora",
     "PellucidError",
     "Philox",
+    "Pipeline",
     "Plan",
     "PlanError",
+    "Policy",
     "Prediction",
+    "Request",
+    "Result",
     "Row",
     "Scheduler",
     "StepSeen",
+    "TorchStream",
     "__version__",
     "compile_plan",
     "denoiser",
+    "guarded",
+    "load",
     "oracle",
     "run",
     "run_adaptive",
     "run_batch",
     "samplers",
     "schedules",
+    "wrap",
 ]
 
 

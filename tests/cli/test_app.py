@@ -18,6 +18,15 @@ HEAVY = ("torch", "numpy", "matplotlib", "PIL", "scipy")
 
 # The words that users and scripts rely on. A change here is a change of the public interface.
 FLAGS = {
+    "sample": [
+        "--aesthetic", "--as", "--attention", "--batch", "--channels-last", "--clip-skip", "--compile", "--control",
+        "--crop", "--denoising-end", "--denoising-start", "--device", "--dialect", "--dtype", "--from", "--grid",
+        "--grid-of", "--guidance", "--image", "--image-encoder", "--image-prompt", "--inversion", "--json",
+        "--keep-cells", "--label", "--lora", "--mask", "--negative", "--noise", "--offload", "--option",
+        "--original-size", "--out", "--overwrite", "--plan", "--revision", "--sampler", "--seed", "--size", "--steps",
+        "--strength", "--target", "--target-size", "--tokenizer", "--unguarded", "--vae", "--vae-slicing", "--vae-tile",
+        "--variant", "--weak", "--weighting", "-n", "model", "prompt",
+    ],
     "schedules": ["--json", "--plot", "--zero-snr", "names"],
     "samplers": ["--json", "name"],
     "plan": [
@@ -25,6 +34,11 @@ FLAGS = {
         "--target", "sampler",
     ],
     "demo": ["--json", "--out", "--steps"],
+    "memory": [
+        "--attention", "--batch", "--channels-last", "--compare", "--compile", "--controlnet", "--device", "--dtype",
+        "--json", "--lora", "--offload", "--plot", "--predict", "--size", "--steps", "--vae-slicing", "--vae-tile",
+        "model",
+    ],
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from pellucid import __version__
-from pellucid.cli import demo, plan, sample, samplers, schedules
+from pellucid.cli import demo, inspect, memory, plan, sample, samplers, schedules
 from pellucid.core.errors import PellucidError
 
 # typer has click within it since 0.16 and beside it before: both name the class that all bad usage descends from.
@@ -86,6 +86,8 @@ def pellucid(
 
 for name, room in (
     ("sample", sample),
+    ("memory", memory),
+    ("inspect", inspect),
     ("schedules", schedules),
     ("samplers", samplers),
     ("plan", plan),

@@ -169,7 +169,7 @@ def understood(found: Foreign) -> dict[str, str]:
 
 def local_model(origin: Source) -> str:
     """The model that the recipe names, where it is on this machine: nothing is fetched because a picture says so."""
-    name = origin.exact.model if origin.exact is not None else origin.recipe.fields.get("model", "")  # type: ignore
+    name = str(repeat.known_fields(origin.recipe).get("model", ""))
     if origin.exact is not None and name:
         for place in (Path(name).expanduser(), origin.path.parent / name):
             if source.exists(place):

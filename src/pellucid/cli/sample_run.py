@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import typer
@@ -18,6 +18,7 @@ from pellucid.core.noise import seed_list
 from pellucid.pipeline import prompt as texts
 from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
 from pellucid.pipeline.load import load
+from pellucid.pipeline.parameters import Foreign
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.policy import Policy
 from pellucid.pipeline.recipe import write_png
@@ -56,28 +57,30 @@ def work_on(params: dict[str, Any], report: Report, bar: Bar) -> None:
     if axes is not None and len(jobs) > 1:
         raise PellucidError(rule("--grid-of", "for one image a cell", f"{len(jobs)} images"), "usage")
     goal = sample_output.goal_of(params["out"], params["overwrite"], len(jobs) > 1)
-    adapters = adapters_of(asked)
-    request_of(jobs[:1], {**asked.fields, **adapters})  # what is wrong whatever the model, before it is loaded
-    sides = None if axes is None else sample_sheet.axes_of(axes, asked.fields.get("sampler"))
+    fields = {**asked.fields, **adapters_of(asked)}
+    # What is wrong whatever the model is refused before it is loaded.
+    cells = None if axes is None else sample_sheet.cells_of(axes, jobs[0], fields, asked.unguarded)
+    if cells is None:
+        request_of(jobs[:1], fields)
     pipe = timed_load(asked, report)
-    if asked.weak is not None:
-        adapters["weak"] = load(asked.weak, **{k: v for k, v in asked.loading.items() if k in ("dtype", "device")})
-    work = Work(asked, goal, report, bar, pipe, adapters, origin, named)
+    work = Work(asked, goal, report, bar, pipe, origin, named, weak_of(asked))
     if asked.unguarded:
         report.note(sample_words.UNGUARDED)
-    if sides is None:
-        images(work, jobs)
+    if cells is None:
+        images(work, jobs, fields)
     else:
-        sample_sheet.sheet(work, jobs[0], sides, axes or "", params["keep_cells"])
+        sample_sheet.sheet(work, cells, params["keep_cells"])
 
 
 def told_of(origin: Source, changed: list[str]) -> dict[str, Any]:
-    foreign = None if origin.exact is not None else origin.recipe
+    """What `--from` says at the end."""
+    found = origin.recipe
+    foreign = isinstance(found, Foreign)
     return {
         "file": str(origin.path),
         "kind": origin.kind,
-        "understood": {} if foreign is None else sample_repeat.understood(foreign),
-        "unread": {} if foreign is None else foreign.unread,
+        "understood": sample_repeat.understood(found) if foreign else {},
+        "unread": found.unread if foreign else {},
         "changed": changed,
         "pixels": "",
     }
@@ -89,8 +92,8 @@ def check_usage(params: dict[str, Any], asked: Asked, origin: Source | None, axe
         raise PellucidError("MODEL must be given, or a picture with --from; got neither.", "usage")
     if params["keep_cells"] and axes is None:
         raise PellucidError("--keep-cells must come with --grid-of; got it alone.", "usage")
-    guided = "guidance" in asked.fields or (axes is not None and "guidance" in axes)
-    if asked.unguarded and not guided:
+    foreign = origin is not None and origin.exact is None and "guidance" in asked.fields
+    if asked.unguarded and not (params["guidance"] or foreign or "guidance" in (axes or "")):
         raise PellucidError("--unguarded must come with --guidance; got it alone.", "usage")
     if params["label"] and params["prompt"] is not None and len(asked.prompts or ()) > 1:
         raise PellucidError("--label must come with one prompt at most; got several.", "usage")
@@ -101,23 +104,19 @@ def check_usage(params: dict[str, Any], asked: Asked, origin: Source | None, axe
 
 def jobs_of(asked: Asked) -> list[Job]:
     """One an image: n of each prompt, or of each label, with the seeds that were given or consecutive ones."""
-    prompts = asked.prompts if asked.prompts is not None else [None]
-    labels = asked.labels if asked.labels is not None else [None]
+    prompts: Sequence[str | None] = asked.prompts or [None]
+    labels: Sequence[int | str | None] = asked.labels or [None]
     things = [(prompt, label) for prompt in prompts for label in labels]
-    listed = isinstance(asked.seeds, list)
-    n = asked.n or (len(asked.seeds) // len(things) if listed else 1) or 1  # type: ignore[arg-type]
+    given = asked.seeds if isinstance(asked.seeds, list) else None
+    n = asked.n or (max(len(given) // len(things), 1) if given else 1)
     count = len(things) * n
     if count > sample_words.MAX_IMAGES:
         raise PellucidError(rule("images", f"at most {sample_words.MAX_IMAGES}", count), "usage")
-    if listed and len(asked.seeds) != count:  # type: ignore[arg-type]
-        raise PellucidError(rule("--seed", f"one seed, or {count}: one an image", len(asked.seeds)), "seed")  # type: ignore
-    first = Request().seeds()[0] if asked.seeds is None else asked.seeds
-    seeds = seed_list(first, count)
+    if given is not None and len(given) != count:
+        raise PellucidError(rule("--seed", f"one seed, or {count}: one an image", len(given)), "seed")
+    seeds = seed_list(Request().seeds()[0] if asked.seeds is None else asked.seeds, count)
     several = len(things) > 1
-    return [
-        Job(*things[i // n], seed, i + 1 if several else None)  # type: ignore[arg-type]
-        for i, seed in enumerate(seeds)
-    ]
+    return [Job(*things[i // n], seed, i + 1 if several else None) for i, seed in enumerate(seeds)]
 
 
 def batches(work: Work, jobs: list[Job]) -> Iterator[list[Job]]:
@@ -169,13 +168,19 @@ def adapters_of(asked: Asked) -> dict[str, Any]:
     return found
 
 
+def weak_of(asked: Asked) -> Pipeline | None:
+    if asked.weak is None:
+        return None
+    return load(asked.weak, **{name: asked.loading[name] for name in ("dtype", "device") if name in asked.loading})
+
+
 # --- images ----------------------------------------------------------------------------------------------------
 
 
-def images(work: Work, jobs: list[Job]) -> None:
+def images(work: Work, jobs: list[Job], fields: dict[str, Any]) -> None:
     """Every image, written as soon as it is made."""
     runs = list(batches(work, jobs))
-    requests = [request_of(run, work.fields) for run in runs]
+    requests = [request_of(run, fields) for run in runs]
     work.check_recipe(requests[0])
     work.bar.begin(len(jobs), sum(work.steps(request) for request in requests))
     for run, request in zip(runs, requests, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -52,20 +52,33 @@ def axes_of(text: str, sampler: str | None) -> tuple[Axis, ...]:
         return parse_axes(text, {**numeric, **AXES, "guidance": str})
 
 
-def sheet(work: Work, job: Job, axes: tuple[Axis, ...], text: str, keep: bool) -> None:
-    """Every cell, then the sheet; `text` is what the axes were read from."""
+@dataclass(frozen=True)
+class Cells:
+    """The axes, the text that they were read from, and the settings and the request of each cell."""
+
+    text: str
+    axes: tuple[Axis, ...]
+    settings: list[dict[str, Any]]
+    requests: list[Request]
+
+
+def cells_of(text: str, job: Job, fields: dict[str, Any], unguarded: bool) -> Cells:
+    axes = axes_of(text, fields.get("sampler"))
     every = cells(axes)
-    requests = [cell_request(work, job, settings) for settings in every]
-    total = sum(work.steps(request) for request in requests)  # all are planned before the first is run
+    return Cells(text, axes, every, [cell_request(job, fields, settings, unguarded) for settings in every])
+
+
+def sheet(work: Work, cells: Cells, keep: bool) -> None:
+    """Every cell, then the sheet. All are planned before the first is run."""
+    work.bar.unit = "cell"
+    work.bar.begin(len(cells.requests), sum(work.steps(request) for request in cells.requests))
+    work.check_recipe(cells.requests[0])
     goal = work.goal.file or free_sheet(work.goal.folder)
     folder = goal.with_name(f"{goal.stem}-cells") if keep else None
     if folder is not None:
         folder.mkdir(exist_ok=work.goal.overwrite)
-    work.check_recipe(requests[0])
-    work.bar.unit = "cell"
-    work.bar.begin(len(every), total)
     pictures = []
-    for number, (settings, request) in enumerate(zip(every, requests, strict=True), 1):
+    for number, (settings, request) in enumerate(zip(cells.settings, cells.requests, strict=True), 1):
         result = work.run(request)
         pictures.append(result.images[0])
         if folder is not None:
@@ -73,14 +86,14 @@ def sheet(work: Work, job: Job, axes: tuple[Axis, ...], text: str, keep: bool) -
             write_png(result.images[0], path, result.recipe)
             work.report.files.append(path)
         work.bar.done += 1
-    first = work.report.recipes[0]
-    varied = {axis.name for axis in axes}
-    drawn = draw_sheet(pictures, axes, title=None if "prompt" in varied else first.prompt, footer=footer(first, varied))
-    write_png(drawn, work.goal.free(goal), first, text)
-    if work.origin is not None and work.origin.axes == text:
+    first, varied = work.report.recipes[0], {axis.name for axis in cells.axes}
+    title = None if "prompt" in varied else first.prompt
+    drawn = draw_sheet(pictures, cells.axes, title=title, footer=footer(first, varied))
+    write_png(drawn, work.goal.free(goal), first, cells.text)
+    if work.origin is not None and work.origin.axes == cells.text:
         work.compare_pixels(drawn, first)
     work.report.files.insert(0, goal)
-    work.report.sheet = {"file": str(goal), "axes": text, "cells": None if folder is None else str(folder)}
+    work.report.sheet = {"file": str(goal), "axes": cells.text, "cells": None if folder is None else str(folder)}
 
 
 def free_sheet(folder: Path) -> Path:
@@ -89,28 +102,28 @@ def free_sheet(folder: Path) -> Path:
     return next(path for path in names if not os.path.lexists(path))
 
 
-def cell_request(work: Work, job: Job, settings: dict[str, Any]) -> Request:
+def cell_request(job: Job, fields: dict[str, Any], settings: dict[str, Any], unguarded: bool) -> Request:
     """The request of one cell: that of the sheet, with the cell's own settings."""
     changes: dict[str, Any] = {}
     for name, value in settings.items():
         if name in ("prompt", "seed", "label"):
             job = replace(job, **{name: sample_words.label(value) if name == "label" else value})
         elif name == "guidance":
-            changes["guidance"] = sample_words.guidance(value, work.asked.unguarded)
+            changes["guidance"] = sample_words.guidance(value, unguarded)
         elif name == "size":
             changes["width"], changes["height"] = sample_words.size("size", value)
         elif name in SCALES:
-            changes[SCALES[name]] = rescaled(work, name, value)
+            changes[SCALES[name]] = rescaled(fields, name, value)
         elif name in AXES:
             changes["negative_prompt" if name == "negative" else name] = value
         else:
             changes["options"] = {**changes.get("options", {}), name: value}
-    return request_of([job], sample_repeat.over(work.fields, changes))
+    return request_of([job], sample_repeat.over(fields, changes))
 
 
-def rescaled(work: Work, name: str, scale: float) -> list[Any]:
+def rescaled(fields: dict[str, Any], name: str, scale: float) -> list[Any]:
     """The adapters of the run at another scale."""
-    held = work.adapters.get(SCALES[name])
+    held = fields.get(SCALES[name])
     if not held:
         flag = f"--{name.replace('_', '-')}"
         raise PellucidError(f"axis {name} must come with {flag}, whose scale it is; got none.", "grid-axis")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pellucid.cli import sample_repeat, sample_words
@@ -35,14 +35,9 @@ class Work:
     report: Report
     bar: Bar
     pipe: Pipeline
-    adapters: dict[str, Any] = field(default_factory=dict)
     origin: Source | None = None
     named: bool = True
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """What all requests share."""
-        return {**self.asked.fields, **self.adapters}
+    weak: Pipeline | None = None
 
     def steps(self, request: Request) -> int:
         """Model calls of a request. An option of the right type and a wrong size is the user's error, not a crash."""
@@ -57,14 +52,15 @@ class Work:
 
     def run(self, request: Request) -> Result:
         self.bar.run(self.steps(request))
-        result = self.pipe.run(replace(request, observers=(self.bar,)))
+        result = self.pipe.run(replace(request, weak=self.weak, observers=(self.bar,)))
         self.report.add(result)
         return result
 
     def check_recipe(self, request: Request) -> None:
         """With `--from`: reports what is not the recipe's."""
         if self.origin is not None and self.report.source is not None:
-            self.report.source["changed"] += sample_repeat.check_same(self.origin, self.pipe, request, self.named)
+            whole = replace(request, weak=self.weak)
+            self.report.source["changed"] += sample_repeat.check_same(self.origin, self.pipe, whole, self.named)
 
     def compare_pixels(self, image: Any, recipe: Recipe) -> None:
         """With `--from`: reports whether the image is the same."""

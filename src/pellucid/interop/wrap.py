@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -143,6 +144,8 @@ class Conversation:
     def finish(self, x: Tensor) -> Any:
         """Gives the last x, and takes what the pipeline makes of it."""
         assert self.first is not None
+        if self.stage == "prepare":  # no step was asked for
+            self.first.copy_(x)
         self.stage = "decode"
         self.to_peer.put(x.to(self.first))
         return self.wait_for("done")
@@ -188,15 +191,15 @@ class Conversation:
     def twin(self) -> Any:
         """The pipeline with our stand-ins: a copy that shares every part; the object itself stays as it is."""
         real = self.peer.pipeline
+        made = copy.copy(real)
         own = {
             "scheduler": Prompter(self, real.scheduler),
             self.peer.network_name: Listener(self, self.network),
-            "prepare_latents": self.prepare_latents,
+            "prepare_latents": partial(self.prepare_latents, made.prepare_latents),
             "_progress_bar_config": {"disable": True},
         }
         if hasattr(real, "maybe_free_model_hooks"):  # offloading belongs to the object that set it up
             own["maybe_free_model_hooks"] = real.maybe_free_model_hooks
-        made = copy.copy(real)
         vars(made).update(own)
         return made
 
@@ -207,9 +210,9 @@ class Conversation:
             raise Left
         return answer
 
-    def prepare_latents(self, *args: Any, **kwargs: Any) -> Any:
+    def prepare_latents(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As the pipeline does it, in memory of its own, so that the first x can be written there."""
-        made = self.peer.pipeline.prepare_latents(*args, **kwargs)
+        made = prepare(*args, **kwargs)
         parts = list(made) if isinstance(made, tuple | list) else [made]
         self.first = parts[0] = parts[0].clone(memory_format=torch.contiguous_format)
         if self.laid:
@@ -224,11 +227,16 @@ class Conversation:
     def step(self, output: Tensor, sample: Tensor) -> Tensor:
         """The pipeline's prediction goes to us; what comes back is its next x."""
         given = self.given
-        if given is None or sample.shape != given.shape or not torch.equal(sample.to(given), given):
+        if given is None or sample.shape != given.shape or not same(sample, given):
             raise self.another("step from the latents that it was given")
         if output.shape != sample.shape and output.ndim > 1 and output.shape[1] == 2 * sample.shape[1]:
             output = output[:, : sample.shape[1]]  # a learned variance: split off
         return self.hand_over("step", Reply(output, self.calls))
+
+
+def same(sample: Tensor, given: Tensor) -> bool:
+    """Whether they hold the same numbers; a run that broke has NaN in both."""
+    return sample is given or bool(((sample.to(given) == given) | given.isnan()).all())
 
 
 def as_here() -> AbstractContextManager[None]:

@@ -48,24 +48,15 @@ class PeerNetwork:
     """
 
     def __init__(self, talk: Conversation, images: int, scales: Sequence[float], way: Way | None = None) -> None:
-        self.talk, self.images, self.scales = talk, images, scales
-        self.way = way
-        self.kept = False  # the pipeline's own mixture is taken as it is
+        self.talk, self.images, self.scales, self.way = talk, images, scales, way
         self.reply: Reply | None = None
-        self.first: Reply | None = None
-        self.last: Call | None = None
 
-    def learn(self, x: Tensor) -> Way | None:
-        """Asks one step, which the next call then uses."""
-        self.first = self.hear(x, None)
-        return self.way
-
-    def hear(self, x: Tensor, only: Only | None) -> Reply:
-        reply, self.first = self.first or self.talk.ask(x, only), None
-        self.reply = reply
+    def hear(self, x: Tensor, only: Only | None = None) -> Reply:
+        """One step of the pipeline; it also tells how the pipeline mixes, until that is sure."""
+        self.reply = reply = self.talk.ask(x, only)
         if only is None and (self.way is None or not self.way.sure):
             found = recognise(reply, x, self.scales)
-            if found is None or self.way is None or found.sure:
+            if self.way is None or (found is not None and found.sure and found.calls == self.way.calls):
                 self.way = found
         return reply
 
@@ -73,22 +64,23 @@ class PeerNetwork:
         if skipped:
             return self.again(self.talk.network, x, skip_layers=list(skipped))
         x, both, way = x[: self.images], len(which) > self.images, self.way
-        only = None
-        if not both and not self.kept and way is not None and way.sure and way.predictions == 2:
-            only = Only(way.index, way.calls, self.images)
-        reply = self.hear(x, only)
-        if self.kept:
-            return reply.mixed.to(x.dtype)
-        way = self.way
-        if way is None or (both and way.predictions != 2):
-            raise self.refusal(way)
-        if way.predictions == 1:
-            return reply.mixed.to(x.dtype)
-        if only is not None:
+        if not both and way is not None and way.sure and way.predictions == 2:
+            reply = self.hear(x, Only(way.index, way.calls, self.images))
             return self.read(reply.calls[way.index if way.calls == 2 else 0].out, x)
-        found = [self.read(out, x) for out in outputs(reply.calls, self.images)]
-        cond, uncond = found[way.index], found[1 - way.index]
-        return torch.cat([uncond, cond]) if both else cond
+        reply = self.hear(x)
+        if not both and len(outputs(reply.calls, self.images)) == 1:
+            return reply.mixed.to(x.dtype)
+        pair = self.pair(reply, x)
+        if pair is None:
+            raise self.refusal()
+        return torch.cat([pair[1], pair[0]]) if both else pair[0]
+
+    def pair(self, reply: Reply, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """cond and uncond of a whole step; None where they are not known."""
+        way, found = self.way, outputs(reply.calls, self.images)
+        if way is None or way.predictions != 2 or len(found) != 2:
+            return None
+        return self.read(found[way.index], x), self.read(found[1 - way.index], x)
 
     def read(self, out: Tensor, x: Tensor) -> Tensor:
         assert self.way is not None
@@ -100,16 +92,16 @@ class PeerNetwork:
         """What another network, or the same one told more, says of the cond inputs of this step."""
         way, reply = self.way, self.reply
         if way is None or reply is None:
-            raise self.refusal(way)
+            raise self.refusal()
         call = reply.calls[way.index if way.calls == 2 else 0]
         args, kwargs = call.args, call.kwargs
         if way.predictions == 2 and len(call.out) == 2 * self.images:
             args, kwargs = Only(way.index, way.calls, self.images).half(call)
         return self.read(tensor_of(network(*args, **kwargs, **more)), x[: self.images])
 
-    def refusal(self, way: Way | None) -> PellucidError:
+    def refusal(self) -> PellucidError:
         kind = self.talk.peer.kind
-        if way is None:
+        if self.way is None:
             return PellucidError(
                 f"guidance must be left to {kind}: what it does with its network's outputs is not recognised as a "
                 "mixture of a prediction with the prompt and one without. Leave guidance out.",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
@@ -149,6 +150,26 @@ class MidBlock(nn.Module):
         return self.resnets[1](x)
 
 
+def fold(kernel: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """The three taps of a kernel on a picture whose pixels come twice: two taps, for even and for odd pixels."""
+    before, here, after = kernel.unbind(dim)
+    return torch.stack((before, here + after), dim), torch.stack((before + here, after), dim)
+
+
+class FoldedUpsample(Upsample):
+    """Upsample without the large picture between: a pixel's 3×3 neighbours are 2×2 different ones, 4/9 of the work."""
+
+    def forward(self, x: Tensor, size: torch.Size | None = None) -> Tensor:
+        batch, channels, height, width = x.shape
+        around = F.pad(x, (1, 1, 1, 1))  # (B, C, H + 2, W + 2)
+        out = x.new_empty(batch, channels, height * 2, width * 2)
+        for i, rows in enumerate(fold(self.conv.weight, 2)):
+            for j, kernel in enumerate(fold(rows, 3)):
+                seen = around[:, :, i : i + height + 1, j : j + width + 1]
+                out[:, :, i::2, j::2] = F.conv2d(seen, kernel, self.conv.bias)  # (B, C, H, W)
+        return out
+
+
 class UpBlock(nn.Module):
     """Residual blocks, then twice the size."""
 
@@ -158,7 +179,7 @@ class UpBlock(nn.Module):
         self.resnets = nn.ModuleList(
             ResnetBlock(before if j == 0 else here, here, groups=groups, eps=EPS) for j in range(layers)
         )
-        self.upsamplers = nn.ModuleList([Upsample(here)] if doubles else [])
+        self.upsamplers = nn.ModuleList([FoldedUpsample(here)] if doubles else [])
 
     def forward(self, x: Tensor) -> Tensor:
         for resnet in self.resnets:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -41,23 +42,20 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Row:
-    """What a strategy took. Differences are in 255ths of the range of a pixel; `trouble` where it did not run."""
+    """What a strategy took: peaks by stage, predicted and measured, and seconds of a run.
+
+    `times` is the ratio to runs of the first strategy just before and after, so that a busy machine counts for both.
+    Differences are in 255ths of the range of a pixel. `trouble` says why a strategy did not run.
+    """
 
     strategy: Strategy
-    predicted: int | None = None
-    measured: int | None = None
+    predicted: Mapping[str, int] = field(default_factory=dict)
+    measured: Mapping[str, int] = field(default_factory=dict)
     seconds: float | None = None
+    times: float | None = None
     largest: float | None = None
     mean: float | None = None
     trouble: str = ""
-
-
-@dataclass
-class Comparison:
-    """The rows, and the strategies that this device leaves out."""
-
-    rows: list[Row] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
 
 
 def strategies(pipe: Pipeline, bare: Request, dressed: Request) -> tuple[list[Strategy], list[str]]:
@@ -102,16 +100,20 @@ def changes(pipe: Pipeline, request: Request) -> Iterator[tuple[str, Any]]:
 
 
 def compare(pipe: Pipeline, found: Sequence[Strategy], seen: Callable[[], None], repeats: int = 3) -> list[Row]:
-    """Runs every strategy; one that fails says why and the others go on."""
+    """Runs every strategy, the first of which is what the others are compared with; one that fails says why."""
     pictures: dict[str, list[Image.Image]] = {}
     rows = []
     for strategy in found:
         try:
+            before = timed(pipe, found[0].request, 1) if rows else math.inf
             row, images = tried(pipe, strategy, repeats)
+            after = timed(pipe, found[0].request, 1) if rows else row.seconds
             pictures[strategy.name] = images
             largest, mean = difference(images, pictures[strategy.against])
-            rows.append(replace(row, largest=largest, mean=mean))
+            rows.append(replace(row, times=row.seconds / min(before, after), largest=largest, mean=mean))
         except PellucidError as error:
+            if not rows:  # there is nothing to compare with
+                raise
             rows.append(Row(strategy, trouble=f"{error.code}: {error}"))
         seen()
     return rows
@@ -119,12 +121,12 @@ def compare(pipe: Pipeline, found: Sequence[Strategy], seen: Callable[[], None],
 
 def tried(pipe: Pipeline, strategy: Strategy, repeats: int) -> tuple[Row, list[Image.Image]]:
     with arranged(pipe, strategy) as (ready, request, beside):
-        predicted = predict(ready, request, beside=beside).peak.total
+        predicted = {name: peak.total for name, peak in predict(ready, request, beside=beside).stages.items()}
         found = measure(ready, request, beside)
         seconds = timed(ready, request, repeats)
     # What torch.compile makes allocates behind the back of a tracker.
     blind = strategy.policy.compile and pipe.device.type == "cpu"
-    return Row(strategy, predicted, None if blind else found.peak, seconds), found.result.images
+    return Row(strategy, predicted, {} if blind else found.peaks, seconds), found.result.images
 
 
 def difference(images: Sequence[Image.Image], others: Sequence[Image.Image]) -> tuple[float, float]:
@@ -178,7 +180,7 @@ def merged(pipe: Pipeline, request: Request) -> Iterator[list[Tensor]]:
     with ExitStack() as until:
         kept: list[Tensor] = []
         for one in request.loras:
-            adapters = one.source if isinstance(one.source, lora.AdapterSet) else pipe.load_lora(one.source)
+            adapters = pipe.lora_of(one)
             for part, adapter in adapters.adapters.items():
                 scale = lora.scale_within(part, one.scale)
                 inside = until.enter_context(lora.merge(networks[part], [(adapter, scale)]))

@@ -29,7 +29,9 @@ class Conditions:
 
     def to(self, device: torch.device) -> Conditions:
         """Where the network will be called; with offload it is elsewhere now."""
-        cond, uncond = (None if i is None else {k: v.to(device) for k, v in i.items()} for i in (self.cond, self.uncond))
+        cond, uncond = (
+            None if i is None else {k: v.to(device) for k, v in i.items()} for i in (self.cond, self.uncond)
+        )
         return Conditions(cond or {}, uncond)
 
 

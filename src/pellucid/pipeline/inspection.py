@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -14,6 +15,19 @@ Role = Literal[
     "input", "tokenizer", "text", "image", "control", "condition", "network", "guidance", "sampler", "vae", "output"
 ]
 Stage = Literal["text", "encode", "denoise", "decode"]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a graph is drawn for; None leaves it to the model. `depth`: levels of blocks inside of each network."""
+
+    size: tuple[int, int] | None = None
+    batch: int = 1
+    steps: int | None = None
+    guidance: Any = None
+    depth: int = 1
+    controlnets: tuple[str | os.PathLike[str], ...] = ()
+    ip_adapters: tuple[str | os.PathLike[str], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from pellucid.pipeline import images as pictures
 from pellucid.pipeline import pictures_in
 from pellucid.pipeline.adapters import Control, ImagePrompt
 from pellucid.pipeline.conditions import labels_of, sizes_of, takes_labels, takes_text, wants_sizes
-from pellucid.pipeline.inspection import Shape
+from pellucid.pipeline.inspection import Asked, Shape
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.request import MAX_BATCH, Request
 from pellucid.pipeline.text import Embedding
@@ -142,15 +142,14 @@ def networks_by_name(parts: Components, added: Added) -> dict[str, nn.Module]:
 # --- the request -------------------------------------------------------------------------------------------------
 
 
-def make_request(
-    pipe: Pipeline, added: Added, *, size: tuple[int, int] | None, batch: int, steps: int | None, guidance: Any
-) -> Request:
+def make_request(pipe: Pipeline, added: Added, asked: Asked) -> Request:
     """A request for a batch that uses all that the model has."""
+    batch = asked.batch
     if isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch <= MAX_BATCH:
         raise PellucidError(rule("batch", f"a whole number from 1 to {MAX_BATCH}", batch), "request")
     parts = pipe.components
-    wide, high = size or (None, None)
-    plain = Request(width=wide, height=high, steps=steps, guidance=guidance, seed=0)
+    wide, high = asked.size or (None, None)
+    plain = Request(width=wide, height=high, steps=asked.steps, guidance=asked.guidance, seed=0)
     wide, high = pipe.size_of(plain)
     blank = Image.new("RGB", (wide, high))
     more: dict[str, Any] = {"width": wide, "height": high}

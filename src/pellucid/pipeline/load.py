@@ -41,7 +41,7 @@ def load(
     whose names then work in prompts. What the files contradict is in `pipe.components.notes`.
     """
     policy = policy or Policy()
-    goal = torch.device(device) if device is not None else default_device()
+    goal = source.place(device) or default_device()
     early = None if policy.offload != "none" else goal
     kind = {"dtype": dtype, "device": early}
     parts = source.read_components(

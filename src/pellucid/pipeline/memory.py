@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -77,7 +76,14 @@ def request_for(
 ) -> Request:
     """A request of a size and a batch, for any kind of model; what it shows does not matter for memory."""
     width, height = size if size is not None else pipe.size_of(Request())
-    asked: dict[str, Any] = {"n": batch, "steps": steps, "sampler": "euler", "seed": 0, "width": width, "height": height}
+    asked: dict[str, Any] = {
+        "n": batch,
+        "steps": steps,
+        "sampler": "euler",
+        "seed": 0,
+        "width": width,
+        "height": height,
+    }
     network = pipe.components.network
     grey = Image.new("RGB", (width, height), "grey")
     if takes_text(network):
@@ -121,6 +127,7 @@ def predict(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     beside: Sequence[Tensor] = (),
+    steps: int = STEPS,
 ) -> Forecast:
     """The peak of each stage of a request, without running it: its own code on networks without data.
 
@@ -131,7 +138,7 @@ def predict(
     where = torch.device(pipe.device if device is None else device)
     policy.check(where)
     shadows = Shadows(waits=policy.offload != "none", dtype=dtype)
-    cast = Cast.of(pipe, request, shadows)
+    cast = Cast.of(pipe, replace(request, plan=None, steps=steps), shadows)
     if policy.channels_last and policy.offload == "none":
         cast.channels_last()
     cuda = where.type != "cpu"
@@ -194,14 +201,16 @@ def ghostly(pipe: Pipeline, request: Request, guests: dict[str, nn.Module], shad
     """The same request, of few steps, with ghosts for its networks and nobody watching."""
     controlnets = [guest for name, guest in guests.items() if name.startswith("controlnet")]
     adapters = [guest for name, guest in guests.items() if name.startswith("ip_adapter")]
-    weak = None if request.weak is None else replace(request.weak, components=ghosts_of(request.weak.components, shadows))
+    weak = (
+        None if request.weak is None else replace(request.weak, components=ghosts_of(request.weak.components, shadows))
+    )
     return replace(
         request,
         controls=[replace(c, network=ghost) for c, ghost in zip(request.controls, controlnets, strict=True)],
         image_prompts=[replace(p, adapter=ghost) for p, ghost in zip(request.image_prompts, adapters, strict=True)],
         weak=weak,
         loras=(),
-        **{"plan": None, "sampler": "euler", "grid": None, "options": {}, "dialect": None, "steps": STEPS},
+        **{"plan": None, "sampler": "euler", "grid": None, "options": {}, "dialect": None},
         **{"observers": (), "constraints": (), "cancelled": None, "noise": None, "seed": 0},
     )
 
@@ -239,13 +248,13 @@ def others_on(device: torch.device, own: int) -> int:
 
 
 def timed(pipe: Pipeline, request: Request, repeats: int = 3) -> float:
-    """Median seconds of whole runs, which must have been warmed up."""
+    """Seconds of the fastest of some whole runs, which must have been warmed up: others on the machine only add."""
     took = []
     for _ in range(repeats):
         began = time.perf_counter()
         pipe.run(request)
         took.append(time.perf_counter() - began)
-    return statistics.median(took)
+    return min(took)
 
 
 def in_words(size: float) -> str:

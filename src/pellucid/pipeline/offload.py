@@ -1,7 +1,7 @@
 """Offload: weights wait on the CPU and are on the device while they are used, by component or by block.
 
-What waits is never changed and never copied back: a network that leaves gets its waiting tensors again. Threads that use
-one network share what is on the device; it leaves with the last of them.
+What waits is never changed and never copied back: a network that leaves gets its waiting tensors again. Threads that
+use one network share what is on the device; it leaves with the last of them.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +11,7 @@ import torch
 
 from pellucid.core.errors import PellucidError
 from pellucid.pipeline.memory import in_words, predict
+from pellucid.pipeline.policy import Policy
 from pellucid.pipeline.request import Request
 
 if TYPE_CHECKING:
@@ -26,35 +29,47 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
 
 def explain(pipe: Pipeline, request: Request, stage: str) -> str:
     """Who owns the peak of a stage, and what would lower it by how much. All of it is predicted, nothing is run."""
+    many = len(request.seeds()) > 1
+    changes = {words(change): policy for change, policy in possible(pipe, stage, many)}
     try:
-        now = predict(pipe, request).stages[stage]
-        found = cures(pipe, request, stage)
+        now = predict(pipe, request, steps=1).stages[stage]
+        found = cures(pipe, request, stage, changes)
     except Exception:  # advice must not hide what it is about
-        return "Use a smaller size, fewer images at once, or offload='component'."
-    better = sorted((total, words) for words, total in found.items() if total < HELPS * now.total)
-    advice = "; ".join(f"{words} brings it to {in_words(total)}" for total, words in better)
-    return (
-        f"{now.owner or 'The loop'} owns its peak: {in_words(now.total)} predicted, {in_words(now.weights)} of it "
-        f"weights. {advice or 'Use a smaller size, or a device with more memory'}."
-    )
+        return (
+            f"Use a smaller size{', fewer images at once' if many else ''}{''.join(f', {name}' for name in changes)}."
+        )
+    better = sorted((total, name) for name, total in found.items() if total < HELPS * now.total)
+    advice = "; ".join(f"{name} brings it to {in_words(total)}" for total, name in better)
+    owner, whole, held = now.owner or "The stage itself", in_words(now.total), in_words(now.weights)
+    other = "Use a smaller size, or a device with more memory"
+    return f"{owner} owns its peak: {whole} predicted, {held} of it weights. {advice or other}."
 
 
-def cures(pipe: Pipeline, request: Request, stage: str) -> dict[str, int]:
-    """What might help, and the stage's peak with it: changes of the policy, half precision, one image at a time."""
-    found = {}
+def words(change: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in change.items())
+
+
+def possible(pipe: Pipeline, stage: str, many: bool) -> Iterator[tuple[dict[str, Any], Policy]]:
+    """The changes of policy that act on a stage, on this device, with the rest of the policy."""
     for change in CHANGES.get(stage, ()):
-        try:
+        with suppress(PellucidError):
             policy = replace(pipe.policy, **change)
             policy.check(pipe.device)
-        except PellucidError:  # not on this device, or not with the rest of the policy
-            continue
-        if policy != pipe.policy:
-            words = ", ".join(f"{name}={value!r}" for name, value in change.items())
-            found[words] = predict(pipe, request, policy=policy).stages[stage].total
+            if policy != pipe.policy and (many or "vae_slicing" not in change):
+                yield change, policy
+
+
+def cures(pipe: Pipeline, request: Request, stage: str, changes: Mapping[str, Policy]) -> dict[str, int]:
+    """What might help, and the stage's peak with it: changes of the policy, half precision, one image at a time."""
+
+    def peak(of: Request = request, **goal: Any) -> int:
+        return predict(pipe, of, steps=1, **goal).stages[stage].total
+
+    found = {name: peak(policy=policy) for name, policy in changes.items()}
     if next(pipe.components.network.parameters()).dtype == torch.float32:
-        found["dtype='bfloat16'"] = predict(pipe, request, dtype=torch.bfloat16).stages[stage].total
+        found["dtype='bfloat16'"] = peak(dtype=torch.bfloat16)
     if len(request.seeds()) > 1:
-        found["one image at a time"] = predict(pipe, alone(request)).stages[stage].total
+        found["one image at a time"] = peak(alone(request))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -16,6 +17,7 @@ from pellucid.core.noise import NoiseSource, Philox, TorchStream
 from pellucid.core.plan import Plan
 from pellucid.interop import lora_file
 from pellucid.interop.components import Components
+from pellucid.interop.save import save_components
 from pellucid.models import lora, tiles
 from pellucid.models.controlnet import Controlled
 from pellucid.models.dit import DiT
@@ -170,6 +172,10 @@ class Pipeline:
         from pellucid.pipeline import out_of_memory  # which runs pipelines
 
         return out_of_memory.explain(self, request, stage)
+
+    def save(self, folder: str | os.PathLike[str], **options: Any) -> None:
+        """Writes the model as a folder that diffusers opens too; the options are those of `save_components`."""
+        save_components(self.components, folder, **options)
 
     def to(self, device: torch.device | str) -> Pipeline:
         """The same pipeline with its networks on a device."""

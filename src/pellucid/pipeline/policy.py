@@ -45,7 +45,8 @@ EFFECTS = {
     ),
     "compile": Effect("time of a step", "the first call of each shape, which compiles for a minute or more"),
     "dtype": Effect(
-        "weights and activations, by half from float32; chosen when the model is loaded", "precision: 8 bits in bfloat16"
+        "weights and activations, by half from float32; chosen when the model is loaded",
+        "precision: 8 bits in bfloat16",
     ),
 }
 

@@ -99,9 +99,9 @@ def adapters_of(pipe: Pipeline, request: Request) -> tuple[dict[str, Any], ...]:
         entry = {"name": adapter.name, "kind": "lora", "hash": fingerprint.of_adapter(adapter)}
         found.append({**entry, "scale": plain_scale(lora.scale)})
     for control in request.controls:
-        entry = {"name": name_of(control.network), "kind": "controlnet", "scale": control.scale}
-        net = pictures_in.controlnet_of(pipe, control)
-        found.append({**entry, "hash": fingerprint.of_network(net), "start": control.start, "end": control.end})
+        seen = fingerprint.of_network(pictures_in.controlnet_of(pipe, control))
+        entry = {"name": name_of(control.network), "kind": "controlnet", "hash": seen}
+        found.append({**entry, "scale": control.scale, "start": control.start, "end": control.end})
     for prompt in request.image_prompts:
         networks = [pictures_in.adapter_of(pipe, prompt), pipe.components.image_encoder]
         seen = "-".join(fingerprint.of_network(net) for net in networks if net is not None)

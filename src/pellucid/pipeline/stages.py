@@ -103,5 +103,6 @@ class Stages:
         return torch.compile(network, fullgraph=True) if self.policy.compile else network
 
     def trouble(self, name: str) -> str:
-        told = "" if self.explain is None else self.explain(name)
+        rehearsed = METER.get() is not None  # or the explanation, which rehearses, would explain itself
+        told = "" if self.explain is None or rehearsed else self.explain(name)
         return f"memory must suffice for stage {name}; the device ran out of it. {told}".strip()

@@ -1,7 +1,7 @@
 """Counts the bytes of living tensors, operation by operation: the peak, the module at work, and who held what.
 
-torch tells a dispatch mode of every operation, and a storage tells when it dies. So the count needs no formula and holds
-for any network: on a real run, and on one whose tensors have no data (see `ghost`).
+torch tells a dispatch mode of every operation, and a storage tells when it dies. So the count needs no formula and
+holds for any network: on a real run, and on one whose tensors have no data (see `ghost`).
 """
 
 from __future__ import annotations

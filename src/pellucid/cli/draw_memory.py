@@ -1,0 +1,156 @@
+"""Pictures of memory: the stages of a run as stacked bars, and strategies beside what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pellucid.cli import draw, memory_text
+from pellucid.cli.draw import COLOURS, FAINT, INK
+from pellucid.pipeline.memory import in_words
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from pellucid.pipeline.compare import Row
+    from pellucid.pipeline.memory import Forecast, Measured
+
+FILLS = {"weights": COLOURS[0], "activations": COLOURS[1], "workspace": "#f6c592"}
+STAGES = {"denoise": COLOURS[0], "decode": "#8fb9ee"}
+ROW = 0.58  # inches of a strategy
+
+
+def stages(about: dict[str, Any], forecast: Forecast, found: Measured | None, path: Path) -> None:
+    """A stacked bar a stage, a mark where it was measured, and the owner of its peak beneath it."""
+    names = list(forecast.stages)
+    height = 1.75 + 0.85 * len(names)
+    figure = draw.canvas(10.5, height)
+    axes = figure.add_axes((0.1, 0.62 / height, 0.78, 1 - 1.75 / height))
+    scale, unit = unit_of(forecast.peak.total)
+    for row, name in enumerate(names):
+        stage_bar(axes, row, forecast.stages[name], scale)
+        if found is not None:
+            mark(axes, found.peaks[name] / scale, row, 0.34)
+    finish(axes, names, f"{unit} on the device")
+    axes.set_xlim(0, 1.02 * max(furthest(forecast, found)) / scale)
+    axes.set_ylim(len(names) - 0.35, -0.6)
+    head(figure, height, "Memory by stage", memory_text.headline(about))
+    key(figure, height, 0.1, FILLS, "" if found is None else "measured")
+    draw.save(figure, path)
+
+
+def furthest(forecast: Forecast, found: Measured | None) -> list[int]:
+    return [peak.total for peak in forecast.stages.values()] + ([] if found is None else list(found.peaks.values()))
+
+
+def stage_bar(axes: Axes, row: int, peak: Any, scale: float) -> None:
+    left = 0.0
+    for part, fill in FILLS.items():
+        width = getattr(peak, part) / scale
+        axes.barh(row, width, left=left, height=0.5, color=fill, edgecolor="white", linewidth=0.6)
+        left += width
+    axes.annotate(
+        in_words(peak.total), (left, row), (6, 0), textcoords="offset points", va="center", fontsize=9, color=INK
+    )
+    owner = peak.owner or memory_text.ITSELF
+    axes.annotate(owner, (0, row + 0.27), (2, -9), textcoords="offset points", fontsize=7.5, color="#5f6b7a")
+
+
+def strategies(about: dict[str, Any], rows: Sequence[Row], path: Path) -> None:
+    """Left, the peaks of each strategy; right, what it costs: time, and how far the picture moved."""
+    shown = [row for row in rows if not row.trouble]
+    height = 1.85 + ROW * len(shown)
+    figure = draw.canvas(11.5, height)
+    bottom, top = 0.62 / height, 1 - 1.85 / height
+    peaks, times, apart = (
+        figure.add_axes((x, bottom, width, top)) for x, width in ((0.15, 0.38), (0.57, 0.2), (0.81, 0.16))
+    )
+    scale, unit = unit_of(max(memory_text.peak_of(row) for row in shown))
+    for place, row in enumerate(shown):
+        peak_bars(peaks, place, row, scale)
+        took = (row.seconds or 0.0) * 1000
+        times.barh(place, took, height=0.42, color=COLOURS[1])
+        label(times, f"{took:.0f}", took, place)
+    dashes: Any = {"color": FAINT, "linewidth": 1, "linestyle": (0, (3, 3)), "zorder": 0}
+    peaks.axvline(memory_text.peak_of(shown[0]) / scale, **dashes)
+    times.axvline((shown[0].seconds or 0) * 1000, **dashes)
+    finish(peaks, [row.strategy.name for row in shown], f"peak, {unit}")
+    finish(times, [""] * len(shown), f"ms of a run of {about['steps']} steps")
+    differences(apart, shown)
+    for axes, room in ((peaks, 1.16), (times, 1.2), (apart, 1.0)):
+        axes.set_ylim(len(shown) - 0.4, -0.6)
+        axes.set_xlim(0, axes.get_xlim()[1] * room)
+    head(figure, height, "What each strategy saves, and what it costs", memory_text.headline(about))
+    key(figure, height, 0.15, STAGES, "predicted")
+    draw.save(figure, path)
+
+
+def peak_bars(axes: Axes, place: int, row: Row, scale: float) -> None:
+    """Denoising above decoding: which of them a strategy lowers is what one wants to know."""
+    sizes = row.measured or row.predicted
+    for offset, (stage, fill) in zip((-0.17, 0.17), STAGES.items(), strict=True):
+        y, size = place + offset, sizes.get(stage, 0) / scale
+        axes.barh(y, size, height=0.3, color=fill)
+        label(axes, in_words(size * scale), size, y, 8)
+        if stage in row.predicted:
+            mark(axes, row.predicted[stage] / scale, y, 0.17)
+
+
+def differences(axes: Axes, rows: Sequence[Row]) -> None:
+    """Largest and mean difference as text: they span too many decades for bars."""
+    axes.axis("off")
+    axes.set_title("picture: max · mean /255", loc="left", fontsize=9, color=INK)
+    for place, row in enumerate(rows):
+        if row.strategy.against == row.strategy.name:
+            continue
+        words = f"{row.largest:.0f} · {row.mean:.2g}"
+        words += "" if row.strategy.against == rows[0].strategy.name else f"   to {row.strategy.against}"
+        axes.text(0, place, words, va="center", fontsize=9, color=INK)
+
+
+# --- the look ------------------------------------------------------------------------------------------------------
+
+
+def unit_of(size: int) -> tuple[float, str]:
+    for unit, power in (("GB", 30), ("MB", 20), ("KB", 10)):
+        if size >= 2**power:
+            return float(2**power), unit
+    return 1.0, "bytes"
+
+
+def finish(axes: Axes, names: Sequence[str], label: str) -> None:
+    draw.quiet(axes)
+    axes.set_yticks(range(len(names)), list(names), fontsize=10)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel(label, fontsize=9, color=INK)
+
+
+def head(figure: Figure, height: float, title: str, words: str) -> None:
+    figure.text(0.025, 1 - 0.42 / height, title, fontsize=14, fontweight="bold", color=INK)
+    figure.text(0.025, 1 - 0.72 / height, words, fontsize=9, color=FAINT)
+
+
+def key(figure: Figure, height: float, place: float, fills: dict[str, str], marked: str) -> None:
+    """A coloured square a part, and what the marks are."""
+    for part, fill in fills.items():
+        figure.text(place, 1 - 1.1 / height, "■", color=fill, fontsize=10)
+        figure.text(place + 0.016, 1 - 1.1 / height, part, color=INK, fontsize=9)
+        place += 0.11
+    if marked:
+        figure.text(place, 1 - 1.1 / height, f"▏{marked}", color=INK, fontsize=9)
+
+
+def mark(axes: Axes, x: float, y: float, half: float) -> None:
+    axes.plot([x, x], [y - half, y + half], color=INK, linewidth=1.8, solid_capstyle="butt")
+
+
+def label(axes: Axes, words: str, x: float, y: float, size: float = 9) -> None:
+    """Beside the end of a bar, on paper of its own, so that no line runs through it."""
+    paper = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+    axes.annotate(
+        words, (x, y), (6, 0), textcoords="offset points", va="center", fontsize=size, color=INK, bbox=paper, zorder=3
+    )

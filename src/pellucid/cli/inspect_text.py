@@ -1,0 +1,352 @@
+"""A pipeline's graph in a terminal: boxes, arrows with what flows, the denoising loop; then tables of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from pellucid.cli import inspect_words as words
+from pellucid.cli import output
+from pellucid.cli.inspect_words import ROLE_COLOURS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from pellucid.pipeline.inspection import Block, Flow, Graph, Node
+
+WIDTH = 98  # columns of the drawing
+RAIL = 25  # columns beside the loop's boxes for what goes back
+NARROW = 34
+BAR = 16
+
+Lines = list[Text]
+
+
+def show(graph: Graph, screen: Console, depth: int) -> None:
+    """The whole of it."""
+    screen.print(Text(words.title(graph), style="bold"))
+    screen.print(Text(" · ".join(words.subtitle(graph)), style="dim"))
+    screen.print()
+    for line in drawing(graph):
+        screen.print(line, soft_wrap=True)
+    screen.print()
+    screen.print(components(graph))
+    if depth:
+        for node in graph.components():
+            screen.print(anatomy(node))
+    if graph.times is not None:
+        screen.print(clock(graph))
+    for note in graph.notes:
+        screen.print(Text(f"! {note}", style="yellow"))
+
+
+# --- boxes -------------------------------------------------------------------------------------------------------
+
+
+def box(title: str, content: Iterable[str], width: int, colour: str, corner: str = "") -> Lines:
+    """A box of so many columns; `corner` stands at the right of its title."""
+    inner = width - 4
+    right = f" {corner} ─╮" if corner else "╮"
+    line = "─" * (width - 4 - len(title) - len(right))
+    top = Text.assemble(("╭─ ", colour), (title, f"bold {colour}"), (f" {line}", colour), (right, colour))
+    body = [Text.assemble(("│ ", colour), line.ljust(inner), (" │", colour)) for line in content]
+    return [top, *body, Text("╰" + "─" * (width - 2) + "╯", colour)]
+
+
+def fitted(line: Text, width: int) -> Text:
+    line = line.copy()
+    line.align("left", width)
+    return line
+
+
+def wrapped(parts: Sequence[str], width: int) -> list[str]:
+    """Parts joined by dots into lines of at most `width`; a part that is too long itself is broken at blanks."""
+    lines = [""]
+    for part in parts:
+        joined = f"{lines[-1]} · {part}" if lines[-1] else part
+        if len(joined) <= width:
+            lines[-1] = joined
+            continue
+        pieces = [""]
+        for word in part.split(" "):
+            longer = f"{pieces[-1]} {word}".strip()
+            pieces = [*pieces[:-1], longer] if len(longer) <= width else [*pieces, word]
+        lines += [piece for piece in pieces if piece]
+    return [line for line in lines if line]
+
+
+def card(node: Node, width: int, more: Sequence[str] = ()) -> Lines:
+    """A node as a box: its class, its weights, what else is to be said."""
+    inner = width - 4
+    content = [*wrapped(words.classes(node), inner), *wrapped(words.weight(node), inner)]
+    content += [*wrapped(words.remarks(node), inner), *more]
+    return box(node.name, content, width, ROLE_COLOURS[node.role], words.took(node))
+
+
+def pill(name: str, width: int) -> Lines:
+    text = f"( {name} )"
+    return [Text(text.center(width), "bold")]
+
+
+def arrow(labels: Sequence[str], width: int, head: bool = True) -> Lines:
+    """A line down from the middle, what flows beside it."""
+    middle = width // 2
+    lines = [Text(" " * middle + "│ " + label[: width - middle - 2]) for label in labels or [""]]
+    if any(middle + 2 + len(label) > width for label in labels):  # no room at the right: the line moves to the left
+        lines = [Text("  │ " + label) for label in labels]
+        middle = 2
+    lines += [Text(" " * middle + "▼")] if head else []
+    return [fitted(line, width) for line in lines]
+
+
+def beside(columns: Sequence[Lines], gap: int = 2) -> Lines:
+    """Columns side by side, their last lines level."""
+    height = max(len(column) for column in columns)
+    widths = [column[0].cell_len for column in columns]
+    padded = [[Text(" " * w)] * (height - len(c)) + list(c) for c, w in zip(columns, widths, strict=True)]
+    return [Text(" " * gap).join(row) for row in zip(*padded, strict=True)]
+
+
+def indent(lines: Lines, by: int) -> Lines:
+    return [Text(" " * by) + line for line in lines]
+
+
+def centred(lines: Lines, width: int) -> Lines:
+    return indent(lines, max((width - lines[0].cell_len) // 2, 0))
+
+
+# --- the drawing -------------------------------------------------------------------------------------------------
+
+
+def drawing(graph: Graph) -> Lines:
+    """From what is given, at the top, to images."""
+    lines = entrance(graph)
+    lines += loop(graph)
+    sampler = graph.of("sampler")[0].name
+    for node in graph.of("vae"):
+        if node.half_of is None:
+            lines += arrow([words.flowing(flow) for flow in graph.between(sampler, node.name)], WIDTH)
+            lines += centred(card(node, 60), WIDTH)
+            sampler = node.name
+    lines += arrow([words.flowing(flow) for flow in graph.into("images")], WIDTH)
+    return lines + pill("images", WIDTH)
+
+
+def branches(graph: Graph) -> list[list[Node]]:
+    """Chains of nodes from an input to where they are joined: text, image prompts, sizes, labels, masks."""
+    held = {node.name: node for node in graph.nodes}
+    outside = ("tokenizer", "text", "image", "vae", "input")
+    found = []
+    for node in graph.nodes:
+        goals = {flow.goal for flow in graph.out_of(node.name)}
+        ends = node.role in outside and any(held[goal].role in ("condition", "network") for goal in goals)
+        if not ends:
+            continue
+        chain = [node]
+        while sources := [flow.source for flow in graph.into(chain[0].name)]:
+            chain.insert(0, held[sources[0]])
+        found.append(chain)
+    return found
+
+
+def entrance(graph: Graph) -> Lines:
+    """What comes before the loop, side by side."""
+    chains = branches(graph)
+    if not chains:
+        return []
+    joined = [chain for chain in chains if graph.between(chain[-1].name, "conditions")]
+    apart = [chain for chain in chains if chain not in joined]
+    width = min(46, (WIDTH - 2 * (len(chains) - 1)) // len(chains))
+    right = [column(graph, chain, width) for chain in apart]
+    left: list[Lines] = []
+    if joined:
+        made = beside([column(graph, chain, width) for chain in joined])
+        span = made[0].cell_len
+        for node in graph.of("condition"):
+            made += centred(card(node, min(span, 46)), span)
+            flows = [words.flowing(flow) for flow in graph.out_of(node.name) if graph.node(flow.goal).role == "network"]
+            made += arrow(flows, span)
+        left = [[fitted(line, span) for line in made]]
+    height = max(len(made) for made in (*left, *right))
+    right = [[*made[:-1], *[rail_of(made[-1])] * (height - len(made)), made[-1]] for made in right]
+    return centred(beside([*left, *right]), WIDTH)
+
+
+def rail_of(head: Text) -> Text:
+    """The arrow's line, one longer."""
+    return Text(head.plain.replace("▼", "│"))
+
+
+def column(graph: Graph, chain: Sequence[Node], width: int) -> Lines:
+    lines: Lines = []
+    for number, node in enumerate(chain):
+        lines += pill(node.name, width) if node.role == "input" else card(node, width)
+        goal = chain[number + 1].name if number + 1 < len(chain) else None
+        flows = [flow for flow in graph.out_of(node.name) if goal is None or flow.goal == goal]
+        labels = [label for flow in flows for label in wrapped_flow(flow, width - width // 2 - 3)]
+        lines += arrow(labels, width)
+    return lines
+
+
+def wrapped_flow(flow: Flow, width: int) -> list[str]:
+    """What flows on one line, or its name and its shapes on two."""
+    whole = words.flowing(flow)
+    return [whole] if len(whole) <= width or not flow.shapes else [flow.what, words.shapes(flow.shapes)]
+
+
+def loop(graph: Graph) -> Lines:
+    """The denoiser, guidance and the sampler, with what goes back on a rail at the right."""
+    inner = WIDTH - 4
+    wide = inner - RAIL
+    network, sampler = graph.of("network")[0], graph.of("sampler")[0]
+    lines, targets = controls(graph, wide)
+    targets.append(len(lines) + 1)
+    lines += card(network, wide)
+    for goal in (*graph.of("guidance"), sampler):
+        source = network if goal.role == "guidance" or not graph.of("guidance") else graph.of("guidance")[0]
+        lines += arrow([words.flowing(flow) for flow in graph.between(source.name, goal.name)], wide)
+        if goal is sampler:
+            first = [f"◂ {words.flowing(flow)}" for flow in graph.into(sampler.name) if flow.source == "noise"]
+            turn = len(lines) + 1
+            lines += card(sampler, wide, first)
+        else:
+            lines += card(goal, wide)
+    back = [words.flowing(flow) for flow in graph.between(sampler.name, network.name)]
+    lines = railed(lines, wide, targets, turn, back)
+    return framed(lines, words.pace(graph))
+
+
+def controls(graph: Graph, width: int) -> tuple[Lines, list[int]]:
+    """ControlNets above the denoiser, and the lines where x comes to them."""
+    lines: Lines = []
+    targets = []
+    for node in graph.of("control"):
+        given = [
+            f"◂ {flow.source} {words.shapes(flow.shapes)}" for flow in graph.into(node.name) if flow.what == "pixels"
+        ]
+        given += [f"◂ {words.flowing(flow)}" for flow in graph.between("conditions", node.name)]
+        targets.append(len(lines) + 1)
+        lines += card(node, width, given)
+        lines += arrow([words.flowing(flow) for flow in graph.out_of(node.name)], width)
+    return lines, targets
+
+
+def railed(lines: Lines, width: int, targets: Sequence[int], turn: int, labels: Sequence[str]) -> Lines:
+    """A line from the sampler up to who is called, what it carries beside it."""
+    middle = (targets[-1] + turn) // 2 - len(labels) // 2
+    out = []
+    for number, line in enumerate(lines):
+        rail = "    "
+        if number == turn:
+            rail = "───╯"
+        elif number in targets:
+            rail = "◀──╮" if number == targets[0] else "◀──┤"
+        elif targets[0] < number < turn:
+            rail = "   │"
+        label = labels[number - middle] if middle <= number < middle + len(labels) else ""
+        out.append(fitted(line, width) + Text(f" {rail} ", ROLE_COLOURS["sampler"]) + Text(label.ljust(RAIL - 6)))
+    return out
+
+
+def framed(lines: Lines, title: str) -> Lines:
+    """The loop's frame."""
+    colour = ROLE_COLOURS["sampler"]
+    head = Text.assemble(
+        ("┏━ ", colour), (title, f"bold {colour}"), (" " + "━" * (WIDTH - len(title) - 5) + "┓", colour)
+    )
+    body = [Text("┃ ", colour) + line + Text(" ┃", colour) for line in lines]
+    return [head, *body, Text("┗" + "━" * (WIDTH - 2) + "┛", colour)]
+
+
+# --- the tables --------------------------------------------------------------------------------------------------
+
+
+def components(graph: Graph) -> Table:
+    columns = ["component", "parameters", "share", "dtype in file", "on disk", "in memory", "as", "calls"]
+    columns += ["a call"] if graph.times is not None else []
+    made = output.table(*columns, right=("parameters", "share", "on disk", "in memory", "calls", "a call"))
+    for node in graph.components():
+        held = node.stored
+        dtypes, disk = ("–", "–") if held is None else (", ".join(held.dtypes), words.size(held.size))
+        share = f"{100 * node.parameters / graph.parameters:.1f} %"
+        cells = [node.name, words.count(node.parameters), share, dtypes, disk, words.size(node.memory), str(node.dtype)]
+        cells.append(str(node.calls))
+        if graph.times is not None:
+            cells.append("–" if node.milliseconds is None else words.milliseconds(node.milliseconds))
+        made.add_row(*cells, style=None)
+    disk = words.size(graph.stored) if graph.stored else "–"
+    made.add_section()
+    made.add_row("all", words.count(graph.parameters), "", "", disk, words.size(graph.memory), "", "")
+    return made
+
+
+def anatomy(node: Node) -> Table:
+    """A network's blocks: class, parameters, share, and the shape that leaves each."""
+    made = output.table(f"{node.name}", "class", "parameters", "share", "", "leaves as", right=("parameters", "share"))
+    for level, block, times in listed(node.blocks):
+        name = "  " * level + block.name
+        number = words.count(block.parameters)
+        share = block.share * times
+        shown = Text("█" * round(BAR * share) or "▏", ROLE_COLOURS[node.role])
+        leaves = "" if block.shape is None else words.shape(block.shape)
+        made.add_row(name, block.kind, f"{times} × {number}" if times > 1 else number, percent(share), shown, leaves)
+    return made
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %" if share >= 0.0005 else "< 0.1 %"
+
+
+def listed(blocks: Sequence[Block], level: int = 0) -> Iterable[tuple[int, Block, int]]:
+    """Blocks with their level and how often they stand in a row: equal neighbours are one line."""
+    for _, run in groupby(blocks, key=alike):
+        same = list(run)
+        first, last = same[0], same[-1]
+        if len(same) > 1:
+            name = f"{first.name} … {last.name.rpartition('.')[2]}"
+            first = type(first)(name, first.kind, first.parameters, first.share, last.shape, first.blocks)
+        yield level, first, len(same)
+        if len(same) == 1:
+            yield from listed(first.blocks, level + 1)
+
+
+def alike(block: Block) -> tuple[str, str, int, object]:
+    stem = block.name.rpartition(".")[0]
+    return stem, block.kind, block.parameters, block.shape
+
+
+def clock(graph: Graph) -> Table:
+    """Milliseconds by stage."""
+    times = graph.times
+    assert times is not None
+    made = output.table("stage", "a run", "of it", "peak memory", right=("a run", "of it", "peak memory"))
+    loop_time = times.step * graph.calls
+    rows = [("text", times.text, "text"), ("encode pictures", times.encode, "encode")]
+    rows += [(f"{graph.calls} × one step of {words.milliseconds(times.step)}", loop_time, "denoise")]
+    rows += [("decode", times.decode, "decode")]
+    total = sum(value for _, value, _ in rows) or 1.0
+    for name, value, stage in rows:
+        peak = times.peaks.get(stage)
+        made.add_row(name, words.milliseconds(value), f"{100 * value / total:.1f} %", words.size(peak) if peak else "–")
+    made.add_section()
+    made.add_row(f"the whole run on {times.device}, measured", words.milliseconds(times.whole), "", "")
+    return made
+
+
+def show_one(graph: Graph, node: Node, screen: Console) -> None:
+    """One component: what it is, what comes and goes, and its blocks."""
+    for line in card(node, 72):
+        screen.print(line)
+    for key, value in node.facts.items():
+        screen.print(f"{key.replace('_', ' ')}: {value}", markup=False)
+    for mark, flows in (("←", graph.into(node.name)), ("→", graph.out_of(node.name))):
+        for flow in flows:
+            other = flow.source if mark == "←" else flow.goal
+            dtype = f" {flow.dtype}" if flow.dtype else ""
+            screen.print(f"{mark} {other}: {words.flowing(flow)}{dtype}", markup=False, soft_wrap=True)
+    if node.blocks:
+        screen.print(anatomy(node))

@@ -1,0 +1,171 @@
+"""`pellucid memory`: the peak of each stage and its owner, before and after; and what each saving costs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pellucid.cli import output
+from pellucid.core.errors import PellucidError, rule
+
+if TYPE_CHECKING:
+    from pellucid.pipeline.pipeline import Pipeline
+    from pellucid.pipeline.policy import Policy
+    from pellucid.pipeline.request import Request
+
+
+def command(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a checkpoint file, a bundle or a hub id.")],
+    size: Annotated[
+        str | None, typer.Option(metavar="WxH", help="Pixels, as 768x512 or 512; the model's own when not given.")
+    ] = None,
+    batch: Annotated[int, typer.Option(metavar="N", min=1, help="Images at once.")] = 1,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps of the measured run.")] = 2,
+    controlnet: Annotated[
+        list[str] | None, typer.Option(metavar="MODEL", help="With this ControlNet; may be repeated.")
+    ] = None,
+    lora: Annotated[list[str] | None, typer.Option(metavar="FILE", help="With this LoRA; may be repeated.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="NAME", help="float32, bfloat16 or float16; the file's when not given.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="cuda or cpu; cuda where there is one when not given.")
+    ] = None,
+    attention: Annotated[str, typer.Option(metavar="NAME", help="auto, flash, efficient, cudnn or math.")] = "auto",
+    vae_slicing: Annotated[bool, typer.Option("--vae-slicing", metavar="", help="Decode one image at a time.")] = False,
+    vae_tile: Annotated[
+        int | None, typer.Option(metavar="N", help="Decode in tiles of N × N latents; the whole when not given.")
+    ] = None,
+    channels_last: Annotated[
+        bool, typer.Option("--channels-last", metavar="", help="Convolutions with the channels innermost.")
+    ] = False,
+    offload: Annotated[
+        str, typer.Option(metavar="HOW", help="none, component or block: what waits on the CPU.")
+    ] = "none",
+    compiled: Annotated[bool, typer.Option("--compile", metavar="", help="Compile the denoising network.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", metavar="", help="Run each strategy and adapter: peak, time, image difference.")
+    ] = False,
+    predict: Annotated[
+        bool, typer.Option("--predict", metavar="", help="Only predict; the device need not be here.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the figures as JSON.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the stages, or the strategies, into this file.")
+    ] = None,
+) -> None:
+    """Predict the peak of each stage and who owns it, then run and measure it; compare what each saving costs.
+
+    Example: [bold]pellucid memory stable-diffusion-v1-5 --size 512x512 --batch 2 --compare[/]
+    """
+    if predict and compare:
+        raise PellucidError("--predict must be given without --compare, which runs; got both.", "usage")
+    if plot is not None:
+        from pellucid.cli import draw
+
+        plot = draw.destination(plot)
+    wanted = parsed_size(size)
+    from pellucid.pipeline.load import load
+    from pellucid.pipeline.policy import Policy
+
+    policy = Policy(attention, vae_slicing, vae_tile, channels_last, offload, compiled)  # type: ignore[arg-type]
+    with output.progress("loading", 1):
+        pipe = load(model, dtype=dtype, device="cpu" if predict else device, policy=Policy() if predict else policy)
+    asked = {"size": wanted, "batch": batch, "steps": steps, "controlnets": controlnet or (), "loras": loras(lora)}
+    if compare:
+        compared(pipe, asked, as_json, plot)
+    else:
+        staged(pipe, asked, Where(policy, device) if predict else None, as_json, plot)
+
+
+class Where:
+    """What to predict for, when it is not what was loaded."""
+
+    def __init__(self, policy: Policy, device: str | None) -> None:
+        import torch
+
+        try:
+            self.device = torch.device(device or "cuda")
+        except RuntimeError:
+            raise PellucidError(rule("--device", "cuda or cpu", device), "device") from None
+        self.policy = policy
+
+
+def parsed_size(text: str | None) -> tuple[int, int] | None:
+    """ "768x512" or "512" as (width, height)."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d{1,6})(?:[x×](\d{1,6}))?", text.strip().lower())
+    if found is None:
+        raise PellucidError(rule("--size", "width x height as 768x512, or one number", text), "usage")
+    return int(found[1]), int(found[2] or found[1])
+
+
+def loras(paths: list[str] | None) -> tuple[Any, ...]:
+    from pellucid.pipeline.adapters import Lora
+
+    return tuple(Lora(path) for path in paths or ())
+
+
+def staged(pipe: Pipeline, asked: dict[str, Any], where: Where | None, as_json: bool, plot: Path | None) -> None:
+    """Stage by stage: predicted, and measured where it runs."""
+    from pellucid.cli import memory_text
+    from pellucid.pipeline import memory
+
+    request = memory.request_for(pipe, **asked)
+    with output.progress("memory", 2) as seen:
+        goal: dict[str, Any] = {} if where is None else {"policy": where.policy, "device": where.device}
+        forecast = memory.predict(pipe, request, **goal)
+        seen()
+        found = memory.measure(pipe, request) if where is None else None
+        seen()
+    about = described(pipe, request, forecast.policy, pipe.device if where is None else where.device)
+    if as_json:
+        output.print_json(memory_text.stages_json(about, forecast, found))
+    else:
+        memory_text.show_stages(about, forecast, found)
+    if plot is not None:
+        from pellucid.cli import draw_memory
+
+        draw_memory.stages(about, forecast, found, plot)
+
+
+def compared(pipe: Pipeline, asked: dict[str, Any], as_json: bool, plot: Path | None) -> None:
+    """Strategy by strategy."""
+    from pellucid.cli import memory_text
+    from pellucid.pipeline import compare, memory
+
+    dressed = memory.request_for(pipe, **asked)
+    bare = memory.request_for(pipe, **{**asked, "controlnets": (), "loras": ()})
+    found, left_out = compare.strategies(pipe, bare, dressed)
+    with output.progress("comparing", len(found)) as seen:
+        rows = compare.compare(pipe, found, seen)
+    about = described(pipe, bare, pipe.policy, pipe.device)
+    if as_json:
+        output.print_json(memory_text.rows_json(about, rows, left_out))
+    else:
+        memory_text.show_rows(about, rows, left_out)
+    if plot is not None:
+        from pellucid.cli import draw_memory
+
+        draw_memory.strategies(about, rows, plot)
+
+
+def described(pipe: Pipeline, request: Request, policy: Policy, device: Any) -> dict[str, Any]:
+    """What was run, for the head of every output."""
+    width, height = pipe.size_of(request)
+    kind = next(pipe.components.network.parameters()).dtype
+    return {
+        "model": pipe.components.name,
+        "size": [width, height],
+        "batch": request.n,
+        "steps": request.steps,
+        "device": str(device),
+        "dtype": str(kind).removeprefix("torch."),
+        "policy": policy.to_dict(),
+        "controlnets": len(request.controls),
+        "loras": len(request.loras),
+    }

@@ -1,0 +1,263 @@
+"""A graph in the making: what a rehearsal saw, told as nodes and flows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from pellucid.core.filters import Clip, Filter
+from pellucid.interop.components import class_of
+from pellucid.models.guidance import Guidance
+from pellucid.models.ip_adapter import IPAdapter
+from pellucid.pipeline import pictures_in
+from pellucid.pipeline.conditions import takes_text
+from pellucid.pipeline.inspection import Asked, Flow, Node, Role, Stage, Stored
+from pellucid.pipeline.inspection_blocks import blocks_of
+from pellucid.pipeline.inspection_run import Added, Call, Form, Seen, networks_by_name, text_names
+from pellucid.pipeline.pipeline import Pipeline
+from pellucid.pipeline.planning import Planned
+
+WORDS = {
+    "context": "context",
+    "pooled": "pooled",
+    "sizes": "size ids",
+    "labels": "labels",
+    "guidance_embedding": "guidance",
+    "context_mask": "mask",
+}
+
+
+@dataclass
+class Draft:
+    """A graph in the making, from what a rehearsal saw."""
+
+    pipe: Pipeline
+    added: Added
+    seen: Seen
+    planned: Planned
+    guidance: Guidance
+    asked: Asked
+    held: Mapping[str, Stored]
+    nodes: list[Node] = field(default_factory=list)
+    flows: list[Flow] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def tell(self) -> None:
+        parts = self.pipe.components
+        self.networks = networks_by_name(parts, self.added)
+        self.main = next(name for name in ("unet", "transformer") if name in self.networks)
+        self.text()
+        self.image_prompts()
+        self.painting()
+        self.conditions()
+        self.controls()
+        self.loop()
+        self.decode()
+        if self.seen.problem is not None:
+            self.notes.append(f"shapes are missing, for the network was not run: {self.seen.problem}")
+
+    # what is written down
+
+    def put(self, name: str, role: Role, stage: Stage | None = None, **more: Any) -> None:
+        self.nodes.append(Node(name, role, stage=stage, **more))
+
+    def flow(self, source: str, goal: str, what: str, found: Form | Sequence[Form] | None = None) -> None:
+        listed = [found] if isinstance(found, Form) else list(found or ())
+        dtype = listed[0].dtype if listed else None
+        self.flows.append(Flow(source, goal, what, tuple(form.shape for form in listed), dtype))
+
+    def call(self, name: str) -> Call:
+        return self.seen.calls.get(name, Call({}, {}, 0))
+
+    def network(self, name: str, role: Role, stage: Stage, **facts: Any) -> None:
+        """A node that holds weights."""
+        network = self.networks[name]
+        tensors = {id(t): t for t in (*network.parameters(), *network.buffers())}.values()
+        shapes = {path: shape for (owner, path), shape in self.seen.shapes.items() if owner == name}
+        times = self.planned.plan.nfe if stage == "denoise" else 1
+        self.put(
+            name,
+            role,
+            stage,
+            kind=type(network).__name__,
+            peer=f"IP-Adapter, {network.kind}" if isinstance(network, IPAdapter) else class_of(network),
+            parameters=sum(weight.numel() for weight in network.parameters()),
+            dtype=str(next(network.parameters()).dtype).removeprefix("torch."),
+            memory=sum(tensor.nbytes for tensor in tensors),
+            stored=self.held.get(name),
+            calls=self.call(name).count * times if name != "vae" else 1,
+            facts=facts,
+            blocks=blocks_of(network, self.asked.depth, shapes),
+        )
+
+    # the stations, in the order in which they act
+
+    def text(self) -> None:
+        parts = self.pipe.components
+        names = text_names(parts)
+        if names:
+            self.put("prompt", "input", facts={"texts": self.asked.batch})
+        for name, encoder, tokenizer in zip(names, parts.text_encoders, parts.tokenizers, strict=True):
+            words = name.replace("text_encoder", "tokenizer")
+            call = self.call(name)
+            facts = {"entries": tokenizer.size, "window": tokenizer.length}
+            self.put(words, "tokenizer", "text", kind="CLIP BPE" if tokenizer.clip else "BPE", facts=facts)
+            last = parts.text_encoders[-1].text_projection is None
+            layers = encoder.config.num_hidden_layers
+            read = "last layer" if last else "last layer but one"
+            self.network(name, "text", "text", layers=layers, width=encoder.config.hidden_size, reads=read)
+            self.flow("prompt", words, "text")
+            self.flow(words, name, "token ids", call.one("tokens"))
+            self.flow(name, "conditions", "states", call.one("last"))
+        if names and self.call(self.main).inputs.get("pooled"):
+            self.flow(names[-1], "conditions", "pooled", self.call(names[-1]).one("pooled"))
+        if not names and "context" in self.seen.told:
+            self.put("text states", "input", facts={"why": "no text encoder is here"})
+            self.flow("text states", "conditions", "context", self.seen.told["context"])
+
+    def image_prompts(self) -> None:
+        encoder = self.pipe.components.image_encoder
+        if encoder is None:
+            return
+        call = self.call("image_encoder")
+        self.put("image prompt", "input")
+        self.network("image_encoder", "image", "encode", side=encoder.config.image_size)
+        self.flow("image prompt", "image_encoder", "pixels", call.one("pixels"))
+        for name, adapter in self.added.adapters.items():
+            inner = self.call(name)
+            tokens = inner.one("out")
+            count = None if tokens is None else tokens.shape[1]
+            self.network(name, "image", "encode", tokens=count, reads=adapter.wants)
+            self.flow("image_encoder", name, adapter.wants, next(iter(inner.inputs.values()), ()))
+            self.flow(name, self.main, "keys and values", self.call(self.main).inputs.get("image"))
+        if not self.added.adapters:
+            self.notes.append("image_encoder waits for an IP-Adapter: without one nothing reads what it says.")
+
+    def painting(self) -> None:
+        """The mask and the masked picture that an inpainting network sees beside x."""
+        parts = self.pipe.components
+        if not pictures_in.is_inpainting(parts) or parts.vae is None:
+            return
+        inner = self.call("vae.encode")
+        half = sum(weight.numel() for weight in parts.vae.encoder.parameters())
+        self.put("masked picture", "input")
+        self.put("mask", "input")
+        kind = type(parts.vae.encoder).__name__
+        dtype = str(next(parts.vae.parameters()).dtype).removeprefix("torch.")
+        self.put("vae encoder", "vae", "encode", kind=kind, parameters=half, dtype=dtype, half_of="vae")
+        self.flow("masked picture", "vae encoder", "pixels", inner.one("images"))
+        self.flow("vae encoder", self.main, "masked latents", inner.one("mean"))
+        self.flow("mask", self.main, "mask", self.call("mask").one("out"))
+
+    def conditions(self) -> None:
+        """Where texts, labels and numbers become the inputs of one batch, with and without the prompt."""
+        told, given = self.seen.told, self.call(self.main).inputs
+        inputs = {name: given[name][0] for name in WORDS if given.get(name)}
+        if not inputs and not told and not self.pipe.components.text_encoders:
+            return
+        if "labels" in told:
+            names = self.pipe.components.labels
+            self.put("class label", "input", facts={"named": len(names)} if names else {})
+            self.flow("class label", "conditions", "labels", told["labels"])
+        if "sizes" in told:
+            words = "original size, crop, target size" if told["sizes"].shape[1] == 6 else "size, crop, aesthetic score"
+            self.put("size ids", "input", facts={"numbers": words})
+            self.flow("size ids", "conditions", "size ids", told["sizes"])
+        if "guidance_embedding" in inputs:
+            self.put("guidance scale", "input")
+            self.flow("guidance scale", "conditions", "guidance", inputs["guidance_embedding"])
+        self.put("conditions", "condition", "text", facts={"sides": self.sides})
+        for name, form in inputs.items():
+            self.flow("conditions", self.main, WORDS[name], form)
+
+    @property
+    def doubled(self) -> bool:
+        """Whether one call of the denoiser asks for both sides of guidance."""
+        x = self.call(self.main).one("x")
+        return x is not None and x.shape[0] == 2 * self.asked.batch
+
+    @property
+    def sides(self) -> str:
+        """What the denoiser is asked in one call."""
+        told = "prompt" if takes_text(self.pipe.components.network) else "class"
+        return f"without and with the {told}" if self.doubled else f"with the {told}"
+
+    def controls(self) -> None:
+        for number, name in enumerate(self.added.controlnets):
+            call, picture = self.call(name), "control picture" if not number else f"control picture {number + 1}"
+            self.put(picture, "input")
+            self.network(name, "control", "denoise")
+            self.flow(picture, name, "pixels", self.call(f"{name}.hint").one("picture"))
+            self.flow("sampler", name, "x", call.one("x"))
+            if call.one("context") is not None:
+                self.flow("conditions", name, "context", call.one("context"))
+            residuals = [form for found in call.outputs.values() for form in found]
+            self.flow(name, self.main, "residuals", residuals)
+
+    def loop(self) -> None:
+        seen, call, parts, plan = self.seen, self.call(self.main), self.pipe.components, self.planned.plan
+        config, x, out = parts.network.config, call.one("x"), call.one("out")
+        facts = {
+            "channels in": config.in_channels,
+            "channels out": getattr(config, "channels_out", config.out_channels),
+        }
+        if x is not None and seen.x is not None and x.shape[1] != seen.x.shape[1]:
+            facts["sees"] = x.shape  # x with the mask and the masked latents beside it
+            x = Form((x.shape[0], *seen.x.shape[1:]), x.dtype)
+        self.network(self.main, "network", "denoise", **facts, trained_at=config.sample_size)
+        learned = out is not None and seen.x is not None and out.shape[1] == 2 * seen.x.shape[1]
+        goal = "guidance" if self.doubled else "sampler"
+        self.flow(self.main, goal, parts.target + (", variance" if learned else ""), out)
+        if self.doubled:
+            self.put("guidance", "guidance", "denoise", kind="Guidance", calls=plan.nfe, facts=self.guidance_facts())
+            self.flow("guidance", "sampler", "x0", seen.x0)
+        self.put("noise", "input")
+        self.flow("noise", "sampler", "noise", seen.x)
+        peer = str(parts.scheduler.get("_class_name", ""))
+        facts = self.sampler_facts()
+        self.put("sampler", "sampler", "denoise", kind=plan.name, peer=peer, calls=plan.nfe, facts=facts)
+        self.flow("sampler", self.main, "x", x)
+        self.flow("sampler", self.main, "time", call.one("time"))
+
+    def guidance_facts(self) -> dict[str, Any]:
+        """The rules in words, and the space in which each acts."""
+        way = self.guidance.as_diffusers() if self.planned.plan.dialect == "diffusers" else self.guidance
+        rules = (way.combination, *way.corrections)
+        return {"guidance": self.guidance.text(), "spaces": {rule.name: rule.space for rule in rules}}
+
+    def sampler_facts(self) -> dict[str, Any]:
+        plan, parts = self.planned.plan, self.pipe.components
+        return {
+            "sampler": plan.name,
+            "schedule": parts.schedule.name,
+            "target": parts.target,
+            "dialect": plan.dialect,
+            "grid": plan.grid.get("name"),
+            "steps": plan.grid.get("steps"),
+            "calls": plan.nfe,
+            "noise": "fresh noise in its steps" if plan.stochastic else "none after the first",
+            "x0 filter": filter_words(self.planned.x0_filter),
+        }
+
+    def decode(self) -> None:
+        vae, seen = self.pipe.components.vae, self.seen
+        self.put("images", "output")
+        if vae is None:
+            self.flow("sampler", "images", "pixels", seen.x)
+            return
+        facts = {"factor": vae.config.factor, "latent channels": vae.config.latent_channels}
+        facts["scaling"] = getattr(vae.config, "scaling_factor", 1.0)
+        last = self.nodes.pop()
+        self.network("vae", "vae", "decode", **facts)
+        self.nodes.append(last)
+        self.flow("sampler", "vae", "latents", seen.x)
+        self.flow("vae", "images", "pixels", seen.decoded)
+
+
+def filter_words(found: Filter | None) -> str:
+    if found is None:
+        return "none"
+    kept = {f.name: getattr(found, f.name) for f in fields(found)}  # type: ignore[arg-type]
+    name = "clip" if isinstance(found, Clip) else "dynamic threshold"
+    return f"{name} {', '.join(f'{value:g}' for value in kept.values() if isinstance(value, float))}"
