@@ -184,7 +184,8 @@ def test_every_option_reaches_the_request(make, here):
     )["recipes"][0]  # fmt: skip
     wanted = {
         "negative_prompt": "cab", "seed": 3, "size": [32, 16], "sampler": "euler_a", "steps": 4,
-        "dialect": "k-diffusion", "options": {"eta": 0.5}, "strength": 0.75, "clip_skip": 1, "weighting": True, "noise": "philox",
+        "dialect": "k-diffusion", "options": {"eta": 0.5}, "strength": 0.75, "clip_skip": 1, "weighting": True,
+        "noise": "philox",
         "policy": {"attention": "math", "vae_tile": 16, "vae_slicing": True, "channels_last": True},
     }  # fmt: skip
     assert {name: recipe[name] for name in wanted} == wanted

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -19,8 +20,34 @@ def snippets() -> list[tuple[str, str]]:
     return found
 
 
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the pages name: a tiny model, a ControlNet for it, a LoRA, a sketch and a mask."""
+    import diffusers
+    import tiny_models as tiny
+    from PIL import Image
+    from safetensors.torch import save_file
+
+    folder = tmp_path_factory.mktemp("pages")
+    peer = tiny.stable_diffusion(folder / "parts")
+    peer.save_pretrained(folder / "model")
+    control = diffusers.ControlNetModel.from_unet(peer.unet, conditioning_embedding_out_channels=(8, 16))
+    control.save_pretrained(folder / "control")
+    layer = "mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
+    wide = peer.unet.get_submodule(layer).in_features
+    save_file(
+        {f"unet.{layer}.lora_A.weight": torch.ones(2, wide), f"unet.{layer}.lora_B.weight": torch.ones(wide, 2)},
+        folder / "style.safetensors",
+    )
+    Image.linear_gradient("L").resize((32, 32)).convert("RGB").save(folder / "sketch.png")
+    Image.linear_gradient("L").resize((32, 32)).save(folder / "mask.png")
+    return folder
+
+
 @pytest.mark.parametrize(("place", "code"), snippets(), ids=lambda value: value if ".md" in value[:60] else "")
-def test_snippet_runs(place: str, code: str) -> None:
+def test_snippet_runs(place: str, code: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "pellucid.load(" in code:
+        monkeypatch.chdir(request.getfixturevalue("models"))
     exec(compile(code, place, "exec"), {"__name__": "snippet"})
 
 

@@ -51,8 +51,8 @@ def words(name: str, prompt: Any = "abc bca") -> dict[str, Any]:
 
 def theirs(name: str, seed: int = 3, **more: Any) -> Tensor:
     """The latents that the pipeline makes by itself."""
-    given = {"generator": [torch.Generator().manual_seed(seed)], "num_inference_steps": STEPS, **tiny.size(name)}
-    return tiny.peer(name)(**words(name), **tiny.told(name), **given, **{"output_type": "latent", **more}).images
+    given = {"generator": [torch.Generator().manual_seed(seed)], "num_inference_steps": STEPS, "output_type": "latent"}
+    return tiny.peer(name)(**{**words(name), **tiny.told(name), **tiny.size(name), **given, **more}).images
 
 
 def ours(name: str, pipe: WrappedPipeline | None = None, **more: Any) -> Result:
@@ -190,15 +190,17 @@ def test_samplers_of_ours_run(name: str) -> None:
         assert torch.equal(made.latents, ours(name, pipe, sampler=sampler, decode=False).latents)
 
 
-@pytest.mark.parametrize("name", ["sd3", "flux", "sd"])
-def test_more_steps_come_nearer_to_the_solution(name: str) -> None:
-    """The samplers solve the pipeline's own equation: Heun's error falls, and dpmpp_2m goes to the same place."""
+@pytest.mark.parametrize("name", ["sd3", "aura-flow"])
+def test_samplers_of_ours_go_to_one_solution(name: str) -> None:
+    """They solve the pipeline's own equation. A random network is rough in time, so that no order shows."""
     pipe = wrap(tiny.peer(name))
-    calls = {"seed": 3, "decode": False, "noise": "philox", **rules(name, 1.5)}
-    fine = ours(name, pipe, sampler="heun", **calls | {"steps": 40}).latents
-    errors = [apart(ours(name, pipe, sampler="heun", **calls | {"steps": n}).latents, fine) for n in (5, 10)]
-    assert errors[1] < errors[0] / 2
-    assert apart(ours(name, pipe, sampler="dpmpp_2m", **calls | {"steps": 40}).latents, fine) < 2 * errors[0]
+
+    def made(sampler: str, steps: int) -> Tensor:
+        return ours(name, pipe, sampler=sampler, steps=steps, guidance=1.5, decode=False).latents
+
+    fine = made("heun", 160)
+    for sampler in ("euler", "heun", "dpmpp_2m"):
+        assert apart(made(sampler, 40), fine) < apart(made(sampler, 5), fine) / 2
 
 
 def test_a_plan_as_a_value_and_a_churning_one() -> None:
@@ -457,7 +459,8 @@ class Strange:
         latents = self.prepare_latents(len(prompt), generator)
         told = torch.tensor([float(len(text)) for text in prompt]).reshape(-1, 1, 1, 1, 1)
         for t in self.scheduler.timesteps:
-            x = self.scheduler.scale_model_input(latents, t)
+            scale = getattr(self.scheduler, "scale_model_input", lambda x, _: x)
+            x = scale(latents, t)
             cond = self.transformer(x + told / 10 - t / 1000)
             pred = cond
             if guidance_scale > 1:

@@ -207,17 +207,28 @@ class Sheet:
             if names:
                 self.text(x, bottom - 0.08, names[number], 6.5, SLATE, ha="center")
 
-    def frame(self, left: float, bottom: float, right: float, top: float, colour: str, title: Line) -> None:
-        """A loop's frame, its title on the upper edge."""
+    def strip(self, x: float, y: float, width: float, height: float, colour: str, pieces: int) -> None:
+        """A piece of a bar, cut into equal parts where they are wide enough to be seen."""
+        count = pieces if width / pieces > 0.04 else 1
+        gap = 0.012 if count > 1 else 0.0
+        for number in range(count):
+            left = x + width * number / count
+            right = left + width / count - gap
+            self.axes.fill_between([left, right], y, y + height, color=tint(colour, 0.75), lw=0, zorder=3)
+
+    def frame(
+        self, left: float, bottom: float, right: float, top: float, colour: str, title: Line, *, below: bool = False
+    ) -> None:
+        """A loop's frame, its title on the upper edge, or on the lower one."""
         from matplotlib.patches import FancyBboxPatch
 
         style: Any = "round,pad=0,rounding_size=0.2"
         look: dict[str, Any] = {"facecolor": tint(colour, 0.03), "edgecolor": colour, "linewidth": 1.6, "zorder": 1}
         look["linestyle"] = (0, (5, 3))
         self.axes.add_patch(FancyBboxPatch((left, bottom), right - left, top - bottom, boxstyle=style, **look))
-        x = left + 0.3
-        self.axes.plot([x - 0.1, x + title.width + 0.1], [top, top], color=PAPER, linewidth=5, zorder=2)
-        self.line(title, x, top)
+        x, y = left + 0.3, bottom if below else top
+        self.axes.plot([x - 0.1, x + title.width + 0.1], [y, y], color=PAPER, linewidth=5, zorder=2)
+        self.line(title, x, y)
 
 
 def tint(colour: str, part: float) -> str:

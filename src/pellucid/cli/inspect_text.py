@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 WIDTH = 98  # columns of the drawing
 RAIL = 25  # columns beside the loop's boxes for what goes back
-NARROW = 34
 BAR = 16
 
 Lines = list[Text]
@@ -29,7 +28,9 @@ Lines = list[Text]
 def show(graph: Graph, screen: Console, depth: int) -> None:
     """The whole of it."""
     screen.print(Text(words.title(graph), style="bold"))
-    screen.print(Text(" · ".join(words.subtitle(graph)), style="dim"))
+    about = words.subtitle(graph)
+    screen.print(Text(" · ".join(about[:-2]), style="dim"))
+    screen.print(Text(" · ".join(about[-2:]), style="dim"))
     screen.print()
     for line in drawing(graph):
         screen.print(line, soft_wrap=True)
@@ -143,8 +144,9 @@ def branches(graph: Graph) -> list[list[Node]]:
     found = []
     for node in graph.nodes:
         goals = {flow.goal for flow in graph.out_of(node.name)}
+        waits = node.role == "image" and not goals  # an image encoder without an adapter
         ends = node.role in outside and any(held[goal].role in ("condition", "network") for goal in goals)
-        if not ends:
+        if not ends and not waits:
             continue
         chain = [node]
         while sources := [flow.source for flow in graph.into(chain[0].name)]:
@@ -172,13 +174,19 @@ def entrance(graph: Graph) -> Lines:
             made += arrow(flows, span)
         left = [[fitted(line, span) for line in made]]
     height = max(len(made) for made in (*left, *right))
-    right = [[*made[:-1], *[rail_of(made[-1])] * (height - len(made)), made[-1]] for made in right]
+    right = [longer(made, height) for made in right]
     return centred(beside([*left, *right]), WIDTH)
 
 
+def longer(lines: Lines, height: int) -> Lines:
+    """A column whose arrow reaches further down; one that ends in a box is filled up."""
+    more = [rail_of(lines[-1])] * (height - len(lines))
+    return [*lines[:-1], *more, lines[-1]] if "▼" in lines[-1].plain else [*lines, *more]
+
+
 def rail_of(head: Text) -> Text:
-    """The arrow's line, one longer."""
-    return Text(head.plain.replace("▼", "│"))
+    """The arrow's line, one longer; nothing below a box."""
+    return Text("".join("│" if sign == "▼" else " " for sign in head.plain))
 
 
 def column(graph: Graph, chain: Sequence[Node], width: int) -> Lines:
@@ -188,14 +196,18 @@ def column(graph: Graph, chain: Sequence[Node], width: int) -> Lines:
         goal = chain[number + 1].name if number + 1 < len(chain) else None
         flows = [flow for flow in graph.out_of(node.name) if goal is None or flow.goal == goal]
         labels = [label for flow in flows for label in wrapped_flow(flow, width - width // 2 - 3)]
-        lines += arrow(labels, width)
+        lines += arrow(labels, width) if flows else []
     return lines
 
 
 def wrapped_flow(flow: Flow, width: int) -> list[str]:
     """What flows on one line, or its name and its shapes on two."""
     whole = words.flowing(flow)
-    return [whole] if len(whole) <= width or not flow.shapes else [flow.what, words.shapes(flow.shapes)]
+    if len(whole) <= width or not flow.shapes:
+        return [whole]
+    shapes = words.shapes(flow.shapes)
+    head, dots, tail = shapes.partition(" … ")
+    return [flow.what, shapes] if len(shapes) <= width or not dots else [flow.what, head, f"… {tail}"]
 
 
 def loop(graph: Graph) -> Lines:
@@ -203,8 +215,8 @@ def loop(graph: Graph) -> Lines:
     inner = WIDTH - 4
     wide = inner - RAIL
     network, sampler = graph.of("network")[0], graph.of("sampler")[0]
-    lines, targets = controls(graph, wide)
-    targets.append(len(lines) + 1)
+    lines = controls(graph, wide)
+    called = len(lines) + 1
     lines += card(network, wide)
     for goal in (*graph.of("guidance"), sampler):
         source = network if goal.role == "guidance" or not graph.of("guidance") else graph.of("guidance")[0]
@@ -216,37 +228,36 @@ def loop(graph: Graph) -> Lines:
         else:
             lines += card(goal, wide)
     back = [words.flowing(flow) for flow in graph.between(sampler.name, network.name)]
-    lines = railed(lines, wide, targets, turn, back)
+    lines = railed(lines, wide, (called, turn), back)
     return framed(lines, words.pace(graph))
 
 
-def controls(graph: Graph, width: int) -> tuple[Lines, list[int]]:
-    """ControlNets above the denoiser, and the lines where x comes to them."""
-    lines: Lines = []
-    targets = []
-    for node in graph.of("control"):
-        given = [
-            f"◂ {flow.source} {words.shapes(flow.shapes)}" for flow in graph.into(node.name) if flow.what == "pixels"
-        ]
-        given += [f"◂ {words.flowing(flow)}" for flow in graph.between("conditions", node.name)]
-        targets.append(len(lines) + 1)
-        lines += card(node, width, given)
-        lines += arrow([words.flowing(flow) for flow in graph.out_of(node.name)], width)
-    return lines, targets
+def controls(graph: Graph, width: int) -> Lines:
+    """ControlNets above the denoiser, two a row."""
+    nodes, lines = graph.of("control"), []
+    for number in range(0, len(nodes), 2):
+        row = nodes[number : number + 2]
+        wide = (width - 2 * (len(row) - 1)) // len(row)
+        lines += beside([control(graph, node, wide) for node in row])
+    return lines
 
 
-def railed(lines: Lines, width: int, targets: Sequence[int], turn: int, labels: Sequence[str]) -> Lines:
-    """A line from the sampler up to who is called, what it carries beside it."""
-    middle = (targets[-1] + turn) // 2 - len(labels) // 2
+def control(graph: Graph, node: Node, width: int) -> Lines:
+    given = [
+        f"◂ {flow.source if flow.what == 'pixels' else flow.what} {words.shapes(flow.shapes)}"
+        for flow in graph.into(node.name)
+    ]
+    labels = [label for flow in graph.out_of(node.name) for label in wrapped_flow(flow, width - width // 2 - 3)]
+    return [*card(node, width, given), *arrow(labels, width)]
+
+
+def railed(lines: Lines, width: int, ends: tuple[int, int], labels: Sequence[str]) -> Lines:
+    """A line from the sampler back up to the denoiser, what it carries beside it."""
+    first, last = ends
+    middle = (first + last) // 2 - len(labels) // 2
     out = []
     for number, line in enumerate(lines):
-        rail = "    "
-        if number == turn:
-            rail = "───╯"
-        elif number in targets:
-            rail = "◀──╮" if number == targets[0] else "◀──┤"
-        elif targets[0] < number < turn:
-            rail = "   │"
+        rail = {first: "◀──╮", last: "───╯"}.get(number, "   │" if first < number < last else "    ")
         label = labels[number - middle] if middle <= number < middle + len(labels) else ""
         out.append(fitted(line, width) + Text(f" {rail} ", ROLE_COLOURS["sampler"]) + Text(label.ljust(RAIL - 6)))
     return out

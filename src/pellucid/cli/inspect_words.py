@@ -83,8 +83,7 @@ def subtitle(graph: Graph) -> list[str]:
 
 def classes(node: Node) -> list[str]:
     """Our class and its peer's, once where they are the same."""
-    said = node.name.lower()
-    return list(dict.fromkeys(word for word in (node.kind, node.peer) if word and word.lower() != said))
+    return [] if node.role == "guidance" else list(dict.fromkeys(word for word in (node.kind, node.peer) if word))
 
 
 def weight(node: Node) -> list[str]:

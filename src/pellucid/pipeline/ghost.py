@@ -85,7 +85,7 @@ class Kernels(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def attend(self, q: Tensor, v: Tensor) -> Tensor:
-        """(B, H, L, D) of a fused kernel: no map is held, and joining its heads, which lie as (B, L, H, D), is a view."""
+        """(B, H, L, D) of a fused kernel: no map is held. It lies as (B, L, H, D), so joining the heads is a view."""
         batch, heads, length, _ = q.shape
         shape = (batch, length, heads, v.shape[-1])
         out = q.new_empty(shape)

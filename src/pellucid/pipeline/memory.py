@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from pellucid.interop.components import Components
+from pellucid.models import lora
 from pellucid.models.unet import UNet
 from pellucid.pipeline import pictures_in, workspace
 from pellucid.pipeline.adapters import Control
@@ -168,12 +169,12 @@ class Cast:
 
     @classmethod
     def of(cls, pipe: Pipeline, request: Request, shadows: Shadows) -> Cast:
-        parts, _ = pipe.with_loras(request)
         guests = {name: shadows.ghost(network) for name, network in guests_by_name(pipe, request).items()}
-        acting = ghosts_of(parts, shadows)
+        base = ghosts_of(pipe.components, shadows)
+        acting = dressed(base, pipe, request)
         named = {**networks_by_name(acting), **guests}
-        base = [shadows.ghost(network) for network in networks_by_name(pipe.components).values()]
-        return cls(acting, named, [*named.values(), *base], ghostly(pipe, request, guests, shadows))
+        resident = [*networks_by_name(base).values(), *named.values()]
+        return cls(acting, named, resident, ghostly(request, guests, shadows))
 
     def pipeline(self, policy: Policy) -> Pipeline:
         from pellucid.pipeline.pipeline import Pipeline
@@ -184,6 +185,26 @@ class Cast:
         for network in (self.components.network, self.components.vae):
             if network is not None:
                 network.to(memory_format=torch.channels_last)
+
+
+def dressed(base: Components, pipe: Pipeline, request: Request) -> Components:
+    """Views of ghosts with the LoRAs of a request: a new tensor for each weight that one of them changes."""
+    views = networks_by_name(base)
+    for one in request.loras:
+        for part, adapter in pipe.lora_of(one).adapters.items():
+            weights = {layer: views[part].get_submodule(layer).get_parameter("weight") for layer in adapter.layers}
+            swaps = {layer: {"weight": twin(weight)} for layer, weight in weights.items()}
+            views[part] = lora.view(views[part], swaps)
+    network = views.get("unet", views.get("transformer"))
+    encoders = tuple(views[name] for name in ("text_encoder", "text_encoder_2") if name in views)
+    return replace(base, network=network, text_encoders=encoders)
+
+
+def twin(weight: Tensor) -> Tensor:
+    """Another tensor without data, of the same form."""
+    if weight.is_meta:
+        return torch.empty_like(weight)
+    return weight.new_zeros(()).expand(weight.shape)
 
 
 def ghosts_of(parts: Components, shadows: Shadows) -> Components:
@@ -197,7 +218,7 @@ def ghosts_of(parts: Components, shadows: Shadows) -> Components:
     )
 
 
-def ghostly(pipe: Pipeline, request: Request, guests: dict[str, nn.Module], shadows: Shadows) -> Request:
+def ghostly(request: Request, guests: dict[str, nn.Module], shadows: Shadows) -> Request:
     """The same request, of few steps, with ghosts for its networks and nobody watching."""
     controlnets = [guest for name, guest in guests.items() if name.startswith("controlnet")]
     adapters = [guest for name, guest in guests.items() if name.startswith("ip_adapter")]

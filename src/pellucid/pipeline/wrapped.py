@@ -9,7 +9,7 @@ Without a sampler and without guidance it gives the image that the pipeline give
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -17,16 +17,15 @@ from torch import Tensor
 
 from pellucid.core.denoiser import input_scale
 from pellucid.core.errors import PellucidError, nearest, rule
-from pellucid.core.loop import Prediction, bound_to, run
+from pellucid.core.loop import Prediction, run
 from pellucid.core.noise import NoiseSource, Philox
-from pellucid.core.plan import Plan
 from pellucid.core.schedule import Level
 from pellucid.interop import diffusers_config
 from pellucid.interop.wrap import Conversation, Peer, look
 from pellucid.interop.wrap_branches import PeerNetwork, Way
 from pellucid.models.guidance import Guidance
 from pellucid.models.guided import GuidedDenoiser, Terms
-from pellucid.pipeline.pipeline import Result
+from pellucid.pipeline.pipeline import Result, asks_uncond
 from pellucid.pipeline.policy import Policy
 from pellucid.pipeline.request import Request
 from pellucid.pipeline.stages import Stages
@@ -153,7 +152,7 @@ class Journey:
         own = self.order.guidance
         return run(
             self.plan,
-            Filtered(OwnGuidance(self) if own is None else self.guided(own), self),
+            OwnGuidance(self) if own is None else self.guided(own),
             noise * self.plan.initial_scale,
             noise=self.source,
             observers=request.observers,
@@ -172,6 +171,8 @@ class Journey:
             {"which": torch.zeros(count)} if self.order.both else None,
             guidance,
             weak=None if weak is None else self.second(weak),
+            x0_filter=self.order.reading.x0_filter,
+            keep_raw=bool(self.plan.options.get("keep_eps")),
         )
 
     def second(self, weak: Any) -> Callable[..., Tensor]:
@@ -188,20 +189,6 @@ class Journey:
         end = self.plan.end
         return x / end.alpha if self.plan.dialect == "exact" and end.alpha > 0 else x
 
-    @property
-    def keeps_eps(self) -> bool:
-        """diffusers' DDIM clips x0 and leaves eps as it was: its rows read the clipped x0 in the place of uncond."""
-        return bool(self.plan.options.get("keep_eps"))
-
-    def filtered(self, found: Prediction) -> Prediction:
-        """The prediction with x0 clipped, where the pipeline's scheduler clips."""
-        keep = self.order.reading.x0_filter
-        if keep is None:
-            return found
-        if self.keeps_eps:
-            return replace(found, uncond=keep(found.x0))
-        return replace(found, x0=keep(found.x0))
-
     def notes(self) -> tuple[str, ...]:
         way, found = self.network.way, list(self.guidance.notes)
         if self.order.guidance is None and (way is None or not way.plain):
@@ -209,23 +196,6 @@ class Journey:
         elif self.request.negative_prompt and way is not None and way.predictions == 1:
             found.append("negative_prompt has no effect: nothing is predicted without the prompt")
         return tuple(found)
-
-
-@dataclass
-class Filtered:
-    """A denoiser whose predictions are clipped as the pipeline's scheduler does it."""
-
-    inner: Any
-    journey: Journey
-
-    def bind(self, plans: Sequence[Plan]) -> Filtered:
-        return replace(self, inner=bound_to(plans, self.inner) or self.inner)
-
-    def select(self, images: Sequence[int]) -> Filtered:
-        return replace(self, inner=self.inner.select(images))
-
-    def __call__(self, x: Tensor, level: Level, time: float) -> Prediction:
-        return self.journey.filtered(self.inner(x, level, time))
 
 
 @dataclass
@@ -239,8 +209,7 @@ class OwnGuidance:
         reply = network.hear(x * input_scale(order.curve, level))
         terms = Terms(x, [level], order.curve, order.reading.target)  # type: ignore[arg-type]
         way, pair = network.way, network.pair(reply, x)
-        apart = journey.plan.guided and not journey.keeps_eps
-        if pair is None and apart:
+        if pair is None and asks_uncond(journey.plan):
             raise network.refusal()
         name = "cond" if way is not None and way.predictions == 1 else "peer"
         if way is not None and pair is not None:
@@ -250,4 +219,7 @@ class OwnGuidance:
             if way.plain:
                 name, journey.guidance = "cfg", Guidance(way.scale)
         x0 = terms[terms.put(name, "raw", reply.mixed.to(x.dtype))]
-        return Prediction(x0, terms["uncond"] if apart else None, terms)
+        keep, beside = order.reading.x0_filter, None
+        if journey.plan.guided:  # what a plan reads beside x0: uncond, or in diffusers' DDIM x0 before it is clipped
+            beside = terms["uncond"] if asks_uncond(journey.plan) else x0
+        return Prediction(x0 if keep is None else keep(x0), beside, terms)

@@ -21,6 +21,7 @@ from pellucid.interop.diffusers_plan import compile_reading, shifted
 from pellucid.interop.scheduler import Scheduler
 from pellucid.interop.wrap_strings import Times
 from pellucid.models.guidance import Guidance
+from pellucid.pipeline.pipeline import asks_uncond
 from pellucid.pipeline.planning import given_plan
 from pellucid.pipeline.request import Request
 
@@ -75,16 +76,16 @@ def keeps_uncond(reading: Reading, request: Request) -> bool:
     """Whether the sampler uses the unconditional prediction beside the guided one (the CFG++ family)."""
     if request.plan is not None:
         if isinstance(request.plan, Plan):
-            return request.plan.guided
+            return asks_uncond(request.plan)
         try:
-            return Plan.from_json(Path(request.plan).read_text(encoding="utf-8")).guided
+            return asks_uncond(Plan.from_json(Path(request.plan).read_text(encoding="utf-8")))
         except (OSError, ValueError):
             return False  # `given_plan` says what is wrong with the file
     if request.sampler is None:
         return False
     curve = replace(reading.schedule, terminal=None) if isinstance(reading.schedule, Flow) else reading.schedule
     small = replace(request, grid=None, dialect=None)
-    return by_name(reading, small, curve, 4, "exact").guided
+    return asks_uncond(by_name(reading, small, curve, 4, "exact"))
 
 
 def told_times(plan: Plan, guidance: Guidance | None, curve: Schedule) -> Tensor:
