@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 
-from pellucid.cli import sample_output, sample_words
+from pellucid.cli import sample_output, sample_sheet, sample_words
 from pellucid.core.errors import PellucidError
 from pellucid.pipeline import recipe as recipes
 from pellucid.pipeline.pipeline import Pipeline
@@ -73,6 +73,7 @@ def make_models(folder: Path) -> None:
             for k, shape in (("A", (4, 32)), ("B", (32, 4)))
         }
         save_file(pair, folder / f"{name}.safetensors")
+    save_file({"<star>": torch.randn(2, 64, generator=generator)}, folder / "star.safetensors")
     make_eyes(folder, sd.unet)
     network = diffusers.DiTTransformer2DModel(
         num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=1, sample_size=8,
@@ -292,6 +293,9 @@ REPEATED = {
         ["model", "abc", "--image-prompt", "ip.safetensors,sketch.png,0.6", "--image-encoder", "eyes"],
         ["--image-prompt", "ip.safetensors,sketch.png", "--image-encoder", "eyes"],
     ),
+    "word": (["model", "a <star>", "--inversion", "star.safetensors"], ["--inversion", "star.safetensors"]),
+    "target": (["model", "abc", "--target", "v"], ["--target", "v"]),
+    "tiles": (["model", "abc", "--vae-tile", "16", "--size", "64x16"], []),
     "other precision": (["model", "abc", "--dtype", "bfloat16"], []),
     "clip skip, size": (["model", "(abc:1.3)", "--clip-skip", "1", "--weighting", "--size", "32x16"], []),
 }
@@ -400,6 +404,19 @@ def test_another_model_is_reported_or_refused(make, refuse, home, here):
     )
 
 
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        (["--target", "v"], "schedule, target or settings"),
+        (["--inversion", "star.safetensors"], "text encoders, tokenizers"),
+    ],
+)
+def test_what_was_loaded_otherwise_must_be_said_again(make, refuse, here, args, part):
+    make("model", "abc", *args, "--seed", "1", "--steps", "2", "--out", "a.png")
+    line = refuse("sample", "--from", "a.png")
+    assert line.startswith(f"error[model-hash]: model must be the recipe's; model has another {part} now. Give --vae,")
+
+
 def test_a1111s_text_is_read_and_what_is_not_understood_is_said(make, tell, refuse, here):
     assert "MODEL must be given: the picture names 'v1-5'" in refuse("sample", "--from", "theirs.png")
     text = tell("sample", "--from", "theirs.png", "model", "--out", "a.png").out
@@ -500,6 +517,13 @@ def test_axes_of_a_sheet(make, here, axes, extra, field, wanted):
     else:
         assert found == wanted
     assert [recipe["seed"] for recipe in said["recipes"]] == ([1, 2, 3] if field == "seed" else [3] * len(found))
+
+
+def test_the_footer_says_what_all_cells_share():
+    one = Recipe(model="a/b", sampler="euler", grid={"name": "trailing"}, steps=4, seed=7, size=(16, 16))
+    two = replace(one, sampler="dpmpp_2m", grid={"name": "karras"})
+    assert sample_sheet.footer([one, one]).startswith("b · seed 7 · 16×16 · euler · trailing · 4 steps")
+    assert sample_sheet.footer([one, two]).startswith("b · seed 7 · 16×16 · 4 steps")
 
 
 def test_labels_are_an_axis_too(make, here):

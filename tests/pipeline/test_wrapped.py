@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -203,11 +204,19 @@ def test_samplers_of_ours_go_to_one_solution(name: str) -> None:
         assert apart(made(sampler, 40), fine) < apart(made(sampler, 5), fine) / 2
 
 
-def test_a_plan_as_a_value_and_a_churning_one() -> None:
-    first = ours("sd3", sampler="dpmpp_2m", decode=False)
-    again = ours("sd3", plan=first.plan, decode=False)
+@pytest.mark.parametrize("name", ["sd", "flux", "cogview4"])
+@pytest.mark.parametrize("sampler", [None, "dpmpp_2m"])
+def test_a_plan_as_a_value_and_as_a_file(name: str, sampler: str | None, tmp_path: Path) -> None:
+    first = ours(name, sampler=sampler, decode=False)
+    again = ours(name, plan=first.plan, decode=False)
     assert torch.equal(first.latents, again.latents)
     assert again.recipe.plan is not None
+    (tmp_path / "plan.json").write_text(first.plan.to_json(), encoding="utf-8")
+    assert torch.equal(first.latents, ours(name, plan=tmp_path / "plan.json", decode=False).latents)
+
+
+def test_a_churning_plan_and_one_of_another_model() -> None:
+    first = ours("sd3", sampler="dpmpp_2m", decode=False)
     churned = ours("sd", sampler="euler", options={"s_churn": 2.0}, decode=False)  # noise before the first call
     assert churned.plan.rows[0].pre_noise > 0
     assert churned.latents.isfinite().all()
@@ -399,16 +408,18 @@ def test_two_requests_at_once() -> None:
     assert all(torch.equal(a, b) for a, b in zip(alone, found, strict=True))
 
 
-@pytest.mark.parametrize("name", ["sd", "flux", "pixart-alpha", "lumina2"])
+@pytest.mark.parametrize("name", ["sd", "flux", "pixart-alpha", "lumina2", "sd-pag"])
 def test_the_pipeline_is_left_as_it_was(name: str) -> None:
     peer = tiny.peer(name)
     before, config = dict(vars(peer)), dict(peer.scheduler.config)
     times = getattr(peer.scheduler, "timesteps", None)
     network = getattr(peer, "unet", None) or peer.transformer
     weights = {key: value.clone() for key, value in network.state_dict().items()}
+    attention = dict(getattr(network, "attn_processors", {}))
     with pytest.raises(Cancelled):
         ours(name, cancelled=lambda: True)
-    ours(name, sampler="heun", **rules(name, "4 + rescale"))
+    assert getattr(network, "attn_processors", {}) == attention  # PAG exchanges them while it runs
+    ours(name, sampler="heun", **({} if name == "sd-pag" else rules(name, "4 + rescale")))
     after = dict(vars(peer))
     assert before.keys() == after.keys()
     assert all(before[key] is after[key] for key in before)

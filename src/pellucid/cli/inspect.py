@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -33,7 +32,7 @@ def command(
     steps: Annotated[int | None, option(ASKED, "--steps", metavar="N", help="Steps; 30 when not given.")] = None,
     guidance: Annotated[
         str | None,
-        option(ASKED, "--guidance", metavar="TEXT", help="7, off, 5 + apg, …; the model's usual one if not."),
+        option(ASKED, "--guidance", metavar="TEXT", help="7, off, 5 + apg, … Capped at 7 and rescaled."),
     ] = None,
     controlnet: Annotated[
         list[str] | None, option(ASKED, "--controlnet", metavar="NET", help="A ControlNet to add; may be repeated.")
@@ -90,13 +89,14 @@ def command(
     if depth is not None and not 0 <= depth <= 8:
         raise PellucidError(rule("--depth", "from 0 to 8", depth), "usage")
     levels = DEPTHS[component is not None] if depth is None else depth
+    from pellucid.cli import sample_words
     from pellucid.pipeline.inspection import Asked
 
     asked = Asked(
-        size=None if size is None else pixels(size),
+        size=None if size is None else sample_words.size("--size", size),
         batch=batch,
         steps=steps,
-        guidance=guidance,
+        guidance=None if guidance is None else sample_words.guidance(guidance, unguarded=False),
         depth=levels,
         controlnets=tuple(controlnet or ()),
         ip_adapters=tuple(ip_adapter or ()),
@@ -120,14 +120,6 @@ def command(
 
         draw_inspect.picture(graph, plot)
     told(graph, node, as_json, levels, plot)
-
-
-def pixels(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d{1,6})(?:[xX×](\d{1,6}))?", text.strip())
-    if found is None:
-        raise PellucidError(rule("--size", "pixels, as 512 or 768x512", text), "size")
-    wide = int(found[1])
-    return wide, int(found[2] or wide)
 
 
 def made(model: str, asked: Any, loading: dict[str, Any]) -> Graph:

@@ -101,7 +101,7 @@ class Layout:
     # the loop
 
     def loop(self) -> None:
-        """The denoiser above, guidance and the sampler below it, ControlNets on top; their pictures and noise outside."""
+        """The denoiser above, guidance and the sampler below it, ControlNets on top; outside, pictures and noise."""
         graph = self.graph
         [network], [sampler] = graph.of("network"), graph.of("sampler")
         below = [card_of(node, graph) for node in (*graph.of("guidance"), sampler)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -29,8 +30,8 @@ def show(graph: Graph, screen: Console, depth: int) -> None:
     """The whole of it."""
     screen.print(Text(words.title(graph), style="bold"))
     about = words.subtitle(graph)
-    screen.print(Text(" · ".join(about[:-2]), style="dim"))
-    screen.print(Text(" · ".join(about[-2:]), style="dim"))
+    for part in (about[:-4], about[-4:]):  # what it is; what it is drawn for and what it weighs
+        screen.print(Text(" · ".join(part), style="dim"))
     screen.print()
     for line in drawing(graph):
         screen.print(line, soft_wrap=True)
@@ -243,12 +244,15 @@ def controls(graph: Graph, width: int) -> Lines:
 
 
 def control(graph: Graph, node: Node, width: int) -> Lines:
-    given = [
-        f"◂ {flow.source if flow.what == 'pixels' else flow.what} {words.shapes(flow.shapes)}"
-        for flow in graph.into(node.name)
-    ]
+    names = {flow: flow.source if flow.what == "pixels" else flow.what for flow in graph.into(node.name)}
+    given = [entering(name, words.shapes(flow.shapes), width - 4) for flow, name in names.items()]
     labels = [label for flow in graph.out_of(node.name) for label in wrapped_flow(flow, width - width // 2 - 3)]
-    return [*card(node, width, given), *arrow(labels, width)]
+    return [*card(node, width, [line for lines in given for line in lines]), *arrow(labels, width)]
+
+
+def entering(name: str, shapes: str, width: int) -> list[str]:
+    whole = f"◂ {name} {shapes}"
+    return [whole] if len(whole) <= width else [f"◂ {name}", f"  {shapes}"]
 
 
 def railed(lines: Lines, width: int, ends: tuple[int, int], labels: Sequence[str]) -> Lines:
@@ -312,17 +316,19 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %" if share >= 0.0005 else "< 0.1 %"
 
 
-def listed(blocks: Sequence[Block], level: int = 0) -> Iterable[tuple[int, Block, int]]:
-    """Blocks with their level and how often they stand in a row: equal neighbours are one line."""
+def listed(blocks: Sequence[Block], level: int = 0, inside: str = "") -> Iterable[tuple[int, Block, int]]:
+    """Blocks with their level and how often they stand in a row: equal neighbours are one line.
+
+    Below the first level names are those within the block above.
+    """
     for _, run in groupby(blocks, key=alike):
         same = list(run)
         first, last = same[0], same[-1]
+        name = first.name.removeprefix(f"{inside}.")
         if len(same) > 1:
-            name = f"{first.name} … {last.name.rpartition('.')[2]}"
-            first = type(first)(name, first.kind, first.parameters, first.share, last.shape, first.blocks)
-        yield level, first, len(same)
-        if len(same) == 1:
-            yield from listed(first.blocks, level + 1)
+            name = f"{name} … {last.name.rpartition('.')[2]}"
+        yield level, replace(first, name=name, shape=last.shape), len(same)
+        yield from listed(first.blocks, level + 1, first.name)
 
 
 def alike(block: Block) -> tuple[str, str, int, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -86,9 +87,9 @@ def sheet(work: Work, cells: Cells, keep: bool) -> None:
             write_png(result.images[0], path, result.recipe)
             work.report.files.append(path)
         work.bar.done += 1
-    first, varied = work.report.recipes[0], {axis.name for axis in cells.axes}
-    title = None if "prompt" in varied else first.prompt
-    drawn = draw_sheet(pictures, cells.axes, title=title, footer=footer(first, varied))
+    first = work.report.recipes[0]
+    title = None if any(axis.name == "prompt" for axis in cells.axes) else first.prompt
+    drawn = draw_sheet(pictures, cells.axes, title=title, footer=footer(work.report.recipes))
     write_png(drawn, work.goal.free(goal), first, cells.text)
     if work.origin is not None and work.origin.axes == cells.text:
         work.compare_pixels(drawn, first)
@@ -130,15 +131,19 @@ def rescaled(fields: dict[str, Any], name: str, scale: float) -> list[Any]:
     return [replace(one, scale=scale) for one in held]
 
 
-def footer(recipe: Recipe, varied: set[str]) -> str:
+def footer(recipes: Sequence[Recipe]) -> str:
     """What all cells share, in a line."""
-    parts = {
-        "model": Path(recipe.model).name,
-        "seed": f"seed {recipe.seed}",
-        "size": f"{recipe.size[0]}×{recipe.size[1]}" if recipe.size else "",
-        "sampler": str(recipe.sampler),
-        "grid": str(recipe.grid.get("name", "")),
-        "steps": f"{recipe.steps} steps",
-        "guidance": f"guidance {sample_repeat.shown(recipe.guidance)}",
-    }
-    return " · ".join(text for name, text in parts.items() if text and name not in varied)
+    lines = [
+        (
+            Path(recipe.model).name,
+            f"seed {recipe.seed}",
+            f"{recipe.size[0]}×{recipe.size[1]}" if recipe.size else "",
+            str(recipe.sampler),
+            str(recipe.grid.get("name", "")),
+            f"{recipe.steps} steps",
+            f"guidance {sample_repeat.shown(recipe.guidance)}",
+        )
+        for recipe in recipes
+    ]
+    shared = [texts[0] for texts in zip(*lines, strict=True) if len(set(texts)) == 1]
+    return " · ".join(text for text in shared if text)

@@ -114,6 +114,7 @@ class Conversation:
         self.calls: list[Call] = []
         self.answer: Any = None  # the network's last one
         self.stage = "prepare"
+        self.attention = dict(getattr(self.network, "attn_processors", {}))
         self.to_peer: SimpleQueue[Any] = SimpleQueue()
         self.to_us: SimpleQueue[tuple[str, Any]] = SimpleQueue()
         self.thread = threading.Thread(target=self.work, args=(as_here(),), daemon=True, name="pellucid-wrap")
@@ -184,9 +185,15 @@ class Conversation:
             with settings:
                 self.to_us.put(("done", self.twin()(**self.call)))
         except Left:
-            pass
+            self.tidy()
         except BaseException as error:
             self.to_us.put(("failed", error))
+
+    def tidy(self) -> None:
+        """What the end of the pipeline's call would have put right: offloaded parts, exchanged attention."""
+        getattr(self.peer.pipeline, "maybe_free_model_hooks", lambda: None)()
+        if self.attention and self.network.attn_processors != self.attention:
+            self.network.set_attn_processor(self.attention)
 
     def twin(self) -> Any:
         """The pipeline with our stand-ins: a copy that shares every part; the object itself stays as it is."""

@@ -1,9 +1,9 @@
 """Large pictures in little memory: a VAE run in bands of rows, with the untiled result and therefore no seams.
 
 Tiles that are decoded each on its own differ, because GroupNorm sees the statistics of its tile and attention the
-pixels of its tile; blending hides the steps only. Here nothing differs but rounding. The middle block, with 1/64 of
+pixels of its tile; blending only hides the steps. Here nothing differs but rounding. The middle block, with 1/64 of
 the pixels, runs whole. Around it every layer is a `Picture` that computes rows when asked, from the few rows more
-that its convolution reaches; a norm first sweeps over its picture, band by band, for the statistics of the whole.
+that its convolutions reach; a norm first sweeps over its picture, band by band, for the statistics of the whole.
 What is not held in memory is computed again by each sweep: `keep` says how much is held.
 """
 
@@ -21,7 +21,9 @@ from pellucid.models.blocks import ResnetBlock, silu
 from pellucid.models.tiny_vae import Block, TinyAutoencoder, squash, to_signed, to_unsigned
 from pellucid.models.vae import AutoencoderKL, Posterior, VAEConfig, check
 
-LEAST_ROWS = 8  # a thinner band would mostly compute its neighbours' rows
+VAE = AutoencoderKL | TinyAutoencoder
+LEAST = 8  # rows: a thinner band would mostly compute its neighbours'
+TILE = 64  # latents: the band of a 512² picture
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,29 @@ class Picture:
     rows: Callable[[int, int], Tensor]  # (first, end) → (1, channels, end − first, width)
     load: int  # values that one row takes, at the widest layer between memory and here
     held: Tensor | None = None
+
+
+def held(x: Tensor) -> Picture:
+    _, channels, height, width = x.shape
+    return Picture(channels, height, width, lambda first, end: x[:, :, first:end], channels * width, x)
+
+
+def local(
+    layer: Callable[[Tensor], Tensor], x: Picture, channels: int, *, reach: int = 1, up: int = 1, down: int = 1
+) -> Picture:
+    """A layer that makes `up` rows of every `down`, and looks `reach` rows of the coarser grid beyond its own.
+
+    The layer pads a band as if it were the whole picture; the rows that this spoils are cut off.
+    """
+    width = x.width * up // down
+
+    def rows(first: int, end: int) -> Tensor:
+        above = max(first // up * down - reach * down, 0)
+        below = min(-(-end // up) * down + reach * down, x.height)
+        spoilt = first - above * up // down
+        return layer(x.rows(above, below))[:, :, spoilt : spoilt + end - first]
+
+    return Picture(channels, x.height * up // down, width, rows, max(x.load * down // up, channels * width))
 
 
 class Moments:
@@ -56,107 +81,6 @@ class Moments:
         return centre, (share * (variance + (mean - centre) ** 2)).sum(0)
 
 
-def local(
-    layer: Callable[[Tensor], Tensor], x: Picture, channels: int, *, reach: int = 1, up: int = 1, down: int = 1
-) -> Picture:
-    """A layer that makes `up` rows of every `down`, and looks `reach` rows of the coarser grid beyond its own.
-
-    The layer pads the band as if it were the whole picture; the rows that this spoils are cut off.
-    """
-    width = x.width * up // down
-
-    def rows(first: int, end: int) -> Tensor:
-        above = max(first // up * down - reach * down, 0)
-        below = min(-(-end // up) * down + reach * down, x.height)
-        skipped = first - above * up // down
-        return layer(x.rows(above, below))[:, :, skipped : skipped + end - first]
-
-    load = max(x.load * down // up, channels * width)
-    return Picture(channels, x.height * up // down, width, rows, load)
-
-
-@dataclass(frozen=True)
-class Bands:
-    """How a picture is worked through: values a layer and band, and where whole pictures lie."""
-
-    values: int
-    device: torch.device
-    store: torch.device
-
-    def of(self, x: Picture) -> Iterator[tuple[int, int]]:
-        rows = max(self.values // x.load, LEAST_ROWS)
-        return ((first, min(first + rows, x.height)) for first in range(0, x.height, rows))
-
-    def held(self, x: Tensor) -> Picture:
-        _, channels, height, width = x.shape
-        return Picture(channels, height, width, lambda a, b: x[:, :, a:b].to(self.device), channels * width, x)
-
-    def hold(self, x: Picture, out: Tensor | None = None) -> Picture:
-        """Compute a picture into memory."""
-        for first, end in self.of(x):
-            band = x.rows(first, end)
-            if out is None:
-                out = band.new_empty((1, x.channels, x.height, x.width), device=self.store)
-            out[:, :, first:end] = band
-        assert out is not None
-        return self.held(out)
-
-    def overwrite(self, old: Tensor, x: Picture) -> Picture:
-        """Hold a picture where the one lies that it is computed from: a band late, since the next one looks back."""
-        late: tuple[int, int, Tensor] | None = None
-        for first, end in self.of(x):
-            band = x.rows(first, end)
-            if late is not None:
-                old[:, :, late[0] : late[1]] = late[2]
-            late = first, end, band
-        assert late is not None
-        old[:, :, late[0] : late[1]] = late[2]
-        return self.held(old)
-
-    def measure(self, norm: nn.GroupNorm, x: Picture) -> Moments:
-        moments = Moments(norm.num_groups)
-        for first, end in self.of(x):
-            moments.add(x.rows(first, end))
-        return moments
-
-    def residual(self, block: ResnetBlock, x: Picture, keep: int) -> Picture:
-        """x + conv(silu(norm(conv(silu(norm(x)))))), holding nothing, the sum, or the sum and its middle."""
-        if x.held is None and keep and not block.resized:
-            x = self.hold(x)  # the sum can then take its place
-        if keep == 2:
-            return self.residual_held(block, x)
-        channels = block.norm2.num_channels
-        norm1 = fixed(block.norm1, self.measure(block.norm1, x))
-        middle = local(lambda band: block.conv1(norm1(band)), x, channels)
-        norm2 = fixed(block.norm2, self.measure(block.norm2, middle))
-
-        def layer(band: Tensor) -> Tensor:
-            return block.conv2(norm2(block.conv1(norm1(band)))).add_(shortcut(block, band))
-
-        out = local(layer, x, channels, reach=2)
-        if keep == 0:
-            return out
-        return self.hold(out) if x.held is None or block.resized else self.overwrite(x.held, out)
-
-    def residual_held(self, block: ResnetBlock, x: Picture) -> Picture:
-        """The same, each layer computed once: the first sweep holds what x adds to the sum and measures x."""
-        channels, moments = block.norm2.num_channels, Moments(block.norm1.num_groups)
-        if block.resized:
-            skip = self.hold(local(block.conv_shortcut, watched(x, moments), channels, reach=0))
-        else:
-            skip, moments = x, self.measure(block.norm1, x)
-        norm1 = fixed(block.norm1, moments)
-        middle = self.hold(local(lambda band: block.conv1(norm1(band)), x, channels))
-        norm2 = fixed(block.norm2, self.measure(block.norm2, middle))
-        h = local(lambda band: block.conv2(norm2(band)), middle, channels)
-        assert skip.held is not None
-        return self.overwrite(skip.held, replace(h, rows=lambda a, b: h.rows(a, b).add_(skip.rows(a, b))))
-
-
-def shortcut(block: ResnetBlock, band: Tensor) -> Tensor:
-    return block.conv_shortcut(band) if block.resized else band
-
-
 def watched(x: Picture, moments: Moments) -> Picture:
     """The same picture, whose moments are taken by the one sweep that passes over it."""
 
@@ -174,11 +98,87 @@ def fixed(norm: nn.GroupNorm, moments: Moments) -> Callable[[Tensor], Tensor]:
     return lambda band: silu(F.batch_norm(band, mean, variance, weight, bias, eps=norm.eps))
 
 
+def shortcut(block: ResnetBlock, band: Tensor) -> Tensor:
+    return block.conv_shortcut(band) if block.resized else band
+
+
+@dataclass(frozen=True)
+class Bands:
+    """Sweeps over pictures, in bands of about so many values a layer."""
+
+    values: int
+
+    def of(self, x: Picture) -> Iterator[tuple[int, int]]:
+        rows = max(self.values // x.load, LEAST)
+        return ((first, min(first + rows, x.height)) for first in range(0, x.height, rows))
+
+    def measure(self, norm: nn.GroupNorm, x: Picture) -> Moments:
+        moments = Moments(norm.num_groups)
+        for first, end in self.of(x):
+            moments.add(x.rows(first, end))
+        return moments
+
+    def compute(self, x: Picture) -> Tensor:
+        """The whole picture (1, C, H, W)."""
+        out: Tensor | None = None
+        for first, end in self.of(x):
+            band = x.rows(first, end)
+            out = band.new_empty(1, x.channels, x.height, x.width) if out is None else out
+            out[:, :, first:end] = band
+        assert out is not None
+        return out
+
+    def overwrite(self, old: Tensor, x: Picture) -> Picture:
+        """Hold a picture where the one lies that it is computed from: a band late, since the next one looks back."""
+        late: tuple[int, int, Tensor] | None = None
+        for first, end in self.of(x):
+            band = x.rows(first, end)
+            if late is not None:
+                old[:, :, late[0] : late[1]] = late[2]
+            late = first, end, band
+        assert late is not None
+        old[:, :, late[0] : late[1]] = late[2]
+        return held(old)
+
+    def residual(self, block: ResnetBlock, x: Picture, keep: int) -> Picture:
+        """x + conv(silu(norm(conv(silu(norm(x)))))), holding nothing, the sum, or the sum and its middle."""
+        if x.held is None and keep and not block.resized:
+            x = held(self.compute(x))  # the sum can then take its place
+        if keep == 2:
+            return self.residual_held(block, x)
+        channels = block.norm2.num_channels
+        norm1 = fixed(block.norm1, self.measure(block.norm1, x))
+        middle = local(lambda band: block.conv1(norm1(band)), x, channels)
+        norm2 = fixed(block.norm2, self.measure(block.norm2, middle))
+
+        def layer(band: Tensor) -> Tensor:
+            return block.conv2(norm2(block.conv1(norm1(band)))).add_(shortcut(block, band))
+
+        out = local(layer, x, channels, reach=2)
+        if keep == 0:
+            return out
+        return held(self.compute(out)) if x.held is None or block.resized else self.overwrite(x.held, out)
+
+    def residual_held(self, block: ResnetBlock, x: Picture) -> Picture:
+        """The same, with each convolution once: the first sweep measures x and holds what x adds to the sum."""
+        channels, moments = block.norm2.num_channels, Moments(block.norm1.num_groups)
+        if block.resized:
+            skip = self.compute(local(block.conv_shortcut, watched(x, moments), channels, reach=0))
+        else:
+            skip, moments = self.compute(x) if x.held is None else x.held, self.measure(block.norm1, x)
+        norm1 = fixed(block.norm1, moments)
+        middle = held(self.compute(local(lambda band: block.conv1(norm1(band)), x, channels)))
+        norm2 = fixed(block.norm2, self.measure(block.norm2, middle))
+        h = local(lambda band: block.conv2(norm2(band)), middle, channels)
+        total = replace(h, rows=lambda first, end: h.rows(first, end).add_(skip[:, :, first:end]))
+        return self.overwrite(skip, total)
+
+
 def decoded(vae: AutoencoderKL, z: Tensor, bands: Bands, keep: int) -> Picture:
-    """The decoder on one image's latents (1, C, h, w). A level of a quarter of the pixels may hold one picture more."""
+    """The decoder on one image's latents (1, C, h, w). A level with a quarter of the pixels may hold one picture more."""
     decoder, last = vae.decoder, len(vae.decoder.up_blocks) - 1
     z = z if vae.post_quant_conv is None else vae.post_quant_conv(z)
-    x = bands.held(decoder.mid_block(decoder.conv_in(z)))
+    x = held(decoder.mid_block(decoder.conv_in(z)))
     for level, block in enumerate(decoder.up_blocks):
         for resnet in block.resnets:
             x = bands.residual(resnet, x, min(keep + last - level, 2))
@@ -191,98 +191,83 @@ def decoded(vae: AutoencoderKL, z: Tensor, bands: Bands, keep: int) -> Picture:
 def encoded(vae: AutoencoderKL, image: Tensor, bands: Bands, keep: int) -> Tensor:
     """The encoder on one image (1, 3, H, W): (1, 2·latent_channels, h, w), before quant_conv."""
     encoder = vae.encoder
-    x = local(encoder.conv_in, bands.held(image), vae.config.block_out_channels[0])
+    x = local(encoder.conv_in, held(image), vae.config.block_out_channels[0])
     for level, block in enumerate(encoder.down_blocks):
         for resnet in block.resnets:
             x = bands.residual(resnet, x, min(keep + level, 2))
         for downsample in block.downsamplers:
-            x = bands.hold(local(downsample, x, x.channels, down=2))
+            x = held(bands.compute(local(downsample, x, x.channels, down=2)))
     x = encoder.mid_block(x.rows(0, x.height))
     return encoder.conv_out(silu(encoder.conv_norm_out(x)))
 
 
 def convolved(layers: nn.Sequential, x: Picture, bands: Bands) -> Picture:
-    """The layers of a tiny autoencoder; it has no norms, so that only rows beyond a band matter. Held where small."""
+    """The layers of a tiny autoencoder, which has no norms; a level is held where it is smallest."""
     for layer in layers:
         if isinstance(layer, Block):
             x = local(layer, x, x.channels, reach=3)
         elif isinstance(layer, nn.Upsample):
-            factor = int(layer.scale_factor)
-            x = local(layer, bands.hold(x), x.channels, reach=0, up=factor)
+            x = local(layer, held(bands.compute(x)), x.channels, reach=0, up=int(layer.scale_factor))
         elif isinstance(layer, nn.Conv2d):
             x = local(layer, x, layer.out_channels, down=layer.stride[0])
-            x = bands.hold(x) if layer.stride[0] > 1 else x
+            x = held(bands.compute(x)) if layer.stride[0] > 1 else x
         else:
             x = local(layer, x, x.channels, reach=0)
     return x
 
 
-VAE = AutoencoderKL | TinyAutoencoder
-
-
-def plan(vae: VAE, tile: int, store: str | torch.device | None) -> Bands:
-    """Bands of as many values as tile × tile latents have at the finest level."""
-    if not isinstance(tile, int) or tile < LEAST_ROWS:
-        raise PellucidError(rule("tile", f"a whole number of latents, at least {LEAST_ROWS}", tile), "tile")
-    weight, config = next(vae.parameters()), vae.config
-    try:
-        place = weight.device if store is None else torch.device(store)
-    except RuntimeError as error:
-        raise PellucidError(rule("store", "a device such as cpu or cuda", store), "store") from error
-    width = config.block_out_channels[0] if isinstance(config, VAEConfig) else config.decoder_block_out_channels[0]
-    return Bands((tile * config.factor) ** 2 * width, weight.device, place)
+def bands_of(vae: VAE, tile: int | None, height: int, width: int) -> Bands:
+    """Bands of as many values as tile × tile latents have at the finest level; by default at most half the picture's."""
+    tile = max(min(TILE, max(height, width) // 2), LEAST) if tile is None else tile
+    if not isinstance(tile, int) or tile < LEAST:
+        raise PellucidError(rule("tile", f"a whole number of latents, at least {LEAST}", tile), "tile")
+    config = vae.config
+    widths = config.block_out_channels if isinstance(config, VAEConfig) else config.decoder_block_out_channels
+    return Bands((tile * config.factor) ** 2 * (widths[0] if isinstance(config, VAEConfig) else widths[-1]))
 
 
 def kept(vae: VAE, keep: int | None) -> int:
-    if isinstance(vae, TinyAutoencoder):
-        if keep is not None:
-            raise PellucidError(rule("keep", "left out for a tiny autoencoder, which keeps nothing", keep), "keep")
-        return 0
+    if isinstance(vae, TinyAutoencoder) and keep is not None:
+        raise PellucidError(rule("keep", "left out for a tiny autoencoder, which holds nothing", keep), "keep")
     if keep not in (None, 0, 1, 2):
         raise PellucidError(rule("keep", "0, 1 or 2 pictures", keep), "keep")
     return 1 if keep is None else keep
 
 
 @torch.no_grad()
-def decode_tiled(
-    vae: VAE, latents: Tensor, tile: int = 32, *, keep: int | None = None, store: str | torch.device | None = None
-) -> Tensor:
+def decode_tiled(vae: VAE, latents: Tensor, tile: int | None = None, *, keep: int | None = None) -> Tensor:
     """`vae.decode(latents)`, image by image and band by band; without gradients.
 
-    A band takes the memory of tile × tile latents. Besides, `keep` pictures of the finest level are held: with 2 the
-    decode takes about 1.2 × the time of an untiled one, with 1 (the default) about 1.5 ×, with 0 about 3 ×.
-    `store="cpu"` holds them in host memory, so that a GPU has the bands alone.
+    A band takes the memory of tile × tile latents: 64, or half a smaller picture. Besides, the decoder of Stable
+    Diffusion holds 2.5 pictures of the finest level with keep=2, 1.5 with 1 (the default) and 0.75 with 0, where an
+    untiled decode holds 5.5; the work is about 1.3 ×, 1.6 × and 3.5 × that of the untiled decode.
     """
     check("latents", latents, vae.config.latent_channels)
-    bands, keep = plan(vae, tile, store), kept(vae, keep)
+    bands, keep = bands_of(vae, tile, *latents.shape[2:]), kept(vae, keep)
     images = []
-    for z in latents.to(bands.device).split(1):
+    for z in latents.split(1):
         if isinstance(vae, TinyAutoencoder):
-            x = convolved(vae.decoder.layers, bands.held(squash(z)), bands)
+            x = convolved(vae.decoder.layers, held(squash(z)), bands)
             x = local(to_signed, x, x.channels, reach=0)
         else:
             x = decoded(vae, z, bands, keep)
-        out = z.new_empty((1, x.channels, x.height, x.width))
-        images.append(bands.hold(x, out).rows(0, x.height))
-    return torch.cat(images).to(latents.device)
+        images.append(bands.compute(x))
+    return torch.cat(images)
 
 
 @torch.no_grad()
-def encode_tiled(
-    vae: VAE, images: Tensor, tile: int = 32, *, keep: int | None = None, store: str | torch.device | None = None
-) -> Posterior:
-    """`vae.encode(images)`, image by image and band by band; the options are those of `decode_tiled`."""
+def encode_tiled(vae: VAE, images: Tensor, tile: int | None = None, *, keep: int | None = None) -> Posterior:
+    """`vae.encode(images)`, image by image and band by band; the options are `decode_tiled`'s, the work 1 to 1.6 ×."""
     check("images", images, vae.config.in_channels, vae.config.factor)
-    bands, keep = plan(vae, tile, store), kept(vae, keep)
+    factor = vae.config.factor
+    bands, keep = bands_of(vae, tile, images.shape[2] // factor, images.shape[3] // factor), kept(vae, keep)
     if isinstance(vae, TinyAutoencoder):
-        pictures = (local(to_unsigned, bands.held(image), image.shape[1], reach=0) for image in images.split(1))
-        latents = [bands.hold(convolved(vae.encoder.layers, x, bands)) for x in pictures]
-        return Posterior(torch.cat([x.rows(0, x.height) for x in latents]).to(images.device), None)
-    moments = torch.cat([encoded(vae, image, bands, keep) for image in images.split(1)])
-    return Posterior(*(m.to(images.device) for m in vae.posterior(moments)))
+        pictures = (local(to_unsigned, held(image), image.shape[1], reach=0) for image in images.split(1))
+        return Posterior(torch.cat([bands.compute(convolved(vae.encoder.layers, x, bands)) for x in pictures]), None)
+    return vae.posterior(torch.cat([encoded(vae, image, bands, keep) for image in images.split(1)]))
 
 
 def decode_sliced(vae: VAE, latents: Tensor) -> Tensor:
-    """`vae.decode(latents)`, one image at a time: the memory of one, and for a batch nearly the same time."""
+    """`vae.decode(latents)`, one image at a time: the memory of one, whatever the batch."""
     check("latents", latents, vae.config.latent_channels)
     return torch.cat([vae.decode(z) for z in latents.split(1)])

@@ -33,7 +33,7 @@ class Dissection:
             kind = type(inner).__name__
             found.append(Block(name, kind, count, count / self.total, self.shapes.get(name), below))
         for name, weight in module.named_parameters(path, recurse=False):
-            if id(weight) not in counted:
+            if found and id(weight) not in counted:  # beside its blocks; the weights of a single layer are not told
                 found.append(Block(name, "Parameter", weight.numel(), weight.numel() / self.total))
                 counted.add(id(weight))
         return tuple(found)

@@ -109,7 +109,7 @@ def graph_of(pipe: Pipeline, asked: Asked | None = None, stored: Mapping[str, St
         calls=planned.plan.nfe,
         nodes=tuple(draft.nodes),
         flows=tuple(draft.flows),
-        notes=(*parts.notes, *notes, *draft.notes),
+        notes=(*parts.notes, *draft.guidance.notes, *notes, *draft.notes),
     )
 
 

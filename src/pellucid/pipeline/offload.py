@@ -82,12 +82,20 @@ class Guests:
         tensor = slot.registry[slot.name]
         guest = Guest(slot, None)
         if tensor.device.type != self.device.type:
-            copy = self.copies.get(id(tensor)) or Copy(moved(tensor, self.device))
+            copy = self.copies.get(id(tensor)) or Copy(self.moved(tensor))
             copy.users += 1
             self.copies[id(tensor)] = copy
             slot.registry[slot.name], guest.waiting = copy.tensor, tensor
         self.slots[slot.key] = guest
         return guest
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        """A copy on the device; from pinned memory the CPU need not wait, since what uses it is in the same stream."""
+        if self.device.type == "cuda" and not tensor.is_pinned():
+            with contextlib.suppress(RuntimeError):  # no more memory to pin: the copy is slower, no more
+                tensor.data = tensor.data.pin_memory()
+        copy = tensor.detach().to(self.device, non_blocking=True)
+        return nn.Parameter(copy, requires_grad=False) if isinstance(tensor, nn.Parameter) else copy
 
     def send_back(self, slots: Iterable[Slot]) -> None:
         with self.lock:
@@ -156,15 +164,6 @@ LOCK = threading.Lock()
 def guests_of(device: torch.device) -> Guests:
     with LOCK:
         return EVERYWHERE.setdefault(device, Guests(device))
-
-
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device; from pinned memory the CPU need not wait, since what uses it is in the same stream."""
-    if device.type == "cuda" and not tensor.is_pinned():
-        with contextlib.suppress(RuntimeError):  # no more memory to pin: the copy is slower, no more
-            tensor.data = tensor.data.pin_memory()
-    copy = tensor.detach().to(device, non_blocking=True)
-    return nn.Parameter(copy, requires_grad=False) if isinstance(tensor, nn.Parameter) else copy
 
 
 def blocks_of(network: nn.Module) -> Iterator[nn.Module]:

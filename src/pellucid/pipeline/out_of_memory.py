@@ -35,9 +35,8 @@ def explain(pipe: Pipeline, request: Request, stage: str) -> str:
         now = predict(pipe, request, steps=1).stages[stage]
         found = cures(pipe, request, stage, changes)
     except Exception:  # advice must not hide what it is about
-        return (
-            f"Use a smaller size{', fewer images at once' if many else ''}{''.join(f', {name}' for name in changes)}."
-        )
+        fewer = ["fewer images at once"] if many else []
+        return f"Use {', '.join(['a smaller size', *fewer, *changes])}."
     better = sorted((total, name) for name, total in found.items() if total < HELPS * now.total)
     advice = "; ".join(f"{name} brings it to {in_words(total)}" for total, name in better)
     owner, whole, held = now.owner or "The stage itself", in_words(now.total), in_words(now.weights)

@@ -28,20 +28,28 @@ from pellucid.pipeline.request import Request
 
 def make_plan(reading: Reading, request: Request, times: Times) -> tuple[Plan, Schedule]:
     """The plan, and the schedule as it is bent for this image's size."""
-    own = request.sampler is None and request.grid is None and request.plan is None
+    if request.plan is not None:  # a plan is all of it: the times that the network is told, too
+        table = as_table(request)
+        curve = bent(reading, "exact" if table is None else table.dialect, times)
+        return given_plan(SimpleNamespace(schedule=curve, target=reading.target), request), curve  # type: ignore
+    own = request.sampler is None and request.grid is None
     dialect = request.dialect or ("diffusers" if own else "exact")
     curve = bent(reading, dialect, times)
-    if request.plan is not None:
-        plan = given_plan(SimpleNamespace(schedule=curve, target=reading.target), request)  # type: ignore[arg-type]
-        curve = bent(reading, plan.dialect, times)
-    elif own:
-        plan = as_the_pipeline(reading, dialect, times)
-    else:
-        plan = by_name(reading, request, curve, times.count, dialect)
+    plan = as_the_pipeline(reading, dialect, times) if own else by_name(reading, request, curve, times.count, dialect)
     if times.timesteps is not None and times.sigmas is not None and isinstance(curve, Flow):
         # the network is told the time before the shift (CogView 4)
         plan = replace(plan, rows=tuple(replace(r, time=curve.unbend(r.time)) for r in plan.rows))
     return plan, curve
+
+
+def as_table(request: Request) -> Plan | None:
+    """The plan that a request gives, from its file where it names one; None where that cannot be read."""
+    if request.plan is None or isinstance(request.plan, Plan):
+        return request.plan
+    try:
+        return Plan.from_json(Path(request.plan).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # `given_plan` says what is wrong with it
 
 
 def bent(reading: Reading, dialect: str, times: Times) -> Schedule:
@@ -74,13 +82,9 @@ def by_name(reading: Reading, request: Request, curve: Schedule, steps: int | No
 
 def keeps_uncond(reading: Reading, request: Request) -> bool:
     """Whether the sampler uses the unconditional prediction beside the guided one (the CFG++ family)."""
-    if request.plan is not None:
-        if isinstance(request.plan, Plan):
-            return asks_uncond(request.plan)
-        try:
-            return asks_uncond(Plan.from_json(Path(request.plan).read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            return False  # `given_plan` says what is wrong with the file
+    table = as_table(request)
+    if table is not None:
+        return asks_uncond(table)
     if request.sampler is None:
         return False
     curve = replace(reading.schedule, terminal=None) if isinstance(reading.schedule, Flow) else reading.schedule
