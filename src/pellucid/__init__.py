@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from pellucid.models.guidance import Guidance, guarded
     from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
     from pellucid.pipeline.load import load
-    from pellucid.pipeline.pipeline import Pipeline, Result
+    from pellucid.pipeline.pipeline import Pipeline
     from pellucid.pipeline.policy import Policy
     from pellucid.pipeline.request import Request
+    from pellucid.pipeline.result import Result
     from pellucid.pipeline.text import Embedding
     from pellucid.pipeline.wrapped import wrap
 
@@ -56,7 +57,7 @@ _HOMES: dict[str, tuple[str, str | None]] = {
     "Policy": ("pellucid.pipeline.policy", "Policy"),
     "Prediction": ("pellucid.core.loop", "Prediction"),
     "Request": ("pellucid.pipeline.request", "Request"),
-    "Result": ("pellucid.pipeline.pipeline", "Result"),
+    "Result": ("pellucid.pipeline.result", "Result"),
     "Row": ("pellucid.core.plan", "Row"),
     "Scheduler": ("pellucid.interop.scheduler", "Scheduler"),
     "StepSeen": ("pellucid.core.loop", "StepSeen"),

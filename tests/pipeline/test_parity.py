@@ -193,6 +193,19 @@ def control(sd: Model, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, P
     return net, folder
 
 
+@pytest.mark.parametrize("name", ["sd", "painter"])
+def test_controlnet_while_inpainting(name: str, control: tuple[Any, Path], request: pytest.FixtureRequest) -> None:
+    model = request.getfixturevalue(name)
+    _, mine = model.with_scheduler("euler_a")
+    net, folder = control
+    peer = model.as_class("StableDiffusionControlNetInpaintPipeline", controlnet=net)
+    controls = [Control(folder, picture(5), 0.8, 0.0, 0.6)]
+    made = mine(**WORDS, image=picture(), mask=half_mask(), controls=controls, steps=6, guidance=5.0, seed=3)
+    given = {"image": picture(), "mask_image": half_mask(), "control_image": picture(5), **SIZE}
+    more = {"num_inference_steps": 6, "guidance_scale": 5.0, "control_guidance_end": 0.6}
+    compare(made, theirs(peer, **WORDS, **given, **more, controlnet_conditioning_scale=0.8))
+
+
 @pytest.mark.parametrize("span", [(0.0, 1.0), (0.2, 0.7)])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_controlnet(sd: Model, control: tuple[Any, Path], scheduler: str, span: tuple[float, float]) -> None:

@@ -583,3 +583,10 @@ def test_guidance_that_a_model_cannot_have() -> None:
     assert any("negative_prompt has no effect" in note for note in noted.notes)
     with pytest.raises(PellucidError, match="guidance must be 1 for LatentConsistencyModelPipeline"):
         ours("lcm", sampler="euler_cfg_pp")
+
+
+def test_a_scheduler_that_is_not_read() -> None:
+    peer = Strange(diffusers.EulerDiscreteScheduler(interpolation_type="log_linear"))
+    with pytest.raises(PellucidError, match="scheduler of Strange: interpolation_type must be 'linear'") as caught:
+        wrap(peer)("ab", seed=1)
+    assert "strict" not in str(caught.value)

@@ -140,7 +140,7 @@ def measured(graph: Graph, model: str, asked: Any, loading: dict[str, Any]) -> G
         def watch(rows: int) -> Callable[[], None]:
             return bars.enter_context(output.progress(f"timing {model}", rows))
 
-        return inspection_graph.time(graph, model, asked, watch, **loading)
+        return inspection_graph.with_times(graph, model, asked, watch, **loading)
 
 
 def told(graph: Graph, node: Any, as_json: bool, depth: int, plot: Path | None) -> None:

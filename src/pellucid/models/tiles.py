@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pellucid.core.errors import PellucidError, rule
 from pellucid.models.blocks import ResnetBlock, silu
 from pellucid.models.tiny_vae import Block, TinyAutoencoder, squash, to_signed, to_unsigned
-from pellucid.models.vae import AutoencoderKL, Posterior, VAEConfig, check
+from pellucid.models.vae import AutoencoderKL, Posterior, check
 
 VAE = AutoencoderKL | TinyAutoencoder
 LEAST = 8  # rows: a thinner band would mostly compute its neighbours'
@@ -165,7 +165,7 @@ class Bands:
         if block.resized:
             skip = self.compute(local(block.conv_shortcut, watched(x, moments), channels, reach=0))
         else:
-            skip, moments = self.compute(x) if x.held is None else x.held, self.measure(block.norm1, x)
+            skip, moments = x.rows(0, x.height), self.measure(block.norm1, x)  # held: itself, not a copy
         norm1 = fixed(block.norm1, moments)
         middle = held(self.compute(local(lambda band: block.conv1(norm1(band)), x, channels)))
         norm2 = fixed(block.norm2, self.measure(block.norm2, middle))
@@ -175,7 +175,7 @@ class Bands:
 
 
 def decoded(vae: AutoencoderKL, z: Tensor, bands: Bands, keep: int) -> Picture:
-    """The decoder on one image's latents (1, C, h, w). A level with a quarter of the pixels may hold one picture more."""
+    """The decoder on one image's latents (1, C, h, w); each level of a quarter the pixels may hold one picture more."""
     decoder, last = vae.decoder, len(vae.decoder.up_blocks) - 1
     z = z if vae.post_quant_conv is None else vae.post_quant_conv(z)
     x = held(decoder.mid_block(decoder.conv_in(z)))
@@ -217,13 +217,12 @@ def convolved(layers: nn.Sequential, x: Picture, bands: Bands) -> Picture:
 
 
 def bands_of(vae: VAE, tile: int | None, height: int, width: int) -> Bands:
-    """Bands of as many values as tile × tile latents have at the finest level; by default at most half the picture's."""
+    """Bands of as many values as tile × tile latents have at the finest level; by default at most a quarter."""
     tile = max(min(TILE, max(height, width) // 2), LEAST) if tile is None else tile
     if not isinstance(tile, int) or tile < LEAST:
         raise PellucidError(rule("tile", f"a whole number of latents, at least {LEAST}", tile), "tile")
-    config = vae.config
-    widths = config.block_out_channels if isinstance(config, VAEConfig) else config.decoder_block_out_channels
-    return Bands((tile * config.factor) ** 2 * (widths[0] if isinstance(config, VAEConfig) else widths[-1]))
+    finest = vae.decoder.conv_out if isinstance(vae, AutoencoderKL) else vae.decoder.layers[-1]
+    return Bands((tile * vae.config.factor) ** 2 * finest.in_channels)
 
 
 def kept(vae: VAE, keep: int | None) -> int:

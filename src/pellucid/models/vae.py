@@ -150,6 +150,11 @@ class MidBlock(nn.Module):
         return self.resnets[1](x)
 
 
+def layout(x: Tensor) -> torch.memory_format:
+    last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return torch.channels_last if last else torch.contiguous_format
+
+
 def fold(kernel: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """The three taps of a kernel on a picture whose pixels come twice: two taps, for even and for odd pixels."""
     before, here, after = kernel.unbind(dim)
@@ -164,7 +169,9 @@ class FoldedUpsample(Upsample):
             return super().forward(x, size)
         batch, channels, height, width = x.shape
         around = F.pad(x, (1, 1, 1, 1))  # (B, C, H + 2, W + 2)
-        out = torch.empty_like(around).resize_(batch, channels, height * 2, width * 2)
+        out = torch.empty(
+            (batch, channels, height * 2, width * 2), dtype=x.dtype, device=x.device, memory_format=layout(x)
+        )
         for i, rows in enumerate(fold(self.conv.weight, 2)):
             for j, kernel in enumerate(fold(rows, 3)):
                 seen = around[:, :, i : i + height + 1, j : j + width + 1]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pellucid.core.denoiser import split
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.loop import Prediction
 from pellucid.core.plan import Plan
@@ -83,10 +84,11 @@ class ControlledDenoiser:
 
     guided: GuidedDenoiser
     controls: Sequence[Control]
+    switch: HintSwitch
 
     def bind(self, plans: Sequence[Plan]) -> ControlledRun:
         run = self.guided.bind(list(plans))
-        return ControlledRun(run, self.controls, [steps_of(plan, True) for plan in plans])
+        return ControlledRun(run, self.controls, self.switch, [steps_of(plan, True) for plan in plans])
 
 
 @dataclass
@@ -95,25 +97,19 @@ class ControlledRun:
 
     run: GuidedRun
     controls: Sequence[Control]
+    switch: HintSwitch
     ratios: list[list[float]]  # of the distinct levels of each image's plan
 
     def __call__(self, x: Tensor, level: Any, time: Any) -> Prediction:
-        switch = self.run.owner.network
-        assert isinstance(switch, HintSwitch)
-        levels = [level] * len(self.ratios) if isinstance(level, Level) else levels_of(level)
-        switch.on = tuple(
+        levels = [level] * len(self.ratios) if isinstance(level, Level) else split(level)
+        self.switch.on = tuple(
             tuple(acts(control, one, own) for one, own in zip(levels, self.ratios, strict=True))
             for control in self.controls
         )
         return self.run(x, level, time)
 
     def select(self, images: Sequence[int]) -> ControlledRun:
-        return ControlledRun(self.run.select(images), self.controls, [self.ratios[i] for i in images])
-
-
-def levels_of(level: Any) -> list[Level]:
-    pairs = zip(level.alpha.reshape(-1).tolist(), level.sigma.reshape(-1).tolist(), strict=True)
-    return [Level(alpha, sigma) for alpha, sigma in pairs]
+        return replace(self, run=self.run.select(images), ratios=[self.ratios[i] for i in images])
 
 
 def acts(control: Control, level: Level, ratios: list[float]) -> bool:

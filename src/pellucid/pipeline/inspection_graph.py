@@ -46,7 +46,7 @@ def inspect(where: PathLike, asked: Asked | None = None, **loading: Any) -> Grap
     return graph_of(pipe, asked, held)
 
 
-def time(graph: Graph, where: PathLike, asked: Asked, watch: Watch | None = None, **loading: Any) -> Graph:
+def with_times(graph: Graph, where: PathLike, asked: Asked, watch: Watch | None = None, **loading: Any) -> Graph:
     """The graph with milliseconds, for which the weights are loaded and run. `watch(rows)` gives a tick a row."""
     pipe = load(where, **loading)
     added = add(pipe, asked, {})

@@ -21,7 +21,8 @@ from pellucid.pipeline.adapters import Control, ImagePrompt
 from pellucid.pipeline.vision import clip_pixels
 
 if TYPE_CHECKING:
-    from pellucid.pipeline.pipeline import Pipeline, Run
+    from pellucid.pipeline.denoising import Run
+    from pellucid.pipeline.pipeline import Pipeline
 
 Inputs = dict[str, Any]
 

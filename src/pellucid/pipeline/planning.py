@@ -119,12 +119,23 @@ def as_diffusers(request: Request, make: Any) -> Plan:
                 "strength",
             )
         skip = count - kept
-    times = [r.time for r in whole.rows]
-    total = whole.schedule.get("num_train", 1000)
-    if request.denoising_start is not None:
-        skip = sum(t >= round(total - request.denoising_start * total) for t in times)
     cuts: dict[str, Any] = {"skip": skip} if skip else {}
+    if request.denoising_start is not None:
+        cuts = {"skip": legs_before(whole, count, request.denoising_start)}
     if request.denoising_end is not None:
-        stop = sum(t >= round(total - request.denoising_end * total) for t in times)
+        stop = legs_before(whole, count, request.denoising_end)
         cuts |= {"stop": stop} if stop < count else {}
     return make(**cuts) if cuts else whole
+
+
+def legs_before(whole: Plan, count: int, part: float) -> int:
+    """How many steps of a plan lie before a part of the run, as diffusers counts: by whole training times."""
+    starts = {r.time for r in whole.rows}  # a sampler of several calls a step tells the start of the next one twice
+    if len(starts) != count:
+        raise PellucidError(
+            f"denoising_start, denoising_end must be left out for {whole.name} in the diffusers dialect: it calls the "
+            "model between two steps. Name a sampler: the exact dialect cuts anywhere.",
+            "denoising",
+        )
+    total = whole.schedule.get("num_train", 1000)
+    return sum(time >= round(total - part * total) for time in starts)

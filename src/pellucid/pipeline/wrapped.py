@@ -21,6 +21,7 @@ from pellucid.core.loop import Prediction, run
 from pellucid.core.noise import NoiseSource, Philox
 from pellucid.core.schedule import Level
 from pellucid.interop import diffusers_config
+from pellucid.interop.diffusers_config import Reading
 from pellucid.interop.wrap import Conversation, Peer, look
 from pellucid.interop.wrap_branches import PeerNetwork, Way
 from pellucid.models.guidance import Guidance
@@ -83,7 +84,7 @@ class WrappedPipeline:
     @torch.no_grad()
     def run(self, request: Request, true_guidance: Any = None, peer_options: dict[str, Any] | None = None) -> Result:
         """One request: the pipeline prepares, we denoise with its network, and it decodes."""
-        reading = diffusers_config.read(self.peer.pipeline.scheduler)
+        reading = read_scheduler(self.peer.pipeline)
         order = Order(self.peer, reading, request, true_guidance, peer_options or {})
         talk = Conversation(self.peer, order.call, order.lay)
         stages = Stages(Policy(), order.device)
@@ -108,6 +109,15 @@ class WrappedPipeline:
             stages=tuple(stages.taken),
             notes=(*journey.notes(), *flagged(made)),
         )
+
+
+def read_scheduler(pipeline: Any) -> Reading:
+    """The pipeline's scheduler, understood; one that is not cannot be run under a plan."""
+    try:
+        return diffusers_config.read(pipeline.scheduler)
+    except PellucidError as error:
+        line = str(error).removesuffix(" Pass strict=False to go on without.")
+        raise PellucidError(f"scheduler of {type(pipeline).__name__}: {line}", error.code) from None
 
 
 def flagged(made: Any) -> list[str]:

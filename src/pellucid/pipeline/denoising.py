@@ -1,0 +1,215 @@
+"""One request on its way from noise to pixels: the start, the network as the request uses it, the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from pellucid.core.errors import PellucidError, rule
+from pellucid.core.loop import Constraint, Denoiser, StepSeen, run
+from pellucid.core.noise import NoiseSource
+from pellucid.core.plan import Plan
+from pellucid.interop.components import Components
+from pellucid.models import tiles
+from pellucid.models.controlnet import Controlled
+from pellucid.models.guidance import Guidance
+from pellucid.models.guided import GuidedDenoiser
+from pellucid.models.vae import from_diffusion, to_diffusion
+from pellucid.pipeline import images as pictures
+from pellucid.pipeline import pictures_in
+from pellucid.pipeline.adapters import ControlledDenoiser, HintSwitch
+from pellucid.pipeline.planning import Planned
+from pellucid.pipeline.request import Request
+from pellucid.pipeline.result import Result
+from pellucid.pipeline.stages import Stages
+
+if TYPE_CHECKING:
+    from pellucid.pipeline.pipeline import Pipeline
+
+
+@dataclass
+class Run:
+    """One request on its way from noise to pixels."""
+
+    pipe: Pipeline
+    parts: Components
+    request: Request
+    planned: Planned
+    guidance: Guidance
+    source: NoiseSource
+    stages: Stages
+    size: tuple[int, int]
+    count: int
+
+    @property
+    def plan(self) -> Plan:
+        return self.planned.plan
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        factor = self.pipe.factor
+        return self.pipe.channels, self.size[1] // factor, self.size[0] // factor
+
+    def denoise(self, cond: dict[str, Any], uncond: dict[str, Any] | None) -> Tensor:
+        request, network = self.request, self.parts.network
+        with self.stages.run("encode", *pictures_in.encoding_networks(self)):
+            clean = self.clean_latents()
+            noise = self.first_noise()
+            network, denoiser_extra = self.prepared(network, cond, uncond, clean)
+        x = self.start(clean, noise)
+        guided = GuidedDenoiser(
+            network,
+            self.parts.schedule,
+            self.parts.target,  # type: ignore[arg-type]
+            cond,
+            uncond,
+            self.guidance,
+            weak=None if request.weak is None else request.weak.components.network,
+            x0_filter=self.planned.x0_filter,
+            dtype=half_of(self.parts.network),
+            keep_raw=bool(self.plan.options.get("keep_eps")),
+        )
+        denoiser: Denoiser = guided if denoiser_extra is None else denoiser_extra(guided)  # type: ignore[assignment]
+        constraints = [*self.blend(clean, noise), *request.constraints]
+        with self.stages.run("denoise", *self.denoising_networks(network)):
+            return run(
+                self.plan,
+                denoiser,
+                x,
+                noise=self.source,
+                observers=request.observers,
+                constraints=constraints,
+                cancelled=request.cancelled,
+            )
+
+    def denoising_networks(self, network: Any) -> list[nn.Module]:
+        while isinstance(network, HintSwitch | pictures_in.Inpainting):
+            network = network.network
+        weak = self.request.weak
+        return [network] if weak is None else [network, weak.components.network]
+
+    # --- the start ------------------------------------------------------------------------------------------------
+
+    def first_noise(self) -> Tensor:
+        """Unit noise, (B, C, H, W): given, or drawn by seed."""
+        like = torch.empty(0, device=self.pipe.device)
+        if self.request.latents is None:
+            return self.source.first(self.shape, like, range(self.count))
+        given = self.request.latents
+        if tuple(given.shape) != (self.count, *self.shape):
+            raise PellucidError(rule("latents", f"of shape {(self.count, *self.shape)}", tuple(given.shape)), "latents")
+        return given.to(like)
+
+    def clean_latents(self) -> Tensor | None:
+        """The picture as latents (B, C, H, W), scaled for diffusion; None without one."""
+        image = self.request.image
+        if image is None or (self.all_new and pictures_in.is_inpainting(self.parts)):
+            return None
+        if isinstance(image, Result):
+            end, begin = image.plan.end, self.plan.start
+            return image.latents.to(self.pipe.device) * (begin.alpha / end.alpha)
+        if pictures_in.is_latent(image, self.channels_if_latent()):
+            return pictures_in.spread(image.to(self.pipe.device, torch.float32), self.count)
+        pixels = pictures_in.spread(pictures.to_tensor(image, self.size), self.count)
+        return self.encode(pixels.to(self.pipe.device))
+
+    @property
+    def all_new(self) -> bool:
+        """Whether an inpainting starts from noise alone."""
+        return self.request.mask is not None and self.request.strength in (None, 1.0)
+
+    def channels_if_latent(self) -> int | None:
+        return None if self.parts.vae is None else self.pipe.channels
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Pixels (B, 3, H, W) in [−1, 1] → latents; the posterior is sampled with the run's own noise."""
+        vae = self.parts.vae
+        if vae is None:
+            return pixels
+        weight = next(vae.parameters())
+        tile = self.pipe.policy.vae_tile
+        posterior = vae.encode(pixels.to(weight)) if tile is None else tiles.encode_tiled(vae, pixels.to(weight), tile)
+        noise = self.source.beside(posterior.mean.shape[1:], torch.empty(0, device=pixels.device), range(len(pixels)))
+        return to_diffusion(vae.config, posterior.sample(noise.to(posterior.mean))).float()
+
+    def start(self, clean: Tensor | None, noise: Tensor) -> Tensor:
+        """x at the plan's first level."""
+        plan, request = self.plan, self.request
+        if clean is None:
+            return noise * plan.initial_scale
+        if request.denoising_start is not None:
+            return clean  # x of an earlier run, still noisy
+        if self.all_new and plan.dialect == "diffusers":
+            return noise * plan.initial_scale
+        return clean * plan.start.alpha + noise * plan.start.sigma
+
+    # --- inpainting, ControlNets, image prompts -------------------------------------------------------------------
+
+    def prepared(self, network: Any, cond: dict[str, Any], uncond: dict[str, Any] | None, clean: Tensor | None) -> Any:
+        """The network as this request uses it, and what wraps its denoiser; adds inputs to both conditions."""
+        request = self.request
+        extra = None
+        if request.image_prompts:
+            pictures_in.add_image_prompts(self, network, cond, uncond)
+        if request.controls:
+            controlled = Controlled(network, [pictures_in.controlnet_of(self.pipe, c) for c in request.controls])
+            pictures_in.add_hints(self, controlled, cond, uncond)
+            network = switch = HintSwitch(self.stages.ready(controlled))
+
+            def extra(guided: GuidedDenoiser) -> ControlledDenoiser:
+                return ControlledDenoiser(guided, request.controls, switch)
+
+        else:
+            network = self.stages.ready(network)
+        if pictures_in.is_inpainting(self.parts):
+            beside = pictures_in.beside_latents(self)
+            for inputs in (cond, uncond):
+                if inputs is not None:
+                    inputs["beside"] = beside.to(self.pipe.device, next(self.parts.network.parameters()).dtype)
+            network = pictures_in.Inpainting(network)
+        elif request.mask is not None and self.plan.dialect == "diffusers" and clean is not None:
+            # diffusers encodes the masked picture here whether it is used or not, and draws noise for it
+            self.source.beside(clean.shape[1:], torch.empty(0), range(self.count))
+        return network, extra
+
+    def blend(self, clean: Tensor | None, noise: Tensor) -> list[Constraint]:
+        """Keeps what the mask does not paint: after each row, the picture at the level that x has now."""
+        if self.request.mask is None or clean is None or pictures_in.is_inpainting(self.parts):
+            return []
+        mask = pictures_in.latent_mask(self)  # (B, 1, H, W), 1 is painted
+        last = len(self.plan.rows) - 1
+
+        def keep(seen: StepSeen) -> Tensor:
+            level = seen.next_levels[0]
+            kept = clean if seen.index == last else clean * level.alpha + noise * level.sigma
+            return kept * (1 - mask) + seen.x_next * mask
+
+        return [keep]
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def decode(self, x: Tensor) -> list[Image.Image]:
+        vae, policy = self.parts.vae, self.pipe.policy
+        with self.stages.run("decode", vae):
+            if self.plan.dialect == "exact" and self.plan.end.alpha > 0:  # an end with noise left: x0 has alpha 1
+                x = x / self.plan.end.alpha
+            if vae is None:
+                return pictures.to_images(x)
+            latents = from_diffusion(vae.config, x).to(next(vae.parameters()))
+            if policy.vae_tile is not None:
+                pixels = tiles.decode_tiled(vae, latents, policy.vae_tile)
+            elif policy.vae_slicing:
+                pixels = tiles.decode_sliced(vae, latents)
+            else:
+                pixels = vae.decode(latents)
+            return pictures.to_images(pixels.float())
+
+
+def half_of(network: nn.Module) -> torch.dtype | None:
+    """The dtype that the network works in, where it is not x's."""
+    dtype = next(network.parameters()).dtype
+    return None if dtype == torch.float32 else dtype

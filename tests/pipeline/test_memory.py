@@ -1,0 +1,392 @@
+"""Memory: the count of living tensors against counting by hand and against the allocator; predictions against runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+
+import memory_gpu as bench
+from pellucid.core.errors import PellucidError
+from pellucid.pipeline import compare, memory, out_of_memory, workspace
+from pellucid.pipeline.adapters import Lora
+from pellucid.pipeline.memory import in_words, measure, predict, request_for
+from pellucid.pipeline.pipeline import Pipeline
+from pellucid.pipeline.policy import Policy
+from pellucid.pipeline.tracker import METER, Tracker
+
+CPU = torch.device("cpu")
+TINY = bench.TINY[0]
+SIZE = (64, 48)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Pipeline:
+    return bench.pipeline_of(TINY, CPU, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def lora(pipe: Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA of rank 2 on every query of the UNet."""
+    torch.manual_seed(0)
+    tensors = {}
+    for name, module in pipe.components.network.named_modules():
+        if name.endswith("to_q"):
+            tensors[f"unet.{name}.lora.down.weight"] = torch.randn(2, module.in_features)
+            tensors[f"unet.{name}.lora.up.weight"] = torch.randn(module.out_features, 2)
+    path = tmp_path_factory.mktemp("lora") / "queries.safetensors"
+    save_file(tensors, path)
+    return path
+
+
+# --- the count -----------------------------------------------------------------------------------------------------
+
+
+class Steps(nn.Module):
+    """1 KB in; then 4 KB, 4 KB, and 1 KB out. The second lives while the third is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grow = nn.Linear(256, 1024, bias=False)  # 1 MB
+        self.shrink = nn.Linear(1024, 256, bias=False)  # 1 MB
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.grow(x)
+        h = torch.tanh(h)
+        return self.shrink(h)
+
+
+def test_the_count_by_hand() -> None:
+    network, x = Steps(), torch.ones(1, 256)
+    tracker = Tracker(["cpu"])
+    tracker.hold([network])
+    with torch.no_grad(), tracker, tracker.following({"net": network}), tracker.stage("run"):
+        out = network(x)
+    peak = tracker.stages["run"]
+    assert peak.weights == 2 * 2**20
+    assert peak.activations == 2 * 4096  # both of the wide ones; the last is made after the first has gone
+    assert (peak.workspace, peak.owner) == (0, "net")
+    assert peak.held == (("net.grow", 4096), ("net", 4096))
+    assert tracker.others == out.untyped_storage().nbytes() == 1024
+
+
+def test_views_and_results_in_place_take_nothing() -> None:
+    tracker = Tracker(["cpu"])
+    with tracker, tracker.stage("run"):
+        x = torch.zeros(1000)
+        y = x.view(10, 100).T[3:].add_(1).relu_()
+        z = y.reshape(-1)  # not contiguous: a copy
+        del x, y
+        assert tracker.others == 4000 + 2800
+        del z
+    assert tracker.others == 2800 - 2800 + 0 or not tracker.living
+    assert tracker.stages["run"].activations == 6800
+
+
+def test_a_grain_rounds_every_tensor_up() -> None:
+    tracker = Tracker(["cpu"], grain=512)
+    with tracker:
+        kept = [torch.zeros(1), torch.zeros(129)]
+    assert tracker.others == 512 + 1024
+    assert len(kept) == 2
+
+
+def test_a_stage_begins_with_what_lives() -> None:
+    tracker = Tracker(["cpu"])
+    with tracker:
+        with tracker.stage("first"):
+            kept = torch.zeros(250)
+            torch.zeros(2500)
+        with tracker.stage("second"):
+            torch.zeros(25)
+    assert tracker.stages["first"].activations == 11000
+    assert tracker.stages["second"].activations == 1100
+    assert len(kept) == 250
+
+
+def test_shared_weights_count_once() -> None:
+    first, second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+    second.weight = first.weight
+    tracker = Tracker(["cpu"])
+    tracker.hold([first, second])
+    assert tracker.weights == 8 * 8 * 4
+
+
+def allocated(pipe: Pipeline, request: Any, path: Path) -> int:
+    """The most that torch's CPU allocator had given out at once, by its own record in a profile."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        pipe.run(request)
+    profile.export_chrome_trace(str(path))
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("name") == "[memory]"]
+    total = most = 0
+    for event in sorted(events, key=lambda e: e["args"]["Ev Idx"]):
+        total += event["args"]["Bytes"]
+        most = max(most, total)
+    return most
+
+
+def test_the_prediction_is_what_the_allocator_gave(pipe: Pipeline, tmp_path: Path) -> None:
+    """An oracle that shares nothing with the tracker. Kernels' own buffers are in it too: a few KB here."""
+    request = request_for(pipe, size=SIZE)
+    pipe.run(request)
+    peak = predict(pipe, request).peak
+    assert peak.activations == pytest.approx(allocated(pipe, request, tmp_path / "trace.json"), rel=0.01)
+
+
+# --- prediction and measurement ------------------------------------------------------------------------------------
+
+POLICIES = (
+    Policy(), Policy(attention="math"), Policy(vae_tile=16), Policy(vae_slicing=True), Policy(channels_last=True),
+    Policy(attention="flash", vae_tile=16),
+)  # fmt: skip
+
+
+def agree(pipe: Pipeline, request: Any) -> memory.Forecast:
+    """Predicted and measured peaks of every stage within 1 %; they differ by scraps such as a kernel's statistics."""
+    forecast, found = predict(pipe, request), measure(pipe, request)
+    assert list(forecast.stages) == list(found.peaks)
+    for name, peak in forecast.stages.items():
+        assert peak.total == pytest.approx(found.peaks[name], rel=0.01), name
+    assert forecast.stage == found.stage
+    return forecast
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=Policy.text)
+def test_policies(pipe: Pipeline, policy: Policy) -> None:
+    request = request_for(pipe, size=SIZE, batch=2)
+    with compare.arranged(pipe, compare.Strategy("", policy, request)) as (ready, asked, _):
+        agree(ready, asked)
+
+
+def test_half_precision(pipe: Pipeline) -> None:
+    """The prediction for another dtype is that of the model in it."""
+    request = request_for(pipe, size=SIZE)
+    half = replace(pipe, components=compare.cast(pipe.components, torch.bfloat16))
+    direct = agree(half, request)
+    asked = predict(pipe, request, dtype=torch.bfloat16)
+    assert asked.stages == direct.stages
+    assert asked.peak.weights == predict(pipe, request).peak.weights / 2
+
+
+def test_adapters(pipe: Pipeline, lora: Path) -> None:
+    bare = predict(pipe, request_for(pipe, size=SIZE)).peak
+    control = agree(pipe, request_for(pipe, size=SIZE, controlnets=[bench.controlnet_of(TINY, pipe)])).peak
+    assert control.weights > bare.weights
+    assert control.activations > bare.activations
+    dressed = agree(pipe, request_for(pipe, size=SIZE, loras=[Lora(lora)])).peak
+    weights = [m.weight for n, m in pipe.components.network.named_modules() if n.endswith("to_q")]
+    assert dressed.weights - bare.weights == sum(w.numel() * 4 for w in weights)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_pictures(pipe: Pipeline, masked: bool) -> None:
+    picture, mask = Image.new("RGB", SIZE, "red"), Image.new("L", SIZE, 255)
+    given = {"image": picture, "strength": 0.7, **({"mask": mask} if masked else {})}
+    forecast = agree(pipe, replace(request_for(pipe, size=SIZE, steps=4), **given))
+    assert forecast.stages["encode"].owner.startswith("vae.encoder.")
+
+
+def test_owners_are_where_the_work_is(pipe: Pipeline) -> None:
+    stages = predict(pipe, request_for(pipe, size=SIZE)).stages
+    assert stages["text"].owner.startswith("text_encoder.")
+    assert stages["denoise"].owner.startswith("unet.")
+    assert stages["decode"].owner.startswith("vae.decoder.")
+    assert all(size > 0 and size <= peak.activations for peak in stages.values() for _, size in peak.held)
+
+
+def test_guidance_off_halves_the_denoising(pipe: Pipeline) -> None:
+    """cond and uncond are one batch: without guidance it is half as large, beside weights and latents."""
+    request = request_for(pipe, size=SIZE)
+    both, one = (predict(pipe, replace(request, guidance=scale)).stages["denoise"] for scale in (5.0, 1.0))
+    assert one.activations == pytest.approx(both.activations / 2, rel=0.05)
+    batch = predict(pipe, request_for(pipe, size=SIZE, batch=2)).stages["denoise"]
+    assert batch.activations == pytest.approx(2 * both.activations, rel=0.02)
+
+
+def test_a_prediction_changes_nothing_and_needs_no_memory(pipe: Pipeline) -> None:
+    """A picture of 4096² would take many GB here; its rehearsal takes none, and the model is as it was."""
+    before = {name: t.data_ptr() for name, t in pipe.components.network.named_parameters()}
+    forecast = predict(pipe, request_for(pipe, size=(4096, 4096), batch=4), device="cuda", steps=1)
+    assert forecast.peak.total > 20 * 2**30
+    assert {name: t.data_ptr() for name, t in pipe.components.network.named_parameters()} == before
+    assert not any(m._forward_pre_hooks for m in pipe.components.network.modules())
+    assert METER.get() is None
+
+
+# --- a GPU, from here ----------------------------------------------------------------------------------------------
+
+
+def test_offload_keeps_only_what_a_stage_uses(pipe: Pipeline) -> None:
+    request = request_for(pipe, size=SIZE)
+    found = {
+        how: predict(pipe, request, policy=Policy(offload=how), device="cuda").stages for how in ("component", "block")
+    }
+    everything = predict(pipe, request, device="cuda").stages
+    network, vae = pipe.components.network, pipe.components.vae
+    assert vae is not None
+    for how in found:
+        assert found[how]["encode"].weights == 0
+        assert found[how]["decode"].weights == held(vae)
+        assert found[how]["text"].weights == held(*pipe.components.text_encoders)
+    assert found["component"]["denoise"].weights == held(network)
+    assert found["block"]["denoise"].weights < 0.4 * held(network)
+    assert everything["denoise"].weights == held(network, vae, *pipe.components.text_encoders)
+    assert found["block"]["denoise"].activations <= everything["denoise"].activations * 1.01
+
+
+def held(*networks: nn.Module) -> int:
+    """Bytes of weights as CUDA's allocator rounds them."""
+    return sum(workspace.size_of(weight) for network in networks for weight in network.parameters())
+
+
+def test_attention_maps_are_held_by_math_alone(pipe: Pipeline) -> None:
+    """At 64 × 48 pixels there are 768 tokens: a map of 2 × 2 heads × 768² floats is 9.4 MB, and softmax makes another."""
+    request = request_for(pipe, size=SIZE)
+    fused, plain = (
+        predict(pipe, request, policy=Policy(attention=name), device="cuda").stages["denoise"].activations
+        for name in ("auto", "math")
+    )
+    assert plain - fused > 2 * 2 * 2 * 768**2 * 4 * 0.8
+
+
+def test_convolutions_borrow_copies_unless_channels_are_innermost() -> None:
+    x, weight, out = torch.empty(1, 8, 16, 16), torch.empty(4, 8, 3, 3), torch.empty(1, 4, 16, 16)
+    conv = torch.ops.aten.convolution.default
+    assert workspace.scratch(False)(conv, (x, weight), out) == 8192 + 1536 + 4096
+    assert workspace.scratch(True)(conv, (x, weight), out) == 0
+    assert workspace.scratch(False)(torch.ops.aten.add.Tensor, (x, x), x) == 0
+
+
+# --- out of memory -------------------------------------------------------------------------------------------------
+
+
+class Full:
+    """Stands in for a method: out of memory at the first call, as it was afterwards."""
+
+    def __init__(self, real: Any) -> None:
+        self.real, self.calls = real, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        if self.calls == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        return self.real(*args, **kwargs)
+
+
+def test_out_of_memory_names_owner_and_cures(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type(pipe.components.vae)
+    full = Full(kind.decode)
+    monkeypatch.setattr(kind, "decode", lambda *args: full(*args))
+    request = request_for(pipe, size=(256, 256), batch=2)
+    with pytest.raises(PellucidError) as error:
+        pipe.run(request)
+    text = str(error.value)
+    assert error.value.code == "out-of-memory"
+    assert "\n" not in text
+    peak = predict(pipe, request, steps=1).stages["decode"]
+    assert (
+        f"stage decode; the device ran out of it. {peak.owner} owns its peak: {in_words(peak.total)} predicted" in text
+    )
+    sliced = predict(pipe, request, policy=Policy(vae_slicing=True), steps=1).stages["decode"].total
+    assert f"vae_slicing=True brings it to {in_words(sliced)}" in text
+    assert "vae_tile=64 brings it to" in text
+    assert "dtype='bfloat16' brings it to" in text
+    assert "offload" not in text  # it would do nothing on a CPU
+
+
+def test_out_of_memory_of_the_rehearsal_is_no_endless_tale(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    def always(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(type(pipe.components.vae), "decode", always)
+    with pytest.raises(PellucidError, match=r"Use a smaller size, vae_tile=64\.") as error:
+        pipe.run(request_for(pipe, size=SIZE))
+    assert error.value.code == "out-of-memory"
+
+
+@pytest.mark.parametrize("stage", ["text", "encode", "denoise", "decode"])
+def test_every_stage_has_an_explanation(pipe: Pipeline, stage: str) -> None:
+    text = out_of_memory.explain(pipe, request_for(pipe, size=SIZE), stage)
+    assert "owns its peak" in text
+    assert "bfloat16" in text
+
+
+# --- strategies ----------------------------------------------------------------------------------------------------
+
+
+def test_strategies_show_saving_and_cost(pipe: Pipeline, lora: Path) -> None:
+    size = {"size": SIZE, "batch": 2, "steps": 1}
+    dressed = request_for(pipe, **size, loras=[Lora(lora)], controlnets=[bench.controlnet_of(TINY, pipe)])
+    found, left_out = compare.strategies(pipe, request_for(pipe, **size), dressed)
+    ticks: list[int] = []
+    rows = {row.strategy.name: row for row in compare.compare(pipe, found, lambda: ticks.append(1), repeats=1)}
+    wanted = {"as it is", "attention=flash", "attention=math", "vae_slicing=True", "vae_tile=16", "channels_last=True"}
+    assert set(rows) == wanted | {"dtype=bfloat16", "ControlNet", "LoRA, view", "LoRA, merged"}
+    assert len(ticks) == len(rows)
+    assert any("offload" in words for words in left_out)
+    assert not any(row.trouble for row in rows.values())
+    for row in rows.values():
+        assert max(row.predicted.values()) == pytest.approx(max(row.measured.values()), rel=0.01)
+        assert row.seconds is not None
+        assert row.seconds > 0
+    base = rows["as it is"]
+    assert (base.largest, base.mean, base.times) == (0, 0, 1)
+    assert rows["vae_slicing=True"].measured["decode"] < base.measured["decode"]
+    assert rows["vae_tile=16"].measured["decode"] < base.measured["decode"]
+    assert rows["attention=math"].measured["denoise"] > base.measured["denoise"]
+    assert max(rows["dtype=bfloat16"].measured.values()) < 0.6 * max(base.measured.values())
+    assert rows["LoRA, merged"].strategy.against == "LoRA, view"
+    assert rows["LoRA, merged"].largest == 0  # bit by bit the same weights
+    assert all(rows[name].mean is not None and rows[name].mean <= 1 for name in wanted)  # 1/255
+
+
+def test_a_comparison_leaves_the_pipeline_as_it_was(pipe: Pipeline, lora: Path) -> None:
+    request = request_for(pipe, size=(32, 32), steps=1)
+    before = pipe.run(request)
+    strides = {name: t.stride() for name, t in pipe.components.network.named_parameters()}
+    compare.compare(pipe, compare.strategies(pipe, request, replace(request, loras=[Lora(lora)]))[0], lambda: None, 1)
+    assert torch.equal(pipe.run(request).latents, before.latents)
+    assert {name: t.stride() for name, t in pipe.components.network.named_parameters()} == strides
+
+
+def test_a_strategy_that_fails_says_why(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = request_for(pipe, size=(32, 32), steps=1)
+    bad = compare.Strategy("bad", Policy(offload="block"), request)
+    rows = compare.compare(pipe, [compare.Strategy(compare.BASE, Policy(), request), bad], lambda: None, 1)
+    assert rows[1].trouble.startswith("policy: offload must be none on the CPU")
+    with pytest.raises(PellucidError):
+        compare.compare(pipe, [bad], lambda: None, 1)
+
+
+# --- the benchmark -------------------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_runs_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.main(["--tiny", "--device", "cpu", "--dtype", "float32", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "memory.json").read_text())
+    assert {row["stage"] for row in found["rows"]} == {"text", "encode", "denoise", "decode"}
+    assert all(row["predicted"] == pytest.approx(row["measured"], rel=0.01) for row in found["rows"])
+    assert "peak of a run, predicted / measured: farthest 1.0" in capsys.readouterr().out
+    assert "| tiny | 2 | vae_slicing=True | decode |" in (tmp_path / "memory.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("size", "words"), [(0, "0 B"), (1023, "1023 B"), (2**20, "1 MB"), (int(9.13 * 2**30), "9.13 GB")]
+)
+def test_bytes_in_words(size: int, words: str) -> None:
+    assert in_words(size) == words
