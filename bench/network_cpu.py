@@ -19,6 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from networks import SD15, Duel, Outcome, in_turns, table, unet_duel, vae_duel
+from pellucid.pipeline.tracker import Tracker
 
 
 def clock(call) -> float:
@@ -27,10 +28,15 @@ def clock(call) -> float:
     return (time.perf_counter() - begin) * 1e3
 
 
+def peak_of(call) -> int:
+    """Bytes of living tensors at the fullest moment, beyond what lived before."""
+    with Tracker(["cpu"]) as tracker:
+        call()
+    return tracker.peak.total
+
+
 @torch.no_grad()
 def fight(duel: Duel, rounds: int) -> Outcome:
-    from pellucid.pipeline.tracker import peak_of
-
     def ours():
         return duel.call_ours(duel.ours)
 

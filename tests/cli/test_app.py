@@ -34,6 +34,11 @@ FLAGS = {
         "--target", "sampler",
     ],
     "demo": ["--json", "--out", "--steps"],
+    "inspect": [
+        "--batch", "--component", "--controlnet", "--depth", "--device", "--dtype", "--guidance", "--image-encoder",
+        "--ip-adapter", "--json", "--plot", "--revision", "--size", "--steps", "--target", "--time", "--tokenizer",
+        "--vae", "--variant", "model",
+    ],
     "memory": [
         "--attention", "--batch", "--channels-last", "--compare", "--compile", "--controlnet", "--device", "--dtype",
         "--json", "--lora", "--offload", "--plot", "--predict", "--size", "--steps", "--vae-slicing", "--vae-tile",

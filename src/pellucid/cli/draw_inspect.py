@@ -11,7 +11,7 @@ from pellucid.cli import draw
 from pellucid.cli import inspect_words as words
 from pellucid.cli.draw import FAINT, INK
 from pellucid.cli.draw_cards import SLATE, Line, Placed, Point, Sheet
-from pellucid.cli.inspect_layout import BEND, EDGE, LEGEND, MARGIN, Layout, told
+from pellucid.cli.inspect_layout import APART, BEND, EDGE, LEGEND, MARGIN, Layout, clock_of, told
 from pellucid.cli.inspect_words import ROLE_COLOURS
 
 if TYPE_CHECKING:
@@ -203,24 +203,16 @@ class Drawing:
 
     def clock(self, left: float, y: float) -> None:
         """The stages of a run on one bar, and what each took."""
-        times, calls = self.graph.times, self.graph.calls
-        assert times is not None
-        parts = [("text", times.text, "text"), ("encode", times.encode, "image")]
-        parts += [("denoise", times.step * calls, "sampler"), ("decode", times.decode, "vae")]
-        parts = [part for part in parts if part[1] >= 0.5 or part[0] == "denoise"]
+        stages = clock_of(self.graph)
         span = self.plan.extent()[0] - 2 * MARGIN
-        total = sum(value for _, value, _ in parts)
+        total = sum(value for _, value in stages)
         x, at = left, left
-        for name, value, role in parts:
+        for line, value in stages:
             width = span * value / total
-            self.sheet.strip(x, y + 0.3, width, BAR, ROLE_COLOURS[role], calls if name == "denoise" else 1)
-            x += width
-            each = f"{calls} × {words.milliseconds(times.step)}" if name == "denoise" else words.milliseconds(value)
-            line = Line(name, 8.5, ROLE_COLOURS[role], bold=True, after=each)
+            pieces = self.graph.calls if line.text == "denoise" else 1
+            self.sheet.strip(x, y + 0.3, width, BAR, line.colour, pieces)
             self.sheet.line(line, at, y + 0.12)
-            at += line.width + 0.3
-        whole = Line("whole run", 8.5, INK, bold=True, after=f"{words.milliseconds(times.whole)} on {times.device}")
-        self.sheet.line(whole, at, y + 0.12)
+            x, at = x + width, at + line.width + APART
 
 
 def short_name(name: str) -> str:

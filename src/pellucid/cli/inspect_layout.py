@@ -22,6 +22,8 @@ INSIDE = 0.32  # between the loop's frame and its cards
 DOWN = 0.78  # between the rows of the loop, where labels stand
 EDGE = 0.16  # where the loop's arrows stand without guidance, as parts of the denoiser's width
 LEGEND = Line("foot of a card: its share of all parameters; bars in the denoiser: by block", 8, FAINT)
+APART = 0.3  # between the words of a run's stages
+SHORTEST = 0.5  # milliseconds of a stage that is worth a word
 BEFORE = ("input", "tokenizer", "text", "image", "vae")
 COLUMNS = ("given", "words", "encoders", "joins")
 
@@ -238,7 +240,8 @@ class Layout:
         """Inches between the margins: the cards', or the header's where that is wider."""
         left, _, right, _ = self.box
         title = Line(words.title(self.graph), 17, bold=True).width + 0.5 + LEGEND.width
-        return max(right - left, Line(" · ".join(words.subtitle(self.graph)), 9.5).width, title)
+        clock = sum(line.width + APART for line, _ in clock_of(self.graph))
+        return max(right - left, Line(" · ".join(words.subtitle(self.graph)), 9.5).width, title, clock)
 
     @property
     def notes(self) -> list[Line]:
@@ -254,6 +257,23 @@ class Layout:
                 held = longer
             lines.append(Line(held, 8.5, ROLE_COLOURS["sampler"]))
         return lines
+
+
+def clock_of(graph: Graph) -> list[tuple[Line, float]]:
+    """The stages of a run: what each is called and took, and its milliseconds; the whole comes last, with none."""
+    times = graph.times
+    if times is None:
+        return []
+    each = f"{graph.calls} × {words.milliseconds(times.step)}"
+    stages = [("text", times.text, "text", ""), ("encode", times.encode, "image", "")]
+    stages += [("denoise", times.step * graph.calls, "sampler", each), ("decode", times.decode, "vae", "")]
+    lines = [
+        (Line(name, 8.5, ROLE_COLOURS[role], bold=True, after=each or words.milliseconds(value)), value)
+        for name, value, role, each in stages
+        if value >= SHORTEST or name == "denoise"
+    ]
+    whole = f"{words.milliseconds(times.whole)} on {times.device}"
+    return [*lines, (Line("whole run", 8.5, INK, bold=True, after=whole), 0.0)]
 
 
 def labels_of(graph: Graph, flow: Flow) -> list[Line]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pellucid.models.lora import view
+from pellucid.models.vae import FoldedUpsample
 from pellucid.pipeline.offload import HOOKS
 from pellucid.pipeline.tracker import Tracker
 
@@ -25,10 +26,13 @@ WIDEST_HEAD = 128  # above it the memory-efficient kernel sums into a float32 bu
 
 
 class Shadows:
-    """Makes ghosts that share what their networks share: `waits` on the CPU for offload to bring them to `meta`."""
+    """Makes ghosts that share what their networks share, of networks for a device ("cuda" or "cpu").
 
-    def __init__(self, *, waits: bool = False, dtype: torch.dtype | None = None) -> None:
-        self.waits, self.dtype = waits, dtype
+    With `waits` they wait on the CPU for offload to bring them to `meta`.
+    """
+
+    def __init__(self, device: str, *, waits: bool = False, dtype: torch.dtype | None = None) -> None:
+        self.device, self.waits, self.dtype = device, waits, dtype
         self.made: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of a tensor, which is kept so that the id is its
 
     def ghost(self, network: M) -> M:
@@ -37,6 +41,8 @@ class Shadows:
         for module in twin.modules():
             for name in HOOKS:
                 setattr(module, name, OrderedDict())
+            if self.device == "cpu" and isinstance(module, FoldedUpsample):
+                module.forward = module.folded  # what it does there; it cannot know that `meta` means the CPU
             for registry in (module._parameters, module._buffers):
                 for name, tensor in registry.items():
                     if tensor is not None:

@@ -115,6 +115,8 @@ class Draft:
         if not names and "context" in self.seen.told:
             self.put("text states", "input", facts={"why": "no text encoder is here"})
             self.flow("text states", "conditions", "context", self.seen.told["context"])
+            tokens = self.seen.told["context"].shape[1]
+            self.notes.append(f"no text encoder is here: prompt_embeds of {tokens} tokens are assumed.")
 
     def image_prompts(self) -> None:
         encoder = self.pipe.components.image_encoder

@@ -51,8 +51,10 @@ def with_times(graph: Graph, where: PathLike, asked: Asked, watch: Watch | None 
     pipe = load(where, **loading)
     added = add(pipe, asked, {})
     request, _, _ = plan_for(pipe, make_request(pipe, added, asked))
-    tick = (lambda: None) if watch is None else watch(rows_of(pipe, request))
-    return graph.timed(*measure(pipe, request, added, tick))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as in `graph_of`, whose notes the graph has
+        tick = (lambda: None) if watch is None else watch(rows_of(pipe, request))
+        return graph.timed(*measure(pipe, request, added, tick))
 
 
 def sketch(where: PathLike, **loading: Any) -> Pipeline:
@@ -70,16 +72,16 @@ def hollow(pipe: Pipeline) -> Pipeline:
         return pipe
     made = replace(
         parts,
-        network=ghost(parts.network),
-        vae=None if parts.vae is None else ghost(parts.vae),
-        text_encoders=tuple(ghost(encoder) for encoder in parts.text_encoders),
-        image_encoder=None if parts.image_encoder is None else ghost(parts.image_encoder),
-        controlnets=tuple(ghost(network) for network in parts.controlnets),
+        network=emptied(parts.network),
+        vae=None if parts.vae is None else emptied(parts.vae),
+        text_encoders=tuple(emptied(encoder) for encoder in parts.text_encoders),
+        image_encoder=None if parts.image_encoder is None else emptied(parts.image_encoder),
+        controlnets=tuple(emptied(network) for network in parts.controlnets),
     )
     return Pipeline(made, device=META)
 
 
-def ghost(network: nn.Module) -> Any:
+def emptied(network: nn.Module) -> Any:
     """A copy of a network without data; what is shared in it stays shared."""
     held = {id(tensor): tensor.detach().to(META) for tensor in (*network.parameters(), *network.buffers())}
     known = {id(weight): nn.Parameter(held[id(weight)], requires_grad=False) for weight in network.parameters()}

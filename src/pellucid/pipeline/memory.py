@@ -128,7 +128,7 @@ def predict(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     beside: Sequence[Tensor] = (),
-    steps: int = STEPS,
+    steps: int | None = None,
 ) -> Forecast:
     """The peak of each stage of a request, without running it: its own code on networks without data.
 
@@ -138,11 +138,12 @@ def predict(
     policy = pipe.policy if policy is None else policy
     where = torch.device(pipe.device if device is None else device)
     policy.check(where)
-    shadows = Shadows(waits=policy.offload != "none", dtype=dtype)
-    cast = Cast.of(pipe, replace(request, plan=None, steps=steps), shadows)
+    cuda = where.type != "cpu"
+    shadows = Shadows("cuda" if cuda else "cpu", waits=policy.offload != "none", dtype=dtype)
+    few = min(request.steps or STEPS, STEPS) if steps is None else steps
+    cast = Cast.of(pipe, replace(request, plan=None, steps=few), shadows)
     if policy.channels_last and policy.offload == "none":
         cast.channels_last()
-    cuda = where.type != "cpu"
     tracker = Rehearsal(
         ["meta"] if cuda else ["meta", "cpu"],
         grain=workspace.GRAIN if cuda else 1,
@@ -150,8 +151,7 @@ def predict(
     )
     tracker.hold(cast.resident, [shadows.shadow(tensor) for tensor in beside])
     eager = replace(policy, compile=False)  # compiled code holds no more than this
-    kernels = Kernels("cuda" if cuda else "cpu", policy.attention)
-    with metered(tracker), kernels, tracker.following(cast.named):
+    with metered(tracker), Kernels(shadows.device, policy.attention), tracker.following(cast.named):
         cast.pipeline(eager).run(cast.request)
     standing = workspace.standing(where)
     stages = {name: replace(peak, workspace=peak.workspace + standing) for name, peak in tracker.stages.items()}
