@@ -134,7 +134,7 @@ def controlnet_of(kind: Kind, pipe: Pipeline) -> ControlNet:
 
 
 def policies(device: torch.device, tile: int) -> list[Policy]:
-    found = [Policy(), Policy(vae_tile=tile), Policy(vae_slicing=True), Policy(channels_last=True)]
+    found = [Policy(), Policy(vae_tile=tile), Policy(channels_last=True)]
     if device.type != "cpu":
         found += [Policy(offload="component"), Policy(offload="block")]
     return found
@@ -142,13 +142,12 @@ def policies(device: torch.device, tile: int) -> list[Policy]:
 
 def rows_of(kind: Kind, device: torch.device, dtype: torch.dtype) -> Iterator[Row]:
     pipe = pipeline_of(kind, device, dtype)
-    small = kind.side < 512
-    for batch in (1, 2):
-        for policy in policies(device, 16 if small else 64):
-            if batch == 1 and policy.vae_slicing:
-                continue  # it does nothing for one image
-            yield from run(pipe, kind, batch, policy)
-    yield from run(pipe, kind, 1, Policy(attention="math")) if kind.side <= 512 else ()
+    for policy in policies(device, 16 if kind.side < 512 else 64):
+        yield from run(pipe, kind, 1, policy)
+    for policy in (Policy(), Policy(vae_slicing=True)):
+        yield from run(pipe, kind, 2, policy)
+    if kind.side <= 512:  # beyond it, the maps are tens of GB
+        yield from run(pipe, kind, 1, Policy(attention="math"))
     yield from run(pipe, kind, 1, Policy(), controlnet_of(kind, pipe))
 
 

@@ -36,9 +36,9 @@ def test_stages_before_and_after(tell, model):
     assert "model · 32×24 · batch 1 · float32 · on cpu" in text
     for stage in STAGES:
         row = next(line for line in text.splitlines() if line.split()[:1] == [stage])
-        assert re.search(r"\d B +[\d.]+ MB +[\d.]+ MB +(0\.99|1\.00)\d +█", row), row
+        assert re.search(r"\d B +[\d.]+ MiB +[\d.]+ MiB +(0\.99|1\.00)\d +█", row), row
     assert "unet.up_blocks.1." in text
-    assert re.search(r"peak: denoise, [\d.]+ MB predicted, [\d.]+ MB measured; at work: unet\.", text)
+    assert re.search(r"peak: denoise, [\d.]+ MiB predicted, [\d.]+ MiB measured; at work: unet\.", text)
 
 
 def test_json_and_options(tell, model):
@@ -77,7 +77,7 @@ def test_compare_and_plots(tell, model, see, tmp_path):
     text = tell(*args, "--plot", "strategies.png").out
     for name in ("as it is", "attention=math", "vae_tile=16", "channels_last=True", "dtype=bfloat16", "LoRA, merged"):
         row = next(line for line in text.splitlines() if line.strip().startswith(name))
-        assert len(re.findall(r"[\d.]+ [KM]B", row)) == 4, row
+        assert len(re.findall(r"[\d.]+ [KM]iB", row)) == 4, row
     assert "left out: offload" in text
     assert text.count("LoRA, view") == 2  # its row, and what the merged one is compared with
     see(tmp_path / "strategies.png", 1500, 50)

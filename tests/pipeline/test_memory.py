@@ -393,7 +393,7 @@ def test_the_benchmark_runs_here(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    ("size", "words"), [(0, "0 B"), (1023, "1023 B"), (2**20, "1 MB"), (int(9.13 * 2**30), "9.13 GB")]
+    ("size", "words"), [(0, "0 B"), (1023, "1023 B"), (2**20, "1 MiB"), (int(9.13 * 2**30), "9.13 GiB")]
 )
 def test_bytes_in_words(size: int, words: str) -> None:
     assert in_words(size) == words

@@ -114,7 +114,7 @@ def differences(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def unit_of(size: int) -> tuple[float, str]:
-    for unit, power in (("GB", 30), ("MB", 20), ("KB", 10)):
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size >= 2**power:
             return float(2**power), unit
     return 1.0, "bytes"

@@ -42,6 +42,7 @@ def load(
     """
     policy = policy or Policy()
     goal = source.place(device) or default_device()
+    policy.check(goal)
     early = None if policy.offload != "none" else goal
     kind = {"dtype": dtype, "device": early}
     parts = source.read_components(

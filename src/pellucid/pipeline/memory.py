@@ -280,7 +280,7 @@ def timed(pipe: Pipeline, request: Request, repeats: int = 3) -> float:
 
 def in_words(size: float) -> str:
     """Bytes for people, in powers of 1024."""
-    for unit, power in (("GB", 30), ("MB", 20), ("KB", 10)):
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size >= 2**power:
             return f"{size / 2**power:.3g} {unit}" if size < 1000 * 2**power else f"{size / 2**power:.0f} {unit}"
     return f"{size:.0f} B"
