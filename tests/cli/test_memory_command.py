@@ -89,7 +89,7 @@ def test_compare_and_plots(tell, model, see, tmp_path):
     ("args", "code", "hint"),
     [
         (["nowhere"], "not-found", "model must be"),
-        (["MODEL", "--size", "wide"], "usage", "--size must be width x height"),
+        (["MODEL", "--size", "wide"], "size", "--size must be WIDTHxHEIGHT"),
         (["MODEL", "--size", "33"], "size", "multiple"),
         (["MODEL", "--vae-tile", "3"], "policy", "vae_tile must be None or at least 16"),
         (["MODEL", "--attention", "flush"], "policy", "flash"),

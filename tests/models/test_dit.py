@@ -352,17 +352,6 @@ def test_pixart_is_one_graph_over_times_and_prompts() -> None:
 # Bad input
 
 
-def test_labels_are_checked_before_a_run() -> None:
-    net = tiny_dit()
-    assert net.config.null_label == 10
-    labels = net.check_labels([0, 9, 10])
-    assert labels.dtype == torch.int64
-    assert labels.tolist() == [0, 9, 10]
-    for wrong in ([11], [-1], [0.5], [[1]]):
-        with pytest.raises(PellucidError, match="labels must be class numbers from 0 to 9, or 10 for no class"):
-            net.check_labels(wrong)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from pellucid.core.errors import PellucidError
-from pellucid.models.tiles import Moments, decode_sliced, decode_tiled, encode_tiled, held, local
+from pellucid.models.tiles import Moments, decode_sliced, decode_tiled, encode_sliced, encode_tiled, held, local
 from pellucid.models.tiny_vae import TinyAutoencoder, TinyVAEConfig
 from pellucid.models.vae import AutoencoderKL, VAEConfig
 
@@ -82,6 +82,8 @@ def test_images_of_a_batch_do_not_mix() -> None:
     assert relative(decode_sliced(vae, latents), vae.decode(latents)) <= EXACT
     images = uneven(2, 3, 128, 128) * torch.tensor([1.0, 5.0]).view(2, 1, 1, 1)
     assert relative(encode_tiled(vae, images).mean, vae.encode(images).mean) <= EXACT
+    for mine, whole in zip(encode_sliced(vae, images), vae.encode(images), strict=True):
+        assert relative(mine, whole) <= EXACT
 
 
 @torch.no_grad()

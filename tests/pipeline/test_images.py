@@ -302,21 +302,7 @@ def test_what_is_no_number_or_no_batch_makes_no_picture() -> None:
     assert np.asarray(images.to_images(torch.full((1, 2, 2), float("inf")))[0]).tolist() == [[255, 255], [255, 255]]
 
 
-# --- sheets and digests ----------------------------------------------------------------------------------------
-
-
-def test_a_contact_sheet_keeps_the_order_and_the_pixels() -> None:
-    pictures = [noise(8, 6, seed=i) for i in range(5)]
-    sheet = images.contact_sheet(pictures, columns=3, gap=2)
-    assert sheet.size == (3 * 8 + 2 * 2, 2 * 6 + 2)
-    for i, picture in enumerate(pictures):
-        x, y = (i % 3) * 10, (i // 3) * 8
-        assert np.array_equal(np.asarray(sheet.crop((x, y, x + 8, y + 6))), np.asarray(picture))
-    assert sheet.getpixel((25, 10)) == (255, 255, 255)  # the cell that stays empty
-    assert images.contact_sheet(pictures[:4]).size == (16, 12)
-    assert images.contact_sheet(pictures[:2], columns=9).size == (16, 6)
-    refusal("image-count", images.contact_sheet, [])
-    refusal("columns", images.contact_sheet, pictures, 0)
+# --- digests ---------------------------------------------------------------------------------------------------
 
 
 def test_a_digest_names_pixels_not_files(tmp_path: Path) -> None:

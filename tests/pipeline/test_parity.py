@@ -18,6 +18,7 @@ from PIL import Image
 from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
 from pellucid.pipeline.load import load
 from pellucid.pipeline.pipeline import Pipeline, Result
+from pellucid.pipeline.text import Embedding
 
 CLOSE = 1e-4
 BETAS = tiny.LATENT_BETAS
@@ -407,3 +408,27 @@ def test_hand_off_to_a_refiner(xl: Model, scheduler: str) -> None:
     assert float((half.latents - first).abs().max() / first.abs().max()) < CLOSE
     whole = mine(**WORDS, image=half, steps=10, guidance=5.0, seed=3, denoising_start=0.6)
     assert float((whole.latents - other).abs().max() / other.abs().max()) < CLOSE
+
+
+@pytest.mark.parametrize("kind", ["pixart", "pixart_sigma"])
+def test_pixart_from_embeddings(kind: str, tmp_path: Path) -> None:
+    """Its T5 is not ours: prompts come as embeddings, with the mask of their tokens."""
+    import tiny_peers
+
+    peer = getattr(tiny_peers, kind)()
+    peer.set_progress_bar_config(disable=True)
+    peer.save_pretrained(tmp_path)
+    mine = load(tmp_path)
+    g = torch.Generator().manual_seed(0)
+    texts = [torch.randn(1, 5, 16, generator=g) for _ in range(2)]
+    masks = [torch.tensor([[1, 1, 1, 0, 0]]), torch.tensor([[1, 0, 0, 0, 0]])]
+    factor = mine.factor
+    size = {"height": 8 * factor, "width": 8 * factor}
+    other = theirs(
+        peer, 3, prompt_embeds=texts[0], negative_prompt_embeds=texts[1], prompt_attention_mask=masks[0],
+        negative_prompt_attention_mask=masks[1], negative_prompt=None, num_inference_steps=5, guidance_scale=4.0,
+        use_resolution_binning=False, **size,
+    )  # fmt: skip
+    cond, uncond = (Embedding(text, mask=mask) for text, mask in zip(texts, masks, strict=True))
+    made = mine(prompt_embeds=cond, negative_prompt_embeds=uncond, steps=5, guidance=4.0, seed=3, **size)
+    compare(made, other)

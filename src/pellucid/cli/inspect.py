@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pellucid.cli import output
+from pellucid.cli.sample_options import option
 from pellucid.core.errors import PellucidError, rule
 
 if TYPE_CHECKING:
@@ -17,10 +18,6 @@ if TYPE_CHECKING:
 
 ASKED, LOAD, OUT = "What to inspect it for", "Loading", "Output"
 DEPTHS = (1, 2)  # levels of blocks that are shown: of every component, and of one alone
-
-
-def option(panel: str, *names: str, metavar: str = "", help: str) -> Any:
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, show_default=False)
 
 
 def command(

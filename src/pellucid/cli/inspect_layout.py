@@ -24,7 +24,6 @@ EDGE = 0.16  # where the loop's arrows stand without guidance, as parts of the d
 LEGEND = Line("foot of a card: its share of all parameters; bars in the denoiser: by block", 8, FAINT)
 APART = 0.3  # between the words of a run's stages
 SHORTEST = 0.5  # milliseconds of a stage that is worth a word
-BEFORE = ("input", "tokenizer", "text", "image", "vae")
 COLUMNS = ("given", "words", "encoders", "joins")
 
 
@@ -304,18 +303,9 @@ class Lane:
 
 def lanes_of(graph: Graph) -> list[Lane]:
     """Texts first, then what else joins the conditions, then what goes to the denoiser itself."""
-    held = {node.name: node for node in graph.nodes}
     found = []
-    for node in graph.nodes:
-        goals = [held[flow.goal].role for flow in graph.out_of(node.name)]
-        waits = node.role == "image" and not goals  # an image encoder without an adapter
-        ends = node.role in BEFORE and {"condition", "network"} & set(goals)
-        if not ends and not waits:
-            continue
-        chain = [node]
-        while sources := [flow.source for flow in graph.into(chain[0].name)]:
-            chain.insert(0, held[sources[0]])
-        joins = "condition" in goals
+    for chain in graph.branches():
+        joins = any(graph.node(flow.goal).role == "condition" for flow in graph.out_of(chain[-1].name))
         columns = COLUMNS[:3] if joins else COLUMNS[1:] if len(chain) > 2 else COLUMNS[1:3]
         found.append(Lane(dict(zip(columns[-len(chain) :], chain, strict=True)), joins))
     return sorted(found, key=lambda lane: (not lane.joins, -len(lane.cards)))

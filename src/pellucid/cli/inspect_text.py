@@ -138,27 +138,9 @@ def drawing(graph: Graph) -> Lines:
     return lines + pill("images", WIDTH)
 
 
-def branches(graph: Graph) -> list[list[Node]]:
-    """Chains of nodes from an input to where they are joined: text, image prompts, sizes, labels, masks."""
-    held = {node.name: node for node in graph.nodes}
-    outside = ("tokenizer", "text", "image", "vae", "input")
-    found = []
-    for node in graph.nodes:
-        goals = {flow.goal for flow in graph.out_of(node.name)}
-        waits = node.role == "image" and not goals  # an image encoder without an adapter
-        ends = node.role in outside and any(held[goal].role in ("condition", "network") for goal in goals)
-        if not ends and not waits:
-            continue
-        chain = [node]
-        while sources := [flow.source for flow in graph.into(chain[0].name)]:
-            chain.insert(0, held[sources[0]])
-        found.append(chain)
-    return found
-
-
 def entrance(graph: Graph) -> Lines:
     """What comes before the loop, side by side."""
-    chains = branches(graph)
+    chains = graph.branches()
     if not chains:
         return []
     joined = [chain for chain in chains if graph.between(chain[-1].name, "conditions")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -67,10 +66,11 @@ def command(
         from pellucid.cli import draw
 
         plot = draw.destination(plot)
-    wanted = parsed_size(size)
+    from pellucid.cli import sample_words
     from pellucid.pipeline.load import load
     from pellucid.pipeline.policy import Policy
 
+    wanted = None if size is None else sample_words.size("--size", size)
     policy = Policy(attention, vae_slicing, vae_tile, channels_last, offload, compiled)  # type: ignore[arg-type]
     with output.progress("loading", 1):
         pipe = load(model, dtype=dtype, device="cpu" if predict else device, policy=Policy() if predict else policy)
@@ -92,16 +92,6 @@ class Where:
         except RuntimeError:
             raise PellucidError(rule("--device", "cuda or cpu", device), "device") from None
         self.policy = policy
-
-
-def parsed_size(text: str | None) -> tuple[int, int] | None:
-    """ "768x512" or "512" as (width, height)."""
-    if text is None:
-        return None
-    found = re.fullmatch(r"(\d{1,6})(?:[x×](\d{1,6}))?", text.strip().lower())
-    if found is None:
-        raise PellucidError(rule("--size", "width x height as 768x512, or one number", text), "usage")
-    return int(found[1]), int(found[2] or found[1])
 
 
 def loras(paths: list[str] | None) -> tuple[Any, ...]:

@@ -131,6 +131,16 @@ def class_of(network: nn.Module) -> str:
     return names[type(network)]
 
 
+def first_text(components: Components) -> int:
+    """Where a model's text encoders begin among the parts: SDXL's refiner has the second and not the first."""
+    return 1 if "XL" in components.pipeline_class and len(components.text_encoders) == 1 else 0
+
+
+def text_parts(components: Components) -> tuple[str, ...]:
+    """The part that each text encoder is."""
+    return TEXT_PARTS[first_text(components) :][: len(components.text_encoders)]
+
+
 def named_classes(index: Mapping[str, Any]) -> dict[str, str]:
     """The parts that a model_index.json lists, with their classes; those set to null are left out."""
     pairs = {part: value for part, value in index.items() if isinstance(value, list) and len(value) == 2}

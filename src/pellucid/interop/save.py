@@ -18,7 +18,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.interop.components import INDEX, TEXT_PARTS, TOKENIZER_PARTS, Components, class_of
+from pellucid.interop.components import (
+    INDEX,
+    TEXT_PARTS,
+    TOKENIZER_PARTS,
+    Components,
+    class_of,
+    first_text,
+    text_parts,
+)
 from pellucid.interop.diffusers_config import FILE_NAME as SCHEDULER
 from pellucid.interop.folder import CONFIG
 from pellucid.interop.tokenizer import Tokenizer
@@ -96,10 +104,8 @@ def layout(components: Components) -> tuple[dict[str, Any], dict[str, nn.Module]
     }
     if components.vae is not None:
         networks["vae"] = components.vae
-    # the refiner has the second text encoder and not the first
-    first = 1 if "XL" in kind and len(components.text_encoders) == 1 else 0
-    networks |= dict(zip(TEXT_PARTS[first:], components.text_encoders, strict=False))
-    tokenizers = dict(zip(TOKENIZER_PARTS[first:], components.tokenizers, strict=False))
+    networks |= dict(zip(text_parts(components), components.text_encoders, strict=False))
+    tokenizers = dict(zip(TOKENIZER_PARTS[first_text(components) :], components.tokenizers, strict=False))
     if components.image_encoder is not None:
         networks["image_encoder"] = components.image_encoder
     listed: dict[str, Any] = {part: library_of(network) for part, network in networks.items()}

@@ -37,7 +37,6 @@ from pellucid.interop import diffusers_config, diffusers_export
 from pellucid.interop.diffusers_config import FILE_NAME, Reading
 from pellucid.interop.diffusers_plan import BLIND_START, compile_reading
 
-KEEPS_EPS = ("ddim", "ddim_inversion")  # the classes that clip x0 and leave eps as it is
 TAKES_ETA = ("ddim", "tcd")  # the classes whose `step` takes eta in diffusers
 
 

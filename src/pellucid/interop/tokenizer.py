@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.interop import weights
 
 BOS, EOS = "<|startoftext|>", "<|endoftext|>"
 WORD_END = "</w>"
@@ -239,12 +240,9 @@ def read_json(file: Path) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise PellucidError(f"{file.name} must be JSON; got: {error}.", "tokenizer-files") from None
-    if not isinstance(value, dict):
-        raise PellucidError(rule(file.name, "a JSON object", type(value).__name__), "tokenizer-files")
-    return value
+        return weights.read_json(file)
+    except PellucidError as error:
+        raise PellucidError(str(error), "tokenizer-files") from None
 
 
 def content(token: str | AddedToken) -> str:

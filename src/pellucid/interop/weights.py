@@ -49,7 +49,10 @@ def dtype_named(dtype: torch.dtype | str | None) -> torch.dtype | None:
 def read(path: Path) -> dict[str, Tensor]:
     """Every tensor of a file. Those of safetensors and of zipped pickles stay on disk until they are used."""
     kind = kind_of(path)
-    tensors = read_safetensors(path) if kind == "safetensors" else read_pickle(path, zipped=kind == "zip")
+    if kind == "safetensors":
+        tensors = read_safetensors(path)
+    else:
+        tensors = tensors_in(read_pickle(path, zipped=kind == "zip"), path)
     if not tensors:
         raise PellucidError(rule(f"weights in {path.name}", "at least one tensor", "none"), "weights-file")
     return tensors
@@ -113,22 +116,22 @@ def broken(path: Path, error: Exception) -> PellucidError:
     )
 
 
-def read_pickle(path: Path, *, zipped: bool) -> dict[str, Tensor]:
+def read_pickle(path: Path, *, zipped: bool, what: str = "weights") -> Any:
+    """What a pickle holds: torch's restricted reader opens it, and nothing in it runs."""
     if zipped:
         check_zip(path)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about old pickle protocols: the outcome is checked below
-            held = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+            warnings.simplefilter("ignore")  # about old pickle protocols: what was read is checked later
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except pickle.UnpicklingError:
         raise PellucidError(
-            f"weights in {path.name} must be tensors alone; got a pickle with code or other objects in it, "
+            f"{what} in {path.name} must be tensors alone; got a pickle with code or other objects in it, "
             "and nothing of it was run. Use a .safetensors file.",
             "weights-pickle",
         ) from None
     except Exception as error:  # a malformed pickle makes its reader fail in any way
         raise broken(path, error) from None
-    return tensors_in(held, path)
 
 
 def check_zip(path: Path) -> None:

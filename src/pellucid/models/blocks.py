@@ -131,12 +131,22 @@ class GEGLU(nn.Module):
         return x * F.gelu(gate)
 
 
-class FeedForward(nn.Module):
-    """GEGLU and back; index 1 of diffusers' list is a dropout that holds no weights."""
-
-    def __init__(self, width: int) -> None:
+class GELU(nn.Module):
+    def __init__(self, width: int, inner: int, *, bias: bool = True, approximate: str = "none") -> None:
         super().__init__()
-        self.net = nn.ModuleList([GEGLU(width, width * 4), nn.Identity(), nn.Linear(width * 4, width)])
+        self.proj = nn.Linear(width, inner, bias=bias)
+        self.approximate = approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.proj(x), approximate=self.approximate)
+
+
+class FeedForward(nn.Module):
+    """Two layers, the first with its activation; index 1 of diffusers' list is a dropout that holds no weights."""
+
+    def __init__(self, first: GEGLU | GELU, last: nn.Linear) -> None:
+        super().__init__()
+        self.net = nn.ModuleList([first, nn.Identity(), last])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net[2](self.net[0](x))
@@ -152,7 +162,7 @@ class TransformerBlock(nn.Module):
         self.norm2 = nn.LayerNorm(width)
         self.attn2 = Attention(width, heads, width // heads, context=context)
         self.norm3 = nn.LayerNorm(width)
-        self.ff = FeedForward(width)
+        self.ff = FeedForward(GEGLU(width, 4 * width), nn.Linear(4 * width, width))
         self.cross_only = cross_only
         self.index = 0  # which of the network's cross-attentions this one is; the UNet counts them
 

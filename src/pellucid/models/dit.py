@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -153,15 +153,6 @@ class DiT(nn.Module):
             raise PellucidError(rule("labels", "one integer an image", got, advice), "network-input")
         check_batch("labels", labels, batch)
         return labels
-
-    def check_labels(self, labels: Sequence[int] | Tensor) -> Tensor:
-        """Labels as an int64 tensor, each a class or the null label. It reads values, so it stays out of `forward`."""
-        found = torch.as_tensor(labels)
-        wrong = found.is_floating_point() or found.ndim != 1
-        if wrong or ((found < 0) | (found > self.config.null_label)).any():
-            must = f"class numbers from 0 to {self.config.null_label - 1}, or {self.config.null_label} for no class"
-            raise PellucidError(rule("labels", must, found.tolist()), "label")
-        return found.long()
 
     def share_embedders(self) -> bool:
         """Keep one embedder where all blocks hold the same one, as in the published weights; says whether they did."""

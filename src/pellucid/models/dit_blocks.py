@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.models.attention import Attention
+from pellucid.models.blocks import GELU, FeedForward
 from pellucid.models.embeddings import sine_positions
 
 
@@ -99,20 +100,6 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
     return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=eps), 1 + scale)
 
 
-class FeedForward(nn.Module):
-    """Two layers, four times as wide between them."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        # net.1 is where diffusers' dropout stands: the numbers in the weights' names count it
-        self.net = nn.ModuleList(
-            [nn.ModuleDict({"proj": nn.Linear(width, 4 * width)}), nn.Identity(), nn.Linear(4 * width, width)]
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net[2](F.gelu(self.net[0]["proj"](x), approximate="tanh"))
-
-
 class Block(nn.Module):
     """Self-attention, attention on a text where there is one, and an MLP, each added to what came in."""
 
@@ -122,7 +109,8 @@ class Block(nn.Module):
         shape = (config.width, config.num_attention_heads, config.attention_head_dim)
         self.attn1 = Attention(*shape, bias=config.attention_bias)
         self.attn2 = Attention(*shape, context=context, bias=config.attention_bias) if context else None
-        self.ff = FeedForward(config.width)
+        inner = 4 * config.width
+        self.ff = FeedForward(GELU(config.width, inner, approximate="tanh"), nn.Linear(inner, config.width))
 
     def forward(
         self,

@@ -11,28 +11,11 @@ from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.models.attention import Attention, ImageTokens, split_heads
+from pellucid.models.blocks import GELU, FeedForward, within
 from pellucid.models.unet import UNet
 
 Kind = Literal["plain", "full", "plus"]
 HEAD_WIDTH = 64  # of the Plus resampler; its files do not say it
-
-
-class GELUProjection(nn.Module):
-    def __init__(self, width: int, inner: int, bias: bool) -> None:
-        super().__init__()
-        self.proj = nn.Linear(width, inner, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.gelu(self.proj(x))
-
-
-class MLP(nn.Module):
-    def __init__(self, width: int, inner: int, out: int, *, bias: bool) -> None:
-        super().__init__()
-        self.net = nn.ModuleList([GELUProjection(width, inner, bias), nn.Identity(), nn.Linear(inner, out, bias=bias)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net[2](self.net[0](x))
 
 
 class PlainProjection(nn.Module):
@@ -53,7 +36,7 @@ class FullProjection(nn.Module):
 
     def __init__(self, image_width: int, width: int) -> None:
         super().__init__()
-        self.ff = MLP(image_width, image_width, width, bias=True)
+        self.ff = FeedForward(GELU(image_width, image_width), nn.Linear(image_width, width))
         self.norm = nn.LayerNorm(width)
 
     def forward(self, patches: Tensor) -> Tensor:
@@ -65,7 +48,9 @@ class ResamplerBlock(nn.Module):
         super().__init__()
         self.ln0, self.ln1 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attn = Attention(width, heads, HEAD_WIDTH, out_bias=False)
-        self.ff = nn.ModuleList([nn.LayerNorm(width), MLP(width, width * 4, width, bias=False)])
+        inner = 4 * width
+        mlp = FeedForward(GELU(width, inner, bias=False), nn.Linear(inner, width, bias=False))
+        self.ff = nn.ModuleList([nn.LayerNorm(width), mlp])
 
     def forward(self, patches: Tensor, queries: Tensor) -> Tensor:
         own = self.ln1(queries)
@@ -159,7 +144,7 @@ def scale_at(scale: float | Mapping[str, float], place: str) -> float:
     """The scale of a place: that of the longest name given which holds it, 0 where none does."""
     if not isinstance(scale, Mapping):
         return float(scale)
-    fitting = [name for name in scale if place == name or place.startswith(name + ".")]
+    fitting = [name for name in scale if within(place, (name,))]
     return float(scale[max(fitting, key=len)]) if fitting else 0.0
 
 

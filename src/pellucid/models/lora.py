@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, nearest, rule
+from pellucid.models.blocks import within
 from pellucid.models.lora_delta import Delta
 
 Scale = float | Mapping[str, float]  # of all layers, or by prefix of their names: the longest decides, "" is the rest
@@ -322,7 +323,7 @@ def check_scale(name: str, scale: Scale, layers: Iterable[str]) -> None:
 
 
 def covers(prefix: str, layer: str) -> bool:
-    return prefix in ("", layer) or layer.startswith(f"{prefix}.")
+    return not prefix or within(layer, (prefix,))
 
 
 def scale_at(scale: Scale, layer: str) -> float:

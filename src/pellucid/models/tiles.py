@@ -270,3 +270,10 @@ def decode_sliced(vae: VAE, latents: Tensor) -> Tensor:
     """`vae.decode(latents)`, one image at a time: the memory of one, whatever the batch."""
     check("latents", latents, vae.config.latent_channels)
     return torch.cat([vae.decode(z) for z in latents.split(1)])
+
+
+def encode_sliced(vae: VAE, images: Tensor) -> Posterior:
+    """`vae.encode(images)`, one image at a time."""
+    parts = [vae.encode(image) for image in images.split(1)]
+    variances = [part.logvar for part in parts if part.logvar is not None]
+    return Posterior(torch.cat([part.mean for part in parts]), torch.cat(variances) if variances else None)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from pellucid.core.errors import PellucidError, rule
+from pellucid.core.errors import PellucidError
 from pellucid.models.attention import ImageTokens
 from pellucid.models.blocks import (
     Downsample,
@@ -297,10 +297,3 @@ class UNet(Descent):
         for block in self.up_blocks:
             x = block(x, skips, told)
         return self.conv_out(silu(self.conv_norm_out(x)))  # (B, C_out, H, W)
-
-
-def check_size(height: int, width: int, config: UNetConfig) -> None:
-    """A UNet takes any size of at least one pixel at its bottom."""
-    least = 2 ** (len(config.down_block_types) - 1)
-    if min(height, width) < least:
-        raise PellucidError(rule("size of x", f"at least {least} a side", (height, width)), "size")

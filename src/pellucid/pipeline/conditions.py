@@ -70,11 +70,17 @@ def make_conditions(
     if takes_text(network):
         positive, negative = embeddings(components, request, guided)
         cond["context"], uncond["context"] = positive.context, negative.context
+        if positive.mask is not None or negative.mask is not None:
+            cond["context_mask"], uncond["context_mask"] = mask_of(positive), mask_of(negative)
         if wants_sizes(network):
             cond |= {"pooled": positive.pooled, "sizes": sizes_of(components, request, size, 0)}
             uncond |= {"pooled": negative.pooled, "sizes": sizes_of(components, request, size, 1)}
             if positive.pooled is None:
                 raise PellucidError("prompt_embeds must have a pooled vector for this model; got none.", "pooled")
+    if isinstance(network, PixArt) and network.config.takes_sizes:
+        width, height = size
+        row = torch.tensor([[float(height), float(width), height / width]])
+        cond["sizes"] = uncond["sizes"] = row.expand(len(request.prompts) * request.n, -1)
     if takes_labels(network):
         labels = labels_of(components, request)
         cond["labels"] = labels
@@ -94,6 +100,11 @@ def make_conditions(
     return Conditions(placed(cond, network), placed(uncond, network) if possible else None)
 
 
+def mask_of(embedding: Embedding) -> Tensor:
+    """Which tokens are seen: all, where nothing is said."""
+    return torch.ones(embedding.context.shape[:2]) if embedding.mask is None else embedding.mask
+
+
 def wants_sizes(network: nn.Module) -> bool:
     return isinstance(network, UNet) and network.config.addition_embed_type == "text_time"
 
@@ -108,11 +119,6 @@ def placed(inputs: Inputs, network: nn.Module) -> Inputs:
     return out
 
 
-def repeated(embedding: Embedding, n: int) -> Embedding:
-    pooled = None if embedding.pooled is None else embedding.pooled.repeat_interleave(n, dim=0)
-    return Embedding(embedding.context.repeat_interleave(n, dim=0), pooled)
-
-
 def embeddings(components: Components, request: Request, guided: bool) -> tuple[Embedding, Embedding]:
     """The prompts and their negatives, n images each."""
     zero = bool(components.extra.get("force_zeros_for_empty_prompt")) and request.negative_prompt is None
@@ -124,7 +130,7 @@ def embeddings(components: Components, request: Request, guided: bool) -> tuple[
         if against is None:
             pooled = None if given.pooled is None else torch.zeros_like(given.pooled)
             against = Embedding(torch.zeros_like(given.context), pooled)
-        return repeated(given, request.n), repeated(against, request.n)
+        return given.repeated(request.n), against.repeated(request.n)
     if not components.text_encoders:
         raise PellucidError(
             f"prompt_embeds and negative_prompt_embeds must be given: {components.name} has no text encoder here.",
@@ -152,7 +158,7 @@ def embeddings(components: Components, request: Request, guided: bool) -> tuple[
             ),
             "prompt",
         )
-    return repeated(positive, request.n), repeated(negative, request.n)
+    return positive.repeated(request.n), negative.repeated(request.n)
 
 
 def as_embedding(name: str, given: Embedding | Tensor | None) -> Embedding | None:

@@ -130,9 +130,13 @@ class Run:
         vae = self.parts.vae
         if vae is None:
             return pixels
-        weight = next(vae.parameters())
-        tile = self.pipe.policy.vae_tile
-        posterior = vae.encode(pixels.to(weight)) if tile is None else tiles.encode_tiled(vae, pixels.to(weight), tile)
+        weight, policy = next(vae.parameters()), self.pipe.policy
+        if policy.vae_tile is not None:
+            posterior = tiles.encode_tiled(vae, pixels.to(weight), policy.vae_tile)
+        elif policy.vae_slicing:
+            posterior = tiles.encode_sliced(vae, pixels.to(weight))
+        else:
+            posterior = vae.encode(pixels.to(weight))
         noise = self.source.beside(posterior.mean.shape[1:], torch.empty(0, device=pixels.device), range(len(pixels)))
         return to_diffusion(vae.config, posterior.sample(noise.to(posterior.mean))).float()
 

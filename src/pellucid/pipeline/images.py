@@ -1,4 +1,4 @@
-"""Pictures in and out: PIL images, arrays and files ↔ tensors in [−1, 1]; masks; sizes; contact sheets.
+"""Pictures in and out: PIL images, arrays and files ↔ tensors in [−1, 1]; masks; sizes.
 
 A size is (width, height), as PIL has it. Floats given as pictures lie in [0, 1], as in diffusers and torchvision.
 """
@@ -259,27 +259,6 @@ def to_images(tensor: Tensor) -> list[Image.Image]:
     unit = (batch * 0.5 + 0.5).clamp(0, 1)  # in the network's own dtype, as diffusers: half precision rounds here
     pixels = (unit.cpu().permute(0, 2, 3, 1).float().numpy() * 255).round().astype(np.uint8)
     return [Image.fromarray(one[..., 0] if one.shape[-1] == 1 else one) for one in pixels]
-
-
-def contact_sheet(images: Sequence[Image.Image], columns: int | None = None, gap: int = 0) -> Image.Image:
-    """Pictures side by side, row by row, on white; a smaller one lies in the middle of its cell."""
-    if not images:
-        raise PellucidError(rule("images", "at least one", 0), "image-count")
-    columns = math.ceil(math.sqrt(len(images))) if columns is None else columns
-    if isinstance(columns, bool) or not isinstance(columns, int) or columns < 1:
-        raise PellucidError(rule("columns", "a whole number of at least 1", columns), "columns")
-    columns = min(columns, len(images))
-    rows = math.ceil(len(images) / columns)
-    width, height = max(i.width for i in images), max(i.height for i in images)
-    whole = (columns * (width + gap) - gap, rows * (height + gap) - gap)
-    if whole[0] * whole[1] > 4 * MAX_PIXELS:
-        raise PellucidError(rule("sheet", f"at most {4 * MAX_PIXELS} pixels", words(whole)), "image-pixels")
-    sheet = Image.new("RGB", whole, "white")
-    for i, image in enumerate(images):
-        left = (i % columns) * (width + gap) + (width - image.width) // 2
-        top = (i // columns) * (height + gap) + (height - image.height) // 2
-        sheet.paste(flatten(image), (left, top))
-    return sheet
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from pellucid.core.filters import Clip, Filter
-from pellucid.interop.components import class_of
+from pellucid.interop.components import class_of, text_parts
 from pellucid.models.guidance import Guidance
 from pellucid.models.ip_adapter import IPAdapter
 from pellucid.pipeline import pictures_in
 from pellucid.pipeline.conditions import takes_text
 from pellucid.pipeline.inspection import Asked, Flow, Node, Role, Stage, Stored
 from pellucid.pipeline.inspection_blocks import blocks_of
-from pellucid.pipeline.inspection_run import Added, Call, Form, Seen, networks_by_name, text_names
+from pellucid.pipeline.inspection_run import Added, Call, Form, Seen, networks_by_name
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.planning import Planned
 
@@ -95,7 +95,7 @@ class Draft:
 
     def text(self) -> None:
         parts = self.pipe.components
-        names = text_names(parts)
+        names = text_parts(parts)
         if names:
             self.put("prompt", "input", facts={"texts": self.asked.batch})
         for name, encoder, tokenizer in zip(names, parts.text_encoders, parts.tokenizers, strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -10,27 +9,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pellucid.core.errors import PellucidError, rule
+from pellucid.core.errors import PellucidError
 from pellucid.interop import source, weights
 from pellucid.interop.family import family_of
 from pellucid.models import ip_adapter
 from pellucid.models.controlnet import ControlNet
 from pellucid.models.ip_adapter import IPAdapter
+from pellucid.pipeline.ghost import META, Shadows
 from pellucid.pipeline.inspection import Asked, Graph, Stored
 from pellucid.pipeline.inspection_draft import Draft
 from pellucid.pipeline.inspection_files import stored_component, stored_in
 from pellucid.pipeline.inspection_run import Added, make_request, rehearse
 from pellucid.pipeline.inspection_time import measure, rows_of
 from pellucid.pipeline.load import PathLike, load
+from pellucid.pipeline.pictures_in import read_controlnet
 from pellucid.pipeline.pipeline import Pipeline, networks_of
 from pellucid.pipeline.planning import Planned, make_plan
 from pellucid.pipeline.request import Request
 
 Watch = Callable[[int], Callable[[], None]]
-META = torch.device("meta")
 SPARE_SAMPLER = "dpmpp_2m"  # where the model's own does not run here
 
 
@@ -70,6 +69,7 @@ def hollow(pipe: Pipeline) -> Pipeline:
     parts = pipe.components
     if all(next(network.parameters()).is_meta for network in networks_of(parts)):
         return pipe
+    emptied = Shadows("cuda").ghost  # the shapes are those of any device
     made = replace(
         parts,
         network=emptied(parts.network),
@@ -79,13 +79,6 @@ def hollow(pipe: Pipeline) -> Pipeline:
         controlnets=tuple(emptied(network) for network in parts.controlnets),
     )
     return Pipeline(made, device=META)
-
-
-def emptied(network: nn.Module) -> Any:
-    """A copy of a network without data; what is shared in it stays shared."""
-    held = {id(tensor): tensor.detach().to(META) for tensor in (*network.parameters(), *network.buffers())}
-    known = {id(weight): nn.Parameter(held[id(weight)], requires_grad=False) for weight in network.parameters()}
-    return copy.deepcopy(network, {**held, **known})
 
 
 def graph_of(pipe: Pipeline, asked: Asked | None = None, stored: Mapping[str, Stored] | None = None) -> Graph:
@@ -137,10 +130,7 @@ def add(pipe: Pipeline, asked: Asked, held: dict[str, Stored]) -> Added:
     for number, network in enumerate(pipe.components.controlnets):
         controls.append((network, held.pop(f"controlnet_{number}" if number else "controlnet", None)))
     for path in asked.controlnets:
-        network = source.load_component(path, dtype=weight.dtype, device=weight.device)
-        if not isinstance(network, ControlNet):
-            raise PellucidError(rule("ControlNet", "a folder or file of one", type(network).__name__), "control-kind")
-        controls.append((network, stored_component(source.locate(path))))
+        controls.append((read_controlnet(pipe, os.fspath(path)), stored_component(source.locate(path))))
     adapters = [(read_adapter(path, weight), stored_component(Path(path))) for path in asked.ip_adapters]
     found: list[dict[str, Any]] = []
     for kind, listed in (("controlnet", controls), ("ip_adapter", adapters)):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pellucid.core.errors import Cancelled, PellucidError, rule
-from pellucid.interop.components import TEXT_PARTS, Components
+from pellucid.interop.components import Components, text_parts
 from pellucid.models.attention import ImageTokens
 from pellucid.models.controlnet import ControlNet
 from pellucid.models.dit import PixArt
@@ -87,17 +87,14 @@ class Seen:
 
     @contextmanager
     def watching(self, networks: Mapping[str, nn.Module]) -> Iterator[None]:
-        hooks = []
-        for name, network in networks.items():
-            hooks.append(network.register_forward_hook(partial(self.note_call, name), with_kwargs=True))
-            for path, module in network.named_modules():
-                if path:
-                    hooks.append(module.register_forward_hook(partial(self.note_block, (name, path))))
-        try:
+        with ExitStack() as hooks:
+            for name, network in networks.items():
+                hook = network.register_forward_hook(partial(self.note_call, name), with_kwargs=True)
+                hooks.enter_context(hook)
+                for path, module in network.named_modules():
+                    if path:
+                        hooks.enter_context(module.register_forward_hook(partial(self.note_block, (name, path))))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def note_call(self, name: str, network: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         if name in self.calls:
@@ -121,16 +118,9 @@ class Added:
     adapters: dict[str, IPAdapter] = field(default_factory=dict)
 
 
-def text_names(parts: Components) -> tuple[str, ...]:
-    """The names of the text encoders; the only one of SDXL's refiner is the second."""
-    count = len(parts.text_encoders)
-    alone = count == 1 and "XL" in parts.pipeline_class
-    return TEXT_PARTS[1:] if alone else TEXT_PARTS[:count]
-
-
 def networks_by_name(parts: Components, added: Added) -> dict[str, nn.Module]:
     """Every network under the name of its node."""
-    found: dict[str, nn.Module] = dict(zip(text_names(parts), parts.text_encoders, strict=True))
+    found: dict[str, nn.Module] = dict(zip(text_parts(parts), parts.text_encoders, strict=True))
     if parts.image_encoder is not None:
         found["image_encoder"] = parts.image_encoder
     found |= added.adapters

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -20,6 +20,7 @@ from pellucid.pipeline.inspection_run import Added, networks_by_name
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.planning import STEPS, make_plan
 from pellucid.pipeline.request import Request
+from pellucid.pipeline.stages import NAMES
 
 SHORT = 2  # steps of the runs that repeat text and decoding
 REPEATS = 2  # short runs that count, after one that only warms up and before the whole one
@@ -52,15 +53,11 @@ class Stopwatch:
 
     @contextmanager
     def on(self, networks: Mapping[str, nn.Module]) -> Iterator[None]:
-        hooks = []
-        for name, network in networks.items():
-            hooks.append(network.register_forward_pre_hook(partial(self.start, name)))
-            hooks.append(network.register_forward_hook(partial(self.stop, name)))
-        try:
+        with ExitStack() as hooks:
+            for name, network in networks.items():
+                hooks.enter_context(network.register_forward_pre_hook(partial(self.start, name)))
+                hooks.enter_context(network.register_forward_hook(partial(self.stop, name)))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 def rows_of(pipe: Pipeline, request: Request) -> int:
@@ -89,11 +86,10 @@ def measure(
                 watch.laps.clear()
             else:
                 runs.append(made.stages)
-    names = ("text", "encode", "denoise", "decode")
-    taken = [{name: sum(s.seconds for s in stages if s.name == name) for name in names} for stages in runs]
+    taken = [{name: sum(s.seconds for s in stages if s.name == name) for name in NAMES} for stages in runs]
     gaps = [after - before for ends in watch.rows[1:] for before, after in pairwise(ends)]
     steps = gaps or [run["denoise"] for run in taken]  # a plan of one row has no gaps
-    middle = {name: 1000 * statistics.median(run[name] for run in taken) for name in names}
+    middle = {name: 1000 * statistics.median(run[name] for run in taken) for name in NAMES}
     peaks = [(s.name, s.peak) for stages in runs for s in stages if s.peak is not None]
     times = Times(
         device=str(pipe.device),

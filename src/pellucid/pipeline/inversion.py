@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,24 +50,11 @@ def read_inversion(source: str | Path | Mapping[str, Any], name: str | None = No
 
 
 def held_in(path: Path) -> Mapping[str, Any]:
-    """What a file holds: torch's restricted reader opens a pickle, and nothing in it runs."""
+    """The tensors of a file by name; those of a pickle may be nested, or one without a name."""
     kind = weights.kind_of(path)
     if kind == "safetensors":
         return weights.read_safetensors(path)
-    if kind == "zip":
-        weights.check_zip(path)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about old pickle protocols: what was read is checked later
-            held = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise PellucidError(
-            f"textual inversion in {path.name} must be tensors alone; got a pickle with code or other objects in it, "
-            "and nothing of it was run. Use a .safetensors file.",
-            "weights-pickle",
-        ) from None
-    except Exception as error:  # a malformed pickle makes its reader fail in any way
-        raise weights.broken(path, error) from None
+    held = weights.read_pickle(path, zipped=kind == "zip", what="textual inversion")
     return held if isinstance(held, Mapping) else {UNNAMED: held}
 
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pellucid.models.attention import Attention
-from pellucid.models.blocks import Downsample, ResnetBlock, TransformerBlock, Upsample
-from pellucid.models.dit_blocks import FeedForward
+from pellucid.models.blocks import Downsample, FeedForward, ResnetBlock, TransformerBlock, Upsample
 from pellucid.pipeline.tracker import METER
 
 # What comes and goes as one: the blocks of UNets and transformers, and the layers that stand outside of any.

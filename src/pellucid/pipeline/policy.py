@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -11,7 +11,7 @@ from pellucid.core.errors import PellucidError, nearest, rule
 from pellucid.models.attention import BACKENDS
 
 Offload = Literal["none", "component", "block"]
-OFFLOADS = ("none", "component", "block")
+OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 ON_CPU = ("auto", "flash", "math")  # the attention kernels that torch has for a CPU
 LEAST_TILE = 16
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from pellucid.core.noise import NoiseSource, Philox, TorchStream
 from pellucid.core.plan import Plan
@@ -33,12 +34,31 @@ def recipes_of(
     """One recipe an image, in the order of the batch."""
     prompts = [text for text in request.prompts for _ in range(request.n)]
     negatives = [text for text in request.negatives for _ in range(request.n)]
-    weight = next(pipe.components.network.parameters())
     shared: dict[str, Any] = {
         "model": pipe.components.name,
         "model_hash": fingerprint.of_model(pipe.components),
         "weighting": request.weighting,
         "clip_skip": request.clip_skip,
+        **run_of(plan, request, guidance, source, next(pipe.components.network.parameters())),
+        "size": size,
+        "strength": request.strength,
+        "denoising_start": request.denoising_start,
+        "denoising_end": request.denoising_end,
+        "adapters": adapters_of(pipe, request),
+        "inputs": inputs_of(request),
+        "policy": pipe.policy.to_dict(),
+        "device": pipe.device.type,  # with offload the weights wait elsewhere
+    }
+    labels = labels_of(request, len(seeds))
+    return [
+        Recipe(prompt=p, negative_prompt=neg, seed=seed, conditioning=told(pipe, request, label, neg), **shared)
+        for p, neg, seed, label in zip(prompts, negatives, seeds, labels, strict=True)
+    ]
+
+
+def run_of(plan: Plan, request: Request, guidance: Guidance, source: NoiseSource, weight: Tensor) -> dict[str, Any]:
+    """What a recipe says of a run of any network, ours or wrapped; `weight` is one of the network's."""
+    return {
         "sampler": plan.name,
         "grid": {k: v for k, v in plan.grid.items() if k not in ("steps", "skip", "stop", "between")},
         "steps": int(plan.grid["steps"]),
@@ -47,22 +67,9 @@ def recipes_of(
         "plan": None if request.plan is None else plan.to_dict(),
         "guidance": guidance.to_dict(),
         "noise": noise_name(source),
-        "size": size,
-        "strength": request.strength,
-        "denoising_start": request.denoising_start,
-        "denoising_end": request.denoising_end,
-        "adapters": adapters_of(pipe, request),
-        "inputs": inputs_of(request),
-        "policy": pipe.policy.to_dict(),
         "dtype": str(weight.dtype).removeprefix("torch."),
-        "device": weight.device.type,
         "torch": torch.__version__,
     }
-    labels = labels_of(request, len(seeds))
-    return [
-        Recipe(prompt=p, negative_prompt=neg, seed=seed, conditioning=told(pipe, request, label, neg), **shared)
-        for p, neg, seed, label in zip(prompts, negatives, seeds, labels, strict=True)
-    ]
 
 
 def noise_name(source: NoiseSource) -> str:

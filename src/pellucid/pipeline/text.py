@@ -22,14 +22,21 @@ Pair = tuple[float, float]  # height, width
 
 @dataclass(frozen=True)
 class Embedding:
-    """Encoded prompts: `pooled` is None where the network takes none."""
+    """Encoded prompts: `pooled` is None where the network takes none, `mask` where every token is seen."""
 
     context: Tensor  # (B, chunks · L, D)
-    pooled: Tensor | None  # (B, P)
+    pooled: Tensor | None = None  # (B, P)
+    mask: Tensor | None = None  # (B, chunks · L), 1 where a token is seen
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Embedding:
         pooled = None if self.pooled is None else self.pooled.to(device=device, dtype=dtype)
-        return Embedding(self.context.to(device=device, dtype=dtype), pooled)
+        mask = None if self.mask is None else self.mask.to(device=device)
+        return Embedding(self.context.to(device=device, dtype=dtype), pooled, mask)
+
+    def repeated(self, n: int) -> Embedding:
+        """n images a prompt."""
+        every = (None if one is None else one.repeat_interleave(n, dim=0) for one in (self.pooled, self.mask))
+        return Embedding(self.context.repeat_interleave(n, dim=0), *every)
 
 
 @dataclass(frozen=True)

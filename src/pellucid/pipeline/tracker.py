@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -143,16 +143,12 @@ class Tracker(TorchDispatchMode):
     @contextmanager
     def following(self, networks: dict[str, nn.Module]) -> Iterator[None]:
         """Inside, operations are known by the modules that they happen in."""
-        hooks = []
-        for name, network in networks.items():
-            for path, module in network.named_modules(prefix=name):
-                hooks.append(module.register_forward_pre_hook(partial(self.enter, path)))
-                hooks.append(module.register_forward_hook(partial(self.leave, path), always_call=True))
-        try:
+        with ExitStack() as hooks:
+            for name, network in networks.items():
+                for path, module in network.named_modules(prefix=name):
+                    hooks.enter_context(module.register_forward_pre_hook(partial(self.enter, path)))
+                    hooks.enter_context(module.register_forward_hook(partial(self.leave, path), always_call=True))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def enter(self, path: str, *_: Any) -> None:
         if threading.get_ident() == self.thread:

@@ -19,7 +19,7 @@ from pellucid.interop.wrap_strings import Times
 from pellucid.models.guidance import Guidance
 from pellucid.models.rules import PAG, AutoGuidance, SkipLayer
 from pellucid.pipeline.recipe import Recipe
-from pellucid.pipeline.recording import noise_name
+from pellucid.pipeline.recording import run_of
 from pellucid.pipeline.request import Request
 from pellucid.pipeline.wrapped_plan import keeps_uncond, make_plan, told_times
 
@@ -175,26 +175,16 @@ class Order:
     # --- what is written down -------------------------------------------------------------------------------------
 
     def recipes(self, guidance: Guidance, source: NoiseSource, size: tuple[int, int] | None) -> list[Recipe]:
-        request, plan = self.request, self.plan
-        weight = next(self.peer.network.parameters())
+        request, weight = self.request, next(self.peer.network.parameters())
         config = getattr(self.peer.pipeline, "config", None)
         given = {name: value for name, value in self.options.items() if isinstance(value, bool | int | float | str)}
         told: dict[str, Any] = {} if self.scale is None else {"guidance_scale": self.scale}
         shared: dict[str, Any] = {
             "model": str(getattr(config, "_name_or_path", None) or self.peer.kind),
-            "sampler": plan.name,
-            "grid": {k: v for k, v in plan.grid.items() if k not in ("steps", "skip", "stop", "between")},
-            "steps": int(plan.grid["steps"]),
-            "dialect": plan.dialect,
-            "options": dict(plan.options),
-            "plan": None if request.plan is None else plan.to_dict(),
-            "guidance": guidance.to_dict(),
-            "noise": noise_name(source),
+            **run_of(self.plan, request, guidance, source, weight),
+            "device": weight.device.type,
             "size": size or (None if None in (request.width, request.height) else (request.width, request.height)),
             "conditioning": {**told, **({"peer_options": given} if given else {})},
-            "dtype": str(weight.dtype).removeprefix("torch."),
-            "device": weight.device.type,
-            "torch": torch.__version__,
         }
         texts = zip(request.prompts, request.negatives, strict=True)
         pairs = [pair for pair in texts for _ in range(request.n)]
