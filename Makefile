@@ -40,6 +40,7 @@ format: venv ## let ruff sort imports, fix and format
 
 bench: venv ## time the engine against its peers, as ratios
 	$(BIN)/python bench/scheduler_overhead.py
+	$(BIN)/python bench/network_cpu.py
 
 docs: venv ## build the docs
 	$(BIN)/python docs/make.py

@@ -29,7 +29,7 @@ def check_scale(what: str, scale: Any) -> None:
     values = scale.values() if isinstance(scale, Mapping) else [scale]
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise PellucidError(rule(f"scale of {what}", "a finite number", value), "scale")
+            raise PellucidError(rule(what, "a finite number", value), "scale")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Lora:
     scale: float | Mapping[str, float] = 1.0
 
     def __post_init__(self) -> None:
-        check_scale("a LoRA", self.scale)
+        check_scale("scale of a LoRA", self.scale)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,9 @@ class Control:
     end: float = 1.0
 
     def __post_init__(self) -> None:
-        check_scale("a ControlNet", self.scale)
+        check_scale("scale of a ControlNet", self.scale)
+        check_scale("start of a ControlNet", self.start)
+        check_scale("end of a ControlNet", self.end)
         if not (0 <= self.start < self.end <= 1):
             raise PellucidError(
                 rule("start, end of a ControlNet", "0 ≤ start < end ≤ 1", (self.start, self.end)), "scale"
@@ -75,7 +77,7 @@ class ImagePrompt:
     masks: Any = None
 
     def __post_init__(self) -> None:
-        check_scale("an image prompt", self.scale)
+        check_scale("scale of an image prompt", self.scale)
 
 
 @dataclass(frozen=True)

@@ -52,10 +52,24 @@ def check_words(components: Components, request: Request) -> None:
     network = components.network
     if not takes_text(network):
         for name in ("prompt", "negative_prompt", "prompt_embeds", "negative_prompt_embeds"):
-            if getattr(request, name):
+            held = getattr(request, name)
+            if held is not None and (isinstance(held, Tensor) or held):
                 raise PellucidError(f"{name} must be left out: {components.name} takes no text.", "no-text")
+    for name in unread(components):
+        if getattr(request, name) != getattr(Request, name):
+            got = getattr(request, name)
+            raise PellucidError(rule(name, f"left out: {components.name} is not told it", got), "no-effect")
     if request.label is not None and not takes_labels(network):
         raise PellucidError(rule("label", f"left out: {components.name} has no classes", request.label), "no-labels")
+
+
+def unread(components: Components) -> list[str]:
+    """The fields of a request that say nothing to this model."""
+    network, scored = components.network, bool(components.extra.get("requires_aesthetics_score"))
+    found = [] if takes_text(network) else ["clip_skip", "weighting"]
+    if not wants_sizes(network):
+        return [*found, "original_size", "crop", "target_size", "aesthetic"]
+    return [*found, "target_size" if scored else "aesthetic"]
 
 
 def make_conditions(
@@ -75,8 +89,9 @@ def make_conditions(
         if wants_sizes(network):
             cond |= {"pooled": positive.pooled, "sizes": sizes_of(components, request, size, 0)}
             uncond |= {"pooled": negative.pooled, "sizes": sizes_of(components, request, size, 1)}
-            if positive.pooled is None:
-                raise PellucidError("prompt_embeds must have a pooled vector for this model; got none.", "pooled")
+            for name, one in (("prompt_embeds", positive), ("negative_prompt_embeds", negative)):
+                if one.pooled is None:
+                    raise PellucidError(f"{name} must have a pooled vector for this model; got none.", "pooled")
     if isinstance(network, PixArt) and network.config.takes_sizes:
         width, height = size
         row = torch.tensor([[float(height), float(width), height / width]])

@@ -11,6 +11,7 @@ import torch
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.interop import source
+from pellucid.interop.family import check_fit
 from pellucid.models.clip import CLIPVisionEncoder
 from pellucid.models.tiny_vae import TinyAutoencoder
 from pellucid.models.vae import AutoencoderKL
@@ -40,7 +41,9 @@ def load(
     `vae` and `image_encoder` are folders or files of other ones to use; `inversions` are textual inversion files,
     whose names then work in prompts. What the files contradict is in `pipe.components.notes`.
     """
-    policy = policy or Policy()
+    policy = Policy() if policy is None else policy
+    if not isinstance(policy, Policy):
+        raise PellucidError(rule("policy", "a Policy", type(policy).__name__), "policy")
     goal = source.place(device) or default_device()
     policy.check(goal)
     early = None if policy.offload != "none" else goal
@@ -50,6 +53,7 @@ def load(
     )
     if vae is not None:
         parts = replace(parts, vae=component(vae, (AutoencoderKL, TinyAutoencoder), "vae", kind))
+        check_fit(parts.network, parts.vae, parts.text_encoders)
     if image_encoder is not None:
         parts = replace(parts, image_encoder=component(image_encoder, CLIPVisionEncoder, "image_encoder", kind))
     if inversions:

@@ -123,6 +123,11 @@ def read_controlnet(pipe: Pipeline, path: str) -> ControlNet:
     return found
 
 
+def check_controlled(network: Any) -> None:
+    if not isinstance(network, UNet):
+        raise PellucidError(rule("controls", "left out: only UNets take them", type(network).__name__), "control-base")
+
+
 def add_hints(run: Run, network: Controlled, cond: Inputs, uncond: Inputs | None) -> None:
     """Each ControlNet's picture, embedded once; the same with and without the prompt."""
     hints = []

@@ -79,15 +79,52 @@ class Request:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and 0 < value <= 1 and math.isfinite(value)):
                 raise PellucidError(rule(name, "above 0 and at most 1", value), "request")
+        for name in ("width", "height"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise PellucidError(rule(name, "a whole number of pixels", value), "size")
+        self.check_kinds()
         self.check_together()
+
+    def check_kinds(self) -> None:
+        """What would otherwise fail in the middle of a run."""
+        for name, kind in (("loras", Lora), ("controls", Control), ("image_prompts", ImagePrompt)):
+            held = getattr(self, name)
+            if not isinstance(held, Sequence) or not all(isinstance(one, kind) for one in held):
+                raise PellucidError(rule(name, f"a list of {kind.__name__}", held), "request")
+        for name in ("original_size", "target_size", "crop", "aesthetic"):
+            held = getattr(self, name)
+            if held is not None or name in ("crop", "aesthetic"):
+                check_pair(name, held)
+        for name in ("observers", "constraints"):
+            held = getattr(self, name)
+            if not isinstance(held, Sequence) or not all(callable(one) for one in held):
+                raise PellucidError(rule(name, "a list of functions", held), "request")
+        given = (
+            ("latents", Tensor, "a tensor"),
+            ("prompt_embeds", Embedding | Tensor, "a tensor or an Embedding"),
+            ("negative_prompt_embeds", Embedding | Tensor, "a tensor or an Embedding"),
+            ("options", Mapping, "names and values"),
+            ("plan", Plan | str | os.PathLike, "a plan or its file"),
+            ("cancelled", Callable, "a function"),
+        )
+        for name, kind, must in given:
+            held = getattr(self, name)
+            if held is not None and not isinstance(held, kind):
+                raise PellucidError(rule(name, must, type(held).__name__), "request")
+        if self.weak is not None and not hasattr(self.weak, "components"):
+            raise PellucidError(rule("weak", "a pipeline", type(self.weak).__name__), "request")
 
     def check_together(self) -> None:
         """What only makes sense with something else."""
-        for name, needs in (("mask", "image"), ("strength", "image")):
+        for name, needs in (("mask", "image"), ("strength", "image"), ("denoising_start", "image")):
             if getattr(self, name) is not None and getattr(self, needs) is None:
                 raise PellucidError(f"{name} must come with {needs}; got {name} alone.", "request")
         if self.denoising_start is not None and self.strength is not None:
             raise PellucidError("strength must be left out with denoising_start; both say where to start.", "request")
+        for name in ("prompt", "negative_prompt"):
+            if getattr(self, name) is not None and getattr(self, f"{name}_embeds") is not None:
+                raise PellucidError(f"{name} must be left out with {name}_embeds; got both.", "prompt")
         ends = (self.denoising_start, self.denoising_end)
         if None not in ends and not ends[0] < ends[1]:  # type: ignore[operator]
             raise PellucidError(rule("denoising_start", f"below denoising_end {ends[1]}", ends[0]), "request")
@@ -130,6 +167,12 @@ class Request:
             raise PellucidError(rule("prompts × n", f"at most {MAX_BATCH} images", count), "request")
         seed = secrets.randbelow(2**32) if self.seed is None else self.seed
         return seed_list(seed, count)
+
+
+def check_pair(name: str, given: Any) -> None:
+    good = isinstance(given, Sequence) and not isinstance(given, str) and len(given) == 2
+    if not good or not all(isinstance(v, int | float) and math.isfinite(v) and v >= 0 for v in given):
+        raise PellucidError(rule(name, "two numbers", given), "sizes")
 
 
 def listed(name: str, given: Any) -> list[str]:
