@@ -117,8 +117,8 @@ class PixelAttention(Attention):
 
 
 def within(place: str, names: tuple[str, ...]) -> bool:
-    """Whether a module's name is one of the names, or inside one of them."""
-    return any(place == name or place.startswith(name + ".") for name in names)
+    """Whether a module's name is one of the names, or inside one of them; `mid`, `down` and `up` are whole sides."""
+    return any(place == name or place.startswith((f"{name}.", f"{name}_block")) for name in names)
 
 
 class GEGLU(nn.Module):

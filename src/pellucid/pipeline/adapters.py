@@ -41,6 +41,8 @@ class Lora:
 
     def __post_init__(self) -> None:
         check_scale("scale of a LoRA", self.scale)
+        if not isinstance(self.source, AdapterSet | str | os.PathLike):
+            raise PellucidError(rule("source of a LoRA", "a file or a loaded adapter", self.source), "lora")
 
 
 @dataclass(frozen=True)

@@ -139,9 +139,10 @@ def embeddings(components: Components, request: Request, guided: bool) -> tuple[
     zero = bool(components.extra.get("force_zeros_for_empty_prompt")) and request.negative_prompt is None
     given = as_embedding("prompt_embeds", request.prompt_embeds)
     against = as_embedding("negative_prompt_embeds", request.negative_prompt_embeds)
+    for name, one in (("prompt_embeds", given), ("negative_prompt_embeds", against)):
+        if one is not None:
+            check_widths(components.network, name, one)
     if given is not None and (against is not None or not guided or zero):
-        if request.prompt is not None:
-            raise PellucidError("prompt must be left out with prompt_embeds; got both.", "prompt")
         if against is None:
             pooled = None if given.pooled is None else torch.zeros_like(given.pooled)
             against = Embedding(torch.zeros_like(given.context), pooled)
@@ -183,6 +184,20 @@ def as_embedding(name: str, given: Embedding | Tensor | None) -> Embedding | Non
         shape = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
         raise PellucidError(rule(name, "a tensor (prompts, tokens, width)", shape), "prompt")
     return Embedding(given, None)
+
+
+def check_widths(network: Any, name: str, given: Embedding) -> None:
+    """Embeddings made for another base have other widths; named here, before a layer fails on a shape."""
+    config = network.config
+    if isinstance(network, UNet):
+        wide = {config.encoder_hid_dim or each for each in config.each("cross_attention_dim")}
+        if given.context.shape[-1] not in wide:
+            raise PellucidError(rule(f"width of {name}", f"one of {sorted(wide)}", given.context.shape[-1]), "prompt")
+    if wants_sizes(network) and given.pooled is not None:
+        numbers = config.projection_class_embeddings_input_dim - given.pooled.shape[-1]
+        if numbers not in (5 * config.addition_time_embed_dim, 6 * config.addition_time_embed_dim):
+            must = "as wide as this model reads"
+            raise PellucidError(rule(f"pooled vector of {name}", must, given.pooled.shape[-1]), "pooled")
 
 
 def sizes_of(components: Components, request: Request, size: tuple[int, int], which: int) -> Tensor:

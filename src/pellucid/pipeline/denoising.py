@@ -68,7 +68,7 @@ class Run:
             cond,
             uncond,
             self.guidance,
-            weak=None if request.weak is None else request.weak.components.network,
+            weak=None if request.weak is None else self.second(request.weak),
             x0_filter=self.planned.x0_filter,
             dtype=half_of(self.parts.network),
             keep_raw=bool(self.plan.options.get("keep_eps")),
@@ -85,6 +85,24 @@ class Run:
                 constraints=constraints,
                 cancelled=request.cancelled,
             )
+
+    def second(self, weak: Any) -> Any:
+        """The worse network of autoguidance, which must take what the network takes."""
+        network, parts = self.parts.network, getattr(weak, "components", None)
+        if not isinstance(getattr(parts, "network", None), type(network)):
+            raise PellucidError(
+                rule("weak", f"a pipeline with a {type(network).__name__}", type(weak).__name__), "weak"
+            )
+        if self.request.controls:
+            raise PellucidError("weak must be left out with controls, which only the model itself follows.", "weak")
+        for name in ("in_channels", "cross_attention_dim", "addition_embed_type", "time_cond_proj_dim"):
+            mine, other = (getattr(one.config, name, None) for one in (network, parts.network))
+            if mine != other:
+                raise PellucidError(rule(f"{name} of weak", f"{mine}, as the model's", other), "weak")
+        mine, other = (next(one.parameters()).dtype for one in (network, parts.network))
+        if mine != other:
+            raise PellucidError(rule("dtype of weak", f"{mine}, as the model's", other, "Load it with dtype=."), "weak")
+        return pictures_in.Inpainting(parts.network) if pictures_in.is_inpainting(self.parts) else parts.network
 
     def denoising_networks(self, network: Any) -> list[nn.Module]:
         while isinstance(network, HintSwitch | pictures_in.Inpainting):
@@ -110,17 +128,32 @@ class Run:
         if image is None or (self.all_new and pictures_in.is_inpainting(self.parts)):
             return None
         if isinstance(image, Result):
-            end, begin = image.plan.end, self.plan.start
-            return image.latents.to(self.pipe.device) * (begin.alpha / end.alpha)
+            return self.fitting(self.taken_up(image))
         if pictures_in.is_latent(image, self.channels_if_latent()):
-            return pictures_in.spread(image.to(self.pipe.device, torch.float32), self.count)
+            return self.fitting(image)
         pixels = pictures_in.spread(pictures.to_tensor(image, self.size), self.count)
         return self.encode(pixels.to(self.pipe.device))
+
+    def taken_up(self, earlier: Result) -> Tensor:
+        """The end of an earlier run: still noisy, in this plan's frame, or the latents of what it finished."""
+        end = earlier.plan.end
+        if self.request.denoising_start is not None:
+            return earlier.latents * (self.plan.start.alpha / end.alpha)
+        if earlier.recipe.denoising_end is not None:
+            raise PellucidError("denoising_start must be given to take up an unfinished run; got none.", "denoising")
+        return earlier.latents / end.alpha if earlier.plan.dialect == "exact" else earlier.latents
+
+    def fitting(self, latents: Tensor) -> Tensor:
+        """Latents that were given, one an image, of the size that is asked for."""
+        if tuple(latents.shape[1:]) != self.shape:
+            raise PellucidError(rule("latents of image", f"of shape {self.shape}", tuple(latents.shape[1:])), "latents")
+        return pictures_in.spread(latents.to(self.pipe.device, torch.float32), self.count)
 
     @property
     def all_new(self) -> bool:
         """Whether an inpainting starts from noise alone."""
-        return self.request.mask is not None and self.request.strength in (None, 1.0)
+        request = self.request
+        return request.mask is not None and request.strength in (None, 1.0) and request.denoising_start is None
 
     def channels_if_latent(self) -> int | None:
         return None if self.parts.vae is None else self.pipe.channels
@@ -160,6 +193,7 @@ class Run:
         if request.image_prompts:
             pictures_in.add_image_prompts(self, network, cond, uncond)
         if request.controls:
+            pictures_in.check_controlled(network)
             controlled = Controlled(network, [pictures_in.controlnet_of(self.pipe, c) for c in request.controls])
             pictures_in.add_hints(self, controlled, cond, uncond)
             network = switch = HintSwitch(self.stages.ready(controlled))
@@ -175,6 +209,9 @@ class Run:
                 if inputs is not None:
                     inputs["beside"] = beside.to(self.pipe.device, next(self.parts.network.parameters()).dtype)
             network = pictures_in.Inpainting(network)
+        elif self.parts.network.config.in_channels != self.pipe.channels:
+            wide = self.parts.network.config.in_channels
+            raise PellucidError(rule("in_channels of the network", f"{self.pipe.channels}", wide), "components-fit")
         elif request.mask is not None and self.plan.dialect == "diffusers" and clean is not None:
             # diffusers encodes the masked picture here whether it is used or not, and draws noise for it
             self.source.beside(clean.shape[1:], torch.empty(0), range(self.count))
@@ -189,7 +226,10 @@ class Run:
 
         def keep(seen: StepSeen) -> Tensor:
             level = seen.next_levels[0]
-            kept = clean if seen.index == last else clean * level.alpha + noise * level.sigma
+            done = (
+                seen.index == last and self.plan.dialect == "diffusers"
+            )  # which ends on the picture, wherever it ends
+            kept = clean if done else clean * level.alpha + noise * level.sigma
             return kept * (1 - mask) + seen.x_next * mask
 
         return [keep]

@@ -41,6 +41,8 @@ def load(
     `vae` and `image_encoder` are folders or files of other ones to use; `inversions` are textual inversion files,
     whose names then work in prompts. What the files contradict is in `pipe.components.notes`.
     """
+    if not isinstance(where, str | os.PathLike):
+        raise PellucidError(rule("model", "a folder, a file, a hub id or the name of a bundle", where), "not-found")
     policy = Policy() if policy is None else policy
     if not isinstance(policy, Policy):
         raise PellucidError(rule("policy", "a Policy", type(policy).__name__), "policy")

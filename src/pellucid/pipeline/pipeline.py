@@ -17,9 +17,11 @@ from pellucid.interop import lora_file
 from pellucid.interop.components import Components
 from pellucid.interop.save import save_components
 from pellucid.models import lora
+from pellucid.models.blocks import within
 from pellucid.models.dit import DiT
-from pellucid.models.guidance import Guidance, guarded
+from pellucid.models.guidance import Guidance, guarded, steps_of
 from pellucid.models.lora import AdapterSet, Receipt
+from pellucid.models.rules import Layered, Rescale
 from pellucid.models.unet import UNet
 from pellucid.pipeline import images as pictures
 from pellucid.pipeline import pictures_in
@@ -61,6 +63,7 @@ class Pipeline:
         stages = Stages(self.policy, self.device, lambda stage: self.explain(request, stage))
         parts, receipt = self.with_loras(request)
         guidance = self.guidance_of(request)
+        check_layers(parts.network, guidance)
         planned = make_plan(parts, request)
         guidance = guidance.as_diffusers() if planned.plan.dialect == "diffusers" else guidance
         size = self.size_of(request)
@@ -167,18 +170,40 @@ class Pipeline:
 
 def told_scale(guidance: Guidance) -> float:
     """The one scale that a guidance-distilled network is told."""
-    if not isinstance(guidance.scale, float):
+    if not isinstance(guidance.scale, float) or any(not isinstance(r, Rescale) for r in guidance.rules):
         raise PellucidError(
             rule("guidance", "one number for this network, which takes it as an input", guidance.text()), "guidance"
         )
     return guidance.scale
 
 
+def check_layers(network: nn.Module, guidance: Guidance) -> None:
+    """The blocks that a rule weakens are there: a name that fits none would change nothing."""
+    for extra in guidance.extras:
+        for layer in extra.layers if isinstance(extra, Layered) else ():
+            if isinstance(network, UNet):
+                places = {module.place for module in network.modules() if getattr(module, "place", "")}
+                known = isinstance(layer, str) and any(within(place, (layer,)) for place in places)
+                must = "names of attention blocks, such as mid"
+            else:
+                count = len(network.transformer_blocks)
+                known = isinstance(layer, int) and 0 <= layer < count
+                must = f"block numbers from 0 to {count - 1}"
+            if not known:
+                raise PellucidError(rule(f"layers of {extra.name}", must, layer), "guidance")
+
+
 def unused(request: Request, guidance: Guidance, plan: Plan) -> list[str]:
     """What was asked for and has no effect, in words."""
+    found = []
     if request.negative_prompt and not guidance.needs_uncond and not asks_uncond(plan):
-        return ["negative_prompt has no effect: the guidance scale is 1 in every step"]
-    return []
+        found.append("negative_prompt has no effect: the guidance scale is 1 in every step")
+    steps = len(steps_of(plan, True))
+    for number, control in enumerate(request.controls, 1):
+        if not any(control.acts_at(step, steps) for step in range(steps)):
+            span = f"{control.start:g}-{control.end:g}"
+            found.append(f"control {number} has no effect: none of {steps} steps lies whole in {span} of the run")
+    return found
 
 
 def asks_uncond(plan: Plan) -> bool:
@@ -196,6 +221,8 @@ def noise_source(request: Request, plan: Plan, seeds: list[int]) -> NoiseSource:
     """Where noise comes from: addressed (philox), or torch's generator, which is what the peers' dialects use."""
     asked = request.noise
     if asked is not None and not isinstance(asked, str):
+        if not hasattr(asked, "first"):
+            raise PellucidError(rule("noise", "philox, torch, or a noise source", asked), "noise")
         return asked
     kind = asked or ("philox" if plan.dialect == "exact" else "torch")
     if kind not in ("philox", "torch"):

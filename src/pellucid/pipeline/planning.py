@@ -45,7 +45,7 @@ def make_plan(components: Components, request: Request) -> Planned:
             return compile_reading(reading, steps, dialect=dialect, **cuts)
 
         return Planned(cut(components, request, dialect, from_config), keep)
-    grid = Grid.from_dict(dict(request.grid)) if isinstance(request.grid, Mapping) else request.grid
+    grid = grid_of(request.grid) if isinstance(request.grid, Mapping) else request.grid
     dialect = request.dialect or "exact"
 
     def from_name(**cuts: Any) -> Plan:
@@ -61,6 +61,13 @@ def make_plan(components: Components, request: Request) -> Planned:
         )
 
     return Planned(cut(components, request, dialect, from_name), keep)
+
+
+def grid_of(table: Mapping[str, Any]) -> Grid:
+    try:
+        return Grid.from_dict(dict(table))
+    except (TypeError, AttributeError, KeyError) as error:
+        raise PellucidError(f"grid must be a table of a grid's fields; got {error}.", "grid") from None
 
 
 def given_plan(components: Components, request: Request) -> Plan:

@@ -112,8 +112,6 @@ class Request:
             held = getattr(self, name)
             if held is not None and not isinstance(held, kind):
                 raise PellucidError(rule(name, must, type(held).__name__), "request")
-        if self.weak is not None and not hasattr(self.weak, "components"):
-            raise PellucidError(rule("weak", "a pipeline", type(self.weak).__name__), "request")
 
     def check_together(self) -> None:
         """What only makes sense with something else."""

@@ -23,7 +23,8 @@ def clip_pixels(images: Sequence[Any], size: int = 224) -> Tensor:
 
 def one(image: Any, size: int) -> Tensor:
     picture = pictures.as_image(image, "image prompt") or pictures.to_images(pictures.to_tensor(image))[0]
-    picture = picture.convert("RGB")
+    deep = picture.mode.startswith("I")  # 16 bits, which PIL's own conversion would clip at 255
+    picture = pictures.flatten(picture) if deep else picture.convert("RGB")
     short = min(picture.size)
     width, height = (int(side * size / short) for side in picture.size)
     picture = picture.resize((width, height), Image.Resampling.BICUBIC)
