@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -331,3 +332,27 @@ def test_out_of_memory_names_its_owner(pipe: Pipeline, monkeypatch: pytest.Monke
 def test_guidance_objects_and_requests(pipe: Pipeline) -> None:
     request = Request("abc", guidance=Guidance(3.0), seed=1, **SMALL)
     assert torch.equal(pipe.run(request).latents, pipe("abc", guidance=3.0, seed=1, **SMALL).latents)
+
+
+def test_adapters_are_read_once_and_again_when_they_change(pipe: Pipeline, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    layer = "mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
+    path = tmp_path / "style.safetensors"
+
+    def write(size: float) -> None:
+        shape = pipe.components.network.get_submodule(layer).weight.shape
+        keys = {f"unet.{layer}.lora_A.weight": (2, shape[1]), f"unet.{layer}.lora_B.weight": (shape[0], 2)}
+        save_file({key: torch.full(shape, size) for key, shape in keys.items()}, path)
+
+    write(0.1)
+    first = pipe.lora_of(Lora(path))
+    assert pipe.lora_of(Lora(path)) is first
+    write(0.2)
+    os.utime(path, ns=(1, 1))
+    assert pipe.lora_of(Lora(path)) is not first
+    for number in range(20):
+        other = tmp_path / f"{number}.safetensors"
+        other.write_bytes(path.read_bytes())
+        pipe.lora_of(Lora(other))
+    assert len(pipe._files) <= 16

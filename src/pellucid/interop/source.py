@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ def read_components(
     """
     wanted = Wanted(dtype_named(dtype), place(device), variant, target, None if tokenizer is None else Path(tokenizer))
     path = locate(where, revision=revision, variant=variant)
-    return single_file.read(path, wanted) if path.is_file() else folders.read(path, wanted, name=str(where))
+    if path.is_file():
+        return replace(single_file.read(path, wanted), name=str(where))
+    return folders.read(path, wanted, name=str(where))
 
 
 def load_component(

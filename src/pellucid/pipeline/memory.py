@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from pellucid.interop.components import Components
+from pellucid.interop.components import Components, text_parts
 from pellucid.models import lora
 from pellucid.models.unet import UNet
 from pellucid.pipeline import pictures_in, workspace
@@ -101,7 +101,7 @@ def networks_by_name(components: Components) -> dict[str, nn.Module]:
     """The networks of a model under the names of its folders."""
     found: dict[str, nn.Module | None] = {
         "unet" if isinstance(components.network, UNet) else "transformer": components.network,
-        **dict(zip(("text_encoder", "text_encoder_2"), components.text_encoders, strict=False)),
+        **dict(zip(text_parts(components), components.text_encoders, strict=True)),
         "vae": components.vae,
         "image_encoder": components.image_encoder,
     }
@@ -196,7 +196,7 @@ def dressed(base: Components, pipe: Pipeline, request: Request) -> Components:
             swaps = {layer: {"weight": twin(weight)} for layer, weight in weights.items()}
             views[part] = lora.view(views[part], swaps)
     network = views.get("unet", views.get("transformer"))
-    encoders = tuple(views[name] for name in ("text_encoder", "text_encoder_2") if name in views)
+    encoders = tuple(views[name] for name in text_parts(base))
     return replace(base, network=network, text_encoders=encoders)
 
 

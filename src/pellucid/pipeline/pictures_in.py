@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pellucid.pipeline.pipeline import Pipeline
 
 Inputs = dict[str, Any]
+MAX_KEPT = 16  # adapters that a pipeline holds in memory
 
 
 def encoding_networks(run: Run) -> list[nn.Module]:
@@ -199,8 +200,14 @@ def image_states(run: Run, adapter: IPAdapter, prompt: ImagePrompt) -> tuple[Ten
 
 
 def kept(pipe: Pipeline, kind: str, path: str | os.PathLike[str], read: Any) -> Any:
-    """What a file holds, read once a pipeline."""
-    key = (kind, os.fspath(path))
-    if key not in pipe._files:
-        pipe._files[key] = read(key[1])
-    return pipe._files[key]
+    """What a file or folder holds, read once a pipeline and again when it changes; the oldest of many is let go."""
+    place = os.fspath(path)
+    stamp = os.stat(place).st_mtime_ns if os.path.exists(place) else 0  # a hub id has no file of that name
+    key = (kind, place, stamp)
+    with pipe._lock:
+        if key not in pipe._files:
+            made = read(place)
+            while len(pipe._files) >= MAX_KEPT:
+                pipe._files.pop(next(iter(pipe._files)))
+            pipe._files[key] = made
+        return pipe._files[key]

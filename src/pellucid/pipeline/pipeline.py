@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -14,7 +15,7 @@ from pellucid.core.errors import PellucidError, nearest, rule
 from pellucid.core.noise import NoiseSource, Philox, TorchStream
 from pellucid.core.plan import Plan
 from pellucid.interop import lora_file
-from pellucid.interop.components import Components
+from pellucid.interop.components import Components, text_parts
 from pellucid.interop.save import save_components
 from pellucid.models import lora
 from pellucid.models.blocks import within
@@ -45,7 +46,8 @@ class Pipeline:
     components: Components
     policy: Policy = field(default_factory=Policy)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    _files: dict[tuple[str, str], Any] = field(default_factory=dict, repr=False)
+    _files: dict[tuple[str, str, int], Any] = field(default_factory=dict, repr=False)
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def __call__(self, prompt: str | Sequence[str] | None = None, /, **options: Any) -> Result:
         """pipe("a red star", steps=20, seed=1): the options are the fields of `Request`."""
@@ -126,7 +128,7 @@ class Pipeline:
 
     def networks(self) -> dict[str, nn.Module]:
         """The networks that adapters may change, by their names in files."""
-        encoders = dict(zip(("text_encoder", "text_encoder_2"), self.components.text_encoders, strict=False))
+        encoders = dict(zip(text_parts(self.components), self.components.text_encoders, strict=True))
         name = "unet" if isinstance(self.components.network, UNet) else "transformer"
         return {name: self.components.network, **encoders}
 
@@ -146,7 +148,7 @@ class Pipeline:
             return self.components, None
         views, receipt = lora.apply_all(self.networks(), [(self.lora_of(one), one.scale) for one in request.loras])
         network = views.get("unet", views.get("transformer"))
-        encoders = tuple(views[n] for n in ("text_encoder", "text_encoder_2") if n in views)
+        encoders = tuple(views[name] for name in text_parts(self.components))
         return replace(self.components, network=network, text_encoders=encoders), receipt
 
     def explain(self, request: Request, stage: str) -> str:

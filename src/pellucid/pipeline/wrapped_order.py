@@ -182,7 +182,7 @@ class Order:
         shared: dict[str, Any] = {
             "model": str(getattr(config, "_name_or_path", None) or self.peer.kind),
             **run_of(self.plan, request, guidance, source, weight),
-            "device": weight.device.type,
+            "device": self.device.type,
             "size": size or (None if None in (request.width, request.height) else (request.width, request.height)),
             "conditioning": {**told, **({"peer_options": given} if given else {})},
         }
