@@ -243,7 +243,8 @@ def test_the_longest_prefix_decides_the_scale(unet: UNet2DConditionModel) -> Non
         expected = lora.apply(unet, [(one, scale)])[0].get_submodule(layer).weight
         assert torch.equal(view.get_submodule(layer).weight, expected)
     assert view.get_submodule(K).weight is unet.get_submodule(K).weight
-    assert lora.scale_at({"down": 3.0}, "down_blocks.0") == 1.0  # a prefix ends at a dot
+    assert lora.scale_at({"down_blocks.1": 3.0}, "down_blocks.10") == 1.0  # a prefix ends at a dot
+    assert lora.scale_at({"down": 3.0}, "down_blocks.0") == 3.0  # or is a whole side
 
 
 def test_a_receipt_tells_the_change_in_norm(unet: UNet2DConditionModel) -> None:
