@@ -356,3 +356,24 @@ def test_adapters_are_read_once_and_again_when_they_change(pipe: Pipeline, tmp_p
         other.write_bytes(path.read_bytes())
         pipe.lora_of(Lora(other))
     assert len(pipe._files) <= 16
+
+
+def test_a_merged_lora_is_the_request_s_and_comes_out_to_the_bit(folder: Path, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    pipe = pellucid.load(folder)
+    layer = "mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
+    wide = pipe.components.network.get_submodule(layer).in_features
+    g = torch.Generator().manual_seed(0)
+    state = {f"unet.{layer}.lora_{name}.weight": torch.randn(2, wide, generator=g) for name in "AB"}
+    state[f"unet.{layer}.lora_B.weight"] = state[f"unet.{layer}.lora_B.weight"].T.contiguous()
+    save_file(state, tmp_path / "style.safetensors")
+    style = Lora(tmp_path / "style.safetensors", 0.7)
+    plain = pipe("abc", seed=1, **SMALL)
+    asked = pipe("abc", seed=1, loras=[style], **SMALL)
+    with pipe.merge(style) as merged:
+        inside = pipe("abc", seed=1, **SMALL)
+        assert set(merged.receipt.change) == {f"unet.{layer}"}
+    assert torch.equal(inside.latents, asked.latents)
+    assert not torch.equal(inside.latents, plain.latents)
+    assert torch.equal(pipe("abc", seed=1, **SMALL).latents, plain.latents)

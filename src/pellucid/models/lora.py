@@ -129,19 +129,48 @@ def apply_all(
 
     A component that nothing touches is returned as it came.
     """
+    tally = Tally([adapters.name for adapters, _ in stack])
+    views = dict(networks)
+    for part, mine in by_part(networks, stack).items():
+        swaps = {c.layer: c.tensors for c in tally.count(changes(networks[part], mine), f"{part}.")}
+        views[part] = view(networks[part], swaps) if swaps else networks[part]
+    return views, receipt_of(tally, stack)
+
+
+def by_part(
+    networks: Mapping[str, nn.Module], stack: Sequence[tuple[AdapterSet, Scale]]
+) -> dict[str, list[tuple[Adapter, Scale]]]:
+    """What a stack of files is for each component."""
     for adapters, scale in stack:
         check_scale(adapters.name, scale, adapters.layers)
         if unknown := sorted(set(adapters.adapters) - set(networks)):
             rules = rule(f"a component of adapter {adapters.name}", f"one of {', '.join(networks)}", unknown[0])
             raise PellucidError(rules, "lora-component")
-    tally = Tally([adapters.name for adapters, _ in stack])
-    views = dict(networks)
-    for part, network in networks.items():
-        mine = [(a.adapters.get(part, Adapter(a.name, {})), scale_within(part, scale)) for a, scale in stack]
-        swaps = {change.layer: change.tensors for change in tally.count(changes(network, mine), f"{part}.")}
-        views[part] = view(network, swaps) if swaps else network
+    return {
+        part: [(a.adapters.get(part, Adapter(a.name, {})), scale_within(part, scale)) for a, scale in stack]
+        for part in networks
+    }
+
+
+def receipt_of(tally: Tally, stack: Sequence[tuple[AdapterSet, Scale]]) -> Receipt:
     read = (key for adapters, _ in stack for key in adapters.keys)
-    return views, tally.receipt(read, (key for adapters, _ in stack for key in adapters.unused))
+    return tally.receipt(read, (key for adapters, _ in stack for key in adapters.unused))
+
+
+def merge_all(networks: Mapping[str, nn.Module], stack: Sequence[tuple[AdapterSet, Scale]]) -> MergedAll:
+    """A stack of files written into the weights of all components that it touches, until `unmerge`."""
+    tally = Tally([adapters.name for adapters, _ in stack])
+    merged = MergedAll()
+    try:
+        for part, mine in by_part(networks, stack).items():
+            merged.parts.append(Merged(networks[part]))
+            for change in tally.count(changes(networks[part], mine), f"{part}."):
+                merged.parts[-1].write(change)
+        merged.receipt = receipt_of(tally, stack)
+    except BaseException:
+        merged.unmerge()
+        raise
+    return merged
 
 
 def merge(network: nn.Module, stack: Sequence[tuple[Adapter, Scale]]) -> Merged:
@@ -208,6 +237,25 @@ def checksum(tensor: Tensor) -> int:
     """The sum of the bits of all elements, read as integers."""
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return int(tensor.detach().view(bits).sum(dtype=torch.int64))
+
+
+class MergedAll:
+    """Merges of several components. As a context it unmerges at its end."""
+
+    receipt: Receipt
+
+    def __init__(self) -> None:
+        self.parts: list[Merged] = []
+
+    def unmerge(self) -> None:
+        while self.parts:
+            self.parts.pop().unmerge()
+
+    def __enter__(self) -> MergedAll:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.unmerge()
 
 
 def view(network: M, swaps: Mapping[str, Mapping[str, Tensor]]) -> M:

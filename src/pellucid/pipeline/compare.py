@@ -15,7 +15,6 @@ from PIL import Image
 from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError
-from pellucid.models import lora
 from pellucid.pipeline import offload
 from pellucid.pipeline.memory import measure, networks_by_name, predict, timed
 from pellucid.pipeline.policy import LEAST_TILE, ON_CPU, Policy
@@ -176,16 +175,9 @@ def cast(components: Any, dtype: torch.dtype) -> Any:
 @contextmanager
 def merged(pipe: Pipeline, request: Request) -> Iterator[list[Tensor]]:
     """LoRAs in the weights; yields the originals, which are kept to put back."""
-    networks = pipe.networks()
-    with ExitStack() as until:
-        kept: list[Tensor] = []
-        for one in request.loras:
-            adapters = pipe.lora_of(one)
-            for part, adapter in adapters.adapters.items():
-                scale = lora.scale_within(part, one.scale)
-                inside = until.enter_context(lora.merge(networks[part], [(adapter, scale)]))
-                kept += [t for tensors in inside.originals.values() for t in tensors.values() if t is not None]
-        yield kept
+    with pipe.merge(*request.loras) as inside:
+        held = [tensors.values() for part in inside.parts for tensors in part.originals.values()]
+        yield [tensor for tensors in held for tensor in tensors if tensor is not None]
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from pellucid.models import lora
 from pellucid.models.blocks import within
 from pellucid.models.dit import DiT
 from pellucid.models.guidance import Guidance, guarded, steps_of
-from pellucid.models.lora import AdapterSet, Receipt
+from pellucid.models.lora import AdapterSet, MergedAll, Receipt
 from pellucid.models.rules import Layered, Rescale
 from pellucid.models.unet import UNet
 from pellucid.pipeline import images as pictures
@@ -150,6 +150,13 @@ class Pipeline:
         network = views.get("unet", views.get("transformer"))
         encoders = tuple(views[name] for name in text_parts(self.components))
         return replace(self.components, network=network, text_encoders=encoders), receipt
+
+    def merge(self, *loras: Lora) -> MergedAll:
+        """LoRAs written into the model's own weights, for all requests, until `.unmerge()` puts the old ones back.
+
+        No second copy of the changed weights is used in a run; the originals wait in memory for the way back.
+        """
+        return lora.merge_all(self.networks(), [(self.lora_of(one), one.scale) for one in loras])
 
     def explain(self, request: Request, stage: str) -> str:
         """Who owns the peak of a stage's memory, and what would lower it."""
