@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ def fetch(repo: str, *, revision: str | None = None, variant: str | None = None)
     missing = [] if folder is None else lacks(folder, variant)
     if folder is not None and not missing:
         return folder
-    with explained(repo, revision, missing):
+    with explained(repo, revision, missing), quiet("huggingface_hub"):
         from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
         names = HfApi().list_repo_files(repo, revision=revision)
@@ -127,6 +128,18 @@ def shards_of(choice: tuple[str, str | None] | None, names: Iterable[str]) -> li
     stem, mark = name.split(".")[0], "" if variant is None else rf"\.{re.escape(variant)}"
     shard = re.compile(rf"{stem}(?:{mark}-\d+-of-\d+|-\d+-of-\d+{mark})\.safetensors")
     return [other for other in names if shard.fullmatch(other)]
+
+
+@contextmanager
+def quiet(name: str) -> Iterator[None]:
+    """Without a library's warnings: each retry would be a line, and the end is said by `explained`."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @contextmanager
