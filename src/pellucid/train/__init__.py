@@ -1,0 +1,1 @@
+"""Training: what a network is asked, on which data, and by whom."""
