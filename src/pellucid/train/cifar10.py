@@ -1,0 +1,58 @@
+"""CIFAR-10 in its official binary form: records of one label byte and 3,072 pixel bytes, red plane first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pellucid.core.errors import PellucidError, rule
+
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+FILES = {"train": tuple(f"data_batch_{i}.bin" for i in range(1, 6)), "test": ("test_batch.bin",)}
+SIDE, RECORD, IN_FILE = 32, 1 + 3 * 32 * 32, 10_000
+
+
+@dataclass(frozen=True)
+class CIFAR10:
+    """All images of a split in memory, as bytes: 154 MB of training data."""
+
+    images: Tensor  # (N, 3, 32, 32) uint8
+    labels: Tensor  # (N,) int64
+
+    @staticmethod
+    def read(folder: str | Path, split: Literal["train", "test"] = "train") -> CIFAR10:
+        """The split from a folder that holds its .bin files, or holds cifar-10-batches-bin."""
+        if split not in FILES:
+            raise PellucidError(rule("split", "train or test", split), "data-split")
+        base = Path(folder)
+        inner = base / "cifar-10-batches-bin"
+        base = inner if inner.is_dir() else base
+        records = np.concatenate([records_of(base / name) for name in FILES[split]])
+        images = torch.from_numpy(records[:, 1:].reshape(-1, 3, SIDE, SIDE).copy())
+        return CIFAR10(images, torch.from_numpy(records[:, 0].astype(np.int64)))
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, 3, 32, 32) float32 in [−1, 1], and labels (B,)."""
+        return self.images[indices].float() / 127.5 - 1.0, self.labels[indices]
+
+
+def records_of(path: Path) -> np.ndarray:
+    """The records of one file, which must be whole."""
+    if not path.is_file():
+        raise PellucidError(rule("CIFAR-10 folder", f"one that holds {path.name}", str(path.parent)), "data-missing")
+    size, wanted = path.stat().st_size, RECORD * IN_FILE
+    if size != wanted:
+        raise PellucidError(rule(f"size of {path.name}", f"{wanted} bytes", size, "It is cut off."), "data-damaged")
+    records = np.fromfile(path, np.uint8).reshape(-1, RECORD)
+    if records[:, 0].max() >= len(CLASSES):
+        got = int(records[:, 0].max())
+        raise PellucidError(rule(f"labels of {path.name}", f"below {len(CLASSES)}", got), "data-damaged")
+    return records
