@@ -10,12 +10,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import pytest
 import tiny_models as tiny
-import torch
-from safetensors.torch import save_file
-from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
 from pellucid.cli import draw, draw_inspect, inspect_text
 from pellucid.cli import inspect_words as words
@@ -31,23 +27,8 @@ FAMILIES = ("sd1", "xl", "dit", "ddpm", "inpaint", "lcm", "everything")
 @pytest.fixture(scope="module")
 def extras(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A ControlNet, an image encoder and an IP-Adapter for the tiny model, as the words of the command line."""
-    folder = tmp_path_factory.mktemp("extras")
-    unet = tiny.saved("sd1")[0].unet
-    net = diffusers.ControlNetModel.from_unet(unet, conditioning_embedding_out_channels=(8, 16))
-    net.save_pretrained(folder / "control")
-    config = CLIPVisionConfig(
-        hidden_size=32, intermediate_size=64, projection_dim=20, num_hidden_layers=2, num_attention_heads=4,
-        image_size=32, patch_size=8,
-    )  # fmt: skip
-    CLIPVisionModelWithProjection(config).save_pretrained(folder / "eyes")
-    held = {"image_proj.proj.weight": torch.ones(4 * 64, 20), "image_proj.proj.bias": torch.ones(4 * 64)}
-    held |= {"image_proj.norm.weight": torch.ones(64), "image_proj.norm.bias": torch.ones(64)}
-    for number, name in enumerate(unet.attn_processors):
-        if "attn2" in name:
-            inner = unet.get_submodule(name.removesuffix(".processor")).to_q.out_features
-            held |= {f"ip_adapter.{number}.to_{k}_ip.weight": torch.ones(inner, 64) for k in "kv"}
-    save_file(held, folder / "ip.safetensors")
-    return {"control": str(folder / "control"), "eyes": str(folder / "eyes"), "ip": str(folder / "ip.safetensors")}
+    control, eyes, ip = tiny.extras(tmp_path_factory.mktemp("extras"))
+    return {"control": str(control), "eyes": str(eyes), "ip": str(ip)}
 
 
 @cache

@@ -17,8 +17,16 @@ from typing import Any
 import diffusers
 import torch
 from diffusers import AutoencoderKL, ControlNetModel, UNet2DConditionModel
+from safetensors.torch import save_file
 from torch import Tensor
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    CLIPVisionConfig,
+    CLIPVisionModelWithProjection,
+)
 
 VOCABULARY = 64
 VAE = {
@@ -379,3 +387,23 @@ def checkpoint(pipe: Any) -> dict[str, Tensor]:
         out |= {k.replace(".resblocks.22.", ".resblocks.23."): v for k, v in last.items()}
         return out | {"cond_stage_model.model.text_projection": torch.ones(64, 64)}
     return out | prefixed("conditioner.embedders.0.transformer." if second else "cond_stage_model.transformer.", state)
+
+
+def extras(folder: Path) -> tuple[Path, Path, Path]:
+    """A ControlNet, an image encoder and an IP-Adapter for the tiny model `sd1`, saved in a folder."""
+    unet = saved("sd1")[0].unet
+    net = ControlNetModel.from_unet(unet, conditioning_embedding_out_channels=(8, 16))
+    net.save_pretrained(folder / "control")
+    config = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, projection_dim=20, num_hidden_layers=2, num_attention_heads=4,
+        image_size=32, patch_size=8,
+    )  # fmt: skip
+    CLIPVisionModelWithProjection(config).save_pretrained(folder / "eyes")
+    held = {"image_proj.proj.weight": torch.ones(4 * 64, 20), "image_proj.proj.bias": torch.ones(4 * 64)}
+    held |= {"image_proj.norm.weight": torch.ones(64), "image_proj.norm.bias": torch.ones(64)}
+    for number, name in enumerate(unet.attn_processors):
+        if "attn2" in name:
+            inner = unet.get_submodule(name.removesuffix(".processor")).to_q.out_features
+            held |= {f"ip_adapter.{number}.to_{k}_ip.weight": torch.ones(inner, 64) for k in "kv"}
+    save_file(held, folder / "ip.safetensors")
+    return folder / "control", folder / "eyes", folder / "ip.safetensors"

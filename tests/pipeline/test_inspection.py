@@ -10,13 +10,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import pytest
 import tiny_models as tiny
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
 from pellucid.core import schedule as schedules
 from pellucid.core.errors import PellucidError
@@ -220,23 +218,7 @@ def test_a_network_that_is_told_its_guidance():
 @pytest.fixture(scope="module")
 def extras(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """A ControlNet, an image encoder and an IP-Adapter for the tiny model."""
-    folder = tmp_path_factory.mktemp("extras")
-    unet = tiny.saved("sd1")[0].unet
-    net = diffusers.ControlNetModel.from_unet(unet, conditioning_embedding_out_channels=(8, 16))
-    net.save_pretrained(folder / "control")
-    config = CLIPVisionConfig(
-        hidden_size=32, intermediate_size=64, projection_dim=20, num_hidden_layers=2, num_attention_heads=4,
-        image_size=32, patch_size=8,
-    )  # fmt: skip
-    CLIPVisionModelWithProjection(config).save_pretrained(folder / "eyes")
-    held = {"image_proj.proj.weight": torch.ones(4 * 64, 20), "image_proj.proj.bias": torch.ones(4 * 64)}
-    held |= {"image_proj.norm.weight": torch.ones(64), "image_proj.norm.bias": torch.ones(64)}
-    for number, name in enumerate(unet.attn_processors):
-        if "attn2" in name:
-            inner = unet.get_submodule(name.removesuffix(".processor")).to_q.out_features
-            held |= {f"ip_adapter.{number}.to_{k}_ip.weight": torch.ones(inner, 64) for k in "kv"}
-    save_file(held, folder / "ip.safetensors")
-    return folder / "control", folder / "eyes", folder / "ip.safetensors"
+    return tiny.extras(tmp_path_factory.mktemp("extras"))
 
 
 def test_controlnets_and_image_prompts(extras: tuple[Path, Path, Path]):

@@ -8,7 +8,7 @@ Steps of a run are its distinct levels in order, so a level has one scale howeve
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -264,9 +264,14 @@ class Bound:
         return self.guidance.dose(sigma, min(self.step(level.ratio), steps - 1), steps)
 
     def step(self, ratio: float) -> int:
-        if self.falling:
-            return sum(r > ratio * (1 + SAME) for r in self.ratios)
-        return sum(r < ratio * (1 - SAME) for r in self.ratios)
+        return steps_before(self.ratios, ratio, self.falling)
+
+
+def steps_before(ratios: Sequence[float], ratio: float, falling: bool = True) -> int:
+    """How many of a run's levels come before one."""
+    if falling:
+        return sum(r > ratio * (1 + SAME) for r in ratios)
+    return sum(r < ratio * (1 - SAME) for r in ratios)
 
 
 def steps_of(plan: Plan, falling: bool) -> list[float]:

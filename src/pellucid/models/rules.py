@@ -8,6 +8,7 @@ output as it is), `eps`, `x0`, `v` or `flow`. The default is the space of its pa
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args
 
@@ -108,13 +109,14 @@ def within(start: float, stop: float, step: int, steps: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Combination(Rule):
+class Combination(Rule, ABC):
     """How cond and uncond become one prediction; `past` is what the rule remembers from call to call of one run."""
 
     space: Space = field(default="raw", kw_only=True)
 
+    @abstractmethod
     def combine(self, cond: Tensor, uncond: Tensor, scale: Any, past: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        raise NotImplementedError
+        """The combined prediction, and what to remember."""
 
 
 @dataclass(frozen=True)
@@ -263,14 +265,15 @@ class AutoGuidance(Extra):
 
 
 @dataclass(frozen=True)
-class Correction(Rule):
+class Correction(Rule, ABC):
     """Changes the guided prediction in the light of cond (and uncond, where `compares` says so)."""
 
     compares: ClassVar[bool] = False
     space: Space = field(default="x0", kw_only=True)
 
+    @abstractmethod
     def correct(self, guided: Tensor, cond: Tensor, uncond: Tensor | None) -> Tensor:
-        raise NotImplementedError
+        """The corrected prediction."""
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,10 @@ from pellucid.core.loop import Prediction
 from pellucid.core.plan import Plan
 from pellucid.core.schedule import Level
 from pellucid.models.controlnet import Controlled, ControlNet, Hint
-from pellucid.models.guidance import steps_of
+from pellucid.models.guidance import steps_before, steps_of
 from pellucid.models.guided import GuidedDenoiser, GuidedRun
 from pellucid.models.ip_adapter import IPAdapter
 from pellucid.models.lora import AdapterSet
-
-SAME = 1e-9
 
 
 def check_scale(what: str, scale: Any) -> None:
@@ -117,7 +115,7 @@ class ControlledRun:
 
 
 def acts(control: Control, level: Level, ratios: list[float]) -> bool:
-    step = min(sum(r > level.ratio * (1 + SAME) for r in ratios), len(ratios) - 1)
+    step = min(steps_before(ratios, level.ratio), len(ratios) - 1)
     return control.acts_at(step, len(ratios))
 
 

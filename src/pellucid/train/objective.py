@@ -13,6 +13,7 @@ from torch import Tensor
 from pellucid.core import target as targets
 from pellucid.core.denoiser import input_scale, sigma_data_of
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.loop import column
 from pellucid.core.schedule import Level, Schedule, Target
 from pellucid.models import inputs as trees
 from pellucid.train.times import Times
@@ -70,9 +71,9 @@ class Objective:
             noise = noise + self.noise_offset * flat
         noise = noise.to(x0)
         levels = [self.schedule.level(float(time)) for time in times]
-        x = x0 * shaped([lv.alpha for lv in levels], x0) + noise * shaped([lv.sigma for lv in levels], x0)
+        x = x0 * column([lv.alpha for lv in levels], x0, False) + noise * column([lv.sigma for lv in levels], x0, False)
         return Question(
-            x=x * shaped([input_scale(self.schedule, lv) for lv in levels], x0),
+            x=x * column([input_scale(self.schedule, lv) for lv in levels], x0, False),
             time=torch.tensor(times, dtype=torch.float32, device=x0.device),
             answer=self.answer(x, x0, noise, levels),
             weights=torch.tensor([self.weight(lv) for lv in levels], dtype=torch.float32, device=x0.device),
@@ -89,9 +90,9 @@ class Objective:
         through_eps = [lv.alpha >= lv.sigma for lv in levels]
         ways = {True: targets.from_eps, False: targets.from_x0}
         pairs = [ways[way](self.target, lv, data) for way, lv in zip(through_eps, levels, strict=True)]
-        clear = shaped([float(way) for way in through_eps], x0)
+        clear = column([float(way) for way in through_eps], x0, False)
         known = noise * clear + x0 * (1 - clear)
-        return x * shaped([p[0] for p in pairs], x0) + known * shaped([p[1] for p in pairs], x0)
+        return x * column([p[0] for p in pairs], x0, False) + known * column([p[1] for p in pairs], x0, False)
 
     def weight(self, level: Level) -> float:
         return self.weighting.on(self.target, level, sigma_data_of(self.schedule))
@@ -129,11 +130,6 @@ def dropped(inputs: Mapping[str, Any], null: Mapping[str, Any], without: Tensor)
         return torch.where(mask, empty.to(own), own)
 
     return trees.over(choose, "inputs", inputs, null)
-
-
-def shaped(values: list[float], like: Tensor) -> Tensor:
-    """One number an image, to broadcast."""
-    return torch.tensor(values, dtype=like.dtype, device=like.device).reshape(-1, *([1] * (like.ndim - 1)))
 
 
 class ByLevel:
