@@ -1,0 +1,262 @@
+"""`pellucid score`: how near pictures are to a reference, and to their prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pellucid.cli import output
+from pellucid.core.errors import PellucidError, rule
+
+if TYPE_CHECKING:
+    from pellucid.evidence.metrics.image_text import ImageText
+    from pellucid.evidence.metrics.inception import Inception
+    from pellucid.evidence.metrics.measured import Measured
+    from pellucid.evidence.metrics.pictures import PictureSet
+    from pellucid.evidence.metrics.score import Asked, Figure, Score
+
+EXAMPLES = (
+    "pellucid score samples.npz --against reference.safetensors --inception inception.safetensors --json",
+    "pellucid score out/ --clip clip-vit-base-patch32 --prompts prompts.txt",
+    "pellucid score data/cifar10:train --save cifar10-train.safetensors",
+)
+MEGABYTES = 92  # of the weights, when they are downloaded
+EPILOG = "\n\n".join(("More:", *EXAMPLES))
+
+
+def command(
+    images: Annotated[
+        str,
+        typer.Argument(
+            metavar="IMAGES",
+            help="A folder of pictures, FOLDER:train or :test of CIFAR-10, an .npz or .safetensors file of uint8.",
+        ),
+    ],
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="REFERENCE", help="What IMAGES can be, or a file that --save wrote."),
+    ] = None,
+    inception: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Weights of FID's Inception; cached or downloaded if not given.")
+    ] = None,
+    clip: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="A CLIP that compares each picture with its prompt.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A prompt a line, or .jsonl with file_name and text.")
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the statistics of IMAGES, to score others against.")
+    ] = None,
+    kid_subsets: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Random subsets of KID; 100 when not given.")
+    ] = None,
+    kid_size: Annotated[
+        int | None, typer.Option(metavar="N", min=2, help="Pictures of each subset; 1000 when not given.")
+    ] = None,
+    neighbours: Annotated[
+        int | None, typer.Option(metavar="K", min=1, help="Of precision and recall; 3 when not given.")
+    ] = None,
+    bootstrap: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=0, help="Resamples of the intervals, 0 for none; 1000 when not given, for FID 50."
+        ),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", min=0, help="Of subsets and resamples.")] = None,
+    batch: Annotated[int, typer.Option(metavar="N", min=1, help="Pictures at once.")] = 64,
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="cuda or cpu; cuda where there is one when not given.")
+    ] = None,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", metavar="", help="Neither read nor keep features of the reference.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Score pictures: FID, KID, precision and recall against a reference; CLIP's cosine against prompts.
+
+    Each with an interval from resampling the pictures. Below 10,000 pictures read KID, not FID.
+
+    Example: [bold]pellucid score out/ --against data/cifar10:train[/]
+    """
+    check_options(against, inception, clip, prompts, save)
+    only = {"--kid-subsets": kid_subsets, "--kid-size": kid_size, "--neighbours": neighbours}
+    check_against(against, {**only, "--no-cache": no_cache or None})
+    from pellucid.evidence.metrics.score import Asked, with_image_text
+
+    given = {"subsets": kid_subsets, "subset": kid_size, "neighbours": neighbours, "resamples": bootstrap, "seed": seed}
+    asked = Asked(**{name: value for name, value in given.items() if value is not None})
+    work = Work(images, against, batch, device, cached=not no_cache)
+    fit = None if clip is None or prompts is None else work.judge(clip, prompts)  # before the long work
+    found = work.score(inception, save, asked)
+    if fit is not None:
+        found = with_image_text(found, fit(asked))
+    if as_json:
+        output.print_json(found.to_json())
+    else:
+        show(found, asked.level)
+
+
+def check_options(
+    against: str | None, inception: Path | None, clip: str | None, prompts: Path | None, save: Path | None
+) -> None:
+    """Refuses what would do nothing."""
+    if (clip is None) != (prompts is None):
+        got = "--clip" if prompts is None else "--prompts"
+        raise PellucidError(f"--clip and --prompts must be given together; got {got} alone.", "usage")
+    if against is None and clip is None and save is None:
+        raise PellucidError("--against, --clip or --save must be given; got none of them.", "usage")
+    if inception is not None and against is None and save is None:
+        raise PellucidError("--inception must be given with --against or --save; got it alone.", "usage")
+    if save is not None:
+        output.destination(save, "--save", (".safetensors",))
+
+
+def check_against(against: str | None, given: dict[str, Any]) -> None:
+    for option, value in given.items():
+        if against is None and value is not None:
+            raise PellucidError(f"{option} must be given with --against; got it alone.", "usage")
+
+
+class Work:
+    """The sets and networks of one call; what is missing is found before the long work begins."""
+
+    def __init__(self, images: str, reference: str | None, batch: int, device: str | None, cached: bool) -> None:
+        from pellucid.evidence.metrics.fid import Statistics
+        from pellucid.evidence.metrics.pictures import open_pictures
+        from pellucid.interop import source
+        from pellucid.pipeline.load import default_device
+
+        self.names = (images, reference)
+        self.images = open_pictures(images)
+        self.reference = None if reference is None else open_pictures(reference)
+        self.batch, self.cached = batch, cached
+        self.device = source.place(device) or default_device()
+        self.known = [isinstance(side, Statistics) for side in (self.images, self.reference) if side is not None]
+
+    def score(self, inception: Path | None, save: Path | None, asked: Asked) -> Score:
+        """The figures against the reference; without one, only the count."""
+        from pellucid.evidence.metrics.score import Score, score, stages
+
+        name, against = self.names
+        if against is None and save is None:
+            return Score(name, len(self.pictures("--clip")))
+        if save is not None:
+            self.pictures("--save")
+        network = self.network(inception)
+        mine = self.measured(name, self.images, network, False)
+        if save is not None:
+            mine.statistics.save(save)
+        if against is None:
+            return Score(name, mine.count, notes=tuple(mine.notes()))
+        other = self.measured(against, self.reference, network, self.cached)
+        with output.progress("scoring", stages(asked)) as seen:
+            return score(mine, other, asked, seen)
+
+    def network(self, path: Path | None) -> Inception | None:
+        """FID's network, unless both sides are statistics already."""
+        from pellucid.evidence.metrics.weights import load_inception
+
+        if all(self.known):
+            if path is not None:
+                raise PellucidError(rule("--inception", "left out for statistics", str(path)), "usage")
+            return None
+        with output.progress("Inception's weights", MEGABYTES) as seen:
+            return load_inception(path, self.device, lambda *_: seen())
+
+    def measured(self, name: str, side: Any, network: Inception | None, cached: bool) -> Measured:
+        """One side as the network sees it."""
+        from pellucid.evidence.metrics import measured
+        from pellucid.evidence.metrics.fid import Statistics
+        from pellucid.evidence.metrics.weights import cache_folder
+
+        if network is None or isinstance(side, Statistics):
+            return measured.Measured(name, side.to(self.device))
+        with pictures_done(name, len(side)) as done:
+            if cached:
+                return measured.measure_cached(side, network, cache_folder(), self.batch, done)
+            return measured.measure(side, network, self.batch, done)
+
+    def pictures(self, option: str) -> PictureSet:
+        from pellucid.evidence.metrics.fid import Statistics
+
+        if isinstance(self.images, Statistics):
+            raise PellucidError(rule(f"IMAGES of {option}", "pictures", "statistics"), "usage")
+        return self.images
+
+    def judge(self, clip: str, prompts: Path) -> Callable[[Asked], ImageText]:
+        """What says how well each picture fits its prompt, ready to run."""
+        from pellucid.evidence.metrics.image_text import Judge, image_text, read_prompts
+
+        pictures = self.pictures("--clip")
+        texts = read_prompts(prompts, pictures)
+        judge = Judge.load(clip, self.device)
+
+        def run(asked: Asked) -> ImageText:
+            with pictures_done("prompts", len(pictures)) as done:
+                return image_text(pictures, texts, judge, asked.resamples, asked.seed, done)
+
+        return run
+
+
+@contextmanager
+def pictures_done(name: str, count: int) -> Iterator[Callable[[int], None]]:
+    """A bar of pictures, told so many at once."""
+    with output.progress(name, count) as seen:
+
+        def done(more: int) -> None:
+            for _ in range(more):
+                seen()
+
+        yield done
+
+
+def show(found: Score, level: float) -> None:
+    """A table, KID first where FID is not to be trusted, and the notes."""
+    console = output.console()
+    words = f"{found.images} · {found.count:,} pictures"
+    if found.reference is not None:
+        words += f" · against {found.reference} · {found.reference_count:,} pictures"
+    console.print(words, markup=False)
+    table = output.table("figure", "value", f"{level:.0%} interval", "how", right=("value",))
+    for row in rows(found):
+        table.add_row(*row)
+    if table.row_count:
+        console.print(table)
+    for note in found.notes:
+        console.print(f"note: {note}", markup=False)
+
+
+def rows(found: Score) -> Iterator[tuple[str, str, str, str]]:
+    distances = []
+    if found.fid is not None:
+        distances.append(("FID", *shown(found.fid, "{:.3f}"), fid_words(found.fid)))
+    if found.kid is not None and found.kid_subsets is not None:
+        part = found.kid_subsets
+        subsets = f"{1000 * part.value:.3f} ± {1000 * part.std:.3f} over {part.subsets} subsets of {part.size}"
+        distances.insert(
+            0 if found.prefers_kid else 1,
+            ("KID × 1000", *shown(found.kid, "{:.3f}", 1000), f"over all pairs; {subsets}"),
+        )
+    yield from distances
+    if found.precision is not None and found.recall is not None:
+        yield ("precision", *shown(found.precision, "{:.4f}"), "pictures like some of the reference")
+        yield ("recall", *shown(found.recall, "{:.4f}"), "of the reference like some pictures")
+    if found.image_text is not None:
+        yield ("image-text", *shown(found.image_text, "{:.2f}"), "100 × mean cosine of picture and prompt")
+
+
+def shown(figure: Figure, form: str, factor: float = 1.0) -> tuple[str, str]:
+    interval = figure.interval
+    spread = [] if interval is None else [form.format(factor * end) for end in (interval.low, interval.high)]
+    return form.format(factor * figure.value), " to ".join(spread)
+
+
+def fid_words(figure: Figure) -> str:
+    if figure.interval is None:
+        return ""
+    return f"{figure.interval.resamples} resamples, reflected; their bias, {figure.interval.bias:.3f}, is taken out"

@@ -1,0 +1,1 @@
+"""Evidence: what a model and its pictures are worth, measured."""

@@ -1,0 +1,136 @@
+"""The Fréchet distance between Gaussians that are fitted to features (Heusel et al. 2017)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pellucid.core.errors import PellucidError, rule
+from pellucid.interop import weights
+
+FORMAT = "pellucid-statistics-1"
+FEW = 10_000  # pictures below which FID says more about their number than about their quality
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Mean (D,) and covariance (D, D) of `count` features, float64; the covariance of a single one is zero.
+
+    `network` is the digest of the weights that made the features, where it is known: others cannot be compared.
+    """
+
+    mean: Tensor
+    covariance: Tensor
+    count: int
+    network: str = ""
+
+    @staticmethod
+    def of(features: Tensor) -> Statistics:
+        """Of features (N, D), in float64 on the device where they are."""
+        if features.ndim != 2 or not len(features):
+            raise PellucidError(rule("shape of features", "(N, D), N at least 1", tuple(features.shape)), "features")
+        found = features.double()
+        mean = found.mean(0)
+        centred = found - mean
+        return Statistics(mean, centred.T @ centred / max(len(found) - 1, 1), len(found))
+
+    @staticmethod
+    def streamed(batches: Iterable[Tensor]) -> Statistics:
+        """Of features that come batch by batch and are not kept."""
+        found: Statistics | None = None
+        for batch in batches:
+            part = Statistics.of(batch)
+            found = part if found is None else found.merge(part)
+        if found is None:
+            raise PellucidError(rule("pictures", "at least one", "none"), "pictures-empty")
+        return found
+
+    def merge(self, other: Statistics) -> Statistics:
+        """Of both sets together (Chan et al. 1979): no feature is seen twice."""
+        if self.mean.shape != other.mean.shape:
+            raise PellucidError(rule("features", f"of width {len(self.mean)}", len(other.mean)), "features")
+        mean, covariance = other.mean.to(self.mean), other.covariance.to(self.covariance)
+        count = self.count + other.count
+        apart = mean - self.mean
+        scatter = (self.count - 1) * self.covariance + (other.count - 1) * covariance
+        scatter = scatter + torch.outer(apart, apart) * (self.count * other.count / count)
+        return Statistics(self.mean + apart * (other.count / count), scatter / max(count - 1, 1), count, self.network)
+
+    def to(self, device: torch.device | str) -> Statistics:
+        return replace(self, mean=self.mean.to(device), covariance=self.covariance.to(device))
+
+    def save(self, path: str | Path) -> None:
+        """As one safetensors file, whole or not at all."""
+        goal = Path(path)
+        part = goal.with_name(f".{goal.name}.{os.getpid()}.part")
+        tensors = {"mean": self.mean.cpu().contiguous(), "covariance": self.covariance.cpu().contiguous()}
+        try:
+            save_file(tensors, part, {"format": FORMAT, "count": str(self.count), "network": self.network})
+            with part.open("rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(part, goal)
+        finally:
+            part.unlink(missing_ok=True)
+
+    @staticmethod
+    def load(path: str | Path) -> Statistics:
+        """From a file that `save` wrote."""
+        place = Path(path)
+        if weights.kind_of(place) != "safetensors":
+            raise PellucidError(rule(place.name, "statistics in a safetensors file", "another format"), "statistics")
+        tensors, words = weights.read_safetensors(place), weights.metadata_of(place)
+        mean, covariance, count = tensors.get("mean"), tensors.get("covariance"), words.get("count", "")
+        if words.get("format") != FORMAT or mean is None or covariance is None or not count.isdecimal():
+            got = words.get("format", "a file without that mark")
+            raise PellucidError(rule(place.name, f"statistics of format {FORMAT}", got), "statistics")
+        whole = mean.ndim == 1 and covariance.shape == (len(mean), len(mean))
+        if not whole or not (mean.isfinite().all() and covariance.isfinite().all()) or int(count) < 1:
+            raise PellucidError(rule(place.name, "finite, (D,) and (D, D)", tuple(covariance.shape)), "statistics")
+        return Statistics(mean.double(), covariance.double(), int(count), words.get("network", ""))
+
+
+def fid(a: Statistics | Tensor, b: Statistics | Tensor) -> float:
+    """|m₁ − m₂|² + tr C₁ + tr C₂ − 2 tr √(C₁C₂), of statistics or of features (N, D), on the device of `a`."""
+    first = a if isinstance(a, Statistics) else Statistics.of(a)
+    second = b if isinstance(b, Statistics) else Statistics.of(b)
+    if first.mean.shape != second.mean.shape:
+        raise PellucidError(rule("features", f"of width {len(first.mean)}", len(second.mean)), "features")
+    if first.network and second.network and first.network != second.network:
+        must = f"of one network, {first.network[:8]}"
+        raise PellucidError(rule("features", must, second.network[:8], "Make them again with its weights."), "features")
+    if min(first.count, second.count) < 2:
+        count = min(first.count, second.count)
+        raise PellucidError(rule("pictures for FID", "at least 2 on each side", count), "pictures-few")
+    return frechet(first, second.to(first.mean.device), square_root(first.covariance))
+
+
+def frechet(a: Statistics, b: Statistics, root: Tensor) -> float:
+    """The distance, given the root of a's covariance: whoever compares many with `a` computes it once.
+
+    C₁C₂ has the eigenvalues of the symmetric √C₁ C₂ √C₁, so that no root of a general matrix is needed.
+    """
+    values = torch.linalg.eigvalsh(root @ b.covariance @ root)
+    overlap = values.clamp(min=0).sqrt().sum()
+    apart = (a.mean - b.mean).square().sum()
+    # Above 0 by definition; rounding may leave the distance of a set from itself a little below.
+    return max(0.0, float(apart + a.covariance.trace() + b.covariance.trace() - 2 * overlap))
+
+
+def square_root(covariance: Tensor) -> Tensor:
+    """The symmetric root of a symmetric matrix; eigenvalues that rounding pushed below 0 are 0."""
+    values, vectors = torch.linalg.eigh(covariance)
+    return (vectors * values.clamp(min=0).sqrt()) @ vectors.T
+
+
+def note_on(count: int) -> str | None:
+    """What must be said beside an FID of so many pictures; nothing from 10,000 on."""
+    if count >= FEW:
+        return None
+    words = f"FID of {count:,} pictures is biased upwards and must not be compared with FID of other counts"
+    return f"{words}; below {FEW:,} prefer KID."

@@ -1,0 +1,351 @@
+"""The Inception-v3 that FID is defined by (Szegedy et al. 2015; the TensorFlow graph of 2015-12-05): 2,048 features.
+
+It differs from the Inception-v3 of model zoos: average pools do not count their padding, the last block pools by
+maximum, the input is resized as TensorFlow 1 did and scaled as (pixel − 128) / 128. Names of weights are those of
+pytorch-fid's file, so that one network reads any copy of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pellucid.core.errors import PellucidError, rule
+
+SIDE = 299  # pixels of the input
+FEATURES = 2048
+EPS = 1e-3  # of every batch norm
+BATCH = 64  # pictures at once: 69 MB of input, about 1 GB of activations
+
+
+class Shape(NamedTuple):
+    """One convolution: kernel and padding are (height, width)."""
+
+    out: int
+    kernel: tuple[int, int] = (1, 1)
+    stride: int = 1
+    padding: tuple[int, int] = (0, 0)
+
+
+def square(out: int, side: int, stride: int = 1, padding: int = 0) -> Shape:
+    return Shape(out, (side, side), stride, (padding, padding))
+
+
+def wide(out: int, length: int) -> Shape:
+    return Shape(out, (1, length), 1, (0, length // 2))
+
+
+def tall(out: int, length: int) -> Shape:
+    return Shape(out, (length, 1), 1, (length // 2, 0))
+
+
+mean_pool = partial(F.avg_pool2d, kernel_size=3, stride=1, padding=1, count_include_pad=False)
+max_pool = partial(F.max_pool2d, kernel_size=3, stride=1, padding=1)
+halve = partial(F.max_pool2d, kernel_size=3, stride=2)
+Pool = Callable[[Tensor], Tensor]
+Step = dict[str, Shape]  # units side by side on one input: one, but in the forks of the last two blocks
+
+
+class Norm(nn.Module):
+    """The four vectors of a batch norm that has stopped learning."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            self.register_buffer(name, torch.ones(width) if name in ("weight", "running_var") else torch.zeros(width))
+
+
+class Unit(nn.Module):
+    """Convolution, batch norm, ReLU. The norm is folded into the convolution: one pass over the activations less."""
+
+    def __init__(self, channels: int, shape: Shape) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, shape.out, shape.kernel, shape.stride, shape.padding, bias=False)
+        self.bn = Norm(shape.out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.bn.weight * (self.bn.running_var + EPS).rsqrt()
+        weight, bias = self.conv.weight * scale[:, None, None, None], self.bn.bias - self.bn.running_mean * scale
+        return F.conv2d(x, weight, bias, self.conv.stride, self.conv.padding).relu_()
+
+
+class Mixed(nn.Module):
+    """Chains of units on one input, joined by channel; the last chain begins with a pool, and may be only that."""
+
+    def __init__(self, channels: int, chains: list[list[Step]], pool: Pool) -> None:
+        super().__init__()
+        self.pool = pool
+        self.chains = [[tuple(step) for step in chain] for chain in chains]  # names
+        self.width = 0
+        for chain in chains:
+            width = channels
+            for step in chain:
+                for name, shape in step.items():
+                    self.add_module(name, Unit(width, shape))
+                width = sum(shape.out for shape in step.values())
+            self.width += width
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = []
+        for number, chain in enumerate(self.chains, 1):
+            y = self.pool(x) if number == len(self.chains) else x
+            for step in chain:
+                units = [self.get_submodule(name)(y) for name in step]
+                y = units[0] if len(units) == 1 else torch.cat(units, 1)
+            ends.append(y)
+        return torch.cat(ends, 1)
+
+
+def block_35(channels: int, pooled: int) -> Mixed:
+    """At 35 × 35: 1×1, 5×5, two 3×3, pool."""
+    return Mixed(
+        channels,
+        [
+            [{"branch1x1": square(64, 1)}],
+            [{"branch5x5_1": square(48, 1)}, {"branch5x5_2": square(64, 5, padding=2)}],
+            [
+                {"branch3x3dbl_1": square(64, 1)},
+                {"branch3x3dbl_2": square(96, 3, padding=1)},
+                {"branch3x3dbl_3": square(96, 3, padding=1)},
+            ],
+            [{"branch_pool": square(pooled, 1)}],
+        ],
+        mean_pool,
+    )
+
+
+def block_35_to_17(channels: int) -> Mixed:
+    return Mixed(
+        channels,
+        [
+            [{"branch3x3": square(384, 3, stride=2)}],
+            [
+                {"branch3x3dbl_1": square(64, 1)},
+                {"branch3x3dbl_2": square(96, 3, padding=1)},
+                {"branch3x3dbl_3": square(96, 3, stride=2)},
+            ],
+            [],
+        ],
+        halve,
+    )
+
+
+def block_17(channels: int, inner: int) -> Mixed:
+    """At 17 × 17: 1×1, 7×7 in two strips, twice 7×7 in four strips, pool."""
+    return Mixed(
+        channels,
+        [
+            [{"branch1x1": square(192, 1)}],
+            [{"branch7x7_1": square(inner, 1)}, {"branch7x7_2": wide(inner, 7)}, {"branch7x7_3": tall(192, 7)}],
+            [
+                {"branch7x7dbl_1": square(inner, 1)},
+                {"branch7x7dbl_2": tall(inner, 7)},
+                {"branch7x7dbl_3": wide(inner, 7)},
+                {"branch7x7dbl_4": tall(inner, 7)},
+                {"branch7x7dbl_5": wide(192, 7)},
+            ],
+            [{"branch_pool": square(192, 1)}],
+        ],
+        mean_pool,
+    )
+
+
+def block_17_to_8(channels: int) -> Mixed:
+    return Mixed(
+        channels,
+        [
+            [{"branch3x3_1": square(192, 1)}, {"branch3x3_2": square(320, 3, stride=2)}],
+            [
+                {"branch7x7x3_1": square(192, 1)},
+                {"branch7x7x3_2": wide(192, 7)},
+                {"branch7x7x3_3": tall(192, 7)},
+                {"branch7x7x3_4": square(192, 3, stride=2)},
+            ],
+            [],
+        ],
+        halve,
+    )
+
+
+def block_8(channels: int, pool: Pool) -> Mixed:
+    """At 8 × 8: 1×1, 3×3 forked into strips, two 3×3 of which the last is forked, pool."""
+    return Mixed(
+        channels,
+        [
+            [{"branch1x1": square(320, 1)}],
+            [{"branch3x3_1": square(384, 1)}, {"branch3x3_2a": wide(384, 3), "branch3x3_2b": tall(384, 3)}],
+            [
+                {"branch3x3dbl_1": square(448, 1)},
+                {"branch3x3dbl_2": square(384, 3, padding=1)},
+                {"branch3x3dbl_3a": wide(384, 3), "branch3x3dbl_3b": tall(384, 3)},
+            ],
+            [{"branch_pool": square(192, 1)}],
+        ],
+        pool,
+    )
+
+
+class Inception(nn.Module):
+    """Pictures (N, 3, H, W) uint8 → features (N, 2048) float32, in full float32 whatever torch is allowed elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.Conv2d_1a_3x3 = Unit(3, square(32, 3, stride=2))
+        self.Conv2d_2a_3x3 = Unit(32, square(32, 3))
+        self.Conv2d_2b_3x3 = Unit(32, square(64, 3, padding=1))
+        self.Conv2d_3b_1x1 = Unit(64, square(80, 1))
+        self.Conv2d_4a_3x3 = Unit(80, square(192, 3))
+        self.Mixed_5b = block_35(192, 32)
+        self.Mixed_5c = block_35(256, 64)
+        self.Mixed_5d = block_35(288, 64)
+        self.Mixed_6a = block_35_to_17(288)
+        self.Mixed_6b = block_17(768, 128)
+        self.Mixed_6c = block_17(768, 160)
+        self.Mixed_6d = block_17(768, 160)
+        self.Mixed_6e = block_17(768, 192)
+        self.Mixed_7a = block_17_to_8(768)
+        self.Mixed_7b = block_8(1280, mean_pool)
+        self.Mixed_7c = block_8(2048, max_pool)
+
+    @property
+    def device(self) -> torch.device:
+        return self.Conv2d_1a_3x3.conv.weight.device
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 3, 299, 299) as `prepare` makes them → (N, 2048)."""
+        x = self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(x)))  # (N, 64, 147, 147)
+        x = self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(halve(x)))  # (N, 192, 71, 71)
+        x = self.Mixed_5d(self.Mixed_5c(self.Mixed_5b(halve(x))))  # (N, 288, 35, 35)
+        x = self.Mixed_6e(self.Mixed_6d(self.Mixed_6c(self.Mixed_6b(self.Mixed_6a(x)))))  # (N, 768, 17, 17)
+        x = self.Mixed_7c(self.Mixed_7b(self.Mixed_7a(x)))  # (N, 2048, 8, 8)
+        return x.mean((2, 3))
+
+    @torch.no_grad()
+    def features(self, images: Tensor) -> Tensor:
+        """Pictures (N, 3, H, W) uint8, wherever they are → (N, 2048) float32 on the network's device, in one batch."""
+        with exact(self.device):
+            return self(self.laid_out(prepare(images.to(self.device))))
+
+    def laid_out(self, x: Tensor) -> Tensor:
+        """In the memory format of the weights: `network.to(memory_format=torch.channels_last)` is enough."""
+        last = self.Conv2d_2a_3x3.conv.weight.is_contiguous(memory_format=torch.channels_last)
+        return x.contiguous(memory_format=torch.channels_last) if last else x
+
+    def digest(self) -> str:
+        """A name for these weights: SHA-256 over all of them."""
+        found = hashlib.sha256()
+        for name, tensor in sorted(self.state_dict().items()):
+            found.update(name.encode())
+            found.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+        return found.hexdigest()
+
+
+def features(
+    images: Tensor | Iterable[Tensor],
+    network: Inception,
+    batch: int = BATCH,
+    progress: Callable[[int], object] | None = None,
+) -> Tensor:
+    """Features (N, 2048) float32, on the network's device, of pictures (N, 3, H, W) uint8 or of a stream of such.
+
+    Pictures of a stream may differ in size from one tensor to the next: they are resized, then go `batch` by `batch`.
+    `progress` is told how many pictures were done.
+    """
+    found = list(feature_batches(images, network, batch, progress))
+    return torch.cat(found) if found else torch.empty(0, FEATURES, device=network.device)
+
+
+@torch.no_grad()
+def feature_batches(
+    images: Tensor | Iterable[Tensor],
+    network: Inception,
+    batch: int = BATCH,
+    progress: Callable[[int], object] | None = None,
+) -> Iterator[Tensor]:
+    """The same, one batch after the other, for those who keep only sums."""
+    if batch < 1:
+        raise PellucidError(rule("batch", "at least 1", batch), "batch")
+    for pixels in batched(images, network.device, batch):
+        with exact(network.device):
+            found = network(network.laid_out(pixels))
+        yield found
+        if progress is not None:
+            progress(len(found))
+
+
+def batched(images: Tensor | Iterable[Tensor], device: torch.device, batch: int) -> Iterator[Tensor]:
+    """Prepared inputs, `batch` at a time whatever the sizes of the pictures are."""
+    waiting: list[Tensor] = []
+    room = batch
+    for given in (images,) if isinstance(images, Tensor) else images:
+        rest = given
+        while len(rest):
+            taken, rest = rest[:room], rest[room:]
+            with exact(device):
+                waiting.append(prepare(taken.to(device)))
+            room -= len(taken)
+            if room == 0:
+                yield waiting[0] if len(waiting) == 1 else torch.cat(waiting)
+                waiting, room = [], batch
+    if waiting:
+        yield torch.cat(waiting)
+
+
+def prepare(images: Tensor) -> Tensor:
+    """(N, 3, H, W) uint8 → (N, 3, 299, 299) float32: resized, then (pixel − 128) / 128."""
+    if images.dtype != torch.uint8:
+        raise PellucidError(rule("dtype of pictures", "uint8", str(images.dtype), "See to_bytes."), "picture-dtype")
+    if images.ndim != 4 or images.shape[1] != 3 or 0 in images.shape[2:]:
+        raise PellucidError(rule("shape of pictures", "(N, 3, H, W)", tuple(images.shape)), "picture-shape")
+    return (resize(images.float()) - 128.0) / 128.0
+
+
+def resize(pixels: Tensor, side: int = SIDE) -> Tensor:
+    """(N, C, H, W) float → (N, C, side, side), as TensorFlow 1's bilinear resize: no antialias, no pixel centres."""
+    rows, columns = (taps(size, side, pixels.device, pixels.dtype) for size in pixels.shape[2:])
+    return rows @ pixels @ columns.T
+
+
+@lru_cache(maxsize=64)
+def taps(size: int, side: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """(side, size): output i is taken at i · size / side, between the pixel below and the next or the last."""
+    place = torch.arange(side, dtype=torch.float64) * (size / side)
+    low = place.long().clamp(max=size - 1)
+    high = (low + 1).clamp(max=size - 1)
+    share = (place - low)[:, None]
+    index = torch.arange(size)
+    found = (index == low[:, None]) * (1 - share) + (index == high[:, None]) * share
+    return found.to(device, dtype)
+
+
+def to_bytes(images: Tensor) -> Tensor:
+    """Pictures in [0, 1] → uint8, as a PNG would hold them: rounded to the nearest."""
+    return (images.float().clamp(0, 1) * 255).round().to(torch.uint8)
+
+
+@contextmanager
+def exact(device: torch.device) -> Iterator[None]:
+    """Full float32: neither TF32 nor autocast, which move FID by more than its third digit; then as it was before."""
+    places: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.cuda.matmul)
+    name, full = "allow_tf32", False
+    if hasattr(torch.backends.cudnn, "conv"):  # torch 2.9 and later: reading the old names fails where both were used
+        places, name, full = (torch.backends.cudnn.conv, torch.backends.cuda.matmul), "fp32_precision", "ieee"
+    before = [getattr(place, name) for place in places]
+    tried = torch.backends.cudnn.benchmark
+    try:
+        torch.backends.cudnn.benchmark = False  # a hundred convolutions tried for each size of a batch: a minute
+        for place in places:
+            setattr(place, name, full)
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.backends.cudnn.benchmark = tried
+        for place, value in zip(places, before, strict=True):
+            setattr(place, name, value)

@@ -1,0 +1,116 @@
+"""A set of pictures as Inception sees it: statistics, features where they are kept, and a cache of both."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pellucid.core.errors import PellucidError, rule
+from pellucid.evidence.metrics.fid import Statistics
+from pellucid.evidence.metrics.inception import BATCH, Inception, feature_batches
+from pellucid.evidence.metrics.pictures import PictureSet
+from pellucid.interop import weights
+
+MANY = 100_000  # pictures beyond which only statistics are kept: their features would be 0.8 GB
+FEATURES_FORMAT = "pellucid-features-1"
+NAMED_SKIPS = 8  # unreadable files that are named; the rest are counted
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is known of a set. `features` (N, 2048) float32 is None for statistics alone and for very large sets."""
+
+    name: str
+    statistics: Statistics
+    features: Tensor | None = field(default=None, repr=False)
+    skipped: tuple[str, ...] = ()  # why each picture that could not be read was left out
+
+    @property
+    def count(self) -> int:
+        return self.statistics.count
+
+    def to(self, device: torch.device) -> Measured:
+        features = None if self.features is None else self.features.to(device)
+        return replace(self, statistics=self.statistics.to(device), features=features)
+
+    def notes(self) -> Iterator[str]:
+        """Which pictures were left out, in words."""
+        yield from self.skipped[:NAMED_SKIPS]
+        if self.skipped:
+            yield f"{len(self.skipped):,} of {self.count + len(self.skipped):,} pictures of {self.name} were skipped."
+
+
+@torch.no_grad()
+def measure(
+    pictures: PictureSet, network: Inception, batch: int = BATCH, progress: Callable[[int], object] | None = None
+) -> Measured:
+    """Runs the network over all pictures. Beyond MANY of them features are summed up and not kept."""
+    skipped: list[str] = []
+    name = network.digest()
+    found = feature_batches(pictures.chunks(lambda _, why: skipped.append(why)), network, batch, progress)
+    if len(pictures) > MANY:
+        statistics = replace(Statistics.streamed(found), network=name)
+        return Measured(pictures.name, statistics, None, tuple(skipped))
+    parts = list(found)
+    if not parts:
+        got = skipped[0] if skipped else "none"
+        raise PellucidError(f"pictures of {pictures.name} must be readable, at least one; got: {got}", "pictures-empty")
+    features = torch.cat(parts)
+    return Measured(pictures.name, replace(Statistics.of(features), network=name), features, tuple(skipped))
+
+
+def measure_cached(
+    pictures: PictureSet,
+    network: Inception,
+    folder: Path,
+    batch: int = BATCH,
+    progress: Callable[[int], object] | None = None,
+) -> Measured:
+    """The same from a file of an earlier run, whose name is made of the pictures' digest and the network's."""
+    key = hashlib.sha256(f"{pictures.digest()}\n{network.digest()}".encode()).hexdigest()[:32]
+    path = folder / f"features-{key}.safetensors"
+    if path.is_file():
+        with contextlib.suppress(PellucidError):  # a damaged cache is no error: it is made again
+            return read(path, pictures.name).to(network.device)
+    found = measure(pictures, network, batch, progress)
+    if not found.skipped:  # what was skipped would not be told the next time
+        with contextlib.suppress(OSError):  # a full or read-only disk costs time, not the result
+            folder.mkdir(parents=True, exist_ok=True)
+            write(found, path)
+    return found
+
+
+def write(found: Measured, path: Path) -> None:
+    """Whole or not at all."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    statistics = found.statistics
+    tensors = {"mean": statistics.mean, "covariance": statistics.covariance}
+    if found.features is not None:
+        tensors["features"] = found.features
+    try:
+        words = {"format": FEATURES_FORMAT, "count": str(statistics.count), "network": statistics.network}
+        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, part, words)
+        with part.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def read(path: Path, name: str) -> Measured:
+    """What `write` wrote."""
+    tensors, words = weights.read_safetensors(path), weights.metadata_of(path)
+    features, count = tensors.get("features"), words.get("count", "")
+    known = words.get("format") == FEATURES_FORMAT and {"mean", "covariance"} <= set(tensors) and count.isdecimal()
+    if not known or (features is not None and len(features) != int(count)):
+        raise PellucidError(rule(path.name, f"of format {FEATURES_FORMAT}", words.get("format")), "features-file")
+    statistics = Statistics(tensors["mean"], tensors["covariance"], int(count), words.get("network", ""))
+    return Measured(name, statistics, features)
