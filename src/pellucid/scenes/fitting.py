@@ -1,0 +1,217 @@
+"""Which shape a mask is: every shape is laid over it and moved until it fits best. Hidden parts count for nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pellucid.scenes import shapes
+from pellucid.scenes.labels import SIDE, Labels
+from pellucid.scenes.words import SHAPE_NAMES
+
+GRID = 56  # points along the side of a thing's window
+KEPT = 4  # shapes that are refined
+ROUNDS = 5
+SOFT = 3 / SIDE  # the width of a border's ramp: that of the mask
+CLEAR = 0.945  # a fit that needs no explanation by something in front
+MOST_HIDDEN, LEAST_BORDER = 0.5, 0.55
+GAIN = 0.045  # what such an explanation must be better by
+
+
+@dataclass(frozen=True)
+class Window:
+    """M things, each in a window of its own: coordinates, its mask, and where it can be seen."""
+
+    row: Tensor  # (M,) int64: its picture
+    colour: Tensor  # (M,) int64
+    x: Tensor  # (M, G) shares of the side
+    y: Tensor  # (M, G)
+    mask: Tensor  # (M, G, G) float: its own pixels
+    seen: Tensor  # (M, G, G) float: 0 where another thing may hide it
+    filled: Tensor  # (M, G, G) float: its mask with what hides it inside its box
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The best shape of M things, how well it fits (overlap over union), and how well the next one."""
+
+    shape: Tensor  # (M,) int64
+    x: Tensor  # (M,)
+    y: Tensor  # (M,)
+    radius: Tensor  # (M,)
+    overlap: Tensor  # (M,)
+    second: Tensor  # (M,)
+    hidden: Tensor  # (M,): the share of the shape that cannot be seen
+    border: Tensor  # (M,): the share of its outline that can
+
+
+def windows(labels: Labels) -> Window:
+    """A window about each thing. Its mask has a ramp of three pixels, as the shapes that are laid over it have."""
+    row, colour = labels.present.nonzero(as_tuple=True)
+    mask = labels.label[row] == colour[:, None, None] + 1  # (M, H, W)
+    other = (labels.label[row] > 0) & ~mask
+    left, right = limits(mask.any(1))
+    top, foot = limits(mask.any(2))
+    x, y = axis(left, right), axis(top, foot)
+    inside = between(x, left, right)[:, None, :] & between(y, top, foot)[:, :, None]
+    parts = torch.stack([blurred(mask), blurred(other), other.float()], 1)  # (M, 3, H, W)
+    own, beside, hiding = at(parts, x, y).unbind(1)
+    filled = torch.maximum(own, ((hiding > 0.5) & inside).float())
+    return Window(row, colour, x, y, own, (beside < 0.05).float(), filled)
+
+
+def blurred(mask: Tensor) -> Tensor:
+    return F.avg_pool2d(mask[:, None].float(), 3, 1, 1, count_include_pad=False)[:, 0]
+
+
+def at(values: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """(M, C, G, G): values (M, C, H, W) at points, bilinear; nothing outside of the picture."""
+    wide = (len(x), x.shape[1], x.shape[1])
+    grid = torch.stack([x[:, None, :].expand(wide), y[:, :, None].expand(wide)], -1) * 2 - 1
+    return F.grid_sample(values, grid, align_corners=False)
+
+
+def between(v: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    return (v >= low[:, None]) & (v <= high[:, None])
+
+
+def limits(any_: Tensor) -> tuple[Tensor, Tensor]:
+    """First and last of what is true along a row (M, S), as shares of the side."""
+    numbers = torch.arange(SIDE, device=any_.device)
+    low = torch.where(any_, numbers, SIDE).amin(1).clamp(max=SIDE - 1)
+    high = torch.where(any_, numbers, -1).amax(1).clamp(min=0)
+    return low / SIDE, (high + 1) / SIDE
+
+
+def axis(low: Tensor, high: Tensor) -> Tensor:
+    """(M, G): a box and a little about it."""
+    wide = (high - low) * 0.12 + 3 / SIDE
+    steps = (torch.arange(GRID, device=low.device) + 0.5) / GRID
+    return (low - wide)[:, None] + steps * (high - low + 2 * wide)[:, None]
+
+
+@lru_cache(maxsize=8)
+def moments(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Area (10,) and middle of mass (10, 2) of each shape at radius one."""
+    steps = (torch.arange(300) + 0.5) / 100 - 1.5
+    y, x = torch.meshgrid(steps, steps, indexing="ij")
+    many = torch.arange(len(SHAPE_NAMES))
+    inside = (shapes.distance(many, x.expand(10, -1, -1).contiguous(), y.expand(10, -1, -1).contiguous()) < 0).float()
+    total = inside.sum((1, 2))
+    middle = torch.stack([(inside * v).sum((1, 2)) / total for v in (x, y)], -1)
+    return (total * 1e-4).to(device), middle.to(device)
+
+
+def distances(window: Window, which: Tensor, shape: Tensor, place: Tensor) -> Tensor:
+    """(K, G, G): of hypotheses (shape, (x, y, radius)) about things `which`, in shares of the side."""
+    x, y, radius = place[:, :, None, None].unbind(1)
+    wide = (len(which), GRID, GRID)
+    dx = (window.x[which][:, None, :] - x).expand(wide)
+    dy = (window.y[which][:, :, None] - y).expand(wide)
+    return shapes.distance(shape, dx / radius, dy / radius) * radius
+
+
+def agreement(window: Window, which: Tensor, distance: Tensor) -> Tensor:
+    """(K,): what mask and shape share over what they cover together, where the thing can be seen."""
+    cover = (0.5 - distance / SOFT).clamp(0, 1)
+    mask, seen = window.mask[which], window.seen[which]
+    both = (torch.minimum(cover, mask) * seen).sum((1, 2))
+    either = (torch.maximum(cover, mask) * seen).sum((1, 2))
+    return both / either.clamp(min=1e-6)
+
+
+def unseen_hole(window: Window, which: Tensor, shape: Tensor, place: Tensor) -> Tensor:
+    """(K,): 1 for a ring whose hole is hidden: a disc is the simpler explanation."""
+    dx = (window.x[which] - place[:, :1])[:, None, :] / place[:, 2, None, None]
+    dy = (window.y[which] - place[:, 1:2])[:, :, None] / place[:, 2, None, None]
+    hole = (dx.square() + dy.square() < shapes.RING_IN**2 / 2).float()
+    seen = (hole * window.seen[which]).sum((1, 2)) / hole.sum((1, 2)).clamp(min=1)
+    return ((shape == SHAPE_NAMES.index("ring")) & (seen < 0.5)).float()
+
+
+def first_guess(window: Window) -> Tensor:
+    """(M, 10, 3): the place of each shape with the mask's area and middle of mass."""
+    cell = (window.x[:, 1] - window.x[:, 0]) * (window.y[:, 1] - window.y[:, 0])
+    total = window.filled.sum((1, 2)).clamp(min=1)
+    x = (window.filled.sum(1) * window.x).sum(1) / total
+    y = (window.filled.sum(2) * window.y).sum(1) / total
+    area, middle = moments(window.x.device)
+    radius = (total * cell)[:, None].div(area).sqrt()  # (M, 10)
+    return torch.stack([x[:, None] - radius * middle[:, 0], y[:, None] - radius * middle[:, 1], radius], -1)
+
+
+def refined(window: Window, which: Tensor, shape: Tensor, place: Tensor) -> Tensor:
+    """Gauss-Newton on the border: residual = cover − mask; the slope of a distance gives all three derivatives."""
+    step_x = (window.x[which, 1] - window.x[which, 0])[:, None, None]
+    step_y = (window.y[which, 1] - window.y[which, 0])[:, None, None]
+    mask, seen = window.mask[which], window.seen[which]
+    for _ in range(ROUNDS):
+        distance = distances(window, which, shape, place)
+        slope_y, slope_x = torch.gradient(distance, dim=(1, 2))
+        slope_x, slope_y = slope_x / step_x, slope_y / step_y
+        dx = window.x[which][:, None, :] - place[:, 0, None, None]
+        dy = window.y[which][:, :, None] - place[:, 1, None, None]
+        grow = (distance - dx * slope_x - dy * slope_y) / place[:, 2, None, None]
+        soft = 0.5 - distance / SOFT
+        live = ((soft > 0) & (soft < 1)).float() * seen
+        slopes = torch.stack([slope_x, slope_y, -grow], 1).flatten(2) / SOFT * live.flatten(1)[:, None]  # (K, 3, G²)
+        residual = (soft.clamp(0, 1) - mask).flatten(1) * seen.flatten(1)
+        normal = slopes @ slopes.transpose(1, 2)
+        normal = normal + 1e-3 * normal.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * torch.eye(3).to(normal)
+        normal = normal + 1e-9 * torch.eye(3).to(normal)
+        move = torch.linalg.solve(normal, -(slopes @ residual[..., None]))[..., 0]
+        place = place + move.clamp(-0.03, 0.03)
+        place = torch.cat([place[:, :2], place[:, 2:].clamp(0.02, 0.6)], 1)
+    return place
+
+
+def fit(window: Window) -> Fit:
+    """The best shape of each thing: first as if nothing stood before it, and where that fails, as if something did."""
+    whole = best_of(replace(window, seen=torch.ones_like(window.seen), filled=window.mask))
+    doubtful = (whole.overlap < CLEAR).nonzero()[:, 0]
+    if not len(doubtful):
+        return whole
+    part = best_of(Window(*(getattr(window, field.name)[doubtful] for field in fields(window))))
+    better = (
+        (part.overlap > whole.overlap[doubtful] + GAIN) & (part.hidden < MOST_HIDDEN) & (part.border > LEAST_BORDER)
+    )
+    rows = doubtful[better]
+
+    def merged(name: str) -> Tensor:
+        values = getattr(whole, name).clone()
+        values[rows] = getattr(part, name)[better]
+        return values
+
+    return Fit(*(merged(field.name) for field in fields(Fit)))
+
+
+def best_of(window: Window) -> Fit:
+    """The best shape of each thing, where it can be seen."""
+    count, many = len(window), len(SHAPE_NAMES)
+    device = window.x.device
+    guess = first_guess(window)  # (M, 10, 3)
+    which = torch.arange(count, device=device).repeat_interleave(many)
+    shape = torch.arange(many, device=device).repeat(count)
+    rough = agreement(window, which, distances(window, which, shape, guess.flatten(0, 1))).reshape(count, many)
+    kept = rough.topk(KEPT, dim=1).indices  # (M, K)
+    which = torch.arange(count, device=device).repeat_interleave(KEPT)
+    shape = kept.flatten()
+    place = refined(window, which, shape, guess.gather(1, kept[..., None].expand(-1, -1, 3)).flatten(0, 1))
+    distance = distances(window, which, shape, place)
+    score = agreement(window, which, distance) - 0.1 * unseen_hole(window, which, shape, place)
+    score = score.reshape(count, KEPT)
+    top = score.topk(2, dim=1)
+    chosen = torch.arange(count, device=device) * KEPT + top.indices[:, 0]
+    cover = (distance[chosen] < 0).float()
+    hidden = (cover * (1 - window.seen)).sum((1, 2)) / cover.sum((1, 2)).clamp(min=1)
+    line = (distance[chosen].abs() < SOFT / 2).float()
+    border = (line * window.seen).sum((1, 2)) / line.sum((1, 2)).clamp(min=1)
+    x, y, radius = place[chosen].unbind(1)
+    return Fit(shape[chosen], x, y, radius, top.values[:, 0], top.values[:, 1], hidden, border)

@@ -1,0 +1,185 @@
+"""Captions: several phrasings of a scene, drawn by seed from a small grammar, and what each of them asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import permutations
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from pellucid.scenes import counter
+from pellucid.scenes import words as w
+from pellucid.scenes.query import Query, Wanted
+from pellucid.scenes.relations import holding
+from pellucid.scenes.scene import Scenes, place_of
+
+SLOTS = 40
+STREAM = 2
+FULL = 2**32
+TRIPLES = tuple(permutations(range(3)))
+T = TypeVar("T")
+# The relations of every mask of bits.
+NAMED = [[n for bit, n in enumerate(w.RELATION_NAMES) if mask >> bit & 1] for mask in range(2 ** len(w.RELATION_NAMES))]
+
+# How often a thing is left out or said in another way.
+NO_SIZE, NO_BACKGROUND, NO_RELATION, NO_KIND = 0.12, 0.15, 0.10, 0.25
+SAID_SOLID, SAID_PLAIN, SAID_PLACE, SAID_FLAT, PREFIX, BACKGROUND_FIRST = 0.15, 0.2, 0.5, 0.1, 0.2, 0.12
+
+
+class Dice:
+    """The numbers of one caption, taken one after another."""
+
+    __slots__ = ("next",)
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.next = iter(numbers).__next__
+
+    def one(self, options: Sequence[T]) -> T:
+        return options[self.next() % len(options)]
+
+    def chance(self, share: float) -> bool:
+        return self.next() < share * FULL
+
+
+class Facts(NamedTuple):
+    """One scene as plain numbers: its things, its frame, and which relations hold, as bits [i][j]."""
+
+    shape: list[int]
+    colour: list[int]
+    texture: list[int]
+    size: list[int]
+    place: str
+    holds: list[list[int]]
+    count: int
+    background: int
+    kind: int
+    style: int
+
+
+def facts(scenes: Scenes) -> list[Facts]:
+    bits = (holding(scenes).long() << torch.arange(len(w.RELATION_NAMES), device=scenes.x.device)).sum(-1)
+    columns = [scenes.shape, scenes.colour, scenes.texture, scenes.size, scenes.x[:, 0], scenes.y[:, 0], bits]
+    columns += [scenes.count, scenes.background, scenes.kind, scenes.style]
+    rows = zip(*(column.cpu().numpy().tolist() for column in columns), strict=True)
+    return [Facts(*row[:4], place_of(row[4], row[5]), *row[6:]) for row in rows]
+
+
+def captions(scenes: Scenes, seed: int = 0, *, full: bool = False, style: bool = True) -> list[str]:
+    """A caption a scene. `full` leaves nothing out; without `style` no style is named, as a LoRA wants it."""
+    return [caption for caption, _ in described(scenes, seed, full=full, style=style)]
+
+
+def described(scenes: Scenes, seed: int = 0, *, full: bool = False, style: bool = True) -> list[tuple[str, Query]]:
+    """Captions, each with what it asks for."""
+    numbers = counter.words(scenes.index.cpu(), seed, SLOTS, STREAM).numpy().tolist()
+    return [told(fact, Dice(row), full, style) for fact, row in zip(facts(scenes), numbers, strict=True)]
+
+
+def told(fact: Facts, dice: Dice, full: bool, style: bool) -> tuple[str, Query]:
+    sized = not dice.chance(NO_SIZE) or full
+    order, links = plan(fact, dice, full)
+    wanted, phrases = [], []
+    for i in order:
+        asked, phrase = noun(fact, i, sized, dice)
+        wanted.append(asked)
+        phrases.append(phrase)
+    text = sentence(wanted, phrases, links, dice)
+    background, kind, ground = backdrop(fact, dice, full)
+    first = dice.chance(BACKGROUND_FIRST)
+    prefix = dice.one(w.PREFIXES) if dice.chance(PREFIX) else ""
+    text = f"{prefix} {text}" if prefix else text
+    if ground:
+        text = f"{ground}, {text}" if first else f"{text} {ground}"
+    name, words = manner(fact, dice, style)
+    text = f"{text}, {words}" if words else text
+    return text, Query(tuple(wanted), tuple(links), background, kind, name)
+
+
+def plan(fact: Facts, dice: Dice, full: bool) -> tuple[Sequence[int], list[tuple[int, str, int]]]:
+    """The order of mention, and the relations between positions in it."""
+    listed = dice.chance(NO_RELATION) and not full
+    turn, chosen = dice.next(), dice.next()
+    if fact.count == 1:
+        return (0,), []
+    if fact.count == 2:
+        order = (0, 1) if turn & 1 else (1, 0)
+        name = relation(fact.holds[order[0]][order[1]], chosen)
+        return order, [] if listed or name is None else [(0, name, 1)]
+    for step in range(12):  # orders, and whether the third is told of from the second or the other way round
+        turned, which = divmod((turn + step) % 12, 2)
+        a, b, c = TRIPLES[turned]
+        anchor = 1 if which else chosen & 1
+        name = relation(fact.holds[a][b], chosen >> 1)
+        mask = fact.holds[b][c] if which else fact.holds[c][(a, b)[anchor]]
+        other = relation(mask, chosen >> 5)
+        if name is not None and other is not None:
+            last = (1, other, 2) if which else (2, other, anchor)
+            return (a, b, c), [] if listed else [(0, name, 1), last]
+    return (0, 1, 2), []
+
+
+def relation(mask: int, number: int) -> str | None:
+    """One of the relations that hold."""
+    names = NAMED[mask]
+    return names[number % len(names)] if names else None
+
+
+def noun(fact: Facts, i: int, sized: bool, dice: Dice) -> tuple[Wanted, str]:
+    """'a small striped red star'"""
+    shape, colour = w.SHAPE_NAMES[fact.shape[i]], w.COLOUR_NAMES[fact.colour[i]]
+    texture, size = w.TEXTURE_NAMES[fact.texture[i]], w.SIZE_NAMES[fact.size[i]]
+    form = dice.next() % 8
+    parts = [dice.one(w.SIZES[size])] if sized else []
+    hue, what, feel = dice.one(w.COLOURS[colour]), dice.one(w.SHAPES[shape]), dice.one(w.TEXTURES[texture])
+    said = texture != "solid" or dice.chance(SAID_SOLID)
+    after = ""
+    if texture != "solid" and form == 7:
+        parts += [hue]
+        after = f" {dice.one(w.WITH_TEXTURE[texture])}"
+    elif said:
+        parts += [hue, feel] if form in (5, 6) else [feel, hue]
+    else:
+        parts += [hue]
+    place = fact.place if fact.count == 1 and dice.chance(SAID_PLACE) else None
+    where = f" {dice.one(w.PLACES[place])}" if place else ""
+    text = " ".join([*parts, what])
+    return Wanted(shape, colour, texture, size if sized else None, place), f"{article(text)} {text}{after}{where}"
+
+
+def article(text: str) -> str:
+    return "an" if text[0] in "aeiou" else "a"
+
+
+def sentence(wanted: list[Wanted], nouns: list[str], links: list[tuple[int, str, int]], dice: Dice) -> str:
+    if not links:
+        return nouns[0] if len(nouns) == 1 else f"{', '.join(nouns[:-1])} and {nouns[-1]}"
+    that = "that is " if dice.chance(0.1) else ""
+    text = f"{nouns[0]} {that}{dice.one(w.RELATIONS[links[0][1]])} {nouns[1]}"
+    if len(nouns) == 2:
+        return text
+    i, name, j = links[1]
+    words = dice.one(w.RELATIONS[name])
+    if i == 1:
+        return f"{text}, which is {words} {nouns[2]}"
+    return f"{text}, and {nouns[2]} {words} the {wanted[j].colour} {wanted[j].shape}"
+
+
+def backdrop(fact: Facts, dice: Dice, full: bool) -> tuple[str | None, str | None, str]:
+    """'on a checkered grey background'"""
+    silent = dice.chance(NO_BACKGROUND) and not full
+    name, kind = w.BACKGROUND_NAMES[fact.background], w.KIND_NAMES[fact.kind]
+    hue, feel = dice.one(w.BACKGROUNDS[name]), dice.one(w.KINDS[kind])
+    said = dice.chance(SAID_PLAIN) if kind == "plain" else not dice.chance(NO_KIND) or full
+    after = dice.chance(0.5) and kind == "gradient"
+    if silent:
+        return None, None, ""
+    words = f"{hue} {feel}" if after else f"{feel} {hue}"
+    return name, kind if said else None, f"on a {words if said else hue} background"
+
+
+def manner(fact: Facts, dice: Dice, style: bool) -> tuple[str | None, str]:
+    """'in outlined style'; flat is the default and mostly not said."""
+    name = w.STYLE_NAMES[fact.style]
+    words, said = dice.one(w.STYLES[name]), name != "flat" or dice.chance(SAID_FLAT)
+    return (name, words) if style and said else (None, "")

@@ -1,0 +1,184 @@
+"""Which pixel belongs to what: the background, or a thing of one of the ten colours. The first half of reading a picture.
+
+Every tone of the world lies on a segment in RGB: from a colour to its tint (textures), from a colour to its shade (outlines
+and shadows), along a background's brightness. A pixel belongs to the nearest segment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pellucid.core.errors import PellucidError, rule
+from pellucid.scenes import palette
+from pellucid.scenes.words import BACKGROUND_NAMES, COLOUR_NAMES
+
+SIDE = 128  # pictures are read at this size
+NARROW = (0.86, 1.04)  # brightness of a background of any kind
+WIDE = (0.60, 1.06)  # and under a shadow
+SURE = 40  # pixels of a colour that make a thing of it, once its border is off
+BLENDED = 0.05  # how near to a background's own tones a pixel counts as possibly background
+STEP = 0.2  # the largest change of brightness between neighbours within a shadow
+REACH = 10  # pixels that a shadow may reach from the plain background
+LEAST = 130  # pixels that can be seen of the smallest thing
+BLOCK = 5  # pixels along the side of a block that every thing holds
+JOIN = 6  # pixels that a speck may be away from its thing
+PEEL = 1  # pixels of a border that may be mixtures
+COLOURS, GROUNDS = len(COLOUR_NAMES), len(BACKGROUND_NAMES)
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Of N pictures at 128 × 128."""
+
+    picture: Tensor  # (N, 3, H, W) in [0, 1]
+    background: Tensor  # (N,) int64
+    present: Tensor  # (N, 10) bool: colours of which there is a thing
+    label: Tensor  # (N, H, W) int64: 0 background, 1 + colour for a thing, −1 specks that are neither
+    residual: Tensor  # (N, H, W): how far each pixel is from every tone of its label
+
+
+def prepared(pictures: Tensor) -> Tensor:
+    """(N, 3, 128, 128) in [0, 1], of pictures (N, 3, H, W) or one (3, H, W) in [−1, 1]."""
+    pictures = pictures[None] if pictures.ndim == 3 else pictures
+    if pictures.ndim != 4 or pictures.shape[1] != 3 or min(pictures.shape[2:]) < 16:
+        raise PellucidError(
+            rule("pictures", "(N, 3, H, W), 16 pixels or more", tuple(pictures.shape)), "scenes-picture"
+        )
+    if not torch.isfinite(pictures).all():
+        raise PellucidError(rule("pictures", "finite", "NaN or infinity"), "scenes-picture")
+    pictures = ((pictures.float() + 1) / 2).clamp(0, 1)
+    if pictures.shape[2:] != (SIDE, SIDE):
+        pictures = F.interpolate(pictures, (SIDE, SIDE), mode="bilinear", antialias=True, align_corners=False)
+    return pictures.contiguous()
+
+
+@lru_cache(maxsize=8)
+def segments(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ends (34, 3): ten tints, ten shades, seven narrow and seven wide backgrounds."""
+    colour, ground = palette.objects(device), palette.backgrounds(device)
+    start = torch.cat([colour, colour, ground * NARROW[0], ground * WIDE[0]])
+    end = torch.cat([palette.tints(device), palette.shade(colour), ground * NARROW[1], ground * WIDE[1]])
+    return start, end
+
+
+def away(pixels: Tensor, start: Tensor, end: Tensor) -> Tensor:
+    """Distances (P, S) of pixels (P, 3) to segments (S, 3)."""
+    way = end - start
+    along = pixels @ way.T - (start * way).sum(1)
+    share = (along / way.square().sum(1)).clamp(0, 1)
+    square = pixels.square().sum(1, keepdim=True) - 2 * pixels @ start.T + start.square().sum(1)
+    return (square - 2 * share * along + share.square() * way.square().sum(1)).clamp(min=0).sqrt()
+
+
+def away_from(pixels: Tensor, start: Tensor, end: Tensor, which: Tensor) -> Tensor:
+    """(P,): the distance of each pixel to its own segment."""
+    way = (end - start)[which]
+    off = pixels - start[which]
+    share = ((off * way).sum(1) / way.square().sum(1)).clamp(0, 1)
+    return (off - share[:, None] * way).square().sum(1).sqrt()
+
+
+def shrunk(mask: Tensor, size: int = 3) -> Tensor:
+    """A mask (N, H, W) without its border."""
+    return -F.max_pool2d(-mask[:, None].float(), size, 1, size // 2)[:, 0] > 0.5
+
+
+def grown(mask: Tensor, size: int = 3) -> Tensor:
+    return F.max_pool2d(mask[:, None].float(), size, 1, size // 2)[:, 0] > 0.5
+
+
+def spread(seed: Tensor, room: Tensor, steps: int) -> Tensor:
+    """The seed (N, H, W), grown step by step through 4-neighbours within the room."""
+    for _ in range(steps):
+        wide = F.pad(seed, (1, 1, 1, 1))
+        seed = seed | (room & (wide[:, :-2, 1:-1] | wide[:, 2:, 1:-1] | wide[:, 1:-1, :-2] | wide[:, 1:-1, 2:]))
+    return seed
+
+
+def smooth(pictures: Tensor) -> Tensor:
+    """(N, H, W) bool: no border within a pixel. A shadow fades slowly; the rim of a thing does not let it pass."""
+    grey = pictures.mean(1, keepdim=True)
+    return (F.max_pool2d(grey, 3, 1, 1) + F.max_pool2d(-grey, 3, 1, 1))[:, 0] < STEP
+
+
+def labelled(pictures: Tensor) -> Labels:
+    """Labels of pictures (N, 3, 128, 128) in [0, 1]."""
+    count = len(pictures)
+    shape = (count, SIDE, SIDE)
+    start, end = segments(pictures.device)
+    pixels = pictures.permute(0, 2, 3, 1).reshape(-1, 3)
+    apart = away(pixels, start, end)
+    colour = torch.minimum(apart[:, :COLOURS], apart[:, COLOURS : 2 * COLOURS])  # (P, 10)
+    narrow, wide = apart[:, 2 * COLOURS :].reshape(-1, 2, GROUNDS).unbind(1)
+    background = voted(colour, narrow, shape)
+    own = background.repeat_interleave(SIDE * SIDE)[:, None]
+    narrow, wide = narrow.gather(1, own)[:, 0], wide.gather(1, own)[:, 0]
+    present = found(colour, narrow, shape)
+    colour = torch.where(present.repeat_interleave(SIDE * SIDE, 0), colour, torch.inf)
+    off, which = colour.min(1)
+    sure = (narrow <= off).reshape(shape)
+    shadow = ((wide <= off) | (wide < BLENDED)).reshape(shape) & smooth(pictures)
+    ground = spread(spread(sure, shadow, REACH), (wide <= off).reshape(shape), 2)
+    # The rim of a thing is of its colour, so at its border a light tone is a mixture with the background.
+    deep = away_from(pixels, start[:COLOURS], end[COLOURS : 2 * COLOURS], which)
+    ground = spread(ground, (torch.minimum(narrow, wide) < deep).reshape(shape), PEEL)
+    label = torch.where(ground, 0, torch.where(torch.isinf(off), 0, which + 1).reshape(shape))
+    residual = torch.where(label == 0, torch.minimum(narrow, wide).reshape(shape), off.reshape(shape))
+    label, present = tidied(label, present)
+    return Labels(pictures, background, present, label, residual)
+
+
+def voted(colour: Tensor, narrow: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """(N,): the background that most pixels are."""
+    best, which = narrow.min(1)
+    votes = F.one_hot(which, GROUNDS) * (best < colour.amin(1))[:, None]
+    return votes.reshape(shape[0], -1, GROUNDS).sum(1).argmax(1)
+
+
+def found(colour: Tensor, narrow: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """(N, 10) bool: colours that fill more than borders: the mixed pixels of an edge may look like any colour."""
+    best, which = colour.min(1)
+    label = torch.where(best < narrow, which, -1).reshape(shape).float()
+    high = F.max_pool2d(label[:, None], 3, 1, 1)[:, 0]
+    low = -F.max_pool2d(-label[:, None], 3, 1, 1)[:, 0]
+    inner = torch.where((high == low) & (label >= 0), label.long(), COLOURS)
+    return F.one_hot(inner.flatten(1), COLOURS + 1).sum(1)[:, :COLOURS] >= SURE
+
+
+def tidied(label: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+    """Labels without specks, and the colours that are left. A speck joins the thing that it touches, or becomes −1.
+
+    A speck is far from every solid block of its colour: mixed pixels at a border may have any colour, but fill none.
+    """
+    row, colour = present.nonzero(as_tuple=True)
+    if not len(row):
+        return label, present
+    mask = label[row] == colour[:, None, None] + 1
+    whole = shrunk(mask, BLOCK)
+    for _ in range(3):
+        whole = mask & grown(whole, 5)
+    large = whole.sum((1, 2)) >= LEAST
+    kept = torch.zeros_like(label)
+    turn = order(row)
+    for i in range(int(turn.max()) + 1):  # things of one picture one after another, of all pictures at once
+        mine = turn == i
+        own = whole[mine] & large[mine][:, None, None]
+        kept[row[mine]] = torch.where(own, colour[mine][:, None, None] + 1, kept[row[mine]])
+    loose = (label > 0) & (kept == 0)
+    for _ in range(JOIN):
+        near = F.max_pool2d(kept[:, None].float(), 3, 1, 1)[:, 0].long()
+        kept = torch.where(loose & (kept == 0), near, kept)
+    left = torch.zeros_like(present)
+    left[row, colour] = large
+    return torch.where(loose & (kept == 0), -1, kept), left
+
+
+def order(row: Tensor) -> Tensor:
+    """(M,): the how-manieth entry of its own row each entry is; rows are sorted."""
+    first = torch.searchsorted(row, row)
+    return torch.arange(len(row), device=row.device) - first

@@ -1,0 +1,183 @@
+"""A scene as data: one of them in words and numbers, and a batch of them as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from pellucid.core.errors import PellucidError, nearest, rule
+from pellucid.scenes.split import held_out_combination
+from pellucid.scenes.words import (
+    BACKGROUND_NAMES,
+    COLOUR_NAMES,
+    KIND_NAMES,
+    PLACE_NAMES,
+    SHAPE_NAMES,
+    SIZE_NAMES,
+    STYLE_NAMES,
+    TEXTURE_NAMES,
+)
+
+MOST = 3  # objects in a scene
+# Radii as shares of the picture's side. Between two sizes lies a gap of a quarter; the cut is in its middle.
+RADII = {"small": (0.105, 0.12), "medium": (0.155, 0.175), "large": (0.215, 0.24)}
+SIZE_CUTS = (0.1365, 0.194)
+# A single object stands in one of nine places: the bands of its middle, and the cuts between them.
+PLACE_CUTS = (0.43, 0.57)
+
+
+@dataclass(frozen=True)
+class Thing:
+    """One object. `x`, `y` (downwards) and `radius` are shares of the picture's side."""
+
+    shape: str
+    colour: str
+    texture: str = "solid"
+    x: float = 0.5
+    y: float = 0.5
+    radius: float = 0.165
+
+    def __post_init__(self) -> None:
+        for name, known in (("shape", SHAPE_NAMES), ("colour", COLOUR_NAMES), ("texture", TEXTURE_NAMES)):
+            one_of(name, getattr(self, name), known)
+        if not (0 < self.radius <= 1 and -1 <= self.x <= 2 and -1 <= self.y <= 2):
+            raise PellucidError(rule("x, y, radius", "shares of the picture", (self.x, self.y, self.radius)), "scene")
+
+    @property
+    def size(self) -> str:
+        return SIZE_NAMES[sum(self.radius > cut for cut in SIZE_CUTS)]
+
+    @property
+    def place(self) -> str:
+        return place_of(self.x, self.y)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One picture's truth. Later things stand in front of earlier ones."""
+
+    things: tuple[Thing, ...]
+    background: str = "white"
+    kind: str = "plain"
+    style: str = "flat"
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.things) <= MOST:
+            raise PellucidError(rule("things", f"1 to {MOST}", len(self.things)), "scene")
+        for name, known in (("background", BACKGROUND_NAMES), ("kind", KIND_NAMES), ("style", STYLE_NAMES)):
+            one_of(name, getattr(self, name), known)
+
+
+def one_of(name: str, value: str, known: Sequence[str]) -> int:
+    """The index of a name, or one line that helps."""
+    if value not in known:
+        raise PellucidError(rule(name, "one that the world has", value, nearest(str(value), known)), f"scene-{name}")
+    return known.index(value)
+
+
+def place_of(x: float, y: float) -> str:
+    """The ninth of the picture that a point lies in."""
+    column, row = (sum(v > cut for cut in PLACE_CUTS) for v in (x, y))
+    return PLACE_NAMES[3 * row + column]
+
+
+@dataclass(frozen=True)
+class Scenes:
+    """N scenes as tensors on one device. Objects beyond `count` repeat the first and are never drawn."""
+
+    index: Tensor  # (N,) int64: what each was drawn from; captions are drawn from it too
+    count: Tensor  # (N,) int64, 1 to 3
+    shape: Tensor  # (N, 3) int64: index into SHAPE_NAMES
+    colour: Tensor  # (N, 3) int64
+    texture: Tensor  # (N, 3) int64
+    radius: Tensor  # (N, 3) float32, share of the side
+    x: Tensor  # (N, 3) float32
+    y: Tensor  # (N, 3) float32
+    background: Tensor  # (N,) int64
+    kind: Tensor  # (N,) int64
+    style: Tensor  # (N,) int64
+
+    def __len__(self) -> int:
+        return len(self.count)
+
+    def __getitem__(self, rows: slice | Tensor | Sequence[int]) -> Scenes:
+        """Some of the scenes, by a slice or by indices."""
+        rows = rows if isinstance(rows, slice | Tensor) else torch.tensor(rows, device=self.count.device)
+        return Scenes(*(getattr(self, field.name)[rows] for field in fields(self)))
+
+    def to(self, device: torch.device | str) -> Scenes:
+        return Scenes(*(getattr(self, field.name).to(device) for field in fields(self)))
+
+    @property
+    def present(self) -> Tensor:
+        """(N, 3) bool: which objects exist."""
+        return torch.arange(MOST, device=self.count.device) < self.count[:, None]
+
+    @property
+    def size(self) -> Tensor:
+        """(N, 3) int64: index into SIZE_NAMES."""
+        return torch.bucketize(self.radius, torch.tensor(SIZE_CUTS, device=self.radius.device))
+
+    def scene(self, row: int) -> Scene:
+        """One of them in words."""
+        return self[row : row + 1].scenes()[0]
+
+    def scenes(self) -> list[Scene]:
+        """All of them in words."""
+        columns = [getattr(self, name).tolist() for name in ("shape", "colour", "texture", "x", "y", "radius")]
+        kinds = [getattr(self, name).tolist() for name in ("count", "background", "kind", "style")]
+        found = []
+        for count, back, kind, style, *own in zip(*kinds, *columns, strict=True):
+            things = tuple(
+                Thing(SHAPE_NAMES[s], COLOUR_NAMES[c], TEXTURE_NAMES[t], x, y, r)
+                for s, c, t, x, y, r in list(zip(*own, strict=True))[:count]
+            )
+            found.append(Scene(things, BACKGROUND_NAMES[back], KIND_NAMES[kind], STYLE_NAMES[style]))
+        return found
+
+    @staticmethod
+    def of(scenes: Sequence[Scene]) -> Scenes:
+        """A batch of hand-made scenes."""
+        whole = [[*scene.things, *[scene.things[0]] * (MOST - len(scene.things))] for scene in scenes]
+
+        def rows(read: object) -> Tensor:
+            return torch.tensor([[read(thing) for thing in row] for row in whole])  # type: ignore[operator]
+
+        return Scenes(
+            index=torch.arange(len(scenes)),
+            count=torch.tensor([len(scene.things) for scene in scenes]),
+            shape=rows(lambda thing: SHAPE_NAMES.index(thing.shape)),
+            colour=rows(lambda thing: COLOUR_NAMES.index(thing.colour)),
+            texture=rows(lambda thing: TEXTURE_NAMES.index(thing.texture)),
+            radius=rows(lambda thing: float(thing.radius)),
+            x=rows(lambda thing: float(thing.x)),
+            y=rows(lambda thing: float(thing.y)),
+            background=torch.tensor([BACKGROUND_NAMES.index(scene.background) for scene in scenes]),
+            kind=torch.tensor([KIND_NAMES.index(scene.kind) for scene in scenes]),
+            style=torch.tensor([STYLE_NAMES.index(scene.style) for scene in scenes]),
+        )
+
+
+def held_out(scenes: Scenes) -> Tensor:
+    """(N,) bool: whether any object is a combination that training never sees."""
+    return (held_out_combination(scenes.shape, scenes.colour, scenes.texture) & scenes.present).any(1)
+
+
+def attributes(scenes: Scenes) -> list[dict[str, object]]:
+    """The truth of each scene as plain data, for a metadata file."""
+    return [
+        {
+            "background": scene.background,
+            "background_kind": scene.kind,
+            "style": scene.style,
+            "objects": [
+                {"shape": t.shape, "colour": t.colour, "texture": t.texture, "size": t.size, "place": t.place}
+                | {"x": round(t.x, 5), "y": round(t.y, 5), "radius": round(t.radius, 5)}
+                for t in scene.things
+            ],
+        }
+        for scene in scenes.scenes()
+    ]

@@ -1,0 +1,119 @@
+"""The words of the world: its shapes, colours, textures, sizes, places, relations, backgrounds and styles.
+
+The first word of each tuple is the name that data carries; the others are synonyms that captions use too.
+"""
+
+from __future__ import annotations
+
+Synonyms = dict[str, tuple[str, ...]]
+
+SHAPES: Synonyms = {
+    "circle": ("circle", "disc"),
+    "square": ("square", "box"),
+    "triangle": ("triangle",),
+    "star": ("star",),
+    "heart": ("heart",),
+    "pentagon": ("pentagon",),
+    "cross": ("cross", "plus"),
+    "ring": ("ring", "hoop"),
+    "crescent": ("crescent", "moon"),
+    "diamond": ("diamond", "rhombus"),
+}
+COLOURS: Synonyms = {
+    "red": ("red",),
+    "orange": ("orange",),
+    "yellow": ("yellow",),
+    "green": ("green",),
+    "teal": ("teal", "turquoise"),
+    "blue": ("blue",),
+    "purple": ("purple", "violet"),
+    "pink": ("pink",),
+    "brown": ("brown",),
+    "black": ("black",),
+}
+TEXTURES: Synonyms = {
+    "solid": ("solid", "plain"),
+    "striped": ("striped", "stripy"),
+    "dotted": ("dotted", "spotted"),
+    "checkered": ("checkered", "checked"),
+    "gradient": ("gradient", "fading"),
+}
+# The same said after the shape: "a red star with stripes". Solid has no such form.
+WITH_TEXTURE: Synonyms = {
+    "striped": ("with stripes",),
+    "dotted": ("with dots", "with spots"),
+    "checkered": ("with checks",),
+    "gradient": ("with a gradient",),
+}
+SIZES: Synonyms = {
+    "small": ("small", "little", "tiny"),
+    "medium": ("medium", "medium-sized"),
+    "large": ("large", "big", "huge"),
+}
+PLACES: Synonyms = {
+    "top left": ("in the top left", "in the upper left corner"),
+    "top": ("at the top",),
+    "top right": ("in the top right", "in the upper right corner"),
+    "left": ("on the left", "at the left"),
+    "centre": ("in the centre", "in the middle"),
+    "right": ("on the right", "at the right"),
+    "bottom left": ("in the bottom left", "in the lower left corner"),
+    "bottom": ("at the bottom",),
+    "bottom right": ("in the bottom right", "in the lower right corner"),
+}
+RELATIONS: Synonyms = {
+    "left of": ("left of", "to the left of"),
+    "right of": ("right of", "to the right of"),
+    "above": ("above", "over"),
+    "below": ("below", "under", "beneath"),
+    "next to": ("next to", "beside"),
+    "inside": ("inside", "within"),
+    "around": ("around", "containing"),
+    "in front of": ("in front of",),
+    "behind": ("behind",),
+}
+# "A left of B" and "B right of A" say the same.
+INVERSE = {
+    "left of": "right of",
+    "right of": "left of",
+    "above": "below",
+    "below": "above",
+    "next to": "next to",
+    "inside": "around",
+    "around": "inside",
+    "in front of": "behind",
+    "behind": "in front of",
+}
+BACKGROUNDS: Synonyms = {
+    "white": ("white",),
+    "grey": ("grey", "gray"),
+    "cream": ("cream",),
+    "pale blue": ("pale blue", "light blue"),
+    "pale green": ("pale green", "light green"),
+    "pale pink": ("pale pink", "light pink"),
+    "pale purple": ("pale purple", "light purple"),
+}
+KINDS: Synonyms = {"plain": ("plain",), "gradient": ("gradient",), "checkered": ("checkered", "checked")}
+STYLES: Synonyms = {
+    "flat": ("in flat style",),
+    "outlined": ("in outlined style", "with outlines"),
+    "soft": ("in soft style", "with soft shadows"),
+    "neon": ("in neon style", "as a neon sign"),
+    "sketch": ("in sketch style", "as a pencil sketch"),
+}
+# What base training draws from, repeated by weight. Neon and sketch are kept out of it: a LoRA learns them.
+TRAIN_STYLES = ("flat", "flat", "flat", "outlined", "soft")
+LORA_STYLES = ("neon", "sketch")
+PREFIXES = ("a picture of", "an image of", "a drawing of")
+
+SHAPE_NAMES, COLOUR_NAMES, TEXTURE_NAMES = tuple(SHAPES), tuple(COLOURS), tuple(TEXTURES)
+SIZE_NAMES, PLACE_NAMES, RELATION_NAMES = tuple(SIZES), tuple(PLACES), tuple(RELATIONS)
+BACKGROUND_NAMES, KIND_NAMES, STYLE_NAMES = tuple(BACKGROUNDS), tuple(KINDS), tuple(STYLES)
+
+
+def vocabulary() -> tuple[str, ...]:
+    """Every word that a caption can hold, sorted."""
+    tables = (SHAPES, COLOURS, TEXTURES, WITH_TEXTURE, SIZES, PLACES, RELATIONS, BACKGROUNDS, KINDS, STYLES)
+    phrases = [phrase for table in tables for forms in table.values() for phrase in forms]
+    glue = ["a", "an", "the", "and", "on", "which is", "background", "that is", *PREFIXES]
+    return tuple(sorted({word for phrase in (*phrases, *glue) for word in phrase.split()}))
