@@ -1,0 +1,122 @@
+"""Batches made ahead of the steps that take them, in a thread beside the one that trains."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pellucid.core.errors import PellucidError, rule
+from pellucid.train.source import Batch
+
+
+@dataclass
+class Line:
+    """What the two threads share; the feed itself they do not, so that one that is dropped is cleaned up."""
+
+    room: threading.Semaphore  # for batches that are made and not taken
+    stream: torch.cuda.Stream | None
+    made: queue.SimpleQueue[tuple[Batch | None, BaseException | None, Any]] = field(default_factory=queue.SimpleQueue)
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
+class Feed:
+    """The batches of steps `start`, `start + 1`, … below `stop`, made up to `ahead` of them in advance.
+
+    `make(step)` must depend on its step alone: then this changes when a batch is made, and never which. What it raises
+    is raised at the step that it was made for. On a GPU (`device`) batches are made on a stream beside the one that
+    trains, which waits for them. Use it as a context, so that its thread ends when you do.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], Batch],
+        start: int,
+        stop: int,
+        ahead: int = 2,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if not 0 <= start <= stop:
+            raise PellucidError(rule("start", f"from 0 to stop ({stop})", start), "feed")
+        if not 1 <= ahead <= 64:
+            raise PellucidError(rule("ahead", "from 1 to 64 batches", ahead), "feed")
+        place = None if device is None else torch.device(device)
+        stream = torch.cuda.Stream(place) if place is not None and place.type == "cuda" else None
+        self.step, self.stop = start, stop
+        self._line = Line(threading.Semaphore(ahead), stream)
+        self._thread = threading.Thread(
+            target=work, args=(self._line, make, start, stop), name="pellucid-feed", daemon=True
+        )
+        self._finish = weakref.finalize(self, end, self._line, self._thread)  # also at the interpreter's exit
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self.step >= self.stop or self._line.ended.is_set():
+            raise StopIteration
+        batch, error, ready = self._line.made.get()
+        if error is not None:
+            self.close()
+            raise error
+        if batch is None:  # closed while it waited
+            raise StopIteration
+        self._line.room.release()
+        if ready is not None:
+            hand_over(batch, ready)
+        self.step += 1
+        return batch
+
+    def close(self) -> None:
+        """Ends the thread, once it is through with the batch that it makes."""
+        self._finish()
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def work(line: Line, make: Callable[[int], Batch], start: int, stop: int) -> None:
+    """The thread: one batch after the other, until the last, an error, or nobody wants them."""
+    try:
+        for step in range(start, stop):
+            line.room.acquire()
+            if line.ended.is_set():
+                return
+            with nullcontext() if line.stream is None else torch.cuda.stream(line.stream):
+                batch = make(step)
+                ready = None if line.stream is None else line.stream.record_event()
+            line.made.put((batch, None, ready))
+    except BaseException as error:  # whatever it is belongs to the thread that trains
+        line.made.put((None, error, None))
+
+
+def end(line: Line, thread: threading.Thread) -> None:
+    """Tells both threads, wakes whichever waits, and waits for the one that makes."""
+    line.ended.set()
+    line.room.release()
+    line.made.put((None, None, None))
+    if thread is not threading.current_thread() and thread.ident is not None:
+        thread.join()
+
+
+def hand_over(batch: Batch, ready: torch.cuda.Event) -> None:
+    """The stream that trains waits for the batch, and its memory is not used again before that stream is done."""
+    stream = torch.cuda.current_stream()
+    stream.wait_event(ready)
+    for tensor in (batch.images, batch.labels, *batch.hints.values()):
+        if isinstance(tensor, Tensor) and tensor.is_cuda:
+            tensor.record_stream(stream)

@@ -1,0 +1,171 @@
+"""A folder of pictures in the layout of Hugging Face's `imagefolder`: classes as folders, or rows of metadata."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import posixpath
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from pellucid.core.errors import PellucidError, rule
+from pellucid.train import metadata
+from pellucid.train.metadata import Row
+from pellucid.train.picture_source import Example, PictureSource, log, steadily
+from pellucid.train.pictures import MAX_BYTES, SUFFIXES, Crop, Framing
+
+
+class ImageFolder(PictureSource):
+    """The pictures of a folder and of those in it, in the order of their paths.
+
+    With `metadata.jsonl` (or .csv) the rows say which pictures there are, in the order of the rows' paths: `file_name`,
+    `text` or `caption`, `label`, and for each name in `hints` a key with a file. Without it, folders of pictures at
+    one depth are classes.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        size: int,
+        *,
+        crop: Crop = "centre",
+        flip: bool = False,
+        hints: Sequence[str] = (),
+        workers: int | None = None,
+    ) -> None:
+        super().__init__(Framing(size, crop, flip), hints, workers)
+        self.folder = Path(folder)
+        pictures, tables = listing(self.folder)
+        rows = rows_of(self.folder, pictures, tables, self.hints) if tables else classes_of(pictures)
+        if not rows:
+            ends = ", ".join(SUFFIXES)
+            raise PellucidError(rule("folder of pictures", f"one that holds some ({ends})", str(folder)), "data-empty")
+        if hints and not tables:
+            must = f"one with metadata.jsonl, which names the {', '.join(hints)} of each"
+            raise PellucidError(rule("folder of pictures", must, str(folder)), "data-hints")
+        self.rows, self.classes = numbered(rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def name(self, index: int) -> str:
+        return self.rows[index].file
+
+    def example(self, index: int) -> Example:
+        row = self.rows[index]
+        hints = {name: self.bytes_of(file) for name, file in row.hints.items()}
+        assert not isinstance(row.label, str)
+        return Example(self.bytes_of(row.file), row.caption, row.label, hints)
+
+    def bytes_of(self, file: str) -> bytes:
+        return steadily(lambda: bounded_bytes(self.folder / file))
+
+    def fingerprint(self) -> str:
+        """Of paths, sizes, times of change and rows, and of the framing."""
+        found = hashlib.sha256(json.dumps([asdict(self.framing), self.hints]).encode())
+        for row in self.rows:
+            for file in (row.file, *row.hints.values()):
+                try:
+                    state = (self.folder / file).stat()
+                    found.update(f"{state.st_size} {state.st_mtime_ns} ".encode())
+                except OSError:
+                    found.update(b"gone ")
+            found.update(json.dumps([row.file, row.caption, row.label, dict(row.hints)]).encode())
+        return found.hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class ImageFolderConfig:
+    """`kind = "image_folder"` of a config."""
+
+    folder: str
+    size: int
+    crop: Crop = "centre"
+    flip: bool = False
+    hints: tuple[str, ...] = ()
+    workers: int | None = None
+
+    def open(self) -> ImageFolder:
+        keys = {f.name: getattr(self, f.name) for f in fields(self)}
+        return ImageFolder(keys.pop("folder"), **keys)
+
+
+def bounded_bytes(path: Path) -> bytes:
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size > MAX_BYTES:
+            raise PellucidError(f"it has more than {MAX_BYTES} bytes", "image-file")
+        return file.read(MAX_BYTES)
+
+
+def listing(folder: Path) -> tuple[list[str], list[str]]:
+    """The paths of all pictures and of all metadata files, sorted, from the folder's top with slashes."""
+    if not folder.is_dir():
+        raise PellucidError(rule("folder of pictures", "a folder that exists", str(folder)), "data-missing")
+    pictures, tables = [], []
+    failed: list[OSError] = []
+    for place, folders, files in os.walk(folder, onerror=failed.append):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        inside = Path(place).relative_to(folder).as_posix()
+        for name in files:
+            path = posixpath.normpath(posixpath.join(inside, name))
+            if name in metadata.NAMES:
+                tables.append(path)
+            elif name.lower().endswith(SUFFIXES) and not name.startswith("."):  # macOS leaves ._name.jpg
+                pictures.append(path)
+    if failed:
+        shown = f"{failed[0].filename}: {failed[0].strerror}"
+        raise PellucidError(rule("folder of pictures", "one that can be read", shown), "data-unreadable")
+    return sorted(pictures), sorted(tables)
+
+
+def rows_of(folder: Path, pictures: Sequence[str], tables: Sequence[str], hints: Sequence[str]) -> list[Row]:
+    """The rows of all metadata files, sorted by picture; all of them say the same kinds of things."""
+    there, rows = set(pictures), []
+    first: dict[str, str] = {}  # picture → its row
+    for table in tables:
+        for row in metadata.read(folder / table, posixpath.dirname(table), hints):
+            for file in (row.file, *row.hints.values()):
+                if file not in there and not (folder / file).is_file():
+                    raise metadata.bad(row.where, "one whose files are there", file, "data-missing")
+            if row.file in first:
+                raise metadata.bad(row.where, f"about another picture than {first[row.file]}", row.file)
+            first[row.file] = row.where
+            rows.append(row)
+    check_alike(rows)
+    named = {file for row in rows for file in (row.file, *row.others, *row.hints.values())}
+    if left := [file for file in pictures if file not in named]:
+        log.warning("%d pictures without a row in %s are left out, such as %s", len(left), tables[0], left[0])
+    return sorted(rows, key=lambda row: row.file)
+
+
+def check_alike(rows: Sequence[Row]) -> None:
+    """Every row has a caption, or none has; the same of labels, which are all names or all numbers."""
+    for row in rows:
+        for what, kind, first in (
+            ("text", type(row.caption), type(rows[0].caption)),
+            ("label", type(row.label), type(rows[0].label)),
+        ):
+            if kind is not first:
+                words = {type(None): f"no {what}", str: f"a {what} in words", int: f"a {what} as a number"}
+                raise metadata.bad(row.where, f"one with {words[first]}, as {rows[0].where}", words[kind])
+
+
+def classes_of(pictures: Sequence[str]) -> list[Row]:
+    """Without metadata a picture's folder is its class, if all lie equally deep and in several, as in `datasets`."""
+    depths = {file.count("/") for file in pictures}
+    parents = {posixpath.basename(posixpath.dirname(file)) for file in pictures}
+    classed = len(depths) == 1 and len(parents) > 1
+    return [Row(file, label=posixpath.basename(posixpath.dirname(file)) if classed else None) for file in pictures]
+
+
+def numbered(rows: Sequence[Row]) -> tuple[tuple[Row, ...], tuple[str, ...]]:
+    """The rows with labels as numbers, and the names of classes in their order."""
+    names = sorted({row.label for row in rows if isinstance(row.label, str)})
+    number = {name: i for i, name in enumerate(names)}
+    kept = (
+        Row(row.file, row.caption, number[row.label] if isinstance(row.label, str) else row.label, row.hints)
+        for row in rows
+    )
+    return tuple(kept), tuple(names)

@@ -1,0 +1,170 @@
+"""Latents made once: every picture of a source through a VAE's encoder, kept as the Gaussians that it gives."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from pellucid.core.errors import PellucidError, rule
+from pellucid.interop import weights
+from pellucid.pipeline import fingerprint
+from pellucid.train.draws import Draws
+from pellucid.train.latent_files import MANIFEST, MIRRORED, Cache, Scaling, packed, put
+from pellucid.train.manifest import why
+from pellucid.train.pictures import hint_kind
+from pellucid.train.source import Batch, Source
+
+PROBES = 16  # examples that stand for a source that has no fingerprint of its own
+
+
+def cache_latents(
+    source: Source,
+    vae: nn.Module,
+    folder: str | Path,
+    *,
+    mirrored: bool = False,
+    dtype: Literal["float32", "float16"] = "float32",
+    batch: int = 16,
+    per_shard: int = 1024,
+    tell: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Encodes every picture of a source once, on the VAE's device; a run that was killed goes on where it was.
+
+    `mirrored` also encodes each picture flipped. A random crop is drawn once and stays. A picture that cannot be read
+    has the next one's latents in its place, as it would in training. `tell(done, count)` is called on the way.
+    """
+    check_source(source, batch, per_shard)
+    keys = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
+    scaling = Scaling(**{key: getattr(vae.config, key) for key in keys if hasattr(vae.config, key)})
+    cache = Cache(fingerprint_of(source), fingerprint.of_network(vae), len(source), per_shard, scaling, mirrored, dtype)
+    place = Path(folder)
+    try:
+        claim(cache, place)
+        for number in range(cache.shards):
+            if not is_whole(cache, place, number):
+                tensors, unreadable = made(cache, number, source, vae, batch)
+                words = cache.label(number, unreadable)
+                put(place / cache.file(number), partial(save_file, tensors, metadata=words))
+            if tell is not None:
+                tell(min((number + 1) * per_shard, cache.count), cache.count)
+        finish(cache, place)
+    except (OSError, SafetensorError) as error:
+        raise PellucidError(f"latent cache must be written; {place.name} was not: {why(error)}.", "latents") from None
+    return place
+
+
+def check_source(source: Source, batch: int, per_shard: int) -> None:
+    if source.endless:
+        raise PellucidError("source must have an end to be cached; got one that makes its examples.", "latents")
+    if getattr(source, "flip", False):
+        advice = "Open it with flip=False, and pass mirrored=True here."
+        raise PellucidError(f"source must not flip by chance while it is cached; got flip. {advice}", "latents")
+    for name, value in (("batch", batch), ("per_shard", per_shard), ("examples", len(source))):
+        if value < 1:
+            raise PellucidError(rule(name, "at least 1", value), "latents")
+
+
+def claim(cache: Cache, folder: Path) -> None:
+    """Begins a cache in a new folder, or goes on with the same one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / MANIFEST).exists():
+        found = Cache.read(folder)
+        if found.name != cache.name:
+            pairs = {name: (getattr(cache, name), getattr(found, name)) for name in asdict(cache)}
+            kept = ("complete", "sizes", "unreadable")
+            differing = [name for name, (ours, theirs) in pairs.items() if ours != theirs and name not in kept]
+            advice = "Delete it, or name another folder."
+            must = f"new, or a cache of this data and VAE; {', '.join(differing)} differ"
+            raise PellucidError(rule("folder", must, str(folder), advice), "latents-stale")
+    elif any(not name.endswith(".part") for name in os.listdir(folder)):
+        raise PellucidError(rule("folder", "new or empty", str(folder)), "latents")
+    else:
+        cache.write(folder)
+
+
+def is_whole(cache: Cache, folder: Path, number: int) -> bool:
+    path = folder / cache.file(number)
+    try:
+        return path.is_file() and cache.unreadable_in(path, number) is not None
+    except PellucidError:
+        return False
+
+
+def finish(cache: Cache, folder: Path) -> None:
+    """All shards are there: the manifest says so."""
+    paths = [folder / cache.file(number) for number in range(cache.shards)]
+    unreadable: dict[str, str] = {}
+    for number, path in enumerate(paths):
+        unreadable |= cache.unreadable_in(path, number) or {}
+    sizes = tuple(path.stat().st_size for path in paths)
+    replace(cache, complete=True, sizes=sizes, unreadable=unreadable).write(folder)
+    for left in folder.glob(".*.part"):
+        left.unlink(missing_ok=True)
+
+
+def made(
+    cache: Cache, number: int, source: Source, vae: nn.Module, batch: int
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of one shard, and what could not be read on the way."""
+    weight = next(vae.parameters())
+    first, last = number * cache.per_shard, number * cache.per_shard + cache.count_in(number)
+    parts: list[dict[str, Tensor]] = []
+    captions: list[str] = []
+    known = set(getattr(source, "unreadable", {}))
+    for start in range(first, last, batch):
+        asked = torch.arange(start, min(start + batch, last))
+        seen = source.batch(asked, Draws(0, start, len(asked)), weight.device)
+        captions += seen.captions or ()
+        parts.append(encoded(seen, vae, weight, cache))
+    tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    for name in (name for name in tensors if name.startswith("hints/")):
+        tensors[name] = packed(tensors[name], hint_kind(name.removeprefix("hints/")).low)
+    if captions:
+        tensors["captions"] = torch.frombuffer(bytearray(json.dumps(captions).encode("ascii")), dtype=torch.uint8)
+    unreadable = {name: text for name, text in getattr(source, "unreadable", {}).items() if name not in known}
+    return tensors, unreadable
+
+
+@torch.no_grad()
+def encoded(seen: Batch, vae: nn.Module, weight: Tensor, cache: Cache) -> dict[str, Tensor]:
+    """What is kept of a batch, on the CPU: mean and standard deviation of each Gaussian, labels and hints."""
+    found: dict[str, Tensor] = {}
+    for prefix, images in (("", seen.images), (MIRRORED, seen.images.flip(3) if cache.mirrored else None)):
+        if images is None:
+            continue
+        posterior = vae.encode(images.to(weight))  # type: ignore[operator]
+        found[f"{prefix}mean"] = posterior.mean.float()
+        if posterior.logvar is not None:
+            found[f"{prefix}std"] = torch.exp(0.5 * posterior.logvar.float())
+    kind = weights.dtype_named(cache.dtype)
+    found = {name: tensor.to("cpu", kind).contiguous() for name, tensor in found.items()}
+    if not all(bool(tensor.isfinite().all()) for tensor in found.values()):
+        raise PellucidError(
+            f"latents must be finite in {cache.dtype}; got some that are not. Encode in float32.", "latents-finite"
+        )
+    if seen.labels is not None:
+        found["labels"] = seen.labels.cpu()
+    return found | {f"hints/{name}": hint.float().cpu().contiguous() for name, hint in seen.hints.items()}
+
+
+def fingerprint_of(source: Source) -> str:
+    """A source's own fingerprint, or that of some of its examples, spread over all."""
+    own = getattr(source, "fingerprint", None)
+    if own is not None:
+        return str(own())
+    asked = torch.linspace(0, len(source) - 1, min(PROBES, len(source))).round().long()
+    seen = source.batch(asked, Draws(0, 0, len(asked)), torch.device("cpu"))
+    found = hashlib.sha256(json.dumps([len(source), list(seen.images.shape), seen.captions]).encode())
+    found.update(seen.images.cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()[:32]

@@ -1,0 +1,129 @@
+"""The files of a latent cache: a manifest, and shards of tensors that are whole or absent."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pellucid.core.errors import PellucidError, rule
+from pellucid.interop import weights
+from pellucid.train.manifest import settle
+
+MANIFEST = "latents.json"
+FORMAT = 1
+MIRRORED = "mirrored/"
+MAX_MANIFEST_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How the VAE's config wants raw latents scaled: what `models.vae.to_diffusion` asks of one."""
+
+    scaling_factor: float = 1.0
+    shift_factor: float | None = None
+    latents_mean: tuple[float, ...] | None = None
+    latents_std: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The manifest: what the cache is of, how it is cut, and whether it is complete."""
+
+    source: str  # fingerprints
+    vae: str
+    count: int
+    per_shard: int
+    scaling: Scaling
+    mirrored: bool = False
+    dtype: Literal["float32", "float16"] = "float32"
+    complete: bool = False
+    sizes: tuple[int, ...] = ()  # bytes of each shard
+    unreadable: Mapping[str, str] = field(default_factory=dict)  # name → why
+
+    @property
+    def shards(self) -> int:
+        return -(-self.count // self.per_shard)
+
+    @property
+    def name(self) -> str:
+        """A name that shards carry, so that none of another cache is taken for one of this."""
+        plain = asdict(replace(self, complete=False, sizes=(), unreadable={}))
+        return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+
+    def file(self, number: int) -> str:
+        return f"latents-{number:05d}-of-{self.shards:05d}.safetensors"
+
+    def count_in(self, number: int) -> int:
+        return min(self.per_shard, self.count - number * self.per_shard)
+
+    def label(self, number: int, unreadable: Mapping[str, str]) -> dict[str, str]:
+        """What a shard says of itself: one entry, because safetensors writes several in any order."""
+        said = {"name": self.name, "number": number, "unreadable": dict(unreadable)}
+        return {"latents": json.dumps(said, sort_keys=True)}
+
+    def unreadable_in(self, path: Path, number: int) -> dict[str, str] | None:
+        """What could not be read for a shard, by its label; None if it is not this cache's."""
+        said = json.loads(weights.metadata_of(path).get("latents", "{}"))
+        return said["unreadable"] if (said.get("name"), said.get("number")) == (self.name, number) else None
+
+    def write(self, folder: Path) -> None:
+        text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+        put(folder / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
+
+    @staticmethod
+    def read(folder: Path) -> Cache:
+        if not (folder / MANIFEST).is_file():
+            raise PellucidError(rule("latent cache", f"a folder with {MANIFEST}", str(folder)), "latents-missing")
+        plain = weights.read_json(folder / MANIFEST, MAX_MANIFEST_BYTES)
+        try:
+            if plain.pop("format") != FORMAT:
+                raise ValueError
+            scaling = plain.pop("scaling")
+            tables: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in scaling.items()}
+            sizes = tuple(int(n) for n in plain.pop("sizes"))
+            found = Cache(**plain, sizes=sizes, scaling=Scaling(**tables))
+            if found.count < 1 or found.per_shard < 1:
+                raise ValueError
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise PellucidError(
+                rule(MANIFEST, f"a manifest of format {FORMAT}", str(folder)), "latents-damaged"
+            ) from None
+        return found
+
+
+def put(path: Path, write: Callable[[Path], Any]) -> None:
+    """Writes a file beside its place, waits until it is on the disk, and gives it its name."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    write(beside)
+    settle(beside)
+    os.replace(beside, path)
+    settle(path.parent)
+
+
+def packed(hint: Tensor, low: int) -> Tensor:
+    """A hint as bytes where that loses nothing, which is so for what was read from a file."""
+    levels = ((hint - low) / (1 - low) * 255.0).round().clamp(0, 255).to(torch.uint8)
+    return levels if torch.equal(unpacked(levels, low), hint) else hint
+
+
+def unpacked(hint: Tensor, low: int) -> Tensor:
+    """Back to floats in [low, 1], by the same steps as a picture that is read."""
+    if hint.dtype != torch.uint8:
+        return hint
+    unit = hint.float() / 255.0
+    return unit * 2.0 - 1.0 if low == -1 else unit
+
+
+def caption_list(shard: Mapping[str, Tensor]) -> list[str]:
+    if "captions" not in shard:
+        return []
+    found = json.loads(shard["captions"].numpy().tobytes())
+    return [str(caption) for caption in found]

@@ -1,0 +1,202 @@
+"""Batches of picture files: decoded in threads; what cannot be read is named, and the next example takes its place."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from pellucid.core.errors import PellucidError, rule
+from pellucid.train.draws import Draws
+from pellucid.train.pictures import Array, Framing, Place, cut, cut_hint, decode, hint_kind, reason
+from pellucid.train.source import Batch
+
+MAX_SKIPPED = 1000  # unreadable examples of a run, after which it stops
+JUDGED = 8  # a batch smaller than this may be unlucky: only the count of all is asked
+RETRIES, PAUSE = 2, 0.2  # a network file system may fail for a moment: asked again, after so many seconds
+log = logging.getLogger("pellucid.train")
+
+
+@dataclass(frozen=True)
+class Example:
+    """One example as it is stored: files of pictures, and what is said of them."""
+
+    picture: bytes
+    caption: str | None = None
+    label: int | None = None
+    hints: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One place of a batch, decoded, and which examples before it could not be."""
+
+    picture: Array  # (3, size, size)
+    caption: str | None
+    label: int | None
+    hints: Mapping[str, Array]
+    unread: Mapping[int, str]  # index → why
+
+
+class PictureSource(ABC):
+    """Examples whose pictures are decoded when asked for.
+
+    An example that cannot be read is named once and skipped: the next one in the order of the files that can be read
+    takes its place. Which one that is depends on the files alone, so a resumed run, and ranks together, see the same.
+    """
+
+    endless = False
+
+    def __init__(self, framing: Framing, hints: Sequence[str] = (), workers: int | None = None) -> None:
+        if len(set(hints)) != len(hints) or not all(isinstance(name, str) and name for name in hints):
+            raise PellucidError(rule("hints", "different names", list(hints)), "data-hints")
+        if workers is not None and not 1 <= workers <= 256:
+            raise PellucidError(rule("workers", "from 1 to 256 threads", workers), "data-workers")
+        self.framing, self.hints = framing, tuple(hints)
+        self.workers = workers or min(16, available_cores())
+        self.unreadable: dict[str, str] = {}  # name → why, as far as they were asked for
+        self._unread: dict[int, str] = {}
+        self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        Image.init()  # here, and not in all threads at once
+
+    @property
+    def skipped(self) -> int:
+        """How many examples could not be read, for the journal."""
+        return len(self.unreadable)
+
+    @property
+    def flip(self) -> bool:
+        return self.framing.flip
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def name(self, index: int) -> str:
+        """The example's name for people: a path, or a shard and a key."""
+
+    @abstractmethod
+    def example(self, index: int) -> Example:
+        """The stored bytes; a PellucidError says what is wrong with them."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Of all that shapes the batches: the files and how they are framed."""
+
+    def batch(self, indices: Tensor, draws: Draws, device: torch.device | str = "cpu") -> Batch:
+        """The examples at indices (B,), with what could not be read replaced."""
+        across_down = draws.uniform("crop", (2,)).tolist()
+        flips = (draws.uniform("flip") < 0.5).tolist()
+        places = [Place(x, y, mirrored) for (x, y), mirrored in zip(across_down, flips, strict=True)]
+        asked = [int(i) for i in indices]
+        if len(asked) != len(places) or any(not 0 <= i < len(self) for i in asked):
+            must = f"{len(places)} indices from 0 to {len(self) - 1}"
+            raise PellucidError(rule("indices", must, asked[:8]), "data-indices")
+        seen = list(self.pool().map(self.see, asked, places))
+        self.report(seen)
+        return self.together(seen, torch.device(device))
+
+    def see(self, index: int, place: Place) -> Seen:
+        """The example at an index, or else the next that can be read."""
+        unread: dict[int, str] = {}
+        for step in range(len(self)):
+            now = (index + step) % len(self)
+            why = self._unread.get(now)
+            if why is None:
+                try:
+                    return self.decoded(now, place, unread)
+                except MemoryError:
+                    raise  # says nothing of the file
+                except Exception as error:  # a damaged file makes its reader fail in any way
+                    why = reason(error)
+            unread[now] = why
+            if len(unread) > MAX_SKIPPED:
+                break
+        shown = "; ".join(f"{self.name(i)}: {why}" for i, why in list(unread.items())[:3])
+        raise PellucidError(f"data must have pictures that can be read; {len(unread)} on end cannot: {shown}.", "data")
+
+    def decoded(self, index: int, place: Place, unread: Mapping[int, str]) -> Seen:
+        held = self.example(index)
+        image = decode(held.picture, self.framing.size)
+        hints = {}
+        for name in self.hints:
+            try:
+                hint = decode(held.hints[name], self.framing.size)
+            except PellucidError as error:
+                raise PellucidError(f"of its {name}, {error}", error.code) from None
+            hints[name] = cut_hint(name, hint, image, self.framing, place)
+        return Seen(cut(image, self.framing, place), held.caption, held.label, hints, unread)
+
+    def report(self, seen: Sequence[Seen]) -> None:
+        """Names what was found unreadable, once, and stops a run on data that is mostly damaged."""
+        with self._lock:
+            for index, why in sorted({i: why for one in seen for i, why in one.unread.items()}.items()):
+                if index not in self._unread:
+                    self._unread[index] = why
+                    self.unreadable[self.name(index)] = why
+                    log.warning("skipped %s: %s", self.name(index), why)
+        replaced = sum(bool(one.unread) for one in seen)
+        half = len(seen) >= JUDGED and 2 * replaced > len(seen)
+        if half or len(self.unreadable) > MAX_SKIPPED:
+            what = f"{replaced} of a batch of {len(seen)}" if half else f"{len(self.unreadable)} examples"
+            last = "; ".join(f"{name}: {why}" for name, why in list(self.unreadable.items())[-3:])
+            raise PellucidError(f"data must be readable; {what} could not be read, such as {last}.", "data-damaged")
+
+    def together(self, seen: Sequence[Seen], device: torch.device) -> Batch:
+        images = moved(np.stack([one.picture for one in seen]), device).float() / 127.5 - 1.0  # (B, 3, size, size)
+        captions = tuple(one.caption for one in seen if one.caption is not None)
+        labels = [one.label for one in seen if one.label is not None]
+        hints = {}
+        for name in self.hints:
+            unit = moved(np.stack([one.hints[name] for one in seen]), device).float() / 255.0
+            hints[name] = unit * 2.0 - 1.0 if hint_kind(name).low == -1 else unit
+        return Batch(
+            images,
+            moved(np.array(labels, np.int64), device) if len(labels) == len(seen) else None,
+            captions if len(captions) == len(seen) else None,
+            hints,
+        )
+
+    def pool(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="pellucid-decode")
+            return self._pool
+
+
+def moved(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+    """The array on a device; to a GPU through pinned memory, without waiting for it."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def available_cores() -> int:
+    """Cores of this process, shared with the other ranks of its machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, cores // int(ranks) if ranks.isdigit() and int(ranks) else cores)
+
+
+def steadily(read: Callable[[], bytes]) -> bytes:
+    """What `read` gives, asked again where the system fails; a file that is not there is not asked for twice."""
+    for attempt in range(RETRIES + 1):
+        try:
+            return read()
+        except OSError as error:
+            gone = isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError)
+            if gone or attempt == RETRIES:
+                raise PellucidError(f"it cannot be read from disk: {error.strerror or error}", "data-file") from None
+            time.sleep(PAUSE)
+    raise AssertionError
