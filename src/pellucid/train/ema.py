@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from pellucid.core.errors import PellucidError, rule
 
@@ -16,7 +17,8 @@ class EMA:
     """For each length, the mean of the weights over the past, each image counting half as much a length later.
 
     A length is a number of images, so that it means the same at any batch size. The means start with the first update,
-    and are corrected for their short past: early on they are means of what there is, not of the random start.
+    and are corrected for their short past: early on they are means of what there is, not of the random start. Where
+    ranks hold shares of the weights (DTensors), each keeps the means of its own.
     """
 
     def __init__(self, network: nn.Module, lengths: Iterable[float]) -> None:
@@ -39,7 +41,8 @@ class EMA:
         now = dict(floats(network))
         for length, held in self.means.items():
             new = self.share(length, images)
-            torch._foreach_lerp_(list(held.values()), [now[name].float() for name in held], new)
+            means, weights = [local(mean) for mean in held.values()], [local(now[name]).float() for name in held]
+            torch._foreach_lerp_(means, weights, new)
 
     def share(self, length: float, images: int) -> float:
         """What the newest weights count: (1 − ½^(images / length)), over the sum of all that has counted so far."""
@@ -58,12 +61,12 @@ class EMA:
         try:
             with torch.no_grad():
                 for name, tensor in now.items():
-                    tensor.copy_(means[name])
+                    local(tensor).copy_(local(means[name]))
             yield network
         finally:
             with torch.no_grad():
                 for name, tensor in now.items():
-                    tensor.copy_(kept[name])
+                    local(tensor).copy_(local(kept[name]))
 
     def state(self) -> dict[str, Tensor]:
         """All of it as tensors, for a checkpoint."""
@@ -79,7 +82,7 @@ class EMA:
         self.seen = int(state["seen"])
         for name, tensor in wanted.items():
             if name != "seen":
-                tensor.copy_(state[name])
+                local(tensor).copy_(local(state[name]))
 
 
 def zeros(network: nn.Module) -> dict[str, Tensor]:
@@ -89,3 +92,8 @@ def zeros(network: nn.Module) -> dict[str, Tensor]:
 def floats(network: nn.Module) -> list[tuple[str, Tensor]]:
     """The parameters and buffers that are numbers to average."""
     return [(name, tensor) for name, tensor in network.state_dict(keep_vars=True).items() if tensor.is_floating_point()]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,206 @@
+"""What ranks hold and what they send, before anything runs: `pellucid train CONFIG --explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pellucid.core.errors import PellucidError, rule
+from pellucid.train.ema import floats
+from pellucid.train.objective import ByLevel
+from pellucid.train.ranks import Strategy, groups
+
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # DDP's own limits, bytes
+FLOAT, INT, DOUBLE = 4, 4, 8
+Operation = Literal["all-reduce", "all-gather", "reduce-scatter"]
+RING = {
+    "all-reduce": "2 (n − 1) / n of its bytes",
+    "all-gather": "(n − 1) / n of its bytes",
+    "reduce-scatter": "(n − 1) / n of its bytes",
+}
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one kind: of all together, and on the rank that has most of them."""
+
+    what: str
+    how: Literal["replicated", "sharded"]
+    whole: int
+    per_rank: int
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective: how large its whole tensor is, and what each rank sends, and receives, for it in a ring."""
+
+    operation: Operation
+    what: str
+    when: str
+    times: int  # in a step, or in the window of a log where `when` says so
+    size: int  # bytes of the whole tensor, padding included
+    sent: int  # bytes, by each rank, each time
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a run would do with its ranks. `collectives` are those of one optimiser step, `of_log` those of one line."""
+
+    ranks: int
+    strategy: Strategy
+    accumulate: int
+    parameters: int
+    trained: int
+    held: tuple[Held, ...]
+    collectives: tuple[Collective, ...]
+    of_log: tuple[Collective, ...]
+
+    @property
+    def bytes_per_rank(self) -> int:
+        """What is kept between steps; activations and what is gathered for a while come on top."""
+        return sum(held.per_rank for held in self.held)
+
+    @property
+    def sent_per_step(self) -> int:
+        return sum(c.times * c.sent for c in self.collectives)
+
+    def to_json(self) -> dict[str, Any]:
+        sums = {"bytes_per_rank": self.bytes_per_rank, "sent_per_step": self.sent_per_step, "ring": RING}
+        return {**asdict(self), **sums}
+
+
+def explain(
+    network: nn.Module,
+    ranks: int,
+    strategy: Strategy = "ddp",
+    *,
+    accumulate: int = 1,
+    dtype: torch.dtype | None = None,
+    ema: Sequence[float] = (),
+    log_every: int = 1,
+) -> Explanation:
+    """Of a network that is not wrapped (it may be on the meta device). `dtype`: what `fsdp` gathers in."""
+    if ranks < 1 or accumulate < 1 or log_every < 1:
+        got = (ranks, accumulate, log_every)
+        raise PellucidError(rule("ranks, accumulate, log_every", "at least 1", got), "explain")
+    share = ranks if strategy == "fsdp" else 1
+    trained = [p for p in network.parameters() if p.requires_grad]
+    moves: tuple[Collective, ...] = ()
+    if ranks > 1:
+        moves = of_ddp(trained, ranks) if strategy == "ddp" else of_fsdp(network, ranks, accumulate, dtype)
+    return Explanation(
+        ranks=ranks,
+        strategy=strategy,
+        accumulate=accumulate,
+        parameters=sum(p.numel() for p in network.parameters()),
+        trained=sum(p.numel() for p in trained),
+        held=kept(network, trained, share, accumulate, len(ema)),
+        collectives=moves,
+        of_log=of_log(ranks, log_every) if ranks > 1 else (),
+    )
+
+
+def kept(network: nn.Module, trained: list[nn.Parameter], share: int, accumulate: int, means: int) -> tuple[Held, ...]:
+    """Weights, gradients, moments and running means, divided by `share`."""
+    how: Literal["replicated", "sharded"] = "sharded" if share > 1 else "replicated"
+    parameters, buffers = list(network.parameters()), list(network.buffers())
+    averaged = [tensor for _, tensor in floats(network)]
+    apart = [tensor for tensor in averaged if not isinstance(tensor, nn.Parameter)]  # buffers are never sharded
+    # Without a sync between micro-steps, gradients stay whole until the last of them.
+    gradients = Held("gradients", how, stored(trained), stored(trained, share))
+    if share > 1 and accumulate > 1:
+        gradients = Held("gradients, whole until the last micro-step", "replicated", stored(trained), stored(trained))
+    rows = [
+        Held("weights", how, stored(parameters), stored(parameters, share)),
+        Held("buffers", "replicated", stored(buffers), stored(buffers)),
+        gradients,
+        Held("moments of AdamW", how, 2 * stored(trained), 2 * stored(trained, share)),
+    ]
+    if means:
+        weights = [tensor for tensor in averaged if isinstance(tensor, nn.Parameter)]
+        whole, mine = numbers(averaged), numbers(weights, share) + numbers(apart)
+        rows.append(Held(f"running means, {means}", how, means * FLOAT * whole, means * FLOAT * mine))
+    return tuple(row for row in rows if row.whole)
+
+
+def of_ddp(trained: Sequence[Tensor], ranks: int) -> tuple[Collective, ...]:
+    """Gradients are averaged in buckets, the last parameters first; only in the last micro-step."""
+    found = buckets(trained)
+    rows = [
+        moved("all-reduce", f"gradients, bucket {i} of {len(found)}", "backward", 1, stored(bucket), ranks)
+        for i, bucket in enumerate(reversed(found), 1)
+    ]
+    return (*rows, moved("all-reduce", "which parameters were used", "backward", 1, INT * len(trained), ranks))
+
+
+def of_fsdp(network: nn.Module, ranks: int, accumulate: int, dtype: torch.dtype | None) -> tuple[Collective, ...]:
+    """A group's weights are gathered for the forward pass, and a block's again for the backward pass."""
+    rows = []
+    for name, own in owned(network):
+        what = f"weights of {name or 'the rest'}"
+        size = sum(padded(p, ranks) * (dtype or p.dtype).itemsize for p in own)
+        rows.append(moved("all-gather", what, "forward", accumulate, size, ranks))
+        if name:  # the rest stays gathered between the passes
+            rows.append(moved("all-gather", what, "backward", accumulate, size, ranks))
+        size = FLOAT * sum(padded(p, ranks) for p in own if p.requires_grad)
+        if size:
+            rows.append(moved("reduce-scatter", f"gradients of {name or 'the rest'}", "backward", 1, size, ranks))
+    return (*rows, moved("all-reduce", "norm of the gradient", "clip", 1, FLOAT, ranks))
+
+
+def of_log(ranks: int, every: int) -> tuple[Collective, ...]:
+    sums = ByLevel().sums
+    return (
+        moved("all-reduce", "losses of the window", "log", 1, DOUBLE * every, ranks),
+        moved("all-reduce", "losses by noise level", "log", 1, sums.numel() * sums.element_size(), ranks),
+    )
+
+
+def moved(operation: Operation, what: str, when: str, times: int, size: int, ranks: int) -> Collective:
+    """In a ring of n ranks each sends (n − 1) / n of the bytes, and twice that where all shall have the sum."""
+    rounds = 2 if operation == "all-reduce" else 1
+    return Collective(operation, what, when, times, size, rounds * (ranks - 1) * size // ranks)
+
+
+def buckets(trained: Sequence[Tensor]) -> list[list[Tensor]]:
+    """DDP's: parameters in their order, each dtype apart, a bucket closed when it has reached its limit."""
+    done: list[list[Tensor]] = []
+    filling: dict[torch.dtype, list[Tensor]] = {}
+    limits: dict[torch.dtype, int] = {}
+    for tensor in trained:
+        held = filling.setdefault(tensor.dtype, [])
+        held.append(tensor)
+        if stored(held) >= limits.get(tensor.dtype, FIRST_BUCKET):
+            done.append(filling.pop(tensor.dtype))
+            limits[tensor.dtype] = BUCKET
+    return done + list(filling.values())
+
+
+def owned(network: nn.Module) -> list[tuple[str, list[nn.Parameter]]]:
+    """The groups that `fsdp` makes, and the parameters of each that are in no other."""
+    taken: set[int] = set()
+    found = []
+    for name, module in groups(network):
+        own = [p for p in module.parameters() if id(p) not in taken]
+        taken |= {id(p) for p in own}
+        if own:
+            found.append((name, own))
+    return found
+
+
+def padded(tensor: Tensor, share: int) -> int:
+    """Numbers of a tensor whose rows are dealt to `share` ranks in equal parts, empty rows included."""
+    return -(-tensor.shape[0] // share) * share * tensor[:1].numel() if tensor.ndim else tensor.numel()
+
+
+def numbers(tensors: Iterable[Tensor], share: int = 1) -> int:
+    """On the rank that has most: the first, when rows do not divide."""
+    return sum(padded(t, share) // share if share > 1 else t.numel() for t in tensors)
+
+
+def stored(tensors: Iterable[Tensor], share: int = 1) -> int:
+    return sum(numbers([t], share) * t.element_size() for t in tensors)

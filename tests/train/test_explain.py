@@ -1,0 +1,203 @@
+"""What `--explain` says is what runs: collectives counted on real ranks, bytes weighed where they lie."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import crew
+import pytest
+import torch
+import torch.distributed as dist
+from rank_worker import Pictures, config_of
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pellucid import PellucidError
+from pellucid.train.ema import local
+from pellucid.train.explain import Explanation, explain
+from pellucid.train.ranks import Ranks
+from pellucid.train.trainer import Trainer
+
+# The operations of torch.distributed, and which argument is the whole tensor.
+WATCHED = {
+    "allreduce_": ("all-reduce", 0),
+    "_allgather_base_": ("all-gather", 0),
+    "_reduce_scatter_base_": ("reduce-scatter", 1),
+}
+
+
+class Seen(TorchDispatchMode):
+    """Writes down every collective of this thread: (operation, bytes of its whole tensor)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[tuple[str, int]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            operation, place = WATCHED[func._opname]
+            tensors = [args[place]] if isinstance(args[place], Tensor) else args[place]
+            self.found[operation, sum(t.numel() * t.element_size() for t in tensors)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def told(explanation: Explanation, *, log: bool = False) -> Counter[tuple[str, int]]:
+    found: Counter[tuple[str, int]] = Counter()
+    for row in explanation.of_log if log else explanation.collectives:
+        found[row.operation, row.size] += row.times
+    return found
+
+
+def weighed(trainer: Trainer) -> dict[str, int]:
+    """What this rank really holds."""
+
+    def size(tensors: Any) -> int:
+        return sum(local(t).numel() * t.element_size() for t in tensors)
+
+    moments = [s[k] for s in trainer.optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")]
+    return {
+        "weights": size(trainer.network.parameters()),
+        "moments of AdamW": size(moments),
+        "running means, 2": size(t for means in trainer.ema.means.values() for t in means.values()),
+        "gradients": size(p.grad for p in trainer.network.parameters() if p.grad is not None),
+    }
+
+
+def count_a_run(folder: Path, changes: dict[str, Any]) -> int:
+    """Two steps of the real trainer: the second, and a line of its log, are counted."""
+    torch.set_num_threads(1)
+    config = config_of({**changes, "log": {"every": 2, "checkpoint_every": 0}})
+    with Ranks.join(config.engine.strategy, "cpu", timeout=60) as ranks:
+        trainer = Trainer(config, folder, ranks, source=Pictures(), quiet=True)
+        plain = Trainer(config, folder, Ranks(), source=Pictures(), quiet=True).network
+        dtype = torch.bfloat16 if config.engine.dtype == "bf16" else None
+        expected = explain(
+            plain,
+            ranks.world,
+            config.engine.strategy,
+            accumulate=config.engine.accumulate,
+            dtype=dtype,
+            ema=config.ema,
+            log_every=2,
+        )
+        for step in (0, 1):
+            with Seen() as seen:
+                trainer.step(step, trainer.prepare(step))
+            assert seen.found == told(expected), (step, seen.found - told(expected), told(expected) - seen.found)
+        with Seen() as seen:
+            trainer.report(2, None)
+        assert seen.found == told(expected, log=True)
+        held, said = weighed(trainer), {row.what.split(", whole")[0]: row.per_rank for row in expected.held}
+        for what, size in held.items():
+            most = int(max(ranks.gather(torch.tensor([size]))))
+            if what != "gradients" or config.engine.accumulate == 1:  # afterwards they are shards again
+                assert most == said[what], (what, most, said[what])
+    return 0
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"strategy": "ddp"},
+        {"strategy": "ddp", "accumulate": 2},
+        {"strategy": "fsdp"},
+        {"strategy": "fsdp", "accumulate": 2, "dtype": "bf16"},
+    ],
+    ids=["ddp", "ddp-accumulate", "fsdp", "fsdp-accumulate-bf16"],
+)
+def test_collectives_and_bytes_of_a_step_are_those_that_ran(world: int, engine: dict[str, Any], tmp_path: Path) -> None:
+    says = tmp_path / "says"
+    codes = crew.run(world, count_a_run, tmp_path / "run", {"engine": engine, "batch": 12}, says=says)
+    assert codes == [0] * world, crew.said(says)
+
+
+def wide() -> nn.Module:
+    """54 MB of weights: more than one of DDP's buckets. The embedding is frozen, and so in none of them."""
+    network = nn.Sequential(nn.Linear(100, 1500), *(nn.Linear(1500, 1500) for _ in range(6)), nn.Linear(1500, 10))
+    network[1].weight.requires_grad_(False)
+    return network
+
+
+def count_buckets() -> int:
+    torch.set_num_threads(1)
+    with Ranks.join("ddp", "cpu", timeout=60) as ranks:
+        network = wide()
+        wrapped, expected = ranks.wrap(network), explain(network, ranks.world)
+        assert len(expected.collectives) == 4  # three buckets, and which parameters were used
+        for _ in range(3):  # at the second step DDP would deal its buckets anew
+            with Seen() as seen:
+                wrapped(torch.ones(1, 100)).sum().backward()
+            assert seen.found == told(expected), (seen.found, told(expected))
+    return 0
+
+
+def test_buckets_are_those_of_ddp_at_every_step(tmp_path: Path) -> None:
+    says = tmp_path / "says"
+    assert crew.run(2, count_buckets, says=says) == [0, 0], crew.said(says)
+
+
+def written() -> int:
+    """Bytes that this process has handed to the system, sockets included."""
+    return int(Path("/proc/self/io").read_text().split("wchar:")[1].split()[0])
+
+
+def weigh_the_wire() -> int:
+    size = 12_000_000
+    with Ranks.join("ddp", "cpu", timeout=60) as ranks:
+        n, whole = ranks.world, torch.ones(size // 4)
+        part = torch.ones(size // 4 // n)
+        dist.all_reduce(torch.ones(n))  # connects
+        before = written()
+        dist.all_reduce(whole)
+        between = written()
+        dist.all_gather_into_tensor(whole, part)
+        after = written()
+        for sent, expected in ((between - before, 2 * (n - 1) * size / n), (after - between, (n - 1) * size / n)):
+            assert expected <= sent < 1.01 * expected + 4096, (sent, expected)
+    return 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="this system does not count what a process writes")
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_ring_sends_what_its_formula_says(world: int, tmp_path: Path) -> None:
+    """gloo's rings, weighed by the kernel; one percent and a page are its headers. Its reduce-scatter is an all-reduce,
+    which sends twice what NCCL's ring does, and is not weighed."""
+    says = tmp_path / "says"
+    assert crew.run(world, weigh_the_wire, says=says) == [0] * world, crew.said(says)
+
+
+def test_one_rank_sends_nothing_and_holds_all() -> None:
+    network = nn.Linear(10, 3)
+    for strategy in ("ddp", "fsdp"):
+        alone = explain(network, 1, strategy, ema=(5.0,))
+        assert alone.collectives == alone.of_log == ()
+        assert alone.parameters == alone.trained == 33
+        assert alone.bytes_per_rank == 33 * 4 * (1 + 1 + 2 + 1)
+        assert all(row.how == "replicated" for row in alone.held)
+
+
+def test_shares_of_more_ranks_are_smaller_and_their_sum_is_the_whole() -> None:
+    network = nn.Linear(64, 64)
+    for ranks in (2, 4, 8):
+        sharded = explain(network, ranks, "fsdp")
+        weights = sharded.held[0]
+        assert weights.per_rank * ranks == weights.whole == 4 * (64 * 64 + 64)
+        assert sharded.sent_per_step < 4 * explain(network, ranks, "ddp").sent_per_step
+
+
+def test_it_is_plain_json_and_needs_no_weights() -> None:
+    with torch.device("meta"):
+        network = nn.Linear(1000, 1000)
+    plain = json.loads(json.dumps(explain(network, 8, "fsdp").to_json()))
+    assert plain["parameters"] == 1_001_000
+    assert {row["operation"] for row in plain["collectives"]} == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert plain["sent_per_step"] == sum(row["times"] * row["sent"] for row in plain["collectives"])
+
+
+def test_bad_numbers_are_one_line() -> None:
+    with pytest.raises(PellucidError, match=r"^ranks, accumulate, log_every must be at least 1"):
+        explain(nn.Linear(1, 1), 0)
