@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pellucid import PellucidError
-from pellucid.train.cifar10 import CIFAR10, FILES, IN_FILE, RECORD
+from pellucid.train.cifar10 import CIFAR10, FILES, IN_FILE, RECORD, CIFAR10Source
+from pellucid.train.draws import Draws
 from pellucid.train.order import Order
 
 
@@ -36,12 +37,28 @@ def test_records_are_read_as_they_are_written(folder: Path) -> None:
     assert int(train.labels[number]) == raw[17, 0]
     assert train.images[number, 0, 0, 5] == raw[17, 1 + 5]  # red, first row
     assert train.images[number, 2, 31, 31] == raw[17, -1]  # blue, last pixel
-    images, labels = train.batch(torch.tensor([number, 3]))
+    found = CIFAR10Source(train, flip=False).batch(torch.tensor([number, 3]), Draws(0, 0, 2), torch.device("cpu"))
+    images, labels = found.images, found.labels
     assert images.shape == (2, 3, 32, 32)
     assert float(images[0, 2, 31, 31]) == pytest.approx(raw[17, -1] / 127.5 - 1, abs=1e-6)
     assert labels.tolist() == [raw[17, 0], int(train.labels[3])]
     assert float(images.min()) >= -1.0
     assert float(images.max()) <= 1.0
+
+
+def test_flips_are_by_chance_and_by_address() -> None:
+    """About half of the pictures are mirrored, and the same ones in whatever parts they come."""
+    data = CIFAR10(torch.randint(0, 256, (64, 3, 4, 4), dtype=torch.uint8), torch.arange(64) % 10)
+    plain, flipped = CIFAR10Source(data, flip=False), CIFAR10Source(data)
+    indices, device = torch.arange(64).flip(0), torch.device("cpu")
+    straight = plain.batch(indices, Draws(3, 5, 64), device).images
+    whole = flipped.batch(indices, Draws(3, 5, 64), device)
+    parts = [flipped.batch(part, Draws(3, 5, 64, i, 4), device).images for i, part in enumerate(indices.split(16))]
+    assert torch.equal(torch.cat(parts), whole.images)
+    assert torch.equal(whole.labels, indices % 10)
+    mirrored = (whole.images == straight.flip(3)).flatten(1).all(1)
+    assert torch.equal(whole.images[~mirrored], straight[~mirrored])
+    assert 16 <= int(mirrored.sum()) <= 48  # 4 deviations of 64 fair coins
 
 
 def test_a_missing_or_damaged_file_is_named(folder: Path, tmp_path: Path) -> None:
@@ -88,7 +105,7 @@ def test_epochs_and_seeds_differ() -> None:
     [
         (lambda: Order(0, 4), "data-empty"),
         (lambda: Order(4, 0), "batch"),
-        (lambda: Order(10, 5).step(0, 0, 2), "batch-ranks"),
+        (lambda: Order(10, 5).step(0, 0, 2), "batch-parts"),
     ],
 )
 def test_bad_input_is_one_line(make, code: str) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from pellucid import Level, PellucidError, denoiser, schedules
 from pellucid.core import target as targets
+from pellucid.train.draws import Draws
 from pellucid.train.objective import ByLevel, Graded, Objective, dropped
 from pellucid.train.times import Times
 from pellucid.train.weighting import KINDS, Weighting
@@ -37,6 +38,10 @@ def batch(count: int = 64) -> torch.Tensor:
     return torch.randn(count, 3, 4, 4, generator=seeded(9), dtype=torch.float64) * 0.5
 
 
+def draws(x0: torch.Tensor, step: int = 0) -> Draws:
+    return Draws(seed=0, step=step, batch=len(x0))
+
+
 # --- the question ------------------------------------------------------------------------------------------------
 
 
@@ -45,7 +50,7 @@ def test_the_right_answer_denoises_to_the_data(schedule: str, target: str) -> No
     """What is trained is what `denoiser` reads: the answer, read at its time, gives x0 back."""
     objective = Objective(schedules.make(schedule), target)
     x0 = batch()
-    asked = objective.ask(x0, seeded())
+    asked = objective.ask(x0, draws(x0))
     for i in range(len(x0)):
         level = objective.schedule.level(float(asked.time[i].double()))
         scale = 1.0 if schedule != "edm" else 1 / math.hypot(level.sigma, 0.5 * level.alpha)
@@ -58,7 +63,7 @@ def test_the_right_answer_denoises_to_the_data(schedule: str, target: str) -> No
 @pytest.mark.parametrize(("schedule", "target"), CASES)
 def test_the_right_answer_costs_nothing_and_a_wrong_one_its_square(schedule: str, target: str) -> None:
     objective = Objective(schedules.make(schedule), target)
-    asked = objective.ask(batch(), seeded())
+    asked = objective.ask(batch(), draws(batch()))
     assert float(objective.grade(asked, asked.answer).loss) == 0.0
     off = objective.grade(asked, asked.answer + 0.5)
     assert float(off.loss) == pytest.approx(0.25, rel=1e-5)
@@ -68,7 +73,7 @@ def test_the_right_answer_costs_nothing_and_a_wrong_one_its_square(schedule: str
 def test_x_has_the_variance_of_its_level() -> None:
     objective = Objective(schedules.make("scaled_linear"), "eps")
     x0 = torch.randn(4096, 1, 4, 4, generator=seeded(1))
-    asked = objective.ask(x0, seeded())
+    asked = objective.ask(x0, draws(x0))
     for low, high in ((0, 200), (400, 600), (800, 1000)):
         chosen = asked.x[(asked.time >= low) & (asked.time < high)]
         assert float(chosen.var()) == pytest.approx(1.0, abs=0.05)  # unit data stays of unit variance
@@ -76,7 +81,7 @@ def test_x_has_the_variance_of_its_level() -> None:
 
 def test_a_seed_repeats_the_question() -> None:
     objective = Objective(schedules.make("linear"), "v", noise_offset=0.1)
-    first, again, other = (objective.ask(batch(), seeded(s)) for s in (5, 5, 6))
+    first, again, other = (objective.ask(batch(), draws(batch(), s)) for s in (5, 5, 6))
     assert torch.equal(first.x, again.x)
     assert not torch.equal(first.x, other.x)
 
@@ -84,14 +89,14 @@ def test_a_seed_repeats_the_question() -> None:
 def test_noise_offset_moves_whole_channels() -> None:
     plain, moved = (Objective(schedules.make("linear"), "eps", noise_offset=o) for o in (0.0, 1.0))
     x0 = torch.zeros(512, 3, 8, 8)
-    means = [objective.ask(x0, seeded()).answer.mean((2, 3)).var() for objective in (plain, moved)]
+    means = [objective.ask(x0, draws(x0)).answer.mean((2, 3)).var() for objective in (plain, moved)]
     assert float(means[0]) == pytest.approx(1 / 64, rel=0.2)
     assert float(means[1]) == pytest.approx(1 + 1 / 64, rel=0.2)
 
 
 def test_a_network_with_a_variance_is_graded_on_its_mean() -> None:
     objective = Objective(schedules.make("linear"), "eps")
-    asked = objective.ask(batch(), seeded())
+    asked = objective.ask(batch(), draws(batch()))
     out = torch.cat([asked.answer, torch.full_like(asked.answer, 7.0)], dim=1)
     assert float(objective.grade(asked, out).loss) == 0.0
 
@@ -190,7 +195,7 @@ def test_dropout_takes_the_condition_of_its_share() -> None:
         return x
 
     x0, labels = torch.zeros(4000, 1, 2, 2), torch.ones(4000)
-    objective(network, x0, {"labels": labels}, {"labels": torch.zeros(4000)}, seeded())
+    objective(network, x0, draws(x0), {"labels": labels}, {"labels": torch.zeros(4000)})
     assert float(seen[0].mean()) == pytest.approx(0.75, abs=0.03)
     one = dropped({"a": torch.ones(3, 2)}, {"a": torch.zeros(3, 2)}, torch.tensor([True, False, True]))
     assert one["a"].tolist() == [[0, 0], [1, 1], [0, 0]]
@@ -213,7 +218,7 @@ def test_a_step_of_training_lowers_the_loss() -> None:
     optimiser = torch.optim.Adam(network.parameters(), 1e-2)
     losses = []
     for step in range(60):
-        loss = objective(lambda x, time: network(x), x0, generator=seeded(step)).loss
+        loss = objective(lambda x, time: network(x), x0, draws(x0, step)).loss
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
@@ -232,7 +237,10 @@ def test_a_step_of_training_lowers_the_loss() -> None:
         (lambda: Weighting(gamma=-1.0), "weighting"),
         (lambda: Objective(schedules.make("linear"), "flow"), "target-schedule"),
         (lambda: Objective(schedules.make("linear"), "eps", dropout=1.5), "objective"),
-        (lambda: Objective(schedules.make("linear"), "eps", dropout=0.5)(lambda x, t: x, batch()), "objective"),
+        (
+            lambda: Objective(schedules.make("linear"), "eps", dropout=0.5)(lambda x, t: x, batch(), draws(batch())),
+            "objective",
+        ),
         (lambda: ByLevel(1, 0), "bins"),
     ],
 )

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from pellucid import __version__
-from pellucid.cli import demo, inspect, memory, plan, sample, samplers, schedules
+from pellucid.cli import demo, inspect, memory, plan, sample, samplers, schedules, score, study, train
 from pellucid.core.errors import PellucidError
 
 # typer has click within it since 0.16 and beside it before: both name the class that all bad usage descends from.
@@ -91,9 +91,12 @@ for name, room in (
     ("schedules", schedules),
     ("samplers", samplers),
     ("plan", plan),
+    ("train", train),
+    ("score", score),
     ("demo", demo),
 ):
     app.command(name, context_settings=HELP, epilog=getattr(room, "EPILOG", None))(room.command)
+app.add_typer(study.app, name="study")
 
 
 def main() -> None:

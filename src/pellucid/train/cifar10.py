@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.train.draws import Draws
+from pellucid.train.source import Batch
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 FILES = {"train": tuple(f"data_batch_{i}.bin" for i in range(1, 6)), "test": ("test_batch.bin",)}
@@ -23,6 +25,9 @@ class CIFAR10:
 
     images: Tensor  # (N, 3, 32, 32) uint8
     labels: Tensor  # (N,) int64
+
+    def to(self, device: torch.device) -> CIFAR10:
+        return CIFAR10(self.images.to(device), self.labels.to(device))
 
     @staticmethod
     def read(folder: str | Path, split: Literal["train", "test"] = "train") -> CIFAR10:
@@ -39,9 +44,26 @@ class CIFAR10:
     def __len__(self) -> int:
         return len(self.images)
 
-    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, 3, 32, 32) float32 in [−1, 1], and labels (B,)."""
-        return self.images[indices].float() / 127.5 - 1.0, self.labels[indices]
+
+class CIFAR10Source:
+    """The images as a source: they live on the device that trains, and are mirrored by chance if `flip` is set."""
+
+    endless = False
+
+    def __init__(self, data: CIFAR10, flip: bool = True) -> None:
+        self.data, self.flip = data, flip
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def batch(self, indices: Tensor, draws: Draws, device: torch.device) -> Batch:
+        self.data = self.data.to(device)
+        indices = indices.to(device, non_blocking=True)
+        images = self.data.images[indices].float() / 127.5 - 1.0  # (B, 3, 32, 32)
+        if self.flip:
+            mirrored = draws.uniform("flip", (1, 1, 1), device) < 0.5
+            images = torch.where(mirrored, images.flip(3), images)
+        return Batch(images, self.data.labels[indices])
 
 
 def records_of(path: Path) -> np.ndarray:

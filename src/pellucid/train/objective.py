@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pellucid.core import target as targets
 from pellucid.core.denoiser import input_scale, sigma_data_of
 from pellucid.core.errors import PellucidError, rule
-from pellucid.core.loop import column
-from pellucid.core.schedule import Level, Schedule, Target
+from pellucid.core.schedule import Array, Schedule, Tabled, Target
 from pellucid.models import inputs as trees
+from pellucid.train.draws import Draws
+from pellucid.train.levels import columns
 from pellucid.train.times import Times
 from pellucid.train.weighting import Weighting
 
@@ -62,40 +65,62 @@ class Objective:
             if not 0 <= getattr(self, name) <= high:
                 raise PellucidError(rule(name, f"from 0 to {high:g}", getattr(self, name)), "objective")
 
-    def ask(self, x0: Tensor, generator: torch.Generator | None = None) -> Question:
-        """Noised data and what is to be said of it. The generator is the CPU's, whatever device the data is on."""
-        times = self.times.draw(len(x0), self.schedule, generator)
-        noise = torch.randn(x0.shape, generator=generator)
+    def ask(self, x0: Tensor, draws: Draws) -> Question:
+        """Noised data and what is to be said of it, for the part of a batch that `draws` names."""
+        return self.pose(x0, self.noise(x0, draws), self.numbers(draws))
+
+    def noise(self, x0: Tensor, draws: Draws) -> Tensor:
+        noise = draws.normal("noise", x0.shape[1:], x0.device)
         if self.noise_offset:
-            flat = torch.randn(*x0.shape[:2], *([1] * (x0.ndim - 2)), generator=generator)
-            noise = noise + self.noise_offset * flat
-        noise = noise.to(x0)
-        levels = [self.schedule.level(float(time)) for time in times]
-        x = x0 * column([lv.alpha for lv in levels], x0, False) + noise * column([lv.sigma for lv in levels], x0, False)
-        return Question(
-            x=x * column([input_scale(self.schedule, lv) for lv in levels], x0, False),
-            time=torch.tensor(times, dtype=torch.float32, device=x0.device),
-            answer=self.answer(x, x0, noise, levels),
-            weights=torch.tensor([self.weight(lv) for lv in levels], dtype=torch.float32, device=x0.device),
-            lam=torch.tensor([lv.lam for lv in levels], dtype=torch.float32),
-        )
+            flat = (x0.shape[1], *([1] * (x0.ndim - 2)))
+            noise = noise + self.noise_offset * draws.normal("offset", flat, x0.device)
+        return noise.to(x0.dtype)
 
-    def answer(self, x: Tensor, x0: Tensor, noise: Tensor, levels: list[Level]) -> Tensor:
-        """The target, made from the noise where there is little of it and from x0 where there is much."""
-        if self.target == "x0":
-            return x0
-        if self.target == "eps":
-            return noise
+    def numbers(self, draws: Draws) -> Tensor:
+        """What `pose` needs of each image's drawn time, (9, B) float64 on the CPU, as `row` orders them."""
+        times = self.times.draw(draws.batch, self.schedule, draws.generator("times"))
+        if self.table is not None:
+            return self.table[:, draws.mine(torch.from_numpy(times)).long()]
+        return draws.mine(torch.from_numpy(self.rows(times))).T
+
+    def rows(self, times: Array) -> Array:
+        """`row` of many times, (B, 9). They are made for the whole batch, so that parts round as one."""
+        made = columns(self.schedule, self.target, self.weighting, times).T
+        for i in np.flatnonzero(~np.isfinite(made).all(1)):  # the ends of a schedule, which only limits describe
+            made[i] = self.row(float(times[i]))
+        return made
+
+    @cached_property
+    def table(self) -> Tensor | None:
+        """The numbers of every whole time, where only whole times are drawn."""
+        if self.times.kind != "uniform" or not isinstance(self.schedule, Tabled):
+            return None
+        rows = [self.row(float(time)) for time in range(self.schedule.num_train)]
+        return torch.tensor(rows, dtype=torch.float64).T.contiguous()
+
+    def row(self, time: float) -> tuple[float, ...]:
+        """The numbers of one time. The answer is made from the noise where there is little of it, and from x0 where
+        there is much: each is finite at its end."""
+        level = self.schedule.level(time)
         data = sigma_data_of(self.schedule)
-        through_eps = [lv.alpha >= lv.sigma for lv in levels]
-        ways = {True: targets.from_eps, False: targets.from_x0}
-        pairs = [ways[way](self.target, lv, data) for way, lv in zip(through_eps, levels, strict=True)]
-        clear = column([float(way) for way in through_eps], x0, False)
-        known = noise * clear + x0 * (1 - clear)
-        return x * column([p[0] for p in pairs], x0, False) + known * column([p[1] for p in pairs], x0, False)
+        c_x, c_noise, c_x0 = 0.0, 0.0, 0.0
+        if self.target in ("x0", "eps"):
+            c_noise, c_x0 = float(self.target == "eps"), float(self.target == "x0")
+        elif level.alpha >= level.sigma:
+            c_x, c_noise = targets.from_eps(self.target, level, data)
+        else:
+            c_x, c_x0 = targets.from_x0(self.target, level, data)
+        scale, weight = input_scale(self.schedule, level), self.weighting.on(self.target, level, data)
+        return (time, level.alpha, level.sigma, scale, c_x, c_noise, c_x0, weight, level.lam)
 
-    def weight(self, level: Level) -> float:
-        return self.weighting.on(self.target, level, sigma_data_of(self.schedule))
+    def pose(self, x0: Tensor, noise: Tensor, numbers: Tensor) -> Question:
+        """The question of given noise and numbers: tensors in, tensors out, so that it can be captured in a graph."""
+        numbers = numbers.to(x0.device, x0.dtype, non_blocking=True)
+        time, *columns, weight, lam = numbers
+        alpha, sigma, scale, c_x, c_noise, c_x0 = (c.reshape(-1, *([1] * (x0.ndim - 1))) for c in columns)
+        x = x0 * alpha + noise * sigma
+        answer = x * c_x + noise * c_noise + x0 * c_x0
+        return Question(x * scale, time.float(), answer, weight.float(), lam.float())
 
     def grade(self, question: Question, out: Tensor) -> Graded:
         """The weighted mean of squared errors, in float32 whatever the network's precision."""
@@ -108,17 +133,17 @@ class Objective:
         self,
         network: Network,
         x0: Tensor,
+        draws: Draws,
         inputs: Mapping[str, Any] | None = None,
         null: Mapping[str, Any] | None = None,
-        generator: torch.Generator | None = None,
     ) -> Graded:
         """The loss of a batch; `null` are the inputs without the condition, for those images that drop it."""
-        question = self.ask(x0, generator)
+        question = self.ask(x0, draws)
         told = dict(inputs or {})
         if self.dropout:
             if null is None:
                 raise PellucidError("null must be given with dropout; got None.", "objective")
-            told = dropped(told, null, torch.rand(len(x0), generator=generator) < self.dropout)
+            told = dropped(told, null, draws.uniform("dropout") < self.dropout)
         return self.grade(question, network(question.x, question.time, **told))
 
 
@@ -139,20 +164,22 @@ class ByLevel:
         if not (low < high and bins >= 1):
             raise PellucidError(rule("low, high, bins", "low < high and at least one bin", (low, high, bins)), "bins")
         self.edges = torch.linspace(low, high, bins + 1, dtype=torch.float64)
-        self.count, self.total, self.square = (torch.zeros(bins, dtype=torch.float64) for _ in range(3))
+        self.sums = torch.zeros(3, bins, dtype=torch.float64)  # of ones, of errors, of their squares
 
     def add(self, graded: Graded) -> None:
-        which = torch.bucketize(graded.lam.double(), self.edges[1:-1])
-        errors = graded.errors.double().cpu()
-        for sums, values in ((self.count, torch.ones_like(errors)), (self.total, errors), (self.square, errors**2)):
-            sums.index_add_(0, which, values)
+        """Takes a batch in, where it is: nothing waits for a GPU."""
+        errors = graded.errors.double()
+        self.sums = self.sums.to(errors.device)
+        which = torch.bucketize(graded.lam.to(errors), self.edges[1:-1].to(errors.device))
+        self.sums.index_add_(1, which, torch.stack([torch.ones_like(errors), errors, errors**2]))
 
     def rows(self) -> list[dict[str, float]]:
         """Bins that saw something: their middle, count, mean error and its standard deviation."""
         found = []
-        for i in (int(i) for i in self.count.nonzero().flatten()):
-            count, mean = float(self.count[i]), float(self.total[i] / self.count[i])
-            spread = math.sqrt(max(float(self.square[i]) / count - mean**2, 0.0))
-            middle = float((self.edges[i] + self.edges[i + 1]) / 2)
-            found.append({"lam": middle, "count": count, "mean": mean, "std": spread})
+        for i, (count, total, square) in enumerate(self.sums.T.tolist()):
+            if count:
+                mean = total / count
+                spread = math.sqrt(max(square / count - mean**2, 0.0))
+                middle = float((self.edges[i] + self.edges[i + 1]) / 2)
+                found.append({"lam": middle, "count": count, "mean": mean, "std": spread})
         return found

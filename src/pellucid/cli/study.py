@@ -1,0 +1,41 @@
+"""`pellucid study`: the same question asked of many set-ups."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="Compare set-ups, with evidence.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    no_args_is_help=True,
+)
+
+
+@app.command("schedules")
+def schedules(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file: the run, the schedules, the points.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Where it writes; out/NAME of the config when not given.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="cuda or cpu; cuda where there is one when not given.")
+    ] = None,
+) -> None:
+    """Train one network under several noise schedules, score it on the way, and draw the report.
+
+    A study that was stopped goes on where it was.
+
+    Example: [bold]pellucid study schedules configs/cifar10_schedules_smoke.toml[/]
+    """
+    from pellucid.evidence.study import charts, schedules_report
+    from pellucid.evidence.study.schedules import ScheduleStudy, Study
+
+    charts.require()
+    folder = out or Path("out") / config.stem
+    study = Study(ScheduleStudy.load(config), folder, device=device, say=lambda text: print(text, file=sys.stderr))
+    study.run()
+    print(schedules_report.write(folder))

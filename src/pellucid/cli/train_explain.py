@@ -1,0 +1,81 @@
+"""`pellucid train --explain`: what each rank holds and sends, as tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pellucid.cli import output
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pellucid.train.config import TrainConfig
+    from pellucid.train.explain import Collective, Explanation
+
+UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def size(count: int) -> str:
+    for unit, name in UNITS:
+        if count >= unit:
+            return f"{count / unit:.2f} {name}"
+    return f"{count} B"
+
+
+def show(config: TrainConfig, ranks: int, *, as_json: bool) -> None:
+    """Builds the network on the CPU, and says what a run of so many ranks would do with it."""
+    import torch
+
+    from pellucid.train.config import chosen
+    from pellucid.train.explain import explain
+    from pellucid.train.kinds import TASKS
+
+    engine = config.engine
+    task = chosen(config.task, TASKS, "task").build(config.seed, torch.device("cpu"))
+    found = explain(
+        task.network,
+        ranks,
+        engine.strategy,
+        accumulate=engine.accumulate,
+        dtype=torch.bfloat16 if engine.dtype == "bf16" else None,
+        ema=config.ema,
+        log_every=config.log.every,
+    )
+    if as_json:
+        output.print_json(found.to_json())
+    else:
+        print_tables(found)
+
+
+def print_tables(found: Explanation) -> None:
+    console = output.console()
+    console.print(
+        f"{found.parameters:,} parameters, {found.trained:,} trained · {found.ranks} ranks · {found.strategy} · "
+        f"accumulate {found.accumulate}"
+    )
+    held = output.table("held between steps", "how", "in all", "per rank", right=("in all", "per rank"))
+    for row in found.held:
+        held.add_row(row.what, row.how, size(row.whole), size(row.per_rank))
+    held.add_row("together", "", "", size(found.bytes_per_rank))
+    console.print(held)
+    if not found.collectives:
+        console.print("One rank: nothing is sent.")
+        return
+    console.print(moves(found.collectives, "in each optimiser step"))
+    console.print(moves(found.of_log, "in each line of the log"))
+    console.print(f"Each rank sends, and receives, {size(found.sent_per_step)} a step (rings).")
+
+
+def moves(collectives: Sequence[Collective], when: str):  # type: ignore[no-untyped-def]
+    """The collectives; those alike in kind and pass are one row, where there are many."""
+    table = output.table(
+        when, "of", "pass", "times", "bytes", "sent per rank", right=("times", "bytes", "sent per rank")
+    )
+    groups: dict[tuple[str, str, str], list[Collective]] = {}
+    for one in collectives:
+        groups.setdefault((one.operation, one.when, one.what.split(" of ")[0].split(", bucket")[0]), []).append(one)
+    for (operation, phase, what), rows in groups.items():
+        name = rows[0].what if len(rows) == 1 else f"{what}, {len(rows)} groups"
+        times, sent = sum(r.times for r in rows), sum(r.times * r.sent for r in rows)
+        table.add_row(operation, name, phase, str(times), size(sum(r.times * r.size for r in rows)), size(sent))
+    return table

@@ -1,0 +1,230 @@
+"""A training run as one file: TOML, read strictly into frozen dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pellucid.core import schedule as schedules
+from pellucid.core import target as targets
+from pellucid.core.errors import PellucidError, nearest, rule
+from pellucid.train.objective import Objective
+from pellucid.train.times import Times
+from pellucid.train.weighting import Weighting
+
+T = TypeVar("T")
+MAX_BYTES = 1 << 20
+MAX_COUNT, MAX_BATCH, MAX_SEED = 10**12, 1 << 20, 2**63 - 1
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """What a denoiser is asked. `schedule` is a name and its options, as `schedules.from_dict` takes them."""
+
+    schedule: Mapping[str, Any]
+    target: str = "eps"
+    times: Times = field(default_factory=Times)
+    weighting: Weighting = field(default_factory=Weighting)
+    noise_offset: float = 0.0
+    dropout: float = 0.0
+
+    def build(self) -> Objective:
+        if "name" not in self.schedule:
+            raise PellucidError(rule("schedule", "a table with a name", dict(self.schedule)), "config-missing")
+        curve, target = schedules.from_dict(dict(self.schedule)), targets.named(self.target)
+        return Objective(curve, target, self.times, self.weighting, self.noise_offset, self.dropout)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW. The rate rises over `warmup` steps and then stays, or falls to 0 along a cosine; `clip` is the largest
+    norm of the gradient (0: not clipped)."""
+
+    rate: float = 1e-4
+    warmup: int = 0
+    decay: Literal["constant", "cosine"] = "constant"
+    betas: tuple[float, ...] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        positive(self, "rate", "eps")
+        counts(self, "warmup")
+        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
+            raise PellucidError(rule("betas", "two numbers from 0 to below 1", list(self.betas)), "config-value")
+        if self.weight_decay < 0 or self.clip < 0:
+            raise PellucidError(rule("weight_decay, clip", "0 or more", (self.weight_decay, self.clip)), "config-value")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How it runs. `capture` replays a whole step as one CUDA graph (one GPU, no other rank)."""
+
+    dtype: Literal["float32", "bf16"] = "float32"
+    accumulate: int = 1
+    recompute: bool = False  # activations are computed again in the backward pass instead of kept
+    compile: bool = False
+    capture: bool = False
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+
+    def __post_init__(self) -> None:
+        counts(self, "accumulate", low=1)
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is written, every so many steps; 0 is never. Checkpoints are kept newest first."""
+
+    every: int = 50
+    checkpoint_every: int = 1000
+    keep: int = 2
+    pictures_every: int = 0
+    pictures: int = 64
+    tensorboard: bool = True
+
+    def __post_init__(self) -> None:
+        counts(self, "every", "keep", "pictures", low=1)
+        counts(self, "checkpoint_every", "pictures_every")
+        if self.checkpoint_every % self.every:
+            must = f"a multiple of log.every ({self.every}), so that a resumed log is the same"
+            raise PellucidError(rule("log.checkpoint_every", must, self.checkpoint_every), "config-value")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A run. `task` and `data` are tables with a `kind`; the rest of them belongs to that kind."""
+
+    task: Mapping[str, Any]
+    data: Mapping[str, Any]
+    steps: int
+    batch: int  # images of a step, of all ranks together
+    seed: int = 0
+    ema: tuple[float, ...] = ()  # lengths in images: an image counts half as much after so many more
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        counts(self, "steps", low=1)
+        counts(self, "batch", low=1, high=MAX_BATCH)
+        counts(self, "seed", high=MAX_SEED)
+
+    @staticmethod
+    def load(path: str | Path) -> TrainConfig:
+        """From a TOML file."""
+        return read(TrainConfig, parse(Path(path)), "config")
+
+    def fingerprint(self) -> str:
+        """Of all that shapes the weights: a run is resumed with the same, or refused. A longer run is the same run."""
+        plain = to_plain(self)
+        for key in ("log", "steps") if self.optimizer.decay == "constant" else ("log",):
+            del plain[key]
+        return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def parse(path: Path) -> dict[str, Any]:
+    """A TOML file as plain values."""
+    if not path.is_file():
+        raise PellucidError(rule("config", "a file that exists", str(path)), "config-file")
+    if path.stat().st_size > MAX_BYTES:
+        raise PellucidError(rule("config", f"at most {MAX_BYTES} bytes", path.stat().st_size), "config-file")
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, a number without end, tables without end
+        raise PellucidError(rule("config", "valid TOML", f"{path.name}: {error}"), "config-file") from None
+
+
+def to_plain(value: Any) -> Any:
+    """Dataclasses, mappings and tuples as what JSON knows."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): to_plain(v) for k, v in value.items()}
+    return [to_plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def read(cls: type[T], raw: Mapping[str, Any], where: str) -> T:
+    """A dataclass from a table. Unknown keys, missing ones and wrong types are one line each."""
+    if not isinstance(raw, Mapping):
+        raise PellucidError(rule(where, "a table", raw), "config-type")
+    known = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key in raw:
+        if key not in known:
+            raise PellucidError(f"{where}.{key} must be a known key. {nearest(key, known)}", "config-key")
+    missing = [k for k, f in known.items() if k not in raw and f.default is MISSING and f.default_factory is MISSING]
+    if missing:
+        raise PellucidError(
+            f"{where} must have {', '.join(missing)}; got {', '.join(raw) or 'none'}.", "config-missing"
+        )
+    hints = typing.get_type_hints(cls)
+    return cls(**{key: typed(hints[key], value, f"{where}.{key}") for key, value in raw.items()})
+
+
+def typed(hint: Any, value: Any, where: str) -> Any:
+    """A value of TOML as the type that its field wants."""
+    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return read(typing.cast(type, hint), value, where)
+    if origin is Literal:
+        if value not in inside:
+            raise PellucidError(rule(where, "one of " + ", ".join(map(str, inside)), value), "config-value")
+        return value
+    if origin in (typing.Union, types.UnionType):
+        return typed(next(kind for kind in inside if kind is not type(None)), value, where)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise PellucidError(rule(where, "a list", value), "config-type")
+        return tuple(typed(inside[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    kind = Mapping if origin is not None and issubclass(origin, Mapping) else hint
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value) if abs(value) < 1e308 else math.inf
+    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+        names = {"Mapping": "a table", "str": "a text", "int": "a whole number", "float": "a number"}
+        raise PellucidError(rule(where, names.get(kind.__name__, kind.__name__), value), "config-type")
+    if kind is float and not math.isfinite(value):
+        raise PellucidError(rule(where, "finite", value), "config-value")
+    return free(value, where) if kind is Mapping else value
+
+
+def free(value: Any, where: str) -> Any:
+    """What belongs to a kind of task or data: anything that JSON knows, so that it can be kept with the run."""
+    if isinstance(value, Mapping):
+        return {key: free(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [free(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if not isinstance(value, str | int | float | None) or (isinstance(value, float) and not math.isfinite(value)):
+        raise PellucidError(rule(where, "a finite number, a text, a list or a table", value), "config-value")
+    return value
+
+
+def chosen(table: Mapping[str, Any], kinds: Mapping[str, type[T]], where: str) -> T:
+    """The dataclass that a table's `kind` names, from the rest of the table."""
+    rest = dict(table)
+    kind = rest.pop("kind", None)
+    if not isinstance(kind, str) or kind not in kinds:
+        advice = nearest(str(kind), kinds)
+        raise PellucidError(rule(f"{where}.kind", "one of " + ", ".join(kinds), kind, advice), "config-value")
+    return read(kinds[kind], rest, where)
+
+
+def counts(config: Any, *names: str, low: int = 0, high: int = MAX_COUNT) -> None:
+    for name in names:
+        if not low <= getattr(config, name) <= high:
+            must = f"at least {low}" if getattr(config, name) < low else f"at most {high}"
+            raise PellucidError(rule(name, must, getattr(config, name)), "config-value")
+
+
+def positive(config: Any, *names: str) -> None:
+    for name in names:
+        if not getattr(config, name) > 0:
+            raise PellucidError(rule(name, "above 0", getattr(config, name)), "config-value")

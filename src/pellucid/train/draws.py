@@ -1,0 +1,60 @@
+"""Random numbers of training, addressed and not consumed: a resumed run, and any number of ranks, draw the same."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pellucid.core.errors import PellucidError, rule
+
+
+def mixed(*numbers: int) -> int:
+    """One seed of 63 bits from several numbers (splitmix64 over each in turn): neighbours share nothing."""
+    state = 0
+    for number in numbers:
+        state = (state ^ (number & (2**64 - 1))) + 0x9E3779B97F4A7C15 & (2**64 - 1)
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & (2**64 - 1)
+        state ^= state >> 31
+    return state & (2**63 - 1)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The random numbers of one step, by name.
+
+    They are drawn for the whole batch of all ranks from (seed, step, name), and a part takes its rows: so neither ranks
+    nor accumulation change what an image meets. CPUs and GPUs draw differently from the same seed.
+    """
+
+    seed: int
+    step: int
+    batch: int  # images of all ranks together
+    part: int = 0  # rank · accumulate + micro-step
+    parts: int = 1
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.parts < 1 or self.batch % self.parts or not 0 <= self.part < self.parts:
+            must = f"a multiple of its {self.parts} parts (ranks × accumulate)"
+            raise PellucidError(rule("batch", must, self.batch), "batch-parts")
+
+    def generator(self, name: str, device: torch.device | str = "cpu") -> torch.Generator:
+        """A fresh stream for the whole batch; the caller keeps its part with `mine`."""
+        return torch.Generator(device).manual_seed(mixed(self.seed, self.step, zlib.crc32(name.encode())))
+
+    def mine(self, whole: Tensor) -> Tensor:
+        """This part's rows of something of the whole batch, (batch, …)."""
+        share = self.batch // self.parts
+        return whole[self.part * share : (self.part + 1) * share]
+
+    def normal(self, name: str, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+        """Standard normal, (batch / parts, *shape)."""
+        return self.mine(torch.randn(self.batch, *shape, generator=self.generator(name, device), device=device))
+
+    def uniform(self, name: str, shape: Sequence[int] = (), device: torch.device | str = "cpu") -> Tensor:
+        """In [0, 1), (batch / parts, *shape)."""
+        return self.mine(torch.rand(self.batch, *shape, generator=self.generator(name, device), device=device))

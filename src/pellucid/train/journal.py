@@ -1,0 +1,139 @@
+"""What a run writes while it runs: one JSON line a window, TensorBoard events, sheets of pictures, a progress bar."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from pellucid.train.config import LogConfig
+from pellucid.train.events import Events
+from pellucid.train.manifest import settle
+
+FILE = "log.jsonl"
+
+
+class Journal:
+    """The log of one run in its folder. After a kill it goes on from its checkpoint's step: later lines are cut."""
+
+    def __init__(self, folder: Path, config: LogConfig, *, first: int, steps: int, batch: int, quiet: bool) -> None:
+        self.folder, self.batch, self.steps = folder, batch, steps
+        cut(folder / FILE, first)
+        self.file = (folder / FILE).open("a", encoding="utf-8")
+        self.events = Events(folder / "tensorboard", first) if config.tensorboard else None
+        self.bar = Bar(first, steps, quiet)
+        self.since, self.last = time.perf_counter(), first
+
+    def window(self, step: int, values: dict[str, Any]) -> None:
+        """The means of the steps since the last window, after `step` steps."""
+        now = time.perf_counter()
+        speed = (step - self.last) * self.batch / max(now - self.since, 1e-9)
+        self.since, self.last = now, step
+        line = {"step": step, "images": step * self.batch, **values, "images_per_s": round(speed, 1)}
+        self.file.write(json.dumps(known(line), allow_nan=False) + "\n")
+        self.file.flush()
+        if self.events is not None:
+            numbers = {k: v for k, v in line.items() if isinstance(v, float) and math.isfinite(v)}
+            levels = {f"loss by level/λ {row['lam']:+.1f}": row["mean"] for row in values.get("levels", ())}
+            self.events.scalars(step, {**numbers, **levels})
+        self.bar.show(step, values["loss"], speed, (self.steps - step) * self.batch / max(speed, 1e-9))
+
+    def pictures(self, step: int, images: Tensor) -> Path:
+        """A sheet of pictures, (N, 3, H, W) in [0, 1]."""
+        pixels = sheet(images)
+        path = self.folder / "pictures" / f"step-{step:08d}.png"
+        path.parent.mkdir(exist_ok=True)
+        part = path.with_suffix(".part.png")
+        Image.fromarray(pixels).save(part)
+        os.replace(part, path)
+        if self.events is not None:
+            self.events.image(step, "pictures", pixels)
+        return path
+
+    def say(self, text: str) -> None:
+        self.bar.say(text)
+
+    def close(self) -> None:
+        self.bar.close()
+        self.file.close()
+        if self.events is not None:
+            self.events.close()
+
+
+def known(value: Any) -> Any:
+    """The same with null for numbers that JSON does not know."""
+    if isinstance(value, dict):
+        return {key: known(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [known(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def cut(path: Path, step: int) -> None:
+    """Leaves only the lines up to a step: what a killed run wrote after its last checkpoint comes again."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text("utf-8", errors="replace").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue  # the line at which it was killed
+    part = path.with_suffix(".part")
+    part.write_text("".join(kept), "utf-8")
+    settle(part)
+    os.replace(part, path)
+
+
+def sheet(images: Tensor, gap: int = 1) -> np.ndarray:
+    """Pictures side by side, as square as may be: (N, 3, H, W) in [0, 1] → (H', W', 3) uint8."""
+    pixels = (images.detach().float().clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+    columns = math.ceil(math.sqrt(len(pixels)))
+    rows = math.ceil(len(pixels) / columns)
+    _, height, width, _ = pixels.shape
+    whole = np.full((rows * (height + gap) - gap, columns * (width + gap) - gap, 3), 255, np.uint8)
+    for i, picture in enumerate(pixels):
+        top, left = i // columns * (height + gap), i % columns * (width + gap)
+        whole[top : top + height, left : left + width] = picture
+    return whole
+
+
+class Bar:
+    """Loss, images a second and the time left, on a terminal's stderr; a line now and then elsewhere."""
+
+    def __init__(self, first: int, steps: int, quiet: bool) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.console = Console(stderr=True, highlight=False)
+        words = TextColumn("loss {task.fields[loss]} · {task.fields[speed]} images/s")
+        columns = (BarColumn(), MofNCompleteColumn(), words, TimeRemainingColumn())
+        self.progress = Progress(*columns, console=self.console, disable=quiet or not sys.stderr.isatty())
+        self.progress.start()
+        self.task = self.progress.add_task("train", total=steps, completed=first, loss="–", speed="–")
+        self.quiet, self.steps, self.printed = quiet, steps, 0.0
+
+    def show(self, step: int, loss: float, speed: float, left: float) -> None:
+        self.progress.update(self.task, completed=step, loss=f"{loss:.4f}", speed=f"{speed:,.0f}")
+        due = time.monotonic() - self.printed > 10 or step == self.steps
+        if due and not self.quiet and not sys.stderr.isatty():
+            self.printed = time.monotonic()
+            end = f"{timedelta(seconds=round(left))} left" if left else "done"
+            self.say(f"step {step}/{self.steps} · loss {loss:.4f} · {speed:,.0f} images/s · {end}")
+
+    def say(self, text: str) -> None:
+        if not self.quiet:
+            self.console.print(text, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self.progress.stop()

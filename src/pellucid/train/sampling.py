@@ -1,0 +1,74 @@
+"""Pictures from a network in training: many, fast, and the same for the same seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pellucid.core.compile import compile_plan
+from pellucid.core.denoiser import NetworkDenoiser
+from pellucid.core.filters import Filter
+from pellucid.core.loop import run
+from pellucid.core.plan import Plan
+from pellucid.core.schedule import Schedule, Target
+from pellucid.train.draws import mixed
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How sample pictures are made on the way."""
+
+    sampler: str = "ddim"
+    grid: str = "leading"
+    steps: int = 50
+    guidance: float = 1.0
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """A network as a maker of pictures. `x0_filter` clips what it predicts, as pixel models want."""
+
+    schedule: Schedule
+    target: Target
+    config: SamplingConfig
+    x0_filter: Filter | None = None
+
+    def plan(self) -> Plan:
+        """The table of the run; names that nobody knows are refused here."""
+        c = self.config
+        return compile_plan(c.sampler, schedule=self.schedule, target=self.target, grid=c.grid, steps=c.steps)
+
+    def batches(
+        self,
+        network: Callable[..., Tensor],
+        shape: Sequence[int],
+        count: int,
+        seed: int,
+        *,
+        device: torch.device,
+        batch: int = 512,
+        inputs: Callable[[int, int], Mapping[str, Any]] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Iterator[Tensor]:
+        """Batches of x0, (≤ batch, *shape) float32. `inputs(first, last)` gives the conditions of those pictures.
+
+        Every batch is of the full size, so that a compiled network meets one shape; what is too much is cut off.
+        """
+        plan = self.plan()
+        for first in range(0, count, batch):
+            told = dict(inputs(first, first + batch)) if inputs is not None else {}
+
+            def ask(x: Tensor, time: Tensor, told: dict[str, Any] = told) -> Tensor:
+                with torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None):
+                    return network(x, time, **told).float()
+
+            generator = torch.Generator(device).manual_seed(mixed(seed, first))
+            x = torch.randn(batch, *shape, generator=generator, device=device) * plan.initial_scale
+            reads = NetworkDenoiser(ask, self.schedule, self.target, self.x0_filter)
+            with torch.no_grad():
+                made = run(plan, reads, x, seeds=[mixed(seed, first + i) for i in range(batch)])
+            yield made[: count - first]

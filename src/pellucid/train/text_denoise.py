@@ -1,0 +1,214 @@
+"""Training a latent denoiser that is told a text: a UNet or a PixArt over a frozen VAE."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pellucid.core.compile import compile_plan
+from pellucid.core.errors import PellucidError, rule
+from pellucid.core.grid import named as grid_named
+from pellucid.core.loop import run
+from pellucid.interop import diffusers_export, source
+from pellucid.interop.components import Components
+from pellucid.interop.diffusers_config import Reading
+from pellucid.interop.family import check_fit
+from pellucid.interop.save import save_components
+from pellucid.models.clip import CLIPTextEncoder
+from pellucid.models.dit import PixArt
+from pellucid.models.guidance import Guidance
+from pellucid.models.guided import GuidedDenoiser
+from pellucid.models.unet import UNet
+from pellucid.models.vae import AutoencoderKL, from_diffusion, to_diffusion
+from pellucid.train.config import ObjectiveConfig
+from pellucid.train.denoise import fresh
+from pellucid.train.draws import Draws, mixed
+from pellucid.train.objective import Graded, Objective
+from pellucid.train.sampling import SamplingConfig
+from pellucid.train.source import Batch
+from pellucid.train.text import TextConfig, captions_of, tokens
+
+STABLE_DIFFUSION, PIXART = "StableDiffusionPipeline", "PixArtAlphaPipeline"
+DECODED_AT_ONCE = 16  # pictures: a decoder's activations are large
+
+
+def default_sampling() -> SamplingConfig:
+    return SamplingConfig("dpmpp_2m", "trailing", 20, 4.0)
+
+
+@dataclass(frozen=True)
+class TextDenoiserConfig:
+    """`network` is a config of diffusers (UNet2DConditionModel or PixArtTransformer2DModel), `vae` the folder of a VAE.
+
+    Data are pictures, which the VAE encodes on the way, or latents, as a cache holds them. `prompts` are what the
+    sample pictures show; `sampling` is also what the saved pipeline samples with when it is not told otherwise.
+    """
+
+    network: Mapping[str, Any]
+    objective: ObjectiveConfig
+    vae: str
+    text: TextConfig
+    sampling: SamplingConfig = field(default_factory=default_sampling)
+    prompts: tuple[str, ...] = ("",)
+
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            raise PellucidError(rule("prompts", "a list with at least one", []), "config-value")
+
+    def build(self, seed: int, device: torch.device) -> TextDenoiserTask:
+        return TextDenoiserTask(self, seed, device)
+
+
+class Joint(nn.Module):
+    """A text encoder and the denoiser that reads it, trained as one network."""
+
+    def __init__(self, text_encoder: CLIPTextEncoder, denoiser: nn.Module) -> None:
+        super().__init__()
+        self.text_encoder, self.denoiser = text_encoder, denoiser
+
+    def forward(self, x: Tensor, time: Tensor, ids: Tensor) -> Tensor:
+        """x (B, C, h, w), time (B,), ids (B, L) → what the denoiser predicts."""
+        return self.denoiser(x, time, context=self.text_encoder(ids).last)
+
+
+class TextDenoiserTask:
+    """Noise latents, tell the network their captions, grade its answer. Dropped captions become the empty prompt."""
+
+    def __init__(self, config: TextDenoiserConfig, seed: int, device: torch.device) -> None:
+        self.config, self.objective, self.device = config, config.objective.build(), device
+        self.scheduler = scheduler_of(self.objective, config.sampling)  # refused now, and not after the last step
+        denoiser = fresh(config.network, seed)
+        self.vae = read_vae(config.vae).to(device)
+        self.text = config.text.build(mixed(seed, 1))
+        self.text.encoder.to(device)
+        check_parts(denoiser, self.vae, self.text.encoder)
+        side = denoiser.config.sample_size  # type: ignore[union-attr]
+        self.shape = (self.vae.config.latent_channels, side, side)
+        self.pixels = (self.vae.config.in_channels, side * self.vae.config.factor, side * self.vae.config.factor)
+        self.network: nn.Module = Joint(self.text.encoder, denoiser) if self.text.trained else denoiser
+        self.network.to(device)
+
+    # --- training
+
+    def prepare(self, batch: Batch, draws: Draws) -> dict[str, Tensor]:
+        captions = captions_of(batch)
+        dropped = (draws.uniform("dropout") < self.objective.dropout).tolist()
+        told = self.told(["" if drop else caption for drop, caption in zip(dropped, captions, strict=True)])
+        x0 = self.latents(batch.images, draws)
+        return {"x0": x0, "noise": self.objective.noise(x0, draws), "numbers": self.objective.numbers(draws), **told}
+
+    def told(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """What the network is told: tokens where it holds the encoder, else the encoder's states."""
+        ids = tokens(self.text.tokenizer, captions).to(self.device)
+        return {"ids": ids} if self.text.trained else {"context": self.text.context(ids)}
+
+    @torch.no_grad()
+    def latents(self, images: Tensor, draws: Draws) -> Tensor:
+        """Latents as the diffusion sees them, of pictures or of latents that are so already."""
+        if tuple(images.shape[1:]) == self.shape:
+            return images
+        if tuple(images.shape[1:]) != self.pixels:
+            must, got = f"pictures {self.pixels} or latents {self.shape}", tuple(images.shape[1:])
+            raise PellucidError(rule("data", must, got), "data-shape")
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            mean, logvar = self.vae.encode(images)
+        noise = draws.normal("posterior", self.shape, images.device)
+        std = None if logvar is None else torch.exp(0.5 * logvar.float())
+        return to_diffusion(self.vae.config, mean.float() if std is None else mean.float() + std * noise)
+
+    def loss(self, network: nn.Module, asked: Mapping[str, Tensor]) -> Graded:
+        question = self.objective.pose(asked["x0"], asked["noise"], asked["numbers"])
+        told = {name: asked[name] for name in ("ids", "context") if name in asked}
+        return self.objective.grade(question, network(question.x, question.time, **told))
+
+    # --- what comes out
+
+    @torch.no_grad()
+    def pictures(self, network: nn.Module, count: int, seed: int) -> Tensor:
+        """Guided samples of the prompts in turn, cond and uncond in one batch."""
+        c, objective = self.config.sampling, self.objective
+        prompts = [self.config.prompts[i % len(self.config.prompts)] for i in range(count)]
+        plan = compile_plan(c.sampler, schedule=objective.schedule, target=objective.target, grid=c.grid, steps=c.steps)
+        denoiser = GuidedDenoiser(
+            network,
+            objective.schedule,
+            objective.target,
+            self.told(prompts),
+            self.told([""] * count),
+            Guidance(c.guidance),
+        )
+        seeds = [mixed(seed, i) for i in range(count)]
+        streams = [torch.Generator(self.device).manual_seed(own) for own in seeds]
+        x = torch.stack([torch.randn(self.shape, generator=one, device=self.device) for one in streams])
+        made = from_diffusion(self.vae.config, run(plan, denoiser, x * plan.initial_scale, seeds=seeds))
+        return torch.cat([self.vae.decode(part) for part in made.split(DECODED_AT_ONCE)]).add(1).div(2).clamp(0, 1)
+
+    def save(self, network: nn.Module, folder: Path) -> None:
+        """The folder of a StableDiffusionPipeline, or of a PixArtAlphaPipeline with CLIP for its text."""
+        save_components(self.components(network, folder.name), folder, overwrite=True)
+
+    def components(self, network: nn.Module, name: str) -> Components:
+        trained = isinstance(network, Joint)
+        denoiser = network.denoiser if trained else network
+        kind = STABLE_DIFFUSION if isinstance(denoiser, UNet) else PIXART
+        scheduler = dict(self.scheduler)
+        if kind == STABLE_DIFFUSION and "steps_offset" in scheduler:
+            scheduler["steps_offset"] = 1  # what diffusers' pipeline sets, with a warning, where it is not
+        return Components(
+            name=name,
+            pipeline_class=kind,
+            network=denoiser,
+            vae=self.vae,
+            text_encoders=(network.text_encoder if trained else self.text.encoder,),
+            tokenizers=(self.text.tokenizer,),
+            image_encoder=None,
+            controlnets=(),
+            scheduler=scheduler,
+            schedule=self.objective.schedule,
+            target=self.objective.target,
+        )
+
+
+def read_vae(where: str) -> AutoencoderKL:
+    """A frozen VAE in float32, from its folder, file or hub id."""
+    vae = source.load_component(where, dtype=torch.float32)
+    if not isinstance(vae, AutoencoderKL):
+        raise PellucidError(rule("vae", "an AutoencoderKL", type(vae).__name__), "component-kind")
+    return vae.eval().requires_grad_(False)
+
+
+def check_parts(denoiser: nn.Module, vae: AutoencoderKL, encoder: CLIPTextEncoder) -> None:
+    """The denoiser takes this text and these latents, and nothing else."""
+    config: Any = denoiser.config
+    if isinstance(denoiser, UNet):
+        plain = config.cross_attention_dim is not None and config.addition_embed_type is None
+        if not plain or denoiser.class_embedding is not None or config.time_cond_proj_dim is not None:
+            got = f"a {config.class_name} that is told something else"
+            raise PellucidError(rule("network", "told a time and a text, nothing more", got), "condition")
+    elif isinstance(denoiser, PixArt):
+        width = config.caption_channels or config.cross_attention_dim
+        if width != encoder.config.hidden_size:
+            must = f"{encoder.config.hidden_size}, the text encoder's width"
+            raise PellucidError(rule("network.caption_channels", must, width), "components-fit")
+        if config.takes_sizes:
+            raise PellucidError(rule("network.use_additional_conditions", "false", True), "condition")
+    else:
+        must = "UNet2DConditionModel or PixArtTransformer2DModel"
+        raise PellucidError(rule("network._class_name", must, type(denoiser).__name__), "class")
+    check_fit(denoiser, vae, (encoder,))
+    if config.in_channels != vae.config.latent_channels:
+        must = f"{vae.config.latent_channels}, the VAE's latent channels"
+        raise PellucidError(rule("network.in_channels", must, config.in_channels), "components-fit")
+    if not isinstance(config.sample_size, int):
+        raise PellucidError(rule("network.sample_size", "a whole number", config.sample_size), "config-missing")
+
+
+def scheduler_of(objective: Objective, sampling: SamplingConfig) -> dict[str, Any]:
+    """The config of the diffusers class that samples so from a network that was trained so."""
+    grid = grid_named(sampling.grid)
+    return diffusers_export.write(Reading("", sampling.sampler, objective.schedule, objective.target, grid, {}, None))

@@ -1,0 +1,276 @@
+"""The training loop. Every step is a function of its number, so a killed run goes on as if it had not been."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pellucid.core.errors import PellucidError, rule
+from pellucid.train import optimizer as adamw
+from pellucid.train.capture import Captured
+from pellucid.train.checkpoint import Checkpoints
+from pellucid.train.config import TrainConfig, chosen, to_plain
+from pellucid.train.draws import Draws, mixed
+from pellucid.train.ema import EMA
+from pellucid.train.feed import Feed
+from pellucid.train.journal import Journal
+from pellucid.train.kinds import DATA, TASKS
+from pellucid.train.manifest import settle
+from pellucid.train.objective import ByLevel, Graded
+from pellucid.train.order import Order
+from pellucid.train.ranks import Ranks
+from pellucid.train.recompute import recompute
+from pellucid.train.source import Source
+from pellucid.train.task import Task
+
+CONFIG, MODEL, CHECKPOINTS = "config.json", "model", "checkpoints"
+Asked = Sequence[Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that came to its end: its folder, its steps, and the seconds that this process spent on it."""
+
+    folder: Path
+    steps: int
+    seconds: float
+    skipped: int  # pictures that could not be read
+
+
+class Trainer:
+    """A run on its way. `task` and `source` come from the config, or are given."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: Path,
+        ranks: Ranks,
+        *,
+        task: Task | None = None,
+        source: Source | None = None,
+        quiet: bool = False,
+    ) -> None:
+        self.config, self.folder, self.ranks, self.quiet = config, folder, ranks, quiet
+        engine = config.engine
+        self.parts = ranks.world * engine.accumulate
+        if config.batch % self.parts:
+            must = f"a multiple of ranks × accumulate ({ranks.world} × {engine.accumulate})"
+            raise PellucidError(rule("batch", must, config.batch), "batch-parts")
+        if engine.capture and (ranks.world > 1 or ranks.device.type != "cuda"):
+            raise PellucidError(rule("engine.capture", "false without exactly one GPU", True), "capture")
+        self.source = chosen(config.data, DATA, "data").open() if source is None else source
+        self.order = Order(len(self.source), config.batch, config.seed, shuffled=not self.source.endless)
+        made = chosen(config.task, TASKS, "task").build(config.seed, ranks.device) if task is None else task
+        self.task: Task = made
+        self.network = self.task.network.train()
+        if ranks.device.type == "cuda":
+            torch.backends.cudnn.benchmark = True
+            self.network.to(memory_format=torch.channels_last)
+        if engine.recompute:
+            recompute(self.network)
+        self.asked = ranks.wrap(self.network, torch.bfloat16 if engine.dtype == "bf16" else None)
+        self.compiled: Any = torch.compile(self.asked, dynamic=False) if engine.compile else self.asked
+        self.optimizer = adamw.build(self.network, config.optimizer, capture=engine.capture)
+        self.ema = EMA(self.network, config.ema) if config.ema else None
+        self.checkpoints = Checkpoints(folder / CHECKPOINTS, config.log.keep)
+        self.advance: Callable[[Asked], tuple[Tensor, ...]] = self.one_step
+        if engine.capture:
+            self.advance = Captured(self.one_step, lambda: list(self.live().values()))
+        self.bins = ByLevel()
+        self.window: list[tuple[Tensor, Tensor]] = []
+        self.saved_at = -1
+
+    # --- one step
+
+    def prepare(self, step: int) -> list[dict[str, Tensor]]:
+        """What the network is asked at a step, one for each micro-step of this rank."""
+        asked = []
+        for micro in range(self.config.engine.accumulate):
+            part = self.ranks.rank * self.config.engine.accumulate + micro
+            draws = Draws(self.config.seed, step, self.config.batch, part, self.parts)
+            batch = self.source.batch(self.order.step(step, part, self.parts), draws, self.ranks.device)
+            asked.append(self.task.prepare(batch, draws))
+        return asked
+
+    def one_step(self, asked: Asked) -> tuple[Tensor, ...]:
+        """Forward, backward and update: (loss, gradient norm, errors, λ), still on the device."""
+        engine, clip = self.config.engine, self.config.optimizer.clip
+        self.optimizer.zero_grad(set_to_none=True)
+        graded: list[Graded] = []
+        for micro, part in enumerate(asked):
+            with self.ranks.syncing(self.asked, micro == len(asked) - 1):
+                with torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=engine.dtype == "bf16"):
+                    graded.append(self.task.loss(self.compiled, part))
+                (graded[-1].loss / len(asked)).backward()
+        norm = self.ranks.clip(self.network, clip or math.inf)
+        self.optimizer.step()
+        loss = torch.stack([g.loss.detach() for g in graded]).mean()
+        return loss, norm.detach(), torch.cat([g.errors for g in graded]), torch.cat([g.lam for g in graded])
+
+    # --- what is kept
+
+    def live(self) -> dict[str, Tensor]:
+        """The tensors that a step changes, but for the running means."""
+        network = {f"network/{k}": v for k, v in self.network.state_dict().items()}
+        return network | {f"optimizer/{k}": v for k, v in adamw.state(self.network, self.optimizer).items()}
+
+    def state(self) -> dict[str, Tensor]:
+        means = {} if self.ema is None else {f"ema/{k}": v for k, v in self.ema.state().items()}
+        return self.live() | means
+
+    def save(self, step: int) -> None:
+        if step == self.saved_at:
+            return
+        meta = {"step": step, "config": to_plain(self.config), "fingerprint": self.config.fingerprint()}
+        self.checkpoints.save(step, self.state(), meta)
+        self.saved_at = step
+
+    def resume(self) -> int:
+        """The step to go on from: 0, or that of the newest checkpoint that is whole."""
+        step = self.checkpoints.latest()
+        if step is None:
+            return 0
+        state = self.state()
+        self.checkpoints.load(step, state)
+        if self.ema is not None:
+            self.ema.restore({k.removeprefix("ema/"): v for k, v in state.items() if k.startswith("ema/")})
+        self.saved_at = step
+        return step
+
+    def claim(self) -> None:
+        """Makes the folder this run's own, or refuses a folder that another config began."""
+        path, part = self.folder / CONFIG, self.folder / f"{CONFIG}.part"
+        mine, done = self.config.fingerprint(), max(self.checkpoints.steps(), default=0)
+        if path.exists():
+            try:
+                theirs = json.loads(path.read_text("utf-8"))["fingerprint"]
+            except (ValueError, KeyError, TypeError):
+                theirs = "unreadable"
+            if theirs != mine:
+                must = f"the one that began {self.folder} ({theirs})"
+                raise PellucidError(rule("config", must, mine, "Choose another --out."), "resume-config")
+        elif self.folder.exists() and any(entry != part for entry in self.folder.iterdir()):
+            raise PellucidError(rule("--out", "empty, new, or a run of this config", str(self.folder)), "out-taken")
+        if done > self.config.steps:
+            must = f"at least {done}, the steps that {self.folder} has done"
+            raise PellucidError(rule("steps", must, self.config.steps), "resume-steps")
+        self.ranks.barrier()
+        if self.ranks.is_first:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps({"fingerprint": mine, "config": to_plain(self.config)}, indent=1), "utf-8")
+            settle(part)
+            os.replace(part, path)
+        self.ranks.barrier()
+
+    # --- the run
+
+    def run(self, until: int | None = None) -> Finished:
+        """Trains to the end, or to step `until` of the config's steps."""
+        begun = time.perf_counter()
+        self.prepare(0)  # data that do not fit are refused before anything is written
+        self.claim()
+        first = self.resume()
+        last = max(first, min(until or self.config.steps, self.config.steps))
+        log = self.config.log
+        journal = self.journal(first)
+        if journal is not None:
+            for name in self.checkpoints.damaged:
+                journal.say(f"damaged checkpoint, so the one before it is taken: {name}")
+        try:
+            if isinstance(self.advance, Captured) and first < last:
+                self.advance.capture(self.prepare(first))  # before another thread uses the GPU
+            with Feed(self.prepare, first, last) as feed:
+                for step, asked in zip(range(first, last), feed, strict=True):
+                    self.step(step, asked)
+                    done = step + 1
+                    if done % log.every == 0 or done == last:
+                        self.report(done, journal)
+                    if log.pictures_every and done % log.pictures_every == 0:
+                        self.draw(done, journal)
+                    if done == last or (log.checkpoint_every and done % log.checkpoint_every == 0):
+                        self.save(done)  # last: what a kill cut off before it comes again
+        finally:
+            if journal is not None:
+                journal.close()
+        if last == self.config.steps:
+            self.finish()
+        skipped = int(getattr(self.source, "skipped", 0))
+        return Finished(self.folder, last, time.perf_counter() - begun, skipped)
+
+    def step(self, step: int, asked: Asked) -> None:
+        adamw.set_rate(self.optimizer, adamw.rate_at(self.config.optimizer, step, self.config.steps))
+        if self.ranks.device.type == "cpu":
+            # for networks with dropout; torch.manual_seed would note a stack trace for each kind of GPU
+            torch.default_generator.manual_seed(mixed(self.config.seed, step, self.ranks.rank))
+        loss, norm, errors, lam = self.advance(asked)
+        if self.ema is not None:
+            self.ema.update(self.network, self.config.batch)
+        self.window.append((loss, norm))
+        self.bins.add(Graded(loss, errors, lam))
+
+    def journal(self, first: int) -> Journal | None:
+        if not self.ranks.is_first:
+            return None
+        c = self.config
+        return Journal(self.folder, c.log, first=first, steps=c.steps, batch=c.batch, quiet=self.quiet)
+
+    def report(self, step: int, journal: Journal | None) -> None:
+        """One line of the log: all ranks' means, and how much the steps of the window differ."""
+        losses, norms = (torch.stack(series) for series in zip(*self.window, strict=True))
+        losses = self.ranks.mean(losses.double())
+        bins = ByLevel()
+        bins.sums = self.ranks.mean(self.bins.sums) * self.ranks.world
+        self.window, self.bins = [], ByLevel()
+        values = {
+            "loss": float(losses.mean()),
+            "loss_std": float(losses.std(correction=0)),
+            "grad_norm": float(norms.double().mean()),
+            "grad_norm_std": float(norms.double().std(correction=0)),
+            "rate": adamw.rate_at(self.config.optimizer, step - 1, self.config.steps),
+            "levels": bins.rows(),
+        }
+        if journal is not None:
+            journal.window(step, values)
+        for name in ("loss", "grad_norm"):  # a gradient that is not finite has spoiled the weights already
+            if not math.isfinite(values[name]):
+                last = self.checkpoints.latest()
+                advice = f"Lower optimizer.rate; the last good step is {last or 0}."
+                raise PellucidError(rule(f"{name} up to step {step}", "finite", values[name], advice), "loss-nan")
+
+    def draw(self, step: int, journal: Journal | None) -> None:
+        images = self.with_means(lambda network: self.task.pictures(network, self.config.log.pictures, 0))
+        if journal is not None and images is not None:
+            journal.pictures(step, images)
+
+    def with_means(self, use: Callable[[nn.Module], Any]) -> Any:
+        """On the first rank, calls with the network as it would be shipped: its first running mean, in eval mode."""
+        self.network.eval()
+        try:
+            with self.ema.inside(self.network, self.config.ema[0]) if self.ema else nullcontext():
+                whole = self.ranks.whole(self.network)
+                return use(whole.to(self.ranks.device)) if self.ranks.is_first else None
+        finally:
+            self.network.train()
+
+    def finish(self) -> None:
+        """The model that came out, beside the checkpoints."""
+        self.with_means(lambda network: self.task.save(network, self.folder / MODEL))
+        self.ranks.barrier()
+
+
+def train(
+    config: TrainConfig, folder: str | Path, *, device: str | None = None, quiet: bool = False, until: int | None = None
+) -> Finished:
+    """Trains as a config says, into a folder; goes on where it was if the folder has its checkpoints."""
+    with Ranks.join(config.engine.strategy, device) as ranks:
+        return Trainer(config, Path(folder), ranks, quiet=quiet).run(until)
