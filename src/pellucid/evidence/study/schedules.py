@@ -1,0 +1,247 @@
+"""Which training schedule is better, and by more than chance: the same run under each, scored on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pellucid.core.compile import compile_plan
+from pellucid.core.errors import PellucidError, rule
+from pellucid.evidence.metrics.inception import to_bytes
+from pellucid.evidence.metrics.weights import load_inception
+from pellucid.evidence.study.judge import Judge
+from pellucid.evidence.study.records import Records
+from pellucid.train.config import TrainConfig, chosen, counts, parse, read, to_plain
+from pellucid.train.denoise import DenoiserConfig, DenoiserTask
+from pellucid.train.journal import sheet
+from pellucid.train.kinds import TASKS
+from pellucid.train.ranks import Ranks
+from pellucid.train.trainer import Trainer
+
+KEYS = ("schedule", "seed", "step", "ema", "grid")
+CONFIG, RUNS, PICTURES = "config.json", "runs", "pictures"
+SAMPLE_SEED = 1234  # of every set of pictures: schedules start from the same noise
+Say = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class ScheduleStudy:
+    """`train` is a run as `pellucid train` takes it, without a schedule. Pictures are made and scored at each of
+    `points` (steps), `samples` of them, and `final_samples` at the last; there also with the other grids and EMA
+    lengths."""
+
+    train: Mapping[str, Any]
+    schedules: tuple[str, ...]
+    points: tuple[int, ...]
+    seeds: tuple[int, ...] = (0,)
+    samples: int = 10_000
+    final_samples: int = 50_000
+    reference: int = 50_000  # training pictures that FID compares with
+    neighbours: int = 10_000  # pictures of each side for KID, and for precision and recall
+    batch: int = 1000  # pictures made at once
+    resamples: int = 20  # of a FID's interval, at the last point
+    grids: tuple[str, ...] = ()  # scored at the last point too, beside the config's own
+    inception: str | None = None
+
+    def __post_init__(self) -> None:
+        """Everything that can be refused is refused here: not by the last schedule, after hours of the first."""
+        counts(self, "samples", "final_samples", "reference", "neighbours", low=4)  # a radius needs three neighbours
+        counts(self, "batch", low=1)
+        counts(self, "resamples", low=2)
+        for name in ("schedules", "points", "seeds"):
+            given = getattr(self, name)
+            if not given or len(set(given)) != len(given):
+                raise PellucidError(rule(name, "at least one, none of them twice", list(given)), "study-list")
+        if list(self.points) != sorted(self.points) or self.points[0] < 1:
+            raise PellucidError(rule("points", "steps that grow", list(self.points)), "study-points")
+        for schedule in self.schedules:
+            task = self.task(schedule)
+            objective, sampling = task.objective.build(), task.sampling
+            for grid in (sampling.grid, *self.grids):
+                compile_plan(
+                    sampling.sampler,
+                    schedule=objective.schedule,
+                    target=objective.target,
+                    grid=grid,
+                    steps=sampling.steps,
+                )
+        for seed in self.seeds:
+            self.run_config(self.schedules[0], seed)
+
+    @staticmethod
+    def load(path: str | Path) -> ScheduleStudy:
+        return read(ScheduleStudy, parse(Path(path)), "config")
+
+    def run_config(self, schedule: str, seed: int) -> TrainConfig:
+        """The run of one cell: the same but for the schedule and the seed."""
+        raw = json.loads(json.dumps(to_plain(self.train)))
+        objective = raw.setdefault("task", {}).setdefault("objective", {})
+        for table, key in ((objective, "schedule"), (raw, "seed"), (raw, "steps")):
+            if key in table:
+                raise PellucidError(rule(f"train.{key}", "left to the study", table[key]), "study-config")
+        objective["schedule"] = {"name": schedule}
+        config = read(TrainConfig, raw | {"seed": seed, "steps": self.points[-1]}, "config.train")
+        if not config.ema:
+            raise PellucidError(rule("train.ema", "at least one length", []), "study-config")
+        if config.data.get("kind") != "cifar10":
+            raise PellucidError(rule("train.data.kind", "cifar10", config.data.get("kind")), "study-config")
+        return config
+
+    def task(self, schedule: str) -> DenoiserConfig:
+        """What is trained under a schedule."""
+        found = chosen(self.run_config(schedule, self.seeds[0]).task, TASKS, "config.train.task")
+        if not isinstance(found, DenoiserConfig) or found.condition != "none":
+            must = "a denoiser without a condition"
+            raise PellucidError(rule("train.task", must, self.train["task"].get("kind")), "study-config")
+        return found
+
+    @cached_property
+    def own(self) -> tuple[float, str]:
+        """The EMA length and the grid of the scores that are compared: the first length, the grid of the task."""
+        return self.run_config(self.schedules[0], self.seeds[0]).ema[0], self.task(self.schedules[0]).sampling.grid
+
+    def cells(self, schedule: str, seed: int, step: int) -> list[dict[str, Any]]:
+        """What is scored at a point: the own length and grid, and at the last point each of the others too."""
+        ema, grid = self.own
+        variants = [(ema, grid)]
+        if step == self.points[-1]:
+            variants += [(other, grid) for other in self.run_config(schedule, seed).ema[1:]]
+            variants += [(ema, other) for other in self.grids if other != grid]
+        place = {"schedule": schedule, "seed": seed, "step": step}
+        return [{**place, "ema": ema, "grid": grid} for ema, grid in variants]
+
+
+class Study:
+    """A study in its folder. Cells that are done are not done again."""
+
+    def __init__(self, config: ScheduleStudy, folder: Path, *, device: str | None = None, say: Say = print) -> None:
+        self.config, self.folder, self.say = config, folder, say
+        self.text = json.dumps(to_plain(config), indent=1, sort_keys=True)
+        is_mine(folder, self.text)
+        self.ranks = Ranks.join("ddp", device)
+        if self.ranks.world > 1:
+            raise PellucidError(rule("ranks of a study", "1", self.ranks.world), "study-ranks")
+        self.records = Records(folder, KEYS)
+        self.judge: Judge | None = None
+
+    def run(self) -> list[dict[str, Any]]:
+        for seed in self.config.seeds:
+            for schedule in self.config.schedules:
+                self.one_run(schedule, seed)
+        return self.records.rows
+
+    def one_run(self, schedule: str, seed: int) -> None:
+        """Trains from point to point; scores at each. The folder is only taken once data and Inception are there."""
+        points = [step for step in self.config.points if self.missing(schedule, seed, step)]
+        if not points:
+            return
+        run = self.config.run_config(schedule, seed)
+        trainer = Trainer(run, self.folder / RUNS / f"{schedule}-{seed}", self.ranks, quiet=True)
+        self.judge = self.judge or self.new_judge(trainer)
+        claim(self.folder, self.text)
+        for step in points:
+            self.train(trainer, step)
+            for cell in self.missing(schedule, seed, step):
+                score = self.score(trainer, cell)
+                self.records.add({**cell, "images": step * run.batch, **score})
+                told = f"FID {score['fid']:.2f}, KID {1e3 * score['kid']:.2f}e-3"
+                self.say(f"  EMA {cell['ema']:g}, {cell['grid']}: {told}")
+
+    def missing(self, schedule: str, seed: int, step: int) -> list[dict[str, Any]]:
+        return [cell for cell in self.config.cells(schedule, seed, step) if not self.records.has(cell)]
+
+    def new_judge(self, trainer: Trainer) -> Judge:
+        c, images = self.config, trainer.source.data.images  # type: ignore[union-attr]
+        network = load_inception(c.inception, self.ranks.device)
+        self.say(f"features of {min(c.reference, len(images)):,} training pictures")
+        return Judge.of(images, network, c.reference, c.neighbours)
+
+    def train(self, trainer: Trainer, step: int) -> None:
+        at = trainer.checkpoints.latest() or 0
+        if at > step:
+            line = (
+                f"records of {trainer.folder.name} at step {step} must be kept; they are lost, and it is at step {at}."
+            )
+            raise PellucidError(f"{line} Remove {trainer.folder} to run it again.", "study-records")
+        started = time.perf_counter()
+        trainer.run(until=step)
+        self.say(f"{trainer.folder.name}: steps {at} to {step} in {time.perf_counter() - started:.1f} s")
+
+    def score(self, trainer: Trainer, cell: Mapping[str, Any]) -> dict[str, Any]:
+        """Of pictures that are made for it. The last score of a run has more of them, and an interval of FID; `fid_few`
+        is then that of as many as at the points before, to be compared with them."""
+        assert self.judge is not None
+        c, main = self.config, (cell["ema"], cell["grid"]) == self.config.own
+        last = main and cell["step"] == c.points[-1]
+        made = self.pictures(trainer, cell["ema"], cell["grid"], c.final_samples if last else c.samples)
+        if main:
+            save_png(made[:64], self.folder / PICTURES / f"{trainer.folder.name}-{cell['step']:08d}.png")
+        found = self.judge.features(made)
+        score = self.judge.score(found)
+        if last:
+            spread = self.judge.fid_interval(found, score["fid"], c.resamples)
+            score |= {"fid_low": spread.low, "fid_high": spread.high}
+            if c.samples < c.final_samples:
+                score["fid_few"] = self.judge.fid(found[: c.samples])
+        return score
+
+    def pictures(self, trainer: Trainer, ema: float, grid: str, count: int) -> Tensor:
+        """(count, 3, H, W) uint8 from the running mean of one length."""
+        task = trainer.task
+        assert isinstance(task, DenoiserTask)
+        assert trainer.ema is not None
+        network = trainer.network.eval()
+        ask = torch.compile(network, dynamic=False) if trainer.config.engine.compile else network
+        with trainer.ema.inside(network, ema):
+            dtype = torch.bfloat16 if trainer.config.engine.dtype == "bf16" else None
+            at_once = min(self.config.batch, count)
+            made = task.sampling(grid).batches(
+                ask, task.shape, count, SAMPLE_SEED, device=task.device, batch=at_once, dtype=dtype
+            )
+            pictures = torch.cat([to_bytes(batch.add(1).div(2)) for batch in made])
+        network.train()
+        return pictures
+
+
+def is_mine(folder: Path, text: str) -> bool:
+    """Whether a folder is of the study with this config; the folder of another is refused."""
+    path = folder / CONFIG
+    if path.exists():
+        if path.read_text("utf-8") != text:
+            must = f"the one that began {folder}"
+            raise PellucidError(rule("config", must, "another", "Choose another --out."), "resume-config")
+        return True
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise PellucidError(rule("--out", "empty, new, or a study of this config", str(folder)), "out-taken")
+    return False
+
+
+def claim(folder: Path, text: str) -> None:
+    """Makes a folder this study's own."""
+    if is_mine(folder, text):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f"{CONFIG}.part"
+    with part.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, folder / CONFIG)
+
+
+def save_png(pictures: Tensor, path: Path) -> None:
+    from PIL import Image
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part.png")
+    Image.fromarray(sheet(pictures.float() / 255)).save(part)
+    os.replace(part, path)

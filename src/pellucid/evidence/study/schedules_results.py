@@ -1,0 +1,205 @@
+"""What a schedule study has found so far, read from its folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pellucid.core.errors import PellucidError, rule
+from pellucid.core.schedule import Array
+from pellucid.evidence.study.records import Records
+from pellucid.evidence.study.schedules import CONFIG, KEYS, PICTURES, RUNS, ScheduleStudy
+from pellucid.evidence.study.significance import Difference, Estimate, between
+from pellucid.train.config import read
+from pellucid.train.journal import FILE as LOG
+
+Row = dict[str, Any]
+END = 0.1  # of training: what is called its end where windows are averaged
+DRAWN = 1 << 16  # times that show a distribution
+
+
+@dataclass(frozen=True)
+class Point:
+    """A figure of one point of training: of every seed, and its interval where there is one seed and it is known."""
+
+    images: float
+    values: tuple[float, ...]
+    low: float | None = None
+    high: float | None = None
+
+    @staticmethod
+    def of(rows: Sequence[Row], metric: str) -> Point:
+        whole = rows[0] if len(rows) == 1 else {}
+        low, high = whole.get(f"{metric}_low"), whole.get(f"{metric}_high")
+        return Point(rows[0]["images"], tuple(row[metric] for row in rows), low, high)
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(self.values))
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The lowest and the highest seed, or the interval of a single one."""
+        given = [end for end in (self.low, self.high) if end is not None]
+        return min(*self.values, *given, self.mean), max(*self.values, *given, self.mean)
+
+
+@dataclass(frozen=True)
+class Results:
+    """Finished or not: what is missing is left out. `logs` are the windows of each run, (schedule, seed)."""
+
+    folder: Path
+    study: ScheduleStudy
+    rows: tuple[Row, ...]
+    logs: Mapping[tuple[str, int], list[Row]]
+
+    @staticmethod
+    def read(folder: Path) -> Results:
+        path = folder / CONFIG
+        if not path.is_file():
+            raise PellucidError(rule("folder of a study", f"one that holds {CONFIG}", str(folder)), "study-folder")
+        try:
+            raw = {key: value for key, value in json.loads(path.read_text("utf-8")).items() if value is not None}
+        except (ValueError, AttributeError):
+            raise PellucidError(rule(str(path), "JSON", "something else"), "study-folder") from None
+        study = read(ScheduleStudy, raw, "config")
+        rows = Records(folder, KEYS).rows
+        runs = [(schedule, seed) for schedule in study.schedules for seed in study.seeds]
+        logs = {run: windows(folder / RUNS / f"{run[0]}-{run[1]}" / LOG) for run in runs}
+        return Results(folder, study, tuple(rows), logs)
+
+    def picture(self, schedule: str, step: int) -> Path:
+        """A sheet of pictures of the first seed."""
+        return self.folder / PICTURES / f"{schedule}-{self.study.seeds[0]}-{step:08d}.png"
+
+    # --- scores
+
+    def at(self, schedule: str, step: int) -> dict[int, Row]:
+        """The main scores of a point by seed: those of the own EMA length and grid."""
+        ema, grid = self.study.own
+        wanted = {"schedule": schedule, "step": step, "ema": ema, "grid": grid}
+        return {row["seed"]: row for row in self.rows if all(row[key] == value for key, value in wanted.items())}
+
+    def curve(self, schedule: str, metric: str) -> list[Point]:
+        """A metric over training. FID is that of `samples` pictures at every point: at another count it is another."""
+        found = []
+        for step in self.study.points:
+            rows = list(self.at(schedule, step).values())
+            more = metric == "fid" and any(row["samples"] > self.study.samples for row in rows)
+            name = "fid_few" if more else metric
+            rows = [row for row in rows if name in row]
+            found += [Point.of(rows, name)] if rows else []
+        return found
+
+    def final(self, schedule: str) -> Point | None:
+        """FID of `final_samples` pictures at the end, where these are more."""
+        rows = list(self.at(schedule, self.study.points[-1]).values())
+        return Point.of(rows, "fid") if rows and self.study.samples < self.study.final_samples else None
+
+    def variants(self, schedule: str) -> list[list[Row]]:
+        """The scores of the last point, a list of seeds for each EMA length and grid; all of `samples` pictures."""
+        cells = self.study.cells(schedule, self.study.seeds[0], self.study.points[-1])
+        found = []
+        for cell in cells:
+            keys = {key: cell[key] for key in ("schedule", "step", "ema", "grid")}
+            found.append([row for row in self.rows if all(row[key] == value for key, value in keys.items())])
+        return [rows for rows in found if rows]
+
+    def last(self, *schedules: str) -> int | None:
+        """The last point that all of these have reached with one seed at least that they share."""
+        for step in reversed(self.study.points):
+            if set.intersection(*(set(self.at(name, step)) for name in schedules)):
+                return step
+        return None
+
+    def difference(self, a: str, b: str, metric: str) -> tuple[int, Difference] | None:
+        """`a` less `b` at the last point that both have reached, and that point."""
+        step = self.last(a, b)
+        if step is None:
+            return None
+        first, second = self.at(a, step), self.at(b, step)
+        shared = sorted(set(first) & set(second))
+        sides = ([estimate(rows[seed], metric) for seed in shared] for rows in (first, second))
+        return step, between(*sides)
+
+    @property
+    def done(self) -> tuple[int, int]:
+        """Cells that are scored, and all of them."""
+        s = self.study
+        wanted = [c for seed in s.seeds for name in s.schedules for step in s.points for c in s.cells(name, seed, step)]
+        return len(self.rows), len(wanted)
+
+    # --- training
+
+    def series(self, schedule: str, column: str) -> tuple[Array, Array]:
+        """Images seen, and a column of the log as the mean of the seeds, where all of them have come."""
+        found = [self.logs[schedule, seed] for seed in self.study.seeds if self.logs[schedule, seed]]
+        if not found:
+            return np.empty(0), np.empty(0)
+        images = sorted(set.intersection(*({row["images"] for row in log} for log in found)))
+        by_images = [{row["images"]: row[column] for row in log} for log in found]
+        return np.array(images, float), np.array([np.mean([log[n] for log in by_images]) for n in images])
+
+    def at_end(self, schedule: str, column: str) -> float:
+        """A column's mean over the last tenth of training."""
+        images, values = self.series(schedule, column)
+        return float(values[images > (1 - END) * images[-1]].mean()) if len(values) else float("nan")
+
+    def levels(self, schedule: str) -> tuple[Array, Array]:
+        """λ, and the error there over the last tenth of training, of all seeds."""
+        sums: dict[float, list[float]] = {}
+        for seed in self.study.seeds:
+            log = self.logs[schedule, seed]
+            for row in (row for row in log if row["images"] > (1 - END) * log[-1]["images"]):
+                for level in row["levels"]:
+                    held = sums.setdefault(level["lam"], [0.0, 0.0])
+                    held[0] += level["count"]
+                    held[1] += level["count"] * level["mean"]
+        lams = sorted(sums)
+        return np.array(lams), np.array([sums[lam][1] / sums[lam][0] for lam in lams])
+
+    def trained_at(self, schedule: str) -> Array:
+        """λ of many training times, as the config draws them."""
+        objective = self.study.task(schedule).objective.build()
+        times = replace(objective.times, stratified=True)
+        drawn = times.draw(DRAWN, objective.schedule, torch.Generator().manual_seed(0))
+        with np.errstate(divide="ignore"):  # without signal λ is −∞
+            return -np.log(objective.schedule.ratio_at(drawn))
+
+    def seconds(self, schedule: str) -> float:
+        """Of training, of all seeds, without the scores."""
+        total = 0.0
+        for seed in self.study.seeds:
+            before = 0
+            for row in self.logs[schedule, seed]:
+                total += (row["images"] - before) / max(row["images_per_s"], 0.1)
+                before = row["images"]
+        return total
+
+
+def places(found: Results) -> list[int]:
+    """The images seen at each point."""
+    batch = found.study.run_config(found.study.schedules[0], found.study.seeds[0]).batch
+    return [step * batch for step in found.study.points]
+
+
+def estimate(row: Row, metric: str) -> Estimate:
+    return Estimate(row[metric], row.get(f"{metric}_low"), row.get(f"{metric}_high"))
+
+
+def windows(path: Path) -> list[Row]:
+    """The lines of a run's log; none where it has not begun, and without the one at which it was killed."""
+    found: list[Row] = []
+    if path.is_file():
+        for line in path.read_text("utf-8").splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+    return found
