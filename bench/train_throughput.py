@@ -15,7 +15,6 @@ import argparse
 import json
 import statistics
 import time
-import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,16 @@ from pellucid.train.config import TrainConfig, read
 from pellucid.train.ranks import Ranks
 from pellucid.train.trainer import Trainer
 
-CONFIG = Path(__file__).parent.parent / "configs" / "cifar10_schedules.toml"
+NETWORK = {
+    "_class_name": "UNet2DModel",
+    "sample_size": 32,
+    "block_out_channels": [96, 128, 128],
+    "layers_per_block": 2,
+    "down_block_types": ["DownBlock2D", "AttnDownBlock2D", "DownBlock2D"],
+    "up_block_types": ["UpBlock2D", "AttnUpBlock2D", "UpBlock2D"],
+    "attention_head_dim": 32,
+    "norm_num_groups": 32,
+}
 
 
 class Mirrored(Dataset[Tensor]):
@@ -91,13 +99,19 @@ def plain_loop(network: dict[str, Any], data: CIFAR10, batch: int, workers: int)
     return run
 
 
-def our_loop(raw: dict[str, Any], data: str, batch: int, folder: Path) -> tuple[Callable[[int], None], Trainer]:
+def our_loop(data: str, batch: int, folder: Path) -> tuple[Callable[[int], None], Trainer]:
     """The same of our trainer, logging as it does."""
-    raw = json.loads(json.dumps(raw))
-    raw["task"]["objective"]["schedule"] = {"name": "linear"}
-    raw["data"]["folder"] = data
-    raw |= {"steps": 10_000_000, "batch": batch, "ema": raw["ema"][:1]}
-    raw["log"] = {"every": 100, "checkpoint_every": 0}
+    objective = {"schedule": {"name": "linear"}, "target": "eps", "times": {"stratified": True}}
+    raw = {
+        "steps": 10_000_000,
+        "batch": batch,
+        "ema": [500_000],
+        "task": {"kind": "denoiser", "network": NETWORK, "objective": objective},
+        "data": {"kind": "cifar10", "folder": data},
+        "optimizer": {"rate": 6e-4, "warmup": 500, "betas": [0.9, 0.99]},
+        "engine": {"dtype": "bf16", "compile": True, "capture": True},
+        "log": {"every": 100, "checkpoint_every": 0},
+    }
     trainer = Trainer(read(TrainConfig, raw, "config"), folder, Ranks.join("ddp", "cuda"), quiet=True)
     done = 0
 
@@ -130,9 +144,8 @@ def main() -> None:
     parser.add_argument("--peak", type=float, default=989e12, help="dense bf16 FLOP/s of the device")
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    raw = tomllib.loads(CONFIG.read_text())["train"]
-    ours, trainer = our_loop(raw, args.data, args.batch, args.out / "ours")
-    theirs = plain_loop(raw["task"]["network"], CIFAR10.read(args.data), args.batch, args.workers)
+    ours, trainer = our_loop(args.data, args.batch, args.out / "ours")
+    theirs = plain_loop(NETWORK, CIFAR10.read(args.data), args.batch, args.workers)
     with FlopCounterMode(display=False) as counter:
         trainer.network(torch.zeros(1, 3, 32, 32, device="cuda"), torch.zeros(1, device="cuda"))
     flops = 3 * counter.get_total_flops()  # forward, and twice that backward

@@ -48,7 +48,12 @@ def fresh(raw: Mapping[str, Any], seed: int) -> nn.Module:
         raise PellucidError(rule("network._class_name", "one of " + ", ".join(KINDS), kind), "class")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return start_small(KINDS[kind].build(KINDS[kind].read(raw)))
+        try:
+            return start_small(KINDS[kind].build(KINDS[kind].read(raw)))
+        except (ValueError, TypeError, ArithmeticError) as error:
+            if isinstance(error, PellucidError):
+                raise
+            raise PellucidError(rule("network", f"a {kind} that can be built", str(error)), "network") from None
 
 
 class DenoiserTask:
