@@ -50,6 +50,10 @@ FLAGS = {
         "--kid-subsets", "--neighbours", "--no-cache", "--prompts", "--save", "--seed", "images",
     ],
     "study schedules": ["--device", "--out", "config"],
+    "study adherence": [
+        "--batch", "--device", "--dtype", "--guidance", "--json", "--model", "--objects", "--out", "--part",
+        "--prompts", "--sampler", "--seed", "--steps",
+    ],
 }  # fmt: skip
 
 

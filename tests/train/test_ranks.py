@@ -180,13 +180,13 @@ def means_agree() -> int:
                     shards = list(plain.detach().chunk(ranks.world))
                     if ranks.rank < len(shards):
                         local(dealt).copy_(shards[ranks.rank])
-            shared.update(network, 4)
-            own.update(alone, 4)
+            shared.update(4)
+            own.update(4)
         for length in (8.0, 40.0):
             for name, mean in own.weights(length).items():
                 assert torch.equal(full(shared.weights(length)[name]), mean), name
         before = {name: full(p.detach()).clone() for name, p in network.named_parameters()}
-        with shared.inside(network, 8.0):
+        with shared.inside(8.0):
             whole = ranks.whole(network)
         if ranks.is_first:
             assert type(whole) is Small

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from pellucid.cli import adherence
+
 app = typer.Typer(
     help="Compare set-ups, with evidence.",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -39,3 +41,6 @@ def schedules(
     study = Study(ScheduleStudy.load(config), folder, device=device, say=lambda text: print(text, file=sys.stderr))
     study.run()
     print(schedules_report.write(folder))
+
+
+app.command("adherence")(adherence.command)

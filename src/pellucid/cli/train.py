@@ -35,6 +35,8 @@ def command(
 
     On several GPUs: [bold]torchrun --nproc-per-node 8 -m pellucid.cli train configs/cifar10.toml[/]
     """
+    if "RANK" in os.environ:  # DDP warns of an option that we choose, once a rank; torch reads this when it is imported
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from pellucid.core.errors import PellucidError
     from pellucid.train.config import TrainConfig
 

@@ -14,7 +14,7 @@ from pellucid.core.errors import PellucidError, rule
 
 
 class EMA:
-    """For each length, the mean of the weights over the past, each image counting half as much a length later.
+    """For each length, the mean of a network's weights over the past, each image counting half as much a length later.
 
     A length is a number of images, so that it means the same at any batch size. The means start with the first update,
     and are corrected for their short past: early on they are means of what there is, not of the random start. Where
@@ -28,21 +28,20 @@ class EMA:
         if len(set(self.lengths)) != len(self.lengths):
             raise PellucidError(rule("EMA lengths", "different", self.lengths), "ema")
         self.seen = 0  # images
+        self.network, self.now = network, dict(floats(network))  # listed once: a step has no time for it
         self.means = {
-            n: {k: torch.zeros_like(v, dtype=torch.float32) for k, v in floats(network)} for n in self.lengths
+            n: {k: torch.zeros_like(v, dtype=torch.float32) for k, v in self.now.items()} for n in self.lengths
         }
 
     @torch.no_grad()
-    def update(self, network: nn.Module, images: int) -> None:
+    def update(self, images: int) -> None:
         """Takes in the weights after a step over so many images."""
         if images < 1:
             raise PellucidError(rule("images", "at least 1", images), "ema")
         self.seen += images
-        now = dict(floats(network))
+        weights = [local(tensor).float() for tensor in self.now.values()]
         for length, held in self.means.items():
-            new = self.share(length, images)
-            means, weights = [local(mean) for mean in held.values()], [local(now[name]).float() for name in held]
-            torch._foreach_lerp_(means, weights, new)
+            torch._foreach_lerp_([local(mean) for mean in held.values()], weights, self.share(length, images))
 
     def share(self, length: float, images: int) -> float:
         """What the newest weights count: (1 − ½^(images / length)), over the sum of all that has counted so far."""
@@ -54,18 +53,18 @@ class EMA:
         return self.means[length]
 
     @contextmanager
-    def inside(self, network: nn.Module, length: float) -> Iterator[nn.Module]:
+    def inside(self, length: float) -> Iterator[nn.Module]:
         """The network with the means for its weights, until the end of the block."""
-        means, now = self.weights(length), dict(floats(network))
-        kept = {name: tensor.detach().clone() for name, tensor in now.items()}
+        means = self.weights(length)
+        kept = {name: tensor.detach().clone() for name, tensor in self.now.items()}
         try:
             with torch.no_grad():
-                for name, tensor in now.items():
+                for name, tensor in self.now.items():
                     local(tensor).copy_(local(means[name]))
-            yield network
+            yield self.network
         finally:
             with torch.no_grad():
-                for name, tensor in now.items():
+                for name, tensor in self.now.items():
                     local(tensor).copy_(local(kept[name]))
 
     def state(self) -> dict[str, Tensor]:
@@ -83,10 +82,6 @@ class EMA:
         for name, tensor in wanted.items():
             if name != "seen":
                 local(tensor).copy_(local(state[name]))
-
-
-def zeros(network: nn.Module) -> dict[str, Tensor]:
-    return {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in floats(network)}
 
 
 def floats(network: nn.Module) -> list[tuple[str, Tensor]]:

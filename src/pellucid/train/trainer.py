@@ -189,7 +189,7 @@ class Trainer:
         try:
             if isinstance(self.advance, Captured) and first < last:
                 self.advance.capture(self.prepare(first))  # before another thread uses the GPU
-            with Feed(self.prepare, first, last) as feed:
+            with Feed(self.prepare, first, last, device=self.ranks.device) as feed:
                 for step, asked in zip(range(first, last), feed, strict=True):
                     self.step(step, asked)
                     done = step + 1
@@ -214,7 +214,7 @@ class Trainer:
             torch.default_generator.manual_seed(mixed(self.config.seed, step, self.ranks.rank))
         loss, norm, errors, lam = self.advance(asked)
         if self.ema is not None:
-            self.ema.update(self.network, self.config.batch)
+            self.ema.update(self.config.batch)
         self.window.append((loss, norm))
         self.bins.add(Graded(loss, errors, lam))
 
@@ -256,7 +256,7 @@ class Trainer:
         """On the first rank, calls with the network as it would be shipped: its first running mean, in eval mode."""
         self.network.eval()
         try:
-            with self.ema.inside(self.network, self.config.ema[0]) if self.ema else nullcontext():
+            with self.ema.inside(self.config.ema[0]) if self.ema else nullcontext():
                 whole = self.ranks.whole(self.network)
                 return use(whole.to(self.ranks.device)) if self.ranks.is_first else None
         finally:

@@ -201,7 +201,7 @@ class Study:
         assert trainer.ema is not None
         network = trainer.network.eval()
         ask = torch.compile(network, dynamic=False) if trainer.config.engine.compile else network
-        with trainer.ema.inside(network, ema):
+        with trainer.ema.inside(ema):
             dtype = torch.bfloat16 if trainer.config.engine.dtype == "bf16" else None
             at_once = min(self.config.batch, count)
             made = task.sampling(grid).batches(

@@ -1,0 +1,73 @@
+"""Pictures by the pipeline, in batches: every picture has a seed of its own, so that a batch's size decides nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from pellucid.core.errors import PellucidError, rule
+from pellucid.pipeline import images
+from pellucid.pipeline.request import MAX_BATCH
+
+MOST_STEPS = 1000
+
+
+class Made(Protocol):
+    """What a call of a pipeline gives, as far as it is read here."""
+
+    @property
+    def images(self) -> list[Image.Image]: ...
+
+
+class Maker(Protocol):
+    """A pipeline, or what stands in for one."""
+
+    def __call__(self, prompt: Sequence[str], /, **options: Any) -> Made: ...
+
+
+@dataclass(frozen=True)
+class Making:
+    """How pictures are made. Picture n has the seed `seed` + n."""
+
+    sampler: str = "dpmpp_2m"
+    steps: int = 20
+    guidance: float = 4.0
+    batch: int = 50
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("steps", 1, MOST_STEPS), ("batch", 1, MAX_BATCH), ("seed", 0, 2**53)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise PellucidError(rule(name, f"a whole number from {low} to {high:,}", value), "making")
+        if not math.isfinite(self.guidance):
+            raise PellucidError(rule("guidance", "a finite number", self.guidance), "making")
+
+    def firsts(self, count: int) -> range:
+        """The number of the first picture of every batch."""
+        return range(0, count, self.batch)
+
+    def pictures(self, pipe: Maker, prompts: Sequence[str], first: int, **extra: Any) -> list[Image.Image]:
+        """One picture a prompt; the first of them is picture number `first`."""
+        made = pipe(
+            list(prompts),
+            seed=[self.seed + first + i for i in range(len(prompts))],
+            sampler=self.sampler,
+            steps=self.steps,
+            guidance=self.guidance,
+            **extra,
+        ).images
+        if len(made) != len(prompts):
+            raise PellucidError(rule("pictures", f"{len(prompts)}, one a prompt", len(made)), "making")
+        return made
+
+
+def seen(pictures: Sequence[Image.Image], device: torch.device | str = "cpu") -> Tensor:
+    """(N, 3, H, W) in [−1, 1]: what the reader reads, as a person would see it, in 8 bits."""
+    return images.to_tensor(list(pictures)).to(device)

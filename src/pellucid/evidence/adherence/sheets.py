@@ -1,0 +1,73 @@
+"""Contact sheets for a person to look at: every picture with its caption and its verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image, ImageDraw
+
+from pellucid.pipeline.lettering import Block, clean, face_for, wrap
+
+INK, SLATE, GREEN, RED, PAPER, LINE = "#1c2530", "#51606f", "#188a3b", "#c5221f", "#ffffff", "#c9d1da"
+PICTURE = 144  # pixels of a picture's side on the sheet
+CELL = 184  # of a cell, words included
+LETTERS, CAPTION_LINES, VERDICT_LINES = 12, 7, 4
+GAP, MARGIN = 12, 20
+
+
+@dataclass(frozen=True)
+class Card:
+    """One picture with the words under it; `right` None is neither right nor wrong."""
+
+    picture: Image.Image
+    caption: str
+    verdict: str
+    right: bool | None
+
+
+def contact_sheet(cards: Sequence[Card], title: str, columns: int = 10) -> Image.Image:
+    """Cards in rows, each row as high as its longest words."""
+    said = "".join(clean(text) for card in cards for text in (card.caption, card.verdict)) + clean(title)
+    face = face_for(said)
+    font, large = face(LETTERS), face(LETTERS + 6)
+    columns = min(columns, max(1, len(cards)))
+    width = 2 * MARGIN + columns * (CELL + GAP) - GAP
+    head = Block(wrap(title, large, width - 2 * MARGIN, 3), large, INK)
+    laid = [lay(card, font) for card in cards]
+    rows = [laid[i : i + columns] for i in range(0, len(laid), columns)]
+    heights = [PICTURE + 6 + max(sum(block.height for block in words) for _, words in row) for row in rows]
+    height = MARGIN + head.height + GAP + sum(h + GAP for h in heights) + MARGIN - GAP
+    sheet = Image.new("RGB", (width, height), PAPER)
+    head.draw(ImageDraw.Draw(sheet), MARGIN, MARGIN)
+    y = MARGIN + head.height + GAP
+    for row, tall in zip(rows, heights, strict=True):
+        for i, (card, words) in enumerate(row):
+            draw(sheet, card, words, (MARGIN + i * (CELL + GAP), y))
+        y += tall + GAP
+    return sheet
+
+
+def lay(card: Card, font: Any) -> tuple[Card, list[Block]]:
+    colour = SLATE if card.right is None else GREEN if card.right else RED
+    return card, [
+        Block(wrap(card.caption, font, CELL, CAPTION_LINES), font, INK),
+        Block(wrap(card.verdict, font, CELL, VERDICT_LINES), font, colour),
+    ]
+
+
+def draw(sheet: Image.Image, card: Card, words: Sequence[Block], corner: tuple[int, int]) -> None:
+    x, y = corner
+    on = ImageDraw.Draw(sheet)
+    scale = PICTURE / max(card.picture.size)
+    size = (max(1, math.floor(card.picture.width * scale)), max(1, math.floor(card.picture.height * scale)))
+    rule_of = Image.Resampling.LANCZOS if scale < 4 else Image.Resampling.NEAREST
+    sheet.paste(card.picture.convert("RGB").resize(size, rule_of), (x, y))
+    edge = LINE if card.right is not False else RED
+    on.rectangle((x - 1, y - 1, x + size[0], y + size[1]), outline=edge, width=1 if card.right is not False else 2)
+    y += PICTURE + 6
+    for block in words:
+        block.draw(on, x, y)
+        y += block.height

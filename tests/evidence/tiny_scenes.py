@@ -1,0 +1,112 @@
+"""A tiny untrained model of scenes with all its parts, as training writes them; and makers that draw the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from PIL import Image
+
+from pellucid import scenes
+from pellucid.interop.save import save_component
+from pellucid.pipeline.images import to_images
+from pellucid.scenes.scene import Scenes
+from pellucid.train.adapt_control import ControlNetConfig
+from pellucid.train.adapt_image import IPAdapterConfig
+from pellucid.train.adapt_lora import LoraConfig
+from pellucid.train.config import read
+from pellucid.train.denoise import fresh
+from pellucid.train.image_text import ImageTextConfig
+from pellucid.train.scenes_source import scenes_tokenizer
+from pellucid.train.text_denoise import TextDenoiserConfig
+
+CPU = torch.device("cpu")
+VAE: dict[str, Any] = {
+    "_class_name": "AutoencoderKL",
+    "sample_size": 16,
+    "block_out_channels": [8, 16],
+    "down_block_types": ["DownEncoderBlock2D"] * 2,
+    "up_block_types": ["UpDecoderBlock2D"] * 2,
+    "norm_num_groups": 4,
+}
+UNET: dict[str, Any] = {
+    "_class_name": "UNet2DConditionModel",
+    "sample_size": 8,
+    "block_out_channels": [16, 32],
+    "down_block_types": ["CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D"],
+    "layers_per_block": 1,
+    "cross_attention_dim": 32,
+    "attention_head_dim": 2,
+    "norm_num_groups": 8,
+}
+PIXART: dict[str, Any] = {
+    "_class_name": "PixArtTransformer2DModel",
+    "sample_size": 8,
+    "patch_size": 2,
+    "out_channels": 4,
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "cross_attention_dim": 32,
+    "caption_channels": 32,
+}
+ENCODER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "projection_dim": 32,
+}
+VISION: dict[str, Any] = {**ENCODER, "image_size": 32, "patch_size": 8}
+
+
+def write_model(folder: Path) -> Path:
+    """The base, its transformer in dit/, and controlnet/, ip_adapter/, lora/, image_text/, all untrained."""
+    parts = folder.parent / f"{folder.name}-parts"
+    scenes_tokenizer(64).save(parts / "tokenizer")
+    save_component(fresh(VAE, seed=3), parts / "vae")
+    text = {"encoder": ENCODER, "tokenizer": str(parts / "tokenizer"), "train": True}
+    save(TextDenoiserConfig, denoiser(UNET, "v", parts, text), folder)
+    save(TextDenoiserConfig, denoiser(PIXART, "eps", parts, {"folder": str(folder)}), folder / "dit")
+    halves = {"text": {**ENCODER}, "vision": {**VISION}, "width": 16}
+    save(ImageTextConfig, {"tokenizer": str(parts / "tokenizer"), **halves}, folder / "image_text")
+    save(ControlNetConfig, {"base": str(folder)}, folder / "controlnet")
+    save(LoraConfig, {"base": str(folder), "rank": 2}, folder / "lora")
+    eyes = {"base": str(folder), "image_encoder": str(folder / "image_text")}
+    save(IPAdapterConfig, eyes, folder / "ip_adapter")
+    return folder
+
+
+def denoiser(network: dict[str, Any], target: str, parts: Path, text: dict[str, Any]) -> dict[str, Any]:
+    objective = {"schedule": {"name": "cosine" if target == "v" else "linear"}, "target": target}
+    return {"network": network, "objective": objective, "vae": str(parts / "vae"), "text": text}
+
+
+def save(kind: type[Any], table: dict[str, Any], folder: Path) -> None:
+    """Training begins denoisers and LoRAs as nothing; they are moved from there, so that their inputs matter."""
+    task = read(kind, table, "task").build(7, CPU)
+    if kind in (TextDenoiserConfig, LoraConfig):
+        generator = torch.Generator().manual_seed(1)
+        for parameter in task.network.parameters():
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    task.save(task.network, folder)
+
+
+class Truth:
+    """A maker that draws picture n by a rule: the scene that it was asked for, or another."""
+
+    def __init__(self, drawn: Scenes, rule: Callable[[int, dict[str, Any]], int] = lambda n, _: n) -> None:
+        self.drawn, self.rule, self.calls = drawn, rule, 0
+
+    def __call__(self, prompt: Sequence[str], /, *, seed: Sequence[int], **options: Any) -> SimpleNamespace:
+        self.calls += 1
+        rows = [self.rule(n, options) % len(self.drawn) for n in seed]
+        return SimpleNamespace(images=draw(self.drawn[rows]))
+
+
+def draw(drawn: Scenes) -> list[Image.Image]:
+    return to_images(scenes.render(drawn))
