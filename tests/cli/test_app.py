@@ -49,6 +49,8 @@ FLAGS = {
         "--against", "--batch", "--bootstrap", "--clip", "--device", "--inception", "--json", "--kid-size",
         "--kid-subsets", "--neighbours", "--no-cache", "--prompts", "--save", "--seed", "images",
     ],
+    "data scenes": ["--count", "--folder", "--json", "--out", "--seed", "--size", "--split", "--style"],
+    "data latents": ["--count", "--device", "--json", "--out", "--phrasings", "config"],
     "study schedules": ["--device", "--out", "config"],
     "study adherence": [
         "--batch", "--device", "--dtype", "--guidance", "--json", "--model", "--objects", "--out", "--part",

@@ -358,3 +358,16 @@ def test_dtypes_that_no_network_runs_in(dtype: Any) -> None:
         weights.dtype_named(dtype)
     assert code_of(error) == "dtype"
     assert weights.dtype_named("bfloat16") is torch.bfloat16
+
+
+def test_a_header_whose_length_begins_like_a_pickle_is_no_pickle(tmp_path: Path) -> None:
+    """Header lengths are multiples of 8, so one in 32 has the low byte 0x80."""
+    path, held = tmp_path / "w.safetensors", {"w": torch.arange(3.0)}
+    for filler in range(0, 256, 8):
+        save_file(held, path, metadata={"note": "x" * filler})
+        if path.read_bytes()[0] == 0x80:
+            break
+    assert path.read_bytes()[0] == 0x80
+    assert weights.kind_of(path) == "safetensors"
+    assert torch.equal(weights.read(path)["w"], held["w"])
+    assert weights.metadata_of(path)["note"] == "x" * filler

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["rank_worker"])
 PATIENCE = 60.0  # seconds until a rank that hangs says where, and ends
@@ -63,6 +65,7 @@ def enter(rank: int, world: int, port: int, job: Callable[..., Any], args: tuple
     if world > 1:
         told = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in told.items()})
+    torch.set_num_threads(1)  # threads of the server, if an import made some, are not there after the fork
     faulthandler.dump_traceback_later(PATIENCE, exit=True)
     try:
         code = job(*args)

@@ -158,7 +158,7 @@ def test_recipes_are_read(kind: str) -> None:
     config = TrainConfig.load(ROOT / "configs" / f"scenes_{kind}.toml")
     task = chosen(config.task, RECIPES, "task")
     data = chosen(config.data, {"scenes": ScenesConfig}, "data")
-    assert task.base == "scenes-128"
+    assert task.base == "runs/scenes_text_unet/model"
     wanted = {"controlnet": "hint", "ip_adapter": "reference"}.get(kind)
     assert wanted is None or getattr(task, wanted) in data.hints
     batch = data.open().batch(torch.arange(2), Draws(0, 0, 2), cases.CPU)

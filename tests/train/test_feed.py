@@ -15,7 +15,7 @@ from picture_files import good_folder
 
 from pellucid import PellucidError
 from pellucid.train.draws import Draws
-from pellucid.train.feed import Feed
+from pellucid.train.feed import Feed, hand_over, tensors_in
 from pellucid.train.image_folder import ImageFolder
 from pellucid.train.order import Order
 from pellucid.train.source import Batch
@@ -169,6 +169,46 @@ def test_a_program_that_forgets_the_feed_still_ends(last: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True, text=True, check=False)
     assert done.returncode == (1 if last else 0)
     assert ("Traceback" in done.stderr) == (last == "1 / 0")
+
+
+def test_what_a_trainer_prepares_comes_through_whole() -> None:
+    """Lists of dicts of tensors, and on a CPU no stream is asked for."""
+    with Feed(
+        lambda step: [{"x0": torch.full((2,), step)}, {"x0": torch.full((2,), -step)}], 1, 3, device="cpu"
+    ) as feed:
+        found = [[part["x0"].tolist() for part in parts] for parts in feed]
+    assert found == [[[1, 1], [-1, -1]], [[2, 2], [-2, -2]]]
+
+
+class Kept:
+    """A tensor, an event and a stream that note what is done with them, in order."""
+
+    is_cuda = True
+
+    def __init__(self, log: list[object]) -> None:
+        self.log = log
+
+    def record_stream(self, stream: object) -> None:
+        self.log.append(("kept for", stream))
+
+    def wait_event(self, event: object) -> None:
+        self.log.append(("waits for", event))
+
+
+def test_tensors_are_found_however_deep_they_lie() -> None:
+    one, two, three, four, five, six = (torch.full((1,), float(i)) for i in range(6))
+    batch = Batch(one, two, ("a", "b"), {"edges": three}, four)
+    nest = [{"batch": batch, "n": 3, "none": None}, (five, [{"deep": (six,)}]), "text", Batch]
+    assert [id(t) for t in tensors_in(nest)] == [id(t) for t in (one, two, three, four, five, six)]
+    assert list(tensors_in([])) == []
+
+
+def test_handing_over_waits_first_and_then_keeps_every_tensor_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[object] = []
+    stream, found = Kept(log), [Kept(log), Kept(log), torch.zeros(1)]
+    monkeypatch.setattr("pellucid.train.feed.tensors_in", lambda nest: iter(found))
+    hand_over({}, "ready", stream)  # type: ignore[arg-type]
+    assert log == [("waits for", "ready"), ("kept for", stream), ("kept for", stream)]
 
 
 @pytest.mark.parametrize("make", [lambda: Feed(made, 3, 2), lambda: Feed(made, -1, 2), lambda: Feed(made, 0, 2, 0)])

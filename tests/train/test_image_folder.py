@@ -262,6 +262,14 @@ def test_a_picture_that_goes_away_is_skipped(tmp_path: Path) -> None:
     assert source.skipped == 1
 
 
+def test_a_file_beyond_bounds_is_skipped_and_no_room_is_made_for_it(tmp_path: Path) -> None:
+    source = ImageFolder(good_folder(tmp_path, 2), 24)
+    with (tmp_path / "000.png").open("wb") as file:
+        file.truncate(2**33)  # a hole: it takes no place on the disk
+    assert torch.equal(source.batch(asked(0), plain(1)).images[0], pixels(1))
+    assert f"it has {2**33} bytes" in source.unreadable["000.png"]
+
+
 def test_a_disk_that_fails_for_a_moment_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(picture_source, "PAUSE", 0.0)
     failures = [OSError(5, "Input/output error")] * 2

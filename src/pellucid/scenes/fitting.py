@@ -19,6 +19,7 @@ ROUNDS = 5
 SOFT = 3 / SIDE  # the width of a border's ramp: that of the mask
 CLEAR = 0.945  # a fit that needs no explanation by something in front
 MOST_HIDDEN, LEAST_BORDER = 0.5, 0.55
+TIPS = {"star": 0.035, "crescent": 0.02}  # what a blurred picture loses of their overlap
 GAIN = 0.045  # what such an explanation must be better by
 
 
@@ -206,12 +207,13 @@ def best_of(window: Window) -> Fit:
     place = refined(window, which, shape, guess.gather(1, kept[..., None].expand(-1, -1, 3)).flatten(0, 1))
     distance = distances(window, which, shape, place)
     score = agreement(window, which, distance) - 0.1 * unseen_hole(window, which, shape, place)
-    score = score.reshape(count, KEPT)
-    top = score.topk(2, dim=1)
+    bonus = torch.tensor([TIPS.get(name, 0.0) for name in SHAPE_NAMES], device=device)[shape]
+    top = (score + bonus).reshape(count, KEPT).topk(2, dim=1)
     chosen = torch.arange(count, device=device) * KEPT + top.indices[:, 0]
     cover = (distance[chosen] < 0).float()
     hidden = (cover * (1 - window.seen)).sum((1, 2)) / cover.sum((1, 2)).clamp(min=1)
     line = (distance[chosen].abs() < SOFT / 2).float()
     border = (line * window.seen).sum((1, 2)) / line.sum((1, 2)).clamp(min=1)
+    lead = top.values[:, 0] - top.values[:, 1]
     x, y, radius = place[chosen].unbind(1)
-    return Fit(shape[chosen], x, y, radius, top.values[:, 0], top.values[:, 1], hidden, border)
+    return Fit(shape[chosen], x, y, radius, score[chosen], score[chosen] - lead, hidden, border)

@@ -12,7 +12,7 @@ from pellucid.scenes import counter
 from pellucid.scenes import words as w
 from pellucid.scenes.query import Query, Wanted
 from pellucid.scenes.relations import holding
-from pellucid.scenes.scene import Scenes, place_of
+from pellucid.scenes.scene import PLACE_CUTS, Scenes
 
 SLOTS = 40
 STREAM = 2
@@ -21,6 +21,9 @@ TRIPLES = tuple(permutations(range(3)))
 T = TypeVar("T")
 # The relations of every mask of bits.
 NAMED = [[n for bit, n in enumerate(w.RELATION_NAMES) if mask >> bit & 1] for mask in range(2 ** len(w.RELATION_NAMES))]
+# Phrases by number, as facts have them.
+SHAPES, COLOURS, TEXTURES, SIZES = (tuple(t.values()) for t in (w.SHAPES, w.COLOURS, w.TEXTURES, w.SIZES))
+SOLID = w.TEXTURE_NAMES.index("solid")
 
 # How often a thing is left out or said in another way.
 NO_SIZE, NO_BACKGROUND, NO_RELATION, NO_KIND = 0.12, 0.15, 0.10, 0.25
@@ -49,7 +52,7 @@ class Facts(NamedTuple):
     colour: list[int]
     texture: list[int]
     size: list[int]
-    place: str
+    place: int
     holds: list[list[int]]
     count: int
     background: int
@@ -57,34 +60,68 @@ class Facts(NamedTuple):
     style: int
 
 
+class Noun(NamedTuple):
+    """One thing as it is told: what `Wanted` is made of, and its words."""
+
+    shape: str
+    colour: str
+    texture: str
+    size: str | None
+    place: str | None
+    words: str
+
+
+class Told(NamedTuple):
+    """A caption, and what `Query` is made of."""
+
+    words: str
+    nouns: list[Noun]
+    links: list[tuple[int, str, int]]
+    background: str | None
+    kind: str | None
+    style: str | None
+
+    @property
+    def query(self) -> Query:
+        wanted = tuple(Wanted(*noun[:5]) for noun in self.nouns)
+        return Query(wanted, tuple(self.links), self.background, self.kind, self.style)
+
+
 def facts(scenes: Scenes) -> list[Facts]:
     bits = (holding(scenes).long() << torch.arange(len(w.RELATION_NAMES), device=scenes.x.device)).sum(-1)
-    columns = [scenes.shape, scenes.colour, scenes.texture, scenes.size, scenes.x[:, 0], scenes.y[:, 0], bits]
+    cuts = torch.tensor(PLACE_CUTS, dtype=torch.float64, device=scenes.x.device)
+    column, row = (torch.bucketize(v[:, 0].double(), cuts) for v in (scenes.x, scenes.y))  # as `place_of` has it
+    columns = [scenes.shape, scenes.colour, scenes.texture, scenes.size, 3 * row + column, bits]
     columns += [scenes.count, scenes.background, scenes.kind, scenes.style]
-    rows = zip(*(column.cpu().numpy().tolist() for column in columns), strict=True)
-    return [Facts(*row[:4], place_of(row[4], row[5]), *row[6:]) for row in rows]
+    return list(map(Facts, *(column.cpu().numpy().tolist() for column in columns)))
 
 
 def captions(scenes: Scenes, seed: int = 0, *, full: bool = False, style: bool = True) -> list[str]:
     """A caption a scene. `full` leaves nothing out; without `style` no style is named, as a LoRA wants it."""
-    return [caption for caption, _ in described(scenes, seed, full=full, style=style)]
+    return phrasings(scenes, (seed,), full=full, style=style)[0]
+
+
+def phrasings(scenes: Scenes, seeds: Sequence[int], *, full: bool = False, style: bool = True) -> list[list[str]]:
+    """Captions of the same scenes by several seeds: a list a seed."""
+    known = facts(scenes)
+    return [[one.words for one in told_of(scenes, known, seed, full, style)] for seed in seeds]
 
 
 def described(scenes: Scenes, seed: int = 0, *, full: bool = False, style: bool = True) -> list[tuple[str, Query]]:
     """Captions, each with what it asks for."""
+    return [(one.words, one.query) for one in told_of(scenes, facts(scenes), seed, full, style)]
+
+
+def told_of(scenes: Scenes, known: Sequence[Facts], seed: int, full: bool, style: bool) -> list[Told]:
     numbers = counter.words(scenes.index.cpu(), seed, SLOTS, STREAM).numpy().tolist()
-    return [told(fact, Dice(row), full, style) for fact, row in zip(facts(scenes), numbers, strict=True)]
+    return [told(fact, Dice(row), full, style) for fact, row in zip(known, numbers, strict=True)]
 
 
-def told(fact: Facts, dice: Dice, full: bool, style: bool) -> tuple[str, Query]:
+def told(fact: Facts, dice: Dice, full: bool, style: bool) -> Told:
     sized = not dice.chance(NO_SIZE) or full
     order, links = plan(fact, dice, full)
-    wanted, phrases = [], []
-    for i in order:
-        asked, phrase = noun(fact, i, sized, dice)
-        wanted.append(asked)
-        phrases.append(phrase)
-    text = sentence(wanted, phrases, links, dice)
+    nouns = [noun(fact, i, sized, dice) for i in order]
+    text = sentence(nouns, links, dice)
     background, kind, ground = backdrop(fact, dice, full)
     first = dice.chance(BACKGROUND_FIRST)
     prefix = dice.one(w.PREFIXES) if dice.chance(PREFIX) else ""
@@ -92,8 +129,7 @@ def told(fact: Facts, dice: Dice, full: bool, style: bool) -> tuple[str, Query]:
     if ground:
         text = f"{ground}, {text}" if first else f"{text} {ground}"
     name, words = manner(fact, dice, style)
-    text = f"{text}, {words}" if words else text
-    return text, Query(tuple(wanted), tuple(links), background, kind, name)
+    return Told(f"{text}, {words}" if words else text, nouns, links, background, kind, name)
 
 
 def plan(fact: Facts, dice: Dice, full: bool) -> tuple[Sequence[int], list[tuple[int, str, int]]]:
@@ -125,44 +161,44 @@ def relation(mask: int, number: int) -> str | None:
     return names[number % len(names)] if names else None
 
 
-def noun(fact: Facts, i: int, sized: bool, dice: Dice) -> tuple[Wanted, str]:
+def noun(fact: Facts, i: int, sized: bool, dice: Dice) -> Noun:
     """'a small striped red star'"""
-    shape, colour = w.SHAPE_NAMES[fact.shape[i]], w.COLOUR_NAMES[fact.colour[i]]
-    texture, size = w.TEXTURE_NAMES[fact.texture[i]], w.SIZE_NAMES[fact.size[i]]
+    shape, colour, texture, size = fact.shape[i], fact.colour[i], fact.texture[i], fact.size[i]
     form = dice.next() % 8
-    parts = [dice.one(w.SIZES[size])] if sized else []
-    hue, what, feel = dice.one(w.COLOURS[colour]), dice.one(w.SHAPES[shape]), dice.one(w.TEXTURES[texture])
-    said = texture != "solid" or dice.chance(SAID_SOLID)
-    after = ""
-    if texture != "solid" and form == 7:
-        parts += [hue]
-        after = f" {dice.one(w.WITH_TEXTURE[texture])}"
+    text = f"{dice.one(SIZES[size])} " if sized else ""
+    hue, what, feel = dice.one(COLOURS[colour]), dice.one(SHAPES[shape]), dice.one(TEXTURES[texture])
+    said = texture != SOLID or dice.chance(SAID_SOLID)
+    name = w.TEXTURE_NAMES[texture]
+    if texture != SOLID and form == 7:
+        text += f"{hue} {what} {dice.one(w.WITH_TEXTURE[name])}"
     elif said:
-        parts += [hue, feel] if form in (5, 6) else [feel, hue]
+        text += f"{hue} {feel} {what}" if form in (5, 6) else f"{feel} {hue} {what}"
     else:
-        parts += [hue]
-    place = fact.place if fact.count == 1 and dice.chance(SAID_PLACE) else None
+        text += f"{hue} {what}"
+    place = w.PLACE_NAMES[fact.place] if fact.count == 1 and dice.chance(SAID_PLACE) else None
     where = f" {dice.one(w.PLACES[place])}" if place else ""
-    text = " ".join([*parts, what])
-    return Wanted(shape, colour, texture, size if sized else None, place), f"{article(text)} {text}{after}{where}"
+    told_size = w.SIZE_NAMES[size] if sized else None
+    words = f"{article(text)} {text}{where}"
+    return Noun(w.SHAPE_NAMES[shape], w.COLOUR_NAMES[colour], name, told_size, place, words)
 
 
 def article(text: str) -> str:
     return "an" if text[0] in "aeiou" else "a"
 
 
-def sentence(wanted: list[Wanted], nouns: list[str], links: list[tuple[int, str, int]], dice: Dice) -> str:
+def sentence(nouns: list[Noun], links: list[tuple[int, str, int]], dice: Dice) -> str:
+    words = [noun.words for noun in nouns]
     if not links:
-        return nouns[0] if len(nouns) == 1 else f"{', '.join(nouns[:-1])} and {nouns[-1]}"
+        return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
     that = "that is " if dice.chance(0.1) else ""
-    text = f"{nouns[0]} {that}{dice.one(w.RELATIONS[links[0][1]])} {nouns[1]}"
-    if len(nouns) == 2:
+    text = f"{words[0]} {that}{dice.one(w.RELATIONS[links[0][1]])} {words[1]}"
+    if len(words) == 2:
         return text
     i, name, j = links[1]
-    words = dice.one(w.RELATIONS[name])
+    how = dice.one(w.RELATIONS[name])
     if i == 1:
-        return f"{text}, which is {words} {nouns[2]}"
-    return f"{text}, and {nouns[2]} {words} the {wanted[j].colour} {wanted[j].shape}"
+        return f"{text}, which is {how} {words[2]}"
+    return f"{text}, and {words[2]} {how} the {nouns[j].colour} {nouns[j].shape}"
 
 
 def backdrop(fact: Facts, dice: Dice, full: bool) -> tuple[str | None, str | None, str]:

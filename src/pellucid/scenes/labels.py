@@ -1,7 +1,7 @@
-"""Which pixel belongs to what: the background, or a thing of one of the ten colours. The first half of reading a picture.
+"""Which pixel belongs to what: the background, or a thing of one of the ten colours. The first half of reading.
 
-Every tone of the world lies on a segment in RGB: from a colour to its tint (textures), from a colour to its shade (outlines
-and shadows), along a background's brightness. A pixel belongs to the nearest segment.
+Every tone of the world lies on a segment in RGB: from a colour to its tint (textures), from a colour to its shade
+(outlines and shadows), along a background's brightness. A pixel belongs to the nearest segment.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def possible(kind: Tensor, shape: Tensor) -> Tensor:
 
 
 def radii(tries: Tensor, count: Tensor, kind: Tensor) -> Tensor:
-    """(N, T, 3): a size, then a radius within it. What contains is large, what it contains small; the front is no larger."""
+    """(N, T, 3): a size, then a radius within it. What contains is large, what it contains small."""
     steps = torch.tensor(SIZE_STEPS, dtype=tries.dtype, device=tries.device)[count - 1][
         :, None, None, :
     ]  # (N, 1, 1, 2)

@@ -1,4 +1,4 @@
-"""The colours of the world, in RGB from 0 to 1. Objects are deep, backgrounds are pale, so that neither hides the other."""
+"""The colours of the world, in RGB from 0 to 1. Things are deep, backgrounds pale, so that neither hides the other."""
 
 from __future__ import annotations
 
@@ -43,24 +43,25 @@ TINTS = {
     "brown": (0.80, 0.61, 0.40),
     "black": (0.49, 0.56, 0.70),
 }
+CPU = torch.device("cpu")
 PAPER = (0.96, 0.95, 0.92)  # of a sketch
 SHADE = 0.55  # how far an outline goes to black
 
 
 @lru_cache(maxsize=16)
-def objects(device: torch.device = torch.device("cpu")) -> Tensor:
+def objects(device: torch.device = CPU) -> Tensor:
     """(10, 3): the colour of each name."""
     return torch.tensor([OBJECTS[name] for name in COLOUR_NAMES], device=device)
 
 
 @lru_cache(maxsize=16)
-def backgrounds(device: torch.device = torch.device("cpu")) -> Tensor:
+def backgrounds(device: torch.device = CPU) -> Tensor:
     """(7, 3)"""
     return torch.tensor([BACKGROUNDS[name] for name in BACKGROUND_NAMES], device=device)
 
 
 @lru_cache(maxsize=16)
-def tints(device: torch.device = torch.device("cpu")) -> Tensor:
+def tints(device: torch.device = CPU) -> Tensor:
     """(10, 3): the light tone of each name."""
     return torch.tensor([TINTS[name] for name in COLOUR_NAMES], device=device)
 

@@ -22,7 +22,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Query:
-    """Objects in the order of their mention, relations as (which, relation, to which), and the rest where it is said."""
+    """Objects in the order of their mention, relations as (which, relation, to which), and what else is said."""
 
     objects: tuple[Wanted, ...]
     relations: tuple[tuple[int, str, int], ...] = ()

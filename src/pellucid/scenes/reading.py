@@ -1,7 +1,7 @@
-"""Read a finished picture: which objects stand where, in which colour, texture and size, on what; or say that it cannot be read.
+"""Read a finished picture: which objects stand where, how they look and on what; or say that it cannot be read.
 
-Analysis by synthesis: pixels are labelled by the world's tones (labels.py), every shape is laid over each mask (fitting.py),
-and the texture that explains a thing's tones best is taken. Weak evidence is None: unreadable.
+Analysis by synthesis: pixels are labelled by the world's tones (labels.py), every shape is laid over each mask
+(fitting.py), and the texture that explains a thing's tones best is taken (surface.py). Weak evidence is None.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a picture shows: objects from the back to the front. Without `trouble` the picture as a whole is readable."""
+    """What a picture shows, objects from the back to the front. `trouble` says why it cannot be read as a whole."""
 
     objects: tuple[Seen, ...]
     relations: tuple[tuple[int, str, int], ...]
@@ -73,7 +73,7 @@ def read(pictures: Tensor) -> list[Reading]:
     pictures = prepared(pictures)
     chunk = CHUNK if pictures.device.type == "cpu" else 256
     found: list[Reading] = []
-    with torch.inference_mode():
+    with torch.no_grad():
         for part in pictures.split(chunk):
             found += read_chunk(labelled(part))
     return found
@@ -141,7 +141,7 @@ def size_of(radius: float) -> str | None:
 
 
 def ordered(labels: Labels, window: Window, fitted: Fit, rows: list[int]) -> list[int]:
-    """Things of one picture from the back to the front: where two silhouettes cross, the label says whose pixel it is."""
+    """Things of one picture from the back to the front: where two silhouettes cross, labels say whose pixels are."""
     if len(rows) < 2:
         return rows
     inside = silhouettes(window, fitted, rows)

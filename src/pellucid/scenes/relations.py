@@ -1,7 +1,7 @@
 """What "left of", "inside" or "in front of" mean, as exact rules on boxes and silhouettes.
 
-A rule has two margins. Captions speak only of what holds by the narrow one; a finished picture is right when it holds by
-the wide one, so that a pixel more or less decides nothing.
+A rule has two margins. Captions speak only of what holds by the narrow one; a finished picture is right when it holds
+by the wide one, so that a pixel more or less decides nothing.
 """
 
 from __future__ import annotations
@@ -41,17 +41,16 @@ def members(names: tuple[str, ...], device: torch.device) -> Tensor:
 
 
 def shared(shape: Tensor, x: Tensor, y: Tensor, radius: Tensor) -> Tensor:
-    """(P, 2): the share of each of two silhouettes that the other covers, for P pairs of things (P, 2), on 48 × 48 points."""
+    """(P, 2): the share of each of two silhouettes that the other covers, for P pairs, on 48 × 48 points."""
     axis = (torch.arange(48, device=x.device, dtype=torch.float32) + 0.5) / 24 - 1  # of the smaller one's box
     reach = 1.25 * radius.amin(1)
     small = radius.argmin(1, keepdim=True)
     px = x.gather(1, small) + axis * reach[:, None]  # (P, 48)
     py = y.gather(1, small) + axis * reach[:, None]
-    inside = []
-    for i in range(2):
-        qx = ((px - x[:, i : i + 1]) / radius[:, i : i + 1])[:, None, :].expand(-1, 48, -1)
-        qy = ((py - y[:, i : i + 1]) / radius[:, i : i + 1])[:, :, None].expand(-1, -1, 48)
-        inside.append(shapes.distance(shape[:, i], qx.contiguous(), qy.contiguous()) < 0)
+    qx = ((px[:, None] - x[..., None]) / radius[..., None])[:, :, None, :].expand(-1, -1, 48, -1)  # (P, 2, 48, 48)
+    qy = ((py[:, None] - y[..., None]) / radius[..., None])[:, :, :, None].expand(-1, -1, -1, 48)
+    away = shapes.distance(shape.flatten(), qx.flatten(0, 1), qy.flatten(0, 1))
+    inside = (away < 0).unflatten(0, (-1, 2)).unbind(1)
     both = (inside[0] & inside[1]).float().mean((1, 2)) * (2 * reach) ** 2
     return both[:, None] / areas(shape, radius)
 

@@ -96,7 +96,7 @@ def segmentation(scenes: Scenes, size: int = 128) -> Tensor:
 
 
 def edges(scenes: Scenes, size: int = 128) -> Tensor:
-    """(N, 1, H, W) in [0, 1]: outlines of the things, one pixel wide and antialiased, where nothing stands before them."""
+    """(N, 1, H, W) in [0, 1]: outlines, one pixel wide and antialiased, where nothing stands before them."""
     found = field(scenes, size)
     out = torch.zeros(len(scenes), size, size, device=scenes.x.device)
     for slot in range(MOST):

@@ -1,7 +1,6 @@
 """Signed distances of the ten shapes at radius one, y downwards, the middle of the bounding box at the origin.
 
-Negative inside. Formulas by folding along symmetries, as in I. Quilez' collection of 2D distance functions; each is exact
-up to a corner's outside.
+Negative inside, and exact everywhere. By folding along symmetries, as in I. Quilez' collection of 2D distances.
 """
 
 from __future__ import annotations
@@ -15,10 +14,11 @@ from torch import Tensor
 
 from pellucid.scenes.words import SHAPE_NAMES
 
+CPU = torch.device("cpu")
 CIRCLE = 1.0
 SQUARE, SQUARE_CORNER = 0.9, 0.1
 TRIANGLE = 1.25  # from its middle to a corner
-STAR, STAR_INNER = 1.16, 0.50
+STAR, STAR_INNER = 1.16, 0.56
 HEART, LOBE = 1.72, math.sqrt(2) / 4  # lobes of this radius about (±1/4, 3/4), the tip at the origin, times HEART
 PENTAGON = 1.14
 CROSS, CROSS_ARM = 1.04, 0.40
@@ -46,7 +46,7 @@ CORE = {
     "circle": 1.0,
     "square": 0.9,
     "triangle": 0.46,
-    "star": 0.41,
+    "star": 0.47,
     "heart": 0.67,
     "pentagon": 0.81,
     "cross": 0.56,
@@ -171,12 +171,12 @@ def distance(shape: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def halves(device: torch.device = torch.device("cpu")) -> Tensor:
+def halves(device: torch.device = CPU) -> Tensor:
     """(10, 2) float64: half width and half height."""
     return torch.tensor([HALF[name] for name in SHAPE_NAMES], dtype=torch.float64, device=device)
 
 
 @lru_cache(maxsize=16)
-def cores(device: torch.device = torch.device("cpu")) -> Tensor:
+def cores(device: torch.device = CPU) -> Tensor:
     """(10,) float64"""
     return torch.tensor([CORE[name] for name in SHAPE_NAMES], dtype=torch.float64, device=device)

@@ -1,7 +1,7 @@
-"""Which combinations of shape, colour and texture training never sees: a Latin square, so that none is rarer than another.
+"""Which combinations of shape, colour and texture training never sees: a Latin square, so that none is rarer.
 
-A combination is held out when shape + 3·colour + 3·texture leaves 7 after division by ten: 50 of 500. Every shape, colour
-and texture is held out equally often, and each pair of them is still seen in training with other thirds.
+A combination is held out when shape + 3·colour + 3·texture leaves 7 after division by ten: 50 of 500. Every shape,
+colour and texture is held out equally often, and each pair of them is still seen in training with other thirds.
 """
 
 from __future__ import annotations

@@ -101,7 +101,11 @@ def soft(layer: Layer, scenes: Scenes, slot: int) -> Tensor:
     wide = layer.distance.shape
     x = ((middle - SHADOW_X)[None, None, :] - scenes.x[:, slot, None, None]).expand(wide) / radius
     y = ((middle - SHADOW_Y)[None, :, None] - scenes.y[:, slot, None, None]).expand(wide) / radius
-    away = shapes.distance(scenes.shape[:, slot], x, y) * radius
+    return shadowed(layer, shapes.distance(scenes.shape[:, slot], x, y) * radius)
+
+
+def shadowed(layer: Layer, away: Tensor) -> Tensor:
+    """Over a shadow that lies where the distance `away` (M, H, W) from the moved outline is small."""
     dark = SHADOW * (0.5 - 0.5 * away / SHADOW_BLUR).clamp(0, 1) ** 2
     return layer.over(layer.filled, layer.cover, layer.below * (1 - dark[:, None]))
 

@@ -22,7 +22,7 @@ def period(radius: Tensor) -> Tensor:
 
 
 def wave(along: Tensor) -> Tensor:
-    """Distance to the nearest change of a square wave of period 1 that is high in [−1/4, 1/4]: positive where it is high."""
+    """Distance to the nearest change of a square wave of period 1; positive where it is high: in [−1/4, 1/4]."""
     return 0.25 - (along - torch.floor(along + 0.5)).abs()
 
 

@@ -21,6 +21,8 @@ from pellucid.models.clip import CLIPVisionEncoder, modern_names
 from pellucid.models.clip_config import CLIPConfig
 from pellucid.models.ip_adapter import IPAdapter, Pair, PlainProjection
 from pellucid.models.unet import UNet
+from pellucid.pipeline.pictures_in import ADAPTER_EYES as EYES
+from pellucid.pipeline.pictures_in import ADAPTER_FILE as FILE
 from pellucid.pipeline.vision import DEVIATION, MEAN
 from pellucid.train.adapting import (
     DTYPES,
@@ -39,7 +41,6 @@ from pellucid.train.sampling import SamplingConfig
 from pellucid.train.source import Batch
 from pellucid.train.text_denoise import default_sampling
 
-FILE, EYES = "ip_adapter.safetensors", "image_encoder"
 ITSELF = "itself"
 
 
@@ -199,10 +200,9 @@ class IPAdapterTask(AdapterTask):
         return {"text": (chance < text) | both, "image": ((chance >= text) & (chance < image)) | both}
 
     def inputs(self, batch: Batch, masks: Mapping[str, Tensor], draws: Draws | None) -> dict[str, Tensor]:
-        assert batch.captions is not None
         pooled = self.see(self.reference(batch), draws)
         image = torch.where(masks["image"][:, None], torch.zeros_like(pooled), pooled)
-        return {**self.base.told(batch.captions, masks["text"]), "image": image}
+        return {**self.base.told(self.base.windows(batch), masks["text"]), "image": image}
 
     def reference(self, batch: Batch) -> Tensor:
         """(B, 3, H, W) in [−1, 1]."""

@@ -194,12 +194,11 @@ class LoraTask(AdapterTask):
         self.network = LoraNetwork(base.network, base.text, changes.to(device), parts)
 
     def inputs(self, batch: Batch, masks: Mapping[str, Tensor], draws: Draws | None) -> dict[str, Tensor]:
-        assert batch.captions is not None
         without = masks["text"]
         if not self.config.text_layers:
-            return self.base.told(batch.captions, without)
+            return self.base.told(self.base.windows(batch), without)
         kept = self.base.kept(without)
-        tokens = self.base.asked_tokens(batch.captions, without)
+        tokens = self.base.asked_tokens(self.base.windows(batch), without)
         return {"tokens": tokens} if kept is None else {"tokens": tokens, "kept": kept}
 
     def save(self, network: nn.Module, folder: Path) -> None:

@@ -33,10 +33,11 @@ from pellucid.train.draws import Draws, mixed
 from pellucid.train.objective import Graded, Objective
 from pellucid.train.sampling import SamplingConfig
 from pellucid.train.source import Batch
-from pellucid.train.text import captions_of, check_vocabulary, tokens
+from pellucid.train.text import CaptionIds, captions_of, check_vocabulary
 from pellucid.train.text_denoise import DECODED_AT_ONCE
 from pellucid.train.times import Times
 from pellucid.train.weighting import Weighting
+from pellucid.train.word_ids import tokens
 
 T = TypeVar("T")
 Precision = Literal["float32", "bf16"]  # no float16: its gradients would need a scaled loss
@@ -92,6 +93,7 @@ class Base:
         self.text = text_parts(self.parts.text_encoders, self.parts.tokenizers)
         for part in self.text:
             check_vocabulary(part.tokenizer, part.encoder.config.vocab_size)
+        self.ids = CaptionIds(self.text[0].tokenizer)
 
     @property
     def network(self) -> nn.Module:
@@ -147,6 +149,12 @@ class Base:
         windows = torch.stack([tokens(part.tokenizer, captions) for part in self.text], dim=1)
         return windows.to(self.device, non_blocking=True)
 
+    def windows(self, batch: Batch) -> Tensor:
+        """(B, encoders, L): those of a batch's captions, or its own where it has them for the only encoder."""
+        if batch.tokens is None or len(self.text) > 1:
+            return self.tokens(captions_of(batch))
+        return self.ids.of(batch)[:, None].to(self.device)
+
     @cached_property
     def no_tokens(self) -> Tensor:
         """(1, encoders, L): the empty caption."""
@@ -158,12 +166,14 @@ class Base:
         return bool(self.parts.extra.get("force_zeros_for_empty_prompt"))
 
     @torch.no_grad()
-    def told(self, captions: Sequence[str], without: Tensor) -> dict[str, Tensor]:
-        """The text's inputs of the network; those of images `without` their text, (B,) bool, are the empty ones."""
-        return encode(self.text, self.asked_tokens(captions, without), self.kept(without))
+    def told(self, text: Sequence[str] | Tensor, without: Tensor) -> dict[str, Tensor]:
+        """The text's inputs of the network, of captions or their windows; those of images `without` their text,
+        (B,) bool, are the empty ones."""
+        return encode(self.text, self.asked_tokens(text, without), self.kept(without))
 
-    def asked_tokens(self, captions: Sequence[str], without: Tensor) -> Tensor:
-        return torch.where(without[:, None, None], self.no_tokens, self.tokens(captions))
+    def asked_tokens(self, text: Sequence[str] | Tensor, without: Tensor) -> Tensor:
+        windows = text if isinstance(text, Tensor) else self.tokens(text)
+        return torch.where(without[:, None, None], self.no_tokens, windows)
 
     def kept(self, without: Tensor) -> Tensor | None:
         """(B, 1), 0 where the text's states are zeroed; None where none ever are."""
@@ -279,7 +289,7 @@ def first_of(batch: Batch, count: int) -> Batch:
     """The first examples of a batch, at most `count`."""
     images, hints = batch.images[:count], {name: hint[:count] for name, hint in batch.hints.items()}
     captions = None if batch.captions is None else batch.captions[:count]
-    return replace(batch, images=images, labels=None, captions=captions, hints=hints)
+    return replace(batch, images=images, labels=None, captions=captions, hints=hints, tokens=None)
 
 
 def hint_of(batch: Batch, name: str) -> Tensor:

@@ -42,5 +42,6 @@ class Captured:
         torch.cuda.current_stream().wait_stream(side)
         for tensor, value in zip(self.state(), before, strict=True):
             tensor.copy_(value)
-        with torch.cuda.graph(self.graph):
+        # Other threads (the feed) may go on using the GPU: only what this one does is captured.
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.out = self.step(self.held)

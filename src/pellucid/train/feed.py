@@ -5,17 +5,18 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.train.source import Batch
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -24,12 +25,13 @@ class Line:
 
     room: threading.Semaphore  # for batches that are made and not taken
     stream: torch.cuda.Stream | None
-    made: queue.SimpleQueue[tuple[Batch | None, BaseException | None, Any]] = field(default_factory=queue.SimpleQueue)
+    made: queue.SimpleQueue[tuple[Any, BaseException | None, Any]] = field(default_factory=queue.SimpleQueue)
     ended: threading.Event = field(default_factory=threading.Event)
 
 
-class Feed:
-    """The batches of steps `start`, `start + 1`, … below `stop`, made up to `ahead` of them in advance.
+class Feed(Generic[T]):
+    """The batches of steps `start`, `start + 1`, … below `stop`, made up to `ahead` of them in advance; or whatever is
+    made of them: dicts, lists, tuples and dataclasses of tensors.
 
     `make(step)` must depend on its step alone: then this changes when a batch is made, and never which. What it raises
     is raised at the step that it was made for. On a GPU (`device`) batches are made on a stream beside the one that
@@ -38,7 +40,7 @@ class Feed:
 
     def __init__(
         self,
-        make: Callable[[int], Batch],
+        make: Callable[[int], T],
         start: int,
         stop: int,
         ahead: int = 2,
@@ -50,6 +52,8 @@ class Feed:
             raise PellucidError(rule("ahead", "from 1 to 64 batches", ahead), "feed")
         place = None if device is None else torch.device(device)
         stream = torch.cuda.Stream(place) if place is not None and place.type == "cuda" else None
+        if stream is not None:  # what `make` reads may still be on its way: weights, tables
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
         self.step, self.stop = start, stop
         self._line = Line(threading.Semaphore(ahead), stream)
         self._thread = threading.Thread(
@@ -58,10 +62,10 @@ class Feed:
         self._finish = weakref.finalize(self, end, self._line, self._thread)  # also at the interpreter's exit
         self._thread.start()
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[T]:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> T:
         if self.step >= self.stop or self._line.ended.is_set():
             raise StopIteration
         batch, error, ready = self._line.made.get()
@@ -71,8 +75,8 @@ class Feed:
         if batch is None:  # closed while it waited
             raise StopIteration
         self._line.room.release()
-        if ready is not None:
-            hand_over(batch, ready)
+        if self._line.stream is not None:
+            hand_over(batch, ready, torch.cuda.current_stream(self._line.stream.device))
         self.step += 1
         return batch
 
@@ -80,7 +84,7 @@ class Feed:
         """Ends the thread, once it is through with the batch that it makes."""
         self._finish()
 
-    def __enter__(self) -> Feed:
+    def __enter__(self) -> Feed[T]:
         return self
 
     def __exit__(
@@ -89,7 +93,7 @@ class Feed:
         self.close()
 
 
-def work(line: Line, make: Callable[[int], Batch], start: int, stop: int) -> None:
+def work(line: Line, make: Callable[[int], Any], start: int, stop: int) -> None:
     """The thread: one batch after the other, until the last, an error, or nobody wants them."""
     try:
         for step in range(start, stop):
@@ -113,10 +117,25 @@ def end(line: Line, thread: threading.Thread) -> None:
         thread.join()
 
 
-def hand_over(batch: Batch, ready: torch.cuda.Event) -> None:
-    """The stream that trains waits for the batch, and its memory is not used again before that stream is done."""
-    stream = torch.cuda.current_stream()
+def hand_over(made: Any, ready: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+    """The stream that trains waits until all is made; and memory that came from the other stream, which would use it
+    again as soon as nobody holds the tensor, is kept until this one is through with it too."""
     stream.wait_event(ready)
-    for tensor in (batch.images, batch.labels, *batch.hints.values()):
-        if isinstance(tensor, Tensor) and tensor.is_cuda:
+    for tensor in tensors_in(made):
+        if tensor.is_cuda:
             tensor.record_stream(stream)
+
+
+def tensors_in(nest: Any) -> Iterator[Tensor]:
+    """All tensors within mappings, lists, tuples and dataclasses, however deep."""
+    if isinstance(nest, Tensor):
+        yield nest
+    elif isinstance(nest, Mapping):
+        for value in nest.values():
+            yield from tensors_in(value)
+    elif isinstance(nest, list | tuple):
+        for value in nest:
+            yield from tensors_in(value)
+    elif is_dataclass(nest) and not isinstance(nest, type):
+        for one in fields(nest):
+            yield from tensors_in(getattr(nest, one.name))

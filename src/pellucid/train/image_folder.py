@@ -94,9 +94,10 @@ class ImageFolderConfig:
 
 def bounded_bytes(path: Path) -> bytes:
     with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size > MAX_BYTES:
-            raise PellucidError(f"it has more than {MAX_BYTES} bytes", "image-file")
-        return file.read(MAX_BYTES)
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_BYTES:
+            raise PellucidError(f"it has {size} bytes, more than {MAX_BYTES}", "image-file")
+        return file.read(size)  # not more: Python makes room for all that is asked for
 
 
 def listing(folder: Path) -> tuple[list[str], list[str]]:

@@ -25,7 +25,7 @@ from pellucid.train.draws import Draws
 from pellucid.train.objective import Graded
 from pellucid.train.source import Batch
 from pellucid.train.start_clip import start_clip
-from pellucid.train.text import captions_of, check_vocabulary, known_of, read_tokenizer, tokens
+from pellucid.train.text import CaptionIds, check_vocabulary, known_of, read_tokenizer
 
 BICUBIC = 3  # as PIL counts
 PREPROCESSOR = "preprocessor_config.json"
@@ -77,6 +77,7 @@ class ImageTextTask:
     def __init__(self, config: ImageTextConfig, seed: int, device: torch.device) -> None:
         self.config, self.device = config, device
         self.tokenizer = read_tokenizer(config.tokenizer)
+        self.ids = CaptionIds(self.tokenizer)
         settings = clip_config(config, self.tokenizer)
         check_vocabulary(self.tokenizer, settings.text.vocab_size)
         if self.tokenizer.length > settings.text.max_position_embeddings:
@@ -95,7 +96,7 @@ class ImageTextTask:
             must, got = f"pictures of shape (3, {self.side}, {self.side})", tuple(batch.images.shape[1:])
             raise PellucidError(rule("data", must, got), "data-shape")
         return {
-            "ids": tokens(self.tokenizer, captions_of(batch)).to(batch.images.device),
+            "ids": self.ids.of(batch),
             "pixels": clip_scaled(batch.images),
         }
 

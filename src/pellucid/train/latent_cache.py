@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from safetensors import SafetensorError
@@ -18,14 +18,26 @@ from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.interop import weights
+from pellucid.interop.tokenizer import Tokenizer
 from pellucid.pipeline import fingerprint
 from pellucid.train.draws import Draws
-from pellucid.train.latent_files import MANIFEST, MIRRORED, Cache, Scaling, packed, put
+from pellucid.train.feed import Feed
+from pellucid.train.latent_files import MANIFEST, MIRRORED, Cache, Scaling, in_bytes, packed, put
 from pellucid.train.manifest import why
 from pellucid.train.pictures import hint_kind
 from pellucid.train.source import Batch, Source
+from pellucid.train.word_ids import tokens
 
 PROBES = 16  # examples that stand for a source that has no fingerprint of its own
+
+
+@runtime_checkable
+class Phrasing(Protocol):
+    """A source that can say a caption in several ways."""
+
+    def phrased(
+        self, indices: Tensor, count: int, device: torch.device | str
+    ) -> tuple[Batch, list[tuple[str, ...]]]: ...
 
 
 def cache_latents(
@@ -35,6 +47,10 @@ def cache_latents(
     *,
     mirrored: bool = False,
     dtype: Literal["float32", "float16"] = "float32",
+    precision: Literal["float32", "bf16"] = "float32",
+    hints: Literal["exact", "bytes"] = "exact",
+    phrasings: int = 1,
+    tokenizer: Tokenizer | None = None,
     batch: int = 16,
     per_shard: int = 1024,
     tell: Callable[[int, int], None] | None = None,
@@ -43,17 +59,32 @@ def cache_latents(
 
     `mirrored` also encodes each picture flipped. A random crop is drawn once and stays. A picture that cannot be read
     has the next one's latents in its place, as it would in training. `tell(done, count)` is called on the way.
+
+    The VAE computes in `precision`; `hints` are kept as they are, or in bytes, as a picture file would. Of a source
+    that can phrase (scenes), so many `phrasings` of each caption are kept; with a `tokenizer` their tokens too.
     """
-    check_source(source, batch, per_shard)
+    check_source(source, batch, per_shard, phrasings)
     keys = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
     scaling = Scaling(**{key: getattr(vae.config, key) for key in keys if hasattr(vae.config, key)})
-    cache = Cache(fingerprint_of(source), fingerprint.of_network(vae), len(source), per_shard, scaling, mirrored, dtype)
+    cache = Cache(
+        fingerprint_of(source),
+        fingerprint.of_network(vae),
+        len(source),
+        per_shard,
+        scaling,
+        mirrored,
+        dtype,
+        precision,
+        hints,
+        phrasings,
+        "" if tokenizer is None else fingerprint_of_tokenizer(tokenizer),
+    )
     place = Path(folder)
     try:
         claim(cache, place)
         for number in range(cache.shards):
             if not is_whole(cache, place, number):
-                tensors, unreadable = made(cache, number, source, vae, batch)
+                tensors, unreadable = made(cache, number, source, vae, batch, tokenizer)
                 words = cache.label(number, unreadable)
                 put(place / cache.file(number), partial(save_file, tensors, metadata=words))
             if tell is not None:
@@ -64,15 +95,19 @@ def cache_latents(
     return place
 
 
-def check_source(source: Source, batch: int, per_shard: int) -> None:
+def check_source(source: Source, batch: int, per_shard: int, phrasings: int) -> None:
     if source.endless:
-        raise PellucidError("source must have an end to be cached; got one that makes its examples.", "latents")
+        advice = "Give it a count."
+        raise PellucidError(f"source must have an end to be cached; got one without. {advice}", "latents")
     if getattr(source, "flip", False):
         advice = "Open it with flip=False, and pass mirrored=True here."
         raise PellucidError(f"source must not flip by chance while it is cached; got flip. {advice}", "latents")
-    for name, value in (("batch", batch), ("per_shard", per_shard), ("examples", len(source))):
+    counts = (("batch", batch), ("per_shard", per_shard), ("phrasings", phrasings), ("examples", len(source)))
+    for name, value in counts:
         if value < 1:
             raise PellucidError(rule(name, "at least 1", value), "latents")
+    if phrasings > 1 and not isinstance(source, Phrasing):
+        raise PellucidError(rule("phrasings", "1 for data whose captions are given", phrasings), "latents")
 
 
 def claim(cache: Cache, folder: Path) -> None:
@@ -114,26 +149,44 @@ def finish(cache: Cache, folder: Path) -> None:
 
 
 def made(
-    cache: Cache, number: int, source: Source, vae: nn.Module, batch: int
+    cache: Cache, number: int, source: Source, vae: nn.Module, batch: int, tokenizer: Tokenizer | None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of one shard, and what could not be read on the way."""
+    """The tensors of one shard, and what could not be read on the way. Batches are made beside the encoder's work."""
     weight = next(vae.parameters())
     first, last = number * cache.per_shard, number * cache.per_shard + cache.count_in(number)
     parts: list[dict[str, Tensor]] = []
     captions: list[str] = []
     known = set(getattr(source, "unreadable", {}))
-    for start in range(first, last, batch):
-        asked = torch.arange(start, min(start + batch, last))
-        seen = source.batch(asked, Draws(0, start, len(asked)), weight.device)
-        captions += seen.captions or ()
-        parts.append(encoded(seen, vae, weight, cache))
+
+    def seen(step: int) -> tuple[Batch, list[str]]:
+        start = first + step * batch
+        return examples(source, torch.arange(start, min(start + batch, last)), cache.phrasings, weight.device)
+
+    with Feed(seen, 0, -(-(last - first) // batch), device=weight.device) as feed:
+        for shown, said in feed:
+            captions += said
+            parts.append(encoded(shown, vae, weight, cache))
     tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    for name in (name for name in tensors if name.startswith("hints/")):
+    for name in (name for name in tensors if name.startswith("hints/") and cache.hints == "exact"):
         tensors[name] = packed(tensors[name], hint_kind(name.removeprefix("hints/")).low)
     if captions:
         tensors["captions"] = torch.frombuffer(bytearray(json.dumps(captions).encode("ascii")), dtype=torch.uint8)
+        if tokenizer is not None:
+            kind = torch.int16 if tokenizer.size <= 2**15 else torch.int32
+            windows = tokens(tokenizer, captions).to(kind)
+            tensors["tokens"] = windows.reshape(last - first, cache.phrasings, tokenizer.length)
     unreadable = {name: text for name, text in getattr(source, "unreadable", {}).items() if name not in known}
     return tensors, unreadable
+
+
+def examples(source: Source, asked: Tensor, phrasings: int, device: torch.device) -> tuple[Batch, list[str]]:
+    """A batch, and all captions of its pictures: those of the first, then those of the second, …"""
+    if phrasings > 1:
+        assert isinstance(source, Phrasing)
+        seen, said = source.phrased(asked, phrasings, device)
+        return seen, [caption for captions in said for caption in captions]
+    seen = source.batch(asked, Draws(0, int(asked[0]), len(asked)), device)
+    return seen, list(seen.captions or ())
 
 
 @torch.no_grad()
@@ -143,7 +196,8 @@ def encoded(seen: Batch, vae: nn.Module, weight: Tensor, cache: Cache) -> dict[s
     for prefix, images in (("", seen.images), (MIRRORED, seen.images.flip(3) if cache.mirrored else None)):
         if images is None:
             continue
-        posterior = vae.encode(images.to(weight))  # type: ignore[operator]
+        with torch.autocast(weight.device.type, torch.bfloat16, enabled=cache.precision == "bf16"):
+            posterior = vae.encode(images.to(weight))  # type: ignore[operator]
         found[f"{prefix}mean"] = posterior.mean.float()
         if posterior.logvar is not None:
             found[f"{prefix}std"] = torch.exp(0.5 * posterior.logvar.float())
@@ -155,7 +209,15 @@ def encoded(seen: Batch, vae: nn.Module, weight: Tensor, cache: Cache) -> dict[s
         )
     if seen.labels is not None:
         found["labels"] = seen.labels.cpu()
-    return found | {f"hints/{name}": hint.float().cpu().contiguous() for name, hint in seen.hints.items()}
+    for name, hint in seen.hints.items():
+        kept = in_bytes(hint, hint_kind(name).low) if cache.hints == "bytes" else hint.float()
+        found[f"hints/{name}"] = kept.cpu().contiguous()
+    return found
+
+
+def fingerprint_of_tokenizer(tokenizer: Tokenizer) -> str:
+    said = [tokenizer.core.to_str(), tokenizer.bos, tokenizer.eos, tokenizer.pad, tokenizer.length]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
 
 
 def fingerprint_of(source: Source) -> str:

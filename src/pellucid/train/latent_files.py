@@ -44,6 +44,10 @@ class Cache:
     scaling: Scaling
     mirrored: bool = False
     dtype: Literal["float32", "float16"] = "float32"
+    precision: Literal["float32", "bf16"] = "float32"  # in which the VAE computed
+    hints: Literal["exact", "bytes"] = "exact"
+    phrasings: int = 1  # captions of each picture
+    tokenizer: str = ""  # fingerprint, where tokens are kept
     complete: bool = False
     sizes: tuple[int, ...] = ()  # bytes of each shard
     unreadable: Mapping[str, str] = field(default_factory=dict)  # name → why
@@ -90,7 +94,7 @@ class Cache:
             tables: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in scaling.items()}
             sizes = tuple(int(n) for n in plain.pop("sizes"))
             found = Cache(**plain, sizes=sizes, scaling=Scaling(**tables))
-            if found.count < 1 or found.per_shard < 1:
+            if found.count < 1 or found.per_shard < 1 or found.phrasings < 1:
                 raise ValueError
         except (KeyError, TypeError, ValueError, AttributeError):
             raise PellucidError(
@@ -108,9 +112,14 @@ def put(path: Path, write: Callable[[Path], Any]) -> None:
     settle(path.parent)
 
 
+def in_bytes(hint: Tensor, low: int) -> Tensor:
+    """A hint as a picture file would hold it."""
+    return ((hint - low) / (1 - low) * 255.0).round().clamp(0, 255).to(torch.uint8)
+
+
 def packed(hint: Tensor, low: int) -> Tensor:
     """A hint as bytes where that loses nothing, which is so for what was read from a file."""
-    levels = ((hint - low) / (1 - low) * 255.0).round().clamp(0, 255).to(torch.uint8)
+    levels = in_bytes(hint, low)
     return levels if torch.equal(unpacked(levels, low), hint) else hint
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +14,38 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.interop import weights
 from pellucid.models.vae import to_diffusion
 from pellucid.pipeline import fingerprint
+from pellucid.train.config import chosen
 from pellucid.train.draws import Draws
 from pellucid.train.latent_cache import fingerprint_of
 from pellucid.train.latent_files import MIRRORED, Cache, caption_list, unpacked
 from pellucid.train.pictures import hint_kind
 from pellucid.train.source import Batch, Source
 
+Rows = Callable[[str], Tensor]
+
 
 class LatentSource:
     """A cache of latents as a source: fresh samples of each picture's Gaussian, scaled as the diffusion sees them.
 
     `source` and `vae`, where given, are those that it must have been made of. `flip` takes those of the mirrored
-    picture for every other example by chance; a cache that was made with `mirrored` has them.
+    picture for every other example by chance; a cache that was made with `mirrored` has them. Of several phrasings of
+    a caption one is drawn. `on_device` keeps all of it in the memory of the device that asks first, so that a batch is
+    gathered there and nothing is read or sent.
     """
 
     endless = False
 
     def __init__(
-        self, folder: str | Path, *, flip: bool = False, source: Source | None = None, vae: nn.Module | None = None
+        self,
+        folder: str | Path,
+        *,
+        flip: bool = False,
+        on_device: bool = False,
+        source: Source | None = None,
+        vae: nn.Module | None = None,
     ) -> None:
-        self.folder, self.flip = Path(folder), flip
+        self.folder, self.flip, self.on_device = Path(folder), flip, on_device
+        self.near: dict[str, Tensor] = {}  # what lies on the device
         self.cache = Cache.read(self.folder)
         check_fresh(self.cache, self.folder, source, vae)
         if flip and not self.cache.mirrored:
@@ -46,7 +58,7 @@ class LatentSource:
             tuple(sorted((name, t.dtype, t.shape[1:]) for name, t in shard.items() if name != "captions"))
             for shard in self.shards
         }
-        if len(self.captions) not in (0, len(self)) or len(kinds) > 1:
+        if len(self.captions) not in (0, len(self) * self.cache.phrasings) or len(kinds) > 1:
             raise self.damaged("its shards are not alike")
 
     def __len__(self) -> int:
@@ -79,36 +91,48 @@ class LatentSource:
         )
 
     def batch(self, indices: Tensor, draws: Draws, device: torch.device | str = "cpu") -> Batch:
-        """Latents (B, C, h, w) float32 at indices (B,), with their labels, captions and hints."""
+        """Latents (B, C, h, w) float32 at indices (B,), with their labels, captions, tokens and hints."""
         place, asked = torch.device(device), indices.cpu()
         if len(asked) and not 0 <= int(asked.min()) <= int(asked.max()) < len(self):
             raise PellucidError(rule("indices", f"from 0 to {len(self) - 1}", asked.tolist()[:8]), "data-indices")
-        mirrored = draws.uniform("flip") < 0.5 if self.flip else torch.zeros(len(asked), dtype=torch.bool)
-        mean = self.either("mean", asked, mirrored, place)
-        if "std" in self.shards[0]:
-            noise = draws.normal("posterior", mean.shape[1:], place)
-            mean = mean + self.either("std", asked, mirrored, place) * noise
+        if self.on_device:
+            self.settle(place)
         held = self.shards[0]
+        rows = self.gatherer(asked, place)
+        mirrored = (draws.uniform("flip") < 0.5).to(place, non_blocking=True) if self.flip else None
+        mean = either(rows, "mean", mirrored)
+        if "std" in held:
+            mean = mean + either(rows, "std", mirrored) * draws.normal("posterior", mean.shape[1:], place)
         hints = {}
         for key in (key for key in held if key.startswith("hints/")):
-            name = key.removeprefix("hints/")
-            hint = unpacked(self.rows(key, asked, place), hint_kind(name).low)
-            turned = mirrored.to(place)[:, None, None, None] & torch.tensor(hint_kind(name).aligned, device=place)
-            hints[name] = torch.where(turned, hint.flip(3), hint)
-        return Batch(
-            to_diffusion(self.cache.scaling, mean),
-            self.rows("labels", asked, place) if "labels" in held else None,
-            tuple(self.captions[i] for i in asked.tolist()) if self.captions else None,
-            hints,
-        )
+            kind = hint_kind(key.removeprefix("hints/"))
+            hint = unpacked(rows(key), kind.low)
+            if mirrored is not None and kind.aligned:
+                hint = turned(hint, hint.flip(3), mirrored)
+            hints[key.removeprefix("hints/")] = hint
+        captions, tokens = self.phrased(asked, draws, rows)
+        labels = rows("labels") if "labels" in held else None
+        return Batch(to_diffusion(self.cache.scaling, mean), labels, captions, hints, tokens)
 
-    def either(self, name: str, asked: Tensor, mirrored: Tensor, device: torch.device) -> Tensor:
-        """(B, C, h, w) float32: of the picture, or of the picture mirrored."""
-        found = self.rows(name, asked, device).float()
-        if bool(mirrored.any()):
-            turned = mirrored.to(device)
-            found[turned] = self.rows(MIRRORED + name, asked[mirrored], device).float()
-        return found
+    def phrased(self, asked: Tensor, draws: Draws, rows: Rows) -> tuple[tuple[str, ...] | None, Tensor | None]:
+        """One caption of each picture, and its tokens (B, L), where there are any."""
+        if not self.captions:
+            return None, None
+        count = self.cache.phrasings
+        which = (draws.uniform("phrasing") * count).long() if count > 1 else torch.zeros_like(asked)
+        captions = tuple(self.captions[i] for i in (asked * count + which).tolist())
+        if "tokens" not in self.shards[0]:
+            return captions, None
+        every = rows("tokens")  # (B, phrasings, L)
+        own = which.to(every.device, non_blocking=True)[:, None, None].expand(-1, 1, every.shape[2])
+        return captions, every.gather(1, own)[:, 0].long()
+
+    def gatherer(self, asked: Tensor, device: torch.device) -> Rows:
+        """Gives the rows (B, …) of a tensor by its name, from the device or from the shards."""
+        if self.on_device:
+            there = asked.to(device, non_blocking=True)
+            return lambda name: self.near[name].index_select(0, there)
+        return lambda name: self.rows(name, asked, device)
 
     def rows(self, name: str, asked: Tensor, device: torch.device) -> Tensor:
         """The rows (B, …) of a tensor that lies in shards."""
@@ -120,16 +144,62 @@ class LatentSource:
             found[here] = self.shards[number][name][asked[here] % self.cache.per_shard]
         return found.to(device, non_blocking=True)
 
+    def settle(self, device: torch.device) -> None:
+        """Brings everything that a batch needs to the device, once."""
+        if self.near:
+            lies = self.near["mean"].device
+            if lies != torch.empty(0, device=device).device:  # "cuda" is one of several
+                raise PellucidError(rule("device", f"{lies}, where the latents lie", str(device)), "latents-device")
+            return
+        names = [n for n in self.shards[0] if n != "captions" and (self.flip or not n.startswith(MIRRORED))]
+        size = sum(shard[name].nbytes for shard in self.shards for name in names)
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else size
+        if size > free:
+            must, got = f"at most {free / 1e9:.1f} GB, what {device} has free", f"{size / 1e9:.1f} GB"
+            raise PellucidError(rule("latents with on_device", must, got), "latents-memory")
+        for name in names:
+            first = self.shards[0][name]
+            whole = torch.empty((len(self), *first.shape[1:]), dtype=first.dtype, device=device)
+            for part, shard in zip(whole.split(self.cache.per_shard), self.shards, strict=True):
+                part.copy_(shard[name])
+            self.near[name] = whole
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # other streams will read it
+
+
+def either(rows: Rows, name: str, mirrored: Tensor | None) -> Tensor:
+    """(B, C, h, w) float32: of the picture, or of the picture mirrored."""
+    found = rows(name).float()
+    return found if mirrored is None else turned(found, rows(MIRRORED + name).float(), mirrored)
+
+
+def turned(plain: Tensor, other: Tensor, mirrored: Tensor) -> Tensor:
+    return torch.where(mirrored[:, None, None, None], other, plain)
+
 
 @dataclass(frozen=True)
 class LatentsConfig:
-    """`kind = "latents"` of a config: the folder of a cache."""
+    """`kind = "latents"` of a config: the folder of a cache, and, in `of`, the data that it is made of (a table with
+    its own `kind`), with so many `phrasings` of each caption: `pellucid data latents` makes it of them."""
 
     folder: str
     flip: bool = False
+    on_device: bool = False
+    of: Mapping[str, Any] = field(default_factory=dict)
+    phrasings: int = 1
 
     def open(self) -> LatentSource:
-        return LatentSource(self.folder, flip=self.flip)
+        found = LatentSource(self.folder, flip=self.flip, on_device=self.on_device, source=self.made_of())
+        if self.of and found.cache.phrasings != self.phrasings:
+            advice = "Delete it and make it again, or name another folder."
+            got = found.cache.phrasings
+            raise PellucidError(rule("phrasings", f"{got}, as in the cache", self.phrasings, advice), "latents-stale")
+        return found
+
+    def made_of(self) -> Source | None:
+        from pellucid.train.kinds import DATA  # which knows this file
+
+        return chosen(self.of, DATA, "data.of").open() if self.of else None
 
 
 def check_fresh(cache: Cache, folder: Path, source: Source | None, vae: nn.Module | None) -> None:

@@ -10,15 +10,23 @@ from torch.utils.checkpoint import checkpoint
 from pellucid.core.errors import PellucidError, rule
 from pellucid.models.blocks import ResnetBlock, TransformerBlock
 from pellucid.models.dit_blocks import Block
+from pellucid.train.adapting import Frozen
 
 BLOCKS = (ResnetBlock, TransformerBlock, Block)
 
 
 def recompute(network: nn.Module) -> int:
     """Makes every residual and transformer block forget its activations; says how many there are."""
-    found = [module for module in network.modules() if isinstance(module, BLOCKS)]
+    trees = [network, *frozen_in(network)]
+    found = {id(module): module for tree in trees for module in tree.modules() if isinstance(module, BLOCKS)}
     if not found:
         raise PellucidError(rule("recompute", "for a network of residual or transformer blocks", "none"), "recompute")
-    for module in found:
+    for module in found.values():
         module.forward = partial(checkpoint, module.forward, use_reentrant=False)
     return len(found)
+
+
+def frozen_in(network: nn.Module) -> list[nn.Module]:
+    """The models that adapters stand beside: not among their submodules, but gradients pass through them."""
+    bases = [getattr(module, "base", None) for module in network.modules()]
+    return [base.held for base in bases if isinstance(base, Frozen) and isinstance(base.held, nn.Module)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 import torch
@@ -11,6 +13,8 @@ from torch import Tensor
 from pellucid import scenes as world
 from pellucid.core.errors import PellucidError, rule
 from pellucid.interop.tokenizer import Tokenizer
+from pellucid.scenes import dense
+from pellucid.scenes.grammar import phrasings
 from pellucid.scenes.render import SIZES
 from pellucid.scenes.sampling import OBJECTS
 from pellucid.scenes.scene import RADII, Scenes
@@ -19,13 +23,17 @@ from pellucid.train.source import Batch
 from pellucid.train.tokenizer_training import train_tokenizer
 
 COUNT = 2**40  # more than any run sees
+PROBES = 16  # scenes that stand for all of them in a fingerprint
 
 
 @dataclass(frozen=True)
 class ScenesConfig:
     """Names in `styles` and numbers in `objects` weigh by repetition. Hints: `edges`, the outlines of all things;
     `reference`, the backmost thing alone and large on a plain white ground. Without `name_style` captions are silent
-    about the style, as a LoRA wants them."""
+    about the style, as a LoRA wants them.
+
+    `count` ends the scenes, so that they come again in another order; 0 is without end. `compile_render` paints by
+    compiled kernels, which give the same pictures within rounding: for a GPU."""
 
     size: int = 128
     seed: int = 0
@@ -34,10 +42,14 @@ class ScenesConfig:
     objects: tuple[int, ...] = OBJECTS
     hints: tuple[Literal["edges", "reference"], ...] = ()
     name_style: bool = True
+    count: int = 0
+    compile_render: bool = False
 
     def __post_init__(self) -> None:
         if not SIZES[0] <= self.size <= SIZES[1]:
             raise PellucidError(rule("size", f"from {SIZES[0]} to {SIZES[1]} pixels", self.size), "scenes-size")
+        if not 0 <= self.count <= COUNT:
+            raise PellucidError(rule("count", f"from 0 to {COUNT}", self.count), "scenes-count")
         self.sample(torch.zeros(0, dtype=torch.int64))  # refuses what it does not know
 
     def open(self) -> ScenesSource:
@@ -50,25 +62,50 @@ class ScenesConfig:
 class ScenesSource:
     """Scene number n is the same on every device and in every batch."""
 
-    endless = True
-
     def __init__(self, config: ScenesConfig) -> None:
-        self.config = config
+        self.config, self.endless = config, config.count == 0
 
     def __len__(self) -> int:
-        return COUNT
+        return self.config.count or COUNT
 
     def batch(self, indices: Tensor, draws: Draws, device: torch.device | str = "cpu") -> Batch:
         """Pictures (B, 3, size, size) of scenes (B,), with their captions and hints."""
+        return self.phrased(indices, 1, device)[0]
+
+    def phrased(
+        self, indices: Tensor, count: int, device: torch.device | str = "cpu"
+    ) -> tuple[Batch, list[tuple[str, ...]]]:
+        """A batch, and so many phrasings of each of its captions; the first is the batch's own."""
         c = self.config
         scenes = c.sample(indices.to(device))
-        hints = {name: self.hint(name, scenes) for name in c.hints}
-        told = world.captions(scenes.to("cpu"), c.seed, style=c.name_style)
-        return Batch(world.render(scenes, c.size), captions=tuple(told), hints=hints)
+        facts = scenes.to("cpu")  # before the pictures, for which nothing then waits
+        images, hints = self.painted(scenes), {name: self.hint(name, scenes) for name in c.hints}
+        told = phrasings(facts, range(c.seed, c.seed + count), style=c.name_style)
+        return Batch(images, captions=tuple(told[0]), hints=hints), list(zip(*told, strict=True))
+
+    def painted(self, scenes: Scenes) -> Tensor:
+        c = self.config
+        if not c.compile_render:
+            return world.render(scenes, c.size)
+        return dense.render(scenes, c.size, c.styles, compile=True, most=max(c.objects))
 
     def hint(self, name: str, scenes: Scenes) -> Tensor:
-        size = self.config.size
-        return world.edges(scenes, size) if name == "edges" else world.render(alone(scenes), size)
+        c = self.config
+        if name == "edges":
+            return dense.edges(scenes, c.size, compile=True) if c.compile_render else world.edges(scenes, c.size)
+        if c.compile_render:
+            return dense.render(alone(scenes), c.size, ("flat",), compile=True, most=1)
+        return world.render(alone(scenes), c.size)
+
+    def fingerprint(self) -> str:
+        """Of the config and of what the world makes of it today: captions, and the tones of pictures to 1/1000, which
+        all machines agree on."""
+        asked = torch.linspace(0, min(len(self), 2**24) - 1, PROBES).round().long()
+        plain = replace(self.config, compile_render=False)
+        seen = ScenesSource(plain).batch(asked, Draws(0, 0, PROBES))
+        tones = seen.images.double().mean((2, 3)).mul(1000).round().long().tolist()
+        said = [asdict(plain), seen.captions, tones]
+        return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
 
 
 def alone(scenes: Scenes) -> Scenes:

@@ -20,6 +20,7 @@ class Batch:
     labels: Tensor | None = None  # (B,) int64
     captions: tuple[str, ...] | None = None
     hints: Mapping[str, Tensor] = field(default_factory=dict)  # "edges" (B, 1, H, W) in [0, 1], …
+    tokens: Tensor | None = None  # (B, L) int64: a window of each caption, where the source has them already
 
 
 class Source(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from pellucid.models.clip import CLIPTextEncoder
 from pellucid.pipeline.text import parts
 from pellucid.train.source import Batch
 from pellucid.train.start_clip import start_clip
+from pellucid.train.word_ids import tokens
 
 FRESH = "CLIPTextModel"
 
@@ -107,14 +108,25 @@ def check_vocabulary(tokenizer: Tokenizer, size: int) -> None:
         raise PellucidError(rule("entries of the tokenizer", must, tokenizer.size, advice), "token-id")
 
 
-def tokens(tokenizer: Tokenizer, captions: Sequence[str]) -> Tensor:
-    """(B, L) int64: one window a caption. A caption that is longer is cut at the window's end: a run is not stopped
-    by one long text."""
-    if tokenizer.vectors:
-        found = [tokenizer.ids(caption) for caption in captions]
-    else:  # the same ids, by the package's own threads
-        found = [coded.ids for coded in tokenizer.core.encode_batch(list(captions), add_special_tokens=False)]
-    return torch.tensor([tokenizer.window(ids[: tokenizer.room]) for ids in found])
+class CaptionIds:
+    """The ids of a batch's captions by one tokenizer. Those that come with a batch are compared once, then taken."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer, self.trusted = tokenizer, False
+
+    def of(self, batch: Batch) -> Tensor:
+        """(B, L) int64 on the pictures' device."""
+        captions, given = captions_of(batch), batch.tokens
+        if given is not None and self.trusted:
+            return given
+        own = tokens(self.tokenizer, captions)
+        if given is None:
+            return own.to(batch.images.device, non_blocking=True)
+        if not torch.equal(given.cpu(), own):
+            advice = "Make the cache again with the tokenizer of this config."
+            raise PellucidError(f"tokens of the data must be of this tokenizer; got others. {advice}", "data-tokens")
+        self.trusted = True
+        return given
 
 
 def captions_of(batch: Batch) -> tuple[str, ...]:

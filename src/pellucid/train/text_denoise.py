@@ -31,7 +31,8 @@ from pellucid.train.draws import Draws, mixed
 from pellucid.train.objective import Graded, Objective
 from pellucid.train.sampling import SamplingConfig
 from pellucid.train.source import Batch
-from pellucid.train.text import TextConfig, captions_of, tokens
+from pellucid.train.text import CaptionIds, TextConfig
+from pellucid.train.word_ids import tokens
 
 STABLE_DIFFUSION, PIXART = "StableDiffusionPipeline", "PixArtAlphaPipeline"
 DECODED_AT_ONCE = 16  # pictures: a decoder's activations are large
@@ -86,6 +87,7 @@ class TextDenoiserTask:
         self.vae = read_vae(config.vae).to(device)
         self.text = config.text.build(mixed(seed, 1))
         self.text.encoder.to(device)
+        self.ids, self.no_ids = CaptionIds(self.text.tokenizer), tokens(self.text.tokenizer, [""]).to(device)
         check_parts(denoiser, self.vae, self.text.encoder)
         side = denoiser.config.sample_size  # type: ignore[union-attr]
         self.shape = (self.vae.config.latent_channels, side, side)
@@ -96,15 +98,16 @@ class TextDenoiserTask:
     # --- training
 
     def prepare(self, batch: Batch, draws: Draws) -> dict[str, Tensor]:
-        captions = captions_of(batch)
-        dropped = (draws.uniform("dropout") < self.objective.dropout).tolist()
-        told = self.told(["" if drop else caption for drop, caption in zip(dropped, captions, strict=True)])
+        dropped = (draws.uniform("dropout") < self.objective.dropout).to(self.device, non_blocking=True)
+        told = self.read(torch.where(dropped[:, None], self.no_ids, self.ids.of(batch).to(self.device)))
         x0 = self.latents(batch.images, draws)
         return {"x0": x0, "noise": self.objective.noise(x0, draws), "numbers": self.objective.numbers(draws), **told}
 
     def told(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """What the network is told: tokens where it holds the encoder, else the encoder's states."""
-        ids = tokens(self.text.tokenizer, captions).to(self.device)
+        return self.read(tokens(self.text.tokenizer, captions).to(self.device))
+
+    def read(self, ids: Tensor) -> dict[str, Tensor]:
+        """What the network is told of ids (B, L): themselves where it holds the encoder, else the encoder's states."""
         return {"ids": ids} if self.text.trained else {"context": self.text.context(ids)}
 
     @torch.no_grad()

@@ -122,7 +122,7 @@ class WebShards(PictureSource):
             raise PellucidError(f"it has a file of {size} bytes, more than {limit}", "image-file")
 
         def read() -> bytes:
-            with self.shards[shard].open("rb", buffering=0) as file:
+            with self.shards[shard].open("rb") as file:
                 file.seek(offset)
                 return file.read(size)
 

@@ -1,0 +1,90 @@
+"""`pellucid data`: pictures to look at and to train on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pellucid.cli import output
+
+EPILOG = "A folder of scenes is one that `pellucid train` reads: metadata.jsonl names picture, caption and maps."
+
+app = typer.Typer(
+    help="Make data, and look at it.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    no_args_is_help=True,
+)
+
+
+@app.command("scenes", epilog=EPILOG)
+def scenes(
+    count: Annotated[int, typer.Option(metavar="N", help="How many scenes.")] = 16,
+    seed: Annotated[int, typer.Option(metavar="N", help="Scene i of a seed is the same everywhere.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw a contact sheet with captions into this file.")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write pictures, edges, segmentation and metadata.jsonl.")
+    ] = None,
+    size: Annotated[int, typer.Option(metavar="PIXELS", help="The side of a picture.")] = 128,
+    split: Annotated[str, typer.Option(metavar="NAME", help="train, held_out or any.")] = "train",
+    style: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A style; again for more. Default: those of training."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print captions and attributes as JSON.")] = False,
+) -> None:
+    """Make scenes: coloured shapes with captions that are true of them.
+
+    Example: [bold]pellucid data scenes --count 16 --seed 0 --out sheet.png[/]
+    """
+    from pellucid.cli import data_scenes
+
+    if out is None and folder is None and not as_json:
+        out = Path("scenes.png")
+    wanted = data_scenes.Wanted(count, seed, size, split, tuple(style or ()))
+    wanted.check(sheet=out is not None)
+    if out is not None:
+        out = output.destination(out, "--out", (".png",))
+    if folder is not None:
+        data_scenes.check_folder(folder)
+    if out is not None:
+        output.write_whole(out, lambda path: data_scenes.sheet(wanted).save(path))
+    if folder is not None:
+        data_scenes.write_folder(wanted, folder)
+    if as_json:
+        output.print_json([row for part in data_scenes.parts(wanted) for row in part.rows])
+    for path in (out, folder):
+        if path is not None and not as_json:
+            print(path)
+
+
+@app.command("latents")
+def latents(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A training config: its data, VAE and tokenizer.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Where it writes; data.folder of the config when not given.")
+    ] = None,
+    count: Annotated[int | None, typer.Option(metavar="N", min=1, help="How many scenes, of data without end.")] = None,
+    phrasings: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Captions of each scene; a step draws one of them.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="cuda or cpu; cuda where there is one when not given.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the result as JSON.")] = False,
+) -> None:
+    """Encode the pictures of a training config once, so that training reads latents and tokens.
+
+    Example: [bold]pellucid data latents configs/scenes_text_unet.toml --out out/latents --count 400000[/]
+    """
+    from pellucid.cli import data_latents
+
+    made = data_latents.make(config, out, count=count, phrasings=phrasings, device=device)
+    if as_json:
+        output.print_json({**vars(made), "folder": str(made.folder)})
+        return
+    bad = f"; {made.unreadable} pictures could not be read" if made.unreadable else ""
+    print(f"{made.count} pictures, {made.bytes / 1e6:.0f} MB in {made.seconds:.0f} s → {made.folder}{bad}")

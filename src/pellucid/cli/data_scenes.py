@@ -1,0 +1,139 @@
+"""What `pellucid data scenes` makes: a contact sheet, or a folder of pictures with their maps and metadata."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageDraw
+from torch import Tensor
+
+from pellucid import scenes as world
+from pellucid.cli import output
+from pellucid.core.errors import PellucidError, rule
+from pellucid.pipeline.lettering import Block, face_for, wrap
+from pellucid.scenes.render import SIZES
+from pellucid.scenes.sampling import OBJECTS
+
+MOST, MOST_ON_SHEET = 1_000_000, 400
+PART = 64  # scenes at a time
+INK, PAPER = "#1c2530", "#ffffff"
+GAP, LINES = 14, 7
+LEAST_CELL = 160  # smaller pictures are enlarged, so that a caption fits beneath
+MAPS = ("edges", "segmentation")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which scenes. Without styles: those of training, by their weights."""
+
+    count: int
+    seed: int
+    size: int
+    split: str
+    styles: tuple[str, ...]
+
+    def check(self, sheet: bool) -> None:
+        most = MOST_ON_SHEET if sheet else MOST
+        if not 1 <= self.count <= most:
+            raise PellucidError(rule("--count", f"from 1 to {most:,}", self.count), "scenes-count")
+        if not SIZES[0] <= self.size <= SIZES[1]:
+            raise PellucidError(rule("--size", f"from {SIZES[0]} to {SIZES[1]} pixels", self.size), "scenes-size")
+        self.scenes(0, 1)  # refuses what the world does not have
+
+    def scenes(self, start: int, stop: int) -> world.Scenes:
+        split: Any = self.split
+        return world.sample(torch.arange(start, stop), self.seed, split, self.styles or world.TRAIN_STYLES, OBJECTS)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some scenes one after another: their pictures and maps (N, …) uint8, and a row of metadata each."""
+
+    pictures: Tensor
+    maps: dict[str, Tensor]
+    rows: list[dict[str, Any]]
+
+
+def parts(wanted: Wanted, *, drawn: bool = False) -> Iterator[Part]:
+    """All scenes, a part at a time; pictures only where they are drawn."""
+    for start in range(0, wanted.count, PART):
+        scenes = wanted.scenes(start, min(start + PART, wanted.count))
+        told = world.captions(scenes, wanted.seed)
+        rows = [
+            {"file_name": f"images/{i:06d}.png", "text": caption}
+            | {name: f"{name}/{i:06d}.png" for name in MAPS}
+            | facts
+            for i, caption, facts in zip(scenes.index.tolist(), told, world.attributes(scenes), strict=True)
+        ]
+        size = wanted.size if drawn else SIZES[0]
+        pictures = ((world.render(scenes, size) + 1) * 127.5).round().byte().permute(0, 2, 3, 1)
+        maps = {
+            "edges": (world.edges(scenes, size)[:, 0] * 255).round().byte(),
+            "segmentation": world.segmentation(scenes, size).byte(),
+        }
+        yield Part(pictures, maps, rows)
+
+
+def check_folder(folder: Path) -> None:
+    if os.path.lexists(folder):
+        raise PellucidError(rule("--folder", "one that does not exist yet", str(folder)), "file")
+    if not folder.absolute().parent.is_dir():
+        raise PellucidError(rule("--folder", "in a folder that exists", str(folder)), "file")
+
+
+def write_folder(wanted: Wanted, folder: Path) -> None:
+    """Pictures, edges and segmentation as PNG, and metadata.jsonl. The folder is whole or absent."""
+    part_folder = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    try:
+        for name in ("images", *MAPS):
+            (part_folder / name).mkdir(parents=True)
+        with (
+            open(part_folder / "metadata.jsonl", "w", encoding="utf-8") as lines,
+            output.progress("scenes", math.ceil(wanted.count / PART)) as advance,
+        ):
+            for part in parts(wanted, drawn=True):
+                write_part(part, part_folder)
+                lines.writelines(json.dumps(row) + "\n" for row in part.rows)
+                advance()
+            lines.flush()
+            os.fsync(lines.fileno())
+        os.replace(part_folder, folder)
+    finally:
+        shutil.rmtree(part_folder, ignore_errors=True)
+
+
+def write_part(part: Part, folder: Path) -> None:
+    for i, row in enumerate(part.rows):
+        Image.fromarray(part.pictures[i].numpy()).save(folder / row["file_name"])
+        for name in MAPS:
+            Image.fromarray(part.maps[name][i].numpy()).save(folder / row[name])
+
+
+def sheet(wanted: Wanted) -> Image.Image:
+    """Pictures in rows, each with its caption beneath."""
+    columns = min(wanted.count, max(4, math.ceil(math.sqrt(wanted.count))))
+    side = max(LEAST_CELL, wanted.size)
+    font = face_for("")(12)
+    cells = [
+        (Image.fromarray(picture.numpy()), row["text"])
+        for part in parts(wanted, drawn=True)
+        for picture, row in zip(part.pictures, part.rows, strict=True)
+    ]
+    texts = [Block(wrap(text, font, side, LINES), font, INK) for _, text in cells]
+    tall = side + max(block.height for block in texts) + GAP
+    rows = math.ceil(len(cells) / columns)
+    drawn = Image.new("RGB", (columns * (side + GAP) + GAP, rows * (tall + GAP) + GAP), PAPER)
+    pen = ImageDraw.Draw(drawn)
+    for i, ((picture, _), block) in enumerate(zip(cells, texts, strict=True)):
+        x, y = GAP + i % columns * (side + GAP), GAP + i // columns * (tall + GAP)
+        drawn.paste(picture.resize((side, side), Image.Resampling.LANCZOS), (x, y))
+        block.draw(pen, x, y + side + 5)
+    return drawn

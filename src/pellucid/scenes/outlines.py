@@ -1,0 +1,46 @@
+"""Outlines in a finished picture, and how well they follow exact ones: the measure of a ControlNet."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pellucid.core.errors import PellucidError, rule
+from pellucid.scenes.labels import SIDE, labelled, prepared
+
+CHUNK = 8
+CUT = 0.5  # an exact outline runs through pixels that it covers by half
+
+
+def outlines(pictures: Tensor) -> Tensor:
+    """(N, 128, 128) bool: where labels change to the right or downwards. Textures have no outline."""
+    found = []
+    with torch.no_grad():
+        for part in prepared(pictures).split(CHUNK):
+            label = labelled(part).label.clamp(min=0)
+            edge = torch.zeros_like(label, dtype=torch.bool)
+            edge[:, :, :-1] |= label[:, :, :-1] != label[:, :, 1:]
+            edge[:, :-1, :] |= label[:, :-1, :] != label[:, 1:, :]
+            found.append(edge)
+    return torch.cat(found)
+
+
+def edge_f1(pictures: Tensor, edges: Tensor, tolerance: int = 1) -> Tensor:
+    """(N,): F1 of the outlines of pictures (N, 3, H, W) against exact edges (N, 1, 128, 128) in [0, 1].
+
+    A pixel counts as met when the other map has one within `tolerance` pixels, diagonals included.
+    """
+    edges = edges[None] if edges.ndim == 3 else edges
+    seen = outlines(pictures)
+    if edges.shape != (len(seen), 1, SIDE, SIDE):
+        raise PellucidError(rule("edges", f"({len(seen)}, 1, {SIDE}, {SIDE})", tuple(edges.shape)), "scenes-edges")
+    exact = edges[:, 0].to(seen.device) >= CUT
+    hit = (seen & widened(exact, tolerance)).sum((1, 2)), (exact & widened(seen, tolerance)).sum((1, 2))
+    precision = hit[0] / seen.sum((1, 2)).clamp(min=1)
+    recall = hit[1] / exact.sum((1, 2)).clamp(min=1)
+    return 2 * precision * recall / (precision + recall).clamp(min=1e-9)
+
+
+def widened(mask: Tensor, by: int) -> Tensor:
+    return F.max_pool2d(mask[:, None].float(), 2 * by + 1, 1, by)[:, 0] > 0.5

@@ -1,0 +1,53 @@
+"""Recomputed activations of adapters: the frozen base beside them forgets its own too, and no gradient changes."""
+
+from __future__ import annotations
+
+import adapt_cases as cases
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pellucid import PellucidError
+from pellucid.train.adapting import AdapterTask
+from pellucid.train.recompute import recompute
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def kept_and_gradients(task: AdapterTask) -> tuple[int, list[Tensor]]:
+    """Bytes that the forward pass keeps for the backward pass, parameters left out, and what that pass gives."""
+    asked = task.prepare(cases.examples(), cases.draws())
+    weights = {p.data_ptr() for one in (task.network, task.base.network) for p in one.parameters()}
+    held: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in weights:
+            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = task.loss(task.network, asked).loss
+    loss.backward()
+    return sum(held.values()), [p.grad for p in task.network.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("kind", cases.NAMES)
+def test_the_base_forgets_its_activations_and_the_gradients_are_the_same(kind: str) -> None:
+    plain, again = cases.task(kind), cases.task(kind)
+    for task in (plain, again):
+        cases.randomised(task.network, 0.1)  # where all starts at zero most gradients are
+    count = recompute(again.network)
+    blocks = {"controlnet": 2}.get(kind, 1)  # a ControlNet has blocks of its own
+    assert count > blocks * 8
+    (kept, wanted), (less, found) = (kept_and_gradients(task) for task in (plain, again))
+    assert wanted
+    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+    assert less < kept / 2
+
+
+def test_a_network_without_blocks_is_refused() -> None:
+    with pytest.raises(PellucidError, match="recompute must be for a network of residual or transformer blocks"):
+        recompute(nn.Linear(2, 2))
