@@ -1,45 +1,51 @@
-"""`pellucid demo`: five samplers, one picture, and errors that mean something."""
+"""`pellucid demo` with a bundle: a picture of every prompt, what the reader finds in it, and one on its way."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import numpy as np
 import pytest
+import tiny_bundle
 import torch
 
-from pellucid import oracle
-from pellucid.cli import demo
-
-RING = oracle.ring()
-
-
-def test_the_picture_and_the_errors(tell, see, tmp_path):
-    found = tell("demo", "--steps", "12", "--out", "ring.png", "--json").json
-    see(tmp_path / "ring.png", 1600, 2000)
-    scores = {score["sampler"]: score for score in found["samplers"]}
-    assert tuple(scores) == demo.SAMPLERS
-    assert {name: score["nfe"] for name, score in scores.items()} == {
-        "ddim": 12, "euler_a": 12, "heun": 23, "dpmpp_2m": 12, "unipc": 12,
-    }  # fmt: skip
-    assert scores["euler_a"]["error"] is None
-    errors = {name: score["error"] for name, score in scores.items() if score["error"] is not None}
-    assert errors["ddim"] > errors["dpmpp_2m"] > errors["heun"] > errors["unipc"] > 1e-4
-    assert all(score["distance"] < 3 * found["floor"] for score in scores.values())
-    assert 0.005 < found["floor"] < 0.08
+from pellucid import scenes
+from pellucid.cli import demo_scenes, draw_scenes
+from pellucid.interop import source
+from pellucid.pipeline.images import to_images
+from pellucid.pipeline.load import load
+from pellucid.scenes.split import held_out_combination
+from pellucid.scenes.words import COLOUR_NAMES, SHAPE_NAMES, TEXTURE_NAMES
 
 
-def test_few_steps_make_few_panels(tell, see, tmp_path):
-    text = tell("demo", "--steps", "2").words
-    assert "A ring of eight modes in 2 steps" in text
-    assert "DPM++ 2M (dpmpp_2m) 2" in text
-    assert "true draws" in text
-    assert text.endswith("wrote demo.png")
-    see(tmp_path / "demo.png", 900, 2000)
+@pytest.fixture(autouse=True)
+def _bundle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "BUNDLES", tiny_bundle.bundles())
+
+
+def test_the_sheet_and_what_was_found(tell, see, tmp_path):
+    found = tell("demo", "--steps", "3", "--json").json
+    see(tmp_path / "demo.png", draw_scenes.WIDTH, 2000)
+    assert (found["model"], found["steps"], found["out"]) == ("scenes-128", 3, "demo.png")
+    assert [row["prompt"] for row in found["pictures"]] == list(demo_scenes.PROMPTS)
+    assert all(row["seconds"] > 0 for row in found["pictures"])
+    assert all(row["wrong"] for row in found["pictures"] if not row["right"])
+
+
+def test_the_table(tell, see, tmp_path):
+    text = tell("demo", "--steps", "2", "--out", "two.png").words
+    assert text.startswith("scenes-128 · DPM++ 2M, 2 steps, guidance 4")
+    assert all(prompt in text for prompt in demo_scenes.PROMPTS)
+    assert "of 12 have all that was asked for" in text
+    assert text.endswith("wrote two.png")
+    see(tmp_path / "two.png", draw_scenes.WIDTH, 2000)
 
 
 @pytest.mark.parametrize(
     ("args", "start"),
     [
-        (["--out", "ring.gif"], "error[file-type]: --out must be a file that ends in .png, .svg, .pdf"),
-        (["--out", "missing/ring.png"], "error[file]: --out must be in a folder that exists"),
+        (["--out", "sheet.pdf"], "error[file-type]: --out must be a file that ends in .png"),
+        (["--out", "missing/sheet.png"], "error[file]: --out must be in a folder that exists"),
         (["--steps", "101"], "error[usage]: "),
     ],
 )
@@ -47,16 +53,32 @@ def test_bad_input(refuse, args, start):
     assert refuse("demo", *args).startswith(start)
 
 
-def test_the_distance_to_the_truth_is_a_distance():
-    truth = demo.Truth(RING)
-    draws = RING.sample(demo.COUNT, torch.Generator().manual_seed(99))
-    near = truth.distance(draws)
-    assert abs(near - truth.floor) < 5 * truth.spread
-    shifted = truth.distance(draws + torch.tensor([0.5, 0.0], dtype=torch.float64))
-    assert shifted == pytest.approx(0.5 / 2**0.5, rel=0.1)  # a shift of s is s·|cos| in each direction
+def test_every_thing_that_is_asked_for_is_new_and_can_be_asked_for():
+    for prompt in demo_scenes.PROMPTS:
+        for thing in scenes.parse(prompt).objects:
+            names = ((SHAPE_NAMES, thing.shape), (COLOUR_NAMES, thing.colour), (TEXTURE_NAMES, thing.texture))
+            assert held_out_combination(*(torch.tensor(known.index(name)) for known, name in names)), prompt
 
 
-def test_moments_are_apart_and_fall():
-    moments = [demo.Moment(ratio, torch.zeros(1, 2)) for ratio in (9.0, 3.0, 1.0, 0.9, 0.3, 0.1)]
-    found = demo.nearest_of(moments, [0.0, 0.0, -2.0])
-    assert [m.ratio for m in found] == [1.0, 0.9, 0.1]
+def test_a_true_picture_is_as_asked_and_another_is_not():
+    first, other = (scenes.Scene((scenes.Thing("heart", colour, "striped", radius=0.23),), "pale pink")
+                    for colour in ("red", "blue"))  # fmt: skip
+    rest = [first] * (len(demo_scenes.PROMPTS) - 1)
+    for scene, right in ((first, True), (other, False)):
+        pictures = to_images(scenes.render(scenes.Scenes.of([scene, *rest]), 128))
+        made = demo_scenes.graded(pictures, [1.0] * len(pictures))[0]
+        assert made.grade.right == right
+        assert made.wrong == ("" if right else "colour: blue, not red")
+
+
+def test_the_way_from_noise_is_that_of_the_picture():
+    """Noise falls from all to nearly none, and the last x0 is the picture: the sampler's last row lands on it."""
+    pipe, watch = load("scenes-128", device="cpu"), demo_scenes.Watch()
+    asked = {"sampler": demo_scenes.SAMPLER, "grid": demo_scenes.GRID, "steps": 10, "guidance": demo_scenes.GUIDANCE}
+    made = pipe(demo_scenes.PROMPTS[0], seed=1, observers=[watch], **asked)
+    moments = watch.moments(pipe)
+    assert len(moments) == demo_scenes.MOMENTS
+    assert all(a.sigma > b.sigma for a, b in pairwise(moments))
+    assert moments[0].sigma > 0.99
+    apart = np.abs(np.asarray(moments[-1].x0).astype(int) - np.asarray(made.images[0]).astype(int))
+    assert apart.max() <= 1  # rounding: a decoder's kernels differ by batch

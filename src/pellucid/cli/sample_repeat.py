@@ -174,7 +174,7 @@ def local_model(origin: Source) -> str:
         for place in (Path(name).expanduser(), origin.path.parent / name):
             if source.exists(place):
                 return str(place)
-        if name in source.bundles() or (hub.is_id(name) and hub.cached(name) is not None):
+        if source.in_bundle(name) is not None or (hub.is_id(name) and hub.cached(name) is not None):
             return name
     told = f"the picture names {name!r}, which is not here" if name else "the picture names none"
     raise PellucidError(f"MODEL must be given: {told}.", "missing")
@@ -213,8 +213,10 @@ def scaled(given: Adapter, needs: list[dict[str, Any]]) -> Adapter:
 
 
 def find_lora(need: Mapping[str, Any], beside: Path) -> Adapter | None:
-    """The file that a recipe's LoRA names; a name with a path in it is not looked for."""
+    """The file that a recipe's LoRA names, or the part of a bundle; no other name with a path in it is looked for."""
     name = str(need["name"])
+    if source.in_bundle(name) is not None:
+        return Adapter(name, scale=need.get("scale", 1.0))
     if name != os.path.basename(name) or name in ("", ".", ".."):
         return None
     places = [folder / f"{name}.safetensors" for folder in (Path(), beside)]

@@ -15,10 +15,12 @@ from pellucid.cli.sample_words import Adapter, Asked
 from pellucid.cli.sample_work import Job, Work, request_of
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.noise import seed_list
+from pellucid.interop import source
 from pellucid.pipeline import prompt as texts
 from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
 from pellucid.pipeline.load import load
 from pellucid.pipeline.parameters import Foreign
+from pellucid.pipeline.pictures_in import ADAPTER_EYES
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.policy import Policy
 from pellucid.pipeline.recipe import write_png
@@ -144,9 +146,15 @@ def length(work: Work, job: Job) -> int:
 def timed_load(asked: Asked, report: Report) -> Pipeline:
     began = time.perf_counter()
     assert asked.model is not None
-    pipe = load(asked.model, **asked.loading, policy=Policy(**asked.policy))
+    pipe = load(asked.model, **{**eyes_of(asked), **asked.loading}, policy=Policy(**asked.policy))
     report.model, report.load_seconds = pipe.components.name, time.perf_counter() - began
     return pipe
+
+
+def eyes_of(asked: Asked) -> dict[str, Any]:
+    """The image encoder that lies in the folder of an IP-Adapter: the one that it was trained with."""
+    folders = [source.bundled(prompt.path) / ADAPTER_EYES for prompt in asked.image_prompts]
+    return {"image_encoder": next((place for place in folders if place.is_dir()), None)}
 
 
 def adapters_of(asked: Asked) -> dict[str, Any]:

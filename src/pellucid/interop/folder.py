@@ -30,6 +30,7 @@ from pellucid.interop.tokenizer import Tokenizer
 from pellucid.interop.weights import some
 
 CONFIG = "config.json"
+SHARED, OUTER = "_pellucid_shared_parts", ".."  # in an index: what is not in this folder is in the one around it
 SCHEDULER = diffusers_config.FILE_NAME
 STABLE_DIFFUSION = re.compile(r"StableDiffusion(XL)?(ControlNet)?(PAG)?(Img2Img|Inpaint)?(PAG)?Pipeline")
 MENDING = re.compile(r"StableDiffusion(PAG)?(Img2Img|Inpaint)?(PAG)?Pipeline")
@@ -166,8 +167,23 @@ def check_pipeline(name: str) -> None:
 
 
 def place_of(folder: Path, part: str) -> Path:
-    """A component's folder; early repositories with one network keep it at the root."""
-    return folder / part if (folder / part).is_dir() else folder
+    """A component's folder, its own or a shared one; early repositories with one network keep it at the root."""
+    if (folder / part).is_dir():
+        return folder / part
+    around = outer(folder)
+    return around / part if around is not None and (around / part).is_dir() else folder
+
+
+def outer(folder: Path) -> Path | None:
+    """The pipeline around this one, where the index says that they share parts. No other folder can be named."""
+    named = weights.read_json(folder / INDEX).get(SHARED) if (folder / INDEX).is_file() else None
+    if named is None:
+        return None
+    around = folder.resolve().parent
+    if named != OUTER or not (around / INDEX).is_file():
+        must = f"{OUTER!r}, a folder with {INDEX}"
+        raise PellucidError(rule(f"{SHARED} of {folder.name}", must, named), "shared-parts")
+    return around
 
 
 def check_parts(folder: Path, listed: Mapping[str, str]) -> None:
@@ -257,7 +273,7 @@ def read_tokenizers(folder: Path, listed: Mapping[str, str], wanted: Wanted) -> 
             rule("tokenizer", "left out for a folder, which has its own", str(wanted.tokenizer)), "tokenizer"
         )
     named = [part for part in TOKENIZER_PARTS if part in listed and not foreign_text(part, listed[part])]
-    return tuple(Tokenizer.load(folder / part) for part in named)
+    return tuple(Tokenizer.load(place_of(folder, part)) for part in named)
 
 
 def read_scheduler(folder: Path, pipeline: str, target: str | None) -> tuple[dict[str, Any], Reading, list[str]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from pellucid.interop.components import INDEX, Components, Wanted
 from pellucid.interop.weights import dtype_named
 
 BUNDLES = Path(__file__).parents[1] / "bundles"
+PART = re.compile(r"\w[\w.-]*", re.ASCII)  # a word of a path inside of a bundle: no dots alone, no separators
 
 
 def read_components(
@@ -64,9 +67,9 @@ def place(device: torch.device | str | None) -> torch.device | None:
 
 
 def locate(where: str | Path, *, revision: str | None = None, variant: str | None = None) -> Path:
-    """The folder or file that is meant: what exists locally first, then a bundle, then the hub."""
+    """The folder or file that is meant: what exists locally first, then a bundle or a part of one, then the hub."""
     path, name = Path(where).expanduser(), str(where)
-    local = path if name and exists(path) else BUNDLES / name if name in bundles() else None
+    local = path if name and exists(path) else in_bundle(name)
     if local is not None:
         if revision is not None:
             raise PellucidError(rule("revision", "left out for what is not on the hub", revision), "revision")
@@ -85,6 +88,24 @@ def exists(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):  # a name that no file can have
         return False
+
+
+def bundled(where: str | os.PathLike[str]) -> Path:
+    """The file or folder of an adapter: as it is named, or the part of a bundle that has this name."""
+    path = Path(where)
+    return path if exists(path) else in_bundle(os.fspath(where)) or path
+
+
+def in_bundle(name: str) -> Path | None:
+    """Where `bundle` or `bundle/part/…` lies; None where the first word is no bundle's name."""
+    bundle, *parts = name.split("/")
+    if bundle not in bundles():
+        return None
+    place = BUNDLES.joinpath(bundle, *parts)
+    if not all(PART.fullmatch(part) for part in parts) or not exists(place):
+        held = ", ".join(sorted(path.name for path in (BUNDLES / bundle).iterdir() if path.is_dir()))
+        raise PellucidError(rule(f"part of {bundle}", f"one that it has: {held}", "/".join(parts)), "not-found")
+    return place
 
 
 def bundles() -> list[str]:

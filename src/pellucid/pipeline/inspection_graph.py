@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -24,7 +23,7 @@ from pellucid.pipeline.inspection_files import stored_component, stored_in
 from pellucid.pipeline.inspection_run import Added, make_request, rehearse
 from pellucid.pipeline.inspection_time import measure, rows_of
 from pellucid.pipeline.load import PathLike, load
-from pellucid.pipeline.pictures_in import read_controlnet
+from pellucid.pipeline.pictures_in import adapter_file, read_controlnet
 from pellucid.pipeline.pipeline import Pipeline, networks_of
 from pellucid.pipeline.planning import Planned, make_plan
 from pellucid.pipeline.request import Request
@@ -131,7 +130,7 @@ def add(pipe: Pipeline, asked: Asked, held: dict[str, Stored]) -> Added:
         controls.append((network, held.pop(f"controlnet_{number}" if number else "controlnet", None)))
     for path in asked.controlnets:
         controls.append((read_controlnet(pipe, os.fspath(path)), stored_component(source.locate(path))))
-    adapters = [(read_adapter(path, weight), stored_component(Path(path))) for path in asked.ip_adapters]
+    adapters = [(read_adapter(path, weight), stored_component(adapter_file(path))) for path in asked.ip_adapters]
     found: list[dict[str, Any]] = []
     for kind, listed in (("controlnet", controls), ("ip_adapter", adapters)):
         named = {kind if not number else f"{kind}_{number}": pair for number, pair in enumerate(listed)}
@@ -142,5 +141,5 @@ def add(pipe: Pipeline, asked: Asked, held: dict[str, Stored]) -> Added:
 
 def read_adapter(path: PathLike, like: Tensor) -> IPAdapter:
     with like.device:
-        held = {key: tensor.to(like.device) for key, tensor in weights.read(Path(path)).items()}
+        held = {key: tensor.to(like.device) for key, tensor in weights.read(adapter_file(path)).items()}
         return ip_adapter.from_state(held).to(like.dtype).eval().requires_grad_(False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +40,8 @@ def load(
     """A pipeline from a diffusers folder, a single-file checkpoint, a hub id or the name of a bundle.
 
     `vae` and `image_encoder` are folders or files of other ones to use; `inversions` are textual inversion files,
-    whose names then work in prompts. What the files contradict is in `pipe.components.notes`.
+    whose names then work in prompts. Weights keep the dtype of their files, but for bundles on a CPU: they work in
+    float32 there. What the files contradict is in `pipe.components.notes`.
     """
     if not isinstance(where, str | os.PathLike):
         raise PellucidError(rule("model", "a folder, a file, a hub id or the name of a bundle", where), "not-found")
@@ -48,6 +50,8 @@ def load(
         raise PellucidError(rule("policy", "a Policy", type(policy).__name__), "policy")
     goal = source.place(device) or default_device()
     policy.check(goal)
+    if dtype is None and goal.type == "cpu" and source.bundled(where) != Path(where):
+        dtype = torch.float32  # a bundle is kept in half the bytes, in which a CPU computes slowly
     early = None if policy.offload != "none" else goal
     kind = {"dtype": dtype, "device": early}
     parts = source.read_components(

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pellucid.pipeline.pipeline import Pipeline
 
 Inputs = dict[str, Any]
+ADAPTER_FILE, ADAPTER_EYES = "ip_adapter.safetensors", "image_encoder"  # in an IP-Adapter's folder
 MAX_KEPT = 16  # adapters that a pipeline holds in memory
 
 
@@ -174,9 +175,15 @@ def adapter_of(pipe: Pipeline, prompt: ImagePrompt) -> IPAdapter:
     weight = next(pipe.components.network.parameters())
 
     def read(path: str) -> IPAdapter:
-        return ip_adapter.from_state(weights.read(Path(path))).to(weight).eval()
+        return ip_adapter.from_state(weights.read(adapter_file(path))).to(weight).eval()
 
     return kept(pipe, "ip_adapter", prompt.adapter, read)
+
+
+def adapter_file(path: str | os.PathLike[str]) -> Path:
+    """The file of an IP-Adapter: itself, or the one in its folder."""
+    place = source.bundled(path)
+    return place / ADAPTER_FILE if place.is_dir() else place
 
 
 def image_states(run: Run, adapter: IPAdapter, prompt: ImagePrompt) -> tuple[Tensor, Tensor]:

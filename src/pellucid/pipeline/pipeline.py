@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from pellucid.core.plan import Plan
 from pellucid.interop import lora_file
 from pellucid.interop.components import Components, text_parts
 from pellucid.interop.save import save_components
+from pellucid.interop.source import bundled
 from pellucid.models import lora
 from pellucid.models.blocks import within
 from pellucid.models.dit import DiT
@@ -134,7 +136,10 @@ class Pipeline:
 
     def load_lora(self, path: Any, name: str | None = None) -> AdapterSet:
         """Reads a LoRA file once; requests then name it with their own scale: `loras=[Lora(adapter, 0.8)]`."""
-        return lora_file.load(path, self.networks(), name)
+        place = bundled(path)
+        if name is None and place != Path(path):
+            name = os.fspath(path)  # of a bundle's: what finds it again
+        return lora_file.load(place, self.networks(), name)
 
     def lora_of(self, one: Lora) -> AdapterSet:
         """The adapter of a request's LoRA: given, or read once from its file."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from pellucid.cli.demo import Moment, Show
+    from pellucid.cli.demo_ring import Moment, Show
     from pellucid.core.oracle import Mixture
 
 NIGHT, STAR, DUST = "#0b0f17", "#eef2f8", "#7f8ba0"

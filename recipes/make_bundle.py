@@ -1,0 +1,54 @@
+"""Puts the runs of scenes_128.sh together as a bundle: `python recipes/make_bundle.py --out FOLDER`.
+
+Runs that are not there are left out, but for the base. Figures are JSON files of what was measured, for the card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from pellucid.core.errors import PellucidError
+from pellucid.train.bundle import Parts, assemble
+from pellucid.train.bundle_card import Card
+
+HERE = Path(__file__).parent
+RUNS = {
+    "base": "scenes_text_unet",
+    "vae": "scenes_vae",
+    "dit": "scenes_text_dit",
+    "controlnet": "scenes_controlnet",
+    "ip_adapter": "scenes_ip_adapter",
+    "lora": "scenes_lora",
+    "image_text": "scenes_image_text",
+}
+
+
+def main() -> int:
+    words = argparse.ArgumentParser(description="Make the bundle scenes-128 of finished runs.")
+    words.add_argument("--runs", type=Path, default=Path("runs"), help="the folder of the runs")
+    words.add_argument("--out", type=Path, required=True, help="the bundle, such as src/pellucid/bundles/scenes-128")
+    words.add_argument("--figures", type=Path, nargs="*", default=[], help="JSON files of what was measured")
+    words.add_argument("--hardware", default="", help="what it was trained on, in words")
+    words.add_argument("--overwrite", action="store_true", help="replace an older bundle")
+    asked = words.parse_args()
+    found = {part: asked.runs / name for part, name in RUNS.items() if (asked.runs / name / "model").is_dir()}
+    card = Card(HERE / "scenes_128_card.md", tuple(asked.figures), asked.hardware)
+    try:
+        if "base" not in found:
+            raise PellucidError(f"{asked.runs / RUNS['base']} must be a finished run; it is not.", "bundle-run")
+        sizes = assemble(Parts(**found), asked.out, card, overwrite=asked.overwrite)
+    except PellucidError as error:
+        print(f"error[{error.code}]: {error}", file=sys.stderr)
+        return 2
+    for name, size in sizes.items():
+        print(f"{name:12} {size / 1e6:6.2f} MB")
+    print(f"{'all':12} {sum(sizes.values()) / 1e6:6.2f} MB → {asked.out}")
+    for part in RUNS.keys() - found.keys():
+        print(f"left out, for there is no run of it: {part}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,27 @@
+#!/bin/sh
+# Trains scenes-128, part by part, and puts the bundle together. Run it from the root of the repository.
+#
+#   sh recipes/scenes_128.sh                     all of it
+#   sh recipes/scenes_128.sh vae text_unet       these runs alone, in the order given; no bundle
+#
+# It may be stopped at any moment: a run goes on from its last checkpoint, and a finished one is only saved again.
+# TRAIN is the command that trains, for several GPUs: TRAIN="torchrun --nproc-per-node 8 -m pellucid.cli train"
+set -eu
+TRAIN=${TRAIN:-.venv/bin/python -m pellucid.cli train}
+PYTHON=${PYTHON:-.venv/bin/python}
+
+# Each needs only those before it: the VAE, the UNet with its text encoder, then all others.
+ALL="vae text_unet text_dit image_text lora controlnet ip_adapter"
+
+for name in ${*:-$ALL}; do
+    case " $ALL " in
+    *" $name "*) ;;
+    *) echo "run must be one of: $ALL; got $name" >&2; exit 2 ;;
+    esac
+done
+for name in ${*:-$ALL}; do
+    $TRAIN "configs/scenes_$name.toml" --out "runs/scenes_$name"
+done
+if [ $# -eq 0 ]; then
+    $PYTHON recipes/make_bundle.py --out src/pellucid/bundles/scenes-128 --overwrite
+fi

@@ -1,0 +1,210 @@
+"""Finished runs → a bundle: one folder with a base model and what belongs to it, in float16, whole or not at all."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from pellucid.core.errors import PellucidError, rule
+from pellucid.interop import save, source, weights
+from pellucid.interop.components import INDEX, Components
+from pellucid.interop.diffusers_config import FILE_NAME as SCHEDULER
+from pellucid.interop.folder import OUTER, SHARED, class_in
+from pellucid.models.controlnet import ControlNet
+from pellucid.train import adapt_image, adapt_lora
+from pellucid.train.bundle_card import Card
+from pellucid.train.manifest import settle
+from pellucid.train.text_denoise import PIXART, STABLE_DIFFUSION, read_vae
+from pellucid.train.trainer import MODEL
+
+DTYPE = torch.float16
+CARD = "README.md"
+MOST_BASE, MOST_ALL = 14_000_000, 24_000_000  # bytes
+MAX_WORDS = 4 << 20  # bytes of a file beside the weights
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The run of each part. `base` is that of a UNet with its text encoder, and holds the VAE that it was trained over;
+    `vae` is that VAE's own run, named in the model card. The IP-Adapter brings its image encoder."""
+
+    base: Path
+    vae: Path | None = None
+    dit: Path | None = None
+    controlnet: Path | None = None
+    ip_adapter: Path | None = None
+    lora: Path | None = None
+    image_text: Path | None = None
+
+    def given(self) -> dict[str, Path]:
+        held = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: Path(run) for name, run in held.items() if run is not None}
+
+
+def assemble(parts: Parts, folder: str | Path, card: Card | None = None, *, overwrite: bool = False) -> dict[str, int]:
+    """Writes a bundle and says how many bytes each part has; the same runs make the same bytes.
+
+    The base lies at the root in the layout of diffusers' StableDiffusionPipeline, the others in folders of their names.
+    """
+    runs = parts.given()
+    for name, run in runs.items():
+        if not (run / MODEL).is_dir():
+            raise PellucidError(rule(name, f"the folder of a finished run, with {MODEL}/", str(run)), "bundle-run")
+    with save.replaced(Path(folder), INDEX, overwrite) as place:
+        base = write_base(runs, place)
+        writers = {
+            "dit": lambda model, goal: write_dit(model, goal, base),
+            "controlnet": write_controlnet,
+            "ip_adapter": write_ip_adapter,
+            "lora": write_lora,
+            "image_text": write_image_text,
+        }
+        for name, write in writers.items():
+            if name in runs:
+                write(runs[name] / MODEL, place / name)
+        check_finite(place)
+        sizes = sizes_of(place)
+        if card is not None:
+            (place / CARD).write_text(card.text(runs, sizes), encoding="utf-8")
+        check_sizes(sizes_of(place))
+        check_opens(place, "dit" in runs)
+        for path in place.rglob("*"):
+            if path.is_file():
+                path.chmod(0o644)  # safetensors writes for the owner alone
+            settle(path)
+        sizes = sizes_of(place)
+    return sizes
+
+
+# --- the parts ---------------------------------------------------------------------------------------------------
+
+
+def write_base(runs: Mapping[str, Path], place: Path) -> Components:
+    base = pipeline_in(runs["base"] / MODEL, STABLE_DIFFUSION, "base")
+    if "vae" in runs:
+        vae = read_vae(str(runs["vae"] / MODEL))
+        check_same("vae of base", base.vae, vae, f"that of {runs['vae'].name}")
+    save.save_components(base, place, dtype=DTYPE)
+    return base
+
+
+def write_dit(model: Path, goal: Path, base: Components) -> None:
+    """Its transformer and its scheduler; VAE, text encoder and tokenizer are the base's, and its index says so."""
+    dit = pipeline_in(model, PIXART, "dit")
+    check_same("vae of dit", dit.vae, base.vae, "that of the base")
+    (mine,), (theirs,) = dit.text_encoders, base.text_encoders
+    check_same("text_encoder of dit", mine, theirs, "that of the base")
+    check_same_words(dit, base)
+    index, networks, _ = save.layout(dit)
+    goal.mkdir()
+    save.write_json(goal / INDEX, {SHARED: OUTER, **index})
+    save.write_network(networks["transformer"], goal / "transformer", DTYPE, save.MAX_SHARD_BYTES)
+    (goal / "scheduler").mkdir()
+    save.write_json(goal / "scheduler" / SCHEDULER, dit.scheduler)
+
+
+def write_controlnet(model: Path, goal: Path) -> None:
+    network = source.load_component(model, dtype=torch.float32)
+    if not isinstance(network, ControlNet):
+        raise PellucidError(rule("controlnet", "the run of a ControlNet", type(network).__name__), "bundle-part")
+    save.save_component(network, goal, dtype=DTYPE)
+
+
+def write_ip_adapter(model: Path, goal: Path) -> None:
+    write_file(model / adapt_image.FILE, goal, "ip_adapter")
+    eyes = model / adapt_image.EYES
+    if not eyes.is_dir():
+        raise PellucidError(
+            rule("ip_adapter", f"a run that saved its {adapt_image.EYES}/", model.parent), "bundle-part"
+        )
+    save.save_component(source.load_component(eyes, dtype=torch.float32), goal / adapt_image.EYES, dtype=DTYPE)
+
+
+def write_lora(model: Path, goal: Path) -> None:
+    write_file(model / adapt_lora.FILE, goal, "lora")
+
+
+def write_image_text(model: Path, goal: Path) -> None:
+    """The folder of a CLIPModel: its weights in float16, the words beside them as they are."""
+    if class_in(model) != "CLIPModel":
+        raise PellucidError(rule("image_text", "the run of an image-text encoder", class_in(model)), "bundle-part")
+    goal.mkdir()
+    for path in sorted(model.iterdir()):
+        if path.suffix in (".json", ".txt") and path.stat().st_size <= MAX_WORDS and "safetensors" not in path.name:
+            shutil.copyfile(path, goal / path.name)
+    save.write_tensors(weights.read_folder(model)[0], goal, "model", DTYPE, save.MAX_SHARD_BYTES)
+
+
+def write_file(path: Path, goal: Path, what: str) -> None:
+    """An adapter's one file, in float16."""
+    if not path.is_file():
+        raise PellucidError(rule(what, f"a run that saved {path.name}", path.parents[1].name), "bundle-part")
+    goal.mkdir()
+    held = {name: save.own(tensor, DTYPE) for name, tensor in weights.read(path).items()}
+    save_file(held, goal / path.name, {"format": "pt"})
+
+
+def pipeline_in(model: Path, kind: str, what: str) -> Components:
+    parts = source.read_components(model, dtype=torch.float32)
+    if parts.pipeline_class != kind:
+        raise PellucidError(rule(what, f"the run of a {kind}", parts.pipeline_class), "bundle-part")
+    return parts
+
+
+# --- what must hold ----------------------------------------------------------------------------------------------
+
+
+def check_same(what: str, mine: nn.Module | None, theirs: nn.Module | None, whose: str) -> None:
+    """Two networks of the same config and the same bits: one copy stands for both."""
+    assert mine is not None
+    assert theirs is not None
+    one, two = mine.state_dict(), theirs.state_dict()
+    same = one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    if not same or save.config_of(mine) != save.config_of(theirs):
+        raise PellucidError(rule(what, whose, "another"), "bundle-fit")
+
+
+def check_same_words(dit: Components, base: Components) -> None:
+    (mine,), (theirs,) = dit.tokenizers, base.tokenizers
+    if mine.core.get_vocab() != theirs.core.get_vocab() or mine.length != theirs.length:
+        raise PellucidError(rule("tokenizer of dit", "that of the base", "another"), "bundle-fit")
+
+
+def check_finite(place: Path) -> None:
+    """No weight left the range of float16."""
+    for path in sorted(place.rglob("*.safetensors")):
+        for name, tensor in weights.read(path).items():
+            if not bool(torch.isfinite(tensor).all()):
+                where = f"{name} of {path.relative_to(place)}"
+                raise PellucidError(rule(where, "finite, and in the range of float16", "what is not"), "bundle-range")
+
+
+def sizes_of(place: Path) -> dict[str, int]:
+    """Bytes by part: `base` is everything at the root and in the folders of its pipeline."""
+    named = [field.name for field in fields(Parts)]
+    sizes = dict.fromkeys(("base", *(name for name in named if name != "vae" and (place / name).is_dir())), 0)
+    for path in place.rglob("*"):
+        if path.is_file():
+            top = path.relative_to(place).parts[0]
+            sizes[top if top in sizes else "base"] += path.stat().st_size
+    return sizes
+
+
+def check_sizes(sizes: Mapping[str, int]) -> None:
+    told = ", ".join(f"{name} {size / 1e6:.2f}" for name, size in sizes.items())
+    for what, size, most in (("base", sizes["base"], MOST_BASE), ("bundle", sum(sizes.values()), MOST_ALL)):
+        if size > most:
+            words = f"{what} must be at most {most / 1e6:g} MB; got {size / 1e6:.2f} MB ({told})."
+            raise PellucidError(words, "bundle-size")
+
+
+def check_opens(place: Path, dit: bool) -> None:
+    """What was written can be read."""
+    for folder in (place, *([place / "dit"] if dit else [])):
+        source.read_components(folder)

@@ -1,0 +1,143 @@
+"""The card of a bundle: what it was trained on and how, how long that took, what was measured, and where it fails."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from safetensors import safe_open
+
+from pellucid.core.errors import PellucidError, rule
+from pellucid.interop import weights
+from pellucid.train import journal, trainer
+
+MAX_BYTES = 1 << 20  # of a template, a config, a file of figures
+MAX_LOG_BYTES = 256 << 20
+MAX_FIGURES = 400
+FIELDS = ("sizes", "runs", "figures", "recipes")  # what a template may ask for, as $sizes, …
+
+
+@dataclass(frozen=True)
+class Card:
+    """`template` is Markdown with $sizes, $runs, $figures and $recipes; `figures` are JSON files of what was measured,
+    shown under their names; `hardware` is what it was trained on."""
+
+    template: Path
+    figures: tuple[Path, ...] = ()
+    hardware: str = ""
+
+    def text(self, runs: Mapping[str, Path], sizes: Mapping[str, int]) -> str:
+        """The card, as Markdown. It says nothing that changes from one making of it to the next."""
+        words = {
+            "sizes": table(("part", "MB"), [(name, f"{size / 1e6:.2f}") for name, size in sizes.items()]),
+            "runs": runs_table(runs, self.hardware),
+            "figures": "\n\n".join(figures_of(path) for path in self.figures) or "None were given.",
+            "recipes": "\n\n".join(recipe_of(name, run) for name, run in runs.items()),
+        }
+        template = Template(read_text(self.template))
+        try:
+            return template.substitute(words).rstrip() + "\n"
+        except (KeyError, ValueError) as error:
+            must = "with no other $ than " + ", ".join(f"${name}" for name in FIELDS)
+            raise PellucidError(rule(f"template {self.template.name}", must, str(error)), "card-template") from None
+
+
+def read_text(path: Path) -> str:
+    if not path.is_file() or path.stat().st_size > MAX_BYTES:
+        raise PellucidError(
+            rule(path.name, f"a file of at most {MAX_BYTES} bytes", "none or a larger one"), "card-file"
+        )
+    return path.read_text("utf-8")
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---", *["---:"] * (len(head) - 1)), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+
+
+# --- runs --------------------------------------------------------------------------------------------------------
+
+
+def runs_table(runs: Mapping[str, Path], hardware: str) -> str:
+    rows, total = [], 0.0
+    for name, run in runs.items():
+        config, last, seconds = config_of(run), *logged(run)
+        total += seconds
+        steps, batch = int(config["steps"]), int(config["batch"])
+        counts = (f"{steps:,}", f"{batch:,}", f"{steps * batch / 1e6:.2f}", f"{seconds / 60:.1f}")
+        rows.append((name, parameters_of(run / trainer.MODEL), *counts, f"{last:.4g}"))
+    head = ("run", "parameters in its folder", "steps", "batch", "million images", "minutes", "last loss")
+    on = f" on {hardware}" if hardware else ""
+    return f"{table(head, rows)}\n\nTogether {total / 60:.1f} minutes of training{on}."
+
+
+def config_of(run: Path) -> dict[str, Any]:
+    try:
+        held = json.loads(read_text(run / trainer.CONFIG))["config"]
+        int(held["steps"]), int(held["batch"])
+    except (ValueError, KeyError, TypeError):
+        raise PellucidError(rule(f"{trainer.CONFIG} of {run.name}", "that of a run", "another"), "card-file") from None
+    return held
+
+
+def logged(run: Path) -> tuple[float, float]:
+    """The last loss of a run, and the seconds of its training: each window's images by its images a second."""
+    path = run / journal.FILE
+    if not path.is_file() or path.stat().st_size > MAX_LOG_BYTES:
+        raise PellucidError(rule(f"{journal.FILE} of {run.name}", "the log of a finished run", "none"), "card-file")
+    seconds, before, last = 0.0, 0, 0.0
+    for text in path.read_text("utf-8").splitlines():
+        line = json.loads(text)
+        seconds += (line["images"] - before) / max(line["images_per_s"], 1e-9)
+        before, last = line["images"], line["loss"]
+    return last, seconds
+
+
+def parameters_of(model: Path) -> str:
+    """How many numbers the files of a model hold."""
+    count = 0
+    for path in sorted(model.rglob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+        count += sum(math.prod(shape) for shape in shapes)
+    return f"{count / 1e6:.2f} M"
+
+
+def recipe_of(name: str, run: Path) -> str:
+    held = json.dumps(config_of(run), indent=1, sort_keys=True, ensure_ascii=False)
+    return f"<details><summary>{name}</summary>\n\n```json\n{held}\n```\n\n</details>"
+
+
+# --- figures -----------------------------------------------------------------------------------------------------
+
+
+def figures_of(path: Path) -> str:
+    """A JSON file as a table; what is nested has its names joined."""
+    rows = [(name, shown(value)) for name, value in flat(weights.read_json(path, MAX_BYTES))]
+    if not 0 < len(rows) <= MAX_FIGURES:
+        raise PellucidError(rule(f"figures in {path.name}", f"1 to {MAX_FIGURES}", len(rows)), "card-figures")
+    return f"### {path.stem.replace('_', ' ')}\n\n{table(('what', 'value'), rows)}"
+
+
+def flat(held: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in held.items():
+        whole = f"{above} · {name}" if above else name
+        if isinstance(value, dict):
+            yield from flat(value, whole)
+        else:
+            yield whole, value
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "–"}[value]
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return ", ".join(shown(one) for one in value[:8]) + (", …" if len(value) > 8 else "")
+    return str(value)
