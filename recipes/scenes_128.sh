@@ -7,8 +7,8 @@
 # It may be stopped at any moment: a run goes on from its last checkpoint, and a finished one is only saved again.
 # TRAIN is the command that trains, for several GPUs: TRAIN="torchrun --nproc-per-node 8 -m pellucid.cli train"
 set -eu
-TRAIN=${TRAIN:-.venv/bin/python -m pellucid.cli train}
 PYTHON=${PYTHON:-.venv/bin/python}
+TRAIN=${TRAIN:-$PYTHON -m pellucid.cli train}
 
 # Each needs only those before it: the VAE, the UNet with its text encoder, then all others.
 ALL="vae text_unet text_dit image_text lora controlnet ip_adapter"
@@ -20,6 +20,10 @@ for name in ${*:-$ALL}; do
     esac
 done
 for name in ${*:-$ALL}; do
+    case "$name" in
+    vae | image_text) ;; # these see pictures; all others see latents, which are made once and kept
+    *) $PYTHON -m pellucid.cli data latents "configs/scenes_$name.toml" ;;
+    esac
     $TRAIN "configs/scenes_$name.toml" --out "runs/scenes_$name"
 done
 if [ $# -eq 0 ]; then

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 
 import numpy as np
 import pytest
@@ -32,34 +31,6 @@ def test_short_numbers_keep_four_digits(size, sign):
 def test_rounding_of_time_zero_is_zero():
     assert output.told(1.3e-15) == "0"
     assert output.told(-0.5) == "−0.5"
-
-
-def test_a_failed_write_leaves_what_was_there(tmp_path):
-    goal = tmp_path / "plan.json"
-    goal.write_text("old")
-
-    def fail(part):
-        part.write_text("half")
-        raise RuntimeError("disk full")
-
-    with pytest.raises(RuntimeError):
-        output.write_whole(goal, fail)
-    assert goal.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [goal]
-
-
-def test_a_written_file_has_the_rights_of_any_file(tmp_path):
-    output.write_whole(tmp_path / "mine", lambda part: part.write_text("new"))
-    (tmp_path / "usual").write_text("new")
-    assert (tmp_path / "mine").stat().st_mode == (tmp_path / "usual").stat().st_mode
-
-
-def test_a_link_is_written_through(tmp_path):
-    (tmp_path / "real.txt").write_text("old")
-    os.symlink(tmp_path / "real.txt", tmp_path / "link.txt")
-    output.write_whole(tmp_path / "link.txt", lambda part: part.write_text("new"))
-    assert (tmp_path / "link.txt").is_symlink()
-    assert (tmp_path / "real.txt").read_text() == "new"
 
 
 @pytest.mark.parametrize("name", ["picture.bmp", "picture", "missing/picture.png", "folder.png"])

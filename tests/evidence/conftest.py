@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from stand_ins import Small, clip_model
 
 WEIGHTS = Path(__file__).parents[2] / "data" / "inception.safetensors"
 CIFAR = Path(__file__).parents[2] / "data" / "cifar10"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -36,7 +36,6 @@ def truth(rule: Any = lambda n, _: n) -> Truth:
 
 @pytest.fixture(scope="module")
 def perfect(tmp_path_factory: pytest.TempPathFactory) -> Study:
-    torch.set_num_threads(1)
     study = Study(CONFIG, tmp_path_factory.mktemp("perfect") / "out")
     study.run(truth())
     return study
@@ -273,7 +272,6 @@ def test_nothing_is_written_where_no_picture_was_made(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return write_model(tmp_path_factory.mktemp("model") / "tiny")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from tiny_scenes import PIXART, UNET
+from tiny_networks import PIXART, UNET
 
 from pellucid.core.errors import PellucidError
 from pellucid.evidence.adherence import compare_chart

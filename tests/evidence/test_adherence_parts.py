@@ -32,7 +32,6 @@ DRAWN = scenes.sample(torch.arange(6), 0, "held_out", ("flat",), EXAM.objects)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     return write_model(tmp_path_factory.mktemp("model") / "tiny")
 
 

@@ -34,7 +34,7 @@ FULL = replace(
     seeds=(0,),
     samples=10_000,
     final_samples=50_000,
-    grids=("trailing",),
+    grids=("leading",),
 )
 SEEDS = replace(FULL, seeds=(0, 1, 2), final_samples=10_000)
 BEST = {"linear": 14.0, "cosine": 11.0, "sqrt_alpha_bar": 19.0}  # FID at the end of the made-up runs

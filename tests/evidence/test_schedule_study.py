@@ -24,6 +24,7 @@ from pellucid.evidence.metrics.inception import Inception
 from pellucid.evidence.study import schedules as module
 from pellucid.evidence.study import schedules_report
 from pellucid.evidence.study.judge import Judge
+from pellucid.evidence.study.records import claim, is_mine
 from pellucid.evidence.study.schedules import ScheduleStudy, Study
 from pellucid.train.cifar10 import CIFAR10, FILES, IN_FILE, RECORD
 from pellucid.train.config import read
@@ -87,12 +88,9 @@ def quick(data: Path, pixels: CIFAR10, monkeypatch: pytest.MonkeyPatch) -> Sched
 def whole(data: Path, pixels: CIFAR10, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a study that nobody disturbed. Read it, or take a copy."""
     folder = tmp_path_factory.mktemp("whole") / "study"
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in the tests, whose fixture comes later
     with pytest.MonkeyPatch.context() as patch:
         stand_in(patch, pixels)
         run(two_schedules(data), folder)
-    torch.set_num_threads(threads)
     return folder
 
 
@@ -296,3 +294,10 @@ def test_the_smoke_config_runs_through_a_whole_inception(data: Path, tmp_path: P
     assert all(row["fid"] > 0 and np.isfinite(row["kid"]) for row in rows)
     assert schedules_report.write(tmp_path / "study").is_file()
     assert time.process_time() - began < 120  # seconds of work: less than a minute on two cores
+
+
+def test_a_study_killed_while_it_claimed_its_folder_starts_again(tmp_path: Path) -> None:
+    (tmp_path / ".config.0123abcd.part.json").write_text("{", "utf-8")
+    assert not is_mine(tmp_path, "{}")
+    claim(tmp_path, "{}")
+    assert is_mine(tmp_path, "{}")

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from PIL import Image
+from tiny_networks import ENCODER, PIXART, UNET, VAE
 
 from pellucid import scenes
 from pellucid.interop.save import save_component
@@ -24,43 +25,6 @@ from pellucid.train.scenes_source import scenes_tokenizer
 from pellucid.train.text_denoise import TextDenoiserConfig
 
 CPU = torch.device("cpu")
-VAE: dict[str, Any] = {
-    "_class_name": "AutoencoderKL",
-    "sample_size": 16,
-    "block_out_channels": [8, 16],
-    "down_block_types": ["DownEncoderBlock2D"] * 2,
-    "up_block_types": ["UpDecoderBlock2D"] * 2,
-    "norm_num_groups": 4,
-}
-UNET: dict[str, Any] = {
-    "_class_name": "UNet2DConditionModel",
-    "sample_size": 8,
-    "block_out_channels": [16, 32],
-    "down_block_types": ["CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
-    "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D"],
-    "layers_per_block": 1,
-    "cross_attention_dim": 32,
-    "attention_head_dim": 2,
-    "norm_num_groups": 8,
-}
-PIXART: dict[str, Any] = {
-    "_class_name": "PixArtTransformer2DModel",
-    "sample_size": 8,
-    "patch_size": 2,
-    "out_channels": 4,
-    "num_layers": 2,
-    "num_attention_heads": 2,
-    "attention_head_dim": 16,
-    "cross_attention_dim": 32,
-    "caption_channels": 32,
-}
-ENCODER: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "projection_dim": 32,
-}
 VISION: dict[str, Any] = {**ENCODER, "image_size": 32, "patch_size": 8}
 
 

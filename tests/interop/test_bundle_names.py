@@ -18,6 +18,8 @@ from pellucid import Control, ImagePrompt, Lora, PellucidError
 from pellucid.cli import app
 from pellucid.interop import hub, source
 from pellucid.interop.folder import SHARED
+from pellucid.interop.save import save_component
+from pellucid.pipeline.pictures_in import EYES_NOTE, adapter_eyes
 
 PROMPT = "a large red star on a white background"
 MADE = {"steps": 2, "seed": 3, "sampler": "euler"}
@@ -47,9 +49,7 @@ def edges(path: Path) -> Path:
 # --- names --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "part", ["", "/dit", "/controlnet", "/ip_adapter/image_encoder", "/lora/pytorch_lora_weights.safetensors"]
-)
+@pytest.mark.parametrize("part", ["", "/dit", "/controlnet", "/image_text", "/lora/pytorch_lora_weights.safetensors"])
 def test_parts_lie_where_their_names_say(bundle: Path, part: str) -> None:
     assert source.locate(f"scenes-128{part}") == bundle / part.removeprefix("/")
 
@@ -86,6 +86,24 @@ def test_only_the_folder_around_can_be_shared(bundle: Path, tmp_path: Path) -> N
     assert refusal(pellucid.load, alone)[0] == "shared-parts"
 
 
+def test_the_image_encoder_of_an_ip_adapter_is_its_own_or_that_of_the_bundle_around_it(
+    bundle: Path, tmp_path: Path
+) -> None:
+    assert adapter_eyes("scenes-128/ip_adapter") == bundle / "image_text"
+    copy = Path(shutil.copytree(bundle, tmp_path / "copy"))
+    note = copy / "ip_adapter" / EYES_NOTE
+    for named in ("../..", "..", "../lora", "../../image_text", str(bundle / "image_text"), "", True):
+        note.write_text(json.dumps({SHARED: named}), encoding="utf-8")
+        assert refusal(adapter_eyes, copy / "ip_adapter")[0] == "shared-parts"
+    save_component(source.load_image_encoder(copy / "image_text"), copy / "ip_adapter" / "image_encoder")
+    assert adapter_eyes(copy / "ip_adapter") == copy / "ip_adapter" / "image_encoder"
+    alone = Path(shutil.copytree(bundle / "ip_adapter", tmp_path / "alone" / "ip_adapter"))
+    assert refusal(adapter_eyes, alone)[0] == "shared-parts"
+    (alone / EYES_NOTE).unlink()
+    assert adapter_eyes(alone) is None
+    assert adapter_eyes(alone / "ip_adapter.safetensors") is None
+
+
 # --- use ----------------------------------------------------------------------------------------------------------
 
 
@@ -101,7 +119,7 @@ def test_a_bundle_works_in_float32_on_a_cpu_and_a_folder_in_its_own_dtype(bundle
 
 def test_adapters_by_name_are_those_of_their_folders(bundle: Path, tmp_path: Path) -> None:
     """Each changes the picture, and the same one by its path makes the same picture."""
-    pipe = pellucid.load("scenes-128", image_encoder="scenes-128/ip_adapter/image_encoder", device="cpu")
+    pipe = pellucid.load("scenes-128", image_encoder="scenes-128/image_text", device="cpu")
     outline = Image.open(edges(tmp_path / "edges.png"))
     plain = np.asarray(pipe(PROMPT, **MADE).images[0])
     for field, make in (
@@ -121,7 +139,7 @@ def sample(*args: str) -> str:
     return result.stdout
 
 
-def test_adapters_by_name_on_the_command_line(tmp_path: Path) -> None:
+def test_adapters_by_name_on_the_command_line(bundle: Path, tmp_path: Path) -> None:
     """An IP-Adapter's folder brings its image encoder; a LoRA by name is found again by the recipe in the picture."""
     picture = edges(tmp_path / "edges.png")
     how = ["scenes-128", PROMPT, "--steps", "2", "--seed", "3", "--device", "cpu"]
@@ -131,6 +149,11 @@ def test_adapters_by_name_on_the_command_line(tmp_path: Path) -> None:
     sample(*how, "--image-prompt", f"scenes-128/ip_adapter,{picture},0.9", "--out", "prompted.png")
     made = {name: Image.open(f"{name}.png").tobytes() for name in ("plain", "lora", "control", "prompted")}
     assert len(set(made.values())) == 4
+    alone = shutil.copytree(bundle / "ip_adapter", tmp_path / "alone")  # with the encoder named, it needs no bundle
+    sample(
+        *how, "--image-prompt", f"{alone},{picture},0.9", "--image-encoder", "scenes-128/image_text", "--out", "a.png"
+    )
+    assert Image.open("a.png").tobytes() == made["prompted"]
     again = json.loads(sample("--from", "lora.png", "--device", "cpu", "--out", "again.png"))
     assert "same pixels as lora.png" in again["from"]["pixels"]
 

@@ -18,7 +18,8 @@ from pellucid.core.errors import PellucidError
 from pellucid.interop import source
 from pellucid.interop.components import Components, class_of
 from pellucid.interop.family import contradictions
-from pellucid.interop.source import load_component, read_components
+from pellucid.interop.save import save_component
+from pellucid.interop.source import load_component, load_image_encoder, read_components
 from pellucid.models.clip import CLIPTextEncoder
 from pellucid.models.controlnet import ControlNet
 from pellucid.models.dit import DiT, PixArt
@@ -236,6 +237,35 @@ def test_tiny_vae_and_image_encoder(tmp_path: Path) -> None:
     seer = tiny.randomised(CLIPVisionModelWithProjection(config))
     seer.save_pretrained(tmp_path / "image_encoder")
     assert same_weights(load_component(tmp_path / "image_encoder"), seer)
+
+
+def test_a_whole_clip_and_its_vision_half(tmp_path: Path) -> None:
+    """As transformers' CLIPModel computes both; the space that they share is the whole's, whatever a half says."""
+    from transformers import CLIPConfig, CLIPModel
+
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 1,
+              "image_size": 8, "patch_size": 4, "projection_dim": 12}  # fmt: skip
+    settings = CLIPConfig(text_config=tiny.text_config().to_dict(), vision_config=vision, projection_dim=10)
+    peer = tiny.randomised(CLIPModel(settings)).eval()
+    peer.save_pretrained(tmp_path / "clip")
+    whole, half = load_component(tmp_path / "clip"), load_image_encoder(tmp_path / "clip")
+    assert same_weights(whole, peer)
+    assert (half.training, half.config.projection_dim) == (False, 10)
+    ids, pixels = torch.arange(6).reshape(2, 3), torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        theirs = peer(input_ids=ids, pixel_values=pixels)
+        seen = peer.visual_projection(peer.vision_model(pixels).pooler_output)
+        assert torch.allclose(whole.embed_text(ids), theirs.text_embeds, atol=1e-5)
+        assert torch.allclose(whole.embed_image(pixels), theirs.image_embeds, atol=1e-5)
+        assert torch.allclose(half(pixels).pooled, seen, atol=1e-5)
+    save_component(half, tmp_path / "half")
+    again = load_image_encoder(tmp_path / "half")
+    assert again.config == half.config
+    with torch.no_grad():
+        assert torch.equal(again(pixels).pooled, half(pixels).pooled)
+    with pytest.raises(PellucidError, match="a CLIP vision encoder or a whole CLIP; got") as error:
+        load_image_encoder(tiny.saved("sd1")[1] / "vae")
+    assert error.value.code == "component-kind"
 
 
 def test_several_controlnets(tmp_path: Path) -> None:

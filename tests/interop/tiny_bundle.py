@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import tiny_models as tiny
+import tiny_networks
 import torch
 
 from pellucid.interop.save import save_component
@@ -33,29 +34,8 @@ VAE: dict[str, Any] = {
     "norm_num_groups": 4,
     "force_upcast": False,
 }
-UNET: dict[str, Any] = {
-    "_class_name": "UNet2DConditionModel",
-    "sample_size": 16,
-    "block_out_channels": [16, 32],
-    "down_block_types": ["CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
-    "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D"],
-    "layers_per_block": 1,
-    "cross_attention_dim": 32,
-    "attention_head_dim": 2,
-    "norm_num_groups": 8,
-}
-PIXART: dict[str, Any] = {
-    "_class_name": "PixArtTransformer2DModel",
-    "sample_size": 16,
-    "patch_size": 2,
-    "out_channels": 4,
-    "num_layers": 2,
-    "num_attention_heads": 2,
-    "attention_head_dim": 16,
-    "cross_attention_dim": 32,
-    "caption_channels": 32,
-}
-ENCODER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+UNET, PIXART = ({**network, "sample_size": 16} for network in (tiny_networks.UNET, tiny_networks.PIXART))
+ENCODER = {key: value for key, value in tiny_networks.ENCODER.items() if key != "projection_dim"}
 SEEING = {**ENCODER, "image_size": 32, "patch_size": 8}
 SAMPLING = {"sampler": "dpmpp_2m", "grid": "trailing", "steps": 20, "guidance": 4.0}
 

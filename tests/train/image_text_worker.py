@@ -35,7 +35,6 @@ def task_of(words: Path | str, **changes: Any) -> ImageTextTask:
 
 def one_step(words: str, out: str) -> int:
     """Writes the loss, this rank's own errors, and the gradients after all ranks agreed on them."""
-    torch.set_num_threads(1)
     with Ranks.join("ddp", "cpu") as ranks:
         task = task_of(words)
         share = BATCH // ranks.world

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_networks import ENCODER, UNET, VAE
 
 from pellucid.interop.save import save_component
 from pellucid.interop.tokenizer import Tokenizer
@@ -22,43 +23,6 @@ from pellucid.train.trainer import Trainer
 CPU = torch.device("cpu")
 WINDOW = 40
 SCENES = ScenesConfig(size=16, seed=5, objects=(1,))
-VAE: dict[str, Any] = {
-    "_class_name": "AutoencoderKL",
-    "sample_size": 16,
-    "block_out_channels": [8, 16],
-    "down_block_types": ["DownEncoderBlock2D"] * 2,
-    "up_block_types": ["UpDecoderBlock2D"] * 2,
-    "norm_num_groups": 4,
-}
-UNET: dict[str, Any] = {
-    "_class_name": "UNet2DConditionModel",
-    "sample_size": 8,
-    "block_out_channels": [16, 32],
-    "down_block_types": ["CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
-    "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D"],
-    "layers_per_block": 1,
-    "cross_attention_dim": 32,
-    "attention_head_dim": 2,
-    "norm_num_groups": 8,
-}
-PIXART: dict[str, Any] = {
-    "_class_name": "PixArtTransformer2DModel",
-    "sample_size": 8,
-    "patch_size": 2,
-    "out_channels": 4,
-    "num_layers": 2,
-    "num_attention_heads": 2,
-    "attention_head_dim": 16,
-    "cross_attention_dim": 32,
-    "caption_channels": 32,
-}
-ENCODER: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "projection_dim": 32,
-}
 
 
 @cache
@@ -100,7 +64,6 @@ def built(kind: type[Any], table: dict[str, Any], seed: int = 7) -> Any:
 
 def train(task: Task, folder: Path, *, steps: int, rate: float = 2e-3, count: int = 8, **changes: Any) -> Trainer:
     """A finished run over the small scenes; its model lies in folder/model."""
-    torch.set_num_threads(1)
     raw: dict[str, Any] = {
         "task": {},
         "data": {},

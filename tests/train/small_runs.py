@@ -68,7 +68,6 @@ def pictures(count: int = 40, classes: int = 4) -> CIFAR10:
 
 
 def trainer(folder: Path, *changes: dict[str, Any], source: Any = None, task: Any = None) -> Trainer:
-    torch.set_num_threads(1)
     data = CIFAR10Source(pictures()) if source is None else source
     return Trainer(config(*changes), folder, Ranks(), source=data, task=task, quiet=True)
 

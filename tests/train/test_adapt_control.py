@@ -24,11 +24,6 @@ from pellucid.train.source import Batch
 SMALL = {"width": 16, "height": 16, "steps": 3, "seed": 1, "guidance": 3.0}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def said(task: Any, hint: Tensor) -> Tensor:
     told = task.base.told(cases.WORDS, torch.zeros(cases.COUNT, dtype=torch.bool)) | task.base.sizes(
         cases.COUNT, 16, 16

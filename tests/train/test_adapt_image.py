@@ -17,9 +17,10 @@ from torch import Tensor
 
 import pellucid
 from pellucid import ImagePrompt, PellucidError
+from pellucid.interop.source import load_image_encoder
 from pellucid.models.ip_adapter import from_state
 from pellucid.pipeline.vision import DEVIATION, clip_pixels
-from pellucid.train.adapt_image import EYES, FILE, eye_pixels, read_eyes, varied
+from pellucid.train.adapt_image import EYES, FILE, eye_pixels, varied
 from pellucid.train.adapting import AdapterObjectiveConfig
 from pellucid.train.source import Batch
 
@@ -183,16 +184,15 @@ def test_the_vision_half_of_a_clip(tmp_path: Path) -> None:
     text = tiny.text_config().to_dict()
     peer = tiny.randomised(CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=20)))
     peer.save_pretrained(tmp_path / "clip")
-    mine = read_eyes(str(tmp_path / "clip"), "float32", cases.CPU)
+    task = cases.task("ip_adapter", image_encoder=str(tmp_path / "clip"))
     pixels = cases.drawn(2, 3, 32, 32)
     with torch.no_grad():
         wanted = peer.visual_projection(peer.vision_model(pixels).pooler_output)
-        assert torch.allclose(mine(pixels).pooled, wanted, atol=1e-5)
-    task = cases.task("ip_adapter", image_encoder=str(tmp_path / "clip"))
+        assert torch.allclose(task.eyes(pixels).pooled, wanted, atol=1e-5)
     folder = cases.saved(task, tmp_path / "ip")
-    again = read_eyes(str(folder / EYES), "float32", cases.CPU)  # by itself, as `pellucid.load` takes it
+    again = load_image_encoder(folder / EYES)  # by itself, as `pellucid.load` takes it
     with torch.no_grad():
-        assert torch.equal(again(pixels).pooled, mine(pixels).pooled)
+        assert torch.equal(again(pixels).pooled, task.eyes(pixels).pooled)
 
 
 def refusal(call: Any, *args: Any, **kwargs: Any) -> str:
@@ -209,7 +209,7 @@ def refusal(call: Any, *args: Any, **kwargs: Any) -> str:
         ({"crop": 0.0}, "config-value"),
         ({"image_dropout": 0.9, "both_dropout": 0.2}, "config-value"),
         ({"image_encoder": None}, "ip-encoder"),
-        ({"image_encoder": lambda: cases.base() + "/text_encoder"}, "ip-encoder"),
+        ({"image_encoder": lambda: cases.base() + "/text_encoder"}, "component-kind"),
     ],
 )
 def test_configs_that_are_refused(changes: dict[str, Any], code: str) -> None:

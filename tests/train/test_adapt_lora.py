@@ -22,11 +22,6 @@ STRONG = 4.0  # so that a product of two small matrices is seen beside the base
 SMALL = {"width": 16, "height": 16, "steps": 3, "seed": 1, "guidance": 3.0}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def question() -> dict[str, Tensor]:
     return {"x": cases.drawn(2, 4, 8, 8) * 2 - 1, "time": torch.tensor([3.0, 700.0])}
 

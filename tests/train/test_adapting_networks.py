@@ -24,11 +24,6 @@ each_network = pytest.mark.parametrize("kind", ["lora", "controlnet", "ip_adapte
 RATES = {"lora": 2e-2, "text_lora": 2e-2, "controlnet": 3e-3, "ip_adapter": 1e-2}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def bits(task: AdapterTask) -> dict[str, Tensor]:
     """All tensors of the base, copied."""
     parts = task.base.parts

@@ -8,7 +8,8 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from scene_cases import CPU, VAE, asked, batch, built, loss, train
+from scene_cases import CPU, asked, batch, built, loss, train
+from tiny_networks import VAE
 from torch.distributions import Normal, kl_divergence
 
 from pellucid.core.errors import PellucidError
@@ -26,11 +27,6 @@ from pellucid.train.autoencode import (
 from pellucid.train.denoise import fresh
 from pellucid.train.draws import Draws
 from pellucid.train.source import Batch
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> None:
-    torch.set_num_threads(1)
 
 
 def task_of(**changes: Any) -> AutoencoderTask:

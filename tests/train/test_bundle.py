@@ -19,6 +19,8 @@ from safetensors.torch import load_file, save_file
 
 import pellucid
 from pellucid import PellucidError
+from pellucid.interop.source import load_image_encoder
+from pellucid.pipeline.pictures_in import adapter_eyes
 from pellucid.train import bundle
 from pellucid.train.bundle import Parts, assemble
 from pellucid.train.bundle_card import Card
@@ -68,7 +70,6 @@ def test_every_weight_is_that_of_its_run_in_float16(parts: Parts, made: Path) ->
         **{part: runs["base"] / "model" / part for part in ("unet", "vae", "text_encoder")},
         "dit/transformer": runs["dit"] / "model" / "transformer",
         **{part: runs[part] / "model" for part in ("controlnet", "ip_adapter", "lora", "image_text")},
-        "ip_adapter/image_encoder": runs["ip_adapter"] / "model" / "image_encoder",
     }
     weights = {path.relative_to(made) for path in made.rglob("*.safetensors")}
     assert {str(path.parent) for path in weights} == set(places)
@@ -94,6 +95,44 @@ def test_the_dit_shares_the_parts_of_the_base_and_is_a_pipeline_of_its_own(parts
     assert (shared.components.target, base.components.target) == ("eps", "v")
     assert shared.components.scheduler == whole.components.scheduler
     assert shared(PROMPT, steps=2, seed=1).images[0].size == (128, 128)
+
+
+def test_the_ip_adapter_shares_the_eyes_of_the_image_text_encoder_if_they_are_the_same(
+    parts: Parts, made: Path, tmp_path: Path
+) -> None:
+    """Whichever way, what it sees with is what it was trained with, rounded to float16."""
+    trained = load_image_encoder(parts.given()["ip_adapter"] / "model" / "image_encoder", dtype="float16").state_dict()
+
+    def sees_as_trained(folder: Path) -> bool:
+        eyes = adapter_eyes(folder / "ip_adapter")
+        assert eyes is not None
+        mine = load_image_encoder(eyes).state_dict()
+        return mine.keys() == trained.keys() and all(torch.equal(mine[name], trained[name]) for name in mine)
+
+    assert {path.name for path in (made / "ip_adapter").iterdir()} == {"ip_adapter.safetensors", "image_encoder.json"}
+    assert sees_as_trained(made)
+    other = copied(parts.given()["image_text"], tmp_path)
+    tensors = load_file(other / "model" / "model.safetensors")
+    tensors["visual_projection.weight"][0, 0] += 0.01
+    save_file(tensors, other / "model" / "model.safetensors", {"format": "pt"})
+    for name, judge in (("another", other), ("none", None)):
+        assemble(Parts(parts.base, ip_adapter=parts.ip_adapter, image_text=judge), tmp_path / name)
+        held = {path.name for path in (tmp_path / name / "ip_adapter").iterdir()}
+        assert held == {"ip_adapter.safetensors", "image_encoder"}
+        assert sees_as_trained(tmp_path / name)
+
+
+def test_diffusers_sees_with_the_image_text_encoder_too(made: Path) -> None:
+    import diffusers
+
+    peer = diffusers.StableDiffusionPipeline.from_pretrained(made, dtype=torch.float32)
+    peer.load_ip_adapter(
+        str(made), subfolder="ip_adapter", weight_name="ip_adapter.safetensors", image_encoder_folder="./image_text"
+    )
+    mine = load_image_encoder(made / "image_text", dtype="float32")
+    pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.allclose(peer.image_encoder(pixels).image_embeds, mine(pixels).pooled, atol=1e-5)
 
 
 def test_diffusers_opens_the_base_and_makes_the_same_picture(made: Path) -> None:

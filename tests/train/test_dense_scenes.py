@@ -13,7 +13,6 @@ from pellucid.scenes import dense
 from pellucid.train.draws import Draws
 from pellucid.train.scenes_source import ScenesConfig, ScenesSource
 
-torch.set_num_threads(1)
 HINTS = ("edges", "reference")
 
 

@@ -68,7 +68,6 @@ def weighed(trainer: Trainer) -> dict[str, int]:
 
 def count_a_run(folder: Path, changes: dict[str, Any]) -> int:
     """Two steps of the real trainer: the second, and a line of its log, are counted."""
-    torch.set_num_threads(1)
     config = config_of({**changes, "log": {"every": 2, "checkpoint_every": 0}})
     with Ranks.join(config.engine.strategy, "cpu", timeout=60) as ranks:
         trainer = Trainer(config, folder, ranks, source=Pictures(), quiet=True)
@@ -123,7 +122,6 @@ def wide() -> nn.Module:
 
 
 def count_buckets() -> int:
-    torch.set_num_threads(1)
     with Ranks.join("ddp", "cpu", timeout=60) as ranks:
         network = wide()
         wrapped, expected = ranks.wrap(network), explain(network, ranks.world)

@@ -10,6 +10,7 @@ import crew
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from image_text_worker import BATCH, one_step, table, task_of
 from PIL import Image
 from safetensors.torch import load_file
@@ -79,6 +80,16 @@ def test_a_pair_that_fits_costs_nothing_and_one_that_does_not_much() -> None:
     assert contrastive(directions, directions, scale).max() < 1e-6
     assert torch.allclose(contrastive(directions, directions.roll(1, 0), scale), torch.full((4,), 100.0), rtol=1e-4)
     assert torch.allclose(contrastive(directions, directions, scale * 0), torch.full((4,), math.log(4)))
+
+
+def test_logits_are_not_rounded_to_the_precision_of_the_networks() -> None:
+    """A logit of 70 in bfloat16 is right to 0.25."""
+    dice = torch.Generator().manual_seed(0)
+    middle = torch.randn(16, generator=dice)
+    images, texts = (F.normalize(middle + 0.3 * torch.randn(8, 16, generator=dice), dim=-1) for _ in range(2))
+    plain = contrastive(images, texts, torch.tensor(100.0))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(contrastive(images, texts, torch.tensor(100.0)), plain)
 
 
 def test_the_scale_has_a_ceiling(words: Path, tmp_path: Path) -> None:

@@ -60,14 +60,6 @@ BRANCHES = (ResnetBlock, PixelAttention, SpatialTransformer, Block)
 each = pytest.mark.parametrize(("raw", "channels", "told"), CASES, ids=[case[0]["_class_name"] for case in CASES])
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def asked(channels: int, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(2, channels, 8, 8, generator=torch.Generator().manual_seed(step)), torch.tensor([10.0, 900.0])
 

@@ -28,7 +28,6 @@ from pellucid.train.text_denoise import TextDenoiserConfig, read_vae
 from pellucid.train.trainer import Trainer
 from pellucid.train.word_ids import tokens
 
-torch.set_num_threads(1)
 COUNT, PHRASINGS = 21, 3
 HINTED = replace(SCENES, count=COUNT, hints=("edges", "reference"))
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pellucid import Level, PellucidError, denoiser, schedules
 from pellucid.core import target as targets
@@ -207,6 +208,26 @@ def test_errors_by_level() -> None:
     bins.add(Graded(torch.tensor(0.0), torch.tensor([1.0, 3.0, 2.0, 4.0, 8.0]), lam))
     assert [(r["lam"], r["count"], r["mean"]) for r in bins.rows()] == [(-1.5, 2, 2.0), (0.5, 2, 3.0), (1.5, 1, 8.0)]
     assert bins.rows()[0]["std"] == pytest.approx(1.0)
+
+
+def test_only_the_first_batch_sends_its_bins_to_the_errors() -> None:
+    """A GPU would have to be waited for at every step."""
+    sent: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and isinstance(args[0], torch.Tensor) and out.device != args[0].device:
+                sent.append(str(func))
+            return out
+
+    bins, there = ByLevel(), torch.ones(4, device="meta")
+    counts = []
+    for _ in range(3):
+        with Watch():
+            bins.add(Graded(there[0], there, there))
+        counts.append(len(sent))
+    assert counts == [2, 2, 2]
 
 
 def test_a_step_of_training_lowers_the_loss() -> None:

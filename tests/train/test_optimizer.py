@@ -16,14 +16,6 @@ from pellucid.train import optimizer as adamw
 from pellucid.train.config import OptimizerConfig
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def toy() -> nn.Sequential:
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -133,7 +133,6 @@ def test_blocks_of_every_network_are_sharded_each_on_its_own() -> None:
 
 
 def gradients_agree(strategy: str, micros: int) -> int:
-    torch.set_num_threads(1)
     with Ranks.join(strategy, "cpu", timeout=60) as ranks:
         network, wrapped = small(ranks)
         for micro in range(micros):
@@ -168,7 +167,6 @@ def test_gradients_and_norms_of_ranks_are_those_of_one_process(
 
 
 def means_agree() -> int:
-    torch.set_num_threads(1)
     with Ranks.join("fsdp", "cpu", timeout=60) as ranks:
         network, _ = small(ranks)
         alone = Small(0)

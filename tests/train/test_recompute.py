@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pellucid import PellucidError
+from pellucid.models.blocks import ResnetBlock
 from pellucid.train.adapting import AdapterTask
 from pellucid.train.recompute import recompute
 
@@ -46,6 +47,24 @@ def test_the_base_forgets_its_activations_and_the_gradients_are_the_same(kind: s
     assert wanted
     assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
     assert less < kept / 2
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_dice_are_thrown_again_alike_where_there_are_any(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without dropout the state of the dice is left alone: a captured step could not read it."""
+    read: list[int] = []
+    original = torch.get_rng_state
+    monkeypatch.setattr(torch, "get_rng_state", lambda: read.append(1) or original())
+    x, found = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(1)), []
+    for again in (False, True):
+        torch.manual_seed(0)
+        network = nn.Sequential(ResnetBlock(4, 4, groups=2, dropout=share))
+        if again:
+            recompute(network)
+        network(x).square().sum().backward()
+        found.append([p.grad for p in network.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert bool(read) == (share > 0)
 
 
 def test_a_network_without_blocks_is_refused() -> None:

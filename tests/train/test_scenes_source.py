@@ -18,11 +18,6 @@ CPU = torch.device("cpu")
 ALL = ScenesConfig(size=32, seed=4, hints=("edges", "reference"))
 
 
-@pytest.fixture(autouse=True)
-def _threads() -> None:
-    torch.set_num_threads(1)
-
-
 def test_a_scene_is_the_same_in_any_batch_and_step() -> None:
     source = ALL.open()
     whole = source.batch(torch.arange(6), Draws(0, 0, 6), CPU)

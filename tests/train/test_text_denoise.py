@@ -12,7 +12,8 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from scene_cases import CPU, ENCODER, PIXART, UNET, asked, batch, built, loss, text_table, tokenizer, train, write_parts
+from scene_cases import CPU, asked, batch, built, loss, text_table, tokenizer, train, write_parts
+from tiny_networks import ENCODER, PIXART, UNET
 
 from pellucid.core.errors import PellucidError
 from pellucid.models.vae import to_diffusion
@@ -23,11 +24,6 @@ from pellucid.train.text import tokens
 from pellucid.train.text_denoise import Joint, TextDenoiserConfig, TextDenoiserTask
 
 WORDS = ("a red star", "a striped blue square on a white background")
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -96,7 +96,6 @@ def test_refusals(captions: list[str], options: dict[str, int], code: str) -> No
 
 
 def test_the_tokenizer_of_the_recipes_knows_every_word_of_the_world(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     scenes_tokenizer().save(tmp_path)
     for file in sorted(path.name for path in COMMITTED.iterdir()):
         assert (tmp_path / file).read_bytes() == (COMMITTED / file).read_bytes(), file

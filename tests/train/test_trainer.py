@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,23 @@ def test_clipping_bounds_the_update(tmp_path: Path) -> None:
     clipped = torch.cat([p.grad.flatten() for p in run.network.parameters() if p.grad is not None]).norm()
     assert float(norm) > 0.1  # what is logged is the norm before
     assert float(clipped) == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_no_thread_runs_beside_a_compiler(straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step of every run compiles; the feed begins after it, and the steps are the same."""
+    monkeypatch.setattr(torch, "compile", lambda network, **_: network)
+    run, beside = trainer(tmp_path / "run", {"engine": {"compile": True}}), []
+
+    def advance(asked: Any) -> Any:
+        beside.append(any(thread.name == "pellucid-feed" for thread in threading.enumerate()))
+        return run.one_step(asked)
+
+    run.advance = advance
+    run.run(until=3)
+    run.run(until=4)
+    run.run()
+    assert [beside[i] for i in (0, 3, 4, 5)] == [False, False, False, True]  # run(until=4) is one step
+    assert same(saved(tmp_path / "run", 12), saved(straight, 12))
 
 
 # --- it goes on --------------------------------------------------------------------------------------------------
@@ -398,7 +416,7 @@ def test_an_occupied_folder_is_refused(tmp_path: Path) -> None:
 
 def test_a_run_killed_while_it_claimed_its_folder_starts_again(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json.part").write_text('{"finge', "utf-8")
+    (tmp_path / "run" / ".config.0123abcd.part.json").write_text('{"finge', "utf-8")
     assert trainer(tmp_path / "run", {"steps": 2}).run().steps == 2
 
 

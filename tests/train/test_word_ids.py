@@ -16,7 +16,6 @@ from pellucid.train.source import Batch
 from pellucid.train.text import CaptionIds
 from pellucid.train.word_ids import WordIds, tokens
 
-torch.set_num_threads(1)
 WORDS = st.sampled_from(
     ["a", "STAR,", "<|endoftext|>", "x<|startoftext|>y", "it's", "naïve", "Σίσυφος", "2nd", "\t", ""]
 )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pellucid.cli import output
+from pellucid.cli.options import Device
 from pellucid.core.errors import PellucidError, rule
 
 if TYPE_CHECKING:
@@ -37,9 +38,7 @@ def command(
     dtype: Annotated[
         str | None, typer.Option(metavar="NAME", help="float32, float16, bfloat16; float32 when not given.")
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="cuda or cpu; cuda where there is one when not given.")
-    ] = None,
+    device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the figures as JSON.")] = False,
 ) -> None:
     """Ask for combinations that training never saw, read the pictures, and count what is right.
@@ -90,18 +89,13 @@ def run(config: Adherence, out: Path, device: str | None) -> dict[str, Figures]:
 
 
 def show(found: dict[str, Figures], out: Path) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from pellucid.evidence.adherence.figures import table
 
     told = table(found)
-    shown = Table(box=None, pad_edge=False)
-    for i, name in enumerate(told.columns):
-        shown.add_column(name, justify="right" if i else "left")
+    shown = output.table(*told.columns, right=told.columns[1:])
     for row in told.rows:
         shown.add_row(*(cell.replace("**", "") for cell in row), style="bold" if "**" in row[0] else None)
-    Console().print(shown)
+    output.console().print(shown)
     print(f"95 % intervals → {out}: table.md, figures.json, random.png" + sheet_of(out))
 
 

@@ -8,14 +8,12 @@ from typing import Annotated
 import typer
 
 from pellucid.cli import output
+from pellucid.cli.options import Device, group
+from pellucid.interop.whole import put
 
 EPILOG = "A folder of scenes is one that `pellucid train` reads: metadata.jsonl names picture, caption and maps."
 
-app = typer.Typer(
-    help="Make data, and look at it.",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    no_args_is_help=True,
-)
+app = group("Make data, and look at it.")
 
 
 @app.command("scenes", epilog=EPILOG)
@@ -51,7 +49,7 @@ def scenes(
     if folder is not None:
         data_scenes.check_folder(folder)
     if out is not None:
-        output.write_whole(out, lambda path: data_scenes.sheet(wanted).save(path))
+        put(out, data_scenes.sheet(wanted).save)
     if folder is not None:
         data_scenes.write_folder(wanted, folder)
     if as_json:
@@ -71,9 +69,7 @@ def latents(
     phrasings: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Captions of each scene; a step draws one of them.")
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="cuda or cpu; cuda where there is one when not given.")
-    ] = None,
+    device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the result as JSON.")] = False,
 ) -> None:
     """Encode the pictures of a training config once, so that training reads latents and tokens.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pellucid.cli import output
-from pellucid.core.errors import PellucidError
+from pellucid.evidence.study.charts import COLOURS, FAINT, INK, PAPER, canvas, quiet, require, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,50 +20,16 @@ if TYPE_CHECKING:
     from pellucid.core.schedule import Schedule
 
 SUFFIXES = (".png", ".svg", ".pdf")
-INK, FAINT, PAPER = "#1c2530", "#8894a3", "#ffffff"
-# Twelve lines that stay apart, in hue and in lightness; dashes mark the continuous schedules.
-COLOURS = (
-    "#1f6fd6", "#e8710a", "#188a3b", "#c5221f", "#8430ce", "#8d6e3f", "#e0439b", "#5f6b7a", "#a3ad12", "#12a4af",
-    "#101820", "#f2b01e",
-)  # fmt: skip
 NUMBERED_ROWS = 30  # more rows than this and the numbers would not be legible
 
 
 def destination(path: Path, what: str = "--plot") -> Path:
     """Refuses, before any work, a file that cannot be written or a picture that cannot be drawn."""
-    try:
-        import matplotlib
-    except ImportError:
-        advice = "Install it: pip install 'pellucid[plot]'."
-        raise PellucidError(f"matplotlib must be installed to draw; got none. {advice}", "missing-extra") from None
+    require()
+    import matplotlib
+
     matplotlib.use("Agg")
     return output.destination(path, what, SUFFIXES)
-
-
-def canvas(width: float, height: float, paper: str = PAPER) -> Figure:
-    """An empty picture, in inches."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), facecolor=paper)
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def save(figure: Figure, path: Path, dpi: int = 150) -> None:
-    output.write_whole(path, lambda part: figure.savefig(part, dpi=dpi, facecolor=figure.get_facecolor()))
-
-
-def quiet(axes: Axes, title: str = "") -> None:
-    """The house's axes: few lines, faint ones."""
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
-    axes.tick_params(colors=INK, labelsize=9, length=3)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(FAINT)
-    axes.grid(True, color="#e3e8ee", linewidth=0.8)
-    axes.set_axisbelow(True)
 
 
 # --- schedules -------------------------------------------------------------------------------------------------

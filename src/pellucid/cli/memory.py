@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pellucid.cli import output
+from pellucid.cli.options import Device
 from pellucid.core.errors import PellucidError, rule
 
 if TYPE_CHECKING:
@@ -30,9 +31,7 @@ def command(
     dtype: Annotated[
         str | None, typer.Option(metavar="NAME", help="float32, bfloat16 or float16; the file's when not given.")
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="cuda or cpu; cuda where there is one when not given.")
-    ] = None,
+    device: Device = None,
     attention: Annotated[str, typer.Option(metavar="NAME", help="auto, flash, efficient, cudnn or math.")] = "auto",
     vae_slicing: Annotated[bool, typer.Option("--vae-slicing", metavar="", help="Decode one image at a time.")] = False,
     vae_tile: Annotated[

@@ -78,14 +78,10 @@ def destination(path: Path, what: str, suffixes: tuple[str, ...] = ()) -> Path:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Calls `write` on a temporary file beside `path`, which then takes its place at once."""
-    goal = Path(os.path.realpath(path))
-    part = goal.with_name(f".{goal.stem}.{os.getpid()}.part{goal.suffix}")
-    try:
-        write(part)
-        os.replace(part, goal)
-    finally:
-        part.unlink(missing_ok=True)
+    """As `interop.whole.put`, which is loaded when something is written."""
+    from pellucid.interop.whole import put
+
+    put(path, write)
 
 
 @contextmanager

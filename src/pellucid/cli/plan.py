@@ -9,6 +9,7 @@ import typer
 
 from pellucid.cli import output
 from pellucid.core.errors import PellucidError, rule
+from pellucid.interop.whole import put
 
 if TYPE_CHECKING:
     from pellucid.core.plan import Plan
@@ -96,8 +97,7 @@ def refuse_both(as_json: bool, plot: Path | None, diff: str | None) -> None:
 
 
 def keep(made: Plan, path: Path) -> None:
-    text = made.to_json() + "\n"
-    output.write_whole(path, lambda part: part.write_text(text, encoding="utf-8"))
+    put(path, made.to_json() + "\n")
 
 
 def show(made: Plan) -> None:

@@ -15,12 +15,11 @@ from pellucid.cli.sample_words import Adapter, Asked
 from pellucid.cli.sample_work import Job, Work, request_of
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.noise import seed_list
-from pellucid.interop import source
 from pellucid.pipeline import prompt as texts
 from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
 from pellucid.pipeline.load import load
 from pellucid.pipeline.parameters import Foreign
-from pellucid.pipeline.pictures_in import ADAPTER_EYES
+from pellucid.pipeline.pictures_in import adapter_eyes
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.policy import Policy
 from pellucid.pipeline.recipe import write_png
@@ -152,9 +151,11 @@ def timed_load(asked: Asked, report: Report) -> Pipeline:
 
 
 def eyes_of(asked: Asked) -> dict[str, Any]:
-    """The image encoder that lies in the folder of an IP-Adapter: the one that it was trained with."""
-    folders = [source.bundled(prompt.path) / ADAPTER_EYES for prompt in asked.image_prompts]
-    return {"image_encoder": next((place for place in folders if place.is_dir()), None)}
+    """The image encoder that was asked for, or that an IP-Adapter brings: the one that it was trained with."""
+    if "image_encoder" in asked.loading:
+        return {}
+    brought = (adapter_eyes(prompt.path) for prompt in asked.image_prompts)
+    return {"image_encoder": next((eyes for eyes in brought if eyes is not None), None)}
 
 
 def adapters_of(asked: Asked) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pellucid.cli import output
+from pellucid.cli.options import Device
 from pellucid.core.errors import PellucidError, rule
 
 if TYPE_CHECKING:
@@ -69,9 +70,7 @@ def command(
     ] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", min=0, help="Of subsets and resamples.")] = None,
     batch: Annotated[int, typer.Option(metavar="N", min=1, help="Pictures at once.")] = 64,
-    device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="cuda or cpu; cuda where there is one when not given.")
-    ] = None,
+    device: Device = None,
     no_cache: Annotated[
         bool, typer.Option("--no-cache", metavar="", help="Neither read nor keep features of the reference.")
     ] = False,

@@ -9,23 +9,16 @@ from typing import Annotated
 import typer
 
 from pellucid.cli import adherence
+from pellucid.cli.options import Device, Out, group
 
-app = typer.Typer(
-    help="Compare set-ups, with evidence.",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    no_args_is_help=True,
-)
+app = group("Compare set-ups, with evidence.")
 
 
 @app.command("schedules")
 def schedules(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file: the run, the schedules, the points.")],
-    out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where it writes; out/NAME of the config when not given.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="cuda or cpu; cuda where there is one when not given.")
-    ] = None,
+    out: Out = None,
+    device: Device = None,
 ) -> None:
     """Train one network under several noise schedules, score it on the way, and draw the report.
 

@@ -9,16 +9,13 @@ from typing import Annotated
 import typer
 
 from pellucid.cli import output
+from pellucid.cli.options import Device, Out
 
 
 def command(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file that says all of the run.")],
-    out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where it writes; out/NAME of the config when not given.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="cuda or cpu; cuda where there is one when not given.")
-    ] = None,
+    out: Out = None,
+    device: Device = None,
     until: Annotated[
         int | None, typer.Option(metavar="STEP", min=1, help="Stop after this step; the next call goes on.")
     ] = None,

@@ -5,21 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pellucid.cli import output
+from pellucid.pipeline.memory import in_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pellucid.train.config import TrainConfig
     from pellucid.train.explain import Collective, Explanation
-
-UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
-
-
-def size(count: int) -> str:
-    for unit, name in UNITS:
-        if count >= unit:
-            return f"{count / unit:.2f} {name}"
-    return f"{count} B"
 
 
 def show(config: TrainConfig, ranks: int, *, as_json: bool) -> None:
@@ -55,15 +47,15 @@ def print_tables(found: Explanation) -> None:
     )
     held = output.table("held between steps", "how", "in all", "per rank", right=("in all", "per rank"))
     for row in found.held:
-        held.add_row(row.what, row.how, size(row.whole), size(row.per_rank))
-    held.add_row("together", "", "", size(found.bytes_per_rank))
+        held.add_row(row.what, row.how, in_words(row.whole), in_words(row.per_rank))
+    held.add_row("together", "", "", in_words(found.bytes_per_rank))
     console.print(held)
     if not found.collectives:
         console.print("One rank: nothing is sent.")
         return
     console.print(moves(found.collectives, "in each optimiser step"))
     console.print(moves(found.of_log, "in each line of the log"))
-    console.print(f"Each rank sends, and receives, {size(found.sent_per_step)} a step (rings).")
+    console.print(f"Each rank sends, and receives, {in_words(found.sent_per_step)} a step (rings).")
 
 
 def moves(collectives: Sequence[Collective], when: str):  # type: ignore[no-untyped-def]
@@ -77,5 +69,5 @@ def moves(collectives: Sequence[Collective], when: str):  # type: ignore[no-unty
     for (operation, phase, what), rows in groups.items():
         name = rows[0].what if len(rows) == 1 else f"{what}, {len(rows)} groups"
         times, sent = sum(r.times for r in rows), sum(r.times * r.sent for r in rows)
-        table.add_row(operation, name, phase, str(times), size(sum(r.times * r.size for r in rows)), size(sent))
+        table.add_row(operation, name, phase, str(times), in_words(sum(r.times * r.size for r in rows)), in_words(sent))
     return table

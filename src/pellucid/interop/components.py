@@ -15,8 +15,8 @@ from pellucid.core.schedule import Schedule
 from pellucid.interop import weights
 from pellucid.interop.tokenizer import Tokenizer
 from pellucid.models import clip, config, dit, unet_config, vae
-from pellucid.models.clip import CLIPTextEncoder, CLIPVisionEncoder
-from pellucid.models.clip_config import CLIPTextConfig, CLIPVisionConfig
+from pellucid.models.clip import CLIP, CLIPTextEncoder, CLIPVisionEncoder
+from pellucid.models.clip_config import CLIPConfig, CLIPTextConfig, CLIPVisionConfig
 from pellucid.models.controlnet import ControlNet
 from pellucid.models.dit import DiT, PixArt
 from pellucid.models.tiny_vae import TinyAutoencoder, TinyVAEConfig
@@ -88,6 +88,7 @@ KINDS: dict[str, Kind] = {
     "CLIPTextModelWithProjection": Kind(clip_text, CLIPTextEncoder, clip.modern_names),
     "CLIPVisionModel": Kind(clip_vision, CLIPVisionEncoder, clip.modern_names),
     "CLIPVisionModelWithProjection": Kind(clip_vision, CLIPVisionEncoder, clip.modern_names),
+    "CLIPModel": Kind(lambda raw: config.read(CLIPConfig, raw), CLIP, clip.modern_names),
 }
 
 

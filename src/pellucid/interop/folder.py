@@ -174,14 +174,14 @@ def place_of(folder: Path, part: str) -> Path:
     return around / part if around is not None and (around / part).is_dir() else folder
 
 
-def outer(folder: Path) -> Path | None:
-    """The pipeline around this one, where the index says that they share parts. No other folder can be named."""
-    named = weights.read_json(folder / INDEX).get(SHARED) if (folder / INDEX).is_file() else None
+def outer(folder: Path, file: str = INDEX, only: str = OUTER) -> Path | None:
+    """The pipeline around this folder, where a file of it says that they share parts. No other place can be named."""
+    named = weights.read_json(folder / file).get(SHARED) if (folder / file).is_file() else None
     if named is None:
         return None
     around = folder.resolve().parent
-    if named != OUTER or not (around / INDEX).is_file():
-        must = f"{OUTER!r}, a folder with {INDEX}"
+    if named != only or not (around / INDEX).is_file():
+        must = f"{only!r}, in a folder with {INDEX} around it"
         raise PellucidError(rule(f"{SHARED} of {folder.name}", must, named), "shared-parts")
     return around
 

@@ -36,6 +36,7 @@ from pellucid.core.schedule import Level
 from pellucid.interop import diffusers_config, diffusers_export
 from pellucid.interop.diffusers_config import FILE_NAME, Reading
 from pellucid.interop.diffusers_plan import BLIND_START, compile_reading
+from pellucid.interop.whole import put
 
 TAKES_ETA = ("ddim", "tcd")  # the classes whose `step` takes eta in diffusers
 
@@ -341,12 +342,7 @@ class Scheduler:
         text = json.dumps(self.export(), indent=2, sort_keys=True) + "\n"
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
-        part = folder / f".{FILE_NAME}.{os.getpid()}.{threading.get_ident()}.tmp"
-        try:
-            part.write_text(text, encoding="utf-8")
-            os.replace(part, folder / FILE_NAME)
-        finally:
-            part.unlink(missing_ok=True)
+        put(folder / FILE_NAME, text)
 
     # --- inside
 

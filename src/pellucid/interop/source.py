@@ -16,6 +16,7 @@ from pellucid.interop import folder as folders
 from pellucid.interop import hub, single_file
 from pellucid.interop.components import INDEX, Components, Wanted
 from pellucid.interop.weights import dtype_named
+from pellucid.models.clip import CLIP, CLIPVisionEncoder
 
 BUNDLES = Path(__file__).parents[1] / "bundles"
 PART = re.compile(r"\w[\w.-]*", re.ASCII)  # a word of a path inside of a bundle: no dots alone, no separators
@@ -57,6 +58,18 @@ def load_component(
     if path.is_file():
         return single_file.read_component(path, wanted, config)
     return folders.read_component(path, wanted, config).network
+
+
+def load_image_encoder(
+    where: str | Path, *, dtype: torch.dtype | str | None = None, device: torch.device | str | None = None
+) -> CLIPVisionEncoder:
+    """A CLIP vision encoder, or the vision half of a whole CLIP (transformers' CLIPModel) with its projection."""
+    found = load_component(where, dtype=dtype, device=device)
+    found = found.vision_encoder() if isinstance(found, CLIP) else found
+    if not isinstance(found, CLIPVisionEncoder):
+        must = "a CLIP vision encoder or a whole CLIP"
+        raise PellucidError(rule("image_encoder", must, type(found).__name__), "component-kind")
+    return found
 
 
 def place(device: torch.device | str | None) -> torch.device | None:

@@ -222,6 +222,14 @@ class CLIP(nn.Module):
         self.text_projection = nn.Linear(text.hidden_size, config.projection_dim, bias=False)
         self.logit_scale = nn.Parameter(torch.tensor(float(config.logit_scale_init_value)))
 
+    def vision_encoder(self) -> CLIPVisionEncoder:
+        """Its vision half with the projection, as an encoder of its own; the weights are the same tensors."""
+        with torch.device("meta"):
+            settings = replace(self.config.vision, projection_dim=self.config.projection_dim)
+            half = CLIPVisionEncoder(settings, projection=True)
+        half.vision_model, half.visual_projection = self.vision_model, self.visual_projection
+        return half.train(self.training)
+
     def embed_text(self, tokens: Tensor) -> Tensor:
         return F.normalize(self.text_projection(self.text_model(tokens).pooled), dim=-1)  # (B, P)
 

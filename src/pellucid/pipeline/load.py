@@ -13,7 +13,6 @@ import torch
 from pellucid.core.errors import PellucidError, rule
 from pellucid.interop import source
 from pellucid.interop.family import check_fit
-from pellucid.models.clip import CLIPVisionEncoder
 from pellucid.models.tiny_vae import TinyAutoencoder
 from pellucid.models.vae import AutoencoderKL
 from pellucid.pipeline.inversion import add_inversions, read_inversion
@@ -39,9 +38,9 @@ def load(
 ) -> Pipeline:
     """A pipeline from a diffusers folder, a single-file checkpoint, a hub id or the name of a bundle.
 
-    `vae` and `image_encoder` are folders or files of other ones to use; `inversions` are textual inversion files,
-    whose names then work in prompts. Weights keep the dtype of their files, but for bundles on a CPU: they work in
-    float32 there. What the files contradict is in `pipe.components.notes`.
+    `vae` and `image_encoder` are folders or files of other ones to use; of a whole CLIP it is the vision half.
+    `inversions` are textual inversion files, whose names then work in prompts. Weights keep the dtype of their files,
+    but for bundles on a CPU: they work in float32 there. What the files contradict is in `pipe.components.notes`.
     """
     if not isinstance(where, str | os.PathLike):
         raise PellucidError(rule("model", "a folder, a file, a hub id or the name of a bundle", where), "not-found")
@@ -61,7 +60,7 @@ def load(
         parts = replace(parts, vae=component(vae, (AutoencoderKL, TinyAutoencoder), "vae", kind))
         check_fit(parts.network, parts.vae, parts.text_encoders)
     if image_encoder is not None:
-        parts = replace(parts, image_encoder=component(image_encoder, CLIPVisionEncoder, "image_encoder", kind))
+        parts = replace(parts, image_encoder=source.load_image_encoder(image_encoder, **kind))
     if inversions:
         encoders, tokenizers = add_inversions(
             parts.text_encoders, parts.tokenizers, [read_inversion(os.fspath(path)) for path in inversions]

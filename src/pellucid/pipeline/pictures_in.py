@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.interop import source, weights
+from pellucid.interop import folder, source, weights
 from pellucid.interop.components import Components
 from pellucid.models import ip_adapter
 from pellucid.models.controlnet import Controlled, ControlNet
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Inputs = dict[str, Any]
 ADAPTER_FILE, ADAPTER_EYES = "ip_adapter.safetensors", "image_encoder"  # in an IP-Adapter's folder
+EYES_NOTE, EYES_SHARED = "image_encoder.json", "../image_text"  # in the place of image_encoder/, in a bundle
 MAX_KEPT = 16  # adapters that a pipeline holds in memory
 
 
@@ -184,6 +185,15 @@ def adapter_file(path: str | os.PathLike[str]) -> Path:
     """The file of an IP-Adapter: itself, or the one in its folder."""
     place = source.bundled(path)
     return place / ADAPTER_FILE if place.is_dir() else place
+
+
+def adapter_eyes(path: str | os.PathLike[str]) -> Path | None:
+    """The image encoder that an IP-Adapter was trained with: in its folder, or the CLIP of the bundle around it."""
+    place = source.bundled(path)
+    if (place / ADAPTER_EYES).is_dir():
+        return place / ADAPTER_EYES
+    around = folder.outer(place, EYES_NOTE, EYES_SHARED)
+    return None if around is None else around / Path(EYES_SHARED).name
 
 
 def image_states(run: Run, adapter: IPAdapter, prompt: ImagePrompt) -> tuple[Tensor, Tensor]:

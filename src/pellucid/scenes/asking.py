@@ -16,15 +16,11 @@ MOST_PROMPTS = 1_000_000
 
 
 def prompts(
-    count: int,
-    objects: int | Sequence[int] = OBJECTS,
-    seed: int = 0,
-    split: Split = "held_out",
-    style: str = "flat",
+    count: int, objects: int | Sequence[int] = OBJECTS, seed: int = 0, split: Split = "held_out"
 ) -> list[tuple[str, Query]]:
     """Prompts that say all attributes. In the held-out split every object is a combination that training never saw."""
     if not 1 <= count <= MOST_PROMPTS:
         raise PellucidError(rule("count", f"from 1 to {MOST_PROMPTS:,}", count), "scenes-count")
     numbers = (objects,) if isinstance(objects, int) else objects
-    scenes = sample(torch.arange(count), seed, split, (style,), numbers)
-    return described(scenes, seed, full=True, style=style != "flat")
+    scenes = sample(torch.arange(count), seed, split, ("flat",), numbers)
+    return described(scenes, seed, full=True, style=False)

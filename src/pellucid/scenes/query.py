@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pellucid.scenes.relations import NARROW, Margins, holding
+from pellucid.scenes.relations import NARROW, holding
 from pellucid.scenes.scene import Scene, Scenes
 from pellucid.scenes.words import RELATION_NAMES
 
@@ -31,7 +31,7 @@ class Query:
     style: str | None = None
 
 
-def satisfied(scene: Scene, query: Query, margins: Margins = NARROW) -> bool:
+def satisfied(scene: Scene, query: Query) -> bool:
     """Whether a scene is what a query asks for. Colours name the objects: a scene has each of them once."""
     if len(scene.things) != len(query.objects):
         return False
@@ -48,5 +48,5 @@ def satisfied(scene: Scene, query: Query, margins: Margins = NARROW) -> bool:
     frame = [(query.background, scene.background), (query.kind, scene.kind), (query.style, scene.style)]
     if any(asked not in (None, is_) for asked, is_ in frame):
         return False
-    table = holding(Scenes.of([scene]), margins)[0]
+    table = holding(Scenes.of([scene]), NARROW)[0]
     return all(bool(table[where[i], where[j], RELATION_NAMES.index(name)]) for i, name, j in query.relations)

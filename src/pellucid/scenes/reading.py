@@ -82,12 +82,12 @@ def read(pictures: Tensor) -> list[Reading]:
 def read_chunk(labels: Labels) -> list[Reading]:
     window = windows(labels)
     fitted = fit(window) if len(window) else empty(labels)
-    things = [listed(labels, window, fitted, row) for row in range(len(labels.background))]
+    things = [(window.row == row).nonzero()[:, 0].tolist() for row in range(len(labels.background))]
     seen = objects(labels, window, fitted)
     back = ground(labels, window, fitted)
     strange = strangeness(labels)
     return [
-        assemble(ordered(labels, window, fitted, rows), seen, window, fitted, back, row, strange[row])
+        assemble(ordered(labels, window, fitted, rows), seen, fitted, back, row, strange[row])
         for row, rows in enumerate(things)
     ]
 
@@ -95,10 +95,6 @@ def read_chunk(labels: Labels) -> list[Reading]:
 def empty(labels: Labels) -> Fit:
     none = torch.zeros(0, device=labels.picture.device)
     return Fit(none.long(), none, none, none, none, none, none, none)
-
-
-def listed(labels: Labels, window: Window, fitted: Fit, row: int) -> list[int]:
-    return (window.row == row).nonzero()[:, 0].tolist()
 
 
 def strangeness(labels: Labels) -> list[tuple[float, float]]:
@@ -165,7 +161,7 @@ def silhouettes(window: Window, fitted: Fit, rows: list[int]) -> Tensor:
 
 
 def assemble(
-    rows: list[int], seen: list[Seen], window: Window, fitted: Fit, back: Ground, row: int, strange: tuple[float, float]
+    rows: list[int], seen: list[Seen], fitted: Fit, back: Ground, row: int, strange: tuple[float, float]
 ) -> Reading:
     trouble = None
     if not rows:

@@ -72,18 +72,6 @@ RELATIONS: Synonyms = {
     "in front of": ("in front of",),
     "behind": ("behind",),
 }
-# "A left of B" and "B right of A" say the same.
-INVERSE = {
-    "left of": "right of",
-    "right of": "left of",
-    "above": "below",
-    "below": "above",
-    "next to": "next to",
-    "inside": "around",
-    "around": "inside",
-    "in front of": "behind",
-    "behind": "in front of",
-}
 BACKGROUNDS: Synonyms = {
     "white": ("white",),
     "grey": ("grey", "gray"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,21 +14,9 @@ from pellucid.interop.save import save_component
 from pellucid.models.controlnet import ControlNet, Hint
 from pellucid.models.unet import UNet
 from pellucid.models.unet_config import UNetConfig
-from pellucid.train.adapting import (
-    DTYPES,
-    AdapterObjectiveConfig,
-    AdapterTask,
-    Base,
-    FileDtype,
-    Frozen,
-    Precision,
-    hint_of,
-    seeded,
-)
-from pellucid.train.draws import Draws
-from pellucid.train.sampling import SamplingConfig
+from pellucid.train.adapting import AdapterConfig, AdapterTask, Frozen, hint_of
+from pellucid.train.draws import Draws, seeded
 from pellucid.train.source import Batch
-from pellucid.train.text_denoise import default_sampling
 
 WIDTHS = (16, 32, 96, 256)  # of the hint's embedding in Stable Diffusion's ControlNets: one more than the halvings
 RGB = 3  # what a control picture is read as, here and in diffusers
@@ -36,17 +24,12 @@ NEW = ("controlnet_cond_embedding.", "controlnet_down_blocks.", "controlnet_mid_
 
 
 @dataclass(frozen=True)
-class ControlNetConfig:
+class ControlNetConfig(AdapterConfig):
     """`hint` names the pictures of the data that are followed, in [0, 1]. `hint_widths` are the channels of their
     embedding, from pixels to latents: by default as many of 16, 32, 96, 256 as the VAE needs."""
 
-    base: str
     hint: str = "edges"
     hint_widths: tuple[int, ...] = ()
-    precision: Precision = "float32"  # of the base; what is trained is float32
-    saved_dtype: FileDtype = "float32"
-    objective: AdapterObjectiveConfig = field(default_factory=AdapterObjectiveConfig)
-    sampling: SamplingConfig = field(default_factory=default_sampling)
 
     def build(self, seed: int, device: torch.device) -> ControlNetTask:
         return ControlNetTask(self, seed, device)
@@ -119,8 +102,8 @@ class ControlNetTask(AdapterTask):
     """A ControlNet of a text-to-image UNet."""
 
     def __init__(self, config: ControlNetConfig, seed: int, device: torch.device) -> None:
-        base = Base(config.base, config.precision, device)
-        super().__init__(base, config.objective, config.sampling)
+        super().__init__(config, device)
+        base = self.base
         self.config = config
         with seeded(seed):
             made = from_unet(base.unet, widths_for(base.factor, config.hint_widths))
@@ -137,4 +120,4 @@ class ControlNetTask(AdapterTask):
     def save(self, network: nn.Module, folder: Path) -> None:
         """A ControlNetModel's folder."""
         assert isinstance(network, ControlledBase)
-        save_component(network.controlnet, folder, dtype=DTYPES[self.config.saved_dtype], overwrite=True)
+        save_component(network.controlnet, folder, dtype=self.saved_dtype, overwrite=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -13,39 +13,24 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.interop import save, source, weights
-from pellucid.interop.folder import CONFIG, class_in
-from pellucid.models import config as configs
+from pellucid.interop import save, source
 from pellucid.models.attention import ImageTokens
-from pellucid.models.clip import CLIPVisionEncoder, modern_names
-from pellucid.models.clip_config import CLIPConfig
+from pellucid.models.clip import CLIPVisionEncoder
 from pellucid.models.ip_adapter import IPAdapter, Pair, PlainProjection
 from pellucid.models.unet import UNet
 from pellucid.pipeline.pictures_in import ADAPTER_EYES as EYES
 from pellucid.pipeline.pictures_in import ADAPTER_FILE as FILE
 from pellucid.pipeline.vision import DEVIATION, MEAN
-from pellucid.train.adapting import (
-    DTYPES,
-    AdapterObjectiveConfig,
-    AdapterTask,
-    Base,
-    FileDtype,
-    Frozen,
-    Precision,
-    hint_of,
-    seeded,
-)
+from pellucid.train.adapting import DTYPES, AdapterConfig, AdapterTask, Base, Frozen, hint_of
 from pellucid.train.config import counts
-from pellucid.train.draws import Draws
-from pellucid.train.sampling import SamplingConfig
+from pellucid.train.draws import Draws, seeded
 from pellucid.train.source import Batch
-from pellucid.train.text_denoise import default_sampling
 
 ITSELF = "itself"
 
 
 @dataclass(frozen=True)
-class IPAdapterConfig:
+class IPAdapterConfig(AdapterConfig):
     """`image_encoder` is a folder of a CLIP vision encoder with its projection, or of a whole CLIP; without one it is
     the base's own. `reference` names the pictures of the data that prompt, in [−1, 1]; `itself` is the picture that is
     to be made.
@@ -55,7 +40,6 @@ class IPAdapterConfig:
     `both_dropout` without either. Values start at zero, where the base is unchanged, or as the text's own (`copy`).
     """
 
-    base: str
     image_encoder: str | None = None
     reference: str = "reference"
     tokens: int = 4
@@ -64,10 +48,6 @@ class IPAdapterConfig:
     image_dropout: float = 0.05
     both_dropout: float = 0.05
     values: Literal["zero", "copy"] = "zero"
-    precision: Precision = "float32"  # of the base; what is trained is float32
-    saved_dtype: FileDtype = "float32"
-    objective: AdapterObjectiveConfig = field(default_factory=AdapterObjectiveConfig)
-    sampling: SamplingConfig = field(default_factory=default_sampling)
 
     def __post_init__(self) -> None:
         counts(self, "tokens", low=1)
@@ -82,29 +62,14 @@ class IPAdapterConfig:
         return IPAdapterTask(self, seed, device)
 
 
-def read_eyes(where: str, precision: Precision, device: torch.device) -> CLIPVisionEncoder:
-    """A vision encoder from its folder, or the vision half of a CLIPModel's."""
-    folder, dtype = source.locate(where), DTYPES[precision]
-    if folder.is_dir() and class_in(folder) == "CLIPModel":
-        whole = configs.read(CLIPConfig, weights.read_json(folder / CONFIG))
-        half = replace(whole.vision, projection_dim=whole.projection_dim)
-        tensors = modern_names(weights.read_folder(folder)[0])
-        kept = {k: v for k, v in tensors.items() if k.startswith(("vision_model.", "visual_projection."))}
-        return weights.load(
-            lambda: CLIPVisionEncoder(half, projection=True), kept, name=folder.name, dtype=dtype, device=device
-        )
-    found = source.load_component(where, dtype=dtype, device=device)
-    if not isinstance(found, CLIPVisionEncoder):
-        raise PellucidError(rule("image_encoder", "a CLIP vision encoder", type(found).__name__), "ip-encoder")
-    return found
-
-
 def eyes_of(base: Base, config: IPAdapterConfig) -> CLIPVisionEncoder:
     own = base.parts.image_encoder
     if config.image_encoder is None and own is None:
         must = f"given: {base.parts.name} has none"
         raise PellucidError(rule("image_encoder", must, None), "ip-encoder")
-    eyes = own if config.image_encoder is None else read_eyes(config.image_encoder, config.precision, base.device)
+    eyes = own
+    if config.image_encoder is not None:
+        eyes = source.load_image_encoder(config.image_encoder, dtype=DTYPES[config.precision], device=base.device)
     assert eyes is not None
     if eyes.visual_projection is None:
         raise PellucidError(rule("image_encoder", "one with a projection", "one without"), "ip-encoder")
@@ -185,8 +150,8 @@ class IPAdapterTask(AdapterTask):
     """An IP-Adapter with a plain projection, of a text-to-image UNet."""
 
     def __init__(self, config: IPAdapterConfig, seed: int, device: torch.device) -> None:
-        base = Base(config.base, config.precision, device)
-        super().__init__(base, config.objective, config.sampling)
+        super().__init__(config, device)
+        base = self.base
         self.config, self.eyes = config, eyes_of(base, config)
         with seeded(seed):
             made = new_adapter(base.unet, self.eyes.config.projection_dim, config.tokens, config.values)
@@ -224,7 +189,7 @@ class IPAdapterTask(AdapterTask):
     def save(self, network: nn.Module, folder: Path) -> None:
         """A folder with the adapter's file, and its image encoder where the base does not have it."""
         assert isinstance(network, PromptedBase)
-        dtype = DTYPES[self.config.saved_dtype]
+        dtype = self.saved_dtype
         with save.replaced(folder, FILE, overwrite=True) as place:
             tensors = {name: save.own(tensor, dtype) for name, tensor in file_of(network.adapter).items()}
             save_file(tensors, place / FILE, {"format": "pt"})

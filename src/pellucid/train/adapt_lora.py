@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -18,42 +18,25 @@ from pellucid.models.lora import Adapter, AdapterSet, copied
 from pellucid.models.lora_delta import LoRA, Product
 from pellucid.models.unet import UNet
 from pellucid.pipeline.text import TextPart
-from pellucid.train.adapting import (
-    DTYPES,
-    AdapterObjectiveConfig,
-    AdapterTask,
-    Base,
-    FileDtype,
-    Frozen,
-    Precision,
-    encode,
-    seeded,
-)
+from pellucid.train.adapting import AdapterConfig, AdapterTask, Frozen, encode
 from pellucid.train.config import counts, positive
-from pellucid.train.draws import Draws
-from pellucid.train.sampling import SamplingConfig
+from pellucid.train.draws import Draws, seeded
 from pellucid.train.source import Batch
-from pellucid.train.text_denoise import default_sampling
 
 FILE = "pytorch_lora_weights.safetensors"  # where diffusers looks in a folder
 ATTENTION = ("*.to_q", "*.to_k", "*.to_v", "*.to_out.0")
 
 
 @dataclass(frozen=True)
-class LoraConfig:
+class LoraConfig(AdapterConfig):
     """`layers` are patterns of layer names (`*.attn2.to_v`, `mid_block.*`), of linear layers and convolutions; each
     must fit one. `text_layers` are those of the text encoders (`*.q_proj`); none are trained by default. ΔW = alpha /
     rank · up·down, where alpha is the rank if it is not given."""
 
-    base: str
     rank: int = 8
     alpha: float | None = None
     layers: tuple[str, ...] = ATTENTION
     text_layers: tuple[str, ...] = ()
-    precision: Precision = "float32"  # of the base; what is trained is float32
-    saved_dtype: FileDtype = "float32"
-    objective: AdapterObjectiveConfig = field(default_factory=AdapterObjectiveConfig)
-    sampling: SamplingConfig = field(default_factory=default_sampling)
 
     def __post_init__(self) -> None:
         counts(self, "rank", low=1)
@@ -177,8 +160,8 @@ class LoraTask(AdapterTask):
     """A LoRA of a text-to-image model: UNet or PixArt, and its text encoders if asked."""
 
     def __init__(self, config: LoraConfig, seed: int, device: torch.device) -> None:
-        base = Base(config.base, config.precision, device)
-        super().__init__(base, config.objective, config.sampling)
+        super().__init__(config, device)
+        base = self.base
         self.config = config
         self.denoiser = "unet" if isinstance(base.network, UNet) else "transformer"
         encoders = dict(zip(components.text_parts(base.parts), base.parts.text_encoders, strict=True))
@@ -204,7 +187,7 @@ class LoraTask(AdapterTask):
     def save(self, network: nn.Module, folder: Path) -> None:
         """A folder with one file in diffusers' layout; alpha / rank goes into the matrices."""
         assert isinstance(network, LoraNetwork)
-        dtype = DTYPES[self.config.saved_dtype]
+        dtype = self.saved_dtype
         layers: dict[str, dict[str, LoRA]] = {}
         for part, name, change in placed(network.changes):
             down, up = (one.get_parameter("weight").detach().float().cpu() for one in (change.down, change.up))

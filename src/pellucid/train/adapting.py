@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,27 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from pellucid.core import target as targets
-from pellucid.core.compile import compile_plan
 from pellucid.core.errors import PellucidError, rule
-from pellucid.core.loop import run
 from pellucid.interop import source
 from pellucid.interop.components import Components
 from pellucid.models.dit import PixArt
-from pellucid.models.guidance import Guidance
-from pellucid.models.guided import GuidedDenoiser
 from pellucid.models.unet import UNet
-from pellucid.models.vae import Posterior, from_diffusion, to_diffusion
+from pellucid.models.vae import from_diffusion
 from pellucid.pipeline.conditions import takes_labels, takes_text, wants_sizes
 from pellucid.pipeline.pipeline import networks_of
 from pellucid.pipeline.text import TextPart, size_ids
 from pellucid.pipeline.text import parts as text_parts
 from pellucid.train.config import ObjectiveConfig
-from pellucid.train.draws import Draws, mixed
+from pellucid.train.draws import Draws
+from pellucid.train.encoding import drawn_latents
 from pellucid.train.objective import Graded, Objective
-from pellucid.train.sampling import SamplingConfig
+from pellucid.train.sampling import Sampling, SamplingConfig
 from pellucid.train.source import Batch
 from pellucid.train.text import CaptionIds, captions_of, check_vocabulary
-from pellucid.train.text_denoise import DECODED_AT_ONCE
+from pellucid.train.text_denoise import DECODED_AT_ONCE, default_sampling
 from pellucid.train.times import Times
 from pellucid.train.weighting import Weighting
 from pellucid.train.word_ids import tokens
@@ -63,6 +59,17 @@ class AdapterObjectiveConfig:
         if self.schedule is not None:
             return ObjectiveConfig(self.schedule, target, *rest).build()
         return Objective(parts.schedule, targets.named(target), *rest)
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What the tasks of all adapters have in common."""
+
+    base: str
+    precision: Precision = "float32"  # of the base; what is trained is float32
+    saved_dtype: FileDtype = "float32"
+    objective: AdapterObjectiveConfig = field(default_factory=AdapterObjectiveConfig)
+    sampling: SamplingConfig = field(default_factory=default_sampling)
 
 
 class Frozen(Generic[T]):
@@ -123,11 +130,7 @@ class Base:
         if vae is None:
             must = f"{self.network.config.in_channels}, as {self.parts.name} takes"
             raise PellucidError(rule("channels of the data", must, images.shape[1]), "data-shape")
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            mean, logvar = vae.encode(images.to(next(vae.parameters())))
-        posterior = Posterior(mean.float(), None if logvar is None else logvar.float())
-        noise = draws.normal("posterior", posterior.mean.shape[1:], images.device)
-        return to_diffusion(vae.config, posterior.sample(noise))
+        return drawn_latents(vae, images, draws)
 
     def takes(self, images: Tensor) -> bool:
         """Whether pictures are what the network diffuses: pixels, where it has no VAE, else latents."""
@@ -224,9 +227,10 @@ class AdapterTask(ABC):
 
     network: nn.Module
 
-    def __init__(self, base: Base, objective: AdapterObjectiveConfig, sampling: SamplingConfig) -> None:
-        self.base, self.sampling = base, sampling
-        self.objective = objective.build(base.parts)
+    def __init__(self, config: AdapterConfig, device: torch.device) -> None:
+        self.base = Base(config.base, config.precision, device)
+        self.objective, self.sampling = config.objective.build(self.base.parts), config.sampling
+        self.saved_dtype = DTYPES[config.saved_dtype]
         self.shown: Batch | None = None  # the first examples that this process met, for sample pictures
 
     @abstractmethod
@@ -273,15 +277,8 @@ class AdapterTask(ABC):
             self.all_inputs(shown, {n: torch.full_like(m, full) for n, m in names.items()}, None, shape)
             for full in (False, True)
         )
-        c, objective = self.sampling, self.objective
-        denoiser = GuidedDenoiser(
-            network, objective.schedule, objective.target, with_all, without, Guidance(c.guidance)
-        )
-        plan = compile_plan(c.sampler, schedule=objective.schedule, target=objective.target, grid=c.grid, steps=c.steps)
-        seeds = [mixed(seed, i) for i in range(shape[0])]
-        streams = [torch.Generator(base.device).manual_seed(own) for own in seeds]
-        x = torch.stack([torch.randn(shape[1:], generator=one, device=base.device) for one in streams])
-        made = run(plan, denoiser, x * plan.initial_scale, seeds=seeds)
+        sampling = Sampling(self.objective.schedule, self.objective.target, self.sampling)
+        made = sampling.guided(network, with_all, without, shape, seed, base.device)
         return torch.cat([base.pictures(part) for part in made.split(DECODED_AT_ONCE)])
 
 
@@ -298,11 +295,3 @@ def hint_of(batch: Batch, name: str) -> Tensor:
         got = ", ".join(batch.hints) or "none"
         raise PellucidError(rule("hints of the data", f"with one that is called {name}", got), "data-hints")
     return batch.hints[name]
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Inside, torch draws new weights by a seed; afterwards it draws as if nothing had been."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        yield

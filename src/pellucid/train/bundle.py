@@ -17,7 +17,8 @@ from pellucid.interop.components import INDEX, Components
 from pellucid.interop.diffusers_config import FILE_NAME as SCHEDULER
 from pellucid.interop.folder import OUTER, SHARED, class_in
 from pellucid.models.controlnet import ControlNet
-from pellucid.train import adapt_image, adapt_lora
+from pellucid.pipeline.pictures_in import ADAPTER_EYES, ADAPTER_FILE, EYES_NOTE, EYES_SHARED
+from pellucid.train import adapt_lora
 from pellucid.train.bundle_card import Card
 from pellucid.train.manifest import settle
 from pellucid.train.text_denoise import PIXART, STABLE_DIFFUSION, read_vae
@@ -61,9 +62,9 @@ def assemble(parts: Parts, folder: str | Path, card: Card | None = None, *, over
         writers = {
             "dit": lambda model, goal: write_dit(model, goal, base),
             "controlnet": write_controlnet,
-            "ip_adapter": write_ip_adapter,
-            "lora": write_lora,
             "image_text": write_image_text,
+            "ip_adapter": write_ip_adapter,  # after the one whose vision half it may share
+            "lora": write_lora,
         }
         for name, write in writers.items():
             if name in runs:
@@ -117,13 +118,16 @@ def write_controlnet(model: Path, goal: Path) -> None:
 
 
 def write_ip_adapter(model: Path, goal: Path) -> None:
-    write_file(model / adapt_image.FILE, goal, "ip_adapter")
-    eyes = model / adapt_image.EYES
+    """Its file, and its image encoder where that is not the vision half of the bundle's image_text, to the bit."""
+    write_file(model / ADAPTER_FILE, goal, "ip_adapter")
+    eyes = model / ADAPTER_EYES
     if not eyes.is_dir():
-        raise PellucidError(
-            rule("ip_adapter", f"a run that saved its {adapt_image.EYES}/", model.parent), "bundle-part"
-        )
-    save.save_component(source.load_component(eyes, dtype=torch.float32), goal / adapt_image.EYES, dtype=DTYPE)
+        raise PellucidError(rule("ip_adapter", f"a run that saved its {ADAPTER_EYES}/", model.parent), "bundle-part")
+    own, shared = source.load_image_encoder(eyes, dtype=DTYPE), goal.parent / "image_text"
+    if shared.is_dir() and same(own, source.load_image_encoder(shared)):
+        save.write_json(goal / EYES_NOTE, {SHARED: EYES_SHARED})
+    else:
+        save.save_component(own, goal / ADAPTER_EYES)
 
 
 def write_lora(model: Path, goal: Path) -> None:
@@ -160,13 +164,17 @@ def pipeline_in(model: Path, kind: str, what: str) -> Components:
 # --- what must hold ----------------------------------------------------------------------------------------------
 
 
-def check_same(what: str, mine: nn.Module | None, theirs: nn.Module | None, whose: str) -> None:
+def same(mine: nn.Module, theirs: nn.Module) -> bool:
     """Two networks of the same config and the same bits: one copy stands for both."""
+    one, two = mine.state_dict(), theirs.state_dict()
+    equal = one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    return equal and save.config_of(mine) == save.config_of(theirs)
+
+
+def check_same(what: str, mine: nn.Module | None, theirs: nn.Module | None, whose: str) -> None:
     assert mine is not None
     assert theirs is not None
-    one, two = mine.state_dict(), theirs.state_dict()
-    same = one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
-    if not same or save.config_of(mine) != save.config_of(theirs):
+    if not same(mine, theirs):
         raise PellucidError(rule(what, whose, "another"), "bundle-fit")
 
 

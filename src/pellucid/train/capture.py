@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -42,6 +43,7 @@ class Captured:
         torch.cuda.current_stream().wait_stream(side)
         for tensor, value in zip(self.state(), before, strict=True):
             tensor.copy_(value)
+        gc.collect()  # or the graph of a run that is over might be taken down within this capture
         # Other threads (the feed) may go on using the GPU: only what this one does is captured.
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.out = self.step(self.held)

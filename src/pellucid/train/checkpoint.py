@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.interop.whole import settle
 from pellucid.train.checkpoint_files import Reader, Writer
-from pellucid.train.manifest import MANIFEST, Damage, Manifest, Saved, Sealed, settle, verify, why
+from pellucid.train.manifest import MANIFEST, Damage, Manifest, Saved, Sealed, verify, why
 
 T = TypeVar("T")
 NAME = re.compile(r"step-(\d{8,})")

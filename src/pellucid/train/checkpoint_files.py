@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from pellucid.core.errors import PellucidError
-from pellucid.train.manifest import Chunk, Manifest, Saved, Sealed, sealed, settle, why, writing
+from pellucid.interop.whole import settle
+from pellucid.train.manifest import Chunk, Manifest, Saved, Sealed, sealed, why, writing
 
 Saves = Mapping[str, Saved]
 

@@ -20,7 +20,7 @@ from pellucid.interop.diffusers_config import Reading
 from pellucid.interop.save import save_components
 from pellucid.models.unet import UNet
 from pellucid.train.config import ObjectiveConfig
-from pellucid.train.draws import Draws
+from pellucid.train.draws import Draws, seeded
 from pellucid.train.initial import start_small
 from pellucid.train.objective import Graded, Question
 from pellucid.train.sampling import Sampling, SamplingConfig
@@ -46,8 +46,7 @@ def fresh(raw: Mapping[str, Any], seed: int) -> nn.Module:
     kind = raw.get("_class_name")
     if not isinstance(kind, str) or kind not in KINDS:
         raise PellucidError(rule("network._class_name", "one of " + ", ".join(KINDS), kind), "class")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         try:
             return start_small(KINDS[kind].build(KINDS[kind].read(raw)))
         except (ValueError, TypeError, ArithmeticError) as error:

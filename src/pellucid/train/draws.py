@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,14 @@ def mixed(*numbers: int) -> int:
         state = (state ^ (state >> 27)) * 0x94D049BB133111EB & (2**64 - 1)
         state ^= state >> 31
     return state & (2**63 - 1)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside, torch draws new weights by a seed; afterwards it draws as if nothing had been."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -51,7 +52,7 @@ class Feed(Generic[T]):
         if not 1 <= ahead <= 64:
             raise PellucidError(rule("ahead", "from 1 to 64 batches", ahead), "feed")
         place = None if device is None else torch.device(device)
-        stream = torch.cuda.Stream(place) if place is not None and place.type == "cuda" else None
+        stream = stream_of(place) if place is not None and place.type == "cuda" else None
         if stream is not None:  # what `make` reads may still be on its way: weights, tables
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         self.step, self.stop = start, stop
@@ -91,6 +92,12 @@ class Feed(Generic[T]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@lru_cache(maxsize=16)
+def stream_of(device: torch.device) -> torch.cuda.Stream:
+    """The same for every feed of a GPU: what one stream has freed, no other takes."""
+    return torch.cuda.Stream(device)
 
 
 def work(line: Line, make: Callable[[int], Any], start: int, stop: int) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import posixpath
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pellucid.core.errors import PellucidError, rule
@@ -88,8 +88,7 @@ class ImageFolderConfig:
     workers: int | None = None
 
     def open(self) -> ImageFolder:
-        keys = {f.name: getattr(self, f.name) for f in fields(self)}
-        return ImageFolder(keys.pop("folder"), **keys)
+        return ImageFolder(**vars(self))
 
 
 def bounded_bytes(path: Path) -> bytes:

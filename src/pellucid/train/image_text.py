@@ -21,7 +21,7 @@ from pellucid.interop.tokenizer import Tokenizer
 from pellucid.models.clip import CLIP
 from pellucid.models.clip_config import CLIPConfig
 from pellucid.pipeline.vision import DEVIATION, MEAN
-from pellucid.train.draws import Draws
+from pellucid.train.draws import Draws, seeded
 from pellucid.train.objective import Graded
 from pellucid.train.source import Batch
 from pellucid.train.start_clip import start_clip
@@ -84,8 +84,7 @@ class ImageTextTask:
             must = f"at least {self.tokenizer.length}, the tokenizer's window"
             got = settings.text.max_position_embeddings
             raise PellucidError(rule("text.max_position_embeddings", must, got), "components-fit")
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with seeded(seed):
             clip = start_clip(CLIP(settings))
         assert isinstance(clip, CLIP)
         self.side = settings.vision.image_size
@@ -171,7 +170,8 @@ def clip_scaled(images: Tensor) -> Tensor:
 
 def contrastive(images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
     """(N,): for pair n, the mean cross-entropy of finding its text by its picture and its picture by its text."""
-    logits = scale * images @ texts.T  # (N, N)
+    with torch.autocast(images.device.type, enabled=False):  # in bfloat16 a logit of 70 would be right to 0.25
+        logits = scale * images @ texts.T  # (N, N)
     right = torch.arange(len(logits), device=logits.device)
     ways = [F.cross_entropy(way, right, reduction="none") for way in (logits, logits.T)]
     return (ways[0] + ways[1]) / 2

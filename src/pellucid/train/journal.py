@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
 from datetime import timedelta
@@ -15,9 +14,9 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from pellucid.interop.whole import put, read_lines
 from pellucid.train.config import LogConfig
 from pellucid.train.events import Events
-from pellucid.train.manifest import settle
 
 FILE = "log.jsonl"
 
@@ -52,9 +51,7 @@ class Journal:
         pixels = sheet(images)
         path = self.folder / "pictures" / f"step-{step:08d}.png"
         path.parent.mkdir(exist_ok=True)
-        part = path.with_suffix(".part.png")
-        Image.fromarray(pixels).save(part)
-        os.replace(part, path)
+        put(path, Image.fromarray(pixels).save)
         if self.events is not None:
             self.events.image(step, "pictures", pixels)
         return path
@@ -80,19 +77,9 @@ def known(value: Any) -> Any:
 
 def cut(path: Path, step: int) -> None:
     """Leaves only the lines up to a step: what a killed run wrote after its last checkpoint comes again."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text("utf-8", errors="replace").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
-            continue  # the line at which it was killed
-    part = path.with_suffix(".part")
-    part.write_text("".join(kept), "utf-8")
-    settle(part)
-    os.replace(part, path)
+    if path.exists():
+        kept = [row for row in read_lines(path) if isinstance(row.get("step"), int) and row["step"] <= step]
+        put(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def sheet(images: Tensor, gap: int = 1) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -41,7 +41,7 @@ class CIFAR10Config:
         return CIFAR10Source(CIFAR10.read(self.folder, self.split), self.flip)
 
 
-TASKS: dict[str, type[Any]] = {
+TASKS: dict[str, type[TaskConfig]] = {
     "denoiser": DenoiserConfig,
     "text_denoiser": TextDenoiserConfig,
     "autoencoder": AutoencoderConfig,
@@ -50,7 +50,7 @@ TASKS: dict[str, type[Any]] = {
     "controlnet": ControlNetConfig,
     "ip_adapter": IPAdapterConfig,
 }
-DATA: dict[str, type[Any]] = {
+DATA: dict[str, type[DataConfig]] = {
     "cifar10": CIFAR10Config,
     "image_folder": ImageFolderConfig,
     "web_shards": WebShardsConfig,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -19,10 +18,12 @@ from torch import Tensor, nn
 from pellucid.core.errors import PellucidError, rule
 from pellucid.interop import weights
 from pellucid.interop.tokenizer import Tokenizer
+from pellucid.interop.whole import is_part, put
 from pellucid.pipeline import fingerprint
 from pellucid.train.draws import Draws
+from pellucid.train.encoding import posterior_of
 from pellucid.train.feed import Feed
-from pellucid.train.latent_files import MANIFEST, MIRRORED, Cache, Scaling, in_bytes, packed, put
+from pellucid.train.latent_files import MANIFEST, MIRRORED, Cache, Scaling, in_bytes, packed
 from pellucid.train.manifest import why
 from pellucid.train.pictures import hint_kind
 from pellucid.train.source import Batch, Source
@@ -122,7 +123,7 @@ def claim(cache: Cache, folder: Path) -> None:
             advice = "Delete it, or name another folder."
             must = f"new, or a cache of this data and VAE; {', '.join(differing)} differ"
             raise PellucidError(rule("folder", must, str(folder), advice), "latents-stale")
-    elif any(not name.endswith(".part") for name in os.listdir(folder)):
+    elif not all(map(is_part, folder.iterdir())):
         raise PellucidError(rule("folder", "new or empty", str(folder)), "latents")
     else:
         cache.write(folder)
@@ -144,7 +145,7 @@ def finish(cache: Cache, folder: Path) -> None:
         unreadable |= cache.unreadable_in(path, number) or {}
     sizes = tuple(path.stat().st_size for path in paths)
     replace(cache, complete=True, sizes=sizes, unreadable=unreadable).write(folder)
-    for left in folder.glob(".*.part"):
+    for left in filter(is_part, list(folder.iterdir())):
         left.unlink(missing_ok=True)
 
 
@@ -152,7 +153,7 @@ def made(
     cache: Cache, number: int, source: Source, vae: nn.Module, batch: int, tokenizer: Tokenizer | None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of one shard, and what could not be read on the way. Batches are made beside the encoder's work."""
-    weight = next(vae.parameters())
+    device = next(vae.parameters()).device
     first, last = number * cache.per_shard, number * cache.per_shard + cache.count_in(number)
     parts: list[dict[str, Tensor]] = []
     captions: list[str] = []
@@ -160,12 +161,12 @@ def made(
 
     def seen(step: int) -> tuple[Batch, list[str]]:
         start = first + step * batch
-        return examples(source, torch.arange(start, min(start + batch, last)), cache.phrasings, weight.device)
+        return examples(source, torch.arange(start, min(start + batch, last)), cache.phrasings, device)
 
-    with Feed(seen, 0, -(-(last - first) // batch), device=weight.device) as feed:
+    with Feed(seen, 0, -(-(last - first) // batch), device=device) as feed:
         for shown, said in feed:
             captions += said
-            parts.append(encoded(shown, vae, weight, cache))
+            parts.append(encoded(shown, vae, cache))
     tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     for name in (name for name in tensors if name.startswith("hints/") and cache.hints == "exact"):
         tensors[name] = packed(tensors[name], hint_kind(name.removeprefix("hints/")).low)
@@ -190,17 +191,16 @@ def examples(source: Source, asked: Tensor, phrasings: int, device: torch.device
 
 
 @torch.no_grad()
-def encoded(seen: Batch, vae: nn.Module, weight: Tensor, cache: Cache) -> dict[str, Tensor]:
+def encoded(seen: Batch, vae: nn.Module, cache: Cache) -> dict[str, Tensor]:
     """What is kept of a batch, on the CPU: mean and standard deviation of each Gaussian, labels and hints."""
     found: dict[str, Tensor] = {}
     for prefix, images in (("", seen.images), (MIRRORED, seen.images.flip(3) if cache.mirrored else None)):
         if images is None:
             continue
-        with torch.autocast(weight.device.type, torch.bfloat16, enabled=cache.precision == "bf16"):
-            posterior = vae.encode(images.to(weight))  # type: ignore[operator]
-        found[f"{prefix}mean"] = posterior.mean.float()
+        posterior = posterior_of(vae, images, bf16=cache.precision == "bf16")
+        found[f"{prefix}mean"] = posterior.mean
         if posterior.logvar is not None:
-            found[f"{prefix}std"] = torch.exp(0.5 * posterior.logvar.float())
+            found[f"{prefix}std"] = torch.exp(0.5 * posterior.logvar)
     kind = weights.dtype_named(cache.dtype)
     found = {name: tensor.to("cpu", kind).contiguous() for name, tensor in found.items()}
     if not all(bool(tensor.isfinite().all()) for tensor in found.values()):

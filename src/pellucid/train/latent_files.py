@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.interop import weights
-from pellucid.train.manifest import settle
+from pellucid.interop.whole import put
 
 MANIFEST = "latents.json"
 FORMAT = 1
@@ -79,8 +78,7 @@ class Cache:
         return said["unreadable"] if (said.get("name"), said.get("number")) == (self.name, number) else None
 
     def write(self, folder: Path) -> None:
-        text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
-        put(folder / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
+        put(folder / MANIFEST, json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
 
     @staticmethod
     def read(folder: Path) -> Cache:
@@ -101,15 +99,6 @@ class Cache:
                 rule(MANIFEST, f"a manifest of format {FORMAT}", str(folder)), "latents-damaged"
             ) from None
         return found
-
-
-def put(path: Path, write: Callable[[Path], Any]) -> None:
-    """Writes a file beside its place, waits until it is on the disk, and gives it its name."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    write(beside)
-    settle(beside)
-    os.replace(beside, path)
-    settle(path.parent)
 
 
 def in_bytes(hint: Tensor, low: int) -> Tensor:

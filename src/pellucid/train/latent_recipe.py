@@ -12,14 +12,15 @@ from torch import nn
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.interop.tokenizer import Tokenizer
-from pellucid.train.adapting import Base
+from pellucid.train.adapting import AdapterConfig, Base
 from pellucid.train.config import TrainConfig, chosen
+from pellucid.train.encoding import read_vae
 from pellucid.train.kinds import DATA, TASKS
 from pellucid.train.latent_cache import cache_latents
 from pellucid.train.latents import LatentsConfig
 from pellucid.train.scenes_source import ScenesConfig
 from pellucid.train.source import Source
-from pellucid.train.text_denoise import TextDenoiserConfig, read_vae
+from pellucid.train.text_denoise import TextDenoiserConfig
 
 BATCH, PER_SHARD = 512, 16384  # pictures
 
@@ -80,7 +81,7 @@ def parts_of(task: Any, device: torch.device) -> tuple[nn.Module, Tokenizer | No
     """The VAE of a task, and its tokenizer if it has just one."""
     if isinstance(task, TextDenoiserConfig):
         return read_vae(task.vae).to(device), task.text.build(0).tokenizer
-    if not hasattr(task, "base"):
+    if not isinstance(task, AdapterConfig):
         must = "one over a VAE: text_denoiser, lora, controlnet, ip_adapter"
         raise PellucidError(rule("task.kind", must, type(task).__name__), "latents")
     base = Base(task.base, "float32", device)

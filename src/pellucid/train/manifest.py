@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from pellucid.core.errors import PellucidError
+from pellucid.interop.whole import settle as settle
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -144,17 +144,6 @@ def verify(folder: Path) -> Manifest:
         except OSError as error:
             raise Damage(f"{name} is not readable ({why(error)})") from None
     return manifest
-
-
-def settle(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
-    if path.is_dir() and os.name != "posix":
-        return  # elsewhere a folder cannot be opened
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def why(error: BaseException) -> str:

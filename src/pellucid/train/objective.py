@@ -164,13 +164,14 @@ class ByLevel:
         if not (low < high and bins >= 1):
             raise PellucidError(rule("low, high, bins", "low < high and at least one bin", (low, high, bins)), "bins")
         self.edges = torch.linspace(low, high, bins + 1, dtype=torch.float64)
+        self.inner = self.edges[1:-1]  # goes where the errors are, once: to send it at each step would wait for a GPU
         self.sums = torch.zeros(3, bins, dtype=torch.float64)  # of ones, of errors, of their squares
 
     def add(self, graded: Graded) -> None:
         """Takes a batch in, where it is: nothing waits for a GPU."""
         errors = graded.errors.double()
-        self.sums = self.sums.to(errors.device)
-        which = torch.bucketize(graded.lam.to(errors), self.edges[1:-1].to(errors.device))
+        self.sums, self.inner = self.sums.to(errors.device), self.inner.to(errors.device)
+        which = torch.bucketize(graded.lam.to(errors), self.inner)
         self.sums.index_add_(1, which, torch.stack([torch.ones_like(errors), errors, errors**2]))
 
     def rows(self) -> list[dict[str, float]]:

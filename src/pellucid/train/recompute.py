@@ -22,7 +22,8 @@ def recompute(network: nn.Module) -> int:
     if not found:
         raise PellucidError(rule("recompute", "for a network of residual or transformer blocks", "none"), "recompute")
     for module in found.values():
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+        dice = bool(getattr(module, "dropout", 0.0))  # else none are thrown, and a captured step need not read them
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=dice)
     return len(found)
 
 

@@ -15,6 +15,8 @@ from pellucid.core.filters import Filter
 from pellucid.core.loop import run
 from pellucid.core.plan import Plan
 from pellucid.core.schedule import Schedule, Target
+from pellucid.models.guidance import Guidance
+from pellucid.models.guided import GuidedDenoiser
 from pellucid.train.draws import mixed
 
 
@@ -72,3 +74,20 @@ class Sampling:
             with torch.no_grad():
                 made = run(plan, reads, x, seeds=[mixed(seed, first + i) for i in range(batch)])
             yield made[: count - first]
+
+    @torch.no_grad()
+    def guided(
+        self,
+        network: Callable[..., Tensor],
+        told: Mapping[str, Any],
+        untold: Mapping[str, Any],
+        shape: Sequence[int],
+        seed: int,
+        device: torch.device,
+    ) -> Tensor:
+        """x0 (B, …) of a shape with its B, cond and uncond in one batch; every picture starts from noise of its own."""
+        reads = GuidedDenoiser(network, self.schedule, self.target, told, untold, Guidance(self.config.guidance))
+        plan, seeds = self.plan(), [mixed(seed, i) for i in range(shape[0])]
+        streams = [torch.Generator(device).manual_seed(own) for own in seeds]
+        x = torch.stack([torch.randn(*shape[1:], generator=one, device=device) for one in streams])
+        return run(plan, reads, x * plan.initial_scale, seeds=seeds)

@@ -16,6 +16,7 @@ from pellucid.interop.components import KINDS, TEXT_PARTS, TOKENIZER_PARTS
 from pellucid.interop.tokenizer import Tokenizer
 from pellucid.models.clip import CLIPTextEncoder
 from pellucid.pipeline.text import parts
+from pellucid.train.draws import seeded
 from pellucid.train.source import Batch
 from pellucid.train.start_clip import start_clip
 from pellucid.train.word_ids import tokens
@@ -85,8 +86,7 @@ def read_tokenizer(folder: str) -> Tokenizer:
 def fresh_encoder(raw: Mapping[str, Any], tokenizer: Tokenizer, seed: int) -> CLIPTextEncoder:
     """A CLIPTextModel with random weights that a seed decides. What the tokenizer knows need not be said."""
     settings = KINDS[FRESH].read({**known_of(tokenizer), **raw})
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         return start_clip(CLIPTextEncoder(settings))  # type: ignore[return-value]
 
 

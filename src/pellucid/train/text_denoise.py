@@ -10,26 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pellucid.core.compile import compile_plan
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.grid import named as grid_named
-from pellucid.core.loop import run
-from pellucid.interop import diffusers_export, source
+from pellucid.interop import diffusers_export
 from pellucid.interop.components import Components
 from pellucid.interop.diffusers_config import Reading
 from pellucid.interop.family import check_fit
 from pellucid.interop.save import save_components
 from pellucid.models.clip import CLIPTextEncoder
 from pellucid.models.dit import PixArt
-from pellucid.models.guidance import Guidance
-from pellucid.models.guided import GuidedDenoiser
 from pellucid.models.unet import UNet
-from pellucid.models.vae import AutoencoderKL, from_diffusion, to_diffusion
+from pellucid.models.vae import AutoencoderKL, from_diffusion
 from pellucid.train.config import ObjectiveConfig
 from pellucid.train.denoise import fresh
 from pellucid.train.draws import Draws, mixed
+from pellucid.train.encoding import drawn_latents, read_vae
 from pellucid.train.objective import Graded, Objective
-from pellucid.train.sampling import SamplingConfig
+from pellucid.train.sampling import Sampling, SamplingConfig
 from pellucid.train.source import Batch
 from pellucid.train.text import CaptionIds, TextConfig
 from pellucid.train.word_ids import tokens
@@ -118,11 +115,7 @@ class TextDenoiserTask:
         if tuple(images.shape[1:]) != self.pixels:
             must, got = f"pictures {self.pixels} or latents {self.shape}", tuple(images.shape[1:])
             raise PellucidError(rule("data", must, got), "data-shape")
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            mean, logvar = self.vae.encode(images)
-        noise = draws.normal("posterior", self.shape, images.device)
-        std = None if logvar is None else torch.exp(0.5 * logvar.float())
-        return to_diffusion(self.vae.config, mean.float() if std is None else mean.float() + std * noise)
+        return drawn_latents(self.vae, images, draws)
 
     def loss(self, network: nn.Module, asked: Mapping[str, Tensor]) -> Graded:
         question = self.objective.pose(asked["x0"], asked["noise"], asked["numbers"])
@@ -133,22 +126,12 @@ class TextDenoiserTask:
 
     @torch.no_grad()
     def pictures(self, network: nn.Module, count: int, seed: int) -> Tensor:
-        """Guided samples of the prompts in turn, cond and uncond in one batch."""
-        c, objective = self.config.sampling, self.objective
+        """Guided samples of the prompts in turn."""
         prompts = [self.config.prompts[i % len(self.config.prompts)] for i in range(count)]
-        plan = compile_plan(c.sampler, schedule=objective.schedule, target=objective.target, grid=c.grid, steps=c.steps)
-        denoiser = GuidedDenoiser(
-            network,
-            objective.schedule,
-            objective.target,
-            self.told(prompts),
-            self.told([""] * count),
-            Guidance(c.guidance),
-        )
-        seeds = [mixed(seed, i) for i in range(count)]
-        streams = [torch.Generator(self.device).manual_seed(own) for own in seeds]
-        x = torch.stack([torch.randn(self.shape, generator=one, device=self.device) for one in streams])
-        made = from_diffusion(self.vae.config, run(plan, denoiser, x * plan.initial_scale, seeds=seeds))
+        sampling = Sampling(self.objective.schedule, self.objective.target, self.config.sampling)
+        told, untold = self.told(prompts), self.told([""] * count)
+        x0 = sampling.guided(network, told, untold, (count, *self.shape), seed, self.device)
+        made = from_diffusion(self.vae.config, x0)
         return torch.cat([self.vae.decode(part) for part in made.split(DECODED_AT_ONCE)]).add(1).div(2).clamp(0, 1)
 
     def save(self, network: nn.Module, folder: Path) -> None:
@@ -175,14 +158,6 @@ class TextDenoiserTask:
             schedule=self.objective.schedule,
             target=self.objective.target,
         )
-
-
-def read_vae(where: str) -> AutoencoderKL:
-    """A frozen VAE in float32, from its folder, file or hub id."""
-    vae = source.load_component(where, dtype=torch.float32)
-    if not isinstance(vae, AutoencoderKL):
-        raise PellucidError(rule("vae", "an AutoencoderKL", type(vae).__name__), "component-kind")
-    return vae.eval().requires_grad_(False)
 
 
 def check_parts(denoiser: nn.Module, vae: AutoencoderKL, encoder: CLIPTextEncoder) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.interop.whole import is_part, put
 from pellucid.train import optimizer as adamw
 from pellucid.train.capture import Captured
 from pellucid.train.checkpoint import Checkpoints
@@ -25,7 +25,6 @@ from pellucid.train.ema import EMA
 from pellucid.train.feed import Feed
 from pellucid.train.journal import Journal
 from pellucid.train.kinds import DATA, TASKS
-from pellucid.train.manifest import settle
 from pellucid.train.objective import ByLevel, Graded
 from pellucid.train.order import Order
 from pellucid.train.ranks import Ranks
@@ -99,7 +98,9 @@ class Trainer:
             part = self.ranks.rank * self.config.engine.accumulate + micro
             draws = Draws(self.config.seed, step, self.config.batch, part, self.parts)
             batch = self.source.batch(self.order.step(step, part, self.parts), draws, self.ranks.device)
-            asked.append(self.task.prepare(batch, draws))
+            made = self.task.prepare(batch, draws)
+            # All of it is sent here, where a step need not wait for it.
+            asked.append({name: tensor.to(self.ranks.device, non_blocking=True) for name, tensor in made.items()})
         return asked
 
     def one_step(self, asked: Asked) -> tuple[Tensor, ...]:
@@ -149,7 +150,7 @@ class Trainer:
 
     def claim(self) -> None:
         """Makes the folder this run's own, or refuses a folder that another config began."""
-        path, part = self.folder / CONFIG, self.folder / f"{CONFIG}.part"
+        path = self.folder / CONFIG
         mine, done = self.config.fingerprint(), max(self.checkpoints.steps(), default=0)
         if path.exists():
             try:
@@ -159,7 +160,7 @@ class Trainer:
             if theirs != mine:
                 must = f"the one that began {self.folder} ({theirs})"
                 raise PellucidError(rule("config", must, mine, "Choose another --out."), "resume-config")
-        elif self.folder.exists() and any(entry != part for entry in self.folder.iterdir()):
+        elif self.folder.exists() and not all(map(is_part, self.folder.iterdir())):
             raise PellucidError(rule("--out", "empty, new, or a run of this config", str(self.folder)), "out-taken")
         if done > self.config.steps:
             must = f"at least {done}, the steps that {self.folder} has done"
@@ -167,9 +168,7 @@ class Trainer:
         self.ranks.barrier()
         if self.ranks.is_first:
             self.folder.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps({"fingerprint": mine, "config": to_plain(self.config)}, indent=1), "utf-8")
-            settle(part)
-            os.replace(part, path)
+            put(path, json.dumps({"fingerprint": mine, "config": to_plain(self.config)}, indent=1))
         self.ranks.barrier()
 
     # --- the run
@@ -181,24 +180,15 @@ class Trainer:
         self.claim()
         first = self.resume()
         last = max(first, min(until or self.config.steps, self.config.steps))
-        log = self.config.log
         journal = self.journal(first)
         if journal is not None:
             for name in self.checkpoints.damaged:
                 journal.say(f"damaged checkpoint, so the one before it is taken: {name}")
         try:
-            if isinstance(self.advance, Captured) and first < last:
-                self.advance.capture(self.prepare(first))  # before another thread uses the GPU
-            with Feed(self.prepare, first, last, device=self.ranks.device) as feed:
-                for step, asked in zip(range(first, last), feed, strict=True):
-                    self.step(step, asked)
-                    done = step + 1
-                    if done % log.every == 0 or done == last:
-                        self.report(done, journal)
-                    if log.pictures_every and done % log.pictures_every == 0:
-                        self.draw(done, journal)
-                    if done == last or (log.checkpoint_every and done % log.checkpoint_every == 0):
-                        self.save(done)  # last: what a kill cut off before it comes again
+            alone = self.compile_alone(first, last, journal)
+            with Feed(self.prepare, alone, last, device=self.ranks.device) as feed:
+                for step, asked in zip(range(alone, last), feed, strict=True):
+                    self.take(step, asked, last, journal)
         finally:
             if journal is not None:
                 journal.close()
@@ -207,11 +197,34 @@ class Trainer:
         skipped = int(getattr(self.source, "skipped", 0))
         return Finished(self.folder, last, time.perf_counter() - begun, skipped)
 
+    def compile_alone(self, first: int, last: int, journal: Journal | None) -> int:
+        """Captures, or takes the first step, if there is something to compile; the step that the feed begins with.
+
+        torch's tracers patch modules for the whole process: no other thread may run one, or use the GPU, meanwhile."""
+        if first < last and isinstance(self.advance, Captured):
+            self.advance.capture(self.prepare(first))
+        elif first < last and self.config.engine.compile:
+            self.take(first, self.prepare(first), last, journal)
+            return first + 1
+        return first
+
+    def take(self, step: int, asked: Asked, last: int, journal: Journal | None) -> None:
+        """One step, and what is due after it."""
+        self.step(step, asked)
+        done, log = step + 1, self.config.log
+        if done % log.every == 0 or done == last:
+            self.report(done, journal)
+        if log.pictures_every and done % log.pictures_every == 0:
+            self.draw(done, journal)
+        if done == last or (log.checkpoint_every and done % log.checkpoint_every == 0):
+            self.save(done)  # last: what a kill cut off before it comes again
+
     def step(self, step: int, asked: Asked) -> None:
         adamw.set_rate(self.optimizer, adamw.rate_at(self.config.optimizer, step, self.config.steps))
-        if self.ranks.device.type == "cpu":
-            # for networks with dropout; torch.manual_seed would note a stack trace for each kind of GPU
-            torch.default_generator.manual_seed(mixed(self.config.seed, step, self.ranks.rank))
+        # for networks with dropout; torch.manual_seed would note a stack trace for each kind of GPU
+        device = self.ranks.device
+        dice = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+        dice.manual_seed(mixed(self.config.seed, step, self.ranks.rank))
         loss, norm, errors, lam = self.advance(asked)
         if self.ema is not None:
             self.ema.update(self.config.batch)

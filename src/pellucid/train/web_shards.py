@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -187,8 +187,7 @@ class WebShardsConfig:
     workers: int | None = None
 
     def open(self) -> WebShards:
-        keys = {f.name: getattr(self, f.name) for f in fields(self)}
-        return WebShards(keys.pop("shards"), **keys)
+        return WebShards(**vars(self))
 
 
 def grouped(files: Iterator[Member], shard: str) -> Iterator[tuple[str, dict[str, Member]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,17 +71,10 @@ class Compared:
         return {**kept, "adapted": asdict(self.adapted), "base": asdict(self.base)}
 
 
-Done = Callable[[], object]
-
-
-def nothing() -> None:
-    """Nobody watches."""
-
-
 # ControlNet
 
 
-def follows_edges(pipe: Maker, network: Any, exam: Exam, done: Done = nothing) -> Compared:
+def follows_edges(pipe: Maker, network: Any, exam: Exam) -> Compared:
     """The exact outlines of a scene and its caption: F1 of the picture's own outlines, within one pixel."""
     scores: dict[bool, list[Tensor]] = {True: [], False: []}
     cards: list[Card] = []
@@ -96,7 +89,6 @@ def follows_edges(pipe: Maker, network: Any, exam: Exam, done: Done = nothing) -
         for i, caption in enumerate(captions[: ON_A_SHEET - len(cards) // 3]):
             cards.append(Card(hints[i], f"{first + i}: {caption}", "edges", None))
             cards += [Card(made[on][i], name(on), f"F1 {scores[on][-1][i]:.3f}", None) for on in (False, True)]
-        done()
     values = {on: torch.cat(parts).double() for on, parts in scores.items()}
     more = {
         "share of 0.9 or more": Share.of((values[True] >= 0.9).tolist()).value,
@@ -142,9 +134,7 @@ def read_adapter(file: str | Path, like: Tensor) -> EachItsOwn:
     return EachItsOwn(found.kind, found.image_proj, list(found.pairs)).to(like).eval()  # type: ignore[arg-type]
 
 
-def carries_reference(
-    pipe: Maker, adapter: EachItsOwn, exam: Exam, prompt: str = NEUTRAL, done: Done = nothing
-) -> Compared:
+def carries_reference(pipe: Maker, adapter: EachItsOwn, exam: Exam) -> Compared:
     """A picture of one object alone, and a prompt that says nothing of it: an object of that colour and shape."""
     marks: dict[bool, list[Likeness]] = {True: [], False: []}
     counts: list[int] = []
@@ -154,7 +144,7 @@ def carries_reference(
         references = images.to_images(shown)
         wanted = [scene.things[0] for scene in drawn.scenes()]
         extra: dict[bool, dict[str, Any]] = {True: {"image_prompts": [ImagePrompt(adapter, references)]}, False: {}}
-        prompts = [prompt] * len(wanted)
+        prompts = [NEUTRAL] * len(wanted)
         made = {on: exam.making.pictures(pipe, prompts, first, **extra[on]) for on in (True, False)}
         readings = {on: scenes.read(seen(made[on], exam.device)) for on in (True, False)}
         for on in (True, False):
@@ -165,7 +155,6 @@ def carries_reference(
             for on in (False, True):
                 right = marks[on][first + i].both if on else None
                 cards.append(Card(made[on][i], name(on), told(readings[on][i]), right))
-        done()
     both = {on: [mark.both for mark in marks[on]] for on in marks}
     more = {
         "colour": Share.of(mark.colour for mark in marks[True]).value,
@@ -199,7 +188,7 @@ def told(reading: Reading) -> str:
 # LoRA
 
 
-def has_style(pipe: Maker, lora: Any, style: str, exam: Exam, done: Done = nothing) -> Compared:
+def has_style(pipe: Maker, lora: Any, style: str, exam: Exam) -> Compared:
     """Captions that name no style: the share of pictures whose style is the LoRA's."""
     if style not in STYLE_NAMES:
         raise PellucidError(rule("style", "one of " + ", ".join(STYLE_NAMES), style), "exam")
@@ -216,7 +205,6 @@ def has_style(pipe: Maker, lora: Any, style: str, exam: Exam, done: Done = nothi
                 found = styles[on][first + i]
                 words = name(on) if on else f"{first + i}: {caption}"
                 cards.append(Card(made[on][i], words, found or "unclear", found == style if on else None))
-        done()
     marks = {on: [found == style for found in styles[on]] for on in styles}
     figure = f"style is {style}"
     return Compared("LoRA", figure, exam.count, share(marks[True]), share(marks[False]), {}, tuple(cards))

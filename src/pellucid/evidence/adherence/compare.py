@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.evidence.study.schedules_table import Table
+from pellucid.evidence.study.table import Table
 from pellucid.interop import source
 from pellucid.interop.weights import dtype_named
 from pellucid.models import attention

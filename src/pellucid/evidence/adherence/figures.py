@@ -11,7 +11,7 @@ import torch
 from pellucid.evidence.adherence.prompted import Shown
 from pellucid.evidence.adherence.shares import Share
 from pellucid.evidence.adherence.verdict import ATTRIBUTES, Verdict
-from pellucid.evidence.study.schedules_table import Table
+from pellucid.evidence.study.table import Table
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,14 +37,7 @@ class Matching:
         return {"count": self.count, "right": self.right, "shuffled": self.shuffled, **shares}
 
 
-def matching(
-    judge: Judge,
-    count: int = 1024,
-    *,
-    seed: int = 0,
-    device: torch.device | str = "cpu",
-    done: Callable[[], object] = lambda: None,
-) -> Matching:
+def matching(judge: Judge, count: int = 1024, *, seed: int = 0, device: torch.device | str = "cpu") -> Matching:
     """Over true pictures of scenes that no denoiser was trained on, in groups of 32."""
     if count < AMONG or count % AMONG or count > MOST:
         raise PellucidError(rule("count", f"a multiple of {AMONG}, at most {MOST:,}", count), "matching")
@@ -55,7 +47,6 @@ def matching(
         captions = scenes.captions(drawn, seed, full=True)
         pictures = to_bytes((scenes.render(drawn.to(device), judge.network.config.vision.image_size) + 1) / 2)
         cosines.append((judge.image(pictures) @ judge.text(captions)[0].T).cpu())
-        done()
     return summed(torch.stack(cosines))
 
 

@@ -21,9 +21,8 @@ from pellucid.evidence.adherence import tiles
 from pellucid.evidence.adherence.making import Maker, Making, seen
 from pellucid.evidence.adherence.opening import DTYPE, Part
 from pellucid.evidence.adherence.verdict import Verdict, from_plain, judge, to_plain
-from pellucid.evidence.study.records import Records
-from pellucid.evidence.study.schedules import claim, is_mine
-from pellucid.evidence.study.schedules_report import put
+from pellucid.evidence.study.records import Records, claim, is_mine
+from pellucid.interop.whole import put
 from pellucid.scenes.query import Query
 from pellucid.scenes.reading import Reading
 

@@ -13,7 +13,7 @@ from pellucid.evidence.adherence import tiles
 from pellucid.evidence.adherence.figures import Figures, figures, table
 from pellucid.evidence.adherence.prompted import Adherence, Shown, Study
 from pellucid.evidence.adherence.sheets import Card, contact_sheet
-from pellucid.evidence.study.schedules_report import put
+from pellucid.interop.whole import put
 
 ON_A_SHEET = 100
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -48,9 +48,7 @@ def round_trip(
     size: int = 128,
     batch: int = 50,
     seed: int = 0,
-    styles: Sequence[str] = scenes.TRAIN_STYLES,
     device: torch.device | str = "cpu",
-    done: Callable[[], object] = lambda: None,
 ) -> RoundTrip:
     """True renders of held-out scenes, through the mean of the encoder's posterior and back, in 8 bits as a person
     would see them."""
@@ -59,7 +57,7 @@ def round_trip(
     psnr, manner, before, after = [], [], [], []
     for first in range(0, count, batch):
         indices = torch.arange(first, min(first + batch, count))
-        drawn = scenes.sample(indices, seed, "held_out", styles, OBJECTS)
+        drawn = scenes.sample(indices, seed, "held_out", scenes.TRAIN_STYLES, OBJECTS)
         queries = [query for _, query in scenes.described(drawn, seed, full=True, style=False)]
         true = scenes.render(drawn.to(device), size)
         made = through(vae, true)
@@ -67,7 +65,6 @@ def round_trip(
         manner += [scene.style for scene in drawn.scenes()]
         before += judged(true, queries)
         after += judged(made, queries)
-        done()
     values = torch.cat(psnr).double()
     least = values.sort().values[: max(1, round(WORST * count))]
     return RoundTrip(
@@ -77,7 +74,7 @@ def round_trip(
         worst=float(least.mean()),
         before=Share.of(verdict.right for verdict in before),
         after=Share.of(verdict.right for verdict in after),
-        by_style={name: mean_of(values, manner, name) for name in dict.fromkeys(styles) if name in manner},
+        by_style={name: mean_of(values, manner, name) for name in dict.fromkeys(scenes.TRAIN_STYLES) if name in manner},
     )
 
 
@@ -104,8 +101,8 @@ def mean_of(values: Tensor, manner: Sequence[str], name: str) -> float:
     return float(values[own].mean())
 
 
-def pairs(vae: Any, count: int = 12, *, size: int = 128, seed: int = 0, device: str = "cpu") -> list[Image.Image]:
+def pairs(vae: Any, count: int = 12, *, size: int = 128, device: str = "cpu") -> list[Image.Image]:
     """True pictures and what the VAE made of each, in turn, to look at."""
-    true = scenes.render(scenes.sample(torch.arange(count), seed, "held_out").to(device), size)
+    true = scenes.render(scenes.sample(torch.arange(count), 0, "held_out").to(device), size)
     both = torch.stack([true, through(vae, true)], 1).flatten(0, 1)
     return images.to_images(both)

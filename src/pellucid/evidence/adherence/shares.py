@@ -41,10 +41,13 @@ class Share:
         """'96.2 % (94.9 to 97.2)'"""
         if not self.count:
             return "–"
-        low, high = self.interval
-        return f"{100 * self.value:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
+        return percent(self.value, *self.interval)
 
     def plain(self) -> dict[str, float | int | None]:
         low, high = self.interval
         value = self.value if self.count else None
         return {"right": self.right, "count": self.count, "share": value, "low": low, "high": high}
+
+
+def percent(value: float, low: float, high: float) -> str:
+    return f"{100 * value:.1f} % ({100 * low:.1f} to {100 * high:.1f})"

@@ -19,13 +19,14 @@ from pellucid.evidence.adherence.making import Making
 from pellucid.evidence.adherence.matching import AMONG, Matching, matching
 from pellucid.evidence.adherence.opening import DTYPE, open_pipe
 from pellucid.evidence.adherence.round_trip import RoundTrip, pairs, round_trip
+from pellucid.evidence.adherence.shares import Share, percent
 from pellucid.evidence.adherence.sheets import Card, contact_sheet
 from pellucid.evidence.metrics.image_text import Judge
-from pellucid.evidence.study.schedules_report import put
-from pellucid.evidence.study.schedules_table import Table
 from pellucid.evidence.study.significance import Estimate
+from pellucid.evidence.study.table import Table
 from pellucid.interop import source
-from pellucid.pipeline.pictures_in import ADAPTER_EYES, adapter_file
+from pellucid.interop.whole import put
+from pellucid.pipeline.pictures_in import adapter_eyes, adapter_file
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.request import Request
 
@@ -71,9 +72,8 @@ class Suite:
 
     @cached_property
     def pipe(self) -> Pipeline:
-        eyes = source.bundled(self.ip_adapter) / ADAPTER_EYES if self.ip_adapter else None
-        own = eyes if eyes is not None and eyes.is_dir() else None
-        return open_pipe(self.model, dtype=self.dtype, device=self.device, image_encoder=own)
+        eyes = adapter_eyes(self.ip_adapter) if self.ip_adapter else None
+        return open_pipe(self.model, dtype=self.dtype, device=self.device, image_encoder=eyes)
 
 
 def measure(
@@ -167,11 +167,11 @@ def table(found: dict[str, dict[str, Any]]) -> Table:
             low, high = one["interval"]
             rows.append(("VAE", "PSNR of the round trip, dB", f"{one['psnr']:.2f} ({low:.2f} to {high:.2f})", "–"))
             rows.append(("VAE", "PSNR of the worst hundredth, dB", f"{one['worst']:.2f}", "–"))
-            rows.append(("VAE", "read right in all attributes", percent(one["after"]), percent(one["before"])))
+            rows.append(("VAE", "read right in all attributes", share(one["after"]), share(one["before"])))
         elif part == "image_text":
             rows.append(("image-text", "cosine", f"{one['right']:.3f}", f"{one['shuffled']:.3f}, another's caption"))
             for key, words in (("by_picture", "caption found among 32"), ("by_text", "picture found among 32")):
-                rows.append(("image-text", words, percent(one[key]), f"{100 / AMONG:.1f} % by chance"))
+                rows.append(("image-text", words, share(one[key]), f"{100 / AMONG:.1f} % by chance"))
         else:
             both = [Estimate(**one[key]) for key in ("adapted", "base")]
             rows.append((one["adapter"], one["figure"], *(number(estimate, part) for estimate in both)))
@@ -179,11 +179,11 @@ def table(found: dict[str, dict[str, Any]]) -> Table:
     return Table("Parts of the model", ("part", "figure", "with", "without"), tuple(rows), note)
 
 
-def percent(one: dict[str, Any]) -> str:
-    return f"{100 * one['share']:.1f} % ({100 * one['low']:.1f} to {100 * one['high']:.1f})"
+def share(one: dict[str, Any]) -> str:
+    return Share(one["right"], one["count"]).words
 
 
 def number(estimate: Estimate, part: str) -> str:
     if part != "controlnet":
-        return percent({"share": estimate.value, "low": estimate.low, "high": estimate.high})
+        return percent(estimate.value, estimate.low, estimate.high)  # type: ignore[arg-type]  # it has an interval
     return f"{estimate.value:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"

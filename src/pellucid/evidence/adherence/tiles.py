@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.interop.whole import put
 from pellucid.pipeline import images
 
 COLUMNS = 10
@@ -18,15 +18,7 @@ COLUMNS = 10
 def save(image: Image.Image, path: Path) -> Path:
     """A PNG that is whole or absent."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part.png")
-    try:
-        with part.open("wb") as file:
-            image.save(file, "png")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    put(path, image.save)
     return path
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.interop import weights
+from pellucid.interop.whole import put
 
 FORMAT = "pellucid-statistics-1"
 FEW = 10_000  # pictures below which FID says more about their number than about their quality
@@ -67,16 +68,9 @@ class Statistics:
 
     def save(self, path: str | Path) -> None:
         """As one safetensors file, whole or not at all."""
-        goal = Path(path)
-        part = goal.with_name(f".{goal.name}.{os.getpid()}.part")
         tensors = {"mean": self.mean.cpu().contiguous(), "covariance": self.covariance.cpu().contiguous()}
-        try:
-            save_file(tensors, part, {"format": FORMAT, "count": str(self.count), "network": self.network})
-            with part.open("rb+") as file:
-                os.fsync(file.fileno())
-            os.replace(part, goal)
-        finally:
-            part.unlink(missing_ok=True)
+        words = {"format": FORMAT, "count": str(self.count), "network": self.network}
+        put(Path(path), partial(save_file, tensors, metadata=words))
 
     @staticmethod
     def load(path: str | Path) -> Statistics:

@@ -17,11 +17,11 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.metrics.bootstrap import RESAMPLES, Interval, mean_interval
 from pellucid.evidence.metrics.pictures import Folder, PictureSet
 from pellucid.interop import source, weights
+from pellucid.interop.components import Wanted
+from pellucid.interop.folder import read_part
 from pellucid.interop.hub import tokenizer_in
 from pellucid.interop.tokenizer import Tokenizer
-from pellucid.models import config
-from pellucid.models.clip import CLIP, modern_names
-from pellucid.models.clip_config import CLIPConfig
+from pellucid.models.clip import CLIP
 from pellucid.pipeline.vision import DEVIATION, MEAN, clip_pixels
 
 BICUBIC = 3  # as PIL counts
@@ -60,15 +60,7 @@ class Judge:
             got = (raw.get("architectures") or [raw.get("model_type")])[0]
             must = "a CLIPModel, text and vision together"
             raise PellucidError(rule(f"config of {folder.name}", must, got), "clip-folder")
-        settings = config.read(CLIPConfig, raw)
-        tensors, _ = weights.read_folder(folder)
-        network = weights.load(
-            lambda: CLIP(settings),
-            modern_names(tensors),
-            name=folder.name,
-            dtype=torch.float32,
-            device=source.place(device),
-        )
+        network = read_part(folder, "CLIPModel", Wanted(torch.float32, source.place(device))).network
         return Judge(network, tokenizer_of(folder, network), *pixels_of(folder, network))
 
     @torch.no_grad()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from pellucid.evidence.metrics.fid import Statistics
 from pellucid.evidence.metrics.inception import BATCH, Inception, feature_batches
 from pellucid.evidence.metrics.pictures import PictureSet
 from pellucid.interop import weights
+from pellucid.interop.whole import put
 
 MANY = 100_000  # pictures beyond which only statistics are kept: their features would be 0.8 GB
 FEATURES_FORMAT = "pellucid-features-1"
@@ -90,19 +91,13 @@ def measure_cached(
 
 def write(found: Measured, path: Path) -> None:
     """Whole or not at all."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     statistics = found.statistics
     tensors = {"mean": statistics.mean, "covariance": statistics.covariance}
     if found.features is not None:
         tensors["features"] = found.features
-    try:
-        words = {"format": FEATURES_FORMAT, "count": str(statistics.count), "network": statistics.network}
-        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, part, words)
-        with part.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    words = {"format": FEATURES_FORMAT, "count": str(statistics.count), "network": statistics.network}
+    plain = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    put(path, partial(save_file, plain, metadata=words))
 
 
 def read(path: Path, name: str) -> Measured:

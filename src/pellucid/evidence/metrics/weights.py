@@ -16,6 +16,7 @@ import torch
 from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.metrics.inception import Inception
 from pellucid.interop import weights
+from pellucid.interop.whole import put
 
 URL = "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth"
 NAME = URL.rpartition("/")[2]
@@ -62,18 +63,18 @@ def download(url: str, goal: Path, progress: Callable[[int, int], object] | None
     if not url.startswith(("https://", "http://")):
         raise PellucidError(rule("address of weights", "one of http or https", url), "weights-address")
     goal.parent.mkdir(parents=True, exist_ok=True)
-    part = goal.with_name(f".{goal.name}.{os.getpid()}.part")
-    try:
+
+    def write(part: Path) -> None:
         digest = receive(url, part, progress)
         wanted = CHECKSUM.search(url.rpartition("/")[2])
         if wanted is None or not digest.startswith(wanted[1]):
             must = f"of SHA-256 {wanted[1]}…" if wanted else "named after its SHA-256"
             raise PellucidError(rule(f"download of {goal.name}", must, f"{digest[:8]}…"), "weights-checksum")
-        os.replace(part, goal)
+
+    try:
+        put(goal, write)
     except (OSError, http.client.HTTPException) as error:
         raise out_of_reach(goal, error) from None
-    finally:
-        part.unlink(missing_ok=True)
     return goal
 
 
@@ -93,8 +94,6 @@ def receive(url: str, part: Path, progress: Callable[[int, int], object] | None)
                 progress(came, expected)
         if came < expected:  # urllib takes a connection that broke for the end of the file
             raise http.client.IncompleteRead(b"", expected - came)
-        file.flush()
-        os.fsync(file.fileno())
     return digest.hexdigest()
 
 

@@ -1,19 +1,24 @@
-"""The look of a study's charts: the command line's colours and quiet axes, and files that are whole or absent."""
+"""The look of every chart: the house's colours and quiet axes, and files that are whole or absent."""
 
 from __future__ import annotations
 
-import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pellucid.core.errors import PellucidError
+from pellucid.interop.whole import put
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 INK, SLATE, FAINT, PAPER = "#1c2530", "#51606f", "#8894a3", "#ffffff"
-COLOURS = ("#1f6fd6", "#e8710a", "#188a3b", "#c5221f", "#8430ce", "#8d6e3f", "#e0439b", "#5f6b7a")
+# Twelve lines that stay apart, in hue and in lightness.
+COLOURS = (
+    "#1f6fd6", "#e8710a", "#188a3b", "#c5221f", "#8430ce", "#8d6e3f", "#e0439b", "#5f6b7a", "#a3ad12", "#12a4af",
+    "#101820", "#f2b01e",
+)  # fmt: skip
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")  # schedules stay apart without colours too
 
 
@@ -26,27 +31,22 @@ def require() -> None:
         raise PellucidError(f"matplotlib must be installed to draw; got none. {advice}", "missing-extra") from None
 
 
-def canvas(width: float, height: float) -> Figure:
+def canvas(width: float, height: float, paper: str = PAPER) -> Figure:
     """An empty picture, in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), facecolor=PAPER)
+    figure = Figure(figsize=(width, height), facecolor=paper)
     FigureCanvasAgg(figure)
     return figure
 
 
 def save(figure: Figure, path: Path, dpi: int = 150) -> Path:
-    part = path.with_suffix(".part.png")
-    try:
-        figure.savefig(part, dpi=dpi)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    put(path, partial(figure.savefig, dpi=dpi))
     return path
 
 
-def quiet(axes: Axes, title: str, x: str = "", y: str = "") -> None:
+def quiet(axes: Axes, title: str = "", x: str = "", y: str = "") -> None:
     """The house's axes: few lines, faint ones."""
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
     axes.set_xlabel(x, fontsize=9, color=INK)

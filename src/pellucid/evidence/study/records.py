@@ -1,4 +1,4 @@
-"""The records of a study: one JSON line a finished cell, written at once, so that a killed study goes on."""
+"""The folder of a study: its config, and one JSON line a finished cell, so that a killed study goes on."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.interop.whole import is_part, put, read_lines
 
-FILE = "records.jsonl"
+CONFIG, FILE = "config.json", "records.jsonl"
 
 
 class Records:
@@ -18,17 +19,7 @@ class Records:
 
     def __init__(self, folder: Path, keys: tuple[str, ...]) -> None:
         self.path, self.keys = folder / FILE, keys
-        self.rows: list[dict[str, Any]] = []
-        if self.path.exists():
-            self.rows = [row for line in self.path.read_text("utf-8").splitlines() if (row := self.whole(line))]
-
-    def whole(self, line: str) -> dict[str, Any] | None:
-        """A line's record; None for the one at which a study was killed."""
-        try:
-            row = json.loads(line)
-        except ValueError:
-            return None
-        return row if isinstance(row, dict) and set(self.keys) <= set(row) else None
+        self.rows = [row for row in read_lines(self.path) if set(keys) <= set(row)]
 
     def has(self, cell: Mapping[str, Any]) -> bool:
         return any(all(row[key] == cell[key] for key in self.keys) for row in self.rows)
@@ -42,3 +33,23 @@ class Records:
             file.write(("\n" if torn else "") + json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+def is_mine(folder: Path, text: str) -> bool:
+    """Whether a folder is of the study with this config; the folder of another is refused."""
+    path = folder / CONFIG
+    if path.exists():
+        if path.read_text("utf-8") != text:
+            must = f"the one that began {folder}"
+            raise PellucidError(rule("config", must, "another", "Choose another --out."), "resume-config")
+        return True
+    if folder.exists() and not (folder.is_dir() and all(map(is_part, folder.iterdir()))):
+        raise PellucidError(rule("--out", "empty, new, or a study of this config", str(folder)), "out-taken")
+    return False
+
+
+def claim(folder: Path, text: str) -> None:
+    """Makes a folder this study's own."""
+    if not is_mine(folder, text):
+        folder.mkdir(parents=True, exist_ok=True)
+        put(folder / CONFIG, text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from pellucid.core.compile import compile_plan
@@ -19,7 +19,8 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.metrics.inception import to_bytes
 from pellucid.evidence.metrics.weights import load_inception
 from pellucid.evidence.study.judge import Judge
-from pellucid.evidence.study.records import Records
+from pellucid.evidence.study.records import Records, claim, is_mine
+from pellucid.interop.whole import put
 from pellucid.train.config import TrainConfig, chosen, counts, parse, read, to_plain
 from pellucid.train.denoise import DenoiserConfig, DenoiserTask
 from pellucid.train.journal import sheet
@@ -28,7 +29,7 @@ from pellucid.train.ranks import Ranks
 from pellucid.train.trainer import Trainer
 
 KEYS = ("schedule", "seed", "step", "ema", "grid")
-CONFIG, RUNS, PICTURES = "config.json", "runs", "pictures"
+RUNS, PICTURES = "runs", "pictures"
 SAMPLE_SEED = 1234  # of every set of pictures: schedules start from the same noise
 Say = Callable[[str], object]
 
@@ -184,7 +185,9 @@ class Study:
         last = main and cell["step"] == c.points[-1]
         made = self.pictures(trainer, cell["ema"], cell["grid"], c.final_samples if last else c.samples)
         if main:
-            save_png(made[:64], self.folder / PICTURES / f"{trainer.folder.name}-{cell['step']:08d}.png")
+            path = self.folder / PICTURES / f"{trainer.folder.name}-{cell['step']:08d}.png"
+            path.parent.mkdir(exist_ok=True)
+            put(path, Image.fromarray(sheet(made[:64].float() / 255)).save)
         found = self.judge.features(made)
         score = self.judge.score(found)
         if last:
@@ -210,38 +213,3 @@ class Study:
             pictures = torch.cat([to_bytes(batch.add(1).div(2)) for batch in made])
         network.train()
         return pictures
-
-
-def is_mine(folder: Path, text: str) -> bool:
-    """Whether a folder is of the study with this config; the folder of another is refused."""
-    path = folder / CONFIG
-    if path.exists():
-        if path.read_text("utf-8") != text:
-            must = f"the one that began {folder}"
-            raise PellucidError(rule("config", must, "another", "Choose another --out."), "resume-config")
-        return True
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise PellucidError(rule("--out", "empty, new, or a study of this config", str(folder)), "out-taken")
-    return False
-
-
-def claim(folder: Path, text: str) -> None:
-    """Makes a folder this study's own."""
-    if is_mine(folder, text):
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f"{CONFIG}.part"
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, folder / CONFIG)
-
-
-def save_png(pictures: Tensor, path: Path) -> None:
-    from PIL import Image
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part.png")
-    Image.fromarray(sheet(pictures.float() / 255)).save(part)
-    os.replace(part, path)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import base64
 import html
 import json
-import os
 from pathlib import Path
 
 from pellucid.evidence.study import charts, schedules_charts
 from pellucid.evidence.study.schedules_results import Results
 from pellucid.evidence.study.schedules_table import plain, tables, verdicts
+from pellucid.interop.whole import put
 from pellucid.train.config import to_plain
 
 CHARTS = (
@@ -89,13 +89,3 @@ def figure(path: Path, caption: str) -> str:
     words = html.escape(caption)
     image = f'<img alt="{words}" src="data:image/png;base64,{inside}">'
     return f"<figure>{image}<figcaption>{words}</figcaption></figure>"
-
-
-def put(path: Path, text: str) -> None:
-    """A file that is whole or absent."""
-    part = path.with_name(f"{path.name}.part")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)

@@ -13,9 +13,10 @@ import torch
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.schedule import Array
-from pellucid.evidence.study.records import Records
-from pellucid.evidence.study.schedules import CONFIG, KEYS, PICTURES, RUNS, ScheduleStudy
+from pellucid.evidence.study.records import CONFIG, Records
+from pellucid.evidence.study.schedules import KEYS, PICTURES, RUNS, ScheduleStudy
 from pellucid.evidence.study.significance import Difference, Estimate, between
+from pellucid.interop.whole import read_lines
 from pellucid.train.config import read
 from pellucid.train.journal import FILE as LOG
 
@@ -71,7 +72,7 @@ class Results:
         study = read(ScheduleStudy, raw, "config")
         rows = Records(folder, KEYS).rows
         runs = [(schedule, seed) for schedule in study.schedules for seed in study.seeds]
-        logs = {run: windows(folder / RUNS / f"{run[0]}-{run[1]}" / LOG) for run in runs}
+        logs = {run: read_lines(folder / RUNS / f"{run[0]}-{run[1]}" / LOG) for run in runs}
         return Results(folder, study, tuple(rows), logs)
 
     def picture(self, schedule: str, step: int) -> Path:
@@ -191,15 +192,3 @@ def places(found: Results) -> list[int]:
 
 def estimate(row: Row, metric: str) -> Estimate:
     return Estimate(row[metric], row.get(f"{metric}_low"), row.get(f"{metric}_high"))
-
-
-def windows(path: Path) -> list[Row]:
-    """The lines of a run's log; none where it has not begun, and without the one at which it was killed."""
-    found: list[Row] = []
-    if path.is_file():
-        for line in path.read_text("utf-8").splitlines():
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                continue
-    return found

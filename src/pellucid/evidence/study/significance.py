@@ -50,11 +50,11 @@ def between(a: Sequence[Estimate], b: Sequence[Estimate]) -> Difference:
     return Difference(mean, mean - half, mean + half, "seeds", len(apart))
 
 
-def t_interval(values: Sequence[float], level: float = LEVEL) -> tuple[float, float]:
+def t_interval(values: Sequence[float]) -> tuple[float, float]:
     """The mean, and half of the width of its interval (Student 1908)."""
     count = len(values)
     mean, deviation = spread(values)
-    return mean, t_quantile((1 + level) / 2, count - 1) * deviation / math.sqrt(count)
+    return mean, t_quantile((1 + LEVEL) / 2, count - 1) * deviation / math.sqrt(count)
 
 
 def spread(values: Sequence[float]) -> tuple[float, float]:

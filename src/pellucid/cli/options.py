@@ -1,0 +1,20 @@
+"""What several commands have in common: options that mean the same, and groups of commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Device = Annotated[
+    str | None, typer.Option(metavar="NAME", help="cuda or cpu; cuda where there is one when not given.")
+]
+Out = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="Where it writes; out/NAME of the config when not given.")
+]
+
+
+def group(words: str) -> typer.Typer:
+    """A command of commands, which shows its help when it is called alone."""
+    return typer.Typer(help=words, context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=True)

@@ -1,0 +1,34 @@
+"""The picture side of training: a frozen VAE, and what it makes of pictures."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from pellucid.core.errors import PellucidError, rule
+from pellucid.interop import source
+from pellucid.models.vae import AutoencoderKL, Posterior, to_diffusion
+from pellucid.train.draws import Draws
+
+
+def read_vae(where: str) -> AutoencoderKL:
+    """A frozen VAE in float32, from its folder, file or hub id."""
+    vae = source.load_component(where, dtype=torch.float32)
+    if not isinstance(vae, AutoencoderKL):
+        raise PellucidError(rule("vae", "an AutoencoderKL", type(vae).__name__), "component-kind")
+    return vae.eval().requires_grad_(False)
+
+
+def posterior_of(vae: nn.Module, images: Tensor, *, bf16: bool) -> Posterior:
+    """The Gaussians, in float32, that a VAE makes of pictures (B, 3, H, W) in [−1, 1]."""
+    weight = next(vae.parameters())
+    with torch.autocast(weight.device.type, torch.bfloat16, enabled=bf16):
+        mean, logvar = vae.encode(images.to(weight))  # type: ignore[operator]
+    return Posterior(mean.float(), None if logvar is None else logvar.float())
+
+
+def drawn_latents(vae: AutoencoderKL, images: Tensor, draws: Draws) -> Tensor:
+    """Latents (B, C, h, w) of pictures as the diffusion sees them; a GPU encodes in bfloat16."""
+    posterior = posterior_of(vae, images, bf16=next(vae.parameters()).is_cuda)
+    noise = draws.normal("posterior", posterior.mean.shape[1:], images.device)
+    return to_diffusion(vae.config, posterior.sample(noise))
