@@ -34,7 +34,8 @@ class OneLine(TyperGroup):
         except PellucidError as error:
             code = trouble(error.code, str(error))
         except UsageError as error:
-            code = trouble("usage", f"{error.format_message().rstrip('.')}. {where_to_look(error)}")
+            said = error.format_message().rstrip(".") or "Missing command"
+            code = trouble("usage", f"{said}. {where_to_look(error)}")
         except typer.Abort:  # Ctrl-C
             print("cancelled", file=sys.stderr)
             code = CANCELLED

@@ -74,6 +74,7 @@ class Moment:
 def show(out: Path, steps: int, as_json: bool) -> None:
     """Makes, reads and draws the pictures; prints what was found."""
     from pellucid.cli import draw_scenes
+    from pellucid.interop.whole import put
 
     out = output.destination(out, "--out", (".png",))
     with output.progress("noise to pictures", len(PROMPTS) + 2) as done, one_thread_each():
@@ -84,7 +85,7 @@ def show(out: Path, steps: int, as_json: bool) -> None:
         found = graded(pictures, times)
         moments = watch.moments(pipe)
         board = draw_scenes.board(found, moments, draw_scenes.Words(TITLE, f"{how(steps)} · {NEW}", PROMPTS[FOLLOWED]))
-        output.write_whole(out, lambda part: board.save(part, format="PNG"))
+        put(out, lambda part: board.save(part, format="PNG"))
         done()
     if as_json:
         rows = [{"prompt": m.prompt, "right": m.grade.right, "wrong": m.wrong, "seconds": m.seconds} for m in found]

@@ -77,13 +77,6 @@ def destination(path: Path, what: str, suffixes: tuple[str, ...] = ()) -> Path:
     return path
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """As `interop.whole.put`, which is loaded when something is written."""
-    from pellucid.interop.whole import put
-
-    put(path, write)
-
-
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
     """A bar on a terminal's stderr that disappears when it is done; call what it yields after each part."""

@@ -6,9 +6,7 @@ import io
 import json
 import math
 import os
-import secrets
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +18,7 @@ from pellucid.core import dialect as dialects
 from pellucid.core.errors import PellucidError, nearest, rule
 from pellucid.core.noise import check_seed
 from pellucid.core.plan import BOUNDS, UNBOUNDED
+from pellucid.interop.whole import put
 from pellucid.pipeline import parameters
 from pellucid.pipeline.images import UNREADABLE, check_size, first_line, open_bounded
 from pellucid.pipeline.parameters import Foreign
@@ -262,7 +261,7 @@ def write_png(
     try:
         data = encode(image, info)
         if isinstance(goal, str | os.PathLike):
-            replace_whole(Path(os.path.realpath(goal)), data)
+            put(Path(goal), lambda part: part.write_bytes(data))
         else:
             goal.write(data)
     except (OSError, ValueError) as error:
@@ -276,17 +275,6 @@ def encode(image: Image.Image, info: PngImagePlugin.PngInfo) -> bytes:
     whole = io.BytesIO()
     image.copy().save(whole, format="PNG", pnginfo=info)
     return whole.getvalue()
-
-
-def replace_whole(path: Path, data: bytes) -> None:
-    """Writes beside `path` under a name of its own, then takes its place at once."""
-    half = path.with_name(f".{secrets.token_hex(8)}.part")
-    try:
-        half.write_bytes(data)
-        os.replace(half, path)
-    finally:
-        with suppress(OSError):
-            half.unlink()
 
 
 def read_png(source: str | os.PathLike[str] | IO[bytes]) -> Recipe | Foreign:
