@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 def command(
     model: Annotated[str, typer.Option(metavar="MODEL", help="A bundle's name, or the folder of a model of scenes.")],
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where it writes; a study that was stopped goes on.")],
+    out: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Where it writes; a study that was stopped goes on.")
+    ] = Path("out/adherence"),
     part: Annotated[
         str | None, typer.Option(metavar="NAME", help="unet, or dit: the transformer beside it; unet when not given.")
     ] = None,
@@ -45,7 +47,7 @@ def command(
 
     Writes a table, a sheet of 100 random pictures and a sheet of failures.
 
-    Example: [bold]pellucid study adherence --model scenes-128 --prompts 200 --out out/adherence[/]
+    Example: [bold]pellucid study adherence --model scenes-128 --prompts 200[/]
     """
     from pellucid.evidence.adherence.making import Making
     from pellucid.evidence.adherence.prompted import Adherence
