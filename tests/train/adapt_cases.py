@@ -7,10 +7,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tiny_models as tiny
 import torch
 from torch import Tensor, nn
 
+from pellucid.core.errors import PellucidError
 from pellucid.interop import source
 from pellucid.interop.components import KINDS as KINDS_OF_NETWORK
 from pellucid.interop.save import save_components
@@ -149,3 +151,12 @@ def randomised(network: nn.Module, scale: float = 1.0) -> nn.Module:
 def saved(one: AdapterTask, folder: Path) -> Path:
     one.save(one.network, folder)
     return folder
+
+
+def refusal(call: Any, *args: Any, **kwargs: Any) -> str:
+    """The code of the one line with which a call is refused."""
+    with pytest.raises(PellucidError) as error:
+        call(*args, **kwargs)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
+    return error.value.code

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 import pellucid
-from pellucid import Control, PellucidError
+from pellucid import Control
 from pellucid.interop.source import load_component
 from pellucid.models.controlnet import Controlled
 from pellucid.train.adapt_control import from_unet, widths_for
@@ -112,35 +112,28 @@ def test_saved_in_half_precision(tmp_path: Path) -> None:
 # --- refused -----------------------------------------------------------------------------------------------------
 
 
-def refusal(call: Any, *args: Any, **kwargs: Any) -> str:
-    with pytest.raises(PellucidError) as error:
-        call(*args, **kwargs)
-    assert "\n" not in str(error.value)
-    return error.value.code
-
-
 def test_hints_that_are_missing_or_of_another_size() -> None:
     batch, draws = cases.examples(), cases.draws()
-    assert refusal(cases.task("controlnet", hint="depth").prepare, batch, draws) == "data-hints"
+    assert cases.refusal(cases.task("controlnet", hint="depth").prepare, batch, draws) == "data-hints"
     task = cases.task("controlnet")
     for wrong in (batch.hints["edges"][..., :8], batch.hints["edges"].repeat(1, 2, 1, 1)):
         odd = Batch(batch.images, None, batch.captions, {"edges": wrong})
-        assert refusal(task.prepare, odd, draws) == "data-hints"
+        assert cases.refusal(task.prepare, odd, draws) == "data-hints"
 
 
 @pytest.mark.parametrize("widths", [(16,), (16, 32, 64), (16, 0)])
 def test_widths_that_do_not_reach_the_latents(widths: tuple[int, ...]) -> None:
-    assert refusal(cases.task, "controlnet", hint_widths=widths) == "control-widths"
+    assert cases.refusal(cases.task, "controlnet", hint_widths=widths) == "control-widths"
 
 
 def test_widths_by_default() -> None:
     assert widths_for(8, ()) == (16, 32, 96, 256)
     assert widths_for(1, ()) == (16,)
-    assert refusal(widths_for, 16, ()) == "control-widths"
-    assert refusal(widths_for, 6, (1, 2, 3)) == "control-widths"
+    assert cases.refusal(widths_for, 16, ()) == "control-widths"
+    assert cases.refusal(widths_for, 6, (1, 2, 3)) == "control-widths"
 
 
 def test_a_unet_that_no_controlnet_can_mirror(tmp_path: Path) -> None:
     peer = tiny.stable_diffusion(tmp_path, unet={**tiny.SD1_UNET, "conv_in_kernel": 5})
     peer.save_pretrained(tmp_path / "odd")
-    assert refusal(cases.task, "controlnet", base=str(tmp_path / "odd")) == "control-base"
+    assert cases.refusal(cases.task, "controlnet", base=str(tmp_path / "odd")) == "control-base"

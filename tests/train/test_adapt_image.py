@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import pellucid
-from pellucid import ImagePrompt, PellucidError
+from pellucid import ImagePrompt
 from pellucid.interop.source import load_image_encoder
 from pellucid.models.ip_adapter import from_state
 from pellucid.pipeline.vision import DEVIATION, clip_pixels
@@ -25,11 +25,6 @@ from pellucid.train.adapting import AdapterObjectiveConfig
 from pellucid.train.source import Batch
 
 SMALL = {"width": 16, "height": 16, "steps": 3, "seed": 1, "guidance": 3.0}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def picture(size: tuple[int, int], seed: int = 0) -> Image.Image:
@@ -134,7 +129,7 @@ def test_the_picture_itself_can_be_the_reference() -> None:
     assert torch.equal(other, moved.prepare(batch, draws)["image"])
     assert not torch.equal(other, moved.prepare(batch, cases.draws(1))["image"])
     latents = Batch(task.prepare(batch, draws)["x0"], None, batch.captions, batch.hints)
-    assert refusal(task.prepare, latents, draws) == "data-hints"
+    assert cases.refusal(task.prepare, latents, draws) == "data-hints"
 
 
 def test_variations_are_crops_and_mirrors() -> None:
@@ -195,13 +190,6 @@ def test_the_vision_half_of_a_clip(tmp_path: Path) -> None:
         assert torch.equal(again(pixels).pooled, task.eyes(pixels).pooled)
 
 
-def refusal(call: Any, *args: Any, **kwargs: Any) -> str:
-    with pytest.raises(PellucidError) as error:
-        call(*args, **kwargs)
-    assert "\n" not in str(error.value)
-    return error.value.code
-
-
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
@@ -213,10 +201,10 @@ def refusal(call: Any, *args: Any, **kwargs: Any) -> str:
     ],
 )
 def test_configs_that_are_refused(changes: dict[str, Any], code: str) -> None:
-    assert refusal(cases.task, "ip_adapter", **changes) == code
+    assert cases.refusal(cases.task, "ip_adapter", **changes) == code
 
 
 def test_references_that_are_missing_or_grey() -> None:
     batch, draws = cases.examples(), cases.draws()
-    assert refusal(cases.task("ip_adapter", reference="other").prepare, batch, draws) == "data-hints"
-    assert refusal(cases.task("ip_adapter", reference="edges").prepare, batch, draws) == "data-hints"
+    assert cases.refusal(cases.task("ip_adapter", reference="other").prepare, batch, draws) == "data-hints"
+    assert cases.refusal(cases.task("ip_adapter", reference="edges").prepare, batch, draws) == "data-hints"

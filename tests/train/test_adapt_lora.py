@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import pellucid
-from pellucid import Lora, PellucidError
+from pellucid import Lora
 from pellucid.models import lora
 from pellucid.pipeline.text import encode_prompts
 from pellucid.train.adapt_lora import ATTENTION, FILE, LoraConfig, LoraNetwork, LowRank, chosen_layers
@@ -143,13 +143,6 @@ def test_text_lora_trains_the_encoder(tmp_path: Path) -> None:
     assert not torch.allclose(first[1], second[1], atol=1e-5)
 
 
-def refusal(call: Any, *args: Any, **kwargs: Any) -> str:
-    with pytest.raises(PellucidError) as error:
-        call(*args, **kwargs)
-    assert "\n" not in str(error.value)
-    return error.value.code
-
-
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
@@ -162,4 +155,4 @@ def refusal(call: Any, *args: Any, **kwargs: Any) -> str:
     ],
 )
 def test_configs_that_are_refused(changes: dict[str, Any], code: str) -> None:
-    assert refusal(lambda: LoraConfig(base=cases.base(), **changes).build(0, cases.CPU)) == code
+    assert cases.refusal(lambda: LoraConfig(base=cases.base(), **changes).build(0, cases.CPU)) == code

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import adapt_cases as cases
 import pytest
 import torch
 
 import pellucid
-from pellucid import PellucidError
 from pellucid.models.vae import to_diffusion
 from pellucid.train.adapt_control import ControlNetConfig
 from pellucid.train.adapt_image import IPAdapterConfig
@@ -103,37 +101,28 @@ def test_long_captions_are_cut_and_long_runs_go_on() -> None:
 # --- refused ------------------------------------------------------------------------------------------------------
 
 
-def refusal(call: Any, *args: Any, **kwargs: Any) -> str:
-    """The stable code of an error, which must be one line."""
-    with pytest.raises(PellucidError) as error:
-        call(*args, **kwargs)
-    assert "\n" not in str(error.value)
-    assert len(str(error.value)) < 500
-    return error.value.code
-
-
 @pytest.mark.parametrize("name", ["ddpm", "dit", "inpaint", "lcm", "refiner"])
 def test_bases_that_take_no_text_or_more_than_text(name: str) -> None:
-    assert refusal(cases.task, "lora", base=cases.base(name)) == "adapt-base"
+    assert cases.refusal(cases.task, "lora", base=cases.base(name)) == "adapt-base"
 
 
 @each_network
 def test_data_without_captions_or_of_another_shape(kind: str) -> None:
     task, batch = cases.task(kind), cases.examples()
     bare = Batch(batch.images, None, None, batch.hints)
-    assert refusal(task.prepare, bare, cases.draws()) == "data-captions"
+    assert cases.refusal(task.prepare, bare, cases.draws()) == "data-captions"
     odd = Batch(batch.images[:, :2], None, batch.captions, batch.hints)
-    assert refusal(task.prepare, odd, cases.draws()) == "shape"
+    assert cases.refusal(task.prepare, odd, cases.draws()) == "shape"
 
 
 def test_a_base_that_is_not_there(tmp_path: Path) -> None:
-    assert refusal(ControlNetConfig(base=str(tmp_path / "nothing")).build, 0, cases.CPU) == "not-found"
+    assert cases.refusal(ControlNetConfig(base=str(tmp_path / "nothing")).build, 0, cases.CPU) == "not-found"
 
 
 def test_an_objective_that_cannot_be(tmp_path: Path) -> None:
     objective = AdapterObjectiveConfig(dropout=1.5)
-    assert refusal(cases.task, "lora", objective=objective) == "objective"
-    assert refusal(cases.task, "lora", objective=AdapterObjectiveConfig(target="flow")) == "target-schedule"
+    assert cases.refusal(cases.task, "lora", objective=objective) == "objective"
+    assert cases.refusal(cases.task, "lora", objective=AdapterObjectiveConfig(target="flow")) == "target-schedule"
 
 
 def test_draws_of_one_image_are_enough() -> None:

@@ -31,11 +31,6 @@ ROOT = Path(__file__).parents[2]
 PROMPT = "a large red star on a white background"
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def parts() -> Parts:
     return Parts(**tiny_bundle.runs())

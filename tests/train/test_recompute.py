@@ -13,11 +13,6 @@ from pellucid.train.adapting import AdapterTask
 from pellucid.train.recompute import recompute
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def kept_and_gradients(task: AdapterTask) -> tuple[int, list[Tensor]]:
     """Bytes that the forward pass keeps for the backward pass, parameters left out, and what that pass gives."""
     asked = task.prepare(cases.examples(), cases.draws())

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pellucid.cli import output
+from pellucid.cli.demo_scenes import one_thread
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,19 +77,6 @@ class Show:
     score: Score
     modes: Tensor  # [SHOWN] the mode in which a point ends
     moments: list[Moment]
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Clouds of points are small work: one thread is quicker than two that wait for each other."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 # --- sampling --------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def show(out: Path, steps: int, as_json: bool) -> None:
     from pellucid.interop.whole import put
 
     out = output.destination(out, "--out", (".png",))
-    with output.progress("noise to pictures", len(PROMPTS) + 2) as done, one_thread_each():
+    with output.progress("noise to pictures", len(PROMPTS) + 2) as done, one_thread():
         pipe, seconds = opened()
         done()
         watch = Watch()
@@ -99,8 +99,8 @@ def how(steps: int) -> str:
 
 
 @contextmanager
-def one_thread_each() -> Iterator[None]:
-    """Inside, torch uses one thread a kernel: it is the pictures that run side by side."""
+def one_thread() -> Iterator[None]:
+    """Inside, torch uses one thread a kernel: small work is quicker so, and pictures run side by side."""
     import torch
 
     before = torch.get_num_threads()

@@ -250,8 +250,7 @@ class AdapterTask(ABC):
         if self.shown is None:
             self.shown = first_of(batch, MAX_SHOWN)
         x0 = self.base.latents(batch.images, draws)
-        asked = {"x0": x0, "noise": self.objective.noise(x0, draws), "numbers": self.objective.numbers(draws)}
-        return asked | self.all_inputs(batch, self.masks(draws, x0.device), draws, x0.shape)
+        return self.objective.draw(x0, draws) | self.all_inputs(batch, self.masks(draws, x0.device), draws, x0.shape)
 
     def all_inputs(
         self, batch: Batch, masks: Mapping[str, Tensor], draws: Draws | None, shape: torch.Size
@@ -260,9 +259,7 @@ class AdapterTask(ABC):
         return self.inputs(batch, masks, draws) | self.base.sizes(shape[0], height, width)
 
     def loss(self, network: nn.Module, asked: Mapping[str, Tensor]) -> Graded:
-        question = self.objective.pose(asked["x0"], asked["noise"], asked["numbers"])
-        told = {name: tensor for name, tensor in asked.items() if name not in ("x0", "noise", "numbers")}
-        return self.objective.grade(question, network(question.x, question.time, **told))
+        return self.objective.loss(network, asked)
 
     @torch.no_grad()
     def pictures(self, network: nn.Module, count: int, seed: int) -> Tensor | None:

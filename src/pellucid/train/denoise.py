@@ -22,7 +22,7 @@ from pellucid.models.unet import UNet
 from pellucid.train.config import ObjectiveConfig
 from pellucid.train.draws import Draws, seeded
 from pellucid.train.initial import start_small
-from pellucid.train.objective import Graded, Question
+from pellucid.train.objective import Graded
 from pellucid.train.sampling import Sampling, SamplingConfig
 from pellucid.train.source import Batch
 
@@ -78,7 +78,7 @@ class DenoiserTask:
             got = tuple(batch.images.shape[1:])
             raise PellucidError(rule("pictures of the data", f"of shape {self.shape}", got), "data-shape")
         images = batch.images
-        asked = {"x0": images, "noise": self.objective.noise(images, draws), "numbers": self.objective.numbers(draws)}
+        asked = self.objective.draw(images, draws)
         if self.config.condition == "labels":
             if batch.labels is None:
                 raise PellucidError(rule("data", "with labels for condition = labels", "none"), "data-labels")
@@ -97,9 +97,7 @@ class DenoiserTask:
             raise PellucidError(rule("num_class_embeds", must, self.null + 1), "condition")
 
     def loss(self, network: nn.Module, asked: Mapping[str, Tensor]) -> Graded:
-        question: Question = self.objective.pose(asked["x0"], asked["noise"], asked["numbers"])
-        told = {"labels": asked["labels"]} if "labels" in asked else {}
-        return self.objective.grade(question, network(question.x, question.time, **told))
+        return self.objective.loss(network, asked)
 
     def sampling(self, grid: str | None = None) -> Sampling:
         """As the config says, or on another grid."""

@@ -23,6 +23,7 @@ from pellucid.train.times import Times
 from pellucid.train.weighting import Weighting
 
 Network = Callable[..., Tensor]
+DRAWN = ("x0", "noise", "numbers")  # what `pose` takes
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,11 @@ class Objective:
 
     def ask(self, x0: Tensor, draws: Draws) -> Question:
         """Noised data and what is to be said of it, for the part of a batch that `draws` names."""
-        return self.pose(x0, self.noise(x0, draws), self.numbers(draws))
+        return self.pose(**self.draw(x0, draws))
+
+    def draw(self, x0: Tensor, draws: Draws) -> dict[str, Tensor]:
+        """All chance of a batch, for `pose` and `loss`: its data, their noise and the numbers of their times."""
+        return {"x0": x0, "noise": self.noise(x0, draws), "numbers": self.numbers(draws)}
 
     def noise(self, x0: Tensor, draws: Draws) -> Tensor:
         noise = draws.normal("noise", x0.shape[1:], x0.device)
@@ -128,6 +133,12 @@ class Objective:
             out = out[:, : question.answer.shape[1]]  # a learned variance is not trained here
         errors = (out.float() - question.answer.float()).square().flatten(1).mean(1)  # (B,)
         return Graded((errors * question.weights).mean(), errors.detach(), question.lam)
+
+    def loss(self, network: Network, asked: Mapping[str, Tensor]) -> Graded:
+        """Of what `draw` gave; all else in `asked` is told to the network by its name."""
+        question = self.pose(*(asked[name] for name in DRAWN))
+        told = {name: tensor for name, tensor in asked.items() if name not in DRAWN}
+        return self.grade(question, network(question.x, question.time, **told))
 
     def __call__(
         self,

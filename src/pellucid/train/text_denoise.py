@@ -97,8 +97,7 @@ class TextDenoiserTask:
     def prepare(self, batch: Batch, draws: Draws) -> dict[str, Tensor]:
         dropped = (draws.uniform("dropout") < self.objective.dropout).to(self.device, non_blocking=True)
         told = self.read(torch.where(dropped[:, None], self.no_ids, self.ids.of(batch).to(self.device)))
-        x0 = self.latents(batch.images, draws)
-        return {"x0": x0, "noise": self.objective.noise(x0, draws), "numbers": self.objective.numbers(draws), **told}
+        return self.objective.draw(self.latents(batch.images, draws), draws) | told
 
     def told(self, captions: Sequence[str]) -> dict[str, Tensor]:
         return self.read(tokens(self.text.tokenizer, captions).to(self.device))
@@ -118,9 +117,7 @@ class TextDenoiserTask:
         return drawn_latents(self.vae, images, draws)
 
     def loss(self, network: nn.Module, asked: Mapping[str, Tensor]) -> Graded:
-        question = self.objective.pose(asked["x0"], asked["noise"], asked["numbers"])
-        told = {name: asked[name] for name in ("ids", "context") if name in asked}
-        return self.objective.grade(question, network(question.x, question.time, **told))
+        return self.objective.loss(network, asked)
 
     # --- what comes out
 
