@@ -16,7 +16,7 @@ from pellucid.train.bundle_card import Card
 HERE = Path(__file__).parent
 RUNS = {
     "base": "scenes_text_unet",
-    "vae": "scenes_vae",
+    "vae": "scenes_vae_overlaps",
     "dit": "scenes_text_dit",
     "controlnet": "scenes_controlnet",
     "ip_adapter": "scenes_ip_adapter",

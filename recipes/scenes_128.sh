@@ -10,8 +10,8 @@ set -eu
 PYTHON=${PYTHON:-.venv/bin/python}
 TRAIN=${TRAIN:-$PYTHON -m pellucid.cli train}
 
-# Each needs only those before it: the VAE, the UNet with its text encoder, then all others.
-ALL="vae text_unet text_dit image_text lora controlnet ip_adapter"
+# Each needs only those before it: the VAE in three runs, the UNet with its text encoder, then all others.
+ALL="vae vae_crowded vae_overlaps text_unet text_dit image_text lora controlnet ip_adapter"
 
 for name in ${*:-$ALL}; do
     case " $ALL " in
@@ -21,7 +21,7 @@ for name in ${*:-$ALL}; do
 done
 for name in ${*:-$ALL}; do
     case "$name" in
-    vae | image_text) ;; # these see pictures; all others see latents, which are made once and kept
+    vae* | image_text) ;; # these see pictures; all others see latents, which are made once and kept
     *) $PYTHON -m pellucid.cli data latents "configs/scenes_$name.toml" ;;
     esac
     $TRAIN "configs/scenes_$name.toml" --out "runs/scenes_$name"

@@ -197,7 +197,9 @@ def test_pictures_are_originals_and_what_came_back(run: tuple[AutoencoderTask, f
         ({"network": VAE, "kl": -1.0}, "config-value"),
         ({"network": VAE, "scales": 0}, "config-value"),
         ({"network": VAE, "lpips": 1.0}, "config-key"),
-        ({}, "config-missing"),
+        ({"network": VAE, "squares": -1.0}, "config-value"),
+        ({"network": VAE, "start": "runs/vae/model"}, "config-value"),
+        ({}, "config-value"),
     ],
 )
 def test_bad_configs_are_one_line(table: dict[str, Any], code: str | None) -> None:
@@ -205,6 +207,22 @@ def test_bad_configs_are_one_line(table: dict[str, Any], code: str | None) -> No
         built(AutoencoderConfig, table)
     assert code is None or caught.value.code == code
     assert "\n" not in str(caught.value)
+
+
+def test_squares_are_added_to_the_loss() -> None:
+    plain, squared = task_of(), task_of(squares=10.0)
+    told = asked(plain, 4)
+    graded, more = (task.loss(task.network, told) for task in (plain, squared))
+    assert torch.allclose(more.loss - graded.loss, 10 * 4 * graded.errors.mean(), rtol=1e-4)
+
+
+def test_a_saved_vae_is_trained_further(tmp_path: Path) -> None:
+    task = task_of()
+    task.save(task.network, tmp_path / "model")
+    further = built(AutoencoderConfig, {"start": str(tmp_path / "model")})
+    images = drawn(2, 3, 16, 16)
+    assert torch.equal(further.network.vae.encode(images).mean, task.network.vae.encode(images).mean)
+    assert all(p.requires_grad for p in further.network.vae.parameters())
 
 
 def test_pictures_that_do_not_divide_are_named() -> None:

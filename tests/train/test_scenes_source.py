@@ -12,7 +12,7 @@ from pellucid.core.errors import PellucidError
 from pellucid.train.config import read
 from pellucid.train.draws import Draws
 from pellucid.train.order import Order
-from pellucid.train.scenes_source import ScenesConfig
+from pellucid.train.scenes_source import ScenesConfig, spread_of
 
 CPU = torch.device("cpu")
 ALL = ScenesConfig(size=32, seed=4, hints=("edges", "reference"))
@@ -57,6 +57,15 @@ def test_options_reach_the_world() -> None:
     assert not any("neon" in caption for caption in captions)
     told = ScenesConfig(styles=("neon",), objects=(1,)).open().batch(torch.arange(50), Draws(0, 0, 50), CPU).captions
     assert all("neon" in caption for caption in told)
+
+
+def test_the_closest_of_several_scenes_is_taken() -> None:
+    indices = torch.arange(40)
+    plain, close = ScenesConfig(objects=(1, 2, 3)), ScenesConfig(objects=(1, 2, 3), closest=4)
+    every = spread_of(plain.sample(torch.arange(160))).view(40, 4)
+    assert torch.equal(spread_of(close.sample(indices)), every.amin(1))
+    assert (every.amin(1) < every[:, 0]).any()
+    assert torch.equal(close.sample(indices[7:9]).index, close.sample(indices).index[7:9])
 
 
 def test_indices_count_up_for_ever() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from pellucid.interop.save import save_component
 from pellucid.models.vae import AutoencoderKL
 from pellucid.train.denoise import fresh
 from pellucid.train.draws import Draws
+from pellucid.train.encoding import read_vae
 from pellucid.train.objective import Graded
 from pellucid.train.source import Batch
 
@@ -25,18 +26,25 @@ LEAST_STD = 1e-6  # a channel that carries nothing is not blown up
 
 @dataclass(frozen=True)
 class AutoencoderConfig:
-    """`network` is diffusers' config of an AutoencoderKL. The loss is the mean distance of pixels, plus `edges` times
-    that of their differences to neighbours at `scales` sizes, each half of the one before, plus `kl` times the mean
-    divergence of a latent from a standard normal."""
+    """`network` is diffusers' config of an AutoencoderKL; or `start` is the folder of one that is trained further. The
+    loss is the mean distance of pixels, plus `edges` times that of their differences to neighbours at `scales` sizes,
+    each half of the one before, plus `squares` times the mean square distance, which minds the worst pixels most, plus
+    `kl` times the mean divergence of a latent from a standard normal."""
 
-    network: Mapping[str, Any]
+    network: Mapping[str, Any] = field(default_factory=dict)
+    start: str = ""
     edges: float = 1.0
     scales: int = 3
+    squares: float = 0.0
     kl: float = 1e-4
 
     def __post_init__(self) -> None:
-        if self.edges < 0 or self.kl < 0:
-            raise PellucidError(rule("edges, kl", "0 or more", (self.edges, self.kl)), "config-value")
+        if bool(self.network) == bool(self.start):
+            got = "both" if self.start else "neither"
+            raise PellucidError(rule("network, start", "one of them", got), "config-value")
+        if min(self.edges, self.squares, self.kl) < 0:
+            got = (self.edges, self.squares, self.kl)
+            raise PellucidError(rule("edges, squares, kl", "0 or more", got), "config-value")
         if not 1 <= self.scales <= 6:
             raise PellucidError(rule("scales", "from 1 to 6", self.scales), "config-value")
 
@@ -88,9 +96,7 @@ class AutoencoderTask:
 
     def __init__(self, config: AutoencoderConfig, seed: int, device: torch.device) -> None:
         self.config, self.device = config, device
-        vae = fresh({**config.network, "_class_name": config.network.get("_class_name", "AutoencoderKL")}, seed)
-        if not isinstance(vae, AutoencoderKL):
-            raise PellucidError(rule("network", "an AutoencoderKL", type(vae).__name__), "class")
+        vae = begun(config, seed)
         self.network: nn.Module = Autoencoding(vae).to(device)
         self.channels, self.factor = vae.config.latent_channels, vae.config.factor
         self.shown: Tensor | None = None
@@ -114,6 +120,8 @@ class AutoencoderTask:
         loss = (out - images).abs().mean() + c.kl * divergence(made.mean.float(), made.logvar.float())
         if c.edges:
             loss = loss + c.edges * edge_distance(out, images, c.scales)
+        if c.squares:
+            loss = loss + c.squares * (out - images).square().mean()
         errors = (out.detach() - images).square().flatten(1).mean(1) / 4
         return Graded(loss, errors, torch.zeros_like(errors))
 
@@ -131,6 +139,16 @@ class AutoencoderTask:
         """The folder of an AutoencoderKL whose latents are scaled for diffusion."""
         assert isinstance(network, Autoencoding)
         save_component(normalised(network), folder, overwrite=True)
+
+
+def begun(config: AutoencoderConfig, seed: int) -> AutoencoderKL:
+    """The VAE as the first step finds it."""
+    if config.start:
+        return read_vae(config.start).requires_grad_(True)
+    vae = fresh({"_class_name": "AutoencoderKL", **config.network}, seed)
+    if not isinstance(vae, AutoencoderKL):
+        raise PellucidError(rule("network", "an AutoencoderKL", type(vae).__name__), "class")
+    return vae
 
 
 def divergence(mean: Tensor, logvar: Tensor) -> Tensor:

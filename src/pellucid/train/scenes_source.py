@@ -23,6 +23,7 @@ from pellucid.train.source import Batch
 from pellucid.train.tokenizer_training import train_tokenizer
 
 COUNT = 2**40  # more than any run sees
+MOST_CLOSEST = 64
 PROBES = 16  # scenes that stand for all of them in a fingerprint
 
 
@@ -32,6 +33,7 @@ class ScenesConfig:
     `reference`, the backmost thing alone and large on a plain white ground. Without `name_style` captions are silent
     about the style, as a LoRA wants them.
 
+    `closest` makes one scene of so many: the one whose things stand closest, so that they overlap more often.
     `count` ends the scenes, so that they come again in another order; 0 is without end. `compile_render` paints by
     compiled kernels, which give the same pictures within rounding: for a GPU."""
 
@@ -42,6 +44,7 @@ class ScenesConfig:
     objects: tuple[int, ...] = OBJECTS
     hints: tuple[Literal["edges", "reference"], ...] = ()
     name_style: bool = True
+    closest: int = 1
     count: int = 0
     compile_render: bool = False
 
@@ -50,13 +53,21 @@ class ScenesConfig:
             raise PellucidError(rule("size", f"from {SIZES[0]} to {SIZES[1]} pixels", self.size), "scenes-size")
         if not 0 <= self.count <= COUNT:
             raise PellucidError(rule("count", f"from 0 to {COUNT}", self.count), "scenes-count")
+        if not 1 <= self.closest <= MOST_CLOSEST:
+            raise PellucidError(rule("closest", f"from 1 to {MOST_CLOSEST}", self.closest), "scenes-closest")
         self.sample(torch.zeros(0, dtype=torch.int64))  # refuses what it does not know
 
     def open(self) -> ScenesSource:
         return ScenesSource(self)
 
     def sample(self, indices: Tensor) -> Scenes:
-        return world.sample(indices, self.seed, self.split, self.styles, self.objects)
+        if self.closest == 1:
+            return world.sample(indices, self.seed, self.split, self.styles, self.objects)
+        of = torch.arange(self.closest, device=indices.device)
+        every = (indices[:, None] * self.closest + of).flatten()
+        spread = spread_of(world.sample(every, self.seed, self.split, self.styles, self.objects))
+        taken = every.view(-1, self.closest).gather(1, spread.view(-1, self.closest).argmin(1, keepdim=True))
+        return world.sample(taken.flatten(), self.seed, self.split, self.styles, self.objects)
 
 
 class ScenesSource:
@@ -106,6 +117,13 @@ class ScenesSource:
         tones = seen.images.double().mean((2, 3)).mul(1000).round().long().tolist()
         said = [asdict(plain), seen.captions, tones]
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
+
+
+def spread_of(scenes: Scenes) -> Tensor:
+    """(N,): how far the first two things of each scene are from each other, in their radii; a thing alone is far."""
+    (x, other_x), (y, other_y), (r, other_r) = (v[:, :2].unbind(1) for v in (scenes.x, scenes.y, scenes.radius))
+    spread = torch.hypot(x - other_x, y - other_y) / (r + other_r)
+    return torch.where(scenes.count > 1, spread, torch.inf)
 
 
 def alone(scenes: Scenes) -> Scenes:
