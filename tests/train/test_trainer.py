@@ -175,6 +175,15 @@ def test_a_damaged_checkpoint_is_passed_over(straight: Path, tmp_path: Path, cap
     assert log_of(folder) == log_of(straight)
 
 
+def test_a_mean_that_is_longer_than_the_run_is_named(tmp_path: Path, capsys: Any) -> None:
+    run = trainer(tmp_path / "run", {"ema": [1, 100_000]})
+    run.quiet = False
+    run.run()
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ema ")]
+    assert len(said) == 1
+    assert said[0].startswith("ema 100,000 is long for a run of ")
+
+
 def test_another_seed_is_another_run(straight: Path, tmp_path: Path) -> None:
     trainer(tmp_path / "run", {"seed": 1}).run()
     assert not same(model(tmp_path / "run"), model(straight))

@@ -33,6 +33,7 @@ from pellucid.train.source import Source
 from pellucid.train.task import Task
 
 CONFIG, MODEL, CHECKPOINTS = "config.json", "model", "checkpoints"
+LONG = 8  # half-lives that a running mean should have behind it at the end: 1/256 of it is then from before
 Asked = Sequence[Mapping[str, Tensor]]
 
 
@@ -184,6 +185,9 @@ class Trainer:
         if journal is not None:
             for name in self.checkpoints.damaged:
                 journal.say(f"damaged checkpoint, so the one before it is taken: {name}")
+            for length in self.config.ema:
+                if LONG * length > (images := self.config.steps * self.config.batch):
+                    journal.say(f"ema {length:,} is long for a run of {images:,} images: its mean remembers the start")
         try:
             alone = self.compile_alone(first, last, journal)
             with Feed(self.prepare, alone, last, device=self.ranks.device) as feed:
