@@ -24,8 +24,8 @@ FLAGS = {
         "--grid-of", "--guidance", "--image", "--image-encoder", "--image-prompt", "--inversion", "--json",
         "--keep-cells", "--label", "--lora", "--mask", "--negative", "--noise", "--offload", "--option",
         "--original-size", "--out", "--overwrite", "--plan", "--revision", "--sampler", "--seed", "--size", "--steps",
-        "--strength", "--target", "--target-size", "--tokenizer", "--unguarded", "--vae", "--vae-slicing", "--vae-tile",
-        "--variant", "--weak", "--weighting", "-n", "model", "prompt",
+        "--strength", "--target", "--target-size", "--tokenizer", "--trace", "--trace-tensors", "--unguarded", "--vae",
+        "--vae-slicing", "--vae-tile", "--variant", "--weak", "--weighting", "-n", "model", "prompt",
     ],
     "schedules": ["--json", "--plot", "--zero-snr", "names"],
     "samplers": ["--json", "name"],
@@ -49,12 +49,42 @@ FLAGS = {
         "--against", "--batch", "--bootstrap", "--clip", "--device", "--inception", "--json", "--kid-size",
         "--kid-subsets", "--neighbours", "--no-cache", "--prompts", "--save", "--seed", "images",
     ],
+    "tune": [
+        "--at-once", "--batch", "--device", "--dtype", "--guidance", "--held-out", "--iterations", "--json", "--model",
+        "--out", "--pairs", "--prompts", "--records", "--seed", "--start", "--steps", "--sweep", "--teacher",
+        "--unguarded", "--what",
+    ],
+    "doctor": [
+        "--config", "--controlnet", "--data", "--device", "--dtype", "--grid", "--images", "--ip-adapter", "--json",
+        "--lora", "--only", "--quick", "--sampler", "--steps", "--strength", "--tokenizer", "--trace", "model",
+    ],
+    "trace show": ["--index", "--json", "--linear", "--model", "--partial", "--plot", "file"],
+    "trace diff": ["--json", "--partial", "--tolerance", "first", "second"],
+    "trace replay": [
+        "--control", "--device", "--image", "--image-prompt", "--json", "--lora", "--mask", "--model", "--weak", "file",
+    ],
+    "trace timeline": ["--json", "--out", "--partial", "file"],
     "data scenes": ["--count", "--folder", "--json", "--out", "--seed", "--size", "--split", "--style"],
     "data latents": ["--count", "--device", "--json", "--out", "--phrasings", "config"],
     "study schedules": ["--device", "--out", "config"],
     "study adherence": [
         "--batch", "--device", "--dtype", "--guidance", "--json", "--model", "--objects", "--out", "--part",
         "--prompts", "--sampler", "--seed", "--steps",
+    ],
+    "study guidance": [
+        "--batch", "--clip", "--device", "--dtype", "--json", "--model", "--out", "--part", "--prompts", "--reference",
+        "--rules", "--sampler", "--scales", "--seed", "--seeds", "--steps", "--tolerance",
+    ],
+    "study samplers": [
+        "--batch", "--by", "--clip", "--converged", "--converged-steps", "--device", "--dtype", "--guidance",
+        "--inception", "--json", "--model", "--out", "--path-steps", "--processes", "--prompts", "--ray", "--reference",
+        "--rounds", "--samplers", "--seed", "--seeds", "--shard", "--size", "--steps",
+    ],
+    "study oracle": ["--grids", "--json", "--nfe", "--out", "--points", "--samplers", "--schedules", "--seed"],
+    "study interaction": [
+        "--batch", "--by", "--clip", "--converged", "--converged-steps", "--device", "--dtype", "--guidance",
+        "--inception", "--json", "--models", "--names", "--out", "--path-steps", "--prompts", "--reference",
+        "--samplers", "--seed", "--seeds", "--steps", "config",
     ],
 }  # fmt: skip
 

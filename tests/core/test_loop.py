@@ -37,6 +37,7 @@ from pellucid import (
     schedules,
 )
 from pellucid.core import samplers
+from pellucid.core.loop import RunSeen
 from pellucid.core.plan import P0, P1, X, row
 
 SAMPLERS = samplers.names()
@@ -597,3 +598,53 @@ def test_bad_input_is_refused_by_name(call, code: str) -> None:
     with pytest.raises(PellucidError) as refused:
         call(compile_plan("ddpm", steps=3))
     assert refused.value.code == code
+
+
+# --- who watches the run ---------------------------------------------------------------------------------------
+
+
+class Watcher:
+    """An observer that wants the run too, and writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.runs: list[RunSeen] = []
+
+    def begin_run(self, run: RunSeen) -> None:
+        self.runs.append(run)
+        self.told.append("begin")
+
+    def mark(self, work: str) -> None:
+        self.told.append(work)
+
+    def __call__(self, seen: StepSeen) -> None:
+        self.told.append(f"step {seen.index}")
+
+
+def test_an_observer_may_see_the_run_and_what_the_loop_is_at() -> None:
+    plan = compile_plan("euler_a", steps=2)
+    watcher, x, source = Watcher(), torch.ones(2, 4), Philox([1, 2])
+    run(plan, TOY, x, noise=source, observers=[watcher])
+    (begun,) = watcher.runs
+    assert begun.plans == (plan, plan)
+    assert begun.x is x
+    assert begun.noise is source
+    first = ["begin", "model", "update", "noise", "update", "observe", "step 0", "update"]
+    assert watcher.told == [*first, "model", "update", "observe", "step 1", "update"]
+
+
+def test_churn_and_constraints_are_marked_and_every_watcher_is_told() -> None:
+    plan = compile_plan("euler", steps=1, s_churn=1.0)
+    assert plan.rows[0].pre_noise > 0
+    watchers = [Watcher(), Watcher()]
+    run(plan, TOY, shape=(4,), observers=watchers, constraints=[lambda seen: seen.x_next])
+    wanted = ["begin", "noise", "model", "update", "constrain", "observe", "step 0", "update"]
+    assert [watcher.told for watcher in watchers] == [wanted, wanted]
+
+
+def test_a_watched_mixed_batch_has_one_plan_an_image() -> None:
+    watcher = Watcher()
+    jobs = [Job(compile_plan("heun", steps=2), 1), Job(compile_plan("ddim", steps=1), 2)]
+    run_batch(jobs, TOY, shape=(4,), observers=[watcher])
+    assert [plan.name for plan in watcher.runs[0].plans] == ["heun", "ddim"]
+    assert watcher.told.count("model") == jobs[0].plan.nfe

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from pellucid import Brownian, PellucidError, Philox, compile_plan
-from pellucid.core.noise import PATH, first_noise, gaussian, philox
+from pellucid.core import noise
+from pellucid.core.noise import PATH, first_noise, gaussian, gaussians, philox
 from pellucid.core.plan import Draw, Span
 
 WIDE = torch.empty(0, dtype=torch.float64)
@@ -171,6 +172,22 @@ def test_first_noise_has_the_plans_scale() -> None:
     x = first_noise(plan, [1, 2], (COUNT,), WIDE)
     assert x.shape == (2, COUNT)
     assert float(x.std()) == pytest.approx(plan.initial_scale, rel=FIVE / math.sqrt(4 * COUNT))
+
+
+@pytest.mark.parametrize("shape", [(1,), (5,), (3, 4, 4)])
+@pytest.mark.parametrize("like", [WIDE, torch.empty(())])
+def test_several_images_at_once_draw_what_each_draws_alone(shape: tuple[int, ...], like: torch.Tensor) -> None:
+    seeds, addresses = [0, 7, 2**32 + 1, 2**64 - 1], [(3, 1, 2), (0, 0, 2), (2**22, 5, 1)]
+    together = gaussians(seeds, shape, addresses, like)
+    alone = [torch.stack([gaussian(seed, shape, where, like) for seed in seeds]) for where in addresses]
+    assert torch.equal(together, torch.stack(alone))
+
+
+def test_numbers_drawn_in_parts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = [(k, 0, 2) for k in range(7)]
+    together = gaussians([1, 2, 3], (5,), where, WIDE)
+    monkeypatch.setattr(noise, "AT_ONCE", 40)  # two addresses at a time
+    assert torch.equal(gaussians([1, 2, 3], (5,), where, WIDE), together)
 
 
 # --- a Brownian path -------------------------------------------------------------------------------------------

@@ -67,6 +67,17 @@ def test_any_plan_survives_json(sampler: str, steps: int, schedule: str, grid: s
         assert refusal == ("pndm", "cosine", "ill-conditioned")
 
 
+def test_evidence_is_kept_beside_the_rows_and_changes_nothing() -> None:
+    plan = compile_plan("unipc", steps=4)
+    assert "evidence" not in plan.to_dict()  # a plan that nobody tuned is written as it always was
+    told = dataclasses.replace(plan, evidence={"says": "better", "held_out": {"mean": 0.25}})
+    again = Plan.from_json(told.to_json())
+    assert again == told
+    assert (again.evidence, again.rows) == (told.evidence, plan.rows)
+    assert not plan.diff(again)
+    assert refused({**told.to_dict(), "evidence": 5}) == "plan-json"
+
+
 def test_json_holds_no_infinity_at_pure_noise() -> None:
     plan = compile_plan("euler_a", schedule="flow", target="flow", steps=4)
     text = plan.to_json()

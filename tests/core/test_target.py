@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -185,6 +186,26 @@ def test_conversions_at_a_clean_x_are_limits(source: str, to: str) -> None:
 @pytest.mark.parametrize("target", T.TARGETS)
 def test_nothing_to_convert(target: str) -> None:
     assert T.convert(target, target, BLIND) == (0.0, 1.0)
+
+
+# --- levels that gradients flow through ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", T.TARGETS)
+@pytest.mark.parametrize("which", [T.to_x0, T.from_x0])
+def test_a_level_of_tensors_gives_the_same_numbers_and_their_slopes(target: str, which: Any) -> None:
+    """Tuning descends on levels: the numbers are those of plain ones, the slopes those of differences."""
+    at, step = (0.8, 0.6), 1e-6
+    for k in range(2):
+        pair = [torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in at]
+        found = torch.as_tensor(which(target, Level(*pair))[k])  # type: ignore[arg-type]
+        assert float(found.detach()) == pytest.approx(which(target, Level(*at))[k], rel=1e-14)
+        if found.requires_grad:
+            found.backward()
+        for i, value in enumerate(pair):
+            ends = [which(target, Level(*(v + s * step * (j == i) for j, v in enumerate(at))))[k] for s in (1, -1)]
+            slope = 0.0 if value.grad is None else float(value.grad)
+            assert slope == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=1e-8)
 
 
 # --- names -----------------------------------------------------------------------------------------------------

@@ -47,11 +47,14 @@ def silence() -> Iterator[list[str]]:
 
     ear = Ear(logging.WARNING)
     loggers = [logging.getLogger(name) for name in ("diffusers", "transformers")]
+    levels = [logger.level for logger in loggers]
     for logger in loggers:
+        logger.setLevel(logging.WARNING)  # other tests turn it down
         logger.addHandler(ear)
     yield heard
-    for logger in loggers:
+    for logger, level in zip(loggers, levels, strict=True):
         logger.removeHandler(ear)
+        logger.setLevel(level)
 
 
 def plain(value: Any) -> Any:

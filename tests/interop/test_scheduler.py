@@ -570,6 +570,15 @@ def test_dynamic_shift_needs_mu() -> None:
         scheduler.set_timesteps(5)
 
 
+def test_a_dynamic_shift_without_flow_sigmas_shifts_nothing() -> None:
+    """As in diffusers, where users make a solver from a flow scheduler's config."""
+    theirs = diffusers.DPMSolverMultistepScheduler(use_dynamic_shifting=True)
+    ours = Scheduler.from_config(theirs)
+    for scheduler in (ours, theirs):
+        scheduler.set_timesteps(5)
+    assert ours.timesteps.tolist() == theirs.timesteps.tolist()
+
+
 # --- copies, dtypes, channels, noise ---------------------------------------------------------------------------
 
 

@@ -8,7 +8,9 @@ import math
 import pytest
 import torch
 from orders import (
+    ABOVE,
     ALWAYS_NOISY,
+    BELOW,
     COUNTS,
     MIXTURE,
     NO_ORDER,
@@ -28,13 +30,6 @@ from orders import (
 
 from pellucid import Plan, compile_plan, run, samplers
 from pellucid.core.plan import TOLERANCE, deviation
-
-# The slope between 320 and 640 steps is within this of the order: what is left is the next term of the error, which
-# is one h smaller. The largest gap measured is 0.07 (lms of order 4).
-BELOW = 0.15
-# A claim must not be too modest either. The largest gap is 0.50: SA-Solver's third order on eps, whose term of order 3
-# is so small that it shows late.
-ABOVE = 0.6
 
 
 def last_two(case: Case) -> Case:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from picture_files import plain
 from scene_cases import CPU, SCENES, WINDOW, built, text_table, tokenizer, write_parts
+from tiny_networks import VAE
 from typer.testing import CliRunner
 
 from pellucid.cli import data
@@ -209,7 +210,7 @@ def test_bad_requests_are_one_line(vae: AutoencoderKL, tmp_path: Path, make: Any
 
 
 def with_data(table: dict[str, Any]) -> TrainConfig:
-    task = {"kind": "autoencoder", "network": {}}
+    task = {"kind": "autoencoder", "network": VAE}
     return read(TrainConfig, {"task": task, "data": table, "steps": 1, "batch": 1}, "config")
 
 

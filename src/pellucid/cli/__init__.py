@@ -13,7 +13,22 @@ import typer
 from typer.core import TyperGroup
 
 from pellucid import __version__
-from pellucid.cli import data, demo, inspect, memory, plan, sample, samplers, schedules, score, study, train
+from pellucid.cli import (
+    data,
+    demo,
+    doctor,
+    inspect,
+    memory,
+    plan,
+    sample,
+    samplers,
+    schedules,
+    score,
+    study,
+    trace,
+    train,
+    tune,
+)
 from pellucid.core.errors import PellucidError
 
 # typer has click within it since 0.16 and beside it before: both name the class that all bad usage descends from.
@@ -94,9 +109,12 @@ for name, room in (
     ("plan", plan),
     ("train", train),
     ("score", score),
+    ("tune", tune),
+    ("doctor", doctor),
     ("demo", demo),
 ):
     app.command(name, context_settings=HELP, epilog=getattr(room, "EPILOG", None))(room.command)
+app.add_typer(trace.app, name="trace")
 app.add_typer(study.app, name="study")
 app.add_typer(data.app, name="data")
 

@@ -78,12 +78,13 @@ def destination(path: Path, what: str, suffixes: tuple[str, ...] = ()) -> Path:
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on a terminal's stderr that disappears when it is done; call what it yields after each part."""
+def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
+    """A bar on a terminal's stderr that disappears when it is done; call what it yields after each part, or with the
+    number of parts that are done."""
     from rich.console import Console
     from rich.progress import Progress
 
     quiet = not sys.stderr.isatty()
     with Progress(console=Console(stderr=True), transient=True, disable=quiet) as bar:
         task = bar.add_task(what, total=total)
-        yield lambda: bar.advance(task)
+        yield lambda count=1: bar.advance(task, count)

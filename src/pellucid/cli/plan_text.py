@@ -37,6 +37,8 @@ def facts(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "end", level(plan.end)
     law = f"declared: {plan.declared}" if plan.declared else "each row lands on its level"
     yield "law", f"deviation {short(plan.deviation, 3)}, {law}"
+    if "says" in plan.evidence:
+        yield "evidence", str(plan.evidence["says"])
 
 
 def named(made: dict[str, object]) -> str:

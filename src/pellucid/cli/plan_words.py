@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import math
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +17,8 @@ from pellucid.core.compile import compile_plan
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.grid import Grid
 from pellucid.core.plan import Plan
-from pellucid.core.samplers import Sampler, resolve
+from pellucid.core.samplers import resolve
+from pellucid.core.samplers.registry import value_of
 from pellucid.core.schedule import Schedule
 
 MAX_BYTES = 64 * 2**20
@@ -173,36 +172,3 @@ def pair_of(text: str) -> tuple[str, str]:
     if not equals or not key.strip():
         raise PellucidError(rule("option", "key=value", text, "For example: --option eta=0.5"), "option")
     return key.strip().replace("-", "_"), value.strip()
-
-
-def value_of(entry: Sampler, key: str, text: Any) -> Any:
-    """The text of an option as the type of its default. What the sampler does not know is left to it to refuse."""
-    known = entry.options()
-    if key not in known or not isinstance(text, str):
-        return text
-    default = known[key]
-    hint = str(inspect.signature(entry.make).parameters[key].annotation)
-    try:
-        if isinstance(default, bool):
-            return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text.lower()]
-        if isinstance(default, (int, float)):
-            return number(text, type(default))
-        if isinstance(default, str):
-            return text
-        if hint.startswith("tuple[int"):
-            return tuple(number(part, int) for part in text.split(",") if part.strip())
-        if hint.startswith("tuple[float"):
-            return tuple(number(part, float) for part in text.split(",") if part.strip())
-    except (ValueError, KeyError):
-        kind = {bool: "true or false", int: "a whole number", float: "a number"}.get(
-            type(default), "numbers, as in 1,2"
-        )
-        raise PellucidError(rule(f"option {key}", kind, text), "option") from None
-    raise PellucidError(f"option {key} must be set by a dialect; got {text!r}. It has no words here.", "option")
-
-
-def number(text: str, kind: type) -> Any:
-    found = kind(text)
-    if math.isnan(found):
-        raise ValueError(text)
-    return found

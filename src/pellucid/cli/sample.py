@@ -63,6 +63,8 @@ def command(
     overwrite: opt.Overwrite = False,
     grid_of: opt.GridOf = None,
     keep_cells: opt.KeepCells = False,
+    trace: opt.TraceFile = None,
+    trace_tensors: opt.TraceTensors = False,
     as_json: opt.AsJson = False,
 ) -> None:
     """Make images. Each PNG carries its recipe, as ours and as A1111's `parameters` text.

@@ -159,6 +159,13 @@ GridOf = Annotated[
     str | None,
     option(OUT, "--grid-of", metavar="AXES", help='A labelled sheet: "steps=10,20,50 x guidance=3,5,7".'),
 ]
+TraceFile = Annotated[
+    Path | None,
+    option(OUT, "--trace", metavar="FILE", help="Record every step; see pellucid trace. FILE-001, … of several runs."),
+]
+TraceTensors = Annotated[
+    bool, option(OUT, "--trace-tensors", help="Keep x, x0, eps and the guidance delta of each step, beside numbers.")
+]
 KeepCells = Annotated[bool, option(OUT, "--keep-cells", help="Keep each cell of the sheet, in a folder beside it.")]
 AsJson = Annotated[bool, option(OUT, "--json", help="Print files, seeds, stages, notes and recipes as JSON.")]
 

@@ -154,6 +154,7 @@ class Report:
     receipt: str | None = None
     sheet: dict[str, Any] | None = None
     source: dict[str, Any] | None = None
+    traces: list[Path] = field(default_factory=list)
 
     def note(self, *texts: str) -> None:
         self.notes += [text for text in dict.fromkeys(texts) if text not in self.notes]
@@ -181,6 +182,7 @@ class Report:
             "receipt": self.receipt,
             "sheet": self.sheet,
             "from": self.source,
+            "traces": [str(path) for path in self.traces],
             "recipes": [recipe.to_dict() for recipe in self.recipes],
         }
 
@@ -206,6 +208,8 @@ def show(report: Report) -> None:
         " · ".join(f"{name} {seconds:.2f} s" for name, seconds in took.items()) + f" · {calls(report.calls)}",
         style="dim",
     )
+    for path in report.traces:
+        say(f"traced {path}: pellucid trace show {path}")
     if report.receipt is not None:
         say(report.receipt)
     for text in report.notes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import typer
 from pellucid.cli import output, sample_output, sample_repeat, sample_sheet, sample_words
 from pellucid.cli.sample_output import Bar, Report
 from pellucid.cli.sample_repeat import Source
+from pellucid.cli.sample_trace import Traces
 from pellucid.cli.sample_words import Adapter, Asked
 from pellucid.cli.sample_work import Job, Work, request_of
 from pellucid.core.errors import PellucidError, rule
@@ -58,13 +60,16 @@ def work_on(params: dict[str, Any], report: Report, bar: Bar) -> None:
     if axes is not None and len(jobs) > 1:
         raise PellucidError(rule("--grid-of", "for one image a cell", f"{len(jobs)} images"), "usage")
     goal = sample_output.goal_of(params["out"], params["overwrite"], len(jobs) > 1)
+    traces = Traces.of(params)
     fields = {**asked.fields, **adapters_of(asked)}
     # What is wrong whatever the model is refused before it is loaded.
     cells = None if axes is None else sample_sheet.cells_of(axes, jobs[0], fields, asked.unguarded)
     if cells is None:
         request_of(jobs[:1], fields)
+    if traces is not None:
+        traces.expect(math.ceil(len(jobs) / asked.batch) if cells is None else len(cells.requests))
     pipe = timed_load(asked, report)
-    work = Work(asked, goal, report, bar, pipe, origin, named, weak_of(asked))
+    work = Work(asked, goal, report, bar, pipe, origin, named, weak_of(asked), traces)
     if asked.unguarded:
         report.note(sample_words.UNGUARDED)
     if cells is None:
@@ -191,6 +196,8 @@ def images(work: Work, jobs: list[Job], fields: dict[str, Any]) -> None:
     runs = list(batches(work, jobs))
     requests = [request_of(run, fields) for run in runs]
     work.check_recipe(requests[0])
+    if work.traces is not None:
+        work.traces.expect(len(runs))
     work.bar.begin(len(jobs), sum(work.steps(request) for request in requests))
     for run, request in zip(runs, requests, strict=True):
         result = work.run(request)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pellucid.cli import sample_repeat, sample_words
 from pellucid.cli.sample_output import Bar, Goal, Report
 from pellucid.cli.sample_repeat import Source
+from pellucid.cli.sample_trace import Traces
 from pellucid.cli.sample_words import Asked
 from pellucid.core.errors import PellucidError
 from pellucid.pipeline.pipeline import Pipeline, Result
@@ -38,6 +40,7 @@ class Work:
     origin: Source | None = None
     named: bool = True
     weak: Pipeline | None = None
+    traces: Traces | None = None
 
     def steps(self, request: Request) -> int:
         """Model calls of a request. An option of the right type and a wrong size is the user's error, not a crash."""
@@ -52,8 +55,12 @@ class Work:
 
     def run(self, request: Request) -> Result:
         self.bar.run(self.steps(request))
-        result = self.pipe.run(replace(request, weak=self.weak, observers=(self.bar,)))
+        with nullcontext() if self.traces is None else self.traces.recorder() as recorder:
+            watching = (self.bar,) if recorder is None else (recorder, self.bar)
+            result = self.pipe.run(replace(request, weak=self.weak, observers=watching))
         self.report.add(result)
+        if recorder is not None:
+            self.report.traces.append(recorder.path)
         return result
 
     def check_recipe(self, request: Request) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pellucid.cli import adherence
+from pellucid.cli import adherence, study_guidance, study_interaction, study_oracle, study_samplers
 from pellucid.cli.options import Device, Out, group
 
 app = group("Compare set-ups, with evidence.")
@@ -37,3 +37,7 @@ def schedules(
 
 
 app.command("adherence")(adherence.command)
+app.command("guidance")(study_guidance.command)
+app.command("oracle")(study_oracle.command)
+app.command("samplers")(study_samplers.command)
+app.command("interaction")(study_interaction.command)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +24,10 @@ def sigma_data_of(schedule: Schedule) -> float:
 def input_scale(schedule: Schedule, level: Level) -> float:
     """What x is multiplied by before the network sees it: back to the frame, and the size, of training."""
     if isinstance(schedule, EDM):
-        return 1.0 / math.sqrt(level.sigma**2 + (schedule.sigma_data * level.alpha) ** 2)
+        return 1.0 / targets.root(level.sigma**2 + (schedule.sigma_data * level.alpha) ** 2)
     if schedule.frame == "flow":
         return 1.0 / (level.alpha + level.sigma)
-    return 1.0 / math.hypot(level.alpha, level.sigma)
+    return 1.0 / targets.length(level.alpha, level.sigma)
 
 
 def read_output(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -77,6 +77,28 @@ class StepSeen:
 
 Observer = Callable[[StepSeen], None]
 Constraint = Callable[[StepSeen], Tensor]
+Work = Literal["noise", "model", "update", "constrain", "observe"]  # what the loop is at
+Mark = Callable[[Work], None]
+
+
+@dataclass(frozen=True)
+class RunSeen:
+    """What a run begins with: one plan an image, their first x, and where their noise comes from."""
+
+    plans: tuple[Plan, ...]
+    x: Tensor
+    noise: NoiseSource
+
+
+@runtime_checkable
+class RunObserver(Protocol):
+    """An observer that is also told of the run before its first row, and at each turn what the loop is at from now."""
+
+    def __call__(self, seen: StepSeen) -> None: ...
+
+    def begin_run(self, run: RunSeen) -> None: ...
+
+    def mark(self, work: Work) -> None: ...
 
 
 @dataclass
@@ -213,6 +235,7 @@ def loop(
     state = State(x, None, [])
     active = list(range(len(everyones)))
     bound = bound_to(everyones, denoiser)
+    mark = announced(RunSeen(tuple(everyones), x, source), observers)
     index = 0
     while active:
         if cancelled is not None and cancelled():
@@ -220,15 +243,19 @@ def loop(
         plans = [everyones[i] for i in active]
         one = all(plan is plans[0] for plan in plans)
         rows = (plans[0].rows[index],) if one else tuple(plan.rows[index] for plan in plans)
-        state, found, called = advance(plans, rows, state, bound or denoiser, source, active, depth)
+        state, found, called = advance(plans, rows, state, bound or denoiser, source, active, depth, mark)
         if observers or constraints:
+            mark("constrain" if constraints else "observe")
             levels = tuple(level_after(plan, index) for plan in (plans[:1] if one else plans))
             seen = StepSeen(index, rows, called, found.x0, state.x, levels, tuple(active), found.parts)
             for constrain in constraints:
                 state.x = constrain(seen)
                 seen = replace(seen, x_next=state.x)
+            if constraints:
+                mark("observe")
             for observe in observers:
                 observe(seen)
+            mark("update")
         index += 1
         done = [k for k, plan in enumerate(plans) if len(plan.rows) == index]
         if done:
@@ -239,6 +266,25 @@ def loop(
             state = select(state, keep)
             bound = bound.select(keep) if bound is not None and active else bound
     return result
+
+
+def unmarked(work: Work) -> None:
+    """Nobody wants to know."""
+
+
+def announced(begun: RunSeen, observers: Sequence[Observer]) -> Mark:
+    """Shows the beginning of a run to the observers that want it; and what tells them what the loop is at."""
+    watching = [observe for observe in observers if isinstance(observe, RunObserver)]
+    for observe in watching:
+        observe.begin_run(begun)
+    if len(watching) < 2:
+        return watching[0].mark if watching else unmarked
+
+    def mark(work: Work) -> None:
+        for observe in watching:
+            observe.mark(work)
+
+    return mark
 
 
 def bound_to(plans: Sequence[Plan], denoiser: object) -> BoundDenoiser | None:
@@ -270,18 +316,22 @@ def advance(
     source: NoiseSource,
     active: Sequence[int],
     depth: int,
+    mark: Mark = unmarked,
 ) -> tuple[State, Prediction, Tensor]:
     """One row of every running image. One shared row works with numbers, a mixed one with a number an image."""
     x = state.x
     single = len(rows) == 1 and (len(plans) == 1 or plans[0] is plans[-1])
     if any(r.pre_noise for r in rows):
+        mark("noise")
         x = x + noise_of(rows, True, x, source, active, single) * column([r.pre_noise for r in rows], x, single)
+    mark("model")
     if single:
         found = denoiser(x, rows[0].level, rows[0].time)
     else:
         alphas, sigmas = [r.level.alpha for r in rows], [r.level.sigma for r in rows]
         levels = Batched(column(alphas, x, False, torch.float64), column(sigmas, x, False, torch.float64))
         found = denoiser(x, levels, torch.tensor([r.time for r in rows], dtype=torch.float64, device=x.device))
+    mark("update")
     made = found if isinstance(found, Prediction) else Prediction(found)
     x0, uncond = made.x0, made.uncond
     if x0.shape != x.shape:
@@ -289,8 +339,11 @@ def advance(
     x0 = x0.to(x.dtype)
     bases = [targets.from_x0(p.basis, r.level) for p, r in zip(plans, rows, strict=False)]
     p0 = basis_of(bases, x, x0, single)
-    needs_z = any(r.draws for r in rows)
-    z = noise_of(rows, False, x, source, active, single) if needs_z else None
+    z = None
+    if any(r.draws for r in rows):
+        mark("noise")
+        z = noise_of(rows, False, x, source, active, single)
+        mark("update")
     zero = torch.zeros_like(x) if not single else None
     anchor = state.anchor if state.anchor is not None else zero
     past = [*state.history, *([zero] * (DEPTH - 1 - len(state.history)))]

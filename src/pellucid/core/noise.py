@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,10 +21,11 @@ WORD = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 FIRST, PATH, TREE, BESIDE = 0, 1, 2, 3  # what a counter is for
+AT_ONCE = 2**21  # numbers drawn together: with their words and logarithms 0.3 GB
 
 
 def philox(
-    counters: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
+    counters: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int | Tensor, int | Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four 32-bit words for each counter (Salmon et al. 2011), in int64 arithmetic that wraps as uint64 does."""
     c0, c1, c2, c3 = counters
@@ -46,13 +47,35 @@ def gaussian(seed: int, shape: Sequence[int], address: tuple[int, int, int], lik
     count = math.prod(shape)
     blocks = torch.arange((count + 3) // 4, dtype=torch.int64, device=like.device)
     a, b, c = (torch.full_like(blocks, word & WORD) for word in address)
-    words = torch.stack(philox((blocks, a, b, c), (seed & WORD, (seed >> 32) & WORD)))
+    words = torch.stack(philox((blocks, a, b, c), (seed & WORD, (seed >> 32) & WORD)))  # [4, blocks]
+    return normals(words, like).T.reshape(-1)[:count].reshape(tuple(shape))
+
+
+def gaussians(
+    seeds: Sequence[int], shape: Sequence[int], addresses: Sequence[tuple[int, int, int]], like: Tensor
+) -> Tensor:
+    """The same numbers of several images at several addresses, [A, B, *shape]: one launch for all, in parts of at most
+    AT_ONCE numbers."""
+    count, device = math.prod(shape), like.device
+    part = max(1, AT_ONCE // max(1, len(seeds) * count))
+    blocks = torch.arange((count + 3) // 4, dtype=torch.int64, device=device)
+    low, high = (torch.tensor([(s >> shift) & WORD for s in seeds], device=device)[:, None] for shift in (0, 32))
+    made = []
+    for start in range(0, len(addresses), part):
+        words = torch.tensor([[w & WORD for w in one] for one in addresses[start : start + part]], device=device)
+        a, b, c = words.T[:, :, None, None]  # [A, 1, 1] each
+        drawn = torch.stack(philox((blocks, a, b, c), (low, high)))  # [4, A, B, blocks]
+        made.append(normals(drawn, like).permute(1, 2, 3, 0).flatten(2)[:, :, :count])
+    return torch.cat(made).reshape(len(addresses), len(seeds), *shape)
+
+
+def normals(words: Tensor, like: Tensor) -> Tensor:
+    """Four normal numbers, [4, …], from the four words of each block."""
     kind = torch.float64 if like.dtype == torch.float64 else torch.float32
     uniform = (words.to(torch.float64) + 0.5) * 2.0**-32
     radius = torch.sqrt(-2.0 * torch.log(uniform[0::2]))
     angle = 2.0 * math.pi * uniform[1::2]
-    normal = torch.cat([radius * torch.cos(angle), radius * torch.sin(angle)]).T.reshape(-1)
-    return normal[:count].reshape(tuple(shape)).to(kind)
+    return torch.cat([radius * torch.cos(angle), radius * torch.sin(angle)]).to(kind)
 
 
 class NoiseSource(Protocol):
@@ -125,6 +148,7 @@ class Brownian:
         self.plain = Philox(seeds)
         self.seeds, self.clock = self.plain.seeds, clock
         self.cache: dict[tuple[object, ...], Tensor] = {}
+        self.trail: tuple[tuple[Any, ...], dict[int, Tensor]] = ((), {})  # the nodes of the last way down, and whose
 
     def first(self, shape: Sequence[int], like: Tensor, images: Sequence[int]) -> Tensor:
         return self.plain.first(shape, like, images)
@@ -133,14 +157,11 @@ class Brownian:
         return self.plain.beside(shape, like, images)
 
     def step(self, draws: Sequence[Draw], span: Span, like: Tensor, images: Sequence[int]) -> Tensor:
-        visit = draws[0].visit
-        return torch.stack([self.increment(self.seeds[i], span, visit, like) for i in images]).to(like.dtype)
-
-    def increment(self, seed: int, span: Span, visit: int, like: Tensor) -> Tensor:
         """The path's increment over a span, scaled to variance 1."""
-        a, b = (self.at(seed, ratio, visit, like) for ratio in (span.start, span.end))
+        seeds, visit = tuple(self.seeds[i] for i in images), draws[0].visit
+        a, b = (self.at(seeds, ratio, visit, like) for ratio in (span.start, span.end))
         length = abs(self.tick(self.within(span.end)) - self.tick(self.within(span.start)))
-        return (b - a) / math.sqrt(length)
+        return ((b - a) / math.sqrt(length)).to(like.dtype)
 
     def within(self, ratio: float) -> float:
         """λ of a ratio, cut to the path's reach: pure noise is its beginning, a clean x its end."""
@@ -149,33 +170,54 @@ class Brownian:
     def tick(self, lam: float) -> float:
         return clock_time(math.exp(-lam), self.clock)
 
-    def at(self, seed: int, ratio: float, visit: int, like: Tensor) -> Tensor:
-        key = (seed, ratio, visit, tuple(like.shape[1:]), like.device)
+    def at(self, seeds: tuple[int, ...], ratio: float, visit: int, like: Tensor) -> Tensor:
+        key = (seeds, ratio, visit, tuple(like.shape[1:]), like.device)
         if key not in self.cache:
-            if len(self.cache) > 4 * max(len(self.seeds), 1):  # a run looks back one leg at most
+            while sum(map(len, self.cache.values())) > 4 * len(self.seeds):  # a run looks back one leg at most
                 self.cache.pop(next(iter(self.cache)))
-            self.cache[key] = self.descend(seed, ratio, visit, like)
+            self.cache[key] = self.descend(seeds, ratio, visit, like)
         return self.cache[key]
 
-    def descend(self, seed: int, ratio: float, visit: int, like: Tensor) -> Tensor:
-        goal = self.within(ratio)
-        low, high = -self.REACH, self.REACH
+    def descend(self, seeds: tuple[int, ...], ratio: float, visit: int, like: Tensor) -> Tensor:
+        """The path at one place, [B, *shape]. All images go down the tree together."""
+        way, shape = self.way(self.within(ratio)), tuple(like.shape[1:])
         wide = torch.empty((), dtype=torch.float64, device=like.device)
-        shape = like.shape[1:]
-        at_low = torch.zeros(tuple(shape), dtype=torch.float64, device=like.device)
-        at_high = gaussian(seed, shape, (0, visit, TREE), wide) * math.sqrt(abs(self.tick(high) - self.tick(low)))
-        node = 1
+        drawn = self.drawn(seeds, [node for node, *_ in way], visit, shape, wide)
+        at_low = wide.new_zeros((len(seeds), *shape))
+        at_high = drawn[0] * math.sqrt(abs(self.tick(self.REACH) - self.tick(-self.REACH)))
+        for node, part, spread, right in way[1:]:
+            at_middle = at_low + part * (at_high - at_low) + spread * drawn[node]
+            at_low, at_high = (at_middle, at_high) if right else (at_low, at_middle)
+        return at_low + way[0][1] * (at_high - at_low)
+
+    def way(self, goal: float) -> list[tuple[int, float, float, bool]]:
+        """(node, where the bridge crosses it, its spread, whether the way goes right there), from the top; the first
+        one is the path's end, and where it crosses is where the goal lies between the last two nodes."""
+        low, high, node = -self.REACH, self.REACH, 1
+        found = []
         for _ in range(self.DEPTH):
             middle = (low + high) / 2
             part = (self.tick(middle) - self.tick(low)) / (self.tick(high) - self.tick(low))
             spread = math.sqrt(abs(self.tick(high) - self.tick(low)) * part * (1 - part))
-            at_middle = at_low + part * (at_high - at_low) + spread * gaussian(seed, shape, (node, visit, TREE), wide)
             right = goal >= middle
-            low, at_low = (middle, at_middle) if right else (low, at_low)
-            high, at_high = (high, at_high) if right else (middle, at_middle)
+            found.append((node, part, spread, right))
+            low, high = (middle, high) if right else (low, middle)
             node = 2 * node + int(right)
-        part = (self.tick(goal) - self.tick(low)) / (self.tick(high) - self.tick(low))
-        return at_low + part * (at_high - at_low)
+        last = (self.tick(goal) - self.tick(low)) / (self.tick(high) - self.tick(low))
+        return [(0, last, 0.0, False), *found]
+
+    def drawn(
+        self, seeds: tuple[int, ...], nodes: Sequence[int], visit: int, shape: tuple[int, ...], wide: Tensor
+    ) -> dict[int, Tensor]:
+        """The normal numbers of nodes, [B, *shape] each. Those of the last way down are not drawn again: of two
+        neighbouring places that is half of them."""
+        owner = (seeds, visit, shape, wide.device)
+        known = self.trail[1] if self.trail[0] == owner else {}
+        new = [node for node in nodes if node not in known]
+        made = gaussians(seeds, shape, [(node, visit, TREE) for node in new], wide) if new else ()
+        found = {**known, **dict(zip(new, made, strict=True))}
+        self.trail = (owner, {node: found[node] for node in nodes})
+        return self.trail[1]
 
 
 class TorchStream:

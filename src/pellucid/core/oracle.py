@@ -28,18 +28,14 @@ class Mixture:
     def __call__(self, x: Tensor, level: Any, time: Any = None) -> Tensor:
         """E[x0 | x] for x of shape [B, D] (or any shape of D numbers an image)."""
         flat = x.reshape(len(x), -1).to(torch.float64)  # [B, D]
-        alpha, sigma = (_per_image(v, flat) for v in (level.alpha, level.sigma))  # [B, 1]
-        means, spreads = self.means.to(flat), self.spreads.to(flat)
-        variance = alpha**2 * spreads**2 + sigma**2  # [B, K] of x under each component
-        gap = flat[:, None, :] - alpha[:, :, None] * means  # [B, K, D]
-        log_p = (
-            torch.log(self.weights.to(flat))
-            - 0.5 * (gap**2).sum(-1) / variance
-            - 0.5 * flat.shape[1] * torch.log(variance)
-        )
-        share = torch.softmax(log_p, dim=1)  # [B, K]
-        shrink = alpha * spreads**2 / variance  # [B, K]
-        x0 = (share[:, :, None] * (means + shrink[:, :, None] * gap)).sum(1)
+        alpha, sigma = (_per_image(v, flat) for v in (level.alpha, level.sigma))  # [1, B], or [1, 1] for all
+        means, spreads, weights = (v.to(flat) for v in (self.means, self.spreads[:, None], self.weights[:, None]))
+        variance = alpha**2 * spreads**2 + sigma**2  # [K, B] of x under each component: the images last, for speed
+        own = alpha**2 * (means**2).sum(1, keepdim=True) / variance + flat.shape[1] * torch.log(variance)
+        near = alpha / variance * (means @ flat.T) - 0.5 / variance * (flat**2).sum(1)
+        share = torch.softmax(torch.log(weights) - 0.5 * own + near, dim=0)
+        from_means, from_x = share * (sigma**2 / variance), share * (alpha * spreads**2 / variance)
+        x0 = from_means.T @ means + from_x.sum(0)[:, None] * flat  # a Wiener filter of each component, weighed
         return x0.reshape(x.shape).to(x.dtype)
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
@@ -51,8 +47,8 @@ class Mixture:
 
 def _per_image(value: Any, like: Tensor) -> Tensor:
     if isinstance(value, Tensor):
-        return value.to(like).reshape(-1, 1)
-    return like.new_full((len(like), 1), float(value))
+        return value.to(like).reshape(1, -1)
+    return like.new_full((1, 1), float(value))
 
 
 def ring(count: int = 8, radius: float = 1.5, spread: float = 0.12) -> Mixture:
@@ -72,6 +68,16 @@ def smooth(dim: int = 4, count: int = 3, seed: int = 7) -> Mixture:
     means = torch.randn(count, dim, generator=generator, dtype=torch.float64) * 0.7
     spreads = torch.linspace(0.5, 0.9, count, dtype=torch.float64)
     weights = torch.linspace(1.0, 2.0, count, dtype=torch.float64)
+    return Mixture(means, spreads, weights / weights.sum())
+
+
+def sharp(dim: int = 8, count: int = 12, seed: int = 11) -> Mixture:
+    """Narrow modes of unlike widths (0.05 to 0.25) and weights: a path must choose one, and a coarse step may choose
+    another than the exact flow does."""
+    generator = torch.Generator().manual_seed(seed)
+    means = torch.randn(count, dim, generator=generator, dtype=torch.float64) * 0.7
+    spreads = torch.logspace(math.log10(0.05), math.log10(0.25), count, dtype=torch.float64)
+    weights = torch.rand(count, generator=generator, dtype=torch.float64) + 0.5
     return Mixture(means, spreads, weights / weights.sum())
 
 

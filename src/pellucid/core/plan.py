@@ -173,6 +173,7 @@ class Plan:
     options: dict[str, Any] = field(default_factory=dict)
     declared: str = ""
     deviation: float = 0.0
+    evidence: dict[str, Any] = field(default_factory=dict)  # how a tuned plan was made, and what was measured of it
 
     @property
     def nfe(self) -> int:
@@ -219,6 +220,7 @@ class Plan:
             "declared": self.declared,
             "deviation": self.deviation,
             "rows": [row_to_dict(r) for r in self.rows],
+            **({"evidence": self.evidence} if self.evidence else {}),
         }
 
     @staticmethod
@@ -254,6 +256,7 @@ class Plan:
                 options={k: BOUNDS.get(v, v) if isinstance(v, str) else v for k, v in dict(data["options"]).items()},
                 declared=str(data["declared"]),
                 deviation=finite("deviation", data["deviation"]),
+                evidence=dict(data.get("evidence", {})),
             )
         except PellucidError:
             raise
@@ -414,9 +417,15 @@ def address(rows: Sequence[Row], clock: Clock) -> tuple[Row, ...]:
 # --- the marginal law ------------------------------------------------------------------------------------------
 
 
-@np.errstate(over="ignore", invalid="ignore")  # what overflows lands nowhere, and is refused for that
 def deviation(plan: Plan) -> tuple[float, float]:
-    """(the largest distance between where the rows land and the levels that they claim, what rounding explains).
+    """(the largest distance between where the rows land and the levels that they claim, what rounding explains)."""
+    gaps, blurs = zip(*landings(plan), strict=True)
+    return max(gaps), max(blurs)
+
+
+@np.errstate(over="ignore", invalid="ignore")  # what overflows lands nowhere, and is refused for that
+def landings(plan: Plan) -> list[tuple[float, float]]:
+    """How far x is off the level of each call and off the end, as a part of x; and what of it rounding explains.
 
     The denoiser is perfect and the data are one point μ, so each register is a combination of μ, of the first
     noise and of the drawn noises; x must be alpha·μ plus noise of standard deviation sigma at every call. Beside
@@ -435,12 +444,11 @@ def deviation(plan: Plan) -> tuple[float, float]:
 
     zero = (np.zeros_like(point), 0.0)
     x: Value = (plan.start.alpha * point + plan.start.sigma * first, 0.0)
-    anchor, history, worst, floor = zero, [zero] * DEPTH, 0.0, 0.0
+    anchor, history, found = zero, [zero] * DEPTH, []
     for r in plan.rows:
         if r.pre_noise:
             x = (x[0] + r.pre_noise * noise(r.pre_draws)[0], x[1])
-        gap, blur = _distance(x, r.level)
-        worst, floor = max(worst, gap), max(floor, blur)
+        found.append(_distance(x, r.level))
         p0 = _one_point(plan.basis, r.level, x, point, first)
         registers = [x, anchor, p0, *history[: DEPTH - 1], (point, 0.0), noise(r.draws) if r.draws else zero]
         x = _mix(r.x, registers, zero[0])
@@ -448,8 +456,7 @@ def deviation(plan: Plan) -> tuple[float, float]:
             anchor = _mix(r.anchor, registers, zero[0])
         if not r.held:
             history = [p0, *history[: DEPTH - 1]]
-    gap, blur = _distance(x, plan.end)
-    return max(worst, gap), max(floor, blur)
+    return [*found, _distance(x, plan.end)]
 
 
 Value = tuple[Array, float]

@@ -29,6 +29,16 @@ ALIASES: dict[str, Target] = {
 }
 
 
+def length(a: Any, b: Any) -> Any:
+    """√(a² + b²) of two numbers, or of two tensors: tuning sends gradients through levels."""
+    return math.hypot(a, b) if isinstance(a, int | float) else a.hypot(b)
+
+
+def root(square: Any) -> Any:
+    """√ of a number, or of a tensor."""
+    return math.sqrt(square) if isinstance(square, int | float) else square.sqrt()
+
+
 def named(name: str) -> Target:
     """The target that a name or a diffusers `prediction_type` means."""
     if name in TARGETS:
@@ -47,13 +57,13 @@ def to_x0(target: Target, level: Level, sigma_data: float = SIGMA_DATA) -> tuple
     if target == "x0":
         return 0.0, 1.0
     if target == "v":
-        norm = math.hypot(a, s)
+        norm = length(a, s)
         return a / norm / norm, -s / norm
     if target == "flow":
         return 1.0 / (a + s), -s / (a + s)
     if target == "edm":
         square = s * s + (sigma_data * a) ** 2
-        return sigma_data**2 * a / square, s * sigma_data / math.sqrt(square)
+        return sigma_data**2 * a / square, s * sigma_data / root(square)
     if a == 0.0:
         raise PellucidError(
             f"target must not be {target} at alpha 0: pure noise determines no x0 from {target}. "
@@ -102,13 +112,13 @@ def to_eps(target: Target, level: Level, sigma_data: float) -> tuple[float, floa
     """(k_x, k_out) with eps = k_x·x + k_out·out; finite at sigma 0, where x0 = x / alpha says nothing of eps."""
     a, s = level.alpha, level.sigma
     if target == "v":
-        norm = math.hypot(a, s)
+        norm = length(a, s)
         return s / norm / norm, a / norm
     if target == "flow":
         return 1.0 / (a + s), a / (a + s)
     if target == "edm":
         square = s * s + (sigma_data * a) ** 2
-        return s / square, -a * sigma_data / math.sqrt(square)
+        return s / square, -a * sigma_data / root(square)
     return (0.0, -s) if target == "score" else (0.0, 1.0)
 
 

@@ -74,13 +74,14 @@ def explicit(lay: Grid, steps: int | None, timesteps: Sequence[float] | None, si
 
 
 def shifted(reading: Reading, dialect: str, mu: float | None) -> Schedule:
-    """The flow schedule bent by a shift that depends on the image."""
+    """The flow schedule bent by a shift that depends on the image; without flow sigmas there is nothing to bend."""
+    curve = reading.schedule
+    if not isinstance(curve, Flow):
+        return curve
     if mu is None:
         raise PellucidError(
             "mu must be given with use_dynamic_shifting; got None. Pipelines pass it from the image size.", "mu"
         )
-    curve = reading.schedule
-    assert isinstance(curve, Flow)
     shift = math.exp(mu) if reading.values["time_shift_type"] == "exponential" else float(mu)
     bent = replace(curve, shift=shift)
     if dialect != "diffusers" or resolve(reading.sampler)[0].peer != "flow":

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from pellucid.models.lora import AdapterSet, MergedAll, Receipt
 from pellucid.models.rules import Layered, Rescale
 from pellucid.models.unet import UNet
 from pellucid.pipeline import images as pictures
-from pellucid.pipeline import pictures_in
+from pellucid.pipeline import pictures_in, watching
 from pellucid.pipeline.adapters import Lora
 from pellucid.pipeline.conditions import make_conditions, takes_text
 from pellucid.pipeline.denoising import Run
@@ -80,18 +81,21 @@ class Pipeline:
         with stages.run("text", *parts.text_encoders):
             both = guidance.needs_uncond or asks_uncond(planned.plan)
             told = make_conditions(parts, request, size, scale if embedded else 1.0, both).to(self.device)
+        recipes = partial(recipes_of, self, request, planned.plan, asked, seeds, size, source)
+        watching.begin(request.observers, recipes)
         run_of = Run(self, parts, request, planned, guidance, source, stages, size, len(seeds))
         x = run_of.denoise(told.cond, told.uncond)
         made = run_of.decode(x) if request.decode else []
-        return Result(
+        result = Result(
             images=made,
             latents=x,
             plan=planned.plan,
-            recipes=recipes_of(self, request, planned.plan, asked, seeds, size, source),
+            recipes=recipes(),
             stages=tuple(stages.taken),
             receipt=receipt,
             notes=(*parts.notes, *guidance.notes, *unused(request, guidance, planned.plan)),
         )
+        return watching.end(request.observers, result)
 
     # --- what a request leaves open -------------------------------------------------------------------------------
 

@@ -23,11 +23,15 @@ NO_KERNEL = "No available kernel"  # how torch says that a backend cannot do an 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a run: what it took. `peak` is the device's peak in bytes while it ran; None where unmeasured."""
+    """One stage of a run: what it took. `peak` is the device's peak in bytes while it ran; None where unmeasured.
+
+    `began` is when, on the clock of `time.perf_counter`.
+    """
 
     name: str
     seconds: float
     peak: int | None = None
+    began: float = 0.0
 
 
 @dataclass
@@ -80,7 +84,7 @@ class Stages:
             peak = torch.cuda.max_memory_allocated(self.device)
         elif (meter := METER.get()) is not None:
             peak = meter.stages[name].total
-        self.taken.append(Stage(name, time.perf_counter() - began, peak))
+        self.taken.append(Stage(name, time.perf_counter() - began, peak, began))
 
     @contextmanager
     def present(self, name: str, networks: list[nn.Module]) -> Iterator[None]:

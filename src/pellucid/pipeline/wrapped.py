@@ -26,6 +26,7 @@ from pellucid.interop.wrap import Conversation, Peer, look
 from pellucid.interop.wrap_branches import PeerNetwork, Way
 from pellucid.models.guidance import Guidance
 from pellucid.models.guided import GuidedDenoiser, Terms
+from pellucid.pipeline import watching
 from pellucid.pipeline.pipeline import Result, asks_uncond
 from pellucid.pipeline.policy import Policy
 from pellucid.pipeline.request import Request
@@ -101,7 +102,7 @@ class WrappedPipeline:
         images = list(made.images) if request.decode else []
         if journey.network.way is not None and journey.network.way.sure:
             self._ways[order.key] = journey.network.way
-        return Result(
+        result = Result(
             images=images,
             latents=x,
             plan=order.plan,
@@ -109,6 +110,7 @@ class WrappedPipeline:
             stages=tuple(stages.taken),
             notes=(*journey.notes(), *flagged(made)),
         )
+        return watching.end(request.observers, result)
 
 
 def read_scheduler(pipeline: Any) -> Reading:

@@ -7,6 +7,7 @@ by the wide one, so that a pixel more or less decides nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -57,19 +58,18 @@ def shared(shape: Tensor, x: Tensor, y: Tensor, radius: Tensor) -> Tensor:
 
 def areas(shape: Tensor, radius: Tensor) -> Tensor:
     """Areas of silhouettes, in squares of the picture's side."""
-    return AREA.to(radius)[shape] * radius**2
+    return unit_areas().to(radius)[shape] * radius**2
 
 
+@cache  # when it is first asked for: it takes a second
 def unit_areas() -> Tensor:
+    """(10,): areas of the shapes at radius 1, on 400 × 400 points."""
     axis = (torch.arange(400) + 0.5) / 400 * 3 - 1.5
     y, x = torch.meshgrid(axis, axis, indexing="ij")
     every = torch.arange(len(SHAPE_NAMES))
     many = (len(every), 400, 400)
     inside = shapes.distance(every, x.expand(many).contiguous(), y.expand(many).contiguous()) < 0
     return inside.float().mean((1, 2)) * 9
-
-
-AREA = unit_areas()
 
 
 def holding(scenes: Scenes, margins: Margins = NARROW) -> Tensor:

@@ -187,7 +187,9 @@ class Trainer:
                 journal.say(f"damaged checkpoint, so the one before it is taken: {name}")
             for length in self.config.ema:
                 if LONG * length > (images := self.config.steps * self.config.batch):
-                    journal.say(f"ema {length:,.0f} is long for a run of {images:,} images: its mean remembers the start")
+                    journal.say(
+                        f"ema {length:,.0f} is long for a run of {images:,} images: its mean remembers the start"
+                    )
         try:
             alone = self.compile_alone(first, last, journal)
             with Feed(self.prepare, alone, last, device=self.ranks.device) as feed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pellucid.core.errors import PlanError, nearest, rule
+from pellucid.core.errors import PellucidError, PlanError, nearest, rule
 from pellucid.core.grid import Path
 from pellucid.core.plan import Clock, Row
 from pellucid.core.schedule import Level, Target
@@ -71,6 +72,39 @@ class Sampler:
                 "compute. Use fewer steps, or another grid.",
                 "repeated-level",
             ) from None
+
+
+def value_of(entry: Sampler, key: str, text: Any) -> Any:
+    """The text of an option as the type of its default. What the sampler does not know is left to it to refuse."""
+    known = entry.options()
+    if key not in known or not isinstance(text, str):
+        return text
+    default = known[key]
+    hint = str(inspect.signature(entry.make).parameters[key].annotation)
+    try:
+        if isinstance(default, bool):
+            return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text.lower()]
+        if isinstance(default, (int, float)):
+            return number(text, type(default))
+        if isinstance(default, str):
+            return text
+        if hint.startswith("tuple[int"):
+            return tuple(number(part, int) for part in text.split(",") if part.strip())
+        if hint.startswith("tuple[float"):
+            return tuple(number(part, float) for part in text.split(",") if part.strip())
+    except (ValueError, KeyError):
+        kind = {bool: "true or false", int: "a whole number", float: "a number"}.get(
+            type(default), "numbers, as in 1,2"
+        )
+        raise PellucidError(rule(f"option {key}", kind, text), "option") from None
+    raise PellucidError(f"option {key} must be set by a dialect; got {text!r}. It has no words here.", "option")
+
+
+def number(text: str, kind: type) -> Any:
+    found = kind(text)
+    if math.isnan(found):
+        raise ValueError(text)
+    return found
 
 
 REGISTRY: dict[str, Sampler] = {}

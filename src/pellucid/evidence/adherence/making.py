@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.models.guidance import Guidance
 from pellucid.pipeline import images
 from pellucid.pipeline.request import MAX_BATCH
 
@@ -33,11 +33,11 @@ class Maker(Protocol):
 
 @dataclass(frozen=True)
 class Making:
-    """How pictures are made. Picture n has the seed `seed` + n."""
+    """How pictures are made. Picture n has the seed `seed` + n; `guidance` is a scale, or a text with rules."""
 
     sampler: str = "dpmpp_2m"
     steps: int = 20
-    guidance: float = 4.0
+    guidance: float | str = 4.0
     batch: int = 50
     seed: int = 0
 
@@ -46,8 +46,7 @@ class Making:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise PellucidError(rule(name, f"a whole number from {low} to {high:,}", value), "making")
-        if not math.isfinite(self.guidance):
-            raise PellucidError(rule("guidance", "a finite number", self.guidance), "making")
+        Guidance.parse(self.guidance)
 
     def firsts(self, count: int) -> range:
         """The number of the first picture of every batch."""

@@ -14,6 +14,7 @@ from pellucid.evidence.adherence.figures import Figures, figures, table
 from pellucid.evidence.adherence.prompted import Adherence, Shown, Study
 from pellucid.evidence.adherence.sheets import Card, contact_sheet
 from pellucid.interop.whole import put
+from pellucid.models.guidance import Guidance
 
 ON_A_SHEET = 100
 
@@ -40,7 +41,8 @@ def write(study: Study) -> dict[str, Figures]:
 def headline(config: Adherence) -> str:
     making = config.making
     model = Path(config.model).name if "/" in config.model else config.model
-    return f"{model}, {config.part}, {making.sampler}, {making.steps} steps, guidance {making.guidance:g}"
+    guidance = Guidance.parse(making.guidance).text()
+    return f"{model}, {config.part}, {making.sampler}, {making.steps} steps, guidance {guidance}"
 
 
 def write_sheet(study: Study, shown: Sequence[Shown], title: str, name: str) -> None:

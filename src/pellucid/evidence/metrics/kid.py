@@ -59,6 +59,23 @@ def kid_resampled(x: Tensor, y: Tensor, rows: Tensor, columns: Tensor, block: in
     return weighted_mean(x, w, block) + weighted_mean(y, v, block) - 2 * across / (w.sum(0) * v.sum(0))
 
 
+def kid_paired(x: Tensor, y: Tensor, rows: Tensor, block: int = BLOCK) -> Tensor:
+    """KID (R,) of R weightings (R, N) of *pairs*: picture n of `x` and picture n of `y` share prompt and noise.
+
+    Gretton et al. 2012, lemma 6: a pair is never compared within itself, neither in a set nor across. The plain
+    estimate would count the likeness of each pair as likeness of the sets, and fall below zero for two equal sets.
+    """
+    check(x, y)
+    if len(x) != len(y):
+        raise PellucidError(rule("pairs", "as many of each side", (len(x), len(y))), "features")
+    w = rows.to(x.device, torch.float64).T  # (N, R)
+    across = sum((w[span] * (part @ w)).sum(0) for span, part in kernel_blocks(x, y, block))
+    own = kernel((x.double() * y.to(x.device, torch.float64)).sum(1) / x.shape[1])  # (N,)
+    pairs = w.sum(0).square() - w.square().sum(0)
+    apart = (across - own @ w.square()) / pairs
+    return weighted_mean(x, w, block) + weighted_mean(y.to(x.device), w, block) - 2 * apart
+
+
 def weighted_mean(x: Tensor, w: Tensor, block: int) -> Tensor:
     """(R,): the mean of the kernel over pairs of different pictures, each pair as often as it was drawn."""
     total = sum((w[span] * (part @ w)).sum(0) for span, part in kernel_blocks(x, x, block))

@@ -15,22 +15,28 @@ CONFIG, FILE = "config.json", "records.jsonl"
 
 
 class Records:
-    """The cells of a study that are done. A cell is named by the values of its `keys`."""
+    """The cells of a study that are done. A cell is named by the values of its `keys`, which can be hashed. Processes
+    that share a study have a file each."""
 
-    def __init__(self, folder: Path, keys: tuple[str, ...]) -> None:
-        self.path, self.keys = folder / FILE, keys
+    def __init__(self, folder: Path, keys: tuple[str, ...], file: str = FILE) -> None:
+        self.path, self.keys = folder / file, keys
         self.rows = [row for row in read_lines(self.path) if set(keys) <= set(row)]
+        self.known = {self.name(row) for row in self.rows}
+
+    def name(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(row[key] for key in self.keys)
 
     def has(self, cell: Mapping[str, Any]) -> bool:
-        return any(all(row[key] == cell[key] for key in self.keys) for row in self.rows)
+        return self.name(cell) in self.known
 
     def add(self, row: Mapping[str, Any]) -> None:
         if self.has(row):
             raise PellucidError(rule("cell", "new", {k: row[k] for k in self.keys}), "study-cell")
         self.rows.append(dict(row))
-        with self.path.open("a", encoding="utf-8") as file:
-            torn = file.tell() > 0 and not self.path.read_bytes().endswith(b"\n")
-            file.write(("\n" if torn else "") + json.dumps(row) + "\n")
+        self.known.add(self.name(row))
+        with self.path.open("a+b") as file:
+            torn = file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read() != b"\n"
+            file.write((("\n" if torn else "") + json.dumps(row) + "\n").encode())
             file.flush()
             os.fsync(file.fileno())
 

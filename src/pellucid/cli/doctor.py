@@ -1,0 +1,125 @@
+"""`pellucid doctor`: what is wrong with a model, a config, a run or its pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pellucid.cli import output
+from pellucid.cli.options import Device
+from pellucid.core.errors import PellucidError
+
+if TYPE_CHECKING:
+    from pellucid.evidence.doctor.finding import Report
+    from pellucid.evidence.doctor.opening import Given
+    from pellucid.evidence.doctor.subject import Asked
+
+EXAMPLES = (
+    "Example: pellucid doctor ./sd15 --steps 30",
+    "  pellucid doctor scenes-128 --data scenes",
+    "  pellucid doctor --config ./sd15/scheduler/scheduler_config.json --steps 10 --json",
+    "  pellucid doctor picture.png",
+    "  pellucid doctor --trace run.trace --images pictures/",
+    "  pellucid doctor model --data pictures/ --only target --only schedule",
+)
+EPILOG = "\n\n".join(EXAMPLES)
+RUNS = ("steps", "strength", "sampler", "grid")
+WORDS = {"adapters": "an adapter"}
+
+
+def command(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="A model; or a scheduler_config.json, a plan, a picture that carries its recipe.",
+            show_default=False,
+        ),
+    ] = None,
+    config: Annotated[str | None, typer.Option(metavar="FILE", help="A scheduler's config alone.")] = None,
+    trace: Annotated[str | None, typer.Option(metavar="FILE", help="A run that was traced.")] = None,
+    images: Annotated[str | None, typer.Option(metavar="FOLDER", help="Pictures that were made.")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="Pictures of the model's kind, or scenes: for what must be measured."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(metavar="N", help="Of the run; 30 when not given.")] = None,
+    strength: Annotated[
+        float | None, typer.Option(metavar="S", help="Of a run that starts from a picture: above 0 to 1.")
+    ] = None,
+    sampler: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of the run; the model's own when not given.")
+    ] = None,
+    grid: Annotated[str | None, typer.Option(metavar="NAME", help="Of the run: karras, trailing, …")] = None,
+    lora: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="A LoRA that should have an effect; may be repeated.")
+    ] = None,
+    controlnet: Annotated[list[str] | None, typer.Option(metavar="FOLDER", help="The same for a ControlNet.")] = None,
+    ip_adapter: Annotated[list[str] | None, typer.Option(metavar="FILE", help="The same for an IP-Adapter.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", metavar="", help="Read files and no weights.")] = False,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="NAME", help="To load weights in; the files' own when not given.")
+    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(metavar="FOLDER", help="For single files, which hold none.")] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CHECK", help="This check alone, such as target; may be repeated. It must be possible."),
+    ] = None,
+    device: Device = None,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Look for what is wrong, and say by which numbers, why, and what to do.
+
+    Ends with 0 where nothing above a note was found, with 1 where something was, and with 2 for bad input.
+    """
+    from pellucid.evidence.doctor.opening import Given
+    from pellucid.evidence.doctor.subject import Asked
+
+    asked = Asked(steps=steps, strength=strength, sampler=sampler, grid=grid, device=device)
+    worn = (tuple(paths or ()) for paths in (lora, controlnet, ip_adapter))
+    given = Given(model, config, trace, images, data, quick, tokenizer, dtype, *worn)
+    check_options(given, asked)
+    report = examined(given, asked, only or [])
+    if as_json:
+        output.print_json(report.to_dict())
+    else:
+        show(report)
+    if report.status:
+        raise typer.Exit(report.status)
+
+
+def check_options(given: Given, asked: Asked) -> None:
+    """Refuses what would do nothing."""
+    if given.model is None and given.config is None:
+        named = [f"--{name}" for name in RUNS if getattr(asked, name) is not None]
+        if named:
+            raise PellucidError(f"{', '.join(named)} must come with MODEL or --config; got no such subject.", "usage")
+    if given.model is None:
+        for name in ("data", "tokenizer", "dtype", "quick", "adapters"):
+            if getattr(given, name) and not (name == "data" and given.images):
+                raise PellucidError(f"{WORDS.get(name, f'--{name}')} must come with MODEL; got it without.", "usage")
+    if given.quick and (given.data or given.dtype or given.adapters):
+        raise PellucidError("--quick must be left out with --data, --dtype and adapters, which need weights.", "usage")
+
+
+def examined(given: Given, asked: Asked, only: Sequence[str]) -> Report:
+    """All checks that are possible, or those that are named; one that was named and is not possible is bad input."""
+    from pellucid.evidence.doctor.checks import examine, named
+    from pellucid.evidence.doctor.opening import open_subject
+
+    checks = named(only)
+    subject = open_subject(given, asked)
+    with output.progress("looking", len(checks)) as seen:
+        report = examine(subject, checks, seen)
+    if only and report.skipped:
+        name, why = report.skipped[0]
+        raise PellucidError(f"check {name} must be possible where it is asked for; it is not: {why}.", "check")
+    return report
+
+
+def show(report: Report) -> None:
+    from pellucid.evidence.doctor.report import written
+
+    output.console().print(written(report), soft_wrap=True)

@@ -1,0 +1,146 @@
+"""`pellucid study guidance`: which scales are useful under which rule of guidance."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pellucid.cli import output
+from pellucid.cli.adherence import known
+from pellucid.cli.options import Device
+from pellucid.core.errors import PellucidError, rule
+
+if TYPE_CHECKING:
+    from pellucid.evidence.study.guidance import GuidanceStudy
+    from pellucid.evidence.study.guidance_report import Report
+
+
+def command(
+    model: Annotated[str, typer.Option(metavar="MODEL", help="What `pellucid sample` takes: a bundle, a folder, …")],
+    scales: Annotated[
+        str | None, typer.Option(metavar="X,X", help="Guidance scales; 1,2,4,7,10,15 when not given.")
+    ] = None,
+    rules: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,NAME",
+            help="plain, rescale, dynamic, interval, apg, cfg_zero when not given; with options: 'rescale phi=0.5'.",
+        ),
+    ] = None,
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="A prompt a line; or scenes:N, captions whose truth is known. scenes:64 when not given.",
+        ),
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Pictures a prompt; 4 when not given.")] = None,
+    out: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Where it writes; a study that was stopped goes on.")
+    ] = Path("out/guidance"),
+    clip: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="A CLIP that scores prompts of a file; the bundle's own when not given."),
+    ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="True pictures; those of scenes, or unguided ones, when not given."),
+    ] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="How far looks may be from the reference's, as a share; 0.1 when not given."),
+    ] = None,
+    sampler: Annotated[str | None, typer.Option(metavar="NAME", help="dpmpp_2m when not given.")] = None,
+    steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="20 when not given.")] = None,
+    batch: Annotated[int | None, typer.Option(metavar="N", min=1, help="Pictures at once; 32 when not given.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Of scenes, and of the first picture; 0 when not given.")
+    ] = None,
+    part: Annotated[
+        str | None, typer.Option(metavar="NAME", help="unet, or dit: the transformer beside it; unet when not given.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="NAME", help="float32, float16, bfloat16; float32 when not given.")
+    ] = None,
+    device: Device = None,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Guide one model with every scale under every rule, and find the scales that are useful.
+
+    Adherence, colour bleeding, saturation, sharpness and diversity, with intervals; report.html and charts.
+
+    Example: [bold]pellucid study guidance --model scenes-128 --scales 1,2,4,7,10 --rules plain,rescale,apg[/]
+    """
+    from pellucid.evidence.study import charts
+    from pellucid.evidence.study.guidance import GuidanceStudy
+
+    charts.require()
+    given = {
+        "scales": None if scales is None else numbers(scales),
+        "rules": None if rules is None else tuple(" ".join(name.split()) for name in rules.split(",")),
+        **{"prompts": prompts, "seeds": seeds, "clip": clip, "reference": reference},
+        **{"tolerance": tolerance, "sampler": sampler, "steps": steps, "batch": batch, "seed": seed},
+        **{"part": part, "dtype": dtype},
+    }
+    config = with_own_clip(GuidanceStudy(model=model, **known(given)))
+    report = run(config, out, device)
+    if as_json:
+        output.print_json(report.plain())
+    else:
+        show(report, out)
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(word) for word in text.split(","))
+    except ValueError:
+        raise PellucidError(rule("--scales", "numbers with commas between them", text), "usage") from None
+
+
+def with_own_clip(config: GuidanceStudy) -> GuidanceStudy:
+    """With the image-text encoder of the model's own bundle, where prompts need one and none is given."""
+    from dataclasses import replace
+
+    from pellucid.interop import source
+
+    if config.clip is not None or config.asked.queries is not None:
+        return config
+    if not (source.locate(config.model) / "image_text").is_dir():
+        advice = "They are no captions of scenes: name a CLIP that scores them."
+        raise PellucidError(
+            f"--clip must be given for the prompts of {config.prompts}; got none. {advice}", "study-clip"
+        )
+    return replace(config, clip=f"{config.model}/image_text")
+
+
+def run(config: GuidanceStudy, out: Path, device: str | None) -> Report:
+    from pellucid.evidence.adherence.opening import open_pipe
+    from pellucid.evidence.metrics.image_text import Judge
+    from pellucid.evidence.study import guidance_report
+    from pellucid.evidence.study.guidance import Study
+    from pellucid.evidence.study.guidance_rules import Nature
+    from pellucid.pipeline import fingerprint
+
+    pipe = open_pipe(config.model, config.part, dtype=config.dtype, device=device)
+    judge = None if config.clip is None else Judge.load(config.clip, pipe.device)
+    study = Study(config, out, Nature.of(pipe), fingerprint.of_model(pipe.components))
+    with output.progress("making and measuring pictures", len(study.missing)) as done:
+        study.run(pipe, judge, pipe.device, done)
+    return guidance_report.write(study)
+
+
+def show(report: Report, out: Path) -> None:
+    from pellucid.evidence.study.guidance_report import definition, headline, range_table
+
+    console = output.console()
+    console.print(headline(report), markup=False)
+    told = range_table(report)
+    table = output.table(*told.columns, right=told.columns[1:4])
+    for row in told.rows:
+        table.add_row(*row)
+    console.print(table)
+    console.print(definition(report), markup=False)
+    console.print(report.advice.words, markup=False, style="bold")
+    print(f"→ {out}: report.html, table.md, figures.json, charts/")

@@ -1,0 +1,182 @@
+"""`pellucid tune`: a plan of few steps, tuned by gradient descent against the converged images of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pellucid.cli import output
+from pellucid.cli.options import Device
+from pellucid.core.errors import PellucidError, rule
+
+if TYPE_CHECKING:
+    from pellucid.evidence.tune.tuning import Tuned, Tuning
+
+EXAMPLES = (
+    "pellucid tune --model scenes-128 --prompts scenes --guidance 4 --steps 5 --held-out 1000 --sweep 5,7",
+    "pellucid tune --model runs/cifar/model --steps 8 --what both --start unipc-3:karras --start deis-3:quadratic",
+    "pellucid sample scenes-128 'a red star' --plan plan.json --guidance 4",
+)
+EPILOG = "\n\n".join(("More:", *EXAMPLES))
+
+
+def command(
+    model: Annotated[str, typer.Option(metavar="MODEL", help="A bundle's name, a folder, a file or a hub id.")],
+    steps: Annotated[int, typer.Option(metavar="N", help="Model calls of the plan.")] = 8,
+    what: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="grid, weights, told, both (grid and weights) or all; all when not given."),
+    ] = None,
+    prompts: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A prompt a line, or the word scenes; for models that take text.")
+    ] = None,
+    pairs: Annotated[
+        int | None, typer.Option(metavar="N", help="Pairs of seed and prompt to tune on; 512 when not given.")
+    ] = None,
+    held_out: Annotated[
+        int | None, typer.Option(metavar="N", help="Pairs that only the evidence sees; 512 when not given.")
+    ] = None,
+    start: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SAMPLER:GRID",
+            help="Begin here, such as unipc-3:karras; may be repeated; the best few if not given.",
+        ),
+    ] = None,
+    guidance: Annotated[
+        str | None, typer.Option(metavar="SCALE", help="As of `pellucid sample`; the model's own when not given.")
+    ] = None,
+    unguarded: Annotated[
+        bool, typer.Option("--unguarded", metavar="", help="Take --guidance as it is: no cap, no rescale.")
+    ] = False,
+    iterations: Annotated[
+        int | None, typer.Option(metavar="N", help="Steps of the descent at most; 400 when not given.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(metavar="N", help="Pairs of one step; 64 when not given.")] = None,
+    at_once: Annotated[
+        int | None, typer.Option(metavar="N", help="Pairs in memory at a time; 64 when not given.")
+    ] = None,
+    teacher: Annotated[
+        int | None, typer.Option(metavar="N", help="Steps of the converged images; 200 when not given.")
+    ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(metavar="N,N", help="Measure all that is untuned too, at so many calls, on the held-out pairs."),
+    ] = None,
+    records: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Keep what --sweep measures; one that was stopped goes on.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="The first seed; 0 when not given.")] = None,
+    dtype: Annotated[str, typer.Option(metavar="NAME", help="What the network works in.")] = "float32",
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the plan goes.")] = Path("plan.json"),
+    device: Device = None,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the evidence as JSON.")] = False,
+) -> None:
+    """Tune the levels, the weights and the told times of a plan, so that few steps end where many do.
+
+    The marginal law holds by construction. Held-out seeds and prompts stop the tuning and are its evidence, which is
+    in the plan; a plan that is not better than its start is not written in its place.
+
+    Example: [bold]pellucid tune --model scenes-128 --prompts scenes --steps 8 --out plan.json[/]
+    """
+    output.destination(out, "--out", (".json",))
+    for option, alone, needed in (
+        ("--records", records and not sweep, "--sweep"),
+        ("--unguarded", unguarded and not guidance, "--guidance"),
+    ):
+        if alone:
+            raise PellucidError(f"{option} must be given with {needed}; got it alone.", "usage")
+    given: dict[str, Any] = {
+        "steps": steps, "pairs": pairs, "held_out": held_out, "teacher": teacher, "prompts": prompts, "seed": seed,
+        "sweep": None if sweep is None else numbers("--sweep", sweep),
+    }  # fmt: skip
+    how = {"what": what, "iterations": iterations, "batch": batch, "at_once": at_once, "seed": seed}
+    asked = read(given, how, start or [])
+    check_writable(out)
+    tuned = work(model, asked, None if guidance is None else meant(guidance, unguarded), (dtype, device), records)
+    from pellucid.interop.whole import put
+
+    put(out, tuned.plan.to_json() + "\n")
+    if as_json:
+        output.print_json({"plan": str(out), **tuned.evidence})
+    else:
+        show(tuned, out)
+
+
+def numbers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise PellucidError(rule(option, "whole numbers with commas", text), "usage") from None
+
+
+def read(given: dict[str, Any], how: dict[str, Any], starts: list[str]) -> Tuning:
+    """The words as what they mean; refused here, before a model is read."""
+    from pellucid.evidence.tune.fit import Descent
+    from pellucid.evidence.tune.start import Start
+    from pellucid.evidence.tune.tuning import Tuning
+
+    descent = Descent(**{name: value for name, value in how.items() if value is not None})
+    known = {name: value for name, value in given.items() if value is not None}
+    return Tuning(descent=descent, starts=tuple(dict.fromkeys(map(Start.parse, starts))), **known)
+
+
+def check_writable(out: Path) -> None:
+    """Refuses a place that cannot be written before the long work, not after it."""
+    import tempfile
+
+    try:
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass
+    except OSError as error:
+        advice = f"{error.strerror or error}."
+        raise PellucidError(rule("--out", "a file that can be written", str(out), advice), "file") from None
+
+
+def meant(guidance: str, unguarded: bool) -> Any:
+    """What the same words mean to `pellucid sample`."""
+    from pellucid.cli import sample_words
+
+    return sample_words.guidance(guidance, unguarded)
+
+
+def work(model: str, asked: Tuning, guidance: Any, kind: tuple[str, str | None], records: Path | None) -> Tuned:
+    from pellucid.evidence.tune.subject import of_pipeline
+    from pellucid.evidence.tune.tuning import tune
+    from pellucid.pipeline.load import load
+
+    pipe = load(model, dtype=kind[0], device=kind[1])
+    return tune(of_pipeline(pipe, guidance), asked, output.progress, records)
+
+
+def show(tuned: Tuned, out: Path) -> None:
+    """What was kept and how it stands, on pairs that nobody had seen."""
+    told, console = tuned.evidence, output.console()
+    header = f"{told['model']} · {told['steps']} calls · {told['what']} · guidance {told['guidance']}"
+    console.print(header, markup=False)
+    columns = ("plan", "calls", "mean error", "95 % interval", "median", "90 %", "kept")
+    table = output.table(*columns, right=columns[1:6])
+    held = told["held_out"]
+    names = {"tuned": f"tuned from {told['start']}", "start": told["start"], "best_start": told["best_start"]}
+    for key, name in names.items():
+        if key == "best_start" and told["start"] == told["best_start"]:
+            continue
+        kept = "✓" if told["kept"].replace(" ", "_") == key else ""
+        table.add_row(name, str(told["steps"]), *figures(held[key]), kept)
+    for row in told.get("untuned", ()):
+        table.add_row(row["name"], str(row["nfe"]), *figures(row), "")
+    console.print(table)
+    doubt = told["teacher"]["doubt"]
+    words = f"{held['tuned']['pairs']} held-out pairs against {told['teacher']['steps']} steps of the teacher"
+    print(f"{words}, itself off by at most {doubt:.2g}; law kept to {tuned.plan.deviation:.1g} → {out}")
+
+
+def figures(row: dict[str, Any]) -> tuple[str, str, str, str]:
+    return (
+        output.short(row["mean"]),
+        f"{output.short(row['low'])} to {output.short(row['high'])}",
+        output.short(row["median"]),
+        output.short(row["p90"]),
+    )

@@ -1,0 +1,272 @@
+"""Which reading of a network's output is true: hypotheses of (target, schedule), scored on known data.
+
+Pictures are noised to a level; the network is told the time that a schedule has for that level, and its output is read
+as a target. The score is e / (e + l): e is the mean square error of x0, and l that of the best linear denoiser of the
+same x. It is near 0 for a network that was trained so and is read so, 1/2 for a reading that is as good as one factor,
+and at most 1 for nonsense, so that levels at which a small network fails decide nothing. All hypotheses see the same
+pictures and the same noise: they are compared picture by picture.
+
+Where the config's schedule does not win, a wrong scale of the data may be the cause: it shifts every level as another
+schedule does. So the config's schedule is then tried at other scales c too: c·(x0 + ρ·eps) at sigma / alpha c·ρ, which
+is the same x but for its size.
+
+The confidence of an answer is the share of resamples, of pictures and of levels, in which it wins. It is never more
+than 1 − 2⁻ᴺ for N pictures: so often would N coins fall alike.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pellucid.core.denoiser import input_scale, read_output
+from pellucid.core.schedule import Frame, Schedule, Target, in_frame
+from pellucid.evidence.doctor.candidates import RATIOS, family, known, name_of, with_declared
+from pellucid.evidence.doctor.checks import Unable
+from pellucid.evidence.doctor.probe import Probe, probe_of
+from pellucid.evidence.doctor.subject import Subject
+from pellucid.evidence.metrics.bootstrap import draws
+
+MOST = 64  # pictures
+ROUNDS = (16, 32, 64)  # pictures after which a clear answer ends the questions
+CLEAR = 0.999
+SURE = 0.99  # the confidence from which a contradiction is told
+LEARNT = 0.9  # of the square error of the best linear denoiser: what a network must undercut to be one
+RESAMPLES = 4000
+SCALES = (1 / 8, 1 / 4, 1 / 2, 2**-0.5, 2**0.5, 2.0, 4.0, 8.0)  # of the data, beside 1
+SCALED = "another scale of the data"
+WORST = 1e9  # the mean square that an output which is not finite counts as
+# What a network may predict in each frame. Zero terminal SNR forbids nothing here: no level is pure noise.
+READINGS: dict[Frame, tuple[Target, ...]] = {
+    "vp": ("eps", "x0", "v"),
+    "flow": ("flow", "x0", "eps"),
+    "ve": ("edm", "eps", "x0", "v"),
+}
+
+
+class Hypothesis(NamedTuple):
+    """A reading of a network: what it predicts, by which schedule it is told the time, and how many times as large as
+    they are the data were in training."""
+
+    target: Target
+    schedule: str
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Scores:
+    """By hypothesis, level and picture, ln(e / l): of the error of x0 over that of the best linear denoiser."""
+
+    hypotheses: tuple[Hypothesis, ...]
+    errors: Tensor = field(repr=False)  # (H, L, N)
+
+    @property
+    def pictures(self) -> int:
+        return self.errors.shape[2]
+
+    @property
+    def logs(self) -> Tensor:
+        """(H, L, N): the logarithm of the score, ln(e / (e + l))."""
+        return -F.softplus(-self.errors)
+
+    def among(self, keep: Callable[[Hypothesis], bool]) -> Scores:
+        rows = [i for i, one in enumerate(self.hypotheses) if keep(one)]
+        return Scores(tuple(self.hypotheses[i] for i in rows), self.errors[rows])
+
+    def of(self, one: Hypothesis) -> Tensor:
+        """(L, N): the errors of a hypothesis."""
+        return self.errors[self.hypotheses.index(one)]
+
+    def join(self, more: Scores) -> Scores:
+        """With the pictures of a further round."""
+        return Scores(self.hypotheses, torch.cat([self.errors, more.errors], 2))
+
+    def beside(self, more: Scores) -> Scores:
+        """With further hypotheses on the same pictures."""
+        return Scores(self.hypotheses + more.hypotheses, torch.cat([self.errors, more.errors]))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The name that won (a target or a schedule), how sure that is, and the best hypothesis of every name."""
+
+    name: str
+    confidence: float
+    best: Mapping[str, Hypothesis]
+    scores: Scores = field(repr=False)
+
+    @property
+    def winner(self) -> Hypothesis:
+        return self.best[self.name]
+
+    @property
+    def ranked(self) -> list[str]:
+        """All names, the likeliest first."""
+        return sorted(self.best, key=self.score)
+
+    def score(self, name: str) -> float:
+        """The score of a name, geometric over levels and pictures."""
+        return math.exp(float(-F.softplus(-self.scores.of(self.best[name])).mean()))
+
+    @property
+    def over_linear(self) -> float:
+        """The error of x0 over that of the best linear denoiser, at the level where that is least."""
+        return math.exp(float(self.scores.of(self.winner).mean(1).min()))
+
+    @property
+    def denoises(self) -> bool:
+        """Whether the network, read so, does better than the best linear denoiser, at some level at least."""
+        return self.over_linear < LEARNT
+
+    def ratio(self, name: str) -> float:
+        """How many times as large the square error of x0 is under another name."""
+        apart = self.scores.of(self.best[name]) - self.scores.of(self.winner)
+        return math.exp(min(float(apart.mean()), 50.0))
+
+    def doubt(self) -> str:
+        """In words, between what the pictures do not decide."""
+        second = f" against {self.ranked[1]}" if len(self.best) > 1 else ""
+        return f"{self.name}{second} with confidence {self.confidence:.3f} from {self.scores.pictures} pictures"
+
+
+class Detected(NamedTuple):
+    """What a network predicts, and on which schedule it was trained to predict that; or on another scale of data."""
+
+    target: Answer
+    schedule: Answer
+
+    def as_trained(self, probe: Probe) -> Probe:
+        """The probe with the target and the schedule that were found, where that is sure."""
+        target = self.target.winner.target if self.target.confidence >= SURE else probe.target
+        sure = self.schedule.confidence >= SURE and self.schedule.name != SCALED
+        curves = with_declared(probe.schedule, known(probe.schedule))
+        return replace(probe, target=target, schedule=curves[self.schedule.winner.schedule] if sure else probe.schedule)
+
+    def contradicts(self, probe: Probe) -> str | None:
+        """What of the config is wrong for sure, in a word."""
+        if self.target.confidence >= SURE and self.target.name != probe.target:
+            return "target"
+        if self.schedule.name == SCALED:
+            return "scale of training"
+        wrong = self.schedule.confidence >= SURE and self.schedule.name != family(name_of(probe.schedule))
+        return "schedule" if wrong else None
+
+
+def measure(probe: Probe, schedules: Mapping[str, Schedule], pictures: range, scale: float = 1.0) -> Scores:
+    """The errors of every reading under each schedule, on some of a probe's pictures, at a scale of the data."""
+    pairs = tuple(
+        Hypothesis(target, name, scale) for name, curve in schedules.items() for target in READINGS[curve.frame]
+    )
+    clean = probe.clean[pictures.start : pictures.stop]
+    errors = torch.empty(len(pairs), len(RATIOS), len(clean), dtype=torch.float64)
+    for k, ratio in enumerate(RATIOS):
+        noisy = clean + ratio * probe.noise(k, pictures)
+        linear = log_square(shrunk(probe.clean, noisy, ratio) - clean)
+        level = in_frame(scale * ratio, "vp")
+        x = noisy * (scale * level.alpha)
+        asked: dict[tuple[float, float], Tensor] = {}
+        for i, one in enumerate(pairs):
+            curve = schedules[one.schedule]
+            key = (input_scale(curve, level), float(curve.time_at(level.ratio)))
+            if key not in asked:
+                asked[key] = probe.ask(x * key[0], key[1], pictures)
+            k_x, k_out = read_output(curve, one.target, "x0", level)
+            errors[i, k] = log_square((x * k_x + asked[key] * k_out) / scale - clean) - linear
+        if not any(torch.isfinite(out).all() for out in asked.values()):
+            raise Unable("the network's output is not finite: see the check overflow")
+    return Scores(pairs, errors)
+
+
+def log_square(apart: Tensor) -> Tensor:
+    """(N,) float64: the logarithm of the mean square of every picture."""
+    square = apart.double().square().flatten(1).mean(1).cpu()
+    return square.nan_to_num(WORST, WORST, WORST).clamp(1e-12, WORST).log()
+
+
+def shrunk(data: Tensor, noisy: Tensor, ratio: float) -> Tensor:
+    """The best that one factor and one mean a channel can do (Wiener): what a network must beat to be one."""
+    mean = data.mean((0, *range(2, data.ndim)), keepdim=True)
+    variance = float((data - mean).square().mean())
+    return mean + (noisy - mean) * (variance / (variance + ratio**2))
+
+
+def detect(probe: Probe, most: int = MOST) -> Detected:
+    """Asks with more and more pictures, until both answers are clear or the pictures are used up."""
+    if len(probe) < 2:
+        raise Unable(f"{len(probe)} picture is too few: give two or more")
+    curves = with_declared(probe.schedule, known(probe.schedule))
+    total = min(len(probe), most)
+    rounds = iter(dict.fromkeys(min(one, total) for one in ROUNDS))
+    scores = measure(probe, curves, range(next(rounds)))
+    found = answered(scores)
+    for goal in rounds:
+        if min(one.confidence for one in found) >= CLEAR:
+            break
+        scores = scores.join(measure(probe, curves, range(scores.pictures, goal)))
+        found = answered(scores)
+    declared = name_of(probe.schedule)
+    if found.target.denoises and found.schedule.name == family(declared):
+        return found
+    for scale in SCALES:
+        scores = scores.beside(measure(probe, {declared: probe.schedule}, range(scores.pictures), scale))
+    return answered(scores)
+
+
+def answered(scores: Scores) -> Detected:
+    target = judge(scores, lambda one: one.target)
+    fitting = scores.among(lambda one: one.target == target.name)
+    return Detected(target, judge(fitting, lambda one: family(one.schedule) if one.scale == 1.0 else SCALED))
+
+
+def judge(scores: Scores, called: Callable[[Hypothesis], str], seed: int = 0) -> Answer:
+    """Who wins, and in how many resamples of pictures and levels."""
+    names = [called(one) for one in scores.hypotheses]
+    logs = scores.logs
+    order = logs.mean((1, 2)).argsort().tolist()
+    best: dict[str, Hypothesis] = {}
+    for i in order:
+        best.setdefault(names[i], scores.hypotheses[i])
+    levels = draws(logs.shape[1], RESAMPLES, seed).double() / logs.shape[1]  # (R, L)
+    pictures = draws(scores.pictures, RESAMPLES, seed + 1).double() / scores.pictures  # (R, N)
+    means = torch.einsum("rl,hln,rn->rh", levels, logs, pictures)
+    winner = names[order[0]]
+    wins = sum(names[i] == winner for i in means.argmin(1).tolist())
+    share = min((wins + 1) / (RESAMPLES + 2), 1 - 0.5**scores.pictures)
+    return Answer(winner, share, best, scores)
+
+
+def shown(answer: Answer, count: int = 5) -> list[tuple[str, float | str]]:
+    """Evidence: how sure, of how many pictures, and the scores of the likeliest names."""
+    listed = [(f"score as {name}", answer.score(name)) for name in answer.ranked[:count]]
+    return [("images", answer.scores.pictures), ("confidence", answer.confidence), *listed]
+
+
+# --- of a subject, once for all checks that ask -------------------------------------------------------------------
+
+_last: list[tuple[Any, ...]] = []  # weak references to what was asked, and the answers
+
+
+def detected(subject: Subject) -> Detected:
+    """What `detect` says of a subject; the last answer is kept, without its model."""
+    assert subject.pipeline is not None
+    parts = subject.pipeline.components
+    said = (parts.target, parts.schedule)
+    if _last:
+        network, data, before, found = _last[0]
+        if network() is parts.network and data() is subject.data and before == said:
+            return found
+    made = detect(probe_of(subject))
+    _last[:] = [(weakref.ref(parts.network), weakref.ref(subject.data), said, made)]
+    return made
+
+
+def forget() -> None:
+    """Drops the answer that is kept: for who changes the weights of a network."""
+    _last.clear()

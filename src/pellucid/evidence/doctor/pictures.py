@@ -1,0 +1,218 @@
+"""What finished pictures tell: blur, noise, clipped colours, colours on the wrong object, tile seams.
+
+Where pictures of the model's kind are given (--data), these are the yardstick; without them only what no picture should
+have is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pellucid.core.errors import PellucidError
+from pellucid.evidence import qualities
+from pellucid.evidence.adherence.shares import Share
+from pellucid.evidence.doctor.checks import Unable, check
+from pellucid.evidence.doctor.finding import Finding
+from pellucid.evidence.doctor.subject import Subject
+from pellucid.evidence.metrics.pictures import Folder
+from pellucid.pipeline.recipe import Recipe, read_png
+from pellucid.scenes.parsing import parse
+
+MOST, MOST_PIXELS = 256, 2**26  # that are looked at: 64 pictures of 1024 × 1024
+LEAST_SIDE = 16
+SOFT, SOFT_TO_DATA = 0.12, 0.4  # sharpness: an edge blurred by one pixel has 0.15
+NOISY, NOISY_TO_DATA, NOISY_MORE = 0.03, 2.0, 0.008  # sigma of values from 0 to 1
+ENDS, ENDS_MORE = 0.25, 0.1  # the share of values that are 0 or 255
+SEAM = 2.0
+PERIODS = (32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # pixels between tiles, by the sizes in use
+BLED = 0.1  # the share of pictures, from which it is more than a slip
+ASKED = 8  # pictures whose truth is known
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One quality of the pictures, and of the data where there are some: one number a picture."""
+
+    own: Tensor
+    data: Tensor | None
+
+    def of(self, middle: Callable[[Tensor], Tensor]) -> tuple[float, float | None]:
+        return float(middle(self.own)), None if self.data is None else float(middle(self.data))
+
+
+def looked_at(subject: Subject) -> list[Tensor]:
+    """(B, 3, H, W) uint8 each, one size in each, at most MOST pictures and MOST_PIXELS."""
+    assert subject.images is not None
+    kept: list[Tensor] = []
+    unread: list[str] = []
+    count, pixels = MOST, MOST_PIXELS
+    for chunk in subject.images.chunks(lambda _, why: unread.append(why)):
+        area = chunk.shape[2] * chunk.shape[3]
+        kept.append(chunk[: max(1, min(count, pixels // area))])
+        count, pixels = count - len(kept[-1]), pixels - len(kept[-1]) * area
+        if count <= 0 or pixels <= 0:
+            break
+    large = [chunk for chunk in kept if min(chunk.shape[2:]) >= LEAST_SIDE and len(chunk)]
+    if not large:
+        raise Unable(f"no picture of {LEAST_SIDE} pixels or more could be read" + (f": {unread[0]}" if unread else ""))
+    return large
+
+
+def measured(subject: Subject, quality: Callable[[Tensor], Tensor]) -> Measured:
+    own = torch.cat([quality(chunk) for chunk in looked_at(subject)])
+    return Measured(own, None if subject.data is None else quality(subject.data.pixels.clamp(0, 1)))
+
+
+def facts(name: str, own: float, data: float | None, count: int) -> tuple[tuple[str, float | str], ...]:
+    return (("images", count), (name, own), *(() if data is None else ((f"{name} of the data", data),)))
+
+
+@check("sharpness", needs=("images",))
+def sharpness(subject: Subject) -> Iterable[Finding]:
+    """Are edges as narrow as they should be?"""
+    found = measured(subject, qualities.sharpness)
+    own, data = found.of(torch.median)
+    if own >= (SOFT if data is None else max(SOFT, SOFT_TO_DATA * data)):
+        return []
+    return [
+        Finding(
+            "low-sharpness",
+            "warning",
+            "the pictures are soft: their edges are wide",
+            facts("sharpness (median)", own, data, len(found.own)),
+            "The fine detail is missing: too few steps at low noise, a grid that ends too early, or a VAE that blurs.",
+            "Take more steps or a grid that ends low (--grid karras); then `pellucid doctor MODEL --data FOLDER`.",
+        )
+    ]
+
+
+@check("noise", needs=("images",))
+def noise(subject: Subject) -> Iterable[Finding]:
+    """Is there noise where nothing is drawn?"""
+    found = measured(subject, qualities.residual_noise)
+    own, data = found.of(torch.median)
+    if own <= (NOISY if data is None else max(NOISY_TO_DATA * data, data + NOISY_MORE)):
+        return []
+    return [
+        Finding(
+            "residual-noise",
+            "warning",
+            "the pictures are noisy where they should be flat",
+            facts("standard deviation of noise (median)", own, data, len(found.own)),
+            f"Noise of {own * 255:.1f} of 255 steps is left: the run stopped before sigma 0, or adds noise at its end.",
+            'End at sigma 0 ("final_sigmas_type": "zero"), and take a deterministic sampler or more steps.',
+        )
+    ]
+
+
+@check("saturation", needs=("images",))
+def saturation(subject: Subject) -> Iterable[Finding]:
+    """Are colours clipped?"""
+    found = measured(subject, qualities.saturation)
+    own, data = found.of(torch.mean)
+    if own <= (ENDS if data is None else data + ENDS_MORE):
+        return []
+    more = measured(subject, qualities.colourfulness)
+    scale = guidance_of(subject)
+    colour = facts("colourfulness (mean)", *more.of(torch.mean), len(found.own))[1:]
+    return [
+        Finding(
+            "oversaturated-images",
+            "warning",
+            f"{own:.1%} of the values of the pictures are clipped",
+            (
+                *facts("share of values at 0 or 255", own, data, len(found.own)),
+                *colour,
+                *(() if scale is None else (("guidance scale", scale),)),
+            ),
+            "Predictions were pushed out of the range of pictures, as too high a guidance scale does"
+            + ("." if scale is None else f": it was {scale:g}."),
+            "Lower guidance to 7 or less, or correct it: --guidance '7 + rescale'.",
+        )
+    ]
+
+
+@check("seams", needs=("images",))
+def seams(subject: Subject) -> Iterable[Finding]:
+    """Do jumps stand where tiles meet?"""
+    chunks = looked_at(subject)
+    found: dict[int, float] = {}
+    for period in PERIODS:
+        values = [qualities.seams(chunk, period) for chunk in chunks if 2 * period <= max(chunk.shape[2:])]
+        if values:
+            found[period] = float(torch.cat(values).median())
+    if not found:
+        raise Unable(f"the pictures are smaller than two tiles of {PERIODS[0]} pixels")
+    period = max(found, key=lambda one: found[one])
+    if found[period] < SEAM:
+        return []
+    return [
+        Finding(
+            "tile-seams",
+            "warning",
+            f"jumps stand at every {period} pixels: tiles that do not meet",
+            (("period in pixels", period), ("jump there over the largest beside it (median)", found[period])),
+            "The pictures were decoded in tiles that know nothing of their neighbours.",
+            "Decode whole, or with Pellucid's tiles, which give the untiled picture (vae_tile in the policy).",
+        )
+    ]
+
+
+@check("bleeding", needs=("images",))
+def bleeding(subject: Subject) -> Iterable[Finding]:
+    """Has an object the colour that was asked of another?"""
+    known = [(pixels, query) for pixels, query, _ in asked_for(subject) if query is not None]
+    known = [(pixels, query) for pixels, query in known if len(query.objects) > 1]
+    if len(known) < ASKED:
+        raise Unable(f"the truth is known of {len(known)} pictures of several objects; {ASKED} are needed")
+    marks = [float(qualities.bled(pixels[None], [query])) for pixels, query in known]
+    share = Share.of(None if mark != mark else bool(mark) for mark in marks)
+    if not share.count or share.interval[0] <= BLED:
+        return []
+    scale = guidance_of(subject)
+    return [
+        Finding(
+            "colour-bleeding",
+            "warning",
+            f"in {share.value:.0%} of the pictures an object has the colour of another",
+            (
+                ("images", share.count),
+                ("share", share.value),
+                ("95 % interval", f"{share.interval[0]:.3g} to {share.interval[1]:.3g}"),
+                *(() if scale is None else (("guidance scale", scale),)),
+            ),
+            "The prompt's colours are bound to the wrong objects"
+            + ("." if scale is None else f", at guidance {scale:g}."),
+            "Lower guidance, or take more steps; `pellucid study guidance` shows where bleeding begins.",
+        )
+    ]
+
+
+def asked_for(subject: Subject) -> Iterable[tuple[Tensor, Any, Recipe]]:
+    """Pictures whose files say what was asked for, as (pixels, query or None, recipe)."""
+    if not isinstance(subject.images, Folder):
+        return
+    for file in subject.images.files[:MOST]:
+        try:
+            recipe = read_png(subject.images.root / file)
+        except PellucidError:
+            continue
+        pixels = subject.images.read(file)
+        if not isinstance(recipe, Recipe) or isinstance(pixels, str):
+            continue
+        try:
+            yield pixels, parse(recipe.prompt), recipe
+        except PellucidError:
+            yield pixels, None, recipe
+
+
+def guidance_of(subject: Subject) -> float | None:
+    """The largest guidance scale that the pictures' files tell of."""
+    scales = [recipe.guidance.get("scale") for _, _, recipe in asked_for(subject)]
+    numbers = [float(scale) for scale in scales if isinstance(scale, int | float)]
+    return max(numbers, default=None)

@@ -1,0 +1,131 @@
+"""The denoising network as a detector asks it: clean data that it should know, noise by address, its raw output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pellucid.core import target as targets
+from pellucid.core.noise import Philox
+from pellucid.core.schedule import Schedule, Target
+from pellucid.evidence.doctor.checks import Unable
+from pellucid.evidence.doctor.subject import Data, Subject
+from pellucid.models.dit import DiT
+from pellucid.models.guided import read
+from pellucid.models.vae import to_diffusion
+from pellucid.pipeline.conditions import make_conditions, takes_labels, takes_text
+from pellucid.pipeline.denoising import half_of
+from pellucid.pipeline.pictures_in import is_inpainting
+from pellucid.pipeline.pipeline import Pipeline
+from pellucid.pipeline.request import Request
+
+AT_ONCE = 16  # pictures in one call
+STREAMS = 1 << 20  # seeds that are kept apart for the noise of one level
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A network, what its files say of it, and N known clean x0 with what the network is told of each."""
+
+    network: Callable[..., Tensor]
+    schedule: Schedule
+    target: Target
+    clean: Tensor = field(repr=False)  # (N, C, H, W), as the diffusion sees them
+    inputs: Mapping[str, Tensor] = field(default_factory=dict, repr=False)  # one row a picture
+    dtype: torch.dtype | None = None
+
+    def __len__(self) -> int:
+        return len(self.clean)
+
+    def noise(self, index: int, pictures: range) -> Tensor:
+        """The noise of some pictures at the level of this number; the same whoever asks."""
+        source = Philox([STREAMS * (index + 1) + i for i in pictures])
+        return source.first(self.clean.shape[1:], self.clean, range(len(pictures)))
+
+    @torch.no_grad()
+    def ask(self, x: Tensor, time: float, pictures: range) -> Tensor:
+        """The raw output for x, which is already scaled as the network takes it, at a told time."""
+        outs = []
+        for start in range(0, len(x), AT_ONCE):
+            part = x[start : start + AT_ONCE]
+            rows = slice(pictures.start + start, pictures.start + start + len(part))
+            told = {name: value[rows] for name, value in self.inputs.items()}
+            kind = self.dtype or part.dtype
+            out = self.network(part.to(kind), torch.full((len(part),), time, device=x.device), **told)
+            outs.append(read(out, part).float())
+        return torch.cat(outs)
+
+
+def probe_of(subject: Subject, most: int = 64) -> Probe:
+    """The probe of a subject with a pipeline and data."""
+    assert subject.pipeline is not None
+    assert subject.data is not None
+    pipe = subject.pipeline
+    network = pipe.components.network
+    check_askable(pipe)
+    if is_inpainting(pipe.components):
+        raise Unable("an inpainting network takes a mask and a picture beside x")
+    if getattr(network.config, "time_cond_proj_dim", None) is not None:
+        raise Unable("a guidance-distilled network predicts no plain target")
+    data = first(subject.data, most)
+    return Probe(
+        network,
+        pipe.components.schedule,
+        targets.named(pipe.components.target),
+        clean_latents(pipe, data.pixels),
+        told(pipe, data),
+        half_of(network),
+    )
+
+
+def check_askable(pipe: Pipeline) -> None:
+    """Refuses a pipeline whose networks cannot be called here and now, or take no pictures in colour."""
+    if pipe.policy.offload != "none":
+        raise Unable("the networks are offloaded; load the model without")
+    network: Any = pipe.components.network
+    channels = network.config.in_channels
+    if pipe.components.vae is None and channels != 3:
+        raise Unable(f"the network takes {channels} channels, and pictures have 3")
+
+
+def first(data: Data, most: int) -> Data:
+    captions = None if data.captions is None else data.captions[:most]
+    labels = None if data.labels is None else data.labels[:most]
+    return Data(data.pixels[:most], captions, labels, data.name)
+
+
+@torch.no_grad()
+def clean_latents(pipe: Pipeline, pixels: Tensor) -> Tensor:
+    """(N, C, H, W) float32: pictures (N, 3, H, W) in [0, 1] as the diffusion sees them; the posterior's mean."""
+    x = pixels.to(pipe.device, torch.float32) * 2 - 1
+    vae = pipe.components.vae
+    if vae is None:
+        return x
+    weight = next(vae.parameters())
+    means = [vae.encode(x[i : i + AT_ONCE].to(weight)).mean for i in range(0, len(x), AT_ONCE)]
+    return to_diffusion(vae.config, torch.cat(means).float())
+
+
+def told(pipe: Pipeline, data: Data) -> dict[str, Tensor]:
+    """What the network is told beside x and time: captions and classes where they are known, else nothing."""
+    parts, count = pipe.components, len(data.pixels)
+    network: Any = parts.network
+    asked: dict[str, Any] = {}
+    if takes_text(network):
+        if not parts.text_encoders:
+            raise Unable("the model's text encoder is not here, so nothing can be told to its network")
+        asked["prompt"] = list(data.captions) if data.captions is not None else [""] * count
+    unlabelled = takes_labels(network) and data.labels is None
+    if takes_labels(network):
+        null = (network.config.num_class_embeds or 1) - 1 if not isinstance(network, DiT) else 0
+        asked["label"] = [null] * count if unlabelled else list(data.labels or ())
+    high, wide = data.pixels.shape[-2:]
+    made = make_conditions(parts, Request(**asked), (wide, high), 1.0, True).to(pipe.device)
+    if unlabelled and isinstance(network, DiT):
+        assert made.uncond is not None
+        return dict(made.uncond)
+    return {name: value.expand(count, *value.shape[1:]) for name, value in made.cond.items()}

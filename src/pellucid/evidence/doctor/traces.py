@@ -1,0 +1,234 @@
+"""What a recorded run tells: a wrong start or end, guidance that does nothing or too much, numbers that are none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from pellucid.core.plan import Plan
+from pellucid.evidence.doctor.checks import Unable, check
+from pellucid.evidence.doctor.finding import Finding
+from pellucid.evidence.doctor.subject import Subject
+from pellucid.evidence.trace import Step, Trace
+
+LEFT = 0.05  # sigma / alpha at the end: more noise than this is seen
+SLIGHT = 1e-3  # less than this is none
+DATA = 2.5  # standard deviations that the latents of a picture may have
+START = 0.15  # how far the spread of the first x may be from its level's
+SATURATED = 0.08  # the share of x0 beyond its limit, in latents
+CLIPPED = 0.6  # the same in pixels, where pure colours lie at the limit
+LEADS = 0.2  # the guidance delta over x0, somewhere: guidance has a part in it
+STRONG = 1.5  # the same where little noise is left: guidance makes the picture, and not the network
+SAME = 1e-6  # 1 − cosine: cond and uncond are one
+
+
+def trace_of(subject: Subject) -> Trace:
+    assert subject.trace is not None
+    if not subject.trace.steps:
+        raise Unable("the trace holds no whole step")
+    return subject.trace
+
+
+def broken_at(trace: Trace) -> tuple[int, str] | None:
+    """The first step with a number that is none, and what is."""
+    for step in trace.steps:
+        for name in ("x", "x0"):
+            if not np.isfinite(step.norms[name]).all():
+                return step.index, name
+    return None
+
+
+def plans_of(trace: Trace) -> list[Plan]:
+    """The plans that occur, each once."""
+    seen: dict[int, Plan] = {id(plan): plan for plan in trace.header.plans}
+    return list(seen.values())
+
+
+@check("numbers of the trace", needs=("trace",))
+def finite(subject: Subject) -> Iterable[Finding]:
+    """Are all numbers of the run finite?"""
+    trace = trace_of(subject)
+    found = broken_at(trace)
+    if found is None:
+        return []
+    index, name = found
+    step = trace.steps[index]
+    made = "The network's prediction" if name == "x0" else "The x that the network was given"
+    return [
+        Finding(
+            "run-not-finite",
+            "error",
+            f"the run breaks at step {index + 1} of {trace.header.steps}",
+            (("step", index + 1), ("time told", step.time), ("sigma/alpha", step.level.ratio), ("dtype", dtype(trace))),
+            f"{made} is not finite at step {index + 1}, and nothing after it is.",
+            "Run `pellucid doctor MODEL`: its check overflow names the module; or load with dtype float32.",
+        )
+    ]
+
+
+def dtype(trace: Trace) -> str:
+    recipe = trace.header.recipe
+    return recipe.dtype if recipe is not None and recipe.dtype else trace.header.dtype
+
+
+@check("levels of the trace", needs=("trace",))
+def levels(subject: Subject) -> Iterable[Finding]:
+    """Does the run start at the noise that its plan says, and end without any?"""
+    trace = trace_of(subject)
+    return [*started(trace), *ended(trace)]
+
+
+def started(trace: Trace) -> Iterable[Finding]:
+    """The spread of the first x against its level: sigma, and alpha times that of the data, which is DATA at most."""
+    step = trace.steps[0]
+    spread = step.norms["x"] / math.sqrt(trace.header.numbers)
+    for image, row in enumerate(step.rows):
+        level = row.level
+        low, high = level.sigma, math.hypot(DATA * level.alpha, level.sigma)
+        noise = 4 * high / math.sqrt(2 * trace.header.numbers)  # what chance makes of so many numbers
+        if np.isfinite(spread[image]) and not low * (1 - START) - noise <= spread[image] <= high * (1 + START) + noise:
+            yield Finding(
+                "wrong-start-level",
+                "error",
+                f"the first x has {spread[image] / high:.3g} times the spread of its level",
+                (
+                    ("standard deviation of x", float(spread[image])),
+                    ("of its level", f"{low:.3g} to {high:.3g}"),
+                    ("time told", row.time),
+                    ("image", image + 1),
+                ),
+                "The network is told a level that x does not have: the first noise was not scaled as its level wants, "
+                "or scaled twice.",
+                "Start with plan.initial_scale (sigma of the first level) times unit noise; give `latents` unscaled.",
+            )
+            return
+
+
+def ended(trace: Trace) -> Iterable[Finding]:
+    for plan in plans_of(trace):
+        left = plan.end.ratio
+        recipe = trace.header.recipe
+        if left <= SLIGHT or (recipe is not None and recipe.denoising_end is not None):
+            continue
+        grave = left > LEFT
+        yield Finding(
+            "wrong-final-level",
+            "warning" if grave else "note",
+            f"the run ends with noise left: sigma/alpha {left:.3g}",
+            (
+                ("sigma/alpha at the end", left),
+                ("sigma/alpha of the last call", plan.rows[-1].level.ratio),
+                ("sampler", plan.name),
+                ("steps", len(plan.rows)),
+            ),
+            f"The plan's last row does not go to sigma 0: {left:.1%} of the signal is noise, which the picture shows.",
+            'End the grid at sigma 0: "final_sigmas_type": "zero" or "set_alpha_to_one": true in the scheduler config, '
+            "or compile an exact plan.",
+        )
+
+
+@check("guidance of the trace", needs=("trace",))
+def guidance(subject: Subject) -> Iterable[Finding]:
+    """Does guidance act, and does it leave the prediction in its range?"""
+    trace = trace_of(subject)
+    if broken_at(trace) is not None:
+        raise Unable("the run is not finite")
+    scale = scale_of(trace)
+    return [*without_effect(trace, scale), *too_much(trace, scale)]
+
+
+def scale_of(trace: Trace) -> float | None:
+    """The guidance scale of the run's recipe, where it is one number."""
+    recipe = trace.header.recipe
+    scale: Any = None if recipe is None else recipe.guidance.get("scale")
+    return float(scale) if isinstance(scale, int | float) else None
+
+
+def said(scale: float | None) -> tuple[tuple[str, float], ...]:
+    """Evidence: the scale, where it is known."""
+    return () if scale is None else (("guidance scale", scale),)
+
+
+def without_effect(trace: Trace, scale: float | None) -> Iterable[Finding]:
+    """cond and uncond that are one prediction: the prompt changes nothing."""
+    both = [step for step in trace.steps if np.isfinite(step.cosine).all()]
+    if not both:
+        return
+    closest = float(np.min([1 - step.cosine.min() for step in both]))
+    furthest = float(np.max([1 - step.cosine.min() for step in both]))
+    same = all(is_one(step) for step in both)
+    if same or furthest < SAME:
+        yield Finding(
+            "prompt-no-effect",
+            "error",
+            "the prediction with the prompt is the one without it, at every step",
+            (
+                ("steps", len(both)),
+                ("largest 1 − cosine(cond, uncond)", furthest),
+                ("smallest", closest),
+                ("largest guidance delta", float(np.nanmax([step.norms["delta"].max() for step in both]))),
+                *said(scale),
+            ),
+            "The network is told the same with and without the prompt, or does not read what it is told.",
+            "Check the text encoder and the tokenizer, and that the prompt is not the negative prompt.",
+        )
+
+
+def is_one(step: Step) -> bool:
+    """Whether cond and uncond of a step are the same bits."""
+    a, b = step.digests["cond"], step.digests["uncond"]
+    return bool((a == b).all() and (a != 0).any())
+
+
+def too_much(trace: Trace, scale: float | None) -> Iterable[Finding]:
+    """x0 beyond its range at the end, while guidance leads."""
+    late = trace.steps[-max(1, len(trace.steps) // 4) :]
+    saturated = float(np.mean([step.saturation.mean() for step in late]))
+    lead = max(led(step) for step in trace.steps)
+    limit = SATURATED if trace.header.limit > 1 else CLIPPED
+    if saturated > limit and lead > LEADS:
+        size = rms(late[-1], trace)
+        yield Finding(
+            "oversaturated",
+            "warning",
+            f"{saturated:.1%} of the prediction is beyond its range at the end of the run",
+            (
+                ("share of |x0| at or beyond the limit", saturated),
+                ("limit", trace.header.limit),
+                ("root mean square of x0", size),
+                ("guidance delta over x0, largest", lead),
+                *said(scale),
+            ),
+            f"Guidance{'' if scale is None else f' of {scale:g}'} pushes the prediction out of the range of pictures.",
+            "Lower it to 7 or less, or correct it: --guidance '7 + rescale', or '7 + threshold'.",
+        )
+    else:
+        clear = [step for step in trace.steps if step.level.ratio < 1.0]
+        worst = max(clear, key=led, default=trace.steps[-1])
+        most = led(worst)
+        if most > STRONG:
+            yield Finding(
+                "guidance-leads",
+                "warning",
+                f"at step {worst.index + 1} the guidance delta is {most:.3g} times the prediction",
+                (
+                    ("guidance delta over x0", most),
+                    ("step", worst.index + 1),
+                    ("sigma/alpha", worst.level.ratio),
+                    *said(scale),
+                ),
+                "Guidance, and not the network, makes the picture at a level where little noise is left.",
+                "Lower the scale, or guide only where there is much noise: --guidance '7 + interval stop=0.7'.",
+            )
+
+
+def led(step: Step) -> float:
+    """The guidance delta over x0, of the image where it is most; 0 without guidance."""
+    return float(np.nan_to_num(step.norms["delta"] / step.norms["x0"]).max())
+
+
+def rms(step: Step, trace: Trace) -> float:
+    return float(step.norms["x0"].mean()) / math.sqrt(trace.header.numbers)

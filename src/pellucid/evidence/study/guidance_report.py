@@ -1,0 +1,243 @@
+"""What a guidance study writes: report.html, charts as PNG, and the figures as JSON and Markdown."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pellucid.core.errors import PellucidError
+from pellucid.evidence.study import charts
+from pellucid.evidence.study.guidance import Study
+from pellucid.evidence.study.guidance_figures import KINDS, Results, results
+from pellucid.evidence.study.guidance_range import RangeChart, told
+from pellucid.evidence.study.guidance_useful import CLIPPED, Line, Recommendation, lines, recommended
+from pellucid.evidence.study.page import Axis, Cell, Chart, Code, Mark, Page, Pictures, Series, Text
+from pellucid.evidence.study.table import Table
+from pellucid.interop.whole import put
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found, and what follows from it."""
+
+    found: Results
+    lines: list[Line]
+    advice: Recommendation
+
+    @staticmethod
+    def of(study: Study) -> Report:
+        found = results(study)
+        if found is None:
+            raise PellucidError("a cell of the study must be whole for a report; got none yet.", "study-empty")
+        given = lines(found)
+        return Report(found, given, recommended(found, given))
+
+    def plain(self) -> dict[str, Any]:
+        found, config = self.found, self.found.study.config
+        return {
+            "model": config.model,
+            "prompts": len(found.study.asked),
+            "seeds": config.seeds,
+            "adherence": found.adherence,
+            "reference": {"name": found.reference.name, **found.reference.values},
+            "tolerance": {"share": config.tolerance, "clipped": CLIPPED},
+            "recommendation": self.advice.words,
+            "guidance": self.advice.guidance,
+            "ranges": [line.plain() for line in self.lines],
+            "cells": [self.plain_cell(line, i) for line in self.lines for i in range(len(line.cells))],
+        }
+
+    @staticmethod
+    def plain_cell(line: Line, number: int) -> dict[str, Any]:
+        one = line.cells[number]
+        figures = {name: figure.plain() for name, figure in one.cell.figures.items()}
+        place = {"rule": line.rule, "scale": one.scale, "guidance": one.cell.guidance, "count": one.cell.count}
+        return {**place, "useful": one.useful, "adherent": one.adherent, "faults": list(one.faults), **figures}
+
+
+def write(study: Study) -> Report:
+    """report.html, charts/*.png, figures.json and table.md, of the cells that are whole."""
+    charts.require()
+    report = Report.of(study)
+    folder = study.folder
+    (folder / "charts").mkdir(exist_ok=True)
+    span = range_chart(report)
+    span.png(folder / "charts" / "range.png")
+    drawn = {name: chart(report, name) for name in charted(report.found)}
+    for name, one in drawn.items():
+        one.png(folder / "charts" / f"{name}.png")
+    sheet(report, folder / "charts" / "pictures.png")
+    put(folder / "figures.json", json.dumps(report.plain(), indent=1, allow_nan=False) + "\n")
+    put(folder / "table.md", markdown(report))
+    page(report, span, list(drawn.values())).write(folder / "report.html")
+    return report
+
+
+def headline(report: Report) -> str:
+    study = report.found.study
+    config, asked = study.config, study.asked
+    model = Path(config.model).name if "/" in config.model else config.model
+    whole = len(report.found.cells)
+    words = (
+        f"{model} · {len(asked)} prompts × {config.seeds} seeds · {whole} guidances · {config.sampler}, "
+        f"{config.steps} steps"
+    )
+    left = len(study.guidances) - whole
+    return words if not left else f"{words} · unfinished: {left} guidances are missing"
+
+
+# Tables
+
+
+def range_table(report: Report) -> Table:
+    found = report.found
+    kind = KINDS[found.adherence]
+    rows = []
+    for line in report.lines:
+        if not line.cells:
+            continue
+        top = max(line.cells, key=lambda one: one.cell.figures[found.adherence].value)
+        figure = top.cell.figures[found.adherence]
+        rows.append((line.rule, line.words, f"{top.scale:g}", figure.words(kind.percent), told(top)))
+    columns = ("rule", "useful scales", "most adherent at", kind.title, "which is")
+    return Table("Useful range", columns, tuple(rows), definition(report))
+
+
+def definition(report: Report) -> str:
+    found, tolerance = report.found, report.found.study.config.tolerance
+    return (
+        f"Useful: {KINDS[found.adherence].title} not below the 95 % interval of the best guidance, colourfulness and "
+        f"sharpness within {100 * tolerance:g} % of {found.reference.name}, and at most {100 * CLIPPED:g} points more "
+        "clipped values."
+    )
+
+
+def cell_table(report: Report) -> Table:
+    names = report.found.names
+    rows: list[tuple[str, ...]] = []
+    for line in report.lines:
+        for one in line.cells:
+            held = one.cell.figures
+            own = (held[name].words(KINDS[name].percent) if name in held else "–" for name in names)
+            rows.append((line.rule, f"{one.scale:g}", *own, told(one)))
+    reference = report.found.reference
+    known = (reference.values.get(name) for name in names)
+    shown = (
+        "–" if v is None else f"{100 * v:.1f} %" if KINDS[n].percent else f"{v:.3g}"
+        for v, n in zip(known, names, strict=True)
+    )
+    rows.append((reference.name, "", *shown, ""))
+    columns = ("rule", "scale", *(KINDS[name].title for name in names), "")
+    note = (
+        "In brackets 95 % intervals, from drawing the prompts again. Cells share prompts and noise, so that their "
+        "differences are surer than their intervals. At scale 1 most rules are the same pictures."
+    )
+    return Table("Every guidance", columns, tuple(rows), note)
+
+
+def markdown(report: Report) -> str:
+    tables = [range_table(report).markdown(), cell_table(report).markdown()]
+    return "\n".join(["# Guidance\n", headline(report) + "\n", f"**{report.advice.words}**\n", *tables])
+
+
+# Charts
+
+
+def charted(found: Results) -> list[str]:
+    return [name for name in found.names if name != "attributes"]
+
+
+def range_chart(report: Report) -> RangeChart:
+    return RangeChart(report.lines, report.found.study.config.scales, report.advice.chosen)
+
+
+def chart(report: Report, name: str) -> Chart:
+    kind = KINDS[name]
+    times = 100 if kind.percent else 1
+    made = []
+    for line in report.lines:
+        held = [(one, figure) for one in line.cells if (figure := one.cell.figures.get(name)) is not None]
+        made.append(
+            Series(
+                line.rule,
+                [one.scale for one, _ in held],
+                [times * figure.value for _, figure in held],
+                [times * (figure.value if figure.low is None else figure.low) for _, figure in held],
+                [times * (figure.value if figure.high is None else figure.high) for _, figure in held],
+                labels=[f"{told(one)}\n{one.cell.guidance}" for one, _ in held],
+                href=[one.cell.guidance for one, _ in held],
+            )
+        )
+    unit = ", %" if kind.percent else ""
+    ticks = report.found.study.config.scales
+    return Chart(
+        kind.title.capitalize(), made, Axis("guidance scale", ticks=ticks), Axis(kind.title + unit), marks(report, name)
+    )
+
+
+def marks(report: Report, name: str) -> list[Mark]:
+    """The reference, and what is tolerated around it."""
+    reference, tolerance = report.found.reference, report.found.study.config.tolerance
+    if name not in reference.values:
+        return []
+    value = reference.values[name]
+    if name == "saturation":
+        return [Mark(f"tolerated against {reference.name}", y=100 * (value + CLIPPED))]
+    ends = (value * (1 - tolerance), value * (1 + tolerance))
+    return [Mark(reference.name, y=value), *(Mark("tolerated", y=end) for end in ends)]
+
+
+def sheet(report: Report, path: Path) -> Path:
+    """The first prompt under every guidance: a row for each rule, a column for each scale."""
+    study = report.found.study
+    scales, rows = study.config.scales, [line for line in report.lines if line.cells]
+    figure = charts.canvas(0.9 + 1.45 * len(scales), 0.8 + 1.45 * len(rows))
+    grid = figure.subplots(len(rows), len(scales), squeeze=False)
+    for row, line in enumerate(rows):
+        by_scale = {one.scale: one for one in line.cells}
+        for column, scale in enumerate(scales):
+            axes = grid[row][column]
+            axes.set_xticks([])
+            axes.set_yticks([])
+            if scale in by_scale:
+                axes.imshow(study.shown(by_scale[scale].cell.guidance)[0])
+                for side in axes.spines.values():
+                    useful = by_scale[scale].useful
+                    side.set(color="#188a3b" if useful else charts.FAINT, linewidth=2.5 if useful else 0.8)
+            if row == 0:
+                axes.set_title(f"{scale:g}", fontsize=10, color=charts.INK)
+            if column == 0:
+                axes.set_ylabel(line.rule, fontsize=9, color=charts.INK)
+    title = f"guidance scale by rule: {study.asked.texts[0]}"
+    figure.suptitle(short_title(title), fontsize=9, color=charts.SLATE)
+    figure.tight_layout()
+    return charts.save(figure, path, dpi=120)
+
+
+def short_title(text: str, most: int = 110) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+# The page
+
+
+def page(report: Report, span: RangeChart, drawn: list[Chart]) -> Page:
+    made = Page("Guidance", headline(report)).add(Text(report.advice.words, "Recommendation"))
+    if report.advice.guidance is not None:
+        model = report.found.study.config.model
+        made.add(Code(f'pellucid sample {model} "…" --guidance "{report.advice.guidance}"'))
+    made.add(span, range_table(report), Text("", "Charts"), *drawn, pictures(report), cell_table(report))
+    return made.add(Code(report.found.study.text, "Config"))
+
+
+def pictures(report: Report) -> Pictures:
+    study, found = report.found.study, report.found
+    cells = []
+    for guidance, cell in found.cells.items():
+        figure, kind = cell.figures[found.adherence], KINDS[found.adherence]
+        cells.append(Cell(guidance, study.shown(guidance), f"{kind.title} {figure.words(kind.percent)}"))
+    first = [guidance for guidance in ("1", report.advice.guidance) if guidance in found.cells]
+    note = "The same prompts and the same noise in every cell, one picture a prompt. Choose two to compare."
+    return Pictures("Pictures", cells, note, [str(key) for key in first])

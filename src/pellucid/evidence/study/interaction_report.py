@@ -1,0 +1,289 @@
+"""The report of an interaction study: who is best where, where that changes, heat maps, and each model's curves."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pellucid.evidence.study import charts
+from pellucid.evidence.study.interaction import InteractionStudy, Seen, Study
+from pellucid.evidence.study.interaction_results import Change, Gap, Interaction
+from pellucid.evidence.study.page import Axis, Chart, Code, Page, Series, Table, Text
+from pellucid.evidence.study.page_chart import short
+from pellucid.evidence.study.samplers_run import Bar, no_bar
+from pellucid.interop.whole import put
+
+DEEP = (201, 68, 40)  # what a factor of four and more looks like
+NOTE = (
+    "Each interval holds for its own comparison at 95 %: of twenty that do not differ one would seem to. Over models: "
+    "Student's t over the runs of a group, which holds for other runs. Over pictures: these models alone."
+)
+
+
+def study(
+    config: InteractionStudy,
+    folder: Path,
+    pipes: Mapping[str, Any] | None = None,
+    *,
+    device: str | None = None,
+    bar: Bar = no_bar,
+) -> Interaction:
+    """From a config to its report; `pipes` are used by name in place of loading."""
+    charts.require()
+    opened = Study(config, folder)
+    found = Interaction(opened.run(pipes, device=device, bar=bar), config.steps)
+    write(opened, found)
+    return found
+
+
+def write(opened: Study, found: Interaction) -> Path:
+    """charts/*.png, table.md, figures.json and report.html."""
+    folder = opened.folder / "charts"
+    folder.mkdir(exist_ok=True)
+    heat(found, folder / "heat.png")
+    curves = [curve(found, one) for one in found.seen]
+    for one, chart in zip(found.seen, curves, strict=True):
+        chart.png(folder / f"{one.name}.png")
+    made = tables(found)
+    page = Page("Schedule × sampler × steps", headline(found))
+    page.add(*(Text(words) for words in sentences(found)), Text(NOTE, kind="note"), *made)
+    page.add(*(Heat(found, budget) for budget in found.budgets), *curves, Code(opened.config.text, "Config"))
+    page.write(opened.folder / "report.html")
+    said = "\n".join(f"- {words}" for words in sentences(found))
+    parts = ["# Schedule × sampler × steps\n", headline(found) + "\n", said + "\n", NOTE + "\n"]
+    put(opened.folder / "table.md", "\n".join([*parts, *(table.markdown() for table in made)]))
+    put(opened.folder / "figures.json", json.dumps(plain(found), indent=1) + "\n")
+    return opened.folder / "report.html"
+
+
+def headline(found: Interaction) -> str:
+    groups = "; ".join(f"{name} ({len(held)})" for name, held in found.groups.items())
+    return f"{found.measure.title}, {len(found.setups)} samplers, models of {groups}."
+
+
+# --- words -----------------------------------------------------------------------------------------------------
+
+
+def sentences(found: Interaction) -> list[str]:
+    """Where the best changes, the sure ones first; or that it does not."""
+    changes = found.changes()
+    if not changes:
+        pairs = len(found.groups) > 1
+        return ["The best sampler is the same in all groups at every number of model calls."] if pairs else []
+    return [told(found, one) for one in sorted(changes, key=lambda one: (not one.sure, one.budget))]
+
+
+def told(found: Interaction, one: Change) -> str:
+    verdict = "a sure change" if one.sure else "not sure"
+    return (
+        f"At {one.budget} calls {one.best_here} is best for {one.here}, {one.best_there} for {one.there} ({verdict}): "
+        f"the first costs {gap(found, one.kept_there)} in {one.there}, the second {gap(found, one.kept_here)} in "
+        f"{one.here}, over {one.kept_there.over}."
+    )
+
+
+def gap(found: Interaction, one: Gap) -> str:
+    if found.scaled:
+        return f"{one.value:.2f} times ({one.low:.2f} to {one.high:.2f})"
+    scale = found.measure.scale
+    return f"{short(one.value * scale)} ({short(one.low * scale)} to {short(one.high * scale)}) more"
+
+
+# --- tables ----------------------------------------------------------------------------------------------------
+
+
+def tables(found: Interaction) -> list[Table]:
+    return [best_by_group(found), best_by_model(found), shares(found)]
+
+
+def best_by_group(found: Interaction) -> Table:
+    rows = []
+    for group, held in found.groups.items():
+        rows.append((f"{group} ({len(held)})", *(found.best_of(group, budget) or "−" for budget in found.budgets)))
+    note = "By the mean over the models of a group, of logarithms where the measure is a distance."
+    return Table("The best of each group", ("group (models)", *calls(found)), tuple(rows), note)
+
+
+def best_by_model(found: Interaction) -> Table:
+    rows = []
+    for one in found.seen:
+        cells = []
+        for budget in found.budgets:
+            best = found.best(one, budget)
+            if best is None:
+                cells.append("−")
+                continue
+            scale = found.measure.scale
+            ends = f"{short(best.value * scale)} ({short(best.low * scale)} to {short(best.high * scale)})"
+            also = f"; not told from {', '.join(best.rivals)}" if best.rivals else ""
+            cells.append(f"{best.setup} {ends}, first in {100 * best.first:.0f} %{also}")
+        rows.append((one.name, *cells))
+    note = f"{found.measure.title} with its 95 % interval over resampled pictures, and how often it came first in them."
+    return Table("The best of each model", ("model", *calls(found)), tuple(rows), note)
+
+
+def shares(found: Interaction) -> Table:
+    rows = []
+    for budget in found.budgets:
+        parts = found.spreads(budget)
+        rows.append((str(budget), *("−" if parts is None else f"{part:.2f}" for part in parts or (0, 0, 0))))
+    unit = "a factor" if found.scaled else "a difference"
+    note = (
+        f"Root mean square effects in the table of groups and samplers, each as {unit}: what is the sampler's alone, "
+    )
+    note += "the group's alone, and what only their combination explains."
+    columns = ("calls", "sampler", "group", "sampler × group")
+    return Table("How much is interaction", columns, tuple(rows), note)
+
+
+def calls(found: Interaction) -> tuple[str, ...]:
+    return tuple(f"{budget} calls" for budget in found.budgets)
+
+
+# --- charts ----------------------------------------------------------------------------------------------------
+
+
+def behind(found: Interaction, one: Seen, setup: str, budget: int) -> float:
+    """How much worse than the model's best: a factor or a difference; NaN where it was not run."""
+    held = found.table(one, budget)[:, 0]
+    mine = held[found.setups.index(setup)]
+    if not math.isfinite(mine):
+        return math.nan
+    apart = float(mine - held.min())
+    return math.exp(apart) if found.scaled else apart * found.measure.scale
+
+
+def tint(found: Interaction, value: float, most: float) -> tuple[float, float, float]:
+    """White for the best, deep for what is `most` behind."""
+    if not math.isfinite(value):
+        return (0.93, 0.94, 0.95)
+    part = math.log(max(value, 1.0)) / math.log(4.0) if found.scaled else value / (most or 1.0)
+    part = min(max(part, 0.0), 1.0) ** 0.8
+    return tuple(1.0 + part * (c / 255 - 1.0) for c in DEEP)  # type: ignore[return-value]
+
+
+def worst(found: Interaction, budget: int) -> float:
+    every = [behind(found, one, setup, budget) for one in found.seen for setup in found.setups]
+    return max((v for v in every if math.isfinite(v)), default=1.0)
+
+
+@dataclass(frozen=True)
+class Heat:
+    """A budget as a table of colours: set-ups down, models across; the numbers are how much worse than the best."""
+
+    found: Interaction
+    budget: int
+
+    def html(self) -> str:
+        found, most = self.found, worst(self.found, self.budget)
+        head = "".join(f"<th>{html.escape(one.name)}</th>" for one in found.seen)
+        lines = []
+        for setup in found.setups:
+            cells = []
+            for one in found.seen:
+                value = behind(found, one, setup, self.budget)
+                number = found.cell(one, setup, self.budget)
+                tip = "not run" if number is None else f"{one.cells[number].key}: {figure(found, one, number)}"
+                colour = "#{:02x}{:02x}{:02x}".format(*(round(255 * c) for c in tint(found, value, most)))
+                words = "−" if not math.isfinite(value) else f"{value:.2f}"
+                ink = charts.PAPER if sum(tint(found, value, most)) < 1.7 else charts.INK
+                strong = "font-weight:700;" if value == found.nothing else ""
+                style = f"background:{colour};color:{ink};{strong}"
+                cells.append(f'<td style="{style}" title="{html.escape(tip, quote=True)}">{words}</td>')
+            lines.append(f"<tr><td>{html.escape(setup)}</td>{''.join(cells)}</tr>")
+        unit = "times the best of the model" if found.scaled else f"{found.measure.title} behind the best of the model"
+        title = f"<h2>{self.budget} calls: {html.escape(unit)}</h2>"
+        return f"{title}\n<table>\n<tr><th>sampler</th>{head}</tr>\n" + "\n".join(lines) + "\n</table>\n"
+
+
+def figure(found: Interaction, one: Seen, number: int) -> str:
+    scale, column = found.measure.scale, one.column
+    value, low, high = (short(float(part[number]) * scale) for part in (column.values, column.low, column.high))
+    return f"{value} ({low} to {high})"
+
+
+def heat(found: Interaction, path: Path) -> Path:
+    """All budgets in one picture."""
+    across = len(found.seen)
+    width = 0.62 * across
+    drawing = charts.canvas(1.9 + (width + 0.35) * len(found.budgets), 1.5 + 0.36 * len(found.setups))
+    for i, budget in enumerate(found.budgets):
+        axes = drawing.add_subplot(1, len(found.budgets), i + 1)
+        most = worst(found, budget)
+        values = [[behind(found, one, setup, budget) for one in found.seen] for setup in found.setups]
+        axes.imshow([[tint(found, v, most) for v in row] for row in values], aspect="auto")
+        for y, row in enumerate(values):
+            for x, value in enumerate(row):
+                words = "−" if not math.isfinite(value) else f"{value:.2f}" if value < 10 else f"{value:.0f}"
+                weight = "bold" if value == found.nothing else "normal"
+                ink = charts.PAPER if sum(tint(found, value, most)) < 1.7 else charts.INK
+                axes.text(x, y, words, ha="center", va="center", fontsize=7.5, color=ink, fontweight=weight)
+        axes.set_title(f"{budget} calls", fontsize=10, fontweight="bold", color=charts.INK, loc="left")
+        axes.set_xticks(range(across), [one.name for one in found.seen], rotation=60, ha="right", fontsize=8)
+        axes.set_yticks(range(len(found.setups)), found.setups if i == 0 else [""] * len(found.setups), fontsize=8)
+        axes.tick_params(length=0, colors=charts.INK)
+        for side in axes.spines.values():
+            side.set_visible(False)
+    unit = "times the distance of each model's best" if found.scaled else f"{found.measure.title} behind the best"
+    drawing.text(0.01, 0.01, f"{unit}; bold: the best", fontsize=8.5, color=charts.SLATE)
+    drawing.tight_layout(rect=(0, 0.04, 1, 1), w_pad=0.6)
+    return charts.save(drawing, path)
+
+
+def curve(found: Interaction, one: Seen) -> Chart:
+    """One model: every set-up over model calls, with intervals."""
+    series = []
+    for setup in found.setups:
+        own = sorted(
+            (i for i, cell in enumerate(one.cells) if cell.setup.text == setup), key=lambda i: one.cells[i].nfe
+        )
+        scale, column = found.measure.scale, one.column
+        numbers = [[float(part[i]) * scale for i in own] for part in (column.values, column.low, column.high)]
+        labels = [f"{one.cells[i].steps} steps" for i in own]
+        noisy = any(one.cells[i].stochastic for i in own)
+        series.append(Series(setup, [float(one.cells[i].nfe) for i in own], *numbers, labels, dashed=noisy))
+    floor = "" if not math.isfinite(one.floor) else f" The converged run still moves by {short(one.floor)}."
+    axis = Axis(found.measure.title, log=found.scaled)
+    return Chart(f"{one.name} ({one.group})", series, Axis("model calls", log=True), axis, note=floor.strip())
+
+
+# --- for programs ----------------------------------------------------------------------------------------------
+
+
+def plain(found: Interaction) -> dict[str, Any]:
+    bests = [best for one in found.seen for budget in found.budgets if (best := found.best(one, budget)) is not None]
+    models = [
+        {
+            **{key: getattr(one, key) for key in ("name", "schedule", "target", "architecture", "group")},
+            "floor": one.floor if math.isfinite(one.floor) else None,
+            "cells": [
+                {"cell": cell.key, "nfe": cell.nfe, "value": known(v), "low": known(low), "high": known(high)}
+                for cell, v, low, high in zip(
+                    one.cells, one.column.values, one.column.low, one.column.high, strict=True
+                )
+            ],
+        }
+        for one in found.seen
+    ]
+    return {
+        "measure": found.measure.name,
+        "models": models,
+        "best_of_models": [asdict(best) for best in bests],
+        "best_of_groups": [
+            {"group": group, "calls": budget, "setup": found.best_of(group, budget)}
+            for group in found.groups
+            for budget in found.budgets
+        ],
+        "changes": [asdict(change) for change in found.changes()],
+        "effects": [{"calls": budget, "sampler_group_both": found.spreads(budget)} for budget in found.budgets],
+        "sentences": sentences(found),
+    }
+
+
+def known(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None

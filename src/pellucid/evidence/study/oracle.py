@@ -1,0 +1,228 @@
+"""Quality against NFE where the truth is known: every sampler on every grid, with exact denoisers of mixtures.
+
+A cell is one sampler on one grid of one schedule, at all budgets of model calls. Deterministic samplers are judged by
+the distance from the exact flow of the same noise, all by the distance of their law from that of the data. Runs begin
+with noise alone at the grid's first level and end in a clean x, as pictures do: what a grid leaves out above its first
+level is part of its error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pellucid.core import grid as grids
+from pellucid.core import oracle
+from pellucid.core import schedule as schedules
+from pellucid.core.compile import compile_plan
+from pellucid.core.errors import PellucidError, rule
+from pellucid.core.loop import run
+from pellucid.core.oracle import Mixture
+from pellucid.core.plan import Plan
+from pellucid.core.samplers import REGISTRY
+from pellucid.core.schedule import Schedule
+from pellucid.evidence.study import oracle_orders as orders
+from pellucid.evidence.study import oracle_truth as truth
+from pellucid.evidence.study.cells import Setup
+from pellucid.evidence.study.oracle_asked import asked, entry_of
+from pellucid.evidence.study.records import Records, claim, is_mine
+
+KEYS = ("part", "schedule", "grid", "sampler")
+MIXTURES: dict[str, Callable[[], Mixture]] = {"smooth": oracle.smooth, "sharp": oracle.sharp}
+NFE = (5, 8, 10, 14, 20, 30, 50)
+SCHEDULES = ("linear", "cosine", "edm", "flow")
+GRIDS = tuple(name for name in grids.names() if name != "explicit")
+# An inversion goes the other way. Beside the defaults: UniPC at the order that its paper advises without guidance.
+SAMPLERS = (*(name for name in REGISTRY if name != "ddim_inversion"), "unipc:order=3")
+FAR = 0.5  # a point is astray where it ends further from its truth than this part of the data's size
+
+
+@dataclass(frozen=True)
+class OracleStudy:
+    """What is asked. `nfe` are budgets of model calls: a sampler takes as many steps as fit into each."""
+
+    samplers: tuple[str, ...] = SAMPLERS
+    nfe: tuple[int, ...] = NFE
+    grids: tuple[str, ...] = GRIDS
+    schedules: tuple[str, ...] = SCHEDULES
+    mixtures: tuple[str, ...] = tuple(MIXTURES)
+    points: int = 1024  # paths of each run
+    orders: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuses at once what no cell could run."""
+        for name in ("samplers", "nfe", "grids", "schedules", "mixtures"):
+            given = getattr(self, name)
+            if not given or len(set(given)) != len(given):
+                raise PellucidError(rule(name, "at least one, none of them twice", list(given)), "study-list")
+        if list(self.nfe) != sorted(self.nfe) or not 1 <= self.nfe[0] <= self.nfe[-1] <= grids.MAX_STEPS:
+            must = f"numbers of model calls that grow, from 1 to {grids.MAX_STEPS}"
+            raise PellucidError(rule("nfe", must, list(self.nfe)), "study-nfe")
+        for name, low in (("points", 16), ("seed", 0)):
+            if getattr(self, name) < low:
+                raise PellucidError(rule(name, f"at least {low}", getattr(self, name)), "study-count")
+        for grid in self.grids:
+            if grids.named(grid).name == "explicit":
+                raise PellucidError(rule("grid", "one that has a level at any number of steps", grid), "study-grid")
+        for mixture in self.mixtures:
+            if mixture not in MIXTURES:
+                raise PellucidError(rule("mixture", "one of " + ", ".join(MIXTURES), mixture), "study-mixture")
+        for schedule in self.schedules:
+            schedules.make(schedule)
+        for word in self.samplers:
+            check(asked(word))
+
+    @property
+    def text(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True)
+
+
+def check(one: Setup) -> None:
+    """Refuses an unknown sampler or option, and an inversion."""
+    if entry_of(one).family == "inversion":
+        raise PellucidError(rule("sampler", "one that ends in a picture", one.sampler), "study-sampler")
+    compile_plan(one.sampler, steps=3, **dict(one.options))
+
+
+class Study:
+    """A study in its folder. Cells that are done are not done again."""
+
+    def __init__(self, config: OracleStudy, folder: Path) -> None:
+        self.config, self.folder = config, folder
+        is_mine(folder, config.text)
+        self.records = Records(folder, KEYS)
+
+    def cells(self) -> Iterator[dict[str, str]]:
+        c = self.config
+        for schedule in c.schedules:
+            for grid in distinct(schedule, c.grids):
+                for sampler in c.samplers:
+                    yield {"part": "error", "schedule": schedule, "grid": grid, "sampler": sampler}
+        for sampler in c.samplers if c.orders else ():
+            yield {"part": "order", "schedule": "edm", "grid": "exponential", "sampler": sampler}
+
+    def missing(self) -> list[dict[str, str]]:
+        return [cell for cell in self.cells() if not self.records.has(cell)]
+
+    def run(self, done: Callable[[], object] = lambda: None) -> list[dict[str, Any]]:
+        claim(self.folder, self.config.text)
+        bench: Bench | None = None
+        for cell in self.missing():
+            started = time.perf_counter()
+            if cell["part"] == "order":
+                found = orders.of_sampler(asked(cell["sampler"]))
+            else:
+                if bench is None or bench.name != cell["schedule"]:
+                    bench = Bench(self.config, cell["schedule"])
+                found = bench.measure(asked(cell["sampler"]), cell["grid"])
+            self.records.add({**cell, **found, "seconds": round(time.perf_counter() - started, 4)})
+            done()
+        return self.records.rows
+
+
+def distinct(schedule: str, names: tuple[str, ...]) -> list[str]:
+    """The grids that lay levels of their own; one that lays those of an earlier one (lu, simple) is left out."""
+    twins = same_levels(schedule, names)
+    return [name for name in names if name not in twins]
+
+
+def same_levels(schedule: str, names: tuple[str, ...]) -> dict[str, str]:
+    """Grids that lay the levels of an earlier grid, and that one."""
+    seen: dict[tuple[float, ...], str] = {}
+    found = {}
+    for name in names:
+        levels: list[float] = []
+        for steps in (5, 11):
+            try:
+                plan = compile_plan("ddim", schedule=schedule, grid=name, steps=steps)
+            except PellucidError:
+                break  # refused: recorded cell by cell
+            levels += [float(f"{row.level.ratio:.9g}") for row in plan.rows]
+        key = tuple(levels)
+        if key and key in seen:
+            found[name] = seen[key]
+        else:
+            seen.setdefault(key, name)
+    return found
+
+
+@dataclass(frozen=True)
+class Field:
+    """A mixture with the noise that its paths begin with, where the exact flow takes them, and its law."""
+
+    mixture: Mixture
+    noise: Tensor
+    exact: Tensor
+    law: truth.Slices
+
+    @staticmethod
+    def of(mixture: Mixture, top: float, config: OracleStudy) -> Field:
+        noise = truth.starting_noise(mixture, config.points, config.seed)
+        return Field(mixture, noise, truth.solution(mixture, noise, top), truth.Slices.of(mixture, config.points))
+
+    def figures(self, plan: Plan, seed: int) -> dict[str, float] | None:
+        """What a plan makes of the noise: how far off it is, and its law; None where it overflows."""
+        begin = (self.noise * plan.initial_scale)[None]
+        x = run(plan, truth.Cloud(self.mixture), begin, noise=truth.Drawn(seed))[0]
+        if not bool(torch.isfinite(x).all()):
+            return None
+        return ({} if plan.stochastic else off(x, self.exact)) | {"sliced": self.law.distance(x)}
+
+
+class Bench:
+    """One schedule with what its runs are compared with."""
+
+    def __init__(self, config: OracleStudy, schedule: str) -> None:
+        self.config, self.name = config, schedule
+        self.schedule = schedules.make(schedule)
+        top = truth.top_of(self.schedule)
+        self.fields = {name: Field.of(MIXTURES[name](), top, config) for name in config.mixtures}
+
+    def measure(self, one: Setup, grid: str) -> dict[str, Any]:
+        """A line for each budget: what was run, and how far off it ended; or why it cannot be run."""
+        lines = []
+        for nfe in self.config.nfe:
+            try:
+                plan = fitting(one, self.schedule, grid, nfe)
+            except PellucidError as error:
+                lines.append({"nfe": nfe, "refused": error.code, "why": str(error)})
+                continue
+            found = {name: field.figures(plan, self.config.seed + 1) for name, field in self.fields.items()}
+            about = {"nfe": nfe, "calls": plan.nfe, "steps": plan.grid["steps"], "stochastic": plan.stochastic}
+            lost = {"refused": "overflow", "why": "x is not finite at the end"} if None in found.values() else {}
+            lines.append(about | (lost or found))
+        return {"runs": lines}
+
+
+def fitting(one: Setup, schedule: Schedule, grid: str, nfe: int) -> Plan:
+    """The plan of the most steps whose calls fit into a budget."""
+    steps = nfe
+    while True:
+        plan = compile_plan(one.sampler, schedule=schedule, grid=grid, steps=steps, **dict(one.options))
+        if plan.nfe <= nfe:
+            return plan
+        steps -= max(1, (plan.nfe - nfe) // math.ceil(plan.nfe / steps))
+
+
+def off(x: Tensor, exact: Tensor) -> dict[str, float]:
+    """How far points ended from their truths: root mean square and its interval, median, share astray."""
+    size = float(exact.pow(2).sum(1).mean().sqrt())
+    square = ((x - exact) / size).pow(2).sum(1)
+    mean, half = float(square.mean()), 1.96 * float(square.std()) / math.sqrt(len(square))
+    return {
+        "error": math.sqrt(mean),
+        "low": math.sqrt(max(mean - half, 0.0)),
+        "high": math.sqrt(mean + half),
+        "median": float(square.median().sqrt()),
+        "astray": float((square > FAR**2).double().mean()),
+    }

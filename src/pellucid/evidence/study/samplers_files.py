@@ -1,0 +1,119 @@
+"""The folder of a sampler study: config.json, records a shard, sheets of pictures, the latents of converged runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pellucid.core.errors import PellucidError, rule
+from pellucid.evidence.adherence import tiles
+from pellucid.evidence.study.cells import Cell
+from pellucid.evidence.study.records import CONFIG, FILE, Records
+from pellucid.interop import weights
+from pellucid.interop.whole import is_part, put
+
+VERSION = 1
+KEYS = ("cell", "first", "what")
+PICTURES, LATENTS, FEATURES = "pictures", "latents", "features"
+ELSEWHERE = "Choose another --out."
+
+
+def check_folder(folder: Path, config: Mapping[str, Any], fixed: Sequence[str]) -> None:
+    """Refuses a folder of another study, version, model or config, and one that holds other things."""
+    path = folder / CONFIG
+    if not path.exists():
+        if folder.exists() and not (folder.is_dir() and all(map(is_part, folder.iterdir()))):
+            raise PellucidError(rule("--out", "empty, new, or a study of this config", str(folder)), "out-taken")
+        return
+    held = read_config(folder)
+    if held["mark"] != config["mark"]:
+        raise PellucidError(rule("model", f"the one that began {folder}", config["model"], ELSEWHERE), "resume-model")
+    other = [name for name in fixed if held.get(name) != config[name]]
+    if other:
+        got = f"another {', '.join(other)}"
+        raise PellucidError(f"config must be the one that began {folder}; got {got}. {ELSEWHERE}", "resume-config")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a sampler study of this version."""
+    path = folder / CONFIG
+    if not path.is_file():
+        raise PellucidError(rule("study", "a folder of a sampler study", str(folder)), "study-folder")
+    try:
+        held = json.loads(path.read_text("utf-8"))
+    except (ValueError, UnicodeDecodeError):
+        held = None
+    if not isinstance(held, dict) or held.get("study") != "samplers" or "mark" not in held:
+        raise PellucidError(rule("--out", "of a sampler study", f"{folder}: another study", ELSEWHERE), "study-folder")
+    if held.get("version") != VERSION:
+        must = f"of version {VERSION}"
+        raise PellucidError(rule(f"study in {folder}", must, held.get("version"), ELSEWHERE), "study-version")
+    return held
+
+
+class Files:
+    """What a study has so far: its own records and those of all other shards, which it reads and does not write."""
+
+    def __init__(self, folder: Path, shard: tuple[int, int] = (0, 1)) -> None:
+        self.folder = folder
+        index, count = shard
+        self.own = Records(folder, KEYS, FILE if count == 1 else f"records-{index}of{count}.jsonl")
+        others = (path for path in sorted(folder.glob("records*.jsonl")) if path.name != self.own.path.name)
+        self.rows: dict[tuple[str, int, str], dict[str, Any]] = {}
+        for row in [*self.own.rows, *(row for path in others for row in Records(folder, KEYS, path.name).rows)]:
+            self.rows.setdefault((row["cell"], row["first"], row["what"]), row)
+
+    def has(self, cell: str, first: int, what: str) -> bool:
+        return (cell, first, what) in self.rows
+
+    def row(self, cell: str, first: int, what: str) -> dict[str, Any]:
+        return self.rows[cell, first, what]
+
+    def add(self, cell: str, first: int, what: str, values: Mapping[str, Any]) -> None:
+        row = {"cell": cell, "first": first, "what": what, **values}
+        self.own.add(row)
+        self.rows[cell, first, what] = row
+
+    def claim(self, config: Mapping[str, Any]) -> None:
+        """The folder is this study's; samplers and steps of another call are added to what it says."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(config, indent=1, ensure_ascii=False) + "\n"
+        path = self.folder / CONFIG
+        if not path.is_file() or path.read_text("utf-8") != text:
+            put(path, text)
+
+    # --- pictures, latents, features ------------------------------------------------------------------------------
+
+    def place(self, kind: str, cell: Cell, first: int, suffix: str) -> Path:
+        return self.folder / kind / cell.folder / f"{first:06d}{suffix}"
+
+    def write_pictures(self, cell: Cell, first: int, pictures: Sequence[Image.Image]) -> None:
+        tiles.write([picture.convert("RGB") for picture in pictures], self.place(PICTURES, cell, first, ".png"))
+
+    def pictures(self, cell: Cell, first: int, count: int) -> list[Image.Image]:
+        return tiles.read(self.place(PICTURES, cell, first, ".png"), count)
+
+    def write_latents(self, cell: Cell, first: int, latents: Tensor) -> None:
+        self.write_tensor(self.place(LATENTS, cell, first, ".safetensors"), latents)
+
+    def latents(self, cell: Cell, first: int) -> Tensor:
+        return weights.read_safetensors(self.place(LATENTS, cell, first, ".safetensors"))["held"]
+
+    def write_features(self, cell: Cell, first: int, what: str, features: Tensor) -> None:
+        self.write_tensor(self.place(f"{FEATURES}/{what}", cell, first, ".safetensors"), features)
+
+    def features(self, cell: Cell, first: int, what: str) -> Tensor:
+        return weights.read_safetensors(self.place(f"{FEATURES}/{what}", cell, first, ".safetensors"))["held"]
+
+    @staticmethod
+    def write_tensor(path: Path, held: Tensor) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        put(path, partial(save_file, {"held": held.detach().to(torch.float32).cpu().contiguous()}))

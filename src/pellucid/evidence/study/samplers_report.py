@@ -1,0 +1,294 @@
+"""The report of a sampler study: report.html with charts to hover and pictures by cell, PNG charts, table.md and
+results.json, of whatever is there so far."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pellucid.evidence.study import charts
+from pellucid.evidence.study.page import Axis, Cell, Chart, Code, Mark, Page, Pictures, Series, Table, Text
+from pellucid.evidence.study.page_chart import short
+from pellucid.evidence.study.samplers_figures import Figures
+from pellucid.evidence.study.samplers_results import Column
+from pellucid.evidence.study.samplers_verdict import interval, names, told
+from pellucid.interop.whole import put
+
+SHOWN = 8  # pictures of a cell on the page
+CONVERGED = "converged"
+
+
+def write(found: Figures) -> Path:
+    """All files of the report; the path of the page."""
+    charts.require()
+    folder = found.study.folder
+    (folder / "charts").mkdir(exist_ok=True)
+    drawn = all_charts(found)
+    for name, chart in drawn.items():
+        chart.png(folder / "charts" / f"{name}.png")
+    put(folder / "results.json", json.dumps(plain(found), indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+    put(folder / "table.md", markdown(found))
+    page = Page(f"Samplers for {found.study.subject.name}", headline(found))
+    page.add(Text(found.verdict.sentence, "Recommendation"))
+    if found.verdict.call:
+        page.add(Code("\n".join(filter(None, (found.verdict.words, python(found.verdict.call))))))
+    if said := told(found.verdict.ranking, found.main):
+        page.add(Text(said))
+    page.add(*drawn.values())
+    page.add(*tables(found), pictures(found), *notes(found))
+    page.add(Code(json.dumps(found.study.config.to_dict(found.study.subject.mark), indent=1), "Config"))
+    return page.write(folder / "report.html")
+
+
+def python(call: dict[str, Any]) -> str:
+    """The same in Python, for a pipeline that is loaded or wrapped."""
+    return f"pipe(…, {', '.join(f'{name}={value!r}' for name, value in call.items())})"
+
+
+def headline(found: Figures) -> str:
+    """What was compared, on what, and how far it is."""
+    config, results = found.study.config, found.results
+    prompts = f"{len(config.prompts):,} prompts × " if config.prompts else ""
+    seeds = "1 seed" if config.seeds == 1 else f"{config.seeds:,} seeds"
+    guidance = "the model's own guidance" if config.guidance is None else f"guidance {config.guidance}"
+    words = [f"{results.count:,} pictures a cell ({prompts}{seeds})", guidance, f"times on {found.clock.machine}"]
+    if results.count < config.pictures:
+        words.append(f"unfinished: {results.count:,} of {config.pictures:,} pictures")
+    return " · ".join(words)
+
+
+# --- charts ----------------------------------------------------------------------------------------------------
+
+
+def all_charts(found: Figures) -> dict[str, Chart]:
+    calls = Axis("model calls (NFE)", True, ticks(found))
+    seconds = Axis("seconds a picture", True)
+    made: dict[str, Chart] = {}
+    for name, column in found.columns.items():
+        made[f"{name}_calls"] = curve(found, column, calls, [float(cell.nfe) for cell in found.cells])
+    timed = [one.median for one in found.latencies]
+    if all(map(math.isfinite, timed)):
+        made[f"{found.main.measure.name}_seconds"] = curve(found, found.main, seconds, timed)
+        made["seconds_calls"] = latency(found, calls)
+    return made
+
+
+def ticks(found: Figures) -> tuple[float, ...]:
+    """The calls that were studied, as far as there is room for their numbers."""
+    kept: list[float] = []
+    for value in sorted({float(cell.nfe) for cell in found.cells}):
+        if not kept or value / kept[-1] > 1.18:
+            kept.append(value)
+    return tuple(kept)
+
+
+def curve(found: Figures, column: Column, axis: Axis, costs: list[float]) -> Chart:
+    """One measure against its price, a line a sampler; the front dashed, the knee ringed, where it is the main one."""
+    measure, scale = column.measure, column.measure.scale
+    known = column.values[np.isfinite(column.values)]
+    log = measure.name in ("distance", "latent") and bool((known > 0).all())
+    series: list[Series] = []
+    marks: list[Mark] = []
+    if column is found.main:
+        by_time = axis.name.startswith("seconds")
+        ahead = found.verdict.by_seconds if by_time else found.verdict.by_calls
+        best = [float(column.values[i]) * scale for i in ahead]
+        look: dict[str, Any] = {"colour": charts.FAINT, "dashed": True, "points": False}
+        series.append(Series("Pareto front", [costs[i] for i in ahead], best, **look))
+        knee = found.verdict.knee_seconds if by_time else found.verdict.knee
+        if knee is not None:
+            marks.append(Mark("knee", costs[knee.cell], float(column.values[knee.cell]) * scale))
+    for text, colour in colours(found).items():
+        held = sorted((i for i, c in enumerate(found.cells) if c.setup.text == text), key=lambda i: costs[i])
+        ys, lows, highs = ([float(v[i]) * scale for i in held] for v in (column.values, column.low, column.high))
+        labels = [f"{found.cells[i].steps} steps, {seconds_of(found, i)}" for i in held]
+        keys = [found.cells[i].key for i in held]
+        series.append(Series(text, [costs[i] for i in held], ys, lows, highs, labels, keys, colour))
+    if column.of_converged is not None:
+        marks.append(Mark("converged", y=column.of_converged * scale))
+    better = "Less is better." if measure.less else "More is better."
+    note = f"{better} Bars are 95 % intervals over the same resampled pictures; a click on a point shows its pictures."
+    title = f"{measure.title[:1].upper()}{measure.title[1:]} against {axis.name.partition(' (')[0]}"
+    return Chart(title, series, axis, Axis(measure.title, log), marks, note)
+
+
+def latency(found: Figures, axis: Axis) -> Chart:
+    series = []
+    for text, colour in colours(found).items():
+        held = sorted((i for i, c in enumerate(found.cells) if c.setup.text == text), key=lambda i: found.cells[i].nfe)
+        spread = [found.latencies[i].quartiles for i in held]
+        calls = [float(found.cells[i].nfe) for i in held]
+        medians = [found.latencies[i].median for i in held]
+        lows, highs = [low for low, _ in spread], [high for _, high in spread]
+        series.append(Series(text, calls, medians, lows, highs, [], [found.cells[i].key for i in held], colour))
+    note = f"One picture at a time, warm: median and quartiles of {found.study.config.rounds} rounds."
+    return Chart("Seconds a picture against model calls", series, axis, Axis("seconds a picture", True), (), note)
+
+
+def colours(found: Figures) -> dict[str, str]:
+    """A colour a sampler, the same in every chart."""
+    return {text: charts.COLOURS[i % len(charts.COLOURS)] for i, text in enumerate(names(found.cells))}
+
+
+def seconds_of(found: Figures, i: int) -> str:
+    value = found.latencies[i].median
+    return f"{short(value, 3)} s" if math.isfinite(value) else "not timed"
+
+
+# --- tables ----------------------------------------------------------------------------------------------------
+
+
+def tables(found: Figures) -> list[Table]:
+    made = [main_table(found), ranking_table(found)]
+    if "right" in found.columns:
+        made.append(scene_table(found))
+    return [table for table in made if table.rows]
+
+
+def main_table(found: Figures) -> Table:
+    ahead = set(found.verdict.by_calls)
+    knee = None if found.verdict.knee is None else found.verdict.knee.cell
+    rows = []
+    for i, cell in enumerate(found.cells):
+        low, high = found.latencies[i].quartiles
+        time = f"{seconds_of(found, i)} ({short(low, 3)} to {short(high, 3)})" if math.isfinite(low) else "–"
+        figures = [interval(column, i) for column in found.columns.values()]
+        place = "knee" if i == knee else "front" if i in ahead else ""
+        rows.append((cell.setup.text, str(cell.steps), str(cell.nfe), time, *figures, *tails(found, i), place))
+    titles = [column.measure.title for column in found.columns.values()]
+    columns = ("sampler", "steps", "calls", "seconds", *titles, "median distance", "95th of 100", "")
+    note = (
+        "In brackets 95 % intervals, of seconds quartiles. 'Front': no cell has fewer calls and a better "
+        f"{found.main.measure.title}. Distances are root mean square differences of pixels in [0, 1] (8 bits) and of "
+        "latents to the converged picture of the same prompt and noise: their mean over pictures, and for pixels the "
+        "median and the picture that is worse than 95 of 100."
+    )
+    return Table("All cells", columns, tuple(rows), note)
+
+
+def tails(found: Figures, i: int) -> tuple[str, str]:
+    held = found.results.per_picture(found.cells[i], "pictures", "distance")
+    return short(float(np.median(held)), 3), short(float(np.quantile(held, 0.95)), 3)
+
+
+def ranking_table(found: Figures) -> Table:
+    scaled = found.main.measure.name in ("distance", "latent")
+    rows = []
+    for one in found.verdict.ranking:
+        factor = 1.0 if scaled else found.main.measure.scale
+        value, low, high = (short(v * factor, 3) for v in one.behind)
+        own = short(one.value * found.main.measure.scale, 3)
+        behind = "–" if one is found.verdict.ranking[0] else f"{value} ({low} to {high})"
+        rows.append((one.sampler, own, f"{100 * one.first:.0f} %", behind))
+    gap = "times the first's" if scaled else "behind the first"
+    columns = ("sampler", f"mean {found.main.measure.title}", "came first", gap)
+    note = (
+        "The mean over the range of model calls that all of them cover, in equal parts of its logarithm"
+        + (", of logarithms" if scaled else "")
+        + ". 'Came first': the share of resamples."
+    )
+    return Table("Who comes first", columns, tuple(rows), note)
+
+
+def scene_table(found: Figures) -> Table:
+    by_cell = [found.results.attributes(cell) for cell in found.cells]
+    kinds = list(dict.fromkeys(name for one in by_cell for name in one))
+    rows = []
+    for cell, shares in zip(found.cells, by_cell, strict=True):
+        told_of = [shares.get(name, (0, 0)) for name in kinds]
+        rows.append((cell.key, *(f"{100 * good / count:.1f} %" if count else "–" for good, count in told_of)))
+    note = "Shares of the pictures whose prompt asks for it. What cannot be read is not right."
+    return Table("What the pictures show", ("cell", *kinds), tuple(rows), note)
+
+
+def markdown(found: Figures) -> str:
+    parts = [f"# Samplers for {found.study.subject.name}\n", headline(found) + "\n", found.verdict.sentence + "\n"]
+    if found.verdict.call:
+        parts.append(f"```\n{found.verdict.words}\n{python(found.verdict.call)}\n```\n")
+    if said := told(found.verdict.ranking, found.main):
+        parts.append(said + "\n")
+    parts += [table.markdown() for table in tables(found)]
+    return "\n".join([*parts, *(f"- {note.words}" for note in notes(found))]) + "\n"
+
+
+def notes(found: Figures) -> list[Text]:
+    return [Text(words, kind="note") for words in found.notes()]
+
+
+# --- pictures --------------------------------------------------------------------------------------------------
+
+
+def pictures(found: Figures) -> Pictures:
+    """The first pictures of every cell, and the converged ones."""
+    study = found.study
+    first = found.results.firsts[0]
+    count = len(study.config.numbers(first))
+    best = study.converged[0]
+    cells = [Cell(CONVERGED, study.files.pictures(best, first, count)[:SHOWN], f"{best.setup.text} × {best.steps}")]
+    for i, cell in enumerate(found.cells):
+        note = f"{cell.nfe} calls, {found.main.measure.title} {interval(found.main, i)}"
+        cells.append(Cell(cell.key, study.files.pictures(cell, first, count)[:SHOWN], note))
+    for one in study.converged[1:]:
+        cells.append(Cell(one.key, study.files.pictures(one, first, count)[:SHOWN], "the same sampler's own"))
+    knee = found.verdict.knee
+    shown = (CONVERGED, found.cells[knee.cell].key if knee is not None else found.cells[0].key)
+    return Pictures("Pictures by cell", cells, "The same prompts and noise in every cell.", shown)
+
+
+# --- for programs ----------------------------------------------------------------------------------------------
+
+
+def plain(found: Figures) -> dict[str, Any]:
+    rows = []
+    for i, cell in enumerate(found.cells):
+        low, high = found.latencies[i].quartiles
+        figures = {
+            name: {"value": held(c.values[i]), "low": held(c.low[i]), "high": held(c.high[i])}
+            for name, c in found.columns.items()
+        }
+        seconds = {"median": held(found.latencies[i].median), "low": held(low), "high": held(high)}
+        about = {"sampler": cell.setup.text, "steps": cell.steps, "nfe": cell.nfe, "stochastic": cell.stochastic}
+        rows.append({**about, "seconds": seconds, **figures})
+    v = found.verdict
+    return {
+        "model": found.study.subject.name,
+        "machine": found.clock.machine,
+        "pictures": found.results.count,
+        "by": v.by,
+        "cells": rows,
+        "front": [found.cells[i].key for i in v.by_calls],
+        "front_by_seconds": [found.cells[i].key for i in v.by_seconds],
+        "knee": knee_plain(found, v.knee),
+        "knee_by_seconds": knee_plain(found, v.knee_seconds),
+        "ranking": [
+            {"sampler": one.sampler, "value": one.value, "first": one.first, "behind": list(one.behind)}
+            for one in v.ranking
+        ],
+        "recommendation": {"sentence": v.sentence, "command": v.words, "call": v.call},
+        "converged_moved": {
+            name: {key: held(value) for key, value in found.results.floor(name).items()}
+            for name in ("distance", "latent")
+        },
+        "notes": found.notes(),
+    }
+
+
+def knee_plain(found: Figures, knee: Any) -> dict[str, Any] | None:
+    if knee is None:
+        return None
+    shares = {found.cells[i].key: share for i, share in knee.shares.items()}
+    return {
+        "cell": found.cells[knee.cell].key,
+        "cost": knee.cost,
+        "low": knee.low,
+        "high": knee.high,
+        "share_of_resamples": shares,
+    }
+
+
+def held(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None

@@ -1,0 +1,204 @@
+"""The figures of a sampler study: every measure of every cell, with intervals over the same resampled pictures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pellucid.evidence.adherence.shares import Share
+from pellucid.evidence.metrics.bootstrap import draws, fid_interval
+from pellucid.evidence.metrics.fid import FEW, Statistics, fid
+from pellucid.evidence.metrics.kid import kid_exact, kid_paired, kid_resampled
+from pellucid.evidence.study.cells import Cell
+from pellucid.evidence.study.front import Array
+from pellucid.evidence.study.samplers import Study
+
+RESAMPLES = 1000
+DEAR_RESAMPLES, FID_RESAMPLES = 200, 20  # of KID beyond MANY pictures, and of FID
+MANY = 2000  # pictures beyond which a kernel's resamples are dear
+CLUSTERS = 10  # prompts from which on prompts are drawn again, and not single pictures
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What is measured: its words, and whether less is better."""
+
+    name: str
+    title: str
+    less: bool
+    scale: float = 1.0
+    digits: int = 4
+
+    def loss(self, values: Array) -> Array:
+        return values if self.less else -values
+
+
+MEASURES = {
+    one.name: one
+    for one in (
+        Measure("distance", "RMSE to the converged picture", True),
+        Measure("latent", "RMSE to the converged latents", True),
+        Measure("kid", "KID × 10³", True, 1e3, 3),
+        Measure("fid", "FID", True, 1.0, 2),
+        Measure("image_text", "image-text score", False, 1.0, 2),
+        Measure("right", "pictures that are all right, %", False, 100.0, 1),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    """One measure of all cells: estimates and ends of their intervals (C,), and resampled values (C, R) where the
+    resamples are those of the other columns. `of_converged` is the converged pictures' own figure, where it has one."""
+
+    measure: Measure
+    values: Array
+    low: Array
+    high: Array
+    drawn: Array | None = field(default=None, repr=False)
+    of_converged: float | None = None
+
+
+class Results:
+    """What the records of a study say, over the pictures that every cell has."""
+
+    def __init__(self, study: Study, resamples: int = RESAMPLES) -> None:
+        self.study, self.resamples = study, resamples
+        self.cells, self.files = study.cells, study.files
+        own = (*study.cells, *study.converged)
+        self.firsts = [
+            first for first in study.config.firsts() if all(self.files.has(c.key, first, "pictures") for c in own)
+        ]
+        self.left_out: dict[str, str] = {}
+
+    @property
+    def count(self) -> int:
+        """Pictures of each cell."""
+        return len(self.numbers)
+
+    @cached_property
+    def numbers(self) -> list[int]:
+        return [n for first in self.firsts for n in self.study.config.numbers(first)]
+
+    @cached_property
+    def by_prompt(self) -> bool:
+        """Whether prompts are drawn again: pictures of one prompt are more alike than those of different ones."""
+        config = self.study.config
+        return config.seeds > 1 and len({n // config.seeds for n in self.numbers}) >= CLUSTERS
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """(R, N): how often each picture counts in each resample, the same for every cell and measure."""
+        if not self.by_prompt:
+            return draws(self.count, self.resamples)
+        prompts = [n // self.study.config.seeds for n in self.numbers]
+        places = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
+        return draws(len(places), self.resamples)[:, [places[prompt] for prompt in prompts]]
+
+    # --- one number a picture -------------------------------------------------------------------------------------
+
+    def listed(self, cell: Cell, what: str, key: str) -> list[Any]:
+        return [value for first in self.firsts for value in self.files.row(cell.key, first, what)[key]]
+
+    def scored(self, what: str) -> bool:
+        """Whether every batch of every cell has this score."""
+        return bool(self.firsts) and all(
+            self.files.has(cell.key, first, what) for cell in self.cells for first in self.firsts
+        )
+
+    def per_picture(self, cell: Cell, what: str, key: str, scale: float = 1.0) -> Array:
+        found = self.listed(cell, what, key)
+        return np.array([math.nan if value is None else scale * float(value) for value in found])
+
+    def means(self, measure: Measure, of: Callable[[Cell], Array], converged: float | None = None) -> Column:
+        """The mean over pictures of each cell."""
+        held = np.stack([of(cell) for cell in self.cells])  # (C, N)
+        w = self.weights.double().numpy()
+        drawn = held @ w.T / w.sum(1)
+        low, high = np.quantile(drawn, [0.025, 0.975], axis=1)
+        return Column(measure, held.mean(1), low, high, drawn, converged)
+
+    def distance(self, key: str) -> Column:
+        return self.means(MEASURES[key], lambda cell: self.per_picture(cell, "pictures", key))
+
+    def floor(self, key: str) -> dict[str, float]:
+        """How far each converged run still moved when its steps were doubled, over the first batch."""
+        found = {}
+        for whole, part in zip(self.study.converged, self.study.halves, strict=True):
+            if self.files.has(part.key, 0, "pictures"):
+                values = [v for v in self.files.row(part.key, 0, "pictures")[key] if v is not None]
+                found[whole.key] = float(np.mean(values)) if values else math.nan
+        return found
+
+    def image_text(self, what: str) -> Column:
+        best = self.study.converged[0]
+        own = float(self.per_picture(best, what, "cosines", 100.0).mean()) if self.complete(best, what) else None
+        return self.means(MEASURES["image_text"], lambda cell: self.per_picture(cell, what, "cosines", 100.0), own)
+
+    def right(self) -> Column:
+        best = self.study.converged[0]
+        own = float(self.per_picture(best, "scenes", "right").mean()) if self.complete(best, "scenes") else None
+        found = self.means(MEASURES["right"], lambda cell: self.per_picture(cell, "scenes", "right"), own)
+        # Where all pictures are right, or none, no resample differs: the interval is never narrower than Wilson's.
+        ends = np.array([Share.of(self.listed(cell, "scenes", "right")).interval for cell in self.cells])
+        return replace(found, low=np.minimum(found.low, ends[:, 0]), high=np.maximum(found.high, ends[:, 1]))
+
+    def attributes(self, cell: Cell) -> dict[str, tuple[int, int]]:
+        """Of each attribute: in how many pictures it is right, of how many that were asked for it."""
+        found: dict[str, tuple[int, int]] = {}
+        for marks in self.listed(cell, "scenes", "marks"):
+            for name, right in marks.items():
+                good, count = found.get(name, (0, 0))
+                found[name] = (good + bool(right), count + 1)
+        bled = [one for one in self.listed(cell, "scenes", "bled") if one is not None]
+        return found | ({"colour of another": (sum(bled), len(bled))} if bled else {})
+
+    def complete(self, cell: Cell, what: str) -> bool:
+        return all(self.files.has(cell.key, first, what) for first in self.firsts)
+
+    # --- sets of pictures -----------------------------------------------------------------------------------------
+
+    def features(self, cell: Cell, what: str) -> Tensor:
+        return torch.cat([self.files.features(cell, first, what) for first in self.firsts])
+
+    def kid(self, what: str, reference: Tensor | None = None, device: torch.device | str = "cpu") -> Column:
+        """Against the converged pictures of the same prompts and noise, in pairs; or against a reference."""
+        best = (self.features(self.study.converged[0], what) if reference is None else reference).to(device)
+        weights = self.weights[: DEAR_RESAMPLES if self.count > MANY else None]
+        whole = torch.ones(1, self.count)
+        values, drawn = [], []
+        for cell in self.cells:
+            x = self.features(cell, what).to(device)
+            if reference is None:
+                values.append(float(kid_paired(x, best, whole)[0]))
+                rows = kid_paired(x, best, weights).cpu()
+            else:
+                values.append(kid_exact(x, best))
+                rows = kid_resampled(x, best, weights, torch.ones(len(weights), len(best))).cpu()
+            drawn.append(rows.numpy())
+        table = np.stack(drawn)
+        table = table[:, np.isfinite(table).all(0)]  # a resample that is one picture many times has no pairs
+        low, high = np.quantile(table, [0.025, 0.975], axis=1)
+        return Column(MEASURES["kid"], np.array(values), low, high, table)
+
+    def fid(self, what: str, reference: Statistics | None = None, device: torch.device | str = "cpu") -> Column | None:
+        """From 10,000 pictures on; below, it says more about their number than about their quality."""
+        if self.count < FEW:
+            return None
+        if reference is None:
+            reference = Statistics.of(self.features(self.study.converged[0], what).to(device))
+        values, low, high = [], [], []
+        for cell in self.cells:
+            x = self.features(cell, what).to(device)
+            values.append(fid(reference.to(x.device), Statistics.of(x)))
+            spread = fid_interval(x, reference, FID_RESAMPLES)
+            low.append(spread.low)
+            high.append(spread.high)
+        return Column(MEASURES["fid"], np.array(values), np.array(low), np.array(high))

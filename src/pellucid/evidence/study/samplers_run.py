@@ -1,0 +1,128 @@
+"""A sampler study from its config to its report.
+
+    config = SamplerStudy("scenes-128", ("ddim", "dpmpp_2m:karras"), (5, 10, 20), prompts, seeds=4)
+    found = study(config, Path("out/samplers"))  # or study(config, folder, pellucid.wrap(pipeline))
+    print(found.verdict.sentence)
+
+First the pictures, here or over processes; then times, alone; then figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from pellucid import scenes
+from pellucid.core.errors import PellucidError, rule
+from pellucid.evidence.study import charts, samplers_report, samplers_shards
+from pellucid.evidence.study.samplers import MOST_PICTURES, SamplerStudy, Study
+from pellucid.evidence.study.samplers_figures import Figures, Judges
+from pellucid.evidence.study.samplers_latency import Clock
+from pellucid.evidence.study.samplers_subject import Subject
+
+__all__ = ["Figures", "SamplerStudy", "open_study", "read_prompts", "study"]
+
+MAX_PROMPTS_BYTES = 64 * 2**20
+SCENES = "scenes:"
+# (what, how much) → a context that gives a function to call with each part that is done
+Bar = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
+
+
+def no_bar(what: str, total: int) -> AbstractContextManager[Callable[[int], object]]:
+    return nullcontext(lambda count: None)
+
+
+def read_prompts(where: str | Path | None) -> tuple[str, ...]:
+    """The lines of a text file that are not empty; `scenes:200`: so many prompts of scenes that training never saw."""
+    if where is None:
+        return ()
+    text = str(where)
+    if text.startswith(SCENES) and not Path(text).exists():
+        count = text.removeprefix(SCENES)
+        if not count.isdecimal() or not 1 <= int(count) <= MOST_PICTURES:
+            raise PellucidError(rule("prompts", "scenes:N, N a whole number from 1 on", text), "prompts")
+        return tuple(caption for caption, _ in scenes.prompts(int(count)))
+    path = Path(where)
+    if not path.is_file():
+        raise PellucidError(rule("prompts", "a text file that exists, or scenes:N", text), "file")
+    if path.stat().st_size > MAX_PROMPTS_BYTES:
+        raise PellucidError(rule("prompts", f"at most {MAX_PROMPTS_BYTES} bytes", text), "file-size")
+    try:
+        lines = path.read_bytes().decode("utf-8-sig").splitlines()
+    except UnicodeDecodeError:
+        raise PellucidError(rule("prompts", "text in UTF-8", text), "prompts") from None
+    found = tuple(line.strip() for line in lines if line.strip())
+    if not found:
+        raise PellucidError(rule("prompts", "at least one line", text), "prompts")
+    return found
+
+
+def open_study(
+    config: SamplerStudy, folder: Path, pipe: Any = None, *, shard: tuple[int, int] = (0, 1), device: str | None = None
+) -> Study:
+    """The study in its folder; `pipe` is used in place of loading the model by its name."""
+    subject = Subject.of(pipe) if pipe is not None else Subject.open(config.model, dtype=config.dtype, device=device)
+    return Study(config, subject, folder, shard)
+
+
+def study(
+    config: SamplerStudy,
+    folder: Path,
+    pipe: Any = None,
+    *,
+    judges: dict[str, Any] | None = None,
+    device: str | None = None,
+    processes: int = 1,
+    ray: int = 0,
+    bar: Bar = no_bar,
+) -> Figures:
+    """Makes what is missing, times what is missing, and writes the report. `judges` are the options of `Judges.open`:
+    inception, clip, reference."""
+    charts.require()
+    given = judges or {}
+    opened = open_study(config, folder, pipe, device=device)
+    who = Judges.open(opened, **given)
+    opened.files.claim(config.to_dict(opened.subject.mark))
+    if processes != 1 or ray:
+        share(opened, pipe, given, device, processes, ray, bar)
+        opened = Study(config, opened.subject, folder)
+    with bar("making and scoring pictures", opened.todo()) as done:
+        opened.run(who.scorers, done)
+    clock = Clock(opened)
+    with bar("timing", sum(cell.nfe for _, cell in clock.missing())) as done:
+        clock.run(done)
+    found = Figures(opened, who)
+    samplers_report.write(found)
+    return found
+
+
+def share(
+    opened: Study, pipe: Any, judges: dict[str, Any], device: str | None, processes: int, ray: int, bar: Bar
+) -> None:
+    """The pictures, over processes or over Ray."""
+    if pipe is not None:
+        must = "left out for a pipeline that is given: other processes load a model by its name"
+        raise PellucidError(rule("processes, ray", must, (processes, ray)), "shard")
+    if processes != 1 and ray:
+        raise PellucidError(rule("--processes", "left out with --ray", processes), "shard")
+    config, folder = opened.config, opened.folder
+    name, count = ("--ray", ray) if ray else ("--processes", processes)
+    if count > len(config.firsts()):
+        must = f"at most {len(config.firsts())}, as many as there are batches"
+        raise PellucidError(rule(name, must, count, f"Use a --batch below {config.batch}."), "shard")
+    if ray:
+        samplers_shards.over_ray(config, folder, ray, judges=judges, device=device)
+        return
+    before = samplers_shards.batches_in(folder)
+    total = sum(len(opened.missing(first)) for first in config.firsts())
+    with bar("making and scoring pictures", total) as done:
+        told = before
+
+        def seen(count: int) -> None:
+            nonlocal told
+            done(count - told)
+            told = count
+
+        samplers_shards.over_processes(config, folder, processes, judges=judges, device=device, seen=seen)

@@ -1,0 +1,104 @@
+"""What a sampler study asks for pictures: a loaded pipeline, a wrapped one of diffusers, or what stands in for one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from pellucid.core import schedule as schedules
+from pellucid.core.errors import PellucidError, rule
+from pellucid.core.schedule import Schedule
+from pellucid.interop import source
+from pellucid.pipeline import fingerprint
+from pellucid.pipeline.conditions import takes_labels, takes_text
+from pellucid.pipeline.load import load
+from pellucid.pipeline.pipeline import Pipeline
+from pellucid.pipeline.wrapped import WrappedPipeline, read_scheduler
+
+Asks = Literal["prompt", "label", "nothing"]
+IMAGE_TEXT = "image_text"  # the folder of a bundle in which its CLIP lies
+
+
+@dataclass(frozen=True)
+class Made:
+    """Pictures as a person sees them, and x at the end of the run in the frame of clean data, (B, C, H, W) float32."""
+
+    images: list[Image.Image]
+    latents: Tensor
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Something that is called as a pipeline is, and what a study must know of it. `mark` names its weights."""
+
+    pipe: Any
+    name: str
+    schedule: Schedule
+    target: str
+    mark: str
+    asks: Asks = "prompt"
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    image_text: Path | None = None
+
+    @staticmethod
+    def open(model: str, *, dtype: str | None = None, device: str | None = None) -> Subject:
+        """By whatever name `pellucid.load` takes."""
+        return Subject.of(load(model, dtype=dtype, device=device))
+
+    @staticmethod
+    def of(pipe: Any) -> Subject:
+        if isinstance(pipe, Subject):
+            return pipe
+        if isinstance(pipe, Pipeline):
+            parts = pipe.components
+            mark, beside = fingerprint.of_model(parts), clip_beside(parts.name)
+            asks = asked_of(parts.network)
+            return Subject(pipe, parts.name, parts.schedule, parts.target, mark, asks, pipe.device, beside)
+        if isinstance(pipe, WrappedPipeline):
+            return of_wrapped(pipe)
+        must = "a loaded pipeline, or a diffusers one in pellucid.wrap"
+        raise PellucidError(rule("model", must, type(pipe).__name__), "study-model")
+
+    def make(self, asked: list[str], seeds: list[int], **how: Any) -> Made:
+        """One picture for each of `asked`, with these seeds."""
+        if self.asks == "prompt":
+            found = self.pipe(asked, seed=seeds, **how)
+        elif self.asks == "label":
+            labels = [int(one) if one.isdecimal() else one for one in asked]
+            found = self.pipe(label=labels, seed=seeds, **how)
+        else:
+            found = self.pipe(n=len(seeds), seed=seeds, **how)
+        if len(found.images) != len(seeds):
+            raise PellucidError(rule("pictures", f"{len(seeds)}, one a seed", len(found.images)), "study-pictures")
+        end = found.plan.end.alpha if found.plan.dialect == "exact" else 1.0
+        return Made(list(found.images), (found.latents / (end or 1.0)).float().cpu())
+
+
+def asked_of(network: Any) -> Asks:
+    return "prompt" if takes_text(network) else "label" if takes_labels(network) else "nothing"
+
+
+def of_wrapped(pipe: WrappedPipeline) -> Subject:
+    reading, peer = read_scheduler(pipe.peer.pipeline), pipe.peer
+    process = {"schedule": schedules.to_dict(reading.schedule), "target": reading.target}
+    words = hashlib.sha256(json.dumps(process, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    name = str(getattr(getattr(peer.pipeline, "config", None), "_name_or_path", "") or peer.kind)
+    mark = f"{fingerprint.of_network(peer.network)}-{words}"
+    device = torch.device(getattr(peer.pipeline, "device", "cpu"))
+    return Subject(pipe, name, reading.schedule, str(reading.target), mark, "prompt", device)
+
+
+def clip_beside(name: str) -> Path | None:
+    """The image-text encoder of a bundle, in its folder or in that of the model whose part this is."""
+    place = source.bundled(name)
+    for folder in (place / IMAGE_TEXT, place.parent / IMAGE_TEXT):
+        if (folder / "config.json").is_file():
+            return folder
+    return None

@@ -1,0 +1,296 @@
+"""Two traces compared: the first step that diverges, and by what.
+
+Within a step things are compared in the order in which a run makes them, and the first that differs names the cause:
+
+1. the row's level or told time: **level**;
+2. x, as the network is called with it: **noise** (at the first step: the first noise, or another start; later: churn),
+   or **plan** where the rows scale it differently;
+3. the prediction with the prompt, and then the one without: **model** (weights, prompt, adapters, kernels);
+4. x0, where these were the same, or a prediction that only one of the runs asked for: **guidance** (or a filter);
+5. the level where the row lands: **level**; its weights: **plan**;
+6. the next x: **noise** where the row draws some, else **constraint** (a mask, or a function of the caller's).
+
+All before were the same, bit by bit, so that nothing but the cause that is named can have made the difference. Which
+bits are the same is known from digests, with tensors or without; how far apart two tensors are, from the tensors. Of
+traces without them only the norms are known, whose difference is a lower bound of that distance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from pellucid.core.plan import Row, row_changes
+from pellucid.core.schedule import Level
+from pellucid.evidence.trace import told as headers
+from pellucid.evidence.trace.reading import Step, Trace
+from pellucid.evidence.trace.told import Cause, Told
+
+CLOSE = 1e-12  # levels, times and weights that agree to this are the same: compilers round
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where one image of two runs parts. `distance` is relative; `least` where it is a lower bound, from norms."""
+
+    step: int
+    image: int
+    cause: Cause
+    what: str
+    detail: str
+    distance: float | None = None
+    least: bool = False
+
+
+@dataclass(frozen=True)
+class Apart:
+    """How far apart two runs are at a step, relative, over all images; NaN where it is not known."""
+
+    step: int
+    x: float
+    x0: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two traces, compared. `why` is what the headers say differently that can be the cause of the first divergence."""
+
+    first: Divergence | None
+    images: tuple[Divergence, ...]  # the first of each image that diverges
+    told: tuple[Told, ...]
+    apart: tuple[Apart, ...]
+    notes: tuple[str, ...]
+    steps: int  # that both have
+
+    @property
+    def same(self) -> bool:
+        return self.first is None
+
+    @property
+    def why(self) -> tuple[Told, ...]:
+        if self.first is None:
+            return ()
+        mine = (None, self.first.image)
+        return tuple(t for t in self.told if self.first.cause in t.causes and t.image in mine)
+
+
+def compare(a: Trace, b: Trace, tolerance: float = 0.0, *, parts: bool = True) -> Comparison:
+    """The first step at which two runs diverge, and by what; `parts` False leaves out cond and uncond.
+
+    With a `tolerance`, tensors that are no farther apart than this part of their norm count as the same.
+    """
+    steps = min(len(a.steps), len(b.steps))
+    images = range(min(a.header.images, b.header.images))
+    found = [Pair(a, b, image, tolerance, parts).first(steps) for image in images]
+    parted = sorted((d for d in found if d is not None), key=lambda d: (d.step, d.image))
+    first = parted[0] if parted else ending(a, b, steps)
+    told = tuple(headers.differences(a.header, b.header))
+    return Comparison(first, tuple(parted), told, apart(a, b, steps), tuple(notes(a, b, tolerance)), steps)
+
+
+def ending(a: Trace, b: Trace, steps: int) -> Divergence | None:
+    """Runs of different length that are the same as far as both go, though the shorter plan is at its end."""
+    if len(a.steps) == len(b.steps) or not (a.whole and b.whole):
+        return None
+    return Divergence(steps, 0, "plan", "end", f"one run ends after {steps} model calls, the other goes on")
+
+
+def notes(a: Trace, b: Trace, tolerance: float) -> list[str]:
+    found = [
+        f"{name} was broken off after {len(t.steps)} of {t.header.steps} steps: {t.header.ended or 'killed or cut'}"
+        for name, t in (("A", a), ("B", b))
+        if not t.whole
+    ]
+    if a.header.images != b.header.images:
+        found.append(f"A has {a.header.images} images, B {b.header.images}: those in both are compared, by place")
+    blind = not (a.pictured and b.pictured)
+    if blind and tolerance:
+        found.append("without tensors the tolerance is of norms: other tensors of the same norm count as the same")
+    return found
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One image in two traces."""
+
+    a: Trace
+    b: Trace
+    image: int
+    tolerance: float
+    parts: bool
+
+    def first(self, steps: int) -> Divergence | None:
+        for index in range(steps):
+            mine, theirs = self.a.steps[index], self.b.steps[index]
+            if self.image not in mine.images or self.image not in theirs.images:
+                return None if self.image not in mine.images and self.image not in theirs.images else self.ended(index)
+            found = self.at(index, mine, theirs)
+            if found is not None:
+                return found
+        return None
+
+    def ended(self, index: int) -> Divergence:
+        detail = f"one run of image {self.image} ends after {index} model calls, the other goes on"
+        return Divergence(index, self.image, "plan", "end", detail)
+
+    def at(self, index: int, mine: Step, theirs: Step) -> Divergence | None:
+        """The first difference within a step, in the order in which a run makes things."""
+        one, other = (step.rows[step.of(self.image)] for step in (mine, theirs))
+        landed = [step.next_levels[step.of(self.image)] for step in (mine, theirs)]
+        changed = called_elsewhere(one, other)
+        if changed:
+            return Divergence(index, self.image, "level", changed[0], changed[1])
+        for what in ("x", *(("cond", "uncond") if self.parts else ()), "x0"):
+            found = self.tensor(index, what, mine, theirs)
+            if found is not None:
+                return found
+        if not near(landed[0], landed[1]):
+            detail = f"the row lands at sigma {landed[0].sigma:.6g}, the other at {landed[1].sigma:.6g}"
+            return Divergence(index, self.image, "level", "landing", detail)
+        weights = changes(one, other, CLOSE)
+        if weights:
+            return Divergence(index, self.image, "plan", weights[0][0], said(weights))
+        return self.tensor(index, "x_next", mine, theirs)
+
+    def tensor(self, index: int, what: str, mine: Step, theirs: Step) -> Divergence | None:
+        """Where a tensor differs, and what of the rows says whose doing that is."""
+        left, right = (int(step.digests[what][step.of(self.image)]) for step in (mine, theirs))
+        if left == right:
+            return None
+        if 0 in (left, right):  # one of the runs did not ask for it
+            having = "the first" if right == 0 else "the second"
+            asked = {"cond": "with the prompt", "uncond": "without the prompt"}.get(what, what)
+            return Divergence(index, self.image, "guidance", what, f"only {having} run asked for a prediction {asked}")
+        distance, least = self.distance(index, what, mine, theirs)
+        unseen = what == "uncond"  # of which neither a tensor nor a norm is kept: what it does shows in x0
+        if self.tolerance and (unseen or (distance is not None and distance <= self.tolerance)):
+            return None
+        one, other = (step.rows[step.of(self.image)] for step in (mine, theirs))
+        cause, detail = self.grown(index, what, one) or self.blame(index, what, one, other, mine)
+        return Divergence(index, self.image, cause, what, detail, distance, least)
+
+    def grown(self, index: int, what: str, row: Row) -> tuple[Cause, str] | None:
+        """With a tolerance, x may leave it because of what was within it before: then that is the cause."""
+        if not self.tolerance or what not in ("x", "x_next"):
+            return None
+        if (row.draws or row.pre_noise) and self.a.header.noise != self.b.header.noise:
+            return None
+        root = replace(self, tolerance=0.0).first(min(len(self.a.steps), len(self.b.steps)))
+        assert root is not None
+        if (root.step, root.what) == (index, what):
+            return None
+        return root.cause, f"grown beyond the tolerance from step {root.step}, where {root.detail}"
+
+    def blame(self, index: int, what: str, one: Row, other: Row, mine: Step) -> tuple[Cause, str]:
+        if what == "x":
+            scales = [t.header.plan_tables[t.header.plan_of[self.image]]["initial_scale"] for t in (self.a, self.b)]
+            if index == 0 and scales[0] != scales[1]:
+                return "plan", f"the first noise is scaled by {scales[0]:.9g}, the other by {scales[1]:.9g}"
+            if one.pre_noise != other.pre_noise:
+                return "plan", f"churn adds {one.pre_noise:.6g} of noise, the other {other.pre_noise:.6g}"
+            if index == 0:
+                return "noise", "the first x differs: other noise, or another start"
+            return "noise", "x was the same after the row before and differs at the call: other noise was added"
+        if what == "cond":
+            return "model", "at the same x and level the network predicts something else with the prompt"
+        if what == "uncond":
+            return "model", "with the prompt the prediction is the same, without it it is another"
+        if what == "x0":
+            if self.parts and mine.digests["cond"][mine.of(self.image)] != 0:
+                return "guidance", "the predictions are the same; what guidance or a filter makes of them is not"
+            return "model", "at the same x and level the denoiser predicts something else"
+        slight = changes(one, other, 0.0)
+        if slight:
+            return "plan", said(slight)
+        if one.draws or other.draws:
+            return "noise", "the row is the same and so is all that it combines, but for the noise that it draws"
+        return "constraint", "the row and all that it combines are the same: something changed x after it"
+
+    def distance(self, index: int, what: str, mine: Step, theirs: Step) -> tuple[float | None, bool]:
+        """(the relative distance, whether it is a lower bound): of tensors where both have them, or of norms."""
+        held = [value_of(t, index, what, self.image) for t in (self.a, self.b)]
+        if held[0] is not None and held[1] is not None:
+            return relative(held[0], held[1]), False
+        sizes = [norm_of(t, step, what, self.image) for t, step in ((self.a, mine), (self.b, theirs))]
+        if None in sizes:
+            return None, True
+        return abs(sizes[0] - sizes[1]) / (sizes[1] or math.nan), True  # type: ignore[operator]
+
+
+def called_elsewhere(one: Row, other: Row) -> tuple[str, str] | None:
+    if not near(one.level, other.level):
+        got = [f"(alpha {r.level.alpha:.6g}, sigma {r.level.sigma:.6g})" for r in (one, other)]
+        return "level", f"the network is called at {got[0]}, in the other run at {got[1]}"
+    if abs(one.time - other.time) > CLOSE * max(abs(one.time), abs(other.time)):
+        return "time", f"at one level the network is told time {one.time:.6g}, in the other run {other.time:.6g}"
+    return None
+
+
+def near(a: Level, b: Level) -> bool:
+    return all(abs(x - y) <= CLOSE * max(abs(x), abs(y)) for x, y in ((a.alpha, b.alpha), (a.sigma, b.sigma)))
+
+
+def changes(one: Row, other: Row, tolerance: float) -> list[tuple[str, Any, Any]]:
+    """Weights, held predictions and addresses of noise that differ between two rows of one level."""
+    return [c for c in row_changes(one, other, tolerance) if c[0] not in ("alpha", "sigma", "time", "pre_noise")]
+
+
+def said(changed: Sequence[tuple[str, Any, Any]]) -> str:
+    words = [f"{name} {mine:.6g} → {theirs:.6g}" for name, mine, theirs in changed[:3]]
+    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+    return f"the row's weights differ: {', '.join(words)}{more}"
+
+
+def value_of(trace: Trace, index: int, what: str, image: int) -> Tensor | None:
+    """A tensor of one image at a step, as far as the trace holds it."""
+    if what == "x_next":
+        plan = trace.header.plans[image]
+        if index + 1 == len(plan.rows):
+            return trace.tensor("end")[image] if trace.has("end") else None
+        if plan.rows[index + 1].pre_noise:
+            return None
+        return value_of(trace, index + 1, "x", image)
+    names = {"x": ("x",), "x0": ("x0",), "cond": ("x0", "delta")}.get(what, ())
+    if not names or index >= len(trace.steps) or not all(trace.has(name, index) for name in names):
+        return None
+    place = trace.steps[index].of(image)
+    held = [trace.tensor(name, index)[place] for name in names]
+    return held[0] if len(held) == 1 else held[0] - held[1]
+
+
+def norm_of(trace: Trace, step: Step, what: str, image: int) -> float | None:
+    if what == "x_next":
+        following = step.index + 1
+        if following >= len(trace.steps) or image not in trace.steps[following].images:
+            return None
+        step, what = trace.steps[following], "x"
+    found = step.norms.get(what)
+    return None if found is None else float(found[step.of(image)])
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    if a.shape != b.shape:
+        return math.nan
+    return float((a.double() - b.double()).norm() / (b.double().norm() or math.nan))
+
+
+def apart(a: Trace, b: Trace, steps: int) -> tuple[Apart, ...]:
+    """How far apart the runs are, as long as they stand at the same levels."""
+    found = []
+    for index in range(steps):
+        mine, theirs = a.steps[index], b.steps[index]
+        if mine.images != theirs.images or not all(map(near, mine.levels, theirs.levels)):
+            break
+        found.append(Apart(index, *(overall(a, b, index, name) for name in ("x", "x0"))))
+    return tuple(found)
+
+
+def overall(a: Trace, b: Trace, index: int, name: str) -> float:
+    if a.has(name, index) and b.has(name, index):
+        return relative(a.tensor(name, index), b.tensor(name, index))
+    same = bool((a.steps[index].digests[name] == b.steps[index].digests[name]).all())
+    return 0.0 if same else math.nan

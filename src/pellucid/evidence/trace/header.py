@@ -1,0 +1,143 @@
+"""The words in front of a trace: what ran, on what, how far it came."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from pellucid import __version__
+from pellucid.core.errors import PellucidError, rule
+from pellucid.core.loop import RunSeen
+from pellucid.core.noise import Brownian, NoiseSource, Philox, TorchStream
+from pellucid.core.plan import Plan
+from pellucid.evidence.trace.layout import KIND, SCHEMA
+from pellucid.pipeline.recipe import Recipe
+
+State = Literal["recording", "whole", "broken off"]
+TENSORS = ("x", "x0", "eps", "delta")
+
+
+@dataclass(frozen=True)
+class Spent:
+    """A stage of the pipeline (text, encode, denoise, decode): when it began, counted from the run; what it took."""
+
+    name: str
+    began: float
+    seconds: float
+    peak: int | None = None
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a trace says of its run. `state` is "recording" in a file whose run was killed.
+
+    `plan_tables` are the plans that occur, `plan_of` which of them each image ran. `steps` are the rows of the longest
+    plan, `done` those that were seen. `kept` are the tensors by step, of every `every`-th one and the last. `limit` is
+    where saturation counts from. `start` are digests of the first x. Seconds count from the run's beginning.
+    """
+
+    state: State
+    images: int
+    shape: tuple[int, ...]
+    dtype: str
+    steps: int
+    done: int
+    kept: tuple[str, ...]
+    every: int
+    limit: float
+    plan_tables: tuple[dict[str, Any], ...]
+    plan_of: tuple[int, ...]
+    noise: dict[str, Any]
+    start: tuple[int, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)
+    machine: dict[str, Any] = field(default_factory=dict)
+    recipes: tuple[dict[str, Any], ...] = ()
+    stages: tuple[Spent, ...] = ()
+    seconds: float | None = None  # of the whole run
+    ended: str | None = None  # why a run broke off
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def plans(self) -> tuple[Plan, ...]:
+        """One an image; images of one plan share it."""
+        made = [Plan.from_dict(table) for table in self.plan_tables]
+        return tuple(made[which] for which in self.plan_of)
+
+    @cached_property
+    def recipe(self) -> Recipe | None:
+        """That of the first image; None for a run of a bare denoiser."""
+        return Recipe.from_dict(self.recipes[0]) if self.recipes else None
+
+    @property
+    def numbers(self) -> int:
+        """Numbers an image."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    def to_words(self) -> dict[str, str]:
+        """As safetensors keeps them: text under names."""
+        table = {f.name: getattr(self, f.name) for f in fields(self)} | {"stages": [vars(s) for s in self.stages]}
+        held = json.dumps(table, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return {"kind": KIND, "schema": str(SCHEMA), "pellucid": __version__, "state": self.state, "trace": held}
+
+    @staticmethod
+    def from_words(words: dict[str, str]) -> Header:
+        try:
+            held = json.loads(words["trace"])
+            stages = tuple(Spent(**stage) for stage in held.pop("stages"))
+            listed = {key: tuple(value) if isinstance(value, list) else value for key, value in held.items()}
+            found = Header(**listed, stages=stages)
+            lengths = [len(found.plan_tables[which]["rows"]) for which in found.plan_of]
+            if not (len(lengths) == found.images > 0 and max(lengths) == found.steps and found.every > 0):
+                raise ValueError("its plans do not fit its images and steps")
+        except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
+            raise PellucidError(
+                rule("header of the trace", "made of known fields", str(error)[:120]), "trace"
+            ) from None
+        return found
+
+
+def versions() -> dict[str, str]:
+    python = platform.python_version()
+    return {"pellucid": __version__, "torch": str(torch.__version__), "numpy": np.__version__, "python": python}
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What may change the last bits of a run."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {"device": device.type, "name": name, "system": platform.system(), "threads": torch.get_num_threads()}
+
+
+def noise_words(source: NoiseSource) -> dict[str, Any]:
+    """A noise source by its kind, its seeds and what else makes it."""
+    kinds = {Philox: "philox", Brownian: "brownian", TorchStream: "torch"}
+    kind = kinds.get(type(source), type(source).__name__)
+    seeds = [int(seed) for seed in getattr(source, "seeds", ())]
+    return {"kind": kind, "seeds": seeds, **({"clock": source.clock} if isinstance(source, Brownian) else {})}
+
+
+def noise_source(words: dict[str, Any]) -> NoiseSource:
+    """The noise source again; one of somebody's own has to be given."""
+    kind, seeds = words.get("kind"), words.get("seeds")
+    if kind == "brownian":
+        return Brownian(seeds, words.get("clock", "snr"))
+    if kind not in ("philox", "torch"):
+        advice = "It was made with a noise source of its own: give it again, in Python."
+        raise PellucidError(rule("noise of the trace", "philox, brownian or torch", kind, advice), "trace-noise")
+    return Philox(seeds) if kind == "philox" else TorchStream(seeds)
+
+
+def distinct(begun: RunSeen) -> tuple[list[Plan], tuple[int, ...]]:
+    """The plans that occur, and which of them each image has."""
+    known: dict[int, int] = {}
+    found: list[Plan] = []
+    for plan in begun.plans:
+        if id(plan) not in known:
+            known[id(plan)] = len(found)
+            found.append(plan)
+    return found, tuple(known[id(plan)] for plan in begun.plans)

@@ -1,0 +1,207 @@
+"""A trace, read: the header, the numbers of each step, and its tensors when they are asked for."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pellucid.core.errors import PellucidError, rule
+from pellucid.core.loop import level_after
+from pellucid.core.plan import Row
+from pellucid.core.schedule import Level
+from pellucid.evidence.trace import layout
+from pellucid.evidence.trace.clock import MARKS, WORKS
+from pellucid.evidence.trace.header import Header
+from pellucid.evidence.trace.layout import Found, step_name
+from pellucid.evidence.trace.measures import DIGESTED, NUMBERS
+
+KINDS = {"F64": torch.float64, "F32": torch.float32, "I64": torch.int64}
+NUMERIC = ("numbers", "digests", "clock", "memory")
+Array = Any  # numpy, one number an image
+
+
+@dataclass(frozen=True)
+class Mark:
+    """From when on the loop was at what, in seconds of the run; `device` is NaN where only the host was timed."""
+
+    work: str
+    host: float
+    device: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """One model call and its update. Arrays hold one number for each of `images`, the positions that still ran.
+
+    `norms` are Euclidean, of x as the network was called with it, of x0 and eps as guided, and of the guidance delta
+    (x0 less the x0 of cond). NaN where there was nothing to measure. `seconds` are by what the loop was at.
+    """
+
+    index: int
+    images: tuple[int, ...]
+    rows: tuple[Row, ...]
+    next_levels: tuple[Level, ...]
+    norms: dict[str, Array]
+    cosine: Array
+    saturation: Array
+    local_error: Array
+    digests: dict[str, Array]
+    seconds: dict[str, float]
+    device_seconds: dict[str, float]
+    memory: int | None
+    peak: int | None
+    marks: tuple[Mark, ...]
+
+    @property
+    def level(self) -> Level:
+        """Of the first image's call."""
+        return self.rows[0].level
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        return tuple(row.level for row in self.rows)
+
+    @property
+    def time(self) -> float:
+        """What the network was told, for the first image."""
+        return self.rows[0].time
+
+    @property
+    def times(self) -> tuple[float, ...]:
+        return tuple(row.time for row in self.rows)
+
+    def of(self, image: int) -> int:
+        """The place of an image in the arrays."""
+        return self.images.index(image)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A recorded run. Tensors are read from the file when they are asked for."""
+
+    path: Path
+    header: Header
+    steps: tuple[Step, ...]
+    found: Found
+
+    @property
+    def whole(self) -> bool:
+        return self.header.state == "whole" and len(self.steps) == self.header.steps
+
+    def has(self, name: str, index: int | None = None) -> bool:
+        """Whether a tensor is there: `start`, `end`, or one of `header.kept` at a step."""
+        return self.found.holds(name if index is None else step_name(index, name))
+
+    def tensor(self, name: str, index: int | None = None) -> Tensor:
+        """`start` or `end` (all images), or a tensor of a step (the images that ran then)."""
+        key = name if index is None else step_name(index, name)
+        if not self.found.holds(key):
+            advice = "Record with tensors (--trace-tensors)." if not self.header.kept else ""
+            raise PellucidError(rule("tensor", "one that the trace holds", key, advice), "trace-tensor")
+        return read_tensor(self.path, self.found, key)
+
+    @property
+    def pictured(self) -> list[int]:
+        """The steps whose tensors are there."""
+        return [step.index for step in self.steps if self.has("x", step.index)]
+
+
+def read(path: str | os.PathLike[str], *, partial: bool = False) -> Trace:
+    """A trace from its file. One that was cut or killed is refused; `partial` reads the steps that are whole in it."""
+    place = Path(path)
+    found = layout.find(place)
+    header = Header.from_words(found.words)
+    wanted = header.steps if header.state == "recording" else header.done
+    names = [[step_name(i, name) for name in (*NUMERIC, *kept(header, i))] for i in range(wanted)]
+    whole = next((i for i, needed in enumerate(names) if not all(map(found.holds, needed))), wanted)
+    if not partial and (whole < wanted or found.whole_size > found.size or header.state == "recording"):
+        raise unfinished(place, header, whole)
+    return Trace(place, header, Steps(place, found, header).first(whole), found)
+
+
+def kept(header: Header, index: int) -> tuple[str, ...]:
+    """The tensors that a step has, as the recorder lays them out."""
+    return header.kept if index % header.every == 0 or index == header.steps - 1 else ()
+
+
+def unfinished(path: Path, header: Header, whole: int) -> PellucidError:
+    killed = header.state == "recording"
+    why = "Its run was killed, or is still going on" if killed else "The file was cut: its header promises more"
+    advice = f"{why}. The steps before are whole: --partial (partial=True) reads them."
+    got = f"{path.name} with {whole} of {header.steps} steps"
+    return PellucidError(rule("trace", "whole", got, advice), "trace-truncated")
+
+
+def read_tensor(path: Path, found: Found, name: str) -> Tensor:
+    place = found.places[name]
+    if place.entry.kind not in KINDS:
+        raise PellucidError(rule(name, f"of kind {', '.join(KINDS)}", place.entry.kind), "trace")
+    held, kind = layout.read_bytes(path, place), KINDS[place.entry.kind]
+    return torch.frombuffer(held, dtype=kind).reshape(place.entry.shape) if held else torch.empty(0, dtype=kind)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of a file, put together from its arrays and its plans."""
+
+    path: Path
+    found: Found
+    header: Header
+
+    def first(self, count: int) -> tuple[Step, ...]:
+        lengths = [len(plan.rows) for plan in self.header.plans]
+        clocks = [self.marks(index) for index in range(count)]
+        last = Mark("", math.nan if self.header.seconds is None else self.header.seconds, math.nan)
+        ends = [marks[0] if marks else last for marks in clocks[1:]] + [last]
+        return tuple(
+            self.step(index, layout.active(lengths, index), marks, end)
+            for index, (marks, end) in enumerate(zip(clocks, ends, strict=False))
+        )
+
+    def array(self, index: int, name: str, shape: tuple[int, ...]) -> Array:
+        held = read_tensor(self.path, self.found, step_name(index, name)).numpy()
+        if held.shape != shape:
+            raise PellucidError(rule(step_name(index, name), f"of shape {shape}", held.shape), "trace")
+        return held
+
+    def marks(self, index: int) -> tuple[Mark, ...]:
+        table = self.array(index, "clock", (MARKS, 3)).tolist()
+        return tuple(Mark(WORKS[int(row[0])], row[1], row[2]) for row in table if row[0] in range(len(WORKS)))
+
+    def step(self, index: int, images: tuple[int, ...], marks: tuple[Mark, ...], end: Mark) -> Step:
+        numbers = dict(zip(NUMBERS, self.array(index, "numbers", (len(images), len(NUMBERS))).T, strict=True))
+        digests = dict(zip(DIGESTED, self.array(index, "digests", (len(images), len(DIGESTED))).T, strict=True))
+        now, most = (int(value) if value >= 0 else None for value in self.array(index, "memory", (2,)))
+        plans = [self.header.plans[k] for k in images]
+        return Step(
+            index=index,
+            images=images,
+            rows=tuple(plan.rows[index] for plan in plans),
+            next_levels=tuple(level_after(plan, index) for plan in plans),
+            norms={name: numbers[name] for name in ("x", "x0", "eps", "delta")},
+            cosine=numbers["cosine"],
+            saturation=numbers["saturation"],
+            local_error=numbers["local_error"],
+            digests=digests,
+            seconds=spent([(mark.work, mark.host) for mark in (*marks, end)]),
+            device_seconds=spent([(mark.work, mark.device) for mark in (*marks, end)]),
+            memory=now,
+            peak=most,
+            marks=marks,
+        )
+
+
+def spent(marks: list[tuple[str, float]]) -> dict[str, float]:
+    """Seconds by what the loop was at; what was not timed is left out."""
+    out: dict[str, float] = {}
+    for (work, begun), (_, ended) in pairwise(marks):
+        if not math.isnan(ended - begun):
+            out[work] = out.get(work, 0.0) + ended - begun
+    return out

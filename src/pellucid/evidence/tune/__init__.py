@@ -1,0 +1,1 @@
+"""Tuning: the grid, the weights and the told times of a plan, by gradient descent against the converged teacher."""

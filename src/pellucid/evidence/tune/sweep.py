@@ -1,0 +1,194 @@
+"""The best that needs no tuning: every deterministic sampler, at every order, on every grid, at a budget of calls.
+
+All are tried on the first pairs; the best of those on all pairs, since a small sample of heavy-tailed errors flatters.
+A folder keeps every cell as soon as it is known, so that a sweep that was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pellucid.core import grid as grids
+from pellucid.core import schedule as schedules
+from pellucid.core.compile import compile_plan
+from pellucid.core.errors import PellucidError, rule
+from pellucid.core.plan import Plan
+from pellucid.core.samplers import REGISTRY, Sampler
+from pellucid.evidence.study.records import Records, claim
+from pellucid.evidence.tune.errors import Summary, Truth, errors
+from pellucid.evidence.tune.subject import Subject
+
+KEYS = ("calls", "name", "pairs")
+GRIDS = tuple(name for name in grids.names() if name not in ("explicit", "lcm"))
+ORDERS = (1, 2, 3, 4)
+SIFTED = 64  # pairs on which all are tried
+KEPT = 8  # of them, the best by mean and by the mean of roots, on all pairs
+USUAL = "dpmpp_2m:karras"  # what people use; always measured on all pairs
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A sampler with options on a grid."""
+
+    sampler: str
+    grid: str
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def name(self) -> str:
+        words = [f"{key}={value}" for key, value in self.options.items() if key != "order"]
+        order = f"-{self.options['order']}" if "order" in self.options else ""
+        return ":".join([f"{self.sampler}{order}", self.grid, *words])
+
+    def plan(self, schedule: schedules.Schedule, target: str, calls: int) -> Plan:
+        """The plan of the most steps that the budget allows; raises where there is none."""
+        for steps in range(calls, 0, -1):
+            plan = compile_plan(
+                self.sampler, schedule=schedule, target=target, grid=self.grid, steps=steps, **self.options
+            )
+            if plan.nfe <= calls:
+                return plan
+        raise PellucidError(rule("calls", f"enough for one step of {self.sampler}", calls), "calls")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A candidate at a budget, on so many pairs; `refused` says why it makes no plan there."""
+
+    calls: int
+    name: str
+    pairs: int
+    nfe: int = 0
+    mean: float = float("inf")
+    root: float = float("inf")
+    summary: dict[str, Any] = field(default_factory=dict)
+    refused: str = ""
+
+
+def candidates() -> list[Candidate]:
+    """The deterministic part of the registry, at every order and on every grid."""
+    return [
+        Candidate(name, grid, options)
+        for name, entry in REGISTRY.items()
+        if entry.deterministic and entry.family not in ("inversion", "distilled")
+        for options in variants(entry)
+        for grid in GRIDS
+    ]
+
+
+def variants(entry: Sampler) -> Iterator[dict[str, Any]]:
+    """Its orders and, where it has two, its algorithms; an order that it does not have is not one."""
+    known = entry.options()
+    algorithms: Sequence[dict[str, Any]] = (
+        [{"algorithm": name} for name in ("dpmsolver++", "dpmsolver")] if "algorithm" in known else [{}]
+    )
+    for algorithm in algorithms:
+        for order in ORDERS if "order" in known else (None,):
+            options = algorithm if order is None else {"order": order, **algorithm}
+            try:
+                compile_plan(entry.name, steps=6, **options)
+            except PellucidError as error:
+                if error.code in ("order", "option"):
+                    continue
+            yield dict(options)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The question: which of the candidates ends nearest to the truth of these pairs."""
+
+    subject: Subject
+    truth: Truth
+    at_once: int = 64
+    folder: Path | None = None
+    sifted: int = SIFTED
+    done: Callable[[], object] = lambda: None
+
+    @property
+    def text(self) -> str:
+        """What a folder of records is for."""
+        pairs = self.truth.pairs
+        asked = json.dumps([pairs.seeds, pairs.prompts, pairs.labels]).encode()
+        kept = {
+            "model": self.subject.fingerprint or self.subject.name,
+            "schedule": schedules.to_dict(self.subject.schedule),
+            "target": self.subject.target,
+            "guidance": self.subject.guidance,
+            "pairs": hashlib.sha256(asked).hexdigest()[:16],
+            "truth": hashlib.sha256(self.truth.x0.numpy().tobytes()).hexdigest()[:16],
+            "sifted": self.sifted,
+        }
+        return json.dumps(kept, indent=1, sort_keys=True)
+
+    @cached_property
+    def all(self) -> dict[str, Candidate]:
+        return {one.name: one for one in candidates()}
+
+    def best(self, calls: int, count: int = 1) -> list[Cell]:
+        """The best cells at a budget, on all pairs, the least mean error first."""
+        with self.records() as records:
+            first = [self.cell(records, calls, name, self.sifted) for name in self.all]
+            known = [cell for cell in first if not cell.refused]
+            chosen = {cell.name for key in ("mean", "root") for cell in sorted(known, key=ranked(key))[:KEPT]}
+            chosen |= {USUAL} & {cell.name for cell in known}
+            whole = [self.cell(records, calls, name, len(self.truth)) for name in sorted(chosen)]
+        return sorted(whole, key=ranked("mean"))[: count or None]
+
+    def usual(self, calls: int) -> Cell:
+        """DPM++ 2M on Karras' grid."""
+        with self.records() as records:
+            return self.cell(records, calls, USUAL, len(self.truth))
+
+    def plan(self, cell: Cell) -> Plan:
+        return self.all[cell.name].plan(self.subject.schedule, self.subject.target, cell.calls)
+
+    @contextmanager
+    def records(self) -> Iterator[Records]:
+        """The folder's, or those of a folder that is thrown away."""
+        if self.folder is not None:
+            claim(self.folder, self.text)
+            yield Records(self.folder, KEYS)
+            return
+        with tempfile.TemporaryDirectory() as place:
+            yield Records(Path(place), KEYS)
+
+    def cell(self, records: Records, calls: int, name: str, pairs: int) -> Cell:
+        """A cell that is known, or measured now and kept."""
+        count = min(pairs, len(self.truth))
+        key = {"calls": calls, "name": name, "pairs": count}
+        found = next((row for row in records.rows if all(row[k] == v for k, v in key.items())), None)
+        if found is None:
+            found = {**key, **self.measured(calls, name, count)}
+            records.add(found)
+        self.done()
+        return Cell(**found)
+
+    def measured(self, calls: int, name: str, count: int) -> dict[str, Any]:
+        try:
+            plan = self.all[name].plan(self.subject.schedule, self.subject.target, calls)
+        except PellucidError as error:
+            return {"refused": error.code}
+        found = errors(plan, self.subject, self.truth.first(count), self.at_once)
+        if not bool(found.isfinite().all()):
+            return {"refused": "not-finite", "nfe": plan.nfe}
+        told = Summary.of(found)
+        return {"nfe": plan.nfe, "mean": told.mean, "root": float(found.sqrt().mean()), "summary": told.to_dict()}
+
+
+def ranked(key: str) -> Callable[[Cell], tuple[float, str]]:
+    return lambda cell: (getattr(cell, key), cell.name)
+
+
+def check_calls(calls: Sequence[int]) -> tuple[int, ...]:
+    for one in calls:
+        if isinstance(one, bool) or not isinstance(one, int) or not 1 <= one <= 1000:
+            raise PellucidError(rule("--sweep", "numbers of calls from 1 to 1000", one), "sweep")
+    return tuple(dict.fromkeys(calls))

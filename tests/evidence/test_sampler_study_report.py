@@ -1,0 +1,297 @@
+"""The figures and the report of a sampler study: KID in pairs, prompts drawn again, scenes that are known, files."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from oracle_pipe import OraclePipe, subject
+from PIL import Image
+from stand_ins import Small
+from tiny_scenes import draw
+
+from pellucid import scenes
+from pellucid.core.errors import PellucidError
+from pellucid.evidence.metrics.kid import kid_exact, kid_paired
+from pellucid.evidence.metrics.pictures import Pixels
+from pellucid.evidence.study import samplers_report, samplers_results
+from pellucid.evidence.study.samplers import SamplerStudy, Study
+from pellucid.evidence.study.samplers_figures import Figures, Judges
+from pellucid.evidence.study.samplers_latency import Clock
+from pellucid.evidence.study.samplers_scores import InceptionScorer, SceneScorer, pixels, queries
+
+ASKED: dict[str, Any] = {
+    "model": "oracle",
+    "samplers": ("ddim:karras", "dpmpp_2m:karras", "euler_a:karras"),
+    "steps": (3, 5, 9),
+    "prompts": tuple(f"prompt {i}" for i in range(12)),
+    "seeds": 2,
+    "batch": 10,
+    "converged_steps": 20,
+    "path_steps": 20,
+    "rounds": 2,
+}
+
+
+@pytest.fixture(autouse=True)
+def no_weights(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this machine may have in its cache does not count."""
+    monkeypatch.setenv("PELLUCID_CACHE", str(tmp_path_factory.getbasetemp() / "no-cache"))
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Figures:
+    study = Study(SamplerStudy(**ASKED), subject(OraclePipe()), tmp_path_factory.mktemp("report") / "study")
+    judges = Judges((InceptionScorer(Small()),), Small(), None, {"image_text": "no CLIP: name one with --clip"})
+    study.run(judges.scorers)
+    Clock(study).run()
+    return Figures(study, judges, resamples=200)
+
+
+@pytest.fixture(scope="module")
+def page(found: Figures) -> str:
+    return samplers_report.write(found).read_text("utf-8")
+
+
+# --- figures -----------------------------------------------------------------------------------------------------
+
+
+def test_kid_is_in_pairs_against_the_converged_pictures(found: Figures) -> None:
+    """From the sheets of pictures, without the study's features."""
+    study, network = found.study, Small()
+
+    def features(cell: Any) -> torch.Tensor:
+        parts = [
+            pixels(study.files.pictures(cell, first, len(study.config.numbers(first))))
+            for first in found.results.firsts
+        ]
+        return network.features(torch.cat(parts))
+
+    best = features(study.converged[0])
+    for cell, value in zip(study.cells, found.columns["kid"].values, strict=True):
+        assert value == pytest.approx(float(kid_paired(features(cell), best, torch.ones(1, 24))[0]), abs=1e-7)
+
+
+def test_kid_against_a_reference_is_not_in_pairs(found: Figures) -> None:
+    what = found.judges.scorers[0].what
+    reference = torch.randn(30, 8, generator=torch.Generator().manual_seed(1))
+    column = found.results.kid(what, reference)
+    assert column.values[0] == pytest.approx(kid_exact(found.results.features(found.cells[0], what), reference))
+    assert (column.low <= column.values + 1e-9).all()
+    assert (column.values - 1e-9 <= column.high).all()
+
+
+def test_a_reference_is_measured_once_and_kept(found: Figures, tmp_path: Path) -> None:
+    for i in range(4):
+        Image.fromarray(np.full((8, 8, 3), 40 * i, np.uint8)).save(tmp_path / f"{i}.png")
+    against = Figures(found.study, Judges(found.judges.scorers, Small(), str(tmp_path), {}), resamples=20)
+    features, statistics = against.reference
+    assert features is not None
+    assert statistics is not None
+    assert len(features) == statistics.count == 4
+    assert list((found.study.folder / "features").glob("features-*.safetensors"))
+    assert f"against {tmp_path}" in " ".join(against.notes())
+    assert not np.allclose(against.columns["kid"].values, found.columns["kid"].values)
+
+
+def test_fid_only_from_ten_thousand_pictures_on(found: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
+    what = found.judges.scorers[0].what
+    assert "fid" not in found.columns
+    assert any("FID needs 10,000 pictures; here are 24" in note for note in found.notes())
+    monkeypatch.setattr(samplers_results, "FEW", 24)
+    column = found.results.fid(what)
+    assert column is not None
+    assert (column.values >= -1e-9).all()
+    assert (column.low <= column.values).all()
+
+
+def test_prompts_are_drawn_again_where_there_are_enough(found: Figures) -> None:
+    """Two pictures of one prompt always count alike; the interval of a mean is that of the prompts' means."""
+    weights = found.results.weights.reshape(200, 12, 2)
+    assert torch.equal(weights[:, :, 0], weights[:, :, 1])
+    assert (weights[:, :, 0].sum(1) == 12).all()
+    held = found.results.per_picture(found.cells[0], "pictures", "latent").reshape(12, 2).mean(1)
+    drawn = found.columns["latent"].drawn
+    assert drawn is not None
+    assert drawn[0].std() == pytest.approx(held.std() / math.sqrt(12), rel=0.15)
+
+
+def test_few_prompts_draw_pictures(found: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samplers_results, "CLUSTERS", 13)
+    fresh = samplers_results.Results(found.study, 50)
+    assert not fresh.by_prompt
+    assert (fresh.weights.sum(1) == 24).all()
+
+
+def test_cells_share_their_resamples(found: Figures) -> None:
+    """Differences between cells are surer than their own intervals: the same pictures are drawn for all."""
+    drawn = found.columns["latent"].drawn
+    assert drawn is not None
+    apart = drawn[0] - drawn[1]
+    assert apart.std() < drawn[0].std()
+
+
+def test_half_of_a_study_is_reported_over_whole_batches(tmp_path: Path) -> None:
+    study = Study(SamplerStudy(**ASKED), subject(OraclePipe()), tmp_path / "study", (0, 3))
+    study.run()  # the first of three shards
+    part = Figures(study, Judges.open(study), resamples=20)
+    assert part.results.count == 10
+    assert "unfinished: 10 of 24 pictures" in samplers_report.headline(part)
+    empty = Study(SamplerStudy(**ASKED), subject(OraclePipe()), tmp_path / "empty")
+    with pytest.raises(PellucidError, match="at least one whole batch"):
+        Figures(empty, Judges())
+
+
+# --- scenes ------------------------------------------------------------------------------------------------------
+
+
+class Painter(OraclePipe):
+    """Draws the scene of each prompt; with few steps that of the next prompt."""
+
+    def __init__(self, drawn: Any, captions: Sequence[str]) -> None:
+        super().__init__()
+        self.drawn, self.captions = drawn, list(captions)
+
+    def __call__(self, prompt: Sequence[str] = (), /, *, seed: Sequence[int], **options: Any) -> SimpleNamespace:
+        shift = 1 if options["steps"] == 3 else 0
+        rows = [(self.captions.index(one) + shift) % len(self.captions) for one in prompt]
+        plan = self.plan(options)
+        return SimpleNamespace(images=draw(self.drawn[rows]), latents=torch.zeros(len(rows), 3, 2, 2), plan=plan)
+
+
+def test_scenes_that_are_known_are_read(tmp_path: Path) -> None:
+    captions = tuple(caption for caption, _ in scenes.prompts(6))
+    drawn = scenes.sample(torch.arange(6), 0, "held_out", ("flat",))
+    assert queries(captions) is not None
+    changes = {"prompts": captions, "seeds": 1, "samplers": ("ddim:karras",), "steps": (3, 5)}
+    study = Study(SamplerStudy(**ASKED | changes), subject(Painter(drawn, captions)), tmp_path / "study")
+    judges = Judges.open(study)
+    assert [type(scorer) for scorer in judges.scorers] == [SceneScorer]
+    study.run(judges.scorers)
+    found = Figures(study, judges, resamples=50)
+    column = found.columns["right"]
+    assert column.values.tolist() == [0.0, 1.0]
+    assert column.of_converged == 1.0
+    assert column.low[1] == pytest.approx(6 / (6 + 1.959964**2))  # Wilson's, of six right ones of six
+    assert (column.low[0], column.high[1]) == (0.0, 1.0)
+    assert found.results.attributes(study.cells[1])["shape"] == (6, 6)
+    samplers_report.write(found)
+    assert "What the pictures show" in (study.folder / "table.md").read_text("utf-8")
+
+
+def test_other_prompts_are_no_scenes() -> None:
+    assert queries(["a photograph of a cat"]) is None
+    assert queries([]) is None
+
+
+# --- what is left out --------------------------------------------------------------------------------------------
+
+
+def test_without_judges_it_says_why(found: Figures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PELLUCID_CACHE", str(tmp_path))
+    judges = Judges.open(found.study)
+    assert judges.scorers == ()
+    assert set(judges.reasons) == {"image_text", "kid", "fid", "right"}
+    assert "--inception" in judges.reasons["kid"]
+    notes = Figures(found.study, judges, resamples=20).notes()
+    assert any(note.startswith("kid is left out: no Inception weights") for note in notes)
+    with pytest.raises(PellucidError, match="--reference must be given with Inception weights"):
+        Judges.open(found.study, reference="somewhere")
+
+
+@pytest.mark.parametrize("by", ["kid", "image_text", "right"])
+def test_what_cannot_be_measured_cannot_decide(by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PELLUCID_CACHE", str(tmp_path))
+    study = Study(SamplerStudy(**ASKED | {"by": by}), subject(OraclePipe()), tmp_path / "study")
+    with pytest.raises(PellucidError, match="--by must be a measure that can be taken"):
+        Judges.open(study)
+
+
+def test_another_measure_may_decide(found: Figures) -> None:
+    config = SamplerStudy(**ASKED | {"by": "kid"})
+    other = Figures(Study(config, found.study.subject, found.study.folder), found.judges, resamples=20)
+    assert other.main.measure.name == "kid"
+    assert "KID" in other.verdict.sentence
+
+
+def test_what_a_yardstick_cannot_resolve_is_said(found: Figures) -> None:
+    notes = [note for note in found.notes() if note.startswith("converged: ")]
+    assert len(notes) == 2
+    assert all("its latents moved by" in note for note in notes)
+    assert "3 of 3 distances to it are below 3 times that: not resolved" in notes[1]  # 20 steps of Euler a are few
+    assert any("euler_a:karras: stochastic" in note for note in found.notes())
+
+
+# --- files -------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_whole(found: Figures, page: str) -> None:
+    assert found.verdict.sentence.replace(">", "&gt;") in page
+    for cell in found.cells:
+        assert page.count(f'data-cell="{cell.key}"') >= 4  # in charts, as a button and with its pictures
+    assert page.count('data-cell="converged"') == 2
+    assert page.count('class="chart"') == 5  # three measures and both times
+    assert 'src="data:image/jpeg' in page
+    assert "https://" not in page
+
+
+def test_charts_are_pictures_too(found: Figures, page: str) -> None:
+    names = {path.name for path in (found.study.folder / "charts").iterdir()}
+    assert names == {
+        "distance_calls.png",
+        "latent_calls.png",
+        "kid_calls.png",
+        "distance_seconds.png",
+        "seconds_calls.png",
+    }
+    for name in names:
+        with Image.open(found.study.folder / "charts" / name) as picture:
+            assert len(picture.getcolors(2**20) or ()) > 20
+
+
+def test_results_for_programs(found: Figures, page: str) -> None:
+    held = json.loads((found.study.folder / "results.json").read_text("utf-8"))
+    assert [(row["sampler"], row["steps"], row["nfe"]) for row in held["cells"]] == [
+        (cell.setup.text, cell.steps, cell.nfe) for cell in found.cells
+    ]
+    for row in held["cells"]:
+        for name in ("distance", "latent", "kid"):
+            assert row[name]["low"] <= row[name]["value"] <= row[name]["high"]
+        assert row["seconds"]["low"] <= row["seconds"]["median"] <= row["seconds"]["high"]
+    assert held["knee"]["cell"] in held["front"]
+    assert held["recommendation"]["call"]["sampler"] in held["knee"]["cell"]
+    assert held["ranking"][0]["sampler"] == "dpmpp_2m:karras"
+    assert sum(held["knee"]["share_of_resamples"].values()) == pytest.approx(1)
+
+
+def test_pictures_that_are_not_finite_are_on_no_front(found: Figures) -> None:
+    column = found.columns["distance"]
+    assert np.isfinite(column.values).all()
+    held = found.results.files.rows[found.cells[0].key, 0, "pictures"]
+    kept = held["distance"]
+    try:
+        held["distance"] = [None, *kept[1:]]
+        broken = Figures(found.study, found.judges, resamples=20)
+        broken.results.files.rows[found.cells[0].key, 0, "pictures"] = held
+        assert math.isnan(broken.columns["distance"].values[0])
+        assert 0 not in broken.verdict.by_calls
+        assert any("not finite" in note for note in broken.notes())
+        json.dumps(samplers_report.plain(broken), allow_nan=False)
+        samplers_report.all_charts(broken)
+    finally:
+        held["distance"] = kept
+
+
+def test_features_of_a_set_are_those_of_its_pictures(found: Figures) -> None:
+    """What the scorer kept in files, against the metric's own way from pictures to features."""
+    what, cell = found.judges.scorers[0].what, found.cells[2]
+    held = found.study.files.pictures(cell, 0, 10)
+    (chunk,) = Pixels(pixels(held)).chunks(lambda *_: None)
+    assert torch.allclose(found.study.files.features(cell, 0, what), Small().features(chunk), atol=1e-6)
