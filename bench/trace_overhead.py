@@ -2,7 +2,7 @@
 
     .venv/bin/python bench/trace_overhead.py            (--rounds 41 --threads 2 --batch 1 --device cpu)
 
-The network is that of scenes-128: a UNet of 1.9 million parameters on latents of 4 × 16 × 16, with random weights; 20
+The network is that of scenes-128: a UNet of 3.3 million parameters on latents of 4 × 16 × 16, with random weights; 20
 steps of DPM++ 2M, guidance 7 with rescale, cond and uncond in one batch. A round makes the three runs one after the
 other, in an order that turns; the first rounds are not counted. Shown are medians with quartiles, the median of the
 ratios of each round to its own plain run.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,6 +113,17 @@ def test_no_change_where_the_best_is_the_same() -> None:
     ]
 
 
+def test_nothing_is_sure_below_what_the_yardstick_moves() -> None:
+    """The same figures, with a converged run that is as far off as they are."""
+    pair = [model("l", "linear", cells(0.1, 0.12)), model("c", "cosine", cells(0.12, 0.1))]
+    assert Interaction(pair, [10]).changes()[0].sure
+    vague = Interaction([pair[0], replace(pair[1], floor=0.05)], [10])
+    assert not vague.changes()[0].sure
+    assert [vague.best(one, 10).resolved for one in vague.seen] == [True, False]
+    (words,) = interaction_report.about_converged(vague)
+    assert "c: its converged run still moved by 0.05" in words
+
+
 def test_where_more_is_better_the_largest_wins() -> None:
     one = model("m", "linear", cells(0.4, 0.7), measure="right")
     found = Interaction([one], [10])
@@ -161,6 +172,7 @@ CONFIG = {
     "steps": (5, 10),
     "seeds": 12,
     "batch": 12,
+    "converged": "ipndm:kl_optimal",
     "converged_steps": 60,
     "path_steps": 60,
     "by": "latent",

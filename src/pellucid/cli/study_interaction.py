@@ -127,6 +127,6 @@ def show(found: Interaction, folder: Path) -> None:
             shown.add_row(*row)
         console.print(told.title, style="bold", markup=False)
         console.print(shown)
-    for sentence in interaction_report.sentences(found):
+    for sentence in [*interaction_report.sentences(found), *interaction_report.about_converged(found)]:
         console.print(sentence, markup=False)
     print(f"→ {folder}: report.html, table.md, figures.json, charts/")

@@ -51,10 +51,10 @@ def write(opened: Study, found: Interaction) -> Path:
         chart.png(folder / f"{one.name}.png")
     made = tables(found)
     page = Page("Schedule × sampler × steps", headline(found))
-    page.add(*(Text(words) for words in sentences(found)), Text(NOTE, kind="note"), *made)
+    page.add(*(Text(words) for words in [*sentences(found), *about_converged(found)]), Text(NOTE, kind="note"), *made)
     page.add(*(Heat(found, budget) for budget in found.budgets), *curves, Code(opened.config.text, "Config"))
     page.write(opened.folder / "report.html")
-    said = "\n".join(f"- {words}" for words in sentences(found))
+    said = "\n".join(f"- {words}" for words in [*sentences(found), *about_converged(found)])
     parts = ["# Schedule × sampler × steps\n", headline(found) + "\n", said + "\n", NOTE + "\n"]
     put(opened.folder / "table.md", "\n".join([*parts, *(table.markdown() for table in made)]))
     put(opened.folder / "figures.json", json.dumps(plain(found), indent=1) + "\n")
@@ -76,6 +76,20 @@ def sentences(found: Interaction) -> list[str]:
         pairs = len(found.groups) > 1
         return ["The best sampler is the same in all groups at every number of model calls."] if pairs else []
     return [told(found, one) for one in sorted(changes, key=lambda one: (not one.sure, one.budget))]
+
+
+def about_converged(found: Interaction) -> list[str]:
+    """Whose yardstick moves so much that its figures say little."""
+    said = []
+    for one in found.seen:
+        bests = [found.best(one, budget) for budget in found.budgets]
+        near = [str(best.budget) for best in bests if best is not None and not best.resolved]
+        if near:
+            said.append(
+                f"{one.name}: its converged run still moved by {short(one.floor)} when its steps were doubled, so that "
+                f"the best at {', '.join(near)} calls is not resolved. Give more --converged-steps."
+            )
+    return said
 
 
 def told(found: Interaction, one: Change) -> str:
@@ -121,6 +135,7 @@ def best_by_model(found: Interaction) -> Table:
             scale = found.measure.scale
             ends = f"{short(best.value * scale)} ({short(best.low * scale)} to {short(best.high * scale)})"
             also = f"; not told from {', '.join(best.rivals)}" if best.rivals else ""
+            also += "" if best.resolved else "; not resolved"
             cells.append(f"{best.setup} {ends}, first in {100 * best.first:.0f} %{also}")
         rows.append((one.name, *cells))
     note = f"{found.measure.title} with its 95 % interval over resampled pictures, and how often it came first in them."

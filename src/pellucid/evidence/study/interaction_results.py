@@ -3,7 +3,8 @@
 Set-ups are compared at budgets of model calls: each with its most steps that fit. Distances are compared as logarithms
 (a factor is a factor at 5 calls and at 50), other measures as they are. Two groups have different best set-ups for sure
 where each one's own is better than the other's in its own group: over the models of a group by Student's t where there
-are several, which holds for other training runs; else over resampled pictures, which holds for this one.
+are several, which holds for other training runs; else over resampled pictures, which holds for this one. Distances that
+are no larger than three times what the converged run itself still moves are not resolved, and no change is sure there.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import numpy as np
 
 from pellucid.evidence.study.front import Array
 from pellucid.evidence.study.interaction import Seen
+from pellucid.evidence.study.samplers_figures import UNRESOLVED
 from pellucid.evidence.study.samplers_results import Measure
 from pellucid.evidence.study.significance import t_interval
 
 TINY = 1e-12
-SURE = 0.95
 SCALED = ("distance", "latent")  # compared by their ratio
 
 
@@ -39,6 +40,7 @@ class Best:
     high: float
     first: float
     rivals: tuple[str, ...]
+    resolved: bool = True
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,13 @@ class Interaction:
         assert number is not None
         column = one.column
         ends = [float(part[number]) for part in (column.values, column.low, column.high)]
-        return Best(one.name, budget, self.setups[i], *ends, first, tuple(rivals))
+        resolved = self.resolved(one, self.setups[i], budget)
+        return Best(one.name, budget, self.setups[i], *ends, first, tuple(rivals), resolved)
+
+    def resolved(self, one: Seen, setup: str, budget: int) -> bool:
+        """Whether a distance is well above what the converged run still moves; other measures have no such bound."""
+        i = self.cell(one, setup, budget)
+        return i is None or not one.column.values[i] < UNRESOLVED * one.floor
 
     # --- groups ---------------------------------------------------------------------------------------------------
 
@@ -169,7 +177,10 @@ class Interaction:
                 if a is None or b is None or a == b or not self.both(here, there, a, b, budget):
                     continue
                 kept_there, kept_here = self.gap(there, a, b, budget), self.gap(here, b, a, budget)
-                sure = kept_there.worse(self.nothing) and kept_here.worse(self.nothing)
+                clear = all(
+                    self.resolved(one, s, budget) for g in (here, there) for one in self.groups[g] for s in (a, b)
+                )
+                sure = clear and kept_there.worse(self.nothing) and kept_here.worse(self.nothing)
                 found.append(Change(budget, here, there, a, b, kept_there, kept_here, sure))
         return found
 
