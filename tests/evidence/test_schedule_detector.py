@@ -115,8 +115,8 @@ def check_named(asked: Probe, truth: str) -> None:
     for said in (asked.schedule, schedules.make("cosine" if truth == "linear" else "linear")):
         lying = replace(asked, schedule=said)
         answer = detect_schedule(lying)
-        assert answer.name == truth, answer.means
-        print(f"{truth} said {said.name}: {answer.confidence:.4f} of {answer.scores.pictures}, then {answer.second}")
+        assert answer.name == truth, answer.doubt()
+        print(f"{truth} said {said.name}: {answer.confidence:.4f} of {answer.scores.pictures}, then {answer.ranked[1:2]}")
         assert answer.confidence >= 0.99
         assert answer.scores.pictures <= 64
         codes = [finding.code for finding in differs(answer, lying)]
