@@ -132,8 +132,8 @@ def start_table(cells: dict[tuple[str, str], dict[str, Any]]) -> Table:
         ]
     law = max(cells[name, what]["found"]["deviation"] for name in SCHEDULES for what in WHATS)
     note = (
-        "Watched seeds. The start marked ← was best after its heat (a quarter of the iterations) and went on; its "
-        "figure is the final one, those of the others are of their heats. "
+        "Watched seeds; ← is what was kept. After heats of a quarter of the iterations the best two went on: their "
+        "figures are the final ones, the others' are of their heats. "
         f"The law is kept to {law:.1g} in all {len(SCHEDULES) * len(WHATS)} plans."
     )
     return Table("Starts", ("schedule", "start", "untuned", "tuned"), tuple(rows), note)

@@ -119,6 +119,22 @@ def test_a_table_that_got_worse_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.plan.rows == start.rows
 
 
+def test_the_best_of_the_heats_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[tuple[str, int]] = []
+
+    def watched(fit: Fit, lesson: Lesson, how: Descent, *rest: Any) -> Fit:
+        begun.append((fit.table.start.text, how.iterations))
+        return descend(fit, lesson, replace(how, iterations=2), *rest)
+
+    monkeypatch.setattr(tuning, "descend", watched)
+    names = ["ddim:karras", "unipc-3:ays", "dpmpp_2m:ays"]
+    found = tune(subject_of(), replace(ASKED, starts=tuple(map(Start.parse, names))))
+    assert begun[:3] == [(name, FEW.iterations // tuning.HEAT) for name in names]
+    assert [iterations for _, iterations in begun[3:]] == [FEW.iterations] * tuning.FINALISTS
+    assert "ddim:karras" not in [name for name, _ in begun[3:]]  # which is far behind
+    assert found.evidence["start"] in names[1:]
+
+
 def test_starts_are_found_where_none_is_given() -> None:
     subject = subject_of()
     truth = teacher.teach(subject, Pairs(tuple(range(16))), 60, 64)

@@ -28,6 +28,7 @@ from pellucid.evidence.tune.table import Table
 
 NAME = "tuned"
 HEAT = 4  # a heat has one part in so many of the iterations
+FINALISTS = 2  # of the starts go on after the heats
 OBJECTIVE = "the mean over pairs of √(rms distance of x0 from the converged one)"
 Stage = Callable[[str, int], AbstractContextManager[Callable[[], object]]]  # a bar: what, how many
 
@@ -86,9 +87,7 @@ def tune(subject: Subject, asked: Tuning, stage: Stage = quietly, folder: Path |
         truths = [taught(subject, pairs, asked, done) for pairs in (divided.tune, divided.watch, divided.judge)]
     lesson, judge = Lesson(subject, truths[0], truths[1]), truths[2]
     fits = run_heats(lesson, asked, stage)
-    best = min(fits, key=lambda fit: fit.best_root)
-    with stage("tuning", asked.descent.iterations) as done:
-        descend(best, lesson, asked.descent, done)
+    best = run_finals(fits, lesson, asked, stage)
     plan, found, told = judged(best, fits, subject, judge, asked)
     told = {**about(subject, asked, divided, lesson), **told}
     if asked.sweep:
@@ -132,6 +131,15 @@ def run_heats(lesson: Lesson, asked: Tuning, stage: Stage) -> list[Fit]:
             for fit in fits:
                 descend(fit, lesson, short, done)
     return fits
+
+
+def run_finals(fits: list[Fit], lesson: Lesson, asked: Tuning, stage: Stage) -> Fit:
+    """The best of the heats all the way down; which of them is best after it."""
+    finalists = sorted(fits, key=lambda fit: fit.best_root)[:FINALISTS]
+    with stage("tuning", len(finalists) * asked.descent.iterations) as done:
+        for fit in finalists:
+            descend(fit, lesson, asked.descent, done)
+    return min(finalists, key=lambda fit: fit.best_root)
 
 
 def judged(
