@@ -116,9 +116,8 @@ def check_named(asked: Probe, truth: str) -> None:
         lying = replace(asked, schedule=said)
         answer = detect_schedule(lying)
         assert answer.name == truth, answer.doubt()
-        print(
-            f"{truth} said {name_of(said)}: {answer.confidence:.4f} of {answer.scores.pictures}, then {answer.ranked[1:2]}"
-        )
+        sure, then = f"{answer.confidence:.4f} of {answer.scores.pictures}", answer.ranked[1:2]
+        print(f"{truth} said {name_of(said)}: {sure}, then {then}")
         assert answer.confidence >= 0.99
         assert answer.scores.pictures <= 64
         codes = [finding.code for finding in differs(answer, lying)]
