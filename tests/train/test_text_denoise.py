@@ -235,6 +235,16 @@ def test_a_pixart_reads_the_trained_encoder_frozen(run: Run, parts: Path, tmp_pa
     assert pipe("a red star", steps=2, guidance=2.0).images[0].size == (16, 16)
 
 
+# Training further
+
+
+def test_a_saved_network_is_trained_further_with_its_encoder(run: Run, parts: Path) -> None:
+    further = task_of(parts, network={}, start=str(run.folder), text={"folder": str(run.folder), "train": True})
+    assert loss(further) == pytest.approx(run.after, rel=1e-5)
+    assert all(p.requires_grad for p in further.network.parameters())
+    assert len(list(further.network.parameters())) == len(list(run.task.network.parameters()))
+
+
 # Refusals
 
 FROZEN = {"encoder": ENCODER, "tokenizer": "TOKENIZER", "train": False}
@@ -259,6 +269,9 @@ FROZEN = {"encoder": ENCODER, "tokenizer": "TOKENIZER", "train": False}
         ({"text": {**FROZEN, "train": True, "encoder": {**ENCODER, "vocab_size": 600}}}, "token-id"),
         ({"text": {**FROZEN, "train": True, "encoder": {**ENCODER, "hidden_sise": 3}}}, "config-key"),
         ({"prompts": []}, "config-value"),
+        ({"start": "runs/model"}, "config-value"),
+        ({"network": {}}, "config-value"),
+        ({"network": {}, "start": "TOKENIZER"}, "not-a-component"),
         ({"sampling": {"sampler": "dpmpp_2m", "grid": "ays"}}, None),
         ({"sampling": {"sampler": "restart"}}, None),
         ({"objective": {"schedule": {"name": "cosine"}, "target": "flow"}}, "target-schedule"),

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.grid import named as grid_named
-from pellucid.interop import diffusers_export
-from pellucid.interop.components import Components
+from pellucid.interop import diffusers_export, source
+from pellucid.interop.components import NETWORK_PARTS, Components
 from pellucid.interop.diffusers_config import Reading
 from pellucid.interop.family import check_fit
 from pellucid.interop.save import save_components
@@ -41,20 +41,25 @@ def default_sampling() -> SamplingConfig:
 
 @dataclass(frozen=True)
 class TextDenoiserConfig:
-    """`network` is a config of diffusers (UNet2DConditionModel or PixArtTransformer2DModel), `vae` the folder of a VAE.
+    """`network` is a config of diffusers (UNet2DConditionModel or PixArtTransformer2DModel), or `start` the folder of a
+    pipeline whose network is trained further. `vae` is the folder of a VAE.
 
     Data are pictures, which the VAE encodes on the way, or latents, as a cache holds them. `prompts` are what the
     sample pictures show; `sampling` is also what the saved pipeline samples with when it is not told otherwise.
     """
 
-    network: Mapping[str, Any]
     objective: ObjectiveConfig
     vae: str
     text: TextConfig
+    network: Mapping[str, Any] = field(default_factory=dict)
+    start: str = ""
     sampling: SamplingConfig = field(default_factory=default_sampling)
     prompts: tuple[str, ...] = ("",)
 
     def __post_init__(self) -> None:
+        if bool(self.network) == bool(self.start):
+            got = "both" if self.start else "neither"
+            raise PellucidError(rule("network, start", "one of them", got), "config-value")
         if not self.prompts:
             raise PellucidError(rule("prompts", "a list with at least one", []), "config-value")
 
@@ -80,7 +85,7 @@ class TextDenoiserTask:
     def __init__(self, config: TextDenoiserConfig, seed: int, device: torch.device) -> None:
         self.config, self.objective, self.device = config, config.objective.build(), device
         self.scheduler = scheduler_of(self.objective, config.sampling)  # refused now, and not after the last step
-        denoiser = fresh(config.network, seed)
+        denoiser = read_denoiser(config.start) if config.start else fresh(config.network, seed)
         self.vae = read_vae(config.vae).to(device)
         self.text = config.text.build(mixed(seed, 1))
         self.text.encoder.to(device)
@@ -155,6 +160,15 @@ class TextDenoiserTask:
             schedule=self.objective.schedule,
             target=self.objective.target,
         )
+
+
+def read_denoiser(where: str) -> nn.Module:
+    """The network of a pipeline's folder, in float32, to be trained further."""
+    folder = source.locate(where)
+    found = [folder / part for part in NETWORK_PARTS if (folder / part).is_dir()]
+    if not found:
+        raise PellucidError(rule("start", f"a folder with {' or '.join(NETWORK_PARTS)}", where), "not-a-component")
+    return source.load_component(found[0], dtype=torch.float32).train().requires_grad_(True)
 
 
 def check_parts(denoiser: nn.Module, vae: AutoencoderKL, encoder: CLIPTextEncoder) -> None:
