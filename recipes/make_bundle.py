@@ -15,7 +15,7 @@ from pellucid.train.bundle_card import Card
 
 HERE = Path(__file__).parent
 RUNS = {
-    "base": "scenes_text_unet",
+    "base": "scenes_text_unet_layout",
     "vae": "scenes_vae_overlaps",
     "dit": "scenes_text_dit",
     "controlnet": "scenes_controlnet",

@@ -143,7 +143,7 @@ def test_recipes_are_read(kind: str) -> None:
     config = TrainConfig.load(ROOT / "configs" / f"scenes_{kind}.toml")
     task = chosen(config.task, RECIPES, "task")
     data = chosen(config.data["of"], {"scenes": ScenesConfig}, "data.of")
-    assert task.base == "runs/scenes_text_unet/model"
+    assert task.base == "runs/scenes_text_unet_layout/model"
     wanted = {"controlnet": "hint", "ip_adapter": "reference"}.get(kind)
     assert wanted is None or getattr(task, wanted) in data.hints
     batch = replace(data, compile_render=False).open().batch(torch.arange(2), Draws(0, 0, 2), cases.CPU)

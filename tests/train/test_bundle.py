@@ -266,7 +266,7 @@ def test_the_card_says_sizes_times_figures_and_recipes(parts: Parts, tmp_path: P
     assert "| one object · right | 0.951 |" in card
     assert "| one object · interval | 0.93, 0.97 |" in card
     recipes = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", card, re.S)]
-    assert [recipe["task"]["kind"] for recipe in recipes] == ["scenes_text_unet", "scenes_vae"]
+    assert [recipe["task"]["kind"] for recipe in recipes] == ["scenes_text_unet_layout", "scenes_vae"]
 
 
 def test_templates_and_files_that_cannot_be(parts: Parts, tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_the_script_makes_the_bundle_of_the_runs(
 def test_the_script_without_runs_says_so_in_a_line(tmp_path: Path, script: Callable[..., tuple[int, str, str]]) -> None:
     code, out, err = script("--runs", str(tmp_path), "--out", str(tmp_path / "new"))
     assert (code, out) == (2, "")
-    assert re.fullmatch(r"error\[bundle-run\]: .*scenes_text_unet must be a finished run; it is not\.\n", err)
+    assert re.fullmatch(r"error\[bundle-run\]: .*scenes_text_unet_layout must be a finished run; it is not\.\n", err)
 
 
 def test_the_recipes_run_in_an_order_in_which_each_finds_what_it_needs() -> None:
