@@ -4,7 +4,7 @@ BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all lint format bench docs clean
+.PHONY: help venv browser demo test test-all lint format bench docs clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,13 +19,17 @@ venv: .venv/.ready ## make .venv with everything pinned in constraints.txt
 	$(BIN)/pip install -q --no-deps k-diffusion==0.1.1.post1
 	@touch $@
 
+browser: ## chromium for the studio's tests, from the system's packages; without it they are skipped
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
+		{ apt-get update -qq && apt-get install -yqq chromium >/dev/null; } || echo "no chromium: browser tests are skipped"
+
 demo: venv ## show the engine at work; writes demo.png
 	$(BIN)/python -m pellucid.cli demo
 
-test: venv lint ## lint, then the fast tests
+test: venv browser lint ## lint, then the fast tests
 	$(BIN)/pytest -n 2
 
-test-all: venv ## all tests that need no accelerator, the slow ones too
+test-all: venv browser ## all tests that need no accelerator, the slow ones too
 	$(BIN)/pytest -n 2 -m "not gpu"
 
 lint: venv ## ruff, mypy on core, and the import rule of the rooms

@@ -54,6 +54,7 @@ FLAGS = {
         "--out", "--pairs", "--prompts", "--records", "--seed", "--start", "--steps", "--sweep", "--teacher",
         "--unguarded", "--what",
     ],
+    "studio": ["--device", "--no-open", "--port", "models"],
     "doctor": [
         "--config", "--controlnet", "--data", "--device", "--dtype", "--grid", "--images", "--ip-adapter", "--json",
         "--lora", "--only", "--quick", "--sampler", "--steps", "--strength", "--tokenizer", "--trace", "model",

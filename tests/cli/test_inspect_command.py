@@ -1,47 +1,31 @@
-"""`pellucid inspect`: the graph as text, as JSON and as a picture in which no text meets another."""
+"""`pellucid inspect`: the graph as text, as JSON and as a picture."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cache
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_graphs
 import tiny_models as tiny
+from tiny_graphs import FAMILIES, plain
 
-from pellucid.cli import draw, draw_inspect, inspect_text
-from pellucid.cli import inspect_words as words
-from pellucid.pipeline.inspection import Asked, Block, Graph, Times
-from pellucid.pipeline.inspection_graph import inspect
+from pellucid.cli import inspect_text
+from pellucid.pipeline.inspection import Graph
 
 PAGE = Path(__file__).parents[2] / "docs" / "inspect.md"
-TIMES = Times("cuda", 11.2, 3.0, 44.1, 120.0, 1530.0, 3)
-LONG = "a note that is long enough to be broken into several lines wherever the picture is narrow, as it may well be"
-FAMILIES = ("sd1", "xl", "dit", "ddpm", "inpaint", "lcm", "everything")
 
 
 @pytest.fixture(scope="module")
 def extras(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A ControlNet, an image encoder and an IP-Adapter for the tiny model, as the words of the command line."""
-    control, eyes, ip = tiny.extras(tmp_path_factory.mktemp("extras"))
-    return {"control": str(control), "eyes": str(eyes), "ip": str(ip)}
-
-
-@cache
-def plain(name: str) -> Graph:
-    return inspect(tiny.saved(name)[1], Asked(steps=5))
+    return tiny_graphs.extras(tmp_path_factory.mktemp("extras"))
 
 
 @pytest.fixture
 def graph(request: pytest.FixtureRequest, extras: dict[str, str]) -> Graph:
-    if request.param != "everything":
-        return plain(request.param)
-    asked = Asked(controlnets=(extras["control"],) * 2, ip_adapters=(extras["ip"],), batch=4, size=(128, 160))
-    return inspect(tiny.saved("sd1")[1], asked, image_encoder=extras["eyes"])
+    return tiny_graphs.of(request.param, extras)
 
 
 def folder(name: str = "sd1") -> str:
@@ -81,31 +65,12 @@ def test_every_line_of_the_drawing_has_its_width_and_every_box_is_whole(graph: G
         assert node.name in text
 
 
-def test_names_of_blocks_stand_once_for_equal_neighbours():
-    blocks = [*(Block(f"layers.{n}", "Layer", 10, 0.1, (1, 2)) for n in range(9)), Block("out", "Linear", 10, 0.1)]
-    found = list(inspect_text.listed(blocks))
-    assert [(block.name, times) for _, block, times in found] == [("layers.0 … 8", 9), ("out", 1)]
-
-
 def test_one_component_in_detail(tell: Callable[..., Any]):
     out = tell("inspect", folder(), "--component", "unet").words
     assert "← conditions: context (2, 16, 64) float32" in out
     assert "→ guidance: eps (2, 4, 64, 64) float32" in out
     assert "attentions.0 … 1 SpatialTransformer 2 ×" in out
     assert "text_encoder" not in out
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(859_520_964, "859.5 M"), (2_567_463_684, "2.57 B"), (999_999_999, "1.00 B"), (1536, "1.5 K"), (640, "640")],
-)
-def test_counts(value: int, text: str):
-    assert words.count(value) == text
-
-
-@pytest.mark.parametrize(("value", "text"), [(1_719_041_928, "1.72 GB"), (246_120_960, "246 MB"), (80, "80 B")])
-def test_sizes(value: int, text: str):
-    assert words.size(value) == text
 
 
 # --- JSON --------------------------------------------------------------------------------------------------------
@@ -153,37 +118,6 @@ def test_controlnet_and_image_prompt_by_words(tell: Callable[..., Any], extras: 
 
 
 # --- pictures ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("graph", "timed"), [(name, True) for name in FAMILIES] + [("sd1", False)], indirect=["graph"])
-def test_no_text_of_the_picture_meets_another(graph: Graph, timed: bool, tmp_path: Path):
-    draw.destination(tmp_path / "any.png")
-    if timed:
-        each = dict.fromkeys([node.name for node in graph.components()], 12.3)
-        graph = replace(graph.timed(TIMES, each), notes=(LONG, LONG))
-    figure = draw_inspect.figure_of(graph)
-    renderer = figure.canvas.get_renderer()
-    texts = [text for text in figure.axes[0].texts if text.get_text().strip()]
-    # a text's box has the height of its tallest possible letter: a tenth of it at either end is air
-    boxes = [text.get_window_extent(renderer).shrunk(0.98, 0.8) for text in texts]
-    for (one, box), (other, second) in combinations(zip(texts, boxes, strict=True), 2):
-        assert not box.overlaps(second), f"{one.get_text()!r} meets {other.get_text()!r}"
-    for text, box in zip(texts, boxes, strict=True):
-        assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1, text.get_text()
-        assert figure.bbox.y0 <= box.y0 < box.y1 <= figure.bbox.y1, text.get_text()
-    said = " ".join(text.get_text() for text in texts)
-    assert all(node.name in said for node in graph.nodes)
-    assert words.pace(graph) in said
-
-
-@pytest.mark.parametrize("graph", FAMILIES, indirect=True)
-def test_no_card_meets_another(graph: Graph, tmp_path: Path):
-    draw.destination(tmp_path / "any.png")
-    plan = draw_inspect.Layout(graph)
-    plan.arrange()
-    for one, other in combinations(plan.places.values(), 2):
-        apart = one.right < other.left or other.right < one.left or one.top < other.bottom or other.top < one.bottom
-        assert apart, f"{one.card.lines[0].text} meets {other.card.lines[0].text}"
 
 
 def test_a_picture_and_the_text_beside_it(tell: Callable[..., Any], see: Callable[..., Any], tmp_path: Path):

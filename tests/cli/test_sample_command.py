@@ -253,6 +253,8 @@ def test_guidance_is_guarded_unless_it_is_lifted(make, here):
     lifted = make(*base, "--guidance", "12", "--unguarded", "--out", "b.png")
     assert lifted["recipes"][0]["guidance"] == {"scale": 12.0, "rules": []}
     assert [note for note in lifted["notes"] if note.startswith("unguarded: scales above 7 may burn colours")]
+    mild = make(*base, "--guidance", "4", "--unguarded", "--out", "d.png")
+    assert not [note for note in mild["notes"] if note.startswith("unguarded")]  # nothing would have been capped
     plain = make(*base, "--out", "c.png")
     assert plain["recipes"][0]["guidance"]["scale"] == 7.0
     assert (pixels("a.png") == pixels("c.png")).all()
@@ -400,7 +402,7 @@ def test_another_model_is_reported_or_refused(make, refuse, home, here):
     assert make("--from", "a.png", "model", "--out", "c.png")["from"]["changed"] == ["the model is another: network"]
     shutil.rmtree(here / "model")
     assert refuse("sample", "--from", "a.png") == (
-        "error[missing]: MODEL must be given: the picture names 'model', which is not here."
+        "error[missing]: MODEL must be given: the recipe names 'model', which is not here."
     )
 
 
@@ -418,7 +420,7 @@ def test_what_was_loaded_otherwise_must_be_said_again(make, refuse, here, args, 
 
 
 def test_a1111s_text_is_read_and_what_is_not_understood_is_said(make, tell, refuse, here):
-    assert "MODEL must be given: the picture names 'v1-5'" in refuse("sample", "--from", "theirs.png")
+    assert "MODEL must be given: the recipe names 'v1-5'" in refuse("sample", "--from", "theirs.png")
     text = tell("sample", "--from", "theirs.png", "model", "--out", "a.png").out
     assert "from theirs.png: A1111's text" in text
     assert "understood: prompt a (cat:1.2), negative_prompt bad, weighting True, steps 3, sampler dpmpp_2m" in text

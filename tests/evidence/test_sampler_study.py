@@ -12,15 +12,17 @@ import pytest
 import torch
 from oracle_pipe import SCHEDULE, SHAPE, Cut, OraclePipe, subject
 
+from pellucid.core import schedule as schedules
 from pellucid.core.compile import compile_plan
 from pellucid.core.errors import PellucidError
 from pellucid.core.loop import run
 from pellucid.core.noise import Brownian, Philox
 from pellucid.evidence.study.cells import Setup, Yardstick, lay
+from pellucid.evidence.study.prompts import read_prompts
 from pellucid.evidence.study.samplers import SamplerStudy, Study
 from pellucid.evidence.study.samplers_figures import Figures, Judges
 from pellucid.evidence.study.samplers_latency import Clock
-from pellucid.evidence.study.samplers_run import open_study, read_prompts, study
+from pellucid.evidence.study.samplers_run import open_study, study
 
 PROMPTS = ("a", "b", "c")
 ASKED: dict[str, Any] = {
@@ -129,7 +131,7 @@ def test_orders_show_in_the_distances(whole: Study) -> None:
 def test_a_stochastic_sampler_nears_its_own_picture(whole: Study) -> None:
     """On one Brownian path its distance falls; to the deterministic picture, another one, it does not."""
     cells = [cell for cell in whole.cells if cell.stochastic]
-    assert [cell.against for cell in cells] == ["converged: euler_a:karras × 80"] * 3
+    assert [cell.against for cell in cells] == ["converged: euler_a:exponential × 80"] * 3
     column = figures(whole).columns["latent"]
     own = [column.values[whole.cells.index(cell)] for cell in cells]
     assert own[0] > 1.4 * own[1] > 1.4 * 1.4 * own[2]
@@ -147,6 +149,14 @@ def test_noise_of_a_cell_is_on_the_path_with_the_samplers_clock() -> None:
     assert cells[0].noise([1]).clock == cells[0].setup.plan(4, SCHEDULE, "eps").clock
 
 
+def test_a_yardstick_that_a_schedule_refuses_is_named() -> None:
+    """Pure noise has no largest sigma; nobody asked for the grid that needs one."""
+    dark, asked = schedules.zero_terminal_snr(SCHEDULE), [Setup.parse("ddim:trailing")]
+    with pytest.raises(PellucidError, match="--converged dpmpp_3m:exponential: sigma_min, sigma_max must be"):
+        lay(asked, (4,), SamplerStudy("m", ("ddim",), (4,)).yardstick, dark, "v")
+    assert len(lay(asked, (4,), Yardstick(Setup.parse("dpmpp_3m:trailing"), 20, 20), dark, "v")[0]) == 1
+
+
 @pytest.mark.parametrize("batch", [1, 12])
 def test_the_size_of_a_batch_decides_nothing(quick: Study, batch: int, tmp_path: Path) -> None:
     other = made(tmp_path / "study", **QUICK | {"batch": batch})
@@ -159,7 +169,7 @@ def test_how_converged_the_yardstick_is(whole: Study) -> None:
     """What half of the steps are apart from all of them, for each yardstick; the exact one has hardly moved."""
     floor = figures(whole).results.floor("latent")
     assert list(floor) == [cell.key for cell in whole.converged]
-    assert floor["converged: dpmpp_3m:karras × 100"] < 1e-3 < floor["converged: euler_a:karras × 80"]
+    assert floor["converged: dpmpp_3m:exponential × 100"] < 1e-3 < floor["converged: euler_a:exponential × 80"]
 
 
 def test_a_plan_from_a_file_is_a_cell_with_its_own_steps(tmp_path: Path) -> None:

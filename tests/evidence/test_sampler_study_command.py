@@ -112,7 +112,7 @@ def test_shards_by_hand_then_the_report(model: Path, plain: str, tmp_path: Path)
 BAD: list[tuple[dict[str, str], str]] = [
     ({"samplers": "no_such"}, "error[unknown-sampler]"),
     ({"samplers": ","}, "error[study-list]"),
-    ({"steps": "5,x"}, "error[steps]"),
+    ({"steps": "5,x"}, "error[usage]"),
     ({"steps": "0"}, "error[steps]"),
     ({"steps": "50"}, "error[converged]"),
     ({"prompts": "no-such-file"}, "error[file]"),

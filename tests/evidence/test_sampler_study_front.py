@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,16 @@ def test_more_may_be_better() -> None:
     assert found[1].behind[0] == pytest.approx(1.0, abs=1e-6)
 
 
+def test_shares_are_said_in_percent() -> None:
+    both = cells()
+    given = column([0.4] * len(both), 1e-9, "right")
+    words = told(ranking(both, given), given)
+    assert "behind by 0 (" in words
+    assert ") % of pictures that are all right; they are not distinguishable." in words
+    said = verdict(both, given, [Latency(())] * len(both), None, None).sentence
+    assert "give 40 (40 to 40) % of pictures that are all right, at the knee" in said
+
+
 def test_one_sentence_and_what_to_paste() -> None:
     both = cells()
     times = [Latency((cell.nfe / 100, cell.nfe / 90, cell.nfe / 110)) for cell in both]
@@ -152,6 +163,18 @@ def test_one_sentence_and_what_to_paste() -> None:
     )
     assert found.call == {"sampler": "heun", "steps": pick.steps, "guidance": 4.0}
     assert set(found.by_calls) == set(found.by_seconds)  # the same price a call
+
+
+def test_of_two_names_for_one_sampler_the_first_is_taken() -> None:
+    """Their figures differ by rounding, which must not decide who is on the front."""
+    both = cells()
+    given = column([1 / c.nfe * (1 - 1e-7 * (c.setup.sampler == "heun")) for c in both])
+    drawn = np.concatenate([given.drawn[: len(STEPS)]] * 2)  # type: ignore[index]
+    drawn[len(STEPS) :] *= 1 - 1e-7
+    found = verdict(both, replace(given, drawn=drawn), [Latency(())] * len(both), None, None)
+    assert {both[i].setup.sampler for i in found.by_calls} == {"ddim"}
+    assert found.knee is not None
+    assert {both[i].setup.sampler for i in found.knee.shares} == {"ddim"}
 
 
 def test_times_that_are_missing_leave_the_front_of_calls() -> None:

@@ -22,10 +22,11 @@ from pellucid.core.errors import PellucidError
 from pellucid.evidence.metrics.kid import kid_exact, kid_paired
 from pellucid.evidence.metrics.pictures import Pixels
 from pellucid.evidence.study import samplers_report, samplers_results
+from pellucid.evidence.study.prompts import queries
 from pellucid.evidence.study.samplers import SamplerStudy, Study
 from pellucid.evidence.study.samplers_figures import Figures, Judges
 from pellucid.evidence.study.samplers_latency import Clock
-from pellucid.evidence.study.samplers_scores import InceptionScorer, SceneScorer, pixels, queries
+from pellucid.evidence.study.samplers_scores import InceptionScorer, SceneScorer, pixels
 
 ASKED: dict[str, Any] = {
     "model": "oracle",
@@ -225,8 +226,23 @@ def test_what_a_yardstick_cannot_resolve_is_said(found: Figures) -> None:
     notes = [note for note in found.notes() if note.startswith("converged: ")]
     assert len(notes) == 2
     assert all("its latents moved by" in note for note in notes)
-    assert "3 of 3 distances to it are below 3 times that: not resolved" in notes[1]  # 20 steps of Euler a are few
+    assert "2 of 3 distances to it are below 3 times that: not resolved" in notes[1]  # 20 steps of Euler a are few
     assert any("euler_a:karras: stochastic" in note for note in found.notes())
+    doubts = found.doubts()
+    assert len(doubts) == 1
+    assert doubts[0].startswith("Doubtful: euler_a:exponential with 20 steps")
+    assert "2 of 3 distances to it are not resolved. Give more --path-steps." in doubts[0]
+    assert samplers_report.plain(found)["doubts"] == doubts
+
+
+def test_two_names_for_one_sampler_are_said(found: Figures, tmp_path: Path) -> None:
+    asked = ASKED | {"samplers": ("ddim:karras", "dpmpp_2m:karras", "euler:karras"), "prompts": ("a", "b")}
+    study = Study(SamplerStudy(**asked), subject(OraclePipe()), tmp_path / "study")
+    study.run()
+    twins = [note for note in Figures(study, Judges(), resamples=20).notes() if "same pictures" in note]
+    assert len(twins) == 1
+    assert twins[0].startswith("ddim:karras and euler:karras make the same pictures")
+    assert not any("same pictures" in note for note in found.notes())
 
 
 # --- files -------------------------------------------------------------------------------------------------------

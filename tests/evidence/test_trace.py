@@ -545,6 +545,12 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
 
     assert code_of(trace.read, changed(path, other, strange)) == "trace"
 
+    def too_many(table: dict[str, Any]) -> None:
+        held = json.loads(table["__metadata__"]["trace"])
+        table["__metadata__"]["trace"] = json.dumps({**held, "done": 10**12}, separators=(",", ":"))
+
+    assert code_of(trace.read, changed(path, other, too_many)) == "trace"
+
     def wrong_size(table: dict[str, Any]) -> None:
         table["step.00000.numbers"]["shape"] = [1, 7]
 

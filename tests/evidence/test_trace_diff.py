@@ -106,6 +106,14 @@ def test_another_start_is_told_from_another_scale(tmp_path: Path, tensors: bool)
     assert parted(tmp_path, tensors, {"plan": exact}, {"plan": other}) == (0, "plan", "x")
 
 
+def test_other_noise_is_named_before_its_scale(tmp_path: Path, tensors: bool) -> None:
+    """It is drawn first: a scale that differs in its ninth digit did not move x by all of its norm."""
+    exact = compile_plan("euler", steps=6)
+    other = replace(exact, initial_scale=exact.initial_scale * (1 + 1e-9))
+    found = parted(tmp_path, tensors, {"plan": exact}, {"plan": other, "seeds": [5, 6]})
+    assert found == (0, "noise", "x")
+
+
 @pytest.mark.parametrize(
     ("one", "other", "wanted"),
     [

@@ -21,6 +21,7 @@ from pellucid.evidence import trace
 from pellucid.evidence.trace import Recorder, Trace
 from pellucid.evidence.trace.replay import again, replay, replay_with, request_of
 from pellucid.evidence.trace.timeline import timeline
+from pellucid.evidence.trace.told import differences
 from pellucid.pipeline.pipeline import Pipeline
 
 TOY = pellucid.denoiser(lambda x, time: x * 0.4 / (1.0 + x * x), "scaled_linear", "eps")
@@ -149,6 +150,13 @@ def test_a_request_is_the_same_again(pipe: Pipeline, tmp_path: Path, name: str) 
     assert replay_with(held, pipe).same
     request = request_of(held)
     assert len(held.header.recipes) == held.header.images == len(request.seeds())
+
+
+def test_the_same_weights_under_another_name_are_no_cause(pipe: Pipeline, tmp_path: Path) -> None:
+    held = traced(pipe, tmp_path / "run", prompt="a red star")
+    recipes = tuple({**recipe, "model": "moved", "prompt": "a blue star"} for recipe in held.header.recipes)
+    found = {told.name: told.causes for told in differences(held.header, replace(held.header, recipes=recipes))}
+    assert found == {"name of the same model": (), "prompt": ("model",)}
 
 
 def test_a_trace_of_a_pipeline_holds_its_recipe_and_stages(pipe: Pipeline, tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ def test_prompts_of_the_world_and_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PellucidError, match="UTF-8"):
         read_prompts(str(tmp_path / "bad.txt"), 50, 3)
-    with pytest.raises(PellucidError, match="exists"):
+    with pytest.raises(PellucidError, match="exists, or scenes"):
         read_prompts(str(tmp_path / "none.txt"), 50, 3)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 import pellucid
 from pellucid import PellucidError, Plan
 from pellucid.cli import app
+from pellucid.cli.tune import show
 from pellucid.core.noise import Philox
 from pellucid.evidence.tune.errors import Drawn, ends
 from pellucid.evidence.tune.pairs import Pairs
@@ -141,6 +143,17 @@ def test_guidance_means_what_it_means_to_sample(tell: Callable[..., str]) -> Non
     assert told["guidance"] == "7 + rescale"
 
 
+@pytest.mark.parametrize(("doubt", "said"), [(0.2, True), (0.05, False)])
+def test_a_teacher_that_is_not_converged_is_said(doubt: float, said: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"mean": 0.3, "low": 0.2, "high": 0.4, "median": 0.3, "p90": 0.4, "pairs": 4}
+    told: dict[str, Any] = {"model": "m", "steps": 8, "what": "all", "guidance": "off", "kept": "tuned"}
+    told |= {"start": "a", "best_start": "a", "held_out": {"tuned": row, "start": row}}
+    told |= {"teacher": {"steps": 20, "doubt": doubt}}
+    made: Any = SimpleNamespace(evidence=told, plan=SimpleNamespace(deviation=0.0))
+    show(made, Path("plan.json"))
+    assert ("Doubtful: " in capsys.readouterr().out) == said
+
+
 def test_classes_are_drawn(tell: Callable[..., str], models: Path) -> None:
     told = json.loads(tell("classes", "--json"))
     assert told["kind"] == "pellucid-tune"
@@ -205,7 +218,7 @@ def test_the_networks_weights_are_left_alone(models: Path) -> None:
         ("pixels", ("--seed", "-1"), "seed must be a whole number"),
         ("pixels", ("--device", "tpu9"), "device must be one that torch has here"),
         ("scenes", (), "--prompts must be given for a model that takes text; got None."),
-        ("scenes", ("--prompts", "none.txt"), "--prompts must be a text file that exists, or scenes"),
+        ("scenes", ("--prompts", "none.txt"), "prompts must be a text file that exists, or scenes"),
         ("nothing", (), "nothing"),
     ],
 )

@@ -13,6 +13,7 @@ import diffusers
 import pytest
 import torch
 from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers
+from published import CONFIGS
 from torch import Tensor
 
 from pellucid import Clip, DynamicThreshold, Grid, PellucidError, Scheduler, samplers, schedules
@@ -124,150 +125,24 @@ def test_missing_files(where: str, tmp_path: Path) -> None:
 
 # --- published configs -----------------------------------------------------------------------------------------
 
-# As published with the weights on the hub (scheduler/scheduler_config.json), keys and values; `notes` are the keys
-# that the class does not read.
-PUBLISHED: dict[str, tuple[dict[str, Any], set[str], dict[str, Any]]] = {
-    "Stable Diffusion 1.5": (
-        {
-            "_class_name": "PNDMScheduler",
-            "_diffusers_version": "0.6.0",
-            "beta_end": 0.012,
-            "beta_schedule": "scaled_linear",
-            "beta_start": 0.00085,
-            "num_train_timesteps": 1000,
-            "set_alpha_to_one": False,
-            "skip_prk_steps": True,
-            "steps_offset": 1,
-            "trained_betas": None,
-            "clip_sample": False,
-        },
-        {"clip_sample"},
-        {},
+# By name: the keys that the class does not read, and what a run is told.
+PUBLISHED: dict[str, tuple[set[str], dict[str, Any]]] = {
+    "stable-diffusion-v1-5": ({"clip_sample"}, {}),
+    "stable-diffusion-2-1": ({"skip_prk_steps"}, {}),
+    "stable-diffusion-2-1 with PNDM": ({"clip_sample"}, {}),
+    "stable-diffusion-xl-base-1.0": ({"clip_sample", "sample_max_value", "set_alpha_to_one", "skip_prk_steps"}, {}),
+    "sdxl-turbo": (
+        {"clip_sample", "interpolation_type", "sample_max_value", "set_alpha_to_one", "skip_prk_steps"}, {}
     ),
-    "Stable Diffusion 2.1": (
-        {
-            "_class_name": "DDIMScheduler",
-            "_diffusers_version": "0.8.0",
-            "beta_end": 0.012,
-            "beta_schedule": "scaled_linear",
-            "beta_start": 0.00085,
-            "clip_sample": False,
-            "num_train_timesteps": 1000,
-            "prediction_type": "v_prediction",
-            "set_alpha_to_one": False,
-            "skip_prk_steps": True,
-            "steps_offset": 1,
-            "trained_betas": None,
-        },
-        {"skip_prk_steps"},
-        {},
-    ),
-    "Stable Diffusion 2.1, PNDM": (
-        {
-            "_class_name": "PNDMScheduler",
-            "beta_end": 0.012,
-            "beta_schedule": "scaled_linear",
-            "beta_start": 0.00085,
-            "clip_sample": False,
-            "num_train_timesteps": 1000,
-            "prediction_type": "v_prediction",
-            "set_alpha_to_one": False,
-            "skip_prk_steps": True,
-            "steps_offset": 1,
-            "trained_betas": None,
-        },
-        {"clip_sample"},
-        {},
-    ),
-    "SDXL base 1.0": (
-        {
-            "_class_name": "EulerDiscreteScheduler",
-            "_diffusers_version": "0.19.0.dev0",
-            "beta_end": 0.012,
-            "beta_schedule": "scaled_linear",
-            "beta_start": 0.00085,
-            "clip_sample": False,
-            "interpolation_type": "linear",
-            "num_train_timesteps": 1000,
-            "prediction_type": "epsilon",
-            "sample_max_value": 1.0,
-            "set_alpha_to_one": False,
-            "skip_prk_steps": True,
-            "steps_offset": 1,
-            "timestep_spacing": "leading",
-            "trained_betas": None,
-            "use_karras_sigmas": False,
-        },
-        {"clip_sample", "sample_max_value", "set_alpha_to_one", "skip_prk_steps"},
-        {},
-    ),
-    "SDXL turbo": (
-        {
-            "_class_name": "EulerAncestralDiscreteScheduler",
-            "_diffusers_version": "0.24.0.dev0",
-            "beta_end": 0.012,
-            "beta_schedule": "scaled_linear",
-            "beta_start": 0.00085,
-            "clip_sample": False,
-            "interpolation_type": "linear",
-            "num_train_timesteps": 1000,
-            "prediction_type": "epsilon",
-            "sample_max_value": 1.0,
-            "set_alpha_to_one": False,
-            "skip_prk_steps": True,
-            "steps_offset": 1,
-            "timestep_spacing": "trailing",
-            "trained_betas": None,
-        },
-        {"clip_sample", "interpolation_type", "sample_max_value", "set_alpha_to_one", "skip_prk_steps"},
-        {},
-    ),
-    "Stable Diffusion 3": (
-        {
-            "_class_name": "FlowMatchEulerDiscreteScheduler",
-            "_diffusers_version": "0.29.0.dev0",
-            "num_train_timesteps": 1000,
-            "shift": 3.0,
-        },
-        set(),
-        {},
-    ),
-    "FLUX.1-dev": (
-        {
-            "_class_name": "FlowMatchEulerDiscreteScheduler",
-            "_diffusers_version": "0.30.0.dev0",
-            "base_image_seq_len": 256,
-            "base_shift": 0.5,
-            "max_image_seq_len": 4096,
-            "max_shift": 1.15,
-            "num_train_timesteps": 1000,
-            "shift": 3.0,
-            "use_dynamic_shifting": True,
-        },
-        set(),
-        {"mu": 0.85},
-    ),
-    "FLUX.1-schnell": (
-        {
-            "_class_name": "FlowMatchEulerDiscreteScheduler",
-            "_diffusers_version": "0.30.0.dev0",
-            "base_image_seq_len": 256,
-            "base_shift": 0.5,
-            "max_image_seq_len": 4096,
-            "max_shift": 1.15,
-            "num_train_timesteps": 1000,
-            "shift": 1.0,
-            "use_dynamic_shifting": False,
-        },
-        set(),
-        {},
-    ),
-}
+    "stable-diffusion-3": (set(), {}),
+    "FLUX.1-dev": (set(), {"mu": 0.85}),
+    "FLUX.1-schnell": (set(), {}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_published_configs_give_diffusers_result(model: str, tmp_path: Path) -> None:
-    config, notes, setting = PUBLISHED[model]
+    config, (notes, setting) = CONFIGS[model], PUBLISHED[model]
     (tmp_path / configs.FILE_NAME).write_text(json.dumps(config), encoding="utf-8")
     ours = Scheduler.from_config(tmp_path)
     assert {note.split("=")[0] for note in ours.notes} == notes
@@ -281,7 +156,7 @@ def test_published_configs_give_diffusers_result(model: str, tmp_path: Path) -> 
 
 def test_flux_as_its_pipeline_calls_it() -> None:
     """FluxPipeline passes its own sigmas and the mu of the image's size."""
-    config, _, _ = PUBLISHED["FLUX.1-dev"]
+    config = CONFIGS["FLUX.1-dev"]
     peer, ours = diffusers.FlowMatchEulerDiscreteScheduler.from_config(config), Scheduler.from_config(config)
     sigmas = torch.linspace(1.0, 1 / 8, 8).numpy()
     assert apart(walk(ours, None, sigmas=sigmas, mu=1.15), walk(peer, None, sigmas=sigmas, mu=1.15)) < CLOSE

@@ -24,6 +24,7 @@ from pellucid.cli import (
     samplers,
     schedules,
     score,
+    studio,
     study,
     trace,
     train,
@@ -111,6 +112,7 @@ for name, room in (
     ("score", score),
     ("tune", tune),
     ("doctor", doctor),
+    ("studio", studio),
     ("demo", demo),
 ):
     app.command(name, context_settings=HELP, epilog=getattr(room, "EPILOG", None))(room.command)

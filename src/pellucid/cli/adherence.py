@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pellucid.cli import output
-from pellucid.cli.options import Device
-from pellucid.core.errors import PellucidError, rule
+from pellucid.cli.options import Device, whole_numbers
 
 if TYPE_CHECKING:
     from pellucid.evidence.adherence.figures import Figures
@@ -54,7 +53,12 @@ def command(
 
     given = {"sampler": sampler, "steps": steps, "guidance": guidance, "batch": batch, "seed": seed}
     making = Making(**known(given))
-    asked = {"part": part, "prompts": prompts, "dtype": dtype, "objects": None if objects is None else listed(objects)}
+    asked = {
+        "part": part,
+        "prompts": prompts,
+        "dtype": dtype,
+        "objects": None if objects is None else whole_numbers("--objects", objects),
+    }
     config = Adherence(model=model, making=making, **known(asked))
     found = run(config, out, device)
     if as_json:
@@ -68,13 +72,6 @@ def command(
 def known(given: dict[str, Any]) -> dict[str, Any]:
     """What was given; the config has the defaults."""
     return {name: value for name, value in given.items() if value is not None}
-
-
-def listed(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise PellucidError(rule("--objects", "numbers with commas between them", text), "usage") from None
 
 
 def run(config: Adherence, out: Path, device: str | None) -> dict[str, Figures]:

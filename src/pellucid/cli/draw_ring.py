@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pellucid.cli import draw
+from pellucid.evidence.study import charts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +25,7 @@ def journey(ring: Mixture, shows: Sequence[Show], path: Path) -> None:
     columns = len(shows[0].moments) + 1
     side, left, top = 1.75, 1.5, 1.1
     width, height = left + side * columns + 0.2, top + side * len(shows) + 0.25
-    figure = draw.canvas(width, height, NIGHT)
+    figure = charts.canvas(width, height, NIGHT)
     box = {"left": left / width, "right": 1 - 0.2 / width, "top": 1 - top / height, "bottom": 0.25 / height}
     panels = figure.subplots(len(shows), columns, squeeze=False, gridspec_kw={"wspace": 0.05, "hspace": 0.05, **box})
     truth = density(ring)
@@ -36,7 +36,7 @@ def journey(ring: Mixture, shows: Sequence[Show], path: Path) -> None:
         heat(line[-1], truth)
         name(line[0], show)
     titles(figure, panels, shows, (width, height))
-    draw.save(figure, path, dpi=130)
+    charts.save(figure, path, dpi=130)
 
 
 def bare(axes: Axes) -> None:

@@ -113,9 +113,9 @@ def command(
         graph = measured(graph, model, asked, {**loading, "device": device})
         node = None if node is None else graph.node(node.name)
     if plot is not None:
-        from pellucid.cli import draw_inspect
+        from pellucid.evidence.drawing import graph as drawing
 
-        draw_inspect.picture(graph, plot)
+        drawing.picture(graph, plot)
     told(graph, node, as_json, levels, plot)
 
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from pellucid.cli import inspect_words as words
 from pellucid.cli import output
-from pellucid.cli.inspect_words import ROLE_COLOURS
+from pellucid.evidence.drawing import graph_tables as tables
+from pellucid.evidence.drawing import graph_words as words
+from pellucid.evidence.drawing.graph_words import ROLE_COLOURS
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from pellucid.pipeline.inspection import Block, Flow, Graph, Node
+    from pellucid.pipeline.inspection import Flow, Graph, Node
 
 WIDTH = 98  # columns of the drawing
 RAIL = 25  # columns beside the loop's boxes for what goes back
@@ -263,76 +262,33 @@ def framed(lines: Lines, title: str) -> Lines:
 
 
 def components(graph: Graph) -> Table:
-    columns = ["component", "parameters", "share", "dtype in file", "on disk", "in memory", "as", "calls"]
-    columns += ["a call"] if graph.times is not None else []
-    made = output.table(*columns, right=("parameters", "share", "on disk", "in memory", "calls", "a call"))
-    for node in graph.components():
-        held = node.stored
-        dtypes, disk = ("–", "–") if held is None else (", ".join(held.dtypes), words.size(held.size))
-        share = f"{100 * node.parameters / graph.parameters:.1f} %"
-        cells = [node.name, words.count(node.parameters), share, dtypes, disk, words.size(node.memory), str(node.dtype)]
-        cells.append(str(node.calls))
-        if graph.times is not None:
-            cells.append("–" if node.milliseconds is None else words.milliseconds(node.milliseconds))
-        made.add_row(*cells, style=None)
-    disk = words.size(graph.stored) if graph.stored else "–"
+    columns = tables.component_columns(graph)
+    made = output.table(*columns, right=tables.NUMBERS)
+    *rows, sums = tables.components(graph)
+    for cells in rows:
+        made.add_row(*cells)
     made.add_section()
-    made.add_row("all", words.count(graph.parameters), "", "", disk, words.size(graph.memory), "", "")
+    made.add_row(*sums)
     return made
 
 
 def anatomy(node: Node) -> Table:
     """A network's blocks: class, parameters, share, and the shape that leaves each."""
     made = output.table(f"{node.name}", "class", "parameters", "share", "", "leaves as", right=("parameters", "share"))
-    for level, block, times in listed(node.blocks):
-        name = "  " * level + block.name
-        number = words.count(block.parameters)
-        share = block.share * times
-        shown = Text("█" * round(BAR * share) or "▏", ROLE_COLOURS[node.role])
-        leaves = "" if block.shape is None else words.shape(block.shape)
-        made.add_row(name, block.kind, f"{times} × {number}" if times > 1 else number, percent(share), shown, leaves)
+    for row in tables.anatomy(node):
+        shown = Text("█" * round(BAR * row.share) or "▏", ROLE_COLOURS[node.role])
+        made.add_row("  " * row.level + row.name, row.kind, row.parameters, row.percent, shown, row.leaves)
     return made
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %" if share >= 0.0005 else "< 0.1 %"
-
-
-def listed(blocks: Sequence[Block], level: int = 0, inside: str = "") -> Iterable[tuple[int, Block, int]]:
-    """Blocks with their level and how often they stand in a row: equal neighbours are one line.
-
-    Below the first level names are those within the block above.
-    """
-    for _, run in groupby(blocks, key=alike):
-        same = list(run)
-        first, last = same[0], same[-1]
-        name = first.name.removeprefix(f"{inside}.")
-        if len(same) > 1:
-            name = f"{name} … {last.name.rpartition('.')[2]}"
-        yield level, replace(first, name=name, shape=last.shape), len(same)
-        yield from listed(first.blocks, level + 1, first.name)
-
-
-def alike(block: Block) -> tuple[str, str, int, object]:
-    stem = block.name.rpartition(".")[0]
-    return stem, block.kind, block.parameters, block.shape
 
 
 def clock(graph: Graph) -> Table:
     """Milliseconds by stage."""
-    times = graph.times
-    assert times is not None
-    made = output.table("stage", "a run", "of it", "peak memory", right=("a run", "of it", "peak memory"))
-    loop_time = times.step * graph.calls
-    rows = [("text", times.text, "text"), ("encode pictures", times.encode, "encode")]
-    rows += [(f"{graph.calls} × one step of {words.milliseconds(times.step)}", loop_time, "denoise")]
-    rows += [("decode", times.decode, "decode")]
-    total = sum(value for _, value, _ in rows) or 1.0
-    for name, value, stage in rows:
-        peak = times.peaks.get(stage)
-        made.add_row(name, words.milliseconds(value), f"{100 * value / total:.1f} %", words.size(peak) if peak else "–")
+    made = output.table(*tables.CLOCK, right=tables.NUMBERS)
+    *rows, whole = tables.clock(graph)
+    for cells in rows:
+        made.add_row(*cells)
     made.add_section()
-    made.add_row(f"the whole run on {times.device}, measured", words.milliseconds(times.whole), "", "")
+    made.add_row(*whole)
     return made
 
 
@@ -342,10 +298,7 @@ def show_one(graph: Graph, node: Node, screen: Console) -> None:
         screen.print(line)
     for key, value in node.facts.items():
         screen.print(f"{key.replace('_', ' ')}: {value}", markup=False)
-    for mark, flows in (("←", graph.into(node.name)), ("→", graph.out_of(node.name))):
-        for flow in flows:
-            other = flow.source if mark == "←" else flow.goal
-            dtype = f" {flow.dtype}" if flow.dtype else ""
-            screen.print(f"{mark} {other}: {words.flowing(flow)}{dtype}", markup=False, soft_wrap=True)
+    for mark, other, what, dtype in tables.links(graph, node):
+        screen.print(f"{mark} {other}: {what} {dtype}".rstrip(), markup=False, soft_wrap=True)
     if node.blocks:
         screen.print(anatomy(node))

@@ -14,7 +14,6 @@ from pellucid.core.errors import PellucidError, rule
 if TYPE_CHECKING:
     from pellucid.pipeline.pipeline import Pipeline
     from pellucid.pipeline.policy import Policy
-    from pellucid.pipeline.request import Request
 
 
 def command(
@@ -102,6 +101,7 @@ def loras(paths: list[str] | None) -> tuple[Any, ...]:
 def staged(pipe: Pipeline, asked: dict[str, Any], where: Where | None, as_json: bool, plot: Path | None) -> None:
     """Stage by stage: predicted, and measured where it runs."""
     from pellucid.cli import memory_text
+    from pellucid.evidence.drawing.memory_words import described
     from pellucid.pipeline import memory
 
     request = memory.request_for(pipe, **asked)
@@ -117,14 +117,15 @@ def staged(pipe: Pipeline, asked: dict[str, Any], where: Where | None, as_json: 
     else:
         memory_text.show_stages(about, forecast, found)
     if plot is not None:
-        from pellucid.cli import draw_memory
+        from pellucid.evidence.drawing import memory as drawing
 
-        draw_memory.stages(about, forecast, found, plot)
+        drawing.stages(about, forecast, found, plot)
 
 
 def compared(pipe: Pipeline, asked: dict[str, Any], as_json: bool, plot: Path | None) -> None:
     """Strategy by strategy."""
     from pellucid.cli import memory_text
+    from pellucid.evidence.drawing.memory_words import described
     from pellucid.pipeline import compare, memory
 
     dressed = memory.request_for(pipe, **asked)
@@ -138,23 +139,6 @@ def compared(pipe: Pipeline, asked: dict[str, Any], as_json: bool, plot: Path | 
     else:
         memory_text.show_rows(about, rows, left_out)
     if plot is not None:
-        from pellucid.cli import draw_memory
+        from pellucid.evidence.drawing import memory as drawing
 
-        draw_memory.strategies(about, rows, plot)
-
-
-def described(pipe: Pipeline, request: Request, policy: Policy, device: Any) -> dict[str, Any]:
-    """What was run, for the head of every output."""
-    width, height = pipe.size_of(request)
-    kind = next(pipe.components.network.parameters()).dtype
-    return {
-        "model": pipe.components.name,
-        "size": [width, height],
-        "batch": request.n,
-        "steps": request.steps,
-        "device": str(device),
-        "dtype": str(kind).removeprefix("torch."),
-        "policy": policy.to_dict(),
-        "controlnets": len(request.controls),
-        "loras": len(request.loras),
-    }
+        drawing.strategies(about, rows, plot)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pellucid.cli import output
-from pellucid.cli.output import short
+from pellucid.evidence.drawing.memory_words import ITSELF, cells, headline, peak_of, row_notes
 from pellucid.pipeline.memory import in_words
 from pellucid.pipeline.policy import EFFECTS
 
@@ -16,19 +15,7 @@ if TYPE_CHECKING:
     from pellucid.pipeline.memory import Forecast, Measured
 
 BAR = 24  # characters of the longest bar
-ITSELF = "the stage itself"  # what happens in no module: noise, sums, pictures
 PARTS = (("weights", "█"), ("activations", "▓"), ("workspace", "░"))
-
-
-def headline(about: dict[str, Any]) -> str:
-    width, height = about["size"]
-    words = [Path(about["model"]).name or about["model"], f"{width}×{height}", f"batch {about['batch']}"]
-    words += [about["dtype"], f"on {about['device']}"]
-    words += [f"{name}={value}" for name, value in about["policy"].items()]
-    words += [
-        f"{about[what]} {name}" for what, name in (("controlnets", "ControlNet"), ("loras", "LoRA")) if about[what]
-    ]
-    return " · ".join(words)
 
 
 # --- stages --------------------------------------------------------------------------------------------------------
@@ -109,46 +96,14 @@ def show_rows(about: dict[str, Any], rows: Sequence[Row], left_out: Sequence[str
         if row.trouble:
             made.add_row(row.strategy.name, "–", "–", f"[dim]{row.trouble.split(':')[0]}[/]", *["–"] * 6, "")
         else:
-            made.add_row(row.strategy.name, *cells(row, most))
+            predicted, measured, *rest = cells(row)
+            length = max(round(BAR * peak_of(row) / max(most, 1)), 1)
+            made.add_row(row.strategy.name, predicted, measured, "█" * length, *rest)
     screen = output.console()
     screen.print(headline(about), style="bold")
     screen.print(made)
-    lines = [
-        f"predicted, measured: the peak of a whole run of {about['steps']} steps; denoise, decode: measured there.",
-        "ms: the fastest of three runs; × time: to runs of the first row just before and after.",
-        "diff: of the pictures' pixels in 255ths, to the row named last; for an adapter it is what the adapter does.",
-        *(f"{row.strategy.name}: {row.trouble}" for row in rows if row.trouble),
-        *(f"left out: {words}." for words in left_out),
-    ]
-    for line in lines:
+    for line in row_notes(about, rows, left_out):
         screen.print(line, soft_wrap=True, markup=False)
-
-
-def peak_of(row: Row) -> int:
-    return max((row.measured or row.predicted or {"": 0}).values())
-
-
-def cells(row: Row, most: int) -> tuple[str, ...]:
-    def at(sizes: Any, stage: str | None = None) -> str:
-        if not sizes:
-            return "–"
-        return in_words(max(sizes.values()) if stage is None else sizes.get(stage, 0))
-
-    assert row.seconds is not None
-    assert row.times is not None
-    first = row.strategy.against == row.strategy.name
-    return (
-        at(row.predicted),
-        at(row.measured),
-        "█" * max(round(BAR * peak_of(row) / max(most, 1)), 1),
-        at(row.measured, "denoise"),
-        at(row.measured, "decode"),
-        f"{row.seconds * 1000:.0f}",
-        f"{row.times:.2f}",
-        "" if first else short(row.largest or 0.0, 3),
-        "" if first else short(row.mean or 0.0, 3),
-        "" if first else row.strategy.against,
-    )
 
 
 def rows_json(about: dict[str, Any], rows: Sequence[Row], left_out: Sequence[str]) -> dict[str, Any]:

@@ -7,12 +7,22 @@ from typing import Annotated
 
 import typer
 
+from pellucid.core.errors import PellucidError, rule
+
 Device = Annotated[
     str | None, typer.Option(metavar="NAME", help="cuda or cpu; cuda where there is one when not given.")
 ]
 Out = Annotated[
     Path | None, typer.Option(metavar="FOLDER", help="Where it writes; out/NAME of the config when not given.")
 ]
+
+
+def whole_numbers(option: str, text: str) -> tuple[int, ...]:
+    """`5,10,20`"""
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise PellucidError(rule(option, "whole numbers with commas between them", text), "usage") from None
 
 
 def group(words: str) -> typer.Typer:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.wording import short
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,13 +53,6 @@ def plain(value: Any) -> Any:
 
 def print_json(value: Any, indent: int | None = 1) -> None:
     print(json.dumps(plain(value), indent=indent, allow_nan=False))
-
-
-def short(value: float, digits: int = 4) -> str:
-    """A number for people: `digits` significant ones, −∞ and ∞ as such."""
-    if math.isinf(value):
-        return "∞" if value > 0 else "−∞"
-    return f"{value:.{digits}g}".replace("-", "−")
 
 
 def told(time: float, digits: int = 7) -> str:

@@ -81,7 +81,9 @@ def command(
     elif as_json:
         print(made.to_json())
     elif plot is not None:
-        draw.plan(made, plot)
+        from pellucid.evidence.drawing import plan as drawing
+
+        drawing.plan(made, plot)
     else:
         show(made)
     if save is not None:

@@ -9,11 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from pellucid.cli import output
-from pellucid.cli.output import short
-from pellucid.cli.plan_diff import KINDS, POINTS, TOLERANCE, Comparison, Effect, compare
-from pellucid.cli.plan_text import named
 from pellucid.core.plan import Difference, Plan
 from pellucid.core.schedule import Level
+from pellucid.evidence.plan_diff import POINTS, TOLERANCE, Comparison, Effect, compare
+from pellucid.evidence.plan_diff_words import change, facts, kind_of, relative, size_of
 
 RUNS = 12  # about as many as a comparison makes
 
@@ -66,22 +65,9 @@ def about(plan: Plan) -> dict[str, Any]:
 def plans(mine: Plan, theirs: Plan) -> Table:
     """What the two plans are, side by side; what differs stands out."""
     made = output.table("", "this plan", "the other")
-    for label, write in (
-        ("sampler", lambda p: p.name),
-        ("schedule", lambda p: named(p.schedule)),
-        ("target", lambda p: p.target),
-        ("grid", lambda p: named(p.grid)),
-        ("dialect", lambda p: p.dialect),
-        ("options", lambda p: ", ".join(f"{k} = {v}" for k, v in p.options.items())),
-        ("frame", lambda p: p.frame),
-        ("basis", lambda p: p.basis),
-        ("initial scale", lambda p: short(p.initial_scale, 8)),
-        ("end", lambda p: f"alpha {short(p.end.alpha, 6)}, sigma {short(p.end.sigma, 6)}"),
-        ("NFE", lambda p: str(p.nfe)),
-        ("deviation", lambda p: short(p.deviation, 3)),
-        ("declared", lambda p: p.declared),
-    ):
-        left, right = write(mine), write(theirs)
+    theirs_facts = facts(theirs)
+    for label, left in facts(mine).items():
+        right = theirs_facts[label]
         if left or right:
             made.add_row(label, Text(left), Text(right, style="" if left == right else "yellow"))
     return made
@@ -97,47 +83,8 @@ def rows(differences: Sequence[Difference]) -> Table:
     return made
 
 
-def kind_of(d: Difference) -> str:
-    return KINDS.get(d.field, "weights")
-
-
-def change(d: Difference) -> str:
-    """`p0 0.1234 → 0.1235 (0.08 %)`."""
-    label = "" if d.field == "time" else f"{d.field} ".replace("x.", "").replace("anchor.", "anchor: ")
-    size = relative(d)
-    old, new = apart(*(0.0 if d.field == "time" and abs(v) < TOLERANCE else v for v in (d.mine, d.theirs)))
-    return f"{label}{old} → {new}" + ("" if size is None else f" ({percent(size)})")
-
-
-def percent(size: float) -> str:
-    return f"{100 * size:.0f} %" if size >= 0.1 else f"{short(100 * size, 2)} %"
-
-
-def relative(d: Difference) -> float | None:
-    """The change relative to the larger of the two numbers: 0 to 2."""
-    if isinstance(d.mine, bool) or not isinstance(d.mine, (int, float)) or not isinstance(d.theirs, (int, float)):
-        return None
-    return abs(d.mine - d.theirs) / max(abs(d.mine), abs(d.theirs))
-
-
-def apart(a: Any, b: Any) -> tuple[str, str]:
-    """Two numbers with as few digits as tell them apart."""
-    if isinstance(a, bool) or not isinstance(a, (int, float)):
-        return str(a), str(b)
-    for digits in (4, 6, 8, 10, 12, 15):
-        if short(a, digits) != short(b, digits):
-            break
-    return short(a, digits), short(b, digits)
-
-
 def effects(found: Sequence[Effect]) -> Table:
     made = output.table("swapped in", "rows", "distance", "", right=("rows",))
     for effect in found:
         made.add_row(effect.kind, "" if effect.rows is None else str(effect.rows), size_of(effect), Text(effect.note))
     return made
-
-
-def size_of(effect: Effect) -> str:
-    if effect.distance is None:
-        return "–"
-    return "no effect on the oracle" if effect.distance <= TOLERANCE else short(effect.distance, 3)

@@ -10,6 +10,7 @@ from pellucid.cli.output import short, told
 from pellucid.core.plan import REGISTERS, Plan, Row, Weights
 from pellucid.core.samplers import REGISTRY
 from pellucid.core.schedule import Level
+from pellucid.core.wording import named
 
 FRAMES = {"vp": "alpha² + sigma² = 1", "ve": "alpha = 1", "flow": "alpha + sigma = 1"}
 COLUMNS = ("#", "time", "alpha", "sigma", "λ")
@@ -39,12 +40,6 @@ def facts(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "law", f"deviation {short(plan.deviation, 3)}, {law}"
     if "says" in plan.evidence:
         yield "evidence", str(plan.evidence["says"])
-
-
-def named(made: dict[str, object]) -> str:
-    """`karras, steps 20`: the name, then the options; long lists by their length."""
-    rest = [f"{k} {v if not isinstance(v, (list, tuple)) else f'({len(v)} values)'}" for k, v in made.items()]
-    return ", ".join([str(made.get("name", "?")), *(r for r in rest if not r.startswith("name "))])
 
 
 def level(at: Level) -> str:

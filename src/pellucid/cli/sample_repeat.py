@@ -15,7 +15,6 @@ from pellucid.cli.sample_words import Adapter, Asked
 from pellucid.core.errors import PellucidError
 from pellucid.core.grid import Grid
 from pellucid.core.plan import Plan
-from pellucid.core.samplers import resolve
 from pellucid.interop import hub, source
 from pellucid.models.guidance import Guidance
 from pellucid.pipeline import images as pictures
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from pellucid.pipeline.pipeline import Pipeline
     from pellucid.pipeline.request import Request
 
-HOW = ("sampler", "grid", "steps", "dialect", "options")
-EITHER = (("strength", "denoising_start"),)  # both say where to start
 SHOWN = 60  # characters of a value
 
 
@@ -71,7 +68,7 @@ def completed(origin: Source, asked: Asked) -> tuple[Asked, list[str]]:
     if origin.exact is None and "guidance" in base:
         base["guidance"] = sample_words.guidance(base["guidance"], asked.unguarded)
     seed, prompt, label = (base.pop(name, None) for name in ("seed", "prompt", "label"))
-    fields = over(base, asked.fields)
+    fields = repeat.over(base, asked.fields)
     changed = differences({k: v for k, v in base.items() if k in asked.fields}, asked.fields)
     for name, old, new in (
         ("prompt", prompt, asked.prompts),
@@ -108,26 +105,6 @@ def own_policy(recipe: Recipe) -> dict[str, Any]:
         return Policy(**recipe.policy).to_dict()
     except TypeError as error:
         raise PellucidError(f"policy of the recipe must be one that is known; got {error}.", "recipe-value") from None
-
-
-def over(base: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields said now over those of a recipe, which give way where both cannot be."""
-    kept = dict(base)
-    if "plan" in said:
-        kept = {name: value for name, value in kept.items() if name not in HOW}
-    if "sampler" in said:
-        kept.pop("plan", None)
-        entry, grid = resolve(said["sampler"])
-        if entry.name != kept.get("sampler"):
-            kept.pop("options", None)
-        if grid is not None:  # as in "DPM++ 2M Karras"
-            kept.pop("grid", None)
-    for first, second in EITHER:
-        for name, other in ((first, second), (second, first)):
-            if name in said:
-                kept.pop(other, None)
-    options = {**kept.get("options", {}), **said.get("options", {})}
-    return {**kept, **said, **({"options": options} if options else {})}
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -176,7 +153,7 @@ def local_model(origin: Source) -> str:
                 return str(place)
         if source.in_bundle(name) is not None or (hub.is_id(name) and hub.cached(name) is not None):
             return name
-    told = f"the picture names {name!r}, which is not here" if name else "the picture names none"
+    told = f"the recipe names {name!r}, which is not here" if name else "the recipe names none"
     raise PellucidError(f"MODEL must be given: {told}.", "missing")
 
 

@@ -17,6 +17,7 @@ from pellucid.cli.sample_words import Adapter, Asked
 from pellucid.cli.sample_work import Job, Work, request_of
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.noise import seed_list
+from pellucid.models.guidance import guarded
 from pellucid.pipeline import prompt as texts
 from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
 from pellucid.pipeline.load import load
@@ -70,7 +71,8 @@ def work_on(params: dict[str, Any], report: Report, bar: Bar) -> None:
         traces.expect(math.ceil(len(jobs) / asked.batch) if cells is None else len(cells.requests))
     pipe = timed_load(asked, report)
     work = Work(asked, goal, report, bar, pipe, origin, named, weak_of(asked), traces)
-    if asked.unguarded:
+    scales = [fields.get("guidance")] if cells is None else [request.guidance for request in cells.requests]
+    if asked.unguarded and any(one is not None and guarded(one).notes for one in scales):  # it would have been capped
         report.note(sample_words.UNGUARDED)
     if cells is None:
         images(work, jobs, fields)

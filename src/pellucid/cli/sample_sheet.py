@@ -3,54 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from pellucid.cli import sample_output, sample_repeat, sample_words
+from pellucid.cli import sample_output
 from pellucid.cli.sample_work import Job, Work, request_of
-from pellucid.core.errors import PellucidError
-from pellucid.core.samplers import resolve
-from pellucid.pipeline.recipe import Recipe, write_png
+from pellucid.pipeline.recipe import write_png
 from pellucid.pipeline.request import Request
-from pellucid.pipeline.sheet import Axis, cells, draw_sheet, parse_axes
-
-# What a cell may change, and as what it is read.
-AXES: dict[str, type] = {
-    "steps": int,
-    "guidance": float,
-    "sampler": str,
-    "grid": str,
-    "dialect": str,
-    "seed": int,
-    "strength": float,
-    "clip_skip": int,
-    "prompt": str,
-    "negative": str,
-    "label": str,
-    "size": str,
-    "noise": str,
-    "lora": float,
-    "control": float,
-    "image_prompt": float,
-    "denoising_start": float,
-    "denoising_end": float,
-}
-SCALES = {"lora": "loras", "control": "controls", "image_prompt": "image_prompts"}
-
-
-def axes_of(text: str, sampler: str | None) -> tuple[Axis, ...]:
-    """The axes of a sheet: options of the command, and numeric options of the sampler. Guidance may be words too."""
-    own = {} if sampler is None else resolve(sampler)[0].options()
-    numeric = {name: type(value) for name, value in own.items() if type(value) in (int, float)}
-    try:
-        return parse_axes(text, {**numeric, **AXES})
-    except PellucidError as error:
-        if error.code != "grid-value" or "guidance" not in text:
-            raise
-        return parse_axes(text, {**numeric, **AXES, "guidance": str})
+from pellucid.pipeline.sheet import Axis, cells, draw_sheet
+from pellucid.pipeline.sheet_cells import axes_of, cell_fields, footer
 
 
 @dataclass(frozen=True)
@@ -105,45 +68,6 @@ def free_sheet(folder: Path) -> Path:
 
 def cell_request(job: Job, fields: dict[str, Any], settings: dict[str, Any], unguarded: bool) -> Request:
     """The request of one cell: that of the sheet, with the cell's own settings."""
-    changes: dict[str, Any] = {}
-    for name, value in settings.items():
-        if name in ("prompt", "seed", "label"):
-            job = replace(job, **{name: sample_words.label(value) if name == "label" else value})
-        elif name == "guidance":
-            changes["guidance"] = sample_words.guidance(value, unguarded)
-        elif name == "size":
-            changes["width"], changes["height"] = sample_words.size("size", value)
-        elif name in SCALES:
-            changes[SCALES[name]] = rescaled(fields, name, value)
-        elif name in AXES:
-            changes["negative_prompt" if name == "negative" else name] = value
-        else:
-            changes["options"] = {**changes.get("options", {}), name: value}
-    return request_of([job], sample_repeat.over(fields, changes))
-
-
-def rescaled(fields: dict[str, Any], name: str, scale: float) -> list[Any]:
-    """The adapters of the run at another scale."""
-    held = fields.get(SCALES[name])
-    if not held:
-        flag = f"--{name.replace('_', '-')}"
-        raise PellucidError(f"axis {name} must come with {flag}, whose scale it is; got none.", "grid-axis")
-    return [replace(one, scale=scale) for one in held]
-
-
-def footer(recipes: Sequence[Recipe]) -> str:
-    """What all cells share, in a line."""
-    lines = [
-        (
-            Path(recipe.model).name,
-            f"seed {recipe.seed}",
-            f"{recipe.size[0]}×{recipe.size[1]}" if recipe.size else "",
-            str(recipe.sampler),
-            str(recipe.grid.get("name", "")),
-            f"{recipe.steps} steps",
-            f"guidance {sample_repeat.shown(recipe.guidance)}",
-        )
-        for recipe in recipes
-    ]
-    shared = [texts[0] for texts in zip(*lines, strict=True) if len(set(texts)) == 1]
-    return " · ".join(text for text in shared if text)
+    held = cell_fields(fields, settings, unguarded)
+    own = {name: held.pop(name) for name in ("prompt", "label", "seed") if name in settings}
+    return request_of([replace(job, **own)], held)

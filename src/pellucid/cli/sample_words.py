@@ -13,8 +13,9 @@ from pellucid.cli import plan_words
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.noise import check_seed
 from pellucid.core.samplers import resolve
-from pellucid.models.guidance import GUARDED_SCALE, Guidance, guarded
+from pellucid.models.guidance import GUARDED_SCALE
 from pellucid.pipeline import images as pictures
+from pellucid.pipeline.request_words import guidance, label, size
 
 MAX_IMAGES = 10_000
 MAX_PROMPTS_BYTES = 4 * 2**20
@@ -121,11 +122,6 @@ def fields_of(given: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def guidance(text: Any, unguarded: bool) -> Guidance:
-    """The guidance that was asked for, within what a product surface allows unless that was lifted."""
-    return Guidance.parse(text) if unguarded else guarded(text)
-
-
 # --- numbers ---------------------------------------------------------------------------------------------------
 
 
@@ -143,13 +139,6 @@ def seeds(text: str) -> int | list[int]:
     return found if "," in text or ".." in text else found[0]
 
 
-def size(name: str, text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"\s*(\d{1,5})(?:\s*[x×]\s*(\d{1,5}))?\s*", text)
-    if match is None or not int(match[1]) or match[2] == "0":
-        raise PellucidError(rule(name, "WIDTHxHEIGHT in pixels, as 768x512", text[:80]), "size")
-    return int(match[1]), int(match[2] or match[1])
-
-
 def numbers(name: str, text: str, form: str) -> tuple[str, str]:
     match = re.fullmatch(rf"\s*({form})\s*,\s*({form})\s*", text)
     if match is None:
@@ -163,10 +152,6 @@ def number(text: str) -> float | None:
         return float(text)
     except ValueError:
         return None
-
-
-def label(text: str) -> int | str:
-    return int(text) if re.fullmatch(r"\d{1,9}", text) else text
 
 
 # --- text ------------------------------------------------------------------------------------------------------

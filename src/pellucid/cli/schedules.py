@@ -35,7 +35,9 @@ def command(
         plot = draw.destination(plot)
     found = chosen(names or [], zero_snr)
     if plot is not None:
-        draw.schedules(found, plot)
+        from pellucid.evidence.drawing import schedules as drawing
+
+        drawing.schedules(found, plot)
     if as_json:
         output.print_json({name: curve.table() for name, curve in found.items()}, indent=None)
     else:

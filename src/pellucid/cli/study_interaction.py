@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pellucid.cli import output
-from pellucid.cli.options import Device
+from pellucid.cli.options import Device, whole_numbers
 from pellucid.core.errors import PellucidError, rule
 
 if TYPE_CHECKING:
@@ -108,12 +108,7 @@ def read(config: Path | None, given: dict[str, Any]) -> InteractionStudy:
     for name in ("models", "names", "samplers"):
         if name in known:
             known[name] = tuple(word.strip() for word in known[name].split(",") if word.strip())
-    try:
-        known["steps"] = tuple(int(word) for word in known["steps"].split(","))
-    except ValueError:
-        raise PellucidError(
-            rule("--steps", "whole numbers with commas between them", known["steps"]), "steps"
-        ) from None
+    known["steps"] = whole_numbers("--steps", known["steps"])
     return InteractionStudy(**known)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pellucid.cli import output
-from pellucid.cli.options import Device
+from pellucid.cli.options import Device, whole_numbers
 from pellucid.core.errors import PellucidError, rule
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def command(
         typer.Option(metavar="MEASURE", help="What decides: distance, latent, kid, image_text, right; distance."),
     ] = None,
     converged: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The sampler of the yardstick; dpmpp_3m:karras.")
+        str | None, typer.Option(metavar="NAME", help="The sampler of the yardstick; dpmpp_3m:exponential.")
     ] = None,
     converged_steps: Annotated[int | None, typer.Option(metavar="N", min=2, help="Its steps; 200.")] = None,
     path_steps: Annotated[
@@ -80,6 +80,7 @@ def command(
     """
     from pellucid.cli import sample_words
     from pellucid.evidence.study import samplers_run
+    from pellucid.evidence.study.prompts import read_prompts
 
     given: dict[str, Any] = {"size": None if size is None else sample_words.size("--size", size)}
     given |= {"seeds": seeds, "seed": seed, "guidance": guidance, "batch": batch, "by": by, "converged": converged}
@@ -87,8 +88,8 @@ def command(
     config = samplers_run.SamplerStudy(
         model=model,
         samplers=tuple(word.strip() for word in samplers.split(",") if word.strip()),
-        steps=numbers(steps),
-        prompts=samplers_run.read_prompts(prompts),
+        steps=whole_numbers("--steps", steps),
+        prompts=read_prompts(prompts),
         **{name: value for name, value in given.items() if value is not None},
     )
     judges = {"inception": inception, "clip": clip, "reference": reference}
@@ -104,13 +105,6 @@ def command(
         output.print_json(samplers_report.plain(found))
     else:
         show(found, out)
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise PellucidError(rule("--steps", "whole numbers with commas between them", text), "steps") from None
 
 
 def one_share(
@@ -157,7 +151,8 @@ def show(found: Figures, out: Path) -> None:
         shown.add_row(*row, *figures, place, style="bold" if i == knee else None)
     screen = output.console()
     screen.print(shown)
-    for words in (told(found.verdict.ranking, found.main), found.verdict.sentence, found.verdict.words):
+    said = (told(found.verdict.ranking, found.main), found.verdict.sentence, found.verdict.words)
+    for words in (*said, *found.doubts()):
         if words:
             screen.print(words, soft_wrap=True, markup=False)
     print(f"→ {out}: report.html, charts/, table.md, results.json")

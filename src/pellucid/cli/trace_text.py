@@ -14,7 +14,9 @@ from rich.table import Table
 
 from pellucid.cli import output
 from pellucid.cli.output import short
-from pellucid.evidence.trace.diff import Comparison, Divergence
+from pellucid.core.wording import counted
+from pellucid.evidence.trace import diff_words
+from pellucid.evidence.trace.diff import Comparison
 from pellucid.evidence.trace.header import Header
 from pellucid.evidence.trace.reading import Step, Trace
 from pellucid.evidence.trace.replay import Replay
@@ -56,7 +58,8 @@ def about(trace: Trace) -> list[str]:
         first = header.recipes[0]
         guidance = Guidance.from_dict(first["guidance"]).text() if first.get("guidance") else "none"
         lines.append(f"{first['model']} · {first['prompt']!r} · guidance {guidance}")
-    where = f"{header.machine.get('device')} ({header.machine.get('name')}), {header.machine.get('threads')} threads"
+    where = f"{header.machine.get('device')} ({header.machine.get('name')})"
+    where += f", {counted(header.machine.get('threads', 1), 'thread')}"
     lines.append(f"{where} · " + ", ".join(f"{name} {value}" for name, value in header.versions.items()))
     took = [f"{stage.name} {stage.seconds:.2f} s" for stage in header.stages]
     if took or header.seconds is not None:
@@ -70,10 +73,6 @@ def state_of(trace: Trace) -> str:
         return counted(header.steps, "step")
     why = header.ended or ("killed, or still running" if header.state == "recording" else "cut")
     return f"{len(trace.steps)} of {header.steps} steps, {why}"
-
-
-def counted(count: int, word: str) -> str:
-    return f"{count} {word}" + ("" if count == 1 else "s")
 
 
 def noise_of(header: Header) -> str:
@@ -180,10 +179,7 @@ def step_dict(step: Step) -> dict[str, Any]:
 
 def show_comparison(found: Comparison, files: tuple[Path, Path], steps: int) -> None:
     say(f"A {files[0]}\nB {files[1]}")
-    if found.first is None:
-        say(f"the same in all of {counted(found.steps, 'step')}", style="bold")
-    else:
-        tell_first(found, found.first)
+    tell_first(found)
     rest = [told for told in found.told if told not in found.why]
     if rest:
         say("The headers also differ in" if found.why else "The headers differ in", style="bold")
@@ -196,21 +192,10 @@ def show_comparison(found: Comparison, files: tuple[Path, Path], steps: int) -> 
         say(f"note: {note}")
 
 
-def tell_first(found: Comparison, first: Divergence) -> None:
-    others = len(found.images) - 1
-    more = f" (and {counted(others, 'image')} more)" if others > 0 else ""
-    say(f"they diverge at step {first.step}, image {first.image}{more}, by {first.cause}", style="bold")
-    say(f"  {first.detail}")
-    if first.distance is not None:
-        least = "at least " if first.least else ""
-        named = {"x_next": "the next x", "cond": "the prediction with the prompt"}.get(first.what, first.what)
-        say(f"  {named} differs by {least}{short(first.distance, 3)} of its norm")
-    elif first.what in ("x", "cond", "uncond", "x0", "x_next"):
-        say("  by how much is not in these traces: record with tensors to know")
-    for told in found.why:
-        say(f"  {told.text()}")
-    if not found.why and first.cause in ("noise", "model", "guidance"):
-        say(f"  the headers say nothing that differs in {first.cause}")
+def tell_first(found: Comparison) -> None:
+    say(diff_words.headline(found), style="bold")
+    for line in diff_words.details(found):
+        say(f"  {line}")
 
 
 def growth(found: Comparison) -> Table:
@@ -249,6 +234,4 @@ def show_replay(trace: Trace, found: Replay) -> None:
         steps, images = counted(found.comparison.steps, "step"), counted(trace.header.images, "image")
         say(f"the same, bit by bit, in {steps} of {images}", style="bold")
         return
-    first = found.comparison.first
-    assert first is not None
-    tell_first(found.comparison, first)
+    tell_first(found.comparison)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pellucid.cli import output
-from pellucid.cli.options import Device
+from pellucid.cli.options import Device, whole_numbers
 from pellucid.core.errors import PellucidError, rule
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ EXAMPLES = (
     "pellucid sample scenes-128 'a red star' --plan plan.json --guidance 4",
 )
 EPILOG = "\n\n".join(("More:", *EXAMPLES))
+UNRESOLVED = 3.0  # errors below so many times the teacher's own say little
 
 
 def command(
@@ -90,7 +91,7 @@ def command(
             raise PellucidError(f"{option} must be given with {needed}; got it alone.", "usage")
     given: dict[str, Any] = {
         "steps": steps, "pairs": pairs, "held_out": held_out, "teacher": teacher, "prompts": prompts, "seed": seed,
-        "sweep": None if sweep is None else numbers("--sweep", sweep),
+        "sweep": None if sweep is None else whole_numbers("--sweep", sweep),
     }  # fmt: skip
     how = {"what": what, "iterations": iterations, "batch": batch, "at_once": at_once, "seed": seed}
     asked = read(given, how, start or [])
@@ -103,13 +104,6 @@ def command(
         output.print_json({"plan": str(out), **tuned.evidence})
     else:
         show(tuned, out)
-
-
-def numbers(option: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise PellucidError(rule(option, "whole numbers with commas", text), "usage") from None
 
 
 def read(given: dict[str, Any], how: dict[str, Any], starts: list[str]) -> Tuning:
@@ -171,6 +165,8 @@ def show(tuned: Tuned, out: Path) -> None:
     doubt = told["teacher"]["doubt"]
     words = f"{held['tuned']['pairs']} held-out pairs against {told['teacher']['steps']} steps of the teacher"
     print(f"{words}, itself off by at most {doubt:.2g}; law kept to {tuned.plan.deviation:.1g} → {out}")
+    if UNRESOLVED * doubt > held[told["kept"].replace(" ", "_")]["mean"]:
+        print("Doubtful: errors are not much larger than what the teacher itself is off by. Give more --teacher.")
 
 
 def figures(row: dict[str, Any]) -> tuple[str, str, str, str]:

@@ -10,6 +10,7 @@ from pellucid.core import grid as grids
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.grid import Grid
 from pellucid.core.plan import Plan
+from pellucid.core.samplers import resolve
 from pellucid.pipeline import fingerprint
 from pellucid.pipeline.parameters import Foreign
 from pellucid.pipeline.recipe import Recipe
@@ -20,6 +21,7 @@ HOW = ("sampler", "grid", "steps", "dialect", "options")
 TOLD = ("label", "original_size", "target_size", "crop", "aesthetic")
 TENSORS = ("latents", "prompt_embeds", "negative_prompt_embeds")
 NOISES = ("philox", "torch")
+EITHER = (("strength", "denoising_start"),)  # both say where to start
 
 
 @dataclass(frozen=True)
@@ -108,3 +110,23 @@ def other_parts(recipe: Recipe, components: Any) -> tuple[str, ...]:
     if recipe.model_hash is None:
         return ()
     return fingerprint.differing(recipe.model_hash, fingerprint.of_model(components))
+
+
+def over(base: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields said now over those of a recipe, which give way where both cannot be."""
+    kept = dict(base)
+    if "plan" in said:
+        kept = {name: value for name, value in kept.items() if name not in HOW}
+    if "sampler" in said:
+        kept.pop("plan", None)
+        entry, grid = resolve(said["sampler"])
+        if entry.name != kept.get("sampler"):
+            kept.pop("options", None)
+        if grid is not None:  # as in "DPM++ 2M Karras"
+            kept.pop("grid", None)
+    for first, second in EITHER:
+        for name, other in ((first, second), (second, first)):
+            if name in said:
+                kept.pop(other, None)
+    options = {**kept.get("options", {}), **said.get("options", {})}
+    return {**kept, **said, **({"options": options} if options else {})}

@@ -158,7 +158,7 @@ def lay(
     for setup in setups:
         for count in steps:
             cell = one(setup, count, schedule, target)
-            best = one(*yardstick.of(cell), schedule, target, CONVERGED)
+            best = converged_of(cell, yardstick, schedule, target)
             if setup.file is not None and cell.stochastic:
                 raise PellucidError(
                     rule("plan", "deterministic: a stochastic one has no converged run", setup.file), "plan-noise"
@@ -167,10 +167,19 @@ def lay(
             cells.append(replace(cell, against=best.key))
             if setup.file is not None:
                 break  # a plan has its own steps
-    main = one(yardstick.setup, yardstick.steps, schedule, target, CONVERGED)
+    main = converged_of(None, yardstick, schedule, target)
     if main.stochastic:
         raise PellucidError(rule("converged", "a deterministic sampler", yardstick.setup.text), "converged")
     return cells, [main, *(cell for key, cell in converged.items() if key != main.key)]
+
+
+def converged_of(cell: Cell | None, yardstick: Yardstick, schedule: Schedule, target: str) -> Cell:
+    """The converged run of a cell; None: of the deterministic ones."""
+    setup, steps = yardstick.of(cell)
+    try:
+        return one(setup, steps, schedule, target, CONVERGED)
+    except PellucidError as error:  # nobody asked for this grid: say whose it is
+        raise PellucidError(f"--converged {setup.text}: {error}", error.code) from None
 
 
 def one(setup: Setup, steps: int, schedule: Schedule, target: str, mark: str = "") -> Cell:

@@ -73,7 +73,7 @@ def log_y(axes: Axes) -> None:
         steps = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
     axes.yaxis.set_major_locator(LogLocator(subs=steps, numticks=12))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0f}" if 1e3 <= v < 1e7 else f"{v:.3g}"))
     axes.set_ylim(low, high)
 
 

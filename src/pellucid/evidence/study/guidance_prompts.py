@@ -9,8 +9,7 @@ import torch
 
 from pellucid import scenes
 from pellucid.core.errors import PellucidError, rule
-from pellucid.evidence.study.samplers_run import read_prompts
-from pellucid.evidence.study.samplers_scores import queries
+from pellucid.evidence.study.prompts import lines_of, queries
 from pellucid.scenes.query import Query
 from pellucid.scenes.sampling import OBJECTS
 from pellucid.scenes.scene import Scenes
@@ -44,11 +43,10 @@ def asked(where: str, seed: int) -> Asked:
         if colon and not (count.isdecimal() and 1 <= int(count) <= MOST):
             raise PellucidError(rule("prompts", f"scenes:N, N from 1 to {MOST:,}", where), "prompts")
         return of_scenes(int(count) if colon else COUNT, seed)
-    texts = read_prompts(where)
+    texts = lines_of(Path(where), "scenes:N")
     if len(texts) > MOST:
         raise PellucidError(rule(f"prompts in {where}", f"at most {MOST:,}", len(texts)), "prompts")
-    known = queries(texts)
-    return Asked(texts, None if known is None else tuple(known))
+    return Asked(texts, queries(texts))
 
 
 def of_scenes(count: int, seed: int) -> Asked:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pellucid.core.errors import PellucidError
 from pellucid.evidence.study import charts
-from pellucid.evidence.study.guidance import Study
+from pellucid.evidence.study.guidance import GuidanceStudy, Study
 from pellucid.evidence.study.guidance_figures import KINDS, Results, results
 from pellucid.evidence.study.guidance_range import RangeChart, told
 from pellucid.evidence.study.guidance_useful import CLIPPED, Line, Recommendation, lines, recommended
@@ -78,10 +78,9 @@ def write(study: Study) -> Report:
 def headline(report: Report) -> str:
     study = report.found.study
     config, asked = study.config, study.asked
-    model = Path(config.model).name if "/" in config.model else config.model
     whole = len(report.found.cells)
     words = (
-        f"{model} · {len(asked)} prompts × {config.seeds} seeds · {whole} guidances · {config.sampler}, "
+        f"{config.model} · {len(asked)} prompts × {config.seeds} seeds · {whole} guidances · {config.sampler}, "
         f"{config.steps} steps"
     )
     left = len(study.guidances) - whole
@@ -226,10 +225,16 @@ def short_title(text: str, most: int = 110) -> str:
 def page(report: Report, span: RangeChart, drawn: list[Chart]) -> Page:
     made = Page("Guidance", headline(report)).add(Text(report.advice.words, "Recommendation"))
     if report.advice.guidance is not None:
-        model = report.found.study.config.model
-        made.add(Code(f'pellucid sample {model} "…" --guidance "{report.advice.guidance}"'))
+        made.add(Code(command(report.found.study.config, report.advice.guidance)))
     made.add(span, range_table(report), Text("", "Charts"), *drawn, pictures(report), cell_table(report))
     return made.add(Code(report.found.study.text, "Config"))
+
+
+def command(config: GuidanceStudy, guidance: str) -> str:
+    """What to paste into a shell: a study takes guidances as they are, `pellucid sample` guards them unless told."""
+    model = config.model if config.part == "unet" else f"{config.model}/{config.part}"
+    how = f"--sampler {config.sampler} --steps {config.steps}"
+    return f'pellucid sample {model} "…" {how} --guidance "{guidance}" --unguarded'
 
 
 def pictures(report: Report) -> Pictures:

@@ -15,13 +15,14 @@ from typing import Any
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.study.cells import Cell
+from pellucid.evidence.study.prompts import read_prompts
 from pellucid.evidence.study.records import CONFIG
 from pellucid.evidence.study.samplers import SamplerStudy
 from pellucid.evidence.study.samplers import Study as OneModel
 from pellucid.evidence.study.samplers_figures import Figures, Judges
 from pellucid.evidence.study.samplers_files import ELSEWHERE
 from pellucid.evidence.study.samplers_results import MEASURES, Column
-from pellucid.evidence.study.samplers_run import Bar, no_bar, read_prompts
+from pellucid.evidence.study.samplers_run import Bar, no_bar
 from pellucid.evidence.study.samplers_subject import Subject
 from pellucid.interop import source
 from pellucid.interop.whole import is_part, put

@@ -142,7 +142,8 @@ def short(value: float, digits: int = 4) -> str:
     """A number for an axis, the pointer or a table, with so many significant digits."""
     if value and not 1e-4 <= abs(value) < 1e7:
         return f"{value:.{min(digits, 3) - 1}e}".replace("e-0", "e-").replace("e+0", "e").replace("-", "−")
-    return f"{value:.{digits}g}".replace("-", "−")
+    text = f"{value:.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
+    return text.replace("-", "−")
 
 
 # SVG
@@ -161,7 +162,7 @@ def figure(chart: Chart) -> str:
     note = f"<figcaption>{html.escape(chart.note)}</figcaption>" if chart.note else ""
     title = html.escape(chart.title)
     svg = (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="group" aria-label="{html.escape(title, quote=True)}">'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="group" aria-label="{html.escape(chart.title, quote=True)}">'
         + "".join(parts)
         + "</svg>"
     )
@@ -303,4 +304,5 @@ def paint_mark(axes: Any, one: Mark) -> None:
         axes.annotate(one.name, (one.x, 0.97), xycoords=("data", "axes fraction"), va="top", **look)
     else:
         axes.axhline(one.y, color=charts.INK, linestyle=":", linewidth=1.2)
-        axes.annotate(one.name, (0.01, one.y), xycoords=("axes fraction", "data"), va="bottom", **look)
+        under = {**look, "zorder": 1.9}  # of the points, which its halo would hide
+        axes.annotate(one.name, (0.01, one.y), xycoords=("axes fraction", "data"), va="bottom", **under)

@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1c2530; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.6rem; overflow-wrap: anywhere; } p { overflow-wrap: anywhere; }
-h2 { font-size: 1.15rem; margin-top: 2.2rem; } h3 { font-size: 1rem; margin: .2rem 0; }
-table { border-collapse: collapse; display: block; overflow-x: auto; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #e3e8ee; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
-.note, figcaption { color: #51606f; font-size: .88rem; }
-pre { background: #f5f7f9; padding: 1rem; overflow-x: auto; font-size: .85rem; }
-figure { margin: 1rem 0; } img { max-width: 100%; height: auto; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 0 1.5rem; }
+CHART_STYLE = """
 .chart { position: relative; min-width: 0; } .chart svg { width: 100%; height: auto; overflow: visible; }
 .chart text { font: 12px system-ui, sans-serif; fill: #51606f; }
 .chart .name { fill: #1c2530; paint-order: stroke; stroke: #fff; stroke-width: 3px; }
@@ -26,6 +16,20 @@ figure { margin: 1rem 0; } img { max-width: 100%; height: auto; }
 .tip { position: absolute; pointer-events: none; background: #1c2530; color: #fff; font-size: .8rem; z-index: 3;
   padding: .35rem .55rem; border-radius: 4px; white-space: pre-wrap; max-width: 95%; line-height: 1.35;
   visibility: hidden; }
+"""
+STYLE = (
+    CHART_STYLE
+    + """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1c2530; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.6rem; overflow-wrap: anywhere; } p { overflow-wrap: anywhere; }
+h2 { font-size: 1.15rem; margin-top: 2.2rem; } h3 { font-size: 1rem; margin: .2rem 0; }
+table { border-collapse: collapse; display: block; overflow-x: auto; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #e3e8ee; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+.note, figcaption { color: #51606f; font-size: .88rem; }
+pre { background: #f5f7f9; padding: 1rem; overflow-x: auto; font-size: .85rem; }
+figure { margin: 1rem 0; } img { max-width: 100%; height: auto; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 0 1.5rem; }
 .cells { display: flex; flex-wrap: wrap; gap: .35rem; margin: .5rem 0; }
 .cells button { font: inherit; font-size: .82rem; padding: .1rem .5rem; border: 1px solid #c9d1da; border-radius: 3px;
   background: #fff; cursor: pointer; }
@@ -34,33 +38,11 @@ figure { margin: 1rem 0; } img { max-width: 100%; height: auto; }
 .shown figure { flex: 1 1 min(420px, 100%); margin: 0; } .scripted .shown figure[hidden] { display: none; }
 .shown img { image-rendering: auto; width: 100%; }
 """
+)
 
-# One pointer handler a chart; a click, or Enter, on a point shows the pictures of its cell beside those shown before.
-SCRIPT = """
-document.documentElement.classList.add("scripted");
-const shownAtOnce = 2;
-function show(key, scroll) {
-  for (const block of document.querySelectorAll(".pictures")) {
-    const figure = [...block.querySelectorAll("figure")].find(f => f.dataset.cell === key);
-    if (!figure) continue;
-    const kept = (block.dataset.kept || "").split("\\n").filter(k => k && k !== key);
-    kept.push(key);
-    while (kept.length > shownAtOnce) kept.shift();
-    block.dataset.kept = kept.join("\\n");
-    for (const f of block.querySelectorAll("figure")) {
-      f.hidden = !kept.includes(f.dataset.cell);
-      f.style.order = kept.indexOf(f.dataset.cell);
-    }
-    for (const b of block.querySelectorAll("button")) b.setAttribute("aria-pressed", kept.includes(b.dataset.cell));
-    if (scroll) block.scrollIntoView({behavior: "smooth", block: "start"});
-  }
-}
-for (const block of document.querySelectorAll(".pictures")) {
-  block.querySelectorAll("figure").forEach(f => { f.hidden = true; });
-  block.querySelectorAll("button").forEach(b => b.addEventListener("click", () => show(b.dataset.cell, false)));
-  block.dataset.first.split("\\n").filter(Boolean).forEach(key => show(key, false));
-}
-for (const chart of document.querySelectorAll(".chart")) {
+# Makes one chart answer; a click, or Enter, on a point shows the pictures of its cell, where the page has them.
+CHART_SCRIPT = """
+function enliven(chart) {
   const svg = chart.querySelector("svg"), tip = chart.querySelector(".tip");
   const points = [...svg.querySelectorAll("circle[data-tip]")];
   let near = null;
@@ -89,11 +71,11 @@ for (const chart of document.querySelectorAll(".chart")) {
     point(best);
   });
   svg.addEventListener("pointerleave", () => point(null));
-  svg.addEventListener("click", () => { if (near && near.dataset.cell) show(near.dataset.cell, true); });
+  svg.addEventListener("click", () => { if (near && near.dataset.cell && window.show) show(near.dataset.cell, true); });
   for (const p of points) {
     p.addEventListener("focus", () => point(p));
     p.addEventListener("keydown", event => {
-      if (event.key === "Enter" && p.dataset.cell) show(p.dataset.cell, true);
+      if (event.key === "Enter" && p.dataset.cell && window.show) show(p.dataset.cell, true);
     });
   }
   chart.querySelectorAll(".legend button").forEach(button => button.addEventListener("click", () => {
@@ -104,3 +86,31 @@ for (const chart of document.querySelectorAll(".chart")) {
   }));
 }
 """
+
+# Pictures by cell: what is asked for comes beside what was shown before.
+SCRIPT = """
+document.documentElement.classList.add("scripted");
+const shownAtOnce = 2;
+function show(key, scroll) {
+  for (const block of document.querySelectorAll(".pictures")) {
+    const figure = [...block.querySelectorAll("figure")].find(f => f.dataset.cell === key);
+    if (!figure) continue;
+    const kept = (block.dataset.kept || "").split("\\n").filter(k => k && k !== key);
+    kept.push(key);
+    while (kept.length > shownAtOnce) kept.shift();
+    block.dataset.kept = kept.join("\\n");
+    for (const f of block.querySelectorAll("figure")) {
+      f.hidden = !kept.includes(f.dataset.cell);
+      f.style.order = kept.indexOf(f.dataset.cell);
+    }
+    for (const b of block.querySelectorAll("button")) b.setAttribute("aria-pressed", kept.includes(b.dataset.cell));
+    if (scroll) block.scrollIntoView({behavior: "smooth", block: "start"});
+  }
+}
+for (const block of document.querySelectorAll(".pictures")) {
+  block.querySelectorAll("figure").forEach(f => { f.hidden = true; });
+  block.querySelectorAll("button").forEach(b => b.addEventListener("click", () => show(b.dataset.cell, false)));
+  block.dataset.first.split("\\n").filter(Boolean).forEach(key => show(key, false));
+}
+"""
+SCRIPT += CHART_SCRIPT + 'document.querySelectorAll(".chart").forEach(enliven);\n'

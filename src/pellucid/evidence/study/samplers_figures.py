@@ -16,7 +16,9 @@ from pellucid.evidence.metrics.inception import Inception
 from pellucid.evidence.metrics.measured import measure_cached
 from pellucid.evidence.metrics.pictures import open_pictures
 from pellucid.evidence.study.cells import Cell
+from pellucid.evidence.study.front import Array
 from pellucid.evidence.study.page_chart import short
+from pellucid.evidence.study.prompts import queries
 from pellucid.evidence.study.samplers import Study
 from pellucid.evidence.study.samplers_latency import Clock, Latency
 from pellucid.evidence.study.samplers_results import RESAMPLES, Column, Results
@@ -27,11 +29,11 @@ from pellucid.evidence.study.samplers_scores import (
     Scorer,
     find_clip,
     find_inception,
-    queries,
 )
-from pellucid.evidence.study.samplers_verdict import Verdict, verdict
+from pellucid.evidence.study.samplers_verdict import Verdict, names, verdict
 from pellucid.pipeline.pipeline import Pipeline
 
+SAME = 1e-3  # distances of all pictures that agree to this part are those of one sampler
 UNRESOLVED = 3.0  # a distance below so many times what the converged run still moves is not told apart from it
 
 
@@ -162,6 +164,7 @@ class Figures:
 
     def notes(self) -> list[str]:
         found = [self.about_intervals(), *self.about_converged(), *self.about_noise(), *self.about_kid()]
+        found += self.about_twins()
         found += [f"{name} is left out: {why}." for name, why in self.judges.reasons.items()]
         broken = [c.key for c, v in zip(self.cells, self.columns["distance"].values, strict=True) if not np.isfinite(v)]
         found += [f"{key} made pictures that are not finite; it is on no front." for key in broken]
@@ -180,11 +183,33 @@ class Figures:
         found = []
         for key, floor in self.results.floor("latent").items():
             words = f"{key}: its latents moved by {short(floor, 3)} RMSE when its steps were doubled to that many."
-            own = [self.columns["latent"].values[i] for i, cell in enumerate(self.cells) if cell.against == key]
-            near = sum(bool(value < UNRESOLVED * floor) for value in own)
+            own, near = self.unresolved(key, floor)
             if near:
-                words += f" {near} of {len(own)} distances to it are below {UNRESOLVED:g} times that: not resolved."
+                words += (
+                    f" {len(near)} of {len(own)} distances to it are below {UNRESOLVED:g} times that: not resolved."
+                )
             found.append(words)
+        return found
+
+    def unresolved(self, key: str, floor: float) -> tuple[list[int], list[int]]:
+        """The cells that are compared with a converged run, and those of them that are not told apart from it."""
+        own = [i for i, cell in enumerate(self.cells) if cell.against == key]
+        return own, [i for i in own if self.columns["latent"].values[i] < UNRESOLVED * floor]
+
+    def doubts(self) -> list[str]:
+        """Why the recommendation may be wrong: what it was measured with is not converged."""
+        if self.main.measure.name not in ("distance", "latent"):
+            return []
+        found = []
+        for cell in self.study.converged:
+            floor = self.results.floor("latent").get(cell.key, 0.0)
+            own, near = self.unresolved(cell.key, floor)
+            if 2 * len(near) > len(own):
+                steps = "--path-steps" if cell.stochastic else "--converged-steps"
+                found.append(
+                    f"Doubtful: {cell.setup.text} with {cell.steps} steps, which stands for the converged pictures, is "
+                    f"not converged: {len(near)} of {len(own)} distances to it are not resolved. Give more {steps}."
+                )
         return found
 
     def about_noise(self) -> list[str]:
@@ -195,6 +220,21 @@ class Figures:
             f"{', '.join(noisy)}: stochastic. Their distances are to their own converged picture on the same Brownian "
             "path, which is another picture than the deterministic samplers' one."
         ]
+
+    def about_twins(self) -> list[str]:
+        """Samplers that are one and the same under two names: in a chart one line hides the other."""
+        kept: list[tuple[list[str], Array]] = []
+        for text in names(self.cells):
+            own = [cell for cell in self.cells if cell.setup.text == text]
+            far = np.concatenate([self.results.per_picture(cell, "pictures", "latent") for cell in own])
+            same = (held for held, other in kept if len(other) == len(far) and np.allclose(far, other, SAME, 0.0))
+            twin = next(same, None)
+            if twin is None:
+                kept.append(([text], far))
+            else:
+                twin.append(text)
+        told = "make the same pictures, but for rounding: in charts one line hides the other."
+        return [f"{' and '.join(held)} {told}" for held, _ in kept if len(held) > 1]
 
     def about_kid(self) -> list[str]:
         if "kid" not in self.columns:

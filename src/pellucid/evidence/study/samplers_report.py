@@ -38,6 +38,7 @@ def write(found: Figures) -> Path:
         page.add(Code("\n".join(filter(None, (found.verdict.words, python(found.verdict.call))))))
     if said := told(found.verdict.ranking, found.main):
         page.add(Text(said))
+    page.add(*(Text(words) for words in found.doubts()))
     page.add(*drawn.values())
     page.add(*tables(found), pictures(found), *notes(found))
     page.add(Code(json.dumps(found.study.config.to_dict(found.study.subject.mark), indent=1), "Config"))
@@ -211,6 +212,7 @@ def markdown(found: Figures) -> str:
         parts.append(f"```\n{found.verdict.words}\n{python(found.verdict.call)}\n```\n")
     if said := told(found.verdict.ranking, found.main):
         parts.append(said + "\n")
+    parts += [words + "\n" for words in found.doubts()]
     parts += [table.markdown() for table in tables(found)]
     return "\n".join([*parts, *(f"- {note.words}" for note in notes(found))]) + "\n"
 
@@ -273,6 +275,7 @@ def plain(found: Figures) -> dict[str, Any]:
             name: {key: held(value) for key, value in found.results.floor(name).items()}
             for name in ("distance", "latent")
         },
+        "doubts": found.doubts(),
         "notes": found.notes(),
     }
 

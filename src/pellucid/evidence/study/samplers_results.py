@@ -39,6 +39,11 @@ class Measure:
     def loss(self, values: Array) -> Array:
         return values if self.less else -values
 
+    def amount(self, figure: str) -> str:
+        """'26.1 image-text score', '37.5 % of pictures that are all right'"""
+        what, percent, _ = self.title.partition(", %")
+        return f"{figure} % of {what}" if percent else f"{figure} {what}"
+
 
 MEASURES = {
     one.name: one
@@ -76,7 +81,6 @@ class Results:
         self.firsts = [
             first for first in study.config.firsts() if all(self.files.has(c.key, first, "pictures") for c in own)
         ]
-        self.left_out: dict[str, str] = {}
 
     @property
     def count(self) -> int:

@@ -14,49 +14,21 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from pellucid import scenes
 from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.study import charts, samplers_report, samplers_shards
-from pellucid.evidence.study.samplers import MOST_PICTURES, SamplerStudy, Study
+from pellucid.evidence.study.samplers import SamplerStudy, Study
 from pellucid.evidence.study.samplers_figures import Figures, Judges
 from pellucid.evidence.study.samplers_latency import Clock
 from pellucid.evidence.study.samplers_subject import Subject
 
-__all__ = ["Figures", "SamplerStudy", "open_study", "read_prompts", "study"]
+__all__ = ["Figures", "SamplerStudy", "open_study", "study"]
 
-MAX_PROMPTS_BYTES = 64 * 2**20
-SCENES = "scenes:"
 # (what, how much) → a context that gives a function to call with each part that is done
 Bar = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
 
 
 def no_bar(what: str, total: int) -> AbstractContextManager[Callable[[int], object]]:
     return nullcontext(lambda count: None)
-
-
-def read_prompts(where: str | Path | None) -> tuple[str, ...]:
-    """The lines of a text file that are not empty; `scenes:200`: so many prompts of scenes that training never saw."""
-    if where is None:
-        return ()
-    text = str(where)
-    if text.startswith(SCENES) and not Path(text).exists():
-        count = text.removeprefix(SCENES)
-        if not count.isdecimal() or not 1 <= int(count) <= MOST_PICTURES:
-            raise PellucidError(rule("prompts", "scenes:N, N a whole number from 1 on", text), "prompts")
-        return tuple(caption for caption, _ in scenes.prompts(int(count)))
-    path = Path(where)
-    if not path.is_file():
-        raise PellucidError(rule("prompts", "a text file that exists, or scenes:N", text), "file")
-    if path.stat().st_size > MAX_PROMPTS_BYTES:
-        raise PellucidError(rule("prompts", f"at most {MAX_PROMPTS_BYTES} bytes", text), "file-size")
-    try:
-        lines = path.read_bytes().decode("utf-8-sig").splitlines()
-    except UnicodeDecodeError:
-        raise PellucidError(rule("prompts", "text in UTF-8", text), "prompts") from None
-    found = tuple(line.strip() for line in lines if line.strip())
-    if not found:
-        raise PellucidError(rule("prompts", "at least one line", text), "prompts")
-    return found
 
 
 def open_study(

@@ -24,7 +24,6 @@ from pellucid.evidence.study.cells import Cell
 from pellucid.evidence.study.samplers_files import Files
 from pellucid.evidence.study.samplers_subject import Made
 from pellucid.pipeline import fingerprint
-from pellucid.scenes.query import Query
 
 DIGITS = 8
 
@@ -112,14 +111,6 @@ class SceneScorer:
             "bled": [one.bled for one in found],
             "readable": [one.readable for one in found],
         }
-
-
-def queries(prompts: Sequence[str]) -> list[Query] | None:
-    """What the prompts ask for where all of them are captions of scenes; None where one is not."""
-    try:
-        return [scenes.parse(prompt) for prompt in prompts] or None
-    except PellucidError:
-        return None
 
 
 def find_inception(path: str | Path | None, device: torch.device | str) -> tuple[Inception | None, str]:

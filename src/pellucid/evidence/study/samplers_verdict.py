@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from pellucid.evidence.study.samplers_results import Column
 
 POINTS = 65  # of the common range of model calls at which samplers are compared
 TINY = 1e-12
+TIE = 1e-4  # a part of a figure: samplers that make the same pictures differ by less
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def verdict(cells: list[Cell], column: Column, latencies: list[Latency], guidanc
     assert drawn is not None
     calls = np.array([cell.nfe for cell in cells], float)
     seconds = np.array([one.median for one in latencies])
-    loss, losses = measure.loss(column.values), measure.loss(drawn)
+    loss, losses = tied(measure.loss(column.values)), tied(measure.loss(drawn))
     count = losses.shape[1]
     times = np.stack([one.drawn(count, seed) for seed, one in enumerate(latencies)])
     knee = knee_of(calls, loss, losses)
@@ -69,6 +71,15 @@ def verdict(cells: list[Cell], column: Column, latencies: list[Latency], guidanc
     )
 
 
+def tied(losses: Array) -> Array:
+    """(C, …): what differs by rounding alone is equal, and of equals the first is taken."""
+    found = losses.copy()
+    with np.errstate(invalid="ignore"):
+        for i, j in combinations(range(len(found)), 2):
+            found[j] = np.where(np.abs(found[j] - found[i]) <= TIE * np.abs(found[i]), found[i], found[j])
+    return found
+
+
 def sentence(cells: list[Cell], column: Column, latencies: list[Latency], knee: Knee | None) -> str:
     """One sentence: what to use, what it costs, what it gives, and how sure the knee is."""
     if knee is None:
@@ -80,7 +91,7 @@ def sentence(cells: list[Cell], column: Column, latencies: list[Latency], knee: 
     gives = {
         "distance": f"leave it {figure} RMSE from the converged picture",
         "latent": f"leave it {figure} RMSE from the converged latents",
-    }.get(measure.name, f"give {figure} {measure.title}")
+    }.get(measure.name, f"give {measure.amount(figure)}")
     span = f"{knee.low:g}" if knee.low == knee.high else f"{knee.low:g} to {knee.high:g}"
     steps = f"with {cell.steps} steps" if cell.setup.file is None else "as it is"
     return (
@@ -150,7 +161,7 @@ def ranked(values: dict[str, float], drawn: dict[str, Array], less: bool, scaled
     found = []
     for i, text in enumerate(order):
         apart = table[i] - table[0]
-        gap = (sign * (values[text] - values[order[0]]), *np.quantile(apart, [0.025, 0.975]))
+        gap = (sign * (values[text] - values[order[0]]) + 0.0, *np.quantile(apart, [0.025, 0.975]))
         behind = tuple(float(np.exp(g) if scaled else g) for g in gap)
         value = float(np.exp(values[text]) if scaled else values[text])
         found.append(Ranked(text, value, float(first[i]), behind))  # type: ignore[arg-type]
@@ -169,6 +180,6 @@ def told(found: list[Ranked], column: Column) -> str:
     if scaled:
         gap = f"whose distance is {value:.2f} ({low:.2f} to {high:.2f}) times as large"
     else:
-        ends = (short(v * column.measure.scale) for v in (value, low, high))
-        gap = "behind by {} ({} to {}) {}".format(*ends, column.measure.title)
+        ends = [short(v * column.measure.scale) for v in (value, low, high)]
+        gap = "behind by " + column.measure.amount("{} ({} to {})".format(*ends))
     return f"{lead}, {gap}{'' if sure else '; they are not distinguishable'}."

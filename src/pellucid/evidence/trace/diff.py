@@ -4,7 +4,7 @@ Within a step things are compared in the order in which a run makes them, and th
 
 1. the row's level or told time: **level**;
 2. x, as the network is called with it: **noise** (at the first step: the first noise, or another start; later: churn),
-   or **plan** where the rows scale it differently;
+   or **plan** where the same noise is scaled differently;
 3. the prediction with the prompt, and then the one without: **model** (weights, prompt, adapters, kernels);
 4. x0, where these were the same, or a prediction that only one of the runs asked for: **guidance** (or a filter);
 5. the level where the row lands: **level**; its weights: **plan**;
@@ -188,7 +188,7 @@ class Pair:
     def blame(self, index: int, what: str, one: Row, other: Row, mine: Step) -> tuple[Cause, str]:
         if what == "x":
             scales = [t.header.plan_tables[t.header.plan_of[self.image]]["initial_scale"] for t in (self.a, self.b)]
-            if index == 0 and scales[0] != scales[1]:
+            if index == 0 and scales[0] != scales[1] and self.a.header.noise == self.b.header.noise:
                 return "plan", f"the first noise is scaled by {scales[0]:.9g}, the other by {scales[1]:.9g}"
             if one.pre_noise != other.pre_noise:
                 return "plan", f"churn adds {one.pre_noise:.6g} of noise, the other {other.pre_noise:.6g}"

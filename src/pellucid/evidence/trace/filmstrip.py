@@ -22,6 +22,7 @@ COLUMNS = 12  # steps that are shown as pictures
 CELL = 1.15  # inches
 PANEL = 2.1  # inches of a chart's height
 LEFT, TOP, GAP, RIGHT, BOTTOM, BETWEEN = 1.25, 0.95, 0.06, 0.25, 0.0, 0.62
+LEGEND = 0.2  # of a panel's height
 FLAT = 1e-3  # the part of its size within which a curve is flat
 WIDE = 30  # the range from which on a curve is drawn over a log axis
 FOOT: dict[str, Any] = {"fontsize": 7.5, "color": charts.SLATE}
@@ -104,7 +105,7 @@ def title(figure: Any, trace: Trace, image: int, width: float, height: float) ->
     told = [
         f"{plan.name}, {plan.grid.get('name', '')} grid, {plan.nfe} model calls",
         f"seed {seeds[image]}" if image < len(seeds) else "",
-        f"image {image} of {header.images}" if header.images > 1 else "",
+        f"index {image} of a batch of {header.images}" if header.images > 1 else "",
         "" if trace.whole else f"broken off after {len(trace.steps)} of {header.steps} steps",
     ]
     prompt = header.recipes[image]["prompt"] if image < len(header.recipes) else ""
@@ -218,4 +219,16 @@ def panel(axes: Any, name: str, at: list[int], lines: dict[str, Any], colour: in
     axes.set_xlim(at[0] - 0.5, at[-1] + 0.5)
     axes.xaxis.get_major_locator().set_params(integer=True)
     if len(drawn) > 1:
-        axes.legend(frameon=False, fontsize=7.5, loc="best", labelcolor=charts.INK)
+        headroom(axes)
+        look = {"frameon": False, "fontsize": 7.5, "labelcolor": charts.INK, "borderaxespad": 0.1}
+        close = {"handlelength": 1.2, "handletextpad": 0.4, "columnspacing": 0.9}
+        axes.legend(loc="upper right", ncols=len(drawn), **look, **close)
+
+
+def headroom(axes: Any) -> None:
+    """A line of room for the legend above the curves."""
+    low, high = axes.get_ylim()
+    if axes.get_yscale() == "log":
+        axes.set_ylim(low, high * (high / low) ** LEGEND)
+    else:
+        axes.set_ylim(low, high + LEGEND * (high - low))

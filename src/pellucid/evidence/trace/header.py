@@ -95,6 +95,8 @@ class Header:
             lengths = [len(found.plan_tables[which]["rows"]) for which in found.plan_of]
             if not (len(lengths) == found.images > 0 and max(lengths) == found.steps and found.every > 0):
                 raise ValueError("its plans do not fit its images and steps")
+            if found.done not in range(found.steps + 1):
+                raise ValueError("more steps are done than its plans have")
         except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
             raise PellucidError(
                 rule("header of the trace", "made of known fields", str(error)[:120]), "trace"

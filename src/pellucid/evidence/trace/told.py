@@ -110,6 +110,8 @@ def of_recipes(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Told]:
         if name == "model_hash":
             parts = fingerprint.differing(str(mine), str(theirs))
             found.append(Told("weights or settings", ", ".join(parts), "others", causes))
+        elif name == "model" and a.get("model_hash") and a["model_hash"] == b.get("model_hash"):
+            found.append(Told("name of the same model", shown(mine), shown(theirs), ()))
         else:
             found.append(Told(name, shown(mine), shown(theirs), causes))
     return found

@@ -11,9 +11,9 @@ import torch
 from pellucid import scenes
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.noise import check_seed
+from pellucid.evidence.study.prompts import lines_of
 
 FEWEST, MOST = 4, 100_000
-MOST_BYTES = 4 * 2**20
 WORLD = "scenes"
 SHARES = (2, 1, 1)  # of the prompts of a file: to tune, to watch, to judge
 
@@ -91,13 +91,4 @@ def read_prompts(asked: str, count: int, seed: int) -> list[str]:
     """`scenes`: captions of the world of scenes; else the lines of a file that are not empty."""
     if asked == WORLD:
         return [caption for caption, _ in scenes.prompts(count, seed=seed, split="train")]
-    place = Path(asked)
-    if not place.is_file():
-        raise PellucidError(rule("--prompts", f"a text file that exists, or {WORLD}", asked), "file")
-    if place.stat().st_size > MOST_BYTES:
-        raise PellucidError(rule("--prompts", f"at most {MOST_BYTES} bytes", asked), "file-size")
-    try:
-        lines = place.read_text("utf-8-sig").splitlines()
-    except UnicodeDecodeError:
-        raise PellucidError(rule("--prompts", "text in UTF-8", asked), "prompts") from None
-    return [line.strip() for line in lines if line.strip()]
+    return list(lines_of(Path(asked), WORLD))

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pellucid.cli import draw
-from pellucid.cli import inspect_words as words
-from pellucid.cli.draw import FAINT, INK
-from pellucid.cli.draw_cards import SLATE, Line, Placed, Point, Sheet
-from pellucid.cli.inspect_layout import APART, BEND, EDGE, LEGEND, MARGIN, Layout, clock_of, told
-from pellucid.cli.inspect_words import ROLE_COLOURS
+from pellucid.evidence.drawing import graph_words as words
+from pellucid.evidence.drawing.cards import Line, Placed, Point, Sheet
+from pellucid.evidence.drawing.graph_layout import APART, BEND, EDGE, LEGEND, MARGIN, Layout, clock_of, told
+from pellucid.evidence.drawing.graph_words import ROLE_COLOURS
+from pellucid.evidence.study import charts
+from pellucid.evidence.study.charts import FAINT, INK, SLATE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,7 +24,7 @@ BAR = 0.16  # height of the bar of a run's stages
 
 
 def picture(graph: Graph, path: Path) -> None:
-    draw.save(figure_of(graph), path)
+    charts.save(figure_of(graph), path)
 
 
 def figure_of(graph: Graph) -> Figure:
@@ -32,7 +32,7 @@ def figure_of(graph: Graph) -> Figure:
     plan = Layout(graph)
     plan.arrange()
     width, height = plan.extent()
-    figure = draw.canvas(width, height)
+    figure = charts.canvas(width, height)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_axis_off()
     left, bottom = plan.corner

@@ -103,12 +103,13 @@ def told_network(like: oracle.Mixture, plan: Plan) -> Denoiser:
     return denoiser(network, curve, kind)
 
 
-def compare(mine: Plan, theirs: Plan, seen: Callable[[], None] = lambda: None) -> Comparison:
-    """What differs, and what it does. `seen` is called after each run on the oracle."""
+def compare(mine: Plan, theirs: Plan, seen: Callable[[], None] = lambda: None, *, effects: bool = True) -> Comparison:
+    """What differs, and with `effects` what it does. `seen` is called after each run on the oracle."""
     other = reframed(theirs, mine.frame)
     matched = mine.nfe == other.nfe
     differences = [d for d in mine.diff(other, TOLERANCE) if d.row < 0 or (matched and not rounding(d))]
-    return Comparison(mine, other, differences, effects_of(mine, other, differences, Bench(oracle.smooth(), seen)))
+    found = effects_of(mine, other, differences, Bench(oracle.smooth(), seen)) if effects else []
+    return Comparison(mine, other, differences, found)
 
 
 def effects_of(mine: Plan, other: Plan, differences: Sequence[Difference], bench: Bench) -> list[Effect]:

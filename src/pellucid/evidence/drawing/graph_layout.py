@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pellucid.cli import inspect_words as words
-from pellucid.cli.draw import FAINT, INK
-from pellucid.cli.draw_cards import SLATE, Card, Line, Placed
-from pellucid.cli.inspect_words import ROLE_COLOURS
+from pellucid.evidence.drawing import graph_words as words
+from pellucid.evidence.drawing.cards import Card, Line, Placed
+from pellucid.evidence.drawing.graph_words import ROLE_COLOURS
+from pellucid.evidence.study.charts import FAINT, INK, SLATE
 
 if TYPE_CHECKING:
     from pellucid.pipeline.inspection import Flow, Graph, Node

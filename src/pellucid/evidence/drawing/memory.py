@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pellucid.cli import draw, memory_text
-from pellucid.cli.draw import COLOURS, FAINT, INK
+from pellucid.evidence.drawing import memory_words
+from pellucid.evidence.study import charts
+from pellucid.evidence.study.charts import COLOURS, FAINT, INK
 from pellucid.pipeline.memory import in_words
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def stages(about: dict[str, Any], forecast: Forecast, found: Measured | None, pa
     """A stacked bar a stage, a mark where it was measured, and the owner of its peak beneath it."""
     names = list(forecast.stages)
     height = 1.75 + 0.85 * len(names)
-    figure = draw.canvas(10.5, height)
+    figure = charts.canvas(10.5, height)
     axes = figure.add_axes((0.1, 0.62 / height, 0.78, 1 - 1.75 / height))
     scale, unit = unit_of(forecast.peak.total)
     for row, name in enumerate(names):
@@ -36,9 +37,9 @@ def stages(about: dict[str, Any], forecast: Forecast, found: Measured | None, pa
     finish(axes, names, f"{unit} on the device")
     axes.set_xlim(0, 1.02 * max(furthest(forecast, found)) / scale)
     axes.set_ylim(len(names) - 0.35, -0.6)
-    head(figure, height, "Memory by stage", memory_text.headline(about))
+    head(figure, height, "Memory by stage", memory_words.headline(about))
     key(figure, height, 0.1, FILLS, "" if found is None else "measured")
-    draw.save(figure, path)
+    charts.save(figure, path)
 
 
 def furthest(forecast: Forecast, found: Measured | None) -> list[int]:
@@ -54,27 +55,31 @@ def stage_bar(axes: Axes, row: int, peak: Any, scale: float) -> None:
     axes.annotate(
         in_words(peak.total), (left, row), (6, 0), textcoords="offset points", va="center", fontsize=9, color=INK
     )
-    owner = peak.owner or memory_text.ITSELF
+    owner = peak.owner or memory_words.ITSELF
     axes.annotate(owner, (0, row + 0.27), (2, -9), textcoords="offset points", fontsize=7.5, color="#5f6b7a")
 
 
 def strategies(about: dict[str, Any], rows: Sequence[Row], path: Path) -> None:
+    charts.save(costs(about, rows), path)
+
+
+def costs(about: dict[str, Any], rows: Sequence[Row]) -> Figure:
     """Left, the peaks of each strategy; right, what it costs: time, and how far the picture moved."""
     shown = [row for row in rows if not row.trouble]
     height = 1.85 + ROW * len(shown)
-    figure = draw.canvas(11.5, height)
+    figure = charts.canvas(11.5, height)
     bottom, top = 0.62 / height, 1 - 1.85 / height
     peaks, times, apart = (
         figure.add_axes((x, bottom, width, top)) for x, width in ((0.15, 0.38), (0.57, 0.2), (0.81, 0.16))
     )
-    scale, unit = unit_of(max(memory_text.peak_of(row) for row in shown))
+    scale, unit = unit_of(max(memory_words.peak_of(row) for row in shown))
     for place, row in enumerate(shown):
         peak_bars(peaks, place, row, scale)
         took = (row.seconds or 0.0) * 1000
         times.barh(place, took, height=0.42, color=COLOURS[1])
         label(times, f"{took:.0f}", took, place)
     dashes: Any = {"color": FAINT, "linewidth": 1, "linestyle": (0, (3, 3)), "zorder": 0}
-    peaks.axvline(memory_text.peak_of(shown[0]) / scale, **dashes)
+    peaks.axvline(memory_words.peak_of(shown[0]) / scale, **dashes)
     times.axvline((shown[0].seconds or 0) * 1000, **dashes)
     finish(peaks, [row.strategy.name for row in shown], f"peak, {unit}")
     finish(times, [""] * len(shown), f"ms of a run of {about['steps']} steps")
@@ -82,9 +87,25 @@ def strategies(about: dict[str, Any], rows: Sequence[Row], path: Path) -> None:
     for axes, room in ((peaks, 1.16), (times, 1.2), (apart, 1.0)):
         axes.set_ylim(len(shown) - 0.4, -0.6)
         axes.set_xlim(0, axes.get_xlim()[1] * room)
-    head(figure, height, "What each strategy saves, and what it costs", memory_text.headline(about))
+    head(figure, height, "What each strategy saves, and what it costs", memory_words.headline(about))
     key(figure, height, 0.15, STAGES, "predicted")
-    draw.save(figure, path)
+    return figure
+
+
+def predictions(about: dict[str, Any], rows: Sequence[Row]) -> Figure:
+    """The peaks of strategies that were not run."""
+    height = 1.85 + ROW * len(rows)
+    figure = charts.canvas(8.5, height)
+    peaks = figure.add_axes((0.22, 0.62 / height, 0.72, 1 - 1.85 / height))
+    scale, unit = unit_of(max(memory_words.peak_of(row) for row in rows))
+    for place, row in enumerate(rows):
+        peak_bars(peaks, place, row, scale)
+    finish(peaks, [row.strategy.name for row in rows], f"predicted peak, {unit}")
+    peaks.set_ylim(len(rows) - 0.4, -0.6)
+    peaks.set_xlim(0, peaks.get_xlim()[1] * 1.16)
+    head(figure, height, "What each strategy would need", memory_words.headline(about))
+    key(figure, height, 0.22, STAGES, "")
+    return figure
 
 
 def peak_bars(axes: Axes, place: int, row: Row, scale: float) -> None:
@@ -121,7 +142,7 @@ def unit_of(size: int) -> tuple[float, str]:
 
 
 def finish(axes: Axes, names: Sequence[str], label: str) -> None:
-    draw.quiet(axes)
+    charts.quiet(axes)
     axes.set_yticks(range(len(names)), list(names), fontsize=10)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")

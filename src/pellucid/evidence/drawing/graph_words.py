@@ -1,4 +1,4 @@
-"""Words of `pellucid inspect` that its text and its picture share: counts, bytes, shapes, what a node is."""
+"""Words of a pipeline's graph that its text and its picture share: counts, bytes, shapes, what a node is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pellucid.cli.draw import COLOURS, FAINT
+from pellucid.evidence.study.charts import COLOURS, FAINT
 
 if TYPE_CHECKING:
     from pellucid.pipeline.inspection import Flow, Graph, Node, Shape

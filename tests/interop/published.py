@@ -64,9 +64,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "_class_name": "DDIMScheduler", **LATENT, "clip_sample": False, "set_alpha_to_one": False, "steps_offset": 1
     },
     "stable-diffusion-2-1": SD21_V,
+    "stable-diffusion-2-1 with PNDM": {**SD21_V, "_class_name": "PNDMScheduler"},
     "stable-diffusion-2-1-base": {**SD15, "prediction_type": "epsilon"},
     "sd-turbo": {**SDXL, "timestep_spacing": "trailing"},
-    "sdxl-turbo": {**SDXL, "_class_name": "EulerAncestralDiscreteScheduler", "timestep_spacing": "trailing"},
+    "sdxl-turbo": {
+        **{k: v for k, v in SDXL.items() if k != "use_karras_sigmas"},
+        "_class_name": "EulerAncestralDiscreteScheduler", "timestep_spacing": "trailing",
+    },
     "stable-diffusion-xl-base-1.0": SDXL,
     "stable-video-diffusion": {
         **SDXL, "prediction_type": "v_prediction", "sigma_max": 700.0, "sigma_min": 0.002,

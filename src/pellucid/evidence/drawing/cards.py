@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from pellucid.cli.draw import INK, PAPER
+from pellucid.evidence.study.charts import INK, PAPER, SLATE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SLATE = "#51606f"  # lines, and what is less than a name
 PAD = 0.16  # between a card's edge and its text
 LEADING = 1.45  # a line's height, in sizes of its text
 POINTS = 72.0

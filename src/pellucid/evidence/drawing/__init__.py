@@ -1,0 +1,1 @@
+"""Drawings that the command line, the studio and the docs share: schedules, plans, pipelines, memory."""

@@ -1,0 +1,33 @@
+"""The studio: Pellucid as a page in the browser. Here only: gradio, imported without what slows it down.
+
+At every import gradio parses its own sources, to write type stubs beside them; that is more than half of the time that
+it takes. A class without a file has no stub: while gradio is imported, its classes have none.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from typing import Any
+
+getfile = inspect.getfile
+
+
+def of_others(thing: Any) -> str:
+    if isinstance(thing, type) and thing.__module__.startswith("gradio."):
+        raise OSError("no stub is wanted")
+    return getfile(thing)
+
+
+def import_torch() -> None:
+    import torch  # noqa: F401
+
+
+beside = threading.Thread(target=import_torch)
+beside.start()
+inspect.getfile = of_others
+try:
+    import gradio  # noqa: F401
+finally:
+    inspect.getfile = getfile
+    beside.join()

@@ -1,0 +1,120 @@
+"""From what the page holds to a request: every value is checked here or by the engine, and named when it is wrong."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from pellucid.core import grid as grids
+from pellucid.core import samplers
+from pellucid.core.errors import PellucidError, rule
+from pellucid.models.guidance import GUARDED_SCALE, Guidance, guarded
+from pellucid.pipeline import images
+from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
+from pellucid.pipeline.request import Request
+
+OWN = "the model's own"
+MOST_STEPS = 1000
+MOST_SCALE = 20.0  # where the slider ends once it is lifted
+MOST_PIXELS = 16 * 2**20  # of an upload
+MOST_PROMPT = 4000  # characters
+
+
+def sampler_choices() -> list[str]:
+    return [OWN, *samplers.names()]
+
+
+def grid_choices() -> list[str]:
+    return [OWN, *(name for name in grids.names() if name != "explicit")]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture to start from; with a mask only its white part is made anew."""
+
+    image: Image.Image
+    mask: Image.Image | None = None
+    strength: float = 0.7
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a person asked for, as the page holds it."""
+
+    prompt: str = ""
+    negative: str = ""
+    sampler: str = OWN
+    grid: str = OWN
+    steps: Any = 20
+    guidance: float = 4.0
+    unguarded: bool = False
+    seed: Any = ""
+    picture: Picture | None = None
+    loras: tuple[Lora, ...] = ()
+    controls: tuple[Control, ...] = ()
+    image_prompts: tuple[ImagePrompt, ...] = ()
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def request(self, **watching: Any) -> Request:
+        told: dict[str, Any] = {"seed": seed_of(self.seed), "steps": steps_of(self.steps)}
+        told |= {"prompt": prompt_of(self.prompt), "negative_prompt": self.negative.strip() or None}
+        told |= {name: value for name in ("sampler", "grid") if (value := getattr(self, name)) != OWN}
+        scale = float(self.guidance)
+        told["guidance"] = Guidance.parse(scale) if self.unguarded else guarded(min(scale, GUARDED_SCALE))
+        if self.picture is not None:
+            told |= {"image": self.picture.image, "mask": self.picture.mask, "strength": self.picture.strength}
+        for name in ("loras", "controls", "image_prompts"):
+            told[name] = getattr(self, name)
+        return Request(**told, **self.extra, **watching)
+
+
+def needed(path: str | None, adapter: str) -> Image.Image:
+    """The picture that an adapter cannot do without."""
+    if path is None:
+        raise PellucidError(f"{adapter} must come with a picture; got none.", "adapter-picture")
+    return upload(path)
+
+
+def prompt_of(words: str | None) -> str:
+    words = (words or "").strip()
+    if not words:
+        raise PellucidError("prompt must be some words; got none. Say what the picture shows.", "prompt")
+    if len(words) > MOST_PROMPT:
+        raise PellucidError(rule("prompt", f"at most {MOST_PROMPT:,} characters", f"{len(words):,}"), "prompt")
+    return words
+
+
+def steps_of(given: Any) -> int:
+    must = f"a whole number from 1 to {MOST_STEPS:,}"
+    try:
+        steps = float(given)
+    except (TypeError, ValueError):
+        raise PellucidError(rule("steps", must, given), "steps") from None
+    if not 1 <= steps <= MOST_STEPS or steps != int(steps):
+        raise PellucidError(rule("steps", must, given), "steps")
+    return int(steps)
+
+
+def seed_of(given: Any) -> int:
+    """A whole number; nothing is a random one."""
+    words = str(given if given is not None else "").strip()
+    if not words:
+        return secrets.randbelow(2**32)
+    try:
+        return int(words.replace(",", "").replace("_", ""))
+    except ValueError:
+        must = "a whole number, or left empty for a random one"
+        raise PellucidError(rule("seed", must, words[:40]), "seed") from None
+
+
+def upload(path: str | Path, what: str = "picture") -> Image.Image:
+    """A picture that somebody sent: its size is read before its pixels are."""
+    with images.open_bounded(path, what) as found:
+        if found.width * found.height > MOST_PIXELS:
+            must, got = f"at most {MOST_PIXELS // 2**20} megapixels", f"{found.width} × {found.height}"
+            raise PellucidError(rule(what, must, got, "Make it smaller first."), "image-pixels")
+        return images.upright(found, what)

@@ -1,0 +1,199 @@
+"""Two runs as HTML: side by side, where they part and why, step by step, and their plans."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from PIL import Image
+
+from pellucid.core.plan import Difference, Plan
+from pellucid.core.wording import counted, short
+from pellucid.evidence.plan_diff import POINTS, TOLERANCE
+from pellucid.evidence.plan_diff import Comparison as Plans
+from pellucid.evidence.plan_diff_words import change, facts, kind_of, size_of
+from pellucid.evidence.study.page_chart import Axis, Chart, Series
+from pellucid.evidence.trace import diff_words
+from pellucid.evidence.trace.diff import Comparison
+from pellucid.studio import html
+from pellucid.studio.comparing import SIDES, Column, Compared, Frame
+
+ROWS = 40  # of a table of rows
+KINDS = ("told time", "level", "churn", "weights")
+WIDEST = 1600  # pixels of a sheet on the page; the file holds it whole
+
+STYLE = """<style>
+.plc .film { display: grid; grid-auto-flow: column; grid-auto-columns: minmax(116px, 1fr); gap: 6px; width: 100%; }
+.plc .film > div { padding: 4px; border: 2px solid transparent; border-radius: 8px; }
+.plc .film > div.first { border-color: #c62828; }
+.plc .film b { display: block; font-size: 13px; min-height: 40px; }
+.plc .film figcaption { font-size: 12px; white-space: nowrap; }
+.plc .verdict { font-size: 17px; margin: 4px 0; }
+.plc ul.why { margin: 0 0 8px; padding-left: 20px; list-style: disc; }
+.plc .wide :is(table, thead, tbody, tr, th, td) { border: 0; }
+.plc .wide tr { border-bottom: 1px solid var(--border-color-primary) !important; }
+.plc h4 { margin: 16px 0 6px; font-size: 15px; font-weight: 600; }
+.plc .sheet { min-height: 240px; display: grid; place-items: center; text-align: center;
+  border: 1px solid var(--border-color-primary); border-radius: 8px; overflow: hidden; }
+.plc .sheet img { max-width: 100%; height: auto; }
+.plc figure.chart { max-width: 620px; }
+.plc figure.chart h3 { font-size: 15px; margin: 8px 0 4px; }
+.plc figure.chart text { font-size: 12px; fill: #44505c; }
+.plc .legend button { margin-right: 12px; font-size: 13px; }
+.plc .legend i { display: inline-block; width: 10px; height: 10px; border-radius: 50%; margin-right: 5px; }
+</style>"""
+
+EMPTY_FILM = html.block(f"{STYLE}<p class=note>Run both: where they part, and by what, is said here.</p>")
+
+
+def pair(pictures: Sequence[Image.Image | None], words: Sequence[str]) -> str:
+    """Both sides, each in its place whether there is a picture or not."""
+    cells = (
+        html.frame(picture, f"set-up {name}", f"{name} · {said}" if said else name, f"{name} appears here")
+        for name, picture, said in zip(SIDES, pictures, words, strict=True)
+    )
+    return html.block(f'<div class="two">{"".join(cells)}</div>')
+
+
+NOTHING = pair((None, None), ("", ""))
+
+
+# --- where they part --------------------------------------------------------------------------------------------
+
+
+def verdict(done: Compared) -> str:
+    """The first step at which the runs differ, by what, and what else is said differently of them."""
+    found, rest = done.found, [told.text() for told in done.found.told if told not in done.found.why]
+    lines = "".join(f"<li>{html.text(line)}</li>" for line in diff_words.details(found))
+    also = f"<p class=note>The set-ups also differ in: {html.text('; '.join(rest))}.</p>" if rest else ""
+    notes = "".join(f"<p class=note>{html.text(note)}</p>" for note in found.notes)
+    said = f'<p class="verdict" role="status"><b>{html.text(headline(done))}</b></p>'
+    return html.block(f'{STYLE}{said}<ul class="why">{lines}</ul>{also}{notes}')
+
+
+def headline(done: Compared) -> str:
+    """Steps are counted from 1, as everywhere on the page."""
+    first = done.found.first
+    if first is None:
+        return f"The two runs are the same in all of {counted(done.found.steps, 'step')}."
+    return f"They part at step {first.step + 1} of {max(done.calls)}, by {first.cause}."
+
+
+def film(columns: Sequence[Column]) -> str:
+    """Both runs aligned by step; the first that differs is outlined."""
+    cells = "".join(column(one) for one in columns)
+    note = "x0, what the network believes the picture to be. Outlined: the first step that differs."
+    return html.block(
+        f'{STYLE}<h4>Step by step</h4><div class="wide"><div class="film">{cells}</div></div>{said(note)}'
+    )
+
+
+def column(one: Column) -> str:
+    shown = "".join(cell(name, one.step, frame) for name, frame in zip(SIDES, one.frames, strict=True))
+    mark = "<br>they part here" if one.first else ""
+    kind = ' class="first" aria-current="step"' if one.first else ""
+    return f"<div{kind}><b>step {one.step + 1}{mark}</b>{shown}</div>"
+
+
+def cell(name: str, step: int, frame: Frame) -> str:
+    if frame.ratio is None:
+        return html.frame(None, "", f"{name} · ended", "–")
+    return html.frame(frame.picture, f"{name} at step {step + 1}", f"{name} · σ/α {short(frame.ratio, 3)}", "–")
+
+
+def said(words: str) -> str:
+    return f"<p class=note>{html.text(words)}</p>"
+
+
+def distances(found: Comparison) -> str:
+    """How far apart the runs are by step, as long as they stand at the same levels."""
+    at = [one for one in found.apart if not math.isnan(one.x0)]
+    if not any(one.x0 > 0 or one.x > 0 for one in at):
+        return ""
+    steps = [one.step + 1 for one in at]
+    series = [Series(name, steps, [getattr(one, name) for one in at]) for name in ("x", "x0")]
+    note = "As a part of B's norm; only steps at which both stand at the same level."
+    chart = Chart("How far apart, by step", series, Axis("step"), Axis("", log=True), note=note)
+    return html.block(STYLE + chart.html())
+
+
+# --- the plans --------------------------------------------------------------------------------------------------
+
+
+def plans(found: Plans, theirs: Plan) -> str:
+    """What the plans are, the rows that differ, and what each kind of difference does on the exact oracle."""
+    left, right = facts(found.mine), facts(theirs)
+    rows = [(name, left[name], right[name]) for name in left if left[name] or right[name]]
+    parts = ["<h4>The plans</h4>", table(("", *SIDES), rows, [row[1] != row[2] for row in rows])]
+    if found.mine.frame != theirs.frame:
+        parts.append(said(f"For the rows, B is rewritten from the frame {theirs.frame} to {found.mine.frame}."))
+    by_row = [d for d in found.differences if d.row >= 0]
+    if found.mine.nfe != found.theirs.nfe:
+        parts += ["<h4>The rows of both</h4>", levels(found.mine, found.theirs)]
+    elif by_row:
+        parts += ["<h4>Rows that differ, A → B</h4>", changes(by_row)]
+    else:
+        parts.append(said(f"The rows are the same (to {TOLERANCE:g})."))
+    if found.effects:
+        effects = [(e.kind, "" if e.rows is None else e.rows, size_of(e), e.note) for e in found.effects]
+        note = f"{POINTS} points of a smooth mixture through its exact denoiser; each kind alone, then all."
+        heads = ("swapped in", "rows", "relative distance", "")
+        parts += ["<h4>What it does to the result</h4>", table(heads, effects), said(note)]
+    return html.block(STYLE + "".join(parts))
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[object]], marked: Sequence[bool] = ()) -> str:
+    """Rows of words; those that are `marked` stand out."""
+    marks = [" class=here" if i < len(marked) and marked[i] else "" for i in range(len(rows))]
+    head = "".join(f"<th>{html.text(one)}</th>" for one in heads)
+    body = "".join(
+        f"<tr{mark}>{''.join(f'<td>{lines(value)}</td>' for value in row)}</tr>"
+        for mark, row in zip(marks, rows, strict=True)
+    )
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def lines(value: object) -> str:
+    return html.text(value).replace("\n", "<br>")
+
+
+def changes(differences: Sequence[Difference]) -> str:
+    """A row for each that differs, `old → new` in the column of its kind."""
+    kinds = [kind for kind in KINDS if any(kind_of(d) == kind for d in differences)]
+    every = sorted({d.row for d in differences})
+    rows = [
+        (index + 1, *("\n".join(change(d) for d in differences if d.row == index and kind_of(d) == k) for k in kinds))
+        for index in every[:ROWS]
+    ]
+    return table(("step", *kinds), rows) + more(len(every))
+
+
+def levels(mine: Plan, theirs: Plan) -> str:
+    """Where each plan calls the network; plans of different length have no partners to compare."""
+    count = max(mine.nfe, theirs.nfe)
+    rows = [(i + 1, *level(mine, i), *level(theirs, i)) for i in range(min(count, ROWS))]
+    return html.table(("step", "A: time", "σ/α", "B: time", "σ/α"), rows) + more(count)
+
+
+def level(plan: Plan, index: int) -> tuple[str, str]:
+    if index >= plan.nfe:
+        return "", ""
+    row = plan.rows[index]
+    return short(0.0 if abs(row.time) < TOLERANCE else row.time, 5), short(row.level.ratio)
+
+
+def more(count: int) -> str:
+    return said(f"… and {count - ROWS} more.") if count > ROWS else ""
+
+
+# --- a sheet ----------------------------------------------------------------------------------------------------
+
+
+def sheet(picture: Image.Image | None, alt: str = "") -> str:
+    if picture is None:
+        return html.block(
+            f'{STYLE}<div class="sheet"><span class=note>The sheet fills here, cell by cell.</span></div>'
+        )
+    small = picture.copy()
+    small.thumbnail((WIDEST, WIDEST))
+    return html.block(f'{STYLE}<div class="sheet"><img alt="{html.text(alt)}" src="{html.source(small)}"></div>')

@@ -1,0 +1,337 @@
+"""The tab Doctor: a model, a config, a trace or pictures in; findings out, with their numbers, cause and fix."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from pellucid.core.errors import Cancelled, PellucidError, rule
+from pellucid.evidence.doctor import checks as doctor
+from pellucid.evidence.doctor.finding import SEVERITIES, Finding, Report
+from pellucid.evidence.doctor.opening import Given, open_subject
+from pellucid.evidence.doctor.report import value, verdict
+from pellucid.evidence.doctor.subject import OTHER, Asked, Subject
+from pellucid.evidence.metrics.pictures import SUFFIXES
+from pellucid.studio import asking, html, jobs, words
+from pellucid.studio.html import status
+from pellucid.studio.jobs import Job
+from pellucid.studio.session import Sessions
+from pellucid.studio.shelf import Shelf, named
+
+TAB = "doctor"
+MODEL, CONFIG, TRACE, PICTURES = "the chosen model", "a config, pasted or sent", "a trace", "pictures"
+KINDS = (MODEL, CONFIG, TRACE, PICTURES)
+MOST_PICTURES = 64
+MOST_WORDS = 2**20  # characters of a pasted config
+NO_DATA, SCENES = "none", "scenes"
+COLOURS = {"error": "#c62828", "warning": "#b26a00", "note": "#1f6fd6"}
+EMPTY = html.block('<p class="note">What is wrong, if anything, appears here: the gravest first.</p>')
+
+
+# --- what is computed --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Patient:
+    """What was brought: one of four kinds, and how it is to be run."""
+
+    kind: str = MODEL
+    model: str | None = None
+    weights: bool = False  # load and run them; known pictures need them too
+    pasted: str = ""
+    config: str | None = None  # a file
+    trace: str | None = None
+    pictures: Sequence[str] = ()
+    data: str = NO_DATA
+    steps: Any = None
+    sampler: str = asking.OWN
+    grid: str = asking.OWN
+    device: str | None = None
+
+    def asked(self) -> Asked:
+        if self.kind not in (MODEL, CONFIG):
+            return Asked(device=self.device)
+        steps = None if self.steps in (None, "") else asking.steps_of(self.steps)
+        sampler, grid = (None if one == asking.OWN else one for one in (self.sampler, self.grid))
+        return Asked(steps=steps, sampler=sampler, grid=grid, device=self.device)
+
+    def given(self, folder: Path) -> Given:
+        """What the doctor is handed; files that are written for it go into the folder."""
+        data = None if self.data == NO_DATA else self.data
+        if self.kind == MODEL:
+            return Given(named(self.model), quick=not self.weights and data is None, data=data)
+        if self.kind == CONFIG:
+            return Given(str(config_in(folder, self.pasted, self.config)))
+        if self.kind == TRACE:
+            return Given(trace=some(self.trace, "trace", "a file"))
+        if self.kind == PICTURES:
+            return Given(images=str(pictures_in(folder, self.pictures)), data=data)
+        raise PellucidError(rule("what to look at", "one of " + ", ".join(KINDS), self.kind), "doctor-kind")
+
+    @property
+    def name(self) -> str:
+        """How the page calls it; a model's and a file's own name."""
+        sent = {CONFIG: self.config if not self.pasted.strip() else None, TRACE: self.trace}.get(self.kind)
+        if self.kind == MODEL:
+            return str(self.model)
+        if self.kind == PICTURES:
+            return f"{len(self.pictures)} picture{'' if len(self.pictures) == 1 else 's'}"
+        return Path(sent).name if sent else "the pasted config"
+
+
+def some(given: str | None, what: str, must: str) -> str:
+    if not given:
+        raise PellucidError(rule(what, must, "none"), "doctor-nothing")
+    return given
+
+
+def config_in(folder: Path, pasted: str, sent: str | None) -> Path:
+    """A scheduler's config or a plan as a file of its own; what is pasted comes before what is sent."""
+    text = (pasted or "").strip()
+    if not text:
+        path = Path(some(sent, "config", "pasted, or sent as a .json file"))
+        if path.stat().st_size > 64 * MOST_WORDS:
+            raise PellucidError(rule("config", "at most 64 MiB", path.name), "file-size")
+        text = path.read_text("utf-8", errors="replace")
+    elif len(text) > MOST_WORDS:
+        raise PellucidError(rule("config", f"at most {MOST_WORDS:,} characters", f"{len(text):,}"), "file-size")
+    try:
+        held = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PellucidError(rule("config", "JSON", str(error)[:120]), "config-json") from None
+    if not isinstance(held, dict):
+        raise PellucidError(rule("config", "a JSON object", type(held).__name__), "config-json")
+    place = folder / "doctor" / "config.json"
+    place.parent.mkdir(exist_ok=True)
+    place.write_text(text, "utf-8")
+    return place
+
+
+def pictures_in(folder: Path, sent: Sequence[str]) -> Path:
+    """A folder of the pictures that were sent, none of them too large."""
+    if not 1 <= len(sent) <= MOST_PICTURES:
+        raise PellucidError(rule("pictures", f"from 1 to {MOST_PICTURES}", len(sent)), "doctor-pictures")
+    place = folder / "doctor" / "pictures"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    for number, path in enumerate(map(Path, sent)):
+        if path.suffix.lower() not in SUFFIXES:
+            raise PellucidError(rule("picture", "a file that ends in " + ", ".join(SUFFIXES), path.name), "file-type")
+        asking.upload(path, path.name)
+        shutil.copyfile(path, place / f"{number:03d}{path.suffix.lower()}")
+    return place
+
+
+def examined(patient: Patient, folder: Path, job: Job) -> Report:
+    """All checks that are possible, one after the other; each is named while it works."""
+    job.tell(("opening …", 0.0))
+    subject = open_subject(patient.given(folder), patient.asked())
+    stoppable(subject, job)
+    found = doctor.every()
+    done = 0
+
+    def tick() -> None:
+        nonlocal done
+        done += 1
+        if job.cancelled():
+            raise Cancelled
+        upcoming = f": {found[done].name} …" if done < len(found) else ""
+        job.tell((f"{done} of {len(found)} checks{upcoming}", done / len(found)))
+
+    return replace(doctor.examine(subject, found, tick), subject=patient.name)
+
+
+def stoppable(subject: Subject, job: Job) -> None:
+    """The subject's networks, which are nobody else's, end amid a long check when the job is cancelled."""
+
+    def stop(*_: Any) -> None:
+        if job.cancelled():
+            raise Cancelled
+
+    networks = [] if subject.pipeline is None else [subject.pipeline.components.network]
+    for network in [*networks, *([] if subject.vae is None else [subject.vae])]:
+        network.register_forward_pre_hook(stop)
+
+
+# --- what is shown -----------------------------------------------------------------------------------------------
+
+
+def cards(report: Report) -> str:
+    """Whether it is healthy, said plainly; then the findings, the gravest first."""
+    found = sorted(report.findings, key=lambda finding: -SEVERITIES.index(finding.severity))
+    inside = "".join(map(card, found))
+    if report.status == 0:
+        rest = "nothing wrong" if not found else "nothing wrong; the notes below are worth knowing"
+        inside = boxed("#188a3b", f"<p><b>Healthy.</b> {len(report.checked)} checks found {rest}.</p>") + inside
+    head = f'<p style="overflow-wrap: anywhere"><b>{html.text(report.subject)}</b></p>'  # of what, when others follow
+    return html.block(f'{head}<div style="display: grid; gap: 12px; margin: 12px 0">{inside}</div>{skipped(report)}')
+
+
+def card(finding: Finding) -> str:
+    """The finding, its numbers, why, and what to do."""
+    colour = COLOURS[finding.severity]
+    head = (
+        f'<span style="color: {colour}; font-weight: 700">{finding.severity}</span> '
+        f'<b>{html.text(finding.title)}</b> <code style="opacity: .7">{html.text(finding.code)}</code>'
+    )
+    numbers = " · ".join(f"{name} = {value(item)}" for name, item in finding.evidence)
+    said = (("Evidence", numbers), ("Cause", finding.cause), ("Fix", finding.fix))
+    lines = (f"<p><b>{name}:</b> {html.text(text)}</p>" for name, text in said if text)
+    return boxed(colour, f"<p>{head}</p>{''.join(lines)}", f"finding-{finding.severity}")
+
+
+def boxed(colour: str, inside: str, kind: str = "") -> str:
+    look = (
+        f"border-left: 4px solid {colour}; padding: 8px 16px; overflow-wrap: anywhere; "
+        "background: var(--background-fill-primary); border-radius: 4px"
+    )
+    return f'<article class="{kind}" style="{look}">{inside}</article>'
+
+
+def skipped(report: Report) -> str:
+    """What was not checked, by the reason; checks that are for other subjects are only counted."""
+    reasons: dict[str, list[str]] = {}
+    for name, why in report.skipped:
+        reasons.setdefault("" if why.startswith(OTHER) else why, []).append(name)
+    others = len(reasons.pop("", ()))
+    lines = [f"not checked: {', '.join(names)} ({why})" for why, names in reasons.items()]
+    lines += [f"{others} more checks are for other subjects"] if others else []
+    inside = "".join(f'<p class="note" style="overflow-wrap: anywhere">{html.text(line)}</p>' for line in lines)
+    head = f"checked: {len(report.checked)}, not checked: {len(report.skipped)}"
+    return f"<details><summary>{head}</summary>{inside}</details>"
+
+
+# --- the tab -----------------------------------------------------------------------------------------------------
+
+
+class DoctorTab:
+    """Builds the tab: on the left what is looked at, on the right what was found."""
+
+    def __init__(self, shelf: Shelf, sessions: Sessions, model: gr.Dropdown, ran: gr.State) -> None:
+        self.shelf, self.sessions = shelf, sessions
+        with gr.Row():
+            with gr.Column(scale=4, min_width=320):
+                kind = gr.Radio(list(KINDS), value=MODEL, label="Look at", elem_id="doctor-kind")
+                asked = self.controls(kind)
+            with gr.Column(scale=7, min_width=320):
+                with gr.Row():
+                    go = gr.Button("Examine", variant="primary", min_width=120, elem_id="doctor-go")
+                    stop = gr.Button("Cancel", variant="stop", min_width=120, elem_id="doctor-cancel")
+                said = gr.HTML(status("ready"), elem_id="doctor-status")
+                shown = gr.HTML(EMPTY, elem_id="doctor-findings")
+        go.click(self.examine, [kind, model, *asked], [said, shown], show_progress="hidden", concurrency_limit=4)
+        stop.click(self.cancel, None, said, queue=False)
+
+    def controls(self, kind: gr.Radio) -> list[Any]:
+        """Everything that the four kinds ask for; only what the chosen one needs is seen."""
+        with gr.Column(visible=True) as of_model:
+            weights = gr.Checkbox(
+                False,
+                label="Load and run the weights",
+                info="slower: looks at numbers, latents, overflow and drift too",
+                elem_id="doctor-weights",
+            )
+        with gr.Column(visible=False) as of_config:
+            pasted = gr.Textbox(
+                label="Config",
+                lines=8,
+                max_lines=16,
+                info="a scheduler_config.json or a plan",
+                placeholder='{"_class_name": "DDIMScheduler", …}',
+                elem_id="doctor-config",
+            )
+            config = gr.File(label="or a .json file", file_types=[".json"], height=120, elem_id="doctor-config-file")
+        with gr.Column(visible=True) as of_run:
+            steps = gr.Number(30, label="Steps of the run", precision=None, elem_id="doctor-steps")
+            with gr.Row():
+                sampler = gr.Dropdown(asking.sampler_choices(), value=asking.OWN, label="Sampler", min_width=130)
+                grid = gr.Dropdown(asking.grid_choices(), value=asking.OWN, label="Grid", min_width=130)
+        with gr.Column(visible=False) as of_trace:
+            trace = gr.File(label="Trace", file_types=[".safetensors"], height=120, elem_id="doctor-trace")
+        with gr.Column(visible=False) as of_pictures:
+            pictures = gr.File(
+                label=f"Pictures, {MOST_PICTURES} at most",
+                file_count="multiple",
+                file_types=list(SUFFIXES),
+                height=220,
+                elem_id="doctor-pictures",
+            )
+        with gr.Column(visible=True) as of_data:
+            data = gr.Dropdown(
+                [NO_DATA, SCENES],
+                value=NO_DATA,
+                label="Known pictures to measure with",
+                info="for what must be measured: a model's weights are run then; slow",
+                allow_custom_value=True,
+                elem_id="doctor-data",
+            )
+        seen = {
+            of_model: (MODEL,),
+            of_config: (CONFIG,),
+            of_run: (MODEL, CONFIG),
+            of_trace: (TRACE,),
+            of_pictures: (PICTURES,),
+            of_data: (MODEL, PICTURES),
+        }
+
+        def choose(chosen: str) -> list[Any]:
+            return [gr.Column(visible=chosen in kinds) for kinds in seen.values()]
+
+        kind.change(choose, kind, list(seen), show_progress="hidden")
+        return [weights, pasted, config, trace, pictures, data, steps, sampler, grid]
+
+    def examine(self, request: gr.Request, kind: str, model: str, *asked: Any) -> Iterator[tuple[Any, Any]]:
+        try:
+            with words.plainly():
+                session = self.sessions.of(request.session_hash)
+                patient = patient_of(kind, model, *asked, device=self.shelf.device)
+                yield status("opening …"), gr.skip()
+                work = session.begin(TAB, lambda job: examined(patient, session.folder, job))
+                for news in jobs.follow(work):
+                    yield status(*news), gr.skip()
+                yield status(verdict(work.result), 1.0), cards(work.result)
+        except Cancelled:
+            yield status("cancelled"), gr.skip()
+        except gr.Error:
+            yield status("ready"), gr.skip()
+            raise
+
+    def cancel(self, request: gr.Request) -> Any:
+        return status("cancelled") if self.sessions.of(request.session_hash).cancel(TAB) else gr.skip()
+
+
+def patient_of(
+    kind: str,
+    model: str | None,
+    weights: bool,
+    pasted: str | None,
+    config: str | None,
+    trace: str | None,
+    pictures: Sequence[str] | None,
+    data: str | None,
+    steps: Any,
+    sampler: str,
+    grid: str,
+    device: str | None = None,
+) -> Patient:
+    """What the controls hold, in their order."""
+    return Patient(
+        kind=kind,
+        model=model,
+        weights=bool(weights),
+        pasted=pasted or "",
+        config=config,
+        trace=trace,
+        pictures=tuple(pictures or ()),
+        data=(data or "").strip() or NO_DATA,
+        steps=steps,
+        sampler=sampler,
+        grid=grid,
+        device=device,
+    )

@@ -1,0 +1,198 @@
+"""The tab Generate: words → a picture, seen as it becomes one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import gradio as gr
+from PIL import Image
+
+from pellucid.core.loop import Cancelled
+from pellucid.interop.source import bundles
+from pellucid.models.guidance import GUARDED_SCALE
+from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
+from pellucid.studio import asking, html, running, words
+from pellucid.studio.asking import Picture, Setup
+from pellucid.studio.html import status
+from pellucid.studio.running import Moment
+from pellucid.studio.session import Sessions
+from pellucid.studio.shelf import Shelf
+
+TAB = "generate"
+EXAMPLES = (
+    "a large red star on a white background",
+    "a small striped blue square above a large green circle on a grey background",
+    "a dotted purple heart left of a checkered yellow pentagon on a pale blue background",
+)
+EMPTY = html.block(html.frame(None, "", empty="The picture appears here, step by step."))
+
+
+READY = status("ready")
+QUIET: dict[str, Any] = {"show_progress": "hidden"}
+
+
+class Generate:
+    """Builds the tab; its handlers know the models and who is at the page."""
+
+    def __init__(self, shelf: Shelf, sessions: Sessions, model: gr.Dropdown, ran: gr.State) -> None:
+        self.shelf, self.sessions = shelf, sessions
+        with gr.Row():
+            with gr.Column(scale=6, min_width=320):
+                self.prompt = gr.Textbox(label="Prompt", lines=2, max_lines=6, elem_id="prompt")
+                gr.Examples([[one] for one in EXAMPLES], self.prompt, label="Try")
+                with gr.Row():
+                    go = gr.Button("Generate", variant="primary", elem_id="generate")
+                    stop = gr.Button("Cancel", variant="stop", elem_id="cancel")
+                said = gr.HTML(READY, elem_id="status")
+                shown = gr.HTML(EMPTY, elem_id="picture")
+                file = gr.DownloadButton("Download with recipe", interactive=False, elem_id="download")
+                with gr.Accordion("Recipe", open=False):
+                    recipe = gr.Code("", language="json", label="what repeats this picture", elem_id="recipe")
+            with gr.Column(scale=5, min_width=320):
+                asked = [self.prompt, *self.controls()]
+        outputs = [shown, said, file, recipe, ran]
+        for event in (go.click, self.prompt.submit):
+            event(self.generate, [model, *asked], outputs, trigger_mode="multiple", concurrency_limit=4, **QUIET)
+        stop.click(self.cancel, None, [said], queue=False)
+
+    def controls(self) -> list[Any]:
+        negative = gr.Textbox(label="Negative prompt", lines=1, elem_id="negative")
+        with gr.Row():
+            sampler = gr.Dropdown(asking.sampler_choices(), value=asking.OWN, label="Sampler", min_width=140)
+            grid = gr.Dropdown(asking.grid_choices(), value=asking.OWN, label="Grid", min_width=140)
+        with gr.Row():
+            steps = gr.Number(20, label="Steps", precision=None, min_width=120, elem_id="steps")
+            seed = gr.Textbox("7", label="Seed", placeholder="random", min_width=120, elem_id="seed")
+        scale = gr.Slider(0, GUARDED_SCALE, 4.0, step=0.1, label="Guidance", elem_id="guidance")
+        lifted = gr.Checkbox(False, label=f"Lift the guard at {GUARDED_SCALE:g}", info=words.UNGUARDED, elem_id="lift")
+        lifted.change(lift, [lifted, scale], scale, show_progress="hidden")
+        with gr.Accordion("From a picture", open=False):
+            start = gr.Image(label="Picture", type="filepath", sources=["upload", "clipboard"], height=200)
+            mask = gr.ImageEditor(
+                label="Paint what is to be made anew (nothing: all of it)",
+                type="pil",
+                sources=(),
+                layers=False,
+                transforms=(),
+                brush=gr.Brush(colors=["#ff3366"], default_size=24),
+                height=260,
+            )
+            start.change(self.fitted, start, mask, show_progress="hidden")
+            strength = gr.Slider(0.05, 1.0, 0.7, step=0.05, label="Strength")
+        with gr.Accordion("Adapters", open=False):
+            adapters = self.adapters()
+        return [negative, sampler, grid, steps, scale, lifted, seed, start, mask, strength, *adapters]
+
+    def adapters(self) -> list[Any]:
+        own = [f"{name}/{part}" for name in bundles() for part in ("lora", "controlnet", "ip_adapter")]
+
+        def of(kind: str) -> list[str]:
+            return ["", *(name for name in own if kind in name)]
+
+        lora = gr.Dropdown(of("lora"), value="", label="LoRA", allow_custom_value=True)
+        by = gr.Slider(-2, 2, 1.0, step=0.05, label="LoRA scale")
+        control = gr.Dropdown(of("controlnet"), value="", label="ControlNet", allow_custom_value=True)
+        hint = gr.Image(label="What it follows (edges)", type="filepath", height=160)
+        look = gr.Dropdown(of("ip_adapter"), value="", label="IP-Adapter", allow_custom_value=True)
+        like = gr.Image(label="What it is to look like", type="filepath", height=160)
+        return [lora, by, control, hint, look, like]
+
+    def fitted(self, path: str | None) -> Any:
+        """An upload in the editor, no larger than is needed to paint on it."""
+        with words.plainly():
+            if path is None:
+                return None
+            small = asking.upload(path).convert("RGB")
+            small.thumbnail((512, 512))
+            return small
+
+    def generate(self, request: gr.Request, model: str, *given: Any) -> Iterator[tuple[Any, ...]]:
+        session = self.sessions.of(request.session_hash)
+        try:
+            with words.plainly():
+                setup = setup_of(*given)
+                if model not in self.shelf.held:
+                    yield gr.skip(), status(f"loading {model} …"), gr.skip(), gr.skip(), gr.skip()
+                pipe = self.shelf.pipe(model)
+                preview = running.Preview(pipe)
+                yield gr.skip(), status("starting …"), gr.DownloadButton(interactive=False), "", gr.skip()
+                for news in running.follow(pipe, setup, session, TAB):
+                    if isinstance(news, Moment):
+                        made = preview.picture(news.x0)
+                        shown = html.block(html.frame(made, "preview", "x0 as the network sees it now"))
+                        yield shown, status(news.words, news.step / news.steps), gr.skip(), gr.skip(), gr.skip()
+                        continue
+                    name = f"{session.count:04d} · {setup.prompt[:60]}"
+                    session.keep(name, news.trace)
+                    about = f"seed {news.recipe.seed} · {news.recipe.sampler} · {news.recipe.steps} steps"
+                    shown = html.block(html.frame(news.picture, setup.prompt, about))
+                    done = status(" · ".join([f"done in {words.seconds(news.seconds)}", *news.notes]), 1.0)
+                    file = gr.DownloadButton(value=str(news.file), interactive=True)
+                    yield shown, done, file, json.dumps(news.recipe.to_dict(), indent=2), name
+        except Cancelled:
+            if TAB not in session.jobs:  # and no newer run took its place
+                yield gr.skip(), status("cancelled"), gr.skip(), gr.skip(), gr.skip()
+        except gr.Error:
+            yield gr.skip(), status("ready"), gr.skip(), gr.skip(), gr.skip()
+            raise
+
+    def cancel(self, request: gr.Request) -> str:
+        self.sessions.of(request.session_hash).cancel(TAB)
+        return status("cancelled")
+
+
+def lift(lifted: bool, scale: float) -> Any:
+    most = asking.MOST_SCALE if lifted else GUARDED_SCALE
+    return gr.Slider(0, most, min(scale, most), step=0.1)
+
+
+def setup_of(
+    prompt: str,
+    negative: str,
+    sampler: str,
+    grid: str,
+    steps: Any,
+    scale: float,
+    lifted: bool,
+    seed: Any,
+    start: str | None = None,
+    mask: dict[str, Any] | None = None,
+    strength: float = 0.7,
+    lora: str = "",
+    lora_scale: float = 1.0,
+    control: str = "",
+    hint: str | None = None,
+    look: str = "",
+    like: str | None = None,
+) -> Setup:
+    """The set-up that the controls hold, in their order."""
+    picture = None if start is None else Picture(asking.upload(start), painted(mask), strength)
+    loras = (Lora(lora.strip(), lora_scale),) if lora and lora.strip() else ()
+    controls = (Control(control.strip(), asking.needed(hint, "ControlNet")),) if control and control.strip() else ()
+    likes = (ImagePrompt(look.strip(), asking.needed(like, "IP-Adapter")),) if look and look.strip() else ()
+    return Setup(
+        prompt=prompt,
+        negative=negative or "",
+        sampler=sampler,
+        grid=grid,
+        steps=steps,
+        guidance=scale,
+        unguarded=lifted,
+        seed=seed,
+        picture=picture,
+        loras=loras,
+        controls=controls,
+        image_prompts=likes,
+    )
+
+
+def painted(editor: dict[str, Any] | None) -> Image.Image | None:
+    """White where somebody painted; None where nobody did."""
+    layers = [layer for layer in (editor or {}).get("layers") or () if layer is not None]
+    for layer in layers:
+        alpha = layer.convert("RGBA").getchannel("A").point(lambda value: 255 if value > 8 else 0)
+        if alpha.getbbox() is not None:
+            return alpha
+    return None

@@ -1,0 +1,98 @@
+"""The pieces of a page that are drawn here: pictures lie inside their HTML, so that nothing jumps or is fetched."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from collections.abc import Sequence
+
+from PIL import Image
+from torch import Tensor
+
+from pellucid.evidence.study.page_style import CHART_SCRIPT, CHART_STYLE
+from pellucid.pipeline.images import to_images
+
+SIDE = 512  # pixels of a picture's longer side on the page, about; smaller ones are enlarged in whole steps
+
+CSS = """
+.gradio-container { max-width: 1360px !important; width: 100% !important; margin: 0 auto !important; }
+.gradio-container > * { width: 100%; }
+.plc { font-variant-numeric: tabular-nums; }
+.plc figure { margin: 0; }
+.plc figcaption { font-size: 13px; opacity: .8; padding-top: 4px; min-height: 20px; }
+.plc .frame { aspect-ratio: 1; width: 100%; max-width: 512px; margin: 0 auto; display: grid; place-items: center;
+  background: var(--background-fill-secondary); border: 1px solid var(--border-color-primary); border-radius: 8px;
+  overflow: hidden; color: var(--body-text-color-subdued); }
+.plc .frame img { width: 100%; height: 100%; object-fit: contain; image-rendering: pixelated; }
+.plc .four { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; }
+.plc .two { display: grid; grid-template-columns: repeat(auto-fit, minmax(240px, 1fr)); gap: 16px; }
+.plc .bar { height: 6px; border-radius: 3px; background: var(--border-color-primary); overflow: hidden; margin: 6px 0; }
+.plc .bar i { display: block; height: 100%; background: var(--color-accent); }
+.plc .wide { overflow-x: auto; }
+.plc table { border-collapse: collapse; width: 100%; font-size: 14px; border: 0 !important; margin: 0; }
+.plc th, .plc td { text-align: left; padding: 4px 12px 4px 0 !important; border: 0 !important; vertical-align: top;
+  border-bottom: 1px solid var(--border-color-primary) !important; }
+.plc tr, .plc thead, .plc tbody { border: 0 !important; }
+.plc td.n, .plc th.n { text-align: right; white-space: nowrap; }
+.plc tr.here { background: var(--color-accent-soft); }
+.plc .note { opacity: .75; font-size: 14px; }
+.plc .chart { background: #fff; border-radius: 8px; padding: 8px; color: #1c2530; }
+.plc h2, .plc h3 { font-size: 15px; margin: 4px 0; }
+.plc { @@ }
+""".replace("@@", CHART_STYLE)
+
+# Charts come and go while people look: each is made to answer the pointer when it appears.
+HEAD = """<script>@@
+new MutationObserver(() => document.querySelectorAll(".plc .chart:not([data-live])").forEach(chart => {
+  chart.dataset.live = "yes";
+  enliven(chart);
+})).observe(document, {childList: true, subtree: true});
+</script>""".replace("@@", CHART_SCRIPT)
+
+
+def block(inside: str) -> str:
+    return f'<div class="plc">{inside}</div>'
+
+
+def text(words: object) -> str:
+    return html.escape(str(words))
+
+
+def source(picture: Image.Image) -> str:
+    """A picture as an address that holds it."""
+    times = max(1, SIDE // max(picture.size))
+    large = picture.resize((picture.width * times, picture.height * times), Image.Resampling.NEAREST)
+    held = io.BytesIO()
+    large.convert("RGB").save(held, "PNG", compress_level=1)
+    return "data:image/png;base64," + base64.b64encode(held.getvalue()).decode()
+
+
+def frame(picture: Image.Image | None, alt: str, words: str = "", empty: str = "") -> str:
+    """A square that keeps its place whether there is a picture or not."""
+    inside = f"<span>{text(empty)}</span>" if picture is None else f'<img alt="{text(alt)}" src="{source(picture)}">'
+    return f'<figure><div class="frame">{inside}</div><figcaption>{text(words)}</figcaption></figure>'
+
+
+def of_unit(pictures: Tensor) -> Image.Image:
+    """The first of (N, 3, H, W) in [0, 1]."""
+    return to_images(pictures[:1].float() * 2 - 1)[0]
+
+
+def bar(part: float) -> str:
+    return f'<div class="bar" role="progressbar" aria-valuenow="{part:.0%}"><i style="width:{part:.1%}"></i></div>'
+
+
+def status(said: str, part: float = 0.0) -> str:
+    """How far something is, as a bar and in words."""
+    return block(bar(part) + f'<span role="status">{text(said)}</span>')
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[object]], here: int | None = None, words: int = 1) -> str:
+    """Rows of text; columns from the `words`-th on hold numbers. `here` is the row that is marked."""
+
+    def line(cells: Sequence[object], tag: str) -> str:
+        return "".join(f"<{tag}{' class=n' if i >= words else ''}>{text(cell)}</{tag}>" for i, cell in enumerate(cells))
+
+    body = "".join(f"<tr{' class=here' if i == here else ''}>{line(row, 'td')}</tr>" for i, row in enumerate(rows))
+    return f'<div class="wide"><table><thead><tr>{line(heads, "th")}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -1,0 +1,278 @@
+"""The tab Pipeline: what a model is made of, what flows through it, what it weighs, and what each saving costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import gradio as gr
+from gradio.context import Context
+
+from pellucid.core.errors import Cancelled
+from pellucid.evidence.drawing import graph as graph_drawing
+from pellucid.evidence.drawing import graph_tables as tables
+from pellucid.evidence.drawing import graph_words, memory_words
+from pellucid.evidence.drawing import memory as memory_drawing
+from pellucid.pipeline import compare, inspection_graph, memory
+from pellucid.pipeline.compare import Row
+from pellucid.pipeline.inspection import Asked, Graph
+from pellucid.pipeline.load import load
+from pellucid.pipeline.pipeline import Pipeline
+from pellucid.studio import asking, drawn, html, jobs, words
+from pellucid.studio.html import status
+from pellucid.studio.jobs import Job
+from pellucid.studio.session import Sessions
+from pellucid.studio.shelf import Shelf, named
+
+TAB, MEMORY = "pipeline", "pipeline-memory"
+DEPTH = 2  # levels of blocks
+STEPS = 10  # of the run that is drawn, unless another number is asked for
+MOST_BATCH = 16
+KEPT = 8  # graphs
+COLUMNS = ("strategy", "predicted", "measured", "denoise", "decode", "ms", "× time", "max diff", "mean diff", "to")
+PREDICTED = ("strategy", "predicted peak", "denoise", "decode")
+GAP = '<div style="height: 1rem"></div>'
+EMPTY = html.block('<p class="note">The pipeline of the chosen model appears here.</p>')
+NO_ROWS = html.block('<p class="note">What the model needs, and what each saving would change, appears here.</p>')
+
+
+# --- what is computed --------------------------------------------------------------------------------------------
+
+
+def timed(graph: Graph, name: str, asked: Asked, device: str | None, job: Job) -> Graph:
+    """The graph with milliseconds: the weights are loaded anew, so that nobody else's run is counted."""
+
+    def watch(rows: int) -> Callable[[], None]:
+        return job.ticks(rows, "timing, row")
+
+    return inspection_graph.with_times(graph, name, asked, watch, device=device)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Strategies side by side; `ran` where they were run and not only predicted."""
+
+    about: dict[str, Any]
+    rows: Sequence[Row]
+    left_out: Sequence[str]
+    ran: bool
+
+
+def compared(pipe: Pipeline, batch: int, ran: bool, job: Job) -> Comparison:
+    """Every strategy that this device knows: predicted, or run, measured and timed too.
+
+    A pipeline that is run under strategies must be nobody else's: some of them rearrange its weights for a while.
+    """
+    request = memory.request_for(pipe, batch=batch)
+    found, left_out = compare.strategies(pipe, request, request)
+    seen = job.ticks(len(found), "strategy")
+    if ran:
+        rows = compare.compare(pipe, found, seen)
+    else:
+        rows = []
+        for one in found:
+            peaks = memory.predict(pipe, one.request, policy=one.policy, dtype=one.dtype).stages
+            rows.append(Row(one, {name: peak.total for name, peak in peaks.items()}))
+            seen()
+    about = memory_words.described(pipe, request, pipe.policy, pipe.device)
+    return Comparison(about, rows, left_out, ran)
+
+
+# --- what is shown -----------------------------------------------------------------------------------------------
+
+
+def picture(graph: Graph) -> str:
+    alt = f"the pipeline of {graph_words.title(graph)}: {', '.join(node.name for node in graph.nodes)}"
+    return html.block(drawn.shown(graph_drawing.figure_of(graph), alt))
+
+
+def overview(graph: Graph) -> str:
+    """The components with their bytes and, where it was timed, milliseconds."""
+    parts = [html.table(tables.component_columns(graph), tables.components(graph))]
+    if graph.times is not None:
+        parts.append(html.table(tables.CLOCK, tables.clock(graph)))
+    parts += [f'<p class="warning"><b>!</b> {html.text(note)}</p>' for note in graph.notes]
+    return html.block(GAP.join(parts))
+
+
+def names_of(graph: Graph) -> list[str]:
+    """Components first, since they have an anatomy; then the other stations, in the order in which they act."""
+    first = [node.name for node in graph.components()]
+    return [*first, *(node.name for node in graph.nodes if node.name not in first)]
+
+
+def component(graph: Graph, name: str) -> str:
+    """One station: what it is, what comes and goes, and its blocks."""
+    node = graph.node(name)
+    about = [*graph_words.classes(node), *graph_words.weight(node), *graph_words.remarks(node), graph_words.took(node)]
+    lines = [f"<p><b>{html.text(node.name)}</b> {html.text(' · '.join(word for word in about if word))}</p>"]
+    flows = [(mark, other, what, dtype) for mark, other, what, dtype in tables.links(graph, node)]
+    if flows:
+        lines.append(html.table(("", "with", "what flows", "dtype"), flows, words=4))
+    if node.blocks:
+        rows = [
+            ("\u2003" * row.level + row.name, row.kind, row.leaves, row.parameters, row.percent)
+            for row in tables.anatomy(node)
+        ]
+        lines.append(html.table(("block", "class", "leaves as", "parameters", "share"), rows, words=2))
+    facts = [(key.replace("_", " "), str(value)) for key, value in node.facts.items()]
+    if facts:
+        lines.append(html.table(("fact", ""), facts, words=2))
+    return html.block(GAP.join(lines))
+
+
+def strategies(found: Comparison) -> str:
+    """The table, how to read it, and its picture."""
+    if found.ran:
+        rows = [(row.strategy.name, *cells_of(row)) for row in found.rows]
+        table = html.table(COLUMNS, rows)
+        figure = memory_drawing.costs(found.about, found.rows)
+        notes = memory_words.row_notes(found.about, found.rows, found.left_out)
+    else:
+        rows = [
+            (row.strategy.name, *(memory.in_words(size) for size in (memory_words.peak_of(row), *by_stage(row))))
+            for row in found.rows
+        ]
+        table = html.table(PREDICTED, rows)
+        figure = memory_drawing.predictions(found.about, found.rows)
+        notes = ["Predicted from the model's own code on tensors without data; nothing was run."]
+        notes += [f"left out: {why}." for why in found.left_out]
+    picture = drawn.shown(figure, "peak memory of each strategy")
+    return html.block(table + "".join(f'<p class="note">{html.text(line)}</p>' for line in notes) + picture)
+
+
+def cells_of(row: Row) -> tuple[str, ...]:
+    return (row.trouble.partition(":")[0], *["–"] * 8) if row.trouble else memory_words.cells(row)
+
+
+def by_stage(row: Row) -> tuple[int, int]:
+    return row.predicted.get("denoise", 0), row.predicted.get("decode", 0)
+
+
+# --- the tab -----------------------------------------------------------------------------------------------------
+
+
+class PipelineTab:
+    """Builds the tab. The graph of a model is drawn when somebody comes to look at it."""
+
+    def __init__(self, shelf: Shelf, sessions: Sessions, model: gr.Dropdown, ran: gr.State) -> None:
+        self.shelf, self.sessions = shelf, sessions
+        self.graph = lru_cache(maxsize=KEPT)(self.inspect)
+        self.times: dict[tuple[str, int], Graph] = {}
+        place = Context.block
+        with gr.Row():
+            steps = gr.Number(STEPS, label="Steps", precision=None, min_width=120, elem_id="pipeline-steps")
+            draw = gr.Button("Draw", min_width=120, elem_id="pipeline-draw")
+            time = gr.Button("Measure milliseconds", variant="primary", min_width=160, elem_id="pipeline-time")
+            stop = gr.Button("Cancel", variant="stop", min_width=120, elem_id="pipeline-cancel")
+        said = gr.HTML(status("ready"), elem_id="pipeline-status")
+        shown = gr.HTML(EMPTY, elem_id="pipeline-graph")
+        table = gr.HTML("", elem_id="pipeline-components")
+        which = gr.Dropdown([], label="One component", elem_id="pipeline-component")
+        inside = gr.HTML("", elem_id="pipeline-anatomy")
+        here = gr.State("")  # the model that is drawn
+        outputs = [said, shown, table, which, here]
+        if isinstance(place, gr.Tab):
+            place.select(self.came, [model, steps, here], outputs, show_progress="hidden")
+        draw.click(self.draw, [model, steps], outputs, show_progress="hidden")
+        time.click(self.time, [model, steps], outputs, show_progress="hidden", concurrency_limit=4)
+        stop.click(self.cancel, None, said, queue=False)
+        gr.on([which.change, here.change], self.look, [here, steps, which], inside, show_progress="hidden")
+        self.memory(model)
+
+    def memory(self, model: gr.Dropdown) -> None:
+        gr.Markdown("### Memory: what each strategy saves, and what it costs")
+        with gr.Row():
+            batch = gr.Slider(1, MOST_BATCH, 1, step=1, label="Pictures at once", min_width=160, elem_id="memory-batch")
+            ran = gr.Checkbox(
+                False,
+                label="Run each strategy",
+                info="slower: measured peaks, milliseconds, changed pixels",
+                min_width=200,
+                elem_id="memory-run",
+            )
+            go = gr.Button("Compare strategies", variant="primary", min_width=160, elem_id="memory-compare")
+            stop = gr.Button("Cancel", variant="stop", min_width=120, elem_id="memory-cancel")
+        said = gr.HTML(status("ready"), elem_id="memory-status")
+        shown = gr.HTML(NO_ROWS, elem_id="memory-table")
+        go.click(self.compare, [model, batch, ran], [said, shown], show_progress="hidden", concurrency_limit=4)
+        stop.click(self.cancel_memory, None, said, queue=False)
+
+    def inspect(self, name: str, steps: int) -> Graph:
+        return inspection_graph.inspect(name, Asked(steps=steps, depth=DEPTH))
+
+    # handlers
+
+    def came(self, request: gr.Request, model: str, steps: Any, here: str) -> tuple[Any, ...]:
+        """Somebody opened the tab: what is drawn already stays."""
+        return (gr.skip(),) * 5 if not model or here == model else self.draw(request, model, steps)
+
+    def draw(self, request: gr.Request, model: str, steps: Any) -> tuple[Any, ...]:
+        with words.plainly():
+            name, count = named(model), asking.steps_of(steps)
+            return self.drawing(self.known(name, count), name)
+
+    def known(self, name: str, steps: int) -> Graph:
+        return self.times.get((name, steps)) or self.graph(name, steps)
+
+    def drawing(self, graph: Graph, name: str) -> tuple[Any, ...]:
+        whole = "" if graph.times is None else f" · {graph_words.milliseconds(graph.times.whole)} a run, measured"
+        said = status(" · ".join(graph_words.subtitle(graph)) + whole, 0.0 if graph.times is None else 1.0)
+        names = names_of(graph)
+        network = graph.of("network")[0].name
+        return said, picture(graph), overview(graph), gr.Dropdown(names, value=network), name
+
+    def time(self, request: gr.Request, model: str, steps: Any) -> Iterator[tuple[Any, ...]]:
+        nothing = (gr.skip(),) * 4
+        try:
+            with words.plainly():
+                name, count = named(model), asking.steps_of(steps)
+                session = self.sessions.of(request.session_hash)
+                yield status("reading …"), *nothing
+                graph = self.graph(name, count)
+                asked = Asked(steps=count, depth=DEPTH)
+                work = session.begin(TAB, lambda job: timed(graph, name, asked, self.shelf.device, job))
+                for news in jobs.follow(work):
+                    yield status(*news), *nothing
+                while len(self.times) >= KEPT:
+                    self.times.pop(next(iter(self.times)), None)
+                self.times[name, count] = work.result
+                yield self.drawing(work.result, name)
+        except Cancelled:
+            yield status("cancelled"), *nothing
+        except gr.Error:
+            yield status("ready"), *nothing
+            raise
+
+    def look(self, here: str, steps: Any, which: str | None) -> str:
+        with words.plainly():
+            if not here or not which:
+                return ""
+            graph = self.known(here, asking.steps_of(steps))
+            return component(graph, which) if which in names_of(graph) else ""
+
+    def compare(self, request: gr.Request, model: str, batch: Any, ran: bool) -> Iterator[tuple[Any, Any]]:
+        try:
+            with words.plainly():
+                name = named(model)
+                session = self.sessions.of(request.session_hash)
+                yield status("loading …"), gr.skip()
+                pipe = load(name, device=self.shelf.device) if ran else self.shelf.pipe(name)
+                count = max(1, min(int(batch), MOST_BATCH))
+                work = session.begin(MEMORY, lambda job: compared(pipe, count, bool(ran), job))
+                for news in jobs.follow(work):
+                    yield status(*news), gr.skip()
+                yield status(memory_words.headline(work.result.about), 1.0), strategies(work.result)
+        except Cancelled:
+            yield status("cancelled"), gr.skip()
+        except gr.Error:
+            yield status("ready"), gr.skip()
+            raise
+
+    def cancel(self, request: gr.Request) -> Any:
+        return status("cancelled") if self.sessions.of(request.session_hash).cancel(TAB) else gr.skip()
+
+    def cancel_memory(self, request: gr.Request) -> Any:
+        return status("cancelled") if self.sessions.of(request.session_hash).cancel(MEMORY) else gr.skip()

@@ -1,0 +1,429 @@
+"""The tab Study: which sampler, how many steps, for this model. It fills while one watches, and can be resumed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+import numpy as np
+from PIL import Image
+
+from pellucid.core import samplers
+from pellucid.core.errors import Cancelled, PellucidError, rule
+from pellucid.core.loop import StepSeen
+from pellucid.evidence.study import charts, samplers_report
+from pellucid.evidence.study.cells import Cell
+from pellucid.evidence.study.page_chart import Axis, Chart, Series
+from pellucid.evidence.study.samplers import FIXED, SamplerStudy, Study
+from pellucid.evidence.study.samplers_figures import Figures, Judges
+from pellucid.evidence.study.samplers_latency import Clock
+from pellucid.evidence.study.samplers_scores import InceptionScorer
+from pellucid.evidence.study.samplers_subject import Subject
+from pellucid.studio import html, jobs, words
+from pellucid.studio.generate import EXAMPLES
+from pellucid.studio.html import status
+from pellucid.studio.jobs import Job
+from pellucid.studio.session import Session, Sessions
+from pellucid.studio.shelf import Shelf, named
+
+TAB = "study"
+CHOSEN = ("ddim", "dpmpp_2m", "unipc")
+STEPS = "5,8,10,20"
+YARDSTICK = 60  # steps of the converged pictures: no more, so that the first point comes soon
+ROUNDS = 3  # of timing
+MOST_SAMPLERS, MOST_COUNTS, MOST_PROMPTS, MOST_SEEDS, MOST_PICTURES = 16, 16, 64, 16, 256
+MOST_STEPS = 250  # of a cell
+SHOWN = 4  # pictures of the cell that was made last
+MOST_REPORT = 64 * 2**20  # bytes of a page that is opened
+MOST_PATH = 4096
+FIRST = "the converged pictures, which all are compared with, come first"
+TOO_SLOW = "too slow for the page: use pellucid study samplers"
+FEW = 2  # prompts that stand there at the start
+ROOM = '<div style="min-height: min(440px, 90vw)">{}</div>'  # of the chart, before it is there and after
+EMPTY = html.block(
+    ROOM.format('<p class="note">A point for each sampler and step count appears here as it is made.</p>')
+)
+NO_REPORT = html.block('<p class="note">The report appears here when the study is done.</p>')
+
+
+# --- what is asked for -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A study as the page holds it."""
+
+    model: str | None
+    samplers: Sequence[str] = CHOSEN
+    steps: str = STEPS
+    prompts: str = ""
+    seeds: Any = 1
+    yardstick: Any = YARDSTICK
+
+    def config(self, asks: str) -> SamplerStudy:
+        """Checked and bounded; a model that takes neither text nor labels gets no prompts."""
+        chosen = tuple(dict.fromkeys(one.strip() for one in self.samplers or () if one and one.strip()))
+        prompts = tuple(line.strip() for line in (self.prompts or "").splitlines() if line.strip())
+        seeds = whole(self.seeds, "pictures of each prompt", MOST_SEEDS)
+        counts = counts_of(self.steps)
+        for what, found, most in (("samplers", chosen, MOST_SAMPLERS), ("prompts", prompts, MOST_PROMPTS)):
+            if len(found) > most:
+                raise PellucidError(rule(what, f"at most {most} on the page", len(found)), "study-size")
+        if any(one.lower().endswith(".json") for one in chosen):
+            raise PellucidError(rule("samplers", "names: plan files are for the command line", chosen), "study-list")
+        if len(prompts) * seeds > MOST_PICTURES:
+            must = f"at most {MOST_PICTURES} pictures a cell on the page"
+            raise PellucidError(rule("prompts × pictures", must, len(prompts) * seeds), "study-size")
+        if asks == "nothing":
+            prompts = ()
+        best = max(whole(self.yardstick, "steps of the yardstick", 1000), 2)
+        return SamplerStudy(
+            model=named(self.model),
+            samplers=chosen,
+            steps=counts,
+            prompts=prompts,
+            seeds=seeds,
+            batch=min(16, max(1, len(prompts)) * seeds),
+            converged_steps=best,
+            path_steps=max(best, 2 * max(counts)),
+            rounds=ROUNDS,
+        )
+
+
+def counts_of(text: str | None) -> tuple[int, ...]:
+    """`5,8,10` → (5, 8, 10), each once."""
+    must = f"whole numbers from 1 to {MOST_STEPS} with commas between them, {MOST_COUNTS} at most"
+    try:
+        found = tuple(dict.fromkeys(int(word) for word in (text or "").replace(";", ",").split(",") if word.strip()))
+    except ValueError:
+        raise PellucidError(rule("steps", must, str(text)[:60]), "steps") from None
+    if not 1 <= len(found) <= MOST_COUNTS or not all(1 <= count <= MOST_STEPS for count in found):
+        raise PellucidError(rule("steps", must, str(text)[:60]), "steps")
+    return found
+
+
+def whole(given: Any, what: str, most: int) -> int:
+    must = f"a whole number from 1 to {most:,}"
+    try:
+        found = float(given)
+    except (TypeError, ValueError):
+        raise PellucidError(rule(what, must, given), "study-number") from None
+    if found != int(found) or not 1 <= found <= most:
+        raise PellucidError(rule(what, must, f"{found:g}"), "study-number")
+    return int(found)
+
+
+def folder_of(config: SamplerStudy, mark: str, inside: Path) -> Path:
+    """The folder of a study: the same for all that may go on in it, whatever samplers and steps are asked for."""
+    plain = config.to_dict(mark)
+    held = json.dumps([mark, *(plain[name] for name in FIXED)], sort_keys=True)
+    return inside / f"study-{hashlib.sha256(held.encode()).hexdigest()[:12]}"
+
+
+# --- what is computed --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Done:
+    """A cell and what is known of it: the mean distance of its pictures, and seconds a picture, made together."""
+
+    cell: Cell
+    distance: float | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Moment:
+    """How far a study is."""
+
+    words: str
+    part: float
+    cells: Sequence[Done]
+    last: str = ""  # the cell that was made last
+    pictures: Sequence[Image.Image] = ()
+
+
+def cells_of(study: Study) -> list[Done]:
+    """Every cell of the table, made or not."""
+    found = []
+    for cell in study.cells:
+        batches = [first for first in study.config.firsts() if study.files.has(cell.key, first, "pictures")]
+        rows = [study.files.row(cell.key, first, "pictures") for first in batches]
+        values = [value for row in rows for value in row["distance"] if value is not None]
+        count = sum(row["numbers"] for row in rows)
+        spent = sum(row["seconds"] for row in rows) / count if count else None
+        found.append(Done(cell, float(np.mean(values)) if values else None, spent))
+    return found
+
+
+def first_pictures(study: Study, cell: Cell) -> list[Image.Image]:
+    """The first of a cell, where its first batch is there."""
+    if not study.files.has(cell.key, 0, "pictures"):
+        return []
+    return study.files.pictures(cell, 0, len(study.config.numbers(0)))[:SHOWN]
+
+
+class Stoppable:
+    """A pipeline whose runs end when a job is cancelled, and tell each of their steps."""
+
+    def __init__(self, pipe: Any, job: Job) -> None:
+        self.pipe, self.job = pipe, job
+        self.see: Callable[[StepSeen], None] = lambda seen: None
+
+    def __call__(self, *given: Any, **how: Any) -> Any:
+        return self.pipe(*given, **how, cancelled=self.job.cancelled, observers=(self.see,))
+
+
+def light(judges: Judges) -> Judges:
+    """Who judges on the page: Inception takes longer than the pictures."""
+    kept = tuple(one for one in judges.scorers if not isinstance(one, InceptionScorer))
+    if judges.inception is None:
+        return judges
+    return replace(judges, scorers=kept, inception=None, reasons={**judges.reasons, "fid": TOO_SLOW})
+
+
+def run(pipe: Any, wish: Wish, inside: Path, job: Job) -> Path:
+    """Makes what is missing, times it, writes the report; the path of its page. What is made is kept at once."""
+    charts.require()
+    subject = Subject.of(pipe)
+    config = wish.config(subject.asks)
+    folder = folder_of(config, subject.mark, inside)
+    maker = Stoppable(subject.pipe, job)
+    study = Study(config, replace(subject, pipe=maker), folder)
+    judges = light(Judges.open(study))
+    fill(study, maker, judges, job)
+    clock = Clock(study)
+    clock.run(timing(study, job, sum(cell.nfe for _, cell in clock.missing())))
+    job.tell(Moment("writing the report …", 1.0, cells_of(study)))
+    return samplers_report.write(Figures(Study(config, subject, folder), judges))
+
+
+def fill(study: Study, maker: Stoppable, judges: Judges, job: Job) -> None:
+    """The pictures of all cells, each told as it comes; steps are told between them."""
+    total, done, cells = study.todo(), 0, cells_of(study)
+    job.tell(Moment(FIRST, 0.0, cells))
+
+    def see(seen: StepSeen) -> None:
+        calls = done + seen.index + 1
+        said = f"{calls} of {total} model calls a picture"
+        early = not any(one.distance is not None for one in cells)
+        job.tell(Moment(f"{said}; {FIRST}" if early else said, calls / max(total, 1), cells))
+
+    def seen(count: int) -> None:
+        nonlocal done, cells
+        before = {one.cell.key for one in cells if one.distance is not None}
+        done, cells = done + count, cells_of(study)
+        new = [one.cell for one in cells if one.distance is not None and one.cell.key not in before]
+        said = f"{done} of {total} model calls a picture"
+        pictures = first_pictures(study, new[-1]) if new else []
+        job.tell(Moment(said, done / max(total, 1), cells, new[-1].key if new else "", pictures))
+
+    maker.see = see
+    study.run(judges.scorers, seen, job.cancelled)
+    maker.see = lambda seen: None
+    if job.cancelled():
+        raise Cancelled
+
+
+def timing(study: Study, job: Job, total: int) -> Callable[[int], None]:
+    """Tells how much of the timing is done."""
+    done, cells = 0, cells_of(study)
+
+    def tick(count: int) -> None:
+        nonlocal done
+        done += count
+        if job.cancelled():
+            raise Cancelled
+        job.tell(Moment(f"timing: {done} of {total} model calls", done / max(total, 1), cells))
+
+    return tick
+
+
+def report_in(path: str | None) -> str:
+    """The page of a study that is there already: a folder with a study's config and its report."""
+    text = (path or "").strip()
+    if not text or len(text) > MOST_PATH or "\0" in text:
+        raise PellucidError(rule("study", "the path of a study's folder", text[:60] or "none"), "study-folder")
+    folder = Path(text).expanduser()
+    config, page = folder / "config.json", folder / "report.html"
+    try:
+        held = json.loads(config.read_text("utf-8")) if config.stat().st_size < 2**24 else None
+    except (OSError, ValueError):
+        held = None
+    if not isinstance(held, dict) or "study" not in held:
+        raise PellucidError(rule("study", "a folder of a study, with its config.json", text), "study-folder")
+    if not page.is_file():
+        raise PellucidError(rule("study", "done, with its report.html", text, "Let it finish first."), "study-report")
+    if page.stat().st_size > MOST_REPORT:
+        raise PellucidError(rule("report", f"at most {MOST_REPORT // 2**20} MiB", text), "file-size")
+    return page.read_text("utf-8", errors="replace")
+
+
+# --- what is shown -----------------------------------------------------------------------------------------------
+
+
+def table(cells: Sequence[Done]) -> str:
+    """All cells in their places; those that are made have numbers."""
+    lines = []
+    for one in cells:
+        made = one.distance is not None or one.seconds is not None
+        figures = (
+            "–" if one.distance is None else words.number(one.distance),
+            "–" if one.seconds is None else words.seconds(one.seconds),
+        )
+        row = (one.cell.setup.text, one.cell.steps, one.cell.nfe, *figures)
+        tags = "".join(f"<td{' class=n' if i else ''}>{html.text(cell)}</td>" for i, cell in enumerate(row))
+        lines.append(f'<tr class="{"done" if made else "waiting"}">{tags}</tr>')
+    heads = ("sampler", "steps", "calls", "distance", "a picture")
+    head = "".join(f"<th{' class=n' if i else ''}>{html.text(word)}</th>" for i, word in enumerate(heads))
+    body = "".join(lines)
+    return html.block(f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>')
+
+
+def chart(cells: Sequence[Done]) -> str:
+    """The distance to the converged picture over model calls, a line a sampler, as far as it is known."""
+    series = []
+    for number, name in enumerate(dict.fromkeys(one.cell.setup.text for one in cells)):
+        own = [one for one in cells if one.cell.setup.text == name and one.distance is not None]
+        own.sort(key=lambda one: one.cell.nfe)
+        labels = [f"{name}, {one.cell.steps} steps: {words.number(one.distance or 0.0)}" for one in own]
+        xs, ys = [float(one.cell.nfe) for one in own], [one.distance or 0.0 for one in own]
+        series.append(Series(name, xs, ys, labels=labels, colour=charts.COLOURS[number % len(charts.COLOURS)]))
+    if not any(len(one.x) for one in series):
+        return EMPTY
+    log = all(y > 0 for one in series for y in one.y)
+    calls = tuple(sorted({x for one in series for x in one.x}))
+    title, name = "Distance to the converged picture against model calls", "RMSE to the converged picture"
+    note = "Less is better. The report marks the knee and shows the pictures of a point."
+    made = Chart(title, series, Axis("model calls (NFE)", True, calls), Axis(name, log), (), note)
+    return html.block(ROOM.format(made.html()))
+
+
+def last_made(moment: Moment) -> str:
+    cells = "".join(html.frame(picture, moment.last) for picture in moment.pictures)
+    return html.block(f'<p class="note">{html.text(moment.last)}</p><div class="four">{cells}</div>')
+
+
+def framed(page: str, title: str) -> str:
+    """A report in a frame of its own: its script may run there, and sees nothing of this page."""
+    look = "width: 100%; height: 1000px; border: 1px solid var(--border-color-primary); border-radius: 8px"
+    return html.block(
+        f'<iframe title="{html.text(title)}" sandbox="allow-scripts" '
+        f'style="{look}; background: #fff" srcdoc="{html.text(page)}"></iframe>'
+    )
+
+
+# --- the tab -----------------------------------------------------------------------------------------------------
+
+
+class StudyTab:
+    """Builds the tab: what is asked for on the left, the points as they come on the right, the report below."""
+
+    def __init__(self, shelf: Shelf, sessions: Sessions, model: gr.Dropdown, ran: gr.State) -> None:
+        self.shelf, self.sessions = shelf, sessions
+        with gr.Row():
+            with gr.Column(scale=5, min_width=320):
+                asked = self.controls()
+                with gr.Row():
+                    go = gr.Button("Start", variant="primary", min_width=120, elem_id="study-start")
+                    stop = gr.Button("Cancel", variant="stop", min_width=120, elem_id="study-cancel")
+                said = gr.HTML(status("ready"), elem_id="study-status")
+                cells = gr.HTML("", elem_id="study-cells")
+            with gr.Column(scale=6, min_width=320):
+                points = gr.HTML(EMPTY, elem_id="study-chart")
+                last = gr.HTML("", elem_id="study-last")
+        page = gr.HTML(NO_REPORT, elem_id="study-report")
+        with gr.Row():
+            path = gr.Textbox(
+                label="A study that is there already",
+                info="the path of its folder",
+                max_length=MOST_PATH,
+                scale=4,
+                min_width=240,
+                elem_id="study-path",
+            )
+            look = gr.Button("Open", min_width=100, elem_id="study-open")
+        outputs = [said, cells, points, last, page]
+        go.click(self.start, [model, *asked], outputs, show_progress="hidden", concurrency_limit=4)
+        stop.click(self.cancel, None, said, queue=False)
+        gr.on([look.click, path.submit], self.open, path, [said, page], show_progress="hidden")
+
+    def controls(self) -> list[Any]:
+        names = list(dict.fromkeys([*CHOSEN, *samplers.names()]))
+        chosen = gr.Dropdown(
+            names,
+            value=list(CHOSEN),
+            multiselect=True,
+            max_choices=MOST_SAMPLERS,
+            allow_custom_value=True,
+            label="Samplers",
+            info="NAME, or NAME:GRID",
+            elem_id="study-samplers",
+        )
+        steps = gr.Textbox(STEPS, label="Step counts", elem_id="study-steps")
+        prompts = gr.Textbox(
+            "\n".join(EXAMPLES[:FEW]), label="Prompts, one a line", lines=3, max_lines=8, elem_id="study-prompts"
+        )
+        with gr.Row():
+            seeds = gr.Number(1, label="Pictures of each prompt", precision=None, min_width=120, elem_id="study-seeds")
+            best = gr.Number(
+                YARDSTICK,
+                label="Steps of the yardstick",
+                info="twice the most steps, or more",
+                precision=None,
+                min_width=120,
+                elem_id="study-yardstick",
+            )
+        return [chosen, steps, prompts, seeds, best]
+
+    def start(self, request: gr.Request, model: str, *asked: Any) -> Iterator[tuple[Any, ...]]:
+        nothing = (gr.skip(),) * 4
+        kept: Sequence[Done] = ()
+        try:
+            with words.plainly():
+                session = self.sessions.of(request.session_hash)
+                wish = Wish(model, *asked)
+                wish.config("nothing" if not (wish.prompts or "").strip() else "prompt")  # refused before any loading
+                yield status("loading …"), gr.skip(), gr.skip(), "", NO_REPORT
+                pipe = self.shelf.pipe(model)
+                for news in self.following(session, pipe, wish):
+                    if isinstance(news, Path):
+                        report = framed(news.read_text("utf-8"), "the report of the study")
+                        yield status("done", 1.0), *nothing[:3], report
+                        continue
+                    last = last_made(news) if news.pictures else gr.skip()
+                    drawn = (gr.skip(), gr.skip()) if news.cells is kept else (table(news.cells), chart(news.cells))
+                    kept = news.cells
+                    yield status(news.words, news.part), *drawn, last, gr.skip()
+        except Cancelled:
+            made = sum(one.distance is not None for one in kept)
+            yield status(f"cancelled: {made} of {len(kept)} cells are kept; Start goes on from there"), *nothing
+        except gr.Error:
+            yield status("ready"), *nothing
+            raise
+
+    def following(self, session: Session, pipe: Any, wish: Wish) -> Iterator[Moment | Path]:
+        before = session.jobs.get(TAB)
+
+        def work(job: Job) -> Path:
+            while before is not None and not before.ended:  # it was told to stop, and writes into the same folder
+                time.sleep(0.05)
+            return run(pipe, wish, session.folder, job)
+
+        job = session.begin(TAB, work)
+        yield from jobs.follow(job)
+        yield job.result
+
+    def open(self, path: str | None) -> tuple[Any, Any]:
+        with words.plainly():
+            return status(f"opened {(path or '').strip()}", 1.0), framed(report_in(path), f"the report in {path}")
+
+    def cancel(self, request: gr.Request) -> Any:
+        there = self.sessions.of(request.session_hash).cancel(TAB)
+        return status("cancelled") if there else gr.skip()

@@ -1,0 +1,48 @@
+"""What a page says to a person: errors in one line, numbers as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import gradio as gr
+
+from pellucid.core.errors import PellucidError
+from pellucid.core.loop import Cancelled
+
+UNGUARDED = "Above 7 colours may burn, shapes repeat and pictures grow alike."
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Errors become a message on the page, in one line and without a traceback."""
+    try:
+        yield
+    except (gr.Error, Cancelled):
+        raise
+    except PellucidError as error:
+        raise gr.Error(str(error), title="This cannot be done", duration=None, print_exception=False) from None
+    except MemoryError:
+        raise gr.Error("Not enough memory. Ask for fewer or smaller pictures.", duration=None) from None
+    except Exception as error:  # a defect: said as such, and printed where the studio runs
+        raise gr.Error(f"A defect of Pellucid: {type(error).__name__}: {error}", duration=None) from error
+
+
+def shown(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A handler whose errors are words on the page."""
+
+    def handler(*given: Any) -> Any:
+        with plainly():
+            return function(*given)
+
+    return handler
+
+
+def seconds(value: float) -> str:
+    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s" if value < 60 else f"{value / 60:.1f} min"
+
+
+def number(value: float) -> str:
+    """Four digits, as a person would write them."""
+    return f"{value:.4g}"

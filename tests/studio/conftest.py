@@ -1,0 +1,18 @@
+"""What the tests of the studio share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_models import copied
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model of tiny pictures."""
+    folder = copied("sd1", tmp_path_factory.mktemp("models"))
+    config = folder / "unet" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text("utf-8")), "sample_size": 8}), "utf-8")
+    return folder

@@ -1,0 +1,241 @@
+"""The studio in a real browser: each tab's main path, cancelling, bad input, two people at once, wide and narrow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browsing import browser, chromium, shoot
+from PIL import Image
+
+from pellucid.studio.app import TABS, start
+from pellucid.studio.session import Sessions
+from pellucid.studio.shelf import Shelf
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.filterwarnings("default"),  # of gradio and what it stands on
+    pytest.mark.skipif(chromium() is None, reason="chromium is not installed: make browser"),
+]
+PATIENCE = 60_000  # milliseconds, on a busy machine
+
+
+@pytest.fixture(scope="module")
+def sessions() -> Iterator[Sessions]:
+    held = Sessions()
+    yield held
+    held.end_all()
+
+
+@pytest.fixture(scope="module")
+def address(sessions: Sessions, small: Path) -> Iterator[str]:
+    page = start(Shelf([str(small)], "cpu"), sessions, port=0)
+    yield page.local_url
+    page.close()
+
+
+@pytest.fixture(scope="module")
+def chrome() -> Iterator[Any]:
+    with browser() as found:
+        yield found
+
+
+@pytest.fixture
+def page(chrome: Any, address: str) -> Iterator[Any]:
+    with chrome.new_context(viewport={"width": 1280, "height": 900}) as context:
+        yield opened(context, address)
+
+
+def opened(context: Any, address: str) -> Any:
+    page = context.new_page()
+    page.set_default_timeout(PATIENCE)
+    page.troubles = []
+    page.on("pageerror", lambda error: page.troubles.append(str(error)))
+    page.goto(address)
+    page.wait_for_selector("#generate")
+    return page
+
+
+def ask(page: Any, prompt: str = "a red star", steps: int = 4, seed: str = "7") -> None:
+    page.fill("#prompt textarea", prompt)
+    page.fill("#steps input", str(steps))
+    page.fill("#seed textarea, #seed input", seed)
+    page.click("#generate")
+
+
+def said(page: Any, words: str) -> None:
+    page.wait_for_function("words => document.querySelector('#status').innerText.includes(words)", arg=words)
+
+
+def tab(page: Any, name: str) -> None:
+    """Opens a tab; on a narrow page the last ones are in a menu."""
+    shown = page.get_by_role("tab", name=name, exact=True)
+    if shown.count() == 0:
+        page.get_by_label("More tabs").first.click()
+        shown = page.locator(".overflow-menu button:visible", has_text=name)
+    shown.click()
+
+
+def picture(page: Any) -> str:
+    return page.get_attribute("#picture img", "src")
+
+
+def test_generate_shows_steps_then_a_picture_to_download(page: Any) -> None:
+    ask(page)
+    page.wait_for_selector("#picture img")
+    said(page, "done in")
+    shoot(page, "generate")
+    with page.expect_download() as held:
+        page.click("#download")
+    with Image.open(held.value.path()) as found:
+        assert "pellucid" in " ".join(found.info)
+    assert page.troubles == []
+
+
+def test_the_last_run_can_be_scrubbed_in_trace(page: Any) -> None:
+    ask(page)
+    said(page, "done in")
+    tab(page, "Trace")
+    page.wait_for_selector("#trace-frames img")
+    assert page.locator("#trace-frames img").count() == 4
+    last = page.get_attribute("#trace-frames img >> nth=1", "src")
+    page.fill("#trace-step input[type=number]", "1")
+    page.keyboard.press("Enter")
+    page.wait_for_function("last => document.querySelectorAll('#trace-frames img')[1].src !== last", arg=last)
+    assert "step 1" in page.inner_text("#trace-numbers")
+    shoot(page, "trace")
+
+
+def test_cancel_stops_a_long_run_and_the_page_goes_on(page: Any, sessions: Sessions) -> None:
+    ask(page, steps=900)
+    page.wait_for_selector("#picture img")
+    page.click("#cancel")
+    said(page, "cancelled")
+    ask(page)
+    said(page, "done in")
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"prompt": ""}, "prompt must be some words"),
+        ({"steps": 0}, "steps must be a whole number from 1 to 1,000; got 0"),
+        ({"steps": 10_000}, "got 10000"),
+        ({"seed": "seven"}, "seed must be a whole number"),
+    ],
+)
+def test_bad_input_is_said_and_nothing_is_lost(page: Any, asked: dict[str, Any], words: str) -> None:
+    ask(page)
+    said(page, "done in")
+    before = picture(page)
+    ask(page, **asked)
+    page.get_by_text(words).first.wait_for()
+    assert picture(page) == before
+    if "prompt" in asked:
+        shoot(page, "error")
+
+
+def test_what_is_no_model_is_said(page: Any) -> None:
+    page.fill("#model input", "no such model")
+    page.keyboard.press("Enter")
+    ask(page)
+    page.get_by_text("model must be a folder").first.wait_for()
+
+
+def test_a_huge_upload_is_refused(page: Any, tmp_path: Path) -> None:
+    Image.new("1", (10_000, 5_000)).save(tmp_path / "large.png")
+    page.get_by_text("From a picture").click()
+    page.set_input_files("input[type=file] >> nth=0", tmp_path / "large.png")
+    page.get_by_text("picture must be at most 16 megapixels").first.wait_for()
+
+
+def test_two_people_do_not_disturb_each_other(chrome: Any, address: str) -> None:
+    with chrome.new_context() as one, chrome.new_context() as two:
+        first, second = opened(one, address), opened(two, address)
+        ask(first, steps=900, seed="1")
+        first.wait_for_selector("#picture img")
+        began = time.monotonic()
+        ask(second, steps=4, seed="2")
+        said(second, "done in")
+        assert time.monotonic() - began < 30  # the long run has not ended
+        before = picture(first)
+        first.wait_for_function("before => document.querySelector('#picture img').src !== before", arg=before)
+        assert "2" not in first.input_value("#seed textarea, #seed input")
+        first.click("#cancel")
+        said(first, "cancelled")
+
+
+def test_a_narrow_page_does_not_scroll_sideways(chrome: Any, address: str) -> None:
+    with chrome.new_context(viewport={"width": 400, "height": 800}) as context:
+        page = opened(context, address)
+        ask(page)
+        said(page, "done in")
+        for name in TABS:
+            tab(page, name)
+            page.wait_for_timeout(300)
+            wide = page.evaluate("document.documentElement.scrollWidth")
+            shoot(page, f"narrow-{name.lower()}")
+            assert wide <= 400, name
+
+
+def test_the_main_path_needs_no_mouse(page: Any) -> None:
+    page.focus("#prompt textarea")
+    page.keyboard.type("a red star")
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.id || document.activeElement.closest('[id]').id") == "generate":
+            break
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#picture img")
+
+
+# The other tabs
+
+
+def told(page: Any, place: str, words: str) -> None:
+    page.wait_for_function(
+        "([place, words]) => document.querySelector(place).innerText.includes(words)", arg=[place, words]
+    )
+
+
+def test_schedules_are_drawn_with_their_grid(page: Any) -> None:
+    tab(page, "Schedules")
+    page.wait_for_selector("#schedules-charts svg circle")
+    shoot(page, "schedules")
+
+
+def test_compare_says_where_two_runs_part(page: Any) -> None:
+    tab(page, "Compare")
+    page.fill("#compare-prompt textarea, #compare-prompt input", "a red star")
+    page.click("#compare-run")
+    told(page, "#compare-verdict", "step")
+    shoot(page, "compare")
+
+
+def test_the_pipeline_is_drawn_when_its_tab_is_opened(page: Any) -> None:
+    tab(page, "Pipeline")
+    page.wait_for_selector("#pipeline-graph img")
+    told(page, "#pipeline-components", "unet")
+    shoot(page, "pipeline")
+
+
+def test_the_doctor_finds_what_is_wrong_in_a_config(page: Any) -> None:
+    tab(page, "Doctor")
+    page.get_by_label("a config, pasted or sent").check()
+    config = '{"_class_name": "DDIMScheduler", "prediction_type": "epsilon", "rescale_betas_zero_snr": true}'
+    page.fill("#doctor-config textarea", config)
+    page.click("#doctor-go")
+    page.wait_for_selector("#doctor-findings .finding-error")
+    shoot(page, "doctor")
+
+
+def test_a_study_fills_while_one_watches(page: Any) -> None:
+    tab(page, "Study")
+    page.fill("#study-steps textarea, #study-steps input", "2,3")
+    page.click("#study-start")
+    page.wait_for_selector("#study-chart svg circle")
+    page.wait_for_selector("#study-report iframe")
+    shoot(page, "study")

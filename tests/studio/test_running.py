@@ -1,0 +1,177 @@
+"""Work beside the page: runs and their moments, cancelling, people who come and go, models on the shelf."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from pellucid.core.errors import Cancelled, PellucidError
+from pellucid.evidence.trace import reading
+from pellucid.pipeline.load import load
+from pellucid.pipeline.pipeline import Pipeline
+from pellucid.pipeline.recipe import read_png
+from pellucid.studio import jobs, running
+from pellucid.studio.asking import Setup
+from pellucid.studio.jobs import Job
+from pellucid.studio.running import Finished, Moment, Preview
+from pellucid.studio.session import KEPT, Session, Sessions
+from pellucid.studio.shelf import HELD, Shelf
+
+SETUP = Setup(prompt="a red star", sampler="euler", seed="7", steps=4)
+
+
+@pytest.fixture(scope="module")
+def pipe(small: Path) -> Pipeline:
+    return load(small, device="cpu")
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Session:
+    return Session(tmp_path)
+
+
+# Jobs
+
+
+def test_a_job_tells_its_news_and_ends_with_its_result() -> None:
+    job = jobs.begin(lambda job: [job.tell(i) for i in range(3)] and "done")
+    told = list(jobs.follow(job))
+    assert told[-1] == 2  # the newest is never passed over
+    assert told == sorted(told)
+    assert job.result == "done"
+
+
+def test_a_job_s_error_reaches_who_follows() -> None:
+    def fail(job: Job) -> None:
+        raise PellucidError("steps must be 1; got 2.", "steps")
+
+    with pytest.raises(PellucidError, match="steps must be 1"):
+        list(jobs.follow(jobs.begin(fail)))
+
+
+def test_work_stops_when_its_follower_goes_away() -> None:
+    stopped = threading.Event()
+
+    def work(job: Job) -> None:
+        while not job.cancelled():
+            job.tell("news")
+            time.sleep(0.005)
+        stopped.set()
+
+    follower = jobs.follow(jobs.begin(work))
+    assert next(follower) == "news"
+    follower.close()
+    assert stopped.wait(5)
+
+
+# Runs
+
+
+def test_a_run_shows_its_moments_and_leaves_a_picture_with_its_recipe_and_a_trace(
+    pipe: Pipeline, session: Session
+) -> None:
+    *moments, made = running.follow(pipe, SETUP, session, "generate")
+    assert isinstance(made, Finished)
+    assert all(isinstance(moment, Moment) for moment in moments)
+    assert moments[-1].step == moments[-1].steps == 4
+    assert moments[-1].words.startswith("step 4 of 4")
+    assert read_png(made.file) == made.recipe
+    assert made.recipe.seed == 7
+    trace = reading.read(made.trace)
+    assert len(trace.steps) == 4
+    assert trace.has("delta", 0)
+    assert torch.equal(trace.tensor("x0", 3)[:1], moments[-1].x0)
+    with Image.open(made.file) as picture:
+        assert picture.size == made.picture.size
+
+
+def test_a_cancelled_run_ends_at_its_next_step(pipe: Pipeline, session: Session) -> None:
+    follower = running.follow(pipe, Setup(prompt="x", steps=400), session, "generate")
+    next(follower)
+    session.cancel("generate")
+    with pytest.raises(Cancelled):
+        list(follower)
+
+
+def test_a_second_run_of_a_tab_stops_the_first(pipe: Pipeline, session: Session) -> None:
+    first = running.follow(pipe, Setup(prompt="x", steps=400), session, "generate")
+    next(first)
+    *_, made = running.follow(pipe, SETUP, session, "generate")
+    assert isinstance(made, Finished)
+    with pytest.raises(Cancelled):
+        list(first)
+
+
+def test_two_people_get_the_pictures_that_one_would(pipe: Pipeline, tmp_path: Path) -> None:
+    one = Session(tmp_path)
+    alone = [list(running.follow(pipe, setup(seed), one, "a"))[-1].picture for seed in (1, 2)]
+    sessions = [Session(tmp_path / name) for name in ("one", "two")]
+    for session in sessions:
+        session.folder.mkdir()
+    both = [running.follow(pipe, setup(seed), session, "a") for seed, session in zip((1, 2), sessions, strict=True)]
+    for follower in both:
+        next(follower)  # both are under way
+    together = [list(follower)[-1].picture for follower in both]
+    assert [p.tobytes() for p in together] == [p.tobytes() for p in alone]
+
+
+def setup(seed: int) -> Setup:
+    return Setup(prompt="a red star", sampler="euler", seed=str(seed), steps=6)
+
+
+def test_a_preview_is_a_picture_by_the_vae_or_by_a_map(pipe: Pipeline) -> None:
+    x0 = torch.randn(1, 4, 8, 8)
+    quick = Preview(pipe)
+    quick.warm()
+    assert quick.picture(x0).size == (16, 16)  # decoded
+    slow = Preview(pipe)
+    slow.picture(x0)
+    slow.quick = False
+    assert slow.picture(x0).size == (8, 8)  # mapped
+
+
+# People and models
+
+
+def test_a_person_keeps_the_last_runs_and_leaves_nothing(tmp_path: Path) -> None:
+    sessions = Sessions()
+    one, two = sessions.of("one"), sessions.of("two")
+    assert one is sessions.of("one")
+    assert one.folder != two.folder
+    for i in range(KEPT + 3):
+        path = one.new_file(".trace")
+        path.write_bytes(b"x")
+        one.keep(str(i), path)
+    assert list(one.runs) == [str(i) for i in range(3, KEPT + 3)]
+    assert len(list(one.folder.iterdir())) == KEPT
+    job = one.begin("generate", lambda job: job.stop.wait(20))
+    sessions.end("one")
+    assert job.cancelled()
+    assert not one.folder.exists()
+    assert two.folder.exists()
+    sessions.end_all()
+    assert not two.folder.exists()
+
+
+def test_a_shelf_loads_once_and_holds_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr("pellucid.studio.shelf.load", lambda name, device: loaded.append(name) or object())
+    shelf = Shelf(["a", "b"])
+    assert shelf.choices()[:2] == ["a", "b"]
+    assert shelf.pipe("a") is shelf.pipe(" a ")
+    shelf.pipe("b")
+    shelf.pipe("c")
+    assert len(shelf.held) == HELD
+    assert loaded == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("name", ["", None, "no/such/folder at all", "tests"])
+def test_what_is_no_model_is_one_line(name: str | None) -> None:
+    with pytest.raises(PellucidError) as caught:
+        Shelf().pipe(name)
+    assert "\n" not in str(caught.value)
