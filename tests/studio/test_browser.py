@@ -237,5 +237,5 @@ def test_a_study_fills_while_one_watches(page: Any) -> None:
     page.fill("#study-steps textarea, #study-steps input", "2,3")
     page.click("#study-start")
     page.wait_for_selector("#study-chart svg circle")
-    page.wait_for_selector("#study-report iframe")
+    page.frame_locator("#study-report iframe").locator("svg circle").first.wait_for()
     shoot(page, "study")
