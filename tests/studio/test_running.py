@@ -170,6 +170,31 @@ def test_a_shelf_loads_once_and_holds_few(monkeypatch: pytest.MonkeyPatch) -> No
     assert loaded == ["a", "b", "c"]
 
 
+def test_who_asks_for_a_model_does_not_wait_for_another_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, free, count = threading.Event(), threading.Event(), [0]
+
+    def slow(name: str, device: str | None) -> object:
+        count[0] += 1
+        if name == "large":
+            begun.set()
+            free.wait(20)
+        return object()
+
+    monkeypatch.setattr("pellucid.studio.shelf.load", slow)
+    shelf, got = Shelf(), []
+    small = shelf.pipe("small")
+    people = [threading.Thread(target=lambda: got.append(shelf.pipe("large"))) for _ in range(2)]
+    for one in people:
+        one.start()
+    assert begun.wait(5)
+    assert shelf.pipe("small") is small  # while the other loads
+    free.set()
+    for one in people:
+        one.join(5)
+    assert got[0] is got[1]
+    assert count == [2]
+
+
 @pytest.mark.parametrize("name", ["", None, "no/such/folder at all", "tests"])
 def test_what_is_no_model_is_one_line(name: str | None) -> None:
     with pytest.raises(PellucidError) as caught:

@@ -30,8 +30,6 @@ STYLE = """<style>
 .plc .film figcaption { font-size: 12px; white-space: nowrap; }
 .plc .verdict { font-size: 17px; margin: 4px 0; }
 .plc ul.why { margin: 0 0 8px; padding-left: 20px; list-style: disc; }
-.plc .wide :is(table, thead, tbody, tr, th, td) { border: 0; }
-.plc .wide tr { border-bottom: 1px solid var(--border-color-primary) !important; }
 .plc h4 { margin: 16px 0 6px; font-size: 15px; font-weight: 600; }
 .plc .sheet { min-height: 240px; display: grid; place-items: center; text-align: center;
   border: 1px solid var(--border-color-primary); border-radius: 8px; overflow: hidden; }

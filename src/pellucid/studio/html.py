@@ -59,9 +59,9 @@ def text(words: object) -> str:
     return html.escape(str(words))
 
 
-def source(picture: Image.Image) -> str:
-    """A picture as an address that holds it."""
-    times = max(1, SIDE // max(picture.size))
+def source(picture: Image.Image, side: int = SIDE) -> str:
+    """A picture as an address that holds it, enlarged in whole steps to `side`. Noise does not compress: 0 for it."""
+    times = max(1, side // max(picture.size))
     large = picture.resize((picture.width * times, picture.height * times), Image.Resampling.NEAREST)
     held = io.BytesIO()
     large.convert("RGB").save(held, "PNG", compress_level=1)

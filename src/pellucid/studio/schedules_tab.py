@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import math
 from collections.abc import Sequence
 from functools import cache
@@ -11,7 +9,6 @@ from typing import Any
 
 import gradio as gr
 import numpy as np
-from PIL import Image
 from torch import Tensor
 
 from pellucid.core import schedule as schedules
@@ -47,8 +44,6 @@ STYLE = """<style>
 .plc .noised b { grid-column: 1 / -1; margin-top: 8px; }
 .plc .noised img { width: 100%; aspect-ratio: 1; image-rendering: pixelated; border-radius: 6px; }
 .plc .noised figcaption { font-size: 12px; line-height: 1.35; }
-.plc .wide :is(table, thead, tbody, tr, th, td) { border: 0; }
-.plc .wide tr { border-bottom: 1px solid var(--border-color-primary) !important; }
 .plc .warning { min-height: 24px; font-size: 14px; }
 @media (max-width: 640px) { .plc .panels text { font-size: 17px; } }
 </style>"""
@@ -198,15 +193,8 @@ def pictures(found: Curves, x0: Tensor) -> str:
     )
 
 
-def address(picture: Image.Image) -> str:
-    """A small picture as it is: noise does not compress, so that an enlarged one would be heavy."""
-    held = io.BytesIO()
-    picture.save(held, "PNG")
-    return "data:image/png;base64," + base64.b64encode(held.getvalue()).decode()
-
-
 def tile(name: str, noised: Noised) -> str:
     alt = html.text(f"{name} at time {noised.time:.4g}")
     level = f"α {short(noised.level.alpha, 3)}<br>σ {short(noised.level.sigma, 3)}"
-    image = f'<img alt="{alt}" src="{address(noised.picture)}">'
+    image = f'<img alt="{alt}" src="{html.source(noised.picture, 0)}">'
     return f"<figure>{image}<figcaption>t {short(noised.time, 4)}<br>{level}</figcaption></figure>"

@@ -22,6 +22,7 @@ class Shelf:
     names: Sequence[str] = ()
     device: str | None = None
     held: OrderedDict[str, Pipeline] = field(default_factory=OrderedDict)
+    loading: dict[str, threading.Lock] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def choices(self) -> list[str]:
@@ -29,15 +30,18 @@ class Shelf:
         return list(dict.fromkeys([*self.names, *bundles()]))
 
     def pipe(self, name: str | None) -> Pipeline:
-        """The model of a name. Who asks for the same while it loads waits for it; a run of another goes on."""
+        """The model of a name. Who asks for the same while it loads waits for it; who asks for another does not."""
         name = named(name)
         with self.lock:
-            if name not in self.held:
-                self.held[name] = load(name, device=self.device)
-            self.held.move_to_end(name)
-            while len(self.held) > HELD:
-                self.held.popitem(last=False)
-            return self.held[name]
+            loading = self.loading.setdefault(name, threading.Lock())
+        with loading:
+            pipe = self.held.get(name) or load(name, device=self.device)
+            with self.lock:
+                self.held[name] = pipe
+                self.held.move_to_end(name)
+                while len(self.held) > HELD:
+                    self.held.popitem(last=False)
+        return pipe
 
 
 def named(name: str | None) -> str:

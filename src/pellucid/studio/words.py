@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import gradio as gr
 
@@ -27,16 +26,6 @@ def plainly() -> Iterator[None]:
         raise gr.Error("Not enough memory. Ask for fewer or smaller pictures.", duration=None) from None
     except Exception as error:  # a defect: said as such, and printed where the studio runs
         raise gr.Error(f"A defect of Pellucid: {type(error).__name__}: {error}", duration=None) from error
-
-
-def shown(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A handler whose errors are words on the page."""
-
-    def handler(*given: Any) -> Any:
-        with plainly():
-            return function(*given)
-
-    return handler
 
 
 def seconds(value: float) -> str:
