@@ -23,7 +23,7 @@ browser: ## chromium for the studio's tests, from the system's packages; without
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
 		{ apt-get update -qq && apt-get install -yqq chromium >/dev/null; } || echo "no chromium: browser tests are skipped"
 
-demo: venv ## show the engine at work; writes demo.png
+demo: venv ## text to image with the model that Pellucid brings; writes demo.png
 	$(BIN)/python -m pellucid.cli demo
 
 test: venv browser lint ## lint, then the fast tests

@@ -1,4 +1,4 @@
-"""`pellucid demo`: pictures from prompts by the model that Pellucid brings with it; without it, a ring of points."""
+"""`pellucid demo`: pictures from prompts by the model that Pellucid brings with it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,5 @@ def command(
     Example: [bold]pellucid demo --steps 10 --out pictures.png[/]
     """
     from pellucid.cli import demo_scenes
-    from pellucid.interop import source
 
-    # Until the bundle is here. Then this branch goes, and with it demo_ring, draw_ring and test_demo_ring.
-    if demo_scenes.MODEL not in source.bundles():
-        from pellucid.cli import demo_ring
-
-        demo_ring.show(out, steps or demo_ring.STEPS, as_json)
-        return
     demo_scenes.show(out, steps or demo_scenes.STEPS, as_json)

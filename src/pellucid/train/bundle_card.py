@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -24,15 +24,17 @@ FIELDS = ("sizes", "runs", "figures", "recipes")  # what a template may ask for,
 
 @dataclass(frozen=True)
 class Card:
-    """`template` is Markdown with $sizes, $runs, $figures and $recipes; `figures` are JSON files of what was measured,
-    shown under their names; `hardware` is what it was trained on."""
+    """`template` is Markdown with $sizes, $runs, $figures and $recipes; `figures` are files of what was measured, JSON or
+    Markdown, shown under their names; `hardware` is what it was trained on; `earlier` are runs that others went on from."""
 
     template: Path
     figures: tuple[Path, ...] = ()
     hardware: str = ""
+    earlier: Mapping[str, Path] = field(default_factory=dict)
 
     def text(self, runs: Mapping[str, Path], sizes: Mapping[str, int]) -> str:
         """The card, as Markdown. It says nothing that changes from one making of it to the next."""
+        runs = {**self.earlier, **runs}
         words = {
             "sizes": table(("part", "MB"), [(name, f"{size / 1e6:.2f}") for name, size in sizes.items()]),
             "runs": runs_table(runs, self.hardware),
@@ -117,11 +119,14 @@ def recipe_of(name: str, run: Path) -> str:
 
 
 def figures_of(path: Path) -> str:
-    """A JSON file as a table; what is nested has its names joined."""
+    """A Markdown file as it is; a JSON file as a table, where what is nested has its names joined."""
+    title = f"### {path.stem.replace('_', ' ')}\n\n"
+    if path.suffix == ".md":
+        return title + read_text(path).strip()
     rows = [(name, shown(value)) for name, value in flat(weights.read_json(path, MAX_BYTES))]
     if not 0 < len(rows) <= MAX_FIGURES:
         raise PellucidError(rule(f"figures in {path.name}", f"1 to {MAX_FIGURES}", len(rows)), "card-figures")
-    return f"### {path.stem.replace('_', ' ')}\n\n{table(('what', 'value'), rows)}"
+    return title + table(("what", "value"), rows)
 
 
 def flat(held: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
