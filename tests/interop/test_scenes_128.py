@@ -1,4 +1,4 @@
-"""The model that is shipped: it draws what it is asked, its parts work, and diffusers opens it and makes the same picture."""
+"""The model that is shipped: it draws what it is asked, its parts work, and diffusers makes the same picture."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
@@ -24,8 +24,8 @@ FIELDS = ("sizes", "runs", "figures", "recipes")  # what a template may ask for,
 
 @dataclass(frozen=True)
 class Card:
-    """`template` is Markdown with $sizes, $runs, $figures and $recipes; `figures` are files of what was measured, JSON or
-    Markdown, shown under their names; `hardware` is what it was trained on; `earlier` are runs that others went on from."""
+    """`template` is Markdown with $sizes, $runs, $figures and $recipes; `figures` are files of what was measured, JSON
+    or Markdown, shown under their names; `hardware` is what it was trained on; from `earlier` runs others went on."""
 
     template: Path
     figures: tuple[Path, ...] = ()
@@ -57,7 +57,7 @@ def read_text(path: Path) -> str:
     return path.read_text("utf-8")
 
 
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [head, ("---", *["---:"] * (len(head) - 1)), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
 
