@@ -54,7 +54,9 @@ FLAGS = {
         "--out", "--pairs", "--prompts", "--records", "--seed", "--start", "--steps", "--sweep", "--teacher",
         "--unguarded", "--what",
     ],
+    "models": ["--json", "folders"],
     "studio": ["--device", "--no-open", "--port", "models"],
+    "lab": ["--check", "--json", "--open", "--out", "--smoke", "--starter", "lab"],
     "doctor": [
         "--config", "--controlnet", "--data", "--device", "--dtype", "--grid", "--images", "--ip-adapter", "--json",
         "--lora", "--only", "--quick", "--sampler", "--steps", "--strength", "--tokenizer", "--trace", "model",
@@ -67,7 +69,7 @@ FLAGS = {
     "trace timeline": ["--json", "--out", "--partial", "file"],
     "data scenes": ["--count", "--folder", "--json", "--out", "--seed", "--size", "--split", "--style"],
     "data latents": ["--count", "--device", "--json", "--out", "--phrasings", "config"],
-    "study schedules": ["--device", "--out", "config"],
+    "study schedules": ["--device", "--json", "--out", "config"],
     "study adherence": [
         "--batch", "--device", "--dtype", "--guidance", "--json", "--model", "--objects", "--out", "--part",
         "--prompts", "--sampler", "--seed", "--steps",
@@ -104,7 +106,8 @@ def test_commands_and_flags_are_frozen():
         for name, command in commands_of(group)
     }
     assert found == FLAGS
-    assert [word for param in group.params for word in param.opts] == ["--version"]
+    own = [word for param in group.params for word in param.opts]
+    assert own == ["--version", "--install-completion", "--show-completion"]
 
 
 def test_help_needs_nothing_heavy():

@@ -1,4 +1,4 @@
-"""The wheel carries the bundles: every file of them, however deep."""
+"""The wheel carries the bundles, every file of them, and the labs: pages, starters and checks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from pellucid.labs.catalog import LABS
 
 ROOT = Path(__file__).parents[2]
 HELD = (
@@ -21,7 +23,7 @@ HELD = (
 
 
 @pytest.mark.slow
-def test_every_file_of_a_bundle_is_in_the_wheel(tmp_path: Path) -> None:
+def test_every_file_of_a_bundle_and_of_a_lab_is_in_the_wheel(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(ROOT / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "bundles"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -34,5 +36,8 @@ def test_every_file_of_a_bundle_is_in_the_wheel(tmp_path: Path) -> None:
     subprocess.run([*build, "-w", str(tmp_path), str(copy)], check=True, capture_output=True, timeout=300)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as held:
-        found = {name for name in held.namelist() if "/bundles/" in name}
-    assert found == {f"pellucid/bundles/fake-128/{name}" for name in HELD}
+        names = set(held.namelist())
+    assert {name for name in names if "/bundles/" in name} == {f"pellucid/bundles/fake-128/{name}" for name in HELD}
+    for lab in LABS:
+        for path in (lab.page, lab.starter, lab.check):
+            assert path.relative_to(ROOT / "src").as_posix() in names

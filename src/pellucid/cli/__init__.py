@@ -18,7 +18,9 @@ from pellucid.cli import (
     demo,
     doctor,
     inspect,
+    lab,
     memory,
+    models,
     plan,
     sample,
     samplers,
@@ -82,7 +84,6 @@ def show_version(wanted: bool) -> None:
 app = typer.Typer(
     cls=OneLine,
     context_settings=HELP,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -97,28 +98,32 @@ def pellucid(
 ) -> None:
     """Pellucid: the diffusion engine that you can see through.
 
-    Example: [bold]pellucid plan dpmpp_2m --grid karras --steps 10[/]
+    Example: [bold]pellucid sample scenes-128 "a large striped red star on a grey background"[/]
     """
 
 
-for name, room in (
-    ("sample", sample),
-    ("memory", memory),
-    ("inspect", inspect),
-    ("schedules", schedules),
-    ("samplers", samplers),
-    ("plan", plan),
-    ("train", train),
-    ("score", score),
-    ("tune", tune),
-    ("doctor", doctor),
-    ("studio", studio),
-    ("demo", demo),
+MAKE, LOOK, CHOOSE, TRAIN, LEARN = "Make images", "Look inside", "Choose with evidence", "Train", "See and learn"
+for name, room, panel in (
+    ("sample", sample, MAKE),
+    ("models", models, MAKE),
+    ("plan", plan, LOOK),
+    ("samplers", samplers, LOOK),
+    ("schedules", schedules, LOOK),
+    ("inspect", inspect, LOOK),
+    ("memory", memory, LOOK),
+    ("tune", tune, CHOOSE),
+    ("doctor", doctor, CHOOSE),
+    ("score", score, CHOOSE),
+    ("train", train, TRAIN),
+    ("studio", studio, LEARN),
+    ("lab", lab, LEARN),
+    ("demo", demo, LEARN),
 ):
-    app.command(name, context_settings=HELP, epilog=getattr(room, "EPILOG", None))(room.command)
-app.add_typer(trace.app, name="trace")
-app.add_typer(study.app, name="study")
-app.add_typer(data.app, name="data")
+    epilog = getattr(room, "EPILOG", None)
+    app.command(name, context_settings=HELP, epilog=epilog, rich_help_panel=panel)(room.command)
+app.add_typer(trace.app, name="trace", rich_help_panel=LOOK)
+app.add_typer(study.app, name="study", rich_help_panel=CHOOSE)
+app.add_typer(data.app, name="data", rich_help_panel=TRAIN)
 
 
 def main() -> None:

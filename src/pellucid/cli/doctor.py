@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pellucid.cli import output
-from pellucid.cli.options import Device
+from pellucid.cli.options import Device, model_names
 from pellucid.core.errors import PellucidError
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def command(
             metavar="MODEL",
             help="A model; or a scheduler_config.json, a plan, a picture that carries its recipe.",
             show_default=False,
+            autocompletion=model_names,
         ),
     ] = None,
     config: Annotated[str | None, typer.Option(metavar="FILE", help="A scheduler's config alone.")] = None,

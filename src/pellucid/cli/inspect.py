@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pellucid.cli import output
+from pellucid.cli.options import model_names
 from pellucid.cli.sample_options import option
 from pellucid.core.errors import PellucidError, rule
 
@@ -22,7 +23,12 @@ DEPTHS = (1, 2)  # levels of blocks that are shown: of every component, and of o
 
 def command(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A folder, a single file, a hub id (owner/name) or a bundle.")
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A folder, a single file, a hub id (owner/name) or a bundle.",
+            autocompletion=model_names,
+        ),
     ],
     size: Annotated[str | None, option(ASKED, "--size", metavar="WxH", help="Pixels, as 768x512 or 512.")] = None,
     batch: Annotated[int, option(ASKED, "--batch", metavar="N", help="Images at once; 1 when not given.")] = 1,

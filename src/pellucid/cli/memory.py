@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pellucid.cli import output
-from pellucid.cli.options import Device
+from pellucid.cli.options import Device, model_names
 from pellucid.core.errors import PellucidError, rule
 
 if TYPE_CHECKING:
@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 
 def command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a checkpoint file, a bundle or a hub id.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A folder, a checkpoint file, a bundle or a hub id.", autocompletion=model_names
+        ),
+    ],
     size: Annotated[
         str | None, typer.Option(metavar="WxH", help="Pixels, as 768x512 or 512; the model's own when not given.")
     ] = None,

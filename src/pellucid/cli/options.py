@@ -17,6 +17,27 @@ Out = Annotated[
 ]
 
 
+def model_names(incomplete: str) -> list[str]:
+    """For the shell's completion: the models that come with Pellucid; files are the shell's own business."""
+    from pellucid.interop.source import bundles
+
+    return [name for name in bundles() if name.startswith(incomplete)]
+
+
+def sampler_names(incomplete: str) -> list[str]:
+    """For the shell's completion: the samplers."""
+    from pellucid.core.samplers import REGISTRY
+
+    return [name for name in REGISTRY if name.startswith(incomplete)]
+
+
+def grid_names(incomplete: str) -> list[str]:
+    """For the shell's completion: the grids."""
+    from pellucid.core.grid import OVER_SIGMA, OVER_TIME
+
+    return [name for name in (*OVER_TIME, *OVER_SIGMA) if name.startswith(incomplete)]
+
+
 def whole_numbers(option: str, text: str) -> tuple[int, ...]:
     """`5,10,20`"""
     try:

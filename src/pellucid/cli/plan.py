@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pellucid.cli import output
+from pellucid.cli.options import grid_names, sampler_names
 from pellucid.core.errors import PellucidError, rule
 from pellucid.interop.whole import put
 
@@ -18,7 +19,12 @@ if TYPE_CHECKING:
 def command(
     ctx: typer.Context,
     sampler: Annotated[
-        str, typer.Argument(metavar="SAMPLER", help="A sampler by any of its names, or a plan file (.json).")
+        str,
+        typer.Argument(
+            metavar="SAMPLER",
+            help="A sampler by any of its names, or a plan file (.json).",
+            autocompletion=sampler_names,
+        ),
     ],
     schedule: Annotated[
         str | None, typer.Option(metavar="NAME", help="Noise schedule; scaled_linear when not given.")
@@ -28,7 +34,8 @@ def command(
         typer.Option(metavar="NAME", help="What the network predicts; the schedule's usual one when not given."),
     ] = None,
     grid: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Where the model is called: karras, trailing, …")
+        str | None,
+        typer.Option(metavar="NAME", help="Where the model is called: karras, trailing, …", autocompletion=grid_names),
     ] = None,
     steps: Annotated[int | None, typer.Option(metavar="N", help="Steps; 20 when not given.")] = None,
     dialect: Annotated[

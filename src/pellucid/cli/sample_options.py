@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from pellucid.cli.options import grid_names, model_names, sampler_names
 
-def option(panel: str, *names: str, metavar: str = "", help: str) -> Any:
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, show_default=False)
+Completion = Callable[[str], list[str]]
+
+
+def option(panel: str, *names: str, metavar: str = "", help: str, complete: Completion | None = None) -> Any:
+    return typer.Option(
+        *names, metavar=metavar, help=help, rich_help_panel=panel, show_default=False, autocompletion=complete
+    )
 
 
 WHAT, HOW, PICTURE, TEXT = "What", "How", "From a picture", "Text"
@@ -18,7 +25,10 @@ ADAPT, LOAD, SPEED, OUT = "Adapters", "Loading", "Memory and speed", "Output"
 Model = Annotated[
     str | None,
     typer.Argument(
-        metavar="MODEL", help="A folder, a single file, a hub id (owner/name) or a bundle.", show_default=False
+        metavar="MODEL",
+        help="A folder, a single file, a hub id (owner/name) or a bundle.",
+        show_default=False,
+        autocompletion=model_names,
     ),
 ]
 Prompt = Annotated[
@@ -40,10 +50,18 @@ From = Annotated[
 ]
 
 Sampler = Annotated[
-    str | None, option(HOW, "--sampler", metavar="NAME", help="By any of its names; the model's own when not given.")
+    str | None,
+    option(
+        HOW,
+        "--sampler",
+        metavar="NAME",
+        help="By any of its names; the model's own when not given.",
+        complete=sampler_names,
+    ),
 ]
 Grid = Annotated[
-    str | None, option(HOW, "--grid", metavar="NAME", help="Where the model is called: karras, trailing, …")
+    str | None,
+    option(HOW, "--grid", metavar="NAME", help="Where the model is called: karras, trailing, …", complete=grid_names),
 ]
 Steps = Annotated[int | None, option(HOW, "--steps", metavar="N", help="Steps; 30 when not given.")]
 Dialect = Annotated[

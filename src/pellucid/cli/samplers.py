@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pellucid.cli import output
+from pellucid.cli.options import sampler_names
 
 if TYPE_CHECKING:
     from pellucid.core.samplers import Sampler
@@ -15,7 +16,11 @@ if TYPE_CHECKING:
 def command(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help='A sampler by any of its names, such as "DPM++ 2M Karras" or "Euler a".'),
+        typer.Argument(
+            metavar="NAME",
+            help='A sampler by any of its names, such as "DPM++ 2M Karras" or "Euler a".',
+            autocompletion=sampler_names,
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the same as JSON.")] = False,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Annotated
 
 import typer
@@ -25,6 +26,11 @@ def command(
     """
     if not 0 <= port < 2**16:
         raise PellucidError(rule("--port", "from 0 to 65535", port), "usage")
+    page().serve(models or [], port=port, open_browser=not no_open, device=device)
+
+
+def page() -> ModuleType:
+    """The studio's own room, where what it stands on is installed."""
     try:
         from pellucid.studio import app
     except ModuleNotFoundError as error:
@@ -32,4 +38,4 @@ def command(
             raise
         advice = "Install it: pip install 'pellucid[studio]'."
         raise PellucidError(rule("studio", "run with gradio", "none", advice), "studio-gradio") from None
-    app.serve(models or [], port=port, open_browser=not no_open, device=device)
+    return app

@@ -19,6 +19,7 @@ def schedules(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file: the run, the schedules, the points.")],
     out: Out = None,
     device: Device = None,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the table as JSON.")] = False,
 ) -> None:
     """Train one network under several noise schedules, score it on the way, and draw the report.
 
@@ -33,7 +34,8 @@ def schedules(
     folder = out or Path("out") / config.stem
     study = Study(ScheduleStudy.load(config), folder, device=device, say=lambda text: print(text, file=sys.stderr))
     study.run()
-    print(schedules_report.write(folder))
+    report = schedules_report.write(folder)
+    print((folder / schedules_report.TABLE).read_text("utf-8") if as_json else report)
 
 
 app.command("adherence")(adherence.command)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pellucid.cli import output
-from pellucid.cli.options import Device, whole_numbers
+from pellucid.cli.options import Device, model_names, whole_numbers
 from pellucid.core.errors import PellucidError, rule
 
 if TYPE_CHECKING:
@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
 def command(
     model: Annotated[
-        str, typer.Option(metavar="MODEL", help="A folder, a single file, a hub id (owner/name) or a bundle.")
+        str,
+        typer.Option(
+            metavar="MODEL",
+            help="A folder, a single file, a hub id (owner/name) or a bundle.",
+            autocompletion=model_names,
+        ),
     ],
     samplers: Annotated[
         str, typer.Option(metavar="NAME,…", help="Each NAME[:GRID][:KEY=VALUE…], or a plan file (.json).")

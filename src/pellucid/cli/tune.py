@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pellucid.cli import output
-from pellucid.cli.options import Device, whole_numbers
+from pellucid.cli.options import Device, model_names, whole_numbers
 from pellucid.core.errors import PellucidError, rule
 
 if TYPE_CHECKING:
@@ -24,7 +24,12 @@ UNRESOLVED = 3.0  # errors below so many times the teacher's own say little
 
 
 def command(
-    model: Annotated[str, typer.Option(metavar="MODEL", help="A bundle's name, a folder, a file or a hub id.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL", help="A bundle's name, a folder, a file or a hub id.", autocompletion=model_names
+        ),
+    ],
     steps: Annotated[int, typer.Option(metavar="N", help="Model calls of the plan.")] = 8,
     what: Annotated[
         str | None,

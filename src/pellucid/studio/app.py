@@ -11,10 +11,12 @@ from typing import Any
 import gradio as gr
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.labs.catalog import Lab
 from pellucid.studio import html, running
 from pellucid.studio.compare_tab import CompareTab
 from pellucid.studio.doctor_tab import DoctorTab
 from pellucid.studio.generate import Generate
+from pellucid.studio.labs_tab import LabsTab
 from pellucid.studio.pipeline_tab import PipelineTab
 from pellucid.studio.schedules_tab import SchedulesTab
 from pellucid.studio.session import Sessions
@@ -30,12 +32,14 @@ TABS: dict[str, Callable[..., Any]] = {
     "Pipeline": PipelineTab,
     "Study": StudyTab,
     "Doctor": DoctorTab,
+    "Labs": LabsTab,
 }
 MOST_BYTES = "32mb"  # of an upload
 THREADS = 16
 
 
-def build(shelf: Shelf, sessions: Sessions) -> gr.Blocks:
+def build(shelf: Shelf, sessions: Sessions, lab: Lab | None = None) -> gr.Blocks:
+    """The page; with a lab it opens at Labs, with that one chosen."""
     names = shelf.choices()
     with gr.Blocks(title="Pellucid studio", analytics_enabled=False) as page:
         gr.Markdown("# Pellucid\nEvery number between noise and image, in the open.")
@@ -48,9 +52,10 @@ def build(shelf: Shelf, sessions: Sessions) -> gr.Blocks:
             elem_id="model",
         )
         ran = gr.State("")  # the name of the last run of this page
-        for name, tab in TABS.items():
-            with gr.Tab(name):
-                tab(shelf, sessions, model, ran)
+        with gr.Tabs(selected="Generate" if lab is None else "Labs"):
+            for name, tab in TABS.items():
+                with gr.Tab(name, id=name):
+                    tab(shelf, sessions, model, ran, **({"chosen": lab} if lab and name == "Labs" else {}))
 
         def leave(request: gr.Request) -> None:
             sessions.end(request.session_hash)
@@ -59,9 +64,11 @@ def build(shelf: Shelf, sessions: Sessions) -> gr.Blocks:
     return page
 
 
-def start(shelf: Shelf, sessions: Sessions, *, port: int, open_browser: bool = False) -> gr.Blocks:
+def start(
+    shelf: Shelf, sessions: Sessions, *, port: int, open_browser: bool = False, lab: Lab | None = None
+) -> gr.Blocks:
     """The page, served on 127.0.0.1 beside this thread; the first model is loaded while people look."""
-    page = build(shelf, sessions)
+    page = build(shelf, sessions, lab)
     page.queue(default_concurrency_limit=8, max_size=64)
     try:
         page.launch(
@@ -98,10 +105,12 @@ def free_port() -> int:
         return int(held.getsockname()[1])
 
 
-def serve(models: Sequence[str], *, port: int, open_browser: bool, device: str | None = None) -> None:
+def serve(
+    models: Sequence[str], *, port: int, open_browser: bool, device: str | None = None, lab: Lab | None = None
+) -> None:
     """Until Ctrl-C."""
     sessions = Sessions()
-    page = start(Shelf(models, device), sessions, port=port, open_browser=open_browser)
+    page = start(Shelf(models, device), sessions, port=port, open_browser=open_browser, lab=lab)
     print(f"the studio is open at {page.local_url} (Ctrl-C closes it)", flush=True)
     try:
         page.block_thread()

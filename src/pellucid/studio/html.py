@@ -40,6 +40,10 @@ CSS = """
 .plc .chart { background: #fff; border-radius: 8px; padding: 8px; color: #1c2530; }
 .plc h2, .plc h3 { font-size: 15px; margin: 4px 0; }
 .plc { @@ }
+#labs-page img { max-width: 100%; background: #fff; border-radius: 6px; }
+#labs-page pre { overflow-x: auto; max-width: 100%; }
+#labs-page .katex-display { overflow-x: auto; overflow-y: hidden; padding: 2px 0; }
+#labs-page li, #labs-page p { overflow-wrap: anywhere; }
 """.replace("@@", CHART_STYLE)
 
 # Charts come and go while people look: each is made to answer the pointer when it appears.

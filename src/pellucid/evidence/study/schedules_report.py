@@ -33,6 +33,7 @@ ALONE = (
     "Each interval holds for its own pair at 95 %: of twenty pairs that do not differ, one would seem to. "
     "Less is better for both. Schedules of one seed share the data order, the first weights and the noise of pictures."
 )
+TABLE = "table.json"
 
 
 def write(folder: Path) -> Path:
@@ -41,7 +42,7 @@ def write(folder: Path) -> Path:
     found = Results.read(folder)
     (folder / "charts").mkdir(exist_ok=True)
     drawn = {name: draw(found, folder / "charts" / f"{name}.png") for name, draw, _ in CHARTS}
-    put(folder / "table.json", json.dumps(plain(found), indent=1, allow_nan=False) + "\n")
+    put(folder / TABLE, json.dumps(plain(found), indent=1, allow_nan=False) + "\n")
     put(folder / "table.md", markdown(found))
     put(folder / "report.html", page(found, drawn))
     return folder / "report.html"

@@ -1,0 +1,49 @@
+"""`pellucid models`: what can be loaded on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pellucid.cli import output
+
+if TYPE_CHECKING:
+    from pellucid.interop.shelves import Model
+
+
+def command(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(metavar="[FOLDER]…", help="Folders to search too, four levels deep.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the same as JSON.")] = False,
+) -> None:
+    """List the models that are here: those that come with Pellucid, the hub's cache, and those in folders.
+
+    Example: [bold]pellucid models ~/models[/]
+    """
+    from pellucid.interop.shelves import models
+
+    found = models(folders or [])
+    if as_json:
+        output.print_json([asdict(model) for model in found])
+    else:
+        print_table(found)
+
+
+def print_table(found: list[Model]) -> None:
+    from rich.markup import escape
+
+    made = output.table("name", "kind", "predicts", "schedule", "MB", "from", right=("MB",))
+    for model in found:
+        size = f"{model.bytes / 1e6:,.1f}"
+        made.add_row(
+            f"[bold]{escape(model.name)}[/]", model.kind, model.target or "–", model.schedule or "–", size, model.where
+        )
+        for part in model.parts:
+            made.add_row(f"[dim]  {escape(model.name)}/{part}[/]")
+    screen = output.console()
+    screen.print(made)
+    screen.print('A name is what every command takes as its model: [bold]pellucid sample NAME "a red star"[/]')

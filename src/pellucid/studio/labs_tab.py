@@ -1,0 +1,247 @@
+"""The tab Labs: read a lab, run it block by block, and check an answer to it."""
+
+from __future__ import annotations
+
+import base64
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from pellucid.core.errors import Cancelled, PellucidError, rule
+from pellucid.labs import catalog, checking, running, script
+from pellucid.labs import words as wording
+from pellucid.labs.catalog import LABS, Lab
+from pellucid.labs.checking import Outcome
+from pellucid.labs.running import Shown
+from pellucid.labs.script import Block
+from pellucid.studio import html, jobs, words
+from pellucid.studio.html import status
+from pellucid.studio.jobs import Job
+from pellucid.studio.session import Session, Sessions
+from pellucid.studio.shelf import Shelf
+
+TAB, CHECKING = "labs", "labs-check"
+MATHS: list[dict[str, str | bool]] = [
+    {"left": "$$", "right": "$$", "display": True},
+    {"left": "$", "right": "$", "display": False},
+]
+COLOURS = {"passed": "#188a3b", "wrong": "#c62828", "error": "#c62828", "not written yet": "#b26a00"}
+NOTHING = html.block('<p class="note">What the checks say appears here.</p>')
+
+
+# --- what is computed --------------------------------------------------------------------------------------------
+
+
+def ran(lab: Lab, smoke: bool, job: Job) -> list[Shown]:
+    """The blocks of a lab; all that are done are told each time one more is."""
+    done: list[Shown] = []
+    for shown in running.run(lab.page, smoke, job.cancelled):
+        done.append(shown)
+        job.tell(tuple(done))
+    return done
+
+
+def checked(lab: Lab, answer: str, folder: Path, job: Job) -> list[Outcome]:
+    """The answer as a file, checked in a process of its own."""
+    if len(answer) > checking.MOST_BYTES:
+        raise PellucidError(rule("answer", "at most 1 MiB", f"{len(answer):,} characters"), "answer-size")
+    place = folder / "labs"
+    place.mkdir(exist_ok=True)
+    path = place / f"answer_{lab.code}.py"
+    path.write_text(answer, "utf-8", errors="replace")
+    return checking.check(lab, path, cancelled=job.cancelled)
+
+
+def read_answer(path: str) -> str:
+    """The text of a file that somebody sent."""
+    checking.refuse(Path(path))
+    return Path(path).read_text("utf-8", errors="replace")
+
+
+# --- what is shown -----------------------------------------------------------------------------------------------
+
+
+def page_of(blocks: Sequence[Block], done: Sequence[Shown] = ()) -> str:
+    """The lab as Markdown: its words and code, and beneath each block that has run what came of it."""
+    parts = []
+    for number, block in enumerate(blocks):
+        parts.append(wording.markdown(block.text))
+        if block.code:
+            parts.append(fenced(block.code, "python"))
+        if number < len(done):
+            parts.append(came(done[number]))
+    return "\n\n".join(part for part in parts if part)
+
+
+def came(shown: Shown) -> str:
+    """What a block printed and drew, or why it failed."""
+    parts = [fenced(shown.printed.rstrip("\n"), "text")] if shown.printed.strip() else []
+    for i, file in enumerate(shown.figures, 1):
+        alt = f"figure {i} of block {shown.number}"
+        parts.append(f"![{alt}](data:image/png;base64,{base64.b64encode(file).decode()})")
+    if shown.error is not None:
+        parts.append(fenced(f"failed: {shown.error}", "text"))
+    return "\n\n".join(parts)
+
+
+def fenced(code: str, language: str) -> str:
+    """Code that may hold fences itself."""
+    fence = "```"
+    while fence in code:
+        fence += "`"
+    return f"{fence}{language}\n{code}\n{fence}"
+
+
+def outcomes(found: Sequence[Outcome]) -> str:
+    """A card a check: what it asks, how it went, and the hint."""
+    cards = []
+    for one in found:
+        head = f'<b style="color: {COLOURS[one.verdict]}">{one.verdict}</b> {html.text(one.name)}'
+        lines = [html.text(one.sentence)] if one.sentence else []
+        if one.printed.strip():
+            lines.append(f'<pre style="white-space: pre-wrap">{html.text(one.printed.strip())}</pre>')
+        look = f"border-left: 4px solid {COLOURS[one.verdict]}; padding: 4px 12px; overflow-wrap: anywhere"
+        kind = one.verdict.replace(" ", "-")
+        inside = "".join(f"<div>{line}</div>" for line in [head, *lines])
+        cards.append(f'<article class="outcome-{kind}" style="{look}">{inside}</article>')
+    return html.block(f'<div style="display: grid; gap: 8px">{"".join(cards)}</div>')
+
+
+def summary(found: Sequence[Outcome]) -> str:
+    passed = sum(one.verdict == "passed" for one in found)
+    return f"{passed} of {len(found)} checks passed"
+
+
+# --- the tab -----------------------------------------------------------------------------------------------------
+
+
+class LabsTab:
+    """Builds the tab: what to do on the left, the lab itself on the right."""
+
+    def __init__(
+        self, shelf: Shelf, sessions: Sessions, model: gr.Dropdown, ran: gr.State, chosen: Lab = LABS[0]
+    ) -> None:
+        self.sessions = sessions
+        current, answers = gr.State(chosen.stem), gr.State({})  # answers to the labs that are not shown now
+        with gr.Row():
+            with gr.Column(scale=4, min_width=320):
+                choice = gr.Dropdown(
+                    [(f"{lab.code} {lab.title}", lab.stem) for lab in LABS],
+                    value=chosen.stem,
+                    label="Lab",
+                    info="each asks one question, and answers it by running code",
+                    elem_id="labs-choice",
+                )
+                smoke = gr.Checkbox(False, label="Small size: seconds, fewer pictures", elem_id="labs-smoke")
+                with gr.Row():
+                    go = gr.Button("Run", variant="primary", min_width=120, elem_id="labs-run")
+                    stop = gr.Button("Cancel", variant="stop", min_width=120, elem_id="labs-cancel")
+                said = gr.HTML(status("ready"), elem_id="labs-status")
+                answer = gr.Code(
+                    chosen.starter.read_text("utf-8"),
+                    language="python",
+                    label="Your answer: fill the gaps",
+                    lines=10,
+                    max_lines=24,
+                    interactive=True,
+                    elem_id="labs-answer",
+                )
+                with gr.Row():
+                    starter = gr.DownloadButton(
+                        "Get the starter", value=str(chosen.starter), min_width=120, elem_id="labs-starter"
+                    )
+                    sent = gr.UploadButton("Send a file", file_types=[".py"], min_width=120, elem_id="labs-upload")
+                look = gr.Button("Check", variant="primary", elem_id="labs-check")
+                told = gr.HTML(status("nothing checked yet"), elem_id="labs-check-status")
+                results = gr.HTML(NOTHING, elem_id="labs-results")
+            with gr.Column(scale=7, min_width=320):
+                page = gr.Markdown(page_of(script.read(chosen.page)), latex_delimiters=MATHS, elem_id="labs-page")
+        quiet: dict[str, Any] = {"show_progress": "hidden"}
+        choice.change(
+            self.choose,
+            [choice, current, answer, answers],
+            [page, answer, starter, said, told, results, current, answers],
+            **quiet,
+        )
+        go.click(self.run, [choice, smoke], [said, page], concurrency_limit=4, **quiet)
+        stop.click(self.cancel, None, said, queue=False)
+        sent.upload(self.receive, sent, answer, **quiet)
+        look.click(self.check, [choice, answer], [told, results], concurrency_limit=4, **quiet)
+
+    def choose(self, name: str, current: str, answer: str | None, answers: dict[str, str], request: gr.Request) -> Any:
+        """Another lab; what was written for the one before is kept, and is there again when it is chosen."""
+        with words.plainly():
+            lab = catalog.find(name)
+            session = self.sessions.of(request.session_hash)
+            session.cancel(TAB)
+            session.cancel(CHECKING)
+            if name == current:
+                return (gr.skip(),) * 8
+            kept = {**answers, current: answer or ""}
+            file = starter_in(session, lab)
+            written = kept.get(lab.stem) or lab.starter.read_text("utf-8")
+            shown = page_of(script.read(lab.page))
+            ready = (status("ready"), status("nothing checked yet"), NOTHING)
+            return shown, written, gr.DownloadButton(value=str(file)), *ready, lab.stem, kept
+
+    def run(self, name: str, smoke: bool, request: gr.Request) -> Iterator[tuple[Any, Any]]:
+        try:
+            with words.plainly():
+                lab = catalog.find(name)
+                blocks = script.read(lab.page)
+                session = self.sessions.of(request.session_hash)
+                yield progress(0, len(blocks)), page_of(blocks)
+                work = session.begin(TAB, lambda job: ran(lab, smoke, job))
+                for done in jobs.follow(work):
+                    yield progress(len(done), len(blocks)), page_of(blocks, done)
+                yield ended(work.result), gr.skip()
+        except Cancelled:
+            yield status("cancelled"), gr.skip()
+        except gr.Error:
+            yield status("ready"), gr.skip()
+            raise
+
+    def cancel(self, request: gr.Request) -> Any:
+        there = self.sessions.of(request.session_hash).cancel(TAB)
+        return status("cancelled") if there else gr.skip()
+
+    def receive(self, path: str | None) -> Any:
+        with words.plainly():
+            return read_answer(path) if path else gr.skip()
+
+    def check(self, name: str, answer: str | None, request: gr.Request) -> Iterator[tuple[Any, Any]]:
+        try:
+            with words.plainly():
+                lab = catalog.find(name)
+                session = self.sessions.of(request.session_hash)
+                yield status("checking …"), gr.skip()
+                work = session.begin(CHECKING, lambda job: checked(lab, answer or "", session.folder, job))
+                for _ in jobs.follow(work):
+                    pass
+                yield status(summary(work.result), 1.0), outcomes(work.result)
+        except Cancelled:
+            yield gr.skip(), gr.skip()
+        except gr.Error:
+            yield status("nothing was checked"), NOTHING
+            raise
+
+
+def starter_in(session: Session, lab: Lab) -> Path:
+    """A copy that Gradio may hand out."""
+    place = session.folder / "labs"
+    place.mkdir(exist_ok=True)
+    return Path(shutil.copyfile(lab.starter, place / lab.starter.name))
+
+
+def progress(done: int, count: int) -> str:
+    return status(f"block {min(done + 1, count)} of {count} …", done / count)
+
+
+def ended(done: Sequence[Shown]) -> str:
+    took = words.seconds(sum(shown.seconds for shown in done))
+    if done and done[-1].error is not None:
+        return status(f"block {done[-1].number} of {done[-1].count} failed: {done[-1].error}")
+    return status(f"done in {took}", 1.0)

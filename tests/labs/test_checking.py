@@ -1,0 +1,107 @@
+"""Answers that are checked beside us: right, wrong, broken, endless, and files that are none."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from pellucid.core.errors import Cancelled, PellucidError
+from pellucid.labs import checking
+from pellucid.labs.catalog import find
+
+LAB = find("01")
+RIGHT = Path(__file__).parent / "answers" / f"{LAB.stem}.py"
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def written(folder: Path, source: str) -> Path:
+    path = folder / "answer.py"
+    path.write_text(source, "utf-8")
+    return path
+
+
+def test_a_right_answer_passes_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    found = checking.check(LAB, written(tmp_path, RIGHT.read_text("utf-8")))
+    assert [one.verdict for one in found] == ["passed"] * 4
+    assert [path.name for path in tmp_path.iterdir()] == ["answer.py"]
+
+
+def test_each_check_has_its_own_verdict(tmp_path: Path) -> None:
+    source = RIGHT.read_text("utf-8")
+    source = source.replace("(1 - betas).cumprod(0)", "1 - betas")  # wrong
+    source = source.replace("return (1 - beta) ** 0.5 * x", "print('look', beta)\n    raise NotImplementedError\n    x")
+    source = source.replace("def snr", "def ratio")  # missing
+    source = source.replace("alpha_bar[times]", "alpha_bar[times.missing]")  # an error, on a line
+    first, second, third, fourth = checking.check(LAB, written(tmp_path, source))
+    assert first.verdict == "wrong"
+    assert "take the product of all up to it" in first.sentence
+    assert (second.verdict, second.printed) == ("not written yet", "look 0.02\n")
+    assert third.verdict == "error"
+    line = source.splitlines().index("    bar = alpha_bar[times.missing].view(-1, 1, 1, 1)") + 1
+    assert third.sentence == f"AttributeError: 'Tensor' object has no attribute 'missing' (answer.py, line {line})"
+    assert fourth.verdict == "error"
+    assert fourth.sentence == "the answer must have snr, as the starter has; it has none"
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("nonsense", "NameError: name 'nonsense' is not defined (answer.py, line 1)"),
+        ("import sys\nsys.exit(0)", "SystemExit: 0 (answer.py, line 2)"),
+        ("import os\nos._exit(0)", "the answer ended its process"),
+        ("def alpha_bar(betas):\n    return alpha_bar(betas)", "RecursionError"),
+    ],
+)
+def test_an_answer_that_breaks_is_an_error_and_no_more(tmp_path: Path, source: str, sentence: str) -> None:
+    found = checking.check(LAB, written(tmp_path, source))
+    assert len(found) == 4
+    assert {one.verdict for one in found} == {"error"}
+    assert sentence in found[0].sentence
+
+
+def test_what_an_answer_prints_is_kept_apart_and_cut(tmp_path: Path) -> None:
+    noisy = "import os\nprint('x' * 10**6)\nos.write(1, b'not json')\n" + RIGHT.read_text("utf-8")
+    found = checking.check(LAB, written(tmp_path, noisy))
+    assert [one.verdict for one in found] == ["passed"] * 4
+    assert len(found[0].printed) < 5000
+
+
+def test_an_endless_answer_ends(tmp_path: Path) -> None:
+    endless = RIGHT.read_text("utf-8").replace("return (1 - beta)", "while True: pass\n    return (1 - beta)")
+    begun = time.monotonic()
+    first, *rest = checking.check(LAB, written(tmp_path, endless), timeout=25)
+    assert time.monotonic() - begun < 50
+    assert first.verdict == "passed"
+    assert [one.sentence for one in rest] == ["the answer did not end within 25 s"] * 3
+
+
+def test_a_check_can_be_cancelled(tmp_path: Path) -> None:
+    with pytest.raises(Cancelled):
+        checking.check(LAB, written(tmp_path, "while True: pass"), cancelled=lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("held", "code", "words"),
+    [
+        (None, "answer-file", "answer must be a file that exists"),
+        (b"def f(:\n", "answer-python", "answer must be Python; got answer.py: invalid syntax, line 1"),
+        (b"\x89PNG\r\n\x00\xff", "answer-python", "answer must be Python"),
+        (b"(" * 10_000, "answer-python", "answer must be Python"),
+        (b"#" * (2**20 + 1), "answer-size", "answer must be at most 1 MiB; got '1,048,577 bytes'"),
+    ],
+)
+def test_what_is_no_answer_is_one_line(tmp_path: Path, held: bytes | None, code: str, words: str) -> None:
+    path = tmp_path / "answer.py"
+    if held is not None:
+        path.write_bytes(held)
+    with pytest.raises(PellucidError) as found:
+        checking.check(LAB, path)
+    assert found.value.code == code
+    assert words in str(found.value)
+    assert "\n" not in str(found.value)
