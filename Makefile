@@ -4,7 +4,7 @@ BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv browser demo test test-all lint format bench docs clean
+.PHONY: help venv browser demo test test-all lint format bench docs results clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -15,7 +15,7 @@ venv: .venv/.ready ## make .venv with everything pinned in constraints.txt
 # training tools that its samplers do not need; what they do need is in the dev extra.
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev,plot]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,plot,docs]'
 	$(BIN)/pip install -q --no-deps k-diffusion==0.1.1.post1
 	@touch $@
 
@@ -46,10 +46,13 @@ bench: venv ## time the engine against its peers, as ratios
 	$(BIN)/python bench/scheduler_overhead.py
 	$(BIN)/python bench/network_cpu.py
 
-docs: venv ## build the docs
+docs: venv ## build the site into docs/_build/html: draws the handbook's figures, runs the labs
+	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
+
+results: venv ## measure again the pages of docs/results that docs/make.py writes
 	$(BIN)/python docs/make.py
 
 clean: ## remove .venv, caches and demo outputs
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist out demo.png
 	find src tests bench docs labs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
-	rm -rf src/*.egg-info
+	rm -rf src/*.egg-info docs/_build docs/labs docs/handbook/made

@@ -21,6 +21,7 @@ import torch
 from pellucid.core import oracle
 from pellucid.core import schedule as schedules
 from pellucid.core.plan import Plan
+from pellucid.evidence.study import charts
 from pellucid.evidence.study.records import Records, claim
 from pellucid.evidence.study.table import Table
 from pellucid.evidence.tune.errors import errors
@@ -53,6 +54,7 @@ python bench/tune_oracle.py      # makes this page, and goes on where it was sto
 ```
 
 """
+CHART = "tune_oracle/errors.png"
 Cells = dict[tuple[str, str], dict[str, Any]]  # by schedule and what was done there
 
 
@@ -72,6 +74,8 @@ def main() -> None:
                 seconds = round(time.process_time() - began, 1)
                 records.add({"schedule": name, "cell": what, "seconds": seconds, "found": found})
                 print(f"{name}, {what}: {seconds:.0f} s", flush=True)
+    (given.out.parent / CHART).parent.mkdir(exist_ok=True)
+    draw(records, given.out.parent / CHART)
     put(given.out, page(records))
     print(given.out)
 
@@ -131,7 +135,34 @@ def page(records: Records) -> str:
     parts = [first_table(cells), paired_table(cells), what_table(cells), start_table(cells)]
     took = sum(row["seconds"] for row in records.rows) / 60
     foot = f"\nAbout {took:.0f} minutes of one core of {platform.machine()}, torch {torch.__version__}, one thread.\n"
-    return head + learnt(cells) + "\n" + "\n".join(part.markdown() for part in parts) + foot
+    shown = f"![Error against model calls, tuned and untuned, under four schedules]({CHART})\n\n"
+    return head + shown + learnt(cells) + "\n" + "\n".join(part.markdown() for part in parts) + foot
+
+
+def draw(records: Records, path: Path) -> None:
+    """A panel a schedule: the best untuned and the usual plan over the calls, and the tuned one, with intervals."""
+    cells = {(row["schedule"], row["cell"]): row["found"] for row in records.rows}
+    figure = charts.canvas(10, 3.1)
+    panels = figure.subplots(1, len(SCHEDULES), sharey=True)
+    for axes, name in zip(panels, SCHEDULES, strict=True):
+        base = cells[name, "untuned"]
+        for number, (key, words) in enumerate((("best", "best untuned"), ("usual", "DPM++ 2M Karras"))):
+            found = [base[str(calls)][key]["summary"] for calls in BUDGETS]
+            axes.errorbar(BUDGETS, *spread(found), color=charts.COLOURS[number], marker="o", ms=4, label=words)
+        mine = cells[name, "all"]["held_out"]["tuned"]
+        axes.errorbar([STEPS], *spread([mine]), color=charts.COLOURS[2], marker="*", ms=12, ls="", label="tuned")
+        axes.axhline(mine["mean"], color=charts.COLOURS[2], lw=0.8, ls=":")
+        charts.quiet(axes, name, "model calls", "mean error" if axes is panels[0] else "")
+        axes.set(yscale="log", xticks=BUDGETS)
+    panels[-1].legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    charts.save(figure, path)
+
+
+def spread(found: list[dict[str, float]]) -> tuple[list[float], list[list[float]]]:
+    """Means, and how far their intervals reach below and above."""
+    means = [one["mean"] for one in found]
+    return means, [[one["mean"] - one["low"] for one in found], [one["high"] - one["mean"] for one in found]]
 
 
 def rms() -> float:

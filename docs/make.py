@@ -1,6 +1,6 @@
 """Measures again and writes the pages of docs/results that hold measured tables.
 
-make docs        (or: .venv/bin/python docs/make.py)
+make results     (or: .venv/bin/python docs/make.py). The site itself is `make docs`: docs/conf.py.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ Read with care:
   that are left over on steps of a lower order. UniPC gains one order from its corrector. A lowered last step
   (`lower_order_final`) leaves 2.
 
-Made by `make docs` (`docs/make.py`); the same measurement is a test, `tests/laws/test_order.py`.
+Made by `make results` (`docs/make.py`); the same measurement is a test, `tests/laws/test_order.py`.
 
 ## As registered
 
@@ -111,7 +111,7 @@ Pellucid's exact dialect uses the whole derivative in `dpmpp_3m`, `dpmpp_3m_sde`
 dialects of diffusers, k-diffusion and ComfyUI keep the published form (`curvature_scale=0.5`). Whether the difference
 shows in images of a guided network at few steps is not measured here.
 
-Made by `make docs`; the claim is a test, `test_third_order_needs_the_whole_second_derivative`.
+Made by `make results`; the claim is a test, `test_third_order_needs_the_whole_second_derivative`.
 """
 
 

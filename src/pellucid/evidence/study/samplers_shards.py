@@ -45,6 +45,8 @@ def work(share: Share) -> int:
     study = Study(share.config, subject, Path(share.folder), (share.index, share.count))
     orphaned = (lambda: os.getppid() != share.parent) if share.parent else (lambda: False)
     study.run(Judges.open(study, **share.judges).scorers, stopped=orphaned)
+    if orphaned():
+        os._exit(1)  # a pool's process would wait for work for ever
     return len(share.config.firsts((share.index, share.count)))
 
 

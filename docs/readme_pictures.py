@@ -1,0 +1,100 @@
+"""Makes the pictures of the README again, with the commands that stand beside them.
+
+.venv/bin/python docs/readme_pictures.py        (a minute on two cores)
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
+
+from pellucid.interop.source import BUNDLES
+
+PICTURES = Path(__file__).parent / "pictures"
+PROMPT = "a small striped red star above a large blue square on a grey background"
+DARK, LIGHT, DIM = "#0b0f17", "#e6edf3", "#8b98a5"
+COLOURS = {"error": "#ff7b72", "evidence": "#79c0ff", "cause": "#d2a8ff", "fix": "#7ee787"}
+SIDE, GAP, LINE = 256, 24, 21
+
+
+def pellucid(*words: str) -> str:
+    """What a command prints; the doctor ends with 1 where it finds something."""
+    done = subprocess.run([sys.executable, "-m", "pellucid.cli", *words], capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 1):
+        raise SystemExit(done.stderr)
+    return done.stdout
+
+
+def trace(folder: Path) -> None:
+    run = str(folder / "run.safetensors")
+    asked = ["--sampler", "dpmpp_2m", "--grid", "trailing", "--guidance", "4", "--steps", "12", "--seed", "5"]
+    pellucid(
+        "sample", "scenes-128", PROMPT, *asked, "--trace", run, "--trace-tensors", "--out", str(folder / "star.png")
+    )
+    pellucid("trace", "show", run, "--plot", str(PICTURES / "trace.png"))
+
+
+def plan(folder: Path) -> None:
+    asked = ["--schedule", "cosine", "--target", "v", "--grid", "karras", "--steps", "8"]
+    pellucid("plan", "dpmpp_2m", *asked, "--plot", str(PICTURES / "plan.png"))
+
+
+def broken_model(folder: Path) -> Path:
+    """scenes-128, which predicts v, under a config that says eps: the commonest way to break a model."""
+    place = Path(shutil.copytree(BUNDLES / "scenes-128", folder / "broken"))
+    config = place / "scheduler/scheduler_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "prediction_type": "epsilon"}))
+    return place
+
+
+def doctor(folder: Path) -> None:
+    broken = broken_model(folder)
+    shown = {"as it is": "scenes-128", "its config says eps": str(broken)}
+    pictures = {}
+    for words, model in shown.items():
+        file = folder / f"{len(pictures)}.png"
+        pellucid("sample", model, PROMPT, "--guidance", "4", "--steps", "20", "--seed", "5", "--out", str(file))
+        pictures[words] = Image.open(file).resize((SIDE, SIDE), Image.Resampling.LANCZOS)
+    said = pellucid("doctor", str(broken), "--data", "scenes", "--only", "target").replace(str(broken), "./broken")
+    board(pictures, "pellucid doctor ./broken --data scenes --only target", said).save(PICTURES / "doctor.png")
+
+
+def board(pictures: dict[str, Image.Image], command: str, said: str) -> Image.Image:
+    """The pictures side by side, and what was said below them, as a terminal shows it."""
+    small, mono = ImageFont.truetype(font("DejaVuSans"), 15), ImageFont.truetype(font("DejaVuSansMono"), 14)
+    lines = [f"$ {command}", *said.strip().splitlines()]
+    wide = max(int(mono.getlength(line)) for line in lines) + 2 * GAP
+    high = GAP + SIDE + 2 * GAP + LINE * len(lines) + GAP
+    sheet = Image.new("RGB", (max(wide, len(pictures) * (SIDE + GAP) + GAP), high), DARK)
+    pen = ImageDraw.Draw(sheet)
+    for number, (words, picture) in enumerate(pictures.items()):
+        left = GAP + number * (SIDE + GAP)
+        sheet.paste(picture, (left, GAP))
+        pen.text((left, GAP + SIDE + 5), words, DIM, small)
+    for number, line in enumerate(lines):
+        word = line.strip().split("[")[0].split(" ")[0] if line.strip() else ""
+        at = (GAP, SIDE + 3 * GAP + LINE * number)
+        pen.text(at, line, DIM if number == 0 else COLOURS.get(word, LIGHT), mono)
+    return sheet
+
+
+def font(name: str) -> str:
+    import matplotlib
+
+    return str(Path(matplotlib.get_data_path()) / "fonts/ttf" / f"{name}.ttf")
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for make in (trace, plan, doctor):
+            make(Path(folder))
+
+
+if __name__ == "__main__":
+    main()
