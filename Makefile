@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests and builds share the cores with others: see bench/waiting_threads.py.
+export GOMP_SPINCOUNT ?= 1000
 
 .DEFAULT_GOAL := help
 .PHONY: help venv browser demo test test-all lint format bench docs results clean

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
@@ -20,7 +21,7 @@ PICTURES = Path(__file__).parent / "pictures"
 PROMPT = "a small striped red star above a large blue square on a grey background"
 DARK, LIGHT, DIM = "#0b0f17", "#e6edf3", "#8b98a5"
 COLOURS = {"error": "#ff7b72", "evidence": "#79c0ff", "cause": "#d2a8ff", "fix": "#7ee787"}
-SIDE, GAP, LINE = 256, 24, 21
+SIDE, GAP, LINE, COLUMNS = 256, 24, 21, 104
 
 
 def pellucid(*words: str) -> str:
@@ -59,7 +60,21 @@ def doctor(folder: Path) -> None:
     pictures = {}
     for words, model in shown.items():
         file = folder / f"{len(pictures)}.png"
-        pellucid("sample", model, PROMPT, "--guidance", "4", "--steps", "20", "--seed", "5", "--out", str(file))
+        pellucid(
+            "sample",
+            model,
+            PROMPT,
+            "--guidance",
+            "4",
+            "--steps",
+            "20",
+            "--seed",
+            "5",
+            "--dtype",
+            "float32",
+            "--out",
+            str(file),
+        )
         pictures[words] = Image.open(file).resize((SIDE, SIDE), Image.Resampling.LANCZOS)
     said = pellucid("doctor", str(broken), "--data", "scenes", "--only", "target").replace(str(broken), "./broken")
     board(pictures, "pellucid doctor ./broken --data scenes --only target", said).save(PICTURES / "doctor.png")
@@ -68,7 +83,9 @@ def doctor(folder: Path) -> None:
 def board(pictures: dict[str, Image.Image], command: str, said: str) -> Image.Image:
     """The pictures side by side, and what was said below them, as a terminal shows it."""
     small, mono = ImageFont.truetype(font("DejaVuSans"), 15), ImageFont.truetype(font("DejaVuSansMono"), 14)
-    lines = [f"$ {command}", *said.strip().splitlines()]
+    lines = [f"$ {command}"]
+    for line in said.strip().splitlines():
+        lines += textwrap.wrap(line, COLUMNS, subsequent_indent=" " * 11) or [""]
     wide = max(int(mono.getlength(line)) for line in lines) + 2 * GAP
     high = GAP + SIDE + 2 * GAP + LINE * len(lines) + GAP
     sheet = Image.new("RGB", (max(wide, len(pictures) * (SIDE + GAP) + GAP), high), DARK)
@@ -77,8 +94,10 @@ def board(pictures: dict[str, Image.Image], command: str, said: str) -> Image.Im
         left = GAP + number * (SIDE + GAP)
         sheet.paste(picture, (left, GAP))
         pen.text((left, GAP + SIDE + 5), words, DIM, small)
+    word = ""
     for number, line in enumerate(lines):
-        word = line.strip().split("[")[0].split(" ")[0] if line.strip() else ""
+        begun = line.strip().split("[")[0].split(" ")[0]
+        word = word if line.startswith(" " * 11) else begun
         at = (GAP, SIDE + 3 * GAP + LINE * number)
         pen.text(at, line, DIM if number == 0 else COLOURS.get(word, LIGHT), mono)
     return sheet

@@ -6,6 +6,7 @@ Nothing heavy is imported here, so that `pellucid --help` answers at once; the c
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from typing import Annotated, Any
 
@@ -37,6 +38,9 @@ from pellucid.core.errors import PellucidError
 # typer has click within it since 0.16 and beside it before: both name the class that all bad usage descends from.
 UsageError: Any = typer.BadParameter.__mro__[1]
 CANCELLED = 130  # what shells expect after Ctrl-C
+# torch's threads spin while they wait for each other. Two processes on the same cores then wait for threads that cannot
+# run: 59 s for a picture that takes 0.5 (bench/waiting_threads.py). So they spin for a short while, and then sleep.
+SPINNING, SPIN = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}, "1000"
 HELP = {"help_option_names": ["-h", "--help"]}
 
 
@@ -128,4 +132,6 @@ app.add_typer(data.app, name="data", rich_help_panel=TRAIN)
 
 def main() -> None:
     """The console script."""
+    if not SPINNING & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = SPIN
     app(prog_name="pellucid")

@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.grid import Grid
 from pellucid.core.plan import Plan
@@ -23,7 +25,7 @@ from pellucid.interop import diffusers_config, folder, single_file, source, weig
 from pellucid.interop.components import INDEX
 from pellucid.interop.diffusers_config import Reading
 from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
-from pellucid.pipeline.load import load
+from pellucid.pipeline.load import default_device, load
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.recipe import Recipe, read_png
 from pellucid.pipeline.request import Request
@@ -241,8 +243,13 @@ def read_leniently(config: Mapping[str, Any]) -> Reading:
 
 
 def with_weights(subject: Subject, place: Path, given: Given) -> Subject:
-    """The pipeline and its VAE; the VAE alone where the rest does not load."""
-    options = {"dtype": weights.dtype_named(given.dtype), "device": source.place(subject.asked.device)}
+    """The pipeline and its VAE; the VAE alone where the rest does not load.
+
+    On a CPU they work in float32 where no dtype is asked for: float16 is thirty times as slow there.
+    """
+    device = source.place(subject.asked.device) or default_device()
+    dtype = weights.dtype_named(given.dtype) or (torch.float32 if device.type == "cpu" else None)
+    options = {"dtype": dtype, "device": device}
     try:
         pipe = load(place, **options, tokenizer=given.tokenizer)  # type: ignore[arg-type]
     except PellucidError as error:
