@@ -70,6 +70,7 @@ def test_the_kept_tensors_are_those_that_were_seen(tmp_path: Path) -> None:
     assert torch.equal(found.tensor("end"), out.cpu())
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("tensors", [False, True])
 def test_no_step_but_the_first_and_the_last_waits_for_the_device(tmp_path: Path, tensors: bool) -> None:
     plan = pellucid.compile_plan("dpmpp_2m", steps=12)

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 FLAGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -18,12 +20,22 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
+PATIENCE = 90_000  # milliseconds, on a busy machine
 SHOTS = Path("out/studio")  # where a run of the tests leaves what it saw
 
 
 def chromium() -> str | None:
     """The browser: as CHROMIUM names it, or one that is on the path."""
     return os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+def marks() -> list[pytest.MarkDecorator]:
+    """Of a file whose tests need the browser."""
+    return [
+        pytest.mark.browser,
+        pytest.mark.filterwarnings("default"),  # of gradio and what it stands on
+        pytest.mark.skipif(chromium() is None, reason="chromium is not installed: make browser"),
+    ]
 
 
 @contextmanager
@@ -36,6 +48,17 @@ def browser() -> Iterator[Any]:
             yield found
         finally:
             found.close()
+
+
+def opened(context: Any, address: str, shown: str = "#generate") -> Any:
+    """The studio's page, once its first tab is shown; errors of its scripts are in `troubles`."""
+    page = context.new_page()
+    page.set_default_timeout(PATIENCE)
+    page.troubles = []
+    page.on("pageerror", lambda error: page.troubles.append(str(error)))
+    page.goto(address)
+    page.wait_for_selector(shown)
+    return page
 
 
 def shoot(page: Any, name: str) -> None:

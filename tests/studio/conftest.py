@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from browsing import browser
 from tiny_models import copied
 
 
@@ -16,3 +19,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = folder / "unet" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text("utf-8")), "sample_size": 8}), "utf-8")
     return folder
+
+
+@pytest.fixture(scope="module")
+def chrome() -> Iterator[Any]:
+    with browser() as found:
+        yield found

@@ -8,19 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browsing import browser, chromium, shoot
+from browsing import marks, opened, shoot
 from PIL import Image
 
 from pellucid.studio.app import TABS, start
 from pellucid.studio.session import Sessions
 from pellucid.studio.shelf import Shelf
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.filterwarnings("default"),  # of gradio and what it stands on
-    pytest.mark.skipif(chromium() is None, reason="chromium is not installed: make browser"),
-]
-PATIENCE = 60_000  # milliseconds, on a busy machine
+pytestmark = marks()
 
 
 @pytest.fixture(scope="module")
@@ -37,26 +32,10 @@ def address(sessions: Sessions, small: Path) -> Iterator[str]:
     page.close()
 
 
-@pytest.fixture(scope="module")
-def chrome() -> Iterator[Any]:
-    with browser() as found:
-        yield found
-
-
 @pytest.fixture
 def page(chrome: Any, address: str) -> Iterator[Any]:
     with chrome.new_context(viewport={"width": 1280, "height": 900}) as context:
         yield opened(context, address)
-
-
-def opened(context: Any, address: str) -> Any:
-    page = context.new_page()
-    page.set_default_timeout(PATIENCE)
-    page.troubles = []
-    page.on("pageerror", lambda error: page.troubles.append(str(error)))
-    page.goto(address)
-    page.wait_for_selector("#generate")
-    return page
 
 
 def ask(page: Any, prompt: str = "a red star", steps: int = 4, seed: str = "7") -> None:

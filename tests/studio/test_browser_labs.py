@@ -7,19 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browsing import browser, chromium, shoot
+from browsing import marks, opened, shoot
 
 from pellucid.labs.catalog import find
 from pellucid.studio.app import start
 from pellucid.studio.session import Sessions
 from pellucid.studio.shelf import Shelf
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.filterwarnings("default"),  # of gradio and what it stands on
-    pytest.mark.skipif(chromium() is None, reason="chromium is not installed: make browser"),
-]
-PATIENCE = 90_000  # milliseconds, on a busy machine
+pytestmark = marks()
 ANSWERS = Path(__file__).parents[1] / "labs" / "answers"
 
 
@@ -32,27 +27,10 @@ def address(small: Path) -> Iterator[str]:
     sessions.end_all()
 
 
-@pytest.fixture(scope="module")
-def chrome() -> Iterator[Any]:
-    with browser() as found:
-        yield found
-
-
 @pytest.fixture
 def page(chrome: Any, address: str) -> Iterator[Any]:
     with chrome.new_context(viewport={"width": 1280, "height": 900}) as context:
-        yield opened(context, address)
-
-
-def opened(context: Any, address: str) -> Any:
-    """The page at its first tab, which is Labs: it was started with a lab."""
-    page = context.new_page()
-    page.set_default_timeout(PATIENCE)
-    page.troubles = []
-    page.on("pageerror", lambda error: page.troubles.append(str(error)))
-    page.goto(address)
-    page.wait_for_selector("#labs-run")
-    return page
+        yield opened(context, address, "#labs-run")
 
 
 def told(page: Any, place: str, words: str) -> None:
@@ -132,7 +110,7 @@ def test_the_starter_can_be_downloaded(page: Any) -> None:
 
 def test_a_narrow_page_does_not_scroll_sideways(chrome: Any, address: str) -> None:
     with chrome.new_context(viewport={"width": 400, "height": 800}) as context:
-        page = opened(context, address)
+        page = opened(context, address, "#labs-run")
         page.check("#labs-smoke input")
         page.click("#labs-run")
         told(page, "#labs-status", "done in")

@@ -7,6 +7,7 @@ from collections import Counter
 
 from rich.text import Text
 
+from pellucid.core.wording import counted
 from pellucid.evidence.doctor.finding import SEVERITIES, Finding, Report
 from pellucid.evidence.doctor.subject import OTHER
 
@@ -29,7 +30,8 @@ def written(report: Report) -> Text:
     for why, names in reasons.items():
         made.append(f"\n{INDENT}not checked: {', '.join(names)} ({why})", style="dim")
     if others:
-        made.append(f"\n{INDENT}{others} more checks are for other subjects", style="dim")
+        words = "check is" if others == 1 else "checks are"
+        made.append(f"\n{INDENT}{others} more {words} for other subjects", style="dim")
     return made
 
 
@@ -61,4 +63,4 @@ def verdict(report: Report) -> str:
     said = [f"{counts[s]} {s}{'s' if counts[s] > 1 else ''}" for s in reversed(SEVERITIES) if counts[s]]
     state = "healthy" if report.status == 0 else "not healthy"
     name = f"{report.subject}: " if report.subject else ""
-    return f"{name}{state}; {', '.join(said) or 'nothing found'}; {len(report.checked)} checks."
+    return f"{name}{state}; {', '.join(said) or 'nothing found'}; {counted(len(report.checked), 'check')}."
