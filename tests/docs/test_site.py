@@ -64,6 +64,9 @@ def build(docs: Path, *options: str, smoke: bool = False, timeout: int) -> Path:
     return out
 
 
+pytestmark = pytest.mark.xdist_group("site")  # it is built once
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(copied(tmp_path_factory.mktemp("site")), "-t", "quick", timeout=300)
