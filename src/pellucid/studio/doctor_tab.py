@@ -286,21 +286,15 @@ class DoctorTab:
         kind.change(choose, kind, list(seen), show_progress="hidden")
         return [weights, pasted, config, trace, pictures, data, steps, sampler, grid]
 
+    @words.settled
     def examine(self, request: gr.Request, kind: str, model: str, *asked: Any) -> Iterator[tuple[Any, Any]]:
-        try:
-            with words.plainly():
-                session = self.sessions.of(request.session_hash)
-                patient = patient_of(kind, model, *asked, device=self.shelf.device)
-                yield status("opening …"), gr.skip()
-                work = session.begin(TAB, lambda job: examined(patient, session.folder, job))
-                for news in jobs.follow(work):
-                    yield status(*news), gr.skip()
-                yield status(verdict(work.result), 1.0), cards(work.result)
-        except Cancelled:
-            yield status("cancelled"), gr.skip()
-        except gr.Error:
-            yield status("ready"), gr.skip()
-            raise
+        session = self.sessions.of(request.session_hash)
+        patient = patient_of(kind, model, *asked, device=self.shelf.device)
+        yield status("opening …"), gr.skip()
+        work = session.begin(TAB, lambda job: examined(patient, session.folder, job))
+        for news in jobs.follow(work):
+            yield status(*news), gr.skip()
+        yield status(verdict(work.result), 1.0), cards(work.result)
 
     def cancel(self, request: gr.Request) -> Any:
         return status("cancelled") if self.sessions.of(request.session_hash).cancel(TAB) else gr.skip()

@@ -187,22 +187,16 @@ class LabsTab:
             ready = (status("ready"), status("nothing checked yet"), NOTHING)
             return shown, written, gr.DownloadButton(value=str(file)), *ready, lab.stem, kept
 
+    @words.settled
     def run(self, name: str, smoke: bool, request: gr.Request) -> Iterator[tuple[Any, Any]]:
-        try:
-            with words.plainly():
-                lab = catalog.find(name)
-                blocks = script.read(lab.page)
-                session = self.sessions.of(request.session_hash)
-                yield progress(0, len(blocks)), page_of(blocks)
-                work = session.begin(TAB, lambda job: ran(lab, smoke, job))
-                for done in jobs.follow(work):
-                    yield progress(len(done), len(blocks)), page_of(blocks, done)
-                yield ended(work.result), gr.skip()
-        except Cancelled:
-            yield status("cancelled"), gr.skip()
-        except gr.Error:
-            yield status("ready"), gr.skip()
-            raise
+        lab = catalog.find(name)
+        blocks = script.read(lab.page)
+        session = self.sessions.of(request.session_hash)
+        yield progress(0, len(blocks)), page_of(blocks)
+        work = session.begin(TAB, lambda job: ran(lab, smoke, job))
+        for done in jobs.follow(work):
+            yield progress(len(done), len(blocks)), page_of(blocks, done)
+        yield ended(work.result), gr.skip()
 
     def cancel(self, request: gr.Request) -> Any:
         there = self.sessions.of(request.session_hash).cancel(TAB)

@@ -253,23 +253,17 @@ class PipelineTab:
             graph = self.known(here, asking.steps_of(steps))
             return component(graph, which) if which in names_of(graph) else ""
 
+    @words.settled
     def compare(self, request: gr.Request, model: str, batch: Any, ran: bool) -> Iterator[tuple[Any, Any]]:
-        try:
-            with words.plainly():
-                name = named(model)
-                session = self.sessions.of(request.session_hash)
-                yield status("loading …"), gr.skip()
-                pipe = load(name, device=self.shelf.device) if ran else self.shelf.pipe(name)
-                count = max(1, min(int(batch), MOST_BATCH))
-                work = session.begin(MEMORY, lambda job: compared(pipe, count, bool(ran), job))
-                for news in jobs.follow(work):
-                    yield status(*news), gr.skip()
-                yield status(memory_words.headline(work.result.about), 1.0), strategies(work.result)
-        except Cancelled:
-            yield status("cancelled"), gr.skip()
-        except gr.Error:
-            yield status("ready"), gr.skip()
-            raise
+        name = named(model)
+        session = self.sessions.of(request.session_hash)
+        yield status("loading …"), gr.skip()
+        pipe = load(name, device=self.shelf.device) if ran else self.shelf.pipe(name)
+        count = max(1, min(int(batch), MOST_BATCH))
+        work = session.begin(MEMORY, lambda job: compared(pipe, count, bool(ran), job))
+        for news in jobs.follow(work):
+            yield status(*news), gr.skip()
+        yield status(memory_words.headline(work.result.about), 1.0), strategies(work.result)
 
     def cancel(self, request: gr.Request) -> Any:
         return status("cancelled") if self.sessions.of(request.session_hash).cancel(TAB) else gr.skip()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from typing import Any
 
 import gradio as gr
 
 from pellucid.core.errors import PellucidError
 from pellucid.core.loop import Cancelled
+from pellucid.studio.html import status
+
+Handler = Callable[..., Iterator[tuple[Any, Any]]]
 
 UNGUARDED = "Above 7 colours may burn, shapes repeat and pictures grow alike."
 
@@ -26,6 +31,23 @@ def plainly() -> Iterator[None]:
         raise gr.Error("Not enough memory. Ask for fewer or smaller pictures.", duration=None) from None
     except Exception as error:  # a defect: said as such, and printed where the studio runs
         raise gr.Error(f"A defect of Pellucid: {type(error).__name__}: {error}", duration=None) from error
+
+
+def settled(handler: Handler) -> Handler:
+    """Of a handler that yields its status and one thing more: errors plainly, and a last status if it did not end."""
+
+    @wraps(handler)
+    def whole(*given: Any) -> Iterator[tuple[Any, Any]]:
+        try:
+            with plainly():
+                yield from handler(*given)
+        except Cancelled:
+            yield status("cancelled"), gr.skip()
+        except gr.Error:
+            yield status("ready"), gr.skip()
+            raise
+
+    return whole
 
 
 def seconds(value: float) -> str:
