@@ -29,10 +29,10 @@ demo: venv ## text to image with the model that Pellucid brings; writes demo.png
 	$(BIN)/python -m pellucid.cli demo
 
 test: venv browser lint ## lint, then the fast tests
-	$(BIN)/pytest -n 2 --dist loadgroup
+	$(BIN)/pytest -n 2
 
 test-all: venv browser ## all tests that need no accelerator, the slow ones too
-	$(BIN)/pytest -n 2 --dist loadgroup -m "not gpu"
+	$(BIN)/pytest -n 2 -m "not gpu"
 
 lint: venv ## ruff, mypy on core, and the import rule of the rooms
 	$(BIN)/ruff check .

@@ -11,7 +11,7 @@ PYTHON=${PYTHON:-.venv/bin/python}
 TRAIN=${TRAIN:-$PYTHON -m pellucid.cli train}
 
 # Each needs only those before it: the VAE in three runs, the UNet with its text encoder in two, then all others.
-ALL="vae vae_crowded vae_overlaps text_unet text_unet_layout text_dit image_text lora controlnet ip_adapter"
+ALL="vae vae_crowded vae_overlaps text_unet text_unet_layout text_dit text_dit_longer image_text lora controlnet ip_adapter"
 
 for name in ${*:-$ALL}; do
     case " $ALL " in

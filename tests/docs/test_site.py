@@ -64,14 +64,6 @@ def build(docs: Path, *options: str, smoke: bool = False, timeout: int) -> Path:
     return out
 
 
-pytestmark = pytest.mark.xdist_group("site")  # it is built once
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(copied(tmp_path_factory.mktemp("site")), "-t", "quick", timeout=300)
-
-
 class Links(HTMLParser):
     """What a page points at, and what can be pointed at in it."""
 
@@ -104,25 +96,18 @@ def dead(site: Path) -> Iterator[str]:
                 yield f"{name}: no such anchor"
 
 
-def test_no_link_of_the_site_is_dead(site: Path) -> None:
+def test_the_site_builds_and_holds_together(tmp_path: Path) -> None:
+    """One test, so that workers do not each build it."""
+    docs = copied(tmp_path)
+    site = build(docs, "-t", "quick", timeout=300)
     assert list(dead(site)) == []
-
-
-def test_no_page_asks_another_machine_for_a_script(site: Path) -> None:
     for page in site.rglob("*.html"):
         found = re.findall(r'<(?:script|link)[^>]+(?:src|href)="https?://[^"]+"', page.read_text(encoding="utf-8"))
-        assert found == [], page.name
-
-
-def test_every_page_is_reached_from_the_front(site: Path) -> None:
-    docs = site.parents[1]
+        assert found == [], f"{page.name} asks another machine for a script"
     written = {p.relative_to(docs).with_suffix("") for p in docs.rglob("*.md") if "made" not in p.parts}
     assert {str(name) for name in written if not (site / f"{name}.html").exists()} == set()
-
-
-def test_formulas_are_drawn(site: Path) -> None:
-    page = (site / "handbook" / "objective.html").read_text(encoding="utf-8")
-    assert page.count("<math") > 10
+    formulas = (site / "handbook" / "objective.html").read_text(encoding="utf-8").count("<math")
+    assert formulas > 10
 
 
 def test_the_pages_of_the_handbook_are_those_of_its_index() -> None:

@@ -97,10 +97,28 @@ def test_a_strange_thing_is_unreadable_and_not_guessed():
     assert seen.objects[0].colour == "red"
 
 
-def test_two_alike_are_not_one():
-    one, other = (Thing("star", "red", x=x, radius=0.11) for x in (0.25, 0.75))
+def test_two_of_one_colour_are_two():
+    one, other = Thing("star", "red", x=0.25, radius=0.11), Thing("ring", "red", x=0.7, radius=0.14)
     reading = read(render(Scenes.of([Scene((one, other))])))[0]
+    assert sorted(seen.shape for seen in reading.objects) == ["ring", "star"]
+    assert reading.readable
     assert not graded(reading, Query((Wanted("star", "red", size="small"),))).right
+
+
+def test_four_of_one_colour_are_not_readable():
+    things = [Thing("circle", "blue", x=x, y=y, radius=0.1) for x in (0.2, 0.8) for y in (0.2, 0.8)]
+    pair = [render(Scenes.of([Scene(tuple(two))])) for two in (things[:2], things[2:])]
+    reading = read(torch.minimum(*pair))[0]
+    assert len(reading.objects) == 3
+    assert not reading.readable
+
+
+def test_what_another_thing_divides_is_one():
+    """Pieces of a thing touch what hides it."""
+    for shape in ("cross", "star", "diamond", "crescent", "square"):
+        behind, front = Thing(shape, "green", radius=0.2), Thing("square", "pink", x=0.5, y=0.5, radius=0.11)
+        reading = read(render(Scenes.of([Scene((behind, front))])))[0]
+        assert len(reading.objects) == 2, shape
 
 
 def test_own_captions_are_right_and_each_wrong_word_is_found():

@@ -183,6 +183,7 @@ def told(page: Any, place: str, words: str) -> None:
 def test_schedules_are_drawn_with_their_grid(page: Any) -> None:
     tab(page, "Schedules")
     page.wait_for_selector("#schedules-charts svg circle")
+    page.wait_for_selector("#schedules-noised img")
     shoot(page, "schedules")
 
 

@@ -155,7 +155,8 @@ def test_an_upload_that_is_no_picture_is_a_line(tab: SchedulesTab, tmp_path: Pat
     assert "picture must be" in said
 
 
-def test_the_first_look_is_drawn() -> None:
+def test_the_first_look_is_drawn(tab: SchedulesTab) -> None:
     assert schedules_tab.first_charts().count("<svg") == 4
     assert "scaled_linear, call 1" in schedules_tab.first_table()
-    assert schedules_tab.first_rows().count("<img") == len(schedules_tab.FIRST) * noising.COLUMNS
+    rows = tab.open(list(schedules_tab.FIRST), schedules_tab.GRID, schedules_tab.STEPS, False, None)
+    assert rows.count("<img") == len(schedules_tab.FIRST) * noising.COLUMNS

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pellucid.scenes import shapes
-from pellucid.scenes.labels import SIDE, Labels
+from pellucid.scenes.labels import COLOURS, SIDE, Labels
 from pellucid.scenes.words import SHAPE_NAMES
 
 GRID = 56  # points along the side of a thing's window
@@ -28,7 +28,7 @@ class Window:
     """M things, each in a window of its own: coordinates, its mask, and where it can be seen."""
 
     row: Tensor  # (M,) int64: its picture
-    colour: Tensor  # (M,) int64
+    thing: Tensor  # (M,) int64: its number in labels
     x: Tensor  # (M, G) shares of the side
     y: Tensor  # (M, G)
     mask: Tensor  # (M, G, G) float: its own pixels
@@ -37,6 +37,11 @@ class Window:
 
     def __len__(self) -> int:
         return len(self.row)
+
+    @property
+    def colour(self) -> Tensor:
+        """(M,) int64"""
+        return self.thing % COLOURS
 
 
 @dataclass(frozen=True)
@@ -55,8 +60,8 @@ class Fit:
 
 def windows(labels: Labels) -> Window:
     """A window about each thing. Its mask has a ramp of three pixels, as the shapes that are laid over it have."""
-    row, colour = labels.present.nonzero(as_tuple=True)
-    mask = labels.label[row] == colour[:, None, None] + 1  # (M, H, W)
+    row, thing = labels.present.nonzero(as_tuple=True)
+    mask = labels.label[row] == thing[:, None, None] + 1  # (M, H, W)
     other = (labels.label[row] > 0) & ~mask
     left, right = limits(mask.any(1))
     top, foot = limits(mask.any(2))
@@ -65,7 +70,7 @@ def windows(labels: Labels) -> Window:
     parts = torch.stack([blurred(mask), blurred(other), other.float()], 1)  # (M, 3, H, W)
     own, beside, hiding = at(parts, x, y).unbind(1)
     filled = torch.maximum(own, ((hiding > 0.5) & inside).float())
-    return Window(row, colour, x, y, own, (beside < 0.05).float(), filled)
+    return Window(row, thing, x, y, own, (beside < 0.05).float(), filled)
 
 
 def blurred(mask: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ LEAST = 130  # pixels that can be seen of the smallest thing
 BLOCK = 5  # pixels along the side of a block that every thing holds
 JOIN = 6  # pixels that a speck may be away from its thing
 PEEL = 1  # pixels of a border that may be mixtures
+TWINS = 3  # things of one colour that are told apart
 COLOURS, GROUNDS = len(COLOUR_NAMES), len(BACKGROUND_NAMES)
 
 
@@ -37,8 +38,8 @@ class Labels:
 
     picture: Tensor  # (N, 3, H, W) in [0, 1]
     background: Tensor  # (N,) int64
-    present: Tensor  # (N, 10) bool: colours of which there is a thing
-    label: Tensor  # (N, H, W) int64: 0 background, 1 + colour for a thing, −1 specks that are neither
+    present: Tensor  # (N, 30) bool: things; thing n has colour n % 10, and is its first, second or third
+    label: Tensor  # (N, H, W) int64: 0 background, 1 + thing, −1 specks that are neither
     residual: Tensor  # (N, H, W): how far each pixel is from every tone of its label
 
 
@@ -129,7 +130,7 @@ def labelled(pictures: Tensor) -> Labels:
     ground = spread(ground, (torch.minimum(narrow, wide) < deep).reshape(shape), PEEL)
     label = torch.where(ground, 0, torch.where(torch.isinf(off), 0, which + 1).reshape(shape))
     residual = torch.where(label == 0, torch.minimum(narrow, wide).reshape(shape), off.reshape(shape))
-    label, present = tidied(label, present)
+    label, present = parted(*tidied(label, present))
     return Labels(pictures, background, present, label, residual)
 
 
@@ -176,6 +177,36 @@ def tidied(label: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
     left = torch.zeros_like(present)
     left[row, colour] = large
     return torch.where(loose & (kept == 0), -1, kept), left
+
+
+def parted(label: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+    """Pieces of one colour with background all between them are things of their own, the largest first. Pieces that
+    another thing joins may be one that it hides in part: they stay one."""
+    present = F.pad(present, (0, (TWINS - 1) * COLOURS))
+    island = islands(grown(label != 0))  # (N, H, W)
+    for row in range(len(label)):
+        for colour in present[row].nonzero()[:, 0].tolist():
+            mine = label[row] == colour + 1
+            numbers, sizes = island[row][mine].unique(return_counts=True)
+            large = numbers[sizes >= LEAST][sizes[sizes >= LEAST].argsort(descending=True)]
+            for twin, number in enumerate(large[1:TWINS].tolist(), 1):
+                thing = colour + twin * COLOURS
+                label[row][mine & (island[row] == number)] = thing + 1
+                present[row, thing] = True
+    return label, present
+
+
+def islands(mask: Tensor) -> Tensor:
+    """(N, H, W) int64: a number for each connected part of a mask, 0 where it is not."""
+    count, pixels = len(mask), mask[0].numel()
+    numbers = torch.arange(1, pixels + 1, device=mask.device).expand(count, -1) * mask.flatten(1)
+    while True:
+        near = F.max_pool2d(numbers.reshape(mask.shape)[:, None].float(), 3, 1, 1).flatten(1).long()  # exact below 2²⁴
+        near = near * mask.flatten(1)
+        near = near.gather(1, (near - 1).clamp(min=0)) * mask.flatten(1)  # and on to where that pixel has come
+        if torch.equal(near, numbers):
+            return numbers.reshape(mask.shape)
+        numbers = near
 
 
 def order(row: Tensor) -> Tensor:

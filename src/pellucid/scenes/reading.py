@@ -146,7 +146,7 @@ def ordered(labels: Labels, window: Window, fitted: Fit, rows: list[int]) -> lis
     for i in range(len(rows)):
         for j in range(i):
             cross = inside[i] & inside[j]
-            own, other = ((label[cross] == int(window.colour[rows[k]]) + 1).sum().item() for k in (i, j))
+            own, other = ((label[cross] == int(window.thing[rows[k]]) + 1).sum().item() for k in (i, j))
             wins[i if own >= other else j] += own != other
     return [row for _, row in sorted(zip(wins, rows, strict=True))]
 
@@ -167,7 +167,7 @@ def assemble(
     if not rows:
         trouble = "no object"
     elif len(rows) > MOST:
-        trouble = f"{len(rows)} colours"
+        trouble = f"{len(rows)} things"
     elif strange[0] > MOST_STRANGE or strange[1] > LOOSE:
         trouble = "tones that the world does not have"
     name, kind = int(back.colour[row]), int(back.kind[row])

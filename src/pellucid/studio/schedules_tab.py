@@ -9,6 +9,7 @@ from typing import Any
 
 import gradio as gr
 import numpy as np
+from gradio.context import Context
 from torch import Tensor
 
 from pellucid.core import schedule as schedules
@@ -50,10 +51,11 @@ STYLE = """<style>
 
 
 class SchedulesTab:
-    """Everything here is quick: it is drawn again whenever something is chosen."""
+    """Everything here is quick: it is drawn again whenever something is chosen. The pictures, which are heavy, come
+    when the tab is opened: below them is nothing that could move."""
 
     def __init__(self, shelf: Shelf, sessions: Sessions, model: gr.Dropdown, ran: gr.State) -> None:
-        known = list(schedules.names())
+        known, place = list(schedules.names()), Context.block
         grids = [name for name in asking.grid_choices() if name != asking.OWN]
         with gr.Row():
             names = gr.Dropdown(
@@ -90,11 +92,16 @@ class SchedulesTab:
                     elem_id="schedules-picture",
                 )
             with gr.Column(scale=5, min_width=320):
-                rows = gr.HTML(first_rows, elem_id="schedules-noised")
+                rows = gr.HTML("", elem_id="schedules-noised")
         inputs = [names, grid, steps, zero, given]
         outputs = [said, shown, table, rows]
+        if isinstance(place, gr.Tab):
+            place.select(self.open, inputs, rows, show_progress="hidden")
         for control in inputs:
             control.change(self.draw, inputs, outputs, show_progress="hidden", trigger_mode="always_last")
+
+    def open(self, *chosen: Any) -> Any:
+        return self.draw(*chosen)[-1]
 
     def draw(self, names: list[str], grid: str, steps: Any, zero: bool, given: str | None) -> tuple[Any, ...]:
         """What is wrong is said in a line; what was drawn before stays."""
@@ -123,11 +130,6 @@ def first_charts() -> str:
 @cache
 def first_table() -> str:
     return numbers(first())
-
-
-@cache
-def first_rows() -> str:
-    return pictures(first(), noising.scene())
 
 
 def notes(lines: Sequence[str]) -> str:
