@@ -154,6 +154,12 @@ def one_step_from_the_clean_end(folder: Path) -> Subject:
     return config(SDXL, Asked(steps=1), timestep_spacing="linspace")
 
 
+@sabotage("calls-in-noise", "8 calls are left for all of the picture")
+def karras_on_cosine_betas(folder: Path) -> Subject:
+    return config(SD21_V, Asked(steps=20), beta_schedule="squaredcos_cap_v2", use_karras_sigmas=True,
+                  _class_name="DPMSolverMultistepScheduler")  # fmt: skip
+
+
 @sabotage("noisy-end", "which is seen")
 def a_noisy_end(folder: Path) -> Subject:
     return config(SDXL, final_sigmas_type="sigma_min", beta_start=0.02, beta_end=0.03)

@@ -22,6 +22,8 @@ LATE_START = 0.25  # alpha of the first call beyond that of the noisiest level: 
 SLIGHTLY_LATE = 0.05
 NOISY_END = 0.05  # sigma / alpha that stays in the picture; the published schedules leave 0.03 at most
 OFTEN = 0.1  # share of the calls
+NOTHING = 0.01  # alpha below which x holds nothing of a picture
+WASTED = 0.2  # share of the calls there, the first aside: a grid has to begin somewhere
 
 
 @check("steps", needs=("reading",))
@@ -216,6 +218,34 @@ def first_level(subject: Subject) -> Iterator[Finding]:
             "none: the picture comes out grey or washed.",
             '"timestep_spacing": "trailing", or other steps',
         )
+
+
+@check("calls in noise", needs=("plan",))
+def in_noise(subject: Subject) -> Iterator[Finding]:
+    """Calls that see no picture, where a schedule reaches far into noise."""
+    plan, reading = subject.plan, subject.reading
+    assert plan is not None
+    if reading is None or not isinstance(reading.schedule, Tabled):
+        raise Unable("a schedule without betas goes as far into noise as its sigmas are asked to")
+    there = sum(row.level.to("vp").alpha < NOTHING for row in plan.rows)
+    if there - 1 <= WASTED * plan.nfe:
+        return
+    last = plan.rows[there].level if there < len(plan.rows) else plan.end
+    yield Finding(
+        "calls-in-noise",
+        "warning",
+        f"{there} of {plan.nfe} calls are made in pure noise",
+        (
+            ("calls", plan.nfe),
+            (f"at alpha below {NOTHING}", there),
+            ("sigma / alpha of the first", plan.start.ratio),
+            ("of the first with a picture", last.ratio),
+        ),
+        "A grid that is even in powers or logarithms of sigma, such as Karras', is for schedules that end at a sigma "
+        f"of about 14 or 80. This one goes on to {plan.start.ratio:.3g}, and {plan.nfe - there} calls are left for all "
+        "of the picture.",
+        "--grid trailing (even in time), or more steps",
+    )
 
 
 @check("last level", needs=("plan",))

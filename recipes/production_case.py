@@ -1,0 +1,278 @@
+"""The production case: a fine-tuned model as its people deployed it, and every remedy alone and together.
+
+    pellucid train configs/products_linear.toml --out runs/products_linear
+    pellucid train configs/products_cosine.toml --out runs/products_cosine
+    python recipes/production_case.py --prompts 500 --device cuda        → docs/results/production_case/
+
+The model went on from scenes-128 with the schedule `linear`; it is deployed under the scheduler config of its base
+(cosine), with Euler on the leading grid, 20 steps and guidance 12. An arm that is done is not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from rich.progress import track
+
+from pellucid import scenes
+from pellucid.core.errors import PellucidError
+from pellucid.evidence.adherence import tiles
+from pellucid.evidence.adherence.opening import open_pipe
+from pellucid.evidence.adherence.sheets import Card, contact_sheet
+from pellucid.evidence.study import charts
+from pellucid.evidence.study import guidance_measures as measures
+from pellucid.evidence.study.guidance_figures import Cell, Figure, cell
+from pellucid.evidence.study.table import Table
+from pellucid.interop.source import BUNDLES
+from pellucid.interop.whole import put
+
+ROOT = Path(__file__).parents[1]
+SCHEDULER = Path("scheduler/scheduler_config.json")
+OBJECTS, STYLE, SEED, SHOWN = (2,), ("soft",), 77, 8
+DEPLOYED = {"sampler": "euler", "grid": "leading", "steps": 20, "guidance": "12"}
+KARRAS = {"sampler": "dpmpp_2m", "grid": "karras"}
+TRAILING = {"sampler": "dpmpp_2m", "grid": "trailing"}
+CAP, RESCALED, THRESHOLD = ({"guidance": words} for words in ("7", "7 + rescale", "7 + mimic scale=4"))
+DEPLOYED_MODEL, MATCHED, RETRAINED = "deployed", "matched", "retrained"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One set-up: which of the three models, and what differs from what was deployed."""
+
+    name: str
+    model: str
+    changes: dict[str, Any]
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        return {**DEPLOYED, **self.changes}
+
+
+ARMS = (
+    Arm("as deployed", DEPLOYED_MODEL, {}),
+    Arm("1 its own schedule", MATCHED, {}),
+    Arm("2 trained again, cosine", RETRAINED, {}),
+    Arm("3 DPM++ 2M Karras", DEPLOYED_MODEL, KARRAS),
+    Arm("4a cap at 7", DEPLOYED_MODEL, CAP),
+    Arm("4b cap at 7, rescale", DEPLOYED_MODEL, RESCALED),
+    Arm("4c cap at 7, threshold", DEPLOYED_MODEL, THRESHOLD),
+    Arm("trailing grid", DEPLOYED_MODEL, {"grid": "trailing"}),
+    Arm("1 + 3", MATCHED, KARRAS),
+    Arm("1 + 4b", MATCHED, RESCALED),
+    Arm("1 + 3 + 4b", MATCHED, KARRAS | RESCALED),
+    Arm("2 + 3 + 4b", RETRAINED, KARRAS | RESCALED),
+    Arm("1 + 4b, DPM++ 2M trailing", MATCHED, TRAILING | RESCALED),
+    Arm("2 + 4b, DPM++ 2M trailing", RETRAINED, TRAILING | RESCALED),
+    Arm("1, DPM++ 2M trailing, guidance 4", MATCHED, TRAILING | {"guidance": "4"}),
+)
+FIGURES = {
+    "right": ("all right", True),
+    "bled": ("colours bled", True),
+    "saturation": ("clipped values", True),
+    "sharpness": ("sharpness of true", False),
+    "colourfulness": ("colourfulness of true", False),
+}
+
+
+def models(linear: Path, cosine: Path, folder: Path) -> dict[str, Path]:
+    """The three as folders; the deployed one has the weights of the first and the scheduler config of its base."""
+    place = folder / "deployed_model"
+    if not place.exists():
+        shutil.copytree(linear, place)
+        shutil.copyfile(BUNDLES / "scenes-128" / SCHEDULER, place / SCHEDULER)
+    return {DEPLOYED_MODEL: place, MATCHED: linear, RETRAINED: cosine}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Prompts of two things, whose combinations were not in training; what each asks for, and the true scenes."""
+
+    texts: list[str]
+    queries: list[Any]
+    truth: Any
+
+    @staticmethod
+    def of(count: int) -> Asked:
+        pairs = scenes.prompts(count, OBJECTS, SEED, split="held_out")
+        drawn = scenes.sample(torch.arange(count), SEED, "held_out", STYLE, OBJECTS)
+        return Asked([text for text, _ in pairs], [query for _, query in pairs], drawn)
+
+
+def make(arm: Arm, pipe: Any, asked: Asked, batch: int, folder: Path, device: str) -> dict[str, list[Any]]:
+    """The figures of an arm's pictures, which are kept beside them."""
+    place = folder / "arms" / (arm.name.replace(" ", "_").replace(",", "").replace("+", "and"))
+    wanted = {"asked": arm.asked, "model": arm.model, "count": len(asked.texts)}
+    with contextlib.suppress(OSError, ValueError):
+        held = json.loads((place / "figures.json").read_text("utf-8"))
+        if held["wanted"] == wanted:
+            return held["figures"]
+    place.mkdir(parents=True, exist_ok=True)
+    made: list[Image.Image] = []
+    for first in track(range(0, len(asked.texts), batch), arm.name, transient=True):
+        texts = asked.texts[first : first + batch]
+        made += pipe(texts, seed=[SEED + first + i for i in range(len(texts))], **arm.asked).images
+    figures = measures.joined(
+        [
+            measures.measured(
+                made[i : i + batch], asked.texts[i : i + batch], asked.queries[i : i + batch], None, 1, device
+            )
+            for i in range(0, len(made), batch)
+        ]
+    )
+    for i, picture in enumerate(made[:32]):
+        picture.save(place / f"{i:03d}.png")
+    put(place / "figures.json", json.dumps({"wanted": wanted, "figures": figures}) + "\n")
+    return figures
+
+
+# --- what is shown -------------------------------------------------------------------------------------------------
+
+
+def shown(found: Figure, name: str, true: Mapping[str, float]) -> Figure:
+    """Looks are told as a share of those of true pictures."""
+    scale = 1 / true[name] if name in true and name != "saturation" else 1.0
+    ends = [None if end is None else end * scale for end in (found.low, found.high)]
+    return Figure(found.value * scale, *ends)
+
+
+def table(cells: Mapping[str, Cell], true: Mapping[str, float], count: int) -> Table:
+    rows = []
+    for arm in ARMS:
+        figures = cells[arm.name].figures
+        rows.append((arm.name, *(shown(figures[n], n, true).words(percent) for n, (_, percent) in FIGURES.items())))
+    note = (
+        f"{count} prompts of two things, the same noise in every row; brackets are 95 % intervals. Of true pictures "
+        f"{100 * true['saturation']:.1f} % of values are clipped."
+    )
+    return Table("Every remedy, alone and together", ("", *(title for title, _ in FIGURES.values())), tuple(rows), note)
+
+
+def draw(cells: Mapping[str, Cell], true: Mapping[str, float], path: Path) -> None:
+    """A panel a figure, a row an arm; the bar is the interval, the line what was deployed."""
+    figure = charts.canvas(12.5, 5.2)
+    panels = figure.subplots(1, len(FIGURES), sharey=True)
+    names = [arm.name for arm in ARMS]
+    for axes, (name, (title, percent)) in zip(panels, FIGURES.items(), strict=True):
+        scale = 100 if percent else 1
+        for y, arm in enumerate(ARMS):
+            found = shown(cells[arm.name].figures[name], name, true)
+            low, high = (found.value if end is None else end for end in (found.low, found.high))
+            colour = charts.COLOURS[{DEPLOYED_MODEL: 3, MATCHED: 0, RETRAINED: 2}[arm.model]]
+            axes.plot([low * scale, high * scale], [y, y], color=colour, linewidth=2.2, alpha=0.5)
+            axes.plot(found.value * scale, y, "o", color=colour, markersize=5)
+        first = shown(cells[names[0]].figures[name], name, true).value * scale
+        axes.axvline(first, color=charts.FAINT, linewidth=1, linestyle="--")
+        charts.quiet(axes, title, "%" if percent else "", "")
+    panels[0].set_yticks(range(len(names)), names)
+    panels[0].invert_yaxis()
+    foot = (
+        "red: the deployed model; blue: under its own schedule; green: trained again with cosine; dashed: as deployed"
+    )
+    figure.text(0.5, 0.01, foot, fontsize=9, color=charts.SLATE, ha="center")
+    figure.tight_layout(rect=(0, 0.04, 1, 1))
+    charts.save(figure, path)
+
+
+def sheet(folder: Path, asked: Asked, cells: Mapping[str, Cell], path: Path) -> None:
+    """Some prompts in rows, arms in columns."""
+    columns = ("as deployed", "1 its own schedule", "3 DPM++ 2M Karras", "4b cap at 7, rescale", "1 + 3 + 4b")
+    columns += ("1 + 4b, DPM++ 2M trailing", "2 + 4b, DPM++ 2M trailing")
+    cards = []
+    for i in range(SHOWN):
+        for name in columns:
+            place = folder / "arms" / (name.replace(" ", "_").replace(",", "").replace("+", "and"))
+            right = cells[name].by_prompt["right"][i] == 1
+            caption = asked.texts[i] if name == columns[0] else ""
+            with Image.open(place / f"{i:03d}.png") as picture:
+                cards.append(Card(picture.convert("RGB"), caption, name, bool(right)))
+    tiles.save(contact_sheet(cards, "Before and after: one prompt a row", len(columns)), path)
+
+
+def diagnose(found: Mapping[str, Path], folder: Path, asked: Asked, device: str) -> str:
+    """What the doctor says of the deployed model, of one of its runs, and of its pictures."""
+    trace, pictures = folder / "deployed.trace", folder / "arms" / "as_deployed"
+    model = str(found[DEPLOYED_MODEL])
+    words = ["--sampler", DEPLOYED["sampler"], "--grid", DEPLOYED["grid"], "--steps", str(DEPLOYED["steps"])]
+    guided = ["--guidance", DEPLOYED["guidance"], "--unguarded", "--seed", str(SEED), "--device", device]
+    trace.unlink(missing_ok=True)
+    cli(
+        "sample",
+        model,
+        asked.texts[0],
+        *words,
+        *guided,
+        "--trace",
+        str(trace),
+        "--out",
+        str(folder / "traced.png"),
+        "--overwrite",
+    )
+    said = {
+        "the model": cli("doctor", model, "--data", "scenes", *words, "--device", device),
+        "a run": cli("doctor", "--trace", str(trace)),
+        "its pictures": cli("doctor", "--images", str(pictures)),
+    }
+    return "\n".join(f"# {name}\n\n{text}" for name, text in said.items()).replace(str(folder), "out")
+
+
+def cli(*words: str) -> str:
+    done = subprocess.run([sys.executable, "-m", "pellucid.cli", *words], capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 1):
+        raise SystemExit(done.stderr)
+    return done.stdout
+
+
+def run(asked: argparse.Namespace) -> None:
+    prompts = Asked.of(asked.prompts)
+    found = models(asked.linear, asked.cosine, asked.work)
+    figures: dict[str, dict[str, list[Any]]] = {}
+    true: dict[str, float] = {}
+    for model in (DEPLOYED_MODEL, MATCHED, RETRAINED):
+        pipe = open_pipe(found[model], device=asked.device)
+        for arm in (arm for arm in ARMS if arm.model == model):
+            figures[arm.name] = make(arm, pipe, prompts, asked.batch, asked.work, asked.device)
+            print(f"{arm.name}: {sum(figures[arm.name]['right'])} of {asked.prompts} right", flush=True)
+        if not true:
+            row = measures.of_scenes(prompts.truth, (128, 128), pipe)
+            true = {name: math.fsum(values) / len(values) for name, values in row.items()}
+    cells = {name: cell(name, [row], 1) for name, row in figures.items()}
+    asked.out.mkdir(parents=True, exist_ok=True)
+    put(asked.out / "table.md", table(cells, true, asked.prompts).markdown())
+    draw(cells, true, asked.out / "arms.png")
+    sheet(asked.work, prompts, cells, asked.out / "before_after.png")
+    put(asked.out / "doctor.txt", diagnose(found, asked.work, prompts, asked.device))
+    print((asked.out / "table.md").read_text())
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="The production case, measured.")
+    parser.add_argument("--linear", type=Path, default=ROOT / "runs/products_linear/model")
+    parser.add_argument("--cosine", type=Path, default=ROOT / "runs/products_cosine/model")
+    parser.add_argument("--prompts", type=int, default=500)
+    parser.add_argument("--batch", type=int, default=50)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--work", type=Path, default=ROOT / "out/production_case", help="pictures and figures of arms")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/production_case")
+    try:
+        run(parser.parse_args(words))
+    except PellucidError as error:
+        print(f"error[{error.code}]: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
