@@ -138,6 +138,14 @@ def test_a_guided_text_model_is_tuned_at_its_guidance(tell: Callable[..., str], 
     assert told["guidance"] != of_pipeline(pipe).guidance  # the guarded default
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # what torch says of itself when it compiles
+def test_a_compiled_network_tunes_alike(tell: Callable[..., str]) -> None:
+    """Its steps are the same but for rounding; a few of them do not part."""
+    plain, compiled = (json.loads(tell("pixels", "--json", *more)) for more in ((), ("--compile",)))
+    assert compiled["held_out"]["tuned"]["mean"] == pytest.approx(plain["held_out"]["tuned"]["mean"], rel=1e-3)
+
+
 def test_guidance_means_what_it_means_to_sample(tell: Callable[..., str]) -> None:
     told = json.loads(tell("scenes", "--prompts", "scenes", "--guidance", "9", "--json"))
     assert told["guidance"] == "7 + rescale"

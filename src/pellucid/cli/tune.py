@@ -76,6 +76,7 @@ def command(
     ] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="The first seed; 0 when not given.")] = None,
     dtype: Annotated[str, typer.Option(metavar="NAME", help="What the network works in.")] = "float32",
+    compiled: Annotated[bool, typer.Option("--compile", metavar="", help="Compile the network: for a GPU.")] = False,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the plan goes.")] = Path("plan.json"),
     device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the evidence as JSON.")] = False,
@@ -101,7 +102,8 @@ def command(
     how = {"what": what, "iterations": iterations, "batch": batch, "at_once": at_once, "seed": seed}
     asked = read(given, how, start or [])
     check_writable(out)
-    tuned = work(model, asked, None if guidance is None else meant(guidance, unguarded), (dtype, device), records)
+    loading = {"dtype": dtype, "device": device, "compile": compiled}
+    tuned = work(model, asked, None if guidance is None else meant(guidance, unguarded), loading, records)
     from pellucid.interop.whole import put
 
     put(out, tuned.plan.to_json() + "\n")
@@ -141,12 +143,14 @@ def meant(guidance: str, unguarded: bool) -> Any:
     return sample_words.guidance(guidance, unguarded)
 
 
-def work(model: str, asked: Tuning, guidance: Any, kind: tuple[str, str | None], records: Path | None) -> Tuned:
+def work(model: str, asked: Tuning, guidance: Any, loading: dict[str, Any], records: Path | None) -> Tuned:
     from pellucid.evidence.tune.subject import of_pipeline
     from pellucid.evidence.tune.tuning import tune
     from pellucid.pipeline.load import load
+    from pellucid.pipeline.policy import Policy
 
-    pipe = load(model, dtype=kind[0], device=kind[1])
+    policy = Policy(compile=loading["compile"])
+    pipe = load(model, dtype=loading["dtype"], device=loading["device"], policy=policy)
     return tune(of_pipeline(pipe, guidance), asked, output.progress, records)
 
 
