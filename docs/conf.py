@@ -64,6 +64,7 @@ sphinx_gallery_conf = {
     "download_all_examples": False,
     "show_memory": False,
     "show_signature": False,
+    "capture_repr": (),  # what a line prints is shown, what it returns (a legend, ticks) is not
     "write_computation_times": False,
     "remove_config_comments": True,
     "min_reported_time": 1e9,  # no line about seconds: they are this machine's

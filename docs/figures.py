@@ -646,7 +646,7 @@ def steps_and_seconds(path: Path) -> None:
     """Where the time of a picture goes, by steps and by guidance."""
     rows = []
     for steps, scale in ((10, "4"), (20, "4"), (20, "off")):
-        runs = [ask(PROMPT, 7, steps=steps, guidance=scale) for _ in range(3)]
+        runs = [ask(PROMPT, 7, steps=steps, guidance=scale) for _ in range(5)]
         spent = {
             s.name: min(next(t for t in run.stages if t.name == s.name).seconds for run in runs) for s in runs[0].stages
         }
@@ -654,7 +654,7 @@ def steps_and_seconds(path: Path) -> None:
         rows.append([str(steps), scale, *cells, f"{1000 * spent['denoise'] / steps:.1f} ms"])
     head = ["steps", "guidance", "text", "denoising", "decoding", "a step"]
     path.write_text(
-        table(head, rows, f"One picture, the fastest of three; CPU threads: {torch.get_num_threads()}."),
+        table(head, rows, f"One picture, the fastest of five; CPU threads: {torch.get_num_threads()}."),
         encoding="utf-8",
     )
 
@@ -726,7 +726,7 @@ def batches(path: Path) -> None:
     """Throughput against the wait of a request, by the size of a batch."""
     rows = []
     for count in (1, 2, 4):
-        took = milliseconds(lambda count=count: ask([PROMPT] * count, list(range(count)), steps=8), 3)  # type: ignore[misc]
+        took = milliseconds(lambda count=count: ask([PROMPT] * count, list(range(count)), steps=8), 6)  # type: ignore[misc]
         rows.append([str(count), f"{took:.0f} ms", f"{1000 * count / took:.1f}"])
     head = ["pictures in a batch", "a request waits", "pictures a second"]
     note = (

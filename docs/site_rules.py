@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import html
 import re
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 from docutils import nodes
 from docutils.utils.math import MathError
 from docutils.utils.math.latex2mathml import tex2mathml
+from PIL import Image
 from sphinx.application import Sphinx
 from sphinx.util import logging
 
@@ -18,6 +20,7 @@ import pellucid
 log = logging.getLogger(__name__)
 MATHML = "http://www.w3.org/1998/Math/MathML"
 ACCENTS = set("ˆˉ˜˙¨→^¯~")
+WIDE = 1200  # pixels
 ElementTree.register_namespace("", MATHML)
 
 
@@ -34,17 +37,23 @@ def formula(tex: str, node: nodes.Element, *, block: bool) -> str:
 
 
 def hats_on(mathml: str) -> str:
-    """docutils puts the index of \\hat{x}_0 below the x, as that of a sum: it goes beside, under no hat."""
+    """docutils puts the index of \\hat{x}_0 below the x, as that of a sum: it goes beside, under no hat.
+
+    No hat is an accent to the browser: with the fonts that most machines have, an accent is drawn into its letter.
+    """
     known = re.sub(r"&(?!amp;|lt;|gt;|quot;)\w+;", lambda name: html.unescape(name.group()), mathml)  # &nbsp; is no XML
     tree = ElementTree.fromstring(known)
-    for found in tree.iter(f"{{{MATHML}}}munderover"):
+    for found in list(tree.iter(f"{{{MATHML}}}munderover")):
         base, index, accent = found
         if (accent.text or "") in ACCENTS:
             found.clear()
             found.tag = f"{{{MATHML}}}msub"
-            over = ElementTree.SubElement(found, f"{{{MATHML}}}mover", {"accent": "true"})
+            over = ElementTree.SubElement(found, f"{{{MATHML}}}mover")
             over.extend([base, accent])
             found.append(index)
+    for over in tree.iter(f"{{{MATHML}}}mover"):
+        if (over[1].text or "") in ACCENTS:
+            over.set("accent", "false")
     return ElementTree.tostring(tree, encoding="unicode")
 
 
@@ -71,14 +80,14 @@ def plain(app: Sphinx, what: str, name: str, thing: object, options: object, lin
 
 
 def escaped(paragraph: str) -> str:
-    """`code` stays code; the rest loses its power: stars, bars, underscores at the ends of words, and indents."""
-    pieces = re.split(r"(`[^`]+`)", paragraph)
+    """`code` stays code, a *word* is stressed; all else loses its power: stars, bars, `_` after words, indents."""
+    pieces = re.split(r"(`[^`]+`|(?<![\w*])(?:\*\w+\*|\*\*\w+\*\*)(?![\w*]))", paragraph)
     for place, piece in enumerate(pieces):
         if piece.startswith("`"):
-            pieces[place] = f"`{piece}`".replace("\n", " ") + "\\ "
-        else:
+            pieces[place] = f"``{piece.strip('` ')}``".replace("\n", " ") + "\\ "
+        elif not re.fullmatch(r"\*+\w+\*+", piece):
             pieces[place] = re.sub(r"([*|\\]|_(?=\W|$)|``?)", r"\\\1", piece)
-    lines = [line.strip() for line in "".join(pieces).splitlines()]
+    lines = [line.strip().removesuffix("\\") for line in "".join(pieces).splitlines()]
     return "\n".join(("| " if is_list(lines) else "") + line for line in lines)
 
 
@@ -94,8 +103,20 @@ def parsable(
 
 
 def told_elsewhere(app: Sphinx, what: str, name: str, thing: object, skip: bool, options: object) -> bool | None:
-    """Public names are on the page of the public API; the pages of the rooms list the rest."""
-    return True if what == "module" and getattr(pellucid, name, None) is thing else None
+    """Public names are on the page of the public API; the pages of the rooms list the rest.
+
+    Fields of named tuples are in the signature, and say no more than their number.
+    """
+    told = what == "module" and getattr(pellucid, name, None) is thing
+    return True if told or type(thing).__name__ == "_tuplegetter" else None
+
+
+def large(app: Sphinx, doctree: nodes.document) -> None:
+    """A picture wider than the page leads to itself in full size: Sphinx links those that have a width."""
+    for image in doctree.findall(nodes.image):
+        path = Path(app.srcdir, image["uri"])
+        if "width" not in image and path.is_file() and Image.open(path).width > WIDE:
+            image["width"] = "100%"
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
@@ -103,4 +124,5 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("autodoc-process-docstring", plain)
     app.connect("autodoc-process-signature", parsable)
     app.connect("autodoc-skip-member", told_elsewhere)
+    app.connect("doctree-read", large)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -15,6 +15,7 @@ from pellucid.evidence.adherence.prompted import Adherence, Shown, Study
 from pellucid.evidence.adherence.sheets import Card, contact_sheet
 from pellucid.interop.whole import put
 from pellucid.models.guidance import Guidance
+from pellucid.train.trainer import MODEL
 
 ON_A_SHEET = 100
 
@@ -40,9 +41,11 @@ def write(study: Study) -> dict[str, Figures]:
 
 def headline(config: Adherence) -> str:
     making = config.making
-    model = Path(config.model).name if "/" in config.model else config.model
+    place = Path(config.model)
+    model = place.parent.name if place.name == MODEL and place.parent.name else place.name
+    model += "/dit" if config.part == "dit" else ""
     guidance = Guidance.parse(making.guidance).text()
-    return f"{model}, {config.part}, {making.sampler}, {making.steps} steps, guidance {guidance}"
+    return f"{model}, {making.sampler}, {making.steps} steps, guidance {guidance}"
 
 
 def write_sheet(study: Study, shown: Sequence[Shown], title: str, name: str) -> None:

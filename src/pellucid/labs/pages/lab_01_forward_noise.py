@@ -147,7 +147,7 @@ noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(4))
 
 
 # %%
-# The error of :math:`\hat x_0`, for latents (N, 4, 16, 16) that have spread 1.
+# The error of :math:`\hat x_0`, for latents (N, 4, 16, 16) whose spread is about 1.
 def error_of_x0(schedule, time):
     told, level = cosine.level(time), schedule.level(time)
     x = noised(clean, noise, level)

@@ -124,7 +124,8 @@ for i, grid in enumerate(grids):
     axis.plot([row.level.lam for row in plan.rows], [i] * plan.nfe, "o", ms=6)
     high = sum(row.level.sigma / row.level.alpha > 30 for row in plan.rows)
     print(f"{grid:9s} first time {plan.rows[0].time:6.1f}, {high} of {plan.nfe} calls above σ/α 30")
-axis.set(yticks=range(4), yticklabels=grids, xlabel="λ of the call: noise ← → picture", title="Where a grid calls")
+axis.set(yticks=range(4), yticklabels=grids, ylim=(-0.5, 3.5), title="Where a grid calls")
+axis.set_xlabel("λ of the call: noise ← → picture")
 
 # %%
 # What to notice

@@ -222,11 +222,11 @@ with torch.no_grad():
     x0 = {name: level.alpha * one - level.sigma * parts.network(one, times, texts) for name, one in x.items()}
 
 # %%
-# The first picture, both ways.
+# The second picture, both ways.
 figure, grid = plt.subplots(1, 4, figsize=(8, 2.4), layout="constrained")
 for k, name in enumerate(x):
     for axis, latents, what in ((grid[2 * k], x[name], name), (grid[2 * k + 1], x0[name], "its x0")):
-        axis.imshow(((decode(latents[:1])[0].clamp(-1, 1) + 1) / 2).permute(1, 2, 0))
+        axis.imshow(((decode(latents[1:2])[0].clamp(-1, 1) + 1) / 2).permute(1, 2, 0))
         axis.set_title(what, fontsize=9)
         axis.set_axis_off()
 good, bad = (decibels(decode(one), pictures) for one in x0.values())

@@ -196,7 +196,7 @@ other = {}
 for kind in ("epsilon", "sample"):
     changed = pellucid.Scheduler.from_config({**parts.scheduler, "prediction_type": kind})
     other[f"read as {kind}"] = denoise(changed, context)
-# And **the two texts in the wrong order**, which guidance then pushes away from the prompt.
+# And the two texts in the wrong order, which guidance then pushes away from the prompt.
 other["cond, uncond swapped"] = denoise(own, context.flip(0))
 for name, found in other.items():
     fulfilled = share(found)

@@ -60,7 +60,7 @@ with torch.no_grad():
 alike = F.cosine_similarity(vectors[:, None], vectors[None], dim=-1)
 figure, axes = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
 axes[0].imshow(waves.T, aspect="auto", extent=(0, 1000, waves.shape[1], 0), cmap="gray")
-axes[0].set(xlabel="time", ylabel="channel", title=f"waves, {tuple(waves.shape[1:])} a time")
+axes[0].set(xlabel="time", ylabel="channel", title=f"waves, {waves.shape[1]} a time")
 drawn = axes[1].imshow(alike, extent=(0, 1000, 1000, 0))
 axes[1].set(xlabel="time", ylabel="time", title="cosine of what the blocks get")
 figure.colorbar(drawn)

@@ -2,12 +2,12 @@ r"""
 Lab 08: What a LoRA adds
 ========================
 
-**Question** A LoRA file of 0.3 MB gives a model of 12 MB a new style. What exactly is in it, where does it go, and
+**Question.** A LoRA file of 0.3 MB gives a model of 12 MB a new style. What exactly is in it, where does it go, and
 what do *rank*, *alpha* and *strength* mean?
 
-**Handbook** :doc:`/handbook/adapters`
+**Handbook.** :doc:`/handbook/adapters`
 
-**Mechanism** A linear layer of the network has a weight :math:`W` of shape (out, in). A LoRA leaves it as it is and
+**Mechanism.** A linear layer of the network has a weight :math:`W` of shape (out, in). A LoRA leaves it as it is and
 learns two thin matrices beside it, :math:`A` (rank, in) and :math:`B` (out, rank):
 
 .. math:: W' = W + s \cdot \frac{\alpha}{r} \, B A

@@ -2,12 +2,12 @@ r"""
 Lab 09: A picture that steers
 =============================
 
-**Question** How does an edge map get into a UNet that was trained without one, why does a new ControlNet change
+**Question.** How does an edge map get into a UNet that was trained without one, why does a new ControlNet change
 nothing, and how well does a trained one follow?
 
-**Handbook** :doc:`/handbook/adapters`
+**Handbook.** :doc:`/handbook/adapters`
 
-**Mechanism** A ControlNet is a copy of the UNet's first half. A small stack of convolutions :math:`h` brings the
+**Mechanism.** A ControlNet is a copy of the UNet's first half. A small stack of convolutions :math:`h` brings the
 picture :math:`c` down to the size of the latents, where it is added to the copy's first features. What comes out of
 every block goes through a 1×1 convolution :math:`Z_k` and is added to the skip :math:`k` of the frozen UNet:
 

@@ -2,11 +2,11 @@ r"""
 Lab 10: Where the bytes are
 ===========================
 
-**Question** Which part of a run needs how much memory, can it be known before the run, and what does each saving cost?
+**Question.** Which part of a run needs how much memory, can it be known before the run, and what does each saving cost?
 
-**Handbook** :doc:`/handbook/memory_and_speed`
+**Handbook.** :doc:`/handbook/memory_and_speed`
 
-**Mechanism** At any moment of a run there live the *weights* of the networks that are on the device, the *activations*
+**Mechanism.** At any moment of a run there live the *weights* of the networks that are on the device, the *activations*
 of the operation at work and of those that wait for it (skips), and what a kernel borrows. The need of a run is the
 fullest moment:
 

@@ -161,7 +161,7 @@ spent = {stage.name: stage.seconds for stage in made.stages}
 print("  ".join(f"{name} {seconds:.2f} s" for name, seconds in spent.items()))
 calls = sum(step.seconds["model"] for step in found.steps)
 sums = sum(step.seconds["update"] for step in found.steps)
-print(f"of the loop: {calls:.2f} s in the network, {1000 * sums:.1f} ms in the weighted sums")
+print(f"of the traced loop: {calls:.2f} s in the network, {1000 * sums:.1f} ms in the weighted sums")
 assert calls > 10 * sums
 
 # %%

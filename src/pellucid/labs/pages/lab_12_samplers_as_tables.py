@@ -2,14 +2,14 @@ r"""
 Lab 12: Samplers as tables
 ==========================
 
-**Question** DDIM, Euler, DPM++ 2M, Heun, Euler a: five classes of hundreds of lines elsewhere. What is left of them
+**Question.** DDIM, Euler, DPM++ 2M, Heun, Euler a: five classes of hundreds of lines elsewhere. What is left of them
 when everything that can be computed before the run has been computed?
 
-**Handbook** :doc:`/handbook/scheduler_and_sampler`
+**Handbook.** :doc:`/handbook/scheduler_and_sampler`
 
-**Mechanism** With clipping off, every sampler is linear in the state, the model's answers and fresh noise. So a sampler
-is a table with one row for each model call. A row says at which level :math:`(\alpha, \sigma)` to call the network,
-which time to tell it, and with which weights the next state is made:
+**Mechanism.** With clipping off, every sampler is linear in the state, the model's answers and fresh noise. So a
+sampler is a table with one row for each model call. A row says at which level :math:`(\alpha, \sigma)` to call the
+network, which time to tell it, and with which weights the next state is made:
 
 .. math:: x \leftarrow w_x\, x + w_0\, p_0 + w_1\, p_1 + \dots + w_z\, z
 
@@ -229,4 +229,4 @@ assert calls == 19
 # - Song, Meng and Ermon, *Denoising Diffusion Implicit Models*, arXiv:2010.02502
 # - Karras et al., *Elucidating the Design Space of Diffusion-Based Generative Models*, arXiv:2206.00364
 # - Lu et al., *DPM-Solver++: Fast Solver for Guided Sampling of Diffusion Probabilistic Models*, arXiv:2211.01095
-# - :doc:`/results/orders`: the order of every sampler, measured; :doc:`/decisions/0001-a-sampler-is-a-table`
+# - :doc:`/results/orders`; :doc:`/decisions/0001-a-sampler-is-a-table`

@@ -2,12 +2,12 @@ r"""
 Lab 13: What a schedule does to training
 ========================================
 
-**Question** A schedule decides how often a network sees each noise level, and a weighting how much each counts. What do
-the two do to what is learnt, and what do several machines exchange while they learn it?
+**Question.** A schedule decides how often a network sees each noise level, and a weighting how much each counts. What
+do the two do to what is learnt, and what do several machines exchange while they learn it?
 
-**Handbook** :doc:`/handbook/objective`
+**Handbook.** :doc:`/handbook/objective`
 
-**Mechanism** Training draws a time, noises the data to its level, and weighs the squared error of the answer:
+**Mechanism.** Training draws a time, noises the data to its level, and weighs the squared error of the answer:
 
 .. math::
    \mathcal{L} = \mathbb{E}_{t,\,x_0,\,\epsilon}\; w(\lambda_t)\,

@@ -2,12 +2,12 @@ r"""
 Lab 14: Tuning a plan
 =====================
 
-**Question** A sampler is a table of numbers. Can the numbers be *learnt*, so that few calls end where many do, and how
+**Question.** A sampler is a table of numbers. Can the numbers be *learnt*, so that few calls end where many do, and how
 would one know?
 
-**Handbook** :doc:`/handbook/scheduler_and_sampler`
+**Handbook.** :doc:`/handbook/scheduler_and_sampler`
 
-**Mechanism** A *pair* is a seed (and a prompt). The teacher, a fine sampler of 100 or more calls, says where it ends.
+**Mechanism.** A *pair* is a seed (and a prompt). The teacher, a fine sampler of 100 or more calls, says where it ends.
 The *student* is a plan of a few calls whose levels, weights and told times are knobs :math:`\theta`. Its error on pair
 :math:`i` is
 
@@ -162,7 +162,8 @@ worst = values.sort(descending=True).values[: len(values) // 20]
 generator = torch.Generator().manual_seed(0)
 means = values[torch.randint(len(values), (2000, 8), generator=generator)].mean(1)  # 2,000 samples of 8 seeds
 flattered = float((means < 0.5 * values.mean()).float().mean())
-print(f"  {Summary.of(values)}")
+found_all = Summary.of(values)
+print(f"  mean {found_all.mean:.4f} ({found_all.low:.4f} to {found_all.high:.4f}), median {found_all.median:.4f}")
 print(f"  the worst 5 % of the seeds hold {float(worst.sum() / values.sum()):.0%} of all error")
 print(f"  a sample of 8 seeds shows less than half the true mean in {flattered:.0%} of cases")
 assert flattered > 0.1
