@@ -162,7 +162,7 @@ def dpm_multistep(
     family="dpm-solver",
     order=2,
     deterministic=True,
-    suits="the usual choice at 15 to 30 steps, with the karras grid",
+    suits="the usual choice at 15 to 30 steps; the karras grid is for schedules that end at a sigma of about 14",
     paper="Lu et al. 2022, DPM-Solver++",
     aliases=("sample_dpmpp_2m", "k_dpmpp_2m", "dpm++2m"),
 )
