@@ -104,7 +104,7 @@ Third-order DPM-Solver++ fits a parabola through the last three predictions. Its
 `sample_dpmpp_3m_sde`). The table still keeps the marginal law, and images look right. The order law sees it: the
 published form measures {orders_of["half"]:.2f}, with the whole derivative it measures {orders_of["whole"]:.2f}.
 
-Relative error on the exact denoiser of [orders.md](orders.md), from sigma 80 to 0.1:
+Relative error on the exact denoiser of [the orders](orders.md), from sigma 80 to 0.1:
 
 {table(head, rows)}
 Pellucid's exact dialect uses the whole derivative in `dpmpp_3m`, `dpmpp_3m_sde` and `dpm_multistep` of order 3. The
@@ -120,20 +120,9 @@ def samplers() -> str:
     for entry in REGISTRY.values():
         options = ", ".join(f"{k}={v}" for k, v in entry.options().items()) or "none"
         noise = "no" if entry.deterministic else "yes"
-        rows.append(
-            [
-                f"`{entry.name}`",
-                entry.title,
-                entry.family,
-                str(entry.order),
-                noise,
-                str(entry.calls),
-                entry.suits,
-                entry.paper,
-                options,
-            ]
-        )
-    head = ["name", "title", "family", "order", "noise", "calls a step", "suits", "paper", "options"]
+        facts = [str(entry.order), noise, str(entry.calls)]
+        rows.append([f"`{entry.name}` {entry.title}", *facts, f"{entry.suits} ({entry.paper})", options])
+    head = ["sampler", "order", "noise", "calls a step", "suits", "options"]
     return f"""{MADE}# The samplers
 
 {len(REGISTRY)} samplers. `pellucid samplers NAME` shows one with all its other names; the orders are
