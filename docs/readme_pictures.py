@@ -54,28 +54,27 @@ def broken_model(folder: Path) -> Path:
     return place
 
 
+def sampled(file: Path, model: str, *more: str) -> Image.Image:
+    asked = ["--guidance", "4", "--steps", "20", "--seed", "5", "--dtype", "float32"]
+    pellucid("sample", model, PROMPT, *asked, *more, "--out", str(file))
+    return Image.open(file).resize((SIDE, SIDE), Image.Resampling.LANCZOS)
+
+
+def diff(folder: Path) -> None:
+    """The same but for the rule that guides: whose number is seen first, and by how much."""
+    ways = {"guidance 4": (), "guidance 4, by APG": ("--guidance", "4 + apg")}
+    traces = [folder / "a.safetensors", folder / "b.safetensors"]
+    pictures = {}
+    for (words, more), file in zip(ways.items(), traces, strict=True):
+        pictures[words] = sampled(file.with_suffix(".png"), "scenes-128", *more, "--trace", str(file))
+    said = pellucid("trace", "diff", *map(str, traces)).replace(f"{folder}/", "")
+    board(pictures, "pellucid trace diff a.safetensors b.safetensors", said).save(PICTURES / "diff.png")
+
+
 def doctor(folder: Path) -> None:
     broken = broken_model(folder)
     shown = {"as it is": "scenes-128", "its config says eps": str(broken)}
-    pictures = {}
-    for words, model in shown.items():
-        file = folder / f"{len(pictures)}.png"
-        pellucid(
-            "sample",
-            model,
-            PROMPT,
-            "--guidance",
-            "4",
-            "--steps",
-            "20",
-            "--seed",
-            "5",
-            "--dtype",
-            "float32",
-            "--out",
-            str(file),
-        )
-        pictures[words] = Image.open(file).resize((SIDE, SIDE), Image.Resampling.LANCZOS)
+    pictures = {words: sampled(folder / f"{n}.png", model) for n, (words, model) in enumerate(shown.items())}
     said = pellucid("doctor", str(broken), "--data", "scenes", "--only", "target").replace(str(broken), "./broken")
     board(pictures, "pellucid doctor ./broken --data scenes --only target", said).save(PICTURES / "doctor.png")
 
@@ -111,7 +110,7 @@ def font(name: str) -> str:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        for make in (trace, plan, doctor):
+        for make in (trace, plan, diff, doctor):
             make(Path(folder))
 
 
