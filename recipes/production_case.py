@@ -37,10 +37,12 @@ from pellucid.evidence.study.guidance_figures import Cell, Figure, cell
 from pellucid.evidence.study.table import Table
 from pellucid.interop.source import BUNDLES
 from pellucid.interop.whole import put
+from pellucid.pipeline.recipe import Recipe, write_png
 
 ROOT = Path(__file__).parents[1]
 SCHEDULER = Path("scheduler/scheduler_config.json")
-OBJECTS, STYLE, SEED, SHOWN = (2,), ("soft",), 77, 8
+OBJECTS, STYLE, SEED = (2,), ("soft",), 77
+SHOWN, KEPT = 8, 32  # pictures of an arm on the sheet, and in its folder for the doctor
 DEPLOYED = {"sampler": "euler", "grid": "leading", "steps": 20, "guidance": "12"}
 KARRAS = {"sampler": "dpmpp_2m", "grid": "karras"}
 TRAILING = {"sampler": "dpmpp_2m", "grid": "trailing"}
@@ -111,9 +113,13 @@ class Asked:
         return Asked([text for text, _ in pairs], [query for _, query in pairs], drawn)
 
 
+def place_of(folder: Path, name: str) -> Path:
+    return folder / "arms" / name.replace(" ", "_").replace(",", "").replace("+", "and")
+
+
 def make(arm: Arm, pipe: Any, asked: Asked, batch: int, folder: Path, device: str) -> dict[str, list[Any]]:
     """The figures of an arm's pictures, which are kept beside them."""
-    place = folder / "arms" / (arm.name.replace(" ", "_").replace(",", "").replace("+", "and"))
+    place = place_of(folder, arm.name)
     wanted = {"asked": arm.asked, "model": arm.model, "count": len(asked.texts)}
     with contextlib.suppress(OSError, ValueError):
         held = json.loads((place / "figures.json").read_text("utf-8"))
@@ -121,9 +127,12 @@ def make(arm: Arm, pipe: Any, asked: Asked, batch: int, folder: Path, device: st
             return held["figures"]
     place.mkdir(parents=True, exist_ok=True)
     made: list[Image.Image] = []
+    recipes: list[Recipe] = []
     for first in track(range(0, len(asked.texts), batch), arm.name, transient=True):
         texts = asked.texts[first : first + batch]
-        made += pipe(texts, seed=[SEED + first + i for i in range(len(texts))], **arm.asked).images
+        found = pipe(texts, seed=[SEED + first + i for i in range(len(texts))], **arm.asked)
+        made += found.images
+        recipes += found.recipes
     figures = measures.joined(
         [
             measures.measured(
@@ -132,8 +141,8 @@ def make(arm: Arm, pipe: Any, asked: Asked, batch: int, folder: Path, device: st
             for i in range(0, len(made), batch)
         ]
     )
-    for i, picture in enumerate(made[:32]):
-        picture.save(place / f"{i:03d}.png")
+    for i, (picture, recipe) in enumerate(zip(made[:KEPT], recipes, strict=False)):
+        write_png(picture, place / f"{i:03d}.png", recipe)  # its prompt says what the doctor compares with
     put(place / "figures.json", json.dumps({"wanted": wanted, "figures": figures}) + "\n")
     return figures
 
@@ -193,17 +202,16 @@ def sheet(folder: Path, asked: Asked, cells: Mapping[str, Cell], path: Path) -> 
     cards = []
     for i in range(SHOWN):
         for name in columns:
-            place = folder / "arms" / (name.replace(" ", "_").replace(",", "").replace("+", "and"))
             right = cells[name].by_prompt["right"][i] == 1
             caption = asked.texts[i] if name == columns[0] else ""
-            with Image.open(place / f"{i:03d}.png") as picture:
+            with Image.open(place_of(folder, name) / f"{i:03d}.png") as picture:
                 cards.append(Card(picture.convert("RGB"), caption, name, bool(right)))
     tiles.save(contact_sheet(cards, "Before and after: one prompt a row", len(columns)), path)
 
 
 def diagnose(found: Mapping[str, Path], folder: Path, asked: Asked, device: str) -> str:
     """What the doctor says of the deployed model, of one of its runs, and of its pictures."""
-    trace, pictures = folder / "deployed.trace", folder / "arms" / "as_deployed"
+    trace, pictures = folder / "deployed.trace", place_of(folder, ARMS[0].name)
     model = str(found[DEPLOYED_MODEL])
     words = ["--sampler", DEPLOYED["sampler"], "--grid", DEPLOYED["grid"], "--steps", str(DEPLOYED["steps"])]
     guided = ["--guidance", DEPLOYED["guidance"], "--unguarded", "--seed", str(SEED), "--device", device]

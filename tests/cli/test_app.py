@@ -50,7 +50,7 @@ FLAGS = {
         "--kid-subsets", "--neighbours", "--no-cache", "--prompts", "--save", "--seed", "images",
     ],
     "tune": [
-        "--at-once", "--batch", "--device", "--dtype", "--guidance", "--held-out", "--iterations", "--json", "--model",
+        "--at-once", "--batch", "--compile", "--device", "--dtype", "--guidance", "--held-out", "--iterations", "--json", "--model",
         "--out", "--pairs", "--prompts", "--records", "--seed", "--start", "--steps", "--sweep", "--teacher",
         "--unguarded", "--what",
     ],
