@@ -50,8 +50,8 @@ FLAGS = {
         "--kid-subsets", "--neighbours", "--no-cache", "--prompts", "--save", "--seed", "images",
     ],
     "tune": [
-        "--at-once", "--batch", "--compile", "--device", "--dtype", "--guidance", "--held-out", "--iterations", "--json", "--model",
-        "--out", "--pairs", "--prompts", "--records", "--seed", "--start", "--steps", "--sweep", "--teacher",
+        "--at-once", "--batch", "--compile", "--device", "--dtype", "--guidance", "--held-out", "--iterations", "--json",
+        "--model", "--out", "--pairs", "--prompts", "--records", "--seed", "--start", "--steps", "--sweep", "--teacher",
         "--unguarded", "--what",
     ],
     "models": ["--json", "folders"],
