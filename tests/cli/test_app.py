@@ -50,9 +50,9 @@ FLAGS = {
         "--kid-subsets", "--neighbours", "--no-cache", "--prompts", "--save", "--seed", "images",
     ],
     "tune": [
-        "--at-once", "--batch", "--compile", "--device", "--dtype", "--guidance", "--held-out", "--iterations", "--json",
-        "--model", "--out", "--pairs", "--prompts", "--records", "--seed", "--start", "--steps", "--sweep", "--teacher",
-        "--unguarded", "--what",
+        "--at-once", "--batch", "--compile", "--device", "--dtype", "--guidance", "--held-out", "--iterations",
+        "--json", "--model", "--out", "--pairs", "--prompts", "--records", "--seed", "--start", "--steps", "--sweep",
+        "--teacher", "--unguarded", "--what",
     ],
     "models": ["--json", "folders"],
     "studio": ["--device", "--no-open", "--port", "models"],
