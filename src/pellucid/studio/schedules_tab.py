@@ -38,7 +38,7 @@ STYLE = """<style>
 .plc .panels h3 { font-size: 15px; margin: 8px 0 4px; }
 .plc .panels text { font: 12px system-ui, sans-serif; fill: #44505c; }
 .plc .panels svg { width: 100%; }
-.plc .panels .legend, .plc .panels .tip { display: none; }
+.plc .panels .legend { display: none !important; }
 .plc .key { display: flex; flex-wrap: wrap; gap: 4px 18px; font-size: 14px; }
 .plc .key i, .plc .noised i { display: inline-block; width: 11px; height: 11px; border-radius: 50%; margin-right: 6px; }
 .plc .noised { display: grid; grid-template-columns: repeat(8, minmax(104px, 1fr)); gap: 8px; }
