@@ -112,6 +112,8 @@ def main() -> None:
     words.add_argument("--rounds", type=int, default=5)
     rounds = words.parse_args().rounds
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        raise SystemExit("chromium must be installed: make browser")
     found: dict[str, list[float]] = {}
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)

@@ -15,7 +15,6 @@ import contextlib
 import json
 import math
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,16 +26,21 @@ from PIL import Image
 from rich.progress import track
 
 from pellucid import scenes
-from pellucid.core.errors import PellucidError
+from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.adherence import tiles
 from pellucid.evidence.adherence.opening import open_pipe
 from pellucid.evidence.adherence.sheets import Card, contact_sheet
+from pellucid.evidence.doctor import subject as doctor
+from pellucid.evidence.doctor.checks import examine
+from pellucid.evidence.doctor.opening import Given, open_subject
 from pellucid.evidence.study import charts
 from pellucid.evidence.study import guidance_measures as measures
 from pellucid.evidence.study.guidance_figures import Cell, Figure, cell
 from pellucid.evidence.study.table import Table
+from pellucid.evidence.trace import Recorder
 from pellucid.interop.source import BUNDLES
 from pellucid.interop.whole import put
+from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.recipe import Recipe, write_png
 
 ROOT = Path(__file__).parents[1]
@@ -91,6 +95,11 @@ FIGURES = {
 
 def models(linear: Path, cosine: Path, folder: Path) -> dict[str, Path]:
     """The three as folders; the deployed one has the weights of the first and the scheduler config of its base."""
+    for name, given in (("--linear", linear), ("--cosine", cosine)):
+        if not given.is_dir():
+            raise PellucidError(
+                rule(name, "the folder of a model, as `pellucid train` leaves it", str(given)), "not-found"
+            )
     place = folder / "deployed_model"
     if not place.exists():
         shutil.copytree(linear, place)
@@ -209,41 +218,26 @@ def sheet(folder: Path, asked: Asked, cells: Mapping[str, Cell], path: Path) -> 
     tiles.save(contact_sheet(cards, "Before and after: one prompt a row", len(columns)), path)
 
 
-def diagnose(found: Mapping[str, Path], folder: Path, asked: Asked, device: str) -> str:
+def diagnose(pipe: Pipeline, model: Path, folder: Path, asked: Asked) -> str:
     """What the doctor says of the deployed model, of one of its runs, and of its pictures."""
-    trace, pictures = folder / "deployed.trace", place_of(folder, ARMS[0].name)
-    model = str(found[DEPLOYED_MODEL])
-    words = ["--sampler", DEPLOYED["sampler"], "--grid", DEPLOYED["grid"], "--steps", str(DEPLOYED["steps"])]
-    guided = ["--guidance", DEPLOYED["guidance"], "--unguarded", "--seed", str(SEED), "--device", device]
-    trace.unlink(missing_ok=True)
-    cli(
-        "sample",
-        model,
-        asked.texts[0],
-        *words,
-        *guided,
-        "--trace",
-        str(trace),
-        "--out",
-        str(folder / "traced.png"),
-        "--overwrite",
-    )
-    said = {
-        "the model": cli("doctor", model, "--data", "scenes", *words, "--device", device),
-        "a run": cli("doctor", "--trace", str(trace)),
-        "its pictures": cli("doctor", "--images", str(pictures)),
+    trace = folder / "deployed.trace"
+    with Recorder(trace, overwrite=True) as recorder:
+        pipe(asked.texts[0], seed=SEED, observers=[recorder], **DEPLOYED)
+    how = doctor.Asked(**{name: DEPLOYED[name] for name in ("sampler", "grid", "steps")}, device=str(pipe.device))
+    subjects = {
+        "the model": open_subject(Given(model=str(model), data="scenes"), how),
+        "a run": open_subject(Given(trace=str(trace))),
+        "its pictures": open_subject(Given(images=str(place_of(folder, ARMS[0].name)))),
     }
-    return "\n".join(f"# {name}\n\n{text}" for name, text in said.items()).replace(str(folder), "out")
-
-
-def cli(*words: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "pellucid.cli", *words], capture_output=True, text=True, check=False)
-    if done.returncode not in (0, 1):
-        raise SystemExit(done.stderr)
-    return done.stdout
+    said = "\n".join(f"# {name}\n\n{examine(subject).text()}\n" for name, subject in subjects.items())
+    return said.replace(str(folder), "out")
 
 
 def run(asked: argparse.Namespace) -> None:
+    if asked.prompts < SHOWN or asked.batch < 1:
+        raise PellucidError(
+            rule("--prompts, --batch", f"at least {SHOWN}, and at least 1", (asked.prompts, asked.batch)), "usage"
+        )
     prompts = Asked.of(asked.prompts)
     found = models(asked.linear, asked.cosine, asked.work)
     figures: dict[str, dict[str, list[Any]]] = {}
@@ -253,7 +247,8 @@ def run(asked: argparse.Namespace) -> None:
         for arm in (arm for arm in ARMS if arm.model == model):
             figures[arm.name] = make(arm, pipe, prompts, asked.batch, asked.work, asked.device)
             print(f"{arm.name}: {sum(figures[arm.name]['right'])} of {asked.prompts} right", flush=True)
-        if not true:
+        if model == DEPLOYED_MODEL:
+            said = diagnose(pipe, found[model], asked.work, prompts)
             row = measures.of_scenes(prompts.truth, (128, 128), pipe)
             true = {name: math.fsum(values) / len(values) for name, values in row.items()}
     cells = {name: cell(name, [row], 1) for name, row in figures.items()}
@@ -261,7 +256,7 @@ def run(asked: argparse.Namespace) -> None:
     put(asked.out / "table.md", table(cells, true, asked.prompts).markdown())
     draw(cells, true, asked.out / "arms.png")
     sheet(asked.work, prompts, cells, asked.out / "before_after.png")
-    put(asked.out / "doctor.txt", diagnose(found, asked.work, prompts, asked.device))
+    put(asked.out / "doctor.txt", said)
     print((asked.out / "table.md").read_text())
 
 
@@ -269,7 +264,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="The production case, measured.")
     parser.add_argument("--linear", type=Path, default=ROOT / "runs/products_linear/model")
     parser.add_argument("--cosine", type=Path, default=ROOT / "runs/products_cosine/model")
-    parser.add_argument("--prompts", type=int, default=500)
+    parser.add_argument("--prompts", type=int, default=500, help=f"{SHOWN} or more")
     parser.add_argument("--batch", type=int, default=50)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--work", type=Path, default=ROOT / "out/production_case", help="pictures and figures of arms")

@@ -102,7 +102,9 @@ def command(
     how = {"what": what, "iterations": iterations, "batch": batch, "at_once": at_once, "seed": seed}
     asked = read(given, how, start or [])
     check_writable(out)
-    loading = {"dtype": dtype, "device": device, "compile": compiled}
+    from pellucid.pipeline.policy import Policy
+
+    loading = {"dtype": dtype, "device": device, "policy": Policy(compile=compiled)}
     tuned = work(model, asked, None if guidance is None else meant(guidance, unguarded), loading, records)
     from pellucid.interop.whole import put
 
@@ -147,11 +149,8 @@ def work(model: str, asked: Tuning, guidance: Any, loading: dict[str, Any], reco
     from pellucid.evidence.tune.subject import of_pipeline
     from pellucid.evidence.tune.tuning import tune
     from pellucid.pipeline.load import load
-    from pellucid.pipeline.policy import Policy
 
-    policy = Policy(compile=loading["compile"])
-    pipe = load(model, dtype=loading["dtype"], device=loading["device"], policy=policy)
-    return tune(of_pipeline(pipe, guidance), asked, output.progress, records)
+    return tune(of_pipeline(load(model, **loading), guidance), asked, output.progress, records)
 
 
 def show(tuned: Tuned, out: Path) -> None:

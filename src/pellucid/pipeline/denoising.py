@@ -196,13 +196,13 @@ class Run:
             pictures_in.check_controlled(network)
             controlled = Controlled(network, [pictures_in.controlnet_of(self.pipe, c) for c in request.controls])
             pictures_in.add_hints(self, controlled, cond, uncond)
-            network = switch = HintSwitch(self.stages.ready(controlled))
+            network = switch = HintSwitch(self.stages.policy.ready(controlled))
 
             def extra(guided: GuidedDenoiser) -> ControlledDenoiser:
                 return ControlledDenoiser(guided, request.controls, switch)
 
         else:
-            network = self.stages.ready(network)
+            network = self.stages.policy.ready(network)
         if pictures_in.is_inpainting(self.parts):
             beside = pictures_in.beside_latents(self)
             for inputs in (cond, uncond):

@@ -94,6 +94,14 @@ class Policy:
         if self.attention not in ON_CPU:
             raise PellucidError(rule("attention", f"one of {', '.join(ON_CPU)} on the CPU", self.attention), "policy")
 
+    def ready(self, network: Any) -> Any:
+        """The denoising network as the policy wants it called: compiled, or as it is.
+
+        torch keeps compiled code by the code that it was made from, so a view of a network (LoRA) and the next run
+        use what the first call compiled.
+        """
+        return torch.compile(network, fullgraph=True) if self.compile else network
+
     def to_dict(self) -> dict[str, Any]:
         """What differs from the default."""
         plain = Policy()

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -97,14 +96,6 @@ class Stages:
         slots = [slot for one in networks for slot in (guests.attach(one) if by_block else slots_of(one))]
         with guests.staying(slots):
             yield
-
-    def ready(self, network: Any) -> Any:
-        """The denoising network as the policy wants it called: compiled, or as it is.
-
-        torch keeps compiled code by the code that it was made from, so a view of a network (LoRA) and the next run
-        use what the first call compiled.
-        """
-        return torch.compile(network, fullgraph=True) if self.policy.compile else network
 
     def trouble(self, name: str) -> str:
         rehearsed = METER.get() is not None  # or the explanation, which rehearses, would explain itself

@@ -188,7 +188,8 @@ def parted(label: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
         for colour in present[row].nonzero()[:, 0].tolist():
             mine = label[row] == colour + 1
             numbers, sizes = island[row][mine].unique(return_counts=True)
-            large = numbers[sizes >= LEAST][sizes[sizes >= LEAST].argsort(descending=True)]
+            largest = sizes.argsort(descending=True)
+            large = numbers[largest][sizes[largest] >= LEAST]
             for twin, number in enumerate(large[1:TWINS].tolist(), 1):
                 thing = colour + twin * COLOURS
                 label[row][mine & (island[row] == number)] = thing + 1
@@ -198,12 +199,12 @@ def parted(label: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
 
 def islands(mask: Tensor) -> Tensor:
     """(N, H, W) int64: a number for each connected part of a mask, 0 where it is not."""
-    count, pixels = len(mask), mask[0].numel()
-    numbers = torch.arange(1, pixels + 1, device=mask.device).expand(count, -1) * mask.flatten(1)
+    flat = mask.flatten(1)
+    numbers = torch.arange(1, flat.shape[1] + 1, device=mask.device) * flat
     while True:
         near = F.max_pool2d(numbers.reshape(mask.shape)[:, None].float(), 3, 1, 1).flatten(1).long()  # exact below 2²⁴
-        near = near * mask.flatten(1)
-        near = near.gather(1, (near - 1).clamp(min=0)) * mask.flatten(1)  # and on to where that pixel has come
+        near = near * flat
+        near = near.gather(1, (near - 1).clamp(min=0)) * flat  # and on to where that pixel has come
         if torch.equal(near, numbers):
             return numbers.reshape(mask.shape)
         numbers = near

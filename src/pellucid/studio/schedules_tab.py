@@ -101,17 +101,27 @@ class SchedulesTab:
             control.change(self.draw, inputs, outputs, show_progress="hidden", trigger_mode="always_last")
 
     def open(self, *chosen: Any) -> Any:
-        return self.draw(*chosen)[-1]
+        """The pictures alone; what is wrong was said when it was chosen."""
+        with words.plainly():
+            try:
+                return pictures(*asked_for(*chosen))
+            except PellucidError:
+                return gr.skip()
 
-    def draw(self, names: list[str], grid: str, steps: Any, zero: bool, given: str | None) -> tuple[Any, ...]:
+    def draw(self, *chosen: Any) -> tuple[Any, ...]:
         """What is wrong is said in a line; what was drawn before stays."""
         with words.plainly():
             try:
-                found = noising.curves(names or [], grid, steps, zero)
-                x0 = noising.scene() if given is None else noising.square(asking.upload(given))
+                found, x0 = asked_for(*chosen)
             except PellucidError as error:
                 return notes((str(error),)), gr.skip(), gr.skip(), gr.skip()
             return notes(found.notes), panels(found), numbers(found), pictures(found, x0)
+
+
+def asked_for(names: list[str], grid: str, steps: Any, zero: bool, given: str | None) -> tuple[Curves, Tensor]:
+    """What is chosen: the curves, and the picture that is noised along them."""
+    found = noising.curves(names or [], grid, steps, zero)
+    return found, noising.scene() if given is None else noising.square(asking.upload(given))
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------

@@ -155,13 +155,13 @@ def timed(works: Mapping[str, Call], device: torch.device, rounds: int, calls: i
 
 def captured(work: Call) -> Call:
     """The same call as a CUDA graph."""
-    graph, held = torch.cuda.CUDAGraph(), []
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        held.append(work())
+        made = work()
 
     def replay() -> Tensor:
         graph.replay()
-        return held[0]
+        return made
 
     return replay
 

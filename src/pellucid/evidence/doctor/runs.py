@@ -187,18 +187,24 @@ def apart(subject: Subject, row: int) -> tuple[tuple[str, float | str], ...]:
     return (("time told there", times), ("rows with other weights than the exact plan", len(differing)))
 
 
-@check("first level", needs=("plan",))
-def first_level(subject: Subject) -> Iterator[Finding]:
-    """A run that starts below the noisiest level, from noise that is as large as there."""
+def of_betas(subject: Subject, why: str) -> tuple[Plan, Tabled]:
+    """The plan and its schedule where that is one of betas; else `why` the check cannot be made."""
     plan, reading = subject.plan, subject.reading
     assert plan is not None
     if reading is None or not isinstance(reading.schedule, Tabled):
-        raise Unable("only schedules of betas have a noisiest time")
-    noisiest = float(reading.schedule.alpha_bar[-1]) ** 0.5
+        raise Unable(why)
+    return plan, reading.schedule
+
+
+@check("first level", needs=("plan",))
+def first_level(subject: Subject) -> Iterator[Finding]:
+    """A run that starts below the noisiest level, from noise that is as large as there."""
+    plan, schedule = of_betas(subject, "only schedules of betas have a noisiest time")
+    noisiest = float(schedule.alpha_bar[-1]) ** 0.5
     alpha = plan.start.to("vp").alpha
     facts = (("alpha of the first call", alpha), ("alpha of the noisiest level", noisiest),
-             ("first time", plan.rows[0].time), ("last training time", reading.schedule.num_train - 1.0))  # fmt: skip
-    if reading.schedule.zero_terminal and plan.start.ratio < 0.99 * ZERO_SNR_RATIO:
+             ("first time", plan.rows[0].time), ("last training time", schedule.num_train - 1.0))  # fmt: skip
+    if schedule.zero_terminal and plan.start.ratio < 0.99 * ZERO_SNR_RATIO:
         yield Finding(
             "zero-snr-not-reached",
             "warning",
@@ -223,10 +229,7 @@ def first_level(subject: Subject) -> Iterator[Finding]:
 @check("calls in noise", needs=("plan",))
 def in_noise(subject: Subject) -> Iterator[Finding]:
     """Calls that see no picture, where a schedule reaches far into noise."""
-    plan, reading = subject.plan, subject.reading
-    assert plan is not None
-    if reading is None or not isinstance(reading.schedule, Tabled):
-        raise Unable("a schedule without betas goes as far into noise as its sigmas are asked to")
+    plan, _ = of_betas(subject, "a schedule without betas goes as far into noise as its sigmas are asked to")
     there = sum(row.level.to("vp").alpha < NOTHING for row in plan.rows)
     if there - 1 <= WASTED * plan.nfe:
         return

@@ -65,7 +65,7 @@ def of_pipeline(pipe: Pipeline, guidance: Any = None) -> Subject:
     reading = diffusers_config.read(parts.scheduler, strict=False) if parts.scheduler else None
     embedded = isinstance(network, UNet) and network.config.time_cond_proj_dim is not None
     scale, guided = (told_scale(asked), Guidance(1.0)) if embedded else (1.0, asked)
-    called = torch.compile(network, fullgraph=True) if pipe.policy.compile else network
+    called = pipe.policy.ready(network)
 
     def denoiser(pairs: Pairs) -> Denoiser:
         request = Request(prompt=pairs.prompts, label=pairs.labels)
