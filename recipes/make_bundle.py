@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 RUNS = {
     "base": "scenes_text_unet_layout",
     "vae": "scenes_vae_overlaps",
-    "dit": "scenes_text_dit",
+    "dit": "scenes_text_dit_longer",
     "controlnet": "scenes_controlnet",
     "ip_adapter": "scenes_ip_adapter",
     "lora": "scenes_lora",
@@ -27,6 +27,7 @@ EARLIER = {  # runs that one of those went on from
     "vae, first run": "scenes_vae",
     "vae, second run": "scenes_vae_crowded",
     "base, first run": "scenes_text_unet",
+    "dit, first run": "scenes_text_dit",
 }
 
 

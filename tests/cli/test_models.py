@@ -28,10 +28,11 @@ def pipeline(place: Path, prediction: str = "epsilon") -> None:
 
 
 def test_bundles_come_with_their_parts(tell):
-    (found,) = tell("models", "--json").json
+    found, inner = tell("models", "--json").json
     assert (found["name"], found["where"], found["kind"]) == ("scenes-128", "bundle", "StableDiffusionPipeline")
-    assert {"lora", "controlnet", "image_text"} <= set(found["parts"])
-    assert found["target"] in ("v", "eps")
+    assert {"lora", "controlnet", "ip_adapter", "image_text"} == set(found["parts"])
+    assert (found["target"], found["schedule"]) == ("v", "cosine")
+    assert (inner["name"], inner["target"], inner["schedule"]) == ("scenes-128/dit", "eps", "scaled_linear")
     assert found["bytes"] > 0
     assert "scenes-128/lora" in tell("models").words
 

@@ -20,10 +20,10 @@ from pellucid.core.errors import PellucidError
 from pellucid.evidence.adherence import adapters, matching, suite
 from pellucid.evidence.adherence.adapters import Exam
 from pellucid.evidence.adherence.making import Making
-from pellucid.evidence.adherence.opening import open_pipe
 from pellucid.evidence.adherence.round_trip import decibels, round_trip
 from pellucid.models.ip_adapter import IPAdapter
 from pellucid.pipeline.adapters import ImagePrompt
+from pellucid.pipeline.load import load
 from pellucid.train.scenes_source import alone
 
 EXAM = Exam(6, making=Making(batch=4))
@@ -138,7 +138,7 @@ def test_an_exam_without_pictures_is_refused() -> None:
 
 def test_each_image_of_a_batch_is_prompted_by_its_own_picture(model: Path) -> None:
     """As if each had been asked for alone, with the adapter as it is."""
-    pipe = open_pipe(model, device="cpu", image_encoder=model / "ip_adapter" / "image_encoder")
+    pipe = load(model, device="cpu", dtype="float32", image_encoder=model / "ip_adapter" / "image_encoder")
     like = next(pipe.components.network.parameters())
     each = adapters.read_adapter(model / "ip_adapter" / "ip_adapter.safetensors", like)
     for parameter in each.parameters():  # its values begin at zero, where no picture would matter

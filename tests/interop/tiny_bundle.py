@@ -76,7 +76,7 @@ def write_runs(folder: Path) -> dict[str, Path]:
     runs = {
         part: folder / f"scenes_{name}"
         for part, name in (
-            ("vae", "vae"), ("base", "text_unet_layout"), ("dit", "text_dit"), ("image_text", "image_text"),
+            ("vae", "vae"), ("base", "text_unet_layout"), ("dit", "text_dit_longer"), ("image_text", "image_text"),
             ("lora", "lora"), ("controlnet", "controlnet"), ("ip_adapter", "ip_adapter"),
         )
     }  # fmt: skip

@@ -19,9 +19,9 @@ Out = Annotated[
 
 def model_names(incomplete: str) -> list[str]:
     """For the shell's completion: the models that come with Pellucid; files are the shell's own business."""
-    from pellucid.interop.source import bundles
+    from pellucid.interop.source import pipelines
 
-    return [name for name in bundles() if name.startswith(incomplete)]
+    return [name for name in pipelines() if name.startswith(incomplete)]
 
 
 def sampler_names(incomplete: str) -> list[str]:

@@ -22,7 +22,6 @@ from pellucid.pipeline import prompt as texts
 from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
 from pellucid.pipeline.load import load
 from pellucid.pipeline.parameters import Foreign
-from pellucid.pipeline.pictures_in import adapter_eyes
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.policy import Policy
 from pellucid.pipeline.recipe import write_png
@@ -152,17 +151,9 @@ def length(work: Work, job: Job) -> int:
 def timed_load(asked: Asked, report: Report) -> Pipeline:
     began = time.perf_counter()
     assert asked.model is not None
-    pipe = load(asked.model, **{**eyes_of(asked), **asked.loading}, policy=Policy(**asked.policy))
+    pipe = load(asked.model, **asked.loading, policy=Policy(**asked.policy))
     report.model, report.load_seconds = pipe.components.name, time.perf_counter() - began
     return pipe
-
-
-def eyes_of(asked: Asked) -> dict[str, Any]:
-    """The image encoder that was asked for, or that an IP-Adapter brings: the one that it was trained with."""
-    if "image_encoder" in asked.loading:
-        return {}
-    brought = (adapter_eyes(prompt.path) for prompt in asked.image_prompts)
-    return {"image_encoder": next((eyes for eyes in brought if eyes is not None), None)}
 
 
 def adapters_of(asked: Asked) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pellucid.interop.components import INDEX
 
 MAX_SEEN = 20_000  # files and folders that a search looks at
 MAX_DEPTH = 4  # folders below the one that is searched
-ADAPTERS = ("lora", "controlnet", "ip_adapter", "image_text", "dit")  # of a bundle, by their folders
+ADAPTERS = ("lora", "controlnet", "ip_adapter", "image_text")  # of a bundle, by their folders
 KEPT = "models--"  # how the hub's cache names a model's folder: models--owner--name
 
 
@@ -35,7 +35,7 @@ class Model:
 
 def models(folders: Sequence[str | Path] = ()) -> list[Model]:
     """The bundles, what the hub's cache holds, and what lies in these folders."""
-    found = [in_folder(source.BUNDLES / name, name, "bundle") for name in source.bundles()]
+    found = [in_folder(source.BUNDLES / name, name, "bundle") for name in source.pipelines()]
     found += [in_folder(place, name, "hub cache") for name, place in hub_cache()]
     for place in folders:
         found += below(Path(place).expanduser())

@@ -124,3 +124,9 @@ def in_bundle(name: str) -> Path | None:
 def bundles() -> list[str]:
     """The models that come with Pellucid."""
     return sorted(path.name for path in BUNDLES.iterdir() if (path / INDEX).is_file()) if BUNDLES.is_dir() else []
+
+
+def pipelines() -> list[str]:
+    """The bundles, and the pipelines that lie in them, by name."""
+    found = sorted(index.parent for name in bundles() for index in (BUNDLES / name).rglob(INDEX))
+    return [place.relative_to(BUNDLES).as_posix() for place in found]

@@ -170,7 +170,9 @@ class Cast:
     @classmethod
     def of(cls, pipe: Pipeline, request: Request, shadows: Shadows) -> Cast:
         guests = {name: shadows.ghost(network) for name, network in guests_by_name(pipe, request).items()}
-        base = ghosts_of(pipe.components, shadows)
+        seeing = (pictures_in.eyes_of(pipe, prompt) for prompt in request.image_prompts)
+        eyes = next((one for one in seeing if one is not None), pipe.components.image_encoder)
+        base = ghosts_of(replace(pipe.components, image_encoder=eyes), shadows)
         acting = dressed(base, pipe, request)
         named = {**networks_by_name(acting), **guests}
         resident = [*networks_by_name(base).values(), *named.values()]

@@ -13,6 +13,7 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.interop import folder, source, weights
 from pellucid.interop.components import Components
 from pellucid.models import ip_adapter
+from pellucid.models.clip import CLIPVisionEncoder
 from pellucid.models.controlnet import Controlled, ControlNet
 from pellucid.models.ip_adapter import IPAdapter
 from pellucid.models.unet import UNet
@@ -35,8 +36,9 @@ def encoding_networks(run: Run) -> list[nn.Module]:
     request, found = run.request, []
     if run.parts.vae is not None and request.image is not None:
         found.append(run.parts.vae)
-    if request.image_prompts and run.parts.image_encoder is not None:
-        found += [run.parts.image_encoder, *(adapter_of(run.pipe, prompt) for prompt in request.image_prompts)]
+    for prompt in request.image_prompts:
+        eyes = eyes_of(run.pipe, prompt)
+        found += [adapter_of(run.pipe, prompt)] if eyes is None else [adapter_of(run.pipe, prompt), eyes]
     return found + [controlnet_of(run.pipe, control).controlnet_cond_embedding for control in request.controls]
 
 
@@ -196,13 +198,25 @@ def adapter_eyes(path: str | os.PathLike[str]) -> Path | None:
     return None if around is None else around / Path(EYES_SHARED).name
 
 
+def eyes_of(pipe: Pipeline, prompt: ImagePrompt) -> CLIPVisionEncoder | None:
+    """The image encoder that was loaded with the model, or else the one that the IP-Adapter brings."""
+    if pipe.components.image_encoder is not None or isinstance(prompt.adapter, IPAdapter):
+        return pipe.components.image_encoder
+    place, weight = adapter_eyes(prompt.adapter), next(pipe.components.network.parameters())
+
+    def read(path: str) -> CLIPVisionEncoder:
+        return source.load_image_encoder(path, dtype=weight.dtype, device=weight.device).eval()
+
+    return None if place is None else kept(pipe, "image_encoder", place, read)
+
+
 def image_states(run: Run, adapter: IPAdapter, prompt: ImagePrompt) -> tuple[Tensor, Tensor]:
     """What the image encoder says of the pictures, and of none: (B, N, W) pooled or (B, N, P, W) patches each."""
-    encoder = run.parts.image_encoder
+    encoder = eyes_of(run.pipe, prompt)
     if encoder is None:
         raise PellucidError(
-            f"image_encoder must be given for image prompts: {run.parts.name} has none. "
-            "Load with image_encoder=FOLDER (the IP-Adapter's own).",
+            f"image_encoder must be given for image prompts: neither {run.parts.name} nor the IP-Adapter has one. "
+            "Load with image_encoder=FOLDER.",
             "ip-encoder",
         )
     weight = next(encoder.parameters())

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.interop.source import bundles
+from pellucid.interop.source import pipelines
 from pellucid.pipeline.load import load
 from pellucid.pipeline.pipeline import Pipeline
 
@@ -27,7 +27,7 @@ class Shelf:
 
     def choices(self) -> list[str]:
         """What is offered: what the studio was started with, then the bundles."""
-        return list(dict.fromkeys([*self.names, *bundles()]))
+        return list(dict.fromkeys([*self.names, *pipelines()]))
 
     def pipe(self, name: str | None) -> Pipeline:
         """The model of a name. Who asks for the same while it loads waits for it; who asks for another does not."""

@@ -15,14 +15,7 @@ PARTS: tuple[Part, ...] = ("unet", "dit")
 DTYPE = "float32"  # what figures are measured in: half precision is a choice
 
 
-def open_pipe(
-    model: str | Path,
-    part: Part = "unet",
-    *,
-    dtype: str = DTYPE,
-    device: str | None = None,
-    image_encoder: str | Path | None = None,
-) -> Pipeline:
+def open_pipe(model: str | Path, part: Part = "unet", *, dtype: str = DTYPE, device: str | None = None) -> Pipeline:
     """A model ready to run: what `model` itself is, or for `dit` the pipeline in its folder of that name."""
     if part not in PARTS:
         raise PellucidError(rule("part", " or ".join(PARTS), part), "part")
@@ -31,4 +24,4 @@ def open_pipe(
         if not (place / part).is_dir():
             raise PellucidError(rule("part", f"unet for {place.name}, which has no folder {part}", part), "part")
         place = place / part
-    return load(place, dtype=dtype, device=device, image_encoder=image_encoder)
+    return load(place, dtype=dtype, device=device)

@@ -17,7 +17,7 @@ from pellucid.evidence.adherence import adapters, tiles
 from pellucid.evidence.adherence.adapters import Compared, Exam
 from pellucid.evidence.adherence.making import Making
 from pellucid.evidence.adherence.matching import AMONG, Matching, matching
-from pellucid.evidence.adherence.opening import DTYPE, open_pipe
+from pellucid.evidence.adherence.opening import DTYPE
 from pellucid.evidence.adherence.round_trip import RoundTrip, pairs, round_trip
 from pellucid.evidence.adherence.shares import Share, percent
 from pellucid.evidence.adherence.sheets import Card, contact_sheet
@@ -26,6 +26,7 @@ from pellucid.evidence.study.significance import Estimate
 from pellucid.evidence.study.table import Table
 from pellucid.interop import source
 from pellucid.interop.whole import put
+from pellucid.pipeline.load import load
 from pellucid.pipeline.pictures_in import adapter_eyes, adapter_file
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.request import Request
@@ -73,7 +74,7 @@ class Suite:
     @cached_property
     def pipe(self) -> Pipeline:
         eyes = adapter_eyes(self.ip_adapter) if self.ip_adapter else None
-        return open_pipe(self.model, dtype=self.dtype, device=self.device, image_encoder=eyes)
+        return load(self.model, dtype=self.dtype, device=self.device, image_encoder=eyes)
 
 
 def measure(

@@ -16,7 +16,6 @@ from pellucid.core.loop import StepSeen
 from pellucid.evidence.doctor.checks import Unable, check
 from pellucid.evidence.doctor.finding import Finding
 from pellucid.evidence.doctor.subject import Subject
-from pellucid.interop import source
 from pellucid.models.controlnet import ControlNet
 from pellucid.models.lora import Receipt
 from pellucid.pipeline import pictures_in
@@ -64,21 +63,15 @@ def shown_pictures(size: tuple[int, int]) -> Any:
     return to_images(scenes.render(drawn, side))[0], to_images(scenes.edges(drawn, side) * 2 - 1)[0]
 
 
-def dressed(pipe: Pipeline, one: Worn) -> tuple[Pipeline, dict[str, Any]]:
-    """The pipeline that can wear an adapter, and the request's option for it."""
+def dressed(pipe: Pipeline, one: Worn) -> dict[str, Any]:
+    """The request's option for an adapter."""
     picture, outlines = shown_pictures(pipe.size_of(Request()))
     if isinstance(one, Lora):
-        return pipe, {"loras": [one]}
+        return {"loras": [one]}
     if isinstance(one, Control):
-        return pipe, {"controls": [one if one.picture is not None else replace(one, picture=outlines)]}
+        return {"controls": [one if one.picture is not None else replace(one, picture=outlines)]}
     shown = one if one.pictures is not None else replace(one, pictures=picture)
-    if pipe.components.image_encoder is None and isinstance(one.adapter, str | Path):
-        eyes = pictures_in.adapter_eyes(one.adapter)
-        if eyes is not None:
-            weight = next(pipe.components.network.parameters())
-            encoder = source.load_image_encoder(eyes, dtype=weight.dtype, device=pipe.device)
-            pipe = Pipeline(replace(pipe.components, image_encoder=encoder), pipe.policy, pipe.device)
-    return pipe, {"image_prompts": [shown]}
+    return {"image_prompts": [shown]}
 
 
 def predictions(pipe: Pipeline, **extra: Any) -> tuple[list[Tensor], Receipt | None]:
@@ -111,8 +104,7 @@ def looked_at(pipe: Pipeline, one: Worn, plain: Sequence[Tensor]) -> Iterable[Fi
     """Findings of one adapter."""
     kind, name = WORDS[type(one)], name_of(one)
     try:
-        able, extra = dressed(pipe, one)
-        worn, receipt = predictions(able, **extra)
+        worn, receipt = predictions(pipe, **dressed(pipe, one))
     except PellucidError as error:
         if error.code == "ip-encoder":
             raise Unable(f"the image encoder of {name} is not here") from None
