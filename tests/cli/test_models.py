@@ -32,7 +32,7 @@ def test_bundles_come_with_their_parts(tell):
     assert (found["name"], found["where"], found["kind"]) == ("scenes-128", "bundle", "StableDiffusionPipeline")
     assert {"lora", "controlnet", "ip_adapter", "image_text"} == set(found["parts"])
     assert (found["target"], found["schedule"]) == ("v", "cosine")
-    assert (inner["name"], inner["target"], inner["schedule"]) == ("scenes-128/dit", "eps", "scaled_linear")
+    assert (inner["name"], inner["target"], inner["schedule"]) == ("scenes-128/dit", "eps", "linear")
     assert found["bytes"] > 0
     assert "scenes-128/lora" in tell("models").words
 
@@ -48,7 +48,7 @@ def test_what_lies_in_a_folder_and_in_the_cache(tell, tmp_path):
     save_file({"lora_unet_x.lora_up.weight": torch.zeros(1)}, tmp_path / "mine/style.safetensors")
     (tmp_path / "mine/broken.safetensors").write_bytes(b"no")
     found = {model["name"]: model for model in tell("models", "mine", "--json").json}
-    assert set(found) == {"scenes-128", "owner/na--me", "mine/deep/one", "mine/whole.safetensors"}
+    assert set(found) == {"scenes-128", "scenes-128/dit", "owner/na--me", "mine/deep/one", "mine/whole.safetensors"}
     assert (found["mine/deep/one"]["target"], found["mine/deep/one"]["schedule"]) == ("v", "linear")
     assert found["owner/na--me"]["where"] == "hub cache"
     assert found["mine/whole.safetensors"]["kind"].startswith("Stable Diffusion 1")
@@ -69,7 +69,7 @@ def test_bad_input(refuse, tmp_path, monkeypatch):
 
 
 def test_names_for_the_shell():
-    assert options.model_names("sc") == ["scenes-128"]
+    assert options.model_names("sc") == ["scenes-128", "scenes-128/dit"]
     assert {"dpmpp_2m", "dpmpp_3m"} <= set(options.sampler_names("dpmpp"))
     assert options.grid_names("karr") == ["karras"]
     assert not options.model_names("x") + options.sampler_names("qq") + options.grid_names("qq")
