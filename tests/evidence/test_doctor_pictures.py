@@ -69,7 +69,7 @@ def test_colours_on_the_wrong_object_are_told(tmp_path: Path) -> None:
     (tmp_path / "wrong").mkdir()
     right = examine(Subject("right", images=folder_of(write(tmp_path / "right", told, told, 4.0))))
     assert right.findings == (), right.text()
-    assert "bleeding" in right.checked
+    assert {"bleeding", "as asked"} <= set(right.checked)
     wrong = examine(Subject("wrong", images=folder_of(write(tmp_path / "wrong", swapped(told), told, 15.0))))
     (found,) = wrong.findings
     assert found.code == "colour-bleeding"
@@ -77,9 +77,22 @@ def test_colours_on_the_wrong_object_are_told(tmp_path: Path) -> None:
     assert dict(found.evidence)["share"] > 0.5  # type: ignore[operator]
 
 
+def test_pictures_that_do_not_show_what_was_asked_for_are_told(tmp_path: Path) -> None:
+    """Pictures of other prompts, whose colours are right by chance at most."""
+    told = drawn(objects=(1,))
+    shown = told[[*range(1, len(told)), 0]]
+    report = examine(Subject("other", images=folder_of(write(tmp_path, shown, told, 4.0))))
+    (found,) = report.findings
+    assert found.code == "not-as-asked"
+    facts = dict(found.evidence)
+    assert facts["share"] < 0.2  # type: ignore[operator]
+    assert facts["guidance scale"] == 4.0
+
+
 def test_where_the_truth_is_not_known_bleeding_is_not_judged() -> None:
     skipped = dict(look(true()).skipped)
     assert "truth" in skipped["bleeding"]
+    assert "truth" in skipped["as asked"]
 
 
 def test_small_pictures_are_not_judged() -> None:

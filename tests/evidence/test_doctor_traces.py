@@ -54,6 +54,20 @@ def test_too_much_guidance_is_told(tmp_path: Path) -> None:
     assert "Guidance" in found.cause
 
 
+@pytest.mark.parametrize(("scale", "codes"), [(4.0, []), (7.0, []), (12.0, ["guidance-overshoots"])])
+def test_guidance_that_overshoots_early_is_told(scale: float, codes: list[str], tmp_path: Path) -> None:
+    """The true model: at 12 its picture ends in range, and nearly half of its first prediction does not."""
+    pipe = pellucid.load("scenes-128", device="cpu")
+    with trace.Recorder(tmp_path / "run.trace") as recorder:
+        pipe("a large red star on a white background", steps=12, guidance=scale, seed=1, observers=[recorder])
+    report = examine(Subject("run", trace=trace.read(tmp_path / "run.trace")))
+    assert [finding.code for finding in report.findings] == codes, report.text()
+    for found in report.findings:
+        facts = dict(found.evidence)
+        assert facts["root mean square of x0"] > 2 * facts["the same at the end"]  # type: ignore[operator]
+        assert "guidance of 12" in found.cause
+
+
 def test_a_prompt_without_effect_is_told(tmp_path: Path) -> None:
     found = only(seen(tmp_path, Guided(7.0, prompt=False)))
     assert found.code == "prompt-no-effect"

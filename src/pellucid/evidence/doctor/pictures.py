@@ -6,7 +6,8 @@ have is told.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +21,11 @@ from pellucid.evidence.doctor.checks import Unable, check
 from pellucid.evidence.doctor.finding import Finding
 from pellucid.evidence.doctor.subject import Subject
 from pellucid.evidence.metrics.pictures import Folder
+from pellucid.evidence.qualities.given import unit
 from pellucid.pipeline.recipe import Recipe, read_png
+from pellucid.scenes.grading import grade
 from pellucid.scenes.parsing import parse
+from pellucid.scenes.query import Query
 
 MOST, MOST_PIXELS = 256, 2**26  # that are looked at: 64 pictures of 1024 × 1024
 LEAST_SIDE = 16
@@ -32,6 +36,7 @@ SEAM = 2.0
 PERIODS = (32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # pixels between tiles, by the sizes in use
 BLED = 0.1  # the share of pictures, from which it is more than a slip
 ASKED = 8  # pictures whose truth is known
+FOLLOWED = 0.5  # the share that shows all that was asked for, below which something is broken
 
 
 @dataclass(frozen=True)
@@ -166,13 +171,11 @@ def seams(subject: Subject) -> Iterable[Finding]:
 @check("bleeding", needs=("images",))
 def bleeding(subject: Subject) -> Iterable[Finding]:
     """Has an object the colour that was asked of another?"""
-    known = [(pixels, query) for pixels, query, _ in asked_for(subject) if query is not None]
-    known = [(pixels, query) for pixels, query in known if len(query.objects) > 1]
+    known = [(pixels, query) for pixels, query in queries(subject) if len(query.objects) > 1]
     if len(known) < ASKED:
         raise Unable(f"the truth is known of {len(known)} pictures of several objects; {ASKED} are needed")
-    marks = [float(qualities.bled(pixels[None], [query])) for pixels, query in known]
-    share = Share.of(None if mark != mark else bool(mark) for mark in marks)
-    if not share.count or share.interval[0] <= BLED:
+    share = share_bled(known)
+    if share.interval[0] <= BLED:
         return []
     scale = guidance_of(subject)
     return [
@@ -191,6 +194,49 @@ def bleeding(subject: Subject) -> Iterable[Finding]:
             "Lower guidance, or take more steps; `pellucid study guidance` shows where bleeding begins.",
         )
     ]
+
+
+def share_bled(known: Sequence[tuple[Tensor, Query]]) -> Share:
+    marks = [float(qualities.bled(pixels[None], [query])) for pixels, query in known]
+    return Share.of(None if mark != mark else bool(mark) for mark in marks)
+
+
+@check("as asked", needs=("images",))
+def as_asked(subject: Subject) -> Iterable[Finding]:
+    """Do the pictures show what was asked for? Where colours bled, that check has told it."""
+    known = queries(subject)
+    if len(known) < ASKED:
+        raise Unable(f"the truth is known of {len(known)} pictures; {ASKED} are needed")
+    grades = [grade(2 * unit(pixels) - 1, query)[0] for pixels, query in known]
+    share = Share.of(one.right for one in grades)
+    if share.interval[1] >= FOLLOWED or share_bled(known).interval[0] > BLED:
+        return []
+    wrong = Counter(what for one in grades for what in {mark.what for mark in one.marks if mark.verdict != "right"})
+    (most, often), *_ = wrong.most_common(1) or [("something that cannot be read", 0)]
+    unread = sum(any(mark.verdict == "unreadable" for mark in one.marks) for one in grades)
+    scale = guidance_of(subject)
+    return [
+        Finding(
+            "not-as-asked",
+            "warning",
+            f"{share.value:.0%} of the pictures show all that was asked for",
+            (
+                ("images", share.count),
+                ("share", share.value),
+                ("95 % interval", f"{share.interval[0]:.3g} to {share.interval[1]:.3g}"),
+                ("most often wrong", f"{most}, in {often}"),
+                ("with something that cannot be read", unread),
+                *(() if scale is None else (("guidance scale", scale),)),
+            ),
+            "Pictures alone do not tell why: the model, its schedule or its guidance may be at fault.",
+            "Ask about the model (pellucid doctor MODEL --data scenes) and a run of it (--trace FILE).",
+        )
+    ]
+
+
+def queries(subject: Subject) -> list[tuple[Tensor, Query]]:
+    """Pictures whose files ask for a scene."""
+    return [(pixels, query) for pixels, query, _ in asked_for(subject) if query is not None]
 
 
 def asked_for(subject: Subject) -> Iterable[tuple[Tensor, Any, Recipe]]:

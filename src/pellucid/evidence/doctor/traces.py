@@ -20,6 +20,7 @@ DATA = 2.5  # standard deviations that the latents of a picture may have
 START = 0.15  # how far the spread of the first x may be from its level's
 SATURATED = 0.08  # the share of x0 beyond its limit, in latents
 CLIPPED = 0.6  # the same in pixels, where pure colours lie at the limit
+OVERSHOT = 0.3  # the same at any step: scenes-128 has 0.07 at guidance 4, 0.21 at 7, and draws worse from 9 (0.34) on
 LEADS = 0.2  # the guidance delta over x0, somewhere: guidance has a part in it
 STRONG = 1.5  # the same where little noise is left: guidance makes the picture, and not the network
 SAME = 1e-6  # 1 − cosine: cond and uncond are one
@@ -184,45 +185,88 @@ def is_one(step: Step) -> bool:
 
 
 def too_much(trace: Trace, scale: float | None) -> Iterable[Finding]:
-    """x0 beyond its range at the end, while guidance leads."""
+    """Guidance that burns, overshoots or leads: the gravest of them."""
+    return next((found for how in (burnt, overshot, leading) if (found := how(trace, scale))), [])
+
+
+def burnt(trace: Trace, scale: float | None) -> list[Finding]:
+    """x0 beyond its range at the end."""
     late = trace.steps[-max(1, len(trace.steps) // 4) :]
     saturated = float(np.mean([step.saturation.mean() for step in late]))
     lead = max(led(step) for step in trace.steps)
     limit = SATURATED if trace.header.limit > 1 else CLIPPED
-    if saturated > limit and lead > LEADS:
-        size = rms(late[-1], trace)
-        yield Finding(
+    if saturated <= limit or lead <= LEADS:
+        return []
+    return [
+        Finding(
             "oversaturated",
             "warning",
             f"{saturated:.1%} of the prediction is beyond its range at the end of the run",
             (
                 ("share of |x0| at or beyond the limit", saturated),
                 ("limit", trace.header.limit),
-                ("root mean square of x0", size),
+                ("root mean square of x0", rms(late[-1], trace)),
                 ("guidance delta over x0, largest", lead),
                 *said(scale),
             ),
-            f"Guidance{'' if scale is None else f' of {scale:g}'} pushes the prediction out of the range of pictures.",
+            f"Guidance{of(scale)} pushes the prediction out of the range of pictures.",
             "Lower it to 7 or less, or correct it: --guidance '7 + rescale', or '7 + threshold'.",
         )
-    else:
-        clear = [step for step in trace.steps if step.level.ratio < 1.0]
-        worst = max(clear, key=led, default=trace.steps[-1])
-        most = led(worst)
-        if most > STRONG:
-            yield Finding(
-                "guidance-leads",
-                "warning",
-                f"at step {worst.index + 1} the guidance delta is {most:.3g} times the prediction",
-                (
-                    ("guidance delta over x0", most),
-                    ("step", worst.index + 1),
-                    ("sigma/alpha", worst.level.ratio),
-                    *said(scale),
-                ),
-                "Guidance, and not the network, makes the picture at a level where little noise is left.",
-                "Lower the scale, or guide only where there is much noise: --guidance '7 + interval stop=0.7'.",
-            )
+    ]
+
+
+def overshot(trace: Trace, scale: float | None) -> list[Finding]:
+    """x0 of latents beyond its range on the way: what is predicted from noise is a mean, and means are small."""
+    worst = max(trace.steps, key=lambda step: float(step.saturation.mean()))
+    beyond = float(worst.saturation.mean())
+    if trace.header.limit <= 1 or beyond <= OVERSHOT or led(worst) <= LEADS:
+        return []
+    return [
+        Finding(
+            "guidance-overshoots",
+            "warning",
+            f"at step {worst.index + 1} {beyond:.0%} of the prediction is beyond the range of pictures",
+            (
+                ("share of |x0| at or beyond the limit", beyond),
+                ("limit", trace.header.limit),
+                ("step", worst.index + 1),
+                ("root mean square of x0", rms(worst, trace)),
+                ("the same at the end", rms(trace.steps[-1], trace)),
+                *said(scale),
+            ),
+            "A prediction from noise is a mean of pictures, and smaller than they are. "
+            f"Here guidance{of(scale)} makes it larger, and later steps keep what these lay down.",
+            "Lower it to 7 or less, or correct it: --guidance '7 + rescale'.",
+        )
+    ]
+
+
+def leading(trace: Trace, scale: float | None) -> list[Finding]:
+    """A guidance delta larger than the prediction, where little noise is left."""
+    clear = [step for step in trace.steps if step.level.ratio < 1.0]
+    worst = max(clear, key=led, default=trace.steps[-1])
+    most = led(worst)
+    if most <= STRONG:
+        return []
+    return [
+        Finding(
+            "guidance-leads",
+            "warning",
+            f"at step {worst.index + 1} the guidance delta is {most:.3g} times the prediction",
+            (
+                ("guidance delta over x0", most),
+                ("step", worst.index + 1),
+                ("sigma/alpha", worst.level.ratio),
+                *said(scale),
+            ),
+            "Guidance, and not the network, makes the picture at a level where little noise is left.",
+            "Lower the scale, or guide only where there is much noise: --guidance '7 + interval stop=0.7'.",
+        )
+    ]
+
+
+def of(scale: float | None) -> str:
+    return "" if scale is None else f" of {scale:g}"
 
 
 def led(step: Step) -> float:
