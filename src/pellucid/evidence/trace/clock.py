@@ -22,16 +22,16 @@ class Clock:
     """Marks of the step that is being made: (what, host seconds, device event), from the run's beginning."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.cuda = device, device.type == "cuda"
+        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self.origin = time.perf_counter()
         self.first = self.event()
         self.marks: list[tuple[int, float, Any]] = []
 
     def event(self) -> Any:
-        if not self.cuda:
+        if self.stream is None:
             return None
         made = torch.cuda.Event(enable_timing=True)
-        made.record(torch.cuda.current_stream(self.device))
+        made.record(self.stream)
         return made
 
     def mark(self, work: Work) -> None:

@@ -1,7 +1,10 @@
 """The numbers of a step, one row an image: gathered on the device as they come, read back late.
 
-What is taken on the device are norms, one inner product, one count and digests: a dozen small kernels and two small
-copies a step. Ratios are made of them on the host, in float64.
+What is taken on the device are norms, in float64, and digests: eight calls and one small copy a step, since a small
+network on a GPU waits for calls and not for numbers. The tensors of a step lie in one block, in an order in which
+neighbours are what is compared, so that one call takes all differences and one all norms. The host makes the rest of
+norms: ratios; the inner product of cond and uncond, of their norms and that of their difference; the count of saturated
+values, the squared norm of ones at their places.
 
 The digest of a tensor is Σ bits·weight modulo 2⁶⁴, with a fixed odd weight for each place: integers, so the order of
 the sum does not matter, and a tensor has the same digest on every device and in every batch. Equal digests mean equal
@@ -15,6 +18,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,7 +30,7 @@ from pellucid.core.schedule import Level
 
 NUMBERS = ("x", "x0", "eps", "delta", "cosine", "saturation", "local_error")
 DIGESTED = ("x", "cond", "uncond", "x0", "x_next")
-LARGE = 2**20  # numbers of a batch above which tensors are measured one after the other, to spare memory
+LARGE = 2**19  # numbers of a batch above which tensors are measured one after the other, to spare memory
 SAME = 1e-12  # ratios that agree to this are one level
 PIXELS, LATENTS = 1.0, 3.0  # where values count as saturated: the edge of pictures, three deviations of latents
 
@@ -48,10 +52,10 @@ def weights(count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return ((z ^ (z >> np.uint64(31))) | np.uint64(1)).view(np.int64)
 
 
-def digest(stacked: Tensor, weight: Tensor) -> Tensor:
+def digest(stacked: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     """(…, n) float32 or float64 → (…,) int64, on the device."""
     bits = stacked.view(torch.int64 if stacked.dtype == torch.float64 else torch.int32)
-    return (bits * weight).sum(-1)
+    return torch.sum(bits * weight, -1, out=out)
 
 
 # --- what was before -------------------------------------------------------------------------------------------
@@ -124,10 +128,9 @@ def missed(ratio: float, older: float, landing: Level) -> float:
 class Taken:
     """What the device was asked for at a step, and what the host needs to read it."""
 
-    sizes: Tensor  # (quantities, B): norms, then the inner product and the count
-    digests: Tensor  # (digested, B)
-    names: tuple[str, ...]  # of the rows of `sizes`
-    digested: tuple[str, ...]  # of the rows of `digests`
+    found: Tensor  # (names + digested, B) int64: the bits of norms in float64, then digests
+    names: tuple[str, ...]  # of norms; "a-b" is the difference of neighbours
+    digested: tuple[str, ...]
     sigmas: tuple[float, ...]
     factors: tuple[float, ...]  # local error: of the change of x0, one an image
     corrects: tuple[bool, ...]  # local error: a row that ends at its own level corrects x
@@ -143,83 +146,101 @@ def landings_of(seen: StepSeen) -> tuple[Level, ...]:
     return tuple(seen.next_levels[k % len(seen.next_levels)] for k in range(len(seen.images)))
 
 
-def take(seen: StepSeen, past: Past, weight: Tensor, limit: float) -> tuple[Taken, dict[str, Tensor]]:
-    """Starts the measurement of a step; and its tensors by name, as far as there are any. Nothing waits here."""
-    x, x0, x_next = seen.x, seen.x0, seen.x_next
-    whole = {"x": x, "x0": x0, "x_next": x_next}
-    whole |= {name: seen.parts[name].to(x.dtype) for name in ("cond", "uncond") if name in seen.parts}
+def take(seen: StepSeen, past: Past, weight: Tensor, limit: float) -> tuple[Taken, Tensor | list[Tensor]]:
+    """Starts the measurement of a step; and what is measured, one tensor a name. Nothing waits here."""
     levels, landings = levels_of(seen), landings_of(seen)
-    corrects = tuple(same(a.ratio, b.ratio) for a, b in zip(levels, landings, strict=True))
-    alphas = [level.alpha for level in levels] if len(seen.rows) > 1 else [levels[0].alpha]
-    apart = {"noise": minus(x, x0, alphas)}
-    if "cond" in whole:
-        apart["delta"] = x0 - whole["cond"]
+    values = {"x": seen.x, "x_next": seen.x_next}
+    values |= {name: seen.parts[name].to(seen.x.dtype) for name in ("uncond", "cond") if name in seen.parts}
+    values["x0"] = seen.x0
+    digested = tuple(values)
     if past.older is not None:
-        apart["change"] = x0 - past.older
-    if any(corrects):
-        apart["correction"] = x_next - x
-    taken = gather(whole, apart, weight, limit)
+        values["older"] = past.older
+    alphas = [level.alpha for level in levels] if len(seen.rows) > 1 else [levels[0].alpha]
+    block = blocked(values, alphas, limit)
     pairs = zip(past.ratios, past.older_ratios, landings, strict=True)
-    factors = tuple(missed(*pair) for pair in pairs)
-    sigmas = tuple(level.sigma for level in levels)
-    return replace(taken, sigmas=sigmas, factors=factors, corrects=corrects), {**whole, **apart}
+    taken = Taken(
+        found=gather(block, len(digested), weight),
+        names=(*values, *(f"{b}-{a}" for a, b in pairwise(values)), "noise", "saturated"),
+        digested=digested,
+        sigmas=tuple(level.sigma for level in levels),
+        factors=tuple(missed(*pair) for pair in pairs),
+        corrects=tuple(same(a.ratio, b.ratio) for a, b in zip(levels, landings, strict=True)),
+        count=weight.numel(),
+    )
+    return taken, block
 
 
-def minus(x: Tensor, x0: Tensor, alphas: list[float]) -> Tensor:
+def blocked(values: dict[str, Tensor], alphas: list[float], limit: float) -> Tensor | list[Tensor]:
+    """The values, the differences of neighbours, x − alpha·x0, and ones where x0 is saturated, each of the shape of x.
+
+    One block, which saves calls; large ones apart, which saves memory.
+    """
+    x, x0, count = values["x"], values["x0"], len(values)
+    if x.numel() > LARGE:
+        differences = [b - a for a, b in pairwise(values.values())]
+        return [*values.values(), *differences, minus(x, x0, alphas), x0.abs().ge_(limit)]
+    block = x.new_empty((2 * count + 1, *x.shape))
+    held = torch.stack(list(values.values()), out=block[:count])
+    torch.diff(held, dim=0, out=block[count:-2])
+    minus(x, x0, alphas, out=block[-2])
+    torch.abs(x0, out=block[-1]).ge_(limit)
+    return block
+
+
+def minus(x: Tensor, x0: Tensor, alphas: list[float], out: Tensor | None = None) -> Tensor:
     """x − alpha·x0, which is sigma·eps."""
     if len(alphas) == 1:
-        return torch.sub(x, x0, alpha=alphas[0])
-    return torch.addcmul(x, x0, column(alphas, x, False), value=-1.0)
+        return torch.sub(x, x0, alpha=alphas[0], out=out)
+    return torch.addcmul(x, x0, column(alphas, x, False), value=-1.0, out=out)
 
 
-def gather(whole: dict[str, Tensor], apart: dict[str, Tensor], weight: Tensor, limit: float) -> Taken:
-    """Norms of all, the inner product of cond and uncond, the count of saturated values, and digests."""
-    values = {**whole, **apart}
-    names = list(values)
-    flat = stacked(list(values.values()))  # of each (B, n)
-    if isinstance(flat, Tensor):
-        norms, digests = torch.linalg.vector_norm(flat, dim=-1), digest(flat[: len(whole)], weight)
-    else:
-        norms = torch.stack([torch.linalg.vector_norm(one, dim=-1) for one in flat])
-        digests = torch.stack([digest(one, weight) for one in flat[: len(whole)]])
-    rows = [norms, (flat[names.index("x0")].abs() >= limit).sum(-1, keepdim=True).T.to(norms.dtype)]
-    known = [*names, "saturated"]
-    if "cond" in whole and "uncond" in whole:
-        product = flat[names.index("cond")] * flat[names.index("uncond")]
-        rows.append(product.sum(-1, keepdim=True).T)
-        known.append("inner")
-    return Taken(torch.cat(rows), digests, tuple(known), tuple(whole), (), (), (), weight.numel())
+def gather(block: Tensor | list[Tensor], digested: int, weight: Tensor) -> Tensor:
+    """Norms of all and digests of the first, in one tensor, which is one copy to the host."""
+    rows, images = len(block), len(block[0])
+    found = weight.new_empty((rows + digested, images))
+    norms, digests = found[:rows].view(torch.float64), found[rows:]
+    if isinstance(block, Tensor):
+        flat = block.reshape(rows, images, -1)
+        torch.linalg.vector_norm(flat, dim=-1, dtype=torch.float64, out=norms)
+        digest(flat[:digested], weight, out=digests)
+        return found
+    flats = [one.reshape(images, -1).contiguous() for one in block]
+    for flat, norm in zip(flats, norms, strict=True):
+        torch.linalg.vector_norm(flat, dim=-1, dtype=torch.float64, out=norm)
+    for flat, mark in zip(flats, digests, strict=False):
+        digest(flat, weight, out=mark)
+    return found
 
 
-def stacked(values: list[Tensor]) -> Tensor | list[Tensor]:
-    """Tensors as one (Q, B, n), which saves calls; large ones apart, which saves memory."""
-    if values[0].numel() > LARGE:
-        return [value.reshape(len(value), -1).contiguous() for value in values]
-    return torch.stack(values).reshape(len(values), len(values[0]), -1)
-
-
-def settle(taken: Taken, sizes: Any, digests: Any) -> tuple[bytes, bytes]:
+def settle(taken: Taken, found: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[bytes, bytes]:
     """On the host: the numbers (B, NUMBERS) in float64 and the digests (B, DIGESTED) in int64, as bytes.
 
     NaN and 0 where there was nothing to measure. Plain Python: a batch is small, and numpy's calls are not free.
     """
-    rows = dict(zip(taken.names, sizes.tolist(), strict=True))
+    norms, digests = found[: len(taken.names)].view(np.float64), found[len(taken.names) :]
+    rows = dict(zip(taken.names, norms.tolist(), strict=True))
     seen = dict(zip(taken.digested, digests.tolist(), strict=True))
     numbers, marks = array("d"), array("q")
     for k, (sigma, factor, corrects) in enumerate(zip(taken.sigmas, taken.factors, taken.corrects, strict=True)):
         row = {name: values[k] for name, values in rows.items()}
-        error = row.get("correction", math.nan) if corrects else factor * row.get("change", math.nan)
-        cosine = row.get("inner", math.nan) / (row.get("cond", 0.0) * row.get("uncond", 0.0) or math.nan)
+        error = row["x_next-x"] if corrects else factor * row.get("older-x0", math.nan)
+        cosine = cosine_of(row["cond"], row["uncond"], row["cond-uncond"]) if "cond-uncond" in row else math.nan
         numbers.extend(
             (
                 row["x"],
                 row["x0"],
                 row["noise"] / sigma if sigma > 0 else math.nan,
-                row.get("delta", math.nan),
-                max(-1.0, min(1.0, cosine)) if cosine == cosine else math.nan,
-                row["saturated"] / taken.count,
+                row.get("x0-cond", math.nan),
+                cosine,
+                round(row["saturated"] ** 2) / taken.count,
                 error / (row["x_next"] or math.nan),
             )
         )
         marks.extend(seen[name][k] if name in seen else 0 for name in DIGESTED)
     return numbers.tobytes(), marks.tobytes()
+
+
+def cosine_of(a: float, b: float, apart: float) -> float:
+    """Between two vectors of these norms whose difference has the norm `apart`; NaN where there is none."""
+    cosine = (a * a + b * b - apart * apart) / (2.0 * a * b or math.nan)
+    return max(-1.0, min(1.0, cosine)) if cosine == cosine else math.nan

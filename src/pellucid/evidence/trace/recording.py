@@ -123,10 +123,10 @@ class Recording:
             self.open(seen)
         ratios = tuple(level.ratio for level in measures.levels_of(seen))
         self.past = self.past.after(seen, ratios)
-        taken, held = measures.take(seen, self.past, self.weight, self.header.limit)
-        tensors = [taken.sizes, taken.digests]
+        taken, block = measures.take(seen, self.past, self.weight, self.header.limit)
+        tensors = [taken.found]
         if self.keeps(seen.index):
-            tensors += self.kept(seen, held)
+            tensors.append(torch.stack(self.kept(seen, taken.names, block)))  # one copy to the host
         self.shuttle.send(Sent(taken, self.clock.taken(), self.memory.read()), tensors)
         self.finish_images(seen)
         if seen.index + 1 == self.header.steps:
@@ -146,11 +146,14 @@ class Recording:
             self.writer.write(raw(self.begun.x.detach().cpu().contiguous().numpy()))
         self.begun = None  # the first x is not held any longer than the run holds it
 
-    def kept(self, seen: StepSeen, held: dict[str, Tensor]) -> list[Tensor]:
+    def kept(self, seen: StepSeen, names: tuple[str, ...], block: Tensor | list[Tensor]) -> list[Tensor]:
         """The tensors of a step, in the order of the layout; what a step does not have is NaN."""
         sigmas = [row.level.sigma for row in seen.rows]
         scales = [1.0 / sigma if sigma > 0 else float("nan") for sigma in sigmas]
-        held = {**held, "eps": held["noise"] * column(scales, seen.x, len(scales) == 1)}
+        noise = block[names.index("noise")]
+        held = {"x": seen.x, "x0": seen.x0, "eps": noise * column(scales, seen.x, len(scales) == 1)}
+        if "x0-cond" in names:
+            held["delta"] = block[names.index("x0-cond")]
         if "delta" in held and "delta" not in self.header.kept:
             self.note("guidance deltas were not kept: the first step had no prediction with the prompt apart")
         return [held[name] if name in held else torch.full_like(seen.x, float("nan")) for name in self.header.kept]
@@ -169,9 +172,9 @@ class Recording:
     def deliver(self, sent: Sent, arrays: list[Any]) -> None:
         """A step has arrived on the host: appended in one piece."""
         assert self.writer is not None
-        numbers, digests = measures.settle(sent.taken, arrays[0], arrays[1])
+        numbers, digests = measures.settle(sent.taken, arrays[0])
         told = (numbers, digests, self.clock.table(sent.marks), array("q", sent.memory).tobytes())
-        self.writer.write(b"".join((*told, *(raw(held) for held in arrays[2:]))))
+        self.writer.write(b"".join((*told, *(raw(held) for held in arrays[1:]))))
         self.delivered += 1
 
     # --- the end --------------------------------------------------------------------------------------------------
