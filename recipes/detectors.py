@@ -1,0 +1,91 @@
+"""What the detectors of target and schedule say of models that were truly trained differently.
+
+    python recipes/detectors.py                          → a table, as in docs/results/detectors.md
+
+Every run that is there is asked twice: under its own config, and under one that is wrong in both. The truth is what its run
+was trained with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pellucid.core import schedule as schedules
+from pellucid.core.errors import PellucidError, rule
+from pellucid.core.schedule import Schedule
+from pellucid.evidence.doctor.hypotheses import detect
+from pellucid.evidence.doctor.opening import Given, open_subject
+from pellucid.evidence.doctor.probe import Probe, probe_of
+from pellucid.evidence.doctor.subject import Asked
+from pellucid.evidence.study.table import Table
+
+ROOT = Path(__file__).parents[1]
+LATENTS, PIXELS = "scenes", "data/cifar10:test"
+RUNS = {
+    "runs/scenes_text_unet_layout": LATENTS,
+    "runs/scenes_text_dit_longer": LATENTS,
+    "runs/products_linear": LATENTS,
+    "runs/products_cosine": LATENTS,
+    "runs/detector_flow": LATENTS,
+    **{f"data/studies/small_eps/runs/{name}-0": PIXELS for name in ("linear", "cosine", "sqrt_alpha_bar")},
+    "runs/detector_pixels_v": PIXELS,
+    "runs/detector_pixels_flow": PIXELS,
+}
+HEAD = ("run", "space", "trained for", "config", "target", "confidence", "schedule", "confidence", "pictures")
+
+
+def truth_of(run: Path) -> tuple[str, str]:
+    """The target and the schedule of a run's config."""
+    objective: dict[str, Any] = json.loads((run / "config.json").read_text("utf-8"))["config"]["task"]["objective"]
+    return objective["target"], objective["schedule"]["name"]
+
+
+def wrong(probe: Probe) -> Probe:
+    """The same network under a config that is wrong in target and schedule."""
+    told: Schedule = schedules.make("cosine" if "linear" in probe.schedule.name else "linear")
+    return replace(probe, target="eps" if probe.target != "eps" else "v", schedule=told)
+
+
+def rows(runs: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    for name in runs:
+        run, data = ROOT / name, RUNS[name]
+        target, schedule = truth_of(run)
+        given = Given(model=str(run / "model"), data=data if data == LATENTS else str(ROOT / data))
+        probe = probe_of(open_subject(given, Asked()))
+        for config, asked in (("its own", probe), ("wrong", wrong(probe))):
+            found = detect(asked)
+            right = found.target.name == target, found.schedule.name == schedule
+            answers = [
+                (answer.name if sure else f"{answer.name} (WRONG)", f"{answer.confidence:.4f}")
+                for answer, sure in zip(found, right, strict=True)
+            ]
+            space = "latents" if data == LATENTS else "pixels"
+            count = str(found.target.scores.pictures)
+            print(*answers[0], *answers[1], name, config, file=sys.stderr, flush=True)  # a minute each: it goes on
+            yield name, space, f"{target}, {schedule}", config, *answers[0], *answers[1], count
+
+
+def main() -> int:
+    words = argparse.ArgumentParser(description="The detectors on models that were trained differently.")
+    words.add_argument("runs", nargs="*", help="some of the runs; all that are here when not given")
+    asked = words.parse_args()
+    here = [name for name in RUNS if (ROOT / name / "model").is_dir()]
+    unknown = sorted(set(asked.runs) - set(here))
+    try:
+        if unknown or not here:
+            raise PellucidError(rule("runs", f"finished ones among {', '.join(RUNS)}", ", ".join(unknown)), "not-found")
+        print(Table("Detected", HEAD, tuple(rows(asked.runs or here)), "").markdown())
+    except PellucidError as error:
+        print(f"error[{error.code}]: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
