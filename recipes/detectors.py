@@ -2,8 +2,8 @@
 
     python recipes/detectors.py                          → a table, as in docs/results/detectors.md
 
-Every run that is there is asked twice: under its own config, and under one that is wrong in both. The truth is what its run
-was trained with.
+Every run that is there is asked twice: under its own config, and under one that is wrong in both. The truth is what
+its run was trained with.
 """
 
 from __future__ import annotations
