@@ -1,6 +1,6 @@
 """What the detectors of target and schedule say of models that were truly trained differently.
 
-    python recipes/detectors.py                          → a table, as in docs/results/detectors.md
+    python recipes/detectors.py                          → a table, as in docs/doctor_models.md
 
 Every run that is there is asked twice: under its own config, and under one that is wrong in both. The truth is what
 its run was trained with.
@@ -34,8 +34,6 @@ RUNS = {
     "runs/products_cosine": LATENTS,
     "runs/detector_flow": LATENTS,
     **{f"data/studies/small_eps/runs/{name}-0": PIXELS for name in ("linear", "cosine", "sqrt_alpha_bar")},
-    "runs/detector_pixels_v": PIXELS,
-    "runs/detector_pixels_flow": PIXELS,
 }
 HEAD = ("run", "space", "trained for", "config", "target", "confidence", "schedule", "confidence", "pictures")
 
