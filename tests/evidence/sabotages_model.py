@@ -7,18 +7,25 @@ are in the tests of the detectors.
 from __future__ import annotations
 
 import tempfile
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import exact_pipelines as exact
 import guided_runs as runs
 import spoilt_pictures as pictures
+import tiny_models as tiny
 import tiny_scenes
 import torch
 from sabotages import healthy, sabotage
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 import pellucid
+from pellucid.core import schedule as schedules
+from pellucid.core.loop import Prediction
+from pellucid.evidence import trace
 from pellucid.evidence.doctor.opening import Given, of_pipeline, open_subject
 from pellucid.evidence.doctor.subject import Asked, Data, Subject
 from pellucid.evidence.metrics.pictures import Pixels, folder_of
@@ -55,6 +62,17 @@ def a_linear_network_with_stable_diffusions_schedule(folder: Path) -> Subject:
 @sabotage("schedule-mismatch", "trained on cosine", "times of linear")
 def a_cosine_network_over_latents_with_a_linear_schedule(folder: Path) -> Subject:
     return exact.subject("cosine", "v", said_schedule="linear", latent=True)
+
+
+@sabotage("schedule-unknown", "betas of its own")
+def a_network_on_betas_that_its_config_has_lost(folder: Path) -> Subject:
+    """Trained from beta 0.0001 to 0.04; the config has the two ends of Stable Diffusion."""
+    subject = exact.subject("scaled_linear")
+    assert subject.pipeline is not None
+    network: Any = subject.pipeline.components.network
+    own = schedules.make("scaled_linear", beta_start=0.0001, beta_end=0.04)
+    network.believer = replace(network.believer, schedule=own)
+    return subject
 
 
 @sabotage("latent-scale", "scaling_factor 2 of the VAE")
@@ -117,6 +135,18 @@ def a_layer_that_leaves_float16(folder: Path) -> Subject:
     return of_pipeline(pipe)
 
 
+def stretched(times: float, dtype: str) -> Subject:
+    """The tiny model with the weights of one layer so many times as large; it leaves float16 from 26,000 on."""
+    pipe = pellucid.load(bundle(), dtype=dtype, device="cpu")
+    pipe.components.network.up_blocks[0].resnets[0].conv1.weight.data.mul_(times)
+    return of_pipeline(pipe)
+
+
+@sabotage("float16-near-overflow", "% of what float16 holds", "another prompt")
+def a_layer_that_comes_near_the_end_of_float16(folder: Path) -> Subject:
+    return stretched(2e4, "float16")
+
+
 @sabotage("module-not-finite", "numbers of its own weights")
 def a_weight_that_is_not_finite(folder: Path) -> Subject:
     pipe = pellucid.load(bundle(), device="cpu")
@@ -159,6 +189,21 @@ def a_control_net_that_was_never_trained(folder: Path) -> Subject:
     return open_subject(given, Asked(device="cpu"))
 
 
+@sabotage("adapter-misfit", "as in the base", "another base model")
+def a_lora_of_a_wider_base(folder: Path) -> Subject:
+    file = lora(folder)
+    held = load_file(file)
+    save_file({key: torch.cat([value] * 2, 1) if "lora_A" in key else value for key, value in held.items()}, file)
+    return of_pipeline(pellucid.load(bundle(), device="cpu"), adapters=(Lora(file),))
+
+
+@sabotage("adapter-misfit", "block_out_channels of the ControlNet", "another base")
+def a_control_net_of_a_wider_base(folder: Path) -> Subject:
+    tiny.controlnet().save_pretrained(folder / "controlnet")
+    given = Given(model=str(bundle()), controlnets=(str(folder / "controlnet"),))
+    return open_subject(given, Asked(device="cpu"))
+
+
 @healthy
 def a_lora_that_acts(folder: Path) -> Subject:
     return of_pipeline(pellucid.load(bundle(), device="cpu"), adapters=(Lora(lora(folder)),))
@@ -170,6 +215,35 @@ def a_lora_that_acts(folder: Path) -> Subject:
 @sabotage("oversaturated", "Guidance pushes")
 def a_run_with_too_much_guidance(folder: Path) -> Subject:
     return runs.recorded(folder, runs.Guided(15.0))
+
+
+@sabotage("guidance-overshoots", "guidance of 12", "later steps keep")
+def a_run_of_the_true_model_with_too_much_guidance(folder: Path) -> Subject:
+    """Its picture ends in range, and half of its first prediction is not."""
+    pipe = pellucid.load("scenes-128", device="cpu")
+    prompt = "a large red star on a white background"
+    with trace.Recorder(folder / "run.trace") as recorder:
+        pipe(prompt, steps=12, guidance=12.0, seed=1, decode=False, observers=[recorder])
+    return Subject("run", trace=trace.read(folder / "run.trace"))
+
+
+@dataclass(frozen=True)
+class Darkened(runs.Guided):
+    """Numbers about 1, guided to those about 0.6: guidance works against what it is added to."""
+
+    def __call__(self, x: Tensor, level: Any, time: Any) -> Prediction:
+        uncond, cond = (runs.each(runs.part(mean, 0.2), x, level) for mean in (1.0, 0.6))
+        return Prediction(uncond + self.scale * (cond - uncond), uncond, {"cond": cond, "uncond": uncond})
+
+
+@sabotage("guidance-leads", "and not the network", "little noise is left")
+def a_run_that_guidance_makes(folder: Path) -> Subject:
+    return runs.recorded(folder, Darkened(3.0))
+
+
+@healthy
+def the_same_run_without_guidance(folder: Path) -> Subject:
+    return runs.recorded(folder, Darkened(1.0))
 
 
 @sabotage("prompt-no-effect", "the same with and without the prompt")
@@ -230,6 +304,19 @@ def pictures_of_tiles_that_do_not_meet(folder: Path) -> Subject:
 def pictures_whose_colours_bled(folder: Path) -> Subject:
     told = pictures.drawn(objects=(2,))
     return Subject("pictures", images=folder_of(pictures.write(folder, pictures.swapped(told), told, 15.0)))
+
+
+@sabotage("not-as-asked", "do not tell why")
+def pictures_of_other_prompts(folder: Path) -> Subject:
+    told = pictures.drawn(16, objects=(1,))
+    shown = told[[*range(1, len(told)), 0]]
+    return Subject("pictures", images=folder_of(pictures.write(folder, shown, told, 4.0)))
+
+
+@healthy
+def pictures_of_their_prompts(folder: Path) -> Subject:
+    told = pictures.drawn(16, objects=(1,))
+    return Subject("pictures", images=folder_of(pictures.write(folder, told, told, 4.0)))
 
 
 @healthy
