@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import believers
+import exact_pipelines as exact
+import numpy as np
 import pytest
 import small_denoisers as small
 import tiny_scenes
@@ -19,6 +21,7 @@ from typer.testing import CliRunner
 
 import pellucid
 from pellucid.cli import app
+from pellucid.core import schedule as schedules
 from pellucid.core.schedule import Level
 from pellucid.evidence.doctor.adapters import adapters
 from pellucid.evidence.doctor.checks import Unable, examine, named
@@ -315,3 +318,24 @@ def test_an_untrained_model_is_told_from_data(bundle: Path) -> None:
     answer = ask(str(bundle), "--device", "cpu", "--data", "scenes", "--only", "target", "--json")
     assert answer.exit_code == 1
     assert [one["code"] for one in json.loads(answer.stdout)["findings"]] == ["denoises-nothing"]
+
+
+LINEAR = np.linspace(1e-4, 0.02, 1000)
+OWN = {
+    "steeper": schedules.make("linear", beta_end=0.05),
+    "reversed": schedules.trained(LINEAR[::-1].copy()),
+    "constant": schedules.trained(np.full(1000, 0.01)),
+}
+
+
+@pytest.mark.parametrize("said", ["linear", "cosine"])
+@pytest.mark.parametrize("name", OWN)
+def test_betas_of_its_own_are_not_taken_for_another_scale_or_schedule(name: str, said: str) -> None:
+    """They look like another scale at some levels, and like the nearest schedule at others."""
+    subject = exact.subject(said)
+    assert subject.pipeline is not None
+    network: Any = subject.pipeline.components.network
+    network.believer = replace(network.believer, schedule=OWN[name])
+    forget()
+    report = examine(subject, named(("schedule", "scale of training")))
+    assert [finding.code for finding in report.findings] == ["schedule-unknown"], report.text()

@@ -12,10 +12,11 @@ import small_denoisers as small
 
 from pellucid.core import schedule as schedules
 from pellucid.core.schedule import Schedule
+from pellucid.evidence.doctor.beliefs import beliefs, lowest
 from pellucid.evidence.doctor.candidates import ALIKE, TABLED, alike, known, name_of, with_declared
 from pellucid.evidence.doctor.hypotheses import RATIOS
 from pellucid.evidence.doctor.probe import Probe, probe_of
-from pellucid.evidence.doctor.schedule_detector import beliefs, detect_schedule, differs, lowest
+from pellucid.evidence.doctor.schedule_detector import detect_schedule, differs
 
 FOUR = ("linear", "scaled_linear", "cosine", "sqrt_alpha_bar", "sqrt_beta")
 

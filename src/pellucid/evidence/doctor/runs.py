@@ -293,7 +293,8 @@ def offset(subject: Subject) -> Iterator[Finding]:
     reading = subject.reading
     assert reading is not None
     amount, spacing = reading.values.get("steps_offset"), reading.values.get("timestep_spacing")
-    if not amount or spacing is None:
+    written = (subject.scheduler or {}).get("steps_offset", amount)  # a pipeline may have set it right: not the file's
+    if not amount or not written or spacing is None:
         return
     facts = (("steps_offset", amount), ("timestep_spacing", str(spacing)))
     if spacing != "leading":

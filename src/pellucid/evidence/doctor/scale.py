@@ -16,11 +16,11 @@ import torch
 
 from pellucid.core.denoiser import input_scale, read_output
 from pellucid.core.schedule import in_frame
+from pellucid.evidence.doctor.beliefs import explained, lowest
 from pellucid.evidence.doctor.checks import Unable, check
 from pellucid.evidence.doctor.finding import Finding, Severity
 from pellucid.evidence.doctor.hypotheses import detected, log_square
 from pellucid.evidence.doctor.probe import Probe, probe_of
-from pellucid.evidence.doctor.schedule_detector import lowest
 from pellucid.evidence.doctor.subject import Subject
 from pellucid.evidence.metrics.bootstrap import Interval, draws, percentiles
 
@@ -82,9 +82,12 @@ def scale(subject: Subject) -> Iterable[Finding]:
     probe = probe_of(subject, PICTURES)
     if len(probe) < 2:
         raise Unable(f"{len(probe)} picture is too few: give two or more")
-    seen = believed_scale(detected(subject).as_trained(probe))
+    trained = detected(subject).as_trained(probe)
+    seen = believed_scale(trained)
     if not seen.off:
         return []
+    if not explained(trained, seen.factor):  # betas of its own look like another scale at some levels, not at all
+        raise Unable("its schedule does not tell the network its times at any scale: see the check schedule")
     vae = subject.pipeline.components.vae
     evidence: list[tuple[str, float | str]] = [
         ("images", len(probe)),

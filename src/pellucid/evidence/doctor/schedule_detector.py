@@ -7,89 +7,27 @@ best; the schedule whose times do so over all levels is the one that it was trai
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
-import numpy as np
-from torch import Tensor
-
-from pellucid.core.denoiser import input_scale, read_output
-from pellucid.core.schedule import EDM, Array, Flow, Schedule, Tabled, Target, in_frame
+from pellucid.core.schedule import EDM, Flow, Schedule, Tabled
+from pellucid.evidence.doctor.beliefs import UNEXPLAINED, Belief, beliefs, explained
 from pellucid.evidence.doctor.candidates import family, known, name_of, with_declared
 from pellucid.evidence.doctor.checks import Unable, check
 from pellucid.evidence.doctor.finding import Finding
-from pellucid.evidence.doctor.hypotheses import MOST, SCALED, SURE, Answer, detect, detected, log_square, shown
+from pellucid.evidence.doctor.hypotheses import MOST, SCALED, SURE, Answer, detect, detected, shown
 from pellucid.evidence.doctor.probe import Probe, probe_of
+from pellucid.evidence.doctor.scale import believed_scale
 from pellucid.evidence.doctor.subject import Subject
 
 COST, FAR = 1.05, 1.25  # square error by the config over that by the best schedule: from where it is told, and grave
-UNEXPLAINED = 1.15  # the same of the best schedule over the best times of all
-BELIEVED_AT = (0.45, 1.2, 3.5)  # sigma / alpha
-TIMES, FINER = 13, 8  # told at each of them, and about the best of them
-FEW = 8  # pictures
 BETAS = ("beta_start", "beta_end")
 SPELLED = {"cosine": "squaredcos_cap_v2", "exponential": "exp"}
-
-
-@dataclass(frozen=True)
-class Belief:
-    """At a level, the time at which the network denoises best, and by what factor its square error is larger at the
-    time that a schedule tells."""
-
-    ratio: float
-    time: float
-    told: float
-    excess: float
 
 
 def detect_schedule(probe: Probe, most: int = MOST) -> Answer:
     """Which schedule a network was trained on, and how sure that is; read as the target that fits it best."""
     return detect(probe, most).schedule
-
-
-def beliefs(probe: Probe, target: Target, curve: Schedule, count: int = FEW) -> list[Belief]:
-    """The times that a network believes in, found by telling it many; free of any schedule but for the frame."""
-    pictures = range(min(count, len(probe)))
-    clean = probe.clean[: len(pictures)]
-    found = []
-    for k, ratio in enumerate(BELIEVED_AT):
-        level = in_frame(ratio, "vp")
-        x = clean * level.alpha + probe.noise(1000 + k, pictures) * level.sigma
-        k_x, k_out = read_output(curve, target, "x0", level)
-        scale = input_scale(curve, level)
-
-        def told(times: Array, x: Tensor = x, k_x: float = k_x, k_out: float = k_out, scale: float = scale) -> Array:
-            asked = [probe.ask(x * scale, float(time), pictures) for time in times]
-            return np.array([float(log_square(x * k_x + out * k_out - clean).mean()) for out in asked])
-
-        own = float(curve.time_at(ratio))
-        time, least = searched(told, *curve.span)
-        found.append(Belief(ratio, time, own, math.exp(min(float(told(np.array([own]))[0]) - least, 50.0))))
-    return found
-
-
-def searched(curve: Callable[[Array], Array], low: float, high: float) -> tuple[float, float]:
-    """Where a curve is lowest and how low: over all of it, then finer about the lowest point."""
-    times = np.linspace(low, high, TIMES)
-    values = curve(times)
-    i = int(values.argmin())
-    finer = np.linspace(times[max(i - 1, 0)], times[min(i + 1, TIMES - 1)], FINER)[1:-1]
-    times, values = np.append(times, finer), np.append(values, curve(finer))
-    order = np.argsort(times)
-    return lowest(times[order], values[order])
-
-
-def lowest(times: Array, values: Array) -> tuple[float, float]:
-    """Where a curve of points is lowest and how low, by the parabola through the lowest point and its neighbours."""
-    i = int(values.argmin())
-    if i in (0, len(times) - 1):
-        return float(times[i]), float(values[i])
-    (a, b, c), (p, q, r) = times[i - 1 : i + 2], values[i - 1 : i + 2]
-    left, right = (b - a) * (q - r), (b - c) * (q - p)
-    if left == right:
-        return float(b), float(q)
-    at = b - 0.5 * ((b - a) * left - (b - c) * right) / (left - right)
-    return float(np.clip(at, a, c)), float(q)
 
 
 def cure(found: Schedule) -> str:
@@ -113,8 +51,10 @@ def differs(answer: Answer, probe: Probe) -> Iterable[Finding]:
     found = with_declared(probe.schedule, known(probe.schedule))[answer.winner.schedule]
     wrong = answer.name != declared and answer.confidence >= SURE
     worse = answer.ratio(declared) if declared in answer.best else math.inf
-    if wrong and worse >= COST:
-        seen = beliefs(probe, answer.winner.target, found)
+    seen = beliefs(probe, answer.winner.target, found) if answer.name == declared or (wrong and worse >= COST) else []
+    if sum(belief.excess >= UNEXPLAINED for belief in seen) >= 2:
+        yield unknown(answer, seen, probe.schedule)
+    elif wrong and worse >= COST:
         yield Finding(
             "schedule-mismatch",
             "error" if worse >= FAR else "warning",
@@ -128,8 +68,6 @@ def differs(answer: Answer, probe: Probe) -> Iterable[Finding]:
             ),
             cure(found),
         )
-    elif answer.name == declared:
-        yield from unexplained(beliefs(probe, answer.winner.target, found), answer, found)
 
 
 def told_times(seen: list[Belief], curve: Schedule) -> Iterator[tuple[str, float]]:
@@ -139,22 +77,20 @@ def told_times(seen: list[Belief], curve: Schedule) -> Iterator[tuple[str, float
         yield f"time told at sigma/alpha {belief.ratio:g}", float(curve.time_at(belief.ratio))
 
 
-def unexplained(seen: list[Belief], answer: Answer, curve: Schedule) -> Iterable[Finding]:
+def unknown(answer: Answer, seen: list[Belief], curve: Schedule) -> Finding:
     """A network that believes in times which no known schedule tells."""
-    off = [belief for belief in seen if belief.excess >= UNEXPLAINED]
-    if len(off) >= 2:
-        yield Finding(
-            "schedule-unknown",
-            "warning",
-            "no known schedule tells the network the times at which it denoises best",
-            (
-                ("nearest", answer.name),
-                *told_times(seen, curve),
-                *((f"square error over the least at sigma/alpha {b.ratio:g}", b.excess) for b in seen),
-            ),
-            "It was trained on betas of its own, or is told times in another unit.",
-            'Give the betas of its training as "trained_betas" in scheduler/scheduler_config.json.',
-        )
+    return Finding(
+        "schedule-unknown",
+        "warning",
+        "no known schedule tells the network the times at which it denoises best",
+        (
+            ("nearest", answer.name),
+            *told_times(seen, curve),
+            *((f"square error over the least at sigma/alpha {b.ratio:g}", b.excess) for b in seen),
+        ),
+        "It was trained on betas of its own, or is told times in another unit.",
+        'Give the betas of its training as "trained_betas" in scheduler/scheduler_config.json.',
+    )
 
 
 @check("schedule", needs=("pipeline", "data"))
@@ -164,9 +100,15 @@ def schedule(subject: Subject) -> Iterable[Finding]:
     answer = detected(subject).schedule
     if not answer.denoises:
         raise Unable("the network does not denoise under any schedule")
-    if answer.name == SCALED:
+    found = [] if answer.name == SCALED else list(differs(answer, probe))
+    doubted = answer.name != family(name_of(probe.schedule)) and answer.confidence < SURE
+    if found or not (answer.name == SCALED or doubted):
+        return found
+    trained = detected(subject).as_trained(probe)
+    size = believed_scale(trained)
+    if size.off and explained(trained, size.factor):
         raise Unable("the scale of the data is not that of training: see the check scale of training")
-    found = list(differs(answer, probe))
-    if not found and answer.name != family(name_of(probe.schedule)) and answer.confidence < SURE:
+    nearest = with_declared(probe.schedule, known(probe.schedule))[answer.winner.schedule]
+    if explained(replace(trained, schedule=nearest)):
         raise Unable(f"the pictures do not tell the schedule apart: {answer.doubt()}; give more --data")
-    return found
+    return [unknown(answer, beliefs(trained, trained.target, nearest), probe.schedule)]
