@@ -20,6 +20,7 @@ from pellucid.evidence.adherence.shares import Share
 from pellucid.evidence.doctor.checks import Unable, check
 from pellucid.evidence.doctor.finding import Finding
 from pellucid.evidence.doctor.subject import Subject
+from pellucid.evidence.doctor.traces import said
 from pellucid.evidence.metrics.pictures import Folder
 from pellucid.evidence.qualities.given import unit
 from pellucid.pipeline.recipe import Recipe, read_png
@@ -133,7 +134,7 @@ def saturation(subject: Subject) -> Iterable[Finding]:
             (
                 *facts("share of values at 0 or 255", own, data, len(found.own)),
                 *colour,
-                *(() if scale is None else (("guidance scale", scale),)),
+                *said(scale),
             ),
             "Predictions were pushed out of the range of pictures, as too high a guidance scale does"
             + ("." if scale is None else f": it was {scale:g}."),
@@ -184,16 +185,20 @@ def bleeding(subject: Subject) -> Iterable[Finding]:
             "warning",
             f"in {share.value:.0%} of the pictures an object has the colour of another",
             (
-                ("images", share.count),
-                ("share", share.value),
-                ("95 % interval", f"{share.interval[0]:.3g} to {share.interval[1]:.3g}"),
-                *(() if scale is None else (("guidance scale", scale),)),
+                *counted(share),
+                *said(scale),
             ),
             "The prompt's colours are bound to the wrong objects"
             + ("." if scale is None else f", at guidance {scale:g}."),
             "Lower guidance, or take more steps; `pellucid study guidance` shows where bleeding begins.",
         )
     ]
+
+
+def counted(share: Share) -> tuple[tuple[str, float | str], ...]:
+    """Evidence: a share of the pictures."""
+    low, high = share.interval
+    return ("images", share.count), ("share", share.value), ("95 % interval", f"{low:.3g} to {high:.3g}")
 
 
 def share_bled(known: Sequence[tuple[Tensor, Query]]) -> Share:
@@ -221,12 +226,10 @@ def as_asked(subject: Subject) -> Iterable[Finding]:
             "warning",
             f"{share.value:.0%} of the pictures show all that was asked for",
             (
-                ("images", share.count),
-                ("share", share.value),
-                ("95 % interval", f"{share.interval[0]:.3g} to {share.interval[1]:.3g}"),
+                *counted(share),
                 ("most often wrong", f"{most}, in {often}"),
                 ("with something that cannot be read", unread),
-                *(() if scale is None else (("guidance scale", scale),)),
+                *said(scale),
             ),
             "Pictures alone do not tell why: the model, its schedule or its guidance may be at fault.",
             "Ask about the model (pellucid doctor MODEL --data scenes) and a run of it (--trace FILE).",
