@@ -107,7 +107,7 @@ def range_table(report: Report) -> Table:
 def definition(report: Report) -> str:
     found, tolerance = report.found, report.found.study.config.tolerance
     return (
-        f"Useful: {KINDS[found.adherence].title} not below the 95 % interval of the best guidance, colourfulness and "
+        f"Useful: {KINDS[found.adherence].title} not measurably below that of the best guidance, colourfulness and "
         f"sharpness within {100 * tolerance:g} % of {found.reference.name}, and at most {100 * CLIPPED:g} points more "
         "clipped values."
     )

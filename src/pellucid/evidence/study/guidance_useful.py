@@ -1,7 +1,8 @@
 """Which scales are useful under each rule, and which guidance to use.
 
 A scale is *useful* under a rule when
-1. its adherence is at least the lower end of the 95 % interval of the most adherent cell of the whole study, and
+1. it is not measurably less adherent than the most adherent cell of the whole study: the 95 % interval of the mean
+   difference, prompt by prompt, from the same noise, does not lie below zero; and
 2. mean colourfulness and mean sharpness are each within `tolerance` (a share) of the reference's, and the share of
    clipped values is at most CLIPPED above the reference's.
 The *useful range* of a rule is the run of neighbouring tested scales, all of them useful, that holds the most adherent
@@ -81,10 +82,10 @@ def lines(found: Results) -> list[Line]:
 
 
 def adherent(found: Results, cell: Cell) -> bool:
-    top = best(found).figures[found.adherence]
-    if found.adherence == "right" and top.value == 0:
+    top = best(found)
+    if found.adherence == "right" and value(found, top) == 0:
         return False
-    return value(found, cell) >= (top.value if top.low is None else top.low)
+    return not worse(found, cell, top)
 
 
 def faults(found: Results, cell: Cell) -> tuple[str, ...]:
