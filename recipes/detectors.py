@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pellucid.cli import trouble
 from pellucid.core import schedule as schedules
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.schedule import Schedule
@@ -80,8 +81,7 @@ def main() -> int:
             raise PellucidError(rule("runs", f"finished ones among {', '.join(RUNS)}", ", ".join(unknown)), "not-found")
         print(Table("Detected", HEAD, tuple(rows(asked.runs or here)), "").markdown())
     except PellucidError as error:
-        print(f"error[{error.code}]: {error}", file=sys.stderr)
-        return 2
+        return trouble(error.code, str(error))
     return 0
 
 

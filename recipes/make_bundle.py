@@ -9,6 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from pellucid.cli import trouble
 from pellucid.core.errors import PellucidError
 from pellucid.train.bundle import Parts, assemble
 from pellucid.train.bundle_card import Card
@@ -49,8 +50,7 @@ def main() -> int:
             raise PellucidError(f"{asked.runs / RUNS['base']} must be a finished run; it is not.", "bundle-run")
         sizes = assemble(Parts(**found), asked.out, card, overwrite=asked.overwrite)
     except PellucidError as error:
-        print(f"error[{error.code}]: {error}", file=sys.stderr)
-        return 2
+        return trouble(error.code, str(error))
     for name, size in sizes.items():
         print(f"{name:12} {size / 1e6:6.2f} MB")
     print(f"{'all':12} {sum(sizes.values()) / 1e6:6.2f} MB → {asked.out}")

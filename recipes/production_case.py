@@ -26,6 +26,7 @@ from PIL import Image
 from rich.progress import track
 
 from pellucid import scenes
+from pellucid.cli import trouble
 from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.adherence import tiles
 from pellucid.evidence.adherence.opening import open_pipe
@@ -272,8 +273,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         run(parser.parse_args(words))
     except PellucidError as error:
-        print(f"error[{error.code}]: {error}", file=sys.stderr)
-        return 2
+        return trouble(error.code, str(error))
     return 0
 
 

@@ -27,7 +27,6 @@ class Belief:
 
     ratio: float
     time: float
-    told: float
     excess: float
 
 
@@ -46,9 +45,9 @@ def beliefs(probe: Probe, target: Target, curve: Schedule, count: int = FEW) -> 
             asked = [probe.ask(x * scale, float(time), pictures) for time in times]
             return np.array([float(log_square(x * k_x + out * k_out - clean).mean()) for out in asked])
 
-        own = float(curve.time_at(ratio))
         time, least = searched(told, *curve.span)
-        found.append(Belief(ratio, time, own, math.exp(min(float(told(np.array([own]))[0]) - least, 50.0))))
+        own = told(np.array([float(curve.time_at(ratio))]))
+        found.append(Belief(ratio, time, math.exp(min(float(own[0]) - least, 50.0))))
     return found
 
 
@@ -76,7 +75,11 @@ def lowest(times: Array, values: Array) -> tuple[float, float]:
     return float(np.clip(at, a, c)), float(q)
 
 
-def explained(probe: Probe, factor: float = 1.0) -> bool:
-    """Whether the probe's schedule tells the network its times at every level, with data so many times as large."""
-    seen = beliefs(replace(probe, clean=probe.clean * factor), probe.target, probe.schedule)
+def explained(seen: list[Belief]) -> bool:
+    """Whether the schedule tells the network its times at every level."""
     return max(belief.excess for belief in seen) < UNEXPLAINED
+
+
+def at_scale(probe: Probe, factor: float) -> list[Belief]:
+    """What the network believes in under the probe's schedule, with data so many times as large."""
+    return beliefs(replace(probe, clean=probe.clean * factor), probe.target, probe.schedule)

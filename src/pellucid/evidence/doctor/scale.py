@@ -16,7 +16,7 @@ import torch
 
 from pellucid.core.denoiser import input_scale, read_output
 from pellucid.core.schedule import in_frame
-from pellucid.evidence.doctor.beliefs import explained, lowest
+from pellucid.evidence.doctor.beliefs import at_scale, explained, lowest
 from pellucid.evidence.doctor.checks import Unable, check
 from pellucid.evidence.doctor.finding import Finding, Severity
 from pellucid.evidence.doctor.hypotheses import detected, log_square
@@ -86,7 +86,7 @@ def scale(subject: Subject) -> Iterable[Finding]:
     seen = believed_scale(trained)
     if not seen.off:
         return []
-    if not explained(trained, seen.factor):  # betas of its own look like another scale at some levels, not at all
+    if not explained(at_scale(trained, seen.factor)):  # betas of its own look like another scale at some levels alone
         raise Unable("its schedule does not tell the network its times at any scale: see the check schedule")
     vae = subject.pipeline.components.vae
     evidence: list[tuple[str, float | str]] = [

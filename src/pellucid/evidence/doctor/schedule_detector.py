@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 from pellucid.core.schedule import EDM, Flow, Schedule, Tabled
-from pellucid.evidence.doctor.beliefs import UNEXPLAINED, Belief, beliefs, explained
+from pellucid.evidence.doctor.beliefs import UNEXPLAINED, Belief, at_scale, beliefs, explained
 from pellucid.evidence.doctor.candidates import family, known, name_of, with_declared
 from pellucid.evidence.doctor.checks import Unable, check
 from pellucid.evidence.doctor.finding import Finding
@@ -106,9 +105,10 @@ def schedule(subject: Subject) -> Iterable[Finding]:
         return found
     trained = detected(subject).as_trained(probe)
     size = believed_scale(trained)
-    if size.off and explained(trained, size.factor):
+    if size.off and explained(at_scale(trained, size.factor)):
         raise Unable("the scale of the data is not that of training: see the check scale of training")
     nearest = with_declared(probe.schedule, known(probe.schedule))[answer.winner.schedule]
-    if explained(replace(trained, schedule=nearest)):
+    seen = beliefs(trained, trained.target, nearest)
+    if explained(seen):
         raise Unable(f"the pictures do not tell the schedule apart: {answer.doubt()}; give more --data")
-    return [unknown(answer, beliefs(trained, trained.target, nearest), probe.schedule)]
+    return [unknown(answer, seen, probe.schedule)]
