@@ -69,7 +69,7 @@ FLAGS = {
     "trace timeline": ["--json", "--out", "--partial", "file"],
     "data scenes": ["--count", "--folder", "--json", "--out", "--seed", "--size", "--split", "--style"],
     "data latents": ["--count", "--device", "--json", "--out", "--phrasings", "config"],
-    "study schedules": ["--device", "--json", "--out", "config"],
+    "study schedules": ["--device", "--json", "--out", "--shard", "config"],
     "study adherence": [
         "--batch", "--device", "--dtype", "--guidance", "--json", "--model", "--objects", "--out", "--part",
         "--prompts", "--sampler", "--seed", "--steps",

@@ -19,9 +19,10 @@ from typer.testing import CliRunner
 import pellucid
 from pellucid.core.errors import PellucidError
 from pellucid.evidence.study import samplers_shards
+from pellucid.evidence.study.records import shard_of
 from pellucid.evidence.study.samplers import SamplerStudy
 from pellucid.evidence.study.samplers_run import open_study, study
-from pellucid.evidence.study.samplers_shards import Share, batches_in, parse, work
+from pellucid.evidence.study.samplers_shards import Share, batches_in, work
 
 QUICK = ["--converged-steps", "6", "--path-steps", "6", "--rounds", "1", "--device", "cpu", "--batch", "2"]
 
@@ -290,8 +291,8 @@ def test_without_ray_it_is_one_line(model: Path, tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("text", ["4", "1/1", "-1/2", "0/0", "a/b", "0/1000"])
 def test_bad_shards(text: str) -> None:
     with pytest.raises(PellucidError, match="--shard must be as 0/4"):
-        parse(text)
-    assert parse("3/4") == (3, 4)
+        shard_of(text)
+    assert shard_of("3/4") == (3, 4)
 
 
 def test_a_killed_worker_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from pellucid.evidence.study import schedules_report
 from pellucid.evidence.study.judge import Judge
 from pellucid.evidence.study.records import claim, is_mine
 from pellucid.evidence.study.schedules import ScheduleStudy, Study
+from pellucid.evidence.study.schedules_results import Results
 from pellucid.train.cifar10 import CIFAR10, FILES, IN_FILE, RECORD
 from pellucid.train.config import read
 from pellucid.train.denoise import fresh
@@ -164,6 +165,21 @@ def test_a_study_that_was_cut_off_goes_on(
         assert sides[0] == sides[1]
 
 
+def test_processes_that_share_a_study_make_what_one_makes(quick: ScheduleStudy, whole: Path, tmp_path: Path) -> None:
+    """Each writes its own records, the second finds the features of the first, and the whole is read from all."""
+    folder, made = tmp_path / "study", []
+    for index in (1, 0):
+        made.append(Study(quick, folder, (index, 2), device="cpu", say=lambda _: None).run())
+        cached = list((folder / "features").iterdir())
+        assert len(cached) == 1
+    assert [{row["schedule"] for row in rows} for rows in made] == [{"cosine"}, {"linear", "cosine"}]
+    assert {path.name for path in folder.glob("records*")} == {"records-0of2.jsonl", "records-1of2.jsonl"}
+    key = json.dumps
+    assert sorted(map(key, Results.read(folder).rows)) == sorted(map(key, records_in(whole)))
+    assert len(run(quick, folder)) == len(records_in(whole))
+    assert not (folder / "records.jsonl").exists()  # nothing was left to do
+
+
 def test_records_that_are_lost_are_said_to_be(quick: ScheduleStudy, whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "study")
     path = tmp_path / "study" / "records.jsonl"
@@ -266,11 +282,11 @@ def test_the_small_config_differs_in_size_and_seeds_alone() -> None:
     assert len(small["seeds"]) == 3
 
 
-def test_a_judge_knows_the_same_numbers_as_the_metrics() -> None:
+def test_a_judge_knows_the_same_numbers_as_the_metrics(tmp_path: Path) -> None:
     """Its shortcuts (one root, one pass) change nothing: FID and its interval are those of the metrics."""
     random = torch.Generator().manual_seed(1)
     images = torch.randint(0, 256, (40, 3, 8, 8), generator=random, dtype=torch.uint8)
-    judge = Judge.of(images, Small(), 30, 12)
+    judge = Judge.of(images, Small(), 30, 12, tmp_path)
     assert judge.statistics.count == 30
     assert len(judge.some) == 12
     found = torch.randn(20, 8, generator=random) * 0.2

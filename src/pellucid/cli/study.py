@@ -19,21 +19,30 @@ def schedules(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file: the run, the schedules, the points.")],
     out: Out = None,
     device: Device = None,
+    shard: Annotated[
+        str | None, typer.Option(metavar="I/N", help="Only this share of the runs: 0/3 is the first of three.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the table as JSON.")] = False,
 ) -> None:
     """Train one network under several noise schedules, score it on the way, and draw the report.
 
-    A study that was stopped goes on where it was.
+    A study that was stopped goes on where it was. Processes that share it (--shard) write into one folder.
 
     Example: [bold]pellucid study schedules configs/cifar10_schedules_smoke.toml[/]
     """
     from pellucid.evidence.study import charts, schedules_report
+    from pellucid.evidence.study.records import shard_of
     from pellucid.evidence.study.schedules import ScheduleStudy, Study
 
     charts.require()
-    folder = out or Path("out") / config.stem
-    study = Study(ScheduleStudy.load(config), folder, device=device, say=lambda text: print(text, file=sys.stderr))
+    folder, share = out or Path("out") / config.stem, (0, 1) if shard is None else shard_of(shard)
+    study = Study(
+        ScheduleStudy.load(config), folder, share, device=device, say=lambda text: print(text, file=sys.stderr)
+    )
     study.run()
+    if shard is not None:
+        print(f"shard {shard}: done → {folder}. When all are done, run the same without --shard.")
+        return
     report = schedules_report.write(folder)
     print((folder / schedules_report.TABLE).read_text("utf-8") if as_json else report)
 

@@ -122,12 +122,13 @@ def one_share(
     as_json: bool,
 ) -> None:
     """The pictures of one share; the report is the whole study's."""
-    from pellucid.evidence.study import samplers_run, samplers_shards
+    from pellucid.evidence.study import samplers_run
+    from pellucid.evidence.study.records import shard_of
     from pellucid.evidence.study.samplers_figures import Judges
 
     if other:
         raise PellucidError(rule("--shard", "given without --processes and --ray", text), "shard")
-    index, count = samplers_shards.parse(text)
+    index, count = shard_of(text)
     study = samplers_run.open_study(config, out, shard=(index, count), device=device)
     with output.progress("making and scoring pictures", study.todo()) as done:
         study.run(Judges.open(study, **judges).scorers, done)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from pellucid.evidence.metrics.bootstrap import Interval, draws, kid_interval, r
 from pellucid.evidence.metrics.fid import Statistics, frechet, square_root
 from pellucid.evidence.metrics.inception import Inception, features
 from pellucid.evidence.metrics.kid import kid_exact
+from pellucid.evidence.metrics.measured import measure_cached
+from pellucid.evidence.metrics.pictures import Pixels
 from pellucid.evidence.metrics.precision_recall import precision_recall
 
 KID_RESAMPLES = 200
@@ -28,12 +31,15 @@ class Judge:
     some: Tensor
 
     @staticmethod
-    def of(images: Tensor, network: Inception, count: int, neighbours: int) -> Judge:
-        """Knows `count` of the images (N, 3, H, W) uint8, or all of them where there are fewer."""
+    def of(images: Tensor, network: Inception, count: int, neighbours: int, cache: Path) -> Judge:
+        """Knows `count` of the images (N, 3, H, W) uint8, or all of them where there are fewer; what Inception says of
+        them is kept in the folder `cache`."""
         chosen = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[:count]
-        found = features(images[chosen.to(images.device)], network, AT_ONCE)
-        statistics = Statistics.of(found)
-        return Judge(network, statistics, square_root(statistics.covariance), found[:neighbours].clone())
+        seen = measure_cached(Pixels(images[chosen.to(images.device)]), network, cache, AT_ONCE)
+        assert seen.features is not None
+        return Judge(
+            network, seen.statistics, square_root(seen.statistics.covariance), seen.features[:neighbours].clone()
+        )
 
     def features(self, pictures: Tensor) -> Tensor:
         return features(pictures, self.network, AT_ONCE)

@@ -12,6 +12,7 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.interop.whole import is_part, put, read_lines
 
 CONFIG, FILE = "config.json", "records.jsonl"
+MOST = 256  # shares of a study
 
 
 class Records:
@@ -23,6 +24,21 @@ class Records:
         self.rows = [row for row in read_lines(self.path) if set(keys) <= set(row)]
         self.known = {self.name(row) for row in self.rows}
 
+    @staticmethod
+    def shared(folder: Path, keys: tuple[str, ...], shard: tuple[int, int] = (0, 1)) -> Records:
+        """Those of one share of a study (index, count): it knows what all shares have done, and writes its own file."""
+        index, count = shard
+        own = Records(folder, keys, FILE if count == 1 else f"records-{index}of{count}.jsonl")
+        for path in sorted(folder.glob("records*.jsonl")):
+            for row in Records(folder, keys, path.name).rows:
+                if not own.has(row):
+                    own.take(row)
+        return own
+
+    def take(self, row: Mapping[str, Any]) -> None:
+        self.rows.append(dict(row))
+        self.known.add(self.name(row))
+
     def name(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
         return tuple(row[key] for key in self.keys)
 
@@ -32,8 +48,7 @@ class Records:
     def add(self, row: Mapping[str, Any]) -> None:
         if self.has(row):
             raise PellucidError(rule("cell", "new", {k: row[k] for k in self.keys}), "study-cell")
-        self.rows.append(dict(row))
-        self.known.add(self.name(row))
+        self.take(row)
         with self.path.open("a+b") as file:
             torn = file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read() != b"\n"
             file.write((("\n" if torn else "") + json.dumps(row) + "\n").encode())
@@ -59,3 +74,11 @@ def claim(folder: Path, text: str) -> None:
     if not is_mine(folder, text):
         folder.mkdir(parents=True, exist_ok=True)
         put(folder / CONFIG, text)
+
+
+def shard_of(text: str) -> tuple[int, int]:
+    """`0/4` is the first of four."""
+    index, slash, count = text.partition("/")
+    if not slash or not index.isdecimal() or not count.isdecimal() or not int(index) < int(count) <= MOST:
+        raise PellucidError(rule("--shard", f"as 0/4, the first of four, of at most {MOST}", text), "shard")
+    return int(index), int(count)

@@ -16,7 +16,7 @@ from torch import Tensor
 from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.adherence import tiles
 from pellucid.evidence.study.cells import Cell
-from pellucid.evidence.study.records import CONFIG, FILE, Records
+from pellucid.evidence.study.records import CONFIG, Records
 from pellucid.interop import weights
 from pellucid.interop.whole import is_part, put
 
@@ -64,12 +64,8 @@ class Files:
 
     def __init__(self, folder: Path, shard: tuple[int, int] = (0, 1)) -> None:
         self.folder = folder
-        index, count = shard
-        self.own = Records(folder, KEYS, FILE if count == 1 else f"records-{index}of{count}.jsonl")
-        others = (path for path in sorted(folder.glob("records*.jsonl")) if path.name != self.own.path.name)
-        self.rows: dict[tuple[str, int, str], dict[str, Any]] = {}
-        for row in [*self.own.rows, *(row for path in others for row in Records(folder, KEYS, path.name).rows)]:
-            self.rows.setdefault((row["cell"], row["first"], row["what"]), row)
+        self.own = Records.shared(folder, KEYS, shard)
+        self.rows = {(row["cell"], row["first"], row["what"]): row for row in self.own.rows}
 
     def has(self, cell: str, first: int, what: str) -> bool:
         return (cell, first, what) in self.rows

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.evidence.study.records import MOST
 from pellucid.evidence.study.samplers import SamplerStudy, Study
 from pellucid.evidence.study.samplers_figures import Judges
 from pellucid.evidence.study.samplers_subject import Subject
 
 POLL = 1.0  # seconds
-MOST = 256
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,6 @@ def work(share: Share) -> int:
     if orphaned():
         os._exit(1)  # a pool's process would wait for work for ever
     return len(share.config.firsts((share.index, share.count)))
-
-
-def parse(text: str) -> tuple[int, int]:
-    """`0/4` is the first of four."""
-    index, slash, count = text.partition("/")
-    if not slash or not index.isdecimal() or not count.isdecimal() or not int(index) < int(count) <= MOST:
-        raise PellucidError(rule("--shard", f"as 0/4, the first of four, of at most {MOST}", text), "shard")
-    return int(index), int(count)
 
 
 def over_processes(

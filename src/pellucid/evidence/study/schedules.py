@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pellucid.core.compile import compile_plan
 from pellucid.core.errors import PellucidError, rule
-from pellucid.evidence.metrics.inception import to_bytes
+from pellucid.evidence.metrics.inception import Inception, to_bytes
 from pellucid.evidence.metrics.weights import load_inception
 from pellucid.evidence.study.judge import Judge
 from pellucid.evidence.study.records import Records, claim, is_mine
@@ -29,7 +29,7 @@ from pellucid.train.ranks import Ranks
 from pellucid.train.trainer import Trainer
 
 KEYS = ("schedule", "seed", "step", "ema", "grid")
-RUNS, PICTURES = "runs", "pictures"
+RUNS, PICTURES, FEATURES = "runs", "pictures", "features"
 SAMPLE_SEED = 1234  # of every set of pictures: schedules start from the same noise
 Say = Callable[[str], object]
 
@@ -124,20 +124,30 @@ class ScheduleStudy:
 class Study:
     """A study in its folder. Cells that are done are not done again."""
 
-    def __init__(self, config: ScheduleStudy, folder: Path, *, device: str | None = None, say: Say = print) -> None:
-        self.config, self.folder, self.say = config, folder, say
+    def __init__(
+        self,
+        config: ScheduleStudy,
+        folder: Path,
+        shard: tuple[int, int] = (0, 1),
+        *,
+        device: str | None = None,
+        say: Say = print,
+    ) -> None:
+        self.config, self.folder, self.shard, self.say = config, folder, shard, say
         self.text = json.dumps(to_plain(config), indent=1, sort_keys=True)
         is_mine(folder, self.text)
         self.ranks = Ranks.join("ddp", device)
         if self.ranks.world > 1:
             raise PellucidError(rule("ranks of a study", "1", self.ranks.world), "study-ranks")
-        self.records = Records(folder, KEYS)
+        self.records = Records.shared(folder, KEYS, shard)
         self.judge: Judge | None = None
 
     def run(self) -> list[dict[str, Any]]:
-        for seed in self.config.seeds:
-            for schedule in self.config.schedules:
-                self.one_run(schedule, seed)
+        """All runs, or every so many-th of them where processes share the study."""
+        index, count = self.shard
+        runs = [(schedule, seed) for seed in self.config.seeds for schedule in self.config.schedules]
+        for schedule, seed in runs[index::count]:
+            self.one_run(schedule, seed)
         return self.records.rows
 
     def one_run(self, schedule: str, seed: int) -> None:
@@ -147,8 +157,9 @@ class Study:
             return
         run = self.config.run_config(schedule, seed)
         trainer = Trainer(run, self.folder / RUNS / f"{schedule}-{seed}", self.ranks, quiet=True)
-        self.judge = self.judge or self.new_judge(trainer)
+        network = self.judge.network if self.judge else load_inception(self.config.inception, self.ranks.device)
         claim(self.folder, self.text)
+        self.judge = self.judge or self.new_judge(trainer, network)
         for step in points:
             self.train(trainer, step)
             for cell in self.missing(schedule, seed, step):
@@ -160,11 +171,10 @@ class Study:
     def missing(self, schedule: str, seed: int, step: int) -> list[dict[str, Any]]:
         return [cell for cell in self.config.cells(schedule, seed, step) if not self.records.has(cell)]
 
-    def new_judge(self, trainer: Trainer) -> Judge:
+    def new_judge(self, trainer: Trainer, network: Inception) -> Judge:
         c, images = self.config, trainer.source.data.images  # type: ignore[union-attr]
-        network = load_inception(c.inception, self.ranks.device)
         self.say(f"features of {min(c.reference, len(images)):,} training pictures")
-        return Judge.of(images, network, c.reference, c.neighbours)
+        return Judge.of(images, network, c.reference, c.neighbours, self.folder / FEATURES)
 
     def train(self, trainer: Trainer, step: int) -> None:
         at = trainer.checkpoints.latest() or 0

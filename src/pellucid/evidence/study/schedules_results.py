@@ -70,7 +70,7 @@ class Results:
         except (ValueError, AttributeError):
             raise PellucidError(rule(str(path), "JSON", "something else"), "study-folder") from None
         study = read(ScheduleStudy, raw, "config")
-        rows = Records(folder, KEYS).rows
+        rows = Records.shared(folder, KEYS).rows
         runs = [(schedule, seed) for schedule in study.schedules for seed in study.seeds]
         logs = {run: read_lines(folder / RUNS / f"{run[0]}-{run[1]}" / LOG) for run in runs}
         return Results(folder, study, tuple(rows), logs)
