@@ -26,7 +26,7 @@ from pellucid.evidence.tune.start import Start
 from pellucid.evidence.tune.subject import Subject
 from pellucid.evidence.tune.sweep import Candidate, Sweep
 from pellucid.evidence.tune.table import Table
-from pellucid.evidence.tune.tuning import Tuning, tune
+from pellucid.evidence.tune.tuning import Tuned, Tuning, tune
 
 FEW = Descent(iterations=30, batch=32, at_once=512, rate=0.05, every=5)
 ASKED = Tuning(
@@ -340,7 +340,11 @@ def test_what_makes_no_plan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_evidence_says_how_the_untuned_stand(monkeypatch: pytest.MonkeyPatch) -> None:
     few = [Candidate("dpmpp_2m", "karras"), Candidate("deis", "quadratic")]
     monkeypatch.setattr(sweep, "candidates", lambda: few)
-    found = tune(subject_of(), replace(ASKED, sweep=(5, 7), descent=replace(FEW, iterations=5)))
+    early: list[Tuned] = []
+    asked = replace(ASKED, sweep=(5, 7), descent=replace(FEW, iterations=5))
+    found = tune(subject_of(), asked, keep=early.append)
+    assert "untuned" not in early[0].evidence  # kept before the sweep, which may be killed
+    assert early[0].plan.rows == found.plan.rows
     rows = found.evidence["untuned"]
     assert [(row["calls"], row["which"]) for row in rows] == [(5, "best"), (5, "usual"), (7, "best"), (7, "usual")]
     assert all(row["gain"]["mean"] == pytest.approx(row["mean"] - float(found.errors.mean())) for row in rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -105,10 +106,13 @@ def command(
     from pellucid.pipeline.policy import Policy
 
     loading = {"dtype": dtype, "device": device, "policy": Policy(compile=compiled)}
-    tuned = work(model, asked, None if guidance is None else meant(guidance, unguarded), loading, records)
     from pellucid.interop.whole import put
 
-    put(out, tuned.plan.to_json() + "\n")
+    def keep(tuned: Tuned) -> None:
+        put(out, tuned.plan.to_json() + "\n")
+
+    tuned = work(model, asked, None if guidance is None else meant(guidance, unguarded), loading, records, keep)
+    keep(tuned)
     if as_json:
         output.print_json({"plan": str(out), **tuned.evidence})
     else:
@@ -145,12 +149,19 @@ def meant(guidance: str, unguarded: bool) -> Any:
     return sample_words.guidance(guidance, unguarded)
 
 
-def work(model: str, asked: Tuning, guidance: Any, loading: dict[str, Any], records: Path | None) -> Tuned:
+def work(
+    model: str,
+    asked: Tuning,
+    guidance: Any,
+    loading: dict[str, Any],
+    records: Path | None,
+    keep: Callable[[Tuned], object],
+) -> Tuned:
     from pellucid.evidence.tune.subject import of_pipeline
     from pellucid.evidence.tune.tuning import tune
     from pellucid.pipeline.load import load
 
-    return tune(of_pipeline(load(model, **loading), guidance), asked, output.progress, records)
+    return tune(of_pipeline(load(model, **loading), guidance), asked, output.progress, records, keep)
 
 
 def show(tuned: Tuned, out: Path) -> None:

@@ -80,8 +80,15 @@ def quietly(what: str, count: int) -> AbstractContextManager[Callable[[], object
     return nullcontext(lambda: None)
 
 
-def tune(subject: Subject, asked: Tuning, stage: Stage = quietly, folder: Path | None = None) -> Tuned:
-    """Tunes a plan for a model. `folder` keeps what a sweep has measured."""
+def tune(
+    subject: Subject,
+    asked: Tuning,
+    stage: Stage = quietly,
+    folder: Path | None = None,
+    keep: Callable[[Tuned], object] = lambda tuned: None,
+) -> Tuned:
+    """Tunes a plan for a model. `folder` keeps what a sweep has measured; `keep` is given the plan before the sweep,
+    which may be longer than the tuning."""
     divided = divide(subject, asked)
     with stage("asking the teacher", sum(map(len, (divided.tune, divided.watch, divided.judge)))) as done:
         truths = [taught(subject, pairs, asked, done) for pairs in (divided.tune, divided.watch, divided.judge)]
@@ -90,9 +97,12 @@ def tune(subject: Subject, asked: Tuning, stage: Stage = quietly, folder: Path |
     best = run_finals(fits, lesson, asked, stage)
     plan, found, told = judged(best, fits, subject, judge, asked)
     told = {**about(subject, asked, divided, lesson), **told}
-    if asked.sweep:
-        told["untuned"] = swept(subject, judge, asked, found, stage, folder)
-    return Tuned(replace(plan, evidence={"says": sentence(told), **told}), found)
+    tuned = Tuned(replace(plan, evidence={"says": sentence(told), **told}), found)
+    if not asked.sweep:
+        return tuned
+    keep(tuned)
+    told["untuned"] = swept(subject, judge, asked, found, stage, folder)
+    return replace(tuned, plan=replace(plan, evidence={"says": sentence(told), **told}))
 
 
 def divide(subject: Subject, asked: Tuning) -> Sets:
