@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def command(
-    model: Annotated[str, typer.Option(metavar="MODEL", help="A bundle's name, or the folder of a model of scenes.")],
+    model: Annotated[
+        str, typer.Option("--model", metavar="MODEL", help="A bundle's name, or the folder of a model of scenes.")
+    ],
     out: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Where it writes; a study that was stopped goes on.")
     ] = Path("out/adherence"),

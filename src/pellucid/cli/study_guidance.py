@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def command(
-    model: Annotated[str, typer.Option(metavar="MODEL", help="What `pellucid sample` takes: a bundle, a folder, …")],
+    model: Annotated[
+        str, typer.Option("--model", metavar="MODEL", help="What `pellucid sample` takes: a bundle, a folder, …")
+    ],
     scales: Annotated[
         str | None, typer.Option(metavar="X,X", help="Guidance scales; 1,2,4,7,10,15 when not given.")
     ] = None,

@@ -20,6 +20,7 @@ def command(
     model: Annotated[
         str,
         typer.Option(
+            "--model",
             metavar="MODEL",
             help="A folder, a single file, a hub id (owner/name) or a bundle.",
             autocompletion=model_names,

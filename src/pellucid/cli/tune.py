@@ -28,7 +28,10 @@ def command(
     model: Annotated[
         str,
         typer.Option(
-            metavar="MODEL", help="A bundle's name, a folder, a file or a hub id.", autocompletion=model_names
+            "--model",
+            metavar="MODEL",
+            help="A bundle's name, a folder, a file or a hub id.",
+            autocompletion=model_names,
         ),
     ],
     steps: Annotated[int, typer.Option(metavar="N", help="Model calls of the plan.")] = 8,
