@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -16,7 +17,7 @@ from pellucid.core.plan import Plan, Row
 from pellucid.core.schedule import Level
 from pellucid.evidence.tune.table import Soft, SoftLevel, Table, Values
 
-KEEP_BYTES = 2 * 2**30  # of activations; above, they are computed a second time
+KEEP_BYTES = 2 * 2**30  # of activations in a CPU's memory; above, they are computed a second time
 SILENT = Philox(0)  # a deterministic plan draws nothing
 
 
@@ -101,4 +102,9 @@ def too_heavy(table: Table, denoiser: Denoiser, noise: Tensor) -> bool:
     row = row_at(values, table.steps - 1, noise)
     with saved_tensors_hooks(count, lambda tensor: tensor):
         plainly(bound)(noise.detach().requires_grad_(), row.level, row.time)
-    return table.steps * sum(seen.values()) > KEEP_BYTES
+    return table.steps * sum(seen.values()) > room(noise.device)
+
+
+def room(device: torch.device) -> int:
+    """Bytes of activations that may be kept: on a GPU half of what is free."""
+    return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else KEEP_BYTES

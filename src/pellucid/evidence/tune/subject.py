@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -67,10 +68,14 @@ def of_pipeline(pipe: Pipeline, guidance: Any = None) -> Subject:
     scale, guided = (told_scale(asked), Guidance(1.0)) if embedded else (1.0, asked)
     called = pipe.policy.ready(network)
 
-    def denoiser(pairs: Pairs) -> Denoiser:
-        request = Request(prompt=pairs.prompts, label=pairs.labels)
+    @lru_cache(maxsize=16)  # the watched pairs and those of a sweep are asked for again and again
+    def conditions(prompts: tuple[str, ...] | None, labels: tuple[int, ...] | None) -> Any:
         with torch.no_grad():
-            told = make_conditions(parts, request, size, scale, guided.needs_uncond).to(pipe.device)
+            request = Request(prompt=prompts, label=labels)
+            return make_conditions(parts, request, size, scale, guided.needs_uncond).to(pipe.device)
+
+    def denoiser(pairs: Pairs) -> Denoiser:
+        told = conditions(pairs.prompts, pairs.labels)
         cond, uncond = (None if one is None else filled(one, len(pairs)) for one in (told.cond, told.uncond))
         return GuidedDenoiser(
             called,
