@@ -27,7 +27,7 @@ import pellucid
 from pellucid import Cancelled, Guidance, Job, Level, PellucidError, StepSeen, oracle, run, run_batch
 from pellucid.core.samplers import REGISTRY
 from pellucid.evidence import trace
-from pellucid.evidence.trace import Recorder, layout, measures, shuttle
+from pellucid.evidence.trace import Recorder, gathering, layout, measures, shuttle
 from pellucid.models.rules import CFGZero, Interval
 from pellucid.pipeline.tracker import Tracker
 
@@ -612,11 +612,46 @@ def test_a_disk_that_fills_up_leaves_the_steps_before(tmp_path: Path, monkeypatc
 
 def test_large_tensors_are_measured_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = record(tmp_path / "small", plan_of(), denoiser(), tensors=False)
-    monkeypatch.setattr(measures, "LARGE", 0)
+    monkeypatch.setattr(gathering, "LARGE", 0)
     large = record(tmp_path / "large", plan_of(), denoiser(), tensors=False)
     for a, b in zip(small.steps, large.steps, strict=True):
         assert all((a.digests[name] == b.digests[name]).all() for name in a.digests)
         assert all(b.norms[name] == pytest.approx(a.norms[name], rel=1e-6) for name in a.norms)
+
+
+@pytest.mark.parametrize("guidance", [4.0, "7 + rescale phi=0.7"])
+def test_steps_that_are_measured_together_are_measured_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guidance: Any
+) -> None:
+    """As on a GPU: blocks of steps, in a batch whose images have other levels and ends."""
+    names = ("dpmpp_2m", "heun", "euler", "unipc")
+    jobs = [Job(plan_of(name, 3 + 11 * i), seed=i) for i, name in enumerate(names)]
+
+    def traced(name: str) -> trace.Trace:
+        with Recorder(tmp_path / name, True, 5) as recorder:
+            run_batch(jobs, denoiser(guidance, count=len(jobs)), shape=SHAPE, observers=[recorder])
+        return trace.read(tmp_path / name)
+
+    alone = traced("alone")
+    blocks, send = [], shuttle.Shuttle.send
+
+    def seen(self: shuttle.Shuttle, what: Any, held: Any) -> None:
+        blocks.append(len(what[0]))
+        send(self, what, held)
+
+    monkeypatch.setattr(gathering, "waits", lambda device: True)
+    monkeypatch.setattr(shuttle.Shuttle, "send", seen)
+    together = traced("together")
+    assert max(blocks) > 8
+    assert sum(blocks) == len(alone.steps) == len(together.steps)
+    for a, b in zip(alone.steps, together.steps, strict=True):
+        kinds = [(a.digests, b.digests), (a.norms, b.norms)]
+        pairs = [(mine[name], theirs[name]) for mine, theirs in kinds for name in mine]
+        pairs += [(a.cosine, b.cosine), (a.saturation, b.saturation), (a.local_error, b.local_error)]
+        assert all(np.array_equal(mine, theirs, equal_nan=True) for mine, theirs in pairs)
+    for index in (0, 5, 10):
+        sides = ([side.tensor(name, index) for name in ("x", "x0", "eps", "delta")] for side in (alone, together))
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(*sides, strict=True))
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])

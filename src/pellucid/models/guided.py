@@ -54,6 +54,11 @@ class Terms(Mapping[str, Tensor]):
             forms[space] = self.convert(value, [self.numbers(source, space, level) for level in self.levels])
         return forms[space]
 
+    def reading(self, name: str) -> tuple[Tensor, list[tuple[float, float]]]:
+        """A prediction as it was made, and (k_x, k) of each level with x0 = k_x·x + k·prediction."""
+        source, value = next(iter(self.known[name].items()))
+        return value, [self.numbers(source, "x0", level) for level in self.levels]
+
     def numbers(self, source: Space, to: Space, level: Level) -> tuple[float, float]:
         """(k_x, k) with `to` = k_x·x + k·value."""
         if source == "raw":

@@ -24,13 +24,14 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self.origin = time.perf_counter()
+        self.spare: list[Any] = []  # events that have been read: to make one costs more than to record it
         self.first = self.event()
         self.marks: list[tuple[int, float, Any]] = []
 
     def event(self) -> Any:
         if self.stream is None:
             return None
-        made = torch.cuda.Event(enable_timing=True)
+        made = self.spare.pop() if self.spare else torch.cuda.Event(enable_timing=True)
         made.record(self.stream)
         return made
 
@@ -48,6 +49,8 @@ class Clock:
         out = array("d")
         for work, at, event in marks:
             out.extend((work, at, math.nan if event is None else self.first.elapsed_time(event) / 1000))
+            if event is not None:
+                self.spare.append(event)
         out.extend([math.nan] * (3 * (MARKS - len(marks))))
         return out.tobytes()
 

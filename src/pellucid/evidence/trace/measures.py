@@ -1,10 +1,8 @@
-"""The numbers of a step, one row an image: gathered on the device as they come, read back late.
+"""The numbers of a step, one row an image: what the host notes of it, and what it makes of norms from the device.
 
-What is taken on the device are norms, in float64, and digests: eight calls and one small copy a step, since a small
-network on a GPU waits for calls and not for numbers. The tensors of a step lie in one block, in an order in which
-neighbours are what is compared, so that one call takes all differences and one all norms. The host makes the rest of
-norms: ratios; the inner product of cond and uncond, of their norms and that of their difference; the count of saturated
-values, the squared norm of ones at their places.
+What is taken on the device (see `gathering`) are norms, in float64, and digests. The host makes the rest: ratios; the
+inner product of cond and uncond, of their norms and that of their difference; the count of saturated values, the
+squared norm of ones at their places.
 
 The digest of a tensor is Σ bits·weight modulo 2⁶⁴, with a fixed odd weight for each place: integers, so the order of
 the sum does not matter, and a tensor has the same digest on every device and in every batch. Equal digests mean equal
@@ -25,12 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pellucid.core.loop import StepSeen, column
+from pellucid.core.loop import StepSeen
 from pellucid.core.schedule import Level
 
 NUMBERS = ("x", "x0", "eps", "delta", "cosine", "saturation", "local_error")
 DIGESTED = ("x", "cond", "uncond", "x0", "x_next")
-LARGE = 2**19  # numbers of a batch above which tensors are measured one after the other, to spare memory
 SAME = 1e-12  # ratios that agree to this are one level
 PIXELS, LATENTS = 1.0, 3.0  # where values count as saturated: the edge of pictures, three deviations of latents
 
@@ -125,16 +122,30 @@ def missed(ratio: float, older: float, landing: Level) -> float:
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What the device was asked for at a step, and what the host needs to read it."""
+class Noted:
+    """What the host knows of a step before it is measured, one number an image or one for all."""
 
-    found: Tensor  # (names + digested, B) int64: the bits of norms in float64, then digests
-    names: tuple[str, ...]  # of norms; "a-b" is the difference of neighbours
-    digested: tuple[str, ...]
+    names: tuple[str, ...]  # of its tensors, in an order in which neighbours are what is compared; `older` is last
+    readings: tuple[tuple[str, tuple[tuple[float, float], ...]], ...]  # (name, (k_x, k)…): x0 is k_x·x + k·tensor
+    alphas: tuple[float, ...]
     sigmas: tuple[float, ...]
     factors: tuple[float, ...]  # local error: of the change of x0, one an image
     corrects: tuple[bool, ...]  # local error: a row that ends at its own level corrects x
-    count: int  # numbers an image
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        return measured(self.names)
+
+    @property
+    def digested(self) -> tuple[str, ...]:
+        """All but the older x0, which has its digest from its own step."""
+        return self.names[:-1]
+
+
+@lru_cache(maxsize=16)
+def measured(names: tuple[str, ...]) -> tuple[str, ...]:
+    """What has a norm: the tensors, "b-a" for neighbours a and b, x − alpha·x0, ones where x0 is saturated."""
+    return (*names, *(f"{b}-{a}" for a, b in pairwise(names)), "noise", "saturated")
 
 
 def levels_of(seen: StepSeen) -> tuple[Level, ...]:
@@ -146,84 +157,44 @@ def landings_of(seen: StepSeen) -> tuple[Level, ...]:
     return tuple(seen.next_levels[k % len(seen.next_levels)] for k in range(len(seen.images)))
 
 
-def take(seen: StepSeen, past: Past, weight: Tensor, limit: float) -> tuple[Taken, Tensor | list[Tensor]]:
-    """Starts the measurement of a step; and what is measured, one tensor a name. Nothing waits here."""
+def note(seen: StepSeen, past: Past) -> tuple[Noted, list[Tensor]]:
+    """What is known of a step, and its tensors; predictions as the network made them, if they can be had so."""
     levels, landings = levels_of(seen), landings_of(seen)
-    values = {"x": seen.x, "x_next": seen.x_next}
-    values |= {name: seen.parts[name].to(seen.x.dtype) for name in ("uncond", "cond") if name in seen.parts}
-    values["x0"] = seen.x0
-    digested = tuple(values)
-    if past.older is not None:
-        values["older"] = past.older
-    alphas = [level.alpha for level in levels] if len(seen.rows) > 1 else [levels[0].alpha]
-    block = blocked(values, alphas, limit)
-    pairs = zip(past.ratios, past.older_ratios, landings, strict=True)
-    taken = Taken(
-        found=gather(block, len(digested), weight),
-        names=(*values, *(f"{b}-{a}" for a, b in pairwise(values)), "noise", "saturated"),
-        digested=digested,
+    values, readings = {"x": seen.x, "x_next": seen.x_next}, []
+    reading = getattr(seen.parts, "reading", None)  # how a prediction becomes x0: the work is left to the block
+    for name in ("uncond", "cond"):
+        if name in seen.parts:
+            value, pairs = (seen.parts[name], ()) if reading is None else reading(name)
+            values[name] = value.to(seen.x.dtype)
+            readings += [(name, tuple(pairs))] if any(pair != (0.0, 1.0) for pair in pairs) else []
+    values |= {"x0": seen.x0, "older": seen.x0 if past.older is None else past.older}
+    apart = zip(past.ratios, past.older_ratios, landings, strict=True)
+    noted = Noted(
+        names=tuple(values),
+        readings=tuple(readings),
+        alphas=tuple(row.level.alpha for row in seen.rows),
         sigmas=tuple(level.sigma for level in levels),
-        factors=tuple(missed(*pair) for pair in pairs),
+        factors=tuple(missed(*pair) for pair in apart),
         corrects=tuple(same(a.ratio, b.ratio) for a, b in zip(levels, landings, strict=True)),
-        count=weight.numel(),
     )
-    return taken, block
+    return noted, list(values.values())
 
 
-def blocked(values: dict[str, Tensor], alphas: list[float], limit: float) -> Tensor | list[Tensor]:
-    """The values, the differences of neighbours, x − alpha·x0, and ones where x0 is saturated, each of the shape of x.
-
-    One block, which saves calls; large ones apart, which saves memory.
-    """
-    x, x0, count = values["x"], values["x0"], len(values)
-    if x.numel() > LARGE:
-        differences = [b - a for a, b in pairwise(values.values())]
-        return [*values.values(), *differences, minus(x, x0, alphas), x0.abs().ge_(limit)]
-    block = x.new_empty((2 * count + 1, *x.shape))
-    held = torch.stack(list(values.values()), out=block[:count])
-    torch.diff(held, dim=0, out=block[count:-2])
-    minus(x, x0, alphas, out=block[-2])
-    torch.abs(x0, out=block[-1]).ge_(limit)
-    return block
-
-
-def minus(x: Tensor, x0: Tensor, alphas: list[float], out: Tensor | None = None) -> Tensor:
-    """x − alpha·x0, which is sigma·eps."""
-    if len(alphas) == 1:
-        return torch.sub(x, x0, alpha=alphas[0], out=out)
-    return torch.addcmul(x, x0, column(alphas, x, False), value=-1.0, out=out)
-
-
-def gather(block: Tensor | list[Tensor], digested: int, weight: Tensor) -> Tensor:
-    """Norms of all and digests of the first, in one tensor, which is one copy to the host."""
-    rows, images = len(block), len(block[0])
-    found = weight.new_empty((rows + digested, images))
-    norms, digests = found[:rows].view(torch.float64), found[rows:]
-    if isinstance(block, Tensor):
-        flat = block.reshape(rows, images, -1)
-        torch.linalg.vector_norm(flat, dim=-1, dtype=torch.float64, out=norms)
-        digest(flat[:digested], weight, out=digests)
-        return found
-    flats = [one.reshape(images, -1).contiguous() for one in block]
-    for flat, norm in zip(flats, norms, strict=True):
-        torch.linalg.vector_norm(flat, dim=-1, dtype=torch.float64, out=norm)
-    for flat, mark in zip(flats, digests, strict=False):
-        digest(flat, weight, out=mark)
-    return found
-
-
-def settle(taken: Taken, found: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[bytes, bytes]:
+def settle(noted: Noted, found: np.ndarray[Any, np.dtype[np.int64]], count: int) -> tuple[bytes, bytes]:
     """On the host: the numbers (B, NUMBERS) in float64 and the digests (B, DIGESTED) in int64, as bytes.
+
+    `found` (measured + digested, B) are the bits of norms in float64, then digests; `count` numbers has an image.
 
     NaN and 0 where there was nothing to measure. Plain Python: a batch is small, and numpy's calls are not free.
     """
-    norms, digests = found[: len(taken.names)].view(np.float64), found[len(taken.names) :]
-    rows = dict(zip(taken.names, norms.tolist(), strict=True))
-    seen = dict(zip(taken.digested, digests.tolist(), strict=True))
+    names = noted.measured
+    norms, digests = found[: len(names)].view(np.float64), found[len(names) :]
+    rows = dict(zip(names, norms.tolist(), strict=True))
+    seen = dict(zip(noted.digested, digests.tolist(), strict=True))
     numbers, marks = array("d"), array("q")
-    for k, (sigma, factor, corrects) in enumerate(zip(taken.sigmas, taken.factors, taken.corrects, strict=True)):
+    for k, (sigma, factor, corrects) in enumerate(zip(noted.sigmas, noted.factors, noted.corrects, strict=True)):
         row = {name: values[k] for name, values in rows.items()}
-        error = row["x_next-x"] if corrects else factor * row.get("older-x0", math.nan)
+        error = row["x_next-x"] if corrects else factor * row["older-x0"]
         cosine = cosine_of(row["cond"], row["uncond"], row["cond-uncond"]) if "cond-uncond" in row else math.nan
         numbers.extend(
             (
@@ -232,7 +203,7 @@ def settle(taken: Taken, found: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[by
                 row["noise"] / sigma if sigma > 0 else math.nan,
                 row.get("x0-cond", math.nan),
                 cosine,
-                round(row["saturated"] ** 2) / taken.count,
+                round(row["saturated"] ** 2) / count,
                 error / (row["x_next"] or math.nan),
             )
         )

@@ -16,11 +16,13 @@ from pellucid.core.loop import RunSeen, StepSeen, Work, column
 from pellucid.evidence.trace import header as headers
 from pellucid.evidence.trace import layout, measures
 from pellucid.evidence.trace.clock import MARKS, Clock, Memory
+from pellucid.evidence.trace.gathering import Block
 from pellucid.evidence.trace.header import TENSORS, Header
 from pellucid.evidence.trace.layout import Entry, Writer, step_name
-from pellucid.evidence.trace.measures import DIGESTED, NUMBERS, Past, Taken
+from pellucid.evidence.trace.measures import DIGESTED, NUMBERS, Noted, Past
 from pellucid.evidence.trace.shuttle import Shuttle
 
+SOON = 0.2  # seconds after which a step is on its way to the file, however few wait with it
 SPARE = 4096  # bytes of a header for what is known only at the end; as many again for a recipe that comes then
 KINDS = {torch.float32: "F32", torch.float64: "F64"}
 
@@ -37,12 +39,13 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Sent:
-    """What goes along with the numbers of a step, until they are on the host."""
+class Waiting:
+    """A step that is not measured yet, or not on the host: what goes along with its numbers."""
 
-    taken: Taken
+    index: int
+    noted: Noted
+    sigmas: tuple[float, ...]  # one for all images, or one an image
     marks: list[Any]
-    memory: tuple[int, int]
 
 
 class Recording:
@@ -57,6 +60,9 @@ class Recording:
         self.clock, self.memory = Clock(x.device), Memory(x.device)
         self.shuttle = Shuttle(x.device, self.deliver)
         self.past = Past()
+        self.block: Block | None = None
+        self.waiting: list[Waiting] = []
+        self.since = 0.0
         self.weight = torch.from_numpy(measures.weights(max(x[0].numel(), 1))).to(x.device)
         self.end = torch.empty_like(x) if asked.tensors else None
         self.delivered = 0
@@ -118,19 +124,33 @@ class Recording:
         self.clock.mark(work)
 
     def see(self, seen: StepSeen) -> None:
-        """One step: starts its measurement, and hands on what is ready of those before."""
+        """One step: laid behind those that wait, which are measured together when they are enough."""
         if self.writer is None:
             self.open(seen)
         ratios = tuple(level.ratio for level in measures.levels_of(seen))
         self.past = self.past.after(seen, ratios)
-        taken, block = measures.take(seen, self.past, self.weight, self.header.limit)
-        tensors = [taken.found]
-        if self.keeps(seen.index):
-            tensors.append(torch.stack(self.kept(seen, taken.names, block)))  # one copy to the host
-        self.shuttle.send(Sent(taken, self.clock.taken(), self.memory.read()), tensors)
+        noted, values = measures.note(seen, self.past)
+        if self.block is None or not self.block.takes(noted, seen.x):
+            self.measure()
+            self.block = Block(noted, seen.x, self.header.limit)
+        self.since = self.since if self.waiting else self.clock.now()
+        self.block.add(noted, values)
+        sigmas = tuple(row.level.sigma for row in seen.rows)
+        self.waiting.append(Waiting(seen.index, noted, sigmas, self.clock.taken()))
+        if self.block.full or self.clock.now() - self.since > SOON:
+            self.measure()
         self.finish_images(seen)
         if seen.index + 1 == self.header.steps:
             self.finish(None)
+
+    def measure(self) -> None:
+        """Starts the measurement of the steps that wait, and hands on what is ready of those before."""
+        steps, self.waiting = self.waiting, []
+        if self.block is None or not steps:
+            return
+        found, block = self.block.measure(self.weight)
+        kept = [torch.stack(self.kept(step, block[k])) for k, step in enumerate(steps) if self.keeps(step.index)]
+        self.shuttle.send((steps, self.memory.read()), [found, *kept])
 
     def open(self, seen: StepSeen) -> None:
         """Lays the file out and writes its beginning. A guided denoiser names cond, but where it zeroes first steps."""
@@ -146,17 +166,17 @@ class Recording:
             self.writer.write(raw(self.begun.x.detach().cpu().contiguous().numpy()))
         self.begun = None  # the first x is not held any longer than the run holds it
 
-    def kept(self, seen: StepSeen, names: tuple[str, ...], block: Tensor | list[Tensor]) -> list[Tensor]:
+    def kept(self, step: Waiting, measured: Sequence[Tensor] | Tensor) -> list[Tensor]:
         """The tensors of a step, in the order of the layout; what a step does not have is NaN."""
-        sigmas = [row.level.sigma for row in seen.rows]
-        scales = [1.0 / sigma if sigma > 0 else float("nan") for sigma in sigmas]
-        noise = block[names.index("noise")]
-        held = {"x": seen.x, "x0": seen.x0, "eps": noise * column(scales, seen.x, len(scales) == 1)}
-        if "x0-cond" in names:
-            held["delta"] = block[names.index("x0-cond")]
+        scales = [1.0 / sigma if sigma > 0 else float("nan") for sigma in step.sigmas]
+        block = dict(zip(step.noted.measured, measured, strict=True))
+        held = {"x": block["x"], "x0": block["x0"]}
+        held["eps"] = block["noise"] * column(scales, block["x"], len(scales) == 1)
+        if "x0-cond" in block:
+            held["delta"] = block["x0-cond"]
         if "delta" in held and "delta" not in self.header.kept:
             self.note("guidance deltas were not kept: the first step had no prediction with the prompt apart")
-        return [held[name] if name in held else torch.full_like(seen.x, float("nan")) for name in self.header.kept]
+        return [held[name] if name in held else torch.full_like(held["x"], float("nan")) for name in self.header.kept]
 
     def note(self, text: str) -> None:
         if text not in self.header.notes:
@@ -169,13 +189,17 @@ class Recording:
                 if self.lengths[image] == seen.index + 1:
                     self.end[image] = seen.x_next[k]
 
-    def deliver(self, sent: Sent, arrays: list[Any]) -> None:
-        """A step has arrived on the host: appended in one piece."""
+    def deliver(self, sent: tuple[list[Waiting], tuple[int, int]], arrays: list[Any]) -> None:
+        """Steps have arrived on the host: appended in one piece."""
         assert self.writer is not None
-        numbers, digests = measures.settle(sent.taken, arrays[0])
-        told = (numbers, digests, self.clock.table(sent.marks), array("q", sent.memory).tobytes())
-        self.writer.write(b"".join((*told, *(raw(held) for held in arrays[1:]))))
-        self.delivered += 1
+        steps, memory = sent
+        parts, kept = [], iter(arrays[1:])
+        for step, found in zip(steps, arrays[0], strict=True):
+            parts += measures.settle(step.noted, found, self.weight.numel())
+            parts += [self.clock.table(step.marks), array("q", memory).tobytes()]
+            parts += [raw(next(kept))] if self.keeps(step.index) else []
+        self.writer.write(b"".join(parts))
+        self.delivered += len(steps)
 
     # --- the end --------------------------------------------------------------------------------------------------
 
@@ -183,6 +207,7 @@ class Recording:
         """Writes what is left and the header again; `why` a run broke off, None where it did not."""
         if self.writer is None:
             return
+        self.measure()
         self.shuttle.drain()
         complete = self.delivered == self.header.steps
         if complete and self.end is not None and self.header.state == "recording":

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 Deliver = Callable[[Any, list[Any]], None]  # (what was sent along, the tensors as arrays on the host)
-LAG = 4  # steps that may be under way; more would only hold memory
+LAG = 2  # blocks of steps that may be under way; more would only hold memory
 
 
 class Shuttle:
