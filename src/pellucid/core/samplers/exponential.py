@@ -195,10 +195,11 @@ def sa_solver(
         raise PlanError(rule("tau_range", "two parts of the training time, the lower first", tau_range), "option")
     legs, rows, count = path.legs, [], len(path.legs)
     low, high = path.schedule.span
-    low, length = (0.0, path.schedule.num_train) if path.schedule.num_train else (low, high - low)
+    if path.schedule.num_train is not None or path.schedule.frame == "flow":  # their time begins at 0
+        low, high = 0.0, path.schedule.num_train or high
 
     def amount(leg: Leg) -> float:
-        return tau if tau_range[0] <= (leg.time - low) / length <= tau_range[1] else 0.0
+        return tau if tau_range[0] <= (leg.time - low) / (high - low) <= tau_range[1] else 0.0
 
     def gradient(leg: Leg, nodes: list[float], corrector: bool) -> Form:
         t2 = amount(leg) ** 2
