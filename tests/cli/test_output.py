@@ -45,3 +45,12 @@ def test_matplotlib_is_an_extra(refuse, monkeypatch):
     line = refuse("schedules", "linear", "--plot", "a.png")
     assert line.startswith("error[missing-extra]: matplotlib must be installed to draw")
     assert "pip install 'pellucid[plot]'" in line
+
+
+def test_long_work_says_in_a_log_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    clock = iter([0.0, 10.0, 31.0, 45.0, 62.0])
+    monkeypatch.setattr(output.time, "monotonic", lambda: next(clock))
+    with output.progress("tuning", 1000) as done:
+        for count in (1, 399, 1, 599):
+            done(count)
+    assert capsys.readouterr().err == "tuning: 400 of 1,000 after 31 s\ntuning: 1,000 of 1,000 after 62 s\n"

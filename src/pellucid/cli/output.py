@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 PIPE_WIDTH = 160  # columns of a table that no terminal will show
+EVERY = 30.0  # seconds between two lines about long work in a log
 
 
 def console() -> Console:
@@ -73,12 +75,29 @@ def destination(path: Path, what: str, suffixes: tuple[str, ...] = ()) -> Path:
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
-    """A bar on a terminal's stderr that disappears when it is done; call what it yields after each part, or with the
-    number of parts that are done."""
+    """A bar on a terminal's stderr that disappears when it is done, or a line now and then in a log; call what it
+    yields after each part, or with the number of parts that are done."""
     from rich.console import Console
     from rich.progress import Progress
 
-    quiet = not sys.stderr.isatty()
-    with Progress(console=Console(stderr=True), transient=True, disable=quiet) as bar:
+    if not sys.stderr.isatty():
+        yield now_and_then(what, total)
+        return
+    with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda count=1: bar.advance(task, count)
+
+
+def now_and_then(what: str, total: int) -> Callable[..., None]:
+    """Says on stderr how far long work is, every EVERY seconds."""
+    began = said = time.monotonic()
+    done = 0
+
+    def more(count: int = 1) -> None:
+        nonlocal done, said
+        done, now = done + count, time.monotonic()
+        if now - said >= EVERY:
+            said = now
+            print(f"{what}: {done:,} of {total:,} after {now - began:.0f} s", file=sys.stderr, flush=True)
+
+    return more

@@ -140,6 +140,7 @@ class Study:
         if self.ranks.world > 1:
             raise PellucidError(rule("ranks of a study", "1", self.ranks.world), "study-ranks")
         self.records = Records.shared(folder, KEYS, shard)
+        self.inception: Inception | None = None
         self.judge: Judge | None = None
 
     def run(self) -> list[dict[str, Any]]:
@@ -157,9 +158,8 @@ class Study:
             return
         run = self.config.run_config(schedule, seed)
         trainer = Trainer(run, self.folder / RUNS / f"{schedule}-{seed}", self.ranks, quiet=True)
-        network = self.judge.network if self.judge else load_inception(self.config.inception, self.ranks.device)
+        self.inception = self.inception or load_inception(self.config.inception, self.ranks.device)
         claim(self.folder, self.text)
-        self.judge = self.judge or self.new_judge(trainer, network)
         for step in points:
             self.train(trainer, step)
             for cell in self.missing(schedule, seed, step):
@@ -171,10 +171,12 @@ class Study:
     def missing(self, schedule: str, seed: int, step: int) -> list[dict[str, Any]]:
         return [cell for cell in self.config.cells(schedule, seed, step) if not self.records.has(cell)]
 
-    def new_judge(self, trainer: Trainer, network: Inception) -> Judge:
+    def new_judge(self, trainer: Trainer) -> Judge:
+        """Made for the first score: until then a process that shares the study may have seen the training pictures."""
         c, images = self.config, trainer.source.data.images  # type: ignore[union-attr]
+        assert self.inception is not None
         self.say(f"features of {min(c.reference, len(images)):,} training pictures")
-        return Judge.of(images, network, c.reference, c.neighbours, self.folder / FEATURES)
+        return Judge.of(images, self.inception, c.reference, c.neighbours, self.folder / FEATURES)
 
     def train(self, trainer: Trainer, step: int) -> None:
         at = trainer.checkpoints.latest() or 0
@@ -190,7 +192,7 @@ class Study:
     def score(self, trainer: Trainer, cell: Mapping[str, Any]) -> dict[str, Any]:
         """Of pictures that are made for it. The last score of a run has more of them, and an interval of FID; `fid_few`
         is then that of as many as at the points before, to be compared with them."""
-        assert self.judge is not None
+        self.judge = self.judge or self.new_judge(trainer)
         c, main = self.config, (cell["ema"], cell["grid"]) == self.config.own
         last = main and cell["step"] == c.points[-1]
         made = self.pictures(trainer, cell["ema"], cell["grid"], c.final_samples if last else c.samples)
