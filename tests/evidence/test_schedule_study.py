@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
+import sys
 import time
 import tomllib
 from collections.abc import Callable, Mapping
@@ -13,10 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from stand_ins import Small
 from torch import nn
 
+import pellucid
 from pellucid.core.errors import PellucidError
 from pellucid.evidence.metrics import fid
 from pellucid.evidence.metrics.bootstrap import fid_interval
@@ -178,6 +181,34 @@ def test_processes_that_share_a_study_make_what_one_makes(quick: ScheduleStudy, 
     assert sorted(map(key, Results.read(folder).rows)) == sorted(map(key, records_in(whole)))
     assert len(run(quick, folder)) == len(records_in(whole))
     assert not (folder / "records.jsonl").exists()  # nothing was left to do
+
+
+def test_models_of_a_study_are_kept_in_half_precision(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """recipes/make_assets.py: the best one, or one of each schedule, which predict what the runs' own do."""
+
+    def command(*args: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["make_assets.py", str(whole), "--out", str(tmp_path), *args])
+        return int(runpy.run_path(str(CONFIGS.parent / "recipes" / "make_assets.py"))["main"]())
+
+    assert command() == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"cifar10-linear", "cifar10-cosine"}
+    assert command("--best", "--name", "best") == 0
+    fids = {row["schedule"]: row["fid"] for row in records_in(whole) if "fid_few" in row}
+    assert [path.name for path in tmp_path.glob("best-*")] == [f"best-{min(fids, key=lambda name: fids[name])}"]
+    half, own = (
+        pellucid.load(path, device="cpu", dtype=torch.float32).components.network
+        for path in (tmp_path / "cifar10-cosine", whole / "runs" / "cosine-0" / "model")
+    )
+    x, time = torch.randn(1, 3, 32, 32), torch.tensor([500.0])
+    assert torch.allclose(half(x, time), own(x, time), atol=0.01)
+    assert (
+        load_file(next((tmp_path / "cifar10-cosine").rglob("*.safetensors")))["conv_in.weight"].dtype == torch.float16
+    )
+    capsys.readouterr()
+    assert command("--most", "0.001") == 2
+    assert "must be at most 0.001 MB in float16" in capsys.readouterr().err
 
 
 def test_records_that_are_lost_are_said_to_be(quick: ScheduleStudy, whole: Path, tmp_path: Path) -> None:
