@@ -3,7 +3,7 @@
     python recipes/make_assets.py out/cifar10_schedules --best --most 16 --out assets
     python recipes/make_assets.py out/cifar10_schedules_small --most 2 --name cifar10-small --out assets
 
-`--best` keeps the schedule with the least FID alone; otherwise the first seed of each schedule is kept.
+Models are those of the first seed. `--best` keeps the schedule with the least FID alone; otherwise each is kept.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def keep(found: Results, schedule: str, goal: Path, most: float) -> int:
     model = pellucid.load(found.folder / RUNS / f"{schedule}-{found.study.seeds[0]}" / "model", device="cpu")
     size = 2 * sum(weight.numel() for weight in model.components.network.parameters())
     if size > most * 1e6:
-        raise PellucidError(rule(f"model of {schedule}", f"at most {most:g} MB in float16", size), "asset-size")
+        raise PellucidError(
+            rule(f"model of {schedule}", f"at most {most:g} MB in float16", f"{size / 1e6:.2f} MB"), "asset-size"
+        )
     goal.parent.mkdir(parents=True, exist_ok=True)
     model.save(goal, dtype=torch.float16, overwrite=True)
     return sum(path.stat().st_size for path in goal.rglob("*") if path.is_file())

@@ -368,3 +368,14 @@ def test_cuts_that_make_no_sense_are_refused(given: dict, code: str) -> None:
     with pytest.raises(PlanError) as error:
         compile_plan("euler", steps=20, **given)
     assert error.value.code == code
+
+
+@pytest.mark.parametrize("schedule", ["scaled_linear", "flow"])
+def test_the_noise_of_sa_solver_begins_and_ends_where_it_is_said(schedule: str) -> None:
+    """Of the training time, counted from 0 on a flow schedule too: 200 and 800 are within."""
+    steps = {"scaled_linear": range(999, -1, -1), "flow": range(999, 0, -1)}[schedule]
+    grid = Grid("explicit", timesteps=tuple(float(time) for time in steps))
+    target = "flow" if schedule == "flow" else "eps"
+    plan = compile_plan("sa_solver", schedule=schedule, target=target, grid=grid)
+    noisy = [row.time for row in plan.rows if row.draws]
+    assert (max(noisy), min(noisy)) == (800.0, 200.0)

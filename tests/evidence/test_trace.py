@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import tracemalloc
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -639,7 +640,7 @@ def test_steps_that_are_measured_together_are_measured_alike(
         blocks.append(len(what[0]))
         send(self, what, held)
 
-    monkeypatch.setattr(gathering, "waits", lambda device: True)
+    in_blocks(monkeypatch)
     monkeypatch.setattr(shuttle.Shuttle, "send", seen)
     together = traced("together")
     assert max(blocks) > 8
@@ -652,6 +653,49 @@ def test_steps_that_are_measured_together_are_measured_alike(
     for index in (0, 5, 10):
         sides = ([side.tensor(name, index) for name in ("x", "x0", "eps", "delta")] for side in (alone, together))
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(*sides, strict=True))
+
+
+def in_blocks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(gathering, "waits", lambda device: True)
+
+
+def test_a_run_in_inference_mode_that_breaks_off_is_measured_as_far_as_it_went(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_blocks(monkeypatch)
+    calls = iter(range(100))
+    with pytest.raises(Cancelled), Recorder(tmp_path / "run") as recorder, torch.inference_mode():
+        run(plan_of(), denoiser(), shape=SHAPE, seeds=SEEDS, observers=[recorder], cancelled=lambda: next(calls) == 4)
+    found = trace.read(tmp_path / "run")
+    assert (len(found.steps), found.header.state) == (4, "broken off")
+
+
+def test_what_cannot_be_measured_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: gathering.Block, weight: Tensor) -> Any:
+        raise RuntimeError("out of memory")
+
+    in_blocks(monkeypatch)
+    monkeypatch.setattr(gathering.Block, "measure", fails)
+    with pytest.raises(RuntimeError, match="out of memory"), Recorder(tmp_path / "run") as recorder:
+        run(plan_of(), denoiser(), shape=SHAPE, seeds=SEEDS, observers=[recorder])
+    found = trace.read(tmp_path / "run")
+    assert (len(found.steps), found.header.state) == (0, "broken off")
+    assert "out of memory" in str(found.header.ended)
+
+
+def test_predictions_at_another_x_are_taken_as_they_are_told(tmp_path: Path) -> None:
+    """A denoiser that asks a guided one elsewhere, and shows its parts."""
+    inner = denoiser().bind([plan_of()] * len(SEEDS))
+    made = record(tmp_path / "run", plan_of(), lambda x, level, time: inner(x * 0.5, level, time))
+    seen: list[StepSeen] = []
+    inner = denoiser().bind([plan_of()] * len(SEEDS))
+    run(
+        plan_of(), lambda x, level, time: inner(x * 0.5, level, time), shape=SHAPE, seeds=SEEDS,
+        observers=[lambda step: seen.append(replace(step, parts=dict(step.parts)))],
+    )  # fmt: skip
+    for mine, step in zip(made.steps, seen, strict=True):
+        delta = (step.x0 - step.parts["cond"]).flatten(1).double().norm(dim=1)
+        assert mine.norms["delta"] == pytest.approx(delta.numpy(), rel=1e-6)
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])
@@ -696,3 +740,23 @@ def test_a_slow_device_is_waited_for_some_steps_later_and_in_order(
     way.drain()
     assert arrived == [(step, float(step)) for step in range(10)]
     assert Passed.waited == (0 if ready else 10)
+
+
+def test_what_is_behind_a_step_that_could_not_be_written_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would lie where another step belongs."""
+    monkeypatch.setattr(torch.cuda, "Event", lambda: Passed(False))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(shuttle, "pinned", Tensor.clone)
+    arrived: list[int] = []
+
+    def deliver(what: int, arrays: list[Any]) -> None:
+        if what == 2:
+            raise OSError("full")
+        arrived.append(what)
+
+    way = shuttle.Shuttle(torch.device("cuda"), deliver)
+    with pytest.raises(OSError, match="full"):
+        for step in range(5):
+            way.send(step, [torch.zeros(1)])
+    way.drain()
+    assert arrived == [0, 1]

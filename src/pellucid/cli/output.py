@@ -77,12 +77,12 @@ def destination(path: Path, what: str, suffixes: tuple[str, ...] = ()) -> Path:
 def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
     """A bar on a terminal's stderr that disappears when it is done, or a line now and then in a log; call what it
     yields after each part, or with the number of parts that are done."""
-    from rich.console import Console
-    from rich.progress import Progress
-
     if not sys.stderr.isatty():
         yield now_and_then(what, total)
         return
+    from rich.console import Console
+    from rich.progress import Progress
+
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda count=1: bar.advance(task, count)

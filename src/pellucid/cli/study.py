@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pellucid.cli import adherence, study_guidance, study_interaction, study_oracle, study_samplers
+from pellucid.cli import adherence, output, study_guidance, study_interaction, study_oracle, study_samplers
 from pellucid.cli.options import Device, Out, group
 
 app = group("Compare set-ups, with evidence.")
@@ -34,14 +34,18 @@ def schedules(
     from pellucid.evidence.study.records import shard_of
     from pellucid.evidence.study.schedules import ScheduleStudy, Study
 
-    charts.require()
+    if shard is None:
+        charts.require()
     folder, share = out or Path("out") / config.stem, (0, 1) if shard is None else shard_of(shard)
     study = Study(
         ScheduleStudy.load(config), folder, share, device=device, say=lambda text: print(text, file=sys.stderr)
     )
     study.run()
     if shard is not None:
-        print(f"shard {shard}: done → {folder}. When all are done, run the same without --shard.")
+        if as_json:
+            output.print_json({"shard": share[0], "of": share[1], "folder": str(folder)})
+        else:
+            print(f"shard {shard}: done → {folder}. When all are done, run the same without --shard.")
         return
     report = schedules_report.write(folder)
     print((folder / schedules_report.TABLE).read_text("utf-8") if as_json else report)

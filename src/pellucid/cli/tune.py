@@ -115,7 +115,6 @@ def command(
         put(out, tuned.plan.to_json() + "\n")
 
     tuned = work(model, asked, None if guidance is None else meant(guidance, unguarded), loading, records, keep)
-    keep(tuned)
     if as_json:
         output.print_json({"plan": str(out), **tuned.evidence})
     else:

@@ -30,6 +30,8 @@ from pellucid.core.samplers.steps import (
 )
 from pellucid.core.schedule import Array
 
+EDGE = 1e-9  # of a part of time: what rounding moves over the end of a range belongs to it
+
 
 def bh_scale(h: float, variant: str, predict_x0: bool) -> float:
     """UniPC's B(h), which may be any function of order h: h itself (bh1), or e^h − 1 (bh2)."""
@@ -199,7 +201,8 @@ def sa_solver(
         low, high = 0.0, path.schedule.num_train or high
 
     def amount(leg: Leg) -> float:
-        return tau if tau_range[0] <= (leg.time - low) / (high - low) <= tau_range[1] else 0.0
+        part = (leg.time - low) / (high - low)
+        return tau if tau_range[0] - EDGE <= part <= tau_range[1] + EDGE else 0.0
 
     def gradient(leg: Leg, nodes: list[float], corrector: bool) -> Form:
         t2 = amount(leg) ** 2

@@ -29,10 +29,12 @@ class Records:
         """Those of one share of a study (index, count): it knows what all shares have done, and writes its own file."""
         index, count = shard
         own = Records(folder, keys, FILE if count == 1 else f"records-{index}of{count}.jsonl")
-        for path in sorted(folder.glob("records*.jsonl")):
-            for row in Records(folder, keys, path.name).rows:
-                if not own.has(row):
-                    own.take(row)
+        others = (path for path in sorted(folder.glob("records*.jsonl")) if path != own.path)
+        rows = own.rows + [row for path in others for row in Records(folder, keys, path.name).rows]
+        own.rows, own.known = [], set()
+        for row in rows:
+            if not own.has(row):  # of a cell that is there twice the first counts
+                own.take(row)
         return own
 
     def take(self, row: Mapping[str, Any]) -> None:

@@ -223,11 +223,12 @@ class Figures:
 
     def about_twins(self) -> list[str]:
         """Samplers that are one and the same under two names: in a chart one line hides the other."""
-        kept: list[tuple[list[str], Array]] = []
+        kept: list[tuple[list[str], list[Array]]] = []
         for text in names(self.cells):
             own = [cell for cell in self.cells if cell.setup.text == text]
-            far = np.concatenate([self.results.per_picture(cell, "pictures", "latent") for cell in own])
-            twin = next((held for held, other in kept if alike(far, other)), None)
+            far = [self.results.per_picture(cell, "pictures", "latent") for cell in own]
+            same = (held for held, other in kept if len(far) == len(other) and all(map(alike, far, other)))
+            twin = next(same, None)
             if twin is None:
                 kept.append(([text], far))
             else:
@@ -247,5 +248,5 @@ class Figures:
 
 
 def alike(a: Array, b: Array) -> bool:
-    """Whether the distances of two samplers, picture by picture, are those of one."""
+    """Whether the distances of two cells, picture by picture, are those of one sampler."""
     return len(a) == len(b) and bool(np.median(np.abs(a - b)) <= SAME * np.median(np.abs(a)))

@@ -16,7 +16,9 @@ from pellucid.evidence.study.samplers_results import Column
 
 POINTS = 65  # of the common range of model calls at which samplers are compared
 TINY = 1e-12
-TIE = 5e-3  # a part of a figure: samplers that make the same pictures differ by less, on a GPU by up to 3e-3
+TIE = 1e-4  # a part of a figure: samplers that make the same pictures differ by less
+DISTANCES = ("distance", "latent")
+TIE_OF_DISTANCES = 5e-3  # on a GPU by up to 3e-3, since rounding moves some pictures far
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ def verdict(cells: list[Cell], column: Column, latencies: list[Latency], guidanc
     assert drawn is not None
     calls = np.array([cell.nfe for cell in cells], float)
     seconds = np.array([one.median for one in latencies])
-    loss, losses = tied(measure.loss(column.values)), tied(measure.loss(drawn))
+    part = TIE_OF_DISTANCES if measure.name in DISTANCES else TIE
+    loss, losses = (tied(measure.loss(values), part) for values in (column.values, drawn))
     count = losses.shape[1]
     times = np.stack([one.drawn(count, seed) for seed, one in enumerate(latencies)])
     knee = knee_of(calls, loss, losses)
@@ -71,12 +74,12 @@ def verdict(cells: list[Cell], column: Column, latencies: list[Latency], guidanc
     )
 
 
-def tied(losses: Array) -> Array:
+def tied(losses: Array, part: float) -> Array:
     """(C, …): what differs by rounding alone is equal, and of equals the first is taken."""
     found = losses.copy()
     with np.errstate(invalid="ignore"):
         for i, j in combinations(range(len(found)), 2):
-            found[j] = np.where(np.abs(found[j] - found[i]) <= TIE * np.abs(found[i]), found[i], found[j])
+            found[j] = np.where(np.abs(found[j] - found[i]) <= part * np.abs(found[i]), found[i], found[j])
     return found
 
 
@@ -132,7 +135,7 @@ def ranking(cells: list[Cell], column: Column) -> list[Ranked]:
     if low > high:
         return []
     at = np.linspace(np.log(low), np.log(high), POINTS)
-    scaled = column.measure.name in ("distance", "latent")
+    scaled = column.measure.name in DISTANCES
     assert column.drawn is not None
     values, drawn = {}, {}
     for text, held in groups.items():
@@ -174,7 +177,7 @@ def told(found: list[Ranked], column: Column) -> str:
         return ""
     a, b = found[0], found[1]
     value, low, high = b.behind
-    scaled = column.measure.name in ("distance", "latent")
+    scaled = column.measure.name in DISTANCES
     sure = low > (1.0 if scaled else 0.0)
     lead = f"{a.sampler} comes first over the whole range (in {100 * a.first:.0f} % of resamples), then {b.sampler}"
     if scaled:

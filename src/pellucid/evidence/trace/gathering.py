@@ -48,7 +48,8 @@ class Block:
 
     def measure(self, weight: Tensor) -> tuple[Tensor, Sequence[Sequence[Tensor]] | Tensor]:
         """Norms and digests, (steps, measured + digested, B) int64; and what was measured, (steps, measured, B, …)."""
-        found = self.together(weight) if self.room else self.apart(weight)
+        with torch.inference_mode(self.held.is_inference()):  # as the run was in when the block was made
+            found = self.together(weight) if self.room else self.apart(weight)
         self.steps, self.large = [], []
         return found
 
@@ -88,8 +89,8 @@ def waits(device: torch.device) -> bool:
 
 
 def form(step: Noted) -> tuple[object, ...]:
-    """What steps of a block have in common beside their tensors: what is converted, and numbers of one or of each."""
-    return len(step.alphas), len(step.sigmas), tuple(name for name, _ in step.readings)
+    """What steps of a block have in common beside their tensors: what is converted, and numbers for all or for each."""
+    return len(step.alphas), tuple(name for name, _ in step.readings)
 
 
 def numbers(steps: Sequence[Noted], like: Tensor) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:

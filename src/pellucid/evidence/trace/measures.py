@@ -161,7 +161,8 @@ def note(seen: StepSeen, past: Past) -> tuple[Noted, list[Tensor]]:
     """What is known of a step, and its tensors; predictions as the network made them, if they can be had so."""
     levels, landings = levels_of(seen), landings_of(seen)
     values, readings = {"x": seen.x, "x_next": seen.x_next}, []
-    reading = getattr(seen.parts, "reading", None)  # how a prediction becomes x0: the work is left to the block
+    own = getattr(seen.parts, "x", None) is seen.x  # then a prediction can say how it becomes x0, which the block does
+    reading = getattr(seen.parts, "reading", None) if own else None
     for name in ("uncond", "cond"):
         if name in seen.parts:
             value, pairs = (seen.parts[name], ()) if reading is None else reading(name)

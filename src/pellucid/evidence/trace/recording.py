@@ -1,4 +1,4 @@
-"""One run on its way into a file: measured step by step, appended step by step; memory does not grow with steps."""
+"""One run on its way into a file: measured and appended step by step, on a GPU a few at a time; memory is flat."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ class Waiting:
 
     index: int
     noted: Noted
-    sigmas: tuple[float, ...]  # one for all images, or one an image
     marks: list[Any]
 
 
@@ -135,8 +134,7 @@ class Recording:
             self.block = Block(noted, seen.x, self.header.limit)
         self.since = self.since if self.waiting else self.clock.now()
         self.block.add(noted, values)
-        sigmas = tuple(row.level.sigma for row in seen.rows)
-        self.waiting.append(Waiting(seen.index, noted, sigmas, self.clock.taken()))
+        self.waiting.append(Waiting(seen.index, noted, self.clock.taken()))
         if self.block.full or self.clock.now() - self.since > SOON:
             self.measure()
         self.finish_images(seen)
@@ -168,10 +166,10 @@ class Recording:
 
     def kept(self, step: Waiting, measured: Sequence[Tensor] | Tensor) -> list[Tensor]:
         """The tensors of a step, in the order of the layout; what a step does not have is NaN."""
-        scales = [1.0 / sigma if sigma > 0 else float("nan") for sigma in step.sigmas]
+        scales = [1.0 / sigma if sigma > 0 else float("nan") for sigma in step.noted.sigmas]
         block = dict(zip(step.noted.measured, measured, strict=True))
         held = {"x": block["x"], "x0": block["x0"]}
-        held["eps"] = block["noise"] * column(scales, block["x"], len(scales) == 1)
+        held["eps"] = block["noise"] * column(scales, block["x"], len(set(step.noted.sigmas)) == 1)
         if "x0-cond" in block:
             held["delta"] = block["x0-cond"]
         if "delta" in held and "delta" not in self.header.kept:
@@ -207,17 +205,19 @@ class Recording:
         """Writes what is left and the header again; `why` a run broke off, None where it did not."""
         if self.writer is None:
             return
-        self.measure()
-        self.shuttle.drain()
-        complete = self.delivered == self.header.steps
-        if complete and self.end is not None and self.header.state == "recording":
-            self.writer.write(raw(self.end.cpu().numpy()))
-            self.end = None
-        self.past = Past()
-        self.memory.close()
-        state: headers.State = "whole" if complete else "broken off"
-        seconds = self.clock.now() if self.header.seconds is None else self.header.seconds
-        self.update(state=state, done=self.delivered, seconds=seconds, ended=why)
+        try:
+            self.measure()
+            self.shuttle.drain()
+        finally:  # also what could not be measured, or written, is noted
+            self.past, self.block, self.waiting = Past(), None, []
+            self.memory.close()
+            complete = self.delivered == self.header.steps
+            if complete and self.end is not None and self.header.state == "recording":
+                self.writer.write(raw(self.end.cpu().numpy()))
+                self.end = None
+            state: headers.State = "whole" if complete else "broken off"
+            seconds = self.clock.now() if self.header.seconds is None else self.header.seconds
+            self.update(state=state, done=self.delivered, seconds=seconds, ended=why)
 
     def update(self, **changes: Any) -> None:
         """Writes the header again, with these fields."""

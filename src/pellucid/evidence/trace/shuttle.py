@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 Deliver = Callable[[Any, list[Any]], None]  # (what was sent along, the tensors as arrays on the host)
-LAG = 2  # blocks of steps that may be under way; more would only hold memory
+LAG = 1  # blocks of steps that may be under way; more would only hold memory, and be lost by a kill
 
 
 class Shuttle:
@@ -35,7 +35,11 @@ class Shuttle:
     def hand_on(self) -> None:
         what, held, passed = self.under_way.popleft()
         passed.synchronize()
-        self.deliver(what, [tensor.numpy() for tensor in held])
+        try:
+            self.deliver(what, [tensor.numpy() for tensor in held])
+        except BaseException:
+            self.under_way.clear()  # what comes after a step that is not in the file would not be where it belongs
+            raise
 
     def drain(self) -> None:
         while self.under_way:

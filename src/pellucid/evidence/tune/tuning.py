@@ -87,8 +87,8 @@ def tune(
     folder: Path | None = None,
     keep: Callable[[Tuned], object] = lambda tuned: None,
 ) -> Tuned:
-    """Tunes a plan for a model. `folder` keeps what a sweep has measured; `keep` is given the plan before the sweep,
-    which may be longer than the tuning."""
+    """Tunes a plan for a model. `folder` keeps what a sweep has measured; `keep` is given the plan as soon as it is
+    there, and again with what a sweep has found, which may take longer than the tuning."""
     divided = divide(subject, asked)
     with stage("asking the teacher", sum(map(len, (divided.tune, divided.watch, divided.judge)))) as done:
         truths = [taught(subject, pairs, asked, done) for pairs in (divided.tune, divided.watch, divided.judge)]
@@ -98,11 +98,12 @@ def tune(
     plan, found, told = judged(best, fits, subject, judge, asked)
     told = {**about(subject, asked, divided, lesson), **told}
     tuned = Tuned(replace(plan, evidence={"says": sentence(told), **told}), found)
-    if not asked.sweep:
-        return tuned
     keep(tuned)
-    told["untuned"] = swept(subject, judge, asked, found, stage, folder)
-    return replace(tuned, plan=replace(plan, evidence={"says": sentence(told), **told}))
+    if asked.sweep:
+        told["untuned"] = swept(subject, judge, asked, found, stage, folder)
+        tuned = replace(tuned, plan=replace(plan, evidence={"says": sentence(told), **told}))
+        keep(tuned)
+    return tuned
 
 
 def divide(subject: Subject, asked: Tuning) -> Sets:
