@@ -120,6 +120,7 @@ def test_every_cell_is_scored_once(whole: Path) -> None:
         assert row["samples"] == (8 if main else 6)
         assert row["images"] == 8 * row["step"]
         assert ("fid_low" in row, "fid_few" in row) == (main, main)
+        assert ("kid_last_call" in row) == (row["step"] == 8)
         assert all(np.isfinite(value) for value in row.values() if isinstance(value, float))
         assert row["kid_low"] <= row["kid_high"]
     names = {f"{s}-0-{step:08d}.png" for s in ("linear", "cosine") for step in (4, 8)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -62,18 +63,47 @@ class Sampling:
         """
         plan = self.plan()
         for first in range(0, count, batch):
-            told = dict(inputs(first, first + batch)) if inputs is not None else {}
-
-            def ask(x: Tensor, time: Tensor, told: dict[str, Any] = told) -> Tensor:
-                with torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None):
-                    return network(x, time, **told).float()
-
+            told = inputs(first, first + batch) if inputs is not None else {}
             generator = torch.Generator(device).manual_seed(mixed(seed, first))
             x = torch.randn(batch, *shape, generator=generator, device=device) * plan.initial_scale
-            reads = NetworkDenoiser(ask, self.schedule, self.target, self.x0_filter)
+            reads = self.reader(network, device, dtype, told)
             with torch.no_grad():
                 made = run(plan, reads, x, seeds=[mixed(seed, first + i) for i in range(batch)])
             yield made[: count - first]
+
+    def reader(
+        self,
+        network: Callable[..., Tensor],
+        device: torch.device,
+        dtype: torch.dtype | None,
+        told: Mapping[str, Any] = MappingProxyType({}),
+    ) -> NetworkDenoiser:
+        """The network as the loop asks it, under autocast where a dtype is given."""
+
+        def ask(x: Tensor, time: Tensor) -> Tensor:
+            with torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None):
+                return network(x, time, **told).float()
+
+        return NetworkDenoiser(ask, self.schedule, self.target, self.x0_filter)
+
+    @torch.no_grad()
+    def last_calls(
+        self,
+        network: Callable[..., Tensor],
+        x0: Tensor,
+        seed: int,
+        *,
+        batch: int = 512,
+        dtype: torch.dtype | None = None,
+    ) -> Iterator[Tensor]:
+        """Batches of what the plan's last call makes of x0 (N, …), noised to its level: what the end of a grid costs,
+        however good the way to it. Fewer than a full batch are left out, so that a compiled network meets one shape."""
+        row, reads = self.plan().rows[-1], self.reader(network, x0.device, dtype)
+        for first in range(0, len(x0) - batch + 1, batch):
+            generator = torch.Generator(x0.device).manual_seed(mixed(seed, first))
+            given = x0[first : first + batch]
+            noise = torch.randn(given.shape, generator=generator, device=x0.device)
+            yield reads(given * row.level.alpha + noise * row.level.sigma, row.level, row.time)
 
     @torch.no_grad()
     def guided(

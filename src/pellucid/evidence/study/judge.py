@@ -19,6 +19,7 @@ from pellucid.evidence.metrics.precision_recall import precision_recall
 
 KID_RESAMPLES = 200
 AT_ONCE = 256  # pictures in an Inception: 4 GB of activations
+FEWEST = 4  # pictures that are scored: a radius needs three neighbours
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class Judge:
     def of(images: Tensor, network: Inception, count: int, neighbours: int, cache: Path) -> Judge:
         """Knows `count` of the images (N, 3, H, W) uint8, or all of them where there are fewer; what Inception says of
         them is kept in the folder `cache`."""
-        chosen = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[:count]
-        seen = measure_cached(Pixels(images[chosen.to(images.device)]), network, cache, AT_ONCE)
+        chosen = shuffled(len(images))[:count].to(images.device)
+        seen = measure_cached(Pixels(images[chosen]), network, cache, AT_ONCE)
         assert seen.features is not None
         return Judge(
             network, seen.statistics, square_root(seen.statistics.covariance), seen.features[:neighbours].clone()
@@ -52,7 +53,7 @@ class Judge:
         return {
             "samples": len(found),
             "fid": self.fid(found),
-            "kid": kid_exact(some, self.some),
+            "kid": self.kid(found),
             "kid_low": spread.low,
             "kid_high": spread.high,
             "precision": closeness.precision,
@@ -62,8 +63,16 @@ class Judge:
     def fid(self, found: Tensor) -> float:
         return frechet(self.statistics, Statistics.of(found), self.root)
 
+    def kid(self, found: Tensor) -> float:
+        return kid_exact(found[: len(self.some)], self.some)
+
     def fid_interval(self, found: Tensor, estimate: float, resamples: int) -> Interval:
         """As `metrics.bootstrap.fid_interval`, with the root that is known."""
         rows = draws(len(found), resamples).to(found.device)
         values = [frechet(self.statistics, weighted(found, row), self.root) for row in rows]
         return reflected(torch.tensor(values, dtype=torch.float64), estimate)
+
+
+def shuffled(count: int) -> Tensor:
+    """The order in which training pictures are known: the first are compared with, and always the same."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(0))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +19,7 @@ from pellucid.core.compile import compile_plan
 from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.metrics.inception import Inception, to_bytes
 from pellucid.evidence.metrics.weights import load_inception
-from pellucid.evidence.study.judge import Judge
+from pellucid.evidence.study.judge import FEWEST, Judge, shuffled
 from pellucid.evidence.study.records import Records, claim, is_mine
 from pellucid.interop.whole import put
 from pellucid.train.config import TrainConfig, chosen, counts, parse, read, to_plain
@@ -55,7 +56,7 @@ class ScheduleStudy:
 
     def __post_init__(self) -> None:
         """Everything that can be refused is refused here: not by the last schedule, after hours of the first."""
-        counts(self, "samples", "final_samples", "reference", "neighbours", low=4)  # a radius needs three neighbours
+        counts(self, "samples", "final_samples", "reference", "neighbours", low=FEWEST)
         counts(self, "batch", low=1)
         counts(self, "resamples", low=2)
         for name in ("schedules", "points", "seeds"):
@@ -207,21 +208,50 @@ class Study:
             score |= {"fid_low": spread.low, "fid_high": spread.high}
             if c.samples < c.final_samples:
                 score["fid_few"] = self.judge.fid(found[: c.samples])
+        if (
+            cell["step"] == c.points[-1]
+            and (denoised := self.last_calls(trainer, cell["ema"], cell["grid"])) is not None
+        ):
+            score["kid_last_call"] = self.judge.kid(self.judge.features(denoised))
         return score
 
     def pictures(self, trainer: Trainer, ema: float, grid: str, count: int) -> Tensor:
         """(count, 3, H, W) uint8 from the running mean of one length."""
-        task = trainer.task
-        assert isinstance(task, DenoiserTask)
-        assert trainer.ema is not None
-        network = trainer.network.eval()
-        ask = torch.compile(network, dynamic=False) if trainer.config.engine.compile else network
-        with trainer.ema.inside(ema):
-            dtype = torch.bfloat16 if trainer.config.engine.dtype == "bf16" else None
-            at_once = min(self.config.batch, count)
+        task, at_once, dtype = denoising(trainer), min(self.config.batch, count), half_of(trainer)
+        with averaged(trainer, ema) as ask:
             made = task.sampling(grid).batches(
                 ask, task.shape, count, SAMPLE_SEED, device=task.device, batch=at_once, dtype=dtype
             )
-            pictures = torch.cat([to_bytes(batch.add(1).div(2)) for batch in made])
-        network.train()
-        return pictures
+            return torch.cat([to_bytes(batch.add(1).div(2)) for batch in made])
+
+    def last_calls(self, trainer: Trainer, ema: float, grid: str) -> Tensor | None:
+        """Training pictures, noised to the level of the last call and denoised by it: their KID is what the end of the
+        grid costs. Others than the judge compares with; None where there are no others."""
+        images, some = trainer.source.data.images, self.config.neighbours  # type: ignore[union-attr]
+        chosen = shuffled(len(images))[some : 2 * some].to(images.device)
+        at_once = min(self.config.batch, len(chosen))
+        if at_once < FEWEST:
+            return None
+        sampling, x0 = denoising(trainer).sampling(grid), images[chosen].float().div(127.5).sub(1)
+        with averaged(trainer, ema) as ask:
+            made = sampling.last_calls(ask, x0, SAMPLE_SEED, batch=at_once, dtype=half_of(trainer))
+            return torch.cat([to_bytes(batch.add(1).div(2)) for batch in made])
+
+
+@contextmanager
+def averaged(trainer: Trainer, ema: float) -> Iterator[Callable[..., Tensor]]:
+    """The network with the running mean of one length in it, as pictures are made with it."""
+    assert trainer.ema is not None
+    network = trainer.network.eval()
+    with trainer.ema.inside(ema):
+        yield torch.compile(network, dynamic=False) if trainer.config.engine.compile else network
+    network.train()
+
+
+def denoising(trainer: Trainer) -> DenoiserTask:
+    assert isinstance(trainer.task, DenoiserTask)
+    return trainer.task
+
+
+def half_of(trainer: Trainer) -> torch.dtype | None:
+    return torch.bfloat16 if trainer.config.engine.dtype == "bf16" else None

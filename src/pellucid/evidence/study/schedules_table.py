@@ -12,6 +12,7 @@ from pellucid.evidence.study.significance import in_words, spread
 from pellucid.evidence.study.table import Table
 
 METRICS = (("fid", "FID", 1.0), ("kid", "KID × 10³", 1e3))
+LAST_CALL = "last call alone"
 
 
 def number(value: float, digits: int = 2) -> str:
@@ -27,6 +28,11 @@ def told(point: Point, scale: float = 1.0) -> str:
     if point.low is None or point.high is None:
         return words
     return f"{words} ({number(point.low * scale)} to {number(point.high * scale)})"
+
+
+def last_call(held: list[dict[str, Any]]) -> str:
+    known = [row for row in held if "kid_last_call" in row]
+    return told(Point.of(known, "kid_last_call"), 1e3) if known else "–"
 
 
 def tables(found: Results) -> list[Table]:
@@ -51,6 +57,7 @@ def final(found: Results) -> Table:
                 f"{here[0]['samples']:,}",
                 *(told(Point.of(here, metric), scale) for metric, _, scale in METRICS),
                 *shares,
+                last_call(here),
                 number(found.at_end(name, "loss"), 4),
                 number(found.at_end(name, "grad_norm"), 3),
                 number(found.at_end(name, "grad_norm_std") / found.at_end(name, "grad_norm")),
@@ -58,11 +65,13 @@ def final(found: Results) -> Table:
             )
         )
     columns = ("schedule", "step", "pictures", *(title for _, title, _ in METRICS), "precision", "recall")
-    last = ("loss", "gradient norm", "its spread", "training")
+    last = (LAST_CALL, "loss", "gradient norm", "its spread", "training")
     note = (
-        "± is one standard deviation over the seeds; brackets hold 95 % of other pictures of one run. Loss, gradient "
-        "norm and its spread within a window (standard deviation ÷ mean) are of the last tenth of training. Losses of "
-        "different schedules are means over different noise levels and cannot be compared."
+        "± is one standard deviation over the seeds; brackets hold 95 % of other pictures of one run. The last call "
+        "alone: KID × 10³ of training pictures that are noised to its level and denoised by it, which is what the end "
+        "of the grid costs, however good the way to it. Loss, gradient norm and its spread within a window (standard "
+        "deviation ÷ mean) are of the last tenth of training. Losses of different schedules are means over different "
+        "noise levels and cannot be compared."
     )
     return Table("At the end", (*columns, *last), tuple(rows), note)
 
@@ -87,10 +96,10 @@ def others(found: Results) -> Table:
             metric = "fid_few" if all("fid_few" in row for row in held) else "fid"
             first = held[0]
             fid, kid = Point.of(held, metric), Point.of(held, "kid")
-            rows.append((name, f"{first['ema']:,.0f}", first["grid"], told(fid), told(kid, 1e3)))
+            rows.append((name, f"{first['ema']:,.0f}", first["grid"], told(fid), told(kid, 1e3), last_call(held)))
     if len(rows) <= len(found.study.schedules):
         rows = []  # there are no others
-    columns = ("schedule", "EMA, images", "grid", "FID", "KID × 10³")
+    columns = ("schedule", "EMA, images", "grid", "FID", "KID × 10³", LAST_CALL)
     note = f"FID of {found.study.samples:,} pictures. An image of the EMA counts half as much so many images later."
     return Table("Other running means and grids, at the last point", columns, tuple(rows), note)
 
