@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from published import CONFIGS, FLUX, LATENT, SD15, SD21_V, SDXL
 from sabotages import HEALTHY, healthy, sabotage
 
 from pellucid import compile_plan
+from pellucid.core.schedule import make
 from pellucid.evidence.doctor.opening import Given, of_config, open_subject
 from pellucid.evidence.doctor.subject import Asked, Subject
 from pellucid.pipeline.recipe import Recipe, write_png
@@ -122,6 +124,26 @@ def karras_with_a_null_last_step(folder: Path) -> Subject:
 def least_sigma_twice(folder: Path) -> Subject:
     options = {"use_karras_sigmas": True, "final_sigmas_type": "sigma_min"}
     return config(swapped("DPMSolverMultistepScheduler", SD15, **options))
+
+
+IN_PIXELS = {"_class_name": "DDIMPipeline", "unet": ["diffusers", "UNet2DModel"]}
+
+
+def in_pixels(**changes: Any) -> Subject:
+    """A config of DDIM in a folder without a VAE, with 50 steps."""
+    base = {"_class_name": "DDIMScheduler", "beta_schedule": "linear", "timestep_spacing": "trailing"}
+    return replace(config(base, Asked(steps=50), **changes), index=IN_PIXELS)
+
+
+@sabotage("far-last-call", "noise of 50 in 255", "smoother than pictures are")
+def pixels_that_end_far_from_the_data(folder: Path) -> Subject:
+    """The sqrt schedule leaves the data so fast that its twentieth time holds noise of 0.39."""
+    return in_pixels(trained_betas=make("sqrt_alpha_bar").betas.tolist(), prediction_type="v_prediction")
+
+
+@healthy
+def pixels_to_the_first_time(folder: Path) -> Subject:
+    return in_pixels(timestep_spacing="leading")
 
 
 @sabotage("previous-step", "diffusers steps to t − 33")

@@ -12,7 +12,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from published import CONFIGS, LATENT, SD15, SDXL
 from sabotages import noted, silent
-from sabotages_config import config, swapped
+from sabotages_config import IN_PIXELS, config, in_pixels, swapped
 from sabotages_family import a_pipeline_that_only_diffusers_opens, scaled, single
 from sabotages_folder import INDEX, SCHEDULER, WEIGHTS, edit, look, rewrite
 from sabotages_model import stretched
@@ -30,6 +30,16 @@ YAML = 'model:\n  params:\n    parameterization: "eps"\n'  # as it lies beside a
 def eps_on_cosine_betas(folder: Path) -> Subject:
     """The last beta is capped at 0.999, so that a trace of the picture is left at the noisiest level."""
     return config(SDXL, beta_schedule="squaredcos_cap_v2", timestep_spacing="trailing")
+
+
+@noted("far-last-call", "noise of 10 in 255")
+def pixels_with_a_leap_at_the_end(folder: Path) -> Subject:
+    return in_pixels()
+
+
+@silent
+def latents_with_a_leap_at_the_end(folder: Path) -> Subject:
+    return replace(in_pixels(), index=IN_PIXELS | {"vae": ["diffusers", "AutoencoderKL"]})
 
 
 @noted("inert-keys", "DPMSolverMultistepScheduler does not read them", "from another one's config")

@@ -21,6 +21,9 @@ SEEN_OFF = 0.01  # a gap that matters, as a part of x
 LATE_START = 0.25  # alpha of the first call beyond that of the noisiest level: a run starts without it
 SLIGHTLY_LATE = 0.05
 NOISY_END = 0.05  # sigma / alpha that stays in the picture; the published schedules leave 0.03 at most
+FAR_CALL = 0.03  # sigma / alpha of a last call; 0.04 adds 1.7e-3 to a KID of CIFAR-10 (docs/results/schedules.md)
+VERY_FAR = 0.2
+ENOUGH = 20  # calls; with fewer every grid ends with a leap
 OFTEN = 0.1  # share of the calls
 NOTHING = 0.01  # alpha below which x holds nothing of a picture
 WASTED = 0.2  # share of the calls there, the first aside: a grid has to begin somewhere
@@ -129,6 +132,34 @@ def end_fix(subject: Subject, before: str = "") -> str:
     if known.get("set_alpha_to_one") is False:
         return f'{before}"set_alpha_to_one": true'
     return "Sample with --sampler NAME --grid karras, which ends at sigma 0; this class of diffusers cannot."
+
+
+@check("last call", needs=("plan", "reading"))
+def last_call(subject: Subject) -> Iterator[Finding]:
+    """Pixels whose finest detail is made in one leap, from further off than the network was trained to go."""
+    plan, reading = subject.plan, subject.reading
+    assert plan is not None
+    assert reading is not None
+    if not in_pixels(subject) or plan.nfe < ENOUGH or plan.end.ratio > 0:
+        return
+    far, near = plan.rows[-1].level.ratio, float(reading.schedule.ratio_at(reading.schedule.span[0]))
+    if far > FAR_CALL and far > 2 * near:
+        yield Finding(
+            "far-last-call",
+            "warning" if far > VERY_FAR else "note",
+            "the finest detail is made in one leap",
+            (("calls", plan.nfe), ("sigma / alpha of the last call", far), ("of the first training time", near)),
+            f"The last call sees noise of {far * 127.5:.0f} in 255 and goes to the picture in one step, which is the "
+            "mean of all that it could be: smoother than pictures are. The network was trained to go nearer.",
+            '--grid linspace or karras, which end at its first time; in diffusers "timestep_spacing": "leading"',
+        )
+
+
+def in_pixels(subject: Subject) -> bool:
+    """Whether what is denoised are pixels, and not latents or something that is not known."""
+    if subject.pipeline is not None:
+        return subject.pipeline.components.vae is None and subject.pipeline.channels == 3
+    return subject.index is not None and "vae" not in subject.index and "unet" in subject.index
 
 
 @check("previous step", needs=("plan",))
