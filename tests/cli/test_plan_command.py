@@ -64,6 +64,13 @@ def test_the_header_says_what_was_asked(tell):
     assert f"deviation {plan.deviation:.3g}, declared: {plan.declared}" in text
 
 
+def test_the_header_says_what_a_plan_keeps(tell):
+    """More than there was of large things, half of small ones: told before anything runs."""
+    text = tell("plan", "heun", "--schedule", "cosine", "--target", "v", "--grid", "trailing", "--steps", "20").words
+    assert "keeps 581 % of 1, 139 % of 0.3, 80.1 % of 0.1, 32.1 % of 0.03, 11.1 % of 0.01: of Gaussian" in text
+    assert "keeps" not in tell("plan", "ddim", "--final", "sigma_min").words  # there is noise in what comes out
+
+
 def test_formulas_are_short_and_exact():
     assert (
         plan_text.formula(((0, 0.93), (2, 0.07), (3, -0.01), (7, 0.2)))

@@ -126,6 +126,7 @@ def least_sigma_twice(folder: Path) -> Subject:
     return config(swapped("DPMSolverMultistepScheduler", SD15, **options))
 
 
+COSINE_V = {"_class_name": "DDIMScheduler", "beta_schedule": "squaredcos_cap_v2", "prediction_type": "v_prediction"}
 IN_PIXELS = {"_class_name": "DDIMPipeline", "unet": ["diffusers", "UNet2DModel"]}
 
 
@@ -144,6 +145,17 @@ def pixels_that_end_far_from_the_data(folder: Path) -> Subject:
 @healthy
 def pixels_to_the_first_time(folder: Path) -> Subject:
     return in_pixels(timestep_spacing="leading")
+
+
+@sabotage("plan-exaggerates", "heun steps too far", "come out as 5.81")
+def heun_from_pure_noise(folder: Path) -> Subject:
+    """Its second call of the first step is trusted as much as the first, which saw nothing."""
+    return config(COSINE_V, Asked(steps=20, sampler="heun", grid="trailing"))
+
+
+@healthy
+def ddim_from_pure_noise(folder: Path) -> Subject:
+    return config(COSINE_V, Asked(steps=20, sampler="ddim", grid="trailing"))
 
 
 @sabotage("previous-step", "diffusers steps to t − 33")

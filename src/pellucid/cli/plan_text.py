@@ -7,12 +7,14 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from pellucid.cli.output import short, told
+from pellucid.core.oracle import kept
 from pellucid.core.plan import REGISTERS, Plan, Row, Weights
 from pellucid.core.samplers import REGISTRY
 from pellucid.core.schedule import Level
 from pellucid.core.wording import named
 
 FRAMES = {"vp": "alpha² + sigma² = 1", "ve": "alpha = 1", "flow": "alpha + sigma = 1"}
+SCALES = (1.0, 0.3, 0.1, 0.03, 0.01)  # standard deviations of what a picture is made of
 COLUMNS = ("#", "time", "alpha", "sigma", "λ")
 
 
@@ -38,8 +40,18 @@ def facts(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "end", level(plan.end)
     law = f"declared: {plan.declared}" if plan.declared else "each row lands on its level"
     yield "law", f"deviation {short(plan.deviation, 3)}, {law}"
+    if plan.end.sigma == 0:
+        yield "keeps", detail(plan)
     if "says" in plan.evidence:
         yield "evidence", str(plan.evidence["says"])
+
+
+def detail(plan: Plan) -> str:
+    """What is left of large and of small things."""
+    shares = [
+        f"{short(100 * float(part), 3)} % of {scale:g}" for scale, part in zip(SCALES, kept(plan, SCALES), strict=True)
+    ]
+    return f"{', '.join(shares)}: of Gaussian data so large, exactly"
 
 
 def level(at: Level) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from pellucid.core.dialect_diffusers import PREVIOUS, ZERO_SNR_RATIO
 from pellucid.core.errors import PellucidError
+from pellucid.core.oracle import kept
 from pellucid.core.plan import Plan
 from pellucid.core.schedule import Tabled
 from pellucid.evidence.doctor import plans
@@ -23,6 +24,8 @@ SLIGHTLY_LATE = 0.05
 NOISY_END = 0.05  # sigma / alpha that stays in the picture; the published schedules leave 0.03 at most
 FAR_CALL = 0.03  # sigma / alpha of a last call; 0.04 adds 1.7e-3 to a KID of CIFAR-10 (docs/results/schedules.md)
 VERY_FAR = 0.2
+SIZES = (1.0, 0.5, 0.25)  # standard deviations of what pixels and latents are made of
+EXAGGERATED = 1.2  # how much larger it may come out; the samplers that people use stay below 1.05
 ENOUGH = 20  # calls; with fewer every grid ends with a leap
 OFTEN = 0.1  # share of the calls
 NOTHING = 0.01  # alpha below which x holds nothing of a picture
@@ -160,6 +163,26 @@ def in_pixels(subject: Subject) -> bool:
     if subject.pipeline is not None:
         return subject.pipeline.components.vae is None and subject.pipeline.channels == 3
     return subject.index is not None and "vae" not in subject.index and "unet" in subject.index
+
+
+@check("size of what comes out", needs=("plan",))
+def size(subject: Subject) -> Iterator[Finding]:
+    """Plans that make Gaussian data larger than they are, however good the network."""
+    plan = subject.plan
+    assert plan is not None
+    if plan.end.ratio > 0:
+        return
+    largest, scale = max(zip(kept(plan, SIZES).tolist(), SIZES, strict=True))
+    if largest > EXAGGERATED:
+        yield Finding(
+            "plan-exaggerates",
+            "warning" if largest > 2 * EXAGGERATED and not plan.declared else "note",
+            f"the plan makes things {largest:.3g} times as large as they are",
+            (("calls", plan.nfe), ("of Gaussian data", scale), ("times as large", largest)),
+            f"{plan.name} steps too far for this grid: with a perfect network, data of standard deviation {scale:g} "
+            f"come out as {largest * scale:.3g}. Pictures are glaring, or no pictures.",
+            "More steps, or another --grid or --sampler: `pellucid plan` says what each keeps",
+        )
 
 
 @check("previous step", needs=("plan",))
