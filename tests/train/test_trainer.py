@@ -293,6 +293,11 @@ def test_pictures_on_the_way(tmp_path: Path, straight: Path) -> None:
     [
         ({"schedule": {"name": "linear", "num_train": 100}, "target": "v"}, {"steps": 2}, "DDIMScheduler"),
         (
+            {"schedule": {"name": "linear", "num_train": 100}, "target": "v"},
+            {"grid": "beta", "steps": 2},  # which diffusers' DDIM does not have
+            "DDIMScheduler",
+        ),
+        (
             {"schedule": {"name": "flow"}, "target": "flow", "times": {"kind": "logit_normal"}},
             {"sampler": "flow_euler", "grid": "trailing", "steps": 2},
             "FlowMatchEulerDiscreteScheduler",
@@ -310,6 +315,7 @@ def test_other_targets_are_shipped_too(tmp_path: Path, objective: Any, sampling:
     trainer(tmp_path / "run", {"steps": 2, "task": None}, {"task": task}).run()
     scheduler = json.loads((tmp_path / "run" / "model" / "scheduler" / "scheduler_config.json").read_text())
     assert scheduler["_class_name"] == kind
+    assert scheduler.get("timestep_spacing", "leading") == "leading"
     pipe = pellucid.load(tmp_path / "run" / "model")
     assert pipe(seed=3, steps=2).images[0].size == (SIDE, SIDE)
 

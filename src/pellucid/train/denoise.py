@@ -26,6 +26,8 @@ from pellucid.train.objective import Graded
 from pellucid.train.sampling import Sampling, SamplingConfig
 from pellucid.train.source import Batch
 
+DDIM_GRIDS = ("leading", "linspace", "trailing")  # of diffusers' class
+
 
 @dataclass(frozen=True)
 class DenoiserConfig:
@@ -131,12 +133,16 @@ class DenoiserTask:
         save_components(parts, folder, overwrite=True)
 
     def exported(self) -> dict[str, Any]:
-        """The config of the scheduler to ship: DDIM's where the schedule is a table, else that of `sampling`."""
-        config, schedule = self.config.sampling, self.objective.schedule
-        # diffusers' other schedulers know no clipping
-        sampler, clip = ("ddim", Clip()) if isinstance(schedule, Tabled) else (config.sampler, None)
-        reading = Reading("", sampler, schedule, self.objective.target, grid_named(config.grid), {}, clip)
-        return diffusers_export.write(reading)
+        """The config of the scheduler to ship: DDIM's where the schedule is a table, else that of `sampling`.
+
+        diffusers' other schedulers know no clipping. Where DDIM there has no such grid, `leading` is shipped.
+        """
+        config, schedule, target = self.config.sampling, self.objective.schedule, self.objective.target
+        grid = grid_named(config.grid)
+        if not isinstance(schedule, Tabled):
+            return diffusers_export.write(Reading("", config.sampler, schedule, target, grid, {}, None))
+        shipped = grid if grid.name in DDIM_GRIDS else grid_named("leading")
+        return diffusers_export.write(Reading("", "ddim", schedule, target, shipped, {}, Clip()))
 
 
 def check(config: DenoiserConfig, network: UNet) -> None:

@@ -22,7 +22,7 @@ SEEN_OFF = 0.01  # a gap that matters, as a part of x
 LATE_START = 0.25  # alpha of the first call beyond that of the noisiest level: a run starts without it
 SLIGHTLY_LATE = 0.05
 NOISY_END = 0.05  # sigma / alpha that stays in the picture; the published schedules leave 0.03 at most
-FAR_CALL = 0.03  # sigma / alpha of a last call; 0.04 adds 1.7e-3 to a KID of CIFAR-10 (docs/results/schedules.md)
+FAR_CALL = 0.03  # sigma / alpha of a last call; 0.04 is a tenth of a model's KID in docs/results/schedules.md
 VERY_FAR = 0.2
 SIZES = (1.0, 0.5, 0.25)  # standard deviations of what pixels and latents are made of
 EXAGGERATED = 1.2  # how much larger it may come out; the samplers that people use stay below 1.05
@@ -154,7 +154,7 @@ def last_call(subject: Subject) -> Iterator[Finding]:
             (("calls", plan.nfe), ("sigma / alpha of the last call", far), ("of the first training time", near)),
             f"The last call sees noise of {far * 127.5:.0f} in 255 and goes to the picture in one step, which is the "
             "mean of all that it could be: smoother than pictures are. The network was trained to go nearer.",
-            '--grid linspace or karras, which end at its first time; in diffusers "timestep_spacing": "leading"',
+            '--grid beta or linspace, which end at its first time; in diffusers "timestep_spacing": "leading"',
         )
 
 
