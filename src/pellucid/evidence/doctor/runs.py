@@ -25,7 +25,8 @@ NOISY_END = 0.05  # sigma / alpha that stays in the picture; the published sched
 FAR_CALL = 0.03  # sigma / alpha of a last call; 0.04 is a tenth of a model's KID in docs/results/schedules.md
 VERY_FAR = 0.2
 SIZES = (1.0, 0.5, 0.25)  # standard deviations of what pixels and latents are made of
-EXAGGERATED = 1.2  # how much larger it may come out; the samplers that people use stay below 1.05
+EXAGGERATED = 1.2  # how much larger it may come out
+PIXELS = ("DDPMPipeline", "DDIMPipeline", "PNDMPipeline")  # diffusers' pipelines without an autoencoder
 ENOUGH = 20  # calls; with fewer every grid ends with a leap
 OFTEN = 0.1  # share of the calls
 NOTHING = 0.01  # alpha below which x holds nothing of a picture
@@ -146,6 +147,8 @@ def last_call(subject: Subject) -> Iterator[Finding]:
     if not in_pixels(subject) or plan.nfe < ENOUGH or plan.end.ratio > 0:
         return
     far, near = plan.rows[-1].level.ratio, float(reading.schedule.ratio_at(reading.schedule.span[0]))
+    known = reading.class_name in ("DDIMScheduler", "DDPMScheduler")  # of which `leading` ends there as well
+    leading = '; in diffusers "timestep_spacing": "leading"' if known else ""
     if far > FAR_CALL and far > 2 * near:
         yield Finding(
             "far-last-call",
@@ -154,7 +157,7 @@ def last_call(subject: Subject) -> Iterator[Finding]:
             (("calls", plan.nfe), ("sigma / alpha of the last call", far), ("of the first training time", near)),
             f"The last call sees noise of {far * 127.5:.0f} in 255 and goes to the picture in one step, which is the "
             "mean of all that it could be: smoother than pictures are. The network was trained to go nearer.",
-            '--grid beta or linspace, which end at its first time; in diffusers "timestep_spacing": "leading"',
+            f"--sampler {reading.sampler} --grid beta or linspace, which end at its first time{leading}",
         )
 
 
@@ -162,7 +165,7 @@ def in_pixels(subject: Subject) -> bool:
     """Whether what is denoised are pixels, and not latents or something that is not known."""
     if subject.pipeline is not None:
         return subject.pipeline.components.vae is None and subject.pipeline.channels == 3
-    return subject.index is not None and "vae" not in subject.index and "unet" in subject.index
+    return subject.index is not None and subject.index.get("_class_name") in PIXELS
 
 
 @check("size of what comes out", needs=("plan",))
@@ -173,14 +176,15 @@ def size(subject: Subject) -> Iterator[Finding]:
     if plan.end.ratio > 0:
         return
     largest, scale = max(zip(kept(plan, SIZES).tolist(), SIZES, strict=True))
+    reason = plan.declared or f"{plan.name} steps too far for this grid"
     if largest > EXAGGERATED:
         yield Finding(
             "plan-exaggerates",
             "warning" if largest > 2 * EXAGGERATED and not plan.declared else "note",
             f"the plan makes things {largest:.3g} times as large as they are",
             (("calls", plan.nfe), ("of Gaussian data", scale), ("times as large", largest)),
-            f"{plan.name} steps too far for this grid: with a perfect network, data of standard deviation {scale:g} "
-            f"come out as {largest * scale:.3g}. Pictures are glaring, or no pictures.",
+            f"{reason}: with a perfect network, data of standard deviation {scale:g} come out as "
+            f"{largest * scale:.3g}. Pictures are glaring, or no pictures.",
             "More steps, or another --grid or --sampler: `pellucid plan` says what each keeps",
         )
 
