@@ -1,7 +1,7 @@
 """What DDIM's grids keep of pictures as fine as those of CIFAR-10: `python bench/detail_kept.py --data data/cifar10`.
 
 Pictures are taken apart by a cosine transform, whose coefficients are treated as Gaussian and on their own. What a plan
-makes of each is then exact (core.oracle.kept), with a perfect network. Draws docs/results/schedules/detail.png.
+makes of each is then exact (core.plan.kept), with a perfect network. Draws docs/results/schedules/detail.png.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from pellucid import compile_plan
-from pellucid.core.oracle import kept
+from pellucid.core.plan import kept
 from pellucid.evidence.study import charts
 from pellucid.evidence.study.table import Table
 from pellucid.train.cifar10 import CIFAR10
@@ -37,7 +37,8 @@ def spectrum(data: Path) -> torch.Tensor:
 
 
 def row(schedule: str, grid: str, sizes: torch.Tensor) -> tuple[str, ...]:
-    parts = kept(compile_plan("ddim", schedule=schedule, target="v", grid=grid, steps=STEPS), sizes.tolist())
+    plan = compile_plan("ddim", schedule=schedule, target="v", grid=grid, steps=STEPS)
+    parts = torch.from_numpy(kept(plan, sizes.tolist()))
     finest = sizes <= sizes.quantile(0.25)
     whole = float((parts * sizes).square().sum() / sizes.square().sum())
     off = float(((parts - 1) * sizes).norm() / sizes.norm())

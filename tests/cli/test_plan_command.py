@@ -6,6 +6,8 @@ import inspect
 import json
 import math
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -69,6 +71,18 @@ def test_the_header_says_what_a_plan_keeps(tell):
     text = tell("plan", "heun", "--schedule", "cosine", "--target", "v", "--grid", "trailing", "--steps", "20").words
     assert "keeps 581 % of 1, 139 % of 0.3, 80.1 % of 0.1, 32.1 % of 0.03, 11.1 % of 0.01: of Gaussian" in text
     assert "keeps" not in tell("plan", "ddim", "--final", "sigma_min").words  # there is noise in what comes out
+
+
+def test_a_plan_is_shown_without_torch():
+    """A second of waiting for what a table of numbers does not need."""
+    program = (
+        "import sys, pellucid.cli as c\nsys.argv = ['pellucid', 'plan', 'ddim', '--steps', '5']\n"
+        "try:\n    c.main()\nexcept SystemExit:\n    pass\n"
+        "print('torch' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "keeps" in done.stdout
+    assert done.stderr == "False\n"
 
 
 def test_formulas_are_short_and_exact():

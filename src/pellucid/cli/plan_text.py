@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from pellucid.cli.output import short, told
-from pellucid.core.oracle import kept
-from pellucid.core.plan import REGISTERS, Plan, Row, Weights
+from pellucid.core.plan import REGISTERS, Plan, Row, Weights, kept
 from pellucid.core.samplers import REGISTRY
 from pellucid.core.schedule import Level
 from pellucid.core.wording import named

@@ -18,6 +18,7 @@ from pellucid.core.grid import Grid, Leg, Path, Setup
 from pellucid.core.samplers.registry import Sampler
 from pellucid.core.schedule import EDM, Array, Flow, Schedule, Tabled, Target, in_frame
 
+SPACINGS = ("leading", "linspace", "trailing")
 RULES = ("karras", "exponential", "beta", "lu")
 # The spacing that each diffusers class has by default.
 SPACING = {"training": "leading", "k": "linspace", "solver": "linspace"}
@@ -54,14 +55,14 @@ def as_diffusers(
 
 
 def spacing_of(grid: Grid, peer: str) -> str:
-    found = grid.name if grid.name in ("leading", "linspace", "trailing") else grid.spacing or SPACING[peer]
-    if found not in ("leading", "linspace", "trailing"):
+    found = grid.name if grid.name in SPACINGS else grid.spacing or SPACING[peer]
+    if found not in SPACINGS:
         raise PlanError(rule("spacing", "leading, linspace or trailing in the diffusers dialect", found), "dialect")
     return found
 
 
 def rule_of(grid: Grid) -> str | None:
-    if grid.name in ("leading", "linspace", "trailing", "explicit"):
+    if grid.name in (*SPACINGS, "explicit"):
         return None
     if grid.name not in RULES:
         raise PlanError(rule("grid", "one that diffusers has", grid.name, nearest(grid.name, RULES)), "dialect")

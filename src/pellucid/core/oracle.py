@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +10,7 @@ import torch
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.core.loop import Prediction, run
-from pellucid.core.plan import Draw, Plan, Span
+from pellucid.core.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -94,38 +92,3 @@ def start_of(plan: Plan, like: Mixture, count: int, seed: int = 0) -> Tensor:
     data = like.sample(count, generator)
     noise = torch.randn(data.shape, generator=generator, dtype=torch.float64)
     return plan.start.alpha * data + plan.start.sigma * noise
-
-
-def kept(plan: Plan, scales: Sequence[float]) -> Tensor:
-    """How large Gaussian data come out of a plan, over how large they are, for components of these standard deviations.
-
-    1 is right; less is smoothed away, whatever the network. Exact: with Gaussian data the denoiser is linear, so x is
-    a sum over what a run draws, and each line of one image (lines, scales) goes through the loop with one of it.
-    """
-    size = torch.as_tensor(scales, dtype=torch.float64)
-    keys = sorted({(d.interval, d.visit) for r in plan.rows for d in (*r.pre_draws, *r.draws)})
-    source = Impulses({key: 2 + k for k, key in enumerate(keys)})
-    x = torch.zeros(1, 2 + len(keys), len(size), dtype=torch.float64)
-    x[0, 0] = plan.initial_scale  # the first noise
-    if {"skip", "between"} & set(plan.grid):
-        x[0, 1] = plan.start.alpha * size  # a run that starts inside of the schedule starts from data
-
-    def wiener(x: Tensor, level: Any, time: Any) -> Prediction:
-        x0 = x * (level.alpha * size**2 / (level.alpha**2 * size**2 + level.sigma**2))
-        return Prediction(x0, x0)
-
-    found = run(plan, wiener, x, noise=source)  # type: ignore[arg-type]
-    return found[0].square().sum(0).sqrt() / plan.end.alpha / size
-
-
-@dataclass(frozen=True)
-class Impulses:
-    """Noise that is 1 in the line of its draw, and 0 in all others."""
-
-    line: dict[tuple[int, int], int]  # of an interval and a visit
-
-    def step(self, draws: Sequence[Draw], span: Span, like: Tensor, images: Sequence[int]) -> Tensor:
-        noise = torch.zeros_like(like)
-        for draw in draws:
-            noise[:, self.line[draw.interval, draw.visit]] += draw.weight
-        return noise

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -431,36 +431,78 @@ def landings(plan: Plan) -> list[tuple[float, float]]:
     noise and of the drawn noises; x must be alpha·μ plus noise of standard deviation sigma at every call. Beside
     each register runs a bound of its rounding error, for methods that amplify it (big first steps on eps).
     """
-    keys = sorted({(d.interval, d.visit) for r in plan.rows for d in (*r.pre_draws, *r.draws)})
-    index = {key: i + 2 for i, key in enumerate(keys)}
-    point, first = (np.zeros(len(keys) + 2) for _ in range(2))
+    point, first = (np.zeros(lines_of(plan)) for _ in range(2))
     point[0], first[1] = 1.0, 1.0
 
+    def exact(level: Level, x: Value) -> tuple[Value, Value]:
+        return _one_point(plan.basis, level, x, point, first), (point, 0.0)
+
+    visited = course(plan, plan.start.alpha * point + plan.start.sigma * first, exact)
+    return [_distance(x, level) for level, x in visited]
+
+
+Value = tuple[Array, float]  # what a register holds, a line a source; and a bound of its rounding error
+ROUNDING = 2.0**-51
+
+
+def draws_of(plan: Plan) -> list[tuple[int, int]]:
+    """The interval and the visit of every normal number that a run draws."""
+    return sorted({(d.interval, d.visit) for r in plan.rows for d in (*r.pre_draws, *r.draws)})
+
+
+def lines_of(plan: Plan) -> int:
+    """The sources of x: the data, the first noise, and each draw."""
+    return 2 + len(draws_of(plan))
+
+
+def course(
+    plan: Plan, start: Array, predict: Callable[[Level, Value], tuple[Value, Value]]
+) -> Iterator[tuple[Level, Value]]:
+    """x at the level of each call and at the end, (lines, …), where `predict` (level, x) → (prediction, x0) is linear:
+    then x is a sum over its sources, and what each of them brings is a line."""
+    index = {key: 2 + i for i, key in enumerate(draws_of(plan))}
+
     def noise(draws: tuple[Draw, ...]) -> Value:
-        out = np.zeros_like(point)
+        out = np.zeros_like(start)
         for d in draws:
             out[index[d.interval, d.visit]] += d.weight
         return out, 0.0
 
-    zero = (np.zeros_like(point), 0.0)
-    x: Value = (plan.start.alpha * point + plan.start.sigma * first, 0.0)
-    anchor, history, found = zero, [zero] * DEPTH, []
+    zero = (np.zeros_like(start), 0.0)
+    x: Value = (start, 0.0)
+    anchor, history = zero, [zero] * DEPTH
     for r in plan.rows:
         if r.pre_noise:
             x = (x[0] + r.pre_noise * noise(r.pre_draws)[0], x[1])
-        found.append(_distance(x, r.level))
-        p0 = _one_point(plan.basis, r.level, x, point, first)
-        registers = [x, anchor, p0, *history[: DEPTH - 1], (point, 0.0), noise(r.draws) if r.draws else zero]
+        yield r.level, x
+        p0, x0 = predict(r.level, x)
+        registers = [x, anchor, p0, *history[: DEPTH - 1], x0, noise(r.draws) if r.draws else zero]
         x = _mix(r.x, registers, zero[0])
         if r.anchor is not None:
             anchor = _mix(r.anchor, registers, zero[0])
         if not r.held:
             history = [p0, *history[: DEPTH - 1]]
-    return [*found, _distance(x, plan.end)]
+    yield plan.end, x
 
 
-Value = tuple[Array, float]
-ROUNDING = 2.0**-51
+def kept(plan: Plan, scales: Sequence[float]) -> Array:
+    """How large Gaussian data come out of a plan, over how large they are, for components of these standard deviations.
+
+    1 is right; less is smoothed away, whatever the network. Exact: with Gaussian data the best denoiser is linear.
+    """
+    size = np.asarray(scales, np.float64)
+    start = np.zeros((lines_of(plan), len(size)))
+    start[1] = plan.initial_scale
+    if {"skip", "between"} & set(plan.grid):
+        start[0] = plan.start.alpha * size  # a run that starts inside of the schedule starts from data
+
+    def wiener(level: Level, x: Value) -> tuple[Value, Value]:
+        x0 = x[0] * (level.alpha * size**2 / (level.alpha**2 * size**2 + level.sigma**2))
+        c_x, c_0 = targets.from_x0(plan.basis, level)
+        return (c_x * x[0] + c_0 * x0, 0.0), (x0, 0.0)
+
+    *_, (end, x) = course(plan, start, wiener)
+    return np.sqrt((x[0] ** 2).sum(0)) / end.alpha / size
 
 
 def _one_point(basis: Target, level: Level, x: Value, point: Array, first: Array) -> Value:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pellucid.core.compile import compile_plan
+from pellucid.core.dialect_diffusers import SPACINGS
 from pellucid.core.errors import PellucidError, PlanError, nearest, rule
 from pellucid.core.filters import Clip, DynamicThreshold, Filter
 from pellucid.core.samplers import resolve
@@ -170,7 +171,7 @@ def grid_keys(reading: Reading, name: str, keys: dict[str, Any]) -> dict[str, An
         if RULE_KEYS[grid.name] not in keys:
             raise refusal("grid", f"one that {name} has", grid.name)
         out[RULE_KEYS[grid.name]] = True
-    spacing = grid.name if grid.name in ("leading", "linspace", "trailing") else grid.spacing
+    spacing = grid.name if grid.name in SPACINGS else grid.spacing
     parts = {
         "timestep_spacing": (spacing or keys.get("timestep_spacing"), spacing),
         "steps_offset": (int(grid.offset), 0 if grid.offset == int(grid.offset) else grid.offset),

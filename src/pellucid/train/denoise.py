@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from pellucid.core.dialect_diffusers import SPACINGS
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.filters import Clip
 from pellucid.core.grid import named as grid_named
@@ -25,8 +26,6 @@ from pellucid.train.initial import start_small
 from pellucid.train.objective import Graded
 from pellucid.train.sampling import Sampling, SamplingConfig
 from pellucid.train.source import Batch
-
-DDIM_GRIDS = ("leading", "linspace", "trailing")  # of diffusers' class
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ class DenoiserTask:
         grid = grid_named(config.grid)
         if not isinstance(schedule, Tabled):
             return diffusers_export.write(Reading("", config.sampler, schedule, target, grid, {}, None))
-        shipped = grid if grid.name in DDIM_GRIDS else grid_named("leading")
+        shipped = grid if grid.name in SPACINGS else grid_named("leading")
         return diffusers_export.write(Reading("", "ddim", schedule, target, shipped, {}, Clip()))
 
 

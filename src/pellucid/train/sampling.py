@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -76,9 +75,9 @@ class Sampling:
         network: Callable[..., Tensor],
         device: torch.device,
         dtype: torch.dtype | None,
-        told: Mapping[str, Any] = MappingProxyType({}),
+        told: Mapping[str, Any],
     ) -> NetworkDenoiser:
-        """The network as the loop asks it, under autocast where a dtype is given."""
+        """The network as the loop asks it, with what it is told beside x, under autocast where a dtype is given."""
 
         def ask(x: Tensor, time: Tensor) -> Tensor:
             with torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None):
@@ -98,7 +97,7 @@ class Sampling:
     ) -> Iterator[Tensor]:
         """Batches of what the plan's last call makes of x0 (N, …), noised to its level: what the end of a grid costs,
         however good the way to it. Fewer than a full batch are left out, so that a compiled network meets one shape."""
-        row, reads = self.plan().rows[-1], self.reader(network, x0.device, dtype)
+        row, reads = self.plan().rows[-1], self.reader(network, x0.device, dtype, {})
         for first in range(0, len(x0) - batch + 1, batch):
             generator = torch.Generator(x0.device).manual_seed(mixed(seed, first))
             given = x0[first : first + batch]

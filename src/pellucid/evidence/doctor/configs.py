@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from pellucid.core.dialect_diffusers import SPACINGS
 from pellucid.core.errors import PellucidError, nearest
 from pellucid.core.schedule import Tabled
 from pellucid.evidence.doctor.checks import check
@@ -32,7 +33,7 @@ ASKING: dict[str, tuple[Any, ...]] = {
     "flow_shift": (1, 1.0, None),
 }
 VALUES: dict[str, tuple[str, ...]] = {
-    "timestep_spacing": ("leading", "linspace", "trailing"),
+    "timestep_spacing": SPACINGS,
     "final_sigmas_type": ("zero", "sigma_min"),
 }
 # Schedulers of diffusers that Pellucid does not read; a test compares the names with diffusers' own.

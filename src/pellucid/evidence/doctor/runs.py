@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from pellucid.core.dialect_diffusers import PREVIOUS, ZERO_SNR_RATIO
 from pellucid.core.errors import PellucidError
-from pellucid.core.oracle import kept
-from pellucid.core.plan import Plan
+from pellucid.core.plan import Plan, kept
 from pellucid.core.schedule import Tabled
 from pellucid.evidence.doctor import plans
 from pellucid.evidence.doctor.checks import Unable, check

@@ -208,10 +208,8 @@ class Study:
             score |= {"fid_low": spread.low, "fid_high": spread.high}
             if c.samples < c.final_samples:
                 score["fid_few"] = self.judge.fid(found[: c.samples])
-        if (
-            cell["step"] == c.points[-1]
-            and (denoised := self.last_calls(trainer, cell["ema"], cell["grid"])) is not None
-        ):
+        denoised = self.last_calls(trainer, cell["ema"], cell["grid"]) if cell["step"] == c.points[-1] else None
+        if denoised is not None:
             score["kid_last_call"] = self.judge.kid(self.judge.features(denoised))
         return score
 
