@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +71,25 @@ def refuse(ask: Callable[..., Answer]) -> Callable[..., str]:
         assert len(lines) == 1
         assert lines[0].startswith("error[")
         return lines[0]
+
+    return run
+
+
+HEAVY = ("torch", "numpy", "matplotlib", "gradio")
+
+
+@pytest.fixture
+def burden() -> Callable[..., tuple[str, str]]:
+    """What a command prints in a process of its own, and which heavy packages it imported, as a list in words."""
+
+    def run(*words: str) -> tuple[str, str]:
+        program = (
+            f"import sys, pellucid.cli as c\nsys.argv = {['pellucid', *words]}\n"
+            "try:\n    c.main()\nexcept SystemExit:\n    pass\n"
+            f"print([m for m in {HEAVY} if m in sys.modules], file=sys.stderr)"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        return done.stdout, done.stderr
 
     return run
 
