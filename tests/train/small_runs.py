@@ -44,10 +44,10 @@ CONDITIONAL: dict[str, Any] = {"task": {"network": {"num_class_embeds": 5}, "con
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """A table with some of its values changed, at any depth."""
+    """A table with some of its values changed, at any depth; {} empties a table."""
     made = copy.deepcopy(base)
     for key, value in changes.items():
-        made[key] = merged(made[key], value) if isinstance(value, dict) and made.get(key) else value
+        made[key] = merged(made[key], value) if isinstance(value, dict) and value and made.get(key) else value
     return made
 
 

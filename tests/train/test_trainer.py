@@ -263,6 +263,30 @@ def test_a_loaded_model_answers_as_the_trained_network(straight: Path) -> None:
     assert run.network.training  # and the network is as it was
 
 
+def test_a_saved_model_is_trained_further(tmp_path: Path, straight: Path) -> None:
+    """Its weights are the first ones, in float32, and all of them are trained."""
+    further = {"task": {"network": {}, "start": str(straight / "model")}, "steps": 2}
+    run = trainer(tmp_path / "further", further)
+    assert same(dict(run.network.state_dict()), model(straight))
+    assert all(weight.requires_grad for weight in run.network.parameters())
+    run.run()
+    moved = model(tmp_path / "further")
+    assert not any(torch.equal(moved[name], held) for name, held in model(straight).items())
+
+
+@pytest.mark.parametrize(
+    ("task", "code"),
+    [({"start": "runs/model"}, "config-value"), ({"network": {}}, "config-value"), ({"start": "."}, "not-a-component")],
+)
+def test_a_bad_beginning_is_one_line(tmp_path: Path, task: dict[str, Any], code: str) -> None:
+    given = {"network": {}, **task} if code == "not-a-component" else task
+    with pytest.raises(PellucidError) as caught:
+        trainer(tmp_path / "run", {"task": given})
+    assert caught.value.code == code
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
 def test_without_means_the_weights_themselves_are_shipped(tmp_path: Path) -> None:
     trainer(tmp_path / "run", {"ema": [], "steps": 2}).run()
     held, shipped = saved(tmp_path / "run", 2), model(tmp_path / "run")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pellucid.core.errors import PellucidError, rule
 from pellucid.interop.save import save_component
 from pellucid.models.vae import AutoencoderKL
+from pellucid.train.config import check_beginning
 from pellucid.train.denoise import fresh
 from pellucid.train.draws import Draws
 from pellucid.train.encoding import read_vae
@@ -39,9 +40,7 @@ class AutoencoderConfig:
     kl: float = 1e-4
 
     def __post_init__(self) -> None:
-        if bool(self.network) == bool(self.start):
-            got = "both" if self.start else "neither"
-            raise PellucidError(rule("network, start", "one of them", got), "config-value")
+        check_beginning(self.network, self.start)
         if min(self.edges, self.squares, self.kl) < 0:
             got = (self.edges, self.squares, self.kl)
             raise PellucidError(rule("edges, squares, kl", "0 or more", got), "config-value")

@@ -132,6 +132,12 @@ class TrainConfig:
         return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def check_beginning(network: Mapping[str, Any], start: str) -> None:
+    """A network is made from a config or read from a folder."""
+    if bool(network) == bool(start):
+        raise PellucidError(rule("network, start", "one of them", "both" if start else "neither"), "config-value")
+
+
 def parse(path: Path) -> dict[str, Any]:
     """A TOML file as plain values."""
     if not path.is_file():

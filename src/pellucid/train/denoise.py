@@ -15,12 +15,12 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.core.filters import Clip
 from pellucid.core.grid import named as grid_named
 from pellucid.core.schedule import Tabled
-from pellucid.interop import diffusers_export
-from pellucid.interop.components import KINDS, Components
+from pellucid.interop import diffusers_export, source
+from pellucid.interop.components import KINDS, NETWORK_PARTS, Components
 from pellucid.interop.diffusers_config import Reading
 from pellucid.interop.save import save_components
 from pellucid.models.unet import UNet
-from pellucid.train.config import ObjectiveConfig
+from pellucid.train.config import ObjectiveConfig, check_beginning
 from pellucid.train.draws import Draws, seeded
 from pellucid.train.initial import start_small
 from pellucid.train.objective import Graded
@@ -30,13 +30,18 @@ from pellucid.train.source import Batch
 
 @dataclass(frozen=True)
 class DenoiserConfig:
-    """`network` is a config of diffusers, with its `_class_name`. `labels` tells it the class of a picture; the null
-    label, for pictures that drop theirs, is the last of its embeddings."""
+    """`network` is a config of diffusers, with its `_class_name`; or `start` is the folder of a pipeline whose network
+    is trained further. `labels` tells it the class of a picture; the null label, for pictures that drop theirs, is the
+    last of its embeddings."""
 
-    network: Mapping[str, Any]
     objective: ObjectiveConfig
+    network: Mapping[str, Any] = field(default_factory=dict)
+    start: str = ""
     condition: Literal["none", "labels"] = "none"
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+    def __post_init__(self) -> None:
+        check_beginning(self.network, self.start)
 
     def build(self, seed: int, device: torch.device) -> DenoiserTask:
         return DenoiserTask(self, seed, device)
@@ -56,12 +61,23 @@ def fresh(raw: Mapping[str, Any], seed: int) -> nn.Module:
             raise PellucidError(rule("network", f"a {kind} that can be built", str(error)), "network") from None
 
 
+def begun(network: Mapping[str, Any], start: str, seed: int) -> nn.Module:
+    """The denoiser as the first step finds it: fresh, or that of a pipeline's folder, in float32."""
+    if not start:
+        return fresh(network, seed)
+    folder = source.locate(start)
+    found = [folder / part for part in NETWORK_PARTS if (folder / part).is_dir()]
+    if not found:
+        raise PellucidError(rule("start", f"a folder with {' or '.join(NETWORK_PARTS)}", start), "not-a-component")
+    return source.load_component(found[0], dtype=torch.float32).train().requires_grad_(True)
+
+
 class DenoiserTask:
     """The plain task: noise pictures, ask the network, grade its answer."""
 
     def __init__(self, config: DenoiserConfig, seed: int, device: torch.device) -> None:
         self.config, self.objective = config, config.objective.build()
-        network = fresh(config.network, seed)
+        network = begun(config.network, config.start, seed)
         if not isinstance(network, UNet):
             raise PellucidError(rule("network of a pixel denoiser", "a UNet", type(network).__name__), "class")
         check(config, network)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.grid import named as grid_named
-from pellucid.interop import diffusers_export, source
-from pellucid.interop.components import NETWORK_PARTS, Components
+from pellucid.interop import diffusers_export
+from pellucid.interop.components import Components
 from pellucid.interop.diffusers_config import Reading
 from pellucid.interop.family import check_fit
 from pellucid.interop.save import save_components
@@ -21,8 +21,8 @@ from pellucid.models.clip import CLIPTextEncoder
 from pellucid.models.dit import PixArt
 from pellucid.models.unet import UNet
 from pellucid.models.vae import AutoencoderKL, from_diffusion
-from pellucid.train.config import ObjectiveConfig
-from pellucid.train.denoise import fresh
+from pellucid.train.config import ObjectiveConfig, check_beginning
+from pellucid.train.denoise import begun
 from pellucid.train.draws import Draws, mixed
 from pellucid.train.encoding import drawn_latents, read_vae
 from pellucid.train.objective import Graded, Objective
@@ -57,9 +57,7 @@ class TextDenoiserConfig:
     prompts: tuple[str, ...] = ("",)
 
     def __post_init__(self) -> None:
-        if bool(self.network) == bool(self.start):
-            got = "both" if self.start else "neither"
-            raise PellucidError(rule("network, start", "one of them", got), "config-value")
+        check_beginning(self.network, self.start)
         if not self.prompts:
             raise PellucidError(rule("prompts", "a list with at least one", []), "config-value")
 
@@ -85,7 +83,7 @@ class TextDenoiserTask:
     def __init__(self, config: TextDenoiserConfig, seed: int, device: torch.device) -> None:
         self.config, self.objective, self.device = config, config.objective.build(), device
         self.scheduler = scheduler_of(self.objective, config.sampling)  # refused now, and not after the last step
-        denoiser = read_denoiser(config.start) if config.start else fresh(config.network, seed)
+        denoiser = begun(config.network, config.start, seed)
         self.vae = read_vae(config.vae).to(device)
         self.text = config.text.build(mixed(seed, 1))
         self.text.encoder.to(device)
@@ -160,15 +158,6 @@ class TextDenoiserTask:
             schedule=self.objective.schedule,
             target=self.objective.target,
         )
-
-
-def read_denoiser(where: str) -> nn.Module:
-    """The network of a pipeline's folder, in float32, to be trained further."""
-    folder = source.locate(where)
-    found = [folder / part for part in NETWORK_PARTS if (folder / part).is_dir()]
-    if not found:
-        raise PellucidError(rule("start", f"a folder with {' or '.join(NETWORK_PARTS)}", where), "not-a-component")
-    return source.load_component(found[0], dtype=torch.float32).train().requires_grad_(True)
 
 
 def check_parts(denoiser: nn.Module, vae: AutoencoderKL, encoder: CLIPTextEncoder) -> None:
