@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pellucid.evidence.trace.measures import Noted, digest
 
-MOST = 16  # steps of a block on a GPU
+MOST = 32  # steps of a block on a GPU
 LARGE = 2**19  # numbers of the steps of a block; a step that has more is not laid into one
 
 

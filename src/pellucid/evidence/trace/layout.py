@@ -50,15 +50,20 @@ class Place:
         return self.start + self.entry.size
 
 
-def encode(entries: Iterable[Entry], words: dict[str, str]) -> bytes:
-    """A safetensors header as JSON, put together piece by piece: of long runs it is the one thing that is long."""
-    text = bytearray(b'{"__metadata__":' + json.dumps(words, ensure_ascii=False, separators=(",", ":")).encode())
-    at = 0
+def laid(entries: Iterable[Entry]) -> tuple[bytes, int]:
+    """What a header says of the places of tensors, put together piece by piece, and the bytes of all of them."""
+    text, at = bytearray(), 0
     for one in entries:
         sides, end = ",".join(map(str, one.shape)), at + one.size
         text += f',"{one.name}":{{"dtype":"{one.kind}","shape":[{sides}],"data_offsets":[{at},{end}]}}'.encode()
         at = end
-    return bytes(text + b"}")
+    return bytes(text), at
+
+
+def encode(words: dict[str, str], places: bytes) -> bytes:
+    """A safetensors header as JSON. Of long runs `places` is the one thing that is long."""
+    told = json.dumps(words, ensure_ascii=False, separators=(",", ":")).encode()
+    return b'{"__metadata__":' + told + places + b"}"
 
 
 def padded(header: bytes, room: int) -> bytes:

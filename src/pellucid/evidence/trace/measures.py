@@ -157,9 +157,9 @@ def landings_of(seen: StepSeen) -> tuple[Level, ...]:
     return tuple(seen.next_levels[k % len(seen.next_levels)] for k in range(len(seen.images)))
 
 
-def note(seen: StepSeen, past: Past) -> tuple[Noted, list[Tensor]]:
+def note(seen: StepSeen, past: Past, levels: Sequence[Level]) -> tuple[Noted, list[Tensor]]:
     """What is known of a step, and its tensors; predictions as the network made them, if they can be had so."""
-    levels, landings = levels_of(seen), landings_of(seen)
+    landings = landings_of(seen)
     values, readings = {"x": seen.x, "x_next": seen.x_next}, []
     own = getattr(seen.parts, "x", None) is seen.x  # then a prediction can say how it becomes x0, which the block does
     reading = getattr(seen.parts, "reading", None) if own else None

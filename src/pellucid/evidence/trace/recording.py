@@ -65,6 +65,7 @@ class Recording:
         self.weight = torch.from_numpy(measures.weights(max(x[0].numel(), 1))).to(x.device)
         self.end = torch.empty_like(x) if asked.tensors else None
         self.delivered = 0
+        self.laid = (b"", 0)  # where the tensors of a whole run lie, for its header
         self.started_as = measures.digest(x.reshape(1, len(x), -1).contiguous(), self.weight)
         self.header = self.first_header(begun, recipes)
 
@@ -126,9 +127,9 @@ class Recording:
         """One step: laid behind those that wait, which are measured together when they are enough."""
         if self.writer is None:
             self.open(seen)
-        ratios = tuple(level.ratio for level in measures.levels_of(seen))
-        self.past = self.past.after(seen, ratios)
-        noted, values = measures.note(seen, self.past)
+        levels = measures.levels_of(seen)
+        self.past = self.past.after(seen, tuple(level.ratio for level in levels))
+        noted, values = measures.note(seen, self.past, levels)
         if self.block is None or not self.block.takes(noted, seen.x):
             self.measure()
             self.block = Block(noted, seen.x, self.header.limit)
@@ -157,7 +158,8 @@ class Recording:
         self.header = replace(self.header, kept=kept if self.asked.tensors else ())
         assert self.begun is not None
         self.header = replace(self.header, start=tuple(int(d) for d in self.started_as[0].tolist()))
-        front = layout.encode(self.entries(self.header.steps, True), self.header.to_words())
+        self.laid = layout.laid(self.entries(self.header.steps, True))
+        front = layout.encode(self.header.to_words(), self.laid[0])
         spare = SPARE if self.header.recipes else SPARE * (1 + self.header.images)  # a wrapped pipeline's come late
         self.writer = Writer(self.asked.path, front, spare, overwrite=self.asked.overwrite)
         if self.asked.tensors:
@@ -224,8 +226,8 @@ class Recording:
         assert self.writer is not None
         self.header = replace(self.header, **changes)
         complete = self.header.state == "whole"
-        size = sum(entry.size for entry in self.entries(self.delivered, complete))
-        self.writer.finish(layout.encode(self.entries(self.delivered, complete), self.header.to_words()), size)
+        places, size = self.laid if complete else layout.laid(self.entries(self.delivered, False))
+        self.writer.finish(layout.encode(self.header.to_words(), places), size)
 
     def close(self) -> None:
         if self.writer is not None:
