@@ -57,6 +57,11 @@ def test_json_and_options(tell, model):
     assert found["stages"]["denoise"]["held"][0]["bytes"] > 0
 
 
+def test_a_prediction_is_in_the_dtype_of_the_files_and_on_a_cpu_in_what_they_work_in_there(tell):
+    for device, dtype in (("cuda", "float16"), ("cpu", "float32")):
+        assert f"· {dtype} · on {device}" in tell("memory", "scenes-128", "--predict", "--device", device).out
+
+
 def test_prediction_for_a_device_that_is_not_here(tell, model):
     sizes = {}
     for offload in ("none", "component", "block"):

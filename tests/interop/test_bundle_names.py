@@ -107,8 +107,10 @@ def test_the_image_encoder_of_an_ip_adapter_is_its_own_or_that_of_the_bundle_aro
 # --- use ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_bundle_works_in_float32_on_a_cpu_and_a_folder_in_its_own_dtype(bundle: Path) -> None:
-    for where, dtype in (("scenes-128", torch.float32), ("scenes-128/dit", torch.float32), (bundle, torch.float16)):
+def test_float16_files_work_in_float32_on_a_cpu_and_others_as_they_are(bundle: Path, tmp_path: Path) -> None:
+    pellucid.load("scenes-128", device="cpu").save(tmp_path / "bf16", dtype=torch.bfloat16)
+    cases = {"scenes-128": torch.float32, "scenes-128/dit": torch.float32, tmp_path / "bf16": torch.bfloat16}
+    for where, dtype in (cases | {bundle: torch.float32}).items():
         parts = pellucid.load(where, device="cpu").components
         assert {next(one.parameters()).dtype for one in (parts.network, parts.vae, *parts.text_encoders)} == {dtype}
     asked = pellucid.load("scenes-128", device="cpu", dtype="float16").components

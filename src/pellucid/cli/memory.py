@@ -33,7 +33,8 @@ def command(
     ] = None,
     lora: Annotated[list[str] | None, typer.Option(metavar="FILE", help="With this LoRA; may be repeated.")] = None,
     dtype: Annotated[
-        str | None, typer.Option(metavar="NAME", help="float32, bfloat16 or float16; the file's when not given.")
+        str | None,
+        typer.Option(metavar="NAME", help="float32, bfloat16 or float16; as `pellucid sample` when not given."),
     ] = None,
     device: Device = None,
     attention: Annotated[str, typer.Option(metavar="NAME", help="auto, flash, efficient, cudnn or math.")] = "auto",
@@ -70,13 +71,16 @@ def command(
 
         plot = draw.destination(plot)
     from pellucid.cli import sample_words
-    from pellucid.pipeline.load import load
+    from pellucid.pipeline.inspection_graph import sketch
+    from pellucid.pipeline.load import load, widen
     from pellucid.pipeline.policy import Policy
 
     wanted = None if size is None else sample_words.size("--size", size)
     policy = Policy(attention, vae_slicing, vae_tile, channels_last, offload, compiled)  # type: ignore[arg-type]
     with output.progress("loading", 1):
-        pipe = load(model, dtype=dtype, device="cpu" if predict else device, policy=Policy() if predict else policy)
+        pipe = sketch(model, dtype=dtype) if predict else load(model, dtype=dtype, device=device, policy=policy)
+    if predict and dtype is None and device == "cpu":
+        widen(pipe.components)
     asked = {"size": wanted, "batch": batch, "steps": steps, "controlnets": controlnet or (), "loras": loras(lora)}
     if compare:
         compared(pipe, asked, as_json, plot)

@@ -151,7 +151,12 @@ Revision = Annotated[str | None, option(LOAD, "--revision", metavar="NAME", help
 
 Dtype = Annotated[
     str | None,
-    option(SPEED, "--dtype", metavar="NAME", help="float32, float16, bfloat16; the files' own when not given."),
+    option(
+        SPEED,
+        "--dtype",
+        metavar="NAME",
+        help="float32, float16, bfloat16; the files' own when not given, but float32 for float16 on a CPU.",
+    ),
 ]
 Device = Annotated[str | None, option(SPEED, "--device", metavar="NAME", help="cpu, cuda, …")]
 Attention = Annotated[str | None, option(SPEED, "--attention", metavar="NAME", help="The kernel of every attention.")]
