@@ -1,0 +1,145 @@
+"""FID of a CIFAR-10 model at a number of calls, tuned plans beside all that is untuned.
+
+    pellucid tune --model assets/cifar10-cosine --steps 8 --held-out 1000 --sweep 8 --records out/swept --out plan.json
+    python bench/fid_calls.py --model assets/cifar10-cosine --plan plan.json --swept out/swept --calls 8 --out out/fid8
+
+`--swept` is what `pellucid tune --sweep` has kept: the `--keep` set-ups that end nearest to the converged pictures are
+judged by their FID, and those of `--names` too. All are tried with `--first` pictures; the best untuned and the given
+plans with `--last`, with intervals. A run that was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import pellucid
+from pellucid.cli import trouble
+from pellucid.core.errors import PellucidError
+from pellucid.core.plan import Plan
+from pellucid.evidence.metrics.inception import to_bytes
+from pellucid.evidence.metrics.weights import load_inception
+from pellucid.evidence.study.judge import Judge
+from pellucid.evidence.study.records import Records, claim
+from pellucid.evidence.study.table import Table
+from pellucid.evidence.tune.errors import Drawn, ends
+from pellucid.evidence.tune.pairs import Pairs
+from pellucid.evidence.tune.subject import Subject, of_pipeline
+from pellucid.evidence.tune.sweep import candidates
+from pellucid.pipeline.policy import Policy
+from pellucid.train.cifar10 import CIFAR10
+
+SEED = 1_000_000  # far from those that plans are tuned on
+NEIGHBOURS, RESAMPLES = 10_000, 20
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--calls", type=int, default=8)
+    parser.add_argument("--plan", type=Path, action="append", default=[], help="a plan file; may be repeated")
+    parser.add_argument("--swept", type=Path, help="a folder of --records of pellucid tune --sweep")
+    parser.add_argument("--keep", type=int, default=16, help="set-ups that are taken from it")
+    parser.add_argument("--names", default="", help="more of them, such as ddim:beta,unipc-2:karras")
+    parser.add_argument("--first", type=int, default=10_000)
+    parser.add_argument("--last", type=int, default=50_000)
+    parser.add_argument("--finalists", type=int, default=1, help="untuned set-ups that are judged by --last pictures")
+    parser.add_argument("--reference", type=int, default=50_000, help="training pictures to compare with")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--dtype", help="float32, float16, bfloat16; as pellucid.load when not given")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--data", default="data/cifar10")
+    parser.add_argument("--inception", default="data/inception.safetensors")
+    parser.add_argument("--features", type=Path, default=Path("out/features"), help="what Inception says of the data")
+    parser.add_argument("--out", type=Path, default=Path("out/fid_calls"))
+    given = parser.parse_args()
+    try:
+        print(work(given).markdown())
+    except PellucidError as error:
+        return trouble(error.code, str(error))
+    return 0
+
+
+def work(given: argparse.Namespace) -> Table:
+    pipe = pellucid.load(given.model, dtype=given.dtype, policy=Policy(compile=given.compile))
+    subject = of_pipeline(pipe)
+    plans = chosen(given, subject)
+    claim(given.out, json.dumps({"model": subject.fingerprint, "calls": given.calls, "seed": SEED}, sort_keys=True))
+    records = Records(given.out, ("name", "pictures"))
+    judge = judge_of(given, subject.device)
+    for name, plan in plans.items():
+        score(records, name, plan, subject, judge, given.first, given.batch)
+    rows = [row for row in records.rows if row["pictures"] == given.first and row["name"] in plans]
+    untuned = sorted((row for row in rows if not row["name"].endswith(".json")), key=lambda row: row["fid"])
+    names = [str(path) for path in given.plan] + [row["name"] for row in untuned[: given.finalists]]
+    if given.last > given.first:
+        for name in names:
+            score(records, name, plans[name], subject, judge, given.last, given.batch)
+    return table(records)
+
+
+def chosen(given: argparse.Namespace, subject: Subject) -> dict[str, Plan]:
+    """The plans to judge, by name: those of files, and of the set-ups that are asked for."""
+    known = {one.name: one for one in candidates()}
+    names = [name for name in given.names.split(",") if name]
+    if given.swept is not None:
+        rows = [row for row in Records(given.swept, ("calls", "name", "pairs")).rows if row["calls"] == given.calls]
+        few = min((row["pairs"] for row in rows), default=0)
+        finite = [row for row in rows if row["pairs"] == few and not row.get("refused")]
+        names += [row["name"] for row in sorted(finite, key=lambda row: row["mean"])[: given.keep]]
+    plans = {str(path): Plan.from_dict(json.loads(path.read_text("utf-8"))) for path in given.plan}
+    for name in dict.fromkeys(names):
+        if name not in known:
+            raise PellucidError(f"--names must be set-ups such as ddim:beta; got {name!r}.", "usage")
+        plans[name] = known[name].plan(subject.schedule, subject.target, given.calls)
+    return plans
+
+
+def judge_of(given: argparse.Namespace, device: torch.device) -> Judge:
+    images = CIFAR10.read(given.data).images.to(device)
+    return Judge.of(images, load_inception(given.inception, device), given.reference, NEIGHBOURS, given.features)
+
+
+def score(records: Records, name: str, plan: Plan, subject: Subject, judge: Judge, count: int, batch: int) -> None:
+    """Makes so many pictures and keeps their scores; nothing where they are known."""
+    if records.has({"name": name, "pictures": count}):
+        return
+    seeds = range(SEED, SEED + count)
+    found = judge.features(pictures(plan, subject, seeds, batch))
+    told: dict[str, Any] = judge.score(found)
+    if count > NEIGHBOURS:
+        spread = judge.fid_interval(found, told["fid"], RESAMPLES)
+        told |= {"fid_low": spread.low, "fid_high": spread.high}
+    records.add({"name": name, "pictures": count, "nfe": plan.nfe, **told})
+    print(f"{name}, {count:,} pictures: FID {told['fid']:.2f}, KID {1e3 * told['kid']:.2f}e-3", flush=True)
+
+
+def pictures(plan: Plan, subject: Subject, seeds: Sequence[int], batch: int) -> torch.Tensor:
+    """(N, 3, H, W) uint8."""
+    made = []
+    for start in range(0, len(seeds), batch):
+        drawn = Drawn.of(subject, Pairs(tuple(seeds[start : start + batch])))
+        made.append(to_bytes(ends(plan, subject, drawn, batch).add(1).div(2)))
+    return torch.cat(made).to(subject.device)
+
+
+def table(records: Records) -> Table:
+    rows = sorted(records.rows, key=lambda row: (-row["pictures"], row["fid"]))
+    shown = []
+    for row in rows:
+        wide = f" ({row['fid_low']:.2f} to {row['fid_high']:.2f})" if "fid_low" in row else ""
+        kid = f"{1e3 * row['kid']:.2f} ({1e3 * row['kid_low']:.2f} to {1e3 * row['kid_high']:.2f})"
+        closeness = (f"{row[key]:.3f}" for key in ("precision", "recall"))
+        shown.append((row["name"], str(row["nfe"]), f"{row['pictures']:,}", f"{row['fid']:.2f}{wide}", kid, *closeness))
+    columns = ("plan", "calls", "pictures", "FID", "KID × 10³", "precision", "recall")
+    return Table("FID at so many calls", columns, tuple(shown))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""What assets/ holds: the model makes pictures, and the tuned plans are what their evidence says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import pellucid
+from pellucid.core.plan import Plan
+from pellucid.evidence.tune.errors import Truth, errors
+from pellucid.evidence.tune.pairs import make_sets, read_prompts
+from pellucid.evidence.tune.start import Start
+from pellucid.evidence.tune.subject import Subject, of_pipeline
+from pellucid.evidence.tune.teacher import teach
+
+ASSETS = Path(__file__).parents[2] / "assets"
+PAIRS, TEACHER, SEED = 8, 60, 70_000  # seeds and prompts that no plan was tuned on
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    return of_pipeline(pellucid.load("scenes-128", device="cpu"), pellucid.guarded(4.0))
+
+
+@pytest.fixture(scope="module")
+def truth(subject: Subject) -> Truth:
+    pairs = make_sets((PAIRS, PAIRS, PAIRS), SEED, read_prompts("scenes", 4 * PAIRS, SEED)).judge
+    return teach(subject, pairs, TEACHER, PAIRS)
+
+
+@pytest.mark.parametrize("calls", [8, 5])
+def test_a_tuned_plan_is_nearer_to_the_converged_latents(subject: Subject, truth: Truth, calls: int) -> None:
+    plan = Plan.from_json((ASSETS / "plans" / f"scenes-128-{calls}.json").read_text("utf-8"))
+    told = plan.evidence
+    assert (plan.nfe, told["model_hash"], told["guidance"]) == (calls, subject.fingerprint, subject.guidance)
+    assert told["held_out"]["tuned"]["pairs"] == 1000
+    other = Start.parse(told["best_start"]).plan(subject.schedule, subject.target, calls)
+    mine, theirs = (errors(one, subject, truth, PAIRS).sqrt().mean() for one in (plan, other))
+    assert mine < 0.9 * theirs
+
+
+def test_the_cifar_model_makes_pictures() -> None:
+    """Neighbouring pixels of its pictures are alike, as those of photographs are, and pictures differ."""
+    pipe = pellucid.load(ASSETS / "cifar10-cosine", device="cpu")
+    network = pipe.components.network
+    assert next(network.parameters()).dtype == torch.float32
+    assert sum(weight.numel() for weight in network.parameters()) < 8e6
+    images = pipe(n=4, seed=0, steps=10, grid="beta").images
+    pixels = np.stack([np.asarray(image, float) for image in images])
+    assert pixels.shape == (4, 32, 32, 3)
+    for picture in pixels:
+        left, right = picture[:, :-1].ravel(), picture[:, 1:].ravel()
+        assert np.corrcoef(left, right)[0, 1] > 0.85
+        assert picture.std() > 20
+    assert np.abs(pixels[0] - pixels[1]).mean() > 20
