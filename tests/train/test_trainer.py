@@ -334,12 +334,16 @@ def test_pictures_on_the_way(tmp_path: Path, straight: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_other_targets_are_shipped_too(tmp_path: Path, objective: Any, sampling: Any, kind: str) -> None:
+def test_other_targets_are_shipped_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, objective: Any, sampling: Any, kind: str
+) -> None:
     task = {"kind": "denoiser", "network": NETWORK, "objective": objective, "sampling": sampling}
     trainer(tmp_path / "run", {"steps": 2, "task": None}, {"task": task}).run()
     scheduler = json.loads((tmp_path / "run" / "model" / "scheduler" / "scheduler_config.json").read_text())
     assert scheduler["_class_name"] == kind
     assert scheduler.get("timestep_spacing", "leading") == "leading"
+    told = "shipped with the grid leading: diffusers' DDIM has no beta"
+    assert (told in caplog.text) == (sampling.get("grid") == "beta")
     pipe = pellucid.load(tmp_path / "run" / "model")
     assert pipe(seed=3, steps=2).images[0].size == (SIDE, SIDE)
 

@@ -92,7 +92,13 @@ def command(
 
 
 def check_options(given: Given, asked: Asked) -> None:
-    """Refuses what would do nothing."""
+    """Refuses what would do nothing, and names that nothing has."""
+    from pellucid.core import grid, samplers
+
+    if asked.sampler is not None:
+        samplers.resolve(asked.sampler)
+    if asked.grid is not None:
+        grid.named(asked.grid)
     if given.model is None and given.config is None:
         named = [f"--{name}" for name in RUNS if getattr(asked, name) is not None]
         if named:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,6 +27,8 @@ from pellucid.train.initial import start_small
 from pellucid.train.objective import Graded
 from pellucid.train.sampling import Sampling, SamplingConfig
 from pellucid.train.source import Batch
+
+log = logging.getLogger("pellucid.train")
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,8 @@ class DenoiserTask:
         if not isinstance(schedule, Tabled):
             return diffusers_export.write(Reading("", config.sampler, schedule, target, grid, {}, None))
         shipped = grid if grid.name in SPACINGS else grid_named("leading")
+        if shipped is not grid:
+            log.warning("the model is shipped with the grid leading: diffusers' DDIM has no %s", grid.name)
         return diffusers_export.write(Reading("", "ddim", schedule, target, shipped, {}, Clip()))
 
 
