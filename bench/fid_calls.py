@@ -11,6 +11,7 @@ plans with `--last`, with intervals. A run that was stopped goes on.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ from pellucid.train.cifar10 import CIFAR10
 
 SEED = 1_000_000  # far from those that plans are tuned on
 NEIGHBOURS, RESAMPLES = 10_000, 20
+KEYS = ("name", "plan", "pictures")
 
 
 def main() -> int:
@@ -70,14 +72,16 @@ def work(given: argparse.Namespace) -> Table:
     pipe = pellucid.load(given.model, dtype=given.dtype, policy=Policy(compile=given.compile))
     subject = of_pipeline(pipe)
     plans = chosen(given, subject)
-    claim(given.out, json.dumps({"model": subject.fingerprint, "calls": given.calls, "seed": SEED}, sort_keys=True))
-    records = Records(given.out, ("name", "pictures"))
+    kept = {"model": subject.fingerprint, "calls": given.calls, "seed": SEED, "reference": given.reference}
+    claim(given.out, json.dumps(kept, sort_keys=True))
+    records = Records(given.out, KEYS)
     judge = judge_of(given, subject.device)
     for name, plan in plans.items():
         score(records, name, plan, subject, judge, given.first, given.batch)
+    tuned = [str(path) for path in given.plan]
     rows = [row for row in records.rows if row["pictures"] == given.first and row["name"] in plans]
-    untuned = sorted((row for row in rows if not row["name"].endswith(".json")), key=lambda row: row["fid"])
-    names = [str(path) for path in given.plan] + [row["name"] for row in untuned[: given.finalists]]
+    untuned = sorted((row for row in rows if row["name"] not in tuned), key=lambda row: row["fid"])
+    names = tuned + [row["name"] for row in untuned[: given.finalists]]
     if given.last > given.first:
         for name in names:
             score(records, name, plans[name], subject, judge, given.last, given.batch)
@@ -92,6 +96,8 @@ def chosen(given: argparse.Namespace, subject: Subject) -> dict[str, Plan]:
         rows = [row for row in Records(given.swept, ("calls", "name", "pairs")).rows if row["calls"] == given.calls]
         few = min((row["pairs"] for row in rows), default=0)
         finite = [row for row in rows if row["pairs"] == few and not row.get("refused")]
+        if not finite:
+            raise PellucidError(f"--swept must hold a sweep at {given.calls} calls; got {given.swept}.", "usage")
         names += [row["name"] for row in sorted(finite, key=lambda row: row["mean"])[: given.keep]]
     plans = {str(path): Plan.from_dict(json.loads(path.read_text("utf-8"))) for path in given.plan}
     for name in dict.fromkeys(names):
@@ -108,7 +114,8 @@ def judge_of(given: argparse.Namespace, device: torch.device) -> Judge:
 
 def score(records: Records, name: str, plan: Plan, subject: Subject, judge: Judge, count: int, batch: int) -> None:
     """Makes so many pictures and keeps their scores; nothing where they are known."""
-    if records.has({"name": name, "pictures": count}):
+    mark = hashlib.sha256(json.dumps(plan.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+    if records.has({"name": name, "plan": mark, "pictures": count}):
         return
     seeds = range(SEED, SEED + count)
     found = judge.features(pictures(plan, subject, seeds, batch))
@@ -116,7 +123,7 @@ def score(records: Records, name: str, plan: Plan, subject: Subject, judge: Judg
     if count > NEIGHBOURS:
         spread = judge.fid_interval(found, told["fid"], RESAMPLES)
         told |= {"fid_low": spread.low, "fid_high": spread.high}
-    records.add({"name": name, "pictures": count, "nfe": plan.nfe, **told})
+    records.add({"name": name, "plan": mark, "pictures": count, "nfe": plan.nfe, **told})
     print(f"{name}, {count:,} pictures: FID {told['fid']:.2f}, KID {1e3 * told['kid']:.2f}e-3", flush=True)
 
 

@@ -21,7 +21,6 @@ from pellucid.evidence.study import charts
 MODEL, SEED = "scenes-128", 5000
 GUIDANCE = pellucid.guarded(4.0)  # as `pellucid tune --guidance 4` takes it
 PLANS = (5, 8)
-USUAL = "dpmpp_2m:karras"
 COUNT = 6
 
 
@@ -44,8 +43,9 @@ def draw_errors(told: dict[int, dict[str, Any]], path: Path) -> Path:
     for colour, which, words in ((0, "best", "best untuned"), (1, "usual", "DPM++ 2M Karras")):
         rows = [row for row in untuned if row["which"] == which]
         axes.errorbar(*spread(rows), color=charts.COLOURS[colour], marker="o", ms=4, label=words)
-    for row in (row for row in untuned if row["which"] == "best"):
-        words, side = row["name"].replace(":", "\n"), "right" if row is untuned[-1] else "center"
+    best = [row for row in untuned if row["which"] == "best"]
+    for row in best:
+        words, side = row["name"].replace(":", "\n"), "right" if row is best[-1] else "center"
         axes.annotate(words, (row["calls"], row["mean"]), (4, 7), textcoords="offset points", fontsize=7, ha=side)
     tuned = [{"calls": calls, **one["held_out"]["tuned"]} for calls, one in told.items()]
     axes.errorbar(*spread(tuned), color=charts.COLOURS[2], marker="*", ms=12, ls="", label="tuned")

@@ -10,6 +10,8 @@ import tiny_models as tiny
 import torch
 from safetensors.torch import save_file
 
+import pellucid
+
 STAGES = ["text", "encode", "denoise", "decode"]
 
 
@@ -57,9 +59,11 @@ def test_json_and_options(tell, model):
     assert found["stages"]["denoise"]["held"][0]["bytes"] > 0
 
 
-def test_a_prediction_is_in_the_dtype_of_the_files_and_on_a_cpu_in_what_they_work_in_there(tell):
-    for device, dtype in (("cuda", "float16"), ("cpu", "float32")):
-        assert f"· {dtype} · on {device}" in tell("memory", "scenes-128", "--predict", "--device", device).out
+def test_a_prediction_is_in_the_dtype_of_the_files_and_on_a_cpu_in_what_they_work_in_there(tell, tmp_path):
+    pellucid.load(tiny.saved("dit")[1]).save(tmp_path / "dit", dtype=torch.float16)  # which cannot be sketched
+    for name in ("scenes-128", str(tmp_path / "dit")):
+        for device, dtype in (("cuda", "float16"), ("cpu", "float32"), ("cpu:0", "float32")):
+            assert f"· {dtype} · on {device}" in tell("memory", name, "--predict", "--device", device).out
 
 
 def test_prediction_for_a_device_that_is_not_here(tell, model):

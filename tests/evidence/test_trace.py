@@ -385,7 +385,8 @@ def test_tensors_in_memory_do_not_grow_with_steps(tmp_path: Path) -> None:
 
 
 def test_objects_in_memory_do_not_grow_with_steps_but_for_the_index(tmp_path: Path) -> None:
-    """While a run goes on nothing is gathered; at its end the index of the file is made, a small part of the file."""
+    """While a run goes on nothing is gathered. The index of the file is there from the first step, and at the end a
+    header is made of it: a small part of the file."""
     held, peaks = [], []
     for steps in (10, 60):
         marks: list[int] = []

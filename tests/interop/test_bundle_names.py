@@ -113,10 +113,11 @@ def test_float16_files_work_in_float32_on_a_cpu_and_others_as_they_are(bundle: P
     for where, dtype in (cases | {bundle: torch.float32}).items():
         parts = pellucid.load(where, device="cpu").components
         assert {next(one.parameters()).dtype for one in (parts.network, parts.vae, *parts.text_encoders)} == {dtype}
-    asked = pellucid.load("scenes-128", device="cpu", dtype="float16").components
-    assert next(asked.network.parameters()).dtype == torch.float16
     assert parts.name == str(bundle)
-    assert asked.name == "scenes-128"
+    for asked in ("float16", "stored"):
+        parts = pellucid.load("scenes-128", device="cpu", dtype=asked).components
+        assert next(parts.network.parameters()).dtype == torch.float16
+        assert parts.name == "scenes-128"
 
 
 def test_adapters_by_name_are_those_of_their_folders(bundle: Path, tmp_path: Path) -> None:

@@ -276,12 +276,16 @@ def test_a_saved_model_is_trained_further(tmp_path: Path, straight: Path) -> Non
 
 @pytest.mark.parametrize(
     ("task", "code"),
-    [({"start": "runs/model"}, "config-value"), ({"network": {}}, "config-value"), ({"start": "."}, "not-a-component")],
+    [
+        ({"start": "runs/model"}, "config-value"),
+        ({"network": {}}, "config-value"),
+        ({"network": {}, "start": "."}, "not-a-component"),
+        ({"network": {"_class_name": "UNet2DConditionModel", "cross_attention_dim": 8}}, "condition"),
+    ],
 )
 def test_a_bad_beginning_is_one_line(tmp_path: Path, task: dict[str, Any], code: str) -> None:
-    given = {"network": {}, **task} if code == "not-a-component" else task
     with pytest.raises(PellucidError) as caught:
-        trainer(tmp_path / "run", {"task": given})
+        trainer(tmp_path / "run", {"task": task})
     assert caught.value.code == code
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()

@@ -61,7 +61,10 @@ def command(
     ip_adapter: Annotated[list[str] | None, typer.Option(metavar="FILE", help="The same for an IP-Adapter.")] = None,
     quick: Annotated[bool, typer.Option("--quick", metavar="", help="Read files and no weights.")] = False,
     dtype: Annotated[
-        str | None, typer.Option(metavar="NAME", help="To load weights in; the files' own when not given.")
+        str | None,
+        typer.Option(
+            metavar="NAME", help="To load weights in; float32 on a CPU and the files' own on a GPU when not given."
+        ),
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(metavar="FOLDER", help="For single files, which hold none.")] = None,
     only: Annotated[

@@ -79,13 +79,14 @@ def command(
     policy = Policy(attention, vae_slicing, vae_tile, channels_last, offload, compiled)  # type: ignore[arg-type]
     with output.progress("loading", 1):
         pipe = sketch(model, dtype=dtype) if predict else load(model, dtype=dtype, device=device, policy=policy)
-    if predict and dtype is None and device == "cpu":
+    where = Where(policy, device) if predict else None
+    if where is not None and dtype is None and where.device.type == "cpu":
         widen(pipe.components)
     asked = {"size": wanted, "batch": batch, "steps": steps, "controlnets": controlnet or (), "loras": loras(lora)}
     if compare:
         compared(pipe, asked, as_json, plot)
     else:
-        staged(pipe, asked, Where(policy, device) if predict else None, as_json, plot)
+        staged(pipe, asked, where, as_json, plot)
 
 
 class Where:

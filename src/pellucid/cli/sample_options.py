@@ -155,7 +155,7 @@ Dtype = Annotated[
         SPEED,
         "--dtype",
         metavar="NAME",
-        help="float32, float16, bfloat16; the files' own when not given, but float32 for float16 on a CPU.",
+        help="float32, float16, bfloat16, stored (the files' own); stored when not given, but no float16 on a CPU.",
     ),
 ]
 Device = Annotated[str | None, option(SPEED, "--device", metavar="NAME", help="cpu, cuda, …")]

@@ -22,7 +22,7 @@ from pellucid.pipeline.inspection_draft import Draft
 from pellucid.pipeline.inspection_files import stored_component, stored_in
 from pellucid.pipeline.inspection_run import Added, make_request, rehearse
 from pellucid.pipeline.inspection_time import measure, rows_of
-from pellucid.pipeline.load import PathLike, load
+from pellucid.pipeline.load import STORED, PathLike, load
 from pellucid.pipeline.pictures_in import adapter_file, read_controlnet
 from pellucid.pipeline.pipeline import Pipeline, networks_of
 from pellucid.pipeline.planning import Planned, make_plan
@@ -60,7 +60,7 @@ def sketch(where: PathLike, **loading: Any) -> Pipeline:
     try:
         return load(where, device=META, **loading)
     except NotImplementedError:  # a DiT compares the values of its embedders, which meta has not: it is mapped instead
-        return hollow(load(where, device="cpu", **loading))
+        return hollow(load(where, device="cpu", **{**loading, "dtype": loading.get("dtype") or STORED}))
 
 
 def hollow(pipe: Pipeline) -> Pipeline:

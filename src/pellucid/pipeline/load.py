@@ -20,6 +20,7 @@ from pellucid.pipeline.pipeline import Pipeline, networks_of
 from pellucid.pipeline.policy import Policy
 
 PathLike = str | os.PathLike[str]
+STORED = "stored"  # a dtype: that of the files, on a CPU too
 
 
 def load(
@@ -40,7 +41,8 @@ def load(
 
     `vae` and `image_encoder` are folders or files of other ones to use; of a whole CLIP it is the vision half.
     `inversions` are textual inversion files, whose names then work in prompts. Weights keep the dtype of their files,
-    but for float16 on a CPU, where it is slow: float32 there. What the files contradict is in `pipe.components.notes`.
+    but for float16 on a CPU, where it is slow: float32 there, unless `dtype` is "stored". What the files contradict is
+    in `pipe.components.notes`.
     """
     if not isinstance(where, str | os.PathLike):
         raise PellucidError(rule("model", "a folder, a file, a hub id or the name of a bundle", where), "not-found")
@@ -50,7 +52,7 @@ def load(
     goal = source.place(device) or default_device()
     policy.check(goal)
     early = None if policy.offload != "none" else goal
-    kind = {"dtype": dtype, "device": early}
+    kind = {"dtype": None if dtype == STORED else dtype, "device": early}
     parts = source.read_components(
         where, **kind, variant=variant, revision=revision, target=target, tokenizer=tokenizer
     )

@@ -168,6 +168,9 @@ class DenoiserTask:
 def check(config: DenoiserConfig, network: UNet) -> None:
     """Refuses parts that do not fit together, before the first step."""
     classes, size = network.config.num_class_embeds, network.config.sample_size
+    if network.config.cross_attention_dim is not None:
+        must = "told a time, and a class at most"
+        raise PellucidError(rule("network", must, f"a {network.config.class_name}, which is told a text"), "condition")
     if (config.condition == "labels") != (classes is not None):
         must = "labels exactly where the network has num_class_embeds"
         raise PellucidError(rule("condition", must, config.condition), "condition")
