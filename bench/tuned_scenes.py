@@ -1,13 +1,12 @@
 """Tuned plans of scenes-128 beside all that is untuned: `python bench/tuned_scenes.py`, a minute of two cores.
 
-Draws what the plans in assets/plans hold as evidence, and makes the same six pictures with them and with others:
+Draws what the plans of the bundle hold as evidence, and makes the same six pictures with them and with others:
 docs/results/tune_scenes/errors.png and pictures.png.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pellucid
 from pellucid import scenes
 from pellucid.core.plan import Plan
 from pellucid.evidence.study import charts
+from pellucid.pipeline.planning import read_plan
 
 MODEL, SEED = "scenes-128", 5000
 GUIDANCE = pellucid.guarded(4.0)  # as `pellucid tune --guidance 4` takes it
@@ -26,10 +26,9 @@ COUNT = 6
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--plans", type=Path, default=Path("assets/plans"))
     parser.add_argument("--out", type=Path, default=Path("docs/results/tune_scenes"))
     given = parser.parse_args()
-    plans = {calls: Plan.from_dict(json.loads((given.plans / f"{MODEL}-{calls}.json").read_text())) for calls in PLANS}
+    plans = {calls: read_plan(f"{MODEL}/plans/{calls}.json") for calls in PLANS}
     given.out.mkdir(parents=True, exist_ok=True)
     print(draw_errors({calls: plan.evidence for calls, plan in plans.items()}, given.out / "errors.png"))
     print(draw_pictures(plans, given.out / "pictures.png"))

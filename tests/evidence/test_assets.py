@@ -1,4 +1,4 @@
-"""What assets/ holds: the model makes pictures, and the tuned plans are what their evidence says."""
+"""What studies have left: the model of assets/ makes pictures, and the bundle's plans are what their evidence says."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import pellucid
-from pellucid.core.plan import Plan
 from pellucid.evidence.tune.errors import Truth, errors
 from pellucid.evidence.tune.pairs import make_sets, read_prompts
 from pellucid.evidence.tune.start import Start
 from pellucid.evidence.tune.subject import Subject, of_pipeline
 from pellucid.evidence.tune.teacher import teach
+from pellucid.pipeline.planning import read_plan
 
 ASSETS = Path(__file__).parents[2] / "assets"
 PAIRS, TEACHER, SEED = 8, 60, 70_000  # seeds and prompts that no plan was tuned on
@@ -33,7 +33,7 @@ def truth(subject: Subject) -> Truth:
 
 @pytest.mark.parametrize("calls", [8, 5])
 def test_a_tuned_plan_is_nearer_to_the_converged_latents(subject: Subject, truth: Truth, calls: int) -> None:
-    plan = Plan.from_json((ASSETS / "plans" / f"scenes-128-{calls}.json").read_text("utf-8"))
+    plan = read_plan(f"scenes-128/plans/{calls}.json")
     told = plan.evidence
     assert (plan.nfe, told["model_hash"], told["guidance"]) == (calls, subject.fingerprint, subject.guidance)
     assert told["held_out"]["tuned"]["pairs"] == 1000

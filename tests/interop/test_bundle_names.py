@@ -16,10 +16,12 @@ from typer.testing import CliRunner
 import pellucid
 from pellucid import Control, ImagePrompt, Lora, PellucidError
 from pellucid.cli import app
+from pellucid.evidence.study.cells import Setup
 from pellucid.interop import hub, source
 from pellucid.interop.folder import SHARED
 from pellucid.interop.save import save_component
 from pellucid.pipeline.pictures_in import EYES_NOTE, adapter_eyes
+from pellucid.pipeline.planning import read_plan
 
 PROMPT = "a large red star on a white background"
 MADE = {"steps": 2, "seed": 3, "sampler": "euler"}
@@ -118,6 +120,23 @@ def test_float16_files_work_in_float32_on_a_cpu_and_others_as_they_are(bundle: P
         parts = pellucid.load("scenes-128", device="cpu", dtype=asked).components
         assert next(parts.network.parameters()).dtype == torch.float16
         assert parts.name == "scenes-128"
+
+
+def test_plans_by_name_are_those_of_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundles = shutil.copytree(tiny_bundle.bundles(), tmp_path / "bundles")
+    monkeypatch.setattr(source, "BUNDLES", bundles)
+    pipe = pellucid.load("scenes-128", device="cpu")
+    schedule, target = pipe.components.schedule, pipe.components.target
+    plan = pellucid.compile_plan("dpmpp_2m", schedule=schedule, target=target, grid="trailing", steps=3)
+    (bundles / "scenes-128" / "plans").mkdir()
+    (bundles / "scenes-128" / "plans" / "3.json").write_text(plan.to_json(), encoding="utf-8")
+    name = "scenes-128/plans/3.json"
+    assert plan == read_plan(name) == Setup.parse(name).plan(3, schedule, target)
+    assert "3 model calls" in CliRunner().invoke(app, ["plan", name]).output
+    made = [pipe(PROMPT, seed=1, plan=one).images[0].tobytes() for one in (name, plan)]
+    assert made[0] == made[1]
+    assert refusal(read_plan, "scenes-128/plans/9.json")[0] == "not-found"
+    assert refusal(read_plan, "nowhere/3.json")[0] == "plan-file"
 
 
 def test_adapters_by_name_are_those_of_their_folders(bundle: Path, tmp_path: Path) -> None:

@@ -134,6 +134,10 @@ def from_file(words: Words, path: Path) -> Plan:
         if getattr(words, name):
             flag = {"dialect": "as", "options": "option"}.get(name, name)
             raise PellucidError(f"--{flag} must be left out with a plan file: {path} holds a whole plan.", "usage")
+    if not path.exists():
+        from pellucid.interop.source import bundled
+
+        path = bundled(path)  # a bundle's, by its name
     with path.open("rb") as file:
         text = file.read(MAX_BYTES + 1)
     if len(text) > MAX_BYTES:

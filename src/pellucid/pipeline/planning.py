@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pellucid.core import schedule as schedules
@@ -14,7 +14,7 @@ from pellucid.core.errors import PellucidError, PlanError, rule
 from pellucid.core.filters import Filter
 from pellucid.core.grid import Grid
 from pellucid.core.plan import Plan
-from pellucid.interop import diffusers_config
+from pellucid.interop import diffusers_config, source
 from pellucid.interop.components import Components
 from pellucid.interop.diffusers_plan import compile_reading
 from pellucid.pipeline.request import Request
@@ -76,15 +76,7 @@ def given_plan(components: Components, request: Request) -> Plan:
             raise PellucidError(
                 rule(name, "left out with a plan, which says where it starts and ends", "both"), "request"
             )
-    plan = request.plan
-    if not isinstance(plan, Plan):
-        path = Path(plan)  # type: ignore[arg-type]
-        if not path.is_file() or path.stat().st_size > MAX_PLAN_BYTES:
-            raise PellucidError(rule("plan", f"a file of at most {MAX_PLAN_BYTES} bytes", str(path)), "plan-file")
-        try:
-            plan = Plan.from_json(path.read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise PellucidError(f"plan must be JSON; {path.name} is not: {error}.", "plan-file") from None
+    plan = read_plan(request.plan)  # type: ignore[arg-type]
     own = schedules.to_dict(components.schedule)
     if plan.target != components.target or plan.schedule != own:
         made, mine = plan.schedule.get("name", "?"), own.get("name", "?")
@@ -94,6 +86,19 @@ def given_plan(components: Components, request: Request) -> Plan:
             "plan-model",
         )
     return plan
+
+
+def read_plan(given: Plan | str | os.PathLike[str]) -> Plan:
+    """A plan, or that of a file or of a bundle's part, such as scenes-128/plans/8.json."""
+    if isinstance(given, Plan):
+        return given
+    path = source.bundled(given)
+    if not path.is_file() or path.stat().st_size > MAX_PLAN_BYTES:
+        raise PellucidError(rule("plan", f"a file of at most {MAX_PLAN_BYTES} bytes", os.fspath(given)), "plan-file")
+    try:
+        return Plan.from_json(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise PellucidError(f"plan must be JSON; {path.name} is not: {error}.", "plan-file") from None
 
 
 def cut(components: Components, request: Request, dialect: str, make: Any) -> Plan:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,7 @@ from pellucid.interop.scheduler import Scheduler
 from pellucid.interop.wrap_strings import Times
 from pellucid.models.guidance import Guidance
 from pellucid.pipeline.pipeline import asks_uncond
-from pellucid.pipeline.planning import given_plan
+from pellucid.pipeline.planning import given_plan, read_plan
 from pellucid.pipeline.request import Request
 
 
@@ -44,10 +43,8 @@ def make_plan(reading: Reading, request: Request, times: Times) -> tuple[Plan, S
 
 def as_table(request: Request) -> Plan | None:
     """The plan that a request gives, from its file where it names one; None where that cannot be read."""
-    if request.plan is None or isinstance(request.plan, Plan):
-        return request.plan
     try:
-        return Plan.from_json(Path(request.plan).read_text(encoding="utf-8"))
+        return None if request.plan is None else read_plan(request.plan)
     except (OSError, ValueError):
         return None  # `given_plan` says what is wrong with it
 

@@ -6,7 +6,6 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +18,7 @@ from pellucid.core.plan import Plan
 from pellucid.core.samplers import resolve
 from pellucid.core.samplers.registry import value_of
 from pellucid.core.schedule import Schedule
+from pellucid.interop import source
 from pellucid.pipeline.planning import given_plan
 from pellucid.pipeline.request import Request
 
@@ -36,11 +36,11 @@ class Setup:
     def parse(text: str) -> Setup:
         """`NAME[:GRID][:KEY=VALUE…]`, by any name that the sampler has, or a plan file (.json)."""
         if text.strip().lower().endswith(".json"):
-            path = Path(text.strip())
+            path = source.bundled(text.strip())
             if not path.is_file():
                 raise PellucidError(rule("plan", "a file that exists", text), "file")
             digest = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
-            return Setup(f"{path.stem}#{digest}", file=str(path))
+            return Setup(f"{path.stem}#{digest}", file=text.strip())
         name, *rest = (part.strip() for part in text.split(":"))
         entry, grid = resolve(name)
         options: dict[str, Any] = {}
