@@ -1,12 +1,15 @@
 """Tuned plans of scenes-128 beside all that is untuned: `python bench/tuned_scenes.py`, a minute of two cores.
 
 Draws what the plans of the bundle hold as evidence, and makes the same six pictures with them and with others:
-docs/results/tune_scenes/errors.png and pictures.png.
+docs/results/tune_scenes/errors.png and pictures.png. With `--study`, the folder of a sampler study of scenes with the
+plan of 8 calls and DDIM in it, also colours.png: what DDIM gets right at 8 calls and the tuned plan does not.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import torch
 import pellucid
 from pellucid import scenes
 from pellucid.core.plan import Plan
+from pellucid.evidence.adherence import tiles
 from pellucid.evidence.study import charts
 from pellucid.pipeline.planning import read_plan
 
@@ -27,11 +31,14 @@ COUNT = 6
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("docs/results/tune_scenes"))
+    parser.add_argument("--study", type=Path)
     given = parser.parse_args()
     plans = {calls: read_plan(f"{MODEL}/plans/{calls}.json") for calls in PLANS}
     given.out.mkdir(parents=True, exist_ok=True)
     print(draw_errors({calls: plan.evidence for calls, plan in plans.items()}, given.out / "errors.png"))
     print(draw_pictures(plans, given.out / "pictures.png"))
+    if given.study is not None:
+        print(draw_misses(given.study, given.out / "colours.png"))
 
 
 def draw_errors(told: dict[int, dict[str, Any]], path: Path) -> Path:
@@ -88,6 +95,37 @@ def draw_pictures(plans: dict[int, Plan], path: Path) -> Path:
     for axes, prompt in zip(grid[0], prompts, strict=True):
         axes.set_title(wrapped(prompt), fontsize=6.5)
     figure.tight_layout()
+    return charts.save(figure, path)
+
+
+def draw_misses(study: Path, path: Path, across: int = 7) -> Path:
+    """The pictures that only DDIM gets right, in bands of three rows: the tuned plan's, DDIM's, the converged ones."""
+    rows = [json.loads(line) for line in (study / "records.jsonl").read_text("utf-8").splitlines()]
+    scenes_read = [row for row in rows if row["what"] == "scenes"]
+    cells = list(dict.fromkeys(row["cell"] for row in scenes_read))
+    tuned = next(cell for cell in cells if "#" in cell and cell.endswith("× 8"))
+    chosen = [tuned, "ddim × 8", next(cell for cell in cells if cell.startswith("converged"))]
+    held = {(row["cell"], row["first"]): row["right"] for row in scenes_read}
+    misses = [
+        (first, k)
+        for (cell, first), right in held.items()
+        if cell == chosen[0]
+        for k, mine in enumerate(right)
+        if not mine and held[chosen[1], first][k]
+    ]
+    bands = -(-len(misses) // across)
+    figure = charts.canvas(1.3 * across + 1, 1.35 * 3 * bands)
+    grid = figure.subplots(3 * bands, across, squeeze=False)
+    for axes in grid.flat:
+        axes.axis("off")
+    for number, (first, k) in enumerate(misses):
+        for row, (cell, words) in enumerate(zip(chosen, ("tuned, 8", "DDIM, 8", "100 calls"), strict=True)):
+            folder = re.sub(r"[^\w.=#+-]+", "-", cell, flags=re.ASCII)
+            axes = grid[3 * (number // across) + row, number % across]
+            axes.imshow(tiles.read(study / "pictures" / folder / f"{first:06d}.png", len(held[cell, first]))[k])
+            if number % across == 0:
+                axes.text(-0.1, 0.5, words, transform=axes.transAxes, ha="right", va="center", fontsize=9)
+    figure.subplots_adjust(left=0.1, right=0.99, bottom=0.01, top=0.99, wspace=0.04, hspace=0.04)
     return charts.save(figure, path)
 
 
