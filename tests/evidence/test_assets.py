@@ -17,7 +17,7 @@ from pellucid.evidence.tune.teacher import teach
 from pellucid.pipeline.planning import read_plan
 
 ASSETS = Path(__file__).parents[2] / "assets"
-PAIRS, TEACHER, SEED = 8, 60, 70_000  # seeds and prompts that no plan was tuned on
+PAIRS, TEACHER, SEED = 6, 40, 70_000  # seeds and prompts that no plan was tuned on
 
 
 @pytest.fixture(scope="module")
