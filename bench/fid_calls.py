@@ -29,10 +29,11 @@ from pellucid.evidence.metrics.weights import load_inception
 from pellucid.evidence.study.judge import Judge
 from pellucid.evidence.study.records import Records, claim
 from pellucid.evidence.study.table import Table
+from pellucid.evidence.tune import sweep
 from pellucid.evidence.tune.errors import Drawn, ends
 from pellucid.evidence.tune.pairs import Pairs
 from pellucid.evidence.tune.subject import Subject, of_pipeline
-from pellucid.evidence.tune.sweep import candidates
+from pellucid.pipeline.planning import read_plan
 from pellucid.pipeline.policy import Policy
 from pellucid.train.cifar10 import CIFAR10
 
@@ -45,7 +46,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--calls", type=int, default=8)
-    parser.add_argument("--plan", type=Path, action="append", default=[], help="a plan file; may be repeated")
+    parser.add_argument("--plan", action="append", default=[], help="a plan file; may be repeated")
     parser.add_argument("--swept", type=Path, help="a folder of --records of pellucid tune --sweep")
     parser.add_argument("--keep", type=int, default=16, help="set-ups that are taken from it")
     parser.add_argument("--names", default="", help="more of them, such as ddim:beta,unipc-2:karras")
@@ -78,10 +79,9 @@ def work(given: argparse.Namespace) -> Table:
     judge = judge_of(given, subject.device)
     for name, plan in plans.items():
         score(records, name, plan, subject, judge, given.first, given.batch)
-    tuned = [str(path) for path in given.plan]
     rows = [row for row in records.rows if row["pictures"] == given.first and row["name"] in plans]
-    untuned = sorted((row for row in rows if row["name"] not in tuned), key=lambda row: row["fid"])
-    names = tuned + [row["name"] for row in untuned[: given.finalists]]
+    untuned = sorted((row for row in rows if row["name"] not in given.plan), key=lambda row: row["fid"])
+    names = given.plan + [row["name"] for row in untuned[: given.finalists]]
     if given.last > given.first:
         for name in names:
             score(records, name, plans[name], subject, judge, given.last, given.batch)
@@ -90,16 +90,16 @@ def work(given: argparse.Namespace) -> Table:
 
 def chosen(given: argparse.Namespace, subject: Subject) -> dict[str, Plan]:
     """The plans to judge, by name: those of files, and of the set-ups that are asked for."""
-    known = {one.name: one for one in candidates()}
+    known = {one.name: one for one in sweep.candidates()}
     names = [name for name in given.names.split(",") if name]
     if given.swept is not None:
-        rows = [row for row in Records(given.swept, ("calls", "name", "pairs")).rows if row["calls"] == given.calls]
+        rows = [row for row in Records(given.swept, sweep.KEYS).rows if row["calls"] == given.calls]
         few = min((row["pairs"] for row in rows), default=0)
         finite = [row for row in rows if row["pairs"] == few and not row.get("refused")]
         if not finite:
             raise PellucidError(f"--swept must hold a sweep at {given.calls} calls; got {given.swept}.", "usage")
         names += [row["name"] for row in sorted(finite, key=lambda row: row["mean"])[: given.keep]]
-    plans = {str(path): Plan.from_dict(json.loads(path.read_text("utf-8"))) for path in given.plan}
+    plans = {name: read_plan(name) for name in given.plan}
     for name in dict.fromkeys(names):
         if name not in known:
             raise PellucidError(f"--names must be set-ups such as ddim:beta; got {name!r}.", "usage")

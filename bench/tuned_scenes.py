@@ -8,8 +8,7 @@ plan of 8 calls and DDIM in it, also colours.png: what DDIM gets right at 8 call
 from __future__ import annotations
 
 import argparse
-import json
-import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ from pellucid import scenes
 from pellucid.core.plan import Plan
 from pellucid.evidence.adherence import tiles
 from pellucid.evidence.study import charts
+from pellucid.evidence.study.cells import folder_of
+from pellucid.evidence.study.samplers_files import PICTURES, Files
 from pellucid.pipeline.planning import read_plan
 
 MODEL, SEED = "scenes-128", 5000
@@ -93,15 +94,14 @@ def draw_pictures(plans: dict[int, Plan], path: Path) -> Path:
             axes.set(xticks=[], yticks=[])
         row[0].set_ylabel(words.replace(", ", "\n"), rotation=0, ha="right", va="center", fontsize=9)
     for axes, prompt in zip(grid[0], prompts, strict=True):
-        axes.set_title(wrapped(prompt), fontsize=6.5)
+        axes.set_title(textwrap.fill(prompt, 26), fontsize=6.5)
     figure.tight_layout()
     return charts.save(figure, path)
 
 
 def draw_misses(study: Path, path: Path, across: int = 7) -> Path:
     """The pictures that only DDIM gets right, in bands of three rows: the tuned plan's, DDIM's, the converged ones."""
-    rows = [json.loads(line) for line in (study / "records.jsonl").read_text("utf-8").splitlines()]
-    scenes_read = [row for row in rows if row["what"] == "scenes"]
+    scenes_read = [row for (_, _, what), row in Files(study).rows.items() if what == "scenes"]
     cells = list(dict.fromkeys(row["cell"] for row in scenes_read))
     tuned = next(cell for cell in cells if "#" in cell and cell.endswith("× 8"))
     chosen = [tuned, "ddim × 8", next(cell for cell in cells if cell.startswith("converged"))]
@@ -120,21 +120,13 @@ def draw_misses(study: Path, path: Path, across: int = 7) -> Path:
         axes.axis("off")
     for number, (first, k) in enumerate(misses):
         for row, (cell, words) in enumerate(zip(chosen, ("tuned, 8", "DDIM, 8", "100 calls"), strict=True)):
-            folder = re.sub(r"[^\w.=#+-]+", "-", cell, flags=re.ASCII)
             axes = grid[3 * (number // across) + row, number % across]
-            axes.imshow(tiles.read(study / "pictures" / folder / f"{first:06d}.png", len(held[cell, first]))[k])
+            sheet = study / PICTURES / folder_of(cell) / f"{first:06d}.png"
+            axes.imshow(tiles.read(sheet, len(held[cell, first]))[k])
             if number % across == 0:
                 axes.text(-0.1, 0.5, words, transform=axes.transAxes, ha="right", va="center", fontsize=9)
     figure.subplots_adjust(left=0.1, right=0.99, bottom=0.01, top=0.99, wspace=0.04, hspace=0.04)
     return charts.save(figure, path)
-
-
-def wrapped(prompt: str, width: int = 26) -> str:
-    lines = [""]
-    for word in prompt.split():
-        lines += [""] if len(lines[-1]) + len(word) > width else []
-        lines[-1] = f"{lines[-1]} {word}".strip()
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ def from_file(words: Words, path: Path) -> Plan:
     if not path.exists():
         from pellucid.interop.source import bundled
 
-        path = bundled(path)  # a bundle's, by its name
+        path = bundled(path)  # a bundle's, by its name; torch is imported for it alone
     with path.open("rb") as file:
         text = file.read(MAX_BYTES + 1)
     if len(text) > MAX_BYTES:

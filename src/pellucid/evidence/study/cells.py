@@ -96,6 +96,11 @@ class Setup:
         )
 
 
+def folder_of(key: str) -> str:
+    """A cell's key as a name for files, as readable as files allow."""
+    return re.sub(r"[^\w.=#+-]+", "-", key, flags=re.ASCII).strip("-")
+
+
 @dataclass(frozen=True)
 class Cell:
     """One set-up at one step count. `against` is the key of the converged run that it is compared with."""
@@ -113,8 +118,7 @@ class Cell:
 
     @property
     def folder(self) -> str:
-        """A name for files, as readable as files allow."""
-        return re.sub(r"[^\w.=#+-]+", "-", self.key, flags=re.ASCII).strip("-")
+        return folder_of(self.key)
 
     @property
     def stochastic(self) -> bool:
