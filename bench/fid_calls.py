@@ -5,7 +5,8 @@
 
 `--swept` is what `pellucid tune --sweep` has kept: the `--keep` set-ups that end nearest to the converged pictures are
 judged by their FID, and those of `--names` too. All are tried with `--first` pictures; the best untuned and the given
-plans with `--last`, with intervals. A run that was stopped goes on.
+plans with `--last`, with intervals. A run that was stopped goes on. `--charts` is a folder for fid.png, and for
+pictures.png: the first pictures of the given plans, the best untuned ones, the set-ups of `--names`, and the teacher.
 """
 
 from __future__ import annotations
@@ -14,22 +15,25 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import pellucid
+from detail_kept import draw_rows
 from pellucid.cli import trouble
 from pellucid.core.errors import PellucidError
 from pellucid.core.plan import Plan
 from pellucid.evidence.metrics.inception import to_bytes
 from pellucid.evidence.metrics.weights import load_inception
+from pellucid.evidence.study import charts
 from pellucid.evidence.study.judge import Judge
 from pellucid.evidence.study.records import Records, claim
 from pellucid.evidence.study.table import Table
-from pellucid.evidence.tune import sweep
+from pellucid.evidence.tune import sweep, teacher
 from pellucid.evidence.tune.errors import Drawn, ends
 from pellucid.evidence.tune.pairs import Pairs
 from pellucid.evidence.tune.subject import Subject, of_pipeline
@@ -39,6 +43,7 @@ from pellucid.train.cifar10 import CIFAR10
 
 SEED = 1_000_000  # far from those that plans are tuned on
 NEIGHBOURS, RESAMPLES = 10_000, 20
+SHOWN, BEST = 12, 2  # pictures of a row; untuned set-ups that have one
 KEYS = ("name", "plan", "pictures")
 
 
@@ -60,6 +65,7 @@ def main() -> int:
     parser.add_argument("--data", default="data/cifar10")
     parser.add_argument("--inception", default="data/inception.safetensors")
     parser.add_argument("--features", type=Path, default=Path("out/features"), help="what Inception says of the data")
+    parser.add_argument("--charts", type=Path, help="a folder for fid.png and pictures.png")
     parser.add_argument("--out", type=Path, default=Path("out/fid_calls"))
     given = parser.parse_args()
     try:
@@ -76,7 +82,7 @@ def work(given: argparse.Namespace) -> Table:
     kept = {"model": subject.fingerprint, "calls": given.calls, "seed": SEED, "reference": given.reference}
     claim(given.out, json.dumps(kept, sort_keys=True))
     records = Records(given.out, KEYS)
-    judge = judge_of(given, subject.device)
+    judge = cache(lambda: judge_of(given, subject.device))  # minutes, where there is something to score
     for name, plan in plans.items():
         score(records, name, plan, subject, judge, given.first, given.batch)
     rows = [row for row in records.rows if row["pictures"] == given.first and row["name"] in plans]
@@ -85,6 +91,10 @@ def work(given: argparse.Namespace) -> Table:
     if given.last > given.first:
         for name in names:
             score(records, name, plans[name], subject, judge, given.last, given.batch)
+    if given.charts is not None:
+        draw(rows, given.plan, given.charts / "fid.png")
+        asked = [*given.plan, *(row["name"] for row in untuned[:BEST]), *given.names.split(",")]
+        draw_pictures({name: plans[name] for name in asked if name in plans}, subject, given.charts / "pictures.png")
     return table(records)
 
 
@@ -112,16 +122,18 @@ def judge_of(given: argparse.Namespace, device: torch.device) -> Judge:
     return Judge.of(images, load_inception(given.inception, device), given.reference, NEIGHBOURS, given.features)
 
 
-def score(records: Records, name: str, plan: Plan, subject: Subject, judge: Judge, count: int, batch: int) -> None:
+def score(
+    records: Records, name: str, plan: Plan, subject: Subject, judge: Callable[[], Judge], count: int, batch: int
+) -> None:
     """Makes so many pictures and keeps their scores; nothing where they are known."""
     mark = hashlib.sha256(json.dumps(plan.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
     if records.has({"name": name, "plan": mark, "pictures": count}):
         return
     seeds = range(SEED, SEED + count)
-    found = judge.features(pictures(plan, subject, seeds, batch))
-    told: dict[str, Any] = judge.score(found)
+    found = judge().features(pictures(plan, subject, seeds, batch))
+    told: dict[str, Any] = judge().score(found)
     if count > NEIGHBOURS:
-        spread = judge.fid_interval(found, told["fid"], RESAMPLES)
+        spread = judge().fid_interval(found, told["fid"], RESAMPLES)
         told |= {"fid_low": spread.low, "fid_high": spread.high}
     records.add({"name": name, "plan": mark, "pictures": count, "nfe": plan.nfe, **told})
     print(f"{name}, {count:,} pictures: FID {told['fid']:.2f}, KID {1e3 * told['kid']:.2f}e-3", flush=True)
@@ -134,6 +146,31 @@ def pictures(plan: Plan, subject: Subject, seeds: Sequence[int], batch: int) -> 
         drawn = Drawn.of(subject, Pairs(tuple(seeds[start : start + batch])))
         made.append(to_bytes(ends(plan, subject, drawn, batch).add(1).div(2)))
     return torch.cat(made).to(subject.device)
+
+
+def draw(rows: Sequence[dict[str, Any]], tuned: Sequence[str], path: Path) -> Path:
+    """A bar a plan, the least FID on top."""
+    ordered = sorted(rows, key=lambda row: -row["fid"])
+    figure = charts.canvas(7, 0.3 * len(ordered) + 0.9)
+    axes = figure.subplots()
+    colours = [charts.COLOURS[2 if row["name"] in tuned else 0] for row in ordered]
+    words = ["tuned" if row["name"] in tuned else row["name"] for row in ordered]
+    bars = axes.barh(words, [row["fid"] for row in ordered], color=colours, height=0.65)
+    axes.bar_label(bars, fmt="%.1f", padding=3, fontsize=8)
+    title = f"FID of {ordered[0]['pictures']:,} pictures with {max(row['nfe'] for row in ordered)} model calls"
+    charts.quiet(axes, title, "less is better", "")
+    axes.tick_params(axis="y", labelsize=8)
+    figure.tight_layout()
+    return charts.save(figure, path)
+
+
+def draw_pictures(plans: dict[str, Plan], subject: Subject, path: Path) -> Path:
+    """The first noises, a row a plan; below them where they converge to."""
+    seeds = range(SEED, SEED + SHOWN)
+    shown = {f"{name}\n{plan.nfe} calls": pictures(plan, subject, seeds, SHOWN) for name, plan in plans.items()}
+    truth = teacher.teach(subject, Pairs(tuple(seeds)), teacher.STEPS, SHOWN)
+    shown[f"converged\n{teacher.STEPS} calls"] = to_bytes(truth.x0.add(1).div(2))
+    return draw_rows(shown, path)
 
 
 def table(records: Records) -> Table:
