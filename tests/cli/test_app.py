@@ -51,8 +51,8 @@ FLAGS = {
     ],
     "tune": [
         "--at-once", "--batch", "--compile", "--device", "--dtype", "--guidance", "--held-out", "--iterations",
-        "--json", "--model", "--out", "--pairs", "--prompts", "--records", "--seed", "--start", "--steps", "--sweep",
-        "--teacher", "--unguarded", "--what",
+        "--json", "--model", "--out", "--overwrite", "--pairs", "--prompts", "--records", "--seed", "--start",
+        "--steps", "--sweep", "--teacher", "--unguarded", "--what",
     ],
     "models": ["--json", "folders"],
     "studio": ["--device", "--no-open", "--port", "models"],

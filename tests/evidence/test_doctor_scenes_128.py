@@ -78,6 +78,13 @@ def grainy(image: Image.Image) -> Image.Image:
     return Image.fromarray((pixels + noise).clamp(0, 255).byte().numpy())
 
 
+def tiled(image: Image.Image) -> Image.Image:
+    """Every other tile of 32 pixels a little brighter."""
+    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).reshape(image.height, image.width, 3)
+    tile = torch.arange(image.width) // 32 % 2
+    return Image.fromarray((pixels + 24 * (tile[:, None] ^ tile)[..., None]).clamp(0, 255).byte().numpy())
+
+
 def nan_in_a_weight(held: dict[str, torch.Tensor]) -> None:
     held["mid_block.resnets.0.conv1.weight"][0, 0, 0, 0] = float("nan")
 
@@ -134,10 +141,56 @@ SABOTAGES: dict[str, tuple[str, Callable[[Path], Words]]] = {
     "a LoRA of zeros": ("adapter-no-effect", lambda f: (str(MODEL), "--lora", zero_lora(f), "--only", "adapters")),
     "guidance of 60": ("oversaturated", lambda f: ("--trace", str(traced(f, 60.0)))),
     "grain": ("residual-noise", lambda f: ("--images", str(pictures(f, grainy)))),
+    "its transformer said to predict v": (
+        "target-mismatch",
+        lambda f: (
+            str(edited(f, f"dit/{SCHEDULER}", prediction_type="v_prediction") / "dit"),
+            *("--data", "scenes", "--only", "target"),
+        ),
+    ),
+    "in a flow's sampler": (
+        "eps-in-flow-sampler",
+        lambda f: (str(edited(f, SCHEDULER, _class_name="FlowMatchEulerDiscreteScheduler")), "--quick"),
+    ),
+    "a key that nothing knows": (
+        "unknown-key",
+        lambda f: (str(edited(f, SCHEDULER, beta_shedule="linear")), "--quick"),
+    ),
+    "more steps than times": ("steps-beyond", lambda f: (str(MODEL), "--steps", "1500", "--quick")),
+    "Heun on its grid": (
+        "plan-exaggerates",
+        lambda f: (str(MODEL), "--sampler", "heun", "--grid", "trailing", "--steps", "20", "--quick"),
+    ),
+    "guidance of 20 in a run": ("guidance-high", lambda f: ("--trace", str(traced(f, 20.0)))),
+    "tiles that do not meet": ("tile-seams", lambda f: ("--images", str(pictures(f, tiled)))),
     "blur": (
         "low-sharpness",
         lambda f: ("--images", str(pictures(f, lambda image: image.filter(ImageFilter.GaussianBlur(3))))),
     ),
+}
+
+
+CAUSES = {  # words of the cause that is told
+    "said to predict eps": "trained for v",
+    "said to be trained by another schedule": "trained on cosine",
+    "latents of another size": "4.3 times too clean",
+    "latents cut as pixels are": "made for pixels",
+    "eps at zero SNR": "is not determined by eps",
+    "Karras on its schedule": "8 calls are left",
+    "no weights of the VAE": "vae/config.json is not there",
+    "NaN in a weight": "the training diverged",
+    "values beyond float16": "float16 ends at 65504",
+    "a LoRA of zeros": "must change a layer",
+    "guidance of 60": "Guidance of 60",
+    "grain": "Noise of 12",
+    "its transformer said to predict v": "trained for eps",
+    "in a flow's sampler": "never trained on",
+    "a key that nothing knows": "ignores beta_shedule",
+    "more steps than times": "1000 whole times",
+    "Heun on its grid": "steps too far",
+    "guidance of 20 in a run": "so many times over",
+    "tiles that do not meet": "know nothing of their neighbours",
+    "blur": "fine detail is missing",
 }
 
 
@@ -162,6 +215,11 @@ HEALTHY: dict[str, Callable[[Path], Words]] = {
     "with its ControlNet": lambda f: (str(MODEL), "--controlnet", str(MODEL / "controlnet"), "--only", "adapters"),
     "a run": lambda f: ("--trace", str(traced(f, 4.0))),
     "its pictures": lambda f: ("--images", str(pictures(f))),
+    "its transformer": lambda f: (str(MODEL / "dit"), "--data", "scenes"),
+    "with its IP-Adapter": lambda f: (str(MODEL), "--ip-adapter", str(MODEL / "ip_adapter"), "--only", "adapters"),
+    "its tuned plan": lambda f: ("scenes-128/plans/8.json",),
+    "DDIM with 8 steps": lambda f: (str(MODEL), "--sampler", "ddim", "--steps", "8", "--quick"),
+    "from half of a picture": lambda f: (str(MODEL), "--steps", "20", "--strength", "0.5", "--quick"),
 }
 
 
@@ -169,8 +227,8 @@ HEALTHY: dict[str, Callable[[Path], Words]] = {
 def test_a_sabotage_is_found(name: str, tmp_path: Path) -> None:
     code, words = SABOTAGES[name]
     found = doctor(*words(tmp_path))
-    grave = [finding["code"] for finding in found["findings"] if finding["severity"] != "note"]
-    assert code in grave, found["findings"]
+    causes = {one["code"]: one["cause"] for one in found["findings"] if one["severity"] != "note"}
+    assert CAUSES[name] in causes.get(code, ""), found["findings"]
     assert found["status"] == 1
 
 

@@ -16,6 +16,7 @@ from pellucid.core.grid import Grid
 from pellucid.evidence import trace
 from pellucid.evidence.doctor.checks import CHECKS, examine
 from pellucid.evidence.doctor.finding import Finding, Report
+from pellucid.evidence.doctor.opening import Given, open_subject
 from pellucid.evidence.doctor.subject import Subject
 from pellucid.evidence.doctor.traces import scale_of
 
@@ -113,3 +114,15 @@ def test_a_run_of_a_pipeline_says_its_scale(tmp_path: Path) -> None:
     with trace.Recorder(tmp_path / "run.trace") as recorder:
         pipe("a red star", steps=4, guidance=30.0, seed=1, decode=False, observers=[recorder])
     assert scale_of(trace.read(tmp_path / "run.trace")) == 30.0
+
+
+def test_a_trace_is_asked_about_the_plan_and_the_recipe_that_it_holds(tmp_path: Path) -> None:
+    """Guidance and a grid that the doctor finds in a picture's recipe, it finds in the trace of the same run."""
+    pipe, path = pellucid.load("scenes-128", device="cpu"), tmp_path / "run.safetensors"
+    with trace.Recorder(path) as recorder:
+        pipe("a red star", sampler="dpmpp_2m", grid="karras", steps=5, guidance=20.0, observers=[recorder])
+    codes = {finding.code for finding in examine(open_subject(Given(trace=str(path)))).findings}
+    assert {"calls-in-noise", "guidance-high"} <= codes
+    with trace.Recorder(tmp_path / "sound.safetensors") as recorder:
+        pipe("a red star", steps=5, guidance=4.0, observers=[recorder])
+    assert not examine(open_subject(Given(trace=str(recorder.path)))).findings

@@ -234,10 +234,15 @@ def test_bad_input_is_one_line(refuse: Callable[..., str], model: str, args: tup
     assert says in refuse(model, *args)
 
 
-def test_a_plan_that_was_there_survives_a_refusal(refuse: Callable[..., str], tmp_path: Path) -> None:
+def test_a_plan_that_was_there_is_replaced_only_where_that_is_asked_for(
+    refuse: Callable[..., str], tell: Callable[..., str], tmp_path: Path
+) -> None:
     (tmp_path / "plan.json").write_text("mine")
-    refuse("pixels", "--steps", "1")
+    refuse("pixels", "--overwrite", "--steps", "1")
+    assert "--out must be a file that does not exist yet" in refuse("pixels", *QUICK, *START)
     assert (tmp_path / "plan.json").read_text() == "mine"
+    tell("pixels", "--overwrite")
+    assert Plan.from_json((tmp_path / "plan.json").read_text()).nfe == 3
 
 
 def test_weights_that_are_not_there_cannot_be_tuned_for(models: Path) -> None:

@@ -82,6 +82,7 @@ def command(
     dtype: Annotated[str, typer.Option(metavar="NAME", help="What the network works in.")] = "float32",
     compiled: Annotated[bool, typer.Option("--compile", metavar="", help="Compile the network: for a GPU.")] = False,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the plan goes.")] = Path("plan.json"),
+    overwrite: Annotated[bool, typer.Option("--overwrite", metavar="", help="Replace a plan that is there.")] = False,
     device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the evidence as JSON.")] = False,
 ) -> None:
@@ -93,6 +94,9 @@ def command(
     Example: [bold]pellucid tune --model scenes-128 --prompts scenes --steps 8 --out plan.json[/]
     """
     output.destination(out, "--out", (".json",))
+    if out.exists() and not overwrite:
+        advice = "Name another, or give --overwrite."
+        raise PellucidError(rule("--out", "a file that does not exist yet", str(out), advice), "file-exists")
     for option, alone, needed in (
         ("--records", records and not sweep, "--sweep"),
         ("--unguarded", unguarded and not guidance, "--guidance"),

@@ -77,7 +77,7 @@ def open_subject(given: Given, asked: Asked | None = None) -> Subject:
     if given.adapters:
         subject = replace(subject, adapters=given.adapters)
     if given.trace is not None:
-        subject = replace(subject, trace=read_trace(given.trace))
+        subject = with_trace(subject, read_trace(given.trace))
     if given.images is not None:
         subject = replace(subject, images=pictures_in(given.images))
     return subject if given.data is None else with_data(subject, given.data)
@@ -89,16 +89,28 @@ def read_trace(path: str) -> Any:
     return trace.read(path)
 
 
+def with_trace(subject: Subject, trace: Any) -> Subject:
+    """A run that was recorded, with the plan and the recipe that its header holds; what was named beside it stays."""
+    header = trace.header
+    recipe = subject.recipe or (None if header.recipe is None else told_by(header.recipe))
+    plan = header.plans[0] if subject.plan is None and header.plan_tables else subject.plan
+    return replace(subject, trace=trace, recipe=recipe, plan=plan)
+
+
 def pictures_in(where: str) -> Any:
+    """The pictures of a folder, of which one at least can be read."""
     found = open_pictures(where)
     if isinstance(found, Statistics):
         raise PellucidError(rule("--images", "pictures", f"statistics in {where}"), "usage")
+    unread: list[str] = []
+    if next(found.chunks(lambda _, why: unread.append(why)), None) is None:
+        raise PellucidError(f"--images must hold a picture that can be read; {unread[0]}", "usage")
     return found
 
 
 def of_name(name: str, asked: Asked, given: Given) -> Subject:
     """A model; or a file that tells how one is run: a scheduler config, a plan, a picture with its recipe."""
-    path = Path(name).expanduser()
+    path = source.bundled(Path(name).expanduser())
     if path.suffix == ".json" and path.is_file():
         return of_json(path, asked)
     if path.suffix.lower() in PICTURES and path.is_file():
@@ -139,9 +151,7 @@ def of_picture(path: Path, asked: Asked, given: Given) -> Subject:
     """A picture that says how it was made; its model too, where it is here."""
     found = read_png(path)
     told = (
-        {f.name: getattr(found, f.name) for f in fields(Recipe)}
-        if isinstance(found, Recipe)
-        else {**found.fields, "unread": found.unread, "notes": found.notes}
+        told_by(found) if isinstance(found, Recipe) else {**found.fields, "unread": found.unread, "notes": found.notes}
     )
     asked = replace(
         asked,
@@ -159,6 +169,10 @@ def of_picture(path: Path, asked: Asked, given: Given) -> Subject:
     if plan is not None:
         subject = replace(subject, plan=Plan.from_dict(plan), plan_file=plan)
     return replace(subject, name=str(path), recipe=told)
+
+
+def told_by(recipe: Recipe) -> dict[str, Any]:
+    return {f.name: getattr(recipe, f.name) for f in fields(Recipe)}
 
 
 def sampler_of(told: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ ENDS, ENDS_MORE = 0.25, 0.1  # the share of values that are 0 or 255
 SEAM = 2.0
 PERIODS = (32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # pixels between tiles, by the sizes in use
 BLED = 0.1  # the share of pictures, from which it is more than a slip
-ASKED = 8  # pictures whose truth is known
+ASKED = 4  # pictures whose truth is known: their intervals say whether so few are enough
 FOLLOWED = 0.5  # the share that shows all that was asked for, below which something is broken
 
 
@@ -92,7 +92,8 @@ def sharpness(subject: Subject) -> Iterable[Finding]:
             "the pictures are soft: their edges are wide",
             facts("sharpness (median)", own, data, len(found.own)),
             "The fine detail is missing: too few steps at low noise, a grid that ends too early, or a VAE that blurs.",
-            "Take more steps or a grid that ends low (--grid karras); then `pellucid doctor MODEL --data FOLDER`.",
+            "Take more steps, or a grid whose last calls are near the data: `pellucid plan` says what is kept of small "
+            "things. Then `pellucid doctor MODEL --data FOLDER`.",
         )
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pellucid.core import schedule as schedules
 from pellucid.core.dialect_diffusers import PREVIOUS, ZERO_SNR_RATIO
 from pellucid.core.errors import PellucidError
 from pellucid.core.plan import Plan, kept
@@ -248,15 +249,19 @@ def of_betas(subject: Subject, why: str) -> tuple[Plan, Tabled]:
     """The plan and its schedule where that is one of betas; else `why` the check cannot be made."""
     plan, reading = subject.plan, subject.reading
     assert plan is not None
-    if reading is None or not isinstance(reading.schedule, Tabled):
+    schedule = schedules.from_dict(plan.schedule) if reading is None else reading.schedule
+    if not isinstance(schedule, Tabled):
         raise Unable(why)
-    return plan, reading.schedule
+    return plan, schedule
 
 
 @check("first level", needs=("plan",))
 def first_level(subject: Subject) -> Iterator[Finding]:
     """A run that starts below the noisiest level, from noise that is as large as there."""
     plan, schedule = of_betas(subject, "only schedules of betas have a noisiest time")
+    recipe = subject.recipe or {}
+    if subject.trace is not None and (recipe.get("strength") or recipe.get("denoising_start")):
+        raise Unable("the run that was recorded starts from a picture")
     noisiest = float(schedule.alpha_bar[-1]) ** 0.5
     alpha = plan.start.to("vp").alpha
     facts = (("alpha of the first call", alpha), ("alpha of the noisiest level", noisiest),
@@ -313,6 +318,8 @@ def last_level(subject: Subject) -> Iterator[Finding]:
     """Noise that the last step leaves in the picture."""
     plan = subject.plan
     assert plan is not None
+    if subject.trace is not None:
+        raise Unable("the levels of the trace tell it")
     if plan.end.ratio <= 0.0:
         return
     clear = plan.end.ratio > NOISY_END

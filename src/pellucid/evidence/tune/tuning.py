@@ -236,7 +236,7 @@ def sentence(told: dict[str, Any]) -> str:
     kept, best = held[told["kept"].replace(" ", "_")], held["best_start"]
     words = (
         f"{told['steps']} calls, mean error {kept['mean']:.4g} ({kept['low']:.4g} to {kept['high']:.4g}) on "
-        f"{kept['pairs']} held-out pairs; the best start, {told['best_start']}, has {best['mean']:.4g}"
+        f"{kept['pairs']} held-out pairs; {told['best_start']}, the best start before tuning, has {best['mean']:.4g}"
     )
     if told["kept"] != "tuned":
         words += "; tuning made nothing better, and the start is kept"
