@@ -23,6 +23,7 @@ from pellucid.evidence.metrics.pictures import Pixels
 from pellucid.evidence.study import guidance_report
 from pellucid.evidence.study.guidance import SHOWN, TRUE, GuidanceStudy, Study
 from pellucid.evidence.study.guidance_figures import results
+from pellucid.evidence.study.oracle import OracleStudy
 
 CONFIG = GuidanceStudy("law", (1.0, 4.0, 8.0), ("plain", "dynamic"), "scenes:5", seeds=2, batch=4)
 CELLS = 5  # the unguided one is shared
@@ -168,13 +169,28 @@ def test_a_folder_of_another_version_model_or_kind_is_refused_and_kept(copy: Pat
         Study(CONFIG, copy, model_hash="weights-1:other")
     text = (copy / "config.json").read_text().replace('"version": 1', '"version": 0')
     (copy / "config.json").write_text(text)
-    with pytest.raises(PellucidError, match="config must be the one that began"):
+    with pytest.raises(PellucidError, match=r"must be of version 1; got 0\. Choose another --out") as refused:
         Study(CONFIG, copy)
+    assert refused.value.code == "study-version"
     assert (copy / "config.json").read_text() == text
+    (copy / "config.json").write_text(OracleStudy().text)
+    with pytest.raises(PellucidError, match=r"--out must be of a guidance study; got .*: an oracle study'") as refused:
+        Study(CONFIG, copy)
+    assert refused.value.code == "study-folder"
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "mine.txt").write_text("dear")
     with pytest.raises(PellucidError, match="--out must be empty, new, or a study of this config"):
         Study(CONFIG, tmp_path / "letters")
+
+
+def test_a_folder_from_before_studies_were_marked_goes_on(copy: Path) -> None:
+    held = json.loads((copy / "config.json").read_text())
+    assert held.pop("study") == "guidance"
+    (copy / "config.json").write_text(json.dumps(held))
+    assert not Study(CONFIG, copy).missing
+    (copy / "config.json").write_text(json.dumps({**held, "version": 0}))
+    with pytest.raises(PellucidError, match="must be of version 1; got 0"):
+        Study(CONFIG, copy)
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
@@ -363,5 +379,9 @@ def test_the_report_is_whole(copy: Path) -> None:
             assert len(chart.convert("RGB").getcolors(2**24)) > 20
     told = (copy / "table.md").read_text()
     assert "| dynamic | 4 to 8 | 4 |" in told
+    (doubt,) = report.plain()["doubts"]  # of five prompts
+    assert doubt.startswith("Doubtful: 5 prompts with 10 pictures a guidance")
+    assert doubt in told
+    assert "Doubtful: 5 prompts" in page
     assert "true pictures" in told
     assert not list(copy.rglob(".*.part*"))

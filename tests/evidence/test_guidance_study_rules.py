@@ -15,7 +15,7 @@ from pellucid.evidence.study.guidance import GuidanceStudy
 from pellucid.evidence.study.guidance_figures import Cell, Figure, Reference, Results, cell
 from pellucid.evidence.study.guidance_range import RangeChart, state
 from pellucid.evidence.study.guidance_rules import NAMES, SPAN, Nature, check, guidance_of
-from pellucid.evidence.study.guidance_useful import CLIPPED, best, faults, lines, recommended, worse
+from pellucid.evidence.study.guidance_useful import CLIPPED, best, doubts, faults, lines, recommended, worse
 from pellucid.models.guidance import Guidance
 
 TRUTH = {"saturation": 0.01, "colourfulness": 0.2, "sharpness": 2.0}
@@ -110,6 +110,29 @@ def test_the_range_is_the_run_around_the_most_adherent_useful_scale() -> None:
     assert [one.useful for one in line.cells] == [True, True, False, True, True, True]
     assert [one.scale for one in line.range] == [4, 5, 6]
     assert line.plain() == {"rule": "plain", "range": [4.0, 6.0], "useful": [1.0, 2.0, 4.0, 5.0, 6.0]}
+
+
+def test_what_has_nothing_right_is_not_useful_however_few_pictures_tell() -> None:
+    table = {"plain": {1.0: made("1", 0.0, 4), 4.0: made("4", 0.5, 4), 7.0: made("7", 0.25, 4)}}
+    one = found(table)
+    assert not worse(one, one.cells["1"], one.cells["4"])  # four prompts do not tell
+    (line,) = lines(one)
+    assert [judged.useful for judged in line.cells] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "half", "doubtful"),
+    [(4, 0.03, True), (9, 0.03, True), (10, 0.03, False), (48, 0.12, False), (48, 0.13, True)],
+)
+def test_few_prompts_or_a_wide_interval_are_doubtful(prompts: int, half: float, doubtful: bool) -> None:
+    top = made("4", 0.5, prompts)
+    top.figures["right"] = Figure(0.5, 0.5 - half, 0.5 + half)
+    said = doubts(found({"plain": {1.0: made("1", 0.0, prompts), 4.0: top}}))
+    assert bool(said) == doubtful
+    ends = f"{50 - 100 * half:.1f} to {50 + 100 * half:.1f}"
+    for words in said:
+        assert words.startswith(f"Doubtful: {prompts} prompts with {prompts} pictures a guidance hardly tell")
+        assert f"(all right of the best: 50.0 % ({ends}))" in words
 
 
 # Recommended

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -16,13 +17,14 @@ from PIL import Image
 from scipy import stats
 
 from pellucid import PellucidError, compile_plan, oracle, run
-from pellucid.cli import app
+from pellucid.cli import app, study_interaction
 from pellucid.core import schedule as schedules
 from pellucid.core.schedule import Schedule
 from pellucid.evidence.study import interaction_report
 from pellucid.evidence.study.cells import Cell, Setup
-from pellucid.evidence.study.interaction import InteractionStudy, Seen, Study, label_of
+from pellucid.evidence.study.interaction import JUDGED, InteractionStudy, Seen, Study, label_of
 from pellucid.evidence.study.interaction_results import Interaction
+from pellucid.evidence.study.samplers import By
 from pellucid.evidence.study.samplers_results import MEASURES, Column
 from pellucid.evidence.study.samplers_subject import Subject
 
@@ -266,7 +268,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
         ({"names": ("one", "../two")}, "names must be different, of letters"),
         ({"samplers": ("dance",)}, "sampler must be a known name"),
         ({"steps": ()}, "steps must be at least one"),
-        ({"by": "beauty"}, "by must be one of"),
+        ({"by": "beauty"}, "by must be one of distance, latent, kid, image_text, right; got"),
         ({"prompts": "nowhere.txt"}, "prompts must be a text file that exists"),
         ({"converged_steps": 11}, "converged_steps must be at least twice"),
     ],
@@ -276,6 +278,18 @@ def test_a_wrong_config_is_one_line(change: dict, line: str) -> None:
         InteractionStudy(**{**CONFIG, **change})
     assert line in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_every_measure_that_is_offered_can_decide() -> None:
+    """Help and page name what a config takes; FID, which has no resamples in common, is not among it."""
+    option = get_type_hints(study_interaction.command, include_extras=True)["by"].__metadata__[0]
+    page = (Path(__file__).parents[2] / "docs/study_interaction.md").read_text("utf-8")
+    row = next(line for line in page.splitlines() if line.startswith("| `--by` |"))
+    for by in get_args(By):
+        InteractionStudy(**{**CONFIG, "by": by})
+    assert option.help.partition(";")[0].split(", ") == list(get_args(By))
+    assert set(re.findall(r"`(\w+)`", row)) == set(get_args(By))
+    assert set(JUDGED) <= set(get_args(By))
 
 
 def test_a_model_is_named_by_its_folder() -> None:

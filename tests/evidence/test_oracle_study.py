@@ -255,6 +255,38 @@ def test_a_killed_study_goes_on(done: Study, tmp_path: Path) -> None:
     assert refused.value.code == "resume-config"
 
 
+def test_a_folder_of_another_kind_or_version_is_refused_by_name(tmp_path: Path) -> None:
+    config, path = OracleStudy(**QUICK), tmp_path / "config.json"
+    held = json.loads(config.text)
+    for change, code, line in (
+        (
+            {"study": "guidance"},
+            "study-folder",
+            f"--out must be of an oracle study; got '{tmp_path}: a guidance study'.",
+        ),
+        ({"version": 2}, "study-version", f"study in {tmp_path} must be of version 1; got 2."),
+        ({"version": 2, "seeds": 4}, "study-version", f"study in {tmp_path} must be of version 1; got 2."),
+        ({"seed": 1}, "resume-config", f"config must be the one that began {tmp_path}; got 'another'."),
+    ):
+        path.write_text(json.dumps({**held, **change}))
+        with pytest.raises(PellucidError) as refused:
+            Study(config, tmp_path)
+        assert (refused.value.code, str(refused.value)) == (code, f"{line} Choose another --out.")
+    path.write_text("no")
+    with pytest.raises(PellucidError, match=r"--out must be of an oracle study; got .*: something else'"):
+        Study(config, tmp_path)
+
+
+def test_a_folder_from_before_studies_were_marked_goes_on(tmp_path: Path) -> None:
+    config = OracleStudy(**QUICK)
+    plain = {key: value for key, value in json.loads(config.text).items() if key not in ("study", "version")}
+    (tmp_path / "config.json").write_text(json.dumps(plain))
+    assert Study(config, tmp_path).missing()
+    (tmp_path / "config.json").write_text(json.dumps({**plain, "seed": 1}))
+    with pytest.raises(PellucidError, match="config must be the one that began"):
+        Study(config, tmp_path)
+
+
 def test_what_cannot_run_says_why() -> None:
     bench = Bench(OracleStudy(**{**QUICK, "mixtures": ("smooth",), "schedules": ("flow",)}), "flow")
     lines = bench.measure(asked("deis"), "trailing")["runs"]

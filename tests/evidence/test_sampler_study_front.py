@@ -70,6 +70,35 @@ def test_a_front_of_one_or_two() -> None:
     assert knee([5, 10, 20], [3.0, 2.5, 0.0]) == 2  # a front that bends the other way has no knee: the best is taken
 
 
+@pytest.mark.parametrize(
+    ("calls", "losses", "taken", "beyond"),
+    [
+        ((5, 10, 20), (1.0, 0.3, 0.2), 1, "less"),
+        ((5, 10, 20, 50), (1.0, 0.5, 0.5, 0.5), 1, "nothing"),
+        ((5, 10, 20), (1.0, 1.0, 1.0), 0, "nothing"),
+        ((2, 4, 8), (1.0, 0.8, 0.2), 2, "more"),  # the gain grows up to the end
+        ((5, 10), (1.0, 0.5), 1, "more"),
+        ((5, 10, 20), (1.0, 0.5, math.nan), 1, "more"),  # what is not finite says nothing
+        ((8, 8), (1.0, 0.5), 1, "unknown"),
+    ],
+)
+def test_the_end_of_the_range_is_no_knee(calls: Any, losses: Any, taken: int, beyond: str) -> None:
+    made = knee_of(calls, losses, np.array(losses)[:, None])
+    assert (made.cell, made.beyond, made.found) == (taken, beyond, beyond in ("less", "nothing"))
+    held = [Cell(Setup("ddim"), n, n) for n in calls]
+    found = verdict(held, column(list(losses), 1e-9), [Latency(())] * len(held), None, None)
+    said = found.sentence
+    assert said.startswith(f"Use ddim with {calls[taken]} steps: ")
+    assert ("at the knee" in said, "No knee" in said, found.place(taken) == "knee") == (
+        made.found,
+        not made.found,
+        made.found,
+    )
+    assert ("a doubling of the calls gains less" in said) == (beyond == "less")
+    assert ("still a gain" in said) == (beyond == "more")
+    assert ("sk for more steps" in said) == (not made.found)
+
+
 def test_how_sure_a_knee_is() -> None:
     losses = np.array([1.0 / s for s in STEPS])
     random = np.random.default_rng(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -296,6 +297,22 @@ def test_results_for_programs(found: Figures, page: str) -> None:
     assert held["recommendation"]["call"]["sampler"] in held["knee"]["cell"]
     assert held["ranking"][0]["sampler"] == "dpmpp_2m:karras"
     assert sum(held["knee"]["share_of_resamples"].values()) == pytest.approx(1)
+
+
+def test_where_no_knee_was_found_none_is_reported(found: Figures) -> None:
+    def marks(figures: Figures) -> list[str]:
+        axis = samplers_report.Axis("model calls (NFE)", True)
+        drawn = samplers_report.curve(figures, figures.main, axis, [float(c.nfe) for c in figures.cells])
+        return [mark.name for mark in drawn.marks]
+
+    assert found.verdict.knee.found
+    assert "knee" in marks(found)
+    taken = found.verdict.knee.cell
+    other = Figures(found.study, found.judges, resamples=20)
+    vars(other)["verdict"] = replace(found.verdict, knee=replace(found.verdict.knee, beyond="more"))
+    assert samplers_report.plain(other)["knee"] is None
+    assert "knee" not in marks(other)
+    assert samplers_report.main_table(other).rows[taken][-1] == "front"
 
 
 def test_pictures_that_are_not_finite_are_on_no_front(found: Figures) -> None:

@@ -275,6 +275,7 @@ def test_bad_traces_are_refused_in_one_line(refuse: Callable[..., str], tmp_path
     said = refuse("trace", command, *more, "cut.st")
     assert said.startswith("error[trace-truncated]: trace must be whole; got 'cut.st with ")
     assert "The file was cut: its header promises more." in said
+    assert "`pellucid trace show --partial`" in said  # replay has no such option: it names the command that has
 
 
 def test_what_is_whole_of_a_cut_trace_is_shown(tell: Callable[..., Answer], tmp_path: Path) -> None:
@@ -286,6 +287,11 @@ def test_what_is_whole_of_a_cut_trace_is_shown(tell: Callable[..., Answer], tmp_
     assert 0 < len(said["steps"]) < 6
     assert said["steps"][0]["norms"]["x"] == whole.steps[0].norms["x"].tolist()
     assert f"{len(said['steps'])} of 6 steps, cut" in tell("trace", "show", "cut.st", "--partial").out
+    assert "observe" in said["steps"][-2]["seconds"]
+    assert "observe" not in said["steps"][-1]["seconds"]  # it did not last until the whole run's end
+    rows = [line.split() for line in tell("trace", "show", "cut.st", "--partial").out.splitlines() if " ms " in line]
+    assert [row[-2] for row in rows].count("–") == 1
+    assert rows[-1][-2] == "–"
     assert "note: B was broken off" in tell("trace", "diff", "good.st", "cut.st", "--partial").out
 
 

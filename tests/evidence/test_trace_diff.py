@@ -18,6 +18,7 @@ from pellucid.core import schedule as schedules
 from pellucid.evidence import trace
 from pellucid.evidence.trace import Recorder, Trace
 from pellucid.evidence.trace.diff import Comparison, compare
+from pellucid.evidence.trace.diff_words import details
 from pellucid.models.guided import GuidedDenoiser
 from pellucid.models.rules import Interval, Rescale
 
@@ -178,6 +179,49 @@ def test_guidance_is_what_is_made_of_the_same_predictions(tmp_path: Path, tensor
 def test_guidance_that_stops_earlier(tmp_path: Path, tensors: bool) -> None:
     early = denoiser(Guidance(4.0, (Interval(0.0, 0.5),)))
     assert parted(tmp_path, tensors, {}, {"model": early}) == (3, "guidance", "uncond")
+
+
+def asked_together(guidance: Any, off: float = 5e-7) -> GuidedDenoiser:
+    """A network that rounds otherwise in a larger batch, as a guided run has it."""
+
+    def called(x: Tensor, time: Tensor, prompt: Tensor) -> Tensor:
+        return network(x, time, prompt) * (1 + off * (len(x) > len(SEEDS)))
+
+    told = [{"prompt": torch.full((len(SEEDS),), value)} for value in (1.0, 0.0)]
+    return GuidedDenoiser(called, schedules.make("scaled_linear"), "eps", *told, Guidance.parse(guidance))
+
+
+def with_recipe(found: Trace, guidance: Any, **more: Any) -> Trace:
+    recipe = {"model_hash": "1:a-b-c", "prompt": "a star", "guidance": Guidance.parse(guidance).to_dict(), **more}
+    return replace(found, header=replace(found.header, recipes=(recipe,) * len(SEEDS)))
+
+
+def test_a_run_without_guidance_parts_by_guidance_though_its_batch_rounds_otherwise(
+    tmp_path: Path, tensors: bool
+) -> None:
+    a, b = pair(tmp_path, tensors, {"model": asked_together(4.0)}, {"model": asked_together(1.0)})
+
+    def cause(one: Trace, other: Trace) -> str:
+        first, back = compare(one, other).first, compare(other, one).first
+        assert (first.cause, first.what) == (back.cause, back.what)
+        assert first.what == "cond"
+        return first.cause
+
+    guided, plain = with_recipe(a, 4.0), with_recipe(b, 1.0)
+    assert cause(guided, plain) == "guidance"
+    found = compare(guided, plain)
+    assert [told.name for told in found.why] == ["guidance"]
+    assert 0 < found.first.distance < 1e-5 if tensors else found.first.distance is None
+    assert not any("nothing that differs" in line for line in details(found))
+    assert cause(guided, with_recipe(b, 4.0)) == "model"  # the recipes say nothing of guidance
+    assert cause(guided, with_recipe(b, 1.0, model_hash="1:x-b-c")) == "model"
+    assert cause(guided, with_recipe(b, 1.0, prompt="a ring")) == "model"
+    assert cause(a, b) == "model"  # without recipes nothing is known of it
+
+
+def test_what_is_more_than_rounding_is_the_models(tmp_path: Path) -> None:
+    a, b = pair(tmp_path, True, {"model": asked_together(4.0, 0.3)}, {"model": asked_together(1.0, 0.3)})
+    assert compare(with_recipe(a, 4.0), with_recipe(b, 1.0)).first.cause == "model"
 
 
 def test_a_clip_is_found_with_guidance(tmp_path: Path, tensors: bool) -> None:

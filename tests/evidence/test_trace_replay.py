@@ -328,3 +328,12 @@ def test_a_timeline_of_a_bare_and_of_a_broken_run(tmp_path: Path) -> None:
     broken = timeline(trace.read(tmp_path / "cut"))
     check_format(broken)
     assert len(events(broken, "steps")) == 2
+
+
+def test_the_last_step_of_a_cut_file_does_not_last_until_the_runs_end(tmp_path: Path) -> None:
+    whole = record(tmp_path / "whole", plan_of(), denoiser())
+    data = (tmp_path / "whole").read_bytes()
+    (tmp_path / "cut").write_bytes(data[: len(data) * 2 // 3])
+    cut = events(timeline(trace.read(tmp_path / "cut", partial=True)), "steps")
+    assert 0 < len(cut) < 6
+    assert cut[-1]["dur"] <= events(timeline(whole), "steps")[len(cut) - 1]["dur"]

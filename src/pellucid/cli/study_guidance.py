@@ -135,6 +135,7 @@ def run(config: GuidanceStudy, out: Path, device: str | None) -> Report:
 
 def show(report: Report, out: Path) -> None:
     from pellucid.evidence.study.guidance_report import definition, headline, range_table
+    from pellucid.evidence.study.guidance_useful import doubts
 
     console = output.console()
     console.print(headline(report), markup=False)
@@ -145,4 +146,6 @@ def show(report: Report, out: Path) -> None:
     console.print(table)
     console.print(definition(report), markup=False)
     console.print(report.advice.words, markup=False, style="bold")
+    for words in doubts(report.found):
+        console.print(words, markup=False)
     print(f"→ {out}: report.html, table.md, figures.json, charts/")

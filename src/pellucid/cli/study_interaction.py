@@ -43,7 +43,7 @@ def command(
     ] = None,
     batch: Annotated[int | None, typer.Option(metavar="N", min=1, help="Pictures at once; 16.")] = None,
     by: Annotated[
-        str | None, typer.Option(metavar="MEASURE", help="distance, latent, kid, fid, image_text, right; distance.")
+        str | None, typer.Option(metavar="MEASURE", help="distance, latent, kid, image_text, right; distance.")
     ] = None,
     converged: Annotated[
         str | None, typer.Option(metavar="NAME", help="The sampler of the yardstick; dpmpp_3m:karras.")
@@ -53,10 +53,10 @@ def command(
         int | None, typer.Option(metavar="N", min=2, help="Steps of a stochastic sampler's own yardstick; 500.")
     ] = None,
     reference: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="True pictures for KID and FID, such as data/cifar10:train.")
+        str | None, typer.Option(metavar="FOLDER", help="True pictures for KID, such as data/cifar10:train.")
     ] = None,
     inception: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Weights for KID and FID; the cached ones when not given.")
+        Path | None, typer.Option(metavar="FILE", help="Weights for KID; the cached ones when not given.")
     ] = None,
     clip: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="A CLIP for the image-text score; the bundle's own.")

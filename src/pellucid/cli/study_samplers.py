@@ -150,12 +150,11 @@ def show(found: Figures, out: Path) -> None:
     titles = (found.main.measure.title, *(column.measure.title for column in others))
     columns = ("sampler", "steps", "calls", "seconds", *titles)
     shown = output.table(*columns, "", right=columns[1:])
-    knee = None if found.verdict.knee is None else found.verdict.knee.cell
+    taken = None if found.verdict.knee is None else found.verdict.knee.cell
     for i, cell in enumerate(found.cells):
         figures = [short(float(column.values[i]) * column.measure.scale, 3) for column in others]
-        place = "knee" if i == knee else "front" if i in found.verdict.by_calls else ""
         row = (cell.setup.text, str(cell.steps), str(cell.nfe), seconds_of(found, i), interval(found.main, i))
-        shown.add_row(*row, *figures, place, style="bold" if i == knee else None)
+        shown.add_row(*row, *figures, found.verdict.place(i), style="bold" if i == taken else None)
     screen = output.console()
     screen.print(shown)
     said = (told(found.verdict.ranking, found.main), found.verdict.sentence, found.verdict.words)

@@ -106,7 +106,8 @@ def table(trace: Trace, index: int | None) -> Table:
         pick = picker(step, index)
         seconds = step.device_seconds or step.seconds
         model = seconds.get("model", math.nan)
-        other = sum(value for work, value in seconds.items() if work != "model")
+        ended = {mark.work for mark in step.marks} <= set(step.seconds)  # not so of the last step of a cut trace
+        other = sum(value for work, value in seconds.items() if work != "model") if ended else math.nan
         row = step.rows[0 if index is None else step.of(index)]
         made.add_row(
             str(step.index),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,8 @@ from pellucid.core.errors import PellucidError, rule
 
 Array = NDArray[np.float64]
 LEVEL = 0.95
+# What was seen beyond a cell: gains below the average, none, still some up to the dearest cell, or that there is none.
+Beyond = Literal["less", "nothing", "more", "unknown"]
 
 
 def front(costs: Sequence[float] | Array, losses: Sequence[float] | Array) -> list[int]:
@@ -30,8 +33,8 @@ def front(costs: Sequence[float] | Array, losses: Sequence[float] | Array) -> li
 def knee(costs: Sequence[float] | Array, losses: Sequence[float] | Array) -> int | None:
     """The cell of the front that lies farthest below the straight line between its ends (Satopää et al. 2011).
 
-    Costs count by their logarithm: from 5 calls to 10 is as far as from 50 to 100. A front of one cell is its own knee;
-    two of them have none between, and the better one is taken. None where no cell is known.
+    Costs count by their logarithm: from 5 calls to 10 is as far as from 50 to 100. Where no cell lies below that line
+    the best is taken, which is a knee only if dearer cells gain nothing (`beyond`). None where no cell is known.
     """
     kept = front(costs, losses)
     if len(kept) < 3:
@@ -45,13 +48,30 @@ def knee(costs: Sequence[float] | Array, losses: Sequence[float] | Array) -> int
 
 @dataclass(frozen=True)
 class Knee:
-    """The cell, its cost with the interval that resampling gives, and how often each cell was the knee there."""
+    """The cell, its cost with the interval that resampling gives, and how often each cell was taken there. It is no
+    knee, though the best, where nothing dearer was asked."""
 
     cell: int
     cost: float
     low: float
     high: float
     shares: dict[int, float]
+    beyond: Beyond
+
+    @property
+    def found(self) -> bool:
+        return self.beyond in ("less", "nothing")
+
+
+def beyond(costs: Sequence[float] | Array, losses: Sequence[float] | Array, cell: int) -> Beyond:
+    """What the cells that are dearer than a cell of the front say about more."""
+    kept, price = front(costs, losses), np.asarray(costs, float)
+    if cell != kept[-1]:
+        return "less"
+    known = price[np.isfinite(price) & np.isfinite(np.asarray(losses, float))]
+    if price[cell] < known.max():
+        return "nothing"
+    return "more" if len(kept) > 1 else "unknown"
 
 
 def knee_of(costs: Sequence[float] | Array, losses: Sequence[float] | Array, drawn: Array) -> Knee | None:
@@ -70,4 +90,4 @@ def knee_of(costs: Sequence[float] | Array, losses: Sequence[float] | Array, dra
     tail = (1 - LEVEL) / 2
     ends = np.quantile(price[picks], [tail, 1 - tail], method="inverted_cdf") if picks else [price[found]] * 2
     shares = {i: picks.count(i) / len(picks) for i in sorted(set(picks), key=lambda i: -picks.count(i))}
-    return Knee(found, float(price[found]), float(ends[0]), float(ends[1]), shares)
+    return Knee(found, float(price[found]), float(ends[0]), float(ends[1]), shares, beyond(costs, losses, found))

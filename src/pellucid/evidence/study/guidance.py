@@ -111,7 +111,13 @@ class Study:
             raise PellucidError(f"--clip must be {must}; got none.", "study-clip")
         if config.reference is not None:
             measures.opened(config.reference)
-        words = {"version": VERSION, **asdict(config), "texts": self.asked.texts, "nature": asdict(self.nature)}
+        words = {
+            "study": "guidance",
+            "version": VERSION,
+            **asdict(config),
+            "texts": self.asked.texts,
+            "nature": asdict(self.nature),
+        }
         del words["tolerance"]  # another one judges the same pictures anew
         self.text = json.dumps({**words, "model_hash": model_hash}, indent=1, sort_keys=True)
         self.guidances = self.all_guidances()

@@ -12,7 +12,7 @@ from pellucid.evidence.study import charts
 from pellucid.evidence.study.guidance import GuidanceStudy, Study
 from pellucid.evidence.study.guidance_figures import KINDS, Results, results
 from pellucid.evidence.study.guidance_range import RangeChart, told
-from pellucid.evidence.study.guidance_useful import CLIPPED, Line, Recommendation, lines, recommended
+from pellucid.evidence.study.guidance_useful import CLIPPED, Line, Recommendation, doubts, lines, recommended
 from pellucid.evidence.study.page import Axis, Cell, Chart, Code, Mark, Page, Pictures, Series, Text
 from pellucid.evidence.study.table import Table
 from pellucid.interop.whole import put
@@ -45,6 +45,7 @@ class Report:
             "tolerance": {"share": config.tolerance, "clipped": CLIPPED},
             "recommendation": self.advice.words,
             "guidance": self.advice.guidance,
+            "doubts": doubts(found),
             "ranges": [line.plain() for line in self.lines],
             "cells": [self.plain_cell(line, i) for line in self.lines for i in range(len(line.cells))],
         }
@@ -138,7 +139,8 @@ def cell_table(report: Report) -> Table:
 
 def markdown(report: Report) -> str:
     tables = [range_table(report).markdown(), cell_table(report).markdown()]
-    return "\n".join(["# Guidance\n", headline(report) + "\n", f"**{report.advice.words}**\n", *tables])
+    said = [f"{words}\n" for words in (f"**{report.advice.words}**", *doubts(report.found))]
+    return "\n".join(["# Guidance\n", headline(report) + "\n", *said, *tables])
 
 
 # Charts
@@ -226,6 +228,7 @@ def page(report: Report, span: RangeChart, drawn: list[Chart]) -> Page:
     made = Page("Guidance", headline(report)).add(Text(report.advice.words, "Recommendation"))
     if report.advice.guidance is not None:
         made.add(Code(command(report.found.study.config, report.advice.guidance)))
+    made.add(*(Text(words) for words in doubts(report.found)))
     made.add(span, range_table(report), Text("", "Charts"), *drawn, pictures(report), cell_table(report))
     return made.add(Code(report.found.study.text, "Config"))
 

@@ -2,12 +2,11 @@
 
 A scale is *useful* under a rule when
 1. it is not measurably less adherent than the most adherent cell of the whole study: the 95 % interval of the mean
-   difference, prompt by prompt, from the same noise, does not lie below zero; and
+   difference, prompt by prompt, from the same noise, does not lie below zero; some picture of it must be all right; and
 2. mean colourfulness and mean sharpness are each within `tolerance` (a share) of the reference's, and the share of
    clipped values is at most CLIPPED above the reference's.
 The *useful range* of a rule is the run of neighbouring tested scales, all of them useful, that holds the most adherent
-useful one: between two of them nothing was measured, beyond the outer ones nothing is said. Where no picture of the
-study is all right, no scale is useful.
+useful one: between two of them nothing was measured, beyond the outer ones nothing is said.
 """
 
 from __future__ import annotations
@@ -15,9 +14,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from pellucid.core.wording import counted
 from pellucid.evidence.metrics.bootstrap import mean_interval
 from pellucid.evidence.study.guidance_figures import KINDS, Cell, Results
 
+FEW = 10  # prompts below which the interval of a difference says little
+WIDE = 0.25  # of a share: an interval so wide tells hardly any cell from the best
 CLIPPED = 0.02  # of all values: as many more may be clipped than in the reference
 
 
@@ -82,10 +84,9 @@ def lines(found: Results) -> list[Line]:
 
 
 def adherent(found: Results, cell: Cell) -> bool:
-    top = best(found)
-    if found.adherence == "right" and value(found, top) == 0:
+    if found.adherence == "right" and value(found, cell) == 0:
         return False
-    return not worse(found, cell, top)
+    return not worse(found, cell, best(found))
 
 
 def faults(found: Results, cell: Cell) -> tuple[str, ...]:
@@ -151,6 +152,20 @@ def worse(found: Results, one: Cell, other: Cell) -> bool:
     """Whether a cell is measurably less adherent than another, from the same prompts and noise."""
     apart = one.by_prompt[found.adherence] - other.by_prompt[found.adherence]
     return len(apart) > 1 and mean_interval(apart).high < 0
+
+
+def doubts(found: Results) -> list[str]:
+    """Why cells that are called useful may not be: what was measured is too little to tell them from the best."""
+    top, kind = best(found), KINDS[found.adherence]
+    figure, prompts = top.figures[found.adherence], len(top.by_prompt[found.adherence])
+    wide = kind.percent and figure.low is not None and figure.high is not None and figure.high - figure.low > WIDE
+    if prompts >= FEW and not wide:
+        return []
+    return [
+        f"Doubtful: {counted(prompts, 'prompt')} with {counted(top.count, 'picture')} a guidance hardly tell one from "
+        f"another ({kind.title} of the best: {figure.words(kind.percent)}), so that more seem useful than are. Give "
+        "more --prompts."
+    ]
 
 
 def sentence(found: Results, chosen: Judged, given: list[Line]) -> str:

@@ -11,17 +11,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.study.cells import Cell
 from pellucid.evidence.study.prompts import read_prompts
-from pellucid.evidence.study.records import CONFIG
-from pellucid.evidence.study.samplers import SamplerStudy
+from pellucid.evidence.study.records import CONFIG, check_kind, read_config
+from pellucid.evidence.study.samplers import By, SamplerStudy
 from pellucid.evidence.study.samplers import Study as OneModel
 from pellucid.evidence.study.samplers_figures import Figures, Judges
-from pellucid.evidence.study.samplers_files import ELSEWHERE
-from pellucid.evidence.study.samplers_results import MEASURES, Column
+from pellucid.evidence.study.samplers_results import Column
 from pellucid.evidence.study.samplers_run import Bar, no_bar
 from pellucid.evidence.study.samplers_subject import Subject
 from pellucid.interop import source
@@ -30,7 +29,7 @@ from pellucid.train.config import parse, read
 
 KIND, VERSION = "interaction", 1
 MODELS = "models"  # the folder of the sampler studies
-JUDGED = ("kid", "fid", "image_text", "right")  # measures for which somebody must look at the pictures
+JUDGED = ("kid", "image_text", "right")  # measures for which somebody must look at the pictures
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,8 @@ class InteractionStudy:
         if len(set(self.labels)) != len(self.models) or not all(map(is_plain, self.labels)):
             must = "different, of letters, digits, dots, dashes and underscores"
             raise PellucidError(rule("names", must, list(self.labels), "Give --names."), "study-names")
-        if self.by not in MEASURES:
-            raise PellucidError(rule("by", "one of " + ", ".join(MEASURES), self.by), "by")
+        if self.by not in get_args(By):
+            raise PellucidError(rule("by", "one of " + ", ".join(get_args(By)), self.by), "by")
         read_prompts(self.prompts)
         self.of_model(self.models[0], "nothing")
 
@@ -120,20 +119,11 @@ class Seen:
 def check_folder(folder: Path) -> None:
     """Refuses a folder of something else, or of another version. Models, samplers and steps may be added to a study:
     what makes a model's pictures is guarded by that model's own sampler study."""
-    path = folder / CONFIG
-    if not path.exists():
+    if not (folder / CONFIG).exists():
         if folder.exists() and not (folder.is_dir() and all(map(is_part, folder.iterdir()))):
             raise PellucidError(rule("--out", "empty, new, or an interaction study", str(folder)), "out-taken")
         return
-    try:
-        held = json.loads(path.read_text("utf-8"))
-    except (ValueError, UnicodeDecodeError):
-        held = None
-    if not isinstance(held, dict) or held.get("study") != KIND:
-        raise PellucidError(rule("--out", "an interaction study", f"{folder}: another", ELSEWHERE), "study-folder")
-    if held.get("version") != VERSION:
-        must = f"of version {VERSION}"
-        raise PellucidError(rule(f"study in {folder}", must, held.get("version"), ELSEWHERE), "study-version")
+    check_kind(folder, read_config(folder), KIND, VERSION)
 
 
 class Study:

@@ -36,6 +36,7 @@ from pellucid.evidence.study.cells import Setup
 from pellucid.evidence.study.oracle_asked import asked, entry_of
 from pellucid.evidence.study.records import Records, claim, is_mine
 
+VERSION = 1
 KEYS = ("part", "schedule", "grid", "sampler")
 MIXTURES: dict[str, Callable[[], Mixture]] = {"smooth": oracle.smooth, "sharp": oracle.sharp}
 NFE = (5, 8, 10, 14, 20, 30, 50)
@@ -84,7 +85,9 @@ class OracleStudy:
 
     @property
     def text(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True)
+        """What config.json holds."""
+        words = {"study": "oracle", "version": VERSION, **dataclasses.asdict(self)}
+        return json.dumps(words, indent=1, sort_keys=True)
 
 
 def check(one: Setup) -> None:

@@ -13,6 +13,15 @@ from pellucid.interop.whole import is_part, put, read_lines
 
 CONFIG, FILE = "config.json", "records.jsonl"
 MOST = 256  # shares of a study
+ELSEWHERE = "Choose another --out."
+MARKS = ("study", "version")  # the words of a config that say what it is of
+KINDS = {
+    "samplers": "a sampler study",
+    "interaction": "an interaction study",
+    "guidance": "a guidance study",
+    "oracle": "an oracle study",
+    "schedules": "a schedule study",
+}
 
 
 class Records:
@@ -58,13 +67,41 @@ class Records:
             os.fsync(file.fileno())
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """What config.json holds; nothing where it is no table."""
+    try:
+        held = json.loads((folder / CONFIG).read_text("utf-8"))
+    except ValueError:
+        held = None
+    return held if isinstance(held, dict) else {}
+
+
+def check_kind(folder: Path, held: Mapping[str, Any], kind: str, version: int) -> None:
+    """Refuses the config of another kind of study, or of another version."""
+    if held.get("study") != kind:
+        got = f"{folder}: {KINDS.get(str(held.get('study')), 'something else')}"
+        raise PellucidError(rule("--out", f"of {KINDS[kind]}", got, ELSEWHERE), "study-folder")
+    if held.get("version") != version:
+        must = f"of version {version}"
+        raise PellucidError(rule(f"study in {folder}", must, held.get("version"), ELSEWHERE), "study-version")
+
+
+def marked(held: dict[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:
+    """Some studies of version 1 were written without the marks: a config with the same other keys is one of those."""
+    return {"study": mine["study"], "version": 1, **held} if {*held, *MARKS} == set(mine) else held
+
+
 def is_mine(folder: Path, text: str) -> bool:
     """Whether a folder is of the study with this config; the folder of another is refused."""
     path = folder / CONFIG
     if path.exists():
-        if path.read_text("utf-8") != text:
+        held, mine = read_config(folder), json.loads(text)
+        if "study" in mine:
+            held = marked(held, mine)
+            check_kind(folder, held, mine["study"], mine["version"])
+        if held != mine:
             must = f"the one that began {folder}"
-            raise PellucidError(rule("config", must, "another", "Choose another --out."), "resume-config")
+            raise PellucidError(rule("config", must, "another", ELSEWHERE), "resume-config")
         return True
     if folder.exists() and not (folder.is_dir() and all(map(is_part, folder.iterdir()))):
         raise PellucidError(rule("--out", "empty, new, or a study of this config", str(folder)), "out-taken")

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.noise import check_seed
 from pellucid.evidence.study.cells import Cell, Setup, Yardstick, half, lay
-from pellucid.evidence.study.samplers_files import VERSION, Files, check_folder
+from pellucid.evidence.study.samplers_files import KIND, VERSION, Files, check_folder
 from pellucid.evidence.study.samplers_scores import Scorer, distances
 from pellucid.evidence.study.samplers_subject import Made, Subject
 from pellucid.models.guidance import Guidance
@@ -111,7 +111,7 @@ class SamplerStudy:
         plain = json.loads(json.dumps(asdict(self)))
         if self.guidance is not None:  # 3, "3" and 3.0 are one
             plain["guidance"] = Guidance.parse(self.guidance).text()
-        return {"study": "samplers", "version": VERSION, "mark": mark, **plain}
+        return {"study": KIND, "version": VERSION, "mark": mark, **plain}
 
 
 class Study:

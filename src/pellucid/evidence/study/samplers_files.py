@@ -15,15 +15,15 @@ from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.adherence import tiles
+from pellucid.evidence.study import records
 from pellucid.evidence.study.cells import Cell
-from pellucid.evidence.study.records import CONFIG, Records
+from pellucid.evidence.study.records import CONFIG, ELSEWHERE, Records
 from pellucid.interop import weights
 from pellucid.interop.whole import is_part, put
 
-VERSION = 1
+KIND, VERSION = "samplers", 1
 KEYS = ("cell", "first", "what")
 PICTURES, LATENTS, FEATURES = "pictures", "latents", "features"
-ELSEWHERE = "Choose another --out."
 
 
 def check_folder(folder: Path, config: Mapping[str, Any], fixed: Sequence[str]) -> None:
@@ -34,7 +34,7 @@ def check_folder(folder: Path, config: Mapping[str, Any], fixed: Sequence[str]) 
             raise PellucidError(rule("--out", "empty, new, or a study of this config", str(folder)), "out-taken")
         return
     held = read_config(folder)
-    if held["mark"] != config["mark"]:
+    if held.get("mark") != config["mark"]:
         raise PellucidError(rule("model", f"the one that began {folder}", config["model"], ELSEWHERE), "resume-model")
     other = [name for name in fixed if held.get(name) != config[name]]
     if other:
@@ -47,15 +47,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         raise PellucidError(rule("study", "a folder of a sampler study", str(folder)), "study-folder")
-    try:
-        held = json.loads(path.read_text("utf-8"))
-    except (ValueError, UnicodeDecodeError):
-        held = None
-    if not isinstance(held, dict) or held.get("study") != "samplers" or "mark" not in held:
-        raise PellucidError(rule("--out", "of a sampler study", f"{folder}: another study", ELSEWHERE), "study-folder")
-    if held.get("version") != VERSION:
-        must = f"of version {VERSION}"
-        raise PellucidError(rule(f"study in {folder}", must, held.get("version"), ELSEWHERE), "study-version")
+    held = records.read_config(folder)
+    records.check_kind(folder, held, KIND, VERSION)
     return held
 
 

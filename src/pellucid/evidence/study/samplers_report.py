@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from pellucid.evidence.study import charts
+from pellucid.evidence.study.front import Knee
 from pellucid.evidence.study.page import Axis, Cell, Chart, Code, Mark, Page, Pictures, Series, Table, Text
 from pellucid.evidence.study.page_chart import short
 from pellucid.evidence.study.samplers_figures import Figures
@@ -101,7 +102,7 @@ def curve(found: Figures, column: Column, axis: Axis, costs: list[float]) -> Cha
         look: dict[str, Any] = {"colour": charts.FAINT, "dashed": True, "points": False}
         series.append(Series("Pareto front", [costs[i] for i in ahead], best, **look))
         knee = found.verdict.knee_seconds if by_time else found.verdict.knee
-        if knee is not None:
+        if knee is not None and knee.found:
             marks.append(Mark("knee", costs[knee.cell], float(column.values[knee.cell]) * scale))
     for text, colour in colours(found).items():
         held = sorted((i for i, c in enumerate(found.cells) if c.setup.text == text), key=lambda i: costs[i])
@@ -151,15 +152,13 @@ def tables(found: Figures) -> list[Table]:
 
 
 def main_table(found: Figures) -> Table:
-    ahead = set(found.verdict.by_calls)
-    knee = None if found.verdict.knee is None else found.verdict.knee.cell
     rows = []
     for i, cell in enumerate(found.cells):
         low, high = found.latencies[i].quartiles
         time = f"{seconds_of(found, i)} ({short(low, 3)} to {short(high, 3)})" if math.isfinite(low) else "–"
         figures = [interval(column, i) for column in found.columns.values()]
-        place = "knee" if i == knee else "front" if i in ahead else ""
-        rows.append((cell.setup.text, str(cell.steps), str(cell.nfe), time, *figures, *tails(found, i), place))
+        row = (cell.setup.text, str(cell.steps), str(cell.nfe), time, *figures, *tails(found, i))
+        rows.append((*row, found.verdict.place(i)))
     titles = [column.measure.title for column in found.columns.values()]
     columns = ("sampler", "steps", "calls", "seconds", *titles, "median distance", "95th of 100", "")
     note = (
@@ -280,8 +279,9 @@ def plain(found: Figures) -> dict[str, Any]:
     }
 
 
-def knee_plain(found: Figures, knee: Any) -> dict[str, Any] | None:
-    if knee is None:
+def knee_plain(found: Figures, knee: Knee | None) -> dict[str, Any] | None:
+    """None where no knee was found."""
+    if knee is None or not knee.found:
         return None
     shares = {found.cells[i].key: share for i, share in knee.shares.items()}
     return {

@@ -34,8 +34,8 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Fronts are cells by number, cheapest first. `sentence` is the recommendation, `words` its command, `call` the
-    same as options of a pipeline's call."""
+    """Fronts are cells by number, cheapest first. `knee` is the cell to use: a knee, or (not `found`) the best
+    of the asked. `sentence` is the recommendation, `words` its command, `call` the same for a pipeline's call."""
 
     by: str
     by_calls: list[int]
@@ -46,6 +46,12 @@ class Verdict:
     sentence: str
     words: str
     call: dict[str, Any] = field(default_factory=dict)
+
+    def place(self, cell: int) -> str:
+        """'knee', 'front' or nothing, for the table."""
+        if self.knee is not None and self.knee.found and cell == self.knee.cell:
+            return "knee"
+        return "front" if cell in self.by_calls else ""
 
 
 def verdict(cells: list[Cell], column: Column, latencies: list[Latency], guidance: Any, start: str | None) -> Verdict:
@@ -84,7 +90,7 @@ def tied(losses: Array, part: float) -> Array:
 
 
 def sentence(cells: list[Cell], column: Column, latencies: list[Latency], knee: Knee | None) -> str:
-    """One sentence: what to use, what it costs, what it gives, and how sure the knee is."""
+    """What to use, what it costs, what it gives, and how sure the knee is, or that none was found."""
     if knee is None:
         return "No sampler can be recommended: no cell has finite figures."
     cell, measure, i = cells[knee.cell], column.measure, knee.cell
@@ -95,12 +101,23 @@ def sentence(cells: list[Cell], column: Column, latencies: list[Latency], knee: 
         "distance": f"leave it {figure} RMSE from the converged picture",
         "latent": f"leave it {figure} RMSE from the converged latents",
     }.get(measure.name, f"give {measure.amount(figure)}")
-    span = f"{knee.low:g}" if knee.low == knee.high else f"{knee.low:g} to {knee.high:g}"
     steps = f"with {cell.steps} steps" if cell.setup.file is None else "as it is"
-    return (
-        f"Use {cell.setup.text} {steps}: {cost} {gives}, at the knee of the front (in 95 % of resamples at {span} "
-        "calls), beyond which a doubling of the calls gains less than it does on the average of the range."
-    )
+    return f"Use {cell.setup.text} {steps}: {cost} {gives}{about_knee(knee)}."
+
+
+def about_knee(knee: Knee) -> str:
+    """Where the knee is, and what more calls bring; or that none was found."""
+    if knee.beyond == "more":
+        return (
+            f", the best of what was asked. No knee was found within the asked steps: at {knee.cost:g} calls, the "
+            "most that were asked, there is still a gain. Ask for more steps"
+        )
+    if knee.beyond == "unknown":
+        return f", the best of what was asked. No knee can be found at {knee.cost:g} calls alone: ask for more steps"
+    span = f"{knee.low:g}" if knee.low == knee.high else f"{knee.low:g} to {knee.high:g}"
+    less = "a doubling of the calls gains less than it does on the average of the range"
+    more = less if knee.beyond == "less" else "more calls gained nothing"
+    return f", at the knee of the front (in 95 % of resamples at {span} calls), beyond which {more}"
 
 
 def interval(column: Column, i: int) -> str:

@@ -29,6 +29,7 @@ from pellucid.train.kinds import TASKS
 from pellucid.train.ranks import Ranks
 from pellucid.train.trainer import Trainer
 
+VERSION = 1
 KEYS = ("schedule", "seed", "step", "ema", "grid")
 RUNS, PICTURES, FEATURES = "runs", "pictures", "features"
 SAMPLE_SEED = 1234  # of every set of pictures: schedules start from the same noise
@@ -135,7 +136,8 @@ class Study:
         say: Say = print,
     ) -> None:
         self.config, self.folder, self.shard, self.say = config, folder, shard, say
-        self.text = json.dumps(to_plain(config), indent=1, sort_keys=True)
+        words = {"study": "schedules", "version": VERSION, **to_plain(config)}
+        self.text = json.dumps(words, indent=1, sort_keys=True)
         is_mine(folder, self.text)
         self.ranks = Ranks.join("ddp", device)
         if self.ranks.world > 1:

@@ -13,7 +13,7 @@ import torch
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.schedule import Array
-from pellucid.evidence.study.records import CONFIG, Records
+from pellucid.evidence.study.records import CONFIG, MARKS, Records
 from pellucid.evidence.study.schedules import KEYS, PICTURES, RUNS, ScheduleStudy
 from pellucid.evidence.study.significance import Difference, Estimate, between
 from pellucid.interop.whole import read_lines
@@ -66,7 +66,8 @@ class Results:
         if not path.is_file():
             raise PellucidError(rule("folder of a study", f"one that holds {CONFIG}", str(folder)), "study-folder")
         try:
-            raw = {key: value for key, value in json.loads(path.read_text("utf-8")).items() if value is not None}
+            held = json.loads(path.read_text("utf-8")).items()
+            raw = {key: value for key, value in held if value is not None and key not in MARKS}
         except (ValueError, AttributeError):
             raise PellucidError(rule(str(path), "JSON", "something else"), "study-folder") from None
         study = read(ScheduleStudy, raw, "config")

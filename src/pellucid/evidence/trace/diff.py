@@ -5,7 +5,8 @@ Within a step things are compared in the order in which a run makes them, and th
 1. the row's level or told time: **level**;
 2. x, as the network is called with it: **noise** (at the first step: the first noise, or another start; later: churn),
    or **plan** where the same noise is scaled differently;
-3. the prediction with the prompt, and then the one without: **model** (weights, prompt, adapters, kernels);
+3. the prediction with the prompt, and then the one without: **model** (weights, prompt, adapters, kernels), or
+   **guidance** where the recipes differ in nothing else and the difference is rounding: it asks in other batches;
 4. x0, where these were the same, or a prediction that only one of the runs asked for: **guidance** (or a filter);
 5. the level where the row lands: **level**; its weights: **plan**;
 6. the next x: **noise** where the row draws some, else **constraint** (a mask, or a function of the caller's).
@@ -30,6 +31,7 @@ from pellucid.evidence.trace import told as headers
 from pellucid.evidence.trace.reading import Step, Trace
 from pellucid.evidence.trace.told import Cause, Told
 
+ROUNDING = 1e-2  # of a prediction: no more than this is made by a batch of another size, in bfloat16 either
 CLOSE = 1e-12  # levels, times and weights that agree to this are the same: compilers round
 
 
@@ -170,7 +172,8 @@ class Pair:
         if self.tolerance and (unseen or (distance is not None and distance <= self.tolerance)):
             return None
         one, other = (step.rows[step.of(self.image)] for step in (mine, theirs))
-        cause, detail = self.grown(index, what, one) or self.blame(index, what, one, other, mine)
+        known = self.grown(index, what, one) or self.regrouped(what, distance)
+        cause, detail = known or self.blame(index, what, one, other, mine)
         return Divergence(index, self.image, cause, what, detail, distance, least)
 
     def grown(self, index: int, what: str, row: Row) -> tuple[Cause, str] | None:
@@ -184,6 +187,18 @@ class Pair:
         if (root.step, root.what) == (index, what):
             return None
         return root.cause, f"grown beyond the tolerance from step {root.step}, where {root.detail}"
+
+    def regrouped(self, what: str, distance: float | None) -> tuple[Cause, str] | None:
+        """Another guidance asks the network in other batches, which round otherwise: then that is the cause."""
+        recipes = [t.header.recipes[self.image : self.image + 1] for t in (self.a, self.b)]
+        hashes = {recipe.get("model_hash") for held in recipes for recipe in held}
+        if what not in ("cond", "uncond") or (distance or 0.0) > ROUNDING or len(hashes) != 1 or None in hashes:
+            return None
+        told = headers.differences(self.a.header, self.b.header)
+        causes = {cause for t in told if t.image in (None, self.image) for cause in t.causes}
+        if "guidance" not in causes or "model" in causes:
+            return None
+        return "guidance", "the model is the same, guidance asks it in another batch, and that rounds otherwise"
 
     def blame(self, index: int, what: str, one: Row, other: Row, mine: Step) -> tuple[Cause, str]:
         if what == "x":

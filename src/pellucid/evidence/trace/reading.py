@@ -131,10 +131,15 @@ def kept(header: Header, index: int) -> tuple[str, ...]:
     return header.kept if index % header.every == 0 or index == header.steps - 1 else ()
 
 
+def end_of_last(header: Header, count: int) -> float:
+    """When the last of `count` steps ended: with the run; NaN where that made more, or its end is not known."""
+    return math.nan if header.seconds is None or count < header.done else header.seconds
+
+
 def unfinished(path: Path, header: Header, whole: int) -> PellucidError:
     killed = header.state == "recording"
     why = "Its run was killed, or is still going on" if killed else "The file was cut: its header promises more"
-    advice = f"{why}. The steps before are whole: --partial (partial=True) reads them."
+    advice = f"{why}. The steps before are whole: `pellucid trace show --partial` (partial=True) reads them."
     got = f"{path.name} with {whole} of {header.steps} steps"
     return PellucidError(rule("trace", "whole", got, advice), "trace-truncated")
 
@@ -158,7 +163,7 @@ class Steps:
     def first(self, count: int) -> tuple[Step, ...]:
         lengths = [len(plan.rows) for plan in self.header.plans]
         clocks = [self.marks(index) for index in range(count)]
-        last = Mark("", math.nan if self.header.seconds is None else self.header.seconds, math.nan)
+        last = Mark("", end_of_last(self.header, count), math.nan)
         ends = [marks[0] if marks else last for marks in clocks[1:]] + [last]
         return tuple(
             self.step(index, layout.active(lengths, index), marks, end)

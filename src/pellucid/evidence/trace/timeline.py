@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from pellucid.evidence.trace.reading import Mark, Step, Trace
+from pellucid.evidence.trace.reading import Mark, Step, Trace, end_of_last
 from pellucid.interop.whole import put
 
 PROCESS = 1
@@ -76,10 +76,9 @@ def stages(trace: Trace) -> list[Event]:
 
 
 def ends(trace: Trace, clock: str) -> list[float]:
-    """When each step ended: where the next one begins; the last one, with the run."""
+    """When each step ended: where the next one begins; the last one, with the run, if it was read to its end."""
     firsts = [getattr(step.marks[0], clock) if step.marks else math.nan for step in trace.steps[1:]]
-    last = trace.header.seconds if clock == "host" else None
-    return [*firsts, math.nan if last is None else last]
+    return [*firsts, end_of_last(trace.header, len(trace.steps)) if clock == "host" else math.nan]
 
 
 def steps(trace: Trace) -> list[Event]:
