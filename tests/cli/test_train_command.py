@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from pellucid.cli import app, train
 from pellucid.train import config as configs
@@ -100,6 +101,33 @@ def test_json_is_all_of_stdout(here: Path, ask: Callable[..., Any]) -> None:
     assert answer.json["folder"] == "here/there"
     assert answer.json["steps"] == 2
     assert answer.json["seconds"] > 0
+    assert answer.json["skipped"] == 0
+
+
+def test_pictures_that_cannot_be_read_are_counted(here: Path, ask: Callable[..., Any]) -> None:
+    (here / "pictures").mkdir()
+    for number in range(3):
+        pixels = np.full((40, 40, 3), 60 * number, np.uint8)
+        Image.fromarray(pixels).save(here / "pictures" / f"{number}.png")
+    (here / "pictures" / "torn.png").write_bytes(b"torn")
+    data = 'kind = "image_folder"\nfolder = "pictures"\nsize = 32'
+    name = changed(here, 'kind = "cifar10"\nfolder = "data"\nsplit = "test"', data)
+    answer = ask("train", name, "--device", "cpu", "--json", "--until", "2")
+    assert answer.json["skipped"] == 1
+    answer = ask("train", name, "--device", "cpu")
+    assert answer.out.endswith("; 1 pictures could not be read and were skipped\n")
+
+
+def test_explain_lists_the_frozen_networks_of_an_adapter(here: Path, ask: Callable[..., Any]) -> None:
+    base = Path(__file__).parents[2] / "src" / "pellucid" / "bundles" / "scenes-128"
+    (here / "lora.toml").write_text(
+        f'steps = 1\nbatch = 2\ntask = {{ kind = "lora", base = "{base}" }}\ndata = {{ kind = "scenes" }}\n', "utf-8"
+    )
+    answer = ask("train", "lora.toml", "--explain", "--ranks", "2", "--json")
+    held = {row["what"]: row for row in answer.json["held"]}
+    assert {"frozen UNet", "frozen AutoencoderKL", "frozen CLIPTextEncoder"} < set(held)
+    assert all(row["per_rank"] == row["whole"] for row in held.values())
+    assert answer.json["bytes_per_rank"] == sum(row["whole"] for row in held.values())
 
 
 def test_help_has_an_example(tell: Callable[..., Any]) -> None:

@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import adapt_cases
 import crew
 import pytest
 import torch
 import torch.distributed as dist
+from image_text_worker import task_of
 from rank_worker import Pictures, config_of
+from scene_cases import CPU, SCENES, built, text_table, tokenizer, write_parts
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pellucid import PellucidError
+from pellucid.train.config import chosen
 from pellucid.train.ema import local
-from pellucid.train.explain import Explanation, explain
+from pellucid.train.explain import Explanation, beside, explain, of_run
+from pellucid.train.kinds import TASKS
 from pellucid.train.ranks import Ranks
+from pellucid.train.text_denoise import TextDenoiserConfig
 from pellucid.train.trainer import Trainer
 
 # The operations of torch.distributed, and which argument is the whole tensor.
 WATCHED = {
     "allreduce_": ("all-reduce", 0),
     "_allgather_base_": ("all-gather", 0),
+    "allgather_": ("all-gather", 0),
     "_reduce_scatter_base_": ("reduce-scatter", 1),
 }
 
@@ -39,9 +47,13 @@ class Seen(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             operation, place = WATCHED[func._opname]
-            tensors = [args[place]] if isinstance(args[place], Tensor) else args[place]
-            self.found[operation, sum(t.numel() * t.element_size() for t in tensors)] += 1
+            self.found[operation, sum(t.numel() * t.element_size() for t in tensors_of(args[place]))] += 1
         return func(*args, **(kwargs or {}))
+
+
+def tensors_of(given: Any) -> list[Tensor]:
+    """A tensor, or those of nested lists."""
+    return [given] if isinstance(given, Tensor) else [tensor for one in given for tensor in tensors_of(one)]
 
 
 def told(explanation: Explanation, *, log: bool = False) -> Counter[tuple[str, int]]:
@@ -66,22 +78,15 @@ def weighed(trainer: Trainer) -> dict[str, int]:
     }
 
 
-def count_a_run(folder: Path, changes: dict[str, Any]) -> int:
-    """Two steps of the real trainer: the second, and a line of its log, are counted."""
+def count_a_run(folder: Path, changes: dict[str, Any], words: Path | None = None) -> int:
+    """Two steps of the real trainer, of a denoiser or, with words, of an image-text pair: they, and a line of its log,
+    are counted."""
     config = config_of({**changes, "log": {"every": 2, "checkpoint_every": 0}})
+    task, plain = (task_of(words) if words else chosen(config.task, TASKS, "task").build(3, CPU) for _ in range(2))
     with Ranks.join(config.engine.strategy, "cpu", timeout=60) as ranks:
-        trainer = Trainer(config, folder, ranks, source=Pictures(), quiet=True)
-        plain = Trainer(config, folder, Ranks(), source=Pictures(), quiet=True).network
-        dtype = torch.bfloat16 if config.engine.dtype == "bf16" else None
-        expected = explain(
-            plain,
-            ranks.world,
-            config.engine.strategy,
-            accumulate=config.engine.accumulate,
-            dtype=dtype,
-            ema=config.ema,
-            log_every=2,
-        )
+        source = SCENES.open() if words else Pictures()
+        trainer = Trainer(config, folder, ranks, task=task, source=source, quiet=True)
+        expected = of_run(plain, config, ranks.world)
         for step in (0, 1):
             with Seen() as seen:
                 trainer.step(step, trainer.prepare(step))
@@ -112,6 +117,86 @@ def test_collectives_and_bytes_of_a_step_are_those_that_ran(world: int, engine: 
     says = tmp_path / "says"
     codes = crew.run(world, count_a_run, tmp_path / "run", {"engine": engine, "batch": 12}, says=says)
     assert codes == [0] * world, crew.said(says)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [{"accumulate": 2}, {"dtype": "bf16"}],
+    ids=["accumulate", "bf16"],
+)
+def test_a_contrastive_loss_gathers_what_is_told(engine: dict[str, Any], tmp_path: Path) -> None:
+    tokenizer().save(tmp_path / "words")
+    args, says = (tmp_path / "run", {"engine": engine, "batch": 12}, tmp_path / "words"), tmp_path / "says"
+    assert crew.run(2, count_a_run, *args, says=says) == [0, 0], crew.said(says)
+
+
+# What stands beside the trained network
+
+
+def tensors_under(held: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Parameters and buffers of every module that an object leads to, found by walking through its attributes."""
+    if id(held) in seen:
+        return
+    seen.add(id(held))
+    if isinstance(held, nn.Module):
+        yield from (t for t in (*held._parameters.values(), *held._buffers.values()) if t is not None)
+    inner: Iterable[Any] = ()
+    if isinstance(held, dict):
+        inner = held.values()
+    elif isinstance(held, list | tuple):
+        inner = held
+    elif isinstance(held, nn.Module) or type(held).__module__.startswith("pellucid."):
+        inner = getattr(held, "__dict__", {}).values()
+    for one in inner:
+        yield from tensors_under(one, seen)
+
+
+def weigh(tensors: Iterable[Tensor]) -> int:
+    """Bytes, each address once."""
+    return sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())
+
+
+def rows_of(task: Any) -> dict[str, int]:
+    found = of_run(task, config_of({"ema": []}), 2)
+    assert all(row.how == "replicated" for row in found.held)
+    names = [row.what for row in found.held]
+    assert len(set(names)) == len(names)
+    return {row.what: row.per_rank for row in found.held}
+
+
+@pytest.mark.parametrize("kind", adapt_cases.NAMES)
+def test_all_that_an_adapters_task_holds_is_weighed_once(kind: str) -> None:
+    """A LoRA's tree shares the base's weights; an IP-Adapter has eyes besides."""
+    task = adapt_cases.task(kind)
+    rows = rows_of(task)
+    held = sum(size for what, size in rows.items() if what in ("weights", "buffers") or what.startswith("frozen "))
+    assert held == weigh(tensors_under(task, set()))
+    assert rows["frozen UNet"] == weigh(task.base.network.parameters())
+    assert {"frozen AutoencoderKL", "frozen CLIPTextEncoder"} < set(rows)
+    assert ("frozen CLIPVisionEncoder" in rows) == (kind == "ip_adapter")
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_text_denoiser_holds_its_vae_and_an_encoder_that_is_not_trained(trained: bool, tmp_path: Path) -> None:
+    write_parts(tmp_path)
+    task = built(TextDenoiserConfig, text_table(tmp_path))
+    if not trained:
+        task.save(task.network, tmp_path / "model")
+        task = built(TextDenoiserConfig, text_table(tmp_path, text={"folder": str(tmp_path / "model")}))
+    rows = rows_of(task)
+    assert rows["frozen AutoencoderKL"] == weigh(task.vae.parameters())
+    assert ("frozen CLIPTextEncoder" in rows) == (not trained)
+    frozen = sum(size for what, size in rows.items() if what.startswith("frozen "))
+    assert frozen + rows["weights"] + rows.get("buffers", 0) == weigh(tensors_under(task, set()))
+
+
+def test_frozen_weights_that_two_share_or_the_trained_network_has_count_once() -> None:
+    network, other = nn.Linear(8, 8), nn.Linear(8, 8)
+    both = nn.ModuleList([network, other])
+    (row,) = beside(network, (both, other, network))
+    assert (row.what, row.how, row.whole, row.per_rank) == ("frozen ModuleList", "replicated", 288, 288)
+    with torch.device("meta"):
+        assert [row.whole for row in beside(nn.Linear(8, 8), (nn.Linear(8, 8), nn.Linear(8, 4)))] == [288, 144]
 
 
 def wide() -> nn.Module:
@@ -194,6 +279,17 @@ def test_it_is_plain_json_and_needs_no_weights() -> None:
     assert plain["parameters"] == 1_001_000
     assert {row["operation"] for row in plain["collectives"]} == {"all-gather", "reduce-scatter", "all-reduce"}
     assert plain["sent_per_step"] == sum(row["times"] * row["sent"] for row in plain["collectives"])
+
+
+def test_a_lone_number_cannot_be_sharded_and_that_is_one_line() -> None:
+    """The scale of an image-text encoder has no rows; torch would end with a traceback."""
+    network = nn.Linear(4, 4)
+    network.logit_scale = nn.Parameter(torch.tensor(1.0))
+    explain(network, 2, "ddp")
+    with pytest.raises(
+        PellucidError, match=r"^engine.strategy must be ddp for a network with a lone number \(logit_scale\)"
+    ):
+        explain(network, 2, "fsdp")
 
 
 def test_bad_numbers_are_one_line() -> None:

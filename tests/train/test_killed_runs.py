@@ -241,6 +241,22 @@ def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(whole: Any, tmp_p
     assert_same_run(folder, whole(1, DDP))
 
 
+def test_all_checkpoints_damaged_is_one_line_of_every_rank_and_nothing_is_touched(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert train(folder, 1, {"until": 4}) == [0], said(folder)
+    for path in folder.glob("checkpoints/*/rank-00000.safetensors"):
+        path.unlink()
+    before = files(folder)
+    for world in (1, 2):
+        assert train(folder, world, DDP) == [2] * world
+        for rank in range(world):
+            (line,) = Path(f"{folder.with_suffix('.says')}.{rank}").read_text().splitlines()
+            assert line.startswith("error[checkpoint-damaged]: checkpoints must be whole")
+            assert "step-00000004" in line
+            assert "step-00000002" in line
+    assert files(folder) == before
+
+
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_another_number_of_ranks_takes_a_run_up(whole: Any, tmp_path: Path, strategy: str) -> None:
     folder, changes = tmp_path / "run", {"engine": {"strategy": strategy}}
@@ -258,6 +274,7 @@ def test_another_config_is_refused_in_one_line_and_nothing_is_touched(tmp_path: 
         for rank in range(world):
             (line,) = Path(f"{folder.with_suffix('.says')}.{rank}").read_text().splitlines()
             assert line.startswith("error[resume-config]: ")
+            assert "got another seed." in line
     assert files(folder) == before
 
 

@@ -88,7 +88,7 @@ def test_cached_latents_are_those_of_the_vae(tmp_path: Path, folder: Path, keys:
     assert seen.labels.tolist() == [9, 0, 5, 5, 7, 3]  # 4 cannot be read
     for name in ("edges", "reference"):
         assert torch.equal(batch.hints[name], seen.hints[name])
-    assert found.skipped == 1
+    assert found.skipped == len(found.unreadable) == 1
 
 
 def test_each_step_draws_its_own_sample_and_parts_make_the_whole(tmp_path: Path, folder: Path) -> None:
@@ -261,6 +261,7 @@ def test_bad_requests_are_one_line(tmp_path: Path, folder: Path) -> None:
         with pytest.raises(PellucidError) as error:
             make()
         assert error.value.code == code
+        assert ("pellucid data latents CONFIG" in str(error.value)) == (code == "latents-missing")
     assert not (tmp_path / "new").exists()
     assert len(LatentsConfig(str(cache)).open()) == COUNT
 

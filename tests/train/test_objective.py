@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pellucid import Level, PellucidError, denoiser, schedules
 from pellucid.core import target as targets
+from pellucid.train.config import read
 from pellucid.train.draws import Draws
 from pellucid.train.objective import ByLevel, Graded, Objective, dropped
 from pellucid.train.times import Times
@@ -171,6 +172,17 @@ def test_edm_times() -> None:
     logs = np.log([edm.level(t).sigma for t in times])
     assert logs.mean() == pytest.approx(-1.2, abs=0.03)
     assert logs.std() == pytest.approx(1.2, abs=0.03)
+
+
+@pytest.mark.parametrize(("kind", "mean", "std"), [("logit_normal", 0.0, 1.0), ("edm", -1.2, 1.2)])
+def test_a_kind_has_its_papers_mean_and_std_where_none_are_given(kind: Any, mean: float, std: float) -> None:
+    """Esser et al. 2024, section 3.1; Karras et al. 2022, table 1."""
+    edm = schedules.make("edm")
+    read_in = read(Times, {"kind": kind}, "times")
+    for asked in (Times(kind), read_in, Times(kind, std=std), Times(kind, mean)):
+        assert np.array_equal(asked.draw(64, edm, seeded()), Times(kind, mean, std).draw(64, edm, seeded()))
+    assert not np.array_equal(read_in.draw(64, edm, seeded()), Times(kind, 0.3, 0.9).draw(64, edm, seeded()))
+    assert Times("edm", 0.0, 1.0).normal == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("kind", ["uniform", "logit_normal", "edm"])

@@ -9,6 +9,7 @@ import crew
 import pytest
 import torch
 import torch.distributed as dist
+from rank_worker import Pictures, config_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -17,6 +18,7 @@ from pellucid.models.dit_blocks import Block
 from pellucid.train import ranks as ranks_module
 from pellucid.train.ema import EMA, local
 from pellucid.train.ranks import Ranks, groups, placed
+from pellucid.train.trainer import Trainer
 
 
 class Layer(nn.Module):
@@ -233,3 +235,24 @@ def test_a_rank_that_hears_nothing_says_so_in_one_line(kind: str, tmp_path: Path
     assert len(lines) == 1
     assert lines[0].startswith("ranks-lost: rank 0 of 2 must hear from the others")
     assert lines[0].endswith("it goes on from its last checkpoint.")
+
+
+class Marked(Pictures):
+    """As a source that met unreadable pictures: one of its rank's own, and one that every rank met."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.unreadable = {f"{rank}.png": "torn", "both.png": "torn"}
+
+
+def count_skipped(folder: Path) -> int:
+    with Ranks.join("ddp", "cpu", timeout=60) as ranks:
+        done = Trainer(config_of({"steps": 1}), folder, ranks, source=Marked(ranks.rank), quiet=True).run()
+        assert done.skipped == ranks.world + 1
+    return 0
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_skipped_pictures_of_all_ranks_are_counted_each_once(world: int, tmp_path: Path) -> None:
+    says = tmp_path / "says"
+    assert crew.run(world, count_skipped, tmp_path / "run", says=says) == [0] * world, crew.said(says)

@@ -175,6 +175,22 @@ def test_a_damaged_checkpoint_is_passed_over(straight: Path, tmp_path: Path, cap
     assert log_of(folder) == log_of(straight)
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_kept(tmp_path: Path) -> None:
+    """Also by a longer config, which would be written in the place of the one that began it."""
+    folder = tmp_path / "run"
+    trainer(folder).run(8)
+    for step in (4, 8):
+        (folder / "checkpoints" / f"step-{step:08d}" / "rank-00000.safetensors").write_bytes(b"torn")
+    before = bytes_of(folder)
+    for change in ({}, {"steps": 20}):
+        code, line = refused(trainer(folder, change))
+        assert code == "checkpoint-damaged"
+        assert "all are damaged (step-00000008: rank-00000.safetensors" in line
+        assert ", step-00000004: " in line
+        assert line.endswith(f"Remove {folder / 'checkpoints'} to start over, or choose another --out.")
+        assert bytes_of(folder) == before
+
+
 def test_a_mean_that_is_longer_than_the_run_is_named(tmp_path: Path, capsys: Any) -> None:
     run = trainer(tmp_path / "run", {"ema": [1, 100_000]})
     run.quiet = False
@@ -434,13 +450,19 @@ def test_another_config_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     before = bytes_of(folder)
     code, line = refused(trainer(folder, {"optimizer": {"rate": 1e-3}}))
     assert code == "resume-config"
-    assert line.startswith(f"config must be the one that began {folder} ({config().fingerprint()}); got '")
-    assert line.endswith("Choose another --out.")
+    assert line == f"config must be the one that began {folder}; got another optimizer.rate. Choose another --out."
+    many = {"batch": 4, "seed": 1, "optimizer": {"rate": 1, "clip": 0.0, "decay": "cosine"}, "log": {"every": 1}}
+    assert "got another batch, seed, optimizer.rate, optimizer.decay, … (5 in all). " in refused(trainer(folder, many))[1]
+    inside = {"task": {"network": {"block_out_channels": [12]}, "sampling": {"steps": 3}}}
+    assert "; got another task.network.block_out_channels, task.sampling.steps. " in refused(trainer(folder, inside))[1]
     assert refused(trainer(folder, {"steps": 3}))[0] == "resume-steps"
     assert bytes_of(folder) == before
-    (folder / "config.json").write_text("{", "utf-8")
-    assert refused(trainer(folder))[0] == "resume-config"
-    assert (folder / "config.json").read_text("utf-8") == "{"
+    for torn in ("{", "[]", '{"fingerprint": "other", "config": [1]}'):
+        (folder / "config.json").write_text(torn, "utf-8")
+        code, line = refused(trainer(folder))
+        assert code == "resume-config"
+        assert "got a config.json that cannot be read" in line
+        assert (folder / "config.json").read_text("utf-8") == torn
 
 
 def test_an_occupied_folder_is_refused(tmp_path: Path) -> None:

@@ -51,7 +51,8 @@ def command(
     if int(os.environ.get("RANK", "0")):
         return
     if as_json:
-        output.print_json({"folder": str(done.folder), "steps": done.steps, "seconds": done.seconds})
+        found = {"folder": str(done.folder), "steps": done.steps, "seconds": done.seconds, "skipped": done.skipped}
+        output.print_json(found)
         return
     left = "" if done.steps == read.steps else f" of {read.steps}"
     bad = f"; {done.skipped} pictures could not be read and were skipped" if done.skipped else ""

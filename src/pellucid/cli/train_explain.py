@@ -19,20 +19,11 @@ def show(config: TrainConfig, ranks: int, *, as_json: bool) -> None:
     import torch
 
     from pellucid.train.config import chosen
-    from pellucid.train.explain import explain
+    from pellucid.train.explain import of_run
     from pellucid.train.kinds import TASKS
 
-    engine = config.engine
     task = chosen(config.task, TASKS, "task").build(config.seed, torch.device("cpu"))
-    found = explain(
-        task.network,
-        ranks,
-        engine.strategy,
-        accumulate=engine.accumulate,
-        dtype=torch.bfloat16 if engine.dtype == "bf16" else None,
-        ema=config.ema,
-        log_every=config.log.every,
-    )
+    found = of_run(task, config, ranks)
     if as_json:
         output.print_json(found.to_json())
     else:

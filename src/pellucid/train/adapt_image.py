@@ -157,6 +157,10 @@ class IPAdapterTask(AdapterTask):
             made = new_adapter(base.unet, self.eyes.config.projection_dim, config.tokens, config.values)
         self.network = PromptedBase(base.unet, made.to(device))
 
+    @property
+    def frozen(self) -> tuple[nn.Module, ...]:
+        return (*super().frozen, self.eyes)
+
     def masks(self, draws: Draws, device: torch.device) -> dict[str, Tensor]:
         chance = draws.uniform("dropout", (), device)
         text = self.objective.dropout

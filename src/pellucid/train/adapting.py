@@ -25,12 +25,12 @@ from pellucid.pipeline.text import TextPart, size_ids
 from pellucid.pipeline.text import parts as text_parts
 from pellucid.train.config import ObjectiveConfig
 from pellucid.train.draws import Draws
-from pellucid.train.encoding import drawn_latents
+from pellucid.train.encoding import DECODED_AT_ONCE, drawn_latents
 from pellucid.train.objective import Graded, Objective
 from pellucid.train.sampling import Sampling, SamplingConfig
 from pellucid.train.source import Batch
 from pellucid.train.text import CaptionIds, captions_of, check_vocabulary
-from pellucid.train.text_denoise import DECODED_AT_ONCE, default_sampling
+from pellucid.train.text_denoise import default_sampling
 from pellucid.train.times import Times
 from pellucid.train.weighting import Weighting
 from pellucid.train.word_ids import tokens
@@ -232,6 +232,10 @@ class AdapterTask(ABC):
         self.objective, self.sampling = config.objective.build(self.base.parts), config.sampling
         self.saved_dtype = DTYPES[config.saved_dtype]
         self.shown: Batch | None = None  # the first examples that this process met, for sample pictures
+
+    @property
+    def frozen(self) -> tuple[nn.Module, ...]:
+        return tuple(networks_of(self.base.parts))
 
     @abstractmethod
     def inputs(self, batch: Batch, masks: Mapping[str, Tensor], draws: Draws | None) -> dict[str, Tensor]:

@@ -126,10 +126,17 @@ class TrainConfig:
 
     def fingerprint(self) -> str:
         """Of all that shapes the weights: a run is resumed with the same, or refused. A longer run is the same run."""
-        plain = to_plain(self)
-        for key in ("log", "steps") if self.optimizer.decay == "constant" else ("log",):
-            del plain[key]
-        return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(self.shaping(to_plain(self)), sort_keys=True).encode()).hexdigest()[:16]
+
+    def shaping(self, plain: Mapping[str, Any]) -> dict[str, Any]:
+        """What of a plain config shapes the weights of this run."""
+        free = ("log", "steps") if self.optimizer.decay == "constant" else ("log",)
+        return {key: value for key, value in plain.items() if key not in free}
+
+    def unlike(self, plain: Mapping[str, Any]) -> list[str]:
+        """The keys (`optimizer.rate`) by which a plain config would shape other weights."""
+        mine, theirs = (leaves(self.shaping(one)) for one in (to_plain(self), plain))
+        return [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
 
 
 def check_beginning(network: Mapping[str, Any], start: str) -> None:
@@ -157,6 +164,15 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(k): to_plain(v) for k, v in value.items()}
     return [to_plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def leaves(plain: Mapping[str, Any], under: str = "") -> dict[str, str]:
+    """The values of nested tables, as JSON, by their keys joined with dots."""
+    found: dict[str, str] = {}
+    for key, value in plain.items():
+        deeper = isinstance(value, Mapping) and value
+        found |= leaves(value, f"{under}{key}.") if deeper else {under + key: json.dumps(value)}
+    return found
 
 
 def read(cls: type[T], raw: Mapping[str, Any], where: str) -> T:

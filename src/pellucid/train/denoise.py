@@ -1,4 +1,4 @@
-"""Training a denoiser on pixels: unconditional, or told a class."""
+"""Training a denoiser that is told no text: on pixels, or on latents; unconditional, or told a class."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ from pellucid.interop import diffusers_export, source
 from pellucid.interop.components import KINDS, NETWORK_PARTS, Components
 from pellucid.interop.diffusers_config import Reading
 from pellucid.interop.save import save_components
+from pellucid.models.dit import DiT
 from pellucid.models.unet import UNet
+from pellucid.models.vae import AutoencoderKL
 from pellucid.train.config import ObjectiveConfig, check_beginning
 from pellucid.train.draws import Draws, seeded
+from pellucid.train.encoding import decoded, drawn_latents, read_vae
 from pellucid.train.initial import start_small
 from pellucid.train.objective import Graded
 from pellucid.train.sampling import Sampling, SamplingConfig
@@ -35,11 +38,13 @@ log = logging.getLogger("pellucid.train")
 class DenoiserConfig:
     """`network` is a config of diffusers, with its `_class_name`; or `start` is the folder of a pipeline whose network
     is trained further. `labels` tells it the class of a picture; the null label, for pictures that drop theirs, is the
-    last of its embeddings."""
+    last of its embeddings. `vae` is the folder of the VAE in whose latents a DiT works; without it, it works on pixels,
+    as UNets do."""
 
     objective: ObjectiveConfig
     network: Mapping[str, Any] = field(default_factory=dict)
     start: str = ""
+    vae: str = ""
     condition: Literal["none", "labels"] = "none"
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
@@ -81,23 +86,27 @@ class DenoiserTask:
     def __init__(self, config: DenoiserConfig, seed: int, device: torch.device) -> None:
         self.config, self.objective = config, config.objective.build()
         network = begun(config.network, config.start, seed)
-        if not isinstance(network, UNet):
-            raise PellucidError(rule("network of a pixel denoiser", "a UNet", type(network).__name__), "class")
-        check(config, network)
-        size, classes = network.config.sample_size, network.config.num_class_embeds
+        if not isinstance(network, UNet | DiT):
+            must, got = "a UNet, or a DiT", type(network).__name__
+            raise PellucidError(rule("network of a denoiser without text", must, got), "class")
+        self.vae = read_vae(config.vae).to(device) if config.vae else None
+        check(config, network, self.vae)
+        size, factor = network.config.sample_size, 1 if self.vae is None else self.vae.config.factor
         self.scheduler = self.exported()  # refused now, and not after the last step
         self.sampling().plan()
         self.shape = (network.config.in_channels, size, size)
-        self.null = (classes or 1) - 1
+        self.pixels = self.shape if self.vae is None else (self.vae.config.in_channels, size * factor, size * factor)
+        self.null = null_label(network)
         self.checked = False
         self.device = device
         self.network: nn.Module = network.to(device)
 
+    @property
+    def frozen(self) -> tuple[nn.Module, ...]:
+        return () if self.vae is None else (self.vae,)
+
     def prepare(self, batch: Batch, draws: Draws) -> dict[str, Tensor]:
-        if batch.images.shape[1:] != self.shape:
-            got = tuple(batch.images.shape[1:])
-            raise PellucidError(rule("pictures of the data", f"of shape {self.shape}", got), "data-shape")
-        images = batch.images
+        images = self.diffused(batch.images, draws)
         asked = self.objective.draw(images, draws)
         if self.config.condition == "labels":
             if batch.labels is None:
@@ -107,12 +116,26 @@ class DenoiserTask:
             asked["labels"] = torch.where(dropped, self.null, batch.labels)
         return asked
 
+    @torch.no_grad()
+    def diffused(self, images: Tensor, draws: Draws) -> Tensor:
+        """What is noised: pixels; or latents, of pictures or as a cache has them."""
+        if images.shape[1:] == self.shape:
+            return images
+        if self.vae is None or images.shape[1:] != self.pixels:
+            must = f"of shape {self.pixels}" + ("" if self.vae is None else f", or latents of {self.shape}")
+            raise PellucidError(rule("pictures of the data", must, tuple(images.shape[1:])), "data-shape")
+        return drawn_latents(self.vae, images, draws)
+
     def check_labels(self, labels: Tensor) -> None:
         """Refuses a class that has no embedding, or has the null label's; a GPU is asked once, as it would wait."""
         if self.checked and labels.is_cuda:
             return
         most, self.checked = int(labels.max()), True
         if most >= self.null:
+            if isinstance(self.network, DiT):
+                raise PellucidError(
+                    rule("num_embeds_ada_norm", f"above the largest label, {most}", self.null), "condition"
+                )
             must = f"above the largest label and the null label ({most} + 2)"
             raise PellucidError(rule("num_class_embeds", must, self.null + 1), "condition")
 
@@ -122,7 +145,12 @@ class DenoiserTask:
     def sampling(self, grid: str | None = None) -> Sampling:
         """As the config says, or on another grid."""
         config = self.config.sampling if grid is None else replace(self.config.sampling, grid=grid)
-        return Sampling(self.objective.schedule, self.objective.target, config, Clip())
+        return Sampling(self.objective.schedule, self.objective.target, config, self.clip)
+
+    @property
+    def clip(self) -> Clip | None:
+        """Pixels end at ±1; latents do not."""
+        return Clip() if self.vae is None else None
 
     def pictures(self, network: nn.Module, count: int, seed: int) -> Tensor:
         def labels(first: int, last: int) -> dict[str, Tensor]:
@@ -130,16 +158,18 @@ class DenoiserTask:
 
         told = labels if self.config.condition == "labels" else None
         made = self.sampling().batches(network, self.shape, count, seed, device=self.device, batch=count, inputs=told)
-        return torch.cat(list(made)).add(1).div(2).clamp(0, 1)
+        x0 = torch.cat(list(made))
+        return (x0 if self.vae is None else decoded(self.vae, x0)).add(1).div(2).clamp(0, 1)
 
     def save(self, network: nn.Module, folder: Path) -> None:
-        """The folder of a DDIMPipeline; of a DDPMPipeline, which keeps any scheduler, where it is not DDIM's."""
+        """The folder of a DiTPipeline; for a UNet of a DDIMPipeline, or of a DDPMPipeline, which keeps schedulers."""
         is_ddim = self.scheduler["_class_name"] == "DDIMScheduler"
+        of_unet = "DDIMPipeline" if is_ddim else "DDPMPipeline"
         parts = Components(
             name=folder.name,
-            pipeline_class="DDIMPipeline" if is_ddim else "DDPMPipeline",
+            pipeline_class="DiTPipeline" if isinstance(network, DiT) else of_unet,
             network=network,
-            vae=None,
+            vae=self.vae,
             text_encoders=(),
             tokenizers=(),
             image_encoder=None,
@@ -162,12 +192,35 @@ class DenoiserTask:
         shipped = grid if grid.name in SPACINGS else grid_named("leading")
         if shipped is not grid:
             log.warning("the model is shipped with the grid leading: diffusers' DDIM has no %s", grid.name)
-        return diffusers_export.write(Reading("", "ddim", schedule, target, shipped, {}, Clip()))
+        return diffusers_export.write(Reading("", "ddim", schedule, target, shipped, {}, self.clip))
 
 
-def check(config: DenoiserConfig, network: UNet) -> None:
+def null_label(network: UNet | DiT) -> int:
+    """The label of pictures that drop theirs: the last embedding of a UNet; a DiT has one more than classes."""
+    config = network.config
+    return config.null_label if isinstance(network, DiT) else (config.num_class_embeds or 1) - 1
+
+
+def check(config: DenoiserConfig, network: UNet | DiT, vae: AutoencoderKL | None) -> None:
     """Refuses parts that do not fit together, before the first step."""
-    classes, size = network.config.num_class_embeds, network.config.sample_size
+    if isinstance(network, DiT):
+        check_dit(config, network, vae)
+    else:
+        check_unet(config, network)
+    if config.objective.dropout and config.condition == "none":
+        raise PellucidError(rule("dropout", "0 without a condition", config.objective.dropout), "objective")
+    if config.sampling.guidance != 1.0:
+        raise PellucidError(rule("sampling.guidance", "1 without a text", config.sampling.guidance), "config-value")
+    if not isinstance(network.config.sample_size, int):
+        got = network.config.sample_size
+        raise PellucidError(rule("network.sample_size", "a whole number", got), "config-missing")
+
+
+def check_unet(config: DenoiserConfig, network: UNet) -> None:
+    classes = network.config.num_class_embeds
+    if config.vae:
+        advice = 'A UNet on latents is told a text: task.kind = "text_denoiser".'
+        raise PellucidError(rule("vae", "left out for a UNet", config.vae, advice), "condition")
     if network.config.cross_attention_dim is not None:
         must = "told a time, and a class at most"
         raise PellucidError(rule("network", must, f"a {network.config.class_name}, which is told a text"), "condition")
@@ -176,9 +229,15 @@ def check(config: DenoiserConfig, network: UNet) -> None:
         raise PellucidError(rule("condition", must, config.condition), "condition")
     if classes is not None and classes < 2:
         raise PellucidError(rule("num_class_embeds", "at least 2: a class and the null label", classes), "condition")
-    if config.objective.dropout and config.condition == "none":
-        raise PellucidError(rule("dropout", "0 without a condition", config.objective.dropout), "objective")
-    if config.sampling.guidance != 1.0:
-        raise PellucidError(rule("sampling.guidance", "1 for pixels", config.sampling.guidance), "config-value")
-    if not isinstance(size, int):
-        raise PellucidError(rule("network.sample_size", "a whole number", size), "config-missing")
+
+
+def check_dit(config: DenoiserConfig, network: DiT, vae: AutoencoderKL | None) -> None:
+    channels = network.config.in_channels
+    if config.condition != "labels":
+        raise PellucidError(rule("condition", "labels for a DiT, which is told a class", config.condition), "condition")
+    if network.config.channels_out != channels:
+        got = network.config.channels_out
+        raise PellucidError(rule("network.out_channels", f"in_channels, {channels}", got), "components-fit")
+    if vae is not None and vae.config.latent_channels != channels:
+        must = f"{vae.config.latent_channels}, the channels of its VAE's latents"
+        raise PellucidError(rule("network.in_channels", must, channels), "components-fit")

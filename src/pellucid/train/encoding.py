@@ -7,8 +7,10 @@ from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.interop import source
-from pellucid.models.vae import AutoencoderKL, Posterior, to_diffusion
+from pellucid.models.vae import AutoencoderKL, Posterior, from_diffusion, to_diffusion
 from pellucid.train.draws import Draws
+
+DECODED_AT_ONCE = 16  # pictures: a decoder's activations are large
 
 
 def read_vae(where: str) -> AutoencoderKL:
@@ -32,3 +34,9 @@ def drawn_latents(vae: AutoencoderKL, images: Tensor, draws: Draws) -> Tensor:
     posterior = posterior_of(vae, images, bf16=next(vae.parameters()).is_cuda)
     noise = draws.normal("posterior", posterior.mean.shape[1:], images.device)
     return to_diffusion(vae.config, posterior.sample(noise))
+
+
+@torch.no_grad()
+def decoded(vae: AutoencoderKL, x0: Tensor) -> Tensor:
+    """Pictures (B, 3, H, W) in about [−1, 1] of latents as the diffusion sees them, a few at a time."""
+    return torch.cat([vae.decode(part) for part in from_diffusion(vae.config, x0).split(DECODED_AT_ONCE)])

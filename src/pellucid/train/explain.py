@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.train.config import TrainConfig
 from pellucid.train.ema import floats
 from pellucid.train.objective import ByLevel
-from pellucid.train.ranks import Strategy, groups
+from pellucid.train.ranks import Strategy, check_rows, groups
+from pellucid.train.task import Task
 
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # DDP's own limits, bytes
 FLOAT, INT, DOUBLE = 4, 4, 8
@@ -104,6 +106,42 @@ def explain(
     )
 
 
+def of_run(task: Task, config: TrainConfig, ranks: int) -> Explanation:
+    """Of a run as its config says: with what its task holds beside the network, and what its loss sends."""
+    engine = config.engine
+    found = explain(
+        task.network,
+        ranks,
+        engine.strategy,
+        accumulate=engine.accumulate,
+        dtype=torch.bfloat16 if engine.dtype == "bf16" else None,
+        ema=config.ema,
+        log_every=config.log.every,
+    )
+    held = found.held + beside(task.network, getattr(task, "frozen", ()))
+    if ranks == 1:
+        return replace(found, held=held)
+    moves = of_loss(getattr(task, "gathered", {}), config.batch // engine.accumulate, engine.accumulate, ranks)
+    return replace(found, held=held, collectives=found.collectives + moves)
+
+
+def beside(network: nn.Module, frozen: Iterable[nn.Module]) -> tuple[Held, ...]:
+    """What every rank holds of frozen networks, each storage once, and not what the trained network has of it."""
+    seen = {storage(t) for t in (*network.parameters(), *network.buffers())}
+    rows = []
+    for one in frozen:
+        new = {storage(t): t for t in (*one.parameters(), *one.buffers()) if storage(t) not in seen}
+        seen |= set(new)
+        size = sum(t.untyped_storage().nbytes() for t in new.values())
+        rows.append(Held(f"frozen {type(one).__name__}", "replicated", size, size))
+    return tuple(row for row in rows if row.whole)
+
+
+def storage(tensor: Tensor) -> int:
+    """Which memory a tensor lies in; a number also on the meta device."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def kept(network: nn.Module, trained: list[nn.Parameter], share: int, accumulate: int, means: int) -> tuple[Held, ...]:
     """Weights, gradients, moments and running means, divided by `share`."""
     how: Literal["replicated", "sharded"] = "sharded" if share > 1 else "replicated"
@@ -139,6 +177,7 @@ def of_ddp(trained: Sequence[Tensor], ranks: int) -> tuple[Collective, ...]:
 
 def of_fsdp(network: nn.Module, ranks: int, accumulate: int, dtype: torch.dtype | None) -> tuple[Collective, ...]:
     """A group's weights are gathered for the forward pass, and a block's again for the backward pass."""
+    check_rows(network)
     rows = []
     for name, own in owned(network):
         what = f"weights of {name or 'the rest'}"
@@ -150,6 +189,19 @@ def of_fsdp(network: nn.Module, ranks: int, accumulate: int, dtype: torch.dtype 
         if size:
             rows.append(moved("reduce-scatter", f"gradients of {name or 'the rest'}", "backward", 1, size, ranks))
     return (*rows, moved("all-reduce", "norm of the gradient", "clip", 1, FLOAT, ranks))
+
+
+def of_loss(gathered: Mapping[str, int], images: int, accumulate: int, ranks: int) -> tuple[Collective, ...]:
+    """What a loss gathers of all images of a micro-step; its gradients are added up on the way back."""
+    ways: tuple[tuple[Operation, str, str], ...] = (
+        ("all-gather", "embeddings", "forward"),
+        ("all-reduce", "embeddings' gradients", "backward"),
+    )
+    return tuple(
+        moved(operation, f"{what} of {name}", when, accumulate, FLOAT * images * width, ranks)
+        for operation, what, when in ways
+        for name, width in gathered.items()
+    )
 
 
 def of_log(ranks: int, every: int) -> tuple[Collective, ...]:

@@ -89,6 +89,7 @@ class ImageTextTask:
         assert isinstance(clip, CLIP)
         self.side = settings.vision.image_size
         self.network: nn.Module = Pair(clip, config.most_scale).to(device)
+        self.gathered = {"images": config.width, "texts": config.width}
 
     def prepare(self, batch: Batch, draws: Draws) -> dict[str, Tensor]:
         if tuple(batch.images.shape[1:]) != (3, self.side, self.side):

@@ -83,7 +83,9 @@ class Cache:
     @staticmethod
     def read(folder: Path) -> Cache:
         if not (folder / MANIFEST).is_file():
-            raise PellucidError(rule("latent cache", f"a folder with {MANIFEST}", str(folder)), "latents-missing")
+            advice = "Make it with `pellucid data latents CONFIG`."
+            must = f"a folder with {MANIFEST}"
+            raise PellucidError(rule("latent cache", must, str(folder), advice), "latents-missing")
         plain = weights.read_json(folder / MANIFEST, MAX_MANIFEST_BYTES)
         try:
             if plain.pop("format") != FORMAT:

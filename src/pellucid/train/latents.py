@@ -65,9 +65,13 @@ class LatentSource:
         return self.cache.count
 
     @property
+    def unreadable(self) -> Mapping[str, str]:
+        """Pictures that could not be read when the cache was made: name → why."""
+        return self.cache.unreadable
+
+    @property
     def skipped(self) -> int:
-        """Pictures that could not be read when the cache was made."""
-        return len(self.cache.unreadable)
+        return len(self.unreadable)
 
     def opened(self, number: int) -> dict[str, Tensor]:
         """The tensors of one shard, mapped and not read, and checked to be those that were written."""

@@ -6,7 +6,7 @@ import copy
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.interop.weights import some
 from pellucid.models.blocks import ResnetBlock, TransformerBlock
 from pellucid.models.clip import Layer
 from pellucid.models.dit_blocks import Block
@@ -104,6 +105,7 @@ class Ranks:
         return wrapped
 
     def shard(self, network: Module, dtype: torch.dtype | None) -> Module:
+        check_rows(network)
         sketch = copy.deepcopy(network).to("meta")
         for tensor in (*network.parameters(), *network.buffers()):
             dist.broadcast(tensor.detach(), 0)
@@ -174,6 +176,13 @@ class Ranks:
         dist.all_gather(held, values.detach().contiguous())
         return torch.cat(held)
 
+    def union(self, names: Iterable[str]) -> set[str]:
+        """The names of all ranks, each once."""
+        held: list[list[str]] = [list(names)] * self.world
+        if self.world > 1:
+            dist.all_gather_object(held, held[0])
+        return set().union(*held)
+
     def barrier(self) -> None:
         if self.world > 1:
             dist.barrier(device_ids=[self.local_rank] if self.device.type == "cuda" else None)
@@ -225,6 +234,14 @@ def placed(device: str | None, local: int) -> torch.device:
             rule("device", f"one of {torch.cuda.device_count()} GPUs", f"cuda:{index}", advice), "device"
         )
     return torch.device("cuda", index)
+
+
+def check_rows(network: nn.Module) -> None:
+    """Refuses what has no rows to be dealt to ranks."""
+    lone = [name for name, weight in network.named_parameters() if not weight.ndim]
+    if lone:
+        must = f"ddp for a network with a lone number ({some(lone)})"
+        raise PellucidError(rule("engine.strategy", must, "fsdp"), "strategy")
 
 
 def groups(network: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -16,7 +16,10 @@ from pellucid.train.source import Batch
 class Task(Protocol):
     """`network` is what is trained: its parameters with requires_grad. All chance is in `prepare`, so that `loss` is a
     function of tensors alone, which can be compiled and captured; the network given to it may be wrapped (DDP,
-    compiled), or hold running means."""
+    compiled), or hold running means.
+
+    A task may have `frozen`, the networks that it holds beside the trained one, and `gathered`, the widths of
+    the float32 embeddings that its loss gathers from all ranks, by name: `--explain` counts them."""
 
     network: nn.Module
 

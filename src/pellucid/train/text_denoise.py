@@ -20,11 +20,11 @@ from pellucid.interop.save import save_components
 from pellucid.models.clip import CLIPTextEncoder
 from pellucid.models.dit import PixArt
 from pellucid.models.unet import UNet
-from pellucid.models.vae import AutoencoderKL, from_diffusion
+from pellucid.models.vae import AutoencoderKL
 from pellucid.train.config import ObjectiveConfig, check_beginning
 from pellucid.train.denoise import begun
 from pellucid.train.draws import Draws, mixed
-from pellucid.train.encoding import drawn_latents, read_vae
+from pellucid.train.encoding import decoded, drawn_latents, read_vae
 from pellucid.train.objective import Graded, Objective
 from pellucid.train.sampling import Sampling, SamplingConfig
 from pellucid.train.source import Batch
@@ -32,7 +32,6 @@ from pellucid.train.text import CaptionIds, TextConfig
 from pellucid.train.word_ids import tokens
 
 STABLE_DIFFUSION, PIXART = "StableDiffusionPipeline", "PixArtAlphaPipeline"
-DECODED_AT_ONCE = 16  # pictures: a decoder's activations are large
 
 
 def default_sampling() -> SamplingConfig:
@@ -95,6 +94,10 @@ class TextDenoiserTask:
         self.network: nn.Module = Joint(self.text.encoder, denoiser) if self.text.trained else denoiser
         self.network.to(device)
 
+    @property
+    def frozen(self) -> tuple[nn.Module, ...]:
+        return (self.vae,) if self.text.trained else (self.vae, self.text.encoder)
+
     # --- training
 
     def prepare(self, batch: Batch, draws: Draws) -> dict[str, Tensor]:
@@ -131,8 +134,7 @@ class TextDenoiserTask:
         sampling = Sampling(self.objective.schedule, self.objective.target, self.config.sampling)
         told, untold = self.told(prompts), self.told([""] * count)
         x0 = sampling.guided(network, told, untold, (count, *self.shape), seed, self.device)
-        made = from_diffusion(self.vae.config, x0)
-        return torch.cat([self.vae.decode(part) for part in made.split(DECODED_AT_ONCE)]).add(1).div(2).clamp(0, 1)
+        return decoded(self.vae, x0).add(1).div(2).clamp(0, 1)
 
     def save(self, network: nn.Module, folder: Path) -> None:
         """The folder of a StableDiffusionPipeline, or of a PixArtAlphaPipeline with CLIP for its text."""

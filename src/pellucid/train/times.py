@@ -15,6 +15,7 @@ from pellucid.core.schedule import Array, Schedule, Tabled
 
 Kind = Literal["uniform", "logit_normal", "edm"]
 KINDS: tuple[Kind, ...] = ("uniform", "logit_normal", "edm")
+USUAL = {"logit_normal": (0.0, 1.0), "edm": (-1.2, 1.2)}  # mean and std in the papers
 
 
 @dataclass(frozen=True)
@@ -23,20 +24,27 @@ class Times:
 
     uniform: every time alike; whole ones where the schedule is a table, as such networks are trained. logit_normal: the
     part of the run is sigmoid(mean + std·n) (Esser et al. 2024). edm: ln(sigma / alpha) is mean + std·n (Karras et al.
-    2022, where mean is −1.2 and std 1.2). `stratified` draws one time from each of as many equal parts of the
-    distribution as there are images, which lowers the variance of a step's loss and leaves its mean.
+    2022). `stratified` draws one time from each of as many equal parts of the distribution as there are images, which
+    lowers the variance of a step's loss and leaves its mean.
     """
 
     kind: Kind = "uniform"
-    mean: float = 0.0
-    std: float = 1.0
+    mean: float | None = None  # None: the kind's own, in `USUAL`
+    std: float | None = None
     stratified: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise PellucidError(rule("times", f"one of {', '.join(KINDS)}", self.kind), "times")
-        if not math.isfinite(self.mean) or not (math.isfinite(self.std) and self.std > 0):
-            raise PellucidError(rule("mean, std", "finite, std above 0", (self.mean, self.std)), "times")
+        mean, std = self.normal
+        if not math.isfinite(mean) or not (math.isfinite(std) and std > 0):
+            raise PellucidError(rule("mean, std", "finite, std above 0", (mean, std)), "times")
+
+    @property
+    def normal(self) -> tuple[float, float]:
+        """Mean and std: those given, else the kind's."""
+        mean, std = USUAL.get(self.kind, (0.0, 1.0))
+        return mean if self.mean is None else self.mean, std if self.std is None else self.std
 
     def draw(self, count: int, schedule: Schedule, generator: torch.Generator | None = None) -> Array:
         """Times of `count` images, float64."""
@@ -46,7 +54,8 @@ class Times:
             if isinstance(schedule, Tabled):
                 return np.floor(u * schedule.num_train).clip(0, schedule.num_train - 1)
             return low + u * (high - low)
-        normal = torch.special.ndtri(torch.from_numpy(u)).numpy() * self.std + self.mean
+        mean, std = self.normal
+        normal = torch.special.ndtri(torch.from_numpy(u)).numpy() * std + mean
         if self.kind == "logit_normal":
             return low + (high - low) / (1.0 + np.exp(-normal))
         least, most = (float(schedule.ratio_at(t)) for t in (low, high))

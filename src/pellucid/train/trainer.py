@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.interop.weights import some
 from pellucid.interop.whole import is_part, put
 from pellucid.train import optimizer as adamw
 from pellucid.train.capture import Captured
@@ -44,7 +45,7 @@ class Finished:
     folder: Path
     steps: int
     seconds: float
-    skipped: int  # pictures that could not be read
+    skipped: int  # pictures that any rank could not read
 
 
 class Trainer:
@@ -139,7 +140,11 @@ class Trainer:
 
     def resume(self) -> int:
         """The step to go on from: 0, or that of the newest checkpoint that is whole."""
-        step = self.checkpoints.latest()
+        step, damaged = self.checkpoints.latest(), self.checkpoints.damaged
+        if step is None and damaged:
+            advice = f"Remove {self.checkpoints.folder} to start over, or choose another --out."
+            line = f"checkpoints must be whole, or one of them; all are damaged ({some(damaged)}). {advice}"
+            raise PellucidError(line, "checkpoint-damaged")
         if step is None:
             return 0
         state = self.state()
@@ -149,27 +154,38 @@ class Trainer:
         self.saved_at = step
         return step
 
-    def claim(self) -> None:
-        """Makes the folder this run's own, or refuses a folder that another config began."""
-        path = self.folder / CONFIG
-        mine, done = self.config.fingerprint(), max(self.checkpoints.steps(), default=0)
+    def check_folder(self) -> None:
+        """Refuses a folder that another config began, or that holds something else."""
+        path, done = self.folder / CONFIG, max(self.checkpoints.steps(), default=0)
         if path.exists():
-            try:
-                theirs = json.loads(path.read_text("utf-8"))["fingerprint"]
-            except (ValueError, KeyError, TypeError):
-                theirs = "unreadable"
-            if theirs != mine:
-                must = f"the one that began {self.folder} ({theirs})"
-                raise PellucidError(rule("config", must, mine, "Choose another --out."), "resume-config")
+            got = self.other_than(path)
+            if got:
+                line = f"config must be the one that began {self.folder}; got {got}. Choose another --out."
+                raise PellucidError(line, "resume-config")
         elif self.folder.exists() and not all(map(is_part, self.folder.iterdir())):
             raise PellucidError(rule("--out", "empty, new, or a run of this config", str(self.folder)), "out-taken")
         if done > self.config.steps:
             must = f"at least {done}, the steps that {self.folder} has done"
             raise PellucidError(rule("steps", must, self.config.steps), "resume-steps")
+
+    def other_than(self, path: Path) -> str:
+        """How this config is not the one in a file; empty if it is."""
+        try:
+            held = json.loads(path.read_text("utf-8"))
+            if held["fingerprint"] == self.config.fingerprint():
+                return ""
+            names = self.config.unlike(held["config"])
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return f"a {CONFIG} that cannot be read"
+        return f"another {some(names)}" if names else "one of another version"
+
+    def claim(self) -> None:
+        """Makes the folder this run's own."""
+        held = {"fingerprint": self.config.fingerprint(), "config": to_plain(self.config)}
         self.ranks.barrier()
         if self.ranks.is_first:
             self.folder.mkdir(parents=True, exist_ok=True)
-            put(path, json.dumps({"fingerprint": mine, "config": to_plain(self.config)}, indent=1))
+            put(self.folder / CONFIG, json.dumps(held, indent=1))
         self.ranks.barrier()
 
     # --- the run
@@ -178,8 +194,9 @@ class Trainer:
         """Trains to the end, or to step `until` of the config's steps."""
         begun = time.perf_counter()
         self.prepare(0)  # data that do not fit are refused before anything is written
-        self.claim()
+        self.check_folder()
         first = self.resume()
+        self.claim()
         last = max(first, min(until or self.config.steps, self.config.steps))
         journal = self.journal(first)
         if journal is not None:
@@ -200,8 +217,8 @@ class Trainer:
                 journal.close()
         if last == self.config.steps:
             self.finish()
-        skipped = int(getattr(self.source, "skipped", 0))
-        return Finished(self.folder, last, time.perf_counter() - begun, skipped)
+        skipped = self.ranks.union(getattr(self.source, "unreadable", ()))
+        return Finished(self.folder, last, time.perf_counter() - begun, len(skipped))
 
     def compile_alone(self, first: int, last: int, journal: Journal | None) -> int:
         """Captures, or takes the first step, if there is something to compile; the step that the feed begins with.
