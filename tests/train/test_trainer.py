@@ -452,7 +452,8 @@ def test_another_config_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     assert code == "resume-config"
     assert line == f"config must be the one that began {folder}; got another optimizer.rate. Choose another --out."
     many = {"batch": 4, "seed": 1, "optimizer": {"rate": 1, "clip": 0.0, "decay": "cosine"}, "log": {"every": 1}}
-    assert "got another batch, seed, optimizer.rate, optimizer.decay, … (5 in all). " in refused(trainer(folder, many))[1]
+    names = "batch, seed, optimizer.rate, optimizer.decay, … (5 in all)"
+    assert f"got another {names}. " in refused(trainer(folder, many))[1]
     inside = {"task": {"network": {"block_out_channels": [12]}, "sampling": {"steps": 3}}}
     assert "; got another task.network.block_out_channels, task.sampling.steps. " in refused(trainer(folder, inside))[1]
     assert refused(trainer(folder, {"steps": 3}))[0] == "resume-steps"
