@@ -10,7 +10,7 @@ import torch
 
 import pellucid
 from pellucid.evidence.tune.errors import Truth, errors
-from pellucid.evidence.tune.pairs import make_sets, read_prompts
+from pellucid.evidence.tune.pairs import Pairs, make_sets, read_prompts
 from pellucid.evidence.tune.start import Start
 from pellucid.evidence.tune.subject import Subject, of_pipeline
 from pellucid.evidence.tune.teacher import teach
@@ -56,3 +56,30 @@ def test_the_cifar_model_makes_pictures() -> None:
         assert np.corrcoef(left, right)[0, 1] > 0.85
         assert picture.std() > 20
     assert np.abs(pixels[0] - pixels[1]).mean() > 20
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "sqrt_alpha_bar"])
+def test_the_small_models_differ_by_their_schedule_alone(schedule: str) -> None:
+    """At most 1 M weights and 2 MB each; the levels of the schedule that the name says, v, and finite pictures."""
+    folder = ASSETS / f"cifar10-small-{schedule}"
+    parts = pellucid.load(folder, device="cpu").components
+    assert sum(weight.numel() for weight in parts.network.parameters()) < 1e6
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 2e6
+    assert parts.target == "v"
+    own, asked = (one.alpha_bar for one in (parts.schedule, pellucid.schedules.make(schedule)))
+    np.testing.assert_allclose(own, asked, rtol=1e-6)
+    picture = np.asarray(pellucid.load(folder, device="cpu")(seed=0, steps=5).images[0], float)
+    assert picture.shape == (32, 32, 3)
+    assert picture.std() > 10
+
+
+def test_the_tuned_plan_of_cifar_is_for_its_model_and_nearer() -> None:
+    """Nearer to where many calls end than the best start was, for seeds that it was not tuned on."""
+    plan = read_plan(ASSETS / "cifar10-cosine" / "plans" / "8.json")
+    subject = of_pipeline(pellucid.load(ASSETS / "cifar10-cosine", device="cpu"))
+    told = plan.evidence
+    assert (plan.nfe, told["model_hash"]) == (8, subject.fingerprint)
+    truth = teach(subject, Pairs((SEED, SEED + 1)), 40, 2)
+    other = Start.parse(told["best_start"]).plan(subject.schedule, subject.target, 8)
+    mine, theirs = (errors(one, subject, truth, 2).mean() for one in (plan, other))
+    assert mine < 0.8 * theirs
