@@ -85,7 +85,8 @@ def work(given: argparse.Namespace) -> Table:
     judge = cache(lambda: judge_of(given, subject.device))  # minutes, where there is something to score
     for name, plan in plans.items():
         score(records, name, plan, subject, judge, given.first, given.batch)
-    rows = [row for row in records.rows if row["pictures"] == given.first and row["name"] in plans]
+    marks = {(name, mark_of(plan)) for name, plan in plans.items()}
+    rows = [row for row in records.rows if row["pictures"] == given.first and (row["name"], row["plan"]) in marks]
     untuned = sorted((row for row in rows if row["name"] not in given.plan), key=lambda row: row["fid"])
     names = given.plan + [row["name"] for row in untuned[: given.finalists]]
     if given.last > given.first:
@@ -126,7 +127,7 @@ def score(
     records: Records, name: str, plan: Plan, subject: Subject, judge: Callable[[], Judge], count: int, batch: int
 ) -> None:
     """Makes so many pictures and keeps their scores; nothing where they are known."""
-    mark = hashlib.sha256(json.dumps(plan.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+    mark = mark_of(plan)
     if records.has({"name": name, "plan": mark, "pictures": count}):
         return
     seeds = range(SEED, SEED + count)
@@ -137,6 +138,11 @@ def score(
         told |= {"fid_low": spread.low, "fid_high": spread.high}
     records.add({"name": name, "plan": mark, "pictures": count, "nfe": plan.nfe, **told})
     print(f"{name}, {count:,} pictures: FID {told['fid']:.2f}, KID {1e3 * told['kid']:.2f}e-3", flush=True)
+
+
+def mark_of(plan: Plan) -> str:
+    """A plan of the same name may be another."""
+    return hashlib.sha256(json.dumps(plan.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def pictures(plan: Plan, subject: Subject, seeds: Sequence[int], batch: int) -> torch.Tensor:
@@ -154,7 +160,7 @@ def draw(rows: Sequence[dict[str, Any]], tuned: Sequence[str], path: Path) -> Pa
     figure = charts.canvas(7, 0.3 * len(ordered) + 0.9)
     axes = figure.subplots()
     colours = [charts.COLOURS[2 if row["name"] in tuned else 0] for row in ordered]
-    words = ["tuned" if row["name"] in tuned else row["name"] for row in ordered]
+    words = ["tuned" if [row["name"]] == list(tuned) else row["name"] for row in ordered]
     bars = axes.barh(words, [row["fid"] for row in ordered], color=colours, height=0.65)
     axes.bar_label(bars, fmt="%.1f", padding=3, fontsize=8)
     title = f"FID of {ordered[0]['pictures']:,} pictures with {max(row['nfe'] for row in ordered)} model calls"

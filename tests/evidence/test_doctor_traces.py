@@ -126,3 +126,6 @@ def test_a_trace_is_asked_about_the_plan_and_the_recipe_that_it_holds(tmp_path: 
     with trace.Recorder(tmp_path / "sound.safetensors") as recorder:
         pipe("a red star", steps=5, guidance=4.0, observers=[recorder])
     assert not examine(open_subject(Given(trace=str(recorder.path)))).findings
+    beside = open_subject(Given(model="scenes-128", trace=str(path), quick=True))
+    assert not beside.is_run  # the model has a plan of its own, and is asked about that
+    assert beside.recipe is None

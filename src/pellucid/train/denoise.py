@@ -238,6 +238,8 @@ def check_dit(config: DenoiserConfig, network: DiT, vae: AutoencoderKL | None) -
     if network.config.channels_out != channels:
         got = network.config.channels_out
         raise PellucidError(rule("network.out_channels", f"in_channels, {channels}", got), "components-fit")
+    if vae is not None and vae.config.factor == 1:
+        raise PellucidError(rule("vae", "one that makes pictures smaller", config.vae), "components-fit")
     if vae is not None and vae.config.latent_channels != channels:
         must = f"{vae.config.latent_channels}, the channels of its VAE's latents"
         raise PellucidError(rule("network.in_channels", must, channels), "components-fit")

@@ -246,7 +246,7 @@ def owned(network: nn.Module) -> list[tuple[str, list[nn.Parameter]]]:
 
 def padded(tensor: Tensor, share: int) -> int:
     """Numbers of a tensor whose rows are dealt to `share` ranks in equal parts, empty rows included."""
-    return -(-tensor.shape[0] // share) * share * tensor[:1].numel() if tensor.ndim else tensor.numel()
+    return -(-tensor.shape[0] // share) * share * tensor[:1].numel()
 
 
 def numbers(tensors: Iterable[Tensor], share: int = 1) -> int:

@@ -90,11 +90,13 @@ def read_trace(path: str) -> Any:
 
 
 def with_trace(subject: Subject, trace: Any) -> Subject:
-    """A run that was recorded, with the plan and the recipe that its header holds; what was named beside it stays."""
-    header = trace.header
-    recipe = subject.recipe or (None if header.recipe is None else told_by(header.recipe))
-    plan = header.plans[0] if subject.plan is None and header.plan_tables else subject.plan
-    return replace(subject, trace=trace, recipe=recipe, plan=plan)
+    """A run that was recorded, with the plan and the recipe that its header holds, but beside a model or a config,
+    which have a plan of their own."""
+    subject, header = replace(subject, trace=trace), trace.header
+    if subject.plan is not None or subject.recipe is not None:
+        return subject
+    recipe = None if header.recipe is None else told_by(header.recipe)
+    return replace(subject, recipe=recipe, plan=header.plans[0])
 
 
 def pictures_in(where: str) -> Any:
@@ -104,7 +106,8 @@ def pictures_in(where: str) -> Any:
         raise PellucidError(rule("--images", "pictures", f"statistics in {where}"), "usage")
     unread: list[str] = []
     if next(found.chunks(lambda _, why: unread.append(why)), None) is None:
-        raise PellucidError(f"--images must hold a picture that can be read; {unread[0]}", "usage")
+        why = unread[0] if unread else f"{where} holds none."
+        raise PellucidError(f"--images must hold a picture that can be read; {why}", "usage")
     return found
 
 

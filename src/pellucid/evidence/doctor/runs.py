@@ -259,9 +259,9 @@ def of_betas(subject: Subject, why: str) -> tuple[Plan, Tabled]:
 def first_level(subject: Subject) -> Iterator[Finding]:
     """A run that starts below the noisiest level, from noise that is as large as there."""
     plan, schedule = of_betas(subject, "only schedules of betas have a noisiest time")
-    recipe = subject.recipe or {}
-    if subject.trace is not None and (recipe.get("strength") or recipe.get("denoising_start")):
-        raise Unable("the run that was recorded starts from a picture")
+    recipe = subject.recipe
+    if subject.is_run and (recipe is None or recipe.get("strength") or recipe.get("denoising_start")):
+        raise Unable("the run that was recorded starts from a picture, or may")
     noisiest = float(schedule.alpha_bar[-1]) ** 0.5
     alpha = plan.start.to("vp").alpha
     facts = (("alpha of the first call", alpha), ("alpha of the noisiest level", noisiest),
@@ -318,7 +318,7 @@ def last_level(subject: Subject) -> Iterator[Finding]:
     """Noise that the last step leaves in the picture."""
     plan = subject.plan
     assert plan is not None
-    if subject.trace is not None:
+    if subject.is_run:
         raise Unable("the levels of the trace tell it")
     if plan.end.ratio <= 0.0:
         return

@@ -100,6 +100,11 @@ class Subject:
     quick: bool = False  # weights are not looked at
     absent: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def is_run(self) -> bool:
+        """Whether the plan is that of the recorded run, and not what a model would do."""
+        return self.trace is not None and self.plan is self.trace.header.plans[0]
+
     def lacks(self, needs: tuple[str, ...]) -> str | None:
         """Why a check that needs these cannot run, or None where it can."""
         missing = [need for need in needs if getattr(self, need) is None]

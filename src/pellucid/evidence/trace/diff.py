@@ -6,7 +6,7 @@ Within a step things are compared in the order in which a run makes them, and th
 2. x, as the network is called with it: **noise** (at the first step: the first noise, or another start; later: churn),
    or **plan** where the same noise is scaled differently;
 3. the prediction with the prompt, and then the one without: **model** (weights, prompt, adapters, kernels), or
-   **guidance** where the recipes differ in nothing else and the difference is rounding: it asks in other batches;
+   **guidance** where the recipes differ in it, and not in the model, and by no more than rounding: other batches;
 4. x0, where these were the same, or a prediction that only one of the runs asked for: **guidance** (or a filter);
 5. the level where the row lands: **level**; its weights: **plan**;
 6. the next x: **noise** where the row draws some, else **constraint** (a mask, or a function of the caller's).
@@ -192,13 +192,19 @@ class Pair:
         """Another guidance asks the network in other batches, which round otherwise: then that is the cause."""
         recipes = [t.header.recipes[self.image : self.image + 1] for t in (self.a, self.b)]
         hashes = {recipe.get("model_hash") for held in recipes for recipe in held}
-        if what not in ("cond", "uncond") or (distance or 0.0) > ROUNDING or len(hashes) != 1 or None in hashes:
+        if (
+            what not in ("cond", "uncond")
+            or (distance is not None and not distance <= ROUNDING)
+            or len(hashes) != 1
+            or None in hashes
+        ):
             return None
         told = headers.differences(self.a.header, self.b.header)
         causes = {cause for t in told if t.image in (None, self.image) for cause in t.causes}
         if "guidance" not in causes or "model" in causes:
             return None
-        return "guidance", "the model is the same, guidance asks it in another batch, and that rounds otherwise"
+        may = "that rounds otherwise" if distance is not None else "that may round otherwise"
+        return "guidance", f"the model is the same, guidance asks it in another batch, and {may}"
 
     def blame(self, index: int, what: str, one: Row, other: Row, mine: Step) -> tuple[Cause, str]:
         if what == "x":
