@@ -3,7 +3,7 @@
     python recipes/detectors.py                          → a table, as in docs/doctor_models.md
 
 Every run that is there is asked twice: under its own config, and under one that is wrong in both. The truth is what
-its run was trained with.
+its run was trained with. The kept models of bundles and assets/ are always there.
 """
 
 from __future__ import annotations
@@ -36,11 +36,21 @@ RUNS = {
     "runs/detector_flow": LATENTS,
     **{f"data/studies/small_eps/runs/{name}-0": PIXELS for name in ("linear", "cosine", "sqrt_alpha_bar")},
 }
+SMALL = {f"assets/cifar10-small-{name}": ("v", name) for name in ("linear", "cosine", "sqrt_alpha_bar")}
+KEPT = {
+    "src/pellucid/bundles/scenes-128": ("v", "cosine"),
+    "src/pellucid/bundles/scenes-128/dit": ("eps", "scaled_linear"),
+    "assets/cifar10-cosine": ("v", "cosine"),
+    **SMALL,
+}
+RUNS |= {name: LATENTS if "scenes" in name else PIXELS for name in KEPT}
 HEAD = ("run", "space", "trained for", "config", "target", "confidence", "schedule", "confidence", "pictures")
 
 
 def truth_of(run: Path) -> tuple[str, str]:
-    """The target and the schedule of a run's config."""
+    """The target and the schedule of a run's config; of a kept model as its own page says."""
+    if (name := run.relative_to(ROOT).as_posix()) in KEPT:
+        return KEPT[name]
     objective: dict[str, Any] = json.loads((run / "config.json").read_text("utf-8"))["config"]["task"]["objective"]
     return objective["target"], objective["schedule"]["name"]
 
@@ -55,7 +65,8 @@ def rows(runs: Iterable[str]) -> Iterator[tuple[str, ...]]:
     for name in runs:
         run, data = ROOT / name, RUNS[name]
         target, schedule = truth_of(run)
-        given = Given(model=str(run / "model"), data=data if data == LATENTS else str(ROOT / data))
+        place = run if name in KEPT else run / "model"
+        given = Given(model=str(place), data=data if data == LATENTS else str(ROOT / data))
         probe = probe_of(open_subject(given, Asked()))
         for config, asked in (("its own", probe), ("wrong", wrong(probe))):
             found = detect(asked)
@@ -74,7 +85,7 @@ def main() -> int:
     words = argparse.ArgumentParser(description="The detectors on models that were trained differently.")
     words.add_argument("runs", nargs="*", help="some of the runs; all that are here when not given")
     asked = words.parse_args()
-    here = [name for name in RUNS if (ROOT / name / "model").is_dir()]
+    here = [name for name in RUNS if name in KEPT or (ROOT / name / "model").is_dir()]
     unknown = sorted(set(asked.runs) - set(here))
     try:
         if unknown or not here:
