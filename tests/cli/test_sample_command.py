@@ -227,6 +227,15 @@ def test_prompts_from_a_file_are_numbered_and_alone_as_in_a_batch(make, here):
         assert np.abs(pixels(a) - pixels(b)).max() <= 1  # kernels may round by batch
 
 
+def test_pictures_of_a_model_without_text_are_alone_as_in_a_batch(make, here):
+    alone = make("pixels", "-n", "5", "--seed", "5", "--steps", "2", "--out", "alone")
+    batch = make("pixels", "-n", "5", "--seed", "5", "--steps", "2", "--out", "batch", "--batch", "3")
+    assert alone["seeds"] == batch["seeds"] == [5, 6, 7, 8, 9]
+    assert batch["calls"] < alone["calls"]
+    for a, b in zip(alone["files"], batch["files"], strict=True):
+        assert np.abs(pixels(a) - pixels(b)).max() <= 1  # kernels may round by batch
+
+
 def test_prompts_of_other_lengths_do_not_fill_each_other_up(make, here):
     """A longer neighbour would add empty chunks to a short prompt, and change its image."""
     (here / "mixed.txt").write_text("abc\n" + "bcd " * 20 + "\n", encoding="utf-8")

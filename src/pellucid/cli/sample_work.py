@@ -84,4 +84,6 @@ def request_of(jobs: list[Job], fields: dict[str, Any]) -> Request:
         held = [getattr(job, name) for job in jobs]
         if any(one is not None for one in held):
             told[name] = held if len(held) > 1 else held[0]
+    if not told.keys() & {"prompt", "label"} and len(jobs) > 1:
+        told["n"] = len(jobs)  # told nothing, so that only their number says how many there are
     return Request(**{**fields, **told})
