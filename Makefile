@@ -16,6 +16,8 @@ venv: .venv/.ready ## make .venv with everything pinned in constraints.txt
 # k-diffusion is an oracle in tests. It comes without its dependencies, because it asks for torchvision and
 # training tools that its samplers do not need; what they do need is in the dev extra.
 .venv/.ready: pyproject.toml constraints.txt
+	@echo "make: installing torch and the other packages of constraints.txt into .venv: 2 GB or more, some minutes;"
+	@echo "      pip says nothing until it is done"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,plot,docs]'
 	$(BIN)/pip install -q --no-deps k-diffusion==0.1.1.post1
@@ -23,10 +25,10 @@ venv: .venv/.ready ## make .venv with everything pinned in constraints.txt
 
 browser: ## chromium for the studio's tests, from the system's packages; without it they are skipped
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
-		{ apt-get update -qq && apt-get install -yqq chromium >/dev/null; } || echo "no chromium: browser tests are skipped"
+		{ echo "make: installing chromium from the system's packages: about 100 MB, a minute or two"; apt-get update -qq && apt-get install -yqq chromium >/dev/null; } || echo "no chromium: browser tests are skipped"
 
 demo: venv ## text to image with the model that Pellucid brings; writes demo.png
-	$(BIN)/python -m pellucid.cli demo
+	$(BIN)/python -m pellucid.cli demo --overwrite
 
 test: venv browser lint ## lint, then the fast tests
 	$(BIN)/pytest -n 2

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -45,29 +45,22 @@ DONE = "document.querySelector('#status').innerText.includes('done in')"
 
 @contextmanager
 def studio() -> Iterator[tuple[str, float]]:
-    """A fresh one; and when its command was given."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    """A fresh one: the address that it prints; and when its command was given."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
     began = time.perf_counter()
-    command = [sys.executable, "-m", "pellucid.cli", "studio", "scenes-128", "--no-open", "--port", str(port)]
-    process = subprocess.Popen(command, env=clean, stdout=subprocess.DEVNULL)
-    try:
-        yield f"http://127.0.0.1:{port}", began
-    finally:
-        process.terminate()
-        process.wait(20)
+    command = [sys.executable, "-m", "pellucid.cli", "studio", "scenes-128", "--no-open", "--port", "0"]
+    with subprocess.Popen(command, env=clean, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            found = re.search(r"http://\S+", process.stdout.readline() if process.stdout else "")
+            if found is None:
+                raise SystemExit("the studio did not open")
+            yield found[0], began
+        finally:
+            process.terminate()
 
 
 def answered(address: str) -> None:
-    for _ in range(600):
-        try:
-            httpx.get(address, timeout=5).raise_for_status()
-            return
-        except httpx.TransportError:
-            time.sleep(0.02)
-    raise SystemExit("the studio did not answer")
+    httpx.get(address, timeout=60, follow_redirects=True).raise_for_status()
 
 
 def opened(browser: Any, address: str) -> Any:

@@ -24,7 +24,7 @@ from pellucid.evidence.study.samplers_files import PICTURES, Files
 from pellucid.pipeline.planning import read_plan
 
 MODEL, SEED = "scenes-128", 5000
-GUIDANCE = pellucid.guarded(4.0)  # as `pellucid tune --guidance 4` takes it
+GUIDANCE = pellucid.guarded(4.0)  # as `pellucid tune --guidance "guarded 4"` takes it
 PLANS = (5, 8)
 COUNT = 6
 

@@ -38,12 +38,12 @@ def trace(folder: Path) -> None:
     pellucid(
         "sample", "scenes-128", PROMPT, *asked, "--trace", run, "--trace-tensors", "--out", str(folder / "star.png")
     )
-    pellucid("trace", "show", run, "--plot", str(PICTURES / "trace.png"))
+    pellucid("trace", "show", run, "--plot", str(PICTURES / "trace.png"), "--overwrite")
 
 
 def plan(folder: Path) -> None:
     asked = ["--schedule", "cosine", "--target", "v", "--grid", "karras", "--steps", "8"]
-    pellucid("plan", "dpmpp_2m", *asked, "--plot", str(PICTURES / "plan.png"))
+    pellucid("plan", "dpmpp_2m", *asked, "--plot", str(PICTURES / "plan.png"), "--overwrite")
 
 
 def broken_model(folder: Path) -> Path:
@@ -75,8 +75,8 @@ def doctor(folder: Path) -> None:
     broken = broken_model(folder)
     shown = {"as it is": "scenes-128", "its config says eps": str(broken)}
     pictures = {words: sampled(folder / f"{n}.png", model) for n, (words, model) in enumerate(shown.items())}
-    said = pellucid("doctor", str(broken), "--data", "scenes", "--only", "target").replace(str(broken), "./broken")
-    board(pictures, "pellucid doctor ./broken --data scenes --only target", said).save(PICTURES / "doctor.png")
+    said = pellucid("doctor", str(broken), "--only", "target").replace(str(broken), "broken")
+    board(pictures, "pellucid doctor broken --only target", said).save(PICTURES / "doctor.png")
 
 
 def board(pictures: dict[str, Image.Image], command: str, said: str) -> Image.Image:

@@ -5,10 +5,18 @@ The public API, and nothing else. Names load on first use, so that `pellucid --h
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+# torch's threads spin while they wait for each other. Two processes on the same cores then wait for threads that cannot
+# run: 59 s for an image that takes 0.5 (bench/waiting_threads.py). So they spin for a short while, and then sleep.
+# torch reads this when it is imported; where it came first, pipeline/threads.py measures whether its threads wait.
+if "torch" not in sys.modules and not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+    os.environ["GOMP_SPINCOUNT"] = "1000"
 
 if TYPE_CHECKING:
     from pellucid.core import oracle, samplers
@@ -16,13 +24,15 @@ if TYPE_CHECKING:
     from pellucid.core.adaptive import AdaptiveResult, run_adaptive
     from pellucid.core.compile import compile_plan
     from pellucid.core.denoiser import denoiser
-    from pellucid.core.errors import Cancelled, PellucidError, PlanError
+    from pellucid.core.errors import Cancelled, PellucidError, PellucidWarning, PlanError
     from pellucid.core.filters import Clip, DynamicThreshold
     from pellucid.core.grid import Grid
     from pellucid.core.loop import Job, Prediction, StepSeen, run, run_batch
     from pellucid.core.noise import Brownian, Philox, TorchStream
     from pellucid.core.plan import Plan, Row
     from pellucid.core.schedule import Level
+    from pellucid.evidence.doctor.api import doctor
+    from pellucid.evidence.public import study, trace, tune
     from pellucid.interop.scheduler import Scheduler
     from pellucid.models.guidance import Guidance, guarded
     from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
@@ -50,6 +60,7 @@ _HOMES: dict[str, tuple[str, str | None]] = {
     "Level": ("pellucid.core.schedule", "Level"),
     "Lora": ("pellucid.pipeline.adapters", "Lora"),
     "PellucidError": ("pellucid.core.errors", "PellucidError"),
+    "PellucidWarning": ("pellucid.core.errors", "PellucidWarning"),
     "Philox": ("pellucid.core.noise", "Philox"),
     "Pipeline": ("pellucid.pipeline.pipeline", "Pipeline"),
     "Plan": ("pellucid.core.plan", "Plan"),
@@ -64,6 +75,7 @@ _HOMES: dict[str, tuple[str, str | None]] = {
     "TorchStream": ("pellucid.core.noise", "TorchStream"),
     "compile_plan": ("pellucid.core.compile", "compile_plan"),
     "denoiser": ("pellucid.core.denoiser", "denoiser"),
+    "doctor": ("pellucid.evidence.doctor.api", "doctor"),
     "guarded": ("pellucid.models.guidance", "guarded"),
     "load": ("pellucid.pipeline.load", "load"),
     "oracle": ("pellucid.core.oracle", None),
@@ -72,6 +84,9 @@ _HOMES: dict[str, tuple[str, str | None]] = {
     "run_batch": ("pellucid.core.loop", "run_batch"),
     "samplers": ("pellucid.core.samplers", None),
     "schedules": ("pellucid.core.schedule", None),
+    "study": ("pellucid.evidence.public", "study"),
+    "trace": ("pellucid.evidence.public", "trace"),
+    "tune": ("pellucid.evidence.public", "tune"),
     "wrap": ("pellucid.pipeline.wrapped", "wrap"),
 }
 
@@ -90,6 +105,7 @@ __all__ = [
     "Level",
     "Lora",
     "PellucidError",
+    "PellucidWarning",
     "Philox",
     "Pipeline",
     "Plan",
@@ -105,6 +121,7 @@ __all__ = [
     "__version__",
     "compile_plan",
     "denoiser",
+    "doctor",
     "guarded",
     "load",
     "oracle",
@@ -113,13 +130,18 @@ __all__ = [
     "run_batch",
     "samplers",
     "schedules",
+    "study",
+    "trace",
+    "tune",
     "wrap",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'pellucid' has no attribute {name!r}")
+        theirs = name.endswith("Pipeline") or name.startswith("AutoPipeline") or name == "from_pretrained"
+        hint = "; use pellucid.load(…), which opens every kind of model" if theirs else ""
+        raise AttributeError(f"module 'pellucid' has no attribute {name!r}{hint}")
     module, attribute = _HOMES[name]
     found = import_module(module)
     value = found if attribute is None else getattr(found, attribute)

@@ -24,50 +24,51 @@ FLAGS = {
         "--grid-of", "--guidance", "--image", "--image-encoder", "--image-prompt", "--inversion", "--json",
         "--keep-cells", "--label", "--lora", "--mask", "--negative", "--noise", "--offload", "--option",
         "--original-size", "--out", "--overwrite", "--plan", "--revision", "--sampler", "--seed", "--size", "--steps",
-        "--strength", "--target", "--target-size", "--tokenizer", "--trace", "--trace-tensors", "--unguarded", "--vae",
+        "--strength", "--target", "--target-size", "--tokenizer", "--trace", "--trace-tensors", "--vae",
         "--vae-slicing", "--vae-tile", "--variant", "--weak", "--weighting", "-n", "model", "prompt",
     ],
-    "schedules": ["--json", "--plot", "--zero-snr", "names"],
+    "schedules": ["--json", "--overwrite", "--plot", "--zero-snr", "names"],
     "samplers": ["--json", "name"],
     "plan": [
-        "--as", "--diff", "--final", "--grid", "--json", "--option", "--plot", "--save", "--schedule", "--steps",
-        "--target", "sampler",
+        "--as", "--diff", "--final", "--grid", "--json", "--option", "--overwrite", "--plot", "--save", "--schedule",
+        "--steps", "--target", "sampler",
     ],
-    "demo": ["--json", "--out", "--steps"],
+    "demo": ["--json", "--out", "--overwrite", "--steps"],
     "inspect": [
         "--batch", "--component", "--controlnet", "--depth", "--device", "--dtype", "--guidance", "--image-encoder",
-        "--ip-adapter", "--json", "--plot", "--revision", "--size", "--steps", "--target", "--time", "--tokenizer",
-        "--vae", "--variant", "model",
+        "--ip-adapter", "--json", "--overwrite", "--plot", "--revision", "--size", "--steps", "--target", "--time",
+        "--tokenizer", "--vae", "--variant", "model",
     ],
     "memory": [
         "--attention", "--batch", "--channels-last", "--compare", "--compile", "--controlnet", "--device", "--dtype",
-        "--json", "--lora", "--offload", "--plot", "--predict", "--size", "--steps", "--vae-slicing", "--vae-tile",
-        "model",
+        "--json", "--lora", "--offload", "--overwrite", "--plot", "--predict", "--size", "--steps", "--vae-slicing",
+        "--vae-tile", "model",
     ],
-    "train": ["--device", "--explain", "--json", "--out", "--ranks", "--until", "config"],
+    "train": ["--data-changed", "--device", "--explain", "--json", "--out", "--ranks", "--until", "config"],
     "score": [
         "--against", "--batch", "--bootstrap", "--clip", "--device", "--inception", "--json", "--kid-size",
-        "--kid-subsets", "--neighbours", "--no-cache", "--prompts", "--save", "--seed", "images",
+        "--kid-subsets", "--neighbours", "--no-cache", "--overwrite", "--prompts", "--save", "--seed", "images",
     ],
     "tune": [
         "--at-once", "--batch", "--compile", "--device", "--dtype", "--guidance", "--held-out", "--iterations",
         "--json", "--model", "--out", "--overwrite", "--pairs", "--prompts", "--records", "--seed", "--start",
-        "--steps", "--sweep", "--teacher", "--unguarded", "--what",
+        "--steps", "--sweep", "--teacher", "--what",
     ],
     "models": ["--json", "folders"],
     "studio": ["--device", "--no-open", "--port", "models"],
-    "lab": ["--check", "--json", "--open", "--out", "--smoke", "--starter", "lab"],
+    "lab": ["--check", "--json", "--open", "--out", "--overwrite", "--smoke", "--starter", "lab"],
     "doctor": [
         "--config", "--controlnet", "--data", "--device", "--dtype", "--grid", "--images", "--ip-adapter", "--json",
-        "--lora", "--only", "--quick", "--sampler", "--steps", "--strength", "--tokenizer", "--trace", "model",
+        "--lora", "--only", "--quick", "--sampler", "--steps", "--strength", "--strict", "--tokenizer", "--trace",
+        "model",
     ],
-    "trace show": ["--index", "--json", "--linear", "--model", "--partial", "--plot", "file"],
+    "trace show": ["--index", "--json", "--linear", "--model", "--overwrite", "--partial", "--plot", "file"],
     "trace diff": ["--json", "--partial", "--tolerance", "first", "second"],
     "trace replay": [
         "--control", "--device", "--image", "--image-prompt", "--json", "--lora", "--mask", "--model", "--weak", "file",
     ],
-    "trace timeline": ["--json", "--out", "--partial", "file"],
-    "data scenes": ["--count", "--folder", "--json", "--out", "--seed", "--size", "--split", "--style"],
+    "trace timeline": ["--json", "--out", "--overwrite", "--partial", "file"],
+    "data scenes": ["--count", "--folder", "--json", "--out", "--overwrite", "--seed", "--size", "--split", "--style"],
     "data latents": ["--count", "--device", "--json", "--out", "--phrasings", "config"],
     "study schedules": ["--device", "--json", "--out", "--shard", "config"],
     "study adherence": [
@@ -120,6 +121,12 @@ def test_help_needs_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert json.loads(done.stderr) == [0, []]
     assert all(name.split()[0] in done.stdout for name in FLAGS)
+
+
+def test_sample_without_a_model_is_refused_before_torch_is_imported(burden):
+    line, imported = burden("sample")[1].splitlines()
+    assert line == "error[usage]: MODEL must be given, or a picture with --from; got neither."
+    assert imported == "[]"
 
 
 def test_help_is_quick():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -51,6 +54,16 @@ def test_the_table(tell, see, tmp_path):
 )
 def test_bad_input(refuse, args, start):
     assert refuse("demo", *args).startswith(start)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+@pytest.mark.parametrize(("goal", "quiet"), [("demo", "pip install -q"), ("browser", "apt-get install -yqq")])
+def test_make_says_what_it_installs_before_a_long_silence(goal, quiet):
+    root = Path(__file__).parents[2]
+    asked = ["make", "--dry-run", "--always-make", "-C", str(root), goal]
+    said = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    assert "echo" in said[: said.index("installing")]
+    assert 0 <= said.index("installing") < said.index(quiet)
 
 
 def test_every_thing_that_is_asked_for_is_new_and_can_be_asked_for():

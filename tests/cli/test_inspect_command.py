@@ -120,10 +120,13 @@ def test_controlnet_and_image_prompt_by_words(tell: Callable[..., Any], extras: 
 # --- pictures ----------------------------------------------------------------------------------------------------
 
 
-def test_a_picture_and_the_text_beside_it(tell: Callable[..., Any], see: Callable[..., Any], tmp_path: Path):
+def test_a_picture_and_the_text_beside_it(
+    ask: Callable[..., Any], tell: Callable[..., Any], see: Callable[..., Any], tmp_path: Path
+):
     assert tell("inspect", folder(), "--plot", "sd.png").words.endswith("wrote sd.png")
     see(tmp_path / "sd.png", 2000, 50)
-    assert tell("inspect", folder("ddpm"), "--plot", "ddpm.svg", "--json").json["kind"] == "pellucid-graph"
+    answer = ask("inspect", folder("ddpm"), "--plot", "ddpm.svg", "--json")
+    assert (answer.json["kind"], answer.err) == ("pellucid-graph", "wrote ddpm.svg\n")
     assert (tmp_path / "ddpm.svg").read_text().startswith("<?xml")
 
 

@@ -77,8 +77,15 @@ def test_a_starter_is_written_once(tell, refuse, tmp_path):
     assert "pellucid lab 01 --check mine.py" in tell("lab", "1", "--starter", "mine.py").out
     assert (tmp_path / "mine.py").read_text("utf-8") == find("01").starter.read_text("utf-8")
     (tmp_path / "mine.py").write_text("my work", "utf-8")
-    assert "--starter must be a new file" in refuse("lab", "1", "--starter", "mine.py")
+    assert "--starter must be a file that does not exist yet" in refuse("lab", "1", "--starter", "mine.py")
     assert (tmp_path / "mine.py").read_text("utf-8") == "my work"
+
+
+@pytest.mark.parametrize("text", ["", "\n  \n", "# to do\n", '"""My answer."""\n'])
+def test_an_answer_without_code_is_one_line(refuse, tmp_path, text):
+    (tmp_path / "mine.py").write_text(text, "utf-8")
+    line = refuse("lab", "1", "--check", "mine.py")
+    assert line.startswith("error[answer-empty]: answer must have code; mine.py has none. Write one: pellucid lab ")
 
 
 def test_an_answer_is_checked(ask, tell, tmp_path):

@@ -122,7 +122,7 @@ def test_a_saved_plan_reads_back(tell, tmp_path):
     shown = tell("plan", "unipc", "--steps", "6", "--save", "plan.json").out
     saved = pellucid.Plan.from_json((tmp_path / "plan.json").read_bytes())
     assert saved == pellucid.compile_plan("unipc", steps=6)
-    assert tell("plan", "plan.json").out == shown
+    assert tell("plan", "plan.json").out + "wrote plan.json\n" == shown
     assert tell("plan", "./plan.json", "--json").out == tell("plan", "unipc", "--steps", "6", "--json").out
 
 
@@ -137,7 +137,7 @@ def test_a_saved_plan_reads_back(tell, tmp_path):
     ],
 )
 def test_the_picture(tell, see, tmp_path, words, width):
-    assert tell("plan", *words, "--plot", "plan.png").out == ""
+    assert tell("plan", *words, "--plot", "plan.png").out == "wrote plan.png\n"
     see(tmp_path / "plan.png", width, 60)
 
 
@@ -168,9 +168,9 @@ BAD = [
     (["euler", "--plot", "a.png", "--diff", "ddim"], "usage", "without --diff"),
     (["euler", "--save", "plan.txt"], "file-type", ".json"),
     (["euler", "--save", "missing/plan.json"], "file", "folder that exists"),
-    (["missing.json"], "file", "missing.json: No such file"),
+    (["missing.json"], "file", "a file that exists; got 'missing.json'"),
     (["."], "unknown-sampler", "'.'"),
-    (["./"], "file", "directory"),
+    (["./"], "file", "a folder"),
 ]
 
 

@@ -23,11 +23,12 @@ from rich.console import Console
 from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 
-from pellucid.cli import sample_output, sample_sheet, sample_words
+from pellucid.cli import sample_output, sample_repeat, sample_sheet, sample_words
 from pellucid.core.errors import PellucidError
 from pellucid.pipeline import recipe as recipes
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.recipe import Recipe, read_png, write_png
+from pellucid.pipeline.sheet_cells import axes_of, cell_fields
 
 DOCS = Path(__file__).parents[2] / "docs" / "sample.md"
 SMALL = {**tiny.SD1_UNET, "sample_size": 8, "layers_per_block": 1}  # 16×16 pixels
@@ -192,7 +193,7 @@ def test_every_option_reaches_the_request(make, here):
     assert {name: recipe[name] for name in wanted} == wanted
     assert recipe["grid"]["name"] == "karras"
     assert recipe["guidance"]["scale"] == {"first": 5.0, "last": 2.0, "shape": "linear"}
-    assert [rule["rule"] for rule in recipe["guidance"]["rules"]] == ["interval", "rescale"]
+    assert [rule["rule"] for rule in recipe["guidance"]["rules"]] == ["interval"]
     assert list(recipe["inputs"]) == ["image"]
 
 
@@ -253,17 +254,18 @@ def test_no_file_is_replaced_unasked(make, refuse, here):
     assert both == ["out-7.png", "out-7-2.png"]
 
 
-def test_guidance_is_guarded_unless_it_is_lifted(make, here):
+def test_a_number_is_plain_guidance_and_guarded_is_a_word(make, here):
     base = ("model", "abc", "--seed", "1", "--steps", "2")
-    capped = make(*base, "--guidance", "12", "--out", "a.png")
+    capped = make(*base, "--guidance", "guarded 12", "--out", "a.png")
     assert capped["recipes"][0]["guidance"]["scale"] == 7.0
     assert capped["recipes"][0]["guidance"]["rules"][0]["rule"] == "rescale"
     assert "guidance scale 12 was capped at 7 by the guarded preset" in capped["notes"]
-    lifted = make(*base, "--guidance", "12", "--unguarded", "--out", "b.png")
-    assert lifted["recipes"][0]["guidance"] == {"scale": 12.0, "rules": []}
-    assert [note for note in lifted["notes"] if note.startswith("unguarded: scales above 7 may burn colours")]
-    mild = make(*base, "--guidance", "4", "--unguarded", "--out", "d.png")
-    assert not [note for note in mild["notes"] if note.startswith("unguarded")]  # nothing would have been capped
+    high = make(*base, "--guidance", "12", "--out", "b.png")
+    assert high["recipes"][0]["guidance"] == {"scale": 12.0, "rules": []}
+    assert [note for note in high["notes"] if note.startswith("a guidance scale of 12 may burn colours")]
+    mild = make(*base, "--guidance", "4", "--out", "d.png")
+    assert mild["recipes"][0]["guidance"] == {"scale": 4.0, "rules": []}
+    assert not [note for note in mild["notes"] if "guidance" in note]
     plain = make(*base, "--out", "c.png")
     assert plain["recipes"][0]["guidance"]["scale"] == 7.0
     assert (pixels("a.png") == pixels("c.png")).all()
@@ -285,7 +287,7 @@ REPEATED = {
     "text": (["model", "abc", "--negative", "cab"], []),
     "named sampler": (["model", "abc", "--sampler", "dpmpp_sde", "--grid", "karras"], []),
     "eta": (["model", "abc", "--sampler", "ddim", "--option", "eta=0.7", "--noise", "torch"], []),
-    "guidance": (["model", "abc", "--guidance", "cosine:9:2 + apg", "--unguarded"], []),
+    "guidance": (["model", "abc", "--guidance", "cosine:9:2 + apg"], []),
     "image": (["model", "abc", "--image", "sketch.png", "--strength", "0.6"], ["--image", "sketch.png"]),
     "exact strength": (
         ["model", "abc", "--image", "sketch.png", "--strength", "0.6", "--sampler", "euler_a"],
@@ -337,7 +339,7 @@ def test_options_beside_a_recipe_override_it_and_are_listed(make, tell, here):
     )
     assert said["from"]["changed"] == [
         "width 16 → 32",
-        "guidance 7 + rescale space=raw → 3 + rescale",
+        "guidance 7 + rescale space=raw → 3",
         "steps 3 → 2",
         "seed 7 → 8",
     ]
@@ -435,13 +437,14 @@ def test_a1111s_text_is_read_and_what_is_not_understood_is_said(make, tell, refu
     assert "understood: prompt a (cat:1.2), negative_prompt bad, weighting True, steps 3, sampler dpmpp_2m" in text
     assert "lora ink at 0.6" in text
     assert "not understood: Face restoration GFPGAN\n" in text
-    assert "note: guidance scale 12 was capped at 7" in text
+    assert "note: a guidance scale of 12 may burn colours" in text
     recipe = read_png(here / "a.png")
     assert (recipe.sampler, recipe.grid["name"], recipe.steps, recipe.seed) == ("dpmpp_2m", "karras", 3, 9)
     assert (recipe.clip_skip, recipe.weighting, recipe.dialect) == (1, True, "k-diffusion")
     assert [(a["name"], a["scale"]) for a in recipe.adapters] == [("ink", 0.6)]
-    said = make("--from", "theirs.png", "model", "--unguarded", "--out", "b.png")
-    assert said["recipes"][0]["guidance"]["scale"] == 12.0
+    assert (recipe.guidance["scale"], recipe.guidance["rules"]) == (12.0, [])  # as A1111 means it
+    said = make("--from", "theirs.png", "model", "--guidance", "guarded 12", "--out", "b.png")
+    assert said["recipes"][0]["guidance"]["scale"] == 7.0
     assert said["from"]["pixels"] == ""
 
 
@@ -452,6 +455,43 @@ def test_our_own_text_without_the_recipe_gives_the_settings_back(make, here, tmp
         with_text("b.png", tmp_path, parameters=image.text["parameters"])
     recipe = make("--from", "b.png", "model", "--out", "c.png")["recipes"][0]
     assert (recipe["sampler"], recipe["grid"]["name"], recipe["steps"], recipe["seed"]) == ("euler_a", "karras", 3, 5)
+
+
+BIG = "a cat\nSteps: 2, Sampler: Euler, Seed: 9, Size: 64x56"
+LONG = "a cat\nSteps: 1200, Sampler: Euler, Seed: 9, Size: 16x16"
+
+
+@pytest.mark.parametrize(
+    ("text", "word", "flags"),
+    [
+        (BIG, "64×56 for x.png of 16×16. Give --size 64x56", ("--size", "64x56")),
+        (LONG, "1200 for x.png. Give --steps 1200", ("--steps", "2")),
+    ],
+)
+def test_a_recipe_of_another_order_of_size_is_not_run_unasked(here, refuse, make, text, word, flags):
+    """Nobody sees in a small picture what its recipe asks for. Saying it on the command line is consent."""
+    with_text("x.png", here, parameters=text)
+    line = refuse("sample", "--from", "x.png", "model", "--out", "a.png")
+    assert line.startswith("error[recipe-size]: ")
+    assert word in line
+    assert not (here / "a.png").exists()
+    assert len(make("--from", "x.png", "model", *flags, "--out", "a.png")["files"]) == 1
+
+
+@pytest.mark.parametrize("answer", ["y", "n"])
+def test_on_a_terminal_it_asks(here, ask, monkeypatch, answer):
+    with_text("x.png", here, parameters=BIG)
+    asked = []
+    monkeypatch.setattr(sample_repeat, "on_terminal", lambda: True)
+    monkeypatch.setattr("typer.confirm", lambda text, **_: asked.append(text) or answer == "y")
+    said = ask("sample", "--from", "x.png", "model", "--out", "a.png")
+    assert asked == ["x.png is 16×16, and its recipe makes 64×56, 14 times as many pixels. Run it?"]
+    assert (said.code, (here / "a.png").exists()) == ((0, True) if answer == "y" else (130, False))
+
+
+def test_a_recipe_of_the_same_order_runs(here, make):
+    with_text("x.png", here, parameters=BIG.replace("64x56", "48x48"))
+    assert make("--from", "x.png", "model", "--out", "a.png")["files"] == ["a.png"]
 
 
 @pytest.mark.parametrize(
@@ -483,16 +523,24 @@ def test_a_strangers_recipe_is_refused_in_a_line(refuse, here, change, code):
 # --- sheets ----------------------------------------------------------------------------------------------------
 
 
+def test_a_sheet_is_labelled_with_the_guidance_that_ran():
+    axes = axes_of("guidance=4,guarded 5,guarded 15", None)
+    assert axes[0].labels() == ["4", "5 + rescale", "7 + rescale"]
+    assert axes_of("guidance=4,8,15", None)[0].labels() == ["4", "8", "15"]
+    runs = [cell_fields({}, {"guidance": value})["guidance"].text() for value in axes[0].values]
+    assert runs == axes[0].labels()
+
+
 def test_a_sheet_has_its_cells_and_repeats(make, tell, see, here):
     args = ("model", "abc", "--seed", "7", "--grid-of", "steps=1,2 x guidance=1,3,20", "--keep-cells", "--out", "s.png")
     said = make(*args)
     see(here / "s.png", 300, 200)
     assert said["sheet"] == {"file": "s.png", "axes": "steps=1,2 x guidance=1,3,20", "cells": "s-cells"}
     settings = [(r["steps"], r["guidance"]["scale"]) for r in said["recipes"]]
-    assert settings == [(1, 1.0), (2, 1.0), (1, 3.0), (2, 3.0), (1, 7.0), (2, 7.0)]
+    assert settings == [(1, 1.0), (2, 1.0), (1, 3.0), (2, 3.0), (1, 20.0), (2, 20.0)]
     assert said["files"][1] == "s-cells/01-steps=1-guidance=1.0.png"
     assert len(list((here / "s-cells").iterdir())) == 6
-    assert "guidance scale 20 was capped at 7 by the guarded preset" in said["notes"]
+    assert [note for note in said["notes"] if note.startswith("a guidance scale of 20 may burn colours")]
     cell = make("model", "abc", "--seed", "7", "--steps", "2", "--guidance", "3", "--out", "cell.png")
     assert (pixels("cell.png") == pixels(said["files"][4])).all(), cell
     axes, recipe = recipes.read_sheet(here / "s.png")
@@ -619,7 +667,8 @@ def picture_bytes(size: tuple[int, int]) -> bytes:
         (["model", "x", "--dtype", "int8"], "dtype", "float32"),
         (["model", "x", "--device", "bogus"], "device", "torch"),
         (["model", "x", "--vae", "edges"], "component-kind", "vae"),
-        (["model", "x", "--unguarded"], "usage", "--guidance"),
+        (["model", "x", "--guidance", "4", "--unguarded"], "usage", "No such option: --unguarded"),
+        (["model", "x", "--grid-of", "guidance=guarded 8,guarded 15"], "grid-value", "which are both 7 + rescale"),
         (["model", "x", "--keep-cells"], "usage", "--grid-of"),
         (["model", "x", "--grid-of", "stps=1,2"], "grid-axis", "Nearest: steps"),
         (["model", "x", "--grid-of", "lora=1,2"], "grid-axis", "--lora"),
@@ -702,9 +751,12 @@ def test_a_control_is_read_from_its_end(text, net, scale, span, tmp_path, monkey
     assert found.picture.size == (4, 4)
 
 
-def test_a_prompt_may_begin_with_an_at_sign():
+def test_a_prompt_may_begin_with_an_at_sign(tmp_path):
     assert sample_words.prompts("@@home") == ["@home"]
+    (tmp_path / "empty.txt").touch()
     with pytest.raises(PellucidError, match="at least one line"):
+        sample_words.prompts(f"@{tmp_path / 'empty.txt'}")
+    with pytest.raises(PellucidError, match="a plain file"):
         sample_words.prompts("@/dev/null")
 
 

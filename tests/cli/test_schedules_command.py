@@ -61,6 +61,7 @@ def test_the_picture(tell, see, tmp_path):
     see(tmp_path / "curves.png", 1500, 200)
 
 
-def test_plot_and_json_go_together(tell, see, tmp_path):
-    assert "linear" in tell("schedules", "linear", "--zero-snr", "--plot", "one.png", "--json").json
+def test_plot_and_json_go_together(ask, see, tmp_path):
+    answer = ask("schedules", "linear", "--zero-snr", "--plot", "one.png", "--json")
+    assert ("linear" in answer.json, answer.err) == (True, "wrote one.png\n")
     see(tmp_path / "one.png", 1500, 50)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -37,3 +38,16 @@ def test_a_port_that_is_taken_is_one_line() -> None:
     assert done.returncode == 2
     assert "port must be a free one" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder"])
+def test_what_is_no_model_is_refused_before_the_server_starts(tmp_path: Path, kind: str) -> None:
+    place = tmp_path / "thing"
+    if kind == "folder":
+        (place / "hidden").mkdir(parents=True)
+    done = studio(str(place), "--no-open", "--port", "0")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error[not-found]: model must be a folder or file of a model, ")
+    assert done.stderr.count("\n") == 1
+    assert "hidden" not in done.stderr

@@ -15,6 +15,7 @@ from pellucid import (
     PellucidError,
     Plan,
     PlanError,
+    denoiser,
     oracle,
     run,
     run_adaptive,
@@ -228,3 +229,12 @@ def test_bad_input_is_refused_by_name(options: dict, code: str) -> None:
     with pytest.raises(PellucidError) as refused:
         go(**options)
     assert refused.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("schedule", "target", "what"), [("cosine", "eps", "schedule"), ("scaled_linear", "v", "target")]
+)
+def test_a_denoiser_of_another_schedule_or_target_is_refused(schedule: str, target: str, what: str) -> None:
+    other = denoiser(lambda x, time: x, schedule, target)
+    with pytest.raises(PellucidError, match=f"{what} must be the denoiser's"):
+        run_adaptive(other, shape=(2,), budget=50, target="eps")

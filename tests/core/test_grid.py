@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from pellucid import Grid, PlanError
+from pellucid import Grid, PlanError, compile_plan
 from pellucid.core import grid as G
 from pellucid.core import schedule as S
 
@@ -390,3 +390,12 @@ def test_bad_input_is_refused_by_name(grid: Grid | str, steps: int | None, code:
     with pytest.raises(PlanError, match="must be") as refused:
         lay(S.scaled_linear(), grid, steps)
     assert refused.value.code == code
+
+
+@pytest.mark.parametrize("option", ["rho", "sigma_min", "sigma_max"])
+@pytest.mark.parametrize("value", [-1.0, 0.0, math.inf, math.nan])
+def test_a_sigma_or_rho_that_is_not_positive_is_refused(option: str, value: float) -> None:
+    """A root of a negative sigma is complex."""
+    for dialect in ("exact", "diffusers"):
+        with pytest.raises(PlanError, match=f"{option} must be a positive number"):
+            compile_plan("euler", grid=Grid("karras", **{option: value}), steps=4, dialect=dialect)

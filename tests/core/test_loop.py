@@ -9,6 +9,7 @@ import math
 import subprocess
 import sys
 import time
+import warnings
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from pellucid import (
     Job,
     Level,
     PellucidError,
+    PellucidWarning,
     Philox,
     Plan,
     Prediction,
@@ -469,7 +471,7 @@ def test_a_target_that_the_schedule_cannot_carry_is_refused() -> None:
 def test_clip_acts_on_the_prediction() -> None:
     steps: list[StepSeen] = []
     wild = denoiser(lambda x, t: x * 5, "scaled_linear", "x0", Clip(0.7))
-    x = run(compile_plan("dpmpp_2m", steps=5), wild, shape=(50,), observers=[steps.append])
+    x = run(compile_plan("dpmpp_2m", target="x0", steps=5), wild, shape=(50,), observers=[steps.append])
     assert max(s.x0.abs().max().item() for s in steps) == pytest.approx(0.7)
     assert x.abs().max() <= 0.7 + 1e-6
 
@@ -495,9 +497,9 @@ def test_dynamic_threshold_does_not_mix_images() -> None:
         lambda: Clip(0.0),
         lambda: Clip(-1.0),
         lambda: Clip(math.nan),
-        lambda: DynamicThreshold(0.0),
+        lambda: DynamicThreshold(-0.1),
         lambda: DynamicThreshold(1.1),
-        lambda: DynamicThreshold(0.9, 0.5),
+        lambda: DynamicThreshold(0.9, 0.0),
     ],
 )
 def test_bad_filters_are_refused(make) -> None:
@@ -648,3 +650,100 @@ def test_a_watched_mixed_batch_has_one_plan_an_image() -> None:
     run_batch(jobs, TOY, shape=(4,), observers=[watcher])
     assert [plan.name for plan in watcher.runs[0].plans] == ["heun", "ddim"]
     assert watcher.told.count("model") == jobs[0].plan.nfe
+
+
+# --- a plan for another denoiser ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("made_for", "words"),
+    [
+        ({"schedule": "cosine"}, "(scaled_linear, eps); got one for cosine, eps."),
+        ({"target": "v"}, "(scaled_linear, eps); got one for scaled_linear, v."),
+        (
+            {"schedule": schedules.scaled_linear(beta_end=0.02)},
+            "got one for scaled_linear, eps, with other settings of the schedule.",
+        ),
+    ],
+)
+def test_a_plan_for_another_schedule_or_target_is_refused(made_for, words) -> None:
+    plan = compile_plan("ddim", **{"schedule": "scaled_linear", "target": "eps", **made_for}, steps=3)
+    with pytest.raises(PellucidError) as caught:
+        run(plan, TOY, shape=SHAPE)
+    assert words in str(caught.value)
+    assert caught.value.code == "plan-model"
+    with pytest.raises(PellucidError, match="must be made for the denoiser's schedule and target"):
+        run_batch([Job(compile_plan("ddim", steps=3)), Job(plan)], TOY, shape=SHAPE)
+
+
+def test_a_denoiser_that_names_no_schedule_takes_any_plan() -> None:
+    for schedule in ("cosine", "scaled_linear"):
+        assert run(compile_plan("ddim", schedule=schedule, steps=2), oracle.ring(), shape=(2,)).shape == (1, 2)
+
+
+# --- gradients ---------------------------------------------------------------------------------------------------
+
+
+def test_gradients_are_off_unless_they_are_asked_for() -> None:
+    weight = torch.tensor(0.5, requires_grad=True)
+    plan = compile_plan("ddim", steps=2)
+    seen: list[bool] = []
+
+    def trained(x: Tensor, time: Tensor) -> Tensor:
+        seen.append(torch.is_grad_enabled())
+        return x * weight
+
+    plain = denoiser(trained, "scaled_linear", "eps")
+    assert not run(plan, plain, shape=SHAPE).requires_grad
+    assert not run_batch([Job(plan)], plain, shape=SHAPE).requires_grad
+    assert not plain(torch.ones(1, *SHAPE), plan.rows[0].level, plan.rows[0].time).requires_grad
+    assert not any(seen)
+    with pytest.raises(PellucidError, match=r"pellucid.denoiser\(…, gradients=True\)"):
+        run(plan, plain, shape=SHAPE, gradients=True)
+    kept = denoiser(trained, "scaled_linear", "eps", gradients=True)
+    assert not run(plan, kept, shape=SHAPE).requires_grad
+    run(plan, kept, shape=SHAPE, gradients=True).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad != 0
+
+
+# --- the range of the data ----------------------------------------------------------------------------------------
+
+
+def said(work) -> list[str]:
+    """What a run warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        work()
+    assert all(issubclass(one.category, PellucidWarning) and one.filename == __file__ for one in caught)
+    return [str(one.message) for one in caught]
+
+
+def test_x0_that_leaves_the_range_of_the_data_is_told_once_with_its_remedy() -> None:
+    plan = compile_plan("ddim", steps=20)
+    (words,) = said(lambda: run(plan, TOY, shape=SHAPE, seeds=[1, 2]))
+    assert "x0 left the range of the data" in words
+    assert "x0_filter=pellucid.Clip(1.0)" in words
+    (words,) = said(lambda: run_batch([Job(plan, 1), Job(compile_plan("euler", steps=3), 2)], TOY, shape=SHAPE))
+    assert "Clip" in words
+    assert said(lambda: run(plan, denoiser(network, "scaled_linear", "eps", Clip(1.0)), shape=SHAPE)) == []
+
+
+def test_one_image_of_many_is_enough() -> None:
+    plan = compile_plan("ddim", steps=4)
+    x = torch.stack([torch.full(SHAPE, 0.1), torch.full(SHAPE, 1.0)])
+    power = run(plan, TOY, x).square().mean((1, 2, 3))
+    assert power[0] < 10 < power[1]
+    assert len(said(lambda: run(plan, TOY, x))) == 1
+    assert said(lambda: run(plan, TOY, x[:1])) == []
+
+
+def test_what_is_no_image_yet_and_what_has_a_scale_of_its_own_is_not_judged() -> None:
+    """A run that ends in noise, and an exact density whose data are 30 times as large as pixels."""
+    end = float(schedules.make("edm").time_at(40.0))
+    noisy = compile_plan("euler", schedule="edm", steps=4, between=(None, end))
+    x = run(noisy, denoiser(network, "edm", "edm"), shape=SHAPE)
+    assert x.square().mean() > 100
+    assert said(lambda: run(noisy, denoiser(network, "edm", "edm"), shape=SHAPE)) == []
+    world = oracle.Mixture(torch.full((1, 4), 30.0).double(), torch.ones(1).double(), torch.ones(1).double())
+    assert said(lambda: run(compile_plan("ddim", steps=10), world, shape=(4,))) == []

@@ -372,3 +372,69 @@ def test_a_form_that_is_not_finite_is_refused() -> None:
 def test_a_row_that_draws_names_its_span() -> None:
     with pytest.raises(AssertionError, match="span"):
         row(0.0, Level(1.0, 1.0), X + Z)
+
+
+# --- times and the first noise ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["scaled_linear", "edm", "flow", "vp_linear"])
+@pytest.mark.parametrize(("factor", "shift"), [(-1.0, 0.0), (50.0, 0.0), (1.0, 1e6), (1.0, -1e6)])
+def test_times_that_are_not_the_schedules_are_refused(schedule: str, factor: float, shift: float) -> None:
+    """The law does not see the time that the network is told, so a file may say any."""
+    data = compile_plan("ddim", schedule=schedule, steps=5).to_dict()
+    Plan.from_dict(data)
+    data["rows"][0]["time"] = data["rows"][0]["time"] * factor + shift
+    assert refused(data) == "plan-time"
+
+
+@pytest.mark.parametrize("dialect", ["exact", "diffusers", "k-diffusion", "comfyui"])
+@pytest.mark.parametrize("factor", [0.0, -1.0, 1.01, 1e3])
+def test_a_first_noise_that_is_not_the_starts_is_refused(dialect: str, factor: float) -> None:
+    data = compile_plan("euler", steps=5, dialect=dialect).to_dict()
+    Plan.from_dict(data)
+    data["initial_scale"] *= factor
+    assert refused(data) == "plan-scale"
+
+
+@pytest.mark.parametrize("schedule", ["scaled_linear", "edm", "flow"])
+@pytest.mark.parametrize("dialect", ["exact", "diffusers", "k-diffusion", "comfyui"])
+def test_what_the_compiler_makes_is_read_again(schedule: str, dialect: str) -> None:
+    """Every sampler that the dialect has, with a first, a usual and a cut run: times and first noise agree."""
+    read = 0
+    for sampler in SAMPLERS:
+        for words in ({"steps": 1}, {"steps": 6, "grid": "karras"}, {"steps": 6, "skip": 2}):
+            try:
+                plan = compile_plan(sampler, schedule=schedule, dialect=dialect, **words)
+            except PellucidError:
+                continue  # not in this dialect, or not from pure noise
+            assert Plan.from_json(plan.to_json()) == plan
+            read += 1
+    assert read > 10
+
+
+def test_a_time_that_was_tuned_is_read() -> None:
+    """Tuning moves the told times, by less than a tenth of the schedule: ten hundredths are let through."""
+    data = compile_plan("dpmpp_2m", steps=8).to_dict()
+    for one in data["rows"]:
+        one["time"] = min(one["time"] + 99.0, 999.0)
+    assert Plan.from_dict(data).timesteps[1] == data["rows"][1]["time"]
+
+
+@pytest.mark.parametrize("change", [{"initial_scale": 0.0}, {"times": -50.0}])
+def test_a_plan_of_somebodys_own_schedule_is_checked_as_far_as_it_can_be(change: dict[str, float]) -> None:
+    data = json.loads(compile_plan("euler", steps=4).to_json())
+    data["schedule"] = {"name": "mine"}
+    assert Plan.from_dict(data).nfe == 4
+    for one in data["rows"]:
+        one["time"] *= change.get("times", 1.0)
+    data["initial_scale"] = change.get("initial_scale", data["initial_scale"])
+    with pytest.raises(PlanError):
+        Plan.from_dict(data)
+
+
+@pytest.mark.parametrize("schedule", ["scaled_linear", "linear", "cosine"])
+def test_pndm_started_late_reads_back(schedule: str) -> None:
+    plan = compile_plan("pndm", schedule=schedule, grid="linspace", steps=5, skip=2, dialect="diffusers")
+    assert Plan.from_json(plan.to_json()) == plan
+    with pytest.raises(PlanError, match="steps left for pndm"):
+        compile_plan("pndm", schedule=schedule, steps=4, skip=2, dialect="diffusers")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -24,6 +25,7 @@ PUBLIC = [
     "Level",
     "Lora",
     "PellucidError",
+    "PellucidWarning",
     "Philox",
     "Pipeline",
     "Plan",
@@ -39,6 +41,7 @@ PUBLIC = [
     "__version__",
     "compile_plan",
     "denoiser",
+    "doctor",
     "guarded",
     "load",
     "oracle",
@@ -47,6 +50,9 @@ PUBLIC = [
     "run_batch",
     "samplers",
     "schedules",
+    "study",
+    "trace",
+    "tune",
     "wrap",
 ]
 
@@ -101,3 +107,31 @@ def test_importing_pellucid_does_not_import_torch() -> None:
     """So that `pellucid --help` does not wait for it."""
     code = "import sys, pellucid; assert 'torch' not in sys.modules, 'torch was imported'"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+WAITING = """
+import os
+{first}
+import pellucid
+print(os.environ.get("GOMP_SPINCOUNT"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "given", "found"),
+    [
+        ("", {}, "1000"),  # before torch: waiting threads sleep soon
+        ("import torch", {}, "None"),  # too late: torch has read its settings
+        ("", {"GOMP_SPINCOUNT": "7"}, "7"),  # somebody has decided
+        ("", {"OMP_WAIT_POLICY": "PASSIVE"}, "None"),
+    ],
+)
+def test_importing_pellucid_before_torch_limits_how_long_threads_spin(
+    first: str, given: dict[str, str], found: str
+) -> None:
+    clean = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    done = subprocess.run(
+        [sys.executable, "-c", WAITING.format(first=first)],
+        env={**clean, **given}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == found

@@ -354,6 +354,15 @@ def test_schedules_compare_by_value(name: str) -> None:
     assert S.make(name) != S.make("linear", num_train=123)
 
 
+def test_a_single_training_time() -> None:
+    """diffusers takes one; the schedule is then a point."""
+    single = S.trained([0.1])
+    assert (single.num_train, single.span) == (1, (0.0, 0.0))
+    assert float(single.ratio_at(0.0)) == pytest.approx(math.sqrt(0.1 / 0.9))
+    assert float(single.time_at(5.0)) == 0.0
+    assert S.linear(num_train=1).betas.tolist() == [1e-4]
+
+
 # --- bad input -------------------------------------------------------------------------------------------------
 
 
@@ -363,13 +372,13 @@ def test_schedules_compare_by_value(name: str) -> None:
         (lambda: S.make("cosin"), "unknown-schedule"),
         (lambda: S.make("linear", beta_stop=0.02), "option"),
         (lambda: S.make(S.linear(), num_train=10), "option"),
-        (lambda: S.linear(num_train=1), "num-train"),
+        (lambda: S.linear(num_train=0), "num-train"),
         (lambda: S.linear(num_train=-5), "num-train"),
         (lambda: S.linear(num_train=10.0), "num-train"),
         (lambda: S.linear(num_train=10**9), "num-train"),
         (lambda: S.linear(beta_end=1.5), "betas"),
         (lambda: S.linear(beta_start=0.0), "betas"),
-        (lambda: S.trained([0.1]), "betas"),
+        (lambda: S.trained([]), "betas"),
         (lambda: S.trained([[0.1, 0.2]]), "betas"),
         (lambda: S.trained([0.1, math.nan, 0.2]), "betas"),
         (lambda: S.trained([0.1, 1.0, 0.2]), "betas"),

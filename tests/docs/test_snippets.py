@@ -1,4 +1,5 @@
-"""Every Python snippet of the README and of the docs runs."""
+"""Every Python snippet of the docs runs; one that begins with "# goes on" after the one before it. Those of the README
+are in test_readme."""
 
 from __future__ import annotations
 
@@ -10,14 +11,22 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MIGRATION = ROOT / "docs/howto/from_diffusers.md"  # its blocks build on each other
+
+
+def blocks(page: Path) -> list[str]:
+    found: list[str] = []
+    for code in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M):
+        if code.startswith("# goes on\n"):
+            found[-1] += code
+        else:
+            found.append(code)
+    return found
 
 
 def snippets() -> list[tuple[str, str]]:
-    found = []
-    for page in PAGES:
-        blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
-        found += [(f"{page.relative_to(ROOT)}:{i}", code) for i, code in enumerate(blocks)]
-    return found
+    pages = [page for page in PAGES[1:] if page != MIGRATION]
+    return [(f"{page.relative_to(ROOT)}:{i}", code) for page in pages for i, code in enumerate(blocks(page))]
 
 
 @pytest.fixture(scope="session")
@@ -49,6 +58,16 @@ def test_snippet_runs(place: str, code: str, request: pytest.FixtureRequest, mon
     if "pellucid.load(" in code:
         monkeypatch.chdir(request.getfixturevalue("models"))
     exec(compile(code, place, "exec"), {"__name__": "snippet"})
+
+
+@pytest.mark.filterwarnings("ignore")  # what diffusers and transformers say of themselves
+def test_both_sides_of_the_migration_page_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    space: dict[str, object] = {"__name__": "page"}
+    codes = blocks(MIGRATION)
+    assert len(codes) >= 20
+    for i, code in enumerate(codes):
+        exec(compile(code, f"{MIGRATION.name}:{i}", "exec"), space)
 
 
 def test_there_are_snippets() -> None:

@@ -182,7 +182,8 @@ def test_a_study_that_was_cut_goes_on_to_the_same_figures(perfect: Study, tmp_pa
 def test_pictures_can_be_read_again(perfect: Study, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     shutil.copytree(perfect.folder, folder)
-    text = (folder / "records.jsonl").read_text("utf-8")
+    rows = [json.loads(line) for line in (folder / "records.jsonl").read_text("utf-8").splitlines()]
+    text = "".join(json.dumps({key: row[key] for key in row if key != "digest"}) + "\n" for row in rows)
     (folder / "records.jsonl").write_text(text.replace('"shape": "', '"shape": "no '), "utf-8")
     study = Study(CONFIG, folder)
     assert figures(study.shown())["all"].right.right == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -83,3 +84,18 @@ def test_the_tuned_plan_of_cifar_is_for_its_model_and_nearer() -> None:
     other = Start.parse(told["best_start"]).plan(subject.schedule, subject.target, 8)
     mine, theirs = (errors(one, subject, truth, 2).mean() for one in (plan, other))
     assert mine < 0.8 * theirs
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("cifar10-small-linear", (3, 32, 32)), ("cifar10-small-cosine", (3, 32, 32))]
+)
+def test_a_sound_network_that_is_not_clipped_is_not_warned_of(name: str, shape: tuple[int, ...]) -> None:
+    """The last x of every image is of the size of data, whatever the sampler."""
+    parts = pellucid.load(ASSETS / name, device="cpu").components
+    denoise = pellucid.denoiser(parts.network, parts.schedule, parts.target)
+    for sampler in ("ddim", "dpmpp_2m", "euler_a"):
+        plan = pellucid.compile_plan(sampler, schedule=parts.schedule, target=parts.target, steps=8)
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("error")
+            x = pellucid.run(plan, denoise, shape=shape, seeds=range(4))
+        assert x.square().mean() < 1.5

@@ -60,10 +60,10 @@ def test_the_range_is_the_law_s(law: Study) -> None:
     assert [one.scale for one in dynamic.range] == [4, 8]
     assert any("clipped values" in fault for fault in plain.cells[2].faults)
     assert report.advice.guidance == "4"
-    assert report.advice.words.startswith("Use --guidance '4' --unguarded (plain, useful at this scale alone): ")
+    assert report.advice.words.startswith("Use --guidance '4' (plain, useful at this scale alone): ")
     assert report.advice.words.count(". ") == 0
     pasted = guidance_report.command(law.config, "4")  # `pellucid sample` would cap and rescale it
-    assert pasted.endswith('"…" --sampler dpmpp_2m --steps 20 --guidance "4" --unguarded')
+    assert pasted.endswith('"…" --sampler dpmpp_2m --steps 20 --guidance "4"')
 
 
 def test_every_figure_has_its_interval_and_the_unguided_pictures_are_shared(law: Study) -> None:

@@ -163,7 +163,7 @@ def test_the_sentence_says_what_was_measured() -> None:
     table = {"plain": {2.0: made("2", 0.9), 4.0: made("4", 0.92, sharpness=1.9, colourfulness=0.21)}}
     one = found(table)
     assert recommended(one, lines(one)).words == (
-        "Use --guidance '4' --unguarded (plain, useful from 2 to 4): all right 92.0 % (89.0 to 95.0), "
+        "Use --guidance '4' (plain, useful from 2 to 4): all right 92.0 % (89.0 to 95.0), "
         "colourfulness +5 % and sharpness −5 % against true pictures."
     )
 

@@ -162,6 +162,32 @@ def test_kept_and_streamed_are_the_same_statistics(small: Inception, monkeypatch
     assert kept.statistics.network == small.digest()
 
 
+def test_a_cache_that_changed_is_made_again(small: Inception, tmp_path: Path) -> None:
+    told: list[int] = []
+    images = torch.from_numpy(pixels(4)).permute(0, 3, 1, 2)
+    first = measure_cached(Pixels(images), small, tmp_path / "cache", progress=told.append)
+    path = next((tmp_path / "cache").iterdir())
+    data = bytearray(path.read_bytes())
+    data[-7] ^= 1
+    path.write_bytes(data)
+    again = measure_cached(Pixels(images), small, tmp_path / "cache", progress=told.append)
+    assert len(told) == 2
+    assert torch.equal(again.statistics.covariance, first.statistics.covariance)
+    assert torch.equal(again.features, first.features)  # type: ignore[arg-type]
+
+
+def test_saved_statistics_that_changed_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "s.safetensors"
+    Statistics.of(torch.randn(9, 4)).save(path)
+    assert Statistics.load(path).count == 9
+    data = bytearray(path.read_bytes())
+    data[-7] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(PellucidError, match=r"s\.safetensors must be as it was written") as error:
+        Statistics.load(path)
+    assert error.value.code == "statistics"
+
+
 def test_the_cache_is_keyed_by_pictures_and_network(small: Inception, tmp_path: Path) -> None:
     images = torch.from_numpy(pixels(12)).permute(0, 3, 1, 2)
     told: list[int] = []

@@ -80,7 +80,7 @@ def figures(found: Study) -> Figures:
 
 def rows_of(folder: Path) -> dict[tuple[str, int, str], dict[str, Any]]:
     lines = [json.loads(line) for path in folder.glob("records*.jsonl") for line in path.read_text().splitlines()]
-    return {(row["cell"], row["first"], row["what"]): {**row, "seconds": 0} for row in lines}
+    return {(row["cell"], row["first"], row["what"]): {**row, "seconds": 0, "digest": ""} for row in lines}
 
 
 # --- distances ---------------------------------------------------------------------------------------------------
@@ -224,6 +224,51 @@ def test_samplers_and_steps_can_be_added(quick: Study, tmp_path: Path) -> None:
     pipe = OraclePipe()
     made(tmp_path / "study", pipe, **QUICK | {"samplers": (*QUICK["samplers"], "heun:karras"), "steps": (2, 3, 1)})
     assert len(pipe.calls) == 3 * (2 + 3)  # of three batches: one step of the two, and all three of the new one
+
+
+# --- damaged -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["latents", "pictures"])
+def test_a_yardstick_that_changed_is_refused_by_name(quick: Study, tmp_path: Path, kind: str) -> None:
+    """A study that goes on does not measure against what a damaged file says."""
+    folder = Path(shutil.copytree(quick.folder, tmp_path / "study"))
+    path = sorted((folder / kind).glob("converged-*/*"))[0]
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(PellucidError) as error:
+        made(folder, **QUICK | {"steps": (2, 3, 1)})
+    assert error.value.code == "study-damaged"
+    assert str(error.value).startswith(f"{path.relative_to(folder)} of {folder} must be as the study wrote it;")
+    assert "\n" not in str(error.value)
+    path.unlink()
+    with pytest.raises(PellucidError, match=str(path.relative_to(folder))):
+        made(folder, **QUICK | {"steps": (2, 3, 1)})
+
+
+def test_a_record_that_changed_is_made_again(quick: Study, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(quick.folder, tmp_path / "study"))
+    path = folder / "records.jsonl"
+    lines = path.read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if '"distance": [0.' in line)
+    lines[at] = lines[at].replace('"distance": [0.', '"distance": [1.')
+    path.write_text("\n".join(lines) + "\n")
+    pipe = OraclePipe()
+    again = made(folder, pipe, **QUICK)
+    assert len(pipe.calls) == 1
+    assert figures(again).columns["distance"].values == pytest.approx(figures(quick).columns["distance"].values)
+
+
+def test_a_study_from_before_digests_goes_on_with_a_note(quick: Study, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(quick.folder, tmp_path / "study"))
+    path = folder / "records.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    old = [{key: value for key, value in row.items() if key not in ("digest", "files")} for row in rows]
+    path.write_text("".join(json.dumps(row) + "\n" for row in old))
+    assert not [note for note in figures(quick).notes() if "older version" in note]
+    found = made(folder, **QUICK | {"steps": (2, 3, 1)})
+    assert [note for note in figures(found).notes() if "older version" in note]
 
 
 def test_every_picture_has_its_own_seed_and_prompt(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pellucid.core.compile import compile_plan
 from pellucid.core.errors import PellucidError
 from pellucid.evidence.study.cells import Cell, Setup
 from pellucid.evidence.study.front import front, knee, knee_of
@@ -167,9 +169,9 @@ def test_more_may_be_better() -> None:
 def test_shares_are_said_in_percent() -> None:
     both = cells()
     given = column([0.4] * len(both), 1e-9, "right")
-    words = told(ranking(both, given), given)
-    assert "behind by 0 (" in words
-    assert ") % of pictures that are all right; they are not distinguishable." in words
+    assert told(ranking(both, given), given) == "ddim and heun come first over the whole range, with the same figures."
+    apart = column([0.4 - 0.1 * (c.setup.sampler == "ddim") for c in both], 1e-9, "right")
+    assert ", then ddim, behind by 10 (10 to 10) % of pictures that are all right." in told(ranking(both, apart), apart)
     said = verdict(both, given, [Latency(())] * len(both), None, None).sentence
     assert "give 40 (40 to 40) % of pictures that are all right, at the knee" in said
 
@@ -186,10 +188,7 @@ def test_one_sentence_and_what_to_paste() -> None:
     assert found.sentence.count(".") - found.sentence.count("0.") >= 1
     assert found.sentence.endswith(".")
     assert "\n" not in found.sentence
-    assert (
-        found.words
-        == f'pellucid sample scenes-128 "…" --sampler heun --steps {pick.steps} --guidance "4.0" --unguarded'
-    )
+    assert found.words == f'pellucid sample scenes-128 "…" --sampler heun --steps {pick.steps} --guidance "4.0"'
     assert found.call == {"sampler": "heun", "steps": pick.steps, "guidance": 4.0}
     assert set(found.by_calls) == set(found.by_seconds)  # the same price a call
 
@@ -204,6 +203,43 @@ def test_of_two_names_for_one_sampler_the_first_is_taken() -> None:
     assert {both[i].setup.sampler for i in found.by_calls} == {"ddim"}
     assert found.knee is not None
     assert {both[i].setup.sampler for i in found.knee.shares} == {"ddim"}
+
+
+def test_the_sentence_and_the_comparison_name_one_sampler() -> None:
+    """Of two names for one sampler the second has the smaller figure by rounding; nobody is told to use the first then
+    and that the second is better."""
+    both = cells(names=("ddim", "euler"))
+    given = column([1 / c.nfe * (1 - 1e-4 * (c.setup.sampler == "euler")) for c in both])
+    drawn = np.concatenate([given.drawn[: len(STEPS)], given.drawn[: len(STEPS)] * (1 - 1e-4)])  # type: ignore[index]
+    found = verdict(both, replace(given, drawn=drawn), [Latency(())] * len(both), None, None)
+    assert found.sentence.startswith("Use ddim with ")
+    assert found.comparison == "ddim and euler come first over the whole range, with the same figures."
+
+
+def test_another_sampler_than_the_first_is_recommended_with_its_reason() -> None:
+    both = cells()
+    slow = {5: 1.0, 10: 0.9, 20: 0.1, 50: 0.01}
+    values = [0.5 if c.setup.sampler == "heun" else slow.get(c.nfe, 0.01) for c in both]
+    found = verdict(both, column(values, 1e-3), [Latency(())] * len(both), None, None)
+    pick = both[found.knee.cell]  # type: ignore[union-attr]
+    other = found.ranking[0].sampler != pick.setup.sampler
+    assert other == ("nothing that was asked is better than" in found.comparison)
+
+
+def test_a_plan_file_is_in_the_verdict_under_its_own_name(tmp_path: Path) -> None:
+    file = tmp_path / "plans/8.json"
+    file.parent.mkdir()
+    file.write_text(compile_plan("ddim", steps=8).to_json())
+    setup = Setup.parse(str(file))
+    both = [*cells(), Cell(setup, 8, 8)]
+    values = [1 / c.nfe * (0.25 if c.setup.file else 1 if c.setup.sampler == "heun" else 2) for c in both]
+    found = verdict(both, column(values, 1e-3), [Latency(())] * len(both), None, 'scenes-128 "…"')
+    assert "#" not in found.sentence + found.comparison
+    about = f"{file}: 0.0312 (0.0312 to 0.0313) with 8 calls, 0.25 (0.25 to 0.25) times that of heun, the best"
+    assert about in found.comparison
+    assert found.comparison.endswith("of the samplers at as many calls.")
+    alone = verdict([Cell(setup, 8, 8)], column([0.1]), [Latency(())], None, None)
+    assert "8 calls, where no sampler was asked to compare it with." in alone.comparison
 
 
 def test_times_that_are_missing_leave_the_front_of_calls() -> None:

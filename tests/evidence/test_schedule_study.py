@@ -30,6 +30,7 @@ from pellucid.evidence.study.judge import Judge
 from pellucid.evidence.study.records import claim, is_mine
 from pellucid.evidence.study.schedules import ScheduleStudy, Study
 from pellucid.evidence.study.schedules_results import Results
+from pellucid.interop.whole import read_lines
 from pellucid.train.cifar10 import CIFAR10, FILES, IN_FILE, RECORD
 from pellucid.train.config import read
 from pellucid.train.denoise import fresh
@@ -99,7 +100,7 @@ def whole(data: Path, pixels: CIFAR10, tmp_path_factory: pytest.TempPathFactory)
 
 
 def records_in(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    return read_lines(folder / "records.jsonl")
 
 
 def run(config: ScheduleStudy, folder: Path) -> list[dict[str, Any]]:

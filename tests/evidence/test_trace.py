@@ -63,7 +63,8 @@ def test_the_file_is_a_valid_safetensors_file(tmp_path: Path, tensors: bool) -> 
     assert words["kind"] == "pellucid-trace"
     assert json.loads(words["trace"])["plan_tables"] == [json.loads(plan.to_json())]
     assert {name.split(".")[-1] for name in names} == (
-        {"numbers", "digests", "clock", "memory"} | ({"x", "x0", "eps", "delta", "start", "end"} if tensors else set())
+        {"numbers", "digests", "clock", "memory", "check"}
+        | ({"x", "x0", "eps", "delta", "start", "end"} if tensors else set())
     )
     if tensors:
         held = load_file(path)

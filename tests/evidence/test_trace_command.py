@@ -105,7 +105,7 @@ def test_sample_refuses_a_trace_that_it_could_not_write(
     (tmp_path / "t.st").write_text("mine")
     (tmp_path / "m-002.st").write_text("mine")
     make = ("sample", model, PROMPT, *MAKE, "--out", "a.png")
-    assert "error[file-exists]: trace must be a file that does not exist yet" in refuse(*make, "--trace", "t.st")
+    assert "error[file-exists]: --trace must be a file that does not exist yet" in refuse(*make, "--trace", "t.st")
     assert "error[file]" in refuse(*make, "--trace", "none/t.st")
     assert "error[file]" in refuse(*make, "--trace", "/proc/self/t.st")
     assert "--trace-tensors must come with --trace" in refuse(*make, "--trace-tensors")
@@ -180,7 +180,7 @@ def test_a_trace_whose_model_is_gone_is_mapped(
     shutil.rmtree(copy)
     said = ask("trace", "show", "c.st", "--plot", "p.png")
     assert (said.code, said.err.startswith("note: latents are mapped to colours:")) == (0, True)
-    assert ask("trace", "show", "c.st", "--plot", "p.png", "--model", model).err == ""
+    assert ask("trace", "show", "c.st", "--plot", "q.png", "--model", model).err == ""
 
 
 def test_a_linear_look_is_the_best_affine_map() -> None:
@@ -207,7 +207,7 @@ def test_diff_names_step_and_cause(ask: Callable[..., Answer], tell: Callable[..
     said = ask("trace", "diff", "a.st", "c.st")
     assert (said.code, said.err) == (1, "")
     assert "they diverge at step 0, image 0, by guidance" in said.out
-    assert "guidance: 7 + rescale → 3 + rescale" in said.out
+    assert "guidance: 7 + rescale → 3" in said.out
     found = ask("trace", "diff", "a.st", "d.st", "--json")
     assert found.code == 1
     assert (found.json["first"]["cause"], found.json["first"]["step"]) == ("level", 0)

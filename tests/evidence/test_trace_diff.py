@@ -125,8 +125,14 @@ def test_other_noise_is_named_before_its_scale(tmp_path: Path, tensors: bool) ->
     ],
 )
 def test_other_levels(tmp_path: Path, tensors: bool, one: Any, other: Any, wanted: tuple[Any, ...]) -> None:
-    plans = [{"plan": compile_plan("euler", **{"steps": 6, **how})} for how in (one, other)]
-    assert parted(tmp_path, tensors, *plans) == wanted
+    runs = [
+        {
+            "plan": compile_plan("euler", **{"steps": 6, **how}),
+            "model": denoiser(schedule=how.get("schedule", "scaled_linear")),
+        }
+        for how in (one, other)
+    ]
+    assert parted(tmp_path, tensors, *runs) == wanted
 
 
 def test_another_told_time_is_a_level_of_its_own(tmp_path: Path, tensors: bool) -> None:

@@ -124,7 +124,7 @@ def test_pixels_from_words_to_pictures(tell: Callable[..., str], models: Path, t
 
 
 def test_a_guided_text_model_is_tuned_at_its_guidance(tell: Callable[..., str], models: Path, tmp_path: Path) -> None:
-    told = json.loads(tell("scenes", "--prompts", "scenes", "--guidance", "3", "--unguarded", "--json"))
+    told = json.loads(tell("scenes", "--prompts", "scenes", "--guidance", "3", "--json"))
     assert told["guidance"] == "3"
     assert told["plan"] == "plan.json"
     plan = Plan.from_json((tmp_path / "plan.json").read_text())
@@ -147,7 +147,7 @@ def test_a_compiled_network_tunes_alike(tell: Callable[..., str]) -> None:
 
 
 def test_guidance_means_what_it_means_to_sample(tell: Callable[..., str]) -> None:
-    told = json.loads(tell("scenes", "--prompts", "scenes", "--guidance", "9", "--json"))
+    told = json.loads(tell("scenes", "--prompts", "scenes", "--guidance", "guarded 9", "--json"))
     assert told["guidance"] == "7 + rescale"
 
 
@@ -214,18 +214,17 @@ def test_the_networks_weights_are_left_alone(models: Path) -> None:
         ("pixels", ("--start", "heun:karras"), "--start must be a sampler of one call a step; got 'heun'."),
         ("pixels", ("--out", "nowhere/plan.json"), "--out must be in a folder that exists"),
         ("pixels", ("--out", "plan.txt"), "--out must be a file that ends in .json"),
-        ("pixels", ("--out", "/proc/plan.json"), "--out must be a file that can be written"),
+        ("pixels", ("--out", "/proc/plan.json"), "--out must be in a folder that can be written to"),
         ("pixels", ("--pairs", "2"), "--pairs must be a whole number from 4"),
         ("pixels", ("--held-out", "0"), "--held-out must be a whole number from 4"),
         ("pixels", ("--teacher", "5"), "--teacher must be from 32 to 2000 steps"),
         ("pixels", ("--iterations", "0"), "iterations must be a whole number from 1"),
         ("pixels", ("--sweep", "8,x"), "--sweep must be whole numbers with commas"),
         ("pixels", ("--records", "r"), "--records must be given with --sweep; got it alone."),
-        ("pixels", ("--unguarded",), "--unguarded must be given with --guidance; got it alone."),
         ("pixels", ("--prompts", "scenes"), "--prompts must be left out: the model takes no text"),
         ("pixels", ("--seed", "-1"), "seed must be a whole number"),
         ("pixels", ("--device", "tpu9"), "device must be one that torch has here"),
-        ("scenes", (), "--prompts must be given for a model that takes text; got None."),
+        ("scenes", (), "--prompts must be given for a model that takes text; got nothing."),
         ("scenes", ("--prompts", "none.txt"), "prompts must be a text file that exists, or scenes"),
         ("nothing", (), "nothing"),
     ],

@@ -29,13 +29,18 @@ def network(x: Tensor, time: Tensor, prompt: Tensor, shift: float = 0.0) -> Tens
 
 
 def denoiser(
-    guidance: Any = 4.0, prompt: float = 1.0, negative: float = 0.0, count: int = len(SEEDS), shift: float = 0.0
+    guidance: Any = 4.0,
+    prompt: float = 1.0,
+    negative: float = 0.0,
+    count: int = len(SEEDS),
+    shift: float = 0.0,
+    schedule: str = "scaled_linear",
 ) -> GuidedDenoiser:
     def called(x: Tensor, time: Tensor, prompt: Tensor) -> Tensor:
         return network(x, time, prompt, shift)
 
     told = [{"prompt": torch.full((count,), value)} for value in (prompt, negative)]
-    return GuidedDenoiser(called, schedules.make("scaled_linear"), "eps", *told, Guidance.parse(guidance))
+    return GuidedDenoiser(called, schedules.make(schedule), "eps", *told, Guidance.parse(guidance))
 
 
 def plan_of(sampler: str = "dpmpp_2m", steps: int = 6, **options: Any) -> Plan:

@@ -103,10 +103,10 @@ def test_no_config_at_all(source: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"{", "config must be JSON"),
-        (b"\xff\xfe\x00", "config must be JSON"),
-        (b"[1, 2]", "config must be a JSON object; got 'list'"),
-        (b" " * (configs.MAX_CONFIG_BYTES + 1), "config must be at most 4194304 bytes"),
+        (b"{", r"scheduler_config\.json must be JSON"),
+        (b"\xff\xfe\x00", r"scheduler_config\.json must be text in UTF-8"),
+        (b"[1, 2]", r"scheduler_config\.json must be a JSON object; got \[1, 2\]"),
+        (b" " * (configs.MAX_CONFIG_BYTES + 1), r"scheduler_config\.json must be at most 4194304 bytes"),
     ],
 )
 def test_broken_files(text: bytes, message: str, tmp_path: Path) -> None:

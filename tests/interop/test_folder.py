@@ -557,3 +557,10 @@ def test_bundles_go_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert source.bundles() == ["ddpm"]
     assert isinstance(read_components("ddpm"), Components)
     assert "Nearest: ddpm" in refusal("ddpn", "not-found")
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-that-name/model", "/proc/self/mem"])
+def test_a_home_that_nobody_has_and_a_file_that_cannot_be_read_are_no_models(name: str) -> None:
+    assert not source.is_model(name)
+    with pytest.raises(PellucidError):
+        source.read_components(name)

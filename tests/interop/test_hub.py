@@ -15,6 +15,7 @@ from huggingface_hub.utils import validate_repo_id
 from hypothesis import event, given
 from hypothesis import strategies as st
 
+from pellucid import Scheduler
 from pellucid.core.errors import PellucidError
 from pellucid.interop import hub
 from pellucid.interop.source import load_component, read_components
@@ -270,3 +271,25 @@ def test_the_hub_takes_every_id_that_we_take(name: str) -> None:
         validate_repo_id(name)
     else:
         event("no id")
+
+
+# One file
+
+
+def test_a_scheduler_comes_from_the_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored(cache, "someone/tiny-ddpm", tiny.saved("ddpm")[1])
+    found = Scheduler.from_pretrained("someone/tiny-ddpm", subfolder="scheduler")
+    assert found.config["_class_name"] == "DDPMScheduler"
+    with pytest.raises(PellucidError, match=r"the copy there lacks other/scheduler_config\.json") as error:
+        Scheduler.from_pretrained("someone/tiny-ddpm", subfolder="other")
+    assert "\n" not in str(error.value)
+    file = tiny.saved("ddpm")[1] / "scheduler/scheduler_config.json"
+    asked: list[tuple[str, str]] = []
+
+    def answer(repo: str, name: str, *, revision: str | None) -> str:
+        asked.append((repo, name))
+        return str(file)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", answer)
+    assert Scheduler.from_pretrained("another/model", subfolder="scheduler").config == found.config
+    assert asked == [("another/model", "scheduler/scheduler_config.json")]

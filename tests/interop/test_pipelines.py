@@ -7,6 +7,7 @@ amplifies over the steps: 1e-4 of the largest latent leaves an order of magnitud
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from diffusers import (
 )
 from torch import Tensor
 
-from pellucid import Scheduler
+import pellucid
+from pellucid import Grid, Scheduler
 
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 SD = {**BETAS, "steps_offset": 1}  # pipelines rewrite any other offset, with a warning
@@ -217,6 +219,7 @@ IMG2IMG = [
     "kdpm2",
     "ddpm",
     "dpmpp-2m-sde",
+    "dpmpp-2s",
 ]
 
 
@@ -427,11 +430,56 @@ def test_swapping_the_scheduler_back_by_its_config(components: dict[str, Any]) -
         assert torch.allclose(swapped.betas.double(), torch.tensor(scheduler.reading.schedule.betas), rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        Scheduler.from_config(peer("dpmpp-2m-karras")),
+        Scheduler("unipc", dialect="diffusers", grid=Grid("linspace", offset=1.0)),
+    ],
+    ids=repr,
+)
 def test_a_pipeline_with_our_scheduler_saves_a_folder_that_diffusers_reads(
-    components: dict[str, Any], tmp_path: Path
+    scheduler: Scheduler, components: dict[str, Any], tmp_path: Path
 ) -> None:
-    ours = pipeline(StableDiffusionPipeline, components, Scheduler.from_config(peer("dpmpp-2m-karras")))
-    ours.scheduler.save_pretrained(tmp_path / "scheduler")
-    again = diffusers.DPMSolverMultistepScheduler.from_pretrained(tmp_path, subfolder="scheduler")
-    theirs = pipeline(StableDiffusionPipeline, components, again)
+    """`pipe.save_pretrained` writes the class and its config; diffusers opens it, with its class or with ours."""
+    ours = pipeline(StableDiffusionPipeline, components, scheduler)
+    ours.save_pretrained(tmp_path)
+    kind = scheduler.export()["_class_name"]
+    assert json.loads((tmp_path / "model_index.json").read_text("utf-8"))["scheduler"] == ["diffusers", kind]
+    theirs = StableDiffusionPipeline.from_pretrained(tmp_path, safety_checker=None)
+    assert type(theirs.scheduler).__name__ == kind
+    theirs.set_progress_bar_config(disable=True)
     assert apart(latents(ours), latents(theirs)) < CLOSE
+    again = StableDiffusionPipeline.from_pretrained(tmp_path, safety_checker=None, scheduler=scheduler)
+    assert again.scheduler is scheduler
+
+
+def test_a_saved_pipeline_opens_in_pellucid(components: dict[str, Any], tmp_path: Path) -> None:
+    ours = pipeline(StableDiffusionPipeline, components, Scheduler.from_config(peer("unipc")))
+    ours.save_pretrained(tmp_path)
+    reading = pellucid.load(tmp_path).components.scheduler
+    assert Scheduler.from_config(reading).config == Scheduler.from_pretrained(tmp_path / "scheduler").config
+
+
+# --- pipelines that do more than three calls -------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["ddim", "pndm", "euler", "dpmpp-2m", "unipc"])
+def test_panorama_steps_several_views_at_each_time(name: str, components: dict[str, Any]) -> None:
+    """It keeps a copy of the scheduler's `__dict__` for each view and puts it back before the view's step."""
+    want, got = (
+        latents(pipeline(diffusers.StableDiffusionPanoramaPipeline, components, s), height=16, width=600)
+        for s in (peer(name), Scheduler.from_config(peer(name)))
+    )
+    assert apart(got, want) < CLOSE
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["ddim", "dpmpp-2m"])
+def test_self_attention_guidance_reads_alphas_cumprod(name: str, components: dict[str, Any]) -> None:
+    want, got = (
+        latents(pipeline(diffusers.StableDiffusionSAGPipeline, components, s), height=16, width=16)
+        for s in (peer(name), Scheduler.from_config(peer(name)))
+    )
+    assert apart(got, want) < CLOSE

@@ -185,7 +185,7 @@ def test_timesteps_sigmas_scale_order_and_length(class_name: str, config: dict[s
             # diffusers multiplies a thousand alphas in float32
             torch.testing.assert_close(ours.sigmas, kept.float(), rtol=2e-5, atol=1e-6)
     if hasattr(peer, "init_noise_sigma"):
-        assert ours.init_noise_sigma == pytest.approx(float(peer.init_noise_sigma), rel=1e-6)
+        assert float(ours.init_noise_sigma) == pytest.approx(float(peer.init_noise_sigma), rel=1e-6)
     assert ours.order == peer.order
     assert len(ours) == len(peer) == 1000
 
@@ -251,6 +251,25 @@ def test_add_noise_before_a_run_equals_diffusers_where_diffusers_can() -> None:
         given = times if class_name in ("LCMScheduler", "PNDMScheduler") else times.to(peer.timesteps.dtype)
         want = peer.add_noise(image, noise, given)
         torch.testing.assert_close(ours.add_noise(image, noise, times), want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "class_name",
+    [
+        "DPMSolverMultistepScheduler",
+        "DPMSolverSinglestepScheduler",
+        "UniPCMultistepScheduler",
+        "DEISMultistepScheduler",
+    ],
+)
+def test_add_noise_of_solvers_before_a_run(class_name: str) -> None:
+    """docs/refused.md: diffusers reads its table from the wrong end there; ours is the noise of the time."""
+    peer, ours = both(class_name, SD)
+    image, noise, times = start(dtype=torch.float32), start(dtype=torch.float32).flip(0), torch.tensor([990, 3])
+    want = diffusers.DDIMScheduler(**SD).add_noise(image, noise, times)
+    torch.testing.assert_close(ours.add_noise(image, noise, times), want, rtol=2e-5, atol=2e-5)
+    turned = peer.add_noise(image, noise, 999 - times.to(peer.timesteps.dtype))
+    torch.testing.assert_close(turned, want, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("class_name", ["DDIMScheduler", "DDPMScheduler"])
@@ -530,16 +549,23 @@ def test_a_foreign_timestep() -> None:
             call()
 
 
-def test_eta_belongs_to_a_whole_run() -> None:
-    scheduler = Scheduler("ddim")
-    scheduler.set_timesteps(4)
-    t = scheduler.timesteps
-    scheduler.step(start(), t[0], start(), eta=0.5, variance_noise=start())
-    with pytest.raises(PellucidError, match=r"eta must be the same for a whole run \(0\.5\); got 0\.9"):
-        scheduler.step(start(), t[1], start(), eta=0.9)
-    scheduler.set_timesteps(4)
+def test_eta_belongs_to_its_call() -> None:
+    """As in diffusers: each call says its own eta, and a call without one has the default."""
+    peer, ours = both("DDIMScheduler", {**SD, "clip_sample": False})
+    x = start(dtype=torch.float32)
+    for scheduler in (peer, ours):
+        scheduler.set_timesteps(4)
+    for t, eta in zip(peer.timesteps, (0.5, 0.9, None, 1.0), strict=True):
+        given = {} if eta is None else {"eta": eta}
+        seeds = [torch.Generator().manual_seed(int(t)) for _ in range(2)]
+        want = peer.step(network(x, t), t, x, generator=seeds[0], **given).prev_sample
+        got = ours.step(network(x, t), t, x, generator=seeds[1], **given).prev_sample
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        x = want
+    named = Scheduler("ddim")
+    named.set_timesteps(4)
     with pytest.raises(PellucidError, match="eta must be between 0 and 1"):
-        scheduler.step(start(), t[0], start(), eta=1.5)
+        named.step(start(), named.timesteps[0], start(), eta=1.5)
     euler = Scheduler("euler")
     euler.set_timesteps(4)
     euler.step(start(), euler.timesteps[0], start(), eta=0.0)  # pipelines pass 0 to everybody

@@ -63,6 +63,37 @@ def test_an_answer_that_breaks_is_an_error_and_no_more(tmp_path: Path, source: s
     assert len(found) == 4
     assert {one.verdict for one in found} == {"error"}
     assert sentence in found[0].sentence
+    assert "\n" not in found[0].sentence
+
+
+def test_an_answer_has_limits_on_memory_and_files(tmp_path: Path) -> None:
+    greedy = """
+import torch
+def alpha_bar(*given): return torch.ones(2**36)
+def stepped(*given): return bytearray(2**33)
+def noised(*given): open("large", "wb").write(bytes(2**27))
+def snr(*given): return [open("/dev/null") for _ in range(999)]
+"""
+    found = checking.check(LAB, written(tmp_path, greedy))
+    memory = "the answer must take at most 4 GiB of memory; it asked for more"
+    file = "the answer must write at most 64 MiB to a file; it wrote more"
+    assert [one.sentence for one in found[:3]] == [memory, memory, file]
+    assert "Too many open files" in found[3].sentence
+
+
+def test_shared_memory_counts_too(tmp_path: Path) -> None:
+    found = checking.check(LAB, written(tmp_path, "import mmap\nheld = mmap.mmap(-1, 12 * 2**30)"))
+    assert {one.sentence for one in found} == {"the answer must take at most 4 GiB of memory; it asked for more"}
+
+
+def test_an_answer_runs_in_an_empty_folder_of_its_own_which_goes(tmp_path: Path) -> None:
+    looks = (
+        "import os, stat, tempfile\nhere = os.getcwd()\nassert tempfile.gettempdir() == here\n"
+        "raise ValueError(here + ' ' + oct(stat.S_IMODE(os.stat(here).st_mode)) + ' ' + str(os.listdir()))"
+    )
+    where, mode, held = checking.check(LAB, written(tmp_path, looks))[0].sentence.split()[1:4]
+    assert (mode, held) == ("0o700", "[]")
+    assert not Path(where).exists()
 
 
 def test_what_an_answer_prints_is_kept_apart_and_cut(tmp_path: Path) -> None:
@@ -79,6 +110,56 @@ def test_an_endless_answer_ends(tmp_path: Path) -> None:
     assert time.monotonic() - begun < 40
     assert first.verdict == "passed"
     assert [one.sentence for one in rest] == ["the answer did not end within 15 s"] * 3
+
+
+LEAVES = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(20)\n    os._exit(0)\n"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        LEAVES + "time.sleep(60)",  # the process that is left holds the channel
+        "import os, time\nos.closerange(3, 99)\ntime.sleep(60)",  # nothing more is told
+    ],
+)
+def test_the_timeout_is_kept_whatever_holds_or_closes_the_channel(tmp_path: Path, source: str) -> None:
+    begun = time.monotonic()
+    found = checking.check(LAB, written(tmp_path, source), timeout=3)
+    assert time.monotonic() - begun < 6
+    assert {one.sentence for one in found} == {"the answer did not end within 3 s"}
+
+
+def test_what_an_answer_leaves_running_is_not_waited_for(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    found = checking.check(LAB, written(tmp_path, LEAVES + RIGHT.read_text("utf-8")))
+    assert [one.verdict for one in found] == ["passed"] * 4
+    assert time.monotonic() - begun < 15
+
+
+FORGED = """
+import json, os
+from pellucid.labs.checks.lab_01 import CHECKS
+made = [{"name": one.name, "verdict": "passed", "sentence": "", "printed": ""} for one in CHECKS]
+"""
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "['no JSON']",
+        "['[' * 100_000]",
+        "[json.dumps({'names': ['mine'] * 12})]",
+        "[json.dumps(made[0] | {'verdict': 'splendid'})]",
+        "[json.dumps(made[0] | {'sentence': 7})]",
+        "map(json.dumps, made)",  # the real outcomes come after
+    ],
+)
+def test_what_an_answer_writes_among_the_outcomes_is_an_error_and_never_a_pass(tmp_path: Path, lines: str) -> None:
+    writes = FORGED + f"for line in {lines}:\n    [os.write(n, line.encode() + b'\\n') for n in CHANNEL]\n"
+    own = "CHANNEL = [n for n in range(3, 99) if 'pipe:' in os.path.realpath(f'/proc/self/fd/{n}')]\n"
+    found = checking.check(LAB, written(tmp_path, "import os\n" + own + writes))
+    assert [one.verdict for one in found] == ["error"] * 4
+    assert [one.sentence for one in found] == ["the answer wrote where the checks tell their outcomes"] * 4
 
 
 def test_a_check_can_be_cancelled(tmp_path: Path) -> None:

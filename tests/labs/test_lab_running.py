@@ -36,6 +36,12 @@ def test_the_small_size_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert few(40, 4) == 4
 
 
+def test_what_a_page_leaves_in_temporary_files_goes(tmp_path: Path) -> None:
+    *_, last = running.run(page(tmp_path, "import tempfile\nprint(tempfile.mkdtemp(), end='')"))
+    assert Path(last.printed).name.startswith("tmp")
+    assert not Path(last.printed).exists()
+
+
 def test_an_error_names_its_line_and_ends_the_run(tmp_path: Path) -> None:
     *_, last = running.run(page(tmp_path, "def half(x):\n    assert x == 1, 'not one'", "half(2)", "print('never')"))
     assert last.error == "AssertionError: not one (page.py, line 9)"

@@ -233,13 +233,13 @@ def test_defaults_are_those_of_transformers() -> None:
     [
         (CLIPTextConfig, {"hidden_act": "relu"}, "config-unsupported", "hidden_act .* quick_gelu or gelu; got 'relu'"),
         (CLIPTextConfig, {"hidden_size": 18}, "config-unsupported", "multiple of num_attention_heads, 4; got 18"),
-        (CLIPTextConfig, {"eos_token_id": None}, "config-unsupported", "eos_token_id .* one integer; got None"),
+        (CLIPTextConfig, {"eos_token_id": None}, "config-type", "eos_token_id .* whole number; got nothing"),
         (CLIPTextConfig, {"use_attention_mask": True}, "config-unsupported", "use_attention_mask"),
         (CLIPTextConfig, {"model_type": "t5"}, "config-unsupported", "model_type .* got 't5'"),
         (CLIPTextConfig, {"rope_theta": 1e4}, "config-key", "rope_theta"),
         (CLIPTextConfig, {"quantization_config": {"bits": 4}}, "config-key", "quantization_config"),
-        (CLIPVisionConfig, {"image_size": [12, 12]}, "config-unsupported", "image_size .* square"),
-        (CLIPVisionConfig, {"num_hidden_layers": 0}, "config-unsupported", "positive integer; got 0"),
+        (CLIPVisionConfig, {"image_size": [12, 12]}, "config-type", "image_size .* a whole number"),
+        (CLIPVisionConfig, {"num_hidden_layers": 0}, "config-value", "from 1 to 1000; got 0"),
     ],
 )
 def test_a_config_that_would_change_the_result_is_refused(cls: Any, bad: dict, code: str, words: str) -> None:

@@ -360,7 +360,7 @@ def test_pixart_is_one_graph_over_times_and_prompts() -> None:
         ({"x": torch.zeros(4, 8, 8)}, "the shape of x"),
         ({"time": torch.zeros(3)}, r"the shape of time must be \(2,\); got \(3,\)"),
         ({"time": torch.zeros(2, 1)}, "the shape of time"),
-        ({"labels": None}, "labels must be one integer an image; got None. The label 10 means no class."),
+        ({"labels": None}, "labels must be one integer an image; got nothing. The label 10 means no class."),
         ({"labels": torch.zeros(2)}, "labels must be one integer an image; got torch.float32"),
         ({"labels": torch.zeros(3, dtype=torch.int64)}, r"the shape of labels must be \(2,\)"),
         ({"perturbed": (3,)}, r"perturbed must be block indices from 0 to 2; got \(3,\)"),
@@ -377,11 +377,11 @@ def test_dit_refuses(change: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"context": None}, r"the shape of context must be \(3, tokens, 32\); got None"),
+        ({"context": None}, r"the shape of context must be \(3, tokens, 32\); got nothing"),
         ({"context": torch.zeros(3, 5, 31)}, r"got \(3, 5, 31\)"),
         ({"context": torch.zeros(2, 5, 32)}, r"got \(2, 5, 32\)"),
         ({"context_mask": torch.ones(3, 4)}, r"the shape of context_mask must be \(3, 5\); got \(3, 4\)"),
-        ({"sizes": None}, r"the shape of sizes must be \(3, 3\): height, width, height / width; got None"),
+        ({"sizes": None}, r"the shape of sizes must be \(3, 3\): height, width, height / width; got nothing"),
         ({"sizes": torch.zeros(3, 6)}, r"the shape of sizes must be \(3, 3\)"),
     ],
 )
@@ -406,8 +406,11 @@ def test_sizes_are_refused_where_they_would_be_ignored() -> None:
         ({"norm_elementwise_affine": True}, "norm_elementwise_affine of DiTConfig must be False"),
         ({"patchsize": 4}, "patchsize of DiTConfig must be a known config key; got 4. Nearest: patch_size"),
         ({"num_attention_heads": 3, "attention_head_dim": 3}, "must be a multiple of 4; got 9"),
-        ({"num_layers": 0}, "num_layers must be a positive integer; got 0"),
-        ({"norm_type": "ada_norm_single", "cross_attention_dim": None}, "cross_attention_dim must be the width"),
+        ({"num_layers": 0}, "num_layers of DiTConfig must be a whole number from 1 to 1000; got 0"),
+        (
+            {"norm_type": "ada_norm_single", "cross_attention_dim": None},
+            "cross_attention_dim of PixArtConfig must be",
+        ),
         ({"norm_type": "ada_norm_single", "attention_head_dim": 8, "caption_channels": 9}, "must be 128; got 1152"),
         ({"norm_type": "ada_norm_single", "attention_head_dim": 8}, "must be a multiple of 3; got 128"),
     ],
@@ -421,3 +424,9 @@ def test_a_transformer_2d_config_has_the_defaults_of_its_class() -> None:
     raw = {k: v for k, v in LEGACY.items() if k not in ("attention_bias", "num_layers")}
     config = read({**raw, "_class_name": "Transformer2DModel", "norm_type": "ada_norm_zero", "sample_size": 8})
     assert (config.attention_bias, config.num_layers, config.norm_eps) == (False, 1, 1e-5)
+
+
+@pytest.mark.parametrize("values", [{"num_layers": -1}, {"sample_size": "x"}, {"num_attention_heads": 0}])
+def test_a_config_made_in_python_has_the_bounds_of_one_that_is_read(values: dict[str, Any]) -> None:
+    with pytest.raises(PellucidError, match=f"{next(iter(values))} of DiTConfig"):
+        DiTConfig(**values)

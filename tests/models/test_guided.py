@@ -460,8 +460,8 @@ def plain(x: Tensor, time: Tensor, push: Tensor) -> Tensor:
 
 
 REFUSED = [
-    (lambda: guided("7", uncond=None), "uncond must be given for guidance 7; got None."),
-    (lambda: guided("7 + autoguidance", weak=None), "weak must be a second network for autoguidance; got None."),
+    (lambda: guided("7", uncond=None), "uncond must be given for guidance 7; got nothing."),
+    (lambda: guided("7 + autoguidance", weak=None), "weak must be a second network for autoguidance; got nothing."),
     (lambda: guided("7", weak=Toy()), "weak must be None without the rule autoguidance; got 'Toy'."),
     (lambda: guided("7 + pag", plain), "network must be one that takes `perturbed` for pag; got 'function'."),
     (lambda: guided("7", target="epz"), "target must be one of"),

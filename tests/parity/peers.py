@@ -113,7 +113,7 @@ def our_run(
     noises, start = noise_list(4200)
     ours = Scheduler.from_config({"_class_name": class_name, **config})
     ours.set_timesteps(steps, **setting)
-    scale = ours.init_noise_sigma
+    scale = float(ours.init_noise_sigma)
     x = start * scale
     times = ours.plan.timesteps
     for i, t in enumerate(times):

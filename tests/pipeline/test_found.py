@@ -66,7 +66,7 @@ def code_of(call: Any, *args: Any, **kwargs: Any) -> str:
         ({"image": torch.zeros(1, 4, 4, 4), "strength": 0.7}, "latents"),
         ({"denoising_start": 0.5}, "request"),
         ({"controls": Control("cn", None)}, "request"),
-        ({"loras": ["a.safetensors"]}, "request"),
+        ({"loras": [7]}, "request"),
         ({"weak": "sd1"}, "weak"),
         ({"sampler": "euler", "options": 5}, "request"),
         ({"sampler": "euler", "grid": {"name": "karras", "zz": 1}}, "grid"),

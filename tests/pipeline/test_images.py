@@ -235,7 +235,7 @@ def test_what_is_no_picture_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cut.png").write_bytes((tmp_path / "whole.png").read_bytes()[:5000])
     refusal("image-file", images.to_tensor, tmp_path / "words.png")
     refusal("image-file", images.to_tensor, tmp_path / "cut.png")
-    refusal("image-file", images.to_tensor, tmp_path)
+    assert "a folder" in refusal("file", images.to_tensor, tmp_path)
     refusal("file", images.to_tensor, tmp_path / "none.png")
 
 
@@ -281,6 +281,12 @@ def test_a_size_is_kept_or_its_refusal_names_good_ones_nearby(width: int, height
         assert abs(int(b) - height) < factor
 
 
+def test_the_sizes_below_and_above_are_offered_the_nearer_first() -> None:
+    assert refusal("size-multiple", images.check_size, (33, 33), 8).endswith("Nearest: 32×32 or 40×40.")
+    assert refusal("size-multiple", images.check_size, (39, 64), 8).endswith("Nearest: 40×64 or 32×64.")
+    assert refusal("size-multiple", images.check_size, (3, 3), 8).endswith("Nearest: 8×8.")
+
+
 def test_a_mask_of_another_size_is_refused_even_where_both_would_be_resized() -> None:
     image, mask = noise(32, 16), noise(16, 32, "L")
     message = refusal("mask-size", images.inpaint_pair, image, mask, (64, 64))
@@ -299,7 +305,8 @@ def test_what_is_no_number_or_no_batch_makes_no_picture() -> None:
     refusal("image-shape", images.to_images, torch.zeros(1, 4, 8, 8))
     refusal("image-shape", images.to_images, torch.zeros(8, 8))
     refusal("image-shape", images.to_images, np.zeros((3, 8, 8)))
-    assert np.asarray(images.to_images(torch.full((1, 2, 2), float("inf")))[0]).tolist() == [[255, 255], [255, 255]]
+    bad[1, 0, 0, 0], bad[2, 0, 0, 0] = float("-inf"), float("inf")
+    assert "infinity in image 1, 2." in refusal("nan", images.to_images, bad)
 
 
 # --- digests ---------------------------------------------------------------------------------------------------

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+import tempfile
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -325,6 +329,122 @@ def test_every_stage_has_an_explanation(pipe: Pipeline, stage: str) -> None:
     text = out_of_memory.explain(pipe, request_for(pipe, size=SIZE), stage)
     assert "owns its peak" in text
     assert "bfloat16" in text
+
+
+# --- refused before it runs ----------------------------------------------------------------------------------------
+
+
+def test_what_cannot_fit_is_refused_before_it_runs(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = replace(pipe)
+    request = request_for(pipe, size=(2048, 2048), steps=1)
+    forecast = predict(pipe, request, steps=1)
+    need = forecast.peak
+    monkeypatch.setattr(out_of_memory, "available", lambda device: 2**28)
+    forward = type(pipe.components.network).forward
+    real: list[Any] = []
+
+    def called(network: Any, x: Tensor, *rest: Any, **more: Any) -> Any:
+        real.extend([] if x.is_meta else [x])
+        return forward(network, x, *rest, **more)
+
+    monkeypatch.setattr(type(pipe.components.network), "forward", called)
+    with pytest.raises(PellucidError) as error:
+        pipe.run(request)
+    text = str(error.value)
+    assert error.value.code == "out-of-memory"
+    assert not real
+    assert "\n" not in text
+    more = in_words(need.total - need.weights)
+    assert text.startswith(f"memory must suffice for stage {forecast.stage}; {more} more are predicted to be needed")
+    assert f"{in_words(2**28)} are free" in text
+    assert "bfloat16' brings it to" in text
+
+
+def test_a_small_request_is_not_rehearsed(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor one that fits by a rough count, nor one as large as one that was found to fit."""
+    rehearsed: list[Any] = []
+
+    def count(*args: Any, **more: Any) -> Any:
+        rehearsed.append(args)
+        return predict(*args, **more)
+
+    monkeypatch.setattr(out_of_memory, "predict", count)
+    fresh = replace(pipe)
+    monkeypatch.setattr(out_of_memory, "available", lambda device: pytest.fail("a small request asks nothing"))
+    out_of_memory.check_fits(fresh, request_for(fresh, size=(256, 256)), (256, 256), 1)
+    monkeypatch.setattr(out_of_memory, "available", lambda device: 2**40)
+    out_of_memory.check_fits(fresh, request_for(fresh, size=(1024, 1024)), (1024, 1024), 1)
+    assert not rehearsed
+    fresh = replace(pipe)
+    monkeypatch.setattr(out_of_memory, "available", lambda device: 2**32)
+    for _ in range(2):
+        out_of_memory.check_fits(fresh, request_for(fresh, size=(1024, 1024)), (1024, 1024), 1)
+    assert len(rehearsed) == 1
+
+
+def test_a_rehearsal_takes_no_memory_for_pixels(pipe: Pipeline) -> None:
+    """Images of 8192 × 8192 would be 0.8 GB of floats."""
+    tracemalloc.start()
+    try:
+        predict(pipe, request_for(pipe, size=(8192, 8192), steps=1), steps=1)
+        assert tracemalloc.get_traced_memory()[1] < 500 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="Linux says there how much is free")
+def test_free_memory_is_the_least_of_what_limits_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = out_of_memory.available(CPU)
+    assert whole is not None
+    assert 2**28 < whole < 2**50
+    group = tmp_path / "a" / "b"
+    group.mkdir(parents=True)
+    for folder, limit in ((group, "max"), (group.parent, str(3 * 2**28))):
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{2**29}\n")
+        (folder / "memory.stat").write_text(f"anon 7\ninactive_file {2**20}\nactive_file {2**20}\n")
+    monkeypatch.setattr(out_of_memory, "GROUPS", tmp_path)
+    assert list(out_of_memory.limits("0::/a/b\n")) == [2**28 + 2 * 2**20]  # a parent's limit counts, its cache does not
+    assert out_of_memory.available(torch.device("meta")) is None
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits are those of Linux")
+def test_with_little_memory_a_command_ends_in_one_line() -> None:
+    """In a process of its own with a limit on its memory: refused by the prediction, or, in the middle, in one line."""
+    program = """
+import contextlib, io, os, resource, sys
+from pellucid.cli import app
+
+def ask(*words):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        code = app(["sample", "scenes-128", "a red star", "--steps", "1", "--device", "cpu", "--seed", "1", *words],
+                   standalone_mode=False)
+    print(code, said.getvalue().strip().replace(os.linesep, " // "))
+
+ask("--out", sys.argv[1] + "/small.png")
+
+def leave(room):
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + room, -1))
+
+leave(2**28)
+ask("--size", "2048x2048", "--out", sys.argv[1] + "/a.png")
+leave(2**26)
+ask("--size", "512x496", "--out", sys.argv[1] + "/b.png")  # too few pixels to be rehearsed
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "-c", program, folder], capture_output=True, text=True, check=True, env=environment
+        )
+        lines = [line for line in done.stdout.splitlines() if line[:2] in ("2 ", "0 ", "No")]
+        assert sorted(os.listdir(folder)) == ["small.png"]
+    before, middle = lines[-2:]
+    assert before.startswith("2 error[out-of-memory]: memory must suffice for stage decode; 2.5 GiB more are predicted")
+    assert middle.startswith("2 error[out-of-memory]: memory must suffice for stage ")
+    assert "the device ran out of it" in middle
+    assert "//" not in before + middle
 
 
 # --- strategies ----------------------------------------------------------------------------------------------------

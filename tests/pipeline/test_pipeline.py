@@ -358,22 +358,75 @@ def test_adapters_are_read_once_and_again_when_they_change(pipe: Pipeline, tmp_p
     assert len(pipe._files) <= 16
 
 
-def test_a_merged_lora_is_the_request_s_and_comes_out_to_the_bit(folder: Path, tmp_path: Path) -> None:
+def a_style(pipe: Pipeline, path: Path) -> Lora:
+    """A LoRA of one layer of the network."""
     from safetensors.torch import save_file
 
-    pipe = pellucid.load(folder)
     layer = "mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
     wide = pipe.components.network.get_submodule(layer).in_features
     g = torch.Generator().manual_seed(0)
     state = {f"unet.{layer}.lora_{name}.weight": torch.randn(2, wide, generator=g) for name in "AB"}
     state[f"unet.{layer}.lora_B.weight"] = state[f"unet.{layer}.lora_B.weight"].T.contiguous()
-    save_file(state, tmp_path / "style.safetensors")
-    style = Lora(tmp_path / "style.safetensors", 0.7)
+    save_file(state, path)
+    return Lora(path, 0.7)
+
+
+def test_a_merged_lora_is_the_request_s_and_comes_out_to_the_bit(folder: Path, tmp_path: Path) -> None:
+    pipe = pellucid.load(folder)
+    style = a_style(pipe, tmp_path / "style.safetensors")
     plain = pipe("abc", seed=1, **SMALL)
     asked = pipe("abc", seed=1, loras=[style], **SMALL)
     with pipe.merge(style) as merged:
         inside = pipe("abc", seed=1, **SMALL)
-        assert set(merged.receipt.change) == {f"unet.{layer}"}
+        assert set(merged.receipt.change) == {"unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"}
     assert torch.equal(inside.latents, asked.latents)
     assert not torch.equal(inside.latents, plain.latents)
     assert torch.equal(pipe("abc", seed=1, **SMALL).latents, plain.latents)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["one pipeline", "another over the same networks"])
+def test_no_merge_and_no_unmerge_while_another_thread_samples(folder: Path, tmp_path: Path, shared: bool) -> None:
+    pipe = pellucid.load(folder)
+    other = Pipeline(pipe.components) if shared else pipe
+    style = a_style(pipe, tmp_path / "style.safetensors")
+    plain = pipe("abc", seed=1, **SMALL)
+    merged = pipe.merge(style)
+    inside = pipe("abc", seed=1, **SMALL)
+
+    def meanwhile(call: Any) -> torch.Tensor:
+        """Calls in the middle of a run of another thread; what that run made."""
+        stopped, go = threading.Event(), threading.Event()
+        made: list[torch.Tensor] = []
+
+        def pause(_: Any) -> None:
+            stopped.set()
+            assert go.wait(30)
+
+        thread = threading.Thread(target=lambda: made.append(other("abc", seed=1, observers=[pause], **SMALL).latents))
+        thread.start()
+        assert stopped.wait(30)
+        assert code_of(call) == "merge-running"
+        go.set()
+        thread.join()
+        return made[0]
+
+    assert torch.equal(meanwhile(merged.unmerge), inside.latents)
+    merged.unmerge()
+    assert torch.equal(meanwhile(lambda: pipe.merge(style)), plain.latents)
+    with pytest.raises(PellucidError):
+        pipe("abc", seed=1, observers=[lambda _: pipe.merge(style)], **SMALL)
+    pipe.merge(style).unmerge()  # a run that broke off is none in progress
+    assert torch.equal(pipe("abc", seed=1, **SMALL).latents, plain.latents)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_latents_that_are_not_finite_are_refused(pipe: Pipeline, value: float) -> None:
+    """Given as the first noise, as an image, and made by a network: a VAE may squash infinities into pixels."""
+    given = torch.zeros(1, pipe.channels, 8, 8)
+    given[0, 0, 0, 0] = value
+    size = {"width": 8 * pipe.factor, "height": 8 * pipe.factor}
+    spoil = {"constraints": [lambda seen: torch.full_like(seen.x_next, value)]}
+    for options in ({"latents": given}, {"image": given, "strength": 0.5}, spoil):
+        with pytest.raises(PellucidError, match="latents") as error:
+            pipe("a cat", sampler="ddim", steps=2, **size, **options)
+        assert error.value.code == "nan"

@@ -553,7 +553,8 @@ def test_a_loop_of_another_kind_is_refused_with_a_way_out(kind: type, message: s
     ("options", "message"),
     [
         ({"image": "x.png"}, "image must be an option of a wrapped pipeline"),
-        ({"smapler": "ddim"}, "smapler must be an option of a wrapped pipeline; got 'ddim'. Nearest: sampler"),
+        ({"smapler": "ddim"}, "unknown option smapler; got 'ddim'. Nearest: sampler"),
+        ({"num_inference_steps": 3}, "unknown option num_inference_steps; use steps."),
         ({"peer_options": {"guidance": 3}}, r"peer_options\['guidance'\] must be an argument of"),
         ({"peer_options": {"generator": 3}}, r"peer_options\['generator'\] must be left out"),
         ({"peer_options": {"guidance_scale": 3.0}, "guidance": 3}, r"\['guidance_scale'\] must be left out"),

@@ -38,7 +38,7 @@ def pixels(path):
 def test_the_sheet(ask, tmp_path):
     result = ask("--count", "6", "--seed", "3", "--out", "sheet.png")
     assert result.exit_code == 0
-    assert result.stdout.strip() == "sheet.png"
+    assert result.stdout.strip() == "wrote sheet.png"
     with Image.open(tmp_path / "sheet.png") as picture:
         assert picture.width > 600
         assert len(picture.getcolors(1 << 24)) > 100

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from pellucid.studio.app import start
+from pellucid.studio.serving import Studio
+from pellucid.studio.session import Sessions
+from pellucid.studio.shelf import Shelf
 
 FLAGS = [
     "--no-sandbox",
@@ -39,11 +46,28 @@ def marks() -> list[pytest.MarkDecorator]:
 
 
 @contextmanager
-def browser() -> Iterator[Any]:
+def served(*models: str, host: str = "127.0.0.1") -> Iterator[tuple[Studio, Sessions]]:
+    """A studio, built in a loop of another thread: where gradio finds no loop it leaves one open."""
+
+    async def begin() -> Studio:
+        return start(Shelf(models, "cpu"), sessions, port=0, host=host)
+
+    sessions = Sessions()
+    with ThreadPoolExecutor(1) as aside:
+        found = aside.submit(asyncio.run, begin()).result()
+    try:
+        yield found, sessions
+    finally:
+        found.close()
+        sessions.end_all()
+
+
+@contextmanager
+def browser(*flags: str) -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=chromium(), args=FLAGS)
+        found = playwright.chromium.launch(executable_path=chromium(), args=[*FLAGS, *flags])
         try:
             yield found
         finally:

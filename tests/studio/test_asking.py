@@ -8,12 +8,18 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from pellucid.cli import sample_words, tune
 from pellucid.core.errors import PellucidError
+from pellucid.evidence.study.samplers import SamplerStudy
+from pellucid.models.guidance import Guidance, guarded
+from pellucid.pipeline.request import Request
+from pellucid.pipeline.sheet_cells import cell_fields
 from pellucid.studio import asking
 from pellucid.studio.asking import OWN, Picture, Setup
 from pellucid.studio.generate import painted, setup_of
 
 SETUP = Setup(prompt="a red star", seed="7")
+STUDY = SamplerStudy("model", samplers=("ddim",), steps=(2,), guidance="4")
 
 
 def test_a_setup_is_a_request() -> None:
@@ -28,13 +34,19 @@ def test_no_seed_is_a_random_one() -> None:
     assert len({Setup(prompt="x", seed=nothing).request().seed for nothing in ("", "  ", None)}) == 3
 
 
-def test_guidance_is_guarded_unless_the_guard_is_lifted() -> None:
-    kept = Setup(prompt="x", guidance=15.0).request().guidance
-    lifted = Setup(prompt="x", guidance=15.0, unguarded=True).request().guidance
-    assert kept.scale == 7.0
-    assert kept.rules  # the preset rescales
-    assert lifted.scale == 15.0
-    assert not lifted.rules
+def test_a_number_means_the_same_on_every_surface() -> None:
+    """4 is plain, and `guarded 4` is the preset."""
+    meanings = {
+        "studio": Setup(prompt="x", guidance=4.0).request().guidance,
+        "command line": sample_words.fields_of({"guidance": "4"})["guidance"],
+        "python": Guidance.parse(Request(prompt="x", guidance=4).guidance),
+        "study": Guidance.parse(STUDY.how["guidance"]),
+        "tuning": tune.meant("4"),
+        "sheet": cell_fields({}, {"guidance": 4.0})["guidance"],
+    }
+    assert meanings == dict.fromkeys(meanings, Guidance(4.0))
+    assert Setup(prompt="x", guidance=15.0, guarded=True).request().guidance == Guidance.parse("guarded 15")
+    assert sample_words.fields_of({"guidance": "guarded 15"})["guidance"] == guarded(15)
 
 
 @pytest.mark.parametrize(
@@ -45,11 +57,11 @@ def test_guidance_is_guarded_unless_the_guard_is_lifted() -> None:
         ({"steps": 0}, "steps must be a whole number from 1 to 1,000; got 0"),
         ({"steps": 10_000}, "got 10000"),
         ({"steps": 2.5}, "got 2.5"),
-        ({"steps": None}, "got None"),
+        ({"steps": None}, "got nothing"),
         ({"steps": float("nan")}, "steps must be"),
         ({"seed": "seven"}, "seed must be a whole number, or left empty for a random one; got 'seven'"),
         ({"seed": "1.5"}, "seed must be"),
-        ({"guidance": float("nan"), "unguarded": True}, "guidance"),
+        ({"guidance": float("nan")}, "guidance"),
     ],
 )
 def test_bad_input_is_one_line(changes: dict[str, Any], words: str) -> None:
@@ -81,11 +93,11 @@ def test_a_painted_mask_is_white_where_somebody_painted() -> None:
 def test_the_controls_make_a_setup(tmp_path: Path) -> None:
     Image.new("RGB", (16, 16), "red").save(tmp_path / "start.png")
     setup = setup_of(
-        "a star", "", OWN, OWN, 4, 2.0, False, "1", str(tmp_path / "start.png"), None, 0.5, "my.safetensors"
+        "a star", "", OWN, OWN, 4, 2.0, False, "1", str(tmp_path / "start.png"), None, 0.5, "scenes-128/lora"
     )
     assert isinstance(setup.picture, Picture)
     assert setup.picture.mask is None
-    assert [lora.source for lora in setup.loras] == ["my.safetensors"]
+    assert [lora.source for lora in setup.loras] == ["scenes-128/lora"]
     request = setup.request()
     assert request.strength == 0.5
     with pytest.raises(PellucidError, match="ControlNet must come with a picture; got none"):

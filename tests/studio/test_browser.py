@@ -27,9 +27,9 @@ def sessions() -> Iterator[Sessions]:
 
 @pytest.fixture(scope="module")
 def address(sessions: Sessions, small: Path) -> Iterator[str]:
-    page = start(Shelf([str(small)], "cpu"), sessions, port=0)
-    yield page.local_url
-    page.close()
+    studio = start(Shelf([str(small)], "cpu"), sessions, port=0)
+    yield studio.address
+    studio.close()
 
 
 @pytest.fixture
@@ -72,6 +72,27 @@ def test_generate_shows_steps_then_a_picture_to_download(page: Any) -> None:
     with Image.open(held.value.path()) as found:
         assert "pellucid" in " ".join(found.info)
     assert page.troubles == []
+
+
+def test_a_page_that_is_closed_leaves_nothing(chrome: Any, address: str, sessions: Sessions) -> None:
+    before = set(sessions.held)
+    with chrome.new_context() as context:
+        page = opened(context, address)
+        ask(page)
+        said(page, "done in")
+        (mark,) = set(sessions.held) - before
+        folder = sessions.held[mark].folder
+        assert {path.suffix for path in folder.iterdir()} == {".png", ".safetensors"}
+    for _ in range(100):
+        if not folder.exists():
+            break
+        time.sleep(0.1)
+    assert not folder.exists()
+    if mark in sessions.held:  # a request that the page had sent before it closed was answered after it
+        late = sessions.held[mark]
+        assert (late.runs, late.jobs, list(late.folder.iterdir())) == ({}, {}, [])
+        sessions.end_idle(idle=0)
+    assert mark not in sessions.held
 
 
 def test_the_last_run_can_be_scrubbed_in_trace(page: Any) -> None:

@@ -21,9 +21,9 @@ ANSWERS = Path(__file__).parents[1] / "labs" / "answers"
 @pytest.fixture(scope="module")
 def address(small: Path) -> Iterator[str]:
     sessions = Sessions()
-    page = start(Shelf([str(small)], "cpu"), sessions, port=0, lab=find("01"))
-    yield page.local_url
-    page.close()
+    studio = start(Shelf([str(small)], "cpu"), sessions, port=0, lab=find("01"))
+    yield studio.address
+    studio.close()
     sessions.end_all()
 
 

@@ -162,7 +162,7 @@ def test_a_sheet_fills_and_carries_its_recipe(pipe: Pipeline, session: Session) 
     drawn = sheets.run(pipe, asked, session, job)
     axes, recipe = read_sheet(drawn.file) or ("", None)
     assert (axes, recipe.steps, recipe.seed) == ("steps=1,2 x guidance=1,3,20", 1, 7)
-    assert any("capped at 7" in note for note in drawn.notes)
+    assert any("may burn colours" in note for note in drawn.notes)
     news = []
     while not job.told.empty():
         news.append(job.told.get())
@@ -289,3 +289,13 @@ def test_an_empty_seed_is_one_seed_for_both() -> None:
 def test_a_wide_sheet_is_made_smaller_for_the_page() -> None:
     assert len(compare_view.sheet(Image.new("RGB", (4000, 4000)))) < 200_000
     assert Filling((), (), 0, 0, 1, 0.0).words.startswith("cell 0 of 0")
+
+
+def test_the_guard_holds_on_a_sheet_of_guidances() -> None:
+    guarded = replace(A, guarded=True)
+    assert [one.guidance.text() for one in sheets.asked("guidance=2,5", guarded).requests] == [
+        "2 + rescale",
+        "5 + rescale",
+    ]
+    with pytest.raises(PellucidError, match="all different with the guard on"):
+        sheets.asked("guidance=8,15", guarded)

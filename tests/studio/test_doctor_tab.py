@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,6 +55,7 @@ def test_a_model_is_read_without_its_weights(tmp_path: Path) -> None:
     assert report.subject == folder()
     assert report.checked
     assert any("weights were not asked for" in why for _, why in report.skipped)
+    assert report.verdict == "no fault found; NOT checked: target, schedule"
     assert job.told.get() == ("opening …", 0.0)
     assert job.told.get()[0].startswith("1 of ")
 
@@ -101,7 +103,7 @@ def test_pictures(tmp_path: Path) -> None:
         (Patient(MODEL, "missing"), "model must be a folder"),
         (Patient(CONFIG), "config must be pasted, or sent"),
         (Patient(CONFIG, pasted='{"_class_name": '), "config must be JSON"),
-        (Patient(CONFIG, pasted="[" * 100_000), "config must be JSON"),
+        (Patient(CONFIG, pasted="[" * 100_000), "config must be nested at most 64 deep"),
         (Patient(CONFIG, pasted="[1]"), "config must be a JSON object"),
         (Patient(CONFIG, pasted=" " * 9 + "1" * (tab.MOST_WORDS + 1)), "config must be at most"),
         (Patient(TRACE), "trace must be a file"),
@@ -121,6 +123,27 @@ def test_what_is_refused(patient: Patient, start: str, tmp_path: Path) -> None:
         return
     with pytest.raises(PellucidError, match=f"^{start}"):
         tab.examined(patient, tmp_path, Job())
+
+
+def test_of_what_is_no_folder_of_pictures_the_data_box_tells_nothing(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").write_text("secret")
+    (tmp_path / "made.npz").write_bytes(b"PK")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "metadata.jsonl").write_text("secret")
+    said = set()
+    for name in ("missing", "empty", "notes.txt", "made.npz", "bad", "x" * 5000, "\0"):
+        with pytest.raises(PellucidError) as found:
+            tab.examined(Patient(MODEL, folder(), data=str(tmp_path / name)), tmp_path, Job())
+        said.add(re.sub("'.*'", "THAT", str(found.value)))
+    assert said == {"data must be scenes or a folder of images; got THAT."}
+
+
+def test_a_folder_of_pictures_is_data(tmp_path: Path) -> None:
+    picture(tmp_path / "one.png")
+    given = Patient(MODEL, folder(), data=str(tmp_path)).given(tmp_path)
+    assert (given.data, given.quick) == (str(tmp_path), False)
+    assert Patient(MODEL, folder(), data="scenes").given(tmp_path).data == "scenes"
 
 
 def test_a_picture_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,10 +186,20 @@ def test_the_gravest_come_first_with_numbers_cause_and_fix() -> None:
     assert "Healthy" not in shown
 
 
+def test_what_was_not_checked_is_not_green() -> None:
+    """The verdict is the command's; a model that was not asked is shown as a warning is."""
+    quick = tab.cards(Report((), ("one",), unchecked=("target", "schedule")))
+    assert "<b>No fault found; NOT checked: target, schedule.</b>" in quick
+    assert "#188a3b" not in quick
+    assert tab.COLOURS["warning"] in quick
+    assert "Healthy" not in quick
+
+
 def test_healthy_is_said_plainly() -> None:
     skipped = (("trace", "no trace: give --trace FILE"), ("config", "the subject is not a scheduler"))
     shown = tab.cards(Report((), ("one", "two"), skipped))
     assert "<b>Healthy.</b> 2 checks found nothing wrong." in shown
+    assert "#188a3b" in shown  # green
     assert "not checked: trace" in shown
     assert "1 more checks are for other subjects" in shown
     assert "Healthy" in tab.cards(Report((finding("note"),), ("one",)))

@@ -8,7 +8,7 @@ import pytest
 
 from pellucid.core.errors import PellucidError
 from pellucid.labs import checking
-from pellucid.labs.catalog import find
+from pellucid.labs.catalog import Lab, find
 from pellucid.labs.checking import Outcome
 from pellucid.labs.running import Shown
 from pellucid.labs.script import Block
@@ -53,6 +53,15 @@ def test_outcomes_are_escaped_and_counted() -> None:
 def test_a_failed_run_says_where() -> None:
     assert "block 1 of 2 failed: NameError" in tab.ended([shown(error="NameError: y")])
     assert "done in" in tab.ended([shown()])
+
+
+def test_a_run_s_temporary_files_are_in_the_session_s_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.py"
+    page.write_text('"""\nTitle\n=====\n"""\n\n# %%\n# A.\nimport tempfile\nprint(tempfile.gettempdir())\n', "utf-8")
+    monkeypatch.setattr(Lab, "page", page)
+    *_, last = tab.ran(LAB, False, tmp_path, Job())
+    assert Path(last.printed.strip()).parent == tmp_path
+    assert list(tmp_path.iterdir()) == [page]
 
 
 def test_a_starter_is_checked_from_its_text(tmp_path: Path) -> None:

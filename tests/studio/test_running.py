@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,10 +20,11 @@ from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.recipe import read_png
 from pellucid.studio import jobs, running
 from pellucid.studio.asking import Setup
+from pellucid.studio.doctor_tab import MODEL, Patient
 from pellucid.studio.jobs import Job
 from pellucid.studio.running import Finished, Moment, Preview
 from pellucid.studio.session import KEPT, Session, Sessions
-from pellucid.studio.shelf import HELD, Shelf
+from pellucid.studio.shelf import HELD, Shelf, adapter
 
 SETUP = Setup(prompt="a red star", sampler="euler", seed="7", steps=4)
 
@@ -161,13 +165,13 @@ def test_a_person_keeps_the_last_runs_and_leaves_nothing(tmp_path: Path) -> None
 def test_a_shelf_loads_once_and_holds_few(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
     monkeypatch.setattr("pellucid.studio.shelf.load", lambda name, device: loaded.append(name) or object())
-    shelf = Shelf(["a", "b"])
-    assert shelf.choices()[:2] == ["a", "b"]
-    assert shelf.pipe("a") is shelf.pipe(" a ")
-    shelf.pipe("b")
-    shelf.pipe("c")
+    shelf = Shelf(["me/a", "me/b"])
+    assert shelf.choices()[:2] == ["me/a", "me/b"]
+    assert shelf.pipe("me/a") is shelf.pipe(" me/a ")
+    shelf.pipe("me/b")
+    shelf.pipe("me/c")
     assert len(shelf.held) == HELD
-    assert loaded == ["a", "b", "c"]
+    assert loaded == ["me/a", "me/b", "me/c"]
 
 
 def test_who_asks_for_a_model_does_not_wait_for_another_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,19 +179,19 @@ def test_who_asks_for_a_model_does_not_wait_for_another_to_load(monkeypatch: pyt
 
     def slow(name: str, device: str | None) -> object:
         count[0] += 1
-        if name == "large":
+        if name == "me/large":
             begun.set()
             free.wait(20)
         return object()
 
     monkeypatch.setattr("pellucid.studio.shelf.load", slow)
     shelf, got = Shelf(), []
-    small = shelf.pipe("small")
-    people = [threading.Thread(target=lambda: got.append(shelf.pipe("large"))) for _ in range(2)]
+    small = shelf.pipe("me/small")
+    people = [threading.Thread(target=lambda: got.append(shelf.pipe("me/large"))) for _ in range(2)]
     for one in people:
         one.start()
     assert begun.wait(5)
-    assert shelf.pipe("small") is small  # while the other loads
+    assert shelf.pipe("me/small") is small  # while the other loads
     free.set()
     for one in people:
         one.join(5)
@@ -200,3 +204,46 @@ def test_what_is_no_model_is_one_line(name: str | None) -> None:
     with pytest.raises(PellucidError) as caught:
         Shelf().pipe(name)
     assert "\n" not in str(caught.value)
+
+
+def secrets_in(folder: Path) -> list[Path]:
+    """Files and folders that are nobody's business, one that is not there, and one that must not be opened."""
+    places = [folder / name for name in ("passwd", "notes.json", "letter.docx", "home", "queue", "none")]
+    places[0].write_bytes(b"root:x:0:0:hidden")
+    places[1].write_text('{"hidden": "key"}', "utf-8")
+    places[2].write_bytes(b"PK\x03\x04hidden")
+    (places[3] / "hidden").mkdir(parents=True)
+    os.mkfifo(places[4])
+    return places
+
+
+def said_of(ask: Callable[[str], object], place: Path) -> str:
+    with pytest.raises(PellucidError) as caught:
+        ask(str(place))
+    return str(caught.value).replace(str(place), "…")
+
+
+def test_of_what_is_no_model_nothing_is_told(tmp_path: Path) -> None:
+    places = secrets_in(tmp_path)
+
+    def look(name: str) -> object:
+        return Patient(MODEL, name).given(tmp_path)
+
+    for ask in (Shelf().pipe, look, partial(adapter, what="LoRA")):
+        said = {said_of(ask, place) for place in places}
+        assert len(said) == 1
+        assert "hidden" not in said.pop()
+
+
+def test_what_looks_like_a_model_is_described(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text(
+        '{"_class_name": "KarrasVePipeline", "unet": ["diffusers", "X"]}', "utf-8"
+    )
+    assert "got KarrasVePipeline" in said_of(Shelf().pipe, tmp_path)
+    weights = tmp_path / "cut.safetensors"
+    weights.write_bytes((2**20).to_bytes(8, "little") + b'{"a":')
+    assert "cut.safetensors" in said_of(Shelf().pipe, weights)
+    assert adapter(f" {weights} ", "LoRA") == str(weights)
+    pointer = tmp_path / "model.safetensors"
+    pointer.write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    assert "git lfs pull" in said_of(Shelf().pipe, pointer)

@@ -12,6 +12,7 @@ from picture_files import good_folder, plain
 from torch import Tensor, nn
 
 from pellucid import PellucidError
+from pellucid.interop import weights
 from pellucid.models.tiny_vae import TinyAutoencoder, TinyVAEConfig
 from pellucid.models.vae import AutoencoderKL, VAEConfig, to_diffusion
 from pellucid.train import latent_cache
@@ -226,8 +227,57 @@ def test_a_damaged_cache_is_one_line(tmp_path: Path, folder: Path) -> None:
             shard.write_bytes(whole)
     for damage in ("{", "{}", words.replace('"format": 1', '"format": 2'), words.replace('"count"', '"number"')):
         manifest.write_text(damage)
-        with pytest.raises(PellucidError, match=r"latents\.json must be"):
+        with pytest.raises(PellucidError, match=r"latents\.json"):
             LatentSource(cache)
+
+
+def shard_places(shard: Path) -> dict[str, tuple[int, int]]:
+    """The bytes of each tensor in a file."""
+    data = shard.read_bytes()
+    room = int.from_bytes(data[:8], "little")
+    table = json.loads(data[8 : 8 + room])
+    return {name: tuple(8 + room + at for at in held["data_offsets"]) for name, held in table.items() if name[0] != "_"}
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_flipped_bit_is_found_when_it_is_read(tmp_path: Path, folder: Path, on_device: bool) -> None:
+    cache = cache_latents(opened(folder), small_vae(), tmp_path / "cache", per_shard=4, mirrored=True)
+    shard = cache / "latents-00001-of-00003.safetensors"
+    whole = shard.read_bytes()
+    places = shard_places(shard)
+    assert {"mean", "std", "labels", "captions", "mirrored/mean", "hints/edges"} <= set(places)
+    for name, (first, last) in places.items():
+        damaged = bytearray(whole)
+        damaged[(first + last) // 2] ^= 1
+        shard.write_bytes(damaged)
+        with pytest.raises(PellucidError, match=f"{name} in latents-00001") as error:
+            LatentSource(cache, flip=True, on_device=on_device).batch(torch.tensor([0, 5]), plain(2))
+        assert error.value.code == "latents-damaged"
+        assert "\n" not in str(error.value)
+    cache_latents(opened(folder), small_vae(), cache, per_shard=4, mirrored=True)  # what is damaged is made again
+    assert shard.read_bytes() == whole
+
+
+def test_a_cache_from_before_digests_is_read_with_a_note(tmp_path: Path, folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    cache = cache_latents(opened(folder), small_vae(), tmp_path / "cache", per_shard=4)
+    plainly = LatentSource(cache)
+    assert plainly.notes == ()
+    sizes = []
+    for number in range(3):
+        path = cache / f"latents-0000{number}-of-00003.safetensors"
+        said = json.loads(weights.metadata_of(path)["latents"])
+        del said["digests"]
+        tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+        save_file(tensors, path, {"latents": json.dumps(said, sort_keys=True)})
+        sizes.append(path.stat().st_size)
+    manifest = json.loads((cache / "latents.json").read_text())
+    (cache / "latents.json").write_text(json.dumps({**manifest, "sizes": sizes}))
+    old = LatentSource(cache)
+    assert "older version" in old.notes[0]
+    asked = torch.arange(COUNT)
+    assert torch.equal(old.batch(asked, plain(COUNT)).images, plainly.batch(asked, plain(COUNT)).images)
 
 
 def test_shards_that_changed_places_are_not_taken(tmp_path: Path, folder: Path) -> None:

@@ -120,7 +120,7 @@ def test_an_unknown_key_is_named_at_every_depth(tmp_path: Path, old: str, new: s
         load_all(WHOLE.replace(old, new, 1), tmp_path)
     code, line = refused(error)
     assert code == "config-key"
-    assert line.startswith(f"{where} must be a known key. Nearest: ")
+    assert f"{where} must be a known key. Nearest: " in line
     assert nearest in line
 
 
@@ -135,7 +135,7 @@ def test_an_unknown_key_is_named_at_every_depth(tmp_path: Path, old: str, new: s
         ({"batch": 10**7}, "config-value", "batch must be at most"),
         ({"seed": -1}, "config-value", "seed must be at least 0; got -1."),
         ({"seed": 2**63}, "config-value", "seed must be at most"),
-        ({"ema": 3.0}, "config-type", "config.ema must be a list; got 3.0."),
+        ({"ema": 3.0}, "config-type", "config.ema must be a list of numbers; got 3.0."),
         ({"ema": [1.0, "x"]}, "config-type", "config.ema[1] must be a number; got 'x'."),
         ({"task": "denoiser"}, "config-type", "config.task must be a table; got 'denoiser'."),
         ({"log": 3}, "config-type", "config.log must be a table; got 3."),
@@ -178,7 +178,7 @@ def test_what_is_missing_is_named(key: str) -> None:
     [
         ("steps = ", "must be valid TOML"),
         ("steps = 1\nsteps = 2", "must be valid TOML"),
-        (b"\xff\xfe\x00", "must be valid TOML"),
+        (b"\xff\xfe\x00", "must be text in UTF-8"),
         ("steps = " + "9" * 5000, "must be valid TOML"),
         ("a = " + "[" * 20_000, "must be valid TOML"),
         ("# " + "x" * MAX_BYTES, f"at most {MAX_BYTES} bytes"),
@@ -197,7 +197,7 @@ def test_a_file_that_is_no_config_is_one_line(tmp_path: Path, text: str | bytes,
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     for path in (tmp_path / "none.toml", tmp_path):
-        with pytest.raises(PellucidError, match="a file that exists"):
+        with pytest.raises(PellucidError, match=r"a file that exists|a plain file"):
             TrainConfig.load(path)
 
 

@@ -6,7 +6,7 @@ Nothing heavy is imported here, so that `pellucid --help` answers at once; the c
 from __future__ import annotations
 
 import contextlib
-import os
+import errno
 import sys
 from typing import Annotated, Any
 
@@ -33,14 +33,13 @@ from pellucid.cli import (
     train,
     tune,
 )
-from pellucid.core.errors import PellucidError
+from pellucid.core.errors import PellucidError, is_out_of_memory, system_error
 
 # typer has click within it since 0.16 and beside it before: both name the class that all bad usage descends from.
 UsageError: Any = typer.BadParameter.__mro__[1]
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+SMALLER = "Ask for a smaller size, or for fewer images at once."
 CANCELLED = 130  # what shells expect after Ctrl-C
-# torch's threads spin while they wait for each other. Two processes on the same cores then wait for threads that cannot
-# run: 59 s for a picture that takes 0.5 (bench/waiting_threads.py). So they spin for a short while, and then sleep.
-SPINNING, SPIN = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}, "1000"
 HELP = {"help_option_names": ["-h", "--help"]}
 
 
@@ -53,6 +52,7 @@ class OneLine(TyperGroup):
                 stream.reconfigure(errors="replace")
         try:
             code = super().main(*args, standalone_mode=False, **extra)
+            sys.stdout.flush()  # what waits in its buffer may not fit the disk either
         except PellucidError as error:
             code = trouble(error.code, str(error))
         except UsageError as error:
@@ -61,8 +61,14 @@ class OneLine(TyperGroup):
         except typer.Abort:  # Ctrl-C
             print("cancelled", file=sys.stderr)
             code = CANCELLED
-        except OSError as error:
-            code = trouble("file", f"{error.filename or 'file'}: {error.strerror or error}")
+        except Exception as error:
+            if is_out_of_memory(error):
+                code = trouble("out-of-memory", f"memory must suffice for what was asked; it ran out. {SMALLER}")
+            elif refused := system_error(error):
+                unnamed = "standard output" if refused.errno in FULL else "file"  # files are named by who writes them
+                code = trouble("file", f"{refused.filename or unnamed}: {refused.strerror}")
+            else:
+                raise
         if not standalone_mode:
             return code
         sys.exit(code if isinstance(code, int) else 0)
@@ -132,6 +138,4 @@ app.add_typer(data.app, name="data", rich_help_panel=TRAIN)
 
 def main() -> None:
     """The console script."""
-    if not SPINNING & os.environ.keys():
-        os.environ["GOMP_SPINCOUNT"] = SPIN
     app(prog_name="pellucid")

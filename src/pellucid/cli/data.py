@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from pellucid.cli import output
-from pellucid.cli.options import Device, group
-from pellucid.interop.whole import put
+from pellucid.cli.options import Device, Overwrite, group
+from pellucid.interop.whole import writing
 
 EPILOG = "A folder of scenes is one that `pellucid train` reads: metadata.jsonl names picture, caption and maps."
 
@@ -32,6 +32,7 @@ def scenes(
         list[str] | None,
         typer.Option(metavar="NAME", help="A style; again for more. Default: those of training."),
     ] = None,
+    overwrite: Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print captions and attributes as JSON.")] = False,
 ) -> None:
     """Make scenes: coloured shapes with captions that are true of them.
@@ -42,21 +43,22 @@ def scenes(
 
     if out is None and folder is None and not as_json:
         out = Path("scenes.png")
+    output.check_overwrite(overwrite, "--out", out is not None)
     wanted = data_scenes.Wanted(count, seed, size, split, tuple(style or ()))
     wanted.check(sheet=out is not None)
-    if out is not None:
-        out = output.destination(out, "--out", (".png",))
+    goal = None if out is None else output.destination(out, "--out", (".png",), overwrite=overwrite)
     if folder is not None:
         data_scenes.check_folder(folder)
-    if out is not None:
-        put(out, data_scenes.sheet(wanted).save)
+    if goal is not None:
+        goal.write(data_scenes.sheet(wanted).save)
     if folder is not None:
-        data_scenes.write_folder(wanted, folder)
+        with writing(folder):
+            data_scenes.write_folder(wanted, folder)
     if as_json:
         output.print_json([row for part in data_scenes.parts(wanted) for row in part.rows])
     for path in (out, folder):
-        if path is not None and not as_json:
-            print(path)
+        if path is not None:
+            output.wrote(path, as_json)
 
 
 @app.command("latents")

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from pellucid.cli.options import Overwrite
+
 
 def command(
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The picture.")] = Path("demo.png"),
@@ -14,6 +16,7 @@ def command(
         int | None,
         typer.Option("--steps", metavar="N", min=2, max=100, help="Steps of each picture; 20 when not given."),
     ] = None,
+    overwrite: Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print what was found as JSON.")] = False,
 ) -> None:
     """Make pictures of twelve prompts on the CPU, and show one of them on its way from noise.
@@ -22,4 +25,4 @@ def command(
     """
     from pellucid.cli import demo_scenes
 
-    demo_scenes.show(out, steps or demo_scenes.STEPS, as_json)
+    demo_scenes.show(out, steps or demo_scenes.STEPS, overwrite, as_json)

@@ -71,12 +71,11 @@ class Moment:
     x0: Image.Image
 
 
-def show(out: Path, steps: int, as_json: bool) -> None:
+def show(out: Path, steps: int, overwrite: bool, as_json: bool) -> None:
     """Makes, reads and draws the pictures; prints what was found."""
     from pellucid.cli import draw_scenes
-    from pellucid.interop.whole import put
 
-    out = output.destination(out, "--out", (".png",))
+    goal = output.destination(out, "--out", (".png",), overwrite=overwrite)
     with output.progress("noise to pictures", len(PROMPTS) + 2) as done, one_thread():
         pipe, seconds = opened()
         done()
@@ -85,7 +84,7 @@ def show(out: Path, steps: int, as_json: bool) -> None:
         found = graded(pictures, times)
         moments = watch.moments(pipe)
         board = draw_scenes.board(found, moments, draw_scenes.Words(TITLE, f"{how(steps)} · {NEW}", PROMPTS[FOLLOWED]))
-        put(out, lambda part: board.save(part, format="PNG"))
+        goal.write(board.save)
         done()
     if as_json:
         rows = [{"prompt": m.prompt, "right": m.grade.right, "wrong": m.wrong, "seconds": m.seconds} for m in found]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,6 +21,7 @@ EXAMPLES = (
     "Example: pellucid doctor ./sd15 --steps 30",
     "  pellucid doctor scenes-128 --data scenes",
     "  pellucid doctor --config ./sd15/scheduler/scheduler_config.json --steps 10 --json",
+    "  pellucid doctor ./model --strict",
     "  pellucid doctor picture.png",
     "  pellucid doctor --trace run.trace --images pictures/",
     "  pellucid doctor model --data pictures/ --only target --only schedule",
@@ -44,7 +46,7 @@ def command(
     images: Annotated[str | None, typer.Option(metavar="FOLDER", help="Pictures that were made.")] = None,
     data: Annotated[
         str | None,
-        typer.Option(metavar="FOLDER", help="Pictures of the model's kind, or scenes: for what must be measured."),
+        typer.Option(metavar="FOLDER", help="Images of the model's kind, or scenes: more is measured with them."),
     ] = None,
     steps: Annotated[int | None, typer.Option(metavar="N", help="Of the run; 30 when not given.")] = None,
     strength: Annotated[
@@ -71,11 +73,16 @@ def command(
         list[str] | None,
         typer.Option(metavar="CHECK", help="This check alone, such as target; may be repeated. It must be possible."),
     ] = None,
+    strict: Annotated[
+        bool,
+        typer.Option("--strict", metavar="", help="End with 1 also where target or schedule could not be checked."),
+    ] = False,
     device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Look for what is wrong, and say by which numbers, why, and what to do.
 
+    Target and schedule are asked of the network itself, with built-in images where no --data is given.
     Ends with 0 where nothing above a note was found, with 1 where something was, and with 2 for bad input.
     """
     from pellucid.evidence.doctor.opening import Given
@@ -85,7 +92,7 @@ def command(
     worn = (tuple(paths or ()) for paths in (lora, controlnet, ip_adapter))
     given = Given(model, config, trace, images, data, quick, tokenizer, dtype, *worn)
     check_options(given, asked)
-    report = examined(given, asked, only or [])
+    report = replace(examined(given, asked, only or []), strict=strict)
     if as_json:
         output.print_json(report.to_dict())
     else:

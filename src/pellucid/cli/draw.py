@@ -10,10 +10,10 @@ from pellucid.evidence.study.charts import require
 SUFFIXES = (".png", ".svg", ".pdf")
 
 
-def destination(path: Path, what: str = "--plot") -> Path:
+def destination(path: Path, overwrite: bool = False) -> output.Destination:
     """Refuses, before any work, a file that cannot be written or a picture that cannot be drawn."""
     require()
     import matplotlib
 
     matplotlib.use("Agg")
-    return output.destination(path, what, SUFFIXES)
+    return output.destination(path, "--plot", SUFFIXES, overwrite=overwrite)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,7 @@ import typer
 
 from pellucid.cli import output
 from pellucid.cli.options import model_names
-from pellucid.cli.sample_options import option
+from pellucid.cli.sample_options import Overwrite, option
 from pellucid.core.errors import PellucidError, rule
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def command(
     plot: Annotated[
         Path | None, option(OUT, "--plot", metavar="FILE", help="Draw the graph into this picture (.png, .svg, .pdf).")
     ] = None,
+    overwrite: Overwrite = False,
     as_json: Annotated[bool, option(OUT, "--json", help="Print the graph as JSON.")] = False,
     vae: Annotated[str | None, option(LOAD, "--vae", metavar="FOLDER", help="Another autoencoder.")] = None,
     image_encoder: Annotated[
@@ -81,25 +83,27 @@ def command(
 
     Example: [bold]pellucid inspect ./sd15 --size 768x512 --plot sd15.png[/]
     """
+    output.check_overwrite(overwrite, "--plot", plot is not None)
     if plot is not None:
         from pellucid.cli import draw
 
         if component is not None:
             raise PellucidError(rule("--plot", "given without --component", str(plot), "It draws the whole."), "usage")
-        plot = draw.destination(plot)
+        goal = draw.destination(plot, overwrite)
     if device is not None and not time:
         raise PellucidError(rule("--device", "given with --time, since nothing runs without it", device), "usage")
     if depth is not None and not 0 <= depth <= 8:
         raise PellucidError(rule("--depth", "from 0 to 8", depth), "usage")
     levels = DEPTHS[component is not None] if depth is None else depth
     from pellucid.cli import sample_words
+    from pellucid.models.guidance import Guidance
     from pellucid.pipeline.inspection import Asked
 
     asked = Asked(
         size=None if size is None else sample_words.size("--size", size),
         batch=batch,
         steps=steps,
-        guidance=None if guidance is None else sample_words.guidance(guidance, unguarded=False),
+        guidance=None if guidance is None else Guidance.parse(guidance),
         depth=levels,
         controlnets=tuple(controlnet or ()),
         ip_adapters=tuple(ip_adapter or ()),
@@ -118,11 +122,12 @@ def command(
     if time:
         graph = measured(graph, model, asked, {**loading, "device": device})
         node = None if node is None else graph.node(node.name)
+    told(graph, node, as_json, levels)
     if plot is not None:
         from pellucid.evidence.drawing import graph as drawing
 
-        drawing.picture(graph, plot)
-    told(graph, node, as_json, levels, plot)
+        goal.write(partial(drawing.picture, graph))
+        output.wrote(goal, as_json)
 
 
 def made(model: str, asked: Any, loading: dict[str, Any]) -> Graph:
@@ -146,7 +151,7 @@ def measured(graph: Graph, model: str, asked: Any, loading: dict[str, Any]) -> G
         return inspection_graph.with_times(graph, model, asked, watch, **loading)
 
 
-def told(graph: Graph, node: Any, as_json: bool, depth: int, plot: Path | None) -> None:
+def told(graph: Graph, node: Any, as_json: bool, depth: int) -> None:
     if as_json:
         whole = graph.to_dict()
         if node is not None:
@@ -161,5 +166,3 @@ def told(graph: Graph, node: Any, as_json: bool, depth: int, plot: Path | None) 
         inspect_text.show_one(graph, node, screen)
     else:
         inspect_text.show(graph, screen, depth)
-    if plot is not None:
-        screen.print(f"wrote {plot}", markup=False, soft_wrap=True)

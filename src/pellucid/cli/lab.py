@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pellucid.cli import output
+from pellucid.cli.options import Overwrite
 from pellucid.core.errors import PellucidError, rule
 
 if TYPE_CHECKING:
@@ -41,10 +46,9 @@ def command(
         Path | None, typer.Option(metavar="FOLDER", help="Where its figures go; out/labs/LAB when not given.")
     ] = None,
     smoke: Annotated[bool, typer.Option("--smoke", metavar="", help="Run it in its smallest size.")] = False,
-    starter: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the file with gaps; one that is there is kept.")
-    ] = None,
+    starter: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the file with gaps.")] = None,
     check: Annotated[Path | None, typer.Option(metavar="FILE", help="Check an answer.")] = None,
+    overwrite: Overwrite = False,
     in_studio: Annotated[bool, typer.Option("--open", metavar="", help="Open it in the studio.")] = False,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print what came as JSON.")] = False,
 ) -> None:
@@ -57,12 +61,13 @@ def command(
     running = {"--out": out is not None, "--smoke": smoke}
     asked = {"--starter": starter is not None, "--check": check is not None, "--open": in_studio}
     check_options(lab, running, asked, as_json)
+    output.check_overwrite(overwrite, "a LAB that is run, or --starter", lab is not None and not (check or in_studio))
     if lab is None:
         show_list(as_json)
         return
     found = find(lab)
     if starter is not None:
-        write_starter(found, starter)
+        write_starter(found, starter, overwrite)
     elif check is not None:
         check_answer(found, check, as_json)
     elif in_studio:
@@ -70,7 +75,8 @@ def command(
 
         studio.page().serve([], port=0, open_browser=True, lab=found)
     else:
-        run_lab(found, out or Path("out") / "labs" / found.code, smoke, as_json)
+        figures = Figures(out or Path("out") / "labs" / found.code, overwrite)
+        run_lab(found, figures if out is not None else figures.free(), smoke, as_json)
 
 
 def check_options(lab: str | None, running: dict[str, bool], asked: dict[str, bool], as_json: bool) -> None:
@@ -111,18 +117,48 @@ def show_list(as_json: bool) -> None:
 # --- a run -------------------------------------------------------------------------------------------------------
 
 
-def run_lab(lab: Lab, out: Path, smoke: bool, as_json: bool) -> None:
+@dataclass(frozen=True)
+class Figures:
+    """The folder of a lab's figures: 05.png is the figure of block 5, and 05_2.png its second one."""
+
+    folder: Path
+    overwrite: bool
+
+    def there(self) -> list[Path]:
+        found = sorted(self.folder.iterdir()) if self.folder.is_dir() else []
+        return [path for path in found if re.fullmatch(r"\d\d(_\d+)?\.png", path.name)]
+
+    def free(self) -> Figures:
+        """The same, or the next without figures: 03, 03-2, …"""
+        numbers = (replace(self, folder=self.folder.with_name(f"{self.folder.name}-{i}")) for i in count(2))
+        return next(one for one in chain([self], numbers) if one.overwrite or not one.there())
+
+    def open(self) -> None:
+        """Refuses, before the lab is run, figures that are there."""
+        if self.folder.exists() and not self.folder.is_dir():
+            raise PellucidError(rule("--out", "a folder", str(self.folder)), "file")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in self.there():
+            output.destination(path, "--out", overwrite=self.overwrite)
+
+    def write(self, shown: Shown) -> list[Path]:
+        names = (f"{shown.number:02d}{'' if i == 1 else f'_{i}'}.png" for i in range(1, len(shown.figures) + 1))
+        paths = [self.folder / name for name in names]
+        for path, figure in zip(paths, shown.figures, strict=True):
+            output.Destination(path, "--out", self.overwrite).write(partial(Path.write_bytes, data=figure))
+        return paths
+
+
+def run_lab(lab: Lab, figures: Figures, smoke: bool, as_json: bool) -> None:
     from pellucid.labs import running, script
 
     require_matplotlib()
-    if out.exists() and not out.is_dir():
-        raise PellucidError(rule("--out", "a folder", str(out)), "file")
-    out.mkdir(parents=True, exist_ok=True)
+    figures.open()
     screen, told = output.console(), []
     error = None
     with output.progress(lab.stem, len(script.read(lab.page)) if as_json else 0) as done:
         for shown in running.run(lab.page, smoke):
-            paths = written(shown, out)
+            paths = figures.write(shown)
             error = shown.error
             if as_json:
                 told.append(as_record(shown, paths))
@@ -141,15 +177,6 @@ def require_matplotlib() -> None:
     if find_spec("matplotlib") is None:
         advice = "Install it: pip install 'pellucid[plot]'."
         raise PellucidError(rule("lab", "run with matplotlib", "none", advice), "lab-matplotlib")
-
-
-def written(shown: Shown, out: Path) -> list[Path]:
-    """The figures of a block as files: 05.png, and 05_2.png where there are more."""
-    paths = []
-    for i, file in enumerate(shown.figures, 1):
-        paths.append(out / f"{shown.number:02d}{'' if i == 1 else f'_{i}'}.png")
-        paths[-1].write_bytes(file)
-    return paths
 
 
 def as_record(shown: Shown, paths: Sequence[Path]) -> dict[str, Any]:
@@ -190,13 +217,11 @@ def coloured(screen: Console, code: str) -> Any:
 # --- an answer ---------------------------------------------------------------------------------------------------
 
 
-def write_starter(lab: Lab, place: Path) -> None:
-    output.destination(place, "--starter", (".py",))
-    if place.exists():
-        advice = "It may hold your answer: name another file."
-        raise PellucidError(rule("--starter", "a new file", str(place), advice), "file-exists")
-    shutil.copyfile(lab.starter, place)
-    print(f"{place}: fill its gaps, then: pellucid lab {lab.code} --check {place}")
+def write_starter(lab: Lab, place: Path, overwrite: bool) -> None:
+    goal = output.destination(place, "--starter", (".py",), overwrite=overwrite)
+    goal.write(partial(shutil.copyfile, lab.starter))
+    output.wrote(goal)
+    print(f"Fill its gaps, then: pellucid lab {lab.code} --check {place}")
 
 
 def check_answer(lab: Lab, answer: Path, as_json: bool) -> None:

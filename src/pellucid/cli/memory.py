@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pellucid.cli import output
-from pellucid.cli.options import Device, model_names
+from pellucid.cli.options import Device, Overwrite, model_names
 from pellucid.core.errors import PellucidError, rule
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def command(
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw the stages, or the strategies, into this file.")
     ] = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Predict the peak of each stage and who owns it, then run and measure it; compare what each saving costs.
 
@@ -66,10 +68,12 @@ def command(
     """
     if predict and compare:
         raise PellucidError("--predict must be given without --compare, which runs; got both.", "usage")
+    output.check_overwrite(overwrite, "--plot", plot is not None)
+    goal = None
     if plot is not None:
         from pellucid.cli import draw
 
-        plot = draw.destination(plot)
+        goal = draw.destination(plot, overwrite)
     from pellucid.cli import sample_words
     from pellucid.pipeline.inspection_graph import sketch
     from pellucid.pipeline.load import load, widen
@@ -84,9 +88,9 @@ def command(
         widen(pipe.components)
     asked = {"size": wanted, "batch": batch, "steps": steps, "controlnets": controlnet or (), "loras": loras(lora)}
     if compare:
-        compared(pipe, asked, as_json, plot)
+        compared(pipe, asked, as_json, goal)
     else:
-        staged(pipe, asked, where, as_json, plot)
+        staged(pipe, asked, where, as_json, goal)
 
 
 class Where:
@@ -108,7 +112,9 @@ def loras(paths: list[str] | None) -> tuple[Any, ...]:
     return tuple(Lora(path) for path in paths or ())
 
 
-def staged(pipe: Pipeline, asked: dict[str, Any], where: Where | None, as_json: bool, plot: Path | None) -> None:
+def staged(
+    pipe: Pipeline, asked: dict[str, Any], where: Where | None, as_json: bool, goal: output.Destination | None
+) -> None:
     """Stage by stage: predicted, and measured where it runs."""
     from pellucid.cli import memory_text
     from pellucid.evidence.drawing.memory_words import described
@@ -116,8 +122,8 @@ def staged(pipe: Pipeline, asked: dict[str, Any], where: Where | None, as_json: 
 
     request = memory.request_for(pipe, **asked)
     with output.progress("memory", 2) as seen:
-        goal: dict[str, Any] = {} if where is None else {"policy": where.policy, "device": where.device}
-        forecast = memory.predict(pipe, request, **goal)
+        other: dict[str, Any] = {} if where is None else {"policy": where.policy, "device": where.device}
+        forecast = memory.predict(pipe, request, **other)
         seen()
         found = memory.measure(pipe, request) if where is None else None
         seen()
@@ -126,13 +132,14 @@ def staged(pipe: Pipeline, asked: dict[str, Any], where: Where | None, as_json: 
         output.print_json(memory_text.stages_json(about, forecast, found))
     else:
         memory_text.show_stages(about, forecast, found)
-    if plot is not None:
+    if goal is not None:
         from pellucid.evidence.drawing import memory as drawing
 
-        drawing.stages(about, forecast, found, plot)
+        goal.write(partial(drawing.stages, about, forecast, found))
+        output.wrote(goal, as_json)
 
 
-def compared(pipe: Pipeline, asked: dict[str, Any], as_json: bool, plot: Path | None) -> None:
+def compared(pipe: Pipeline, asked: dict[str, Any], as_json: bool, goal: output.Destination | None) -> None:
     """Strategy by strategy."""
     from pellucid.cli import memory_text
     from pellucid.evidence.drawing.memory_words import described
@@ -148,7 +155,8 @@ def compared(pipe: Pipeline, asked: dict[str, Any], as_json: bool, plot: Path | 
         output.print_json(memory_text.rows_json(about, rows, left_out))
     else:
         memory_text.show_rows(about, rows, left_out)
-    if plot is not None:
+    if goal is not None:
         from pellucid.evidence.drawing import memory as drawing
 
-        drawing.strategies(about, rows, plot)
+        goal.write(partial(drawing.strategies, about, rows))
+        output.wrote(goal, as_json)

@@ -12,6 +12,7 @@ from pellucid.core.errors import PellucidError, rule
 Device = Annotated[
     str | None, typer.Option(metavar="NAME", help="cuda or cpu; cuda where there is one when not given.")
 ]
+Overwrite = Annotated[bool, typer.Option("--overwrite", metavar="", help="Replace a file that is there.")]
 Out = Annotated[
     Path | None, typer.Option(metavar="FOLDER", help="Where it writes; out/NAME of the config when not given.")
 ]

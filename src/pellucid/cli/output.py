@@ -6,14 +6,17 @@ import json
 import math
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.wording import short
+from pellucid.interop.whole import put
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,15 +65,68 @@ def told(time: float, digits: int = 7) -> str:
     return short(0.0 if abs(time) < 1e-12 else time, digits)
 
 
-def destination(path: Path, what: str, suffixes: tuple[str, ...] = ()) -> Path:
-    """Refuses a file that could not be written, before the work and not after it."""
+@dataclass
+class Destination:
+    """A file that a command is going to write, and the option that names it."""
+
+    path: Path
+    option: str
+    overwrite: bool = False
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def write(self, what: str | Callable[[Path], object]) -> None:
+        """Writes the file, whole or not at all. One that came since it was looked for is kept too."""
+        try:
+            put(self.path, what, replace=self.overwrite)
+        except FileExistsError:
+            raise taken(self.option, self.path) from None
+        except OSError as error:
+            advice = f"{error.strerror or error}."
+            raise PellucidError(rule(self.option, "a file that can be written", str(self), advice), "file") from None
+        self.overwrite = True  # it is ours now, and may be written again
+
+
+def destination(path: Path, option: str, suffixes: tuple[str, ...] = (), *, overwrite: bool = False) -> Destination:
+    """Refuses a file that could not be written, before the work and not after it. This is the rule of every command:
+    what exists is replaced with --overwrite alone."""
     if suffixes and path.suffix.lower() not in suffixes:
-        raise PellucidError(rule(what, "a file that ends in " + ", ".join(suffixes), str(path)), "file-type")
-    if not path.parent.is_dir():
-        raise PellucidError(rule(what, "in a folder that exists", str(path)), "file")
+        raise PellucidError(rule(option, "a file that ends in " + ", ".join(suffixes), str(path)), "file-type")
     if path.exists() and not path.is_file():
-        raise PellucidError(rule(what, "a plain file", str(path)), "file")
-    return path
+        raise PellucidError(rule(option, "a plain file", str(path)), "file")
+    if os.path.lexists(path) and not overwrite:
+        raise taken(option, path)
+    writable(path.parent, option, path)
+    return Destination(path, option, overwrite)
+
+
+def check_overwrite(overwrite: bool, with_what: str, written: bool) -> None:
+    """Refuses --overwrite where nothing is written."""
+    if overwrite and not written:
+        raise PellucidError(f"--overwrite must come with {with_what}; got it alone.", "usage")
+
+
+def taken(option: str, path: Path) -> PellucidError:
+    advice = "Name another, or give --overwrite."
+    return PellucidError(rule(option, "a file that does not exist yet", str(path), advice), "file-exists")
+
+
+def writable(folder: Path, option: str, path: Path | None = None) -> None:
+    """Refuses a folder that no file can be made in."""
+    got = str(path or folder)
+    if not folder.is_dir():
+        raise PellucidError(rule(option, "in a folder that exists", got), "file")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        advice = f"{error.strerror or error}."
+        raise PellucidError(rule(option, "in a folder that can be written to", got, advice), "file") from None
+
+
+def wrote(path: Path | Destination, as_json: bool = False) -> None:
+    """Says which file was written; beside JSON on stderr."""
+    print(f"wrote {path}", file=sys.stderr if as_json else sys.stdout)
 
 
 @contextmanager

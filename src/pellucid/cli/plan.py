@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pellucid.cli import output
-from pellucid.cli.options import grid_names, sampler_names
+from pellucid.cli.options import Overwrite, grid_names, sampler_names
 from pellucid.core.errors import PellucidError, rule
-from pellucid.interop.whole import put
 
 if TYPE_CHECKING:
     from pellucid.core.plan import Plan
@@ -64,6 +64,7 @@ def command(
     save: Annotated[
         Path | None, typer.Option("--save", metavar="FILE", help="Write the plan into this JSON file.")
     ] = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Show a sampler as its table: one row is one model call, then linear updates.
 
@@ -72,12 +73,12 @@ def command(
     from pellucid.cli import plan_words
 
     refuse_both(as_json, plot, diff)
-    if save is not None:
-        save = output.destination(save, "--save", (".json",))
+    output.check_overwrite(overwrite, "--save or --plot", save is not None or plot is not None)
+    goal = None if save is None else output.destination(save, "--save", (".json",), overwrite=overwrite)
     if plot is not None:
         from pellucid.cli import draw
 
-        plot = draw.destination(plot)
+        drawn = draw.destination(plot, overwrite)
     words = plan_words.Words.of(ctx.params)
     made = plan_words.compiled(words)
     if diff is not None:
@@ -90,11 +91,13 @@ def command(
     elif plot is not None:
         from pellucid.evidence.drawing import plan as drawing
 
-        drawing.plan(made, plot)
+        drawn.write(partial(drawing.plan, made))
+        output.wrote(drawn)
     else:
         show(made)
-    if save is not None:
-        keep(made, save)
+    if goal is not None:
+        goal.write(made.to_json() + "\n")
+        output.wrote(goal, as_json)
 
 
 def refuse_both(as_json: bool, plot: Path | None, diff: str | None) -> None:
@@ -103,10 +106,6 @@ def refuse_both(as_json: bool, plot: Path | None, diff: str | None) -> None:
         raise PellucidError(
             rule("--plot", f"given without {other}", str(plot), "Run the command twice, once for each."), "usage"
         )
-
-
-def keep(made: Plan, path: Path) -> None:
-    put(path, made.to_json() + "\n")
 
 
 def show(made: Plan) -> None:

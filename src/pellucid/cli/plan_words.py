@@ -17,6 +17,7 @@ from pellucid.core.compile import compile_plan
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.grid import Grid
 from pellucid.core.plan import Plan
+from pellucid.core.reader import naming, read_text
 from pellucid.core.samplers import resolve
 from pellucid.core.samplers.registry import value_of
 from pellucid.core.schedule import Schedule
@@ -138,11 +139,8 @@ def from_file(words: Words, path: Path) -> Plan:
         from pellucid.interop.source import bundled
 
         path = bundled(path)  # a bundle's, by its name; torch is imported for it alone
-    with path.open("rb") as file:
-        text = file.read(MAX_BYTES + 1)
-    if len(text) > MAX_BYTES:
-        raise PellucidError(rule("plan file", f"at most {MAX_BYTES >> 20} MB", str(path)), "file-size")
-    with refusing("plan file must hold a plan"), np.errstate(all="ignore"):
+    text = read_text(path, "plan file", MAX_BYTES)
+    with naming(path.name), np.errstate(all="ignore"):
         return Plan.from_json(text)
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import typer
-
 from pellucid.cli import sample_options as opt
+from pellucid.core.errors import PellucidError
 
 EPILOG = opt.EPILOG
 
 
 def command(
-    ctx: typer.Context,
     model: opt.Model = None,
     prompt: opt.Prompt = None,
     from_file: opt.From = None,
@@ -26,7 +24,6 @@ def command(
     option: opt.SamplerOption = None,
     plan: opt.PlanFile = None,
     guidance: opt.GuidanceText = None,
-    unguarded: opt.Unguarded = False,
     weak: opt.Weak = None,
     noise: opt.Noise = None,
     image: opt.ImageFile = None,
@@ -71,6 +68,9 @@ def command(
 
     Without --sampler the model keeps its own scheduler; without --guidance it gets the guarded default.
     """
+    words = dict(locals())  # as typer converted them: what its context holds are texts in some of its versions
+    if model is None and from_file is None:  # said before torch is imported
+        raise PellucidError("MODEL must be given, or a picture with --from; got neither.", "usage")
     from pellucid.cli import sample_run
 
-    sample_run.sample(ctx.params)
+    sample_run.sample(words)

@@ -79,10 +79,9 @@ GuidanceText = Annotated[
         HOW,
         "--guidance",
         metavar="TEXT",
-        help="7, off, linear:7:2, 5 + apg, … Capped at 7 and rescaled; see --unguarded.",
+        help="4, off, linear:7:2, 5 + apg, guarded 9 (capped at 7 and rescaled), …; guarded 7 when not given.",
     ),
 ]
-Unguarded = Annotated[bool, option(HOW, "--unguarded", help="Take --guidance as it is: no cap, no rescale.")]
 Weak = Annotated[
     str | None, option(HOW, "--weak", metavar="MODEL", help="The worse model that autoguidance leads away from.")
 ]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ from pellucid.cli import output
 from pellucid.core.errors import PellucidError, rule
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from rich.progress import Progress
 
     from pellucid.core.loop import StepSeen
@@ -49,19 +50,39 @@ class Goal:
         return next(p for p in paths if p not in used and (self.overwrite or not os.path.lexists(p)))
 
     def free(self, path: Path) -> Path:
-        if not self.overwrite and os.path.lexists(path):
-            advice = "Name another, or give --overwrite."
-            raise PellucidError(rule("--out", "a file that does not exist yet", str(path), advice), "file-exists")
-        return output.destination(path, "--out")
+        return output.destination(path, "--out", overwrite=self.overwrite).path
+
+    def keep(self, image: Image, recipe: Recipe, number: int | None, used: Collection[Path]) -> Path:
+        """Writes an image under a name that is free; where another process takes the name meanwhile, under the next."""
+        while True:
+            path = self.path(recipe.seed, number, used)
+            try:
+                self.write(path, image, recipe)
+            except PellucidError as error:
+                if self.file is not None or error.code != "file-exists":
+                    raise
+            else:
+                return path
+
+    def write(self, path: Path, image: Image, recipe: Recipe, axes: str | None = None) -> None:
+        """Writes an image, or a sheet, with its recipe."""
+        from pellucid.pipeline.recipe import write_png
+
+        held = io.BytesIO()
+        write_png(image, held, recipe, axes)
+        output.Destination(path, "--out", self.overwrite).write(lambda part: part.write_bytes(held.getvalue()))
 
 
 def goal_of(out: Path | None, overwrite: bool, several: bool) -> Goal:
     """Refuses, before any work, what could not be written. A folder is made where its parent exists."""
     if out is None:
-        return Goal(writable(Path()), overwrite=overwrite)
+        output.writable(Path(), "--out")
+        return Goal(Path(), overwrite=overwrite)
     if out.suffix.lower() == ".png" and not out.is_dir():
-        goal = Goal(writable(out.parent), out.stem, None if several else out, overwrite)
-        if not several:
+        goal = Goal(out.parent, out.stem, None if several else out, overwrite)
+        if several:
+            output.writable(out.parent, "--out")
+        else:
             goal.free(out)
         return goal
     if out.suffix.lower() in PICTURES and not out.is_dir():
@@ -69,19 +90,10 @@ def goal_of(out: Path | None, overwrite: bool, several: bool) -> Goal:
     if not out.is_dir():
         if os.path.lexists(out) or not out.parent.is_dir():
             raise PellucidError(rule("--out", "a folder, or a new one in a folder that exists", str(out)), "file")
-        writable(out.parent)
+        output.writable(out.parent, "--out")
         out.mkdir()
-    return Goal(writable(out), overwrite=overwrite)
-
-
-def writable(folder: Path) -> Path:
-    if not folder.is_dir():
-        raise PellucidError(rule("--out", "in a folder that exists", str(folder)), "file")
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError:
-        raise PellucidError(rule("--out", "in a folder that can be written to", str(folder)), "file") from None
-    return folder
+    output.writable(out, "--out")
+    return Goal(out, overwrite=overwrite)
 
 
 def cell_name(number: int, settings: dict[str, Any]) -> str:

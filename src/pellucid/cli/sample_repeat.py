@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import typer
 
-from pellucid.cli import sample_words
 from pellucid.cli.sample_words import Adapter, Asked
 from pellucid.core.errors import PellucidError
 from pellucid.core.grid import Grid
@@ -26,10 +27,14 @@ from pellucid.pipeline.recipe import Recipe
 from pellucid.pipeline.repeat import Needs
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from pellucid.pipeline.pipeline import Pipeline
     from pellucid.pipeline.request import Request
 
 SHOWN = 60  # characters of a value
+ORDER = 10  # times the pixels of the picture that a recipe may make unasked
+MANY = 1000  # steps that it may take
 
 
 @dataclass(frozen=True)
@@ -59,14 +64,55 @@ def open_source(path: Path) -> Source:
     return Source(path, found, repeat.needs_of(found), axes)
 
 
+# --- nothing large unasked -------------------------------------------------------------------------------------
+
+
+def agree(origin: Source, asked: Asked, progress: Progress) -> None:
+    """Asks before a recipe of another order of size than its picture is run, or refuses where nobody can answer.
+
+    Nobody sees in a picture what its recipe asks for. What is said on the command line is agreed to.
+    """
+    for question, refusal in surprises(origin, asked):
+        if not on_terminal():
+            raise PellucidError(refusal, "recipe-size")
+        progress.stop()
+        if not typer.confirm(question, err=True):
+            raise typer.Abort
+        progress.start()
+
+
+def surprises(origin: Source, asked: Asked) -> Iterator[tuple[str, str]]:
+    """(the question, the refusal) of each thing that a recipe makes far larger than its picture shows."""
+    base, name = repeat.request_fields(origin.recipe), origin.path.name
+    size = base.get("width"), base.get("height")
+    calls = base["plan"].nfe if "plan" in base else base.get("steps") or 0
+    if None not in size and not {"width", "height"} & asked.fields.keys():
+        with pictures.open_bounded(origin.path) as picture:
+            carrier = picture.size
+        times = size[0] * size[1] / (carrier[0] * carrier[1])
+        if times > ORDER:
+            made, own = pictures.words(size), pictures.words(carrier)
+            question = f"{name} is {own}, and its recipe makes {made}, {times:,.0f} times as many pixels. Run it?"
+            must, got = f"at most {ORDER} times the pixels of its picture", f"{made} for {name} of {own}"
+            yield question, f"size of the recipe must be {must}; got {got}. Give --size {size[0]}x{size[1]} to run it."
+    if calls > MANY and not {"steps", "plan"} & asked.fields.keys():
+        question = f"the recipe in {name} takes {calls:,} steps. Run it?"
+        yield (
+            question,
+            f"steps of the recipe must be at most {MANY}; got {calls} for {name}. Give --steps {calls} to run it.",
+        )
+
+
+def on_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
 # --- the recipe, completed -------------------------------------------------------------------------------------
 
 
 def completed(origin: Source, asked: Asked) -> tuple[Asked, list[str]]:
     """What to run: the recipe's words, and over them those that were said; and which of them were said otherwise."""
     base = repeat.request_fields(origin.recipe)
-    if origin.exact is None and "guidance" in base:
-        base["guidance"] = sample_words.guidance(base["guidance"], asked.unguarded)
     seed, prompt, label = (base.pop(name, None) for name in ("seed", "prompt", "label"))
     fields = repeat.over(base, asked.fields)
     changed = differences({k: v for k, v in base.items() if k in asked.fields}, asked.fields)
@@ -114,10 +160,10 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def alike(old: Any, new: Any) -> bool:
-    """Whether two guidances are the same rules; a dialect sets the space in which they act."""
+    """Whether two are guidances with the same rules."""
     if not isinstance(new, Guidance) or not isinstance(old, Mapping | Guidance):
         return False
-    return Guidance.parse(old).as_diffusers() == new.as_diffusers()
+    return Guidance.parse(old).same_rules(new)
 
 
 def shown(value: Any) -> str:
@@ -148,7 +194,7 @@ def local_model(origin: Source) -> str:
     """The model that the recipe names, where it is on this machine: nothing is fetched because a picture says so."""
     name = str(repeat.known_fields(origin.recipe).get("model", ""))
     if origin.exact is not None and name:
-        for place in (Path(name).expanduser(), origin.path.parent / name):
+        for place in (source.expanded(name), origin.path.parent / name):
             if source.exists(place):
                 return str(place)
         if source.in_bundle(name) is not None or (hub.is_id(name) and hub.cached(name) is not None):

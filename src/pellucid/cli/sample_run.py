@@ -17,14 +17,12 @@ from pellucid.cli.sample_words import Adapter, Asked
 from pellucid.cli.sample_work import Job, Work, request_of
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.noise import seed_list
-from pellucid.models.guidance import guarded
 from pellucid.pipeline import prompt as texts
 from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
 from pellucid.pipeline.load import load
 from pellucid.pipeline.parameters import Foreign
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.policy import Policy
-from pellucid.pipeline.recipe import write_png
 from pellucid.pipeline.request import Request
 
 CANCELLED = 130
@@ -51,6 +49,7 @@ def work_on(params: dict[str, Any], report: Report, bar: Bar) -> None:
     named = asked.model is not None
     if params["from_file"] is not None:
         origin = sample_repeat.open_source(params["from_file"])
+        sample_repeat.agree(origin, asked, bar.progress)
         asked, changed = sample_repeat.completed(origin, asked)
         report.source = told_of(origin, changed)
         report.note(*getattr(origin.recipe, "notes", ()))
@@ -63,20 +62,19 @@ def work_on(params: dict[str, Any], report: Report, bar: Bar) -> None:
     traces = Traces.of(params)
     fields = {**asked.fields, **adapters_of(asked)}
     # What is wrong whatever the model is refused before it is loaded.
-    cells = None if axes is None else sample_sheet.cells_of(axes, jobs[0], fields, asked.unguarded)
+    cells = None if axes is None else sample_sheet.cells_of(axes, jobs[0], fields)
     if cells is None:
         request_of(jobs[:1], fields)
+    else:
+        places = sample_sheet.places(goal, params["keep_cells"])
     if traces is not None:
         traces.expect(math.ceil(len(jobs) / asked.batch) if cells is None else len(cells.requests))
     pipe = timed_load(asked, report)
     work = Work(asked, goal, report, bar, pipe, origin, named, weak_of(asked), traces)
-    scales = [fields.get("guidance")] if cells is None else [request.guidance for request in cells.requests]
-    if asked.unguarded and any(one is not None and guarded(one).notes for one in scales):  # it would have been capped
-        report.note(sample_words.UNGUARDED)
     if cells is None:
         images(work, jobs, fields)
     else:
-        sample_sheet.sheet(work, cells, params["keep_cells"])
+        sample_sheet.sheet(work, cells, *places)
 
 
 def told_of(origin: Source, changed: list[str]) -> dict[str, Any]:
@@ -95,13 +93,8 @@ def told_of(origin: Source, changed: list[str]) -> dict[str, Any]:
 
 def check_usage(params: dict[str, Any], asked: Asked, origin: Source | None, axes: str | None) -> None:
     """Words that only make sense with others."""
-    if asked.model is None:
-        raise PellucidError("MODEL must be given, or a picture with --from; got neither.", "usage")
     if params["keep_cells"] and axes is None:
         raise PellucidError("--keep-cells must come with --grid-of; got it alone.", "usage")
-    foreign = origin is not None and origin.exact is None and "guidance" in asked.fields
-    if asked.unguarded and not (params["guidance"] or foreign or "guidance" in (axes or "")):
-        raise PellucidError("--unguarded must come with --guidance; got it alone.", "usage")
     if params["label"] and params["prompt"] is not None and len(asked.prompts or ()) > 1:
         raise PellucidError("--label must come with one prompt at most; got several.", "usage")
 
@@ -195,9 +188,7 @@ def images(work: Work, jobs: list[Job], fields: dict[str, Any]) -> None:
     for run, request in zip(runs, requests, strict=True):
         result = work.run(request)
         for job, image, recipe in zip(run, result.images, result.recipes, strict=True):
-            path = work.goal.path(job.seed, job.number, work.report.files)
-            write_png(image, path, recipe)
-            work.report.files.append(path)
+            work.report.files.append(work.goal.keep(image, recipe, job.number, work.report.files))
             if len(jobs) == 1:
                 work.compare_pixels(image, recipe)
         work.bar.done += len(run)

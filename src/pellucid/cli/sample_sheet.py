@@ -8,9 +8,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from pellucid.cli import sample_output
+from pellucid.cli import output, sample_output
+from pellucid.cli.sample_output import Goal
 from pellucid.cli.sample_work import Job, Work, request_of
-from pellucid.pipeline.recipe import write_png
 from pellucid.pipeline.request import Request
 from pellucid.pipeline.sheet import Axis, cells, draw_sheet
 from pellucid.pipeline.sheet_cells import axes_of, cell_fields, footer
@@ -26,19 +26,26 @@ class Cells:
     requests: list[Request]
 
 
-def cells_of(text: str, job: Job, fields: dict[str, Any], unguarded: bool) -> Cells:
+def cells_of(text: str, job: Job, fields: dict[str, Any]) -> Cells:
     axes = axes_of(text, fields.get("sampler"))
     every = cells(axes)
-    return Cells(text, axes, every, [cell_request(job, fields, settings, unguarded) for settings in every])
+    return Cells(text, axes, every, [cell_request(job, fields, settings) for settings in every])
 
 
-def sheet(work: Work, cells: Cells, keep: bool) -> None:
+def places(goal: Goal, keep: bool) -> tuple[Path, Path | None]:
+    """The file of the sheet and the folder of its cells, where they are kept; both are new, or may be replaced."""
+    file = goal.file or free_sheet(goal.folder)
+    folder = file.with_name(f"{file.stem}-cells") if keep else None
+    if folder is not None and os.path.lexists(folder) and not (goal.overwrite and folder.is_dir()):
+        raise output.taken("--keep-cells", folder)
+    return file, folder
+
+
+def sheet(work: Work, cells: Cells, goal: Path, folder: Path | None) -> None:
     """Every cell, then the sheet. All are planned before the first is run."""
     work.bar.unit = "cell"
     work.bar.begin(len(cells.requests), sum(work.steps(request) for request in cells.requests))
     work.check_recipe(cells.requests[0])
-    goal = work.goal.file or free_sheet(work.goal.folder)
-    folder = goal.with_name(f"{goal.stem}-cells") if keep else None
     if folder is not None:
         folder.mkdir(exist_ok=work.goal.overwrite)
     pictures = []
@@ -47,13 +54,13 @@ def sheet(work: Work, cells: Cells, keep: bool) -> None:
         pictures.append(result.images[0])
         if folder is not None:
             path = folder / sample_output.cell_name(number, settings)
-            write_png(result.images[0], path, result.recipe)
+            work.goal.write(path, result.images[0], result.recipe)
             work.report.files.append(path)
         work.bar.done += 1
     first = work.report.recipes[0]
     title = None if any(axis.name == "prompt" for axis in cells.axes) else first.prompt
     drawn = draw_sheet(pictures, cells.axes, title=title, footer=footer(work.report.recipes))
-    write_png(drawn, work.goal.free(goal), first, cells.text)
+    work.goal.write(goal, drawn, first, cells.text)
     if work.origin is not None and work.origin.axes == cells.text:
         work.compare_pixels(drawn, first)
     work.report.files.insert(0, goal)
@@ -66,8 +73,8 @@ def free_sheet(folder: Path) -> Path:
     return next(path for path in names if not os.path.lexists(path))
 
 
-def cell_request(job: Job, fields: dict[str, Any], settings: dict[str, Any], unguarded: bool) -> Request:
+def cell_request(job: Job, fields: dict[str, Any], settings: dict[str, Any]) -> Request:
     """The request of one cell: that of the sheet, with the cell's own settings."""
-    held = cell_fields(fields, settings, unguarded)
+    held = cell_fields(fields, settings)
     own = {name: held.pop(name) for name in ("prompt", "label", "seed") if name in settings}
     return request_of([replace(job, **own)], held)

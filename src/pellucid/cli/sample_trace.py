@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pellucid.cli import output
 from pellucid.core.errors import PellucidError
-from pellucid.evidence.trace import layout
 from pellucid.evidence.trace.recorder import Recorder
 
 
@@ -35,9 +35,8 @@ class Traces:
     def expect(self, runs: int) -> None:
         """So many runs will come: none of their files may be in the way."""
         self.runs = runs
-        layout.check_goal(self.name(1), self.overwrite)
-        for number in range(2, runs + 1):
-            layout.check_free(self.name(number), self.overwrite)
+        for number in range(1, runs + 1):
+            output.destination(self.name(number), "--trace", overwrite=self.overwrite)
 
     def name(self, number: int) -> Path:
         return self.path if self.runs == 1 else self.path.with_stem(f"{self.path.stem}-{number:03d}")

@@ -12,17 +12,14 @@ from PIL import Image
 from pellucid.cli import plan_words
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.noise import check_seed
+from pellucid.core.reader import read_text
 from pellucid.core.samplers import resolve
-from pellucid.models.guidance import GUARDED_SCALE
+from pellucid.models.guidance import Guidance
 from pellucid.pipeline import images as pictures
-from pellucid.pipeline.request_words import guidance, label, size
+from pellucid.pipeline.request_words import label, size
 
 MAX_IMAGES = 10_000
 MAX_PROMPTS_BYTES = 4 * 2**20
-UNGUARDED = (
-    f"unguarded: scales above {GUARDED_SCALE:g} may burn colours, repeat shapes and make all images alike; "
-    "the guarded default caps them and rescales"
-)
 # Words that are fields of a request as they stand, by the name of the word.
 PLAIN = {
     "negative": "negative_prompt",
@@ -67,7 +64,6 @@ class Asked:
     loading: dict[str, Any] = field(default_factory=dict)
     policy: dict[str, Any] = field(default_factory=dict)
     weak: str | None = None
-    unguarded: bool = False
     batch: int = 1
 
     @staticmethod
@@ -92,7 +88,6 @@ class Asked:
             },
             policy={name: given[name] for name in POLICY if name in given},
             weak=params["weak"],
-            unguarded=params["unguarded"],
             batch=params["batch"] or 1,
         )
 
@@ -116,7 +111,7 @@ def fields_of(given: dict[str, Any]) -> dict[str, Any]:
     if "weighting" in given:
         found["weighting"] = True
     if "guidance" in given:
-        found["guidance"] = guidance(given["guidance"], given.get("unguarded", False))
+        found["guidance"] = Guidance.parse(given["guidance"])
     if "option" in given:
         found["options"] = dict(options(given["option"]))
     return found
@@ -162,15 +157,8 @@ def prompts(text: str) -> list[str]:
     if text.startswith("@@") or not text.startswith("@"):
         return [text.removeprefix("@") if text.startswith("@@") else text]
     path = Path(text[1:])
-    with path.open("rb") as file:
-        held = file.read(MAX_PROMPTS_BYTES + 1)
-    if len(held) > MAX_PROMPTS_BYTES:
-        raise PellucidError(rule("prompts", f"at most {MAX_PROMPTS_BYTES} bytes", str(path)), "file-size")
-    try:
-        lines = [line.strip() for line in held.decode("utf-8-sig").splitlines()]
-    except UnicodeDecodeError:
-        raise PellucidError(rule("prompts", "text in UTF-8", str(path)), "prompt-file") from None
-    found = [line for line in lines if line]
+    lines = read_text(path, "prompts", MAX_PROMPTS_BYTES).splitlines()
+    found = [line.strip() for line in lines if line.strip()]
     if not found:
         raise PellucidError(rule("prompts", "at least one line", str(path)), "prompt-file")
     return found

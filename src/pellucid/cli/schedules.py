@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pellucid.cli import output
+from pellucid.cli.options import Overwrite
 
 if TYPE_CHECKING:
     from pellucid.core.schedule import Schedule
@@ -24,24 +26,28 @@ def command(
     zero_snr: Annotated[
         bool, typer.Option("--zero-snr", metavar="", help="Rescale to zero terminal SNR (discrete schedules only).")
     ] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Show noise schedules: how β, ᾱ, SNR, λ and σ run over training time.
 
     Example: [bold]pellucid schedules scaled_linear cosine flow --plot schedules.png[/]
     """
+    output.check_overwrite(overwrite, "--plot", plot is not None)
     if plot is not None:
         from pellucid.cli import draw
 
-        plot = draw.destination(plot)
+        goal = draw.destination(plot, overwrite)
     found = chosen(names or [], zero_snr)
     if plot is not None:
         from pellucid.evidence.drawing import schedules as drawing
 
-        drawing.schedules(found, plot)
+        goal.write(partial(drawing.schedules, found))
     if as_json:
         output.print_json({name: curve.table() for name, curve in found.items()}, indent=None)
     else:
         show(found, names or [], zero_snr)
+    if plot is not None:
+        output.wrote(goal, as_json)
 
 
 def chosen(names: list[str], zero_snr: bool) -> dict[str, Schedule]:

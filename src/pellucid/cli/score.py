@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pellucid.cli import output
-from pellucid.cli.options import Device
+from pellucid.cli.options import Device, Overwrite
 from pellucid.core.errors import PellucidError, rule
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def command(
     save: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the statistics of IMAGES, to score others against.")
     ] = None,
+    overwrite: Overwrite = False,
     kid_subsets: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Random subsets of KID; 100 when not given.")
     ] = None,
@@ -83,6 +84,8 @@ def command(
     Example: [bold]pellucid score out/ --against data/cifar10:train[/]
     """
     check_options(against, inception, clip, prompts, save)
+    output.check_overwrite(overwrite, "--save", save is not None)
+    goal = None if save is None else output.destination(save, "--save", (".safetensors",), overwrite=overwrite)
     only = {"--kid-subsets": kid_subsets, "--kid-size": kid_size, "--neighbours": neighbours}
     check_against(against, {**only, "--no-cache": no_cache or None})
     from pellucid.evidence.metrics.score import Asked, with_image_text
@@ -91,13 +94,15 @@ def command(
     asked = Asked(**{name: value for name, value in given.items() if value is not None})
     work = Work(images, against, batch, device, cached=not no_cache)
     fit = None if clip is None or prompts is None else work.judge(clip, prompts)  # before the long work
-    found = work.score(inception, save, asked)
+    found = work.score(inception, goal, asked)
     if fit is not None:
         found = with_image_text(found, fit(asked))
     if as_json:
         output.print_json(found.to_json())
     else:
         show(found, asked.level)
+    if goal is not None:
+        output.wrote(goal, as_json)
 
 
 def check_options(
@@ -111,8 +116,6 @@ def check_options(
         raise PellucidError("--against, --clip or --save must be given; got none of them.", "usage")
     if inception is not None and against is None and save is None:
         raise PellucidError("--inception must be given with --against or --save; got it alone.", "usage")
-    if save is not None:
-        output.destination(save, "--save", (".safetensors",))
 
 
 def check_against(against: str | None, given: dict[str, Any]) -> None:
@@ -137,7 +140,7 @@ class Work:
         self.device = source.place(device) or default_device()
         self.known = [isinstance(side, Statistics) for side in (self.images, self.reference) if side is not None]
 
-    def score(self, inception: Path | None, save: Path | None, asked: Asked) -> Score:
+    def score(self, inception: Path | None, save: output.Destination | None, asked: Asked) -> Score:
         """The figures against the reference; without one, only the count."""
         from pellucid.evidence.metrics.score import Score, score, stages
 
@@ -149,7 +152,7 @@ class Work:
         network = self.network(inception)
         mine = self.measured(name, self.images, network, False)
         if save is not None:
-            mine.statistics.save(save)
+            save.write(mine.statistics.save)
         if against is None:
             return Score(name, mine.count, notes=tuple(mine.notes()))
         other = self.measured(against, self.reference, network, self.cached)

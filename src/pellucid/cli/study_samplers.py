@@ -144,7 +144,7 @@ def show(found: Figures, out: Path) -> None:
     """The deciding measure with its interval, of the others the estimates; all of it is in the files."""
     from pellucid.evidence.study.page_chart import short
     from pellucid.evidence.study.samplers_report import seconds_of
-    from pellucid.evidence.study.samplers_verdict import interval, told
+    from pellucid.evidence.study.samplers_verdict import interval
 
     others = [column for column in found.columns.values() if column is not found.main]
     titles = (found.main.measure.title, *(column.measure.title for column in others))
@@ -153,11 +153,11 @@ def show(found: Figures, out: Path) -> None:
     taken = None if found.verdict.knee is None else found.verdict.knee.cell
     for i, cell in enumerate(found.cells):
         figures = [short(float(column.values[i]) * column.measure.scale, 3) for column in others]
-        row = (cell.setup.text, str(cell.steps), str(cell.nfe), seconds_of(found, i), interval(found.main, i))
+        row = (cell.setup.label, str(cell.steps), str(cell.nfe), seconds_of(found, i), interval(found.main, i))
         shown.add_row(*row, *figures, found.verdict.place(i), style="bold" if i == taken else None)
     screen = output.console()
     screen.print(shown)
-    said = (told(found.verdict.ranking, found.main), found.verdict.sentence, found.verdict.words)
+    said = (found.verdict.comparison, found.verdict.sentence, found.verdict.words)
     for words in (*said, *found.doubts()):
         if words:
             screen.print(words, soft_wrap=True, markup=False)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pellucid.cli.options import group
+from pellucid.cli.options import Overwrite, group
 from pellucid.cli.sample_options import ControlWords, ImageFile, ImagePromptWords, LoraFile, Mask, Weak
 
 app = group("Recorded runs (pellucid sample … --trace FILE): show, compare, run again, lay out in time.")
@@ -31,6 +31,7 @@ def show(
         Path | None, typer.Option("--plot", metavar="PNG", help="Draw x, x0 and guidance by step, over the curves.")
     ] = None,
     model: Model = None,
+    overwrite: Overwrite = False,
     linear: Annotated[bool, typer.Option("--linear", help="Do not decode latents; map them to colours.")] = False,
     partial: Partial = False,
     as_json: AsJson = False,
@@ -41,7 +42,8 @@ def show(
     """
     from pellucid.cli import trace_work
 
-    trace_work.show(file, index, plot, model, linear, partial, as_json)
+    goal = trace_work.plot_goal(plot, overwrite, decoded=model is not None, linear=linear)
+    trace_work.show(file, index, goal, model, linear, partial, as_json)
 
 
 @app.command("diff")
@@ -96,6 +98,7 @@ def timeline(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="JSON", help="Where to; FILE with .json when not given.")
     ] = None,
+    overwrite: Overwrite = False,
     partial: Partial = False,
     as_json: AsJson = False,
 ) -> None:
@@ -105,4 +108,4 @@ def timeline(
     """
     from pellucid.cli import trace_work
 
-    trace_work.timeline(file, out, partial, as_json)
+    trace_work.timeline(file, out, overwrite, partial, as_json)

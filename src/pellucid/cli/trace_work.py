@@ -11,6 +11,7 @@ import torch
 import typer
 
 from pellucid.cli import output, sample, sample_output, sample_repeat, sample_run, trace_text
+from pellucid.cli.output import Destination
 from pellucid.cli.sample_repeat import Source
 from pellucid.cli.sample_words import Asked
 from pellucid.core.errors import PellucidError, rule
@@ -26,17 +27,27 @@ from pellucid.pipeline.recipe import Recipe
 from pellucid.pipeline.repeat import Needs
 
 
-def show(
-    file: Path, index: int | None, plot: Path | None, model: str | None, linear: bool, partial: bool, as_json: bool
-) -> None:
-    if plot is None and (model is not None or linear):
+def plot_goal(plot: Path | None, overwrite: bool, *, decoded: bool, linear: bool) -> Destination | None:
+    """Where `--plot` draws; refuses what goes with it alone, or not together."""
+    if plot is None and (decoded or linear):
         raise PellucidError(
             "--model and --linear must come with --plot, which draws pictures; got them alone.", "usage"
         )
-    if model is not None and linear:
+    if decoded and linear:
         raise PellucidError("--linear must be left out with --model, which decodes; got both.", "usage")
-    if plot is not None:
-        output.destination(plot, "--plot", (".png",))
+    output.check_overwrite(overwrite, "--plot", plot is not None)
+    return None if plot is None else output.destination(plot, "--plot", (".png",), overwrite=overwrite)
+
+
+def show(
+    file: Path,
+    index: int | None,
+    plot: Destination | None,
+    model: str | None,
+    linear: bool,
+    partial: bool,
+    as_json: bool,
+) -> None:
     trace = reading.read(file, partial=partial)
     if index is not None and not 0 <= index < trace.header.images:
         must = f"from 0 to {trace.header.images - 1}"
@@ -47,18 +58,17 @@ def show(
         trace_text.show(trace, index)
     if plot is not None:
         draw(trace, plot, index or 0, model, linear)
-        if not as_json:
-            print(f"drew {plot}")
+        output.wrote(plot, as_json)
 
 
-def draw(trace: Trace, plot: Path, index: int, model: str | None, linear: bool) -> None:
+def draw(trace: Trace, plot: Destination, index: int, model: str | None, linear: bool) -> None:
     vae, note = (None, "") if linear or not trace.pictured else vae_of(trace, model)
     if not trace.pictured:
         note = "only the curves are drawn: the trace holds no tensors (--trace-tensors keeps them)"
     if note:
         print(f"note: {note}", file=sys.stderr)
     with output.progress("drawing", 1) as done:
-        filmstrip.draw(trace, plot, image=index, vae=vae)
+        plot.write(lambda part: filmstrip.draw(trace, part, image=index, vae=vae))
         done()
 
 
@@ -96,14 +106,19 @@ def diff(first: Path, second: Path, tolerance: float, partial: bool, as_json: bo
         raise typer.Exit(1)
 
 
-def timeline(file: Path, out: Path | None, partial: bool, as_json: bool) -> None:
+def timeline(file: Path, out: Path | None, overwrite: bool, partial: bool, as_json: bool) -> None:
+    goal = None
+    if as_json and out is not None:
+        raise PellucidError(rule("--out", "given without --json, which prints the timeline", str(out)), "usage")
+    output.check_overwrite(overwrite, "a file, which --json does not write", not as_json)
+    if not as_json:
+        goal = output.destination(out or file.with_suffix(".json"), "--out", (".json",), overwrite=overwrite)
     trace = reading.read(file, partial=partial)
-    goal = output.destination(out or file.with_suffix(".json"), "--out", (".json",))
     document = timelines.timeline(trace)
-    if as_json:
+    if goal is None:
         output.print_json(document)
         return
-    timelines.write(trace, goal)
+    goal.write(lambda part: timelines.write(trace, part))
     print(f"wrote {goal}: {len(document['traceEvents'])} events; open it in https://ui.perfetto.dev")
 
 
@@ -148,7 +163,7 @@ def with_model(trace: Trace, given: dict[str, Any]) -> Replay:
 def asked_of(trace: Trace, given: dict[str, Any]) -> Asked:
     """The recipe's words, completed as `pellucid sample --from` completes them."""
     recipe: Recipe = replaying.recipes_of(trace)[0]
-    flags = dict.fromkeys(("unguarded", "weighting", "vae_slicing", "channels_last", "compile"), False)
+    flags = dict.fromkeys(("weighting", "vae_slicing", "channels_last", "compile"), False)
     words = dict.fromkeys(inspect.signature(sample.command).parameters) | flags | given
     known = recipe if recipe.noise in repeat.NOISES else Recipe.from_dict({**recipe.to_dict(), "noise": "philox"})
     origin = Source(trace.path, known, repeat.needs_of(known))

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pellucid.cli import output
-from pellucid.cli.options import Device, model_names, whole_numbers
-from pellucid.core.errors import PellucidError, rule
+from pellucid.cli.options import Device, Overwrite, model_names, whole_numbers
+from pellucid.core.errors import PellucidError
 
 if TYPE_CHECKING:
     from pellucid.evidence.tune.tuning import Tuned, Tuning
@@ -58,9 +58,6 @@ def command(
     guidance: Annotated[
         str | None, typer.Option(metavar="SCALE", help="As of `pellucid sample`; the model's own when not given.")
     ] = None,
-    unguarded: Annotated[
-        bool, typer.Option("--unguarded", metavar="", help="Take --guidance as it is: no cap, no rescale.")
-    ] = False,
     iterations: Annotated[
         int | None, typer.Option(metavar="N", help="Steps of the descent at most; 400 when not given.")
     ] = None,
@@ -82,7 +79,7 @@ def command(
     dtype: Annotated[str, typer.Option(metavar="NAME", help="What the network works in.")] = "float32",
     compiled: Annotated[bool, typer.Option("--compile", metavar="", help="Compile the network: for a GPU.")] = False,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the plan goes.")] = Path("plan.json"),
-    overwrite: Annotated[bool, typer.Option("--overwrite", metavar="", help="Replace a plan that is there.")] = False,
+    overwrite: Overwrite = False,
     device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the evidence as JSON.")] = False,
 ) -> None:
@@ -93,32 +90,23 @@ def command(
 
     Example: [bold]pellucid tune --model scenes-128 --prompts scenes --steps 8 --out plan.json[/]
     """
-    output.destination(out, "--out", (".json",))
-    if out.exists() and not overwrite:
-        advice = "Name another, or give --overwrite."
-        raise PellucidError(rule("--out", "a file that does not exist yet", str(out), advice), "file-exists")
-    for option, alone, needed in (
-        ("--records", records and not sweep, "--sweep"),
-        ("--unguarded", unguarded and not guidance, "--guidance"),
-    ):
-        if alone:
-            raise PellucidError(f"{option} must be given with {needed}; got it alone.", "usage")
+    goal = output.destination(out, "--out", (".json",), overwrite=overwrite)
+    if records and not sweep:
+        raise PellucidError("--records must be given with --sweep; got it alone.", "usage")
     given: dict[str, Any] = {
         "steps": steps, "pairs": pairs, "held_out": held_out, "teacher": teacher, "prompts": prompts, "seed": seed,
         "sweep": None if sweep is None else whole_numbers("--sweep", sweep),
     }  # fmt: skip
     how = {"what": what, "iterations": iterations, "batch": batch, "at_once": at_once, "seed": seed}
     asked = read(given, how, start or [])
-    check_writable(out)
     from pellucid.pipeline.policy import Policy
 
     loading = {"dtype": dtype, "device": device, "policy": Policy(compile=compiled)}
-    from pellucid.interop.whole import put
 
     def keep(tuned: Tuned) -> None:
-        put(out, tuned.plan.to_json() + "\n")
+        goal.write(tuned.plan.to_json() + "\n")
 
-    tuned = work(model, asked, None if guidance is None else meant(guidance, unguarded), loading, records, keep)
+    tuned = work(model, asked, None if guidance is None else meant(guidance), loading, records, keep)
     if as_json:
         output.print_json({"plan": str(out), **tuned.evidence})
     else:
@@ -136,23 +124,10 @@ def read(given: dict[str, Any], how: dict[str, Any], starts: list[str]) -> Tunin
     return Tuning(descent=descent, starts=tuple(dict.fromkeys(map(Start.parse, starts))), **known)
 
 
-def check_writable(out: Path) -> None:
-    """Refuses a place that cannot be written before the long work, not after it."""
-    import tempfile
+def meant(guidance: str) -> Any:
+    from pellucid.models.guidance import Guidance
 
-    try:
-        with tempfile.TemporaryFile(dir=out.parent):
-            pass
-    except OSError as error:
-        advice = f"{error.strerror or error}."
-        raise PellucidError(rule("--out", "a file that can be written", str(out), advice), "file") from None
-
-
-def meant(guidance: str, unguarded: bool) -> Any:
-    """What the same words mean to `pellucid sample`."""
-    from pellucid.cli import sample_words
-
-    return sample_words.guidance(guidance, unguarded)
+    return Guidance.parse(guidance)
 
 
 def work(
@@ -189,9 +164,10 @@ def show(tuned: Tuned, out: Path) -> None:
     console.print(table)
     doubt = told["teacher"]["doubt"]
     words = f"{held['tuned']['pairs']} held-out pairs against {told['teacher']['steps']} steps of the teacher"
-    print(f"{words}, itself off by at most {doubt:.2g}; law kept to {tuned.plan.deviation:.1g} → {out}")
+    print(f"{words}, itself off by at most {doubt:.2g}; law kept to {tuned.plan.deviation:.1g}")
     if UNRESOLVED * doubt > held[told["kept"].replace(" ", "_")]["mean"]:
         print("Doubtful: errors are not much larger than what the teacher itself is off by. Give more --teacher.")
+    output.wrote(out)
 
 
 def figures(row: dict[str, Any]) -> tuple[str, str, str, str]:

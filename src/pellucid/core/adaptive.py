@@ -77,6 +77,7 @@ class Controller:
         return accepted
 
 
+@torch.no_grad()
 def run_adaptive(
     denoiser: Denoiser,
     x: Tensor | None = None,
@@ -109,6 +110,11 @@ def run_adaptive(
     kind = curve.carries[0] if target is None else targets.named(target)
     if kind not in curve.carries:
         raise PlanError(rule("target", f"one that schedule {curve.name} carries", target), "target-schedule")
+    own = getattr(denoiser, "schedule", None)
+    if isinstance(own, Schedule) and schedules.to_dict(own) != schedules.to_dict(curve):
+        raise PlanError(rule("schedule", f"the denoiser's, {own.name}", curve.name), "plan-model")
+    if getattr(denoiser, "target", kind) != kind:
+        raise PlanError(rule("target", f"the denoiser's, {denoiser.target}", kind), "plan-model")  # type: ignore[attr-defined]
     frame: schedules.Frame = "flow" if curve.frame == "flow" else "ve"
     least, most = curve.sigma_range
     most = 1.0 - least if frame == "flow" else most  # a flow's sigma 1 is pure noise, where eps says nothing

@@ -12,9 +12,9 @@ from pellucid.core import schedule as schedules
 from pellucid.core import target as targets
 from pellucid.core.dialect_diffusers import SPACING
 from pellucid.core.errors import PlanError, rule
-from pellucid.core.grid import Grid
-from pellucid.core.plan import Plan, Row, seal
-from pellucid.core.samplers import Sampler, resolve
+from pellucid.core.grid import Grid, Path
+from pellucid.core.plan import Plan, Row, X, row, seal
+from pellucid.core.samplers import Draft, Sampler, resolve
 from pellucid.core.schedule import EDM, Schedule, Target
 
 
@@ -76,7 +76,7 @@ def compile_plan(
         path = grids.cut(path, *between)
     if skip:
         path = replace(path, legs=path.legs[skip:])
-    draft = entry.draft(path, {**options, **setup.options})
+    draft = draft_of(entry, path, {**options, **setup.options})
     begin = path.legs[-1].end if entry.family == "inversion" else path.legs[0].start
     end = draft.end or path.legs[-1].end
     if stop is not None and stop < count:  # a peer plans all steps, then stops early: its last rows are not special
@@ -111,6 +111,22 @@ def compile_plan(
         declared="; ".join(d for d in (setup.declared, draft.declared) if d),
     )
     return seal(plan)
+
+
+def draft_of(entry: Sampler, path: Path, options: dict[str, Any]) -> Draft:
+    """The rows of a path. Where a grid repeats a level, and the sampler cannot divide by that step, x waits there."""
+    try:
+        return entry.draft(path, options)
+    except PlanError as error:
+        moves = tuple(leg for leg in path.legs if leg.start != leg.end)
+        if error.code != "repeated-level" or not 0 < len(moves) < len(path.legs):
+            raise
+    draft = entry.draft(replace(path, legs=moves), options)
+    if len(draft.rows) != len(moves):
+        raise PlanError(rule("levels", f"all different for {entry.name}", "a repeated one"), "repeated-level")
+    rows = iter(draft.rows)
+    waits = [row(leg.time, leg.start, X, held=True) if leg.start == leg.end else next(rows) for leg in path.legs]
+    return replace(draft, rows=waits)
 
 
 def check_cuts(

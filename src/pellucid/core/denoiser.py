@@ -52,8 +52,18 @@ class NetworkDenoiser:
     target: Target
     x0_filter: Filter | None = None
     dtype: torch.dtype | None = None
+    gradients: bool = False
+
+    @property
+    def unclipped(self) -> bool:
+        """Whether nothing holds x0 in the range of the data."""
+        return self.x0_filter is None
 
     def __call__(self, x: Tensor, level: Any, time: Any) -> Tensor:
+        with torch.set_grad_enabled(self.gradients and torch.is_grad_enabled()):
+            return self.x0(x, level, time)
+
+    def x0(self, x: Tensor, level: Any, time: Any) -> Tensor:
         levels = split(level) if isinstance(level, Batched) else [level]
         scale = self.numbers([input_scale(self.schedule, lv) for lv in levels], x)
         told = time if isinstance(time, Tensor) else torch.full((len(x),), float(time), dtype=torch.float64)
@@ -81,12 +91,16 @@ def denoiser(
     target: str = "eps",
     x0_filter: Filter | None = None,
     dtype: torch.dtype | None = None,
+    gradients: bool = False,
 ) -> NetworkDenoiser:
-    """Wraps a network that takes (x, time) for `run`; `dtype` is what the network works in, x stays float32."""
+    """Wraps a network that takes (x, time) for `run`; `dtype` is what the network works in, x stays float32.
+
+    The network is called without gradients unless `gradients` asks for them.
+    """
     curve, kind = schedules.make(schedule), targets.named(target)
     if kind not in curve.carries:
         raise PellucidError(
             rule("target", f"one that schedule {curve.name} carries ({', '.join(curve.carries)})", target),
             "target-schedule",
         )
-    return NetworkDenoiser(network, curve, kind, x0_filter, dtype)
+    return NetworkDenoiser(network, curve, kind, x0_filter, dtype, gradients)

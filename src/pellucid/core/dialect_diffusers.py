@@ -88,7 +88,9 @@ def sigma_to_time(table: Array) -> Callable[[Any], Any]:
     logs = np.log(table)
 
     def told(ratio: Any) -> Any:
-        return np.interp(np.log(np.maximum(ratio, 1e-10)), logs, np.arange(len(logs)))
+        found = np.interp(np.log(np.maximum(ratio, 1e-10)), logs, np.arange(len(logs)))
+        whole = np.round(found)
+        return np.where(np.abs(found - whole) < 1e-9, whole, found)  # the ends of a rule are whole but for rounding
 
     return told
 
@@ -212,7 +214,8 @@ def diffusers_training(
     ratios = [in_table(schedule, t, clean) for t in times]
     stride = total // len(times)
     if sampler.name == "ddim_inversion":
-        return inverse_setup(schedule, times, stride, clean)
+        comes = times - stride if grid.timesteps is None else np.append(times[1:], -1.0)
+        return inverse_setup(schedule, times, comes, clean)
     if sampler.name in ("pndm", "plms"):
         return pndm_setup(sampler, schedule, times, stride, clean, target)
     declared, extra = "", {}
@@ -220,7 +223,7 @@ def diffusers_training(
         ends = [in_table(schedule, t - stride, clean) for t in times]
         declared = PREVIOUS if not np.allclose(times[:-1] - stride, times[1:]) else ""
     else:
-        ends = [*ratios[1:], 0.0]
+        ends = [*ratios[1:], clean if sampler.name == "ddim" else 0.0]
     if sampler.name == "ddpm" and options.get("variance") == "large":
         extra["noise_at_end"] = bool(times[-1] > 0)
     if sampler.name == "tcd":
@@ -257,12 +260,12 @@ def in_table(schedule: Tabled, time: float, clean: float) -> float:
     return clean if time < 0 else float(schedule.ratios[int(min(time, schedule.num_train - 1))])
 
 
-def inverse_setup(schedule: Tabled, times: Array, stride: int, clean: float) -> Setup:
-    """DDIM inversion: each row goes from t − T // N up to t, and the network is told t."""
+def inverse_setup(schedule: Tabled, times: Array, comes: Array, clean: float) -> Setup:
+    """DDIM inversion: each row goes from t − T // N (or the next lower time) up to t, and the network is told t."""
     goes = [in_table(schedule, t, clean) for t in times]
-    comes = [in_table(schedule, min(t - stride, schedule.num_train - 1), clean) for t in times]
-    declared = "" if np.allclose(times[:-1] - stride, times[1:]) else PREVIOUS
-    return Setup(grids.build(schedule, "vp", times, goes, comes), 1.0, {}, declared)
+    starts = [in_table(schedule, t, clean) for t in comes]
+    declared = "" if np.allclose(comes[:-1], times[1:]) else PREVIOUS
+    return Setup(grids.build(schedule, "vp", times, goes, starts), 1.0, {}, declared)
 
 
 def pndm_setup(sampler: Sampler, schedule: Tabled, times: Array, stride: int, clean: float, target: Target) -> Setup:

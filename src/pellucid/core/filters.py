@@ -29,16 +29,17 @@ class Clip:
 
 @dataclass(frozen=True)
 class DynamicThreshold:
-    """Each image clipped at its own quantile of |x0|, then scaled back to [−1, 1] (Saharia et al. 2022)."""
+    """Each image clipped at its own quantile of |x0|, then scaled back to [−1, 1] (Saharia et al. 2022).
+
+    The quantile is taken as at least 1 and at most `most`; a `most` below 1 clips every image there, as in diffusers.
+    """
 
     quantile: float = 0.995
     most: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.quantile <= 1 or not self.most >= 1:
-            raise PellucidError(
-                rule("quantile, most", "in (0, 1] and at least 1", (self.quantile, self.most)), "filter"
-            )
+        if not 0 <= self.quantile <= 1 or not self.most > 0:
+            raise PellucidError(rule("quantile, most", "in [0, 1] and positive", (self.quantile, self.most)), "filter")
 
     def __call__(self, x0: Tensor) -> Tensor:
         wide = x0.to(torch.float64 if x0.dtype == torch.float64 else torch.float32)

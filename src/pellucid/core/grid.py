@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pellucid.core.errors import PlanError, nearest, rule
+from pellucid.core.reader import hints_of, typed
 from pellucid.core.schedule import Array, Flow, Frame, Level, Schedule, in_frame
 
 MAX_STEPS = 10_000
@@ -93,8 +94,16 @@ class Grid:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Grid:
-        listed: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-        return Grid(**listed)
+        """A grid from its fields, of which each has its type."""
+        return Grid(**{key: Grid.check(key, value) for key, value in data.items()})
+
+    @staticmethod
+    def check(key: str, value: Any) -> Any:
+        """The value of one field, typed."""
+        hints = hints_of(Grid)
+        if key not in hints:
+            raise PlanError(rule("grid", f"made of {', '.join(hints)}", key), "grid")
+        return typed(hints[key], value, f"grid.{key}", (-1e12, 1e12), "grid")
 
 
 # (count, low, high, unit of time or rho) → the points, noisiest first
@@ -229,8 +238,10 @@ def named(grid: str | Grid) -> Grid:
         )
     if made.final not in ("zero", "sigma_min"):
         raise PlanError(rule("final", "zero or sigma_min", made.final), "final")
-    if made.rho is not None and not (math.isfinite(made.rho) and made.rho > 0):
-        raise PlanError(rule("rho", "a positive number", made.rho), "rho")
+    for option in ("rho", "sigma_min", "sigma_max"):
+        value = getattr(made, option)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise PlanError(rule(option, "a positive number", value), "rho" if option == "rho" else "sigmas")
     return replace(made, name=key)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -11,10 +12,12 @@ import torch
 from torch import Tensor
 
 from pellucid.core import target as targets
-from pellucid.core.errors import Cancelled, PellucidError, rule
+from pellucid.core.errors import Cancelled, PellucidError, PellucidWarning, PlanError, rule
 from pellucid.core.noise import NoiseSource, Philox, draw, seed_list
 from pellucid.core.plan import DEPTH, Plan, Row, Weights
-from pellucid.core.schedule import Level
+from pellucid.core.schedule import Level, Schedule, to_dict
+
+MOST_POWER = 10.0  # mean square of an image at a run's end; measured: 2.7² with plain guidance 30, 1.2 at most with 7.5
 
 
 @dataclass(frozen=True)
@@ -141,17 +144,43 @@ def run(
     cancelled: Callable[[], bool] | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    gradients: bool = False,
 ) -> Tensor:
     """Runs a plan. Give `x` (already at the plan's first level), or `shape` of one image and seeds.
 
     One seed for a batch gives consecutive ones. A `noise` source with seeds of its own brings these instead.
+    No gradients are kept unless `gradients` asks for them; a denoiser of a network needs its own `gradients` too.
 
-    Returns x at the plan's end, in float32 or better whatever dtype the network works in.
+    Returns x at the plan's end, in float32 or better whatever dtype the network works in. Warns where it is far larger
+    than data are: a network may send x0 out of their range where there is much noise, and never find back.
     """
     if x is not None and (x.ndim < 1 or len(x) == 0):
         raise PellucidError(rule("x", "a batch of at least one image", tuple(x.shape)), "shape")
+    check_fits(plan, getattr(denoiser, "schedule", None), getattr(denoiser, "target", None))
+    if gradients and getattr(denoiser, "gradients", True) is False:
+        raise PellucidError(
+            "gradients must be asked of the denoiser too; got a denoiser without. "
+            "Make it with pellucid.denoiser(…, gradients=True).",
+            "gradients",
+        )
     x, source = starting_point(x, plan.initial_scale, shape, seeds, noise, dtype, device)
-    return loop([plan] * len(x), denoiser, x, source, observers, constraints, cancelled)
+    plans = [plan] * len(x)
+    with torch.set_grad_enabled(gradients):
+        return in_range(plans, denoiser, loop(plans, denoiser, x, source, observers, constraints, cancelled))
+
+
+def check_fits(plan: Plan, schedule: object, target: object, owner: str = "denoiser") -> None:
+    """Refuses a plan for another schedule or target than its owner's, where the owner says what these are."""
+    own = to_dict(schedule) if isinstance(schedule, Schedule) else plan.schedule
+    if plan.schedule == own and (target is None or plan.target == target):
+        return
+    names = own.get("name", "?"), plan.schedule.get("name", "?")
+    detail = ", with other settings of the schedule" if names[0] == names[1] and plan.target == target else ""
+    raise PlanError(
+        f"plan must be made for the {owner}'s schedule and target ({names[0]}, {target}); "
+        f"got one for {names[1]}, {plan.target}{detail}.",
+        "plan-model",
+    )
 
 
 def starting_point(
@@ -213,7 +242,31 @@ def run_batch(
         own = job.x if job.x is not None else source.first(shape or (), like, [i])[0] * job.plan.initial_scale
         starts.append(own)
     plans = [job.plan for job in jobs]
-    return loop(plans, denoiser, torch.stack(starts), source, observers, constraints, cancelled)
+    for plan in plans:
+        check_fits(plan, getattr(denoiser, "schedule", None), getattr(denoiser, "target", None))
+    x = torch.stack(starts)
+    with torch.no_grad():
+        return in_range(plans, denoiser, loop(plans, denoiser, x, source, observers, constraints, cancelled))
+
+
+def in_range(plans: Sequence[Plan], denoiser: Denoiser, x: Tensor) -> Tensor:
+    """x at the end of a run; with a warning where a network that is not clipped made it far too large.
+
+    The scale of an exact density is its own affair: only what says that it is `unclipped` is judged.
+    """
+    clean = [i for i, plan in enumerate(plans) if plan.end.ratio < 1]
+    if not clean or not getattr(denoiser, "unclipped", False):
+        return x
+    power = float(x.detach()[clean].reshape(len(clean), -1).square().mean(1).max())
+    if power > MOST_POWER:
+        warnings.warn(
+            f"x0 left the range of the data: x ends with a root mean square of {math.sqrt(power):.3g}, where images in "
+            "[-1, 1] have at most 1 and latents about 1. For data in [-1, 1] use "
+            "pellucid.denoiser(..., x0_filter=pellucid.Clip(1.0)).",
+            PellucidWarning,
+            stacklevel=3,
+        )
+    return x
 
 
 def loop(

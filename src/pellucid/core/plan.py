@@ -10,18 +10,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
 
+from pellucid.core import schedule as schedules
 from pellucid.core import target as targets
 from pellucid.core.errors import PellucidError, PlanError, rule
-from pellucid.core.schedule import Array, Frame, Level, Target
+from pellucid.core.grid import Grid
+from pellucid.core.reader import parse_json, typed
+from pellucid.core.schedule import EDM, Array, Frame, Level, Schedule, Target
 
 SCHEMA = 1
+MAX_ROWS, MAX_NOISY, MAX_DRAWS = 100_000, 20_000, 2_000_000  # of a plan that is read
+TIME_BEYOND, TIME_AWAY = 0.01, 0.5  # of a schedule's span
+SCALE_TOLERANCE = 1e-6
 TOLERANCE = 1e-9
 BLURRED = 1e-3  # rounding that grows beyond this part of x is refused
 REGISTERS = ("x", "anchor", "p0", "p1", "p2", "p3", "u", "z")
@@ -226,46 +233,22 @@ class Plan:
     @staticmethod
     def from_json(text: str | bytes) -> Plan:
         """Reads a plan back and proves it again: a changed weight breaks the marginal law and is refused."""
-        try:
-            data = json.loads(text)
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
-            raise PlanError(f"plan must be JSON; got {error}.", "plan-json") from None
+        with _as_plan_errors():
+            data = parse_json(text, "plan", "plan-json")
         return Plan.from_dict(data)
 
     @staticmethod
-    def from_dict(data: dict[str, Any]) -> Plan:
+    def from_dict(data: dict[str, Any], *, ran: bool = False) -> Plan:
+        """A plan of a table: types, the law, and times and first noise that agree with the schedule.
+
+        One that `ran`, as a trace tells it, keeps the times and the first noise that it ran with.
+        """
         if not isinstance(data, dict) or data.get("kind") != "pellucid-plan":
             raise PlanError("plan must be a JSON object of kind pellucid-plan; got something else.", "plan-json")
         if data.get("schema") != SCHEMA:
             raise PlanError(rule("schema", str(SCHEMA), data.get("schema"), "Made by another version."), "schema")
-        try:
-            rows = [row_from_dict(r) for r in data["rows"]]
-            plan = Plan(
-                name=str(data["name"]),
-                rows=tuple(rows),
-                basis=targets.named(data["basis"]),
-                start=level_from_pair("start", data["start"]),
-                end=level_from_pair("end", data["end"]),
-                frame=one_of("frame", data["frame"], get_args(Frame)),
-                initial_scale=finite("initial_scale", data["initial_scale"]),
-                clock=one_of("clock", data["clock"], get_args(Clock)),
-                target=targets.named(data["target"]),
-                schedule=dict(data["schedule"]),
-                grid=dict(data["grid"]),
-                dialect=str(data["dialect"]),
-                options={k: BOUNDS.get(v, v) if isinstance(v, str) else v for k, v in dict(data["options"]).items()},
-                declared=str(data["declared"]),
-                deviation=finite("deviation", data["deviation"]),
-                evidence=dict(data.get("evidence", {})),
-            )
-        except PellucidError:
-            raise
-        except (KeyError, TypeError, IndexError, ValueError, AttributeError, OverflowError) as error:
-            raise PlanError(
-                f"plan must have every field of the schema; got {error!r} missing or wrong.", "plan-json"
-            ) from None
-        if not plan.rows:
-            raise PlanError(rule("rows", "at least one", 0), "plan-json")
+        with _as_plan_errors():
+            plan = Plan._read(data)
         sealed = seal(plan)
         found = sealed.deviation
         if not abs(found - plan.deviation) <= TOLERANCE * (1 + plan.deviation):
@@ -274,7 +257,41 @@ class Plan:
                 "A weight, a level or the deviation itself was changed. Compile the plan again.",
                 "marginal-law",
             )
+        if not ran:
+            check_agreement(plan)
         return replace(sealed, deviation=plan.deviation)
+
+    @staticmethod
+    def _read(data: dict[str, Any]) -> Plan:
+        """The fields of a table, each of its type; nothing is proven yet."""
+        held = _Fields(data)
+        try:
+            rows = [row_from_dict(r) for r in held.rows()]
+            plan = Plan(
+                name=held.text("name"),
+                rows=tuple(rows),
+                basis=targets.named(data["basis"]),
+                start=level_from_pair("start", data["start"]),
+                end=level_from_pair("end", data["end"]),
+                frame=one_of("frame", data["frame"], get_args(Frame)),
+                initial_scale=finite("initial_scale", data["initial_scale"]),
+                clock=one_of("clock", data["clock"], get_args(Clock)),
+                target=targets.named(data["target"]),
+                schedule=held.table("schedule"),
+                grid=held.table("grid"),
+                dialect=held.text("dialect"),
+                options={k: BOUNDS.get(v, v) if isinstance(v, str) else v for k, v in held.table("options").items()},
+                declared=held.text("declared"),
+                deviation=finite("deviation", data["deviation"]),
+                evidence=held.table("evidence") if "evidence" in data else {},
+            )
+        except PellucidError:
+            raise
+        except (KeyError, TypeError, IndexError, ValueError, AttributeError, OverflowError) as error:
+            got = f"{type(error).__name__}: {str(error)[:80]}"
+            raise PlanError(rule("plan", "made of every field of its schema", got), "plan-json") from None
+        check_grid(plan.grid)
+        return plan
 
     def diff(self, other: Plan, tolerance: float = 0.0) -> list[Difference]:
         """What differs from another plan, field by field and row by row."""
@@ -329,6 +346,101 @@ def row_to_dict(r: Row) -> dict[str, Any]:
     return out
 
 
+@contextmanager
+def _as_plan_errors() -> Iterator[None]:
+    """A value of a wrong type in a plan's table is a plan error of one code, whichever the field."""
+    try:
+        yield
+    except PlanError:
+        raise
+    except PellucidError as error:
+        if error.code not in ("plan-json", "plan-type", "plan-value", "grid-type", "grid-value", "not-finite"):
+            raise
+        raise PlanError(str(error), "not-finite" if error.code == "not-finite" else "plan-json") from None
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """The fields of a plan's table, each of its type."""
+
+    data: dict[str, Any]
+
+    def text(self, key: str) -> str:
+        return str(typed(str, self.data[key], f"{key} of the plan", code="plan"))
+
+    def table(self, key: str) -> dict[str, Any]:
+        return dict(typed(Mapping[str, Any], self.data[key], f"{key} of the plan", code="plan"))
+
+    def rows(self) -> list[dict[str, Any]]:
+        found = self.data["rows"]
+        if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+            raise PlanError(rule("rows", "a list of tables", found), "plan-json")
+        noisy = sum("span" in one or "pre_span" in one for one in found)
+        if not 1 <= len(found) <= MAX_ROWS or noisy > MAX_NOISY:
+            must = f"1 to {MAX_ROWS}, of which at most {MAX_NOISY} draw noise"
+            raise PlanError(rule("rows", must, (len(found), noisy)), "plan-json")
+        return found
+
+
+def check_grid(grid: dict[str, Any]) -> None:
+    """Refuses a grid whose fields are of other types than a grid's, or that no grid has."""
+    for key, value in grid.items():
+        if key in ("steps", "skip", "stop"):
+            typed(int | None, value, f"grid.{key} of the plan", (0, MAX_ROWS), "plan")
+        elif key == "between":
+            typed(tuple[float | None, float | None], value, "grid.between of the plan", code="plan")
+        else:
+            Grid.check(key, value)
+
+
+def check_agreement(plan: Plan) -> None:
+    """Refuses times and a first noise that do not belong to the schedule and the start of a plan.
+
+    The law does not see them. Times stay inside of the schedule (diffusers goes 0.1 % of it beyond), and within half of
+    it of the level's own: tuning moved them by 7 %, diffusers' PNDM by 14 %. Two tell any time in it: inversion, that
+    of the level it goes to; diffusers' iPNDM, that of a curve of its own, and its PNDM started late, those of the steps
+    that it skipped. The first noise is sigma of the start, or what a dialect makes of it. A schedule of somebody's own,
+    which is not known by name here, can only be asked whether its times rise with the noise.
+    """
+    name, inversion = plan.schedule.get("name"), plan.name == "ddim_inversion"
+    known = isinstance(name, str) and (name in schedules.MAKERS or name in schedules.ALIASES)
+    curve = schedules.from_dict(plan.schedule) if known or not isinstance(name, str) else None
+    if curve is not None:
+        _check_times(plan, curve, inversion)
+    else:
+        least, most = (choose(plan.rows, key=lambda r: r.level.ratio) for choose in (min, max))
+        if least.time > most.time and not inversion:
+            raise PlanError(rule("times", "higher where there is more noise", (least.time, most.time)), "plan-time")
+    noises = _first_noises(plan, curve, inversion)
+    if not any(math.isclose(plan.initial_scale, one, rel_tol=SCALE_TOLERANCE) for one in noises):
+        must = " or ".join(f"{one:.6g}" for one in dict.fromkeys(noises))
+        advice = "It is the size of the first noise. Compile the plan again."
+        raise PlanError(rule("initial_scale", must, plan.initial_scale, advice), "plan-scale")
+
+
+def _check_times(plan: Plan, curve: Schedule, inversion: bool) -> None:
+    low, high = curve.span
+    free = inversion or (plan.dialect == "diffusers" and plan.name in ("ipndm", "pndm"))
+    for i, r in enumerate(plan.rows):
+        beyond = max(low - r.time, r.time - high)
+        away = 0.0 if free else abs(r.time - curve.time(r.level))
+        if beyond > TIME_BEYOND * (high - low) or away > TIME_AWAY * (high - low):
+            must = f"near {curve.time(r.level):.6g}, the time of its level in {curve.name}, and in {low:g} … {high:g}"
+            raise PlanError(rule(f"time of row {i}", must, r.time, "Compile the plan again."), "plan-time")
+
+
+def _first_noises(plan: Plan, curve: Schedule | None, inversion: bool) -> list[float]:
+    """Sigma of the start; in ComfyUI's dialect with the data's size added; in diffusers' 1 in its solvers, and the
+    largest sigma of the run or of the schedule in the others, with and without the data's size."""
+    found = [1.0 if inversion else plan.start.sigma]
+    if plan.dialect in ("comfyui", "diffusers"):
+        found.append(math.hypot(plan.start.alpha, plan.start.sigma))
+    if plan.dialect == "diffusers":
+        tops = [max(r.level.ratio for r in plan.rows)] + ([curve.sigma_max] if isinstance(curve, EDM) else [])
+        found += [1.0, *(size for top in tops for size in (top, math.hypot(top, 1.0)))]
+    return [one for one in found if math.isfinite(one)]
+
+
 def row_from_dict(data: dict[str, Any]) -> Row:
     def read(weights: dict[str, float]) -> Weights:
         return tuple(sorted((REGISTERS.index(k), finite(k, v)) for k, v in weights.items()))
@@ -337,7 +449,7 @@ def row_from_dict(data: dict[str, Any]) -> Row:
         if key not in data:
             return None
         start, end, visit = data[key]
-        return Span(positive(key, start), positive(key, end), int(visit))
+        return Span(positive(key, start), positive(key, end), typed(int, visit, key, (0, 1e9), "plan"))
 
     unknown = set(data) - {"alpha", "sigma", "time", "x", "anchor", "held", "pre_noise", "pre_span", "span"}
     if unknown:
@@ -352,7 +464,7 @@ def row_from_dict(data: dict[str, Any]) -> Row:
         time=finite("time", data["time"]),
         x=read(data["x"]),
         anchor=read(data["anchor"]) if "anchor" in data else None,
-        held=bool(data.get("held", False)),
+        held=typed(bool, data.get("held", False), "held", code="plan"),
         pre_noise=finite("pre_noise", data.get("pre_noise", 0.0)),
         pre_span=span("pre_span"),
         span=span("span"),
@@ -398,6 +510,9 @@ def address(rows: Sequence[Row], clock: Clock) -> tuple[Row, ...]:
         return tuple(rows)
     cuts = sorted({edge for s in spans for edge in (s.start, s.end)}, reverse=True)
     place = {edge: i for i, edge in enumerate(cuts)}
+    pieces = sum(abs(place[s.start] - place[s.end]) for s in spans)
+    if pieces > MAX_DRAWS:
+        raise PlanError(rule("noise of the plan", f"cut into at most {MAX_DRAWS} pieces", pieces), "plan-noise")
 
     def draws(span: Span | None) -> tuple[Draw, ...]:
         if span is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pellucid.core.errors import PellucidError, nearest, rule
+from pellucid.core.reader import typed
 
 Array = npt.NDArray[np.float64]
 Frame = Literal["vp", "ve", "flow"]
@@ -174,17 +175,22 @@ class Tabled(Schedule):
 
     def __post_init__(self) -> None:
         betas = np.asarray(self.betas, np.float64)
-        if betas.ndim != 1 or len(betas) < 2 or not np.all(np.isfinite(betas)):
-            raise PellucidError(rule("betas", "a list of at least 2 finite numbers", betas.shape), "betas")
-        if betas.min() <= 0 or betas.max() > 1 or betas[:-1].max() >= 1:
+        if betas.ndim != 1 or len(betas) < 1 or not np.all(np.isfinite(betas)):
+            raise PellucidError(rule("betas", "a list of finite numbers", betas.shape), "betas")
+        if betas.min() <= 0 or betas.max() > 1 or np.any(betas[:-1] >= 1):
             raise PellucidError(
                 rule("betas", "in (0, 1), and 1 at most at the last time", (betas.min(), betas.max())),
                 "betas",
             )
         object.__setattr__(self, "betas", betas)
         alpha_bar = np.cumprod(1.0 - betas)
-        with np.errstate(divide="ignore"):
-            object.__setattr__(self, "ratios", np.sqrt((1.0 - alpha_bar) / alpha_bar))
+        with np.errstate(divide="ignore", over="ignore"):
+            ratios = np.sqrt((1.0 - alpha_bar) / alpha_bar)
+        if not ratios[0] > 0 or not np.all(np.isfinite(ratios[:-1])):
+            must = "ones that leave noise at every time, and signal at every time but the last"
+            got = f"{len(betas)} from {betas.min():.3g} to {betas.max():.3g}"
+            raise PellucidError(rule("betas", must, got), "betas")
+        object.__setattr__(self, "ratios", ratios)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Tabled) and self.kind == other.kind and np.array_equal(self.betas, other.betas)
@@ -209,6 +215,11 @@ class Tabled(Schedule):
         return len(self.betas)
 
     @property
+    def _cells(self) -> int:
+        """How many intervals lie between training times; one that is a point where there is a single time."""
+        return max(len(self.betas) - 1, 1)
+
+    @property
     def alpha_bar(self) -> Array:
         return np.cumprod(1.0 - self.betas)
 
@@ -223,9 +234,9 @@ class Tabled(Schedule):
 
     def ratio_at(self, times: npt.ArrayLike) -> Array:
         t = np.clip(np.asarray(times, np.float64), *self.span)
-        low = np.minimum(np.floor(t).astype(np.int64), len(self.ratios) - 2)
+        low = np.minimum(np.floor(t).astype(np.int64), self._cells - 1)
         w = t - low
-        a, b = self.ratios[low], self.ratios[low + 1]
+        a, b = self.ratios[low], self.ratios[np.minimum(low + 1, len(self.ratios) - 1)]
         finite = np.where(np.isinf(b), 1.0, b)
         bent = 1.0 / np.tan(np.where(w < 1.0, 1.0 - w, 1.0) * np.arctan2(1.0, a))
         inside = np.where(np.isinf(b), bent, np.exp((1.0 - w) * np.log(a) + w * np.log(finite)))
@@ -233,7 +244,9 @@ class Tabled(Schedule):
 
     def time_at(self, ratios: npt.ArrayLike) -> Array:
         r = np.clip(np.asarray(ratios, np.float64), self.ratios[0], self.ratios[-1])
-        low = np.clip(np.searchsorted(self.ratios, r, side="right") - 1, 0, len(self.ratios) - 2)
+        if len(self.ratios) == 1:
+            return np.zeros_like(r)
+        low = np.clip(np.searchsorted(self.ratios, r, side="right") - 1, 0, self._cells - 1)
         a, b = self.ratios[low], self.ratios[low + 1]
         finite = np.where(np.isinf(b), np.e * a, b)
         bent = 1.0 - np.arctan2(1.0, r) / np.arctan2(1.0, a)  # by the small angle: a may be 1e21
@@ -344,8 +357,8 @@ def zero_terminal_snr(schedule: Tabled) -> Tabled:
 
 
 def count_of(num_train: int) -> int:
-    if not isinstance(num_train, int) or not 2 <= num_train <= 1_000_000:
-        raise PellucidError(rule("num_train", "a whole number from 2 to 1000000", num_train), "num-train")
+    if not isinstance(num_train, int) or not 1 <= num_train <= 1_000_000:
+        raise PellucidError(rule("num_train", "a whole number from 1 to 1000000", num_train), "num-train")
     return num_train
 
 
@@ -621,10 +634,10 @@ def make(name: str | Schedule, *, zero_snr: bool = False, **options: Any) -> Sch
                 check_curve(made)
         except PellucidError:
             raise
-        except (TypeError, ValueError, ArithmeticError) as error:
+        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             known = known_options(key)
             raise PellucidError(
-                f"schedule {key} must have usable options; got {error}. Known: {known}.", "option"
+                f"schedule {key} must have usable options; got {str(error)[:120]}. Known: {known}.", "option"
             ) from None
     return zero_terminal_snr(made) if zero_snr else made  # type: ignore[arg-type]
 
@@ -645,6 +658,9 @@ def to_dict(schedule: Schedule) -> dict[str, Any]:
     return {"name": schedule.name, **schedule.options()}
 
 
-def from_dict(data: dict[str, Any]) -> Schedule:
-    rest = dict(data)
-    return make(str(rest.pop("name")), **rest)
+def from_dict(data: Mapping[str, Any]) -> Schedule:
+    """A schedule from its name and its options, as a file holds them."""
+    rest = {str(key): value for key, value in data.items()}
+    name = typed(str, rest.pop("name", None), "name of the schedule", code="schedule")
+    zero_snr = typed(bool, rest.pop("zero_snr", False), "zero_snr of the schedule", code="schedule")
+    return make(name, zero_snr=zero_snr, **rest)

@@ -92,21 +92,25 @@ KINDS: dict[str, Kind] = {
 }
 
 
+def read_config(kind: str, raw: Mapping[str, Any], name: str) -> Any:
+    """The config of a class of diffusers or transformers, checked, from what its file holds."""
+    if kind not in KINDS:
+        raise PellucidError(rule(f"class of {name}", "one that Pellucid has", kind, nearest(kind, KINDS)), "class")
+    owner = {"architectures": [kind]} if kind.startswith("CLIP") else {"_class_name": kind}
+    return KINDS[kind].read({**raw, **owner})
+
+
 def build(
     kind: str,
-    raw: Mapping[str, Any],
+    settings: Any,
     tensors: Mapping[str, Tensor],
     *,
     name: str,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Any:
-    """The network of a class of diffusers or transformers, from its parsed config and its weights."""
-    if kind not in KINDS:
-        raise PellucidError(rule(f"class of {name}", "one that Pellucid has", kind, nearest(kind, KINDS)), "class")
+    """The network of a class of diffusers or transformers, from its config and its weights."""
     way = KINDS[kind]
-    owner = {"architectures": [kind]} if kind.startswith("CLIP") else {"_class_name": kind}
-    settings = way.read({**raw, **owner})
     network = weights.load(lambda: way.build(settings), way.rename(tensors), name=name, dtype=dtype, device=device)
     if isinstance(network, DiT):
         network.share_embedders()

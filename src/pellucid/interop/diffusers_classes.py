@@ -231,6 +231,79 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+# What `step` takes after (model_output, timestep, sample), in diffusers' order; where a class is not here, return_dict.
+_CHURN = ("s_churn", "s_tmin", "s_tmax", "s_noise", "generator")
+_GENERATOR = ("generator", "return_dict")
+_DDIM_STEP = ("eta", "use_clipped_model_output", "generator", "variance_noise", "return_dict")
+STEP: dict[str, tuple[str, ...]] = {
+    "DDIMScheduler": _DDIM_STEP,
+    "DDIMParallelScheduler": _DDIM_STEP,
+    "DDPMScheduler": _GENERATOR,
+    "DDPMParallelScheduler": _GENERATOR,
+    "EulerDiscreteScheduler": (*_CHURN, "return_dict"),
+    "EulerAncestralDiscreteScheduler": _GENERATOR,
+    "LMSDiscreteScheduler": ("order", "return_dict"),
+    "KDPM2AncestralDiscreteScheduler": _GENERATOR,
+    "DPMSolverSDEScheduler": ("return_dict", "s_noise"),
+    "DPMSolverMultistepScheduler": ("generator", "variance_noise", "return_dict"),
+    "DPMSolverSinglestepScheduler": _GENERATOR,
+    "SASolverScheduler": _GENERATOR,
+    "LCMScheduler": _GENERATOR,
+    "TCDScheduler": ("eta", "generator", "return_dict"),
+    "FlowMatchEulerDiscreteScheduler": (*_CHURN, "per_token_timesteps", "return_dict"),
+    "FlowMatchHeunDiscreteScheduler": (*_CHURN, "return_dict"),
+    "EDMEulerScheduler": (*_CHURN, "return_dict", "pred_original_sample"),
+    "EDMDPMSolverMultistepScheduler": _GENERATOR,
+    "CosineDPMSolverMultistepScheduler": _GENERATOR,
+}
+# What `step` returns beside prev_sample; where a class is not here, nothing.
+SECOND: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "DDIMScheduler",
+            "DDIMParallelScheduler",
+            "DDIMInverseScheduler",
+            "DDPMScheduler",
+            "DDPMParallelScheduler",
+            "EulerDiscreteScheduler",
+            "EulerAncestralDiscreteScheduler",
+            "HeunDiscreteScheduler",
+            "LMSDiscreteScheduler",
+            "KDPM2DiscreteScheduler",
+            "KDPM2AncestralDiscreteScheduler",
+            "DPMSolverSDEScheduler",
+            "EDMEulerScheduler",
+        ),
+        "pred_original_sample",
+    ),
+    "LCMScheduler": "denoised",
+    "TCDScheduler": "pred_noised_sample",
+}
+# The classes that diffusers calls interchangeable (KarrasDiffusionSchedulers), and those that offer the change.
+INTERCHANGEABLE = (
+    "DDIMScheduler",
+    "DDPMScheduler",
+    "PNDMScheduler",
+    "LMSDiscreteScheduler",
+    "EulerDiscreteScheduler",
+    "HeunDiscreteScheduler",
+    "EulerAncestralDiscreteScheduler",
+    "DPMSolverMultistepScheduler",
+    "DPMSolverSinglestepScheduler",
+    "KDPM2DiscreteScheduler",
+    "KDPM2AncestralDiscreteScheduler",
+    "DEISMultistepScheduler",
+    "UniPCMultistepScheduler",
+    "DPMSolverSDEScheduler",
+    "EDMEulerScheduler",
+)
+OFFERS_CHANGE = {
+    *(name for name in INTERCHANGEABLE if not name.startswith("EDM")),
+    "DDIMParallelScheduler",
+    "DDPMParallelScheduler",
+    "SASolverScheduler",
+}
+
 # Keys of classes that are not imported here; in another class's config they change nothing.
 ELSEWHERE = {
     "set_alpha_to_zero",

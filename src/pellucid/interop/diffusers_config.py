@@ -7,20 +7,20 @@ error that names it.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pellucid.core import schedule as schedules
 from pellucid.core import target as targets
-from pellucid.core.errors import PellucidError, nearest, rule
+from pellucid.core.errors import PellucidError, nearest, rule, shown
 from pellucid.core.filters import Clip, DynamicThreshold, Filter
 from pellucid.core.grid import Grid
+from pellucid.core.reader import Bound, read_json, typed
 from pellucid.core.schedule import EDM, Flow, Schedule, Tabled
 from pellucid.interop.diffusers_classes import CLASSES, KNOWN, RULES
 
@@ -46,18 +46,23 @@ class Reading:
     options: dict[str, Any]
     x0_filter: Filter | None = None
     values: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)  # keys that the class does not read: kept for another class
+    defaults: tuple[str, ...] = ()  # keys that nobody set (`_use_default_values`): another class has its own default
     notes: tuple[str, ...] = ()
 
 
 def load(source: Any) -> dict[str, Any]:
     """A config dict from a dict, a JSON file, a folder that holds one, a live `.config`, or a live scheduler."""
     if isinstance(source, Mapping):
+        for key in source:
+            if not isinstance(key, str):
+                raise PellucidError(rule("a key of the config", "a text", key), "config-key")
         return dict(source)
     if isinstance(source, (str, os.PathLike)):
         return read_file(Path(source))
     config = getattr(source, "config", None)
     if isinstance(config, Mapping):
-        return {**config, "_class_name": config.get("_class_name", type(source).__name__)}
+        return load({**config, "_class_name": config.get("_class_name", type(source).__name__)})
     raise PellucidError(rule("config", "a dict, a file, a folder or a scheduler", type(source).__name__), "config")
 
 
@@ -66,15 +71,14 @@ def read_file(path: Path) -> dict[str, Any]:
     found = next((p for p in places if p.is_file()), None)
     if found is None:
         raise PellucidError(rule("config", f"a {FILE_NAME} or a folder that holds one", str(path)), "config-file")
-    if found.stat().st_size > MAX_CONFIG_BYTES:
-        raise PellucidError(rule("config", f"at most {MAX_CONFIG_BYTES} bytes", found.stat().st_size), "config-file")
-    try:
-        data = json.loads(found.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise PellucidError(f"config must be JSON; {found.name} is not: {error}.", "config-file") from None
-    if not isinstance(data, dict):
-        raise PellucidError(rule("config", "a JSON object", type(data).__name__), "config-file")
-    return data
+    return read_json(found, MAX_CONFIG_BYTES, "config-file", foreign=True)
+
+
+def chosen(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without the defaults that its class filled in: a change of class does not take them along."""
+    name = "_use_default_values"
+    left_out = {name, *(typed(tuple[str, ...] | None, config.get(name), name) or ())}
+    return {k: v for k, v in config.items() if k not in left_out}
 
 
 def class_of(config: dict[str, Any]) -> str:
@@ -94,12 +98,12 @@ def class_of(config: dict[str, Any]) -> str:
             ),
             "config-class",
         )
-    if name not in CLASSES:
+    if not isinstance(name, str) or name not in CLASSES:
         raise PellucidError(
-            rule("_class_name", "a class that Pellucid reads", name, nearest(str(name), CLASSES)),
+            rule("_class_name", "a class that Pellucid reads", name, nearest(str(name)[:80], CLASSES)),
             "config-class",
         )
-    return str(name)
+    return name
 
 
 def read(source: Any, strict: bool = True) -> Reading:
@@ -112,12 +116,13 @@ def read(source: Any, strict: bool = True) -> Reading:
         if key.startswith("_") or key in known:
             continue
         if key in KNOWN:
-            notes.append(f"{key}={value!r} has no effect in {name}")
+            notes.append(f"{key}={shown(value)} has no effect in {name}")
         else:
-            problems.append(
-                f"{key} must be a key that some diffusers scheduler knows; got {value!r}. {nearest(key, KNOWN)}"
-            )
-    values = {k: config.get(k, default) for k, default in known.items()}
+            must = "a key that some diffusers scheduler knows"
+            problems.append(rule(key[:80], must, value, nearest(key[:80], KNOWN)))
+    values = {k: plain(config.get(k, default)) for k, default in known.items()}
+    for key, value in values.items():
+        check_value(f"{key} of {name}", key, known[key], value)
     problems += unsupported(name, values)
     if problems and strict:
         raise PellucidError(" ".join(problems) + " Pass strict=False to go on without.", "config-key")
@@ -126,13 +131,51 @@ def read(source: Any, strict: bool = True) -> Reading:
     if name == "TCDScheduler" and filter_of(values) is not None:
         notes.append("clip_sample and thresholding have no effect in TCDScheduler")
     try:
-        return understand(name, sampler, values, tuple(notes))
+        reading = understand(name, sampler, values, tuple(notes))
+        private = ("_class_name", "_use_default_values")
+        extra = {k: v for k, v in config.items() if k not in known and k not in private}
+        return replace(reading, extra=extra, defaults=tuple(k for k in known if k not in config))
     except PellucidError:
         raise
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise PellucidError(
             f"config of {name} must have values of the right kind; got {error}.", "config-value"
         ) from None
+
+
+# Keys whose default does not say their type, and the numbers that have closer bounds than any.
+TYPES: dict[str, Any] = {
+    "trained_betas": tuple[float, ...] | None,
+    "disable_corrector": tuple[int, ...] | None,
+    **dict.fromkeys(("sigma_min", "sigma_max", "shift_terminal"), float | None),
+    **dict.fromkeys(("variance_type", "timestep_spacing"), str | None),
+    "noise_sampler_seed": int | None,
+}
+UNREAD = ("solver_p", "tau_func", "lambda_min_clipped")  # refused where they are not the default: see `unsupported`
+TRAINED, ORDER, FINITE = (1, 1_000_000), (1, 10), (-1e12, 1e12)
+LIMITS: dict[str, Bound] = {
+    **dict.fromkeys(("num_train_timesteps", "original_inference_steps"), TRAINED),
+    **dict.fromkeys(("solver_order", "predictor_order", "corrector_order"), ORDER),
+    "noise_sampler_seed": (0, 2**64),
+    "steps_offset": (-1e6, 1e6),
+    "rho": (1e-2, 1e3),
+    **dict.fromkeys(("sigma_min", "sigma_max", "sigma_data"), (1e-12, 1e12)),
+}
+
+
+def check_value(where: str, key: str, default: Any, value: Any) -> None:
+    """Refuses a value of another type than the key's: a text is no number and no boolean. Null is false."""
+    if key in UNREAD or (value is None and isinstance(default, bool)):
+        return
+    hint = TYPES.get(key, type(default))
+    if isinstance(value, float) and hint is int and value.is_integer():
+        value = int(value)
+    typed(hint, value, where, LIMITS.get(key, FINITE))
+
+
+def plain(value: Any) -> Any:
+    """An array as a list: a config is what JSON can say."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def understand(name: str, sampler: str, values: dict[str, Any], notes: tuple[str, ...]) -> Reading:
@@ -169,19 +212,19 @@ def unsupported(name: str, v: dict[str, Any]) -> list[str]:
     if v.get("use_flow_sigmas"):
         checks["prediction_type"] = ("flow_prediction", "epsilon", "sample")  # diffusers' v is not normalised there
     found = [
-        f"{key} must be {allowed[0]!r} in {name}; got {v[key]!r}, which is not supported."
+        f"{key} must be {allowed[0]!r} in {name}; got {shown(v[key])}, which is not supported."
         for key, allowed in checks.items()
-        if key in v and v[key] not in allowed
+        if key in v and (isinstance(v[key], (list, tuple)) or v[key] not in allowed)
     ]
     if name.startswith("DDPM") and v["variance_type"] in ("learned", "learned_range"):
         found.append(
-            f"variance_type must be fixed in {name}; got {v['variance_type']!r}. "
+            f"variance_type must be fixed in {name}; got {shown(v['variance_type'])}. "
             "Sampling with a learned variance is refused."
         )
     if name.startswith("EDM") and v["prediction_type"] not in ("epsilon", "v_prediction"):
-        found.append(f"prediction_type must be epsilon or v_prediction in {name}; got {v['prediction_type']!r}.")
+        found.append(f"prediction_type must be epsilon or v_prediction in {name}; got {shown(v['prediction_type'])}.")
     if name.startswith("EDM") and v["prediction_type"] == "v_prediction" and v["sigma_data"] != 1.0:
-        found.append(f"sigma_data must be 1.0 for v_prediction in {name}; got {v['sigma_data']!r}.")
+        found.append(f"sigma_data must be 1.0 for v_prediction in {name}; got {shown(v['sigma_data'])}.")
     if edm_like(v) and not (v["use_karras_sigmas"] and v["sigma_min"] and v["sigma_max"]):
         found.append(
             f"timestep_type must be discrete in {name} without karras sigmas and their ends; got 'continuous'."
@@ -191,7 +234,7 @@ def unsupported(name: str, v: dict[str, Any]) -> list[str]:
     if v.get("use_flow_sigmas") and v.get("final_sigmas_type") == "sigma_min":
         found.append(f"final_sigmas_type must be 'zero' with use_flow_sigmas in {name}; got 'sigma_min'.")
     if v.get("shift_terminal") and not (v.get("use_flow_sigmas") or name.startswith("FlowMatch")):
-        found.append(f"shift_terminal must go with use_flow_sigmas in {name}; got {v['shift_terminal']!r}.")
+        found.append(f"shift_terminal must go with use_flow_sigmas in {name}; got {shown(v['shift_terminal'])}.")
     return found
 
 

@@ -70,7 +70,8 @@ def write(reading: Reading) -> dict[str, Any]:
     What came from a config goes back unchanged. What no config can say is refused, not left out.
     """
     if reading.values:
-        return {"_class_name": reading.class_name, **{k: jsonable(x) for k, x in reading.values.items()}}
+        kept = {**reading.extra, **reading.values}
+        return {"_class_name": reading.class_name, **{k: jsonable(x) for k, x in kept.items()}}
     name, keys = export_class(reading)
     try:
         compile_plan(

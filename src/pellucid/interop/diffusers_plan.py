@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pellucid.core.compile import compile_plan
@@ -28,33 +29,43 @@ def compile_reading(
     sigmas: Sequence[float] | None = None,
     mu: float | None = None,
     skip: int = 0,
-    eta: float | None = None,
+    overrides: dict[str, Any] | None = None,
     **cuts: Any,
 ) -> Plan:
-    """The plan that a config asks for; `mu` is the shift that flow pipelines take from the image size."""
+    """The plan that a config asks for; `mu` is the shift that flow pipelines take from the image size.
+
+    `overrides` are options of the sampler that a call sets (`eta`).
+    """
     lay, curve = explicit(reading.grid, steps, timesteps, sigmas), reading.schedule
     if reading.values.get("use_dynamic_shifting"):
         curve = shifted(reading, dialect, mu)
     elif mu is not None and not isinstance(curve, Flow):  # flow pipelines pass it whether it is wanted or not
         raise PellucidError(rule("mu", "left out without use_dynamic_shifting", mu), "mu")
     options = dict(reading.options)
-    if eta is not None:
-        options["eta"] = eta
     if reading.x0_filter is not None and reading.sampler in ("ddim", "ddim_inversion") and dialect == "diffusers":
         options["keep_eps"] = True
     if skip and reading.sampler in BLIND_START:
         options["warm"] = False
-    return compile_plan(
+    options |= overrides or {}
+    compiled = partial(
+        compile_plan,
         reading.sampler,
         schedule=curve,
         target=reading.target,
         grid=lay,
         steps=steps,
         dialect=dialect,
-        skip=skip,
         **cuts,
-        **options,
     )
+    if skip and reading.sampler == "dpm_singlestep" and dialect == "diffusers":
+        options["orders"] = late_orders(compiled(**options, stop=None), skip)
+    return compiled(skip=skip, **options)
+
+
+def late_orders(whole: Plan, skip: int) -> tuple[int, ...]:
+    """diffusers' singlestep solver, started late, keeps the orders of the whole run as far as it has outputs."""
+    orders = [3 if r.uses("p2") else 2 if r.uses("p1") else 1 for r in whole.rows]
+    return tuple(min(k, i + 1) for i, k in enumerate(orders[skip:]))
 
 
 def explicit(lay: Grid, steps: int | None, timesteps: Sequence[float] | None, sigmas: Sequence[float] | None) -> Grid:
@@ -80,7 +91,7 @@ def shifted(reading: Reading, dialect: str, mu: float | None) -> Schedule:
         return curve
     if mu is None:
         raise PellucidError(
-            "mu must be given with use_dynamic_shifting; got None. Pipelines pass it from the image size.", "mu"
+            "mu must be given with use_dynamic_shifting; got nothing. Pipelines pass it from the image size.", "mu"
         )
     shift = math.exp(mu) if reading.values["time_shift_type"] == "exponential" else float(mu)
     bent = replace(curve, shift=shift)

@@ -11,6 +11,7 @@ from typing import Any
 
 from pellucid.core import target as targets
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.reader import naming
 from pellucid.interop import diffusers_config, weights
 from pellucid.interop.components import (
     INDEX,
@@ -21,6 +22,7 @@ from pellucid.interop.components import (
     Wanted,
     build,
     named_classes,
+    read_config,
 )
 from pellucid.interop.diffusers_classes import CLASSES
 from pellucid.interop.diffusers_config import Reading
@@ -238,10 +240,10 @@ def read_part(folder: Path, kind: str, wanted: Wanted, config: Mapping[str, Any]
     """One network from its folder."""
     raw = weights.read_json(folder / CONFIG)
     kind = str(raw.get("_class_name", kind)) if kind == "MultiControlNetModel" else kind
+    with naming(f"{folder.name}/{CONFIG}"):
+        settings = read_config(kind, {**raw, **(config or {})}, folder.name)
     tensors, found = weights.read_folder(folder, wanted.variant)
-    network = build(
-        kind, {**raw, **(config or {})}, tensors, name=folder.name, dtype=wanted.dtype, device=wanted.device
-    )
+    network = build(kind, settings, tensors, name=folder.name, dtype=wanted.dtype, device=wanted.device)
     notes = []
     if found.variant != wanted.variant:
         which = "the plain ones" if found.variant is None else f"of the variant {found.variant}"
@@ -282,12 +284,13 @@ def read_scheduler(folder: Path, pipeline: str, target: str | None) -> tuple[dic
     config, notes = mended({key: value for key, value in raw.items() if key not in INERT_KEYS}, pipeline)
     if target is not None:
         named = targets.named(target)
-        stated = config.get("prediction_type", "epsilon")
+        stated = str(config.get("prediction_type", "epsilon"))
         config["prediction_type"] = TARGET_NAMES[named]
-        if targets.named(str(stated)) != named:
+        if targets.named(stated) != named:
             notes.append(f"the scheduler says {stated}; target={named!r} was asked for and is used.")
     try:
-        reading = diffusers_config.read(config)
+        with naming(SCHEDULER):
+            reading = diffusers_config.read(config)
     except PellucidError as error:
         if error.code != "config-key":
             raise
@@ -323,7 +326,7 @@ def labels_of(index: Mapping[str, Any]) -> dict[int, str]:
     named = index.get("id2label")
     if named is None:
         return {}
-    if not isinstance(named, dict) or not all(str(key).isdigit() for key in named):
+    if not isinstance(named, dict) or not all(re.fullmatch(r"[0-9]{1,9}", str(key)) for key in named):
         raise PellucidError(rule(f"id2label of {INDEX}", "class numbers to names", named), "labels")
     return {int(key): str(value) for key, value in named.items()}
 

@@ -50,6 +50,17 @@ def fetch(repo: str, *, revision: str | None = None, variant: str | None = None)
         return Path(snapshot_download(repo, revision=revision, allow_patterns=wanted(names, index, variant)))
 
 
+def fetch_file(repo: str, name: str, *, revision: str | None = None) -> Path:
+    """One file of a repository: the cached one, else it is downloaded."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    found = try_to_load_from_cache(repo, name, revision=revision)
+    if isinstance(found, str):
+        return Path(found)
+    with explained(repo, revision, [name]), quiet("huggingface_hub"):
+        return Path(hf_hub_download(repo, name, revision=revision))
+
+
 def cached(repo: str, revision: str | None = None) -> Path | None:
     """The snapshot that the local cache holds, whole or not."""
     try:

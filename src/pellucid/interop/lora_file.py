@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +12,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.reader import parse_json
 from pellucid.interop import weights
 from pellucid.interop.lora_keys import Layer, Spellings, numbered, take_apart
 from pellucid.interop.lora_parts import Config, Strength, make
+from pellucid.interop.whole import writing
 from pellucid.models.lora import Adapter, AdapterSet, check_layers, layer_weights
 from pellucid.models.lora_delta import Delta, DoRA, LoRA, stripped
 
@@ -177,10 +178,7 @@ def open_file(path: Path) -> AdapterFile:
 
 def parsed(text: str, where: str, kind: type[T]) -> T:
     """JSON of a kind."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise PellucidError(rule(where, "JSON", str(error)), "lora-config") from None
+    found = parse_json(text, where, "lora-config", foreign=True)
     if not isinstance(found, kind):
         raise PellucidError(rule(where, f"a JSON {kind.__name__}", found), "lora-config")
     return found
@@ -204,7 +202,8 @@ def save(adapters: AdapterSet, path: str | Path) -> None:
             )  # as all transformers but the newest
             tensors |= {f"{component}.{inside}{layer}.{end}": t.contiguous() for end, t in saved(delta, text).items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path, {"format": "pt"})
+    with writing(path):
+        save_file(tensors, path, {"format": "pt"})
 
 
 def kind_of(delta: Delta) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.reader import typed
 from pellucid.models.lora_delta import Delta, DoRA, Full, LoHa, LoKr, LoRA, Product, Shape
 
 Parts = Mapping[str, Tensor]  # by the names of lora_keys.ENDINGS
@@ -34,7 +35,8 @@ class Strength:
         rank_or_config = rank or self.chosen("rank_pattern", "r")
         if alpha is None or not rank_or_config:
             return 1.0
-        return alpha / (math.sqrt(rank_or_config) if self.config.get("use_rslora") else rank_or_config)
+        rooted = typed(bool | None, self.config.get("use_rslora"), "use_rslora of the adapter", code="lora")
+        return alpha / (math.sqrt(rank_or_config) if rooted else rank_or_config)
 
     def chosen(self, patterns: str, default: str) -> float | None:
         """The value of the first pattern that ends a name of the layer, as PEFT chooses; else the config's own."""

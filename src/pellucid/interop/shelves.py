@@ -11,6 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.reader import check_file
 from pellucid.interop import diffusers_config, folder, single_file, source, weights
 from pellucid.interop.components import INDEX
 
@@ -38,7 +39,7 @@ def models(folders: Sequence[str | Path] = ()) -> list[Model]:
     found = [in_folder(source.BUNDLES / name, name, "bundle") for name in source.pipelines()]
     found += [in_folder(place, name, "hub cache") for name, place in hub_cache()]
     for place in folders:
-        found += below(Path(place).expanduser())
+        found += below(source.expanded(place))
     return found
 
 
@@ -97,9 +98,10 @@ def below(top: Path) -> Iterator[Model]:
 def kind_of(file: Path) -> str | None:
     """The family of a single-file checkpoint by the names of its tensors; None where it is no whole model."""
     try:
+        check_file(file, file.name)
         with safe_open(file, "pt") as held:
             names = list(held.keys())
-    except (OSError, SafetensorError):
+    except (OSError, SafetensorError, PellucidError):
         return None
     if not any(name.startswith(single_file.UNET) for name in names):
         return None

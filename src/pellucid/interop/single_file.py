@@ -21,7 +21,7 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.interop import diffusers_config, hub, weights
 from pellucid.interop import single_file_config as configs
 from pellucid.interop import single_file_keys as keys
-from pellucid.interop.components import Components, Wanted, build
+from pellucid.interop.components import Components, Wanted, build, read_config
 from pellucid.interop.diffusers_export import TARGET_NAMES
 from pellucid.interop.family import INPAINT_CHANNELS, REFINER, SD1, SD2_BASE, SDXL, check_fit
 from pellucid.interop.tokenizer import Tokenizer
@@ -332,7 +332,8 @@ READERS: dict[str, Callable[[Mapping[str, Tensor], Wanted], Any]] = {
 
 
 def built(kind: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str, wanted: Wanted) -> Any:
-    return build(kind, config, tensors, name=name, dtype=wanted.dtype, device=wanted.device)
+    settings = read_config(kind, config, name)
+    return build(kind, settings, tensors, name=name, dtype=wanted.dtype, device=wanted.device)
 
 
 def read_component(path: Path, wanted: Wanted, config: Mapping[str, Any] | None = None) -> Any:

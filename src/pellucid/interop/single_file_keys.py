@@ -5,14 +5,16 @@ A table maps the name of a module to its new name; what follows the longest know
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from pellucid.core.errors import PellucidError
+from pellucid.core.errors import PellucidError, rule
 from pellucid.interop.weights import some
 
+MAX_MODULES = 1_000  # of one numbered list
 RESNET = {
     "in_layers.0": "norm1",
     "in_layers.2": "conv1",
@@ -67,7 +69,10 @@ def new_name(name: str, table: Mapping[str, str]) -> str | None:
 def indices(names: Iterable[str], prefix: str) -> int:
     """How many numbered modules follow a prefix: one more than the highest number."""
     numbers = {name[len(prefix) :].split(".")[0] for name in names if name.startswith(prefix)}
-    return 1 + max((int(number) for number in numbers if number.isdigit()), default=-1)
+    found = 1 + max((int(number) for number in numbers if re.fullmatch(r"[0-9]{1,9}", number)), default=-1)
+    if found > MAX_MODULES:
+        raise PellucidError(rule(f"modules under {prefix}", f"at most {MAX_MODULES}", found), "single-file-keys")
+    return found
 
 
 def descent_table(config: Mapping[str, Any]) -> dict[str, str]:

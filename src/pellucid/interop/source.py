@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from pellucid.core.errors import PellucidError, nearest, rule
+from pellucid.core.reader import check_file
 from pellucid.interop import folder as folders
-from pellucid.interop import hub, single_file
+from pellucid.interop import hub, single_file, weights
 from pellucid.interop.components import INDEX, Components, Wanted
 from pellucid.interop.weights import dtype_named
 from pellucid.models.clip import CLIP, CLIPVisionEncoder
@@ -79,13 +80,23 @@ def place(device: torch.device | str | None) -> torch.device | None:
         raise PellucidError(rule("device", "one that torch has here", str(device)), "device") from None
 
 
+def expanded(name: str | os.PathLike[str]) -> Path:
+    """A path whose ~ is a home; as it is where there is no such user."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
+
+
 def locate(where: str | Path, *, revision: str | None = None, variant: str | None = None) -> Path:
     """The folder or file that is meant: what exists locally first, then a bundle or a part of one, then the hub."""
-    path, name = Path(where).expanduser(), str(where)
+    path, name = expanded(where), str(where)
     local = path if name and exists(path) else in_bundle(name)
     if local is not None:
         if revision is not None:
             raise PellucidError(rule("revision", "left out for what is not on the hub", revision), "revision")
+        if not local.is_dir():
+            check_file(local, "model", "not-found")
         return local
     if isinstance(where, str) and hub.is_id(name) and path.suffix != ".safetensors":
         return hub.fetch(name, revision=revision, variant=variant)
@@ -94,6 +105,33 @@ def locate(where: str | Path, *, revision: str | None = None, variant: str | Non
         rule("model", "a folder, a file, a bundle's name or a hub id (owner/name)", name, hint or "There is none."),
         "not-found",
     )
+
+
+def is_model(name: str) -> bool:
+    """Whether a name is a bundle's, a hub id's, or that of a file or folder here that looks like a model.
+
+    Only these may be described to people who are not to learn what else lies on this machine.
+    """
+    path = expanded(name)
+    if not exists(path):
+        return name.split("/")[0] in bundles() or hub.is_id(name)
+    scheduled = (path / folders.CONFIG).is_file() and (path / folders.SCHEDULER).is_file()
+    return (path / INDEX).is_file() or scheduled or _is_weights(path)
+
+
+def is_adapter(name: str) -> bool:
+    """The same for a LoRA, a ControlNet or an IP-Adapter."""
+    path = expanded(name)
+    held = path.glob("*.safetensors") if exists(path) and path.is_dir() else ()
+    return is_model(name) or any(map(_is_weights, held))
+
+
+def _is_weights(path: Path) -> bool:
+    """Whether a file begins as one with tensors does, and a pickle is named like one."""
+    try:
+        return path.is_file() and (weights.kind_of(path) == "safetensors" or path.suffix in weights.PICKLES)
+    except PellucidError as error:
+        return error.code == "weights-lfs"  # whose error helps
 
 
 def exists(path: Path) -> bool:

@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.reader import read_text, typed
 from pellucid.interop import weights
 
 BOS, EOS = "<|startoftext|>", "<|endoftext|>"
@@ -46,7 +47,7 @@ class Tokenizer:
             raise
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:  # JSON of another shape
             must = f"files of the tokenizer in {folder.name} must be as transformers writes them"
-            raise PellucidError(f"{must}; got: {error!r}.", "tokenizer-files") from None
+            raise PellucidError(f"{must}; got: {str(error)[:120]}.", "tokenizer-files") from None
 
     @classmethod
     def _load(cls, folder: Path) -> Tokenizer:
@@ -208,9 +209,13 @@ def clip_core(vocab: Mapping[str, int], merges: Iterable[tuple[str, str]], unkno
 def whole_core(folder: Path) -> tokenizers.Tokenizer:
     """A tokenizer.json as it stands, less the truncation and padding that it may carry."""
     file = folder / "tokenizer.json"
-    if not file.is_file():
+    held = read_json(file)
+    if held is None:
         must = "a folder with vocab.json and merges.txt, or tokenizer.json"
         raise PellucidError(rule("tokenizer", must, folder.name), "tokenizer-files")
+    model, added = held.get("model"), held.get("added_tokens")
+    if isinstance(model, dict) and isinstance(model.get("vocab"), dict):
+        check_ids(model["vocab"], len(added) if isinstance(added, list) else 0, file.name)
     try:
         core = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:
@@ -227,13 +232,32 @@ def vocabulary(folder: Path) -> tuple[dict[str, int], list[tuple[str, str]]]:
         model = whole.get("model") or {}
         if not isinstance(model.get("vocab"), dict) or not isinstance(model.get("merges"), list):
             raise PellucidError(rule("model of tokenizer.json", "a BPE", model.get("type")), "tokenizer-files")
-        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-        return model["vocab"], [(a, b) for a, b in merges]
-    try:
-        return models.BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    except Exception as error:
-        must = "vocab.json and merges.txt must be a BPE vocabulary"
-        raise PellucidError(f"{must}; got: {error}.", "tokenizer-files") from None
+        check_ids(model["vocab"], 0, "tokenizer.json")
+        return model["vocab"], [pair_of(merge, "tokenizer.json") for merge in model["merges"]]
+    for name in ("vocab.json", "merges.txt"):
+        if not (folder / name).is_file():
+            raise PellucidError(rule(f"{name} of {folder.name}", "a file that exists", "none"), "tokenizer-files")
+    entries = read_json(folder / "vocab.json") or {}
+    check_ids(entries, 0, "vocab.json")
+    lines = read_text(folder / "merges.txt", "merges.txt", code="tokenizer-files").replace("\r\n", "\n").split("\n")
+    lines = lines[:-1] if lines[-1] == "" else lines
+    return entries, [pair_of(line, "merges.txt") for line in lines if not line.startswith("#version")]
+
+
+def check_ids(vocab: Mapping[str, Any], more: int, where: str) -> None:
+    """Refuses ids beyond the size of a vocabulary: the package would make room up to the highest."""
+    room = len(vocab) + more
+    for word, i in vocab.items():
+        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < room:
+            must = f"a whole number below {room}, the size of the vocabulary"
+            raise PellucidError(rule(f"id of {word[:40]!r} in {where}", must, i), "tokenizer-files")
+
+
+def pair_of(merge: Any, where: str) -> tuple[str, str]:
+    parts = merge.split(" ") if isinstance(merge, str) else merge
+    if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(part, str) for part in parts):
+        raise PellucidError(rule(f"a merge of {where}", "two parts of a word", merge), "tokenizer-files")
+    return parts[0], parts[1]
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
@@ -253,7 +277,9 @@ def as_token(value: Any, *, special: bool) -> Any:
     """A token as the files write it: its text, which stays a str, or an object with flags."""
     if not isinstance(value, dict):
         return str(value)
-    flags = {flag: bool(value[flag]) for flag in FLAGS if flag in value}
+    flags = {
+        flag: typed(bool, value[flag], f"{flag} of an added token", code="tokenizer") for flag in FLAGS if flag in value
+    }
     return AddedToken(value["content"], **{**flags, "special": special or flags.get("special", False)})
 
 

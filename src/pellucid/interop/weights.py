@@ -5,7 +5,7 @@ A pickle is opened only by torch's restricted reader: one that holds code is ref
 
 from __future__ import annotations
 
-import json
+import os
 import pickle
 import re
 import threading
@@ -22,10 +22,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.reader import check_file, open_file, parse_object, read_bytes
 
 MAX_INDEX_BYTES = 64 * 2**20
+MAX_SHARDS, MAX_NAME = 10_000, 255  # files of one index, and bytes of a file's name
 STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")  # diffusers', transformers', transformers' pickles
 PICKLES = (".bin", ".ckpt", ".pt", ".pth")
 ENDINGS = (".safetensors", ".safetensors.index.json", *PICKLES)
@@ -61,12 +64,15 @@ def read(path: Path) -> dict[str, Tensor]:
 def kind_of(path: Path) -> str:
     """What a file is by its first bytes, whatever its name says."""
     try:
-        with path.open("rb") as file:
-            head = file.read(64)
+        with open_file(path, f"weights in {path.name}", "weights-file") as file:
+            head, size = file.read(64), os.fstat(file.fileno()).st_size
     except OSError as error:
+        must, advice = "a file that can be read", f"{error.strerror or error}."
+        raise PellucidError(rule(f"weights in {path.name}", must, str(path), advice), "weights-file") from None
+    if not head:
         raise PellucidError(
-            rule(f"weights in {path.name}", "a file that can be read", str(error)), "weights-file"
-        ) from None
+            rule(f"weights in {path.name}", "a safetensors file or a torch pickle", "an empty file"), "weights-file"
+        )
     if head.startswith(LFS_POINTER):
         raise PellucidError(
             rule(
@@ -79,7 +85,7 @@ def kind_of(path: Path) -> str:
         )
     if head.startswith(b"PK\x03\x04"):
         return "zip"
-    if head[8:9] == b"{" and 8 + int.from_bytes(head[:8], "little") <= path.stat().st_size:
+    if head[8:9] == b"{" and 8 + int.from_bytes(head[:8], "little") <= size:
         return "safetensors"  # before pickles: one header in 32 has a length that begins with their first byte
     if head.startswith(b"\x80"):
         return "pickle"
@@ -91,6 +97,7 @@ def kind_of(path: Path) -> str:
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
+    check_file(path, f"weights in {path.name}", "weights-file")
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -105,6 +112,16 @@ def metadata_of(path: Path) -> dict[str, str]:
     try:
         with safe_open(path, framework="pt") as file:
             return dict(file.metadata() or {})
+    except (SafetensorError, OSError) as error:
+        raise broken(path, error) from None
+
+
+def shapes_of(path: Path) -> list[tuple[int, ...]]:
+    """The shapes of the tensors in a safetensors file."""
+    check_file(path, f"weights in {path.name}", "weights-file")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return [tuple(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise broken(path, error) from None
 
@@ -232,18 +249,12 @@ def read_folder(folder: Path, variant: str | None = None) -> tuple[dict[str, Ten
 
 
 def read_json(path: Path, limit: int = MAX_INDEX_BYTES) -> dict[str, Any]:
-    """A JSON object from a file of bounded size."""
-    try:
-        if path.stat().st_size > limit:
-            raise PellucidError(rule(path.name, f"at most {limit} bytes", path.stat().st_size), "json-file")
-        held = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        pointer = path.is_file() and path.read_bytes()[: len(LFS_POINTER)] == LFS_POINTER
-        what = "it is a git-LFS pointer: run `git lfs pull`" if pointer else str(error)
-        raise PellucidError(f"{path.name} must be JSON; {what}.", "json-file") from None
-    if not isinstance(held, dict):
-        raise PellucidError(rule(path.name, "a JSON object", type(held).__name__), "json-file")
-    return held
+    """The JSON object of a file that another program wrote."""
+    text = read_bytes(path, path.name, limit, "json-file")
+    if text.startswith(LFS_POINTER):
+        pointer = "it is a git-LFS pointer: run `git lfs pull`"
+        raise PellucidError(f"{path.name} must be JSON; {pointer}.", "json-file")
+    return parse_object(text, path.name, "json-file", foreign=True)
 
 
 def read_shards(index: Path) -> dict[str, Tensor]:
@@ -251,9 +262,11 @@ def read_shards(index: Path) -> dict[str, Tensor]:
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
         raise PellucidError(rule(f"weight_map of {index.name}", "tensor names to file names", places), "weights-index")
+    if len(set(places.values())) > MAX_SHARDS:
+        raise PellucidError(rule(f"shards of {index.name}", f"at most {MAX_SHARDS}", len(places)), "weights-index")
     tensors: dict[str, Tensor] = {}
     for shard in sorted(set(places.values())):
-        if shard in (".", "..") or re.search(r"[/\\:\0]", shard):
+        if shard in (".", "..") or re.search(r"[/\\:\0]", shard) or len(shard.encode(errors="replace")) > MAX_NAME:
             raise PellucidError(rule(f"a shard of {index.name}", "a file beside it", shard), "weights-index")
         if not (index.parent / shard).is_file():
             raise PellucidError(
@@ -292,10 +305,22 @@ def load(
     return network.to(place).eval().requires_grad_(False)
 
 
+class _WithoutNumbers(TorchFunctionMode):
+    """Leaves parameters unfilled, in this thread: files bring the numbers. On the meta device torch would also import
+    its compiler to fill them (800 modules, 0.8 s)."""
+
+    FILLING = ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_")
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") in self.FILLING:
+            return args[0] if args else next(iter((kwargs or {}).values()))
+        return function(*args, **(kwargs or {}))
+
+
 def sketch(make: Callable[[], N], name: str) -> N:
     """The network on the meta device: names and shapes, and no memory."""
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _WithoutNumbers():
             return make()
     except PellucidError:
         raise

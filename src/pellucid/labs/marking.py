@@ -1,10 +1,12 @@
-"""The process in which an answer is checked: `python -m pellucid.labs.marking 03 answer.py`."""
+"""The process in which an answer is checked: `python -m pellucid.labs.marking 03 answer.py FOLDER`."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +18,16 @@ from pellucid.labs.running import last_line
 
 MOST_PRINTED = 4000  # characters of one check
 MOST_SAID = 1000  # of a sentence
+_MOST_MEMORY = 4 * 2**30  # ten times what a right answer takes
+_MOST_THREAD = 80 * 2**20  # of address space
+_MOST_FILE = 64 * 2**20
+LIMITS = {  # names of the module resource
+    "RLIMIT_DATA": _MOST_MEMORY,
+    "RLIMIT_AS": 4 * _MOST_MEMORY,  # while torch's libraries are opened; see _confine_shared
+    "RLIMIT_FSIZE": _MOST_FILE,
+    "RLIMIT_NOFILE": 256,
+    "RLIMIT_CORE": 0,
+}
 
 
 def checks_of(lab: Lab) -> list[Check]:
@@ -56,14 +68,61 @@ def verdict_of(check: Check, path: Path) -> tuple[Verdict, str]:
             return "error", f"the answer must have {error.name}, as the starter has; it has none"
         return "error", last_line(error, path)
     except BaseException as error:  # whatever somebody's code may raise, SystemExit too
-        return "error", last_line(error, path)
+        return "error", _outgrown(error) or last_line(error, path)
     return "passed", ""
 
 
-def main(name: str, answer: str) -> None:
+def _outgrown(error: BaseException) -> str:
+    """Which limit it was, where it was one."""
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error) or _code(error) == errno.ENOMEM:
+        return f"the answer must take at most {_MOST_MEMORY // 2**30} GiB of memory; it asked for more"
+    if _code(error) == errno.EFBIG:
+        return f"the answer must write at most {_MOST_FILE // 2**20} MiB to a file; it wrote more"
+    return ""
+
+
+def _code(error: BaseException) -> int | None:
+    return error.errno if isinstance(error, OSError) else None
+
+
+def _confine(scratch: Path) -> None:
+    """Limits for this process and all that it starts; a system without one of them goes without."""
+    os.chdir(scratch)
+    with contextlib.suppress(ImportError):
+        import resource
+
+        for name, most in LIMITS.items():
+            kind = getattr(resource, name, None)
+            if kind is not None:
+                _limit(kind, most)
+
+
+def _confine_shared() -> None:
+    """Shared memory counts as address space alone, so that is limited too, once the libraries have theirs.
+
+    A thread reserves some without using it: a stack, and malloc's arena of 64 MiB.
+    """
+    with contextlib.suppress(ImportError, OSError):  # there is no /proc beside Linux
+        import resource
+
+        mapped = int(Path("/proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize()
+        _limit(resource.RLIMIT_AS, mapped + _MOST_MEMORY + (os.cpu_count() or 1) * _MOST_THREAD)
+
+
+def _limit(kind: int, most: int) -> None:
+    import resource
+
+    hard = resource.getrlimit(kind)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(kind, (most, most))
+
+
+def main(name: str, answer: str, scratch: str) -> None:
     tell = process.channel()
+    _confine(Path(scratch))
     sys.dont_write_bytecode = True  # nothing is left beside the answer
     checks = checks_of(find(name))
+    _confine_shared()
     tell({"names": [check.name for check in checks]})
     for check in checks:
         found = judged(check, Path(answer))

@@ -13,18 +13,23 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import IO, Any
 
 from pellucid.core.errors import Cancelled
 
 POLL = 0.1  # seconds between two looks at whether somebody cancelled
+_DRAIN = 1.0  # seconds for the last lines of a process that ended
 MOST_LINE = 64 * 2**20  # bytes of one result
 LAST_WORDS = 4096  # bytes that are read of what a dying process said
 
 
 class Died(Exception):  # noqa: N818
     """The process ended before it was done; the last line that it said, or how it ended."""
+
+
+class Garbled(Died):
+    """It told what is no result."""
 
 
 def never() -> bool:
@@ -38,7 +43,7 @@ def follow(
     environment: Mapping[str, str] | None = None,
     cancelled: Callable[[], bool] = never,
     timeout: float | None = None,
-) -> Iterator[dict[str, Any]]:
+) -> Generator[dict[str, Any], None, None]:
     """Runs `python -m module words` and yields what it tells, as it tells it.
 
     Cancelling, the timeout, an error and a caller that stops listening all end the process. The timeout is for the
@@ -46,6 +51,13 @@ def follow(
     """
     told: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     until = None if timeout is None else time.monotonic() + timeout
+
+    def look() -> None:
+        if cancelled():
+            raise Cancelled
+        if until is not None and time.monotonic() > until:
+            raise TimeoutError
+
     command = [sys.executable, "-X", "utf8", "-m", module, *words]
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
@@ -60,18 +72,21 @@ def follow(
         reader = threading.Thread(target=pump, args=(process.stdout, told), daemon=True)
         reader.start()
         try:
-            while line := waited(told, cancelled, until):
-                yield json.loads(line)
-            if process.wait() != 0:
+            while line := waited(told, process, look):
+                yield _result(line)
+            while process.poll() is None:
+                look()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(POLL)
+            if process.returncode != 0:
                 raise Died(last_words(errors) or f"it ended with exit code {process.returncode}")
         finally:
             end(process)
-            reader.join(timeout=5)
-            process.stdout.close()
+            reader.join(_DRAIN)  # longer it stays only for a process that lives on
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """At once, with all that it started."""
+    """At once, with all that it started in its own session; what began one of its own lives on."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if hasattr(os, "killpg"):
             os.killpg(process.pid, signal.SIGKILL)
@@ -82,20 +97,32 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 def pump(stream: IO[bytes], told: queue.SimpleQueue[bytes]) -> None:
     """Every line of the process, then an empty one."""
-    while (line := stream.readline(MOST_LINE)).endswith(b"\n"):
-        told.put(line)
+    with stream:
+        while (line := stream.readline(MOST_LINE)).endswith(b"\n"):
+            told.put(line)
     told.put(b"")
 
 
-def waited(told: queue.SimpleQueue[bytes], cancelled: Callable[[], bool], until: float | None) -> bytes:
-    """The next line, as soon as it is there."""
+def waited(told: queue.SimpleQueue[bytes], process: subprocess.Popen[bytes], look: Callable[[], None]) -> bytes:
+    """The next line, as soon as it is there; an empty one after the last, even if another process holds the pipe."""
+    ended = False
     while True:
-        if cancelled():
-            raise Cancelled
-        if until is not None and time.monotonic() > until:
-            raise TimeoutError
+        look()
         with contextlib.suppress(queue.Empty):
-            return told.get(timeout=POLL)
+            return told.get(timeout=_DRAIN if ended else POLL)
+        if ended:
+            return b""
+        ended = process.poll() is not None
+
+
+def _result(line: bytes) -> dict[str, Any]:
+    try:
+        told = json.loads(line)
+    except (ValueError, RecursionError):
+        told = None
+    if not isinstance(told, dict):
+        raise Garbled("it told what is no result")
+    return told
 
 
 def last_words(errors: IO[bytes]) -> str:

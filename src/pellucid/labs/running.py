@@ -11,6 +11,7 @@ import codeop
 import contextlib
 import io
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -41,18 +42,30 @@ class Shown:
     error: str | None = None
 
 
-def run(page: Path, smoke: bool = False, cancelled: Callable[[], bool] = process.never) -> Iterator[Shown]:
-    """Every block of a page, as soon as it has run. Cancelling, or not listening any more, ends the run."""
-    environment = {"MPLBACKEND": "agg", SMOKE: "1" if smoke else ""}
+def run(
+    page: Path, smoke: bool = False, cancelled: Callable[[], bool] = process.never, within: Path | None = None
+) -> Iterator[Shown]:
+    """Every block of a page, as soon as it has run. Cancelling, or not listening any more, ends the run.
+
+    Its temporary files are in a folder of mode 0700 (`within` one of the caller's) that is removed afterwards.
+    """
+    with tempfile.TemporaryDirectory(prefix="pellucid-lab-", dir=within, ignore_cleanup_errors=True) as scratch:
+        yield from _run(page, {"MPLBACKEND": "agg", SMOKE: "1" if smoke else "", "TMPDIR": scratch}, cancelled)
+
+
+def _run(page: Path, environment: dict[str, str], cancelled: Callable[[], bool]) -> Iterator[Shown]:
     blocks = script.read(page)
     done, why = 0, "the lab ended its process"
     try:
-        for told in process.follow(__name__, [str(page)], environment=environment, cancelled=cancelled):
-            done += 1
-            figures = tuple(map(base64.b64decode, told.pop("figures")))
-            yield Shown(**told, figures=figures)
-            if told["error"] is not None:
-                return
+        with contextlib.closing(
+            process.follow(__name__, [str(page)], environment=environment, cancelled=cancelled)
+        ) as results:
+            for told in results:
+                done += 1
+                figures = tuple(map(base64.b64decode, told.pop("figures")))
+                yield Shown(**told, figures=figures)
+                if told["error"] is not None:
+                    return
     except process.Died as error:  # the interpreter itself went down, or could not begin
         why += f": {error}"
     if done < len(blocks):

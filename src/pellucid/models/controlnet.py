@@ -53,7 +53,7 @@ class ControlNet(Descent):
         super().__init__(config)
         c = config
         if c.mid_block_type is None:
-            raise PellucidError("mid_block_type of a ControlNet must be set; got None.", "config-unsupported")
+            raise PellucidError("mid_block_type of a ControlNet must be set; got nothing.", "config-unsupported")
         self.controlnet_cond_embedding = HintEmbedding(
             c.conditioning_channels, c.conditioning_embedding_out_channels, c.block_out_channels[0]
         )

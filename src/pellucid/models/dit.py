@@ -66,8 +66,6 @@ class PixArtConfig(PatchConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.cross_attention_dim is None:
-            raise PellucidError(rule("cross_attention_dim", "the width of the context", None), "config-value")
         if self.caption_channels and self.cross_attention_dim != self.width:
             advice = "Captions are projected to the network's own width."
             raise PellucidError(
@@ -291,8 +289,8 @@ def read(raw: Mapping[str, Any]) -> DiTConfig | PixArtConfig:
     name = raw.get("_class_name", "DiTTransformer2DModel")
     if name == "Transformer2DModel":
         raw = {**TRANSFORMER_2D, **raw}
-    norm_type = raw.get("norm_type", CLASSES.get(name))
-    if norm_type not in NORM_TYPES:
+    norm_type = raw.get("norm_type", CLASSES.get(name) if isinstance(name, str) else None)
+    if not isinstance(norm_type, str) or norm_type not in NORM_TYPES:
         raise PellucidError(rule(f"norm_type of {name}", " or ".join(NORM_TYPES), norm_type), "config-unsupported")
     return configs.read(NORM_TYPES[norm_type], raw)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pellucid.core.errors import PellucidError, rule
 from pellucid.models.attention import Attention
 from pellucid.models.blocks import GELU, FeedForward
+from pellucid.models.config import check_fields
 from pellucid.models.embeddings import sine_positions
 
 
@@ -44,17 +45,7 @@ class PatchConfig:
     }
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_attention_heads",
-            "attention_head_dim",
-            "in_channels",
-            "num_layers",
-            "sample_size",
-            "patch_size",
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise PellucidError(rule(name, "a positive integer", value), "config-value")
+        check_fields(self)
         if self.width % 4:
             text = rule("num_attention_heads · attention_head_dim", "a multiple of 4", self.width)
             raise PellucidError(text, "config-value")

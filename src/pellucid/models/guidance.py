@@ -1,6 +1,8 @@
 """Guidance as a value: a scale, or how it changes over a run, and rules. It is recorded in the recipe of an image.
 
 `Guidance(7.5)`, `Guidance(Ramp(10, 2, "cosine"), (Rescale(0.7), PAG(3.0)))`, `guarded(12)`, `Guidance.parse("7.5")`.
+`Guidance.parse` is the one place that gives words a meaning: in Python, on the command line, in studies and in the
+studio a number is plain classifier-free guidance, and `guarded NUMBER` is the preset.
 Steps of a run are its distinct levels in order, so a level has one scale however often a sampler calls there
 (Heun calls twice), and solvers of any order see one vector field.
 """
@@ -36,6 +38,7 @@ from pellucid.models.rules import (
 
 GUARDED_SCALE = 7.0
 GUARDED_PHI = 0.7
+TAMING = (Correction, APG, Interval, SigmaInterval)  # rules that tame a large scale
 SAME = 1e-9  # levels whose sigma / alpha agree to this are one step
 
 
@@ -149,6 +152,20 @@ class Guidance:
         return tuple(r for r in self.rules if not isinstance(r, Interval | SigmaInterval))
 
     @property
+    def most(self) -> float:
+        """The largest scale of a run."""
+        return self.scale if isinstance(self.scale, float) else max(self.scale.ends)
+
+    @property
+    def untamed(self) -> bool:
+        """Whether a scale is above the guard's, with no rule to tame it."""
+        return self.most > GUARDED_SCALE and not any(isinstance(r, TAMING) for r in self.rules)
+
+    def same_rules(self, other: Guidance) -> bool:
+        """Whether two are the same scale and rules; a dialect sets the space in which they act."""
+        return self.as_diffusers() == other.as_diffusers()
+
+    @property
     def needs_uncond(self) -> bool:
         return self.scale != 1.0 if isinstance(self.scale, float) else any(v != 1.0 for v in self.scale.ends)
 
@@ -224,13 +241,22 @@ class Guidance:
         return " + ".join([scale_text(self.scale), *(rule_text(r) for r in self.rules)])
 
 
+def unguarded_note(guidance: Guidance) -> list[str]:
+    """What a high scale may do, where no rule is there to tame it."""
+    if not guidance.untamed:
+        return []
+    return [
+        f"a guidance scale of {guidance.most:g} may burn colours, repeat shapes and make all images alike; "
+        f"'guarded {guidance.most:g}' caps it at {GUARDED_SCALE:g} and rescales"
+    ]
+
+
 def guarded(asked: Any = GUARDED_SCALE) -> Guidance:
-    """The preset of product surfaces: no scale above 7, and rescale on. What it changed is in `notes`."""
+    """The preset for people who did not choose: no scale above 7, and rescale on. What it changed is in `notes`."""
     wish = Guidance.parse(asked)
     scale, notes = wish.scale, list(wish.notes)
-    most = scale if isinstance(scale, float) else max(scale.ends)
-    if most > GUARDED_SCALE:
-        notes.append(f"guidance scale {most:g} was capped at {GUARDED_SCALE:g} by the guarded preset")
+    if wish.most > GUARDED_SCALE:
+        notes.append(f"guidance scale {wish.most:g} was capped at {GUARDED_SCALE:g} by the guarded preset")
         if isinstance(scale, Ramp):
             scale = replace(scale, first=min(scale.first, GUARDED_SCALE), last=min(scale.last, GUARDED_SCALE))
         elif isinstance(scale, Listed):

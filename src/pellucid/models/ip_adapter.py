@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -162,14 +163,15 @@ def from_state(state: Mapping[str, Tensor]) -> IPAdapter:
     """Builds an adapter from the tensors of its file; `image_proj.*` and `ip_adapter.N.to_k_ip.weight`."""
     image = {k.removeprefix("image_proj."): v for k, v in state.items() if k.startswith("image_proj.")}
     found = {k.removeprefix("ip_adapter."): v for k, v in state.items() if k.startswith("ip_adapter.")}
-    numbers = sorted({int(k.split(".")[0]) for k in found if k.split(".")[0].isdigit()})
+    firsts = {k.split(".")[0] for k in found}
+    numbers = sorted(int(first) for first in firsts if re.fullmatch(r"[0-9]{1,9}", first))
     if not image or not numbers:
         heads = ", ".join(sorted({k.split(".")[0] for k in state})[:5])
         raise PellucidError(rule("IP-Adapter file", "one with image_proj and ip_adapter weights", heads), "ip-file")
-    adapter = IPAdapter(
-        *projection_of(image),
-        [Pair(w.shape[1], w.shape[0]) for w in (found[f"{n}.to_k_ip.weight"] for n in numbers)],
-    )
+    keys = [found.get(f"{n}.to_k_ip.weight") for n in numbers]
+    if any(k is None or k.ndim != 2 or f"{n}.to_v_ip.weight" not in found for n, k in zip(numbers, keys, strict=True)):
+        raise PellucidError("IP-Adapter file must have to_k_ip and to_v_ip for every number it uses.", "ip-file")
+    adapter = IPAdapter(*projection_of(image), [Pair(w.shape[1], w.shape[0]) for w in keys if w is not None])
     renamed = {f"image_proj.{k}": v for k, v in modern_names(adapter.kind, image).items()}
     for index, number in enumerate(numbers):
         for name in ("to_k_ip", "to_v_ip"):

@@ -8,8 +8,11 @@ one equals PEFT's. A scale of 0 leaves the layers that it covers untouched.
 from __future__ import annotations
 
 import math
+import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar, cast
 
@@ -157,19 +160,51 @@ def receipt_of(tally: Tally, stack: Sequence[tuple[AdapterSet, Scale]]) -> Recei
     return tally.receipt(read, (key for adapters, _ in stack for key in adapters.unused))
 
 
+_RUNS: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # in progress, by network
+_RUNNING = threading.RLock()
+
+
+@contextmanager
+def running(networks: Iterable[nn.Module]) -> Iterator[None]:
+    """A run with these networks, whichever pipelines share them: inside, nothing is merged into them."""
+    held = list(networks)
+    with _RUNNING:
+        for network in held:
+            _RUNS[network] = _RUNS.get(network, 0) + 1
+    try:
+        yield
+    finally:
+        with _RUNNING:
+            for network in held:
+                _RUNS[network] -= 1
+
+
+@contextmanager
+def _idle(networks: Iterable[nn.Module]) -> Iterator[None]:
+    """Refuses networks that a run is using; inside, runs wait to begin."""
+    with _RUNNING:
+        busy = max((_RUNS.get(network, 0) for network in networks), default=0)
+        if busy:
+            advice = "Wait for it to end, or give the request its own loras, which leave the model as it is."
+            must = "of a model without a run in progress"
+            raise PellucidError(rule("merge or unmerge", must, f"{busy} in progress", advice), "merge-running")
+        yield
+
+
 def merge_all(networks: Mapping[str, nn.Module], stack: Sequence[tuple[AdapterSet, Scale]]) -> MergedAll:
     """A stack of files written into the weights of all components that it touches, until `unmerge`."""
     tally = Tally([adapters.name for adapters, _ in stack])
     merged = MergedAll()
-    try:
-        for part, mine in by_part(networks, stack).items():
-            merged.parts.append(Merged(networks[part]))
-            for change in tally.count(changes(networks[part], mine), f"{part}."):
-                merged.parts[-1].write(change)
-        merged.receipt = receipt_of(tally, stack)
-    except BaseException:
-        merged.unmerge()
-        raise
+    with _idle(networks.values()):
+        try:
+            for part, mine in by_part(networks, stack).items():
+                merged.parts.append(Merged(networks[part]))
+                for change in tally.count(changes(networks[part], mine), f"{part}."):
+                    merged.parts[-1].write(change)
+            merged.receipt = receipt_of(tally, stack)
+        except BaseException:
+            merged.unmerge()
+            raise
     return merged
 
 
@@ -248,8 +283,9 @@ class MergedAll:
         self.parts: list[Merged] = []
 
     def unmerge(self) -> None:
-        while self.parts:
-            self.parts.pop().unmerge()
+        with _idle([part.network for part in self.parts]):
+            while self.parts:
+                self.parts.pop().unmerge()
 
     def __enter__(self) -> MergedAll:
         return self

@@ -193,13 +193,13 @@ class Descent(nn.Module):
         told = self.time_embedding(self.sinusoid(time, c.block_out_channels[0]), guidance)  # (B, E)
         if self.class_embedding is not None:
             if labels is None:
-                raise PellucidError("labels must be given to this class-conditional UNet; got None.", "labels")
+                raise PellucidError("labels must be given to this class-conditional UNet; got nothing.", "labels")
             if c.class_embed_type == "timestep":
                 labels = self.sinusoid(labels, c.block_out_channels[0])
             told = told + self.class_embedding(labels).to(told.dtype)
         if c.addition_embed_type == "text_time":
             if pooled is None or sizes is None or c.addition_time_embed_dim is None:
-                raise PellucidError("pooled and sizes must be given to this UNet (SDXL); got None.", "pooled")
+                raise PellucidError("pooled and sizes must be given to this UNet (SDXL); got nothing.", "pooled")
             numbers = self.sinusoid(sizes.flatten(), c.addition_time_embed_dim)  # (B·6, W)
             added = torch.cat([pooled.to(told.dtype), numbers.reshape(len(sizes), -1)], dim=-1)  # (B, P + 6·W)
             told = told + self.add_embedding(added)

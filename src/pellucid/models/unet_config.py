@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.reader import typed
 from pellucid.models import config as configs
 from pellucid.models.config import per_block
 
 DOWN = {"CrossAttnDownBlock2D": "cross", "AttnDownBlock2D": "self", "DownBlock2D": None}
 UP = {"CrossAttnUpBlock2D": "cross", "AttnUpBlock2D": "self", "UpBlock2D": None}
+MAX_BLOCKS = 1_000  # of the way down; SDXL has 66 by this count
 MID = {"UNetMidBlock2DCrossAttn": "cross", "UNetMidBlock2D": "self", None: None}
 
 # UNet2DModel, the unconditional pixel UNet, where its defaults differ.
@@ -52,8 +54,8 @@ class UNetConfig:
     attn_norm_num_groups: int | None = None
     norm_eps: float = 1e-5
     cross_attention_dim: int | tuple[int, ...] | None = 1280
-    transformer_layers_per_block: int | tuple[Any, ...] = 1
-    reverse_transformer_layers_per_block: tuple[Any, ...] | None = None
+    transformer_layers_per_block: int | tuple[int | tuple[int, ...], ...] = 1
+    reverse_transformer_layers_per_block: tuple[int | tuple[int, ...], ...] | None = None
     encoder_hid_dim: int | None = None
     encoder_hid_dim_type: str | None = None
     attention_head_dim: int | tuple[int, ...] | None = 8
@@ -115,11 +117,27 @@ class UNetConfig:
                     rule(f"{name} of {self.class_name}", must, getattr(self, name)), "config-unsupported"
                 )
         levels = len(self.down_block_types)
-        if len(self.block_out_channels) != levels or len(self.up_block_types) not in (0, levels):
+        if not levels or len(self.block_out_channels) != levels or len(self.up_block_types) not in (0, levels):
             raise PellucidError(
                 rule("block_out_channels, up_block_types", f"as many as down_block_types ({levels})", self.class_name),
                 "config-length",
             )
+        self.check_heads()
+        depths = (self.transformer_layers_per_block, self.reverse_transformer_layers_per_block or 0)
+        blocks = sum(self.each("layers_per_block")) * (1 + max(numbers_in(depths)))
+        if blocks > MAX_BLOCKS:
+            must = f"of at most {MAX_BLOCKS} blocks, layers_per_block × transformer_layers_per_block"
+            raise PellucidError(rule(self.class_name, must, blocks), "config-value")
+
+    def check_heads(self) -> None:
+        """An attention has a head at least, and each head a channel."""
+        middle = (len(self.block_out_channels) - 1, MID[self.mid_block_type])
+        for level, kind in (*enumerate(DOWN[name] for name in self.down_block_types), middle):
+            channels = self.block_out_channels[level]
+            asked = self.heads[level] if kind == "cross" else self.each("attention_head_dim")[level]
+            if kind is not None and asked is not None and asked > channels:
+                must = f"at most {channels}, the channels of level {level}"
+                raise PellucidError(rule(f"heads of {self.class_name}", must, asked), "config-value")
 
     @property
     def time_width(self) -> int:
@@ -134,13 +152,21 @@ class UNetConfig:
         return self.each("num_attention_heads" if self.num_attention_heads is not None else "attention_head_dim")
 
 
+def numbers_in(nested: Any) -> Iterator[int]:
+    for one in nested if isinstance(nested, tuple) else (nested,):
+        yield from numbers_in(one) if isinstance(one, tuple) else (one,)
+
+
 def read(raw: Mapping[str, Any]) -> UNetConfig:
     """A config from the parsed config.json of a UNet2DConditionModel, a UNet2DModel or a ControlNetModel."""
-    name = raw.get("_class_name", "UNet2DConditionModel")
+    name = typed(str, raw.get("_class_name", "UNet2DConditionModel"), "_class_name of a UNet")
     defaults = {"UNet2DModel": PIXEL_DEFAULTS, "ControlNetModel": CONTROL_DEFAULTS}.get(name, {})
     values = {**defaults, **raw}
     if values.get("mid_block_scale_factor") is None:  # early configs say null for 1
         values.pop("mid_block_scale_factor", None)
     if name == "UNet2DModel" and values.get("norm_num_groups") is None:
-        values["norm_num_groups"] = min(values["block_out_channels"][0] // 4, 32)
+        widths = configs.of_field(
+            tuple[int, ...], "block_out_channels", values["block_out_channels"], f"block_out_channels of {name}"
+        )
+        values["norm_num_groups"] = max(min(widths[0] // 4, 32), 1) if widths else 1
     return configs.read(UNetConfig, {**values, "class_name": name, "_class_name": name})

@@ -153,7 +153,7 @@ def embeddings(components: Components, request: Request, guided: bool) -> tuple[
             "no-encoder",
         )
     if given is None and request.prompt is None:
-        raise PellucidError("prompt must be given to a text-to-image model; got None.", "prompt")
+        raise PellucidError("prompt must be given to a text-to-image model; got nothing.", "prompt")
     pair = encode_pair(
         components.text_encoders,
         components.tokenizers,

@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.core.loop import Constraint, Denoiser, StepSeen, run
+from pellucid.core.loop import Constraint, Denoiser, StepSeen, loop
 from pellucid.core.noise import NoiseSource
 from pellucid.core.plan import Plan
 from pellucid.interop.components import Components
@@ -76,15 +76,8 @@ class Run:
         denoiser: Denoiser = guided if denoiser_extra is None else denoiser_extra(guided)  # type: ignore[assignment]
         constraints = [*self.blend(clean, noise), *request.constraints]
         with self.stages.run("denoise", *self.denoising_networks(network)):
-            return run(
-                self.plan,
-                denoiser,
-                x,
-                noise=self.source,
-                observers=request.observers,
-                constraints=constraints,
-                cancelled=request.cancelled,
-            )
+            plans = [self.plan] * len(x)
+            return loop(plans, denoiser, x, self.source, request.observers, constraints, request.cancelled)
 
     def second(self, weak: Any) -> Any:
         """The worse network of autoguidance, which must take what the network takes."""
@@ -120,6 +113,7 @@ class Run:
         given = self.request.latents
         if tuple(given.shape) != (self.count, *self.shape):
             raise PellucidError(rule("latents", f"of shape {(self.count, *self.shape)}", tuple(given.shape)), "latents")
+        pictures.check_finite("latents", given)
         return given.to(like)
 
     def clean_latents(self) -> Tensor | None:
@@ -147,6 +141,7 @@ class Run:
         """Latents that were given, one an image, of the size that is asked for."""
         if tuple(latents.shape[1:]) != self.shape:
             raise PellucidError(rule("latents of image", f"of shape {self.shape}", tuple(latents.shape[1:])), "latents")
+        pictures.check_finite("latents of image", latents)
         return pictures_in.spread(latents.to(self.pipe.device, torch.float32), self.count)
 
     @property
@@ -243,6 +238,7 @@ class Run:
                 x = x / self.plan.end.alpha
             if vae is None:
                 return pictures.to_images(x)
+            pictures.check_finite("latents", x, "The network overflowed: run it in float32 or bfloat16.")
             latents = from_diffusion(vae.config, x).to(next(vae.parameters()))
             if policy.vae_tile is not None:
                 pixels = tiles.decode_tiled(vae, latents, policy.vae_tile)

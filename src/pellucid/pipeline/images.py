@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.reader import check_file
 
 MAX_PIXELS = 64 * 2**20  # 8192 × 8192: a file that claims more is not decoded
 SLACK = 1e-3  # what resampling and half precision may leave outside of [0, 1]
@@ -41,12 +42,12 @@ UNREADABLE = (
 def open_bounded(source: str | PathLike[str] | IO[bytes], what: str = "image") -> Image.Image:
     """Opens a picture file and reads its header only; refuses what is no picture or has too many pixels."""
     shown = fspath(source) if isinstance(source, str | PathLike) else "a buffer"
+    if isinstance(source, str | PathLike):
+        check_file(source, what)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             found = Image.open(source)
-    except FileNotFoundError:
-        raise PellucidError(rule(what, "a file that exists", shown), "file") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise PellucidError(rule(what, f"at most {MAX_PIXELS} pixels", shown), "image-pixels") from None
     except UNREADABLE as error:
@@ -252,13 +253,26 @@ def to_images(tensor: Tensor) -> list[Image.Image]:
     batch = tensor.detach() if tensor.ndim == 4 else tensor.detach()[None]
     if batch.shape[1] not in (1, 3):
         raise PellucidError(rule("channels of the images", "1 or 3", batch.shape[1]), "image-shape")
-    if bool(batch.isnan().any()):
-        bad = [i for i, one in enumerate(batch) if bool(one.isnan().any())]
-        advice = "The autoencoder or the network overflowed: run it in float32 or bfloat16."
-        raise PellucidError(f"images must be numbers; got NaN in image {', '.join(map(str, bad))}. {advice}", "nan")
+    check_finite("images", batch, "The autoencoder or the network overflowed: run it in float32 or bfloat16.")
     unit = (batch * 0.5 + 0.5).clamp(0, 1)  # in the network's own dtype, as diffusers: half precision rounds here
+    if unit.is_meta:
+        return []  # a rehearsal, which has no numbers: pixels of its size would take memory and time for nothing
     pixels = (unit.cpu().permute(0, 2, 3, 1).float().numpy() * 255).round().astype(np.uint8)
     return [Image.fromarray(one[..., 0] if one.shape[-1] == 1 else one) for one in pixels]
+
+
+def check_finite(what: str, batch: Tensor, advice: str = "") -> None:
+    """Refuses NaN and infinities in a batch, and names the images that have them."""
+    if not finite(batch):
+        bad = [str(i) for i, one in enumerate(batch) if not finite(one)]
+        found = "NaN" if bool(batch.isnan().any()) else "infinity"
+        got = f"{found} in image {', '.join(bad[:8])}{', …' if len(bad) > 8 else ''}"
+        raise PellucidError(f"{what} must be finite numbers; got {got}. {advice}".rstrip(), "nan")
+
+
+def finite(numbers: Tensor) -> bool:
+    """Whether all of them are: by the least and the most, which are NaN where one is, and take no memory."""
+    return not numbers.numel() or all(math.isfinite(float(end)) for end in numbers.aminmax())
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------
@@ -287,11 +301,17 @@ def check_size(size: Size, factor: int = 1, what: str = "size") -> Size:
     if width * height > MAX_PIXELS:
         raise PellucidError(rule(what, f"at most {MAX_PIXELS} pixels", words((width, height))), "image-pixels")
     if width % factor or height % factor:
-        down, up = ((max(r(s / factor), 1) * factor for s in (width, height)) for r in (math.floor, math.ceil))
-        near = " or ".join(dict.fromkeys(words((a, b)) for a, b in (tuple(down), tuple(up))))
+        near = " or ".join(map(words, nearest_sizes((width, height), factor)))
         must = f"a multiple of {factor} on both sides"
         raise PellucidError(rule(what, must, words((width, height)), f"Nearest: {near}."), "size-multiple")
     return width, height
+
+
+def nearest_sizes(size: Size, factor: int) -> list[Size]:
+    """The sizes below and above that a factor divides, the nearer first."""
+    down, up = (tuple(max(r(s / factor), 1) * factor for s in size) for r in (math.floor, math.ceil))
+    found = dict.fromkeys(((down[0], down[1]), (up[0], up[1])))
+    return sorted(found, key=lambda near: sum(abs(a - b) for a, b in zip(near, size, strict=True)))
 
 
 def digest(picture: Picture | Sequence[Picture]) -> str:

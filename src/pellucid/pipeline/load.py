@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from pellucid.interop.family import check_fit
 from pellucid.models.tiny_vae import TinyAutoencoder
 from pellucid.models.vae import AutoencoderKL
 from pellucid.pipeline.inversion import add_inversions, read_inversion
+from pellucid.pipeline.peer_words import LOAD, option_error
 from pellucid.pipeline.pipeline import Pipeline, networks_of
 from pellucid.pipeline.policy import Policy
 
@@ -36,6 +38,7 @@ def load(
     image_encoder: PathLike | None = None,
     inversions: Sequence[PathLike] = (),
     policy: Policy | None = None,
+    **unknown: Any,
 ) -> Pipeline:
     """A pipeline from a diffusers folder, a single-file checkpoint, a hub id or the name of a bundle.
 
@@ -44,6 +47,8 @@ def load(
     but for float16 on a CPU, where it is slow: float32 there, unless `dtype` is "stored". What the files contradict is
     in `pipe.components.notes`.
     """
+    for name, value in unknown.items():
+        raise option_error(name, value, signature(load).parameters, LOAD)
     if not isinstance(where, str | os.PathLike):
         raise PellucidError(rule("model", "a folder, a file, a hub id or the name of a bundle", where), "not-found")
     policy = Policy() if policy is None else policy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pellucid.core.errors import PellucidError, nearest, rule
+from pellucid.core.errors import PellucidError, rule
 from pellucid.core.noise import NoiseSource, Philox, TorchStream
 from pellucid.core.plan import Plan
 from pellucid.interop import lora_file
@@ -23,27 +23,28 @@ from pellucid.interop.source import bundled
 from pellucid.models import lora
 from pellucid.models.blocks import within
 from pellucid.models.dit import DiT
-from pellucid.models.guidance import Guidance, guarded, steps_of
+from pellucid.models.guidance import Guidance, guarded, steps_of, unguarded_note
 from pellucid.models.lora import AdapterSet, MergedAll, Receipt
 from pellucid.models.rules import Layered, Rescale
 from pellucid.models.unet import UNet
+from pellucid.pipeline import fingerprint, pictures_in, threads, watching
 from pellucid.pipeline import images as pictures
-from pellucid.pipeline import pictures_in, watching
 from pellucid.pipeline.adapters import Lora
 from pellucid.pipeline.conditions import make_conditions, takes_text
 from pellucid.pipeline.denoising import Run
-from pellucid.pipeline.planning import make_plan
+from pellucid.pipeline.peer_words import RefusesPeerWords, attribute_error
+from pellucid.pipeline.planning import STEPS, make_plan
 from pellucid.pipeline.policy import Policy
 from pellucid.pipeline.recording import recipes_of
-from pellucid.pipeline.request import Request
+from pellucid.pipeline.request import Request, takes
 from pellucid.pipeline.result import Result
 from pellucid.pipeline.stages import Stages
 
 CLASS_GUIDANCE = 4.0  # of class-conditional models: DiT's own setting
 
 
-@dataclass
-class Pipeline:
+@dataclass(repr=False)
+class Pipeline(RefusesPeerWords):
     """A model ready to run. Calls share nothing but its weights: several threads may use one pipeline at once."""
 
     components: Components
@@ -51,20 +52,35 @@ class Pipeline:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     _files: dict[tuple[str, str, int], Any] = field(default_factory=dict, repr=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+    _fitted: int = field(default=0, init=False, repr=False)  # the most pixels of a request that were found to fit
 
-    def __call__(self, prompt: str | Sequence[str] | None = None, /, **options: Any) -> Result:
+    @takes(Request)
+    def __call__(self, *prompt: Any, **options: Any) -> Result:
         """pipe("a red star", steps=20, seed=1): the options are the fields of `Request`."""
-        known = [f.name for f in fields(Request)]
-        for name in options:
-            if name not in known:
-                raise PellucidError(rule(name, "an option of a request", options[name], nearest(name, known)), "option")
-        if prompt is not None and "prompt" in options:
-            raise PellucidError("prompt must be given once; got it twice.", "prompt")
-        return self.run(Request(**({"prompt": prompt} if prompt is not None else {}), **options))
+        return self.run(Request.of(*prompt, **options))
 
-    @torch.no_grad()
+    def __repr__(self) -> str:
+        return described(self)
+
+    @classmethod
+    def from_pretrained(cls, *_: Any, **__: Any) -> Pipeline:
+        """Not here: `pellucid.load` opens folders, single files, hub ids and bundles."""
+        raise attribute_error("from_pretrained")
+
     def run(self, request: Request) -> Result:
-        """Encodes, denoises and decodes one request."""
+        """Encodes, denoises and decodes one request, without gradients."""
+        weak = [request.weak.components.network] if isinstance(request.weak, Pipeline) else []
+        with (
+            torch.no_grad(),
+            lora.running([*self.networks().values(), *weak]),
+            threads.suited(self.components.network, self.device) as notes,
+        ):
+            result = self._run(request, notes)
+        return watching.end(request.observers, result)
+
+    def _run(self, request: Request, notes: Sequence[str]) -> Result:
+        from pellucid.pipeline import out_of_memory  # which runs pipelines
+
         stages = Stages(self.policy, self.device, lambda stage: self.explain(request, stage))
         parts, receipt = self.with_loras(request)
         guidance = self.guidance_of(request)
@@ -73,6 +89,7 @@ class Pipeline:
         guidance = guidance.as_diffusers() if planned.plan.dialect == "diffusers" else guidance
         size = self.size_of(request)
         seeds = request.seeds()
+        out_of_memory.check_fits(self, request, size, len(seeds))
         source = noise_source(request, planned.plan, seeds)
         embedded = isinstance(parts.network, UNet) and parts.network.config.time_cond_proj_dim is not None
         asked = guidance
@@ -86,16 +103,22 @@ class Pipeline:
         run_of = Run(self, parts, request, planned, guidance, source, stages, size, len(seeds))
         x = run_of.denoise(told.cond, told.uncond)
         made = run_of.decode(x) if request.decode else []
-        result = Result(
+        return Result(
             images=made,
             latents=x,
             plan=planned.plan,
             recipes=recipes(),
             stages=tuple(stages.taken),
             receipt=receipt,
-            notes=(*parts.notes, *guidance.notes, *unused(request, guidance, planned.plan)),
+            notes=(
+                *parts.notes,
+                *notes,
+                *guidance.notes,
+                *unguarded_note(guidance),
+                *unused(request, guidance, planned.plan),
+                *tuned_for_another(planned.plan, self.components, asked),
+            ),
         )
-        return watching.end(request.observers, result)
 
     # --- what a request leaves open -------------------------------------------------------------------------------
 
@@ -163,7 +186,8 @@ class Pipeline:
     def merge(self, *loras: Lora) -> MergedAll:
         """LoRAs written into the model's own weights, for all requests, until `.unmerge()` puts the old ones back.
 
-        No second copy of the changed weights is used in a run; the originals wait in memory for the way back.
+        No second copy of the changed weights is used in a run; the originals wait in memory for the way back. Both are
+        refused while a run is in progress, in this or another thread: it would go on with other weights.
         """
         return lora.merge_all(self.networks(), [(self.lora_of(one), one.scale) for one in loras])
 
@@ -222,6 +246,55 @@ def unused(request: Request, guidance: Guidance, plan: Plan) -> list[str]:
             span = f"{control.start:g}-{control.end:g}"
             found.append(f"control {number} has no effect: none of {steps} steps lies whole in {span} of the run")
     return found
+
+
+def tuned_for_another(plan: Plan, parts: Components | None, guidance: Guidance) -> list[str]:
+    """A note where a tuned plan runs with another model or guidance than it was tuned for; `parts` None: who knows."""
+    evidence, found = plan.evidence, []
+    if evidence.get("kind") != "pellucid-tune":
+        return []
+    tuned = str(evidence.get("model_hash", ""))
+    other = fingerprint.differing(tuned, fingerprint.of_model(parts)) if tuned and parts is not None else ()
+    if other:
+        words = f"{', '.join(other)} {'differs' if len(other) == 1 else 'differ'}"
+        found.append(f"the plan was tuned for other weights (of {evidence.get('model', '?')}): {words}")
+    own = evidence.get("guidance")
+    if own is not None and not same_guidance(own, guidance):
+        found.append(f"the plan was tuned for guidance {own}, and runs with {guidance.text()}")
+    return found
+
+
+def same_guidance(text: Any, guidance: Guidance) -> bool:
+    try:
+        return Guidance.parse(text).same_rules(guidance)
+    except PellucidError:
+        return False
+
+
+def described(pipe: Pipeline) -> str:
+    """The model in some ten lines: its networks with their sizes, its defaults, and how to call it."""
+    parts = pipe.components
+    encoders = dict(zip(text_parts(parts), parts.text_encoders, strict=True))
+    held = {"network": parts.network, "vae": parts.vae, **encoders, "image_encoder": parts.image_encoder}
+    lines = [f"Pipeline {parts.name}"]
+    for name, network in held.items():
+        if network is not None:
+            count = sum(p.numel() for p in network.parameters()) / 1e6
+            kind = str(next(network.parameters()).dtype).removeprefix("torch.")
+            lines.append(f"  {name:16}{type(network).__name__}, {count:.1f} M parameters, {kind}")
+    request = Request(prompt="" if takes_text(parts.network) else None)
+    own = make_plan(parts, request).plan
+    (width, height), guidance = pipe.size_of(request), pipe.guidance_of(request).text()
+    return "\n".join(
+        [
+            *lines,
+            f"  {'schedule':16}{parts.schedule.name}, predicts {parts.target}",
+            f"  {'defaults':16}{own.name}, {STEPS} steps, guidance {guidance}, {width}×{height} pixels",
+            f"  {'device':16}{pipe.device}" + (f", policy {pipe.policy.to_dict()}" if pipe.policy != Policy() else ""),
+            *([f"  {'notes':16}{'; '.join(parts.notes)}"] if parts.notes else []),
+            f"  {'call':16}" + ('pipe("a red star", steps=20, seed=7)' if request.prompt == "" else "pipe(seed=7)"),
+        ]
+    )
 
 
 def asks_uncond(plan: Plan) -> bool:

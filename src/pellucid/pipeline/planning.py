@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pellucid.core import schedule as schedules
 from pellucid.core.compile import compile_plan
-from pellucid.core.errors import PellucidError, PlanError, rule
+from pellucid.core.errors import PellucidError, rule
 from pellucid.core.filters import Filter
 from pellucid.core.grid import Grid
+from pellucid.core.loop import check_fits
 from pellucid.core.plan import Plan
+from pellucid.core.reader import naming, read_text
 from pellucid.interop import diffusers_config, source
 from pellucid.interop.components import Components
 from pellucid.interop.diffusers_plan import compile_reading
@@ -64,10 +64,7 @@ def make_plan(components: Components, request: Request) -> Planned:
 
 
 def grid_of(table: Mapping[str, Any]) -> Grid:
-    try:
-        return Grid.from_dict(dict(table))
-    except (TypeError, AttributeError, KeyError) as error:
-        raise PellucidError(f"grid must be a table of a grid's fields; got {error}.", "grid") from None
+    return Grid.from_dict(dict(table))
 
 
 def given_plan(components: Components, request: Request) -> Plan:
@@ -77,14 +74,7 @@ def given_plan(components: Components, request: Request) -> Plan:
                 rule(name, "left out with a plan, which says where it starts and ends", "both"), "request"
             )
     plan = read_plan(request.plan)  # type: ignore[arg-type]
-    own = schedules.to_dict(components.schedule)
-    if plan.target != components.target or plan.schedule != own:
-        made, mine = plan.schedule.get("name", "?"), own.get("name", "?")
-        raise PlanError(
-            f"plan must be made for the model's schedule and target ({mine}, {components.target}); "
-            f"got one for {made}, {plan.target}.",
-            "plan-model",
-        )
+    check_fits(plan, components.schedule, components.target, "model")
     return plan
 
 
@@ -93,12 +83,9 @@ def read_plan(given: Plan | str | os.PathLike[str]) -> Plan:
     if isinstance(given, Plan):
         return given
     path = source.bundled(given)
-    if not path.is_file() or path.stat().st_size > MAX_PLAN_BYTES:
-        raise PellucidError(rule("plan", f"a file of at most {MAX_PLAN_BYTES} bytes", os.fspath(given)), "plan-file")
-    try:
-        return Plan.from_json(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise PellucidError(f"plan must be JSON; {path.name} is not: {error}.", "plan-file") from None
+    text = read_text(path, "plan", MAX_PLAN_BYTES, "plan-file")
+    with naming(path.name):
+        return Plan.from_json(text)
 
 
 def cut(components: Components, request: Request, dialect: str, make: Any) -> Plan:

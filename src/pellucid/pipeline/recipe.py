@@ -18,6 +18,7 @@ from pellucid.core import dialect as dialects
 from pellucid.core.errors import PellucidError, nearest, rule
 from pellucid.core.noise import check_seed
 from pellucid.core.plan import BOUNDS, UNBOUNDED
+from pellucid.core.reader import naming, parse_json
 from pellucid.interop.whole import put
 from pellucid.pipeline import parameters
 from pellucid.pipeline.images import UNREADABLE, check_size, first_line, open_bounded
@@ -108,11 +109,7 @@ class Recipe:
     def from_json(text: str | bytes) -> Recipe:
         if len(text) > MAX_TEXT:
             raise PellucidError(rule("recipe", f"at most {MAX_TEXT} bytes of JSON", len(text)), "recipe-size")
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise PellucidError(f"recipe must be JSON; got {first_line(error)}", "recipe-json") from None
-        return Recipe.from_dict(data)
+        return Recipe.from_dict(parse_json(text, "recipe", "recipe-json"))
 
     def parameters(self) -> str:
         """The same in the A1111 form, as far as it has words for it."""
@@ -244,13 +241,33 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
 # --- PNG -------------------------------------------------------------------------------------------------------
 
 
-def write_png(
-    image: Image.Image, goal: str | os.PathLike[str] | IO[bytes], recipe: Recipe | None = None, axes: str | None = None
-) -> None:
-    """Writes a PNG that carries its recipe, as our JSON and as A1111's text. A file is whole or absent.
+class RecipeImage(Image.Image):
+    """An image that carries its recipe into every PNG that `save` writes, as long as it has the recipe's size.
 
-    With `axes` it is a sheet: the recipe is that of its first cell, and the axes say what the others change.
+    Copies and crops are plain images. What is drawn into the image itself is not noticed.
     """
+
+    recipe: Recipe | None = None
+
+    @staticmethod
+    def of(image: Image.Image, recipe: Recipe) -> RecipeImage:
+        """The same image, with its recipe."""
+        image.__class__ = RecipeImage  # Pillow offers no constructor from an image that copies nothing
+        assert isinstance(image, RecipeImage)
+        image.recipe = recipe
+        return image
+
+    def save(self, fp: Any, format: str | None = None, **params: Any) -> None:
+        name = fp if isinstance(fp, str | os.PathLike) else getattr(fp, "name", "")
+        kind = format or ("PNG" if str(name).lower().endswith(".png") else "")
+        own = self.recipe is not None and self.size == tuple(self.recipe.size or self.size)
+        if own and kind.upper() == "PNG":
+            params.setdefault("pnginfo", png_info(self.recipe))
+        super().save(fp, format, **params)
+
+
+def png_info(recipe: Recipe | None, axes: str | None = None) -> PngImagePlugin.PngInfo:
+    """The text chunks of a PNG with its recipe: ours, and A1111's."""
     info = PngImagePlugin.PngInfo()
     if recipe is not None and axes is not None:
         info.add_itxt(SHEET, json.dumps({"axes": axes, "recipe": recipe.to_dict()}, ensure_ascii=False))
@@ -258,8 +275,18 @@ def write_png(
         info.add_itxt("pellucid", recipe.to_json())
         # NUL ends a chunk's text in many readers
         info.add_text("parameters", recipe.parameters().replace("\0", "\N{REPLACEMENT CHARACTER}"))
+    return info
+
+
+def write_png(
+    image: Image.Image, goal: str | os.PathLike[str] | IO[bytes], recipe: Recipe | None = None, axes: str | None = None
+) -> None:
+    """Writes a PNG that carries its recipe, as our JSON and as A1111's text. A file is whole or absent.
+
+    With `axes` it is a sheet: the recipe is that of its first cell, and the axes say what the others change.
+    """
     try:
-        data = encode(image, info)
+        data = encode(image, png_info(recipe, axes))
         if isinstance(goal, str | os.PathLike):
             put(Path(goal), lambda part: part.write_bytes(data))
         else:
@@ -282,7 +309,8 @@ def read_png(source: str | os.PathLike[str] | IO[bytes]) -> Recipe | Foreign:
     with open_bounded(source) as picture:
         found = texts(picture)
     if "pellucid" in found:
-        return Recipe.from_json(found["pellucid"])
+        with naming(name_of(source)):
+            return Recipe.from_json(found["pellucid"])
     if SHEET in found:
         raise PellucidError("picture must be a single image; got a sheet, which `read_sheet` reads.", "recipe-sheet")
     if "parameters" in found:
@@ -299,13 +327,16 @@ def read_sheet(source: str | os.PathLike[str] | IO[bytes]) -> tuple[str, Recipe]
         found = texts(picture).get(SHEET)
     if found is None:
         return None
-    try:
-        held = json.loads(found)
-    except (ValueError, RecursionError) as error:
-        raise PellucidError(f"sheet must be JSON; got {first_line(error)}", "recipe-json") from None
-    if not isinstance(held, dict) or not isinstance(held.get("axes"), str):
-        raise PellucidError("sheet must be an object with axes and a recipe; got another.", "recipe-json")
-    return held["axes"], Recipe.from_dict(held.get("recipe"))
+    with naming(name_of(source)):
+        held = parse_json(found, "sheet", "recipe-json")
+        if not isinstance(held, dict) or not isinstance(held.get("axes"), str):
+            raise PellucidError("sheet must be an object with axes and a recipe; got another.", "recipe-json")
+        return held["axes"], Recipe.from_dict(held.get("recipe"))
+
+
+def name_of(source: str | os.PathLike[str] | IO[bytes]) -> str:
+    """The file's, for messages; a buffer has none."""
+    return os.path.basename(os.fspath(source)) if isinstance(source, str | os.PathLike) else ""
 
 
 def texts(picture: Image.Image) -> dict[str, str]:

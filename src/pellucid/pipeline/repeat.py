@@ -79,8 +79,10 @@ def told_value(name: str, value: Any) -> Any:
 def grid_of(table: Mapping[str, Any]) -> Grid:
     try:
         return grids.named(Grid.from_dict(dict(table)))
-    except (TypeError, AttributeError) as error:
-        raise PellucidError(f"grid of the recipe must be one that is known; got {error}.", "recipe-value") from None
+    except PellucidError as error:
+        if error.code not in ("grid", "grid-type", "grid-value"):
+            raise
+        raise PellucidError(f"grid of the recipe: {error}", "recipe-value") from None
 
 
 def noise_of(recipe: Recipe) -> str:

@@ -6,8 +6,9 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, field, fields
+from inspect import Parameter, signature
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -16,10 +17,14 @@ from pellucid.core.grid import Grid
 from pellucid.core.loop import Constraint, Observer
 from pellucid.core.noise import NoiseSource, seed_list
 from pellucid.core.plan import Plan
+from pellucid.models.lora import AdapterSet
 from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
+from pellucid.pipeline.peer_words import CALL, option_error
 from pellucid.pipeline.text import Embedding
 
 MAX_BATCH = 256
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,7 @@ class Request:
 
     # what
     prompt: str | Sequence[str] | None = None
+    _: KW_ONLY
     negative_prompt: str | Sequence[str] | None = None
     label: int | str | Sequence[int | str] | None = None
     n: int = 1
@@ -61,7 +67,7 @@ class Request:
     target_size: tuple[int, int] | None = None
     aesthetic: tuple[float, float] = (6.0, 2.5)
     # adapters
-    loras: Sequence[Lora] = ()
+    loras: Sequence[Lora | AdapterSet | str | os.PathLike[str]] = ()
     controls: Sequence[Control] = ()
     image_prompts: Sequence[ImagePrompt] = ()
     # who watches
@@ -70,7 +76,21 @@ class Request:
     cancelled: Callable[[], bool] | None = None
     decode: bool = True
 
+    @staticmethod
+    def of(*prompt: Any, **options: Any) -> Request:
+        """A request from the arguments of a call; names that are not there are refused with the right ones."""
+        known = [f.name for f in fields(Request)]
+        for name, value in options.items():
+            if name not in known:
+                raise option_error(name, value, known, CALL)
+        if len(prompt) > 1 or (prompt and "prompt" in options):
+            raise PellucidError("prompt must be given once, and every other option by its name; got more.", "prompt")
+        return Request(*prompt, **options)
+
     def __post_init__(self) -> None:
+        if isinstance(self.loras, list | tuple):
+            named = [Lora(one) if isinstance(one, AdapterSet | str | os.PathLike) else one for one in self.loras]
+            object.__setattr__(self, "loras", tuple(named))
         for name, low, high in (("n", 1, MAX_BATCH), ("clip_skip", 0, 64)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
@@ -178,3 +198,18 @@ def listed(name: str, given: Any) -> list[str]:
     if not found or not all(isinstance(text, str) for text in found):
         raise PellucidError(rule(name, "text, or a list of texts", given), "prompt")
     return found
+
+
+def takes(dataclass: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[Concatenate[Any, P], R]]:
+    """Gives a method the signature of a dataclass: its fields are the method's arguments, for people and for tools."""
+
+    def typed(method: Callable[..., R]) -> Callable[Concatenate[Any, P], R]:
+        own = signature(dataclass)
+        first = Parameter("self", Parameter.POSITIONAL_ONLY)
+        returns = method.__annotations__.get("return", Parameter.empty)
+        method.__signature__ = own.replace(  # type: ignore[attr-defined]
+            parameters=[first, *own.parameters.values()], return_annotation=returns
+        )
+        return method
+
+    return typed

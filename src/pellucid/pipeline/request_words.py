@@ -1,12 +1,10 @@
-"""Words of a request that stand for more than themselves: a size, a class, a guidance."""
+"""Words of a request that stand for more than themselves: a size, a class."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.models.guidance import Guidance, guarded
 
 
 def size(name: str, text: str) -> tuple[int, int]:
@@ -18,8 +16,3 @@ def size(name: str, text: str) -> tuple[int, int]:
 
 def label(text: str) -> int | str:
     return int(text) if re.fullmatch(r"\d{1,9}", text) else text
-
-
-def guidance(text: Any, unguarded: bool) -> Guidance:
-    """The guidance that was asked for, within what a product surface allows unless that was lifted."""
-    return Guidance.parse(text) if unguarded else guarded(text)

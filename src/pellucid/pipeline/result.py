@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from PIL import Image
 from torch import Tensor
 
+from pellucid.core.errors import PellucidError, rule
 from pellucid.core.plan import Plan
 from pellucid.models.lora import Receipt
-from pellucid.pipeline.recipe import Recipe
+from pellucid.pipeline.recipe import Recipe, RecipeImage, write_png
 from pellucid.pipeline.stages import Stage
 
 
@@ -25,6 +28,45 @@ class Result:
     receipt: Receipt | None = None
     notes: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        for image, recipe in zip(self.images, self.recipes, strict=False):
+            if type(image) is Image.Image:
+                RecipeImage.of(image, recipe)
+
     @property
     def recipe(self) -> Recipe:
         return self.recipes[0]
+
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> list[Path]:
+        """Writes the images as PNGs that carry their recipes, and returns the files.
+
+        `star.png` is the file of a single image; several are written as `star-SEED.png`, with a number where a seed
+        comes twice. Files that exist are refused unless `overwrite` is given.
+        """
+        goal = Path(path)
+        if goal.suffix.lower() != ".png":
+            raise PellucidError(rule("path", "a file that ends in .png", str(path)), "file-type")
+        if not self.images:
+            raise PellucidError("images must be decoded before they are saved; got latents alone.", "no-images")
+        names = [goal] if len(self.images) == 1 else numbered(goal, [recipe.seed for recipe in self.recipes])
+        for name in names:
+            check_new(name, "path", overwrite)
+        for image, name, recipe in zip(self.images, names, self.recipes, strict=True):
+            write_png(image, name, recipe)
+        return names
+
+
+def check_new(path: Path, what: str, overwrite: bool) -> None:
+    """Refuses a file that exists, unless it may be replaced, and one in a folder that does not."""
+    if not path.parent.is_dir():
+        raise PellucidError(rule(what, "in a folder that exists", str(path)), "file")
+    if not overwrite and os.path.lexists(path):
+        advice = "Name another, or pass overwrite=True."
+        raise PellucidError(rule(what, "a file that does not exist yet", str(path), advice), "file-exists")
+
+
+def numbered(goal: Path, seeds: list[int]) -> list[Path]:
+    """One name per seed, all different."""
+    counts = [seeds[:at].count(seed) for at, seed in enumerate(seeds)]
+    ends = [f"{seed}-{count + 1}" if count else f"{seed}" for seed, count in zip(seeds, counts, strict=True)]
+    return [goal.with_name(f"{goal.stem}-{end}{goal.suffix}") for end in ends]

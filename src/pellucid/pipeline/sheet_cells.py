@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pellucid.core.errors import PellucidError
+from pellucid.core.errors import PellucidError, rule
 from pellucid.core.samplers import resolve
 from pellucid.models.guidance import Guidance
 from pellucid.pipeline import request_words
@@ -48,17 +48,29 @@ def axes_of(text: str, sampler: str | None, names: Mapping[str, type] = AXES) ->
     except PellucidError as error:
         if error.code != "grid-value" or "guidance" not in text:
             raise
-        return parse_axes(text, {**numeric, **names, "guidance": str})
+    axes = parse_axes(text, {**numeric, **names, "guidance": str})
+    return tuple(as_run(axis) if axis.name == "guidance" else axis for axis in axes)
 
 
-def cell_fields(fields: Mapping[str, Any], settings: Mapping[str, Any], unguarded: bool) -> dict[str, Any]:
+def as_run(axis: Axis) -> Axis:
+    """Guidance in words, labelled with what is run: `guarded 9` is `7 + rescale`."""
+    meant = [Guidance.parse(value).text() for value in axis.values]
+    for at, text in enumerate(meant):
+        if text in meant[:at]:
+            first = axis.values[meant.index(text)]
+            got = f"{first} and {axis.values[at]}, which are both {text}"
+            raise PellucidError(rule("values of guidance", "all different", got), "grid-value")
+    return replace(axis, values=tuple(meant))
+
+
+def cell_fields(fields: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the request of one cell: those of the sheet, with the cell's own settings."""
     changes: dict[str, Any] = {}
     for name, value in settings.items():
         if name == "label":
             changes["label"] = request_words.label(value)
         elif name == "guidance":
-            changes["guidance"] = request_words.guidance(value, unguarded)
+            changes["guidance"] = Guidance.parse(value)
         elif name == "size":
             changes["width"], changes["height"] = request_words.size("size", value)
         elif name in SCALES:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from pellucid.core.errors import PellucidError, rule
+from pellucid.core.errors import PellucidError, is_out_of_memory, rule
 from pellucid.models import attention
 from pellucid.pipeline.offload import guests_of, slots_of
 from pellucid.pipeline.policy import Policy
@@ -60,9 +60,9 @@ class Stages:
                 inside.enter_context(self.present(name, used))
                 inside.enter_context(attention.backend(self.policy.attention))
                 yield
-        except torch.OutOfMemoryError as error:
-            raise PellucidError(self.trouble(name), "out-of-memory") from error
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                raise PellucidError(self.trouble(name), "out-of-memory") from error
             if NO_KERNEL in str(error):
                 advice = "Use auto, which takes another where this one cannot."
                 must = "a kernel that this device, dtype and head width allow"

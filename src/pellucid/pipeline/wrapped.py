@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pellucid.core.denoiser import input_scale
-from pellucid.core.errors import PellucidError, nearest, rule
+from pellucid.core.errors import PellucidError, rule
 from pellucid.core.loop import Prediction, run
 from pellucid.core.noise import NoiseSource, Philox
 from pellucid.core.schedule import Level
@@ -24,10 +24,12 @@ from pellucid.interop import diffusers_config
 from pellucid.interop.diffusers_config import Reading
 from pellucid.interop.wrap import Conversation, Peer, look
 from pellucid.interop.wrap_branches import PeerNetwork, Way
-from pellucid.models.guidance import Guidance
+from pellucid.models.guidance import Guidance, unguarded_note
 from pellucid.models.guided import GuidedDenoiser, Terms
+from pellucid.pipeline import images as pictures
 from pellucid.pipeline import watching
-from pellucid.pipeline.pipeline import Result, asks_uncond
+from pellucid.pipeline.peer_words import CALL, RefusesPeerWords, option_error
+from pellucid.pipeline.pipeline import Result, asks_uncond, tuned_for_another
 from pellucid.pipeline.policy import Policy
 from pellucid.pipeline.request import Request
 from pellucid.pipeline.stages import Stages
@@ -45,12 +47,15 @@ def wrap(pipeline: Any) -> WrappedPipeline:
     return WrappedPipeline(look(pipeline))
 
 
-@dataclass
-class WrappedPipeline:
+@dataclass(repr=False)
+class WrappedPipeline(RefusesPeerWords):
     """A diffusers pipeline that is asked step by step. Calls share nothing but its weights."""
 
     peer: Peer
     _ways: dict[tuple[str, ...], Way] = field(default_factory=dict, repr=False)
+
+    def __repr__(self) -> str:
+        return f"WrappedPipeline of {type(self.peer.pipeline).__name__}"
 
     def __call__(
         self,
@@ -70,8 +75,10 @@ class WrappedPipeline:
         known = [f.name for f in fields(Request)]
         for name, value in options.items():
             if name not in TAKEN:
-                hint = "A wrapped pipeline makes images from text." if name in known else nearest(name, TAKEN)
-                raise PellucidError(rule(name, "an option of a wrapped pipeline", value, hint), "option")
+                if name in known:
+                    hint = "A wrapped pipeline makes images from text."
+                    raise PellucidError(rule(name, "an option of a wrapped pipeline", value, hint), "option")
+                raise option_error(name, value, TAKEN, CALL)
         if prompt is not None:
             if "prompt" in options:
                 raise PellucidError("prompt must be given once; got it twice.", "prompt")
@@ -108,7 +115,12 @@ class WrappedPipeline:
             plan=order.plan,
             recipes=order.recipes(journey.guidance, journey.source, images[0].size if images else None),
             stages=tuple(stages.taken),
-            notes=(*journey.notes(), *flagged(made)),
+            notes=(
+                *journey.notes(),
+                *unguarded_note(journey.guidance),
+                *([] if order.guidance is None else tuned_for_another(order.plan, None, order.guidance)),
+                *flagged(made),
+            ),
         )
         return watching.end(request.observers, result)
 
@@ -156,6 +168,7 @@ class Journey:
         if request.latents is not None:
             if tuple(request.latents.shape) != shape:
                 raise PellucidError(rule("latents", f"of shape {shape}", tuple(request.latents.shape)), "latents")
+            pictures.check_finite("latents", request.latents)
             noise = request.latents.to(like)
         elif self.source is self.order.stream:
             noise = first.to(like)

@@ -143,7 +143,7 @@ class Order:
         if request.prompt is not None:
             found["prompt"] = [text for text in request.prompts for _ in range(copies)]
         elif "prompt_embeds" not in self.options:
-            raise PellucidError("prompt must be given to a text-to-image pipeline; got None.", "prompt")
+            raise PellucidError("prompt must be given to a text-to-image pipeline; got nothing.", "prompt")
         if request.negative_prompt is not None:
             if "negative_prompt" not in takes:
                 raise PellucidError(

@@ -12,6 +12,9 @@ import inspect
 import threading
 from typing import Any
 
+from pellucid.studio import scratch
+
+scratch.folder()  # gradio asks for its own once, while it is imported
 getfile = inspect.getfile
 
 

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import socket
+import os
+import signal
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import gradio as gr
 
-from pellucid.core.errors import PellucidError, rule
-from pellucid.labs.catalog import Lab
-from pellucid.studio import html, running
+from pellucid.core.errors import PellucidError
+from pellucid.interop.source import locate
+from pellucid.labs.catalog import LABS, Lab
+from pellucid.studio import html, running, scratch, serving
 from pellucid.studio.compare_tab import CompareTab
 from pellucid.studio.doctor_tab import DoctorTab
 from pellucid.studio.generate import Generate
+from pellucid.studio.guard import is_loopback
 from pellucid.studio.labs_tab import LabsTab
 from pellucid.studio.pipeline_tab import PipelineTab
 from pellucid.studio.schedules_tab import SchedulesTab
-from pellucid.studio.session import Sessions
-from pellucid.studio.shelf import Shelf
+from pellucid.studio.serving import Studio
+from pellucid.studio.session import Sessions, files
+from pellucid.studio.shelf import Shelf, named
 from pellucid.studio.study_tab import StudyTab
 from pellucid.studio.trace_tab import TraceTab
 
@@ -38,10 +43,23 @@ MOST_BYTES = "32mb"  # of an upload
 THREADS = 16
 
 
-def build(shelf: Shelf, sessions: Sessions, lab: Lab | None = None) -> gr.Blocks:
-    """The page; with a lab it opens at Labs, with that one chosen."""
+class _Page(gr.Blocks):
+    """Blocks that remember whose files they keep."""
+
+    sessions: Sessions
+
+    async def process_api(self, *given: Any, **named: Any) -> dict[str, Any]:
+        self.sessions.note(named.get("session_hash"), named.get("inputs"))  # first: the event may fail
+        made: dict[str, Any] = await super().process_api(*given, **named)
+        self.sessions.note(named.get("session_hash"), made.get("data"))
+        return made
+
+
+def build(shelf: Shelf, sessions: Sessions, lab: Lab | None = None, *, checks: bool = True) -> _Page:
+    """The page; with a lab it opens at Labs, with that one chosen. Without `checks` no answer to a lab is run."""
     names = shelf.choices()
-    with gr.Blocks(title="Pellucid studio", analytics_enabled=False) as page:
+    with _Page(title="Pellucid studio", analytics_enabled=False) as page:
+        page.sessions = sessions
         gr.Markdown("# Pellucid\nEvery number between noise and image, in the open.")
         model = gr.Dropdown(
             names,
@@ -55,41 +73,29 @@ def build(shelf: Shelf, sessions: Sessions, lab: Lab | None = None) -> gr.Blocks
         with gr.Tabs(selected="Generate" if lab is None else "Labs"):
             for name, tab in TABS.items():
                 with gr.Tab(name, id=name):
-                    tab(shelf, sessions, model, ran, **({"chosen": lab} if lab and name == "Labs" else {}))
-
-        def leave(request: gr.Request) -> None:
-            sessions.end(request.session_hash)
-
-        page.unload(leave)
+                    options = {"chosen": lab or LABS[0], "checks": checks} if name == "Labs" else {}
+                    tab(shelf, sessions, model, ran, **options)
     return page
 
 
-def start(
-    shelf: Shelf, sessions: Sessions, *, port: int, open_browser: bool = False, lab: Lab | None = None
-) -> gr.Blocks:
-    """The page, served on 127.0.0.1 beside this thread; the first model is loaded while people look."""
-    page = build(shelf, sessions, lab)
+def start(shelf: Shelf, sessions: Sessions, *, port: int, host: str = "127.0.0.1", lab: Lab | None = None) -> Studio:
+    """The page, served beside this thread; the first model is loaded while people look."""
+    page = build(shelf, sessions, lab, checks=is_loopback(host))
+    sessions.stay = frozenset(files())
+    page.max_threads = THREADS
     page.queue(default_concurrency_limit=8, max_size=64)
-    try:
-        page.launch(
-            server_name="127.0.0.1",
-            server_port=port or free_port(),
-            inbrowser=open_browser,
-            prevent_thread_lock=True,
-            max_threads=THREADS,
-            max_file_size=MOST_BYTES,
-            quiet=True,
-            footer_links=[],
-            css=html.CSS,
-            head=html.HEAD,
-            theme=gr.themes.Soft(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
-            ssr_mode=False,
-        )
-    except OSError:
-        advice = "Another program listens there; --port 0 takes a free one."
-        raise PellucidError(rule("port", "a free one", port, advice), "studio-port") from None
+    studio = serving.start(
+        page,
+        sessions,
+        host=host,
+        port=port,
+        max_file_size=MOST_BYTES,
+        css=html.CSS,
+        head=html.HEAD,
+        theme=gr.themes.Soft(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
+    )
     threading.Thread(target=warm, args=(shelf,), daemon=True).start()
-    return page
+    return studio
 
 
 def warm(shelf: Shelf) -> None:
@@ -99,20 +105,30 @@ def warm(shelf: Shelf) -> None:
             running.Preview(shelf.pipe(name)).warm()
 
 
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])
-
-
 def serve(
     models: Sequence[str], *, port: int, open_browser: bool, device: str | None = None, lab: Lab | None = None
 ) -> None:
-    """Until Ctrl-C."""
-    sessions = Sessions()
-    page = start(Shelf(models, device), sessions, port=port, open_browser=open_browser, lab=lab)
-    print(f"the studio is open at {page.local_url} (Ctrl-C closes it)", flush=True)
+    """Until Ctrl-C, or until the process is told to end; it ends here, with all that it left removed."""
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), lambda number, _: sys.exit(128 + number))
+    for name in models:
+        locate(named(name))
+    sessions, studio, code = Sessions(), None, 0
     try:
-        page.block_thread()
+        studio = start(Shelf(models, device), sessions, port=port, lab=lab)
+        print(f"the studio is open at {studio.address} (Ctrl-C closes it)", flush=True)
+        if open_browser:
+            studio.open_browser()
+        studio.wait()
+    except KeyboardInterrupt:
+        print()
+    except SystemExit as told:
+        code = int(told.code or 0)
     finally:
+        if studio is not None:
+            studio.close()  # so that nobody comes after
         sessions.end_all()
+        scratch.remove()
+    sys.stdout.flush()
+    os._exit(code)  # torch aborts where the interpreter ends amid a load or a step of another thread

@@ -12,14 +12,14 @@ from PIL import Image
 from pellucid.core import grid as grids
 from pellucid.core import samplers
 from pellucid.core.errors import PellucidError, rule
-from pellucid.models.guidance import GUARDED_SCALE, Guidance, guarded
+from pellucid.models.guidance import Guidance, guarded
 from pellucid.pipeline import images
 from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
 from pellucid.pipeline.request import Request
 
 OWN = "the model's own"
 MOST_STEPS = 1000
-MOST_SCALE = 20.0  # where the slider ends once it is lifted
+MOST_SCALE = 20.0  # where the slider ends without the guard
 MOST_PIXELS = 16 * 2**20  # of an upload
 MOST_PROMPT = 4000  # characters
 
@@ -51,7 +51,7 @@ class Setup:
     grid: str = OWN
     steps: Any = 20
     guidance: float = 4.0
-    unguarded: bool = False
+    guarded: bool = False
     seed: Any = ""
     picture: Picture | None = None
     loras: tuple[Lora, ...] = ()
@@ -64,7 +64,7 @@ class Setup:
         told |= {"prompt": prompt_of(self.prompt), "negative_prompt": self.negative.strip() or None}
         told |= {name: value for name in ("sampler", "grid") if (value := getattr(self, name)) != OWN}
         scale = float(self.guidance)
-        told["guidance"] = Guidance.parse(scale) if self.unguarded else guarded(min(scale, GUARDED_SCALE))
+        told["guidance"] = guarded(scale) if self.guarded else Guidance.parse(scale)
         if self.picture is not None:
             told |= {"image": self.picture.image, "mask": self.picture.mask, "strength": self.picture.strength}
         for name in ("loras", "controls", "image_prompts"):

@@ -8,11 +8,10 @@ from typing import Any
 import gradio as gr
 
 from pellucid.core.errors import Cancelled
-from pellucid.models.guidance import GUARDED_SCALE
 from pellucid.studio import asking, compare_view, comparing, sheets, words
 from pellucid.studio.asking import Setup
 from pellucid.studio.comparing import SIDES, Compared, Pair
-from pellucid.studio.generate import READY, lift
+from pellucid.studio.generate import READY, guard
 from pellucid.studio.html import status
 from pellucid.studio.running import Finished, Moment, Preview
 from pellucid.studio.session import Session, Sessions
@@ -52,11 +51,10 @@ class CompareTab:
             with gr.Row():
                 steps = gr.Number(first.steps, label=f"Steps of {name}", min_width=100, elem_id=f"{mark}-steps")
                 about = {"label": f"Guidance of {name}", "min_width": 180, "elem_id": f"{mark}-guidance"}
-                scale = gr.Slider(0, GUARDED_SCALE, first.guidance, step=0.1, **about)
-            guard = f"Lift the guard at {GUARDED_SCALE:g} in {name}"
-            lifted = gr.Checkbox(False, label=guard, info=words.UNGUARDED, elem_id=f"{mark}-lift")
-            lifted.change(lift, [lifted, scale], scale, show_progress="hidden")
-        return [sampler, grid, steps, scale, lifted]
+                scale = gr.Slider(0, asking.MOST_SCALE, first.guidance, step=0.1, **about)
+            guarded = gr.Checkbox(False, label=f"{name} guarded", info=words.GUARDED, elem_id=f"{mark}-guarded")
+            guarded.change(guard, [guarded, scale], scale, show_progress="hidden")
+        return [sampler, grid, steps, scale, guarded]
 
     def both(self, asked: list[Any], ran: gr.State) -> None:
         with gr.Row():
@@ -169,8 +167,8 @@ def setups_of(prompt: str, seed: Any, *given: Any) -> tuple[Setup, Setup]:
     whole = asking.seed_of(seed)
     held = (given[:HELD], given[HELD:])
     a, b = (
-        Setup(prompt=prompt, sampler=sampler, grid=grid, steps=steps, guidance=scale, unguarded=lifted, seed=whole)
-        for sampler, grid, steps, scale, lifted in held
+        Setup(prompt=prompt, sampler=sampler, grid=grid, steps=steps, guidance=scale, guarded=guarded, seed=whole)
+        for sampler, grid, steps, scale, guarded in held
     )
     return a, b
 

@@ -74,6 +74,8 @@ def headline(done: Compared) -> str:
     first = done.found.first
     if first is None:
         return f"The two runs are the same in all of {counted(done.found.steps, 'step')}."
+    if first.cause == "nan":
+        return f"Both are NaN from step {first.step + 1} of {max(done.calls)}; the same before."
     return f"They part at step {first.step + 1} of {max(done.calls)}, by {first.cause}."
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import Any
 import gradio as gr
 
 from pellucid.core.errors import Cancelled, PellucidError, rule
+from pellucid.core.reader import parse_object, read_text
 from pellucid.evidence.doctor import checks as doctor
 from pellucid.evidence.doctor.finding import SEVERITIES, Finding, Report
 from pellucid.evidence.doctor.opening import Given, open_subject
@@ -23,6 +23,7 @@ from pellucid.studio.html import status
 from pellucid.studio.jobs import Job
 from pellucid.studio.session import Sessions
 from pellucid.studio.shelf import Shelf, named
+from pellucid.train.image_folder import ImageFolder
 
 TAB = "doctor"
 MODEL, CONFIG, TRACE, PICTURES = "the chosen model", "a config, pasted or sent", "a trace", "pictures"
@@ -63,7 +64,7 @@ class Patient:
 
     def given(self, folder: Path) -> Given:
         """What the doctor is handed; files that are written for it go into the folder."""
-        data = None if self.data == NO_DATA else self.data
+        data = None if self.data == NO_DATA else known(self.data)
         if self.kind == MODEL:
             return Given(named(self.model), quick=not self.weights and data is None, data=data)
         if self.kind == CONFIG:
@@ -85,6 +86,16 @@ class Patient:
         return Path(sent).name if sent else "the pasted config"
 
 
+def known(data: str) -> str:
+    """The name of known pictures. Of what is none, not even whether it is there is told."""
+    try:
+        if data != SCENES:
+            ImageFolder(Path(data).expanduser(), 1)
+    except (PellucidError, OSError, ValueError, RuntimeError):  # ValueError: a null in it; RuntimeError: no such home
+        raise PellucidError(rule("data", f"{SCENES} or a folder of images", data), "data") from None
+    return data
+
+
 def some(given: str | None, what: str, must: str) -> str:
     if not given:
         raise PellucidError(rule(what, must, "none"), "doctor-nothing")
@@ -96,17 +107,10 @@ def config_in(folder: Path, pasted: str, sent: str | None) -> Path:
     text = (pasted or "").strip()
     if not text:
         path = Path(some(sent, "config", "pasted, or sent as a .json file"))
-        if path.stat().st_size > 64 * MOST_WORDS:
-            raise PellucidError(rule("config", "at most 64 MiB", path.name), "file-size")
-        text = path.read_text("utf-8", errors="replace")
+        text = read_text(path, "config", 64 * MOST_WORDS, "file-size")
     elif len(text) > MOST_WORDS:
         raise PellucidError(rule("config", f"at most {MOST_WORDS:,} characters", f"{len(text):,}"), "file-size")
-    try:
-        held = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise PellucidError(rule("config", "JSON", str(error)[:120]), "config-json") from None
-    if not isinstance(held, dict):
-        raise PellucidError(rule("config", "a JSON object", type(held).__name__), "config-json")
+    parse_object(text, "config", "config-json", foreign=True)
     place = folder / "doctor" / "config.json"
     place.parent.mkdir(exist_ok=True)
     place.write_text(text, "utf-8")
@@ -166,9 +170,11 @@ def cards(report: Report) -> str:
     """Whether it is healthy, said plainly; then the findings, the gravest first."""
     found = sorted(report.findings, key=lambda finding: -SEVERITIES.index(finding.severity))
     inside = "".join(map(card, found))
-    if report.status == 0:
+    if not report.faulty:
         rest = "nothing wrong" if not found else "nothing wrong; the notes below are worth knowing"
-        inside = boxed("#188a3b", f"<p><b>Healthy.</b> {len(report.checked)} checks found {rest}.</p>") + inside
+        colour = COLOURS["warning"] if report.unchecked else "#188a3b"
+        state = html.text(report.verdict[0].upper() + report.verdict[1:])
+        inside = boxed(colour, f"<p><b>{state}.</b> {len(report.checked)} checks found {rest}.</p>") + inside
     head = f'<p style="overflow-wrap: anywhere"><b>{html.text(report.subject)}</b></p>'  # of what, when others follow
     return html.block(f'{head}<div style="display: grid; gap: 12px; margin: 12px 0">{inside}</div>{skipped(report)}')
 
@@ -232,9 +238,9 @@ class DoctorTab:
         """Everything that the four kinds ask for; only what the chosen one needs is seen."""
         with gr.Column(visible=True) as of_model:
             weights = gr.Checkbox(
-                False,
+                True,
                 label="Load and run the weights",
-                info="slower: looks at numbers, latents, overflow and drift too",
+                info="slower: asks the network for its target and schedule, and looks at its numbers",
                 elem_id="doctor-weights",
             )
         with gr.Column(visible=False) as of_config:
@@ -267,7 +273,7 @@ class DoctorTab:
                 [NO_DATA, SCENES],
                 value=NO_DATA,
                 label="Known pictures to measure with",
-                info="for what must be measured: a model's weights are run then; slow",
+                info="scenes, or a folder of images: a model's weights are run then; slow",
                 allow_custom_value=True,
                 elem_id="doctor-data",
             )

@@ -18,7 +18,7 @@ from pellucid.studio.asking import Picture, Setup
 from pellucid.studio.html import status
 from pellucid.studio.running import Moment
 from pellucid.studio.session import Sessions
-from pellucid.studio.shelf import Shelf
+from pellucid.studio.shelf import Shelf, adapter
 
 TAB = "generate"
 EXAMPLES = (
@@ -65,9 +65,9 @@ class Generate:
         with gr.Row():
             steps = gr.Number(20, label="Steps", precision=None, min_width=120, elem_id="steps")
             seed = gr.Textbox("7", label="Seed", placeholder="random", min_width=120, elem_id="seed")
-        scale = gr.Slider(0, GUARDED_SCALE, 4.0, step=0.1, label="Guidance", elem_id="guidance")
-        lifted = gr.Checkbox(False, label=f"Lift the guard at {GUARDED_SCALE:g}", info=words.UNGUARDED, elem_id="lift")
-        lifted.change(lift, [lifted, scale], scale, show_progress="hidden")
+        scale = gr.Slider(0, asking.MOST_SCALE, 4.0, step=0.1, label="Guidance", elem_id="guidance")
+        guarded = gr.Checkbox(False, label="Guarded", info=words.GUARDED, elem_id="guarded")
+        guarded.change(guard, [guarded, scale], scale, show_progress="hidden")
         with gr.Accordion("From a picture", open=False):
             start = gr.Image(label="Picture", type="filepath", sources=["upload", "clipboard"], height=200)
             mask = gr.ImageEditor(
@@ -83,7 +83,7 @@ class Generate:
             strength = gr.Slider(0.05, 1.0, 0.7, step=0.05, label="Strength")
         with gr.Accordion("Adapters", open=False):
             adapters = self.adapters()
-        return [negative, sampler, grid, steps, scale, lifted, seed, start, mask, strength, *adapters]
+        return [negative, sampler, grid, steps, scale, guarded, seed, start, mask, strength, *adapters]
 
     def adapters(self) -> list[Any]:
         own = [f"{name}/{part}" for name in bundles() for part in ("lora", "controlnet", "ip_adapter")]
@@ -143,8 +143,9 @@ class Generate:
         return status("cancelled")
 
 
-def lift(lifted: bool, scale: float) -> Any:
-    most = asking.MOST_SCALE if lifted else GUARDED_SCALE
+def guard(guarded: bool, scale: float) -> Any:
+    """The slider goes as far as the guard lets it."""
+    most = GUARDED_SCALE if guarded else asking.MOST_SCALE
     return gr.Slider(0, most, min(scale, most), step=0.1)
 
 
@@ -155,7 +156,7 @@ def setup_of(
     grid: str,
     steps: Any,
     scale: float,
-    lifted: bool,
+    guarded: bool,
     seed: Any,
     start: str | None = None,
     mask: dict[str, Any] | None = None,
@@ -169,9 +170,10 @@ def setup_of(
 ) -> Setup:
     """The set-up that the controls hold, in their order."""
     picture = None if start is None else Picture(asking.upload(start), painted(mask), strength)
-    loras = (Lora(lora.strip(), lora_scale),) if lora and lora.strip() else ()
-    controls = (Control(control.strip(), asking.needed(hint, "ControlNet")),) if control and control.strip() else ()
-    likes = (ImagePrompt(look.strip(), asking.needed(like, "IP-Adapter")),) if look and look.strip() else ()
+    lora, control, look = adapter(lora, "LoRA"), adapter(control, "ControlNet"), adapter(look, "IP-Adapter")
+    loras = (Lora(lora, lora_scale),) if lora else ()
+    controls = (Control(control, asking.needed(hint, "ControlNet")),) if control else ()
+    likes = (ImagePrompt(look, asking.needed(like, "IP-Adapter")),) if look else ()
     return Setup(
         prompt=prompt,
         negative=negative or "",
@@ -179,7 +181,7 @@ def setup_of(
         grid=grid,
         steps=steps,
         guidance=scale,
-        unguarded=lifted,
+        guarded=guarded,
         seed=seed,
         picture=picture,
         loras=loras,

@@ -29,16 +29,17 @@ MATHS: list[dict[str, str | bool]] = [
     {"left": "$", "right": "$", "display": False},
 ]
 COLOURS = {"passed": "#188a3b", "wrong": "#c62828", "error": "#c62828", "not written yet": "#b26a00"}
+OFF = "Checks run code, so they must be asked for on the studio's own machine: pellucid lab 03 --check FILE."
 NOTHING = html.block('<p class="note">What the checks say appears here.</p>')
 
 
 # --- what is computed --------------------------------------------------------------------------------------------
 
 
-def ran(lab: Lab, smoke: bool, job: Job) -> list[Shown]:
+def ran(lab: Lab, smoke: bool, folder: Path, job: Job) -> list[Shown]:
     """The blocks of a lab; all that are done are told each time one more is."""
     done: list[Shown] = []
-    for shown in running.run(lab.page, smoke, job.cancelled):
+    for shown in running.run(lab.page, smoke, job.cancelled, within=folder):
         done.append(shown)
         job.tell(tuple(done))
     return done
@@ -52,7 +53,7 @@ def checked(lab: Lab, answer: str, folder: Path, job: Job) -> list[Outcome]:
     place.mkdir(exist_ok=True)
     path = place / f"answer_{lab.code}.py"
     path.write_text(answer, "utf-8", errors="replace")
-    return checking.check(lab, path, cancelled=job.cancelled)
+    return checking.check(lab, path, cancelled=job.cancelled, within=folder)
 
 
 def read_answer(path: str) -> str:
@@ -122,9 +123,15 @@ class LabsTab:
     """Builds the tab: what to do on the left, the lab itself on the right."""
 
     def __init__(
-        self, shelf: Shelf, sessions: Sessions, model: gr.Dropdown, ran: gr.State, chosen: Lab = LABS[0]
+        self,
+        shelf: Shelf,
+        sessions: Sessions,
+        model: gr.Dropdown,
+        ran: gr.State,
+        chosen: Lab = LABS[0],
+        checks: bool = True,
     ) -> None:
-        self.sessions = sessions
+        self.sessions, self.checks = sessions, checks
         current, answers = gr.State(chosen.stem), gr.State({})  # answers to the labs that are not shown now
         with gr.Row():
             with gr.Column(scale=4, min_width=320):
@@ -154,8 +161,8 @@ class LabsTab:
                         "Get the starter", value=str(chosen.starter), min_width=120, elem_id="labs-starter"
                     )
                     sent = gr.UploadButton("Send a file", file_types=[".py"], min_width=120, elem_id="labs-upload")
-                look = gr.Button("Check", variant="primary", elem_id="labs-check")
-                told = gr.HTML(status("nothing checked yet"), elem_id="labs-check-status")
+                look = gr.Button("Check", variant="primary", interactive=checks, elem_id="labs-check")
+                told = gr.HTML(status("nothing checked yet" if checks else OFF), elem_id="labs-check-status")
                 results = gr.HTML(NOTHING, elem_id="labs-results")
             with gr.Column(scale=7, min_width=320):
                 page = gr.Markdown(page_of(script.read(chosen.page)), latex_delimiters=MATHS, elem_id="labs-page")
@@ -184,7 +191,7 @@ class LabsTab:
             file = starter_in(session, lab)
             written = kept.get(lab.stem) or lab.starter.read_text("utf-8")
             shown = page_of(script.read(lab.page))
-            ready = (status("ready"), status("nothing checked yet"), NOTHING)
+            ready = (status("ready"), status("nothing checked yet" if self.checks else OFF), NOTHING)
             return shown, written, gr.DownloadButton(value=str(file)), *ready, lab.stem, kept
 
     @words.settled
@@ -193,7 +200,7 @@ class LabsTab:
         blocks = script.read(lab.page)
         session = self.sessions.of(request.session_hash)
         yield progress(0, len(blocks)), page_of(blocks)
-        work = session.begin(TAB, lambda job: ran(lab, smoke, job))
+        work = session.begin(TAB, lambda job: ran(lab, smoke, session.folder, job))
         for done in jobs.follow(work):
             yield progress(len(done), len(blocks)), page_of(blocks, done)
         yield ended(work.result), gr.skip()
@@ -209,6 +216,8 @@ class LabsTab:
     def check(self, name: str, answer: str | None, request: gr.Request) -> Iterator[tuple[Any, Any]]:
         try:
             with words.plainly():
+                if not self.checks:
+                    raise PellucidError(OFF, "lab-check-off")
                 lab = catalog.find(name)
                 session = self.sessions.of(request.session_hash)
                 yield status("checking …"), gr.skip()

@@ -12,6 +12,7 @@ from PIL import Image
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.loop import StepSeen
+from pellucid.models.guidance import guarded
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.planning import make_plan
 from pellucid.pipeline.recipe import write_png
@@ -82,7 +83,12 @@ def asked(text: str, setup: Setup) -> Asked:
     for axis in axes:
         for value in axis.values if axis.name in CHECKS else ():
             CHECKS[axis.name](value)
-    requests = (Request(**cell_fields(held, settings, setup.unguarded)) for settings in every)
+    requests = [Request(**cell_fields(held, settings)) for settings in every]
+    if setup.guarded:
+        requests = [replace(one, guidance=guarded(one.guidance)) for one in requests]
+        if len({one.guidance.text() for one in requests}) < len({str(cell.get("guidance")) for cell in every}):
+            must = "all different with the guard on, which caps at 7"
+            raise PellucidError(rule("values of guidance", must, text), "grid-value")
     return Asked(text, axes, tuple(requests))
 
 

@@ -17,6 +17,7 @@ from PIL import Image
 from pellucid.core import samplers
 from pellucid.core.errors import Cancelled, PellucidError, rule
 from pellucid.core.loop import StepSeen
+from pellucid.core.reader import read_json
 from pellucid.evidence.study import charts, samplers_report
 from pellucid.evidence.study.cells import Cell
 from pellucid.evidence.study.page_chart import Axis, Chart, Series
@@ -25,6 +26,7 @@ from pellucid.evidence.study.samplers_figures import Figures, Judges
 from pellucid.evidence.study.samplers_latency import Clock
 from pellucid.evidence.study.samplers_scores import InceptionScorer
 from pellucid.evidence.study.samplers_subject import Subject
+from pellucid.interop.source import expanded
 from pellucid.studio import html, jobs, words
 from pellucid.studio.generate import EXAMPLES
 from pellucid.studio.html import status
@@ -250,13 +252,13 @@ def report_in(path: str | None) -> str:
     text = (path or "").strip()
     if not text or len(text) > MOST_PATH or "\0" in text:
         raise PellucidError(rule("study", "the path of a study's folder", text[:60] or "none"), "study-folder")
-    folder = Path(text).expanduser()
+    folder = expanded(text)
     config, page = folder / "config.json", folder / "report.html"
     try:
-        held = json.loads(config.read_text("utf-8")) if config.stat().st_size < 2**24 else None
-    except (OSError, ValueError):
-        held = None
-    if not isinstance(held, dict) or "study" not in held:
+        held = read_json(config, 2**24, foreign=True)
+    except PellucidError:
+        held = {}
+    if "study" not in held:
         raise PellucidError(rule("study", "a folder of a study, with its config.json", text), "study-folder")
     if not page.is_file():
         raise PellucidError(rule("study", "done, with its report.html", text, "Let it finish first."), "study-report")

@@ -9,13 +9,13 @@ from typing import Any
 
 import gradio as gr
 
-from pellucid.core.errors import PellucidError
+from pellucid.core.errors import PellucidError, is_out_of_memory
 from pellucid.core.loop import Cancelled
 from pellucid.studio.html import status
 
 Handler = Callable[..., Iterator[tuple[Any, Any]]]
 
-UNGUARDED = "Above 7 colours may burn, shapes repeat and pictures grow alike."
+GUARDED = "Caps the scale at 7 and rescales: above 7 colours may burn, shapes repeat and images grow alike."
 
 
 @contextmanager
@@ -27,9 +27,9 @@ def plainly() -> Iterator[None]:
         raise
     except PellucidError as error:
         raise gr.Error(str(error), title="This cannot be done", duration=None, print_exception=False) from None
-    except MemoryError:
-        raise gr.Error("Not enough memory. Ask for fewer or smaller pictures.", duration=None) from None
     except Exception as error:  # a defect: said as such, and printed where the studio runs
+        if is_out_of_memory(error):
+            raise gr.Error("Not enough memory. Ask for fewer or smaller images.", duration=None) from None
         raise gr.Error(f"A defect of Pellucid: {type(error).__name__}: {error}", duration=None) from error
 
 

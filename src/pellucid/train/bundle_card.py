@@ -10,8 +10,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from safetensors import safe_open
-
+from pellucid.core import reader
 from pellucid.core.errors import PellucidError, rule
 from pellucid.interop import weights
 from pellucid.train import journal, trainer
@@ -50,11 +49,7 @@ class Card:
 
 
 def read_text(path: Path) -> str:
-    if not path.is_file() or path.stat().st_size > MAX_BYTES:
-        raise PellucidError(
-            rule(path.name, f"a file of at most {MAX_BYTES} bytes", "none or a larger one"), "card-file"
-        )
-    return path.read_text("utf-8")
+    return reader.read_text(path, path.name, MAX_BYTES, "card-file")
 
 
 def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
@@ -80,9 +75,9 @@ def runs_table(runs: Mapping[str, Path], hardware: str) -> str:
 
 def config_of(run: Path) -> dict[str, Any]:
     try:
-        held = json.loads(read_text(run / trainer.CONFIG))["config"]
+        held = reader.read_json(run / trainer.CONFIG, MAX_BYTES, foreign=True)["config"]
         int(held["steps"]), int(held["batch"])
-    except (ValueError, KeyError, TypeError):
+    except (PellucidError, ValueError, KeyError, TypeError, OverflowError):
         raise PellucidError(rule(f"{trainer.CONFIG} of {run.name}", "that of a run", "another"), "card-file") from None
     return held
 
@@ -90,11 +85,16 @@ def config_of(run: Path) -> dict[str, Any]:
 def logged(run: Path) -> tuple[float, float]:
     """The last loss of a run, and the seconds of its training: each window's images by its images a second."""
     path = run / journal.FILE
-    if not path.is_file() or path.stat().st_size > MAX_LOG_BYTES:
-        raise PellucidError(rule(f"{journal.FILE} of {run.name}", "the log of a finished run", "none"), "card-file")
-    seconds, before, last = 0.0, 0, 0.0
-    for text in path.read_text("utf-8").splitlines():
-        line = json.loads(text)
+    what = f"{journal.FILE} of {run.name}"
+    seconds, before, last = 0.0, 0.0, 0.0
+    for text in reader.read_text(path, what, MAX_LOG_BYTES, "card-file").splitlines():
+        held = reader.parse_object(text, what, "card-file", foreign=True)
+        if "note" in held:
+            continue
+        line = {
+            key: reader.typed(float, held.get(key), f"{key} in {what}", code="card")
+            for key in ("images", "images_per_s", "loss")
+        }
         seconds += (line["images"] - before) / max(line["images_per_s"], 1e-9)
         before, last = line["images"], line["loss"]
     return last, seconds
@@ -104,8 +104,7 @@ def parameters_of(model: Path) -> str:
     """How many numbers the files of a model hold."""
     count = 0
     for path in sorted(model.rglob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+        shapes = weights.shapes_of(path)
         count += sum(math.prod(shape) for shape in shapes)
     return f"{count / 1e6:.2f} M"
 

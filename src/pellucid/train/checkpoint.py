@@ -93,10 +93,14 @@ class Checkpoints:
     def begin(self, part: Path) -> None:
         """Takes away what killed runs left, and makes room for a new one."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for entry in self.folder.iterdir():
+        self.clear()
+        part.mkdir()
+
+    def clear(self) -> None:
+        """Takes away what killed runs left."""
+        for entry in self.folder.iterdir() if self.folder.is_dir() else ():
             if LEFTOVER.fullmatch(entry.name):
                 shutil.rmtree(entry)
-        part.mkdir()
 
     def place(self, part: Path, manifest: Manifest) -> None:
         """The manifest last, then the name: a checkpoint has its name only when all of it is on the disk."""
@@ -119,9 +123,7 @@ class Checkpoints:
         good = [step for step in self.steps() if self.path(step).name not in bad or step == newest]
         for step in set(self.steps()) - set(good[: self.keep]) - {newest}:
             os.rename(self.path(step), self.folder / f".{self.path(step).name}.old")
-        for entry in self.folder.iterdir():
-            if LEFTOVER.fullmatch(entry.name):
-                shutil.rmtree(entry)
+        self.clear()
 
     def load(self, step: int, state: Mapping[str, Tensor]) -> dict[str, Any]:
         """Fills the tensors of a state in place, on any number of ranks; returns what `save` was told as `meta`."""

@@ -5,18 +5,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
-import tomllib
-import types
-import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pellucid.core import schedule as schedules
 from pellucid.core import target as targets
 from pellucid.core.errors import PellucidError, nearest, rule
+from pellucid.core.reader import naming, read_toml
+from pellucid.core.reader import table as read
 from pellucid.train.objective import Objective
 from pellucid.train.times import Times
 from pellucid.train.weighting import Weighting
@@ -122,7 +120,8 @@ class TrainConfig:
     @staticmethod
     def load(path: str | Path) -> TrainConfig:
         """From a TOML file."""
-        return read(TrainConfig, parse(Path(path)), "config")
+        with naming(Path(path).name):
+            return read(TrainConfig, parse(Path(path)), "config")
 
     def fingerprint(self) -> str:
         """Of all that shapes the weights: a run is resumed with the same, or refused. A longer run is the same run."""
@@ -147,14 +146,7 @@ def check_beginning(network: Mapping[str, Any], start: str) -> None:
 
 def parse(path: Path) -> dict[str, Any]:
     """A TOML file as plain values."""
-    if not path.is_file():
-        raise PellucidError(rule("config", "a file that exists", str(path)), "config-file")
-    if path.stat().st_size > MAX_BYTES:
-        raise PellucidError(rule("config", f"at most {MAX_BYTES} bytes", path.stat().st_size), "config-file")
-    try:
-        return tomllib.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, a number without end, tables without end
-        raise PellucidError(rule("config", "valid TOML", f"{path.name}: {error}"), "config-file") from None
+    return read_toml(path, "config", MAX_BYTES, "config-file")
 
 
 def to_plain(value: Any) -> Any:
@@ -173,60 +165,6 @@ def leaves(plain: Mapping[str, Any], under: str = "") -> dict[str, str]:
         deeper = isinstance(value, Mapping) and value
         found |= leaves(value, f"{under}{key}.") if deeper else {under + key: json.dumps(value)}
     return found
-
-
-def read(cls: type[T], raw: Mapping[str, Any], where: str) -> T:
-    """A dataclass from a table. Unknown keys, missing ones and wrong types are one line each."""
-    if not isinstance(raw, Mapping):
-        raise PellucidError(rule(where, "a table", raw), "config-type")
-    known = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    for key in raw:
-        if key not in known:
-            raise PellucidError(f"{where}.{key} must be a known key. {nearest(key, known)}", "config-key")
-    missing = [k for k, f in known.items() if k not in raw and f.default is MISSING and f.default_factory is MISSING]
-    if missing:
-        raise PellucidError(
-            f"{where} must have {', '.join(missing)}; got {', '.join(raw) or 'none'}.", "config-missing"
-        )
-    hints = typing.get_type_hints(cls)
-    return cls(**{key: typed(hints[key], value, f"{where}.{key}") for key, value in raw.items()})
-
-
-def typed(hint: Any, value: Any, where: str) -> Any:
-    """A value of TOML as the type that its field wants."""
-    origin, inside = typing.get_origin(hint), typing.get_args(hint)
-    if dataclasses.is_dataclass(hint):
-        return read(typing.cast(type, hint), value, where)
-    if origin is Literal:
-        if value not in inside:
-            raise PellucidError(rule(where, "one of " + ", ".join(map(str, inside)), value), "config-value")
-        return value
-    if origin in (typing.Union, types.UnionType):
-        return typed(next(kind for kind in inside if kind is not type(None)), value, where)
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise PellucidError(rule(where, "a list", value), "config-type")
-        return tuple(typed(inside[0], item, f"{where}[{i}]") for i, item in enumerate(value))
-    kind = Mapping if origin is not None and issubclass(origin, Mapping) else hint
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value) if abs(value) < 1e308 else math.inf
-    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-        names = {"Mapping": "a table", "str": "a text", "int": "a whole number", "float": "a number"}
-        raise PellucidError(rule(where, names.get(kind.__name__, kind.__name__), value), "config-type")
-    if kind is float and not math.isfinite(value):
-        raise PellucidError(rule(where, "finite", value), "config-value")
-    return free(value, where) if kind is Mapping else value
-
-
-def free(value: Any, where: str) -> Any:
-    """What belongs to a kind of task or data: anything that JSON knows, so that it can be kept with the run."""
-    if isinstance(value, Mapping):
-        return {key: free(item, f"{where}.{key}") for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [free(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    if not isinstance(value, str | int | float | None) or (isinstance(value, float) and not math.isfinite(value)):
-        raise PellucidError(rule(where, "a finite number, a text, a list or a table", value), "config-value")
-    return value
 
 
 def chosen(table: Mapping[str, Any], kinds: Mapping[str, type[T]], where: str) -> T:

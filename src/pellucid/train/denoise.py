@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.core.filters import Clip
 from pellucid.core.grid import named as grid_named
 from pellucid.core.schedule import Tabled
-from pellucid.interop import diffusers_export, source
+from pellucid.interop import diffusers_export, source, weights
 from pellucid.interop.components import KINDS, NETWORK_PARTS, Components
 from pellucid.interop.diffusers_config import Reading
 from pellucid.interop.save import save_components
@@ -60,13 +61,19 @@ def fresh(raw: Mapping[str, Any], seed: int) -> nn.Module:
     kind = raw.get("_class_name")
     if not isinstance(kind, str) or kind not in KINDS:
         raise PellucidError(rule("network._class_name", "one of " + ", ".join(KINDS), kind), "class")
+    settings = KINDS[kind].read(raw)
+    sketched = weights.sketch(lambda: KINDS[kind].build(settings), "network")
+    check_room(sum(weight.numel() for weight in sketched.parameters()))
     with seeded(seed):
-        try:
-            return start_small(KINDS[kind].build(KINDS[kind].read(raw)))
-        except (ValueError, TypeError, ArithmeticError) as error:
-            if isinstance(error, PellucidError):
-                raise
-            raise PellucidError(rule("network", f"a {kind} that can be built", str(error)), "network") from None
+        return start_small(KINDS[kind].build(settings))
+
+
+def check_room(count: int) -> None:
+    """Refuses a network whose weights alone, in float32, are more than this machine's memory, before it is made."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**40
+    if 4 * count > whole:
+        must = f"of at most {whole // 4:,} weights, which fill the memory of this machine"
+        raise PellucidError(rule("network", must, f"{count:,}"), "network")
 
 
 def begun(network: Mapping[str, Any], start: str, seed: int) -> nn.Module:

@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from pellucid.interop.whole import writing
+
 POLYNOMIAL = 0x82F63B78  # CRC-32C (Castagnoli), reflected
 
 
@@ -87,8 +89,10 @@ class Events:
     def record(self, data: bytes) -> None:
         length = struct.pack("<Q", len(data))
         check = struct.pack("<I", masked_crc(length)), struct.pack("<I", masked_crc(data))
-        self.file.write(length + check[0] + data + check[1])
-        self.file.flush()
+        with writing(self.path):
+            self.file.write(length + check[0] + data + check[1])
+            self.file.flush()
 
     def close(self) -> None:
-        self.file.close()
+        with writing(self.path):
+            self.file.close()

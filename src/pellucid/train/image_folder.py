@@ -9,8 +9,10 @@ import posixpath
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.reader import open_file
 from pellucid.train import metadata
 from pellucid.train.metadata import Row
 from pellucid.train.picture_source import Example, PictureSource, log, steadily
@@ -62,6 +64,11 @@ class ImageFolder(PictureSource):
     def bytes_of(self, file: str) -> bytes:
         return steadily(lambda: bounded_bytes(self.folder / file))
 
+    def inventory(self) -> dict[str, Any]:
+        files = [file for row in self.rows for file in (row.file, *row.hints.values())]
+        sizes = list(self.pool().map(lambda file: size_of(self.folder / file), files))
+        return {"names": files, "sizes": sizes, "texts": [(row.caption, row.label) for row in self.rows]}
+
     def fingerprint(self) -> str:
         """Of paths, sizes, times of change and rows, and of the framing."""
         found = hashlib.sha256(json.dumps([asdict(self.framing), self.hints]).encode())
@@ -91,8 +98,15 @@ class ImageFolderConfig:
         return ImageFolder(**vars(self))
 
 
+def size_of(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
 def bounded_bytes(path: Path) -> bytes:
-    with path.open("rb") as file:
+    with open_file(path, path.name, "image-file") as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_BYTES:
             raise PellucidError(f"it has {size} bytes, more than {MAX_BYTES}", "image-file")

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from pellucid.interop.whole import put, read_lines
+from pellucid.interop.whole import put, read_lines, writing
 from pellucid.train.config import LogConfig
 from pellucid.train.events import Events
 
@@ -38,8 +38,9 @@ class Journal:
         speed = (step - self.last) * self.batch / max(now - self.since, 1e-9)
         self.since, self.last = now, step
         line = {"step": step, "images": step * self.batch, **values, "images_per_s": round(speed, 1)}
-        self.file.write(json.dumps(known(line), allow_nan=False) + "\n")
-        self.file.flush()
+        with writing(self.folder / FILE):
+            self.file.write(json.dumps(known(line), allow_nan=False) + "\n")
+            self.file.flush()
         if self.events is not None:
             numbers = {k: v for k, v in line.items() if isinstance(v, float) and math.isfinite(v)}
             levels = {f"loss by level/λ {row['lam']:+.1f}": row["mean"] for row in values.get("levels", ())}
@@ -59,9 +60,17 @@ class Journal:
     def say(self, text: str) -> None:
         self.bar.say(text)
 
+    def note(self, step: int, text: str) -> None:
+        """A line of words in the log, after `step` steps."""
+        with writing(self.folder / FILE):
+            self.file.write(json.dumps({"step": step, "note": text}, ensure_ascii=False) + "\n")
+            self.file.flush()
+        self.say(text)
+
     def close(self) -> None:
         self.bar.close()
-        self.file.close()
+        with writing(self.folder / FILE):
+            self.file.close()
         if self.events is not None:
             self.events.close()
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pellucid.core.errors import PellucidError, rule
 from pellucid.interop import weights
 from pellucid.interop.tokenizer import Tokenizer
-from pellucid.interop.whole import is_part, put
+from pellucid.interop.whole import digest_of, is_part, put
 from pellucid.pipeline import fingerprint
 from pellucid.train.draws import Draws
 from pellucid.train.encoding import posterior_of
@@ -86,7 +86,7 @@ def cache_latents(
         for number in range(cache.shards):
             if not is_whole(cache, place, number):
                 tensors, unreadable = made(cache, number, source, vae, batch, tokenizer)
-                words = cache.label(number, unreadable)
+                words = cache.label(number, unreadable, tensors)
                 put(place / cache.file(number), partial(save_file, tensors, metadata=words))
             if tell is not None:
                 tell(min((number + 1) * per_shard, cache.count), cache.count)
@@ -130,9 +130,13 @@ def claim(cache: Cache, folder: Path) -> None:
 
 
 def is_whole(cache: Cache, folder: Path, number: int) -> bool:
+    """Whether a shard is there, and all of it is as it was written."""
     path = folder / cache.file(number)
     try:
-        return path.is_file() and cache.unreadable_in(path, number) is not None
+        if not path.is_file() or cache.unreadable_in(path, number) is None:
+            return False
+        digests = cache.said_in(path)["digests"]
+        return not digests or digests == {name: digest_of(tensor) for name, tensor in weights.read(path).items()}
     except PellucidError:
         return False
 

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.reader import parse_json, parse_object, table, typed
 from pellucid.interop import weights
-from pellucid.interop.whole import put
+from pellucid.interop.whole import digest_of, put
 
 MANIFEST = "latents.json"
 FORMAT = 1
 MIRRORED = "mirrored/"
 MAX_MANIFEST_BYTES = 64 * 2**20
+LIMITS = {"count": (1, 10**9), "per_shard": (1, 10**9), "phrasings": (1, 10**4), "sizes": (0, 2**60)}
 
 
 @dataclass(frozen=True)
@@ -67,15 +69,24 @@ class Cache:
     def count_in(self, number: int) -> int:
         return min(self.per_shard, self.count - number * self.per_shard)
 
-    def label(self, number: int, unreadable: Mapping[str, str]) -> dict[str, str]:
+    def label(self, number: int, unreadable: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
         """What a shard says of itself: one entry, because safetensors writes several in any order."""
-        said = {"name": self.name, "number": number, "unreadable": dict(unreadable)}
+        digests = {name: digest_of(tensor) for name, tensor in tensors.items()}
+        said = {"name": self.name, "number": number, "unreadable": dict(unreadable), "digests": digests}
         return {"latents": json.dumps(said, sort_keys=True)}
 
     def unreadable_in(self, path: Path, number: int) -> dict[str, str] | None:
         """What could not be read for a shard, by its label; None if it is not this cache's."""
-        said = json.loads(weights.metadata_of(path).get("latents", "{}"))
+        said = self.said_in(path)
         return said["unreadable"] if (said.get("name"), said.get("number")) == (self.name, number) else None
+
+    @staticmethod
+    def said_in(path: Path) -> dict[str, Any]:
+        """The label of a shard. `digests` are of its tensors, by name; older ones have none."""
+        said = parse_object(weights.metadata_of(path).get("latents", "{}"), f"label of {path.name}", "latents-damaged")
+        for key in ("unreadable", "digests"):
+            said[key] = dict(typed(Mapping[str, str], said.get(key, {}), f"{key} of {path.name}", code="latents"))
+        return said
 
     def write(self, folder: Path) -> None:
         put(folder / MANIFEST, json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
@@ -87,19 +98,15 @@ class Cache:
             must = f"a folder with {MANIFEST}"
             raise PellucidError(rule("latent cache", must, str(folder), advice), "latents-missing")
         plain = weights.read_json(folder / MANIFEST, MAX_MANIFEST_BYTES)
+        if plain.pop("format", None) != FORMAT:
+            raise PellucidError(rule(MANIFEST, f"a manifest of format {FORMAT}", str(folder)), "latents-damaged")
         try:
-            if plain.pop("format") != FORMAT:
-                raise ValueError
-            scaling = plain.pop("scaling")
-            tables: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in scaling.items()}
-            sizes = tuple(int(n) for n in plain.pop("sizes"))
-            found = Cache(**plain, sizes=sizes, scaling=Scaling(**tables))
-            if found.count < 1 or found.per_shard < 1 or found.phrasings < 1:
-                raise ValueError
-        except (KeyError, TypeError, ValueError, AttributeError):
-            raise PellucidError(
-                rule(MANIFEST, f"a manifest of format {FORMAT}", str(folder)), "latents-damaged"
-            ) from None
+            found = table(Cache, plain, MANIFEST, LIMITS)
+        except PellucidError as error:
+            raise PellucidError(f"{error} It is of {folder.name}: make the cache again.", "latents-damaged") from None
+        if found.complete and len(found.sizes) != found.shards:
+            must = f"of {found.shards} shards, {found.count} examples in all"
+            raise PellucidError(rule(MANIFEST, must, f"{len(found.sizes)} in {folder.name}"), "latents-damaged")
         return found
 
 
@@ -125,5 +132,5 @@ def unpacked(hint: Tensor, low: int) -> Tensor:
 def caption_list(shard: Mapping[str, Tensor]) -> list[str]:
     if "captions" not in shard:
         return []
-    found = json.loads(shard["captions"].numpy().tobytes())
-    return [str(caption) for caption in found]
+    found = parse_json(shard["captions"].numpy().tobytes(), "captions of a latent cache", "latents-damaged")
+    return list(typed(tuple[str, ...], found, "captions of a latent cache", code="latents"))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.interop import weights
+from pellucid.interop.whole import digest_of
 from pellucid.models.vae import to_diffusion
 from pellucid.pipeline import fingerprint
 from pellucid.train.config import chosen
@@ -53,6 +54,13 @@ class LatentSource:
             must = "one with mirrored pictures, to flip"
             raise PellucidError(rule("latent cache", must, str(folder), advice), "latents-mirrored")
         self.shards = [self.opened(number) for number in range(self.cache.shards)]
+        self.digests = [
+            self.cache.said_in(self.folder / self.cache.file(n))["digests"] for n in range(len(self.shards))
+        ]
+        self.checked: set[tuple[int, str]] = set()  # (shard, tensor) that was found to be what was written
+        for number, shard in enumerate(self.shards):
+            if "captions" in shard:
+                self.tensor(number, "captions")
         self.captions = [caption for shard in self.shards for caption in caption_list(shard)]
         kinds = {
             tuple(sorted((name, t.dtype, t.shape[1:]) for name, t in shard.items() if name != "captions"))
@@ -73,6 +81,9 @@ class LatentSource:
     def skipped(self) -> int:
         return len(self.unreadable)
 
+    def inventory(self) -> dict[str, Any]:
+        return {"header": self.cache.name, "sizes": self.cache.sizes}
+
     def opened(self, number: int) -> dict[str, Tensor]:
         """The tensors of one shard, mapped and not read, and checked to be those that were written."""
         path, count = self.folder / self.cache.file(number), self.cache.count_in(number)
@@ -88,9 +99,24 @@ class LatentSource:
             raise self.damaged(f"{path.name} does not hold {count} examples")
         return found
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is to be said of it."""
+        old = "was made by an older version without digests: it is read as it is, unchecked. Make it again to have them"
+        return () if all(self.digests) else (f"latent cache {self.folder.name} {old}.",)
+
+    def tensor(self, number: int, name: str) -> Tensor:
+        """A tensor of a shard, checked against its digest when it is first used."""
+        found = self.shards[number][name]
+        if (number, name) not in self.checked:
+            if self.digests[number].get(name, "") not in ("", digest_of(found)):
+                raise self.damaged(f"{name} in {self.cache.file(number)} is not what was written")
+            self.checked.add((number, name))
+        return found
+
     def damaged(self, why: str) -> PellucidError:
         return PellucidError(
-            f"latent cache must be whole; {self.folder.name} is not: {why}. Delete it and make it again.",
+            f"latent cache must be whole; {self.folder.name} is not: {why}. Make it again: what is whole is kept.",
             "latents-damaged",
         )
 
@@ -145,7 +171,7 @@ class LatentSource:
         numbers = asked // self.cache.per_shard
         for number in numbers.unique().tolist():
             here = numbers == number
-            found[here] = self.shards[number][name][asked[here] % self.cache.per_shard]
+            found[here] = self.tensor(number, name)[asked[here] % self.cache.per_shard]
         return found.to(device, non_blocking=True)
 
     def settle(self, device: torch.device) -> None:
@@ -164,8 +190,8 @@ class LatentSource:
         for name in names:
             first = self.shards[0][name]
             whole = torch.empty((len(self), *first.shape[1:]), dtype=first.dtype, device=device)
-            for part, shard in zip(whole.split(self.cache.per_shard), self.shards, strict=True):
-                part.copy_(shard[name])
+            for number, part in enumerate(whole.split(self.cache.per_shard)):
+                part.copy_(self.tensor(number, name))
             self.near[name] = whole
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # other streams will read it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 
 from pellucid.core.errors import PellucidError
+from pellucid.core.reader import parse_object, read_text
 from pellucid.interop.whole import settle as settle
 
 MANIFEST = "manifest.json"
@@ -86,14 +88,14 @@ class Manifest:
     @staticmethod
     def from_json(text: str) -> Manifest:
         try:
-            body = json.loads(text)
+            body = parse_object(text, MANIFEST)
             claimed = body.pop("sha256")
             if claimed != digest_of(body):
                 raise Damage(f"{MANIFEST} differs from its checksum")
             files = {name: Sealed(size, sha256) for name, (size, sha256) in body["files"].items()}
             tensors = {name: Saved.from_plain(saved) for name, saved in body["tensors"].items()}
             manifest = Manifest(body["step"], body["meta"], files, tensors)
-        except (ValueError, KeyError, AttributeError, TypeError):
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             raise Damage(f"{MANIFEST} is not readable") from None
         held = {chunk.file for saved in tensors.values() for chunk in saved.chunks}
         if body["format"] != FORMAT or held - set(files) or any(Path(name).name != name for name in files):
@@ -120,13 +122,11 @@ def sealed(path: Path) -> Sealed:
 def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
-        if path.stat().st_size > MAX_MANIFEST_BYTES:
-            raise Damage(f"{MANIFEST} has {path.stat().st_size} bytes, more than {MAX_MANIFEST_BYTES}")
-        return Manifest.from_json(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise Damage(f"{MANIFEST} is missing") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise Damage(f"{MANIFEST} is not readable ({why(error)})") from None
+        if not os.path.lexists(path):
+            raise Damage(f"{MANIFEST} is missing")
+        return Manifest.from_json(read_text(path, MANIFEST, MAX_MANIFEST_BYTES))
+    except PellucidError as error:
+        raise Damage(f"{MANIFEST} is not readable ({error})") from None
 
 
 def verify(folder: Path) -> Manifest:

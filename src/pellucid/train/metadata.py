@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +10,14 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.reader import check_file, parse_object, whole
 from pellucid.pipeline.images import first_line
 from pellucid.train.pictures import SUFFIXES
 
 NAMES = ("metadata.jsonl", "metadata.csv")
 CAPTIONS = ("text", "caption")
 MAX_LINE = 2**20  # characters
+MAX_NAME, MAX_PATH = 255, 2000  # bytes of a file's name, characters of its way
 MAX_LABEL = 2**31 - 1
 
 
@@ -45,12 +46,9 @@ def json_lines(path: Path, shown: str) -> Iterator[tuple[int, Mapping[str, Any]]
         if not line.strip():
             continue
         try:
-            values = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise bad(f"{shown}, line {number}", "a JSON object", first_line(error)) from None
-        if not isinstance(values, dict):
-            raise bad(f"{shown}, line {number}", "a JSON object", type(values).__name__)
-        yield number, values
+            yield number, parse_object(line, f"{shown}, line {number}", foreign=True)
+        except PellucidError as error:
+            raise PellucidError(str(error), "data-metadata") from None
 
 
 def csv_lines(path: Path, shown: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -68,6 +66,7 @@ def csv_lines(path: Path, shown: str) -> Iterator[tuple[int, Mapping[str, Any]]]
 def text_lines(path: Path, shown: str) -> Iterator[str]:
     """Lines of UTF-8 of bounded length; a byte order mark, as Excel writes it, is dropped."""
     try:
+        check_file(path, shown, "data-metadata")
         with path.open(encoding="utf-8-sig", newline="") as file:
             while line := file.readline(MAX_LINE + 1):
                 if len(line) > MAX_LINE:
@@ -103,11 +102,8 @@ def to_label(values: Mapping[str, Any], where: str) -> int | str | None:
         return None
     if label is None or (isinstance(label, str) and not label.strip().isdigit()):
         return label
-    try:
-        number = int(label) if not isinstance(label, bool | float) else -1
-    except (TypeError, ValueError):
-        number = -1
-    if not 0 <= number <= MAX_LABEL:
+    number = whole(str(label).strip(), MAX_LABEL) if isinstance(label, str | int) and label is not True else None
+    if number is None:
         raise bad(where, "one whose label is a name or a whole number from 0", label)
     return number
 
@@ -117,6 +113,8 @@ def safe_path(name: Any, inside: str, where: str) -> str:
     if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
         raise bad(where, "one that names a file with slashes", name)
     path = posixpath.normpath(posixpath.join(inside, name))
+    if any(len(part.encode(errors="replace")) > MAX_NAME for part in path.split("/")) or len(path) > MAX_PATH:
+        raise bad(where, "one that names a file as a disk can have it", name)
     if name.startswith("/") or PureWindowsPath(name).drive or path.split("/", 1)[0] in ("..", "."):
         raise bad(where, "one that names a file inside the folder", name, "data-path")
     return path

@@ -153,7 +153,7 @@ class Objective:
         told = dict(inputs or {})
         if self.dropout:
             if null is None:
-                raise PellucidError("null must be given with dropout; got None.", "objective")
+                raise PellucidError("null must be given with dropout; got nothing.", "objective")
             told = dropped(told, null, draws.uniform("dropout") < self.dropout)
         return self.grade(question, network(question.x, question.time, **told))
 

@@ -18,6 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.reader import whole
 from pellucid.train.draws import Draws
 from pellucid.train.pictures import Array, Framing, Place, cut, cut_hint, decode, hint_kind, reason
 from pellucid.train.source import Batch
@@ -185,8 +186,8 @@ def moved(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
 def available_cores() -> int:
     """Cores of this process, shared with the other ranks of its machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, cores // int(ranks) if ranks.isdigit() and int(ranks) else cores)
+    ranks = whole(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, cores // (ranks or 1))
 
 
 def steadily(read: Callable[[], bytes]) -> bytes:

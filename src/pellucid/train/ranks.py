@@ -6,7 +6,7 @@ import copy
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.reader import whole
 from pellucid.interop.weights import some
 from pellucid.models.blocks import ResnetBlock, TransformerBlock
 from pellucid.models.clip import Layer
@@ -34,6 +35,7 @@ Strategy = Literal["ddp", "fsdp"]
 Module = TypeVar("Module", bound=nn.Module)
 BLOCKS = (ResnetBlock, TransformerBlock, Block, Layer, ResamplerBlock, TinyBlock)  # sharded each on its own
 TIMEOUT = 900.0  # seconds: the first rank alone draws pictures and checks checkpoints while the others wait
+MAX_RANKS = 100_000
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 SKETCH = "_pellucid_sketch"
 # Groups are held until the process ends. DDP holds its group too, and where that hold is the last, the group is torn
@@ -59,9 +61,7 @@ class Ranks:
     def join(strategy: Strategy, device: str | None = None, timeout: float = TIMEOUT) -> Ranks:
         """As torchrun's environment says; without it, one rank. The device is a GPU where there is one."""
         given = {name: os.environ[name] for name in VARIABLES if name in os.environ}
-        if given and (len(given) < 3 or not all(value.isdigit() for value in given.values())):
-            raise PellucidError(rule("environment", f"{', '.join(VARIABLES)} of torchrun, or none", given), "ranks-env")
-        rank, world, local = (int(given.get(name, default)) for name, default in zip(VARIABLES, "010", strict=True))
+        rank, world, local = ranks_in(given) if given else (0, 1, 0)
         place = placed(device, local)
         if place.type == "cuda":
             torch.cuda.set_device(place)
@@ -203,6 +203,19 @@ class Ranks:
                 raise PellucidError(f"{line} {advice}", "ranks-lost") from None
         finally:
             self.leave()
+
+
+def ranks_in(given: Mapping[str, str]) -> tuple[int, int, int]:
+    """The rank, how many there are, and the rank on this machine."""
+    found = [whole(given.get(name, ""), MAX_RANKS) for name in VARIABLES]
+    if None in found:
+        raise PellucidError(rule("environment", f"{', '.join(VARIABLES)} of torchrun, or none", given), "ranks-env")
+    rank, world, local = (number or 0 for number in found)
+    for name, number in (("RANK", rank), ("LOCAL_RANK", local)):
+        if number >= world:
+            must = f"below WORLD_SIZE, {world}"
+            raise PellucidError(rule(name, must, number, "Ranks are counted from 0."), "ranks-env")
+    return rank, world, local
 
 
 def connect(device: torch.device, rank: int, world: int, timeout: timedelta) -> None:

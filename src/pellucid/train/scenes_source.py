@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -107,6 +107,9 @@ class ScenesSource:
         if c.compile_render:
             return dense.render(alone(scenes), c.size, ("flat",), compile=True, most=1)
         return world.render(alone(scenes), c.size)
+
+    def inventory(self) -> dict[str, Any]:
+        return {"parameters": asdict(replace(self.config, compile_render=False))}
 
     def fingerprint(self) -> str:
         """Of the config and of what the world makes of it today: captions, and the tones of pictures to 1/1000, which

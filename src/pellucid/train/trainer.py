@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.reader import read_json
+from pellucid.interop.lock import locked
 from pellucid.interop.weights import some
-from pellucid.interop.whole import is_part, put
+from pellucid.interop.whole import is_left, is_part, put
 from pellucid.train import optimizer as adamw
 from pellucid.train.capture import Captured
-from pellucid.train.checkpoint import Checkpoints
+from pellucid.train.checkpoint import Checkpoints, from_first
 from pellucid.train.config import TrainConfig, chosen, to_plain
 from pellucid.train.draws import Draws, mixed
 from pellucid.train.ema import EMA
@@ -30,7 +35,7 @@ from pellucid.train.objective import ByLevel, Graded
 from pellucid.train.order import Order
 from pellucid.train.ranks import Ranks
 from pellucid.train.recompute import recompute
-from pellucid.train.source import Source
+from pellucid.train.source import Source, differences, inventory_of
 from pellucid.train.task import Task
 
 CONFIG, MODEL, CHECKPOINTS = "config.json", "model", "checkpoints"
@@ -162,7 +167,7 @@ class Trainer:
             if got:
                 line = f"config must be the one that began {self.folder}; got {got}. Choose another --out."
                 raise PellucidError(line, "resume-config")
-        elif self.folder.exists() and not all(map(is_part, self.folder.iterdir())):
+        elif self.folder.exists() and not all(map(is_left, self.folder.iterdir())):
             raise PellucidError(rule("--out", "empty, new, or a run of this config", str(self.folder)), "out-taken")
         if done > self.config.steps:
             must = f"at least {done}, the steps that {self.folder} has done"
@@ -171,7 +176,7 @@ class Trainer:
     def other_than(self, path: Path) -> str:
         """How this config is not the one in a file; empty if it is."""
         try:
-            held = json.loads(path.read_text("utf-8"))
+            held = read_json(path, foreign=True)
             if held["fingerprint"] == self.config.fingerprint():
                 return ""
             names = self.config.unlike(held["config"])
@@ -179,29 +184,75 @@ class Trainer:
             return f"a {CONFIG} that cannot be read"
         return f"another {some(names)}" if names else "one of another version"
 
+    @cached_property
+    def inventory(self) -> dict[str, int | str]:
+        return inventory_of(self.source)
+
+    def data_since_start(self) -> str:
+        """How the data are not those that the folder's run began with; empty where they are, or where it is not known:
+        runs of older versions kept no inventory."""
+        try:
+            then = read_json(self.folder / CONFIG, foreign=True).get("data")
+        except PellucidError:
+            return ""
+        return differences(then, self.inventory) if isinstance(then, dict) else ""
+
+    def take_folder(self, held: ExitStack) -> None:
+        """Locks the folder, and takes away what a killed run left in it; on the first rank, for all."""
+        try:
+            held.enter_context(locked(self.folder, "trained"))
+        except OSError as error:
+            advice = f"{error.strerror or error}."
+            raise PellucidError(rule("--out", "one that can be written to", str(self.folder), advice), "file") from None
+        self.checkpoints.clear()
+        for path in [*self.folder.iterdir(), *self.folder.glob("pictures/.*")]:
+            if is_part(path):
+                path.unlink()
+            elif re.fullmatch(rf"\.{MODEL}\.\w{{8}}", path.name):  # of `interop.save`
+                shutil.rmtree(path)
+
     def claim(self) -> None:
         """Makes the folder this run's own."""
         held = {"fingerprint": self.config.fingerprint(), "config": to_plain(self.config)}
         self.ranks.barrier()
         if self.ranks.is_first:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            held["data"] = self.inventory
             put(self.folder / CONFIG, json.dumps(held, indent=1))
         self.ranks.barrier()
 
     # --- the run
 
-    def run(self, until: int | None = None) -> Finished:
-        """Trains to the end, or to step `until` of the config's steps."""
+    def run(self, until: int | None = None, *, data_changed: bool = False) -> Finished:
+        """Trains to the end, or to step `until` of the config's steps. With `data_changed` a run goes on with other
+        data than it began with, and its log says so."""
         begun = time.perf_counter()
         self.prepare(0)  # data that do not fit are refused before anything is written
         self.check_folder()
+        with ExitStack() as held:
+            from_first(lambda: self.take_folder(held))
+            last = self.train_to(min(until or self.config.steps, self.config.steps), data_changed)
+        skipped = self.ranks.union(getattr(self.source, "unreadable", ()))
+        return Finished(self.folder, last, time.perf_counter() - begun, len(skipped))
+
+    def train_to(self, until: int, data_changed: bool) -> int:
+        """From the last checkpoint to a step; the step at which it ends."""
+        self.check_folder()  # again: another process may have been in it before it was ours
         first = self.resume()
+        other = from_first(self.data_since_start) if first else ""
+        if other and not data_changed:
+            advice = "Restore it, choose another --out, or go on with it by --data-changed."
+            must = f"data must be the same as when {self.folder} began"
+            raise PellucidError(f"{must}; got {other}. {advice}", "data-changed")
         self.claim()
-        last = max(first, min(until or self.config.steps, self.config.steps))
+        last = max(first, until)
         journal = self.journal(first)
         if journal is not None:
+            for note in getattr(self.source, "notes", ()):
+                journal.say(note)
             for name in self.checkpoints.damaged:
                 journal.say(f"damaged checkpoint, so the one before it is taken: {name}")
+            if other:
+                journal.note(first, f"goes on from step {first} with other data than it began with: {other}")
             for length in self.config.ema:
                 if LONG * length > (images := self.config.steps * self.config.batch):
                     journal.say(
@@ -217,8 +268,7 @@ class Trainer:
                 journal.close()
         if last == self.config.steps:
             self.finish()
-        skipped = self.ranks.union(getattr(self.source, "unreadable", ()))
-        return Finished(self.folder, last, time.perf_counter() - begun, len(skipped))
+        return last
 
     def compile_alone(self, first: int, last: int, journal: Journal | None) -> int:
         """Captures, or takes the first step, if there is something to compile; the step that the feed begins with.
@@ -305,8 +355,14 @@ class Trainer:
 
 
 def train(
-    config: TrainConfig, folder: str | Path, *, device: str | None = None, quiet: bool = False, until: int | None = None
+    config: TrainConfig,
+    folder: str | Path,
+    *,
+    device: str | None = None,
+    quiet: bool = False,
+    until: int | None = None,
+    data_changed: bool = False,
 ) -> Finished:
     """Trains as a config says, into a folder; goes on where it was if the folder has its checkpoints."""
     with Ranks.join(config.engine.strategy, device) as ranks:
-        return Trainer(config, Path(folder), ranks, quiet=quiet).run(until)
+        return Trainer(config, Path(folder), ranks, quiet=quiet).run(until, data_changed=data_changed)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.reader import parse_object
 from pellucid.train.metadata import CAPTIONS, MAX_LABEL
 from pellucid.train.picture_source import Example, PictureSource, log, steadily
 from pellucid.train.pictures import MAX_BYTES, Crop, Framing
@@ -130,15 +131,7 @@ class WebShards(PictureSource):
 
     def said(self, index: int) -> dict[str, Any]:
         """The JSON of an example."""
-        try:
-            found = json.loads(self.bytes_of(index, JSON))
-        except (ValueError, RecursionError) as error:
-            if isinstance(error, PellucidError):
-                raise
-            raise PellucidError("its JSON is damaged", "data-metadata") from None
-        if not isinstance(found, dict):
-            raise PellucidError("its JSON is no object", "data-metadata")
-        return found
+        return parse_object(self.bytes_of(index, JSON), "its JSON", "data-metadata", foreign=True)
 
     def example(self, index: int) -> Example:
         told = self.told
@@ -167,6 +160,9 @@ class WebShards(PictureSource):
         if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found <= MAX_LABEL:
             raise PellucidError("its class is no whole number from 0", "data-metadata")
         return found
+
+    def inventory(self) -> dict[str, Any]:
+        return {"names": [path.name for path in self.shards], "sizes": [size for size, _ in self.stamps]}
 
     def fingerprint(self) -> str:
         """Of the shards' names, sizes and times of change, and of the framing."""

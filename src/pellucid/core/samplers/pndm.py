@@ -106,6 +106,9 @@ def pndm(
     if not warm:
         return plms(path, basis=basis, warm=False)
     turns = stages or tuple(stages_of(path, i) for i in range(min(3, len(legs) - 1)))
+    if len(turns) > len(legs):
+        advice = "Its Runge-Kutta start takes that many: skip fewer, or ask for more steps."
+        raise PlanError(rule("steps left for pndm", f"at least {len(turns)}", len(legs), advice), "steps")
     rows = [r for i, turn in enumerate(turns) for r in runge_kutta(legs[i], turn, kind)]
     rows += plms_rows(legs[len(turns) :], kind, len(turns))
     return Draft(rows, kind, declared=V_BASIS if kind == "v" else "")
@@ -138,6 +141,9 @@ def runge_kutta(leg: Leg, turn: tuple[tuple[float, Level], ...], basis: Target) 
     ]
 
 
+BLIND = 1e-6  # alpha below which there is nothing of x0 in x
+
+
 @sampler(
     name="ipndm",
     title="iPNDM",
@@ -155,7 +161,7 @@ def ipndm(path: Path, *, order: int = 4, blind_start: bool = False) -> Draft:
     rows = []
     for i, leg in enumerate(path.legs):
         a, b = leg.start, leg.end
-        if blind_start and i == 0:
+        if blind_start and i == 0 and a.alpha < BLIND:
             rows.append(row(leg.time, a, P0 * b.sigma))
             continue
         on_x, on_p = carry(a, b, "eps")

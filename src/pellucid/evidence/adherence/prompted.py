@@ -21,8 +21,8 @@ from pellucid.evidence.adherence import tiles
 from pellucid.evidence.adherence.making import Maker, Making, seen
 from pellucid.evidence.adherence.opening import DTYPE, Part
 from pellucid.evidence.adherence.verdict import Verdict, from_plain, judge, to_plain
-from pellucid.evidence.study.records import Records, claim, is_mine
-from pellucid.interop.whole import put
+from pellucid.evidence.study.records import Records, alone, claim, is_mine
+from pellucid.interop.whole import put, sealed
 from pellucid.scenes.query import Query
 from pellucid.scenes.reading import Reading
 
@@ -85,6 +85,7 @@ class Study:
     def missing(self) -> list[int]:
         return [first for first in self.config.making.firsts(len(self.asked)) if not self.records.has({"first": first})]
 
+    @alone
     def run(
         self, pipe: Maker, device: torch.device | str = "cpu", done: Callable[[], object] = lambda: None
     ) -> list[Shown]:
@@ -110,7 +111,7 @@ class Study:
         for row in self.records.rows:
             pictures = tiles.read(self.place(row["first"]), len(row["pictures"]))
             rows.append(self.record(row["first"], pictures, device))
-        put(self.records.path, "".join(json.dumps(row) + "\n" for row in rows))
+        put(self.records.path, "".join(map(sealed, rows)))
         self.records = Records(self.folder, KEYS)
         return self.shown()
 

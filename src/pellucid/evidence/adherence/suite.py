@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.reader import read_json
 from pellucid.evidence.adherence import adapters, tiles
 from pellucid.evidence.adherence.adapters import Compared, Exam
 from pellucid.evidence.adherence.making import Making
@@ -107,10 +108,11 @@ def measure(
 def read(path: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
     """The figures of a part that was measured with the same settings."""
     try:
-        held = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
+        held = read_json(path)
+    except PellucidError:
         return None
-    return held["figures"] if isinstance(held, dict) and held.get("asked") == asked else None
+    figures = held.get("figures")
+    return figures if isinstance(figures, dict) and held.get("asked") == asked else None
 
 
 Measured = tuple[dict[str, Any], tuple[Card, ...]]

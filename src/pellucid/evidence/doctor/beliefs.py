@@ -32,7 +32,7 @@ class Belief:
 
 def beliefs(probe: Probe, target: Target, curve: Schedule, count: int = FEW) -> list[Belief]:
     """The times that a network believes in, found by telling it many; free of any schedule but for the frame."""
-    pictures = range(min(count, len(probe)))
+    pictures = range(min(2 if probe.few else count, len(probe)))
     clean = probe.clean[: len(pictures)]
     found = []
     for k, ratio in enumerate(BELIEVED_AT):

@@ -1,6 +1,6 @@
 """The checks: each is a function of a subject that is registered by name with what it needs.
 
-    @check("target", needs=("pipeline", "data"))
+    @check("target", needs=("network",))
     def target(subject: Subject) -> Iterable[Finding]: ...
 
 A check that finds out while it works that it cannot judge raises Unable, and is told among the skipped ones.
@@ -34,6 +34,7 @@ MODULES: tuple[str, ...] = (
     "traces",
     "pictures",
 )
+KEY = ("target", "schedule")  # without them a model is not called healthy
 Work = Callable[[Subject], Iterable[Finding]]
 
 
@@ -102,4 +103,5 @@ def examine(
             skipped.append((one.name, why))
         seen()
     findings.sort(key=lambda finding: -SEVERITIES.index(finding.severity))
-    return Report(tuple(findings), tuple(checked), tuple(skipped), subject.name)
+    unchecked = tuple(name for name in KEY if subject.is_model and name not in checked)
+    return Report(tuple(findings), tuple(checked), tuple(skipped), subject.name, unchecked)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,6 +10,7 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.doctor.subject import Data
 from pellucid.evidence.metrics.fid import Statistics
 from pellucid.evidence.metrics.pictures import PictureSet, open_pictures
+from pellucid.interop.source import expanded
 from pellucid.train.draws import Draws
 from pellucid.train.image_folder import ImageFolder
 from pellucid.train.scenes_source import ScenesConfig
@@ -25,8 +24,8 @@ def open_data(where: str, size: int, count: int = COUNT) -> Data:
     """At most `count` pictures of a folder (with its captions or classes), of a file of arrays, or of scenes."""
     if where == SCENES:
         return from_source(ScenesConfig(size=size, split="any").open(), count, SCENES)
-    if Path(where).expanduser().is_dir():
-        return from_source(ImageFolder(Path(where).expanduser(), size), count, where)
+    if expanded(where).is_dir():
+        return from_source(ImageFolder(expanded(where), size), count, where)
     found = open_pictures(where)
     if isinstance(found, Statistics):
         raise PellucidError(rule("data", "pictures", f"statistics in {where}"), "data")

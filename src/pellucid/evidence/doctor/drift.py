@@ -10,13 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pellucid.core.compile import compile_plan
+from pellucid.core.denoiser import denoiser
 from pellucid.core.errors import PellucidError
-from pellucid.core.loop import StepSeen
+from pellucid.core.loop import StepSeen, loop
+from pellucid.core.noise import Philox
 from pellucid.core.schedule import Level
 from pellucid.evidence.doctor.checks import Unable, check
 from pellucid.evidence.doctor.finding import Finding
-from pellucid.evidence.doctor.hypotheses import detected
-from pellucid.evidence.doctor.probe import clean_latents, first, probe_of
+from pellucid.evidence.doctor.hypotheses import asked
+from pellucid.evidence.doctor.probe import Probe
 from pellucid.evidence.doctor.scale import PICTURES, believed_scale
 from pellucid.evidence.doctor.subject import Data, Subject
 from pellucid.evidence.metrics.bootstrap import mean_interval
@@ -65,26 +68,38 @@ def sampled(pipe: Pipeline, data: Data) -> Spread:
     return watch
 
 
-@check("drift", needs=("pipeline", "data"))
+def sampled_alone(probe: Probe) -> Spread:
+    """The same of a network without a pipeline."""
+    watch = Spread()
+    plan = compile_plan(SAMPLER, schedule=probe.schedule, target=probe.target, steps=STEPS)
+    denoise = denoiser(probe.network, probe.schedule, probe.target)
+    start = Philox(range(COUNT)).first(probe.clean.shape[1:], probe.clean, range(COUNT)) * plan.initial_scale
+    with torch.no_grad():
+        loop([plan] * COUNT, denoise, start, Philox(range(COUNT)), [watch], (), None)
+    return watch
+
+
+@check("drift", needs=("network", "data"))
 def drift(subject: Subject) -> Iterable[Finding]:
     """Does a run keep the spread that its levels say, and end with that of the data?"""
-    assert subject.pipeline is not None
     assert subject.data is not None
-    if isinstance(subject.pipeline.components.network, DiT):
+    if isinstance(subject.network, DiT):
         raise Unable("a class-conditional transformer is not run without guidance")
-    wrong = detected(subject).contradicts(probe_of(subject))
+    probe, found_before = asked(subject)
+    wrong = found_before.contradicts(probe)
     if wrong is not None:
         raise Unable(f"the run would drift by what the check {wrong} finds")
-    known = deviations(clean_latents(subject.pipeline, first(subject.data, 64).pixels))
+    known = deviations(probe.clean)
     try:
-        watch = sampled(subject.pipeline, subject.data)
+        pipe = subject.pipeline
+        watch = sampled_alone(probe) if pipe is None else sampled(pipe, subject.data)
     except PellucidError as error:
         raise Unable(f"a run of {STEPS} steps with {SAMPLER} is refused: {error}") from None
     last = watch.found[-1]
     if not torch.isfinite(last).all():
         raise Unable("the run is not finite: see the check overflow")
     found = list(judged(watch, float(known.square().mean().sqrt())))
-    if found and believed_scale(detected(subject).as_trained(probe_of(subject, PICTURES))).off:
+    if found and believed_scale(found_before.as_trained(probe), PICTURES).off:
         raise Unable("the run ends at the scale of training, which is not that of the data: see the check scale of it")
     return found
 
@@ -115,5 +130,6 @@ def judged(watch: Spread, data: float) -> Iterable[Finding]:
         "Without guidance a run must keep the spread of its levels; the network "
         + ("leaves noise in x, or makes its picture too strong" if way == "grows" else "makes its picture too weak")
         + ": it is trained too little, damaged, or read wrongly.",
-        "See the checks target, schedule and scale; where they are silent, train longer or load the weights again.",
+        "See the checks target, schedule and scale; where they are silent, train longer or load the weights again."
+        + (" For pixels in [-1, 1], x0_filter=pellucid.Clip(1.0) keeps x0 in their range." if way == "grows" else ""),
     )

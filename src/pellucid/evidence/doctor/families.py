@@ -33,7 +33,7 @@ FLOW_NETWORKS = (
     "SanaTransformer2DModel", "ChromaTransformer2DModel", "QwenImageTransformer2DModel", "ZImageTransformer2DModel",
     "CogView4Transformer2DModel", "HiDreamImageTransformer2DModel",
 )  # fmt: skip
-DETECT = "pellucid doctor MODEL --data FOLDER measures which it is"
+DETECT = "pellucid doctor MODEL measures which it is"
 
 
 def known_family(subject: Subject) -> Family | None:

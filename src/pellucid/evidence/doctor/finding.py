@@ -43,17 +43,33 @@ class Report:
     checked: tuple[str, ...]
     skipped: tuple[tuple[str, str], ...] = ()  # check, why not
     subject: str = ""
+    unchecked: tuple[str, ...] = ()  # key checks of a model that were not made
+    strict: bool = False  # a key check that was not made counts as a fault
+
+    @property
+    def faulty(self) -> bool:
+        """Whether anything above a note was found."""
+        return any(finding.severity != "note" for finding in self.findings)
+
+    @property
+    def verdict(self) -> str:
+        """In a few words; "healthy" only where every key check was made."""
+        if self.faulty:
+            return "not healthy"
+        return f"no fault found; NOT checked: {', '.join(self.unchecked)}" if self.unchecked else "healthy"
 
     @property
     def status(self) -> int:
-        """The exit status: 1 for any finding above a note."""
-        return int(any(finding.severity != "note" for finding in self.findings))
+        """The exit status: 1 for any finding above a note, and where strict for a key check that was not made."""
+        return int(self.faulty or (self.strict and bool(self.unchecked)))
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "format": FORMAT,
             "subject": self.subject,
             "status": self.status,
+            "verdict": self.verdict,
+            "unchecked": list(self.unchecked),
             "findings": [finding.to_dict() for finding in self.findings],
             "checked": list(self.checked),
             "skipped": [{"check": name, "why": why} for name, why in self.skipped],

@@ -17,10 +17,9 @@ than 1 − 2⁻ᴺ for N pictures: so often would N coins fall alike.
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,12 +34,16 @@ from pellucid.evidence.doctor.subject import Subject
 from pellucid.evidence.metrics.bootstrap import draws
 
 MOST = 64  # pictures
+FIRST = 4  # pictures that all schedules are tried on; those that are out of the question then are dropped
+FEW_FIRST, FEW_RATIOS = 2, RATIOS[1::2]  # the same, and the levels, where calls are slow
 ROUNDS = (16, 32, 64)  # pictures after which a clear answer ends the questions
 CLEAR = 0.999
 SURE = 0.99  # the confidence from which a contradiction is told
 LEARNT = 0.9  # of the square error of the best linear denoiser: what a network must undercut to be one
 RESAMPLES = 4000
 SCALES = (1 / 8, 1 / 4, 1 / 2, 2**-0.5, 2**0.5, 2.0, 4.0, 8.0)  # of the data, beside 1
+FEW_SCALES = (1 / 4, 1 / 2, 2.0, 4.0)
+FEW_SCHEDULES = ("linear", "scaled_linear", "cosine", "flow")  # of large networks
 SCALED = "another scale of the data"
 WORST = 1e9  # the mean square that an output which is not finite counts as
 # What a network may predict in each frame. Zero terminal SNR forbids nothing here: no level is pure noise.
@@ -159,14 +162,21 @@ class Detected(NamedTuple):
         return "schedule" if wrong else None
 
 
-def measure(probe: Probe, schedules: Mapping[str, Schedule], pictures: range, scale: float = 1.0) -> Scores:
+def measure(
+    probe: Probe,
+    schedules: Mapping[str, Schedule],
+    pictures: range,
+    scale: float = 1.0,
+    ratios: Sequence[float] | None = None,
+) -> Scores:
     """The errors of every reading under each schedule, on some of a probe's pictures, at a scale of the data."""
+    ratios = ratios or (FEW_RATIOS if probe.few else RATIOS)
     pairs = tuple(
         Hypothesis(target, name, scale) for name, curve in schedules.items() for target in READINGS[curve.frame]
     )
     clean = probe.clean[pictures.start : pictures.stop]
-    errors = torch.empty(len(pairs), len(RATIOS), len(clean), dtype=torch.float64)
-    for k, ratio in enumerate(RATIOS):
+    errors = torch.empty(len(pairs), len(ratios), len(clean), dtype=torch.float64)
+    for k, ratio in enumerate(ratios):
         noisy = clean + ratio * probe.noise(k, pictures)
         linear = log_square(shrunk(probe.clean, noisy, ratio) - clean)
         level = in_frame(scale * ratio, "vp")
@@ -197,26 +207,48 @@ def shrunk(data: Tensor, noisy: Tensor, ratio: float) -> Tensor:
     return mean + (noisy - mean) * (variance / (variance + ratio**2))
 
 
+def tried(probe: Probe) -> dict[str, Schedule]:
+    """The schedules that are asked about: the config's and the usual ones; where calls are slow, the commonest."""
+    found = with_declared(probe.schedule, known(probe.schedule))
+    kept = (*FEW_SCHEDULES, name_of(probe.schedule)) if probe.few else tuple(found)
+    return {name: found[name] for name in found if name in kept}
+
+
 def detect(probe: Probe, most: int = MOST) -> Detected:
     """Asks with more and more pictures, until both answers are clear or the pictures are used up."""
     if len(probe) < 2:
         raise Unable(f"{len(probe)} picture is too few: give two or more")
-    curves = with_declared(probe.schedule, known(probe.schedule))
+    curves = tried(probe)
     total = min(len(probe), most)
-    rounds = iter(dict.fromkeys(min(one, total) for one in ROUNDS))
-    scores = measure(probe, curves, range(next(rounds)))
-    found = answered(scores)
-    for goal in rounds:
+    scores = measure(probe, curves, range(min(FEW_FIRST if probe.few else FIRST, total)))
+    declared = name_of(probe.schedule)
+    left = contending(scores) | {declared}
+    curves = {name: curve for name, curve in curves.items() if name in left}
+    scores = scores.among(lambda one: one.schedule in left)
+    for goal in dict.fromkeys(min(one, total) for one in ROUNDS):
+        if goal > scores.pictures:
+            scores = scores.join(measure(probe, curves, range(scores.pictures, goal)))
+        found = answered(scores)
         if min(one.confidence for one in found) >= CLEAR:
             break
-        scores = scores.join(measure(probe, curves, range(scores.pictures, goal)))
-        found = answered(scores)
-    declared = name_of(probe.schedule)
     if found.target.denoises and found.schedule.name == family(declared):
         return found
-    for scale in SCALES:
+    for scale in FEW_SCALES if probe.few else SCALES:
         scores = scores.beside(measure(probe, {declared: probe.schedule}, range(scores.pictures), scale))
     return answered(scores)
+
+
+def contending(scores: Scores) -> set[str]:
+    """The schedules that win a resample, of pictures and of levels, at least."""
+    return {scores.hypotheses[i].schedule for i in set(resampled(scores, 0).argmin(1).tolist())}
+
+
+def resampled(scores: Scores, seed: int) -> Tensor:
+    """(R, H): the mean log-score of every hypothesis in resamples of levels and of pictures."""
+    logs = scores.logs
+    levels = draws(logs.shape[1], RESAMPLES, seed).double() / logs.shape[1]  # (R, L)
+    pictures = draws(scores.pictures, RESAMPLES, seed + 1).double() / scores.pictures  # (R, N)
+    return torch.einsum("rl,hln,rn->rh", levels, logs, pictures)
 
 
 def answered(scores: Scores) -> Detected:
@@ -233,11 +265,8 @@ def judge(scores: Scores, called: Callable[[Hypothesis], str], seed: int = 0) ->
     best: dict[str, Hypothesis] = {}
     for i in order:
         best.setdefault(names[i], scores.hypotheses[i])
-    levels = draws(logs.shape[1], RESAMPLES, seed).double() / logs.shape[1]  # (R, L)
-    pictures = draws(scores.pictures, RESAMPLES, seed + 1).double() / scores.pictures  # (R, N)
-    means = torch.einsum("rl,hln,rn->rh", levels, logs, pictures)
     winner = names[order[0]]
-    wins = sum(names[i] == winner for i in means.argmin(1).tolist())
+    wins = sum(names[i] == winner for i in resampled(scores, seed).argmin(1).tolist())
     share = min((wins + 1) / (RESAMPLES + 2), 1 - 0.5**scores.pictures)
     return Answer(winner, share, best, scores)
 
@@ -248,25 +277,27 @@ def shown(answer: Answer, count: int = 5) -> list[tuple[str, float | str]]:
     return [("images", answer.scores.pictures), ("confidence", answer.confidence), *listed]
 
 
+def unfit(answer: Answer, what: str) -> str:
+    """Why built-in images do not decide."""
+    if not answer.denoises:
+        return "the network denoises no built-in image; give --data of its kind"
+    return f"the built-in images do not tell the {what} apart: {answer.doubt()}; give --data of its kind"
+
+
 # --- of a subject, once for all checks that ask -------------------------------------------------------------------
 
-_last: list[tuple[Any, ...]] = []  # weak references to what was asked, and the answers
 
+def asked(subject: Subject) -> tuple[Probe, Detected]:
+    """The probe of a subject, of its data or of built-in images, and what `detect` says of it."""
+    from pellucid.evidence.doctor.built_in import built_in_probe  # which asks with `measure`
 
-def detected(subject: Subject) -> Detected:
-    """What `detect` says of a subject; the last answer is kept, without its model."""
-    assert subject.pipeline is not None
-    parts = subject.pipeline.components
-    said = (parts.target, parts.schedule)
-    if _last:
-        network, data, before, found = _last[0]
-        if network() is parts.network and data() is subject.data and before == said:
-            return found
-    made = detect(probe_of(subject))
-    _last[:] = [(weakref.ref(parts.network), weakref.ref(subject.data), said, made)]
-    return made
-
-
-def forget() -> None:
-    """Drops the answer that is kept: for who changes the weights of a network."""
-    _last.clear()
+    if "asked" not in subject.memo:
+        try:
+            probe = probe_of(subject) if subject.data is not None else built_in_probe(subject)
+            subject.memo["asked"] = probe, detect(probe)
+        except Unable as error:
+            subject.memo["asked"] = error
+    found: tuple[Probe, Detected] | Unable = subject.memo["asked"]
+    if isinstance(found, Unable):
+        raise found
+    return found

@@ -14,7 +14,7 @@ from torch import nn
 from pellucid.core.errors import PellucidError
 from pellucid.evidence.doctor.subject import Subject
 from pellucid.interop import folder, weights
-from pellucid.interop.components import KINDS, NETWORK_PARTS, named_classes
+from pellucid.interop.components import KINDS, NETWORK_PARTS, named_classes, read_config
 
 # How a component's config is called, by what its class is; networks keep theirs in config.json.
 CONFIGS = {
@@ -87,10 +87,8 @@ def sketch(listed: Listed) -> nn.Module:
 
 @lru_cache(maxsize=16)  # several checks ask for the same
 def sketched(kind: str, config: str, name: str) -> nn.Module:
-    way = KINDS[kind]
-    owner = {"architectures": [kind]} if kind.startswith("CLIP") else {"_class_name": kind}
-    settings = way.read({**json.loads(config), **owner})
-    return weights.sketch(lambda: way.build(settings), name)
+    settings = read_config(kind, json.loads(config), name)
+    return weights.sketch(lambda: KINDS[kind].build(settings), name)
 
 
 def network_of(subject: Subject) -> nn.Module | None:

@@ -113,7 +113,7 @@ def pictures_in(where: str) -> Any:
 
 def of_name(name: str, asked: Asked, given: Given) -> Subject:
     """A model; or a file that tells how one is run: a scheduler config, a plan, a picture with its recipe."""
-    path = source.bundled(Path(name).expanduser())
+    path = source.bundled(source.expanded(name))
     if path.suffix == ".json" and path.is_file():
         return of_json(path, asked)
     if path.suffix.lower() in PICTURES and path.is_file():
@@ -198,7 +198,7 @@ def of_model(name: str, asked: Asked, given: Given | None = None) -> Subject:
     subject = of_file(place, name, asked) if place.is_file() else of_folder(place, name, asked)
     if given.quick:
         why = "weights were not asked for (--quick)"
-        return replace(subject, quick=True, absent={**subject.absent, "pipeline": why, "vae": why})
+        return replace(subject, quick=True, absent={**subject.absent, "pipeline": why, "network": why, "vae": why})
     return with_weights(subject, place, given)
 
 
@@ -270,7 +270,8 @@ def with_weights(subject: Subject, place: Path, given: Given) -> Subject:
     try:
         pipe = load(place, **options, tokenizer=given.tokenizer)  # type: ignore[arg-type]
     except PellucidError as error:
-        absent = {**subject.absent, "pipeline": f"the model does not load: {error}"}
+        why = f"the model does not load: {error}"
+        absent = {**subject.absent, "pipeline": why, "network": why}
         subject = replace(subject, refused=error, absent=absent)
         return replace(subject, vae=vae_alone(subject, options))
     return replace(subject, pipeline=pipe, vae=pipe.components.vae)

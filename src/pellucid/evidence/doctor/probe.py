@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class Probe:
     clean: Tensor = field(repr=False)  # (N, C, H, W), as the diffusion sees them
     inputs: Mapping[str, Tensor] = field(default_factory=dict, repr=False)  # one row a picture
     dtype: torch.dtype | None = None
+    few: bool = False  # calls are slow: fewer questions
 
     def __len__(self) -> int:
         return len(self.clean)
@@ -61,17 +62,22 @@ class Probe:
 
 
 def probe_of(subject: Subject, most: int = 64) -> Probe:
-    """The probe of a subject with a pipeline and data."""
-    assert subject.pipeline is not None
+    """The probe of a subject with a network and data."""
     assert subject.data is not None
-    pipe = subject.pipeline
+    if subject.probe is not None:
+        return replace(subject.probe, clean=subject.probe.clean[:most])
+    assert subject.pipeline is not None
+    return pipeline_probe(subject.pipeline, first(subject.data, most))
+
+
+def pipeline_probe(pipe: Pipeline, data: Data) -> Probe:
+    """The probe of a pipeline, with all of the data."""
     network = pipe.components.network
     check_askable(pipe)
     if is_inpainting(pipe.components):
         raise Unable("an inpainting network takes a mask and a picture beside x")
     if getattr(network.config, "time_cond_proj_dim", None) is not None:
         raise Unable("a guidance-distilled network predicts no plain target")
-    data = first(subject.data, most)
     return Probe(
         network,
         pipe.components.schedule,
@@ -88,8 +94,8 @@ def check_askable(pipe: Pipeline) -> None:
         raise Unable("the networks are offloaded; load the model without")
     network: Any = pipe.components.network
     channels = network.config.in_channels
-    if pipe.components.vae is None and channels != 3:
-        raise Unable(f"the network takes {channels} channels, and pictures have 3")
+    if pipe.components.vae is None and channels not in (1, 3):
+        raise Unable(f"the network takes {channels} channels, and images have 3, or 1 in grey")
 
 
 def first(data: Data, most: int) -> Data:
@@ -102,9 +108,9 @@ def first(data: Data, most: int) -> Data:
 def clean_latents(pipe: Pipeline, pixels: Tensor) -> Tensor:
     """(N, C, H, W) float32: pictures (N, 3, H, W) in [0, 1] as the diffusion sees them; the posterior's mean."""
     x = pixels.to(pipe.device, torch.float32) * 2 - 1
-    vae = pipe.components.vae
+    vae, network = pipe.components.vae, pipe.components.network
     if vae is None:
-        return x
+        return x if network.config.in_channels != 1 else x.mean(1, keepdim=True)
     weight = next(vae.parameters())
     means = [vae.encode(x[i : i + AT_ONCE].to(weight)).mean for i in range(0, len(x), AT_ONCE)]
     return to_diffusion(vae.config, torch.cat(means).float())

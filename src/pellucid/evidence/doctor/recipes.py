@@ -8,12 +8,10 @@ from pellucid.evidence.doctor.checks import Unable, check
 from pellucid.evidence.doctor.finding import Finding
 from pellucid.evidence.doctor.subject import Subject
 from pellucid.models.guidance import GUARDED_SCALE, Guidance
-from pellucid.models.rules import APG, Correction, Interval, SigmaInterval
 from pellucid.pipeline.request import Request
 
 BURNING = 15.0  # a scale at which plain guidance burns colours in every family
 LARGER = 2.0  # times the pixels that a model was trained on
-TAMING = (Correction, APG, Interval, SigmaInterval)  # rules that tame a large scale
 
 
 @check("guidance of the recipe", needs=("recipe",))
@@ -23,8 +21,8 @@ def guidance(subject: Subject) -> Iterator[Finding]:
     if not told:
         raise Unable("the recipe names no guidance")
     asked = Guidance.from_dict(told)
-    most = asked.scale if isinstance(asked.scale, float) else max(asked.scale.ends)
-    if most <= GUARDED_SCALE or any(isinstance(rule, TAMING) for rule in asked.rules):
+    most = asked.most
+    if not asked.untamed:
         return
     yield Finding(
         "guidance-high",
@@ -33,7 +31,7 @@ def guidance(subject: Subject) -> Iterator[Finding]:
         (("scale", most), ("guarded at", GUARDED_SCALE)),
         "Guidance adds the difference of two predictions so many times over: the predicted picture leaves the range of "
         "pictures, colours saturate and bleed.",
-        f'--guidance {GUARDED_SCALE:g} (guarded), or --guidance "{most:g} + rescale" --unguarded',
+        f'--guidance "guarded {most:g}", or --guidance "{most:g} + rescale"',
     )
 
 

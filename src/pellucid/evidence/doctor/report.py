@@ -58,9 +58,9 @@ def value(item: float | str) -> str:
 
 
 def verdict(report: Report) -> str:
-    """One line: how many of what, out of how many checks."""
+    """One line: the verdict, how many of what, out of how many checks."""
     counts = Counter(finding.severity for finding in report.findings)
     said = [f"{counts[s]} {s}{'s' if counts[s] > 1 else ''}" for s in reversed(SEVERITIES) if counts[s]]
-    state = "healthy" if report.status == 0 else "not healthy"
     name = f"{report.subject}: " if report.subject else ""
-    return f"{name}{state}; {', '.join(said) or 'nothing found'}; {counted(len(report.checked), 'check')}."
+    words = [report.verdict, ", ".join(said), counted(len(report.checked), "check")]
+    return f"{name}{'; '.join(filter(None, words))}."

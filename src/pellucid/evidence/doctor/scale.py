@@ -19,7 +19,7 @@ from pellucid.core.schedule import in_frame
 from pellucid.evidence.doctor.beliefs import at_scale, explained, lowest
 from pellucid.evidence.doctor.checks import Unable, check
 from pellucid.evidence.doctor.finding import Finding, Severity
-from pellucid.evidence.doctor.hypotheses import detected, log_square
+from pellucid.evidence.doctor.hypotheses import asked, log_square
 from pellucid.evidence.doctor.probe import Probe, probe_of
 from pellucid.evidence.doctor.subject import Subject
 from pellucid.evidence.metrics.bootstrap import Interval, draws, percentiles
@@ -75,20 +75,19 @@ def profile(probe: Probe, pictures: range) -> torch.Tensor:
     return found
 
 
-@check("scale of training", needs=("pipeline", "data"))
+@check("scale of training", needs=("network", "data"))
 def scale(subject: Subject) -> Iterable[Finding]:
     """Do pictures reach the network at the scale that it was trained on?"""
-    assert subject.pipeline is not None
     probe = probe_of(subject, PICTURES)
     if len(probe) < 2:
         raise Unable(f"{len(probe)} picture is too few: give two or more")
-    trained = detected(subject).as_trained(probe)
+    trained = asked(subject)[1].as_trained(probe)
     seen = believed_scale(trained)
     if not seen.off:
         return []
     if not explained(at_scale(trained, seen.factor)):  # betas of its own look like another scale at some levels alone
         raise Unable("its schedule does not tell the network its times at any scale: see the check schedule")
-    vae = subject.pipeline.components.vae
+    vae = None if subject.pipeline is None else subject.pipeline.components.vae
     evidence: list[tuple[str, float | str]] = [
         ("images", len(probe)),
         ("standard deviation of the data as the network sees them", float(probe.clean.std())),

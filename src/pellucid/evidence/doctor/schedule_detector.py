@@ -14,10 +14,11 @@ from pellucid.evidence.doctor.beliefs import UNEXPLAINED, Belief, at_scale, beli
 from pellucid.evidence.doctor.candidates import family, known, name_of, with_declared
 from pellucid.evidence.doctor.checks import Unable, check
 from pellucid.evidence.doctor.finding import Finding
-from pellucid.evidence.doctor.hypotheses import MOST, SCALED, SURE, Answer, detect, detected, shown
-from pellucid.evidence.doctor.probe import Probe, probe_of
+from pellucid.evidence.doctor.hypotheses import MOST, SCALED, SURE, Answer, asked, detect, shown, unfit
+from pellucid.evidence.doctor.probe import Probe
 from pellucid.evidence.doctor.scale import believed_scale
 from pellucid.evidence.doctor.subject import Subject
+from pellucid.evidence.doctor.target_detector import for_network
 
 COST, FAR = 1.05, 1.25  # square error by the config over that by the best schedule: from where it is told, and grave
 BETAS = ("beta_start", "beta_end")
@@ -92,18 +93,24 @@ def unknown(answer: Answer, seen: list[Belief], curve: Schedule) -> Finding:
     )
 
 
-@check("schedule", needs=("pipeline", "data"))
+@check("schedule", needs=("network",))
 def schedule(subject: Subject) -> Iterable[Finding]:
     """Was the network trained on the schedule that its config names?"""
-    probe = probe_of(subject)
-    answer = detected(subject).schedule
+    probe, detected = asked(subject)
+    answer = detected.schedule
+    agrees = answer.name == family(name_of(probe.schedule))
+    sure = answer.confidence >= SURE and answer.name != SCALED
+    if subject.data is None and not (answer.denoises and sure):
+        raise Unable(unfit(answer, "schedule"))
     if not answer.denoises:
         raise Unable("the network does not denoise under any schedule")
+    if subject.data is None and agrees:  # times of least error are looked for in data of the model's kind alone
+        return []
     found = [] if answer.name == SCALED else list(differs(answer, probe))
-    doubted = answer.name != family(name_of(probe.schedule)) and answer.confidence < SURE
-    if found or not (answer.name == SCALED or doubted):
-        return found
-    trained = detected(subject).as_trained(probe)
+    if found or sure or agrees:
+        cure = f'schedule="{answer.name}"'
+        return for_network(found, "schedule-mismatch", cure) if subject.pipeline is None else found
+    trained = detected.as_trained(probe)
     size = believed_scale(trained)
     if size.off and explained(at_scale(trained, size.factor)):
         raise Unable("the scale of the data is not that of training: see the check scale of training")

@@ -18,6 +18,7 @@ from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
 from pellucid.pipeline.pipeline import Pipeline
 
 if TYPE_CHECKING:
+    from pellucid.evidence.doctor.probe import Probe
     from pellucid.evidence.trace import Trace
 
 # What a check may need, and what to say where it is not there; what begins with OTHER is no fault and no news.
@@ -31,6 +32,7 @@ NEEDS: dict[str, str] = {
     "plan_file": "the subject is not a plan",
     "recipe": "the subject is not a recipe",
     "pipeline": "the subject is not a model",
+    "network": "the subject is not a model",
     "vae": "the subject is not a model with a VAE",
     "data": "no data: give --data FOLDER or --data scenes",
     "trace": "no trace: give --trace FILE",
@@ -70,7 +72,7 @@ class Asked:
 class Data:
     """Pictures that are known to be of the model's kind, cut to the size that it makes."""
 
-    pixels: Tensor = field(repr=False)  # (N, 3, H, W) in [0, 1]
+    pixels: Tensor = field(repr=False)  # (N, 3, H, W) in [0, 1]; of a network alone as it takes them
     captions: tuple[str, ...] | None = None  # one a picture, where they are known
     labels: tuple[int, ...] | None = None  # the same for classes
     name: str = "data"
@@ -92,6 +94,7 @@ class Subject:
     recipe: Mapping[str, Any] | None = None  # how a picture was made
     pipeline: Pipeline | None = None  # with weights
     vae: Any = None  # with weights; of the pipeline, or alone
+    probe: Probe | None = None  # a network alone, with its data
     adapters: tuple[Lora | Control | ImagePrompt, ...] = ()  # that are to be worn
     data: Data | None = None
     trace: Trace | None = None  # of evidence/trace
@@ -99,6 +102,19 @@ class Subject:
     refused: PellucidError | None = None  # why the model does not load
     quick: bool = False  # weights are not looked at
     absent: Mapping[str, str] = field(default_factory=dict)
+    memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # measured once
+
+    @property
+    def network(self) -> Any:
+        """The denoising network, of a pipeline or alone."""
+        if self.probe is not None:
+            return self.probe.network
+        return None if self.pipeline is None else self.pipeline.components.network
+
+    @property
+    def is_model(self) -> bool:
+        """Whether it is a model, or what says how to read one's output: target and schedule can be wrong."""
+        return any(one is not None for one in (self.folder, self.file, self.scheduler, self.pipeline, self.probe))
 
     @property
     def is_run(self) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
-from pellucid.core import target as targets
 from pellucid.core.schedule import EDM, Flow, Schedule, Target
 from pellucid.evidence.doctor.checks import Unable, check
 from pellucid.evidence.doctor.finding import Finding
-from pellucid.evidence.doctor.hypotheses import MOST, SURE, Answer, detect, detected, shown
+from pellucid.evidence.doctor.hypotheses import MOST, SURE, Answer, asked, detect, shown, unfit
 from pellucid.evidence.doctor.probe import Probe
 from pellucid.evidence.doctor.subject import Subject
 from pellucid.interop.diffusers_export import TARGET_NAMES
@@ -72,13 +72,19 @@ def differs(answer: Answer, declared: Target, schedule: Schedule) -> Iterable[Fi
         )
 
 
-@check("target", needs=("pipeline", "data"))
+def for_network(found: list[Finding], code: str, cure: str) -> list[Finding]:
+    """The findings of a network without files: the cure of one is an argument."""
+    return [replace(one, fix=f"Pass {cure} with the network.") if one.code == code else one for one in found]
+
+
+@check("target", needs=("network",))
 def target(subject: Subject) -> Iterable[Finding]:
     """Does the network predict what its config says?"""
-    assert subject.pipeline is not None
-    parts = subject.pipeline.components
-    answer = detected(subject).target
-    found = list(differs(answer, targets.named(parts.target), parts.schedule))
+    probe, detected = asked(subject)
+    answer = detected.target
+    if subject.data is None and not (answer.denoises and answer.confidence >= SURE):
+        raise Unable(unfit(answer, "target"))
+    found = list(differs(answer, probe.target, probe.schedule))
     if not found and answer.confidence < SURE:
         raise Unable(f"the pictures do not tell the target apart: {answer.doubt()}; give more --data")
-    return found
+    return for_network(found, "target-mismatch", f'target="{answer.name}"') if subject.pipeline is None else found

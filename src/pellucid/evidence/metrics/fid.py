@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.reader import whole
 from pellucid.interop import weights
-from pellucid.interop.whole import put
+from pellucid.interop.whole import are_whole, digests_in, put
 
 FORMAT = "pellucid-statistics-1"
 FEW = 10_000  # pictures below which FID says more about their number than about their quality
@@ -70,7 +71,7 @@ class Statistics:
         """As one safetensors file, whole or not at all."""
         tensors = {"mean": self.mean.cpu().contiguous(), "covariance": self.covariance.cpu().contiguous()}
         words = {"format": FORMAT, "count": str(self.count), "network": self.network}
-        put(Path(path), partial(save_file, tensors, metadata=words))
+        put(Path(path), partial(save_file, tensors, metadata={**words, "digests": digests_in(tensors)}))
 
     @staticmethod
     def load(path: str | Path) -> Statistics:
@@ -79,14 +80,19 @@ class Statistics:
         if weights.kind_of(place) != "safetensors":
             raise PellucidError(rule(place.name, "statistics in a safetensors file", "another format"), "statistics")
         tensors, words = weights.read_safetensors(place), weights.metadata_of(place)
-        mean, covariance, count = tensors.get("mean"), tensors.get("covariance"), words.get("count", "")
-        if words.get("format") != FORMAT or mean is None or covariance is None or not count.isdecimal():
+        if not are_whole(tensors, words.get("digests")):
+            advice = "Make it again."
+            raise PellucidError(
+                rule(place.name, "as it was written", "other bits than its digests say", advice), "statistics"
+            )
+        mean, covariance, count = tensors.get("mean"), tensors.get("covariance"), whole(words.get("count", ""))
+        if words.get("format") != FORMAT or mean is None or covariance is None or count is None:
             got = words.get("format", "a file without that mark")
             raise PellucidError(rule(place.name, f"statistics of format {FORMAT}", got), "statistics")
-        whole = mean.ndim == 1 and covariance.shape == (len(mean), len(mean))
-        if not whole or not (mean.isfinite().all() and covariance.isfinite().all()) or int(count) < 1:
+        square = mean.ndim == 1 and covariance.shape == (len(mean), len(mean))
+        if not square or not (mean.isfinite().all() and covariance.isfinite().all()) or count < 1:
             raise PellucidError(rule(place.name, "finite, (D,) and (D, D)", tuple(covariance.shape)), "statistics")
-        return Statistics(mean.double(), covariance.double(), int(count), words.get("network", ""))
+        return Statistics(mean.double(), covariance.double(), count, words.get("network", ""))
 
 
 def fid(a: Statistics | Tensor, b: Statistics | Tensor) -> float:

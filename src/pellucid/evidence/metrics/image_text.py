@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.reader import parse_object, read_text
 from pellucid.evidence.metrics.bootstrap import RESAMPLES, Interval, mean_interval
 from pellucid.evidence.metrics.pictures import Folder, PictureSet
 from pellucid.interop import source, weights
@@ -152,8 +152,8 @@ def pixels_of(folder: Path, network: CLIP) -> tuple[tuple[float, ...], tuple[flo
     side = network.config.vision.image_size
     for key in ("size", "crop_size"):
         given = raw.get(key, side)
-        sides = set(given.values()) if isinstance(given, dict) else {given}
-        if sides != {side}:
+        sides = list(given.values()) if isinstance(given, dict) else [given]
+        if not sides or any(one != side for one in sides):
             raise PellucidError(rule(f"{key} of {path.name}", f"{side}, the encoder's", given), "clip-pixels")
     return three(raw, "image_mean", MEAN), three(raw, "image_std", DEVIATION)
 
@@ -174,12 +174,7 @@ def read_prompts(path: str | Path, pictures: PictureSet) -> tuple[str, ...]:
     place = Path(path)
     if not place.is_file():
         raise PellucidError(rule("prompts", "a text file or a .jsonl that exists", str(place)), "file")
-    if place.stat().st_size > MAX_PROMPTS_BYTES:
-        raise PellucidError(rule(place.name, f"at most {MAX_PROMPTS_BYTES} bytes", place.stat().st_size), "prompts")
-    try:
-        lines = place.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise PellucidError(rule(place.name, "UTF-8 text", "other bytes"), "prompts") from None
+    lines = read_text(place, place.name, MAX_PROMPTS_BYTES, "prompts").splitlines()
     if place.suffix == ".jsonl":
         return by_name(lines, place, pictures)
     while lines and not lines[-1]:
@@ -199,9 +194,9 @@ def by_name(lines: Sequence[str], place: Path, pictures: PictureSet) -> tuple[st
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_object(line, place.name, foreign=True)
             name, text = row["file_name"], row["text"]
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (PellucidError, KeyError):
             name = text = None
         if not isinstance(name, str) or not isinstance(text, str):
             must = '{"file_name": …, "text": …}'

@@ -14,11 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.reader import whole
 from pellucid.evidence.metrics.fid import Statistics
 from pellucid.evidence.metrics.inception import BATCH, Inception, feature_batches
 from pellucid.evidence.metrics.pictures import PictureSet
 from pellucid.interop import weights
-from pellucid.interop.whole import put
+from pellucid.interop.whole import are_whole, digests_in, put
 
 MANY = 100_000  # pictures beyond which only statistics are kept: their features would be 0.8 GB
 FEATURES_FORMAT = "pellucid-features-1"
@@ -97,15 +98,17 @@ def write(found: Measured, path: Path) -> None:
         tensors["features"] = found.features
     words = {"format": FEATURES_FORMAT, "count": str(statistics.count), "network": statistics.network}
     plain = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    put(path, partial(save_file, plain, metadata=words))
+    put(path, partial(save_file, plain, metadata={**words, "digests": digests_in(plain)}))
 
 
 def read(path: Path, name: str) -> Measured:
     """What `write` wrote."""
     tensors, words = weights.read_safetensors(path), weights.metadata_of(path)
-    features, count = tensors.get("features"), words.get("count", "")
-    known = words.get("format") == FEATURES_FORMAT and {"mean", "covariance"} <= set(tensors) and count.isdecimal()
-    if not known or (features is not None and len(features) != int(count)):
+    features, count = tensors.get("features"), whole(words.get("count", ""))
+    known = words.get("format") == FEATURES_FORMAT and {"mean", "covariance"} <= set(tensors)
+    if not are_whole(tensors, words.get("digests")):
+        raise PellucidError(rule(path.name, "as it was written", "other bits than its digests say"), "features-file")
+    if not known or count is None or (features is not None and len(features) != count):
         raise PellucidError(rule(path.name, f"of format {FEATURES_FORMAT}", words.get("format")), "features-file")
-    statistics = Statistics(tensors["mean"], tensors["covariance"], int(count), words.get("network", ""))
+    statistics = Statistics(tensors["mean"], tensors["covariance"], count, words.get("network", ""))
     return Measured(name, statistics, features)

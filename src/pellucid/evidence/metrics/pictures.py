@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.reader import open_file
 from pellucid.evidence.metrics.fid import FORMAT, Statistics
 from pellucid.interop import weights
+from pellucid.interop.source import expanded
 from pellucid.pipeline import images as pictures
 from pellucid.train.cifar10 import CIFAR10
 
@@ -106,7 +108,7 @@ class Folder:
     def digest(self) -> str:
         found = hashlib.sha256()
         for file in self.files:
-            with (self.root / file).open("rb") as opened:
+            with open_file(self.root / file, file) as opened:
                 inner = hashlib.file_digest(opened, "sha256").hexdigest()
             found.update(f"{file}\0{inner}\n".encode())
         return found.hexdigest()
@@ -115,14 +117,14 @@ class Folder:
 def open_pictures(where: str | Path) -> PictureSet | Statistics:
     """The set that a path means, or the statistics that it holds."""
     name = str(where)
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.is_dir():
         return folder_of(path)
     if path.is_file():
         return array_of(path)
     base, colon, split = name.rpartition(":")
-    if colon and split in SPLITS and Path(base).expanduser().is_dir():
-        return Pixels(CIFAR10.read(Path(base).expanduser(), split).images, name)  # type: ignore[arg-type]
+    if colon and split in SPLITS and expanded(base).is_dir():
+        return Pixels(CIFAR10.read(expanded(base), split).images, name)  # type: ignore[arg-type]
     raise PellucidError(rule("pictures", KINDS, name, "There is none of that name."), "not-found")
 
 

@@ -15,6 +15,7 @@ from pellucid.core.grid import check_steps
 from pellucid.core.grid import named as grid_named
 from pellucid.core.noise import Brownian, NoiseSource, Philox
 from pellucid.core.plan import Plan
+from pellucid.core.reader import read_bytes
 from pellucid.core.samplers import resolve
 from pellucid.core.samplers.registry import value_of
 from pellucid.core.schedule import Schedule
@@ -39,7 +40,7 @@ class Setup:
             path = source.bundled(text.strip())
             if not path.is_file():
                 raise PellucidError(rule("plan", "a file that exists", text), "file")
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+            digest = hashlib.sha256(read_bytes(path, "plan")).hexdigest()[:8]
             return Setup(f"{path.stem}#{digest}", file=text.strip())
         name, *rest = (part.strip() for part in text.split(":"))
         entry, grid = resolve(name)
@@ -66,6 +67,11 @@ class Setup:
     def text(self) -> str:
         options = (f"{key}={value}" for key, value in self.options)
         return ":".join([self.sampler, *([self.grid] if self.grid else []), *options])
+
+    @property
+    def label(self) -> str:
+        """What people read: a plan by its file."""
+        return self.file or self.text
 
     def asks(self, steps: int) -> dict[str, Any]:
         """What a request says of it."""
@@ -115,6 +121,10 @@ class Cell:
     @property
     def key(self) -> str:
         return f"{self.mark}{self.setup.text} × {self.steps}"
+
+    @property
+    def label(self) -> str:
+        return f"{self.mark}{self.setup.label} × {self.steps}"
 
     @property
     def folder(self) -> str:

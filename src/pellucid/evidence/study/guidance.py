@@ -26,7 +26,7 @@ from pellucid.evidence.study import guidance_measures as measures
 from pellucid.evidence.study import guidance_prompts as prompts
 from pellucid.evidence.study.guidance_prompts import SCENES, Asked
 from pellucid.evidence.study.guidance_rules import NAMES, Nature, check, guidance_of
-from pellucid.evidence.study.records import Records, claim, is_mine
+from pellucid.evidence.study.records import Records, alone, claim, is_mine
 
 VERSION = 1
 KEYS = ("guidance", "first")
@@ -150,6 +150,7 @@ class Study:
         cells = [(guidance, first) for guidance in self.guidances for first in self.firsts]
         return [(g, first) for g, first in cells if not self.records.has({"guidance": g, "first": first})]
 
+    @alone
     def run(
         self,
         pipe: Maker,

@@ -9,6 +9,7 @@ import torch
 
 from pellucid import scenes
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.reader import whole
 from pellucid.evidence.study.prompts import lines_of, queries
 from pellucid.scenes.query import Query
 from pellucid.scenes.sampling import OBJECTS
@@ -40,7 +41,7 @@ def asked(where: str, seed: int) -> Asked:
     """`scenes`, `scenes:N`, or a text file with a prompt a line."""
     if of_world(where):
         _, colon, count = where.partition(":")
-        if colon and not (count.isdecimal() and 1 <= int(count) <= MOST):
+        if colon and not whole(count, MOST):
             raise PellucidError(rule("prompts", f"scenes:N, N from 1 to {MOST:,}", where), "prompts")
         return of_scenes(int(count) if colon else COUNT, seed)
     texts = lines_of(Path(where), "scenes:N")

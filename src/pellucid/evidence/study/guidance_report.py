@@ -234,10 +234,10 @@ def page(report: Report, span: RangeChart, drawn: list[Chart]) -> Page:
 
 
 def command(config: GuidanceStudy, guidance: str) -> str:
-    """What to paste into a shell: a study takes guidances as they are, `pellucid sample` guards them unless told."""
+    """What to paste into a shell."""
     model = config.model if config.part == "unet" else f"{config.model}/{config.part}"
     how = f"--sampler {config.sampler} --steps {config.steps}"
-    return f'pellucid sample {model} "…" {how} --guidance "{guidance}" --unguarded'
+    return f'pellucid sample {model} "…" {how} --guidance "{guidance}"'
 
 
 def pictures(report: Report) -> Pictures:

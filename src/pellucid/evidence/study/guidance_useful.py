@@ -177,7 +177,7 @@ def sentence(found: Results, chosen: Judged, given: list[Line]) -> str:
     ]
     span = f"useful from {line.words}" if len(line.range) > 1 else "useful at this scale alone"
     return (
-        f"Use --guidance '{chosen.cell.guidance}' --unguarded ({chosen.rule}, {span}): {kind.title} "
+        f"Use --guidance '{chosen.cell.guidance}' ({chosen.rule}, {span}): {kind.title} "
         f"{figure.words(kind.percent)}, {' and '.join(looks)} against {found.reference.name}."
     )
 

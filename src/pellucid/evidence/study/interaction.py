@@ -16,7 +16,7 @@ from typing import Any, get_args
 from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.study.cells import Cell
 from pellucid.evidence.study.prompts import read_prompts
-from pellucid.evidence.study.records import CONFIG, check_kind, read_config
+from pellucid.evidence.study.records import CONFIG, alone, check_kind, read_config
 from pellucid.evidence.study.samplers import By, SamplerStudy
 from pellucid.evidence.study.samplers import Study as OneModel
 from pellucid.evidence.study.samplers_figures import Figures, Judges
@@ -24,7 +24,7 @@ from pellucid.evidence.study.samplers_results import Column
 from pellucid.evidence.study.samplers_run import Bar, no_bar
 from pellucid.evidence.study.samplers_subject import Subject
 from pellucid.interop import source
-from pellucid.interop.whole import is_part, put
+from pellucid.interop.whole import is_left, put
 from pellucid.train.config import parse, read
 
 KIND, VERSION = "interaction", 1
@@ -120,7 +120,7 @@ def check_folder(folder: Path) -> None:
     """Refuses a folder of something else, or of another version. Models, samplers and steps may be added to a study:
     what makes a model's pictures is guarded by that model's own sampler study."""
     if not (folder / CONFIG).exists():
-        if folder.exists() and not (folder.is_dir() and all(map(is_part, folder.iterdir()))):
+        if folder.exists() and not (folder.is_dir() and all(map(is_left, folder.iterdir()))):
             raise PellucidError(rule("--out", "empty, new, or an interaction study", str(folder)), "out-taken")
         return
     check_kind(folder, read_config(folder), KIND, VERSION)
@@ -133,6 +133,7 @@ class Study:
         self.config, self.folder = config, folder
         check_folder(folder)
 
+    @alone
     def run(
         self, pipes: Mapping[str, Any] | None = None, *, device: str | None = None, bar: Bar = no_bar
     ) -> list[Seen]:

@@ -34,7 +34,7 @@ from pellucid.evidence.study import oracle_orders as orders
 from pellucid.evidence.study import oracle_truth as truth
 from pellucid.evidence.study.cells import Setup
 from pellucid.evidence.study.oracle_asked import asked, entry_of
-from pellucid.evidence.study.records import Records, claim, is_mine
+from pellucid.evidence.study.records import Records, alone, claim, is_mine
 
 VERSION = 1
 KEYS = ("part", "schedule", "grid", "sampler")
@@ -117,6 +117,7 @@ class Study:
     def missing(self) -> list[dict[str, str]]:
         return [cell for cell in self.cells() if not self.records.has(cell)]
 
+    @alone
     def run(self, done: Callable[[], object] = lambda: None) -> list[dict[str, Any]]:
         claim(self.folder, self.config.text)
         bench: Bench | None = None

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pellucid import scenes
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.reader import read_text, whole
 from pellucid.scenes.query import Query
 
 MAX_BYTES = 64 * 2**20  # of a file
@@ -21,7 +22,7 @@ def read_prompts(where: str | Path | None) -> tuple[str, ...]:
     text = str(where)
     if text.startswith(SCENES) and not Path(text).exists():
         count = text.removeprefix(SCENES)
-        if not count.isdecimal() or not 1 <= int(count) <= MOST:
+        if not whole(count, MOST):
             raise PellucidError(rule("prompts", f"scenes:N, N from 1 to {MOST:,}", text), "prompts")
         return tuple(caption for caption, _ in scenes.prompts(int(count)))
     return lines_of(Path(where), "scenes:N")
@@ -31,12 +32,7 @@ def lines_of(path: Path, other: str) -> tuple[str, ...]:
     """The lines of a text file that are not empty; `other` is what may be named in place of a file."""
     if not path.is_file():
         raise PellucidError(rule("prompts", f"a text file that exists, or {other}", str(path)), "file")
-    if path.stat().st_size > MAX_BYTES:
-        raise PellucidError(rule("prompts", f"at most {MAX_BYTES} bytes", str(path)), "file-size")
-    try:
-        lines = path.read_text("utf-8-sig").splitlines()
-    except UnicodeDecodeError:
-        raise PellucidError(rule("prompts", "text in UTF-8", str(path)), "prompts") from None
+    lines = read_text(path, "prompts", MAX_BYTES, "prompts").splitlines()
     found = tuple(line.strip() for line in lines if line.strip())
     if not found:
         raise PellucidError(rule("prompts", "at least one line", str(path)), "prompts")

@@ -1,17 +1,23 @@
-"""The folder of a study: its config, and one JSON line a finished cell, so that a killed study goes on."""
+"""The folder of a study: its config, and one JSON line a finished cell, so that a killed study goes on. A line that is
+not as its digest says is a cell that is made again."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.interop.whole import is_part, put, read_lines
+from pellucid.core.reader import read_json, whole
+from pellucid.interop.lock import locked
+from pellucid.interop.whole import is_left, put, read_lines, sealed, writing
 
+T = TypeVar("T")
 CONFIG, FILE = "config.json", "records.jsonl"
+NAMES = (str, int, float, type(None))  # what a cell's keys may be
 MOST = 256  # shares of a study
 ELSEWHERE = "Choose another --out."
 MARKS = ("study", "version")  # the words of a config that say what it is of
@@ -30,7 +36,7 @@ class Records:
 
     def __init__(self, folder: Path, keys: tuple[str, ...], file: str = FILE) -> None:
         self.path, self.keys = folder / file, keys
-        self.rows = [row for row in read_lines(self.path) if set(keys) <= set(row)]
+        self.rows = [row for row in read_lines(self.path) if all(isinstance(row.get(k, []), NAMES) for k in keys)]
         self.known = {self.name(row) for row in self.rows}
 
     @staticmethod
@@ -60,9 +66,9 @@ class Records:
         if self.has(row):
             raise PellucidError(rule("cell", "new", {k: row[k] for k in self.keys}), "study-cell")
         self.take(row)
-        with self.path.open("a+b") as file:
+        with writing(self.path), self.path.open("a+b") as file:
             torn = file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read() != b"\n"
-            file.write((("\n" if torn else "") + json.dumps(row) + "\n").encode())
+            file.write((("\n" if torn else "") + sealed(row)).encode())
             file.flush()
             os.fsync(file.fileno())
 
@@ -70,10 +76,9 @@ class Records:
 def read_config(folder: Path) -> dict[str, Any]:
     """What config.json holds; nothing where it is no table."""
     try:
-        held = json.loads((folder / CONFIG).read_text("utf-8"))
-    except ValueError:
-        held = None
-    return held if isinstance(held, dict) else {}
+        return read_json(folder / CONFIG, foreign=True)
+    except PellucidError:
+        return {}
 
 
 def check_kind(folder: Path, held: Mapping[str, Any], kind: str, version: int) -> None:
@@ -103,7 +108,7 @@ def is_mine(folder: Path, text: str) -> bool:
             must = f"the one that began {folder}"
             raise PellucidError(rule("config", must, "another", ELSEWHERE), "resume-config")
         return True
-    if folder.exists() and not (folder.is_dir() and all(map(is_part, folder.iterdir()))):
+    if folder.exists() and not (folder.is_dir() and all(map(is_left, folder.iterdir()))):
         raise PellucidError(rule("--out", "empty, new, or a study of this config", str(folder)), "out-taken")
     return False
 
@@ -115,9 +120,21 @@ def claim(folder: Path, text: str) -> None:
         put(folder / CONFIG, text)
 
 
+def alone(run: Callable[..., T]) -> Callable[..., T]:
+    """For the `run` of a study: in one process at a time for each share, and refused in another."""
+
+    @wraps(run)
+    def within(study: Any, *args: Any, **options: Any) -> T:
+        with locked(study.folder, "written", getattr(study, "shard", (0, 1))):
+            return run(study, *args, **options)
+
+    return within
+
+
 def shard_of(text: str) -> tuple[int, int]:
     """`0/4` is the first of four."""
-    index, slash, count = text.partition("/")
-    if not slash or not index.isdecimal() or not count.isdecimal() or not int(index) < int(count) <= MOST:
+    first, _, last = text.partition("/")
+    index, count = whole(first, MOST), whole(last, MOST)
+    if index is None or count is None or index >= count:
         raise PellucidError(rule("--shard", f"as 0/4, the first of four, of at most {MOST}", text), "shard")
-    return int(index), int(count)
+    return index, count

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.noise import check_seed
 from pellucid.evidence.study.cells import Cell, Setup, Yardstick, half, lay
+from pellucid.evidence.study.records import alone
 from pellucid.evidence.study.samplers_files import KIND, VERSION, Files, check_folder
 from pellucid.evidence.study.samplers_scores import Scorer, distances
 from pellucid.evidence.study.samplers_subject import Made, Subject
@@ -144,6 +145,7 @@ class Study:
             own += self.halves
         return [cell for cell in own if not self.files.has(cell.key, first, "pictures")]
 
+    @alone
     def run(
         self,
         scorers: Sequence[Scorer] = (),

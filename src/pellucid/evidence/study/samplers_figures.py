@@ -165,6 +165,8 @@ class Figures:
     def notes(self) -> list[str]:
         found = [self.about_intervals(), *self.about_converged(), *self.about_noise(), *self.about_kid()]
         found += self.about_twins()
+        if old := len(self.study.files.unchecked):
+            found.append(f"{old} files were written by an older version without digests: they were read unchecked.")
         found += [f"{name} is left out: {why}." for name, why in self.judges.reasons.items()]
         broken = [c.key for c, v in zip(self.cells, self.columns["distance"].values, strict=True) if not np.isfinite(v)]
         found += [f"{key} made pictures that are not finite; it is on no front." for key in broken]
@@ -213,7 +215,7 @@ class Figures:
         return found
 
     def about_noise(self) -> list[str]:
-        noisy = list(dict.fromkeys(c.setup.text for c in self.cells if c.stochastic))
+        noisy = list(dict.fromkeys(c.setup.label for c in self.cells if c.stochastic))
         if not noisy:
             return []
         return [
@@ -225,7 +227,7 @@ class Figures:
         """Samplers that are one and the same under two names: in a chart one line hides the other."""
         kept: list[tuple[list[str], list[Array]]] = []
         for text in names(self.cells):
-            own = [cell for cell in self.cells if cell.setup.text == text]
+            own = [cell for cell in self.cells if cell.setup.label == text]
             far = [self.results.per_picture(cell, "pictures", "latent") for cell in own]
             same = (held for held, other in kept if len(far) == len(other) and all(map(alike, far, other)))
             twin = next(same, None)

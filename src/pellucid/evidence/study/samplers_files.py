@@ -19,7 +19,7 @@ from pellucid.evidence.study import records
 from pellucid.evidence.study.cells import Cell
 from pellucid.evidence.study.records import CONFIG, ELSEWHERE, Records
 from pellucid.interop import weights
-from pellucid.interop.whole import is_part, put
+from pellucid.interop.whole import file_digest, is_left, put
 
 KIND, VERSION = "samplers", 1
 KEYS = ("cell", "first", "what")
@@ -30,7 +30,7 @@ def check_folder(folder: Path, config: Mapping[str, Any], fixed: Sequence[str]) 
     """Refuses a folder of another study, version, model or config, and one that holds other things."""
     path = folder / CONFIG
     if not path.exists():
-        if folder.exists() and not (folder.is_dir() and all(map(is_part, folder.iterdir()))):
+        if folder.exists() and not (folder.is_dir() and all(map(is_left, folder.iterdir()))):
             raise PellucidError(rule("--out", "empty, new, or a study of this config", str(folder)), "out-taken")
         return
     held = read_config(folder)
@@ -59,6 +59,12 @@ class Files:
         self.folder = folder
         self.own = Records.shared(folder, KEYS, shard)
         self.rows = {(row["cell"], row["first"], row["what"]): row for row in self.own.rows}
+        self.digests: dict[str, str] = {}  # of files, by their place in the folder
+        for row in self.own.rows:
+            files = row.get("files")
+            self.digests |= {str(k): str(v) for k, v in files.items()} if isinstance(files, dict) else {}
+        self.fresh: dict[str, str] = {}  # of those that no row has yet
+        self.unchecked: set[str] = set()  # files that were read and have none
 
     def has(self, cell: str, first: int, what: str) -> bool:
         return (cell, first, what) in self.rows
@@ -67,7 +73,8 @@ class Files:
         return self.rows[cell, first, what]
 
     def add(self, cell: str, first: int, what: str, values: Mapping[str, Any]) -> None:
-        row = {"cell": cell, "first": first, "what": what, **values}
+        row = {"cell": cell, "first": first, "what": what, **values, **({"files": self.fresh} if self.fresh else {})}
+        self.fresh = {}
         self.own.add(row)
         self.rows[cell, first, what] = row
 
@@ -85,24 +92,44 @@ class Files:
         return self.folder / kind / cell.folder / f"{first:06d}{suffix}"
 
     def write_pictures(self, cell: Cell, first: int, pictures: Sequence[Image.Image]) -> None:
-        tiles.write([picture.convert("RGB") for picture in pictures], self.place(PICTURES, cell, first, ".png"))
+        path = self.place(PICTURES, cell, first, ".png")
+        tiles.write([picture.convert("RGB") for picture in pictures], path)
+        self.note(path)
 
     def pictures(self, cell: Cell, first: int, count: int) -> list[Image.Image]:
-        return tiles.read(self.place(PICTURES, cell, first, ".png"), count)
+        return tiles.read(self.checked(self.place(PICTURES, cell, first, ".png")), count)
 
     def write_latents(self, cell: Cell, first: int, latents: Tensor) -> None:
         self.write_tensor(self.place(LATENTS, cell, first, ".safetensors"), latents)
 
     def latents(self, cell: Cell, first: int) -> Tensor:
-        return weights.read_safetensors(self.place(LATENTS, cell, first, ".safetensors"))["held"]
+        return weights.read_safetensors(self.checked(self.place(LATENTS, cell, first, ".safetensors")))["held"]
 
     def write_features(self, cell: Cell, first: int, what: str, features: Tensor) -> None:
         self.write_tensor(self.place(f"{FEATURES}/{what}", cell, first, ".safetensors"), features)
 
     def features(self, cell: Cell, first: int, what: str) -> Tensor:
-        return weights.read_safetensors(self.place(f"{FEATURES}/{what}", cell, first, ".safetensors"))["held"]
+        path = self.place(f"{FEATURES}/{what}", cell, first, ".safetensors")
+        return weights.read_safetensors(self.checked(path))["held"]
 
-    @staticmethod
-    def write_tensor(path: Path, held: Tensor) -> None:
+    def note(self, path: Path) -> None:
+        """The next row says what is in this file."""
+        name = path.relative_to(self.folder).as_posix()
+        self.digests[name] = self.fresh[name] = file_digest(path)
+
+    def checked(self, path: Path) -> Path:
+        """A file that is as it was written: what changed since is refused by name."""
+        name = path.relative_to(self.folder).as_posix()
+        if not path.is_file() or self.digests.get(name, "") not in ("", file_digest(path)):
+            got = "other bytes" if path.is_file() else "no file"
+            advice = "Remove the lines that name it from records*.jsonl: its batch is then made again."
+            line = f"{name} of {self.folder} must be as the study wrote it; got {got}. {advice}"
+            raise PellucidError(line, "study-damaged")
+        if name not in self.digests:
+            self.unchecked.add(name)
+        return path
+
+    def write_tensor(self, path: Path, held: Tensor) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         put(path, partial(save_file, {"held": held.detach().to(torch.float32).cpu().contiguous()}))
+        self.note(path)

@@ -16,7 +16,7 @@ from pellucid.evidence.study.page import Axis, Cell, Chart, Code, Mark, Page, Pi
 from pellucid.evidence.study.page_chart import short
 from pellucid.evidence.study.samplers_figures import Figures
 from pellucid.evidence.study.samplers_results import Column
-from pellucid.evidence.study.samplers_verdict import interval, names, told
+from pellucid.evidence.study.samplers_verdict import interval, names
 from pellucid.interop.whole import put
 
 SHOWN = 8  # pictures of a cell on the page
@@ -37,8 +37,8 @@ def write(found: Figures) -> Path:
     page.add(Text(found.verdict.sentence, "Recommendation"))
     if found.verdict.call:
         page.add(Code("\n".join(filter(None, (found.verdict.words, python(found.verdict.call))))))
-    if said := told(found.verdict.ranking, found.main):
-        page.add(Text(said))
+    if found.verdict.comparison:
+        page.add(Text(found.verdict.comparison))
     page.add(*(Text(words) for words in found.doubts()))
     page.add(*drawn.values())
     page.add(*tables(found), pictures(found), *notes(found))
@@ -56,7 +56,7 @@ def headline(found: Figures) -> str:
     config, results = found.study.config, found.results
     prompts = f"{len(config.prompts):,} prompts × " if config.prompts else ""
     seeds = "1 seed" if config.seeds == 1 else f"{config.seeds:,} seeds"
-    guidance = "the model's own guidance" if config.guidance is None else f"guidance {config.guidance}"
+    guidance = f"guidance {found.study.subject.guidance if config.guidance is None else config.guidance}"
     words = [f"{results.count:,} pictures a cell ({prompts}{seeds})", guidance, f"times on {found.clock.machine}"]
     if results.count < config.pictures:
         words.append(f"unfinished: {results.count:,} of {config.pictures:,} pictures")
@@ -105,10 +105,10 @@ def curve(found: Figures, column: Column, axis: Axis, costs: list[float]) -> Cha
         if knee is not None and knee.found:
             marks.append(Mark("knee", costs[knee.cell], float(column.values[knee.cell]) * scale))
     for text, colour in colours(found).items():
-        held = sorted((i for i, c in enumerate(found.cells) if c.setup.text == text), key=lambda i: costs[i])
+        held = sorted((i for i, c in enumerate(found.cells) if c.setup.label == text), key=lambda i: costs[i])
         ys, lows, highs = ([float(v[i]) * scale for i in held] for v in (column.values, column.low, column.high))
         labels = [f"{found.cells[i].steps} steps, {seconds_of(found, i)}" for i in held]
-        keys = [found.cells[i].key for i in held]
+        keys = [found.cells[i].label for i in held]
         series.append(Series(text, [costs[i] for i in held], ys, lows, highs, labels, keys, colour))
     if column.of_converged is not None:
         marks.append(Mark("converged", y=column.of_converged * scale))
@@ -121,12 +121,12 @@ def curve(found: Figures, column: Column, axis: Axis, costs: list[float]) -> Cha
 def latency(found: Figures, axis: Axis) -> Chart:
     series = []
     for text, colour in colours(found).items():
-        held = sorted((i for i, c in enumerate(found.cells) if c.setup.text == text), key=lambda i: found.cells[i].nfe)
+        held = sorted((i for i, c in enumerate(found.cells) if c.setup.label == text), key=lambda i: found.cells[i].nfe)
         spread = [found.latencies[i].quartiles for i in held]
         calls = [float(found.cells[i].nfe) for i in held]
         medians = [found.latencies[i].median for i in held]
         lows, highs = [low for low, _ in spread], [high for _, high in spread]
-        series.append(Series(text, calls, medians, lows, highs, [], [found.cells[i].key for i in held], colour))
+        series.append(Series(text, calls, medians, lows, highs, [], [found.cells[i].label for i in held], colour))
     note = f"One picture at a time, warm: median and quartiles of {found.study.config.rounds} rounds."
     return Chart("Seconds a picture against model calls", series, axis, Axis("seconds a picture", True), (), note)
 
@@ -157,7 +157,7 @@ def main_table(found: Figures) -> Table:
         low, high = found.latencies[i].quartiles
         time = f"{seconds_of(found, i)} ({short(low, 3)} to {short(high, 3)})" if math.isfinite(low) else "–"
         figures = [interval(column, i) for column in found.columns.values()]
-        row = (cell.setup.text, str(cell.steps), str(cell.nfe), time, *figures, *tails(found, i))
+        row = (cell.setup.label, str(cell.steps), str(cell.nfe), time, *figures, *tails(found, i))
         rows.append((*row, found.verdict.place(i)))
     titles = [column.measure.title for column in found.columns.values()]
     columns = ("sampler", "steps", "calls", "seconds", *titles, "median distance", "95th of 100", "")
@@ -200,7 +200,7 @@ def scene_table(found: Figures) -> Table:
     rows = []
     for cell, shares in zip(found.cells, by_cell, strict=True):
         told_of = [shares.get(name, (0, 0)) for name in kinds]
-        rows.append((cell.key, *(f"{100 * good / count:.1f} %" if count else "–" for good, count in told_of)))
+        rows.append((cell.label, *(f"{100 * good / count:.1f} %" if count else "–" for good, count in told_of)))
     note = "Shares of the pictures whose prompt asks for it. What cannot be read is not right."
     return Table("What the pictures show", ("cell", *kinds), tuple(rows), note)
 
@@ -209,8 +209,8 @@ def markdown(found: Figures) -> str:
     parts = [f"# Samplers for {found.study.subject.name}\n", headline(found) + "\n", found.verdict.sentence + "\n"]
     if found.verdict.call:
         parts.append(f"```\n{found.verdict.words}\n{python(found.verdict.call)}\n```\n")
-    if said := told(found.verdict.ranking, found.main):
-        parts.append(said + "\n")
+    if found.verdict.comparison:
+        parts.append(found.verdict.comparison + "\n")
     parts += [words + "\n" for words in found.doubts()]
     parts += [table.markdown() for table in tables(found)]
     return "\n".join([*parts, *(f"- {note.words}" for note in notes(found))]) + "\n"
@@ -232,11 +232,11 @@ def pictures(found: Figures) -> Pictures:
     cells = [Cell(CONVERGED, study.files.pictures(best, first, count)[:SHOWN], f"{best.setup.text} × {best.steps}")]
     for i, cell in enumerate(found.cells):
         note = f"{cell.nfe} calls, {found.main.measure.title} {interval(found.main, i)}"
-        cells.append(Cell(cell.key, study.files.pictures(cell, first, count)[:SHOWN], note))
+        cells.append(Cell(cell.label, study.files.pictures(cell, first, count)[:SHOWN], note))
     for one in study.converged[1:]:
         cells.append(Cell(one.key, study.files.pictures(one, first, count)[:SHOWN], "the same sampler's own"))
     knee = found.verdict.knee
-    shown = (CONVERGED, found.cells[knee.cell].key if knee is not None else found.cells[0].key)
+    shown = (CONVERGED, found.cells[knee.cell].label if knee is not None else found.cells[0].label)
     return Pictures("Pictures by cell", cells, "The same prompts and noise in every cell.", shown)
 
 

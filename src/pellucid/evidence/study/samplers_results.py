@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.adherence.shares import Share
 from pellucid.evidence.metrics.bootstrap import draws, fid_interval
 from pellucid.evidence.metrics.fid import FEW, Statistics, fid
@@ -109,7 +110,15 @@ class Results:
     # --- one number a picture -------------------------------------------------------------------------------------
 
     def listed(self, cell: Cell, what: str, key: str) -> list[Any]:
-        return [value for first in self.firsts for value in self.files.row(cell.key, first, what)[key]]
+        found: list[Any] = []
+        for first in self.firsts:
+            count = len(self.study.config.numbers(first))
+            held = self.files.row(cell.key, first, what).get(key)
+            if not isinstance(held, list) or len(held) != count:
+                where = f"{key} of {cell.key} in the records of {self.files.folder.name}"
+                raise PellucidError(rule(where, f"{count} values, one per image", held), "study-records")
+            found += held
+        return found
 
     def scored(self, what: str) -> bool:
         """Whether every batch of every cell has this score."""
@@ -119,6 +128,9 @@ class Results:
 
     def per_picture(self, cell: Cell, what: str, key: str, scale: float = 1.0) -> Array:
         found = self.listed(cell, what, key)
+        if not all(isinstance(value, int | float | None) for value in found):
+            where = f"{key} of {cell.key} in the records of {self.files.folder.name}"
+            raise PellucidError(rule(where, "numbers", found), "study-records")
         return np.array([math.nan if value is None else scale * float(value) for value in found])
 
     def means(self, measure: Measure, of: Callable[[Cell], Array], converged: float | None = None) -> Column:

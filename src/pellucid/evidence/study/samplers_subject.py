@@ -14,12 +14,14 @@ from torch import Tensor
 
 from pellucid.core import schedule as schedules
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.reader import whole
 from pellucid.core.schedule import Schedule
 from pellucid.interop import source
 from pellucid.pipeline import fingerprint
 from pellucid.pipeline.conditions import takes_labels, takes_text
 from pellucid.pipeline.load import load
 from pellucid.pipeline.pipeline import Pipeline
+from pellucid.pipeline.request import Request
 from pellucid.pipeline.wrapped import WrappedPipeline, read_scheduler
 
 Asks = Literal["prompt", "label", "nothing"]
@@ -46,6 +48,7 @@ class Subject:
     asks: Asks = "prompt"
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     image_text: Path | None = None
+    guidance: str = "the model's own"  # where a study names none
 
     @staticmethod
     def open(model: str, *, dtype: str | None = None, device: str | None = None) -> Subject:
@@ -60,7 +63,8 @@ class Subject:
             parts = pipe.components
             mark, beside = fingerprint.of_model(parts), clip_beside(parts.name)
             asks = asked_of(parts.network)
-            return Subject(pipe, parts.name, parts.schedule, parts.target, mark, asks, pipe.device, beside)
+            own = pipe.guidance_of(Request()).text()
+            return Subject(pipe, parts.name, parts.schedule, parts.target, mark, asks, pipe.device, beside, own)
         if isinstance(pipe, WrappedPipeline):
             return of_wrapped(pipe)
         must = "a loaded pipeline, or a diffusers one in pellucid.wrap"
@@ -71,7 +75,7 @@ class Subject:
         if self.asks == "prompt":
             found = self.pipe(asked, seed=seeds, **how)
         elif self.asks == "label":
-            labels = [int(one) if one.isdecimal() else one for one in asked]
+            labels = [one if (number := whole(one)) is None else number for one in asked]
             found = self.pipe(label=labels, seed=seeds, **how)
         else:
             found = self.pipe(n=len(seeds), seed=seeds, **how)

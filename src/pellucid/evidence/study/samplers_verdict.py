@@ -46,6 +46,7 @@ class Verdict:
     sentence: str
     words: str
     call: dict[str, Any] = field(default_factory=dict)
+    comparison: str = ""  # who comes first over the whole range, and how given plans compare at their calls
 
     def place(self, cell: int) -> str:
         """'knee', 'front' or nothing, for the table."""
@@ -67,16 +68,18 @@ def verdict(cells: list[Cell], column: Column, latencies: list[Latency], guidanc
     knee = knee_of(calls, loss, losses)
     timed = bool(np.isfinite(seconds).all())
     pick = None if knee is None else cells[knee.cell]
+    order = ranking(cells, column)
     return Verdict(
         by=measure.name,
         by_calls=front(calls, loss),
         by_seconds=front(seconds, loss) if timed else [],
         knee=knee,
         knee_seconds=knee_of(seconds, loss, np.stack([times, losses])) if timed else None,
-        ranking=ranking(cells, column),
+        ranking=order,
         sentence=sentence(cells, column, latencies, knee),
         words="" if pick is None or start is None else command(pick, guidance, start),
         call={} if pick is None else pick.asks() | ({} if guidance is None else {"guidance": guidance}),
+        comparison=" ".join(filter(None, [told(order, column, pick), *of_plans(cells, column)])),
     )
 
 
@@ -102,7 +105,7 @@ def sentence(cells: list[Cell], column: Column, latencies: list[Latency], knee: 
         "latent": f"leave it {figure} RMSE from the converged latents",
     }.get(measure.name, f"give {measure.amount(figure)}")
     steps = f"with {cell.steps} steps" if cell.setup.file is None else "as it is"
-    return f"Use {cell.setup.text} {steps}: {cost} {gives}{about_knee(knee)}."
+    return f"Use {cell.setup.label} {steps}: {cost} {gives}{about_knee(knee)}."
 
 
 def about_knee(knee: Knee) -> str:
@@ -128,8 +131,8 @@ def interval(column: Column, i: int) -> str:
 
 
 def command(cell: Cell, guidance: Any, start: str) -> str:
-    """What to paste into a shell: the guidance of the study was taken as it is, so it is unguarded there too."""
-    scale = "" if guidance is None else f' --guidance "{guidance}" --unguarded'
+    """What to paste into a shell."""
+    scale = "" if guidance is None else f' --guidance "{guidance}"'
     return f"pellucid sample {start} {cell.setup.words(cell.steps)}{scale}"
 
 
@@ -140,10 +143,9 @@ def ranking(cells: list[Cell], column: Column) -> list[Ranked]:
     """Samplers by their mean over the range of model calls that all of them cover, in equal parts of its logarithm.
 
     Distances are averaged as logarithms, so that a factor counts the same at 5 calls and at 100. Samplers with one
-    step count, such as plans, have no range and are left out.
+    step count, such as plans, have no range: `of_plans` compares these at their own calls.
     """
-    groups = {text: [i for i, c in enumerate(cells) if c.setup.text == text] for text in names(cells)}
-    groups = {text: sorted(held, key=lambda i: cells[i].nfe) for text, held in groups.items() if len(held) > 1}
+    groups = {text: held for text, held in by_sampler(cells).items() if len(held) > 1}
     groups = {text: held for text, held in groups.items() if np.isfinite(column.values[held]).all()}
     if not groups:
         return []
@@ -164,7 +166,13 @@ def ranking(cells: list[Cell], column: Column) -> list[Ranked]:
 
 
 def names(cells: list[Cell]) -> list[str]:
-    return list(dict.fromkeys(cell.setup.text for cell in cells))
+    return list(dict.fromkeys(cell.setup.label for cell in cells))
+
+
+def by_sampler(cells: list[Cell]) -> dict[str, list[int]]:
+    """The cells of each sampler by number, cheapest first."""
+    held = {label: [i for i, cell in enumerate(cells) if cell.setup.label == label] for label in names(cells)}
+    return {label: sorted(own, key=lambda i: cells[i].nfe) for label, own in held.items()}
 
 
 def over_range(at: Array, calls: Array, table: Array) -> Array:
@@ -174,32 +182,80 @@ def over_range(at: Array, calls: Array, table: Array) -> Array:
 
 
 def ranked(values: dict[str, float], drawn: dict[str, Array], less: bool, scaled: bool) -> list[Ranked]:
-    sign = 1.0 if less else -1.0
-    order = sorted(values, key=lambda text: sign * values[text])
-    table = np.stack([sign * drawn[text] for text in order])  # (S, R)
-    first = np.bincount(table.argmin(0), minlength=len(order)) / table.shape[1]
+    """The first comes first; of samplers that differ by rounding alone, the one that was asked for first."""
+    part = TIE_OF_DISTANCES if scaled else TIE
+    table = np.stack([np.concatenate([[values[text]], drawn[text]]) for text in values])  # (S, 1 + R)
+    table = np.log(tied(np.exp(table), part)) if scaled else tied(table, part)
+    table *= 1.0 if less else -1.0
+    order = np.argsort(table[:, 0], kind="stable")
+    table, texts = table[order], [list(values)[i] for i in order]
+    first = np.bincount(table[:, 1:].argmin(0), minlength=len(texts)) / (table.shape[1] - 1)
     found = []
-    for i, text in enumerate(order):
+    for i, text in enumerate(texts):
         apart = table[i] - table[0]
-        gap = (sign * (values[text] - values[order[0]]) + 0.0, *np.quantile(apart, [0.025, 0.975]))
+        gap = (apart[0] + 0.0, *np.quantile(apart[1:], [0.025, 0.975]))
         behind = tuple(float(np.exp(g) if scaled else g) for g in gap)
         value = float(np.exp(values[text]) if scaled else values[text])
         found.append(Ranked(text, value, float(first[i]), behind))  # type: ignore[arg-type]
     return found
 
 
-def told(found: list[Ranked], column: Column) -> str:
-    """Who is first, and by how much: one sentence."""
+def told(found: list[Ranked], column: Column, pick: Cell | None = None) -> str:
+    """Who is first over the whole range, and by how much; and where that is not `pick`, why `pick` is to be used."""
     if len(found) < 2:
         return ""
-    a, b = found[0], found[1]
-    value, low, high = b.behind
     scaled = column.measure.name in DISTANCES
-    sure = low > (1.0 if scaled else 0.0)
-    lead = f"{a.sampler} comes first over the whole range (in {100 * a.first:.0f} % of resamples), then {b.sampler}"
+    alike = [one for one in found if set(one.behind) == {found[0].behind[0]}]  # in every resample too
+    rest = [one for one in found if one not in alike]
+    names = [one.sampler for one in alike]
+    if len(alike) > 1:
+        lead = f"{', '.join(names[:-1])} and {names[-1]} come first over the whole range, with the same figures"
+    else:
+        lead = f"{names[0]} comes first over the whole range (in {100 * alike[0].first:.0f} % of resamples)"
+    if rest:
+        value, low, high = rest[0].behind
+        sure = "" if low > (1.0 if scaled else 0.0) else "; they are not distinguishable"
+        lead += f", then {rest[0].sampler}, {gap_words(column, value, low, high)}{sure}"
+    if pick is not None and pick.setup.label not in names:
+        lead += f". With {pick.nfe} calls or fewer nothing that was asked is better than {pick.setup.label}"
+    return f"{lead}."
+
+
+def gap_words(column: Column, value: float, low: float, high: float) -> str:
+    if column.measure.name in DISTANCES:
+        return f"whose distance is {value:.2f} ({low:.2f} to {high:.2f}) times as large"
+    ends = [short(v * column.measure.scale) for v in (value, low, high)]
+    return "behind by " + column.measure.amount("{} ({} to {})".format(*ends))
+
+
+def of_plans(cells: list[Cell], column: Column) -> list[str]:
+    """Each plan that was given as a file, beside the best of the samplers at its own number of calls."""
+    return [words for i, cell in enumerate(cells) if cell.setup.file and (words := of_plan(i, cells, column))]
+
+
+def of_plan(i: int, cells: list[Cell], column: Column) -> str:
+    assert column.drawn is not None
+    label, nfe, scaled = cells[i].setup.label, cells[i].nfe, column.measure.name in DISTANCES
+    table = np.concatenate([column.values[:, None], column.drawn], axis=1)  # (C, 1 + R)
+    table = np.log(np.maximum(table, TINY)) if scaled else table
+    others = {}
+    for text, held in by_sampler(cells).items():
+        calls = [cells[j].nfe for j in held]
+        if cells[held[0]].setup.file is None and calls[0] <= nfe <= calls[-1] and np.isfinite(table[held, 0]).all():
+            others[text] = over_range(np.log([nfe]), np.log(calls), table[held])
+    if not others or not np.isfinite(table[i, 0]):
+        return f"{label}: {nfe} calls, where no sampler was asked to compare it with."
+    sign = 1.0 if column.measure.less else -1.0
+    least = min(sign * held[0] for held in others.values())
+    best = next(text for text, held in others.items() if sign * held[0] <= least + TIE_OF_DISTANCES * scaled)
+    apart = sign * (table[i] - others[best])
+    value, low, high = apart[0], *np.quantile(apart[1:], [0.025, 0.975])
+    figure = interval(column, i)
     if scaled:
-        gap = f"whose distance is {value:.2f} ({low:.2f} to {high:.2f}) times as large"
+        ends = [f"{np.exp(v):.2f}" for v in (value, low, high)]
+        gap = "{} ({} to {}) times that of".format(*ends)
     else:
         ends = [short(v * column.measure.scale) for v in (value, low, high)]
-        gap = "behind by " + column.measure.amount("{} ({} to {})".format(*ends))
-    return f"{lead}, {gap}{'' if sure else '; they are not distinguishable'}."
+        gap = f"{column.measure.amount('{} ({} to {})'.format(*ends))} behind"
+    sure = "" if low > 0 or high < 0 else "; they are not distinguishable"
+    return f"{label}: {figure} with {nfe} calls, {gap} {best}, the best of the samplers at as many calls{sure}."

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from pellucid.core.compile import compile_plan
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.reader import naming, typed
 from pellucid.evidence.metrics.inception import Inception, to_bytes
 from pellucid.evidence.metrics.weights import load_inception
 from pellucid.evidence.study.judge import FEWEST, Judge, shuffled
-from pellucid.evidence.study.records import Records, claim, is_mine
+from pellucid.evidence.study.records import Records, alone, claim, is_mine
 from pellucid.interop.whole import put
 from pellucid.train.config import TrainConfig, chosen, counts, parse, read, to_plain
 from pellucid.train.denoise import DenoiserConfig, DenoiserTask
@@ -32,6 +33,7 @@ from pellucid.train.trainer import Trainer
 VERSION = 1
 KEYS = ("schedule", "seed", "step", "ema", "grid")
 RUNS, PICTURES, FEATURES = "runs", "pictures", "features"
+MOST, IN_CIFAR10 = 1_000_000, 50_000  # pictures that are made, and that there are to compare with
 SAMPLE_SEED = 1234  # of every set of pictures: schedules start from the same noise
 Say = Callable[[str], object]
 
@@ -57,7 +59,8 @@ class ScheduleStudy:
 
     def __post_init__(self) -> None:
         """Everything that can be refused is refused here: not by the last schedule, after hours of the first."""
-        counts(self, "samples", "final_samples", "reference", "neighbours", low=FEWEST)
+        counts(self, "samples", "final_samples", low=FEWEST, high=MOST)
+        counts(self, "reference", "neighbours", low=FEWEST, high=IN_CIFAR10)
         counts(self, "batch", low=1)
         counts(self, "resamples", low=2)
         for name in ("schedules", "points", "seeds"):
@@ -82,12 +85,15 @@ class ScheduleStudy:
 
     @staticmethod
     def load(path: str | Path) -> ScheduleStudy:
-        return read(ScheduleStudy, parse(Path(path)), "config")
+        with naming(Path(path).name):
+            return read(ScheduleStudy, parse(Path(path)), "config")
 
     def run_config(self, schedule: str, seed: int) -> TrainConfig:
         """The run of one cell: the same but for the schedule and the seed."""
         raw = json.loads(json.dumps(to_plain(self.train)))
-        objective = raw.setdefault("task", {}).setdefault("objective", {})
+        task = typed(Mapping[str, Any], raw.get("task", {}), "config.train.task")
+        objective = typed(Mapping[str, Any], task.get("objective", {}), "config.train.task.objective")
+        raw["task"] = {**task, "objective": objective}
         for table, key in ((objective, "schedule"), (raw, "seed"), (raw, "steps")):
             if key in table:
                 raise PellucidError(rule(f"train.{key}", "left to the study", table[key]), "study-config")
@@ -146,6 +152,7 @@ class Study:
         self.inception: Inception | None = None
         self.judge: Judge | None = None
 
+    @alone
     def run(self) -> list[dict[str, Any]]:
         """All runs, or every so many-th of them where processes share the study."""
         index, count = self.shard

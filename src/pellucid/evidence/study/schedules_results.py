@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.reader import naming, read_json
 from pellucid.core.schedule import Array
 from pellucid.evidence.study.records import CONFIG, MARKS, Records
 from pellucid.evidence.study.schedules import KEYS, PICTURES, RUNS, ScheduleStudy
@@ -65,15 +65,13 @@ class Results:
         path = folder / CONFIG
         if not path.is_file():
             raise PellucidError(rule("folder of a study", f"one that holds {CONFIG}", str(folder)), "study-folder")
-        try:
-            held = json.loads(path.read_text("utf-8")).items()
-            raw = {key: value for key, value in held if value is not None and key not in MARKS}
-        except (ValueError, AttributeError):
-            raise PellucidError(rule(str(path), "JSON", "something else"), "study-folder") from None
-        study = read(ScheduleStudy, raw, "config")
-        rows = Records.shared(folder, KEYS).rows
+        held = read_json(path, code="study-folder")
+        raw = {key: value for key, value in held.items() if value is not None and key not in MARKS}
+        with naming(str(path)):
+            study = read(ScheduleStudy, raw, "config")
+        rows = [scored(row, folder) for row in Records.shared(folder, KEYS).rows]
         runs = [(schedule, seed) for schedule in study.schedules for seed in study.seeds]
-        logs = {run: read_lines(folder / RUNS / f"{run[0]}-{run[1]}" / LOG) for run in runs}
+        logs = {run: windows_of(folder / RUNS / f"{run[0]}-{run[1]}" / LOG) for run in runs}
         return Results(folder, study, tuple(rows), logs)
 
     def picture(self, schedule: str, step: int) -> Path:
@@ -183,6 +181,32 @@ class Results:
                 total += (row["images"] - before) / max(row["images_per_s"], 0.1)
                 before = row["images"]
         return total
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def scored(row: Row, folder: Path) -> Row:
+    """A record, whose scores are numbers, and are there."""
+    wanted = dict.fromkeys(("images", "samples", "fid", "kid", "precision", "recall"))
+    for key, value in {**wanted, **row}.items():
+        if key not in KEYS and not is_number(value):
+            raise PellucidError(rule(f"{key[:80]} in the records of {folder.name}", "a number", value), "study-records")
+    return row
+
+
+def windows_of(path: Path) -> list[Row]:
+    """The windows of a run's log that are whole, with the levels that are."""
+    found = [row for row in read_lines(path) if is_number(row.get("images")) and is_number(row.get("images_per_s"))]
+    for row in found:
+        levels = row.get("levels")
+        row["levels"] = [
+            one
+            for one in (levels if isinstance(levels, list) else ())
+            if isinstance(one, dict) and all(is_number(one.get(key)) for key in ("lam", "count", "mean"))
+        ]
+    return found
 
 
 def places(found: Results) -> list[int]:

@@ -28,7 +28,7 @@ from torch import Tensor
 from pellucid.core.plan import Row, row_changes
 from pellucid.core.schedule import Level
 from pellucid.evidence.trace import told as headers
-from pellucid.evidence.trace.reading import Step, Trace
+from pellucid.evidence.trace.reading import OLD, Step, Trace
 from pellucid.evidence.trace.told import Cause, Told
 
 ROUNDING = 1e-2  # of a prediction: no more than this is made by a batch of another size, in bfloat16 either
@@ -85,6 +85,8 @@ def compare(a: Trace, b: Trace, tolerance: float = 0.0, *, parts: bool = True) -
 
     With a `tolerance`, tensors that are no farther apart than this part of their norm count as the same.
     """
+    for one in (a, b):
+        one.verify()
     steps = min(len(a.steps), len(b.steps))
     images = range(min(a.header.images, b.header.images))
     found = [Pair(a, b, image, tolerance, parts).first(steps) for image in images]
@@ -109,6 +111,7 @@ def notes(a: Trace, b: Trace, tolerance: float) -> list[str]:
     ]
     if a.header.images != b.header.images:
         found.append(f"A has {a.header.images} images, B {b.header.images}: those in both are compared, by place")
+    found += [f"{name}: {OLD}" for name, t in (("A", a), ("B", b)) if t.found.sound is None]
     blind = not (a.pictured and b.pictured)
     if blind and tolerance:
         found.append("without tensors the tolerance is of norms: other tensors of the same norm count as the same")
@@ -147,7 +150,8 @@ class Pair:
         if changed:
             return Divergence(index, self.image, "level", changed[0], changed[1])
         for what in ("x", *(("cond", "uncond") if self.parts else ()), "x0"):
-            found = self.tensor(index, what, mine, theirs)
+            found = self.both_nan(index, "x" if what == "x" else "x0", mine, theirs)
+            found = found or self.tensor(index, what, mine, theirs)
             if found is not None:
                 return found
         if not near(landed[0], landed[1]):
@@ -156,7 +160,14 @@ class Pair:
         weights = changes(one, other, CLOSE)
         if weights:
             return Divergence(index, self.image, "plan", weights[0][0], said(weights))
-        return self.tensor(index, "x_next", mine, theirs)
+        return self.both_nan(index, "x_next", mine, theirs) or self.tensor(index, "x_next", mine, theirs)
+
+    def both_nan(self, index: int, what: str, mine: Step, theirs: Step) -> Divergence | None:
+        """Where both runs are NaN there is nothing left to compare, whatever their bits: they are not the same."""
+        if not all(is_nan(t, step, what, self.image) for t, step in ((self.a, mine), (self.b, theirs))):
+            return None
+        detail = f"{'the next x' if what == 'x_next' else what} holds NaN in both: the rest cannot be compared"
+        return Divergence(index, self.image, "nan", what, detail)
 
     def tensor(self, index: int, what: str, mine: Step, theirs: Step) -> Divergence | None:
         """Where a tensor differs, and what of the rows says whose doing that is."""
@@ -291,6 +302,15 @@ def norm_of(trace: Trace, step: Step, what: str, image: int) -> float | None:
         step, what = trace.steps[following], "x"
     found = step.norms.get(what)
     return None if found is None else float(found[step.of(image)])
+
+
+def is_nan(trace: Trace, step: Step, what: str, image: int) -> bool:
+    """Whether a tensor of one image holds NaN, by its norm or, of the last x, by itself."""
+    norm = norm_of(trace, step, what, image)
+    if norm is not None:
+        return math.isnan(norm)
+    held = value_of(trace, step.index, what, image)
+    return held is not None and bool(held.isnan().any())
 
 
 def relative(a: Tensor, b: Tensor) -> float:

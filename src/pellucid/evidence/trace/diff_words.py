@@ -15,6 +15,8 @@ def headline(found: Comparison) -> str:
         return f"the same in all of {counted(found.steps, 'step')}"
     others = len(found.images) - 1
     more = f" (and {counted(others, 'image')} more)" if others > 0 else ""
+    if found.first.cause == "nan":
+        return f"both are NaN from step {found.first.step}, image {found.first.image}{more}; the same before"
     return f"they diverge at step {found.first.step}, image {found.first.image}{more}, by {found.first.cause}"
 
 
@@ -27,7 +29,7 @@ def details(found: Comparison) -> list[str]:
     if first.distance is not None:
         least = "at least " if first.least else ""
         said.append(f"{NAMES.get(first.what, first.what)} differs by {least}{short(first.distance, 3)} of its norm")
-    elif first.what in TENSORS:
+    elif first.what in TENSORS and first.cause != "nan":
         said.append("by how much is not in these traces: record with tensors to know")
     said += [told.text() for told in found.why]
     if not found.why and first.cause in ("noise", "model", "guidance"):

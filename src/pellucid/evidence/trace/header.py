@@ -16,10 +16,14 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.core.loop import RunSeen
 from pellucid.core.noise import Brownian, NoiseSource, Philox, TorchStream
 from pellucid.core.plan import Plan
+from pellucid.core.reader import parse_object
+from pellucid.core.reader import table as read_table
 from pellucid.evidence.trace.layout import KIND, SCHEMA
 from pellucid.pipeline.recipe import Recipe
 
 State = Literal["recording", "whole", "broken off"]
+MOST = 10_000_000
+LIMITS = {"images": (1, MOST), "steps": (1, MOST), "done": (0, MOST), "every": (1, MOST), "plan_of": (0, MOST)}
 TENSORS = ("x", "x0", "eps", "delta")
 
 
@@ -66,7 +70,7 @@ class Header:
     @cached_property
     def plans(self) -> tuple[Plan, ...]:
         """One an image; images of one plan share it."""
-        made = [Plan.from_dict(table) for table in self.plan_tables]
+        made = [Plan.from_dict(table, ran=True) for table in self.plan_tables]
         return tuple(made[which] for which in self.plan_of)
 
     @cached_property
@@ -87,21 +91,26 @@ class Header:
 
     @staticmethod
     def from_words(words: dict[str, str]) -> Header:
+        held = parse_object(words.get("trace", ""), "header of the trace", "trace")
         try:
-            held = json.loads(words["trace"])
-            stages = tuple(Spent(**stage) for stage in held.pop("stages"))
-            listed = {key: tuple(value) if isinstance(value, list) else value for key, value in held.items()}
-            found = Header(**listed, stages=stages)
-            lengths = [len(found.plan_tables[which]["rows"]) for which in found.plan_of]
-            if not (len(lengths) == found.images > 0 and max(lengths) == found.steps and found.every > 0):
-                raise ValueError("its plans do not fit its images and steps")
-            if found.done not in range(found.steps + 1):
-                raise ValueError("more steps are done than its plans have")
-        except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
-            raise PellucidError(
-                rule("header of the trace", "made of known fields", str(error)[:120]), "trace"
-            ) from None
+            found = read_table(Header, held, "header of the trace", LIMITS, "trace")
+        except PellucidError as error:
+            raise PellucidError(str(error), "trace") from None
+        for which in found.plan_of:
+            if which >= len(found.plan_tables) or not isinstance(found.plan_tables[which].get("rows"), list):
+                raise _wrong("its plans are not there")
+        lengths = [len(found.plan_tables[which]["rows"]) for which in found.plan_of]
+        if not (len(lengths) == found.images and max(lengths) == found.steps):
+            raise _wrong("its plans do not fit its images and steps")
+        if found.done > found.steps:
+            raise _wrong("more steps are done than its plans have")
+        if len(found.recipes) not in (0, found.images) or len(found.start) not in (0, found.images):
+            raise _wrong("its recipes or its first digests are not those of its images")
         return found
+
+
+def _wrong(why: str) -> PellucidError:
+    return PellucidError(rule("header of the trace", "of one run", why), "trace")
 
 
 def versions() -> dict[str, str]:

@@ -8,21 +8,25 @@ cut, or whose writer was killed, therefore says itself what is missing, and all 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.reader import open_file, parse_json, typed
 from pellucid.interop.whole import put
 
 KIND, SCHEMA = "pellucid-trace", 1
 MAX_HEADER = 100_000_000  # bytes, safetensors' own limit
+CHECK = "check"  # the entry with the digests of a step's other entries; x and x0 have theirs in `digests`
 WIDTHS = {"F64": 8, "F32": 4, "I64": 8}
+DIGEST, NO_DIGEST = "digest", "0" * 16  # of the header, in its own words: taken with zeros in its place
 CHUNK = 2**22  # bytes that are copied at once where the header has outgrown its room
 
 
@@ -61,9 +65,19 @@ def laid(entries: Iterable[Entry]) -> tuple[bytes, int]:
 
 
 def encode(words: dict[str, str], places: bytes) -> bytes:
-    """A safetensors header as JSON. Of long runs `places` is the one thing that is long."""
-    told = json.dumps(words, ensure_ascii=False, separators=(",", ":")).encode()
-    return b'{"__metadata__":' + told + places + b"}"
+    """A safetensors header as JSON, with its own digest. Of long runs `places` is the one thing that is long."""
+    told = json.dumps({DIGEST: NO_DIGEST, **words}, ensure_ascii=False, separators=(",", ":")).encode()
+    header = b'{"__metadata__":' + told + places + b"}"
+    return header.replace(NO_DIGEST.encode(), header_digest(header), 1)
+
+
+def header_digest(header: bytes) -> bytes:
+    return digest(header).hex().encode()
+
+
+def digest(data: bytes | bytearray | memoryview) -> bytes:
+    """Eight bytes that tell data from damaged ones."""
+    return hashlib.sha256(data).digest()[:8]
 
 
 def padded(header: bytes, room: int) -> bytes:
@@ -105,7 +119,10 @@ class Writer:
 
         It goes into its room, or, where it has outgrown it, to the front of a copy of the file.
         """
-        self.file.truncate(8 + self.room + size)
+        try:
+            self.file.truncate(8 + self.room + size)
+        except OSError as error:
+            raise unwritable(self.path, error) from None
         if len(header) <= self.room:
             self.file.seek(0)
             self.write(padded(header, self.room))
@@ -140,7 +157,10 @@ def taken(path: Path) -> PellucidError:
 
 def check_goal(path: Path, overwrite: bool) -> None:
     """Refuses a file that could not be written, before the run and not after it."""
-    check_free(path, overwrite)
+    if os.path.lexists(path) and not overwrite:
+        raise taken(path)
+    if path.exists() and not path.is_file():
+        raise PellucidError(rule("trace", "a plain file", str(path)), "file")
     if not path.parent.is_dir():
         raise PellucidError(rule("trace", "in a folder that exists", str(path)), "file")
     try:
@@ -149,23 +169,17 @@ def check_goal(path: Path, overwrite: bool) -> None:
         raise PellucidError(rule("trace", "in a folder that can be written to", str(path)), "file") from None
 
 
-def check_free(path: Path, overwrite: bool) -> None:
-    if os.path.lexists(path) and not overwrite:
-        raise taken(path)
-    if path.exists() and not path.is_file():
-        raise PellucidError(rule("trace", "a plain file", str(path)), "file")
-
-
 # --- reading ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Found:
-    """What stands in the front of a file, and how long the file is."""
+    """What stands in the front of a file, and how long the file is; `sound` is None of a file without digests."""
 
     words: dict[str, str]
     places: dict[str, Place]
     size: int
+    sound: bool | None = None  # whether the front is as its digest says
 
     @property
     def whole_size(self) -> int:
@@ -179,8 +193,8 @@ class Found:
 def find(path: Path) -> Found:
     """Reads the front of a trace; a file that is none, or of another schema, is refused by name."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_file(path, "trace") as file:
+            size = os.fstat(file.fileno()).st_size
             first = file.read(9)
             room = int.from_bytes(first[:8], "little")
             if len(first) < 9 or first[8:] != b"{" or not 2 <= room <= MAX_HEADER:
@@ -192,10 +206,19 @@ def find(path: Path) -> Found:
         advice = "It was cut inside of its header: nothing in it can be read. Record it again."
         raise PellucidError(rule("trace", "a whole file", f"{path.name}, {size} bytes", advice), "trace-truncated")
     try:
-        table = json.loads(text)
-    except (ValueError, RecursionError):
-        raise not_a_trace(path, "a header that is no JSON") from None
-    return understood(path, table, 8 + room, size)
+        table = parse_json(text, "header")
+    except PellucidError as error:
+        raise not_a_trace(path, f"a header that is no JSON ({str(error)[:120]})") from None
+    return replace(understood(path, table, 8 + room, size), sound=is_sound(text, table))
+
+
+def is_sound(text: bytes, table: dict[str, Any]) -> bool | None:
+    """Whether a header is as its digest says; None where neither it nor any step has one, as in older files."""
+    said = table["__metadata__"].get(DIGEST)
+    if said is None and not any(name.endswith(f".{CHECK}") for name in table):
+        return None
+    plain = text.rstrip(b" ").replace(str(said).encode(), NO_DIGEST.encode(), 1)
+    return str(said).encode() == header_digest(plain)
 
 
 def understood(path: Path, table: Any, base: int, size: int) -> Found:
@@ -208,13 +231,13 @@ def understood(path: Path, table: Any, base: int, size: int) -> Found:
     try:
         places = {name: placed(name, held, base) for name, held in table.items() if name != "__metadata__"}
         return Found({str(k): str(v) for k, v in words.items()}, places, size)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise not_a_trace(path, f"a header with a wrong entry ({error})") from None
 
 
 def placed(name: str, held: dict[str, Any], base: int) -> Place:
-    shape = tuple(int(side) for side in held["shape"])
-    start, end = (int(edge) for edge in held["data_offsets"])
+    shape = typed(tuple[int, ...], held["shape"], f"shape of {name[:80]}", (0, 2**50))
+    start, end = typed(tuple[int, int], held["data_offsets"], f"data_offsets of {name[:80]}", (0, 2**60))
     found = Place(Entry(name, str(held["dtype"]), shape), base + start)
     if found.end != base + end or start < 0 or any(side < 0 for side in shape):
         raise ValueError(f"{name} is not of its size")
@@ -230,7 +253,7 @@ def read_bytes(path: Path, place: Place) -> bytearray:
     """The data of one tensor."""
     held = bytearray(place.entry.size)
     try:
-        with path.open("rb") as file:
+        with open_file(path, "trace") as file:
             file.seek(place.start)
             got = file.readinto(held)
     except OSError as error:
@@ -238,6 +261,14 @@ def read_bytes(path: Path, place: Place) -> bytearray:
     if got < len(held):
         raise PellucidError(rule(place.entry.name, "whole", f"{got} of {len(held)} bytes"), "trace-truncated")
     return held
+
+
+def damaged(path: Path, what: str) -> PellucidError:
+    advice = "The file is damaged: record it again."
+    return PellucidError(
+        f"{what} in {path.name} must be as it was recorded; got other bits than its digest says. {advice}",
+        "trace-damaged",
+    )
 
 
 def step_name(index: int, name: str) -> str:

@@ -55,6 +55,12 @@ def digest(stacked: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor
     return torch.sum(bits * weight, -1, out=out)
 
 
+def digests_of(x: Tensor) -> list[int]:
+    """Of each image of x (B, …)."""
+    weight = torch.from_numpy(weights(x[0].numel())).to(x.device)
+    return digest(x.reshape(len(x), -1).contiguous(), weight).tolist()
+
+
 # --- what was before -------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,17 @@ from torch import Tensor
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.loop import level_after
 from pellucid.core.plan import Row
+from pellucid.core.reader import naming
 from pellucid.core.schedule import Level
-from pellucid.evidence.trace import layout
+from pellucid.evidence.trace import layout, measures
 from pellucid.evidence.trace.clock import MARKS, WORKS
 from pellucid.evidence.trace.header import Header
 from pellucid.evidence.trace.layout import Found, step_name
 from pellucid.evidence.trace.measures import DIGESTED, NUMBERS
 
 KINDS = {"F64": torch.float64, "F32": torch.float32, "I64": torch.int64}
+CHECKED = {"x": "x", "x0": "x0", "end": "x_next"}  # tensor → which of a step's digests are of it
+OLD = "it was recorded by an older version without digests of its numbers, eps and delta: only x and x0 are checked"
 NUMERIC = ("numbers", "digests", "clock", "memory")
 Array = Any  # numpy, one number an image
 
@@ -105,7 +108,30 @@ class Trace:
         if not self.found.holds(key):
             advice = "Record with tensors (--trace-tensors)." if not self.header.kept else ""
             raise PellucidError(rule("tensor", "one that the trace holds", key, advice), "trace-tensor")
-        return read_tensor(self.path, self.found, key)
+        held = read_tensor(self.path, self.found, self.header, key)
+        if name in CHECKED or name == "start":
+            self.check(held, name, index)
+        return held
+
+    def check(self, held: Tensor, name: str, index: int | None) -> None:
+        """Refuses a tensor whose bits are not those that the run had."""
+        if name == "start":
+            wanted = list(self.header.start)
+        elif index is not None:
+            wanted = self.steps[index].digests[CHECKED[name]].tolist()
+        else:
+            ends = [self.steps[len(plan.rows) - 1] for plan in self.header.plans]
+            wanted = [int(step.digests["x_next"][step.of(image)]) for image, step in enumerate(ends)]
+        if measures.digests_of(held) != wanted:
+            raise layout.damaged(self.path, name if index is None else f"{name} of step {index}")
+
+    def verify(self) -> None:
+        """Reads every tensor, and so refuses a trace of which any is damaged."""
+        for name in filter(self.has, ("start", "end")):
+            self.tensor(name)
+        for index in self.pictured:
+            for name in self.header.kept:
+                self.tensor(name, index)
 
     @property
     def pictured(self) -> list[int]:
@@ -117,9 +143,15 @@ def read(path: str | os.PathLike[str], *, partial: bool = False) -> Trace:
     """A trace from its file. One that was cut or killed is refused; `partial` reads the steps that are whole in it."""
     place = Path(path)
     found = layout.find(place)
-    header = Header.from_words(found.words)
+    with naming(place.name):
+        header = Header.from_words(found.words)
+    if found.sound is False:
+        raise layout.damaged(place, "the header")
+    if found.sound is None:
+        header = replace(header, notes=(*header.notes, OLD))
     wanted = header.steps if header.state == "recording" else header.done
-    names = [[step_name(i, name) for name in (*NUMERIC, *kept(header, i))] for i in range(wanted)]
+    checks = () if found.sound is None else (layout.CHECK,)
+    names = [[step_name(i, name) for name in (*NUMERIC, *kept(header, i), *checks)] for i in range(wanted)]
     whole = next((i for i, needed in enumerate(names) if not all(map(found.holds, needed))), wanted)
     if not partial and (whole < wanted or found.whole_size > found.size or header.state == "recording"):
         raise unfinished(place, header, whole)
@@ -144,11 +176,20 @@ def unfinished(path: Path, header: Header, whole: int) -> PellucidError:
     return PellucidError(rule("trace", "whole", got, advice), "trace-truncated")
 
 
-def read_tensor(path: Path, found: Found, name: str) -> Tensor:
+def read_tensor(path: Path, found: Found, header: Header, name: str) -> Tensor:
+    """A tensor of a file, checked against its step's digests where they are of it."""
     place = found.places[name]
     if place.entry.kind not in KINDS:
         raise PellucidError(rule(name, f"of kind {', '.join(KINDS)}", place.entry.kind), "trace")
     held, kind = layout.read_bytes(path, place), KINDS[place.entry.kind]
+    if found.sound is not None and name.startswith("step."):
+        index, own = int(name.split(".")[1]), name.rpartition(".")[2]
+        checked = [one for one in (*NUMERIC, *kept(header, index)) if one not in DIGESTED]
+        if own in checked:
+            digests = layout.read_bytes(path, found.places[step_name(index, layout.CHECK)])
+            at = 8 * checked.index(own)
+            if layout.digest(held) != digests[at : at + 8]:
+                raise layout.damaged(path, f"{own} of step {index}")
     return torch.frombuffer(held, dtype=kind).reshape(place.entry.shape) if held else torch.empty(0, dtype=kind)
 
 
@@ -171,7 +212,7 @@ class Steps:
         )
 
     def array(self, index: int, name: str, shape: tuple[int, ...]) -> Array:
-        held = read_tensor(self.path, self.found, step_name(index, name)).numpy()
+        held = read_tensor(self.path, self.found, self.header, step_name(index, name)).numpy()
         if held.shape != shape:
             raise PellucidError(rule(step_name(index, name), f"of shape {shape}", held.shape), "trace")
         return held

@@ -106,7 +106,9 @@ class Recording:
             Entry(step_name(index, "memory"), "I64", (2,)),
         ]
         kept = self.header.kept if self.keeps(index) else ()
-        return found + [Entry(step_name(index, name), self.kind, shape) for name in kept]
+        checked = len(found) + sum(name not in DIGESTED for name in kept)
+        found += [Entry(step_name(index, name), self.kind, shape) for name in kept]
+        return [*found, Entry(step_name(index, layout.CHECK), "I64", (checked,))]
 
     def entries(self, steps: int, ended: bool) -> Iterator[Entry]:
         """All tensors of a file with so many steps, in their order."""
@@ -195,9 +197,11 @@ class Recording:
         steps, memory = sent
         parts, kept = [], iter(arrays[1:])
         for step, found in zip(steps, arrays[0], strict=True):
-            parts += measures.settle(step.noted, found, self.weight.numel())
-            parts += [self.clock.table(step.marks), array("q", memory).tobytes()]
-            parts += [raw(next(kept))] if self.keeps(step.index) else []
+            numbers, marks = measures.settle(step.noted, found, self.weight.numel())
+            own = [numbers, marks, self.clock.table(step.marks), array("q", memory).tobytes()]
+            tensors = [raw(one) for one in next(kept)] if self.keeps(step.index) else []
+            checked = [data for name, data in zip(self.header.kept, tensors, strict=False) if name not in DIGESTED]
+            parts += [*own, *tensors, *map(layout.digest, own + checked)]
         self.writer.write(b"".join(parts))
         self.delivered += len(steps)
 

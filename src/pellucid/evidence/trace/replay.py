@@ -85,18 +85,13 @@ def beginning(
     source = noise or headers.noise_source(header.noise)
     noises = source.first(header.shape, like, range(header.images))
     drawn = torch.stack([one * plan.initial_scale for one, plan in zip(noises, header.plans, strict=True)])
-    if digests_of(drawn) == header.start:
+    if measures.digests_of(drawn) == list(header.start):
         return drawn, source
     if not trace.has("start"):
         advice = "Its first x was given to the run, or drawn elsewhere, and no tensors were kept."
         raise PellucidError(f"x must be given to run this trace again. {advice}", "trace-start")
     fresh = source if noise is not None else headers.noise_source(header.noise)  # a stream has moved on
     return trace.tensor("start").to(like), fresh
-
-
-def digests_of(x: Tensor) -> tuple[int, ...]:
-    weight = torch.from_numpy(measures.weights(x[0].numel())).to(x.device)
-    return tuple(measures.digest(x.reshape(len(x), -1).contiguous(), weight).tolist())
 
 
 @dataclass

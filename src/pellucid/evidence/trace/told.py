@@ -10,7 +10,7 @@ from pellucid.evidence.trace.header import Header
 from pellucid.models.guidance import Guidance
 from pellucid.pipeline import fingerprint
 
-Cause = Literal["plan", "level", "noise", "model", "guidance", "constraint"]
+Cause = Literal["plan", "level", "noise", "model", "guidance", "constraint", "nan"]
 CAUSES: tuple[Cause, ...] = ("plan", "level", "noise", "model", "guidance", "constraint")
 SHOWN = 60  # characters of a value
 

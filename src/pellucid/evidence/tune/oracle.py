@@ -64,7 +64,7 @@ class Lam(torch.autograd.Function):
 
 
 def exact_denoiser(mixture: Mixture, schedule: Schedule, target: Target) -> NetworkDenoiser:
-    return NetworkDenoiser(ExactNetwork(mixture, schedule, target), schedule, target)
+    return NetworkDenoiser(ExactNetwork(mixture, schedule, target), schedule, target, gradients=True)
 
 
 def oracle_subject(name: str, mixture: Mixture, schedule: Schedule, target: Target | None = None) -> Subject:
