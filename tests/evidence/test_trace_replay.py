@@ -223,13 +223,18 @@ def test_pictures_and_adapters_are_asked_for(pipe: Pipeline, folder: Path, tmp_p
     assert "adapters" in [told.name for told in found.why]
 
 
+TINY = {"width": 16, "height": 16}
+
+
 @pytest.mark.parametrize(
     ("name", "asked"),
     [
         ("ddpm", {"n": 2}),
         ("dit", {"label": [3, 4]}),
         ("dit", {"label": 3, "n": 2}),
-        ("xl", {"prompt": ["ab", "cd"], "original_size": (64, 32), "width": 16, "height": 16}),
+        ("xl", {"prompt": ["ab", "cd"], "original_size": (64, 32), **TINY}),
+        ("xl", {"prompt": ["", "a"], "prompt_2": ["c", "d"], "negative_prompt": "", "negative_prompt_2": "b", **TINY}),
+        ("xl", {"prompt": "", "prompt_2": "", "n": 2, **TINY}),
     ],
 )
 def test_models_without_text_of_classes_and_with_sizes(tmp_path: Path, name: str, asked: dict[str, Any]) -> None:

@@ -56,6 +56,9 @@ def code_of(call: Any, *args: Any, **kwargs: Any) -> str:
         ({"original_size": (3, 3)}, "no-effect"),
         ({"crop": (3, 3)}, "no-effect"),
         ({"aesthetic": (3, 3)}, "no-effect"),
+        ({"prompt_2": "b"}, "no-effect"),
+        ({"negative_prompt": "b", "negative_prompt_2": ""}, "no-effect"),
+        ({"negative_prompt_2": "b"}, "prompt"),
         ({"crop": (1,)}, "sizes"),
         ({"original_size": 512}, "sizes"),
         ({"prompt_embeds": torch.zeros(WIDE)}, "prompt"),
@@ -83,6 +86,8 @@ def test_a_request_that_cannot_be_met(given: dict[str, Any], code: str) -> None:
 def test_what_a_model_is_not_told_is_refused() -> None:
     assert code_of(model("xl"), "abc", aesthetic=(5, 2), **SMALL) == "no-effect"
     assert code_of(model("refiner"), "abc", image=picture(), target_size=(9, 9), steps=3) == "no-effect"
+    assert code_of(model("refiner"), "abc", image=picture(), prompt_2="b", steps=3) == "no-effect"
+    assert code_of(model("xl"), ["a", "b"], prompt_2=["a", "b", "c"], **SMALL) == "request"
     assert code_of(model("ddpm"), clip_skip=1, steps=2) == "no-effect"
     assert code_of(model("ddpm"), prompt_embeds=torch.zeros(WIDE), steps=2) == "no-text"
     assert code_of(model("lcm"), "abc", guidance="5 + apg", **SMALL) == "guidance"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from PIL import Image
 from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
 from pellucid.pipeline.load import load
 from pellucid.pipeline.pipeline import Pipeline, Result
+from pellucid.pipeline.repeat import request_fields
+from pellucid.pipeline.request import Request
 from pellucid.pipeline.text import Embedding
 
 CLOSE = 1e-4
@@ -122,6 +125,37 @@ def test_text_to_image(name: str, scheduler: str, rescale: float, request: pytes
     compare(made, theirs(peer, **WORDS, **SIZE, num_inference_steps=6, guidance_scale=5.0, guidance_rescale=rescale))
 
 
+@pytest.mark.parametrize("words", [{"prompt_2": "cab a"}, {"prompt_2": "b", "negative_prompt_2": "a"}])
+def test_a_second_prompt(xl: Model, words: dict[str, str]) -> None:
+    peer, mine = xl.with_scheduler("euler")
+    made = mine(**WORDS, **words, **SIZE, steps=6, guidance=5.0, seed=3)
+    compare(made, theirs(peer, **WORDS, **words, **SIZE, num_inference_steps=6, guidance_scale=5.0))
+    plain = mine(**WORDS, **SIZE, steps=6, guidance=5.0, seed=3)
+    assert (plain.latents - made.latents).abs().max() > 100 * CLOSE
+    again = mine.run(Request(**request_fields(made.recipe)))
+    assert torch.equal(again.latents, made.latents)
+
+
+def test_second_prompts_of_a_batch(xl: Model) -> None:
+    peer, mine = xl.with_scheduler("ddim")
+    words = {"prompt": ["abc", "bca"], "prompt_2": ["c", "b a"], "negative_prompt": ["", "a"]}
+    made = mine(**words, negative_prompt_2="cab", **SIZE, steps=3, guidance=4.0, seed=3)
+    words["negative_prompt_2"] = ["cab", "cab"]
+    compare(made, theirs(peer, **words, **SIZE, num_inference_steps=3, guidance_scale=4.0))
+    assert [r.conditioning["prompt_2"] for r in made.recipes] == ["c", "b a"]
+
+
+def test_sizes_are_width_first_where_diffusers_has_height_first(xl: Model) -> None:
+    """Four different numbers a pair, so that any swap shows."""
+    peer, mine = xl.with_scheduler("euler")
+    sizes = {"original_size": (80, 50), "crop": (7, 3), "target_size": (60, 90)}
+    made = mine(**WORDS, **SIZE, **sizes, steps=3, guidance=5.0, seed=3)
+    told = {"original_size": (50, 80), "crops_coords_top_left": (3, 7), "target_size": (90, 60)}
+    compare(made, theirs(peer, **WORDS, **SIZE, **told, num_inference_steps=3, guidance_scale=5.0))
+    swapped = mine(**WORDS, **SIZE, **sizes | {"original_size": (50, 80)}, steps=3, guidance=5.0, seed=3)
+    assert (swapped.latents - made.latents).abs().max() > 10 * CLOSE
+
+
 def test_a_batch_of_prompts_with_seeds(sd: Model) -> None:
     peer, mine = sd.with_scheduler("euler_a")
     words = {"prompt": ["abc", "bca bca"], "negative_prompt": ["c", "b"]}
@@ -218,6 +252,22 @@ def test_controlnet(sd: Model, control: tuple[Any, Path], scheduler: str, span: 
     more = {"control_guidance_start": span[0], "control_guidance_end": span[1], "controlnet_conditioning_scale": 0.8}
     given = {"image": small, "num_inference_steps": 6, "guidance_scale": 5.0, **SIZE}
     compare(made, theirs(peer, **WORDS, **given, **more))
+
+
+@pytest.mark.parametrize("guidance", [1.0, 5.0])
+def test_controlnets_that_guess(sd: Model, control: tuple[Any, Path], guidance: float) -> None:
+    _, mine = sd.with_scheduler("euler")
+    net, folder = control
+    peer = sd.as_class("StableDiffusionControlNetPipeline", controlnet=[net, net])
+    shown = [picture(5), picture(6)]
+    controls = [Control(folder, shown[0], 0.8, guess=True), Control(folder, shown[1], 0.5, 0.0, 0.5, guess=True)]
+    given = {"controls": controls, **SIZE, "steps": 6, "guidance": guidance, "seed": 3}
+    made = mine(**WORDS, **given)
+    more = {"controlnet_conditioning_scale": [0.8, 0.5], "control_guidance_end": [1.0, 0.5], "guess_mode": True}
+    compare(made, theirs(peer, **WORDS, **SIZE, **more, image=shown, num_inference_steps=6, guidance_scale=guidance))
+    plain = mine(**WORDS, **given | {"controls": [replace(c, guess=False) for c in controls]})
+    assert (plain.latents - made.latents).abs().max() > 100 * CLOSE
+    assert [entry["guess"] for entry in made.recipe.adapters] == [True, True]
 
 
 def test_two_controlnets(sd: Model, control: tuple[Any, Path]) -> None:

@@ -106,11 +106,9 @@ ClipSkip = Annotated[
     int | None, option(TEXT, "--clip-skip", metavar="N", help="Last layers of the text encoder left out.")
 ]
 Weighting = Annotated[bool, option(TEXT, "--weighting", help=r"Read (word:1.3) and \[word] as weights.")]
-OriginalSize = Annotated[str | None, option(TEXT, "--original-size", metavar="WxH", help="SDXL: the size it is told.")]
-Crop = Annotated[str | None, option(TEXT, "--crop", metavar="X,Y", help="SDXL: the crop it is told.")]
-TargetSize = Annotated[
-    str | None, option(TEXT, "--target-size", metavar="WxH", help="SDXL: the target size it is told.")
-]
+OriginalSize = Annotated[str | None, option(TEXT, "--original-size", metavar="WxH", help="SDXL: the original size.")]
+Crop = Annotated[str | None, option(TEXT, "--crop", metavar="LEFT,TOP", help="SDXL: what was cropped.")]
+TargetSize = Annotated[str | None, option(TEXT, "--target-size", metavar="WxH", help="SDXL: the size after the crop.")]
 Aesthetic = Annotated[
     str | None, option(TEXT, "--aesthetic", metavar="A,B", help="SDXL refiner: scores with and without the prompt.")
 ]

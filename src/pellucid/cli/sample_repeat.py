@@ -253,7 +253,7 @@ def spanned(given: list[Adapter], needs: list[dict[str, Any]]) -> list[Adapter]:
         own: Mapping[str, Any] = needs[i] if i < len(needs) else {}
         scale = adapter.scale if adapter.scale is not None else own.get("scale")
         span = adapter.span or ((own["start"], own["end"]) if "start" in own and "end" in own else None)
-        out.append(replace(adapter, scale=scale, span=span))
+        out.append(replace(adapter, scale=scale, span=span, guess=own.get("guess") is True))
     return out
 
 
@@ -298,7 +298,7 @@ def adapter_differences(old: tuple[dict[str, Any], ...], new: tuple[dict[str, An
         left.remove(match)
         if need.get("hash") not in (None, match["hash"]):
             found.append(f"{what} has other weights")
-        if any(match.get(key) != need.get(key) for key in ("scale", "start", "end")):
+        if any(match.get(key) != need.get(key) for key in ("scale", "start", "end", "guess")):
             found.append(f"{what} at {match['scale']}, not {need.get('scale')}")
     return found + [f"{a['kind']} {a['name']} added" for a in left]
 

@@ -46,6 +46,7 @@ class Adapter:
     picture: Image.Image | None = None
     scale: float | None = None
     span: tuple[float, float] | None = None
+    guess: bool = False  # of a recipe's ControlNet: there is no word for it
 
 
 @dataclass(frozen=True)

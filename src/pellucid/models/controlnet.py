@@ -19,7 +19,7 @@ class Hint(NamedTuple):
     """What one ControlNet is given for a run: its picture, embedded once, and how strong it is for each image."""
 
     embedded: Tensor  # (B, C, H, W), at the size of the latents
-    scale: Tensor  # (B, 1, 1, 1)
+    scale: Tensor  # (B, 1, 1, 1), or (B, skips + 1, 1, 1): one for each skip and one for the middle
 
 
 class HintEmbedding(nn.Module):
@@ -67,8 +67,11 @@ class ControlNet(Descent):
             for weights in conv.parameters():
                 nn.init.zeros_(weights)
 
-    def hint(self, picture: Tensor, scale: Sequence[float]) -> Hint:
-        """Embeds a picture (B, 3, 8·H, 8·W) in [0, 1], once a run: it does not change from step to step."""
+    def hint(self, picture: Tensor, scale: Sequence[float], guess: bool = False) -> Hint:
+        """Embeds a picture (B, 3, 8·H, 8·W) in [0, 1], once a run: it does not change from step to step.
+
+        `guess` is diffusers' guess_mode: a tenth of the scale at the first skip, rising to all of it in the middle.
+        """
         if picture.ndim != 4 or picture.shape[1] != self.config.conditioning_channels:
             wanted = f"(batch, {self.config.conditioning_channels}, height, width)"
             raise PellucidError(rule("control picture", wanted, tuple(picture.shape)), "control-shape")
@@ -76,7 +79,8 @@ class ControlNet(Descent):
             picture = picture.flip(1)
         weight = self.controlnet_cond_embedding.conv_in.weight
         embedded = self.controlnet_cond_embedding(picture.to(weight))
-        return Hint(embedded, torch.tensor(scale).to(weight).reshape(-1, 1, 1, 1))
+        rise = torch.logspace(-1, 0, len(self.controlnet_down_blocks) + 1) if guess else torch.ones(1)
+        return Hint(embedded, (torch.tensor(scale)[:, None] * rise).to(weight)[..., None, None])
 
     def forward(
         self,
@@ -97,10 +101,11 @@ class ControlNet(Descent):
         x, skips = self.descend(self.conv_in(x) + hint.embedded, told)
         assert self.mid_block is not None
         x = self.mid_block(x, told)
+        *scales, last = hint.scale.expand(-1, len(skips) + 1, 1, 1).split(1, dim=1)  # (B, 1, 1, 1) each
         outs = tuple(
-            conv(skip) * hint.scale for conv, skip in zip(self.controlnet_down_blocks, skips, strict=True)
+            conv(skip) * scale for conv, skip, scale in zip(self.controlnet_down_blocks, skips, scales, strict=True)
         )  # (B, C_k, H_k, W_k) each
-        return outs, self.controlnet_mid_block(x) * hint.scale
+        return outs, self.controlnet_mid_block(x) * last
 
 
 class Controlled(nn.Module):

@@ -45,15 +45,21 @@ class Lora:
 
 @dataclass(frozen=True)
 class Control:
-    """A ControlNet, its picture, how strong it is, and from which part of the run to which it acts."""
+    """A ControlNet, its picture, how strong it is, and from which part of the run to which it acts.
+
+    `guess` is diffusers' guess_mode: it acts only with the prompt, and more weakly at the first skips.
+    """
 
     network: ControlNet | str | os.PathLike[str]
     picture: Any
     scale: float = 1.0
     start: float = 0.0
     end: float = 1.0
+    guess: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.guess, bool):
+            raise PellucidError(rule("guess of a ControlNet", "True or False", self.guess), "control-guess")
         check_scale("scale of a ControlNet", self.scale)
         check_scale("start of a ControlNet", self.start)
         check_scale("end of a ControlNet", self.end)

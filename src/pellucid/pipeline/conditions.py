@@ -14,7 +14,7 @@ from pellucid.interop.components import Components
 from pellucid.models.dit import DiT, PixArt
 from pellucid.models.embeddings import sinusoid
 from pellucid.models.unet import UNet
-from pellucid.pipeline.request import Request
+from pellucid.pipeline.request import SECOND, Request
 from pellucid.pipeline.text import Embedding, encode_pair, size_ids
 
 Inputs = dict[str, Any]
@@ -67,6 +67,7 @@ def unread(components: Components) -> list[str]:
     """The fields of a request that say nothing to this model."""
     network, scored = components.network, bool(components.extra.get("requires_aesthetics_score"))
     found = [] if takes_text(network) else ["clip_skip", "weighting"]
+    found += [] if len(components.text_encoders) > 1 else list(SECOND)
     if not wants_sizes(network):
         return [*found, "original_size", "crop", "target_size", "aesthetic"]
     return [*found, "target_size" if scored else "aesthetic"]
@@ -157,8 +158,8 @@ def embeddings(components: Components, request: Request, guided: bool) -> tuple[
     pair = encode_pair(
         components.text_encoders,
         components.tokenizers,
-        request.prompts,
-        None if zero else request.negatives,
+        request.by_encoder("prompt"),
+        None if zero else request.by_encoder("negative_prompt"),
         zero_negative=zero,
         skip=request.clip_skip or None,
         weighting=request.weighting,

@@ -173,5 +173,6 @@ def alone(request: Request) -> Request:
         latents=None,
         prompt=request.prompts[0] if request.prompt is not None else None,
         negative_prompt=request.negatives[0] if request.negative_prompt is not None else None,
+        **{name: texts[0] for name, texts in request.seconds.items()},  # type: ignore[arg-type]
         label=label[0] if many else label,  # type: ignore[index]
     )

@@ -14,7 +14,7 @@ from pellucid.interop import folder, source, weights
 from pellucid.interop.components import Components
 from pellucid.models import ip_adapter
 from pellucid.models.clip import CLIPVisionEncoder
-from pellucid.models.controlnet import Controlled, ControlNet
+from pellucid.models.controlnet import Controlled, ControlNet, Hint
 from pellucid.models.ip_adapter import IPAdapter
 from pellucid.models.unet import UNet
 from pellucid.pipeline import images as pictures
@@ -134,20 +134,23 @@ def check_controlled(network: Any) -> None:
 
 
 def add_hints(run: Run, network: Controlled, cond: Inputs, uncond: Inputs | None) -> None:
-    """Each ControlNet's picture, embedded once; the same with and without the prompt."""
+    """Each ControlNet's picture, embedded once; the same with and without the prompt, unless it guesses."""
     hints = []
     for controlnet, control in zip(network.controlnets, run.request.controls, strict=True):
         assert isinstance(controlnet, ControlNet)
         pixels = (pictures.to_tensor(control.picture, run.size) + 1) / 2
         with_batch = spread(pixels, run.count).to(run.pipe.device)
-        hints.append(controlnet.hint(with_batch, [control.scale] * run.count))
+        hints.append(controlnet.hint(with_batch, [control.scale] * run.count, control.guess))
         side, wanted = hints[-1].embedded.shape[-1], run.shape[-1]
         if side != wanted:
             must = f"one for latents of 1/{run.pipe.factor} of a picture"
             raise PellucidError(rule("ControlNet", must, f"one for 1/{run.size[0] // max(side, 1)}"), "control-base")
-    for inputs in (cond, uncond):
-        if inputs is not None:
-            inputs["control"] = tuple(hints)
+    cond["control"] = tuple(hints)
+    if uncond is not None:
+        uncond["control"] = tuple(
+            Hint(hint.embedded, hint.scale * (not control.guess))
+            for hint, control in zip(hints, run.request.controls, strict=True)
+        )
 
 
 # --- to resemble -------------------------------------------------------------------------------------------------

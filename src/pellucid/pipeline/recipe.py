@@ -31,7 +31,7 @@ OURS = ("pellucid", SHEET, "parameters")  # the text chunks that are read
 MAX_TEXT = 2**20  # bytes of one text chunk, read or written
 MAX_DEPTH = 32  # of nested JSON
 EXIF_IFD, USER_COMMENT = 0x8769, 0x9286
-ADAPTER = ("name", "kind", "hash", "scale", "start", "end")
+ADAPTER = ("name", "kind", "hash", "scale", "start", "end", "guess")
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Recipe:
     """All that is needed to repeat one image exactly. A recipe that exists is valid and can be written.
 
     `clip_skip` counts the last text layers left out; `conditioning` is what the network is told besides the text
-    (class label, SDXL's sizes); `plan` is there only where the plan was given as a table; `inputs` are hashes by role;
-    `policy` is what of the memory policy changes numbers.
+    (class label, SDXL's sizes), and the texts of a second encoder; `plan` is there only where the plan was given as a
+    table; `inputs` are hashes by role; `policy` is what of the memory policy changes numbers.
     """
 
     model: str = ""
@@ -192,7 +192,7 @@ def plan_table(name: str, value: Any) -> dict[str, Any]:
 
 
 def adapter_list(name: str, value: Any) -> tuple[dict[str, Any], ...]:
-    """Adapters as {name, kind, hash, scale}; a ControlNet also from which part of the run to which."""
+    """Adapters as {name, kind, hash, scale}; a ControlNet also from which part of the run to which, and `guess`."""
     if not isinstance(value, list | tuple):
         raise PellucidError(rule(name, "a list", value), "recipe-value")
     found = [table(name, one) for one in value]

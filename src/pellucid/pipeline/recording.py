@@ -34,6 +34,7 @@ def recipes_of(
     """One recipe an image, in the order of the batch."""
     prompts = [text for text in request.prompts for _ in range(request.n)]
     negatives = [text for text in request.negatives for _ in range(request.n)]
+    seconds = request.seconds
     shared: dict[str, Any] = {
         "model": pipe.components.name,
         "model_hash": fingerprint.of_model(pipe.components),
@@ -50,9 +51,13 @@ def recipes_of(
         "device": pipe.device.type,  # with offload the weights wait elsewhere
     }
     labels = labels_of(request, len(seeds))
+    beside = [
+        {**told(pipe, request, label, negative), **{name: texts[i // request.n] for name, texts in seconds.items()}}
+        for i, (label, negative) in enumerate(zip(labels, negatives, strict=True))
+    ]
     return [
-        Recipe(prompt=p, negative_prompt=neg, seed=seed, conditioning=told(pipe, request, label, neg), **shared)
-        for p, neg, seed, label in zip(prompts, negatives, seeds, labels, strict=True)
+        Recipe(prompt=p, negative_prompt=neg, seed=seed, conditioning=conditioning, **shared)
+        for p, neg, seed, conditioning in zip(prompts, negatives, seeds, beside, strict=True)
     ]
 
 
@@ -107,7 +112,8 @@ def adapters_of(pipe: Pipeline, request: Request) -> tuple[dict[str, Any], ...]:
         found.append({**entry, "scale": plain_scale(lora.scale)})
     for control in request.controls:
         seen = fingerprint.of_network(pictures_in.controlnet_of(pipe, control))
-        entry = {"name": name_of(control.network), "kind": "controlnet", "hash": seen}
+        entry: dict[str, Any] = {"name": name_of(control.network), "kind": "controlnet", "hash": seen}
+        entry |= {"guess": True} if control.guess else {}
         found.append({**entry, "scale": control.scale, "start": control.start, "end": control.end})
     for prompt in request.image_prompts:
         networks = [pictures_in.adapter_of(pipe, prompt), pipe.components.image_encoder]

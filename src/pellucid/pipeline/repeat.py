@@ -14,11 +14,12 @@ from pellucid.core.samplers import resolve
 from pellucid.pipeline import fingerprint
 from pellucid.pipeline.parameters import Foreign
 from pellucid.pipeline.recipe import Recipe
+from pellucid.pipeline.request import SECOND
 
 # Fields of a request that a recipe has under the same name.
 SAME = ("prompt", "seed", "strength", "denoising_start", "denoising_end", "clip_skip", "weighting")
 HOW = ("sampler", "grid", "steps", "dialect", "options")
-TOLD = ("label", "original_size", "target_size", "crop", "aesthetic")
+TOLD = ("label", "original_size", "target_size", "crop", "aesthetic", *SECOND)
 TENSORS = ("latents", "prompt_embeds", "negative_prompt_embeds")
 NOISES = ("philox", "torch")
 EITHER = (("strength", "denoising_start"),)  # both say where to start
@@ -46,7 +47,7 @@ def request_fields(source: Recipe | Foreign) -> dict[str, Any]:
     found = {name: known[name] for name in SAME if known.get(name) is not None}
     told = known.get("conditioning", {})
     found |= {name: told_value(name, value) for name, value in told.items() if name in TOLD}
-    if known.get("negative_prompt") or told.get("empty_negative"):
+    if known.get("negative_prompt") or told.get("empty_negative") or "negative_prompt_2" in told:
         found["negative_prompt"] = known["negative_prompt"]
     if known.get("size") is not None:
         found["width"], found["height"] = known["size"]
@@ -64,16 +65,18 @@ def request_fields(source: Recipe | Foreign) -> dict[str, Any]:
 
 
 def told_value(name: str, value: Any) -> Any:
-    """A class, or a pair of numbers: a recipe may come from anybody."""
+    """A class, a text, or a pair of numbers: a recipe may come from anybody."""
     if name == "label":
         good = isinstance(value, int | str) and not isinstance(value, bool)
         wanted = "a class number or name"
+    elif name in SECOND:
+        good, wanted = isinstance(value, str), "text"
     else:
         good = isinstance(value, list) and len(value) == 2 and all(isinstance(v, int | float) for v in value)
         wanted = "two numbers"
     if not good:
         raise PellucidError(rule(f"{name} of the recipe", wanted, value), "recipe-value")
-    return value if name == "label" else tuple(value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def grid_of(table: Mapping[str, Any]) -> Grid:
@@ -130,5 +133,8 @@ def over(base: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
         for name, other in ((first, second), (second, first)):
             if name in said:
                 kept.pop(other, None)
+    for name in SECOND:  # it belonged to the recipe's own prompt
+        if name.removesuffix("_2") in said:
+            kept.pop(name, None)
     options = {**kept.get("options", {}), **said.get("options", {})}
     return {**kept, **said, **({"options": options} if options else {})}

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from inspect import Parameter, signature
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -20,9 +20,10 @@ from pellucid.core.plan import Plan
 from pellucid.models.lora import AdapterSet
 from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
 from pellucid.pipeline.peer_words import CALL, option_error
-from pellucid.pipeline.text import Embedding
+from pellucid.pipeline.text import Embedding, Prompt
 
 MAX_BATCH = 256
+SECOND = ("prompt_2", "negative_prompt_2")
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -35,6 +36,8 @@ class Request:
     prompt: str | Sequence[str] | None = None
     _: KW_ONLY
     negative_prompt: str | Sequence[str] | None = None
+    prompt_2: str | Sequence[str] | None = None  # for SDXL's second text encoder, which reads the prompt otherwise
+    negative_prompt_2: str | Sequence[str] | None = None
     label: int | str | Sequence[int | str] | None = None
     n: int = 1
     seed: int | Sequence[int] | None = None
@@ -62,9 +65,9 @@ class Request:
     negative_prompt_embeds: Embedding | Tensor | None = None
     clip_skip: int = 0
     weighting: bool = False
-    original_size: tuple[int, int] | None = None
-    crop: tuple[int, int] = (0, 0)
-    target_size: tuple[int, int] | None = None
+    original_size: tuple[int, int] | None = None  # width, height; diffusers' is height, width
+    crop: tuple[int, int] = (0, 0)  # left, top; diffusers' crops_coords_top_left is top, left
+    target_size: tuple[int, int] | None = None  # width, height
     aesthetic: tuple[float, float] = (6.0, 2.5)
     # adapters
     loras: Sequence[Lora | AdapterSet | str | os.PathLike[str]] = ()
@@ -143,6 +146,8 @@ class Request:
         for name in ("prompt", "negative_prompt"):
             if getattr(self, name) is not None and getattr(self, f"{name}_embeds") is not None:
                 raise PellucidError(f"{name} must be left out with {name}_embeds; got both.", "prompt")
+            if getattr(self, f"{name}_2") is not None and getattr(self, name) is None:
+                raise PellucidError(f"{name}_2 must come with {name}; got {name}_2 alone.", "prompt")
         ends = (self.denoising_start, self.denoising_end)
         if None not in ends and not ends[0] < ends[1]:  # type: ignore[operator]
             raise PellucidError(rule("denoising_start", f"below denoising_end {ends[1]}", ends[0]), "request")
@@ -170,13 +175,25 @@ class Request:
 
     @property
     def negatives(self) -> list[str]:
-        given = listed("negative_prompt", self.negative_prompt if self.negative_prompt is not None else "")
-        count = len(self.prompts)
-        if len(given) not in (1, count):
-            raise PellucidError(
-                rule("negative_prompt", f"one, or one for each of {count} prompts", len(given)), "request"
-            )
-        return given * (count // len(given))
+        return self.spread("negative_prompt", "" if self.negative_prompt is None else self.negative_prompt)
+
+    def spread(self, name: str, given: Any) -> list[str]:
+        """A text for each prompt: one for all of them, or as listed."""
+        found, count = listed(name, given), len(self.prompts)
+        if len(found) not in (1, count):
+            raise PellucidError(rule(name, f"one, or one for each of {count} prompts", len(found)), "request")
+        return found * (count // len(found))
+
+    @property
+    def seconds(self) -> dict[str, list[str]]:
+        """`prompt_2` and `negative_prompt_2` where they are given, a text for each prompt."""
+        given = {name: getattr(self, name) for name in SECOND}
+        return {name: self.spread(name, texts) for name, texts in given.items() if texts is not None}
+
+    def by_encoder(self, name: Literal["prompt", "negative_prompt"]) -> list[Prompt]:
+        """The prompts or their negatives as they are encoded: one text for all encoders, or one for each of two."""
+        first, second = self.prompts if name == "prompt" else self.negatives, self.seconds.get(f"{name}_2")
+        return list(first) if second is None else list(zip(first, second, strict=True))
 
     def seeds(self) -> list[int]:
         """One an image: consecutive from the one given, or as listed; drawn where none is given."""

@@ -23,7 +23,7 @@ from pellucid.evidence.trace.reading import Trace, read
 from pellucid.evidence.trace.recorder import Recorder
 from pellucid.pipeline import repeat
 from pellucid.pipeline.recipe import Recipe
-from pellucid.pipeline.request import Request
+from pellucid.pipeline.request import SECOND, Request
 
 Way = Literal["model", "denoiser", "predictions"]
 ADAPTERS = {"lora": "loras", "controlnet": "controls", "ip-adapter": "image_prompts", "weak": "weak"}  # kind → field
@@ -169,10 +169,12 @@ def words_of(recipes: Sequence[Recipe]) -> dict[str, Any]:
     """The texts and labels of a batch, one an image. No text is an empty one: a model without text takes that too."""
     prompts, negatives = [r.prompt for r in recipes], [r.negative_prompt for r in recipes]
     labels = [r.conditioning.get("label") for r in recipes]
-    spoken = any(prompts) or len(set(negatives)) > 1
+    seconds = {name: [r.conditioning.get(name) for r in recipes] for name in SECOND}
+    spoken = any(prompts) or len(set(negatives)) > 1 or any(any(texts) for texts in seconds.values())
     found: dict[str, Any] = {"prompt": prompts if spoken else "", "n": 1 if spoken else len(recipes)}
     if any(negatives):
         found["negative_prompt"] = negatives if spoken else negatives[0]
+    found |= {name: texts if spoken else texts[0] for name, texts in seconds.items() if None not in texts}
     if labels[0] is not None:
         found["label"] = labels if spoken or len(set(labels)) > 1 else labels[0]
     return {**found, "prompt": None, "n": 1} if isinstance(found.get("label"), list) and not spoken else found
