@@ -156,6 +156,24 @@ def test_sizes_are_width_first_where_diffusers_has_height_first(xl: Model) -> No
     assert (swapped.latents - made.latents).abs().max() > 10 * CLOSE
 
 
+@pytest.mark.parametrize("name", ["sd", "xl"])
+def test_a_prompt_beyond_the_window_is_noted(name: str, request: pytest.FixtureRequest) -> None:
+    """diffusers cuts it: what the note says to do gives its image, and the whole prompt another."""
+    peer, mine = request.getfixturevalue(name).with_scheduler("ddim")
+    room = mine.components.tokenizers[0].room
+    cut, how = "a b " * (room // 2), {**SIZE, "steps": 3, "guidance": 5.0, "seed": 3}
+    long = cut + "c " * room
+    whole, short = mine(long, negative_prompt="c", **how), mine(cut, negative_prompt="c", **how)
+    compare(short, theirs(peer, prompt=long, negative_prompt="c", **SIZE, num_inference_steps=3, guidance_scale=5.0))
+    assert not [note for note in short.notes if "tokens" in note]
+    (note,) = [note for note in whole.notes if "tokens" in note]
+    assert note.startswith(f"prompt has {2 * room} tokens, and all are encoded, in 2 chunks; diffusers cuts it")
+    assert f"after {room}: shorten it to {room}" in note
+    assert (whole.latents - short.latents).abs().max() > 10 * CLOSE
+    both = mine("a", negative_prompt="c " * (room + 1), **how)
+    assert [n.split()[0] for n in both.notes if "tokens" in n] == ["negative_prompt"]
+
+
 def test_a_batch_of_prompts_with_seeds(sd: Model) -> None:
     peer, mine = sd.with_scheduler("euler_a")
     words = {"prompt": ["abc", "bca bca"], "negative_prompt": ["c", "b"]}

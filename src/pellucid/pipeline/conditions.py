@@ -15,7 +15,7 @@ from pellucid.models.dit import DiT, PixArt
 from pellucid.models.embeddings import sinusoid
 from pellucid.models.unet import UNet
 from pellucid.pipeline.request import SECOND, Request
-from pellucid.pipeline.text import Embedding, encode_pair, size_ids
+from pellucid.pipeline.text import Embedding, encode_pair, long_notes, size_ids
 
 Inputs = dict[str, Any]
 
@@ -176,6 +176,14 @@ def embeddings(components: Components, request: Request, guided: bool) -> tuple[
             "prompt",
         )
     return positive.repeated(request.n), negative.repeated(request.n)
+
+
+def text_notes(components: Components, request: Request) -> list[str]:
+    """What the result says of the prompts: those that are longer than a window."""
+    if not takes_text(components.network) or not components.text_encoders:
+        return []
+    prompts = {name: request.by_encoder(name) for name in ("prompt", "negative_prompt")}
+    return long_notes(components.text_encoders, components.tokenizers, prompts, request.weighting)
 
 
 def as_embedding(name: str, given: Embedding | Tensor | None) -> Embedding | None:

@@ -30,7 +30,7 @@ from pellucid.models.unet import UNet
 from pellucid.pipeline import fingerprint, pictures_in, threads, watching
 from pellucid.pipeline import images as pictures
 from pellucid.pipeline.adapters import Lora
-from pellucid.pipeline.conditions import make_conditions, takes_text
+from pellucid.pipeline.conditions import make_conditions, takes_text, text_notes
 from pellucid.pipeline.denoising import Run
 from pellucid.pipeline.peer_words import RefusesPeerWords, attribute_error
 from pellucid.pipeline.planning import STEPS, make_plan
@@ -113,6 +113,7 @@ class Pipeline(RefusesPeerWords):
             notes=(
                 *parts.notes,
                 *notes,
+                *text_notes(parts, request),
                 *guidance.notes,
                 *unguarded_note(guidance),
                 *unused(request, guidance, planned.plan),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -154,6 +154,27 @@ def split_prompts(
         [split(part.tokenizer, p[n] if isinstance(p, tuple) else p, weighting=weighting) for p in prompts]
         for n, part in enumerate(found)
     ]
+
+
+def long_notes(
+    encoders: Sequence[CLIPTextEncoder],
+    tokenizers: Sequence[Tokenizer],
+    prompts: Mapping[str, Sequence[Prompt]],
+    weighting: bool,
+) -> list[str]:
+    """A note for each kind of prompt that is longer than a window, which diffusers would cut; `prompts` are by name."""
+    parts_found, found = parts(encoders, tokenizers), {}
+    room = parts_found[0].tokenizer.room
+    for name, texts in prompts.items():
+        for n, split_texts in enumerate(split_prompts(parts_found, texts, weighting)):
+            own = f"{name}_2" if n and isinstance(texts[0], tuple) else name
+            tokens, count = max((sum(map(len, chunks)), len(chunks)) for chunks in split_texts)
+            if count > 1:
+                found[own] = (
+                    f"{own} has {tokens} tokens, and all are encoded, in {count} chunks; diffusers cuts it after {room}: "
+                    f"shorten it to {room} for the same image"
+                )
+    return list(found.values())
 
 
 def encode_chunk(part: TextPart, column: Sequence[Chunk], skip: int | None) -> tuple[Tensor, Tensor]:
