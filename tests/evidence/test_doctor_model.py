@@ -203,6 +203,28 @@ def test_a_lora_of_zeros_is_told(bundle: Path, tmp_path: Path) -> None:
     assert "zero" in found.cause
 
 
+def with_keys(bundle: Path, file: Path, **more: torch.Tensor) -> Path:
+    (lora,) = (bundle / "lora").glob("*.safetensors")
+    save_file({**load_file(lora), **more}, file)
+    return file
+
+
+def test_tokens_of_a_lora_are_not_another_base(bundle: Path, tmp_path: Path) -> None:
+    width = opened(bundle).components.text_encoders[0].config.hidden_size
+    rows = torch.randn(2, width)
+    kinds: dict[str, dict[str, torch.Tensor]] = {
+        "words": {"<s1>": rows[0].clone(), "<s2>": rows[1].clone()},
+        "rows": {"clip_l": rows},
+        "bundle": {"bundle_emb.mine.string_to_param.*": rows},
+    }
+    for name, more in kinds.items():
+        assert worn(bundle, Lora(with_keys(bundle, tmp_path / f"{name}.safetensors", **more))) == []
+    found = only(worn(bundle, Lora(with_keys(bundle, tmp_path / "wide.safetensors", clip_l=torch.randn(2, width + 1)))))
+    assert found.code == "adapter-misfit"
+    assert "textual inversion '<s0>'" in found.cause
+    assert f"{width} wide" in found.cause
+
+
 def test_a_lora_that_fits_in_part_is_told(bundle: Path, tmp_path: Path) -> None:
     half = renamed(bundle, tmp_path, lambda key, value: (key.replace("up_blocks", "up_blobs"), value))
     found = only(worn(bundle, Lora(half)))

@@ -356,7 +356,8 @@ def test_numbered_files(sd: dict[str, nn.Module], tmp_path: Path) -> None:
     tensors["<s1>"] = torch.randn(8)  # such files carry textual inversions too
     save_file(tensors, tmp_path / "first.safetensors", metadata)
     adapters = lora_file.load(tmp_path / "first.safetensors", sd)
-    assert adapters.unused == ("<s1>",)
+    assert adapters.unused == ()
+    assert torch.equal(adapters.tokens["<s1>"][0], tensors["<s1>"])
     assert set(adapters.layers) == set(expected)
     for name, delta in adapters.layers.items():
         assert torch.equal(delta.weight(expected[name]), expected[name])

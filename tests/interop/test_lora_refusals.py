@@ -114,6 +114,24 @@ def test_unknown_keys_only(sd: dict[str, nn.Module], tmp_path: Path) -> None:
     assert refused(file, sd).code == "lora-nothing"
 
 
+def test_tokens_alone_are_a_textual_inversion(sd: dict[str, nn.Module], tmp_path: Path) -> None:
+    save_file({"clip_l": torch.ones(2, 8)}, tmp_path / "style.safetensors")
+    error = refused(tmp_path / "style.safetensors", sd)
+    assert error.code == "lora-nothing"
+    assert "inversions=" in str(error)
+
+
+def test_tokens_are_not_lost_in_saving(sd: dict[str, nn.Module], tmp_path: Path) -> None:
+    tensors = saved_kohya(tmp_path / "style.safetensors", sd)
+    save_file({**tensors, "<s1>": torch.ones(8)}, tmp_path / "style.safetensors")
+    found = lora_file.load(tmp_path / "style.safetensors", sd)
+    assert set(found.tokens) == {"<s1>"}
+    assert found.unused == ()
+    with pytest.raises(PellucidError, match="must be one without tokens; got '<s1>'") as caught:
+        lora_file.save(found, tmp_path / "again.safetensors")
+    assert caught.value.code == "lora-save"
+
+
 def test_some_unknown_keys_are_named(sd: dict[str, nn.Module], tmp_path: Path) -> None:
     file = tmp_path / "style.safetensors"
     tensors = saved_kohya(file, sd, target_modules=["to_q"])

@@ -15,7 +15,9 @@ import pytest
 import tiny_models as tiny
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
+from pellucid.core.errors import PellucidError
 from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
 from pellucid.pipeline.load import load
 from pellucid.pipeline.pipeline import Pipeline, Result
@@ -355,8 +357,6 @@ def ip_file(unet: Any, kind: str) -> dict[str, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("kind", ["plain", "plus"])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_image_prompt(seeing: tuple[Model, Path], scheduler: str, kind: str) -> None:
-    from safetensors.torch import save_file
-
     model, folder = seeing
     peer, mine = model.with_scheduler(scheduler)
     held = ip_file(peer.unet, kind)
@@ -379,21 +379,79 @@ def test_image_prompt(seeing: tuple[Model, Path], scheduler: str, kind: str) -> 
 # --- LoRA --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("name", ["sd", "xl"])
-def test_lora(name: str, scheduler: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    model = request.getfixturevalue(name)
-    peer, mine = model.with_scheduler(scheduler)
+def lora_state(unet: Any) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(1)
     state = {}
-    for layer, module in peer.unet.named_modules():
+    for layer, module in unet.named_modules():
         if layer.endswith(("to_q", "to_k", "to_v", "to_out.0", "ff.net.2")):
             high, wide = module.weight.shape
             state[f"unet.{layer}.lora_A.weight"] = torch.randn(3, wide, generator=g) * 0.1
             state[f"unet.{layer}.lora_B.weight"] = torch.randn(high, 3, generator=g) * 0.1
-    save_file(state, tmp_path / "pytorch_lora_weights.safetensors")
+    return state
+
+
+def pivotal(folder: Path, layout: str, state: dict[str, torch.Tensor], rows: list[torch.Tensor]) -> Path:
+    """A LoRA with two trained tokens, `rows` (2, D) for each text encoder, as people's files have them."""
+    by_encoder = {"clip_l": rows[0], "clip_g": rows[-1]} if len(rows) > 1 else {"clip_l": rows[0]}
+    old = {f"text_encoders_{n}": held for n, held in enumerate(rows)}
+    words = {f"<s{n}>": rows[0][n].clone() for n in range(2)}
+    ends = {"clip_l": "string_to_param.*"} if len(rows) == 1 else {"clip_l": "clip_l", "clip_g": "clip_g"}
+    bundle = {
+        f"bundle_emb.<s{n}>.{end}": by_encoder[key][n : n + 1].clone() for n in range(2) for key, end in ends.items()
+    }
+    held = {"clip": by_encoder, "text_encoders": old, "words": words, "bundle": bundle, "folder": {}}[layout]
+    save_file({**state, **held}, folder / "pytorch_lora_weights.safetensors", dict.fromkeys(words, "<embed>"))
+    if layout != "folder":
+        return folder / "pytorch_lora_weights.safetensors"
+    save_file(by_encoder, folder / "style_emb.safetensors")
+    return folder
+
+
+PIVOTAL = [(n, kind) for n in ("sd", "xl") for kind in ("clip", "text_encoders", "bundle", "folder")]
+
+
+@pytest.mark.parametrize(("name", "layout"), [*PIVOTAL, ("sd", "words")])
+def test_a_lora_with_tokens(name: str, layout: str, tmp_path: Path) -> None:
+    """Pivotal tuning: diffusers loads the LoRA and, apart, its tokens; here one load does both."""
+    made = tiny.stable_diffusion if name == "sd" else tiny.stable_diffusion_xl
+    model = Model(tmp_path / "model", made(tmp_path))
+    peer, mine = model.with_scheduler("euler")
+    encoders = [peer.text_encoder, *([peer.text_encoder_2] if name == "xl" else [])]
+    tables = [encoder.get_input_embeddings().weight for encoder in encoders]
+    g = torch.Generator().manual_seed(4)
+    rows = [torch.randn(2, table.shape[-1], generator=g) * table.std().item() * 3 for table in tables]
+    state = lora_state(peer.unet)
+    (tmp_path / "lora").mkdir()
+    adapter = pivotal(tmp_path / "lora", layout, state, rows)
+    words = {"prompt": "a <s0><s1> bca", "negative_prompt": "cab"}
+    save_file(state, tmp_path / "plain.safetensors")
+    peer.load_lora_weights(tmp_path / "plain.safetensors")
+    tokenizers = [peer.tokenizer, *([peer.tokenizer_2] if name == "xl" else [])]
+    for held, encoder, tokenizer in zip(rows, encoders, tokenizers, strict=True):
+        peer.load_textual_inversion(held, token=["<s0>", "<s1>"], text_encoder=encoder, tokenizer=tokenizer)
+    got = mine(**words, **SIZE, loras=[adapter], steps=6, guidance=5.0, seed=3)
+    compare(got, theirs(peer, **words, **SIZE, num_inference_steps=6, guidance_scale=5.0))
+    assert got.receipt is not None
+    assert got.receipt.unused == ()
+    assert [note for note in got.notes if note.endswith("tokens for the prompt: <s0>, <s1>")]
+    plain = mine(**words, **SIZE, loras=[tmp_path / "plain.safetensors"], steps=6, guidance=5.0, seed=3)
+    assert (plain.latents - got.latents).abs().max() > 100 * CLOSE  # and the model has no such tokens
+    assert plain.recipe.adapters[0]["hash"] != got.recipe.adapters[0]["hash"]
+    for call, code in (
+        (lambda: mine.merge(Lora(adapter)), "lora-tokens"),
+        (lambda: mine("a", **SIZE, loras=[adapter, adapter]), "token-known"),
+    ):
+        with pytest.raises(PellucidError) as caught:
+            call()
+        assert caught.value.code == code
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("name", ["sd", "xl"])
+def test_lora(name: str, scheduler: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    model = request.getfixturevalue(name)
+    peer, mine = model.with_scheduler(scheduler)
+    save_file(lora_state(peer.unet), tmp_path / "pytorch_lora_weights.safetensors")
     peer.load_lora_weights(tmp_path)
     try:
         peer.set_adapters("default_0", 0.7)

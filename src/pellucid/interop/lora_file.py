@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import parse_json
-from pellucid.interop import weights
+from pellucid.interop import lora_tokens, weights
 from pellucid.interop.lora_keys import Layer, Spellings, numbered, take_apart
 from pellucid.interop.lora_parts import Config, Strength, make
 from pellucid.interop.whole import writing
@@ -46,18 +46,23 @@ def load(path: str | Path, networks: Networks, name: str | None = None) -> Adapt
     parts = [read(name, file, networks) for file in open_all(path, networks)]
     adapters = {component: adapter for part in parts for component, adapter in part.adapters.items()}
     unused = tuple(key for part in parts for key in part.unused)
+    tokens = {word: vectors for part in parts for word, vectors in part.tokens.items()}
+    if not adapters and tokens and not unused:
+        advice = "It is a textual inversion: load the model with inversions=[FILE]."
+        raise PellucidError(rule(f"adapter {name}", "one with layers", "tokens alone", advice), "lora-nothing")
     if not adapters:
         got = ", ".join(unused[:3]) + (", …" if len(unused) > 3 else "")
         sdxl = "text_encoder_2" not in networks and any(k.startswith(("lora_te2_", "text_encoder_2.")) for k in unused)
         must = f"one with keys for layers of {', '.join(networks)}"
         raise PellucidError(rule(f"adapter {name}", must, got, "It is for SDXL." if sdxl else ""), "lora-nothing")
-    return AdapterSet(name, adapters, unused)
+    return AdapterSet(name, adapters, unused, tokens)
 
 
 def read(name: str, file: AdapterFile, networks: Networks) -> AdapterSet:
     """The adapters in a file's tensors, in whichever layout; a key that fits no layer is listed as unused."""
     base = {component: layer_weights(network) for component, network in networks.items()}
-    stems, unused = sorted_by_stem(file.tensors)
+    tokens, held = lora_tokens.tokens(name, file.tensors, file.metadata)
+    stems, unused = sorted_by_stem({key: tensor for key, tensor in file.tensors.items() if key not in held})
     spelled, numbers = Spellings(networks), numbered_layers(name, stems, file, base)
     layers: dict[str, dict[str, Delta]] = {}
     keys: dict[str, list[str]] = {}
@@ -80,7 +85,7 @@ def read(name: str, file: AdapterFile, networks: Networks) -> AdapterSet:
     adapters = {c: Adapter(name, layers[c], tuple(keys[c])) for c in networks if c in layers}
     for component, adapter in adapters.items():
         check_layers(adapter, base[component])
-    return AdapterSet(name, adapters, tuple(unused))
+    return AdapterSet(name, adapters, tuple(unused), tokens)
 
 
 def sorted_by_stem(tensors: Mapping[str, Tensor]) -> tuple[dict[str, dict[str, str]], list[str]]:
@@ -151,15 +156,18 @@ def open_all(path: Path, networks: Networks) -> Iterator[AdapterFile]:
 
 
 def open_folder(folder: Path, component: str | None) -> AdapterFile:
-    """One file with a known name, or else the only one that could be meant; PEFT's config beside it."""
+    """One file with a known name, or else the only one that could be meant; PEFT's config and tokens beside it."""
     named = [folder / f"{stem}{end}" for stem in STEMS for end in (".safetensors", ".bin")]
-    files = [file for file in named if file.is_file()][:1] or sorted(folder.glob("*.safetensors"))
+    tokens = sorted({file for pattern in lora_tokens.FILES for file in folder.glob(pattern)} - set(named))
+    others = [file for file in sorted(folder.glob("*.safetensors")) if file not in tokens]
+    files = [file for file in named if file.is_file()][:1] or others
     if len(files) != 1:
         got = ", ".join(file.name for file in files) or "none"
         raise PellucidError(rule(f"adapter folder {folder}", "with one .safetensors file", got), "lora-file")
     file, beside = open_file(files[0]), folder / "adapter_config.json"
     configs = {"": weights.read_json(beside)} if beside.is_file() else file.configs
-    return AdapterFile(file.tensors, file.metadata, configs, component)
+    held = {key: tensor for file in tokens[:1] for key, tensor in open_file(file).tensors.items()}
+    return AdapterFile({**held, **file.tensors}, file.metadata, configs, component)
 
 
 def open_file(path: Path) -> AdapterFile:
@@ -189,6 +197,9 @@ def save(adapters: AdapterSet, path: str | Path) -> None:
     path = Path(path)
     if path.suffix != ".safetensors":
         raise PellucidError(rule("path of an adapter", "one that ends in .safetensors", str(path)), "lora-file")
+    if adapters.tokens:
+        got, advice = ", ".join(adapters.tokens), "diffusers opens no file that holds both."
+        raise PellucidError(rule(f"adapter {adapters.name}", "one without tokens", got, advice), "lora-save")
     tensors: dict[str, Tensor] = {}
     for component, adapter in adapters.adapters.items():
         kinds = sorted({kind_of(delta) for delta in adapter.layers.values()})

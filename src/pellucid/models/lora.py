@@ -39,11 +39,15 @@ class Adapter:
 
 @dataclass(frozen=True)
 class AdapterSet:
-    """The adapters of one file by component (`unet`, `text_encoder`, …), and the keys that fit none of them."""
+    """The adapters of one file by component (`unet`, `text_encoder`, …), and the keys that fit none of them.
+
+    `tokens` are words that were trained with them: their vectors (count, D) or (D,), for each text encoder in turn.
+    """
 
     name: str
     adapters: Mapping[str, Adapter]
     unused: tuple[str, ...] = ()
+    tokens: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -67,7 +67,9 @@ def of_network(network: nn.Module) -> str:
 
 def of_adapter(adapters: AdapterSet) -> str:
     """The fingerprint of a LoRA file, of whatever layout, by what it does to which layer."""
-    return of_tensors((f"{layer}.{name}", value) for layer, d in adapters.layers.items() for name, value in inside(d))
+    found = {f"{layer}.{name}": value for layer, d in adapters.layers.items() for name, value in inside(d)}
+    found |= {f"{word}{name}": value for word, held in adapters.tokens.items() for name, value in inside(held)}
+    return of_tensors(found)
 
 
 def inside(held: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:

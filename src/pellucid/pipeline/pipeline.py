@@ -32,6 +32,7 @@ from pellucid.pipeline import images as pictures
 from pellucid.pipeline.adapters import Lora
 from pellucid.pipeline.conditions import make_conditions, takes_text, text_notes
 from pellucid.pipeline.denoising import Run
+from pellucid.pipeline.inversion import with_tokens
 from pellucid.pipeline.peer_words import RefusesPeerWords, attribute_error
 from pellucid.pipeline.planning import STEPS, make_plan
 from pellucid.pipeline.policy import Policy
@@ -182,7 +183,8 @@ class Pipeline(RefusesPeerWords):
         views, receipt = lora.apply_all(self.networks(), [(self.lora_of(one), one.scale) for one in request.loras])
         network = views.get("unet", views.get("transformer"))
         encoders = tuple(views[name] for name in text_parts(self.components))
-        return replace(self.components, network=network, text_encoders=encoders), receipt
+        worn = replace(self.components, network=network, text_encoders=encoders)
+        return with_tokens(worn, [self.lora_of(one) for one in request.loras]), receipt
 
     def merge(self, *loras: Lora) -> MergedAll:
         """LoRAs written into the model's own weights, for all requests, until `.unmerge()` puts the old ones back.
@@ -190,6 +192,10 @@ class Pipeline(RefusesPeerWords):
         No second copy of the changed weights is used in a run; the originals wait in memory for the way back. Both are
         refused while a run is in progress, in this or another thread: it would go on with other weights.
         """
+        for adapter in map(self.lora_of, loras):
+            if adapter.tokens:
+                got, advice = ", ".join(adapter.tokens), "Give it in the loras of each call."
+                raise PellucidError(rule(f"LoRA {adapter.name}", "one without tokens", got, advice), "lora-tokens")
         return lora.merge_all(self.networks(), [(self.lora_of(one), one.scale) for one in loras])
 
     def explain(self, request: Request, stage: str) -> str:

@@ -171,8 +171,8 @@ def long_notes(
             tokens, count = max((sum(map(len, chunks)), len(chunks)) for chunks in split_texts)
             if count > 1:
                 found[own] = (
-                    f"{own} has {tokens} tokens, and all are encoded, in {count} chunks; diffusers cuts it after {room}: "
-                    f"shorten it to {room} for the same image"
+                    f"{own} has {tokens} tokens, and all are encoded, in {count} chunks; "
+                    f"diffusers cuts it after {room}: shorten it to {room} for the same image"
                 )
     return list(found.values())
 
