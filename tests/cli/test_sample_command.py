@@ -327,6 +327,16 @@ def test_a_picture_is_repeated_bit_by_bit(make, here, name):
     assert (pixels("first.png") != pixels("third.png")).any(), other
 
 
+def test_a_guessing_control_of_python_is_repeated(make, here):
+    import pellucid
+
+    control = pellucid.Control("edges", "sketch.png", 0.7, guess=True)
+    pellucid.load("model")("abc", controls=[control], steps=3, seed=11).save("first.png")
+    said = make("--from", "first.png", "--control", "edges,sketch.png", "--out", "second.png")
+    assert said["from"]["pixels"] == "same pixels as first.png"
+    assert said["recipes"][0]["adapters"][0]["guess"] is True
+
+
 def test_one_of_a_batch_is_repeated_alone(make, here):
     make("model", "abc", "-n", "3", "--seed", "4", "--steps", "2", "--out", "many")
     assert make("--from", "many/out-5.png")["from"]["pixels"] == "same pixels as many/out-5.png"

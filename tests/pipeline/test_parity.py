@@ -138,6 +138,16 @@ def test_a_second_prompt(xl: Model, words: dict[str, str]) -> None:
     assert torch.equal(again.latents, made.latents)
 
 
+def test_an_empty_second_prompt_is_a_text(xl: Model) -> None:
+    """diffusers reads "" as none given, and [""] as the empty text, which both are here."""
+    peer, mine = xl.with_scheduler("ddim")
+    given, how = {**WORDS, **SIZE}, {"num_inference_steps": 3, "guidance_scale": 5.0}
+    made = mine(**given, prompt_2="", steps=3, guidance=5.0, seed=3)
+    compare(made, theirs(peer, **given, prompt_2=[""], **how))
+    latents, _ = theirs(peer, **given, prompt_2="", **how)
+    assert (made.latents - latents).abs().max() / latents.abs().max() > 10 * CLOSE
+
+
 def test_second_prompts_of_a_batch(xl: Model) -> None:
     peer, mine = xl.with_scheduler("ddim")
     words = {"prompt": ["abc", "bca"], "prompt_2": ["c", "b a"], "negative_prompt": ["", "a"]}
