@@ -663,7 +663,7 @@ def picture_bytes(size: tuple[int, int]) -> bytes:
         (["model", "x", "--image", "sketch.png", "--strength", "1.5"], "request", "at most 1"),
         (["model", "b " * 5_000], "prompt-length", "Shorten it"),
         (["model", "@none.txt"], "file", "none.txt"),
-        (["model", "x", "--option", "eta=1"], "request", "options must come with a sampler"),
+        (["model", "x", "--option", "tau=1"], "", "option must be one that"),
         (["model", "x", "--sampler", "ddim", "--option", "bogus=1"], "", "bogus"),
         (["model", "x", "--sampler", "bogus"], "unknown-sampler", "Nearest"),
         (["model", "x", "--plan", "none.json"], "plan-file", "none.json"),

@@ -19,6 +19,7 @@ from torch import Tensor
 from pellucid import Clip, DynamicThreshold, Grid, PellucidError, Scheduler, samplers, schedules
 from pellucid.interop import diffusers_config as configs
 from pellucid.interop import diffusers_export
+from pellucid.interop.diffusers_plan import compile_reading, noise_notes
 
 SD = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 
@@ -493,3 +494,12 @@ def test_config_reads_as_attributes_and_as_a_dict() -> None:
     assert "beta_schedule" in config
     with pytest.raises(AttributeError):
         _ = config.nothing
+
+
+@pytest.mark.parametrize("class_name", ["DPMSolverSDEScheduler", "CosineDPMSolverMultistepScheduler"])
+def test_noise_that_only_diffusers_has_is_said(class_name: str) -> None:
+    reading = configs.read({"_class_name": class_name})
+    assert class_name in noise_notes(compile_reading(reading, 4), class_name)[0]
+    assert noise_notes(compile_reading(reading, 4, dialect="exact"), class_name) == ()
+    other = configs.read({"_class_name": "DPMSolverMultistepScheduler"})
+    assert noise_notes(compile_reading(other, 4), "DPMSolverMultistepScheduler") == ()

@@ -852,3 +852,56 @@ def test_ipndm_started_late_keeps_x(first: int) -> None:
         a = theirs.step(0.3 * a + 0.1, time, a).prev_sample
         b = ours.step(0.3 * b + 0.1, time, b).prev_sample
     torch.testing.assert_close(b, a, rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*sde-dpmsolver:FutureWarning")
+@pytest.mark.parametrize("steps", [1, 4, 20])
+@pytest.mark.parametrize(
+    ("class_name", "config", "given"),
+    [
+        ("EulerAncestralDiscreteScheduler", SD, {}),
+        ("EulerDiscreteScheduler", SD, {}),
+        ("EulerDiscreteScheduler", SD, {"s_churn": 2.0}),
+        ("KDPM2AncestralDiscreteScheduler", SD, {}),
+        ("DDIMScheduler", {**SD, "clip_sample": False}, {"eta": 0.5}),
+        ("DDIMScheduler", {**SD, "clip_sample": False}, {}),
+        ("DDPMScheduler", {**SD, "clip_sample": False}, {}),
+        ("DDPMScheduler", {**SD, "clip_sample": False, "timestep_spacing": "trailing"}, {}),
+        ("DDPMScheduler", {**SD, "clip_sample": False, "variance_type": "fixed_large"}, {}),
+        ("DPMSolverMultistepScheduler", {**SD, "algorithm_type": "sde-dpmsolver++"}, {}),
+        ("DPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver", "final_sigmas_type": "sigma_min"}, {}),
+        ("DPMSolverMultistepScheduler", SD, {}),
+        ("DPMSolverSinglestepScheduler", {**SD, "algorithm_type": "sde-dpmsolver++"}, {}),
+        ("EDMDPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++"}, {}),
+        ("EDMEulerScheduler", {}, {"s_churn": 2.0}),
+        ("SASolverScheduler", SD, {}),
+        ("SASolverScheduler", {**SD, "use_karras_sigmas": True}, {}),
+        ("FlowMatchEulerDiscreteScheduler", {"stochastic_sampling": True}, {}),
+        ("FlowMatchEulerDiscreteScheduler", {}, {}),
+        ("LCMScheduler", {}, {}),
+        ("TCDScheduler", {}, {}),
+        ("TCDScheduler", {}, {"eta": 0.0}),
+    ],
+)  # fmt: skip
+def test_the_generator_is_where_diffusers_leaves_it(
+    class_name: str, config: dict[str, Any], given: dict[str, Any], steps: int
+) -> None:
+    """diffusers draws noise also where its weight is 0, in the last step most of all: the next image depends on it."""
+    schedulers = both(class_name, **config)
+    generators = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+    for _ in range(2):
+        made = [
+            walk_from(one, generator, steps, **given) for one, generator in zip(schedulers, generators, strict=True)
+        ]
+        close(made[1], made[0], 5e-5)  # float32 from a sigma of 80 in one step: 2.1e-5
+        assert torch.equal(generators[0].get_state(), generators[1].get_state())
+
+
+def walk_from(scheduler: Any, generator: torch.Generator, steps: int, **given: Any) -> Tensor:
+    """One image from a generator, as a pipeline makes it."""
+    scheduler.set_timesteps(steps)
+    x = torch.randn((2, 3, 4, 4), generator=generator) * getattr(scheduler, "init_noise_sigma", 1.0)
+    for t in scheduler.timesteps:
+        shown = scheduler.scale_model_input(x, t) if hasattr(scheduler, "scale_model_input") else x
+        x = scheduler.step(network(shown, t), t, x, generator=generator, **given).prev_sample
+    return x

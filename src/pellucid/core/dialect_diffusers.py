@@ -15,6 +15,7 @@ import numpy as np
 from pellucid.core import grid as grids
 from pellucid.core.errors import PlanError, nearest, rule
 from pellucid.core.grid import Grid, Leg, Path, Setup
+from pellucid.core.plan import Plan, Row
 from pellucid.core.samplers.registry import Sampler
 from pellucid.core.schedule import EDM, Array, Flow, Schedule, Tabled, Target, in_frame
 
@@ -52,6 +53,21 @@ def as_diffusers(
         )
     lay = {"k": diffusers_k, "solver": diffusers_solver, "training": diffusers_training}[sampler.peer]
     return lay(sampler, schedule, grid, steps, target, options)
+
+
+def discards_noise(plan: Plan, row: Row) -> bool:
+    """Whether diffusers' class draws noise at this row and gives it no weight: its generator moves all the same."""
+    if plan.dialect != "diffusers" or row.draws:
+        return False
+    options = plan.options
+    if plan.name == "ddpm":
+        return row.time > 0
+    return (
+        plan.name in ("euler_a", "sa_solver", "dpmpp_2m_sde", "dpmpp_3m_sde")
+        or (plan.name == "ddim" and options.get("eta", 0.0) > 0)
+        or (plan.name == "flow_euler" and bool(options.get("stochastic")))
+        or (plan.name in ("dpm_multistep", "dpm_singlestep") and str(options.get("algorithm")).startswith("sde"))
+    )
 
 
 def spacing_of(grid: Grid, peer: str) -> str:

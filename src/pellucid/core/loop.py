@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pellucid.core import target as targets
+from pellucid.core.dialect_diffusers import discards_noise
 from pellucid.core.errors import Cancelled, PellucidError, PellucidWarning, PlanError, rule
 from pellucid.core.noise import NoiseSource, Philox, draw, seed_list
 from pellucid.core.plan import DEPTH, Plan, Row, Weights
@@ -289,6 +290,7 @@ def loop(
     active = list(range(len(everyones)))
     bound = bound_to(everyones, denoiser)
     mark = announced(RunSeen(tuple(everyones), x, source), observers)
+    discard = getattr(source, "discard", None)
     index = 0
     while active:
         if cancelled is not None and cancelled():
@@ -297,6 +299,10 @@ def loop(
         one = all(plan is plans[0] for plan in plans)
         rows = (plans[0].rows[index],) if one else tuple(plan.rows[index] for plan in plans)
         state, found, called = advance(plans, rows, state, bound or denoiser, source, active, depth, mark)
+        if discard is not None:
+            unused = [i for i, plan in zip(active, plans, strict=True) if discards_noise(plan, plan.rows[index])]
+            if unused:
+                discard(state.x, unused)
         if observers or constraints:
             mark("constrain" if constraints else "observe")
             levels = tuple(level_after(plan, index) for plan in (plans[:1] if one else plans))

@@ -81,7 +81,8 @@ def normals(words: Tensor, like: Tensor) -> Tensor:
 class NoiseSource(Protocol):
     """Where a run takes its noise from. `images` are the positions in the batch that ask.
 
-    A source may have `seeds`, one an image; a run then takes the number of its images from there.
+    A source may have `seeds`, one an image; a run then takes the number of its images from there. One whose numbers
+    depend on the order of the draws has `discard`: it is called where a peer draws noise that it does not use.
     """
 
     def first(self, shape: Sequence[int], like: Tensor, images: Sequence[int]) -> Tensor: ...
@@ -240,6 +241,10 @@ class TorchStream:
 
     def step(self, draws: Sequence[Draw], span: Span, like: Tensor, images: Sequence[int]) -> Tensor:
         return self.first(like.shape[1:], like, images)
+
+    def discard(self, like: Tensor, images: Sequence[int]) -> None:
+        """Moves the generators on by one draw."""
+        self.first(like.shape[1:], like, images)
 
 
 def draw(source: NoiseSource, row: Row, pre: bool, like: Tensor, images: Sequence[int]) -> Tensor:

@@ -17,6 +17,8 @@ from pellucid.core.schedule import Flow, Schedule
 from pellucid.interop.diffusers_config import Reading
 
 BLIND_START = {"plms": 1, "pndm": 9}  # rows that the start of a run adds to one a leg
+# the classes that take their noise from torchsde, not from a generator
+BROWNIAN = {"DPMSolverSDEScheduler": "dpmpp_sde", "CosineDPMSolverMultistepScheduler": "dpm_multistep"}
 SIGMA_RULES = ("karras", "exponential", "beta", "lu")
 
 
@@ -60,6 +62,22 @@ def compile_reading(
     if skip and reading.sampler == "dpm_singlestep" and dialect == "diffusers":
         options["orders"] = late_orders(compiled(**options, stop=None), skip)
     return compiled(skip=skip, **options)
+
+
+def pipeline_options(reading: Reading, passes_eta: bool) -> dict[str, Any]:
+    """What diffusers' text pipelines pass to `step`: eta 0, also to TCD, whose own default is 0.3."""
+    return {"eta": 0.0} if passes_eta and reading.sampler == "tcd" else {}
+
+
+def noise_notes(plan: Plan, class_name: str) -> tuple[str, ...]:
+    """Says where the image that diffusers makes from a seed is not ours; the class is that of the model's scheduler."""
+    name = "DPMSolverSDEScheduler" if plan.name == "dpmpp_sde" else class_name
+    if plan.dialect != "diffusers" or BROWNIAN.get(name) != plan.name:
+        return ()
+    return (
+        f"{name} takes its noise from torchsde's Brownian tree in diffusers: the distribution is the same here, "
+        "the image of a seed is not",
+    )
 
 
 def late_orders(whole: Plan, skip: int) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from pellucid.core import target as targets
 from pellucid.core.compile import default_grid
 from pellucid.core.denoiser import input_scale, read_output
 from pellucid.core.dialect import named as dialect_named
-from pellucid.core.dialect_diffusers import finite_table
+from pellucid.core.dialect_diffusers import discards_noise, finite_table
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.filters import Filter
 from pellucid.core.grid import Grid
@@ -64,6 +64,7 @@ class FusedRow:
     anchor: Weights | None
     push: bool
     noisy: bool
+    discards: bool
     scale: float
     to_x0: tuple[float, float]
 
@@ -121,7 +122,6 @@ class Scheduler(DiffusersAPI):
         self.entry = resolve(reading.sampler)[0]
         self.order = self.entry.calls
         self.notes = reading.notes
-        self._draws_always = dialect == "diffusers" and reading.sampler == "sa_solver"
         self._draws_apart = self.entry.family in MEMORYLESS or (
             dialect == "diffusers" and reading.sampler == "dpm_singlestep"
         )
@@ -333,7 +333,7 @@ class Scheduler(DiffusersAPI):
             to_x0 = fused.to_x0
             draw = partial(self._noise, run, plan.rows[here], out, generator, variance_noise, churn["s_noise"])
             previous = self._move(run, plan, here, fused, wide, out, draw)
-            if not fused.noisy and self._draws_always and plan.stochastic:
+            if fused.discards:
                 noise_like(out, generator, variance_noise)  # so that the caller's generator moves as with diffusers
         if run.index == run.first_row + len(run.rows):  # the run is over: let go of its tensors
             run.anchor, run.history, run.noises = None, [], {}
@@ -792,7 +792,8 @@ def fuse(plan: Plan, row: Row, reading: Reading) -> FusedRow:
         weights[2] = on_p0 * to_p0[1]
         x = tuple(sorted((r, w) for r, w in weights.items() if abs(w) > 1e-15))
         to_p0 = (0.0, 1.0)
-    return FusedRow(to_p0, x, anchor, push, bool(row.draws), input_scale(reading.schedule, row.level), to_x0)
+    noisy, discards = bool(row.draws), discards_noise(plan, row)
+    return FusedRow(to_p0, x, anchor, push, noisy, discards, input_scale(reading.schedule, row.level), to_x0)
 
 
 def over(rows: int) -> PellucidError:

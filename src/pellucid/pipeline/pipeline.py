@@ -18,6 +18,7 @@ from pellucid.core.noise import NoiseSource, Philox, TorchStream
 from pellucid.core.plan import Plan
 from pellucid.interop import lora_file
 from pellucid.interop.components import Components, text_parts
+from pellucid.interop.diffusers_plan import noise_notes
 from pellucid.interop.save import save_components
 from pellucid.interop.source import bundled
 from pellucid.models import lora
@@ -118,6 +119,7 @@ class Pipeline(RefusesPeerWords):
                 *guidance.notes,
                 *unguarded_note(guidance),
                 *unused(request, guidance, planned.plan),
+                *noise_notes(planned.plan, str((parts.scheduler or {}).get("_class_name"))),
                 *tuned_for_another(planned.plan, self.components, asked),
             ),
         )

@@ -16,7 +16,8 @@ from pellucid.core.plan import Plan
 from pellucid.core.reader import naming, read_text
 from pellucid.interop import diffusers_config, source
 from pellucid.interop.components import Components
-from pellucid.interop.diffusers_plan import compile_reading
+from pellucid.interop.diffusers_plan import compile_reading, pipeline_options
+from pellucid.pipeline.conditions import takes_text
 from pellucid.pipeline.request import Request
 
 STEPS = 30
@@ -40,11 +41,15 @@ def make_plan(components: Components, request: Request) -> Planned:
     steps = STEPS if request.steps is None else request.steps
     if request.sampler is None and request.grid is None and reading is not None:
         dialect = request.dialect or "diffusers"
+        passes_eta = dialect == "diffusers" and takes_text(components.network)
+        options = {**pipeline_options(reading, passes_eta), **request.options}
 
         def from_config(**cuts: Any) -> Plan:
-            return compile_reading(reading, steps, dialect=dialect, **cuts)
+            return compile_reading(reading, steps, dialect=dialect, overrides=options, **cuts)
 
         return Planned(cut(components, request, dialect, from_config), keep)
+    if request.options and request.sampler is None and reading is None:
+        raise PellucidError("options must come with a sampler: the model has no scheduler of its own.", "request")
     grid = grid_of(request.grid) if isinstance(request.grid, Mapping) else request.grid
     dialect = request.dialect or "exact"
 

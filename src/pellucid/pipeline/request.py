@@ -158,8 +158,6 @@ class Request:
                 raise PellucidError(
                     rule(", ".join(named), "left out with a plan, which is all of it", "both"), "request"
                 )
-        if self.sampler is None and self.options:
-            raise PellucidError("options must come with a sampler; got options alone.", "request")
 
     @property
     def prompts(self) -> list[str]:

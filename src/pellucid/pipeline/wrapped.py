@@ -22,6 +22,7 @@ from pellucid.core.noise import NoiseSource, Philox
 from pellucid.core.schedule import Level
 from pellucid.interop import diffusers_config
 from pellucid.interop.diffusers_config import Reading
+from pellucid.interop.diffusers_plan import noise_notes
 from pellucid.interop.wrap import Conversation, Peer, look
 from pellucid.interop.wrap_branches import PeerNetwork, Way
 from pellucid.models.guidance import Guidance, unguarded_note
@@ -119,6 +120,7 @@ class WrappedPipeline(RefusesPeerWords):
                 *journey.notes(),
                 *unguarded_note(journey.guidance),
                 *([] if order.guidance is None else tuned_for_another(order.plan, None, order.guidance)),
+                *noise_notes(order.plan, reading.class_name),
                 *flagged(made),
             ),
         )

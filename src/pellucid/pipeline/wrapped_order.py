@@ -167,7 +167,7 @@ class Order:
 
     def lay(self, times: Times) -> Tensor:
         """The plan, when the pipeline sets its times; what its network is told, one a call."""
-        self.plan, self.curve = make_plan(self.reading, self.request, times)
+        self.plan, self.curve = make_plan(self.reading, self.request, times, "eta" in self.peer.takes)
         if self.guidance is not None and self.plan.dialect == "diffusers":
             self.guidance = self.guidance.as_diffusers()
         return told_times(self.plan, self.guidance, self.curve)

@@ -16,7 +16,7 @@ from pellucid.core.plan import Plan
 from pellucid.core.samplers import resolve
 from pellucid.core.schedule import Flow, Schedule
 from pellucid.interop.diffusers_config import Reading
-from pellucid.interop.diffusers_plan import compile_reading, shifted
+from pellucid.interop.diffusers_plan import compile_reading, pipeline_options, shifted
 from pellucid.interop.scheduler import Scheduler
 from pellucid.interop.wrap_strings import Times
 from pellucid.models.guidance import Guidance
@@ -25,7 +25,7 @@ from pellucid.pipeline.planning import given_plan, read_plan
 from pellucid.pipeline.request import Request
 
 
-def make_plan(reading: Reading, request: Request, times: Times) -> tuple[Plan, Schedule]:
+def make_plan(reading: Reading, request: Request, times: Times, passes_eta: bool = False) -> tuple[Plan, Schedule]:
     """The plan, and the schedule as it is bent for this image's size."""
     if request.plan is not None:  # a plan is all of it: the times that the network is told, too
         table = as_table(request)
@@ -34,7 +34,11 @@ def make_plan(reading: Reading, request: Request, times: Times) -> tuple[Plan, S
     own = request.sampler is None and request.grid is None
     dialect = request.dialect or ("diffusers" if own else "exact")
     curve = bent(reading, dialect, times)
-    plan = as_the_pipeline(reading, dialect, times) if own else by_name(reading, request, curve, times.count, dialect)
+    if own:
+        passed = pipeline_options(reading, passes_eta and dialect == "diffusers")
+        plan = as_the_pipeline(reading, dialect, times, {**passed, **request.options})
+    else:
+        plan = by_name(reading, request, curve, times.count, dialect)
     if times.timesteps is not None and times.sigmas is not None and isinstance(curve, Flow):
         # the network is told the time before the shift (CogView 4)
         plan = replace(plan, rows=tuple(replace(r, time=curve.unbend(r.time)) for r in plan.rows))
@@ -53,15 +57,16 @@ def bent(reading: Reading, dialect: str, times: Times) -> Schedule:
     return shifted(reading, dialect, times.mu) if reading.values.get("use_dynamic_shifting") else reading.schedule
 
 
-def as_the_pipeline(reading: Reading, dialect: str, times: Times) -> Plan:
-    """The plan of the pipeline's own scheduler."""
+def as_the_pipeline(reading: Reading, dialect: str, times: Times, options: dict[str, Any]) -> Plan:
+    """The plan of the pipeline's own scheduler, with options over those of its config."""
     timesteps = times.timesteps if times.sigmas is None else None
     if times.original is not None:  # LCM: out of the times of its distillation
         timesteps = Scheduler.from_config(reading.values | {"_class_name": reading.class_name})._distilled(
             times.steps, timesteps, times.original, 1.0
         )
     steps = times.steps if timesteps is None and times.sigmas is None else None
-    return compile_reading(reading, steps, dialect=dialect, timesteps=timesteps, sigmas=times.sigmas, mu=times.mu)
+    given = {"timesteps": timesteps, "sigmas": times.sigmas, "mu": times.mu}
+    return compile_reading(reading, steps, dialect=dialect, overrides=options, **given)
 
 
 def by_name(reading: Reading, request: Request, curve: Schedule, steps: int | None, dialect: str) -> Plan:
