@@ -36,8 +36,8 @@ def compile_plan(
     `target` defaults to the schedule's usual one (eps, v under zero terminal SNR, edm, flow), `steps` to 20, `grid` to
     karras for EDM schedules and trailing elsewhere (the class's own in the diffusers dialect). `between` runs from one
     training time to another, exactly (image-to-image, hand-off to a refiner); `skip` and `stop` leave out the first
-    legs and those from `stop` on, which is how the peers do it; PNDM and PLMS as diffusers count calls, not legs. `options` are the sampler's own (`pellucid samplers`
-    lists them).
+    legs and those from `stop` on, which is how the peers do it (in the diffusers dialect PNDM's and PLMS' calls).
+    `options` are the sampler's own (`pellucid samplers` lists them).
     """
     for name, value, kinds in (
         ("sampler", sampler, str),

@@ -26,7 +26,9 @@ RULES = ("karras", "exponential", "beta", "lu")
 SPACING = {"training": "leading", "k": "linspace", "solver": "linspace"}
 ZERO_SNR_RATIO = math.sqrt((1 - 2.0**-24) / 2.0**-24)  # diffusers never lets sigma be infinite
 PREVIOUS = "diffusers' previous timestep is t − T // N, not the next call's (scheduling_ddim.py, `step`)"
-COUNTED = "calls are counted from 0 wherever a run starts, which leaves x noisier than it is taken for (scheduling_pndm.py)"
+COUNTED = (
+    "calls are counted from 0 wherever a run starts, which leaves x noisier than it is taken for (scheduling_pndm.py)"
+)
 REPEATED = "the last sigma is repeated, so the last step does nothing (scheduling_deis_multistep.py, `set_timesteps`)"
 
 

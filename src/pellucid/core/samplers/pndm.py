@@ -98,7 +98,7 @@ def plms(path: Path, *, basis: str = "eps", bases: tuple[Level, ...] | None = No
 def pndm(path: Path, *, basis: str = "eps", bases: tuple[Level, ...] | None = None, warm: bool = True) -> Draft:
     """Runge-Kutta for the first three legs (`warm`), then Adams-Bashforth on eps.
 
-    With `bases` the path has a leg for each call, as diffusers counts them, and four calls go from each of these levels.
+    With `bases` the path has a leg for each call, as diffusers counts them, and four calls go from each such level.
     """
     kind = check_basis(basis)
     if not warm:
@@ -115,7 +115,7 @@ def pndm(path: Path, *, basis: str = "eps", bases: tuple[Level, ...] | None = No
 
 
 def stages_of(path: Path, i: int) -> list[Leg]:
-    """The four calls of a leg: at its start, in the middle in time twice, at the end; to the middle and the end twice."""
+    """The four calls of a leg: to the middle in time twice, then to the end twice."""
     begin, end = path.legs[i].time, path.legs[i + 1].time
     middle = (begin + end) / 2
     here, half, whole = path.legs[i].start, path.at_time(middle), path.legs[i].end
