@@ -161,7 +161,7 @@ BAD = [
     (["unipc", "--option", "order=2.5"], "option", "a whole number"),
     (["unipc", "--option", "predict_x0=perhaps"], "option", "true or false"),
     (["unipc", "--option", "disable_corrector=first"], "option", "numbers"),
-    (["plms", "--option", "first=1"], "option", "set by a dialect"),
+    (["plms", "--option", "bases=1"], "option", "set by a dialect"),
     (["dpm_singlestep", "--option", "orders=1,2"], "order", "orders"),
     (["euler", "--plot", "a.gif"], "file-type", ".png"),
     (["euler", "--plot", "a.png", "--json"], "usage", "without --json"),

@@ -433,8 +433,12 @@ def test_a_plan_of_somebodys_own_schedule_is_checked_as_far_as_it_can_be(change:
 
 
 @pytest.mark.parametrize("schedule", ["scaled_linear", "linear", "cosine"])
-def test_pndm_started_late_reads_back(schedule: str) -> None:
-    plan = compile_plan("pndm", schedule=schedule, grid="linspace", steps=5, skip=2, dialect="diffusers")
-    assert Plan.from_json(plan.to_json()) == plan
-    with pytest.raises(PlanError, match="steps left for pndm"):
-        compile_plan("pndm", schedule=schedule, steps=4, skip=2, dialect="diffusers")
+@pytest.mark.parametrize("sampler", ["pndm", "plms", "lms", "dpm_singlestep"])
+def test_a_late_start_as_diffusers_reads_back(sampler: str, schedule: str) -> None:
+    """PNDM counts calls there: the last of them alone is a plan too."""
+    whole = compile_plan(sampler, schedule=schedule, grid="linspace", steps=5, dialect="diffusers")
+    for skip in range(1, whole.nfe):
+        plan = compile_plan(sampler, schedule=schedule, grid="linspace", steps=5, skip=skip, dialect="diffusers")
+        assert Plan.from_json(plan.to_json()) == plan
+        assert plan.timesteps == whole.timesteps[skip:]
+        assert plan.grid["steps"] == 5

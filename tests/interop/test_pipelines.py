@@ -204,7 +204,6 @@ def picture() -> Tensor:
     return torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(9))
 
 
-# LMS and PNDM are left out: diffusers begins them wrong in the middle of a run (tests/parity/test_defects.py)
 IMG2IMG = [
     "ddim",
     "ddim-trailing",
@@ -220,6 +219,9 @@ IMG2IMG = [
     "ddpm",
     "dpmpp-2m-sde",
     "dpmpp-2s",
+    "pndm",
+    "lms",
+    "kdpm2-a",
 ]
 
 
@@ -232,7 +234,10 @@ def test_image_to_image_equals_diffusers(name: str, strength: float, components:
     assert apart(got, want) < CLOSE
 
 
-INPAINT = ["ddim", "euler", "euler-a", "dpmpp-2m", "dpmpp-2m-karras", "unipc", "heun"]
+INPAINT = [
+    "ddim", "euler", "euler-a", "dpmpp-2m", "dpmpp-2m-karras", "unipc", "heun",
+    "pndm", "lms", "dpmpp-2s", "kdpm2", "kdpm2-a",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("strength", [0.6, 1.0])

@@ -20,7 +20,7 @@ from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers
 from diffusers.training_utils import compute_snr
 from torch import Tensor
 
-from pellucid import PellucidError, Scheduler
+from pellucid import PellucidError, Scheduler, compile_plan
 from pellucid.interop.diffusers_classes import CLASSES, INTERCHANGEABLE, OFFERS_CHANGE, STEP
 from pellucid.interop.scheduler import class_named
 
@@ -297,8 +297,7 @@ def test_the_state_before_set_timesteps(class_name: str, config: dict[str, Any])
     """diffusers' classes begin with every training time; they scale and step there."""
     peer, ours = both(class_name, **SD, **config)
     assert ours.timesteps.dtype == peer.timesteps.dtype
-    row = 0 if class_name.startswith("LMS") else -4  # diffusers' LMS, started late, weighs outputs that it has not
-    t, s = peer.timesteps[row], ours.timesteps[row]
+    t, s = peer.timesteps[-4], ours.timesteps[-4]
     close(ours.scale_model_input(start(), s), peer.scale_model_input(start(), t))
     close(ours.step(start(), s, start())[0], peer.step(start(), t, start())[0])
 
@@ -376,6 +375,54 @@ def test_the_singlestep_solver_started_late(order: int, begin: int) -> None:
         x = peer.step(network(x, t), t, x).prev_sample
         y = ours.step(network(y, t), t, y).prev_sample
     close(y, x, 1e-4)
+
+
+@pytest.mark.parametrize("begin", range(1, 8))
+@pytest.mark.parametrize("class_name", ["DPMSolverSinglestepScheduler", "LMSDiscreteScheduler", "PNDMScheduler"])
+def test_a_late_start_by_name_is_that_of_the_config(class_name: str, begin: int) -> None:
+    """`pipe(sampler=..., dialect="diffusers", strength=...)` and a folder of that class run one table."""
+    _, ours = both(class_name, **SD)
+    ours.set_timesteps(8)
+    ours.set_begin_index(begin)
+    reading = ours.reading
+    named = compile_plan(
+        reading.sampler, schedule=reading.schedule, grid=reading.grid, steps=8, dialect="diffusers", skip=begin,
+        **reading.options,
+    )  # fmt: skip
+    assert named == ours.plan
+
+
+@pytest.mark.parametrize("target", ["epsilon", "v_prediction"])
+@pytest.mark.parametrize("spacing", ["leading", "linspace", "trailing"])
+@pytest.mark.parametrize("class_name", ["PNDMScheduler", "LMSDiscreteScheduler"])
+def test_started_late_at_every_call(class_name: str, spacing: str, target: str) -> None:
+    """PNDM counts its calls from 0 wherever it begins; LMS drops the weights of the outputs that it has not."""
+    config = {**SD, "steps_offset": 1, "timestep_spacing": spacing, "prediction_type": target}
+    config |= {"skip_prk_steps": True} if class_name == "PNDMScheduler" else {}
+    for steps in (1, 2, 9):
+        for begin in range(steps):
+            peer, ours = both(class_name, **config)
+            x = y = start()
+            for scheduler in (peer, ours):
+                scheduler.set_timesteps(steps)
+                if hasattr(scheduler, "set_begin_index"):
+                    scheduler.set_begin_index(begin)
+            for t in peer.timesteps[begin:]:
+                x = peer.step(network(peer.scale_model_input(x, t), t), t, x).prev_sample
+                y = ours.step(network(ours.scale_model_input(y, t), t), t, y).prev_sample
+            close(y, x, 2e-5)
+
+
+@pytest.mark.parametrize(
+    "class_name", ["KDPM2DiscreteScheduler", "KDPM2AncestralDiscreteScheduler", "DPMSolverSDEScheduler"]
+)
+def test_noise_between_two_steps(class_name: str) -> None:
+    """diffusers has no sigma of its own for a call between two steps: it takes that of the step to come."""
+    peer, ours = both(class_name, **SD)
+    for scheduler in (peer, ours):
+        scheduler.set_timesteps(6)
+    for t, s in zip(peer.timesteps, ours.timesteps, strict=True):
+        close(ours.add_noise(start(), start().flip(0), s[None]), peer.add_noise(start(), start().flip(0), t[None]))
 
 
 def test_some_pipelines_go_back_a_step() -> None:

@@ -21,6 +21,8 @@ from peers import in_float64, k_diffusion, network, our_run, peer_run, relative
 from torch import Tensor
 
 from pellucid import PellucidError, Plan, Scheduler, compile_plan, denoiser, run, samplers, schedules
+from pellucid.core.dialect_diffusers import COUNTED
+from pellucid.core.samplers.euler import MISSING
 from pellucid.interop.kdiffusion import sample
 
 SD = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
@@ -530,7 +532,7 @@ def test_img2img_strength_with_plms_is_off_by_one(strength: float) -> None:
 
     Strength 0.6 of 50 steps keeps 30: the slice has 31 calls and starts one step further up the noise. And
     scheduling_pndm.py does its first leg twice without the repeated timestep that it counts on, so that from the third
-    call on x is a whole step noisier than the network is told.
+    call on x is a whole step noisier than the network is told. The dialect does the same; the exact table does not.
     """
     steps = 50
     keep = int(steps * strength)
@@ -540,12 +542,18 @@ def test_img2img_strength_with_plms_is_off_by_one(strength: float) -> None:
         peer.set_timesteps(steps)
         assert len(peer.timesteps[steps - keep :]) == keep + 1
         level = SCHEDULE.level(float(peer.timesteps[steps - keep]))
-        assert late_error(peer, steps - keep, (level.alpha, level.sigma)) > 0.01
-    ours = Scheduler.from_config({"_class_name": "PNDMScheduler", **config})
-    ours.set_timesteps(steps)
-    assert torch.equal(ours.timesteps, peer.timesteps)
-    assert late_error(ours, steps - keep, (level.alpha, level.sigma)) < 1e-9
-    assert ours.plan.deviation < LAW
+        theirs = late_error(peer, steps - keep, (level.alpha, level.sigma))
+        assert theirs > 0.01
+    as_class = Scheduler.from_config({"_class_name": "PNDMScheduler", **config})
+    as_class.set_timesteps(steps)
+    assert torch.equal(as_class.timesteps, peer.timesteps)
+    assert late_error(as_class, steps - keep, (level.alpha, level.sigma)) == pytest.approx(theirs, rel=1e-5)
+    assert as_class.plan.declared == COUNTED
+    exact = Scheduler("plms", schedule=SCHEDULE, grid="leading")
+    exact.set_timesteps(steps)
+    first = exact.plan.rows[steps - keep].level
+    assert late_error(exact, steps - keep, (first.alpha, first.sigma)) < 1e-9
+    assert exact.plan.deviation < LAW
     # without a pipeline in between, strength means the level that it names
     made = {"schedule": SCHEDULE, "grid": "leading", "steps": steps, "skip": steps - keep}
     assert compile_plan("plms", **made).start == compile_plan("ddim", **made).start
@@ -555,16 +563,49 @@ def test_img2img_strength_with_plms_is_off_by_one(strength: float) -> None:
 def test_lms_that_begins_late_uses_weights_of_a_history_it_has_not(begin: int) -> None:
     """scheduling_lms_discrete.py `step` takes the order from the step's index, not from the slopes that it has.
 
-    In image-to-image the first steps drop all but one of four weights; the sum is no longer the step.
+    In image-to-image the first steps drop all but one of four weights; the sum is no longer the step. The dialect does
+    the same; the exact table begins with order 1.
     """
     with in_float64("LMSDiscreteScheduler", [], {"step": 0}):
         peer = diffusers.LMSDiscreteScheduler(**SD)
         peer.set_timesteps(12)
         start = (1.0, float(peer.sigmas[begin]))
-        assert late_error(peer, begin, start) > 0.1
-    ours = Scheduler.from_config({"_class_name": "LMSDiscreteScheduler", **SD})
-    ours.set_timesteps(12)
-    assert late_error(ours, begin, start) < 1e-9
+        theirs = late_error(peer, begin, start)
+        assert theirs > 0.1
+    as_class = Scheduler.from_config({"_class_name": "LMSDiscreteScheduler", **SD})
+    as_class.set_timesteps(12)
+    assert late_error(as_class, begin, start) == pytest.approx(theirs, rel=1e-5)
+    assert as_class.plan.declared == MISSING
+    exact = Scheduler("lms", schedule=SCHEDULE)
+    exact.set_timesteps(12)
+    assert late_error(exact, begin, (1.0, exact.plan.rows[begin].level.sigma)) < 1e-9
+
+
+NUDGE = 1e-6  # of the start: ten times what float32 rounds
+
+
+@pytest.mark.parametrize("begin", range(1, 10))
+def test_pndm_with_runge_kutta_that_begins_late(begin: int) -> None:
+    """scheduling_pndm.py `step_prk` takes its first levels from the top of the run, wherever the run begins.
+
+    Three times x is carried from there to where the network is told, so that rounding grows up to 1e7 times. In float64
+    the two agree; in float32, where a pipeline runs, no two programs do: a nudge of diffusers' own start says how far.
+    """
+    config = {"_class_name": "PNDMScheduler", **SD}
+    with in_float64("PNDMScheduler", [], {"step": 0}):
+        want, moved = (late_run(diffusers.PNDMScheduler(**SD), begin, k) for k in (1.0, 1.0 + NUDGE))
+    got = late_run(Scheduler.from_config(config), begin, 1.0)
+    assert relative(got, want) < max(1e-9, 1e-5 * relative(moved, want))
+
+
+def late_run(scheduler: Any, begin: int, scale: float) -> Tensor:
+    scheduler.set_timesteps(10)
+    if hasattr(scheduler, "set_begin_index"):
+        scheduler.set_begin_index(begin)
+    x = torch.linspace(-1.0, 1.0, 8, dtype=torch.float64).reshape(1, 2, 2, 2) * scale
+    for t in scheduler.timesteps[begin:]:
+        x = scheduler.step(network(x, t), t, x).prev_sample
+    return x
 
 
 def test_which_class_is_dpmpp_2m_karras() -> None:

@@ -45,6 +45,17 @@ DRAWING: dict[str, Callable[[], Any]] = {
 BROWNIAN: dict[str, Callable[[], Any]] = {
     "dpmpp_sde": lambda: diffusers.DPMSolverSDEScheduler(**BETAS, noise_sampler_seed=3)
 }
+LATE: dict[str, Callable[[], Any]] = {  # what these do depends on where a run starts
+    "pndm": lambda: diffusers.PNDMScheduler(**BETAS, skip_prk_steps=True, steps_offset=1),
+    "pndm_trailing": lambda: diffusers.PNDMScheduler(**BETAS, skip_prk_steps=True, timestep_spacing="trailing"),
+    "lms": lambda: diffusers.LMSDiscreteScheduler(**BETAS, steps_offset=1),
+    "lms_karras": lambda: diffusers.LMSDiscreteScheduler(**BETAS, use_karras_sigmas=True),
+    "singlestep_2": lambda: diffusers.DPMSolverSinglestepScheduler(**BETAS, solver_order=2),
+    "singlestep_3": lambda: diffusers.DPMSolverSinglestepScheduler(**BETAS, solver_order=3),
+    "kdpm2": lambda: diffusers.KDPM2DiscreteScheduler(**BETAS),
+    "kdpm2_a": lambda: diffusers.KDPM2AncestralDiscreteScheduler(**BETAS),
+    "heun": lambda: diffusers.HeunDiscreteScheduler(**BETAS),
+}
 WORDS = {"prompt": "abc bca", "negative_prompt": "cab"}
 SIZE = {"height": 32, "width": 48}
 
@@ -68,7 +79,7 @@ class Model:
         self.mine = load(folder)
 
     def with_scheduler(self, name: str) -> tuple[Any, Pipeline]:
-        self.peer.scheduler = (SCHEDULERS | DRAWING | BROWNIAN)[name]()
+        self.peer.scheduler = (SCHEDULERS | DRAWING | BROWNIAN | LATE)[name]()
         config = {**self.peer.scheduler.config, "_class_name": type(self.peer.scheduler).__name__}
         self.mine.components.scheduler = dict(config)
         return self.peer, self.mine
@@ -255,8 +266,11 @@ def test_a_batch_of_prompts_with_seeds(sd: Model) -> None:
     assert [r.prompt for r in made.recipes] == ["abc", "abc", "bca bca", "bca bca"]
 
 
-@pytest.mark.parametrize("scheduler", [*SCHEDULERS, *(name for name in DRAWING if name != "sa_solver_karras")])
-@pytest.mark.parametrize("strength", [0.5, 0.85])
+@pytest.mark.parametrize(
+    ("scheduler", "strength"),
+    [(s, k) for s in (*SCHEDULERS, *DRAWING) if s != "sa_solver_karras" for k in (0.5, 0.85)]
+    + [(s, k) for s in LATE for k in (0.34, 0.5, 0.67, 0.85)],
+)
 def test_image_to_image(sd: Model, scheduler: str, strength: float) -> None:
     _, mine = sd.with_scheduler(scheduler)
     peer = sd.as_class("StableDiffusionImg2ImgPipeline")
@@ -287,8 +301,10 @@ def test_image_to_image_with_sa_solver_on_karras_sigmas(sd: Model) -> None:
     assert CLOSE < float((made.latents - latents).abs().max() / latents.abs().max()) < 2e-3
 
 
-@pytest.mark.parametrize("strength", [1.0, 0.7])
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize(
+    ("scheduler", "strength"),
+    [(s, k) for s in SCHEDULERS for k in (1.0, 0.7)] + [(s, k) for s in LATE for k in (1.0, 0.85, 0.7, 0.34)],
+)
 def test_inpainting_by_blending(sd: Model, scheduler: str, strength: float) -> None:
     _, mine = sd.with_scheduler(scheduler)
     peer = sd.as_class("StableDiffusionInpaintPipeline")
@@ -306,7 +322,7 @@ def painter(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 @pytest.mark.parametrize("strength", [1.0, 0.7])
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("scheduler", [*SCHEDULERS, "pndm", "lms"])
 def test_inpainting_with_nine_channels(painter: Model, scheduler: str, strength: float) -> None:
     _, mine = painter.with_scheduler(scheduler)
     peer = painter.as_class("StableDiffusionInpaintPipeline")
@@ -597,7 +613,7 @@ def test_class_conditional_dit(tmp_path: Path) -> None:
     assert np.abs(ours - other).max() <= 0.51 / 255 + 1e-4
 
 
-@pytest.mark.parametrize("scheduler", ["ddim", "euler", "dpmpp_2m_karras"])
+@pytest.mark.parametrize("scheduler", ["ddim", "euler", "dpmpp_2m_karras", "pndm", "lms"])
 def test_hand_off_to_a_refiner(xl: Model, scheduler: str) -> None:
     peer, mine = xl.with_scheduler(scheduler)
     second = xl.as_class("StableDiffusionXLImg2ImgPipeline", image_encoder=None, feature_extractor=None)

@@ -36,8 +36,8 @@ def compile_plan(
     `target` defaults to the schedule's usual one (eps, v under zero terminal SNR, edm, flow), `steps` to 20, `grid` to
     karras for EDM schedules and trailing elsewhere (the class's own in the diffusers dialect). `between` runs from one
     training time to another, exactly (image-to-image, hand-off to a refiner); `skip` and `stop` leave out the first
-    legs and those from `stop` on, which is how the peers do it. `options` are the sampler's own (`pellucid samplers`
-    lists them).
+    legs and those from `stop` on, which is how the peers do it (in the diffusers dialect PNDM's and PLMS' calls).
+    `options` are the sampler's own (`pellucid samplers` lists them).
     """
     for name, value, kinds in (
         ("sampler", sampler, str),
@@ -69,13 +69,11 @@ def compile_plan(
         lay = replace(lay, final="sigma_min")  # a clean x holds no eps: it is taken as the least noisy level
     asked = 20 if steps is None and lay.name != "explicit" else steps
     setup = dialects.set_up(way, entry, curve, lay, asked, kind, options)
-    path = setup.path
-    count = len(path.legs)
+    count = len(setup.path.legs)
     check_cuts(entry, way, count, skip, stop, between)
-    if between is not None:
-        path = grids.cut(path, *between)
     if skip:
-        path = replace(path, legs=path.legs[skip:])
+        setup = dialects.start_late(way, entry, setup, skip)
+    path = setup.path if between is None else grids.cut(setup.path, *between)
     draft = draft_of(entry, path, {**options, **setup.options})
     begin = path.legs[-1].end if entry.family == "inversion" else path.legs[0].start
     end = draft.end or path.legs[-1].end
@@ -101,7 +99,7 @@ def compile_plan(
         schedule=schedules.to_dict(curve),
         grid={
             **lay.to_dict(),
-            "steps": count,
+            "steps": setup.steps or count,
             **({"skip": skip} if skip else {}),
             **({"stop": stop} if stop is not None else {}),
             **({"between": list(between)} if between is not None else {}),

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from pellucid.core import grid as grids
 from pellucid.core.dialect_diffusers import as_diffusers
+from pellucid.core.dialect_diffusers import start_late as diffusers_late
 from pellucid.core.errors import PellucidError, PlanError, nearest, rule
 from pellucid.core.grid import Grid, Path, Setup
 from pellucid.core.samplers.registry import Sampler
@@ -43,6 +45,15 @@ def set_up(
         return as_comfyui(sampler, schedule, grid, steps)
     path = on_frame(sampler, schedule, lambda frame: grids.make_path(schedule, grid, steps, frame))
     return Setup(path, path.legs[0].start.sigma)
+
+
+def start_late(dialect: str, sampler: Sampler, setup: Setup, skip: int) -> Setup:
+    """The same from a later leg on."""
+    if setup.late is not None:
+        return setup.late(skip)
+    if dialect == "diffusers":
+        return diffusers_late(sampler, setup, skip)
+    return replace(setup, path=replace(setup.path, legs=setup.path.legs[skip:]))
 
 
 def on_frame(sampler: Sampler, schedule: Schedule, make: Callable[[Frame], Path]) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from pellucid.core.errors import PlanError, nearest, rule
 from pellucid.core.grid import Grid, Leg, Path, Setup
 from pellucid.core.plan import Plan, Row
 from pellucid.core.samplers.registry import Sampler
-from pellucid.core.schedule import EDM, Array, Flow, Schedule, Tabled, Target, in_frame
+from pellucid.core.schedule import EDM, Array, Flow, Level, Schedule, Tabled, Target, in_frame
 
 SPACINGS = ("leading", "linspace", "trailing")
 RULES = ("karras", "exponential", "beta", "lu")
@@ -25,6 +26,9 @@ RULES = ("karras", "exponential", "beta", "lu")
 SPACING = {"training": "leading", "k": "linspace", "solver": "linspace"}
 ZERO_SNR_RATIO = math.sqrt((1 - 2.0**-24) / 2.0**-24)  # diffusers never lets sigma be infinite
 PREVIOUS = "diffusers' previous timestep is t − T // N, not the next call's (scheduling_ddim.py, `step`)"
+COUNTED = (
+    "calls are counted from 0 wherever a run starts, which leaves x noisier than it is taken for (scheduling_pndm.py)"
+)
 REPEATED = "the last sigma is repeated, so the last step does nothing (scheduling_deis_multistep.py, `set_timesteps`)"
 
 
@@ -284,37 +288,58 @@ def inverse_setup(schedule: Tabled, times: Array, comes: Array, clean: float) ->
     return Setup(grids.build(schedule, "vp", times, goes, starts), 1.0, {}, declared)
 
 
-def pndm_setup(sampler: Sampler, schedule: Tabled, times: Array, stride: int, clean: float, target: Target) -> Setup:
-    """PNDM and PLMS: the legs of diffusers go from t to t − T // N whatever the next call is."""
+def pndm_setup(
+    sampler: Sampler, schedule: Tabled, times: Array, stride: int, clean: float, target: Target, skip: int = 0
+) -> Setup:
+    """PNDM and PLMS, a leg for each call: it goes from t to t − T // N whatever the next call is.
+
+    diffusers counts the calls from 0 wherever a run starts, so a late start too does its first leg twice, or goes
+    through twelve Runge-Kutta calls from the levels of the whole run.
+    """
 
     def level(t: float) -> Any:
         return in_frame(in_table(schedule, t, clean), "vp")
 
-    legs = [Leg(float(t), level(t), level(t - stride)) for t in times]
-    even = bool(np.allclose(times[:-1] - stride, times[1:]))
-    extra: dict[str, Any] = {"basis": "v" if target == "v" else "eps"}
+    even, half = bool(np.allclose(times[:-1] - stride, times[1:])), stride // 2
     if sampler.name == "plms":
-        if len(times) > 1:
-            extra["first"] = Leg(float(times[1]), level(times[1] + stride), level(times[1]))
-        else:
-            extra["first"] = None
+        told = np.insert(times, 1, times[1:2])
+        goals = told - stride
+        goals[skip + 1 : skip + 2] += stride
+        bases = told[skip + 1 : skip + 2] + stride
     else:
         if len(times) < 4:
             raise PlanError(
                 rule("steps", "at least 4 for pndm in the diffusers dialect", len(times), "Use plms."),
                 "steps",
             )
-        half = stride // 2
-        turns = []
-        for i in range(3):
-            begin, end = float(times[i]), float(times[i + 1])
-            told = (begin, end + half, end + half, end)
-            goals = (begin - half, end + half, end + half - half, end)
-            turns.append(tuple((t, level(g)) for t, g in zip(told, goals, strict=True)))
-        extra["stages"] = tuple(turns)
-        even = even and stride % 2 == 0
-    path = Path(tuple(legs), "vp", schedule, lambda r: float(schedule.time_at(r)))
-    return Setup(path, 1.0, extra, "" if even else PREVIOUS)
+        middles = times[1:4] + half
+        first = np.stack([times[:3], middles, middles, times[1:4]], axis=1).ravel()
+        told = np.append(first, times[3:])
+        goals, early = told - stride, slice(skip, skip + len(first))
+        goals[early] = told[early] - np.where(np.arange(len(told[early])) % 2, 0, half)
+        bases, even = times[:3], even and stride % 2 == 0
+    legs = tuple(Leg(float(t), level(t), level(goal)) for t, goal in zip(told[skip:], goals[skip:], strict=True))
+    path = Path(legs, "vp", schedule, lambda r: float(schedule.time_at(r)))
+    extra = {"basis": "v" if target == "v" else "eps", "bases": tuple(level(t) for t in bases)}
+    late = partial(pndm_setup, sampler, schedule, times, stride, clean, target)
+    return Setup(path, 1.0, extra, COUNTED if skip else "" if even else PREVIOUS, len(times), late)
+
+
+def start_late(sampler: Sampler, setup: Setup, skip: int) -> Setup:
+    """What the class keeps of the whole run when a pipeline begins with a later call (image-to-image)."""
+    legs = setup.path.legs
+    kept: dict[str, Any] = {}
+    if sampler.name == "lms":
+        kept["earlier"] = tuple(leg.start.sigma for leg in legs[:skip])
+    elif sampler.name == "dpm_singlestep":
+        kept["skipped"] = skip
+    return replace(setup, path=replace(setup.path, legs=legs[skip:]), options={**setup.options, **kept})
+
+
+def known_level(plan: Plan, i: int) -> Level:
+    """The level that diffusers' `add_noise` has for call i: between two steps, that of the next step."""
+    between = plan.dialect == "diffusers" and plan.name in ("dpm2", "dpmpp_sde") and i % 2 == 1
+    return plan.rows[min(i + between, len(plan.rows) - 1)].level
 
 
 def diffusers_edm(sampler: Sampler, schedule: EDM, grid: Grid, steps: int | None, options: dict[str, Any]) -> Setup:

@@ -69,6 +69,8 @@ class Setup:
     initial_scale: float
     options: dict[str, Any] = field(default_factory=dict)
     declared: str = ""
+    steps: int | None = None  # where a leg is a call, and not a step
+    late: Callable[[int], Setup] | None = None  # the same from a later leg, where that is not just fewer legs
 
 
 @dataclass(frozen=True)

@@ -398,9 +398,9 @@ def check_agreement(plan: Plan) -> None:
 
     The law does not see them. Times stay inside of the schedule (diffusers goes 0.1 % of it beyond), and within half of
     it of the level's own: tuning moved them by 7 %, diffusers' PNDM by 14 %. Two tell any time in it: inversion, that
-    of the level it goes to; diffusers' iPNDM, that of a curve of its own, and its PNDM started late, those of the steps
-    that it skipped. The first noise is sigma of the start, or what a dialect makes of it. A schedule of somebody's own,
-    which is not known by name here, can only be asked whether its times rise with the noise.
+    of the level it goes to; diffusers' iPNDM, that of a curve of its own. The first noise is sigma of the start, or what
+    a dialect makes of it. A schedule of somebody's own, which is not known by name here, can only be asked whether its
+    times rise with the noise.
     """
     name, inversion = plan.schedule.get("name"), plan.name == "ddim_inversion"
     known = isinstance(name, str) and (name in schedules.MAKERS or name in schedules.ALIASES)
@@ -420,7 +420,7 @@ def check_agreement(plan: Plan) -> None:
 
 def _check_times(plan: Plan, curve: Schedule, inversion: bool) -> None:
     low, high = curve.span
-    free = inversion or (plan.dialect == "diffusers" and plan.name in ("ipndm", "pndm"))
+    free = inversion or (plan.dialect == "diffusers" and plan.name == "ipndm")
     for i, r in enumerate(plan.rows):
         beyond = max(low - r.time, r.time - high)
         away = 0.0 if free else abs(r.time - curve.time(r.level))

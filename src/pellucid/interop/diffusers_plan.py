@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from pellucid.core.compile import compile_plan
@@ -46,22 +45,20 @@ def compile_reading(
     options = dict(reading.options)
     if reading.x0_filter is not None and reading.sampler in ("ddim", "ddim_inversion") and dialect == "diffusers":
         options["keep_eps"] = True
-    if skip and reading.sampler in BLIND_START:
+    if skip and reading.sampler in BLIND_START and dialect != "diffusers":
         options["warm"] = False
     options |= overrides or {}
-    compiled = partial(
-        compile_plan,
+    return compile_plan(
         reading.sampler,
         schedule=curve,
         target=reading.target,
         grid=lay,
         steps=steps,
         dialect=dialect,
+        skip=skip,
         **cuts,
+        **options,
     )
-    if skip and reading.sampler == "dpm_singlestep" and dialect == "diffusers":
-        options["orders"] = late_orders(compiled(**options, stop=None), skip)
-    return compiled(skip=skip, **options)
 
 
 def pipeline_options(reading: Reading, passes_eta: bool) -> dict[str, Any]:
@@ -78,12 +75,6 @@ def noise_notes(plan: Plan, class_name: str) -> tuple[str, ...]:
         f"{name} takes its noise from torchsde's Brownian tree in diffusers: the distribution is the same here, "
         "the image of a seed is not",
     )
-
-
-def late_orders(whole: Plan, skip: int) -> tuple[int, ...]:
-    """diffusers' singlestep solver, started late, keeps the orders of the whole run as far as it has outputs."""
-    orders = [3 if r.uses("p2") else 2 if r.uses("p1") else 1 for r in whole.rows]
-    return tuple(min(k, i + 1) for i, k in enumerate(orders[skip:]))
 
 
 def explicit(lay: Grid, steps: int | None, timesteps: Sequence[float] | None, sigmas: Sequence[float] | None) -> Grid:

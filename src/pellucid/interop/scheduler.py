@@ -27,7 +27,7 @@ from pellucid.core import target as targets
 from pellucid.core.compile import default_grid
 from pellucid.core.denoiser import input_scale, read_output
 from pellucid.core.dialect import named as dialect_named
-from pellucid.core.dialect_diffusers import discards_noise, finite_table
+from pellucid.core.dialect_diffusers import discards_noise, finite_table, known_level
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.filters import Filter
 from pellucid.core.grid import Grid
@@ -538,7 +538,7 @@ class Scheduler(DiffusersAPI):
 
     def _pndm_step(self, kind: str, model_output: Tensor, timestep: Any, sample: Tensor, return_dict: bool) -> Any:
         run = self._state()
-        done = run.index or 0
+        done = 0 if run.index is None else run.index - run.first_row
         if self.entry.name not in ("pndm", "plms") or (kind == "prk") != (done < self._prk_rows):
             due = "step_prk" if done < self._prk_rows else "step_plms"
             raise PellucidError(rule("call", f"{due} at row {done} of {self.reading.sampler}", f"step_{kind}"), "pndm")
@@ -594,13 +594,15 @@ class Scheduler(DiffusersAPI):
         if row == run.first_row:
             return run
         extra = BLIND_START.get(self.reading.sampler)
+        if extra is not None and self.dialect == "diffusers":
+            extra = 0  # whose legs are calls
         leg = max(row - extra, 0) if extra is not None else row // self.order
         if extra is None and row % self.order:
             raise PellucidError(
                 rule("begin_index", f"a multiple of {self.order} for {self.reading.sampler}", row),
                 "begin-index",
             )
-        twice = self.reading.sampler == "plms" and row == 1  # PLMS tells its second time twice: the first call waits
+        twice = extra == 1 and row == 1  # PLMS tells its second time twice: the first call waits
         later = self._begin(run.setting, run.timesteps.device, skip=leg + int(twice))
         if twice:
             first = later.plan.rows[0]
@@ -751,10 +753,10 @@ class Scheduler(DiffusersAPI):
         if run is not None and self.entry.peer != "training":
             following = 0 if run.index is None else run.index - run.first_row
             if run.begin is not None and following < len(run.plan.rows):
-                return run.plan.rows[following].level
-            for r, told in zip(run.plan.rows, run.told[run.first_row :], strict=False):
+                return known_level(run.plan, following)
+            for i, told in enumerate(run.told[run.first_row :]):
                 if told == time:
-                    return r.level
+                    return known_level(run.plan, i)
         line = self.entry.frame == "line" and self.reading.schedule.frame == "vp"
         frame = run.plan.frame if run is not None else "ve" if line else self.reading.schedule.frame
         return self.reading.schedule.level(time).to(frame)

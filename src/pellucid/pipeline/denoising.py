@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from pellucid.core.dialect_diffusers import known_level
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.loop import Constraint, Denoiser, StepSeen, loop
 from pellucid.core.noise import NoiseSource
@@ -220,7 +221,7 @@ class Run:
         last = len(self.plan.rows) - 1
 
         def keep(seen: StepSeen) -> Tensor:
-            level = seen.next_levels[0]
+            level = seen.next_levels[0] if seen.index == last else known_level(self.plan, seen.index + 1)
             done = (
                 seen.index == last and self.plan.dialect == "diffusers"
             )  # which ends on the picture, wherever it ends

@@ -125,21 +125,28 @@ def as_diffusers(request: Request, make: Any) -> Plan:
         skip = count - kept
     cuts: dict[str, Any] = {"skip": skip} if skip else {}
     if request.denoising_start is not None:
-        cuts = {"skip": legs_before(whole, count, request.denoising_start)}
+        cuts = {"skip": starts_before(whole, request.denoising_start)}
     if request.denoising_end is not None:
-        stop = legs_before(whole, count, request.denoising_end)
-        cuts |= {"stop": stop} if stop < count else {}
+        stop = starts_before(whole, request.denoising_end)
+        cuts |= {"stop": stop} if stop < len(starts_of(whole)) else {}
     return make(**cuts) if cuts else whole
 
 
-def legs_before(whole: Plan, count: int, part: float) -> int:
-    """How many steps of a plan lie before a part of the run, as diffusers counts: by whole training times."""
-    starts = {r.time for r in whole.rows}  # a sampler of several calls a step tells the start of the next one twice
-    if len(starts) != count:
+def starts_of(whole: Plan) -> list[float]:
+    """The times that diffusers counts when it cuts a run: one a step, and in PNDM one a call."""
+    if whole.name in ("plms", "pndm"):
+        return list(whole.timesteps)
+    starts = list(dict.fromkeys(whole.timesteps))  # several calls a step tell the start of the next one twice
+    if len(starts) != whole.grid["steps"]:
         raise PellucidError(
             f"denoising_start, denoising_end must be left out for {whole.name} in the diffusers dialect: it calls the "
             "model between two steps. Name a sampler: the exact dialect cuts anywhere.",
             "denoising",
         )
+    return starts
+
+
+def starts_before(whole: Plan, part: float) -> int:
+    """How many of them lie before a part of the run, as diffusers counts: by whole training times."""
     total = whole.schedule.get("num_train", 1000)
-    return sum(time >= round(total - part * total) for time in starts)
+    return sum(time >= round(total - part * total) for time in starts_of(whole))

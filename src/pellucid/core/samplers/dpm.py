@@ -253,17 +253,22 @@ def dpm_singlestep(
     algorithm: str = "dpmsolver++",
     solver: str = "midpoint",
     orders: tuple[int, ...] | None = None,
+    skipped: int = 0,
     lower_order_final: bool = False,
     curvature_sign: float = 1.0,
 ) -> Draft:
-    """Groups of `order` calls: each call of a group steps again from where the group began, at a higher order."""
+    """Groups of `order` calls: each call of a group steps again from where the group began, at a higher order.
+
+    A run that `skipped` legs keeps the orders of the whole run, as diffusers does, as far as it has outputs for them.
+    """
     check_order(order, 3)
     check_choice("algorithm", algorithm, ("dpmsolver++", "dpmsolver", "sde-dpmsolver++"))
     check_choice("solver", solver, ("midpoint", "heun"))
     legs = path.legs
     blind = legs[0].start.alpha == 0.0  # λ is infinite there: that leg is a group of its own
     clean = legs[-1].end.sigma == 0.0
-    whole = single_orders(len(legs) - blind, order, clean, lower_order_final)
+    whole = single_orders(skipped + len(legs) - blind, order, clean, lower_order_final)[skipped:]
+    whole = tuple(min(k, i + 1) for i, k in enumerate(whole))
     ladder = orders or ((1, *whole) if blind else whole)
     if len(ladder) != len(legs) or any(not 1 <= k <= min(order, i + 1) for i, k in enumerate(ladder)):
         raise PlanError(

@@ -23,6 +23,7 @@ from pellucid.core.samplers.steps import (
 )
 from pellucid.core.schedule import Level
 
+MISSING = "the weights of calls that were not made are dropped (scheduling_lms_discrete.py, `step`)"
 CHURNED = "s_noise other than 1 adds more or less noise than churn removed"
 
 
@@ -293,14 +294,18 @@ def dpm2_a(path: Path, *, eta: float = 1.0, s_noise: float = 1.0) -> Draft:
     peer="k",
     aliases=("LMSDiscreteScheduler", "k_lms", "sample_lms"),
 )
-def lms(path: Path, *, order: int = 4) -> Draft:
-    """The slopes of the last calls, interpolated in sigma and integrated exactly."""
+def lms(path: Path, *, order: int = 4, earlier: tuple[float, ...] = ()) -> Draft:
+    """The slopes of the last calls, interpolated in sigma and integrated exactly.
+
+    `earlier` are sigmas before the first call: diffusers interpolates through them too, and drops their slopes.
+    """
     check_order(order, 4)
-    legs, rows = path.legs, []
-    for i, leg in enumerate(legs):
-        nodes = [legs[i - j].start.sigma for j in range(min(order, i + 1))]
-        rows.append(row(leg.time, leg.start, X + combine(integrate(nodes, leg.start.sigma, leg.end.sigma))))
-    return Draft(rows, line_basis(path))
+    sigmas, rows = [*earlier, *(leg.start.sigma for leg in path.legs)], []
+    for i, leg in enumerate(path.legs):
+        nodes = sigmas[: len(earlier) + i + 1][: -order - 1 : -1]
+        weights = integrate(nodes, leg.start.sigma, leg.end.sigma)[: i + 1]
+        rows.append(row(leg.time, leg.start, X + combine(weights)))
+    return Draft(rows, line_basis(path), declared=MISSING if earlier else "")
 
 
 @sampler(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from fractions import Fraction
 
 from pellucid.core.errors import PlanError, rule
@@ -43,7 +43,7 @@ def check_basis(basis: str) -> Target:
 V_BASIS = "v predictions of several levels are mixed and read at one of them"
 
 
-def plms_rows(legs: tuple[Leg, ...], basis: Target, known: int) -> list[Row]:
+def plms_rows(legs: Sequence[Leg], basis: Target, known: int) -> list[Row]:
     """Adams-Bashforth rows, of the order that the history allows."""
     rows = []
     for i, leg in enumerate(legs):
@@ -63,23 +63,25 @@ def plms_rows(legs: tuple[Leg, ...], basis: Target, known: int) -> list[Row]:
     peer="training",
     aliases=("pndm_plms", "k_plms"),
 )
-def plms(path: Path, *, basis: str = "eps", first: Leg | None = None, warm: bool = True) -> Draft:
-    """The first leg is done twice (`warm`), the second time with the mean of both ends; then Adams-Bashforth."""
+def plms(path: Path, *, basis: str = "eps", bases: tuple[Level, ...] | None = None, warm: bool = True) -> Draft:
+    """The first leg is done twice (`warm`), the second time with the mean of both ends; then Adams-Bashforth.
+
+    With `bases` the path has a leg for each call, as diffusers counts them, and the second one goes from that level.
+    """
     kind = check_basis(basis)
-    legs = path.legs
+    legs, declared = path.legs, V_BASIS if kind == "v" else ""
     if not warm:
-        return Draft(plms_rows(legs, kind, 0), kind, declared=V_BASIS if kind == "v" else "")
+        return Draft(plms_rows(legs, kind, 0), kind, declared=declared)
+    if bases is None and len(legs) > 1:
+        bases = (legs[0].start,)
+        legs = (legs[0], Leg(legs[1].time, legs[0].end, legs[0].end), *legs[1:])
     on_x, on_p = carry(legs[0].start, legs[0].end, kind)
-    declared = V_BASIS if kind == "v" else ""
-    if len(legs) == 1 and first is None:
-        return Draft([row(legs[0].time, legs[0].start, X * on_x + P0 * on_p)], kind, declared=declared)
-    again = first or replace(legs[0], time=legs[1].time)
-    back_x, back_p = carry(again.start, again.end, kind)
-    rows = [
-        row(legs[0].time, legs[0].start, X * on_x + P0 * on_p, X),
-        row(again.time, again.end, ANCHOR * back_x + (P0 + P1) * (back_p / 2), held=True),
-    ]
-    return Draft(rows + plms_rows(legs[1:], kind, 1), kind, declared=declared)
+    rows = [row(legs[0].time, legs[0].start, X * on_x + P0 * on_p, X)]
+    if len(legs) > 1 and bases:
+        back_x, back_p = carry(bases[0], legs[1].end, kind)
+        mean = ANCHOR * back_x + (P0 + P1) * (back_p / 2)
+        rows.append(row(legs[1].time, legs[1].start, mean, held=True))
+    return Draft(rows + plms_rows(legs[2:], kind, 1), kind, declared=declared)
 
 
 @sampler(
@@ -93,52 +95,54 @@ def plms(path: Path, *, basis: str = "eps", first: Leg | None = None, warm: bool
     peer="training",
     aliases=("PNDMScheduler", "pndm_rk"),
 )
-def pndm(
-    path: Path,
-    *,
-    basis: str = "eps",
-    stages: tuple[tuple[tuple[float, Level], ...], ...] | None = None,
-    warm: bool = True,
-) -> Draft:
-    """Runge-Kutta for the first three legs (`warm`), then Adams-Bashforth on eps."""
+def pndm(path: Path, *, basis: str = "eps", bases: tuple[Level, ...] | None = None, warm: bool = True) -> Draft:
+    """Runge-Kutta for the first three legs (`warm`), then Adams-Bashforth on eps.
+
+    With `bases` the path has a leg for each call, as diffusers counts them, and four calls go from each such level.
+    """
     kind = check_basis(basis)
-    legs = path.legs
     if not warm:
         return plms(path, basis=basis, warm=False)
-    turns = stages or tuple(stages_of(path, i) for i in range(min(3, len(legs) - 1)))
-    if len(turns) > len(legs):
-        advice = "Its Runge-Kutta start takes that many: skip fewer, or ask for more steps."
-        raise PlanError(rule("steps left for pndm", f"at least {len(turns)}", len(legs), advice), "steps")
-    rows = [r for i, turn in enumerate(turns) for r in runge_kutta(legs[i], turn, kind)]
-    rows += plms_rows(legs[len(turns) :], kind, len(turns))
+    legs = path.legs
+    if bases is None:
+        early = legs[: min(3, len(legs) - 1)]
+        bases = tuple(leg.start for leg in early)
+        legs = (*(call for i in range(len(early)) for call in stages_of(path, i)), *legs[len(early) :])
+    start = 4 * len(bases)
+    rows = [r for i, base in enumerate(bases) for r in runge_kutta(base, legs[4 * i : 4 * i + 4], kind)]
+    rows += plms_rows(legs[start:], kind, len(bases))
     return Draft(rows, kind, declared=V_BASIS if kind == "v" else "")
 
 
-def stages_of(path: Path, i: int) -> tuple[tuple[float, Level], ...]:
-    """(told time, level reached) of the four stages: the middle in time twice, then the end twice."""
+def stages_of(path: Path, i: int) -> list[Leg]:
+    """The four calls of a leg: to the middle in time twice, then to the end twice."""
     begin, end = path.legs[i].time, path.legs[i + 1].time
     middle = (begin + end) / 2
-    half, whole = path.at_time(middle), path.legs[i].end
-    return ((begin, half), (middle, half), (middle, whole), (end, whole))
+    here, half, whole = path.legs[i].start, path.at_time(middle), path.legs[i].end
+    return [Leg(begin, here, half), Leg(middle, half, half), Leg(middle, half, whole), Leg(end, whole, whole)]
 
 
-def runge_kutta(leg: Leg, turn: tuple[tuple[float, Level], ...], basis: Target) -> list[Row]:
-    """Four rows. The anchor gathers the answer; only the first prediction enters the history.
+def runge_kutta(base: Level, calls: Sequence[Leg], basis: Target) -> list[Row]:
+    """Up to four rows. The anchor gathers the answer; only the first prediction enters the history.
 
     Where the leg began (`here`) is not kept: it is solved from x and the first prediction in stage 2, and from x
     and the anchor in stage 3.
     """
-    times, goals = [t for t, _ in turn], [g for _, g in turn]
-    (a1, b1), (a2, b2), (a3, b3), (a4, b4) = (carry(leg.start, goal, basis) for goal in goals)
+    if not calls:
+        return []
+    goals = [call.end for call in calls] + [calls[-1].end] * (4 - len(calls))  # a run may end before its stages do
+    (a1, b1), (a2, b2), (a3, b3), (a4, b4) = (carry(base, goal, basis) for goal in goals)
     here_2 = (X - P1 * b1) / a1
     share = b4 / (3 * b2)
     here_3 = (ANCHOR - P1 * (b4 / 6) - X * share) / (a4 - share * a2)
-    return [
-        row(times[0], leg.start, X * a1 + P0 * b1, X * a4 + P0 * (b4 / 6)),
-        row(times[1], goals[0], here_2 * a2 + P0 * b2, ANCHOR + P0 * (b4 / 3), held=True),
-        row(times[2], goals[1], here_3 * a3 + P0 * b3, ANCHOR + P0 * (b4 / 3), held=True),
-        row(times[3], goals[2], ANCHOR + P0 * (b4 / 6), held=True),
-    ]
+    forms = (
+        (X * a1 + P0 * b1, X * a4 + P0 * (b4 / 6)),
+        (here_2 * a2 + P0 * b2, ANCHOR + P0 * (b4 / 3)),
+        (here_3 * a3 + P0 * b3, ANCHOR + P0 * (b4 / 3)),
+        (ANCHOR + P0 * (b4 / 6), None),
+    )
+    stages = enumerate(zip(calls, forms, strict=False))
+    return [row(call.time, call.start, x, anchor, held=i > 0) for i, (call, (x, anchor)) in stages]
 
 
 BLIND = 1e-6  # alpha below which there is nothing of x0 in x
