@@ -13,6 +13,7 @@ import textwrap
 import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -357,15 +358,17 @@ def test_seconds_are_of_what_the_loop_was_at(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
 def test_memory_is_that_of_the_process(tmp_path: Path) -> None:
-    held: list[Tensor] = []
+    """Anonymous maps are pages of their own: no allocator can answer from what earlier tests left behind."""
+    held: list[mmap] = []
 
     def greedy(x: Tensor, level: Any, told: Any) -> Tensor:
-        held.append(torch.ones(2**24))  # 64 MB that stay: more than an allocator has left from earlier
+        held.append(mmap(-1, 2**26))
+        held[-1].write(b"1" * 2**26)  # 64 MB that stay
         return x * 0.5
 
     found = record(tmp_path / "run", plan_of("euler", 5), greedy, tensors=False)
     taken = [step.memory for step in found.steps]
-    assert all(b - a > 3e7 for a, b in pairwise(taken))  # type: ignore[operator]
+    assert taken[-1] - taken[0] > 0.75 * 4 * 2**26  # type: ignore[operator]
     assert [step.peak for step in found.steps] == taken
 
 

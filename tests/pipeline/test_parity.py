@@ -18,6 +18,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from pellucid import PellucidError
+from pellucid.models.guidance import Guidance
 from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
 from pellucid.pipeline.load import load
 from pellucid.pipeline.pipeline import Pipeline, Result
@@ -650,3 +651,74 @@ def test_pixart_from_embeddings(kind: str, tmp_path: Path) -> None:
     cond, uncond = (Embedding(text, mask=mask) for text, mask in zip(texts, masks, strict=True))
     made = mine(prompt_embeds=cond, negative_prompt_embeds=uncond, steps=5, guidance=4.0, seed=3, **size)
     compare(made, other)
+
+
+# --- batches of one image ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.7])
+@pytest.mark.parametrize("name", ["sd", "painter"])
+def test_inpainting_several_of_one_image(name: str, strength: float, request: pytest.FixtureRequest) -> None:
+    """diffusers encodes the image once, with the first image's noise; alone, each would be encoded with its own."""
+    model = request.getfixturevalue(name)
+    _, mine = model.with_scheduler("euler_a")
+    peer = model.as_class("StableDiffusionInpaintPipeline")
+    given = {"image": picture(), "strength": strength}
+    made = mine(**WORDS, **given, mask=half_mask(), n=3, steps=6, guidance=5.0, seed=3)
+    more = {"mask_image": half_mask(), "num_inference_steps": 6, "guidance_scale": 5.0, **SIZE}
+    compare(made, theirs(peer, **WORDS, **given, **more, num_images_per_prompt=3))
+
+
+def test_image_to_image_of_several(sd: Model) -> None:
+    """Here diffusers encodes the image once for each."""
+    _, mine = sd.with_scheduler("euler_a")
+    peer = sd.as_class("StableDiffusionImg2ImgPipeline")
+    made = mine(**WORDS, image=picture(), strength=0.7, n=3, steps=6, guidance=5.0, seed=3)
+    more = {"num_inference_steps": 6, "guidance_scale": 5.0, "num_images_per_prompt": 3}
+    compare(made, theirs(peer, **WORDS, image=picture(), strength=0.7, **more))
+
+
+# --- guidance from 0 to 1 ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("scheduler", ["ddim", "euler_a", "dpmpp_2m_karras"])
+def test_a_scale_of_at_most_one_is_no_guidance(xl: Model, scheduler: str, scale: float) -> None:
+    """SDXL's, because the random text encoder of the small SD hardly tells texts apart."""
+    peer, mine = xl.with_scheduler(scheduler)
+    made = mine(**WORDS, **SIZE, steps=4, guidance=scale, seed=3)
+    compare(made, theirs(peer, **WORDS, **SIZE, num_inference_steps=4, guidance_scale=scale))
+    said = [note for note in made.notes if "was run as 1" in note]
+    assert (
+        said
+        == ([f"a guidance scale of {scale:g} was run as 1, without guidance, as diffusers does below 1"])[
+            : int(scale < 1)
+        ]
+    )
+    assert Guidance.parse(made.recipe.guidance).scale == 1.0
+    again = mine.run(Request(**request_fields(made.recipe)))
+    assert torch.equal(again.latents, made.latents)
+
+
+@pytest.mark.parametrize("guidance", [0.5, "0.5 + rescale phi=0.7"])
+def test_image_to_image_with_a_scale_below_one(xl: Model, guidance: Any) -> None:
+    """Without guidance there is nothing to rescale."""
+    _, mine = xl.with_scheduler("euler")
+    peer = xl.as_class("StableDiffusionXLImg2ImgPipeline")
+    made = mine(**WORDS, image=picture(), strength=0.7, steps=6, guidance=guidance, seed=3)
+    compare(made, theirs(peer, **WORDS, image=picture(), strength=0.7, num_inference_steps=6, guidance_scale=0.5))
+
+
+@pytest.mark.parametrize(("scale", "effect"), [(0, "leaves the prompt out"), (0.5, "weakens the prompt"), (1, None)])
+def test_a_scale_below_one_with_a_sampler_of_ours_is_noted(sd: Model, scale: float, effect: str | None) -> None:
+    """There 0 is the unconditional prediction, as the formula has it."""
+    _, mine = sd.with_scheduler("ddim")
+    given = {**SIZE, "sampler": "ddim", "steps": 3, "seed": 3, "decode": False}
+    made = mine("abc", negative_prompt="cab", guidance=scale, **given)
+    assert [n for n in made.notes if "in diffusers" in n] == (
+        [f"a guidance scale of {scale:g} {effect}; 1 follows it without guidance, which is what any scale up to 1 "
+         "does in diffusers"] if effect else []
+    )  # fmt: skip
+    if scale == 0:
+        other = mine("bca", negative_prompt="cab", guidance=0, **given)
+        assert torch.allclose(made.latents, other.latents, atol=1e-5)

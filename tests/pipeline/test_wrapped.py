@@ -591,3 +591,38 @@ def test_a_scheduler_that_is_not_read() -> None:
     with pytest.raises(PellucidError, match="scheduler of Strange: interpolation_type must be 'linear'") as caught:
         wrap(peer)("ab", seed=1)
     assert "strict" not in str(caught.value)
+
+
+# --- guidance from 0 to 1, and times of the caller's own -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5])
+@pytest.mark.parametrize("name", ["sd", "sdxl", "sd3", "pixart-alpha"])
+def test_a_scale_below_one_is_no_guidance(name: str, scale: float) -> None:
+    made = ours(name, guidance=scale, decode=False)
+    assert apart(made.latents, theirs(name, guidance_scale=scale)) < CLOSE
+    assert [note for note in made.notes if "was run as 1" in note]
+    with Counter(name) as calls:
+        exact = ours(name, guidance=scale, sampler="euler", decode=False)
+    assert max(calls) == 1  # and so it is with a sampler of ours
+    assert torch.equal(exact.latents, ours(name, guidance=1.0, sampler="euler", decode=False).latents)
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux", "flux-dev", "qwen-image"])
+def test_sigmas_without_steps(name: str) -> None:
+    sigmas = [1.0, 0.8, 0.45, 0.2]
+    made = ours(name, steps=None, decode=False, peer_options={**tiny.told(name), "sigmas": sigmas})
+    assert made.plan.nfe == 4
+    assert apart(made.latents, theirs(name, num_inference_steps=50, sigmas=sigmas)) < CLOSE
+
+
+def test_timesteps_without_steps() -> None:
+    times = [900, 600, 300, 20]
+    made = ours("sdxl", steps=None, decode=False, peer_options={**tiny.told("sdxl"), "timesteps": times})
+    assert apart(made.latents, theirs("sdxl", num_inference_steps=50, timesteps=times)) < CLOSE
+
+
+@pytest.mark.parametrize("more", [{"steps": 4}, {"steps": None, "sampler": "euler"}, {"steps": None, "grid": "karras"}])
+def test_times_given_twice(more: dict[str, Any]) -> None:
+    with pytest.raises(PellucidError, match=r"\['sigmas'\] must be left out where steps, sampler, grid or plan"):
+        ours("sd3", peer_options={"sigmas": [1.0, 0.5]}, **more)

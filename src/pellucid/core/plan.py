@@ -398,9 +398,9 @@ def check_agreement(plan: Plan) -> None:
 
     The law does not see them. Times stay inside of the schedule (diffusers goes 0.1 % of it beyond), and within half of
     it of the level's own: tuning moved them by 7 %, diffusers' PNDM by 14 %. Two tell any time in it: inversion, that
-    of the level it goes to; diffusers' iPNDM, that of a curve of its own. The first noise is sigma of the start, or what
-    a dialect makes of it. A schedule of somebody's own, which is not known by name here, can only be asked whether its
-    times rise with the noise.
+    of the level it goes to; diffusers' iPNDM, that of a curve of its own. The first noise is sigma of the start, or
+    what a dialect makes of it. A schedule of somebody's own, which is not known by name here, can only be asked whether
+    its times rise with the noise.
     """
     name, inversion = plan.schedule.get("name"), plan.name == "ddim_inversion"
     known = isinstance(name, str) and (name in schedules.MAKERS or name in schedules.ALIASES)

@@ -163,7 +163,7 @@ class Guidance:
 
     def same_rules(self, other: Guidance) -> bool:
         """Whether two are the same scale and rules; a dialect sets the space in which they act."""
-        return self.as_diffusers() == other.as_diffusers()
+        return self._on_raw() == other._on_raw()
 
     @property
     def needs_uncond(self) -> bool:
@@ -197,7 +197,18 @@ class Guidance:
         return Bound(self, schedule, plan)
 
     def as_diffusers(self) -> Guidance:
-        """The same rules as diffusers' pipelines and guiders apply them: on the raw output; APG from uncond."""
+        """As diffusers' pipelines guide: rules act on the raw output, and a scale below 1 guides no more than 1."""
+        return self.at_least_one()._on_raw()
+
+    def at_least_one(self) -> Guidance:
+        """A scale below 1 as diffusers' pipelines take it: the conditional prediction alone, which is scale 1."""
+        if not isinstance(self.scale, float) or self.scale >= 1.0:
+            return self
+        note = f"a guidance scale of {self.scale:g} was run as 1, without guidance, as diffusers does below 1"
+        return replace(self, scale=1.0, notes=(*self.notes, note))
+
+    def _on_raw(self) -> Guidance:
+        """The rules as diffusers' pipelines and guiders apply them: on the raw output; APG from uncond."""
         changed = [replace(r, space="raw") if isinstance(r, Combination | Correction) else r for r in self.rules]
         return replace(self, rules=tuple(replace(r, base="uncond") if isinstance(r, APG) else r for r in changed))
 
@@ -241,8 +252,14 @@ class Guidance:
         return " + ".join([scale_text(self.scale), *(rule_text(r) for r in self.rules)])
 
 
-def unguarded_note(guidance: Guidance) -> list[str]:
-    """What a high scale may do, where no rule is there to tame it."""
+def scale_notes(guidance: Guidance) -> list[str]:
+    """What a scale below 1 does, and what a high one may do where no rule is there to tame it."""
+    if isinstance(guidance.scale, float) and guidance.scale < 1.0:
+        effect = "weakens the prompt" if guidance.scale else "leaves the prompt out"
+        return [
+            f"a guidance scale of {guidance.scale:g} {effect}; 1 follows it without guidance, "
+            "which is what any scale up to 1 does in diffusers"
+        ]
     if not guidance.untamed:
         return []
     return [

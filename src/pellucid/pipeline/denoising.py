@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -126,8 +127,7 @@ class Run:
             return self.fitting(self.taken_up(image))
         if pictures_in.is_latent(image, self.channels_if_latent()):
             return self.fitting(image)
-        pixels = pictures_in.spread(pictures.to_tensor(image, self.size), self.count)
-        return self.encode(pixels.to(self.pipe.device))
+        return self.encode(pictures.to_tensor(image, self.size).to(self.pipe.device))
 
     def taken_up(self, earlier: Result) -> Tensor:
         """The end of an earlier run: still noisy, in this plan's frame, or the latents of what it finished."""
@@ -155,10 +155,15 @@ class Run:
         return None if self.parts.vae is None else self.pipe.channels
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """Pixels (B, 3, H, W) in [−1, 1] → latents; the posterior is sampled with the run's own noise."""
-        vae = self.parts.vae
+        """Pixels (1 or more, 3, H, W) in [−1, 1] → latents (B, C, H, W), sampled with the noise of each image.
+
+        diffusers' inpainting encodes an image once for the whole batch, with the noise of the first.
+        """
+        vae, once = self.parts.vae, self.request.mask is not None and self.plan.dialect == "diffusers"
+        spread = partial(pictures_in.spread, count=self.count)
         if vae is None:
-            return pixels
+            return spread(pixels)
+        pixels = pixels if once else spread(pixels)
         weight, policy = next(vae.parameters()), self.pipe.policy
         if policy.vae_tile is not None:
             posterior = tiles.encode_tiled(vae, pixels.to(weight), policy.vae_tile)
@@ -167,7 +172,7 @@ class Run:
         else:
             posterior = vae.encode(pixels.to(weight))
         noise = self.source.beside(posterior.mean.shape[1:], torch.empty(0, device=pixels.device), range(len(pixels)))
-        return to_diffusion(vae.config, posterior.sample(noise.to(posterior.mean))).float()
+        return spread(to_diffusion(vae.config, posterior.sample(noise.to(posterior.mean))).float())
 
     def start(self, clean: Tensor | None, noise: Tensor) -> Tensor:
         """x at the plan's first level."""
@@ -210,7 +215,8 @@ class Run:
             raise PellucidError(rule("in_channels of the network", f"{self.pipe.channels}", wide), "components-fit")
         elif request.mask is not None and self.plan.dialect == "diffusers" and clean is not None:
             # diffusers encodes the masked picture here whether it is used or not, and draws noise for it
-            self.source.beside(clean.shape[1:], torch.empty(0), range(self.count))
+            drawn = 1 if pictures_in.one_for_all(self) else self.count
+            self.source.beside(clean.shape[1:], torch.empty(0), range(drawn))
         return network, extra
 
     def blend(self, clean: Tensor | None, noise: Tensor) -> list[Constraint]:

@@ -64,6 +64,15 @@ def spread(batch: Tensor, count: int) -> Tensor:
     return batch.repeat_interleave(count // len(batch), dim=0)
 
 
+def one_for_all(run: Run) -> bool:
+    """Whether the whole batch starts from one image, under one mask where there is one."""
+    image, mask = run.request.image, run.request.mask
+    if not isinstance(image, Tensor) and hasattr(image, "latents"):  # the result of an earlier run
+        return False
+    one = len(pictures.listed(image, "image")) == 1
+    return one and (mask is None or len(pictures.listed(mask, "mask")) == 1)
+
+
 # --- to paint in -------------------------------------------------------------------------------------------------
 
 
@@ -105,8 +114,8 @@ def beside_latents(run: Run) -> Tensor:
     if is_latent(run.request.image, run.channels_if_latent()):
         raise PellucidError("image must be a picture for an inpainting model; got latents.", "inpaint")
     mask = pixel_mask(run)
-    pixels = spread(pictures.to_tensor(run.request.image, run.size), run.count).to(mask)
-    hidden = run.encode(pixels * (mask < 0.5))
+    pixels, shown = pictures.to_tensor(run.request.image, run.size).to(mask), mask < 0.5
+    hidden = run.encode(pixels * shown[:1] if one_for_all(run) else spread(pixels, run.count) * shown)
     return torch.cat([pictures.mask_to_latents(mask, run.pipe.factor).to(hidden), hidden], dim=1)
 
 

@@ -24,7 +24,7 @@ from pellucid.interop.source import bundled
 from pellucid.models import lora
 from pellucid.models.blocks import within
 from pellucid.models.dit import DiT
-from pellucid.models.guidance import Guidance, guarded, steps_of, unguarded_note
+from pellucid.models.guidance import Guidance, guarded, scale_notes, steps_of
 from pellucid.models.lora import AdapterSet, MergedAll, Receipt
 from pellucid.models.rules import Layered, Rescale
 from pellucid.models.unet import UNet
@@ -88,12 +88,13 @@ class Pipeline(RefusesPeerWords):
         guidance = self.guidance_of(request)
         check_layers(parts.network, guidance)
         planned = make_plan(parts, request)
-        guidance = guidance.as_diffusers() if planned.plan.dialect == "diffusers" else guidance
+        embedded = isinstance(parts.network, UNet) and parts.network.config.time_cond_proj_dim is not None
+        if planned.plan.dialect == "diffusers" and not embedded:
+            guidance = guidance.as_diffusers()
         size = self.size_of(request)
         seeds = request.seeds()
         out_of_memory.check_fits(self, request, size, len(seeds))
         source = noise_source(request, planned.plan, seeds)
-        embedded = isinstance(parts.network, UNet) and parts.network.config.time_cond_proj_dim is not None
         asked = guidance
         if embedded:  # a network that was told its guidance in training takes it as an input
             scale, guidance = told_scale(asked), Guidance(1.0)
@@ -117,7 +118,7 @@ class Pipeline(RefusesPeerWords):
                 *notes,
                 *text_notes(parts, request),
                 *guidance.notes,
-                *unguarded_note(guidance),
+                *scale_notes(guidance),
                 *unused(request, guidance, planned.plan),
                 *noise_notes(planned.plan, str((parts.scheduler or {}).get("_class_name"))),
                 *tuned_for_another(planned.plan, self.components, asked),

@@ -25,7 +25,7 @@ from pellucid.interop.diffusers_config import Reading
 from pellucid.interop.diffusers_plan import noise_notes
 from pellucid.interop.wrap import Conversation, Peer, look
 from pellucid.interop.wrap_branches import PeerNetwork, Way
-from pellucid.models.guidance import Guidance, unguarded_note
+from pellucid.models.guidance import Guidance, scale_notes
 from pellucid.models.guided import GuidedDenoiser, Terms
 from pellucid.pipeline import images as pictures
 from pellucid.pipeline import watching
@@ -118,7 +118,7 @@ class WrappedPipeline(RefusesPeerWords):
             stages=tuple(stages.taken),
             notes=(
                 *journey.notes(),
-                *unguarded_note(journey.guidance),
+                *scale_notes(journey.guidance),
                 *([] if order.guidance is None else tuned_for_another(order.plan, None, order.guidance)),
                 *noise_notes(order.plan, reading.class_name),
                 *flagged(made),

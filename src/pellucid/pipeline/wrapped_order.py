@@ -28,6 +28,7 @@ OURS = (
     "prompt", "negative_prompt", "num_images_per_prompt", "generator", "width", "height", "num_inference_steps",
     "timesteps", "sigmas", "eta", "latents", "output_type", "return_dict", "callback_on_step_end",
 )  # fmt: skip
+TIMES = ("timesteps", "sigmas")
 SCALES = ("true_cfg_scale", "guidance_scale")
 PROBE = 8.0  # what the pipeline mixes with while the guidance is ours: large, so that the order of the two shows
 
@@ -70,12 +71,12 @@ class Order:
     def whose_guidance(self, true_guidance: Any) -> tuple[float | None, Guidance | None]:
         """(the scale that the network is told, our guidance); None is left to the pipeline."""
         asked = None if self.request.guidance is None else Guidance.parse(self.request.guidance)
-        true = None if true_guidance is None else Guidance.parse(true_guidance)
+        true = None if true_guidance is None else Guidance.parse(true_guidance).at_least_one()
         if not told_its_scale(self.peer):
             if true is not None:
                 advice = f"The network of {self.peer.kind} is not told a scale: use guidance."
                 raise PellucidError(rule("true_guidance", "left out", true_guidance, advice), "wrap-guidance")
-            return None, asked
+            return None, None if asked is None else asked.at_least_one()
         if asked is not None and (asked.rules or not isinstance(asked.scale, float)):
             advice = "Rules go into true_guidance." if "true_cfg_scale" in self.peer.takes else ""
             must = f"a plain number, since the network of {self.peer.kind} is told it"
@@ -109,8 +110,16 @@ class Order:
     # --- the pipeline's call --------------------------------------------------------------------------------------
 
     def check_options(self) -> None:
+        request = self.request
+        own_times = request.sampler is request.grid is request.plan is request.steps is None
         for name, value in self.options.items():
-            if name in OURS or (name in SCALES and self.request.guidance is not None):
+            if name in TIMES and own_times and name in self.peer.takes:
+                continue
+            if name in TIMES:
+                advice = "With a sampler, give them as grid={'name': 'explicit', 'sigmas': [...]}."
+                must = "left out where steps, sampler, grid or plan are given"
+                raise PellucidError(rule(f"peer_options[{name!r}]", must, value, advice), "option")
+            if name in OURS or (name in SCALES and request.guidance is not None):
                 raise PellucidError(rule(f"peer_options[{name!r}]", "left out: the request says it", value), "option")
             if name not in self.peer.takes:
                 hint = nearest(name, self.peer.takes)
