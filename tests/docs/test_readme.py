@@ -43,6 +43,7 @@ def test_an_install_and_activate_line_comes_first() -> None:
     assert [line.split()[:2] for line in commands()[1:3]] == [["make", "demo"], ["make", "test"]]
 
 
+@pytest.mark.slow
 def test_the_commands_run_in_their_order(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(clone)
     ran = []

@@ -113,6 +113,7 @@ def test_diffusers_makes_the_same_picture_of_a_reference(pipe):
     assert difference(mine, pipe("", latents=latents(), steps=20, guidance=4.0).images[0]) > 20
 
 
+@pytest.mark.slow
 def test_its_parts_do_what_they_are_for(tmp_path):
     """Outlines, a reference, a style, captions and pictures told apart; each against the base without it."""
     from pellucid.evidence.adherence.making import Making

@@ -122,14 +122,13 @@ def half_mask(size: tuple[int, int] = (48, 32)) -> Image.Image:
 
 def theirs(peer: Any, seed: int = 3, **given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Latents and pixels of diffusers' pipeline, one generator an image."""
-    out = []
-    for kind in ("latent", "pt"):
-        count = given.get("num_images_per_prompt", 1) * (
-            len(given["prompt"]) if isinstance(given.get("prompt"), list) else 1
-        )
-        generators = [torch.Generator().manual_seed(seed + i) for i in range(count)]
-        out.append(peer(**given, generator=generators, output_type=kind, return_dict=False)[0])
-    return out[0], out[1]
+    prompts = len(given["prompt"]) if isinstance(given.get("prompt"), list) else 1
+    count = given.get("num_images_per_prompt", 1) * prompts
+    generators = [torch.Generator().manual_seed(seed + i) for i in range(count)]
+    latents = peer(**given, generator=generators, output_type="latent", return_dict=False)[0]
+    with torch.no_grad():
+        decoded = peer.vae.decode(latents / peer.vae.config.scaling_factor, return_dict=False)[0]
+    return latents, peer.image_processor.postprocess(decoded, output_type="pt")
 
 
 def compare(mine: Result, peer: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -209,11 +208,10 @@ def test_a_prompt_beyond_the_window_is_noted(name: str, request: pytest.FixtureR
     assert [n.split()[0] for n in both.notes if "tokens" in n] == ["negative_prompt"]
 
 
-@pytest.mark.parametrize("steps", [6, 20])
+@pytest.mark.parametrize(("name", "steps"), [("sd", 6), ("sd", 20), ("xl", 6)])
 @pytest.mark.parametrize("scheduler", DRAWING)
-@pytest.mark.parametrize("name", ["sd", "xl"])
 def test_folders_with_noise_in_their_steps(
-    name: str, scheduler: str, steps: int, request: pytest.FixtureRequest
+    scheduler: str, name: str, steps: int, request: pytest.FixtureRequest
 ) -> None:
     peer, mine = request.getfixturevalue(name).with_scheduler(scheduler)
     made = mine(**WORDS, **SIZE, steps=steps, guidance=5.0, seed=3)
@@ -270,7 +268,7 @@ def test_a_batch_of_prompts_with_seeds(sd: Model) -> None:
 @pytest.mark.parametrize(
     ("scheduler", "strength"),
     [(s, k) for s in (*SCHEDULERS, *DRAWING) if s != "sa_solver_karras" for k in (0.5, 0.85)]
-    + [(s, k) for s in LATE for k in (0.34, 0.5, 0.67, 0.85)],
+    + [(s, k) for s in LATE for k in (0.34, 0.85)],
 )
 def test_image_to_image(sd: Model, scheduler: str, strength: float) -> None:
     _, mine = sd.with_scheduler(scheduler)
@@ -304,7 +302,7 @@ def test_image_to_image_with_sa_solver_on_karras_sigmas(sd: Model) -> None:
 
 @pytest.mark.parametrize(
     ("scheduler", "strength"),
-    [(s, k) for s in SCHEDULERS for k in (1.0, 0.7)] + [(s, k) for s in LATE for k in (1.0, 0.85, 0.7, 0.34)],
+    [(s, k) for s in SCHEDULERS for k in (1.0, 0.7)] + [(s, k) for s in LATE for k in (1.0, 0.67)],
 )
 def test_inpainting_by_blending(sd: Model, scheduler: str, strength: float) -> None:
     _, mine = sd.with_scheduler(scheduler)
