@@ -1,11 +1,11 @@
-"""What DDIM's grids keep of pictures as fine as those of CIFAR-10: `python bench/detail_kept.py --data data/cifar10`.
+"""What DDIM's grids keep of images as fine as those of CIFAR-10: `python bench/detail_kept.py --data data/cifar10`.
 
-Pictures are taken apart by a cosine transform, whose coefficients are treated as Gaussian and on their own. What a plan
+Images are taken apart by a cosine transform, whose coefficients are treated as Gaussian and on their own. What a plan
 makes of each is then exact (core.plan.kept), with a perfect network. Draws docs/results/schedules/detail.png.
 
     python bench/detail_kept.py --model assets/cifar10-small-linear --model assets/cifar10-small-cosine …
 
-measures the same of networks instead, on pictures that they make, and draws the first of them: grids.png there.
+measures the same of networks instead, on images that they make, and draws the first of them: grids.png there.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from pellucid.train.cifar10 import CIFAR10
 SCHEDULES = ("linear", "cosine", "sqrt_alpha_bar")
 GRIDS = ("trailing", "leading", "linspace", "karras", "exponential", "beta")
 STEPS = 50
-PICTURES = 10_000
+IMAGES = 10_000
 MADE, SHOWN = 128, 12
 ASKED = ("beta", "trailing")  # grids that networks are asked on
 CHARTS = Path(__file__).parents[1] / "docs/results/schedules"
 
 
-def spectrum(pictures: torch.Tensor) -> torch.Tensor:
-    """The standard deviation of every coefficient, (3 · 32 · 32,), of pictures (N, 3, 32, 32) in bytes as [−1, 1]."""
-    pixels = pictures.double().div(127.5).sub(1)
+def spectrum(images: torch.Tensor) -> torch.Tensor:
+    """The standard deviation of every coefficient, (3 · 32 · 32,), of images (N, 3, 32, 32) in bytes as [−1, 1]."""
+    pixels = images.double().div(127.5).sub(1)
     side = pixels.shape[-1]
     k, n = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
     basis = torch.cos(math.pi / side * (n + 0.5) * k).double() * math.sqrt(2 / side)
@@ -58,22 +58,22 @@ def made(model: str, grid: str) -> torch.Tensor:
     return torch.from_numpy(np.stack([np.asarray(image) for image in images])).permute(0, 3, 1, 2)
 
 
-def measured(model: str, grid: str, pictures: torch.Tensor, sizes: torch.Tensor) -> tuple[str, ...]:
-    """Variance of a network's pictures over that of the data: all, and the smallest quarter of the coefficients."""
-    finest, found = sizes <= sizes.quantile(0.25), spectrum(pictures).square()
+def measured(model: str, grid: str, images: torch.Tensor, sizes: torch.Tensor) -> tuple[str, ...]:
+    """Variance of a network's images over that of the data: all, and the smallest quarter of the coefficients."""
+    finest, found = sizes <= sizes.quantile(0.25), spectrum(images).square()
     ratios = (found[part].sum() / sizes[part].square().sum() for part in (slice(None), finest))
     return Path(model).name, grid, *(f"{100 * float(ratio):.0f} %" for ratio in ratios)
 
 
 def draw_rows(rows: dict[str, torch.Tensor], path: Path) -> Path:
-    """A row a name, with its pictures (N, 3, H, W) side by side."""
-    width = max(len(pictures) for pictures in rows.values())
+    """A row a name, with its images (N, 3, H, W) side by side."""
+    width = max(len(images) for images in rows.values())
     figure = charts.canvas(0.75 * width + 2.6, 0.75 * len(rows))
     panels = figure.subplots(len(rows), 1, squeeze=False)[:, 0]
-    for panel, (name, pictures) in zip(panels, rows.items(), strict=True):
-        panel.imshow(torch.cat(tuple(pictures.cpu().permute(0, 2, 3, 1)), 1), interpolation="nearest")
+    for panel, (name, images) in zip(panels, rows.items(), strict=True):
+        panel.imshow(torch.cat(tuple(images.cpu().permute(0, 2, 3, 1)), 1), interpolation="nearest")
         panel.axis("off")
-        panel.text(-6, pictures.shape[-2] / 2, name, ha="right", va="center", fontsize=9)
+        panel.text(-6, images.shape[-2] / 2, name, ha="right", va="center", fontsize=9)
     figure.subplots_adjust(left=2.3 / (0.75 * width + 2.6), right=0.995, bottom=0.005, top=0.995, hspace=0.03)
     return charts.save(figure, path)
 
@@ -104,15 +104,15 @@ def main() -> None:
     parser.add_argument("--model", action="append", default=[], help="a network to measure; may be repeated")
     parser.add_argument("--charts", type=Path, default=CHARTS)
     asked = parser.parse_args()
-    sizes = spectrum(CIFAR10.read(asked.data).images[:PICTURES])
+    sizes = spectrum(CIFAR10.read(asked.data).images[:IMAGES])
     if asked.model:
         found = {(model, grid): made(model, grid) for model in asked.model for grid in ASKED}
-        rows = tuple(measured(*names, pictures, sizes) for names, pictures in found.items())
+        rows = tuple(measured(*names, images, sizes) for names, images in found.items())
         columns: tuple[str, ...] = ("model", "grid", "variance", "of the finest quarter")
         print(Table(f"What {STEPS} calls of DDIM make of networks", columns, rows).markdown())
         shown = {
-            f"{Path(model).name.removeprefix('cifar10-small-')}\n{grid}": pictures[:SHOWN]
-            for (model, grid), pictures in found.items()
+            f"{Path(model).name.removeprefix('cifar10-small-')}\n{grid}": images[:SHOWN]
+            for (model, grid), images in found.items()
         }
         draw_rows(shown, asked.charts / "grids.png")
         return

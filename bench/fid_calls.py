@@ -3,10 +3,10 @@
     pellucid tune --model assets/cifar10-cosine --steps 8 --held-out 1000 --sweep 8 --records out/swept --out plan.json
     python bench/fid_calls.py --model assets/cifar10-cosine --plan plan.json --swept out/swept --calls 8 --out out/fid8
 
-`--swept` is what `pellucid tune --sweep` has kept: the `--keep` set-ups that end nearest to the converged pictures are
-judged by their FID, and those of `--names` too. All are tried with `--first` pictures; the best untuned and the given
+`--swept` is what `pellucid tune --sweep` has kept: the `--keep` set-ups that end nearest to the converged images are
+judged by their FID, and those of `--names` too. All are tried with `--first` images; the best untuned and the given
 plans with `--last`, with intervals. A run that was stopped goes on. `--charts` is a folder for fid.png, and for
-pictures.png: the first pictures of the given plans, the best untuned ones, the set-ups of `--names`, and the teacher.
+pictures.png: the first images of the given plans, the best untuned ones, the set-ups of `--names`, and the teacher.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from pellucid.train.cifar10 import CIFAR10
 
 SEED = 1_000_000  # far from those that plans are tuned on
 NEIGHBOURS, RESAMPLES = 10_000, 20
-SHOWN, BEST = 12, 2  # pictures of a row; untuned set-ups that have one
+SHOWN, BEST = 12, 2  # images of a row; untuned set-ups that have one
 KEYS = ("name", "plan", "pictures")
 
 
@@ -58,7 +58,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=10_000)
     parser.add_argument("--last", type=int, default=50_000)
     parser.add_argument("--finalists", type=int, default=1, help="untuned set-ups that are judged by --last pictures")
-    parser.add_argument("--reference", type=int, default=50_000, help="training pictures to compare with")
+    parser.add_argument("--reference", type=int, default=50_000, help="training images to compare with")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--dtype", help="float32, float16, bfloat16; as pellucid.load when not given")
     parser.add_argument("--compile", action="store_true")
@@ -95,7 +95,7 @@ def work(given: argparse.Namespace) -> Table:
     if given.charts is not None:
         draw(rows, given.plan, given.charts / "fid.png")
         asked = [*given.plan, *(row["name"] for row in untuned[:BEST]), *given.names.split(",")]
-        draw_pictures({name: plans[name] for name in asked if name in plans}, subject, given.charts / "pictures.png")
+        draw_images({name: plans[name] for name in asked if name in plans}, subject, given.charts / "pictures.png")
     return table(records)
 
 
@@ -126,18 +126,18 @@ def judge_of(given: argparse.Namespace, device: torch.device) -> Judge:
 def score(
     records: Records, name: str, plan: Plan, subject: Subject, judge: Callable[[], Judge], count: int, batch: int
 ) -> None:
-    """Makes so many pictures and keeps their scores; nothing where they are known."""
+    """Makes so many images and keeps their scores; nothing where they are known."""
     mark = mark_of(plan)
     if records.has({"name": name, "plan": mark, "pictures": count}):
         return
     seeds = range(SEED, SEED + count)
-    found = judge().features(pictures(plan, subject, seeds, batch))
+    found = judge().features(images(plan, subject, seeds, batch))
     told: dict[str, Any] = judge().score(found)
     if count > NEIGHBOURS:
         spread = judge().fid_interval(found, told["fid"], RESAMPLES)
         told |= {"fid_low": spread.low, "fid_high": spread.high}
     records.add({"name": name, "plan": mark, "pictures": count, "nfe": plan.nfe, **told})
-    print(f"{name}, {count:,} pictures: FID {told['fid']:.2f}, KID {1e3 * told['kid']:.2f}e-3", flush=True)
+    print(f"{name}, {count:,} images: FID {told['fid']:.2f}, KID {1e3 * told['kid']:.2f}e-3", flush=True)
 
 
 def mark_of(plan: Plan) -> str:
@@ -145,7 +145,7 @@ def mark_of(plan: Plan) -> str:
     return hashlib.sha256(json.dumps(plan.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def pictures(plan: Plan, subject: Subject, seeds: Sequence[int], batch: int) -> torch.Tensor:
+def images(plan: Plan, subject: Subject, seeds: Sequence[int], batch: int) -> torch.Tensor:
     """(N, 3, H, W) uint8."""
     made = []
     for start in range(0, len(seeds), batch):
@@ -163,17 +163,17 @@ def draw(rows: Sequence[dict[str, Any]], tuned: Sequence[str], path: Path) -> Pa
     words = ["tuned" if [row["name"]] == list(tuned) else row["name"] for row in ordered]
     bars = axes.barh(words, [row["fid"] for row in ordered], color=colours, height=0.65)
     axes.bar_label(bars, fmt="%.1f", padding=3, fontsize=8)
-    title = f"FID of {ordered[0]['pictures']:,} pictures with {max(row['nfe'] for row in ordered)} model calls"
+    title = f"FID of {ordered[0]['pictures']:,} images with {max(row['nfe'] for row in ordered)} model calls"
     charts.quiet(axes, title, "less is better", "")
     axes.tick_params(axis="y", labelsize=8)
     figure.tight_layout()
     return charts.save(figure, path)
 
 
-def draw_pictures(plans: dict[str, Plan], subject: Subject, path: Path) -> Path:
+def draw_images(plans: dict[str, Plan], subject: Subject, path: Path) -> Path:
     """The first noises, a row a plan; below them where they converge to."""
     seeds = range(SEED, SEED + SHOWN)
-    shown = {f"{name}\n{plan.nfe} calls": pictures(plan, subject, seeds, SHOWN) for name, plan in plans.items()}
+    shown = {f"{name}\n{plan.nfe} calls": images(plan, subject, seeds, SHOWN) for name, plan in plans.items()}
     truth = teacher.teach(subject, Pairs(tuple(seeds)), teacher.STEPS, SHOWN)
     shown[f"converged\n{teacher.STEPS} calls"] = to_bytes(truth.x0.add(1).div(2))
     return draw_rows(shown, path)

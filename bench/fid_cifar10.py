@@ -31,7 +31,7 @@ def main() -> None:
     train, test = (
         features(CIFAR10.read(args.data, split).images[: args.limit], network, 256) for split in ("train", "test")
     )
-    print(f"{len(train) + len(test)} pictures in {time.perf_counter() - begun:.1f} s on {args.device}")
+    print(f"{len(train) + len(test)} images in {time.perf_counter() - begun:.1f} s on {args.device}")
     print(f"FID train against test: {fid(Statistics.of(train), Statistics.of(test)):.4f}")
     print(f"FID even against odd of train: {fid(Statistics.of(train[0::2]), Statistics.of(train[1::2])):.4f}")
 

@@ -67,7 +67,7 @@ class Kind:
     vae: dict[str, Any]
     texts: tuple[dict[str, Any], ...]
     side: int  # pixels
-    hint: tuple[int, ...] = (16, 32, 96, 256)  # widths of a ControlNet's picture embedding: an eighth of the side
+    hint: tuple[int, ...] = (16, 32, 96, 256)  # widths of a ControlNet's image embedding: an eighth of the side
 
 
 KINDS = (

@@ -1,11 +1,11 @@
-"""The shipped model on a CPU, ours and diffusers' in one process: seconds to load, seconds a picture, and how far apart
-the pictures are.
+"""The shipped model on a CPU, ours and diffusers' in one process: seconds to load, seconds an image, and how far apart
+the images are.
 
     .venv/bin/python bench/scenes_128_cpu.py            (--rounds 9 --threads 2)
 
-One picture of 128 × 128: DPM++ 2M, 20 steps, guidance 4, float32, from the same noise. A round makes one picture with
+One image of 128 × 128: DPM++ 2M, 20 steps, guidance 4, float32, from the same noise. A round makes one image with
 each, in an order that turns; the first is not counted. Loading is timed in processes of their own, imports not counted,
-files in the page cache. The promise is at most 1.0 s a picture and 1.5 s to load on two cores, pictures within 2/255.
+files in the page cache. The promise is at most 1.0 s an image and 1.5 s to load on two cores, images within 2/255.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ def main() -> None:
     apart = []
     for turn in range(asked.rounds + 1):
         x = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(turn))
-        pictures = {}
+        images = {}
         for name in list(made)[:: 1 if turn % 2 else -1]:
             began = time.perf_counter()
-            pictures[name] = np.asarray(made[name](x), dtype=int)
+            images[name] = np.asarray(made[name](x), dtype=int)
             seconds[name] += [time.perf_counter() - began] if turn else []
-        apart.append(int(np.abs(pictures["pellucid"] - pictures["diffusers"]).max()))
+        apart.append(int(np.abs(images["pellucid"] - images["diffusers"]).max()))
     opened = {name: statistics.median(load_seconds(name) for _ in range(3)) for name in OPENED}
     found = {
         "threads": asked.threads,
@@ -87,8 +87,8 @@ def main() -> None:
         return
     print(f"scenes-128, 128 × 128, DPM++ 2M, {STEPS} steps, guidance {GUIDANCE:g}; {asked.threads} threads")
     for name in made:
-        print(f"{name:10} {found['seconds_a_picture'][name]:6.3f} s a picture   loads in {opened[name]:5.2f} s")
-    print(f"diffusers takes {found['ratio']:.2f} times as long; pictures at most {max(apart)}/255 apart")
+        print(f"{name:10} {found['seconds_a_picture'][name]:6.3f} s an image   loads in {opened[name]:5.2f} s")
+    print(f"diffusers takes {found['ratio']:.2f} times as long; images at most {max(apart)}/255 apart")
 
 
 if __name__ == "__main__":

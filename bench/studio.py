@@ -4,8 +4,8 @@
 
 `pellucid studio scenes-128` is started anew and a page opened. Ready: from the command until the page is answered.
 Drawn: until the browser, which was running, shows its button. First preview: from the press of the button until a first
-picture of the run is shown. Beside another: while a second person's run of 100 steps goes on. Longest gap: between two
-previews of a run of 100 steps while the other draws one picture after the other; a request that blocked another would
+image of the run is shown. Beside another: while a second person's run of 100 steps goes on. Longest gap: between two
+previews of a run of 100 steps while the other draws one image after the other; a request that blocked another would
 show there. Promised are 5 s until ready, 1 s until a first preview and gaps of 2 s at most, on two cores.
 """
 
@@ -27,14 +27,14 @@ import httpx
 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
 LIMIT = 120_000  # milliseconds
-# Writes down when the button was pressed and when each new picture was shown, by the page's own clock.
+# Writes down when the button was pressed and when each new image was shown, by the page's own clock.
 WATCH = """() => {
   window.shown = []; window.pressed = null;
   document.querySelector('#generate').addEventListener('click', () => {
-    window.shown = []; window.pressed = performance.now(); window.last = picture(); }, true);
-  const picture = () => document.querySelector('#picture img')?.src;
+    window.shown = []; window.pressed = performance.now(); window.last = image(); }, true);
+  const image = () => document.querySelector('#image img')?.src;
   const look = () => {
-    const now = picture();
+    const now = image();
     if (now && now !== window.last) { window.last = now; window.shown.push(performance.now() - window.pressed); }
     requestAnimationFrame(look);
   };

@@ -57,7 +57,7 @@ def main() -> None:
     asked = parser.parse_args()
     torch.manual_seed(0)
     lines = [
-        "| picture | decoder | ms | peak MiB beyond weights | mean difference to float32 / deviation of the picture |",
+        "| image | decoder | ms | peak MiB beyond weights | mean difference to float32 / deviation of the image |",
         "|---|---|---|---|---|",
         *rows(64, asked.rounds),
         *rows(128, asked.rounds),

@@ -30,7 +30,7 @@ from pellucid.evidence.tune.oracle import oracle_subject
 from pellucid.evidence.tune.subject import Subject
 from pellucid.evidence.tune.sweep import Sweep
 from pellucid.evidence.tune.tuning import Tuning, divide, gain, taught, tune
-from pellucid.interop.whole import put
+from pellucid.interop.atomic_files import put
 
 SCHEDULES = ("linear", "cosine", "edm", "flow")
 WHATS = ("all", "both", "grid", "weights", "told")

@@ -1,6 +1,6 @@
 """Tuned plans of scenes-128 beside all that is untuned: `python bench/tuned_scenes.py`, a minute of two cores.
 
-Draws what the plans of the bundle hold as evidence, and makes the same six pictures with them and with others:
+Draws what the plans of the bundle hold as evidence, and makes the same six images with them and with others:
 docs/results/tune_scenes/errors.png and pictures.png. With `--study`, the folder of a sampler study of scenes with the
 plan of 8 calls and DDIM in it, also colours.png: what DDIM gets right at 8 calls and the tuned plan does not.
 """
@@ -20,7 +20,7 @@ from pellucid.core.plan import Plan
 from pellucid.evidence.adherence import tiles
 from pellucid.evidence.study import charts
 from pellucid.evidence.study.cells import folder_of
-from pellucid.evidence.study.samplers_files import PICTURES, Files
+from pellucid.evidence.study.samplers_files import IMAGES, Files
 from pellucid.pipeline.planning import read_plan
 
 MODEL, SEED = "scenes-128", 5000
@@ -37,7 +37,7 @@ def main() -> None:
     plans = {calls: read_plan(f"{MODEL}/plans/{calls}.json") for calls in PLANS}
     given.out.mkdir(parents=True, exist_ok=True)
     print(draw_errors({calls: plan.evidence for calls, plan in plans.items()}, given.out / "errors.png"))
-    print(draw_pictures(plans, given.out / "pictures.png"))
+    print(draw_images(plans, given.out / "pictures.png"))
     if given.study is not None:
         print(draw_misses(given.study, given.out / "colours.png"))
 
@@ -73,7 +73,7 @@ def spread(rows: list[dict[str, Any]]) -> tuple[list[int], list[float], list[lis
     return [row["calls"] for row in rows], [row["mean"] for row in rows], sides
 
 
-def draw_pictures(plans: dict[int, Plan], path: Path) -> Path:
+def draw_images(plans: dict[int, Plan], path: Path) -> Path:
     """A row a plan, a column a prompt that training has never seen; the first prompts and seeds, not chosen ones."""
     pipe = pellucid.load(MODEL)
     prompts = [caption for caption, _ in scenes.prompts(COUNT, seed=SEED, split="held_out")]
@@ -100,7 +100,7 @@ def draw_pictures(plans: dict[int, Plan], path: Path) -> Path:
 
 
 def draw_misses(study: Path, path: Path, across: int = 7) -> Path:
-    """The pictures that only DDIM gets right, in bands of three rows: the tuned plan's, DDIM's, the converged ones."""
+    """The images that only DDIM gets right, in bands of three rows: the tuned plan's, DDIM's, the converged ones."""
     scenes_read = [row for (_, _, what), row in Files(study).rows.items() if what == "scenes"]
     cells = list(dict.fromkeys(row["cell"] for row in scenes_read))
     tuned = next(cell for cell in cells if "#" in cell and cell.endswith("× 8"))
@@ -121,7 +121,7 @@ def draw_misses(study: Path, path: Path, across: int = 7) -> Path:
     for number, (first, k) in enumerate(misses):
         for row, (cell, words) in enumerate(zip(chosen, ("tuned, 8", "DDIM, 8", "100 calls"), strict=True)):
             axes = grid[3 * (number // across) + row, number % across]
-            sheet = study / PICTURES / folder_of(cell) / f"{first:06d}.png"
+            sheet = study / IMAGES / folder_of(cell) / f"{first:06d}.png"
             axes.imshow(tiles.read(sheet, len(held[cell, first]))[k])
             if number % across == 0:
                 axes.text(-0.1, 0.5, words, transform=axes.transAxes, ha="right", va="center", fontsize=9)

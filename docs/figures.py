@@ -87,10 +87,10 @@ def pixels(made: Result) -> Tensor:
 
 
 @torch.no_grad()
-def latents_of(pictures: Tensor) -> Tensor:
+def latents_of(images: Tensor) -> Tensor:
     """Pictures in [−1, 1] → latents as diffusion has them (the posterior's mean)."""
     vae: Any = model().components.vae
-    return to_diffusion(vae.config, vae.encode(pictures).mean)
+    return to_diffusion(vae.config, vae.encode(images).mean)
 
 
 def context_of(prompts: Sequence[str]) -> Tensor:
@@ -110,7 +110,7 @@ def x0_of(x: Tensor, at: float, prompts: Sequence[str]) -> Tensor:
 
 
 def described(count: int, **asked: Any) -> tuple[Tensor, list[str]]:
-    """True pictures in [−1, 1] of unseen scenes, and their full captions."""
+    """True images in [−1, 1] of unseen scenes, and their full captions."""
     batch = scenes.sample(torch.arange(count), seed=17, split="held_out", styles=("flat",), **asked)
     return scenes.render(batch, 128), [caption for caption, _ in scenes.described(batch, full=True)]
 
@@ -128,9 +128,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") ->
 
 @dataclass
 class Cell:
-    """A picture of a sheet, with words above it or below."""
+    """An image of a sheet, with words above it or below."""
 
-    picture: Tensor | Image.Image
+    image: Tensor | Image.Image
     above: str = ""
     below: str = ""
 
@@ -151,7 +151,7 @@ def sheet(rows: Sequence[Sequence[Cell]], names: Sequence[str], path: Path, inch
         for place, cell in enumerate(row):
             x = left + place * (inch + gap)
             axes = figure.add_axes((x / width, (top - inch) / height, inch / width, inch / height))
-            axes.imshow(as_array(cell.picture), interpolation="nearest", vmin=0, vmax=1)
+            axes.imshow(as_array(cell.image), interpolation="nearest", vmin=0, vmax=1)
             axes.set_axis_off()
             middle = (x + inch / 2) / width
             figure.text(middle, (top + 0.04) / height, cell.above, fontsize=8, color=SLATE, ha="center", va="bottom")
@@ -161,10 +161,10 @@ def sheet(rows: Sequence[Sequence[Cell]], names: Sequence[str], path: Path, inch
     save(figure, path, dpi=130)
 
 
-def as_array(picture: Tensor | Image.Image) -> Any:
-    if isinstance(picture, Image.Image):
-        return np.asarray(picture)
-    return picture.clamp(0, 1).permute(1, 2, 0).numpy()
+def as_array(image: Tensor | Image.Image) -> Any:
+    if isinstance(image, Image.Image):
+        return np.asarray(image)
+    return image.clamp(0, 1).permute(1, 2, 0).numpy()
 
 
 # The front page.
@@ -193,8 +193,8 @@ def front(path: Path) -> None:
 @drawn("errors_by_level.png")
 def errors_by_level(path: Path) -> None:
     """The error of one network, read as eps, x0 and v, at twelve noise levels."""
-    pictures, captions = described(16)
-    clean, parts = latents_of(pictures), model().components
+    images, captions = described(16)
+    clean, parts = latents_of(images), model().components
     noise = noise_like(clean)
     found: dict[str, list[float]] = {"x0": [], "eps": [], "v": []}
     lams = []
@@ -212,7 +212,7 @@ def errors_by_level(path: Path) -> None:
     quiet(
         axes,
         "One network, three readings of its error",
-        "λ = ln(α/σ): noise to the left, pictures to the right",
+        "λ = ln(α/σ): noise to the left, images to the right",
         "mean squared error",
     )
     log_y(axes)
@@ -238,7 +238,7 @@ def where_schedules_train(path: Path) -> None:
         lams = -np.log(np.asarray(curve.ratio_at(drawn_times)))
         shares = [(lams < -2).mean(), ((lams >= -2) & (lams <= 2)).mean(), (lams > 2).mean()]
         rows.append([name, *(f"{100 * share:.0f} %" for share in shares)])
-    head = ["schedule", "λ < −2: mostly noise", "−2 to 2: what the picture is", "λ > 2: its details"]
+    head = ["schedule", "λ < −2: mostly noise", "−2 to 2: what the image is", "λ > 2: its details"]
     path.write_text(table(head, rows, "Shares of 100,000 drawn training times."), encoding="utf-8")
 
 
@@ -267,15 +267,15 @@ def ranks(path: Path) -> None:
 
 @drawn("forward.png")
 def forward(path: Path) -> None:
-    """One picture noised at the same training times under three schedules."""
-    picture = described(1)[0]
-    noise, rows, names = noise_like(picture), [], []
+    """One image noised at the same training times under three schedules."""
+    image = described(1)[0]
+    noise, rows, names = noise_like(image), [], []
     for name, label in (("linear", "linear"), ("cosine", "cosine"), ("sqrt_alpha_bar", "sqrt of ᾱ")):
         curve = schedules.make(name)
         cells = []
         for at in (0, 150, 300, 450, 600, 800, 999):
             level = curve.level(at)
-            x = level.alpha * picture[0] + level.sigma * noise[0]
+            x = level.alpha * image[0] + level.sigma * noise[0]
             cells.append(Cell(x / 2 + 0.5, f"t = {at}" if not rows else "", f"ᾱ = {level.alpha**2:.2g}"))
         rows.append(cells)
         names.append(label)
@@ -284,7 +284,7 @@ def forward(path: Path) -> None:
 
 @drawn("one_call.png")
 def one_call(path: Path) -> None:
-    """From ever noisier versions of one picture: what one call says, and where a whole run ends."""
+    """From ever noisier versions of one image: what one call says, and where a whole run ends."""
     batch = scenes.sample(torch.arange(1), seed=17, split="held_out", styles=("flat",))
     ((caption, _),) = scenes.described(batch, full=True)
     clean, curve, vae = latents_of(scenes.render(batch, 128)), model().components.schedule, model().components.vae
@@ -293,7 +293,7 @@ def one_call(path: Path) -> None:
         level = curve.level(at)
         x = level.alpha * clean + level.sigma * noise_like(clean, 3)
         said = x0_of(x, at, [caption])
-        run = ask(caption, 3, image=clean_picture(clean), strength=at / 999, guidance="off")
+        run = ask(caption, 3, image=clean_image(clean), strength=at / 999, guidance="off")
         away = float((run.latents - clean).square().mean().sqrt())
         given.append(Cell(decode(vae, x)[0], f"t = {at}"))
         called.append(Cell(decode(vae, said)[0], below=f"off by {float((said - clean).square().mean().sqrt()):.2f}"))
@@ -301,7 +301,7 @@ def one_call(path: Path) -> None:
     sheet([given, called, walked], ["x", "one call", "a run of\n20 calls"], path, inch=1.1)
 
 
-def clean_picture(latents: Tensor) -> Image.Image:
+def clean_image(latents: Tensor) -> Image.Image:
     array = (decode(model().components.vae, latents)[0] * 255).round().byte().permute(1, 2, 0).numpy()
     return Image.fromarray(array)
 
@@ -323,7 +323,7 @@ def backbones(path: Path) -> None:
     what = ("GFLOP", "activations", "ms")
     head = ["latents", *(f"{w}, {n}" for w in what for n in ("UNet", "DiT"))]
     sizes = ", ".join(f"{n} {count / 1e6:.2f} M" for n, count in found.parameters.items())
-    note = f"One call, one picture, float32, CPU threads: {found.threads}; random weights. Parameters: {sizes}."
+    note = f"One call, one image, float32, CPU threads: {found.threads}; random weights. Parameters: {sizes}."
     path.write_text(table(head, rows, note), encoding="utf-8")
 
 
@@ -391,8 +391,8 @@ def guidance(path: Path) -> None:
     for rule in ("", " + rescale", " + apg"):
         cells = []
         for scale in SCALES:
-            if rule and scale == "off":  # nothing is guided: the same picture again
-                cells.append(Cell(rows[0][0].picture))
+            if rule and scale == "off":  # nothing is guided: the same image again
+                cells.append(Cell(rows[0][0].image))
                 continue
             made = ask(prompt, 11, guidance=scale if scale == "off" else scale + rule)
             colour = float(qualities.colourfulness(pixels(made)))
@@ -416,9 +416,7 @@ def guidance_table(path: Path) -> None:
         colour, clipped = float(qualities.colourfulness(found).mean()), 100 * float(qualities.saturation(found).mean())
         rows.append([scale, f"{right} of 8", f"{colour:.3f}", f"{clipped:.1f} %", f"{variety:.3f}"])
     head = ["scale", "all right", "colourfulness", "clipped values", "difference between two seeds"]
-    note = (
-        "Plain guidance, 10 steps, 4 held-out prompts of two objects, two seeds each: few pictures, so read the trend."
-    )
+    note = "Plain guidance, 10 steps, 4 held-out prompts of two objects, two seeds each: few images, so read the trend."
     path.write_text(table(head, rows, note), encoding="utf-8")
 
 
@@ -427,13 +425,13 @@ def guidance_table(path: Path) -> None:
 
 @drawn("vae.png")
 def vae_figure(path: Path) -> None:
-    """A picture, its latents, the picture again, and what was lost."""
-    pictures, _ = described(2)
-    latents = latents_of(pictures)
+    """An image, its latents, the image again, and what was lost."""
+    images, _ = described(2)
+    latents = latents_of(images)
     back = decode(model().components.vae, latents)
     rows = []
     for i in range(2):
-        truth = pictures[i] / 2 + 0.5
+        truth = images[i] / 2 + 0.5
         channels = [Cell((latents[i, c] / 6 + 0.5).expand(3, -1, -1), f"channel {c}", "16 × 16") for c in range(4)]
         lost = (back[i] - truth).abs()
         rows.append(
@@ -454,24 +452,24 @@ def psnr(one: Tensor, other: Tensor) -> float:
 @drawn("vae.md")
 def vae_table(path: Path) -> None:
     """The numbers of the embedded VAE, and what decoding costs beside a call of the denoiser."""
-    pictures, captions = described(16)
-    latents = latents_of(pictures)
+    images, captions = described(16)
+    latents = latents_of(images)
     vae: Any = model().components.vae
     back = decode(vae, latents)
-    values = pictures[0].numel() / latents[0].numel()
+    values = images[0].numel() / latents[0].numel()
     rows = [
         [
-            "numbers of a picture, of its latents",
-            f"{pictures[0].numel():,}, {latents[0].numel():,} ({values:.0f} times fewer)",
+            "numbers of an image, of its latents",
+            f"{images[0].numel():,}, {latents[0].numel():,} ({values:.0f} times fewer)",
         ],
         ["standard deviation of the latents, after `scaling_factor`", f"{float(latents.std()):.2f}"],
         [
             "round trip of 16 unseen scenes",
-            f"{statistics.mean(psnr(b, p / 2 + 0.5) for b, p in zip(back, pictures, strict=True)):.1f} dB",
+            f"{statistics.mean(psnr(b, p / 2 + 0.5) for b, p in zip(back, images, strict=True)):.1f} dB",
         ],
         ["one call of the denoiser", f"{milliseconds(lambda: x0_of(latents[:1], 500, captions[:1])):.0f} ms"],
         ["decoding one picture", f"{milliseconds(lambda: decode(vae, latents[:1])):.0f} ms"],
-        ["encoding one picture", f"{milliseconds(lambda: latents_of(pictures[:1])):.0f} ms"],
+        ["encoding one picture", f"{milliseconds(lambda: latents_of(images[:1])):.0f} ms"],
     ]
     path.write_text(table(["scenes-128", "measured"], rows), encoding="utf-8")
 
@@ -556,7 +554,7 @@ def token_places(prompt: str, words: Sequence[str]) -> dict[str, int]:
 @drawn("pipeline.png")
 def pipeline(path: Path) -> None:
     """The embedded model as a graph."""
-    graph_drawing.picture(inspect("scenes-128", Asked(steps=20, guidance="4")), path)
+    graph_drawing.image(inspect("scenes-128", Asked(steps=20, guidance="4")), path)
 
 
 @drawn("pipeline.md")
@@ -587,7 +585,7 @@ def loop(path: Path) -> None:
     last = Cell(made.images[0], "decoded")
     rows = [
         [Cell(p, t) for p, t in zip(look.colours(torch.cat([s.x for s in seen])), told, strict=True)] + [last],
-        [Cell(p) for p in look.picture(x0)],
+        [Cell(p) for p in look.image(x0)],
         [Cell(p) for p in signed(changes, float(changes.abs().max()))],
     ]
     sheet(rows, ["x, the state", "x0, said\nby the call", "what guidance\nchanged"], path, inch=0.85)
@@ -635,15 +633,13 @@ def strategies_table(path: Path) -> None:
         cells = [in_words(row.predicted[stage]), in_words(row.measured[stage]), stage]
         rows.append([row.strategy.name, *cells, f"{row.times or 1:.2f}", f"{row.mean or 0:.2g}"])
     head = ["strategy", "predicted peak", "measured peak", "in stage", "times as long", "pixels changed by (of 255)"]
-    note = (
-        "scenes-128 at 192 × 192, two pictures, one step, on the CPU. Times are ratios to runs just before and after."
-    )
+    note = "scenes-128 at 192 × 192, two images, one step, on the CPU. Times are ratios to runs just before and after."
     path.write_text(table(head, rows, note), encoding="utf-8")
 
 
 @drawn("steps_and_seconds.md")
 def steps_and_seconds(path: Path) -> None:
-    """Where the time of a picture goes, by steps and by guidance."""
+    """Where the time of an image goes, by steps and by guidance."""
     rows = []
     for steps, scale in ((10, "4"), (20, "4"), (20, "off")):
         runs = [ask(PROMPT, 7, steps=steps, guidance=scale) for _ in range(5)]
@@ -654,7 +650,7 @@ def steps_and_seconds(path: Path) -> None:
         rows.append([str(steps), scale, *cells, f"{1000 * spent['denoise'] / steps:.1f} ms"])
     head = ["steps", "guidance", "text", "denoising", "decoding", "a step"]
     path.write_text(
-        table(head, rows, f"One picture, the fastest of five; CPU threads: {torch.get_num_threads()}."),
+        table(head, rows, f"One image, the fastest of five; CPU threads: {torch.get_num_threads()}."),
         encoding="utf-8",
     )
 
@@ -713,9 +709,7 @@ def adapters_table(path: Path) -> None:
         sketched = sum(s == "sketch" for s in scenes.style_of(found))
         rows.append([name, f"{near:.2f}", f"{sketched} of {count}", f"{took:.0f} ms"])
     head = ["same noise, same prompts", "outlines followed (F1)", "in the style of a sketch", "a picture"]
-    path.write_text(
-        table(head, rows, f"{count} held-out scenes of two objects; the fastest picture."), encoding="utf-8"
-    )
+    path.write_text(table(head, rows, f"{count} held-out scenes of two objects; the fastest image."), encoding="utf-8")
 
 
 # Serving.

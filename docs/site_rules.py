@@ -112,7 +112,7 @@ def told_elsewhere(app: Sphinx, what: str, name: str, thing: object, skip: bool,
 
 
 def large(app: Sphinx, doctree: nodes.document) -> None:
-    """A picture wider than the page leads to itself in full size: Sphinx links those that have a width."""
+    """An image wider than the page leads to itself in full size: Sphinx links those that have a width."""
     for image in doctree.findall(nodes.image):
         path = Path(app.srcdir, image["uri"])
         if "width" not in image and path.is_file() and Image.open(path).width > WIDE:

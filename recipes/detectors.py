@@ -76,7 +76,7 @@ def rows(runs: Iterable[str]) -> Iterator[tuple[str, ...]]:
                 for answer, sure in zip(found, right, strict=True)
             ]
             space = "latents" if data == LATENTS else "pixels"
-            count = str(found.target.scores.pictures)
+            count = str(found.target.scores.images)
             print(*answers[0], *answers[1], name, config, file=sys.stderr, flush=True)  # a minute each: it goes on
             yield name, space, f"{target}, {schedule}", config, *answers[0], *answers[1], count
 

@@ -39,15 +39,15 @@ from pellucid.evidence.study import guidance_measures as measures
 from pellucid.evidence.study.guidance_figures import Cell, Figure, cell
 from pellucid.evidence.study.table import Table
 from pellucid.evidence.trace import Recorder
+from pellucid.interop.atomic_files import put
 from pellucid.interop.source import BUNDLES
-from pellucid.interop.whole import put
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.recipe import Recipe, write_png
 
 ROOT = Path(__file__).parents[1]
 SCHEDULER = Path("scheduler/scheduler_config.json")
 OBJECTS, STYLE, SEED = (2,), ("soft",), 77
-SHOWN, KEPT = 8, 32  # pictures of an arm on the sheet, and in its folder for the doctor
+SHOWN, KEPT = 8, 32  # images of an arm on the sheet, and in its folder for the doctor
 DEPLOYED = {"sampler": "euler", "grid": "leading", "steps": 20, "guidance": "12"}
 KARRAS = {"sampler": "dpmpp_2m", "grid": "karras"}
 TRAILING = {"sampler": "dpmpp_2m", "grid": "trailing"}
@@ -128,7 +128,7 @@ def place_of(folder: Path, name: str) -> Path:
 
 
 def make(arm: Arm, pipe: Any, asked: Asked, batch: int, folder: Path, device: str) -> dict[str, list[Any]]:
-    """The figures of an arm's pictures, which are kept beside them."""
+    """The figures of an arm's images, which are kept beside them."""
     place = place_of(folder, arm.name)
     wanted = {"asked": arm.asked, "model": arm.model, "count": len(asked.texts)}
     with contextlib.suppress(OSError, ValueError):
@@ -151,8 +151,8 @@ def make(arm: Arm, pipe: Any, asked: Asked, batch: int, folder: Path, device: st
             for i in range(0, len(made), batch)
         ]
     )
-    for i, (picture, recipe) in enumerate(zip(made[:KEPT], recipes, strict=False)):
-        write_png(picture, place / f"{i:03d}.png", recipe)  # its prompt says what the doctor compares with
+    for i, (image, recipe) in enumerate(zip(made[:KEPT], recipes, strict=False)):
+        write_png(image, place / f"{i:03d}.png", recipe)  # its prompt says what the doctor compares with
     put(place / "figures.json", json.dumps({"wanted": wanted, "figures": figures}) + "\n")
     return figures
 
@@ -161,7 +161,7 @@ def make(arm: Arm, pipe: Any, asked: Asked, batch: int, folder: Path, device: st
 
 
 def shown(found: Figure, name: str, true: Mapping[str, float]) -> Figure:
-    """Looks are told as a share of those of true pictures."""
+    """Looks are told as a share of those of true images."""
     scale = 1 / true[name] if name in true and name != "saturation" else 1.0
     ends = [None if end is None else end * scale for end in (found.low, found.high)]
     return Figure(found.value * scale, *ends)
@@ -173,7 +173,7 @@ def table(cells: Mapping[str, Cell], true: Mapping[str, float], count: int) -> T
         figures = cells[arm.name].figures
         rows.append((arm.name, *(shown(figures[n], n, true).words(percent) for n, (_, percent) in FIGURES.items())))
     note = (
-        f"{count} prompts of two things, the same noise in every row; brackets are 95 % intervals. Of true pictures "
+        f"{count} prompts of two things, the same noise in every row; brackets are 95 % intervals. Of true images "
         f"{100 * true['saturation']:.1f} % of values are clipped."
     )
     return Table("Every remedy, alone and together", ("", *(title for title, _ in FIGURES.values())), tuple(rows), note)
@@ -214,13 +214,13 @@ def sheet(folder: Path, asked: Asked, cells: Mapping[str, Cell], path: Path) -> 
         for name in columns:
             right = cells[name].by_prompt["right"][i] == 1
             caption = asked.texts[i] if name == columns[0] else ""
-            with Image.open(place_of(folder, name) / f"{i:03d}.png") as picture:
-                cards.append(Card(picture.convert("RGB"), caption, name, bool(right)))
+            with Image.open(place_of(folder, name) / f"{i:03d}.png") as image:
+                cards.append(Card(image.convert("RGB"), caption, name, bool(right)))
     tiles.save(contact_sheet(cards, "Before and after: one prompt a row", len(columns)), path)
 
 
 def diagnose(pipe: Pipeline, model: Path, folder: Path, asked: Asked) -> str:
-    """What the doctor says of the deployed model, of one of its runs, and of its pictures."""
+    """What the doctor says of the deployed model, of one of its runs, and of its images."""
     trace = folder / "deployed.trace"
     with Recorder(trace, overwrite=True) as recorder:
         pipe(asked.texts[0], seed=SEED, observers=[recorder], **DEPLOYED)

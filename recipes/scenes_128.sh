@@ -21,7 +21,7 @@ for name in ${*:-$ALL}; do
 done
 for name in ${*:-$ALL}; do
     case "$name" in
-    vae* | image_text) ;; # these see pictures; all others see latents, which are made once and kept
+    vae* | image_text) ;; # these see images; all others see latents, which are made once and kept
     *) $PYTHON -m pellucid.cli data latents "configs/scenes_$name.toml" ;;
     esac
     $TRAIN "configs/scenes_$name.toml" --out "runs/scenes_$name"

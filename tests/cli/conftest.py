@@ -1,4 +1,4 @@
-"""The command line, called as a user calls it but inside this process; and pictures, read back."""
+"""The command line, called as a user calls it but inside this process; and images, read back."""
 
 from __future__ import annotations
 
@@ -95,14 +95,14 @@ def burden() -> Callable[..., tuple[str, str]]:
 
 
 def look(path: Path, width: int, colours: int) -> Image.Image:
-    """A picture that is at least so wide and so colourful, with no half-written one left beside it."""
+    """An image that is at least so wide and so colourful, with no half-written one left beside it."""
     with Image.open(path) as found:
-        picture = found.convert("RGB")
-    assert picture.width >= width
-    assert picture.height >= 300
-    assert len(picture.getcolors(maxcolors=picture.width * picture.height) or ()) >= colours
+        image = found.convert("RGB")
+    assert image.width >= width
+    assert image.height >= 300
+    assert len(image.getcolors(maxcolors=image.width * image.height) or ()) >= colours
     assert not list(path.parent.glob(".*.part*"))
-    return picture
+    return image
 
 
 @pytest.fixture

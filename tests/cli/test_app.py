@@ -125,7 +125,7 @@ def test_help_needs_nothing_heavy():
 
 def test_sample_without_a_model_is_refused_before_torch_is_imported(burden):
     line, imported = burden("sample")[1].splitlines()
-    assert line == "error[usage]: MODEL must be given, or a picture with --from; got neither."
+    assert line == "error[usage]: MODEL must be given, or an image with --from; got neither."
     assert imported == "[]"
 
 

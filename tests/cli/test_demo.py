@@ -1,4 +1,4 @@
-"""`pellucid demo` with a bundle: a picture of every prompt, what the reader finds in it, and one on its way."""
+"""`pellucid demo` with a bundle: an image of every prompt, what the reader finds in it, and one on its way."""
 
 from __future__ import annotations
 
@@ -73,19 +73,19 @@ def test_every_thing_that_is_asked_for_is_new_and_can_be_asked_for():
             assert held_out_combination(*(torch.tensor(known.index(name)) for known, name in names)), prompt
 
 
-def test_a_true_picture_is_as_asked_and_another_is_not():
+def test_a_true_image_is_as_asked_and_another_is_not():
     first, other = (scenes.Scene((scenes.Thing("heart", colour, "striped", radius=0.23),), "pale pink")
                     for colour in ("red", "blue"))  # fmt: skip
     rest = [first] * (len(demo_scenes.PROMPTS) - 1)
     for scene, right in ((first, True), (other, False)):
-        pictures = to_images(scenes.render(scenes.Scenes.of([scene, *rest]), 128))
-        made = demo_scenes.graded(pictures, [1.0] * len(pictures))[0]
+        images = to_images(scenes.render(scenes.Scenes.of([scene, *rest]), 128))
+        made = demo_scenes.graded(images, [1.0] * len(images))[0]
         assert made.grade.right == right
         assert made.wrong == ("" if right else "colour: blue, not red")
 
 
-def test_the_way_from_noise_is_that_of_the_picture():
-    """Noise falls from all to nearly none, and the last x0 is the picture: the sampler's last row lands on it."""
+def test_the_way_from_noise_is_that_of_the_image():
+    """Noise falls from all to nearly none, and the last x0 is the image: the sampler's last row lands on it."""
     pipe, watch = load("scenes-128", device="cpu"), demo_scenes.Watch()
     asked = {"sampler": demo_scenes.SAMPLER, "grid": demo_scenes.GRID, "steps": 10, "guidance": demo_scenes.GUIDANCE}
     made = pipe(demo_scenes.PROMPTS[0], seed=1, observers=[watch], **asked)

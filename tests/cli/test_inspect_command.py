@@ -1,4 +1,4 @@
-"""`pellucid inspect`: the graph as text, as JSON and as a picture."""
+"""`pellucid inspect`: the graph as text, as JSON and as an image."""
 
 from __future__ import annotations
 
@@ -117,10 +117,10 @@ def test_controlnet_and_image_prompt_by_words(tell: Callable[..., Any], extras: 
     assert names == ["text_encoder", "image_encoder", "ip_adapter", "controlnet", "unet", "vae"]
 
 
-# --- pictures ----------------------------------------------------------------------------------------------------
+# --- images ----------------------------------------------------------------------------------------------------
 
 
-def test_a_picture_and_the_text_beside_it(
+def test_a_image_and_the_text_beside_it(
     ask: Callable[..., Any], tell: Callable[..., Any], see: Callable[..., Any], tmp_path: Path
 ):
     assert tell("inspect", folder(), "--plot", "sd.png").words.endswith("wrote sd.png")

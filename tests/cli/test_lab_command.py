@@ -54,8 +54,8 @@ def test_a_lab_is_shown_as_it_runs(tell, small, tmp_path):
     assert "[one]" in out
     figure = Path("out/labs/01/02.png")
     assert f"figure: {figure}" in out
-    with Image.open(tmp_path / figure) as picture:
-        assert picture.format == "PNG"
+    with Image.open(tmp_path / figure) as image:
+        assert image.format == "PNG"
 
 
 def test_a_run_as_json(tell, small, tmp_path):

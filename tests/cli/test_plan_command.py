@@ -136,7 +136,7 @@ def test_a_saved_plan_reads_back(tell, tmp_path):
         (["ddim", "--schedule", "flow", "--steps", "3"], 600),
     ],
 )
-def test_the_picture(tell, see, tmp_path, words, width):
+def test_the_image(tell, see, tmp_path, words, width):
     assert tell("plan", *words, "--plot", "plan.png").out == "wrote plan.png\n"
     see(tmp_path / "plan.png", width, 60)
 

@@ -42,7 +42,7 @@ A1111 = (
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a text-to-image model, a class-conditional one, a pixel one, adapters and pictures."""
+    """A folder with a text-to-image model, a class-conditional one, a pixel one, adapters and images."""
     folder = tmp_path_factory.mktemp("home")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the peers' own
@@ -62,7 +62,7 @@ def make_models(folder: Path) -> None:
     diffusers.utils.logging.set_verbosity_error()
     sd = tiny.stable_diffusion(folder / "raw", unet=SMALL)
     with torch.no_grad():
-        sd.vae.decoder.conv_out.weight.mul_(20)  # a picture with contrast: settings must show in its pixels
+        sd.vae.decoder.conv_out.weight.mul_(20)  # an image with contrast: settings must show in its pixels
     sd.save_pretrained(folder / "model")
     net = diffusers.ControlNetModel.from_unet(sd.unet, conditioning_embedding_out_channels=(8, 16))
     tiny.randomised(net).save_pretrained(folder / "edges")
@@ -113,7 +113,7 @@ def make_eyes(folder: Path, unet: Any) -> None:
 
 
 def with_text(name: str, folder: Path, **texts: str) -> Path:
-    """A picture that carries texts."""
+    """An image that carries texts."""
     info = PngImagePlugin.PngInfo()
     for key, value in texts.items():
         info.add_itxt(key, value)
@@ -228,7 +228,7 @@ def test_prompts_from_a_file_are_numbered_and_alone_as_in_a_batch(make, here):
         assert np.abs(pixels(a) - pixels(b)).max() <= 1  # kernels may round by batch
 
 
-def test_pictures_of_a_model_without_text_are_alone_as_in_a_batch(make, here):
+def test_images_of_a_model_without_text_are_alone_as_in_a_batch(make, here):
     alone = make("pixels", "-n", "5", "--seed", "5", "--steps", "2", "--out", "alone")
     batch = make("pixels", "-n", "5", "--seed", "5", "--steps", "2", "--out", "batch", "--batch", "3")
     assert alone["seeds"] == batch["seeds"] == [5, 6, 7, 8, 9]
@@ -281,7 +281,7 @@ def test_autoguidance_takes_a_second_model(make, refuse, here):
     assert again["from"]["pixels"] == "same pixels as a.png"
 
 
-# --- from a picture back to it ---------------------------------------------------------------------------------
+# --- from an image back to it ---------------------------------------------------------------------------------
 
 REPEATED = {
     "text": (["model", "abc", "--negative", "cab"], []),
@@ -315,7 +315,7 @@ REPEATED = {
 
 
 @pytest.mark.parametrize("name", REPEATED)
-def test_a_picture_is_repeated_bit_by_bit(make, here, name):
+def test_a_image_is_repeated_bit_by_bit(make, here, name):
     args, again = REPEATED[name]
     first = make(*args, "--seed", "11", "--steps", "3", "--out", "first.png")
     second = make("--from", "first.png", *again, "--out", "second.png")
@@ -392,7 +392,7 @@ def test_what_is_missing_is_one_line(make, refuse, here, tmp_path):
     )
 
 
-def test_another_picture_or_adapter_is_reported(make, home, here):
+def test_another_image_or_adapter_is_reported(make, home, here):
     make(
         "model", "abc", "--image", "sketch.png", "--lora", "ink.safetensors:0.5", "--steps", "2", "--seed", "1",
         "--out", "a.png",
@@ -479,7 +479,7 @@ LONG = "a cat\nSteps: 1200, Sampler: Euler, Seed: 9, Size: 16x16"
     ],
 )
 def test_a_recipe_of_another_order_of_size_is_not_run_unasked(here, refuse, make, text, word, flags):
-    """Nobody sees in a small picture what its recipe asks for. Saying it on the command line is consent."""
+    """Nobody sees in a small image what its recipe asks for. Saying it on the command line is consent."""
     with_text("x.png", here, parameters=text)
     line = refuse("sample", "--from", "x.png", "model", "--out", "a.png")
     assert line.startswith("error[recipe-size]: ")
@@ -610,7 +610,7 @@ def broken(home: Path, here: Path) -> Path:
     path = here / "cut" / "unet" / "diffusion_pytorch_model.safetensors"
     path.write_bytes(path.read_bytes()[:10_000])
     torch.save({"state_dict": {"a": Trap(here / "trapped")}}, here / "trap.ckpt")
-    (here / "small.png").write_bytes(picture_bytes((8, 8)))
+    (here / "small.png").write_bytes(image_bytes((8, 8)))
     (here / "empty").mkdir()
     return here
 
@@ -623,7 +623,7 @@ class Trap:
         return Path.touch, (self.path,)
 
 
-def picture_bytes(size: tuple[int, int]) -> bytes:
+def image_bytes(size: tuple[int, int]) -> bytes:
     held = io.BytesIO()
     Image.new("RGB", size).save(held, "PNG")
     return held.getvalue()
@@ -655,7 +655,7 @@ def picture_bytes(size: tuple[int, int]) -> bytes:
         (["model", "x", "--image-prompt", "ip.safetensors,sketch.png"], "ip-encoder", "image_encoder"),
         (["model", "x", "--size", "17x16"], "size-multiple", "multiple of 2"),
         (["model", "x", "--size", "big"], "size", "768x512"),
-        (["model", "x", "--image", "prompts.txt"], "image-file", "a picture file"),
+        (["model", "x", "--image", "prompts.txt"], "image-file", "an image file"),
         (["model", "x", "--image", "none.png"], "file", "none.png"),
         (["model", "x", "--image", "sketch.png", "--mask", "small.png"], "mask-size", "16×16"),
         (["model", "x", "--mask", "mask.png"], "request", "mask must come with image"),
@@ -753,12 +753,12 @@ def test_a_lora_may_have_a_colon_in_its_path(text, path, scale, tmp_path, monkey
 )
 def test_a_control_is_read_from_its_end(text, net, scale, span, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.png").write_bytes(picture_bytes((4, 4)))
+    (tmp_path / "a.png").write_bytes(image_bytes((4, 4)))
     (tmp_path / "n,et").mkdir()
-    found = sample_words.with_picture("--control", text, True)
+    found = sample_words.with_image("--control", text, True)
     assert (found.path, found.scale, found.span) == (net, scale, span)
-    assert found.picture is not None
-    assert found.picture.size == (4, 4)
+    assert found.image is not None
+    assert found.image.size == (4, 4)
 
 
 def test_a_prompt_may_begin_with_an_at_sign(tmp_path):

@@ -56,7 +56,7 @@ def test_bad_input(refuse, args, start):
     assert refuse("schedules", *args).startswith(start)
 
 
-def test_the_picture(tell, see, tmp_path):
+def test_the_image(tell, see, tmp_path):
     tell("schedules", "--plot", "curves.png")
     see(tmp_path / "curves.png", 1500, 200)
 

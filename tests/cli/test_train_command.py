@@ -104,7 +104,7 @@ def test_json_is_all_of_stdout(here: Path, ask: Callable[..., Any]) -> None:
     assert answer.json["skipped"] == 0
 
 
-def test_pictures_that_cannot_be_read_are_counted(here: Path, ask: Callable[..., Any]) -> None:
+def test_images_that_cannot_be_read_are_counted(here: Path, ask: Callable[..., Any]) -> None:
     (here / "pictures").mkdir()
     for number in range(3):
         pixels = np.full((40, 40, 3), 60 * number, np.uint8)
@@ -115,7 +115,7 @@ def test_pictures_that_cannot_be_read_are_counted(here: Path, ask: Callable[...,
     answer = ask("train", name, "--device", "cpu", "--json", "--until", "2")
     assert answer.json["skipped"] == 1
     answer = ask("train", name, "--device", "cpu")
-    assert answer.out.endswith("; 1 pictures could not be read and were skipped\n")
+    assert answer.out.endswith("; 1 images could not be read and were skipped\n")
 
 
 def test_explain_lists_the_frozen_networks_of_an_adapter(here: Path, ask: Callable[..., Any]) -> None:

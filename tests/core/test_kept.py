@@ -73,7 +73,7 @@ def test_heun_on_a_grid_from_pure_noise_blows_up() -> None:
     assert kept(plan, [1.0])[0] > 5
 
 
-def test_a_run_that_starts_from_a_picture_keeps_it() -> None:
+def test_a_run_that_starts_from_a_image_keeps_it() -> None:
     plan = compile_plan("ddim", schedule="linear", between=(300, None), steps=200)
     assert plan.start.alpha > 0.6
     assert kept(plan, SCALES[:2]).tolist() == pytest.approx([1.0, 1.0], abs=0.03)

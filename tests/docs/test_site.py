@@ -150,4 +150,4 @@ def test_the_whole_site_builds_with_its_figures_and_labs(tmp_path: Path) -> None
     assert list(dead(out)) == []
     made = list((tmp_path / "docs" / "handbook" / "made").glob("*.png"))
     assert len(made) >= 10
-    assert min(picture.stat().st_size for picture in made) > 5_000
+    assert min(image.stat().st_size for image in made) > 5_000

@@ -18,7 +18,7 @@ from pellucid.evidence.doctor.probe import Probe
 SHAPE = (3, 16, 16)
 
 
-def pictures_of(count: int = 4, spread: float = 0.3, seed: int = 3) -> Mixture:
+def images_of(count: int = 4, spread: float = 0.3, seed: int = 3) -> Mixture:
     """Blobs of colour with much variation about them, so that the level matters to whoever denoises."""
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.randn(count, 3, 2, 2, generator=generator, dtype=torch.float64) * 0.8
@@ -50,7 +50,7 @@ def probe(
     scale: float = 1.0,
 ) -> Probe:
     """A probe of a believer whose config says something, by default the truth; its data are `scale` times too large."""
-    data = pictures_of()
+    data = images_of()
     truth, declared = (schedules.make(pair[0]) for pair in (believes, says or believes))
     clean = data.sample(count, torch.Generator().manual_seed(11)).reshape(count, *SHAPE).float()
     target = (says or believes)[1]

@@ -22,7 +22,7 @@ from pellucid.interop.components import Components
 from pellucid.models.vae import Posterior
 from pellucid.pipeline.pipeline import Pipeline
 
-SIDE, SPREAD, FACTOR = 16, 0.15, 0.27  # of pictures in [−1, 1]; FACTOR is the VAE's scale of training
+SIDE, SPREAD, FACTOR = 16, 0.15, 0.27  # of images in [−1, 1]; FACTOR is the VAE's scale of training
 MUCH = 8.0  # sigma / alpha
 
 
@@ -59,7 +59,7 @@ class Shuffle(nn.Module):
 
 
 def world(seed: int = 3, count: int = 4) -> Mixture:
-    """Smooth pictures, and grain about them."""
+    """Smooth images, and grain about them."""
     generator = torch.Generator().manual_seed(seed)
     coarse = 0.3 * torch.randn(count, 3, 2, 2, generator=generator, dtype=torch.float64)
     means = F.interpolate(coarse, (SIDE, SIDE), mode="bilinear").flatten(1).clamp(-0.7, 0.7)

@@ -24,9 +24,9 @@ class Killed(Exception):  # noqa: N818
 
 @dataclass
 class GuidedTruth:
-    """Draws prompt n of a study of scenes. Below scale 2 it draws another prompt's scene in one of two pictures; above
+    """Draws prompt n of a study of scenes. Below scale 2 it draws another prompt's scene in one of two images; above
     scale 5 contrast grows by a tenth a unit, half of it under rescale, none under a threshold, and clips; above 12
-    colours go from one object to the next, and pictures blur."""
+    colours go from one object to the next, and images blur."""
 
     drawn: Scenes
     seeds: int
@@ -45,9 +45,9 @@ class GuidedTruth:
         chosen = self.drawn[[i % len(self.drawn) for i in which]]
         if scale > 12:
             chosen = swapped(chosen)
-        pictures = moved((scenes.render(chosen) + 1) / 2, seed)
-        pictures = pushed(pictures, scale, wish)
-        return SimpleNamespace(images=to_images((softened(pictures) if scale > 12 else pictures) * 2 - 1))
+        images = moved((scenes.render(chosen) + 1) / 2, seed)
+        images = pushed(images, scale, wish)
+        return SimpleNamespace(images=to_images((softened(images) if scale > 12 else images) * 2 - 1))
 
 
 def swapped(drawn: Scenes) -> Scenes:
@@ -56,19 +56,19 @@ def swapped(drawn: Scenes) -> Scenes:
     return Scenes(**{**vars(drawn), "colour": drawn.colour.gather(1, order)})
 
 
-def moved(pictures: Tensor, seed: Sequence[int]) -> Tensor:
-    """By a pixel or none, so that pictures of one prompt differ."""
-    return torch.stack([one.roll(n % 2, 2) for one, n in zip(pictures, seed, strict=True)])
+def moved(images: Tensor, seed: Sequence[int]) -> Tensor:
+    """By a pixel or none, so that images of one prompt differ."""
+    return torch.stack([one.roll(n % 2, 2) for one, n in zip(images, seed, strict=True)])
 
 
-def pushed(pictures: Tensor, scale: float, wish: Guidance) -> Tensor:
+def pushed(images: Tensor, scale: float, wish: Guidance) -> Tensor:
     rate = 0.1
     if any(isinstance(one, Rescale) for one in wish.rules):
         rate = 0.05
     if any(isinstance(one, Threshold) for one in wish.rules):
         rate = 0.0
-    return ((pictures - 0.5) * (1 + rate * max(0.0, scale - 5)) + 0.5).clamp(0, 1)
+    return ((images - 0.5) * (1 + rate * max(0.0, scale - 5)) + 0.5).clamp(0, 1)
 
 
-def softened(pictures: Tensor) -> Tensor:
-    return F.avg_pool2d(pictures, 3, 1, 1, count_include_pad=False)
+def softened(images: Tensor) -> Tensor:
+    return F.avg_pool2d(images, 3, 1, 1, count_include_pad=False)

@@ -1,4 +1,4 @@
-"""A pipeline without a network: the exact denoiser of Gaussian pictures, run by the true plans and the true loop."""
+"""A pipeline without a network: the exact denoiser of Gaussian images, run by the true plans and the true loop."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def in_pixels(**changes: Any) -> Subject:
     return replace(config(base, Asked(steps=50), **changes), index=IN_PIXELS)
 
 
-@sabotage("far-last-call", "noise of 50 in 255", "smoother than pictures are")
+@sabotage("far-last-call", "noise of 50 in 255", "smoother than images are")
 def pixels_that_end_far_from_the_data(folder: Path) -> Subject:
     """The sqrt schedule leaves the data so fast that its twentieth time holds noise of 0.39."""
     return in_pixels(trained_betas=make("sqrt_alpha_bar").betas.tolist(), prediction_type="v_prediction")
@@ -216,19 +216,19 @@ def a_plan_with_a_changed_weight(folder: Path) -> Subject:
 # --- recipes ---------------------------------------------------------------------------------------------------
 
 
-def picture(folder: Path, **fields: Any) -> Path:
+def image(folder: Path, **fields: Any) -> Path:
     write_png(Image.new("RGB", (8, 8)), folder / "made.png", Recipe(**fields))
     return folder / "made.png"
 
 
 @sabotage("guidance-high", "colours saturate")
 def a_recipe_with_much_guidance(folder: Path) -> Subject:
-    return open_subject(Given(model=str(picture(folder, guidance={"scale": 20.0, "rules": []}))))
+    return open_subject(Given(model=str(image(folder, guidance={"scale": 20.0, "rules": []}))))
 
 
 @healthy
 def a_recipe(folder: Path) -> Subject:
-    return open_subject(Given(model=str(picture(folder, sampler="euler", steps=20, guidance={"scale": 5.0}))))
+    return open_subject(Given(model=str(image(folder, sampler="euler", steps=20, guidance={"scale": 5.0}))))
 
 
 @healthy

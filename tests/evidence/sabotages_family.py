@@ -180,7 +180,7 @@ def a_recipe_of_another_size(folder: Path) -> Subject:
 
 
 def as_saved(name: str) -> Any:
-    """As diffusers saved it, but for pictures of few pixels, which take less time."""
+    """As diffusers saved it, but for images of few pixels, which take less time."""
 
     def make(folder: Path) -> Subject:
         model = linked(tiny.saved(name)[1], folder / "model")

@@ -1,4 +1,4 @@
-"""Models, runs and pictures that are broken in one way, as far as that is only seen when they are run or looked at.
+"""Models, runs and images that are broken in one way, as far as that is only seen when they are run or looked at.
 
 The networks are exact ones (exact_pipelines.py), so that nothing else is wrong with them; those that were truly trained
 are in the tests of the detectors.
@@ -14,7 +14,7 @@ from typing import Any
 
 import exact_pipelines as exact
 import guided_runs as runs
-import spoilt_pictures as pictures
+import spoilt_images as images
 import tiny_models as tiny
 import tiny_scenes
 import torch
@@ -28,7 +28,7 @@ from pellucid.core.loop import Prediction
 from pellucid.evidence import trace
 from pellucid.evidence.doctor.opening import Given, of_pipeline, open_subject
 from pellucid.evidence.doctor.subject import Asked, Data, Subject
-from pellucid.evidence.metrics.pictures import Pixels, folder_of
+from pellucid.evidence.metrics.images import Pixels, folder_of
 from pellucid.pipeline.adapters import Lora
 
 # --- target, schedule, scale ---------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def a_run_with_too_much_guidance(folder: Path) -> Subject:
 
 @sabotage("guidance-overshoots", "guidance of 12", "later steps keep")
 def a_run_of_the_true_model_with_too_much_guidance(folder: Path) -> Subject:
-    """Its picture ends in range, and half of its first prediction is not."""
+    """Its image ends in range, and half of its first prediction is not."""
     pipe = pellucid.load("scenes-128", device="cpu")
     prompt = "a large red star on a white background"
     with trace.Recorder(folder / "run.trace") as recorder:
@@ -272,53 +272,53 @@ def a_run_that_is_guided_well(folder: Path) -> Subject:
     return runs.recorded(folder, runs.Guided(5.0))
 
 
-# --- pictures ------------------------------------------------------------------------------------------------------
+# --- images ------------------------------------------------------------------------------------------------------
 
 
 def looked_at(pixels: torch.Tensor, reference: bool = False) -> Subject:
-    data = Data(pictures.true(first=500)) if reference else None
-    return Subject("pictures", images=Pixels(pictures.as_bytes(pixels)), data=data)
+    data = Data(images.true(first=500)) if reference else None
+    return Subject("pictures", images=Pixels(images.as_bytes(pixels)), data=data)
 
 
 @sabotage("low-sharpness", "fine detail is missing")
-def pictures_that_are_soft(folder: Path) -> Subject:
-    return looked_at(pictures.blurred(pictures.true(), 1.0), reference=True)
+def images_that_are_soft(folder: Path) -> Subject:
+    return looked_at(images.blurred(images.true(), 1.0), reference=True)
 
 
 @sabotage("residual-noise", "Noise of")
-def pictures_with_noise_left(folder: Path) -> Subject:
-    return looked_at(pictures.noisy(pictures.true(), 0.05))
+def images_with_noise_left(folder: Path) -> Subject:
+    return looked_at(images.noisy(images.true(), 0.05))
 
 
 @sabotage("oversaturated-images", "out of the range")
-def pictures_that_are_clipped(folder: Path) -> Subject:
-    return looked_at(pictures.clipped(pictures.true()))
+def images_that_are_clipped(folder: Path) -> Subject:
+    return looked_at(images.clipped(images.true()))
 
 
 @sabotage("tile-seams", "tiles")
-def pictures_of_tiles_that_do_not_meet(folder: Path) -> Subject:
-    return looked_at(pictures.tiled(pictures.true()))
+def images_of_tiles_that_do_not_meet(folder: Path) -> Subject:
+    return looked_at(images.tiled(images.true()))
 
 
 @sabotage("colour-bleeding", "bound to the wrong objects", "guidance 15")
-def pictures_whose_colours_bled(folder: Path) -> Subject:
-    told = pictures.drawn(objects=(2,))
-    return Subject("pictures", images=folder_of(pictures.write(folder, pictures.swapped(told), told, 15.0)))
+def images_whose_colours_bled(folder: Path) -> Subject:
+    told = images.drawn(objects=(2,))
+    return Subject("pictures", images=folder_of(images.write(folder, images.swapped(told), told, 15.0)))
 
 
 @sabotage("not-as-asked", "do not tell why")
-def pictures_of_other_prompts(folder: Path) -> Subject:
-    told = pictures.drawn(16, objects=(1,))
+def images_of_other_prompts(folder: Path) -> Subject:
+    told = images.drawn(16, objects=(1,))
     shown = told[[*range(1, len(told)), 0]]
-    return Subject("pictures", images=folder_of(pictures.write(folder, shown, told, 4.0)))
+    return Subject("pictures", images=folder_of(images.write(folder, shown, told, 4.0)))
 
 
 @healthy
-def pictures_of_their_prompts(folder: Path) -> Subject:
-    told = pictures.drawn(16, objects=(1,))
-    return Subject("pictures", images=folder_of(pictures.write(folder, told, told, 4.0)))
+def images_of_their_prompts(folder: Path) -> Subject:
+    told = images.drawn(16, objects=(1,))
+    return Subject("pictures", images=folder_of(images.write(folder, told, told, 4.0)))
 
 
 @healthy
-def pictures_that_are_true(folder: Path) -> Subject:
-    return looked_at(pictures.true(), reference=True)
+def images_that_are_true(folder: Path) -> Subject:
+    return looked_at(images.true(), reference=True)

@@ -28,7 +28,7 @@ YAML = 'model:\n  params:\n    parameterization: "eps"\n'  # as it lies beside a
 
 @noted("eps-faint-signal", "almost no signal", "divides by it")
 def eps_on_cosine_betas(folder: Path) -> Subject:
-    """The last beta is capped at 0.999, so that a trace of the picture is left at the noisiest level."""
+    """The last beta is capped at 0.999, so that a trace of the image is left at the noisiest level."""
     return config(SDXL, beta_schedule="squaredcos_cap_v2", timestep_spacing="trailing")
 
 
@@ -86,7 +86,7 @@ def a_config_of_its_own_keys(folder: Path) -> Subject:
 
 
 def of_another_program(folder: Path, more: str = "") -> Subject:
-    """A picture with the text of A1111's web UI."""
+    """An image with the text of A1111's web UI."""
     held = PngInfo()
     held.add_text("parameters", f"a cat\nSteps: 20, Sampler: Euler a, CFG scale: 7, Seed: 5, Size: 8x8{more}")
     Image.new("RGB", (8, 8)).save(folder / "made.png", pnginfo=held)
@@ -94,12 +94,12 @@ def of_another_program(folder: Path, more: str = "") -> Subject:
 
 
 @noted("recipe-unread", "Another program made the picture")
-def a_picture_that_was_enlarged_elsewhere(folder: Path) -> Subject:
+def a_image_that_was_enlarged_elsewhere(folder: Path) -> Subject:
     return of_another_program(folder, ", Hires upscale: 2, Hires upscaler: Latent")
 
 
 @silent
-def a_picture_of_another_program(folder: Path) -> Subject:
+def a_image_of_another_program(folder: Path) -> Subject:
     return of_another_program(folder)
 
 

@@ -1,4 +1,4 @@
-"""Small denoisers that were truly trained, each for its own target on its own schedule: seconds each, on pictures of
+"""Small denoisers that were truly trained, each for its own target on its own schedule: seconds each, on images of
 one object at 16 × 16, in pixels or in the latents of a small VAE."""
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def objective(schedule: str, target: str) -> dict[str, Any]:
 
 
 def cifar_subject(folder: Path, cifar: Path) -> Subject:
-    """A CIFAR-10 run of the schedule study, with test pictures."""
+    """A CIFAR-10 run of the schedule study, with test images."""
     pixels = CIFAR10.read(cifar, "test").images[:64].float() / 255
     return of_pipeline(pellucid.load(folder / "model", device="cpu"), data=Data(pixels))
 

@@ -72,7 +72,7 @@ def changed(**changes: Any) -> Scene:
     return replace(PAIR, things=(PAIR.things[0], replace(PAIR.things[1], **changes)))
 
 
-def test_the_picture_itself_is_right() -> None:
+def test_the_image_itself_is_right() -> None:
     found = verdict_of(PAIR, PAIR)
     assert found.right
     assert found.readable
@@ -152,11 +152,11 @@ def test_shuffling_keeps_the_number_of_objects_and_no_own_caption(perfect: Study
     assert shuffled(lone) == {}
 
 
-def test_pictures_come_back_as_they_were(perfect: Study) -> None:
+def test_images_come_back_as_they_were(perfect: Study) -> None:
     shown = perfect.shown()
     wanted = [shown[37], shown[2], shown[15]]
     made = truth()(["", "", ""], seed=[37, 2, 15]).images
-    assert [picture.tobytes() for picture in perfect.pictures(wanted)] == [picture.tobytes() for picture in made]
+    assert [image.tobytes() for image in perfect.images(wanted)] == [image.tobytes() for image in made]
 
 
 def test_a_study_that_was_cut_goes_on_to_the_same_figures(perfect: Study, tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_a_study_that_was_cut_goes_on_to_the_same_figures(perfect: Study, tmp_pa
     assert rest.calls == 2
 
 
-def test_pictures_can_be_read_again(perfect: Study, tmp_path: Path) -> None:
+def test_images_can_be_read_again(perfect: Study, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     shutil.copytree(perfect.folder, folder)
     rows = [json.loads(line) for line in (folder / "records.jsonl").read_text("utf-8").splitlines()]
@@ -205,7 +205,7 @@ def test_the_report_holds_what_was_counted(perfect: Study) -> None:
     assert (perfect.folder / "failures.png").exists() == bool(failures)
 
 
-def test_a_sheet_shows_every_picture_in_its_own_colour() -> None:
+def test_a_sheet_shows_every_image_in_its_own_colour() -> None:
     colours = [(200, 30 * i, 255 - 30 * i) for i in range(7)]
     cards = [Card(Image.new("RGB", (16, 16), c), "a caption " * 12, "wrong", i % 2 == 0) for i, c in enumerate(colours)]
     sheet = contact_sheet(cards, "title", columns=3)
@@ -259,7 +259,7 @@ def test_a_folder_of_another_study_or_model_is_refused(perfect: Study, tmp_path:
     assert caught.value.code == "out-taken"
 
 
-def test_nothing_is_written_where_no_picture_was_made(tmp_path: Path) -> None:
+def test_nothing_is_written_where_no_image_was_made(tmp_path: Path) -> None:
     def broken(prompt: Any, /, **options: Any) -> Any:
         raise PellucidError("sampler must be a known name.", "unknown-sampler")
 
@@ -276,12 +276,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
-def test_a_picture_does_not_depend_on_its_batch(model: Path, tmp_path: Path) -> None:
+def test_a_image_does_not_depend_on_its_batch(model: Path, tmp_path: Path) -> None:
     pipe = open_pipe(model, device="cpu")
     prompts = [caption for caption, _ in CONFIG.asked()[:3]]
     making = Making(steps=2)
-    whole = making.pictures(pipe, prompts, 0)
-    alone = making.pictures(pipe, prompts[2:], 2)
+    whole = making.images(pipe, prompts, 0)
+    alone = making.images(pipe, prompts[2:], 2)
     apart = torch.tensor(list(whole[2].tobytes())).sub(torch.tensor(list(alone[0].tobytes()))).abs().max()
     assert apart <= 1  # kernels of another batch size round otherwise
     assert whole[0].tobytes() != whole[1].tobytes()

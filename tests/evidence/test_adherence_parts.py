@@ -68,7 +68,7 @@ def test_a_vae_that_changes_nothing_loses_8_bits_and_no_reading() -> None:
     assert set(found.by_style) <= {"flat", "outlined", "soft"}
 
 
-def test_a_vae_that_drowns_the_picture_is_seen_to() -> None:
+def test_a_vae_that_drowns_the_image_is_seen_to() -> None:
     found = round_trip(Offset(-1.2), 4)
     assert found.psnr < 10
     assert found.after.right == 0
@@ -99,7 +99,7 @@ def test_the_controlnet_gets_each_scene_s_own_edges() -> None:
             return super().__call__(prompt, **options)
 
     adapters.follows_edges(Watching(DRAWN), "a-controlnet", EXAM)
-    assert torch.equal(torch.cat([control.picture for control in seen]), scenes.edges(DRAWN))
+    assert torch.equal(torch.cat([control.image for control in seen]), scenes.edges(DRAWN))
 
 
 def test_a_reference_is_carried_or_it_is_not() -> None:
@@ -131,17 +131,17 @@ def test_a_style_is_seen_with_the_lora_alone() -> None:
         adapters.has_style(Styled(DRAWN), "a-lora", "baroque", EXAM)
 
 
-def test_an_exam_without_pictures_is_refused() -> None:
+def test_an_exam_without_images_is_refused() -> None:
     with pytest.raises(PellucidError, match="count must be"):
         Exam(1)
 
 
-def test_each_image_of_a_batch_is_prompted_by_its_own_picture(model: Path) -> None:
+def test_each_image_of_a_batch_is_prompted_by_its_own_image(model: Path) -> None:
     """As if each had been asked for alone, with the adapter as it is."""
     pipe = load(model, device="cpu", dtype="float32", image_encoder=model / "ip_adapter" / "image_encoder")
     like = next(pipe.components.network.parameters())
     each = adapters.read_adapter(model / "ip_adapter" / "ip_adapter.safetensors", like)
-    for parameter in each.parameters():  # its values begin at zero, where no picture would matter
+    for parameter in each.parameters():  # its values begin at zero, where no image would matter
         parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
     plain = IPAdapter(each.kind, each.image_proj, list(each.pairs))
     references = draw(alone(DRAWN[:3]))
@@ -161,9 +161,9 @@ def test_each_image_of_a_batch_is_prompted_by_its_own_picture(model: Path) -> No
 
 def test_finding_among_32_is_counted_by_hand() -> None:
     cosines = torch.eye(32)[None].repeat(2, 1, 1)
-    cosines[1, 3] = torch.arange(32.0).flip(0)  # picture 3 is nearest to text 0, and text 0 to it, not to its own
+    cosines[1, 3] = torch.arange(32.0).flip(0)  # image 3 is nearest to text 0, and text 0 to it, not to its own
     found = matching.summed(cosines)
-    assert (found.count, found.by_picture.right) == (64, 63)
+    assert (found.count, found.by_image.right) == (64, 63)
     assert found.by_text.right == 64 - int((cosines[1].argmax(0) != torch.arange(32)).sum())
     assert found.told.right == 64 - int(cosines[1, 3, 3] < cosines[1, 3, 4])
     assert found.right == pytest.approx((63 + 28) / 64)
@@ -175,7 +175,7 @@ def test_an_untrained_encoder_is_at_chance(model: Path) -> None:
     found = matching.matching(Judge.load(model / "image_text"), 96)
     assert found.count == 96
     assert abs(found.right - found.shuffled) < 0.1
-    assert found.by_picture.interval[0] < 1 / 32
+    assert found.by_image.interval[0] < 1 / 32
     with pytest.raises(PellucidError, match="multiple of 32"):
         matching.matching(Judge.load(model / "image_text"), 40)
 

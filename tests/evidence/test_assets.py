@@ -1,4 +1,4 @@
-"""What studies have left: the model of assets/ makes pictures, and the bundle's plans are what their evidence says."""
+"""What studies have left: the model of assets/ makes images, and the bundle's plans are what their evidence says."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_a_tuned_plan_is_nearer_to_the_converged_latents(subject: Subject, truth
     assert mine < 0.9 * theirs
 
 
-def test_the_cifar_model_makes_pictures() -> None:
-    """Neighbouring pixels of its pictures are alike, as those of photographs are, and pictures differ."""
+def test_the_cifar_model_makes_images() -> None:
+    """Neighbouring pixels of its images are alike, as those of photographs are, and images differ."""
     pipe = pellucid.load(ASSETS / "cifar10-cosine", device="cpu")
     network = pipe.components.network
     assert next(network.parameters()).dtype == torch.float32
@@ -52,16 +52,16 @@ def test_the_cifar_model_makes_pictures() -> None:
     images = pipe(n=4, seed=0, steps=10, grid="beta").images
     pixels = np.stack([np.asarray(image, float) for image in images])
     assert pixels.shape == (4, 32, 32, 3)
-    for picture in pixels:
-        left, right = picture[:, :-1].ravel(), picture[:, 1:].ravel()
+    for one in pixels:
+        left, right = one[:, :-1].ravel(), one[:, 1:].ravel()
         assert np.corrcoef(left, right)[0, 1] > 0.85
-        assert picture.std() > 20
+        assert one.std() > 20
     assert np.abs(pixels[0] - pixels[1]).mean() > 20
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "sqrt_alpha_bar"])
 def test_the_small_models_differ_by_their_schedule_alone(schedule: str) -> None:
-    """At most 1 M weights and 2 MB each; the levels of the schedule that the name says, v, and finite pictures."""
+    """At most 1 M weights and 2 MB each; the levels of the schedule that the name says, v, and finite images."""
     folder = ASSETS / f"cifar10-small-{schedule}"
     parts = pellucid.load(folder, device="cpu").components
     assert sum(weight.numel() for weight in parts.network.parameters()) < 1e6
@@ -69,9 +69,9 @@ def test_the_small_models_differ_by_their_schedule_alone(schedule: str) -> None:
     assert parts.target == "v"
     own, asked = (one.alpha_bar for one in (parts.schedule, pellucid.schedules.make(schedule)))
     np.testing.assert_allclose(own, asked, rtol=1e-6)
-    picture = np.asarray(pellucid.load(folder, device="cpu")(seed=0, steps=5).images[0], float)
-    assert picture.shape == (32, 32, 3)
-    assert picture.std() > 10
+    image = np.asarray(pellucid.load(folder, device="cpu")(seed=0, steps=5).images[0], float)
+    assert image.shape == (32, 32, 3)
+    assert image.std() > 10
 
 
 def test_the_tuned_plan_of_cifar_is_for_its_model_and_nearer() -> None:

@@ -64,7 +64,7 @@ def covered(intervals: list[tuple[float, float]], truth: float) -> float:
 
 
 # 300 intervals of 95 %: the count that holds the truth has a deviation of 1.3 %; the bootstrap itself is short by a few
-# percent at these counts of pictures.
+# percent at these counts of images.
 RUNS, LOWEST, HIGHEST = 300, 0.89, 0.985
 
 

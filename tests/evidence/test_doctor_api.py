@@ -26,7 +26,7 @@ DATA = believers.probe(("cosine", "v"), count=32).clean
 def network(x: Tensor, time: Tensor) -> Tensor:
     """The best denoiser of DATA, trained for v on the cosine schedule, that takes whole times alone."""
     whole = time.round().long()
-    return believers.Believer(believers.pictures_of(), schedules.make("cosine"), "v")(x, whole)
+    return believers.Believer(believers.images_of(), schedules.make("cosine"), "v")(x, whole)
 
 
 def test_a_network_with_its_right_labels_is_healthy() -> None:

@@ -146,9 +146,9 @@ def test_a_plan_of_a_bundle_goes_by_its_name(ask: Callable[..., Any]) -> None:
     assert (answer.exit_code, answer.stderr) == (0, "")
 
 
-def test_pictures_of_which_none_can_be_read_are_bad_input(ask: Callable[..., Any], tmp_path: Path) -> None:
+def test_images_of_which_none_can_be_read_are_bad_input(ask: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "a.png").write_text("no picture")
     answer = ask("--images", "made")
     assert (answer.exit_code, answer.stdout) == (2, "")
-    assert "--images must hold a picture that can be read; a.png" in answer.stderr
+    assert "--images must hold an image that can be read; a.png" in answer.stderr

@@ -289,7 +289,7 @@ def test_a_config_from_a_file_a_folder_and_a_dict(tmp_path: Path) -> None:
     assert len({one.findings for one in reports}) == 1
 
 
-def test_an_a1111_picture_is_judged_by_its_own_words(tmp_path: Path) -> None:
+def test_an_a1111_image_is_judged_by_its_own_words(tmp_path: Path) -> None:
     text = "a star\nSteps: 20, Sampler: Euler a, CFG scale: 18, Seed: 1, Size: 512x512, Model: gone, Mystery: 7"
     info = PngInfo()
     info.add_text("parameters", text)
@@ -355,7 +355,7 @@ def test_no_config_makes_the_doctor_fail(name: str, more: dict[str, Any], steps:
 # --- data ------------------------------------------------------------------------------------------------------
 
 
-def test_known_pictures_are_cut_to_the_size_that_is_asked(tmp_path: Path) -> None:
+def test_known_images_are_cut_to_the_size_that_is_asked(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     for number in range(5):
         Image.new("RGB", (40, 20 + number), (255, 0, 0)).save(tmp_path / "a" / f"{number}.png")
@@ -369,7 +369,7 @@ def test_known_pictures_are_cut_to_the_size_that_is_asked(tmp_path: Path) -> Non
 
 
 def test_the_interval_of_the_spread_holds_the_truth() -> None:
-    """Of 40 sets of 16 normal pictures of spread 1.1, nearly all intervals hold it, and each holds its own."""
+    """Of 40 sets of 16 normal images of spread 1.1, nearly all intervals hold it, and each holds its own."""
     generator = torch.Generator().manual_seed(1)
     hits = 0
     for _ in range(40):

@@ -254,7 +254,7 @@ CHECKS = ("overflow", "target", "schedule", "scale of training", "drift")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted([*small.PIXELS, *small.LATENTS]))
 def test_a_trained_model_is_healthy(name: str, small_denoisers: small.Small) -> None:
-    """But for drift: the pictures of so small a network may end washed out, and of x0 they do."""
+    """But for drift: the images of so small a network may end washed out, and of x0 they do."""
     report = examine(small_denoisers.subject(name), named([one for one in CHECKS if one != "drift"]))
     assert report.findings == (), report.text()
     assert report.skipped == (), report.text()
@@ -294,7 +294,7 @@ def test_real_networks_of_cifar_are_healthy(cifar_runs: list[Path], cifar: Path)
         assert report.skipped == (), report.text()
 
 
-def test_data_of_one_picture_is_no_verdict(bundle: Path) -> None:
+def test_data_of_one_image_is_no_verdict(bundle: Path) -> None:
     subject: Subject = of_pipeline(opened(bundle), data=Data(torch.rand(1, 3, 16, 16)))
     report = examine(subject)
     skipped = dict(report.skipped)

@@ -56,7 +56,7 @@ def reweighed(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], f
     return model
 
 
-def pictures(folder: Path, change: Callable[[Image.Image], Image.Image] = lambda image: image) -> Path:
+def images(folder: Path, change: Callable[[Image.Image], Image.Image] = lambda image: image) -> Path:
     place = folder / "pictures"
     place.mkdir()
     for n, made in enumerate(pellucid.load("scenes-128", device="cpu")(PROMPTS, seed=1, guidance=4.0, **ASKED).images):
@@ -140,7 +140,7 @@ SABOTAGES: dict[str, tuple[str, Callable[[Path], Words]]] = {
     ),
     "a LoRA of zeros": ("adapter-no-effect", lambda f: (str(MODEL), "--lora", zero_lora(f), "--only", "adapters")),
     "guidance of 60": ("oversaturated", lambda f: ("--trace", str(traced(f, 60.0)))),
-    "grain": ("residual-noise", lambda f: ("--images", str(pictures(f, grainy)))),
+    "grain": ("residual-noise", lambda f: ("--images", str(images(f, grainy)))),
     "its transformer said to predict v": (
         "target-mismatch",
         lambda f: (
@@ -162,10 +162,10 @@ SABOTAGES: dict[str, tuple[str, Callable[[Path], Words]]] = {
         lambda f: (str(MODEL), "--sampler", "heun", "--grid", "trailing", "--steps", "20", "--quick"),
     ),
     "guidance of 20 in a run": ("guidance-high", lambda f: ("--trace", str(traced(f, 20.0)))),
-    "tiles that do not meet": ("tile-seams", lambda f: ("--images", str(pictures(f, tiled)))),
+    "tiles that do not meet": ("tile-seams", lambda f: ("--images", str(images(f, tiled)))),
     "blur": (
         "low-sharpness",
-        lambda f: ("--images", str(pictures(f, lambda image: image.filter(ImageFilter.GaussianBlur(3))))),
+        lambda f: ("--images", str(images(f, lambda image: image.filter(ImageFilter.GaussianBlur(3))))),
     ),
 }
 
@@ -214,7 +214,7 @@ HEALTHY: dict[str, Callable[[Path], Words]] = {
     "with its LoRA": lambda f: (str(MODEL), "--lora", str(MODEL / "lora"), "--only", "adapters"),
     "with its ControlNet": lambda f: (str(MODEL), "--controlnet", str(MODEL / "controlnet"), "--only", "adapters"),
     "a run": lambda f: ("--trace", str(traced(f, 4.0))),
-    "its pictures": lambda f: ("--images", str(pictures(f))),
+    "its pictures": lambda f: ("--images", str(images(f))),
     "its transformer": lambda f: (str(MODEL / "dit"), "--data", "scenes"),
     "with its IP-Adapter": lambda f: (str(MODEL), "--ip-adapter", str(MODEL / "ip_adapter"), "--only", "adapters"),
     "its tuned plan": lambda f: ("scenes-128/plans/8.json",),

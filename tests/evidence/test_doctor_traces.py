@@ -57,7 +57,7 @@ def test_too_much_guidance_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("scale", "codes"), [(4.0, []), (7.0, []), (12.0, ["guidance-overshoots"])])
 def test_guidance_that_overshoots_early_is_told(scale: float, codes: list[str], tmp_path: Path) -> None:
-    """The true model: at 12 its picture ends in range, and nearly half of its first prediction does not."""
+    """The true model: at 12 its image ends in range, and nearly half of its first prediction does not."""
     pipe = pellucid.load("scenes-128", device="cpu")
     with trace.Recorder(tmp_path / "run.trace") as recorder:
         pipe("a large red star on a white background", steps=12, guidance=scale, seed=1, observers=[recorder])
@@ -117,7 +117,7 @@ def test_a_run_of_a_pipeline_says_its_scale(tmp_path: Path) -> None:
 
 
 def test_a_trace_is_asked_about_the_plan_and_the_recipe_that_it_holds(tmp_path: Path) -> None:
-    """Guidance and a grid that the doctor finds in a picture's recipe, it finds in the trace of the same run."""
+    """Guidance and a grid that the doctor finds in an image's recipe, it finds in the trace of the same run."""
     pipe, path = pellucid.load("scenes-128", device="cpu"), tmp_path / "run.safetensors"
     with trace.Recorder(path) as recorder:
         pipe("a red star", sampler="dpmpp_2m", grid="karras", steps=5, guidance=20.0, observers=[recorder])

@@ -79,7 +79,7 @@ def from_features(x: Tensor, y: Tensor) -> float:
     return float(apart + a.square().sum() + b.square().sum() - 2 * torch.linalg.svdvals(a @ b.T).sum())
 
 
-def test_fewer_pictures_than_features() -> None:
+def test_fewer_images_than_features() -> None:
     x, y = cloud(20, 100), cloud(30, 100, seed=1, shift=0.2)
     assert fid(x, y) == pytest.approx(from_features(x, y), rel=1e-6)  # the root of float64's rounding, at 70 zeros
 
@@ -145,7 +145,7 @@ def test_bad_input_is_one_line() -> None:
         assert error.value.code == code
 
 
-def test_few_pictures_are_said_to_be_few() -> None:
+def test_few_images_are_said_to_be_few() -> None:
     assert note_on(FEW) is None
     words = note_on(FEW - 1)
     assert words is not None
@@ -156,7 +156,7 @@ def test_few_pictures_are_said_to_be_few() -> None:
 
 @pytest.mark.slow
 def test_true_weights_on_cifar10(true_weights: Path, cifar: Path) -> None:
-    """100 training against 100 test pictures, measured once with the network whose features are pytorch-fid's."""
+    """100 training against 100 test images, measured once with the network whose features are pytorch-fid's."""
     network = load_inception(true_weights)
     x, y = (features(CIFAR10.read(cifar, split).images[:100], network, 50) for split in ("train", "test"))
     assert fid(x, y) == pytest.approx(from_features(x, y), rel=1e-6)

@@ -16,7 +16,7 @@ from pellucid.evidence.drawing.graph_layout import Layout
 from pellucid.pipeline.inspection import Block, Graph, Times
 
 TIMES = Times("cuda", 11.2, 3.0, 44.1, 120.0, 1530.0, 3)
-LONG = "a note that is long enough to be broken into several lines wherever the picture is narrow, as it may well be"
+LONG = "a note that is long enough to be broken into several lines wherever the image is narrow, as it may well be"
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +29,11 @@ def graph(request: pytest.FixtureRequest, extras: dict[str, str]) -> Graph:
     return tiny_graphs.of(request.param, extras)
 
 
-# --- the picture -------------------------------------------------------------------------------------------------
+# --- the image -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("graph", "timed"), [(name, True) for name in FAMILIES] + [("sd1", False)], indirect=["graph"])
-def test_no_text_of_the_picture_meets_another(graph: Graph, timed: bool):
+def test_no_text_of_the_image_meets_another(graph: Graph, timed: bool):
     if timed:
         each = dict.fromkeys([node.name for node in graph.components()], 12.3)
         graph = replace(graph.timed(TIMES, each), notes=(LONG, LONG))

@@ -19,7 +19,7 @@ from PIL import Image
 from pellucid.core.errors import PellucidError
 from pellucid.evidence.adherence.making import Making
 from pellucid.evidence.metrics.image_text import Judge, image_text
-from pellucid.evidence.metrics.pictures import Pixels
+from pellucid.evidence.metrics.images import Pixels
 from pellucid.evidence.study import guidance_report
 from pellucid.evidence.study.guidance import SHOWN, TRUE, GuidanceStudy, Study
 from pellucid.evidence.study.guidance_figures import results
@@ -66,7 +66,7 @@ def test_the_range_is_the_law_s(law: Study) -> None:
     assert pasted.endswith('"…" --sampler dpmpp_2m --steps 20 --guidance "4"')
 
 
-def test_every_figure_has_its_interval_and_the_unguided_pictures_are_shared(law: Study) -> None:
+def test_every_figure_has_its_interval_and_the_unguided_images_are_shared(law: Study) -> None:
     found = results(law)
     assert found is not None
     assert len(found.cells) == CELLS
@@ -94,7 +94,7 @@ def test_bleeding_is_seen_where_the_law_swaps_colours(tmp_path: Path) -> None:
     found = results(study)
     assert found.cells["4 + threshold"].figures["bled"].value == 0
     assert found.cells["13 + threshold"].figures["bled"].value > 0.5
-    assert "diversity" not in found.names  # of one picture there is none
+    assert "diversity" not in found.names  # of one image there is none
 
 
 def test_batches_decide_nothing(law: Study, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_folder_of_another_study_is_refused(copy: Path, other: GuidanceStudy) 
         Study(other, copy)
 
 
-def test_another_tolerance_judges_the_same_pictures_anew(copy: Path) -> None:
+def test_another_tolerance_judges_the_same_images_anew(copy: Path) -> None:
     study = Study(replace(CONFIG, tolerance=0.001), copy)
     assert not study.missing
     assert study.records.rows
@@ -223,7 +223,7 @@ def test_every_cell_starts_from_the_same_noise(tmp_path: Path) -> None:
     assert by_cell == {"1": want, "3": want, "3 + apg": want}
 
 
-def test_too_few_pictures_are_refused(tmp_path: Path) -> None:
+def test_too_few_images_are_refused(tmp_path: Path) -> None:
     study = Study(CONFIG, tmp_path / "out")
     with pytest.raises(PellucidError, match="pictures must be 4, one a prompt; got 1"):
         study.run(lambda prompt, /, **_: SimpleNamespace(images=[Image.new("RGB", (32, 32))]))
@@ -236,7 +236,7 @@ def test_making_takes_a_text_with_rules_and_refuses_nonsense() -> None:
             Making(guidance=bad)
 
 
-# Prompts of a file, an encoder, true pictures in a folder
+# Prompts of a file, an encoder, true images in a folder
 
 
 def colours(prompt: list[str], /, *, seed: list[int], **_: Any) -> SimpleNamespace:
@@ -380,7 +380,7 @@ def test_the_report_is_whole(copy: Path) -> None:
     told = (copy / "table.md").read_text()
     assert "| dynamic | 4 to 8 | 4 |" in told
     (doubt,) = report.plain()["doubts"]  # of five prompts
-    assert doubt.startswith("Doubtful: 5 prompts with 10 pictures a guidance")
+    assert doubt.startswith("Doubtful: 5 prompts with 10 images a guidance")
     assert doubt in told
     assert "Doubtful: 5 prompts" in page
     assert "true pictures" in told

@@ -55,7 +55,7 @@ def test_the_command_runs_and_goes_on(model: Path, tmp_path: Path) -> None:
     assert [(one["rule"], one["guidance"]) for one in held["cells"]] == [
         ("plain", "1"), ("plain", "3"), ("dynamic scale=2", "1"), ("dynamic scale=2", "3 + mimic scale=2"),
     ]  # fmt: skip
-    assert held["recommendation"] == "No scale is useful: no picture under any guidance is all right."  # untrained
+    assert held["recommendation"] == "No scale is useful: no image under any guidance is all right."  # untrained
     before = (tmp_path / "out" / "records.jsonl").read_bytes()
     again = ask(*given)
     assert again.exit_code == 0

@@ -112,7 +112,7 @@ def test_the_range_is_the_run_around_the_most_adherent_useful_scale() -> None:
     assert line.plain() == {"rule": "plain", "range": [4.0, 6.0], "useful": [1.0, 2.0, 4.0, 5.0, 6.0]}
 
 
-def test_what_has_nothing_right_is_not_useful_however_few_pictures_tell() -> None:
+def test_what_has_nothing_right_is_not_useful_however_few_images_tell() -> None:
     table = {"plain": {1.0: made("1", 0.0, 4), 4.0: made("4", 0.5, 4), 7.0: made("7", 0.25, 4)}}
     one = found(table)
     assert not worse(one, one.cells["1"], one.cells["4"])  # four prompts do not tell
@@ -131,7 +131,7 @@ def test_few_prompts_or_a_wide_interval_are_doubtful(prompts: int, half: float, 
     assert bool(said) == doubtful
     ends = f"{50 - 100 * half:.1f} to {50 + 100 * half:.1f}"
     for words in said:
-        assert words.startswith(f"Doubtful: {prompts} prompts with {prompts} pictures a guidance hardly tell")
+        assert words.startswith(f"Doubtful: {prompts} prompts with {prompts} images a guidance hardly tell")
         assert f"(all right of the best: 50.0 % ({ends}))" in words
 
 
@@ -164,7 +164,7 @@ def test_the_sentence_says_what_was_measured() -> None:
     one = found(table)
     assert recommended(one, lines(one)).words == (
         "Use --guidance '4' (plain, useful from 2 to 4): all right 92.0 % (89.0 to 95.0), "
-        "colourfulness +5 % and sharpness −5 % against true pictures."
+        "colourfulness +5 % and sharpness −5 % against true images."
     )
 
 
@@ -174,11 +174,11 @@ def test_where_nothing_is_useful_the_sentence_says_why() -> None:
     assert said.guidance is None
     assert said.words == (
         "No scale is useful: the most adherent guidance, '4' (all right 90.0 % (87.0 to 93.0)), is out of tolerance "
-        "against true pictures: sharpness −50 %."
+        "against true images: sharpness −50 %."
     )
     nothing = found({"plain": {4.0: made("4", 0.0), 7.0: made("7", 0.0)}})
     assert recommended(nothing, lines(nothing)).words == (
-        "No scale is useful: no picture under any guidance is all right."
+        "No scale is useful: no image under any guidance is all right."
     )
     assert [line.words for line in lines(nothing)] == ["none"]
 
@@ -206,7 +206,7 @@ def test_the_range_chart_tells_every_state() -> None:
 # Figures
 
 
-def test_prompts_are_drawn_again_and_not_their_pictures() -> None:
+def test_prompts_are_drawn_again_and_not_their_images() -> None:
     """Pictures of a prompt that are all alike say no more than one of them."""
     marks = [i % 3 == 0 for i in range(30)]
     looks = {"saturation": [0.0] * 30, "colourfulness": [0.1] * 30, "sharpness": [float(m) for m in marks]}
@@ -229,7 +229,7 @@ def test_a_share_s_interval_is_never_narrower_than_wilson_s() -> None:
     assert "bled" not in nothing.figures
 
 
-def test_of_one_prompt_pictures_are_drawn_again() -> None:
+def test_of_one_prompt_images_are_drawn_again() -> None:
     rows = {"saturation": [0.0, 1.0] * 20, "colourfulness": [0.1] * 40, "sharpness": [1.0] * 40, "diversity": [0.3]}
     one = cell("4", [rows], 40)
     assert 0.2 < one.figures["saturation"].low < 0.5 < one.figures["saturation"].high < 0.8

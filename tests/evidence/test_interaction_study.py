@@ -97,7 +97,7 @@ def test_a_change_that_one_run_contradicts_is_not_sure() -> None:
     assert "not sure" in interaction_report.told(Interaction([*here, *there], [10]), change)
 
 
-def test_single_models_are_judged_over_pictures() -> None:
+def test_single_models_are_judged_over_images() -> None:
     for spread, sure in ((0.01, True), (0.5, False)):
         pair = [model("l", "linear", cells(0.1, 0.12), spread), model("c", "cosine", cells(0.12, 0.1), spread)]
         (change,) = Interaction(pair, [10]).changes()
@@ -149,7 +149,7 @@ def test_effects_are_those_of_a_two_way_table() -> None:
 
 @dataclass(frozen=True)
 class Exact:
-    """Called as a pipeline is: an exact denoiser of 48 numbers, of which a picture of 4 × 4 is made."""
+    """Called as a pipeline is: an exact denoiser of 48 numbers, of which an image of 4 × 4 is made."""
 
     schedule: Schedule
     mixture: oracle.Mixture

@@ -39,7 +39,7 @@ def test_order_does_not_matter() -> None:
 
 
 def test_no_bias_at_small_counts() -> None:
-    """One dimension, (xy + 1)³: MMD² = 3 Δm₁² + 3 Δm₂² + Δm₃², of N(0, 1) and N(μ, 1). Ten pictures a side."""
+    """One dimension, (xy + 1)³: MMD² = 3 Δm₁² + 3 Δm₂² + Δm₃², of N(0, 1) and N(μ, 1). Ten images a side."""
     for shift in (0.0, 0.5):
         values = torch.tensor(
             [kid_exact(cloud(10, 1, seed=2 * i), cloud(10, 1, seed=2 * i + 1, shift=shift)) for i in range(3000)]
@@ -56,13 +56,13 @@ def test_subsets_scatter_around_the_whole() -> None:
     assert found.value == pytest.approx(kid_exact(x, y), abs=4 * found.std / 200**0.5)
     assert found == kid(x, y, subsets=200, size=50, seed=3)
     assert found != kid(x, y, subsets=200, size=50, seed=4)
-    whole = kid(x, y, subsets=3, size=1000)  # no more pictures than there are: the larger set is still cut to 300
+    whole = kid(x, y, subsets=3, size=1000)  # no more images than there are: the larger set is still cut to 300
     assert whole.size == 300
     assert kid(y, y + 0.1, subsets=2).std == pytest.approx(0, abs=1e-12)  # subsets that are all there is
 
 
 def test_resamples_in_one_pass_are_resamples_one_by_one() -> None:
-    """Pairs of a picture with itself are left out, also where it was drawn twice."""
+    """Pairs of an image with itself are left out, also where it was drawn twice."""
     x, y = cloud(9), cloud(8, seed=1, shift=0.2)
     generator = torch.Generator().manual_seed(5)
     picks = [torch.randint(9, (9,), generator=generator) for _ in range(4)]
@@ -93,7 +93,7 @@ def test_bad_input_is_one_line() -> None:
         assert error.value.code == code
 
 
-# Pairs: picture n of both sides from one prompt and one noise
+# Pairs: image n of both sides from one prompt and one noise
 
 
 def paired_written_out(x: Tensor, y: Tensor) -> float:
@@ -123,7 +123,7 @@ def test_equal_pairs_are_at_zero_where_the_plain_estimate_is_below() -> None:
 
 
 def test_weighted_pairs_are_pairs_drawn_so_often() -> None:
-    """A resample with repetition, with pairs of a picture and itself left out."""
+    """A resample with repetition, with pairs of an image and itself left out."""
     x = cloud(8)
     y = x + 0.5 * cloud(8, seed=1)
     counts = torch.tensor([2, 0, 1, 3, 0, 1, 1, 0])

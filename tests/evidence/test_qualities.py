@@ -1,4 +1,4 @@
-"""Qualities of pictures: each answers to what it names, and keeps still under what it says it does."""
+"""Qualities of images: each answers to what it names, and keeps still under what it says it does."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ALONE = {
     "sharpness": sharpness,
     "residual_noise": residual_noise,
     "seams": lambda x: seams(x, 16),
-}  # of one picture by itself
+}  # of one image by itself
 
 
 def true_renders(count: int = 24, seed: int = 5, styles: tuple[str, ...] = scenes.TRAIN_STYLES) -> Tensor:
@@ -71,7 +71,7 @@ def flat(count: int = 4, side: int = 64) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_one_number_a_picture_whatever_its_company(renders: Tensor, name: str) -> None:
+def test_one_number_a_image_whatever_its_company(renders: Tensor, name: str) -> None:
     found = ALONE[name](renders)
     assert found.shape == (len(renders),)
     assert found.dtype == torch.float64
@@ -99,9 +99,9 @@ def test_bytes_are_what_they_show(renders: Tensor, name: str) -> None:
         (np.zeros((1, 3, 64, 64)), "a tensor"),
     ],
 )
-def test_what_is_no_picture_is_refused(name: str, pictures: Tensor, hint: str) -> None:
+def test_what_is_no_image_is_refused(name: str, images: Tensor, hint: str) -> None:
     with pytest.raises(PellucidError, match=r"pictures must be") as error:
-        ALONE[name](pictures)
+        ALONE[name](images)
     assert hint in str(error.value)
 
 
@@ -112,11 +112,11 @@ def test_what_is_no_picture_is_refused(name: str, pictures: Tensor, hint: str) -
 @settings(max_examples=20)
 def test_saturation_is_the_share_of_clipped_values(share: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    pictures = torch.rand(1, 3, 32, 32, generator=generator) * 0.9 + 0.05
-    ends = torch.rand(pictures.shape, generator=generator) < share
-    upper = torch.rand(pictures.shape, generator=generator) < 0.5
-    pictures = torch.where(ends, upper.float(), pictures)
-    assert float(saturation(pictures)) == pytest.approx(float(ends.float().mean()), abs=1e-6)
+    images = torch.rand(1, 3, 32, 32, generator=generator) * 0.9 + 0.05
+    ends = torch.rand(images.shape, generator=generator) < share
+    upper = torch.rand(images.shape, generator=generator) < 0.5
+    images = torch.where(ends, upper.float(), images)
+    assert float(saturation(images)) == pytest.approx(float(ends.float().mean()), abs=1e-6)
 
 
 def test_pushing_values_apart_saturates_and_colours(renders: Tensor) -> None:
@@ -126,8 +126,8 @@ def test_pushing_values_apart_saturates_and_colours(renders: Tensor) -> None:
 
 
 def test_colourfulness_is_hasler_and_suesstrunk_s(renders: Tensor) -> None:
-    for picture, found in zip(renders.double().numpy(), colourfulness(renders), strict=True):
-        red, green, blue = picture
+    for image, found in zip(renders.double().numpy(), colourfulness(renders), strict=True):
+        red, green, blue = image
         rg, yb = red - green, (red + green) / 2 - blue
         want = math.hypot(rg.std(), yb.std()) + 0.3 * math.hypot(rg.mean(), yb.mean())
         assert float(found) == pytest.approx(want, rel=1e-5)
@@ -149,11 +149,11 @@ def test_colourfulness_ignores_brightness_and_follows_contrast(renders: Tensor) 
 
 def test_a_step_has_the_sharpness_that_can_be_computed() -> None:
     """Two pixels of the Laplacian over Σ k (7 − k) / 49, whatever the height of the step."""
-    pictures = torch.full((2, 3, 64, 64), 0.2)
-    pictures[0, :, :, 32:] = 0.9
-    pictures[1, :, 20:, :] = 0.25
+    images = torch.full((2, 3, 64, 64), 0.2)
+    images[0, :, :, 32:] = 0.9
+    images[1, :, 20:, :] = 0.25
     want = 2 / sum(k * (7 - k) / 49 for k in range(1, 7))
-    torch.testing.assert_close(sharpness(pictures), torch.full((2,), want, dtype=torch.float64), rtol=1e-4, atol=0)
+    torch.testing.assert_close(sharpness(images), torch.full((2,), want, dtype=torch.float64), rtol=1e-4, atol=0)
 
 
 def test_blur_lowers_sharpness_and_leaves_colourfulness(renders: Tensor) -> None:
@@ -189,7 +189,7 @@ def test_nothing_drawn_is_not_sharp() -> None:
 
 
 @pytest.mark.parametrize("sigma", [0.003, 0.01, 0.03, 0.08])
-def test_noise_is_measured_on_flat_pictures(sigma: float) -> None:
+def test_noise_is_measured_on_flat_images(sigma: float) -> None:
     found = residual_noise(noisy(flat(side=128), sigma))
     assert ((found / sigma - 1).abs() < 0.1).all(), found
 
@@ -201,22 +201,22 @@ def test_noise_is_measured_on_true_renders(inner: Tensor, sigma: float) -> None:
 
 
 def test_true_renders_of_all_styles_are_clean() -> None:
-    pictures = true_renders(40, styles=scenes.STYLE_NAMES)
-    assert residual_noise(pictures).max() < 1e-4
-    assert residual_noise((pictures * 255).round().to(torch.uint8)).max() < 1e-4
+    images = true_renders(40, styles=scenes.STYLE_NAMES)
+    assert residual_noise(images).max() < 1e-4
+    assert residual_noise((images * 255).round().to(torch.uint8)).max() < 1e-4
 
 
 def test_noise_ignores_brightness_and_follows_contrast(inner: Tensor) -> None:
-    pictures = noisy(inner, 0.02)
-    base = residual_noise(0.5 * pictures)
-    torch.testing.assert_close(residual_noise(0.5 * pictures + 0.4), base, rtol=0.01, atol=1e-6)
-    torch.testing.assert_close(2 * base, residual_noise(pictures), rtol=0.01, atol=1e-6)
+    images = noisy(inner, 0.02)
+    base = residual_noise(0.5 * images)
+    torch.testing.assert_close(residual_noise(0.5 * images + 0.4), base, rtol=0.01, atol=1e-6)
+    torch.testing.assert_close(2 * base, residual_noise(images), rtol=0.01, atol=1e-6)
 
 
 def test_what_is_clipped_hides_no_noise_elsewhere() -> None:
-    pictures = noisy(flat(side=128), 0.02)
-    pictures[:, :, :, :90] = 1.0
-    assert ((residual_noise(pictures) / 0.02 - 1).abs() < 0.1).all()
+    images = noisy(flat(side=128), 0.02)
+    images[:, :, :, :90] = 1.0
+    assert ((residual_noise(images) / 0.02 - 1).abs() < 0.1).all()
     assert residual_noise(torch.ones(1, 3, 64, 64)).tolist() == [0.0]
 
 
@@ -249,10 +249,10 @@ def tiled(x: Tensor, step: float, period: int, seed: int = 0) -> Tensor:
 
 def test_no_seam_in_true_renders() -> None:
     """Checkered backgrounds have borders at 64 too, and at 48 and 80: no seam."""
-    pictures = true_renders(80, styles=scenes.STYLE_NAMES)
+    images = true_renders(80, styles=scenes.STYLE_NAMES)
     for period in (32, 64):
-        assert seams(pictures, period).max() < 1.6
-        assert seams((pictures * 255).round().to(torch.uint8), period).max() < 1.6
+        assert seams(images, period).max() < 1.6
+        assert seams((images * 255).round().to(torch.uint8), period).max() < 1.6
 
 
 def test_a_planted_seam_is_found_at_its_period_alone(inner: Tensor) -> None:
@@ -274,9 +274,9 @@ def drawn_scenes() -> list[scenes.Scene]:
 
 
 def test_an_object_s_edge_and_noise_are_no_seam() -> None:
-    pictures = flat(4, 128)
-    pictures[:, :, 40:90, 64:] += 0.2  # less than half of the rows
-    assert seams(pictures, 64).max() < 1.1
+    images = flat(4, 128)
+    images[:, :, 40:90, 64:] += 0.2  # less than half of the rows
+    assert seams(images, 64).max() < 1.1
     assert seams(noisy(flat(4, 128), 0.05), 64).max() < 1.1
 
 
@@ -350,19 +350,19 @@ def test_diversity_is_within_a_prompt(renders: Tensor) -> None:
     torch.testing.assert_close(found[10:], diversity(renders[10:]))
 
 
-def test_alike_pictures_have_none_and_brightness_adds_none(renders: Tensor) -> None:
+def test_alike_images_have_none_and_brightness_adds_none(renders: Tensor) -> None:
     assert diversity(renders[:1].expand(5, -1, -1, -1)).max() == 0
     dim = 0.5 * renders
     torch.testing.assert_close(diversity(dim + 0.4), diversity(dim), rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(2 * diversity(dim), diversity(renders), rtol=1e-5, atol=1e-7)
 
 
-def test_grain_is_hardly_another_picture(inner: Tensor) -> None:
+def test_grain_is_hardly_another_image(inner: Tensor) -> None:
     same = inner[:1].expand(6, -1, -1, -1)
     assert float(diversity(noisy(same, 0.03)).mean()) < 0.1 * float(diversity(inner).mean())
 
 
-def test_a_single_picture_has_no_diversity() -> None:
+def test_a_single_image_has_no_diversity() -> None:
     with pytest.raises(PellucidError, match="pictures of 'b' must be at least two; got 1"):
         diversity(torch.zeros(3, 3, 16, 16), ["a", "a", "b"])
     with pytest.raises(PellucidError, match="groups must be one for each of 3 pictures"):

@@ -56,7 +56,7 @@ def config(**changes: Any) -> SamplerStudy:
 
 
 def made(folder: Path, pipe: OraclePipe | None = None, **changes: Any) -> Study:
-    """A study whose pictures are all there."""
+    """A study whose images are all there."""
     found = Study(config(**changes), subject(pipe or OraclePipe()), folder)
     found.run()
     return found
@@ -86,7 +86,7 @@ def rows_of(folder: Path) -> dict[tuple[str, int, str], dict[str, Any]]:
 # --- distances ---------------------------------------------------------------------------------------------------
 
 
-def test_the_converged_picture_is_where_the_exact_flow_leads(whole: Study) -> None:
+def test_the_converged_image_is_where_the_exact_flow_leads(whole: Study) -> None:
     """The yardstick against the closed form of one Gaussian, which no sampler computed."""
     pipe, best = OraclePipe(), whole.converged[0]
     plan = best.setup.plan(best.steps, SCHEDULE, "eps")
@@ -105,17 +105,17 @@ def test_distances_are_those_to_the_closed_form(whole: Study) -> None:
         if cell.stochastic:
             continue
         plan = compile_plan(cell.setup.sampler, schedule=SCHEDULE, target="eps", grid="karras", steps=cell.steps)
-        seeds = list(range(whole.config.pictures))
+        seeds = list(range(whole.config.images))
         first = Philox(seeds).first(SHAPE, torch.empty(0, dtype=torch.float64), seeds) * plan.initial_scale
         x = run(plan, pipe.data, first).flatten(1)
         wanted = (x - pipe.flow(seeds, plan)).square().mean(1).sqrt()
-        assert found.per_picture(cell, "pictures", "latent") == pytest.approx(wanted.numpy(), abs=2e-4)
+        assert found.per_image(cell, "pictures", "latent") == pytest.approx(wanted.numpy(), abs=2e-4)
 
 
 def test_pixel_distances_are_of_eight_bits(whole: Study) -> None:
     cell = whole.cells[0]
     best = next(one for one in whole.converged if one.key == cell.against)
-    a, b = (np.stack([np.asarray(p) for p in whole.files.pictures(c, 0, 7)]).astype(float) / 255 for c in (cell, best))
+    a, b = (np.stack([np.asarray(p) for p in whole.files.images(c, 0, 7)]).astype(float) / 255 for c in (cell, best))
     wanted = np.sqrt(((a - b) ** 2).mean((1, 2, 3)))
     assert whole.files.row(cell.key, 0, "pictures")["distance"] == pytest.approx(wanted, abs=1e-12)
 
@@ -128,8 +128,8 @@ def test_orders_show_in_the_distances(whole: Study) -> None:
     assert value["dpmpp_2m:karras × 10"] / value["dpmpp_2m:karras × 20"] > 2.6
 
 
-def test_a_stochastic_sampler_nears_its_own_picture(whole: Study) -> None:
-    """On one Brownian path its distance falls; to the deterministic picture, another one, it does not."""
+def test_a_stochastic_sampler_nears_its_own_image(whole: Study) -> None:
+    """On one Brownian path its distance falls; to the deterministic image, another one, it does not."""
     cells = [cell for cell in whole.cells if cell.stochastic]
     assert [cell.against for cell in cells] == ["converged: euler_a:exponential × 80"] * 3
     column = figures(whole).columns["latent"]
@@ -161,7 +161,7 @@ def test_a_yardstick_that_a_schedule_refuses_is_named() -> None:
 def test_the_size_of_a_batch_decides_nothing(quick: Study, batch: int, tmp_path: Path) -> None:
     other = made(tmp_path / "study", **QUICK | {"batch": batch})
     for cell in other.cells:
-        mine, theirs = (figures(one).results.per_picture(cell, "pictures", "latent") for one in (other, quick))
+        mine, theirs = (figures(one).results.per_image(cell, "pictures", "latent") for one in (other, quick))
         assert mine == pytest.approx(theirs, rel=1e-6)
 
 
@@ -271,7 +271,7 @@ def test_a_study_from_before_digests_goes_on_with_a_note(quick: Study, tmp_path:
     assert [note for note in figures(found).notes() if "older version" in note]
 
 
-def test_every_picture_has_its_own_seed_and_prompt(tmp_path: Path) -> None:
+def test_every_image_has_its_own_seed_and_prompt(tmp_path: Path) -> None:
     pipe = OraclePipe()
     made(tmp_path / "study", pipe, **QUICK | {"seed": 100})
     calls = [call for call in pipe.calls if (call["sampler"], call["steps"]) == ("ddim", 2)]

@@ -49,7 +49,7 @@ def ask(*args: str) -> Any:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Prompts that are no scenes: the reader takes its time over pictures of nothing."""
+    """Prompts that are no scenes: the reader takes its time over images of nothing."""
     path = tmp_path_factory.mktemp("prompts") / "p.txt"
     path.write_text("star red a\nblue\nsquare square\n")
     return str(path)
@@ -176,7 +176,7 @@ def test_a_wrapped_diffusers_pipeline(tmp_path: Path) -> None:
     from tiny_peers import peer
 
     found = study(config(guidance=3.0, size=(16, 24)), tmp_path / "study", pellucid.wrap(peer("sd")))
-    assert found.study.files.pictures(found.cells[0], 0, 2)[0].size == (16, 24)
+    assert found.study.files.images(found.cells[0], 0, 2)[0].size == (16, 24)
     assert [cell.nfe for cell in found.cells] == [2, 3, 2, 3]
     assert all(value > 0 for value in found.columns["latent"].values)
     assert found.verdict.words == ""  # a live object has no name to load it by

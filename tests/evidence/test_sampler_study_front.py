@@ -171,9 +171,9 @@ def test_shares_are_said_in_percent() -> None:
     given = column([0.4] * len(both), 1e-9, "right")
     assert told(ranking(both, given), given) == "ddim and heun come first over the whole range, with the same figures."
     apart = column([0.4 - 0.1 * (c.setup.sampler == "ddim") for c in both], 1e-9, "right")
-    assert ", then ddim, behind by 10 (10 to 10) % of pictures that are all right." in told(ranking(both, apart), apart)
+    assert ", then ddim, behind by 10 (10 to 10) % of images that are all right." in told(ranking(both, apart), apart)
     said = verdict(both, given, [Latency(())] * len(both), None, None).sentence
-    assert "give 40 (40 to 40) % of pictures that are all right, at the knee" in said
+    assert "give 40 (40 to 40) % of images that are all right, at the knee" in said
 
 
 def test_one_sentence_and_what_to_paste() -> None:

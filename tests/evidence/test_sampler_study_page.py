@@ -1,4 +1,4 @@
-"""The page of reports: whole in one file, safe with any text, hover data for every point, pictures of bounded size."""
+"""The page of reports: whole in one file, safe with any text, hover data for every point, images of bounded size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from PIL import Image
 
 from pellucid.core.errors import PellucidError
 from pellucid.evidence.study import page
-from pellucid.evidence.study.page import Axis, Cell, Chart, Code, Mark, Page, Pictures, Series, Table, Text
+from pellucid.evidence.study.page import Axis, Cell, Chart, Code, Images, Mark, Page, Series, Table, Text
 from pellucid.evidence.study.page_chart import HEIGHT, WIDTH, Scale, log_ticks, short
 
 NASTY = "</script><b>&\"'"
@@ -64,7 +64,7 @@ def noise(seed: int, side: int = 16) -> Image.Image:
 def whole() -> Page:
     cells = [Cell("c1", [noise(1), noise(2)], "first"), Cell("c2", [noise(3)], NASTY)]
     parts = [Text("words", "Head"), Table("T", ("a", "b"), (("1", NASTY),)), chart(), chart(), Code("x = 1", "more")]
-    return Page(f"Title {NASTY}", "lead").add(*parts).add(Pictures("P", cells, first=("c2",)))
+    return Page(f"Title {NASTY}", "lead").add(*parts).add(Images("P", cells, first=("c2",)))
 
 
 def test_one_file_that_fetches_nothing(tmp_path: Path) -> None:
@@ -132,8 +132,8 @@ def test_marks_are_drawn(tmp_path: Path) -> None:
     given = chart(marks=[Mark("knee", 10.0, 2.0), Mark("floor", y=1.0), Mark("now", x=10.0)])
     assert all(f">{name}</text>" in given.html() for name in ("knee", "floor", "now"))
     path = given.png(tmp_path / "c.png")
-    with Image.open(path) as picture:
-        assert min(picture.size) > 400
+    with Image.open(path) as image:
+        assert min(image.size) > 400
 
 
 @pytest.mark.parametrize("low_high", [(5, 100), (0.0021, 0.16), (0.9, 1.1), (1e-9, 1e9), (3.0, 3.0001)])
@@ -160,7 +160,7 @@ def test_charts_stand_together() -> None:
     assert Tags(text).all("figure", **{"class": "chart"}).__len__() == 2
 
 
-def test_pictures_by_cell_and_which_are_shown_first() -> None:
+def test_images_by_cell_and_which_are_shown_first() -> None:
     tags = Tags(whole().html())
     assert [a["data-cell"] for a in tags.all("figure") if "data-cell" in a] == ["c1", "c2"]
     (block,) = tags.all("div", **{"class": "pictures"})
@@ -168,7 +168,7 @@ def test_pictures_by_cell_and_which_are_shown_first() -> None:
     assert len(tags.all("img")) == 2
 
 
-def test_small_pictures_keep_their_pixels_and_large_ones_shrink() -> None:
+def test_small_images_keep_their_pixels_and_large_ones_shrink() -> None:
     small = page.thumb(noise(1, 16), 128)
     assert small.size == (128, 128)
     assert np.asarray(small)[::8, ::8].tolist() == np.asarray(noise(1, 16)).tolist()
@@ -176,11 +176,11 @@ def test_small_pictures_keep_their_pixels_and_large_ones_shrink() -> None:
     assert page.sheet([noise(i) for i in range(40)], 16, 4).size == (4 * 18 - 2, 4 * 18 - 2)  # sixteen at most
 
 
-def test_many_pictures_keep_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_images_keep_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     cells = [Cell(str(i), [noise(i, 128)] * 8) for i in range(12)]
-    given = Pictures("P", cells)
+    given = Images("P", cells)
     full = len(given.html())
     monkeypatch.setattr(page, "BUDGET", full // 4)
     assert len(given.html()) < full / 3
-    with pytest.raises(PellucidError, match="cells of pictures must be of different keys"):
-        Pictures("P", [cells[0], cells[0]])
+    with pytest.raises(PellucidError, match="cells of images must be of different keys"):
+        Images("P", [cells[0], cells[0]])

@@ -20,8 +20,8 @@ from tiny_scenes import draw
 
 from pellucid import scenes
 from pellucid.core.errors import PellucidError
+from pellucid.evidence.metrics.images import Pixels
 from pellucid.evidence.metrics.kid import kid_exact, kid_paired
-from pellucid.evidence.metrics.pictures import Pixels
 from pellucid.evidence.study import samplers_report, samplers_results
 from pellucid.evidence.study.prompts import queries
 from pellucid.evidence.study.samplers import SamplerStudy, Study
@@ -65,14 +65,13 @@ def page(found: Figures) -> str:
 # --- figures -----------------------------------------------------------------------------------------------------
 
 
-def test_kid_is_in_pairs_against_the_converged_pictures(found: Figures) -> None:
-    """From the sheets of pictures, without the study's features."""
+def test_kid_is_in_pairs_against_the_converged_images(found: Figures) -> None:
+    """From the sheets of images, without the study's features."""
     study, network = found.study, Small()
 
     def features(cell: Any) -> torch.Tensor:
         parts = [
-            pixels(study.files.pictures(cell, first, len(study.config.numbers(first))))
-            for first in found.results.firsts
+            pixels(study.files.images(cell, first, len(study.config.numbers(first)))) for first in found.results.firsts
         ]
         return network.features(torch.cat(parts))
 
@@ -103,10 +102,10 @@ def test_a_reference_is_measured_once_and_kept(found: Figures, tmp_path: Path) -
     assert not np.allclose(against.columns["kid"].values, found.columns["kid"].values)
 
 
-def test_fid_only_from_ten_thousand_pictures_on(found: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fid_only_from_ten_thousand_images_on(found: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
     what = found.judges.scorers[0].what
     assert "fid" not in found.columns
-    assert any("FID needs 10,000 pictures; here are 24" in note for note in found.notes())
+    assert any("FID needs 10,000 images; here are 24" in note for note in found.notes())
     monkeypatch.setattr(samplers_results, "FEW", 24)
     column = found.results.fid(what)
     assert column is not None
@@ -115,17 +114,17 @@ def test_fid_only_from_ten_thousand_pictures_on(found: Figures, monkeypatch: pyt
 
 
 def test_prompts_are_drawn_again_where_there_are_enough(found: Figures) -> None:
-    """Two pictures of one prompt always count alike; the interval of a mean is that of the prompts' means."""
+    """Two images of one prompt always count alike; the interval of a mean is that of the prompts' means."""
     weights = found.results.weights.reshape(200, 12, 2)
     assert torch.equal(weights[:, :, 0], weights[:, :, 1])
     assert (weights[:, :, 0].sum(1) == 12).all()
-    held = found.results.per_picture(found.cells[0], "pictures", "latent").reshape(12, 2).mean(1)
+    held = found.results.per_image(found.cells[0], "pictures", "latent").reshape(12, 2).mean(1)
     drawn = found.columns["latent"].drawn
     assert drawn is not None
     assert drawn[0].std() == pytest.approx(held.std() / math.sqrt(12), rel=0.15)
 
 
-def test_few_prompts_draw_pictures(found: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_prompts_draw_images(found: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samplers_results, "CLUSTERS", 13)
     fresh = samplers_results.Results(found.study, 50)
     assert not fresh.by_prompt
@@ -133,7 +132,7 @@ def test_few_prompts_draw_pictures(found: Figures, monkeypatch: pytest.MonkeyPat
 
 
 def test_cells_share_their_resamples(found: Figures) -> None:
-    """Differences between cells are surer than their own intervals: the same pictures are drawn for all."""
+    """Differences between cells are surer than their own intervals: the same images are drawn for all."""
     drawn = found.columns["latent"].drawn
     assert drawn is not None
     apart = drawn[0] - drawn[1]
@@ -185,7 +184,7 @@ def test_scenes_that_are_known_are_read(tmp_path: Path) -> None:
     assert (column.low[0], column.high[1]) == (0.0, 1.0)
     assert found.results.attributes(study.cells[1])["shape"] == (6, 6)
     samplers_report.write(found)
-    assert "What the pictures show" in (study.folder / "table.md").read_text("utf-8")
+    assert "What the images show" in (study.folder / "table.md").read_text("utf-8")
 
 
 def test_other_prompts_are_no_scenes() -> None:
@@ -246,8 +245,8 @@ def test_two_names_for_one_sampler_are_said(found: Figures, tmp_path: Path) -> N
     assert not any("same pictures" in note for note in found.notes())
 
 
-def test_rounding_that_moves_a_few_pictures_far_makes_no_second_sampler() -> None:
-    """As DDIM and Euler on a GPU: 0.1 % apart in the median, 40 % in one picture."""
+def test_rounding_that_moves_a_few_images_far_makes_no_second_sampler() -> None:
+    """As DDIM and Euler on a GPU: 0.1 % apart in the median, 40 % in one image."""
     random = np.random.default_rng(0)
     far = random.lognormal(-2, 1, 500)
     moved = far * (1 + 2e-3 * random.standard_normal(500))
@@ -263,14 +262,14 @@ def test_rounding_that_moves_a_few_pictures_far_makes_no_second_sampler() -> Non
 def test_the_page_is_whole(found: Figures, page: str) -> None:
     assert found.verdict.sentence.replace(">", "&gt;") in page
     for cell in found.cells:
-        assert page.count(f'data-cell="{cell.key}"') >= 4  # in charts, as a button and with its pictures
+        assert page.count(f'data-cell="{cell.key}"') >= 4  # in charts, as a button and with its images
     assert page.count('data-cell="converged"') == 2
     assert page.count('class="chart"') == 5  # three measures and both times
     assert 'src="data:image/jpeg' in page
     assert "https://" not in page
 
 
-def test_charts_are_pictures_too(found: Figures, page: str) -> None:
+def test_charts_are_images_too(found: Figures, page: str) -> None:
     names = {path.name for path in (found.study.folder / "charts").iterdir()}
     assert names == {
         "distance_calls.png",
@@ -280,8 +279,8 @@ def test_charts_are_pictures_too(found: Figures, page: str) -> None:
         "seconds_calls.png",
     }
     for name in names:
-        with Image.open(found.study.folder / "charts" / name) as picture:
-            assert len(picture.getcolors(2**20) or ()) > 20
+        with Image.open(found.study.folder / "charts" / name) as image:
+            assert len(image.getcolors(2**20) or ()) > 20
 
 
 def test_results_for_programs(found: Figures, page: str) -> None:
@@ -315,7 +314,7 @@ def test_where_no_knee_was_found_none_is_reported(found: Figures) -> None:
     assert samplers_report.main_table(other).rows[taken][-1] == "front"
 
 
-def test_pictures_that_are_not_finite_are_on_no_front(found: Figures) -> None:
+def test_images_that_are_not_finite_are_on_no_front(found: Figures) -> None:
     column = found.columns["distance"]
     assert np.isfinite(column.values).all()
     held = found.results.files.rows[found.cells[0].key, 0, "pictures"]
@@ -333,9 +332,9 @@ def test_pictures_that_are_not_finite_are_on_no_front(found: Figures) -> None:
         held["distance"] = kept
 
 
-def test_features_of_a_set_are_those_of_its_pictures(found: Figures) -> None:
-    """What the scorer kept in files, against the metric's own way from pictures to features."""
+def test_features_of_a_set_are_those_of_its_images(found: Figures) -> None:
+    """What the scorer kept in files, against the metric's own way from images to features."""
     what, cell = found.judges.scorers[0].what, found.cells[2]
-    held = found.study.files.pictures(cell, 0, 10)
+    held = found.study.files.images(cell, 0, 10)
     (chunk,) = Pixels(pixels(held)).chunks(lambda *_: None)
     assert torch.allclose(found.study.files.features(cell, 0, what), Small().features(chunk), atol=1e-6)

@@ -23,13 +23,13 @@ FOUR = ("linear", "scaled_linear", "cosine", "sqrt_alpha_bar", "sqrt_beta")
 
 @pytest.mark.parametrize("name", TABLED)
 def test_an_exact_network_is_named(name: str) -> None:
-    """Whatever its config says, and with few pictures."""
+    """Whatever its config says, and with few images."""
     for said in ("scaled_linear", name):
         lying = believers.probe((name, "eps"), (said, "eps"))
         answer = detect_schedule(lying)
         assert answer.name == name
         assert answer.confidence >= 0.99
-        assert answer.scores.pictures <= 64
+        assert answer.scores.images <= 64
         codes = [finding.code for finding in differs(answer, lying)]
         assert codes == ([] if said == name else ["schedule-mismatch"])
 
@@ -112,15 +112,15 @@ def test_a_trained_network_is_named(name: str, small_denoisers: small.Small) -> 
 
 
 def check_named(asked: Probe, truth: str) -> None:
-    """It is found under its own config and under a wrong one, with at most 64 pictures; only the wrong one is told."""
+    """It is found under its own config and under a wrong one, with at most 64 images; only the wrong one is told."""
     for said in (asked.schedule, schedules.make("cosine" if truth == "linear" else "linear")):
         lying = replace(asked, schedule=said)
         answer = detect_schedule(lying)
         assert answer.name == truth, answer.doubt()
-        sure, then = f"{answer.confidence:.4f} of {answer.scores.pictures}", answer.ranked[1:2]
+        sure, then = f"{answer.confidence:.4f} of {answer.scores.images}", answer.ranked[1:2]
         print(f"{truth} said {name_of(said)}: {sure}, then {then}")
         assert answer.confidence >= 0.99
-        assert answer.scores.pictures <= 64
+        assert answer.scores.images <= 64
         codes = [finding.code for finding in differs(answer, lying)]
         assert codes == ([] if name_of(said) == truth else ["schedule-mismatch"])
 

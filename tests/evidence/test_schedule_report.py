@@ -212,7 +212,7 @@ def test_a_table_says_what_the_records_say(one_seed: Path) -> None:
     text = (one_seed / "table.md").read_text("utf-8")
     assert re.search(rf"\| cosine \| 15,000 \| 50,000 \| {re.escape(shown)} \|", text)
     assert re.search(rf"\| cosine \|.* \| 0\.500 \| {row['kid_last_call'] * 1e3:.2f} \|", text)
-    assert f"| {row['fid_few']:.2f} |" in text  # of 10,000 pictures, beside the points before
+    assert f"| {row['fid_few']:.2f} |" in text  # of 10,000 images, beside the points before
     table = json.loads((one_seed / "table.json").read_text("utf-8"))
     assert table["schedules"]["cosine"]["last"] == [row]
     assert table["schedules"]["cosine"]["seconds"] == pytest.approx(15_000 * 512 / 12_000)
@@ -221,7 +221,7 @@ def test_a_table_says_what_the_records_say(one_seed: Path) -> None:
 
 
 def test_curves_compare_fid_of_one_count(one_seed: Path) -> None:
-    """The last FID is of 50,000 pictures, those before of 10,000: the curve takes the 10,000, the mark the rest."""
+    """The last FID is of 50,000 images, those before of 10,000: the curve takes the 10,000, the mark the rest."""
     found = Results.read(one_seed)
     [final] = found.at("linear", 15_000).values()
     assert found.curve("linear", "fid")[-1].values == (final["fid_few"],)
@@ -242,7 +242,7 @@ def test_several_seeds_are_means_and_paired_differences(three_seeds: Path) -> No
     text = (three_seeds / "table.md").read_text("utf-8")
     assert f"| {mean:.2f} ± {deviation:.2f} |" in text
     assert "significant over 3 seeds" in text
-    assert found.final("cosine") is None  # as many pictures at the end as before
+    assert found.final("cosine") is None  # as many images at the end as before
 
 
 @pytest.mark.parametrize("scored", [0, 14])

@@ -30,7 +30,7 @@ from pellucid.evidence.study.judge import Judge
 from pellucid.evidence.study.records import claim, is_mine
 from pellucid.evidence.study.schedules import ScheduleStudy, Study
 from pellucid.evidence.study.schedules_results import Results
-from pellucid.interop.whole import read_lines
+from pellucid.interop.atomic_files import read_lines
 from pellucid.train.cifar10 import CIFAR10, FILES, IN_FILE, RECORD
 from pellucid.train.config import read
 from pellucid.train.denoise import fresh
@@ -40,7 +40,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """CIFAR-10's training files in their official form; every picture is one colour with a little noise."""
+    """CIFAR-10's training files in their official form; every image is one colour with a little noise."""
     folder = tmp_path_factory.mktemp("data")
     random = np.random.default_rng(0)
     for name in FILES["train"]:
@@ -63,7 +63,7 @@ def smoke(data: Path, **changes: Any) -> ScheduleStudy:
 
 
 def two_schedules(data: Path) -> ScheduleStudy:
-    """Every kind of cell: two points, two EMA lengths, two grids, more pictures at the end."""
+    """Every kind of cell: two points, two EMA lengths, two grids, more images at the end."""
     given = raw()
     given["train"] |= {"ema": [64.0, 16.0], "batch": 8}
     given["train"]["task"]["network"] |= {"block_out_channels": [8, 8], "norm_num_groups": 4, "attention_head_dim": 8}
@@ -331,7 +331,7 @@ def test_a_judge_knows_the_same_numbers_as_the_metrics(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_smoke_config_runs_through_a_whole_inception(data: Path, tmp_path: Path) -> None:
-    """2,048 features of six pictures: covariances of rank five are no trouble."""
+    """2,048 features of six images: covariances of rank five are no trouble."""
     network = Inception()
     torch.manual_seed(0)
     for weight in (p for p in network.parameters() if p.ndim == 4):

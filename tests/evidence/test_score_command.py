@@ -21,10 +21,10 @@ from pellucid.cli import HELP, OneLine
 from pellucid.cli import score as room
 from pellucid.evidence.metrics import weights
 from pellucid.evidence.metrics.fid import Statistics, fid
+from pellucid.evidence.metrics.images import Pixels
 from pellucid.evidence.metrics.inception import features
 from pellucid.evidence.metrics.kid import kid, kid_exact
 from pellucid.evidence.metrics.measured import Measured, measure
-from pellucid.evidence.metrics.pictures import Pixels
 from pellucid.evidence.metrics.precision_recall import precision_recall
 from pellucid.evidence.metrics.score import Asked, Score, score, stages
 
@@ -109,9 +109,9 @@ def test_the_table_puts_kid_first_where_there_are_few(tell: Callable[..., str]) 
         line.split()[0] for line in text.splitlines() if line.strip().startswith(("KID", "FID", "precision", "recall"))
     ]
     assert names == ["KID", "FID", "precision", "recall"]
-    assert "a.npz · 40 pictures · against b.npz · 50 pictures" in text
+    assert "a.npz · 40 images · against b.npz · 50 pictures" in text
     assert "50 resamples, reflected" in text  # FID takes no more
-    assert "note: FID of 40 pictures is biased upwards" in text
+    assert "note: FID of 40 images is biased upwards" in text
     plain = tell("a.npz", "--against", "b.npz", "--bootstrap", "0")
     assert " to " not in next(line for line in plain.splitlines() if line.strip().startswith("FID"))
 
@@ -139,15 +139,15 @@ def test_the_reference_is_cached(tell: Callable[..., str], place: Path) -> None:
     assert tell("a.npz", "--against", "b.npz", "--bootstrap", "0", "--json") == first
 
 
-def test_folders_with_unreadable_pictures(tell: Callable[..., str], place: Path) -> None:
+def test_folders_with_unreadable_images(tell: Callable[..., str], place: Path) -> None:
     (place / "out").mkdir()
     for number, array in enumerate(pixels(12)):
         Image.fromarray(array).save(place / "out" / f"{number:02}.png")
     (place / "out" / "x.png").write_text("no picture")
     text = tell("out", "--against", "b.npz", "--bootstrap", "0")
     assert "12 pictures" in text
-    assert "note: x.png must be a picture file" in text
-    assert "1 of 13 pictures of out were skipped" in text
+    assert "note: x.png must be an image file" in text
+    assert "1 of 13 images of out were skipped" in text
 
 
 def test_prompts(tell: Callable[..., str], refuse: Callable[..., str], place: Path, clip_folder: Path) -> None:
@@ -210,7 +210,7 @@ def test_progress_is_told_as_often_as_promised() -> None:
         assert len(told) == stages(asked)
 
 
-def test_from_ten_thousand_pictures_on_there_is_no_warning() -> None:
+def test_from_ten_thousand_images_on_there_is_no_warning() -> None:
     made = Statistics(torch.zeros(2).double(), torch.eye(2).double(), 10_000)
     found = score(Measured("a", made), Measured("b", made))
     assert found.fid is not None

@@ -28,13 +28,13 @@ def told(known: Probe) -> list[Finding]:
 
 @pytest.mark.parametrize("truth", EXACT)
 def test_an_exact_network_is_named(truth: tuple[str, Target]) -> None:
-    """Whatever its config says of the target, and with few pictures."""
+    """Whatever its config says of the target, and with few images."""
     for said in ("eps", "v"):
         lying = ("scaled_linear", said)
         answer = detect_target(believers.probe(truth, lying))  # type: ignore[arg-type]
         assert answer.name == truth[1]
         assert answer.confidence >= 0.99
-        assert answer.scores.pictures <= 64
+        assert answer.scores.images <= 64
 
 
 def test_a_config_that_is_right_is_left_alone() -> None:
@@ -78,13 +78,13 @@ def test_a_network_that_breaks_is_no_verdict() -> None:
         detect_target(broken)
 
 
-def test_one_picture_is_too_few() -> None:
+def test_one_image_is_too_few() -> None:
     with pytest.raises(Unable, match="too few"):
         detect_target(believers.probe(("linear", "eps"), count=1))
 
 
-def test_few_pictures_are_never_called_sure() -> None:
-    """Two pictures that agree are what two coins do in one of four throws."""
+def test_few_images_are_never_called_sure() -> None:
+    """Two images that agree are what two coins do in one of four throws."""
     answer = detect_target(believers.probe(("linear", "eps"), count=2))
     assert answer.name == "eps"
     assert answer.confidence <= 0.75
@@ -123,13 +123,13 @@ def test_a_trained_latent_network_is_named(name: str, small_denoisers: small.Sma
 
 
 def check_named(known: Probe, truth: str) -> None:
-    """It is found under a config that is wrong, with at most 64 pictures, and told; under its own it is left alone."""
+    """It is found under a config that is wrong, with at most 64 images, and told; under its own it is left alone."""
     lying = replace(known, target="v" if truth == "eps" else "eps")
     answer = detect_target(lying)
-    print(f"{truth}: {answer.name} {answer.confidence:.4f} of {answer.scores.pictures}")
+    print(f"{truth}: {answer.name} {answer.confidence:.4f} of {answer.scores.images}")
     assert answer.name == truth
     assert answer.confidence >= 0.99
-    assert answer.scores.pictures <= 64
+    assert answer.scores.images <= 64
     said = [list(differs(answer, target, known.schedule)) for target in (lying.target, known.target)]
     assert [[finding.code for finding in found] for found in said] == [["target-mismatch"], []]
 

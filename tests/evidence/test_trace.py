@@ -110,7 +110,7 @@ def test_the_kind_of_noise_is_kept(tmp_path: Path, source: Any, words: dict[str,
 
 def test_every_other_step_and_the_last(tmp_path: Path) -> None:
     found = record(tmp_path / "run", plan_of(steps=8), denoiser(), every=3)
-    assert found.pictured == [0, 3, 6, 7]
+    assert found.has_images == [0, 3, 6, 7]
     assert len(found.steps) == 8
     assert code_of(found.tensor, "x", 1) == "trace-tensor"
 

@@ -152,7 +152,7 @@ def test_show_as_json_holds_everything_but_tensors(tell: Callable[..., Answer], 
 
 
 def seen(name: str) -> tuple[tuple[int, int], np.ndarray[Any, Any]]:
-    """The size of a picture, and a small copy of it."""
+    """The size of an image, and a small copy of it."""
     with Image.open(name) as found:
         return found.size, np.asarray(found.convert("RGB").resize((300, 200)))
 
@@ -239,7 +239,7 @@ def test_replay_of_a_bare_trace(tell: Callable[..., Answer], refuse: Callable[..
     assert "error[trace-tensor]" in refuse("trace", "replay", "numbers.st")
 
 
-def test_replay_takes_pictures_again(
+def test_replay_takes_images_again(
     ask: Callable[..., Answer], tell: Callable[..., Answer], refuse: Callable[..., str], model: Path
 ) -> None:
     Image.linear_gradient("L").resize((16, 16)).convert("RGB").save("in.png")

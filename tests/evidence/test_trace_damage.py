@@ -121,7 +121,7 @@ def test_a_whole_trace_is_found_whole(
         record(path, plan_of(sampler), denoiser(), every=2)
     found = trace.read(path)
     found.verify()
-    assert found.pictured
+    assert found.has_images
 
 
 # --- traces from before digests ----------------------------------------------------------------------------------

@@ -93,8 +93,8 @@ def refuse(ask: Callable[..., Any]) -> Callable[..., str]:
 # --- what it makes ---------------------------------------------------------------------------------------------------
 
 
-def test_pixels_from_words_to_pictures(tell: Callable[..., str], models: Path, tmp_path: Path) -> None:
-    """The plan is written, `sample --plan` runs it, and its picture is where the evidence says it is."""
+def test_pixels_from_words_to_images(tell: Callable[..., str], models: Path, tmp_path: Path) -> None:
+    """The plan is written, `sample --plan` runs it, and its image is where the evidence says it is."""
     text = tell("pixels", "--seed", "5")
     assert "held-out pairs" in text
     assert "plan.json" in text

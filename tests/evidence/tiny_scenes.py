@@ -61,7 +61,7 @@ def save(kind: type[Any], table: dict[str, Any], folder: Path) -> None:
 
 
 class Truth:
-    """A maker that draws picture n by a rule: the scene that it was asked for, or another."""
+    """A maker that draws image n by a rule: the scene that it was asked for, or another."""
 
     def __init__(self, drawn: Scenes, rule: Callable[[int, dict[str, Any]], int] = lambda n, _: n) -> None:
         self.drawn, self.rule, self.calls = drawn, rule, 0

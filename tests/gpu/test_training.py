@@ -83,7 +83,7 @@ def merged(base: dict[str, Any], *changes: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def pictures(count: int = 64) -> CIFAR10:
+def images(count: int = 64) -> CIFAR10:
     """A colour a class, with a little noise."""
     dice = torch.Generator().manual_seed(0)
     labels = torch.arange(count) % 4
@@ -95,7 +95,7 @@ def pictures(count: int = 64) -> CIFAR10:
 
 def trainer(folder: Path, *changes: dict[str, Any], base: dict[str, Any] = RUN) -> Trainer:
     config = read(TrainConfig, merged(base, *changes), "config")
-    source = CIFAR10Source(pictures()) if config.data["kind"] == "cifar10" else None
+    source = CIFAR10Source(images()) if config.data["kind"] == "cifar10" else None
     return Trainer(config, folder, Ranks(device=torch.device("cuda", 0)), source=source, quiet=True)
 
 

@@ -20,7 +20,7 @@ from pellucid.evidence.study.cells import Setup
 from pellucid.interop import hub, source
 from pellucid.interop.folder import SHARED
 from pellucid.interop.save import save_component
-from pellucid.pipeline.pictures_in import EYES_NOTE, adapter_eyes
+from pellucid.pipeline.image_inputs import EYES_NOTE, adapter_eyes
 from pellucid.pipeline.planning import read_plan
 
 PROMPT = "a large red star on a white background"
@@ -140,7 +140,7 @@ def test_plans_by_name_are_those_of_their_files(tmp_path: Path, monkeypatch: pyt
 
 
 def test_adapters_by_name_are_those_of_their_folders(bundle: Path, tmp_path: Path) -> None:
-    """Each changes the picture, and the same one by its path makes the same picture."""
+    """Each changes the image, and the same one by its path makes the same image."""
     pipe = pellucid.load("scenes-128", image_encoder="scenes-128/image_text", device="cpu")
     outline = Image.open(edges(tmp_path / "edges.png"))
     plain = np.asarray(pipe(PROMPT, **MADE).images[0])
@@ -162,19 +162,17 @@ def sample(*args: str) -> str:
 
 
 def test_adapters_by_name_on_the_command_line(bundle: Path, tmp_path: Path) -> None:
-    """An IP-Adapter's folder brings its image encoder; a LoRA by name is found again by the recipe in the picture."""
-    picture = edges(tmp_path / "edges.png")
+    """An IP-Adapter's folder brings its image encoder; a LoRA by name is found again by the recipe in the image."""
+    image = edges(tmp_path / "edges.png")
     how = ["scenes-128", PROMPT, "--steps", "2", "--seed", "3", "--device", "cpu"]
     sample(*how, "--out", "plain.png")
     sample(*how, "--lora", "scenes-128/lora:0.5", "--out", "lora.png")
-    sample(*how, "--control", f"scenes-128/controlnet,{picture}", "--out", "control.png")
-    sample(*how, "--image-prompt", f"scenes-128/ip_adapter,{picture},0.9", "--out", "prompted.png")
+    sample(*how, "--control", f"scenes-128/controlnet,{image}", "--out", "control.png")
+    sample(*how, "--image-prompt", f"scenes-128/ip_adapter,{image},0.9", "--out", "prompted.png")
     made = {name: Image.open(f"{name}.png").tobytes() for name in ("plain", "lora", "control", "prompted")}
     assert len(set(made.values())) == 4
     alone = shutil.copytree(bundle / "ip_adapter", tmp_path / "alone")  # with the encoder named, it needs no bundle
-    sample(
-        *how, "--image-prompt", f"{alone},{picture},0.9", "--image-encoder", "scenes-128/image_text", "--out", "a.png"
-    )
+    sample(*how, "--image-prompt", f"{alone},{image},0.9", "--image-encoder", "scenes-128/image_text", "--out", "a.png")
     assert Image.open("a.png").tobytes() == made["prompted"]
     again = json.loads(sample("--from", "lora.png", "--device", "cpu", "--out", "again.png"))
     assert "same pixels as lora.png" in again["from"]["pixels"]

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from pellucid.core.errors import PellucidError
+from pellucid.interop.atomic_files import LOCK, is_left
 from pellucid.interop.lock import locked
-from pellucid.interop.whole import LOCK, is_left
 
 HOLD = """
 import sys, time

@@ -188,7 +188,7 @@ def test_samplers_that_diffusers_has_not(scheduler: Scheduler, components: dict[
 
 
 def test_native_exact_sampler_is_near_its_diffusers_dialect(components: dict[str, Any]) -> None:
-    """Exact and dialect differ by rounding of times and the first noise only: the same picture, not the same bits."""
+    """Exact and dialect differ by rounding of times and the first noise only: the same image, not the same bits."""
     pipes = [
         pipeline(StableDiffusionPipeline, components, Scheduler("ddim", grid="leading", dialect=d))
         for d in ("exact", "diffusers")
@@ -200,7 +200,7 @@ def test_native_exact_sampler_is_near_its_diffusers_dialect(components: dict[str
 # --- image to image and inpainting -----------------------------------------------------------------------------
 
 
-def picture() -> Tensor:
+def image() -> Tensor:
     return torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(9))
 
 
@@ -230,7 +230,7 @@ IMG2IMG = [
 def test_image_to_image_equals_diffusers(name: str, strength: float, components: dict[str, Any]) -> None:
     theirs = pipeline(StableDiffusionImg2ImgPipeline, components, peer(name))
     ours = pipeline(StableDiffusionImg2ImgPipeline, components, Scheduler.from_config(peer(name)))
-    want, got = (latents(p, image=picture(), strength=strength, num_inference_steps=10) for p in (theirs, ours))
+    want, got = (latents(p, image=image(), strength=strength, num_inference_steps=10) for p in (theirs, ours))
     assert apart(got, want) < CLOSE
 
 
@@ -248,7 +248,7 @@ def test_inpainting_equals_diffusers(name: str, strength: float, components: dic
     mask[..., 8:] = 1.0
     theirs = pipeline(StableDiffusionInpaintPipeline, components, peer(name))
     ours = pipeline(StableDiffusionInpaintPipeline, components, Scheduler.from_config(peer(name)))
-    settings: dict[str, Any] = {"image": picture(), "mask_image": mask, "strength": strength, "height": 16, "width": 16}
+    settings: dict[str, Any] = {"image": image(), "mask_image": mask, "strength": strength, "height": 16, "width": 16}
     want, got = (latents(p, num_inference_steps=8, **settings) for p in (theirs, ours))
     assert apart(got, want) < CLOSE
 
@@ -267,7 +267,7 @@ def test_lcm_pipelines_equal_diffusers(kind: type, steps: int, components: dict[
     ours = pipeline(kind, parts, Scheduler.from_config(peer("lcm")))
     settings: dict[str, Any] = {"original_inference_steps": 40}
     if kind is LatentConsistencyModelImg2ImgPipeline:
-        settings |= {"image": picture(), "strength": 0.6}
+        settings |= {"image": image(), "strength": 0.6}
     want, got = (latents(p, num_inference_steps=steps, **settings) for p in (theirs, ours))
     assert apart(got, want) < CLOSE
 

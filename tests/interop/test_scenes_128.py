@@ -1,4 +1,4 @@
-"""The model that is shipped: it draws what it is asked, its parts work, and diffusers makes the same picture."""
+"""The model that is shipped: it draws what it is asked, its parts work, and diffusers makes the same image."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def test_prompts_of_combinations_that_training_never_saw(name):
         "a medium checkered green diamond left of a medium pink cross on a grey background",
         "a large gradient red pentagon on a grey background, with soft shadows",
     )
-    pictures = [pipe(prompt, seed=seed, **ASKED).images[0] for seed, prompt in enumerate(prompts)]
-    grades = scenes.grade(to_tensor(pictures), [scenes.parse(prompt) for prompt in prompts])
+    images = [pipe(prompt, seed=seed, **ASKED).images[0] for seed, prompt in enumerate(prompts)]
+    grades = scenes.grade(to_tensor(images), [scenes.parse(prompt) for prompt in prompts])
     assert sum(grade.right for grade in grades) >= 5
-    others = scenes.grade(to_tensor(pictures), [scenes.parse(prompt) for prompt in prompts[1:] + prompts[:1]])
+    others = scenes.grade(to_tensor(images), [scenes.parse(prompt) for prompt in prompts[1:] + prompts[:1]])
     assert not any(grade.right for grade in others)
 
 
@@ -65,7 +65,7 @@ def latents() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.0])
-def test_diffusers_makes_the_same_picture(pipe, peer, scale):
+def test_diffusers_makes_the_same_image(pipe, peer, scale):
     theirs = peer(PROMPT, latents=latents(), num_inference_steps=20, guidance_scale=scale).images[0]
     mine = pipe(PROMPT, latents=latents(), steps=20, guidance=scale).images[0]
     assert difference(mine, theirs) <= 2
@@ -80,7 +80,7 @@ def test_diffusers_makes_the_same_sketch(pipe, peer):
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.0])
-def test_diffusers_makes_the_same_picture_with_the_transformer(peer, scale):
+def test_diffusers_makes_the_same_image_with_the_transformer(peer, scale):
     """Its pipeline masks padding, which ours hears as the base does: it is given the base's words and masks of ones."""
     import diffusers
 
@@ -97,7 +97,7 @@ def test_diffusers_makes_the_same_picture_with_the_transformer(peer, scale):
     assert difference(mine, theirs(**words, **masks, **size, **asked).images[0]) <= 2
 
 
-def test_diffusers_makes_the_same_picture_of_a_reference(pipe):
+def test_diffusers_makes_the_same_image_of_a_reference(pipe):
     import diffusers
 
     theirs = diffusers.StableDiffusionPipeline.from_pretrained(FOLDER, dtype=torch.float32)
@@ -115,7 +115,7 @@ def test_diffusers_makes_the_same_picture_of_a_reference(pipe):
 
 @pytest.mark.slow
 def test_its_parts_do_what_they_are_for(tmp_path):
-    """Outlines, a reference, a style, captions and pictures told apart; each against the base without it."""
+    """Outlines, a reference, a style, captions and images told apart; each against the base without it."""
     from pellucid.evidence.adherence.making import Making
     from pellucid.evidence.adherence.suite import Suite, measure
 

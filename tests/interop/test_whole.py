@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from pellucid.interop.whole import is_part, put
+from pellucid.interop.atomic_files import is_part, put
 
 
 def test_a_failed_write_leaves_what_was_there(tmp_path):

@@ -41,7 +41,7 @@ TEXT = [
     "PRX",
     "LatentConsistencyModel",
 ]
-PICTURES = [
+IMAGES = [
     "StableDiffusionImg2Img",
     "StableDiffusionInpaint",
     "StableDiffusionXLImg2Img",
@@ -79,8 +79,8 @@ def test_every_text_to_image_class_is_of_a_kind_that_it_takes(name: str) -> None
     assert "pipe.scheduler = pellucid.Scheduler.from_config" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", PICTURES)
-def test_pictures_from_pictures_are_refused_by_name(name: str) -> None:
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_from_images_are_refused_by_name(name: str) -> None:
     with pytest.raises(PellucidError, match=f"{name}Pipeline starts from a picture") as caught:
         look(shell(name))
     assert caught.value.code == "wrap-kind"

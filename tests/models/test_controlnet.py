@@ -31,29 +31,27 @@ def control_pair(name: str, seed: int = 5, **change: Any) -> tuple[ControlNet, A
     return mine, peer
 
 
-def given_with_picture(name: str, seed: int = 0) -> tuple[dict[str, Any], torch.Tensor]:
-    picture = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(seed + 40))
-    return inputs_of(CONFIGS[name], seed=seed), picture  # two widths halve once: 16 pixels for 8 latents
+def given_with_image(name: str, seed: int = 0) -> tuple[dict[str, Any], torch.Tensor]:
+    image = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(seed + 40))
+    return inputs_of(CONFIGS[name], seed=seed), image  # two widths halve once: 16 pixels for 8 latents
 
 
-def peer_residuals(peer: Any, given: dict[str, Any], picture: torch.Tensor, scale: float) -> Any:
+def peer_residuals(peer: Any, given: dict[str, Any], image: torch.Tensor, scale: float) -> Any:
     rest = {}
     if "pooled" in given:
         rest["added_cond_kwargs"] = {"text_embeds": given["pooled"], "time_ids": given["sizes"]}
     with torch.no_grad():
-        return peer(
-            given["x"], given["time"], given["context"], picture, scale, class_labels=given.get("labels"), **rest
-        )
+        return peer(given["x"], given["time"], given["context"], image, scale, class_labels=given.get("labels"), **rest)
 
 
 @pytest.mark.parametrize("change", [{}, {"controlnet_conditioning_channel_order": "bgr"}])
 @pytest.mark.parametrize("name", ["sd1", "sd2", "sdxl", "labels"])
 def test_residuals_equal_diffusers(name: str, change: dict[str, Any]) -> None:
     mine, peer = control_pair(name, **change)
-    given, picture = given_with_picture(name)
-    other = peer_residuals(peer, given, picture, 0.7)
+    given, image = given_with_image(name)
+    other = peer_residuals(peer, given, image, 0.7)
     with torch.no_grad():
-        outs, middle = mine(hint=mine.hint(picture, [0.7, 0.7]), **given)
+        outs, middle = mine(hint=mine.hint(image, [0.7, 0.7]), **given)
     for out, theirs_out in zip(outs, other.down_block_res_samples, strict=True):
         assert relative(out, theirs_out) < 1e-5
     assert relative(middle, other.mid_block_res_sample) < 1e-5
@@ -62,10 +60,10 @@ def test_residuals_equal_diffusers(name: str, change: dict[str, Any]) -> None:
 def test_two_controlnets_in_a_unet_equal_diffusers() -> None:
     unet, peer_unet = pair(CONFIGS["sd1"])
     nets = [control_pair("sd1", seed) for seed in (5, 6)]
-    given, picture = given_with_picture("sd1")
+    given, image = given_with_image("sd1")
     down, mid = None, None
     for (_, peer), scale in zip(nets, (0.4, 1.2), strict=True):
-        other = peer_residuals(peer, given, picture, scale)
+        other = peer_residuals(peer, given, image, scale)
         pieces, middle = other.down_block_res_samples, other.mid_block_res_sample
         down = pieces if down is None else [a + b for a, b in zip(down, pieces, strict=True)]
         mid = middle if mid is None else mid + middle
@@ -78,7 +76,7 @@ def test_two_controlnets_in_a_unet_equal_diffusers() -> None:
             mid_block_additional_residual=mid,
         ).sample
         controlled = Controlled(unet, [mine for mine, _ in nets])
-        hints = tuple(mine.hint(picture, [s, s]) for (mine, _), s in zip(nets, (0.4, 1.2), strict=True))
+        hints = tuple(mine.hint(image, [s, s]) for (mine, _), s in zip(nets, (0.4, 1.2), strict=True))
         assert relative(controlled(**given, control=hints), expected) < 1e-5
         first = controlled(**given, control=(hints[0], None))  # the second is off: as if it were not there
         assert torch.equal(first, Controlled(unet, [nets[0][0]])(**given, control=hints[:1]))
@@ -88,11 +86,11 @@ def test_two_controlnets_in_a_unet_equal_diffusers() -> None:
 def test_a_scale_for_each_image() -> None:
     mine, _ = control_pair("sd1")
     unet, _ = pair(CONFIGS["sd1"])
-    given, picture = given_with_picture("sd1")
+    given, image = given_with_image("sd1")
     with torch.no_grad():
-        mixed = Controlled(unet, [mine])(**given, control=(mine.hint(picture, [0.0, 0.9]),))
+        mixed = Controlled(unet, [mine])(**given, control=(mine.hint(image, [0.0, 0.9]),))
         off = unet(**given)
-        on = Controlled(unet, [mine])(**given, control=(mine.hint(picture, [0.9, 0.9]),))
+        on = Controlled(unet, [mine])(**given, control=(mine.hint(image, [0.9, 0.9]),))
     assert torch.equal(mixed[0], off[0])
     assert torch.equal(mixed[1], on[1])
 
@@ -103,17 +101,17 @@ def test_one_graph_for_unet_and_controlnet(count_graphs: Any) -> None:
     calls = []
     with torch.no_grad():
         for seed in range(2):
-            given, picture = given_with_picture("sd1", seed)
-            hint = mine.hint(picture, [1.0, 0.5])
+            given, image = given_with_image("sd1", seed)
+            hint = mine.hint(image, [1.0, 0.5])
             calls.append(((given.pop("x"), given.pop("time")), {**given, "control": (hint,)}))
         assert count_graphs(Controlled(unet, [mine]), calls) == 1
 
 
 def test_a_new_controlnet_adds_nothing() -> None:
     mine = ControlNet(read(control_raw("sd1"))).eval()
-    given, picture = given_with_picture("sd1")
+    given, image = given_with_image("sd1")
     with torch.no_grad():
-        outs, middle = mine(hint=mine.hint(picture, [1.0, 1.0]), **given)
+        outs, middle = mine(hint=mine.hint(image, [1.0, 1.0]), **given)
     assert all(float(out.abs().max()) == 0.0 for out in (*outs, middle))
 
 

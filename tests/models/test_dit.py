@@ -115,7 +115,7 @@ def test_dit_is_diffusers(name: str) -> None:
 
 
 @torch.inference_mode()
-def test_dit_of_a_wide_picture_is_diffusers_before_it_is_folded() -> None:
+def test_dit_of_a_wide_image_is_diffusers_before_it_is_folded() -> None:
     """diffusers folds tokens into a square whatever came in: its 4 · 4 fold of 2 · 8 tokens, undone, is our answer."""
     oracle = tiny(DiTTransformer2DModel, **CLASS_CONDITIONAL["square"])
     x, time, labels = class_inputs(oracle.config, 4, 16)

@@ -69,7 +69,7 @@ def test_positions_are_diffusers_bit_by_bit(grid: tuple[int, int], base: int, sc
     assert torch.equal(sine_positions(24, *grid, base=base, scale=scale, device=CPU), expected)
 
 
-def test_positions_turn_over_with_the_picture() -> None:
+def test_positions_turn_over_with_the_image() -> None:
     tall = sine_positions(16, 5, 3, base=4, scale=1, device=CPU).unflatten(0, (5, 3))
     wide = sine_positions(16, 3, 5, base=4, scale=1, device=CPU).unflatten(0, (3, 5))
     assert torch.equal(tall.transpose(0, 1), wide.roll(8, dims=-1))  # the halves of rows and of columns change places

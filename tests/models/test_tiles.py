@@ -41,7 +41,7 @@ def network(name: str) -> AutoencoderKL:
 
 
 def uneven(*shape: int) -> Tensor:
-    """Noise whose mean and strength change across the picture, as sky and grass do: local statistics mislead."""
+    """Noise whose mean and strength change across the image, as sky and grass do: local statistics mislead."""
     height, width = torch.linspace(0, 1, shape[2])[:, None], torch.linspace(0, 1, shape[3])
     torch.manual_seed(0)
     return torch.randn(shape) * (0.2 + height) + 2 * width
@@ -113,7 +113,7 @@ def test_tiles_each_on_its_own_would_not_do() -> None:
 
 @torch.no_grad()
 def test_the_input_and_the_weights_stay() -> None:
-    vae = network("one level")  # whose first block could overwrite the picture it is given
+    vae = network("one level")  # whose first block could overwrite the image it is given
     latents, images = uneven(1, 4, 20, 9), uneven(1, 3, 20, 9)
     before = [x.clone() for x in (latents, images, *vae.parameters())]
     decode_tiled(vae, latents, 8)
@@ -125,7 +125,7 @@ def test_memory_falls_and_work_rises_as_stated() -> None:
     """The docstring's figures, for the decoder of Stable Diffusion at 1024², counted on the meta device."""
     with torch.device("meta"):
         vae, latents = AutoencoderKL(FULL), torch.empty(1, 4, 128, 128)
-    picture = 128 * 1024 * 1024 * 4  # bytes of the finest level
+    image = 128 * 1024 * 1024 * 4  # bytes of the finest level
 
     def work(call: Any) -> int:
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
@@ -133,11 +133,11 @@ def test_memory_falls_and_work_rises_as_stated() -> None:
         return counter.get_total_flops()
 
     untiled = lambda: vae.decode(latents)  # noqa: E731
-    assert live_peak(untiled) / picture == pytest.approx(5.5, abs=0.1)
-    for keep, pictures, times in ((2, 2.5, 1.3), (1, 1.5, 1.6), (0, 0.75, 3.5)):
+    assert live_peak(untiled) / image == pytest.approx(5.5, abs=0.1)
+    for keep, images, times in ((2, 2.5, 1.3), (1, 1.5, 1.6), (0, 0.75, 3.5)):
         tiled = lambda keep=keep: decode_tiled(vae, latents, 64, keep=keep)  # noqa: E731
         band = 128 * 512 * 512 * 4
-        assert live_peak(tiled) <= pictures * picture + 4 * band
+        assert live_peak(tiled) <= images * image + 4 * band
         assert work(tiled) / work(untiled) == pytest.approx(times, rel=0.1)
 
 
@@ -160,12 +160,12 @@ def test_a_local_layer_gives_any_rows_of_the_whole(rows: tuple[int, int]) -> Non
     x, first, end = torch.randn(1, 2, 24, 6), *rows
     conv, half = torch.nn.Conv2d(2, 3, 3, padding=1), torch.nn.Conv2d(2, 3, 3, stride=2, padding=1)
     for layer, scale in ((conv, {}), (half, {"down": 2}), (torch.nn.Upsample(scale_factor=2), {"up": 2})):
-        picture = local(layer, held(x), layer(x).shape[1], **scale)
-        assert (picture.height, picture.width) == layer(x).shape[2:]
-        assert relative(picture.rows(first, end), layer(x)[:, :, first:end]) <= EXACT
+        image = local(layer, held(x), layer(x).shape[1], **scale)
+        assert (image.height, image.width) == layer(x).shape[2:]
+        assert relative(image.rows(first, end), layer(x)[:, :, first:end]) <= EXACT
 
 
-def test_moments_of_bands_are_those_of_the_picture() -> None:
+def test_moments_of_bands_are_those_of_the_image() -> None:
     x = torch.randn(1, 6, 11, 5) + 1000  # where a difference of squares would lose everything
     moments = Moments(3)
     for band in (x[:, :, :2], x[:, :, 2:9], x[:, :, 9:]):
@@ -179,7 +179,7 @@ def test_moments_of_bands_are_those_of_the_picture() -> None:
 @pytest.mark.parametrize(("options", "code", "words"), [
     ({"tile": 7}, "tile", "tile must be a whole number of latents, at least 8; got 7."),
     ({"tile": 64.0}, "tile", "tile must be a whole number of latents, at least 8; got 64.0."),
-    ({"keep": 3}, "keep", "keep must be 0, 1 or 2 pictures; got 3."),
+    ({"keep": 3}, "keep", "keep must be 0, 1 or 2 images; got 3."),
 ])  # fmt: skip
 def test_bad_options_are_refused_in_one_line(options: dict[str, Any], code: str, words: str) -> None:
     vae = network("one level")

@@ -24,7 +24,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "interop")]  # for those who run th
 import diffusers  # noqa: E402
 import test_wrapped as wrapped  # noqa: E402
 import tiny_models as tiny  # noqa: E402
-from test_parity import BETAS, CLOSE, SIZE, WORDS, Model, picture, theirs  # noqa: E402
+from test_parity import BETAS, CLOSE, SIZE, WORDS, Model, image, theirs  # noqa: E402
 
 from pellucid.interop.scheduler import Scheduler  # noqa: E402
 
@@ -173,7 +173,7 @@ def empty_second_prompt() -> float:
 def copies_of_images() -> float:
     _, mine = model("sd").with_scheduler("ddim")
     peer = model("sd").as_class("StableDiffusionImg2ImgPipeline")
-    prompts, images = ["abc", "bca bca"], [picture(1), picture(2)]
+    prompts, images = ["abc", "bca bca"], [image(1), image(2)]
     made = mine(prompts, image=images, n=2, strength=0.7, **OURS)
     return apart(
         made.latents, theirs(peer, prompt=prompts, image=images, num_images_per_prompt=2, strength=0.7, **PROMPT)[0]
@@ -191,8 +191,8 @@ def copies_of_images() -> float:
 def sa_solver_karras() -> float:
     _, mine = model("sd").with_scheduler("sa_solver_karras")
     peer = model("sd").as_class("StableDiffusionImg2ImgPipeline")
-    made = mine(**WORDS, image=picture(), strength=0.5, **OURS)
-    return apart(made.latents, theirs(peer, **WORDS, image=picture(), strength=0.5, **PROMPT)[0])
+    made = mine(**WORDS, image=image(), strength=0.5, **OURS)
+    return apart(made.latents, theirs(peer, **WORDS, image=image(), strength=0.5, **PROMPT)[0])
 
 
 # --- samplers ----------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def model(name: str) -> Pipeline:
     return pellucid.load(tiny.saved(name)[1])
 
 
-def picture(size: tuple[int, int] = (16, 16)) -> Image.Image:
+def image(size: tuple[int, int] = (16, 16)) -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8))
 
 
@@ -85,14 +85,14 @@ def test_a_request_that_cannot_be_met(given: dict[str, Any], code: str) -> None:
 
 def test_what_a_model_is_not_told_is_refused() -> None:
     assert code_of(model("xl"), "abc", aesthetic=(5, 2), **SMALL) == "no-effect"
-    assert code_of(model("refiner"), "abc", image=picture(), target_size=(9, 9), steps=3) == "no-effect"
-    assert code_of(model("refiner"), "abc", image=picture(), prompt_2="b", steps=3) == "no-effect"
+    assert code_of(model("refiner"), "abc", image=image(), target_size=(9, 9), steps=3) == "no-effect"
+    assert code_of(model("refiner"), "abc", image=image(), prompt_2="b", steps=3) == "no-effect"
     assert code_of(model("xl"), ["a", "b"], prompt_2=["a", "b", "c"], **SMALL) == "request"
     assert code_of(model("ddpm"), clip_skip=1, steps=2) == "no-effect"
     assert code_of(model("ddpm"), prompt_embeds=torch.zeros(WIDE), steps=2) == "no-text"
     assert code_of(model("lcm"), "abc", guidance="5 + apg", **SMALL) == "guidance"
     assert code_of(model("dit"), label=3, steps=2, guidance="3 + pag") == "guidance"
-    assert code_of(model("dit"), label=3, steps=2, controls=[Control(tiny.saved("sd1")[1], picture())]) != ""
+    assert code_of(model("dit"), label=3, steps=2, controls=[Control(tiny.saved("sd1")[1], image())]) != ""
 
 
 def test_pooled_vectors_of_both_prompts() -> None:
@@ -110,7 +110,7 @@ def test_perturbed_attention_acts_by_default() -> None:
 
 def test_autoguidance_beside_an_inpainting_network() -> None:
     pipe = model("inpaint")
-    given = {"image": picture(), "mask": half_mask(), "steps": 2, "seed": 1}
+    given = {"image": image(), "mask": half_mask(), "steps": 2, "seed": 1}
     made = pipe("abc", guidance="3 + autoguidance", weak=pipe, **given)
     plain = pipe("abc", guidance=3.0, **given)
     assert torch.allclose(made.latents, plain.latents, atol=1e-5)  # its own weak self leads nowhere
@@ -131,7 +131,7 @@ def test_an_autoencoder_of_another_width(tmp_path: Path) -> None:
     assert code_of(pellucid.load, tiny.saved("sd1")[1], vae=tmp_path) == "components-fit"
 
 
-def test_a_finished_run_is_a_picture_to_start_from() -> None:
+def test_a_finished_run_is_a_image_to_start_from() -> None:
     pipe = model("sd1")
     first = pipe("abc", **EULER)
     assert first.plan.dialect == "exact"
@@ -158,7 +158,7 @@ def test_inpainting_that_stops_early_keeps_the_noise_of_its_level() -> None:
 
 
 def test_kinds_of_adapters_and_models() -> None:
-    assert code_of(Control, "cn", picture(), 1.0, "0") == "scale"
+    assert code_of(Control, "cn", image(), 1.0, "0") == "scale"
     assert code_of(Lora, None) == "lora"
     assert code_of(pellucid.load, 5) == "not-found"
     assert code_of(pellucid.load, tiny.saved("sd1")[1], policy="fast") == "policy"
@@ -167,11 +167,11 @@ def test_kinds_of_adapters_and_models() -> None:
 def test_a_control_that_acts_at_no_step_is_said(tmp_path: Path) -> None:
     peer = diffusers.ControlNetModel.from_unet(tiny.saved("sd1")[0].unet, conditioning_embedding_out_channels=(8, 16))
     tiny.randomised(peer).save_pretrained(tmp_path)
-    made = model("sd1")("abc", controls=[Control(tmp_path, picture(), 1.0, 0.4, 0.6)], **{**SMALL, "steps": 2})
+    made = model("sd1")("abc", controls=[Control(tmp_path, image(), 1.0, 0.4, 0.6)], **{**SMALL, "steps": 2})
     assert any("control 1 has no effect" in note for note in made.notes)
 
 
-def test_a_network_that_is_told_a_picture(tmp_path: Path) -> None:
+def test_a_network_that_is_told_a_image(tmp_path: Path) -> None:
     """Eight channels in, as InstructPix2Pix: refused by name, not by a convolution."""
     tiny.stable_diffusion(tmp_path / "raw", unet={**tiny.SD1_UNET, "in_channels": 8}).save_pretrained(tmp_path / "sd")
     assert code_of(lambda: pellucid.load(tmp_path / "sd")("abc", **SMALL)) == "components-fit"

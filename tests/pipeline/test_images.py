@@ -50,10 +50,10 @@ def refusal(code: str, call: Any, *args: Any, **kwargs: Any) -> str:
 
 @pytest.mark.parametrize("size", [None, (64, 48), (16, 24)])
 def test_images_become_the_tensors_of_diffusers(size: tuple[int, int] | None) -> None:
-    pictures = [noise(40, 32, seed=1), noise(40, 32, seed=2)]
+    given = [noise(40, 32, seed=1), noise(40, 32, seed=2)]
     width, height = size or (40, 32)
-    theirs = PROCESSOR.preprocess(pictures, height=height, width=width)
-    assert torch.equal(images.to_tensor(pictures, size), theirs)
+    theirs = PROCESSOR.preprocess(given, height=height, width=width)
+    assert torch.equal(images.to_tensor(given, size), theirs)
 
 
 def test_float_arrays_and_tensors_become_the_tensors_of_diffusers() -> None:
@@ -111,21 +111,21 @@ def test_a_grey_of_exactly_one_half_is_painted_anew() -> None:
 
 @given(width=st.integers(1, 9), height=st.integers(1, 9), seed=st.integers(0, 99))
 def test_pixels_survive_the_way_there_and_back(width: int, height: int, seed: int) -> None:
-    picture = noise(width, height, seed=seed)
-    tensor = images.to_tensor(picture)
+    image = noise(width, height, seed=seed)
+    tensor = images.to_tensor(image)
     assert tensor.shape == (1, 3, height, width)
     assert float(tensor.min()) >= -1.0
     assert float(tensor.max()) <= 1.0
-    assert np.array_equal(np.asarray(images.to_images(tensor)[0]), np.asarray(picture))
+    assert np.array_equal(np.asarray(images.to_images(tensor)[0]), np.asarray(image))
 
 
-def test_every_form_of_one_picture_is_one_tensor(tmp_path: Path) -> None:
-    picture = noise(24, 16)
-    picture.save(tmp_path / "picture.png")
-    pixels = np.asarray(picture)
-    wanted = images.to_tensor(picture)
+def test_every_form_of_one_image_is_one_tensor(tmp_path: Path) -> None:
+    image = noise(24, 16)
+    image.save(tmp_path / "picture.png")
+    pixels = np.asarray(image)
+    wanted = images.to_tensor(image)
     forms = (
-        tmp_path / "picture.png", str(tmp_path / "picture.png"), [picture], pixels, pixels[None], [pixels],
+        tmp_path / "picture.png", str(tmp_path / "picture.png"), [image], pixels, pixels[None], [pixels],
         torch.from_numpy(pixels.copy()).permute(2, 0, 1), pixels.astype(np.float64) / 255.0,
         pixels.astype(np.uint16) * 257, (pixels / np.float32(255)).astype(">f4"), np.asfortranarray(pixels),
     )  # fmt: skip
@@ -133,8 +133,8 @@ def test_every_form_of_one_picture_is_one_tensor(tmp_path: Path) -> None:
         torch.testing.assert_close(images.to_tensor(form), wanted, rtol=0, atol=1e-6)  # a few roundings of float32
 
 
-def test_arrays_are_resized_nearly_as_pictures_are() -> None:
-    """Two antialiased filters of a smooth picture agree to a few levels of 255."""
+def test_arrays_are_resized_nearly_as_images_are() -> None:
+    """Two antialiased filters of a smooth image agree to a few levels of 255."""
     y, x = np.mgrid[0:64, 0:64] / 63.0
     smooth = (np.stack([x, y, 0.5 + 0.5 * np.sin(4 * x)], -1) * 255).astype(np.uint8)
     one, two = images.to_tensor(Image.fromarray(smooth), (32, 24)), images.to_tensor(smooth, (32, 24))
@@ -142,7 +142,7 @@ def test_arrays_are_resized_nearly_as_pictures_are() -> None:
     assert float((one - two).abs().max()) < 0.03
 
 
-# --- odd pictures ----------------------------------------------------------------------------------------------
+# --- odd images ----------------------------------------------------------------------------------------------
 
 
 def test_transparency_lies_on_white_and_keeps_a_mask() -> None:
@@ -156,18 +156,18 @@ def test_transparency_lies_on_white_and_keeps_a_mask() -> None:
 
 
 def test_opaque_alpha_changes_nothing() -> None:
-    picture = noise(8, 8)
-    opaque = picture.convert("RGBA")
-    assert torch.equal(images.to_tensor(opaque), images.to_tensor(picture))
-    assert torch.equal(images.to_mask(opaque), images.to_mask(picture))
+    image = noise(8, 8)
+    opaque = image.convert("RGBA")
+    assert torch.equal(images.to_tensor(opaque), images.to_tensor(image))
+    assert torch.equal(images.to_mask(opaque), images.to_mask(image))
 
 
 def test_palettes_are_looked_up_with_their_transparent_colour(tmp_path: Path) -> None:
-    picture = Image.new("P", (2, 1))
-    picture.putpalette([10, 20, 30, 200, 100, 50])
-    picture.putpixel((1, 0), 1)
-    assert np.asarray(images.flatten(picture))[0].tolist() == [[10, 20, 30], [200, 100, 50]]
-    picture.save(tmp_path / "p.png", transparency=0)
+    image = Image.new("P", (2, 1))
+    image.putpalette([10, 20, 30, 200, 100, 50])
+    image.putpixel((1, 0), 1)
+    assert np.asarray(images.flatten(image))[0].tolist() == [[10, 20, 30], [200, 100, 50]]
+    image.save(tmp_path / "p.png", transparency=0)
     assert np.asarray(images.flatten(images.read(tmp_path / "p.png")))[0].tolist() == [[255] * 3, [200, 100, 50]]
 
 
@@ -188,8 +188,8 @@ def test_a_mode_without_a_range_is_refused() -> None:
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_exif_orientation_turns_the_picture(tmp_path: Path, orientation: int) -> None:
-    """The stored pixels are such that the upright picture has red at its upper left."""
+def test_exif_orientation_turns_the_image(tmp_path: Path, orientation: int) -> None:
+    """The stored pixels are such that the upright image has red at its upper left."""
     upright = Image.new("RGB", (32, 16))
     upright.paste((255, 0, 0), (0, 0, 8, 8))
     back = {
@@ -229,7 +229,7 @@ def test_a_file_that_claims_too_many_pixels_is_not_decoded(side: int) -> None:
     assert str(images.MAX_PIXELS) in refusal("image-pixels", images.read, header(side, side))
 
 
-def test_what_is_no_picture_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_image_is_refused(tmp_path: Path) -> None:
     (tmp_path / "words.png").write_text("no picture")
     noise(64, 64).save(tmp_path / "whole.png")
     (tmp_path / "cut.png").write_bytes((tmp_path / "whole.png").read_bytes()[:5000])
@@ -258,8 +258,8 @@ def test_what_is_no_picture_is_refused(tmp_path: Path) -> None:
         ([Image.new("RGB", (8, 8)), Image.new("RGB", (8, 16))], "size"),
     ],
 )
-def test_what_cannot_be_read_as_pictures_is_refused(picture: Any, code: str) -> None:
-    refusal(code, images.to_tensor, picture)
+def test_what_cannot_be_read_as_images_is_refused(image: Any, code: str) -> None:
+    refusal(code, images.to_tensor, image)
 
 
 @pytest.mark.parametrize("size", [(0, 8), (8,), (8.0, 8), (True, 8), "8x8", (8, -8), None])
@@ -298,7 +298,7 @@ def test_a_mask_of_another_size_is_refused_even_where_both_would_be_resized() ->
     refusal("mask-count", images.inpaint_pair, [image] * 3, [noise(32, 16, "L")] * 2)
 
 
-def test_what_is_no_number_or_no_batch_makes_no_picture() -> None:
+def test_what_is_no_number_or_no_batch_makes_no_image() -> None:
     bad = torch.zeros(3, 3, 4, 4)
     bad[1, 0, 0, 0] = float("nan")
     assert "image 1." in refusal("nan", images.to_images, bad)
@@ -313,13 +313,13 @@ def test_what_is_no_number_or_no_batch_makes_no_picture() -> None:
 
 
 def test_a_digest_names_pixels_not_files(tmp_path: Path) -> None:
-    picture = noise(8, 8)
-    picture.save(tmp_path / "a.png")
-    picture.save(tmp_path / "b.bmp")
-    names = {images.digest(p) for p in (picture, tmp_path / "a.png", tmp_path / "b.bmp", picture.convert("RGBA"))}
+    image = noise(8, 8)
+    image.save(tmp_path / "a.png")
+    image.save(tmp_path / "b.bmp")
+    names = {images.digest(p) for p in (image, tmp_path / "a.png", tmp_path / "b.bmp", image.convert("RGBA"))}
     assert len(names) == 1
     assert re.fullmatch(r"sha256:[0-9a-f]{64}", names.pop())
-    assert images.digest(picture.transpose(Image.Transpose.ROTATE_90)) != images.digest(picture)
+    assert images.digest(image.transpose(Image.Transpose.ROTATE_90)) != images.digest(image)
     assert images.digest(torch.zeros(3, 2, 4)) != images.digest(torch.zeros(3, 4, 2))
 
 

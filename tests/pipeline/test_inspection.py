@@ -190,7 +190,7 @@ def test_guidance_off_is_not_doubled():
     assert graph.node("conditions").facts["sides"] == "with the prompt"
 
 
-def test_inpainting_shows_the_mask_and_the_masked_picture():
+def test_inpainting_shows_the_mask_and_the_masked_image():
     graph = small("inpaint")
     found = shapes(graph)
     assert found["mask", "unet", "mask"] == ((1, 1, 16, 16),)
@@ -226,7 +226,7 @@ def test_controlnets_and_image_prompts(extras: tuple[Path, Path, Path]):
     asked = Asked(size=SMALL, steps=4, controlnets=(control, control), ip_adapters=(adapter,))
     graph = inspect(tiny.saved("sd1")[1], asked, image_encoder=eyes)
     found = shapes(graph)
-    assert found["control picture 2", "controlnet_1", "pixels"] == ((1, 3, 32, 32),)
+    assert found["control image 2", "controlnet_1", "pixels"] == ((1, 3, 32, 32),)
     assert found["sampler", "controlnet", "x"] == ((2, 4, 16, 16),)
     residuals = found["controlnet", "unet", "residuals"]
     assert residuals[0] == (2, 32, 16, 16)

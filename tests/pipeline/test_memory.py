@@ -199,9 +199,9 @@ def test_adapters(pipe: Pipeline, lora: Path) -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_pictures(pipe: Pipeline, masked: bool) -> None:
-    picture, mask = Image.new("RGB", SIZE, "red"), Image.new("L", SIZE, 255)
-    given = {"image": picture, "strength": 0.7, **({"mask": mask} if masked else {})}
+def test_images(pipe: Pipeline, masked: bool) -> None:
+    image, mask = Image.new("RGB", SIZE, "red"), Image.new("L", SIZE, 255)
+    given = {"image": image, "strength": 0.7, **({"mask": mask} if masked else {})}
     forecast = agree(pipe, replace(request_for(pipe, size=SIZE, steps=4), **given))
     assert forecast.stages["encode"].owner.startswith("vae.encoder.")
 
@@ -224,7 +224,7 @@ def test_guidance_off_halves_the_denoising(pipe: Pipeline) -> None:
 
 
 def test_a_prediction_changes_nothing_and_needs_no_memory(pipe: Pipeline) -> None:
-    """A picture of 4096² would take many GB here; its rehearsal takes none, and the model is as it was."""
+    """An image of 4096² would take many GB here; its rehearsal takes none, and the model is as it was."""
     before = {name: t.data_ptr() for name, t in pipe.components.network.named_parameters()}
     forecast = predict(pipe, request_for(pipe, size=(4096, 4096), batch=4), device="cuda", steps=1)
     assert forecast.peak.total > 20 * 2**30

@@ -108,7 +108,7 @@ def xl(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(folder / "model", tiny.stable_diffusion_xl(folder))
 
 
-def picture(seed: int = 0, size: tuple[int, int] = (48, 32)) -> Image.Image:
+def image(seed: int = 0, size: tuple[int, int] = (48, 32)) -> Image.Image:
     random = np.random.default_rng(seed)
     coarse = Image.fromarray(random.integers(0, 255, (6, 8, 3), dtype=np.uint8))
     return coarse.resize(size, Image.Resampling.BICUBIC)
@@ -273,10 +273,10 @@ def test_a_batch_of_prompts_with_seeds(sd: Model) -> None:
 def test_image_to_image(sd: Model, scheduler: str, strength: float) -> None:
     _, mine = sd.with_scheduler(scheduler)
     peer = sd.as_class("StableDiffusionImg2ImgPipeline")
-    made = mine(**WORDS, image=picture(), strength=strength, steps=6, guidance=5.0, seed=3)
+    made = mine(**WORDS, image=image(), strength=strength, steps=6, guidance=5.0, seed=3)
     compare(
         made,
-        theirs(peer, **WORDS, image=picture(), strength=strength, num_inference_steps=6, guidance_scale=5.0),
+        theirs(peer, **WORDS, image=image(), strength=strength, num_inference_steps=6, guidance_scale=5.0),
     )
 
 
@@ -286,8 +286,8 @@ def test_image_to_image_xl(xl: Model, scheduler: str, rescale: float) -> None:
     _, mine = xl.with_scheduler(scheduler)
     peer = xl.as_class("StableDiffusionXLImg2ImgPipeline", image_encoder=None, feature_extractor=None)
     guidance = f"5 + rescale phi={rescale}" if rescale else 5.0
-    made = mine(**WORDS, image=picture(), strength=0.6, steps=6, guidance=guidance, seed=3)
-    given = {"image": picture(), "strength": 0.6, "num_inference_steps": 6, "guidance_scale": 5.0}
+    made = mine(**WORDS, image=image(), strength=0.6, steps=6, guidance=guidance, seed=3)
+    given = {"image": image(), "strength": 0.6, "num_inference_steps": 6, "guidance_scale": 5.0}
     compare(made, theirs(peer, **WORDS, **given, guidance_rescale=rescale))
 
 
@@ -295,8 +295,8 @@ def test_image_to_image_with_sa_solver_on_karras_sigmas(sd: Model) -> None:
     """diffusers adds the noise of the rounded time and goes on from the sigma itself: 6e-4 of the largest latent."""
     _, mine = sd.with_scheduler("sa_solver_karras")
     peer = sd.as_class("StableDiffusionImg2ImgPipeline")
-    made = mine(**WORDS, image=picture(), strength=0.5, steps=6, guidance=5.0, seed=3, decode=False)
-    latents = theirs(peer, **WORDS, image=picture(), strength=0.5, num_inference_steps=6, guidance_scale=5.0)[0]
+    made = mine(**WORDS, image=image(), strength=0.5, steps=6, guidance=5.0, seed=3, decode=False)
+    latents = theirs(peer, **WORDS, image=image(), strength=0.5, num_inference_steps=6, guidance_scale=5.0)[0]
     assert CLOSE < float((made.latents - latents).abs().max() / latents.abs().max()) < 2e-3
 
 
@@ -307,7 +307,7 @@ def test_image_to_image_with_sa_solver_on_karras_sigmas(sd: Model) -> None:
 def test_inpainting_by_blending(sd: Model, scheduler: str, strength: float) -> None:
     _, mine = sd.with_scheduler(scheduler)
     peer = sd.as_class("StableDiffusionInpaintPipeline")
-    given = {"image": picture(), "strength": strength}
+    given = {"image": image(), "strength": strength}
     made = mine(**WORDS, **given, mask=half_mask(), steps=6, guidance=5.0, seed=3)
     more = {"mask_image": half_mask(), "num_inference_steps": 6, "guidance_scale": 5.0, **SIZE}
     compare(made, theirs(peer, **WORDS, **given, **more))
@@ -325,7 +325,7 @@ def painter(tmp_path_factory: pytest.TempPathFactory) -> Model:
 def test_inpainting_with_nine_channels(painter: Model, scheduler: str, strength: float) -> None:
     _, mine = painter.with_scheduler(scheduler)
     peer = painter.as_class("StableDiffusionInpaintPipeline")
-    given = {"image": picture(), "strength": strength}
+    given = {"image": image(), "strength": strength}
     made = mine(**WORDS, **given, mask=half_mask(), steps=6, guidance=5.0, seed=3)
     more = {"mask_image": half_mask(), "num_inference_steps": 6, "guidance_scale": 5.0, **SIZE}
     compare(made, theirs(peer, **WORDS, **given, **more))
@@ -345,9 +345,9 @@ def test_controlnet_while_inpainting(name: str, control: tuple[Any, Path], reque
     _, mine = model.with_scheduler("euler_a")
     net, folder = control
     peer = model.as_class("StableDiffusionControlNetInpaintPipeline", controlnet=net)
-    controls = [Control(folder, picture(5), 0.8, 0.0, 0.6)]
-    made = mine(**WORDS, image=picture(), mask=half_mask(), controls=controls, steps=6, guidance=5.0, seed=3)
-    given = {"image": picture(), "mask_image": half_mask(), "control_image": picture(5), **SIZE}
+    controls = [Control(folder, image(5), 0.8, 0.0, 0.6)]
+    made = mine(**WORDS, image=image(), mask=half_mask(), controls=controls, steps=6, guidance=5.0, seed=3)
+    given = {"image": image(), "mask_image": half_mask(), "control_image": image(5), **SIZE}
     more = {"num_inference_steps": 6, "guidance_scale": 5.0, "control_guidance_end": 0.6}
     compare(made, theirs(peer, **WORDS, **given, **more, controlnet_conditioning_scale=0.8))
 
@@ -358,7 +358,7 @@ def test_controlnet(sd: Model, control: tuple[Any, Path], scheduler: str, span: 
     _, mine = sd.with_scheduler(scheduler)
     net, folder = control
     peer = sd.as_class("StableDiffusionControlNetPipeline", controlnet=net)
-    small = picture(5)
+    small = image(5)
     made = mine(**WORDS, **SIZE, controls=[Control(folder, small, 0.8, *span)], steps=6, guidance=5.0, seed=3)
     more = {"control_guidance_start": span[0], "control_guidance_end": span[1], "controlnet_conditioning_scale": 0.8}
     given = {"image": small, "num_inference_steps": 6, "guidance_scale": 5.0, **SIZE}
@@ -370,7 +370,7 @@ def test_controlnets_that_guess(sd: Model, control: tuple[Any, Path], guidance: 
     _, mine = sd.with_scheduler("euler")
     net, folder = control
     peer = sd.as_class("StableDiffusionControlNetPipeline", controlnet=[net, net])
-    shown = [picture(5), picture(6)]
+    shown = [image(5), image(6)]
     controls = [Control(folder, shown[0], 0.8, guess=True), Control(folder, shown[1], 0.5, 0.0, 0.5, guess=True)]
     given = {"controls": controls, **SIZE, "steps": 6, "guidance": guidance, "seed": 3}
     made = mine(**WORDS, **given)
@@ -385,7 +385,7 @@ def test_two_controlnets(sd: Model, control: tuple[Any, Path]) -> None:
     _, mine = sd.with_scheduler("euler")
     net, folder = control
     peer = sd.as_class("StableDiffusionControlNetPipeline", controlnet=[net, net])
-    shown = [picture(5), picture(6)]
+    shown = [image(5), image(6)]
     controls = [Control(folder, shown[0], 0.8, 0.0, 0.5), Control(folder, shown[1], 0.3, 0.4, 1.0)]
     made = mine(**WORDS, **SIZE, controls=controls, steps=6, guidance=5.0, seed=3)
     more = {"control_guidance_start": [0.0, 0.4], "control_guidance_end": [0.5, 1.0]}
@@ -457,7 +457,7 @@ def test_image_prompt(seeing: tuple[Model, Path], scheduler: str, kind: str) -> 
     eyes = {"image_encoder": peer.image_encoder, "feature_extractor": peer.feature_extractor}
     peer.load_ip_adapter(held, subfolder="", weight_name="")
     peer.set_ip_adapter_scale(0.6)
-    shown = picture(8, (40, 56))
+    shown = image(8, (40, 56))
     try:
         other = theirs(peer, **WORDS, **SIZE, ip_adapter_image=shown, num_inference_steps=6, guidance_scale=5.0)
     finally:
@@ -661,7 +661,7 @@ def test_inpainting_several_of_one_image(name: str, strength: float, request: py
     model = request.getfixturevalue(name)
     _, mine = model.with_scheduler("euler_a")
     peer = model.as_class("StableDiffusionInpaintPipeline")
-    given = {"image": picture(), "strength": strength}
+    given = {"image": image(), "strength": strength}
     made = mine(**WORDS, **given, mask=half_mask(), n=3, steps=6, guidance=5.0, seed=3)
     more = {"mask_image": half_mask(), "num_inference_steps": 6, "guidance_scale": 5.0, **SIZE}
     compare(made, theirs(peer, **WORDS, **given, **more, num_images_per_prompt=3))
@@ -671,9 +671,9 @@ def test_image_to_image_of_several(sd: Model) -> None:
     """Here diffusers encodes the image once for each."""
     _, mine = sd.with_scheduler("euler_a")
     peer = sd.as_class("StableDiffusionImg2ImgPipeline")
-    made = mine(**WORDS, image=picture(), strength=0.7, n=3, steps=6, guidance=5.0, seed=3)
+    made = mine(**WORDS, image=image(), strength=0.7, n=3, steps=6, guidance=5.0, seed=3)
     more = {"num_inference_steps": 6, "guidance_scale": 5.0, "num_images_per_prompt": 3}
-    compare(made, theirs(peer, **WORDS, image=picture(), strength=0.7, **more))
+    compare(made, theirs(peer, **WORDS, image=image(), strength=0.7, **more))
 
 
 # --- guidance from 0 to 1 ----------------------------------------------------------------------------------------
@@ -703,8 +703,8 @@ def test_image_to_image_with_a_scale_below_one(xl: Model, guidance: Any) -> None
     """Without guidance there is nothing to rescale."""
     _, mine = xl.with_scheduler("euler")
     peer = xl.as_class("StableDiffusionXLImg2ImgPipeline")
-    made = mine(**WORDS, image=picture(), strength=0.7, steps=6, guidance=guidance, seed=3)
-    compare(made, theirs(peer, **WORDS, image=picture(), strength=0.7, num_inference_steps=6, guidance_scale=0.5))
+    made = mine(**WORDS, image=image(), strength=0.7, steps=6, guidance=guidance, seed=3)
+    compare(made, theirs(peer, **WORDS, image=image(), strength=0.7, num_inference_steps=6, guidance_scale=0.5))
 
 
 @pytest.mark.parametrize(("scale", "effect"), [(0, "leaves the prompt out"), (0.5, "weakens the prompt"), (1, None)])

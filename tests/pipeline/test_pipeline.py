@@ -38,7 +38,7 @@ def pipe(folder: Path) -> Pipeline:
     return pellucid.load(folder)
 
 
-def picture(size: tuple[int, int] = (16, 16), seed: int = 0) -> Image.Image:
+def image(size: tuple[int, int] = (16, 16), seed: int = 0) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8))
 
 
@@ -59,16 +59,16 @@ def code_of(call: Any, *args: Any, **kwargs: Any) -> str:
 @pytest.mark.parametrize("strength", [1.0, 0.75, 0.58, 0.29, 0.1])
 def test_strength_is_the_start_level_that_was_asked(pipe: Pipeline, strength: float, steps: int) -> None:
     """diffusers keeps int(0.58 · 50) = 28 and int(0.29 · 100) = 28 steps: off by one. Here the level is exact."""
-    made = pipe("abc", image=picture(), strength=strength, sampler="dpmpp_2m", steps=steps, seed=1, decode=False)
+    made = pipe("abc", image=image(), strength=strength, sampler="dpmpp_2m", steps=steps, seed=1, decode=False)
     level = pipe.components.schedule.level(strength * 999)
     assert made.plan.start.ratio == pytest.approx(level.ratio, rel=1e-12)
     assert made.plan.rows[0].time == pytest.approx(strength * 999, rel=1e-9)
 
 
-def test_img2img_starts_at_the_picture_with_that_much_noise(pipe: Pipeline) -> None:
+def test_img2img_starts_at_the_image_with_that_much_noise(pipe: Pipeline) -> None:
     seen: list[Any] = []
     noise = torch.zeros(1, 4, 8, 8)
-    given = {"image": picture(), "sampler": "euler", "seed": 1, "latents": noise, "decode": False}
+    given = {"image": image(), "sampler": "euler", "seed": 1, "latents": noise, "decode": False}
     made = pipe("abc", **given, strength=0.4, steps=5, observers=[seen.append])
     clean = pipe("abc", **given, strength=0.002, steps=1, observers=[seen.append])
     level = made.plan.start
@@ -112,7 +112,7 @@ def test_threads_share_a_pipeline(pipe: Pipeline) -> None:
         {"prompt": "abc", "sampler": "euler_a", "seed": 1, "guidance": "4 + apg"},
         {"prompt": "cab", "sampler": "unipc", "seed": 2, "guidance": "3 + interval stop=0.5"},
         {"prompt": "b", "seed": 3},
-        {"prompt": "a", "seed": 4, "image": picture(), "strength": 0.6, "mask": picture().convert("L")},
+        {"prompt": "a", "seed": 4, "image": image(), "strength": 0.6, "mask": image().convert("L")},
     ]
     alone = [pipe(**one, **SMALL) for one in asked]
     found: dict[int, Any] = {}
@@ -229,7 +229,7 @@ def test_a_noise_source_of_ones_own(pipe: Pipeline) -> None:
 
 def test_inpainting_keeps_what_is_not_painted(pipe: Pipeline) -> None:
     mask = Image.fromarray(np.pad(np.full((16, 8), 255, np.uint8), ((0, 0), (8, 0))))
-    blank = {"image": picture(), "latents": torch.zeros(1, 4, 8, 8), "seed": 1, "sampler": "dpmpp_2m"}
+    blank = {"image": image(), "latents": torch.zeros(1, 4, 8, 8), "seed": 1, "sampler": "dpmpp_2m"}
     made = pipe("abc", mask=mask, **blank, **SMALL)
     other = pipe("cab", mask=mask, **blank, **SMALL)
     assert torch.equal(made.latents[..., :4], other.latents[..., :4])
@@ -258,12 +258,12 @@ def test_save_and_load_again(pipe: Pipeline, tmp_path: Path) -> None:
         ({"guidance": "5 + rescale phi=3"}, "guidance"),
         ({"sampler": "dpm_plus_plus"}, "unknown-sampler"),
         ({"strength": 0.5}, "request"),
-        ({"mask": picture()}, "request"),
-        ({"image": picture(), "strength": float("nan")}, "request"),
-        ({"image": picture(), "strength": 0.0}, "request"),
-        ({"image": picture(), "strength": 0.1}, "strength"),
-        ({"image": picture(), "mask": picture((32, 16))}, "mask-size"),
-        ({"image": picture((17, 16))}, "size-multiple"),
+        ({"mask": image()}, "request"),
+        ({"image": image(), "strength": float("nan")}, "request"),
+        ({"image": image(), "strength": 0.0}, "request"),
+        ({"image": image(), "strength": 0.1}, "strength"),
+        ({"image": image(), "mask": image((32, 16))}, "mask-size"),
+        ({"image": image((17, 16))}, "size-multiple"),
         ({"label": 3}, "no-labels"),
         ({"latents": torch.zeros(1, 4, 9, 9)}, "latents"),
         ({"options": {"eta": 1.0}}, "option"),  # the folder's own sampler has no eta
@@ -271,7 +271,7 @@ def test_save_and_load_again(pipe: Pipeline, tmp_path: Path) -> None:
         ({"noise": "white"}, "noise"),
         ({"clip_skip": 99}, "request"),
         ({"clip_skip": 12}, "clip-skip"),
-        ({"denoising_start": 0.8, "denoising_end": 0.2, "image": picture()}, "request"),
+        ({"denoising_start": 0.8, "denoising_end": 0.2, "image": image()}, "request"),
         ({"negative_prompt": ["a", "b", "c"]}, "request"),
         ({"prompt_embeds": torch.zeros(3)}, "prompt"),
         ({"guidence": 5.0}, "option"),
@@ -287,19 +287,19 @@ def test_a_prompt_of_ten_thousand_characters(pipe: Pipeline) -> None:
 
 def test_a_nan_scale_of_an_adapter(pipe: Pipeline) -> None:
     assert code_of(Lora, "file", float("nan")) == "scale"
-    assert code_of(Control, "folder", picture(), float("inf")) == "scale"
-    assert code_of(Control, "folder", picture(), 1.0, 0.6, 0.4) == "scale"
+    assert code_of(Control, "folder", image(), float("inf")) == "scale"
+    assert code_of(Control, "folder", image(), 1.0, 0.6, 0.4) == "scale"
 
 
 def test_a_control_that_is_no_controlnet(pipe: Pipeline, folder: Path) -> None:
-    control = Control(folder / "vae", picture())
+    control = Control(folder / "vae", image())
     assert code_of(pipe, "abc", controls=[control], seed=1, **SMALL) == "control-kind"
 
 
 def test_an_image_prompt_without_an_encoder(pipe: Pipeline, tmp_path: Path) -> None:
     from pellucid import ImagePrompt
 
-    assert code_of(pipe, "abc", image_prompts=[ImagePrompt(tmp_path / "no", picture())], **SMALL)
+    assert code_of(pipe, "abc", image_prompts=[ImagePrompt(tmp_path / "no", image())], **SMALL)
 
 
 def test_not_a_model(tmp_path: Path, folder: Path) -> None:

@@ -62,7 +62,7 @@ RECIPES = st.builds(
     inputs=st.dictionaries(TEXT, TEXT, max_size=2),
     dtype=st.sampled_from(["float32", "bfloat16"]),
 )
-PICTURE = Image.fromarray(np.arange(8 * 6 * 3, dtype=np.uint8).reshape(6, 8, 3))
+IMAGE = Image.fromarray(np.arange(8 * 6 * 3, dtype=np.uint8).reshape(6, 8, 3))
 WHOLE = Recipe(
     model="scenes-128", prompt="a cat, ☀ (sun:1.2)", negative_prompt="rain", sampler="dpmpp_2m",
     grid={"name": "karras"}, steps=20, guidance={"scale": 7.5, "rules": []}, seed=42, size=(512, 768),
@@ -75,9 +75,9 @@ def saved(recipe: Recipe | None, **text: str) -> io.BytesIO:
         info = PngImagePlugin.PngInfo()
         for key, value in text.items():
             info.add_itxt(key, value)
-        PICTURE.save(buffer, "PNG", pnginfo=info)
+        IMAGE.save(buffer, "PNG", pnginfo=info)
     else:
-        write_png(PICTURE, buffer, recipe)
+        write_png(IMAGE, buffer, recipe)
     buffer.seek(0)
     return buffer
 
@@ -111,7 +111,7 @@ def refusal(code: str, call: Any, *args: Any) -> str:
 @example(
     Recipe(prompt="\0\x01 \u2028 \U0001f600 é", negative_prompt="\r\n", adapters=({"name": ":>", "kind": "lora"},))
 )
-def test_a_recipe_comes_back_exactly_from_json_and_from_a_picture(recipe: Recipe) -> None:
+def test_a_recipe_comes_back_exactly_from_json_and_from_a_image(recipe: Recipe) -> None:
     assert Recipe.from_json(recipe.to_json()) == recipe
     assert Recipe.from_json(recipe.to_json(indent=1).encode()) == recipe
     assert read_png(saved(recipe)) == recipe
@@ -211,7 +211,7 @@ def test_deep_and_large_recipes_are_refused_before_they_are_written() -> None:
 # --- PNG -------------------------------------------------------------------------------------------------------
 
 
-def test_a_picture_carries_both_texts_before_its_pixels_and_keeps_them() -> None:
+def test_a_image_carries_both_texts_before_its_pixels_and_keeps_them() -> None:
     data = saved(WHOLE).getvalue()
     found = chunks(data)
     kinds = [kind for kind, _ in found]
@@ -219,9 +219,9 @@ def test_a_picture_carries_both_texts_before_its_pixels_and_keeps_them() -> None
     assert kinds.index("IDAT") > max(i for i, kind in enumerate(kinds) if kind == "iTXt")
     assert texts[b"pellucid"][0] == "iTXt"
     assert json.loads(texts[b"pellucid"][1].split(b"\0", 5)[5]) == WHOLE.to_dict()
-    with Image.open(io.BytesIO(data)) as picture:
-        assert picture.text["parameters"] == WHOLE.parameters()
-        assert np.array_equal(np.asarray(picture), np.asarray(PICTURE))
+    with Image.open(io.BytesIO(data)) as image:
+        assert image.text["parameters"] == WHOLE.parameters()
+        assert np.array_equal(np.asarray(image), np.asarray(IMAGE))
     assert WHOLE.parameters().startswith(
         "a cat, ☀ (sun:1.2)\nNegative prompt: rain\nSteps: 20, Sampler: DPM++ 2M, Schedule type: Karras, "
         "CFG scale: 7.5, Seed: 42, Size: 512x768, Model: scenes-128"
@@ -230,13 +230,13 @@ def test_a_picture_carries_both_texts_before_its_pixels_and_keeps_them() -> None
 
 def test_a_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "picture.png"
-    write_png(PICTURE, path, WHOLE)
+    write_png(IMAGE, path, WHOLE)
     before = path.read_bytes()
     assert before == saved(WHOLE).getvalue()
     with path.open("rb") as reader:  # who reads the old file while a new one comes reads it to its end
-        write_png(PICTURE, path, replace(WHOLE, seed=7))
+        write_png(IMAGE, path, replace(WHOLE, seed=7))
         assert reader.read() == before
-    write_png(PICTURE, path, WHOLE)
+    write_png(IMAGE, path, WHOLE)
 
     def break_off(half: Path, data: bytes) -> None:
         with half.open("wb") as file:
@@ -244,39 +244,39 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.Monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", break_off)
-    assert "No space left" in refusal("file", write_png, PICTURE, path, replace(WHOLE, seed=7))
+    assert "No space left" in refusal("file", write_png, IMAGE, path, replace(WHOLE, seed=7))
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["picture.png"]
 
 
 @pytest.mark.parametrize("goal", ["no/such/folder.png", "a\0b.png", "x" * 300 + ".png"])
 def test_a_goal_that_cannot_be_written_is_refused(tmp_path: Path, goal: str) -> None:
-    refusal("file", write_png, PICTURE, f"{tmp_path}/{goal}", WHOLE)
+    refusal("file", write_png, IMAGE, f"{tmp_path}/{goal}", WHOLE)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_save_that_broke_off_leaves_nothing_in_the_next(tmp_path: Path) -> None:
-    picture = PICTURE.copy()
+    image = IMAGE.copy()
     with pytest.raises(OSError, match="No such file"):
-        picture.save(tmp_path / "no" / "folder.png", pnginfo=PngImagePlugin.PngInfo())
-    write_png(picture, tmp_path / "picture.png", WHOLE)
+        image.save(tmp_path / "no" / "folder.png", pnginfo=PngImagePlugin.PngInfo())
+    write_png(image, tmp_path / "picture.png", WHOLE)
     assert read_png(tmp_path / "picture.png") == WHOLE
 
 
-def test_a_picture_that_png_cannot_hold_is_refused(tmp_path: Path) -> None:
+def test_a_image_that_png_cannot_hold_is_refused(tmp_path: Path) -> None:
     refusal("file", write_png, Image.new("CMYK", (2, 2)), tmp_path / "picture.png", WHOLE)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_link_is_written_through(tmp_path: Path) -> None:
-    write_png(PICTURE, tmp_path / "real.png", WHOLE)
+    write_png(IMAGE, tmp_path / "real.png", WHOLE)
     (tmp_path / "link.png").symlink_to(tmp_path / "real.png")
-    write_png(PICTURE, tmp_path / "link.png", replace(WHOLE, seed=7))
+    write_png(IMAGE, tmp_path / "link.png", replace(WHOLE, seed=7))
     assert (tmp_path / "link.png").is_symlink()
     assert read_png(tmp_path / "real.png") == replace(WHOLE, seed=7)
 
 
-# --- pictures of others ----------------------------------------------------------------------------------------
+# --- images of others ----------------------------------------------------------------------------------------
 
 A1111 = "ein Käse ☀\nNegative prompt: b\nSteps: 20, Sampler: Euler a, CFG scale: 7, Seed: 5, Size: 8x8, RNG: CPU"
 
@@ -291,7 +291,7 @@ def check_foreign(found: Recipe | Foreign) -> None:
     assert Recipe(**found.fields).guidance == {"scale": 7.0}
 
 
-def test_an_a1111_picture_is_understood_and_makes_a_recipe() -> None:
+def test_an_a1111_image_is_understood_and_makes_a_recipe() -> None:
     check_foreign(read_png(saved(None, parameters=A1111)))
 
 
@@ -310,7 +310,7 @@ def test_the_user_comment_of_other_files_is_read(kind: str, comment: bytes) -> N
     exif = Image.Exif()
     exif.get_ifd(0x8769)[0x9286] = comment
     buffer = io.BytesIO()
-    PICTURE.save(buffer, kind, exif=exif)
+    IMAGE.save(buffer, kind, exif=exif)
     buffer.seek(0)
     check_foreign(read_png(buffer))
 
@@ -328,11 +328,11 @@ def test_text_behind_the_pixels_is_found() -> None:
     assert found.fields["steps"] == 5
 
 
-def test_a_picture_without_a_recipe_is_refused(tmp_path: Path) -> None:
+def test_a_image_without_a_recipe_is_refused(tmp_path: Path) -> None:
     refusal("no-recipe", read_png, saved(None))
     assert "ComfyUI" in refusal("no-recipe", read_png, saved(None, workflow="{}"))
     buffer = io.BytesIO()
-    PICTURE.save(buffer, "JPEG")
+    IMAGE.save(buffer, "JPEG")
     buffer.seek(0)
     refusal("no-recipe", read_png, buffer)
     refusal("file", read_png, tmp_path / "none.png")

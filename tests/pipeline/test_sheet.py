@@ -1,4 +1,4 @@
-"""X/Y sheets: requests read strictly, and pictures in which every cell and every label is where it belongs."""
+"""X/Y sheets: requests read strictly, and images in which every cell and every label is where it belongs."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_labels_are_what_people_write(value: Any, shown: str) -> None:
     assert Axis("a", (value,)).labels() == [shown]
 
 
-# --- pictures --------------------------------------------------------------------------------------------------
+# --- images --------------------------------------------------------------------------------------------------
 
 
 def colours(count: int) -> list[tuple[int, int, int]]:
@@ -137,9 +137,9 @@ def colours(count: int) -> list[tuple[int, int, int]]:
     return [(250, 40 + i * 2, 3 + i) for i in range(count)]
 
 
-def place(picture: Image.Image, colour: tuple[int, int, int]) -> tuple[int, int, int, int]:
+def place(image: Image.Image, colour: tuple[int, int, int]) -> tuple[int, int, int, int]:
     """The box of all pixels of a colour, which must fill it."""
-    match = np.all(np.asarray(picture) == colour, axis=-1)
+    match = np.all(np.asarray(image) == colour, axis=-1)
     ys, xs = np.nonzero(match)
     assert len(ys), f"{colour} is nowhere"
     box = int(xs.min()), int(ys.min()), int(xs.max()) + 1, int(ys.max()) + 1
@@ -152,7 +152,7 @@ SMALL = [(size, text) for size in ((32, 32), (20, 50), (128, 128), (300, 180)) f
 
 
 @pytest.mark.parametrize(("size", "text"), [*SMALL, ((1024, 1024), "seed=1,2")])
-def test_every_picture_is_whole_in_its_cell(size: tuple[int, int], text: str) -> None:
+def test_every_image_is_whole_in_its_cell(size: tuple[int, int], text: str) -> None:
     axes = parse_axes(text, ALLOWED)
     inks = colours(len(cells(axes)))
     found = draw_sheet([Image.new("RGB", size, ink) for ink in inks], axes, "Title", "footer · shared settings")
@@ -171,20 +171,20 @@ def test_every_picture_is_whole_in_its_cell(size: tuple[int, int], text: str) ->
     assert (edge == 255).all()  # nothing touches the edge of the paper
 
 
-def test_tiny_pictures_are_enlarged_pixel_by_pixel() -> None:
-    picture = Image.fromarray(np.random.default_rng(0).integers(0, 200, (32, 32, 3), dtype=np.uint8))
-    picture.putpixel((0, 0), (250, 40, 3))
-    found = draw_sheet([picture], [Axis("seed", (1,))])
+def test_tiny_images_are_enlarged_pixel_by_pixel() -> None:
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 200, (32, 32, 3), dtype=np.uint8))
+    image.putpixel((0, 0), (250, 40, 3))
+    found = draw_sheet([image], [Axis("seed", (1,))])
     left, top, right, bottom = place(found, (250, 40, 3))
     assert (right - left, bottom - top) == (4, 4)
     cell = np.asarray(found.crop((left, top, left + 128, top + 128)))
-    assert np.array_equal(cell[::4, ::4], np.asarray(picture))
+    assert np.array_equal(cell[::4, ::4], np.asarray(image))
 
 
-def test_pictures_of_several_sizes_lie_in_the_middle_of_equal_cells() -> None:
+def test_images_of_several_sizes_lie_in_the_middle_of_equal_cells() -> None:
     small, large = colours(2)
-    pictures = [Image.new("RGB", (128, 64), small), Image.new("RGB", (256, 256), large)]
-    found = draw_sheet(pictures, [Axis("size", ("a", "b"))])
+    images = [Image.new("RGB", (128, 64), small), Image.new("RGB", (256, 256), large)]
+    found = draw_sheet(images, [Axis("size", ("a", "b"))])
     a, b = place(found, small), place(found, large)
     assert (a[2] - a[0], a[3] - a[1]) == (128, 64)
     assert a[1] + a[3] == b[1] + b[3]
@@ -203,10 +203,10 @@ def test_huge_sheets_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_labels_stand_over_their_columns_and_beside_their_rows() -> None:
     """A label that changes changes pixels over its own column, or left of its own row, and nowhere else."""
-    pictures = [Image.new("RGB", (128, 128), ink) for ink in colours(4)]
+    images = [Image.new("RGB", (128, 128), ink) for ink in colours(4)]
 
     def drawn(columns: tuple[str, str], rows: tuple[str, str]) -> np.ndarray[Any, Any]:
-        return np.asarray(draw_sheet(pictures, [Axis("sampler", columns), Axis("prompt", rows)], "T", "F")).astype(int)
+        return np.asarray(draw_sheet(images, [Axis("sampler", columns), Axis("prompt", rows)], "T", "F")).astype(int)
 
     before = drawn(("aa", "bb"), ("cc", "dd"))
     sheet_before = Image.fromarray(before.astype(np.uint8))
@@ -225,9 +225,9 @@ def test_labels_stand_over_their_columns_and_beside_their_rows() -> None:
 
 
 def test_title_footer_and_names_leave_their_ink() -> None:
-    pictures, axes = [Image.new("RGB", (128, 128), colours(1)[0])], [Axis("seed", (1,))]
-    bare = draw_sheet(pictures, axes)
-    full = draw_sheet(pictures, axes, "A title", "steps 20 · guidance 7")
+    images, axes = [Image.new("RGB", (128, 128), colours(1)[0])], [Axis("seed", (1,))]
+    bare = draw_sheet(images, axes)
+    full = draw_sheet(images, axes, "A title", "steps 20 · guidance 7")
     assert full.height > bare.height
     top, bottom = place(full, colours(1)[0])[1::2]
     pixels = np.asarray(full.convert("L"))
@@ -235,7 +235,7 @@ def test_title_footer_and_names_leave_their_ink() -> None:
     assert (pixels[bottom:] < 160).any()
 
 
-def test_a_sheet_wants_a_picture_a_cell() -> None:
+def test_a_sheet_wants_a_image_a_cell() -> None:
     refusal("grid-cells", draw_sheet, [Image.new("RGB", (8, 8))] * 3, [Axis("a", (1, 2))])
     refusal("grid-axes", draw_sheet, [], [])
     refusal("grid-axes", draw_sheet, [], [Axis("a", ())])

@@ -99,8 +99,8 @@ class Counter:
 def test_the_default_is_the_pipelines_own_image(name: str) -> None:
     made = ours(name)
     assert apart(made.latents, theirs(name)) < CLOSE
-    picture = theirs(name, output_type="np")[0]
-    assert np.abs(np.asarray(made.images[0]) / 255 - picture).max() < 1.01 / 255  # one rounding
+    image = theirs(name, output_type="np")[0]
+    assert np.abs(np.asarray(made.images[0]) / 255 - image).max() < 1.01 / 255  # one rounding
     assert made.plan.dialect == made.recipe.dialect == "diffusers"
     assert made.recipe.noise == "torch"
     assert made.recipe.size == made.images[0].size

@@ -1,4 +1,4 @@
-"""What the tests of scenes share: a picture spoiled as a VAE might, and what a reading has wrong."""
+"""What the tests of scenes share: an image spoiled as a VAE might, and what a reading has wrong."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from pellucid.scenes.relations import holding
 from pellucid.scenes.words import RELATION_NAMES
 
 
-def spoiled(pictures: Tensor, seed: int = 0) -> Tensor:
+def spoiled(images: Tensor, seed: int = 0) -> Tensor:
     """Blur of 0.7 pixels, noise of 0.02, JPEG of quality 60 with halved chroma: about 30 dB."""
     steps = torch.arange(-3, 4)
     kernel = torch.exp(-(steps**2) / (2 * 0.7**2))
     kernel = (kernel[:, None] * kernel) / kernel.sum() ** 2
-    soft = F.conv2d(F.pad((pictures + 1) / 2, (3, 3, 3, 3), mode="reflect"), kernel.expand(3, 1, 7, 7), groups=3)
+    soft = F.conv2d(F.pad((images + 1) / 2, (3, 3, 3, 3), mode="reflect"), kernel.expand(3, 1, 7, 7), groups=3)
     soft = soft + 0.02 * torch.randn(soft.shape, generator=torch.Generator().manual_seed(seed))
     out = []
-    for picture in (soft.clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1):
+    for image in (soft.clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1):
         held = io.BytesIO()
-        Image.fromarray(picture.numpy()).save(held, "JPEG", quality=60)
+        Image.fromarray(image.numpy()).save(held, "JPEG", quality=60)
         data = bytearray(Image.open(held).convert("RGB").tobytes())
-        out.append(torch.frombuffer(data, dtype=torch.uint8).reshape(picture.shape))
+        out.append(torch.frombuffer(data, dtype=torch.uint8).reshape(image.shape))
     return torch.stack(out).permute(0, 3, 1, 2) / 127.5 - 1
 
 
@@ -55,7 +55,7 @@ def mistakes(scene: Scene, reading: Reading, holds: Tensor) -> list[tuple[object
 
 
 def misread(scenes: Scenes, readings: list[Reading]) -> list[tuple[int, list[tuple[object, ...]]]]:
-    """The pictures that were not read right in everything."""
+    """The images that were not read right in everything."""
     rows = zip(scenes.scenes(), readings, holding(scenes), strict=True)
     every = [(i, mistakes(scene, reading, holds)) for i, (scene, reading, holds) in enumerate(rows)]
     return [(i, wrong) for i, wrong in every if wrong]

@@ -31,17 +31,17 @@ def ask(tmp_path, monkeypatch):
 
 
 def pixels(path):
-    with Image.open(path) as picture:
-        return picture.tobytes()
+    with Image.open(path) as image:
+        return image.tobytes()
 
 
 def test_the_sheet(ask, tmp_path):
     result = ask("--count", "6", "--seed", "3", "--out", "sheet.png")
     assert result.exit_code == 0
     assert result.stdout.strip() == "wrote sheet.png"
-    with Image.open(tmp_path / "sheet.png") as picture:
-        assert picture.width > 600
-        assert len(picture.getcolors(1 << 24)) > 100
+    with Image.open(tmp_path / "sheet.png") as image:
+        assert image.width > 600
+        assert len(image.getcolors(1 << 24)) > 100
     assert [p.name for p in tmp_path.iterdir()] == ["sheet.png"]
 
 

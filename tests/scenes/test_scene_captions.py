@@ -120,7 +120,7 @@ def test_captions_that_people_type():
     star = Wanted("star", "red")
     assert parse("A red star.") == Query((star,))
     assert parse("a red star on a blue background").background == "pale blue"
-    assert parse("a picture of a big red star and an orange moon") == Query(
+    assert parse("an image of a big red star and an orange moon") == Query(
         (Wanted("star", "red", size="large"), Wanted("crescent", "orange"))
     )
     assert parse("a red star, a blue box and a pink ring in flat style").style == "flat"

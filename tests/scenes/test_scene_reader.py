@@ -1,4 +1,4 @@
-"""The reader against pictures whose truth is known, spoiled pictures, and pictures of nothing."""
+"""The reader against images whose truth is known, spoiled images, and images of nothing."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_shares_of_many(objects, damage, least):
     right = total = 0
     for start in range(0, 700, 50):
         scenes = sample(torch.arange(start, start + 50), 31, "any", objects=(objects,))
-        pictures = render(scenes)
-        right += 50 - len(misread(scenes, read(spoiled(pictures, start) if damage else pictures)))
+        images = render(scenes)
+        right += 50 - len(misread(scenes, read(spoiled(images, start) if damage else images)))
         total += 50
     assert right / total >= least
 
@@ -48,16 +48,16 @@ def test_any_size_is_read():
 
 
 def test_a_reading_does_not_depend_on_its_batch():
-    pictures = render(sample(torch.arange(10), 2))
-    whole = read(pictures)
-    assert [one.objects[0].shape for one in read(pictures[7:8])] == [whole[7].objects[0].shape]
-    assert read(pictures[3])[0].relations == whole[3].relations
+    images = render(sample(torch.arange(10), 2))
+    whole = read(images)
+    assert [one.objects[0].shape for one in read(images[7:8])] == [whole[7].objects[0].shape]
+    assert read(images[3])[0].relations == whole[3].relations
 
 
 def test_slightly_wrong_colours_and_wobbly_edges_are_read():
     scenes = sample(torch.arange(30), 12, styles=("flat",), objects=(1,))
-    pictures = render(scenes)
-    tinted = (pictures + torch.tensor([0.05, -0.04, 0.05])[:, None, None]).clamp(-1, 1)
+    images = render(scenes)
+    tinted = (images + torch.tensor([0.05, -0.04, 0.05])[:, None, None]).clamp(-1, 1)
     wobble = F.interpolate(torch.randn(30, 2, 16, 16, generator=GENERATOR.manual_seed(1)), (128, 128), mode="bicubic")
     axis = (torch.arange(128) + 0.5) / 64 - 1
     grid = torch.stack(torch.meshgrid(axis, axis, indexing="xy"), -1) + wobble.permute(0, 2, 3, 1) * 0.5 / 64
@@ -75,23 +75,23 @@ def test_slightly_wrong_colours_and_wobbly_edges_are_read():
     ],
     ids=["noise", "bits", "clouds", "blank"],
 )
-def test_garbage_is_unreadable(picture):
-    assert [one.readable for one in read(picture)] == [False] * 6
+def test_garbage_is_unreadable(image):
+    assert [one.readable for one in read(image)] == [False] * 6
 
 
 def test_blends_of_two_scenes_are_unreadable():
-    pictures = render(sample(torch.arange(24), 5, styles=("flat",)))
-    assert not any(one.readable for one in read((pictures[:12] + pictures[12:]) / 2))
+    images = render(sample(torch.arange(24), 5, styles=("flat",)))
+    assert not any(one.readable for one in read((images[:12] + images[12:]) / 2))
 
 
 def test_a_strange_thing_is_unreadable_and_not_guessed():
     """A red scribble of no shape: its colour is read, its shape is not."""
-    picture = render(Scenes.of([Scene((Thing("circle", "red", radius=0.02, x=0.02, y=0.02),))]))[0]
+    image = render(Scenes.of([Scene((Thing("circle", "red", radius=0.02, x=0.02, y=0.02),))]))[0]
     red = torch.tensor([0.85, 0.16, 0.19])[:, None, None] * 2 - 1
-    picture[:, 20:26, 20:100] = red
-    picture[:, 20:100, 60:66] = red
-    picture[:, 94:100, 40:110] = red
-    seen = read(picture)[0]
+    image[:, 20:26, 20:100] = red
+    image[:, 20:100, 60:66] = red
+    image[:, 94:100, 40:110] = red
+    seen = read(image)[0]
     assert len(seen.objects) == 1
     assert seen.objects[0].shape is None
     assert seen.objects[0].colour == "red"
@@ -124,10 +124,10 @@ def test_what_another_thing_divides_is_one():
 def test_own_captions_are_right_and_each_wrong_word_is_found():
     star = Thing("star", "red", "striped", x=0.25, y=0.5, radius=0.165)
     box = Thing("square", "blue", x=0.72, y=0.5, radius=0.11)
-    picture = render(Scenes.of([Scene((star, box), "grey", "checkered")]))[0]
+    image = render(Scenes.of([Scene((star, box), "grey", "checkered")]))[0]
     wanted = Wanted("star", "red", "striped", "medium"), Wanted("square", "blue", "solid", "small")
     query = Query(wanted, ((0, "left of", 1),), "grey", "checkered")
-    assert grade(picture, query)[0].right
+    assert grade(image, query)[0].right
     changed = {
         "shape": Query((Wanted("heart", "red", "striped", "medium"), wanted[1])),
         "colour": Query((Wanted("star", "pink", "striped", "medium"), wanted[1])),
@@ -139,7 +139,7 @@ def test_own_captions_are_right_and_each_wrong_word_is_found():
         "count": Query(wanted[:1]),
     }
     for what, asked in changed.items():
-        found = grade(picture, asked)[0]
+        found = grade(image, asked)[0]
         assert not found.right
         assert [mark.what for mark in found.marks if mark.verdict != "right"] == [what]
         assert found.share(what) in (0.0, 0.5)
@@ -147,8 +147,8 @@ def test_own_captions_are_right_and_each_wrong_word_is_found():
 
 def test_swapped_colours_are_wrong():
     star, box = Thing("star", "red", x=0.25, radius=0.11), Thing("square", "blue", x=0.72, radius=0.11)
-    picture = render(Scenes.of([Scene((star, box))]))[0]
-    assert not grade(picture, Query((Wanted("star", "blue"), Wanted("square", "red"))))[0].right
+    image = render(Scenes.of([Scene((star, box))]))[0]
+    assert not grade(image, Query((Wanted("star", "blue"), Wanted("square", "red"))))[0].right
 
 
 def test_shuffled_captions_score_at_chance():
@@ -173,7 +173,7 @@ def test_shuffled_captions_score_at_chance():
 
 
 @pytest.mark.parametrize("bad", [torch.zeros(4, 128, 128), torch.zeros(1, 3, 8, 8), torch.full((3, 64, 64), torch.nan)])
-def test_bad_pictures(bad):
+def test_bad_images(bad):
     with pytest.raises(PellucidError, match="pictures must be"):
         read(bad)
 

@@ -15,7 +15,7 @@ SOME = torch.arange(24)
 
 @pytest.mark.parametrize("style", STYLE_NAMES)
 def test_a_pixel_is_the_mean_of_its_area(style):
-    """The picture at 128 is the mean of 8 × 8 pixels at 1024, up to what one pixel's ramp approximates."""
+    """The image at 128 is the mean of 8 × 8 pixels at 1024, up to what one pixel's ramp approximates."""
     scenes = sample(SOME[:4], 8, styles=(style,))
     small, fine = render(scenes, 128), F.avg_pool2d(render(scenes, 1024), 8)
     off = (small - fine).abs()
@@ -25,17 +25,17 @@ def test_a_pixel_is_the_mean_of_its_area(style):
 
 
 def test_range_and_shape():
-    pictures = render(sample(SOME, styles=STYLE_NAMES), 40)
-    assert pictures.shape == (24, 3, 40, 40)
-    assert pictures.min() >= -1
-    assert pictures.max() <= 1
+    images = render(sample(SOME, styles=STYLE_NAMES), 40)
+    assert images.shape == (24, 3, 40, 40)
+    assert images.min() >= -1
+    assert images.max() <= 1
 
 
 def test_colours_are_those_of_the_palette():
     scene = Scene((Thing("square", "teal", x=0.5, y=0.5, radius=0.2),), background="cream")
-    picture = (render(Scenes.of([scene]), 64)[0] + 1) / 2
-    torch.testing.assert_close(picture[:, 32, 32], torch.tensor(OBJECTS["teal"]))
-    torch.testing.assert_close(picture[:, 2, 2], torch.tensor(BACKGROUNDS["cream"]))
+    image = (render(Scenes.of([scene]), 64)[0] + 1) / 2
+    torch.testing.assert_close(image[:, 32, 32], torch.tensor(OBJECTS["teal"]))
+    torch.testing.assert_close(image[:, 2, 2], torch.tensor(BACKGROUNDS["cream"]))
 
 
 def test_later_things_cover_earlier_ones():

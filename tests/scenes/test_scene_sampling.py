@@ -26,8 +26,8 @@ def test_a_scene_does_not_depend_on_its_batch():
     whole = sample(MANY[:200], 5)
     some = torch.tensor([3, 199, 77, 3])
     assert same(sample(some, 5), whole[some])
-    pictures = render(whole[:20], 48)
-    torch.testing.assert_close(render(sample(torch.tensor([17]), 5), 48)[0], pictures[17], rtol=0, atol=1e-6)
+    images = render(whole[:20], 48)
+    torch.testing.assert_close(render(sample(torch.tensor([17]), 5), 48)[0], images[17], rtol=0, atol=1e-6)
 
 
 def test_numbers_are_those_of_the_published_hash():

@@ -32,16 +32,16 @@ def test_nothing_has_no_style():
 @pytest.mark.parametrize("style", sorted(set(TRAIN_STYLES)))
 def test_edges_of_true_renders(style):
     scenes = sample(torch.arange(20), 63, styles=(style,))
-    pictures, exact = render(scenes), edges(scenes)
-    assert edge_f1(pictures, exact).mean() > 0.99
-    assert edge_f1(spoiled(pictures), exact).mean() > 0.95
-    assert edge_f1(pictures, exact.roll(1, 0)).mean() < 0.25  # another scene's edges
+    images, exact = render(scenes), edges(scenes)
+    assert edge_f1(images, exact).mean() > 0.99
+    assert edge_f1(spoiled(images), exact).mean() > 0.95
+    assert edge_f1(images, exact.roll(1, 0)).mean() < 0.25  # another scene's edges
 
 
 def test_edges_moved_by_pixels_are_seen():
     scenes = sample(torch.arange(10), 64, styles=("flat",))
-    pictures, exact = render(scenes), edges(scenes)
-    one, four = (edge_f1(pictures, exact.roll(by, 3)).mean() for by in (1, 4))
+    images, exact = render(scenes), edges(scenes)
+    one, four = (edge_f1(images, exact.roll(by, 3)).mean() for by in (1, 4))
     assert one > 0.8  # an outline that lies between two pixels is found in one of them
     assert four < 0.6
 

@@ -15,7 +15,7 @@ from pellucid.models.guidance import Guidance, guarded
 from pellucid.pipeline.request import Request
 from pellucid.pipeline.sheet_cells import cell_fields
 from pellucid.studio import asking
-from pellucid.studio.asking import OWN, Picture, Setup
+from pellucid.studio.asking import OWN, ImageLike, Setup
 from pellucid.studio.generate import painted, setup_of
 
 SETUP = Setup(prompt="a red star", seed="7")
@@ -76,7 +76,7 @@ def test_an_upload_is_bounded_before_it_is_decoded(tmp_path: Path) -> None:
     with pytest.raises(PellucidError, match=r"picture must be at most 16 megapixels; got '10000 × 5000'"):
         asking.upload(tmp_path / "large.png")
     (tmp_path / "text.png").write_text("no picture")
-    with pytest.raises(PellucidError, match="a picture file"):
+    with pytest.raises(PellucidError, match="an image file"):
         asking.upload(tmp_path / "text.png")
 
 
@@ -95,12 +95,12 @@ def test_the_controls_make_a_setup(tmp_path: Path) -> None:
     setup = setup_of(
         "a star", "", OWN, OWN, 4, 2.0, False, "1", str(tmp_path / "start.png"), None, 0.5, "scenes-128/lora"
     )
-    assert isinstance(setup.picture, Picture)
-    assert setup.picture.mask is None
+    assert isinstance(setup.image, ImageLike)
+    assert setup.image.mask is None
     assert [lora.source for lora in setup.loras] == ["scenes-128/lora"]
     request = setup.request()
     assert request.strength == 0.5
-    with pytest.raises(PellucidError, match="ControlNet must come with a picture; got none"):
+    with pytest.raises(PellucidError, match="ControlNet must come with an image; got none"):
         setup_of("a star", "", OWN, OWN, 4, 2.0, False, "1", control="scenes-128/controlnet")
 
 

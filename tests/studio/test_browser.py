@@ -58,13 +58,13 @@ def tab(page: Any, name: str) -> None:
     shown.click()
 
 
-def picture(page: Any) -> str:
-    return page.get_attribute("#picture img", "src")
+def image(page: Any) -> str:
+    return page.get_attribute("#image img", "src")
 
 
-def test_generate_shows_steps_then_a_picture_to_download(page: Any) -> None:
+def test_generate_shows_steps_then_a_image_to_download(page: Any) -> None:
     ask(page)
-    page.wait_for_selector("#picture img")
+    page.wait_for_selector("#image img")
     said(page, "done in")
     shoot(page, "generate")
     with page.expect_download() as held:
@@ -111,7 +111,7 @@ def test_the_last_run_can_be_scrubbed_in_trace(page: Any) -> None:
 
 def test_cancel_stops_a_long_run_and_the_page_goes_on(page: Any, sessions: Sessions) -> None:
     ask(page, steps=900)
-    page.wait_for_selector("#picture img")
+    page.wait_for_selector("#image img")
     page.click("#cancel")
     said(page, "cancelled")
     ask(page)
@@ -130,10 +130,10 @@ def test_cancel_stops_a_long_run_and_the_page_goes_on(page: Any, sessions: Sessi
 def test_bad_input_is_said_and_nothing_is_lost(page: Any, asked: dict[str, Any], words: str) -> None:
     ask(page)
     said(page, "done in")
-    before = picture(page)
+    before = image(page)
     ask(page, **asked)
     page.get_by_text(words).first.wait_for()
-    assert picture(page) == before
+    assert image(page) == before
     if "prompt" in asked:
         shoot(page, "error")
 
@@ -156,13 +156,13 @@ def test_two_people_do_not_disturb_each_other(chrome: Any, address: str) -> None
     with chrome.new_context() as one, chrome.new_context() as two:
         first, second = opened(one, address), opened(two, address)
         ask(first, steps=900, seed="1")
-        first.wait_for_selector("#picture img")
+        first.wait_for_selector("#image img")
         began = time.monotonic()
         ask(second, steps=4, seed="2")
         said(second, "done in")
         assert time.monotonic() - began < 30  # the long run has not ended
-        before = picture(first)
-        first.wait_for_function("before => document.querySelector('#picture img').src !== before", arg=before)
+        before = image(first)
+        first.wait_for_function("before => document.querySelector('#image img').src !== before", arg=before)
         assert "2" not in first.input_value("#seed textarea, #seed input")
         first.click("#cancel")
         said(first, "cancelled")
@@ -189,7 +189,7 @@ def test_the_main_path_needs_no_mouse(page: Any) -> None:
         if page.evaluate("document.activeElement.id || document.activeElement.closest('[id]').id") == "generate":
             break
     page.keyboard.press("Enter")
-    page.wait_for_selector("#picture img")
+    page.wait_for_selector("#image img")
 
 
 # The other tabs

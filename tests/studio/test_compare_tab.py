@@ -62,7 +62,7 @@ def test_one_set_up_twice_is_the_same(pipe: Pipeline, session: Session) -> None:
     assert not any(column.first for column in done.film)
     assert compare_view.distances(done.found) == ""
     assert "The rows are the same" in compare_view.plans(done.plans, done.theirs)
-    assert np.array_equal(*(np.asarray(made.picture) for made in done.made))
+    assert np.array_equal(*(np.asarray(made.image) for made in done.made))
 
 
 def test_the_first_step_that_differs_is_named_with_its_cause(pipe: Pipeline, session: Session) -> None:
@@ -166,13 +166,13 @@ def test_a_sheet_fills_and_carries_its_recipe(pipe: Pipeline, session: Session) 
     news = []
     while not job.told.empty():
         news.append(job.told.get())
-    assert [len(one.pictures) for one in news] == sorted(len(one.pictures) for one in news)
-    assert (news[-1].calls, news[-1].of, len(news[-1].pictures)) == (9, 9, 6)
+    assert [len(one.images) for one in news] == sorted(len(one.images) for one in news)
+    assert (news[-1].calls, news[-1].of, len(news[-1].images)) == (9, 9, 6)
     assert news[0].words.startswith("cell 1 of 6 · call 1 of 9")
     assert news[1].draw().size == news[-1].draw().size
 
 
-def test_a_cell_is_the_picture_of_its_settings(pipe: Pipeline, session: Session) -> None:
+def test_a_cell_is_the_image_of_its_settings(pipe: Pipeline, session: Session) -> None:
     asked = sheets.asked("guidance=2,5", A)
     alone = [pipe.run(replace(A, guidance=scale).request()).images[0] for scale in (2.0, 5.0)]
     cells = [pipe.run(request).images[0] for request in asked.requests]

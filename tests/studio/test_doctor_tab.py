@@ -22,7 +22,7 @@ from pellucid.evidence.trace.recorder import Recorder
 from pellucid.pipeline.load import load
 from pellucid.studio import asking
 from pellucid.studio import doctor_tab as tab
-from pellucid.studio.doctor_tab import CONFIG, MODEL, PICTURES, TRACE, DoctorTab, Patient
+from pellucid.studio.doctor_tab import CONFIG, IMAGES, MODEL, TRACE, DoctorTab, Patient
 from pellucid.studio.jobs import Job
 from pellucid.studio.session import Sessions
 from pellucid.studio.shelf import Shelf
@@ -41,7 +41,7 @@ def folder(name: str = "ddpm") -> str:
     return str(saved(name)[1])
 
 
-def picture(path: Path, size: tuple[int, int] = (32, 32)) -> str:
+def image(path: Path, size: tuple[int, int] = (32, 32)) -> str:
     Image.linear_gradient("L").resize(size).convert("RGB").save(path)
     return str(path)
 
@@ -86,12 +86,12 @@ def test_a_trace(tmp_path: Path) -> None:
     assert report.subject == path.name
 
 
-def test_pictures(tmp_path: Path) -> None:
-    sent = [picture(tmp_path / f"{number}.png") for number in range(3)]
-    report = tab.examined(Patient(PICTURES, pictures=sent), tmp_path, Job())
+def test_images(tmp_path: Path) -> None:
+    sent = [image(tmp_path / f"{number}.png") for number in range(3)]
+    report = tab.examined(Patient(IMAGES, images=sent), tmp_path, Job())
     assert report.subject == "3 pictures"
     assert report.checked
-    again = tab.examined(Patient(PICTURES, pictures=sent[:1]), tmp_path, Job())  # nothing of before is left
+    again = tab.examined(Patient(IMAGES, images=sent[:1]), tmp_path, Job())  # nothing of before is left
     assert again.subject == "1 picture"
     assert len(list((tmp_path / "doctor" / "pictures").iterdir())) == 1
 
@@ -107,9 +107,9 @@ def test_pictures(tmp_path: Path) -> None:
         (Patient(CONFIG, pasted="[1]"), "config must be a JSON object"),
         (Patient(CONFIG, pasted=" " * 9 + "1" * (tab.MOST_WORDS + 1)), "config must be at most"),
         (Patient(TRACE), "trace must be a file"),
-        (Patient(PICTURES), "pictures must be from 1 to 64"),
-        (Patient(PICTURES, pictures=["a.png"] * 65), "pictures must be from 1 to 64"),
-        (Patient(PICTURES, pictures=["a.exe"]), "picture must be a file that ends in"),
+        (Patient(IMAGES), "pictures must be from 1 to 64"),
+        (Patient(IMAGES, images=["a.png"] * 65), "pictures must be from 1 to 64"),
+        (Patient(IMAGES, images=["a.exe"]), "picture must be a file that ends in"),
         (Patient("a ghost"), "what to look at must be one of"),
         (Patient(MODEL, "MODEL", steps=0), "steps must be a whole number"),
         (Patient(MODEL, "MODEL", sampler="oiler"), "sampler"),
@@ -125,7 +125,7 @@ def test_what_is_refused(patient: Patient, start: str, tmp_path: Path) -> None:
         tab.examined(patient, tmp_path, Job())
 
 
-def test_of_what_is_no_folder_of_pictures_the_data_box_tells_nothing(tmp_path: Path) -> None:
+def test_of_what_is_no_folder_of_images_the_data_box_tells_nothing(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes.txt").write_text("secret")
     (tmp_path / "made.npz").write_bytes(b"PK")
@@ -139,17 +139,17 @@ def test_of_what_is_no_folder_of_pictures_the_data_box_tells_nothing(tmp_path: P
     assert said == {"data must be scenes or a folder of images; got THAT."}
 
 
-def test_a_folder_of_pictures_is_data(tmp_path: Path) -> None:
-    picture(tmp_path / "one.png")
+def test_a_folder_of_images_is_data(tmp_path: Path) -> None:
+    image(tmp_path / "one.png")
     given = Patient(MODEL, folder(), data=str(tmp_path)).given(tmp_path)
     assert (given.data, given.quick) == (str(tmp_path), False)
     assert Patient(MODEL, folder(), data="scenes").given(tmp_path).data == "scenes"
 
 
-def test_a_picture_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_image_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "MOST_PIXELS", 32 * 32)
     with pytest.raises(PellucidError, match=r"large.png must be at most"):
-        tab.examined(Patient(PICTURES, pictures=[picture(tmp_path / "large.png", (64, 64))]), tmp_path, Job())
+        tab.examined(Patient(IMAGES, images=[image(tmp_path / "large.png", (64, 64))]), tmp_path, Job())
 
 
 def test_a_cancelled_examination_ends(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The tab Pipeline: the graph as a picture and as tables, one component, milliseconds, and strategies of memory."""
+"""The tab Pipeline: the graph as an image and as tables, one component, milliseconds, and strategies of memory."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def page() -> Iterator[PipelineTab]:
     sessions.end_all()
 
 
-def test_the_picture_is_one_that_holds_itself_and_says_what_it_shows() -> None:
-    shown = tab.picture(graph())
+def test_the_image_is_one_that_holds_itself_and_says_what_it_shows() -> None:
+    shown = tab.image(graph())
     assert f'alt="the pipeline of ddpm: {", ".join(node.name for node in graph().nodes)}"' in shown
     held = shown.split("data:image/svg+xml;base64,")[1].split('"')[0]
     assert b"<svg" in base64.b64decode(held)

@@ -76,7 +76,7 @@ def test_work_stops_when_its_follower_goes_away() -> None:
 # Runs
 
 
-def test_a_run_shows_its_moments_and_leaves_a_picture_with_its_recipe_and_a_trace(
+def test_a_run_shows_its_moments_and_leaves_a_image_with_its_recipe_and_a_trace(
     pipe: Pipeline, session: Session
 ) -> None:
     *moments, made = running.follow(pipe, SETUP, session, "generate")
@@ -90,8 +90,8 @@ def test_a_run_shows_its_moments_and_leaves_a_picture_with_its_recipe_and_a_trac
     assert len(trace.steps) == 4
     assert trace.has("delta", 0)
     assert torch.equal(trace.tensor("x0", 3)[:1], moments[-1].x0)
-    with Image.open(made.file) as picture:
-        assert picture.size == made.picture.size
+    with Image.open(made.file) as image:
+        assert image.size == made.image.size
 
 
 def test_a_cancelled_run_ends_at_its_next_step(pipe: Pipeline, session: Session) -> None:
@@ -111,16 +111,16 @@ def test_a_second_run_of_a_tab_stops_the_first(pipe: Pipeline, session: Session)
         list(first)
 
 
-def test_two_people_get_the_pictures_that_one_would(pipe: Pipeline, tmp_path: Path) -> None:
+def test_two_people_get_the_images_that_one_would(pipe: Pipeline, tmp_path: Path) -> None:
     one = Session(tmp_path)
-    alone = [list(running.follow(pipe, setup(seed), one, "a"))[-1].picture for seed in (1, 2)]
+    alone = [list(running.follow(pipe, setup(seed), one, "a"))[-1].image for seed in (1, 2)]
     sessions = [Session(tmp_path / name) for name in ("one", "two")]
     for session in sessions:
         session.folder.mkdir()
     both = [running.follow(pipe, setup(seed), session, "a") for seed, session in zip((1, 2), sessions, strict=True)]
     for follower in both:
         next(follower)  # both are under way
-    together = [list(follower)[-1].picture for follower in both]
+    together = [list(follower)[-1].image for follower in both]
     assert [p.tobytes() for p in together] == [p.tobytes() for p in alone]
 
 
@@ -128,15 +128,15 @@ def setup(seed: int) -> Setup:
     return Setup(prompt="a red star", sampler="euler", seed=str(seed), steps=6)
 
 
-def test_a_preview_is_a_picture_by_the_vae_or_by_a_map(pipe: Pipeline) -> None:
+def test_a_preview_is_a_image_by_the_vae_or_by_a_map(pipe: Pipeline) -> None:
     x0 = torch.randn(1, 4, 8, 8)
     quick = Preview(pipe)
     quick.warm()
-    assert quick.picture(x0).size == (16, 16)  # decoded
+    assert quick.image(x0).size == (16, 16)  # decoded
     slow = Preview(pipe)
-    slow.picture(x0)
+    slow.image(x0)
     slow.quick = False
-    assert slow.picture(x0).size == (8, 8)  # mapped
+    assert slow.image(x0).size == (8, 8)  # mapped
 
 
 # People and models

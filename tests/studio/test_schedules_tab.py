@@ -1,4 +1,4 @@
-"""The tab Schedules: curves with a grid's points on them, a picture noised along them, and what is said when not."""
+"""The tab Schedules: curves with a grid's points on them, an image noised along them, and what is said when not."""
 
 from __future__ import annotations
 
@@ -99,15 +99,15 @@ def test_a_grid_that_is_none_is_said() -> None:
     assert "grid must be a known name" in found.notes[0]
 
 
-# --- a picture ---------------------------------------------------------------------------------------------------
+# --- an image ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["scaled_linear", "edm", "flow", "vp_cosine"])
-def test_a_picture_loses_its_signal_along_a_schedule(name: str) -> None:
+def test_a_image_loses_its_signal_along_a_schedule(name: str) -> None:
     x0 = noising.scene()
     made = noising.noised(schedules.make(name), x0)
     assert len(made) == noising.COLUMNS
-    likeness = [float(np.corrcoef(np.asarray(one.picture).ravel(), as_bytes(x0))[0, 1]) for one in made]
+    likeness = [float(np.corrcoef(np.asarray(one.image).ravel(), as_bytes(x0))[0, 1]) for one in made]
     assert likeness[0] > 0.99
     assert likeness == sorted(likeness, reverse=True)
     assert likeness[-1] < 0.2
@@ -149,7 +149,7 @@ def test_a_bad_number_of_steps_is_a_line_and_nothing_is_lost(tab: SchedulesTab, 
     assert all(isinstance(one, dict) and one.get("__type__") == "update" for one in rest)
 
 
-def test_an_upload_that_is_no_picture_is_a_line(tab: SchedulesTab, tmp_path: Path) -> None:
+def test_an_upload_that_is_no_image_is_a_line(tab: SchedulesTab, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_text("no picture")
     said, *_ = tab.draw(["linear"], "trailing", 5, False, str(tmp_path / "a.png"))
     assert "picture must be" in said

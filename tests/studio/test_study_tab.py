@@ -85,7 +85,7 @@ def test_a_wish_becomes_a_study_within_bounds() -> None:
         ({"seeds": "x"}, "pictures of each prompt must be a whole number"),
         ({"seeds": 10**6}, "pictures of each prompt must be a whole number"),
         ({"prompts": "a\n" * 100}, "prompts must be at most 64"),
-        ({"prompts": "a\n" * 60, "seeds": 16}, "prompts × pictures must be at most 256"),
+        ({"prompts": "a\n" * 60, "seeds": 16}, "prompts × images must be at most 256"),
         ({"yardstick": 5}, "converged_steps must be at least twice"),
         ({"yardstick": None}, "steps of the yardstick must be a whole number"),
     ],
@@ -95,7 +95,7 @@ def test_what_is_refused(changes: dict[str, Any], start: str) -> None:
         wish(**changes).config("prompt")
 
 
-def test_a_folder_is_that_of_the_pictures_not_of_the_cells(tmp_path: Path) -> None:
+def test_a_folder_is_that_of_the_images_not_of_the_cells(tmp_path: Path) -> None:
     def of(**changes: Any) -> Path:
         return tab.folder_of(wish(**changes).config("prompt"), "mark", tmp_path)
 
@@ -115,7 +115,7 @@ def test_a_study_fills_can_be_stopped_and_goes_on(tmp_path: Path) -> None:
     assert counts == sorted(counts)
     assert counts[-1] == 2
     assert all(len(news.cells) == 4 for news in first.news)
-    assert any(news.pictures and news.last for news in first.news)
+    assert any(news.images and news.last for news in first.news)
     parts = [news.part for news in first.news]
     assert parts == sorted(parts)
 

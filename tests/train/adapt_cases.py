@@ -35,7 +35,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def examples() -> Batch:
-    """Four pictures of 16 × 16 with captions, edges, and references of another size."""
+    """Four images of 16 × 16 with captions, edges, and references of another size."""
     return Batch(
         drawn(COUNT, 3, 16, 16) * 2 - 1,
         captions=WORDS,

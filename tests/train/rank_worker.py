@@ -64,8 +64,8 @@ POINTS: dict[str, tuple[Any, str]] = {
 }
 
 
-class Pictures:
-    """Thirty pictures, made once from a seed: stripes of different pitch."""
+class Images:
+    """Thirty images, made once from a seed: stripes of different pitch."""
 
     endless = False
 
@@ -113,7 +113,7 @@ def main(folder: str, changes: str, *rest: str) -> int:
     config = config_of(wanted)
     try:
         with Ranks.join(config.engine.strategy, "cpu", timeout=60) as ranks:
-            Trainer(config, Path(folder), ranks, source=Pictures()).run(until)
+            Trainer(config, Path(folder), ranks, source=Images()).run(until)
     except PellucidError as error:
         print(f"error[{error.code}]: {error}", file=sys.stderr)
         return 2

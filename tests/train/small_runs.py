@@ -1,4 +1,4 @@
-"""Runs that take a second: pictures of one colour a class, a UNet of a few thousand weights, one CPU thread."""
+"""Runs that take a second: images of one colour a class, a UNet of a few thousand weights, one CPU thread."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def config(*changes: dict[str, Any]) -> TrainConfig:
     return read(TrainConfig, raw, "config")
 
 
-def pictures(count: int = 40, classes: int = 4) -> CIFAR10:
+def images(count: int = 40, classes: int = 4) -> CIFAR10:
     """CIFAR-10 in memory: a colour a class, with a little noise, so that there is something to learn."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(count) % classes
@@ -68,7 +68,7 @@ def pictures(count: int = 40, classes: int = 4) -> CIFAR10:
 
 
 def trainer(folder: Path, *changes: dict[str, Any], source: Any = None, task: Any = None) -> Trainer:
-    data = CIFAR10Source(pictures()) if source is None else source
+    data = CIFAR10Source(images()) if source is None else source
     return Trainer(config(*changes), folder, Ranks(), source=data, task=task, quiet=True)
 
 

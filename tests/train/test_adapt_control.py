@@ -65,7 +65,7 @@ def test_the_saved_folder_says_what_the_network_said(name: str, tmp_path: Path) 
     assert (plain - wanted).abs().max() > 1e-2 * wanted.abs().max()
 
 
-def test_diffusers_makes_the_picture_that_our_pipeline_makes(tmp_path: Path) -> None:
+def test_diffusers_makes_the_image_that_our_pipeline_makes(tmp_path: Path) -> None:
     task = cases.task("controlnet")
     cases.randomised(task.network)
     folder = cases.saved(task, tmp_path / "control")

@@ -27,7 +27,7 @@ from pellucid.train.source import Batch
 SMALL = {"width": 16, "height": 16, "steps": 3, "seed": 1, "guidance": 3.0}
 
 
-def picture(size: tuple[int, int], seed: int = 0) -> Image.Image:
+def image(size: tuple[int, int], seed: int = 0) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8))
 
 
@@ -58,12 +58,12 @@ def test_the_saved_file_says_what_the_network_said(name: str, tmp_path: Path) ->
     assert (said(task, unet, ()) - wanted).abs().max() > 1e-2 * wanted.abs().max()
 
 
-def test_diffusers_makes_the_picture_that_our_pipeline_makes(tmp_path: Path) -> None:
+def test_diffusers_makes_the_image_that_our_pipeline_makes(tmp_path: Path) -> None:
     from transformers import CLIPImageProcessorPil, CLIPVisionModelWithProjection
 
     task = cases.task("ip_adapter")
     cases.randomised(task.network)
-    folder, shown = cases.saved(task, tmp_path / "ip"), picture((40, 56))
+    folder, shown = cases.saved(task, tmp_path / "ip"), image((40, 56))
     pipe = pellucid.load(cases.base(), image_encoder=folder / EYES)
     made = pipe("abc", image_prompts=[ImagePrompt(folder / FILE, shown)], decode=False, **SMALL)
     parts = diffusers.StableDiffusionPipeline.from_pretrained(cases.base()).components
@@ -100,7 +100,7 @@ def test_values_may_start_as_the_texts_own() -> None:
 
 @pytest.mark.parametrize("size", [(40, 56), (32, 32), (61, 33), (20, 17), (128, 128)])
 def test_pixels_are_those_of_the_pipeline(size: tuple[int, int]) -> None:
-    shown = picture(size)
+    shown = image(size)
     mine, theirs = eye_pixels(as_tensor(shown), 32), clip_pixels([shown], 32)
     assert mine.shape == theirs.shape
     steps = (mine - theirs).abs() * torch.tensor(DEVIATION)[:, None, None] * 255
@@ -120,7 +120,7 @@ def test_a_reference_is_seen_as_in_a_run() -> None:
     assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()
 
 
-def test_the_picture_itself_can_be_the_reference() -> None:
+def test_the_image_itself_can_be_the_reference() -> None:
     batch, draws = cases.examples(), cases.draws()
     task = cases.task("ip_adapter", reference="itself", image_dropout=0.0, both_dropout=0.0)
     moved = cases.task("ip_adapter", reference="itself", image_dropout=0.0, both_dropout=0.0, crop=0.5, mirror=True)
@@ -160,7 +160,7 @@ def test_shares_that_are_dropped_are_those_asked() -> None:
         assert float(found.float().mean()) == pytest.approx(share, abs=4 * (share * (1 - share) / count) ** 0.5)
 
 
-def test_what_is_dropped_is_the_empty_text_and_no_picture() -> None:
+def test_what_is_dropped_is_the_empty_text_and_no_image() -> None:
     task = cases.task("ip_adapter", image_dropout=0.0, both_dropout=1.0, objective=AdapterObjectiveConfig(dropout=0.0))
     asked = task.prepare(cases.examples(), cases.draws())
     assert asked["image"].abs().sum() == 0

@@ -69,7 +69,7 @@ def test_the_saved_file_says_what_the_network_said(name: str, changes: dict[str,
     assert (plain - wanted).abs().max() > 1e-2 * wanted.abs().max()
 
 
-def test_diffusers_makes_the_picture_that_our_pipeline_makes(tmp_path: Path) -> None:
+def test_diffusers_makes_the_image_that_our_pipeline_makes(tmp_path: Path) -> None:
     task = cases.task("lora", alpha=2.0, text_layers=("*.q_proj", "*.out_proj"))
     cases.randomised(task.network, STRONG)
     folder = cases.saved(task, tmp_path / "style")

@@ -175,14 +175,14 @@ def test_a_run_that_stops_goes_on_exactly_and_keeps_no_base(kind: str, tmp_path:
 
 
 @each_network
-def test_sample_pictures_are_those_of_a_seed(kind: str) -> None:
+def test_sample_images_are_those_of_a_seed(kind: str) -> None:
     task = cases.task(kind, sampling=SamplingConfig("ddim", "trailing", 2, 3.0))
-    assert task.pictures(task.network, 4, 0) is None  # nothing was shown yet
+    assert task.images(task.network, 4, 0) is None  # nothing was shown yet
     task.prepare(cases.examples(), cases.draws())
-    made = task.pictures(task.network, 4, 0)
+    made = task.images(task.network, 4, 0)
     assert made is not None
     assert made.shape == (4, 3, 16, 16)
     assert 0 <= float(made.min()) < float(made.max()) <= 1
-    assert torch.equal(made, task.pictures(task.network, 4, 0))
-    assert not torch.equal(made, task.pictures(task.network, 4, 1))
-    assert torch.allclose(made[:2], task.pictures(task.network, 2, 0), atol=1e-5)
+    assert torch.equal(made, task.images(task.network, 4, 0))
+    assert not torch.equal(made, task.images(task.network, 4, 1))
+    assert torch.allclose(made[:2], task.images(task.network, 2, 0), atol=1e-5)

@@ -90,7 +90,7 @@ def watched(network: Autoencoding, images: torch.Tensor, noise: torch.Tensor) ->
         network(images, noise)
 
 
-def test_saved_latents_have_mean_0_and_deviation_1_and_the_pictures_are_the_same() -> None:
+def test_saved_latents_have_mean_0_and_deviation_1_and_the_images_are_the_same() -> None:
     network = Autoencoding(fresh(VAE, 0))
     images, noise = batch(16).images, drawn(16, 4, 8, 8)
     watched(network, images, noise)
@@ -178,15 +178,15 @@ def test_a_run_that_stopped_goes_on_with_the_same_weights_and_spread(tmp_path: P
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-def test_pictures_are_originals_and_what_came_back(run: tuple[AutoencoderTask, float, Path]) -> None:
+def test_images_are_originals_and_what_came_back(run: tuple[AutoencoderTask, float, Path]) -> None:
     task, _, _ = run
-    shown = task.pictures(task.network.eval(), 8, 0)
+    shown = task.images(task.network.eval(), 8, 0)
     assert shown is not None
     assert shown.shape == (8, 3, 16, 16)
     assert 0 <= shown.min() <= shown.max() <= 1
     assert torch.allclose(shown[:4], (task.shown[:4] + 1) / 2)
     assert (shown[4:] - shown[:4]).square().mean() < (shown[:4] - 0.5).square().mean()
-    assert task_of().pictures(task.network, 8, 0) is None  # before the first batch there is nothing to show
+    assert task_of().images(task.network, 8, 0) is None  # before the first batch there is nothing to show
 
 
 @pytest.mark.parametrize(
@@ -225,6 +225,6 @@ def test_a_saved_vae_is_trained_further(tmp_path: Path) -> None:
     assert all(p.requires_grad for p in further.network.vae.parameters())
 
 
-def test_pictures_that_do_not_divide_are_named() -> None:
+def test_images_that_do_not_divide_are_named() -> None:
     with pytest.raises(PellucidError, match="multiples of 2"):
         task_of().prepare(Batch(torch.zeros(2, 3, 15, 16)), Draws(0, 0, 2))

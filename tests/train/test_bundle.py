@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import pellucid
 from pellucid import PellucidError
 from pellucid.interop.source import load_image_encoder
-from pellucid.pipeline.pictures_in import adapter_eyes
+from pellucid.pipeline.image_inputs import adapter_eyes
 from pellucid.train import bundle
 from pellucid.train.bundle import Parts, assemble
 from pellucid.train.bundle_card import Card
@@ -130,7 +130,7 @@ def test_diffusers_sees_with_the_image_text_encoder_too(made: Path) -> None:
         assert torch.allclose(peer.image_encoder(pixels).image_embeds, mine(pixels).pooled, atol=1e-5)
 
 
-def test_diffusers_opens_the_base_and_makes_the_same_picture(made: Path) -> None:
+def test_diffusers_opens_the_base_and_makes_the_same_image(made: Path) -> None:
     import diffusers
     import numpy as np
 

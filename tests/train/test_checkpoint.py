@@ -29,7 +29,7 @@ from pellucid.train.ranks import Ranks
 
 
 def made(seed: int = 0) -> dict[str, Tensor]:
-    """Of every kind that a run keeps: matrices, pictures' layout, half precision, numbers, nothing, views, rows that
+    """Of every kind that a run keeps: matrices, images' layout, half precision, numbers, nothing, views, rows that
     two and three ranks do not share evenly, and fewer rows than ranks."""
     draw = torch.Generator().manual_seed(seed)
     base = torch.randn(6, 4, generator=draw)

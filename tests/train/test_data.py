@@ -47,7 +47,7 @@ def test_records_are_read_as_they_are_written(folder: Path) -> None:
 
 
 def test_flips_are_by_chance_and_by_address() -> None:
-    """About half of the pictures are mirrored, and the same ones in whatever parts they come."""
+    """About half of the images are mirrored, and the same ones in whatever parts they come."""
     data = CIFAR10(torch.randint(0, 256, (64, 3, 4, 4), dtype=torch.uint8), torch.arange(64) % 10)
     plain, flipped = CIFAR10Source(data, flip=False), CIFAR10Source(data)
     indices, device = torch.arange(64).flip(0), torch.device("cpu")

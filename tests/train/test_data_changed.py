@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from picture_files import good_folder, painted, stored
+from image_files import good_folder, painted, stored
 from test_latents import small_vae
 from test_one_run_a_folder import RUN
 from test_web_shards import examples, write_tar
@@ -34,8 +34,8 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     folder = good_folder(tmp_path / "data", COUNT)
     describe(folder)
-    pictures = 'kind = "image_folder"\nfolder = "data"\nsize = 16\n'
-    (tmp_path / "run.toml").write_text(RUN.replace('kind = "scenes"\nsize = 16\n', pictures), "utf-8")
+    images = 'kind = "image_folder"\nfolder = "data"\nsize = 16\n'
+    (tmp_path / "run.toml").write_text(RUN.replace('kind = "scenes"\nsize = 16\n', images), "utf-8")
     assert ask("--until", "2").exit_code == 0
     return folder
 
@@ -164,9 +164,9 @@ def test_shards_by_name_and_size(tmp_path: Path) -> None:
 
 def test_a_latent_cache_by_its_header(tmp_path: Path) -> None:
     for count in (4, 5):
-        pictures = ImageFolder(good_folder(tmp_path / f"data{count}", count), 16)
-        cache_latents(pictures, small_vae(), tmp_path / f"cache{count}")
-    cache_latents(pictures, small_vae(seed=1), tmp_path / "other")
+        images = ImageFolder(good_folder(tmp_path / f"data{count}", count), 16)
+        cache_latents(images, small_vae(), tmp_path / f"cache{count}")
+    cache_latents(images, small_vae(seed=1), tmp_path / "other")
     found = {name: LatentSource(tmp_path / name) for name in ("cache4", "cache5", "other")}
     assert changes(found["cache4"], LatentSource(tmp_path / "cache4")) == ""
     assert changes(found["cache4"], found["cache5"]) == "count 4 → 5, other header, other sizes"

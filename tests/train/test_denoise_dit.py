@@ -8,7 +8,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from small_runs import SIDE, log_of, pictures, trainer
+from small_runs import SIDE, images, log_of, trainer
 from test_latents import small_vae
 
 import pellucid
@@ -30,7 +30,7 @@ def told(**network: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def run(folder: Path, *changes: dict[str, Any], source: Any = None) -> Any:
-    return trainer(folder, *changes, source=source or CIFAR10Source(pictures(classes=CLASSES)))
+    return trainer(folder, *changes, source=source or CIFAR10Source(images(classes=CLASSES)))
 
 
 def question() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -55,7 +55,7 @@ def test_pixels_are_learnt_and_the_model_that_comes_out_is_loaded(tmp_path: Path
 
 @pytest.fixture(scope="module")
 def latent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A run on the latents of a VAE, from pictures, to its end."""
+    """A run on the latents of a VAE, from images, to its end."""
     folder = tmp_path_factory.mktemp("latent")
     vae = small_vae()
     save_component(vae, folder / "vae")
@@ -66,7 +66,7 @@ def latent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, made
 
 
-def test_latents_of_pictures_or_of_a_cache_are_what_is_noised(latent: tuple[Path, Any]) -> None:
+def test_latents_of_images_or_of_a_cache_are_what_is_noised(latent: tuple[Path, Any]) -> None:
     """Pictures are encoded, latents are taken as they are; others are refused."""
     _, made = latent
     task, draws = made.task, Draws(0, 0, 2)

@@ -1,4 +1,4 @@
-"""Scenes painted without branches: the same pictures, and compiled the same within rounding."""
+"""Scenes painted without branches: the same images, and compiled the same within rounding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HINTS = ("edges", "reference")
 
 
 @pytest.mark.parametrize("size", [16, 48, 128])
-def test_dense_pictures_and_edges_are_those_of_the_renderer(size: int) -> None:
+def test_dense_images_and_edges_are_those_of_the_renderer(size: int) -> None:
     scenes = world.sample(torch.arange(60), 3, "any", world.STYLE_NAMES)
     assert torch.equal(dense.render(scenes, size), world.render(scenes, size))
     assert torch.equal(dense.edges(scenes, size), world.edges(scenes, size))

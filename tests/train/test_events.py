@@ -37,7 +37,7 @@ def test_scalars_come_back(tmp_path: Path) -> None:
     assert times[0] > 1.7e9
 
 
-def test_pictures_come_back(tmp_path: Path) -> None:
+def test_images_come_back(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (300, 41, 3), dtype=np.uint8)
     made = Events(tmp_path)
     made.image(9, "pictures", pixels)

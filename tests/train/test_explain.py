@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from image_text_worker import task_of
-from rank_worker import Pictures, config_of
+from rank_worker import Images, config_of
 from scene_cases import CPU, SCENES, built, text_table, tokenizer, write_parts
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -84,7 +84,7 @@ def count_a_run(folder: Path, changes: dict[str, Any], words: Path | None = None
     config = config_of({**changes, "log": {"every": 2, "checkpoint_every": 0}})
     task, plain = (task_of(words) if words else chosen(config.task, TASKS, "task").build(3, CPU) for _ in range(2))
     with Ranks.join(config.engine.strategy, "cpu", timeout=60) as ranks:
-        source = SCENES.open() if words else Pictures()
+        source = SCENES.open() if words else Images()
         trainer = Trainer(config, folder, ranks, task=task, source=source, quiet=True)
         expected = of_run(plain, config, ranks.world)
         for step in (0, 1):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from picture_files import good_folder
+from image_files import good_folder
 
 from pellucid import PellucidError
 from pellucid.train.draws import Draws

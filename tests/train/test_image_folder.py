@@ -1,4 +1,4 @@
-"""Folders of pictures: metadata and classes, deterministic batches, and damage that is named and skipped."""
+"""Folders of images: metadata and classes, deterministic batches, and damage that is named and skipped."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from picture_files import damaged, good_folder, painted, plain
+from image_files import damaged, good_folder, painted, plain
 
 from pellucid import PellucidError
-from pellucid.train import picture_source
+from pellucid.train import image_source
 from pellucid.train.image_folder import ImageFolder, ImageFolderConfig
 from pellucid.train.source import Batch
 
@@ -36,7 +36,7 @@ def pixels(number: int) -> torch.Tensor:
     return torch.from_numpy(np.asarray(painted(number)).copy()).permute(2, 0, 1).float() / 127.5 - 1.0
 
 
-def test_pictures_come_in_the_order_of_their_paths(tmp_path: Path) -> None:
+def test_images_come_in_the_order_of_their_paths(tmp_path: Path) -> None:
     good_folder(tmp_path, 4)
     (tmp_path / "notes.txt").write_text("no picture")
     (tmp_path / "._000.png").write_bytes(b"left by macOS")
@@ -84,11 +84,11 @@ def test_metadata_in_a_folder_speaks_of_that_folder_and_csv_says_the_same(tmp_pa
     assert jsonl.captions == ("a, b", "c")
 
 
-def test_pictures_without_a_row_are_said_to_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_images_without_a_row_are_said_to_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     good_folder(tmp_path, 4)
     rows(tmp_path, {"file_name": "001.png", "text": "x", "edges": "002.png"})
     assert len(ImageFolder(tmp_path, 24)) == 1
-    assert "2 pictures without a row" in caplog.text
+    assert "2 images without a row" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_an_empty_or_unreadable_folder_is_one_line(tmp_path: Path, code: str, mo
             return []
 
         monkeypatch.setattr(os, "walk", refuse)
-    with pytest.raises(PellucidError, match="folder of pictures must be") as error:
+    with pytest.raises(PellucidError, match="folder of images must be") as error:
         ImageFolder(folder, 24)
     assert error.value.code == code
 
@@ -201,7 +201,7 @@ def test_flips_mirror_about_half(tmp_path: Path) -> None:
 
 
 def spoiled(folder: Path, good: int = 17) -> Path:
-    """Good pictures, and after every other of the first ones a damaged one."""
+    """Good images, and after every other of the first ones a damaged one."""
     good_folder(folder, good)
     for number, (name, data) in enumerate(sorted(damaged().items())):
         (folder / f"{number:03d}x-{name}").write_bytes(data)
@@ -209,7 +209,7 @@ def spoiled(folder: Path, good: int = 17) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_every_damaged_picture_is_named_once_and_replaced_by_the_next(tmp_path: Path, caplog) -> None:
+def test_every_damaged_image_is_named_once_and_replaced_by_the_next(tmp_path: Path, caplog) -> None:
     source = ImageFolder(spoiled(tmp_path), 24)
     names = [source.name(i) for i in range(len(source))]
     bad = [i for i, name in enumerate(names) if "x-" in name]
@@ -237,7 +237,7 @@ def test_replacement_depends_on_files_alone(tmp_path: Path) -> None:
     assert torch.equal(torch.cat(parts), first.images)
 
 
-def test_what_is_said_of_a_picture_goes_with_it(tmp_path: Path) -> None:
+def test_what_is_said_of_a_image_goes_with_it(tmp_path: Path) -> None:
     good_folder(tmp_path, 3)
     (tmp_path / "001.png").write_bytes(b"")
     rows(tmp_path, *({"file_name": f"{n:03d}.png", "text": str(n), "label": n} for n in range(3)))
@@ -255,7 +255,7 @@ def test_a_damaged_hint_skips_its_example(tmp_path: Path) -> None:
     assert "of its edges" in source.unreadable["000.png"]
 
 
-def test_a_picture_that_goes_away_is_skipped(tmp_path: Path) -> None:
+def test_a_image_that_goes_away_is_skipped(tmp_path: Path) -> None:
     source = ImageFolder(good_folder(tmp_path, 3), 24)
     (tmp_path / "001.png").unlink()
     assert torch.equal(source.batch(asked(1), plain(1)).images[0], pixels(2))
@@ -271,7 +271,7 @@ def test_a_file_beyond_bounds_is_skipped_and_no_room_is_made_for_it(tmp_path: Pa
 
 
 def test_a_disk_that_fails_for_a_moment_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(picture_source, "PAUSE", 0.0)
+    monkeypatch.setattr(image_source, "PAUSE", 0.0)
     failures = [OSError(5, "Input/output error")] * 2
 
     def read() -> bytes:
@@ -279,10 +279,10 @@ def test_a_disk_that_fails_for_a_moment_is_asked_again(tmp_path: Path, monkeypat
             raise failures.pop()
         return b"data"
 
-    assert picture_source.steadily(read) == b"data"
+    assert image_source.steadily(read) == b"data"
     failures += [OSError(5, "Input/output error")] * 3
     with pytest.raises(PellucidError, match="Input/output error"):
-        picture_source.steadily(read)
+        image_source.steadily(read)
 
 
 def test_mostly_damaged_data_stops_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +298,7 @@ def test_mostly_damaged_data_stops_with_one_line(tmp_path: Path, monkeypatch: py
         source.batch(torch.arange(8, 16), plain(8))
     assert error.value.code == "data-damaged"
     assert "\n" not in str(error.value)
-    monkeypatch.setattr(picture_source, "MAX_SKIPPED", 5)
+    monkeypatch.setattr(image_source, "MAX_SKIPPED", 5)
     patient = ImageFolder(tmp_path, 24)
     patient.batch(asked(4, 3), plain(2))
     patient.batch(asked(5), plain(1))

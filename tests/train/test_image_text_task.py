@@ -38,11 +38,11 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def retrieval(task: ImageTextTask) -> float:
-    """The share of pictures that find their own caption among eight."""
+    """The share of images that find their own caption among eight."""
     question = asked(task, 64)
     with torch.no_grad():
         images, texts, _ = task.network.eval()(question["ids"], question["pixels"])
-    cosines = images.view(8, 8, -1) @ texts.view(8, 8, -1).mT  # (groups, pictures, texts)
+    cosines = images.view(8, 8, -1) @ texts.view(8, 8, -1).mT  # (groups, images, texts)
     return float(cosines.argmax(2).eq(torch.arange(8)).float().mean())
 
 
@@ -145,12 +145,12 @@ def test_the_folder_is_one_that_transformers_loads(run: Run) -> None:
     given = batch(3, first=900)
     ids = AutoTokenizer.from_pretrained(str(run.folder))(list(given.captions), padding="max_length").input_ids
     assert ids == asked_ids(run.task, given)
-    pictures = [
+    images = [
         Image.fromarray(np.asarray(((one + 1) * 127.5).round().permute(1, 2, 0), "uint8")) for one in given.images
     ]
-    theirs = CLIPImageProcessor.from_pretrained(str(run.folder))(pictures, return_tensors="pt").pixel_values
-    assert torch.allclose(theirs, clip_pixels(pictures, 16), atol=1e-5)
-    assert torch.allclose(theirs, clip_scaled(given.images), atol=0.5 / 255 / 0.26)  # pictures have 8 bits
+    theirs = CLIPImageProcessor.from_pretrained(str(run.folder))(images, return_tensors="pt").pixel_values
+    assert torch.allclose(theirs, clip_pixels(images, 16), atol=1e-5)
+    assert torch.allclose(theirs, clip_scaled(given.images), atol=0.5 / 255 / 0.26)  # images have 8 bits
 
 
 def asked_ids(task: ImageTextTask, given: Batch) -> Any:
@@ -183,4 +183,4 @@ def test_data_that_does_not_fit_is_named(words: Path) -> None:
         task.prepare(Batch(torch.zeros(2, 3, 16, 16)), Draws(0, 0, 2))
     with pytest.raises(PellucidError, match=r"\(3, 16, 16\)"):
         task.prepare(Batch(torch.zeros(2, 3, 8, 8), captions=("a", "b")), Draws(0, 0, 2))
-    assert task.pictures(task.network, 4, 0) is None
+    assert task.images(task.network, 4, 0) is None

@@ -1,4 +1,4 @@
-"""The log of a run: lines that outlive a kill, sheets of pictures, and words on stderr."""
+"""The log of a run: lines that outlive a kill, sheets of images, and words on stderr."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_nothing_to_cut(tmp_path: Path) -> None:
 
 
 @given(count=st.integers(1, 17), height=st.integers(1, 5), width=st.integers(1, 6))
-def test_every_picture_is_in_its_place(count: int, height: int, width: int) -> None:
+def test_every_image_is_in_its_place(count: int, height: int, width: int) -> None:
     """Row by row, a white line between, as square as may be."""
     images = torch.rand(count, 3, height, width, generator=torch.Generator().manual_seed(count)) * 0.9
     made = sheet(images)
@@ -151,8 +151,8 @@ def test_every_picture_is_in_its_place(count: int, height: int, width: int) -> N
 
 def test_a_sheet_is_a_file_that_is_whole(tmp_path: Path) -> None:
     made = journal(tmp_path)
-    path = made.pictures(30, torch.tensor([0.0, 1.0, 2.0, -1.0]).reshape(4, 1, 1, 1).expand(4, 3, 2, 2))
-    made.pictures(30, torch.zeros(4, 3, 2, 2).index_fill(0, torch.tensor([1, 2]), 1.0))  # a resumed run draws it again
+    path = made.images(30, torch.tensor([0.0, 1.0, 2.0, -1.0]).reshape(4, 1, 1, 1).expand(4, 3, 2, 2))
+    made.images(30, torch.zeros(4, 3, 2, 2).index_fill(0, torch.tensor([1, 2]), 1.0))  # a resumed run draws it again
     made.close()
     assert path == tmp_path / "pictures" / "step-00000030.png"
     assert [found.name for found in path.parent.iterdir()] == [path.name]

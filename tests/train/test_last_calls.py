@@ -1,4 +1,4 @@
-"""What a plan's last call makes of pictures: the end of a grid, without the way to it."""
+"""What a plan's last call makes of images: the end of a grid, without the way to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pellucid.train.sampling import Sampling, SamplingConfig
 
 
 @pytest.mark.parametrize("grid", ["linspace", "trailing"])
-def test_the_network_sees_pictures_at_the_level_and_time_of_the_last_call(grid: str) -> None:
+def test_the_network_sees_images_at_the_level_and_time_of_the_last_call(grid: str) -> None:
     sampling = Sampling(make("cosine"), "x0", SamplingConfig("ddim", grid, 50))
     row = sampling.plan().rows[-1]
     x0, seen = torch.full((8, 3, 64, 64), 0.5), []

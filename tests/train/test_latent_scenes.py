@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from picture_files import plain
+from image_files import plain
 from scene_cases import CPU, SCENES, WINDOW, built, text_table, tokenizer, write_parts
 from tiny_networks import VAE
 from typer.testing import CliRunner

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from picture_files import good_folder, plain
+from image_files import good_folder, plain
 from torch import Tensor, nn
 
 from pellucid import PellucidError
@@ -38,7 +38,7 @@ def small_vae(seed: int = 0, **keys: object) -> AutoencoderKL:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Ten pictures with captions, labels and hints, of which one cannot be read."""
+    """Ten images with captions, labels and hints, of which one cannot be read."""
     place = good_folder(tmp_path / "data", COUNT)
     lines = [
         {
@@ -60,7 +60,7 @@ def opened(folder: Path, **keys: object) -> ImageFolder:
 
 
 def fresh(source: ImageFolder, vae: nn.Module, indices: Tensor, draws) -> Tensor:
-    """The long way: read, encode, sample, scale, picture by picture in one batch."""
+    """The long way: read, encode, sample, scale, image by image in one batch."""
     with torch.no_grad():
         posterior = vae.encode(source.batch(indices, draws).images)
     return to_diffusion(vae.config, posterior.sample(draws.normal("posterior", posterior.mean.shape[1:])))
@@ -103,7 +103,7 @@ def test_each_step_draws_its_own_sample_and_parts_make_the_whole(tmp_path: Path,
     assert torch.equal(torch.cat(parts), whole)
 
 
-def test_mirrored_latents_are_those_of_mirrored_pictures(tmp_path: Path, folder: Path) -> None:
+def test_mirrored_latents_are_those_of_mirrored_images(tmp_path: Path, folder: Path) -> None:
     vae = small_vae()
     cache_latents(opened(folder), vae, tmp_path / "cache", mirrored=True, per_shard=4)
     source, flipping = LatentSource(tmp_path / "cache", flip=True), opened(folder, flip=True)

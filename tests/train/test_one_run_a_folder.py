@@ -20,8 +20,8 @@ from rank_worker import main
 from typer.testing import CliRunner, Result
 
 from pellucid.cli import app
+from pellucid.interop.atomic_files import LOCK
 from pellucid.interop.lock import locked
-from pellucid.interop.whole import LOCK
 
 RUN = """
 steps = 100000

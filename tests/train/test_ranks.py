@@ -9,7 +9,7 @@ import crew
 import pytest
 import torch
 import torch.distributed as dist
-from rank_worker import Pictures, config_of
+from rank_worker import Images, config_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -237,8 +237,8 @@ def test_a_rank_that_hears_nothing_says_so_in_one_line(kind: str, tmp_path: Path
     assert lines[0].endswith("it goes on from its last checkpoint.")
 
 
-class Marked(Pictures):
-    """As a source that met unreadable pictures: one of its rank's own, and one that every rank met."""
+class Marked(Images):
+    """As a source that met unreadable images: one of its rank's own, and one that every rank met."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -253,6 +253,6 @@ def count_skipped(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_skipped_pictures_of_all_ranks_are_counted_each_once(world: int, tmp_path: Path) -> None:
+def test_skipped_images_of_all_ranks_are_counted_each_once(world: int, tmp_path: Path) -> None:
     says = tmp_path / "says"
     assert crew.run(world, count_skipped, tmp_path / "run", says=says) == [0] * world, crew.said(says)

@@ -116,6 +116,6 @@ def test_one_denoiser_predicts_v_and_one_eps_and_both_export() -> None:
     assert targets == ["v", "eps"]
 
 
-def test_the_base_makes_a_picture(bundle: tuple[Path, dict[str, int]]) -> None:
+def test_the_base_makes_a_image(bundle: tuple[Path, dict[str, int]]) -> None:
     made = load(bundle[0], device="cpu", dtype="float32")("a red star", steps=1, guidance=1.0)
     assert made.images[0].size == (128, 128)

@@ -28,7 +28,7 @@ def test_a_scene_is_the_same_in_any_batch_and_step() -> None:
         assert torch.equal(part.hints[name], whole.hints[name][[4, 1]])
 
 
-def test_pictures_captions_and_hints_are_those_of_the_scenes() -> None:
+def test_images_captions_and_hints_are_those_of_the_scenes() -> None:
     indices = torch.arange(100, 108)
     scenes = world.sample(indices, ALL.seed, "train")
     got = ALL.open().batch(indices, Draws(0, 0, 8), CPU)

@@ -57,7 +57,7 @@ def run(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 # What is asked
 
 
-def test_pictures_are_encoded_and_latents_taken_as_they_are(parts: Path) -> None:
+def test_images_are_encoded_and_latents_taken_as_they_are(parts: Path) -> None:
     task, given = task_of(parts), batch(4)
     draws = Draws(1, 2, 4)
     found = task.prepare(given, draws)
@@ -138,13 +138,13 @@ def test_a_pipeline_tells_the_network_what_training_told_it(run: Run) -> None:
     assert torch.equal(run.task.network.text_encoder(run.task.told([""])["ids"]).last, empty.context)
 
 
-def test_the_pipeline_makes_the_task_s_own_pictures(run: Run) -> None:
+def test_the_pipeline_makes_the_task_s_own_images(run: Run) -> None:
     """The whole way: text, guidance, plan, schedule, target, scaling of latents, decoder."""
-    want = run.task.pictures(run.task.network, 2, seed=5)
+    want = run.task.images(run.task.network, 2, seed=5)
     assert want.shape == (2, 3, 16, 16)
     assert 0 <= want.min() < want.max() <= 1
-    assert torch.equal(want, run.task.pictures(run.task.network, 2, seed=5))
-    assert not torch.equal(want, run.task.pictures(run.task.network, 2, seed=6))
+    assert torch.equal(want, run.task.images(run.task.network, 2, seed=5))
+    assert not torch.equal(want, run.task.images(run.task.network, 2, seed=6))
     streams = [torch.Generator().manual_seed(mixed(5, i)) for i in range(2)]
     first = torch.stack([torch.randn(4, 8, 8, generator=stream) for stream in streams])
     made = run.pipe(
@@ -157,7 +157,7 @@ def test_the_pipeline_makes_the_task_s_own_pictures(run: Run) -> None:
         grid="trailing",
     )
     got = torch.stack([torch.tensor(np.asarray(image)).permute(2, 0, 1) / 255 for image in made.images])
-    assert (got - want).abs().max() <= 0.5001 / 255  # a picture is rounded to 8 bits
+    assert (got - want).abs().max() <= 0.5001 / 255  # an image is rounded to 8 bits
 
 
 def test_the_saved_scheduler_is_the_trained_schedule_and_target(run: Run) -> None:
@@ -169,7 +169,7 @@ def test_the_saved_scheduler_is_the_trained_schedule_and_target(run: Run) -> Non
     assert run.pipe.components.notes == ()
 
 
-def test_diffusers_makes_the_same_picture_of_the_folder(run: Run) -> None:
+def test_diffusers_makes_the_same_image_of_the_folder(run: Run) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the peer's own
         diffusers.utils.logging.set_verbosity_error()
@@ -202,7 +202,7 @@ def test_other_schedules_and_targets_come_back_from_the_folder(
     assert found.target == objective["target"]
     times = np.linspace(*found.schedule.span, 7)
     assert np.allclose(found.schedule.ratio_at(times), task.objective.schedule.ratio_at(times), rtol=1e-12)
-    assert task.pictures(task.network, 1, 0).isfinite().all()
+    assert task.images(task.network, 1, 0).isfinite().all()
 
 
 # A frozen encoder

@@ -17,9 +17,9 @@ from small_runs import (
     SIDE,
     bytes_of,
     config,
+    images,
     log_of,
     model,
-    pictures,
     same,
     saved,
     trainer,
@@ -313,7 +313,7 @@ def test_without_means_the_weights_themselves_are_shipped(tmp_path: Path) -> Non
     assert same(shipped, {name: held[f"network/{name}"] for name in shipped})
 
 
-def test_pictures_on_the_way(tmp_path: Path, straight: Path) -> None:
+def test_images_on_the_way(tmp_path: Path, straight: Path) -> None:
     """They come when they are due, a resumed run draws the same, and drawing leaves the run alone."""
     log = {"log": {"pictures_every": 4, "pictures": 5, "tensorboard": True}}
     folder = tmp_path / "run"
@@ -539,8 +539,8 @@ def wide() -> CIFAR10:
     ("source", "code", "words"),
     [
         (CIFAR10Source(wide()), "data-shape", "pictures of the data must be of shape (3, 8, 8); got (3, 8, 16)."),
-        (Bare(pictures()), "data-labels", "data must be with labels"),
-        (CIFAR10Source(pictures(classes=5)), "condition", "num_class_embeds must be above the largest label"),
+        (Bare(images()), "data-labels", "data must be with labels"),
+        (CIFAR10Source(images(classes=5)), "condition", "num_class_embeds must be above the largest label"),
     ],
     ids=["shape", "labels", "null"],
 )
@@ -552,7 +552,7 @@ def test_data_that_do_not_fit_are_one_line(tmp_path: Path, source: Any, code: st
 
 def test_no_data_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(PellucidError, match="examples must be at least 1; got 0") as error:
-        trainer(tmp_path / "run", source=CIFAR10Source(pictures(0)))
+        trainer(tmp_path / "run", source=CIFAR10Source(images(0)))
     assert error.value.code == "data-empty"
     with pytest.raises(PellucidError, match="CIFAR-10 folder must be one that holds") as error:
         Trainer(config({"data": {"folder": str(tmp_path)}}), tmp_path / "run", trainer(tmp_path / "x").ranks)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from picture_files import damaged, good_folder, painted, plain, stored
+from image_files import damaged, good_folder, painted, plain, stored
 
 from pellucid import PellucidError
 from pellucid.train.image_folder import ImageFolder
@@ -30,7 +30,7 @@ def write_tar(path: Path, files: dict[str, bytes], form: int = tarfile.USTAR_FOR
 
 
 def examples(first: int, count: int) -> dict[str, bytes]:
-    """Files of examples: a picture, a caption and a class each."""
+    """Files of examples: an image, a caption and a class each."""
     files = {}
     for n in range(first, first + count):
         files |= {f"{n:03d}.png": stored(painted(n)), f"{n:03d}.txt": f"number {n}\n".encode()}
@@ -203,7 +203,7 @@ def test_names_group_up_to_the_first_dot_and_hints_have_names(tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_damaged_pictures_are_skipped_as_in_a_folder(tmp_path: Path) -> None:
+def test_damaged_images_are_skipped_as_in_a_folder(tmp_path: Path) -> None:
     files: dict[str, bytes] = {}
     for n, (name, data) in enumerate(sorted(damaged().items())):
         files |= {f"{n:03d}x.{name.split('.')[1]}": data, f"{n:03d}y.png": stored(painted(n))}

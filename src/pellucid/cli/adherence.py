@@ -36,7 +36,7 @@ def command(
     guidance: Annotated[float | None, typer.Option(metavar="X", help="4 when not given.")] = None,
     batch: Annotated[int | None, typer.Option(metavar="N", min=1, help="Pictures at once; 50 when not given.")] = None,
     seed: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Of the prompts, and of the first picture; 0 when not given.")
+        int | None, typer.Option(metavar="N", min=0, help="Of the prompts, and of the first image; 0 when not given.")
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(metavar="NAME", help="float32, float16, bfloat16; float32 when not given.")
@@ -44,9 +44,9 @@ def command(
     device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the figures as JSON.")] = False,
 ) -> None:
-    """Ask for combinations that training never saw, read the pictures, and count what is right.
+    """Ask for combinations that training never saw, read the images, and count what is right.
 
-    Writes a table, a sheet of 100 random pictures and a sheet of failures.
+    Writes a table, a sheet of 100 random images and a sheet of failures.
 
     Example: [bold]pellucid study adherence --model scenes-128 --prompts 200[/]
     """

@@ -1,4 +1,4 @@
-"""`pellucid data`: pictures to look at and to train on."""
+"""`pellucid data`: images to look at and to train on."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import typer
 
 from pellucid.cli import output
 from pellucid.cli.options import Device, Overwrite, group
-from pellucid.interop.whole import writing
+from pellucid.interop.atomic_files import writing
 
-EPILOG = "A folder of scenes is one that `pellucid train` reads: metadata.jsonl names picture, caption and maps."
+EPILOG = "A folder of scenes is one that `pellucid train` reads: metadata.jsonl names image, caption and maps."
 
 app = group("Make data, and look at it.")
 
@@ -24,9 +24,9 @@ def scenes(
         Path | None, typer.Option(metavar="FILE", help="Draw a contact sheet with captions into this file.")
     ] = None,
     folder: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write pictures, edges, segmentation and metadata.jsonl.")
+        Path | None, typer.Option(metavar="DIR", help="Write images, edges, segmentation and metadata.jsonl.")
     ] = None,
-    size: Annotated[int, typer.Option(metavar="PIXELS", help="The side of a picture.")] = 128,
+    size: Annotated[int, typer.Option(metavar="PIXELS", help="The side of an image.")] = 128,
     split: Annotated[str, typer.Option(metavar="NAME", help="train, held_out or any.")] = "train",
     style: Annotated[
         list[str] | None,
@@ -74,7 +74,7 @@ def latents(
     device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Encode the pictures of a training config once, so that training reads latents and tokens.
+    """Encode the images of a training config once, so that training reads latents and tokens.
 
     Example: [bold]pellucid data latents configs/scenes_text_unet.toml --out out/latents --count 400000[/]
     """
@@ -84,5 +84,5 @@ def latents(
     if as_json:
         output.print_json({**vars(made), "folder": str(made.folder)})
         return
-    bad = f"; {made.unreadable} pictures could not be read" if made.unreadable else ""
-    print(f"{made.count} pictures, {made.bytes / 1e6:.0f} MB in {made.seconds:.0f} s → {made.folder}{bad}")
+    bad = f"; {made.unreadable} images could not be read" if made.unreadable else ""
+    print(f"{made.count} images, {made.bytes / 1e6:.0f} MB in {made.seconds:.0f} s → {made.folder}{bad}")

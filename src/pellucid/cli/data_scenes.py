@@ -1,4 +1,4 @@
-"""What `pellucid data scenes` makes: a contact sheet, or a folder of pictures with their maps and metadata."""
+"""What `pellucid data scenes` makes: a contact sheet, or a folder of images with their maps and metadata."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST, MOST_ON_SHEET = 1_000_000, 400
 PART = 64  # scenes at a time
 INK, PAPER = "#1c2530", "#ffffff"
 GAP, LINES = 14, 7
-LEAST_CELL = 160  # smaller pictures are enlarged, so that a caption fits beneath
+LEAST_CELL = 160  # smaller images are enlarged, so that a caption fits beneath
 MAPS = ("edges", "segmentation")
 
 
@@ -55,15 +55,15 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Part:
-    """Some scenes one after another: their pictures and maps (N, …) uint8, and a row of metadata each."""
+    """Some scenes one after another: their images and maps (N, …) uint8, and a row of metadata each."""
 
-    pictures: Tensor
+    images: Tensor
     maps: dict[str, Tensor]
     rows: list[dict[str, Any]]
 
 
 def parts(wanted: Wanted, *, drawn: bool = False) -> Iterator[Part]:
-    """All scenes, a part at a time; pictures only where they are drawn."""
+    """All scenes, a part at a time; images only where they are drawn."""
     for start in range(0, wanted.count, PART):
         scenes = wanted.scenes(start, min(start + PART, wanted.count))
         told = world.captions(scenes, wanted.seed)
@@ -74,12 +74,12 @@ def parts(wanted: Wanted, *, drawn: bool = False) -> Iterator[Part]:
             for i, caption, facts in zip(scenes.index.tolist(), told, world.attributes(scenes), strict=True)
         ]
         size = wanted.size if drawn else SIZES[0]
-        pictures = ((world.render(scenes, size) + 1) * 127.5).round().byte().permute(0, 2, 3, 1)
+        images = ((world.render(scenes, size) + 1) * 127.5).round().byte().permute(0, 2, 3, 1)
         maps = {
             "edges": (world.edges(scenes, size)[:, 0] * 255).round().byte(),
             "segmentation": world.segmentation(scenes, size).byte(),
         }
-        yield Part(pictures, maps, rows)
+        yield Part(images, maps, rows)
 
 
 def check_folder(folder: Path) -> None:
@@ -112,7 +112,7 @@ def write_folder(wanted: Wanted, folder: Path) -> None:
 
 def write_part(part: Part, folder: Path) -> None:
     for i, row in enumerate(part.rows):
-        Image.fromarray(part.pictures[i].numpy()).save(folder / row["file_name"])
+        Image.fromarray(part.images[i].numpy()).save(folder / row["file_name"])
         for name in MAPS:
             Image.fromarray(part.maps[name][i].numpy()).save(folder / row[name])
 
@@ -123,17 +123,17 @@ def sheet(wanted: Wanted) -> Image.Image:
     side = max(LEAST_CELL, wanted.size)
     font = face_for("")(12)
     cells = [
-        (Image.fromarray(picture.numpy()), row["text"])
+        (Image.fromarray(image.numpy()), row["text"])
         for part in parts(wanted, drawn=True)
-        for picture, row in zip(part.pictures, part.rows, strict=True)
+        for image, row in zip(part.images, part.rows, strict=True)
     ]
     texts = [Block(wrap(text, font, side, LINES), font, INK) for _, text in cells]
     tall = side + max(block.height for block in texts) + GAP
     rows = math.ceil(len(cells) / columns)
     drawn = Image.new("RGB", (columns * (side + GAP) + GAP, rows * (tall + GAP) + GAP), PAPER)
     pen = ImageDraw.Draw(drawn)
-    for i, ((picture, _), block) in enumerate(zip(cells, texts, strict=True)):
+    for i, ((image, _), block) in enumerate(zip(cells, texts, strict=True)):
         x, y = GAP + i % columns * (side + GAP), GAP + i // columns * (tall + GAP)
-        drawn.paste(picture.resize((side, side), Image.Resampling.LANCZOS), (x, y))
+        drawn.paste(image.resize((side, side), Image.Resampling.LANCZOS), (x, y))
         block.draw(pen, x, y + side + 5)
     return drawn

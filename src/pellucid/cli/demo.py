@@ -1,4 +1,4 @@
-"""`pellucid demo`: pictures from prompts by the model that Pellucid brings with it."""
+"""`pellucid demo`: images from prompts by the model that Pellucid brings with it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pellucid.cli.options import Overwrite
 
 
 def command(
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The picture.")] = Path("demo.png"),
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The image.")] = Path("demo.png"),
     steps: Annotated[
         int | None,
-        typer.Option("--steps", metavar="N", min=2, max=100, help="Steps of each picture; 20 when not given."),
+        typer.Option("--steps", metavar="N", min=2, max=100, help="Steps of each image; 20 when not given."),
     ] = None,
     overwrite: Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print what was found as JSON.")] = False,
 ) -> None:
-    """Make pictures of twelve prompts on the CPU, and show one of them on its way from noise.
+    """Make images of twelve prompts on the CPU, and show one of them on its way from noise.
 
     Example: [bold]pellucid demo --steps 10 --out pictures.png[/]
     """

@@ -1,4 +1,4 @@
-"""`pellucid demo`: twelve prompts to pictures on the CPU, each read and graded, and one of them step by step."""
+"""`pellucid demo`: twelve prompts to images on the CPU, each read and graded, and one of them step by step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MODEL = "scenes-128"
 SAMPLER, GRID, STEPS, GUIDANCE = "dpmpp_2m", "trailing", 20, 4.0
 SEED = 7
-WORKERS = 2  # pictures at once, one thread each: that is quicker than two threads for one picture
+WORKERS = 2  # images at once, one thread each: that is quicker than two threads for one image
 MOMENTS = 8
 TITLE = "Text to image, on a CPU"
 NEW = "each thing is a shape, colour and texture that training never showed together"
@@ -47,7 +47,7 @@ FOLLOWED = 4  # of them, the one that is shown on its way
 
 @dataclass(frozen=True)
 class Made:
-    """A picture, what it was asked to be, and whether the reader found that."""
+    """An image, what it was asked to be, and whether the reader found that."""
 
     prompt: str
     image: Image.Image
@@ -64,7 +64,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Moment:
-    """x and the x0 that the network expects of it, as pictures, where the share of noise is sigma (α² + σ² = 1)."""
+    """x and the x0 that the network expects of it, as images, where the share of noise is sigma (α² + σ² = 1)."""
 
     sigma: float
     x: Image.Image
@@ -72,7 +72,7 @@ class Moment:
 
 
 def show(out: Path, steps: int, overwrite: bool, as_json: bool) -> None:
-    """Makes, reads and draws the pictures; prints what was found."""
+    """Makes, reads and draws the images; prints what was found."""
     from pellucid.cli import draw_scenes
 
     goal = output.destination(out, "--out", (".png",), overwrite=overwrite)
@@ -80,8 +80,8 @@ def show(out: Path, steps: int, overwrite: bool, as_json: bool) -> None:
         pipe, seconds = opened()
         done()
         watch = Watch()
-        pictures, times = made(pipe, steps, watch, done)
-        found = graded(pictures, times)
+        images, times = made(pipe, steps, watch, done)
+        found = graded(images, times)
         moments = watch.moments(pipe)
         board = draw_scenes.board(found, moments, draw_scenes.Words(TITLE, f"{how(steps)} · {NEW}", PROMPTS[FOLLOWED]))
         goal.write(board.save)
@@ -99,7 +99,7 @@ def how(steps: int) -> str:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside, torch uses one thread a kernel: small work is quicker so, and pictures run side by side."""
+    """Inside, torch uses one thread a kernel: small work is quicker so, and images run side by side."""
     import torch
 
     before = torch.get_num_threads()
@@ -119,7 +119,7 @@ def opened() -> tuple[Pipeline, float]:
 
 
 def made(pipe: Pipeline, steps: int, watch: Watch, done: Callable[[], None]) -> tuple[list[Any], list[float]]:
-    """The picture of every prompt and its seconds. One pipeline serves all threads."""
+    """The image of every prompt and its seconds. One pipeline serves all threads."""
 
     def one(number: int) -> tuple[Any, float]:
         began = time.perf_counter()
@@ -138,13 +138,13 @@ def workers() -> int:
     return min(WORKERS, os.cpu_count() or 1)
 
 
-def graded(pictures: list[Any], times: list[float]) -> list[Made]:
-    """What the reader of scenes finds in the pictures, against what their prompts ask for."""
+def graded(images: list[Any], times: list[float]) -> list[Made]:
+    """What the reader of scenes finds in the images, against what their prompts ask for."""
     from pellucid import scenes
     from pellucid.pipeline.images import to_tensor
 
-    grades = scenes.grade(to_tensor(pictures), [scenes.parse(prompt) for prompt in PROMPTS])
-    return [Made(*row) for row in zip(PROMPTS, pictures, grades, times, strict=True)]
+    grades = scenes.grade(to_tensor(images), [scenes.parse(prompt) for prompt in PROMPTS])
+    return [Made(*row) for row in zip(PROMPTS, images, grades, times, strict=True)]
 
 
 class Watch:
@@ -171,8 +171,8 @@ class Watch:
         latents = torch.cat([torch.cat([x, x0]) for _, x, x0 in chosen])
         vae: Any = pipe.components.vae
         with torch.inference_mode():
-            pictures = to_images(vae.decode(from_diffusion(vae.config, latents).to(next(vae.parameters()))).float())
-        pairs = zip(pictures[::2], pictures[1::2], strict=True)
+            images = to_images(vae.decode(from_diffusion(vae.config, latents).to(next(vae.parameters()))).float())
+        pairs = zip(images[::2], images[1::2], strict=True)
         return [Moment(sigma, x, x0) for (sigma, _, _), (x, x0) in zip(chosen, pairs, strict=True)]
 
 
@@ -188,7 +188,7 @@ def print_table(found: list[Made], steps: int, load: float, out: Path) -> None:
     right, busy = sum(one.grade.right for one in found), sum(one.seconds for one in found)
     for words in (
         f"{right} of {len(found)} have all that was asked for, by the reader of pellucid.scenes; {NEW}.",
-        f"{busy / len(found) / workers():.2f} s a picture on the CPU, {workers()} at once; loaded in {load:.2f} s.",
+        f"{busy / len(found) / workers():.2f} s an image on the CPU, {workers()} at once; loaded in {load:.2f} s.",
         f"wrote {out}",
     ):
         screen.print(words, soft_wrap=True, markup=False)

@@ -1,4 +1,4 @@
-"""`pellucid doctor`: what is wrong with a model, a config, a run or its pictures."""
+"""`pellucid doctor`: what is wrong with a model, a config, a run or its images."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def command(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A model; or a scheduler_config.json, a plan, a picture that carries its recipe.",
+            help="A model; or a scheduler_config.json, a plan, an image that carries its recipe.",
             show_default=False,
             autocompletion=model_names,
         ),
@@ -50,7 +50,7 @@ def command(
     ] = None,
     steps: Annotated[int | None, typer.Option(metavar="N", help="Of the run; 30 when not given.")] = None,
     strength: Annotated[
-        float | None, typer.Option(metavar="S", help="Of a run that starts from a picture: above 0 to 1.")
+        float | None, typer.Option(metavar="S", help="Of a run that starts from an image: above 0 to 1.")
     ] = None,
     sampler: Annotated[
         str | None, typer.Option(metavar="NAME", help="Of the run; the model's own when not given.")

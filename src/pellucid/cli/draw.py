@@ -11,7 +11,7 @@ SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def destination(path: Path, overwrite: bool = False) -> output.Destination:
-    """Refuses, before any work, a file that cannot be written or a picture that cannot be drawn."""
+    """Refuses, before any work, a file that cannot be written or an image that cannot be drawn."""
     require()
     import matplotlib
 

@@ -1,4 +1,4 @@
-"""The picture of the demonstration: pictures over their prompts, and below them the way of one of them from noise."""
+"""The image of the demonstration: images over their prompts, and below them the way of one of them from noise."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 NIGHT, LINE, STAR, DUST, RIGHT, WRONG = "#0b0f17", "#232c3b", "#eef2f8", "#8d99ad", "#4fd18b", "#ff6b6b"
 COLUMNS, CELL, GAP = 4, 256, 28
-SMALL, NARROW = 128, 12  # 8 small pictures are as wide as 4 large ones: 4·256 + 3·28 = 8·128 + 7·12
-EDGE, HEAD, STRIP_HEAD, LABEL = 44, 78, 88, 34  # margins, and room for words above pictures
+SMALL, NARROW = 128, 12  # 8 small images are as wide as 4 large ones: 4·256 + 3·28 = 8·128 + 7·12
+EDGE, HEAD, STRIP_HEAD, LABEL = 44, 78, 88, 34  # margins, and room for words above images
 WIDTH = 2 * EDGE + COLUMNS * CELL + (COLUMNS - 1) * GAP
-CAPTION, LINES, UNDER = 15, 4, 12  # a caption's letters, its most lines, and its distance from the picture
+CAPTION, LINES, UNDER = 15, 4, 12  # a caption's letters, its most lines, and its distance from the image
 TICK = 16
 
 
 @dataclass(frozen=True)
 class Words:
-    """What the sheet says around its pictures."""
+    """What the sheet says around its images."""
 
     title: str
     below: str
@@ -33,7 +33,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A picture on its way, and the letters for it."""
+    """An image on its way, and the letters for it."""
 
     image: Image.Image
     face: Face
@@ -41,8 +41,8 @@ class Sheet:
     def say(self, text: str, size: int, colour: str, at: tuple[int, int], anchor: str = "l") -> None:
         Block([text], self.face(size), colour).draw(ImageDraw.Draw(self.image), *at, anchor)
 
-    def paste(self, picture: Image.Image, side: int, at: tuple[int, int]) -> None:
-        self.image.paste(picture.convert("RGB").resize((side, side), Image.Resampling.LANCZOS), at)
+    def paste(self, image: Image.Image, side: int, at: tuple[int, int]) -> None:
+        self.image.paste(image.convert("RGB").resize((side, side), Image.Resampling.LANCZOS), at)
 
 
 def board(found: Sequence[Made], moments: Sequence[Moment], words: Words) -> Image.Image:
@@ -71,7 +71,7 @@ def title(sheet: Sheet, found: Sequence[Made], words: Words) -> None:
 
 
 def cell(sheet: Sheet, one: Made, caption: Block, at: tuple[int, int]) -> None:
-    """A picture, and under it a mark (all as asked, or not) beside its prompt."""
+    """An image, and under it a mark (all as asked, or not) beside its prompt."""
     x, y = at
     sheet.paste(one.image, CELL, at)
     drawn = mark(one.grade.right)
@@ -91,7 +91,7 @@ def mark(right: bool) -> Image.Image:
 
 
 def strip(sheet: Sheet, moments: Sequence[Moment], words: Words, top: int) -> None:
-    """Two lines of small pictures: x at falling noise, and what the network expects to come of it."""
+    """Two lines of small images: x at falling noise, and what the network expects to come of it."""
     ImageDraw.Draw(sheet.image).line([(EDGE, top), (WIDTH - EDGE, top)], LINE, 2)
     sheet.say("From noise to the picture", 22, STAR, (EDGE, top + 20))
     sheet.say(words.followed, CAPTION, DUST, (WIDTH - EDGE, top + 25), "r")

@@ -54,7 +54,7 @@ def command(
         bool, option(OUT, "--time", help="Load the weights, run, and show milliseconds by stage and component.")
     ] = False,
     plot: Annotated[
-        Path | None, option(OUT, "--plot", metavar="FILE", help="Draw the graph into this picture (.png, .svg, .pdf).")
+        Path | None, option(OUT, "--plot", metavar="FILE", help="Draw the graph into this image (.png, .svg, .pdf).")
     ] = None,
     overwrite: Overwrite = False,
     as_json: Annotated[bool, option(OUT, "--json", help="Print the graph as JSON.")] = False,
@@ -126,7 +126,7 @@ def command(
     if plot is not None:
         from pellucid.evidence.drawing import graph as drawing
 
-        goal.write(partial(drawing.picture, graph))
+        goal.write(partial(drawing.image, graph))
         output.wrote(goal, as_json)
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.wording import short
-from pellucid.interop.whole import put
+from pellucid.interop.atomic_files import put
 
 if TYPE_CHECKING:
     from rich.console import Console

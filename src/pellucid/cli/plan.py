@@ -53,7 +53,7 @@ def command(
         bool, typer.Option("--json", metavar="", help="Print the plan, or the comparison, as JSON.")
     ] = False,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the plan into this picture (.png, .svg, .pdf).")
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the plan into this image (.png, .svg, .pdf).")
     ] = None,
     diff: Annotated[
         str | None,

@@ -13,7 +13,7 @@ from pellucid.core.schedule import Level
 from pellucid.core.wording import named
 
 FRAMES = {"vp": "alpha² + sigma² = 1", "ve": "alpha = 1", "flow": "alpha + sigma = 1"}
-SCALES = (1.0, 0.3, 0.1, 0.03, 0.01)  # standard deviations of what a picture is made of
+SCALES = (1.0, 0.3, 0.1, 0.03, 0.01)  # standard deviations of what an image is made of
 COLUMNS = ("#", "time", "alpha", "sigma", "λ")
 
 

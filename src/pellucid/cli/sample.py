@@ -70,7 +70,7 @@ def command(
     """
     words = dict(locals())  # as typer converted them: what its context holds are texts in some of its versions
     if model is None and from_file is None:  # said before torch is imported
-        raise PellucidError("MODEL must be given, or a picture with --from; got neither.", "usage")
+        raise PellucidError("MODEL must be given, or an image with --from; got neither.", "usage")
     from pellucid.cli import sample_run
 
     sample_run.sample(words)

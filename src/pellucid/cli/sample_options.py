@@ -19,7 +19,7 @@ def option(panel: str, *names: str, metavar: str = "", help: str, complete: Comp
     )
 
 
-WHAT, HOW, PICTURE, TEXT = "What", "How", "From a picture", "Text"
+WHAT, HOW, IMAGE, TEXT = "What", "How", "From a picture", "Text"
 ADAPT, LOAD, SPEED, OUT = "Adapters", "Loading", "Memory and speed", "Output"
 
 Model = Annotated[
@@ -46,7 +46,7 @@ Seed = Annotated[str | None, option(WHAT, "--seed", metavar="SEED", help="7, or 
 Size = Annotated[str | None, option(WHAT, "--size", metavar="WxH", help="Pixels, as 768x512 or 512.")]
 From = Annotated[
     Path | None,
-    option(WHAT, "--from", metavar="FILE", help="Repeat a picture by the recipe inside it, ours or A1111's."),
+    option(WHAT, "--from", metavar="FILE", help="Repeat an image by the recipe inside it, ours or A1111's."),
 ]
 
 Sampler = Annotated[
@@ -89,18 +89,18 @@ Noise = Annotated[
     str | None, option(HOW, "--noise", metavar="SOURCE", help="philox (addressed) or torch (the peers').")
 ]
 
-ImageFile = Annotated[Path | None, option(PICTURE, "--image", metavar="FILE", help="The picture to start from.")]
+ImageFile = Annotated[Path | None, option(IMAGE, "--image", metavar="FILE", help="The image to start from.")]
 Mask = Annotated[
-    Path | None, option(PICTURE, "--mask", metavar="FILE", help="White is painted anew; as large as the image.")
+    Path | None, option(IMAGE, "--mask", metavar="FILE", help="White is painted anew; as large as the image.")
 ]
 Strength = Annotated[
-    float | None, option(PICTURE, "--strength", metavar="S", help="How much is made anew, above 0 to 1.")
+    float | None, option(IMAGE, "--strength", metavar="S", help="How much is made anew, above 0 to 1.")
 ]
 Start = Annotated[
     float | None,
-    option(PICTURE, "--denoising-start", metavar="S", help="Take up an unfinished run at this part of it."),
+    option(IMAGE, "--denoising-start", metavar="S", help="Take up an unfinished run at this part of it."),
 ]
-End = Annotated[float | None, option(PICTURE, "--denoising-end", metavar="S", help="Stop at this part of the run.")]
+End = Annotated[float | None, option(IMAGE, "--denoising-end", metavar="S", help="Stop at this part of the run.")]
 
 ClipSkip = Annotated[
     int | None, option(TEXT, "--clip-skip", metavar="N", help="Last layers of the text encoder left out.")
@@ -122,12 +122,12 @@ ControlWords = Annotated[
         ADAPT,
         "--control",
         metavar="NET,FILE[,SCALE[,A-B]]",
-        help="A ControlNet, its picture, its scale, and the part of the run where it acts; may be repeated.",
+        help="A ControlNet, its image, its scale, and the part of the run where it acts; may be repeated.",
     ),
 ]
 ImagePromptWords = Annotated[
     list[str] | None,
-    option(ADAPT, "--image-prompt", metavar="ADAPTER,FILE[,SCALE]", help="An IP-Adapter and its picture; repeatable."),
+    option(ADAPT, "--image-prompt", metavar="ADAPTER,FILE[,SCALE]", help="An IP-Adapter and its image; repeatable."),
 ]
 Inversion = Annotated[
     list[Path] | None, option(ADAPT, "--inversion", metavar="FILE", help="A textual inversion; may be repeated.")

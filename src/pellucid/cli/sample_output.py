@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pellucid.pipeline.recipe import Recipe
 
 STEM = "out"
-PICTURES = (".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".svg", ".pdf")  # not written; no folders' names
+IMAGES = (".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".svg", ".pdf")  # not written; no folders' names
 
 
 # --- names -----------------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def goal_of(out: Path | None, overwrite: bool, several: bool) -> Goal:
         else:
             goal.free(out)
         return goal
-    if out.suffix.lower() in PICTURES and not out.is_dir():
+    if out.suffix.lower() in IMAGES and not out.is_dir():
         raise PellucidError(rule("--out", "a file that ends in .png, or a folder", str(out)), "file-type")
     if not out.is_dir():
         if os.path.lexists(out) or not out.parent.is_dir():

@@ -1,4 +1,4 @@
-"""`pellucid sample --from`: the recipe inside a picture, completed by what was said and what was found beside it."""
+"""`pellucid sample --from`: the recipe inside an image, completed by what was said and what was found beside it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from pellucid.core.grid import Grid
 from pellucid.core.plan import Plan
 from pellucid.interop import hub, source
 from pellucid.models.guidance import Guidance
-from pellucid.pipeline import images as pictures
+from pellucid.pipeline import images, recording, repeat
 from pellucid.pipeline import recipe as recipes
-from pellucid.pipeline import recording, repeat
 from pellucid.pipeline.parameters import Foreign
 from pellucid.pipeline.policy import Policy
 from pellucid.pipeline.recipe import Recipe
@@ -33,13 +32,13 @@ if TYPE_CHECKING:
     from pellucid.pipeline.request import Request
 
 SHOWN = 60  # characters of a value
-ORDER = 10  # times the pixels of the picture that a recipe may make unasked
+ORDER = 10  # times the pixels of the image that a recipe may make unasked
 MANY = 1000  # steps that it may take
 
 
 @dataclass(frozen=True)
 class Source:
-    """A picture and its recipe. `axes` are those of a sheet."""
+    """An image and its recipe. `axes` are those of a sheet."""
 
     path: Path
     recipe: Recipe | Foreign
@@ -68,9 +67,9 @@ def open_source(path: Path) -> Source:
 
 
 def agree(origin: Source, asked: Asked, progress: Progress) -> None:
-    """Asks before a recipe of another order of size than its picture is run, or refuses where nobody can answer.
+    """Asks before a recipe of another order of size than its image is run, or refuses where nobody can answer.
 
-    Nobody sees in a picture what its recipe asks for. What is said on the command line is agreed to.
+    Nobody sees in an image what its recipe asks for. What is said on the command line is agreed to.
     """
     for question, refusal in surprises(origin, asked):
         if not on_terminal():
@@ -82,16 +81,16 @@ def agree(origin: Source, asked: Asked, progress: Progress) -> None:
 
 
 def surprises(origin: Source, asked: Asked) -> Iterator[tuple[str, str]]:
-    """(the question, the refusal) of each thing that a recipe makes far larger than its picture shows."""
+    """(the question, the refusal) of each thing that a recipe makes far larger than its image shows."""
     base, name = repeat.request_fields(origin.recipe), origin.path.name
     size = base.get("width"), base.get("height")
     calls = base["plan"].nfe if "plan" in base else base.get("steps") or 0
     if None not in size and not {"width", "height"} & asked.fields.keys():
-        with pictures.open_bounded(origin.path) as picture:
-            carrier = picture.size
+        with images.open_bounded(origin.path) as image:
+            carrier = image.size
         times = size[0] * size[1] / (carrier[0] * carrier[1])
         if times > ORDER:
-            made, own = pictures.words(size), pictures.words(carrier)
+            made, own = images.words(size), images.words(carrier)
             question = f"{name} is {own}, and its recipe makes {made}, {times:,.0f} times as many pixels. Run it?"
             must, got = f"at most {ORDER} times the pixels of its picture", f"{made} for {name} of {own}"
             yield question, f"size of the recipe must be {must}; got {got}. Give --size {size[0]}x{size[1]} to run it."
@@ -122,7 +121,7 @@ def completed(origin: Source, asked: Asked) -> tuple[Asked, list[str]]:
         ("seed", seed, asked.seeds),
     ):
         changed += [] if new is None else differences({name: old}, {name: new[0] if one(new) else new})
-    changed += [f"{name} added" for name in asked.fields if name not in base and name not in origin.needs.pictures]
+    changed += [f"{name} added" for name in asked.fields if name not in base and name not in origin.needs.images]
     loading, policy = dict(asked.loading), dict(asked.policy)
     if origin.exact is not None:
         loading = {**({"dtype": origin.exact.dtype} if origin.exact.dtype else {}), **loading}
@@ -191,7 +190,7 @@ def understood(found: Foreign) -> dict[str, str]:
 
 
 def local_model(origin: Source) -> str:
-    """The model that the recipe names, where it is on this machine: nothing is fetched because a picture says so."""
+    """The model that the recipe names, where it is on this machine: nothing is fetched because an image says so."""
     name = str(repeat.known_fields(origin.recipe).get("model", ""))
     if origin.exact is not None and name:
         for place in (source.expanded(name), origin.path.parent / name):
@@ -204,7 +203,7 @@ def local_model(origin: Source) -> str:
 
 
 def adapters(origin: Source, asked: Asked) -> dict[str, list[Adapter]]:
-    """The adapters of the run: those given, or those of the recipe that lie in this folder or beside the picture."""
+    """The adapters of the run: those given, or those of the recipe that lie in this folder or beside the image."""
     needs, missing = origin.needs, []
     loras = [scaled(given, needs.of("lora")) for given in asked.loras] or [
         found if found is not None else Adapter("")
@@ -220,7 +219,7 @@ def adapters(origin: Source, asked: Asked) -> dict[str, list[Adapter]]:
     for flag, given, kind in (("--control", controls, "controlnet"), ("--image-prompt", prompts, "ip-adapter")):
         if not given:
             missing += [f"{flag} NET,FILE for {need['name']}" for need in needs.of(kind)]
-    missing += [f"--{name} FILE" for name in ("image", "mask") if name in needs.pictures and name not in asked.fields]
+    missing += [f"--{name} FILE" for name in ("image", "mask") if name in needs.images and name not in asked.fields]
     if asked.weak is None:
         missing += [f"--weak MODEL for {need['name']}" for need in needs.of("weak")]
     if missing:
@@ -247,7 +246,7 @@ def find_lora(need: Mapping[str, Any], beside: Path) -> Adapter | None:
 
 
 def spanned(given: list[Adapter], needs: list[dict[str, Any]]) -> list[Adapter]:
-    """Given adapters with pictures, in the recipe's order, at its scales and spans where none are said."""
+    """Given adapters with images, in the recipe's order, at its scales and spans where none are said."""
     out = []
     for i, adapter in enumerate(given):
         own: Mapping[str, Any] = needs[i] if i < len(needs) else {}
@@ -261,7 +260,7 @@ def spanned(given: list[Adapter], needs: list[dict[str, Any]]) -> list[Adapter]:
 
 
 def check_same(origin: Source, pipe: Pipeline, request: Request, named: bool) -> list[str]:
-    """What of the model, the pictures and the adapters is not the recipe's. A model that nobody named must be."""
+    """What of the model, the images and the adapters is not the recipe's. A model that nobody named must be."""
     recipe = origin.exact
     if recipe is None:
         return []
@@ -307,7 +306,7 @@ def compare_pixels(origin: Source, image: Any, recipe: Recipe) -> str:
     """Whether the new image is the old one, and where not, how far it is and what may be why."""
     if origin.exact is None:
         return ""
-    old = pictures.read(origin.path)
+    old = images.read(origin.path)
     if old.size != image.size or old.mode != image.mode:
         return f"the new image has another size: {image.size[0]}×{image.size[1]}"
     apart = np.abs(np.asarray(old).astype(int) - np.asarray(image).astype(int))

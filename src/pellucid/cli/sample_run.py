@@ -161,11 +161,11 @@ def adapters_of(asked: Asked) -> dict[str, Any]:
     if asked.controls:
         spans = [one.span or (0.0, 1.0) for one in asked.controls]
         found["controls"] = [
-            Control(one.path, one.picture, scale(one), *span, one.guess)
+            Control(one.path, one.image, scale(one), *span, one.guess)
             for one, span in zip(asked.controls, spans, strict=True)
         ]
     if asked.image_prompts:
-        found["image_prompts"] = [ImagePrompt(one.path, one.picture, scale(one)) for one in asked.image_prompts]
+        found["image_prompts"] = [ImagePrompt(one.path, one.image, scale(one)) for one in asked.image_prompts]
     return found
 
 

@@ -1,4 +1,4 @@
-"""`pellucid sample --grid-of`: one run a cell, then one labelled picture that carries its recipe."""
+"""`pellucid sample --grid-of`: one run a cell, then one labelled image that carries its recipe."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def sheet(work: Work, cells: Cells, goal: Path, folder: Path | None) -> None:
     work.check_recipe(cells.requests[0])
     if folder is not None:
         folder.mkdir(exist_ok=work.goal.overwrite)
-    pictures = []
+    images = []
     for number, (settings, request) in enumerate(zip(cells.settings, cells.requests, strict=True), 1):
         result = work.run(request)
-        pictures.append(result.images[0])
+        images.append(result.images[0])
         if folder is not None:
             path = folder / sample_output.cell_name(number, settings)
             work.goal.write(path, result.images[0], result.recipe)
@@ -59,7 +59,7 @@ def sheet(work: Work, cells: Cells, goal: Path, folder: Path | None) -> None:
         work.bar.done += 1
     first = work.report.recipes[0]
     title = None if any(axis.name == "prompt" for axis in cells.axes) else first.prompt
-    drawn = draw_sheet(pictures, cells.axes, title=title, footer=footer(work.report.recipes))
+    drawn = draw_sheet(images, cells.axes, title=title, footer=footer(work.report.recipes))
     work.goal.write(goal, drawn, first, cells.text)
     if work.origin is not None and work.origin.axes == cells.text:
         work.compare_pixels(drawn, first)

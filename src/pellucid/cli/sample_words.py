@@ -1,4 +1,4 @@
-"""The words of `pellucid sample` → what they mean: seeds, sizes, prompts, pictures, adapters, fields of a request."""
+"""The words of `pellucid sample` → what they mean: seeds, sizes, prompts, images, adapters, fields of a request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pellucid.core.noise import check_seed
 from pellucid.core.reader import read_text
 from pellucid.core.samplers import resolve
 from pellucid.models.guidance import Guidance
-from pellucid.pipeline import images as pictures
+from pellucid.pipeline import images
 from pellucid.pipeline.request_words import label, size
 
 MAX_IMAGES = 10_000
@@ -40,10 +40,10 @@ POLICY = ("attention", "vae_tile", "vae_slicing", "channels_last", "offload", "c
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter in words: its file, its picture, and its strength and span where they were said."""
+    """An adapter in words: its file, its image, and its strength and span where they were said."""
 
     path: str
-    picture: Image.Image | None = None
+    image: Image.Image | None = None
     scale: float | None = None
     span: tuple[float, float] | None = None
     guess: bool = False  # of a recipe's ControlNet: there is no word for it
@@ -81,8 +81,8 @@ class Asked:
             seeds=None if params["seed"] is None else seeds(params["seed"]),
             fields=fields_of(given),
             loras=[lora(text) for text in params["lora"] or ()],
-            controls=[with_picture("--control", text, True) for text in params["control"] or ()],
-            image_prompts=[with_picture("--image-prompt", text, False) for text in params["image_prompt"] or ()],
+            controls=[with_image("--control", text, True) for text in params["control"] or ()],
+            image_prompts=[with_image("--image-prompt", text, False) for text in params["image_prompt"] or ()],
             loading={
                 **{name: given[name] for name in LOADING if name in given},
                 **({"inversions": params["inversion"]} if params["inversion"] else {}),
@@ -108,7 +108,7 @@ def fields_of(given: dict[str, Any]) -> dict[str, Any]:
         found["aesthetic"] = tuple(float(part) for part in scores)
     for name in ("image", "mask"):
         if name in given:
-            found[name] = pictures.read(given[name], name)
+            found[name] = images.read(given[name], name)
     if "weighting" in given:
         found["weighting"] = True
     if "guidance" in given:
@@ -193,7 +193,7 @@ def lora(text: str) -> Adapter:
     return Adapter(path, scale=scale)
 
 
-def with_picture(name: str, text: str, spans: bool) -> Adapter:
+def with_image(name: str, text: str, spans: bool) -> Adapter:
     """`NET,FILE[,SCALE[,A-B]]`, read from its end; commas inside of paths are found by which files exist."""
     parts = text.split(",")
     span = scale = None
@@ -206,5 +206,5 @@ def with_picture(name: str, text: str, spans: bool) -> Adapter:
         form = "NET,FILE,SCALE,A-B" if spans else "ADAPTER,FILE,SCALE"
         raise PellucidError(rule(name, f"{form}, the last ones optional", text[:200]), "usage")
     cuts = [(",".join(parts[:i]).strip(), ",".join(parts[i:]).strip()) for i in range(1, len(parts))]
-    net, picture = next((cut for cut in cuts if Path(cut[0]).exists() and Path(cut[1]).is_file()), cuts[0])
-    return Adapter(net, pictures.read(picture, f"picture of {name}"), scale, span)  # type: ignore[arg-type]
+    net, image = next((cut for cut in cuts if Path(cut[0]).exists() and Path(cut[1]).is_file()), cuts[0])
+    return Adapter(net, images.read(image, f"picture of {name}"), scale, span)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""`pellucid score`: how near pictures are to a reference, and to their prompts."""
+"""`pellucid score`: how near images are to a reference, and to their prompts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pellucid.core.errors import PellucidError, rule
 
 if TYPE_CHECKING:
     from pellucid.evidence.metrics.image_text import ImageText
+    from pellucid.evidence.metrics.images import ImageSet
     from pellucid.evidence.metrics.inception import Inception
     from pellucid.evidence.metrics.measured import Measured
-    from pellucid.evidence.metrics.pictures import PictureSet
     from pellucid.evidence.metrics.score import Asked, Figure, Score
 
 EXAMPLES = (
@@ -34,7 +34,7 @@ def command(
         str,
         typer.Argument(
             metavar="IMAGES",
-            help="A folder of pictures, FOLDER:train or :test of CIFAR-10, an .npz or .safetensors file of uint8.",
+            help="A folder of images, FOLDER:train or :test of CIFAR-10, an .npz or .safetensors file of uint8.",
         ),
     ],
     against: Annotated[
@@ -45,7 +45,7 @@ def command(
         Path | None, typer.Option(metavar="FILE", help="Weights of FID's Inception; cached or downloaded if not given.")
     ] = None,
     clip: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="A CLIP that compares each picture with its prompt.")
+        str | None, typer.Option(metavar="FOLDER", help="A CLIP that compares each image with its prompt.")
     ] = None,
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A prompt a line, or .jsonl with file_name and text.")
@@ -77,9 +77,9 @@ def command(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the figures as JSON.")] = False,
 ) -> None:
-    """Score pictures: FID, KID, precision and recall against a reference; CLIP's cosine against prompts.
+    """Score images: FID, KID, precision and recall against a reference; CLIP's cosine against prompts.
 
-    Each with an interval from resampling the pictures. Below 10,000 pictures read KID, not FID.
+    Each with an interval from resampling the images. Below 10,000 images read KID, not FID.
 
     Example: [bold]pellucid score out/ --against data/cifar10:train[/]
     """
@@ -129,13 +129,13 @@ class Work:
 
     def __init__(self, images: str, reference: str | None, batch: int, device: str | None, cached: bool) -> None:
         from pellucid.evidence.metrics.fid import Statistics
-        from pellucid.evidence.metrics.pictures import open_pictures
+        from pellucid.evidence.metrics.images import open_images
         from pellucid.interop import source
         from pellucid.pipeline.load import default_device
 
         self.names = (images, reference)
-        self.images = open_pictures(images)
-        self.reference = None if reference is None else open_pictures(reference)
+        self.images = open_images(images)
+        self.reference = None if reference is None else open_images(reference)
         self.batch, self.cached = batch, cached
         self.device = source.place(device) or default_device()
         self.known = [isinstance(side, Statistics) for side in (self.images, self.reference) if side is not None]
@@ -146,9 +146,9 @@ class Work:
 
         name, against = self.names
         if against is None and save is None:
-            return Score(name, len(self.pictures("--clip")))
+            return Score(name, len(self.image_set("--clip")))
         if save is not None:
-            self.pictures("--save")
+            self.image_set("--save")
         network = self.network(inception)
         mine = self.measured(name, self.images, network, False)
         if save is not None:
@@ -178,12 +178,12 @@ class Work:
 
         if network is None or isinstance(side, Statistics):
             return measured.Measured(name, side.to(self.device))
-        with pictures_done(name, len(side)) as done:
+        with images_done(name, len(side)) as done:
             if cached:
                 return measured.measure_cached(side, network, cache_folder(), self.batch, done)
             return measured.measure(side, network, self.batch, done)
 
-    def pictures(self, option: str) -> PictureSet:
+    def image_set(self, option: str) -> ImageSet:
         from pellucid.evidence.metrics.fid import Statistics
 
         if isinstance(self.images, Statistics):
@@ -191,23 +191,23 @@ class Work:
         return self.images
 
     def judge(self, clip: str, prompts: Path) -> Callable[[Asked], ImageText]:
-        """What says how well each picture fits its prompt, ready to run."""
+        """What says how well each image fits its prompt, ready to run."""
         from pellucid.evidence.metrics.image_text import Judge, image_text, read_prompts
 
-        pictures = self.pictures("--clip")
-        texts = read_prompts(prompts, pictures)
+        images = self.image_set("--clip")
+        texts = read_prompts(prompts, images)
         judge = Judge.load(clip, self.device)
 
         def run(asked: Asked) -> ImageText:
-            with pictures_done("prompts", len(pictures)) as done:
-                return image_text(pictures, texts, judge, asked.resamples, asked.seed, done)
+            with images_done("prompts", len(images)) as done:
+                return image_text(images, texts, judge, asked.resamples, asked.seed, done)
 
         return run
 
 
 @contextmanager
-def pictures_done(name: str, count: int) -> Iterator[Callable[[int], None]]:
-    """A bar of pictures, told so many at once."""
+def images_done(name: str, count: int) -> Iterator[Callable[[int], None]]:
+    """A bar of images, told so many at once."""
     with output.progress(name, count) as seen:
 
         def done(more: int) -> None:
@@ -249,7 +249,7 @@ def rows(found: Score) -> Iterator[tuple[str, str, str, str]]:
         yield ("precision", *shown(found.precision, "{:.4f}"), "pictures like some of the reference")
         yield ("recall", *shown(found.recall, "{:.4f}"), "of the reference like some pictures")
     if found.image_text is not None:
-        yield ("image-text", *shown(found.image_text, "{:.2f}"), "100 × mean cosine of picture and prompt")
+        yield ("image-text", *shown(found.image_text, "{:.2f}"), "100 × mean cosine of image and prompt")
 
 
 def shown(figure: Figure, form: str, factor: float = 1.0) -> tuple[str, str]:

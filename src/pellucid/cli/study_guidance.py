@@ -48,7 +48,7 @@ def command(
     ] = None,
     reference: Annotated[
         str | None,
-        typer.Option(metavar="FOLDER", help="True pictures; those of scenes, or unguided ones, when not given."),
+        typer.Option(metavar="FOLDER", help="True images; those of scenes, or unguided ones, when not given."),
     ] = None,
     tolerance: Annotated[
         float | None,
@@ -58,7 +58,7 @@ def command(
     steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="20 when not given.")] = None,
     batch: Annotated[int | None, typer.Option(metavar="N", min=1, help="Pictures at once; 32 when not given.")] = None,
     seed: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Of scenes, and of the first picture; 0 when not given.")
+        int | None, typer.Option(metavar="N", min=0, help="Of scenes, and of the first image; 0 when not given.")
     ] = None,
     part: Annotated[
         str | None, typer.Option(metavar="NAME", help="unet, or dit: the transformer beside it; unet when not given.")

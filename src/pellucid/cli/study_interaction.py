@@ -37,7 +37,7 @@ def command(
         str | None, typer.Option(metavar="FILE", help="A prompt a line, or scenes:N, for models that take text.")
     ] = None,
     seeds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Pictures of each prompt; 32.")] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", min=0, help="Of the first picture; 0.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", min=0, help="Of the first image; 0.")] = None,
     guidance: Annotated[
         str | None, typer.Option(metavar="TEXT", help="As it is: 4, 4 + apg, …; the model's own when not given.")
     ] = None,
@@ -53,7 +53,7 @@ def command(
         int | None, typer.Option(metavar="N", min=2, help="Steps of a stochastic sampler's own yardstick; 500.")
     ] = None,
     reference: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="True pictures for KID, such as data/cifar10:train.")
+        str | None, typer.Option(metavar="FOLDER", help="True images for KID, such as data/cifar10:train.")
     ] = None,
     inception: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Weights for KID; the cached ones when not given.")
@@ -68,7 +68,7 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the figures as JSON.")] = False,
 ) -> None:
-    """Ask models of different schedules and architectures for the same pictures by the same samplers.
+    """Ask models of different schedules and architectures for the same images by the same samplers.
 
     Tells the best of each model with its interval, where the best changes, whether that is sure, and what it costs
     to keep the other's sampler. A study that was stopped goes on.

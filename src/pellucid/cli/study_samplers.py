@@ -35,7 +35,7 @@ def command(
         typer.Option(metavar="FILE", help="A prompt (or a class) a line; scenes:N for N held-out scenes."),
     ] = None,
     seeds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Pictures of each prompt; 1.")] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", min=0, help="Of the first picture; 0.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", min=0, help="Of the first image; 0.")] = None,
     out: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Where it writes; a study that was stopped goes on.")
     ] = Path("out/samplers"),
@@ -69,17 +69,17 @@ def command(
     dtype: Annotated[str | None, typer.Option(metavar="NAME", help="float32, float16, bfloat16; float32.")] = None,
     device: Device = None,
     shard: Annotated[
-        str | None, typer.Option(metavar="I/N", help="Make only this share of the pictures: 0/4 is the first of four.")
+        str | None, typer.Option(metavar="I/N", help="Make only this share of the images: 0/4 is the first of four.")
     ] = None,
     processes: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Make pictures in so many processes here.")
+        int | None, typer.Option(metavar="N", min=1, help="Make images in so many processes here.")
     ] = None,
     ray: Annotated[int | None, typer.Option(metavar="N", min=1, help="The same as tasks of a Ray cluster.")] = None,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the figures as JSON.")] = False,
 ) -> None:
     """Compare samplers and step counts: time, model calls, quality, the Pareto front, its knee, and what to use.
 
-    Writes report.html with charts to hover and pictures by cell, PNG charts, table.md and results.json.
+    Writes report.html with charts to hover and images by cell, PNG charts, table.md and results.json.
 
     Example: [bold]pellucid study samplers --model scenes-128 --samplers ddim,dpmpp_2m:karras --steps 5,10,20
     --prompts scenes:64[/]
@@ -122,7 +122,7 @@ def one_share(
     other: int | None,
     as_json: bool,
 ) -> None:
-    """The pictures of one share; the report is the whole study's."""
+    """The images of one share; the report is the whole study's."""
     from pellucid.evidence.study import samplers_run
     from pellucid.evidence.study.records import shard_of
     from pellucid.evidence.study.samplers_figures import Judges

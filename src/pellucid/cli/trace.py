@@ -81,7 +81,7 @@ def replay(
 ) -> None:
     """Run it again and compare every step, bit by bit. Exit 1 where it is not the same, with the step and the cause.
 
-    A trace without a recipe, of a bare denoiser, is run from the predictions that it holds. Pictures and adapters of
+    A trace without a recipe, of a bare denoiser, is run from the predictions that it holds. Images and adapters of
     the first run have to be given again.
 
     Example: [bold]pellucid trace replay run.safetensors[/]

@@ -82,7 +82,7 @@ def noise_of(header: Header) -> str:
 
 
 def table(trace: Trace, index: int | None) -> Table:
-    """One row a step: sizes as root mean squares, so that pictures of any size read alike."""
+    """One row a step: sizes as root mean squares, so that images of any size read alike."""
     heads = (
         "step",
         "σ/α",

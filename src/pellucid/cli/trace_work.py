@@ -30,9 +30,7 @@ from pellucid.pipeline.repeat import Needs
 def plot_goal(plot: Path | None, overwrite: bool, *, decoded: bool, linear: bool) -> Destination | None:
     """Where `--plot` draws; refuses what goes with it alone, or not together."""
     if plot is None and (decoded or linear):
-        raise PellucidError(
-            "--model and --linear must come with --plot, which draws pictures; got them alone.", "usage"
-        )
+        raise PellucidError("--model and --linear must come with --plot, which draws images; got them alone.", "usage")
     if decoded and linear:
         raise PellucidError("--linear must be left out with --model, which decodes; got both.", "usage")
     output.check_overwrite(overwrite, "--plot", plot is not None)
@@ -62,8 +60,8 @@ def show(
 
 
 def draw(trace: Trace, plot: Destination, index: int, model: str | None, linear: bool) -> None:
-    vae, note = (None, "") if linear or not trace.pictured else vae_of(trace, model)
-    if not trace.pictured:
+    vae, note = (None, "") if linear or not trace.has_images else vae_of(trace, model)
+    if not trace.has_images:
         note = "only the curves are drawn: the trace holds no tensors (--trace-tensors keeps them)"
     if note:
         print(f"note: {note}", file=sys.stderr)
@@ -155,7 +153,7 @@ def with_model(trace: Trace, given: dict[str, Any]) -> Replay:
     asked = asked_of(trace, {**given, "device": given["device"] or trace.header.machine.get("device")})
     pipe = sample_run.timed_load(asked, sample_output.Report())
     weak = sample_run.weak_of(asked)
-    fields = {**pictures_of(asked), **sample_run.adapters_of(asked), **({} if weak is None else {"weak": weak})}
+    fields = {**images_of(asked), **sample_run.adapters_of(asked), **({} if weak is None else {"weak": weak})}
     with output.progress("running again", trace.header.steps) as done:
         return replaying.replay_with(trace, pipe, {**fields, "observers": (lambda _: done(),)})
 
@@ -170,5 +168,5 @@ def asked_of(trace: Trace, given: dict[str, Any]) -> Asked:
     return sample_repeat.completed(origin, Asked.of(words))[0]
 
 
-def pictures_of(asked: Asked) -> dict[str, Any]:
+def images_of(asked: Asked) -> dict[str, Any]:
     return {name: asked.fields[name] for name in ("image", "mask") if name in asked.fields}

@@ -75,7 +75,7 @@ def command(
         output.print_json(found)
         return
     left = "" if done.steps == read.steps else f" of {read.steps}"
-    bad = f"; {done.skipped} pictures could not be read and were skipped" if done.skipped else ""
+    bad = f"; {done.skipped} images could not be read and were skipped" if done.skipped else ""
     print(f"{done.steps} steps{left} in {done.seconds:.0f} s → {done.folder}{bad}")
 
 

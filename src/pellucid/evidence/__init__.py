@@ -1,1 +1,1 @@
-"""Evidence: what a model and its pictures are worth, measured."""
+"""Evidence: what a model and its images are worth, measured."""

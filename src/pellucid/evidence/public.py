@@ -17,7 +17,7 @@ from pellucid.evidence.tune.start import Start
 from pellucid.evidence.tune.subject import of_pipeline
 from pellucid.evidence.tune.tuning import Tuned, Tuning
 from pellucid.evidence.tune.tuning import tune as run_tuning
-from pellucid.interop.whole import put
+from pellucid.interop.atomic_files import put
 from pellucid.pipeline.load import load
 from pellucid.pipeline.peer_words import CALL, option_error
 from pellucid.pipeline.pipeline import Pipeline

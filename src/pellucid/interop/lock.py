@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pellucid.core.errors import PellucidError
-from pellucid.interop.whole import LOCK, writing
+from pellucid.interop.atomic_files import LOCK, writing
 
 try:
     import fcntl

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import parse_json
 from pellucid.interop import lora_tokens, weights
+from pellucid.interop.atomic_files import writing
 from pellucid.interop.lora_keys import Layer, Spellings, numbered, take_apart
 from pellucid.interop.lora_parts import Config, Strength, make
-from pellucid.interop.whole import writing
 from pellucid.models.lora import Adapter, AdapterSet, check_layers, layer_weights
 from pellucid.models.lora_delta import Delta, DoRA, LoRA, stripped
 

@@ -23,9 +23,9 @@ from pellucid.core.dialect_diffusers import finite_table
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.schedule import Tabled
 from pellucid.interop import diffusers_config, diffusers_export
+from pellucid.interop.atomic_files import put
 from pellucid.interop.diffusers_classes import KNOWN
 from pellucid.interop.diffusers_config import FILE_NAME, Reading
-from pellucid.interop.whole import put
 
 
 class Config(dict[str, Any]):

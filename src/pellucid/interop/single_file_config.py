@@ -87,7 +87,7 @@ def unet_config(tensors: State, sample_size: int) -> dict[str, Any]:
 
 
 def control_config(tensors: State) -> dict[str, Any]:
-    """The picture's convolutions come in pairs, the second of each wider and at half the size."""
+    """The image's convolutions come in pairs, the second of each wider and at half the size."""
     numbers = range(0, indices(tensors, "input_hint_block.") - 1, 4)
     first = shape(tensors, "input_hint_block.0.weight", "ControlNet")
     widths = [shape(tensors, f"input_hint_block.{number}.weight", "ControlNet")[0] for number in numbers]

@@ -114,7 +114,7 @@ def unet_table(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def control_table(config: Mapping[str, Any]) -> dict[str, str]:
-    """A ControlNet: a UNet's first half, a 1×1 convolution a skip, and the picture's convolutions at even numbers."""
+    """A ControlNet: a UNet's first half, a 1×1 convolution a skip, and the image's convolutions at even numbers."""
     table = descent_table(config) | {"middle_block_out.0": "controlnet_mid_block"}
     for index in range(len(config["block_out_channels"]) * (config["layers_per_block"] + 1)):
         table[f"zero_convs.{index}.0"] = f"controlnet_down_blocks.{index}"

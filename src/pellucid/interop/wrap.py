@@ -27,8 +27,8 @@ from pellucid.interop.wrap_strings import Call, Listener, Only, Prompter, Reply,
 
 NETWORKS = ("transformer", "unet")
 FALLBACK = "Our samplers still run inside of it: pipe.scheduler = pellucid.Scheduler.from_config(pipe.scheduler)."
-# What a pipeline that starts from a picture takes, and what it is called.
-PICTURE = (
+# What a pipeline that starts from an image takes, and what it is called.
+IMAGE = (
     "strength",
     "mask_image",
     "control_image",
@@ -38,7 +38,7 @@ PICTURE = (
     "noise_level",
     "source_prompt",
 )
-PICTURE_WORDS = "Img2Img|ImageToImage|I2I|Inpaint|Edit|Upscale|Refiner|ControlNet|Adapter|Layered|Pix2Pix"
+IMAGE_WORDS = "Img2Img|ImageToImage|I2I|Inpaint|Edit|Upscale|Refiner|ControlNet|Adapter|Layered|Pix2Pix"
 LEAVE = object()
 
 
@@ -79,13 +79,13 @@ def look(pipeline: Any) -> Peer:
 
 
 def refuse_other_work(kind: str, takes: Mapping[str, Any]) -> None:
-    """Video, sound, and pictures from pictures: refused by name."""
+    """Video, sound, and images from images: refused by name."""
     work = None
     if "Video" in kind or any("video" in name or "frames" in name for name in takes):
         work = "makes video"
     elif "Audio" in kind or any("audio" in name for name in takes):
         work = "makes sound"
-    elif re.search(PICTURE_WORDS, kind) or any(name in takes for name in PICTURE):
+    elif re.search(IMAGE_WORDS, kind) or any(name in takes for name in IMAGE):
         work = "starts from a picture"
     elif "prompt" not in takes:
         work = "takes no prompt"

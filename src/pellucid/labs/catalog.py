@@ -48,7 +48,7 @@ LABS = (
         1,
         "forward_noise",
         "Forward noise",
-        "What does noise do to a picture, and why can one formula jump to any level of it?",
+        "What does noise do to an image, and why can one formula jump to any level of it?",
         "forward_and_reverse",
     ),
     Lab(
@@ -103,7 +103,7 @@ LABS = (
     Lab(
         9,
         "controlnet",
-        "A picture that steers",
+        "An image that steers",
         "How does a drawing steer a network that was never trained on drawings?",
         "adapters",
     ),
@@ -118,7 +118,7 @@ LABS = (
         11,
         "the_loop",
         "The loop from end to end",
-        "Which tensors live from the prompt to the picture, and what changes them at each step?",
+        "Which tensors live from the prompt to the image, and what changes them at each step?",
         "inference_loop",
     ),
     Lab(

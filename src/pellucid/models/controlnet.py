@@ -1,4 +1,4 @@
-"""ControlNet: a copy of a UNet's first half that reads a picture and adds to every skip of the UNet."""
+"""ControlNet: a copy of a UNet's first half that reads an image and adds to every skip of the UNet."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pellucid.models.unet_config import UNetConfig
 
 
 class Hint(NamedTuple):
-    """What one ControlNet is given for a run: its picture, embedded once, and how strong it is for each image."""
+    """What one ControlNet is given for a run: its image, embedded once, and how strong it is for each image."""
 
     embedded: Tensor  # (B, C, H, W), at the size of the latents
     scale: Tensor  # (B, 1, 1, 1), or (B, skips + 1, 1, 1): one for each skip and one for the middle
 
 
 class HintEmbedding(nn.Module):
-    """The picture brought down to the size of the latents, an eighth of the side."""
+    """The image brought down to the size of the latents, an eighth of the side."""
 
     def __init__(self, channels: int, widths: Sequence[int], out_channels: int) -> None:
         super().__init__()
@@ -39,8 +39,8 @@ class HintEmbedding(nn.Module):
         self.blocks = nn.ModuleList(steps)
         self.conv_out = nn.Conv2d(widths[-1], out_channels, 3, padding=1)
 
-    def forward(self, picture: Tensor) -> Tensor:
-        h = silu(self.conv_in(picture))
+    def forward(self, image: Tensor) -> Tensor:
+        h = silu(self.conv_in(image))
         for conv in self.blocks:
             h = silu(conv(h))
         return self.conv_out(h)
@@ -67,18 +67,18 @@ class ControlNet(Descent):
             for weights in conv.parameters():
                 nn.init.zeros_(weights)
 
-    def hint(self, picture: Tensor, scale: Sequence[float], guess: bool = False) -> Hint:
-        """Embeds a picture (B, 3, 8·H, 8·W) in [0, 1], once a run: it does not change from step to step.
+    def hint(self, image: Tensor, scale: Sequence[float], guess: bool = False) -> Hint:
+        """Embeds an image (B, 3, 8·H, 8·W) in [0, 1], once a run: it does not change from step to step.
 
         `guess` is diffusers' guess_mode: a tenth of the scale at the first skip, rising to all of it in the middle.
         """
-        if picture.ndim != 4 or picture.shape[1] != self.config.conditioning_channels:
+        if image.ndim != 4 or image.shape[1] != self.config.conditioning_channels:
             wanted = f"(batch, {self.config.conditioning_channels}, height, width)"
-            raise PellucidError(rule("control picture", wanted, tuple(picture.shape)), "control-shape")
+            raise PellucidError(rule("control picture", wanted, tuple(image.shape)), "control-shape")
         if self.config.controlnet_conditioning_channel_order == "bgr":
-            picture = picture.flip(1)
+            image = image.flip(1)
         weight = self.controlnet_cond_embedding.conv_in.weight
-        embedded = self.controlnet_cond_embedding(picture.to(weight))
+        embedded = self.controlnet_cond_embedding(image.to(weight))
         rise = torch.logspace(-1, 0, len(self.controlnet_down_blocks) + 1) if guess else torch.ones(1)
         return Hint(embedded, (torch.tensor(scale)[:, None] * rise).to(weight)[..., None, None])
 
@@ -133,7 +133,7 @@ class Controlled(nn.Module):
         for controlnet, hint in zip(self.controlnets, control, strict=bool(control)):
             if hint is None:
                 continue
-            own = x[:, : controlnet.config.in_channels]  # an inpainting UNet's mask and picture are not for it
+            own = x[:, : controlnet.config.in_channels]  # an inpainting UNet's mask and image are not for it
             outs, middle = controlnet(own, time, context, hint, **shared)
             if total is None:
                 total = outs, middle

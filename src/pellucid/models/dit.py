@@ -164,7 +164,7 @@ class DiT(nn.Module):
 
 
 class SizeEmbedder(nn.Module):
-    """Time and, where `takes_sizes`, the height, width and aspect ratio of the picture as one vector."""
+    """Time and, where `takes_sizes`, the height, width and aspect ratio of the image as one vector."""
 
     def __init__(self, config: PixArtConfig) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class CaptionProjection(nn.Module):
 
 
 class PixArt(nn.Module):
-    """A transformer over latent patches that is told the time and a text, and by some weights the picture's size."""
+    """A transformer over latent patches that is told the time and a text, and by some weights the image's size."""
 
     def __init__(self, config: PixArtConfig) -> None:
         super().__init__()

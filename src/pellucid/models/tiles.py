@@ -1,9 +1,9 @@
-"""Large pictures in little memory: a VAE run in bands of rows, with the untiled result and therefore no seams.
+"""Large images in little memory: a VAE run in bands of rows, with the untiled result and therefore no seams.
 
 Tiles that are decoded each on its own differ, because GroupNorm sees the statistics of its tile and attention the
 pixels of its tile; blending only hides the steps. Here nothing differs but rounding. The middle block, with 1/64 of
 the pixels, runs whole. Around it every layer is a `Picture` that computes rows when asked, from the few rows more
-that its convolutions reach; a norm first sweeps over its picture, band by band, for the statistics of the whole.
+that its convolutions reach; a norm first sweeps over its image, band by band, for the statistics of the whole.
 What is not held in memory is computed again by each sweep: `keep` says how much is held.
 """
 
@@ -23,11 +23,11 @@ from pellucid.models.vae import AutoencoderKL, Posterior, check
 
 VAE = AutoencoderKL | TinyAutoencoder
 LEAST = 8  # rows: a thinner band would mostly compute its neighbours'
-TILE = 64  # latents: the band of a 512² picture
+TILE = 64  # latents: the band of a 512² image
 
 
 @dataclass(frozen=True)
-class Picture:
+class LazyImage:
     """A feature map (1, channels, height, width) that gives rows on demand; `held` where it lies in memory whole."""
 
     channels: int
@@ -38,17 +38,17 @@ class Picture:
     held: Tensor | None = None
 
 
-def held(x: Tensor) -> Picture:
+def held(x: Tensor) -> LazyImage:
     _, channels, height, width = x.shape
-    return Picture(channels, height, width, lambda first, end: x[:, :, first:end], channels * width, x)
+    return LazyImage(channels, height, width, lambda first, end: x[:, :, first:end], channels * width, x)
 
 
 def local(
-    layer: Callable[[Tensor], Tensor], x: Picture, channels: int, *, reach: int = 1, up: int = 1, down: int = 1
-) -> Picture:
+    layer: Callable[[Tensor], Tensor], x: LazyImage, channels: int, *, reach: int = 1, up: int = 1, down: int = 1
+) -> LazyImage:
     """A layer that makes `up` rows of every `down`, and looks `reach` rows of the coarser grid beyond its own.
 
-    The layer pads a band as if it were the whole picture; the rows that this spoils are cut off.
+    The layer pads a band as if it were the whole image; the rows that this spoils are cut off.
     """
     width = x.width * up // down
 
@@ -58,11 +58,11 @@ def local(
         spoilt = first - above * up // down
         return layer(x.rows(above, below))[:, :, spoilt : spoilt + end - first]
 
-    return Picture(channels, x.height * up // down, width, rows, max(x.load * down // up, channels * width))
+    return LazyImage(channels, x.height * up // down, width, rows, max(x.load * down // up, channels * width))
 
 
 class Moments:
-    """Mean and variance of the groups of a picture, from those of its bands."""
+    """Mean and variance of the groups of an image, from those of its bands."""
 
     def __init__(self, groups: int) -> None:
         self.groups = groups
@@ -81,8 +81,8 @@ class Moments:
         return centre, (share * (variance + (mean - centre) ** 2)).sum(0)
 
 
-def watched(x: Picture, moments: Moments) -> Picture:
-    """The same picture, whose moments are taken by the one sweep that passes over it."""
+def watched(x: LazyImage, moments: Moments) -> LazyImage:
+    """The same image, whose moments are taken by the one sweep that passes over it."""
 
     def rows(first: int, end: int) -> Tensor:
         moments.add(band := x.rows(first, end))
@@ -104,22 +104,22 @@ def shortcut(block: ResnetBlock, band: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Bands:
-    """Sweeps over pictures, in bands of about so many values a layer."""
+    """Sweeps over images, in bands of about so many values a layer."""
 
     values: int
 
-    def of(self, x: Picture) -> Iterator[tuple[int, int]]:
+    def of(self, x: LazyImage) -> Iterator[tuple[int, int]]:
         rows = max(self.values // x.load, LEAST)
         return ((first, min(first + rows, x.height)) for first in range(0, x.height, rows))
 
-    def measure(self, norm: nn.GroupNorm, x: Picture) -> Moments:
+    def measure(self, norm: nn.GroupNorm, x: LazyImage) -> Moments:
         moments = Moments(norm.num_groups)
         for first, end in self.of(x):
             moments.add(x.rows(first, end))
         return moments
 
-    def compute(self, x: Picture) -> Tensor:
-        """The whole picture (1, C, H, W)."""
+    def compute(self, x: LazyImage) -> Tensor:
+        """The whole image (1, C, H, W)."""
         out: Tensor | None = None
         for first, end in self.of(x):
             band = x.rows(first, end)
@@ -128,8 +128,8 @@ class Bands:
         assert out is not None
         return out
 
-    def overwrite(self, old: Tensor, x: Picture) -> Picture:
-        """Hold a picture where the one lies that it is computed from: a band late, since the next one looks back."""
+    def overwrite(self, old: Tensor, x: LazyImage) -> LazyImage:
+        """Hold an image where the one lies that it is computed from: a band late, since the next one looks back."""
         late: tuple[int, int, Tensor] | None = None
         for first, end in self.of(x):
             band = x.rows(first, end)
@@ -140,7 +140,7 @@ class Bands:
         old[:, :, late[0] : late[1]] = late[2]
         return held(old)
 
-    def residual(self, block: ResnetBlock, x: Picture, keep: int) -> Picture:
+    def residual(self, block: ResnetBlock, x: LazyImage, keep: int) -> LazyImage:
         """x + conv(silu(norm(conv(silu(norm(x)))))), holding nothing, the sum, or the sum and its middle."""
         if x.held is None and keep and not block.resized:
             x = held(self.compute(x))  # the sum can then take its place
@@ -159,7 +159,7 @@ class Bands:
             return out
         return held(self.compute(out)) if x.held is None or block.resized else self.overwrite(x.held, out)
 
-    def residual_held(self, block: ResnetBlock, x: Picture) -> Picture:
+    def residual_held(self, block: ResnetBlock, x: LazyImage) -> LazyImage:
         """The same, with each convolution once: the first sweep measures x and holds what x adds to the sum."""
         channels, moments = block.norm2.num_channels, Moments(block.norm1.num_groups)
         if block.resized:
@@ -174,8 +174,8 @@ class Bands:
         return self.overwrite(skip, total)
 
 
-def decoded(vae: AutoencoderKL, z: Tensor, bands: Bands, keep: int) -> Picture:
-    """The decoder on one image's latents (1, C, h, w); each level of a quarter the pixels may hold one picture more."""
+def decoded(vae: AutoencoderKL, z: Tensor, bands: Bands, keep: int) -> LazyImage:
+    """The decoder on one image's latents (1, C, h, w); each level of a quarter the pixels may hold one image more."""
     decoder, last = vae.decoder, len(vae.decoder.up_blocks) - 1
     z = z if vae.post_quant_conv is None else vae.post_quant_conv(z)
     x = held(decoder.mid_block(decoder.conv_in(z)))
@@ -201,7 +201,7 @@ def encoded(vae: AutoencoderKL, image: Tensor, bands: Bands, keep: int) -> Tenso
     return encoder.conv_out(silu(encoder.conv_norm_out(x)))
 
 
-def convolved(layers: nn.Sequential, x: Picture, bands: Bands) -> Picture:
+def convolved(layers: nn.Sequential, x: LazyImage, bands: Bands) -> LazyImage:
     """The layers of a tiny autoencoder, which has no norms; a level is held where it is smallest."""
     for layer in layers:
         if isinstance(layer, Block):
@@ -237,8 +237,8 @@ def kept(vae: VAE, keep: int | None) -> int:
 def decode_tiled(vae: VAE, latents: Tensor, tile: int | None = None, *, keep: int | None = None) -> Tensor:
     """`vae.decode(latents)`, image by image and band by band; without gradients.
 
-    A band takes the memory of tile × tile latents: 64, or half a smaller picture. Besides, the decoder of Stable
-    Diffusion holds 2.5 pictures of the finest level with keep=2, 1.5 with 1 (the default) and 0.75 with 0, where an
+    A band takes the memory of tile × tile latents: 64, or half a smaller image. Besides, the decoder of Stable
+    Diffusion holds 2.5 images of the finest level with keep=2, 1.5 with 1 (the default) and 0.75 with 0, where an
     untiled decode holds 5.5; the work is about 1.3 ×, 1.6 × and 3.5 × that of the untiled decode.
     """
     check("latents", latents, vae.config.latent_channels)
@@ -261,8 +261,8 @@ def encode_tiled(vae: VAE, images: Tensor, tile: int | None = None, *, keep: int
     factor = vae.config.factor
     bands, keep = bands_of(vae, tile, images.shape[2] // factor, images.shape[3] // factor), kept(vae, keep)
     if isinstance(vae, TinyAutoencoder):
-        pictures = (local(to_unsigned, held(image), image.shape[1], reach=0) for image in images.split(1))
-        return Posterior(torch.cat([bands.compute(convolved(vae.encoder.layers, x, bands)) for x in pictures]), None)
+        lazy = (local(to_unsigned, held(image), image.shape[1], reach=0) for image in images.split(1))
+        return Posterior(torch.cat([bands.compute(convolved(vae.encoder.layers, x, bands)) for x in lazy]), None)
     return vae.posterior(torch.cat([encoded(vae, image, bands, keep) for image in images.split(1)]))
 
 

@@ -151,13 +151,13 @@ class TinyAutoencoder(nn.Module):
         return self.decoder(latents)
 
     def to_unit(self, latents: Tensor) -> Tensor:
-        """Latents squeezed into 0 … 1, so that they can be kept as the bytes of a picture."""
+        """Latents squeezed into 0 … 1, so that they can be kept as the bytes of an image."""
         return (latents / (2 * self.config.latent_magnitude) + self.config.latent_shift).clamp(0, 1)
 
     def from_unit(self, latents: Tensor) -> Tensor:
         return (latents - self.config.latent_shift) * (2 * self.config.latent_magnitude)
 
     def forward(self, images: Tensor) -> Tensor:
-        """There and back, the latents rounded to bytes on the way, as if kept in a picture."""
+        """There and back, the latents rounded to bytes on the way, as if kept in an image."""
         latents = self.to_unit(self.encode(images).mean)
         return self.decode(self.from_unit((latents * 255).round() / 255))

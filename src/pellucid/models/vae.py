@@ -156,13 +156,13 @@ def layout(x: Tensor) -> torch.memory_format:
 
 
 def fold(kernel: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """The three taps of a kernel on a picture whose pixels come twice: two taps, for even and for odd pixels."""
+    """The three taps of a kernel on an image whose pixels come twice: two taps, for even and for odd pixels."""
     before, here, after = kernel.unbind(dim)
     return torch.stack((before, here + after), dim), torch.stack((before + here, after), dim)
 
 
 class FoldedUpsample(Upsample):
-    """Upsample without the large picture between: a pixel's 3×3 neighbours are 2×2 different ones, 4/9 of the work."""
+    """Upsample without the large image between: a pixel's 3×3 neighbours are 2×2 different ones, 4/9 of the work."""
 
     def forward(self, x: Tensor, size: torch.Size | None = None) -> Tensor:
         if x.device.type != "cpu" or size is not None:  # a GPU takes as long for four small convolutions

@@ -1,4 +1,4 @@
-"""What a request may add to a model: LoRA files, ControlNets with their pictures, image prompts."""
+"""What a request may add to a model: LoRA files, ControlNets with their images, image prompts."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class Lora:
 
 @dataclass(frozen=True)
 class Control:
-    """A ControlNet, its picture, how strong it is, and from which part of the run to which it acts.
+    """A ControlNet, its image, how strong it is, and from which part of the run to which it acts.
 
     `guess` is diffusers' guess_mode: it acts only with the prompt, and more weakly at the first skips.
     """
 
     network: ControlNet | str | os.PathLike[str]
-    picture: Any
+    image: Any
     scale: float = 1.0
     start: float = 0.0
     end: float = 1.0
@@ -75,10 +75,10 @@ class Control:
 
 @dataclass(frozen=True)
 class ImagePrompt:
-    """An IP-Adapter, the pictures that prompt through it, and where: one mask a picture, white where it acts."""
+    """An IP-Adapter, the images that prompt through it, and where: one mask an image, white where it acts."""
 
     adapter: IPAdapter | str | os.PathLike[str]
-    pictures: Any
+    images: Any
     scale: float | Mapping[str, float] = 1.0
     masks: Any = None
 

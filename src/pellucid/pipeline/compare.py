@@ -29,7 +29,7 @@ TILES = (64, 32, LEAST_TILE)
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to run the same request. `against` names the row that its picture is compared with."""
+    """One way to run the same request. `against` names the row that its image is compared with."""
 
     name: str
     policy: Policy
@@ -100,15 +100,15 @@ def changes(pipe: Pipeline, request: Request) -> Iterator[tuple[str, Any]]:
 
 def compare(pipe: Pipeline, found: Sequence[Strategy], seen: Callable[[], None], repeats: int = 3) -> list[Row]:
     """Runs every strategy, the first of which is what the others are compared with; one that fails says why."""
-    pictures: dict[str, list[Image.Image]] = {}
+    by_name: dict[str, list[Image.Image]] = {}
     rows = []
     for strategy in found:
         try:
             before = timed(pipe, found[0].request, 1) if rows else math.inf
             row, images = tried(pipe, strategy, repeats)
             after = timed(pipe, found[0].request, 1) if rows else row.seconds
-            pictures[strategy.name] = images
-            largest, mean = difference(images, pictures[strategy.against])
+            by_name[strategy.name] = images
+            largest, mean = difference(images, by_name[strategy.against])
             rows.append(replace(row, times=row.seconds / min(before, after), largest=largest, mean=mean))
         except PellucidError as error:
             if not rows:  # there is nothing to compare with

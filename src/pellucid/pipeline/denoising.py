@@ -21,8 +21,7 @@ from pellucid.models.controlnet import Controlled
 from pellucid.models.guidance import Guidance
 from pellucid.models.guided import GuidedDenoiser
 from pellucid.models.vae import from_diffusion, to_diffusion
-from pellucid.pipeline import images as pictures
-from pellucid.pipeline import pictures_in
+from pellucid.pipeline import image_inputs, images
 from pellucid.pipeline.adapters import ControlledDenoiser, HintSwitch
 from pellucid.pipeline.planning import Planned
 from pellucid.pipeline.request import Request
@@ -58,7 +57,7 @@ class Run:
 
     def denoise(self, cond: dict[str, Any], uncond: dict[str, Any] | None) -> Tensor:
         request, network = self.request, self.parts.network
-        with self.stages.run("encode", *pictures_in.encoding_networks(self)):
+        with self.stages.run("encode", *image_inputs.encoding_networks(self)):
             clean = self.clean_latents()
             noise = self.first_noise()
             network, denoiser_extra = self.prepared(network, cond, uncond, clean)
@@ -97,10 +96,10 @@ class Run:
         mine, other = (next(one.parameters()).dtype for one in (network, parts.network))
         if mine != other:
             raise PellucidError(rule("dtype of weak", f"{mine}, as the model's", other, "Load it with dtype=."), "weak")
-        return pictures_in.Inpainting(parts.network) if pictures_in.is_inpainting(self.parts) else parts.network
+        return image_inputs.Inpainting(parts.network) if image_inputs.is_inpainting(self.parts) else parts.network
 
     def denoising_networks(self, network: Any) -> list[nn.Module]:
-        while isinstance(network, HintSwitch | pictures_in.Inpainting):
+        while isinstance(network, HintSwitch | image_inputs.Inpainting):
             network = network.network
         weak = self.request.weak
         return [network] if weak is None else [network, weak.components.network]
@@ -115,19 +114,19 @@ class Run:
         given = self.request.latents
         if tuple(given.shape) != (self.count, *self.shape):
             raise PellucidError(rule("latents", f"of shape {(self.count, *self.shape)}", tuple(given.shape)), "latents")
-        pictures.check_finite("latents", given)
+        images.check_finite("latents", given)
         return given.to(like)
 
     def clean_latents(self) -> Tensor | None:
-        """The picture as latents (B, C, H, W), scaled for diffusion; None without one."""
+        """The image as latents (B, C, H, W), scaled for diffusion; None without one."""
         image = self.request.image
-        if image is None or (self.all_new and pictures_in.is_inpainting(self.parts)):
+        if image is None or (self.all_new and image_inputs.is_inpainting(self.parts)):
             return None
         if isinstance(image, Result):
             return self.fitting(self.taken_up(image))
-        if pictures_in.is_latent(image, self.channels_if_latent()):
+        if image_inputs.is_latent(image, self.channels_if_latent()):
             return self.fitting(image)
-        return self.encode(pictures.to_tensor(image, self.size).to(self.pipe.device))
+        return self.encode(images.to_tensor(image, self.size).to(self.pipe.device))
 
     def taken_up(self, earlier: Result) -> Tensor:
         """The end of an earlier run: still noisy, in this plan's frame, or the latents of what it finished."""
@@ -142,8 +141,8 @@ class Run:
         """Latents that were given, one an image, of the size that is asked for."""
         if tuple(latents.shape[1:]) != self.shape:
             raise PellucidError(rule("latents of image", f"of shape {self.shape}", tuple(latents.shape[1:])), "latents")
-        pictures.check_finite("latents of image", latents)
-        return pictures_in.spread(latents.to(self.pipe.device, torch.float32), self.count)
+        images.check_finite("latents of image", latents)
+        return image_inputs.spread(latents.to(self.pipe.device, torch.float32), self.count)
 
     @property
     def all_new(self) -> bool:
@@ -160,7 +159,7 @@ class Run:
         diffusers' inpainting encodes an image once for the whole batch, with the noise of the first.
         """
         vae, once = self.parts.vae, self.request.mask is not None and self.plan.dialect == "diffusers"
-        spread = partial(pictures_in.spread, count=self.count)
+        spread = partial(image_inputs.spread, count=self.count)
         if vae is None:
             return spread(pixels)
         pixels = pixels if once else spread(pixels)
@@ -192,11 +191,11 @@ class Run:
         request = self.request
         extra = None
         if request.image_prompts:
-            pictures_in.add_image_prompts(self, network, cond, uncond)
+            image_inputs.add_image_prompts(self, network, cond, uncond)
         if request.controls:
-            pictures_in.check_controlled(network)
-            controlled = Controlled(network, [pictures_in.controlnet_of(self.pipe, c) for c in request.controls])
-            pictures_in.add_hints(self, controlled, cond, uncond)
+            image_inputs.check_controlled(network)
+            controlled = Controlled(network, [image_inputs.controlnet_of(self.pipe, c) for c in request.controls])
+            image_inputs.add_hints(self, controlled, cond, uncond)
             network = switch = HintSwitch(self.stages.policy.ready(controlled))
 
             def extra(guided: GuidedDenoiser) -> ControlledDenoiser:
@@ -204,33 +203,31 @@ class Run:
 
         else:
             network = self.stages.policy.ready(network)
-        if pictures_in.is_inpainting(self.parts):
-            beside = pictures_in.beside_latents(self)
+        if image_inputs.is_inpainting(self.parts):
+            beside = image_inputs.beside_latents(self)
             for inputs in (cond, uncond):
                 if inputs is not None:
                     inputs["beside"] = beside.to(self.pipe.device, next(self.parts.network.parameters()).dtype)
-            network = pictures_in.Inpainting(network)
+            network = image_inputs.Inpainting(network)
         elif self.parts.network.config.in_channels != self.pipe.channels:
             wide = self.parts.network.config.in_channels
             raise PellucidError(rule("in_channels of the network", f"{self.pipe.channels}", wide), "components-fit")
         elif request.mask is not None and self.plan.dialect == "diffusers" and clean is not None:
-            # diffusers encodes the masked picture here whether it is used or not, and draws noise for it
-            drawn = 1 if pictures_in.one_for_all(self) else self.count
+            # diffusers encodes the masked image here whether it is used or not, and draws noise for it
+            drawn = 1 if image_inputs.one_for_all(self) else self.count
             self.source.beside(clean.shape[1:], torch.empty(0), range(drawn))
         return network, extra
 
     def blend(self, clean: Tensor | None, noise: Tensor) -> list[Constraint]:
-        """Keeps what the mask does not paint: after each row, the picture at the level that x has now."""
-        if self.request.mask is None or clean is None or pictures_in.is_inpainting(self.parts):
+        """Keeps what the mask does not paint: after each row, the image at the level that x has now."""
+        if self.request.mask is None or clean is None or image_inputs.is_inpainting(self.parts):
             return []
-        mask = pictures_in.latent_mask(self)  # (B, 1, H, W), 1 is painted
+        mask = image_inputs.latent_mask(self)  # (B, 1, H, W), 1 is painted
         last = len(self.plan.rows) - 1
 
         def keep(seen: StepSeen) -> Tensor:
             level = seen.next_levels[0] if seen.index == last else known_level(self.plan, seen.index + 1)
-            done = (
-                seen.index == last and self.plan.dialect == "diffusers"
-            )  # which ends on the picture, wherever it ends
+            done = seen.index == last and self.plan.dialect == "diffusers"  # which ends on the image, wherever it ends
             kept = clean if done else clean * level.alpha + noise * level.sigma
             return kept * (1 - mask) + seen.x_next * mask
 
@@ -244,8 +241,8 @@ class Run:
             if self.plan.dialect == "exact" and self.plan.end.alpha > 0:  # an end with noise left: x0 has alpha 1
                 x = x / self.plan.end.alpha
             if vae is None:
-                return pictures.to_images(x)
-            pictures.check_finite("latents", x, "The network overflowed: run it in float32 or bfloat16.")
+                return images.to_images(x)
+            images.check_finite("latents", x, "The network overflowed: run it in float32 or bfloat16.")
             latents = from_diffusion(vae.config, x).to(next(vae.parameters()))
             if policy.vae_tile is not None:
                 pixels = tiles.decode_tiled(vae, latents, policy.vae_tile)
@@ -253,7 +250,7 @@ class Run:
                 pixels = tiles.decode_sliced(vae, latents)
             else:
                 pixels = vae.decode(latents)
-            return pictures.to_images(pixels.float())
+            return images.to_images(pixels.float())
 
 
 def half_of(network: nn.Module) -> torch.dtype | None:

@@ -1,6 +1,6 @@
 """Pictures in and out: PIL images, arrays and files ↔ tensors in [−1, 1]; masks; sizes.
 
-A size is (width, height), as PIL has it. Floats given as pictures lie in [0, 1], as in diffusers and torchvision.
+A size is (width, height), as PIL has it. Floats given as images lie in [0, 1], as in diffusers and torchvision.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_PIXELS = 64 * 2**20  # 8192 × 8192: a file that claims more is not decoded
 SLACK = 1e-3  # what resampling and half precision may leave outside of [0, 1]
 UNMULTIPLIED = {"La": "LA", "RGBa": "RGBA"}
 Size: TypeAlias = tuple[int, int]
-Picture: TypeAlias = "Image.Image | np.ndarray[Any, Any] | Tensor | str | PathLike[str]"
+ImageLike: TypeAlias = "Image.Image | np.ndarray[Any, Any] | Tensor | str | PathLike[str]"
 KINDS = "a PIL image, a path, an array or a tensor"
 # What Pillow raises on files that are damaged or made to harm.
 UNREADABLE = (
@@ -40,7 +40,7 @@ UNREADABLE = (
 
 
 def open_bounded(source: str | PathLike[str] | IO[bytes], what: str = "image") -> Image.Image:
-    """Opens a picture file and reads its header only; refuses what is no picture or has too many pixels."""
+    """Opens an image file and reads its header only; refuses what is no image or has too many pixels."""
     shown = fspath(source) if isinstance(source, str | PathLike) else "a buffer"
     if isinstance(source, str | PathLike):
         check_file(source, what)
@@ -51,7 +51,7 @@ def open_bounded(source: str | PathLike[str] | IO[bytes], what: str = "image") -
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise PellucidError(rule(what, f"at most {MAX_PIXELS} pixels", shown), "image-pixels") from None
     except UNREADABLE as error:
-        raise PellucidError(rule(what, "a picture file", shown, first_line(error)), "image-file") from None
+        raise PellucidError(rule(what, "an image file", shown, first_line(error)), "image-file") from None
     if found.width * found.height > MAX_PIXELS:
         found.close()
         raise PellucidError(rule(what, f"at most {MAX_PIXELS} pixels", words(found.size)), "image-pixels")
@@ -59,13 +59,13 @@ def open_bounded(source: str | PathLike[str] | IO[bytes], what: str = "image") -
 
 
 def read(source: str | PathLike[str] | IO[bytes], what: str = "image") -> Image.Image:
-    """A picture file, decoded and turned upright; its mode is as stored."""
+    """An image file, decoded and turned upright; its mode is as stored."""
     with open_bounded(source, what) as found:
         return upright(found, what)
 
 
 def upright(image: Image.Image, what: str = "image") -> Image.Image:
-    """The decoded picture, turned as its EXIF orientation asks."""
+    """The decoded image, turned as its EXIF orientation asks."""
     try:
         image.load()
     except UNREADABLE as error:
@@ -100,21 +100,21 @@ def flatten(image: Image.Image, paper: str = "white") -> Image.Image:
     return image.convert("RGB")
 
 
-def as_image(picture: Picture, what: str) -> Image.Image | None:
+def as_image(image: ImageLike, what: str) -> Image.Image | None:
     """The PIL image that a file or a PIL image is; None for arrays and tensors."""
-    if isinstance(picture, str | PathLike):
-        return read(picture, what)
-    if isinstance(picture, Image.Image):
-        if picture.width * picture.height > MAX_PIXELS:
-            raise PellucidError(rule(what, f"at most {MAX_PIXELS} pixels", words(picture.size)), "image-pixels")
-        return upright(picture, what)
+    if isinstance(image, str | PathLike):
+        return read(image, what)
+    if isinstance(image, Image.Image):
+        if image.width * image.height > MAX_PIXELS:
+            raise PellucidError(rule(what, f"at most {MAX_PIXELS} pixels", words(image.size)), "image-pixels")
+        return upright(image, what)
     return None
 
 
-# --- pictures → tensors ----------------------------------------------------------------------------------------
+# --- images → tensors ----------------------------------------------------------------------------------------
 
 
-def to_tensor(image: Picture | Sequence[Picture], size: Size | None = None) -> Tensor:
+def to_tensor(image: ImageLike | Sequence[ImageLike], size: Size | None = None) -> Tensor:
     """Pictures → (B, 3, H, W) float32 in [−1, 1], resized to `size` where given.
 
     PIL images resize with Lanczos, as in diffusers; arrays (H, W, C) and tensors (C, H, W) bicubically, antialiased.
@@ -122,7 +122,7 @@ def to_tensor(image: Picture | Sequence[Picture], size: Size | None = None) -> T
     return stack([one_tensor(p, size, "image") for p in listed(image, "image")], "image") * 2.0 - 1.0
 
 
-def to_mask(mask: Picture | Sequence[Picture], size: Size | None = None) -> Tensor:
+def to_mask(mask: ImageLike | Sequence[ImageLike], size: Size | None = None) -> Tensor:
     """Masks → (B, 1, H, W) of 0 (keep) and 1 (paint anew): grey, 0.5 and above is 1; what is transparent is kept."""
     grey = stack([one_tensor(p, size, "mask") for p in listed(mask, "mask")], "mask")
     return (grey >= 0.5).float()
@@ -135,7 +135,7 @@ def mask_to_latents(mask: Tensor, factor: int = 8) -> Tensor:
 
 
 def inpaint_pair(
-    image: Picture | Sequence[Picture], mask: Picture | Sequence[Picture], size: Size | None = None
+    image: ImageLike | Sequence[ImageLike], mask: ImageLike | Sequence[ImageLike], size: Size | None = None
 ) -> tuple[Tensor, Tensor]:
     """An image and its mask as tensors; refuses two of differing size, also where both would be resized."""
     sizes = [[size_of(p, what) for p in listed(ps, what)] for ps, what in ((image, "image"), (mask, "mask"))]
@@ -148,29 +148,29 @@ def inpaint_pair(
     return to_tensor(image, size), to_mask(mask, size)
 
 
-def listed(pictures: Any, what: str) -> list[Any]:
-    """One picture, a batch or a list of pictures → a list of single ones."""
-    if isinstance(pictures, np.ndarray | Tensor):
-        if pictures.ndim not in (2, 3, 4):
-            shape = tuple(pictures.shape)
+def listed(images: Any, what: str) -> list[Any]:
+    """One image, a batch or a list of images → a list of single ones."""
+    if isinstance(images, np.ndarray | Tensor):
+        if images.ndim not in (2, 3, 4):
+            shape = tuple(images.shape)
             raise PellucidError(rule(what, "an array of 2, 3 or 4 dimensions", shape), "image-shape")
-        found = list(pictures) if pictures.ndim == 4 else [pictures]
-    elif isinstance(pictures, list | tuple):
-        found = [one for p in pictures for one in listed(p, what)]
+        found = list(images) if images.ndim == 4 else [images]
+    elif isinstance(images, list | tuple):
+        found = [one for p in images for one in listed(p, what)]
     else:
-        found = [pictures]
+        found = [images]
     if not found:
         raise PellucidError(rule(what, "at least one picture", "none"), "image-count")
     return found
 
 
-def one_tensor(picture: Any, size: Size | None, what: str) -> Tensor:
-    """One picture → (3, H, W), or (1, H, W) for a mask, float32 in [0, 1]."""
+def one_tensor(image: Any, size: Size | None, what: str) -> Tensor:
+    """One image → (3, H, W), or (1, H, W) for a mask, float32 in [0, 1]."""
     if size is not None:
         check_size(size)
-    pil = as_image(picture, what)
+    pil = as_image(image, what)
     if pil is None:
-        found = unit_range(channels_first(picture, what), what)
+        found = unit_range(channels_first(image, what), what)
         found = found if size is None or wide(found) == size else resized(found, size)
         return to_channels(found, 1 if what == "mask" else 3, what)
     rgb = flatten(pil, "black" if what == "mask" else "white")
@@ -180,24 +180,24 @@ def one_tensor(picture: Any, size: Size | None, what: str) -> Tensor:
     return torch.from_numpy(pixels.transpose(2, 0, 1).astype(np.float32) / np.float32(255.0))
 
 
-def channels_first(picture: Any, what: str) -> Tensor:
+def channels_first(image: Any, what: str) -> Tensor:
     """An array (H, W[, C]) or a tensor ([C,] H, W) → a tensor (C, H, W)."""
-    if isinstance(picture, np.ndarray):
-        found, order = from_array(picture, what), "(height, width, channels)"
+    if isinstance(image, np.ndarray):
+        found, order = from_array(image, what), "(height, width, channels)"
         found = found.permute(2, 0, 1) if found.ndim == 3 else found[None]
-    elif isinstance(picture, Tensor):
-        found, order = picture.detach().cpu(), "(channels, height, width)"
+    elif isinstance(image, Tensor):
+        found, order = image.detach().cpu(), "(channels, height, width)"
         found = found if found.ndim == 3 else found[None]
     else:
-        raise PellucidError(rule(what, KINDS, type(picture).__name__), "image-type")
+        raise PellucidError(rule(what, KINDS, type(image).__name__), "image-type")
     if found.shape[0] not in (1, 3, 4) or 0 in found.shape:
         must = f"of shape {order} with 1, 3 or 4 channels"
-        raise PellucidError(rule(what, must, tuple(picture.shape)), "image-shape")
+        raise PellucidError(rule(what, must, tuple(image.shape)), "image-shape")
     return found
 
 
 def from_array(array: np.ndarray[Any, Any], what: str) -> Tensor:
-    """An array of any layout and byte order → a tensor of its own; 16-bit pictures become floats in [0, 1]."""
+    """An array of any layout and byte order → a tensor of its own; 16-bit images become floats in [0, 1]."""
     if array.dtype.kind not in "buif":
         raise PellucidError(rule(what, "an array of numbers", str(array.dtype)), "image-type")
     native = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
@@ -242,7 +242,7 @@ def stack(found: list[Tensor], what: str) -> Tensor:
     return torch.stack(found)
 
 
-# --- tensors → pictures ----------------------------------------------------------------------------------------
+# --- tensors → images ----------------------------------------------------------------------------------------
 
 
 def to_images(tensor: Tensor) -> list[Image.Image]:
@@ -286,10 +286,10 @@ def words(size: Size) -> str:
     return f"{size[0]}×{size[1]}"
 
 
-def size_of(picture: Picture, what: str = "image") -> Size:
-    """The (width, height) of one picture, as it stands upright."""
-    pil = as_image(picture, what)
-    return wide(channels_first(picture, what)) if pil is None else pil.size
+def size_of(image: ImageLike, what: str = "image") -> Size:
+    """The (width, height) of one image, as it stands upright."""
+    pil = as_image(image, what)
+    return wide(channels_first(image, what)) if pil is None else pil.size
 
 
 def check_size(size: Size, factor: int = 1, what: str = "size") -> Size:
@@ -314,10 +314,10 @@ def nearest_sizes(size: Size, factor: int) -> list[Size]:
     return sorted(found, key=lambda near: sum(abs(a - b) for a, b in zip(near, size, strict=True)))
 
 
-def digest(picture: Picture | Sequence[Picture]) -> str:
-    """A name for pixels: the same for one picture in any lossless file; of arrays and tensors, their numbers."""
+def digest(image: ImageLike | Sequence[ImageLike]) -> str:
+    """A name for pixels: the same for one image in any lossless file; of arrays and tensors, their numbers."""
     found = hashlib.sha256()
-    several: list[Any] = list(picture) if isinstance(picture, list | tuple) else [picture]
+    several: list[Any] = list(image) if isinstance(image, list | tuple) else [image]
     for one in several:
         pil = as_image(one, "image")
         if pil is None and not isinstance(one, np.ndarray | Tensor):

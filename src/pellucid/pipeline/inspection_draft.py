@@ -10,7 +10,7 @@ from pellucid.core.filters import Clip, Filter
 from pellucid.interop.components import class_of, text_parts
 from pellucid.models.guidance import Guidance
 from pellucid.models.ip_adapter import IPAdapter
-from pellucid.pipeline import pictures_in
+from pellucid.pipeline import image_inputs
 from pellucid.pipeline.conditions import takes_text
 from pellucid.pipeline.inspection import Asked, Flow, Node, Role, Stage, Stored
 from pellucid.pipeline.inspection_blocks import blocks_of
@@ -137,9 +137,9 @@ class Draft:
             self.notes.append("image_encoder waits for an IP-Adapter: without one nothing reads what it says.")
 
     def painting(self) -> None:
-        """The mask and the masked picture that an inpainting network sees beside x."""
+        """The mask and the masked image that an inpainting network sees beside x."""
         parts = self.pipe.components
-        if not pictures_in.is_inpainting(parts) or parts.vae is None:
+        if not image_inputs.is_inpainting(parts) or parts.vae is None:
             return
         inner = self.call("vae.encode")
         half = sum(weight.numel() for weight in parts.vae.encoder.parameters())
@@ -187,10 +187,10 @@ class Draft:
 
     def controls(self) -> None:
         for number, name in enumerate(self.added.controlnets):
-            call, picture = self.call(name), "control picture" if not number else f"control picture {number + 1}"
-            self.put(picture, "input")
+            call, image = self.call(name), "control picture" if not number else f"control image {number + 1}"
+            self.put(image, "input")
             self.network(name, "control", "denoise")
-            self.flow(picture, name, "pixels", self.call(f"{name}.hint").one("picture"))
+            self.flow(image, name, "pixels", self.call(f"{name}.hint").one("picture"))
             self.flow("sampler", name, "x", call.one("x"))
             if call.one("context") is not None:
                 self.flow("conditions", name, "context", call.one("context"))

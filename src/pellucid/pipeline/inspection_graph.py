@@ -17,13 +17,13 @@ from pellucid.models import ip_adapter
 from pellucid.models.controlnet import ControlNet
 from pellucid.models.ip_adapter import IPAdapter
 from pellucid.pipeline.ghost import META, Shadows
+from pellucid.pipeline.image_inputs import adapter_file, read_controlnet
 from pellucid.pipeline.inspection import Asked, Graph, Stored
 from pellucid.pipeline.inspection_draft import Draft
 from pellucid.pipeline.inspection_files import stored_component, stored_in
 from pellucid.pipeline.inspection_run import Added, make_request, rehearse
 from pellucid.pipeline.inspection_time import measure, rows_of
 from pellucid.pipeline.load import STORED, PathLike, load
-from pellucid.pipeline.pictures_in import adapter_file, read_controlnet
 from pellucid.pipeline.pipeline import Pipeline, networks_of
 from pellucid.pipeline.planning import Planned, make_plan
 from pellucid.pipeline.request import Request

@@ -1,6 +1,6 @@
 """A run without data: the pipeline's own code on torch's meta device, watched by hooks, says what flows where.
 
-Nothing is computed from formulas. The request is the smallest that uses all that the model has: blank pictures for
+Nothing is computed from formulas. The request is the smallest that uses all that the model has: blank images for
 ControlNets, image prompts and inpainting; one call of the denoiser, after which the run is stopped.
 """
 
@@ -26,8 +26,7 @@ from pellucid.models.dit import PixArt
 from pellucid.models.ip_adapter import IPAdapter
 from pellucid.models.unet import UNet
 from pellucid.models.vae import from_diffusion
-from pellucid.pipeline import images as pictures
-from pellucid.pipeline import pictures_in
+from pellucid.pipeline import image_inputs, images
 from pellucid.pipeline.adapters import Control, ImagePrompt
 from pellucid.pipeline.conditions import labels_of, sizes_of, takes_labels, takes_text, wants_sizes
 from pellucid.pipeline.inspection import Asked, Shape
@@ -149,7 +148,7 @@ def make_request(pipe: Pipeline, added: Added, asked: Asked) -> Request:
         more["label"] = [0] * batch
     if not takes_text(parts.network) and not takes_labels(parts.network):
         more["n"] = batch
-    if pictures_in.is_inpainting(parts):
+    if image_inputs.is_inpainting(parts):
         more |= {"image": blank, "mask": Image.new("L", (wide, high), 255)}
     more["controls"] = [Control(network, blank) for network in added.controlnets.values()]
     if parts.image_encoder is not None:
@@ -213,7 +212,7 @@ def rehearse(pipe: Pipeline, request: Request, added: Added) -> Seen:
             seen.decoded = Form.of(vae.decode(from_diffusion(vae.config, latents)))
             pixels = torch.zeros(seen.decoded.shape, device="meta", dtype=latents.dtype)
             seen.calls["vae.encode"] = Call({"images": forms(pixels)}, {"mean": forms(vae.encode(pixels).mean)})
-            mask = pictures.mask_to_latents(pixels[:, :1], pipe.factor)
+            mask = images.mask_to_latents(pixels[:, :1], pipe.factor)
             seen.calls["mask"] = Call({"mask": forms(pixels[:, :1])}, {"out": forms(mask)})
     seen.told = told_besides(pipe, request)
     return seen

@@ -1,4 +1,4 @@
-"""Letters on pictures: a face that has them, lines that fit, blocks of text."""
+"""Letters on images: a face that has them, lines that fit, blocks of text."""
 
 from __future__ import annotations
 

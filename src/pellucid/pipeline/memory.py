@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pellucid.interop.components import Components, text_parts
 from pellucid.models import lora
 from pellucid.models.unet import UNet
-from pellucid.pipeline import pictures_in, workspace
+from pellucid.pipeline import image_inputs, workspace
 from pellucid.pipeline.adapters import Control
 from pellucid.pipeline.conditions import takes_labels, takes_text
 from pellucid.pipeline.ghost import META, Kernels, Rehearsal, Shadows
@@ -91,7 +91,7 @@ def request_for(
         asked["prompt"] = PROMPT
     if takes_labels(network):
         asked["label"] = 0
-    if pictures_in.is_inpainting(pipe.components):
+    if image_inputs.is_inpainting(pipe.components):
         asked |= {"image": grey, "mask": Image.new("L", (width, height), 255)}
     controls = tuple(Control(network, grey) for network in controlnets)
     return Request(**asked, controls=controls, loras=tuple(loras))
@@ -110,8 +110,8 @@ def networks_by_name(components: Components) -> dict[str, nn.Module]:
 
 def guests_by_name(pipe: Pipeline, request: Request) -> dict[str, nn.Module]:
     """The networks that a request brings with it."""
-    controls = [pictures_in.controlnet_of(pipe, control) for control in request.controls]
-    adapters = [pictures_in.adapter_of(pipe, prompt) for prompt in request.image_prompts]
+    controls = [image_inputs.controlnet_of(pipe, control) for control in request.controls]
+    adapters = [image_inputs.adapter_of(pipe, prompt) for prompt in request.image_prompts]
     named = {f"controlnet_{i}" if i else "controlnet": network for i, network in enumerate(controls)}
     named |= {f"ip_adapter_{i}" if i else "ip_adapter": network for i, network in enumerate(adapters)}
     return named if request.weak is None else {**named, "weak": request.weak.components.network}
@@ -170,7 +170,7 @@ class Cast:
     @classmethod
     def of(cls, pipe: Pipeline, request: Request, shadows: Shadows) -> Cast:
         guests = {name: shadows.ghost(network) for name, network in guests_by_name(pipe, request).items()}
-        seeing = (pictures_in.eyes_of(pipe, prompt) for prompt in request.image_prompts)
+        seeing = (image_inputs.eyes_of(pipe, prompt) for prompt in request.image_prompts)
         eyes = next((one for one in seeing if one is not None), pipe.components.image_encoder)
         base = ghosts_of(replace(pipe.components, image_encoder=eyes), shadows)
         acting = dressed(base, pipe, request)

@@ -327,7 +327,7 @@ def read_seed(reader: Reader) -> None:
     seed = reader.number("Seed", 0, 2**64 - 1, whole=True)
     if seed is not None:
         reader.fields["seed"] = check_seed(seed)
-        reader.notes.append("The seed draws other noise there: the picture will be alike in kind, not the same.")
+        reader.notes.append("The seed draws other noise there: the image will be alike in kind, not the same.")
 
 
 def read_size(reader: Reader) -> None:
@@ -342,7 +342,7 @@ def read_size(reader: Reader) -> None:
 def read_strength(reader: Reader) -> None:
     """Denoising strength; beside Hires keys it belongs to their second pass, which we do not have."""
     if any(key.startswith("Hires") for key in reader.left):
-        reader.notes.append("Hires fix made this picture larger in a second pass: only the first is read.")
+        reader.notes.append("Hires fix made this image larger in a second pass: only the first is read.")
         return
     strength = reader.number("Denoising strength", 0, 1)
     if strength is not None:

@@ -28,8 +28,7 @@ from pellucid.models.guidance import Guidance, guarded, scale_notes, steps_of
 from pellucid.models.lora import AdapterSet, MergedAll, Receipt
 from pellucid.models.rules import Layered, Rescale
 from pellucid.models.unet import UNet
-from pellucid.pipeline import fingerprint, pictures_in, threads, watching
-from pellucid.pipeline import images as pictures
+from pellucid.pipeline import fingerprint, image_inputs, images, observers, threads
 from pellucid.pipeline.adapters import Lora
 from pellucid.pipeline.conditions import make_conditions, takes_text, text_notes
 from pellucid.pipeline.denoising import Run
@@ -78,7 +77,7 @@ class Pipeline(RefusesPeerWords):
             threads.suited(self.components.network, self.device) as notes,
         ):
             result = self._run(request, notes)
-        return watching.end(request.observers, result)
+        return observers.end(request.observers, result)
 
     def _run(self, request: Request, notes: Sequence[str]) -> Result:
         from pellucid.pipeline import out_of_memory  # which runs pipelines
@@ -102,7 +101,7 @@ class Pipeline(RefusesPeerWords):
             both = guidance.needs_uncond or asks_uncond(planned.plan)
             told = make_conditions(parts, request, size, scale if embedded else 1.0, both).to(self.device)
         recipes = partial(recipes_of, self, request, planned.plan, asked, seeds, size, source)
-        watching.begin(request.observers, recipes)
+        observers.begin(request.observers, recipes)
         run_of = Run(self, parts, request, planned, guidance, source, stages, size, len(seeds))
         x = run_of.denoise(told.cond, told.uncond)
         made = run_of.decode(x) if request.decode else []
@@ -139,15 +138,15 @@ class Pipeline(RefusesPeerWords):
         return network.config.in_channels if vae is None else vae.config.latent_channels
 
     def size_of(self, request: Request) -> tuple[int, int]:
-        """(width, height) in pixels: as asked, the picture's, or what the network was trained on."""
+        """(width, height) in pixels: as asked, the image's, or what the network was trained on."""
         sample = self.components.network.config.sample_size or 64
         high, wide = (sample, sample) if isinstance(sample, int) else sample
         own = (wide * self.factor, high * self.factor)
         if request.image is not None and not isinstance(request.image, Result):
-            own = pictures_in.size_of(request.image, self.channels, self.factor) or own
+            own = image_inputs.size_of(request.image, self.channels, self.factor) or own
         elif isinstance(request.image, Result):
             own = (request.image.latents.shape[-1] * self.factor, request.image.latents.shape[-2] * self.factor)
-        return pictures.check_size((request.width or own[0], request.height or own[1]), self.factor)
+        return images.check_size((request.width or own[0], request.height or own[1]), self.factor)
 
     def guidance_of(self, request: Request) -> Guidance:
         """As asked; otherwise the guarded preset where there is something to guide by."""
@@ -177,7 +176,7 @@ class Pipeline(RefusesPeerWords):
         """The adapter of a request's LoRA: given, or read once from its file."""
         if isinstance(one.source, AdapterSet):
             return one.source
-        return pictures_in.kept(self, "lora", one.source, self.load_lora)
+        return image_inputs.kept(self, "lora", one.source, self.load_lora)
 
     def with_loras(self, request: Request) -> tuple[Components, Receipt | None]:
         """The components with the request's LoRAs: views that share every other tensor; the model stays as it is."""

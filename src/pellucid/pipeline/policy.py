@@ -32,8 +32,8 @@ EFFECTS = {
         "activations of decoding, to those of one image", "a little time; nothing for a single image"
     ),
     "vae_tile": Effect(
-        "activations of decoding and encoding, to bands of tile × tile latents and one picture held",
-        "1.2 to 2 times the time of decoding; the picture is the untiled one but for rounding",
+        "activations of decoding and encoding, to bands of tile × tile latents and one image held",
+        "1.2 to 2 times the time of decoding; the image is the untiled one but for rounding",
     ),
     "channels_last": Effect(
         "the copies that half-precision convolutions make of their input and output on a GPU, and their time",
@@ -56,7 +56,7 @@ class Policy:
     """How a pipeline spends memory and time. The default spends memory; `EFFECTS` says what each field changes.
 
     attention: the kernel of every attention. vae_slicing: images are decoded one at a time. vae_tile: latents a tile
-    side when decoding and encoding, None for the whole picture. channels_last: convolutions with the channels
+    side when decoding and encoding, None for the whole image. channels_last: convolutions with the channels
     innermost. offload: networks wait on the CPU, whole or block by block, and come to the device when they are used.
     compile: the denoising network through torch.compile. The dtype is the model's, chosen when it is loaded.
     """

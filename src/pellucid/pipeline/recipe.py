@@ -19,7 +19,7 @@ from pellucid.core.errors import PellucidError, nearest, rule
 from pellucid.core.noise import check_seed
 from pellucid.core.plan import BOUNDS, UNBOUNDED
 from pellucid.core.reader import naming, parse_json
-from pellucid.interop.whole import put
+from pellucid.interop.atomic_files import put
 from pellucid.pipeline import parameters
 from pellucid.pipeline.images import UNREADABLE, check_size, first_line, open_bounded
 from pellucid.pipeline.parameters import Foreign
@@ -305,9 +305,9 @@ def encode(image: Image.Image, info: PngImagePlugin.PngInfo) -> bytes:
 
 
 def read_png(source: str | os.PathLike[str] | IO[bytes]) -> Recipe | Foreign:
-    """The recipe inside a picture: ours exactly; else what an A1111 text says (PNG; EXIF of JPEG and WebP)."""
-    with open_bounded(source) as picture:
-        found = texts(picture)
+    """The recipe inside an image: ours exactly; else what an A1111 text says (PNG; EXIF of JPEG and WebP)."""
+    with open_bounded(source) as image:
+        found = texts(image)
     if "pellucid" in found:
         with naming(name_of(source)):
             return Recipe.from_json(found["pellucid"])
@@ -322,9 +322,9 @@ def read_png(source: str | os.PathLike[str] | IO[bytes]) -> Recipe | Foreign:
 
 
 def read_sheet(source: str | os.PathLike[str] | IO[bytes]) -> tuple[str, Recipe] | None:
-    """The axes of a sheet and the recipe of its first cell; None where the picture is no sheet."""
-    with open_bounded(source) as picture:
-        found = texts(picture).get(SHEET)
+    """The axes of a sheet and the recipe of its first cell; None where the image is no sheet."""
+    with open_bounded(source) as image:
+        found = texts(image).get(SHEET)
     if found is None:
         return None
     with naming(name_of(source)):
@@ -339,18 +339,18 @@ def name_of(source: str | os.PathLike[str] | IO[bytes]) -> str:
     return os.path.basename(os.fspath(source)) if isinstance(source, str | os.PathLike) else ""
 
 
-def texts(picture: Image.Image) -> dict[str, str]:
+def texts(image: Image.Image) -> dict[str, str]:
     """The text chunks of a PNG, or the user comment of another file as `parameters`; refuses what is too long."""
-    if picture.format == "PNG":
-        found = {str(k): v for k, v in picture.info.items() if isinstance(v, str)}
+    if image.format == "PNG":
+        found = {str(k): v for k, v in image.info.items() if isinstance(v, str)}
         if not found.keys() & set(OURS):  # chunks may stand behind the pixels
             try:
-                picture.load()
+                image.load()
             except UNREADABLE as error:
                 raise PellucidError(rule("image", "a whole picture", "less", first_line(error)), "image-file") from None
-            found = {str(k): v for k, v in picture.info.items() if isinstance(v, str)}
+            found = {str(k): v for k, v in image.info.items() if isinstance(v, str)}
     else:
-        comment = user_comment(picture)
+        comment = user_comment(image)
         found = {"parameters": comment} if comment else {}
     for key in OURS:
         if len(found.get(key, "").encode(errors="replace")) > MAX_TEXT:
@@ -358,10 +358,10 @@ def texts(picture: Image.Image) -> dict[str, str]:
     return found
 
 
-def user_comment(picture: Image.Image) -> str:
+def user_comment(image: Image.Image) -> str:
     """EXIF's user comment: eight bytes name its encoding."""
     try:
-        raw = picture.getexif().get_ifd(EXIF_IFD).get(USER_COMMENT, b"")
+        raw = image.getexif().get_ifd(EXIF_IFD).get(USER_COMMENT, b"")
     except UNREADABLE:
         return ""
     if isinstance(raw, str):

@@ -13,8 +13,7 @@ from torch import Tensor
 from pellucid.core.noise import NoiseSource, Philox, TorchStream
 from pellucid.core.plan import Plan
 from pellucid.models.guidance import Guidance
-from pellucid.pipeline import fingerprint, pictures_in
-from pellucid.pipeline import images as pictures
+from pellucid.pipeline import fingerprint, image_inputs, images
 from pellucid.pipeline.recipe import Recipe
 from pellucid.pipeline.request import Request
 
@@ -111,12 +110,12 @@ def adapters_of(pipe: Pipeline, request: Request) -> tuple[dict[str, Any], ...]:
         entry = {"name": adapter.name, "kind": "lora", "hash": fingerprint.of_adapter(adapter)}
         found.append({**entry, "scale": plain_scale(lora.scale)})
     for control in request.controls:
-        seen = fingerprint.of_network(pictures_in.controlnet_of(pipe, control))
+        seen = fingerprint.of_network(image_inputs.controlnet_of(pipe, control))
         entry: dict[str, Any] = {"name": name_of(control.network), "kind": "controlnet", "hash": seen}
         entry |= {"guess": True} if control.guess else {}
         found.append({**entry, "scale": control.scale, "start": control.start, "end": control.end})
     for prompt in request.image_prompts:
-        networks = [pictures_in.adapter_of(pipe, prompt), pipe.components.image_encoder]
+        networks = [image_inputs.adapter_of(pipe, prompt), pipe.components.image_encoder]
         seen = "-".join(fingerprint.of_network(net) for net in networks if net is not None)
         entry = {"name": name_of(prompt.adapter), "kind": "ip-adapter", "hash": seen}
         found.append({**entry, "scale": plain_scale(prompt.scale)})
@@ -137,22 +136,22 @@ def plain_scale(scale: Any) -> Any:
 
 
 def inputs_of(request: Request) -> dict[str, str]:
-    """Hashes of the pictures and tensors that went in, by role."""
+    """Hashes of the images and tensors that went in, by role."""
     given = {
         "image": request.image,
         "mask": request.mask,
         "latents": request.latents,
         "prompt_embeds": request.prompt_embeds,
         "negative_prompt_embeds": request.negative_prompt_embeds,
-        **{f"control{i}": control.picture for i, control in enumerate(request.controls)},
-        **{f"image_prompt{i}": prompt.pictures for i, prompt in enumerate(request.image_prompts)},
+        **{f"control{i}": control.image for i, control in enumerate(request.controls)},
+        **{f"image_prompt{i}": prompt.images for i, prompt in enumerate(request.image_prompts)},
         **{f"image_prompt_mask{i}": prompt.masks for i, prompt in enumerate(request.image_prompts)},
     }
     return {role: hash_of(held) for role, held in given.items() if held is not None}
 
 
 def hash_of(held: Any) -> str:
-    """The hash of a picture, of several, of a tensor, of an embedding, or of the run whose end is taken up."""
+    """The hash of an image, of several, of a tensor, of an embedding, or of the run whose end is taken up."""
     if hasattr(held, "recipes"):
-        return "run:" + pictures.digest(held.latents).removeprefix("sha256:")
-    return pictures.digest(held.context if hasattr(held, "context") else held)
+        return "run:" + images.digest(held.latents).removeprefix("sha256:")
+    return images.digest(held.context if hasattr(held, "context") else held)

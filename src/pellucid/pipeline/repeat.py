@@ -27,9 +27,9 @@ EITHER = (("strength", "denoising_start"),)  # both say where to start
 
 @dataclass(frozen=True)
 class Needs:
-    """What a recipe names and does not hold: pictures by their hash, adapters by theirs."""
+    """What a recipe names and does not hold: images by their hash, adapters by theirs."""
 
-    pictures: dict[str, str | None]
+    images: dict[str, str | None]
     adapters: tuple[dict[str, Any], ...]
 
     def of(self, kind: str) -> list[dict[str, Any]]:
@@ -42,7 +42,7 @@ def known_fields(source: Recipe | Foreign) -> Mapping[str, Any]:
 
 
 def request_fields(source: Recipe | Foreign) -> dict[str, Any]:
-    """The fields of a `Request` that a recipe sets, without its pictures and adapters."""
+    """The fields of a `Request` that a recipe sets, without its images and adapters."""
     known = known_fields(source)
     found = {name: known[name] for name in SAME if known.get(name) is not None}
     told = known.get("conditioning", {})
@@ -96,18 +96,18 @@ def noise_of(recipe: Recipe) -> str:
 
 
 def needs_of(source: Recipe | Foreign) -> Needs:
-    """The pictures and adapters that must be given again. Another program's strength belongs to a picture."""
+    """The images and adapters that must be given again. Another program's strength belongs to an image."""
     known = known_fields(source)
-    pictures = dict(known.get("inputs", {}))
+    images = dict(known.get("inputs", {}))
     for name in TENSORS:
-        if name in pictures:
+        if name in images:
             advice = "It was made from Python: give them there again."
             raise PellucidError(
                 f"{name} must be given to repeat this recipe; it holds their hash only. {advice}", "missing"
             )
     if known.get("strength") is not None:
-        pictures.setdefault("image", None)
-    return Needs(pictures, tuple(known.get("adapters", ())))
+        images.setdefault("image", None)
+    return Needs(images, tuple(known.get("adapters", ())))
 
 
 def other_parts(recipe: Recipe, components: Any) -> tuple[str, ...]:

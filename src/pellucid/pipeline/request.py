@@ -53,7 +53,7 @@ class Request:
     guidance: Any = None
     weak: Any = None
     noise: NoiseSource | str | None = None
-    # from a picture
+    # from an image
     image: Any = None
     mask: Any = None
     strength: float | None = None

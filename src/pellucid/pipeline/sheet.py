@@ -1,4 +1,4 @@
-"""X/Y sheets: `steps=10,20,50 x guidance=3,5,7` → axes → cells → one labelled picture."""
+"""X/Y sheets: `steps=10,20,50 x guidance=3,5,7` → axes → cells → one labelled image."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pellucid.pipeline.lettering import Block, clean, face_for, upward, wrap
 
 MAX_CELLS = 100
 MAX_TEXT = 20_000  # characters of a request
-MAX_PIXELS = 48 * 2**20  # of the cells together; larger pictures are scaled down, so that any program opens the sheet
-MIN_CELL = 128  # smaller pictures are enlarged, each pixel to a square
+MAX_PIXELS = 48 * 2**20  # of the cells together; larger images are scaled down, so that any program opens the sheet
+MIN_CELL = 128  # smaller images are enlarged, each pixel to a square
 INK, FAINT, LINE, PAPER = "#1c2530", "#66727f", "#c9d1da", "#ffffff"
 EXAMPLE = "Example: steps=10,20,50 x guidance=3,5,7."
 
@@ -155,12 +155,12 @@ def checked(axis: Axis, before: Sequence[Axis]) -> Axis:
 
 
 def cells(axes: Sequence[Axis]) -> list[dict[str, Any]]:
-    """The settings of each cell, row by row: the order in which `draw_sheet` takes the pictures."""
+    """The settings of each cell, row by row: the order in which `draw_sheet` takes the images."""
     names = [axis.name for axis in reversed(axes)]
     return [dict(zip(names, values, strict=True)) for values in product(*(a.values for a in reversed(axes)))]
 
 
-# --- the picture -----------------------------------------------------------------------------------------------
+# --- the image -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -212,10 +212,10 @@ def margin_of(em: int) -> int:
 def draw_sheet(
     images: Sequence[Image.Image], axes: Sequence[Axis], title: str | None = None, footer: str | None = None
 ) -> Image.Image:
-    """One picture of all cells, row by row, with both axes' names and values; the footer tells what they share."""
+    """One image of all cells, row by row, with both axes' names and values; the footer tells what they share."""
     across, down = check_axes(axes, len(images))
     columns, rows = len(across.values), 1 if down is None else len(down.values)
-    cell, pictures = fit(images, columns, rows)
+    cell, fitted = fit(images, columns, rows)
     em = letter_size(cell, columns, rows)
     said = [title or "", footer or "", *(text for axis in axes for text in (axis.name, *axis.labels()))]
     face = face_for("".join(clean(text) for text in said))
@@ -237,9 +237,9 @@ def draw_sheet(
     foot.draw(on, margin, frame.bottom + em)
     draw_tops(on, frame, labels)
     draw_sides(sheet, frame, labels)
-    for i, picture in enumerate(pictures):
+    for i, image in enumerate(fitted):
         x, y = frame.corner(i % columns, i // columns)
-        sheet.paste(picture, (x + (cell[0] - picture.width) // 2, y + (cell[1] - picture.height) // 2))
+        sheet.paste(image, (x + (cell[0] - image.width) // 2, y + (cell[1] - image.height) // 2))
     return sheet
 
 
@@ -299,7 +299,7 @@ def check_axes(axes: Sequence[Axis], count: int) -> tuple[Axis, Axis | None]:
 
 
 def fit(images: Sequence[Image.Image], columns: int, rows: int) -> tuple[Size, list[Image.Image]]:
-    """The size of a cell and the pictures for it: tiny ones enlarged by a whole factor, huge ones reduced."""
+    """The size of a cell and the images for it: tiny ones enlarged by a whole factor, huge ones reduced."""
     width, height = max(i.width for i in images), max(i.height for i in images)
     times = math.ceil(MIN_CELL / max(width, height))
     shrink = min(1.0, math.sqrt(MAX_PIXELS / (width * height * columns * rows * times**2)))

@@ -1,4 +1,4 @@
-"""Stages: encode text, encode the picture, denoise, decode. Each is timed, measured, and owns what it holds."""
+"""Stages: encode text, encode the image, denoise, decode. Each is timed, measured, and owns what it holds."""
 
 from __future__ import annotations
 

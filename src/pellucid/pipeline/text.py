@@ -228,14 +228,14 @@ def size_ids(
 ) -> Tensor:
     """SDXL's size conditioning (B, 6): heights and widths of the original, the crop's top left, and the target.
 
-    Each is one pair, or one a picture; no target means the original's size. The refiner takes an aesthetic `score`
+    Each is one pair, or one an image; no target means the original's size. The refiner takes an aesthetic `score`
     in the place of the target: (B, 5).
     """
     last = (original if target is None else target) if score is None else None
     given = [pairs(value) for value in (original, crop, last) if value is not None]
     count = max(len(values) for values in given)
     if any(len(values) not in (1, count) for values in given):
-        raise PellucidError(rule("sizes", "one for all pictures, or one a picture", [len(v) for v in given]), "sizes")
+        raise PellucidError(rule("sizes", "one for all images, or one a picture", [len(v) for v in given]), "sizes")
     rows = [[n for values in given for n in values[i % len(values)]] for i in range(count)]
     return torch.tensor([row if score is None else [*row, score] for row in rows], dtype=torch.float32)
 

@@ -27,8 +27,7 @@ from pellucid.interop.wrap import Conversation, Peer, look
 from pellucid.interop.wrap_branches import PeerNetwork, Way
 from pellucid.models.guidance import Guidance, scale_notes
 from pellucid.models.guided import GuidedDenoiser, Terms
-from pellucid.pipeline import images as pictures
-from pellucid.pipeline import watching
+from pellucid.pipeline import images, observers
 from pellucid.pipeline.peer_words import CALL, RefusesPeerWords, option_error
 from pellucid.pipeline.pipeline import Result, asks_uncond, tuned_for_another
 from pellucid.pipeline.policy import Policy
@@ -124,7 +123,7 @@ class WrappedPipeline(RefusesPeerWords):
                 *flagged(made),
             ),
         )
-        return watching.end(request.observers, result)
+        return observers.end(request.observers, result)
 
 
 def read_scheduler(pipeline: Any) -> Reading:
@@ -170,7 +169,7 @@ class Journey:
         if request.latents is not None:
             if tuple(request.latents.shape) != shape:
                 raise PellucidError(rule("latents", f"of shape {shape}", tuple(request.latents.shape)), "latents")
-            pictures.check_finite("latents", request.latents)
+            images.check_finite("latents", request.latents)
             noise = request.latents.to(like)
         elif self.source is self.order.stream:
             noise = first.to(like)

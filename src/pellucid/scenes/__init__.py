@@ -1,4 +1,4 @@
-"""The world of scenes: coloured shapes on a background, their captions and maps, and a reader of finished pictures."""
+"""The world of scenes: coloured shapes on a background, their captions and maps, and a reader of finished images."""
 
 from pellucid.scenes.asking import prompts
 from pellucid.scenes.grading import Grade, Mark, grade

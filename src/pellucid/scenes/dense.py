@@ -1,4 +1,4 @@
-"""The pictures of `render` without a branch on data: for a compiler, which makes few passes over the pixels of it.
+"""The images of `render` without a branch on data: for a compiler, which makes few passes over the pixels of it.
 
 Every shape, texture and style is computed at every pixel, and one of them is chosen. That is far more arithmetic and
 far less memory traffic; nothing waits for the device, and all sizes are known beforehand.
@@ -68,7 +68,7 @@ def lightness(texture: Tensor, x: Tensor, y: Tensor, radius: Tensor, pixel: floa
 
 
 def stroke(below: Tensor, thing: Things, middle: Tensor, names: tuple[str, ...]) -> Tensor:
-    """(N, 3, H, W): the pictures with one more thing each, painted in a style of `names`."""
+    """(N, 3, H, W): the images with one more thing each, painted in a style of `names`."""
     pixel = 1 / len(middle)
     across, down = middle[None, None, :], middle[None, :, None]
     x, y = across - thing.x, down - thing.y
@@ -113,12 +113,12 @@ def render(
     """(N, 3, H, W) in [−1, 1], as `render` makes them, of scenes in styles of `names` with at most `most` things."""
     known = tuple(STYLE_NAMES[i] for i in sorted({one_of("style", name, STYLE_NAMES) for name in names}))
     middle, paint = axis(size, scenes.x.device), compiled(stroke) if compile else stroke
-    picture = backdrop(scenes, size)
+    image = backdrop(scenes, size)
     if {"neon", "sketch"} & set(known):
-        picture = styles.canvas(picture, scenes.style)
+        image = styles.canvas(image, scenes.style)
     for slot in range(most):  # back to front
-        picture = paint(picture, things(scenes, slot), middle, known)
-    return (picture * 2 - 1).clamp(-1, 1)
+        image = paint(image, things(scenes, slot), middle, known)
+    return (image * 2 - 1).clamp(-1, 1)
 
 
 def edges(scenes: Scenes, size: int = 128, *, compile: bool = False) -> Tensor:

@@ -19,7 +19,7 @@ ROUNDS = 5
 SOFT = 3 / SIDE  # the width of a border's ramp: that of the mask
 CLEAR = 0.945  # a fit that needs no explanation by something in front
 MOST_HIDDEN, LEAST_BORDER = 0.5, 0.55
-TIPS = {"star": 0.035, "crescent": 0.02}  # what a blurred picture loses of their overlap
+TIPS = {"star": 0.035, "crescent": 0.02}  # what a blurred image loses of their overlap
 GAIN = 0.045  # what such an explanation must be better by
 
 
@@ -27,7 +27,7 @@ GAIN = 0.045  # what such an explanation must be better by
 class Window:
     """M things, each in a window of its own: coordinates, its mask, and where it can be seen."""
 
-    row: Tensor  # (M,) int64: its picture
+    row: Tensor  # (M,) int64: its image
     thing: Tensor  # (M,) int64: its number in labels
     x: Tensor  # (M, G) shares of the side
     y: Tensor  # (M, G)
@@ -78,7 +78,7 @@ def blurred(mask: Tensor) -> Tensor:
 
 
 def at(values: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """(M, C, G, G): values (M, C, H, W) at points, bilinear; nothing outside of the picture."""
+    """(M, C, G, G): values (M, C, H, W) at points, bilinear; nothing outside of the image."""
     wide = (len(x), x.shape[1], x.shape[1])
     grid = torch.stack([x[:, None, :].expand(wide), y[:, :, None].expand(wide)], -1) * 2 - 1
     return F.grid_sample(values, grid, align_corners=False)

@@ -1,4 +1,4 @@
-"""Grade a picture against what its caption asks for: every attribute right, wrong or unreadable."""
+"""Grade an image against what its caption asks for: every attribute right, wrong or unreadable."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OWN = ("shape", "colour", "texture", "size", "place")
 
 @dataclass(frozen=True)
 class Mark:
-    """One thing that a caption asked for, and what the picture has."""
+    """One thing that a caption asked for, and what the image has."""
 
     what: str  # "count", "shape", "relation", "background", …
     wanted: object
@@ -29,7 +29,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Grade:
-    """All marks of one picture. It is right when every one is."""
+    """All marks of one image. It is right when every one is."""
 
     marks: tuple[Mark, ...]
     trouble: str | None = None
@@ -44,10 +44,10 @@ class Grade:
         return sum(own) / len(own) if own else None
 
 
-def grade(pictures: Tensor, queries: Query | Sequence[Query]) -> list[Grade]:
-    """Grades of pictures (N, 3, H, W) in [−1, 1], one query each; one picture (3, H, W) takes one query."""
+def grade(images: Tensor, queries: Query | Sequence[Query]) -> list[Grade]:
+    """Grades of images (N, 3, H, W) in [−1, 1], one query each; one image (3, H, W) takes one query."""
     asked = [queries] if isinstance(queries, Query) else list(queries)
-    found = read(pictures)
+    found = read(images)
     if len(found) != len(asked):
         raise PellucidError(rule("queries", f"one for each of {len(found)} pictures", len(asked)), "grade")
     return [graded(reading, query) for reading, query in zip(found, asked, strict=True)]

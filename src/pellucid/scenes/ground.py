@@ -1,4 +1,4 @@
-"""The colour and the kind of a picture's background."""
+"""The colour and the kind of an image's background."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FEW = 400  # pixels of background, at least
 
 @dataclass(frozen=True)
 class Ground:
-    """Of N pictures; −1 is unreadable."""
+    """Of N images; −1 is unreadable."""
 
     colour: Tensor  # (N,) int64
     kind: Tensor  # (N,) int64
@@ -32,13 +32,13 @@ def ground(labels: Labels, window: Window, fitted: Fit) -> Ground:
     scarce = free.sum((1, 2), keepdim=True) < FEW
     free = torch.where(scarce, ~grown(labels.label != 0, 3), free)
     colour = palette.backgrounds(free.device)[labels.background]  # (N, 3)
-    tone = (labels.picture / colour[:, :, None, None]).mean(1)
+    tone = (labels.image / colour[:, :, None, None]).mean(1)
     level = explained(tone, free)  # (N, 3): level, slope, check
     slope, check = -level[:, 1] / FADE, -level[:, 2] / CHECK
     kind = torch.where(check > HALF, 2, torch.where(slope > HALF, 1, 0))
     doubt = ((slope - HALF).abs() < DOUBT) | ((check - HALF).abs() < DOUBT) | ((slope > HALF) & (check > HALF))
     weight = free.float()
-    mean = (labels.picture * weight[:, None]).sum((2, 3)) / weight.sum((1, 2)).clamp(min=1)[:, None]
+    mean = (labels.image * weight[:, None]).sum((2, 3)) / weight.sum((1, 2)).clamp(min=1)[:, None]
     # The mean tone of its kind: a gradient is darker on the whole, half of a checkered one is.
     usual = torch.tensor([1.0, 0.965, 1 - CHECK / 2], device=free.device)[kind][:, None]
     off = torch.cdist(mean / usual, palette.backgrounds(free.device))

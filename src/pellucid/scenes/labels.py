@@ -17,7 +17,7 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.scenes import palette
 from pellucid.scenes.words import BACKGROUND_NAMES, COLOUR_NAMES
 
-SIDE = 128  # pictures are read at this size
+SIDE = 128  # images are read at this size
 NARROW = (0.86, 1.04)  # brightness of a background of any kind
 WIDE = (0.60, 1.06)  # and under a shadow
 SURE = 40  # pixels of a colour that make a thing of it, once its border is off
@@ -34,28 +34,26 @@ COLOURS, GROUNDS = len(COLOUR_NAMES), len(BACKGROUND_NAMES)
 
 @dataclass(frozen=True)
 class Labels:
-    """Of N pictures at 128 × 128."""
+    """Of N images at 128 × 128."""
 
-    picture: Tensor  # (N, 3, H, W) in [0, 1]
+    image: Tensor  # (N, 3, H, W) in [0, 1]
     background: Tensor  # (N,) int64
     present: Tensor  # (N, 30) bool: things; thing n has colour n % 10, and is its first, second or third
     label: Tensor  # (N, H, W) int64: 0 background, 1 + thing, −1 specks that are neither
     residual: Tensor  # (N, H, W): how far each pixel is from every tone of its label
 
 
-def prepared(pictures: Tensor) -> Tensor:
-    """(N, 3, 128, 128) in [0, 1], of pictures (N, 3, H, W) or one (3, H, W) in [−1, 1]."""
-    pictures = pictures[None] if pictures.ndim == 3 else pictures
-    if pictures.ndim != 4 or pictures.shape[1] != 3 or min(pictures.shape[2:]) < 16:
-        raise PellucidError(
-            rule("pictures", "(N, 3, H, W), 16 pixels or more", tuple(pictures.shape)), "scenes-picture"
-        )
-    if not torch.isfinite(pictures).all():
-        raise PellucidError(rule("pictures", "finite", "NaN or infinity"), "scenes-picture")
-    pictures = ((pictures.float() + 1) / 2).clamp(0, 1)
-    if pictures.shape[2:] != (SIDE, SIDE):
-        pictures = F.interpolate(pictures, (SIDE, SIDE), mode="bilinear", antialias=True, align_corners=False)
-    return pictures.contiguous()
+def prepared(images: Tensor) -> Tensor:
+    """(N, 3, 128, 128) in [0, 1], of images (N, 3, H, W) or one (3, H, W) in [−1, 1]."""
+    images = images[None] if images.ndim == 3 else images
+    if images.ndim != 4 or images.shape[1] != 3 or min(images.shape[2:]) < 16:
+        raise PellucidError(rule("images", "(N, 3, H, W), 16 pixels or more", tuple(images.shape)), "scenes-picture")
+    if not torch.isfinite(images).all():
+        raise PellucidError(rule("images", "finite", "NaN or infinity"), "scenes-picture")
+    images = ((images.float() + 1) / 2).clamp(0, 1)
+    if images.shape[2:] != (SIDE, SIDE):
+        images = F.interpolate(images, (SIDE, SIDE), mode="bilinear", antialias=True, align_corners=False)
+    return images.contiguous()
 
 
 @lru_cache(maxsize=8)
@@ -101,18 +99,18 @@ def spread(seed: Tensor, room: Tensor, steps: int) -> Tensor:
     return seed
 
 
-def smooth(pictures: Tensor) -> Tensor:
+def smooth(images: Tensor) -> Tensor:
     """(N, H, W) bool: no border within a pixel. A shadow fades slowly; the rim of a thing does not let it pass."""
-    grey = pictures.mean(1, keepdim=True)
+    grey = images.mean(1, keepdim=True)
     return (F.max_pool2d(grey, 3, 1, 1) + F.max_pool2d(-grey, 3, 1, 1))[:, 0] < STEP
 
 
-def labelled(pictures: Tensor) -> Labels:
-    """Labels of pictures (N, 3, 128, 128) in [0, 1]."""
-    count = len(pictures)
+def labelled(images: Tensor) -> Labels:
+    """Labels of images (N, 3, 128, 128) in [0, 1]."""
+    count = len(images)
     shape = (count, SIDE, SIDE)
-    start, end = segments(pictures.device)
-    pixels = pictures.permute(0, 2, 3, 1).reshape(-1, 3)
+    start, end = segments(images.device)
+    pixels = images.permute(0, 2, 3, 1).reshape(-1, 3)
     apart = away(pixels, start, end)
     colour = torch.minimum(apart[:, :COLOURS], apart[:, COLOURS : 2 * COLOURS])  # (P, 10)
     narrow, wide = apart[:, 2 * COLOURS :].reshape(-1, 2, GROUNDS).unbind(1)
@@ -123,7 +121,7 @@ def labelled(pictures: Tensor) -> Labels:
     colour = torch.where(present.repeat_interleave(SIDE * SIDE, 0), colour, torch.inf)
     off, which = colour.min(1)
     sure = (narrow <= off).reshape(shape)
-    shadow = ((wide <= off) | (wide < BLENDED)).reshape(shape) & smooth(pictures)
+    shadow = ((wide <= off) | (wide < BLENDED)).reshape(shape) & smooth(images)
     ground = spread(spread(sure, shadow, REACH), (wide <= off).reshape(shape), 2)
     # The rim of a thing is of its colour, so at its border a light tone is a mixture with the background.
     deep = away_from(pixels, start[:COLOURS], end[COLOURS : 2 * COLOURS], which)
@@ -131,7 +129,7 @@ def labelled(pictures: Tensor) -> Labels:
     label = torch.where(ground, 0, torch.where(torch.isinf(off), 0, which + 1).reshape(shape))
     residual = torch.where(label == 0, torch.minimum(narrow, wide).reshape(shape), off.reshape(shape))
     label, present = parted(*tidied(label, present))
-    return Labels(pictures, background, present, label, residual)
+    return Labels(images, background, present, label, residual)
 
 
 def voted(colour: Tensor, narrow: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -166,7 +164,7 @@ def tidied(label: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
     large = whole.sum((1, 2)) >= LEAST
     kept = torch.zeros_like(label)
     turn = order(row)
-    for i in range(int(turn.max()) + 1):  # things of one picture one after another, of all pictures at once
+    for i in range(int(turn.max()) + 1):  # things of one image one after another, of all images at once
         mine = turn == i
         own = whole[mine] & large[mine][:, None, None]
         kept[row[mine]] = torch.where(own, colour[mine][:, None, None] + 1, kept[row[mine]])

@@ -16,7 +16,7 @@ from pellucid.scenes.scene import MOST, RADII
 
 TRIES = 16
 SLOTS = 16  # numbers a candidate takes
-EDGE = 0.012  # from a thing to the picture's edge
+EDGE = 0.012  # from a thing to the image's edge
 GAP = (0.025, 0.14)  # between things that stand apart
 NEAR = (0.025, 0.065)  # between neighbours
 SLOPE = 0.36

@@ -1,4 +1,4 @@
-"""Outlines in a finished picture, and how well they follow exact ones: the measure of a ControlNet."""
+"""Outlines in a finished image, and how well they follow exact ones: the measure of a ControlNet."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ CHUNK = 8
 CUT = 0.5  # an exact outline runs through pixels that it covers by half
 
 
-def outlines(pictures: Tensor) -> Tensor:
+def outlines(images: Tensor) -> Tensor:
     """(N, 128, 128) bool: where labels change to the right or downwards. Textures have no outline."""
     found = []
     with torch.no_grad():
-        for part in prepared(pictures).split(CHUNK):
+        for part in prepared(images).split(CHUNK):
             label = labelled(part).label.clamp(min=0)
             edge = torch.zeros_like(label, dtype=torch.bool)
             edge[:, :, :-1] |= label[:, :, :-1] != label[:, :, 1:]
@@ -25,13 +25,13 @@ def outlines(pictures: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-def edge_f1(pictures: Tensor, edges: Tensor) -> Tensor:
-    """(N,): F1 of the outlines of pictures (N, 3, H, W) against exact edges (N, 1, 128, 128) in [0, 1].
+def edge_f1(images: Tensor, edges: Tensor) -> Tensor:
+    """(N,): F1 of the outlines of images (N, 3, H, W) against exact edges (N, 1, 128, 128) in [0, 1].
 
     A pixel counts as met when the other map has one within one pixel, diagonals included.
     """
     edges = edges[None] if edges.ndim == 3 else edges
-    seen = outlines(pictures)
+    seen = outlines(images)
     if edges.shape != (len(seen), 1, SIDE, SIDE):
         raise PellucidError(rule("edges", f"({len(seen)}, 1, {SIDE}, {SIDE})", tuple(edges.shape)), "scenes-edges")
     exact = edges[:, 0].to(seen.device) >= CUT

@@ -1,4 +1,4 @@
-"""Read a finished picture: which objects stand where, how they look and on what; or say that it cannot be read.
+"""Read a finished image: which objects stand where, how they look and on what; or say that it cannot be read.
 
 Analysis by synthesis: pixels are labelled by the world's tones (labels.py), every shape is laid over each mask
 (fitting.py), and the texture that explains a thing's tones best is taken (surface.py). Weak evidence is None.
@@ -27,18 +27,18 @@ from pellucid.scenes.words import (
     TEXTURE_NAMES,
 )
 
-CHUNK = 8  # pictures at a time on a CPU: what fits into its caches
+CHUNK = 8  # images at a time on a CPU: what fits into its caches
 FITS = 0.78  # the least overlap of a readable shape
 AHEAD = 0.006  # and its lead over the next shape
 STRANGE = 0.10  # an RGB distance that no tone of the world explains
-MOST_STRANGE = 0.12  # the share of such pixels in a readable picture
+MOST_STRANGE = 0.12  # the share of such pixels in a readable image
 SIZE_DOUBT = 0.015  # around a cut between sizes, as a share of it
-LOOSE = 0.06  # the share of specks in a readable picture
+LOOSE = 0.06  # the share of specks in a readable image
 
 
 @dataclass(frozen=True)
 class Seen:
-    """An object in a picture; None is unreadable. `fit` is the overlap of mask and shape over their union."""
+    """An object in an image; None is unreadable. `fit` is the overlap of mask and shape over their union."""
 
     shape: str | None
     colour: str | None
@@ -53,7 +53,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a picture shows, objects from the back to the front. `trouble` says why it cannot be read as a whole."""
+    """What an image shows, objects from the back to the front. `trouble` says why it cannot be read as a whole."""
 
     objects: tuple[Seen, ...]
     relations: tuple[tuple[int, str, int], ...]
@@ -68,13 +68,13 @@ class Reading:
         return self.trouble is None and own and None not in (self.background, self.kind)
 
 
-def read(pictures: Tensor) -> list[Reading]:
-    """Readings of pictures (N, 3, H, W), or of one (3, H, W), in [−1, 1]."""
-    pictures = prepared(pictures)
-    chunk = CHUNK if pictures.device.type == "cpu" else 256
+def read(images: Tensor) -> list[Reading]:
+    """Readings of images (N, 3, H, W), or of one (3, H, W), in [−1, 1]."""
+    images = prepared(images)
+    chunk = CHUNK if images.device.type == "cpu" else 256
     found: list[Reading] = []
     with torch.no_grad():
-        for part in pictures.split(chunk):
+        for part in images.split(chunk):
             found += read_chunk(labelled(part))
     return found
 
@@ -93,12 +93,12 @@ def read_chunk(labels: Labels) -> list[Reading]:
 
 
 def empty(labels: Labels) -> Fit:
-    none = torch.zeros(0, device=labels.picture.device)
+    none = torch.zeros(0, device=labels.image.device)
     return Fit(none.long(), none, none, none, none, none, none, none)
 
 
 def strangeness(labels: Labels) -> list[tuple[float, float]]:
-    """For each picture the share of pixels that no tone explains, and of those that belong to nothing."""
+    """For each image the share of pixels that no tone explains, and of those that belong to nothing."""
     strange = (labels.residual > STRANGE).float().mean((1, 2)).tolist()
     loose = (labels.label < 0).float().mean((1, 2)).tolist()
     return list(zip(strange, loose, strict=True))
@@ -137,7 +137,7 @@ def size_of(radius: float) -> str | None:
 
 
 def ordered(labels: Labels, window: Window, fitted: Fit, rows: list[int]) -> list[int]:
-    """Things of one picture from the back to the front: where two silhouettes cross, labels say whose pixels are."""
+    """Things of one image from the back to the front: where two silhouettes cross, labels say whose pixels are."""
     if len(rows) < 2:
         return rows
     inside = silhouettes(window, fitted, rows)
@@ -181,7 +181,7 @@ def assemble(
 
 
 def related(rows: list[int], fitted: Fit) -> tuple[tuple[int, str, int], ...]:
-    """All relations that hold with wide margins between the things of one picture, which are listed back to front."""
+    """All relations that hold with wide margins between the things of one image, which are listed back to front."""
     if len(rows) < 2:
         return ()
     padded = rows + [rows[0]] * (MOST - len(rows))

@@ -1,6 +1,6 @@
 """What "left of", "inside" or "in front of" mean, as exact rules on boxes and silhouettes.
 
-A rule has two margins. Captions speak only of what holds by the narrow one; a finished picture is right when it holds
+A rule has two margins. Captions speak only of what holds by the narrow one; a finished image is right when it holds
 by the wide one, so that a pixel more or less decides nothing.
 """
 
@@ -19,7 +19,7 @@ from pellucid.scenes.words import RELATION_NAMES, SHAPE_NAMES
 
 @dataclass(frozen=True)
 class Margins:
-    """Shares of the picture's side, but for `slope` and `share`."""
+    """Shares of the image's side, but for `slope` and `share`."""
 
     gap: float  # between the boxes of things that stand apart
     slope: float  # how far off the axis: |dy| / |dx| for left and right
@@ -57,7 +57,7 @@ def shared(shape: Tensor, x: Tensor, y: Tensor, radius: Tensor) -> Tensor:
 
 
 def areas(shape: Tensor, radius: Tensor) -> Tensor:
-    """Areas of silhouettes, in squares of the picture's side."""
+    """Areas of silhouettes, in squares of the image's side."""
     return unit_areas().to(radius)[shape] * radius**2
 
 

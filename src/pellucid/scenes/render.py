@@ -1,4 +1,4 @@
-"""Scenes to pictures: signed distances, antialiased over a pixel, all objects of a batch at once."""
+"""Scenes to images: signed distances, antialiased over a pixel, all objects of a batch at once."""
 
 from __future__ import annotations
 
@@ -72,16 +72,16 @@ def render(scenes: Scenes, size: int = 128) -> Tensor:
     )
     rim = (0.5 + (-found.distance - textures.RIM) / found.pixel).clamp(0, 1)
     light = light * rim
-    picture = styles.canvas(backdrop(scenes, size), scenes.style)
+    image = styles.canvas(backdrop(scenes, size), scenes.style)
     named = scenes.colour[found.row, found.slot]
-    colour, tint = palette.objects(picture.device)[named], palette.tints(picture.device)[named]
+    colour, tint = palette.objects(image.device)[named], palette.tints(image.device)[named]
     for slot in range(MOST):  # back to front
         mine = (found.slot == slot).nonzero()[:, 0]
         if len(mine):
             row = found.row[mine]
-            layer = styles.Layer(picture[row], colour[mine], tint[mine], found.distance[mine], light[mine], found.pixel)
-            picture[row] = styles.paint(layer, scenes, row, slot)
-    return (picture * 2 - 1).clamp(-1, 1)
+            layer = styles.Layer(image[row], colour[mine], tint[mine], found.distance[mine], light[mine], found.pixel)
+            image[row] = styles.paint(layer, scenes, row, slot)
+    return (image * 2 - 1).clamp(-1, 1)
 
 
 def segmentation(scenes: Scenes, size: int = 128) -> Tensor:

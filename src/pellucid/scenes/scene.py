@@ -22,7 +22,7 @@ from pellucid.scenes.words import (
 )
 
 MOST = 3  # objects in a scene
-# Radii as shares of the picture's side. Between two sizes lies a gap of a quarter; the cut is in its middle.
+# Radii as shares of the image's side. Between two sizes lies a gap of a quarter; the cut is in its middle.
 RADII = {"small": (0.105, 0.12), "medium": (0.155, 0.175), "large": (0.215, 0.24)}
 SIZE_CUTS = (0.1365, 0.194)
 # A single object stands in one of nine places: the bands of its middle, and the cuts between them.
@@ -31,7 +31,7 @@ PLACE_CUTS = (0.43, 0.57)
 
 @dataclass(frozen=True)
 class Thing:
-    """One object. `x`, `y` (downwards) and `radius` are shares of the picture's side."""
+    """One object. `x`, `y` (downwards) and `radius` are shares of the image's side."""
 
     shape: str
     colour: str
@@ -57,7 +57,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """One picture's truth. Later things stand in front of earlier ones."""
+    """One image's truth. Later things stand in front of earlier ones."""
 
     things: tuple[Thing, ...]
     background: str = "white"
@@ -79,7 +79,7 @@ def one_of(name: str, value: str, known: Sequence[str]) -> int:
 
 
 def place_of(x: float, y: float) -> str:
-    """The ninth of the picture that a point lies in."""
+    """The ninth of the image that a point lies in."""
     column, row = (sum(v > cut for cut in PLACE_CUTS) for v in (x, y))
     return PLACE_NAMES[3 * row + column]
 

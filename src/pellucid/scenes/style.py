@@ -1,4 +1,4 @@
-"""Which style a finished picture has: the measure of a LoRA.
+"""Which style a finished image has: the measure of a LoRA.
 
 Neon is dark. A sketch has fine slanted lines all through its things. An outline is darker than the thing's own colour,
 and a soft shadow darkens the background where the renderer would have put it.
@@ -24,22 +24,22 @@ LINED = 0.3  # how far an outline goes to the shade
 SHADED = 0.45  # how much of the renderer's shadow there is
 
 
-def style_of(pictures: Tensor) -> list[str | None]:
-    """The style of pictures (N, 3, H, W) or (3, H, W) in [−1, 1]; None where no thing can be seen."""
+def style_of(images: Tensor) -> list[str | None]:
+    """The style of images (N, 3, H, W) or (3, H, W) in [−1, 1]; None where no thing can be seen."""
     found: list[str | None] = []
     with torch.no_grad():
-        for part in prepared(pictures).split(CHUNK):
+        for part in prepared(images).split(CHUNK):
             found += style_chunk(part)
     return found
 
 
-def style_chunk(pictures: Tensor) -> list[str | None]:
-    dark = pictures.mean(1).flatten(1).median(1).values < DARK
-    lit = pictures.amax(1).flatten(1).amax(1) > 0.6  # a night without any tube is just black
-    hatched = (hatching(pictures) > HATCHED).float().mean((1, 2)) > HATCHED_SHARE
-    labels = labelled(pictures)
+def style_chunk(images: Tensor) -> list[str | None]:
+    dark = images.mean(1).flatten(1).median(1).values < DARK
+    lit = images.amax(1).flatten(1).amax(1) > 0.6  # a night without any tube is just black
+    hatched = (hatching(images) > HATCHED).float().mean((1, 2)) > HATCHED_SHARE
+    labels = labelled(images)
     window = windows(labels)
-    count = len(pictures)
+    count = len(images)
     lined, shaded, things = torch.zeros(count), torch.zeros(count), torch.zeros(count)
     if len(window):
         fitted = fit(window)
@@ -62,9 +62,9 @@ def decide(dark: bool, lit: bool, hatched: bool, things: float, lined: float, sh
     return "outlined" if lined > LINED else "soft" if shaded > SHADED else "flat"
 
 
-def hatching(pictures: Tensor) -> Tensor:
+def hatching(images: Tensor) -> Tensor:
     """(N, H, W): how much more there is of a sketch's lines than of finer or coarser ones. A border has all."""
-    grey = pictures.amin(1, keepdim=True)  # every colour is dark in one channel
+    grey = images.amin(1, keepdim=True)  # every colour is dark in one channel
     high = grey - F.avg_pool2d(grey, 9, 1, 4, count_include_pad=False)
     own, *others = (wave(high, HATCH * share) for share in (1.0, 1.45, 0.7))
     return own - torch.maximum(*others)
@@ -101,7 +101,7 @@ def shadow(labels: Labels, window: Window, fitted: Fit) -> Tensor:
     cast = SHADOW * (0.5 - 0.5 * away / SHADOW_BLUR).clamp(0, 1) ** 2
     made = torch.zeros(len(labels.background), SIDE, SIDE, device=cast.device).index_add_(0, window.row, cast)
     colour = palette.backgrounds(cast.device)[labels.background]
-    tone = 1 - (labels.picture / colour[:, :, None, None]).mean(1)
+    tone = 1 - (labels.image / colour[:, :, None, None]).mean(1)
     # Near things only, and against the level there: the kinds of background change tones slowly.
     near = F.max_pool2d((labels.label > 0)[:, None].float(), 19, 1, 9)[:, 0]
     free = 1 - F.max_pool2d((labels.label != 0)[:, None].float(), 3, 1, 1)[:, 0]

@@ -21,7 +21,7 @@ HATCH, STROKE = 0.034, 0.4  # period of a sketch's lines, and the share of it th
 
 @dataclass(frozen=True)
 class Layer:
-    """M things over the pictures painted so far."""
+    """M things over the images painted so far."""
 
     below: Tensor  # (M, 3, H, W) in [0, 1]
     colour: Tensor  # (M, 3)
@@ -70,7 +70,7 @@ def canvas(background: Tensor, style: Tensor) -> Tensor:
 
 
 def paint(layer: Layer, scenes: Scenes, row: Tensor, slot: int) -> Tensor:
-    """(M, 3, H, W): the pictures with one more thing each, grouped by style."""
+    """(M, 3, H, W): the images with one more thing each, grouped by style."""
     style = scenes.style[row]
     present = style.unique().tolist()
     if len(present) == 1:

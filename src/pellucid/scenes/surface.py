@@ -24,8 +24,8 @@ SHIFTS = 5  # along each axis, when a pattern does not sit where it should
 
 
 def sampled(labels: Labels, window: Window) -> Tensor:
-    """(M, 3, G, G): the picture in each thing's window."""
-    return at(labels.picture[window.row], window.x, window.y)
+    """(M, 3, G, G): the image in each thing's window."""
+    return at(labels.image[window.row], window.x, window.y)
 
 
 def inner(window: Window, fitted: Fit) -> Tensor:

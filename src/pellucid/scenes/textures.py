@@ -17,7 +17,7 @@ SLANT = 0.5 * math.sqrt(2)
 
 
 def period(radius: Tensor) -> Tensor:
-    """The distance from one stripe to the next, as a share of the picture's side."""
+    """The distance from one stripe to the next, as a share of the image's side."""
     return PERIOD + PERIOD_PER_RADIUS * radius
 
 

@@ -33,8 +33,8 @@ def grid_choices() -> list[str]:
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A picture to start from; with a mask only its white part is made anew."""
+class ImageLike:
+    """An image to start from; with a mask only its white part is made anew."""
 
     image: Image.Image
     mask: Image.Image | None = None
@@ -53,7 +53,7 @@ class Setup:
     guidance: float = 4.0
     guarded: bool = False
     seed: Any = ""
-    picture: Picture | None = None
+    image: ImageLike | None = None
     loras: tuple[Lora, ...] = ()
     controls: tuple[Control, ...] = ()
     image_prompts: tuple[ImagePrompt, ...] = ()
@@ -65,24 +65,24 @@ class Setup:
         told |= {name: value for name in ("sampler", "grid") if (value := getattr(self, name)) != OWN}
         scale = float(self.guidance)
         told["guidance"] = guarded(scale) if self.guarded else Guidance.parse(scale)
-        if self.picture is not None:
-            told |= {"image": self.picture.image, "mask": self.picture.mask, "strength": self.picture.strength}
+        if self.image is not None:
+            told |= {"image": self.image.image, "mask": self.image.mask, "strength": self.image.strength}
         for name in ("loras", "controls", "image_prompts"):
             told[name] = getattr(self, name)
         return Request(**told, **self.extra, **watching)
 
 
 def needed(path: str | None, adapter: str) -> Image.Image:
-    """The picture that an adapter cannot do without."""
+    """The image that an adapter cannot do without."""
     if path is None:
-        raise PellucidError(f"{adapter} must come with a picture; got none.", "adapter-picture")
+        raise PellucidError(f"{adapter} must come with an image; got none.", "adapter-picture")
     return upload(path)
 
 
 def prompt_of(words: str | None) -> str:
     words = (words or "").strip()
     if not words:
-        raise PellucidError("prompt must be some words; got none. Say what the picture shows.", "prompt")
+        raise PellucidError("prompt must be some words; got none. Say what the image shows.", "prompt")
     if len(words) > MOST_PROMPT:
         raise PellucidError(rule("prompt", f"at most {MOST_PROMPT:,} characters", f"{len(words):,}"), "prompt")
     return words
@@ -112,7 +112,7 @@ def seed_of(given: Any) -> int:
 
 
 def upload(path: str | Path, what: str = "picture") -> Image.Image:
-    """A picture that somebody sent: its size is read before its pixels are."""
+    """An image that somebody sent: its size is read before its pixels are."""
     with images.open_bounded(path, what) as found:
         if found.width * found.height > MOST_PIXELS:
             must, got = f"at most {MOST_PIXELS // 2**20} megapixels", f"{found.width} × {found.height}"

@@ -136,13 +136,13 @@ class CompareTab:
                 drawn = -1
                 for news in sheets.follow(pipe, sheet, session, SHEET):
                     if isinstance(news, Filling):
-                        fresh, drawn = len(news.pictures) != drawn, len(news.pictures)
-                        picture = compare_view.sheet(news.draw(), "the sheet so far") if fresh else gr.skip()
-                        yield picture, status(news.words, news.calls / news.of), gr.skip()
+                        fresh, drawn = len(news.images) != drawn, len(news.images)
+                        image = compare_view.sheet(news.draw(), "the sheet so far") if fresh else gr.skip()
+                        yield image, status(news.words, news.calls / news.of), gr.skip()
                         continue
                     done = status(" · ".join([f"done in {words.seconds(news.seconds)}", *news.notes]), 1.0)
                     file = gr.DownloadButton(value=str(news.file), interactive=True)
-                    yield compare_view.sheet(news.picture, f"a sheet of {sheet.text}"), done, file
+                    yield compare_view.sheet(news.image, f"a sheet of {sheet.text}"), done, file
         except Cancelled:
             yield gr.skip(), status("cancelled"), gr.skip()
         except gr.Error:
@@ -174,8 +174,8 @@ def setups_of(prompt: str, seed: Any, *given: Any) -> tuple[Setup, Setup]:
 
 
 def so_far(news: Pair, preview: Preview) -> str:
-    """Both sides while they run: x0 of the latest step, or the picture where it is done."""
-    shown = [preview.picture(one.x0) if isinstance(one, Moment) else one and one.picture for one in news]
+    """Both sides while they run: x0 of the latest step, or the image where it is done."""
+    shown = [preview.image(one.x0) if isinstance(one, Moment) else one and one.image for one in news]
     said = [about(one) if isinstance(one, Finished) else "x0 as the network sees it now" if one else "" for one in news]
     return compare_view.pair(shown, said)
 
@@ -194,7 +194,7 @@ def finished(done: Compared, prompt: str, session: Session) -> tuple[Any, ...]:
     notes = dict.fromkeys(note for made in done.made for note in made.notes)
     spent = words.seconds(sum(made.seconds for made in done.made))
     return (
-        compare_view.pair([made.picture for made in done.made], [about(made) for made in done.made]),
+        compare_view.pair([made.image for made in done.made], [about(made) for made in done.made]),
         status(" · ".join([f"done in {spent}", *notes]), 1.0),
         *(gr.DownloadButton(value=str(made.file), interactive=True) for made in done.made),
         compare_view.verdict(done),

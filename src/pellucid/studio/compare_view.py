@@ -44,11 +44,11 @@ STYLE = """<style>
 EMPTY_FILM = html.block(f"{STYLE}<p class=note>Run both: where they part, and by what, is said here.</p>")
 
 
-def pair(pictures: Sequence[Image.Image | None], words: Sequence[str]) -> str:
-    """Both sides, each in its place whether there is a picture or not."""
+def pair(images: Sequence[Image.Image | None], words: Sequence[str]) -> str:
+    """Both sides, each in its place whether there is an image or not."""
     cells = (
-        html.frame(picture, f"set-up {name}", f"{name} · {said}" if said else name, f"{name} appears here")
-        for name, picture, said in zip(SIDES, pictures, words, strict=True)
+        html.frame(image, f"set-up {name}", f"{name} · {said}" if said else name, f"{name} appears here")
+        for name, image, said in zip(SIDES, images, words, strict=True)
     )
     return html.block(f'<div class="two">{"".join(cells)}</div>')
 
@@ -82,7 +82,7 @@ def headline(done: Compared) -> str:
 def film(columns: Sequence[Column]) -> str:
     """Both runs aligned by step; the first that differs is outlined."""
     cells = "".join(column(one) for one in columns)
-    note = "x0, what the network believes the picture to be. Outlined: the first step that differs."
+    note = "x0, what the network believes the image to be. Outlined: the first step that differs."
     return html.block(
         f'{STYLE}<h4>Step by step</h4><div class="wide"><div class="film">{cells}</div></div>{said(note)}'
     )
@@ -98,7 +98,7 @@ def column(one: Column) -> str:
 def cell(name: str, step: int, frame: Frame) -> str:
     if frame.ratio is None:
         return html.frame(None, "", f"{name} · ended", "–")
-    return html.frame(frame.picture, f"{name} at step {step + 1}", f"{name} · σ/α {short(frame.ratio, 3)}", "–")
+    return html.frame(frame.image, f"{name} at step {step + 1}", f"{name} · σ/α {short(frame.ratio, 3)}", "–")
 
 
 def said(words: str) -> str:
@@ -189,11 +189,11 @@ def more(count: int) -> str:
 # --- a sheet ----------------------------------------------------------------------------------------------------
 
 
-def sheet(picture: Image.Image | None, alt: str = "") -> str:
-    if picture is None:
+def sheet(image: Image.Image | None, alt: str = "") -> str:
+    if image is None:
         return html.block(
             f'{STYLE}<div class="sheet"><span class=note>The sheet fills here, cell by cell.</span></div>'
         )
-    small = picture.copy()
+    small = image.copy()
     small.thumbnail((WIDEST, WIDEST))
     return html.block(f'{STYLE}<div class="sheet"><img alt="{html.text(alt)}" src="{html.source(small)}"></div>')

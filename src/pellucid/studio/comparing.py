@@ -26,7 +26,7 @@ from pellucid.studio.running import Finished, Moment
 from pellucid.studio.session import Session
 
 SIDES = ("A", "B")
-COLUMNS = 8  # steps that are shown as pictures
+COLUMNS = 8  # steps that are shown as images
 MOST_CALLS = 300  # of plans whose differences are run on the oracle
 
 
@@ -55,7 +55,7 @@ class Pair:
 class Frame:
     """x0 of one run at a step, and the noise there; `picture` is None where there is nothing to see."""
 
-    picture: Image.Image | None
+    image: Image.Image | None
     ratio: float | None
 
 
@@ -121,7 +121,7 @@ def follow(pipe: Pipeline, setups: Sequence[Setup], session: Session, tab: str) 
     yield job.result
 
 
-# --- both in pictures -------------------------------------------------------------------------------------------
+# --- both in images -------------------------------------------------------------------------------------------
 
 
 def film(a: Trace, b: Trace, found: Comparison, vae: Any = None) -> tuple[Column, ...]:
@@ -148,7 +148,7 @@ def columns(steps: int, first: int | None) -> list[int]:
 
 def look_at(a: Trace, b: Trace, vae: Any) -> Look | None:
     """One way to look at both: decoded where that is quick, else by the linear map that fits the VAE best."""
-    last = [trace.tensor("x0", trace.pictured[-1])[:1] for trace in (a, b) if trace.pictured]
+    last = [trace.tensor("x0", trace.has_images[-1])[:1] for trace in (a, b) if trace.has_images]
     if not last or len({one.shape for one in last}) > 1:
         return None
     began = time.perf_counter()
@@ -164,4 +164,4 @@ def frame(trace: Trace, index: int, look: Look | None) -> Frame:
     if look is None or not trace.has("x0", index) or 0 not in step.images:
         return Frame(None, step.level.ratio)
     x0 = torch.nan_to_num(trace.tensor("x0", index)[step.of(0)]).float()[None]
-    return Frame(html.of_unit(look.picture(x0)), step.level.ratio)
+    return Frame(html.of_unit(look.image(x0)), step.level.ratio)

@@ -1,4 +1,4 @@
-"""The tab Doctor: a model, a config, a trace or pictures in; findings out, with their numbers, cause and fix."""
+"""The tab Doctor: a model, a config, a trace or images in; findings out, with their numbers, cause and fix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pellucid.evidence.doctor.finding import SEVERITIES, Finding, Report
 from pellucid.evidence.doctor.opening import Given, open_subject
 from pellucid.evidence.doctor.report import value, verdict
 from pellucid.evidence.doctor.subject import OTHER, Asked, Subject
-from pellucid.evidence.metrics.pictures import SUFFIXES
+from pellucid.evidence.metrics.images import SUFFIXES
 from pellucid.studio import asking, html, jobs, words
 from pellucid.studio.html import status
 from pellucid.studio.jobs import Job
@@ -26,9 +26,9 @@ from pellucid.studio.shelf import Shelf, named
 from pellucid.train.image_folder import ImageFolder
 
 TAB = "doctor"
-MODEL, CONFIG, TRACE, PICTURES = "the chosen model", "a config, pasted or sent", "a trace", "pictures"
-KINDS = (MODEL, CONFIG, TRACE, PICTURES)
-MOST_PICTURES = 64
+MODEL, CONFIG, TRACE, IMAGES = "the chosen model", "a config, pasted or sent", "a trace", "pictures"
+KINDS = (MODEL, CONFIG, TRACE, IMAGES)
+MOST_IMAGES = 64
 MOST_WORDS = 2**20  # characters of a pasted config
 NO_DATA, SCENES = "none", "scenes"
 COLOURS = {"error": "#c62828", "warning": "#b26a00", "note": "#1f6fd6"}
@@ -44,11 +44,11 @@ class Patient:
 
     kind: str = MODEL
     model: str | None = None
-    weights: bool = False  # load and run them; known pictures need them too
+    weights: bool = False  # load and run them; known images need them too
     pasted: str = ""
     config: str | None = None  # a file
     trace: str | None = None
-    pictures: Sequence[str] = ()
+    images: Sequence[str] = ()
     data: str = NO_DATA
     steps: Any = None
     sampler: str = asking.OWN
@@ -71,8 +71,8 @@ class Patient:
             return Given(str(config_in(folder, self.pasted, self.config)))
         if self.kind == TRACE:
             return Given(trace=some(self.trace, "trace", "a file"))
-        if self.kind == PICTURES:
-            return Given(images=str(pictures_in(folder, self.pictures)), data=data)
+        if self.kind == IMAGES:
+            return Given(images=str(images_in(folder, self.images)), data=data)
         raise PellucidError(rule("what to look at", "one of " + ", ".join(KINDS), self.kind), "doctor-kind")
 
     @property
@@ -81,13 +81,13 @@ class Patient:
         sent = {CONFIG: self.config if not self.pasted.strip() else None, TRACE: self.trace}.get(self.kind)
         if self.kind == MODEL:
             return str(self.model)
-        if self.kind == PICTURES:
-            return f"{len(self.pictures)} picture{'' if len(self.pictures) == 1 else 's'}"
+        if self.kind == IMAGES:
+            return f"{len(self.images)} image{'' if len(self.images) == 1 else 's'}"
         return Path(sent).name if sent else "the pasted config"
 
 
 def known(data: str) -> str:
-    """The name of known pictures. Of what is none, not even whether it is there is told."""
+    """The name of known images. Of what is none, not even whether it is there is told."""
     try:
         if data != SCENES:
             ImageFolder(Path(data).expanduser(), 1)
@@ -117,16 +117,16 @@ def config_in(folder: Path, pasted: str, sent: str | None) -> Path:
     return place
 
 
-def pictures_in(folder: Path, sent: Sequence[str]) -> Path:
-    """A folder of the pictures that were sent, none of them too large."""
-    if not 1 <= len(sent) <= MOST_PICTURES:
-        raise PellucidError(rule("pictures", f"from 1 to {MOST_PICTURES}", len(sent)), "doctor-pictures")
+def images_in(folder: Path, sent: Sequence[str]) -> Path:
+    """A folder of the images that were sent, none of them too large."""
+    if not 1 <= len(sent) <= MOST_IMAGES:
+        raise PellucidError(rule("images", f"from 1 to {MOST_IMAGES}", len(sent)), "doctor-pictures")
     place = folder / "doctor" / "pictures"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     for number, path in enumerate(map(Path, sent)):
         if path.suffix.lower() not in SUFFIXES:
-            raise PellucidError(rule("picture", "a file that ends in " + ", ".join(SUFFIXES), path.name), "file-type")
+            raise PellucidError(rule("image", "a file that ends in " + ", ".join(SUFFIXES), path.name), "file-type")
         asking.upload(path, path.name)
         shutil.copyfile(path, place / f"{number:03d}{path.suffix.lower()}")
     return place
@@ -260,9 +260,9 @@ class DoctorTab:
                 grid = gr.Dropdown(asking.grid_choices(), value=asking.OWN, label="Grid", min_width=130)
         with gr.Column(visible=False) as of_trace:
             trace = gr.File(label="Trace", file_types=[".safetensors"], height=120, elem_id="doctor-trace")
-        with gr.Column(visible=False) as of_pictures:
-            pictures = gr.File(
-                label=f"Pictures, {MOST_PICTURES} at most",
+        with gr.Column(visible=False) as of_images:
+            images = gr.File(
+                label=f"Pictures, {MOST_IMAGES} at most",
                 file_count="multiple",
                 file_types=list(SUFFIXES),
                 height=220,
@@ -272,7 +272,7 @@ class DoctorTab:
             data = gr.Dropdown(
                 [NO_DATA, SCENES],
                 value=NO_DATA,
-                label="Known pictures to measure with",
+                label="Known images to measure with",
                 info="scenes, or a folder of images: a model's weights are run then; slow",
                 allow_custom_value=True,
                 elem_id="doctor-data",
@@ -282,15 +282,15 @@ class DoctorTab:
             of_config: (CONFIG,),
             of_run: (MODEL, CONFIG),
             of_trace: (TRACE,),
-            of_pictures: (PICTURES,),
-            of_data: (MODEL, PICTURES),
+            of_images: (IMAGES,),
+            of_data: (MODEL, IMAGES),
         }
 
         def choose(chosen: str) -> list[Any]:
             return [gr.Column(visible=chosen in kinds) for kinds in seen.values()]
 
         kind.change(choose, kind, list(seen), show_progress="hidden")
-        return [weights, pasted, config, trace, pictures, data, steps, sampler, grid]
+        return [weights, pasted, config, trace, images, data, steps, sampler, grid]
 
     @words.settled
     def examine(self, request: gr.Request, kind: str, model: str, *asked: Any) -> Iterator[tuple[Any, Any]]:
@@ -313,7 +313,7 @@ def patient_of(
     pasted: str | None,
     config: str | None,
     trace: str | None,
-    pictures: Sequence[str] | None,
+    images: Sequence[str] | None,
     data: str | None,
     steps: Any,
     sampler: str,
@@ -328,7 +328,7 @@ def patient_of(
         pasted=pasted or "",
         config=config,
         trace=trace,
-        pictures=tuple(pictures or ()),
+        images=tuple(images or ()),
         data=(data or "").strip() or NO_DATA,
         steps=steps,
         sampler=sampler,

@@ -35,6 +35,6 @@ def shown(figure: Figure, alt: str) -> str:
         f"<style>#{mark} img {{ width: 100%; min-width: {round(LEAST * full)}px; max-width: {full}px; }} "
         f"#{mark}:has(input:checked) img {{ width: {full}px; min-width: {full}px; }}</style>"
     )
-    picture = f'<img alt="{html.text(alt)}" src="{source(figure)}">'
+    image = f'<img alt="{html.text(alt)}" src="{source(figure)}">'
     switch = '<label class="note"><input type="checkbox" style="border: 1px solid #8894a3"> full size</label>'
-    return f'{style}<div id="{mark}">{switch}<div class="wide" tabindex="0">{picture}</div></div>'
+    return f'{style}<div id="{mark}">{switch}<div class="wide" tabindex="0">{image}</div></div>'

@@ -1,4 +1,4 @@
-"""The tab Generate: words → a picture, seen as it becomes one."""
+"""The tab Generate: words → an image, seen as it becomes one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pellucid.interop.source import bundles
 from pellucid.models.guidance import GUARDED_SCALE
 from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
 from pellucid.studio import asking, html, running, words
-from pellucid.studio.asking import Picture, Setup
+from pellucid.studio.asking import ImageLike, Setup
 from pellucid.studio.html import status
 from pellucid.studio.running import Moment
 from pellucid.studio.session import Sessions
@@ -26,7 +26,7 @@ EXAMPLES = (
     "a small striped blue square above a large green circle on a grey background",
     "a dotted purple heart left of a checkered yellow pentagon on a pale blue background",
 )
-EMPTY = html.block(html.frame(None, "", empty="The picture appears here, step by step."))
+EMPTY = html.block(html.frame(None, "", empty="The image appears here, step by step."))
 
 
 READY = status("ready")
@@ -120,14 +120,14 @@ class Generate:
                 yield gr.skip(), status("starting …"), gr.DownloadButton(interactive=False), "", gr.skip()
                 for news in running.follow(pipe, setup, session, TAB):
                     if isinstance(news, Moment):
-                        made = preview.picture(news.x0)
+                        made = preview.image(news.x0)
                         shown = html.block(html.frame(made, "preview", "x0 as the network sees it now"))
                         yield shown, status(news.words, news.step / news.steps), gr.skip(), gr.skip(), gr.skip()
                         continue
                     name = f"{session.count:04d} · {setup.prompt[:60]}"
                     session.keep(name, news.trace)
                     about = f"seed {news.recipe.seed} · {news.recipe.sampler} · {news.recipe.steps} steps"
-                    shown = html.block(html.frame(news.picture, setup.prompt, about))
+                    shown = html.block(html.frame(news.image, setup.prompt, about))
                     done = status(" · ".join([f"done in {words.seconds(news.seconds)}", *news.notes]), 1.0)
                     file = gr.DownloadButton(value=str(news.file), interactive=True)
                     yield shown, done, file, json.dumps(news.recipe.to_dict(), indent=2), name
@@ -169,7 +169,7 @@ def setup_of(
     like: str | None = None,
 ) -> Setup:
     """The set-up that the controls hold, in their order."""
-    picture = None if start is None else Picture(asking.upload(start), painted(mask), strength)
+    image = None if start is None else ImageLike(asking.upload(start), painted(mask), strength)
     lora, control, look = adapter(lora, "LoRA"), adapter(control, "ControlNet"), adapter(look, "IP-Adapter")
     loras = (Lora(lora, lora_scale),) if lora else ()
     controls = (Control(control, asking.needed(hint, "ControlNet")),) if control else ()
@@ -183,7 +183,7 @@ def setup_of(
         guidance=scale,
         guarded=guarded,
         seed=seed,
-        picture=picture,
+        image=image,
         loras=loras,
         controls=controls,
         image_prompts=likes,

@@ -1,4 +1,4 @@
-"""The pieces of a page that are drawn here: pictures lie inside their HTML, so that nothing jumps or is fetched."""
+"""The pieces of a page that are drawn here: images lie inside their HTML, so that nothing jumps or is fetched."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from pellucid.evidence.study.page_style import CHART_SCRIPT, CHART_STYLE
 from pellucid.pipeline.images import to_images
 
-SIDE = 512  # pixels of a picture's longer side on the page, about; smaller ones are enlarged in whole steps
+SIDE = 512  # pixels of an image's longer side on the page, about; smaller ones are enlarged in whole steps
 
 CSS = """
 .gradio-container { max-width: 1360px !important; width: 100% !important; margin: 0 auto !important; }
@@ -63,24 +63,24 @@ def text(words: object) -> str:
     return html.escape(str(words))
 
 
-def source(picture: Image.Image, side: int = SIDE) -> str:
-    """A picture as an address that holds it, enlarged in whole steps to `side`. Noise does not compress: 0 for it."""
-    times = max(1, side // max(picture.size))
-    large = picture.resize((picture.width * times, picture.height * times), Image.Resampling.NEAREST)
+def source(image: Image.Image, side: int = SIDE) -> str:
+    """An image as an address that holds it, enlarged in whole steps to `side`. Noise does not compress: 0 for it."""
+    times = max(1, side // max(image.size))
+    large = image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST)
     held = io.BytesIO()
     large.convert("RGB").save(held, "PNG", compress_level=1)
     return "data:image/png;base64," + base64.b64encode(held.getvalue()).decode()
 
 
-def frame(picture: Image.Image | None, alt: str, words: str = "", empty: str = "") -> str:
-    """A square that keeps its place whether there is a picture or not."""
-    inside = f"<span>{text(empty)}</span>" if picture is None else f'<img alt="{text(alt)}" src="{source(picture)}">'
+def frame(image: Image.Image | None, alt: str, words: str = "", empty: str = "") -> str:
+    """A square that keeps its place whether there is an image or not."""
+    inside = f"<span>{text(empty)}</span>" if image is None else f'<img alt="{text(alt)}" src="{source(image)}">'
     return f'<figure><div class="frame">{inside}</div><figcaption>{text(words)}</figcaption></figure>'
 
 
-def of_unit(pictures: Tensor) -> Image.Image:
+def of_unit(images: Tensor) -> Image.Image:
     """The first of (N, 3, H, W) in [0, 1]."""
-    return to_images(pictures[:1].float() * 2 - 1)[0]
+    return to_images(images[:1].float() * 2 - 1)[0]
 
 
 def bar(part: float) -> str:

@@ -1,4 +1,4 @@
-"""Noise schedules for the page: their curves, the points of a grid on them, and a picture noised along them."""
+"""Noise schedules for the page: their curves, the points of a grid on them, and an image noised along them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pellucid.studio import asking
 MOST = 6  # schedules at a time
 MOST_STEPS = 200  # points of a grid that can still be told apart
 DRAWN = 160  # points of a curve
-COLUMNS = 8  # times at which a picture is noised
+COLUMNS = 8  # times at which an image is noised
 SIDE = 96  # pixels of it
 SEED = 7
 SCENE = Scene((Thing("star", "red", "solid", 0.38, 0.42, 0.24), Thing("circle", "blue", "striped", 0.7, 0.7, 0.17)))
@@ -51,11 +51,11 @@ class Curves:
 
 @dataclass(frozen=True)
 class Noised:
-    """A picture at a time of a schedule, scaled to one size for the eye."""
+    """An image at a time of a schedule, scaled to one size for the eye."""
 
     time: float
     level: Level
-    picture: Image.Image
+    image: Image.Image
 
 
 def curves(names: Sequence[str], grid: str, steps: Any, zero_snr: bool) -> Curves:
@@ -109,13 +109,13 @@ def curve(name: str, schedule: Schedule, times: Array, ratios: Array) -> Curve:
 
 
 def scene() -> Tensor:
-    """(3, S, S): the picture that is noised where nobody gave one."""
+    """(3, S, S): the image that is noised where nobody gave one."""
     return render(Scenes.of([SCENE]), SIDE)[0]
 
 
-def square(picture: Image.Image) -> Tensor:
-    """(3, S, S): the middle of a picture somebody gave."""
-    return to_tensor(ImageOps.fit(flatten(picture), (SIDE, SIDE)))[0]
+def square(image: Image.Image) -> Tensor:
+    """(3, S, S): the middle of an image somebody gave."""
+    return to_tensor(ImageOps.fit(flatten(image), (SIDE, SIDE)))[0]
 
 
 def noised(schedule: Schedule, x0: Tensor) -> list[Noised]:

@@ -83,7 +83,7 @@ def compared(pipe: Pipeline, batch: int, ran: bool, job: Job) -> Comparison:
 # --- what is shown -----------------------------------------------------------------------------------------------
 
 
-def picture(graph: Graph) -> str:
+def image(graph: Graph) -> str:
     alt = f"the pipeline of {graph_words.title(graph)}: {', '.join(node.name for node in graph.nodes)}"
     return html.block(drawn.shown(graph_drawing.figure_of(graph), alt))
 
@@ -124,7 +124,7 @@ def component(graph: Graph, name: str) -> str:
 
 
 def strategies(found: Comparison) -> str:
-    """The table, how to read it, and its picture."""
+    """The table, how to read it, and its image."""
     if found.ran:
         rows = [(row.strategy.name, *cells_of(row)) for row in found.rows]
         table = html.table(COLUMNS, rows)
@@ -139,8 +139,8 @@ def strategies(found: Comparison) -> str:
         figure = memory_drawing.predictions(found.about, found.rows)
         notes = ["Predicted from the model's own code on tensors without data; nothing was run."]
         notes += [f"left out: {why}." for why in found.left_out]
-    picture = drawn.shown(figure, "peak memory of each strategy")
-    return html.block(table + "".join(f'<p class="note">{html.text(line)}</p>' for line in notes) + picture)
+    image = drawn.shown(figure, "peak memory of each strategy")
+    return html.block(table + "".join(f'<p class="note">{html.text(line)}</p>' for line in notes) + image)
 
 
 def cells_of(row: Row) -> tuple[str, ...]:
@@ -222,7 +222,7 @@ class PipelineTab:
         said = status(" · ".join(graph_words.subtitle(graph)) + whole, 0.0 if graph.times is None else 1.0)
         names = names_of(graph)
         network = graph.of("network")[0].name
-        return said, picture(graph), overview(graph), gr.Dropdown(names, value=network), name
+        return said, image(graph), overview(graph), gr.Dropdown(names, value=network), name
 
     def time(self, request: gr.Request, model: str, steps: Any) -> Iterator[tuple[Any, ...]]:
         nothing = (gr.skip(),) * 4

@@ -1,4 +1,4 @@
-"""One run for the page: its steps as they come, its trace beside it, its picture with its recipe at the end."""
+"""One run for the page: its steps as they come, its trace beside it, its image with its recipe at the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EAGER = 0.25  # seconds that a decoded preview may take; slower ones are mapped 
 
 @dataclass(frozen=True)
 class Moment:
-    """A step that was made: `x0` is what the network believes the picture to be."""
+    """A step that was made: `x0` is what the network believes the image to be."""
 
     step: int
     steps: int
@@ -45,9 +45,9 @@ class Moment:
 
 @dataclass(frozen=True)
 class Finished:
-    """The picture, the file that holds it with its recipe, and its trace."""
+    """The image, the file that holds it with its recipe, and its trace."""
 
-    picture: Image.Image
+    image: Image.Image
     file: Path
     trace: Path
     recipe: Recipe
@@ -81,7 +81,7 @@ def follow(pipe: Pipeline, setup: Setup, session: Session, tab: str) -> Iterator
 
 
 class Preview:
-    """x0 as a picture: by the model's VAE where that is quick, else by the linear map that explains it best."""
+    """x0 as an image: by the model's VAE where that is quick, else by the linear map that explains it best."""
 
     def __init__(self, pipe: Pipeline) -> None:
         self.vae, self.look = pipe.components.vae, None
@@ -91,9 +91,9 @@ class Preview:
         """A first look, at grey: what a decoder sets up at its first call is then there."""
         channels = None if self.vae is None else self.vae.config.latent_channels
         if channels is not None:
-            self.picture(torch.zeros(1, channels, 16, 16))
+            self.image(torch.zeros(1, channels, 16, 16))
 
-    def picture(self, x0: Tensor) -> Image.Image | None:
+    def image(self, x0: Tensor) -> Image.Image | None:
         x0 = x0.float().cpu()
         if self.look is None or self.quick:
             began = time.perf_counter()
@@ -102,4 +102,4 @@ class Preview:
         if self.look is None:
             return None
         linear: Any = self.look if self.quick else getattr(self.look, "linear", self.look)
-        return html.of_unit(linear.picture(x0))
+        return html.of_unit(linear.image(x0))

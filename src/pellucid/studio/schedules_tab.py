@@ -1,4 +1,4 @@
-"""The tab Schedules: β, ᾱ, SNR and λ with a grid's points on them, and a picture noised along them."""
+"""The tab Schedules: β, ᾱ, SNR and λ with a grid's points on them, and an image noised along them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ STYLE = """<style>
 
 
 class SchedulesTab:
-    """Everything here is quick: it is drawn again whenever something is chosen. The pictures, which are heavy, come
+    """Everything here is quick: it is drawn again whenever something is chosen. The images, which are heavy, come
     when the tab is opened: below them is nothing that could move."""
 
     def __init__(self, shelf: Shelf, sessions: Sessions, model: gr.Dropdown, ran: gr.State) -> None:
@@ -101,10 +101,10 @@ class SchedulesTab:
             control.change(self.draw, inputs, outputs, show_progress="hidden", trigger_mode="always_last")
 
     def open(self, *chosen: Any) -> Any:
-        """The pictures alone; what is wrong was said when it was chosen."""
+        """The images alone; what is wrong was said when it was chosen."""
         with words.plainly():
             try:
-                return pictures(*asked_for(*chosen))
+                return images(*asked_for(*chosen))
             except PellucidError:
                 return gr.skip()
 
@@ -115,11 +115,11 @@ class SchedulesTab:
                 found, x0 = asked_for(*chosen)
             except PellucidError as error:
                 return notes((str(error),)), gr.skip(), gr.skip(), gr.skip()
-            return notes(found.notes), panels(found), numbers(found), pictures(found, x0)
+            return notes(found.notes), panels(found), numbers(found), images(found, x0)
 
 
 def asked_for(names: list[str], grid: str, steps: Any, zero: bool, given: str | None) -> tuple[Curves, Tensor]:
-    """What is chosen: the curves, and the picture that is noised along them."""
+    """What is chosen: the curves, and the image that is noised along them."""
     found = noising.curves(names or [], grid, steps, zero)
     return found, noising.scene() if given is None else noising.square(asking.upload(given))
 
@@ -193,7 +193,7 @@ def numbers(found: Curves) -> str:
     return html.block(html.table(("", "time told", "β", "ᾱ", "SNR", "λ"), rows))
 
 
-def pictures(found: Curves, x0: Tensor) -> str:
+def images(found: Curves, x0: Tensor) -> str:
     """Rows are schedules, columns are times; one noise for all."""
     cells = []
     for i, one in enumerate(found.found):
@@ -208,5 +208,5 @@ def pictures(found: Curves, x0: Tensor) -> str:
 def tile(name: str, noised: Noised) -> str:
     alt = html.text(f"{name} at time {noised.time:.4g}")
     level = f"α {short(noised.level.alpha, 3)}<br>σ {short(noised.level.sigma, 3)}"
-    image = f'<img alt="{alt}" src="{html.source(noised.picture, 0)}">'
+    image = f'<img alt="{alt}" src="{html.source(noised.image, 0)}">'
     return f"<figure>{image}<figcaption>t {short(noised.time, 4)}<br>{level}</figcaption></figure>"

@@ -1,4 +1,4 @@
-"""X/Y sheets for the page: a set-up and two settings that vary → one labelled picture with its recipe."""
+"""X/Y sheets for the page: a set-up and two settings that vary → one labelled image with its recipe."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Filling:
     """A sheet as far as it has come: the cells that are made, and how many model calls of all."""
 
     axes: tuple[Axis, ...]
-    pictures: tuple[Image.Image, ...]
+    images: tuple[Image.Image, ...]
     cells: int
     calls: int
     of: int
@@ -53,19 +53,19 @@ class Filling:
     @property
     def words(self) -> str:
         left = self.seconds / max(self.calls, 1) * (self.of - self.calls)
-        at = min(len(self.pictures) + 1, self.cells)
+        at = min(len(self.images) + 1, self.cells)
         return f"cell {at} of {self.cells} · call {self.calls} of {self.of} · {left:.1f} s left"
 
     def draw(self) -> Image.Image:
         """The sheet so far, with room for what is to come."""
-        size = self.pictures[0].size if self.pictures else (128, 128)
-        blanks = [Image.new("RGB", size, BLANK)] * (self.cells - len(self.pictures))
-        return draw_sheet([*self.pictures, *blanks], self.axes)
+        size = self.images[0].size if self.images else (128, 128)
+        blanks = [Image.new("RGB", size, BLANK)] * (self.cells - len(self.images))
+        return draw_sheet([*self.images, *blanks], self.axes)
 
 
 @dataclass(frozen=True)
 class Drawn:
-    picture: Image.Image
+    image: Image.Image
     file: Path
     notes: tuple[str, ...]
     seconds: float
@@ -100,12 +100,12 @@ def run(pipe: Pipeline, sheet: Asked, session: Session, job: Job) -> Drawn:
     """Every cell, then the sheet. All are planned before the first is run."""
     began = time.perf_counter()
     of = sum(make_plan(pipe.components, request).plan.nfe for request in sheet.requests)
-    pictures: list[Image.Image] = []
+    images: list[Image.Image] = []
     recipes, notes, calls = [], [], 0
 
     def tell() -> None:
         taken = time.perf_counter() - began
-        job.tell(Filling(sheet.axes, tuple(pictures), len(sheet.requests), calls, of, taken))
+        job.tell(Filling(sheet.axes, tuple(images), len(sheet.requests), calls, of, taken))
 
     def see(_: StepSeen) -> None:
         nonlocal calls
@@ -114,12 +114,12 @@ def run(pipe: Pipeline, sheet: Asked, session: Session, job: Job) -> Drawn:
 
     for request in sheet.requests:
         made = pipe.run(replace(request, observers=(see,), cancelled=job.cancelled))
-        pictures.append(made.images[0])
+        images.append(made.images[0])
         recipes.append(made.recipe)
         notes += made.notes
         tell()
     title = None if any(axis.name == "prompt" for axis in sheet.axes) else recipes[0].prompt
-    drawn = draw_sheet(pictures, sheet.axes, title=title, footer=footer(recipes))
+    drawn = draw_sheet(images, sheet.axes, title=title, footer=footer(recipes))
     file = session.new_file(".png")
     write_png(drawn, file, recipes[0], sheet.text)
     return Drawn(drawn, file, tuple(dict.fromkeys(notes)), time.perf_counter() - began)

@@ -37,14 +37,14 @@ from pellucid.studio.shelf import Shelf, named
 TAB = "study"
 CHOSEN = ("ddim", "dpmpp_2m", "unipc")
 STEPS = "5,8,10,20"
-YARDSTICK = 60  # steps of the converged pictures: no more, so that the first point comes soon
+YARDSTICK = 60  # steps of the converged images: no more, so that the first point comes soon
 ROUNDS = 3  # of timing
-MOST_SAMPLERS, MOST_COUNTS, MOST_PROMPTS, MOST_SEEDS, MOST_PICTURES = 16, 16, 64, 16, 256
+MOST_SAMPLERS, MOST_COUNTS, MOST_PROMPTS, MOST_SEEDS, MOST_IMAGES = 16, 16, 64, 16, 256
 MOST_STEPS = 250  # of a cell
-SHOWN = 4  # pictures of the cell that was made last
+SHOWN = 4  # images of the cell that was made last
 MOST_REPORT = 64 * 2**20  # bytes of a page that is opened
 MOST_PATH = 4096
-FIRST = "the converged pictures, which all are compared with, come first"
+FIRST = "the converged images, which all are compared with, come first"
 TOO_SLOW = "too slow for the page: use pellucid study samplers"
 FEW = 2  # prompts that stand there at the start
 ROOM = '<div style="min-height: min(440px, 90vw)">{}</div>'  # of the chart, before it is there and after
@@ -79,8 +79,8 @@ class Wish:
                 raise PellucidError(rule(what, f"at most {most} on the page", len(found)), "study-size")
         if any(one.lower().endswith(".json") for one in chosen):
             raise PellucidError(rule("samplers", "names: plan files are for the command line", chosen), "study-list")
-        if len(prompts) * seeds > MOST_PICTURES:
-            must = f"at most {MOST_PICTURES} pictures a cell on the page"
+        if len(prompts) * seeds > MOST_IMAGES:
+            must = f"at most {MOST_IMAGES} images a cell on the page"
             raise PellucidError(rule("prompts × pictures", must, len(prompts) * seeds), "study-size")
         if asks == "nothing":
             prompts = ()
@@ -133,7 +133,7 @@ def folder_of(config: SamplerStudy, mark: str, inside: Path) -> Path:
 
 @dataclass(frozen=True)
 class Done:
-    """A cell and what is known of it: the mean distance of its pictures, and seconds a picture, made together."""
+    """A cell and what is known of it: the mean distance of its images, and seconds an image, made together."""
 
     cell: Cell
     distance: float | None = None
@@ -148,7 +148,7 @@ class Moment:
     part: float
     cells: Sequence[Done]
     last: str = ""  # the cell that was made last
-    pictures: Sequence[Image.Image] = ()
+    images: Sequence[Image.Image] = ()
 
 
 def cells_of(study: Study) -> list[Done]:
@@ -164,11 +164,11 @@ def cells_of(study: Study) -> list[Done]:
     return found
 
 
-def first_pictures(study: Study, cell: Cell) -> list[Image.Image]:
+def first_images(study: Study, cell: Cell) -> list[Image.Image]:
     """The first of a cell, where its first batch is there."""
     if not study.files.has(cell.key, 0, "pictures"):
         return []
-    return study.files.pictures(cell, 0, len(study.config.numbers(0)))[:SHOWN]
+    return study.files.images(cell, 0, len(study.config.numbers(0)))[:SHOWN]
 
 
 class Stoppable:
@@ -183,7 +183,7 @@ class Stoppable:
 
 
 def light(judges: Judges) -> Judges:
-    """Who judges on the page: Inception takes longer than the pictures."""
+    """Who judges on the page: Inception takes longer than the images."""
     kept = tuple(one for one in judges.scorers if not isinstance(one, InceptionScorer))
     if judges.inception is None:
         return judges
@@ -207,7 +207,7 @@ def run(pipe: Any, wish: Wish, inside: Path, job: Job) -> Path:
 
 
 def fill(study: Study, maker: Stoppable, judges: Judges, job: Job) -> None:
-    """The pictures of all cells, each told as it comes; steps are told between them."""
+    """The images of all cells, each told as it comes; steps are told between them."""
     total, done, cells = study.todo(), 0, cells_of(study)
     job.tell(Moment(FIRST, 0.0, cells))
 
@@ -223,8 +223,8 @@ def fill(study: Study, maker: Stoppable, judges: Judges, job: Job) -> None:
         done, cells = done + count, cells_of(study)
         new = [one.cell for one in cells if one.distance is not None and one.cell.key not in before]
         said = f"{done} of {total} model calls a picture"
-        pictures = first_pictures(study, new[-1]) if new else []
-        job.tell(Moment(said, done / max(total, 1), cells, new[-1].key if new else "", pictures))
+        images = first_images(study, new[-1]) if new else []
+        job.tell(Moment(said, done / max(total, 1), cells, new[-1].key if new else "", images))
 
     maker.see = see
     study.run(judges.scorers, seen, job.cancelled)
@@ -289,7 +289,7 @@ def table(cells: Sequence[Done]) -> str:
 
 
 def chart(cells: Sequence[Done]) -> str:
-    """The distance to the converged picture over model calls, a line a sampler, as far as it is known."""
+    """The distance to the converged image over model calls, a line a sampler, as far as it is known."""
     series = []
     for number, name in enumerate(dict.fromkeys(one.cell.setup.text for one in cells)):
         own = [one for one in cells if one.cell.setup.text == name and one.distance is not None]
@@ -301,14 +301,14 @@ def chart(cells: Sequence[Done]) -> str:
         return EMPTY
     log = all(y > 0 for one in series for y in one.y)
     calls = tuple(sorted({x for one in series for x in one.x}))
-    title, name = "Distance to the converged picture against model calls", "RMSE to the converged picture"
-    note = "Less is better. The report marks the knee and shows the pictures of a point."
+    title, name = "Distance to the converged image against model calls", "RMSE to the converged picture"
+    note = "Less is better. The report marks the knee and shows the images of a point."
     made = Chart(title, series, Axis("model calls (NFE)", True, calls), Axis(name, log), (), note)
     return html.block(ROOM.format(made.html()))
 
 
 def last_made(moment: Moment) -> str:
-    cells = "".join(html.frame(picture, moment.last) for picture in moment.pictures)
+    cells = "".join(html.frame(image, moment.last) for image in moment.images)
     return html.block(f'<p class="note">{html.text(moment.last)}</p><div class="four">{cells}</div>')
 
 
@@ -399,7 +399,7 @@ class StudyTab:
                         report = framed(news.read_text("utf-8"), "the report of the study")
                         yield status("done", 1.0), *nothing[:3], report
                         continue
-                    last = last_made(news) if news.pictures else gr.skip()
+                    last = last_made(news) if news.images else gr.skip()
                     drawn = (gr.skip(), gr.skip()) if news.cells is kept else (table(news.cells), chart(news.cells))
                     kept = news.cells
                     yield status(news.words, news.part), *drawn, last, gr.skip()

@@ -25,16 +25,16 @@ from pellucid.studio.shelf import Shelf
 FITTED = 6  # steps whose x0 the colours are fitted on
 NAMES = {
     "x": "x, what the network was shown",
-    "x0": "x0, what it believes the picture to be",
+    "x0": "x0, what it believes the image to be",
     "eps": "eps, the noise it sees",
     "delta": "what guidance changed",
 }
-EMPTY = html.block("<p class=note>Generate a picture, or open a trace file: its steps appear here.</p>")
+EMPTY = html.block("<p class=note>Generate an image, or open a trace file: its steps appear here.</p>")
 
 
 @dataclass
 class Film:
-    """A trace and how to look at it; the pictures of a step are made when somebody looks."""
+    """A trace and how to look at it; the images of a step are made when somebody looks."""
 
     trace: Trace
     look: Look | None
@@ -45,12 +45,12 @@ class Film:
         trace = reading.read(path, partial=True)
         if not trace.steps:
             raise PellucidError("trace must hold at least one step; got none.", "trace-empty")
-        shown = looks.spaced([i for i in trace.pictured if 0 in trace.steps[i].images], FITTED)
+        shown = looks.spaced([i for i in trace.has_images if 0 in trace.steps[i].images], FITTED)
         if not shown:
             return Film(trace, None)
         return Film(trace, looks.look_for(torch.stack([of_first(trace, "x0", i) for i in shown]), vae))
 
-    def pictures(self, index: int) -> dict[str, Image.Image]:
+    def images(self, index: int) -> dict[str, Image.Image]:
         if index not in self.made:
             self.made[index] = self.look_at(index)
         return self.made[index]
@@ -60,7 +60,7 @@ class Film:
             return {}
         step, look = self.trace.steps[index], self.look
         x, x0 = (of_first(self.trace, name, index)[None] for name in ("x", "x0"))
-        found = {"x": look.colours(x / math.hypot(step.level.alpha, step.level.sigma)), "x0": look.picture(x0)}
+        found = {"x": look.colours(x / math.hypot(step.level.alpha, step.level.sigma)), "x0": look.image(x0)}
         if self.trace.has("eps", index):
             found["eps"] = look.colours(of_first(self.trace, "eps", index)[None])
         if self.trace.has("delta", index):
@@ -78,9 +78,9 @@ def of_first(trace: Trace, name: str, index: int) -> Tensor:
 
 
 def frames(film: Film, index: int) -> str:
-    made = film.pictures(index)
+    made = film.images(index)
     if not made:
-        return html.block("<p class=note>This trace holds numbers only: record with --trace-tensors for pictures.</p>")
+        return html.block("<p class=note>This trace holds numbers only: record with --trace-tensors for images.</p>")
     cells = (html.frame(made.get(name), NAMES[name], NAMES[name], "none") for name in NAMES)
     return html.block(f'<div class="four">{"".join(cells)}</div>')
 

@@ -1,4 +1,4 @@
-"""Training a ControlNet: a copy of a frozen UNet's first half that reads a picture (Zhang et al. 2023)."""
+"""Training a ControlNet: a copy of a frozen UNet's first half that reads an image (Zhang et al. 2023)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from pellucid.train.draws import Draws, seeded
 from pellucid.train.source import Batch
 
 WIDTHS = (16, 32, 96, 256)  # of the hint's embedding in Stable Diffusion's ControlNets: one more than the halvings
-RGB = 3  # what a control picture is read as, here and in diffusers
+RGB = 3  # what a control image is read as, here and in diffusers
 NEW = ("controlnet_cond_embedding.", "controlnet_down_blocks.", "controlnet_mid_block.")
 
 
 @dataclass(frozen=True)
 class ControlNetConfig(AdapterConfig):
-    """`hint` names the pictures of the data that are followed, in [0, 1]. `hint_widths` are the channels of their
+    """`hint` names the images of the data that are followed, in [0, 1]. `hint_widths` are the channels of their
     embedding, from pixels to latents: by default as many of 16, 32, 96, 256 as the VAE needs."""
 
     hint: str = "edges"
@@ -57,7 +57,7 @@ def mirrored(base: UNetConfig, widths: tuple[int, ...]) -> UNetConfig:
 
 
 def widths_for(factor: int, asked: tuple[int, ...]) -> tuple[int, ...]:
-    """Channels of the hint's embedding, which halves the picture's side until it is that of the latents."""
+    """Channels of the hint's embedding, which halves the image's side until it is that of the latents."""
     count = factor.bit_length()  # one more than the halvings
     widths = asked or WIDTHS[:count]
     if factor != 2 ** (count - 1) or len(widths) != count or min(widths) < 1:
@@ -86,7 +86,7 @@ class ControlledBase(nn.Module):
     def forward(
         self, x: Tensor, time: Tensor, *, context: Tensor, hint: Tensor, pooled: Tensor | None = None, **told: Tensor
     ) -> Tensor:
-        """`hint` is a picture (B, 3, H, W) in [0, 1]."""
+        """`hint` is an image (B, 3, H, W) in [0, 1]."""
         embedded = self.controlnet.controlnet_cond_embedding(hint)  # (B, C, h, w)
         seen = Hint(embedded, hint.new_ones(len(hint), 1, 1, 1))
         wide = None if pooled is None else pooled.float()

@@ -18,8 +18,8 @@ from pellucid.models.attention import ImageTokens
 from pellucid.models.clip import CLIPVisionEncoder
 from pellucid.models.ip_adapter import IPAdapter, Pair, PlainProjection
 from pellucid.models.unet import UNet
-from pellucid.pipeline.pictures_in import ADAPTER_EYES as EYES
-from pellucid.pipeline.pictures_in import ADAPTER_FILE as FILE
+from pellucid.pipeline.image_inputs import ADAPTER_EYES as EYES
+from pellucid.pipeline.image_inputs import ADAPTER_FILE as FILE
 from pellucid.pipeline.vision import DEVIATION, MEAN
 from pellucid.train.adapting import DTYPES, AdapterConfig, AdapterTask, Base, Frozen, hint_of
 from pellucid.train.config import counts
@@ -32,7 +32,7 @@ ITSELF = "itself"
 @dataclass(frozen=True)
 class IPAdapterConfig(AdapterConfig):
     """`image_encoder` is a folder of a CLIP vision encoder with its projection, or of a whole CLIP; without one it is
-    the base's own. `reference` names the pictures of the data that prompt, in [−1, 1]; `itself` is the picture that is
+    the base's own. `reference` names the images of the data that prompt, in [−1, 1]; `itself` is the image that is
     to be made.
 
     `crop` is the least part of a reference's side that is seen, at a place by chance; `mirror` mirrors every other. Of

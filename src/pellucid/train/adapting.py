@@ -39,7 +39,7 @@ T = TypeVar("T")
 Precision = Literal["float32", "bf16"]  # no float16: its gradients would need a scaled loss
 FileDtype = Literal["float32", "bf16", "float16"]
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
-MAX_SHOWN = 64  # examples that are kept for sample pictures
+MAX_SHOWN = 64  # examples that are kept for sample images
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Frozen(Generic[T]):
 
 
 class Base:
-    """A text-to-image pipeline that stays as it is: pictures to latents and back, captions to what the network is told.
+    """A text-to-image pipeline that stays as it is: images to latents and back, captions to what the network is told.
 
     `precision` is that of all its networks. Latents are encoded when they are needed; a batch that is latents already,
     from a cache, is taken as it is.
@@ -119,7 +119,7 @@ class Base:
         """Pixels a latent, along one side."""
         return 1 if self.parts.vae is None else self.parts.vae.config.factor
 
-    # --- pictures
+    # --- images
 
     @torch.no_grad()
     def latents(self, images: Tensor, draws: Draws) -> Tensor:
@@ -133,12 +133,12 @@ class Base:
         return drawn_latents(vae, images, draws)
 
     def takes(self, images: Tensor) -> bool:
-        """Whether pictures are what the network diffuses: pixels, where it has no VAE, else latents."""
+        """Whether images are what the network diffuses: pixels, where it has no VAE, else latents."""
         vae, channels = self.parts.vae, self.network.config.in_channels
         return images.shape[1] == channels and (vae is None or channels != vae.config.in_channels)
 
     @torch.no_grad()
-    def pictures(self, latents: Tensor) -> Tensor:
+    def images(self, latents: Tensor) -> Tensor:
         """(B, 3, H, W) in [0, 1]."""
         vae = self.parts.vae
         if vae is not None:
@@ -183,7 +183,7 @@ class Base:
         return (~without)[:, None].to(self.dtype) if self.zeroed else None
 
     def sizes(self, count: int, height: int, width: int) -> dict[str, Tensor]:
-        """What SDXL and PixArt are told of a picture's size in pixels; nothing for others."""
+        """What SDXL and PixArt are told of an image's size in pixels; nothing for others."""
         if wants_sizes(self.network):
             return {"sizes": size_ids((height, width)).to(self.device).expand(count, -1)}
         if isinstance(self.network, PixArt) and self.network.config.takes_sizes:
@@ -193,7 +193,7 @@ class Base:
 
 
 def check_base(parts: Components) -> None:
-    """A base is told text, and besides it only what a picture's size says."""
+    """A base is told text, and besides it only what an image's size says."""
     network = parts.network
     if not takes_text(network) or not parts.text_encoders:
         must = "a text-to-image model, with cross-attention and a text encoder"
@@ -231,7 +231,7 @@ class AdapterTask(ABC):
         self.base = Base(config.base, config.precision, device)
         self.objective, self.sampling = config.objective.build(self.base.parts), config.sampling
         self.saved_dtype = DTYPES[config.saved_dtype]
-        self.shown: Batch | None = None  # the first examples that this process met, for sample pictures
+        self.shown: Batch | None = None  # the first examples that this process met, for sample images
 
     @property
     def frozen(self) -> tuple[nn.Module, ...]:
@@ -266,7 +266,7 @@ class AdapterTask(ABC):
         return self.objective.loss(network, asked)
 
     @torch.no_grad()
-    def pictures(self, network: nn.Module, count: int, seed: int) -> Tensor | None:
+    def images(self, network: nn.Module, count: int, seed: int) -> Tensor | None:
         """Pictures for the first examples of the data, at most as many as there are in a part of a batch."""
         if self.shown is None:
             return None
@@ -280,7 +280,7 @@ class AdapterTask(ABC):
         )
         sampling = Sampling(self.objective.schedule, self.objective.target, self.sampling)
         made = sampling.guided(network, with_all, without, shape, seed, base.device)
-        return torch.cat([base.pictures(part) for part in made.split(DECODED_AT_ONCE)])
+        return torch.cat([base.images(part) for part in made.split(DECODED_AT_ONCE)])
 
 
 def first_of(batch: Batch, count: int) -> Batch:

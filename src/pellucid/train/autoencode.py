@@ -1,4 +1,4 @@
-"""Training a VAE: pictures to latents and back, sharp at edges, with latents that a diffusion can start from."""
+"""Training a VAE: images to latents and back, sharp at edges, with latents that a diffusion can start from."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Autoencoding(nn.Module):
 
 
 class AutoencoderTask:
-    """Encode, draw, decode, compare. Nothing judges the pictures but the pixels themselves."""
+    """Encode, draw, decode, compare. Nothing judges the images but the pixels themselves."""
 
     def __init__(self, config: AutoencoderConfig, seed: int, device: torch.device) -> None:
         self.config, self.device = config, device
@@ -125,7 +125,7 @@ class AutoencoderTask:
         return Graded(loss, errors, torch.zeros_like(errors))
 
     @torch.no_grad()
-    def pictures(self, network: nn.Module, count: int, seed: int) -> Tensor | None:
+    def images(self, network: nn.Module, count: int, seed: int) -> Tensor | None:
         """Pictures, and below them what came back of them: as many rows of each as fit into `count`."""
         if self.shown is None:
             return None
@@ -156,8 +156,8 @@ def divergence(mean: Tensor, logvar: Tensor) -> Tensor:
 
 
 def edge_distance(made: Tensor, images: Tensor, scales: int) -> Tensor:
-    """The mean distance of differences between neighbours, down and across, over several sizes of the pictures."""
-    wrong = made - images  # all of it is linear in the pictures
+    """The mean distance of differences between neighbours, down and across, over several sizes of the images."""
+    wrong = made - images  # all of it is linear in the images
     total = wrong.new_zeros(())
     for scale in range(scales):
         wrong = wrong if scale == 0 else F.avg_pool2d(wrong, 2)
@@ -168,7 +168,7 @@ def edge_distance(made: Tensor, images: Tensor, scales: int) -> Tensor:
 
 @torch.no_grad()
 def normalised(network: Autoencoding) -> AutoencoderKL:
-    """The VAE with latents of mean 0 and deviation 1 in every channel, and the same pictures.
+    """The VAE with latents of mean 0 and deviation 1 in every channel, and the same images.
 
     Shift and scale go into the 1×1 convolutions on both sides of the latents, so that any pipeline may use it with a
     scaling_factor of 1. A VAE without these gets a scaling_factor of 1 / deviation, the same for all channels.

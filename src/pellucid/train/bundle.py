@@ -17,7 +17,7 @@ from pellucid.interop.components import INDEX, Components
 from pellucid.interop.diffusers_config import FILE_NAME as SCHEDULER
 from pellucid.interop.folder import OUTER, SHARED, class_in
 from pellucid.models.controlnet import ControlNet
-from pellucid.pipeline.pictures_in import ADAPTER_EYES, ADAPTER_FILE, EYES_NOTE, EYES_SHARED
+from pellucid.pipeline.image_inputs import ADAPTER_EYES, ADAPTER_FILE, EYES_NOTE, EYES_SHARED
 from pellucid.train import adapt_lora
 from pellucid.train.bundle_card import Card
 from pellucid.train.manifest import settle

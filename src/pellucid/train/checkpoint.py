@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.interop.whole import settle
+from pellucid.interop.atomic_files import settle
 from pellucid.train.checkpoint_files import Reader, Writer
 from pellucid.train.manifest import MANIFEST, Damage, Manifest, Saved, Sealed, verify, why
 

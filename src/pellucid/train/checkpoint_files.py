@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from pellucid.core.errors import PellucidError
-from pellucid.interop.whole import settle
+from pellucid.interop.atomic_files import settle
 from pellucid.train.manifest import Chunk, Manifest, Saved, Sealed, sealed, why, writing
 
 Saves = Mapping[str, Saved]

@@ -38,7 +38,7 @@ log = logging.getLogger("pellucid.train")
 @dataclass(frozen=True)
 class DenoiserConfig:
     """`network` is a config of diffusers, with its `_class_name`; or `start` is the folder of a pipeline whose network
-    is trained further. `labels` tells it the class of a picture; the null label, for pictures that drop theirs, is the
+    is trained further. `labels` tells it the class of an image; the null label, for images that drop theirs, is the
     last of its embeddings. `vae` is the folder of the VAE in whose latents a DiT works; without it, it works on pixels,
     as UNets do."""
 
@@ -88,7 +88,7 @@ def begun(network: Mapping[str, Any], start: str, seed: int) -> nn.Module:
 
 
 class DenoiserTask:
-    """The plain task: noise pictures, ask the network, grade its answer."""
+    """The plain task: noise images, ask the network, grade its answer."""
 
     def __init__(self, config: DenoiserConfig, seed: int, device: torch.device) -> None:
         self.config, self.objective = config, config.objective.build()
@@ -125,7 +125,7 @@ class DenoiserTask:
 
     @torch.no_grad()
     def diffused(self, images: Tensor, draws: Draws) -> Tensor:
-        """What is noised: pixels; or latents, of pictures or as a cache has them."""
+        """What is noised: pixels; or latents, of images or as a cache has them."""
         if images.shape[1:] == self.shape:
             return images
         if self.vae is None or images.shape[1:] != self.pixels:
@@ -159,7 +159,7 @@ class DenoiserTask:
         """Pixels end at ±1; latents do not."""
         return Clip() if self.vae is None else None
 
-    def pictures(self, network: nn.Module, count: int, seed: int) -> Tensor:
+    def images(self, network: nn.Module, count: int, seed: int) -> Tensor:
         def labels(first: int, last: int) -> dict[str, Tensor]:
             return {"labels": torch.arange(first, last, device=self.device) % self.null}
 
@@ -203,7 +203,7 @@ class DenoiserTask:
 
 
 def null_label(network: UNet | DiT) -> int:
-    """The label of pictures that drop theirs: the last embedding of a UNet; a DiT has one more than classes."""
+    """The label of images that drop theirs: the last embedding of a UNet; a DiT has one more than classes."""
     config = network.config
     return config.null_label if isinstance(network, DiT) else (config.num_class_embeds or 1) - 1
 
@@ -246,7 +246,7 @@ def check_dit(config: DenoiserConfig, network: DiT, vae: AutoencoderKL | None) -
         got = network.config.channels_out
         raise PellucidError(rule("network.out_channels", f"in_channels, {channels}", got), "components-fit")
     if vae is not None and vae.config.factor == 1:
-        raise PellucidError(rule("vae", "one that makes pictures smaller", config.vae), "components-fit")
+        raise PellucidError(rule("vae", "one that makes images smaller", config.vae), "components-fit")
     if vae is not None and vae.config.latent_channels != channels:
         must = f"{vae.config.latent_channels}, the channels of its VAE's latents"
         raise PellucidError(rule("network.in_channels", must, channels), "components-fit")

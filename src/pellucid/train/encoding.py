@@ -1,4 +1,4 @@
-"""The picture side of training: a frozen VAE, and what it makes of pictures."""
+"""The image side of training: a frozen VAE, and what it makes of images."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pellucid.interop import source
 from pellucid.models.vae import AutoencoderKL, Posterior, from_diffusion, to_diffusion
 from pellucid.train.draws import Draws
 
-DECODED_AT_ONCE = 16  # pictures: a decoder's activations are large
+DECODED_AT_ONCE = 16  # images: a decoder's activations are large
 
 
 def read_vae(where: str) -> AutoencoderKL:
@@ -22,7 +22,7 @@ def read_vae(where: str) -> AutoencoderKL:
 
 
 def posterior_of(vae: nn.Module, images: Tensor, *, bf16: bool) -> Posterior:
-    """The Gaussians, in float32, that a VAE makes of pictures (B, 3, H, W) in [−1, 1]."""
+    """The Gaussians, in float32, that a VAE makes of images (B, 3, H, W) in [−1, 1]."""
     weight = next(vae.parameters())
     with torch.autocast(weight.device.type, torch.bfloat16, enabled=bf16):
         mean, logvar = vae.encode(images.to(weight))  # type: ignore[operator]
@@ -30,7 +30,7 @@ def posterior_of(vae: nn.Module, images: Tensor, *, bf16: bool) -> Posterior:
 
 
 def drawn_latents(vae: AutoencoderKL, images: Tensor, draws: Draws) -> Tensor:
-    """Latents (B, C, h, w) of pictures as the diffusion sees them; a GPU encodes in bfloat16."""
+    """Latents (B, C, h, w) of images as the diffusion sees them; a GPU encodes in bfloat16."""
     posterior = posterior_of(vae, images, bf16=next(vae.parameters()).is_cuda)
     noise = draws.normal("posterior", posterior.mean.shape[1:], images.device)
     return to_diffusion(vae.config, posterior.sample(noise))

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from pellucid.interop.whole import writing
+from pellucid.interop.atomic_files import writing
 
 POLYNOMIAL = 0x82F63B78  # CRC-32C (Castagnoli), reflected
 
@@ -80,8 +80,8 @@ class Events:
         encoded = io.BytesIO()
         Image.fromarray(pixels).save(encoded, "PNG")
         height, width, _ = pixels.shape
-        picture = field(1, height) + field(2, width) + field(3, 3) + field(4, encoded.getvalue())
-        self.summary(step, field(1, field(1, tag) + field(4, picture)))
+        image = field(1, height) + field(2, width) + field(3, 3) + field(4, encoded.getvalue())
+        self.summary(step, field(1, field(1, tag) + field(4, image)))
 
     def summary(self, step: int, values: bytes) -> None:
         self.record(field(1, time.time(), double=True) + field(2, step) + field(5, values))

@@ -1,4 +1,4 @@
-"""A folder of pictures in the layout of Hugging Face's `imagefolder`: classes as folders, or rows of metadata."""
+"""A folder of images in the layout of Hugging Face's `imagefolder`: classes as folders, or rows of metadata."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import Any
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import open_file
 from pellucid.train import metadata
+from pellucid.train.image_source import Example, ImageSource, log, steadily
+from pellucid.train.images import MAX_BYTES, SUFFIXES, Crop, Framing
 from pellucid.train.metadata import Row
-from pellucid.train.picture_source import Example, PictureSource, log, steadily
-from pellucid.train.pictures import MAX_BYTES, SUFFIXES, Crop, Framing
 
 
-class ImageFolder(PictureSource):
-    """The pictures of a folder and of those in it, in the order of their paths.
+class ImageFolder(ImageSource):
+    """The images of a folder and of those in it, in the order of their paths.
 
-    With `metadata.jsonl` (or .csv) the rows say which pictures there are, in the order of the rows' paths: `file_name`,
-    `text` or `caption`, `label`, and for each name in `hints` a key with a file. Without it, folders of pictures at
+    With `metadata.jsonl` (or .csv) the rows say which images there are, in the order of the rows' paths: `file_name`,
+    `text` or `caption`, `label`, and for each name in `hints` a key with a file. Without it, folders of images at
     one depth are classes.
     """
 
@@ -39,8 +39,8 @@ class ImageFolder(PictureSource):
     ) -> None:
         super().__init__(Framing(size, crop, flip), hints, workers)
         self.folder = Path(folder)
-        pictures, tables = listing(self.folder)
-        rows = rows_of(self.folder, pictures, tables, self.hints) if tables else classes_of(pictures)
+        images, tables = listing(self.folder)
+        rows = rows_of(self.folder, images, tables, self.hints) if tables else classes_of(images)
         if not rows:
             ends = ", ".join(SUFFIXES)
             raise PellucidError(rule("folder of pictures", f"one that holds some ({ends})", str(folder)), "data-empty")
@@ -114,10 +114,10 @@ def bounded_bytes(path: Path) -> bytes:
 
 
 def listing(folder: Path) -> tuple[list[str], list[str]]:
-    """The paths of all pictures and of all metadata files, sorted, from the folder's top with slashes."""
+    """The paths of all images and of all metadata files, sorted, from the folder's top with slashes."""
     if not folder.is_dir():
         raise PellucidError(rule("folder of pictures", "a folder that exists", str(folder)), "data-missing")
-    pictures, tables = [], []
+    images, tables = [], []
     failed: list[OSError] = []
     for place, folders, files in os.walk(folder, onerror=failed.append):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -127,30 +127,30 @@ def listing(folder: Path) -> tuple[list[str], list[str]]:
             if name in metadata.NAMES:
                 tables.append(path)
             elif name.lower().endswith(SUFFIXES) and not name.startswith("."):  # macOS leaves ._name.jpg
-                pictures.append(path)
+                images.append(path)
     if failed:
         shown = f"{failed[0].filename}: {failed[0].strerror}"
         raise PellucidError(rule("folder of pictures", "one that can be read", shown), "data-unreadable")
-    return sorted(pictures), sorted(tables)
+    return sorted(images), sorted(tables)
 
 
-def rows_of(folder: Path, pictures: Sequence[str], tables: Sequence[str], hints: Sequence[str]) -> list[Row]:
-    """The rows of all metadata files, sorted by picture; all of them say the same kinds of things."""
-    there, rows = set(pictures), []
-    first: dict[str, str] = {}  # picture → its row
+def rows_of(folder: Path, images: Sequence[str], tables: Sequence[str], hints: Sequence[str]) -> list[Row]:
+    """The rows of all metadata files, sorted by image; all of them say the same kinds of things."""
+    there, rows = set(images), []
+    first: dict[str, str] = {}  # image → its row
     for table in tables:
         for row in metadata.read(folder / table, posixpath.dirname(table), hints):
             for file in (row.file, *row.hints.values()):
                 if file not in there and not (folder / file).is_file():
                     raise metadata.bad(row.where, "one whose files are there", file, "data-missing")
             if row.file in first:
-                raise metadata.bad(row.where, f"about another picture than {first[row.file]}", row.file)
+                raise metadata.bad(row.where, f"about another image than {first[row.file]}", row.file)
             first[row.file] = row.where
             rows.append(row)
     check_alike(rows)
     named = {file for row in rows for file in (row.file, *row.others, *row.hints.values())}
-    if left := [file for file in pictures if file not in named]:
-        log.warning("%d pictures without a row in %s are left out, such as %s", len(left), tables[0], left[0])
+    if left := [file for file in images if file not in named]:
+        log.warning("%d images without a row in %s are left out, such as %s", len(left), tables[0], left[0])
     return sorted(rows, key=lambda row: row.file)
 
 
@@ -166,12 +166,12 @@ def check_alike(rows: Sequence[Row]) -> None:
                 raise metadata.bad(row.where, f"one with {words[first]}, as {rows[0].where}", words[kind])
 
 
-def classes_of(pictures: Sequence[str]) -> list[Row]:
-    """Without metadata a picture's folder is its class, if all lie equally deep and in several, as in `datasets`."""
-    depths = {file.count("/") for file in pictures}
-    parents = {posixpath.basename(posixpath.dirname(file)) for file in pictures}
+def classes_of(images: Sequence[str]) -> list[Row]:
+    """Without metadata an image's folder is its class, if all lie equally deep and in several, as in `datasets`."""
+    depths = {file.count("/") for file in images}
+    parents = {posixpath.basename(posixpath.dirname(file)) for file in images}
     classed = len(depths) == 1 and len(parents) > 1
-    return [Row(file, label=posixpath.basename(posixpath.dirname(file)) if classed else None) for file in pictures]
+    return [Row(file, label=posixpath.basename(posixpath.dirname(file)) if classed else None) for file in images]
 
 
 def numbered(rows: Sequence[Row]) -> tuple[tuple[Row, ...], tuple[str, ...]]:

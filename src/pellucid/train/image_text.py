@@ -1,4 +1,4 @@
-"""Training a pair of encoders, of pictures and of texts, so that those that belong together point the same way."""
+"""Training a pair of encoders, of images and of texts, so that those that belong together point the same way."""
 
 from __future__ import annotations
 
@@ -56,20 +56,20 @@ class ImageTextConfig:
 
 
 class Pair(nn.Module):
-    """CLIP as it is trained: directions of pictures and of texts, and the scale of their cosines."""
+    """CLIP as it is trained: directions of images and of texts, and the scale of their cosines."""
 
     def __init__(self, clip: CLIP, most_scale: float) -> None:
         super().__init__()
         self.clip, self.most = clip, math.log(most_scale)
 
     def forward(self, ids: Tensor, pixels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, P) of the pictures, (B, P) of the texts, and the scale."""
+        """(B, P) of the images, (B, P) of the texts, and the scale."""
         scale = self.clip.logit_scale.clamp(max=self.most).exp()
         return self.clip.embed_image(pixels).float(), self.clip.embed_text(ids).float(), scale.float()
 
 
 class ImageTextTask:
-    """Each picture has to find its caption among those of the batch, and each caption its picture.
+    """Each image has to find its caption among those of the batch, and each caption its image.
 
     With several ranks the batch is that of all of them; with accumulation it is that of one micro-step.
     """
@@ -106,11 +106,11 @@ class ImageTextTask:
         own = errors.detach()[rank() * len(images) : (rank() + 1) * len(images)]
         return Graded(errors.mean(), own, torch.zeros_like(own))
 
-    def pictures(self, network: nn.Module, count: int, seed: int) -> None:
+    def images(self, network: nn.Module, count: int, seed: int) -> None:
         """It makes none."""
 
     def save(self, network: nn.Module, folder: Path) -> None:
-        """The folder of a CLIPModel with its tokenizer and what its pictures are scaled by."""
+        """The folder of a CLIPModel with its tokenizer and what its images are scaled by."""
         assert isinstance(network, Pair)
         state = dict(network.clip.state_dict())
         state["logit_scale"] = state["logit_scale"].clamp(max=network.most)
@@ -170,7 +170,7 @@ def clip_scaled(images: Tensor) -> Tensor:
 
 
 def contrastive(images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
-    """(N,): for pair n, the mean cross-entropy of finding its text by its picture and its picture by its text."""
+    """(N,): for pair n, the mean cross-entropy of finding its text by its image and its image by its text."""
     with torch.autocast(images.device.type, enabled=False):  # in bfloat16 a logit of 70 would be right to 0.25
         logits = scale * images @ texts.T  # (N, N)
     right = torch.arange(len(logits), device=logits.device)

@@ -1,4 +1,4 @@
-"""What a run writes while it runs: one JSON line a window, TensorBoard events, sheets of pictures, a progress bar."""
+"""What a run writes while it runs: one JSON line a window, TensorBoard events, sheets of images, a progress bar."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from pellucid.interop.whole import put, read_lines, writing
+from pellucid.interop.atomic_files import put, read_lines, writing
 from pellucid.train.config import LogConfig
 from pellucid.train.events import Events
 
@@ -47,8 +47,8 @@ class Journal:
             self.events.scalars(step, {**numbers, **levels})
         self.bar.show(step, values["loss"], speed, (self.steps - step) * self.batch / max(speed, 1e-9))
 
-    def pictures(self, step: int, images: Tensor) -> Path:
-        """A sheet of pictures, (N, 3, H, W) in [0, 1]."""
+    def images(self, step: int, images: Tensor) -> Path:
+        """A sheet of images, (N, 3, H, W) in [0, 1]."""
         pixels = sheet(images)
         path = self.folder / "pictures" / f"step-{step:08d}.png"
         path.parent.mkdir(exist_ok=True)
@@ -98,9 +98,9 @@ def sheet(images: Tensor, gap: int = 1) -> np.ndarray:
     rows = math.ceil(len(pixels) / columns)
     _, height, width, _ = pixels.shape
     whole = np.full((rows * (height + gap) - gap, columns * (width + gap) - gap, 3), 255, np.uint8)
-    for i, picture in enumerate(pixels):
+    for i, image in enumerate(pixels):
         top, left = i // columns * (height + gap), i % columns * (width + gap)
-        whole[top : top + height, left : left + width] = picture
+        whole[top : top + height, left : left + width] = image
     return whole
 
 

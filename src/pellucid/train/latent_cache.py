@@ -1,4 +1,4 @@
-"""Latents made once: every picture of a source through a VAE's encoder, kept as the Gaussians that it gives."""
+"""Latents made once: every image of a source through a VAE's encoder, kept as the Gaussians that it gives."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.interop import weights
+from pellucid.interop.atomic_files import digest_of, is_part, put
 from pellucid.interop.tokenizer import Tokenizer
-from pellucid.interop.whole import digest_of, is_part, put
 from pellucid.pipeline import fingerprint
 from pellucid.train.draws import Draws
 from pellucid.train.encoding import posterior_of
 from pellucid.train.feed import Feed
+from pellucid.train.images import hint_kind
 from pellucid.train.latent_files import MANIFEST, MIRRORED, Cache, Scaling, in_bytes, packed
 from pellucid.train.manifest import why
-from pellucid.train.pictures import hint_kind
 from pellucid.train.source import Batch, Source
 from pellucid.train.word_ids import tokens
 
@@ -56,12 +56,12 @@ def cache_latents(
     per_shard: int = 1024,
     tell: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Encodes every picture of a source once, on the VAE's device; a run that was killed goes on where it was.
+    """Encodes every image of a source once, on the VAE's device; a run that was killed goes on where it was.
 
-    `mirrored` also encodes each picture flipped. A random crop is drawn once and stays. A picture that cannot be read
+    `mirrored` also encodes each image flipped. A random crop is drawn once and stays. An image that cannot be read
     has the next one's latents in its place, as it would in training. `tell(done, count)` is called on the way.
 
-    The VAE computes in `precision`; `hints` are kept as they are, or in bytes, as a picture file would. Of a source
+    The VAE computes in `precision`; `hints` are kept as they are, or in bytes, as an image file would. Of a source
     that can phrase (scenes), so many `phrasings` of each caption are kept; with a `tokenizer` their tokens too.
     """
     check_source(source, batch, per_shard, phrasings)
@@ -185,7 +185,7 @@ def made(
 
 
 def examples(source: Source, asked: Tensor, phrasings: int, device: torch.device) -> tuple[Batch, list[str]]:
-    """A batch, and all captions of its pictures: those of the first, then those of the second, …"""
+    """A batch, and all captions of its images: those of the first, then those of the second, …"""
     if phrasings > 1:
         assert isinstance(source, Phrasing)
         seen, said = source.phrased(asked, phrasings, device)

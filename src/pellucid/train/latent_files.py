@@ -15,7 +15,7 @@ from torch import Tensor
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import parse_json, parse_object, table, typed
 from pellucid.interop import weights
-from pellucid.interop.whole import digest_of, put
+from pellucid.interop.atomic_files import digest_of, put
 
 MANIFEST = "latents.json"
 FORMAT = 1
@@ -47,7 +47,7 @@ class Cache:
     dtype: Literal["float32", "float16"] = "float32"
     precision: Literal["float32", "bf16"] = "float32"  # in which the VAE computed
     hints: Literal["exact", "bytes"] = "exact"
-    phrasings: int = 1  # captions of each picture
+    phrasings: int = 1  # captions of each image
     tokenizer: str = ""  # fingerprint, where tokens are kept
     complete: bool = False
     sizes: tuple[int, ...] = ()  # bytes of each shard
@@ -111,7 +111,7 @@ class Cache:
 
 
 def in_bytes(hint: Tensor, low: int) -> Tensor:
-    """A hint as a picture file would hold it."""
+    """A hint as an image file would hold it."""
     return ((hint - low) / (1 - low) * 255.0).round().clamp(0, 255).to(torch.uint8)
 
 
@@ -122,7 +122,7 @@ def packed(hint: Tensor, low: int) -> Tensor:
 
 
 def unpacked(hint: Tensor, low: int) -> Tensor:
-    """Back to floats in [low, 1], by the same steps as a picture that is read."""
+    """Back to floats in [low, 1], by the same steps as an image that is read."""
     if hint.dtype != torch.uint8:
         return hint
     unit = hint.float() / 255.0

@@ -22,7 +22,7 @@ from pellucid.train.scenes_source import ScenesConfig
 from pellucid.train.source import Source
 from pellucid.train.text_denoise import TextDenoiserConfig
 
-BATCH, PER_SHARD = 512, 16384  # pictures
+BATCH, PER_SHARD = 512, 16384  # images
 
 
 def make_latents(

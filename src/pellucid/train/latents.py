@@ -12,24 +12,24 @@ from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.interop import weights
-from pellucid.interop.whole import digest_of
+from pellucid.interop.atomic_files import digest_of
 from pellucid.models.vae import to_diffusion
 from pellucid.pipeline import fingerprint
 from pellucid.train.config import chosen
 from pellucid.train.draws import Draws
+from pellucid.train.images import hint_kind
 from pellucid.train.latent_cache import fingerprint_of
 from pellucid.train.latent_files import MIRRORED, Cache, caption_list, unpacked
-from pellucid.train.pictures import hint_kind
 from pellucid.train.source import Batch, Source
 
 Rows = Callable[[str], Tensor]
 
 
 class LatentSource:
-    """A cache of latents as a source: fresh samples of each picture's Gaussian, scaled as the diffusion sees them.
+    """A cache of latents as a source: fresh samples of each image's Gaussian, scaled as the diffusion sees them.
 
     `source` and `vae`, where given, are those that it must have been made of. `flip` takes those of the mirrored
-    picture for every other example by chance; a cache that was made with `mirrored` has them. Of several phrasings of
+    image for every other example by chance; a cache that was made with `mirrored` has them. Of several phrasings of
     a caption one is drawn. `on_device` keeps all of it in the memory of the device that asks first, so that a batch is
     gathered there and nothing is read or sent.
     """
@@ -51,7 +51,7 @@ class LatentSource:
         check_fresh(self.cache, self.folder, source, vae)
         if flip and not self.cache.mirrored:
             advice = "Make it again with mirrored=True."
-            must = "one with mirrored pictures, to flip"
+            must = "one with mirrored images, to flip"
             raise PellucidError(rule("latent cache", must, str(folder), advice), "latents-mirrored")
         self.shards = [self.opened(number) for number in range(self.cache.shards)]
         self.digests = [
@@ -145,7 +145,7 @@ class LatentSource:
         return Batch(to_diffusion(self.cache.scaling, mean), labels, captions, hints, tokens)
 
     def phrased(self, asked: Tensor, draws: Draws, rows: Rows) -> tuple[tuple[str, ...] | None, Tensor | None]:
-        """One caption of each picture, and its tokens (B, L), where there are any."""
+        """One caption of each image, and its tokens (B, L), where there are any."""
         if not self.captions:
             return None, None
         count = self.cache.phrasings
@@ -198,7 +198,7 @@ class LatentSource:
 
 
 def either(rows: Rows, name: str, mirrored: Tensor | None) -> Tensor:
-    """(B, C, h, w) float32: of the picture, or of the picture mirrored."""
+    """(B, C, h, w) float32: of the image, or of the image mirrored."""
     found = rows(name).float()
     return found if mirrored is None else turned(found, rows(MIRRORED + name).float(), mirrored)
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 from pellucid.core.errors import PellucidError
 from pellucid.core.reader import parse_object, read_text
-from pellucid.interop.whole import settle as settle
+from pellucid.interop.atomic_files import settle as settle
 
 MANIFEST = "manifest.json"
 FORMAT = 1

@@ -1,4 +1,4 @@
-"""metadata.jsonl and metadata.csv beside pictures: which files, and what is said of them, checked row by row."""
+"""metadata.jsonl and metadata.csv beside images: which files, and what is said of them, checked row by row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import check_file, parse_object, whole
 from pellucid.pipeline.images import first_line
-from pellucid.train.pictures import SUFFIXES
+from pellucid.train.images import SUFFIXES
 
 NAMES = ("metadata.jsonl", "metadata.csv")
 CAPTIONS = ("text", "caption")
@@ -29,7 +29,7 @@ class Row:
     caption: str | None = None
     label: int | str | None = None
     hints: Mapping[str, str] = field(default_factory=dict)
-    others: tuple[str, ...] = ()  # other pictures that the row names
+    others: tuple[str, ...] = ()  # other images that the row names
     where: str = ""  # file and line
 
 

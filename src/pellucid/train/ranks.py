@@ -34,7 +34,7 @@ from pellucid.train.ema import local
 Strategy = Literal["ddp", "fsdp"]
 Module = TypeVar("Module", bound=nn.Module)
 BLOCKS = (ResnetBlock, TransformerBlock, Block, Layer, ResamplerBlock, TinyBlock)  # sharded each on its own
-TIMEOUT = 900.0  # seconds: the first rank alone draws pictures and checks checkpoints while the others wait
+TIMEOUT = 900.0  # seconds: the first rank alone draws images and checks checkpoints while the others wait
 MAX_RANKS = 100_000
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 SKETCH = "_pellucid_sketch"

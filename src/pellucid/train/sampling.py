@@ -22,7 +22,7 @@ from pellucid.train.draws import mixed
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How sample pictures are made on the way."""
+    """How sample images are made on the way."""
 
     sampler: str = "ddim"
     grid: str = "leading"
@@ -32,7 +32,7 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class Sampling:
-    """A network as a maker of pictures. `x0_filter` clips what it predicts, as pixel models want."""
+    """A network as a maker of images. `x0_filter` clips what it predicts, as pixel models want."""
 
     schedule: Schedule
     target: Target
@@ -56,7 +56,7 @@ class Sampling:
         inputs: Callable[[int, int], Mapping[str, Any]] | None = None,
         dtype: torch.dtype | None = None,
     ) -> Iterator[Tensor]:
-        """Batches of x0, (≤ batch, *shape) float32. `inputs(first, last)` gives the conditions of those pictures.
+        """Batches of x0, (≤ batch, *shape) float32. `inputs(first, last)` gives the conditions of those images.
 
         Every batch is of the full size, so that a compiled network meets one shape; what is too much is cut off.
         """
@@ -114,7 +114,7 @@ class Sampling:
         seed: int,
         device: torch.device,
     ) -> Tensor:
-        """x0 (B, …) of a shape with its B, cond and uncond in one batch; every picture starts from noise of its own."""
+        """x0 (B, …) of a shape with its B, cond and uncond in one batch; every image starts from noise of its own."""
         reads = GuidedDenoiser(network, self.schedule, self.target, told, untold, Guidance(self.config.guidance))
         plan, seeds = self.plan(), [mixed(seed, i) for i in range(shape[0])]
         streams = [torch.Generator(device).manual_seed(own) for own in seeds]

@@ -35,7 +35,7 @@ class ScenesConfig:
 
     `closest` makes one scene of so many: the one whose things stand closest, so that they overlap more often.
     `count` ends the scenes, so that they come again in another order; 0 is without end. `compile_render` paints by
-    compiled kernels, which give the same pictures within rounding: for a GPU."""
+    compiled kernels, which give the same images within rounding: for a GPU."""
 
     size: int = 128
     seed: int = 0
@@ -89,7 +89,7 @@ class ScenesSource:
         """A batch, and so many phrasings of each of its captions; the first is the batch's own."""
         c = self.config
         scenes = c.sample(indices.to(device))
-        facts = scenes.to("cpu")  # before the pictures, for which nothing then waits
+        facts = scenes.to("cpu")  # before the images, for which nothing then waits
         images, hints = self.painted(scenes), {name: self.hint(name, scenes) for name in c.hints}
         told = phrasings(facts, range(c.seed, c.seed + count), style=c.name_style)
         return Batch(images, captions=tuple(told[0]), hints=hints), list(zip(*told, strict=True))
@@ -112,7 +112,7 @@ class ScenesSource:
         return {"parameters": asdict(replace(self.config, compile_render=False))}
 
     def fingerprint(self) -> str:
-        """Of the config and of what the world makes of it today: captions, and the tones of pictures to 1/1000, which
+        """Of the config and of what the world makes of it today: captions, and the tones of images to 1/1000, which
         all machines agree on."""
         asked = torch.linspace(0, min(len(self), 2**24) - 1, PROBES).round().long()
         plain = replace(self.config, compile_render=False)

@@ -27,7 +27,7 @@ class Task(Protocol):
 
     def loss(self, network: nn.Module, asked: Mapping[str, Tensor]) -> Graded: ...
 
-    def pictures(self, network: nn.Module, count: int, seed: int) -> Tensor | None:
+    def images(self, network: nn.Module, count: int, seed: int) -> Tensor | None:
         """(N, 3, H, W) in [0, 1]: what the network can do by now."""
         ...
 

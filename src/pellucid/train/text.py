@@ -115,7 +115,7 @@ class CaptionIds:
         self.tokenizer, self.trusted = tokenizer, False
 
     def of(self, batch: Batch) -> Tensor:
-        """(B, L) int64 on the pictures' device."""
+        """(B, L) int64 on the images' device."""
         captions, given = captions_of(batch), batch.tokens
         if given is not None and self.trusted:
             return given

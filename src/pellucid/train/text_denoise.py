@@ -43,8 +43,8 @@ class TextDenoiserConfig:
     """`network` is a config of diffusers (UNet2DConditionModel or PixArtTransformer2DModel), or `start` the folder of a
     pipeline whose network is trained further. `vae` is the folder of a VAE.
 
-    Data are pictures, which the VAE encodes on the way, or latents, as a cache holds them. `prompts` are what the
-    sample pictures show; `sampling` is also what the saved pipeline samples with when it is not told otherwise.
+    Data are images, which the VAE encodes on the way, or latents, as a cache holds them. `prompts` are what the
+    sample images show; `sampling` is also what the saved pipeline samples with when it is not told otherwise.
     """
 
     objective: ObjectiveConfig
@@ -114,7 +114,7 @@ class TextDenoiserTask:
 
     @torch.no_grad()
     def latents(self, images: Tensor, draws: Draws) -> Tensor:
-        """Latents as the diffusion sees them, of pictures or of latents that are so already."""
+        """Latents as the diffusion sees them, of images or of latents that are so already."""
         if tuple(images.shape[1:]) == self.shape:
             return images
         if tuple(images.shape[1:]) != self.pixels:
@@ -128,7 +128,7 @@ class TextDenoiserTask:
     # --- what comes out
 
     @torch.no_grad()
-    def pictures(self, network: nn.Module, count: int, seed: int) -> Tensor:
+    def images(self, network: nn.Module, count: int, seed: int) -> Tensor:
         """Guided samples of the prompts in turn."""
         prompts = [self.config.prompts[i % len(self.config.prompts)] for i in range(count)]
         sampling = Sampling(self.objective.schedule, self.objective.target, self.config.sampling)

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import read_json
+from pellucid.interop.atomic_files import is_left, is_part, put
 from pellucid.interop.lock import locked
 from pellucid.interop.weights import some
-from pellucid.interop.whole import is_left, is_part, put
 from pellucid.train import optimizer as adamw
 from pellucid.train.capture import Captured
 from pellucid.train.checkpoint import Checkpoints, from_first
@@ -50,7 +50,7 @@ class Finished:
     folder: Path
     steps: int
     seconds: float
-    skipped: int  # pictures that any rank could not read
+    skipped: int  # images that any rank could not read
 
 
 class Trainer:
@@ -334,9 +334,9 @@ class Trainer:
                 raise PellucidError(rule(f"{name} up to step {step}", "finite", values[name], advice), "loss-nan")
 
     def draw(self, step: int, journal: Journal | None) -> None:
-        images = self.with_means(lambda network: self.task.pictures(network, self.config.log.pictures, 0))
+        images = self.with_means(lambda network: self.task.images(network, self.config.log.images, 0))
         if journal is not None and images is not None:
-            journal.pictures(step, images)
+            journal.images(step, images)
 
     def with_means(self, use: Callable[[nn.Module], Any]) -> Any:
         """On the first rank, calls with the network as it would be shipped: its first running mean, in eval mode."""

@@ -15,18 +15,18 @@ import numpy as np
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import parse_object
+from pellucid.train.image_source import Example, ImageSource, log, steadily
+from pellucid.train.images import MAX_BYTES, Crop, Framing
 from pellucid.train.metadata import CAPTIONS, MAX_LABEL
-from pellucid.train.picture_source import Example, PictureSource, log, steadily
-from pellucid.train.pictures import MAX_BYTES, Crop, Framing
 from pellucid.train.tar_index import Member, TarDamagedError, members
 
-PICTURES = ("jpg", "jpeg", "png", "webp")
+IMAGES = ("jpg", "jpeg", "png", "webp")
 MAX_TEXT = 2**20  # bytes of a caption, a class or a JSON file
 MAX_SHARDS = 100_000
 BRACES = re.compile(r"\{([^{}]*)\}")
 KEY = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)  # up to the first dot of the file's own name
-ENDINGS = {"picture": PICTURES, "text": ("txt", "caption", "text"), "cls": ("cls",), "json": ("json",)}  # hints follow
-PICTURE, TEXT, CLS, JSON, HINTS = range(5)  # the columns
+ENDINGS = {"picture": IMAGES, "text": ("txt", "caption", "text"), "cls": ("cls",), "json": ("json",)}  # hints follow
+IMAGE, TEXT, CLS, JSON, HINTS = range(5)  # the columns
 NOWHERE = -1
 
 
@@ -39,7 +39,7 @@ class Told:
     caption_key: str = ""
 
 
-class WebShards(PictureSource):
+class WebShards(ImageSource):
     """Examples of shards in the order of shards and files. Given are a pattern (`train-{000000..000012}.tar`), a folder
     of .tar files, one file, or a list of them.
 
@@ -59,15 +59,15 @@ class WebShards(PictureSource):
         super().__init__(Framing(size, crop, flip), hints, workers)
         self.shards = expanded(shards)
         self.damaged: dict[str, str] = {}  # shard → why it was not read to its end
-        self.incomplete = 0  # examples without a picture, or without a hint that is asked for
+        self.incomplete = 0  # examples without an image, or without a hint that is asked for
         self.stamps = tuple((path.stat().st_size, path.stat().st_mtime_ns) for path in self.shards)
         self.keys: list[str] = []
         table = [row for number, path in enumerate(self.shards) for row in self.indexed(number, path)]
         if not table:
-            must = f"shards that hold some ({', '.join(PICTURES)}" + "".join(f", {name}.png" for name in hints) + ")"
-            raise PellucidError(rule("pictures", must, str(shards)), "data-empty")
+            must = f"shards that hold some ({', '.join(IMAGES)}" + "".join(f", {name}.png" for name in hints) + ")"
+            raise PellucidError(rule("images", must, str(shards)), "data-empty")
         if self.incomplete:
-            log.warning("%d examples without a picture or a hint are left out", self.incomplete)
+            log.warning("%d examples without an image or a hint are left out", self.incomplete)
         self.table = np.array(table, np.int64)  # (N, 1 + 2 · columns): shard, then offsets and sizes
         self.told = self.first_told()
 
@@ -79,10 +79,10 @@ class WebShards(PictureSource):
 
     def indexed(self, shard: int, path: Path) -> Iterator[list[int]]:
         """The rows of one shard, as far as it can be read."""
-        endings = [*ENDINGS.values(), *([f"{hint}.{end}" for end in PICTURES] for hint in self.hints)]
+        endings = [*ENDINGS.values(), *([f"{hint}.{end}" for end in IMAGES] for hint in self.hints)]
         for key, files in grouped(self.readable(path), path.name):
             chosen = [next((files[end] for end in ends if end in files), None) for ends in endings]
-            if chosen[PICTURE] is None or None in chosen[HINTS:]:
+            if chosen[IMAGE] is None or None in chosen[HINTS:]:
                 self.incomplete += 1
                 continue
             self.keys.append(key)
@@ -97,7 +97,7 @@ class WebShards(PictureSource):
             log.warning("%s is used up to where it is damaged: %s", path.name, error)
 
     def first_told(self) -> Told:
-        """What is said of pictures, and where, by the first example whose JSON, if it has one, can be read."""
+        """What is said of images, and where, by the first example whose JSON, if it has one, can be read."""
         for index in range(len(self)):
             try:
                 said = self.said(index) if self.has(index, JSON) else {}
@@ -138,7 +138,7 @@ class WebShards(PictureSource):
         said = self.said(index) if JSON in (told.caption, told.label) else {}
         hints = {name: self.bytes_of(index, HINTS + i, MAX_BYTES) for i, name in enumerate(self.hints)}
         return Example(
-            self.bytes_of(index, PICTURE, MAX_BYTES),
+            self.bytes_of(index, IMAGE, MAX_BYTES),
             None if told.caption is None else self.caption(index, said),
             None if told.label is None else self.label(index, said),
             hints,

@@ -32,6 +32,6 @@ def denoise(network: UNet, scheduler: Scheduler, noise: Tensor, context: Tensor,
 
 
 def decode(vae: AutoencoderKL, latents: Tensor) -> Tensor:
-    """A picture in [0, 1] from clean latents."""
+    """An image in [0, 1] from clean latents."""
     pixels = vae.decode(latents / vae.config.scaling_factor)
     return ((pixels + 1) / 2).clamp(0, 1)

@@ -20,5 +20,5 @@ def modulated(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
 
 
 def num_tokens(height: int, width: int, factor: int, patch: int) -> int:
-    """Tokens of a DiT for a picture in pixels."""
+    """Tokens of a DiT for an image in pixels."""
     return (height // factor // patch) * (width // factor // patch)

@@ -1,1 +1,1 @@
-"""Adherence: whether pictures of the world of scenes show what was asked for. The truth is known, so it is counted."""
+"""Adherence: whether images of the world of scenes show what was asked for. The truth is known, so it is counted."""

@@ -1,4 +1,4 @@
-"""What an adapter adds: pictures with it and pictures of the base without it, from the same noise, measured alike."""
+"""What an adapter adds: images with it and images of the base without it, from the same noise, measured alike."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ MOST = 100_000
 
 @dataclass(frozen=True)
 class Exam:
-    """How many pictures, of which scenes, made how."""
+    """How many images, of which scenes, made how."""
 
     count: int = 200
     objects: tuple[int, ...] = OBJECTS
     making: Making = field(default_factory=Making)
-    device: str = "cpu"  # where pictures are read
+    device: str = "cpu"  # where images are read
 
     def __post_init__(self) -> None:
         if not 2 <= self.count <= MOST:
@@ -56,7 +56,7 @@ class Exam:
 
 @dataclass(frozen=True)
 class Compared:
-    """One figure with an adapter and without it; `more` holds figures beside it, `cards` pictures to look at."""
+    """One figure with an adapter and without it; `more` holds figures beside it, `cards` images to look at."""
 
     adapter: str
     figure: str
@@ -75,14 +75,14 @@ class Compared:
 
 
 def follows_edges(pipe: Maker, network: Any, exam: Exam) -> Compared:
-    """The exact outlines of a scene and its caption: F1 of the picture's own outlines, within one pixel."""
+    """The exact outlines of a scene and its caption: F1 of the image's own outlines, within one pixel."""
     scores: dict[bool, list[Tensor]] = {True: [], False: []}
     cards: list[Card] = []
     for first, drawn in exam.batches():
         captions = [caption for caption, _ in scenes.described(drawn, exam.making.seed, full=True, style=False)]
         exact = scenes.edges(drawn)  # (B, 1, 128, 128)
         extra: dict[bool, dict[str, Any]] = {True: {"controls": [Control(network, exact)]}, False: {}}
-        made = {on: exam.making.pictures(pipe, captions, first, **extra[on]) for on in (True, False)}
+        made = {on: exam.making.images(pipe, captions, first, **extra[on]) for on in (True, False)}
         for on in (True, False):
             scores[on].append(scenes.edge_f1(seen(made[on], exam.device), exact.to(exam.device)).cpu())
         hints = images.to_images(exact * 2 - 1)
@@ -116,10 +116,10 @@ def share(marks: Sequence[bool]) -> Estimate:
 
 
 class EachItsOwn(IPAdapter):
-    """An adapter for a batch of as many images as pictures: image n is prompted by picture n alone."""
+    """An adapter for a batch of as many images: image n is prompted by image n alone."""
 
     def tokens(self, unet: UNet, states: Tensor, **options: Any) -> Any:
-        """`states` (B, N, …) say the same of N pictures to each of B images; N is B here."""
+        """`states` (B, N, …) say the same of N images to each of B images; N is B here."""
         if states.shape[0] != states.shape[1]:
             raise PellucidError(
                 rule("pictures that prompt", f"{states.shape[0]}, one an image", states.shape[1]), "exam"
@@ -135,7 +135,7 @@ def read_adapter(file: str | Path, like: Tensor) -> EachItsOwn:
 
 
 def carries_reference(pipe: Maker, adapter: EachItsOwn, exam: Exam) -> Compared:
-    """A picture of one object alone, and a prompt that says nothing of it: an object of that colour and shape."""
+    """An image of one object alone, and a prompt that says nothing of it: an object of that colour and shape."""
     marks: dict[bool, list[Likeness]] = {True: [], False: []}
     counts: list[int] = []
     cards: list[Card] = []
@@ -145,7 +145,7 @@ def carries_reference(pipe: Maker, adapter: EachItsOwn, exam: Exam) -> Compared:
         wanted = [scene.things[0] for scene in drawn.scenes()]
         extra: dict[bool, dict[str, Any]] = {True: {"image_prompts": [ImagePrompt(adapter, references)]}, False: {}}
         prompts = [NEUTRAL] * len(wanted)
-        made = {on: exam.making.pictures(pipe, prompts, first, **extra[on]) for on in (True, False)}
+        made = {on: exam.making.images(pipe, prompts, first, **extra[on]) for on in (True, False)}
         readings = {on: scenes.read(seen(made[on], exam.device)) for on in (True, False)}
         for on in (True, False):
             marks[on] += [likeness(r, t) for r, t in zip(readings[on], wanted, strict=True)]
@@ -174,7 +174,7 @@ class Likeness(NamedTuple):
 
 
 def likeness(reading: Reading, thing: Thing) -> Likeness:
-    """What of a thing is in a picture."""
+    """What of a thing is in an image."""
     pairs = [(one.colour, one.shape) for one in reading.objects]
     colours, shapes = [c for c, _ in pairs], [s for _, s in pairs]
     return Likeness((thing.colour, thing.shape) in pairs, thing.colour in colours, thing.shape in shapes)
@@ -189,7 +189,7 @@ def told(reading: Reading) -> str:
 
 
 def has_style(pipe: Maker, lora: Any, style: str, exam: Exam) -> Compared:
-    """Captions that name no style: the share of pictures whose style is the LoRA's."""
+    """Captions that name no style: the share of images whose style is the LoRA's."""
     if style not in STYLE_NAMES:
         raise PellucidError(rule("style", "one of " + ", ".join(STYLE_NAMES), style), "exam")
     styles: dict[bool, list[str | None]] = {True: [], False: []}
@@ -197,7 +197,7 @@ def has_style(pipe: Maker, lora: Any, style: str, exam: Exam) -> Compared:
     for first, drawn in exam.batches():
         captions = [caption for caption, _ in scenes.described(drawn, exam.making.seed, full=True, style=False)]
         extra: dict[bool, dict[str, Any]] = {True: {"loras": [Lora(lora)]}, False: {}}
-        made = {on: exam.making.pictures(pipe, captions, first, **extra[on]) for on in (True, False)}
+        made = {on: exam.making.images(pipe, captions, first, **extra[on]) for on in (True, False)}
         for on in (True, False):
             styles[on] += scenes.style_of(seen(made[on], exam.device))
         for i, caption in enumerate(captions[: ON_A_SHEET - len(cards) // 2]):

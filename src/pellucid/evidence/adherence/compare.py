@@ -25,7 +25,7 @@ from pellucid.train.denoise import fresh
 
 SIDES = (16, 24, 32, 48, 64)
 MOST_SIDE, MOST_COUNT = 512, 4096
-# How parameters are told apart by their names; what none of these holds makes the picture itself.
+# How parameters are told apart by their names; what none of these holds makes the image itself.
 ROLES = {
     "text": ("attn2", "caption_projection"),
     "time": ("time_embedding", "time_emb_proj", "adaln_single", "scale_shift_table"),
@@ -39,7 +39,7 @@ Call = Callable[[], Tensor]
 @dataclass(frozen=True)
 class Cost:
     """One network at one size of latents. Times are of one call of the whole batch; `activations` are the bytes of its
-    fullest moment beside the weights; `flops` are of one picture, `text_flops` those of its cross-attention."""
+    fullest moment beside the weights; `flops` are of one image, `text_flops` those of its cross-attention."""
 
     network: str
     side: int

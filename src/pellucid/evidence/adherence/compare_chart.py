@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pellucid.evidence.adherence.compare import Comparison, tables
 from pellucid.evidence.study import charts
-from pellucid.interop.whole import put
+from pellucid.interop.atomic_files import put
 
 PANELS = (
     ("milliseconds", "Time of a call", "milliseconds", 1.0),

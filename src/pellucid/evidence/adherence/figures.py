@@ -16,8 +16,8 @@ from pellucid.evidence.study.table import Table
 
 @dataclass(frozen=True)
 class Figures:
-    """Of some pictures. `attributes`: the share of pictures that have all of it right, of those that were asked for it;
-    `bled` of those with several shapes; `shuffled`: right by the caption of another picture with as many objects."""
+    """Of some images. `attributes`: the share of images that have all of it right, of those that were asked for it;
+    `bled` of those with several shapes; `shuffled`: right by the caption of another image with as many objects."""
 
     right: Share
     attributes: dict[str, Share]
@@ -56,7 +56,7 @@ def figures(shown: Sequence[Shown], seed: int = 0) -> dict[str, Figures]:
 
 
 def shuffled(shown: Sequence[Shown], seed: int = 0) -> dict[int, Verdict]:
-    """Each picture by the caption of another with as many objects: a random ring, so that none keeps its own."""
+    """Each image by the caption of another with as many objects: a random ring, so that none keeps its own."""
     generator = torch.Generator().manual_seed(seed)
     found: dict[int, Verdict] = {}
     for number in {len(one.query.objects) for one in shown}:
@@ -79,7 +79,7 @@ def table(found: dict[str, Figures], title: str = "Adherence") -> Table:
     rows.append(("all right by another's caption", *(one.shuffled.words for one in found.values())))
     columns = ("", *(f"{key} object{'' if key == '1' else 's'}" if key != "all" else "all" for key in found))
     note = (
-        "Shares of pictures, with Wilson's 95 % interval. An attribute is right where all objects have it right; it is "
+        "Shares of images, with Wilson's 95 % interval. An attribute is right where all objects have it right; it is "
         "a share of the captions that say it. What cannot be read is not right. "
         "'Colour of another object' is a share of the captions with different shapes."
     )

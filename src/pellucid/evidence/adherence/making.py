@@ -1,4 +1,4 @@
-"""Pictures by the pipeline, in batches: every picture has a seed of its own, so that a batch's size decides nothing."""
+"""Pictures by the pipeline, in batches: every image has a seed of its own, so that a batch's size decides nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Maker(Protocol):
 
 @dataclass(frozen=True)
 class Making:
-    """How pictures are made. Picture n has the seed `seed` + n; `guidance` is a scale, or a text with rules."""
+    """How images are made. Image n has the seed `seed` + n; `guidance` is a scale, or a text with rules."""
 
     sampler: str = "dpmpp_2m"
     steps: int = 20
@@ -49,11 +49,11 @@ class Making:
         Guidance.parse(self.guidance)
 
     def firsts(self, count: int) -> range:
-        """The number of the first picture of every batch."""
+        """The number of the first image of every batch."""
         return range(0, count, self.batch)
 
-    def pictures(self, pipe: Maker, prompts: Sequence[str], first: int, **extra: Any) -> list[Image.Image]:
-        """One picture a prompt; the first of them is picture number `first`."""
+    def images(self, pipe: Maker, prompts: Sequence[str], first: int, **extra: Any) -> list[Image.Image]:
+        """One image a prompt; the first of them is image number `first`."""
         made = pipe(
             list(prompts),
             seed=[self.seed + first + i for i in range(len(prompts))],
@@ -63,10 +63,10 @@ class Making:
             **extra,
         ).images
         if len(made) != len(prompts):
-            raise PellucidError(rule("pictures", f"{len(prompts)}, one a prompt", len(made)), "making")
+            raise PellucidError(rule("images", f"{len(prompts)}, one a prompt", len(made)), "making")
         return made
 
 
-def seen(pictures: Sequence[Image.Image], device: torch.device | str = "cpu") -> Tensor:
+def seen(made: Sequence[Image.Image], device: torch.device | str = "cpu") -> Tensor:
     """(N, 3, H, W) in [−1, 1]: what the reader reads, as a person would see it, in 8 bits."""
-    return images.to_tensor(list(pictures)).to(device)
+    return images.to_tensor(list(made)).to(device)

@@ -1,4 +1,4 @@
-"""Which network of a bundle makes the pictures: its UNet, or the transformer that lies beside it."""
+"""Which network of a bundle makes the images: its UNet, or the transformer that lies beside it."""
 
 from __future__ import annotations
 

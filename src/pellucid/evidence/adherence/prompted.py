@@ -1,7 +1,7 @@
-"""The study of adherence: prompts that training never saw, pictures of them, and what each picture shows.
+"""The study of adherence: prompts that training never saw, images of them, and what each image shows.
 
-A folder holds config.json, one record a batch (what was asked for, what was read), and the pictures. Verdicts are made
-of the records, so that a better rule needs no new pictures.
+A folder holds config.json, one record a batch (what was asked for, what was read), and the images. Verdicts are made
+of the records, so that a better rule needs no new images.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pellucid.evidence.adherence.making import Maker, Making, seen
 from pellucid.evidence.adherence.opening import DTYPE, Part
 from pellucid.evidence.adherence.verdict import Verdict, from_plain, judge, to_plain
 from pellucid.evidence.study.records import Records, alone, claim, is_mine
-from pellucid.interop.whole import put, sealed
+from pellucid.interop.atomic_files import put, sealed
 from pellucid.scenes.query import Query
 from pellucid.scenes.reading import Reading
 
@@ -55,7 +55,7 @@ class Adherence:
 
 @dataclass(frozen=True)
 class Shown:
-    """One picture of the study: what was asked for, and what was read in it."""
+    """One image of the study: what was asked for, and what was read in it."""
 
     number: int
     caption: str
@@ -92,25 +92,25 @@ class Study:
         """Makes and reads what is missing; `done` is called after each batch."""
         for first in self.missing:
             batch = self.asked[first : first + self.config.making.batch]
-            pictures = self.config.making.pictures(pipe, [caption for caption, _ in batch], first)
-            claim(self.folder, self.text)  # only once there is a picture to keep
-            tiles.write(pictures, self.place(first))
-            self.records.add(self.record(first, pictures, device))
+            images = self.config.making.images(pipe, [caption for caption, _ in batch], first)
+            claim(self.folder, self.text)  # only once there is an image to keep
+            tiles.write(images, self.place(first))
+            self.records.add(self.record(first, images, device))
             done()
         return self.shown()
 
-    def record(self, first: int, pictures: Sequence[Image.Image], device: torch.device | str) -> dict[str, Any]:
-        captions = [caption for caption, _ in self.asked[first : first + len(pictures)]]
-        readings = scenes.read(seen(pictures, device))
+    def record(self, first: int, images: Sequence[Image.Image], device: torch.device | str) -> dict[str, Any]:
+        captions = [caption for caption, _ in self.asked[first : first + len(images)]]
+        readings = scenes.read(seen(images, device))
         rows = [{"caption": c, "reading": to_plain(r)} for c, r in zip(captions, readings, strict=True)]
         return {"first": first, "pictures": rows}
 
     def read_again(self, device: torch.device | str = "cpu") -> list[Shown]:
-        """Reads the pictures that are there once more: after a change of the reader."""
+        """Reads the images that are there once more: after a change of the reader."""
         rows = []
         for row in self.records.rows:
-            pictures = tiles.read(self.place(row["first"]), len(row["pictures"]))
-            rows.append(self.record(row["first"], pictures, device))
+            images = tiles.read(self.place(row["first"]), len(row["pictures"]))
+            rows.append(self.record(row["first"], images, device))
         put(self.records.path, "".join(map(sealed, rows)))
         self.records = Records(self.folder, KEYS)
         return self.shown()
@@ -119,23 +119,23 @@ class Study:
         return self.folder / "pictures" / f"{first:05d}.png"
 
     def shown(self) -> list[Shown]:
-        """The pictures so far, by their numbers."""
+        """The images so far, by their numbers."""
         found = [one for row in self.records.rows for one in self.of_batch(row)]
         return sorted(found, key=lambda one: one.number)
 
     def of_batch(self, row: Mapping[str, Any]) -> list[Shown]:
         first, batch = row["first"], self.asked[row["first"] : row["first"] + self.config.making.batch]
-        if [picture["caption"] for picture in row["pictures"]] != [caption for caption, _ in batch]:
+        if [image["caption"] for image in row["pictures"]] != [caption for caption, _ in batch]:
             must = "of this world's captions: they have changed since"
             raise PellucidError(rule("records", must, f"batch {first}", "Choose another --out."), "adherence-captions")
         pairs = zip(batch, row["pictures"], strict=True)
         return [
-            Shown(first + i, caption, query, from_plain(picture["reading"]))
-            for i, ((caption, query), picture) in enumerate(pairs)
+            Shown(first + i, caption, query, from_plain(image["reading"]))
+            for i, ((caption, query), image) in enumerate(pairs)
         ]
 
-    def pictures(self, wanted: list[Shown]) -> list[Image.Image]:
-        """The pictures of some, in their order."""
+    def images(self, wanted: list[Shown]) -> list[Image.Image]:
+        """The images of some, in their order."""
         size = self.config.making.batch
         held: dict[int, list[Image.Image]] = {}
         for first in sorted({one.number // size * size for one in wanted}):

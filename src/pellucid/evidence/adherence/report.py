@@ -1,4 +1,4 @@
-"""What a study of adherence writes: figures as JSON and Markdown, a sheet of random pictures, a sheet of failures."""
+"""What a study of adherence writes: figures as JSON and Markdown, a sheet of random images, a sheet of failures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pellucid.evidence.adherence import tiles
 from pellucid.evidence.adherence.figures import Figures, figures, table
 from pellucid.evidence.adherence.prompted import Adherence, Shown, Study
 from pellucid.evidence.adherence.sheets import Card, contact_sheet
-from pellucid.interop.whole import put
+from pellucid.interop.atomic_files import put
 from pellucid.models.guidance import Guidance
 from pellucid.train.trainer import MODEL
 
@@ -21,7 +21,7 @@ ON_A_SHEET = 100
 
 
 def write(study: Study) -> dict[str, Figures]:
-    """figures.json, table.md, random.png and, where there are any, failures.png, of the pictures so far."""
+    """figures.json, table.md, random.png and, where there are any, failures.png, of the images so far."""
     shown = study.shown()
     found = figures(shown, study.config.making.seed)
     put(study.folder / "figures.json", json.dumps(plain(study.config, found), indent=1, allow_nan=False) + "\n")
@@ -31,7 +31,7 @@ def write(study: Study) -> dict[str, Figures]:
     right = found["all"].right
     write_sheet(study, [shown[i] for i in picks], f"{headline(study.config)}: random pictures", "random.png")
     failures = [one for one in shown if not one.verdict.right]
-    title = f"{headline(study.config)}: {right.count - right.right} of {right.count:,} pictures are not right"
+    title = f"{headline(study.config)}: {right.count - right.right} of {right.count:,} images are not right"
     if failures:
         write_sheet(study, failures[:ON_A_SHEET], title, "failures.png")
     else:
@@ -50,9 +50,9 @@ def headline(config: Adherence) -> str:
 
 def write_sheet(study: Study, shown: Sequence[Shown], title: str, name: str) -> None:
     cards = []
-    for one, picture in zip(shown, study.pictures(list(shown)), strict=True):
+    for one, image in zip(shown, study.images(list(shown)), strict=True):
         verdict = one.verdict
-        cards.append(Card(picture, f"{one.number}: {one.caption}", verdict.words, verdict.right))
+        cards.append(Card(image, f"{one.number}: {one.caption}", verdict.words, verdict.right))
     tiles.save(contact_sheet(cards, title), study.folder / name)
 
 

@@ -1,4 +1,4 @@
-"""What a VAE leaves of true pictures: their signal-to-noise ratio, and whether they can still be read."""
+"""What a VAE leaves of true images: their signal-to-noise ratio, and whether they can still be read."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from pellucid.pipeline import images
 from pellucid.scenes.query import Query
 from pellucid.scenes.sampling import OBJECTS
 
-WORST = 0.01  # the share of pictures that are called the worst
+WORST = 0.01  # the share of images that are called the worst
 MOST = 1_000_000
 
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """Decibels over `count` pictures: the mean with its interval, and the mean of the worst hundredth. `before` and
-    `after`: the share that is read right in all attributes, of the true pictures and of what the VAE made of them."""
+    """Decibels over `count` images: the mean with its interval, and the mean of the worst hundredth. `before` and
+    `after`: the share that is read right in all attributes, of the true images and of what the VAE made of them."""
 
     count: int
     psnr: float
@@ -78,16 +78,16 @@ def round_trip(
     )
 
 
-def judged(pictures: Tensor, queries: Sequence[Query]) -> list[Verdict]:
-    return [judge(reading, query) for reading, query in zip(scenes.read(pictures), queries, strict=True)]
+def judged(images: Tensor, queries: Sequence[Query]) -> list[Verdict]:
+    return [judge(reading, query) for reading, query in zip(scenes.read(images), queries, strict=True)]
 
 
 @torch.no_grad()
-def through(vae: Any, pictures: Tensor) -> Tensor:
+def through(vae: Any, images: Tensor) -> Tensor:
     """(B, 3, H, W) in [−1, 1], encoded and decoded again, in steps of 8 bits."""
     weight = next(vae.parameters())
-    made = vae.decode(vae.encode(pictures.to(weight)).mean).float().clamp(-1, 1)
-    return (made.add(1).mul(127.5).round() / 127.5 - 1).to(pictures.device)
+    made = vae.decode(vae.encode(images.to(weight)).mean).float().clamp(-1, 1)
+    return (made.add(1).mul(127.5).round() / 127.5 - 1).to(images.device)
 
 
 def decibels(true: Tensor, made: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def mean_of(values: Tensor, manner: Sequence[str], name: str) -> float:
 
 
 def pairs(vae: Any, count: int = 12, *, size: int = 128, device: str = "cpu") -> list[Image.Image]:
-    """True pictures and what the VAE made of each, in turn, to look at."""
+    """True images and what the VAE made of each, in turn, to look at."""
     true = scenes.render(scenes.sample(torch.arange(count), 0, "held_out").to(device), size)
     both = torch.stack([true, through(vae, true)], 1).flatten(0, 1)
     return images.to_images(both)

@@ -1,4 +1,4 @@
-"""Shares of pictures, with the interval that their count allows."""
+"""Shares of images, with the interval that their count allows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Z = 1.959963984540054  # of the normal distribution, for 95 %
 
 @dataclass(frozen=True)
 class Share:
-    """`right` of `count` pictures. Its 95 % interval is Wilson's (1927), which holds near 0 and 1 too."""
+    """`right` of `count` images. Its 95 % interval is Wilson's (1927), which holds near 0 and 1 too."""
 
     right: int
     count: int

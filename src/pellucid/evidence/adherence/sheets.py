@@ -1,4 +1,4 @@
-"""Contact sheets for a person to look at: every picture with its caption and its verdict."""
+"""Contact sheets for a person to look at: every image with its caption and its verdict."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw
 from pellucid.pipeline.lettering import Block, clean, face_for, wrap
 
 INK, SLATE, GREEN, RED, PAPER, LINE = "#1c2530", "#51606f", "#188a3b", "#c5221f", "#ffffff", "#c9d1da"
-PICTURE = 144  # pixels of a picture's side on the sheet
+IMAGE = 144  # pixels of an image's side on the sheet
 CELL = 184  # of a cell, words included
 LETTERS, CAPTION_LINES, VERDICT_LINES = 12, 7, 4
 GAP, MARGIN = 12, 20
@@ -20,9 +20,9 @@ GAP, MARGIN = 12, 20
 
 @dataclass(frozen=True)
 class Card:
-    """One picture with the words under it; `right` None is neither right nor wrong."""
+    """One image with the words under it; `right` None is neither right nor wrong."""
 
-    picture: Image.Image
+    image: Image.Image
     caption: str
     verdict: str
     right: bool | None
@@ -38,7 +38,7 @@ def contact_sheet(cards: Sequence[Card], title: str, columns: int = 10) -> Image
     head = Block(wrap(title, large, width - 2 * MARGIN, 3), large, INK)
     laid = [lay(card, font) for card in cards]
     rows = [laid[i : i + columns] for i in range(0, len(laid), columns)]
-    heights = [PICTURE + 6 + max(sum(block.height for block in words) for _, words in row) for row in rows]
+    heights = [IMAGE + 6 + max(sum(block.height for block in words) for _, words in row) for row in rows]
     height = MARGIN + head.height + GAP + sum(h + GAP for h in heights) + MARGIN - GAP
     sheet = Image.new("RGB", (width, height), PAPER)
     head.draw(ImageDraw.Draw(sheet), MARGIN, MARGIN)
@@ -61,13 +61,13 @@ def lay(card: Card, font: Any) -> tuple[Card, list[Block]]:
 def draw(sheet: Image.Image, card: Card, words: Sequence[Block], corner: tuple[int, int]) -> None:
     x, y = corner
     on = ImageDraw.Draw(sheet)
-    scale = PICTURE / max(card.picture.size)
-    size = (max(1, math.floor(card.picture.width * scale)), max(1, math.floor(card.picture.height * scale)))
+    scale = IMAGE / max(card.image.size)
+    size = (max(1, math.floor(card.image.width * scale)), max(1, math.floor(card.image.height * scale)))
     rule_of = Image.Resampling.LANCZOS if scale < 4 else Image.Resampling.NEAREST
-    sheet.paste(card.picture.convert("RGB").resize(size, rule_of), (x, y))
+    sheet.paste(card.image.convert("RGB").resize(size, rule_of), (x, y))
     edge = LINE if card.right is not False else RED
     on.rectangle((x - 1, y - 1, x + size[0], y + size[1]), outline=edge, width=1 if card.right is not False else 2)
-    y += PICTURE + 6
+    y += IMAGE + 6
     for block in words:
         block.draw(on, x, y)
         y += block.height

@@ -26,9 +26,9 @@ from pellucid.evidence.metrics.image_text import Judge
 from pellucid.evidence.study.significance import Estimate
 from pellucid.evidence.study.table import Table
 from pellucid.interop import source
-from pellucid.interop.whole import put
+from pellucid.interop.atomic_files import put
+from pellucid.pipeline.image_inputs import adapter_eyes, adapter_file
 from pellucid.pipeline.load import load
-from pellucid.pipeline.pictures_in import adapter_eyes, adapter_file
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.request import Request
 
@@ -40,7 +40,7 @@ Found = RoundTrip | Compared | Matching
 @dataclass(frozen=True)
 class Suite:
     """`model` is the base; the other parts are folders or files, as `pellucid train` writes them, and may be left out.
-    `count` pictures are made of each, `true` renders go through the VAE and to the image-text encoder."""
+    `count` images are made of each, `true` renders go through the VAE and to the image-text encoder."""
 
     model: str
     controlnet: str | None = None
@@ -97,7 +97,7 @@ def measure(
             say(f"measuring {part}")
             kept, cards = PARTS[part](suite)
             if cards:
-                columns = 10 if part in ("vae", "lora") else 9  # pairs, or a hint and two pictures
+                columns = 10 if part in ("vae", "lora") else 9  # pairs, or a hint and two images
                 tiles.save(contact_sheet(cards, f"{Path(suite.model).name}: {part}", columns), folder / f"{part}.png")
             put(path, json.dumps({"asked": asked, "figures": kept}, indent=1, allow_nan=False) + "\n")
         found[part] = kept
@@ -178,7 +178,7 @@ def table(found: dict[str, dict[str, Any]]) -> Table:
         else:
             both = [Estimate(**one[key]) for key in ("adapted", "base")]
             rows.append((one["adapter"], one["figure"], *(number(estimate, part) for estimate in both)))
-    note = "In brackets 95 % intervals. Without: the base from the same noise; for the VAE, the true pictures."
+    note = "In brackets 95 % intervals. Without: the base from the same noise; for the VAE, the true images."
     return Table("Parts of the model", ("part", "figure", "with", "without"), tuple(rows), note)
 
 

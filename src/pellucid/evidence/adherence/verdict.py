@@ -1,4 +1,4 @@
-"""A graded picture for a table: which attributes are right, whether it could be read, whether colours bled."""
+"""A graded image for a table: which attributes are right, whether it could be read, whether colours bled."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Verdict:
 
 
 def judge(reading: Reading, query: Query) -> Verdict:
-    """A reading against a query. Of a picture with trouble nothing is sure, so that nothing of it is right."""
+    """A reading against a query. Of an image with trouble nothing is sure, so that nothing of it is right."""
     grade = graded(reading, query)
     sure = grade.trouble is None
     marks: dict[str, bool] = {}

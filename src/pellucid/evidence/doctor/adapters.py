@@ -18,7 +18,7 @@ from pellucid.evidence.doctor.finding import Finding
 from pellucid.evidence.doctor.subject import Subject
 from pellucid.models.controlnet import ControlNet
 from pellucid.models.lora import Receipt
-from pellucid.pipeline import pictures_in
+from pellucid.pipeline import image_inputs
 from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
 from pellucid.pipeline.conditions import takes_labels, takes_text
 from pellucid.pipeline.images import to_images
@@ -44,7 +44,7 @@ class Predictions:
 
 
 def beside(subject: Subject) -> tuple[Worn, ...]:
-    """The adapters that lie in a model's folder and are none of its parts, as in a bundle; with no pictures yet."""
+    """The adapters that lie in a model's folder and are none of its parts, as in a bundle; with no images yet."""
     folder, parts = subject.folder, subject.index or {}
     if folder is None:
         return ()
@@ -56,7 +56,7 @@ def beside(subject: Subject) -> tuple[Worn, ...]:
     return tuple(wear(folder / name) for name, wear in kinds.items() if (folder / name).is_dir() and name not in parts)
 
 
-def shown_pictures(size: tuple[int, int]) -> Any:
+def shown_images(size: tuple[int, int]) -> Any:
     """A scene to follow or to resemble, and its outlines; square, of the width."""
     drawn = scenes.sample(torch.tensor([7]), 0, "any", ("flat",), (2,))
     side = max(size[0], 16)
@@ -65,12 +65,12 @@ def shown_pictures(size: tuple[int, int]) -> Any:
 
 def dressed(pipe: Pipeline, one: Worn) -> dict[str, Any]:
     """The request's option for an adapter."""
-    picture, outlines = shown_pictures(pipe.size_of(Request()))
+    image, outlines = shown_images(pipe.size_of(Request()))
     if isinstance(one, Lora):
         return {"loras": [one]}
     if isinstance(one, Control):
-        return {"controls": [one if one.picture is not None else replace(one, picture=outlines)]}
-    shown = one if one.pictures is not None else replace(one, pictures=picture)
+        return {"controls": [one if one.image is not None else replace(one, image=outlines)]}
+    shown = one if one.images is not None else replace(one, images=image)
     return {"image_prompts": [shown]}
 
 
@@ -141,12 +141,12 @@ def why(pipe: Pipeline, one: Worn) -> tuple[str, str]:
     if isinstance(one, Lora | Control | ImagePrompt) and is_zero(one.scale):
         return "Its scale is 0.", "Give it a scale above 0, such as 1.0."
     if isinstance(one, Control):
-        net = pictures_in.controlnet_of(pipe, one)
+        net = image_inputs.controlnet_of(pipe, one)
         if silent(out_layers(net)):
             return "Its output layers are all zero: it is new and was never trained.", "Train it, or load its weights."
         return f"It acts only from {one.start:g} to {one.end:g} of the run, where no step lies.", "Widen start and end."
     if isinstance(one, ImagePrompt):
-        held = pictures_in.adapter_of(pipe, one)
+        held = image_inputs.adapter_of(pipe, one)
         if silent([pair.to_v_ip for pair in held.pairs]):  # type: ignore[misc]
             return "The values that it adds are all zero: it is new and was never trained.", "Load its weights."
         return "The network's cross-attention does not read its tokens.", "Use an adapter that was made for this base."

@@ -17,7 +17,7 @@ from pellucid.evidence.doctor.probe import Probe
 UNEXPLAINED = 1.15  # square error at the times of a schedule over that at the best times
 BELIEVED_AT = (0.45, 1.2, 3.5)  # sigma / alpha
 TIMES, FINER = 13, 8  # told at each of them, and about the best of them
-FEW = 8  # pictures
+FEW = 8  # images
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,17 @@ class Belief:
 
 def beliefs(probe: Probe, target: Target, curve: Schedule, count: int = FEW) -> list[Belief]:
     """The times that a network believes in, found by telling it many; free of any schedule but for the frame."""
-    pictures = range(min(2 if probe.few else count, len(probe)))
-    clean = probe.clean[: len(pictures)]
+    images = range(min(2 if probe.few else count, len(probe)))
+    clean = probe.clean[: len(images)]
     found = []
     for k, ratio in enumerate(BELIEVED_AT):
         level = in_frame(ratio, "vp")
-        x = clean * level.alpha + probe.noise(1000 + k, pictures) * level.sigma
+        x = clean * level.alpha + probe.noise(1000 + k, images) * level.sigma
         k_x, k_out = read_output(curve, target, "x0", level)
         scale = input_scale(curve, level)
 
         def told(times: Array, x: Tensor = x, k_x: float = k_x, k_out: float = k_out, scale: float = scale) -> Array:
-            asked = [probe.ask(x * scale, float(time), pictures) for time in times]
+            asked = [probe.ask(x * scale, float(time), images) for time in times]
             return np.array([float(log_square(x * k_x + out * k_out - clean).mean()) for out in asked])
 
         time, least = searched(told, *curve.span)

@@ -18,7 +18,7 @@ from pellucid.interop import diffusers_config
 from pellucid.interop.diffusers_classes import CLASSES, KNOWN
 from pellucid.interop.diffusers_config import Reading
 
-# Keys that ask for something that is seen in the picture, and the values with which they ask for nothing.
+# Keys that ask for something that is seen in the image, and the values with which they ask for nothing.
 ASKING: dict[str, tuple[Any, ...]] = {
     "use_karras_sigmas": (False, None),
     "use_exponential_sigmas": (False, None),
@@ -207,7 +207,7 @@ def zero_snr(subject: Subject) -> Iterator[Finding]:
 
 @check("end of the schedule", needs=("reading",))
 def schedule_end(subject: Subject) -> Iterator[Finding]:
-    """A noisiest level that still holds much of the picture: a run starts from noise alone."""
+    """A noisiest level that still holds much of the image: a run starts from noise alone."""
     reading = subject.reading
     assert reading is not None
     if not isinstance(reading.schedule, Tabled):
@@ -220,7 +220,7 @@ def schedule_end(subject: Subject) -> Iterator[Finding]:
             "the noisiest level of the schedule is not noise",
             (("alpha at the last time", alpha), ("num_train_timesteps", reading.schedule.num_train),
              ("beta at the last time", float(reading.schedule.betas[-1]))),
-            f"At the last time x still holds {alpha:.0%} of the picture, but a run starts from noise that holds none: "
+            f"At the last time x still holds {alpha:.0%} of the image, but a run starts from noise that holds none: "
             "num_train_timesteps, beta_start and beta_end do not belong together.",
             'Give those of training: "num_train_timesteps": 1000 for the published schedules.',
         )  # fmt: skip

@@ -9,24 +9,24 @@ from torch import Tensor
 from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.doctor.subject import Data
 from pellucid.evidence.metrics.fid import Statistics
-from pellucid.evidence.metrics.pictures import PictureSet, open_pictures
+from pellucid.evidence.metrics.images import ImageSet, open_images
 from pellucid.interop.source import expanded
 from pellucid.train.draws import Draws
 from pellucid.train.image_folder import ImageFolder
 from pellucid.train.scenes_source import ScenesConfig
 from pellucid.train.source import Batch, Source
 
-COUNT = 64  # pictures that are looked at
+COUNT = 64  # images that are looked at
 SCENES = "scenes"
 
 
 def open_data(where: str, size: int, count: int = COUNT) -> Data:
-    """At most `count` pictures of a folder (with its captions or classes), of a file of arrays, or of scenes."""
+    """At most `count` images of a folder (with its captions or classes), of a file of arrays, or of scenes."""
     if where == SCENES:
         return from_source(ScenesConfig(size=size, split="any").open(), count, SCENES)
     if expanded(where).is_dir():
         return from_source(ImageFolder(expanded(where), size), count, where)
-    found = open_pictures(where)
+    found = open_images(where)
     if isinstance(found, Statistics):
         raise PellucidError(rule("data", "pictures", f"statistics in {where}"), "data")
     return Data(first(found, size, count), name=where)
@@ -41,7 +41,7 @@ def from_source(source: Source, count: int, name: str) -> Data:
     return Data(seen.images.float() / 2 + 0.5, seen.captions, labels, name)
 
 
-def first(found: PictureSet, size: int, count: int) -> Tensor:
+def first(found: ImageSet, size: int, count: int) -> Tensor:
     """(N, 3, size, size) in [0, 1]: the shorter side resized, the longer one cut at its centre."""
     kept: list[Tensor] = []
     for chunk in found.chunks(lambda number, why: None):

@@ -1,4 +1,4 @@
-"""Scale drift: a run whose x leaves the spread that its level says, so that the picture ends too strong or too weak."""
+"""Scale drift: a run whose x leaves the spread that its level says, so that the image ends too strong or too weak."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from pellucid.evidence.doctor.checks import Unable, check
 from pellucid.evidence.doctor.finding import Finding
 from pellucid.evidence.doctor.hypotheses import asked
 from pellucid.evidence.doctor.probe import Probe
-from pellucid.evidence.doctor.scale import PICTURES, believed_scale
+from pellucid.evidence.doctor.scale import IMAGES, believed_scale
 from pellucid.evidence.doctor.subject import Data, Subject
 from pellucid.evidence.metrics.bootstrap import mean_interval
 from pellucid.models.dit import DiT
 from pellucid.pipeline.conditions import takes_labels, takes_text
 from pellucid.pipeline.pipeline import Pipeline
 
-COUNT = 8  # pictures of the run
+COUNT = 8  # images of the run
 STEPS = 20
 SAMPLER = "dpmpp_2m"
 OFF = 1.5  # the spread at the end over that of the data: beyond this, with all of its interval, it has drifted
@@ -35,7 +35,7 @@ OFF = 1.5  # the spread at the end over that of the data: beyond this, with all 
 
 @dataclass
 class Spread:
-    """An observer: the standard deviation of x of every picture after each row, and the level that x has then."""
+    """An observer: the standard deviation of x of every image after each row, and the level that x has then."""
 
     levels: list[Level] = field(default_factory=list)
     found: list[Tensor] = field(default_factory=list)  # (N,) each
@@ -46,7 +46,7 @@ class Spread:
 
 
 def deviations(x: Tensor) -> Tensor:
-    """(N,) float64: the standard deviation of each picture, about the mean of each of its channels."""
+    """(N,) float64: the standard deviation of each image, about the mean of each of its channels."""
     return x.double().var((2, 3), correction=0).mean(1).sqrt().cpu()
 
 
@@ -99,7 +99,7 @@ def drift(subject: Subject) -> Iterable[Finding]:
     if not torch.isfinite(last).all():
         raise Unable("the run is not finite: see the check overflow")
     found = list(judged(watch, float(known.square().mean().sqrt())))
-    if found and believed_scale(found_before.as_trained(probe), PICTURES).off:
+    if found and believed_scale(found_before.as_trained(probe), IMAGES).off:
         raise Unable("the run ends at the scale of training, which is not that of the data: see the check scale of it")
     return found
 
@@ -128,7 +128,7 @@ def judged(watch: Spread, data: float) -> Iterable[Finding]:
             ("sigma/alpha there", watch.levels[start].ratio),
         ),
         "Without guidance a run must keep the spread of its levels; the network "
-        + ("leaves noise in x, or makes its picture too strong" if way == "grows" else "makes its picture too weak")
+        + ("leaves noise in x, or makes its image too strong" if way == "grows" else "makes its image too weak")
         + ": it is trained too little, damaged, or read wrongly.",
         "See the checks target, schedule and scale; where they are silent, train longer or load the weights again."
         + (" For pixels in [-1, 1], x0_filter=pellucid.Clip(1.0) keeps x0 in their range." if way == "grows" else ""),

@@ -59,7 +59,7 @@ def target(subject: Subject) -> Iterator[Finding]:
              ("its target", family.target)),
             f"The network has the shape of {family.name}, which was trained for {family.target}"
             + ("; with zero terminal SNR beside it this is a fine-tune for v." if own else
-               f": read as {reading.target}, its output makes noise or washed pictures."),
+               f": read as {reading.target}, its output makes noise or washed images."),
             f'"prediction_type": "{"v_prediction" if family.target == "v" else "epsilon"}" in the scheduler\'s config, '
             f"or --target {family.target}. {DETECT}",
         )  # fmt: skip
@@ -197,7 +197,7 @@ def sampler_fits(subject: Subject) -> Iterator[Finding]:
             "note",
             f"{name} is for distilled networks, and this one takes no guidance as an input",
             (("_class_name", name),),
-            "It makes sharp pictures only of a network that was distilled, or with an LCM LoRA on it.",
+            "It makes sharp images only of a network that was distilled, or with an LCM LoRA on it.",
             "Load the LoRA, or take a scheduler such as DPMSolverMultistepScheduler.",
         )
 
@@ -217,7 +217,7 @@ def clipping(subject: Subject) -> Iterator[Finding]:
             "predicted latents are cut to the range of pixels",
             (("clip_sample_range", kept.limit), ("latents beyond it, of a standard normal", beyond(kept.limit))),
             "clip_sample cuts the predicted x0 at every step; latents have a standard deviation of 1, so a good part "
-            "of them is cut off, and pictures come out flat.",
+            "of them is cut off, and images come out flat.",
             '"clip_sample": false',
         )
     elif isinstance(kept, DynamicThreshold):

@@ -1,17 +1,17 @@
 """Which reading of a network's output is true: hypotheses of (target, schedule), scored on known data.
 
-Pictures are noised to a level; the network is told the time that a schedule has for that level, and its output is read
+Images are noised to a level; the network is told the time that a schedule has for that level, and its output is read
 as a target. The score is e / (e + l): e is the mean square error of x0, and l that of the best linear denoiser of the
 same x. It is near 0 for a network that was trained so and is read so, 1/2 for a reading that is as good as one factor,
 and at most 1 for nonsense, so that levels at which a small network fails decide nothing. All hypotheses see the same
-pictures and the same noise: they are compared picture by picture.
+images and the same noise: they are compared image by image.
 
 Where the config's schedule does not win, a wrong scale of the data may be the cause: it shifts every level as another
 schedule does. So the config's schedule is then tried at other scales c too: c·(x0 + ρ·eps) at sigma / alpha c·ρ, which
 is the same x but for its size.
 
-The confidence of an answer is the share of resamples, of pictures and of levels, in which it wins. It is never more
-than 1 − 2⁻ᴺ for N pictures: so often would N coins fall alike.
+The confidence of an answer is the share of resamples, of images and of levels, in which it wins. It is never more
+than 1 − 2⁻ᴺ for N images: so often would N coins fall alike.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from pellucid.evidence.doctor.probe import Probe, probe_of
 from pellucid.evidence.doctor.subject import Subject
 from pellucid.evidence.metrics.bootstrap import draws
 
-MOST = 64  # pictures
-FIRST = 4  # pictures that all schedules are tried on; those that are out of the question then are dropped
+MOST = 64  # images
+FIRST = 4  # images that all schedules are tried on; those that are out of the question then are dropped
 FEW_FIRST, FEW_RATIOS = 2, RATIOS[1::2]  # the same, and the levels, where calls are slow
-ROUNDS = (16, 32, 64)  # pictures after which a clear answer ends the questions
+ROUNDS = (16, 32, 64)  # images after which a clear answer ends the questions
 CLEAR = 0.999
 SURE = 0.99  # the confidence from which a contradiction is told
 LEARNT = 0.9  # of the square error of the best linear denoiser: what a network must undercut to be one
@@ -65,13 +65,13 @@ class Hypothesis(NamedTuple):
 
 @dataclass(frozen=True)
 class Scores:
-    """By hypothesis, level and picture, ln(e / l): of the error of x0 over that of the best linear denoiser."""
+    """By hypothesis, level and image, ln(e / l): of the error of x0 over that of the best linear denoiser."""
 
     hypotheses: tuple[Hypothesis, ...]
     errors: Tensor = field(repr=False)  # (H, L, N)
 
     @property
-    def pictures(self) -> int:
+    def images(self) -> int:
         return self.errors.shape[2]
 
     @property
@@ -88,11 +88,11 @@ class Scores:
         return self.errors[self.hypotheses.index(one)]
 
     def join(self, more: Scores) -> Scores:
-        """With the pictures of a further round."""
+        """With the images of a further round."""
         return Scores(self.hypotheses, torch.cat([self.errors, more.errors], 2))
 
     def beside(self, more: Scores) -> Scores:
-        """With further hypotheses on the same pictures."""
+        """With further hypotheses on the same images."""
         return Scores(self.hypotheses + more.hypotheses, torch.cat([self.errors, more.errors]))
 
 
@@ -115,7 +115,7 @@ class Answer:
         return sorted(self.best, key=self.score)
 
     def score(self, name: str) -> float:
-        """The score of a name, geometric over levels and pictures."""
+        """The score of a name, geometric over levels and images."""
         return math.exp(float(-F.softplus(-self.scores.of(self.best[name])).mean()))
 
     @property
@@ -134,9 +134,9 @@ class Answer:
         return math.exp(min(float(apart.mean()), 50.0))
 
     def doubt(self) -> str:
-        """In words, between what the pictures do not decide."""
+        """In words, between what the images do not decide."""
         second = f" against {self.ranked[1]}" if len(self.best) > 1 else ""
-        return f"{self.name}{second} with confidence {self.confidence:.3f} from {self.scores.pictures} pictures"
+        return f"{self.name}{second} with confidence {self.confidence:.3f} from {self.scores.images} pictures"
 
 
 class Detected(NamedTuple):
@@ -165,19 +165,19 @@ class Detected(NamedTuple):
 def measure(
     probe: Probe,
     schedules: Mapping[str, Schedule],
-    pictures: range,
+    images: range,
     scale: float = 1.0,
     ratios: Sequence[float] | None = None,
 ) -> Scores:
-    """The errors of every reading under each schedule, on some of a probe's pictures, at a scale of the data."""
+    """The errors of every reading under each schedule, on some of a probe's images, at a scale of the data."""
     ratios = ratios or (FEW_RATIOS if probe.few else RATIOS)
     pairs = tuple(
         Hypothesis(target, name, scale) for name, curve in schedules.items() for target in READINGS[curve.frame]
     )
-    clean = probe.clean[pictures.start : pictures.stop]
+    clean = probe.clean[images.start : images.stop]
     errors = torch.empty(len(pairs), len(ratios), len(clean), dtype=torch.float64)
     for k, ratio in enumerate(ratios):
-        noisy = clean + ratio * probe.noise(k, pictures)
+        noisy = clean + ratio * probe.noise(k, images)
         linear = log_square(shrunk(probe.clean, noisy, ratio) - clean)
         level = in_frame(scale * ratio, "vp")
         x = noisy * (scale * level.alpha)
@@ -186,7 +186,7 @@ def measure(
             curve = schedules[one.schedule]
             key = (input_scale(curve, level), float(curve.time_at(level.ratio)))
             if key not in asked:
-                asked[key] = probe.ask(x * key[0], key[1], pictures)
+                asked[key] = probe.ask(x * key[0], key[1], images)
             k_x, k_out = read_output(curve, one.target, "x0", level)
             errors[i, k] = log_square((x * k_x + asked[key] * k_out) / scale - clean) - linear
         if not any(torch.isfinite(out).all() for out in asked.values()):
@@ -195,7 +195,7 @@ def measure(
 
 
 def log_square(apart: Tensor) -> Tensor:
-    """(N,) float64: the logarithm of the mean square of every picture."""
+    """(N,) float64: the logarithm of the mean square of every image."""
     square = apart.double().square().flatten(1).mean(1).cpu()
     return square.nan_to_num(WORST, WORST, WORST).clamp(1e-12, WORST).log()
 
@@ -215,9 +215,9 @@ def tried(probe: Probe) -> dict[str, Schedule]:
 
 
 def detect(probe: Probe, most: int = MOST) -> Detected:
-    """Asks with more and more pictures, until both answers are clear or the pictures are used up."""
+    """Asks with more and more images, until both answers are clear or the images are used up."""
     if len(probe) < 2:
-        raise Unable(f"{len(probe)} picture is too few: give two or more")
+        raise Unable(f"{len(probe)} image is too few: give two or more")
     curves = tried(probe)
     total = min(len(probe), most)
     scores = measure(probe, curves, range(min(FEW_FIRST if probe.few else FIRST, total)))
@@ -226,29 +226,29 @@ def detect(probe: Probe, most: int = MOST) -> Detected:
     curves = {name: curve for name, curve in curves.items() if name in left}
     scores = scores.among(lambda one: one.schedule in left)
     for goal in dict.fromkeys(min(one, total) for one in ROUNDS):
-        if goal > scores.pictures:
-            scores = scores.join(measure(probe, curves, range(scores.pictures, goal)))
+        if goal > scores.images:
+            scores = scores.join(measure(probe, curves, range(scores.images, goal)))
         found = answered(scores)
         if min(one.confidence for one in found) >= CLEAR:
             break
     if found.target.denoises and found.schedule.name == family(declared):
         return found
     for scale in FEW_SCALES if probe.few else SCALES:
-        scores = scores.beside(measure(probe, {declared: probe.schedule}, range(scores.pictures), scale))
+        scores = scores.beside(measure(probe, {declared: probe.schedule}, range(scores.images), scale))
     return answered(scores)
 
 
 def contending(scores: Scores) -> set[str]:
-    """The schedules that win a resample, of pictures and of levels, at least."""
+    """The schedules that win a resample, of images and of levels, at least."""
     return {scores.hypotheses[i].schedule for i in set(resampled(scores, 0).argmin(1).tolist())}
 
 
 def resampled(scores: Scores, seed: int) -> Tensor:
-    """(R, H): the mean log-score of every hypothesis in resamples of levels and of pictures."""
+    """(R, H): the mean log-score of every hypothesis in resamples of levels and of images."""
     logs = scores.logs
     levels = draws(logs.shape[1], RESAMPLES, seed).double() / logs.shape[1]  # (R, L)
-    pictures = draws(scores.pictures, RESAMPLES, seed + 1).double() / scores.pictures  # (R, N)
-    return torch.einsum("rl,hln,rn->rh", levels, logs, pictures)
+    images = draws(scores.images, RESAMPLES, seed + 1).double() / scores.images  # (R, N)
+    return torch.einsum("rl,hln,rn->rh", levels, logs, images)
 
 
 def answered(scores: Scores) -> Detected:
@@ -258,7 +258,7 @@ def answered(scores: Scores) -> Detected:
 
 
 def judge(scores: Scores, called: Callable[[Hypothesis], str], seed: int = 0) -> Answer:
-    """Who wins, and in how many resamples of pictures and levels."""
+    """Who wins, and in how many resamples of images and levels."""
     names = [called(one) for one in scores.hypotheses]
     logs = scores.logs
     order = logs.mean((1, 2)).argsort().tolist()
@@ -267,14 +267,14 @@ def judge(scores: Scores, called: Callable[[Hypothesis], str], seed: int = 0) ->
         best.setdefault(names[i], scores.hypotheses[i])
     winner = names[order[0]]
     wins = sum(names[i] == winner for i in resampled(scores, seed).argmin(1).tolist())
-    share = min((wins + 1) / (RESAMPLES + 2), 1 - 0.5**scores.pictures)
+    share = min((wins + 1) / (RESAMPLES + 2), 1 - 0.5**scores.images)
     return Answer(winner, share, best, scores)
 
 
 def shown(answer: Answer, count: int = 5) -> list[tuple[str, float | str]]:
-    """Evidence: how sure, of how many pictures, and the scores of the likeliest names."""
+    """Evidence: how sure, of how many images, and the scores of the likeliest names."""
     listed = [(f"score as {name}", answer.score(name)) for name in answer.ranked[:count]]
-    return [("images", answer.scores.pictures), ("confidence", answer.confidence), *listed]
+    return [("images", answer.scores.images), ("confidence", answer.confidence), *listed]
 
 
 def unfit(answer: Answer, what: str) -> str:

@@ -1,4 +1,4 @@
-"""Check of a VAE's scale on known pictures: what the diffusion sees must have a standard deviation of about 1."""
+"""Check of a VAE's scale on known images: what the diffusion sees must have a standard deviation of about 1."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ BATCH = 8
 RESAMPLES = 400
 TINY = 1e-12
 LEVEL = 0.99
-# Factors by which the spread may be off: pictures of one kind differ by 15 %, those of another kind by more.
+# Factors by which the spread may be off: images of one kind differ by 15 %, those of another kind by more.
 OFF, SEEN, FAR = 1.25, 1.6, 2.5  # worth a note, a warning, an error
 SHIFTED = 0.5  # standard deviations by which the mean may be off
 
 
 @check("scale of the VAE", needs=("vae", "data"))
 def scale(subject: Subject) -> Iterator[Finding]:
-    """The spread of encoded pictures against 1."""
+    """The spread of encoded images against 1."""
     vae, data = subject.vae, subject.data
     assert data is not None
     latents = encoded(vae, data.pixels)
@@ -40,19 +40,19 @@ def scale(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "vae-scale",
             "error" if off > FAR else "warning" if off > SEEN else "note",
-            f"encoded pictures have a standard deviation of {spread:.3g}, not 1",
+            f"encoded images have a standard deviation of {spread:.3g}, not 1",
             facts,
             "The scaling_factor is not the one of this VAE: noise of a schedule is measured against latents of "
             f"standard deviation 1, so every level is {max(spread, 1 / max(spread, TINY)):.2g} times too "
             f"{'clean' if spread > 1 else 'noisy'}.",
-            f'"scaling_factor": {right:.4g} in vae/config.json, if these pictures are of the kind that was trained on',
+            f'"scaling_factor": {right:.4g} in vae/config.json, if these images are of the kind that was trained on',
         )
     mean = float(latents.mean())
     if abs(mean) > SHIFTED * spread:
         yield Finding(
             "vae-shift",
             "note",
-            "encoded pictures are not centred",
+            "encoded images are not centred",
             (("mean of the latents", mean), ("standard deviation", spread), ("shift_factor", shift_of(vae))),
             "The latents' mean is far from 0; VAEs of that kind name a shift_factor, which is taken off first.",
             "Compare shift_factor with that of the model's source.",
@@ -77,7 +77,7 @@ def encoded(vae: Any, pixels: Tensor) -> Tensor:
 
 
 def spread_of(latents: Tensor) -> tuple[float, float, float]:
-    """The standard deviation over all pictures, and its interval over resampled ones."""
+    """The standard deviation over all images, and its interval over resampled ones."""
     flat = latents.double().flatten(1)
     moments = torch.stack((flat.mean(1), flat.square().mean(1)), 1)  # (N, 2)
     generator = torch.Generator().manual_seed(0)

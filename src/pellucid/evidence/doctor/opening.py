@@ -1,4 +1,4 @@
-"""From what a user names to a subject: a model, a config, a plan or a picture, with all that it tells of itself.
+"""From what a user names to a subject: a model, a config, a plan or an image, with all that it tells of itself.
 
 What cannot be opened is no reason to stop: the checks that need it are skipped with the reason, and others may name the
 cause. Only what is no subject at all is refused.
@@ -20,7 +20,7 @@ from pellucid.core.plan import Plan
 from pellucid.evidence.doctor import plans
 from pellucid.evidence.doctor.subject import Asked, Subject
 from pellucid.evidence.metrics.fid import Statistics
-from pellucid.evidence.metrics.pictures import open_pictures
+from pellucid.evidence.metrics.images import open_images
 from pellucid.interop import diffusers_config, folder, single_file, source, weights
 from pellucid.interop.components import INDEX
 from pellucid.interop.diffusers_config import Reading
@@ -30,7 +30,7 @@ from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.recipe import Recipe, read_png
 from pellucid.pipeline.request import Request
 
-PICTURES = (".png", ".jpg", ".jpeg", ".webp")
+IMAGES = (".png", ".jpg", ".jpeg", ".webp")
 PLAN_KIND = "pellucid-plan"
 MAX_PLAN_BYTES = 64 * 2**20
 
@@ -53,7 +53,7 @@ class Given:
 
     @property
     def adapters(self) -> tuple[Lora | Control | ImagePrompt, ...]:
-        """Adapters as a request takes them; the pictures that two kinds follow are left open."""
+        """Adapters as a request takes them; the images that two kinds follow are left open."""
         return (
             *(Lora(path) for path in self.loras),
             *(Control(path, None) for path in self.controlnets),
@@ -79,7 +79,7 @@ def open_subject(given: Given, asked: Asked | None = None) -> Subject:
     if given.trace is not None:
         subject = with_trace(subject, read_trace(given.trace))
     if given.images is not None:
-        subject = replace(subject, images=pictures_in(given.images))
+        subject = replace(subject, images=images_in(given.images))
     return subject if given.data is None else with_data(subject, given.data)
 
 
@@ -99,25 +99,25 @@ def with_trace(subject: Subject, trace: Any) -> Subject:
     return replace(subject, recipe=recipe, plan=header.plans[0])
 
 
-def pictures_in(where: str) -> Any:
-    """The pictures of a folder, of which one at least can be read."""
-    found = open_pictures(where)
+def images_in(where: str) -> Any:
+    """The images of a folder, of which one at least can be read."""
+    found = open_images(where)
     if isinstance(found, Statistics):
         raise PellucidError(rule("--images", "pictures", f"statistics in {where}"), "usage")
     unread: list[str] = []
     if next(found.chunks(lambda _, why: unread.append(why)), None) is None:
         why = unread[0] if unread else f"{where} holds none."
-        raise PellucidError(f"--images must hold a picture that can be read; {why}", "usage")
+        raise PellucidError(f"--images must hold an image that can be read; {why}", "usage")
     return found
 
 
 def of_name(name: str, asked: Asked, given: Given) -> Subject:
-    """A model; or a file that tells how one is run: a scheduler config, a plan, a picture with its recipe."""
+    """A model; or a file that tells how one is run: a scheduler config, a plan, an image with its recipe."""
     path = source.bundled(source.expanded(name))
     if path.suffix == ".json" and path.is_file():
         return of_json(path, asked)
-    if path.suffix.lower() in PICTURES and path.is_file():
-        return of_picture(path, asked, given)
+    if path.suffix.lower() in IMAGES and path.is_file():
+        return of_image(path, asked, given)
     return of_model(name, asked, given)
 
 
@@ -150,8 +150,8 @@ def of_config(where: str | Path | Mapping[str, Any], asked: Asked) -> Subject:
     return with_scheduler(Subject(name, asked), config, config)
 
 
-def of_picture(path: Path, asked: Asked, given: Given) -> Subject:
-    """A picture that says how it was made; its model too, where it is here."""
+def of_image(path: Path, asked: Asked, given: Given) -> Subject:
+    """An image that says how it was made; its model too, where it is here."""
     found = read_png(path)
     told = (
         told_by(found) if isinstance(found, Recipe) else {**found.fields, "unread": found.unread, "notes": found.notes}
@@ -287,7 +287,7 @@ def vae_alone(subject: Subject, options: Mapping[str, Any]) -> Any:
 
 
 def with_data(subject: Subject, where: str) -> Subject:
-    """Known pictures of the size that the model makes, or that the pictures have."""
+    """Known images of the size that the model makes, or that the images have."""
     from pellucid.evidence.doctor.data import open_data  # the world of scenes takes a second to import
 
     if subject.pipeline is not None:

@@ -17,13 +17,13 @@ from pellucid.evidence.doctor.subject import Data, Subject
 from pellucid.evidence.doctor.watching import SENSE, Broken, Watch, watched
 from pellucid.models.vae import from_diffusion
 from pellucid.pipeline.denoising import half_of
-from pellucid.pipeline.pictures_in import is_inpainting
+from pellucid.pipeline.image_inputs import is_inpainting
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.request import Request
 
 HALF = float(torch.finfo(torch.float16).max)  # 65504
 NEAR = 0.5  # of it: another prompt may pass it
-COUNT = 2  # pictures
+COUNT = 2  # images
 PARTS = (0.999, 0.5, 0.001)  # of the schedule's span: much noise, some, nearly none
 
 

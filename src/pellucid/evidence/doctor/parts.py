@@ -109,7 +109,7 @@ def pipeline_fits(pipeline: str, unet: Mapping[str, Any]) -> Iterator[Finding]:
             "error",
             f"{pipeline} is not the pipeline of an inpainting UNet",
             (("pipeline", pipeline), ("in_channels", channels)),
-            f"The UNet takes {channels} channels: noisy latents, a mask and the masked picture; {pipeline} gives 4.",
+            f"The UNet takes {channels} channels: noisy latents, a mask and the masked image; {pipeline} gives 4.",
             f'"_class_name": "{re.sub("(Img2Img)?Pipeline$", "InpaintPipeline", pipeline)}" in {INDEX}',
         )
 
@@ -153,7 +153,7 @@ def pooled_fits(unet: Mapping[str, Any], encoder: Mapping[str, Any]) -> Iterator
 
 def latents_fit(network: Mapping[str, Any], vae: Mapping[str, Any]) -> Iterator[Finding]:
     latent, channels = int(vae["latent_channels"]), network.get("in_channels", 4)
-    if channels in (latent, 2 * latent, 2 * latent + 1):  # plain, told a picture, told a mask and a picture
+    if channels in (latent, 2 * latent, 2 * latent + 1):  # plain, told an image, told a mask and an image
         return
     yield Finding(
         "latent-channels",

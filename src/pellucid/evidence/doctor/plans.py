@@ -15,7 +15,7 @@ from pellucid.interop.diffusers_plan import compile_reading
 from pellucid.pipeline.planning import STEPS
 
 IDENTITY = 1e-9  # how far from "x stays x" a row may be that does nothing
-LARGE_SHIFT = 1.15  # diffusers' shift of the largest pictures, where a config shifts by size and says no other
+LARGE_SHIFT = 1.15  # diffusers' shift of the largest images, where a config shifts by size and says no other
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def make(reading: Reading, asked: Asked) -> Plan:
 
 
 def shift_of(reading: Reading) -> dict[str, Any]:
-    """What a flow pipeline would take from the size of the picture."""
+    """What a flow pipeline would take from the size of the image."""
     if not (reading.values.get("use_dynamic_shifting") and isinstance(reading.schedule, Flow)):
         return {}
     return {"mu": float(reading.values.get("max_shift", LARGE_SHIFT))}

@@ -19,11 +19,11 @@ from pellucid.models.guided import read
 from pellucid.models.vae import to_diffusion
 from pellucid.pipeline.conditions import make_conditions, takes_labels, takes_text
 from pellucid.pipeline.denoising import half_of
-from pellucid.pipeline.pictures_in import is_inpainting
+from pellucid.pipeline.image_inputs import is_inpainting
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.request import Request
 
-AT_ONCE = 16  # pictures in one call
+AT_ONCE = 16  # images in one call
 STREAMS = 1 << 20  # seeds that are kept apart for the noise of one level
 
 
@@ -35,25 +35,25 @@ class Probe:
     schedule: Schedule
     target: Target
     clean: Tensor = field(repr=False)  # (N, C, H, W), as the diffusion sees them
-    inputs: Mapping[str, Tensor] = field(default_factory=dict, repr=False)  # one row a picture
+    inputs: Mapping[str, Tensor] = field(default_factory=dict, repr=False)  # one row an image
     dtype: torch.dtype | None = None
     few: bool = False  # calls are slow: fewer questions
 
     def __len__(self) -> int:
         return len(self.clean)
 
-    def noise(self, index: int, pictures: range) -> Tensor:
-        """The noise of some pictures at the level of this number; the same whoever asks."""
-        source = Philox([STREAMS * (index + 1) + i for i in pictures])
-        return source.first(self.clean.shape[1:], self.clean, range(len(pictures)))
+    def noise(self, index: int, images: range) -> Tensor:
+        """The noise of some images at the level of this number; the same whoever asks."""
+        source = Philox([STREAMS * (index + 1) + i for i in images])
+        return source.first(self.clean.shape[1:], self.clean, range(len(images)))
 
     @torch.no_grad()
-    def ask(self, x: Tensor, time: float, pictures: range) -> Tensor:
+    def ask(self, x: Tensor, time: float, images: range) -> Tensor:
         """The raw output for x, which is already scaled as the network takes it, at a told time."""
         outs = []
         for start in range(0, len(x), AT_ONCE):
             part = x[start : start + AT_ONCE]
-            rows = slice(pictures.start + start, pictures.start + start + len(part))
+            rows = slice(images.start + start, images.start + start + len(part))
             told = {name: value[rows] for name, value in self.inputs.items()}
             kind = self.dtype or part.dtype
             out = self.network(part.to(kind), torch.full((len(part),), time, device=x.device), **told)
@@ -75,7 +75,7 @@ def pipeline_probe(pipe: Pipeline, data: Data) -> Probe:
     network = pipe.components.network
     check_askable(pipe)
     if is_inpainting(pipe.components):
-        raise Unable("an inpainting network takes a mask and a picture beside x")
+        raise Unable("an inpainting network takes a mask and an image beside x")
     if getattr(network.config, "time_cond_proj_dim", None) is not None:
         raise Unable("a guidance-distilled network predicts no plain target")
     return Probe(
@@ -89,7 +89,7 @@ def pipeline_probe(pipe: Pipeline, data: Data) -> Probe:
 
 
 def check_askable(pipe: Pipeline) -> None:
-    """Refuses a pipeline whose networks cannot be called here and now, or take no pictures in colour."""
+    """Refuses a pipeline whose networks cannot be called here and now, or take no images in colour."""
     if pipe.policy.offload != "none":
         raise Unable("the networks are offloaded; load the model without")
     network: Any = pipe.components.network
@@ -106,7 +106,7 @@ def first(data: Data, most: int) -> Data:
 
 @torch.no_grad()
 def clean_latents(pipe: Pipeline, pixels: Tensor) -> Tensor:
-    """(N, C, H, W) float32: pictures (N, 3, H, W) in [0, 1] as the diffusion sees them; the posterior's mean."""
+    """(N, C, H, W) float32: images (N, 3, H, W) in [0, 1] as the diffusion sees them; the posterior's mean."""
     x = pixels.to(pipe.device, torch.float32) * 2 - 1
     vae, network = pipe.components.vae, pipe.components.network
     if vae is None:

@@ -1,4 +1,4 @@
-"""Checks of how a picture was made: its size and guidance against the model's, and what another program said."""
+"""Checks of how an image was made: its size and guidance against the model's, and what another program said."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def guidance(subject: Subject) -> Iterator[Finding]:
         "warning" if most >= BURNING else "note",
         f"the guidance scale is {most:g}, with no rule against burnt colours",
         (("scale", most), ("guarded at", GUARDED_SCALE)),
-        "Guidance adds the difference of two predictions so many times over: the predicted picture leaves the range of "
+        "Guidance adds the difference of two predictions so many times over: the predicted image leaves the range of "
         "pictures, colours saturate and bleed.",
         f'--guidance "guarded {most:g}", or --guidance "{most:g} + rescale"',
     )
@@ -37,7 +37,7 @@ def guidance(subject: Subject) -> Iterator[Finding]:
 
 @check("size of the recipe", needs=("recipe", "pipeline"))
 def size(subject: Subject) -> Iterator[Finding]:
-    """A picture of another size than the model was trained on."""
+    """An image of another size than the model was trained on."""
     asked = (subject.recipe or {}).get("size")
     if asked is None:
         raise Unable("the recipe names no size")
@@ -48,10 +48,10 @@ def size(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "size-off",
             "warning",
-            f"the picture has {ratio:.2g} times the pixels that the model was trained on",
+            f"the image has {ratio:.2g} times the pixels that the model was trained on",
             (("width", asked[0]), ("height", asked[1]), ("trained width", own[0]),
              ("trained height", own[1])),
-            "Larger pictures repeat their subject, smaller ones lose it: the network knows structures of one size.",
+            "Larger images repeat their subject, smaller ones lose it: the network knows structures of one size.",
             f"--size {own[0]}x{own[1]}; enlarge afterwards with --image and a low --strength",
         )  # fmt: skip
 
@@ -65,8 +65,8 @@ def foreign(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "recipe-unread",
             "note",
-            f"{len(unread)} settings of the picture's text are not read here",
+            f"{len(unread)} settings of the image's text are not read here",
             tuple((name or "rest", value[:60]) for name, value in unread.items()),
-            "Another program made the picture, and has settings that Pellucid has no words for.",
+            "Another program made the image, and has settings that Pellucid has no words for.",
             "Repeat it by hand where they matter: pellucid sample --from FILE says what it takes.",
         )

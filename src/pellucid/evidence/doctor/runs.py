@@ -21,7 +21,7 @@ OFF = 1e-6  # a gap that rounding does not explain
 SEEN_OFF = 0.01  # a gap that matters, as a part of x
 LATE_START = 0.25  # alpha of the first call beyond that of the noisiest level: a run starts without it
 SLIGHTLY_LATE = 0.05
-NOISY_END = 0.05  # sigma / alpha that stays in the picture; the published schedules leave 0.03 at most
+NOISY_END = 0.05  # sigma / alpha that stays in the image; the published schedules leave 0.03 at most
 FAR_CALL = 0.03  # sigma / alpha of a last call; 0.04 is a tenth of a model's KID in docs/results/schedules.md
 VERY_FAR = 0.2
 SIZES = (1.0, 0.5, 0.25)  # standard deviations of what pixels and latents are made of
@@ -29,7 +29,7 @@ EXAGGERATED = 1.2  # how much larger it may come out
 PIXELS = ("DDPMPipeline", "DDIMPipeline", "PNDMPipeline")  # diffusers' pipelines without an autoencoder
 ENOUGH = 20  # calls; with fewer every grid ends with a leap
 OFTEN = 0.1  # share of the calls
-NOTHING = 0.01  # alpha below which x holds nothing of a picture
+NOTHING = 0.01  # alpha below which x holds nothing of an image
 WASTED = 0.2  # share of the calls there, the first aside: a grid has to begin somewhere
 
 
@@ -91,7 +91,7 @@ def strength(subject: Subject) -> Iterator[Finding]:
             "error",
             "strength × steps is less than one step",
             (("strength", asked.strength), ("steps", count), ("strength × steps", asked.strength * count)),
-            "diffusers keeps int(strength × steps) of the steps, which is 0: the picture would come back as it is, "
+            "diffusers keeps int(strength × steps) of the steps, which is 0: the image would come back as it is, "
             "or the run would fail.",
             f"--steps {int(1 / asked.strength) + 1} or more; or --sampler {reading.sampler}, which starts at any level",
         )
@@ -129,7 +129,7 @@ def repeated(subject: Subject) -> Iterator[Finding]:
 
 
 def end_fix(subject: Subject, before: str = "") -> str:
-    """How this scheduler ends at a clean picture; `before` is what may be done instead of going all the way."""
+    """How this scheduler ends at a clean image; `before` is what may be done instead of going all the way."""
     known = {} if subject.reading is None else subject.reading.values
     if known.get("final_sigmas_type") == "sigma_min":
         return '"final_sigmas_type": "zero"'
@@ -155,8 +155,8 @@ def last_call(subject: Subject) -> Iterator[Finding]:
             "warning" if far > VERY_FAR else "note",
             "the finest detail is made in one leap",
             (("calls", plan.nfe), ("sigma / alpha of the last call", far), ("of the first training time", near)),
-            f"The last call sees noise of {far * 127.5:.0f} in 255 and goes to the picture in one step, which is the "
-            "mean of all that it could be: smoother than pictures are. The network was trained to go nearer.",
+            f"The last call sees noise of {far * 127.5:.0f} in 255 and goes to the image in one step, which is the "
+            "mean of all that it could be: smoother than images are. The network was trained to go nearer.",
             f"--sampler {reading.sampler} --grid beta or linspace, which end at its first time{leading}",
         )
 
@@ -184,7 +184,7 @@ def size(subject: Subject) -> Iterator[Finding]:
             f"the plan makes things {largest:.3g} times as large as they are",
             (("calls", plan.nfe), ("of Gaussian data", scale), ("times as large", largest)),
             f"{reason}: with a perfect network, data of standard deviation {scale:g} come out as "
-            f"{largest * scale:.3g}. Pictures are glaring, or no pictures.",
+            f"{largest * scale:.3g}. Images are glaring, or no images.",
             "More steps, or another --grid or --sampler: `pellucid plan` says what each keeps",
         )
 
@@ -261,7 +261,7 @@ def first_level(subject: Subject) -> Iterator[Finding]:
     plan, schedule = of_betas(subject, "only schedules of betas have a noisiest time")
     recipe = subject.recipe
     if subject.is_run and (recipe is None or recipe.get("strength") or recipe.get("denoising_start")):
-        raise Unable("the run that was recorded starts from a picture, or may")
+        raise Unable("the run that was recorded starts from an image, or may")
     noisiest = float(schedule.alpha_bar[-1]) ** 0.5
     alpha = plan.start.to("vp").alpha
     facts = (("alpha of the first call", alpha), ("alpha of the noisiest level", noisiest),
@@ -273,7 +273,7 @@ def first_level(subject: Subject) -> Iterator[Finding]:
             "the schedule ends at zero SNR, but the run does not start there",
             facts,
             "The network was trained to start from pure noise; a grid that leaves the last time out gives it noise "
-            "where it expects a trace of the picture, and brightness drifts to the middle.",
+            "where it expects a trace of the image, and brightness drifts to the middle.",
             '"timestep_spacing": "trailing"',
         )
     elif alpha - noisiest > SLIGHTLY_LATE:
@@ -282,15 +282,15 @@ def first_level(subject: Subject) -> Iterator[Finding]:
             "warning" if alpha - noisiest > LATE_START else "note",
             "the first call is far below the noisiest level",
             facts,
-            f"At the first time x should hold {alpha:.0%} of the picture, and the run starts from noise that holds "
-            "none: the picture comes out grey or washed.",
+            f"At the first time x should hold {alpha:.0%} of the image, and the run starts from noise that holds "
+            "none: the image comes out grey or washed.",
             '"timestep_spacing": "trailing", or other steps',
         )
 
 
 @check("calls in noise", needs=("plan",))
 def in_noise(subject: Subject) -> Iterator[Finding]:
-    """Calls that see no picture, where a schedule reaches far into noise."""
+    """Calls that see no image, where a schedule reaches far into noise."""
     plan, _ = of_betas(subject, "a schedule without betas goes as far into noise as its sigmas are asked to")
     there = sum(row.level.to("vp").alpha < NOTHING for row in plan.rows)
     if there - 1 <= WASTED * plan.nfe:
@@ -308,14 +308,14 @@ def in_noise(subject: Subject) -> Iterator[Finding]:
         ),
         "A grid that is even in powers or logarithms of sigma, such as Karras', is for schedules that end at a sigma "
         f"of about 14 or 80. This one goes on to {plan.start.ratio:.3g}, and {plan.nfe - there} calls are left for all "
-        "of the picture.",
+        "of the image.",
         "--grid trailing (even in time), or more steps",
     )
 
 
 @check("last level", needs=("plan",))
 def last_level(subject: Subject) -> Iterator[Finding]:
-    """Noise that the last step leaves in the picture."""
+    """Noise that the last step leaves in the image."""
     plan = subject.plan
     assert plan is not None
     if subject.is_run:
@@ -328,7 +328,7 @@ def last_level(subject: Subject) -> Iterator[Finding]:
         "warning" if clear else "note",
         "the run ends above sigma 0",
         (("sigma / alpha at the end", plan.end.ratio), ("time of the last call", plan.rows[-1].time)),
-        f"The last step goes to the schedule's least level, so noise of {plan.end.ratio:.3g} of the picture's spread "
+        f"The last step goes to the schedule's least level, so noise of {plan.end.ratio:.3g} of the image's spread "
         "stays in it" + (", which is seen." if clear else "; that is little, and what the published configs do."),
         end_fix(subject),
     )
@@ -376,7 +376,7 @@ def offset(subject: Subject) -> Iterator[Finding]:
             "warning",
             f"every time is moved up by {amount}",
             (*facts, ("time of the last call", amount)),
-            f"With leading the last call is made at time {amount}, and the step from there to the clean picture is "
+            f"With leading the last call is made at time {amount}, and the step from there to the clean image is "
             "taken at once; the published configs say 0 or 1.",
             '"steps_offset": 1',
         )

@@ -1,8 +1,8 @@
 """The scale of the data that a network was trained on, by where it denoises best.
 
-A picture with noise of ρ times its own scale is one x for every scale c: c·(x0 + ρ·eps), at sigma / alpha c·ρ. The
+An image with noise of ρ times its own scale is one x for every scale c: c·(x0 + ρ·eps), at sigma / alpha c·ρ. The
 network denoises it best, relative to c, at the scale that it was trained on. At that scale the config's must lie: a VAE
-with the scaling factor of another model encodes pictures that are too large or too small for the network.
+with the scaling factor of another model encodes images that are too large or too small for the network.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pellucid.evidence.metrics.bootstrap import Interval, draws, percentiles
 
 SCALES = tuple(float(c) for c in np.geomspace(1 / 8, 8, 13))  # steps of √2
 NOISES = (0.5, 1.0, 2.0)  # ρ
-PICTURES = 16
+IMAGES = 16
 OFF = 1.25  # the scale is wrong beyond this factor, with all of its interval
 COST = 1.01  # and where it costs at least this factor of the square error
 FAR = 1.5  # an error
@@ -35,7 +35,7 @@ RESAMPLES = 400
 
 @dataclass(frozen=True)
 class Believed:
-    """The factor by which data must be multiplied to have the scale of training, its interval over pictures, and by
+    """The factor by which data must be multiplied to have the scale of training, its interval over images, and by
     what factor the square error is larger at scale 1 than there."""
 
     factor: float
@@ -48,7 +48,7 @@ class Believed:
         return (self.interval.low > OFF or self.interval.high < 1 / OFF) and self.excess > COST
 
 
-def believed_scale(probe: Probe, most: int = PICTURES) -> Believed:
+def believed_scale(probe: Probe, most: int = IMAGES) -> Believed:
     """The scale at which a network denoises best."""
     logs = profile(probe, range(min(most, len(probe))))  # (S, N)
     at = np.log(np.array(SCALES))
@@ -59,17 +59,17 @@ def believed_scale(probe: Probe, most: int = PICTURES) -> Believed:
     return Believed(math.exp(best), percentiles(drawn, 0.99), math.exp(one - least))
 
 
-def profile(probe: Probe, pictures: range) -> torch.Tensor:
+def profile(probe: Probe, images: range) -> torch.Tensor:
     """(S, N): the mean over noises of the logarithm of the square error, relative to the scale."""
-    clean = probe.clean[: len(pictures)]
-    found = torch.zeros(len(SCALES), len(pictures), dtype=torch.float64)
+    clean = probe.clean[: len(images)]
+    found = torch.zeros(len(SCALES), len(images), dtype=torch.float64)
     for k, noise in enumerate(NOISES):
-        eps = probe.noise(2000 + k, pictures)
+        eps = probe.noise(2000 + k, images)
         for i, scale in enumerate(SCALES):
             level = in_frame(scale * noise, "vp")
             x = (clean + noise * eps) * scale * level.alpha
             time = float(probe.schedule.time_at(level.ratio))
-            out = probe.ask(x * input_scale(probe.schedule, level), time, pictures)
+            out = probe.ask(x * input_scale(probe.schedule, level), time, images)
             k_x, k_out = read_output(probe.schedule, probe.target, "x0", level)
             found[i] += log_square((x * k_x + out * k_out) / scale - clean) / len(NOISES)
     return found
@@ -77,10 +77,10 @@ def profile(probe: Probe, pictures: range) -> torch.Tensor:
 
 @check("scale of training", needs=("network", "data"))
 def scale(subject: Subject) -> Iterable[Finding]:
-    """Do pictures reach the network at the scale that it was trained on?"""
-    probe = probe_of(subject, PICTURES)
+    """Do images reach the network at the scale that it was trained on?"""
+    probe = probe_of(subject, IMAGES)
     if len(probe) < 2:
-        raise Unable(f"{len(probe)} picture is too few: give two or more")
+        raise Unable(f"{len(probe)} image is too few: give two or more")
     trained = asked(subject)[1].as_trained(probe)
     seen = believed_scale(trained)
     if not seen.off:
@@ -99,7 +99,7 @@ def scale(subject: Subject) -> Iterable[Finding]:
     grave: Severity = "error" if max(seen.factor, 1 / seen.factor) > FAR else "warning"
     if vae is None:
         cause = f"The {words}: pixels of another range."
-        fix = "Normalise the pictures as in training: Pellucid gives them in [-1, 1]."
+        fix = "Normalise the images as in training: Pellucid gives them in [-1, 1]."
         return [Finding("data-scale", grave, f"the {words}", tuple(evidence), cause, fix)]
     factor = float(vae.config.scaling_factor)
     evidence.append(("scaling_factor", factor))

@@ -117,5 +117,5 @@ def schedule(subject: Subject) -> Iterable[Finding]:
     nearest = with_declared(probe.schedule, known(probe.schedule))[answer.winner.schedule]
     seen = beliefs(trained, trained.target, nearest)
     if explained(seen):
-        raise Unable(f"the pictures do not tell the schedule apart: {answer.doubt()}; give more --data")
+        raise Unable(f"the images do not tell the schedule apart: {answer.doubt()}; give more --data")
     return [unknown(answer, seen, probe.schedule)]

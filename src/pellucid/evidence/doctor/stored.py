@@ -221,7 +221,7 @@ def odd_dtype(part: str, odd: list[str], kinds: Iterable[torch.dtype]) -> Findin
     cause = (
         "Weights of 8 bits and whole numbers are compressed: they mean something only to who compressed them."
         if small
-        else "float64 doubles the memory of float32 and makes no better picture."
+        else "float64 doubles the memory of float32 and makes no better image."
     )
     return Finding(
         "weights-dtype",

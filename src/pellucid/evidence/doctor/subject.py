@@ -12,7 +12,7 @@ from torch import Tensor
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.grid import MAX_STEPS, Grid
 from pellucid.core.plan import Plan
-from pellucid.evidence.metrics.pictures import PictureSet
+from pellucid.evidence.metrics.images import ImageSet
 from pellucid.interop.diffusers_config import Reading
 from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
 from pellucid.pipeline.pipeline import Pipeline
@@ -73,7 +73,7 @@ class Data:
     """Pictures that are known to be of the model's kind, cut to the size that it makes."""
 
     pixels: Tensor = field(repr=False)  # (N, 3, H, W) in [0, 1]; of a network alone as it takes them
-    captions: tuple[str, ...] | None = None  # one a picture, where they are known
+    captions: tuple[str, ...] | None = None  # one an image, where they are known
     labels: tuple[int, ...] | None = None  # the same for classes
     name: str = "data"
 
@@ -91,14 +91,14 @@ class Subject:
     reading: Reading | None = None  # that config, understood
     plan: Plan | None = None  # what a run would do: a plan file's, or the config's at the asked steps
     plan_file: Mapping[str, Any] | None = None  # a plan as it is written, whether it keeps its law or not
-    recipe: Mapping[str, Any] | None = None  # how a picture was made
+    recipe: Mapping[str, Any] | None = None  # how an image was made
     pipeline: Pipeline | None = None  # with weights
     vae: Any = None  # with weights; of the pipeline, or alone
     probe: Probe | None = None  # a network alone, with its data
     adapters: tuple[Lora | Control | ImagePrompt, ...] = ()  # that are to be worn
     data: Data | None = None
     trace: Trace | None = None  # of evidence/trace
-    images: PictureSet | None = None
+    images: ImageSet | None = None
     refused: PellucidError | None = None  # why the model does not load
     quick: bool = False  # weights are not looked at
     absent: Mapping[str, str] = field(default_factory=dict)

@@ -15,9 +15,9 @@ from pellucid.interop.diffusers_export import TARGET_NAMES
 
 WORDS = {
     "eps": "the noise (eps)",
-    "x0": "the clean picture (x0)",
+    "x0": "the clean image (x0)",
     "v": "the velocity (v)",
-    "flow": "the flow (noise less picture)",
+    "flow": "the flow (noise less image)",
     "edm": "EDM's preconditioned output",
 }
 
@@ -86,5 +86,5 @@ def target(subject: Subject) -> Iterable[Finding]:
         raise Unable(unfit(answer, "target"))
     found = list(differs(answer, probe.target, probe.schedule))
     if not found and answer.confidence < SURE:
-        raise Unable(f"the pictures do not tell the target apart: {answer.doubt()}; give more --data")
+        raise Unable(f"the images do not tell the target apart: {answer.doubt()}; give more --data")
     return for_network(found, "target-mismatch", f'target="{answer.name}"') if subject.pipeline is None else found

@@ -16,13 +16,13 @@ from pellucid.evidence.trace import Step, Trace
 
 LEFT = 0.05  # sigma / alpha at the end: more noise than this is seen
 SLIGHT = 1e-3  # less than this is none
-DATA = 2.5  # standard deviations that the latents of a picture may have
+DATA = 2.5  # standard deviations that the latents of an image may have
 START = 0.15  # how far the spread of the first x may be from its level's
 SATURATED = 0.08  # the share of x0 beyond its limit, in latents
 CLIPPED = 0.6  # the same in pixels, where pure colours lie at the limit
 OVERSHOT = 0.3  # the same at any step: scenes-128 has 0.07 at guidance 4, 0.21 at 7, and draws worse from 9 (0.34) on
 LEADS = 0.2  # the guidance delta over x0, somewhere: guidance has a part in it
-STRONG = 1.5  # the same where little noise is left: guidance makes the picture, and not the network
+STRONG = 1.5  # the same where little noise is left: guidance makes the image, and not the network
 SAME = 1e-6  # 1 − cosine: cond and uncond are one
 
 
@@ -125,7 +125,7 @@ def ended(trace: Trace) -> Iterable[Finding]:
                 ("sampler", plan.name),
                 ("steps", len(plan.rows)),
             ),
-            f"The plan's last row does not go to sigma 0: {left:.1%} of the signal is noise, which the picture shows.",
+            f"The plan's last row does not go to sigma 0: {left:.1%} of the signal is noise, which the image shows.",
             'End the grid at sigma 0: "final_sigmas_type": "zero" or "set_alpha_to_one": true in the scheduler config, '
             "or compile an exact plan.",
         )
@@ -209,7 +209,7 @@ def burnt(trace: Trace, scale: float | None) -> list[Finding]:
                 ("guidance delta over x0, largest", lead),
                 *said(scale),
             ),
-            f"Guidance{of(scale)} pushes the prediction out of the range of pictures.",
+            f"Guidance{of(scale)} pushes the prediction out of the range of images.",
             "Lower it to 7 or less, or correct it: --guidance '7 + rescale', or '7 + threshold'.",
         )
     ]
@@ -234,7 +234,7 @@ def overshot(trace: Trace, scale: float | None) -> list[Finding]:
                 ("the same at the end", rms(trace.steps[-1], trace)),
                 *said(scale),
             ),
-            "A prediction from noise is a mean of pictures, and smaller than they are. "
+            "A prediction from noise is a mean of images, and smaller than they are. "
             f"Here guidance{of(scale)} makes it larger, and later steps keep what these lay down.",
             "Lower it to 7 or less, or correct it: --guidance '7 + rescale'.",
         )
@@ -259,7 +259,7 @@ def leading(trace: Trace, scale: float | None) -> list[Finding]:
                 ("sigma/alpha", worst.level.ratio),
                 *said(scale),
             ),
-            "Guidance, and not the network, makes the picture at a level where little noise is left.",
+            "Guidance, and not the network, makes the image at a level where little noise is left.",
             "Lower the scale, or guide only where there is much noise: --guidance '7 + interval stop=0.7'.",
         )
     ]

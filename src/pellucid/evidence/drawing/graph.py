@@ -1,4 +1,4 @@
-"""The picture of a pipeline: cards from left to right, what flows on the arrows, the denoising loop in its frame."""
+"""The image of a pipeline: cards from left to right, what flows on the arrows, the denoising loop in its frame."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ORANGE = ROLE_COLOURS["sampler"]
 BAR = 0.16  # height of the bar of a run's stages
 
 
-def picture(graph: Graph, path: Path) -> None:
+def image(graph: Graph, path: Path) -> None:
     charts.save(figure_of(graph), path)
 
 
@@ -49,7 +49,7 @@ class Drawing:
 
     def draw(self) -> None:
         pace = Line(f"⟲  {words.pace(self.graph)}", 11, ORANGE, bold=True)
-        below = bool(self.graph.of("control"))  # their pictures come from above
+        below = bool(self.graph.of("control"))  # their images come from above
         self.sheet.frame(*self.plan.frame, ORANGE, pace, below=below)
         for placed in self.plan.places.values():
             self.sheet.card(placed)

@@ -1,4 +1,4 @@
-"""Where the cards of a pipeline's picture stand: the loop in the middle, lanes of cards before it, the exit after."""
+"""Where the cards of a pipeline's image stand: the loop in the middle, lanes of cards before it, the exit after."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Layout:
     # the loop
 
     def loop(self) -> None:
-        """The denoiser above, guidance and the sampler below it, ControlNets on top; outside, pictures and noise."""
+        """The denoiser above, guidance and the sampler below it, ControlNets on top; outside, images and noise."""
         graph = self.graph
         [network], [sampler] = graph.of("network"), graph.of("sampler")
         below = [card_of(node, graph) for node in (*graph.of("guidance"), sampler)]

@@ -1,4 +1,4 @@
-"""Words of a pipeline's graph that its text and its picture share: counts, bytes, shapes, what a node is."""
+"""Words of a pipeline's graph that its text and its image share: counts, bytes, shapes, what a node is."""
 
 from __future__ import annotations
 

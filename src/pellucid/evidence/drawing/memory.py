@@ -64,7 +64,7 @@ def strategies(about: dict[str, Any], rows: Sequence[Row], path: Path) -> None:
 
 
 def costs(about: dict[str, Any], rows: Sequence[Row]) -> Figure:
-    """Left, the peaks of each strategy; right, what it costs: time, and how far the picture moved."""
+    """Left, the peaks of each strategy; right, what it costs: time, and how far the image moved."""
     shown = [row for row in rows if not row.trouble]
     height = 1.85 + ROW * len(shown)
     figure = charts.canvas(11.5, height)

@@ -1,4 +1,4 @@
-"""Words of memory that its tables and its pictures share: what was run, and the peak of a strategy."""
+"""Words of memory that its tables and its images share: what was run, and the peak of a strategy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pellucid.pipeline.policy import Policy
     from pellucid.pipeline.request import Request
 
-ITSELF = "the stage itself"  # what happens in no module: noise, sums, pictures
+ITSELF = "the stage itself"  # what happens in no module: noise, sums, images
 
 
 def described(pipe: Pipeline, request: Request, policy: Policy, device: Any) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def peak_of(row: Row) -> int:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """A strategy in words: peaks, milliseconds, ratio, and how far its picture moved from which other."""
+    """A strategy in words: peaks, milliseconds, ratio, and how far its image moved from which other."""
 
     def at(sizes: Any, stage: str | None = None) -> str:
         if not sizes:
@@ -77,7 +77,7 @@ def row_notes(about: dict[str, Any], rows: Sequence[Row], left_out: Sequence[str
     return [
         f"predicted, measured: the peak of a whole run of {about['steps']} steps; denoise, decode: measured there.",
         "ms: the fastest of three runs; × time: to runs of the first row just before and after.",
-        "diff: of the pictures' pixels in 255ths, to the row named last; for an adapter it is what the adapter does.",
+        "diff: of the images' pixels in 255ths, to the row named last; for an adapter it is what the adapter does.",
         *(f"{row.strategy.name}: {row.trouble}" for row in rows if row.trouble),
         *(f"left out: {words}." for words in left_out),
     ]

@@ -1,4 +1,4 @@
-"""A plan as a picture: its calls beside the matrix of its weights."""
+"""A plan as an image: its calls beside the matrix of its weights."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""Intervals by resampling the pictures (Efron 1979): how a figure would move with other pictures of one model.
+"""Intervals by resampling the images (Efron 1979): how a figure would move with other images of one model.
 
 The reference is the yardstick and stays as it is, unless `over="both"` asks that it be drawn anew too.
-- A mean over pictures (precision, image-text) or over the reference (recall): percentiles of the resampled means. The
-  manifolds of precision and recall stay; doubled pictures would shrink them to nothing.
-- KID: percentiles. Pairs of a picture with itself are left out, so that resampling adds no bias. Where both sets have
+- A mean over images (precision, image-text) or over the reference (recall): percentiles of the resampled means. The
+  manifolds of precision and recall stay; doubled images would shrink them to nothing.
+- KID: percentiles. Pairs of an image with itself are left out, so that resampling adds no bias. Where both sets have
   the same distribution the interval is too wide, never too narrow: the leading term of the statistic vanishes there.
 - FID: biased upwards at any finite count, and resampling adds the same bias once more: a resampled set holds about 63 %
-  of the pictures, some of them twice. Plain percentiles would lie above the estimate, often all of them. So the
+  of the images, some of them twice. Plain percentiles would lie above the estimate, often all of them. So the
   resampled values are moved back by their mean excess, then reflected at the estimate (the "basic" interval): it is an
   interval for the expected FID *at this count*, and holds the estimate. The excess is given as `bias`; the estimate
-  less it is about the FID of infinitely many pictures. Each resample costs a covariance and an eigenvalue problem, so
+  less it is about the FID of infinitely many images. Each resample costs a covariance and an eigenvalue problem, so
   there are few of them.
 """
 
@@ -29,7 +29,7 @@ from pellucid.evidence.metrics.kid import kid_resampled
 LEVEL = 0.95
 RESAMPLES = 1_000
 FID_RESAMPLES = 50
-AT_ONCE = 100  # resamples whose weights are held together: at 50,000 pictures 40 MB
+AT_ONCE = 100  # resamples whose weights are held together: at 50,000 images 40 MB
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Interval:
 
 
 def draws(count: int, resamples: int, seed: int = 0) -> Tensor:
-    """(R, N) int32: how often each of `count` pictures was drawn, `count` times with repetition, in each resample."""
+    """(R, N) int32: how often each of `count` images was drawn, `count` times with repetition, in each resample."""
     return torch.cat(list(drawn(count, resamples, seed)))
 
 
@@ -60,7 +60,7 @@ def drawn(count: int, resamples: int, seed: int) -> Iterator[Tensor]:
 
 
 def mean_interval(values: Tensor, resamples: int = RESAMPLES, seed: int = 0, level: float = LEVEL) -> Interval:
-    """Of the mean of one number a picture (N,)."""
+    """Of the mean of one number an image (N,)."""
     given = values.double().cpu()
     found = torch.cat([rows.double() @ given / len(given) for rows in drawn(len(given), resamples, seed)])
     return percentiles(found, level)
@@ -74,7 +74,7 @@ def kid_interval(
     level: float = LEVEL,
     over: Literal["images", "both"] = "images",
 ) -> Interval:
-    """Of KID over all pairs of features, the pictures' (N, D) and the reference's (M, D)."""
+    """Of KID over all pairs of features, the images' (N, D) and the reference's (M, D)."""
     return percentiles(kid_draws(x, y, resamples, seed, over), level)
 
 

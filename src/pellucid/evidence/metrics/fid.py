@@ -14,10 +14,10 @@ from torch import Tensor
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import whole
 from pellucid.interop import weights
-from pellucid.interop.whole import are_whole, digests_in, put
+from pellucid.interop.atomic_files import are_whole, digests_in, put
 
 FORMAT = "pellucid-statistics-1"
-FEW = 10_000  # pictures below which FID says more about their number than about their quality
+FEW = 10_000  # images below which FID says more about their number than about their quality
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Statistics:
             part = Statistics.of(batch)
             found = part if found is None else found.merge(part)
         if found is None:
-            raise PellucidError(rule("pictures", "at least one", "none"), "pictures-empty")
+            raise PellucidError(rule("images", "at least one", "none"), "pictures-empty")
         return found
 
     def merge(self, other: Statistics) -> Statistics:
@@ -129,8 +129,8 @@ def square_root(covariance: Tensor) -> Tensor:
 
 
 def note_on(count: int) -> str | None:
-    """What must be said beside an FID of so many pictures; nothing from 10,000 on."""
+    """What must be said beside an FID of so many images; nothing from 10,000 on."""
     if count >= FEW:
         return None
-    words = f"FID of {count:,} pictures is biased upwards and must not be compared with FID of other counts"
+    words = f"FID of {count:,} images is biased upwards and must not be compared with FID of other counts"
     return f"{words}; below {FEW:,} prefer KID."

@@ -1,4 +1,4 @@
-"""How well pictures fit their prompts: 100 × the cosine of CLIP's two embeddings (Hessel et al. 2021, unclipped)."""
+"""How well images fit their prompts: 100 × the cosine of CLIP's two embeddings (Hessel et al. 2021, unclipped)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import parse_object, read_text
 from pellucid.evidence.metrics.bootstrap import RESAMPLES, Interval, mean_interval
-from pellucid.evidence.metrics.pictures import Folder, PictureSet
+from pellucid.evidence.metrics.images import Folder, ImageSet
 from pellucid.interop import source, weights
 from pellucid.interop.components import Wanted
 from pellucid.interop.folder import read_part
@@ -31,7 +31,7 @@ BATCH = 64
 
 @dataclass(frozen=True)
 class ImageText:
-    """100 × the mean cosine, its interval, the cosine of every picture that could be read, and what was cut or left."""
+    """100 × the mean cosine, its interval, the cosine of every image that could be read, and what was cut or left."""
 
     value: float
     interval: Interval | None
@@ -73,7 +73,7 @@ class Judge:
 
     @torch.no_grad()
     def image(self, images: Tensor) -> Tensor:
-        """Embeddings (B, P) of length 1 of pictures (B, 3, H, W) uint8."""
+        """Embeddings (B, P) of length 1 of images (B, 3, H, W) uint8."""
         found = [Image.fromarray(np.ascontiguousarray(one)) for one in images.cpu().permute(0, 2, 3, 1).numpy()]
         pixels = clip_pixels(found, self.network.config.vision.image_size)
         if (self.mean, self.deviation) != (MEAN, DEVIATION):  # from CLIP's scale to this model's
@@ -91,23 +91,23 @@ def column(values: Sequence[float]) -> Tensor:
 
 
 def image_text(
-    pictures: PictureSet,
+    images: ImageSet,
     prompts: Sequence[str],
     judge: Judge,
     resamples: int = RESAMPLES,
     seed: int = 0,
     progress: Callable[[int], object] | None = None,
 ) -> ImageText:
-    """Of each picture with the prompt of the same number. `resamples` 0 leaves the interval away."""
-    if len(prompts) != len(pictures):
-        raise PellucidError(rule("prompts", f"{len(pictures)}, one a picture", len(prompts)), "prompts-count")
+    """Of each image with the prompt of the same number. `resamples` 0 leaves the interval away."""
+    if len(prompts) != len(images):
+        raise PellucidError(rule("prompts", f"{len(images)}, one a picture", len(prompts)), "prompts-count")
     skipped: set[int] = set()
     found: list[Tensor] = []
     number, cut = 0, 0
-    for chunk in pictures.chunks(lambda index, _: skipped.add(index)):
+    for chunk in images.chunks(lambda index, _: skipped.add(index)):
         for part in chunk.split(BATCH):
             texts = []
-            while len(texts) < len(part):  # a picture that was skipped takes its prompt with it
+            while len(texts) < len(part):  # an image that was skipped takes its prompt with it
                 if number not in skipped:
                     texts.append(prompts[number])
                 number += 1
@@ -117,7 +117,7 @@ def image_text(
             if progress is not None:
                 progress(len(part))
     if not found:
-        raise PellucidError(rule(f"pictures of {pictures.name}", "readable, at least one", "none"), "pictures-empty")
+        raise PellucidError(rule(f"pictures of {images.name}", "readable, at least one", "none"), "pictures-empty")
     cosines = torch.cat(found)
     interval = mean_interval(100 * cosines, resamples, seed) if resamples else None
     return ImageText(100 * float(cosines.double().mean()), interval, cosines, cut, len(skipped))
@@ -166,8 +166,8 @@ def three(raw: dict[str, Any], key: str, default: tuple[float, ...]) -> tuple[fl
     return tuple(float(v) for v in given)
 
 
-def read_prompts(path: str | Path, pictures: PictureSet) -> tuple[str, ...]:
-    """One prompt a picture: a text file, a line each in the order of the pictures, or the .jsonl of an image folder.
+def read_prompts(path: str | Path, images: ImageSet) -> tuple[str, ...]:
+    """One prompt an image: a text file, a line each in the order of the images, or the .jsonl of an image folder.
 
     A line of .jsonl is {"file_name": …, "text": …}, with file names as they are in the folder, in any order.
     """
@@ -176,18 +176,18 @@ def read_prompts(path: str | Path, pictures: PictureSet) -> tuple[str, ...]:
         raise PellucidError(rule("prompts", "a text file or a .jsonl that exists", str(place)), "file")
     lines = read_text(place, place.name, MAX_PROMPTS_BYTES, "prompts").splitlines()
     if place.suffix == ".jsonl":
-        return by_name(lines, place, pictures)
+        return by_name(lines, place, images)
     while lines and not lines[-1]:
         lines.pop()
-    if len(lines) != len(pictures):
-        must = f"{len(pictures)}, one for each picture of {pictures.name}"
+    if len(lines) != len(images):
+        must = f"{len(images)}, one for each image of {images.name}"
         raise PellucidError(rule(f"lines of {place.name}", must, len(lines)), "prompts-count")
     return tuple(lines)
 
 
-def by_name(lines: Sequence[str], place: Path, pictures: PictureSet) -> tuple[str, ...]:
-    if not isinstance(pictures, Folder):
-        must = "a text file with one prompt a line, for pictures without names"
+def by_name(lines: Sequence[str], place: Path, images: ImageSet) -> tuple[str, ...]:
+    if not isinstance(images, Folder):
+        must = "a text file with one prompt a line, for images without names"
         raise PellucidError(rule("prompts", must, place.name), "prompts")
     table: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
@@ -202,8 +202,8 @@ def by_name(lines: Sequence[str], place: Path, pictures: PictureSet) -> tuple[st
             must = '{"file_name": …, "text": …}'
             raise PellucidError(rule(f"line {number} of {place.name}", must, line[:60]), "prompts")
         table[name] = text
-    missing = [name for name in pictures.files if name not in table]
+    missing = [name for name in images.files if name not in table]
     if missing:
-        words = f"{place.name} must have a text for every picture; none for {weights.some(missing)}."
+        words = f"{place.name} must have a text for every image; none for {weights.some(missing)}."
         raise PellucidError(words, "prompts-count")
-    return tuple(table[name] for name in pictures.files)
+    return tuple(table[name] for name in images.files)

@@ -22,7 +22,7 @@ from pellucid.core.errors import PellucidError, rule
 SIDE = 299  # pixels of the input
 FEATURES = 2048
 EPS = 1e-3  # of every batch norm
-BATCH = 64  # pictures at once: 69 MB of input, about 1 GB of activations
+BATCH = 64  # images at once: 69 MB of input, about 1 GB of activations
 
 
 class Shape(NamedTuple):
@@ -253,10 +253,10 @@ def features(
     batch: int = BATCH,
     progress: Callable[[int], object] | None = None,
 ) -> Tensor:
-    """Features (N, 2048) float32, on the network's device, of pictures (N, 3, H, W) uint8 or of a stream of such.
+    """Features (N, 2048) float32, on the network's device, of images (N, 3, H, W) uint8 or of a stream of such.
 
-    Pictures of a stream may differ in size from one tensor to the next: they are resized, then go `batch` by `batch`.
-    `progress` is told how many pictures were done.
+    Images of a stream may differ in size from one tensor to the next: they are resized, then go `batch` by `batch`.
+    `progress` is told how many images were done.
     """
     found = list(feature_batches(images, network, batch, progress))
     return torch.cat(found) if found else torch.empty(0, FEATURES, device=network.device)
@@ -281,7 +281,7 @@ def feature_batches(
 
 
 def batched(images: Tensor | Iterable[Tensor], device: torch.device, batch: int) -> Iterator[Tensor]:
-    """Prepared inputs, `batch` at a time whatever the sizes of the pictures are."""
+    """Prepared inputs, `batch` at a time whatever the sizes of the images are."""
     waiting: list[Tensor] = []
     room = batch
     for given in (images,) if isinstance(images, Tensor) else images:

@@ -48,10 +48,10 @@ def kid_exact(x: Tensor, y: Tensor, block: int = BLOCK) -> float:
 
 
 def kid_resampled(x: Tensor, y: Tensor, rows: Tensor, columns: Tensor, block: int = BLOCK) -> Tensor:
-    """KID (R,) of R weightings of the pictures, (R, N) of `x` and (R, M) of `y`, in one pass over the kernel.
+    """KID (R,) of R weightings of the images, (R, N) of `x` and (R, M) of `y`, in one pass over the kernel.
 
-    A weight is how often a picture was drawn. Pairs of a picture with itself are left out, drawn twice or not:
-    they would add the distance zero that no two different pictures have, and the estimate would not be unbiased.
+    A weight is how often an image was drawn. Pairs of an image with itself are left out, drawn twice or not:
+    they would add the distance zero that no two different images have, and the estimate would not be unbiased.
     """
     check(x, y)
     w, v = rows.to(x.device, torch.float64).T, columns.to(x.device, torch.float64).T  # (N, R), (M, R)
@@ -60,7 +60,7 @@ def kid_resampled(x: Tensor, y: Tensor, rows: Tensor, columns: Tensor, block: in
 
 
 def kid_paired(x: Tensor, y: Tensor, rows: Tensor, block: int = BLOCK) -> Tensor:
-    """KID (R,) of R weightings (R, N) of *pairs*: picture n of `x` and picture n of `y` share prompt and noise.
+    """KID (R,) of R weightings (R, N) of *pairs*: image n of `x` and image n of `y` share prompt and noise.
 
     Gretton et al. 2012, lemma 6: a pair is never compared within itself, neither in a set nor across. The plain
     estimate would count the likeness of each pair as likeness of the sets, and fall below zero for two equal sets.
@@ -77,20 +77,20 @@ def kid_paired(x: Tensor, y: Tensor, rows: Tensor, block: int = BLOCK) -> Tensor
 
 
 def weighted_mean(x: Tensor, w: Tensor, block: int) -> Tensor:
-    """(R,): the mean of the kernel over pairs of different pictures, each pair as often as it was drawn."""
+    """(R,): the mean of the kernel over pairs of different images, each pair as often as it was drawn."""
     total = sum((w[span] * (part @ w)).sum(0) for span, part in kernel_blocks(x, x, block))
     pairs = w.sum(0).square() - w.square().sum(0)
     return (total - diagonal(x) @ w.square()) / pairs
 
 
 def inner_mean(x: Tensor, block: int) -> float:
-    """The mean of the kernel over all pairs of different pictures of one set."""
+    """The mean of the kernel over all pairs of different images of one set."""
     total = sum(float(part.sum()) for _, part in kernel_blocks(x, x, block))
     return (total - float(diagonal(x).sum())) / (len(x) * (len(x) - 1))
 
 
 def diagonal(x: Tensor) -> Tensor:
-    """The kernel of each picture with itself (N,)."""
+    """The kernel of each image with itself (N,)."""
     return kernel(x.double().square().sum(1) / x.shape[1])
 
 

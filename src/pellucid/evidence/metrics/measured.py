@@ -1,4 +1,4 @@
-"""A set of pictures as Inception sees it: statistics, features where they are kept, and a cache of both."""
+"""A set of images as Inception sees it: statistics, features where they are kept, and a cache of both."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch import Tensor
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import whole
 from pellucid.evidence.metrics.fid import Statistics
+from pellucid.evidence.metrics.images import ImageSet
 from pellucid.evidence.metrics.inception import BATCH, Inception, feature_batches
-from pellucid.evidence.metrics.pictures import PictureSet
 from pellucid.interop import weights
-from pellucid.interop.whole import are_whole, digests_in, put
+from pellucid.interop.atomic_files import are_whole, digests_in, put
 
-MANY = 100_000  # pictures beyond which only statistics are kept: their features would be 0.8 GB
+MANY = 100_000  # images beyond which only statistics are kept: their features would be 0.8 GB
 FEATURES_FORMAT = "pellucid-features-1"
 NAMED_SKIPS = 8  # unreadable files that are named; the rest are counted
 
@@ -33,7 +33,7 @@ class Measured:
     name: str
     statistics: Statistics
     features: Tensor | None = field(default=None, repr=False)
-    skipped: tuple[str, ...] = ()  # why each picture that could not be read was left out
+    skipped: tuple[str, ...] = ()  # why each image that could not be read was left out
 
     @property
     def count(self) -> int:
@@ -44,45 +44,45 @@ class Measured:
         return replace(self, statistics=self.statistics.to(device), features=features)
 
     def notes(self) -> Iterator[str]:
-        """Which pictures were left out, in words."""
+        """Which images were left out, in words."""
         yield from self.skipped[:NAMED_SKIPS]
         if self.skipped:
-            yield f"{len(self.skipped):,} of {self.count + len(self.skipped):,} pictures of {self.name} were skipped."
+            yield f"{len(self.skipped):,} of {self.count + len(self.skipped):,} images of {self.name} were skipped."
 
 
 @torch.no_grad()
 def measure(
-    pictures: PictureSet, network: Inception, batch: int = BATCH, progress: Callable[[int], object] | None = None
+    images: ImageSet, network: Inception, batch: int = BATCH, progress: Callable[[int], object] | None = None
 ) -> Measured:
-    """Runs the network over all pictures. Beyond MANY of them features are summed up and not kept."""
+    """Runs the network over all images. Beyond MANY of them features are summed up and not kept."""
     skipped: list[str] = []
     name = network.digest()
-    found = feature_batches(pictures.chunks(lambda _, why: skipped.append(why)), network, batch, progress)
-    if len(pictures) > MANY:
+    found = feature_batches(images.chunks(lambda _, why: skipped.append(why)), network, batch, progress)
+    if len(images) > MANY:
         statistics = replace(Statistics.streamed(found), network=name)
-        return Measured(pictures.name, statistics, None, tuple(skipped))
+        return Measured(images.name, statistics, None, tuple(skipped))
     parts = list(found)
     if not parts:
         got = skipped[0] if skipped else "none"
-        raise PellucidError(f"pictures of {pictures.name} must be readable, at least one; got: {got}", "pictures-empty")
+        raise PellucidError(f"pictures of {images.name} must be readable, at least one; got: {got}", "pictures-empty")
     features = torch.cat(parts)
-    return Measured(pictures.name, replace(Statistics.of(features), network=name), features, tuple(skipped))
+    return Measured(images.name, replace(Statistics.of(features), network=name), features, tuple(skipped))
 
 
 def measure_cached(
-    pictures: PictureSet,
+    images: ImageSet,
     network: Inception,
     folder: Path,
     batch: int = BATCH,
     progress: Callable[[int], object] | None = None,
 ) -> Measured:
-    """The same from a file of an earlier run, whose name is made of the pictures' digest and the network's."""
-    key = hashlib.sha256(f"{pictures.digest()}\n{network.digest()}".encode()).hexdigest()[:32]
+    """The same from a file of an earlier run, whose name is made of the images' digest and the network's."""
+    key = hashlib.sha256(f"{images.digest()}\n{network.digest()}".encode()).hexdigest()[:32]
     path = folder / f"features-{key}.safetensors"
     if path.is_file():
         with contextlib.suppress(PellucidError):  # a damaged cache is no error: it is made again
-            return read(path, pictures.name).to(network.device)
-    found = measure(pictures, network, batch, progress)
+            return read(path, images.name).to(network.device)
+    found = measure(images, network, batch, progress)
     if not found.skipped:  # what was skipped would not be told the next time
         with contextlib.suppress(OSError):  # a full or read-only disk costs time, not the result
             folder.mkdir(parents=True, exist_ok=True)

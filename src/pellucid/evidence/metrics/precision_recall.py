@@ -1,8 +1,8 @@
 """Improved precision and recall (Kynkäänniemi et al. 2019), on Inception's features instead of VGG's.
 
 A set's manifold is the union of balls around its features, each as large as the distance to the k-th neighbour of its
-own set. Precision: the share of pictures inside the reference's manifold. Recall: the share of the reference inside
-that of the pictures.
+own set. Precision: the share of images inside the reference's manifold. Recall: the share of the reference inside
+that of the images.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROUNDING = 1e-12  # of a squared distance, relative to the squared norms that it
 
 @dataclass(frozen=True)
 class PrecisionRecall:
-    """Both shares, and of each picture (N,) and each of the reference (M,) whether it is inside."""
+    """Both shares, and of each image (N,) and each of the reference (M,) whether it is inside."""
 
     precision: float
     recall: float

@@ -1,4 +1,4 @@
-"""The figures of a set of pictures against a reference and against their prompts, in one record."""
+"""The figures of a set of images against a reference and against their prompts, in one record."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ class Score:
     precision: Figure | None = None
     recall: Figure | None = None
     image_text: Figure | None = None
-    cosines: tuple[float, ...] | None = None  # of each picture with its prompt
+    cosines: tuple[float, ...] | None = None  # of each image with its prompt
     notes: tuple[str, ...] = ()
 
     @property
     def prefers_kid(self) -> bool:
-        """Whether there are too few pictures for FID to be read without care."""
+        """Whether there are too few images for FID to be read without care."""
         return min(self.count, self.count if self.reference_count is None else self.reference_count) < FEW
 
     def to_json(self) -> dict[str, Any]:
@@ -140,18 +140,18 @@ def notes_on(images: Measured, reference: Measured) -> Iterator[str]:
     width = len(images.statistics.mean)
     if min(images.count, reference.count) <= width:
         few = min(images.count, reference.count)
-        yield f"The covariance of {width:,} features cannot have full rank from {few:,} pictures."
+        yield f"The covariance of {width:,} features cannot have full rank from {few:,} images."
     bare = [side.name for side in (images, reference) if side.features is None]
     if bare:
         yield f"KID, precision and recall need features; {' and '.join(bare)} gave statistics alone."
 
 
 def with_image_text(found: Score, text: ImageText) -> Score:
-    """The same record, and how well the pictures fit their prompts."""
+    """The same record, and how well the images fit their prompts."""
     notes = list(found.notes)
     if text.cut:
         notes.append(f"{text.cut:,} prompts were longer than the encoder's window and were cut there.")
     if text.skipped and found.reference is None:
-        notes.append(f"{text.skipped:,} pictures could not be read and were skipped.")
+        notes.append(f"{text.skipped:,} images could not be read and were skipped.")
     figure = Figure(text.value, text.interval)
     return replace(found, image_text=figure, cosines=tuple(text.cosines.tolist()), notes=tuple(notes))

@@ -16,7 +16,7 @@ import torch
 from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.metrics.inception import Inception
 from pellucid.interop import weights
-from pellucid.interop.whole import put
+from pellucid.interop.atomic_files import put
 
 URL = "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth"
 NAME = URL.rpartition("/")[2]

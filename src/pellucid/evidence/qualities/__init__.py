@@ -1,6 +1,6 @@
-"""What can be measured of finished pictures without a reference: one number a picture, (N,) float64.
+"""What can be measured of finished images without a reference: one number an image, (N,) float64.
 
-Pictures are (N, 3, H, W): floats in [0, 1], or bytes from 0 to 255. What each measure keeps still is in its docstring.
+Images are (N, 3, H, W): floats in [0, 1], or bytes from 0 to 255. What each measure keeps still is in its docstring.
 """
 
 from pellucid.evidence.qualities.bleed import bled, bleeding

@@ -19,7 +19,7 @@ def seams(pixels: Tensor, period: int) -> Tensor:
     """How much larger the jumps at every `period`-th pixel are than any within half a period of them; 1 is no seam.
 
     The jump between two columns is what two thirds of the rows exceed, so that the edges of objects do not count and a
-    border along the whole picture does. A pattern of 2, 4, … to a period has jumps beside the border that are as
+    border along the whole image does. A pattern of 2, 4, … to a period has jumps beside the border that are as
     large: only one of just that period looks like a seam. Rows likewise; the larger of both counts. Jumps that eight
     bits cannot show count for nothing. Tiles that were blended leave no jump, and are not found. Of 2,000 true renders
     of scenes none has 1.5, at periods of 24, 32, 40 and 64.
@@ -40,7 +40,7 @@ def seams_of(x: Tensor, period: int) -> Tensor:
 
 
 def standing_out(x: Tensor, period: int) -> Tensor:
-    """(B,): of the columns of pictures."""
+    """(B,): of the columns of images."""
     apart = x.diff(dim=3).square().mean(1).sqrt()  # (B, H, W − 1): before columns 1, 2, …
     jumps = apart.kthvalue(max(1, int(ALONG * x.shape[2])), dim=1).values
     at, beside = [], []

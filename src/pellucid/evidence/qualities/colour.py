@@ -1,4 +1,4 @@
-"""Colours: how many values lie at the ends of the range, and how colourful a picture is."""
+"""Colours: how many values lie at the ends of the range, and how colourful an image is."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ END = 0.5 / 255  # what rounds to 0 or to 255
 
 
 def saturation(pixels: Tensor) -> Tensor:
-    """The share of a picture's values, channel by channel, that are 0 or 255 in eight bits.
+    """The share of an image's values, channel by channel, that are 0 or 255 in eight bits.
 
-    Too much guidance pushes predictions out of range, and the picture is clipped there. A true picture may have such
+    Too much guidance pushes predictions out of range, and the image is clipped there. A true image may have such
     values too, so compare with true ones. Kept still by: the order of pixels and of channels.
     """
     return each(pixels, lambda x: at_end(x).flatten(1).double().mean(1))

@@ -18,7 +18,7 @@ EDGES = 0.1  # of the strongest local contrast: what is less is not an edge
 STRONGEST = 0.99  # the quantile that is called so
 VISIBLE = 1e-6  # a variance of a quarter of one of 255 steps: what is less is no edge, however relative
 SOFTENED = 1.5  # pixels: the blur under which flat parts are looked for
-FLAT = 0.5  # the share of a picture that is taken as flat: its least steep half
+FLAT = 0.5  # the share of an image that is taken as flat: its least steep half
 ENOUGH = 2**20  # values for a quantile
 MEDIAN = 0.6744897501960817  # of |z|, z normal
 
@@ -37,11 +37,11 @@ def filtered(x: Tensor, kernel: tuple[tuple[float, ...], ...]) -> Tensor:
 
 
 def residual_noise(pixels: Tensor, scale: int = 1) -> Tensor:
-    """The standard deviation of noise (root of the mean square over channels), from the flat half of a picture.
+    """The standard deviation of noise (root of the mean square over channels), from the flat half of an image.
 
     Immerkær's kernel (1996) sees neither planes nor straight edges along an axis; its median over the least steep half
     of the pixels, clipped ones left out, is the noise. Steepness is measured by odd filters under a blur, which white
-    noise leaves independent of the even kernel, so that the choice adds no bias. Where a picture is textured all over,
+    noise leaves independent of the even kernel, so that the choice adds no bias. Where an image is textured all over,
     the texture counts as noise. `scale` s looks at means over s × s pixels, for grain that is coarser than a pixel.
 
     Kept still by: brightness, while nothing is clipped. Contrast scales it.

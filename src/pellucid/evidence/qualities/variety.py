@@ -1,4 +1,4 @@
-"""Diversity: how far the pictures of one prompt are from each other."""
+"""Diversity: how far the images of one prompt are from each other."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.qualities.given import AT_ONCE, checked, unit
 
-SIDE = 32  # pictures are compared at this size: what is finer is grain, not another picture
+SIDE = 32  # images are compared at this size: what is finer is grain, not another image
 
 
 def diversity(given: Tensor, groups: Sequence[Hashable] | None = None) -> Tensor:
     """(N,): the mean distance of each to the others of its group; the mean over a group is that over all its pairs.
 
-    Of pictures (N, 3, H, W) it is the root of the mean square of their difference at 32 × 32; of features (N, D) it is
+    Of images (N, 3, H, W) it is the root of the mean square of their difference at 32 × 32; of features (N, D) it is
     Euclidean. `groups` names the prompt of each; without it all are of one. Every group needs two.
 
     Kept still by: whatever keeps distances, such as brightness, and the order within a group. Contrast scales it.
@@ -40,7 +40,7 @@ def diversity(given: Tensor, groups: Sequence[Hashable] | None = None) -> Tensor
 
 
 def features(given: Tensor) -> Tensor:
-    """(N, D) float64: features as they are, or pictures such that distances are roots of mean squares."""
+    """(N, D) float64: features as they are, or images such that distances are roots of mean squares."""
     if isinstance(given, Tensor) and given.ndim == 2:
         if not given.is_floating_point() or not torch.isfinite(given).all():
             raise PellucidError(rule("features", "finite floats", str(given.dtype)), "qualities")

@@ -147,7 +147,7 @@ CONVERGED, HALF = "converged: ", "half of "
 
 @dataclass(frozen=True)
 class Yardstick:
-    """How a converged picture is made: a deterministic sampler of high order with `steps` steps; for each stochastic
+    """How a converged image is made: a deterministic sampler of high order with `steps` steps; for each stochastic
     sampler itself, on the same grid as that, with `path_steps`."""
 
     setup: Setup

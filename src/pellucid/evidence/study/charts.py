@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pellucid.core.errors import PellucidError
-from pellucid.interop.whole import put
+from pellucid.interop.atomic_files import put
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +32,7 @@ def require() -> None:
 
 
 def canvas(width: float, height: float, paper: str = PAPER) -> Figure:
-    """An empty picture, in inches."""
+    """An empty image, in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

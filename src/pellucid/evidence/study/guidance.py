@@ -1,6 +1,6 @@
-"""The guidance study: scale × rule, each cell from the same prompts and the same noise, measured picture by picture.
+"""The guidance study: scale × rule, each cell from the same prompts and the same noise, measured image by image.
 
-A folder holds config.json, one record for each few prompts of a cell, and some pictures of every cell. Figures, ranges
+A folder holds config.json, one record for each few prompts of a cell, and some images of every cell. Figures, ranges
 and the recommendation are made of the records.
 """
 
@@ -30,16 +30,16 @@ from pellucid.evidence.study.records import Records, alone, claim, is_mine
 
 VERSION = 1
 KEYS = ("guidance", "first")
-TRUE = "true"  # the record of the true pictures, among those of guidances
+TRUE = "true"  # the record of the true images, among those of guidances
 MOST_SEEDS, MOST_CELLS = 256, 400
-SHOWN = 16  # prompts whose first picture is kept, for the report
+SHOWN = 16  # prompts whose first image is kept, for the report
 
 
 @dataclass(frozen=True)
 class GuidanceStudy:
-    """Every scale under every rule. `prompts` is `scenes`, `scenes:N` or a file; each has `seeds` pictures.
+    """Every scale under every rule. `prompts` is `scenes`, `scenes:N` or a file; each has `seeds` images.
 
-    `clip` is an image-text encoder, `reference` a folder of true pictures; `tolerance` is how far, as a share,
+    `clip` is an image-text encoder, `reference` a folder of true images; `tolerance` is how far, as a share,
     colourfulness and sharpness may be from the reference's.
     """
 
@@ -79,7 +79,7 @@ class GuidanceStudy:
         for words in self.rules:
             check(words, self.scales[-1])
         if not prompts.of_world(self.prompts) and self.reference is None and 1 not in self.scales:
-            advice = "Unguided pictures are what others are compared with where no --reference is given."
+            advice = "Unguided images are what others are compared with where no --reference is given."
             raise PellucidError(rule("scales", "with 1 among them", list(self.scales), advice), "study-scales")
 
     def making(self, guidance: str) -> Making:
@@ -118,7 +118,7 @@ class Study:
             "texts": self.asked.texts,
             "nature": asdict(self.nature),
         }
-        del words["tolerance"]  # another one judges the same pictures anew
+        del words["tolerance"]  # another one judges the same images anew
         self.text = json.dumps({**words, "model_hash": model_hash}, indent=1, sort_keys=True)
         self.guidances = self.all_guidances()
         is_mine(folder, self.text)
@@ -138,7 +138,7 @@ class Study:
 
     @property
     def together(self) -> int:
-        """Prompts of one record: whole ones, about a batch of pictures."""
+        """Prompts of one record: whole ones, about a batch of images."""
         return max(1, self.config.batch // self.config.seeds)
 
     @property
@@ -163,20 +163,20 @@ class Study:
             raise PellucidError(rule("judge", "given with clip, and only then", judge), "study-clip")
         self.look_at_truth(pipe)
         for guidance, first in self.missing:
-            made = self.pictures(pipe, guidance, first)
-            claim(self.folder, self.text)  # only once there is a picture to keep
+            made = self.images(pipe, guidance, first)
+            claim(self.folder, self.text)  # only once there is an image to keep
             self.keep(made, guidance, first)
             self.records.add(self.record(made, guidance, first, judge, device))
             self.look_at_truth(pipe)  # at once: what is wrong with it is not found by the last cell
             done()
 
-    def pictures(self, pipe: Maker, guidance: str, first: int) -> list[Image.Image]:
-        """All pictures of a record, `seeds` for each prompt in turn, in batches that the machine can hold."""
+    def images(self, pipe: Maker, guidance: str, first: int) -> list[Image.Image]:
+        """All images of a record, `seeds` for each prompt in turn, in batches that the machine can hold."""
         seeds, making = self.config.seeds, self.config.making(guidance)
         texts = [text for text in self.asked.texts[first : first + self.together] for _ in range(seeds)]
         made: list[Image.Image] = []
         for start in making.firsts(len(texts)):
-            made += making.pictures(pipe, texts[start : start + making.batch], first * seeds + start)
+            made += making.images(pipe, texts[start : start + making.batch], first * seeds + start)
         return made
 
     def record(
@@ -190,7 +190,7 @@ class Study:
         return {"guidance": guidance, "first": first, "size": list(made[0].size), "figures": row}
 
     def look_at_truth(self, pipe: Maker) -> None:
-        """The true pictures, once: those that were given, or of the scenes that were asked for."""
+        """The true images, once: those that were given, or of the scenes that were asked for."""
         if self.records.has({"guidance": TRUE, "first": 0}) or not self.records.rows:
             return
         width, height = self.records.rows[0]["size"]
@@ -202,10 +202,10 @@ class Study:
             return
         self.records.add({"guidance": TRUE, "first": 0, "size": [width, height], "figures": row})
 
-    # --- pictures for the report ----------------------------------------------------------------------------------
+    # --- images for the report ----------------------------------------------------------------------------------
 
     def keep(self, made: list[Image.Image], guidance: str, first: int) -> None:
-        """The first picture of each of the first prompts."""
+        """The first image of each of the first prompts."""
         chosen = made[:: self.config.seeds][: max(0, SHOWN - first)]
         if chosen:
             tiles.write(chosen, self.place(guidance, first))

@@ -1,8 +1,8 @@
 """The figures of a guidance study: every cell's means with intervals, and what they are compared with.
 
-Prompts are what is drawn again for an interval: pictures of one prompt are alike. Of a single prompt it is pictures.
-An interval of shares is never narrower than Wilson's for as many pictures: where all are right, drawing them again
-would say that no other picture could be wrong.
+Prompts are what is drawn again for an interval: images of one prompt are alike. Of a single prompt it is images.
+An interval of shares is never narrower than Wilson's for as many images: where all are right, drawing them again
+would say that no other image could be wrong.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KINDS = {
     "diversity": Kind("diversity", False, True),
 }
 
-SHARES = ("right", "bled")  # of pictures: each is 0 or 1
+SHARES = ("right", "bled")  # of images: each is 0 or 1
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,14 @@ class Cell:
     """One guidance: its figures, and for each the mean of every prompt (P,), NaN where a prompt does not tell."""
 
     guidance: str
-    count: int  # pictures
+    count: int  # images
     figures: dict[str, Figure]
     by_prompt: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What looks are compared with: true pictures, or those without guidance."""
+    """What looks are compared with: true images, or those without guidance."""
 
     name: str
     values: dict[str, float]
@@ -95,7 +95,7 @@ class Results:
 
     @property
     def adherence(self) -> str:
-        """The figure that says whether pictures are what was asked for."""
+        """The figure that says whether images are what was asked for."""
         return "right" if self.study.asked.queries is not None else "image_text"
 
     @property
@@ -145,7 +145,7 @@ def cell(guidance: str, rows: Sequence[Mapping[str, Any]], seeds: int) -> Cell:
 
 
 def of_share(found: Figure, values: Tensor) -> Figure:
-    """With Wilson's interval of all pictures, where that is wider."""
+    """With Wilson's interval of all images, where that is wider."""
     low, high = Share.of(value == 1 for value in values.tolist() if not math.isnan(value)).interval
     if found.low is None or found.high is None:
         return Figure(found.value, low, high)

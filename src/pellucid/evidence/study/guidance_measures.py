@@ -1,4 +1,4 @@
-"""What is measured of every picture of a guidance study: whether it is what was asked for, and how it looks."""
+"""What is measured of every image of a guidance study: whether it is what was asked for, and how it looks."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from pellucid.evidence.adherence.round_trip import through
 from pellucid.evidence.adherence.verdict import judge as judged
 from pellucid.evidence.metrics.fid import Statistics
 from pellucid.evidence.metrics.image_text import Judge
+from pellucid.evidence.metrics.images import ImageSet, open_images
 from pellucid.evidence.metrics.inception import to_bytes
-from pellucid.evidence.metrics.pictures import PictureSet, open_pictures
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.scenes.query import Query
 from pellucid.scenes.scene import Scenes
 
 LOOKS = ("saturation", "colourfulness", "sharpness")
 DIGITS = 6  # of a number in the records
-AT_ONCE = 32  # true pictures
-MOST_TRUE = 1000  # pictures of a reference that are looked at
-Row = dict[str, list[Any]]  # by figure, one value a picture; of diversity one a prompt
+AT_ONCE = 32  # true images
+MOST_TRUE = 1000  # images of a reference that are looked at
+Row = dict[str, list[Any]]  # by figure, one value an image; of diversity one a prompt
 
 
 def looks(pixels: Tensor) -> Row:
-    """How pictures (N, 3, H, W) in [0, 1] look, whatever they were asked to show."""
+    """How images (N, 3, H, W) in [0, 1] look, whatever they were asked to show."""
     return {name: rounded(getattr(qualities, name)(pixels)) for name in LOOKS}
 
 
@@ -40,15 +40,15 @@ def rounded(values: Tensor) -> list[float]:
 
 
 def measured(
-    pictures: Sequence[Image.Image],
+    images: Sequence[Image.Image],
     texts: Sequence[str],
     queries: Sequence[Query] | None,
     judge: Judge | None,
     seeds: int,
     device: torch.device | str = "cpu",
 ) -> Row:
-    """All figures of the pictures of some prompts, `seeds` of each in turn."""
-    given = seen(pictures, device)
+    """All figures of the images of some prompts, `seeds` of each in turn."""
+    given = seen(images, device)
     pixels = (given + 1) / 2
     found = looks(pixels)
     if queries is not None:
@@ -57,7 +57,7 @@ def measured(
         cosines = (judge.image(to_bytes(pixels)) * judge.text(texts)[0]).sum(-1)
         found["image_text"] = rounded(100 * cosines)
     if seeds > 1:
-        groups = [i // seeds for i in range(len(pictures))]
+        groups = [i // seeds for i in range(len(images))]
         found["diversity"] = rounded(qualities.diversity(pixels, groups).reshape(-1, seeds).mean(1))
     return found
 
@@ -72,7 +72,7 @@ def adherence(given: Tensor, queries: Sequence[Query]) -> Row:
     }
 
 
-# True pictures
+# True images
 
 
 def of_scenes(truth: Scenes, size: tuple[int, int], pipe: Any) -> Row:
@@ -80,13 +80,13 @@ def of_scenes(truth: Scenes, size: tuple[int, int], pipe: Any) -> Row:
     vae = pipe.components.vae if isinstance(pipe, Pipeline) else None
     rows = []
     for first in range(0, len(truth), AT_ONCE):
-        pictures = scenes.render(truth[first : first + AT_ONCE], min(size))
-        rows.append(looks((pictures if vae is None else through(vae, pictures)).add(1).div(2)))
+        images = scenes.render(truth[first : first + AT_ONCE], min(size))
+        rows.append(looks((images if vae is None else through(vae, images)).add(1).div(2)))
     return joined(rows)
 
 
 def of_folder(where: str, size: tuple[int, int]) -> Row:
-    """Of true pictures that were given, of the size of the model's: else their sharpness would say nothing."""
+    """Of true images that were given, of the size of the model's: else their sharpness would say nothing."""
     rows: list[Row] = []
     left = MOST_TRUE
     for chunk in chunks(where):
@@ -102,8 +102,8 @@ def of_folder(where: str, size: tuple[int, int]) -> Row:
     return joined(rows)
 
 
-def opened(where: str) -> PictureSet:
-    found = open_pictures(where)
+def opened(where: str) -> ImageSet:
+    found = open_images(where)
     if isinstance(found, Statistics):
         raise PellucidError(rule("--reference", "pictures", "statistics"), "reference")
     return found

@@ -13,9 +13,9 @@ from pellucid.evidence.study.guidance import GuidanceStudy, Study
 from pellucid.evidence.study.guidance_figures import KINDS, Results, results
 from pellucid.evidence.study.guidance_range import RangeChart, told
 from pellucid.evidence.study.guidance_useful import CLIPPED, Line, Recommendation, doubts, lines, recommended
-from pellucid.evidence.study.page import Axis, Cell, Chart, Code, Mark, Page, Pictures, Series, Text
+from pellucid.evidence.study.page import Axis, Cell, Chart, Code, Images, Mark, Page, Series, Text
 from pellucid.evidence.study.table import Table
-from pellucid.interop.whole import put
+from pellucid.interop.atomic_files import put
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def cell_table(report: Report) -> Table:
     columns = ("rule", "scale", *(KINDS[name].title for name in names), "")
     note = (
         "In brackets 95 % intervals, from drawing the prompts again. Cells share prompts and noise, so that their "
-        "differences are surer than their intervals. At scale 1 most rules are the same pictures."
+        "differences are surer than their intervals. At scale 1 most rules are the same images."
     )
     return Table("Every guidance", columns, tuple(rows), note)
 
@@ -229,7 +229,7 @@ def page(report: Report, span: RangeChart, drawn: list[Chart]) -> Page:
     if report.advice.guidance is not None:
         made.add(Code(command(report.found.study.config, report.advice.guidance)))
     made.add(*(Text(words) for words in doubts(report.found)))
-    made.add(span, range_table(report), Text("", "Charts"), *drawn, pictures(report), cell_table(report))
+    made.add(span, range_table(report), Text("", "Charts"), *drawn, images(report), cell_table(report))
     return made.add(Code(report.found.study.text, "Config"))
 
 
@@ -240,12 +240,12 @@ def command(config: GuidanceStudy, guidance: str) -> str:
     return f'pellucid sample {model} "…" {how} --guidance "{guidance}"'
 
 
-def pictures(report: Report) -> Pictures:
+def images(report: Report) -> Images:
     study, found = report.found.study, report.found
     cells = []
     for guidance, cell in found.cells.items():
         figure, kind = cell.figures[found.adherence], KINDS[found.adherence]
         cells.append(Cell(guidance, study.shown(guidance), f"{kind.title} {figure.words(kind.percent)}"))
     first = [guidance for guidance in ("1", report.advice.guidance) if guidance in found.cells]
-    note = "The same prompts and the same noise in every cell, one picture a prompt. Choose two to compare."
-    return Pictures("Pictures", cells, note, [str(key) for key in first])
+    note = "The same prompts and the same noise in every cell, one image a prompt. Choose two to compare."
+    return Images("Pictures", cells, note, [str(key) for key in first])

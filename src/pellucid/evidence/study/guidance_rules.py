@@ -37,7 +37,7 @@ def guidance_of(words: str, scale: float, nature: Nature) -> Guidance:
     """A rule of the study, with options behind its name where it has any, at a scale.
 
     `dynamic` is `threshold` on pixels and `mimic` on latents; `interval` without options guides in the SPAN of sigmas.
-    At scale 1 rules that then do nothing are plain, so that their pictures are made once.
+    At scale 1 rules that then do nothing are plain, so that their images are made once.
     """
     name, *options = words.split() or [""]
     if name not in (*NAMES, *RULES):

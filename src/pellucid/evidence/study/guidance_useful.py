@@ -2,7 +2,7 @@
 
 A scale is *useful* under a rule when
 1. it is not measurably less adherent than the most adherent cell of the whole study: the 95 % interval of the mean
-   difference, prompt by prompt, from the same noise, does not lie below zero; some picture of it must be all right; and
+   difference, prompt by prompt, from the same noise, does not lie below zero; some image of it must be all right; and
 2. mean colourfulness and mean sharpness are each within `tolerance` (a share) of the reference's, and the share of
    clipped values is at most CLIPPED above the reference's.
 The *useful range* of a rule is the run of neighbouring tested scales, all of them useful, that holds the most adherent
@@ -187,7 +187,7 @@ def nothing(found: Results) -> Recommendation:
     top = best(found)
     kind = KINDS[found.adherence]
     if not adherent(found, top):
-        return Recommendation("No scale is useful: no picture under any guidance is all right.", None, None)
+        return Recommendation("No scale is useful: no image under any guidance is all right.", None, None)
     said = ", ".join(faults(found, top))
     figure = top.figures[found.adherence].words(kind.percent)
     words = (

@@ -1,6 +1,6 @@
 """Does the best sampler depend on how a model was trained: a sampler study of each of several models, and the change.
 
-Every model is asked for the same pictures (seeds, prompts) by the same samplers at the same step counts, in a sampler
+Every model is asked for the same images (seeds, prompts) by the same samplers at the same step counts, in a sampler
 study of its own under `models/`. Models that share schedule, target and architecture are one group: runs of it.
 """
 
@@ -24,12 +24,12 @@ from pellucid.evidence.study.samplers_results import Column
 from pellucid.evidence.study.samplers_run import Bar, no_bar
 from pellucid.evidence.study.samplers_subject import Subject
 from pellucid.interop import source
-from pellucid.interop.whole import is_left, put
+from pellucid.interop.atomic_files import is_left, put
 from pellucid.train.config import parse, read
 
 KIND, VERSION = "interaction", 1
 MODELS = "models"  # the folder of the sampler studies
-JUDGED = ("kid", "image_text", "right")  # measures for which somebody must look at the pictures
+JUDGED = ("kid", "image_text", "right")  # measures for which somebody must look at the images
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class InteractionStudy:
     steps: tuple[int, ...]
     names: tuple[str, ...] = ()
     prompts: str | None = None  # a file, or scenes:N, for the models that take text
-    seeds: int = 32  # pictures of each prompt; of a model that takes none, of all
+    seeds: int = 32  # images of each prompt; of a model that takes none, of all
     seed: int = 0
     guidance: str | None = None
     batch: int = 16
@@ -118,7 +118,7 @@ class Seen:
 
 def check_folder(folder: Path) -> None:
     """Refuses a folder of something else, or of another version. Models, samplers and steps may be added to a study:
-    what makes a model's pictures is guarded by that model's own sampler study."""
+    what makes a model's images is guarded by that model's own sampler study."""
     if not (folder / CONFIG).exists():
         if folder.exists() and not (folder.is_dir() and all(map(is_left, folder.iterdir()))):
             raise PellucidError(rule("--out", "empty, new, or an interaction study", str(folder)), "out-taken")
@@ -174,7 +174,7 @@ class Study:
         )
 
     def judges(self, study: OneModel) -> Judges:
-        """Nobody, where the distance decides and nothing was named: looking at pictures costs more than making them."""
+        """Nobody, where the distance decides and nothing was named: looking at images costs more than making them."""
         c = self.config
         if c.by not in JUDGED and not (c.inception or c.reference or c.clip):
             return Judges()

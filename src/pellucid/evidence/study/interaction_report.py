@@ -16,12 +16,12 @@ from pellucid.evidence.study.interaction_results import Change, Gap, Interaction
 from pellucid.evidence.study.page import Axis, Chart, Code, Page, Series, Table, Text
 from pellucid.evidence.study.page_chart import short
 from pellucid.evidence.study.samplers_run import Bar, no_bar
-from pellucid.interop.whole import put
+from pellucid.interop.atomic_files import put
 
 DEEP = (201, 68, 40)  # what a factor of four and more looks like
 NOTE = (
     "Each interval holds for its own comparison at 95 %: of twenty that do not differ one would seem to. Over models: "
-    "Student's t over the runs of a group, which holds for other runs. Over pictures: these models alone."
+    "Student's t over the runs of a group, which holds for other runs. Over images: these models alone."
 )
 
 
@@ -138,7 +138,7 @@ def best_by_model(found: Interaction) -> Table:
             also += "" if best.resolved else "; not resolved"
             cells.append(f"{best.setup} {ends}, first in {100 * best.first:.0f} %{also}")
         rows.append((one.name, *cells))
-    note = f"{found.measure.title} with its 95 % interval over resampled pictures, and how often it came first in them."
+    note = f"{found.measure.title} with its 95 % interval over resampled images, and how often it came first in them."
     return Table("The best of each model", ("model", *calls(found)), tuple(rows), note)
 
 
@@ -223,7 +223,7 @@ def figure(found: Interaction, one: Seen, number: int) -> str:
 
 
 def heat(found: Interaction, path: Path) -> Path:
-    """All budgets in one picture."""
+    """All budgets in one image."""
     across = len(found.seen)
     width = 0.62 * across
     drawing = charts.canvas(1.9 + (width + 0.35) * len(found.budgets), 1.5 + 0.36 * len(found.setups))

@@ -3,7 +3,7 @@
 Set-ups are compared at budgets of model calls: each with its most steps that fit. Distances are compared as logarithms
 (a factor is a factor at 5 calls and at 50), other measures as they are. Two groups have different best set-ups for sure
 where each one's own is better than the other's in its own group: over the models of a group by Student's t where there
-are several, which holds for other training runs; else over resampled pictures, which holds for this one. Distances that
+are several, which holds for other training runs; else over resampled images, which holds for this one. Distances that
 are no larger than three times what the converged run itself still moves are not resolved, and no change is sure there.
 """
 

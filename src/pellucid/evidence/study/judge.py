@@ -1,4 +1,4 @@
-"""What a study's pictures are scored with: an Inception, and the training data as it sees them."""
+"""What a study's images are scored with: an Inception, and the training data as it sees them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from pellucid.evidence.metrics.bootstrap import Interval, draws, kid_interval, reflected, weighted
 from pellucid.evidence.metrics.fid import Statistics, frechet, square_root
+from pellucid.evidence.metrics.images import Pixels
 from pellucid.evidence.metrics.inception import Inception, features
 from pellucid.evidence.metrics.kid import kid_exact
 from pellucid.evidence.metrics.measured import measure_cached
-from pellucid.evidence.metrics.pictures import Pixels
 from pellucid.evidence.metrics.precision_recall import precision_recall
 
 KID_RESAMPLES = 200
-AT_ONCE = 256  # pictures in an Inception: 4 GB of activations
-FEWEST = 4  # pictures that are scored: a radius needs three neighbours
+AT_ONCE = 256  # images in an Inception: 4 GB of activations
+FEWEST = 4  # images that are scored: a radius needs three neighbours
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Judge:
             network, seen.statistics, square_root(seen.statistics.covariance), seen.features[:neighbours].clone()
         )
 
-    def features(self, pictures: Tensor) -> Tensor:
-        return features(pictures, self.network, AT_ONCE)
+    def features(self, images: Tensor) -> Tensor:
+        return features(images, self.network, AT_ONCE)
 
     def score(self, found: Tensor) -> dict[str, Any]:
-        """Of the features of pictures, (N, 2048)."""
+        """Of the features of images, (N, 2048)."""
         some = found[: len(self.some)]
         closeness = precision_recall(some, self.some)
         spread = kid_interval(some, self.some, resamples=KID_RESAMPLES)
@@ -74,5 +74,5 @@ class Judge:
 
 
 def shuffled(count: int) -> Tensor:
-    """The order in which training pictures are known: the first are compared with, and always the same."""
+    """The order in which training images are known: the first are compared with, and always the same."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(0))

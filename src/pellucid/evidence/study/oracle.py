@@ -2,7 +2,7 @@
 
 A cell is one sampler on one grid of one schedule, at all budgets of model calls. Deterministic samplers are judged by
 the distance from the exact flow of the same noise, all by the distance of their law from that of the data. Runs begin
-with noise alone at the grid's first level and end in a clean x, as pictures do: what a grid leaves out above its first
+with noise alone at the grid's first level and end in a clean x, as images do: what a grid leaves out above its first
 level is part of its error.
 """
 

@@ -73,7 +73,7 @@ def line_of(
 
 
 def draw(panels: Sequence[Chart], columns: int, path: Path, note: str = "") -> Path:
-    """All panels in one picture, with one legend."""
+    """All panels in one image, with one legend."""
     rows = -(-len(panels) // columns)
     figure = charts.canvas(3.6 * columns, 3.1 * rows + 0.9)
     handles = {}

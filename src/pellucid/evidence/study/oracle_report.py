@@ -10,7 +10,7 @@ from pellucid.evidence.study import oracle_truth as truth
 from pellucid.evidence.study.oracle import MIXTURES, OracleStudy, Study, same_levels
 from pellucid.evidence.study.oracle_results import Results
 from pellucid.evidence.study.page import Code, Page, Text
-from pellucid.interop.whole import put
+from pellucid.interop.atomic_files import put
 
 CHARTS = (
     (

@@ -71,7 +71,7 @@ def starting_noise(mixture: Mixture, count: int, seed: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Cloud:
-    """A mixture as the denoiser of one picture that holds all points, [1, N, D]: the loop minds one image."""
+    """A mixture as the denoiser of one image that holds all points, [1, N, D]: the loop minds one image."""
 
     mixture: Mixture
 

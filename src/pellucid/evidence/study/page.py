@@ -1,8 +1,8 @@
-"""One self-contained page for every report: tables, charts that can be hovered, pictures by cell.
+"""One self-contained page for every report: tables, charts that can be hovered, images by cell.
 
-    Page("Samplers", "4 samplers, 7 step counts").add(table, chart, pictures).write(folder / "report.html")
+    Page("Samplers", "4 samplers, 7 step counts").add(table, chart, images).write(folder / "report.html")
 
-Nothing is fetched from anywhere; without a script the charts are there and all pictures are shown.
+Nothing is fetched from anywhere; without a script the charts are there and all images are shown.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.study.page_chart import Axis, Chart, Mark, Series
 from pellucid.evidence.study.page_style import SCRIPT, STYLE
 from pellucid.evidence.study.table import Table
-from pellucid.interop.whole import put
+from pellucid.interop.atomic_files import put
 
-__all__ = ["Axis", "Cell", "Chart", "Code", "Mark", "Page", "Pictures", "Series", "Table", "Text"]
+__all__ = ["Axis", "Cell", "Chart", "Code", "Images", "Mark", "Page", "Series", "Table", "Text"]
 
-SIDE = 128  # pixels of a picture's longer side on the page, at most
-MOST = 16  # pictures of a cell
-BUDGET = 16 * 2**20  # bytes of all pictures of one block, about; more make each smaller
+SIDE = 128  # pixels of an image's longer side on the page, at most
+MOST = 16  # images of a cell
+BUDGET = 16 * 2**20  # bytes of all images of one block, about; more make each smaller
 QUALITY = 88
 
 
@@ -66,15 +66,15 @@ class Code:
 
 @dataclass(frozen=True)
 class Cell:
-    """The pictures of one cell; `key` is what a point of a chart names in `href`."""
+    """The images of one cell; `key` is what a point of a chart names in `href`."""
 
     key: str
-    pictures: Sequence[Image.Image]
+    images: Sequence[Image.Image]
     note: str = ""
 
 
 @dataclass(frozen=True)
-class Pictures:
+class Images:
     """Pictures by cell: two cells at a time, chosen by buttons or by a click on a chart. `first` are shown at once."""
 
     title: str
@@ -86,7 +86,7 @@ class Pictures:
 
     def __post_init__(self) -> None:
         keys = [cell.key for cell in self.cells]
-        if len(set(keys)) != len(keys) or any(not cell.pictures for cell in self.cells):
+        if len(set(keys)) != len(keys) or any(not cell.images for cell in self.cells):
             raise PellucidError(rule("cells of pictures", "of different keys, none empty", keys), "pictures")
 
     def html(self) -> str:
@@ -97,7 +97,7 @@ class Pictures:
         for cell in self.cells:
             key = html.escape(cell.key, quote=True)
             words = html.escape(": ".join(filter(None, (cell.key, cell.note))), quote=True)
-            data = base64.b64encode(encoded(sheet(cell.pictures, side, self.columns))).decode()
+            data = base64.b64encode(encoded(sheet(cell.images, side, self.columns))).decode()
             image = f'<img loading="lazy" alt="{words}" src="data:image/jpeg;base64,{data}">'
             buttons.append(f'<button type="button" aria-pressed="false" data-cell="{key}">{key}</button>')
             figures.append(f'<figure data-cell="{key}">{image}<figcaption>{words}</figcaption></figure>')
@@ -108,17 +108,17 @@ class Pictures:
         return f'{head}\n<div class="pictures" data-first="{first}">{chosen}</div>\n'
 
     def fitting_side(self) -> int:
-        """The side at which all cells together keep the budget: a JPEG of a picture's area is weighed in one cell."""
+        """The side at which all cells together keep the budget: a JPEG of an image's area is weighed in one cell."""
         if not self.cells:
             return self.side
-        largest = max(self.cells, key=lambda cell: len(cell.pictures))
-        total = len(self.cells) * len(encoded(sheet(largest.pictures, self.side, self.columns))) * 4 / 3
+        largest = max(self.cells, key=lambda cell: len(cell.images))
+        total = len(self.cells) * len(encoded(sheet(largest.images, self.side, self.columns))) * 4 / 3
         return self.side if total <= BUDGET else max(24, math.floor(self.side * math.sqrt(BUDGET / total)))
 
 
-def sheet(pictures: Sequence[Image.Image], side: int, columns: int) -> Image.Image:
-    """Thumbnails in rows with a thin gap; small pictures are enlarged in whole steps, so that pixels stay pixels."""
-    chosen = [thumb(one.convert("RGB"), side) for one in pictures[:MOST]]
+def sheet(images: Sequence[Image.Image], side: int, columns: int) -> Image.Image:
+    """Thumbnails in rows with a thin gap; small images are enlarged in whole steps, so that pixels stay pixels."""
+    chosen = [thumb(one.convert("RGB"), side) for one in images[:MOST]]
     width, height = chosen[0].size
     columns = min(columns, len(chosen))
     gap, rows = 2, math.ceil(len(chosen) / columns)
@@ -128,19 +128,19 @@ def sheet(pictures: Sequence[Image.Image], side: int, columns: int) -> Image.Ima
     return whole
 
 
-def thumb(picture: Image.Image, side: int) -> Image.Image:
-    longest = max(picture.size)
+def thumb(image: Image.Image, side: int) -> Image.Image:
+    longest = max(image.size)
     if longest <= side:
         times = side // longest
-        return picture.resize((picture.width * times, picture.height * times), Image.Resampling.NEAREST)
+        return image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST)
     scale = side / longest
-    size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
-    return picture.resize(size, Image.Resampling.LANCZOS)
+    size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
+    return image.resize(size, Image.Resampling.LANCZOS)
 
 
-def encoded(picture: Image.Image) -> bytes:
+def encoded(image: Image.Image) -> bytes:
     buffer = io.BytesIO()
-    picture.save(buffer, "JPEG", quality=QUALITY, subsampling=0)  # optimize=True fails on noise
+    image.save(buffer, "JPEG", quality=QUALITY, subsampling=0)  # optimize=True fails on noise
     return buffer.getvalue()
 
 

@@ -40,7 +40,7 @@ figure { margin: 1rem 0; } img { max-width: 100%; height: auto; }
 """
 )
 
-# Makes one chart answer; a click, or Enter, on a point shows the pictures of its cell, where the page has them.
+# Makes one chart answer; a click, or Enter, on a point shows the images of its cell, where the page has them.
 CHART_SCRIPT = """
 function enliven(chart) {
   const svg = chart.querySelector("svg"), tip = chart.querySelector(".tip");
@@ -87,7 +87,7 @@ function enliven(chart) {
 }
 """
 
-# Pictures by cell: what is asked for comes beside what was shown before.
+# Images by cell: what is asked for comes beside what was shown before.
 SCRIPT = """
 document.documentElement.classList.add("scripted");
 const shownAtOnce = 2;

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import read_json, whole
+from pellucid.interop.atomic_files import is_left, put, read_lines, sealed, writing
 from pellucid.interop.lock import locked
-from pellucid.interop.whole import is_left, put, read_lines, sealed, writing
 
 T = TypeVar("T")
 CONFIG, FILE = "config.json", "records.jsonl"

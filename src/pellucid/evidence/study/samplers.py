@@ -1,6 +1,6 @@
-"""The sampler study: which sampler, how many steps, for this model. Every picture of every cell is kept at once.
+"""The sampler study: which sampler, how many steps, for this model. Every image of every cell is kept at once.
 
-Picture n has prompt n // seeds and the seed `seed` + n in every cell, so that cells differ by the sampler alone.
+Image n has prompt n // seeds and the seed `seed` + n in every cell, so that cells differ by the sampler alone.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pellucid.evidence.study.samplers_subject import Made, Subject
 from pellucid.models.guidance import Guidance
 from pellucid.pipeline.request import MAX_BATCH
 
-MOST_PICTURES = 1_000_000
+MOST_IMAGES = 1_000_000
 By = Literal["distance", "latent", "kid", "image_text", "right"]
-# What makes pictures: a study of the same folder must agree on it. Samplers and steps may be added, scores too.
+# What makes images: a study of the same folder must agree on it. Samplers and steps may be added, scores too.
 FIXED = (
     "prompts", "seeds", "seed", "guidance", "size", "batch", "converged", "converged_steps", "path_steps", "dtype",
 )  # fmt: skip
@@ -40,7 +40,7 @@ class SamplerStudy:
     samplers: tuple[str, ...]
     steps: tuple[int, ...]
     prompts: tuple[str, ...] = ()
-    seeds: int = 1  # pictures of each prompt
+    seeds: int = 1  # images of each prompt
     seed: int = 0
     guidance: str | float | None = None
     size: tuple[int, int] | None = None  # width and height; the model's own where None
@@ -56,7 +56,7 @@ class SamplerStudy:
         for name in ("samplers", "steps"):
             if not getattr(self, name):
                 raise PellucidError(rule(name, "at least one", "none"), "study-list")
-        bounds = (("seeds", MOST_PICTURES), ("batch", MAX_BATCH), ("rounds", 1000))
+        bounds = (("seeds", MOST_IMAGES), ("batch", MAX_BATCH), ("rounds", 1000))
         for name, high in (*bounds, ("converged_steps", 10_000), ("path_steps", 10_000)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
@@ -70,8 +70,8 @@ class SamplerStudy:
             if getattr(self, name) < 2 * max(self.steps):
                 must = f"at least twice the most steps, {2 * max(self.steps)}"
                 raise PellucidError(rule(name, must, getattr(self, name)), "converged")
-        if any(not isinstance(one, str) for one in self.prompts) or self.pictures > MOST_PICTURES:
-            raise PellucidError(rule("prompts × seeds", f"texts, {MOST_PICTURES:,} at most", self.pictures), "prompts")
+        if any(not isinstance(one, str) for one in self.prompts) or self.images > MOST_IMAGES:
+            raise PellucidError(rule("prompts × seeds", f"texts, {MOST_IMAGES:,} at most", self.images), "prompts")
         if self.by not in get_args(By):
             raise PellucidError(rule("by", f"one of {', '.join(get_args(By))}", self.by), "by")
         check_seed(self.seed)
@@ -80,7 +80,7 @@ class SamplerStudy:
         self.setups()
 
     @property
-    def pictures(self) -> int:
+    def images(self) -> int:
         return max(1, len(self.prompts)) * self.seeds
 
     @property
@@ -100,12 +100,12 @@ class SamplerStudy:
         return size if self.guidance is None else {**size, "guidance": self.guidance}
 
     def firsts(self, shard: tuple[int, int] = (0, 1)) -> list[int]:
-        """The number of the first picture of every batch, or of every so many-th."""
+        """The number of the first image of every batch, or of every so many-th."""
         index, count = shard
-        return list(range(0, self.pictures, self.batch))[index::count]
+        return list(range(0, self.images, self.batch))[index::count]
 
     def numbers(self, first: int) -> range:
-        return range(first, min(first + self.batch, self.pictures))
+        return range(first, min(first + self.batch, self.images))
 
     def to_dict(self, mark: str) -> dict[str, Any]:
         """What config.json holds."""
@@ -136,7 +136,7 @@ class Study:
         return [half(cell, self.subject.schedule, self.subject.target) for cell in self.converged]
 
     def todo(self) -> int:
-        """Model calls a picture that are still to be made, summed over batches: what a bar counts."""
+        """Model calls an image that are still to be made, summed over batches: what a bar counts."""
         return sum(cell.nfe for first in self.config.firsts(self.shard) for cell in self.missing(first))
 
     def missing(self, first: int) -> list[Cell]:
@@ -163,20 +163,20 @@ class Study:
             for scorer in scorers:
                 self.score(scorer, first)
 
-    # --- pictures -------------------------------------------------------------------------------------------------
+    # --- images -------------------------------------------------------------------------------------------------
 
     def make(self, cell: Cell, first: int) -> None:
-        """One batch of one cell: its pictures, and how far they are from the converged ones."""
+        """One batch of one cell: its images, and how far they are from the converged ones."""
         numbers = self.config.numbers(first)
         seeds = [self.config.seed + n for n in numbers]
         asked = [self.config.prompt(n) for n in numbers]
         began = time.perf_counter()
         try:
             made = self.subject.make(asked, seeds, **self.config.how, **cell.asks(), noise=cell.noise(seeds))
-        except PellucidError as error:  # the pictures of other cells are kept
+        except PellucidError as error:  # the images of other cells are kept
             raise PellucidError(f"{cell.key}: {error}", error.code) from None
         row: dict[str, Any] = {"seconds": time.perf_counter() - began}
-        self.files.write_pictures(cell, first, made.images)
+        self.files.write_images(cell, first, made.images)
         if cell.mark:
             self.files.write_latents(cell, first, made.latents)
         against = self.against(cell)
@@ -194,18 +194,18 @@ class Study:
     def kept(self, cell: Cell, first: int) -> Made:
         """A converged batch from its files."""
         count = len(self.config.numbers(first))
-        return Made(self.files.pictures(cell, first, count), self.files.latents(cell, first))
+        return Made(self.files.images(cell, first, count), self.files.latents(cell, first))
 
     # --- scores ---------------------------------------------------------------------------------------------------
 
     def score(self, scorer: Scorer, first: int) -> None:
-        """What one scorer sees in a batch of every cell, and in the converged pictures of the yardstick."""
+        """What one scorer sees in a batch of every cell, and in the converged images of the yardstick."""
         numbers = self.config.numbers(first)
         for cell in (self.converged[0], *self.cells):
             if not self.files.has(cell.key, first, scorer.what):
-                pictures = self.files.pictures(cell, first, len(numbers))
+                images = self.files.images(cell, first, len(numbers))
                 prompts = [self.config.prompt(n) for n in numbers]
-                self.files.add(cell.key, first, scorer.what, scorer(pictures, prompts, self.files, cell, first))
+                self.files.add(cell.key, first, scorer.what, scorer(images, prompts, self.files, cell, first))
 
 
 def check_prompts(config: SamplerStudy, subject: Subject) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.metrics.fid import FEW, Statistics
+from pellucid.evidence.metrics.images import open_images
 from pellucid.evidence.metrics.inception import Inception
 from pellucid.evidence.metrics.measured import measure_cached
-from pellucid.evidence.metrics.pictures import open_pictures
 from pellucid.evidence.study.cells import Cell
 from pellucid.evidence.study.front import Array
 from pellucid.evidence.study.page_chart import short
@@ -39,7 +39,7 @@ UNRESOLVED = 3.0  # a distance below so many times what the converged run still 
 
 @dataclass(frozen=True)
 class Judges:
-    """Who looks at the pictures, and `reasons` for what is left out, by measure."""
+    """Who looks at the images, and `reasons` for what is left out, by measure."""
 
     scorers: tuple[Scorer, ...] = ()
     inception: Inception | None = None
@@ -131,10 +131,10 @@ class Figures:
 
     @cached_property
     def reference(self) -> tuple[Tensor | None, Statistics | None]:
-        """Features and statistics of the reference pictures, where there are some: computed once for the folder."""
+        """Features and statistics of the reference images, where there are some: computed once for the folder."""
         if self.judges.reference is None:
             return None, None
-        given = open_pictures(self.judges.reference)
+        given = open_images(self.judges.reference)
         if isinstance(given, Statistics):
             return None, given
         assert self.judges.inception is not None
@@ -169,7 +169,7 @@ class Figures:
             found.append(f"{old} files were written by an older version without digests: they were read unchecked.")
         found += [f"{name} is left out: {why}." for name, why in self.judges.reasons.items()]
         broken = [c.key for c, v in zip(self.cells, self.columns["distance"].values, strict=True) if not np.isfinite(v)]
-        found += [f"{key} made pictures that are not finite; it is on no front." for key in broken]
+        found += [f"{key} made images that are not finite; it is on no front." for key in broken]
         return found
 
     def about_intervals(self) -> str:
@@ -209,7 +209,7 @@ class Figures:
             if 2 * len(near) > len(own):
                 steps = "--path-steps" if cell.stochastic else "--converged-steps"
                 found.append(
-                    f"Doubtful: {cell.setup.text} with {cell.steps} steps, which stands for the converged pictures, is "
+                    f"Doubtful: {cell.setup.text} with {cell.steps} steps, which stands for the converged images, is "
                     f"not converged: {len(near)} of {len(own)} distances to it are not resolved. Give more {steps}."
                 )
         return found
@@ -219,8 +219,8 @@ class Figures:
         if not noisy:
             return []
         return [
-            f"{', '.join(noisy)}: stochastic. Their distances are to their own converged picture on the same Brownian "
-            "path, which is another picture than the deterministic samplers' one."
+            f"{', '.join(noisy)}: stochastic. Their distances are to their own converged image on the same Brownian "
+            "path, which is another image than the deterministic samplers' one."
         ]
 
     def about_twins(self) -> list[str]:
@@ -228,27 +228,27 @@ class Figures:
         kept: list[tuple[list[str], list[Array]]] = []
         for text in names(self.cells):
             own = [cell for cell in self.cells if cell.setup.label == text]
-            far = [self.results.per_picture(cell, "pictures", "latent") for cell in own]
+            far = [self.results.per_image(cell, "pictures", "latent") for cell in own]
             same = (held for held, other in kept if len(far) == len(other) and all(map(alike, far, other)))
             twin = next(same, None)
             if twin is None:
                 kept.append(([text], far))
             else:
                 twin.append(text)
-        told = "make the same pictures, but for rounding: in charts one line hides the other."
+        told = "make the same images, but for rounding: in charts one line hides the other."
         return [f"{' and '.join(held)} {told}" for held, _ in kept if len(held) > 1]
 
     def about_kid(self) -> list[str]:
         if "kid" not in self.columns:
             return []
-        against = f"{self.judges.reference}" if self.judges.reference else "the converged pictures of the same prompts"
+        against = f"{self.judges.reference}" if self.judges.reference else "the converged images of the same prompts"
         eyes = "Inception" if self.judges.inception is not None else "CLIP embeddings"
         words = f"KID is on {eyes}, against {against}"
-        paired = "" if self.judges.reference else "; a picture is never compared with its own twin"
-        few = "" if self.results.count >= FEW else f". FID needs {FEW:,} pictures; here are {self.results.count:,}"
+        paired = "" if self.judges.reference else "; an image is never compared with its own twin"
+        few = "" if self.results.count >= FEW else f". FID needs {FEW:,} images; here are {self.results.count:,}"
         return [f"{words}{paired}{few}."]
 
 
 def alike(a: Array, b: Array) -> bool:
-    """Whether the distances of two cells, picture by picture, are those of one sampler."""
+    """Whether the distances of two cells, image by image, are those of one sampler."""
     return len(a) == len(b) and bool(np.median(np.abs(a - b)) <= SAME * np.median(np.abs(a)))

@@ -1,4 +1,4 @@
-"""The folder of a sampler study: config.json, records a shard, sheets of pictures, the latents of converged runs."""
+"""The folder of a sampler study: config.json, records a shard, sheets of images, the latents of converged runs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from pellucid.evidence.study import records
 from pellucid.evidence.study.cells import Cell
 from pellucid.evidence.study.records import CONFIG, ELSEWHERE, Records
 from pellucid.interop import weights
-from pellucid.interop.whole import file_digest, is_left, put
+from pellucid.interop.atomic_files import file_digest, is_left, put
 
 KIND, VERSION = "samplers", 1
 KEYS = ("cell", "first", "what")
-PICTURES, LATENTS, FEATURES = "pictures", "latents", "features"
+IMAGES, LATENTS, FEATURES = "pictures", "latents", "features"
 
 
 def check_folder(folder: Path, config: Mapping[str, Any], fixed: Sequence[str]) -> None:
@@ -86,18 +86,18 @@ class Files:
         if not path.is_file() or path.read_text("utf-8") != text:
             put(path, text)
 
-    # --- pictures, latents, features ------------------------------------------------------------------------------
+    # --- images, latents, features ------------------------------------------------------------------------------
 
     def place(self, kind: str, cell: Cell, first: int, suffix: str) -> Path:
         return self.folder / kind / cell.folder / f"{first:06d}{suffix}"
 
-    def write_pictures(self, cell: Cell, first: int, pictures: Sequence[Image.Image]) -> None:
-        path = self.place(PICTURES, cell, first, ".png")
-        tiles.write([picture.convert("RGB") for picture in pictures], path)
+    def write_images(self, cell: Cell, first: int, images: Sequence[Image.Image]) -> None:
+        path = self.place(IMAGES, cell, first, ".png")
+        tiles.write([image.convert("RGB") for image in images], path)
         self.note(path)
 
-    def pictures(self, cell: Cell, first: int, count: int) -> list[Image.Image]:
-        return tiles.read(self.checked(self.place(PICTURES, cell, first, ".png")), count)
+    def images(self, cell: Cell, first: int, count: int) -> list[Image.Image]:
+        return tiles.read(self.checked(self.place(IMAGES, cell, first, ".png")), count)
 
     def write_latents(self, cell: Cell, first: int, latents: Tensor) -> None:
         self.write_tensor(self.place(LATENTS, cell, first, ".safetensors"), latents)

@@ -1,4 +1,4 @@
-"""How long one picture takes in each cell: warm, one at a time, in rounds over all cells so that a machine's drift
+"""How long one image takes in each cell: warm, one at a time, in rounds over all cells so that a machine's drift
 falls on all of them alike. Never beside other work of the study."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WARM = 2  # calls before the first that counts
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds of one request for one picture, from prompt to pixels: median and quartiles of all rounds."""
+    """Seconds of one request for one image, from prompt to pixels: median and quartiles of all rounds."""
 
     seconds: tuple[float, ...]
 

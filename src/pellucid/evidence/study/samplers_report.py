@@ -1,4 +1,4 @@
-"""The report of a sampler study: report.html with charts to hover and pictures by cell, PNG charts, table.md and
+"""The report of a sampler study: report.html with charts to hover and images by cell, PNG charts, table.md and
 results.json, of whatever is there so far."""
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import numpy as np
 
 from pellucid.evidence.study import charts
 from pellucid.evidence.study.front import Knee
-from pellucid.evidence.study.page import Axis, Cell, Chart, Code, Mark, Page, Pictures, Series, Table, Text
+from pellucid.evidence.study.page import Axis, Cell, Chart, Code, Images, Mark, Page, Series, Table, Text
 from pellucid.evidence.study.page_chart import short
 from pellucid.evidence.study.samplers_figures import Figures
 from pellucid.evidence.study.samplers_results import Column
 from pellucid.evidence.study.samplers_verdict import interval, names
-from pellucid.interop.whole import put
+from pellucid.interop.atomic_files import put
 
-SHOWN = 8  # pictures of a cell on the page
+SHOWN = 8  # images of a cell on the page
 CONVERGED = "converged"
 
 
@@ -41,7 +41,7 @@ def write(found: Figures) -> Path:
         page.add(Text(found.verdict.comparison))
     page.add(*(Text(words) for words in found.doubts()))
     page.add(*drawn.values())
-    page.add(*tables(found), pictures(found), *notes(found))
+    page.add(*tables(found), images(found), *notes(found))
     page.add(Code(json.dumps(found.study.config.to_dict(found.study.subject.mark), indent=1), "Config"))
     return page.write(folder / "report.html")
 
@@ -57,9 +57,9 @@ def headline(found: Figures) -> str:
     prompts = f"{len(config.prompts):,} prompts × " if config.prompts else ""
     seeds = "1 seed" if config.seeds == 1 else f"{config.seeds:,} seeds"
     guidance = f"guidance {found.study.subject.guidance if config.guidance is None else config.guidance}"
-    words = [f"{results.count:,} pictures a cell ({prompts}{seeds})", guidance, f"times on {found.clock.machine}"]
-    if results.count < config.pictures:
-        words.append(f"unfinished: {results.count:,} of {config.pictures:,} pictures")
+    words = [f"{results.count:,} images a cell ({prompts}{seeds})", guidance, f"times on {found.clock.machine}"]
+    if results.count < config.images:
+        words.append(f"unfinished: {results.count:,} of {config.images:,} pictures")
     return " · ".join(words)
 
 
@@ -113,7 +113,7 @@ def curve(found: Figures, column: Column, axis: Axis, costs: list[float]) -> Cha
     if column.of_converged is not None:
         marks.append(Mark("converged", y=column.of_converged * scale))
     better = "Less is better." if measure.less else "More is better."
-    note = f"{better} Bars are 95 % intervals over the same resampled pictures; a click on a point shows its pictures."
+    note = f"{better} Bars are 95 % intervals over the same resampled images; a click on a point shows its images."
     title = f"{measure.title[:1].upper()}{measure.title[1:]} against {axis.name.partition(' (')[0]}"
     return Chart(title, series, axis, Axis(measure.title, log), marks, note)
 
@@ -127,8 +127,8 @@ def latency(found: Figures, axis: Axis) -> Chart:
         medians = [found.latencies[i].median for i in held]
         lows, highs = [low for low, _ in spread], [high for _, high in spread]
         series.append(Series(text, calls, medians, lows, highs, [], [found.cells[i].label for i in held], colour))
-    note = f"One picture at a time, warm: median and quartiles of {found.study.config.rounds} rounds."
-    return Chart("Seconds a picture against model calls", series, axis, Axis("seconds a picture", True), (), note)
+    note = f"One image at a time, warm: median and quartiles of {found.study.config.rounds} rounds."
+    return Chart("Seconds an image against model calls", series, axis, Axis("seconds a picture", True), (), note)
 
 
 def colours(found: Figures) -> dict[str, str]:
@@ -164,14 +164,14 @@ def main_table(found: Figures) -> Table:
     note = (
         "In brackets 95 % intervals, of seconds quartiles. 'Front': no cell has fewer calls and a better "
         f"{found.main.measure.title}. Distances are root mean square differences of pixels in [0, 1] (8 bits) and of "
-        "latents to the converged picture of the same prompt and noise: their mean over pictures, and for pixels the "
-        "median and the picture that is worse than 95 of 100."
+        "latents to the converged image of the same prompt and noise: their mean over images, and for pixels the "
+        "median and the image that is worse than 95 of 100."
     )
     return Table("All cells", columns, tuple(rows), note)
 
 
 def tails(found: Figures, i: int) -> tuple[str, str]:
-    held = found.results.per_picture(found.cells[i], "pictures", "distance")
+    held = found.results.per_image(found.cells[i], "pictures", "distance")
     return short(float(np.median(held)), 3), short(float(np.quantile(held, 0.95)), 3)
 
 
@@ -201,8 +201,8 @@ def scene_table(found: Figures) -> Table:
     for cell, shares in zip(found.cells, by_cell, strict=True):
         told_of = [shares.get(name, (0, 0)) for name in kinds]
         rows.append((cell.label, *(f"{100 * good / count:.1f} %" if count else "–" for good, count in told_of)))
-    note = "Shares of the pictures whose prompt asks for it. What cannot be read is not right."
-    return Table("What the pictures show", ("cell", *kinds), tuple(rows), note)
+    note = "Shares of the images whose prompt asks for it. What cannot be read is not right."
+    return Table("What the images show", ("cell", *kinds), tuple(rows), note)
 
 
 def markdown(found: Figures) -> str:
@@ -220,24 +220,24 @@ def notes(found: Figures) -> list[Text]:
     return [Text(words, kind="note") for words in found.notes()]
 
 
-# --- pictures --------------------------------------------------------------------------------------------------
+# --- images --------------------------------------------------------------------------------------------------
 
 
-def pictures(found: Figures) -> Pictures:
-    """The first pictures of every cell, and the converged ones."""
+def images(found: Figures) -> Images:
+    """The first images of every cell, and the converged ones."""
     study = found.study
     first = found.results.firsts[0]
     count = len(study.config.numbers(first))
     best = study.converged[0]
-    cells = [Cell(CONVERGED, study.files.pictures(best, first, count)[:SHOWN], f"{best.setup.text} × {best.steps}")]
+    cells = [Cell(CONVERGED, study.files.images(best, first, count)[:SHOWN], f"{best.setup.text} × {best.steps}")]
     for i, cell in enumerate(found.cells):
         note = f"{cell.nfe} calls, {found.main.measure.title} {interval(found.main, i)}"
-        cells.append(Cell(cell.label, study.files.pictures(cell, first, count)[:SHOWN], note))
+        cells.append(Cell(cell.label, study.files.images(cell, first, count)[:SHOWN], note))
     for one in study.converged[1:]:
-        cells.append(Cell(one.key, study.files.pictures(one, first, count)[:SHOWN], "the same sampler's own"))
+        cells.append(Cell(one.key, study.files.images(one, first, count)[:SHOWN], "the same sampler's own"))
     knee = found.verdict.knee
     shown = (CONVERGED, found.cells[knee.cell].label if knee is not None else found.cells[0].label)
-    return Pictures("Pictures by cell", cells, "The same prompts and noise in every cell.", shown)
+    return Images("Pictures by cell", cells, "The same prompts and noise in every cell.", shown)
 
 
 # --- for programs ----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The figures of a sampler study: every measure of every cell, with intervals over the same resampled pictures."""
+"""The figures of a sampler study: every measure of every cell, with intervals over the same resampled images."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from pellucid.evidence.study.front import Array
 from pellucid.evidence.study.samplers import Study
 
 RESAMPLES = 1000
-DEAR_RESAMPLES, FID_RESAMPLES = 200, 20  # of KID beyond MANY pictures, and of FID
-MANY = 2000  # pictures beyond which a kernel's resamples are dear
-CLUSTERS = 10  # prompts from which on prompts are drawn again, and not single pictures
+DEAR_RESAMPLES, FID_RESAMPLES = 200, 20  # of KID beyond MANY images, and of FID
+MANY = 2000  # images beyond which a kernel's resamples are dear
+CLUSTERS = 10  # prompts from which on prompts are drawn again, and not single images
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Measure:
         return values if self.less else -values
 
     def amount(self, figure: str) -> str:
-        """'26.1 image-text score', '37.5 % of pictures that are all right'"""
+        """'26.1 image-text score', '37.5 % of images that are all right'"""
         what, percent, _ = self.title.partition(", %")
         return f"{figure} % of {what}" if percent else f"{figure} {what}"
 
@@ -62,7 +62,7 @@ MEASURES = {
 @dataclass(frozen=True)
 class Column:
     """One measure of all cells: estimates and ends of their intervals (C,), and resampled values (C, R) where the
-    resamples are those of the other columns. `of_converged` is the converged pictures' own figure, where it has one."""
+    resamples are those of the other columns. `of_converged` is the converged images' own figure, where it has one."""
 
     measure: Measure
     values: Array
@@ -73,7 +73,7 @@ class Column:
 
 
 class Results:
-    """What the records of a study say, over the pictures that every cell has."""
+    """What the records of a study say, over the images that every cell has."""
 
     def __init__(self, study: Study, resamples: int = RESAMPLES) -> None:
         self.study, self.resamples = study, resamples
@@ -94,20 +94,20 @@ class Results:
 
     @cached_property
     def by_prompt(self) -> bool:
-        """Whether prompts are drawn again: pictures of one prompt are more alike than those of different ones."""
+        """Whether prompts are drawn again: images of one prompt are more alike than those of different ones."""
         config = self.study.config
         return config.seeds > 1 and len({n // config.seeds for n in self.numbers}) >= CLUSTERS
 
     @cached_property
     def weights(self) -> Tensor:
-        """(R, N): how often each picture counts in each resample, the same for every cell and measure."""
+        """(R, N): how often each image counts in each resample, the same for every cell and measure."""
         if not self.by_prompt:
             return draws(self.count, self.resamples)
         prompts = [n // self.study.config.seeds for n in self.numbers]
         places = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
         return draws(len(places), self.resamples)[:, [places[prompt] for prompt in prompts]]
 
-    # --- one number a picture -------------------------------------------------------------------------------------
+    # --- one number an image -------------------------------------------------------------------------------------
 
     def listed(self, cell: Cell, what: str, key: str) -> list[Any]:
         found: list[Any] = []
@@ -126,7 +126,7 @@ class Results:
             self.files.has(cell.key, first, what) for cell in self.cells for first in self.firsts
         )
 
-    def per_picture(self, cell: Cell, what: str, key: str, scale: float = 1.0) -> Array:
+    def per_image(self, cell: Cell, what: str, key: str, scale: float = 1.0) -> Array:
         found = self.listed(cell, what, key)
         if not all(isinstance(value, int | float | None) for value in found):
             where = f"{key} of {cell.key} in the records of {self.files.folder.name}"
@@ -134,7 +134,7 @@ class Results:
         return np.array([math.nan if value is None else scale * float(value) for value in found])
 
     def means(self, measure: Measure, of: Callable[[Cell], Array], converged: float | None = None) -> Column:
-        """The mean over pictures of each cell."""
+        """The mean over images of each cell."""
         held = np.stack([of(cell) for cell in self.cells])  # (C, N)
         w = self.weights.double().numpy()
         drawn = held @ w.T / w.sum(1)
@@ -142,7 +142,7 @@ class Results:
         return Column(measure, held.mean(1), low, high, drawn, converged)
 
     def distance(self, key: str) -> Column:
-        return self.means(MEASURES[key], lambda cell: self.per_picture(cell, "pictures", key))
+        return self.means(MEASURES[key], lambda cell: self.per_image(cell, "pictures", key))
 
     def floor(self, key: str) -> dict[str, float]:
         """How far each converged run still moved when its steps were doubled, over the first batch."""
@@ -155,19 +155,19 @@ class Results:
 
     def image_text(self, what: str) -> Column:
         best = self.study.converged[0]
-        own = float(self.per_picture(best, what, "cosines", 100.0).mean()) if self.complete(best, what) else None
-        return self.means(MEASURES["image_text"], lambda cell: self.per_picture(cell, what, "cosines", 100.0), own)
+        own = float(self.per_image(best, what, "cosines", 100.0).mean()) if self.complete(best, what) else None
+        return self.means(MEASURES["image_text"], lambda cell: self.per_image(cell, what, "cosines", 100.0), own)
 
     def right(self) -> Column:
         best = self.study.converged[0]
-        own = float(self.per_picture(best, "scenes", "right").mean()) if self.complete(best, "scenes") else None
-        found = self.means(MEASURES["right"], lambda cell: self.per_picture(cell, "scenes", "right"), own)
-        # Where all pictures are right, or none, no resample differs: the interval is never narrower than Wilson's.
+        own = float(self.per_image(best, "scenes", "right").mean()) if self.complete(best, "scenes") else None
+        found = self.means(MEASURES["right"], lambda cell: self.per_image(cell, "scenes", "right"), own)
+        # Where all images are right, or none, no resample differs: the interval is never narrower than Wilson's.
         ends = np.array([Share.of(self.listed(cell, "scenes", "right")).interval for cell in self.cells])
         return replace(found, low=np.minimum(found.low, ends[:, 0]), high=np.maximum(found.high, ends[:, 1]))
 
     def attributes(self, cell: Cell) -> dict[str, tuple[int, int]]:
-        """Of each attribute: in how many pictures it is right, of how many that were asked for it."""
+        """Of each attribute: in how many images it is right, of how many that were asked for it."""
         found: dict[str, tuple[int, int]] = {}
         for marks in self.listed(cell, "scenes", "marks"):
             for name, right in marks.items():
@@ -179,13 +179,13 @@ class Results:
     def complete(self, cell: Cell, what: str) -> bool:
         return all(self.files.has(cell.key, first, what) for first in self.firsts)
 
-    # --- sets of pictures -----------------------------------------------------------------------------------------
+    # --- sets of images -----------------------------------------------------------------------------------------
 
     def features(self, cell: Cell, what: str) -> Tensor:
         return torch.cat([self.files.features(cell, first, what) for first in self.firsts])
 
     def kid(self, what: str, reference: Tensor | None = None, device: torch.device | str = "cpu") -> Column:
-        """Against the converged pictures of the same prompts and noise, in pairs; or against a reference."""
+        """Against the converged images of the same prompts and noise, in pairs; or against a reference."""
         best = (self.features(self.study.converged[0], what) if reference is None else reference).to(device)
         weights = self.weights[: DEAR_RESAMPLES if self.count > MANY else None]
         whole = torch.ones(1, self.count)
@@ -200,12 +200,12 @@ class Results:
                 rows = kid_resampled(x, best, weights, torch.ones(len(weights), len(best))).cpu()
             drawn.append(rows.numpy())
         table = np.stack(drawn)
-        table = table[:, np.isfinite(table).all(0)]  # a resample that is one picture many times has no pairs
+        table = table[:, np.isfinite(table).all(0)]  # a resample that is one image many times has no pairs
         low, high = np.quantile(table, [0.025, 0.975], axis=1)
         return Column(MEASURES["kid"], np.array(values), low, high, table)
 
     def fid(self, what: str, reference: Statistics | None = None, device: torch.device | str = "cpu") -> Column | None:
-        """From 10,000 pictures on; below, it says more about their number than about their quality."""
+        """From 10,000 images on; below, it says more about their number than about their quality."""
         if self.count < FEW:
             return None
         if reference is None:

@@ -4,7 +4,7 @@
     found = study(config, Path("out/samplers"))  # or study(config, folder, pellucid.wrap(pipeline))
     print(found.verdict.sentence)
 
-First the pictures, here or over processes; then times, alone; then figures.
+First the images, here or over processes; then times, alone; then figures.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def study(
 def share(
     opened: Study, pipe: Any, judges: dict[str, Any], device: str | None, processes: int, ray: int, bar: Bar
 ) -> None:
-    """The pictures, over processes or over Ray."""
+    """The images, over processes or over Ray."""
     if pipe is not None:
         must = "left out for a pipeline that is given: other processes load a model by its name"
         raise PellucidError(rule("processes, ray", must, (processes, ray)), "shard")

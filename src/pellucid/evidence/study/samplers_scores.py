@@ -1,4 +1,4 @@
-"""What a sampler study sees in pictures: how far they are from converged ones, how they fit their prompts, their
+"""What a sampler study sees in images: how far they are from converged ones, how they fit their prompts, their
 features, and in scenes whether they show what was asked for."""
 
 from __future__ import annotations
@@ -29,30 +29,28 @@ DIGITS = 8
 
 
 class Scorer(Protocol):
-    """Something that looks at the pictures of one batch. `what` names its rows: another judge has another name."""
+    """Something that looks at the images of one batch. `what` names its rows: another judge has another name."""
 
     @property
     def what(self) -> str: ...
 
     def __call__(
-        self, pictures: Sequence[Image.Image], prompts: Sequence[str], files: Files, cell: Cell, first: int
+        self, images: Sequence[Image.Image], prompts: Sequence[str], files: Files, cell: Cell, first: int
     ) -> dict[str, Any]: ...
 
 
-def pixels(pictures: Sequence[Image.Image]) -> Tensor:
+def pixels(images: Sequence[Image.Image]) -> Tensor:
     """(N, 3, H, W) uint8."""
-    held = [torch.from_numpy(np.asarray(picture.convert("RGB")).copy()) for picture in pictures]
+    held = [torch.from_numpy(np.asarray(image.convert("RGB")).copy()) for image in images]
     return torch.stack(held).permute(0, 3, 1, 2).contiguous()
 
 
 def distances(made: Made, best: Made) -> dict[str, list[float | None]]:
-    """Root mean square differences of each picture: of its pixels in [0, 1], in 8 bits as a person gets them, and of
+    """Root mean square differences of each image: of its pixels in [0, 1], in 8 bits as a person gets them, and of
     its latents (of a pixel model: x), which 8 bits do not round. None where a number is not finite."""
     a, b = (pixels(one.images).double() / 255 for one in (made, best))
     if a.shape != b.shape or made.latents.shape != best.latents.shape:
-        raise PellucidError(
-            rule("pictures", f"of the converged ones' shape, {tuple(b.shape)}", tuple(a.shape)), "shape"
-        )
+        raise PellucidError(rule("images", f"of the converged ones' shape, {tuple(b.shape)}", tuple(a.shape)), "shape")
     return {"distance": rms(a, b), "latent": rms(made.latents.double(), best.latents.double())}
 
 
@@ -69,14 +67,14 @@ class InceptionScorer:
         self.what = f"inception-{network.digest()[:DIGITS]}"
 
     def __call__(
-        self, pictures: Sequence[Image.Image], prompts: Sequence[str], files: Files, cell: Cell, first: int
+        self, images: Sequence[Image.Image], prompts: Sequence[str], files: Files, cell: Cell, first: int
     ) -> dict[str, Any]:
-        files.write_features(cell, first, self.what, inception_features(pixels(pictures), self.network, len(pictures)))
+        files.write_features(cell, first, self.what, inception_features(pixels(images), self.network, len(images)))
         return {}
 
 
 class ClipScorer:
-    """Cosines of pictures with their prompts; the embeddings of the pictures are kept too, of length √D, so that KID's
+    """Cosines of images with their prompts; the embeddings of the images are kept too, of length √D, so that KID's
     kernel (x·y / D + 1)³ sees their cosines."""
 
     def __init__(self, judge: image_text.Judge) -> None:
@@ -84,16 +82,16 @@ class ClipScorer:
         self.what = f"clip-{fingerprint.of_network(judge.network).rpartition(':')[2][:DIGITS]}"
 
     def __call__(
-        self, pictures: Sequence[Image.Image], prompts: Sequence[str], files: Files, cell: Cell, first: int
+        self, images: Sequence[Image.Image], prompts: Sequence[str], files: Files, cell: Cell, first: int
     ) -> dict[str, Any]:
-        found = self.judge.image(pixels(pictures))  # (N, D) of length 1
+        found = self.judge.image(pixels(images))  # (N, D) of length 1
         files.write_features(cell, first, self.what, found * math.sqrt(found.shape[1]))
         texts, cut = self.judge.text(prompts)
         return {"cosines": (found * texts).sum(-1).cpu().tolist(), "cut": cut}
 
 
 class SceneScorer:
-    """Whether a picture shows the scene that its prompt describes, by attribute."""
+    """Whether an image shows the scene that its prompt describes, by attribute."""
 
     what = "scenes"
 
@@ -101,9 +99,9 @@ class SceneScorer:
         self.device = device
 
     def __call__(
-        self, pictures: Sequence[Image.Image], prompts: Sequence[str], files: Files, cell: Cell, first: int
+        self, images: Sequence[Image.Image], prompts: Sequence[str], files: Files, cell: Cell, first: int
     ) -> dict[str, Any]:
-        readings = scenes.read(seen(pictures, self.device))
+        readings = scenes.read(seen(images, self.device))
         found = [judge(reading, scenes.parse(prompt)) for reading, prompt in zip(readings, prompts, strict=True)]
         return {
             "right": [one.right for one in found],

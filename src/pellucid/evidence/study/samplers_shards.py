@@ -84,7 +84,7 @@ def follow(waiting: list[Future[int]], folder: Path, seen: Callable[[int], objec
 
 
 def batches_in(folder: Path) -> int:
-    """Batches of cells whose pictures are there, of all processes."""
+    """Batches of cells whose images are there, of all processes."""
     return sum(path.read_bytes().count(b'"what": "pictures"') for path in folder.glob("records*.jsonl"))
 
 

@@ -1,4 +1,4 @@
-"""What a sampler study asks for pictures: a loaded pipeline, a wrapped one of diffusers, or what stands in for one."""
+"""What a sampler study asks for images: a loaded pipeline, a wrapped one of diffusers, or what stands in for one."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Subject:
         raise PellucidError(rule("model", must, type(pipe).__name__), "study-model")
 
     def make(self, asked: list[str], seeds: list[int], **how: Any) -> Made:
-        """One picture for each of `asked`, with these seeds."""
+        """One image for each of `asked`, with these seeds."""
         if self.asks == "prompt":
             found = self.pipe(asked, seed=seeds, **how)
         elif self.asks == "label":
@@ -80,7 +80,7 @@ class Subject:
         else:
             found = self.pipe(n=len(seeds), seed=seeds, **how)
         if len(found.images) != len(seeds):
-            raise PellucidError(rule("pictures", f"{len(seeds)}, one a seed", len(found.images)), "study-pictures")
+            raise PellucidError(rule("images", f"{len(seeds)}, one a seed", len(found.images)), "study-pictures")
         end = found.plan.end.alpha if found.plan.dialect == "exact" else 1.0
         return Made(list(found.images), (found.latents / (end or 1.0)).float().cpu())
 

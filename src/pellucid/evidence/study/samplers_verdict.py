@@ -16,9 +16,9 @@ from pellucid.evidence.study.samplers_results import Column
 
 POINTS = 65  # of the common range of model calls at which samplers are compared
 TINY = 1e-12
-TIE = 1e-4  # a part of a figure: samplers that make the same pictures differ by less
+TIE = 1e-4  # a part of a figure: samplers that make the same images differ by less
 DISTANCES = ("distance", "latent")
-TIE_OF_DISTANCES = 5e-3  # on a GPU by up to 3e-3, since rounding moves some pictures far
+TIE_OF_DISTANCES = 5e-3  # on a GPU by up to 3e-3, since rounding moves some images far
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def sentence(cells: list[Cell], column: Column, latencies: list[Latency], knee: 
         return "No sampler can be recommended: no cell has finite figures."
     cell, measure, i = cells[knee.cell], column.measure, knee.cell
     seconds = latencies[i].median
-    cost = f"{cell.nfe} model calls" + (f", {short(seconds, 3)} s a picture," if np.isfinite(seconds) else "")
+    cost = f"{cell.nfe} model calls" + (f", {short(seconds, 3)} s an image," if np.isfinite(seconds) else "")
     figure = interval(column, i)
     gives = {
         "distance": f"leave it {figure} RMSE from the converged picture",

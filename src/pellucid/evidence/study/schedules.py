@@ -22,7 +22,7 @@ from pellucid.evidence.metrics.inception import Inception, to_bytes
 from pellucid.evidence.metrics.weights import load_inception
 from pellucid.evidence.study.judge import FEWEST, Judge, shuffled
 from pellucid.evidence.study.records import Records, alone, claim, is_mine
-from pellucid.interop.whole import put
+from pellucid.interop.atomic_files import put
 from pellucid.train.config import TrainConfig, chosen, counts, parse, read, to_plain
 from pellucid.train.denoise import DenoiserConfig, DenoiserTask
 from pellucid.train.journal import sheet
@@ -32,15 +32,15 @@ from pellucid.train.trainer import Trainer
 
 VERSION = 1
 KEYS = ("schedule", "seed", "step", "ema", "grid")
-RUNS, PICTURES, FEATURES = "runs", "pictures", "features"
-MOST, IN_CIFAR10 = 1_000_000, 50_000  # pictures that are made, and that there are to compare with
-SAMPLE_SEED = 1234  # of every set of pictures: schedules start from the same noise
+RUNS, IMAGES, FEATURES = "runs", "pictures", "features"
+MOST, IN_CIFAR10 = 1_000_000, 50_000  # images that are made, and that there are to compare with
+SAMPLE_SEED = 1234  # of every set of images: schedules start from the same noise
 Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
 class ScheduleStudy:
-    """`train` is a run as `pellucid train` takes it, without a schedule. Pictures are made and scored at each of
+    """`train` is a run as `pellucid train` takes it, without a schedule. Images are made and scored at each of
     `points` (steps), `samples` of them, and `final_samples` at the last; there also with the other grids and EMA
     lengths."""
 
@@ -50,9 +50,9 @@ class ScheduleStudy:
     seeds: tuple[int, ...] = (0,)
     samples: int = 10_000
     final_samples: int = 50_000
-    reference: int = 50_000  # training pictures that FID compares with
-    neighbours: int = 10_000  # pictures of each side for KID, and for precision and recall
-    batch: int = 1000  # pictures made at once
+    reference: int = 50_000  # training images that FID compares with
+    neighbours: int = 10_000  # images of each side for KID, and for precision and recall
+    batch: int = 1000  # images made at once
     resamples: int = 20  # of a FID's interval, at the last point
     grids: tuple[str, ...] = ()  # scored at the last point too, beside the config's own
     inception: str | None = None
@@ -182,7 +182,7 @@ class Study:
         return [cell for cell in self.config.cells(schedule, seed, step) if not self.records.has(cell)]
 
     def new_judge(self, trainer: Trainer) -> Judge:
-        """Made for the first score: until then a process that shares the study may have seen the training pictures."""
+        """Made for the first score: until then a process that shares the study may have seen the training images."""
         c, images = self.config, trainer.source.data.images  # type: ignore[union-attr]
         assert self.inception is not None
         self.say(f"features of {min(c.reference, len(images)):,} training pictures")
@@ -200,14 +200,14 @@ class Study:
         self.say(f"{trainer.folder.name}: steps {at} to {step} in {time.perf_counter() - started:.1f} s")
 
     def score(self, trainer: Trainer, cell: Mapping[str, Any]) -> dict[str, Any]:
-        """Of pictures that are made for it. The last score of a run has more of them, and an interval of FID; `fid_few`
+        """Of images that are made for it. The last score of a run has more of them, and an interval of FID; `fid_few`
         is then that of as many as at the points before, to be compared with them."""
         self.judge = self.judge or self.new_judge(trainer)
         c, main = self.config, (cell["ema"], cell["grid"]) == self.config.own
         last = main and cell["step"] == c.points[-1]
-        made = self.pictures(trainer, cell["ema"], cell["grid"], c.final_samples if last else c.samples)
+        made = self.images(trainer, cell["ema"], cell["grid"], c.final_samples if last else c.samples)
         if main:
-            path = self.folder / PICTURES / f"{trainer.folder.name}-{cell['step']:08d}.png"
+            path = self.folder / IMAGES / f"{trainer.folder.name}-{cell['step']:08d}.png"
             path.parent.mkdir(exist_ok=True)
             put(path, Image.fromarray(sheet(made[:64].float() / 255)).save)
         found = self.judge.features(made)
@@ -222,7 +222,7 @@ class Study:
             score["kid_last_call"] = self.judge.kid(self.judge.features(denoised))
         return score
 
-    def pictures(self, trainer: Trainer, ema: float, grid: str, count: int) -> Tensor:
+    def images(self, trainer: Trainer, ema: float, grid: str, count: int) -> Tensor:
         """(count, 3, H, W) uint8 from the running mean of one length."""
         task, at_once, dtype = denoising(trainer), min(self.config.batch, count), half_of(trainer)
         with averaged(trainer, ema) as ask:
@@ -232,7 +232,7 @@ class Study:
             return torch.cat([to_bytes(batch.add(1).div(2)) for batch in made])
 
     def last_calls(self, trainer: Trainer, ema: float, grid: str) -> Tensor | None:
-        """Training pictures, noised to the level of the last call and denoised by it: their KID is what the end of the
+        """Training images, noised to the level of the last call and denoised by it: their KID is what the end of the
         grid costs. Others than the judge compares with; None where there are no others."""
         images, some = trainer.source.data.images, self.config.neighbours  # type: ignore[union-attr]
         chosen = shuffled(len(images))[some : 2 * some].to(images.device)
@@ -247,7 +247,7 @@ class Study:
 
 @contextmanager
 def averaged(trainer: Trainer, ema: float) -> Iterator[Callable[..., Tensor]]:
-    """The network with the running mean of one length in it, as pictures are made with it."""
+    """The network with the running mean of one length in it, as images are made with it."""
     assert trainer.ema is not None
     network = trainer.network.eval()
     with trainer.ema.inside(ema):

@@ -1,4 +1,4 @@
-"""The four charts of a schedule study: quality, loss by noise level, stability, pictures."""
+"""The four charts of a schedule study: quality, loss by noise level, stability, images."""
 
 from __future__ import annotations
 
@@ -173,17 +173,17 @@ def smooth(axes: Axes, x: Array, y: Array, look: dict[str, Any]) -> None:
     axes.plot(x, y, **look)
 
 
-# --- pictures --------------------------------------------------------------------------------------------------------
+# --- images --------------------------------------------------------------------------------------------------------
 
 DPI = 200
 GAP, LEFT, TOP = 0.08, 0.35, 0.5  # inches
 LEAST = 200  # pixels of a sheet's side, to which small ones are enlarged by whole numbers
 
 
-def pictures(found: Results, path: Path) -> Path:
+def images(found: Results, path: Path) -> Path:
     """A row a schedule, a column a point: what the first seed makes of the same noise. Pixels stay whole."""
     names, steps = found.study.schedules, found.study.points
-    sheets = {(name, step): sheet_of(found.picture(name, step)) for name in names for step in steps}
+    sheets = {(name, step): sheet_of(found.image(name, step)) for name in names for step in steps}
     side = max([max(sheet.shape[:2]) for sheet in sheets.values() if sheet is not None], default=LEAST) / DPI
     width, height = LEFT + len(steps) * (side + GAP), TOP + len(names) * (side + GAP)
     figure = charts.canvas(width, height)

@@ -10,14 +10,14 @@ from pathlib import Path
 from pellucid.evidence.study import charts, schedules_charts
 from pellucid.evidence.study.schedules_results import Results
 from pellucid.evidence.study.schedules_table import plain, tables, verdicts
-from pellucid.interop.whole import put
+from pellucid.interop.atomic_files import put
 from pellucid.train.config import to_plain
 
 CHARTS = (
     ("quality", schedules_charts.quality, "Quality over training."),
     ("levels", schedules_charts.levels, "Where the network errs at the end, and where each schedule trained it."),
     ("stability", schedules_charts.stability, "How calm training was: the steps of a window against each other."),
-    ("pictures", schedules_charts.pictures, "Pictures of the first seed, from the same noise."),
+    ("pictures", schedules_charts.images, "Pictures of the first seed, from the same noise."),
 )
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2530; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
@@ -31,7 +31,7 @@ pre { background: #f5f7f9; padding: 1rem; overflow-x: auto; font-size: .8rem; }
 """
 ALONE = (
     "Each interval holds for its own pair at 95 %: of twenty pairs that do not differ, one would seem to. "
-    "Less is better for both. Schedules of one seed share the data order, the first weights and the noise of pictures."
+    "Less is better for both. Schedules of one seed share the data order, the first weights and the noise of images."
 )
 TABLE = "table.json"
 

@@ -14,9 +14,9 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import naming, read_json
 from pellucid.core.schedule import Array
 from pellucid.evidence.study.records import CONFIG, MARKS, Records
-from pellucid.evidence.study.schedules import KEYS, PICTURES, RUNS, ScheduleStudy
+from pellucid.evidence.study.schedules import IMAGES, KEYS, RUNS, ScheduleStudy
 from pellucid.evidence.study.significance import Difference, Estimate, between
-from pellucid.interop.whole import read_lines
+from pellucid.interop.atomic_files import read_lines
 from pellucid.train.config import read
 from pellucid.train.journal import FILE as LOG
 
@@ -74,9 +74,9 @@ class Results:
         logs = {run: windows_of(folder / RUNS / f"{run[0]}-{run[1]}" / LOG) for run in runs}
         return Results(folder, study, tuple(rows), logs)
 
-    def picture(self, schedule: str, step: int) -> Path:
-        """A sheet of pictures of the first seed."""
-        return self.folder / PICTURES / f"{schedule}-{self.study.seeds[0]}-{step:08d}.png"
+    def image(self, schedule: str, step: int) -> Path:
+        """A sheet of images of the first seed."""
+        return self.folder / IMAGES / f"{schedule}-{self.study.seeds[0]}-{step:08d}.png"
 
     # --- scores
 
@@ -87,7 +87,7 @@ class Results:
         return {row["seed"]: row for row in self.rows if all(row[key] == value for key, value in wanted.items())}
 
     def curve(self, schedule: str, metric: str) -> list[Point]:
-        """A metric over training. FID is that of `samples` pictures at every point: at another count it is another."""
+        """A metric over training. FID is that of `samples` images at every point: at another count it is another."""
         found = []
         for step in self.study.points:
             rows = list(self.at(schedule, step).values())
@@ -98,12 +98,12 @@ class Results:
         return found
 
     def final(self, schedule: str) -> Point | None:
-        """FID of `final_samples` pictures at the end, where these are more."""
+        """FID of `final_samples` images at the end, where these are more."""
         rows = list(self.at(schedule, self.study.points[-1]).values())
         return Point.of(rows, "fid") if rows and self.study.samples < self.study.final_samples else None
 
     def variants(self, schedule: str) -> list[list[Row]]:
-        """The scores of the last point, a list of seeds for each EMA length and grid; all of `samples` pictures."""
+        """The scores of the last point, a list of seeds for each EMA length and grid; all of `samples` images."""
         cells = self.study.cells(schedule, self.study.seeds[0], self.study.points[-1])
         found = []
         for cell in cells:

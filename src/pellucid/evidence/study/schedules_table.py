@@ -67,8 +67,8 @@ def final(found: Results) -> Table:
     columns = ("schedule", "step", "pictures", *(title for _, title, _ in METRICS), "precision", "recall")
     last = (LAST_CALL, "loss", "gradient norm", "its spread", "training")
     note = (
-        "± is one standard deviation over the seeds; brackets hold 95 % of other pictures of one run. The last call "
-        "alone: KID × 10³ of training pictures that are noised to its level and denoised by it, which is what the end "
+        "± is one standard deviation over the seeds; brackets hold 95 % of other images of one run. The last call "
+        "alone: KID × 10³ of training images that are noised to its level and denoised by it, which is what the end "
         "of the grid costs, however good the way to it. Loss, gradient norm and its spread within a window (standard "
         "deviation ÷ mean) are of the last tenth of training. Losses of different schedules are means over different "
         "noise levels and cannot be compared."
@@ -85,11 +85,11 @@ def on_the_way(found: Results) -> Table:
             if by_images:
                 rows.append((f"{title}, {name}", *(by_images.get(images, "–") for images in places(found))))
     columns = ("", *(f"{images:,} images" for images in places(found)))
-    return Table("On the way", columns, tuple(rows), f"FID of {found.study.samples:,} pictures at every point.")
+    return Table("On the way", columns, tuple(rows), f"FID of {found.study.samples:,} images at every point.")
 
 
 def others(found: Results) -> Table:
-    """The last point again with the other EMA lengths and grids, at the same count of pictures."""
+    """The last point again with the other EMA lengths and grids, at the same count of images."""
     rows = []
     for name in found.study.schedules:
         for held in found.variants(name):
@@ -100,7 +100,7 @@ def others(found: Results) -> Table:
     if len(rows) <= len(found.study.schedules):
         rows = []  # there are no others
     columns = ("schedule", "EMA, images", "grid", "FID", "KID × 10³", LAST_CALL)
-    note = f"FID of {found.study.samples:,} pictures. An image of the EMA counts half as much so many images later."
+    note = f"FID of {found.study.samples:,} images. An image of the EMA counts half as much so many images later."
     return Table("Other running means and grids, at the last point", columns, tuple(rows), note)
 
 

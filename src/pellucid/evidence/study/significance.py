@@ -24,7 +24,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Difference:
-    """`a` less `b`, and the 95 % interval of that. `kind` says what the interval holds for: other seeds, other pictures
+    """`a` less `b`, and the 95 % interval of that. `kind` says what the interval holds for: other seeds, other images
     of the same two runs, or nothing (then there is no interval)."""
 
     value: float
@@ -65,7 +65,7 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
 
 
 def of_runs(a: Estimate, b: Estimate) -> Difference:
-    """Of two runs whose pictures were drawn each on their own: the interval of a difference from those of its parts
+    """Of two runs whose images were drawn each on their own: the interval of a difference from those of its parts
     (Zou and Donner 2008, "MOVER"), which need not be symmetric."""
     value = a.value - b.value
     if a.low is None or a.high is None or b.low is None or b.high is None:
@@ -114,7 +114,7 @@ def in_words(a: str, b: str, found: Difference, unit: str, scale: float = 1.0) -
     else:
         ends = sorted((found.low * sign, found.high * sign))
         amount = f"{size:.2f} ({ends[0]:.2f} to {ends[1]:.2f}) {unit}".replace("-", "−")
-        scope = "the pictures of one run each; other seeds are not known"
+        scope = "the images of one run each; other seeds are not known"
     if found.significant:
         return f"{better} is better than {worse} by {amount} (significant over {scope})."
     return f"{better} and {worse} are not distinguishable: apart by {amount} (over {scope})."

@@ -112,7 +112,7 @@ def notes(a: Trace, b: Trace, tolerance: float) -> list[str]:
     if a.header.images != b.header.images:
         found.append(f"A has {a.header.images} images, B {b.header.images}: those in both are compared, by place")
     found += [f"{name}: {OLD}" for name, t in (("A", a), ("B", b)) if t.found.sound is None]
-    blind = not (a.pictured and b.pictured)
+    blind = not (a.has_images and b.has_images)
     if blind and tolerance:
         found.append("without tensors the tolerance is of norms: other tensors of the same norm count as the same")
     return found

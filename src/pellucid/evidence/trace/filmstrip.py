@@ -1,4 +1,4 @@
-"""A run in one picture: x, x0 and what guidance did to it, step by step, over the curves of its numbers."""
+"""A run in one image: x, x0 and what guidance did to it, step by step, over the curves of its numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pellucid.evidence.trace import looks
 from pellucid.evidence.trace.looks import Look
 from pellucid.evidence.trace.reading import Step, Trace
 
-COLUMNS = 12  # steps that are shown as pictures
+COLUMNS = 12  # steps that are shown as images
 CELL = 1.15  # inches
 PANEL = 2.1  # inches of a chart's height
 LEFT, TOP, GAP, RIGHT, BOTTOM, BETWEEN = 1.25, 0.95, 0.06, 0.25, 0.0, 0.62
@@ -31,7 +31,7 @@ PERCENTILE = 0.995  # of differences, which becomes the end of the colours
 
 @dataclass(frozen=True)
 class Strip:
-    """One line of pictures: its name, a note under it, (H, W, 3) arrays, and a word under each."""
+    """One line of images: its name, a note under it, (H, W, 3) arrays, and a word under each."""
 
     name: str
     note: str
@@ -40,13 +40,13 @@ class Strip:
 
 
 def draw(trace: Trace, path: Path, *, image: int = 0, vae: Any = None) -> Path:
-    """Writes the picture of one image of a run; with `vae`, latents are decoded."""
+    """Writes the image of one image of a run; with `vae`, latents are decoded."""
     charts.require()
     steps = [step for step in trace.steps if image in step.images]
     if not steps:
         must = f"one of the {trace.header.images} images that ran"
         raise PellucidError(rule("image", f"{must}, counted from 0", image), "trace-image")
-    shown = looks.spaced([i for i in trace.pictured if image in trace.steps[i].images], COLUMNS)
+    shown = looks.spaced([i for i in trace.has_images if image in trace.steps[i].images], COLUMNS)
     strips = strips_of(trace, shown, image, vae) if shown else []
     columns = max(len(shown), 8)
     width = LEFT + columns * (CELL + GAP) + RIGHT
@@ -74,7 +74,7 @@ def strips_of(trace: Trace, shown: list[int], image: int, vae: Any) -> list[Stri
     unit = x / sizes.reshape(-1, *([1] * (x.ndim - 1)))
     found = [
         Strip("x", "scaled to size 1", arrays(look.colours(unit))),
-        Strip("x0", look.name, arrays(look.picture(x0))),
+        Strip("x0", look.name, arrays(look.image(x0))),
     ]
     if "delta" in trace.header.kept:
         found.append(guidance_strip(look, x0, held("delta")))
@@ -91,8 +91,8 @@ def guidance_strip(look: Look, x0: Tensor, delta: Tensor) -> Strip:
     return Strip("x0 − cond", "guidance and clips, around grey", arrays(torch.stack(cells)), feet)
 
 
-def arrays(pictures: Tensor) -> list[Any]:
-    return [np.nan_to_num(one.movedim(0, -1).double().numpy()) for one in pictures]
+def arrays(images: Tensor) -> list[Any]:
+    return [np.nan_to_num(one.movedim(0, -1).double().numpy()) for one in images]
 
 
 # --- drawing ---------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import open_file, parse_json, typed
-from pellucid.interop.whole import put
+from pellucid.interop.atomic_files import put
 
 KIND, SCHEMA = "pellucid-trace", 1
 MAX_HEADER = 100_000_000  # bytes, safetensors' own limit

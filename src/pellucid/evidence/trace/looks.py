@@ -1,4 +1,4 @@
-"""Tensors as pictures: pixels as they are, latents decoded where there is a VAE, or through a linear map to colours."""
+"""Tensors as images: pixels as they are, latents decoded where there is a VAE, or through a linear map to colours."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ RIDGE = 1e-3  # of the fit of colours to latents
 
 
 class Look(Protocol):
-    """(N, C, H, W) → (N, 3, h, w): x0 as a picture in [0, 1], and any tensor, or a difference, as colours."""
+    """(N, C, H, W) → (N, 3, h, w): x0 as an image in [0, 1], and any tensor, or a difference, as colours."""
 
     name: str
 
-    def picture(self, x0: Tensor) -> Tensor: ...
+    def image(self, x0: Tensor) -> Tensor: ...
 
     def colours(self, x: Tensor) -> Tensor: ...
 
     def change(self, x0: Tensor, delta: Tensor) -> Tensor:
-        """What taking `delta` away from x0 takes away from its picture; signed."""
+        """What taking `delta` away from x0 takes away from its image; signed."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Pixels:
 
     name: str = "pixels"
 
-    def picture(self, x0: Tensor) -> Tensor:
+    def image(self, x0: Tensor) -> Tensor:
         return self.colours(x0)
 
     def colours(self, x: Tensor) -> Tensor:
@@ -70,16 +70,16 @@ class Linear:
         return Linear(table, 0.5 - (table @ mean)[:, 0])
 
     @staticmethod
-    def fitted(x0: Tensor, pictures: Tensor) -> Linear:
-        """The map that explains decoded pictures best, by least squares."""
+    def fitted(x0: Tensor, images: Tensor) -> Linear:
+        """The map that explains decoded images best, by least squares."""
         flat = x0.double().movedim(1, 0).flatten(1)  # (C, M)
         ones = torch.cat([flat, torch.ones_like(flat[:1])])
-        seen = adaptive_avg_pool2d(pictures.double(), x0.shape[-2:]).movedim(1, 0).flatten(1)  # (3, M)
+        seen = adaptive_avg_pool2d(images.double(), x0.shape[-2:]).movedim(1, 0).flatten(1)  # (3, M)
         square = ones @ ones.T + RIDGE * flat.shape[1] * torch.eye(len(ones), dtype=torch.float64)
         table = torch.linalg.solve(square, ones @ seen.T).T  # (3, C + 1)
         return Linear(table[:, :-1], table[:, -1])
 
-    def picture(self, x0: Tensor) -> Tensor:
+    def image(self, x0: Tensor) -> Tensor:
         return self.colours(x0)
 
     def colours(self, x: Tensor) -> Tensor:
@@ -104,26 +104,26 @@ class Decoded:
     def by(vae: Any, x0: Tensor) -> Decoded:
         return Decoded(vae, Linear.fitted(x0, decode(vae, x0)))
 
-    def picture(self, x0: Tensor) -> Tensor:
+    def image(self, x0: Tensor) -> Tensor:
         return decode(self.vae, x0)
 
     def colours(self, x: Tensor) -> Tensor:
         return self.linear.colours(x)
 
     def change(self, x0: Tensor, delta: Tensor) -> Tensor:
-        return self.picture(x0) - self.picture(x0 - delta)
+        return self.image(x0) - self.image(x0 - delta)
 
 
 @torch.no_grad()
 def decode(vae: Any, x0: Tensor) -> Tensor:
-    """Latents as diffusion has them → pictures in [0, 1], one at a time."""
+    """Latents as diffusion has them → images in [0, 1], one at a time."""
     weight = next(vae.parameters())
     made = [vae.decode(from_diffusion(vae.config, one[None]).to(weight)) for one in x0]
     return (torch.cat(made).float().cpu() / 2 + 0.5).clamp(0, 1)
 
 
 def look_for(x0: Tensor, vae: Any = None) -> Look | None:
-    """How to look at x0 (N, C, H, W); None where it is no picture."""
+    """How to look at x0 (N, C, H, W); None where it is no image."""
     if x0.ndim != 4:
         return None
     if vae is not None and vae.config.latent_channels == x0.shape[1]:

@@ -29,7 +29,7 @@ from pellucid.core.schedule import Level
 NUMBERS = ("x", "x0", "eps", "delta", "cosine", "saturation", "local_error")
 DIGESTED = ("x", "cond", "uncond", "x0", "x_next")
 SAME = 1e-12  # ratios that agree to this are one level
-PIXELS, LATENTS = 1.0, 3.0  # where values count as saturated: the edge of pictures, three deviations of latents
+PIXELS, LATENTS = 1.0, 3.0  # where values count as saturated: the edge of images, three deviations of latents
 
 
 def limit_of(shape: Sequence[int]) -> float:

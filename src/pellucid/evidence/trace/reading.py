@@ -129,12 +129,12 @@ class Trace:
         """Reads every tensor, and so refuses a trace of which any is damaged."""
         for name in filter(self.has, ("start", "end")):
             self.tensor(name)
-        for index in self.pictured:
+        for index in self.has_images:
             for name in self.header.kept:
                 self.tensor(name, index)
 
     @property
-    def pictured(self) -> list[int]:
+    def has_images(self) -> list[int]:
         """The steps whose tensors are there."""
         return [step.index for step in self.steps if self.has("x", step.index)]
 

@@ -105,9 +105,9 @@ class Recorded:
         if any(plan.guided for plan in trace.header.plans):
             must = "of a sampler that uses x0 alone, to run it without its model"
             raise PellucidError(rule("trace", must, trace.header.plans[0].name, "Give the model."), "trace-model")
-        if len(trace.pictured) < trace.header.steps:
+        if len(trace.has_images) < trace.header.steps:
             advice = "Give the model, or record with tensors of every step."
-            got = f"{len(trace.pictured)} of {trace.header.steps}"
+            got = f"{len(trace.has_images)} of {trace.header.steps}"
             raise PellucidError(rule("predictions of the trace", "kept at every step", got, advice), "trace-tensor")
 
     def __call__(self, x: Tensor, level: Any, time: Any) -> Tensor:
@@ -146,11 +146,11 @@ def recipes_of(trace: Trace) -> list[Recipe]:
 
 
 def request_of(trace: Trace, fields: Mapping[str, Any] | None = None) -> Request:
-    """The request that a trace records; `fields` are what a recipe does not hold: pictures and adapters."""
+    """The request that a trace records; `fields` are what a recipe does not hold: images and adapters."""
     recipes = recipes_of(trace)
     given = dict(fields or {})
     needs = repeat.needs_of(recipes[0])
-    missing = [name for name in needs.pictures if name in ("image", "mask") and name not in given]
+    missing = [name for name in needs.images if name in ("image", "mask") and name not in given]
     missing += [adapter["name"] for adapter in needs.adapters if ADAPTERS.get(adapter["kind"]) not in given]
     if missing:
         told = "the trace holds their hashes, not the files"

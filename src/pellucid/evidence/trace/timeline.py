@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pellucid.evidence.trace.reading import Mark, Step, Trace, end_of_last
-from pellucid.interop.whole import put
+from pellucid.interop.atomic_files import put
 
 PROCESS = 1
 STAGES, STEPS, HOST, DEVICE = 1, 2, 3, 4

@@ -87,7 +87,7 @@ def distance(x: Tensor, truth: Tensor) -> Tensor:
 def ends(
     plan: Plan, subject: Subject, drawn: Drawn, at_once: int, done: Callable[[int], object] | None = None
 ) -> Tensor:
-    """x0 at the plan's end (N, …), through the loop that makes pictures."""
+    """x0 at the plan's end (N, …), through the loop that makes images."""
     found = []
     for where, part in drawn.pairs.parts(min(at_once, subject.most)):
         x = drawn.noise[where].to(subject.device) * plan.initial_scale

@@ -20,7 +20,7 @@ from pellucid.models.dit import DiT
 from pellucid.models.guidance import Guidance
 from pellucid.models.guided import GuidedDenoiser
 from pellucid.models.unet import UNet
-from pellucid.pipeline import fingerprint, pictures_in
+from pellucid.pipeline import fingerprint, image_inputs
 from pellucid.pipeline.conditions import make_conditions, takes_labels, takes_text
 from pellucid.pipeline.denoising import half_of
 from pellucid.pipeline.pipeline import Pipeline, check_layers, told_scale
@@ -57,7 +57,7 @@ def of_pipeline(pipe: Pipeline, guidance: Any = None) -> Subject:
     parts, network = pipe.components, pipe.components.network
     asked = pipe.guidance_of(Request(guidance=guidance))
     check_layers(network, asked)
-    if pictures_in.is_inpainting(parts):
+    if image_inputs.is_inpainting(parts):
         raise PellucidError(rule("--model", "one that begins with noise alone", parts.name), "model")
     if pipe.policy.offload != "none":
         raise PellucidError(rule("offload", "none: gradients need the weights", pipe.policy.offload), "policy")
@@ -108,7 +108,7 @@ def filled(inputs: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def classes_of(network: Any) -> int | None:
-    """How many classes a network makes pictures of; None where it has none."""
+    """How many classes a network makes images of; None where it has none."""
     if not takes_labels(network):
         return None
     return int(network.config.null_label if isinstance(network, DiT) else network.config.num_class_embeds)

@@ -62,7 +62,7 @@ def check_stepped(answer: ModuleType) -> None:
 
 
 def check_noised(answer: ModuleType) -> None:
-    """A batch whose four pictures have four times."""
+    """A batch whose four images have four times."""
     x0 = scenes.render(scenes.sample(torch.arange(4), seed=2), 32)
     eps = torch.randn(x0.shape, generator=torch.Generator().manual_seed(2))
     times = torch.tensor([0, 300, 700, 999])
@@ -71,9 +71,9 @@ def check_noised(answer: ModuleType) -> None:
         bar = bars[times][:, None, None, None]
         mistakes = {
             "ᾱ and 1 − ᾱ without their roots": bar * x0 + (1 - bar) * eps,
-            "the weights of picture and noise swapped": (1 - bar).sqrt() * x0 + bar.sqrt() * eps,
-            "all of the picture kept": x0 + (1 - bar).sqrt() * eps,
-            "the time of the first picture for all": bar[:1].sqrt() * x0 + (1 - bar[:1]).sqrt() * eps,
+            "the weights of image and noise swapped": (1 - bar).sqrt() * x0 + bar.sqrt() * eps,
+            "all of the image kept": x0 + (1 - bar).sqrt() * eps,
+            "the time of the first image for all": bar[:1].sqrt() * x0 + (1 - bar[:1]).sqrt() * eps,
         }
         wanted = bar.sqrt() * x0 + (1 - bar).sqrt() * eps
         hint = "it is √ᾱ·x0 + √(1−ᾱ)·eps, with ᾱ as (batch, 1, 1, 1)"

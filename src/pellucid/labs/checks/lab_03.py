@@ -84,12 +84,12 @@ def check_scaled(answer: ModuleType) -> None:
             if torch.allclose(got, x):
                 hint = "x itself is what Euler keeps: its spread is √(1 + σ²), and the network was trained on spread 1"
             elif torch.allclose(got, x / sigma):
-                hint = "x / σ forgets the picture's own part: divide by √(1 + σ²)"
+                hint = "x / σ forgets the image's own part: divide by √(1 + σ²)"
             raise Wrong(f"the input at σ {sigma:.3g} must be √ᾱ·x0 + √(1−ᾱ)·eps; off by {far:.3g}; {hint}.")
 
 
 def check_euler(answer: ModuleType) -> None:
-    """Against our scheduler, on a network that is exact for one picture."""
+    """Against our scheduler, on a network that is exact for one image."""
     scheduler = pellucid.Scheduler("euler", schedule="scaled_linear", target="eps", grid="trailing")
     scheduler.set_timesteps(6)
     times = [round(float(time)) for time in scheduler.timesteps]

@@ -44,7 +44,7 @@ def vaes() -> tuple[AutoencoderKL, AutoencoderKL]:
 
 
 @cache
-def pictures() -> Tensor:
+def images() -> Tensor:
     """Four true scenes."""
     return scenes.render(scenes.sample(torch.arange(4), seed=7), 128)
 
@@ -61,10 +61,10 @@ def check_in(answer: ModuleType) -> None:
     """Both VAEs give the same scaled latents."""
     vae, other = vaes()
     with torch.no_grad():
-        wanted = vae.encode(pictures()).mean
-        raw = other.encode(pictures()).mean
+        wanted = vae.encode(images()).mean
+        raw = other.encode(images()).mean
         for one in (vae, other):
-            got = answer.to_latents(one, pictures())
+            got = answer.to_latents(one, images())
             far = off(got, wanted, "latents")
             if far < CLOSE:
                 continue
@@ -84,11 +84,11 @@ def check_out(answer: ModuleType) -> None:
     """The way back, and within the range of pixels."""
     vae, other = vaes()
     with torch.no_grad():
-        z = to_diffusion(vae.config, vae.encode(pictures()[:1]).mean)
+        z = to_diffusion(vae.config, vae.encode(images()[:1]).mean)
         for latents in (z, 3 * z):
             wanted = vae.decode(latents).clamp(-1, 1)
             for one in (vae, other):
-                got = answer.to_pictures(one, latents)
+                got = answer.to_images(one, latents)
                 far = off(got, wanted, "pictures")
                 if far < 5 * CLOSE:
                     continue
@@ -101,8 +101,8 @@ def check_out(answer: ModuleType) -> None:
 
 
 def check_decibels(answer: ModuleType) -> None:
-    """One number a picture, of a peak of 2."""
-    a = pictures()
+    """One number an image, of a peak of 2."""
+    a = images()
     scale = torch.tensor([0.5, 0.1, 0.02, 0.004])
     got = answer.decibels(a + scale[:, None, None, None], a)
     wanted = 20 * torch.log10(2 / scale)
@@ -120,9 +120,9 @@ def check_noised(answer: ModuleType) -> None:
     alpha, sigma = 0.8, 0.6
     noise = torch.randn(4, 4, 16, 16, generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
-        wanted = alpha * vae.encode(pictures()).mean + sigma * noise
+        wanted = alpha * vae.encode(images()).mean + sigma * noise
         for one in (vae, other):
-            got = answer.noised(one, pictures(), alpha, sigma, noise)
+            got = answer.noised(one, images(), alpha, sigma, noise)
             if (far := off(got, wanted, "x")) > CLOSE:
                 raise Wrong(
                     f"x must be alpha·z + sigma·noise to {CLOSE:g}; off by {far:.3f}; z is scaled, and the noise comes "

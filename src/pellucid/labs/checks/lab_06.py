@@ -1,4 +1,4 @@
-"""Lab 06: each stage against the pipeline's own, then all of them against its picture."""
+"""Lab 06: each stage against the pipeline's own, then all of them against its image."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FACTOR = 0.18215
 
 @cache
 def made() -> tuple[pellucid.Pipeline, pellucid.Result]:
-    """The pipeline and its picture."""
+    """The pipeline and its image."""
     pipe = pellucid.load("scenes-128", device="cpu")
     return pipe, pipe(PROMPT, steps=STEPS, guidance=SCALE, seed=SEED)
 
@@ -112,16 +112,16 @@ def check_decode(answer: ModuleType) -> None:
             if far > 2e-3:
                 hint = "divide the latents by config.scaling_factor, decode, and bring [−1, 1] to [0, 1]"
                 if off(got, 2 * wanted - 1, "the picture") < 2e-3:
-                    hint = "this is the picture in [−1, 1]: add 1 and halve"
+                    hint = "this is the image in [−1, 1]: add 1 and halve"
                 elif (
                     one is large and off(got, ((one.decode(result.latents) + 1) / 2).clamp(0, 1), "the picture") < 2e-3
                 ):
                     hint = "this is what you get without scaling_factor; it is 1 in scenes-128 and 0.18215 elsewhere"
-                raise Wrong(f"the picture must be the decoder's to 0.002; off by {far:.3f}; {hint}.")
+                raise Wrong(f"the image must be the decoder's to 0.002; off by {far:.3f}; {hint}.")
 
 
 def check_whole(answer: ModuleType) -> None:
-    """The picture of `pipe(prompt)`, within one of 255."""
+    """The image of `pipe(prompt)`, within one of 255."""
     pipe, result = made()
     parts = pipe.components
     scheduler = pellucid.Scheduler.from_config(parts.scheduler)
@@ -132,7 +132,7 @@ def check_whole(answer: ModuleType) -> None:
         got = answer.decode(parts.vae, latents)
     wanted = (to_tensor(result.images) + 1) / 2
     if (far := off(got, wanted, "the picture")) > 1.6 / 255:
-        raise Wrong(f"the picture must be that of pipe(prompt) within 1 of 255; off by {255 * far:.1f} of 255.")
+        raise Wrong(f"the image must be that of pipe(prompt) within 1 of 255; off by {255 * far:.1f} of 255.")
 
 
 CHECKS: list[Check] = [

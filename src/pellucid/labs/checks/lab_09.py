@@ -73,15 +73,15 @@ def check_acts(answer: ModuleType) -> None:
 
 def check_f1(answer: ModuleType) -> None:
     drawn = scenes.sample(torch.arange(3), seed=9, styles=("flat",))
-    pictures, edges = scenes.render(drawn), scenes.edges(drawn)
+    images, edges = scenes.render(drawn), scenes.edges(drawn)
     for name, exact in (
         ("the scene's own", edges),
         ("another scene's", edges.roll(1, 0)),
         ("moved", edges.roll(2, -1)),
     ):
-        wanted = scenes.edge_f1(pictures, exact)
-        seen = scenes.outlines(pictures)
-        for i in range(len(pictures)):
+        wanted = scenes.edge_f1(images, exact)
+        seen = scenes.outlines(images)
+        for i in range(len(images)):
             got = float(answer.f1(seen[i], exact[i, 0] >= 0.5))
             if abs(got - float(wanted[i])) > 1e-3:
                 raise Wrong(

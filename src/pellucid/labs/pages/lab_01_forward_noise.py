@@ -2,7 +2,7 @@ r"""
 Lab 01: Forward noise
 =====================
 
-**Question.** What does the forward process do to a picture, and why can one formula jump to any level of noise without
+**Question.** What does the forward process do to an image, and why can one formula jump to any level of noise without
 walking there?
 
 **Handbook.** :doc:`/handbook/forward_and_reverse`
@@ -18,9 +18,9 @@ The pair :math:`(\alpha, \sigma)` is the *level*. Time is only its name. Trainin
 """
 
 # %%
-# A picture at five levels
+# An image at five levels
 # ------------------------
-# The picture is a scene, drawn by code. The schedule is the one that ``scenes-128`` was trained with. One noise for
+# The image is a scene, drawn by code. The schedule is the one that ``scenes-128`` was trained with. One noise for
 # all five, so that only the level differs.
 import matplotlib.pyplot as plt
 import numpy as np
@@ -82,7 +82,7 @@ axis.legend(fontsize=9)
 # The same axis for every schedule
 # --------------------------------
 # Schedules differ in *when* they reach a level, and in where they end. The time at which signal and noise are equal
-# (SNR 1, λ 0) says much of it; the SNR of the last time says how much picture is left in "pure noise".
+# (SNR 1, λ 0) says much of it; the SNR of the last time says how much image is left in "pure noise".
 figure, axis = plt.subplots(figsize=(7, 3.2), layout="constrained")
 for name in ("linear", "scaled_linear", "cosine", "flow"):
     schedule = pellucid.schedules.make(name)
@@ -99,7 +99,7 @@ axis.legend(fontsize=9)
 # --------------
 # - The shape never changes: x, :math:`x_0` and :math:`\epsilon` are all (1, 3, 128, 128). Noise is not a new axis.
 # - The level is one pair of numbers for each image of a batch. Two images of one batch may have different times.
-# - :math:`\alpha^2 + \sigma^2 = 1` keeps the spread of x at 1 only where :math:`x_0` has spread 1 itself. Our picture
+# - :math:`\alpha^2 + \sigma^2 = 1` keeps the spread of x at 1 only where :math:`x_0` has spread 1 itself. Our image
 #   has less, so its x grows on the way. That is one reason why latents are scaled (:doc:`lab 05
 #   <lab_05_latent_space>`).
 for time in (0, 500, 999):
@@ -121,8 +121,8 @@ assert right / small > 10
 
 # %%
 # **The last time is pure noise.** Under Stable Diffusion's schedule it is not: α is small, and not zero. Over all
-# pixels that is enough to read the brightness of the picture from its "noise". Networks learn to read it, and a run
-# that starts from real noise, which has brightness 0, gives pictures of medium brightness (Lin and others, below). The
+# pixels that is enough to read the brightness of the image from its "noise". Networks learn to read it, and a run
+# that starts from real noise, which has brightness 0, gives images of medium brightness (Lin and others, below). The
 # cosine schedule leaves nothing to read.
 noise_of_mean = eps.numel() ** -0.5  # the standard error of the mean of pure noise
 for name in ("scaled_linear", "cosine"):

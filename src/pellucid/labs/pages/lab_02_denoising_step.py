@@ -22,7 +22,7 @@ A prediction, then two multiplications and an addition: that is one step. Every 
 # %%
 # A run, watched
 # --------------
-# The model makes one picture with DDIM. An observer keeps what every step saw. Guidance is off (scale 1), so that a
+# The model makes one image with DDIM. An observer keeps what every step saw. Guidance is off (scale 1), so that a
 # step is one prediction; :doc:`lab 04 <lab_04_classifier_free_guidance>` adds the second one.
 from itertools import pairwise
 
@@ -110,10 +110,10 @@ assert (x - made.latents).abs().max() < 1e-3
 # %%
 # What x and the prediction look like
 # -----------------------------------
-# Both are latents, so the VAE shows them. x goes from noise to picture; :math:`\hat x_0` is at every step the network's
-# mean of the pictures that this x may have come from: unclear where x says little, sharp at the end.
+# Both are latents, so the VAE shows them. x goes from noise to image; :math:`\hat x_0` is at every step the network's
+# mean of the images that this x may have come from: unclear where x says little, sharp at the end.
 def show(latents):
-    """The decoded picture as (H, W, 3) in [0, 1]."""
+    """The decoded image as (H, W, 3) in [0, 1]."""
     with torch.no_grad():
         pixels = parts.vae.decode(from_diffusion(parts.vae.config, latents.float()))
     return ((pixels[0].permute(1, 2, 0) + 1) / 2).clamp(0, 1)
@@ -146,20 +146,20 @@ print(f"x keeps {weights['x']:.0%} of itself in the middle step")
 # %%
 # What goes wrong
 # ---------------
-# **v taken for eps.** The tensor fits, no error is raised, and the update is finite. Only the picture is wrong. The
+# **v taken for eps.** The tensor fits, no error is raised, and the update is finite. Only the image is wrong. The
 # reader of scenes grades what comes out.
 wanted = scenes.parse(prompt)
 
 
 def run(update, told=lambda index, seen: seen.row.time):
-    """All steps with another update or another told time; the picture (H, W, 3), and whether it is as prompted."""
+    """All steps with another update or another told time; the image (H, W, 3), and whether it is as prompted."""
     x = steps[0].x
     with torch.no_grad():
         for index, seen in enumerate(steps):
             out = parts.network(x, torch.tensor([told(index, seen)]), context)
             x = update(x, out, seen.row.level, seen.next_levels[0])
-    picture = show(x)
-    return picture, scenes.grade(picture.permute(2, 0, 1) * 2 - 1, wanted)[0].right
+    image = show(x)
+    return image, scenes.grade(image.permute(2, 0, 1) * 2 - 1, wanted)[0].right
 
 
 def taken_for_eps(x, out, here, there):
@@ -170,8 +170,8 @@ def taken_for_eps(x, out, here, there):
 # **The number of the step told as the time.** The network was trained on times from 0 to 999 and looks there for how
 # much noise to expect. Told 0, 1, 2, … it expects almost none from the start, and the object never appears.
 #
-# **One step is enough.** :math:`\hat x_0` is a prediction of the picture, so why not take the first one and stop?
-# Because the first x is noise: the prediction there is the mean over all pictures of the prompt, and a mean of stars
+# **One step is enough.** :math:`\hat x_0` is a prediction of the image, so why not take the first one and stop?
+# Because the first x is noise: the prediction there is the mean over all images of the prompt, and a mean of stars
 # that stand in different places is no star.
 results = {
     "right": run(step),
@@ -180,8 +180,8 @@ results = {
     "x0 of the first step": run(lambda x, out, here, there: steps[0].x0),
 }
 figure, row_of = plt.subplots(1, 4, figsize=(7.5, 2.4), layout="constrained")
-for axis, (name, (picture, right)) in zip(row_of, results.items(), strict=True):
-    axis.imshow(picture)
+for axis, (name, (image, right)) in zip(row_of, results.items(), strict=True):
+    axis.imshow(image)
     axis.set_title(f"{name}\nas prompted: {'yes' if right else 'no'}", fontsize=9)
     axis.set_axis_off()
 assert [right for _, right in results.values()] == [True, False, False, False]
@@ -190,7 +190,7 @@ assert [right for _, right in results.values()] == [True, False, False, False]
 # **The scale of the input skipped.** Euler's table is written for x with alpha 1, where sigma is
 # :math:`\sigma/\alpha`. The network was trained on x with :math:`\alpha^2 + \sigma^2 = 1`. ``scale_model_input``
 # divides by :math:`\sqrt{1 + \sigma^2}`. It is a line that one forgets easily, because without it everything still
-# runs. The norms inside this network take out much of it, so that a picture may even survive; the prediction does
+# runs. The norms inside this network take out much of it, so that an image may even survive; the prediction does
 # not.
 euler = pellucid.compile_plan("euler", schedule=parts.schedule, target="v", grid="trailing", steps=made.plan.nfe)
 print(f"Euler starts with x times {euler.initial_scale:.0f}; DDIM with x times {made.plan.initial_scale:.0f}")
@@ -207,8 +207,8 @@ assert errors[0] > 0.5 and errors[0] > errors[-1]
 
 # %%
 # **The output taken for pixels.** Neither v nor :math:`\hat x_0` is an image: they have 4 channels of 16×16. Drawn as
-# colours, they have the outline of the picture at most. Pixels are the decoder's work, once, after the loop.
-print(f"out {tuple(v.shape)} has {v.numel()} numbers; the picture has {3 * 128 * 128}")
+# colours, they have the outline of the image at most. Pixels are the decoder's work, once, after the loop.
+print(f"out {tuple(v.shape)} has {v.numel()} numbers; the image has {3 * 128 * 128}")
 assert v.shape[1] != 3
 
 # %%
@@ -218,7 +218,7 @@ assert v.shape[1] != 3
 # with x, the timestep and the text, converts its output to x0 and eps – for v by alpha·x − sigma·v and sigma·x +
 # alpha·v – and combines them with the next level's alpha and sigma. The network costs milliseconds to seconds; the
 # update is a weighted sum and costs nothing. The two must agree on the prediction type and on the scale of the input:
-# if they do not, nothing fails but the picture. Steps are the tradeoff: each costs a call, and fewer of them trust a
+# if they do not, nothing fails but the image. Steps are the tradeoff: each costs a call, and fewer of them trust a
 # mean too far."
 #
 # Your turn

@@ -22,7 +22,7 @@ Behind all three stands the noise *schedule*, which turns a time into a level. E
 # The file
 # --------
 # A scheduler comes with its model, as JSON. Four of its fields say how the *network* was trained: they are facts, and a
-# wrong one breaks every picture. The others are choices, which one may change for any run.
+# wrong one breaks every image. The others are choices, which one may change for any run.
 import json
 
 import matplotlib.pyplot as plt
@@ -96,14 +96,14 @@ def sampled(scheduler, steps, scale=4.0):
 
 
 # %%
-# The pictures are graded: is it the shape, the colour, the texture, the place that the prompt asked for?
+# The images are graded: is it the shape, the colour, the texture, the place that the prompt asked for?
 def decoded(latents):
     with torch.no_grad():
         return parts.vae.decode(from_diffusion(parts.vae.config, latents)).clamp(-1, 1)
 
 
-def right(pictures):
-    return sum(grade.right for grade in scenes.grade(pictures, [scenes.parse(prompt) for prompt in prompts]))
+def right(images):
+    return sum(grade.right for grade in scenes.grade(images, [scenes.parse(prompt) for prompt in prompts]))
 
 
 steps = 12
@@ -150,8 +150,8 @@ wrong = {
 }
 runs = {"as it was trained": latents["dpmpp_2m"]}
 runs |= {name: sampled(pellucid.Scheduler("dpmpp_2m", **told), steps) for name, told in wrong.items()}
-pictures = {name: decoded(found) for name, found in runs.items()}
-counts = {name: right(found) for name, found in pictures.items()}
+images = {name: decoded(found) for name, found in runs.items()}
+counts = {name: right(found) for name, found in images.items()}
 for name, count in counts.items():
     print(f"{name:18s} {count} of {len(prompts)} as prompted")
 assert counts["as it was trained"] >= max(1, len(prompts) - 1)
@@ -161,14 +161,14 @@ assert counts["target eps, not v"] == 0 and counts["grid karras"] <= len(prompts
 # No error was raised, and no number was NaN. This is what the runs look like.
 shown = min(2, len(prompts))
 figure, axes = plt.subplots(shown, len(runs), figsize=(8, 2.2 * shown), layout="constrained", squeeze=False)
-for column, (name, found) in zip(axes.T, pictures.items(), strict=True):
-    for axis, picture in zip(column, found, strict=False):
-        axis.imshow((picture.permute(1, 2, 0) + 1) / 2)
+for column, (name, found) in zip(axes.T, images.items(), strict=True):
+    for axis, image in zip(column, found, strict=False):
+        axis.imshow((image.permute(1, 2, 0) + 1) / 2)
         axis.set_axis_off()
     column[0].set_title(f"{name}\n{counts[name]} of {len(prompts)} as prompted", fontsize=9)
 
 # %%
-# **It looks right, so the schedule must be right.** This network forgives the wrong schedule: a reader of the picture
+# **It looks right, so the schedule must be right.** This network forgives the wrong schedule: a reader of the image
 # may find nothing. The numbers do. Against many steps with the right one, the wrong one is further away than the few
 # steps explain: x is not where the told time says.
 many = sampled(pellucid.Scheduler("dpmpp_2m", **trained), few(30, 16))
@@ -179,7 +179,7 @@ assert far["schedule linear"] > 1.15 * far["as it was trained"]
 
 # %%
 # **The step's number told as its time.** ``timesteps[i]`` is not ``i``. A loop that tells the network 0, 1, 2, … asks
-# for almost clean pictures throughout. A scheduler that is handed a time it did not plan for refuses.
+# for almost clean images throughout. A scheduler that is handed a time it did not plan for refuses.
 scheduler = pellucid.Scheduler("dpmpp_2m", **trained)
 scheduler.set_timesteps(steps)
 try:
@@ -196,7 +196,7 @@ assert refused
 # "A scheduler is three calls over two tables. set_timesteps picks the levels to call at, scale_model_input brings x
 # (B, 4, 16, 16) to the scale the network was trained on, step turns the prediction into the next x. The schedule's
 # betas, the number of training times and the prediction type belong to the checkpoint: I read them from
-# scheduler_config.json and never change them, because nothing fails when they are wrong, only the pictures do. Sampler,
+# scheduler_config.json and never change them, because nothing fails when they are wrong, only the images do. Sampler,
 # grid and step count are mine. The tradeoff is calls against error: a multistep sampler buys order with memory of
 # earlier predictions, not with calls. And a grid is not good by name: on a cosine schedule Karras' grid spends most
 # calls where nothing is decided, which I see by printing the λ of the calls."

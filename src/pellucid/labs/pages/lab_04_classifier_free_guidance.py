@@ -59,7 +59,7 @@ print(f"guided x0 against the engine: {(x0 - step.x0).abs().max():.1e}")
 assert (x0 - step.x0).abs().max() < 1e-4
 
 # %%
-# How large is the push? The difference is small beside the prediction where the picture is settled, and the scale
+# How large is the push? The difference is small beside the prediction where the image is settled, and the scale
 # multiplies it. It is largest early, where the prompt decides what there will be.
 share = [float((s.parts["cond"] - s.parts["uncond"]).norm() / s.parts["cond"].norm()) for s in seen]
 figure, axis = plt.subplots(figsize=(7, 3), layout="constrained")
@@ -73,7 +73,7 @@ axis.set(
 # A sweep of the scale
 # --------------------
 # Prompts with two objects that training never combined so, the same noise at every scale. The reader of scenes says
-# what share of the prompt each picture fulfils; beside it the share of 8-bit values that are clipped at 0 or 255, and
+# what share of the prompt each image fulfils; beside it the share of 8-bit values that are clipped at 0 or 255, and
 # the spread of the latents.
 count = few(6, 2)
 asked = scenes.prompts(count, objects=2, seed=1)
@@ -82,12 +82,12 @@ scales = [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0] if count > 2 else [0.0, 1.0, 30.0
 
 
 def measured(guidance):
-    """(all right, share of what was asked for, clipped values, spread of the latents), and the pictures."""
+    """(all right, share of what was asked for, clipped values, spread of the latents), and the images."""
     made = pipe(prompts, guidance=guidance, seed=list(range(count)), **options)
-    pictures = to_tensor(made.images)
-    grades = scenes.grade(pictures, wanted)
+    images = to_tensor(made.images)
+    grades = scenes.grade(images, wanted)
     marks = [mark.verdict == "right" for grade in grades for mark in grade.marks]
-    clipped = float(qualities.saturation((pictures + 1) / 2).mean())
+    clipped = float(qualities.saturation((images + 1) / 2).mean())
     return sum(g.right for g in grades), sum(marks) / len(marks), clipped, float(made.latents.std()), made.images
 
 
@@ -175,7 +175,7 @@ for space in ("v", "eps", "x0"):
 # - From 0 to 1 the prompt comes in. This model follows it at scale 1 already: it is small, and its captions say all
 #   there is to say. Models of photographs need more; that is a property of the model and its captions, not of the
 #   formula.
-# - At high scales the latents leave the range that the decoder knows; then pictures lose what was asked for.
+# - At high scales the latents leave the range that the decoder knows; then images lose what was asked for.
 # - The state is x; guidance changes the prediction, never x. It has no memory, and it may differ from step to step.
 
 # %%

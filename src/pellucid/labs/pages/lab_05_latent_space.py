@@ -2,12 +2,12 @@ r"""
 Lab 05: Latent space
 ====================
 
-**Question.** What does the autoencoder keep of a picture, what do its latents allow and not allow, and what does the
+**Question.** What does the autoencoder keep of an image, what do its latents allow and not allow, and what does the
 way back to pixels cost beside the denoiser?
 
 **Handbook.** :doc:`/handbook/vae`
 
-**Mechanism.** The encoder maps a picture to a Gaussian over latents, the decoder maps latents to a picture:
+**Mechanism.** The encoder maps an image to a Gaussian over latents, the decoder maps latents to an image:
 
 .. math::
 
@@ -41,11 +41,11 @@ from pellucid.pipeline.text import encode_prompts
 pipe = pellucid.load("scenes-128")
 parts, vae = pipe.components, pipe.components.vae
 batch = scenes.sample(torch.arange(few(8, 2)), seed=1)
-pictures = scenes.render(batch, 128)  # in [−1, 1]
+images = scenes.render(batch, 128)  # in [−1, 1]
 with torch.no_grad():
-    posterior = vae.encode(pictures)
+    posterior = vae.encode(images)
 z = posterior.mean
-print(f"pictures {tuple(pictures.shape)} → latents {tuple(z.shape)}: {pictures[0].numel() // z[0].numel()} times fewer")
+print(f"pictures {tuple(images.shape)} → latents {tuple(z.shape)}: {images[0].numel() // z[0].numel()} times fewer")
 print(
     f"spread of the latents {z.std():.2f}; scaling factor {vae.config.scaling_factor}, shift {vae.config.shift_factor}"
 )
@@ -53,13 +53,13 @@ print(
 # %%
 # The round trip
 # --------------
-# Decoded again, the picture is not the same: the decibels say by how much (peak 2, since pixels go from −1 to 1).
+# Decoded again, the image is not the same: the decibels say by how much (peak 2, since pixels go from −1 to 1).
 # What the autoencoder loses, no denoiser brings back: it is the ceiling of the whole model. The reader still reads
 # all of it.
 
 
 def decibels(a, b):
-    """PSNR of each picture, averaged."""
+    """PSNR of each image, averaged."""
     return float((10 * torch.log10(4 / (a.clamp(-1, 1) - b).pow(2).mean((1, 2, 3)))).mean())
 
 
@@ -71,14 +71,14 @@ def decode(latents):
 back = decode(z)
 queries = [query for _, query in scenes.described(batch, full=True)]
 right = sum(grade.right for grade in scenes.grade(back.clamp(-1, 1), queries))
-print(f"round trip: {decibels(back, pictures):.1f} dB; {right} of {len(queries)} read right")
-assert decibels(back, pictures) > 35
+print(f"round trip: {decibels(back, images):.1f} dB; {right} of {len(queries)} read right")
+assert decibels(back, images) > 35
 
 # %%
-# The latents are spatial: the object is where it is in the picture. No channel is red, green or blue.
+# The latents are spatial: the object is where it is in the image. No channel is red, green or blue.
 figure, grid = plt.subplots(2, 6, figsize=(8, 3), layout="constrained")
 for line in range(2):
-    shown = [pictures[line], back[line], *z[line]]
+    shown = [images[line], back[line], *z[line]]
     names = ["picture", "round trip", *(f"latent {k}" for k in range(4))]
     for axis, one, name in zip(grid[line], shown, names, strict=True):
         flat = one.ndim == 2
@@ -90,23 +90,23 @@ for line in range(2):
 # A Gaussian, and how wide it is
 # ------------------------------
 # The encoder also says how sure it is. Training samples from it, so that the decoder gets used to small errors in z;
-# then noise of that size costs next to nothing, and larger noise shows how the picture depends on it.
+# then noise of that size costs next to nothing, and larger noise shows how the image depends on it.
 wide = float(torch.exp(0.5 * posterior.logvar).mean())
 draw = torch.Generator().manual_seed(0)
 noise = torch.randn(z.shape, generator=draw)
-sampled = decibels(decode(posterior.sample(noise)), pictures)
+sampled = decibels(decode(posterior.sample(noise)), images)
 print(f"posterior: standard deviation {wide:.3f} beside a spread of {z.std():.2f}")
-print(f"mode {decibels(back, pictures):.1f} dB, a sample {sampled:.1f} dB")
+print(f"mode {decibels(back, images):.1f} dB, a sample {sampled:.1f} dB")
 for size in (0.1, 0.3, 1.0):
-    print(f"noise of {size:g} on z: {decibels(decode(z + size * noise), pictures):.1f} dB")
-assert abs(sampled - decibels(back, pictures)) < 1
+    print(f"noise of {size:g} on z: {decibels(decode(z + size * noise), images):.1f} dB")
+assert abs(sampled - decibels(back, images)) < 1
 
 # %%
 # Between two latents
 # -------------------
-# Two pictures of one prompt. Halfway between their *latents* is close to halfway between their pixels: two ghosts. The
-# latent space of a diffusion model is a smaller picture, not a space of ideas. Halfway between their *noises*, on the
-# sphere where noise lives, the sampler makes a picture like any other.
+# Two images of one prompt. Halfway between their *latents* is close to halfway between their pixels: two ghosts. The
+# latent space of a diffusion model is a smaller image, not a space of ideas. Halfway between their *noises*, on the
+# sphere where noise lives, the sampler makes an image like any other.
 ends = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(3))
 angle = math.acos(float((ends[0] * ends[1]).sum() / ends[0].norm() / ends[1].norm()))
 shares = torch.linspace(0, 1, few(5, 3)).tolist()
@@ -123,7 +123,7 @@ between = torch.stack([torch.lerp(made.latents[0], made.latents[-1], w) for w in
 rows = {"latents": decode(between), "noises": decode(made.latents)}
 
 # %%
-# The reader tells the ghosts from the pictures.
+# The reader tells the ghosts from the images.
 figure, grid = plt.subplots(2, len(shares), figsize=(8, 3.6), layout="constrained")
 for line, (name, pixels) in enumerate(rows.items()):
     for axis, one, w in zip(grid[line], pixels, shares, strict=True):
@@ -176,7 +176,7 @@ for name in ("denoise", "decode"):
 # %%
 # What to notice
 # --------------
-# - 48 times fewer numbers, and the pictures still read right: that is what makes twenty calls of the denoiser cheap.
+# - 48 times fewer numbers, and the images still read right: that is what makes twenty calls of the denoiser cheap.
 # - The decoder runs once, but at full resolution. It, not the loop, owns the peak of the memory here.
 # - The latents have about unit spread, which is why this model needs no scaling factor: it was trained to have it.
 
@@ -193,10 +193,10 @@ with torch.no_grad():
     large.quant_conv.weight[:4] /= factor
     large.quant_conv.bias[:4] /= factor
     large.post_quant_conv.weight *= factor
-    raw = large.encode(pictures).mean
+    raw = large.encode(images).mean
     scaled = to_diffusion(large.config, raw)
-    kept = decibels(large.decode(from_diffusion(large.config, scaled)), pictures)
-    forgotten = decibels(large.decode(scaled), pictures)
+    kept = decibels(large.decode(from_diffusion(large.config, scaled)), images)
+    forgotten = decibels(large.decode(scaled), images)
 print(f"raw spread {raw.std():.2f}, scaled {scaled.std():.2f}; scaled equals ours to {(scaled - z).abs().max():.1e}")
 print(f"decoded with the factor {kept:.1f} dB, without it {forgotten:.1f} dB")
 assert kept > 35
@@ -216,20 +216,20 @@ assert (raw.std() / scaled.std()) ** 2 > 20
 level = parts.schedule.level(400.0)
 texts = encode_prompts(parts.text_encoders, parts.tokenizers, scenes.captions(batch, seed=0)).context
 with torch.no_grad():
-    on_pixels = vae.encode(level.alpha * pictures + level.sigma * torch.randn(pictures.shape, generator=draw)).mean
+    on_pixels = vae.encode(level.alpha * images + level.sigma * torch.randn(images.shape, generator=draw)).mean
     x = {"noise on latents": level.alpha * z + level.sigma * noise, "noise on pixels": on_pixels}
     times = torch.full((len(z),), 400.0)
     x0 = {name: level.alpha * one - level.sigma * parts.network(one, times, texts) for name, one in x.items()}
 
 # %%
-# The second picture, both ways.
+# The second image, both ways.
 figure, grid = plt.subplots(1, 4, figsize=(8, 2.4), layout="constrained")
 for k, name in enumerate(x):
     for axis, latents, what in ((grid[2 * k], x[name], name), (grid[2 * k + 1], x0[name], "its x0")):
         axis.imshow(((decode(latents[1:2])[0].clamp(-1, 1) + 1) / 2).permute(1, 2, 0))
         axis.set_title(what, fontsize=9)
         axis.set_axis_off()
-good, bad = (decibels(decode(one), pictures) for one in x0.values())
+good, bad = (decibels(decode(one), images) for one in x0.values())
 print(f"x0 of one step: {good:.1f} dB from noise on latents, {bad:.1f} dB from noise on pixels")
 assert good > bad + 1
 
@@ -245,7 +245,7 @@ assert ratio > 1
 # ----------------------
 # "The state of latent diffusion is z, (B, 4, H/8, W/8), scaled to about unit spread. The VAE is outside of the loop:
 # it encodes once for image-to-image, decodes once at the end. Its round trip, in decibels at the top of this page,
-# bounds the quality of every picture. The tradeoff: 48 times fewer numbers a step against a lossy end and a decoder
+# bounds the quality of every image. The tradeoff: 48 times fewer numbers a step against a lossy end and a decoder
 # that owns the memory peak; tiling and slicing are for that. Two things I check in new code: the scaling factor on
 # both ways, and that noise is added after the encoder."
 #

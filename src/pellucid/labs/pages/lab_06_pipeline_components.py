@@ -3,7 +3,7 @@ Lab 06: The components of a pipeline
 ====================================
 
 **Question.** Which parts does ``pipe(prompt)`` consist of, what goes from one to the next, and can one run them by hand
-and get the same picture?
+and get the same image?
 
 **Handbook.** :doc:`/handbook/pipeline_anatomy`
 
@@ -16,7 +16,7 @@ tensors along:
    \xrightarrow{\text{loop: denoiser, scheduler}} (B, 4, 16, 16) \xrightarrow{\text{VAE}} (B, 3, 128, 128)
 
 The parts know nothing of each other. What they must agree on (the length of a text, the meaning of the output, the
-scale of the latents) is in their configs, and nothing checks it while a picture is made.
+scale of the latents) is in their configs, and nothing checks it while an image is made.
 """
 
 # %%
@@ -51,7 +51,7 @@ print(f"tokenizer    {tokenizer.size} entries, windows of {tokenizer.length}")
 print("scheduler   ", {k: parts.scheduler[k] for k in ("_class_name", "prediction_type", "beta_schedule")})
 
 # %%
-# The picture to reproduce
+# The image to reproduce
 # ------------------------
 # Without a sampler named, a folder keeps its own scheduler, and torch's generator makes the noise: as diffusers would.
 prompt = "a small striped blue square above a large green circle on a grey background"
@@ -99,15 +99,15 @@ print(f"latents {tuple(latents.shape)}, {(latents - made.latents).abs().max():.1
 # %%
 # Stage 4: the VAE
 # ----------------
-# Latents out of the scale of diffusion, through the decoder, from [−1, 1] to bytes. It is the pipeline's picture; where
+# Latents out of the scale of diffusion, through the decoder, from [−1, 1] to bytes. It is the pipeline's image; where
 # float32 was rounded in another order, a byte may be one of 255 away.
-def picture(latents):
-    """The decoded picture, (1, 3, 128, 128) within [−1, 1]."""
+def decoded(latents):
+    """The decoded image, (1, 3, 128, 128) within [−1, 1]."""
     with torch.no_grad():
         return vae.decode(latents / vae.config.scaling_factor).clamp(-1, 1)
 
 
-image = to_images(picture(latents))[0]
+image = to_images(decoded(latents))[0]
 apart = np.abs(np.array(image).astype(int) - np.array(made.images[0]).astype(int))
 print(f"largest difference of a byte: {apart.max()}; bytes that differ: {(apart > 0).sum()} of {apart.size}")
 assert apart.max() <= 1
@@ -116,7 +116,7 @@ assert apart.max() <= 1
 # To the last bit
 # ---------------
 # The engine runs the plan, a table of weights, and not the scheduler's three calls. In its order of operations, by
-# hand, the latents are the same bit by bit, and so is the picture.
+# hand, the latents are the same bit by bit, and so is the image.
 x, history = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(seed)) * made.plan.initial_scale, []
 with torch.no_grad():
     for row in made.plan.rows:
@@ -124,8 +124,8 @@ with torch.no_grad():
         v = torch.add(uncond, cond - uncond, alpha=scale)
         x0 = (x * row.level.alpha).add_(v * -row.level.sigma)
         x, history = mix(row.x, [x, None, x0, *history]), [x0]
-exact = to_images(picture(x))[0]
-print("same latents:", torch.equal(x, made.latents), " same picture:", np.array_equal(exact, made.images[0]))
+exact = to_images(decoded(x))[0]
+print("same latents:", torch.equal(x, made.latents), " same image:", np.array_equal(exact, made.images[0]))
 assert np.array_equal(exact, made.images[0])
 
 # %%
@@ -151,14 +151,14 @@ axes[2].set(xlabel="million parameters", title="weights")
 # What goes wrong
 # ---------------
 # **Another way to fill the window.** The encoder was trained with the end token as the filling, always to 64. Filled
-# with zeros, or not filled at all, each word still has its own vector, and the picture is another: the denoiser
+# with zeros, or not filled at all, each word still has its own vector, and the image is another: the denoiser
 # attends to the filling too, and by training much of what it reads is there.
 wanted = scenes.parse(prompt)
 
 
 def share(latents):
-    """How much of what the prompt asks for the picture has."""
-    marks = scenes.grade(picture(latents), [wanted])[0].marks
+    """How much of what the prompt asks for the image has."""
+    marks = scenes.grade(decoded(latents), [wanted])[0].marks
     return sum(mark.verdict == "right" for mark in marks) / len(marks)
 
 
@@ -208,7 +208,7 @@ for name, found in other.items():
 shown = {"by hand": latents, **dict(list(windows.items())[1:]), **other}
 figure, row = plt.subplots(1, len(shown), figsize=(8.5, 2), layout="constrained")
 for axis, (name, found) in zip(row, shown.items(), strict=True):
-    axis.imshow(to_images(picture(found))[0])
+    axis.imshow(to_images(decoded(found))[0])
     axis.set_title(name, fontsize=7)
     axis.set_axis_off()
 

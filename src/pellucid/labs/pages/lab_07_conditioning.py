@@ -7,9 +7,9 @@ read of them, and what does a token cost?
 
 **Handbook.** :doc:`/handbook/backbone`
 
-**Mechanism.** The time is one number for the whole picture. It becomes a vector, and every block gets it: in a UNet as
+**Mechanism.** The time is one number for the whole image. It becomes a vector, and every block gets it: in a UNet as
 a bias for each channel, in a DiT as shift, scale and gate around each norm (adaLN). The text is many vectors, and every
-place of the picture chooses among them. That is cross-attention:
+place of the image chooses among them. That is cross-attention:
 
 .. math::
 
@@ -66,7 +66,7 @@ axes[1].set(xlabel="time", ylabel="time", title="cosine of what the blocks get")
 figure.colorbar(drawn)
 
 # %%
-# Does it need to be told? A true picture with noise of known size goes in, with a told time that is right or not. The
+# Does it need to be told? A true image with noise of known size goes in, with a told time that is right or not. The
 # error of :math:`\hat x_0` is smallest at, or next to, the true one: the network uses it.
 batch = scenes.sample(torch.arange(4), seed=3)
 with torch.no_grad():
@@ -122,7 +122,7 @@ for hook in hooks:
 print(f"{len(maps)} maps of {made.plan.nfe} calls; the first is {tuple(maps[0][1].shape)}: (places, tokens)")
 
 # %%
-# The maps with a side of 16, averaged over blocks and steps, over the finished picture. Nobody told the model where a
+# The maps with a side of 16, averaged over blocks and steps, over the finished image. Nobody told the model where a
 # star is; the places that became the star asked for the word.
 weights = torch.stack([found for side, found in maps if side == 16]).mean(0)  # (256, 64)
 words = [tokenizer.token(i) for i in tokenizer.encode(prompt)]
@@ -254,7 +254,7 @@ axis.legend()
 # What goes wrong
 # ---------------
 # **"The UNet reads the order of the words."** Cross-attention sees a set: the rows of the text in another order give
-# the same picture. The order was read by the text encoder. Shuffle the *words* and the relation is lost.
+# the same image. The order was read by the text encoder. Shuffle the *words* and the relation is lost.
 plan = pellucid.compile_plan("dpmpp_2m", schedule=parts.schedule, target="v", grid="trailing", steps=few(10, 6))
 
 
@@ -300,7 +300,7 @@ assert shares["empty"] < 0.5
 assert max(shares["colours swapped"], shares["words backwards"]) < 1
 
 # %%
-# The four pictures.
+# The four images.
 figure, row = plt.subplots(1, 4, figsize=(8, 2.2), layout="constrained")
 for axis, (name, found) in zip(row, tried.items(), strict=True):
     axis.imshow(((found[0] + 1) / 2).permute(1, 2, 0))

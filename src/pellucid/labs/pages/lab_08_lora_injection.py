@@ -13,7 +13,7 @@ learns two thin matrices beside it, :math:`A` (rank, in) and :math:`B` (out, ran
 .. math:: W' = W + s \cdot \frac{\alpha}{r} \, B A
 
 :math:`r` is the rank, :math:`\alpha` a number that was fixed in training and belongs to the file, :math:`s` the
-strength that you choose when you make a picture. :math:`BA` has the shape of :math:`W` and the rank :math:`r`.
+strength that you choose when you make an image. :math:`BA` has the shape of :math:`W` and the rank :math:`r`.
 """
 
 import tempfile
@@ -91,7 +91,7 @@ axis.legend()
 # %%
 # Strength
 # --------
-# The same prompts and seeds at several strengths. `scenes.style_of` reads the style from a finished picture; the
+# The same prompts and seeds at several strengths. `scenes.style_of` reads the style from a finished image; the
 # captions name none.
 
 captions = [caption for caption, _ in scenes.prompts(few(6, 1), objects=1, seed=3)]
@@ -108,7 +108,7 @@ for s in sorted(strengths):
 assert scenes.style_of(seen(rows[1.0].images)) == ["sketch"] * len(captions)
 
 # %%
-# The style does not come in evenly: the weights move along a straight line, the pictures do not.
+# The style does not come in evenly: the weights move along a straight line, the images do not.
 
 fig, axes = plt.subplots(few(2, 1), len(rows), figsize=(7, 2.7), layout="constrained", squeeze=False)
 for column, (s, made) in zip(axes.T, rows.items(), strict=True):
@@ -122,7 +122,7 @@ for column, (s, made) in zip(axes.T, rows.items(), strict=True):
 # ----------------
 # A view makes new tensors for the changed layers at each request, and leaves the model alone: requests with other
 # LoRAs run at the same time. A merge writes into the weights: nothing is made at a request, and all requests get it.
-# The pictures are the same, and after the block the old weights are back, bit for bit.
+# The images are the same, and after the block the old weights are back, bit for bit.
 
 before = lora.checksum(pipe.components.network.get_submodule(name.removeprefix("unet.")).weight)
 with pipe.merge(pellucid.Lora(style, 1.0)):
@@ -143,7 +143,7 @@ assert before == after
 #   plan that was made for the base is still right.
 # - The strength multiplies ΔW, so a LoRA can be made weaker, stronger, negative, and several can be added: the order of
 #   a sum does not matter.
-# - Half the strength is not half the style. What is linear is W, and a picture is not linear in W.
+# - Half the strength is not half the style. What is linear is W, and an image is not linear in W.
 # - Rank bounds what a change can be; alpha / rank says how large the trainer meant it to be.
 #
 # What goes wrong
@@ -166,7 +166,7 @@ kohya, forgotten = (pipe.load_lora(folder / f"{file}.safetensors") for file in (
 print(f"alpha / rank as read: {kohya.layers[name].factor:g}, and without alpha: {forgotten.layers[name].factor:g}")
 
 # %%
-# With alpha the latents are those of before. Without it there is no picture left.
+# With alpha the latents are those of before. Without it there is no image left.
 
 both = {"with alpha": kohya, "alpha forgotten": forgotten}
 made = {title: pipe(captions, seed=seeds, loras=[pellucid.Lora(one)], **options) for title, one in both.items()}
@@ -183,7 +183,7 @@ for axis, (title, result) in zip(axes, shown.items(), strict=True):
 
 # %%
 # **"It loaded, so it works."** A LoRA is matched to layers by the *names* of its keys. One whose names fit nothing
-# changes nothing. A tool that skips unknown keys in silence then gives you the base's picture. Ours refuses a file
+# changes nothing. A tool that skips unknown keys in silence then gives you the base's image. Ours refuses a file
 # without a single match, and lists what it did not use of a file that fits in part.
 
 misnamed = {key.replace("lora_unet_", "lora_net_"): tensor for key, tensor in tensors.items()}
@@ -224,7 +224,7 @@ assert code == "lora-nothing"
 # weight and rank r, so the file holds r·(in + out) numbers a layer and not in·out. It lives in the weights: the latent,
 # the plan and the number of model calls stay as they are. Merged it costs nothing at run time and serves all requests;
 # kept beside, it costs r·(in + out) multiplications a token, or one new weight a request, and each request may have its
-# own. When a LoRA 'does nothing' I look at the keys that were not matched; when it destroys pictures, at alpha / rank
+# own. When a LoRA 'does nothing' I look at the keys that were not matched; when it destroys images, at alpha / rank
 # and the strength."
 #
 # Your turn

@@ -1,5 +1,5 @@
 r"""
-Lab 09: A picture that steers
+Lab 09: An image that steers
 =============================
 
 **Question.** How does an edge map get into a UNet that was trained without one, why does a new ControlNet change
@@ -8,12 +8,12 @@ nothing, and how well does a trained one follow?
 **Handbook.** :doc:`/handbook/adapters`
 
 **Mechanism.** A ControlNet is a copy of the UNet's first half. A small stack of convolutions :math:`h` brings the
-picture :math:`c` down to the size of the latents, where it is added to the copy's first features. What comes out of
+image :math:`c` down to the size of the latents, where it is added to the copy's first features. What comes out of
 every block goes through a 1×1 convolution :math:`Z_k` and is added to the skip :math:`k` of the frozen UNet:
 
 .. math:: \text{skip}_k' = \text{skip}_k + s \cdot Z_k\big(\text{copy}_k(\text{conv}(x) + h(c),\, t,\, \text{text})\big)
 
-The :math:`Z_k` begin at zero. :math:`s` is the strength. The latent :math:`x` itself never meets the picture.
+The :math:`Z_k` begin at zero. :math:`s` is the strength. The latent :math:`x` itself never meets the image.
 """
 
 import matplotlib.pyplot as plt
@@ -24,7 +24,7 @@ from pellucid import scenes
 from pellucid.evidence.adherence.making import seen
 from pellucid.labs import few
 from pellucid.models.controlnet import ControlNet
-from pellucid.pipeline.pictures_in import controlnet_of
+from pellucid.pipeline.image_inputs import controlnet_of
 
 pipe = pellucid.load("scenes-128")
 options = {"sampler": "dpmpp_2m", "grid": "trailing", "steps": few(10, 3), "guidance": few(4, 1)}
@@ -32,8 +32,8 @@ options = {"sampler": "dpmpp_2m", "grid": "trailing", "steps": few(10, 3), "guid
 # %%
 # Scenes with their exact outlines
 # --------------------------------
-# `scenes.edges` draws the outline of every thing from its formula. No detector guesses it, so a picture can be measured
-# against it: `scenes.edge_f1` is the F1 of the outlines in a picture, within one pixel.
+# `scenes.edges` draws the outline of every thing from its formula. No detector guesses it, so an image can be measured
+# against it: `scenes.edge_f1` is the F1 of the outlines in an image, within one pixel.
 
 count = few(3, 1)
 drawn = scenes.sample(torch.arange(1, count + 1), seed=5, split="held_out", styles=("flat",), objects=(2,))
@@ -45,14 +45,14 @@ print(captions[0], tuple(edges.shape))
 
 
 def f1(made, against=edges):
-    """The mean F1 of the outlines of pictures."""
+    """The mean F1 of the outlines of images."""
     return float(scenes.edge_f1(seen(made.images), against).mean())
 
 
 # %%
 # The hint's path
 # ---------------
-# Three convolutions of stride 2 take 128 pixels to 16, the side of the latents. This is done once a run: the picture
+# Three convolutions of stride 2 take 128 pixels to 16, the side of the latents. This is done once a run: the image
 # does not change from step to step. The VAE has no part in it.
 
 network = controlnet_of(pipe, pellucid.Control("scenes-128/controlnet", edges))
@@ -69,7 +69,7 @@ assert torch.allclose(h, hint.embedded, atol=1e-5)
 # What is added, block by block
 # -----------------------------
 # A hook on the ControlNet shows what it hands to the UNet in a real run: one tensor a skip, and one for the middle.
-# Cond and uncond are one batch, so its first axis is twice the number of pictures.
+# Cond and uncond are one batch, so its first axis is twice the number of images.
 
 told = []
 hook = network.register_forward_hook(lambda module, inputs, out: told.append([*out[0], out[1]]))
@@ -106,12 +106,12 @@ assert float(zero.weight.grad.abs().max()) > 0
 
 strengths = (0.0, 1.0, 0.1, 0.25, 0.5)[: few(5, 2)]
 followed = {"caption": {}, "empty prompt": {}}
-pictures = {}
+images = {}
 for prompt, scores in followed.items():
     texts = captions if prompt == "caption" else [""] * count
     for s in sorted(strengths):
         made = pipe(texts, seed=seeds, controls=[pellucid.Control(network, edges, scale=s)], **options)
-        scores[s], pictures[prompt, s] = f1(made), made
+        scores[s], images[prompt, s] = f1(made), made
     print(f"{prompt:<13}" + "  ".join(f"s = {s:g}: {score:.3f}" for s, score in scores.items()))
 assert min(scores[1.0] for scores in followed.values()) > 0.8 > 0.4 > followed["caption"][0.0]
 
@@ -129,14 +129,14 @@ axis.legend()
 # those that were asked for.
 
 for prompt in followed:
-    grades = scenes.grade(seen(pictures[prompt, 1.0].images), [query for _, query in described])
+    grades = scenes.grade(seen(images[prompt, 1.0].images), [query for _, query in described])
     share = sum(grade.share("colour") for grade in grades) / count
     print(f"{prompt:<13} colours right: {share:.0%}")
 
 # %%
 # The same seed four times.
 
-made = {"with the caption": pictures["caption", 1.0], "without words": pictures["empty prompt", 1.0]}
+made = {"with the caption": images["caption", 1.0], "without words": images["empty prompt", 1.0]}
 shown = {"edges": edges[0, 0], "base": base.images[0], **{title: one.images[0] for title, one in made.items()}}
 fig, axes = plt.subplots(1, 4, figsize=(7, 2.1), layout="constrained")
 for axis, (title, image) in zip(axes, shown.items(), strict=True):
@@ -147,7 +147,7 @@ for axis, (title, image) in zip(axes, shown.items(), strict=True):
 # %%
 # When it matters
 # ---------------
-# Where things stand is decided while the picture is mostly noise. A ControlNet that acts in the first half of the run
+# Where things stand is decided while the image is mostly noise. A ControlNet that acts in the first half of the run
 # does nearly all of its work; one that comes in the second half comes too late.
 
 halves = {"first half": (0.0, 0.5), "second half": (0.5, 1.0)}
@@ -169,7 +169,7 @@ assert late["first half"] > late["second half"] + 0.2
 #
 # What goes wrong
 # ---------------
-# **"Edges are edges."** The picture must look as it did in training: white lines on black. Inverted, it holds the same
+# **"Edges are edges."** The image must look as it did in training: white lines on black. Inverted, it holds the same
 # information, and the network has never seen it.
 
 inverted = f1(pipe(captions, seed=seeds, controls=[pellucid.Control(network, 1 - edges)], **options))
@@ -178,7 +178,7 @@ assert inverted < 0.5
 
 # %%
 # **"It will find the right place."** It follows the pixels that it is given. A hint that is moved by 16 pixels, as
-# happens when a picture is cropped or padded and its edges are not, gives a picture whose outlines are right for the
+# happens when an image is cropped or padded and its edges are not, gives an image whose outlines are right for the
 # *moved* map.
 
 moved = edges.roll(16, dims=-1)
@@ -187,7 +187,7 @@ print(f"F1 against the moved edges {f1(shifted, moved):.3f}, against the scene {
 assert f1(shifted, moved) > f1(shifted) + 0.3
 
 # %%
-# **"It is img2img with a sketch."** img2img encodes a picture with the VAE, adds noise and begins there, so that its
+# **"It is img2img with a sketch."** img2img encodes an image with the VAE, adds noise and begins there, so that its
 # *colours* are where the run starts. Of a sketch, black with white lines, little strength leaves just that, and much of
 # it forgets where the lines were. At no strength are the outlines followed and the caption right.
 
@@ -213,10 +213,10 @@ for axis, (title, made) in zip(axes, shown.items(), strict=True):
 # Say it in an interview
 # ----------------------
 # "A ControlNet is a trainable copy of the UNet's encoder that takes the latent x (B, 4, h, w), the time, the text, and
-# a picture at eight times the side, which a few strided convolutions bring to h × w. It returns one residual for each
+# an image at eight times the side, which a few strided convolutions bring to h × w. It returns one residual for each
 # skip, of the skip's shape (B, C_k, h_k, w_k), and one for the middle block. The last 1×1 convolutions start at zero,
 # so training begins at the base. It steers layout and costs half a UNet more a call; it can be switched off after the
-# first half of the run, since layout is decided at high noise. It is not img2img: no latent of the picture exists, and
+# first half of the run, since layout is decided at high noise. It is not img2img: no latent of the image exists, and
 # the run starts from pure noise."
 #
 # Your turn

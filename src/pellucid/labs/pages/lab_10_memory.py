@@ -12,7 +12,7 @@ fullest moment:
 
 .. math:: \text{peak} = \max_{\text{operations}} \Big( \text{weights} + \sum_{\text{living}} \text{activations} \Big)
 
-Weights do not grow with the picture. Activations grow with its area, the maps of attention with the area *squared*.
+Weights do not grow with the image. Activations grow with its area, the maps of attention with the area *squared*.
 """
 
 import copy
@@ -57,9 +57,9 @@ assert abs(forecast.peak.total / took.peak - 1) < 0.01
 assert forecast.stage == "decode"
 
 # %%
-# With the size of the picture
+# With the size of the image
 # ----------------------------
-# Weights stay, activations follow the area. The decoder of the VAE works on whole pictures, the UNet on latents of an
+# Weights stay, activations follow the area. The decoder of the VAE works on whole images, the UNet on latents of an
 # eighth of the side: the last stage of the run, which is called once, owns the peak.
 
 sides = (128, 256, 512, 1024)[: few(4, 2)]
@@ -80,7 +80,7 @@ for stage, label in (("denoise", "activations of the UNet"), ("decode", "activat
 fig, axis = plt.subplots(figsize=(7, 3.2), layout="constrained")
 for label, sizes in lines.items():
     axis.loglog(sides, [size / 2**20 for size in sizes], marker="o", label=label)
-axis.set(xlabel="side of the picture, pixels", ylabel="MiB at the peak", title="What grows with the picture")
+axis.set(xlabel="side of the image, pixels", ylabel="MiB at the peak", title="What grows with the picture")
 axis.set_xticks(sides, [str(side) for side in sides])
 axis.minorticks_off()
 axis.legend()
@@ -105,16 +105,16 @@ assert at.activations > maps
 # Slicing and tiling
 # ------------------
 # Slicing decodes one image of a batch at a time; tiling decodes bands of one image. Both reduce activations of the
-# decoder and nothing else. Here they are measured, with the time of the decoder and the change of the picture.
+# decoder and nothing else. Here they are measured, with the time of the decoder and the change of the image.
 
 wide = few(256, 128)
 policies = {"default": {}, "vae_slicing": {"vae_slicing": True}, "vae_tile=16": {"vae_tile": 16}}
-rows, pictures = {}, {}
+rows, images = {}, {}
 for name, fields in policies.items():
     one = pellucid.Pipeline(pipe.components, pellucid.Policy(**fields))  # the same networks
     rows[name] = measure(one, request_for(one, size=(wide, wide), batch=2, steps=1))
-    pictures[name] = torch.stack([torch.tensor(list(i.tobytes())) for i in rows[name].result.images]).float()
-    apart = float((pictures[name] - pictures["default"]).abs().max())
+    images[name] = torch.stack([torch.tensor(list(i.tobytes())) for i in rows[name].result.images]).float()
+    apart = float((images[name] - images["default"]).abs().max())
     peak, seconds = rows[name].peaks["decode"], rows[name].seconds["decode"]
     print(
         f"  {name:<12} decode {in_words(peak):>8}, {1000 * seconds:4.0f} ms, pixels change by {apart:g} of 255 at most"
@@ -129,7 +129,7 @@ assert rows["vae_slicing"].peaks["denoise"] == rows["default"].peaks["denoise"]
 #   UNet's stage as it was.
 # - The prediction needs no formula of a network and no memory: it can be made for a GPU that is not here. On an H200 it
 #   was within 1.8 % for every policy in the default layout but one (:doc:`/results/memory`).
-# - Our tiles are the untiled picture up to rounding, since norms see the whole picture. Tiles that do not agree on
+# - Our tiles are the untiled image up to rounding, since norms see the whole image. Tiles that do not agree on
 #   their statistics have seams.
 #
 # What goes wrong
@@ -151,7 +151,7 @@ print(f"float16 takes {ratio:.1f} times as long as float32")
 assert ratio > 0.6  # not half; on a CPU without float16 arithmetic many times as long
 
 # %%
-# The bytes are halved indeed, and the picture is not quite the same.
+# The bytes are halved indeed, and the image is not quite the same.
 
 small = copy.deepcopy(pipe.components.network).to(torch.bfloat16)
 half = pellucid.Pipeline(replace(pipe.components, network=small))

@@ -2,7 +2,7 @@ r"""
 Lab 11: The loop from end to end
 ================================
 
-**Question.** From the prompt to the picture: which tensors live on the way, which of them change at each step, and
+**Question.** From the prompt to the image: which tensors live on the way, which of them change at each step, and
 where does the time go?
 
 **Handbook.** :doc:`/handbook/inference_loop`
@@ -101,14 +101,12 @@ def decoded(latents):
 
 
 began = time.perf_counter()
-picture = decoded(latents)
+image = decoded(latents)
 took = time.perf_counter() - began
-print(
-    f"latents {tuple(latents.shape)} → pixels {tuple(picture.shape)} in {took:.2f} s: {took / looped:.0%} of the loop"
-)
+print(f"latents {tuple(latents.shape)} → pixels {tuple(image.shape)} in {took:.2f} s: {took / looped:.0%} of the loop")
 wanted = scenes.parse(prompt)
-print("as prompted:", scenes.grade(picture, wanted)[0].right)
-assert scenes.grade(picture, wanted)[0].right
+print("as prompted:", scenes.grade(image, wanted)[0].right)
+assert scenes.grade(image, wanted)[0].right
 
 # %%
 # The run as a film
@@ -169,7 +167,7 @@ assert calls > 10 * sums
 # ---------------
 # **A history that is not emptied.** A multistep sampler remembers. A scheduler object that is shared by two runs and
 # not reset takes the last prediction of the first run for its own past: its first step extrapolates,
-# :math:`p_0 + (p_0 - p_1)/2`, from another picture. Here is that one row, and all others as they should be. The plan
+# :math:`p_0 + (p_0 - p_1)/2`, from another image. Here is that one row, and all others as they should be. The plan
 # has no state to reset; the history belongs to the run.
 other = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(12))
 clean, _ = loop(other, plan.rows)
@@ -181,9 +179,9 @@ print(f"rms {apart:.3f} between the two results of one noise, for latents of rms
 assert apart > 0.05
 
 # %%
-# **Uncond and cond swapped.** Both halves have the same shape, so nothing fails. The prompt is then what the picture is
+# **Uncond and cond swapped.** Both halves have the same shape, so nothing fails. The prompt is then what the image is
 # pushed away from. **Guidance applied to x.** The two runs are mixed after the loop, not in every call: that
-# extrapolates between two finished pictures. **Stopped early to save time.** x is still noise plus picture, and a
+# extrapolates between two finished images. **Stopped early to save time.** x is still noise plus image, and a
 # decoder does not denoise.
 right, context = context, context.flip(0)
 swapped, _ = loop(noise, plan.rows)
@@ -198,9 +196,9 @@ broken = {"right": latents, "swapped": swapped, "guided after": mixed, "half the
 figure, axes = plt.subplots(1, 4, figsize=(8, 2.4), layout="constrained")
 grades = {}
 for axis, (name, found) in zip(axes, broken.items(), strict=True):
-    picture = decoded(found)
-    grades[name] = scenes.grade(picture, wanted)[0].right
-    axis.imshow((picture[0].permute(1, 2, 0) + 1) / 2)
+    image = decoded(found)
+    grades[name] = scenes.grade(image, wanted)[0].right
+    axis.imshow((image[0].permute(1, 2, 0) + 1) / 2)
     axis.set_title(f"{name}\nas prompted: {'yes' if grades[name] else 'no'}", fontsize=9)
     axis.set_axis_off()
 print(grades)

@@ -217,7 +217,7 @@ assert calls == 19
 # The state is the latent x (B, C, h, w) and a short history, one tensor for DPM++ 2M. DDIM is Euler in other units.
 # Second order costs one more tensor of memory for a multistep method, or one more call a step for Heun, so I compare at
 # equal NFE. Ancestral samplers add
-# noise each step and do not converge to the picture of the ODE."
+# noise each step and do not converge to the image of the ODE."
 #
 # Your turn
 # ---------

@@ -165,7 +165,7 @@ assert found["min_snr"][0] > 1.5 * found["uniform"][0]
 
 # %%
 # scenes-128 was trained twice for this reason. After its first run, with min-SNR, things had their shape, colour,
-# texture and size in 99.7 of 100 pictures and their *place* in 34 (``configs/scenes_text_unet_layout.toml`` says so).
+# texture and size in 99.7 of 100 images and their *place* in 34 (``configs/scenes_text_unet_layout.toml`` says so).
 # The second run weighed every level alike and drew more noisy times; its model card has 100 % of places.
 #
 # What ranks replicate, shard and exchange
@@ -245,7 +245,7 @@ for axis, name in zip(axes, ("cosine", "linear", "sqrt_alpha_bar"), strict=True)
     right[name] = sum(grade.right for grade in scenes.grade(seen(made.images), [query for _, query in prompts]))
     latents[name] = made.latents
     moved = float((made.latents - latents["cosine"]).square().mean().sqrt())
-    print(f"  sampled with {name:<15} {right[name]} of {len(prompts)} pictures right, latents moved by {moved:.2f}")
+    print(f"  sampled with {name:<15} {right[name]} of {len(prompts)} images right, latents moved by {moved:.2f}")
     axis.imshow(made.images[-1])
     axis.set_title(f"sampled with {name}", fontsize=9)
     axis.axis("off")
@@ -253,7 +253,7 @@ assert right["cosine"] == len(prompts)
 assert right["sqrt_alpha_bar"] == 0
 
 # %%
-# The worst is not the ruin on the right. It is the picture in the middle: it passes, and it is not the model's picture.
+# The worst is not the ruin on the right. It is the image in the middle: it passes, and it is not the model's image.
 
 apart = float((latents["linear"] - latents["cosine"]).square().mean().sqrt() / latents["cosine"].std())
 print(f"linear in the place of cosine: {apart:.0%} of the latents' deviation")

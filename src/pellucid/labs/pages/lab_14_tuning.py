@@ -122,7 +122,7 @@ small = Tuning(
 )
 
 # %%
-# Three sets of prompts and seeds, the teacher's pictures, twelve steps down, the judgement:
+# Three sets of prompts and seeds, the teacher's images, twelve steps down, the judgement:
 
 if few(1, 0):  # left out of the smoke size: the teacher alone takes longer than all the rest of the page
     scene = tune(of_pipeline(pellucid.load("scenes-128"), 1.0), small)

@@ -1,7 +1,7 @@
 """Lab 01: the forward process. Fill in the four functions, then run `pellucid lab 01 --check FILE`.
 
-`betas` and `alpha_bar` are tensors of shape (times,), with the least noise first. Pictures are (batch, channels,
-height, width); each picture of a batch has a time of its own.
+`betas` and `alpha_bar` are tensors of shape (times,), with the least noise first. Images are (batch, channels,
+height, width); each image of a batch has a time of its own.
 """
 
 import torch
@@ -19,7 +19,7 @@ def stepped(x: Tensor, beta: float, z: Tensor) -> Tensor:
 
 
 def noised(x0: Tensor, eps: Tensor, alpha_bar: Tensor, times: Tensor) -> Tensor:
-    """The jump: x at `times` (batch,), whole numbers that index `alpha_bar`. Mind how (batch,) meets a picture."""
+    """The jump: x at `times` (batch,), whole numbers that index `alpha_bar`. Mind how (batch,) meets an image."""
     raise NotImplementedError
 
 

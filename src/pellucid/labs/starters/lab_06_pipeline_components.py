@@ -1,6 +1,6 @@
 """Lab 06: the components of a pipeline. Fill in the four stages, then run `pellucid lab 06 --check FILE`.
 
-Together they must make the picture that `pipe(prompt)` makes. The stages are called without gradients.
+Together they must make the image that `pipe(prompt)` makes. The stages are called without gradients.
 """
 
 from torch import Tensor
@@ -35,5 +35,5 @@ def denoise(network: UNet, scheduler: Scheduler, noise: Tensor, context: Tensor,
 
 
 def decode(vae: AutoencoderKL, latents: Tensor) -> Tensor:
-    """A picture (1, 3, 128, 128) in [0, 1] from clean latents."""
+    """An image (1, 3, 128, 128) in [0, 1] from clean latents."""
     raise NotImplementedError

@@ -25,5 +25,5 @@ def modulated(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
 
 
 def num_tokens(height: int, width: int, factor: int, patch: int) -> int:
-    """Tokens of a DiT for a picture in pixels: `factor` pixels a latent, `patch` latents a patch, along one side."""
+    """Tokens of a DiT for an image in pixels: `factor` pixels a latent, `patch` latents a patch, along one side."""
     raise NotImplementedError

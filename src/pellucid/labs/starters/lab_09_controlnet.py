@@ -1,4 +1,4 @@
-"""Lab 09: a picture that steers. Fill in the four functions, then: pellucid lab 09 --check THIS_FILE"""
+"""Lab 09: an image that steers. Fill in the four functions, then: pellucid lab 09 --check THIS_FILE"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ def weight_bytes(network: nn.Module) -> int:
 
 
 def attention_bytes(side: int, batch: int, heads: int, bytes_a_number: int) -> int:
-    """The bytes of one map of self-attention over the latents of a picture of `side` × `side` pixels.
+    """The bytes of one map of self-attention over the latents of an image of `side` × `side` pixels.
 
     A latent is 8 × 8 pixels. Each head of each image has a row and a column for every latent.
     """

@@ -1,4 +1,4 @@
-"""Sets of pictures to score: folders of files, arrays in a file, CIFAR-10."""
+"""Sets of images to score: folders of files, arrays in a file, CIFAR-10."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from pellucid.core.reader import open_file
 from pellucid.evidence.metrics.fid import FORMAT, Statistics
 from pellucid.interop import weights
 from pellucid.interop.source import expanded
-from pellucid.pipeline import images as pictures
+from pellucid.pipeline import images
 from pellucid.train.cifar10 import CIFAR10
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 SPLITS: tuple[Literal["train"], Literal["test"]] = ("train", "test")
-MAX_PICTURES = 1_000_000
+MAX_IMAGES = 1_000_000
 MAX_BYTES = 32 * 2**30  # of an array in a file, unpacked
 READERS = 4  # threads that decode files
-CHUNK = 256  # files, or pictures of an array, at once
-KINDS = "a folder of pictures, FOLDER:train or FOLDER:test of CIFAR-10, an .npz or .safetensors file"
+CHUNK = 256  # files, or images of an array, at once
+KINDS = "a folder of images, FOLDER:train or FOLDER:test of CIFAR-10, an .npz or .safetensors file"
 A = TypeVar("A")
-Skip = Callable[[int, str], object]  # the number of a picture that could not be read, and why
+Skip = Callable[[int, str], object]  # the number of an image that could not be read, and why
 
 
-class PictureSet(Protocol):
+class ImageSet(Protocol):
     """Pictures in a fixed order."""
 
     name: str
@@ -100,7 +100,7 @@ class Folder:
     def read(self, file: str) -> Tensor | str:
         """(3, H, W) uint8, what is transparent on white; or why it cannot be read."""
         try:
-            image = pictures.flatten(pictures.read(self.root / file, file))
+            image = images.flatten(images.read(self.root / file, file))
         except PellucidError as error:
             return str(error)
         return torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1).contiguous()
@@ -114,7 +114,7 @@ class Folder:
         return found.hexdigest()
 
 
-def open_pictures(where: str | Path) -> PictureSet | Statistics:
+def open_images(where: str | Path) -> ImageSet | Statistics:
     """The set that a path means, or the statistics that it holds."""
     name = str(where)
     path = expanded(name)
@@ -125,39 +125,39 @@ def open_pictures(where: str | Path) -> PictureSet | Statistics:
     base, colon, split = name.rpartition(":")
     if colon and split in SPLITS and expanded(base).is_dir():
         return Pixels(CIFAR10.read(expanded(base), split).images, name)  # type: ignore[arg-type]
-    raise PellucidError(rule("pictures", KINDS, name, "There is none of that name."), "not-found")
+    raise PellucidError(rule("images", KINDS, name, "There is none of that name."), "not-found")
 
 
 def folder_of(root: Path) -> Folder:
-    """All pictures in a folder. What is hidden is left out; links to folders are not followed."""
+    """All images in a folder. What is hidden is left out; links to folders are not followed."""
     found: list[str] = []
     for place, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         inside = Path(place).relative_to(root)
         named = (name for name in files if name.lower().endswith(SUFFIXES) and not name.startswith("."))
         found += [(inside / name).as_posix() for name in named]
-        if len(found) > MAX_PICTURES:
-            raise PellucidError(rule(f"pictures in {root}", f"at most {MAX_PICTURES}", len(found)), "pictures-many")
+        if len(found) > MAX_IMAGES:
+            raise PellucidError(rule(f"pictures in {root}", f"at most {MAX_IMAGES}", len(found)), "pictures-many")
     if not found:
         cifar = any((base / "test_batch.bin").is_file() for base in (root, root / "cifar-10-batches-bin"))
         advice = f"It is CIFAR-10: name {root}:train or {root}:test." if cifar else ""
         must = f"a folder that holds {', '.join(SUFFIXES)}"
-        raise PellucidError(rule("pictures", must, str(root), advice), "pictures-empty")
+        raise PellucidError(rule("images", must, str(root), advice), "pictures-empty")
     return Folder(root, tuple(sorted(found)))
 
 
 def array_of(path: Path) -> Pixels | Statistics:
     """The array in a file, or the statistics that a safetensors file holds."""
     if path.suffix == ".npz":
-        return Pixels(as_pictures(npz_array(path), path), str(path))
+        return Pixels(as_images(npz_array(path), path), str(path))
     if path.suffix != ".safetensors":
-        raise PellucidError(rule("pictures", KINDS, str(path)), "pictures-file")
+        raise PellucidError(rule("images", KINDS, str(path)), "pictures-file")
     if weights.metadata_of(path).get("format") == FORMAT:
         return Statistics.load(path)
     tensors = weights.read_safetensors(path)
     found = only({name: tensor for name, tensor in tensors.items() if tensor.ndim == 4}, path)
     check_dtype(str(found.dtype).removeprefix("torch."), path)
-    return Pixels(as_pictures(found, path), str(path))
+    return Pixels(as_images(found, path), str(path))
 
 
 def npz_array(path: Path) -> Tensor:
@@ -172,7 +172,7 @@ def npz_array(path: Path) -> Tensor:
     except (zipfile.BadZipFile, zipfile.LargeZipFile, OSError, ValueError, EOFError, KeyError) as error:
         if isinstance(error, PellucidError):
             raise
-        words = f"{path.name} must be a whole .npz file of plain arrays. {pictures.first_line(error)}"
+        words = f"{path.name} must be a whole .npz file of plain arrays. {images.first_line(error)}"
         raise PellucidError(words, "pictures-file") from None
     found = only(arrays, path)
     check_dtype(found.dtype.name, path)
@@ -189,15 +189,15 @@ def only(arrays: dict[str, A], path: Path) -> A:
     return next(iter(arrays.values()))
 
 
-def as_pictures(array: Tensor, path: Path) -> Tensor:
+def as_images(array: Tensor, path: Path) -> Tensor:
     """(N, 3, H, W) from that or from (N, H, W, 3)."""
     shape = tuple(array.shape)
     first, last = shape[1] == 3, shape[3] == 3
     if first == last or 0 in shape:
         must = "(N, H, W, 3) or (N, 3, H, W), and not both"
         raise PellucidError(rule(f"shape of {path.name}", must, shape), "picture-shape")
-    if len(array) > MAX_PICTURES:
-        raise PellucidError(rule(f"pictures in {path.name}", f"at most {MAX_PICTURES}", len(array)), "pictures-many")
+    if len(array) > MAX_IMAGES:
+        raise PellucidError(rule(f"pictures in {path.name}", f"at most {MAX_IMAGES}", len(array)), "pictures-many")
     return array if first else array.permute(0, 3, 1, 2)
 
 

@@ -1,4 +1,4 @@
-"""Sets of pictures: what folders and files hold, in which order, and what is refused or skipped."""
+"""Sets of images: what folders and files hold, in which order, and what is refused or skipped."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 from stand_ins import Small
 
 from pellucid import PellucidError
-from pellucid.evidence.metrics import measured, pictures
+from pellucid.evidence.metrics import images, measured
 from pellucid.evidence.metrics.fid import Statistics
+from pellucid.evidence.metrics.images import Folder, Pixels, open_images
 from pellucid.evidence.metrics.inception import Inception, features
 from pellucid.evidence.metrics.measured import measure, measure_cached
-from pellucid.evidence.metrics.pictures import Folder, Pixels, open_pictures
 from pellucid.train.cifar10 import FILES, IN_FILE, RECORD
 
 
@@ -43,7 +43,7 @@ def test_a_folder_is_read_in_the_order_of_names(tmp_path: Path) -> None:
     (tmp_path / ".hidden").mkdir()
     write(tmp_path, {".hidden/x.png": small[0], ".y.png": small[0]})
     (tmp_path / "notes.txt").write_text("no picture")
-    found = open_pictures(tmp_path)
+    found = open_images(tmp_path)
     assert isinstance(found, Folder)
     assert found.files == ("a.png", "b/1.webp", "b/2.png", "c.PNG", "d.png")
     chunks, skipped = all_of(found)
@@ -53,14 +53,14 @@ def test_a_folder_is_read_in_the_order_of_names(tmp_path: Path) -> None:
     assert np.array_equal(chunks[1].permute(0, 2, 3, 1), large)
 
 
-def test_a_corrupt_picture_is_named_and_skipped(tmp_path: Path, small: Inception) -> None:
+def test_a_corrupt_image_is_named_and_skipped(tmp_path: Path, small: Inception) -> None:
     write(tmp_path, {f"{i}.png": array for i, array in enumerate(pixels(4))})
     (tmp_path / "1.png").write_bytes((tmp_path / "1.png").read_bytes()[:50])
     (tmp_path / "5.jpg").write_text("no picture")
-    chunks, skipped = all_of(open_pictures(tmp_path))
+    chunks, skipped = all_of(open_images(tmp_path))
     assert sum(map(len, chunks)) == 3
     assert [number for number, _ in skipped] == [1, 4]
-    found = measure(open_pictures(tmp_path), small)
+    found = measure(open_images(tmp_path), small)
     assert found.count == 3
     notes = list(found.notes())
     assert "1.png" in notes[0]
@@ -71,7 +71,7 @@ def test_a_corrupt_picture_is_named_and_skipped(tmp_path: Path, small: Inception
 def test_all_corrupt_is_an_error(tmp_path: Path, small: Inception) -> None:
     (tmp_path / "1.png").write_text("no picture")
     with pytest.raises(PellucidError, match=r"1\.png") as error:
-        measure(open_pictures(tmp_path), small)
+        measure(open_images(tmp_path), small)
     assert error.value.code == "pictures-empty"
 
 
@@ -85,7 +85,7 @@ def test_arrays_in_either_layout(tmp_path: Path, layout: str, ending: str) -> No
         np.savez(path, images=stored, labels=np.arange(6), more=np.zeros((1, 1, 1, 1)))
     else:
         save_file({"pictures": torch.from_numpy(stored), "labels": torch.arange(6)}, path)
-    found = open_pictures(path)
+    found = open_images(path)
     assert isinstance(found, Pixels)
     assert np.array_equal(found.images.permute(0, 2, 3, 1), array)
     assert found.digest() == Pixels(torch.from_numpy(array).permute(0, 3, 1, 2)).digest()
@@ -95,18 +95,18 @@ def test_cifar10_by_split(tmp_path: Path) -> None:
     records = np.random.default_rng(0).integers(0, 10, (IN_FILE, RECORD), dtype=np.uint8)
     for name in FILES["test"]:
         records.tofile(tmp_path / name)
-    found = open_pictures(f"{tmp_path}:test")
+    found = open_images(f"{tmp_path}:test")
     assert isinstance(found, Pixels)
     assert found.images.shape == (IN_FILE, 3, 32, 32)
     assert np.array_equal(found.images[7].flatten(), records[7, 1:])
     with pytest.raises(PellucidError, match=r":train or .*:test"):
-        open_pictures(tmp_path)
+        open_images(tmp_path)
 
 
 def test_statistics_are_known_by_their_mark(tmp_path: Path) -> None:
     made = Statistics.of(torch.randn(9, 3, generator=torch.Generator().manual_seed(0)))
     made.save(tmp_path / "s.safetensors")
-    found = open_pictures(tmp_path / "s.safetensors")
+    found = open_images(tmp_path / "s.safetensors")
     assert isinstance(found, Statistics)
     assert torch.equal(found.covariance, made.covariance)
 
@@ -135,15 +135,15 @@ def test_bad_sets_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ]
     for path, code in cases:
         with pytest.raises(PellucidError) as error:
-            open_pictures(path)
+            open_images(path)
         assert (path.name, error.value.code) == (path.name, code)
         assert "\n" not in str(error.value)
-    monkeypatch.setattr(pictures, "MAX_PICTURES", 1)
-    monkeypatch.setattr(pictures, "MAX_BYTES", 10)
+    monkeypatch.setattr(images, "MAX_PICTURES", 1)
+    monkeypatch.setattr(images, "MAX_BYTES", 10)
     for path in (made("many.npz", images=whole), tmp_path / "folder"):
         write(tmp_path / "folder", {"1.png": whole[0], "2.png": whole[1]})
         with pytest.raises(PellucidError) as error:
-            open_pictures(path)
+            open_images(path)
         assert error.value.code == "pictures-many"
 
 
@@ -188,7 +188,7 @@ def test_saved_statistics_that_changed_are_refused(tmp_path: Path) -> None:
     assert error.value.code == "statistics"
 
 
-def test_the_cache_is_keyed_by_pictures_and_network(small: Inception, tmp_path: Path) -> None:
+def test_the_cache_is_keyed_by_images_and_network(small: Inception, tmp_path: Path) -> None:
     images = torch.from_numpy(pixels(12)).permute(0, 3, 1, 2)
     told: list[int] = []
     first = measure_cached(Pixels(images), small, tmp_path / "cache", progress=told.append)
@@ -210,9 +210,9 @@ def test_the_cache_is_keyed_by_pictures_and_network(small: Inception, tmp_path: 
     assert torch.equal(first.features, again.features)
 
 
-def test_skipped_pictures_are_told_every_time(small: Inception, tmp_path: Path) -> None:
+def test_skipped_images_are_told_every_time(small: Inception, tmp_path: Path) -> None:
     write(tmp_path / "in", {f"{i}.png": array for i, array in enumerate(pixels(3))})
     (tmp_path / "in" / "x.png").write_text("no picture")
     for _ in range(2):
-        found = measure_cached(open_pictures(tmp_path / "in"), small, tmp_path / "cache")
+        found = measure_cached(open_images(tmp_path / "in"), small, tmp_path / "cache")
         assert len(found.skipped) == 1

@@ -1,4 +1,4 @@
-"""What the doctor reads in pictures: true scenes are left alone, and each way of spoiling them is told by its cause."""
+"""What the doctor reads in images: true scenes are left alone, and each way of spoiling them is told by its cause."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from spoilt_pictures import COUNT, as_bytes, blurred, clipped, drawn, noisy, swapped, tiled, true, write
+from spoilt_images import COUNT, as_bytes, blurred, clipped, drawn, noisy, swapped, tiled, true, write
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -15,7 +15,7 @@ from pellucid.cli import app
 from pellucid.evidence.doctor.checks import examine
 from pellucid.evidence.doctor.finding import Report
 from pellucid.evidence.doctor.subject import Data, Subject
-from pellucid.evidence.metrics.pictures import Pixels, folder_of
+from pellucid.evidence.metrics.images import Pixels, folder_of
 from pellucid.pipeline.images import to_images
 from pellucid.train.cifar10 import CIFAR10
 
@@ -28,7 +28,7 @@ def look(pixels: Tensor, *, reference: bool = False) -> Report:
 
 
 @pytest.mark.parametrize("reference", [False, True])
-def test_true_pictures_are_left_alone(reference: bool) -> None:
+def test_true_images_are_left_alone(reference: bool) -> None:
     report = look(true(), reference=reference)
     assert report.findings == (), report.text()
     assert set(CHECKS) - {"bleeding"} <= set(report.checked)
@@ -50,8 +50,8 @@ SPOILT: list[tuple[str, Callable[[Tensor], Tensor], bool]] = [
 
 
 @pytest.mark.parametrize(("code", "spoil", "reference"), SPOILT)
-def test_a_spoilt_picture_is_told(code: str, spoil: Callable[[Tensor], Tensor], reference: bool) -> None:
-    """Each alone, and nothing else; a small fault needs pictures to compare with."""
+def test_a_spoilt_image_is_told(code: str, spoil: Callable[[Tensor], Tensor], reference: bool) -> None:
+    """Each alone, and nothing else; a small fault needs images to compare with."""
     report = look(spoil(true()), reference=reference)
     assert [finding.code for finding in report.findings] == [code], report.text()
     assert report.status == 1
@@ -77,7 +77,7 @@ def test_colours_on_the_wrong_object_are_told(tmp_path: Path) -> None:
     assert dict(found.evidence)["share"] > 0.5  # type: ignore[operator]
 
 
-def test_pictures_that_do_not_show_what_was_asked_for_are_told(tmp_path: Path) -> None:
+def test_images_that_do_not_show_what_was_asked_for_are_told(tmp_path: Path) -> None:
     """Pictures of other prompts, whose colours are right by chance at most."""
     told = drawn(objects=(1,))
     shown = told[[*range(1, len(told)), 0]]
@@ -95,15 +95,15 @@ def test_where_the_truth_is_not_known_bleeding_is_not_judged() -> None:
     assert "truth" in skipped["as asked"]
 
 
-def test_small_pictures_are_not_judged() -> None:
+def test_small_images_are_not_judged() -> None:
     skipped = dict(examine(Subject("small", images=Pixels(torch.zeros(2, 3, 8, 8, dtype=torch.uint8)))).skipped)
     assert all("16 pixels" in skipped[name] for name in ("sharpness", "noise", "saturation", "seams"))
 
 
-def test_pictures_are_compared_with_data_on_the_command_line(tmp_path: Path) -> None:
+def test_images_are_compared_with_data_on_the_command_line(tmp_path: Path) -> None:
     """Scenes that are a little soft are told only where there are sharp ones to compare with."""
-    for i, picture in enumerate(to_images(2 * blurred(true(8), 1.0) - 1)):
-        picture.save(tmp_path / f"{i}.png")
+    for i, image in enumerate(to_images(2 * blurred(true(8), 1.0) - 1)):
+        image.save(tmp_path / f"{i}.png")
     for args, code in (([], 0), (["--data", "scenes"], 1)):
         answer = CliRunner().invoke(app, ["doctor", "--images", str(tmp_path), "--only", "sharpness", *args])
         assert answer.exit_code == code, answer.output

@@ -1,4 +1,4 @@
-"""One picture of a data set: bytes that may be damaged or made to harm → 8-bit RGB of the size that is trained."""
+"""One image of a data set: bytes that may be damaged or made to harm → 8-bit RGB of the size that is trained."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ Crop = Literal["centre", "random"]
 # Only plain formats: Pillow knows others that start programs (EPS) or that no data set holds.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-MAX_BYTES = 256 * 2**20  # of one picture file
+MAX_BYTES = 256 * 2**20  # of one image file
 MAX_SIZE = 8192
-LONGEST = 20  # times the shorter side: what is longer is a strip, not a picture
+LONGEST = 20  # times the shorter side: what is longer is a strip, not an image
 REDUCING_GAP = 3.0  # box-reduce first, down to this many times the size: not to be told from Lanczos alone
 
 
 @dataclass(frozen=True)
 class Hint:
-    """How a picture beside the picture is read: its channels, its range, and whether it lies on the picture."""
+    """How an image beside the image is read: its channels, its range, and whether it lies on the image."""
 
     channels: Literal[1, 3] = 3
     low: Literal[-1, 0] = 0  # values are in [low, 1]
-    aligned: bool = True  # cropped and mirrored with the picture
+    aligned: bool = True  # cropped and mirrored with the image
 
 
-PLAIN_HINT = Hint()  # any other name: a picture that a ControlNet follows
+PLAIN_HINT = Hint()  # any other name: an image that a ControlNet follows
 HINTS: Mapping[str, Hint] = MappingProxyType(
     {
         "edges": Hint(channels=1),
@@ -53,7 +53,7 @@ def hint_kind(name: str) -> Hint:
 @dataclass(frozen=True)
 class Framing:
     """The square that is trained: the shorter side becomes `size`, the longer one is cut to it at its centre or at a
-    place that is drawn; `flip` mirrors every other picture by chance."""
+    place that is drawn; `flip` mirrors every other image by chance."""
 
     size: int
     crop: Crop = "centre"
@@ -76,7 +76,7 @@ class Place:
 
 
 def decode(data: bytes, size: int) -> Image.Image:
-    """Bytes of a file → RGB, upright, transparency on white; a JPEG only as large as a good picture of `size` needs.
+    """Bytes of a file → RGB, upright, transparency on white; a JPEG only as large as a good image of `size` needs.
 
     No warning is caught here: `warnings.catch_warnings` would disturb the other threads that decode.
     """
@@ -85,7 +85,7 @@ def decode(data: bytes, size: int) -> Image.Image:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise PellucidError(f"it has more than {MAX_PIXELS} pixels", "image-pixels") from None
     except UNREADABLE:
-        raise PellucidError("it is no picture file" if data else "it is empty", "image-file") from None
+        raise PellucidError("it is no image file" if data else "it is empty", "image-file") from None
     with found:
         if found.width * found.height > MAX_PIXELS:
             raise PellucidError(f"it has {words(found.size)} pixels, more than {MAX_PIXELS}", "image-pixels")
@@ -101,7 +101,7 @@ def decode(data: bytes, size: int) -> Image.Image:
 
 
 def cut(image: Image.Image, framing: Framing, place: Place) -> Array:
-    """An RGB or grey picture → (C, size, size) uint8: the square at its place, resized in one go, and mirrored."""
+    """An RGB or grey image → (C, size, size) uint8: the square at its place, resized in one go, and mirrored."""
     side, size = min(image.size), (framing.size, framing.size)
     left, top = (
         int((free + 1) * drawn) if framing.crop == "random" else free // 2  # whole pixels: nothing is smeared
@@ -114,7 +114,7 @@ def cut(image: Image.Image, framing: Framing, place: Place) -> Array:
 
 
 def cut_hint(name: str, hint: Image.Image, image: Image.Image, framing: Framing, place: Place) -> Array:
-    """A hint → (1 or 3, size, size) uint8, cut as its picture where it lies on it."""
+    """A hint → (1 or 3, size, size) uint8, cut as its image where it lies on it."""
     kind = hint_kind(name)
     if not kind.aligned:
         framing, place = Framing(framing.size), Place()
@@ -124,11 +124,11 @@ def cut_hint(name: str, hint: Image.Image, image: Image.Image, framing: Framing,
 
 
 def same_shape(a: Image.Image, b: Image.Image) -> bool:
-    """Whether two pictures have the same sides, but for scale and a rounded pixel."""
+    """Whether two images have the same sides, but for scale and a rounded pixel."""
     scale = a.width / b.width
     return abs(a.height - b.height * scale) <= max(1.0, scale)
 
 
 def reason(error: Exception) -> str:
-    """Why a picture could not be read, in a few words."""
+    """Why an image could not be read, in a few words."""
     return first_line(error).rstrip(".") or type(error).__name__

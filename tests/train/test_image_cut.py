@@ -1,4 +1,4 @@
-"""One picture: read safely, upright, on white; cut and resized to the square that is trained."""
+"""One image: read safely, upright, on white; cut and resized to the square that is trained."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from picture_files import bomb, damaged, painted, stored
+from image_files import bomb, damaged, painted, stored
 from PIL import Image
 
 from pellucid import PellucidError
-from pellucid.train.pictures import Framing, Place, cut, cut_hint, decode, hint_kind
+from pellucid.train.images import Framing, Place, cut, cut_hint, decode, hint_kind
 
 
 def pixels(image: Image.Image) -> np.ndarray:
@@ -20,7 +20,7 @@ def pixels(image: Image.Image) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", sorted(damaged()))
-def test_damage_is_an_error_and_never_a_picture(name: str) -> None:
+def test_damage_is_an_error_and_never_a_image(name: str) -> None:
     with pytest.raises(PellucidError):
         decode(damaged()[name], 32)
 
@@ -35,7 +35,7 @@ def test_a_bomb_is_refused_by_its_header_whatever_the_warnings() -> None:
                 assert error.value.code == "image-pixels"
 
 
-def test_a_picture_of_its_size_is_itself() -> None:
+def test_a_image_of_its_size_is_itself() -> None:
     image = painted(4, (32, 32))
     assert np.array_equal(cut(decode(stored(image), 32), Framing(32), Place()), pixels(image))
 
@@ -91,8 +91,8 @@ def test_the_centre_ignores_what_is_drawn_and_flip_must_be_asked_for() -> None:
     assert np.array_equal(cut(image, Framing(16, flip=True), Place(0.9, 0.1, False)), centre)
 
 
-def test_a_large_jpeg_read_fast_is_the_picture_read_in_full() -> None:
-    """Decoded at 1/4 and resized, against decoded whole and resized: smooth pictures agree to a few levels."""
+def test_a_large_jpeg_read_fast_is_the_image_read_in_full() -> None:
+    """Decoded at 1/4 and resized, against decoded whole and resized: smooth images agree to a few levels."""
     image = painted(3, (1024, 1024)).resize((1024, 1024), box=(0, 0, 100, 100))
     data = stored(image, "JPEG", quality=95)
     assert decode(data, 64).size == (128, 128)
@@ -101,7 +101,7 @@ def test_a_large_jpeg_read_fast_is_the_picture_read_in_full() -> None:
     assert np.abs(fast - slow).max() <= 3  # JPEG's own error at this quality, and one rounding each
 
 
-def test_a_hint_is_cut_with_its_picture() -> None:
+def test_a_hint_is_cut_with_its_image() -> None:
     image = painted(5, (48, 32))
     framing, place = Framing(16, "random", True), Place(0.8, 0.3, True)
     whole = cut(image, framing, place)

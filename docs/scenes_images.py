@@ -1,6 +1,6 @@
-"""Draws the pictures of docs/scenes.md.
+"""Draws the images of docs/scenes.md.
 
-.venv/bin/python docs/scenes_pictures.py
+.venv/bin/python docs/scenes_images.py
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pellucid import scenes as world
 from pellucid.cli import data_scenes
 from pellucid.pipeline.lettering import face_for
 
-PICTURES = Path(__file__).parent / "pictures"
+IMAGES = Path(__file__).parent / "pictures"
 SIDE, GAP, FOOT = 118, 8, 20
 SEED, ROW = 2, 30  # of the scene that is shown in every style
 
@@ -39,9 +39,9 @@ def maps() -> Image.Image:
 
 def main() -> None:
     sheet = data_scenes.sheet(data_scenes.Wanted(16, 0, 160, "train", ()))
-    for name, picture in (("scenes.png", sheet), ("scenes_styles.png", maps())):
-        picture.save(PICTURES / name, optimize=True)
-        print(f"docs/pictures/{name}", (PICTURES / name).stat().st_size)
+    for name, image in (("scenes.png", sheet), ("scenes_styles.png", maps())):
+        image.save(IMAGES / name, optimize=True)
+        print(f"docs/pictures/{name}", (IMAGES / name).stat().st_size)
 
 
 if __name__ == "__main__":

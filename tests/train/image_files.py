@@ -1,4 +1,4 @@
-"""Files of pictures for the tests of data: good ones, and every kind of damaged one."""
+"""Files of images for the tests of data: good ones, and every kind of damaged one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pellucid.train.draws import Draws
 
 
 def painted(number: int, size: tuple[int, int] = (24, 24)) -> Image.Image:
-    """A picture like no other: smooth, so that a JPEG keeps it."""
+    """An image like no other: smooth, so that a JPEG keeps it."""
     width, height = size
     y, x = np.mgrid[0:height, 0:width].astype(np.float64)
     waves = [np.sin(x / 5 + number * (c + 1)) + np.cos(y / 7 + number * 0.37 * (c + 1)) for c in range(3)]
@@ -40,7 +40,7 @@ def bomb(side: int = 60_000) -> bytes:
 
 
 def damaged() -> dict[str, bytes]:
-    """Files that no picture can be read from, by name."""
+    """Files that no image can be read from, by name."""
     png, jpeg = stored(painted(1, (64, 64))), stored(painted(2, (256, 256)), "JPEG")
     middle = len(png) // 2
     return {
@@ -49,11 +49,11 @@ def damaged() -> dict[str, bytes]:
         "flipped.png": png[:middle] + bytes([png[middle] ^ 0xFF]) + png[middle + 1 :],
         "empty.png": b"",
         "zeros.jpg": bytes(1000),
-        "text.png": b"not a picture at all\n",
+        "text.png": b"not an image at all\n",
         "bomb.png": bomb(),
         "large.png": bomb(9_000),  # below what Pillow warns of, beyond what we decode
         "strip.png": stored(painted(3, (900, 2))),
-        "other.png": stored(painted(4), "PPM"),  # a picture, of a format that is not taken
+        "other.png": stored(painted(4), "PPM"),  # an image, of a format that is not taken
         "script.png": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n",
     }
 

@@ -1,6 +1,6 @@
-"""Makes the pictures of the README again, with the commands that stand beside them.
+"""Makes the images of the README again, with the commands that stand beside them.
 
-.venv/bin/python docs/readme_pictures.py        (a minute on two cores)
+.venv/bin/python docs/readme_images.py        (a minute on two cores)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from pellucid.interop.source import BUNDLES
 
-PICTURES = Path(__file__).parent / "pictures"
+IMAGES = Path(__file__).parent / "pictures"
 PROMPT = "a small striped red star above a large blue square on a grey background"
 DARK, LIGHT, DIM = "#0b0f17", "#e6edf3", "#8b98a5"
 COLOURS = {"error": "#ff7b72", "evidence": "#79c0ff", "cause": "#d2a8ff", "fix": "#7ee787"}
@@ -38,12 +38,12 @@ def trace(folder: Path) -> None:
     pellucid(
         "sample", "scenes-128", PROMPT, *asked, "--trace", run, "--trace-tensors", "--out", str(folder / "star.png")
     )
-    pellucid("trace", "show", run, "--plot", str(PICTURES / "trace.png"), "--overwrite")
+    pellucid("trace", "show", run, "--plot", str(IMAGES / "trace.png"), "--overwrite")
 
 
 def plan(folder: Path) -> None:
     asked = ["--schedule", "cosine", "--target", "v", "--grid", "karras", "--steps", "8"]
-    pellucid("plan", "dpmpp_2m", *asked, "--plot", str(PICTURES / "plan.png"), "--overwrite")
+    pellucid("plan", "dpmpp_2m", *asked, "--plot", str(IMAGES / "plan.png"), "--overwrite")
 
 
 def broken_model(folder: Path) -> Path:
@@ -64,34 +64,34 @@ def diff(folder: Path) -> None:
     """The same but for the rule that guides: whose number is seen first, and by how much."""
     ways = {"guidance 4": (), "guidance 4, by APG": ("--guidance", "4 + apg")}
     traces = [folder / "a.safetensors", folder / "b.safetensors"]
-    pictures = {}
+    images = {}
     for (words, more), file in zip(ways.items(), traces, strict=True):
-        pictures[words] = sampled(file.with_suffix(".png"), "scenes-128", *more, "--trace", str(file))
+        images[words] = sampled(file.with_suffix(".png"), "scenes-128", *more, "--trace", str(file))
     said = pellucid("trace", "diff", *map(str, traces)).replace(f"{folder}/", "")
-    board(pictures, "pellucid trace diff a.safetensors b.safetensors", said).save(PICTURES / "diff.png")
+    board(images, "pellucid trace diff a.safetensors b.safetensors", said).save(IMAGES / "diff.png")
 
 
 def doctor(folder: Path) -> None:
     broken = broken_model(folder)
     shown = {"as it is": "scenes-128", "its config says eps": str(broken)}
-    pictures = {words: sampled(folder / f"{n}.png", model) for n, (words, model) in enumerate(shown.items())}
+    images = {words: sampled(folder / f"{n}.png", model) for n, (words, model) in enumerate(shown.items())}
     said = pellucid("doctor", str(broken), "--only", "target").replace(str(broken), "broken")
-    board(pictures, "pellucid doctor broken --only target", said).save(PICTURES / "doctor.png")
+    board(images, "pellucid doctor broken --only target", said).save(IMAGES / "doctor.png")
 
 
-def board(pictures: dict[str, Image.Image], command: str, said: str) -> Image.Image:
-    """The pictures side by side, and what was said below them, as a terminal shows it."""
+def board(images: dict[str, Image.Image], command: str, said: str) -> Image.Image:
+    """The images side by side, and what was said below them, as a terminal shows it."""
     small, mono = ImageFont.truetype(font("DejaVuSans"), 15), ImageFont.truetype(font("DejaVuSansMono"), 14)
     lines = [f"$ {command}"]
     for line in said.strip().splitlines():
         lines += textwrap.wrap(line, COLUMNS, subsequent_indent=" " * 11) or [""]
     wide = max(int(mono.getlength(line)) for line in lines) + 2 * GAP
     high = GAP + SIDE + 2 * GAP + LINE * len(lines) + GAP
-    sheet = Image.new("RGB", (max(wide, len(pictures) * (SIDE + GAP) + GAP), high), DARK)
+    sheet = Image.new("RGB", (max(wide, len(images) * (SIDE + GAP) + GAP), high), DARK)
     pen = ImageDraw.Draw(sheet)
-    for number, (words, picture) in enumerate(pictures.items()):
+    for number, (words, image) in enumerate(images.items()):
         left = GAP + number * (SIDE + GAP)
-        sheet.paste(picture, (left, GAP))
+        sheet.paste(image, (left, GAP))
         pen.text((left, GAP + SIDE + 5), words, DIM, small)
     word = ""
     for number, line in enumerate(lines):

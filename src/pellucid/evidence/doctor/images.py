@@ -1,6 +1,6 @@
-"""What finished pictures tell: blur, noise, clipped colours, colours on the wrong object, tile seams.
+"""What finished images tell: blur, noise, clipped colours, colours on the wrong object, tile seams.
 
-Where pictures of the model's kind are given (--data), these are the yardstick; without them only what no picture should
+Where images of the model's kind are given (--data), these are the yardstick; without them only what no image should
 have is told.
 """
 
@@ -21,28 +21,28 @@ from pellucid.evidence.doctor.checks import Unable, check
 from pellucid.evidence.doctor.finding import Finding
 from pellucid.evidence.doctor.subject import Subject
 from pellucid.evidence.doctor.traces import said
-from pellucid.evidence.metrics.pictures import Folder
+from pellucid.evidence.metrics.images import Folder
 from pellucid.evidence.qualities.given import unit
 from pellucid.pipeline.recipe import Recipe, read_png
 from pellucid.scenes.grading import grade
 from pellucid.scenes.parsing import parse
 from pellucid.scenes.query import Query
 
-MOST, MOST_PIXELS = 256, 2**26  # that are looked at: 64 pictures of 1024 × 1024
+MOST, MOST_PIXELS = 256, 2**26  # that are looked at: 64 images of 1024 × 1024
 LEAST_SIDE = 16
 SOFT, SOFT_TO_DATA = 0.12, 0.4  # sharpness: an edge blurred by one pixel has 0.15
 NOISY, NOISY_TO_DATA, NOISY_MORE = 0.03, 2.0, 0.008  # sigma of values from 0 to 1
 ENDS, ENDS_MORE = 0.25, 0.1  # the share of values that are 0 or 255
 SEAM = 2.0
 PERIODS = (32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # pixels between tiles, by the sizes in use
-BLED = 0.1  # the share of pictures, from which it is more than a slip
-ASKED = 4  # pictures whose truth is known: their intervals say whether so few are enough
+BLED = 0.1  # the share of images, from which it is more than a slip
+ASKED = 4  # images whose truth is known: their intervals say whether so few are enough
 FOLLOWED = 0.5  # the share that shows all that was asked for, below which something is broken
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One quality of the pictures, and of the data where there are some: one number a picture."""
+    """One quality of the images, and of the data where there are some: one number an image."""
 
     own: Tensor
     data: Tensor | None
@@ -52,7 +52,7 @@ class Measured:
 
 
 def looked_at(subject: Subject) -> list[Tensor]:
-    """(B, 3, H, W) uint8 each, one size in each, at most MOST pictures and MOST_PIXELS."""
+    """(B, 3, H, W) uint8 each, one size in each, at most MOST images and MOST_PIXELS."""
     assert subject.images is not None
     kept: list[Tensor] = []
     unread: list[str] = []
@@ -65,7 +65,7 @@ def looked_at(subject: Subject) -> list[Tensor]:
             break
     large = [chunk for chunk in kept if min(chunk.shape[2:]) >= LEAST_SIDE and len(chunk)]
     if not large:
-        raise Unable(f"no picture of {LEAST_SIDE} pixels or more could be read" + (f": {unread[0]}" if unread else ""))
+        raise Unable(f"no image of {LEAST_SIDE} pixels or more could be read" + (f": {unread[0]}" if unread else ""))
     return large
 
 
@@ -89,7 +89,7 @@ def sharpness(subject: Subject) -> Iterable[Finding]:
         Finding(
             "low-sharpness",
             "warning",
-            "the pictures are soft: their edges are wide",
+            "the images are soft: their edges are wide",
             facts("sharpness (median)", own, data, len(found.own)),
             "The fine detail is missing: too few steps at low noise, a grid that ends too early, or a VAE that blurs.",
             "Take more steps, or a grid whose last calls are near the data: `pellucid plan` says what is kept of small "
@@ -109,7 +109,7 @@ def noise(subject: Subject) -> Iterable[Finding]:
         Finding(
             "residual-noise",
             "warning",
-            "the pictures are noisy where they should be flat",
+            "the images are noisy where they should be flat",
             facts("standard deviation of noise (median)", own, data, len(found.own)),
             f"Noise of {own * 255:.1f} of 255 steps is left: the run stopped before sigma 0, or adds noise at its end.",
             'End at sigma 0 ("final_sigmas_type": "zero"), and take a deterministic sampler or more steps.',
@@ -131,13 +131,13 @@ def saturation(subject: Subject) -> Iterable[Finding]:
         Finding(
             "oversaturated-images",
             "warning",
-            f"{own:.1%} of the values of the pictures are clipped",
+            f"{own:.1%} of the values of the images are clipped",
             (
                 *facts("share of values at 0 or 255", own, data, len(found.own)),
                 *colour,
                 *said(scale),
             ),
-            "Predictions were pushed out of the range of pictures, as too high a guidance scale does"
+            "Predictions were pushed out of the range of images, as too high a guidance scale does"
             + ("." if scale is None else f": it was {scale:g}."),
             "Lower guidance to 7 or less, or correct it: --guidance '7 + rescale'.",
         )
@@ -154,7 +154,7 @@ def seams(subject: Subject) -> Iterable[Finding]:
         if values:
             found[period] = float(torch.cat(values).median())
     if not found:
-        raise Unable(f"the pictures are smaller than two tiles of {PERIODS[0]} pixels")
+        raise Unable(f"the images are smaller than two tiles of {PERIODS[0]} pixels")
     period = max(found, key=lambda one: found[one])
     if found[period] < SEAM:
         return []
@@ -164,8 +164,8 @@ def seams(subject: Subject) -> Iterable[Finding]:
             "warning",
             f"jumps stand at every {period} pixels: tiles that do not meet",
             (("period in pixels", period), ("jump there over the largest beside it (median)", found[period])),
-            "The pictures were decoded in tiles that know nothing of their neighbours.",
-            "Decode whole, or with Pellucid's tiles, which give the untiled picture (vae_tile in the policy).",
+            "The images were decoded in tiles that know nothing of their neighbours.",
+            "Decode whole, or with Pellucid's tiles, which give the untiled image (vae_tile in the policy).",
         )
     ]
 
@@ -175,7 +175,7 @@ def bleeding(subject: Subject) -> Iterable[Finding]:
     """Has an object the colour that was asked of another?"""
     known = [(pixels, query) for pixels, query in queries(subject) if len(query.objects) > 1]
     if len(known) < ASKED:
-        raise Unable(f"the truth is known of {len(known)} pictures of several objects; {ASKED} are needed")
+        raise Unable(f"the truth is known of {len(known)} images of several objects; {ASKED} are needed")
     share = share_bled(known)
     if share.interval[0] <= BLED:
         return []
@@ -184,7 +184,7 @@ def bleeding(subject: Subject) -> Iterable[Finding]:
         Finding(
             "colour-bleeding",
             "warning",
-            f"in {share.value:.0%} of the pictures an object has the colour of another",
+            f"in {share.value:.0%} of the images an object has the colour of another",
             (
                 *counted(share),
                 *said(scale),
@@ -197,7 +197,7 @@ def bleeding(subject: Subject) -> Iterable[Finding]:
 
 
 def counted(share: Share) -> tuple[tuple[str, float | str], ...]:
-    """Evidence: a share of the pictures."""
+    """Evidence: a share of the images."""
     low, high = share.interval
     return ("images", share.count), ("share", share.value), ("95 % interval", f"{low:.3g} to {high:.3g}")
 
@@ -209,10 +209,10 @@ def share_bled(known: Sequence[tuple[Tensor, Query]]) -> Share:
 
 @check("as asked", needs=("images",))
 def as_asked(subject: Subject) -> Iterable[Finding]:
-    """Do the pictures show what was asked for? Where colours bled, that check has told it."""
+    """Do the images show what was asked for? Where colours bled, that check has told it."""
     known = queries(subject)
     if len(known) < ASKED:
-        raise Unable(f"the truth is known of {len(known)} pictures; {ASKED} are needed")
+        raise Unable(f"the truth is known of {len(known)} images; {ASKED} are needed")
     grades = [grade(2 * unit(pixels) - 1, query)[0] for pixels, query in known]
     share = Share.of(one.right for one in grades)
     if share.interval[1] >= FOLLOWED or share_bled(known).interval[0] > BLED:
@@ -225,7 +225,7 @@ def as_asked(subject: Subject) -> Iterable[Finding]:
         Finding(
             "not-as-asked",
             "warning",
-            f"{share.value:.0%} of the pictures show all that was asked for",
+            f"{share.value:.0%} of the images show all that was asked for",
             (
                 *counted(share),
                 ("most often wrong", f"{most}, in {often}"),
@@ -262,7 +262,7 @@ def asked_for(subject: Subject) -> Iterable[tuple[Tensor, Any, Recipe]]:
 
 
 def guidance_of(subject: Subject) -> float | None:
-    """The largest guidance scale that the pictures' files tell of."""
+    """The largest guidance scale that the images' files tell of."""
     scales = [recipe.guidance.get("scale") for _, _, recipe in asked_for(subject)]
     numbers = [float(scale) for scale in scales if isinstance(scale, int | float)]
     return max(numbers, default=None)

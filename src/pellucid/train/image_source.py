@@ -1,4 +1,4 @@
-"""Batches of picture files: decoded in threads; what cannot be read is named, and the next example takes its place."""
+"""Batches of image files: decoded in threads; what cannot be read is named, and the next example takes its place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import whole
 from pellucid.train.draws import Draws
-from pellucid.train.pictures import Array, Framing, Place, cut, cut_hint, decode, hint_kind, reason
+from pellucid.train.images import Array, Framing, Place, cut, cut_hint, decode, hint_kind, reason
 from pellucid.train.source import Batch
 
 MAX_SKIPPED = 1000  # unreadable examples of a run, after which it stops
@@ -31,9 +31,9 @@ log = logging.getLogger("pellucid.train")
 
 @dataclass(frozen=True)
 class Example:
-    """One example as it is stored: files of pictures, and what is said of them."""
+    """One example as it is stored: files of images, and what is said of them."""
 
-    picture: bytes
+    image: bytes
     caption: str | None = None
     label: int | None = None
     hints: Mapping[str, bytes] = field(default_factory=dict)
@@ -43,15 +43,15 @@ class Example:
 class Seen:
     """One place of a batch, decoded, and which examples before it could not be."""
 
-    picture: Array  # (3, size, size)
+    image: Array  # (3, size, size)
     caption: str | None
     label: int | None
     hints: Mapping[str, Array]
     unread: Mapping[int, str]  # index → why
 
 
-class PictureSource(ABC):
-    """Examples whose pictures are decoded when asked for.
+class ImageSource(ABC):
+    """Examples whose images are decoded when asked for.
 
     An example that cannot be read is named once and skipped: the next one in the order of the files that can be read
     takes its place. Which one that is depends on the files alone, so a resumed run, and ranks together, see the same.
@@ -126,11 +126,11 @@ class PictureSource(ABC):
             if len(unread) > MAX_SKIPPED:
                 break
         shown = "; ".join(f"{self.name(i)}: {why}" for i, why in list(unread.items())[:3])
-        raise PellucidError(f"data must have pictures that can be read; {len(unread)} on end cannot: {shown}.", "data")
+        raise PellucidError(f"data must have images that can be read; {len(unread)} on end cannot: {shown}.", "data")
 
     def decoded(self, index: int, place: Place, unread: Mapping[int, str]) -> Seen:
         held = self.example(index)
-        image = decode(held.picture, self.framing.size)
+        image = decode(held.image, self.framing.size)
         hints = {}
         for name in self.hints:
             try:
@@ -156,7 +156,7 @@ class PictureSource(ABC):
             raise PellucidError(f"data must be readable; {what} could not be read, such as {last}.", "data-damaged")
 
     def together(self, seen: Sequence[Seen], device: torch.device) -> Batch:
-        images = moved(np.stack([one.picture for one in seen]), device).float() / 127.5 - 1.0  # (B, 3, size, size)
+        images = moved(np.stack([one.image for one in seen]), device).float() / 127.5 - 1.0  # (B, 3, size, size)
         captions = tuple(one.caption for one in seen if one.caption is not None)
         labels = [one.label for one in seen if one.label is not None]
         hints = {}

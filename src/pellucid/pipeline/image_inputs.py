@@ -17,7 +17,7 @@ from pellucid.models.clip import CLIPVisionEncoder
 from pellucid.models.controlnet import Controlled, ControlNet, Hint
 from pellucid.models.ip_adapter import IPAdapter
 from pellucid.models.unet import UNet
-from pellucid.pipeline import images as pictures
+from pellucid.pipeline import images
 from pellucid.pipeline.adapters import Control, ImagePrompt
 from pellucid.pipeline.vision import clip_pixels
 
@@ -32,7 +32,7 @@ MAX_KEPT = 16  # adapters that a pipeline holds in memory
 
 
 def encoding_networks(run: Run) -> list[nn.Module]:
-    """The networks that the pictures of a request go through before it is denoised."""
+    """The networks that the images of a request go through before it is denoised."""
     request, found = run.request, []
     if run.parts.vae is not None and request.image is not None:
         found.append(run.parts.vae)
@@ -51,14 +51,14 @@ def is_latent(image: Any, channels: int | None) -> bool:
 
 
 def size_of(image: Any, channels: int, factor: int) -> tuple[int, int] | None:
-    """(width, height) in pixels of the picture, or of the first of several."""
+    """(width, height) in pixels of the image, or of the first of several."""
     if is_latent(image, channels) and factor > 1:
         return image.shape[-1] * factor, image.shape[-2] * factor
-    return pictures.size_of(pictures.listed(image, "image")[0])
+    return images.size_of(images.listed(image, "image")[0])
 
 
 def spread(batch: Tensor, count: int) -> Tensor:
-    """One picture for all images of the batch, or one for each in turn."""
+    """One image for all images of the batch, or one for each in turn."""
     if count % len(batch):
         raise PellucidError(rule("images", f"1, or a divisor of the {count} images to make", len(batch)), "image-count")
     return batch.repeat_interleave(count // len(batch), dim=0)
@@ -69,15 +69,15 @@ def one_for_all(run: Run) -> bool:
     image, mask = run.request.image, run.request.mask
     if not isinstance(image, Tensor) and hasattr(image, "latents"):  # the result of an earlier run
         return False
-    one = len(pictures.listed(image, "image")) == 1
-    return one and (mask is None or len(pictures.listed(mask, "mask")) == 1)
+    one = len(images.listed(image, "image")) == 1
+    return one and (mask is None or len(images.listed(mask, "mask")) == 1)
 
 
 # --- to paint in -------------------------------------------------------------------------------------------------
 
 
 class Inpainting:
-    """A network that sees the mask and the masked picture beside x: 9 channels in Stable Diffusion's."""
+    """A network that sees the mask and the masked image beside x: 9 channels in Stable Diffusion's."""
 
     def __init__(self, network: Any) -> None:
         self.network = network
@@ -89,7 +89,7 @@ class Inpainting:
 
 
 def is_inpainting(parts: Components) -> bool:
-    """Whether the network has channels for a mask and a masked picture."""
+    """Whether the network has channels for a mask and a masked image."""
     vae, network = parts.vae, parts.network
     return vae is not None and network.config.in_channels == 2 * vae.config.latent_channels + 1
 
@@ -97,26 +97,26 @@ def is_inpainting(parts: Components) -> bool:
 def pixel_mask(run: Run) -> Tensor:
     image, mask = run.request.image, run.request.mask
     if is_latent(image, run.channels_if_latent()):
-        found = pictures.to_mask(mask, run.size)
+        found = images.to_mask(mask, run.size)
     else:
-        found = pictures.inpaint_pair(image, mask, run.size)[1]
+        found = images.inpaint_pair(image, mask, run.size)[1]
     return spread(found, run.count).to(run.pipe.device)  # (B, 1, H, W), 1 is painted
 
 
 def latent_mask(run: Run) -> Tensor:
-    return pictures.mask_to_latents(pixel_mask(run), run.pipe.factor)
+    return images.mask_to_latents(pixel_mask(run), run.pipe.factor)
 
 
 def beside_latents(run: Run) -> Tensor:
-    """(B, 1 + C, H, W): the mask, and the latents of the picture without what is to be painted."""
+    """(B, 1 + C, H, W): the mask, and the latents of the image without what is to be painted."""
     if run.request.image is None or run.request.mask is None:
         raise PellucidError(f"image and mask must be given: {run.parts.name} is an inpainting model.", "inpaint")
     if is_latent(run.request.image, run.channels_if_latent()):
-        raise PellucidError("image must be a picture for an inpainting model; got latents.", "inpaint")
+        raise PellucidError("image must be an image for an inpainting model; got latents.", "inpaint")
     mask = pixel_mask(run)
-    pixels, shown = pictures.to_tensor(run.request.image, run.size).to(mask), mask < 0.5
+    pixels, shown = images.to_tensor(run.request.image, run.size).to(mask), mask < 0.5
     hidden = run.encode(pixels * shown[:1] if one_for_all(run) else spread(pixels, run.count) * shown)
-    return torch.cat([pictures.mask_to_latents(mask, run.pipe.factor).to(hidden), hidden], dim=1)
+    return torch.cat([images.mask_to_latents(mask, run.pipe.factor).to(hidden), hidden], dim=1)
 
 
 # --- to follow ---------------------------------------------------------------------------------------------------
@@ -143,11 +143,11 @@ def check_controlled(network: Any) -> None:
 
 
 def add_hints(run: Run, network: Controlled, cond: Inputs, uncond: Inputs | None) -> None:
-    """Each ControlNet's picture, embedded once; the same with and without the prompt, unless it guesses."""
+    """Each ControlNet's image, embedded once; the same with and without the prompt, unless it guesses."""
     hints = []
     for controlnet, control in zip(network.controlnets, run.request.controls, strict=True):
         assert isinstance(controlnet, ControlNet)
-        pixels = (pictures.to_tensor(control.picture, run.size) + 1) / 2
+        pixels = (images.to_tensor(control.image, run.size) + 1) / 2
         with_batch = spread(pixels, run.count).to(run.pipe.device)
         hints.append(controlnet.hint(with_batch, [control.scale] * run.count, control.guess))
         side, wanted = hints[-1].embedded.shape[-1], run.shape[-1]
@@ -166,14 +166,14 @@ def add_hints(run: Run, network: Controlled, cond: Inputs, uncond: Inputs | None
 
 
 def add_image_prompts(run: Run, network: nn.Module, cond: Inputs, uncond: Inputs | None) -> None:
-    """Image tokens of every IP-Adapter for every cross-attention; without the prompt, those of an empty picture."""
+    """Image tokens of every IP-Adapter for every cross-attention; without the prompt, those of an empty image."""
     if not isinstance(network, UNet):
         raise PellucidError(rule("image_prompts", "left out: only UNets take them", type(network).__name__), "ip-base")
     made: list[list[Any]] = [[], []]
     for prompt in run.request.image_prompts:
         adapter = adapter_of(run.pipe, prompt)
         states = image_states(run, adapter, prompt)
-        masks = None if prompt.masks is None else pictures.to_mask(prompt.masks)[:, 0]  # (N, H, W)
+        masks = None if prompt.masks is None else images.to_mask(prompt.masks)[:, 0]  # (N, H, W)
         if masks is not None and len(masks) != states[0].shape[1]:
             raise PellucidError(rule("masks", f"{states[0].shape[1]}, one a picture", len(masks)), "ip-masks")
         for side, one in zip(made, states, strict=True):
@@ -223,7 +223,7 @@ def eyes_of(pipe: Pipeline, prompt: ImagePrompt) -> CLIPVisionEncoder | None:
 
 
 def image_states(run: Run, adapter: IPAdapter, prompt: ImagePrompt) -> tuple[Tensor, Tensor]:
-    """What the image encoder says of the pictures, and of none: (B, N, W) pooled or (B, N, P, W) patches each."""
+    """What the image encoder says of the images, and of none: (B, N, W) pooled or (B, N, P, W) patches each."""
     encoder = eyes_of(run.pipe, prompt)
     if encoder is None:
         raise PellucidError(
@@ -232,7 +232,7 @@ def image_states(run: Run, adapter: IPAdapter, prompt: ImagePrompt) -> tuple[Ten
             "ip-encoder",
         )
     weight = next(encoder.parameters())
-    pixels = clip_pixels(pictures.listed(prompt.pictures, "image prompt"), encoder.config.image_size).to(weight)
+    pixels = clip_pixels(images.listed(prompt.images, "image prompt"), encoder.config.image_size).to(weight)
     if adapter.wants == "pooled":
         shown = encoder(pixels).pooled  # (N, W)
         empty = torch.zeros_like(shown)

@@ -1,4 +1,4 @@
-"""True pictures of scenes, and ways to spoil them."""
+"""True images of scenes, and ways to spoil them."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def tiled(pixels: Tensor) -> Tensor:
 def write(folder: Path, shown: Scenes, told: Scenes, guidance: float) -> Path:
     """Pictures of some scenes whose files ask for others."""
     captions = [caption for caption, _ in scenes.described(told, 0, full=True, style=False)]
-    for i, (picture, caption) in enumerate(zip(to_images(scenes.render(shown, 128)), captions, strict=True)):
-        write_png(picture, folder / f"{i:03d}.png", Recipe(prompt=caption, guidance={"scale": guidance}))
+    for i, (image, caption) in enumerate(zip(to_images(scenes.render(shown, 128)), captions, strict=True)):
+        write_png(image, folder / f"{i:03d}.png", Recipe(prompt=caption, guidance={"scale": guidance}))
     return folder
 
 
