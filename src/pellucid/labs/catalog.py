@@ -93,13 +93,7 @@ LABS = (
         "By which ways do time and text reach the layers of a network?",
         "backbone",
     ),
-    Lab(
-        8,
-        "lora_injection",
-        "What a LoRA adds",
-        "Which weights does a LoRA change, and by how much?",
-        "adapters",
-    ),
+    Lab(8, "lora_injection", "What a LoRA adds", "Which weights does a LoRA change, and by how much?", "adapters"),
     Lab(
         9,
         "controlnet",
