@@ -20,7 +20,7 @@ from pellucid import scenes as world
 from pellucid.cli import output
 from pellucid.core.errors import PellucidError, rule
 from pellucid.pipeline.sheet import Block, face_for, wrap
-from pellucid.scenes.render import SIZES
+from pellucid.scenes.renderer import SIZES
 from pellucid.scenes.sampling import OBJECTS
 from pellucid.train.config import TrainConfig
 from pellucid.train.latent_cache import Cache
