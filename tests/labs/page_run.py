@@ -1,4 +1,4 @@
-"""Runs a page in a process that is forked from one with torch, matplotlib and the engine imported: a start costs nothing.
+"""Runs a page in a process forked from one that has torch, matplotlib and the engine imported: a start costs nothing.
 
 How `process.run_page` starts one of its own is tested in test_lab_running.py, on pages that take no time.
 """
