@@ -10,7 +10,7 @@ import re
 import pytest
 
 import pellucid
-from pellucid.cli import plan_text
+from pellucid.cli import plan
 from pellucid.core.plan import REGISTERS
 
 READ = [
@@ -79,13 +79,10 @@ def test_a_plan_is_shown_without_torch(burden):
 
 
 def test_formulas_are_short_and_exact():
-    assert (
-        plan_text.formula(((0, 0.93), (2, 0.07), (3, -0.01), (7, 0.2)))
-        == "0.9300·x + 0.07000·p0 − 0.01000·p1 + 0.2000·z"
-    )
-    assert plan_text.formula(((1, 1.0), (2, -1.0))) == "anchor − p0"
-    assert plan_text.formula(((0, -0.5),)) == "− 0.5000·x"
-    assert plan_text.formula(()) == "0"
+    assert plan.formula(((0, 0.93), (2, 0.07), (3, -0.01), (7, 0.2))) == "0.9300·x + 0.07000·p0 − 0.01000·p1 + 0.2000·z"
+    assert plan.formula(((1, 1.0), (2, -1.0))) == "anchor − p0"
+    assert plan.formula(((0, -0.5),)) == "− 0.5000·x"
+    assert plan.formula(()) == "0"
 
 
 def test_defaults_in_the_help_are_those_of_the_engine(tell):

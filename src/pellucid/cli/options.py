@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from pellucid.core.errors import PellucidError, rule
 
-Device = Annotated[
-    str | None, typer.Option(metavar="NAME", help="cuda or cpu; cuda where there is one when not given.")
-]
-Overwrite = Annotated[bool, typer.Option("--overwrite", metavar="", help="Replace a file that is there.")]
-Out = Annotated[
-    Path | None, typer.Option(metavar="FOLDER", help="Where it writes; out/NAME of the config when not given.")
-]
+HELP = {"help_option_names": ["-h", "--help"]}
+CANCELLED = 130  # the exit code that shells expect after Ctrl-C
 
 
 def model_names(incomplete: str) -> list[str]:
@@ -49,4 +44,32 @@ def whole_numbers(option: str, text: str) -> tuple[int, ...]:
 
 def group(words: str) -> typer.Typer:
     """A command of commands, which shows its help when it is called alone."""
-    return typer.Typer(help=words, context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=True)
+    return typer.Typer(help=words, context_settings=HELP, no_args_is_help=True)
+
+
+def option(panel: str, *names: str, help: str, metavar: str = "") -> Any:
+    """An option in a panel of its own in the help."""
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, show_default=False)
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A folder, a single file, a hub id (owner/name) or a bundle.", autocompletion=model_names
+    ),
+]
+Device = Annotated[
+    str | None, typer.Option(metavar="NAME", help="cuda or cpu; cuda where there is one when not given.")
+]
+Dtype = Annotated[
+    str | None, typer.Option(metavar="NAME", help="float32, bfloat16 or float16; the model's own when not given.")
+]
+Size = Annotated[
+    str | None, typer.Option(metavar="WxH", help="Pixels, as 768x512 or 512; the model's own when not given.")
+]
+Out = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="Where it writes; out/NAME of the config when not given.")
+]
+Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it into this file (.png, .svg, .pdf).")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", metavar="", help="Replace a file that exists.")]
+AsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print the result as JSON.")]

@@ -1,4 +1,4 @@
-"""A comparison of two plans for people: the plans, a line a row of what differs, and what it does; or as JSON."""
+"""`pellucid plan --diff`: two plans side by side, the rows that differ, and what the difference does; or as JSON."""
 
 from __future__ import annotations
 
@@ -74,27 +74,21 @@ def without_rows(plan: Plan) -> dict[str, Any]:
 
 def facts_table(mine: Plan, theirs: Plan) -> Table:
     """What the two plans are, side by side; what differs stands out."""
-    made = output.table("", "this plan", "the other")
-    theirs_facts = facts(theirs)
-    for label, left in facts(mine).items():
-        right = theirs_facts[label]
-        if left or right:
-            made.add_row(label, Text(left), Text(right, style="" if left == right else "yellow"))
-    return made
+    pairs = [(label, left, facts(theirs)[label]) for label, left in facts(mine).items()]
+    rows = [(k, Text(a), Text(b, style="" if a == b else "yellow")) for k, a, b in pairs if a or b]
+    return output.table("", "this plan", "the other", rows=rows)
 
 
 def rows_table(differences: Sequence[Difference]) -> Table:
     """A row for each that differs; `old → new (relative size)` in the column of its kind."""
     kinds = [k for k in ("told time", "level", "churn", "weights") if any(kind_of(d) == k for d in differences)]
-    made = output.table("#", *kinds, right=("#",))
+    rows = []
     for index in sorted({d.row for d in differences}):
         here = [d for d in differences if d.row == index]
-        made.add_row(str(index), *(Text("\n".join(change(d) for d in here if kind_of(d) == k)) for k in kinds))
-    return made
+        rows.append((str(index), *(Text("\n".join(change(d) for d in here if kind_of(d) == k)) for k in kinds)))
+    return output.table("#", *kinds, right=("#",), rows=rows)
 
 
 def effects_table(found: Sequence[Effect]) -> Table:
-    made = output.table("swapped in", "rows", "distance", "", right=("rows",))
-    for effect in found:
-        made.add_row(effect.kind, "" if effect.rows is None else str(effect.rows), size_of(effect), Text(effect.note))
-    return made
+    rows = [(e.kind, "" if e.rows is None else str(e.rows), size_of(e), Text(e.note)) for e in found]
+    return output.table("swapped in", "rows", "distance", "", right=("rows",), rows=rows)
