@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from pellucid.cli import output
-from pellucid.cli.options import Device, Overwrite, group
+from pellucid.cli.options import AsJson, Device, Overwrite, group
 from pellucid.interop.atomic_files import writing
 
 EPILOG = "A folder of scenes is one that `pellucid train` reads: metadata.jsonl names image, caption and maps."
@@ -33,29 +34,29 @@ def scenes(
         typer.Option(metavar="NAME", help="A style; again for more. Default: those of training."),
     ] = None,
     overwrite: Overwrite = False,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print captions and attributes as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Make scenes: coloured shapes with captions that are true of them.
 
     Example: [bold]pellucid data scenes --count 16 --seed 0 --out sheet.png[/]
     """
-    from pellucid.cli import data_files
-
     if out is None and folder is None and not as_json:
         out = Path("scenes.png")
     output.check_overwrite(overwrite, "--out", out is not None)
-    wanted = data_files.SceneOptions(count, seed, size, split, tuple(style or ()))
-    wanted.check(sheet=out is not None)
+    from pellucid.scenes import export
+
+    options = export.SceneOptions(count, seed, size, split, tuple(style or ()))
+    options.check(sheet=out is not None)
     goal = None if out is None else output.destination(out, "--out", (".png",), overwrite=overwrite)
     if folder is not None:
-        data_files.check_folder(folder)
+        export.check_folder(folder)
     if goal is not None:
-        goal.write(data_files.contact_sheet(wanted).save)
+        goal.write(export.contact_sheet(options).save)
     if folder is not None:
-        with writing(folder):
-            data_files.write_folder(wanted, folder)
+        with writing(folder), output.progress("scenes", options.batches) as done:
+            export.write_folder(options, folder, done)
     if as_json:
-        output.print_json([row for part in data_files.batches(wanted) for row in part.rows])
+        output.print_json([row for part in export.batches(options) for row in part.rows])
     for path in (out, folder):
         if path is not None:
             output.wrote(path, as_json)
@@ -72,17 +73,34 @@ def latents(
         int | None, typer.Option(metavar="N", min=1, help="Captions of each scene; a step draws one of them.")
     ] = None,
     device: Device = None,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Encode the images of a training config once, so that training reads latents and tokens.
 
     Example: [bold]pellucid data latents configs/scenes_text_unet.toml --out out/latents --count 400000[/]
     """
-    from pellucid.cli import data_files
+    import torch
 
-    made = data_files.make_cache(config, out, count=count, phrasings=phrasings, device=device)
+    from pellucid.train.config import TrainConfig
+    from pellucid.train.latent_files import Cache
+    from pellucid.train.latent_recipe import make_latents
+
+    read = TrainConfig.load(config)
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    began, shown = time.perf_counter(), 0
+    with output.progress("encoding", 100) as advance:
+
+        def tell(done: int, total: int) -> None:
+            nonlocal shown
+            advance(100 * done // total - shown)
+            shown = 100 * done // total
+
+        folder = make_latents(read, out, count=count, phrasings=phrasings, device=place, tell=tell)
+    cache, seconds = Cache.read(folder), time.perf_counter() - began
+    made = {"folder": str(folder), "count": cache.count, "bytes": sum(cache.sizes)}
+    made |= {"unreadable": len(cache.unreadable), "seconds": seconds}
     if as_json:
-        output.print_json({**vars(made), "folder": str(made.folder)})
+        output.print_json(made)
         return
-    bad = f"; {made.unreadable} images could not be read" if made.unreadable else ""
-    print(f"{made.count} images, {made.bytes / 1e6:.0f} MB in {made.seconds:.0f} s → {made.folder}{bad}")
+    bad = f"; {len(cache.unreadable)} images could not be read" if cache.unreadable else ""
+    print(f"{cache.count} images, {sum(cache.sizes) / 1e6:.0f} MB in {seconds:.0f} s → {folder}{bad}")

@@ -342,16 +342,7 @@ def without_data(pipe: Pipeline) -> Pipeline:
     parts = pipe.components
     if all(next(network.parameters()).is_meta for network in networks_of(parts)):
         return pipe
-    emptied = Shadows("cuda").ghost  # the shapes are those of any device
-    made = replace(
-        parts,
-        network=emptied(parts.network),
-        vae=None if parts.vae is None else emptied(parts.vae),
-        text_encoders=tuple(emptied(encoder) for encoder in parts.text_encoders),
-        image_encoder=None if parts.image_encoder is None else emptied(parts.image_encoder),
-        controlnets=tuple(emptied(network) for network in parts.controlnets),
-    )
-    return Pipeline(made, device=META)
+    return Pipeline(Shadows("cuda").of(parts), device=META)  # the shapes are those of any device
 
 
 def graph_of(
