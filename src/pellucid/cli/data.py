@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from pellucid.cli import output
-from pellucid.cli.options import AsJson, Device, Overwrite, group
+from pellucid.cli.options import AsJson, Device, Overwrite, group, option
 from pellucid.interop.atomic_files import writing
 
 EPILOG = "A folder of scenes is one that `pellucid train` reads: metadata.jsonl names image, caption and maps."
@@ -19,20 +19,13 @@ app = group("Make data, and look at it.")
 
 @app.command("scenes", epilog=EPILOG)
 def scenes(
-    count: Annotated[int, typer.Option(metavar="N", help="How many scenes.")] = 16,
-    seed: Annotated[int, typer.Option(metavar="N", help="Scene i of a seed is the same everywhere.")] = 0,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw a contact sheet with captions into this file.")
-    ] = None,
-    folder: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write images, edges, segmentation and metadata.jsonl.")
-    ] = None,
-    size: Annotated[int, typer.Option(metavar="PIXELS", help="The side of an image.")] = 128,
-    split: Annotated[str, typer.Option(metavar="NAME", help="train, held_out or any.")] = "train",
-    style: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="A style; again for more. Default: those of training."),
-    ] = None,
+    count: Annotated[int, option("N", "How many scenes.")] = 16,
+    seed: Annotated[int, option("N", "Scene i of a seed is the same everywhere.")] = 0,
+    out: Annotated[Path | None, option("FILE", "Draw a contact sheet with captions into this file.")] = None,
+    folder: Annotated[Path | None, option("DIR", "Write images, edges, segmentation and metadata.jsonl.")] = None,
+    size: Annotated[int, option("PIXELS", "The side of an image.")] = 128,
+    split: Annotated[str, option("NAME", "train, held_out or any.")] = "train",
+    style: Annotated[list[str] | None, option("NAME", "A style; again for more. Default: those of training.")] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -65,13 +58,9 @@ def scenes(
 @app.command("latents")
 def latents(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A training config: its data, VAE and tokenizer.")],
-    out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where it writes; data.folder of the config when not given.")
-    ] = None,
-    count: Annotated[int | None, typer.Option(metavar="N", min=1, help="How many scenes, of data without end.")] = None,
-    phrasings: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Captions of each scene; a step draws one of them.")
-    ] = None,
+    out: Annotated[Path | None, option("FOLDER", "Where it writes; data.folder of the config when not given.")] = None,
+    count: Annotated[int | None, option("N", "How many scenes, of data without end.", min=1)] = None,
+    phrasings: Annotated[int | None, option("N", "Captions of each scene; a step draws one of them.", min=1)] = None,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:

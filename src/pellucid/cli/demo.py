@@ -6,10 +6,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from pellucid.cli import output
-from pellucid.cli.options import AsJson, Overwrite
+from pellucid.cli.options import AsJson, Overwrite, option
 
 if TYPE_CHECKING:
     from pellucid.evidence.demo import DemoImage
@@ -18,8 +16,8 @@ STEPS = 20
 
 
 def command(
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The image.")] = Path("demo.png"),
-    steps: Annotated[int, typer.Option("--steps", metavar="N", min=2, max=100, help="Steps of each image.")] = STEPS,
+    out: Annotated[Path, option("FILE", "The image.")] = Path("demo.png"),
+    steps: Annotated[int, option("N", "Steps of each image.", min=2, max=100)] = STEPS,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:

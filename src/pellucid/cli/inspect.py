@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pellucid.cli import output
-from pellucid.cli.options import Model, Overwrite, option
+from pellucid.cli.options import Model, Overwrite, flag, option
 from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.drawing import graph as drawing
 from pellucid.evidence.drawing import graph_tables as tables
@@ -34,51 +34,34 @@ BAR = 16
 
 def command(
     model: Model,
-    size: Annotated[str | None, option(RUN, "--size", metavar="WxH", help="Pixels, as 768x512 or 512.")] = None,
-    batch: Annotated[int, option(RUN, "--batch", metavar="N", help="Images at once; 1 when not given.")] = 1,
-    steps: Annotated[int | None, option(RUN, "--steps", metavar="N", help="Steps; 30 when not given.")] = None,
-    guidance: Annotated[
-        str | None, option(RUN, "--guidance", metavar="TEXT", help="7, off, 5 + apg, …; guarded 7 when not given.")
-    ] = None,
-    controlnet: Annotated[
-        list[str] | None, option(RUN, "--controlnet", metavar="NET", help="A ControlNet to add; may be repeated.")
-    ] = None,
-    ip_adapter: Annotated[
-        list[str] | None, option(RUN, "--ip-adapter", metavar="FILE", help="An IP-Adapter to add; may be repeated.")
-    ] = None,
+    size: Annotated[str | None, option("WxH", "Pixels, as 768x512 or 512.", panel=RUN)] = None,
+    batch: Annotated[int, option("N", "Images at once; 1 when not given.", panel=RUN)] = 1,
+    steps: Annotated[int | None, option("N", "Steps; 30 when not given.", panel=RUN)] = None,
+    guidance: Annotated[str | None, option("TEXT", "7, off, 5 + apg, …; guarded 7 when not given.", panel=RUN)] = None,
+    controlnet: Annotated[list[str] | None, option("NET", "A ControlNet to add; may be repeated.", panel=RUN)] = None,
+    ip_adapter: Annotated[list[str] | None, option("FILE", "An IP-Adapter to add; may be repeated.", panel=RUN)] = None,
     component: Annotated[
-        str | None, option(OUT, "--component", metavar="NAME", help="Only this component, as unet or vae, in detail.")
+        str | None, option("NAME", "Only this component, as unet or vae, in detail.", panel=OUT)
     ] = None,
     depth: Annotated[
-        int | None, option(OUT, "--depth", metavar="N", help="Levels of blocks; 0 for none. 1, or 2 with --component.")
+        int | None, option("N", "Levels of blocks; 0 for none. 1, or 2 with --component.", panel=OUT)
     ] = None,
     time: Annotated[
-        bool, option(OUT, "--time", help="Load the weights, run, and show milliseconds by stage and component.")
+        bool, flag("--time", "Load the weights, run, and show milliseconds by stage and component.", panel=OUT)
     ] = False,
     plot: Annotated[
-        Path | None,
-        option(OUT, "--plot", metavar="FILE", help="Draw the graph: .png, .svg, .pdf, .html, or .mmd for Mermaid."),
+        Path | None, option("FILE", "Draw the graph: .png, .svg, .pdf, .html, or .mmd for Mermaid.", panel=OUT)
     ] = None,
     overwrite: Overwrite = False,
-    as_json: Annotated[bool, option(OUT, "--json", help="Print the graph as JSON.")] = False,
-    vae: Annotated[str | None, option(LOAD, "--vae", metavar="FOLDER", help="Another autoencoder.")] = None,
-    image_encoder: Annotated[
-        str | None, option(LOAD, "--image-encoder", metavar="FOLDER", help="The encoder that an IP-Adapter needs.")
-    ] = None,
-    tokenizer: Annotated[
-        Path | None, option(LOAD, "--tokenizer", metavar="FOLDER", help="For single files, which hold none.")
-    ] = None,
-    target: Annotated[
-        str | None, option(LOAD, "--target", metavar="NAME", help="What the network predicts, against its files.")
-    ] = None,
-    variant: Annotated[str | None, option(LOAD, "--variant", metavar="NAME", help="Which files, such as fp16.")] = None,
-    revision: Annotated[str | None, option(LOAD, "--revision", metavar="NAME", help="A revision on the hub.")] = None,
-    dtype: Annotated[
-        str | None, option(LOAD, "--dtype", metavar="NAME", help="In memory; the files' own when not given.")
-    ] = None,
-    device: Annotated[
-        str | None, option(LOAD, "--device", metavar="NAME", help="Where --time runs: cpu, cuda, …")
-    ] = None,
+    as_json: Annotated[bool, flag("--json", "Print the graph as JSON.", panel=OUT)] = False,
+    vae: Annotated[str | None, option("FOLDER", "Another autoencoder.", panel=LOAD)] = None,
+    image_encoder: Annotated[str | None, option("FOLDER", "The encoder that an IP-Adapter needs.", panel=LOAD)] = None,
+    tokenizer: Annotated[Path | None, option("FOLDER", "For single files, which hold none.", panel=LOAD)] = None,
+    target: Annotated[str | None, option("NAME", "What the network predicts, against its files.", panel=LOAD)] = None,
+    variant: Annotated[str | None, option("NAME", "Which files, such as fp16.", panel=LOAD)] = None,
+    revision: Annotated[str | None, option("NAME", "A revision on the hub.", panel=LOAD)] = None,
+    dtype: Annotated[str | None, option("NAME", "In memory; the files' own when not given.", panel=LOAD)] = None,
+    device: Annotated[str | None, option("NAME", "Where --time runs: cpu, cuda, …", panel=LOAD)] = None,
 ) -> None:
     """Draw a model's pipeline as a graph: its components and their weights, what flows between them and its shape.
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from pellucid.cli import output
-from pellucid.cli.options import AsJson, Device, Dtype, Model, Overwrite, Plot, Size
+from pellucid.cli.options import AsJson, Device, Dtype, Model, Overwrite, Plot, Size, flag, option
 from pellucid.core.errors import PellucidError, rule
 
 if TYPE_CHECKING:
@@ -18,32 +16,20 @@ if TYPE_CHECKING:
 def command(
     model: Model,
     size: Size = None,
-    batch: Annotated[int, typer.Option(metavar="N", min=1, help="Images at once.")] = 1,
-    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps of the measured run.")] = 2,
-    controlnet: Annotated[
-        list[str] | None, typer.Option(metavar="MODEL", help="With this ControlNet; may be repeated.")
-    ] = None,
-    lora: Annotated[list[str] | None, typer.Option(metavar="FILE", help="With this LoRA; may be repeated.")] = None,
+    batch: Annotated[int, option("N", "Images at once.", min=1)] = 1,
+    steps: Annotated[int, option("N", "Steps of the measured run.", min=1)] = 2,
+    controlnet: Annotated[list[str] | None, option("MODEL", "With this ControlNet; may be repeated.")] = None,
+    lora: Annotated[list[str] | None, option("FILE", "With this LoRA; may be repeated.")] = None,
     dtype: Dtype = None,
     device: Device = None,
-    attention: Annotated[str, typer.Option(metavar="NAME", help="auto, flash, efficient, cudnn or math.")] = "auto",
-    vae_slicing: Annotated[bool, typer.Option("--vae-slicing", metavar="", help="Decode one image at a time.")] = False,
-    vae_tile: Annotated[
-        int | None, typer.Option(metavar="N", help="Decode in tiles of N × N latents; the whole when not given.")
-    ] = None,
-    channels_last: Annotated[
-        bool, typer.Option("--channels-last", metavar="", help="Convolutions with the channels innermost.")
-    ] = False,
-    offload: Annotated[
-        str, typer.Option(metavar="HOW", help="none, component or block: what waits on the CPU.")
-    ] = "none",
-    compiled: Annotated[bool, typer.Option("--compile", metavar="", help="Compile the denoising network.")] = False,
-    compare: Annotated[
-        bool, typer.Option("--compare", metavar="", help="Run each strategy and adapter: peak, time, image difference.")
-    ] = False,
-    predict: Annotated[
-        bool, typer.Option("--predict", metavar="", help="Only predict; the device need not be here.")
-    ] = False,
+    attention: Annotated[str, option("NAME", "auto, flash, efficient, cudnn or math.")] = "auto",
+    vae_slicing: Annotated[bool, flag("--vae-slicing", "Decode one image at a time.")] = False,
+    vae_tile: Annotated[int | None, option("N", "Decode in tiles of N × N latents; the whole when not given.")] = None,
+    channels_last: Annotated[bool, flag("--channels-last", "Convolutions with the channels innermost.")] = False,
+    offload: Annotated[str, option("HOW", "none, component or block: what waits on the CPU.")] = "none",
+    compiled: Annotated[bool, flag("--compile", "Compile the denoising network.")] = False,
+    compare: Annotated[bool, flag("--compare", "Run each strategy and adapter: peak, time, image difference.")] = False,
+    predict: Annotated[bool, flag("--predict", "Only predict; the device need not be here.")] = False,
     as_json: AsJson = False,
     plot: Plot = None,
     overwrite: Overwrite = False,

@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from pellucid.cli import output, plan_words
-from pellucid.cli.options import AsJson, Overwrite, Plot, grid_names, sampler_names
+from pellucid.cli.options import AsJson, Overwrite, Plot, grid_names, option, sampler_names
 from pellucid.cli.output import short, time_text
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.plan import REGISTERS, Plan, Row, Weights, kept
@@ -34,40 +34,27 @@ def command(
             autocompletion=sampler_names,
         ),
     ],
-    schedule: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Noise schedule; scaled_linear when not given.")
-    ] = None,
+    schedule: Annotated[str | None, option("NAME", "Noise schedule; scaled_linear when not given.")] = None,
     target: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="What the network predicts; the schedule's usual one when not given."),
+        str | None, option("NAME", "What the network predicts; the schedule's usual one when not given.")
     ] = None,
     grid: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Where the model is called: karras, trailing, …", autocompletion=grid_names),
+        str | None, option("NAME", "Where the model is called: karras, trailing, …", autocompletion=grid_names)
     ] = None,
-    steps: Annotated[int | None, typer.Option(metavar="N", help="Steps; 20 when not given.")] = None,
+    steps: Annotated[int | None, option("N", "Steps; 20 when not given.")] = None,
     dialect: Annotated[
-        str | None,
-        typer.Option("--as", metavar="DIALECT", help="exact, or the way of diffusers, k-diffusion or comfyui."),
+        str | None, option("DIALECT", "exact, or the way of diffusers, k-diffusion or comfyui.", "--as")
     ] = None,
     option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="An option of the sampler as key=value; may be repeated."),
+        list[str] | None, option("KEY=VALUE", "An option of the sampler as key=value; may be repeated.")
     ] = None,
-    final: Annotated[
-        str | None, typer.Option(metavar="END", help="Where the last step ends: zero or sigma_min.")
-    ] = None,
+    final: Annotated[str | None, option("END", "Where the last step ends: zero or sigma_min.")] = None,
     as_json: AsJson = False,
     plot: Plot = None,
     diff: Annotated[
-        str | None,
-        typer.Option(
-            "--diff", metavar="WORDS", help="Compare with another plan, in these same words; the rest is inherited."
-        ),
+        str | None, option("WORDS", "Compare with another plan, in these same words; the rest is inherited.")
     ] = None,
-    save: Annotated[
-        Path | None, typer.Option("--save", metavar="FILE", help="Write the plan into this JSON file.")
-    ] = None,
+    save: Annotated[Path | None, option("FILE", "Write the plan into this JSON file.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Show a sampler as its table: one row is one model call, then linear updates.

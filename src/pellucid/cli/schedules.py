@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pellucid.cli import output
-from pellucid.cli.options import AsJson, Overwrite, Plot
+from pellucid.cli.options import AsJson, Overwrite, Plot, flag
 
 if TYPE_CHECKING:
     from pellucid.core.schedule import Schedule
@@ -20,9 +20,7 @@ def command(
     ] = None,
     plot: Plot = None,
     as_json: AsJson = False,
-    zero_snr: Annotated[
-        bool, typer.Option("--zero-snr", metavar="", help="Rescale to zero terminal SNR (discrete schedules only).")
-    ] = False,
+    zero_snr: Annotated[bool, flag("--zero-snr", "Rescale to zero terminal SNR (discrete schedules only).")] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Show noise schedules: how β, ᾱ, SNR, λ and σ run over training time.

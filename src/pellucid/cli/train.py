@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pellucid.cli import output
-from pellucid.cli.options import CANCELLED, AsJson, Device, Out
+from pellucid.cli.options import CANCELLED, AsJson, Device, Out, flag, option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,18 +26,14 @@ def command(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file that says all of the run.")],
     out: Out = None,
     device: Device = None,
-    until: Annotated[
-        int | None, typer.Option(metavar="STEP", min=1, help="Stop after this step; the next call goes on.")
-    ] = None,
+    until: Annotated[int | None, option("STEP", "Stop after this step; the next call goes on.", min=1)] = None,
     data_changed: Annotated[
-        bool,
-        typer.Option("--data-changed", metavar="", help="Go on although the data are not those of the start."),
+        bool, flag("--data-changed", "Go on although the data are not those of the start.")
     ] = False,
     explain: Annotated[
-        bool,
-        typer.Option("--explain", metavar="", help="Do not train: say what each rank holds and what the ranks send."),
+        bool, flag("--explain", "Do not train: say what each rank holds and what the ranks send.")
     ] = False,
-    ranks: Annotated[int | None, typer.Option(metavar="N", min=1, help="With --explain: for so many ranks.")] = None,
+    ranks: Annotated[int | None, option("N", "With --explain: for so many ranks.", min=1)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train as a config file says. A run that was stopped goes on from its last checkpoint.

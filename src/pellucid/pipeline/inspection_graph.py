@@ -40,9 +40,9 @@ from pellucid.pipeline.inspection_run import (
     Call,
     Observation,
     TensorForm,
+    all_networks,
     make_request,
     measure,
-    networks_by_name,
     rehearse,
     rows_of,
 )
@@ -80,7 +80,7 @@ class GraphBuilder:
 
     def tell(self) -> None:
         parts = self.pipe.components
-        self.networks = networks_by_name(parts, self.added)
+        self.networks = all_networks(parts, self.added)
         self.main = next(name for name in ("unet", "transformer") if name in self.networks)
         self.text()
         self.image_prompts()
