@@ -38,7 +38,7 @@ def test_the_table(tell, see, tmp_path):
     text = tell("demo", "--steps", "2", "--out", "two.png").words
     assert text.startswith("scenes-128 · DPM++ 2M, 2 steps, guidance 4")
     assert all(prompt in text for prompt in demo.PROMPTS)
-    assert "of 12 have all that was asked for" in text
+    assert "of 12 match their prompts" in text
     assert text.endswith("wrote two.png")
     see(tmp_path / "two.png", demo.WIDTH, 2000)
 

@@ -67,7 +67,10 @@ def test_the_header_says_what_was_asked(tell):
 def test_the_header_says_what_a_plan_keeps(tell):
     """More than there was of large things, half of small ones: told before anything runs."""
     text = tell("plan", "heun", "--schedule", "cosine", "--target", "v", "--grid", "trailing", "--steps", "20").words
-    assert "keeps 581 % of 1, 139 % of 0.3, 80.1 % of 0.1, 32.1 % of 0.03, 11.1 % of 0.01: of Gaussian" in text
+    assert (
+        "keeps 581 % at 1, 139 % at 0.3, 80.1 % at 0.1, 32.1 % at 0.03, 11.1 % at 0.01: the contrast of Gaussian"
+        in text
+    )
     assert "keeps" not in tell("plan", "ddim", "--final", "sigma_min").words  # there is noise in what comes out
 
 
@@ -88,10 +91,10 @@ def test_formulas_are_short_and_exact():
 def test_defaults_in_the_help_are_those_of_the_engine(tell):
     text = tell("plan", "--help").words
     defaults = inspect.signature(pellucid.compile_plan).parameters
-    assert f"{defaults['schedule'].default} when not given" in text
+    assert f"(default: {defaults['schedule'].default})" in text
     assert defaults["target"].default is None
-    assert "the schedule's usual one when not given" in text
-    assert f"{pellucid.compile_plan('euler').grid['steps']} when not given" in text
+    assert "(default: the schedule's usual one)" in text
+    assert f"(default: {pellucid.compile_plan('euler').grid['steps']})" in text
 
 
 @pytest.mark.parametrize(("sampler", "words", "options"), READ)

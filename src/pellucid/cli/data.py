@@ -29,7 +29,7 @@ def scenes(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make scenes: coloured shapes with captions that are true of them.
+    """Make scenes: coloured shapes with true captions.
 
     Example: [bold]pellucid data scenes --count 16 --seed 0 --out sheet.png[/]
     """
@@ -58,7 +58,7 @@ def scenes(
 @app.command("latents")
 def latents(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A training config: its data, VAE and tokenizer.")],
-    out: Annotated[Path | None, option("FOLDER", "Where it writes; data.folder of the config when not given.")] = None,
+    out: Annotated[Path | None, option("FOLDER", "Output folder (default: data.folder of the config).")] = None,
     count: Annotated[int | None, option("N", "How many scenes, of data without end.", min=1)] = None,
     phrasings: Annotated[int | None, option("N", "Captions of each scene; a step draws one of them.", min=1)] = None,
     device: Device = None,

@@ -30,7 +30,7 @@ def command(
     from pellucid.pipeline.load import load
 
     settings = f"{demo.MODEL} · DPM++ 2M, {steps} steps, guidance {demo.GUIDANCE:g}"
-    with output.progress("noise to pictures", len(demo.PROMPTS) + 2) as done, demo.one_thread():
+    with output.progress("making images", len(demo.PROMPTS) + 2) as done, demo.one_thread():
         began = time.perf_counter()
         pipe = load(demo.MODEL, device="cpu")
         seconds = time.perf_counter() - began
@@ -59,7 +59,7 @@ def show(found: list[DemoImage], settings: str, load: float, out: Path) -> None:
     screen.print(output.table("prompt", "as asked", "seconds", right=("seconds",), rows=rows))
     right, busy = sum(one.grade.right for one in found), sum(one.seconds for one in found)
     for words in (
-        f"{right} of {len(found)} have all that was asked for, by the reader of pellucid.scenes; {NEW}.",
+        f"{right} of {len(found)} match their prompts, as read by pellucid.scenes; {NEW}.",
         f"{busy / len(found) / workers():.2f} s an image on the CPU, {workers()} at once; loaded in {load:.2f} s.",
         f"wrote {out}",
     ):

@@ -35,9 +35,9 @@ BAR = 16
 def command(
     model: Model,
     size: Annotated[str | None, option("WxH", "Pixels, as 768x512 or 512.", panel=RUN)] = None,
-    batch: Annotated[int, option("N", "Images at once; 1 when not given.", panel=RUN)] = 1,
-    steps: Annotated[int | None, option("N", "Steps; 30 when not given.", panel=RUN)] = None,
-    guidance: Annotated[str | None, option("TEXT", "7, off, 5 + apg, …; guarded 7 when not given.", panel=RUN)] = None,
+    batch: Annotated[int, option("N", "Images at once.", panel=RUN)] = 1,
+    steps: Annotated[int | None, option("N", "Steps (default: 30).", panel=RUN)] = None,
+    guidance: Annotated[str | None, option("TEXT", "7, off, 5 + apg, … (default: guarded 7).", panel=RUN)] = None,
     controlnet: Annotated[list[str] | None, option("NET", "A ControlNet to add; may be repeated.", panel=RUN)] = None,
     ip_adapter: Annotated[list[str] | None, option("FILE", "An IP-Adapter to add; may be repeated.", panel=RUN)] = None,
     component: Annotated[
@@ -60,7 +60,7 @@ def command(
     target: Annotated[str | None, option("NAME", "What the network predicts, against its files.", panel=LOAD)] = None,
     variant: Annotated[str | None, option("NAME", "Which files, such as fp16.", panel=LOAD)] = None,
     revision: Annotated[str | None, option("NAME", "A revision on the hub.", panel=LOAD)] = None,
-    dtype: Annotated[str | None, option("NAME", "In memory; the files' own when not given.", panel=LOAD)] = None,
+    dtype: Annotated[str | None, option("NAME", "dtype in memory (default: the files' own).", panel=LOAD)] = None,
     device: Annotated[str | None, option("NAME", "Where --time runs: cpu, cuda, …", panel=LOAD)] = None,
 ) -> None:
     """Draw a model's pipeline as a graph: its components and their weights, what flows between them and its shape.

@@ -40,10 +40,10 @@ def command(
     lab: Annotated[
         str | None,
         typer.Argument(
-            metavar="LAB", help="Its number or name; all are listed when none is given.", show_default=False
+            metavar="LAB", help="The lab's number or name; without one, all are listed.", show_default=False
         ),
     ] = None,
-    out: Annotated[Path | None, option("FOLDER", "Where its figures go; out/labs/LAB when not given.")] = None,
+    out: Annotated[Path | None, option("FOLDER", "Folder for the figures (default: out/labs/LAB).")] = None,
     smoke: Annotated[bool, flag("--smoke", "Run it in its smallest size.")] = False,
     starter: Annotated[Path | None, option("FILE", "Write the file with gaps.")] = None,
     check: Annotated[Path | None, option("FILE", "Check an answer.")] = None,
@@ -51,9 +51,9 @@ def command(
     in_studio: Annotated[bool, flag("--open", "Open it in the studio.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Read and run a lab: a question about diffusion that is answered by code; then answer it yourself.
+    """Read and run a lab, a question about diffusion answered by code; then answer it yourself.
 
-    Ends with 0 where all is well, with 1 where a check was not passed or a lab failed, and with 2 for bad input.
+    Exit code 0: all is well; 1: a check or the lab failed; 2: bad input.
     """
     from pellucid.labs.catalog import find
 

@@ -24,17 +24,17 @@ def command(
     device: Device = None,
     attention: Annotated[str, option("NAME", "auto, flash, efficient, cudnn or math.")] = "auto",
     vae_slicing: Annotated[bool, flag("--vae-slicing", "Decode one image at a time.")] = False,
-    vae_tile: Annotated[int | None, option("N", "Decode in tiles of N × N latents; the whole when not given.")] = None,
+    vae_tile: Annotated[int | None, option("N", "Decode in tiles of N × N latents (default: all at once).")] = None,
     channels_last: Annotated[bool, flag("--channels-last", "Convolutions with the channels innermost.")] = False,
     offload: Annotated[str, option("HOW", "none, component or block: what waits on the CPU.")] = "none",
     compiled: Annotated[bool, flag("--compile", "Compile the denoising network.")] = False,
     compare: Annotated[bool, flag("--compare", "Run each strategy and adapter: peak, time, image difference.")] = False,
-    predict: Annotated[bool, flag("--predict", "Only predict; the device need not be here.")] = False,
+    predict: Annotated[bool, flag("--predict", "Only predict, also for a device that is not here.")] = False,
     as_json: AsJson = False,
     plot: Plot = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Predict the peak of each stage and who owns it, then run and measure it; compare what each saving costs.
+    """Predict each stage's peak memory and its owner, run and measure it, and compare what each saving costs.
 
     Example: [bold]pellucid memory stable-diffusion-v1-5 --size 512x512 --batch 2 --compare[/]
     """

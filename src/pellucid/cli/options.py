@@ -68,10 +68,10 @@ Model = Annotated[
         metavar="MODEL", help="A folder, a single file, a hub id (owner/name) or a bundle.", autocompletion=model_names
     ),
 ]
-Device = Annotated[str | None, option("NAME", "cuda or cpu; cuda where there is one when not given.")]
-Dtype = Annotated[str | None, option("NAME", "float32, bfloat16 or float16; the model's own when not given.")]
-Size = Annotated[str | None, option("WxH", "Pixels, as 768x512 or 512; the model's own when not given.")]
-Out = Annotated[Path | None, option("FOLDER", "Where it writes; out/NAME of the config when not given.")]
+Device = Annotated[str | None, option("NAME", "cuda or cpu (default: cuda if there is one).")]
+Dtype = Annotated[str | None, option("NAME", "float32, bfloat16 or float16 (default: the model's own).")]
+Size = Annotated[str | None, option("WxH", "Pixels, as 768x512 or 512 (default: the model's own).")]
+Out = Annotated[Path | None, option("FOLDER", "Output folder (default: out/NAME of the config).")]
 Plot = Annotated[Path | None, option("FILE", "Draw it into this file (.png, .svg, .pdf).", "--plot")]
 Overwrite = Annotated[bool, flag("--overwrite", "Replace a file that exists.")]
 AsJson = Annotated[bool, flag("--json", "Print the result as JSON.")]

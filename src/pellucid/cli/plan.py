@@ -34,14 +34,14 @@ def command(
             autocompletion=sampler_names,
         ),
     ],
-    schedule: Annotated[str | None, option("NAME", "Noise schedule; scaled_linear when not given.")] = None,
+    schedule: Annotated[str | None, option("NAME", "Noise schedule (default: scaled_linear).")] = None,
     target: Annotated[
-        str | None, option("NAME", "What the network predicts; the schedule's usual one when not given.")
+        str | None, option("NAME", "What the network predicts (default: the schedule's usual one).")
     ] = None,
     grid: Annotated[
         str | None, option("NAME", "Where the model is called: karras, trailing, …", autocompletion=grid_names)
     ] = None,
-    steps: Annotated[int | None, option("N", "Steps; 20 when not given.")] = None,
+    steps: Annotated[int | None, option("N", "Steps (default: 20).")] = None,
     dialect: Annotated[
         str | None, option("DIALECT", "exact, or the way of diffusers, k-diffusion or comfyui.", "--as")
     ] = None,
@@ -132,11 +132,11 @@ def facts(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def detail(plan: Plan) -> str:
-    """What is left of large and of small things."""
+    """How much contrast is left of large and of small structures."""
     shares = [
-        f"{short(100 * float(part), 3)} % of {scale:g}" for scale, part in zip(SCALES, kept(plan, SCALES), strict=True)
+        f"{short(100 * float(part), 3)} % at {scale:g}" for scale, part in zip(SCALES, kept(plan, SCALES), strict=True)
     ]
-    return f"{', '.join(shares)}: of Gaussian data so large, exactly"
+    return f"{', '.join(shares)}: the contrast of Gaussian data by its standard deviation"
 
 
 def level(at: Level) -> str:

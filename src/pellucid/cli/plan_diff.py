@@ -37,17 +37,19 @@ def show(mine: Plan, theirs: Plan, as_json: bool) -> None:
     screen.print(facts_table(mine, theirs))
     if mine.frame != theirs.frame:
         screen.print(
-            f"The other plan is rewritten from the frame {theirs.frame} to {mine.frame}; its results stay the same."
+            f"The other plan is converted from frame {theirs.frame} to {mine.frame}; its results stay the same."
         )
     by_row = [d for d in found.differences if d.row >= 0]
     if by_row:
         screen.print("Rows that differ", style="bold")
         screen.print(rows_table(by_row))
     elif mine.nfe == found.theirs.nfe:
-        screen.print(f"The rows are the same (to {TOLERANCE:g}).")
-    screen.print("What it does: the relative distance between the final results", style="bold")
+        screen.print(f"The rows are equal (to {TOLERANCE:g}).")
+    screen.print("Effect: the relative distance between the final results", style="bold")
     screen.print(effects_table(found.effects))
-    screen.print(f"{POINTS} points of a smooth mixture through its exact denoiser, float64; each kind alone, then all.")
+    screen.print(
+        f"{POINTS} points of a smooth mixture, exact denoiser, float64: each kind of difference alone, then all."
+    )
 
 
 def to_dict(found: Comparison, theirs: Plan) -> dict[str, Any]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def command(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAMES", help="Schedules to show; all when none is named.")
+        list[str] | None, typer.Argument(metavar="NAMES", help="Schedules to show (default: all).")
     ] = None,
     plot: Plot = None,
     as_json: AsJson = False,

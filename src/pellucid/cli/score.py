@@ -35,21 +35,21 @@ def command(
             help="A folder of images, FOLDER:train or :test of CIFAR-10, an .npz or .safetensors file of uint8.",
         ),
     ],
-    against: Annotated[str | None, option("REFERENCE", "What IMAGES can be, or a file that --save wrote.")] = None,
+    against: Annotated[str | None, option("REFERENCE", "Images as above, or a file from --save.")] = None,
     inception: Annotated[
-        Path | None, option("FILE", "Weights of FID's Inception; cached or downloaded if not given.")
+        Path | None, option("FILE", "Weights of FID's Inception (default: the cached ones, or a download).")
     ] = None,
     clip: Annotated[str | None, option("FOLDER", "A CLIP that compares each image with its prompt.")] = None,
     prompts: Annotated[Path | None, option("FILE", "A prompt per line, or .jsonl with file_name and text.")] = None,
     save: Annotated[Path | None, option("FILE", "Write the statistics of IMAGES, to score others against.")] = None,
     overwrite: Overwrite = False,
-    kid_subsets: Annotated[int | None, option("N", "Random subsets of KID; 100 when not given.", min=1)] = None,
-    kid_size: Annotated[int | None, option("N", "Images of each subset; 1000 when not given.", min=2)] = None,
-    neighbours: Annotated[int | None, option("K", "Of precision and recall; 3 when not given.", min=1)] = None,
+    kid_subsets: Annotated[int | None, option("N", "Random subsets of KID (default: 100).", min=1)] = None,
+    kid_size: Annotated[int | None, option("N", "Images of each subset (default: 1000).", min=2)] = None,
+    neighbours: Annotated[int | None, option("K", "Neighbours of precision and recall (default: 3).", min=1)] = None,
     bootstrap: Annotated[
-        int | None, option("N", "Resamples of the intervals, 0 for none; 1000 when not given, for FID 50.", min=0)
+        int | None, option("N", "Resamples of the intervals, 0 for none (default: 1000; for FID 50).", min=0)
     ] = None,
-    seed: Annotated[int | None, option("N", "Of subsets and resamples.", min=0)] = None,
+    seed: Annotated[int | None, option("N", "Seed of the subsets and resamples.", min=0)] = None,
     batch: Annotated[int, option("N", "Images at once.", min=1)] = 64,
     device: Device = None,
     no_cache: Annotated[bool, flag("--no-cache", "Neither read nor keep features of the reference.")] = False,
@@ -57,7 +57,7 @@ def command(
 ) -> None:
     """Score images: FID, KID, precision and recall against a reference; CLIP's cosine against prompts.
 
-    Each with an interval from resampling the images. Below 10,000 images read KID, not FID.
+    All with bootstrap intervals. Below 10,000 images, trust KID rather than FID.
 
     Example: [bold]pellucid score out/ --against data/cifar10:train[/]
     """

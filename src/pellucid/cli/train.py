@@ -26,17 +26,13 @@ def command(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file that says all of the run.")],
     out: Out = None,
     device: Device = None,
-    until: Annotated[int | None, option("STEP", "Stop after this step; the next call goes on.", min=1)] = None,
-    data_changed: Annotated[
-        bool, flag("--data-changed", "Go on although the data are not those of the start.")
-    ] = False,
-    explain: Annotated[
-        bool, flag("--explain", "Do not train: say what each rank holds and what the ranks send.")
-    ] = False,
-    ranks: Annotated[int | None, option("N", "With --explain: for so many ranks.", min=1)] = None,
+    until: Annotated[int | None, option("STEP", "Stop after this step; the next call continues.", min=1)] = None,
+    data_changed: Annotated[bool, flag("--data-changed", "Continue although the data have changed.")] = False,
+    explain: Annotated[bool, flag("--explain", "Do not train: show what each rank holds and sends.")] = False,
+    ranks: Annotated[int | None, option("N", "With --explain: the number of ranks.", min=1)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train as a config file says. A run that was stopped goes on from its last checkpoint.
+    """Train as a config file says. An interrupted run continues from its last checkpoint.
 
     Example: [bold]pellucid train configs/cifar10.toml --out out/cifar10[/]
 
@@ -88,7 +84,7 @@ def show_stopped(steps: int, folder: Path, config: Path, words: dict[str, Any]) 
     again = shlex.join(["pellucid", "train", str(config), *given])
     if "RANK" in os.environ:
         again = "the same torchrun command"
-    print(f"cancelled: {folder} keeps {kept} of {steps} steps. Go on with: {again}", file=sys.stderr)
+    print(f"cancelled: {folder} keeps {kept} of {steps} steps. Continue with: {again}", file=sys.stderr)
 
 
 # --- What each rank holds and sends ---------------------------------------------------------------------------------

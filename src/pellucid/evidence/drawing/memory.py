@@ -96,7 +96,7 @@ class StageReport:
         measured = "" if found is None else f", {size_text(found.peak)} measured"
         lines = [
             f"peak: {self.forecast.stage}, {size_text(peak.total)} predicted{measured}; "
-            f"at work: {peak.owner or ITSELF}; held then: {held or 'nothing'}.",
+            f"owner: {peak.owner or ITSELF}; other memory held: {held or 'none'}.",
             "█ weights  ▓ activations  ░ workspace of kernels.",
         ]
         if found is not None and not self.about["device"].startswith("cuda"):
@@ -156,9 +156,9 @@ def strategy_cells(row: StrategyCost) -> tuple[str, ...]:
 def row_notes(about: dict[str, Any], rows: Sequence[StrategyCost], left_out: Sequence[str]) -> list[str]:
     """How to read a table of strategies, and what is not in it."""
     return [
-        f"predicted, measured: the peak of a whole run of {about['steps']} steps; denoise, decode: measured there.",
-        "ms: the fastest of three runs; × time: to runs of the first row just before and after.",
-        "diff: of the images' pixels in 255ths, to the row named last; for an adapter it is what the adapter does.",
+        f"predicted, measured: the peak of a whole run of {about['steps']} steps; denoise, decode: of that stage.",
+        "ms: the fastest of three runs; × time: relative to runs of the first row just before and after.",
+        "diff: of the images' pixels in 255ths, to the row in the last column; for an adapter, the adapter's effect.",
         *(f"{row.strategy.name}: {row.trouble}" for row in rows if row.trouble),
         *(f"left out: {words}." for words in left_out),
     ]
