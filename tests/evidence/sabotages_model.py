@@ -26,8 +26,7 @@ import pellucid
 from pellucid.core import schedule as schedules
 from pellucid.core.loop import Prediction
 from pellucid.evidence import trace
-from pellucid.evidence.doctor.opening import Given, of_pipeline, open_subject
-from pellucid.evidence.doctor.subject import Asked, Data, Subject
+from pellucid.evidence.doctor.subject import KnownImages, RunSpec, Subject, SubjectSpec, of_pipeline, open_subject
 from pellucid.evidence.metrics.images import Pixels, folder_of
 from pellucid.pipeline.adapters import Lora
 
@@ -179,14 +178,14 @@ def a_lora_that_was_never_trained(folder: Path) -> Subject:
 @sabotage("adapter-keys-unused", "another base")
 def a_lora_that_fits_in_part(folder: Path) -> Subject:
     file = lora(folder, "up_blocks", "up_blobs")
-    given = Given(model=str(bundle()), loras=(str(file),))
-    return open_subject(given, Asked(device="cpu"))
+    given = SubjectSpec(model=str(bundle()), loras=(str(file),))
+    return open_subject(given, RunSpec(device="cpu"))
 
 
 @sabotage("adapter-no-effect", "never trained")
 def a_control_net_that_was_never_trained(folder: Path) -> Subject:
-    given = Given(model=str(bundle()), controlnets=(str(bundle() / "controlnet"),))
-    return open_subject(given, Asked(device="cpu"))
+    given = SubjectSpec(model=str(bundle()), controlnets=(str(bundle() / "controlnet"),))
+    return open_subject(given, RunSpec(device="cpu"))
 
 
 @sabotage("adapter-misfit", "as in the base", "another base model")
@@ -200,8 +199,8 @@ def a_lora_of_a_wider_base(folder: Path) -> Subject:
 @sabotage("adapter-misfit", "block_out_channels of the ControlNet", "another base")
 def a_control_net_of_a_wider_base(folder: Path) -> Subject:
     tiny.controlnet().save_pretrained(folder / "controlnet")
-    given = Given(model=str(bundle()), controlnets=(str(folder / "controlnet"),))
-    return open_subject(given, Asked(device="cpu"))
+    given = SubjectSpec(model=str(bundle()), controlnets=(str(folder / "controlnet"),))
+    return open_subject(given, RunSpec(device="cpu"))
 
 
 @healthy
@@ -276,8 +275,8 @@ def a_run_that_is_guided_well(folder: Path) -> Subject:
 
 
 def looked_at(pixels: torch.Tensor, reference: bool = False) -> Subject:
-    data = Data(images.true(first=500)) if reference else None
-    return Subject("pictures", images=Pixels(images.as_bytes(pixels)), data=data)
+    data = KnownImages(images.true(first=500)) if reference else None
+    return Subject("images", images=Pixels(images.as_bytes(pixels)), data=data)
 
 
 @sabotage("low-sharpness", "fine detail is missing")
@@ -303,20 +302,20 @@ def images_of_tiles_that_do_not_meet(folder: Path) -> Subject:
 @sabotage("colour-bleeding", "bound to the wrong objects", "guidance 15")
 def images_whose_colours_bled(folder: Path) -> Subject:
     told = images.drawn(objects=(2,))
-    return Subject("pictures", images=folder_of(images.write(folder, images.swapped(told), told, 15.0)))
+    return Subject("images", images=folder_of(images.write(folder, images.swapped(told), told, 15.0)))
 
 
 @sabotage("not-as-asked", "do not tell why")
 def images_of_other_prompts(folder: Path) -> Subject:
     told = images.drawn(16, objects=(1,))
     shown = told[[*range(1, len(told)), 0]]
-    return Subject("pictures", images=folder_of(images.write(folder, shown, told, 4.0)))
+    return Subject("images", images=folder_of(images.write(folder, shown, told, 4.0)))
 
 
 @healthy
 def images_of_their_prompts(folder: Path) -> Subject:
     told = images.drawn(16, objects=(1,))
-    return Subject("pictures", images=folder_of(images.write(folder, told, told, 4.0)))
+    return Subject("images", images=folder_of(images.write(folder, told, told, 4.0)))
 
 
 @healthy

@@ -12,8 +12,8 @@ from browsing import marks, opened, shoot
 from PIL import Image
 
 from pellucid.studio.app import TABS, start
-from pellucid.studio.session import Sessions
-from pellucid.studio.shelf import Shelf
+from pellucid.studio.form import Shelf
+from pellucid.studio.visitors import Sessions
 
 pytestmark = marks()
 
@@ -147,9 +147,9 @@ def test_what_is_no_model_is_said(page: Any) -> None:
 
 def test_a_huge_upload_is_refused(page: Any, tmp_path: Path) -> None:
     Image.new("1", (10_000, 5_000)).save(tmp_path / "large.png")
-    page.get_by_text("From a picture").click()
+    page.get_by_text("From an image").click()
     page.set_input_files("input[type=file] >> nth=0", tmp_path / "large.png")
-    page.get_by_text("picture must be at most 16 megapixels").first.wait_for()
+    page.get_by_text("image must be at most 16 megapixels").first.wait_for()
 
 
 def test_two_people_do_not_disturb_each_other(chrome: Any, address: str) -> None:

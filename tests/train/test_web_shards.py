@@ -16,8 +16,7 @@ from image_files import damaged, good_folder, painted, plain, stored
 
 from pellucid import PellucidError
 from pellucid.train.image_folder import ImageFolder
-from pellucid.train.tar_index import TarDamagedError, members
-from pellucid.train.web_shards import WebShards, WebShardsConfig, braces
+from pellucid.train.web_shards import TarDamagedError, WebShards, WebShardsConfig, braces, members
 
 
 def write_tar(path: Path, files: dict[str, bytes], form: int = tarfile.USTAR_FORMAT) -> Path:
@@ -187,7 +186,7 @@ def test_names_group_up_to_the_first_dot_and_hints_have_names(tmp_path: Path) ->
         "v1.0/a.edges.png": stored(painted(7)),
         "v1.0/b.png": stored(painted(1)),
         "v1.0/b.edges.png": stored(painted(8)),
-        "v1.0/c.txt": b"no picture",
+        "v1.0/c.txt": b"no image",
         "v1.0/d.png": stored(painted(2)),
     }
     path = write_tar(tmp_path / "a.tar", files)

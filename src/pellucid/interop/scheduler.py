@@ -800,7 +800,7 @@ def fuse(plan: Plan, row: Row, reading: Reading) -> FusedRow:
 
 def over(rows: int) -> PellucidError:
     return PellucidError(
-        f"step must be called {rows} times a run; this is one more. Call set_timesteps.", "too-many-steps"
+        f"step must be called {rows} times per run; this is one more. Call set_timesteps.", "too-many-steps"
     )
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, nearest, rule
-from pellucid.scenes.split import held_out_combination
 from pellucid.scenes.words import (
     BACKGROUND_NAMES,
     COLOUR_NAMES,
@@ -19,6 +18,7 @@ from pellucid.scenes.words import (
     SIZE_NAMES,
     STYLE_NAMES,
     TEXTURE_NAMES,
+    held_out_combination,
 )
 
 MOST = 3  # objects in a scene
@@ -44,7 +44,7 @@ class Thing:
         for name, known in (("shape", SHAPE_NAMES), ("colour", COLOUR_NAMES), ("texture", TEXTURE_NAMES)):
             one_of(name, getattr(self, name), known)
         if not (0 < self.radius <= 1 and -1 <= self.x <= 2 and -1 <= self.y <= 2):
-            raise PellucidError(rule("x, y, radius", "shares of the picture", (self.x, self.y, self.radius)), "scene")
+            raise PellucidError(rule("x, y, radius", "shares of the image", (self.x, self.y, self.radius)), "scene")
 
     @property
     def size(self) -> str:

@@ -20,11 +20,11 @@ from pellucid.interop.save import MAX_SHARD_BYTES, replaced, write_json, write_t
 from pellucid.interop.tokenizer import Tokenizer
 from pellucid.models.clip import CLIP
 from pellucid.models.clip_config import CLIPConfig
-from pellucid.pipeline.vision import DEVIATION, MEAN
+from pellucid.pipeline.encoders.image_inputs import DEVIATION, MEAN
 from pellucid.train.draws import Draws, seeded
-from pellucid.train.objective import Graded
+from pellucid.train.initial import start_clip
+from pellucid.train.objective import Grades
 from pellucid.train.source import Batch
-from pellucid.train.start_clip import start_clip
 from pellucid.train.text import CaptionIds, check_vocabulary, known_of, read_tokenizer
 
 BICUBIC = 3  # as PIL counts
@@ -93,18 +93,18 @@ class ImageTextTask:
 
     def prepare(self, batch: Batch, draws: Draws) -> dict[str, Tensor]:
         if tuple(batch.images.shape[1:]) != (3, self.side, self.side):
-            must, got = f"pictures of shape (3, {self.side}, {self.side})", tuple(batch.images.shape[1:])
+            must, got = f"images of shape (3, {self.side}, {self.side})", tuple(batch.images.shape[1:])
             raise PellucidError(rule("data", must, got), "data-shape")
         return {
             "ids": self.ids.of(batch),
             "pixels": clip_scaled(batch.images),
         }
 
-    def loss(self, network: nn.Module, asked: Mapping[str, Tensor]) -> Graded:
+    def loss(self, network: nn.Module, asked: Mapping[str, Tensor]) -> Grades:
         images, texts, scale = network(asked["ids"], asked["pixels"])
         errors = contrastive(gathered(images), gathered(texts), scale)  # (B of all ranks,)
         own = errors.detach()[rank() * len(images) : (rank() + 1) * len(images)]
-        return Graded(errors.mean(), own, torch.zeros_like(own))
+        return Grades(errors.mean(), own, torch.zeros_like(own))
 
     def images(self, network: nn.Module, count: int, seed: int) -> None:
         """It makes none."""
@@ -164,7 +164,7 @@ def config_json(config: CLIPConfig) -> dict[str, Any]:
 
 
 def clip_scaled(images: Tensor) -> Tensor:
-    """Pictures (B, 3, H, W) in −1 … 1 as CLIP's vision encoder takes them, with its mean and deviation of pixels."""
+    """Images (B, 3, H, W) in −1 … 1 as CLIP's vision encoder takes them, with its mean and deviation of pixels."""
     mean, deviation = (torch.tensor(v, device=images.device)[:, None, None] for v in (MEAN, DEVIATION))
     return ((images + 1) / 2 - mean) / deviation
 

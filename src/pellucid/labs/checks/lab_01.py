@@ -10,7 +10,7 @@ from torch import Tensor
 
 import pellucid
 from pellucid import scenes
-from pellucid.labs.checking import Check, Wrong
+from pellucid.labs.answers import Check, Wrong
 
 CLOSE = 1e-5
 SCHEDULES = ("scaled_linear", "cosine")
@@ -99,6 +99,6 @@ def logs(mistakes: Mapping[str, Tensor]) -> dict[str, Tensor]:
 CHECKS: list[Check] = [
     Check("ᾱ is what all steps leave", check_alpha_bar),
     Check("one step", check_stepped),
-    Check("the jump, a time for each picture", check_noised),
+    Check("the jump, a time for each image", check_noised),
     Check("the signal-to-noise ratio", check_snr),
 ]

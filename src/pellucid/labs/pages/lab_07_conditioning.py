@@ -37,7 +37,7 @@ from pellucid import scenes
 from pellucid.labs import few
 from pellucid.models.attention import split_heads
 from pellucid.models.dit import DiT, DiTConfig, PixArt, PixArtConfig
-from pellucid.pipeline.text import encode_prompts
+from pellucid.pipeline.encoders.text import encode_prompts
 
 # %%
 # The names are those of the weights: ``time_emb_proj`` for the time, ``attn2`` for the text.
@@ -240,7 +240,7 @@ for name, values in cost.items():
     print(f"{name}: time grows with the area to the power of", ", ".join(f"{slope:.2f}" for slope in slopes))
 axis.set_xticks([n * n for n in areas], [str(n * n) for n in areas])
 axis.set_xticks([], minor=True)
-axis.set(xlabel="latent places (side squared)", ylabel="ms a call", title="Cost of a call")
+axis.set(xlabel="latent places (side squared)", ylabel="ms per call", title="Cost of a call")
 axis.legend()
 
 # %%
