@@ -127,9 +127,8 @@ def page(records: Records) -> str:
         "The error is the rms distance of x0 from the converged one of the same seed (DPM++ 3M, 200 steps): the mean "
         f"over {judges} held-out seeds with its 95 % bootstrap interval. The plan was tuned on {tuned} seeds, with "
         f"{watched} others for validation. *Best untuned* is the best deterministic sampler, at every order on every "
-        f"grid, with as many steps as the calls allow. All are tried on {SIFTED} of the held-out seeds, and the best of "
-        "them on all. So "
-        "the untuned plans are selected on the seeds that evaluate them, which favours them.",
+        f"grid, with as many steps as the calls allow. All are tried on {SIFTED} of the held-out seeds, and the best "
+        "of them on all. So the untuned plans are selected on the seeds that evaluate them, which favours them.",
     )
     head = HEAD + "\n\n".join(map(filled, paragraphs)) + "\n\n"
     parts = [first_table(cells), paired_table(cells), what_table(cells), start_table(cells)]
