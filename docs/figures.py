@@ -256,9 +256,7 @@ def ranks(path: Path) -> None:
         rows.append([name, size_text(told.bytes_per_rank), size_text(told.sent_per_step), calls])
     head = ["strategy", "kept per rank", "sent per rank and step", "collectives per step"]
     count = sum(p.numel() for p in network.parameters())
-    note = (
-        f"The UNet of scenes-128 ({count:,} parameters, float32, AdamW, one running mean) on 8 ranks: computed, not run."
-    )
+    note = f"The UNet of scenes-128 ({count:,} parameters, float32, AdamW, one running mean) on 8 ranks, not run."
     path.write_text(table(head, rows, note), encoding="utf-8")
 
 
