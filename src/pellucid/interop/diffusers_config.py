@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pellucid.core import schedule as schedules
 from pellucid.core import target as targets
@@ -257,8 +257,8 @@ def schedule_of(name: str, v: dict[str, Any]) -> Schedule:
     if name == "IPNDMScheduler":
         return schedules.vp_cosine(u_min=1e-9)
     if "sigma_schedule" in v:
-        told = "atan" if name.startswith("Cosine") else "log"
-        return EDM(float(v["sigma_min"]), float(v["sigma_max"]), float(v["sigma_data"]), told)  # type: ignore[arg-type]
+        told: Literal["atan", "log"] = "atan" if name.startswith("Cosine") else "log"
+        return EDM(float(v["sigma_min"]), float(v["sigma_max"]), float(v["sigma_data"]), told)
     if name.startswith("FlowMatch") or v.get("use_flow_sigmas"):
         count = int(v["num_train_timesteps"])
         shift = float(v.get("shift", v.get("flow_shift", 1.0)))

@@ -47,7 +47,8 @@ def family_of(network: nn.Module) -> Family | None:
         return SD1
     if widths == {1024} and c.in_channels == INPAINT_CHANNELS:
         return SD2_BASE
-    return {96: SD2_V, 64: SD2_BASE}.get(c.sample_size) if widths == {1024} else None  # type: ignore[arg-type]
+    by_size: dict[object, Family] = {96: SD2_V, 64: SD2_BASE}
+    return by_size.get(c.sample_size) if widths == {1024} else None
 
 
 def contradictions(network: nn.Module, vae: Any, scheduler: dict[str, Any], target: str) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -30,6 +30,7 @@ from pellucid.interop.components import (
 from pellucid.interop.diffusers_config import FILE_NAME as SCHEDULER
 from pellucid.interop.folder import CONFIG
 from pellucid.interop.tokenizer import Tokenizer
+from pellucid.models.config import Config
 from pellucid.models.unet import UNet
 from pellucid.models.unet_config import UNetConfig
 
@@ -143,8 +144,8 @@ def tokenizer_class(tokenizer: Tokenizer) -> str:
 
 def config_of(network: nn.Module) -> dict[str, Any]:
     """A network's config.json, with the keys that its class in diffusers or transformers knows."""
-    kind, config = class_of(network), network.config
-    values = {f.name: getattr(config, f.name) for f in fields(config)}  # type: ignore[arg-type]
+    kind, config = class_of(network), cast(Config, network.config)
+    values = {f.name: getattr(config, f.name) for f in fields(config)}
     if isinstance(config, UNetConfig):
         known = set(PIXEL_KEYS.split())
         if kind != "UNet2DModel":

@@ -224,7 +224,7 @@ class Scheduler(DiffusersAPI):
         base = getattr(sys.modules.get("diffusers"), "SchedulerMixin", None)
         return found if base is None or issubclass(found, base) else _subclass(base, found.__name__)
 
-    __class__ = property(_shown_class)  # type: ignore[assignment]
+    __class__ = property(_shown_class)
 
     def __len__(self) -> int:
         return self.reading.schedule.num_train or int(self.reading.values.get("num_train_timesteps", 1000))
@@ -285,7 +285,8 @@ class Scheduler(DiffusersAPI):
         if run.index is None:
             run = self._enter(run, timestep)
             self._keep(run)
-        here = run.index - run.first_row  # type: ignore[operator]
+        assert run.index is not None
+        here = run.index - run.first_row
         if here >= len(run.rows):
             raise over(len(run.rows))
         scale = run.rows[here].scale
@@ -360,7 +361,7 @@ class Scheduler(DiffusersAPI):
     ) -> Tensor:
         """`step` without its noise at many times at once, one per entry: what ParaDiGMS pipelines call."""
         zero = torch.zeros_like(sample[:1])
-        parts = zip(model_output.split(1), timesteps.reshape(-1).tolist(), sample.split(1), strict=True)
+        parts = zip(torch.split(model_output, 1), timesteps.reshape(-1).tolist(), torch.split(sample, 1), strict=True)
         more = {"eta": eta, **more} if self.reading.sampler in TAKES_ETA else more
         return torch.cat([self.step(m, t, x, variance_noise=zero, **more).prev_sample for m, t, x in parts])
 
@@ -610,13 +611,14 @@ class Scheduler(DiffusersAPI):
             plan = replace(later.plan, rows=(wait, *later.plan.rows))
             later = replace(later, plan=plan, rows=[fuse(plan, wait, self.reading), *later.rows])
         told = [r.time for r in later.plan.rows]
-        if not np.array_equal(np.float32(told), np.float32(run.told[row:])):
+        if not np.array_equal(np.asarray(told, np.float32), np.asarray(run.told[row:], np.float32)):
             raise PellucidError(
                 rule("begin_index", f"0 for {self.reading.sampler}: its calls depend on where it begins", row),
                 "begin-index",
             )
-        kept = {"initial": run.initial, "adopted": run.adopted}
-        return replace(later, timesteps=run.timesteps, told=run.told, first_row=row, **kept)
+        return replace(
+            later, timesteps=run.timesteps, told=run.told, first_row=row, initial=run.initial, adopted=run.adopted
+        )
 
     def _overridden(self, run: Run, eta: float | None, churn: dict[str, float], more: dict[str, Any]) -> Run:
         """The run with the options that a call sets; what this sampler does not take must be left at its default."""
@@ -644,8 +646,9 @@ class Scheduler(DiffusersAPI):
             return run
         setting = {**run.setting, "overrides": overrides}
         again = self._at(self._begin(setting, run.timesteps.device), run.first_row)
-        kept = {"initial": run.initial, "adopted": run.adopted}
-        return replace(again, begin=run.begin, index=run.index, history=run.history, **kept)
+        return replace(
+            again, begin=run.begin, index=run.index, history=run.history, initial=run.initial, adopted=run.adopted
+        )
 
     def _default(self, option: str) -> Any:
         """An option as the run has it where no call sets it."""

@@ -254,7 +254,7 @@ def as_here() -> AbstractContextManager[None]:
         for kind in ("cpu", "cuda")
         if torch.is_autocast_enabled(kind)
     ]
-    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
     @contextmanager
     def settings() -> Iterator[None]:

@@ -116,7 +116,7 @@ class PeerNetwork:
 
 def outputs(calls: Sequence[Call], images: int) -> list[Tensor]:
     """The network's predictions in a step, each for all images."""
-    return [half for call in calls for half in call.out.split(images)]
+    return [half for call in calls for half in torch.split(call.out, images)]
 
 
 def shaped(out: Tensor, x: Tensor) -> Tensor | None:
@@ -128,16 +128,17 @@ def shaped(out: Tensor, x: Tensor) -> Tensor | None:
 
 def recognise(reply: Reply, x: Tensor, scales: Sequence[float]) -> Way | None:
     """The way whose mixture is that of the pipeline; `scales` are those that it may have used."""
-    found = [shaped(out, x) for out in outputs(reply.calls, len(x))]
+    shapes = [shaped(out, x) for out in outputs(reply.calls, len(x))]
+    found = [out for out in shapes if out is not None]
     whole = all(len(call.out) % len(x) == 0 for call in reply.calls)
     mixed = reply.mixed.to(x.dtype)
-    if not whole or len(found) > 2 or any(f is None for f in found) or mixed.shape != x.shape:
+    if not whole or len(shapes) > 2 or len(found) < len(shapes) or mixed.shape != x.shape:
         return None
     allowed = TOLERANCE.get(reply.mixed.dtype, COARSE)
     if reply.calls[0].out.dtype not in TOLERANCE:
         allowed = COARSE
     base = Way(len(reply.calls), len(found))
-    tried = [(apart(way, found, mixed), way) for way in ways(base, scales)]  # type: ignore[arg-type]
+    tried = [(apart(way, found, mixed), way) for way in ways(base, scales)]
     least = min(error for error, _ in tried)
     if not least <= allowed:
         return None

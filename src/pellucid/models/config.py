@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
-from typing import Any, ClassVar, Protocol, TypeVar, cast
+from dataclasses import MISSING, Field, fields
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from pellucid.core.errors import PellucidError, nearest, rule
 from pellucid.core.reader import Bound, hints_of, typed
@@ -13,6 +13,7 @@ from pellucid.core.reader import Bound, hints_of, typed
 class Config(Protocol):
     """A dataclass; FIXED names the keys that exist in the wild but are supported at these values only."""
 
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     FIXED: ClassVar[Mapping[str, tuple[Any, ...]]]
 
     def __init__(self, **values: Any) -> None: ...
@@ -66,7 +67,7 @@ def read(cls: type[C], raw: Mapping[str, Any]) -> C:
     """A config from a parsed config.json. A key that would have an effect but is unknown here is an error, as is a
     value of another type than its field's, or out of its bounds."""
     owner = str(raw.get("_class_name", cls.__name__))[:80]
-    known = {f.name: f for f in fields(cast(Any, cls))}
+    known = {f.name: f for f in fields(cls)}
     hints = hints_of(cls)
     values: dict[str, Any] = {}
     for key, value in raw.items():
@@ -96,7 +97,7 @@ def of_field(hint: Any, key: str, value: Any, where: str) -> Any:
     return typed(hint, value, where, BOUNDS.get(key, ANY_NUMBER))
 
 
-def check_fields(config: Any) -> None:
+def check_fields(config: Config) -> None:
     """Types and bounds of a config that was made in Python: the same as those of one that was read."""
     hints = hints_of(type(config))
     for f in fields(config):

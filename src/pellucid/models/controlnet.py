@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +101,7 @@ class ControlNet(Descent):
         x, skips = self.descend(self.conv_in(x) + hint.embedded, told)
         assert self.mid_block is not None
         x = self.mid_block(x, told)
-        *scales, last = hint.scale.expand(-1, len(skips) + 1, 1, 1).split(1, dim=1)  # (B, 1, 1, 1) each
+        *scales, last = torch.split(hint.scale.expand(-1, len(skips) + 1, 1, 1), 1, dim=1)  # (B, 1, 1, 1) each
         outs = tuple(
             conv(skip) * scale for conv, skip, scale in zip(self.controlnet_down_blocks, skips, scales, strict=True)
         )  # (B, C_k, H_k, W_k) each
@@ -130,7 +130,7 @@ class Controlled(nn.Module):
         """`control` holds a hint for each ControlNet, None for those that are off at this step."""
         shared = {k: v for k, v in inputs.items() if k in ("labels", "pooled", "sizes", "context_mask")}
         total: Residuals | None = None
-        for controlnet, hint in zip(self.controlnets, control, strict=bool(control)):
+        for controlnet, hint in zip(cast("Iterable[ControlNet]", self.controlnets), control, strict=bool(control)):
             if hint is None:
                 continue
             own = x[:, : controlnet.config.in_channels]  # an inpainting UNet's mask and image are not for it

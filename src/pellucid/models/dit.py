@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from pellucid.models.embeddings import LabelEmbedding, TimeMLP, sinusoid
 
 WAVES = 256  # channels of the sinusoid of a time or of a size
 NORM_EPS = 1e-6  # of the norms whose epsilon is no config key
+B = TypeVar("B", bound=Block)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,9 +133,10 @@ class DiT(nn.Module):
         patch, (height, width) = self.config.patch_size, x.shape[-2:]
         x = self.pos_embed(x)  # (B, L, D)
         wave = sinusoid(time.reshape(-1), WAVES, shift=1).to(x.dtype)  # (B, 256), the same for every block
-        embedder = self.transformer_blocks[0].norm1["emb"]
+        blocks = cast("Sequence[ClassBlock]", self.transformer_blocks)
+        embedder = blocks[0].norm1["emb"]
         ends = condition = F.silu(embedder(wave, labels))  # (B, D)
-        for index, block in walk(self.transformer_blocks, perturbed, skipped):
+        for index, block in walk(blocks, perturbed, skipped):
             if block.norm1["emb"] is not embedder:  # see share_embedders
                 embedder = block.norm1["emb"]
                 condition = F.silu(embedder(wave, labels))
@@ -154,11 +156,12 @@ class DiT(nn.Module):
 
     def share_embedders(self) -> bool:
         """Keep one embedder where all blocks hold the same one, as in the published weights; says whether they did."""
-        first, *others = (block.norm1["emb"] for block in self.transformer_blocks)
+        blocks = cast("Sequence[ClassBlock]", self.transformer_blocks)
+        first, *others = (block.norm1["emb"] for block in blocks)
         state = first.state_dict()
         same = all(torch.equal(state[name], value) for emb in others for name, value in emb.state_dict().items())
         if same:
-            for block in self.transformer_blocks:
+            for block in blocks:
                 block.norm1["emb"] = first
         return same
 
@@ -176,7 +179,7 @@ class SizeEmbedder(nn.Module):
         vector = self.timestep_embedder(sinusoid(time, WAVES).to(dtype))  # (B, D)
         if sizes is None or self.resolution_embedder is None or self.aspect_ratio_embedder is None:
             return vector
-        resolution, aspect = sinusoid(sizes, WAVES).to(dtype).split([2, 1], dim=1)  # (B, 2, 256), (B, 1, 256)
+        resolution, aspect = torch.split(sinusoid(sizes, WAVES).to(dtype), [2, 1], dim=1)  # (B, 2, 256), (B, 1, 256)
         thirds = [self.resolution_embedder(resolution), self.aspect_ratio_embedder(aspect)]
         return vector + torch.cat(thirds, dim=1).flatten(1)  # (B, 3 · D/3)
 
@@ -237,7 +240,7 @@ class PixArt(nn.Module):
         context = self.caption_projection(context)  # (B, S, D)
         # added to the logits; finite, so that a text without any token seen is no division by zero
         mask = None if context_mask is None else (1 - context_mask[:, None, None].to(x.dtype)) * -10000.0
-        for index, block in walk(self.transformer_blocks, perturbed, skipped):
+        for index, block in walk(cast("Sequence[TextBlock]", self.transformer_blocks), perturbed, skipped):
             x = block(x, block.scale_shift_table + modulation, context, mask, identity=index in perturbed)
         shift, scale = (self.scale_shift_table + condition[:, None]).chunk(2, dim=1)  # (B, 1, D) each
         x = self.proj_out(modulate(x, shift, scale, NORM_EPS))  # (B, L, patch · patch · out_channels)
@@ -258,7 +261,7 @@ class PixArt(nn.Module):
         return context
 
 
-def walk(blocks: nn.ModuleList, perturbed: tuple[int, ...], skipped: tuple[int, ...]) -> Iterator[tuple[int, Any]]:
+def walk(blocks: Sequence[B], perturbed: tuple[int, ...], skipped: tuple[int, ...]) -> Iterator[tuple[int, B]]:
     """The blocks that are not skipped, with their indices."""
     check_indices("perturbed", perturbed, len(blocks))
     check_indices("skipped", skipped, len(blocks))

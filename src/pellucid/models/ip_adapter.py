@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -120,11 +120,11 @@ class IPAdapter(nn.Module):
         tokens = self.image_proj(states.flatten(0, 1)).unflatten(0, (batch, count))  # (B, N, T, D)
         return tuple(
             self.at(pair, tokens, block.attn2.heads, scale_at(scale, place), masks, halved(size, halvings))
-            for pair, (block, place, halvings) in zip(self.pairs, places, strict=True)
+            for pair, (block, place, halvings) in zip(cast("Iterable[Pair]", self.pairs), places, strict=True)
         )
 
     def at(
-        self, pair: nn.Module, tokens: Tensor, heads: int, scale: float, masks: Tensor | None, size: tuple[int, int]
+        self, pair: Pair, tokens: Tensor, heads: int, scale: float, masks: Tensor | None, size: tuple[int, int]
     ) -> tuple[ImageTokens, ...]:
         if scale == 0.0:
             return ()

@@ -9,8 +9,9 @@ What is not held in memory is computed again by each sweep: `keep` says how much
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from pellucid.core.errors import PellucidError, rule
 from pellucid.models.blocks import ResnetBlock, silu
 from pellucid.models.tiny_vae import Block, TinyAutoencoder, squash, to_signed, to_unsigned
-from pellucid.models.vae import AutoencoderKL, Posterior, check
+from pellucid.models.vae import AutoencoderKL, DownBlock, Posterior, UpBlock, VAEConfig, check
 
 VAE = AutoencoderKL | TinyAutoencoder
 LEAST = 8  # rows: a thinner band would mostly compute its neighbours'
@@ -179,8 +180,8 @@ def decoded(vae: AutoencoderKL, z: Tensor, bands: Bands, keep: int) -> LazyImage
     decoder, last = vae.decoder, len(vae.decoder.up_blocks) - 1
     z = z if vae.post_quant_conv is None else vae.post_quant_conv(z)
     x = held(decoder.mid_block(decoder.conv_in(z)))
-    for level, block in enumerate(decoder.up_blocks):
-        for resnet in block.resnets:
+    for level, block in enumerate(cast("Iterable[UpBlock]", decoder.up_blocks)):
+        for resnet in cast("Iterable[ResnetBlock]", block.resnets):
             x = bands.residual(resnet, x, min(keep + last - level, 2))
         for upsample in block.upsamplers:
             x = local(upsample, x, x.channels, up=2)
@@ -192,8 +193,8 @@ def encoded(vae: AutoencoderKL, image: Tensor, bands: Bands, keep: int) -> Tenso
     """The encoder on one image (1, 3, H, W): (1, 2·latent_channels, h, w), before quant_conv."""
     encoder = vae.encoder
     x = local(encoder.conv_in, held(image), vae.config.block_out_channels[0])
-    for level, block in enumerate(encoder.down_blocks):
-        for resnet in block.resnets:
+    for level, block in enumerate(cast("Iterable[DownBlock]", encoder.down_blocks)):
+        for resnet in cast("Iterable[ResnetBlock]", block.resnets):
             x = bands.residual(resnet, x, min(keep + level, 2))
         for downsample in block.downsamplers:
             x = held(bands.compute(local(downsample, x, x.channels, down=2)))
@@ -207,6 +208,7 @@ def convolved(layers: nn.Sequential, x: LazyImage, bands: Bands) -> LazyImage:
         if isinstance(layer, Block):
             x = local(layer, x, x.channels, reach=3)
         elif isinstance(layer, nn.Upsample):
+            assert isinstance(layer.scale_factor, float)  # one for both sides
             x = local(layer, held(bands.compute(x)), x.channels, reach=0, up=int(layer.scale_factor))
         elif isinstance(layer, nn.Conv2d):
             x = local(layer, x, layer.out_channels, down=layer.stride[0])
@@ -221,8 +223,9 @@ def bands_of(vae: VAE, tile: int | None, height: int, width: int) -> Bands:
     tile = max(min(TILE, max(height, width) // 2), LEAST) if tile is None else tile
     if not isinstance(tile, int) or tile < LEAST:
         raise PellucidError(rule("tile", f"a whole number of latents, at least {LEAST}", tile), "tile")
-    finest = vae.decoder.conv_out if isinstance(vae, AutoencoderKL) else vae.decoder.layers[-1]
-    return Bands((tile * vae.config.factor) ** 2 * finest.in_channels)
+    config = vae.config
+    widths = config.block_out_channels if isinstance(config, VAEConfig) else config.decoder_block_out_channels
+    return Bands((tile * config.factor) ** 2 * widths[0])
 
 
 def kept(vae: VAE, keep: int | None) -> int:
@@ -244,7 +247,7 @@ def decode_tiled(vae: VAE, latents: Tensor, tile: int | None = None, *, keep: in
     check("latents", latents, vae.config.latent_channels)
     bands, keep = bands_of(vae, tile, *latents.shape[2:]), kept(vae, keep)
     images = []
-    for z in latents.split(1):
+    for z in torch.split(latents, 1):
         if isinstance(vae, TinyAutoencoder):
             x = convolved(vae.decoder.layers, held(squash(z)), bands)
             x = local(to_signed, x, x.channels, reach=0)
@@ -261,19 +264,19 @@ def encode_tiled(vae: VAE, images: Tensor, tile: int | None = None, *, keep: int
     factor = vae.config.factor
     bands, keep = bands_of(vae, tile, images.shape[2] // factor, images.shape[3] // factor), kept(vae, keep)
     if isinstance(vae, TinyAutoencoder):
-        lazy = (local(to_unsigned, held(image), image.shape[1], reach=0) for image in images.split(1))
+        lazy = (local(to_unsigned, held(image), image.shape[1], reach=0) for image in torch.split(images, 1))
         return Posterior(torch.cat([bands.compute(convolved(vae.encoder.layers, x, bands)) for x in lazy]), None)
-    return vae.posterior(torch.cat([encoded(vae, image, bands, keep) for image in images.split(1)]))
+    return vae.posterior(torch.cat([encoded(vae, image, bands, keep) for image in torch.split(images, 1)]))
 
 
 def decode_sliced(vae: VAE, latents: Tensor) -> Tensor:
     """`vae.decode(latents)`, one image at a time: the memory of one, whatever the batch."""
     check("latents", latents, vae.config.latent_channels)
-    return torch.cat([vae.decode(z) for z in latents.split(1)])
+    return torch.cat([vae.decode(z) for z in torch.split(latents, 1)])
 
 
 def encode_sliced(vae: VAE, images: Tensor) -> Posterior:
     """`vae.encode(images)`, one image at a time."""
-    parts = [vae.encode(image) for image in images.split(1)]
+    parts = [vae.encode(image) for image in torch.split(images, 1)]
     variances = [part.logvar for part in parts if part.logvar is not None]
     return Posterior(torch.cat([part.mean for part in parts]), torch.cat(variances) if variances else None)

@@ -105,17 +105,15 @@ class UNetConfig:
                     raise PellucidError(
                         rule(f"a block of {self.class_name}", f"one of {allowed}", name), "config-unsupported"
                     )
-        for name, allowed in (
+        for key, values in (
             ("class_embed_type", (None, "timestep", "identity", "projection", "simple_projection")),
             ("addition_embed_type", (None, "text_time")),
             ("encoder_hid_dim_type", (None, "text_proj")),
             ("resnet_time_scale_shift", ("default", "scale_shift")),
         ):
-            if getattr(self, name) not in allowed:
-                must = " or ".join(repr(a) for a in allowed)
-                raise PellucidError(
-                    rule(f"{name} of {self.class_name}", must, getattr(self, name)), "config-unsupported"
-                )
+            if getattr(self, key) not in values:
+                must = " or ".join(repr(v) for v in values)
+                raise PellucidError(rule(f"{key} of {self.class_name}", must, getattr(self, key)), "config-unsupported")
         levels = len(self.down_block_types)
         if not levels or len(self.block_out_channels) != levels or len(self.up_block_types) not in (0, levels):
             raise PellucidError(
