@@ -2,7 +2,7 @@
 
 Tiles that are decoded each on its own differ, because GroupNorm sees the statistics of its tile and attention the
 pixels of its tile; blending only hides the steps. Here nothing differs but rounding. The middle block, with 1/64 of
-the pixels, runs whole. Around it every layer is a `Picture` that computes rows when asked, from the few rows more
+the pixels, runs whole. Around it every layer is a `LazyImage` that computes rows when asked, from the few rows more
 that its convolutions reach; a norm first sweeps over its image, band by band, for the statistics of the whole.
 What is not held in memory is computed again by each sweep: `keep` says how much is held.
 """
@@ -232,7 +232,7 @@ def kept(vae: VAE, keep: int | None) -> int:
     if isinstance(vae, TinyAutoencoder) and keep is not None:
         raise PellucidError(rule("keep", "left out for a tiny autoencoder, which holds nothing", keep), "keep")
     if keep not in (None, 0, 1, 2):
-        raise PellucidError(rule("keep", "0, 1 or 2 pictures", keep), "keep")
+        raise PellucidError(rule("keep", "0, 1 or 2 images", keep), "keep")
     return 1 if keep is None else keep
 
 
