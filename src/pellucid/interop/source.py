@@ -20,7 +20,7 @@ from pellucid.interop.weights import dtype_named
 from pellucid.models.clip import CLIP, CLIPVisionEncoder
 
 BUNDLES = Path(__file__).parents[1] / "bundles"
-PART = re.compile(r"\w[\w.-]*", re.ASCII)  # a word of a path inside of a bundle: no dots alone, no separators
+_PART = re.compile(r"\w[\w.-]*", re.ASCII)  # a word of a path inside of a bundle: no dots alone, no separators
 
 
 def read_components(
@@ -153,7 +153,7 @@ def in_bundle(name: str) -> Path | None:
     if bundle not in bundles():
         return None
     place = BUNDLES.joinpath(bundle, *parts)
-    if not all(PART.fullmatch(part) for part in parts) or not exists(place):
+    if not all(_PART.fullmatch(part) for part in parts) or not exists(place):
         held = ", ".join(sorted(path.name for path in (BUNDLES / bundle).iterdir() if path.is_dir()))
         raise PellucidError(rule(f"part of {bundle}", f"one that it has: {held}", "/".join(parts)), "not-found")
     return place

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pellucid.interop.wrap import Conversation
 
 # Tensors that all images share, though their first side may happen to be as long as the batch.
-SHARED = re.compile(r"^(txt|img)_ids$|rotary|freqs")
+_SHARED = re.compile(r"^(txt|img)_ids$|rotary|freqs")
 
 
 @dataclass(frozen=True)
@@ -67,21 +67,21 @@ class Only:
         if self.calls > 1:
             return args, kwargs
         keep = slice(self.index * self.images, (self.index + 1) * self.images)
-        cut = [part(value, keep, 2 * self.images) for value in args]
-        return tuple(cut), {name: part(value, keep, 2 * self.images, name) for name, value in kwargs.items()}
+        cut = [_part(value, keep, 2 * self.images) for value in args]
+        return tuple(cut), {name: _part(value, keep, 2 * self.images, name) for name, value in kwargs.items()}
 
 
-def part(tree: Any, keep: slice, count: int, name: str = "") -> Any:
+def _part(tree: Any, keep: slice, count: int, name: str = "") -> Any:
     """The rows `keep` of everything that has `count` rows."""
-    if SHARED.search(name):
+    if _SHARED.search(name):
         return tree
     if isinstance(tree, Tensor):
         return tree[keep] if tree.ndim and len(tree) == count else tree
     if isinstance(tree, Mapping):
-        return {key: part(value, keep, count, str(key)) for key, value in tree.items()}
+        return {key: _part(value, keep, count, str(key)) for key, value in tree.items()}
     if isinstance(tree, list) and len(tree) == count:
         return tree[keep]
-    return [part(value, keep, count) for value in tree] if isinstance(tree, list) else tree
+    return [_part(value, keep, count) for value in tree] if isinstance(tree, list) else tree
 
 
 def tensor_of(answer: Any) -> Tensor:
@@ -162,7 +162,7 @@ class Prompter:
         if unknown:
             raise PellucidError(rule("set_timesteps", "told steps, timesteps, sigmas and mu", unknown), "wrap-loop")
         shift = None if mu is None else float(mu)
-        times = Times(num_inference_steps, numbers(timesteps), numbers(sigmas), shift, original_inference_steps)
+        times = Times(num_inference_steps, _numbers(timesteps), _numbers(sigmas), shift, original_inference_steps)
         self.timesteps = self.talk.lay(times).to(device)
         self.num_inference_steps = times.count
         self.talk.times_are_laid()
@@ -175,15 +175,15 @@ class Prompter:
 
     def step(self, model_output: Tensor, timestep: Any, sample: Tensor, return_dict: bool = True, **_: Any) -> Any:
         x = self.talk.step(model_output, sample).to(sample)
-        return Stepped(x) if return_dict else (x, x)  # the second is what LCM's pipelines decode
+        return _Stepped(x) if return_dict else (x, x)  # the second is what LCM's pipelines decode
 
 
-def numbers(values: Any) -> tuple[float, ...] | None:
+def _numbers(values: Any) -> tuple[float, ...] | None:
     return None if values is None else tuple(float(v) for v in values)
 
 
 @dataclass
-class Stepped:
+class _Stepped:
     """What a scheduler's `step` returns."""
 
     prev_sample: Tensor

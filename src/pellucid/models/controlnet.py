@@ -114,7 +114,7 @@ class Controlled(nn.Module):
     def __init__(self, unet: UNet, controlnets: Sequence[ControlNet]) -> None:
         super().__init__()
         for controlnet in controlnets:
-            check_fits(unet.config, controlnet.config)
+            _check_fits(unet.config, controlnet.config)
         self.unet, self.controlnets = unet, nn.ModuleList(controlnets)
         self.config = unet.config
 
@@ -142,7 +142,7 @@ class Controlled(nn.Module):
         return self.unet(x, time, context, residuals=total, **inputs)
 
 
-def check_fits(unet: UNetConfig, control: UNetConfig) -> None:
+def _check_fits(unet: UNetConfig, control: UNetConfig) -> None:
     """A ControlNet of another base has other widths; named here, before a step fails on a shape."""
     for name in ("block_out_channels", "cross_attention_dim", "layers_per_block"):
         mine, other = unet.each(name), control.each(name)

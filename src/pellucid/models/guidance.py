@@ -37,9 +37,9 @@ from pellucid.models.rules import (
 )
 
 GUARDED_SCALE = 7.0
-GUARDED_PHI = 0.7
-TAMING = (Correction, APG, Interval, SigmaInterval)  # rules that tame a large scale
-SAME = 1e-9  # levels whose sigma / alpha agree to this are one step
+_GUARDED_PHI = 0.7
+_TAMING = (Correction, APG, Interval, SigmaInterval)  # rules that tame a large scale
+_SAME = 1e-9  # levels whose sigma / alpha agree to this are one step
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Guidance:
     @property
     def untamed(self) -> bool:
         """Whether a scale is above the guard's, with no rule to tame it."""
-        return self.most > GUARDED_SCALE and not any(isinstance(r, TAMING) for r in self.rules)
+        return self.most > GUARDED_SCALE and not any(isinstance(r, _TAMING) for r in self.rules)
 
     def same_rules(self, other: Guidance) -> bool:
         """Whether two are the same scale and rules; a dialect sets the space in which they act."""
@@ -244,12 +244,12 @@ class Guidance:
         if isinstance(value, Guidance):
             return value
         if isinstance(value, str):
-            return from_text(value)
+            return _from_text(value)
         return Guidance.from_dict(value) if isinstance(value, Mapping) else Guidance(value)
 
     def text(self) -> str:
         """The guidance as `parse` reads it: scale, then rules with the options that are not the default."""
-        return " + ".join([scale_text(self.scale), *(rule_text(r) for r in self.rules)])
+        return " + ".join([_scale_text(self.scale), *(_rule_text(r) for r in self.rules)])
 
 
 def scale_notes(guidance: Guidance) -> list[str]:
@@ -282,7 +282,7 @@ def guarded(asked: Any = GUARDED_SCALE) -> Guidance:
             scale = GUARDED_SCALE
     rest = tuple(r for r in wish.rules if not (isinstance(r, Rescale) and r.phi == 0))
     on = any(isinstance(r, Rescale) for r in rest)
-    return Guidance(scale, rest if on else (*rest, Rescale(GUARDED_PHI)), tuple(notes))
+    return Guidance(scale, rest if on else (*rest, Rescale(_GUARDED_PHI)), tuple(notes))
 
 
 # --- along a plan ------------------------------------------------------------------------------------------------
@@ -313,15 +313,15 @@ class Bound:
 def steps_before(ratios: Sequence[float], ratio: float, falling: bool = True) -> int:
     """How many of a run's levels come before one."""
     if falling:
-        return sum(r > ratio * (1 + SAME) for r in ratios)
-    return sum(r < ratio * (1 - SAME) for r in ratios)
+        return sum(r > ratio * (1 + _SAME) for r in ratios)
+    return sum(r < ratio * (1 - _SAME) for r in ratios)
 
 
 def steps_of(plan: Plan, falling: bool) -> list[float]:
     """sigma / alpha of the distinct levels of a plan, in the order of the run. Restarts pass old levels again."""
     distinct: list[float] = []
     for ratio in sorted((r.level.ratio for r in plan.rows), reverse=falling):
-        if not distinct or not math.isclose(ratio, distinct[-1], rel_tol=SAME):
+        if not distinct or not math.isclose(ratio, distinct[-1], rel_tol=_SAME):
             distinct.append(ratio)
     return distinct
 
@@ -329,24 +329,24 @@ def steps_of(plan: Plan, falling: bool) -> list[float]:
 # --- as text -----------------------------------------------------------------------------------------------------
 
 
-def from_text(text: str) -> Guidance:
+def _from_text(text: str) -> Guidance:
     """`7.5`, `linear:10:2`, `7.5,5,3`, `off`, `guarded 9`, each with ` + rule option=value` behind it."""
     first, *others = (part.strip() for part in text.split(" + "))
     preset, _, rest = first.partition(" ")
     capped = preset == "guarded"
-    scale = scale_from_text((rest.strip() or str(GUARDED_SCALE)) if capped else first)
+    scale = _scale_from_text((rest.strip() or str(GUARDED_SCALE)) if capped else first)
     made = []
     for part in others:
         name, *options = part.split() or [""]
         pairs = [option.partition("=") for option in options]
         if any(not sign or not value for _, sign, value in pairs):
             raise PellucidError(rule(f"options of {name}", "words such as phi=0.7", part), "guidance")
-        made.append(kinds.make(name, {key: value_from_text(value) for key, _, value in pairs}))
+        made.append(kinds.make(name, {key: _value_from_text(value) for key, _, value in pairs}))
     found = Guidance(scale, tuple(made))
     return guarded(found) if capped else found
 
 
-def scale_from_text(text: str) -> Scale:
+def _scale_from_text(text: str) -> Scale:
     if text == "off":
         return 1.0
     shape, *ends = text.split(":")
@@ -362,9 +362,9 @@ def scale_from_text(text: str) -> Scale:
     return Listed(tuple(values)) if "," in text else values[0]
 
 
-def value_from_text(text: str) -> Any:
+def _value_from_text(text: str) -> Any:
     if "," in text:
-        return tuple(value_from_text(part) for part in text.split(",") if part)
+        return tuple(_value_from_text(part) for part in text.split(",") if part)
     for kind in (int, float):
         try:
             return kind(text)
@@ -373,7 +373,7 @@ def value_from_text(text: str) -> Any:
     return text
 
 
-def scale_text(scale: Scale) -> str:
+def _scale_text(scale: Scale) -> str:
     if isinstance(scale, float):
         return short(scale)
     if isinstance(scale, Listed):
@@ -381,7 +381,7 @@ def scale_text(scale: Scale) -> str:
     return f"{scale.shape}:{short(scale.first)}:{short(scale.last)}"
 
 
-def rule_text(r: Rule) -> str:
+def _rule_text(r: Rule) -> str:
     words = [r.name]
     for f in fields(r):
         value = getattr(r, f.name)

@@ -169,7 +169,7 @@ class Descent(nn.Module):
         self.time_embedding = TimeMLP(first, width, cond_width=c.time_cond_proj_dim)
         if c.encoder_hid_dim is not None:
             self.encoder_hid_proj = nn.Linear(c.encoder_hid_dim, c.each("cross_attention_dim")[0])
-        self.class_embedding = class_embedding(c)
+        self.class_embedding = _class_embedding(c)
         if c.addition_embed_type == "text_time":
             if c.addition_time_embed_dim is None or c.projection_class_embeddings_input_dim is None:
                 raise PellucidError(
@@ -214,7 +214,7 @@ class Descent(nn.Module):
         return x, skips
 
 
-def class_embedding(c: UNetConfig) -> nn.Module | None:
+def _class_embedding(c: UNetConfig) -> nn.Module | None:
     width, extra = c.time_width, c.projection_class_embeddings_input_dim
     if c.class_embed_type is None:
         return None if c.num_class_embeds is None else nn.Embedding(c.num_class_embeds, width)
