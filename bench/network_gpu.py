@@ -24,7 +24,7 @@ CALLS = 5
 
 
 def event_clock(call) -> float:
-    """Milliseconds a call."""
+    """Milliseconds per call."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     for _ in range(CALLS):

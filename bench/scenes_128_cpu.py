@@ -1,11 +1,11 @@
-"""The shipped model on a CPU, ours and diffusers' in one process: seconds to load, seconds an image, and how far apart
+"""The shipped model on a CPU, ours and diffusers' in one process: seconds to load, seconds per image, and how far apart
 the images are.
 
     .venv/bin/python bench/scenes_128_cpu.py            (--rounds 9 --threads 2)
 
 One image of 128 × 128: DPM++ 2M, 20 steps, guidance 4, float32, from the same noise. A round makes one image with
 each, in an order that turns; the first is not counted. Loading is timed in processes of their own, imports not counted,
-files in the page cache. The promise is at most 1.0 s an image and 1.5 s to load on two cores, images within 2/255.
+files in the page cache. The promise is at most 1.0 s per image and 1.5 s to load on two cores, images within 2/255.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def main() -> None:
         return
     print(f"scenes-128, 128 × 128, DPM++ 2M, {STEPS} steps, guidance {GUIDANCE:g}; {asked.threads} threads")
     for name in made:
-        print(f"{name:10} {found['seconds_a_picture'][name]:6.3f} s an image   loads in {opened[name]:5.2f} s")
+        print(f"{name:10} {found['seconds_a_picture'][name]:6.3f} s per image   loads in {opened[name]:5.2f} s")
     print(f"diffusers takes {found['ratio']:.2f} times as long; images at most {max(apart)}/255 apart")
 
 

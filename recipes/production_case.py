@@ -216,7 +216,7 @@ def sheet(folder: Path, asked: Asked, cells: Mapping[str, Cell], path: Path) -> 
             caption = asked.texts[i] if name == columns[0] else ""
             with Image.open(place_of(folder, name) / f"{i:03d}.png") as image:
                 cards.append(Card(image.convert("RGB"), caption, name, bool(right)))
-    tiles.save(contact_sheet(cards, "Before and after: one prompt a row", len(columns)), path)
+    tiles.save(contact_sheet(cards, "Before and after: one prompt per row", len(columns)), path)
 
 
 def diagnose(pipe: Pipeline, model: Path, folder: Path, asked: Asked) -> str:

@@ -401,7 +401,7 @@ def test_another_image_or_adapter_is_reported(make, home, here):
     held = {key: tensor * 1.5 for key, tensor in load_file(home / "ink.safetensors").items()}
     save_file(held, here / "ink.safetensors")
     said = make("--from", "a.png", "--image", "mask.png", "--out", "b.png")
-    assert said["from"]["changed"] == ["image is another picture", "lora ink has other weights"]
+    assert said["from"]["changed"] == ["image is another image", "lora ink has other weights"]
     assert said["from"]["pixels"].startswith("differs from a.png")
     said = make("--from", "a.png", "--image", "sketch.png", "--lora", "ink.safetensors:0.9", "--out", "c.png")
     assert said["from"]["changed"] == ["lora ink has other weights", "lora ink at 0.9, not 0.5"]

@@ -156,7 +156,7 @@ def test_help_has_an_example(tell: Callable[..., Any]) -> None:
         ('split = "test"', 'split = "train"', "data-missing", "data_batch_1.bin"),
         ('kind = "denoiser"', 'kind = "denoise"', "config-value", "task.kind must be one of denoiser"),
         ('"linear"', '"liner"', "unknown-schedule", "Nearest: linear"),
-        ("sample_size = 32", "sample_size = 16", "data-shape", "pictures of the data must be of shape (3, 16, 16)"),
+        ("sample_size = 32", "sample_size = 16", "data-shape", "images of the data must be of shape (3, 16, 16)"),
         ("checkpoint_every = 2", "checkpoint_every = 3", "config-value", "a multiple of log.every (2)"),
     ],
 )

@@ -47,7 +47,7 @@ def small_denoisers(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="session")
 def cifar_runs() -> list[Path]:
-    """The runs of the schedule study on CIFAR-10 that are here, one a schedule."""
+    """The runs of the schedule study on CIFAR-10 that are here, one per schedule."""
     found = [folder for folder in sorted(RUNS.glob("*-0")) if (folder / "model").is_dir()]
     if not found:
         pytest.skip("data/studies/small_eps is not here")

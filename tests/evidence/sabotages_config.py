@@ -63,7 +63,7 @@ def eps_model_on_flow_sigmas(folder: Path) -> Subject:
     return config(swapped("DPMSolverMultistepScheduler", SD15, use_flow_sigmas=True))
 
 
-@sabotage("schedule-ends-early", "holds 87% of the picture")
+@sabotage("schedule-ends-early", "holds 87% of the image")
 def few_training_times(folder: Path) -> Subject:
     return config(SD15, num_train_timesteps=50, _class_name="DDIMScheduler")
 
@@ -188,7 +188,7 @@ def one_step_from_the_clean_end(folder: Path) -> Subject:
     return config(SDXL, Asked(steps=1), timestep_spacing="linspace")
 
 
-@sabotage("calls-in-noise", "8 calls are left for all of the picture")
+@sabotage("calls-in-noise", "8 calls are left for all of the image")
 def karras_on_cosine_betas(folder: Path) -> Subject:
     return config(SD21_V, Asked(steps=20), beta_schedule="squaredcos_cap_v2", use_karras_sigmas=True,
                   _class_name="DPMSolverMultistepScheduler")  # fmt: skip

@@ -277,7 +277,7 @@ def a_run_that_is_guided_well(folder: Path) -> Subject:
 
 def looked_at(pixels: torch.Tensor, reference: bool = False) -> Subject:
     data = Data(images.true(first=500)) if reference else None
-    return Subject("pictures", images=Pixels(images.as_bytes(pixels)), data=data)
+    return Subject("images", images=Pixels(images.as_bytes(pixels)), data=data)
 
 
 @sabotage("low-sharpness", "fine detail is missing")
@@ -303,20 +303,20 @@ def images_of_tiles_that_do_not_meet(folder: Path) -> Subject:
 @sabotage("colour-bleeding", "bound to the wrong objects", "guidance 15")
 def images_whose_colours_bled(folder: Path) -> Subject:
     told = images.drawn(objects=(2,))
-    return Subject("pictures", images=folder_of(images.write(folder, images.swapped(told), told, 15.0)))
+    return Subject("images", images=folder_of(images.write(folder, images.swapped(told), told, 15.0)))
 
 
 @sabotage("not-as-asked", "do not tell why")
 def images_of_other_prompts(folder: Path) -> Subject:
     told = images.drawn(16, objects=(1,))
     shown = told[[*range(1, len(told)), 0]]
-    return Subject("pictures", images=folder_of(images.write(folder, shown, told, 4.0)))
+    return Subject("images", images=folder_of(images.write(folder, shown, told, 4.0)))
 
 
 @healthy
 def images_of_their_prompts(folder: Path) -> Subject:
     told = images.drawn(16, objects=(1,))
-    return Subject("pictures", images=folder_of(images.write(folder, told, told, 4.0)))
+    return Subject("images", images=folder_of(images.write(folder, told, told, 4.0)))
 
 
 @healthy

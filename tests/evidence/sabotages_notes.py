@@ -93,7 +93,7 @@ def of_another_program(folder: Path, more: str = "") -> Subject:
     return open_subject(Given(model=str(folder / "made.png")))
 
 
-@noted("recipe-unread", "Another program made the picture")
+@noted("recipe-unread", "Another program made the image")
 def a_image_that_was_enlarged_elsewhere(folder: Path) -> Subject:
     return of_another_program(folder, ", Hires upscale: 2, Hires upscaler: Latent")
 

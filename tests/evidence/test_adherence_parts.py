@@ -152,7 +152,7 @@ def test_each_image_of_a_batch_is_prompted_by_its_own_image(model: Path) -> None
         assert torch.allclose(whole[i : i + 1], one, atol=1e-4)
     other = pipe("", seed=5, image_prompts=[ImagePrompt(plain, references[1])], **options).latents
     assert not torch.allclose(whole[:1], other, atol=1e-2)
-    with pytest.raises(PellucidError, match="one an image"):
+    with pytest.raises(PellucidError, match="one per image"):
         pipe(["", ""], seed=[5, 6], image_prompts=[ImagePrompt(each, references)], **options)
 
 

@@ -123,7 +123,7 @@ def test_a_model_that_does_not_load_is_still_looked_at(ask: Callable[..., Any], 
         (("--trace", "bad.json"), "", ""),
         (("model", "--device", "abacus"), "device", "one that torch has here"),
         (("model", "--dtype", "float7"), "dtype", "dtype must be one of"),
-        (("model", "--data", "nowhere"), "not-found", "pictures must be"),
+        (("model", "--data", "nowhere"), "not-found", "images must be"),
     ],
 )
 def test_bad_input_is_one_line_and_2(
@@ -148,7 +148,7 @@ def test_a_plan_of_a_bundle_goes_by_its_name(ask: Callable[..., Any]) -> None:
 
 def test_images_of_which_none_can_be_read_are_bad_input(ask: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "made").mkdir()
-    (tmp_path / "made" / "a.png").write_text("no picture")
+    (tmp_path / "made" / "a.png").write_text("no image")
     answer = ask("--images", "made")
     assert (answer.exit_code, answer.stdout) == (2, "")
     assert "--images must hold an image that can be read; a.png" in answer.stderr

@@ -24,7 +24,7 @@ CHECKS = ("sharpness", "noise", "saturation", "seams", "bleeding")
 
 def look(pixels: Tensor, *, reference: bool = False) -> Report:
     data = Data(true(COUNT, 500)) if reference else None
-    return examine(Subject("pictures", images=Pixels(as_bytes(pixels)), data=data))
+    return examine(Subject("images", images=Pixels(as_bytes(pixels)), data=data))
 
 
 @pytest.mark.parametrize("reference", [False, True])

@@ -214,12 +214,12 @@ HEALTHY: dict[str, Callable[[Path], Words]] = {
     "with its LoRA": lambda f: (str(MODEL), "--lora", str(MODEL / "lora"), "--only", "adapters"),
     "with its ControlNet": lambda f: (str(MODEL), "--controlnet", str(MODEL / "controlnet"), "--only", "adapters"),
     "a run": lambda f: ("--trace", str(traced(f, 4.0))),
-    "its pictures": lambda f: ("--images", str(images(f))),
+    "its images": lambda f: ("--images", str(images(f))),
     "its transformer": lambda f: (str(MODEL / "dit"), "--data", "scenes"),
     "with its IP-Adapter": lambda f: (str(MODEL), "--ip-adapter", str(MODEL / "ip_adapter"), "--only", "adapters"),
     "its tuned plan": lambda f: ("scenes-128/plans/8.json",),
     "DDIM with 8 steps": lambda f: (str(MODEL), "--sampler", "ddim", "--steps", "8", "--quick"),
-    "from half of a picture": lambda f: (str(MODEL), "--steps", "20", "--strength", "0.5", "--quick"),
+    "from half of an image": lambda f: (str(MODEL), "--steps", "20", "--strength", "0.5", "--quick"),
 }
 
 

@@ -38,7 +38,7 @@ def law(tmp_path_factory: pytest.TempPathFactory) -> Study:
     study = Study(CONFIG, tmp_path_factory.mktemp("law") / "out")
     pipe = maker(study)
     study.run(pipe)
-    assert pipe.calls == CELLS * 3  # two prompts a batch
+    assert pipe.calls == CELLS * 3  # two prompts per batch
     return study
 
 
@@ -78,7 +78,7 @@ def test_every_figure_has_its_interval_and_the_unguided_images_are_shared(law: S
         }  # fmt: skip
         for figure in cell.figures.values():
             assert figure.low <= figure.value <= figure.high
-    assert found.reference.name == "true pictures"
+    assert found.reference.name == "true images"
     assert found.cells["4"].figures["sharpness"].value == pytest.approx(found.reference.values["sharpness"], rel=0.02)
 
 
@@ -225,7 +225,7 @@ def test_every_cell_starts_from_the_same_noise(tmp_path: Path) -> None:
 
 def test_too_few_images_are_refused(tmp_path: Path) -> None:
     study = Study(CONFIG, tmp_path / "out")
-    with pytest.raises(PellucidError, match="pictures must be 4, one a prompt; got 1"):
+    with pytest.raises(PellucidError, match="images must be 4, one per prompt; got 1"):
         study.run(lambda prompt, /, **_: SimpleNamespace(images=[Image.new("RGB", (32, 32))]))
 
 
@@ -290,7 +290,7 @@ def test_a_reference_of_one_s_own(tmp_path: Path) -> None:
     assert row["figures"]["saturation"] == [pytest.approx(1 / 3, abs=1e-5), 0.0, 0.0, 0.0]
     Image.new("RGB", (48, 32)).save(folder / "9.png")
     wide = Study(config, tmp_path / "wide")
-    with pytest.raises(PellucidError, match=r"pictures of --reference must be 32×32, as the model's; got '48×32'"):
+    with pytest.raises(PellucidError, match=r"images of --reference must be 32×32, as the model's; got '48×32'"):
         wide.run(colours)
     assert len(wide.records.rows) == 1  # what was made is kept
 
@@ -383,5 +383,5 @@ def test_the_report_is_whole(copy: Path) -> None:
     assert doubt.startswith("Doubtful: 5 prompts with 10 images a guidance")
     assert doubt in told
     assert "Doubtful: 5 prompts" in page
-    assert "true pictures" in told
+    assert "true images" in told
     assert not list(copy.rglob(".*.part*"))

@@ -83,7 +83,7 @@ def test_a_bundle_s_own_encoder_scores_a_file(model: Path, tmp_path: Path) -> No
         (["--tolerance", "3"], "tolerance must be above 0 and below 1"),
         (["--seeds", "0"], "--seeds"),
         (["--sampler", "bogus"], "sampler must be a known name"),
-        (["--reference", "nowhere"], "pictures must be a folder"),
+        (["--reference", "nowhere"], "images must be a folder"),
     ],
 )
 def test_bad_input_is_one_line(model: Path, tmp_path: Path, args: list[str], hint: str) -> None:

@@ -40,7 +40,7 @@ def found(table: dict[str, dict[float, Cell]], **changes: Any) -> Results:
         guidance=lambda words, scale: table[words][scale].guidance if scale in table[words] else "not done",
     )
     cells = {one.guidance: one for line in table.values() for one in line.values()}
-    return Results(study, cells, Reference("true pictures", TRUTH))  # type: ignore[arg-type]
+    return Results(study, cells, Reference("true images", TRUTH))  # type: ignore[arg-type]
 
 
 # Useful

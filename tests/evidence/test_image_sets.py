@@ -42,7 +42,7 @@ def test_a_folder_is_read_in_the_order_of_names(tmp_path: Path) -> None:
     write(tmp_path, names)
     (tmp_path / ".hidden").mkdir()
     write(tmp_path, {".hidden/x.png": small[0], ".y.png": small[0]})
-    (tmp_path / "notes.txt").write_text("no picture")
+    (tmp_path / "notes.txt").write_text("no image")
     found = open_images(tmp_path)
     assert isinstance(found, Folder)
     assert found.files == ("a.png", "b/1.webp", "b/2.png", "c.PNG", "d.png")
@@ -56,7 +56,7 @@ def test_a_folder_is_read_in_the_order_of_names(tmp_path: Path) -> None:
 def test_a_corrupt_image_is_named_and_skipped(tmp_path: Path, small: Inception) -> None:
     write(tmp_path, {f"{i}.png": array for i, array in enumerate(pixels(4))})
     (tmp_path / "1.png").write_bytes((tmp_path / "1.png").read_bytes()[:50])
-    (tmp_path / "5.jpg").write_text("no picture")
+    (tmp_path / "5.jpg").write_text("no image")
     chunks, skipped = all_of(open_images(tmp_path))
     assert sum(map(len, chunks)) == 3
     assert [number for number, _ in skipped] == [1, 4]
@@ -65,11 +65,11 @@ def test_a_corrupt_image_is_named_and_skipped(tmp_path: Path, small: Inception) 
     notes = list(found.notes())
     assert "1.png" in notes[0]
     assert "5.jpg" in notes[1]
-    assert "2 of 5 pictures" in notes[-1]
+    assert "2 of 5 images" in notes[-1]
 
 
 def test_all_corrupt_is_an_error(tmp_path: Path, small: Inception) -> None:
-    (tmp_path / "1.png").write_text("no picture")
+    (tmp_path / "1.png").write_text("no image")
     with pytest.raises(PellucidError, match=r"1\.png") as error:
         measure(open_images(tmp_path), small)
     assert error.value.code == "pictures-empty"
@@ -212,7 +212,7 @@ def test_the_cache_is_keyed_by_images_and_network(small: Inception, tmp_path: Pa
 
 def test_skipped_images_are_told_every_time(small: Inception, tmp_path: Path) -> None:
     write(tmp_path / "in", {f"{i}.png": array for i, array in enumerate(pixels(3))})
-    (tmp_path / "in" / "x.png").write_text("no picture")
+    (tmp_path / "in" / "x.png").write_text("no image")
     for _ in range(2):
         found = measure_cached(open_images(tmp_path / "in"), small, tmp_path / "cache")
         assert len(found.skipped) == 1

@@ -75,7 +75,7 @@ def test_a_skipped_image_takes_its_prompt_with_it(clip_folder: Path, tmp_path: P
     whole = image_text(Pixels(torch.from_numpy(arrays).permute(0, 3, 1, 2)), PROMPTS, judge, resamples=0)
     for number, array in enumerate(arrays):
         Image.fromarray(array).save(tmp_path / f"{number}.png")
-    (tmp_path / "1.png").write_text("no picture")
+    (tmp_path / "1.png").write_text("no image")
     told: list[int] = []
     found = image_text(open_images(tmp_path), PROMPTS, judge, resamples=0, progress=told.append)
     assert torch.allclose(found.cosines, whole.cosines[[0, 2, 3]], atol=1e-6)

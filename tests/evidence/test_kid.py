@@ -39,7 +39,7 @@ def test_order_does_not_matter() -> None:
 
 
 def test_no_bias_at_small_counts() -> None:
-    """One dimension, (xy + 1)³: MMD² = 3 Δm₁² + 3 Δm₂² + Δm₃², of N(0, 1) and N(μ, 1). Ten images a side."""
+    """One dimension, (xy + 1)³: MMD² = 3 Δm₁² + 3 Δm₂² + Δm₃², of N(0, 1) and N(μ, 1). Ten images per side."""
     for shift in (0.0, 0.5):
         values = torch.tensor(
             [kid_exact(cloud(10, 1, seed=2 * i), cloud(10, 1, seed=2 * i + 1, shift=shift)) for i in range(3000)]

@@ -356,7 +356,7 @@ def test_changes_name_who_is_best_from_where(done: Study) -> None:
         ({"nfe": ()}, "nfe must be at least one"),
         ({"samplers": ("ddim", "ddim")}, "samplers must be at least one, none of them twice"),
         ({"samplers": ("dance",)}, "sampler must be a known name"),
-        ({"samplers": ("ddim_inversion",)}, "sampler must be one that ends in a picture"),
+        ({"samplers": ("ddim_inversion",)}, "sampler must be one that ends in an image"),
         ({"samplers": ("unipc:order=9",)}, "order must be"),
         ({"grids": ("explicit",)}, "grid must be one that"),
         ({"grids": ("sideways",)}, "grid must be a known name"),

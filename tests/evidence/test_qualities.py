@@ -86,7 +86,7 @@ def test_bytes_are_what_they_show(renders: Tensor, name: str) -> None:
 
 @pytest.mark.parametrize("name", ALONE)
 @pytest.mark.parametrize(
-    ("pictures", "hint"),
+    ("images", "hint"),
     [
         (torch.zeros(3, 64, 64), "(N, 3, H, W)"),
         (torch.zeros(1, 4, 64, 64), "(N, 3, H, W)"),
@@ -100,7 +100,7 @@ def test_bytes_are_what_they_show(renders: Tensor, name: str) -> None:
     ],
 )
 def test_what_is_no_image_is_refused(name: str, images: Tensor, hint: str) -> None:
-    with pytest.raises(PellucidError, match=r"pictures must be") as error:
+    with pytest.raises(PellucidError, match=r"images must be") as error:
         ALONE[name](images)
     assert hint in str(error.value)
 
@@ -327,7 +327,7 @@ def test_bleeding_cannot_be_told_of_one_object() -> None:
     queries = [query for _, query in scenes.described(drawn, full=True)]
     assert bled((scenes.render(drawn) + 1) / 2, queries).isnan().all()
     assert bleeding is qualities.bleeding
-    with pytest.raises(PellucidError, match="queries must be one for each of 4 pictures"):
+    with pytest.raises(PellucidError, match="queries must be one for each of 4 images"):
         bled((scenes.render(drawn) + 1) / 2, queries[:3])
 
 
@@ -363,9 +363,9 @@ def test_grain_is_hardly_another_image(inner: Tensor) -> None:
 
 
 def test_a_single_image_has_no_diversity() -> None:
-    with pytest.raises(PellucidError, match="pictures of 'b' must be at least two; got 1"):
+    with pytest.raises(PellucidError, match="images of 'b' must be at least two; got 1"):
         diversity(torch.zeros(3, 3, 16, 16), ["a", "a", "b"])
-    with pytest.raises(PellucidError, match="groups must be one for each of 3 pictures"):
+    with pytest.raises(PellucidError, match="groups must be one for each of 3 images"):
         diversity(torch.zeros(3, 3, 16, 16), ["a", "a"])
     with pytest.raises(PellucidError, match="features must be finite"):
         diversity(torch.full((2, 4), torch.nan))

@@ -249,7 +249,7 @@ def test_times_that_are_missing_leave_the_front_of_calls() -> None:
     assert not found.by_seconds
     assert found.knee_seconds is None
     assert found.words == ""
-    assert " s a picture" not in found.sentence
+    assert " s an image" not in found.sentence
 
 
 def test_nothing_finite_recommends_nothing() -> None:

@@ -144,7 +144,7 @@ def test_half_of_a_study_is_reported_over_whole_batches(tmp_path: Path) -> None:
     study.run()  # the first of three shards
     part = Figures(study, Judges.open(study), resamples=20)
     assert part.results.count == 10
-    assert "unfinished: 10 of 24 pictures" in samplers_report.headline(part)
+    assert "unfinished: 10 of 24 images" in samplers_report.headline(part)
     empty = Study(SamplerStudy(**ASKED), subject(OraclePipe()), tmp_path / "empty")
     with pytest.raises(PellucidError, match="at least one whole batch"):
         Figures(empty, Judges())
@@ -239,10 +239,10 @@ def test_two_names_for_one_sampler_are_said(found: Figures, tmp_path: Path) -> N
     asked = ASKED | {"samplers": ("ddim:karras", "dpmpp_2m:karras", "euler:karras"), "prompts": ("a", "b")}
     study = Study(SamplerStudy(**asked), subject(OraclePipe()), tmp_path / "study")
     study.run()
-    twins = [note for note in Figures(study, Judges(), resamples=20).notes() if "same pictures" in note]
+    twins = [note for note in Figures(study, Judges(), resamples=20).notes() if "same images" in note]
     assert len(twins) == 1
-    assert twins[0].startswith("ddim:karras and euler:karras make the same pictures")
-    assert not any("same pictures" in note for note in found.notes())
+    assert twins[0].startswith("ddim:karras and euler:karras make the same images")
+    assert not any("same images" in note for note in found.notes())
 
 
 def test_rounding_that_moves_a_few_images_far_makes_no_second_sampler() -> None:

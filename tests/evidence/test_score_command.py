@@ -109,7 +109,7 @@ def test_the_table_puts_kid_first_where_there_are_few(tell: Callable[..., str]) 
         line.split()[0] for line in text.splitlines() if line.strip().startswith(("KID", "FID", "precision", "recall"))
     ]
     assert names == ["KID", "FID", "precision", "recall"]
-    assert "a.npz · 40 images · against b.npz · 50 pictures" in text
+    assert "a.npz · 40 images · against b.npz · 50 images" in text
     assert "50 resamples, reflected" in text  # FID takes no more
     assert "note: FID of 40 images is biased upwards" in text
     plain = tell("a.npz", "--against", "b.npz", "--bootstrap", "0")
@@ -117,7 +117,7 @@ def test_the_table_puts_kid_first_where_there_are_few(tell: Callable[..., str]) 
 
 
 def test_saved_statistics_stand_for_a_set(tell: Callable[..., str], refuse: Callable[..., str], place: Path) -> None:
-    assert "50 pictures" in tell("b.npz", "--save", "b.safetensors")
+    assert "50 images" in tell("b.npz", "--save", "b.safetensors")
     found = json.loads(tell("a.npz", "--against", "b.safetensors", "--bootstrap", "20", "--json"))
     assert found["fid"]["value"] == pytest.approx(fid(as_features(40), as_features(50, 1, 60)), rel=1e-6)
     assert "kid" not in found
@@ -126,7 +126,7 @@ def test_saved_statistics_stand_for_a_set(tell: Callable[..., str], refuse: Call
     both = json.loads(tell("a.safetensors", "--against", "b.safetensors", "--json"))
     assert both["fid"] == {"value": pytest.approx(found["fid"]["value"], rel=1e-9), "interval": None}
     assert "left out" in refuse("a.safetensors", "--against", "b.safetensors", "--inception", "x")
-    assert "pictures" in refuse("a.safetensors", "--save", "c.safetensors")
+    assert "images" in refuse("a.safetensors", "--save", "c.safetensors")
     Statistics(torch.zeros(8).double(), torch.eye(8).double(), 10, "another").save(place / "c.safetensors")
     assert "of one network" in refuse("a.npz", "--against", "c.safetensors")
 
@@ -143,9 +143,9 @@ def test_folders_with_unreadable_images(tell: Callable[..., str], place: Path) -
     (place / "out").mkdir()
     for number, array in enumerate(pixels(12)):
         Image.fromarray(array).save(place / "out" / f"{number:02}.png")
-    (place / "out" / "x.png").write_text("no picture")
+    (place / "out" / "x.png").write_text("no image")
     text = tell("out", "--against", "b.npz", "--bootstrap", "0")
-    assert "12 pictures" in text
+    assert "12 images" in text
     assert "note: x.png must be an image file" in text
     assert "1 of 13 images of out were skipped" in text
 

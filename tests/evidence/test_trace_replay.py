@@ -212,7 +212,7 @@ def test_another_model_is_found(pipe: Pipeline, folder: Path, tmp_path: Path) ->
 
 def test_images_and_adapters_are_asked_for(pipe: Pipeline, folder: Path, tmp_path: Path) -> None:
     image = Image.linear_gradient("L").resize((16, 16)).convert("RGB")
-    held = traced(pipe, tmp_path / "picture", prompt="a star", image=image, strength=0.6)
+    held = traced(pipe, tmp_path / "image", prompt="a star", image=image, strength=0.6)
     assert code_of(replay_with, held, pipe) == "missing"
     assert replay_with(held, pipe, {"image": image}).same
     lora = Lora(next((folder / "lora").glob("*.safetensors")), 0.7)

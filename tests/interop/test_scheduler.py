@@ -538,7 +538,7 @@ def test_one_step_too_many() -> None:
     for t in scheduler.timesteps:
         scheduler.step(start(), t, start())
     for call in (scheduler.step, lambda out, t, x: scheduler.scale_model_input(x, t)):
-        with pytest.raises(PellucidError, match="called 2 times a run; this is one more"):
+        with pytest.raises(PellucidError, match="called 2 times per run; this is one more"):
             call(start(), scheduler.timesteps[-1], start())
     scheduler.set_timesteps(2)
     scheduler.step(start(), scheduler.timesteps[0], start())

@@ -81,7 +81,7 @@ def test_every_text_to_image_class_is_of_a_kind_that_it_takes(name: str) -> None
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_images_from_images_are_refused_by_name(name: str) -> None:
-    with pytest.raises(PellucidError, match=f"{name}Pipeline starts from a picture") as caught:
+    with pytest.raises(PellucidError, match=f"{name}Pipeline starts from an image") as caught:
         look(shell(name))
     assert caught.value.code == "wrap-kind"
 

@@ -453,7 +453,7 @@ def told(name: str) -> dict[str, Any]:
 
 
 def size(name: str) -> dict[str, int]:
-    """Not square, so that a swap shows; the latents of the UNets are 2 pixels a side, the others' 8."""
+    """Not square, so that a swap shows; the latents of the UNets are 2 pixels per side, the others' 8."""
     if name in ("sana", "hunyuan-dit"):
         return {"width": 64, "height": 64}
     small = name in ("sd", "sdxl", "lcm", "sd-pag")

@@ -198,7 +198,7 @@ def test_ramps_and_lists() -> None:
     assert doses(Guidance(Ramp(10, 2)), steps=1) == [10]
     assert doses(Guidance((5.0, 4.0, 3.0, 2.0, 1.0))) == [5, 4, 3, 2, 1]
     assert doses(Guidance((5.0, 1.0)), steps=4) == [5, 5, 1, 1]
-    with pytest.raises(PellucidError, match="a list of at most 2 values, one a step"):
+    with pytest.raises(PellucidError, match="a list of at most 2 values, one per step"):
         doses(Guidance((5.0, 4.0, 3.0)), steps=2)
 
 

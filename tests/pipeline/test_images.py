@@ -230,7 +230,7 @@ def test_a_file_that_claims_too_many_pixels_is_not_decoded(side: int) -> None:
 
 
 def test_what_is_no_image_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "words.png").write_text("no picture")
+    (tmp_path / "words.png").write_text("no image")
     noise(64, 64).save(tmp_path / "whole.png")
     (tmp_path / "cut.png").write_bytes((tmp_path / "whole.png").read_bytes()[:5000])
     refusal("image-file", images.to_tensor, tmp_path / "words.png")
@@ -240,7 +240,7 @@ def test_what_is_no_image_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("picture", "code"),
+    ("image", "code"),
     [
         (None, "image-type"),
         (3, "image-type"),

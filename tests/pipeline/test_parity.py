@@ -180,7 +180,7 @@ def test_second_prompts_of_a_batch(xl: Model) -> None:
 
 
 def test_sizes_are_width_first_where_diffusers_has_height_first(xl: Model) -> None:
-    """Four different numbers a pair, so that any swap shows."""
+    """Four different numbers per pair, so that any swap shows."""
     peer, mine = xl.with_scheduler("euler")
     sizes = {"original_size": (80, 50), "crop": (7, 3), "target_size": (60, 90)}
     made = mine(**WORDS, **SIZE, **sizes, steps=3, guidance=5.0, seed=3)

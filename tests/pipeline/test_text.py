@@ -510,7 +510,7 @@ def test_bad_sizes_are_refused(bad: Any) -> None:
 
 
 def test_sizes_of_different_batches_are_refused() -> None:
-    with pytest.raises(PellucidError, match="one for all images, or one a picture"):
+    with pytest.raises(PellucidError, match="one for all images, or one an image"):
         size_ids([(1, 2)] * 3, [(0, 0)] * 2)
 
 
@@ -535,7 +535,7 @@ def test_bad_prompts_give_one_line(model: Model, prompts: Any, options: dict[str
 
 
 def test_bad_pairs_give_one_line(sd: Model, xl: Model) -> None:
-    with pytest.raises(PellucidError, match="2, one a prompt; got 1"):
+    with pytest.raises(PellucidError, match="2, one per prompt; got 1"):
         encode_pair(sd.encoders, sd.tokenizers, ["a", "b"], ["c"])
     with pytest.raises(PellucidError, match="each with a tokenizer"):
         encode_prompts(xl.encoders, xl.tokenizers[:1], ["a"])

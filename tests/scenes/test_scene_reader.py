@@ -66,7 +66,7 @@ def test_slightly_wrong_colours_and_wobbly_edges_are_read():
 
 
 @pytest.mark.parametrize(
-    "picture",
+    "image",
     [
         noise(6, 3, 128, 128),
         noise(6, 3, 128, 128).sign(),
@@ -174,10 +174,10 @@ def test_shuffled_captions_score_at_chance():
 
 @pytest.mark.parametrize("bad", [torch.zeros(4, 128, 128), torch.zeros(1, 3, 8, 8), torch.full((3, 64, 64), torch.nan)])
 def test_bad_images(bad):
-    with pytest.raises(PellucidError, match="pictures must be"):
+    with pytest.raises(PellucidError, match="images must be"):
         read(bad)
 
 
 def test_bad_grades():
-    with pytest.raises(PellucidError, match="queries must be one for each of 2 pictures"):
+    with pytest.raises(PellucidError, match="queries must be one for each of 2 images"):
         grade(torch.zeros(2, 3, 32, 32), Query((Wanted("star", "red"),)))

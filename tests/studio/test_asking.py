@@ -73,9 +73,9 @@ def test_bad_input_is_one_line(changes: dict[str, Any], words: str) -> None:
 
 def test_an_upload_is_bounded_before_it_is_decoded(tmp_path: Path) -> None:
     Image.new("1", (10_000, 5_000)).save(tmp_path / "large.png")  # 50 megapixels in a few bytes
-    with pytest.raises(PellucidError, match=r"picture must be at most 16 megapixels; got '10000 × 5000'"):
+    with pytest.raises(PellucidError, match=r"image must be at most 16 megapixels; got '10000 × 5000'"):
         asking.upload(tmp_path / "large.png")
-    (tmp_path / "text.png").write_text("no picture")
+    (tmp_path / "text.png").write_text("no image")
     with pytest.raises(PellucidError, match="an image file"):
         asking.upload(tmp_path / "text.png")
 

@@ -147,9 +147,9 @@ def test_what_is_no_model_is_said(page: Any) -> None:
 
 def test_a_huge_upload_is_refused(page: Any, tmp_path: Path) -> None:
     Image.new("1", (10_000, 5_000)).save(tmp_path / "large.png")
-    page.get_by_text("From a picture").click()
+    page.get_by_text("From an image").click()
     page.set_input_files("input[type=file] >> nth=0", tmp_path / "large.png")
-    page.get_by_text("picture must be at most 16 megapixels").first.wait_for()
+    page.get_by_text("image must be at most 16 megapixels").first.wait_for()
 
 
 def test_two_people_do_not_disturb_each_other(chrome: Any, address: str) -> None:

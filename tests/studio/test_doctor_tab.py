@@ -89,10 +89,10 @@ def test_a_trace(tmp_path: Path) -> None:
 def test_images(tmp_path: Path) -> None:
     sent = [image(tmp_path / f"{number}.png") for number in range(3)]
     report = tab.examined(Patient(IMAGES, images=sent), tmp_path, Job())
-    assert report.subject == "3 pictures"
+    assert report.subject == "3 images"
     assert report.checked
     again = tab.examined(Patient(IMAGES, images=sent[:1]), tmp_path, Job())  # nothing of before is left
-    assert again.subject == "1 picture"
+    assert again.subject == "1 image"
     assert len(list((tmp_path / "doctor" / "pictures").iterdir())) == 1
 
 
@@ -107,9 +107,9 @@ def test_images(tmp_path: Path) -> None:
         (Patient(CONFIG, pasted="[1]"), "config must be a JSON object"),
         (Patient(CONFIG, pasted=" " * 9 + "1" * (tab.MOST_WORDS + 1)), "config must be at most"),
         (Patient(TRACE), "trace must be a file"),
-        (Patient(IMAGES), "pictures must be from 1 to 64"),
-        (Patient(IMAGES, images=["a.png"] * 65), "pictures must be from 1 to 64"),
-        (Patient(IMAGES, images=["a.exe"]), "picture must be a file that ends in"),
+        (Patient(IMAGES), "images must be from 1 to 64"),
+        (Patient(IMAGES, images=["a.png"] * 65), "images must be from 1 to 64"),
+        (Patient(IMAGES, images=["a.exe"]), "image must be a file that ends in"),
         (Patient("a ghost"), "what to look at must be one of"),
         (Patient(MODEL, "MODEL", steps=0), "steps must be a whole number"),
         (Patient(MODEL, "MODEL", sampler="oiler"), "sampler"),

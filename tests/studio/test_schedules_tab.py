@@ -150,9 +150,9 @@ def test_a_bad_number_of_steps_is_a_line_and_nothing_is_lost(tab: SchedulesTab, 
 
 
 def test_an_upload_that_is_no_image_is_a_line(tab: SchedulesTab, tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_text("no picture")
+    (tmp_path / "a.png").write_text("no image")
     said, *_ = tab.draw(["linear"], "trailing", 5, False, str(tmp_path / "a.png"))
-    assert "picture must be" in said
+    assert "image must be" in said
 
 
 def test_the_first_look_is_drawn(tab: SchedulesTab) -> None:

@@ -74,7 +74,7 @@ def test_latents_of_images_or_of_a_cache_are_what_is_noised(latent: tuple[Path, 
     assert task.diffused(images, draws).shape[1:] == task.shape != task.pixels
     kept = torch.randn(2, *task.shape)
     assert task.diffused(kept, draws) is kept
-    with pytest.raises(PellucidError, match=r"pictures of the data must be of shape .*, or latents of") as error:
+    with pytest.raises(PellucidError, match=r"images of the data must be of shape .*, or latents of") as error:
         task.diffused(images[..., :2], draws)
     assert error.value.code == "data-shape"
     assert task.clip is None

@@ -38,7 +38,7 @@ def pixels(number: int) -> torch.Tensor:
 
 def test_images_come_in_the_order_of_their_paths(tmp_path: Path) -> None:
     good_folder(tmp_path, 4)
-    (tmp_path / "notes.txt").write_text("no picture")
+    (tmp_path / "notes.txt").write_text("no image")
     (tmp_path / "._000.png").write_bytes(b"left by macOS")
     source = ImageFolder(tmp_path, 24)
     assert [source.name(i) for i in range(len(source))] == ["000.png", "001.png", "002.png", "003.png"]
@@ -102,8 +102,8 @@ def test_images_without_a_row_are_said_to_be_left_out(tmp_path: Path, caplog: py
         ({"file_name": "a\0.png"}, "data-metadata", "slashes"),
         ({"file_name": 3}, "data-metadata", "slashes"),
         ({"file_name": "gone.png"}, "data-missing", "are there"),
-        ({"file_name": "000.png"}, "data-metadata", "another picture"),
-        ({"file_name": "sub/../000.png"}, "data-metadata", "another picture"),
+        ({"file_name": "000.png"}, "data-metadata", "another image"),
+        ({"file_name": "sub/../000.png"}, "data-metadata", "another image"),
         ({"text": "x"}, "data-metadata", "file_name"),
         ({"file_name": "001.png", "text": ["x"]}, "data-metadata", "string"),
         ({"file_name": "001.png"}, "data-metadata", "no text"),

@@ -177,7 +177,7 @@ objects = [1]
     args = ["latents", str(file), "--out", str(folder), "--count", "9", "--phrasings", "2", "--device", "cpu"]
     result = CliRunner().invoke(data.app, args)
     assert result.exit_code == 0, result.output
-    assert "9 pictures" in result.output
+    assert "9 images" in result.output
     source = LatentSource(folder)
     assert (len(source), source.cache.phrasings, source.batch(torch.arange(3), plain(3)).tokens.shape[0]) == (9, 2, 3)
     assert CliRunner().invoke(data.app, args[:4] + args[6:]).exception.code == "latents"  # without --count

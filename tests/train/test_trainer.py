@@ -538,7 +538,7 @@ def wide() -> CIFAR10:
 @pytest.mark.parametrize(
     ("source", "code", "words"),
     [
-        (CIFAR10Source(wide()), "data-shape", "pictures of the data must be of shape (3, 8, 8); got (3, 8, 16)."),
+        (CIFAR10Source(wide()), "data-shape", "images of the data must be of shape (3, 8, 8); got (3, 8, 16)."),
         (Bare(images()), "data-labels", "data must be with labels"),
         (CIFAR10Source(images(classes=5)), "condition", "num_class_embeds must be above the largest label"),
     ],

@@ -187,7 +187,7 @@ def test_names_group_up_to_the_first_dot_and_hints_have_names(tmp_path: Path) ->
         "v1.0/a.edges.png": stored(painted(7)),
         "v1.0/b.png": stored(painted(1)),
         "v1.0/b.edges.png": stored(painted(8)),
-        "v1.0/c.txt": b"no picture",
+        "v1.0/c.txt": b"no image",
         "v1.0/d.png": stored(painted(2)),
     }
     path = write_tar(tmp_path / "a.tar", files)

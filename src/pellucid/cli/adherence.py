@@ -34,7 +34,7 @@ def command(
     sampler: Annotated[str | None, typer.Option(metavar="NAME", help="dpmpp_2m when not given.")] = None,
     steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="20 when not given.")] = None,
     guidance: Annotated[float | None, typer.Option(metavar="X", help="4 when not given.")] = None,
-    batch: Annotated[int | None, typer.Option(metavar="N", min=1, help="Pictures at once; 50 when not given.")] = None,
+    batch: Annotated[int | None, typer.Option(metavar="N", min=1, help="Images at once; 50 when not given.")] = None,
     seed: Annotated[
         int | None, typer.Option(metavar="N", min=0, help="Of the prompts, and of the first image; 0 when not given.")
     ] = None,
@@ -84,7 +84,7 @@ def run(config: Adherence, out: Path, device: str | None) -> dict[str, Figures]:
 
     pipe = open_pipe(config.model, config.part, dtype=config.dtype, device=device)
     study = Study(config, out, fingerprint.of_model(pipe.components))
-    with output.progress("making and reading pictures", len(study.missing)) as done:
+    with output.progress("making and reading images", len(study.missing)) as done:
         study.run(pipe, pipe.device, done)
     return report.write(study)
 

@@ -90,7 +90,7 @@ def check_folder(folder: Path) -> None:
 
 
 def write_folder(wanted: Wanted, folder: Path) -> None:
-    """Pictures, edges and segmentation as PNG, and metadata.jsonl. The folder is whole or absent."""
+    """Images, edges and segmentation as PNG, and metadata.jsonl. The folder is whole or absent."""
     part_folder = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     try:
         for name in ("images", *MAPS):
@@ -118,7 +118,7 @@ def write_part(part: Part, folder: Path) -> None:
 
 
 def sheet(wanted: Wanted) -> Image.Image:
-    """Pictures in rows, each with its caption beneath."""
+    """Images in rows, each with its caption beneath."""
     columns = min(wanted.count, max(4, math.ceil(math.sqrt(wanted.count))))
     side = max(LEAST_CELL, wanted.size)
     font = face_for("")(12)

@@ -76,7 +76,7 @@ def show(out: Path, steps: int, overwrite: bool, as_json: bool) -> None:
     from pellucid.cli import draw_scenes
 
     goal = output.destination(out, "--out", (".png",), overwrite=overwrite)
-    with output.progress("noise to pictures", len(PROMPTS) + 2) as done, one_thread():
+    with output.progress("noise to images", len(PROMPTS) + 2) as done, one_thread():
         pipe, seconds = opened()
         done()
         watch = Watch()
@@ -188,7 +188,7 @@ def print_table(found: list[Made], steps: int, load: float, out: Path) -> None:
     right, busy = sum(one.grade.right for one in found), sum(one.seconds for one in found)
     for words in (
         f"{right} of {len(found)} have all that was asked for, by the reader of pellucid.scenes; {NEW}.",
-        f"{busy / len(found) / workers():.2f} s an image on the CPU, {workers()} at once; loaded in {load:.2f} s.",
+        f"{busy / len(found) / workers():.2f} s per image on the CPU, {workers()} at once; loaded in {load:.2f} s.",
         f"wrote {out}",
     ):
         screen.print(words, soft_wrap=True, markup=False)

@@ -43,7 +43,7 @@ def command(
     ] = None,
     config: Annotated[str | None, typer.Option(metavar="FILE", help="A scheduler's config alone.")] = None,
     trace: Annotated[str | None, typer.Option(metavar="FILE", help="A run that was traced.")] = None,
-    images: Annotated[str | None, typer.Option(metavar="FOLDER", help="Pictures that were made.")] = None,
+    images: Annotated[str | None, typer.Option(metavar="FOLDER", help="Images that were made.")] = None,
     data: Annotated[
         str | None,
         typer.Option(metavar="FOLDER", help="Images of the model's kind, or scenes: more is measured with them."),

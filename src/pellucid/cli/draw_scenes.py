@@ -93,7 +93,7 @@ def mark(right: bool) -> Image.Image:
 def strip(sheet: Sheet, moments: Sequence[Moment], words: Words, top: int) -> None:
     """Two lines of small images: x at falling noise, and what the network expects to come of it."""
     ImageDraw.Draw(sheet.image).line([(EDGE, top), (WIDTH - EDGE, top)], LINE, 2)
-    sheet.say("From noise to the picture", 22, STAR, (EDGE, top + 20))
+    sheet.say("From noise to the image", 22, STAR, (EDGE, top + 20))
     sheet.say(words.followed, CAPTION, DUST, (WIDTH - EDGE, top + 25), "r")
     first = top + STRIP_HEAD
     second = first + SMALL + LABEL

@@ -19,7 +19,7 @@ def option(panel: str, *names: str, metavar: str = "", help: str, complete: Comp
     )
 
 
-WHAT, HOW, IMAGE, TEXT = "What", "How", "From a picture", "Text"
+WHAT, HOW, IMAGE, TEXT = "What", "How", "From an image", "Text"
 ADAPT, LOAD, SPEED, OUT = "Adapters", "Loading", "Memory and speed", "Output"
 
 Model = Annotated[
@@ -33,7 +33,7 @@ Model = Annotated[
 ]
 Prompt = Annotated[
     str | None,
-    typer.Argument(metavar="PROMPT", help="What to make; @FILE takes one prompt a line.", show_default=False),
+    typer.Argument(metavar="PROMPT", help="What to make; @FILE takes one prompt per line.", show_default=False),
 ]
 
 Negative = Annotated[str | None, option(WHAT, "--negative", metavar="TEXT", help="What to lead away from.")]
@@ -42,7 +42,7 @@ Label = Annotated[
     option(WHAT, "--label", metavar="CLASS", help="A class by number or name; may be repeated, one image each."),
 ]
 Count = Annotated[int | None, option(WHAT, "-n", metavar="N", help="Images of each prompt, with consecutive seeds.")]
-Seed = Annotated[str | None, option(WHAT, "--seed", metavar="SEED", help="7, or 1,2,3, or 1..4: one an image.")]
+Seed = Annotated[str | None, option(WHAT, "--seed", metavar="SEED", help="7, or 1,2,3, or 1..4: one per image.")]
 Size = Annotated[str | None, option(WHAT, "--size", metavar="WxH", help="Pixels, as 768x512 or 512.")]
 From = Annotated[
     Path | None,

@@ -92,7 +92,7 @@ def surprises(origin: Source, asked: Asked) -> Iterator[tuple[str, str]]:
         if times > ORDER:
             made, own = images.words(size), images.words(carrier)
             question = f"{name} is {own}, and its recipe makes {made}, {times:,.0f} times as many pixels. Run it?"
-            must, got = f"at most {ORDER} times the pixels of its picture", f"{made} for {name} of {own}"
+            must, got = f"at most {ORDER} times the pixels of its image", f"{made} for {name} of {own}"
             yield question, f"size of the recipe must be {must}; got {got}. Give --size {size[0]}x{size[1]} to run it."
     if calls > MANY and not {"steps", "plan"} & asked.fields.keys():
         question = f"the recipe in {name} takes {calls:,} steps. Run it?"
@@ -278,7 +278,7 @@ def check_same(origin: Source, pipe: Pipeline, request: Request, named: bool) ->
     elif other:
         found.append(f"the model is another: {', '.join(other)}")
     given = recording.inputs_of(request)
-    found += [f"{role} is another picture" for role, seen in recipe.inputs.items() if given.get(role, seen) != seen]
+    found += [f"{role} is another image" for role, seen in recipe.inputs.items() if given.get(role, seen) != seen]
     return found + adapter_differences(recipe.adapters, recording.adapters_of(pipe, request))
 
 

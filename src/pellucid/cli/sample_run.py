@@ -113,7 +113,7 @@ def jobs_of(asked: Asked) -> list[Job]:
     if count > sample_words.MAX_IMAGES:
         raise PellucidError(rule("images", f"at most {sample_words.MAX_IMAGES}", count), "usage")
     if given is not None and len(given) != count:
-        raise PellucidError(rule("--seed", f"one seed, or {count}: one an image", len(given)), "seed")
+        raise PellucidError(rule("--seed", f"one seed, or {count}: one per image", len(given)), "seed")
     seeds = seed_list(Request().seeds()[0] if asked.seeds is None else asked.seeds, count)
     several = len(things) > 1
     return [Job(*things[i // n], seed, i + 1 if several else None) for i, seed in enumerate(seeds)]

@@ -207,4 +207,4 @@ def with_image(name: str, text: str, spans: bool) -> Adapter:
         raise PellucidError(rule(name, f"{form}, the last ones optional", text[:200]), "usage")
     cuts = [(",".join(parts[:i]).strip(), ",".join(parts[i:]).strip()) for i in range(1, len(parts))]
     net, image = next((cut for cut in cuts if Path(cut[0]).exists() and Path(cut[1]).is_file()), cuts[0])
-    return Adapter(net, images.read(image, f"picture of {name}"), scale, span)  # type: ignore[arg-type]
+    return Adapter(net, images.read(image, f"image of {name}"), scale, span)  # type: ignore[arg-type]

@@ -67,7 +67,7 @@ def overview(entries: list[Sampler]) -> None:
     screen = output.console()
     screen.print("Samplers", style="bold")
     screen.print(made)
-    screen.print("noise none: deterministic after the first noise. calls: model calls a step.")
+    screen.print("noise none: deterministic after the first noise. calls: model calls per step.")
 
 
 def detail(entry: Sampler, asked: str, grid: str | None) -> None:

@@ -48,7 +48,7 @@ def command(
         str | None, typer.Option(metavar="FOLDER", help="A CLIP that compares each image with its prompt.")
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A prompt a line, or .jsonl with file_name and text.")
+        Path | None, typer.Option(metavar="FILE", help="A prompt per line, or .jsonl with file_name and text.")
     ] = None,
     save: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the statistics of IMAGES, to score others against.")
@@ -58,7 +58,7 @@ def command(
         int | None, typer.Option(metavar="N", min=1, help="Random subsets of KID; 100 when not given.")
     ] = None,
     kid_size: Annotated[
-        int | None, typer.Option(metavar="N", min=2, help="Pictures of each subset; 1000 when not given.")
+        int | None, typer.Option(metavar="N", min=2, help="Images of each subset; 1000 when not given.")
     ] = None,
     neighbours: Annotated[
         int | None, typer.Option(metavar="K", min=1, help="Of precision and recall; 3 when not given.")
@@ -70,7 +70,7 @@ def command(
         ),
     ] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", min=0, help="Of subsets and resamples.")] = None,
-    batch: Annotated[int, typer.Option(metavar="N", min=1, help="Pictures at once.")] = 64,
+    batch: Annotated[int, typer.Option(metavar="N", min=1, help="Images at once.")] = 64,
     device: Device = None,
     no_cache: Annotated[
         bool, typer.Option("--no-cache", metavar="", help="Neither read nor keep features of the reference.")
@@ -187,7 +187,7 @@ class Work:
         from pellucid.evidence.metrics.fid import Statistics
 
         if isinstance(self.images, Statistics):
-            raise PellucidError(rule(f"IMAGES of {option}", "pictures", "statistics"), "usage")
+            raise PellucidError(rule(f"IMAGES of {option}", "images", "statistics"), "usage")
         return self.images
 
     def judge(self, clip: str, prompts: Path) -> Callable[[Asked], ImageText]:
@@ -220,9 +220,9 @@ def images_done(name: str, count: int) -> Iterator[Callable[[int], None]]:
 def show(found: Score, level: float) -> None:
     """A table, KID first where FID is not to be trusted, and the notes."""
     console = output.console()
-    words = f"{found.images} · {found.count:,} pictures"
+    words = f"{found.images} · {found.count:,} images"
     if found.reference is not None:
-        words += f" · against {found.reference} · {found.reference_count:,} pictures"
+        words += f" · against {found.reference} · {found.reference_count:,} images"
     console.print(words, markup=False)
     table = output.table("figure", "value", f"{level:.0%} interval", "how", right=("value",))
     for row in rows(found):
@@ -246,8 +246,8 @@ def rows(found: Score) -> Iterator[tuple[str, str, str, str]]:
         )
     yield from distances
     if found.precision is not None and found.recall is not None:
-        yield ("precision", *shown(found.precision, "{:.4f}"), "pictures like some of the reference")
-        yield ("recall", *shown(found.recall, "{:.4f}"), "of the reference like some pictures")
+        yield ("precision", *shown(found.precision, "{:.4f}"), "images like some of the reference")
+        yield ("recall", *shown(found.recall, "{:.4f}"), "of the reference like some images")
     if found.image_text is not None:
         yield ("image-text", *shown(found.image_text, "{:.2f}"), "100 × mean cosine of image and prompt")
 

@@ -35,10 +35,10 @@ def command(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="A prompt a line; or scenes:N, captions whose truth is known. scenes:64 when not given.",
+            help="A prompt per line; or scenes:N, captions whose truth is known. scenes:64 when not given.",
         ),
     ] = None,
-    seeds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Pictures a prompt; 4 when not given.")] = None,
+    seeds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Images a prompt; 4 when not given.")] = None,
     out: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Where it writes; a study that was stopped goes on.")
     ] = Path("out/guidance"),
@@ -56,7 +56,7 @@ def command(
     ] = None,
     sampler: Annotated[str | None, typer.Option(metavar="NAME", help="dpmpp_2m when not given.")] = None,
     steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="20 when not given.")] = None,
-    batch: Annotated[int | None, typer.Option(metavar="N", min=1, help="Pictures at once; 32 when not given.")] = None,
+    batch: Annotated[int | None, typer.Option(metavar="N", min=1, help="Images at once; 32 when not given.")] = None,
     seed: Annotated[
         int | None, typer.Option(metavar="N", min=0, help="Of scenes, and of the first image; 0 when not given.")
     ] = None,
@@ -128,7 +128,7 @@ def run(config: GuidanceStudy, out: Path, device: str | None) -> Report:
     pipe = open_pipe(config.model, config.part, dtype=config.dtype, device=device)
     judge = None if config.clip is None else Judge.load(config.clip, pipe.device)
     study = Study(config, out, Nature.of(pipe), fingerprint.of_model(pipe.components))
-    with output.progress("making and measuring pictures", len(study.missing)) as done:
+    with output.progress("making and measuring images", len(study.missing)) as done:
         study.run(pipe, judge, pipe.device, done)
     return guidance_report.write(study)
 

@@ -34,14 +34,14 @@ def command(
         typer.Option(metavar="N,…", help="Step counts, and the budgets of model calls at which samplers are compared."),
     ] = None,
     prompts: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A prompt a line, or scenes:N, for models that take text.")
+        str | None, typer.Option(metavar="FILE", help="A prompt per line, or scenes:N, for models that take text.")
     ] = None,
-    seeds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Pictures of each prompt; 32.")] = None,
+    seeds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Images of each prompt; 32.")] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", min=0, help="Of the first image; 0.")] = None,
     guidance: Annotated[
         str | None, typer.Option(metavar="TEXT", help="As it is: 4, 4 + apg, …; the model's own when not given.")
     ] = None,
-    batch: Annotated[int | None, typer.Option(metavar="N", min=1, help="Pictures at once; 16.")] = None,
+    batch: Annotated[int | None, typer.Option(metavar="N", min=1, help="Images at once; 16.")] = None,
     by: Annotated[
         str | None, typer.Option(metavar="MEASURE", help="distance, latent, kid, image_text, right; distance.")
     ] = None,

@@ -34,7 +34,7 @@ def command(
         str | None,
         typer.Option(metavar="FILE", help="A prompt (or a class) a line; scenes:N for N held-out scenes."),
     ] = None,
-    seeds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Pictures of each prompt; 1.")] = None,
+    seeds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Images of each prompt; 1.")] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", min=0, help="Of the first image; 0.")] = None,
     out: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Where it writes; a study that was stopped goes on.")
@@ -43,7 +43,7 @@ def command(
         str | None, typer.Option(metavar="TEXT", help="As it is: 4, 4 + apg, …; the model's own when not given.")
     ] = None,
     size: Annotated[str | None, typer.Option(metavar="WxH", help="Pixels, as 768x512; the model's own.")] = None,
-    batch: Annotated[int | None, typer.Option(metavar="N", min=1, help="Pictures at once; 16.")] = None,
+    batch: Annotated[int | None, typer.Option(metavar="N", min=1, help="Images at once; 16.")] = None,
     by: Annotated[
         str | None,
         typer.Option(metavar="MEASURE", help="What decides: distance, latent, kid, image_text, right; distance."),
@@ -58,7 +58,7 @@ def command(
     rounds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Times that each cell is timed; 5.")] = None,
     reference: Annotated[
         str | None,
-        typer.Option(metavar="FOLDER", help="Pictures for KID and FID in place of the converged ones."),
+        typer.Option(metavar="FOLDER", help="Images for KID and FID in place of the converged ones."),
     ] = None,
     inception: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Weights for KID and FID; the cached ones when not given.")
@@ -131,7 +131,7 @@ def one_share(
         raise PellucidError(rule("--shard", "given without --processes and --ray", text), "shard")
     index, count = shard_of(text)
     study = samplers_run.open_study(config, out, shard=(index, count), device=device)
-    with output.progress("making and scoring pictures", study.todo()) as done:
+    with output.progress("making and scoring images", study.todo()) as done:
         study.run(Judges.open(study, **judges).scorers, done)
     batches = len(config.firsts((index, count)))
     if as_json:

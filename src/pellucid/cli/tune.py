@@ -40,7 +40,8 @@ def command(
         typer.Option(metavar="NAME", help="grid, weights, told, both (grid and weights) or all; all when not given."),
     ] = None,
     prompts: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A prompt a line, or the word scenes; for models that take text.")
+        str | None,
+        typer.Option(metavar="FILE", help="A prompt per line, or the word scenes; for models that take text."),
     ] = None,
     pairs: Annotated[
         int | None, typer.Option(metavar="N", help="Pairs of seed and prompt to tune on; 512 when not given.")

@@ -38,7 +38,7 @@ class Prediction:
     parts: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-# (x, level, told time) → x0 at that level. In a mixed batch level is `Batched` and time a tensor, one an image.
+# (x, level, told time) → x0 at that level. In a mixed batch level is `Batched` and time a tensor, one per image.
 Denoiser = Callable[[Tensor, Any, Any], "Tensor | Prediction"]
 
 

@@ -81,7 +81,7 @@ def normals(words: Tensor, like: Tensor) -> Tensor:
 class NoiseSource(Protocol):
     """Where a run takes its noise from. `images` are the positions in the batch that ask.
 
-    A source may have `seeds`, one an image; a run then takes the number of its images from there. One whose numbers
+    A source may have `seeds`, one per image; a run then takes the number of its images from there. One whose numbers
     depend on the order of the draws has `discard`: it is called where a peer draws noise that it does not use.
     """
 
@@ -106,7 +106,7 @@ def seed_list(seeds: int | Sequence[int], count: int | None = None) -> list[int]
         return [(first + k) % 2**64 for k in range(1 if count is None else count)]
     listed = [check_seed(s) for s in seeds]
     if not listed or (count is not None and len(listed) != count):
-        wanted = "at least one" if count is None else f"one an image, {count}"
+        wanted = "at least one" if count is None else f"one per image, {count}"
         raise PellucidError(rule("seeds", wanted, len(listed)), "seed")
     return listed
 
@@ -222,7 +222,7 @@ class Brownian:
 
 
 class TorchStream:
-    """torch's own generator on the CPU, one an image, drawn from in the order in which a run asks: the peers' noise.
+    """torch's own generator on the CPU, one per image, drawn from in the order in which a run asks: the peers' noise.
 
     A seed gives the image that diffusers gives with a list of generators. The order is part of the address here:
     another sampler or step count shifts every draw, and a run cannot be repeated from its middle.

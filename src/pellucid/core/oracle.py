@@ -26,7 +26,7 @@ class Mixture:
             raise PellucidError(rule("means, spreads, weights", "[K, D], [K], [K]", tuple(self.means.shape)), "oracle")
 
     def __call__(self, x: Tensor, level: Any, time: Any = None) -> Tensor:
-        """E[x0 | x] for x of shape [B, D] (or any shape of D numbers an image)."""
+        """E[x0 | x] for x of shape [B, D] (or any shape of D numbers per image)."""
         flat = x.reshape(len(x), -1).to(torch.float64)  # [B, D]
         alpha, sigma = (_per_image(v, flat) for v in (level.alpha, level.sigma))  # [1, B], or [1, 1] for all
         means, spreads, weights = (v.to(flat) for v in (self.means, self.spreads[:, None], self.weights[:, None]))

@@ -124,7 +124,7 @@ def _line_digest(line: str) -> str:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file, one a line, without what a killed process left half written and without lines that
+    """The JSON objects of a file, one per line, without what a killed process left half written and without lines that
     are not as their digest says; none of no file."""
     found = []
     text = reader.read_bytes(path, path.name, _MAX_LINES).decode("utf-8", errors="replace") if path.is_file() else ""

@@ -804,7 +804,7 @@ def _fuse(plan: Plan, row: Row, reading: Reading) -> _FusedRow:
 
 def _over(rows: int) -> PellucidError:
     return PellucidError(
-        f"step must be called {rows} times a run; this is one more. Call set_timesteps.", "too-many-steps"
+        f"step must be called {rows} times per run; this is one more. Call set_timesteps.", "too-many-steps"
     )
 
 

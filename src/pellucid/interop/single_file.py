@@ -79,7 +79,7 @@ class Layout:
     pipeline: str
     encoders: tuple[tuple[str, str], ...]  # (prefix, reader), in the pipeline's order
     targets: tuple[str, ...]  # what its networks predict; the first is usual
-    size: int  # latent pixels a side that it was trained at
+    size: int  # latent pixels per side that it was trained at
     scaling: float
     extra: dict[str, Any]
 

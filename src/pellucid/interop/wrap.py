@@ -86,7 +86,7 @@ def refuse_other_work(kind: str, takes: Mapping[str, Any]) -> None:
     elif "Audio" in kind or any("audio" in name for name in takes):
         work = "makes sound"
     elif re.search(_IMAGE_WORDS, kind) or any(name in takes for name in _IMAGE):
-        work = "starts from a picture"
+        work = "starts from an image"
     elif "prompt" not in takes:
         work = "takes no prompt"
     if work is not None:
@@ -101,7 +101,7 @@ class _Left(BaseException):
 class Conversation:
     """One call of a pipeline: `start`, then `ask` for each step, then `finish`; `close` in any case.
 
-    `lay` turns what the pipeline asks of its scheduler into the times that its network is told, one a step.
+    `lay` turns what the pipeline asks of its scheduler into the times that its network is told, one per step.
     """
 
     def __init__(self, peer: Peer, call: dict[str, Any], lay: Callable[[Times], Tensor]) -> None:

@@ -85,7 +85,7 @@ def _part(tree: Any, keep: slice, count: int, name: str = "") -> Any:
 
 
 def tensor_of(answer: Any) -> Tensor:
-    """The prediction in a network's answer: a tensor, a list of one an image, a tuple's first, or `.sample`."""
+    """The prediction in a network's answer: a tensor, a list of one per image, a tuple's first, or `.sample`."""
     if isinstance(answer, tuple):
         answer = answer[0]
     elif not isinstance(answer, Tensor | list):

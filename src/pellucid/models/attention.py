@@ -52,7 +52,7 @@ class ImageTokens(NamedTuple):
 
     k: Tensor  # (B, H, T, D)
     v: Tensor  # (B, H, T, D)
-    scale: Tensor  # (B, 1, 1): one an image, so that images with and without a prompt share a batch
+    scale: Tensor  # (B, 1, 1): one per image, so that images with and without a prompt share a batch
     mask: Tensor | None  # (B, L, 1), or None for everywhere
 
 

@@ -74,7 +74,7 @@ class ControlNet(Descent):
         """
         if image.ndim != 4 or image.shape[1] != self.config.conditioning_channels:
             wanted = f"(batch, {self.config.conditioning_channels}, height, width)"
-            raise PellucidError(rule("control picture", wanted, tuple(image.shape)), "control-shape")
+            raise PellucidError(rule("control image", wanted, tuple(image.shape)), "control-shape")
         if self.config.controlnet_conditioning_channel_order == "bgr":
             image = image.flip(1)
         weight = self.controlnet_cond_embedding.conv_in.weight

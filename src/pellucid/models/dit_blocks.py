@@ -27,7 +27,7 @@ class PatchConfig:
     out_channels: int | None = None  # None: as many as come in; twice as many: the variance is learned
     num_layers: int = 28
     attention_bias: bool = True
-    sample_size: int = 32  # latent pixels a side of the images it was trained on
+    sample_size: int = 32  # latent pixels per side of the images it was trained on
     patch_size: int = 2
     norm_eps: float = 1e-5
 

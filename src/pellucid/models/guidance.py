@@ -83,7 +83,9 @@ class Listed:
 
     def at(self, step: int, steps: int) -> float:
         if len(self.values) > steps:
-            raise PellucidError(rule("scale", f"a list of at most {steps} values, one a step", self.values), "guidance")
+            raise PellucidError(
+                rule("scale", f"a list of at most {steps} values, one per step", self.values), "guidance"
+            )
         return float(self.values[step * len(self.values) // steps])
 
 

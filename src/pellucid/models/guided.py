@@ -40,7 +40,7 @@ class Terms(Mapping[str, Tensor]):
 
     def __init__(self, x: Tensor, levels: Sequence[Level], schedule: Schedule, target: Target) -> None:
         self.x, self.levels, self.schedule, self.target = x, levels, schedule, target
-        self.scales: tuple[float, ...] = ()  # of this call: one for all images, or one an image
+        self.scales: tuple[float, ...] = ()  # of this call: one for all images, or one per image
         self.known: dict[str, dict[Space, Tensor]] = {}
 
     def put(self, name: str, space: Space, value: Tensor) -> str:
@@ -94,7 +94,7 @@ class Terms(Mapping[str, Tensor]):
 
 @dataclass(frozen=True, eq=False)
 class GuidedDenoiser:
-    """network(x, time, **inputs) → out, as a guided x0 denoiser for `run`; `guidance` may be one an image.
+    """network(x, time, **inputs) → out, as a guided x0 denoiser for `run`; `guidance` may be one per image.
 
     `uncond` are the inputs of the empty or negative prompt, `weak` the second network of autoguidance. Channels of
     the output beyond those of x are a learned variance, and are dropped. `dtype` is what the network works in.
@@ -188,7 +188,7 @@ class GuidedRun:
 
     owner: GuidedDenoiser
     guidance: Guidance  # the rules, which all images share
-    bounds: list[Bound]  # one an image
+    bounds: list[Bound]  # one per image
     apart: list[bool]  # whose sampler keeps uncond apart (CFG++)
     cond: Inputs
     uncond: Inputs | None
@@ -227,7 +227,7 @@ class GuidedRun:
         return Prediction(x0, terms[name] if owner.keep_raw else self.uncond_apart(terms, x0, doses), terms)
 
     def doses(self, levels: Sequence[Level]) -> list[Dose]:
-        """One for all images where they agree, or one an image."""
+        """One for all images where they agree, or one per image."""
         first = self.bounds[0]
         if len(levels) == 1 and all(bound is first for bound in self.bounds):
             return [first.at(levels[0])]

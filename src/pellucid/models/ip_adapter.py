@@ -102,7 +102,7 @@ class IPAdapter(nn.Module):
     def tokens(
         self,
         unet: UNet,
-        states: Tensor,  # (B, N, W) pooled or (B, N, P, W) patches of N image prompts an image
+        states: Tensor,  # (B, N, W) pooled or (B, N, P, W) patches of N image prompts per image
         *,
         scale: float | Mapping[str, float] = 1.0,
         masks: Tensor | None = None,  # (N, H, W) at any size, 1 where the prompt acts

@@ -130,7 +130,7 @@ class CFG(Combination):
 
 
 def along(start: Tensor, direction: Tensor, scale: Any) -> Tensor:
-    """start + scale·direction, for one scale or one an image."""
+    """start + scale·direction, for one scale or one per image."""
     if isinstance(scale, float):
         return torch.add(start, direction, alpha=scale)
     return torch.addcmul(start, direction, scale)

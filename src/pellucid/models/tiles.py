@@ -105,7 +105,7 @@ def _shortcut(block: ResnetBlock, band: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Bands:
-    """Sweeps over images, in bands of about so many values a layer."""
+    """Sweeps over images, in bands of about so many values per layer."""
 
     values: int
 

@@ -224,7 +224,7 @@ def sizes_of(components: Components, request: Request, size: tuple[int, int], wh
 
 
 def labels_of(components: Components, request: Request) -> Tensor:
-    """Class numbers, one an image; names are looked up."""
+    """Class numbers, one per image; names are looked up."""
     if request.label is None:
         raise PellucidError(f"label must be given: {components.name} makes images of a class.", "labels")
     many = isinstance(request.label, Sequence) and not isinstance(request.label, str)

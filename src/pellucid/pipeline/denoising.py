@@ -138,7 +138,7 @@ class Run:
         return earlier.latents / end.alpha if earlier.plan.dialect == "exact" else earlier.latents
 
     def fitting(self, latents: Tensor) -> Tensor:
-        """Latents that were given, one an image, of the size that is asked for."""
+        """Latents that were given, one per image, of the size that is asked for."""
         if tuple(latents.shape[1:]) != self.shape:
             raise PellucidError(rule("latents of image", f"of shape {self.shape}", tuple(latents.shape[1:])), "latents")
         images.check_finite("latents of image", latents)

@@ -1,4 +1,4 @@
-"""Pictures that go into a run: to start from, to paint in, to follow (ControlNet), to resemble (IP-Adapter)."""
+"""Images that go into a run: to start from, to paint in, to follow (ControlNet), to resemble (IP-Adapter)."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def add_hints(run: Run, network: Controlled, cond: Inputs, uncond: Inputs | None
         hints.append(controlnet.hint(with_batch, [control.scale] * run.count, control.guess))
         side, wanted = hints[-1].embedded.shape[-1], run.shape[-1]
         if side != wanted:
-            must = f"one for latents of 1/{run.pipe.factor} of a picture"
+            must = f"one for latents of 1/{run.pipe.factor} of an image"
             raise PellucidError(rule("ControlNet", must, f"one for 1/{run.size[0] // max(side, 1)}"), "control-base")
     cond["control"] = tuple(hints)
     if uncond is not None:
@@ -175,7 +175,7 @@ def add_image_prompts(run: Run, network: nn.Module, cond: Inputs, uncond: Inputs
         states = image_states(run, adapter, prompt)
         masks = None if prompt.masks is None else images.to_mask(prompt.masks)[:, 0]  # (N, H, W)
         if masks is not None and len(masks) != states[0].shape[1]:
-            raise PellucidError(rule("masks", f"{states[0].shape[1]}, one a picture", len(masks)), "ip-masks")
+            raise PellucidError(rule("masks", f"{states[0].shape[1]}, one per image", len(masks)), "ip-masks")
         for side, one in zip(made, states, strict=True):
             size = (run.shape[1], run.shape[2])
             side.append(adapter.tokens(network, one, scale=prompt.scale, masks=masks, size=size))

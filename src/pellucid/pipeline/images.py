@@ -1,4 +1,4 @@
-"""Pictures in and out: PIL images, arrays and files ↔ tensors in [−1, 1]; masks; sizes.
+"""Images in and out: PIL images, arrays and files ↔ tensors in [−1, 1]; masks; sizes.
 
 A size is (width, height), as PIL has it. Floats given as images lie in [0, 1], as in diffusers and torchvision.
 """
@@ -69,7 +69,7 @@ def upright(image: Image.Image, what: str = "image") -> Image.Image:
     try:
         image.load()
     except UNREADABLE as error:
-        raise PellucidError(rule(what, "a whole picture", words(image.size), first_line(error)), "image-file") from None
+        raise PellucidError(rule(what, "a whole image", words(image.size), first_line(error)), "image-file") from None
     try:
         return ImageOps.exif_transpose(image)
     except UNREADABLE:
@@ -115,7 +115,7 @@ def as_image(image: ImageLike, what: str) -> Image.Image | None:
 
 
 def to_tensor(image: ImageLike | Sequence[ImageLike], size: Size | None = None) -> Tensor:
-    """Pictures → (B, 3, H, W) float32 in [−1, 1], resized to `size` where given.
+    """Images → (B, 3, H, W) float32 in [−1, 1], resized to `size` where given.
 
     PIL images resize with Lanczos, as in diffusers; arrays (H, W, C) and tensors (C, H, W) bicubically, antialiased.
     """
@@ -144,7 +144,7 @@ def inpaint_pair(
             wanted = f"as large as the image ({words(sizes[0][0])})"
             raise PellucidError(rule("mask", wanted, words(found), "Resize one to the other."), "mask-size")
     if len(sizes[1]) not in (1, len(sizes[0])) and len(sizes[0]) != 1:
-        raise PellucidError(rule("masks", f"1 or {len(sizes[0])}, one an image", len(sizes[1])), "mask-count")
+        raise PellucidError(rule("masks", f"1 or {len(sizes[0])}, one per image", len(sizes[1])), "mask-count")
     return to_tensor(image, size), to_mask(mask, size)
 
 
@@ -160,7 +160,7 @@ def listed(images: Any, what: str) -> list[Any]:
     else:
         found = [images]
     if not found:
-        raise PellucidError(rule(what, "at least one picture", "none"), "image-count")
+        raise PellucidError(rule(what, "at least one image", "none"), "image-count")
     return found
 
 

@@ -172,7 +172,7 @@ class Graph:
         return found
 
     def timed(self, times: Times, networks: dict[str, float]) -> Graph:
-        """The same graph with what a run took: by stage, and by network in milliseconds a call."""
+        """The same graph with what a run took: by stage, and by network in milliseconds per call."""
         nodes = tuple(replace(node, milliseconds=networks.get(node.name)) for node in self.nodes)
         return replace(self, nodes=nodes, times=times)
 

@@ -143,12 +143,12 @@ class Draft:
             return
         inner = self.call("vae.encode")
         half = sum(weight.numel() for weight in parts.vae.encoder.parameters())
-        self.put("masked picture", "input")
+        self.put("masked image", "input")
         self.put("mask", "input")
         kind = type(parts.vae.encoder).__name__
         dtype = str(next(parts.vae.parameters()).dtype).removeprefix("torch.")
         self.put("vae encoder", "vae", "encode", kind=kind, parameters=half, dtype=dtype, half_of="vae")
-        self.flow("masked picture", "vae encoder", "pixels", inner.one("images"))
+        self.flow("masked image", "vae encoder", "pixels", inner.one("images"))
         self.flow("vae encoder", self.main, "masked latents", inner.one("mean"))
         self.flow("mask", self.main, "mask", self.call("mask").one("out"))
 
@@ -187,10 +187,10 @@ class Draft:
 
     def controls(self) -> None:
         for number, name in enumerate(self.added.controlnets):
-            call, image = self.call(name), "control picture" if not number else f"control image {number + 1}"
+            call, image = self.call(name), "control image" if not number else f"control image {number + 1}"
             self.put(image, "input")
             self.network(name, "control", "denoise")
-            self.flow(image, name, "pixels", self.call(f"{name}.hint").one("picture"))
+            self.flow(image, name, "pixels", self.call(f"{name}.hint").one("image"))
             self.flow("sampler", name, "x", call.one("x"))
             if call.one("context") is not None:
                 self.flow("conditions", name, "context", call.one("context"))

@@ -133,10 +133,10 @@ def as_diffusers(request: Request, make: Any) -> Plan:
 
 
 def starts_of(whole: Plan) -> list[float]:
-    """The times that diffusers counts when it cuts a run: one a step, and in PNDM one a call."""
+    """The times that diffusers counts when it cuts a run: one per step, and in PNDM one per call."""
     if whole.name in ("plms", "pndm"):
         return list(whole.timesteps)
-    starts = list(dict.fromkeys(whole.timesteps))  # several calls a step tell the start of the next one twice
+    starts = list(dict.fromkeys(whole.timesteps))  # several calls per step tell the start of the next one twice
     if len(starts) != whole.grid["steps"]:
         raise PellucidError(
             f"denoising_start, denoising_end must be left out for {whole.name} in the diffusers dialect: it calls the "

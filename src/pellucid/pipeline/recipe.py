@@ -312,13 +312,13 @@ def read_png(source: str | os.PathLike[str] | IO[bytes]) -> Recipe | Foreign:
         with naming(name_of(source)):
             return Recipe.from_json(found["pellucid"])
     if SHEET in found:
-        raise PellucidError("picture must be a single image; got a sheet, which `read_sheet` reads.", "recipe-sheet")
+        raise PellucidError("image must be a single image; got a sheet, which `read_sheet` reads.", "recipe-sheet")
     if "parameters" in found:
         return parameters.understand(found["parameters"])
     advice = "Its text was removed, or another program made it."
     if "workflow" in found:
         advice = "It holds a ComfyUI workflow, which is not read."
-    raise PellucidError(f"picture must carry a recipe or an A1111 text; got neither. {advice}", "no-recipe")
+    raise PellucidError(f"image must carry a recipe or an A1111 text; got neither. {advice}", "no-recipe")
 
 
 def read_sheet(source: str | os.PathLike[str] | IO[bytes]) -> tuple[str, Recipe] | None:
@@ -347,7 +347,7 @@ def texts(image: Image.Image) -> dict[str, str]:
             try:
                 image.load()
             except UNREADABLE as error:
-                raise PellucidError(rule("image", "a whole picture", "less", first_line(error)), "image-file") from None
+                raise PellucidError(rule("image", "a whole image", "less", first_line(error)), "image-file") from None
             found = {str(k): v for k, v in image.info.items() if isinstance(v, str)}
     else:
         comment = user_comment(image)

@@ -294,7 +294,7 @@ def check_axes(axes: Sequence[Axis], count: int) -> tuple[Axis, Axis | None]:
         raise PellucidError(rule("axes", "one or two, each with a value", len(axes)), "grid-axes")
     wanted = math.prod(len(axis.values) for axis in axes)
     if count != wanted:
-        raise PellucidError(rule("images", f"{wanted}, one a cell", count), "grid-cells")
+        raise PellucidError(rule("images", f"{wanted}, one per cell", count), "grid-cells")
     return axes[0], axes[1] if len(axes) == 2 else None
 
 

@@ -34,7 +34,7 @@ class Embedding:
         return Embedding(self.context.to(device=device, dtype=dtype), pooled, mask)
 
     def repeated(self, n: int) -> Embedding:
-        """n images a prompt."""
+        """n images per prompt."""
         every = (None if one is None else one.repeat_interleave(n, dim=0) for one in (self.pooled, self.mask))
         return Embedding(self.context.repeat_interleave(n, dim=0), *every)
 
@@ -134,7 +134,7 @@ def encode_pair(
         return cond, Embedding(torch.zeros_like(cond.context), pooled)
     against = [""] * len(prompts) if negatives is None else negatives
     if len(against) != len(prompts):
-        raise PellucidError(rule("negative prompts", f"{len(prompts)}, one a prompt", len(against)), "prompts")
+        raise PellucidError(rule("negative prompts", f"{len(prompts)}, one per prompt", len(against)), "prompts")
     found = parts(encoders, tokenizers)
     count = max(len(text) for texts in split_prompts(found, [*prompts, *against], weighting) for text in texts)
     cond = encode_prompts(encoders, tokenizers, prompts, skip=skip, chunks=count, **options)
@@ -228,14 +228,14 @@ def size_ids(
 ) -> Tensor:
     """SDXL's size conditioning (B, 6): heights and widths of the original, the crop's top left, and the target.
 
-    Each is one pair, or one an image; no target means the original's size. The refiner takes an aesthetic `score`
+    Each is one pair, or one per image; no target means the original's size. The refiner takes an aesthetic `score`
     in the place of the target: (B, 5).
     """
     last = (original if target is None else target) if score is None else None
     given = [pairs(value) for value in (original, crop, last) if value is not None]
     count = max(len(values) for values in given)
     if any(len(values) not in (1, count) for values in given):
-        raise PellucidError(rule("sizes", "one for all images, or one a picture", [len(v) for v in given]), "sizes")
+        raise PellucidError(rule("sizes", "one for all images, or one per image", [len(v) for v in given]), "sizes")
     rows = [[n for values in given for n in values[i % len(values)]] for i in range(count)]
     return torch.tensor([row if score is None else [*row, score] for row in rows], dtype=torch.float32)
 

@@ -1,4 +1,4 @@
-"""Pictures as CLIP's vision encoder takes them: shorter side to its size, the middle, its mean and deviation."""
+"""Images as CLIP's vision encoder takes them: shorter side to its size, the middle, its mean and deviation."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ class Order:
             call.setdefault("negative_prompt", [""] * len(call.get("prompt", self.request.prompts)))
 
     def lay(self, times: Times) -> Tensor:
-        """The plan, when the pipeline sets its times; what its network is told, one a call."""
+        """The plan, when the pipeline sets its times; what its network is told, one per call."""
         self.plan, self.curve = make_plan(self.reading, self.request, times, "eta" in self.peer.takes)
         if self.guidance is not None and self.plan.dialect == "diffusers":
             self.guidance = self.guidance.as_diffusers()

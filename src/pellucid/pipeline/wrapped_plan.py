@@ -95,7 +95,7 @@ def keeps_uncond(reading: Reading, request: Request) -> bool:
 
 
 def told_times(plan: Plan, guidance: Guidance | None, curve: Schedule) -> Tensor:
-    """What the network is told, one a call: rows that CFG-Zero* leaves out have none."""
+    """What the network is told, one per call: rows that CFG-Zero* leaves out have none."""
     bound = None if guidance is None else guidance.bind(plan, curve)
     told = [r.time for r in plan.rows if bound is None or not bound.at(r.level).zero]
     whole = plan.dialect == "diffusers" and resolve(plan.name)[0].peer in ("solver", "training")

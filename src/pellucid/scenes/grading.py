@@ -49,7 +49,7 @@ def grade(images: Tensor, queries: Query | Sequence[Query]) -> list[Grade]:
     asked = [queries] if isinstance(queries, Query) else list(queries)
     found = read(images)
     if len(found) != len(asked):
-        raise PellucidError(rule("queries", f"one for each of {len(found)} pictures", len(asked)), "grade")
+        raise PellucidError(rule("queries", f"one for each of {len(found)} images", len(asked)), "grade")
     return [graded(reading, query) for reading, query in zip(found, asked, strict=True)]
 
 

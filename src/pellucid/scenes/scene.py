@@ -44,7 +44,7 @@ class Thing:
         for name, known in (("shape", SHAPE_NAMES), ("colour", COLOUR_NAMES), ("texture", TEXTURE_NAMES)):
             one_of(name, getattr(self, name), known)
         if not (0 < self.radius <= 1 and -1 <= self.x <= 2 and -1 <= self.y <= 2):
-            raise PellucidError(rule("x, y, radius", "shares of the picture", (self.x, self.y, self.radius)), "scene")
+            raise PellucidError(rule("x, y, radius", "shares of the image", (self.x, self.y, self.radius)), "scene")
 
     @property
     def size(self) -> str:

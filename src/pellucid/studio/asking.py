@@ -111,7 +111,7 @@ def seed_of(given: Any) -> int:
         raise PellucidError(rule("seed", must, words[:40]), "seed") from None
 
 
-def upload(path: str | Path, what: str = "picture") -> Image.Image:
+def upload(path: str | Path, what: str = "image") -> Image.Image:
     """An image that somebody sent: its size is read before its pixels are."""
     with images.open_bounded(path, what) as found:
         if found.width * found.height > MOST_PIXELS:

@@ -53,7 +53,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Frame:
-    """x0 of one run at a step, and the noise there; `picture` is None where there is nothing to see."""
+    """x0 of one run at a step, and the noise there; `image` is None where there is nothing to see."""
 
     image: Image.Image | None
     ratio: float | None

@@ -26,7 +26,7 @@ from pellucid.studio.shelf import Shelf, named
 from pellucid.train.image_folder import ImageFolder
 
 TAB = "doctor"
-MODEL, CONFIG, TRACE, IMAGES = "the chosen model", "a config, pasted or sent", "a trace", "pictures"
+MODEL, CONFIG, TRACE, IMAGES = "the chosen model", "a config, pasted or sent", "a trace", "images"
 KINDS = (MODEL, CONFIG, TRACE, IMAGES)
 MOST_IMAGES = 64
 MOST_WORDS = 2**20  # characters of a pasted config
@@ -262,7 +262,7 @@ class DoctorTab:
             trace = gr.File(label="Trace", file_types=[".safetensors"], height=120, elem_id="doctor-trace")
         with gr.Column(visible=False) as of_images:
             images = gr.File(
-                label=f"Pictures, {MOST_IMAGES} at most",
+                label=f"Images, {MOST_IMAGES} at most",
                 file_count="multiple",
                 file_types=list(SUFFIXES),
                 height=220,

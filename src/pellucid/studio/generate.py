@@ -49,7 +49,7 @@ class Generate:
                 shown = gr.HTML(EMPTY, elem_id="picture")
                 file = gr.DownloadButton("Download with recipe", interactive=False, elem_id="download")
                 with gr.Accordion("Recipe", open=False):
-                    recipe = gr.Code("", language="json", label="what repeats this picture", elem_id="recipe")
+                    recipe = gr.Code("", language="json", label="what repeats this image", elem_id="recipe")
             with gr.Column(scale=5, min_width=320):
                 asked = [self.prompt, *self.controls()]
         outputs = [shown, said, file, recipe, ran]
@@ -68,8 +68,8 @@ class Generate:
         scale = gr.Slider(0, asking.MOST_SCALE, 4.0, step=0.1, label="Guidance", elem_id="guidance")
         guarded = gr.Checkbox(False, label="Guarded", info=words.GUARDED, elem_id="guarded")
         guarded.change(guard, [guarded, scale], scale, show_progress="hidden")
-        with gr.Accordion("From a picture", open=False):
-            start = gr.Image(label="Picture", type="filepath", sources=["upload", "clipboard"], height=200)
+        with gr.Accordion("From an image", open=False):
+            start = gr.Image(label="Image", type="filepath", sources=["upload", "clipboard"], height=200)
             mask = gr.ImageEditor(
                 label="Paint what is to be made anew (nothing: all of it)",
                 type="pil",

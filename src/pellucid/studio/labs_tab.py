@@ -142,7 +142,7 @@ class LabsTab:
                     info="each asks one question, and answers it by running code",
                     elem_id="labs-choice",
                 )
-                smoke = gr.Checkbox(False, label="Small size: seconds, fewer pictures", elem_id="labs-smoke")
+                smoke = gr.Checkbox(False, label="Small size: seconds, fewer images", elem_id="labs-smoke")
                 with gr.Row():
                     go = gr.Button("Run", variant="primary", min_width=120, elem_id="labs-run")
                     stop = gr.Button("Cancel", variant="stop", min_width=120, elem_id="labs-cancel")

@@ -185,7 +185,7 @@ class PipelineTab:
     def memory(self, model: gr.Dropdown) -> None:
         gr.Markdown("### Memory: what each strategy saves, and what it costs")
         with gr.Row():
-            batch = gr.Slider(1, MOST_BATCH, 1, step=1, label="Pictures at once", min_width=160, elem_id="memory-batch")
+            batch = gr.Slider(1, MOST_BATCH, 1, step=1, label="Images at once", min_width=160, elem_id="memory-batch")
             ran = gr.Checkbox(
                 False,
                 label="Run each strategy",

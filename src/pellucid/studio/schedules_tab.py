@@ -85,7 +85,7 @@ class SchedulesTab:
         with gr.Row():
             with gr.Column(scale=1, min_width=200):
                 given = gr.Image(
-                    label="Picture (else a scene)",
+                    label="Image (else a scene)",
                     type="filepath",
                     sources=["upload", "clipboard"],
                     height=200,

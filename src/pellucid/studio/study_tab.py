@@ -72,7 +72,7 @@ class Wish:
         """Checked and bounded; a model that takes neither text nor labels gets no prompts."""
         chosen = tuple(dict.fromkeys(one.strip() for one in self.samplers or () if one and one.strip()))
         prompts = tuple(line.strip() for line in (self.prompts or "").splitlines() if line.strip())
-        seeds = whole(self.seeds, "pictures of each prompt", MOST_SEEDS)
+        seeds = whole(self.seeds, "images of each prompt", MOST_SEEDS)
         counts = counts_of(self.steps)
         for what, found, most in (("samplers", chosen, MOST_SAMPLERS), ("prompts", prompts, MOST_PROMPTS)):
             if len(found) > most:
@@ -80,8 +80,8 @@ class Wish:
         if any(one.lower().endswith(".json") for one in chosen):
             raise PellucidError(rule("samplers", "names: plan files are for the command line", chosen), "study-list")
         if len(prompts) * seeds > MOST_IMAGES:
-            must = f"at most {MOST_IMAGES} images a cell on the page"
-            raise PellucidError(rule("prompts × pictures", must, len(prompts) * seeds), "study-size")
+            must = f"at most {MOST_IMAGES} images per cell on the page"
+            raise PellucidError(rule("prompts × images", must, len(prompts) * seeds), "study-size")
         if asks == "nothing":
             prompts = ()
         best = max(whole(self.yardstick, "steps of the yardstick", 1000), 2)
@@ -133,7 +133,7 @@ def folder_of(config: SamplerStudy, mark: str, inside: Path) -> Path:
 
 @dataclass(frozen=True)
 class Done:
-    """A cell and what is known of it: the mean distance of its images, and seconds an image, made together."""
+    """A cell and what is known of it: the mean distance of its images, and seconds per image, made together."""
 
     cell: Cell
     distance: float | None = None
@@ -213,7 +213,7 @@ def fill(study: Study, maker: Stoppable, judges: Judges, job: Job) -> None:
 
     def see(seen: StepSeen) -> None:
         calls = done + seen.index + 1
-        said = f"{calls} of {total} model calls a picture"
+        said = f"{calls} of {total} model calls per image"
         early = not any(one.distance is not None for one in cells)
         job.tell(Moment(f"{said}; {FIRST}" if early else said, calls / max(total, 1), cells))
 
@@ -222,7 +222,7 @@ def fill(study: Study, maker: Stoppable, judges: Judges, job: Job) -> None:
         before = {one.cell.key for one in cells if one.distance is not None}
         done, cells = done + count, cells_of(study)
         new = [one.cell for one in cells if one.distance is not None and one.cell.key not in before]
-        said = f"{done} of {total} model calls a picture"
+        said = f"{done} of {total} model calls per image"
         images = first_images(study, new[-1]) if new else []
         job.tell(Moment(said, done / max(total, 1), cells, new[-1].key if new else "", images))
 
@@ -282,7 +282,7 @@ def table(cells: Sequence[Done]) -> str:
         row = (one.cell.setup.text, one.cell.steps, one.cell.nfe, *figures)
         tags = "".join(f"<td{' class=n' if i else ''}>{html.text(cell)}</td>" for i, cell in enumerate(row))
         lines.append(f'<tr class="{"done" if made else "waiting"}">{tags}</tr>')
-    heads = ("sampler", "steps", "calls", "distance", "a picture")
+    heads = ("sampler", "steps", "calls", "distance", "an image")
     head = "".join(f"<th{' class=n' if i else ''}>{html.text(word)}</th>" for i, word in enumerate(heads))
     body = "".join(lines)
     return html.block(f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>')
@@ -301,7 +301,7 @@ def chart(cells: Sequence[Done]) -> str:
         return EMPTY
     log = all(y > 0 for one in series for y in one.y)
     calls = tuple(sorted({x for one in series for x in one.x}))
-    title, name = "Distance to the converged image against model calls", "RMSE to the converged picture"
+    title, name = "Distance to the converged image against model calls", "RMSE to the converged image"
     note = "Less is better. The report marks the knee and shows the images of a point."
     made = Chart(title, series, Axis("model calls (NFE)", True, calls), Axis(name, log), (), note)
     return html.block(ROOM.format(made.html()))
@@ -370,10 +370,10 @@ class StudyTab:
         )
         steps = gr.Textbox(STEPS, label="Step counts", elem_id="study-steps")
         prompts = gr.Textbox(
-            "\n".join(EXAMPLES[:FEW]), label="Prompts, one a line", lines=3, max_lines=8, elem_id="study-prompts"
+            "\n".join(EXAMPLES[:FEW]), label="Prompts, one per line", lines=3, max_lines=8, elem_id="study-prompts"
         )
         with gr.Row():
-            seeds = gr.Number(1, label="Pictures of each prompt", precision=None, min_width=120, elem_id="study-seeds")
+            seeds = gr.Number(1, label="Images of each prompt", precision=None, min_width=120, elem_id="study-seeds")
             best = gr.Number(
                 YARDSTICK,
                 label="Steps of the yardstick",

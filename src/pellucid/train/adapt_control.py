@@ -113,7 +113,7 @@ class ControlNetTask(AdapterTask):
         hint = hint_of(batch, self.config.hint)
         sides = [side * (self.base.factor if self.base.takes(batch.images) else 1) for side in batch.images.shape[2:]]
         if hint.shape[1] not in (1, RGB) or list(hint.shape[2:]) != sides:
-            must = f"of 1 or 3 channels and {' × '.join(map(str, sides))} pixels, as the pictures"
+            must = f"of 1 or 3 channels and {' × '.join(map(str, sides))} pixels, as the images"
             raise PellucidError(rule(f"hint {self.config.hint}", must, tuple(hint.shape[1:])), "data-hints")
         return {**self.base.told(self.base.windows(batch), masks["text"]), "hint": hint.float().expand(-1, RGB, -1, -1)}
 

@@ -123,7 +123,7 @@ def in_dtype(tokens: ImageTokens, dtype: torch.dtype) -> ImageTokens:
 
 
 def eye_pixels(images: Tensor, size: int) -> Tensor:
-    """Pictures (B, 3, H, W) in [−1, 1] as `clip_pixels` makes them, where they are: (B, 3, size, size)."""
+    """Images (B, 3, H, W) in [−1, 1] as `clip_pixels` makes them, where they are: (B, 3, size, size)."""
     pixels = images.float().add(1).mul(127.5).round().clamp(0, 255)
     short = min(pixels.shape[2:])
     height, width = (int(side * size / short) for side in pixels.shape[2:])
@@ -136,7 +136,7 @@ def eye_pixels(images: Tensor, size: int) -> Tensor:
 
 
 def varied(images: Tensor, draws: Draws, crop: float, mirror: bool) -> Tensor:
-    """Pictures seen in part and mirrored, by chance: a square of at least `crop` of each side."""
+    """Images seen in part and mirrored, by chance: a square of at least `crop` of each side."""
     side, across, down, turn = draws.uniform("reference", (4,), images.device).T
     side = crop + (1 - crop) * side
     turned = torch.where(turn < 0.5, -1.0, 1.0) if mirror else torch.ones_like(turn)
@@ -178,7 +178,7 @@ class IPAdapterTask(AdapterTask):
         itself = self.config.reference == ITSELF
         found = batch.images if itself else hint_of(batch, self.config.reference)
         if found.ndim != 4 or found.shape[1] != 3:
-            must = "pictures of 3 channels" + (", not latents" if itself else "")
+            must = "images of 3 channels" + (", not latents" if itself else "")
             raise PellucidError(rule(f"reference {self.config.reference}", must, tuple(found.shape[1:])), "data-hints")
         return found
 

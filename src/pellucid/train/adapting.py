@@ -267,7 +267,7 @@ class AdapterTask(ABC):
 
     @torch.no_grad()
     def images(self, network: nn.Module, count: int, seed: int) -> Tensor | None:
-        """Pictures for the first examples of the data, at most as many as there are in a part of a batch."""
+        """Images for the first examples of the data, at most as many as there are in a part of a batch."""
         if self.shown is None:
             return None
         shown, base = first_of(self.shown, count), self.base

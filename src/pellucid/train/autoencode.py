@@ -104,7 +104,7 @@ class AutoencoderTask:
         images = batch.images
         height, width = images.shape[2:]
         if images.shape[1] != 3 or height % self.factor or width % self.factor:
-            must = f"pictures with sides that are multiples of {self.factor}"
+            must = f"images with sides that are multiples of {self.factor}"
             raise PellucidError(rule("data", must, tuple(images.shape[1:])), "data-shape")
         if self.shown is None:
             self.shown = images
@@ -126,7 +126,7 @@ class AutoencoderTask:
 
     @torch.no_grad()
     def images(self, network: nn.Module, count: int, seed: int) -> Tensor | None:
-        """Pictures, and below them what came back of them: as many rows of each as fit into `count`."""
+        """Images, and below them what came back of them: as many rows of each as fit into `count`."""
         if self.shown is None:
             return None
         originals = self.shown[: max(1, count // 2)]

@@ -83,7 +83,7 @@ def config_of(run: Path) -> dict[str, Any]:
 
 
 def logged(run: Path) -> tuple[float, float]:
-    """The last loss of a run, and the seconds of its training: each window's images by its images a second."""
+    """The last loss of a run, and the seconds of its training: each window's images by its images per second."""
     path = run / journal.FILE
     what = f"{journal.FILE} of {run.name}"
     seconds, before, last = 0.0, 0.0, 0.0

@@ -130,7 +130,7 @@ class DenoiserTask:
             return images
         if self.vae is None or images.shape[1:] != self.pixels:
             must = f"of shape {self.pixels}" + ("" if self.vae is None else f", or latents of {self.shape}")
-            raise PellucidError(rule("pictures of the data", must, tuple(images.shape[1:])), "data-shape")
+            raise PellucidError(rule("images of the data", must, tuple(images.shape[1:])), "data-shape")
         return drawn_latents(self.vae, images, draws)
 
     def check_labels(self, labels: Tensor) -> None:

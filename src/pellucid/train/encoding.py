@@ -38,5 +38,5 @@ def drawn_latents(vae: AutoencoderKL, images: Tensor, draws: Draws) -> Tensor:
 
 @torch.no_grad()
 def decoded(vae: AutoencoderKL, x0: Tensor) -> Tensor:
-    """Pictures (B, 3, H, W) in about [−1, 1] of latents as the diffusion sees them, a few at a time."""
+    """Images (B, 3, H, W) in about [−1, 1] of latents as the diffusion sees them, a few at a time."""
     return torch.cat([vae.decode(part) for part in from_diffusion(vae.config, x0).split(DECODED_AT_ONCE)])

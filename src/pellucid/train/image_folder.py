@@ -43,10 +43,10 @@ class ImageFolder(ImageSource):
         rows = rows_of(self.folder, images, tables, self.hints) if tables else classes_of(images)
         if not rows:
             ends = ", ".join(SUFFIXES)
-            raise PellucidError(rule("folder of pictures", f"one that holds some ({ends})", str(folder)), "data-empty")
+            raise PellucidError(rule("folder of images", f"one that holds some ({ends})", str(folder)), "data-empty")
         if hints and not tables:
             must = f"one with metadata.jsonl, which names the {', '.join(hints)} of each"
-            raise PellucidError(rule("folder of pictures", must, str(folder)), "data-hints")
+            raise PellucidError(rule("folder of images", must, str(folder)), "data-hints")
         self.rows, self.classes = numbered(rows)
 
     def __len__(self) -> int:
@@ -116,7 +116,7 @@ def bounded_bytes(path: Path) -> bytes:
 def listing(folder: Path) -> tuple[list[str], list[str]]:
     """The paths of all images and of all metadata files, sorted, from the folder's top with slashes."""
     if not folder.is_dir():
-        raise PellucidError(rule("folder of pictures", "a folder that exists", str(folder)), "data-missing")
+        raise PellucidError(rule("folder of images", "a folder that exists", str(folder)), "data-missing")
     images, tables = [], []
     failed: list[OSError] = []
     for place, folders, files in os.walk(folder, onerror=failed.append):
@@ -130,7 +130,7 @@ def listing(folder: Path) -> tuple[list[str], list[str]]:
                 images.append(path)
     if failed:
         shown = f"{failed[0].filename}: {failed[0].strerror}"
-        raise PellucidError(rule("folder of pictures", "one that can be read", shown), "data-unreadable")
+        raise PellucidError(rule("folder of images", "one that can be read", shown), "data-unreadable")
     return sorted(images), sorted(tables)
 
 

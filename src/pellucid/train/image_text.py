@@ -93,7 +93,7 @@ class ImageTextTask:
 
     def prepare(self, batch: Batch, draws: Draws) -> dict[str, Tensor]:
         if tuple(batch.images.shape[1:]) != (3, self.side, self.side):
-            must, got = f"pictures of shape (3, {self.side}, {self.side})", tuple(batch.images.shape[1:])
+            must, got = f"images of shape (3, {self.side}, {self.side})", tuple(batch.images.shape[1:])
             raise PellucidError(rule("data", must, got), "data-shape")
         return {
             "ids": self.ids.of(batch),
@@ -164,7 +164,7 @@ def config_json(config: CLIPConfig) -> dict[str, Any]:
 
 
 def clip_scaled(images: Tensor) -> Tensor:
-    """Pictures (B, 3, H, W) in −1 … 1 as CLIP's vision encoder takes them, with its mean and deviation of pixels."""
+    """Images (B, 3, H, W) in −1 … 1 as CLIP's vision encoder takes them, with its mean and deviation of pixels."""
     mean, deviation = (torch.tensor(v, device=images.device)[:, None, None] for v in (MEAN, DEVIATION))
     return ((images + 1) / 2 - mean) / deviation
 

@@ -105,7 +105,7 @@ def sheet(images: Tensor, gap: int = 1) -> np.ndarray:
 
 
 class Bar:
-    """Loss, images a second and the time left, on a terminal's stderr; a line now and then elsewhere."""
+    """Loss, images per second and the time left, on a terminal's stderr; a line now and then elsewhere."""
 
     def __init__(self, first: int, steps: int, quiet: bool) -> None:
         from rich.console import Console

@@ -74,7 +74,7 @@ class LatentSource:
 
     @property
     def unreadable(self) -> Mapping[str, str]:
-        """Pictures that could not be read when the cache was made: name → why."""
+        """Images that could not be read when the cache was made: name → why."""
         return self.cache.unreadable
 
     @property

@@ -1,4 +1,4 @@
-"""Pictures from a network in training: many, fast, and the same for the same seed."""
+"""Images from a network in training: many, fast, and the same for the same seed."""
 
 from __future__ import annotations
 

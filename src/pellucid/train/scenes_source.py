@@ -80,7 +80,7 @@ class ScenesSource:
         return self.config.count or COUNT
 
     def batch(self, indices: Tensor, draws: Draws, device: torch.device | str = "cpu") -> Batch:
-        """Pictures (B, 3, size, size) of scenes (B,), with their captions and hints."""
+        """Images (B, 3, size, size) of scenes (B,), with their captions and hints."""
         return self.phrased(indices, 1, device)[0]
 
     def phrased(

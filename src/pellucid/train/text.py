@@ -132,5 +132,5 @@ class CaptionIds:
 def captions_of(batch: Batch) -> tuple[str, ...]:
     if batch.captions is None or len(batch.captions) != len(batch.images):
         got = "none" if batch.captions is None else len(batch.captions)
-        raise PellucidError(rule("data", "with one caption a picture", got), "data-captions")
+        raise PellucidError(rule("data", "with one caption per image", got), "data-captions")
     return batch.captions

@@ -118,7 +118,7 @@ class TextDenoiserTask:
         if tuple(images.shape[1:]) == self.shape:
             return images
         if tuple(images.shape[1:]) != self.pixels:
-            must, got = f"pictures {self.pixels} or latents {self.shape}", tuple(images.shape[1:])
+            must, got = f"images {self.pixels} or latents {self.shape}", tuple(images.shape[1:])
             raise PellucidError(rule("data", must, got), "data-shape")
         return drawn_latents(self.vae, images, draws)
 

@@ -62,7 +62,7 @@ class Times:
         return np.asarray(schedule.time_at(np.exp(normal).clip(least, most)))
 
     def quantiles(self, count: int, generator: torch.Generator | None) -> Array:
-        """Parts of the distribution in (0, 1), one an image, in no order."""
+        """Parts of the distribution in (0, 1), one per image, in no order."""
         if count < 1:
             raise PellucidError(rule("count", "at least 1", count), "times")
         u: Tensor = torch.rand(count, generator=generator, dtype=torch.float64)

@@ -122,7 +122,7 @@ class EachItsOwn(IPAdapter):
         """`states` (B, N, …) say the same of N images to each of B images; N is B here."""
         if states.shape[0] != states.shape[1]:
             raise PellucidError(
-                rule("pictures that prompt", f"{states.shape[0]}, one an image", states.shape[1]), "exam"
+                rule("images that prompt", f"{states.shape[0]}, one per image", states.shape[1]), "exam"
             )
         own = torch.stack([states[i, i] for i in range(len(states))])[:, None]  # (B, 1, …)
         return super().tokens(unet, own, **options)

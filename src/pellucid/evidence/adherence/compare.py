@@ -237,7 +237,10 @@ def tables(found: Comparison) -> list[Table]:
         cells += [in_words(by[n].activations) for n in names]
         cells += [f"{by[n].flops / 1e9:.2f}" for n in names]
         rows.append((f"{side} × {side}", *cells))
-    columns = ("latents", *(f"{what}, {n}" for what in ("ms a call", "activations", "GFLOP a picture") for n in names))
+    columns = (
+        "latents",
+        *(f"{what}, {n}" for what in ("ms per call", "activations", "GFLOP per image") for n in names),
+    )
     note = (
         "Milliseconds: the median of the rounds, and the fastest and slowest. Activations: the fullest moment of a "
         f"call of the whole batch, beside the weights. Text of {found.tokens} tokens."

@@ -12,7 +12,7 @@ from pellucid.interop.atomic_files import put
 PANELS = (
     ("milliseconds", "Time of a call", "milliseconds", 1.0),
     ("activations", "Activations at the peak", "MiB", 2**20),
-    ("flops", "Operations of one picture", "GFLOP", 1e9),
+    ("flops", "Operations of one image", "GFLOP", 1e9),
 )
 
 

@@ -70,7 +70,7 @@ def shuffled(shown: Sequence[Shown], seed: int = 0) -> dict[int, Verdict]:
 def table(found: dict[str, Figures], title: str = "Adherence") -> Table:
     """A column for each number of objects."""
     names = [name for name in ATTRIBUTES if any(name in one.attributes for one in found.values())]
-    rows: list[tuple[str, ...]] = [("pictures", *(f"{one.right.count:,}" for one in found.values()))]
+    rows: list[tuple[str, ...]] = [("images", *(f"{one.right.count:,}" for one in found.values()))]
     rows.append(("**all right**", *(f"**{one.right.words}**" for one in found.values())))
     for name in names:
         rows.append((name, *(one.attributes.get(name, Share(0, 0)).words for one in found.values())))

@@ -1,4 +1,4 @@
-"""Pictures by the pipeline, in batches: every image has a seed of its own, so that a batch's size decides nothing."""
+"""Images by the pipeline, in batches: every image has a seed of its own, so that a batch's size decides nothing."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Making:
             **extra,
         ).images
         if len(made) != len(prompts):
-            raise PellucidError(rule("images", f"{len(prompts)}, one a prompt", len(made)), "making")
+            raise PellucidError(rule("images", f"{len(prompts)}, one per prompt", len(made)), "making")
         return made
 
 

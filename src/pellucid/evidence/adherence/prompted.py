@@ -1,6 +1,6 @@
 """The study of adherence: prompts that training never saw, images of them, and what each image shows.
 
-A folder holds config.json, one record a batch (what was asked for, what was read), and the images. Verdicts are made
+A folder holds config.json, one record per batch (what was asked for, what was read), and the images. Verdicts are made
 of the records, so that a better rule needs no new images.
 """
 

@@ -29,7 +29,7 @@ def write(study: Study) -> dict[str, Figures]:
     generator = torch.Generator().manual_seed(study.config.making.seed)
     picks = torch.randperm(len(shown), generator=generator)[:ON_A_SHEET].sort().values.tolist()
     right = found["all"].right
-    write_sheet(study, [shown[i] for i in picks], f"{headline(study.config)}: random pictures", "random.png")
+    write_sheet(study, [shown[i] for i in picks], f"{headline(study.config)}: random images", "random.png")
     failures = [one for one in shown if not one.verdict.right]
     title = f"{headline(study.config)}: {right.count - right.right} of {right.count:,} images are not right"
     if failures:

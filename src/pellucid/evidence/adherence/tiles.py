@@ -33,7 +33,7 @@ def write(images: Sequence[Image.Image], path: Path) -> Path:
 
 def read(path: Path, count: int) -> list[Image.Image]:
     """The first `count` images of a file that `write` wrote with that many."""
-    whole = images.read(path, "pictures of a batch").convert("RGB")
+    whole = images.read(path, "images of a batch").convert("RGB")
     columns = min(COLUMNS, count)
     rows = math.ceil(count / columns)
     if whole.width % columns or whole.height % rows:

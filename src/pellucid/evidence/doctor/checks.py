@@ -32,7 +32,7 @@ MODULES: tuple[str, ...] = (
     "drift",
     "adapters",
     "traces",
-    "pictures",
+    "images",
 )
 KEY = ("target", "schedule")  # without them a model is not called healthy
 Work = Callable[[Subject], Iterable[Finding]]

@@ -1,4 +1,4 @@
-"""Pictures that are known to be of a model's kind: what detectors noise, and what a VAE is judged by."""
+"""Images that are known to be of a model's kind: what detectors noise, and what a VAE is judged by."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def open_data(where: str, size: int, count: int = COUNT) -> Data:
         return from_source(ImageFolder(expanded(where), size), count, where)
     found = open_images(where)
     if isinstance(found, Statistics):
-        raise PellucidError(rule("data", "pictures", f"statistics in {where}"), "data")
+        raise PellucidError(rule("data", "images", f"statistics in {where}"), "data")
     return Data(first(found, size, count), name=where)
 
 
 def from_source(source: Source, count: int, name: str) -> Data:
-    """Pictures that are spread over all that a source has."""
+    """Images that are spread over all that a source has."""
     wanted = min(count, len(source))
     at = torch.arange(wanted) if source.endless else torch.linspace(0, len(source) - 1, wanted).round().long()
     seen: Batch = source.batch(at, Draws(0, 0, wanted), torch.device("cpu"))

@@ -188,7 +188,7 @@ def sampler_fits(subject: Subject) -> Iterator[Finding]:
             f"a network that was distilled for few steps is sampled by {name}",
             (("time_cond_proj_dim", network["time_cond_proj_dim"]), ("_class_name", name)),
             "The network is told its guidance as an input: it is a consistency model, whose output at any time is the "
-            "picture itself, and a solver that follows its slope does not come out there.",
+            "image itself, and a solver that follows its slope does not come out there.",
             '"_class_name": "LCMScheduler", and 4 to 8 steps',
         )
     elif name in DISTILLED and not told and kind == "UNet2DConditionModel":

@@ -136,7 +136,7 @@ class Answer:
     def doubt(self) -> str:
         """In words, between what the images do not decide."""
         second = f" against {self.ranked[1]}" if len(self.best) > 1 else ""
-        return f"{self.name}{second} with confidence {self.confidence:.3f} from {self.scores.images} pictures"
+        return f"{self.name}{second} with confidence {self.confidence:.3f} from {self.scores.images} images"
 
 
 class Detected(NamedTuple):

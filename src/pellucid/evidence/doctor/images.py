@@ -232,19 +232,19 @@ def as_asked(subject: Subject) -> Iterable[Finding]:
                 ("with something that cannot be read", unread),
                 *said(scale),
             ),
-            "Pictures alone do not tell why: the model, its schedule or its guidance may be at fault.",
+            "Images alone do not tell why: the model, its schedule or its guidance may be at fault.",
             "Ask about the model (pellucid doctor MODEL --data scenes) and a run of it (--trace FILE).",
         )
     ]
 
 
 def queries(subject: Subject) -> list[tuple[Tensor, Query]]:
-    """Pictures whose files ask for a scene."""
+    """Images whose files ask for a scene."""
     return [(pixels, query) for pixels, query, _ in asked_for(subject) if query is not None]
 
 
 def asked_for(subject: Subject) -> Iterable[tuple[Tensor, Any, Recipe]]:
-    """Pictures whose files say what was asked for, as (pixels, query or None, recipe)."""
+    """Images whose files say what was asked for, as (pixels, query or None, recipe)."""
     if not isinstance(subject.images, Folder):
         return
     for file in subject.images.files[:MOST]:

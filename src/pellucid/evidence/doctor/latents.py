@@ -33,7 +33,7 @@ def scale(subject: Subject) -> Iterator[Finding]:
     right = factor / max(spread, TINY)
     facts = (
         ("standard deviation of the latents", spread), ("99 % interval", f"{low:.3g} to {high:.3g}"),
-        ("pictures", len(data.pixels)), ("scaling_factor", factor), ("that makes it 1", right),
+        ("images", len(data.pixels)), ("scaling_factor", factor), ("that makes it 1", right),
     )  # fmt: skip
     off = max(low, 1 / max(high, TINY))  # the end of the interval that is nearer to 1
     if off > OFF:

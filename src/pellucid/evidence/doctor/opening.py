@@ -103,7 +103,7 @@ def images_in(where: str) -> Any:
     """The images of a folder, of which one at least can be read."""
     found = open_images(where)
     if isinstance(found, Statistics):
-        raise PellucidError(rule("--images", "pictures", f"statistics in {where}"), "usage")
+        raise PellucidError(rule("--images", "images", f"statistics in {where}"), "usage")
     unread: list[str] = []
     if next(found.chunks(lambda _, why: unread.append(why)), None) is None:
         why = unread[0] if unread else f"{where} holds none."

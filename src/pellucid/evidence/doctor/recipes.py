@@ -30,7 +30,7 @@ def guidance(subject: Subject) -> Iterator[Finding]:
         f"the guidance scale is {most:g}, with no rule against burnt colours",
         (("scale", most), ("guarded at", GUARDED_SCALE)),
         "Guidance adds the difference of two predictions so many times over: the predicted image leaves the range of "
-        "pictures, colours saturate and bleed.",
+        "images, colours saturate and bleed.",
         f'--guidance "guarded {most:g}", or --guidance "{most:g} + rescale"',
     )
 

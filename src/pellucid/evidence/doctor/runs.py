@@ -304,7 +304,7 @@ def in_noise(subject: Subject) -> Iterator[Finding]:
             ("calls", plan.nfe),
             (f"at alpha below {NOTHING}", there),
             ("sigma / alpha of the first", plan.start.ratio),
-            ("of the first with a picture", last.ratio),
+            ("of the first with an image", last.ratio),
         ),
         "A grid that is even in powers or logarithms of sigma, such as Karras', is for schedules that end at a sigma "
         f"of about 14 or 80. This one goes on to {plan.start.ratio:.3g}, and {plan.nfe - there} calls are left for all "

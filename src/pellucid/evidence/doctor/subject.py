@@ -70,10 +70,10 @@ class Asked:
 
 @dataclass(frozen=True)
 class Data:
-    """Pictures that are known to be of the model's kind, cut to the size that it makes."""
+    """Images that are known to be of the model's kind, cut to the size that it makes."""
 
     pixels: Tensor = field(repr=False)  # (N, 3, H, W) in [0, 1]; of a network alone as it takes them
-    captions: tuple[str, ...] | None = None  # one an image, where they are known
+    captions: tuple[str, ...] | None = None  # one per image, where they are known
     labels: tuple[int, ...] | None = None  # the same for classes
     name: str = "data"
 

@@ -225,7 +225,7 @@ def overshot(trace: Trace, scale: float | None) -> list[Finding]:
         Finding(
             "guidance-overshoots",
             "warning",
-            f"at step {worst.index + 1} {beyond:.0%} of the prediction is beyond the range of pictures",
+            f"at step {worst.index + 1} {beyond:.0%} of the prediction is beyond the range of images",
             (
                 ("share of |x0| at or beyond the limit", beyond),
                 ("limit", trace.header.limit),

@@ -90,7 +90,7 @@ def clock(graph: Graph) -> list[tuple[str, ...]]:
     times = graph.times
     assert times is not None
     loop_time = times.step * graph.calls
-    stages = [("text", times.text, "text"), ("encode pictures", times.encode, "encode")]
+    stages = [("text", times.text, "text"), ("encode images", times.encode, "encode")]
     stages += [(f"{graph.calls} × one step of {words.milliseconds(times.step)}", loop_time, "denoise")]
     stages += [("decode", times.decode, "decode")]
     total = sum(value for _, value, _ in stages) or 1.0

@@ -130,7 +130,7 @@ def pace(graph: Graph) -> str:
 
 
 def took(node: Node) -> str:
-    """Milliseconds a call, and how often where it is more than once."""
+    """Milliseconds per call, and how often where it is more than once."""
     if node.milliseconds is None:
         return ""
     return milliseconds(node.milliseconds) + (f" × {node.calls}" if node.calls > 1 else "")

@@ -1,4 +1,4 @@
-"""Pictures of memory: the stages of a run as stacked bars, and strategies beside what they cost."""
+"""Images of memory: the stages of a run as stacked bars, and strategies beside what they cost."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def peak_bars(axes: Axes, place: int, row: Row, scale: float) -> None:
 def differences(axes: Axes, rows: Sequence[Row]) -> None:
     """Largest and mean difference as text: they span too many decades for bars."""
     axes.axis("off")
-    axes.set_title("picture: max · mean /255", loc="left", fontsize=9, color=INK)
+    axes.set_title("image: max · mean /255", loc="left", fontsize=9, color=INK)
     for place, row in enumerate(rows):
         if row.strategy.against == row.strategy.name:
             continue

@@ -106,7 +106,7 @@ def fid(a: Statistics | Tensor, b: Statistics | Tensor) -> float:
         raise PellucidError(rule("features", must, second.network[:8], "Make them again with its weights."), "features")
     if min(first.count, second.count) < 2:
         count = min(first.count, second.count)
-        raise PellucidError(rule("pictures for FID", "at least 2 on each side", count), "pictures-few")
+        raise PellucidError(rule("images for FID", "at least 2 on each side", count), "pictures-few")
     return frechet(first, second.to(first.mean.device), square_root(first.covariance))
 
 

@@ -100,7 +100,7 @@ def image_text(
 ) -> ImageText:
     """Of each image with the prompt of the same number. `resamples` 0 leaves the interval away."""
     if len(prompts) != len(images):
-        raise PellucidError(rule("prompts", f"{len(images)}, one a picture", len(prompts)), "prompts-count")
+        raise PellucidError(rule("prompts", f"{len(images)}, one per image", len(prompts)), "prompts-count")
     skipped: set[int] = set()
     found: list[Tensor] = []
     number, cut = 0, 0
@@ -117,7 +117,7 @@ def image_text(
             if progress is not None:
                 progress(len(part))
     if not found:
-        raise PellucidError(rule(f"pictures of {images.name}", "readable, at least one", "none"), "pictures-empty")
+        raise PellucidError(rule(f"images of {images.name}", "readable, at least one", "none"), "pictures-empty")
     cosines = torch.cat(found)
     interval = mean_interval(100 * cosines, resamples, seed) if resamples else None
     return ImageText(100 * float(cosines.double().mean()), interval, cosines, cut, len(skipped))
@@ -167,7 +167,7 @@ def three(raw: dict[str, Any], key: str, default: tuple[float, ...]) -> tuple[fl
 
 
 def read_prompts(path: str | Path, images: ImageSet) -> tuple[str, ...]:
-    """One prompt an image: a text file, a line each in the order of the images, or the .jsonl of an image folder.
+    """One prompt per image: a text file, a line each in the order of the images, or the .jsonl of an image folder.
 
     A line of .jsonl is {"file_name": …, "text": …}, with file names as they are in the folder, in any order.
     """
@@ -187,7 +187,7 @@ def read_prompts(path: str | Path, images: ImageSet) -> tuple[str, ...]:
 
 def by_name(lines: Sequence[str], place: Path, images: ImageSet) -> tuple[str, ...]:
     if not isinstance(images, Folder):
-        must = "a text file with one prompt a line, for images without names"
+        must = "a text file with one prompt per line, for images without names"
         raise PellucidError(rule("prompts", must, place.name), "prompts")
     table: dict[str, str] = {}
     for number, line in enumerate(lines, 1):

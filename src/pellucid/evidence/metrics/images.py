@@ -35,7 +35,7 @@ Skip = Callable[[int, str], object]  # the number of an image that could not be 
 
 
 class ImageSet(Protocol):
-    """Pictures in a fixed order."""
+    """Images in a fixed order."""
 
     name: str
 
@@ -50,10 +50,10 @@ class ImageSet(Protocol):
 
 @dataclass(frozen=True)
 class Pixels:
-    """Pictures (N, 3, H, W) uint8 in memory."""
+    """Images (N, 3, H, W) uint8 in memory."""
 
     images: Tensor = field(repr=False)
-    name: str = "pictures"
+    name: str = "images"
 
     def __len__(self) -> int:
         return len(self.images)
@@ -70,7 +70,7 @@ class Pixels:
 
 @dataclass(frozen=True)
 class Folder:
-    """Picture files in the order of their names, folders within folders included."""
+    """Image files in the order of their names, folders within folders included."""
 
     root: Path
     files: tuple[str, ...] = field(repr=False)  # relative to the root, with / between the parts
@@ -137,7 +137,7 @@ def folder_of(root: Path) -> Folder:
         named = (name for name in files if name.lower().endswith(SUFFIXES) and not name.startswith("."))
         found += [(inside / name).as_posix() for name in named]
         if len(found) > MAX_IMAGES:
-            raise PellucidError(rule(f"pictures in {root}", f"at most {MAX_IMAGES}", len(found)), "pictures-many")
+            raise PellucidError(rule(f"images in {root}", f"at most {MAX_IMAGES}", len(found)), "pictures-many")
     if not found:
         cifar = any((base / "test_batch.bin").is_file() for base in (root, root / "cifar-10-batches-bin"))
         advice = f"It is CIFAR-10: name {root}:train or {root}:test." if cifar else ""
@@ -197,7 +197,7 @@ def as_images(array: Tensor, path: Path) -> Tensor:
         must = "(N, H, W, 3) or (N, 3, H, W), and not both"
         raise PellucidError(rule(f"shape of {path.name}", must, shape), "picture-shape")
     if len(array) > MAX_IMAGES:
-        raise PellucidError(rule(f"pictures in {path.name}", f"at most {MAX_IMAGES}", len(array)), "pictures-many")
+        raise PellucidError(rule(f"images in {path.name}", f"at most {MAX_IMAGES}", len(array)), "pictures-many")
     return array if first else array.permute(0, 3, 1, 2)
 
 

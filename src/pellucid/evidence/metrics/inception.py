@@ -193,7 +193,7 @@ def block_8(channels: int, pool: Pool) -> Mixed:
 
 
 class Inception(nn.Module):
-    """Pictures (N, 3, H, W) uint8 → features (N, 2048) float32, in full float32 whatever torch is allowed elsewhere."""
+    """Images (N, 3, H, W) uint8 → features (N, 2048) float32, in full float32 whatever torch is allowed elsewhere."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class Inception(nn.Module):
 
     @torch.no_grad()
     def features(self, images: Tensor) -> Tensor:
-        """Pictures (N, 3, H, W) uint8, wherever they are → (N, 2048) float32 on the network's device, in one batch."""
+        """Images (N, 3, H, W) uint8, wherever they are → (N, 2048) float32 on the network's device, in one batch."""
         with exact(self.device):
             return self(self.laid_out(prepare(images.to(self.device))))
 
@@ -301,9 +301,9 @@ def batched(images: Tensor | Iterable[Tensor], device: torch.device, batch: int)
 def prepare(images: Tensor) -> Tensor:
     """(N, 3, H, W) uint8 → (N, 3, 299, 299) float32: resized, then (pixel − 128) / 128."""
     if images.dtype != torch.uint8:
-        raise PellucidError(rule("dtype of pictures", "uint8", str(images.dtype), "See to_bytes."), "picture-dtype")
+        raise PellucidError(rule("dtype of images", "uint8", str(images.dtype), "See to_bytes."), "picture-dtype")
     if images.ndim != 4 or images.shape[1] != 3 or 0 in images.shape[2:]:
-        raise PellucidError(rule("shape of pictures", "(N, 3, H, W)", tuple(images.shape)), "picture-shape")
+        raise PellucidError(rule("shape of images", "(N, 3, H, W)", tuple(images.shape)), "picture-shape")
     return (resize(images.float()) - 128.0) / 128.0
 
 
@@ -326,7 +326,7 @@ def taps(size: int, side: int, device: torch.device, dtype: torch.dtype) -> Tens
 
 
 def to_bytes(images: Tensor) -> Tensor:
-    """Pictures in [0, 1] → uint8, as a PNG would hold them: rounded to the nearest."""
+    """Images in [0, 1] → uint8, as a PNG would hold them: rounded to the nearest."""
     return (images.float().clamp(0, 1) * 255).round().to(torch.uint8)
 
 

@@ -111,4 +111,4 @@ def check(x: Tensor, y: Tensor) -> None:
         got = (tuple(x.shape), tuple(y.shape))
         raise PellucidError(rule("features", "(N, D) and (M, D)", got), "features")
     if min(len(x), len(y)) < 2:
-        raise PellucidError(rule("pictures for KID", "at least 2 on each side", min(len(x), len(y))), "pictures-few")
+        raise PellucidError(rule("images for KID", "at least 2 on each side", min(len(x), len(y))), "pictures-few")

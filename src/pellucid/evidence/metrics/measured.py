@@ -64,7 +64,7 @@ def measure(
     parts = list(found)
     if not parts:
         got = skipped[0] if skipped else "none"
-        raise PellucidError(f"pictures of {images.name} must be readable, at least one; got: {got}", "pictures-empty")
+        raise PellucidError(f"images of {images.name} must be readable, at least one; got: {got}", "pictures-empty")
     features = torch.cat(parts)
     return Measured(images.name, replace(Statistics.of(features), network=name), features, tuple(skipped))
 

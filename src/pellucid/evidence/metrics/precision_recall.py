@@ -40,7 +40,7 @@ def precision_recall(
         raise PellucidError(rule("features", "(N, D) and (M, D)", got), "features")
     few = min(len(images), len(reference))
     if not 1 <= neighbours < few:
-        must = f"from 1 to {few - 1}, below the number of pictures"
+        must = f"from 1 to {few - 1}, below the number of images"
         raise PellucidError(rule("neighbours", must, neighbours), "neighbours")
     reference = reference.to(images.device)
     inside = within(images, reference, radii(reference, neighbours, block), block)

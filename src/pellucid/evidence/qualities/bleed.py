@@ -21,7 +21,7 @@ def bled(pixels: Tensor, queries: Sequence[Query]) -> Tensor:
     """(N,) float64: 1 where colours bled, 0 where not, NaN where it cannot be told: `bleeding` of every reading."""
     known = checked(pixels)
     if len(queries) != len(known):
-        raise PellucidError(rule("queries", f"one for each of {len(known)} pictures", len(queries)), "qualities")
+        raise PellucidError(rule("queries", f"one for each of {len(known)} images", len(queries)), "qualities")
     readings = scenes.read(2 * unit(known) - 1)
     found = [bleeding(reading, query) for reading, query in zip(readings, queries, strict=True)]
     return torch.tensor([math.nan if one is None else float(one) for one in found], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Pictures as they are given: checked once, then measured some at a time, so that memory does not grow with them."""
+"""Images as they are given: checked once, then measured some at a time, so that memory does not grow with them."""
 
 from __future__ import annotations
 

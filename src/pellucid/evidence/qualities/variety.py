@@ -26,14 +26,14 @@ def diversity(given: Tensor, groups: Sequence[Hashable] | None = None) -> Tensor
     rows = features(given)
     names = [0] * len(rows) if groups is None else list(groups)
     if len(names) != len(rows):
-        raise PellucidError(rule("groups", f"one for each of {len(rows)} pictures", len(names)), "qualities")
+        raise PellucidError(rule("groups", f"one for each of {len(rows)} images", len(names)), "qualities")
     members: dict[Hashable, list[int]] = {}
     for i, name in enumerate(names):
         members.setdefault(name, []).append(i)
     found = torch.zeros(len(rows), dtype=torch.float64)
     for name, own in members.items():
         if len(own) < 2:
-            raise PellucidError(rule(f"pictures of {name!r}", "at least two", len(own)), "qualities")
+            raise PellucidError(rule(f"images of {name!r}", "at least two", len(own)), "qualities")
         apart = torch.cdist(rows[own], rows[own], compute_mode="donot_use_mm_for_euclid_dist")
         found[own] = apart.sum(1) / (len(own) - 1)
     return found

@@ -214,7 +214,7 @@ class Study:
         return self.folder / "pictures" / f"{self.guidances.index(guidance):03d}-{first:05d}.png"
 
     def shown(self, guidance: str) -> list[Image.Image]:
-        """Pictures of a cell, one a prompt."""
+        """Images of a cell, one per prompt."""
         found: list[Image.Image] = []
         for first in self.firsts:
             count = min(self.together, len(self.asked) - first, SHOWN - first)

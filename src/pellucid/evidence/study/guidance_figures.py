@@ -124,7 +124,7 @@ def compared_with(study: Study, cells: Mapping[str, Cell]) -> Reference | None:
     true = [row for row in study.records.rows if row["guidance"] == TRUE]
     if true:
         values = true[0]["figures"]
-        return Reference("true pictures", {name: math.fsum(values[name]) / len(values[name]) for name in LOOKS})
+        return Reference("true images", {name: math.fsum(values[name]) / len(values[name]) for name in LOOKS})
     plain = cells.get("1")
     return None if plain is None else Reference("unguided ones", {name: plain.figures[name].value for name in LOOKS})
 

@@ -27,7 +27,7 @@ LOOKS = ("saturation", "colourfulness", "sharpness")
 DIGITS = 6  # of a number in the records
 AT_ONCE = 32  # true images
 MOST_TRUE = 1000  # images of a reference that are looked at
-Row = dict[str, list[Any]]  # by figure, one value an image; of diversity one a prompt
+Row = dict[str, list[Any]]  # by figure, one value an image; of diversity one per prompt
 
 
 def looks(pixels: Tensor) -> Row:
@@ -92,9 +92,7 @@ def of_folder(where: str, size: tuple[int, int]) -> Row:
     for chunk in chunks(where):
         if tuple(chunk.shape[2:]) != size[::-1]:
             got = f"{chunk.shape[3]}×{chunk.shape[2]}"
-            raise PellucidError(
-                rule("pictures of --reference", f"{size[0]}×{size[1]}, as the model's", got), "reference"
-            )
+            raise PellucidError(rule("images of --reference", f"{size[0]}×{size[1]}, as the model's", got), "reference")
         rows.append(looks(chunk[:left]))
         left -= len(chunk)
         if left <= 0:
@@ -105,12 +103,12 @@ def of_folder(where: str, size: tuple[int, int]) -> Row:
 def opened(where: str) -> ImageSet:
     found = open_images(where)
     if isinstance(found, Statistics):
-        raise PellucidError(rule("--reference", "pictures", "statistics"), "reference")
+        raise PellucidError(rule("--reference", "images", "statistics"), "reference")
     return found
 
 
 def chunks(where: str) -> Iterator[Tensor]:
-    """Pictures (B, 3, H, W) uint8; one that cannot be read is refused."""
+    """Images (B, 3, H, W) uint8; one that cannot be read is refused."""
 
     def refuse(_: int, why: str) -> None:
         raise PellucidError(why, "reference")

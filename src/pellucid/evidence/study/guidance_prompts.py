@@ -38,7 +38,7 @@ def of_world(where: str) -> bool:
 
 
 def asked(where: str, seed: int) -> Asked:
-    """`scenes`, `scenes:N`, or a text file with a prompt a line."""
+    """`scenes`, `scenes:N`, or a text file with a prompt per line."""
     if of_world(where):
         _, colon, count = where.partition(":")
         if colon and not whole(count, MOST):

@@ -162,7 +162,7 @@ def doubts(found: Results) -> list[str]:
     if prompts >= FEW and not wide:
         return []
     return [
-        f"Doubtful: {counted(prompts, 'prompt')} with {counted(top.count, 'picture')} a guidance hardly tell one from "
+        f"Doubtful: {counted(prompts, 'prompt')} with {counted(top.count, 'image')} a guidance hardly tell one from "
         f"another ({kind.title} of the best: {figure.words(kind.percent)}), so that more seem useful than are. Give "
         "more --prompts."
     ]

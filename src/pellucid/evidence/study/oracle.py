@@ -93,7 +93,7 @@ class OracleStudy:
 def check(one: Setup) -> None:
     """Refuses an unknown sampler or option, and an inversion."""
     if entry_of(one).family == "inversion":
-        raise PellucidError(rule("sampler", "one that ends in a picture", one.sampler), "study-sampler")
+        raise PellucidError(rule("sampler", "one that ends in an image", one.sampler), "study-sampler")
     compile_plan(one.sampler, steps=3, **dict(one.options))
 
 

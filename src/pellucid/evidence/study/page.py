@@ -75,7 +75,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Images:
-    """Pictures by cell: two cells at a time, chosen by buttons or by a click on a chart. `first` are shown at once."""
+    """Images by cell: two cells at a time, chosen by buttons or by a click on a chart. `first` are shown at once."""
 
     title: str
     cells: Sequence[Cell]
@@ -87,7 +87,7 @@ class Images:
     def __post_init__(self) -> None:
         keys = [cell.key for cell in self.cells]
         if len(set(keys)) != len(keys) or any(not cell.images for cell in self.cells):
-            raise PellucidError(rule("cells of pictures", "of different keys, none empty", keys), "pictures")
+            raise PellucidError(rule("cells of images", "of different keys, none empty", keys), "pictures")
 
     def html(self) -> str:
         side = self.fitting_side()

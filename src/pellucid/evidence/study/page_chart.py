@@ -29,7 +29,7 @@ class Axis:
 @dataclass(frozen=True)
 class Series:
     """One line. `low` and `high` are the ends of an interval a point, `labels` a line of words for the pointer, `href`
-    the key of a cell of `Pictures` that a click shows. A point that is not finite is left out; without `points` there
+    the key of a cell of `Images` that a click shows. A point that is not finite is left out; without `points` there
     is the line alone."""
 
     name: str

@@ -136,7 +136,7 @@ class Study:
         return [half(cell, self.subject.schedule, self.subject.target) for cell in self.converged]
 
     def todo(self) -> int:
-        """Model calls an image that are still to be made, summed over batches: what a bar counts."""
+        """Model calls per image that are still to be made, summed over batches: what a bar counts."""
         return sum(cell.nfe for first in self.config.firsts(self.shard) for cell in self.missing(first))
 
     def missing(self, first: int) -> list[Cell]:
@@ -213,5 +213,5 @@ def check_prompts(config: SamplerStudy, subject: Subject) -> None:
         must = f"left out: {subject.name} takes neither text nor labels"
         raise PellucidError(rule("prompts", must, len(config.prompts)), "no-text")
     if subject.asks != "nothing" and not config.prompts:
-        what = "one a line" if subject.asks == "prompt" else "a class a line"
+        what = "one per line" if subject.asks == "prompt" else "a class a line"
         raise PellucidError(rule("prompts", f"given to {subject.name}, {what}", "none"), "prompts")

@@ -173,7 +173,7 @@ class Figures:
         return found
 
     def about_intervals(self) -> str:
-        unit = "prompts" if self.results.by_prompt else "pictures"
+        unit = "prompts" if self.results.by_prompt else "images"
         return (
             f"Intervals hold 95 % of {self.results.resamples:,} resamples in which {unit} were drawn again, the same "
             "ones for every cell: differences between cells are surer than their intervals. They say nothing of other "

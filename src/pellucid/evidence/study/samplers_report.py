@@ -57,9 +57,9 @@ def headline(found: Figures) -> str:
     prompts = f"{len(config.prompts):,} prompts × " if config.prompts else ""
     seeds = "1 seed" if config.seeds == 1 else f"{config.seeds:,} seeds"
     guidance = f"guidance {found.study.subject.guidance if config.guidance is None else config.guidance}"
-    words = [f"{results.count:,} images a cell ({prompts}{seeds})", guidance, f"times on {found.clock.machine}"]
+    words = [f"{results.count:,} images per cell ({prompts}{seeds})", guidance, f"times on {found.clock.machine}"]
     if results.count < config.images:
-        words.append(f"unfinished: {results.count:,} of {config.images:,} pictures")
+        words.append(f"unfinished: {results.count:,} of {config.images:,} images")
     return " · ".join(words)
 
 
@@ -68,7 +68,7 @@ def headline(found: Figures) -> str:
 
 def all_charts(found: Figures) -> dict[str, Chart]:
     calls = Axis("model calls (NFE)", True, ticks(found))
-    seconds = Axis("seconds a picture", True)
+    seconds = Axis("seconds per image", True)
     made: dict[str, Chart] = {}
     for name, column in found.columns.items():
         made[f"{name}_calls"] = curve(found, column, calls, [float(cell.nfe) for cell in found.cells])
@@ -128,7 +128,7 @@ def latency(found: Figures, axis: Axis) -> Chart:
         lows, highs = [low for low, _ in spread], [high for _, high in spread]
         series.append(Series(text, calls, medians, lows, highs, [], [found.cells[i].label for i in held], colour))
     note = f"One image at a time, warm: median and quartiles of {found.study.config.rounds} rounds."
-    return Chart("Seconds an image against model calls", series, axis, Axis("seconds a picture", True), (), note)
+    return Chart("Seconds per image against model calls", series, axis, Axis("seconds per image", True), (), note)
 
 
 def colours(found: Figures) -> dict[str, str]:
@@ -237,7 +237,7 @@ def images(found: Figures) -> Images:
         cells.append(Cell(one.key, study.files.images(one, first, count)[:SHOWN], "the same sampler's own"))
     knee = found.verdict.knee
     shown = (CONVERGED, found.cells[knee.cell].label if knee is not None else found.cells[0].label)
-    return Images("Pictures by cell", cells, "The same prompts and noise in every cell.", shown)
+    return Images("Images by cell", cells, "The same prompts and noise in every cell.", shown)
 
 
 # --- for programs ----------------------------------------------------------------------------------------------

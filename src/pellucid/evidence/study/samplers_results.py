@@ -49,12 +49,12 @@ class Measure:
 MEASURES = {
     one.name: one
     for one in (
-        Measure("distance", "RMSE to the converged picture", True),
+        Measure("distance", "RMSE to the converged image", True),
         Measure("latent", "RMSE to the converged latents", True),
         Measure("kid", "KID × 10³", True, 1e3, 3),
         Measure("fid", "FID", True, 1.0, 2),
         Measure("image_text", "image-text score", False, 1.0, 2),
-        Measure("right", "pictures that are all right, %", False, 100.0, 1),
+        Measure("right", "images that are all right, %", False, 100.0, 1),
     )
 }
 
@@ -85,7 +85,7 @@ class Results:
 
     @property
     def count(self) -> int:
-        """Pictures of each cell."""
+        """Images of each cell."""
         return len(self.numbers)
 
     @cached_property

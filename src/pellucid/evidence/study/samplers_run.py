@@ -60,7 +60,7 @@ def study(
     if processes != 1 or ray:
         share(opened, pipe, given, device, processes, ray, bar)
         opened = Study(config, opened.subject, folder)
-    with bar("making and scoring pictures", opened.todo()) as done:
+    with bar("making and scoring images", opened.todo()) as done:
         opened.run(who.scorers, done)
     clock = Clock(opened)
     with bar("timing", sum(cell.nfe for _, cell in clock.missing())) as done:
@@ -89,7 +89,7 @@ def share(
         return
     before = samplers_shards.batches_in(folder)
     total = sum(len(opened.missing(first)) for first in config.firsts())
-    with bar("making and scoring pictures", total) as done:
+    with bar("making and scoring images", total) as done:
         told = before
 
         def seen(count: int) -> None:

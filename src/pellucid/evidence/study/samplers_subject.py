@@ -30,7 +30,7 @@ IMAGE_TEXT = "image_text"  # the folder of a bundle in which its CLIP lies
 
 @dataclass(frozen=True)
 class Made:
-    """Pictures as a person sees them, and x at the end of the run in the frame of clean data, (B, C, H, W) float32."""
+    """Images as a person sees them, and x at the end of the run in the frame of clean data, (B, C, H, W) float32."""
 
     images: list[Image.Image]
     latents: Tensor
@@ -80,7 +80,7 @@ class Subject:
         else:
             found = self.pipe(n=len(seeds), seed=seeds, **how)
         if len(found.images) != len(seeds):
-            raise PellucidError(rule("images", f"{len(seeds)}, one a seed", len(found.images)), "study-pictures")
+            raise PellucidError(rule("images", f"{len(seeds)}, one per seed", len(found.images)), "study-pictures")
         end = found.plan.end.alpha if found.plan.dialect == "exact" else 1.0
         return Made(list(found.images), (found.latents / (end or 1.0)).float().cpu())
 

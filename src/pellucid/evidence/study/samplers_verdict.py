@@ -98,10 +98,10 @@ def sentence(cells: list[Cell], column: Column, latencies: list[Latency], knee: 
         return "No sampler can be recommended: no cell has finite figures."
     cell, measure, i = cells[knee.cell], column.measure, knee.cell
     seconds = latencies[i].median
-    cost = f"{cell.nfe} model calls" + (f", {short(seconds, 3)} s an image," if np.isfinite(seconds) else "")
+    cost = f"{cell.nfe} model calls" + (f", {short(seconds, 3)} s per image," if np.isfinite(seconds) else "")
     figure = interval(column, i)
     gives = {
-        "distance": f"leave it {figure} RMSE from the converged picture",
+        "distance": f"leave it {figure} RMSE from the converged image",
         "latent": f"leave it {figure} RMSE from the converged latents",
     }.get(measure.name, f"give {measure.amount(figure)}")
     steps = f"with {cell.steps} steps" if cell.setup.file is None else "as it is"

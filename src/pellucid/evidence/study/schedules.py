@@ -185,7 +185,7 @@ class Study:
         """Made for the first score: until then a process that shares the study may have seen the training images."""
         c, images = self.config, trainer.source.data.images  # type: ignore[union-attr]
         assert self.inception is not None
-        self.say(f"features of {min(c.reference, len(images)):,} training pictures")
+        self.say(f"features of {min(c.reference, len(images)):,} training images")
         return Judge.of(images, self.inception, c.reference, c.neighbours, self.folder / FEATURES)
 
     def train(self, trainer: Trainer, step: int) -> None:

@@ -67,11 +67,11 @@ def quality(found: Results, path: Path) -> Path:
 def told(found: Results) -> str:
     """How to read the chart of quality."""
     s = found.study
-    words = [f"FID of {s.samples:,} pictures"]
+    words = [f"FID of {s.samples:,} images"]
     if s.samples < s.final_samples:
         words.append(f"hollow: of {s.final_samples:,}")
     seeds = max((len(found.at(name, step)) for name in s.schedules for step in s.points), default=1)
-    words.append(f"bars: lowest and highest of {seeds} seeds" if seeds > 1 else "bars: 95 % of other pictures")
+    words.append(f"bars: lowest and highest of {seeds} seeds" if seeds > 1 else "bars: 95 % of other images")
     return " · ".join(words)
 
 

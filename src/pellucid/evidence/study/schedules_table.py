@@ -64,7 +64,7 @@ def final(found: Results) -> Table:
                 f"{seconds:,.0f} s",
             )
         )
-    columns = ("schedule", "step", "pictures", *(title for _, title, _ in METRICS), "precision", "recall")
+    columns = ("schedule", "step", "images", *(title for _, title, _ in METRICS), "precision", "recall")
     last = (LAST_CALL, "loss", "gradient norm", "its spread", "training")
     note = (
         "± is one standard deviation over the seeds; brackets hold 95 % of other images of one run. The last call "

@@ -183,7 +183,7 @@ def curves(figure: Any, steps: list[Step], image: int, trace: Trace) -> None:
         work: np.array([one.get(work, math.nan) for one in spent]) * 1e3
         for work in ("model", "update", "noise", "observe")
     }
-    panel(panels[5], "ms a step" + (", on the device" if on_device else ""), at, works, 0, log=True)
+    panel(panels[5], "ms per step" + (", on the device" if on_device else ""), at, works, 0, log=True)
     for axes in panels[3:]:
         axes.set_xlabel("step", fontsize=9, color=charts.INK)
 

@@ -135,7 +135,7 @@ class Noted:
     readings: tuple[tuple[str, tuple[tuple[float, float], ...]], ...]  # (name, (k_x, k)…): x0 is k_x·x + k·tensor
     alphas: tuple[float, ...]
     sigmas: tuple[float, ...]
-    factors: tuple[float, ...]  # local error: of the change of x0, one an image
+    factors: tuple[float, ...]  # local error: of the change of x0, one per image
     corrects: tuple[bool, ...]  # local error: a row that ends at its own level corrects x
 
     @property
@@ -155,7 +155,7 @@ def measured(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def levels_of(seen: StepSeen) -> tuple[Level, ...]:
-    """The level of the call, one an image."""
+    """The level of the call, one per image."""
     return tuple(seen.rows[k % len(seen.rows)].level for k in range(len(seen.images)))
 
 

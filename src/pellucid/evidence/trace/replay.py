@@ -166,7 +166,7 @@ def noise_of(trace: Trace) -> NoiseSource | str:
 
 
 def words_of(recipes: Sequence[Recipe]) -> dict[str, Any]:
-    """The texts and labels of a batch, one an image. No text is an empty one: a model without text takes that too."""
+    """The texts and labels of a batch, one per image. No text is an empty one: a model without text takes that too."""
     prompts, negatives = [r.prompt for r in recipes], [r.negative_prompt for r in recipes]
     labels = [r.conditioning.get("label") for r in recipes]
     seconds = {name: [r.conditioning.get(name) for r in recipes] for name in SECOND}

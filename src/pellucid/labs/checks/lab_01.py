@@ -99,6 +99,6 @@ def logs(mistakes: Mapping[str, Tensor]) -> dict[str, Tensor]:
 CHECKS: list[Check] = [
     Check("ᾱ is what all steps leave", check_alpha_bar),
     Check("one step", check_stepped),
-    Check("the jump, a time for each picture", check_noised),
+    Check("the jump, a time for each image", check_noised),
     Check("the signal-to-noise ratio", check_snr),
 ]

@@ -41,7 +41,7 @@ def check_trailing(answer: ModuleType) -> None:
             "linspace, which ends at time 0 and has other strides": [
                 (num_train - 1) * (steps - 1 - i) / (steps - 1) for i in range(steps)
             ],
-            "the least noise first: a run goes from noise to picture": [*map(float, wanted[::-1])],
+            "the least noise first: a run goes from noise to image": [*map(float, wanted[::-1])],
             "times from num_train on: the last time is num_train − 1": [time + 1 for time in wanted],
         }
         same = [

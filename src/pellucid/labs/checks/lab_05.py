@@ -89,15 +89,15 @@ def check_out(answer: ModuleType) -> None:
             wanted = vae.decode(latents).clamp(-1, 1)
             for one in (vae, other):
                 got = answer.to_images(one, latents)
-                far = off(got, wanted, "pictures")
+                far = off(got, wanted, "images")
                 if far < 5 * CLOSE:
                     continue
                 hint = "take out what encoding put in: latents / scale + shift"
-                if off(got, one.decode(latents).clamp(-1, 1), "pictures") < 5 * CLOSE:
+                if off(got, one.decode(latents).clamp(-1, 1), "images") < 5 * CLOSE:
                     hint = "this is what you get when the scale and the shift are forgotten before decoding"
                 elif float(got.abs().max()) > 1:
                     hint = "the decoder's output goes beyond [−1, 1]: clamp it"
-                raise Wrong(f"pictures must be the decoder's to {5 * CLOSE:g}; off by {far:.3f}; {hint}.")
+                raise Wrong(f"images must be the decoder's to {5 * CLOSE:g}; off by {far:.3f}; {hint}.")
 
 
 def check_decibels(answer: ModuleType) -> None:
@@ -108,7 +108,7 @@ def check_decibels(answer: ModuleType) -> None:
     wanted = 20 * torch.log10(2 / scale)
     far = off(got, wanted, "decibels")
     if far > 0.01:
-        hint = "10·log10(4 / mean square), the mean over (3, H, W) of each picture"
+        hint = "10·log10(4 / mean square), the mean over (3, H, W) of each image"
         if off(got, 20 * torch.log10(1 / scale), "decibels") < 0.01:
             hint = "pixels go from −1 to 1, so the peak is 2 and its square 4"
         raise Wrong(f"decibels must be {[round(v, 1) for v in wanted.tolist()]}; off by {far:.2f}; {hint}.")
@@ -131,8 +131,8 @@ def check_noised(answer: ModuleType) -> None:
 
 
 CHECKS: list[Check] = [
-    Check("pictures to latents", check_in),
-    Check("latents to pictures", check_out),
+    Check("images to latents", check_in),
+    Check("latents to images", check_out),
     Check("decibels", check_decibels),
     Check("noise on latents", check_noised),
 ]

@@ -108,14 +108,12 @@ def check_decode(answer: ModuleType) -> None:
         wanted = ((vae.decode(result.latents) + 1) / 2).clamp(0, 1)
         for one in (vae, large):
             got = answer.decode(one, result.latents)
-            far = off(got, wanted, "the picture")
+            far = off(got, wanted, "the image")
             if far > 2e-3:
                 hint = "divide the latents by config.scaling_factor, decode, and bring [−1, 1] to [0, 1]"
-                if off(got, 2 * wanted - 1, "the picture") < 2e-3:
+                if off(got, 2 * wanted - 1, "the image") < 2e-3:
                     hint = "this is the image in [−1, 1]: add 1 and halve"
-                elif (
-                    one is large and off(got, ((one.decode(result.latents) + 1) / 2).clamp(0, 1), "the picture") < 2e-3
-                ):
+                elif one is large and off(got, ((one.decode(result.latents) + 1) / 2).clamp(0, 1), "the image") < 2e-3:
                     hint = "this is what you get without scaling_factor; it is 1 in scenes-128 and 0.18215 elsewhere"
                 raise Wrong(f"the image must be the decoder's to 0.002; off by {far:.3f}; {hint}.")
 
@@ -131,7 +129,7 @@ def check_whole(answer: ModuleType) -> None:
         latents = answer.denoise(parts.network, scheduler, first_noise(), context, SCALE)
         got = answer.decode(parts.vae, latents)
     wanted = (to_tensor(result.images) + 1) / 2
-    if (far := off(got, wanted, "the picture")) > 1.6 / 255:
+    if (far := off(got, wanted, "the image")) > 1.6 / 255:
         raise Wrong(f"the image must be that of pipe(prompt) within 1 of 255; off by {255 * far:.1f} of 255.")
 
 
@@ -140,5 +138,5 @@ CHECKS: list[Check] = [
     Check("text encoder", check_states),
     Check("the loop", check_denoise),
     Check("VAE", check_decode),
-    Check("the whole picture", check_whole),
+    Check("the whole image", check_whole),
 ]

@@ -125,7 +125,7 @@ for i, grid in enumerate(grids):
     high = sum(row.level.sigma / row.level.alpha > 30 for row in plan.rows)
     print(f"{grid:9s} first time {plan.rows[0].time:6.1f}, {high} of {plan.nfe} calls above σ/α 30")
 axis.set(yticks=range(4), yticklabels=grids, ylim=(-0.5, 3.5), title="Where a grid calls")
-axis.set_xlabel("λ of the call: noise ← → picture")
+axis.set_xlabel("λ of the call: noise ← → image")
 
 # %%
 # What to notice

@@ -20,7 +20,7 @@ spread, because the noise schedule was made for data of that size. Before decodi
 # %%
 # Shapes
 # ------
-# True scenes go through the encoder. Eight pixels a side become one latent; three channels become four.
+# True scenes go through the encoder. Eight pixels per side become one latent; three channels become four.
 import copy
 import math
 import time
@@ -45,7 +45,7 @@ images = scenes.render(batch, 128)  # in [−1, 1]
 with torch.no_grad():
     posterior = vae.encode(images)
 z = posterior.mean
-print(f"pictures {tuple(images.shape)} → latents {tuple(z.shape)}: {images[0].numel() // z[0].numel()} times fewer")
+print(f"images {tuple(images.shape)} → latents {tuple(z.shape)}: {images[0].numel() // z[0].numel()} times fewer")
 print(
     f"spread of the latents {z.std():.2f}; scaling factor {vae.config.scaling_factor}, shift {vae.config.shift_factor}"
 )
@@ -79,7 +79,7 @@ assert decibels(back, images) > 35
 figure, grid = plt.subplots(2, 6, figsize=(8, 3), layout="constrained")
 for line in range(2):
     shown = [images[line], back[line], *z[line]]
-    names = ["picture", "round trip", *(f"latent {k}" for k in range(4))]
+    names = ["image", "round trip", *(f"latent {k}" for k in range(4))]
     for axis, one, name in zip(grid[line], shown, names, strict=True):
         flat = one.ndim == 2
         axis.imshow(one if flat else ((one.clamp(-1, 1) + 1) / 2).permute(1, 2, 0), cmap="gray" if flat else None)
@@ -165,10 +165,10 @@ for n, call, one in zip(sides, calls, decodes, strict=True):
 forecast = predict(pipe, request_for(pipe, size=(128, 128), batch=1)).stages
 figure, axes = plt.subplots(1, 2, figsize=(8, 2.8), layout="constrained")
 axes[0].bar(list(forecast), [peak.activations / 2**20 for peak in forecast.values()])
-axes[0].set(ylabel="MiB of activations at the peak", title="128×128, one picture")
+axes[0].set(ylabel="MiB of activations at the peak", title="128×128, one image")
 axes[1].plot([8 * n for n in sides], [1000 * c for c in calls], marker="o", label="one denoiser call")
 axes[1].plot([8 * n for n in sides], [1000 * d for d in decodes], marker="o", label="decoding")
-axes[1].set(xlabel="pixels a side", ylabel="ms", title="Time")
+axes[1].set(xlabel="pixels per side", ylabel="ms", title="Time")
 axes[1].legend()
 for name in ("denoise", "decode"):
     print(f"{name}: {in_words(forecast[name].activations)} of activations, owned by {forecast[name].owner}")
@@ -245,7 +245,7 @@ assert ratio > 1
 # ----------------------
 # "The state of latent diffusion is z, (B, 4, H/8, W/8), scaled to about unit spread. The VAE is outside of the loop:
 # it encodes once for image-to-image, decodes once at the end. Its round trip, in decibels at the top of this page,
-# bounds the quality of every image. The tradeoff: 48 times fewer numbers a step against a lossy end and a decoder
+# bounds the quality of every image. The tradeoff: 48 times fewer numbers per step against a lossy end and a decoder
 # that owns the memory peak; tiling and slicing are for that. Two things I check in new code: the scaling factor on
 # both ways, and that noise is added after the encoder."
 #

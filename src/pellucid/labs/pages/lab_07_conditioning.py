@@ -240,7 +240,7 @@ for name, values in cost.items():
     print(f"{name}: time grows with the area to the power of", ", ".join(f"{slope:.2f}" for slope in slopes))
 axis.set_xticks([n * n for n in areas], [str(n * n) for n in areas])
 axis.set_xticks([], minor=True)
-axis.set(xlabel="latent places (side squared)", ylabel="ms a call", title="Cost of a call")
+axis.set(xlabel="latent places (side squared)", ylabel="ms per call", title="Cost of a call")
 axis.legend()
 
 # %%

@@ -221,11 +221,11 @@ assert code == "lora-nothing"
 # Say it in an interview
 # ----------------------
 # "A LoRA is a low-rank difference of weights, W + s·(alpha/r)·B·A, layer by layer. B·A has the shape (out, in) of the
-# weight and rank r, so the file holds r·(in + out) numbers a layer and not in·out. It lives in the weights: the latent,
-# the plan and the number of model calls stay as they are. Merged it costs nothing at run time and serves all requests;
-# kept beside, it costs r·(in + out) multiplications a token, or one new weight a request, and each request may have its
-# own. When a LoRA 'does nothing' I look at the keys that were not matched; when it destroys images, at alpha / rank
-# and the strength."
+# weight and rank r, so the file holds r·(in + out) numbers per layer and not in·out. It lives in the weights: the
+# latent, the plan and the number of model calls stay as they are. Merged it costs nothing at run time and serves all
+# requests; kept beside, it costs r·(in + out) multiplications per token, or one new weight per request, and each
+# request may have its own. When a LoRA 'does nothing' I look at the keys that were not matched; when it destroys
+# images, at alpha / rank and the strength."
 #
 # Your turn
 # ---------

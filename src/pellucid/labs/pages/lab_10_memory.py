@@ -80,7 +80,7 @@ for stage, label in (("denoise", "activations of the UNet"), ("decode", "activat
 fig, axis = plt.subplots(figsize=(7, 3.2), layout="constrained")
 for label, sizes in lines.items():
     axis.loglog(sides, [size / 2**20 for size in sizes], marker="o", label=label)
-axis.set(xlabel="side of the image, pixels", ylabel="MiB at the peak", title="What grows with the picture")
+axis.set(xlabel="side of the image, pixels", ylabel="MiB at the peak", title="What grows with the image")
 axis.set_xticks(sides, [str(side) for side in sides])
 axis.minorticks_off()
 axis.legend()

@@ -30,5 +30,5 @@ def rescaled(cond: Tensor, uncond: Tensor, scale: float, phi: float) -> Tensor:
 
 
 def latents_called(scales: Sequence[float]) -> int:
-    """How many latents go through the network in a run of one image with these scales, one a step."""
+    """How many latents go through the network in a run of one image with these scales, one per step."""
     raise NotImplementedError

@@ -16,7 +16,7 @@ def to_latents(vae: AutoencoderKL, images: Tensor) -> Tensor:
 
 
 def to_images(vae: AutoencoderKL, latents: Tensor) -> Tensor:
-    """Pictures from scaled latents, within [−1, 1]."""
+    """Images from scaled latents, within [−1, 1]."""
     raise NotImplementedError
 
 
@@ -26,5 +26,5 @@ def decibels(a: Tensor, b: Tensor) -> Tensor:
 
 
 def noised(vae: AutoencoderKL, images: Tensor, alpha: float, sigma: float, noise: Tensor) -> Tensor:
-    """Pictures as x at a level, the input of a denoiser; the noise is (batch, 4, H/8, W/8)."""
+    """Images as x at a level, the input of a denoiser; the noise is (batch, 4, H/8, W/8)."""
     raise NotImplementedError
