@@ -19,7 +19,7 @@ from pellucid.interop.components import (
     TEXT_PARTS,
     TOKENIZER_PARTS,
     Components,
-    Wanted,
+    LoadOptions,
     build,
     named_classes,
     read_config,
@@ -78,7 +78,7 @@ class Part:
     notes: tuple[str, ...] = ()
 
 
-def read(folder: Path, wanted: Wanted, name: str | None = None) -> Components:
+def read(folder: Path, wanted: LoadOptions, name: str | None = None) -> Components:
     """The components of a diffusers folder, or of a folder that holds one network with its scheduler."""
     index = index_of(folder)
     listed = named_classes(index)
@@ -236,7 +236,7 @@ def _left_out(listed: Mapping[str, str]) -> list[str]:
 # Its parts
 
 
-def read_part(folder: Path, kind: str, wanted: Wanted, config: Mapping[str, Any] | None = None) -> Part:
+def read_part(folder: Path, kind: str, wanted: LoadOptions, config: Mapping[str, Any] | None = None) -> Part:
     """One network from its folder."""
     raw = weights.read_json(folder / CONFIG)
     kind = str(raw.get("_class_name", kind)) if kind == "MultiControlNetModel" else kind
@@ -251,14 +251,14 @@ def read_part(folder: Path, kind: str, wanted: Wanted, config: Mapping[str, Any]
     return Part(network, found.variant, tuple(notes))
 
 
-def _check_variant(parts: Mapping[str, Part], wanted: Wanted) -> None:
+def _check_variant(parts: Mapping[str, Part], wanted: LoadOptions) -> None:
     if wanted.variant is not None and all(part.variant != wanted.variant for part in parts.values()):
         raise PellucidError(
             rule("variant", "one that the model has", wanted.variant, "Leave it out for the plain weights."), "variant"
         )
 
 
-def _read_controlnets(folder: Path, parts: Mapping[str, Part], wanted: Wanted) -> tuple[Any, ...]:
+def _read_controlnets(folder: Path, parts: Mapping[str, Part], wanted: LoadOptions) -> tuple[Any, ...]:
     """The ControlNet of a pipeline; several lie in controlnet, controlnet_1, controlnet_2, …"""
     if "controlnet" not in parts:
         return ()
@@ -269,7 +269,7 @@ def _read_controlnets(folder: Path, parts: Mapping[str, Part], wanted: Wanted) -
     return tuple(found)
 
 
-def _read_tokenizers(folder: Path, listed: Mapping[str, str], wanted: Wanted) -> tuple[Tokenizer, ...]:
+def _read_tokenizers(folder: Path, listed: Mapping[str, str], wanted: LoadOptions) -> tuple[Tokenizer, ...]:
     if wanted.tokenizer is not None:
         raise PellucidError(
             rule("tokenizer", "left out for a folder, which has its own", str(wanted.tokenizer)), "tokenizer"
@@ -331,7 +331,7 @@ def labels_of(index: Mapping[str, Any]) -> dict[int, str]:
     return {int(key): str(value) for key, value in named.items()}
 
 
-def read_component(folder: Path, wanted: Wanted, config: Mapping[str, Any] | None = None) -> Part:
+def read_component(folder: Path, wanted: LoadOptions, config: Mapping[str, Any] | None = None) -> Part:
     """A folder that holds one component: a ControlNet, a VAE, an encoder."""
     kind = class_in(folder)
     if kind is None or (folder / INDEX).is_file():

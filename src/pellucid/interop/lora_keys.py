@@ -47,7 +47,7 @@ _ENDINGS = {
 _ENDING = re.compile("(?P<stem>.+?)(?:" + "|".join(f"(?P<{part}>{end})" for part, end in _ENDINGS.items()) + ")")
 
 
-class Part(NamedTuple):
+class KeyParts(NamedTuple):
     """A key of a file, taken apart: the layer as the file spells it, and what of the layer it holds."""
 
     stem: str
@@ -61,13 +61,13 @@ class Layer(NamedTuple):
     name: str
 
 
-def take_apart(key: str) -> Part | None:
+def take_apart(key: str) -> KeyParts | None:
     """A key as stem and part, or None where its ending is not known."""
     match = _ENDING.fullmatch(key)
     if match is None:
         return None
     part = match["name"] or next(part for part in _ENDINGS if match[part] is not None)
-    return Part(match["stem"], part)
+    return KeyParts(match["stem"], part)
 
 
 class Spellings:

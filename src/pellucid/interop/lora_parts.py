@@ -51,14 +51,14 @@ class Strength:
 
 
 @dataclass(frozen=True)
-class Made:
+class LayerDelta:
     """A difference, and which parts of the layer it used."""
 
     delta: Delta
     used: set[str]
 
 
-def make(parts: Parts, strength: Strength, base: Shape) -> Made | None:
+def make(parts: Parts, strength: Strength, base: Shape) -> LayerDelta | None:
     """The difference that a layer's parts describe, for a base weight of this shape; None where they describe none."""
     kind = next((kind for kind, names in _KINDS.items() if names & parts.keys()), None)
     if kind is None:
@@ -76,7 +76,7 @@ def make(parts: Parts, strength: Strength, base: Shape) -> Made | None:
         if name in parts:
             used |= {name}
             delta = DoRA(inner=delta, magnitude=parts[name].flatten(), axis=_norm_axis(name, parts[name], base))
-    return Made(delta if bias is None else replace(delta, bias=bias), used)
+    return LayerDelta(delta if bias is None else replace(delta, bias=bias), used)
 
 
 def _norm_axis(name: str, magnitude: Tensor, base: Shape) -> int:

@@ -21,7 +21,7 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.interop import diffusers_config, hub, weights
 from pellucid.interop import single_file_config as configs
 from pellucid.interop import single_file_keys as keys
-from pellucid.interop.components import Components, Wanted, build, read_config
+from pellucid.interop.components import Components, LoadOptions, build, read_config
 from pellucid.interop.diffusers_export import TARGET_NAMES
 from pellucid.interop.family import INPAINT_CHANNELS, REFINER, SD1, SD2_BASE, SDXL, check_fit
 from pellucid.interop.tokenizer import Tokenizer
@@ -122,7 +122,7 @@ LAYOUTS = {
 }
 
 
-def read(path: Path, wanted: Wanted) -> Components:
+def read(path: Path, wanted: LoadOptions) -> Components:
     """The components of a whole checkpoint in one file."""
     _check_unasked(wanted)
     tensors = weights.read(path)
@@ -154,7 +154,7 @@ def read(path: Path, wanted: Wanted) -> Components:
     )
 
 
-def _check_unasked(wanted: Wanted) -> None:
+def _check_unasked(wanted: LoadOptions) -> None:
     if wanted.variant is not None:
         raise PellucidError(rule("variant", "left out for a single file", wanted.variant), "variant")
 
@@ -292,36 +292,36 @@ def _ema_note(tensors: Mapping[str, Tensor]) -> list[str]:
 # Its networks
 
 
-def _read_unet(tensors: Mapping[str, Tensor], size: int, wanted: Wanted) -> Any:
+def _read_unet(tensors: Mapping[str, Tensor], size: int, wanted: LoadOptions) -> Any:
     config = configs.unet_config(tensors, size)
     found = keys.renamed(tensors, keys.unet_table(config), "UNet")
     return _built("UNet2DConditionModel", config, found, "unet", wanted)
 
 
-def _read_vae(tensors: Mapping[str, Tensor], more: Mapping[str, Any], wanted: Wanted) -> Any:
+def _read_vae(tensors: Mapping[str, Tensor], more: Mapping[str, Any], wanted: LoadOptions) -> Any:
     config = {**configs.vae_config(tensors), **more}
     return _built("AutoencoderKL", config, keys.vae_tensors(tensors, config), "vae", wanted)
 
 
-def _read_control(tensors: Mapping[str, Tensor], wanted: Wanted) -> Any:
+def _read_control(tensors: Mapping[str, Tensor], wanted: LoadOptions) -> Any:
     config = configs.control_config(tensors)
     found = keys.renamed(tensors, keys.control_table(config), "ControlNet")
     return _built("ControlNetModel", config, found, "controlnet", wanted)
 
 
-def _read_clip(tensors: Mapping[str, Tensor], wanted: Wanted) -> Any:
+def _read_clip(tensors: Mapping[str, Tensor], wanted: LoadOptions) -> Any:
     found = clip.modern_names(tensors)
     return _built("CLIPTextModel", configs.clip_config(found), found, "text_encoder", wanted)
 
 
-def _read_open_clip(tensors: Mapping[str, Tensor], wanted: Wanted) -> Any:
+def _read_open_clip(tensors: Mapping[str, Tensor], wanted: LoadOptions) -> Any:
     layers = keys.indices(tensors, "transformer.resblocks.")
     config = configs.open_clip_config(tensors, layers)
     found = keys.open_clip_tensors(tensors, layers)
     return _built("CLIPTextModelWithProjection", config, found, "text_encoder_2", wanted)
 
 
-def _read_sd2_clip(tensors: Mapping[str, Tensor], wanted: Wanted) -> Any:
+def _read_sd2_clip(tensors: Mapping[str, Tensor], wanted: LoadOptions) -> Any:
     """Stable Diffusion 2 reads the last layer but one, and no projection."""
     layers = min(keys.indices(tensors, "transformer.resblocks."), _SD2_LAYERS)
     last = f"transformer.resblocks.{_SD2_LAYERS}."
@@ -330,19 +330,19 @@ def _read_sd2_clip(tensors: Mapping[str, Tensor], wanted: Wanted) -> Any:
     return _built("CLIPTextModel", configs.open_clip_config(kept, layers), found, "text_encoder", wanted)
 
 
-_READERS: dict[str, Callable[[Mapping[str, Tensor], Wanted], Any]] = {
+_READERS: dict[str, Callable[[Mapping[str, Tensor], LoadOptions], Any]] = {
     "clip": _read_clip,
     "open_clip": _read_open_clip,
     "sd2": _read_sd2_clip,
 }
 
 
-def _built(kind: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str, wanted: Wanted) -> Any:
+def _built(kind: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str, wanted: LoadOptions) -> Any:
     settings = read_config(kind, config, name)
     return build(kind, settings, tensors, name=name, dtype=wanted.dtype, device=wanted.device)
 
 
-def read_component(path: Path, wanted: Wanted, config: Mapping[str, Any] | None = None) -> Any:
+def read_component(path: Path, wanted: LoadOptions, config: Mapping[str, Any] | None = None) -> Any:
     """A ControlNet or a VAE in a file of its own, or the ControlNet of a file that holds a whole checkpoint too."""
     _check_unasked(wanted)
     tensors = weights.read(path)

@@ -189,19 +189,19 @@ def some(names: Iterable[str], count: int = 4) -> str:
 
 
 @dataclass(frozen=True)
-class Found:
+class WeightsFile:
     """The weights of one folder: a file or an index of shards, and the variant that it is."""
 
     path: Path
     variant: str | None
 
 
-def find(folder: Path, variant: str | None = None) -> Found:
+def find(folder: Path, variant: str | None = None) -> WeightsFile:
     """The weights of a folder: see `choose`."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     chosen = choose(names, variant)
     if chosen is not None:
-        return Found(folder / chosen[0], chosen[1])
+        return WeightsFile(folder / chosen[0], chosen[1])
     variants = _variants_in(names)
     wanted = f"{_STEMS[0]}.safetensors or {_STEMS[1]}.safetensors" + (f" (variant {variant})" if variant else "")
     raise PellucidError(
@@ -240,7 +240,7 @@ def _variants_in(names: Iterable[str]) -> list[str]:
     return sorted({hit["variant"] for hit in hits if hit} - {"index"})
 
 
-def read_folder(folder: Path, variant: str | None = None) -> tuple[dict[str, Tensor], Found]:
+def read_folder(folder: Path, variant: str | None = None) -> tuple[dict[str, Tensor], WeightsFile]:
     """The tensors of a component's folder."""
     found = find(folder, variant)
     if found.path.name.endswith(".json"):

@@ -1,9 +1,9 @@
 """A live diffusers pipeline, asked one step at a time.
 
-The pipeline's own call runs on a copy of the object, in a thread that moves only while it is asked. Two stand-ins
-hold its strings (wrap_strings.py): one for the scheduler, which hands every step to us, and one for the network, which
-notes what it is told and what it answers. So the pipeline encodes, shapes, tells the time and decodes as it always
-does, whatever its family; the loop, the plan and the guidance are ours. The pipeline itself is never written to.
+The pipeline's own call runs on a copy of the object, in a thread that moves only while it is asked. Two proxies
+stand in for its parts (wrap_proxies.py): one for the scheduler, which hands every step to us, and one for the network,
+which notes its inputs and its answers. So the pipeline encodes, shapes, tells the time and decodes as it always does,
+whatever its family; the loop, the plan and the guidance are ours. The pipeline itself is never written to.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.interop.wrap_strings import Call, Listener, Only, Prompter, Reply, Times
+from pellucid.interop.wrap_proxies import Branch, Call, NetworkProxy, Reply, SchedulerProxy, Times
 
 _NETWORKS = ("transformer", "unet")
 _FALLBACK = "Our samplers still run inside of it: pipe.scheduler = pellucid.Scheduler.from_config(pipe.scheduler)."
@@ -94,7 +94,7 @@ def refuse_other_work(kind: str, takes: Mapping[str, Any]) -> None:
         raise PellucidError(f"pipeline must make images from text alone; {kind} {work}. {advice}", "wrap-kind")
 
 
-class _Left(BaseException):
+class _HangUp(BaseException):
     """Unwinds the pipeline's own call when nobody will ask it again."""
 
 
@@ -110,7 +110,7 @@ class Conversation:
         self.first: Tensor | None = None  # the pipeline's own latents: the x of its first step is written into them
         self.laid = False
         self.given: Tensor | None = None
-        self.only: Only | None = None
+        self.only: Branch | None = None
         self.calls: list[Call] = []
         self.answer: Any = None  # the network's last one
         self.stage = "prepare"
@@ -128,7 +128,7 @@ class Conversation:
         assert self.first is not None
         return self.first.detach().clone()
 
-    def ask(self, x: Tensor, only: Only | None = None) -> Reply:
+    def ask(self, x: Tensor, only: Branch | None = None) -> Reply:
         """One step of the pipeline's loop on x, as the network is to see it; `only` one of two predictions."""
         assert self.first is not None
         self.only, self.calls = only, []
@@ -184,7 +184,7 @@ class Conversation:
         try:
             with settings:
                 self.to_us.put(("done", self.twin()(**self.call)))
-        except _Left:
+        except _HangUp:
             self.tidy()
         except BaseException as error:
             self.to_us.put(("failed", error))
@@ -200,8 +200,8 @@ class Conversation:
         real = self.peer.pipeline
         made = copy.copy(real)
         own = {
-            "scheduler": Prompter(self, real.scheduler),
-            self.peer.network_name: Listener(self, self.network),
+            "scheduler": SchedulerProxy(self, real.scheduler),
+            self.peer.network_name: NetworkProxy(self, self.network),
             "prepare_latents": partial(self.prepare_latents, made.prepare_latents),
             "_progress_bar_config": {"disable": True},
         }
@@ -214,7 +214,7 @@ class Conversation:
         self.to_us.put((what, value))
         answer = self.to_peer.get()
         if answer is _LEAVE:
-            raise _Left
+            raise _HangUp
         return answer
 
     def prepare_latents(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pellucid.core.errors import PellucidError
 from pellucid.interop.wrap import Conversation
-from pellucid.interop.wrap_strings import Call, Only, Reply, tensor_of
+from pellucid.interop.wrap_proxies import Branch, Call, Reply, tensor_of
 
 # How far the mixture may be from the formula, relative: the pipeline works in its own precision.
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
@@ -51,7 +51,7 @@ class PeerNetwork:
         self.talk, self.images, self.scales, self.way = talk, images, scales, way
         self.reply: Reply | None = None
 
-    def hear(self, x: Tensor, only: Only | None = None) -> Reply:
+    def hear(self, x: Tensor, only: Branch | None = None) -> Reply:
         """One step of the pipeline; it also tells how the pipeline mixes, until that is sure."""
         self.reply = reply = self.talk.ask(x, only)
         if only is None and (self.way is None or not self.way.sure):
@@ -65,7 +65,7 @@ class PeerNetwork:
             return self.again(self.talk.network, x, skip_layers=list(skipped))
         x, both, way = x[: self.images], len(which) > self.images, self.way
         if not both and way is not None and way.sure and way.predictions == 2:
-            reply = self.hear(x, Only(way.index, way.calls, self.images))
+            reply = self.hear(x, Branch(way.index, way.calls, self.images))
             return self.read(reply.calls[way.index if way.calls == 2 else 0].out, x)
         reply = self.hear(x)
         if not both and len(_outputs(reply.calls, self.images)) == 1:
@@ -96,7 +96,7 @@ class PeerNetwork:
         call = reply.calls[way.index if way.calls == 2 else 0]
         args, kwargs = call.args, call.kwargs
         if way.predictions == 2 and len(call.out) == 2 * self.images:
-            args, kwargs = Only(way.index, way.calls, self.images).half(call)
+            args, kwargs = Branch(way.index, way.calls, self.images).half(call)
         return self.read(tensor_of(network(*args, **kwargs, **more)), x[: self.images])
 
     def refusal(self) -> PellucidError:

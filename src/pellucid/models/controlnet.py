@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.models.blocks import Told, silu
+from pellucid.models.blocks import BlockInputs, silu
 from pellucid.models.unet import Descent, Residuals, UNet
 from pellucid.models.unet_config import UNetConfig
 
@@ -97,10 +97,10 @@ class ControlNet(Descent):
         if context is not None and self.config.encoder_hid_dim is not None:
             context = self.encoder_hid_proj(context)
         mask = None if context_mask is None else context_mask[:, None, None, :].bool()
-        told = Told(self.embed(time, labels, pooled, sizes, None), context, mask)
-        x, skips = self.descend(self.conv_in(x) + hint.embedded, told)
+        inputs = BlockInputs(self.embed(time, labels, pooled, sizes, None), context, mask)
+        x, skips = self.descend(self.conv_in(x) + hint.embedded, inputs)
         assert self.mid_block is not None
-        x = self.mid_block(x, told)
+        x = self.mid_block(x, inputs)
         *scales, last = torch.split(hint.scale.expand(-1, len(skips) + 1, 1, 1), 1, dim=1)  # (B, 1, 1, 1) each
         outs = tuple(
             conv(skip) * scale for conv, skip, scale in zip(self.controlnet_down_blocks, skips, scales, strict=True)

@@ -66,7 +66,7 @@ class Ramp:
 
 
 @dataclass(frozen=True)
-class Listed:
+class ScaleList:
     """One scale a step; fewer than there are steps are spread evenly over the run."""
 
     values: tuple[float, ...]
@@ -89,7 +89,7 @@ class Listed:
         return float(self.values[step * len(self.values) // steps])
 
 
-Scale = float | Ramp | Listed
+Scale = float | Ramp | ScaleList
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ class Guidance:
     def __post_init__(self) -> None:
         scale, given = self.scale, self.rules
         if isinstance(scale, list | tuple):
-            scale = Listed(tuple(scale))
-        elif not isinstance(scale, Ramp | Listed):
+            scale = ScaleList(tuple(scale))
+        elif not isinstance(scale, Ramp | ScaleList):
             check_number("guidance scale", scale, 0, MOST)
             scale = float(scale)
         if not isinstance(given, list | tuple) or not all(isinstance(r, Rule) for r in given):
@@ -194,9 +194,9 @@ class Guidance:
         zero = isinstance(self.combination, CFGZero) and step < self.combination.zero_steps
         return Dose(scale if inside else 1.0, extras, inside, zero)
 
-    def bind(self, plan: Plan | None, schedule: Schedule) -> Bound:
+    def bind(self, plan: Plan | None, schedule: Schedule) -> PlanGuidance:
         """The guidance along one plan: a dose for each of its levels."""
-        return Bound(self, schedule, plan)
+        return PlanGuidance(self, schedule, plan)
 
     def as_diffusers(self) -> Guidance:
         """As diffusers' pipelines guide: rules act on the raw output, and a scale below 1 guides no more than 1."""
@@ -218,7 +218,7 @@ class Guidance:
         scale: Any = self.scale
         if isinstance(scale, Ramp):
             scale = {"first": scale.first, "last": scale.last, "shape": scale.shape}
-        elif isinstance(scale, Listed):
+        elif isinstance(scale, ScaleList):
             scale = list(scale.values)
         out = {"scale": scale, "rules": [r.to_dict() for r in self.rules]}
         return {**out, "notes": list(self.notes)} if self.notes else out
@@ -278,8 +278,8 @@ def guarded(asked: Any = GUARDED_SCALE) -> Guidance:
         notes.append(f"guidance scale {wish.most:g} was capped at {GUARDED_SCALE:g} by the guarded preset")
         if isinstance(scale, Ramp):
             scale = replace(scale, first=min(scale.first, GUARDED_SCALE), last=min(scale.last, GUARDED_SCALE))
-        elif isinstance(scale, Listed):
-            scale = Listed(tuple(min(v, GUARDED_SCALE) for v in scale.values))
+        elif isinstance(scale, ScaleList):
+            scale = ScaleList(tuple(min(v, GUARDED_SCALE) for v in scale.values))
         else:
             scale = GUARDED_SCALE
     rest = tuple(r for r in wish.rules if not (isinstance(r, Rescale) and r.phi == 0))
@@ -290,7 +290,7 @@ def guarded(asked: Any = GUARDED_SCALE) -> Guidance:
 # --- along a plan ------------------------------------------------------------------------------------------------
 
 
-class Bound:
+class PlanGuidance:
     """A guidance along one plan: which dose each level gets. Levels between two steps count as the later one."""
 
     def __init__(self, guidance: Guidance, schedule: Schedule, plan: Plan | None) -> None:
@@ -361,7 +361,7 @@ def _scale_from_text(text: str) -> Scale:
     except ValueError:
         must = "a number, `off`, `guarded`, numbers with commas, or linear:FIRST:LAST or cosine:FIRST:LAST"
         raise PellucidError(rule("guidance", must, text), "guidance") from None
-    return Listed(tuple(values)) if "," in text else values[0]
+    return ScaleList(tuple(values)) if "," in text else values[0]
 
 
 def _value_from_text(text: str) -> Any:
@@ -378,7 +378,7 @@ def _value_from_text(text: str) -> Any:
 def _scale_text(scale: Scale) -> str:
     if isinstance(scale, float):
         return short(scale)
-    if isinstance(scale, Listed):
+    if isinstance(scale, ScaleList):
         return ",".join(short(v) for v in scale.values) + ("," if len(scale.values) == 1 else "")
     return f"{scale.shape}:{short(scale.first)}:{short(scale.last)}"
 

@@ -23,7 +23,7 @@ from pellucid.core.loop import Batched, Prediction, column
 from pellucid.core.plan import Plan
 from pellucid.core.schedule import Level, Schedule, Target
 from pellucid.models import inputs as trees
-from pellucid.models.guidance import Bound, Dose, Guidance
+from pellucid.models.guidance import Dose, Guidance, PlanGuidance
 from pellucid.models.inputs import Inputs
 from pellucid.models.rules import AutoGuidance, CFGZero, Extra, Space, along
 
@@ -151,7 +151,7 @@ class GuidedDenoiser:
         for given in (self.cond, self.uncond):
             if given is not None:
                 trees.check(given, count)
-        made: dict[tuple[int, int], Bound] = {}
+        made: dict[tuple[int, int], PlanGuidance] = {}
         bounds = []
         for i, plan in enumerate(plans):
             own = guidances[i % len(guidances)]
@@ -188,7 +188,7 @@ class GuidedRun:
 
     owner: GuidedDenoiser
     guidance: Guidance  # the rules, which all images share
-    bounds: list[Bound]  # one per image
+    bounds: list[PlanGuidance]  # one per image
     apart: list[bool]  # whose sampler keeps uncond apart (CFG++)
     cond: Inputs
     uncond: Inputs | None

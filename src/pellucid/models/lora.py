@@ -195,14 +195,14 @@ def _idle(networks: Iterable[nn.Module]) -> Iterator[None]:
         yield
 
 
-def merge_all(networks: Mapping[str, nn.Module], stack: Sequence[tuple[AdapterSet, Scale]]) -> MergedAll:
+def merge_all(networks: Mapping[str, nn.Module], stack: Sequence[tuple[AdapterSet, Scale]]) -> MergeSet:
     """A stack of files written into the weights of all components that it touches, until `unmerge`."""
     tally = _Tally([adapters.name for adapters, _ in stack])
-    merged = MergedAll()
+    merged = MergeSet()
     with _idle(networks.values()):
         try:
             for part, mine in _by_part(networks, stack).items():
-                merged.parts.append(Merged(networks[part]))
+                merged.parts.append(Merge(networks[part]))
                 for change in tally.count(_changes(networks[part], mine), f"{part}."):
                     merged.parts[-1].write(change)
             merged.receipt = _receipt_of(tally, stack)
@@ -212,10 +212,10 @@ def merge_all(networks: Mapping[str, nn.Module], stack: Sequence[tuple[AdapterSe
     return merged
 
 
-def merge(network: nn.Module, stack: Sequence[tuple[Adapter, Scale]]) -> Merged:
+def merge(network: nn.Module, stack: Sequence[tuple[Adapter, Scale]]) -> Merge:
     """Adapters written into a network's own weights; the result's `unmerge` puts the old ones back bit for bit."""
     tally = _Tally([adapter.name for adapter, _ in stack])
-    merged = Merged(network)
+    merged = Merge(network)
     try:
         for change in tally.count(_changes(network, stack)):
             merged.write(change)
@@ -226,7 +226,7 @@ def merge(network: nn.Module, stack: Sequence[tuple[Adapter, Scale]]) -> Merged:
     return merged
 
 
-class Merged:
+class Merge:
     """Adapters inside a network, and the originals of what they changed. As a context it unmerges at its end."""
 
     receipt: Receipt
@@ -265,7 +265,7 @@ class Merged:
                     module.get_parameter(name).copy_(tensor)
         self.written.clear()
 
-    def __enter__(self) -> Merged:
+    def __enter__(self) -> Merge:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -278,20 +278,20 @@ def checksum(tensor: Tensor) -> int:
     return int(tensor.detach().view(bits).sum(dtype=torch.int64))
 
 
-class MergedAll:
+class MergeSet:
     """Merges of several components. As a context it unmerges at its end."""
 
     receipt: Receipt
 
     def __init__(self) -> None:
-        self.parts: list[Merged] = []
+        self.parts: list[Merge] = []
 
     def unmerge(self) -> None:
         with _idle([part.network for part in self.parts]):
             while self.parts:
                 self.parts.pop().unmerge()
 
-    def __enter__(self) -> MergedAll:
+    def __enter__(self) -> MergeSet:
         return self
 
     def __exit__(self, *error: object) -> None:

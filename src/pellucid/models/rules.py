@@ -216,7 +216,7 @@ class Extra(Rule):
 
 
 @dataclass(frozen=True)
-class Layered(Extra):
+class LayerExtra(Extra):
     """An extra whose term comes from the same network, with some blocks weakened."""
 
     layers: tuple[str | int, ...] = ()
@@ -227,7 +227,7 @@ class Layered(Extra):
 
 
 @dataclass(frozen=True)
-class PAG(Layered):
+class PAG(LayerExtra):
     """Perturbed-attention guidance (Ahn et al. 2024): self-attention of `layers` is the identity."""
 
     name = "pag"
@@ -237,7 +237,7 @@ class PAG(Layered):
 
 
 @dataclass(frozen=True)
-class SkipLayer(Layered):
+class SkipLayer(LayerExtra):
     """Skip-layer guidance (Stable Diffusion 3.5): whole blocks, `layers`, are left out; SD 3.5's defaults."""
 
     name = "skip_layer"

@@ -15,7 +15,7 @@ from pellucid.core.plan import Plan
 from pellucid.core.schedule import Schedule
 from pellucid.interop.diffusers_config import Reading
 from pellucid.interop.wrap import Peer
-from pellucid.interop.wrap_strings import Times
+from pellucid.interop.wrap_proxies import Times
 from pellucid.models.guidance import Guidance
 from pellucid.models.rules import PAG, AutoGuidance, SkipLayer
 from pellucid.pipeline.recipe import Recipe

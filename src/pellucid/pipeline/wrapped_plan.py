@@ -18,7 +18,7 @@ from pellucid.core.schedule import Flow, Schedule
 from pellucid.interop.diffusers_config import Reading
 from pellucid.interop.diffusers_plan import compile_reading, pipeline_options, shifted
 from pellucid.interop.scheduler import Scheduler
-from pellucid.interop.wrap_strings import Times
+from pellucid.interop.wrap_proxies import Times
 from pellucid.models.guidance import Guidance
 from pellucid.pipeline.pipeline import asks_uncond
 from pellucid.pipeline.planning import given_plan, read_plan

@@ -1,4 +1,4 @@
-"""The stand-ins that a wrapped pipeline works with: its scheduler's and its network's place."""
+"""The proxies that a wrapped pipeline works with, in the place of its scheduler and of its network."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Only:
-    """Asks for one prediction where a pipeline makes two: a half of one call's batch, or one of two calls."""
+class Branch:
+    """One of two predictions that a pipeline makes: a half of one call's batch, or one of two calls."""
 
     index: int
     calls: int
@@ -106,7 +106,7 @@ def doubled(answer: Any) -> Any:
     return made
 
 
-class Listener:
+class NetworkProxy:
     """Stands for the network: calls it, and notes what it was told and what it answered."""
 
     def __init__(self, talk: Conversation, real: Any) -> None:
@@ -130,7 +130,7 @@ class Listener:
         return doubled(talk.answer) if batched else talk.answer
 
 
-class Prompter:
+class SchedulerProxy:
     """Stands for the scheduler: the times are those of our plan, and each step is handed over."""
 
     order = 1
@@ -175,7 +175,7 @@ class Prompter:
 
     def step(self, model_output: Tensor, timestep: Any, sample: Tensor, return_dict: bool = True, **_: Any) -> Any:
         x = self.talk.step(model_output, sample).to(sample)
-        return _Stepped(x) if return_dict else (x, x)  # the second is what LCM's pipelines decode
+        return _SchedulerOutput(x) if return_dict else (x, x)  # the second is what LCM's pipelines decode
 
 
 def _numbers(values: Any) -> tuple[float, ...] | None:
@@ -183,7 +183,7 @@ def _numbers(values: Any) -> tuple[float, ...] | None:
 
 
 @dataclass
-class _Stepped:
+class _SchedulerOutput:
     """What a scheduler's `step` returns."""
 
     prev_sample: Tensor
