@@ -20,8 +20,8 @@ import torch
 import pellucid
 from pellucid import compile_plan
 from pellucid.core.plan import kept
-from pellucid.evidence.study import charts
-from pellucid.evidence.study.table import Table
+from pellucid.evidence.report import charts
+from pellucid.evidence.report.page import Table
 from pellucid.train.cifar10 import CIFAR10
 
 SCHEDULES = ("linear", "cosine", "sqrt_alpha_bar")

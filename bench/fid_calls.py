@@ -27,18 +27,16 @@ from detail_kept import draw_rows
 from pellucid.cli import trouble
 from pellucid.core.errors import PellucidError
 from pellucid.core.plan import Plan
-from pellucid.evidence.metrics.inception import to_bytes
-from pellucid.evidence.metrics.weights import load_inception
-from pellucid.evidence.study import charts
-from pellucid.evidence.study.judge import Judge
-from pellucid.evidence.study.records import Records, claim
-from pellucid.evidence.study.table import Table
+from pellucid.evidence.metrics.inception import load_inception, to_bytes
+from pellucid.evidence.report import charts
+from pellucid.evidence.report.page import Table
+from pellucid.evidence.study.kernel import Records, claim
+from pellucid.evidence.study.schedules import TrainingJudge
 from pellucid.evidence.tune import sweep, teacher
-from pellucid.evidence.tune.errors import Drawn, ends
-from pellucid.evidence.tune.pairs import Pairs
-from pellucid.evidence.tune.subject import Subject, of_pipeline
-from pellucid.pipeline.planning import read_plan
+from pellucid.evidence.tune.model import Pairs, TuningModel, model_of
+from pellucid.evidence.tune.teacher import NoisePairs, ends
 from pellucid.pipeline.policy import Policy
+from pellucid.pipeline.prepare import read_plan
 from pellucid.train.cifar10 import CIFAR10
 
 SEED = 1_000_000  # far from those that plans are tuned on
@@ -77,7 +75,7 @@ def main() -> int:
 
 def work(given: argparse.Namespace) -> Table:
     pipe = pellucid.load(given.model, dtype=given.dtype, policy=Policy(compile=given.compile))
-    subject = of_pipeline(pipe)
+    subject = model_of(pipe)
     plans = chosen(given, subject)
     kept = {"model": subject.fingerprint, "calls": given.calls, "seed": SEED, "reference": given.reference}
     claim(given.out, json.dumps(kept, sort_keys=True))
@@ -99,7 +97,7 @@ def work(given: argparse.Namespace) -> Table:
     return table(records)
 
 
-def chosen(given: argparse.Namespace, subject: Subject) -> dict[str, Plan]:
+def chosen(given: argparse.Namespace, subject: TuningModel) -> dict[str, Plan]:
     """The plans to judge, by name: those of files, and of the set-ups that are asked for."""
     known = {one.name: one for one in sweep.candidates()}
     names = [name for name in given.names.split(",") if name]
@@ -118,13 +116,21 @@ def chosen(given: argparse.Namespace, subject: Subject) -> dict[str, Plan]:
     return plans
 
 
-def judge_of(given: argparse.Namespace, device: torch.device) -> Judge:
+def judge_of(given: argparse.Namespace, device: torch.device) -> TrainingJudge:
     images = CIFAR10.read(given.data).images.to(device)
-    return Judge.of(images, load_inception(given.inception, device), given.reference, NEIGHBOURS, given.features)
+    return TrainingJudge.of(
+        images, load_inception(given.inception, device), given.reference, NEIGHBOURS, given.features
+    )
 
 
 def score(
-    records: Records, name: str, plan: Plan, subject: Subject, judge: Callable[[], Judge], count: int, batch: int
+    records: Records,
+    name: str,
+    plan: Plan,
+    subject: TuningModel,
+    judge: Callable[[], TrainingJudge],
+    count: int,
+    batch: int,
 ) -> None:
     """Makes so many images and keeps their scores; nothing where they are known."""
     mark = mark_of(plan)
@@ -145,11 +151,11 @@ def mark_of(plan: Plan) -> str:
     return hashlib.sha256(json.dumps(plan.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def images(plan: Plan, subject: Subject, seeds: Sequence[int], batch: int) -> torch.Tensor:
+def images(plan: Plan, subject: TuningModel, seeds: Sequence[int], batch: int) -> torch.Tensor:
     """(N, 3, H, W) uint8."""
     made = []
     for start in range(0, len(seeds), batch):
-        drawn = Drawn.of(subject, Pairs(tuple(seeds[start : start + batch])))
+        drawn = NoisePairs.of(subject, Pairs(tuple(seeds[start : start + batch])))
         made.append(to_bytes(ends(plan, subject, drawn, batch).add(1).div(2)))
     return torch.cat(made).to(subject.device)
 
@@ -170,7 +176,7 @@ def draw(rows: Sequence[dict[str, Any]], tuned: Sequence[str], path: Path) -> Pa
     return charts.save(figure, path)
 
 
-def draw_images(plans: dict[str, Plan], subject: Subject, path: Path) -> Path:
+def draw_images(plans: dict[str, Plan], subject: TuningModel, path: Path) -> Path:
     """The first noises, a row a plan; below them where they converge to."""
     seeds = range(SEED, SEED + SHOWN)
     shown = {f"{name}\n{plan.nfe} calls": images(plan, subject, seeds, SHOWN) for name, plan in plans.items()}

@@ -14,8 +14,7 @@ import time
 import torch
 
 from pellucid.evidence.metrics.fid import Statistics, fid
-from pellucid.evidence.metrics.inception import features
-from pellucid.evidence.metrics.weights import load_inception
+from pellucid.evidence.metrics.inception import features, load_inception
 from pellucid.train.cifar10 import CIFAR10
 
 

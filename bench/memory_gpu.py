@@ -34,8 +34,8 @@ from pellucid.models.clip_config import CLIPTextConfig
 from pellucid.models.controlnet import ControlNet
 from pellucid.models.unet import UNet
 from pellucid.models.vae import AutoencoderKL, VAEConfig
-from pellucid.pipeline import workspace
-from pellucid.pipeline.compare import Strategy, arranged
+from pellucid.pipeline import tracker
+from pellucid.pipeline.compare import Strategy, arrange
 from pellucid.pipeline.memory import measure, predict, request_for
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.policy import Policy
@@ -154,7 +154,7 @@ def rows_of(kind: Kind, device: torch.device, dtype: torch.dtype) -> Iterator[Ro
 def run(pipe: Pipeline, kind: Kind, batch: int, policy: Policy, controlnet: ControlNet | None = None) -> Iterator[Row]:
     controls = [] if controlnet is None else [controlnet]
     request = request_for(pipe, size=(kind.side, kind.side), batch=batch, controlnets=controls)
-    with arranged(pipe, Strategy("", policy, request)) as (ready, asked, _):
+    with arrange(pipe, Strategy("", policy, request)) as (ready, asked, _):
         forecast = predict(ready, asked)
         free()
         found = measure(ready, asked)
@@ -194,12 +194,12 @@ def probe(dtype: torch.dtype) -> list[dict[str, Any]]:
             torch.cuda.reset_peak_memory_stats()
             again = conv(x)
             torch.cuda.synchronize()
-            borrowed = torch.cuda.max_memory_allocated() - before - workspace.size_of(out)
-            rule = workspace.scratch(channels_last)(torch.ops.aten.convolution.default, (x, conv.weight), out)
+            borrowed = torch.cuda.max_memory_allocated() - before - tracker.rounded_bytes(out)
+            rule = tracker.borrowed_bytes(channels_last)(torch.ops.aten.convolution.default, (x, conv.weight), out)
             tensors = {
-                "in": workspace.size_of(x),
-                "out": workspace.size_of(out),
-                "weight": workspace.size_of(conv.weight),
+                "in": tracker.rounded_bytes(x),
+                "out": tracker.rounded_bytes(out),
+                "weight": tracker.rounded_bytes(conv.weight),
             }
             shape = {"batch": batch, "in_channels": inner, "out_channels": outer, "side": side, "kernel": kernel}
             found.append({**shape, "channels_last": channels_last, "borrowed": borrowed, "rule": rule, **tensors})

@@ -21,15 +21,14 @@ import torch
 from pellucid.core import oracle
 from pellucid.core import schedule as schedules
 from pellucid.core.plan import Plan
-from pellucid.evidence.study import charts
-from pellucid.evidence.study.records import Records, claim
-from pellucid.evidence.study.table import Table
-from pellucid.evidence.tune.errors import errors
-from pellucid.evidence.tune.fit import Descent
-from pellucid.evidence.tune.oracle import oracle_subject
-from pellucid.evidence.tune.subject import Subject
+from pellucid.evidence.report import charts
+from pellucid.evidence.report.page import Table
+from pellucid.evidence.study.kernel import Records, claim
+from pellucid.evidence.tune.descent import Descent
+from pellucid.evidence.tune.model import TuningModel, oracle_model
 from pellucid.evidence.tune.sweep import Sweep
-from pellucid.evidence.tune.tuning import Tuning, divide, gain, taught, tune
+from pellucid.evidence.tune.teacher import errors
+from pellucid.evidence.tune.tuning import TuningConfig, ask_teacher, divide, gain, tune
 from pellucid.interop.atomic_files import put
 
 SCHEDULES = ("linear", "cosine", "edm", "flow")
@@ -81,22 +80,22 @@ def main() -> None:
 
 
 def measured(name: str, what: str, folder: Path, records: Records) -> dict[str, Any]:
-    subject = oracle_subject("sharp", oracle.sharp(), schedules.make(name))
+    subject = oracle_model("sharp", oracle.sharp(), schedules.make(name))
     if what == "untuned":
         return untuned(question(subject, folder / f"sweep-{name}"))
     if what == "against":
         done = {row["cell"]: row["found"] for row in records.rows if row["schedule"] == name}
         plans = {what: Plan.from_dict(done[what]["plan"]) for what in ("all", "both")}
         return against(question(subject, folder / f"sweep-{name}"), plans)
-    made = tune(subject, Tuning(**ASKED, descent=Descent(what=what, **HOW)))
+    made = tune(subject, TuningConfig(**ASKED, descent=Descent(what=what, **HOW)))
     plan = replace(made.plan, evidence={}).to_dict()
     return {**made.evidence, "deviation": made.plan.deviation, "plan": plan}
 
 
-def question(subject: Subject, folder: Path) -> Sweep:
+def question(subject: TuningModel, folder: Path) -> Sweep:
     """All that is untuned, on the seeds that judge the tuned plans."""
-    asked = Tuning(**ASKED, descent=Descent(**HOW))
-    truth = taught(subject, divide(subject, asked).judge, asked, lambda: None)
+    asked = TuningConfig(**ASKED, descent=Descent(**HOW))
+    truth = ask_teacher(subject, divide(subject, asked).judge, asked, lambda: None)
     return Sweep(subject, truth, HOW["at_once"], folder, sifted=SIFTED)
 
 

@@ -17,11 +17,11 @@ import torch
 import pellucid
 from pellucid import scenes
 from pellucid.core.plan import Plan
-from pellucid.evidence.adherence import tiles
-from pellucid.evidence.study import charts
-from pellucid.evidence.study.cells import folder_of
-from pellucid.evidence.study.samplers_files import IMAGES, Files
-from pellucid.pipeline.planning import read_plan
+from pellucid.evidence.adherence import sheets
+from pellucid.evidence.report import charts
+from pellucid.evidence.study.samplers import IMAGES, SamplerFiles
+from pellucid.evidence.study.setups import folder_of
+from pellucid.pipeline.prepare import read_plan
 
 MODEL, SEED = "scenes-128", 5000
 GUIDANCE = pellucid.guarded(4.0)  # as `pellucid tune --guidance "guarded 4"` takes it
@@ -101,7 +101,7 @@ def draw_images(plans: dict[int, Plan], path: Path) -> Path:
 
 def draw_misses(study: Path, path: Path, across: int = 7) -> Path:
     """The images that only DDIM gets right, in bands of three rows: the tuned plan's, DDIM's, the converged ones."""
-    scenes_read = [row for (_, _, what), row in Files(study).rows.items() if what == "scenes"]
+    scenes_read = [row for (_, _, what), row in SamplerFiles(study).rows.items() if what == "scenes"]
     cells = list(dict.fromkeys(row["cell"] for row in scenes_read))
     tuned = next(cell for cell in cells if "#" in cell and cell.endswith("× 8"))
     chosen = [tuned, "ddim × 8", next(cell for cell in cells if cell.startswith("converged"))]
@@ -122,7 +122,7 @@ def draw_misses(study: Path, path: Path, across: int = 7) -> Path:
         for row, (cell, words) in enumerate(zip(chosen, ("tuned, 8", "DDIM, 8", "100 calls"), strict=True)):
             axes = grid[3 * (number // across) + row, number % across]
             sheet = study / IMAGES / folder_of(cell) / f"{first:06d}.png"
-            axes.imshow(tiles.read(sheet, len(held[cell, first]))[k])
+            axes.imshow(sheets.read_tiles(sheet, len(held[cell, first]))[k])
             if number % across == 0:
                 axes.text(-0.1, 0.5, words, transform=axes.transAxes, ha="right", va="center", fontsize=9)
     figure.subplots_adjust(left=0.1, right=0.99, bottom=0.01, top=0.99, wspace=0.04, hspace=0.04)

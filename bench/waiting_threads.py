@@ -26,9 +26,9 @@ WAYS = {
 CODE = """
 import os, sys, time
 __import__(sys.argv[2])
-import pellucid, pellucid.pipeline.threads
+import pellucid, pellucid.pipeline.stages
 if "AS_IS" in os.environ:
-    pellucid.pipeline.threads._wait = lambda count: False
+    pellucid.pipeline.stages._wait = lambda count: False
 pipe = pellucid.load("scenes-128", device="cpu")
 asked = {"sampler": "dpmpp_2m", "grid": "trailing", "steps": 20, "guidance": 4.0}
 pipe("a red star", seed=0, **asked)

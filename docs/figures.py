@@ -27,24 +27,24 @@ from pellucid.core import target as targets
 from pellucid.core.loop import StepSeen
 from pellucid.core.plan import REGISTERS
 from pellucid.evidence import qualities
-from pellucid.evidence.adherence.compare import compare as compare_networks
-from pellucid.evidence.adherence.compare import recipes
+from pellucid.evidence.adherence.comparison import compare as compare_networks
+from pellucid.evidence.adherence.comparison import recipes
 from pellucid.evidence.drawing import graph as graph_drawing
 from pellucid.evidence.drawing import graph_tables
-from pellucid.evidence.study.charts import COLOURS, INK, MARKS, SLATE, canvas, log_y, quiet, save
-from pellucid.evidence.trace.looks import decode, look_for, signed
+from pellucid.evidence.report.charts import COLOURS, INK, MARKS, SLATE, canvas, log_y, quiet, save
+from pellucid.evidence.trace.previews import decode, preview_for, signed
 from pellucid.labs.catalog import LABS
 from pellucid.models.vae import to_diffusion
 from pellucid.pipeline.compare import compare as compare_strategies
 from pellucid.pipeline.compare import strategies
-from pellucid.pipeline.inspection import Asked
+from pellucid.pipeline.encoders.text import encode_prompts
+from pellucid.pipeline.inspection import GraphOptions
 from pellucid.pipeline.inspection_graph import inspect
-from pellucid.pipeline.memory import in_words, request_for
+from pellucid.pipeline.memory import request_for, size_text
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.result import Result
-from pellucid.pipeline.text import encode_prompts
 from pellucid.train.explain import explain
-from pellucid.train.times import Times
+from pellucid.train.objective import Times
 
 ROOT = Path(__file__).resolve().parents[1]
 MADE = Path(__file__).resolve().parent / "handbook" / "made"
@@ -253,7 +253,7 @@ def ranks(path: Path) -> None:
             c.operation: sum(d.times for d in told.collectives if d.operation == c.operation) for c in told.collectives
         }
         calls = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-        rows.append([name, in_words(told.bytes_per_rank), in_words(told.sent_per_step), calls])
+        rows.append([name, size_text(told.bytes_per_rank), size_text(told.sent_per_step), calls])
     head = ["strategy", "kept by a rank", "sent by a rank in a step", "collectives of a step"]
     count = sum(p.numel() for p in network.parameters())
     note = (
@@ -317,7 +317,7 @@ def backbones(path: Path) -> None:
     for side in (16, 32, 48):
         by = {cost.network: cost for cost in found.costs if cost.side == side}
         cells = [f"{by[n].flops / 1e9:.2f}" for n in ("UNet", "DiT")]
-        cells += [in_words(by[n].activations) for n in ("UNet", "DiT")]
+        cells += [size_text(by[n].activations) for n in ("UNet", "DiT")]
         cells += [f"{by[n].milliseconds:.0f}" for n in ("UNet", "DiT")]
         rows.append([f"{side} × {side}", *cells])
     what = ("GFLOP", "activations", "ms")
@@ -554,12 +554,12 @@ def token_places(prompt: str, words: Sequence[str]) -> dict[str, int]:
 @drawn("pipeline.png")
 def pipeline(path: Path) -> None:
     """The embedded model as a graph."""
-    graph_drawing.image(inspect("scenes-128", Asked(steps=20, guidance="4")), path)
+    graph_drawing.draw_graph(inspect("scenes-128", GraphOptions(steps=20, guidance="4")), path)
 
 
 @drawn("pipeline.md")
 def pipeline_table(path: Path) -> None:
-    graph = inspect("scenes-128", Asked(steps=20, guidance="4"))
+    graph = inspect("scenes-128", GraphOptions(steps=20, guidance="4"))
     path.write_text(table(graph_tables.component_columns(graph), graph_tables.components(graph)), encoding="utf-8")
 
 
@@ -578,7 +578,7 @@ def loop(path: Path) -> None:
     made, seen = ten_calls()
     x0 = torch.cat([step.x0 for step in seen])
     delta = x0 - torch.cat([step.parts["cond"] for step in seen])
-    look = look_for(x0, model().components.vae)
+    look = preview_for(x0, model().components.vae)
     assert look is not None
     changes = look.change(x0, delta)
     told = [f"σ/α {step.row.level.sigma / step.row.level.alpha:.3g}" for step in seen]
@@ -630,7 +630,7 @@ def strategies_table(path: Path) -> None:
     rows = []
     for row in found:
         stage = max(row.measured, key=lambda name: row.measured[name])
-        cells = [in_words(row.predicted[stage]), in_words(row.measured[stage]), stage]
+        cells = [size_text(row.predicted[stage]), size_text(row.measured[stage]), stage]
         rows.append([row.strategy.name, *cells, f"{row.times or 1:.2f}", f"{row.mean or 0:.2g}"])
     head = ["strategy", "predicted peak", "measured peak", "in stage", "times as long", "pixels changed by (of 255)"]
     note = "scenes-128 at 192 × 192, two images, one step, on the CPU. Times are ratios to runs just before and after."

@@ -21,10 +21,9 @@ from pellucid.core import schedule as schedules
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.schedule import Schedule
 from pellucid.evidence.doctor.hypotheses import detect
-from pellucid.evidence.doctor.opening import Given, open_subject
 from pellucid.evidence.doctor.probe import Probe, probe_of
-from pellucid.evidence.doctor.subject import Asked
-from pellucid.evidence.study.table import Table
+from pellucid.evidence.doctor.subject import RunSpec, SubjectSpec, open_subject
+from pellucid.evidence.report.page import Table
 
 ROOT = Path(__file__).parents[1]
 LATENTS, PIXELS = "scenes", "data/cifar10:test"
@@ -66,8 +65,8 @@ def rows(runs: Iterable[str]) -> Iterator[tuple[str, ...]]:
         run, data = ROOT / name, RUNS[name]
         target, schedule = truth_of(run)
         place = run if name in KEPT else run / "model"
-        given = Given(model=str(place), data=data if data == LATENTS else str(ROOT / data))
-        probe = probe_of(open_subject(given, Asked()))
+        given = SubjectSpec(model=str(place), data=data if data == LATENTS else str(ROOT / data))
+        probe = probe_of(open_subject(given, RunSpec()))
         for config, asked in (("its own", probe), ("wrong", wrong(probe))):
             found = detect(asked)
             right = found.target.name == target, found.schedule.name == schedule

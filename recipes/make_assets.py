@@ -18,7 +18,7 @@ import pellucid
 from pellucid.cli import trouble
 from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.study.schedules import RUNS
-from pellucid.evidence.study.schedules_results import Results
+from pellucid.evidence.study.schedules_results import ScheduleResults
 
 
 def main() -> int:
@@ -30,7 +30,7 @@ def main() -> int:
     words.add_argument("--most", type=float, default=16, help="megabytes that a model may have")
     asked = words.parse_args()
     try:
-        found = Results.read(asked.study)
+        found = ScheduleResults.read(asked.study)
         for schedule in chosen(found, asked.best):
             size = keep(found, schedule, asked.out / f"{asked.name}-{schedule}", asked.most)
             print(f"{size / 1e6:6.2f} MB → {asked.out / f'{asked.name}-{schedule}'}")
@@ -39,7 +39,7 @@ def main() -> int:
     return 0
 
 
-def chosen(found: Results, best: bool) -> tuple[str, ...]:
+def chosen(found: ScheduleResults, best: bool) -> tuple[str, ...]:
     """The schedules to keep, of a study in which every one has come to its end."""
     seed, last = found.study.seeds[0], found.study.points[-1]
     fids = {name: found.at(name, last)[seed]["fid"] for name in found.study.schedules if seed in found.at(name, last)}
@@ -48,7 +48,7 @@ def chosen(found: Results, best: bool) -> tuple[str, ...]:
     return (min(fids, key=lambda name: fids[name]),) if best else found.study.schedules
 
 
-def keep(found: Results, schedule: str, goal: Path, most: float) -> int:
+def keep(found: ScheduleResults, schedule: str, goal: Path, most: float) -> int:
     """Writes a run's model (the running mean of its weights) in float16; its bytes."""
     model = pellucid.load(found.folder / RUNS / f"{schedule}-{found.study.seeds[0]}" / "model", device="cpu")
     size = 2 * sum(weight.numel() for weight in model.components.network.parameters())

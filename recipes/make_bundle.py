@@ -11,8 +11,7 @@ from pathlib import Path
 
 from pellucid.cli import trouble
 from pellucid.core.errors import PellucidError
-from pellucid.train.bundle import Parts, assemble
-from pellucid.train.bundle_card import Card
+from pellucid.train.bundle import Card, Parts, assemble
 
 HERE = Path(__file__).parent
 RUNS = {

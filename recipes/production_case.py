@@ -28,16 +28,16 @@ from rich.progress import track
 from pellucid import scenes
 from pellucid.cli import trouble
 from pellucid.core.errors import PellucidError, rule
-from pellucid.evidence.adherence import tiles
-from pellucid.evidence.adherence.opening import open_pipe
+from pellucid.evidence.adherence import sheets
+from pellucid.evidence.adherence.samples import open_pipe
 from pellucid.evidence.adherence.sheets import Card, contact_sheet
 from pellucid.evidence.doctor import subject as doctor
 from pellucid.evidence.doctor.checks import examine
-from pellucid.evidence.doctor.opening import Given, open_subject
-from pellucid.evidence.study import charts
-from pellucid.evidence.study import guidance_measures as measures
-from pellucid.evidence.study.guidance_figures import Cell, Figure, cell
-from pellucid.evidence.study.table import Table
+from pellucid.evidence.doctor.subject import SubjectSpec, open_subject
+from pellucid.evidence.report import charts
+from pellucid.evidence.report.page import Table
+from pellucid.evidence.study import guidance
+from pellucid.evidence.study.guidance_results import GuidanceCell, MeanFigure, cell_of_rows
 from pellucid.evidence.trace import Recorder
 from pellucid.interop.atomic_files import put
 from pellucid.interop.source import BUNDLES
@@ -143,9 +143,9 @@ def make(arm: Arm, pipe: Any, asked: Asked, batch: int, folder: Path, device: st
         found = pipe(texts, seed=[SEED + first + i for i in range(len(texts))], **arm.asked)
         made += found.images
         recipes += found.recipes
-    figures = measures.joined(
+    figures = guidance.joined_rows(
         [
-            measures.measured(
+            guidance.measure_images(
                 made[i : i + batch], asked.texts[i : i + batch], asked.queries[i : i + batch], None, 1, device
             )
             for i in range(0, len(made), batch)
@@ -160,14 +160,14 @@ def make(arm: Arm, pipe: Any, asked: Asked, batch: int, folder: Path, device: st
 # --- what is shown -------------------------------------------------------------------------------------------------
 
 
-def shown(found: Figure, name: str, true: Mapping[str, float]) -> Figure:
+def shown(found: MeanFigure, name: str, true: Mapping[str, float]) -> MeanFigure:
     """Looks are told as a share of those of true images."""
     scale = 1 / true[name] if name in true and name != "saturation" else 1.0
     ends = [None if end is None else end * scale for end in (found.low, found.high)]
-    return Figure(found.value * scale, *ends)
+    return MeanFigure(found.value * scale, *ends)
 
 
-def table(cells: Mapping[str, Cell], true: Mapping[str, float], count: int) -> Table:
+def table(cells: Mapping[str, GuidanceCell], true: Mapping[str, float], count: int) -> Table:
     rows = []
     for arm in ARMS:
         figures = cells[arm.name].figures
@@ -179,7 +179,7 @@ def table(cells: Mapping[str, Cell], true: Mapping[str, float], count: int) -> T
     return Table("Every remedy, alone and together", ("", *(title for title, _ in FIGURES.values())), tuple(rows), note)
 
 
-def draw(cells: Mapping[str, Cell], true: Mapping[str, float], path: Path) -> None:
+def draw(cells: Mapping[str, GuidanceCell], true: Mapping[str, float], path: Path) -> None:
     """A panel a figure, a row an arm; the bar is the interval, the line what was deployed."""
     figure = charts.canvas(12.5, 5.2)
     panels = figure.subplots(1, len(FIGURES), sharey=True)
@@ -205,7 +205,7 @@ def draw(cells: Mapping[str, Cell], true: Mapping[str, float], path: Path) -> No
     charts.save(figure, path)
 
 
-def sheet(folder: Path, asked: Asked, cells: Mapping[str, Cell], path: Path) -> None:
+def sheet(folder: Path, asked: Asked, cells: Mapping[str, GuidanceCell], path: Path) -> None:
     """Some prompts in rows, arms in columns."""
     columns = ("as deployed", "1 its own schedule", "3 DPM++ 2M Karras", "4b cap at 7, rescale", "1 + 3 + 4b")
     columns += ("1 + 4b, DPM++ 2M trailing", "2 + 4b, DPM++ 2M trailing")
@@ -216,7 +216,7 @@ def sheet(folder: Path, asked: Asked, cells: Mapping[str, Cell], path: Path) -> 
             caption = asked.texts[i] if name == columns[0] else ""
             with Image.open(place_of(folder, name) / f"{i:03d}.png") as image:
                 cards.append(Card(image.convert("RGB"), caption, name, bool(right)))
-    tiles.save(contact_sheet(cards, "Before and after: one prompt per row", len(columns)), path)
+    sheets.save_png(contact_sheet(cards, "Before and after: one prompt per row", len(columns)), path)
 
 
 def diagnose(pipe: Pipeline, model: Path, folder: Path, asked: Asked) -> str:
@@ -224,11 +224,11 @@ def diagnose(pipe: Pipeline, model: Path, folder: Path, asked: Asked) -> str:
     trace = folder / "deployed.trace"
     with Recorder(trace, overwrite=True) as recorder:
         pipe(asked.texts[0], seed=SEED, observers=[recorder], **DEPLOYED)
-    how = doctor.Asked(**{name: DEPLOYED[name] for name in ("sampler", "grid", "steps")}, device=str(pipe.device))
+    how = doctor.RunSpec(**{name: DEPLOYED[name] for name in ("sampler", "grid", "steps")}, device=str(pipe.device))
     subjects = {
-        "the model": open_subject(Given(model=str(model), data="scenes"), how),
-        "a run": open_subject(Given(trace=str(trace))),
-        "its pictures": open_subject(Given(images=str(place_of(folder, ARMS[0].name)))),
+        "the model": open_subject(SubjectSpec(model=str(model), data="scenes"), how),
+        "a run": open_subject(SubjectSpec(trace=str(trace))),
+        "its pictures": open_subject(SubjectSpec(images=str(place_of(folder, ARMS[0].name)))),
     }
     said = "\n".join(f"# {name}\n\n{examine(subject).text()}\n" for name, subject in subjects.items())
     return said.replace(str(folder), "out")
@@ -250,9 +250,9 @@ def run(asked: argparse.Namespace) -> None:
             print(f"{arm.name}: {sum(figures[arm.name]['right'])} of {asked.prompts} right", flush=True)
         if model == DEPLOYED_MODEL:
             said = diagnose(pipe, found[model], asked.work, prompts)
-            row = measures.of_scenes(prompts.truth, (128, 128), pipe)
+            row = guidance.looks_of_scenes(prompts.truth, (128, 128), pipe)
             true = {name: math.fsum(values) / len(values) for name, values in row.items()}
-    cells = {name: cell(name, [row], 1) for name, row in figures.items()}
+    cells = {name: cell_of_rows(name, [row], 1) for name, row in figures.items()}
     asked.out.mkdir(parents=True, exist_ok=True)
     put(asked.out / "table.md", table(cells, true, asked.prompts).markdown())
     draw(cells, true, asked.out / "arms.png")

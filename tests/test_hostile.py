@@ -39,25 +39,25 @@ from pellucid.core.grid import Grid
 from pellucid.core.loop import run
 from pellucid.evidence import trace
 from pellucid.evidence.metrics.image_text import pixels_of
-from pellucid.evidence.study import samplers_files
-from pellucid.evidence.study.prompts import lines_of
-from pellucid.evidence.study.records import read_config
-from pellucid.evidence.study.schedules import ScheduleStudy
-from pellucid.evidence.study.schedules_results import Results
+from pellucid.evidence.study import samplers
+from pellucid.evidence.study.kernel import read_config
+from pellucid.evidence.study.schedules import ScheduleStudyConfig
+from pellucid.evidence.study.schedules_results import ScheduleResults
+from pellucid.evidence.study.subject import read_lines_of
 from pellucid.evidence.trace import layout
 from pellucid.interop import components, diffusers_config, folder, local_models, lora_file, source, weights
 from pellucid.interop.diffusers_plan import compile_reading
 from pellucid.interop.lora_parts import Strength
 from pellucid.interop.tokenizer import Tokenizer
 from pellucid.pipeline import images, parameters
-from pellucid.pipeline.planning import read_plan
+from pellucid.pipeline.prepare import read_plan
 from pellucid.pipeline.recipe import Recipe, read_png, read_sheet
-from pellucid.train import metadata
+from pellucid.train import image_folder
+from pellucid.train.checkpoint import Chunk, Damage, FileSeal, Manifest, TensorEntry
 from pellucid.train.config import TrainConfig, chosen
-from pellucid.train.denoise import fresh
+from pellucid.train.denoiser import fresh
 from pellucid.train.kinds import DATA, TASKS
 from pellucid.train.latent_files import Cache, Scaling
-from pellucid.train.manifest import Chunk, Damage, Manifest, Saved, Sealed
 from pellucid.train.ranks import Ranks
 
 SECONDS = 5.0  # for one file
@@ -358,7 +358,7 @@ def read_train(path: Path, data: bytes) -> object:
 
 def read_study(path: Path, data: bytes) -> object:
     path.write_bytes(as_toml(data))
-    return ScheduleStudy.load(path)
+    return ScheduleStudyConfig.load(path)
 
 
 def study_config() -> Any:
@@ -369,8 +369,8 @@ def read_study_folder(path: Path, data: bytes) -> object:
     (path.parent / "config.json").write_bytes(data)
     (path.parent / "records.jsonl").write_bytes(data + b"\n" + data[:-3])
     try:
-        rows = samplers_files.Files(path.parent).rows
-        return rows if b'"cell"' in data else (read_config(path.parent), samplers_files.read_config(path.parent))
+        rows = samplers.SamplerFiles(path.parent).rows
+        return rows if b'"cell"' in data else (read_config(path.parent), samplers.read_sampler_config(path.parent))
     finally:
         (path.parent / "config.json").unlink()
         (path.parent / "records.jsonl").unlink()
@@ -401,7 +401,7 @@ def read_schedule_results(path: Path, data: bytes) -> object:
     (path.parent / "config.json").write_bytes(parts.get("config", b"{}"))
     (path.parent / "records.jsonl").write_bytes(parts.get("record", b""))
     (run_of / "log.jsonl").write_bytes(parts.get("window", b""))
-    found = Results.read(path.parent)
+    found = ScheduleResults.read(path.parent)
     name = found.study.schedules[0]
     tables = [found.curve(name, "fid"), found.final(name), found.variants(name), found.seconds(name)]
     return tables, found.series(name, "images_per_s"), found.levels(name), found.done, found.last(name)
@@ -451,8 +451,8 @@ def read_cache(path: Path, data: bytes) -> object:
 
 
 def checkpoint_manifest() -> Any:
-    saved = Saved(torch.float32, (2,), (Chunk("a.safetensors", "x", (0,), (2,)),))
-    made = Manifest(3, {"seed": 1}, {"a.safetensors": Sealed(10, "00")}, {"x": saved})
+    saved = TensorEntry(torch.float32, (2,), (Chunk("a.safetensors", "x", (0,), (2,)),))
+    made = Manifest(3, {"seed": 1}, {"a.safetensors": FileSeal(10, "00")}, {"x": saved})
     return json.loads(made.to_json())
 
 
@@ -490,7 +490,7 @@ def read_pixels(path: Path, data: bytes) -> object:
 
 def read_rows(path: Path, data: bytes) -> object:
     path.write_bytes(data.replace(b"\n", b" ") + b"\n")
-    return list(metadata.read(path, "", ("edges",)))
+    return list(image_folder.read_rows(path, "", ("edges",)))
 
 
 NETWORKS: dict[str, dict[str, Any]] = {
@@ -804,7 +804,7 @@ OPENERS: dict[str, Callable[[Path], object]] = {
     "training config": TrainConfig.load,
     "trace": trace.read,
     "prompts": lambda path: sample_words.prompts(f"@{path}"),
-    "study prompts": lambda path: lines_of(path, "scenes:N"),
+    "study prompts": lambda path: read_lines_of(path, "scenes:N"),
     "json": weights.read_json,
     "models": lambda path: local_models.kind_of(path) or refuse(path),
 }

@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from pellucid.interop.scheduler import Scheduler
     from pellucid.models.guidance import Guidance, guarded
     from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
+    from pellucid.pipeline.encoders.text import Embedding
     from pellucid.pipeline.load import load
     from pellucid.pipeline.pipeline import Pipeline
     from pellucid.pipeline.policy import Policy
     from pellucid.pipeline.request import Request
     from pellucid.pipeline.result import Result
-    from pellucid.pipeline.text import Embedding
     from pellucid.pipeline.wrapped import wrap
 
 # public name → (module, name there; None for the module itself)
@@ -52,7 +52,7 @@ _HOMES: dict[str, tuple[str, str | None]] = {
     "Clip": ("pellucid.core.filters", "Clip"),
     "Control": ("pellucid.pipeline.adapters", "Control"),
     "DynamicThreshold": ("pellucid.core.filters", "DynamicThreshold"),
-    "Embedding": ("pellucid.pipeline.text", "Embedding"),
+    "Embedding": ("pellucid.pipeline.encoders.text", "Embedding"),
     "Grid": ("pellucid.core.grid", "Grid"),
     "Guidance": ("pellucid.models.guidance", "Guidance"),
     "ImagePrompt": ("pellucid.pipeline.adapters", "ImagePrompt"),

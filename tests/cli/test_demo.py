@@ -17,8 +17,7 @@ from pellucid.cli import demo_scenes, draw_scenes
 from pellucid.interop import source
 from pellucid.pipeline.images import to_images
 from pellucid.pipeline.load import load
-from pellucid.scenes.split import held_out_combination
-from pellucid.scenes.words import COLOUR_NAMES, SHAPE_NAMES, TEXTURE_NAMES
+from pellucid.scenes.words import COLOUR_NAMES, SHAPE_NAMES, TEXTURE_NAMES, held_out_combination
 
 
 @pytest.fixture(autouse=True)
@@ -79,14 +78,14 @@ def test_a_true_image_is_as_asked_and_another_is_not():
     rest = [first] * (len(demo_scenes.PROMPTS) - 1)
     for scene, right in ((first, True), (other, False)):
         images = to_images(scenes.render(scenes.Scenes.of([scene, *rest]), 128))
-        made = demo_scenes.graded(images, [1.0] * len(images))[0]
+        made = demo_scenes.grade_images(images, [1.0] * len(images))[0]
         assert made.grade.right == right
         assert made.wrong == ("" if right else "colour: blue, not red")
 
 
 def test_the_way_from_noise_is_that_of_the_image():
     """Noise falls from all to nearly none, and the last x0 is the image: the sampler's last row lands on it."""
-    pipe, watch = load("scenes-128", device="cpu"), demo_scenes.Watch()
+    pipe, watch = load("scenes-128", device="cpu"), demo_scenes.StepRecorder()
     asked = {"sampler": demo_scenes.SAMPLER, "grid": demo_scenes.GRID, "steps": 10, "guidance": demo_scenes.GUIDANCE}
     made = pipe(demo_scenes.PROMPTS[0], seed=1, observers=[watch], **asked)
     moments = watch.moments(pipe)

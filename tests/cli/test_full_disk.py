@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from pellucid.cli import app
 from pellucid.train.config import read
-from pellucid.train.denoise import DenoiserConfig
+from pellucid.train.denoiser import DenoiserConfig
 
 PIXELS: dict[str, Any] = {
     "_class_name": "UNet2DModel", "sample_size": 8, "block_out_channels": [8], "layers_per_block": 1,
@@ -146,7 +146,7 @@ def test_out_of_memory_anywhere_is_one_line(
         assert refuse("sample", str(place / "model")).startswith("error[out-of-memory]: memory must suffice")
     with monkeypatch.context() as patch:
         patch.setattr("pellucid.models.unet.UNet.forward", fail)
-        patch.setattr("pellucid.pipeline.out_of_memory.predict", fail)
+        patch.setattr("pellucid.pipeline.memory.predict", fail)
         said = refuse("sample", str(place / "model"), "--device", "cpu")
     assert said.startswith("error[out-of-memory]: memory must suffice for stage denoise; the device ran out of it.")
 

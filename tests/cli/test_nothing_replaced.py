@@ -158,7 +158,7 @@ def test_a_file_that_came_during_the_work_is_kept(tmp_path, monkeypatch, links):
 
 
 def test_a_name_of_ours_that_was_taken_meanwhile_gets_the_next_number(tmp_path, monkeypatch):
-    goal, real = sample_output.Goal(tmp_path), sample_output.Goal.path
+    goal, real = sample_output.OutputPaths(tmp_path), sample_output.OutputPaths.path
 
     def taken_at_once(self, *words):
         path = real(self, *words)
@@ -166,7 +166,7 @@ def test_a_name_of_ours_that_was_taken_meanwhile_gets_the_next_number(tmp_path, 
             path.write_text("theirs")
         return path
 
-    monkeypatch.setattr(sample_output.Goal, "path", taken_at_once)
+    monkeypatch.setattr(sample_output.OutputPaths, "path", taken_at_once)
     assert goal.keep(Image.new("RGB", (4, 4)), Recipe(seed=7), None, []).name == "out-7-2.png"
     assert (tmp_path / "out-7.png").read_text() == "theirs"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out-7-2.png", "out-7.png"]
@@ -175,7 +175,7 @@ def test_a_name_of_ours_that_was_taken_meanwhile_gets_the_next_number(tmp_path, 
 
 
 def test_figures_of_a_lab_go_into_the_next_folder_that_is_free(tmp_path):
-    ours = lab.Figures(tmp_path / "03", overwrite=False)
+    ours = lab.FigureFolder(tmp_path / "03", overwrite=False)
     for name in ("03", "03-2", "03-3"):
         assert ours.free().folder.name == name
         (tmp_path / name).mkdir()

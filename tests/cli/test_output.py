@@ -29,8 +29,8 @@ def test_short_numbers_keep_four_digits(size, sign):
 
 
 def test_rounding_of_time_zero_is_zero():
-    assert output.told(1.3e-15) == "0"
-    assert output.told(-0.5) == "−0.5"
+    assert output.time_text(1.3e-15) == "0"
+    assert output.time_text(-0.5) == "−0.5"
 
 
 @pytest.mark.parametrize("name", ["picture.bmp", "picture", "missing/picture.png", "folder.png"])

@@ -213,5 +213,5 @@ def test_a_file_is_complete_and_bounded(refuse, tell, tmp_path, monkeypatch):
     tell("plan", "euler", "--steps", "2", "--save", "plan.json")
     assert "--steps must be left out with a plan file" in refuse("plan", "plan.json", "--steps", "3")
     assert "--as must be left out with a plan file" in refuse("plan", "plan.json", "--as", "exact")
-    monkeypatch.setattr("pellucid.cli.plan_words.MAX_BYTES", 100)
+    monkeypatch.setattr("pellucid.cli.plan_words.MAX_PLAN_BYTES", 100)
     assert refuse("plan", "plan.json").startswith("error[file-size]")

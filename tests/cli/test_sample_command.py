@@ -28,7 +28,7 @@ from pellucid.core.errors import PellucidError
 from pellucid.pipeline import recipe as recipes
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.recipe import Recipe, read_png, write_png
-from pellucid.pipeline.sheet_cells import axes_of, cell_fields
+from pellucid.pipeline.sheet import axes_of, cell_fields
 
 DOCS = Path(__file__).parents[2] / "docs" / "sample.md"
 SMALL = {**tiny.SD1_UNET, "sample_size": 8, "layers_per_block": 1}  # 16×16 pixels
@@ -591,8 +591,8 @@ def test_axes_of_a_sheet(make, here, axes, extra, field, wanted):
 def test_the_footer_says_what_all_cells_share():
     one = Recipe(model="a/b", sampler="euler", grid={"name": "trailing"}, steps=4, seed=7, size=(16, 16))
     two = replace(one, sampler="dpmpp_2m", grid={"name": "karras"})
-    assert sample_sheet.footer([one, one]).startswith("b · seed 7 · 16×16 · euler · trailing · 4 steps")
-    assert sample_sheet.footer([one, two]).startswith("b · seed 7 · 16×16 · 4 steps")
+    assert sample_sheet.shared_settings([one, one]).startswith("b · seed 7 · 16×16 · euler · trailing · 4 steps")
+    assert sample_sheet.shared_settings([one, two]).startswith("b · seed 7 · 16×16 · 4 steps")
 
 
 def test_labels_are_an_axis_too(make, here):
@@ -738,7 +738,7 @@ def test_ctrl_c_is_one_line_and_130_and_what_was_written_stays(ask, here, monkey
 def test_a_lora_may_have_a_colon_in_its_path(text, path, scale, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a:2").touch()
-    assert sample_words.lora(text) == sample_words.Adapter(path, scale=scale)
+    assert sample_words.lora(text) == sample_words.AdapterWords(path, scale=scale)
 
 
 @pytest.mark.parametrize(
@@ -774,7 +774,7 @@ def test_the_bar_counts_steps_and_says_the_stage():
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=80)
     with Progress(console=console, auto_refresh=False) as progress:
-        bar = sample_output.Bar(progress, progress.add_task("load", total=None), unit="cell")
+        bar = sample_output.StepBar(progress, progress.add_task("load", total=None), unit="cell")
         bar.begin(2, 4)
         seen = []
         for _ in range(2):

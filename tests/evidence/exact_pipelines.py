@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from pellucid.core import schedule as schedules
 from pellucid.core.oracle import Mixture
 from pellucid.core.schedule import Target
-from pellucid.evidence.doctor.opening import of_pipeline
-from pellucid.evidence.doctor.subject import Data, Subject
+from pellucid.evidence.doctor.subject import KnownImages, Subject, of_pipeline
 from pellucid.interop.components import Components
 from pellucid.models.vae import Posterior
 from pellucid.pipeline.pipeline import Pipeline
@@ -111,4 +110,4 @@ def subject(
         schedule=schedules.make(said_schedule or schedule),
         target=said_target or target,
     )
-    return of_pipeline(Pipeline(parts), data=Data((pixels / 2 + 0.5).clamp(0, 1)))
+    return of_pipeline(Pipeline(parts), data=KnownImages((pixels / 2 + 0.5).clamp(0, 1)))

@@ -16,7 +16,7 @@ from pellucid.core.loop import run
 from pellucid.core.noise import Philox
 from pellucid.core.oracle import Mixture
 from pellucid.core.plan import Plan
-from pellucid.evidence.study.samplers_subject import Subject
+from pellucid.evidence.study.subject import Subject
 from pellucid.pipeline.images import to_images
 
 SHAPE = (3, 4, 4)

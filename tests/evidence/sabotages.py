@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pellucid.evidence.doctor.finding import Severity
+from pellucid.evidence.doctor.checks import Severity
 from pellucid.evidence.doctor.subject import Subject
 
 Make = Callable[[Path], Subject]

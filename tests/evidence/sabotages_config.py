@@ -14,13 +14,12 @@ from sabotages import HEALTHY, healthy, sabotage
 
 from pellucid import compile_plan
 from pellucid.core.schedule import make
-from pellucid.evidence.doctor.opening import Given, of_config, open_subject
-from pellucid.evidence.doctor.subject import Asked, Subject
+from pellucid.evidence.doctor.subject import RunSpec, Subject, SubjectSpec, of_config, open_subject
 from pellucid.pipeline.recipe import Recipe, write_png
 
 
-def config(base: dict[str, Any], asked: Asked | None = None, **changes: Any) -> Subject:
-    return of_config({**base, **changes}, asked or Asked())
+def config(base: dict[str, Any], asked: RunSpec | None = None, **changes: Any) -> Subject:
+    return of_config({**base, **changes}, asked or RunSpec())
 
 
 def swapped(name: str, base: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -133,7 +132,7 @@ IN_PIXELS = {"_class_name": "DDIMPipeline", "unet": ["diffusers", "UNet2DModel"]
 def in_pixels(**changes: Any) -> Subject:
     """A config of DDIM in a folder without a VAE, with 50 steps."""
     base = {"_class_name": "DDIMScheduler", "beta_schedule": "linear", "timestep_spacing": "trailing"}
-    return replace(config(base, Asked(steps=50), **changes), index=IN_PIXELS)
+    return replace(config(base, RunSpec(steps=50), **changes), index=IN_PIXELS)
 
 
 @sabotage("far-last-call", "noise of 50 in 255", "smoother than images are")
@@ -150,12 +149,12 @@ def pixels_to_the_first_time(folder: Path) -> Subject:
 @sabotage("plan-exaggerates", "heun steps too far", "come out as 5.81")
 def heun_from_pure_noise(folder: Path) -> Subject:
     """Its second call of the first step is trusted as much as the first, which saw nothing."""
-    return config(COSINE_V, Asked(steps=20, sampler="heun", grid="trailing"))
+    return config(COSINE_V, RunSpec(steps=20, sampler="heun", grid="trailing"))
 
 
 @healthy
 def ddim_from_pure_noise(folder: Path) -> Subject:
-    return config(COSINE_V, Asked(steps=20, sampler="ddim", grid="trailing"))
+    return config(COSINE_V, RunSpec(steps=20, sampler="ddim", grid="trailing"))
 
 
 @sabotage("previous-step", "diffusers steps to t − 33")
@@ -165,32 +164,32 @@ def ddim_off_leading(folder: Path) -> Subject:
 
 @sabotage("steps-beyond", "500 steps and more would repeat")
 def more_steps_than_times(folder: Path) -> Subject:
-    return config(SDXL, Asked(steps=1500))
+    return config(SDXL, RunSpec(steps=1500))
 
 
 @sabotage("steps-beyond", "50 whole times")
 def more_steps_than_the_distillation(folder: Path) -> Subject:
-    return config(CONFIGS["LCM_Dreamshaper_v7"], Asked(steps=60))
+    return config(CONFIGS["LCM_Dreamshaper_v7"], RunSpec(steps=60))
 
 
 @sabotage("no-plan", "keeps 1000 steps below 1000")
 def an_offset_beyond_the_last_time(folder: Path) -> Subject:
-    return config(SD21_V, Asked(steps=1000))
+    return config(SD21_V, RunSpec(steps=1000))
 
 
 @sabotage("strength-below-a-step", "which is 0")
 def strength_for_no_step(folder: Path) -> Subject:
-    return config(SDXL, Asked(steps=20, strength=0.04))
+    return config(SDXL, RunSpec(steps=20, strength=0.04))
 
 
 @sabotage("late-start", "starts from noise that holds none")
 def one_step_from_the_clean_end(folder: Path) -> Subject:
-    return config(SDXL, Asked(steps=1), timestep_spacing="linspace")
+    return config(SDXL, RunSpec(steps=1), timestep_spacing="linspace")
 
 
 @sabotage("calls-in-noise", "8 calls are left for all of the image")
 def karras_on_cosine_betas(folder: Path) -> Subject:
-    return config(SD21_V, Asked(steps=20), beta_schedule="squaredcos_cap_v2", use_karras_sigmas=True,
+    return config(SD21_V, RunSpec(steps=20), beta_schedule="squaredcos_cap_v2", use_karras_sigmas=True,
                   _class_name="DPMSolverMultistepScheduler")  # fmt: skip
 
 
@@ -201,7 +200,7 @@ def a_noisy_end(folder: Path) -> Subject:
 
 @sabotage("null-step", "repeats a level")
 def a_grid_that_repeats_levels(folder: Path) -> Subject:
-    return config(SDXL, Asked(steps=999), timestep_spacing="trailing", num_train_timesteps=999, steps_offset=0,
+    return config(SDXL, RunSpec(steps=999), timestep_spacing="trailing", num_train_timesteps=999, steps_offset=0,
                   trained_betas=[0.01] * 400)  # fmt: skip
 
 
@@ -210,7 +209,7 @@ def a_plan_with_a_changed_weight(folder: Path) -> Subject:
     held = compile_plan("ddim", steps=8).to_dict()
     held["rows"][3]["x"]["x"] *= 1.01
     (folder / "plan.json").write_text(json.dumps(held), encoding="utf-8")
-    return open_subject(Given(model=str(folder / "plan.json")))
+    return open_subject(SubjectSpec(model=str(folder / "plan.json")))
 
 
 # --- recipes ---------------------------------------------------------------------------------------------------
@@ -223,28 +222,28 @@ def image(folder: Path, **fields: Any) -> Path:
 
 @sabotage("guidance-high", "colours saturate")
 def a_recipe_with_much_guidance(folder: Path) -> Subject:
-    return open_subject(Given(model=str(image(folder, guidance={"scale": 20.0, "rules": []}))))
+    return open_subject(SubjectSpec(model=str(image(folder, guidance={"scale": 20.0, "rules": []}))))
 
 
 @healthy
 def a_recipe(folder: Path) -> Subject:
-    return open_subject(Given(model=str(image(folder, sampler="euler", steps=20, guidance={"scale": 5.0}))))
+    return open_subject(SubjectSpec(model=str(image(folder, sampler="euler", steps=20, guidance={"scale": 5.0}))))
 
 
 @healthy
 def a_plan(folder: Path) -> Subject:
     (folder / "plan.json").write_text(compile_plan("dpmpp_2m", grid="karras", steps=8).to_json(), encoding="utf-8")
-    return open_subject(Given(model=str(folder / "plan.json")))
+    return open_subject(SubjectSpec(model=str(folder / "plan.json")))
 
 
 @healthy
 def strength_for_one_step(folder: Path) -> Subject:
-    return config(SDXL, Asked(steps=20, strength=0.05))
+    return config(SDXL, RunSpec(steps=20, strength=0.05))
 
 
 @healthy
 def many_steps_of_a_named_sampler(folder: Path) -> Subject:
-    return config(SDXL, Asked(steps=1500, strength=0.0001, sampler="ddim"))
+    return config(SDXL, RunSpec(steps=1500, strength=0.0001, sampler="ddim"))
 
 
 @healthy
@@ -253,7 +252,7 @@ def betas_of_training(folder: Path) -> Subject:
 
 
 def as_published(name: str) -> Any:
-    return lambda folder: of_config(CONFIGS[name], Asked())
+    return lambda folder: of_config(CONFIGS[name], RunSpec())
 
 
 HEALTHY.update({name: as_published(name) for name in CONFIGS})

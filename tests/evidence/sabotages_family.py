@@ -20,9 +20,8 @@ from tiny_bundle import NAME, bundles
 from torch import Tensor
 from transformers import CLIPTextModel
 
-from pellucid.evidence.doctor.data import open_data
-from pellucid.evidence.doctor.opening import Given, open_subject
-from pellucid.evidence.doctor.subject import Asked, Subject
+from pellucid.evidence.doctor.probe import open_data
+from pellucid.evidence.doctor.subject import RunSpec, Subject, SubjectSpec, open_subject
 from pellucid.pipeline.recipe import Recipe, write_png
 
 # --- families --------------------------------------------------------------------------------------------------
@@ -126,7 +125,7 @@ def scaled(folder: Path, times: float) -> Subject:
     with torch.no_grad():
         raw = AutoencoderKL.from_pretrained(model / "vae").encode(data.pixels * 2 - 1).latent_dist.mean
     edit(model / "vae/config.json", scaling_factor=times / float(raw.std()))
-    subject = open_subject(Given(model=str(model), data="scenes"), Asked(device="cpu"))
+    subject = open_subject(SubjectSpec(model=str(model), data="scenes"), RunSpec(device="cpu"))
     return replace(subject, pipeline=None)  # its network was never trained, which is another finding
 
 
@@ -173,7 +172,7 @@ def a_file_that_is_cut_off(folder: Path) -> Subject:
 @sabotage("size-off", "know")
 def a_recipe_of_another_size(folder: Path) -> Subject:
     write_png(Image.new("RGB", (8, 8)), folder / "made.png", Recipe(model=str(tiny.saved("dit")[1]), size=(64, 64)))
-    return open_subject(Given(model=str(folder / "made.png")), Asked(device="cpu"))
+    return open_subject(SubjectSpec(model=str(folder / "made.png")), RunSpec(device="cpu"))
 
 
 # --- what is well ----------------------------------------------------------------------------------------------

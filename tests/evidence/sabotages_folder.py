@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import CLIPTextModel
 
-from pellucid.evidence.doctor.opening import Given, of_model
-from pellucid.evidence.doctor.subject import Asked, Subject
+from pellucid.evidence.doctor.subject import RunSpec, Subject, SubjectSpec, of_model
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 INDEX = "model_index.json"
@@ -47,7 +46,7 @@ def linked(model: Path, goal: Path) -> Path:
 
 def look(folder: Path, **given: Any) -> Subject:
     """The subject of a folder; files alone are read unless weights matter."""
-    return of_model(str(folder), Asked(device="cpu"), Given(**{"quick": True, **given}))
+    return of_model(str(folder), RunSpec(device="cpu"), SubjectSpec(**{"quick": True, **given}))
 
 
 # --- components ------------------------------------------------------------------------------------------------

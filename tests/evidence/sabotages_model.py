@@ -26,8 +26,7 @@ import pellucid
 from pellucid.core import schedule as schedules
 from pellucid.core.loop import Prediction
 from pellucid.evidence import trace
-from pellucid.evidence.doctor.opening import Given, of_pipeline, open_subject
-from pellucid.evidence.doctor.subject import Asked, Data, Subject
+from pellucid.evidence.doctor.subject import KnownImages, RunSpec, Subject, SubjectSpec, of_pipeline, open_subject
 from pellucid.evidence.metrics.images import Pixels, folder_of
 from pellucid.pipeline.adapters import Lora
 
@@ -179,14 +178,14 @@ def a_lora_that_was_never_trained(folder: Path) -> Subject:
 @sabotage("adapter-keys-unused", "another base")
 def a_lora_that_fits_in_part(folder: Path) -> Subject:
     file = lora(folder, "up_blocks", "up_blobs")
-    given = Given(model=str(bundle()), loras=(str(file),))
-    return open_subject(given, Asked(device="cpu"))
+    given = SubjectSpec(model=str(bundle()), loras=(str(file),))
+    return open_subject(given, RunSpec(device="cpu"))
 
 
 @sabotage("adapter-no-effect", "never trained")
 def a_control_net_that_was_never_trained(folder: Path) -> Subject:
-    given = Given(model=str(bundle()), controlnets=(str(bundle() / "controlnet"),))
-    return open_subject(given, Asked(device="cpu"))
+    given = SubjectSpec(model=str(bundle()), controlnets=(str(bundle() / "controlnet"),))
+    return open_subject(given, RunSpec(device="cpu"))
 
 
 @sabotage("adapter-misfit", "as in the base", "another base model")
@@ -200,8 +199,8 @@ def a_lora_of_a_wider_base(folder: Path) -> Subject:
 @sabotage("adapter-misfit", "block_out_channels of the ControlNet", "another base")
 def a_control_net_of_a_wider_base(folder: Path) -> Subject:
     tiny.controlnet().save_pretrained(folder / "controlnet")
-    given = Given(model=str(bundle()), controlnets=(str(folder / "controlnet"),))
-    return open_subject(given, Asked(device="cpu"))
+    given = SubjectSpec(model=str(bundle()), controlnets=(str(folder / "controlnet"),))
+    return open_subject(given, RunSpec(device="cpu"))
 
 
 @healthy
@@ -276,7 +275,7 @@ def a_run_that_is_guided_well(folder: Path) -> Subject:
 
 
 def looked_at(pixels: torch.Tensor, reference: bool = False) -> Subject:
-    data = Data(images.true(first=500)) if reference else None
+    data = KnownImages(images.true(first=500)) if reference else None
     return Subject("images", images=Pixels(images.as_bytes(pixels)), data=data)
 
 

@@ -18,8 +18,7 @@ from sabotages_folder import INDEX, SCHEDULER, WEIGHTS, edit, look, rewrite
 from sabotages_model import stretched
 from safetensors.torch import load_file
 
-from pellucid.evidence.doctor.opening import Given, of_model, open_subject
-from pellucid.evidence.doctor.subject import Asked, Subject
+from pellucid.evidence.doctor.subject import RunSpec, Subject, SubjectSpec, of_model, open_subject
 
 YAML = 'model:\n  params:\n    parameterization: "eps"\n'  # as it lies beside a file of CompVis
 
@@ -74,7 +73,7 @@ def an_offset_with_trailing_times(folder: Path) -> Subject:
 
 @noted("same-time-told", "rounds times to whole numbers", "denser than they are")
 def a_grid_that_is_denser_than_the_times(folder: Path) -> Subject:
-    return config(swapped("DPMSolverMultistepScheduler", SD15, use_karras_sigmas=True), Asked(steps=400))
+    return config(swapped("DPMSolverMultistepScheduler", SD15, use_karras_sigmas=True), RunSpec(steps=400))
 
 
 @silent
@@ -90,7 +89,7 @@ def of_another_program(folder: Path, more: str = "") -> Subject:
     held = PngInfo()
     held.add_text("parameters", f"a cat\nSteps: 20, Sampler: Euler a, CFG scale: 7, Seed: 5, Size: 8x8{more}")
     Image.new("RGB", (8, 8)).save(folder / "made.png", pnginfo=held)
-    return open_subject(Given(model=str(folder / "made.png")))
+    return open_subject(SubjectSpec(model=str(folder / "made.png")))
 
 
 @noted("recipe-unread", "Another program made the image")
@@ -158,7 +157,9 @@ def a_file_of_a_family_with_one_target(folder: Path) -> Subject:
 def a_file_with_its_yaml(folder: Path) -> Subject:
     file = single(folder, "sd1")
     file.with_suffix(".yaml").write_text(YAML, encoding="utf-8")
-    return of_model(str(file), Asked(sampler="ddim"), Given(quick=True))  # the family's own scheduler ends above 0
+    return of_model(
+        str(file), RunSpec(sampler="ddim"), SubjectSpec(quick=True)
+    )  # the family's own scheduler ends above 0
 
 
 @silent

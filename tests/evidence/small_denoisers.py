@@ -14,16 +14,15 @@ from torch import Tensor
 import pellucid
 from pellucid import scenes
 from pellucid.core.schedule import Target
-from pellucid.evidence.doctor.opening import of_pipeline
-from pellucid.evidence.doctor.subject import Data, Subject
-from pellucid.train.autoencode import AutoencoderConfig
+from pellucid.evidence.doctor.subject import KnownImages, Subject, of_pipeline
+from pellucid.train.autoencoder import AutoencoderConfig
 from pellucid.train.cifar10 import CIFAR10
 from pellucid.train.config import TrainConfig, read
-from pellucid.train.denoise import DenoiserConfig
+from pellucid.train.denoiser import DenoiserConfig
 from pellucid.train.draws import Draws
 from pellucid.train.ranks import Ranks
 from pellucid.train.source import Batch
-from pellucid.train.text_denoise import TextDenoiserConfig
+from pellucid.train.text_denoiser import TextDenoiserConfig
 from pellucid.train.trainer import Trainer
 
 SIDE, COUNT, BATCH = 16, 2048, 16
@@ -115,10 +114,10 @@ class Small:
         return Held(*drawn())
 
     @cached_property
-    def data(self) -> Data:
+    def data(self) -> KnownImages:
         """Pictures that no training saw."""
         images, captions = drawn(64, 10_000)
-        return Data(images / 2 + 0.5, captions)
+        return KnownImages(images / 2 + 0.5, captions)
 
     def subject(self, name: str) -> Subject:
         return of_pipeline(pellucid.load(self.model(name), device="cpu"), data=self.data)
@@ -177,7 +176,7 @@ def objective(schedule: str, target: str) -> dict[str, Any]:
 def cifar_subject(folder: Path, cifar: Path) -> Subject:
     """A CIFAR-10 run of the schedule study, with test images."""
     pixels = CIFAR10.read(cifar, "test").images[:64].float() / 255
-    return of_pipeline(pellucid.load(folder / "model", device="cpu"), data=Data(pixels))
+    return of_pipeline(pellucid.load(folder / "model", device="cpu"), data=KnownImages(pixels))
 
 
 def truth_of(folder: Path) -> tuple[str, str]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pellucid.evidence.metrics.inception import Inception
-from pellucid.pipeline.vision import DEVIATION, MEAN
+from pellucid.pipeline.encoders.image_inputs import DEVIATION, MEAN
 
 PROMPTS = ["a cab", "bad face", "deaf", "a bee fed"]
 

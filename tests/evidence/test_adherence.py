@@ -16,17 +16,15 @@ from tiny_scenes import Truth, write_model
 
 from pellucid import scenes
 from pellucid.core.errors import PellucidError
-from pellucid.evidence.adherence import report, tiles
-from pellucid.evidence.adherence.figures import figures, shuffled
-from pellucid.evidence.adherence.making import Making
-from pellucid.evidence.adherence.opening import open_pipe
-from pellucid.evidence.adherence.prompted import Adherence, Study
-from pellucid.evidence.adherence.shares import Share
+from pellucid.evidence.adherence import sheets, study
+from pellucid.evidence.adherence.judging import ATTRIBUTES, judge, reading_from_json, reading_to_json
+from pellucid.evidence.adherence.samples import Making, open_pipe
 from pellucid.evidence.adherence.sheets import Card, contact_sheet
-from pellucid.evidence.adherence.verdict import ATTRIBUTES, from_plain, judge, to_plain
+from pellucid.evidence.adherence.study import AdherenceConfig, AdherenceStudy, figures, shuffled
+from pellucid.evidence.statistics import Share
 from pellucid.scenes.scene import Scene, Scenes, Thing
 
-CONFIG = Adherence("truth", prompts=40, making=Making(batch=16))
+CONFIG = AdherenceConfig("truth", prompts=40, making=Making(batch=16))
 
 
 def truth(rule: Any = lambda n, _: n) -> Truth:
@@ -35,8 +33,8 @@ def truth(rule: Any = lambda n, _: n) -> Truth:
 
 
 @pytest.fixture(scope="module")
-def perfect(tmp_path_factory: pytest.TempPathFactory) -> Study:
-    study = Study(CONFIG, tmp_path_factory.mktemp("perfect") / "out")
+def perfect(tmp_path_factory: pytest.TempPathFactory) -> AdherenceStudy:
+    study = AdherenceStudy(CONFIG, tmp_path_factory.mktemp("perfect") / "out")
     study.run(truth())
     return study
 
@@ -64,7 +62,7 @@ PAIR = Scene((Thing("star", "red", "solid", 0.25, 0.5, 0.11), Thing("square", "b
 def verdict_of(shown: Scene, asked: Scene) -> Any:
     (_, query), *_ = scenes.described(Scenes.of([asked]), full=True)
     (reading,) = scenes.read(scenes.render(Scenes.of([shown])))
-    return judge(from_plain(json.loads(json.dumps(to_plain(reading)))), query)
+    return judge(reading_from_json(json.loads(json.dumps(reading_to_json(reading)))), query)
 
 
 def changed(**changes: Any) -> Scene:
@@ -126,7 +124,7 @@ def test_noise_cannot_be_read_and_nothing_of_it_is_right() -> None:
 # The study
 
 
-def test_a_perfect_model_scores_all(perfect: Study) -> None:
+def test_a_perfect_model_scores_all(perfect: AdherenceStudy) -> None:
     found = figures(perfect.shown())
     assert list(found) == ["1", "2", "3", "all"]
     assert found["all"].right.count == 40
@@ -140,11 +138,11 @@ def test_a_perfect_model_scores_all(perfect: Study) -> None:
 
 def test_a_model_that_draws_another_caption_scores_nothing(tmp_path: Path) -> None:
     config = replace(CONFIG, prompts=16)
-    found = figures(Study(config, tmp_path / "out").run(truth(lambda n, _: n + 1)))
+    found = figures(AdherenceStudy(config, tmp_path / "out").run(truth(lambda n, _: n + 1)))
     assert found["all"].right.right == 0
 
 
-def test_shuffling_keeps_the_number_of_objects_and_no_own_caption(perfect: Study) -> None:
+def test_shuffling_keeps_the_number_of_objects_and_no_own_caption(perfect: AdherenceStudy) -> None:
     shown = perfect.shown()
     same = [replace(one, query=shown[0].query, reading=shown[0].reading) for one in shown]
     assert all(verdict.right for verdict in shuffled(same).values())  # the ring compares readings with queries
@@ -152,14 +150,14 @@ def test_shuffling_keeps_the_number_of_objects_and_no_own_caption(perfect: Study
     assert shuffled(lone) == {}
 
 
-def test_images_come_back_as_they_were(perfect: Study) -> None:
+def test_images_come_back_as_they_were(perfect: AdherenceStudy) -> None:
     shown = perfect.shown()
     wanted = [shown[37], shown[2], shown[15]]
     made = truth()(["", "", ""], seed=[37, 2, 15]).images
     assert [image.tobytes() for image in perfect.images(wanted)] == [image.tobytes() for image in made]
 
 
-def test_a_study_that_was_cut_goes_on_to_the_same_figures(perfect: Study, tmp_path: Path) -> None:
+def test_a_study_that_was_cut_goes_on_to_the_same_figures(perfect: AdherenceStudy, tmp_path: Path) -> None:
     def cut(n: int, _: Any) -> int:
         if n >= 16:
             raise KeyboardInterrupt
@@ -167,32 +165,32 @@ def test_a_study_that_was_cut_goes_on_to_the_same_figures(perfect: Study, tmp_pa
 
     folder = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        Study(CONFIG, folder).run(truth(cut))
+        AdherenceStudy(CONFIG, folder).run(truth(cut))
     with (folder / "records.jsonl").open("a") as file:
         file.write('{"first": 16, "pic')  # the line at which it was killed
     rest = truth()
-    study = Study(CONFIG, folder)
+    study = AdherenceStudy(CONFIG, folder)
     assert study.missing == [16, 32]
     assert study.run(rest) == perfect.shown()
     assert rest.calls == 2
-    assert Study(CONFIG, folder).missing == []
+    assert AdherenceStudy(CONFIG, folder).missing == []
     assert rest.calls == 2
 
 
-def test_images_can_be_read_again(perfect: Study, tmp_path: Path) -> None:
+def test_images_can_be_read_again(perfect: AdherenceStudy, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     shutil.copytree(perfect.folder, folder)
     rows = [json.loads(line) for line in (folder / "records.jsonl").read_text("utf-8").splitlines()]
     text = "".join(json.dumps({key: row[key] for key in row if key != "digest"}) + "\n" for row in rows)
     (folder / "records.jsonl").write_text(text.replace('"shape": "', '"shape": "no '), "utf-8")
-    study = Study(CONFIG, folder)
+    study = AdherenceStudy(CONFIG, folder)
     assert figures(study.shown())["all"].right.right == 0
     assert study.read_again() == perfect.shown()
-    assert Study(CONFIG, folder).shown() == perfect.shown()
+    assert AdherenceStudy(CONFIG, folder).shown() == perfect.shown()
 
 
-def test_the_report_holds_what_was_counted(perfect: Study) -> None:
-    found = report.write(perfect)
+def test_the_report_holds_what_was_counted(perfect: AdherenceStudy) -> None:
+    found = study.write_report(perfect)
     held = json.loads((perfect.folder / "figures.json").read_text("utf-8"))
     assert held["objects"]["all"]["right"]["right"] == found["all"].right.right
     assert held["objects"]["2"]["attributes"]["relation"]["count"] == found["2"].right.count
@@ -214,10 +212,10 @@ def test_a_sheet_shows_every_image_in_its_own_colour() -> None:
 
 
 def test_tiles_refuse_a_file_of_another_shape(tmp_path: Path) -> None:
-    path = tiles.write([Image.new("RGB", (5, 3), "red")] * 12, tmp_path / "a.png")
-    assert [p.size for p in tiles.read(path, 12)] == [(5, 3)] * 12
+    path = sheets.write_tiles([Image.new("RGB", (5, 3), "red")] * 12, tmp_path / "a.png")
+    assert [p.size for p in sheets.read_tiles(path, 12)] == [(5, 3)] * 12
     with pytest.raises(PellucidError, match=r"a\.png"):
-        tiles.read(path, 31)
+        sheets.read_tiles(path, 31)
 
 
 # What is refused
@@ -238,24 +236,24 @@ def test_tiles_refuse_a_file_of_another_shape(tmp_path: Path) -> None:
     ],
 )
 def test_bad_settings_are_one_line(changes: dict[str, Any]) -> None:
-    def make() -> Adherence:
-        return Adherence("x", **{k: Making(**v) if k == "making" else v for k, v in changes.items()})
+    def make() -> AdherenceConfig:
+        return AdherenceConfig("x", **{k: Making(**v) if k == "making" else v for k, v in changes.items()})
 
     with pytest.raises(PellucidError) as caught:
         make()
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_of_another_study_or_model_is_refused(perfect: Study, tmp_path: Path) -> None:
+def test_a_folder_of_another_study_or_model_is_refused(perfect: AdherenceStudy, tmp_path: Path) -> None:
     with pytest.raises(PellucidError) as caught:
-        Study(replace(CONFIG, prompts=41), perfect.folder)
+        AdherenceStudy(replace(CONFIG, prompts=41), perfect.folder)
     assert caught.value.code == "resume-config"
     with pytest.raises(PellucidError) as caught:
-        Study(CONFIG, perfect.folder, "weights-1:other")
+        AdherenceStudy(CONFIG, perfect.folder, "weights-1:other")
     assert caught.value.code == "resume-config"
     (tmp_path / "file").write_text("mine")
     with pytest.raises(PellucidError) as caught:
-        Study(CONFIG, tmp_path)
+        AdherenceStudy(CONFIG, tmp_path)
     assert caught.value.code == "out-taken"
 
 
@@ -264,7 +262,7 @@ def test_nothing_is_written_where_no_image_was_made(tmp_path: Path) -> None:
         raise PellucidError("sampler must be a known name.", "unknown-sampler")
 
     with pytest.raises(PellucidError):
-        Study(CONFIG, tmp_path / "out").run(broken)
+        AdherenceStudy(CONFIG, tmp_path / "out").run(broken)
     assert not (tmp_path / "out").exists()
 
 

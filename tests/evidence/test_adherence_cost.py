@@ -11,9 +11,9 @@ from PIL import Image
 from tiny_networks import PIXART, UNET
 
 from pellucid.core.errors import PellucidError
-from pellucid.evidence.adherence import compare_chart
-from pellucid.evidence.adherence.compare import activations, call_of, compare, operations, recipes, roles_of, tables
-from pellucid.train.denoise import fresh
+from pellucid.evidence.adherence import comparison
+from pellucid.evidence.adherence.comparison import activations, call_of, compare, operations, recipes, roles_of, tables
+from pellucid.train.denoiser import fresh
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -58,7 +58,7 @@ def test_networks_are_compared_at_every_size(tmp_path: Path) -> None:
     assert large.flops > 3.5 * small.flops
     assert large.activations > 3 * small.activations
     assert small.weights == 4 * found.parameters["UNet"]
-    with Image.open(compare_chart.write(found, tmp_path / "cost")) as chart:
+    with Image.open(comparison.write(found, tmp_path / "cost")) as chart:
         assert chart.width > 1000
     held = json.loads((tmp_path / "cost" / "compare.json").read_text("utf-8"))
     assert held["costs"][0]["flops"] == found.costs[0].flops

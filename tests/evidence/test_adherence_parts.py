@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from pellucid import scenes
 from pellucid.core.errors import PellucidError
-from pellucid.evidence.adherence import adapters, matching, suite
-from pellucid.evidence.adherence.adapters import Exam
-from pellucid.evidence.adherence.making import Making
-from pellucid.evidence.adherence.round_trip import decibels, round_trip
+from pellucid.evidence.adherence import suite
+from pellucid.evidence.adherence.samples import Making
+from pellucid.evidence.adherence.suite import Exam, decibels, round_trip
 from pellucid.models.ip_adapter import IPAdapter
 from pellucid.pipeline.adapters import ImagePrompt
 from pellucid.pipeline.load import load
@@ -81,7 +80,7 @@ def test_a_vae_that_drowns_the_image_is_seen_to() -> None:
 
 def test_edges_that_are_followed_score_one_and_those_of_another_scene_do_not() -> None:
     pipe = Truth(DRAWN, lambda n, options: n if "controls" in options else n + 1)
-    found = adapters.follows_edges(pipe, "a-controlnet", EXAM)
+    found = suite.follows_edges(pipe, "a-controlnet", EXAM)
     assert found.adapted.value > 0.98
     assert found.base.value < 0.5
     assert found.adapted.low <= found.adapted.value <= found.adapted.high
@@ -98,14 +97,14 @@ def test_the_controlnet_gets_each_scene_s_own_edges() -> None:
             seen.extend(options.get("controls", ()))
             return super().__call__(prompt, **options)
 
-    adapters.follows_edges(Watching(DRAWN), "a-controlnet", EXAM)
+    suite.follows_edges(Watching(DRAWN), "a-controlnet", EXAM)
     assert torch.equal(torch.cat([control.image for control in seen]), scenes.edges(DRAWN))
 
 
 def test_a_reference_is_carried_or_it_is_not() -> None:
     single = scenes.sample(torch.arange(6), 0, "held_out", ("flat",), (1,))
     pipe = Truth(single, lambda n, options: n if "image_prompts" in options else n + 1)
-    found = adapters.carries_reference(pipe, None, EXAM)  # type: ignore[arg-type]
+    found = suite.carries_reference(pipe, None, EXAM)  # type: ignore[arg-type]
     assert found.adapted.value == 1
     assert found.base.value < 0.2
     assert found.more == {"colour": 1, "shape": 1, "objects a picture": 1}
@@ -115,7 +114,7 @@ def test_colour_and_shape_must_be_of_one_object() -> None:
     thing = scenes.Thing("star", "red")
     both = scenes.Scene((replace(thing, colour="blue", x=0.25), replace(thing, shape="square", x=0.75)))
     (reading,) = scenes.read(scenes.render(scenes.Scenes.of([both])))
-    assert adapters.likeness(reading, thing) == (False, True, True)
+    assert suite.likeness(reading, thing) == (False, True, True)
 
 
 def test_a_style_is_seen_with_the_lora_alone() -> None:
@@ -124,11 +123,11 @@ def test_a_style_is_seen_with_the_lora_alone() -> None:
             style = scenes.STYLE_NAMES.index("sketch" if options.get("loras") else "flat")
             return SimpleNamespace(images=draw(replace(self.drawn, style=torch.full((6,), style))[list(seed)]))
 
-    found = adapters.has_style(Styled(DRAWN), "a-lora", "sketch", EXAM)
+    found = suite.has_style(Styled(DRAWN), "a-lora", "sketch", EXAM)
     assert found.adapted.value == 1
     assert found.base.value == 0
     with pytest.raises(PellucidError, match="style must be one of"):
-        adapters.has_style(Styled(DRAWN), "a-lora", "baroque", EXAM)
+        suite.has_style(Styled(DRAWN), "a-lora", "baroque", EXAM)
 
 
 def test_an_exam_without_images_is_refused() -> None:
@@ -140,7 +139,7 @@ def test_each_image_of_a_batch_is_prompted_by_its_own_image(model: Path) -> None
     """As if each had been asked for alone, with the adapter as it is."""
     pipe = load(model, device="cpu", dtype="float32", image_encoder=model / "ip_adapter" / "image_encoder")
     like = next(pipe.components.network.parameters())
-    each = adapters.read_adapter(model / "ip_adapter" / "ip_adapter.safetensors", like)
+    each = suite.read_adapter(model / "ip_adapter" / "ip_adapter.safetensors", like)
     for parameter in each.parameters():  # its values begin at zero, where no image would matter
         parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
     plain = IPAdapter(each.kind, each.image_proj, list(each.pairs))
@@ -162,7 +161,7 @@ def test_each_image_of_a_batch_is_prompted_by_its_own_image(model: Path) -> None
 def test_finding_among_32_is_counted_by_hand() -> None:
     cosines = torch.eye(32)[None].repeat(2, 1, 1)
     cosines[1, 3] = torch.arange(32.0).flip(0)  # image 3 is nearest to text 0, and text 0 to it, not to its own
-    found = matching.summed(cosines)
+    found = suite.summed(cosines)
     assert (found.count, found.by_image.right) == (64, 63)
     assert found.by_text.right == 64 - int((cosines[1].argmax(0) != torch.arange(32)).sum())
     assert found.told.right == 64 - int(cosines[1, 3, 3] < cosines[1, 3, 4])
@@ -172,12 +171,12 @@ def test_finding_among_32_is_counted_by_hand() -> None:
 def test_an_untrained_encoder_is_at_chance(model: Path) -> None:
     from pellucid.evidence.metrics.image_text import Judge
 
-    found = matching.matching(Judge.load(model / "image_text"), 96)
+    found = suite.matching(Judge.load(model / "image_text"), 96)
     assert found.count == 96
     assert abs(found.right - found.shuffled) < 0.1
     assert found.by_image.interval[0] < 1 / 32
     with pytest.raises(PellucidError, match="multiple of 32"):
-        matching.matching(Judge.load(model / "image_text"), 40)
+        suite.matching(Judge.load(model / "image_text"), 40)
 
 
 # All of them
@@ -200,7 +199,7 @@ def test_untrained_adapters_change_nothing_and_the_suite_says_so(model: Path, tm
     assert suite.measure(asked, tmp_path / "out", told.append, only) == json.loads(json.dumps(found))
     assert len(told) == 4  # nothing was measured again
     other = json.loads((tmp_path / "out" / "lora.json").read_text("utf-8"))["asked"] | {"style": "neon"}
-    assert suite.read(tmp_path / "out" / "lora.json", other) is None
+    assert suite.read_figures(tmp_path / "out" / "lora.json", other) is None
     with pytest.raises(PellucidError, match="only must be"):
         suite.measure(asked, tmp_path / "out", told.append, ["gan"])
 

@@ -10,30 +10,28 @@ import pytest
 import torch
 
 import pellucid
-from pellucid.evidence.tune.errors import Truth, errors
-from pellucid.evidence.tune.pairs import Pairs, make_sets, read_prompts
-from pellucid.evidence.tune.start import Start
-from pellucid.evidence.tune.subject import Subject, of_pipeline
-from pellucid.evidence.tune.teacher import teach
-from pellucid.pipeline.planning import read_plan
+from pellucid.evidence.tune.model import Pairs, TuningModel, make_sets, model_of, read_prompts
+from pellucid.evidence.tune.table import Start
+from pellucid.evidence.tune.teacher import Truth, errors, teach
+from pellucid.pipeline.prepare import read_plan
 
 ASSETS = Path(__file__).parents[2] / "assets"
 PAIRS, TEACHER, SEED = 6, 40, 70_000  # seeds and prompts that no plan was tuned on
 
 
 @pytest.fixture(scope="module")
-def subject() -> Subject:
-    return of_pipeline(pellucid.load("scenes-128", device="cpu"), pellucid.guarded(4.0))
+def subject() -> TuningModel:
+    return model_of(pellucid.load("scenes-128", device="cpu"), pellucid.guarded(4.0))
 
 
 @pytest.fixture(scope="module")
-def truth(subject: Subject) -> Truth:
+def truth(subject: TuningModel) -> Truth:
     pairs = make_sets((PAIRS, PAIRS, PAIRS), SEED, read_prompts("scenes", 4 * PAIRS, SEED)).judge
     return teach(subject, pairs, TEACHER, PAIRS)
 
 
 @pytest.mark.parametrize("calls", [8, 5])
-def test_a_tuned_plan_is_nearer_to_the_converged_latents(subject: Subject, truth: Truth, calls: int) -> None:
+def test_a_tuned_plan_is_nearer_to_the_converged_latents(subject: TuningModel, truth: Truth, calls: int) -> None:
     plan = read_plan(f"scenes-128/plans/{calls}.json")
     told = plan.evidence
     assert (plan.nfe, told["model_hash"], told["guidance"]) == (calls, subject.fingerprint, subject.guidance)
@@ -77,7 +75,7 @@ def test_the_small_models_differ_by_their_schedule_alone(schedule: str) -> None:
 def test_the_tuned_plan_of_cifar_is_for_its_model_and_nearer() -> None:
     """Nearer to where many calls end than the best start was, for seeds that it was not tuned on."""
     plan = read_plan(ASSETS / "cifar10-cosine" / "plans" / "8.json")
-    subject = of_pipeline(pellucid.load(ASSETS / "cifar10-cosine", device="cpu"))
+    subject = model_of(pellucid.load(ASSETS / "cifar10-cosine", device="cpu"))
     told = plan.evidence
     assert (plan.nfe, told["model_hash"]) == (8, subject.fingerprint)
     truth = teach(subject, Pairs((SEED, SEED + 1)), 40, 2)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from pellucid import PellucidError
-from pellucid.evidence.metrics.bootstrap import (
+from pellucid.evidence.metrics.fid import Statistics, fid
+from pellucid.evidence.statistics import (
     draws,
     fid_draws,
     fid_interval,
@@ -18,7 +19,6 @@ from pellucid.evidence.metrics.bootstrap import (
     reflected,
     weighted,
 )
-from pellucid.evidence.metrics.fid import Statistics, fid
 
 
 def cloud(count: int, width: int, seed: int, shift: float = 0.0) -> Tensor:

@@ -20,12 +20,9 @@ import pellucid
 from pellucid import schedules
 from pellucid.cli import app
 from pellucid.evidence.doctor import built_in
-from pellucid.evidence.doctor.checks import KEY, examine, named
-from pellucid.evidence.doctor.finding import Finding, Report
-from pellucid.evidence.doctor.opening import of_pipeline
-from pellucid.evidence.doctor.report import verdict
-from pellucid.evidence.doctor.subject import Data, Subject
-from pellucid.evidence.doctor.target_detector import WORDS
+from pellucid.evidence.doctor.checks import KEY_CHECKS, Finding, Report, examine, named, verdict_line
+from pellucid.evidence.doctor.detectors import WORDS
+from pellucid.evidence.doctor.subject import KnownImages, Subject, of_pipeline
 from pellucid.interop.source import BUNDLES
 from pellucid.pipeline.pipeline import Pipeline
 
@@ -104,7 +101,7 @@ def test_small_networks_are_never_misjudged(name: str, small_denoisers: small.Sm
     parts = pellucid.load(small_denoisers.model(name), device="cpu").components
     other = schedules.make("cosine" if schedule == "linear" else "linear")
     lying = replace(parts, schedule=other, target="eps" if target == "v" else "v")
-    reports = [examine(of_pipeline(Pipeline(one)), named(KEY)) for one in (parts, lying)]
+    reports = [examine(of_pipeline(Pipeline(one)), named(KEY_CHECKS)) for one in (parts, lying)]
     print(f"{name}: {reports[0].verdict} | {reports[1].verdict}, {[one.title for one in reports[1].findings]}")
     assert reports[0].findings == (), reports[0].text()
     for found in reports[1].findings:
@@ -132,7 +129,7 @@ def test_a_key_check_that_was_not_made_is_never_healthy() -> None:
         assert f"{NOT_CHECKED};" in plain.stdout
         assert "healthy" not in plain.stdout
         found = json.loads(ask(*args, "--strict", "--json").stdout)
-        assert (found["verdict"], found["unchecked"], found["status"]) == (NOT_CHECKED, list(KEY), 1)
+        assert (found["verdict"], found["unchecked"], found["status"]) == (NOT_CHECKED, list(KEY_CHECKS), 1)
 
 
 def test_strict_is_silent_where_everything_was_checked() -> None:
@@ -152,7 +149,9 @@ def test_a_fault_is_not_hidden_by_what_was_not_checked() -> None:
     fault = Finding("some-code", "warning", "title", (), "cause", "fix")
     report = Report((fault,), ("one",), unchecked=("schedule",))
     assert (report.verdict, report.status) == ("not healthy", 1)
-    assert verdict(Report((), ("one",), unchecked=("schedule",))) == "no fault found; NOT checked: schedule; 1 check."
+    assert (
+        verdict_line(Report((), ("one",), unchecked=("schedule",))) == "no fault found; NOT checked: schedule; 1 check."
+    )
 
 
 def test_what_has_no_network_is_asked_for_no_target(tmp_path: Path) -> None:
@@ -170,7 +169,7 @@ def test_networks_that_know_none_of_the_images_are_not_judged(tmp_path: Path) ->
     pipes = [pellucid.load(bundle, device="cpu"), *(one.pipeline for one in others)]
     for pipe in pipes:
         assert pipe is not None
-        report = examine(of_pipeline(pipe), named(KEY))
+        report = examine(of_pipeline(pipe), named(KEY_CHECKS))
         assert (report.findings, report.verdict) == ((), NOT_CHECKED), report.text()
         assert {why for _, why in report.skipped} == {"the network denoises no built-in image; give --data of its kind"}
 
@@ -193,7 +192,7 @@ def test_a_network_is_asked_with_the_kinds_that_it_knows() -> None:
     kinds = []
     for model in (BUNDLES / "scenes-128", SMALL):
         pipe = pellucid.load(model, device="cpu", dtype="float32")
-        data = Data(built_in.mixed(built_in.KINDS, len(built_in.KINDS), 32 if model == SMALL else 128))
+        data = KnownImages(built_in.mixed(built_in.KINDS, len(built_in.KINDS), 32 if model == SMALL else 128))
         kinds.append(built_in.denoised(built_in.pipeline_probe(pipe, data)))
     assert "scenes" in kinds[0]
     assert "clouds" not in kinds[0]
@@ -206,7 +205,7 @@ def asked_of(monkeypatch: pytest.MonkeyPatch, large: float) -> tuple[Report, int
     pipe, given = pellucid.load(SMALL, device="cpu", dtype="float32"), []
     pipe.components.network.register_forward_pre_hook(lambda _, args: given.append(len(args[0])))
     subject: Subject = of_pipeline(pipe)
-    return examine(subject, named(KEY)), sum(given)
+    return examine(subject, named(KEY_CHECKS)), sum(given)
 
 
 def test_a_large_network_on_a_cpu_is_asked_less(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,9 +227,9 @@ def test_a_network_of_grey_images_is_asked_in_grey() -> None:
         assert pipe is not None
         pipe.components.network.config.in_channels = channels
         if channels == 1:
-            clean = built_in.pipeline_probe(pipe, Data(pixels)).clean
+            clean = built_in.pipeline_probe(pipe, KnownImages(pixels)).clean
             torch.testing.assert_close(clean, (pixels * 2 - 1).mean(1, keepdim=True))
             continue
-        report = examine(of_pipeline(pipe), named(KEY))
+        report = examine(of_pipeline(pipe), named(KEY_CHECKS))
         assert report.verdict == NOT_CHECKED
         assert "5 channels" in report.skipped[0][1]

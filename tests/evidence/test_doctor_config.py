@@ -21,13 +21,11 @@ from published import CONFIGS, SD15, SD21_V, SDXL
 
 from pellucid import PellucidError, compile_plan
 from pellucid.core.plan import Plan, deviation, landings
-from pellucid.evidence.doctor import checks, configs
-from pellucid.evidence.doctor.checks import Check, Unable, check, every, examine
-from pellucid.evidence.doctor.data import open_data
-from pellucid.evidence.doctor.finding import FORMAT, Finding, Report
-from pellucid.evidence.doctor.latents import spread_of
-from pellucid.evidence.doctor.opening import Given, of_config, of_name, open_subject
-from pellucid.evidence.doctor.subject import NEEDS, Asked, Subject
+from pellucid.evidence.doctor import checks, scheduler_configs
+from pellucid.evidence.doctor.checks import REPORT_FORMAT, Check, Finding, Report, Unable, check, every, examine
+from pellucid.evidence.doctor.probe import open_data
+from pellucid.evidence.doctor.ranges import spread_of
+from pellucid.evidence.doctor.subject import NEEDS, RunSpec, Subject, SubjectSpec, of_config, of_name, open_subject
 from pellucid.interop.diffusers_classes import CLASSES, KNOWN
 
 
@@ -38,7 +36,7 @@ def finding(severity: Any = "note", code: str = "a-code", **changes: Any) -> Fin
 
 def found(config: dict[str, Any], code: str, **asked: Any) -> Finding:
     """The one finding of that code."""
-    report = examine(of_config(config, Asked(**asked)))
+    report = examine(of_config(config, RunSpec(**asked)))
     (hit,) = [one for one in report.findings if one.code == code]
     return hit
 
@@ -68,7 +66,7 @@ def test_a_report_as_text_and_as_json() -> None:
     assert "thing: not healthy; 1 error; 2 checks." in lines
     assert lines[-1].strip() == "not checked: c, d (no data)"
     held = json.loads(json.dumps(report.to_dict()))
-    assert held["format"] == FORMAT
+    assert held["format"] == REPORT_FORMAT
     assert held["status"] == 1
     assert held["findings"][0]["evidence"] == {"size": 0.123456, "name": "x"}
     assert held["skipped"] == [{"check": "c", "why": "no data"}, {"check": "d", "why": "no data"}]
@@ -169,7 +167,7 @@ def test_the_last_step_that_goes_nowhere_goes_nowhere_in_diffusers() -> None:
     sigmas = scheduler.sigmas.tolist()
     assert sigmas[-1] == sigmas[-2]
     assert facts(hit)["sigma / alpha after"] == pytest.approx(sigmas[-1], rel=1e-4)  # float32 betas
-    assert not any(one.code == "repeated-last-sigma" for one in examine(of_config(SDXL, Asked())).findings)
+    assert not any(one.code == "repeated-last-sigma" for one in examine(of_config(SDXL, RunSpec())).findings)
 
 
 @pytest.mark.parametrize(("spacing", "steps", "severity"), [("linspace", 8, "warning"), ("trailing", 30, "note")])
@@ -225,7 +223,7 @@ def test_a_key_that_is_not_heard_changes_nothing_in_diffusers(name: str, key: st
 
 def test_schedulers_that_are_not_read_are_those_of_diffusers() -> None:
     theirs = {name for name in dir(diffusers.schedulers) if name.endswith("Scheduler") and name[0] != "_"}
-    assert set(configs.ELSEWHERE) == theirs - set(CLASSES)
+    assert set(scheduler_configs.ELSEWHERE) == theirs - set(CLASSES)
 
 
 CLASSES_OF_BETAS = [
@@ -242,21 +240,21 @@ def test_a_scheduler_made_from_a_published_config_is_healthy(name: str, base: di
             continue
         config = json.loads(getattr(diffusers, name).from_config(base, **more).to_json_string())
         for steps in (20, 30):
-            report = examine(of_config(config, Asked(steps=steps)))
+            report = examine(of_config(config, RunSpec(steps=steps)))
             assert report.status == 0, report.text()
 
 
 @pytest.mark.parametrize("steps", [4, 8, 20, 25, 28, 50])
 def test_published_configs_are_healthy_at_any_usual_number_of_steps(steps: int) -> None:
     for name, config in CONFIGS.items():
-        report = examine(of_config(config, Asked(steps=steps)))
+        report = examine(of_config(config, RunSpec(steps=steps)))
         assert report.status == 0, f"{name}\n{report.text()}"
 
 
 def test_severity_follows_what_was_measured() -> None:
     """One key, two numbers of steps: 50 divide the times, 8 do not by far."""
     config = {**SD21_V, "timestep_spacing": "trailing"}
-    codes = {one.code for one in examine(of_config(config, Asked(steps=50))).findings}
+    codes = {one.code for one in examine(of_config(config, RunSpec(steps=50))).findings}
     assert "previous-step" not in codes
     small, large = (
         facts(found({**SD21_V, "timestep_spacing": "linspace"}, "previous-step", steps=n)) for n in (100, 8)
@@ -275,8 +273,8 @@ def test_numbers_of_the_zero_snr_finding() -> None:
 
 def test_a_named_sampler_is_judged_and_not_the_config() -> None:
     config = {**SD21_V, "timestep_spacing": "linspace"}
-    assert examine(of_config(config, Asked(steps=10))).status == 1
-    assert examine(of_config(config, Asked(steps=10, sampler="ddim", grid="linspace"))).status == 0
+    assert examine(of_config(config, RunSpec(steps=10))).status == 1
+    assert examine(of_config(config, RunSpec(steps=10, sampler="ddim", grid="linspace"))).status == 0
 
 
 # --- subjects --------------------------------------------------------------------------------------------------
@@ -284,8 +282,8 @@ def test_a_named_sampler_is_judged_and_not_the_config() -> None:
 
 def test_a_config_from_a_file_a_folder_and_a_dict(tmp_path: Path) -> None:
     (tmp_path / "scheduler_config.json").write_text(json.dumps(SD15), encoding="utf-8")
-    reports = [examine(of_config(where, Asked())) for where in (SD15, tmp_path, tmp_path / "scheduler_config.json")]
-    reports.append(examine(of_name(str(tmp_path / "scheduler_config.json"), Asked(), Given())))
+    reports = [examine(of_config(where, RunSpec())) for where in (SD15, tmp_path, tmp_path / "scheduler_config.json")]
+    reports.append(examine(of_name(str(tmp_path / "scheduler_config.json"), RunSpec(), SubjectSpec())))
     assert len({one.findings for one in reports}) == 1
 
 
@@ -294,7 +292,7 @@ def test_an_a1111_image_is_judged_by_its_own_words(tmp_path: Path) -> None:
     info = PngInfo()
     info.add_text("parameters", text)
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png", pnginfo=info)
-    subject = open_subject(Given(model=str(tmp_path / "a.png")))
+    subject = open_subject(SubjectSpec(model=str(tmp_path / "a.png")))
     assert (subject.asked.steps, subject.asked.sampler, subject.asked.dialect) == (20, "euler_a", "k-diffusion")
     report = examine(subject)
     assert {one.code: one.severity for one in report.findings} == {"guidance-high": "warning", "recipe-unread": "note"}
@@ -304,7 +302,7 @@ def test_an_a1111_image_is_judged_by_its_own_words(tmp_path: Path) -> None:
 def test_a_plan_file_is_judged_by_its_rows(tmp_path: Path) -> None:
     plan = compile_plan("euler", grid="karras", steps=6)
     (tmp_path / "plan.json").write_text(plan.to_json(), encoding="utf-8")
-    subject = open_subject(Given(model=str(tmp_path / "plan.json")))
+    subject = open_subject(SubjectSpec(model=str(tmp_path / "plan.json")))
     assert isinstance(subject.plan, Plan)
     assert examine(subject).status == 0
 
@@ -312,14 +310,14 @@ def test_a_plan_file_is_judged_by_its_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given_", "code"),
     [
-        (Given(), "usage"),
-        (Given(model="x", config="y"), "usage"),
-        (Given(model="no/such/folder/at/all"), "not-found"),
-        (Given(config="missing.json"), "config-file"),
-        (Given(images="missing"), "not-found"),
+        (SubjectSpec(), "usage"),
+        (SubjectSpec(model="x", config="y"), "usage"),
+        (SubjectSpec(model="no/such/folder/at/all"), "not-found"),
+        (SubjectSpec(config="missing.json"), "config-file"),
+        (SubjectSpec(images="missing"), "not-found"),
     ],
 )
-def test_what_is_no_subject_is_refused(given_: Given, code: str) -> None:
+def test_what_is_no_subject_is_refused(given_: SubjectSpec, code: str) -> None:
     with pytest.raises(PellucidError) as error:
         open_subject(given_)
     assert error.value.code == code
@@ -332,7 +330,7 @@ def test_files_that_hold_something_else_are_refused(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "d.png")
     for name in ("a.json", "b.json", "c.json", "d.png", "."):
         with pytest.raises(PellucidError):
-            open_subject(Given(model=str(tmp_path / name)))
+            open_subject(SubjectSpec(model=str(tmp_path / name)))
 
 
 VALUES = st.one_of(
@@ -347,7 +345,7 @@ VALUES = st.one_of(
     steps=st.integers(1, 60),
 )
 def test_no_config_makes_the_doctor_fail(name: str, more: dict[str, Any], steps: int) -> None:
-    report = examine(of_config({**SD15, **more, "_class_name": name}, Asked(steps=steps)))
+    report = examine(of_config({**SD15, **more, "_class_name": name}, RunSpec(steps=steps)))
     assert all(one.evidence and one.cause and one.fix for one in report.findings)
     json.dumps(report.to_dict())
 

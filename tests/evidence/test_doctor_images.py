@@ -12,9 +12,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from pellucid.cli import app
-from pellucid.evidence.doctor.checks import examine
-from pellucid.evidence.doctor.finding import Report
-from pellucid.evidence.doctor.subject import Data, Subject
+from pellucid.evidence.doctor.checks import Report, examine
+from pellucid.evidence.doctor.subject import KnownImages, Subject
 from pellucid.evidence.metrics.images import Pixels, folder_of
 from pellucid.pipeline.images import to_images
 from pellucid.train.cifar10 import CIFAR10
@@ -23,7 +22,7 @@ CHECKS = ("sharpness", "noise", "saturation", "seams", "bleeding")
 
 
 def look(pixels: Tensor, *, reference: bool = False) -> Report:
-    data = Data(true(COUNT, 500)) if reference else None
+    data = KnownImages(true(COUNT, 500)) if reference else None
     return examine(Subject("images", images=Pixels(as_bytes(pixels)), data=data))
 
 

@@ -24,15 +24,11 @@ from pellucid.cli import app
 from pellucid.core import schedule as schedules
 from pellucid.core.schedule import Level
 from pellucid.evidence.doctor.adapters import adapters
-from pellucid.evidence.doctor.checks import Unable, examine, named
-from pellucid.evidence.doctor.drift import Spread, drift, judged
-from pellucid.evidence.doctor.finding import Finding
-from pellucid.evidence.doctor.opening import of_pipeline
-from pellucid.evidence.doctor.overflow import HALF, overflow
+from pellucid.evidence.doctor.checks import Finding, Unable, examine, named
+from pellucid.evidence.doctor.detectors import Spread, check_drift, check_scale, drift_findings, training_scale
 from pellucid.evidence.doctor.probe import probe_of
-from pellucid.evidence.doctor.scale import believed_scale, scale
-from pellucid.evidence.doctor.subject import Data, Subject
-from pellucid.evidence.doctor.watching import watched
+from pellucid.evidence.doctor.ranges import HALF, overflow, watch_modules
+from pellucid.evidence.doctor.subject import KnownImages, Subject, of_pipeline
 from pellucid.pipeline.adapters import Lora
 from pellucid.pipeline.pipeline import Pipeline
 
@@ -121,7 +117,7 @@ def test_code_between_modules_is_blamed_on_its_owner() -> None:
             return self.second(made / (made - made))
 
     network = Divides()
-    with torch.no_grad(), watched({"net": network}) as watch:
+    with torch.no_grad(), watch_modules({"net": network}) as watch:
         network(torch.ones(1, 4))
     assert watch.first is not None
     assert watch.first.path == "net"
@@ -135,7 +131,7 @@ def test_code_between_modules_is_blamed_on_its_owner() -> None:
 @pytest.mark.parametrize("times", [0.3, 0.7, 1.0, 2.0])
 def test_the_scale_of_training_is_measured(times: float) -> None:
     """Data that are `times` too large must be multiplied by 1 / `times`, to a tenth."""
-    seen = believed_scale(believers.probe(("scaled_linear", "v"), scale=times, count=16))
+    seen = training_scale(believers.probe(("scaled_linear", "v"), scale=times, count=16))
     assert seen.factor == pytest.approx(1 / times, rel=0.1)
     assert seen.interval.low <= 1.05 / times
     assert seen.interval.high >= 0.95 / times
@@ -153,14 +149,14 @@ def spread(*ratios: float) -> Spread:
 
 
 def test_a_run_that_keeps_its_spread_is_left_alone() -> None:
-    assert list(judged(spread(1, 1.05, 1.1, 1.2), 0.5)) == []
+    assert list(drift_findings(spread(1, 1.05, 1.1, 1.2), 0.5)) == []
 
 
 def test_a_run_that_grows_or_shrinks_is_told_with_the_step_where_it_begins() -> None:
-    grown = only(judged(spread(1, 1.1, 1.4, 2), 0.5))
+    grown = only(drift_findings(spread(1, 1.1, 1.4, 2), 0.5))
     assert "strong" in grown.cause
     assert dict(grown.evidence)["first step that is off"] == 3
-    shrunk = only(judged(spread(1, 1, 0.7, 0.4), 0.5))
+    shrunk = only(drift_findings(spread(1, 1, 0.7, 0.4), 0.5))
     assert "weak" in shrunk.cause
 
 
@@ -269,17 +265,17 @@ def test_a_wrong_scaling_factor_is_measured(small_denoisers: small.Small) -> Non
         assert vae is not None
         right = vae.config.scaling_factor
         vae.config = replace(vae.config, scaling_factor=right * times)
-        found = only(scale(subject))
+        found = only(check_scale(subject))
         assert found.code == "latent-scale"
         assert dict(found.evidence)["factor at which the network denoises best"] == pytest.approx(1 / times, rel=0.25)
-        assert f'"scaling_factor": {right * times * believed_scale(probe_of(subject, 16)).factor:.3g}' in found.fix
+        assert f'"scaling_factor": {right * times * training_scale(probe_of(subject, 16)).factor:.3g}' in found.fix
 
 
 @pytest.mark.slow
 def test_predictions_that_are_too_weak_are_not_healthy(small_denoisers: small.Small) -> None:
     subject = small_denoisers.subject("v-cosine")
     assert subject.pipeline is not None
-    assert list(drift(subject)) == []
+    assert list(check_drift(subject)) == []
     with torch.no_grad():
         for parameter in subject.pipeline.components.network.conv_out.parameters():
             parameter.mul_(0.5)
@@ -295,7 +291,7 @@ def test_real_networks_of_cifar_are_healthy(cifar_runs: list[Path], cifar: Path)
 
 
 def test_data_of_one_image_is_no_verdict(bundle: Path) -> None:
-    subject: Subject = of_pipeline(opened(bundle), data=Data(torch.rand(1, 3, 16, 16)))
+    subject: Subject = of_pipeline(opened(bundle), data=KnownImages(torch.rand(1, 3, 16, 16)))
     report = examine(subject)
     skipped = dict(report.skipped)
     assert "too few" in skipped["target"]

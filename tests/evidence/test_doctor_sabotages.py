@@ -13,8 +13,7 @@ import pytest
 from sabotages import HEALTHY, SABOTAGES, SILENT
 
 import pellucid.evidence.doctor
-from pellucid.evidence.doctor.checks import examine
-from pellucid.evidence.doctor.finding import SEVERITIES
+from pellucid.evidence.doctor.checks import SEVERITIES, examine
 
 MODULES: tuple[str, ...] = (
     "sabotages_config",

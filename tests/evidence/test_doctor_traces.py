@@ -14,10 +14,8 @@ import pellucid
 from pellucid.core.compile import compile_plan
 from pellucid.core.grid import Grid
 from pellucid.evidence import trace
-from pellucid.evidence.doctor.checks import CHECKS, examine
-from pellucid.evidence.doctor.finding import Finding, Report
-from pellucid.evidence.doctor.opening import Given, open_subject
-from pellucid.evidence.doctor.subject import Subject
+from pellucid.evidence.doctor.checks import CHECKS, Finding, Report, examine
+from pellucid.evidence.doctor.subject import Subject, SubjectSpec, open_subject
 from pellucid.evidence.doctor.traces import scale_of
 
 
@@ -121,11 +119,11 @@ def test_a_trace_is_asked_about_the_plan_and_the_recipe_that_it_holds(tmp_path: 
     pipe, path = pellucid.load("scenes-128", device="cpu"), tmp_path / "run.safetensors"
     with trace.Recorder(path) as recorder:
         pipe("a red star", sampler="dpmpp_2m", grid="karras", steps=5, guidance=20.0, observers=[recorder])
-    codes = {finding.code for finding in examine(open_subject(Given(trace=str(path)))).findings}
+    codes = {finding.code for finding in examine(open_subject(SubjectSpec(trace=str(path)))).findings}
     assert {"calls-in-noise", "guidance-high"} <= codes
     with trace.Recorder(tmp_path / "sound.safetensors") as recorder:
         pipe("a red star", steps=5, guidance=4.0, observers=[recorder])
-    assert not examine(open_subject(Given(trace=str(recorder.path)))).findings
-    beside = open_subject(Given(model="scenes-128", trace=str(path), quick=True))
+    assert not examine(open_subject(SubjectSpec(trace=str(recorder.path)))).findings
+    beside = open_subject(SubjectSpec(model="scenes-128", trace=str(path), quick=True))
     assert not beside.is_run  # the model has a plan of its own, and is asked about that
     assert beside.recipe is None

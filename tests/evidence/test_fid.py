@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pellucid import PellucidError
-from pellucid.evidence.metrics.bootstrap import FID_RESAMPLES
 from pellucid.evidence.metrics.fid import FEW, Statistics, fid, note_on
-from pellucid.evidence.metrics.inception import features
-from pellucid.evidence.metrics.weights import load_inception
+from pellucid.evidence.metrics.inception import features, load_inception
+from pellucid.evidence.statistics import FID_RESAMPLES
 from pellucid.train.cifar10 import CIFAR10
 
 

@@ -10,9 +10,9 @@ import tiny_graphs
 from tiny_graphs import FAMILIES
 
 from pellucid.evidence.drawing import graph as drawing
+from pellucid.evidence.drawing import graph_tables
 from pellucid.evidence.drawing import graph_tables as tables
-from pellucid.evidence.drawing import graph_words as words
-from pellucid.evidence.drawing.graph_layout import Layout
+from pellucid.evidence.drawing.graph import Layout
 from pellucid.pipeline.inspection import Block, Graph, Times
 
 TIMES = Times("cuda", 11.2, 3.0, 44.1, 120.0, 1530.0, 3)
@@ -49,7 +49,7 @@ def test_no_text_of_the_image_meets_another(graph: Graph, timed: bool):
         assert figure.bbox.y0 <= box.y0 < box.y1 <= figure.bbox.y1, text.get_text()
     said = " ".join(text.get_text() for text in texts)
     assert all(node.name in said for node in graph.nodes)
-    assert words.pace(graph) in said
+    assert graph_tables.pace(graph) in said
 
 
 @pytest.mark.parametrize("graph", FAMILIES, indirect=True)
@@ -75,9 +75,9 @@ def test_names_of_blocks_stand_once_for_equal_neighbours():
     [(859_520_964, "859.5 M"), (2_567_463_684, "2.57 B"), (999_999_999, "1.00 B"), (1536, "1.5 K"), (640, "640")],
 )
 def test_counts(value: int, text: str):
-    assert words.count(value) == text
+    assert graph_tables.count(value) == text
 
 
 @pytest.mark.parametrize(("value", "text"), [(1_719_041_928, "1.72 GB"), (246_120_960, "246 MB"), (80, "80 B")])
 def test_sizes(value: int, text: str):
-    assert words.size(value) == text
+    assert graph_tables.size(value) == text

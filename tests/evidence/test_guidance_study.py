@@ -17,25 +17,25 @@ from guided_truth import GuidedTruth, Killed
 from PIL import Image
 
 from pellucid.core.errors import PellucidError
-from pellucid.evidence.adherence.making import Making
+from pellucid.evidence.adherence.samples import Making
 from pellucid.evidence.metrics.image_text import Judge, image_text
 from pellucid.evidence.metrics.images import Pixels
 from pellucid.evidence.study import guidance_report
-from pellucid.evidence.study.guidance import SHOWN, TRUE, GuidanceStudy, Study
-from pellucid.evidence.study.guidance_figures import results
-from pellucid.evidence.study.oracle import OracleStudy
+from pellucid.evidence.study.guidance import PROMPTS_SHOWN, TRUE_IMAGES, GuidanceStudy, GuidanceStudyConfig
+from pellucid.evidence.study.guidance_results import results_of
+from pellucid.evidence.study.oracle import OracleStudyConfig
 
-CONFIG = GuidanceStudy("law", (1.0, 4.0, 8.0), ("plain", "dynamic"), "scenes:5", seeds=2, batch=4)
+CONFIG = GuidanceStudyConfig("law", (1.0, 4.0, 8.0), ("plain", "dynamic"), "scenes:5", seeds=2, batch=4)
 CELLS = 5  # the unguided one is shared
 
 
-def maker(study: Study, **changes: Any) -> GuidedTruth:
+def maker(study: GuidanceStudy, **changes: Any) -> GuidedTruth:
     return GuidedTruth(study.asked.truth, study.config.seeds, **changes)
 
 
 @pytest.fixture(scope="module")
-def law(tmp_path_factory: pytest.TempPathFactory) -> Study:
-    study = Study(CONFIG, tmp_path_factory.mktemp("law") / "out")
+def law(tmp_path_factory: pytest.TempPathFactory) -> GuidanceStudy:
+    study = GuidanceStudy(CONFIG, tmp_path_factory.mktemp("law") / "out")
     pipe = maker(study)
     study.run(pipe)
     assert pipe.calls == CELLS * 3  # two prompts per batch
@@ -43,7 +43,7 @@ def law(tmp_path_factory: pytest.TempPathFactory) -> Study:
 
 
 @pytest.fixture
-def copy(law: Study, tmp_path: Path) -> Path:
+def copy(law: GuidanceStudy, tmp_path: Path) -> Path:
     """The study's folder to do harm to."""
     return Path(shutil.copytree(law.folder, tmp_path / "copy"))
 
@@ -51,9 +51,9 @@ def copy(law: Study, tmp_path: Path) -> Path:
 # What it finds
 
 
-def test_the_range_is_the_law_s(law: Study) -> None:
+def test_the_range_is_the_law_s(law: GuidanceStudy) -> None:
     """Half wrong at 1, right at 4; at 8 plain clips and a threshold does not."""
-    report = guidance_report.Report.of(law)
+    report = guidance_report.GuidanceReport.of(law)
     plain, dynamic = report.lines
     assert [one.adherent for one in plain.cells][:2] == [False, True]
     assert [one.scale for one in plain.range] == [4]
@@ -66,8 +66,8 @@ def test_the_range_is_the_law_s(law: Study) -> None:
     assert pasted.endswith('"…" --sampler dpmpp_2m --steps 20 --guidance "4"')
 
 
-def test_every_figure_has_its_interval_and_the_unguided_images_are_shared(law: Study) -> None:
-    found = results(law)
+def test_every_figure_has_its_interval_and_the_unguided_images_are_shared(law: GuidanceStudy) -> None:
+    found = results_of(law)
     assert found is not None
     assert len(found.cells) == CELLS
     assert found.line("plain")[0] == found.line("dynamic")[0]
@@ -82,26 +82,26 @@ def test_every_figure_has_its_interval_and_the_unguided_images_are_shared(law: S
     assert found.cells["4"].figures["sharpness"].value == pytest.approx(found.reference.values["sharpness"], rel=0.02)
 
 
-def test_guidance_costs_diversity(law: Study) -> None:
-    found = results(law)
+def test_guidance_costs_diversity(law: GuidanceStudy) -> None:
+    found = results_of(law)
     assert found.cells["1"].figures["diversity"].value > 3 * found.cells["4"].figures["diversity"].value
 
 
 def test_bleeding_is_seen_where_the_law_swaps_colours(tmp_path: Path) -> None:
     config = replace(CONFIG, scales=(4.0, 13.0), rules=("dynamic",), prompts="scenes:6", seeds=1)
-    study = Study(config, tmp_path / "out")
+    study = GuidanceStudy(config, tmp_path / "out")
     study.run(maker(study))
-    found = results(study)
+    found = results_of(study)
     assert found.cells["4 + threshold"].figures["bled"].value == 0
     assert found.cells["13 + threshold"].figures["bled"].value > 0.5
     assert "diversity" not in found.names  # of one image there is none
 
 
-def test_batches_decide_nothing(law: Study, tmp_path: Path) -> None:
+def test_batches_decide_nothing(law: GuidanceStudy, tmp_path: Path) -> None:
     config = replace(CONFIG, batch=6, scales=(4.0,), rules=("plain",))
-    study = Study(config, tmp_path / "out")
+    study = GuidanceStudy(config, tmp_path / "out")
     study.run(maker(study))
-    mine, other = results(study).cells["4"], results(law).cells["4"]
+    mine, other = results_of(study).cells["4"], results_of(law).cells["4"]
     for name, values in mine.by_prompt.items():
         torch.testing.assert_close(values, other.by_prompt[name], equal_nan=True)
 
@@ -109,19 +109,19 @@ def test_batches_decide_nothing(law: Study, tmp_path: Path) -> None:
 # Cut, and gone on
 
 
-def test_a_killed_study_goes_on_and_ends_alike(law: Study, tmp_path: Path) -> None:
+def test_a_killed_study_goes_on_and_ends_alike(law: GuidanceStudy, tmp_path: Path) -> None:
     config, folder = replace(CONFIG, scales=(1.0, 4.0), rules=("plain",)), tmp_path / "out"
-    first = Study(config, folder)
+    first = GuidanceStudy(config, folder)
     with pytest.raises(Killed):
         first.run(maker(first, dies_after=4))
     lines = (folder / "records.jsonl").read_text()
     (folder / "records.jsonl").write_text(lines[:-40])  # and its last line was being written
-    again = Study(config, folder)
+    again = GuidanceStudy(config, folder)
     assert len(again.missing) == 3  # of 6
     pipe = maker(again)
     again.run(pipe)
     assert pipe.calls == 3
-    want = [row for row in law.records.rows if row["guidance"] in ("1", "4", TRUE)]
+    want = [row for row in law.records.rows if row["guidance"] in ("1", "4", TRUE_IMAGES)]
     assert sorted(again.records.rows, key=str) == sorted(want, key=str)
     whole = maker(again)
     again.run(whole)
@@ -129,7 +129,7 @@ def test_a_killed_study_goes_on_and_ends_alike(law: Study, tmp_path: Path) -> No
 
 
 def test_a_study_of_which_nothing_was_made_leaves_nothing(tmp_path: Path) -> None:
-    study = Study(CONFIG, tmp_path / "out")
+    study = GuidanceStudy(CONFIG, tmp_path / "out")
     with pytest.raises(Killed):
         study.run(maker(study, dies_after=0))
     assert not (tmp_path / "out").exists()
@@ -137,10 +137,10 @@ def test_a_study_of_which_nothing_was_made_leaves_nothing(tmp_path: Path) -> Non
         guidance_report.write(study)
 
 
-def test_an_unfinished_study_reports_what_is_whole(copy: Path, law: Study) -> None:
+def test_an_unfinished_study_reports_what_is_whole(copy: Path, law: GuidanceStudy) -> None:
     rows = [row for row in law.records.rows if row["guidance"] != "8"]
     (copy / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    report = guidance_report.Report.of(Study(CONFIG, copy))
+    report = guidance_report.GuidanceReport.of(GuidanceStudy(CONFIG, copy))
     assert "unfinished: 1 guidances are missing" in guidance_report.headline(report)
     assert [one.scale for one in report.lines[0].cells] == [1, 4]
 
@@ -153,50 +153,50 @@ def test_an_unfinished_study_reports_what_is_whole(copy: Path, law: Study) -> No
         replace(CONFIG, model="other"),
     ],
 )
-def test_a_folder_of_another_study_is_refused(copy: Path, other: GuidanceStudy) -> None:
+def test_a_folder_of_another_study_is_refused(copy: Path, other: GuidanceStudyConfig) -> None:
     with pytest.raises(PellucidError, match="Choose another --out"):
-        Study(other, copy)
+        GuidanceStudy(other, copy)
 
 
 def test_another_tolerance_judges_the_same_images_anew(copy: Path) -> None:
-    study = Study(replace(CONFIG, tolerance=0.001), copy)
+    study = GuidanceStudy(replace(CONFIG, tolerance=0.001), copy)
     assert not study.missing
     assert study.records.rows
 
 
 def test_a_folder_of_another_version_model_or_kind_is_refused_and_kept(copy: Path, tmp_path: Path) -> None:
     with pytest.raises(PellucidError, match="Choose another --out"):
-        Study(CONFIG, copy, model_hash="weights-1:other")
+        GuidanceStudy(CONFIG, copy, model_hash="weights-1:other")
     text = (copy / "config.json").read_text().replace('"version": 1', '"version": 0')
     (copy / "config.json").write_text(text)
     with pytest.raises(PellucidError, match=r"must be of version 1; got 0\. Choose another --out") as refused:
-        Study(CONFIG, copy)
+        GuidanceStudy(CONFIG, copy)
     assert refused.value.code == "study-version"
     assert (copy / "config.json").read_text() == text
-    (copy / "config.json").write_text(OracleStudy().text)
+    (copy / "config.json").write_text(OracleStudyConfig().text)
     with pytest.raises(PellucidError, match=r"--out must be of a guidance study; got .*: an oracle study'") as refused:
-        Study(CONFIG, copy)
+        GuidanceStudy(CONFIG, copy)
     assert refused.value.code == "study-folder"
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "mine.txt").write_text("dear")
     with pytest.raises(PellucidError, match="--out must be empty, new, or a study of this config"):
-        Study(CONFIG, tmp_path / "letters")
+        GuidanceStudy(CONFIG, tmp_path / "letters")
 
 
 def test_a_folder_from_before_studies_were_marked_goes_on(copy: Path) -> None:
     held = json.loads((copy / "config.json").read_text())
     assert held.pop("study") == "guidance"
     (copy / "config.json").write_text(json.dumps(held))
-    assert not Study(CONFIG, copy).missing
+    assert not GuidanceStudy(CONFIG, copy).missing
     (copy / "config.json").write_text(json.dumps({**held, "version": 0}))
     with pytest.raises(PellucidError, match="must be of version 1; got 0"):
-        Study(CONFIG, copy)
+        GuidanceStudy(CONFIG, copy)
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PellucidError, match="--out must be a folder that can be written to"):
-        Study(CONFIG, tmp_path / "file" / "out")
+        GuidanceStudy(CONFIG, tmp_path / "file" / "out")
 
 
 # What it asks a pipeline for
@@ -209,10 +209,10 @@ def test_every_cell_starts_from_the_same_noise(tmp_path: Path) -> None:
         heard.append((tuple(prompt), tuple(options["seed"]), options["guidance"], options["sampler"], options["steps"]))
         return SimpleNamespace(images=[Image.new("RGB", (32, 32), (n, 80, 90)) for n in options["seed"]])
 
-    config = GuidanceStudy(
+    config = GuidanceStudyConfig(
         "x", (1.0, 3.0), ("plain", "apg"), "scenes:3", seeds=3, batch=2, sampler="ddim", steps=7, seed=5
     )
-    study = Study(config, tmp_path / "out")
+    study = GuidanceStudy(config, tmp_path / "out")
     study.run(pipe)
     by_cell: dict[str, list[tuple[str, int]]] = {}
     for prompt, seed, guidance, sampler, steps in heard:
@@ -224,7 +224,7 @@ def test_every_cell_starts_from_the_same_noise(tmp_path: Path) -> None:
 
 
 def test_too_few_images_are_refused(tmp_path: Path) -> None:
-    study = Study(CONFIG, tmp_path / "out")
+    study = GuidanceStudy(CONFIG, tmp_path / "out")
     with pytest.raises(PellucidError, match="images must be 4, one per prompt; got 1"):
         study.run(lambda prompt, /, **_: SimpleNamespace(images=[Image.new("RGB", (32, 32))]))
 
@@ -253,11 +253,11 @@ def texts(tmp_path: Path) -> Path:
 
 
 def test_prompts_of_a_file_are_scored_by_the_encoder(texts: Path, tmp_path: Path, clip_folder: Path) -> None:
-    config = GuidanceStudy("x", (1.0, 2.0), ("plain",), str(texts), seeds=2, batch=6, clip=str(clip_folder))
-    study = Study(config, tmp_path / "out")
+    config = GuidanceStudyConfig("x", (1.0, 2.0), ("plain",), str(texts), seeds=2, batch=6, clip=str(clip_folder))
+    study = GuidanceStudy(config, tmp_path / "out")
     judge = Judge.load(clip_folder)
     study.run(colours, judge)
-    found = results(study)
+    found = results_of(study)
     assert found.adherence == "image_text"
     assert found.reference.name == "unguided ones"
     lines = ["a cab", "bad face", "deaf"]
@@ -273,7 +273,7 @@ def test_prompts_of_a_file_are_scored_by_the_encoder(texts: Path, tmp_path: Path
 def test_captions_of_scenes_in_a_file_are_read(tmp_path: Path) -> None:
     path = tmp_path / "captions.txt"
     path.write_text("a red star\na small blue square on a white background\n")
-    config = GuidanceStudy("x", (1.0,), ("plain",), str(path), seeds=1)
+    config = GuidanceStudyConfig("x", (1.0,), ("plain",), str(path), seeds=1)
     assert [len(query.objects) for query in config.asked.queries] == [1, 1]
     assert replace(config, clip="somewhere").asked.queries is None  # an encoder that is named is meant
 
@@ -283,13 +283,13 @@ def test_a_reference_of_one_s_own(tmp_path: Path) -> None:
     folder.mkdir()
     for n in range(4):
         Image.new("RGB", (32, 32), (200, 10 * n, 30)).save(folder / f"{n}.png")
-    config = GuidanceStudy("x", (2.0,), ("plain",), "scenes:2", seeds=1, reference=str(folder))
-    study = Study(config, tmp_path / "out")
+    config = GuidanceStudyConfig("x", (2.0,), ("plain",), "scenes:2", seeds=1, reference=str(folder))
+    study = GuidanceStudy(config, tmp_path / "out")
     study.run(colours)
-    (row,) = [row for row in study.records.rows if row["guidance"] == TRUE]
+    (row,) = [row for row in study.records.rows if row["guidance"] == TRUE_IMAGES]
     assert row["figures"]["saturation"] == [pytest.approx(1 / 3, abs=1e-5), 0.0, 0.0, 0.0]
     Image.new("RGB", (48, 32)).save(folder / "9.png")
-    wide = Study(config, tmp_path / "wide")
+    wide = GuidanceStudy(config, tmp_path / "wide")
     with pytest.raises(PellucidError, match=r"images of --reference must be 32×32, as the model's; got '48×32'"):
         wide.run(colours)
     assert len(wide.records.rows) == 1  # what was made is kept
@@ -308,15 +308,15 @@ def test_a_bad_file_of_prompts_is_refused(tmp_path: Path, text: bytes | None, hi
     if text is not None:
         path.write_bytes(text)
     with pytest.raises(PellucidError, match=r".") as error:
-        _ = GuidanceStudy("x", prompts=str(path)).asked
+        _ = GuidanceStudyConfig("x", prompts=str(path)).asked
     assert hint in str(error.value)
 
 
 @pytest.mark.parametrize("words", ["scenes:", "scenes:0", "scenes:x", "scenes:1000000"])
 def test_a_bad_number_of_scenes_is_refused(words: str) -> None:
     with pytest.raises(PellucidError, match=r"prompts must be scenes:N, N from 1 to 100,000"):
-        _ = GuidanceStudy("x", prompts=words).asked
-    assert len(GuidanceStudy("x").asked) == 64
+        _ = GuidanceStudyConfig("x", prompts=words).asked
+    assert len(GuidanceStudyConfig("x").asked) == 64
 
 
 @pytest.mark.parametrize(
@@ -343,15 +343,15 @@ def test_a_bad_number_of_scenes_is_refused(words: str) -> None:
 )
 def test_bad_settings_are_one_line(changes: dict[str, Any], hint: str) -> None:
     with pytest.raises(PellucidError) as error:
-        GuidanceStudy("x", **changes)
+        GuidanceStudyConfig("x", **changes)
     assert hint in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_prompts_that_need_an_encoder_say_so(texts: Path, tmp_path: Path) -> None:
     with pytest.raises(PellucidError, match="--clip must be given for prompts that are no captions of scenes"):
-        Study(GuidanceStudy("x", prompts=str(texts)), tmp_path / "out")
-    study = Study(CONFIG, tmp_path / "out")
+        GuidanceStudy(GuidanceStudyConfig("x", prompts=str(texts)), tmp_path / "out")
+    study = GuidanceStudy(CONFIG, tmp_path / "out")
     with pytest.raises(PellucidError, match="judge must be given with clip"):
         study.run(colours, object())  # type: ignore[arg-type]
 
@@ -360,7 +360,7 @@ def test_prompts_that_need_an_encoder_say_so(texts: Path, tmp_path: Path) -> Non
 
 
 def test_the_report_is_whole(copy: Path) -> None:
-    study = Study(CONFIG, copy)
+    study = GuidanceStudy(CONFIG, copy)
     report = guidance_report.write(study)
     held = json.loads((copy / "figures.json").read_text())
     assert held == json.loads(json.dumps(report.plain()))
@@ -373,7 +373,7 @@ def test_the_report_is_whole(copy: Path) -> None:
     assert "http" not in page.replace("http-equiv", "")
     for guidance in study.guidances:
         assert f'data-cell="{guidance}"' in page
-        assert len(study.shown(guidance)) == min(SHOWN, 5)
+        assert len(study.shown(guidance)) == min(PROMPTS_SHOWN, 5)
     for name in ("range", "right", "bled", "saturation", "colourfulness", "sharpness", "diversity", "pictures"):
         with Image.open(copy / "charts" / f"{name}.png") as chart:
             assert len(chart.convert("RGB").getcolors(2**24)) > 20

@@ -11,11 +11,10 @@ import torch
 from tiny_scenes import write_model
 from typer.testing import CliRunner
 
-from pellucid.evidence.adherence.opening import open_pipe
+from pellucid.evidence.adherence.samples import open_pipe
 from pellucid.evidence.metrics.image_text import Judge
-from pellucid.evidence.study.guidance import GuidanceStudy, Study
-from pellucid.evidence.study.guidance_figures import results
-from pellucid.evidence.study.guidance_rules import NAMES, Nature, guidance_of
+from pellucid.evidence.study.guidance import RULE_NAMES, GuidanceStudy, GuidanceStudyConfig, ModelTraits, guidance_of
+from pellucid.evidence.study.guidance_results import results_of
 
 
 @pytest.fixture(scope="module")
@@ -25,15 +24,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_rule_acts_in_a_pipeline(model: Path) -> None:
     pipe = open_pipe(model, device="cpu")
-    nature = Nature.of(pipe)
-    assert nature == Nature(latent=True, flow=False)
+    nature = ModelTraits.of(pipe)
+    assert nature == ModelTraits(latent=True, flow=False)
     made = {}
-    for name in NAMES:
+    for name in RULE_NAMES:
         told = guidance_of(name, 9.0, nature).text()
         found = pipe(["a red star"], seed=[3], sampler="dpmpp_2m", steps=6, guidance=told, decode=False).latents
         assert torch.isfinite(found).all()
         made[name] = found
-    for name in NAMES[1:]:
+    for name in RULE_NAMES[1:]:
         assert not torch.allclose(made[name], made["plain"], atol=1e-4), name
 
 
@@ -111,10 +110,12 @@ def test_a_wrapped_pipeline_is_studied(tmp_path: Path, clip_folder: Path) -> Non
     (tmp_path / "parts").mkdir()
     pipe = pellucid.wrap(tiny.stable_diffusion(tmp_path / "parts", unet={**tiny.SD1_UNET, "sample_size": 8}))
     (tmp_path / "p.txt").write_text("a cab\nbad face\n")
-    config = GuidanceStudy(
-        "wrapped", (1.0, 3.0), NAMES, str(tmp_path / "p.txt"), seeds=2, steps=3, clip=str(clip_folder)
+    config = GuidanceStudyConfig(
+        "wrapped", (1.0, 3.0), RULE_NAMES, str(tmp_path / "p.txt"), seeds=2, steps=3, clip=str(clip_folder)
     )
-    study = Study(config, tmp_path / "out", Nature.of(pipe))
+    study = GuidanceStudy(config, tmp_path / "out", ModelTraits.of(pipe))
     assert study.nature.latent
     study.run(pipe, Judge.load(clip_folder))
-    assert len(results(study).cells) == len(study.guidances) == 2 + len(NAMES)  # cfg_zero is no plain one at scale 1
+    assert (
+        len(results_of(study).cells) == len(study.guidances) == 2 + len(RULE_NAMES)
+    )  # cfg_zero is no plain one at scale 1

@@ -11,36 +11,54 @@ import pytest
 import torch
 
 from pellucid.core.errors import PellucidError
-from pellucid.evidence.study.guidance import GuidanceStudy
-from pellucid.evidence.study.guidance_figures import Cell, Figure, Reference, Results, cell
-from pellucid.evidence.study.guidance_range import RangeChart, state
-from pellucid.evidence.study.guidance_rules import NAMES, SPAN, Nature, check, guidance_of
-from pellucid.evidence.study.guidance_useful import CLIPPED, best, doubts, faults, lines, recommended, worse
+from pellucid.evidence.study.guidance import (
+    INTERVAL_SPAN,
+    RULE_NAMES,
+    GuidanceStudyConfig,
+    ModelTraits,
+    check_rule,
+    guidance_of,
+)
+from pellucid.evidence.study.guidance_report import RangeChart, state_of
+from pellucid.evidence.study.guidance_results import (
+    CLIPPED,
+    GuidanceCell,
+    GuidanceResults,
+    LooksReference,
+    MeanFigure,
+    best_cell,
+    cell_of_rows,
+    doubts,
+    faults_of,
+    recommendation_of,
+    rule_ranges,
+    worse,
+)
 from pellucid.models.guidance import Guidance
 
 TRUTH = {"saturation": 0.01, "colourfulness": 0.2, "sharpness": 2.0}
 
 
-def made(guidance: str, right: float, prompts: int = 100, **looks: float) -> Cell:
+def made(guidance: str, right: float, prompts: int = 100, **looks: float) -> GuidanceCell:
     """A cell of which a share of the prompts is right."""
     marks = (torch.arange(prompts) < round(right * prompts)).double()
     half = 0.03
-    figures = {"right": Figure(right, max(0.0, right - half), min(1.0, right + half))}
-    figures |= {name: Figure(value) for name, value in {**TRUTH, **looks}.items()}
-    return Cell(guidance, prompts, figures, {"right": marks})
+    figures = {"right": MeanFigure(right, max(0.0, right - half), min(1.0, right + half))}
+    figures |= {name: MeanFigure(value) for name, value in {**TRUTH, **looks}.items()}
+    return GuidanceCell(guidance, prompts, figures, {"right": marks})
 
 
-def found(table: dict[str, dict[float, Cell]], **changes: Any) -> Results:
+def found(table: dict[str, dict[float, GuidanceCell]], **changes: Any) -> GuidanceResults:
     """Results of hand-made cells, by rule and scale."""
     scales = tuple(sorted({scale for line in table.values() for scale in line}))
-    config = GuidanceStudy("x", scales, tuple(table), **changes)
+    config = GuidanceStudyConfig("x", scales, tuple(table), **changes)
     study = SimpleNamespace(
         config=config,
         asked=SimpleNamespace(queries=()),
         guidance=lambda words, scale: table[words][scale].guidance if scale in table[words] else "not done",
     )
     cells = {one.guidance: one for line in table.values() for one in line.values()}
-    return Results(study, cells, Reference("true images", TRUTH))  # type: ignore[arg-type]
+    return GuidanceResults(study, cells, LooksReference("true images", TRUTH))  # type: ignore[arg-type]
 
 
 # Useful
@@ -51,7 +69,7 @@ def test_adherence_is_not_measurably_below_the_best_of_all_rules() -> None:
         "plain": {1.0: made("1", 0.5), 4.0: made("4", 0.88), 7.0: made("7", 0.871), 10.0: made("10", 0.86)},
         "apg": {4.0: made("4 + apg", 0.9), 7.0: made("7 + apg", 0.7)},
     }
-    plain, apg = lines(found(table))
+    plain, apg = rule_ranges(found(table))
     assert [one.adherent for one in plain.cells] == [False, True, True, False]  # 3 of 100 prompts are chance
     assert [one.adherent for one in apg.cells] == [True, False]
     assert plain.words == "4 to 7"
@@ -62,7 +80,7 @@ def test_cells_are_compared_prompt_by_prompt() -> None:
     """Two cells of one share: one fails six prompts more and wins none, the other fails fourteen and wins eight."""
     best, less, other = (made(name, share, 40) for name, share in (("4", 0.8), ("7", 0.65), ("10", 0.65)))
     other.by_prompt["right"] = other.by_prompt["right"].flip(0)
-    (line,) = lines(found({"plain": {4.0: best, 7.0: less, 10.0: other}}))
+    (line,) = rule_ranges(found({"plain": {4.0: best, 7.0: less, 10.0: other}}))
     assert [one.adherent for one in line.cells] == [True, False, True]
 
 
@@ -83,15 +101,15 @@ def test_cells_are_compared_prompt_by_prompt() -> None:
     ],
 )
 def test_looks_stay_within_the_tolerance(looks: dict[str, float], said: tuple[str, ...]) -> None:
-    assert faults(found({"plain": {4.0: made("4", 1.0)}}), made("4", 1.0, **looks)) == said
+    assert faults_of(found({"plain": {4.0: made("4", 1.0)}}), made("4", 1.0, **looks)) == said
 
 
 def test_the_tolerance_is_the_config_s() -> None:
     wide = found({"plain": {4.0: made("4", 1.0)}}, tolerance=0.3)
-    assert faults(wide, made("4", 1.0, colourfulness=0.25, sharpness=1.5)) == ()
-    flat = replace(wide, reference=Reference("x", {**TRUTH, "sharpness": 0.0}))
-    assert faults(flat, made("4", 1.0)) == ("sharpness +inf %",)
-    assert faults(flat, made("4", 1.0, sharpness=0.0)) == ()
+    assert faults_of(wide, made("4", 1.0, colourfulness=0.25, sharpness=1.5)) == ()
+    flat = replace(wide, reference=LooksReference("x", {**TRUTH, "sharpness": 0.0}))
+    assert faults_of(flat, made("4", 1.0)) == ("sharpness +inf %",)
+    assert faults_of(flat, made("4", 1.0, sharpness=0.0)) == ()
 
 
 def test_the_range_is_the_run_around_the_most_adherent_useful_scale() -> None:
@@ -106,7 +124,7 @@ def test_the_range_is_the_run_around_the_most_adherent_useful_scale() -> None:
             6.0: made("6", 0.91),
         }
     }
-    (line,) = lines(found(table))
+    (line,) = rule_ranges(found(table))
     assert [one.useful for one in line.cells] == [True, True, False, True, True, True]
     assert [one.scale for one in line.range] == [4, 5, 6]
     assert line.plain() == {"rule": "plain", "range": [4.0, 6.0], "useful": [1.0, 2.0, 4.0, 5.0, 6.0]}
@@ -116,7 +134,7 @@ def test_what_has_nothing_right_is_not_useful_however_few_images_tell() -> None:
     table = {"plain": {1.0: made("1", 0.0, 4), 4.0: made("4", 0.5, 4), 7.0: made("7", 0.25, 4)}}
     one = found(table)
     assert not worse(one, one.cells["1"], one.cells["4"])  # four prompts do not tell
-    (line,) = lines(one)
+    (line,) = rule_ranges(one)
     assert [judged.useful for judged in line.cells] == [False, True, True]
 
 
@@ -126,7 +144,7 @@ def test_what_has_nothing_right_is_not_useful_however_few_images_tell() -> None:
 )
 def test_few_prompts_or_a_wide_interval_are_doubtful(prompts: int, half: float, doubtful: bool) -> None:
     top = made("4", 0.5, prompts)
-    top.figures["right"] = Figure(0.5, 0.5 - half, 0.5 + half)
+    top.figures["right"] = MeanFigure(0.5, 0.5 - half, 0.5 + half)
     said = doubts(found({"plain": {1.0: made("1", 0.0, prompts), 4.0: top}}))
     assert bool(said) == doubtful
     ends = f"{50 - 100 * half:.1f} to {50 + 100 * half:.1f}"
@@ -141,9 +159,9 @@ def test_few_prompts_or_a_wide_interval_are_doubtful(prompts: int, half: float, 
 def test_a_plain_rule_is_kept_while_no_other_is_measurably_better() -> None:
     table = {"plain": {4.0: made("4", 0.95)}, "apg": {4.0: made("4 + apg", 0.96)}}
     one = found(table)
-    assert best(one).guidance == "4 + apg"
+    assert best_cell(one).guidance == "4 + apg"
     assert not worse(one, one.cells["4"], one.cells["4 + apg"])  # of a hundred prompts one differs
-    assert recommended(one, lines(one)).guidance == "4"
+    assert recommendation_of(one, rule_ranges(one)).guidance == "4"
 
 
 def test_another_rule_is_taken_where_it_is_measurably_better() -> None:
@@ -152,17 +170,17 @@ def test_another_rule_is_taken_where_it_is_measurably_better() -> None:
         "apg": {4.0: made("4 + apg", 0.95)},
     }
     one = found(table)
-    assert recommended(one, lines(one)).guidance == "4 + apg"  # plain is useful nowhere
+    assert recommendation_of(one, rule_ranges(one)).guidance == "4 + apg"  # plain is useful nowhere
     table = {"plain": {4.0: made("4", 0.90, 1000)}, "apg": {4.0: made("4 + apg", 0.92, 1000)}}
     one = found(table)
     assert worse(one, one.cells["4"], one.cells["4 + apg"])
-    assert recommended(one, lines(one)).guidance == "4 + apg"
+    assert recommendation_of(one, rule_ranges(one)).guidance == "4 + apg"
 
 
 def test_the_sentence_says_what_was_measured() -> None:
     table = {"plain": {2.0: made("2", 0.9), 4.0: made("4", 0.92, sharpness=1.9, colourfulness=0.21)}}
     one = found(table)
-    assert recommended(one, lines(one)).words == (
+    assert recommendation_of(one, rule_ranges(one)).words == (
         "Use --guidance '4' (plain, useful from 2 to 4): all right 92.0 % (89.0 to 95.0), "
         "colourfulness +5 % and sharpness −5 % against true images."
     )
@@ -170,17 +188,17 @@ def test_the_sentence_says_what_was_measured() -> None:
 
 def test_where_nothing_is_useful_the_sentence_says_why() -> None:
     one = found({"plain": {4.0: made("4", 0.9, sharpness=1.0)}})
-    said = recommended(one, lines(one))
+    said = recommendation_of(one, rule_ranges(one))
     assert said.guidance is None
     assert said.words == (
         "No scale is useful: the most adherent guidance, '4' (all right 90.0 % (87.0 to 93.0)), is out of tolerance "
         "against true images: sharpness −50 %."
     )
     nothing = found({"plain": {4.0: made("4", 0.0), 7.0: made("7", 0.0)}})
-    assert recommended(nothing, lines(nothing)).words == (
+    assert recommendation_of(nothing, rule_ranges(nothing)).words == (
         "No scale is useful: no image under any guidance is all right."
     )
-    assert [line.words for line in lines(nothing)] == ["none"]
+    assert [line.words for line in rule_ranges(nothing)] == ["none"]
 
 
 def test_the_range_chart_tells_every_state() -> None:
@@ -194,10 +212,10 @@ def test_the_range_chart_tells_every_state() -> None:
         }
     }
     one = found(table)
-    given = lines(one)
-    names = [state(cell)[0] for cell in given[0].cells]
+    given = rule_ranges(one)
+    names = [state_of(cell)[0] for cell in given[0].cells]
     assert names == ["not adherent enough", "useful", "looks out of tolerance", "both"]
-    page = RangeChart(given, one.study.config.scales, recommended(one, given).chosen).html()
+    page = RangeChart(given, one.study.config.scales, recommendation_of(one, given).chosen).html()
     assert page.count("data-tip=") == 4
     assert page.count('r="10.5"') == 1  # the ring
     assert "looks out of tolerance: colourfulness −50 %" in page
@@ -210,8 +228,8 @@ def test_prompts_are_drawn_again_and_not_their_images() -> None:
     """Pictures of a prompt that are all alike say no more than one of them."""
     marks = [i % 3 == 0 for i in range(30)]
     looks = {"saturation": [0.0] * 30, "colourfulness": [0.1] * 30, "sharpness": [float(m) for m in marks]}
-    once = cell("4", [looks], 1)
-    often = cell("4", [{name: [v for v in values for _ in range(8)] for name, values in looks.items()}], 8)
+    once = cell_of_rows("4", [looks], 1)
+    often = cell_of_rows("4", [{name: [v for v in values for _ in range(8)] for name, values in looks.items()}], 8)
     assert once.figures == often.figures
     assert often.count == 240
     assert once.figures["sharpness"].high - once.figures["sharpness"].low > 0.2
@@ -219,21 +237,21 @@ def test_prompts_are_drawn_again_and_not_their_images() -> None:
 
 def test_a_share_s_interval_is_never_narrower_than_wilson_s() -> None:
     rows = {"right": [1] * 50, "bled": [None] * 49 + [0], "saturation": [0.0] * 50, "sharpness": [1.0] * 50}
-    found_here = cell("4", [{**rows, "colourfulness": [0.1] * 50}], 1)
+    found_here = cell_of_rows("4", [{**rows, "colourfulness": [0.1] * 50}], 1)
     assert found_here.figures["right"].low == pytest.approx(0.9287, abs=1e-3)
     assert found_here.figures["right"].high == 1
     assert found_here.figures["bled"].value == 0
     assert found_here.figures["bled"].high > 0.7
     assert math.isnan(found_here.by_prompt["bled"][0])
-    nothing = cell("4", [{**rows, "bled": [None] * 50, "colourfulness": [0.1] * 50}], 1)
+    nothing = cell_of_rows("4", [{**rows, "bled": [None] * 50, "colourfulness": [0.1] * 50}], 1)
     assert "bled" not in nothing.figures
 
 
 def test_of_one_prompt_images_are_drawn_again() -> None:
     rows = {"saturation": [0.0, 1.0] * 20, "colourfulness": [0.1] * 40, "sharpness": [1.0] * 40, "diversity": [0.3]}
-    one = cell("4", [rows], 40)
+    one = cell_of_rows("4", [rows], 40)
     assert 0.2 < one.figures["saturation"].low < 0.5 < one.figures["saturation"].high < 0.8
-    assert one.figures["diversity"] == Figure(pytest.approx(0.3))
+    assert one.figures["diversity"] == MeanFigure(pytest.approx(0.3))
 
 
 # Rules
@@ -242,22 +260,22 @@ def test_of_one_prompt_images_are_drawn_again() -> None:
 @pytest.mark.parametrize(
     ("words", "nature", "text"),
     [
-        ("plain", Nature(), "7"),
-        ("rescale", Nature(), "7 + rescale"),
-        ("rescale phi=0.5", Nature(), "7 + rescale phi=0.5"),
-        ("dynamic", Nature(latent=False), "7 + threshold"),
-        ("dynamic percentile=0.9", Nature(latent=False), "7 + threshold percentile=0.9"),
-        ("dynamic", Nature(latent=True), "7 + mimic"),
-        ("dynamic scale=4", Nature(latent=True), "7 + mimic scale=4"),
-        ("interval", Nature(), "7 + sigma_interval low=0.28 high=5.42"),
-        ("interval", Nature(flow=True), "7 + sigma_interval low=0.2188 high=0.8442"),
-        ("interval start=0.2 stop=0.8", Nature(flow=True), "7 + interval start=0.2 stop=0.8"),
-        ("apg", Nature(), "7 + apg"),
-        ("cfg_zero", Nature(), "7 + cfg_zero"),
-        ("sigma_interval low=1 high=2", Nature(), "7 + sigma_interval low=1 high=2"),
+        ("plain", ModelTraits(), "7"),
+        ("rescale", ModelTraits(), "7 + rescale"),
+        ("rescale phi=0.5", ModelTraits(), "7 + rescale phi=0.5"),
+        ("dynamic", ModelTraits(latent=False), "7 + threshold"),
+        ("dynamic percentile=0.9", ModelTraits(latent=False), "7 + threshold percentile=0.9"),
+        ("dynamic", ModelTraits(latent=True), "7 + mimic"),
+        ("dynamic scale=4", ModelTraits(latent=True), "7 + mimic scale=4"),
+        ("interval", ModelTraits(), "7 + sigma_interval low=0.28 high=5.42"),
+        ("interval", ModelTraits(flow=True), "7 + sigma_interval low=0.2188 high=0.8442"),
+        ("interval start=0.2 stop=0.8", ModelTraits(flow=True), "7 + interval start=0.2 stop=0.8"),
+        ("apg", ModelTraits(), "7 + apg"),
+        ("cfg_zero", ModelTraits(), "7 + cfg_zero"),
+        ("sigma_interval low=1 high=2", ModelTraits(), "7 + sigma_interval low=1 high=2"),
     ],
 )
-def test_rules_are_spelled_for_the_model(words: str, nature: Nature, text: str) -> None:
+def test_rules_are_spelled_for_the_model(words: str, nature: ModelTraits, text: str) -> None:
     told = guidance_of(words, 7.0, nature)
     assert told.text() == text
     assert Guidance.parse(text) == told
@@ -265,22 +283,25 @@ def test_rules_are_spelled_for_the_model(words: str, nature: Nature, text: str) 
 
 def test_the_span_is_one_of_signal_to_noise() -> None:
     """A flow's sigma t has sigma / alpha = t / (1 − t)."""
-    (flow,) = guidance_of("interval", 3.0, Nature(flow=True)).rules
-    for end, ratio in zip((flow.low, flow.high), SPAN, strict=True):
+    (flow,) = guidance_of("interval", 3.0, ModelTraits(flow=True)).rules
+    for end, ratio in zip((flow.low, flow.high), INTERVAL_SPAN, strict=True):
         assert end / (1 - end) == pytest.approx(ratio, rel=1e-3)
 
 
 def test_at_scale_one_only_what_acts_is_a_cell_of_its_own() -> None:
-    told = {name: guidance_of(name, 1.0, Nature()).text() for name in NAMES}
-    assert told == {**dict.fromkeys(NAMES, "1"), "cfg_zero": "1 + cfg_zero"}  # it zeroes the first step at any scale
-    assert guidance_of("cfg_zero zero_steps=0", 1.0, Nature()).text() == "1"
-    assert guidance_of("pag scale=2", 1.0, Nature()).text() == "1 + pag scale=2"
+    told = {name: guidance_of(name, 1.0, ModelTraits()).text() for name in RULE_NAMES}
+    assert told == {
+        **dict.fromkeys(RULE_NAMES, "1"),
+        "cfg_zero": "1 + cfg_zero",
+    }  # it zeroes the first step at any scale
+    assert guidance_of("cfg_zero zero_steps=0", 1.0, ModelTraits()).text() == "1"
+    assert guidance_of("pag scale=2", 1.0, ModelTraits()).text() == "1 + pag scale=2"
 
 
 def test_a_rule_that_one_kind_of_model_takes_is_not_refused_early() -> None:
-    check("dynamic most=2", 4.0)  # of a threshold
-    check("dynamic scale=2", 4.0)  # of a mimic
+    check_rule("dynamic most=2", 4.0)  # of a threshold
+    check_rule("dynamic scale=2", 4.0)  # of a mimic
     with pytest.raises(PellucidError, match="option of threshold must be one of"):
-        check("dynamic bogus=2", 4.0)
+        check_rule("dynamic bogus=2", 4.0)
     with pytest.raises(PellucidError, match="option of mimic must be one of"):
-        guidance_of("dynamic most=2", 4.0, Nature(latent=True))
+        guidance_of("dynamic most=2", 4.0, ModelTraits(latent=True))

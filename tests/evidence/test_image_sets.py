@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 from stand_ins import Small
 
 from pellucid import PellucidError
-from pellucid.evidence.metrics import images, measured
+from pellucid.evidence.metrics import images, score
 from pellucid.evidence.metrics.fid import Statistics
 from pellucid.evidence.metrics.images import Folder, Pixels, open_images
 from pellucid.evidence.metrics.inception import Inception, features
-from pellucid.evidence.metrics.measured import measure, measure_cached
+from pellucid.evidence.metrics.score import measure, measure_cached
 from pellucid.train.cifar10 import FILES, IN_FILE, RECORD
 
 
@@ -153,7 +153,7 @@ def test_bad_sets_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_kept_and_streamed_are_the_same_statistics(small: Inception, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Pixels(torch.from_numpy(pixels(30)).permute(0, 3, 1, 2))
     kept = measure(found, small, batch=7)
-    monkeypatch.setattr(measured, "MANY", 10)
+    monkeypatch.setattr(score, "MANY", 10)
     streamed = measure(found, small, batch=7)
     assert streamed.features is None
     assert kept.features is not None

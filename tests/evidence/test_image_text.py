@@ -16,7 +16,7 @@ from stand_ins import PROMPTS
 from pellucid import PellucidError
 from pellucid.evidence.metrics.image_text import Judge, image_text, read_prompts
 from pellucid.evidence.metrics.images import Folder, Pixels, open_images
-from pellucid.pipeline.vision import DEVIATION, MEAN
+from pellucid.pipeline.encoders.image_inputs import DEVIATION, MEAN
 
 
 def pixels(count: int, height: int = 40, width: int = 50) -> np.ndarray:

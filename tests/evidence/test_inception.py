@@ -12,8 +12,15 @@ from torch import Tensor
 
 from pellucid import PellucidError
 from pellucid.evidence.metrics import inception
-from pellucid.evidence.metrics.inception import Inception, feature_batches, features, prepare, resize, to_bytes
-from pellucid.evidence.metrics.weights import load_inception
+from pellucid.evidence.metrics.inception import (
+    Inception,
+    feature_batches,
+    features,
+    load_inception,
+    prepare,
+    resize,
+    to_bytes,
+)
 from pellucid.train.cifar10 import CIFAR10
 
 

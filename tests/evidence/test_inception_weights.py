@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from pellucid import PellucidError
-from pellucid.evidence.metrics import weights
+from pellucid.evidence.metrics import inception
 from pellucid.evidence.metrics.inception import Inception
 
 BODY = b"weights " * 300_000  # 2.4 MB: more than one piece
@@ -47,7 +47,7 @@ def server() -> Iterator[str]:
 @pytest.mark.parametrize("place", ["", "silent/"])
 def test_a_download_is_whole_and_checked(server: str, tmp_path: Path, place: str) -> None:
     goal, told = tmp_path / "deep" / "w.pth", []
-    found = weights.download(f"{server}/{place}w-{SUM}.pth", goal, lambda *n: told.append(n))
+    found = inception.download_weights(f"{server}/{place}w-{SUM}.pth", goal, lambda *n: told.append(n))
     assert found.read_bytes() == BODY
     assert told[-1] == (len(BODY), 0 if place else len(BODY))
     assert len(told) > 2
@@ -66,16 +66,16 @@ def test_a_download_is_whole_and_checked(server: str, tmp_path: Path, place: str
 )
 def test_what_is_not_right_leaves_nothing(server: str, tmp_path: Path, path: str, code: str) -> None:
     with pytest.raises(PellucidError) as error:
-        weights.download(f"{server}/{path}", tmp_path / "w.pth")
+        inception.download_weights(f"{server}/{path}", tmp_path / "w.pth")
     assert error.value.code == code
     assert "\n" not in str(error.value)
     assert not list(tmp_path.iterdir())
 
 
 def test_more_bytes_than_allowed_are_not_taken(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "MAX_BYTES", 2**20)
+    monkeypatch.setattr(inception, "MAX_BYTES", 2**20)
     with pytest.raises(PellucidError) as error:
-        weights.download(f"{server}/silent/w-{SUM}.pth", tmp_path / "w.pth")
+        inception.download_weights(f"{server}/silent/w-{SUM}.pth", tmp_path / "w.pth")
     assert error.value.code == "weights-size"
     assert not list(tmp_path.iterdir())
 
@@ -83,21 +83,21 @@ def test_more_bytes_than_allowed_are_not_taken(server: str, tmp_path: Path, monk
 def test_without_a_network_it_is_one_line(tmp_path: Path) -> None:
     for url, code in (("http://127.0.0.1:9/w-00000000.pth", "weights-network"), ("file:///etc/x", "weights-address")):
         with pytest.raises(PellucidError) as error:
-            weights.download(url, tmp_path / "w.pth")
+            inception.download_weights(url, tmp_path / "w.pth")
         assert error.value.code == code
     with pytest.raises(PellucidError, match=r"--inception") as error:
-        weights.download("http://127.0.0.1:9/w-00000000.pth", tmp_path / "w.pth")
+        inception.download_weights("http://127.0.0.1:9/w-00000000.pth", tmp_path / "w.pth")
     assert "\n" not in str(error.value)
 
 
 def test_the_cache_comes_before_the_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: str) -> None:
     monkeypatch.setenv("PELLUCID_CACHE", str(tmp_path))
     url = f"{server}/w-{SUM}.pth"
-    first = weights.find(url=url)
-    assert first == tmp_path / weights.NAME
-    assert weights.find(url="http://127.0.0.1:9/none") == first
+    first = inception.find_weights(url=url)
+    assert first == tmp_path / inception.WEIGHTS_NAME
+    assert inception.find_weights(url="http://127.0.0.1:9/none") == first
     (tmp_path / "inception.safetensors").write_bytes(b"x")
-    assert weights.find(url="http://127.0.0.1:9/none").name == "inception.safetensors"
+    assert inception.find_weights(url="http://127.0.0.1:9/none").name == "inception.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_both_forms_of_the_file_are_one_network(tmp_path: Path, state: dict[str,
     extra = {"fc.weight": torch.zeros(1008, 2048), "fc.bias": torch.zeros(1008)}
     extra["Mixed_5b.branch1x1.bn.num_batches_tracked"] = torch.tensor(0)
     torch.save({**state, **extra}, tmp_path / "b.pth")
-    first, second = (weights.load_inception(tmp_path / name) for name in ("a.safetensors", "b.pth"))
+    first, second = (inception.load_inception(tmp_path / name) for name in ("a.safetensors", "b.pth"))
     assert first.digest() == second.digest()
     assert not first.training
     assert not any(p.requires_grad for p in first.parameters())
@@ -130,5 +130,5 @@ def test_bad_files_are_one_line(tmp_path: Path, state: dict[str, torch.Tensor]) 
         if tensors is not None:
             save_file(tensors, path)
         with pytest.raises(PellucidError) as error:
-            weights.load_inception(path)
+            inception.load_inception(path)
         assert error.value.code == code

@@ -17,37 +17,52 @@ from PIL import Image
 from scipy import stats
 
 from pellucid import PellucidError, compile_plan, oracle, run
-from pellucid.cli import app, study_interaction
+from pellucid.cli import app, study
 from pellucid.core import schedule as schedules
 from pellucid.core.schedule import Schedule
 from pellucid.evidence.study import interaction_report
-from pellucid.evidence.study.cells import Cell, Setup
-from pellucid.evidence.study.interaction import JUDGED, InteractionStudy, Seen, Study, label_of
-from pellucid.evidence.study.interaction_results import Interaction
-from pellucid.evidence.study.samplers import By
+from pellucid.evidence.study.interaction import (
+    JUDGED,
+    Interaction,
+    InteractionStudy,
+    InteractionStudyConfig,
+    ModelResult,
+    label_of,
+)
+from pellucid.evidence.study.samplers import DecidingMeasure
 from pellucid.evidence.study.samplers_results import MEASURES, Column
-from pellucid.evidence.study.samplers_subject import Subject
+from pellucid.evidence.study.setups import SamplerCell, SamplerSetup
+from pellucid.evidence.study.subject import Subject
 
 # --- by hand ---------------------------------------------------------------------------------------------------
 
-A, B, TWICE = Setup("ddim"), Setup("dpmpp_2m", "karras"), Setup("heun")
+A, B, TWICE = SamplerSetup("ddim"), SamplerSetup("dpmpp_2m", "karras"), SamplerSetup("heun")
 
 
-def model(name: str, group: str, values: dict[Cell, float], spread: float = 0.01, measure: str = "distance") -> Seen:
+def model(
+    name: str, group: str, values: dict[SamplerCell, float], spread: float = 0.01, measure: str = "distance"
+) -> ModelResult:
     """A model whose figures are these, each resampled with a little noise of its own."""
     random = np.random.default_rng(sum(map(ord, name)))
     held = np.array(list(values.values()))
     drawn = held[:, None] * np.exp(spread * random.standard_normal((len(held), 400)))
     low, high = np.quantile(drawn, [0.025, 0.975], axis=1)
-    return Seen(name, group, "eps", "UNet", tuple(values), Column(MEASURES[measure], held, low, high, drawn), 0.0)
+    return ModelResult(
+        name, group, "eps", "UNet", tuple(values), Column(MEASURES[measure], held, low, high, drawn), 0.0
+    )
 
 
-def cells(a: float, b: float, steps: int = 10) -> dict[Cell, float]:
-    return {Cell(A, steps, steps): a, Cell(B, steps, steps): b}
+def cells(a: float, b: float, steps: int = 10) -> dict[SamplerCell, float]:
+    return {SamplerCell(A, steps, steps): a, SamplerCell(B, steps, steps): b}
 
 
 def test_a_budget_takes_the_most_calls_that_fit() -> None:
-    held = {Cell(A, 5, 5): 0.5, Cell(A, 10, 10): 0.3, Cell(TWICE, 5, 9): 0.2, Cell(TWICE, 10, 19): 0.01}
+    held = {
+        SamplerCell(A, 5, 5): 0.5,
+        SamplerCell(A, 10, 10): 0.3,
+        SamplerCell(TWICE, 5, 9): 0.2,
+        SamplerCell(TWICE, 10, 19): 0.01,
+    }
     one = model("m", "linear", held)
     found = Interaction([one], [5, 10])
     assert found.cell(one, "heun", 5) is None
@@ -94,7 +109,7 @@ def test_a_change_that_one_run_contradicts_is_not_sure() -> None:
     there = [model(f"c{i}", "cosine", cells(0.3 * f, 0.3)) for i, f in enumerate((2.0, 2.2, 1.8))]
     (change,) = Interaction([*here, *there], [10]).changes()
     assert not change.sure
-    assert "not sure" in interaction_report.told(Interaction([*here, *there], [10]), change)
+    assert "not sure" in interaction_report.change_words(Interaction([*here, *there], [10]), change)
 
 
 def test_single_models_are_judged_over_images() -> None:
@@ -185,7 +200,7 @@ PIPES = {"a": subject("a", "linear"), "b": subject("b", "cosine")}
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Interaction, Path]:
     folder = tmp_path_factory.mktemp("interaction") / "study"
-    return interaction_report.study(InteractionStudy(**CONFIG), folder, PIPES), folder
+    return interaction_report.run_study(InteractionStudyConfig(**CONFIG), folder, PIPES), folder
 
 
 def test_the_karras_grid_is_for_linear_and_not_for_cosine(found: tuple[Interaction, Path]) -> None:
@@ -231,20 +246,20 @@ def test_the_report_says_it_all(found: tuple[Interaction, Path]) -> None:
 def test_a_study_goes_on_and_refuses_another(found: tuple[Interaction, Path]) -> None:
     study, folder = found
     before = (folder / "models" / "a" / "records.jsonl").read_bytes()
-    again = interaction_report.study(InteractionStudy(**CONFIG), folder, PIPES)
+    again = interaction_report.run_study(InteractionStudyConfig(**CONFIG), folder, PIPES)
     assert (folder / "models" / "a" / "records.jsonl").read_bytes() == before
     assert again.changes() == study.changes()
     with pytest.raises(PellucidError) as refused:
-        interaction_report.study(InteractionStudy(**{**CONFIG, "seed": 1}), folder, PIPES)
+        interaction_report.run_study(InteractionStudyConfig(**{**CONFIG, "seed": 1}), folder, PIPES)
     assert refused.value.code == "resume-config"
-    more = InteractionStudy(**{**CONFIG, "samplers": (*CONFIG["samplers"], "unipc:trailing")})
-    wider = interaction_report.study(more, folder, PIPES)
+    more = InteractionStudyConfig(**{**CONFIG, "samplers": (*CONFIG["samplers"], "unipc:trailing")})
+    wider = interaction_report.run_study(more, folder, PIPES)
     assert "unipc:trailing" in wider.setups
     assert (folder / "models" / "a" / "records.jsonl").read_bytes().startswith(before)
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
-    config = InteractionStudy(**CONFIG)
+    config = InteractionStudyConfig(**CONFIG)
     for text, code in (
         ("{}", "study-folder"),
         ("no", "study-folder"),
@@ -252,11 +267,11 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(PellucidError) as refused:
-            Study(config, tmp_path)
+            InteractionStudy(config, tmp_path)
         assert refused.value.code == code
     (tmp_path / "config.json").rename(tmp_path / "letters.txt")
     with pytest.raises(PellucidError, match="--out must be empty"):
-        Study(config, tmp_path)
+        InteractionStudy(config, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -275,21 +290,21 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 )
 def test_a_wrong_config_is_one_line(change: dict, line: str) -> None:
     with pytest.raises(PellucidError) as refused:
-        InteractionStudy(**{**CONFIG, **change})
+        InteractionStudyConfig(**{**CONFIG, **change})
     assert line in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 def test_every_measure_that_is_offered_can_decide() -> None:
     """Help and page name what a config takes; FID, which has no resamples in common, is not among it."""
-    option = get_type_hints(study_interaction.command, include_extras=True)["by"].__metadata__[0]
+    option = get_type_hints(study.study_interaction, include_extras=True)["by"].__metadata__[0]
     page = (Path(__file__).parents[2] / "docs/study_interaction.md").read_text("utf-8")
     row = next(line for line in page.splitlines() if line.startswith("| `--by` |"))
-    for by in get_args(By):
-        InteractionStudy(**{**CONFIG, "by": by})
-    assert option.help.partition(";")[0].split(", ") == list(get_args(By))
-    assert set(re.findall(r"`(\w+)`", row)) == set(get_args(By))
-    assert set(JUDGED) <= set(get_args(By))
+    for by in get_args(DecidingMeasure):
+        InteractionStudyConfig(**{**CONFIG, "by": by})
+    assert option.help.partition(";")[0].split(", ") == list(get_args(DecidingMeasure))
+    assert set(re.findall(r"`(\w+)`", row)) == set(get_args(DecidingMeasure))
+    assert set(JUDGED) <= set(get_args(DecidingMeasure))
 
 
 def test_a_model_is_named_by_its_folder() -> None:

@@ -13,22 +13,21 @@ from scipy import stats
 from pellucid import Level, PellucidError, compile_plan, oracle, run, samplers
 from pellucid.cli import app
 from pellucid.core.schedule import make
-from pellucid.evidence.study import oracle_orders, oracle_report, oracle_tables
+from pellucid.evidence.study import oracle_orders, oracle_report
 from pellucid.evidence.study import oracle_truth as truth
-from pellucid.evidence.study.cells import Setup
 from pellucid.evidence.study.oracle import (
     GRIDS,
     NFE,
     SAMPLERS,
-    Bench,
+    OracleBench,
     OracleStudy,
-    Study,
-    distinct,
-    fitting,
+    OracleStudyConfig,
+    distinct_grids,
+    fitting_plan,
     same_levels,
 )
-from pellucid.evidence.study.oracle_asked import asked, entry_of
-from pellucid.evidence.study.oracle_results import Results, agreement, changes
+from pellucid.evidence.study.oracle_results import OracleResults, agreement, changes
+from pellucid.evidence.study.setups import SamplerSetup, entry_of, setup_without_grid
 
 SMALL = {"samplers": ("ddim", "euler", "heun", "dpmpp_2m", "euler_a"), "grids": ("karras", "trailing"), "nfe": (4, 8)}
 QUICK = {**SMALL, "schedules": ("edm",), "points": 32, "orders": False}
@@ -49,13 +48,13 @@ def test_the_flow_of_one_gaussian_is_a_scaling(top: float) -> None:
     noise = truth.starting_noise(mixture, 32, 0)
     scaled = noise if math.isinf(top) else (top * noise - 0.7) / math.hypot(0.4, top)
     wanted = 0.7 + 0.4 * scaled
-    assert torch.allclose(truth.solution(mixture, noise, top), wanted, atol=1e-8)
+    assert torch.allclose(truth.exact_flow(mixture, noise, top), wanted, atol=1e-8)
 
 
 def test_half_the_pace_changes_nothing_that_is_measured() -> None:
     mixture = oracle.sharp()
     noise = truth.starting_noise(mixture, 64, 0)
-    once, twice = (truth.solution(mixture, noise, 80.0, pace) for pace in (truth.PACE, truth.PACE / 2))
+    once, twice = (truth.exact_flow(mixture, noise, 80.0, pace) for pace in (truth.FLOW_PACE, truth.FLOW_PACE / 2))
     assert oracle.distance(once, twice) < 1e-6
 
 
@@ -67,7 +66,7 @@ def test_many_steps_of_a_sampler_reach_the_exact_flow() -> None:
         noise = truth.starting_noise(mixture, 32, 0)
         plan = compile_plan("heun", schedule=curve, steps=250)
         found = run(plan, truth.Cloud(mixture), (noise * plan.initial_scale)[None])[0]
-        assert oracle.distance(found, truth.solution(mixture, noise, truth.top_of(curve))) < 1e-3, schedule
+        assert oracle.distance(found, truth.exact_flow(mixture, noise, truth.top_of(curve))) < 1e-3, schedule
 
 
 def test_quantiles_are_those_of_the_mixture() -> None:
@@ -79,13 +78,13 @@ def test_quantiles_are_those_of_the_mixture() -> None:
 
 def test_the_distance_of_laws_knows_a_shift_and_its_floor() -> None:
     mixture = single(0.0, 1.0)
-    law = truth.Slices.of(mixture, 4096)
+    law = truth.LawSlices.of(mixture, 4096)
     draws = mixture.sample(4096, torch.Generator().manual_seed(3))
     assert law.distance(draws) < 2 * law.floor(mixture)
     shift = torch.tensor([0.5, 0.0, 0.0], dtype=torch.float64)
     wanted = float((law.directions @ shift).abs().mean())  # a shift moves every quantile by as much
     assert law.distance(draws + shift) == pytest.approx(wanted, abs=2 * law.floor(mixture))
-    assert law.floor(mixture) < truth.Slices.of(mixture, 256).floor(mixture) / 2
+    assert law.floor(mixture) < truth.LawSlices.of(mixture, 256).floor(mixture) / 2
 
 
 def test_starting_noise_is_white() -> None:
@@ -98,11 +97,11 @@ def test_noise_has_an_address() -> None:
     plan = compile_plan("euler_a", steps=4)
     like = torch.zeros(1, 5, 2, dtype=torch.float64)
     first, second = plan.rows[0], plan.rows[1]
-    drawn = truth.Drawn(1)
+    drawn = truth.CloudNoise(1)
     again = drawn.step(first.draws, first.span, like, [0])
     assert torch.equal(drawn.step(first.draws, first.span, like, [0]), again)
     assert not torch.equal(drawn.step(second.draws, second.span, like, [0]), again)
-    assert not torch.equal(truth.Drawn(2).step(first.draws, first.span, like, [0]), again)
+    assert not torch.equal(truth.CloudNoise(2).step(first.draws, first.span, like, [0]), again)
 
 
 # --- budgets ---------------------------------------------------------------------------------------------------
@@ -111,9 +110,9 @@ def test_noise_has_an_address() -> None:
 @pytest.mark.parametrize("name", [name for name in SAMPLERS if name != "lcm"])
 def test_a_budget_is_kept_and_used(name: str) -> None:
     """One step more would not fit."""
-    setup = asked(name)
+    setup = setup_without_grid(name)
     for nfe in (5, 14):
-        plan = fitting(setup, make("edm"), "karras", nfe)
+        plan = fitting_plan(setup, make("edm"), "karras", nfe)
         more = compile_plan(
             setup.sampler, schedule="edm", grid="karras", steps=plan.grid["steps"] + 1, **dict(setup.options)
         )
@@ -121,25 +120,25 @@ def test_a_budget_is_kept_and_used(name: str) -> None:
 
 
 def test_every_sampler_and_grid_is_asked() -> None:
-    assert {asked(name).sampler for name in SAMPLERS} == set(samplers.REGISTRY) - {"ddim_inversion"}
+    assert {setup_without_grid(name).sampler for name in SAMPLERS} == set(samplers.REGISTRY) - {"ddim_inversion"}
     assert NFE == (5, 8, 10, 14, 20, 30, 50)
     assert "explicit" not in GRIDS
     assert same_levels("linear", GRIDS)["simple"] == "trailing"
-    assert set(distinct("linear", GRIDS)) | set(same_levels("linear", GRIDS)) == set(GRIDS)
+    assert set(distinct_grids("linear", GRIDS)) | set(same_levels("linear", GRIDS)) == set(GRIDS)
 
 
 def test_a_sampler_is_asked_for_without_a_grid() -> None:
-    assert asked("unipc:order=3") == Setup("unipc", options=(("order", 3),))
-    assert asked("DPM++ 2M").text == "dpmpp_2m"
+    assert setup_without_grid("unipc:order=3") == SamplerSetup("unipc", options=(("order", 3),))
+    assert setup_without_grid("DPM++ 2M").text == "dpmpp_2m"
     for text in ("dpmpp_2m:karras", "DPM++ 2M Karras"):
         with pytest.raises(PellucidError, match="without a grid"):
-            asked(text)
+            setup_without_grid(text)
 
 
 # --- orders ----------------------------------------------------------------------------------------------------
 
 
-CERTAIN = [name for name in SAMPLERS if entry_of(asked(name)).deterministic]
+CERTAIN = [name for name in SAMPLERS if entry_of(setup_without_grid(name)).deterministic]
 NOISY = [name for name in SAMPLERS if name not in CERTAIN and name != "lcm"]
 FEW = ("ddim", "dpmpp_2m", "dpmpp_3m", "deis", "unipc:order=3", "lms")
 
@@ -149,8 +148,8 @@ FEW = ("ddim", "dpmpp_2m", "dpmpp_3m", "deis", "unipc:order=3", "lms")
 )
 def test_measured_orders_are_those_of_the_registry(name: str) -> None:
     """Between 160 and 320 steps, as the study publishes them; `tests/laws` has the options, the schedules and 640."""
-    found = oracle_orders.of_sampler(asked(name))
-    assert found["claimed"] == entry_of(asked(name)).order + (name == "unipc:order=3")
+    found = oracle_orders.of_sampler(setup_without_grid(name))
+    assert found["claimed"] == entry_of(setup_without_grid(name)).order + (name == "unipc:order=3")
     assert found["claimed"] - 0.15 <= found["order"] <= found["claimed"] + 0.6
     assert found["as_claimed"]
 
@@ -159,7 +158,7 @@ def test_measured_orders_are_those_of_the_registry(name: str) -> None:
 @pytest.mark.parametrize("name", NOISY)
 def test_with_noise_too(name: str) -> None:
     """The claim is that of the noise off where it can be; on one path every diffusion solver here has order 1."""
-    found = oracle_orders.of_sampler(asked(name))
+    found = oracle_orders.of_sampler(setup_without_grid(name))
     assert found["as_claimed"]
     if name in (*oracle_orders.ONE_DIFFUSION, *oracle_orders.OWN_DIFFUSION):
         assert found["strong"] == pytest.approx(1.0, abs=0.15)
@@ -181,7 +180,7 @@ def test_a_wrong_table_is_not_as_claimed(monkeypatch: pytest.MonkeyPatch) -> Non
         return right(oracle_orders.replace(case, options={"curvature_scale": 0.5}), steps)
 
     monkeypatch.setattr(oracle_orders, "compiled", half)
-    found = oracle_orders.of_sampler(asked("dpmpp_3m"))
+    found = oracle_orders.of_sampler(setup_without_grid("dpmpp_3m"))
     assert found["order"] == pytest.approx(2.0, abs=0.2)
     assert not found["as_claimed"]
 
@@ -190,29 +189,29 @@ def test_a_wrong_table_is_not_as_claimed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> Study:
-    study = Study(OracleStudy(**QUICK), tmp_path_factory.mktemp("oracle") / "study")
+def done(tmp_path_factory: pytest.TempPathFactory) -> OracleStudy:
+    study = OracleStudy(OracleStudyConfig(**QUICK), tmp_path_factory.mktemp("oracle") / "study")
     study.run()
     return study
 
 
-def test_one_cell_is_what_the_engine_does(done: Study) -> None:
+def test_one_cell_is_what_the_engine_does(done: OracleStudy) -> None:
     """By hand: one plan, one run, one distance."""
-    found = Results.of(done.records.rows).one("edm", "smooth", 8, "dpmpp_2m", "karras")
+    found = OracleResults.of(done.records.rows).one("edm", "smooth", 8, "dpmpp_2m", "karras")
     assert found is not None
     mixture = oracle.smooth()
     noise = truth.starting_noise(mixture, 32, 0)
     plan = compile_plan("dpmpp_2m", schedule="edm", grid="karras", steps=8)
     x = run(plan, mixture, noise * 80.0)
     assert (found.calls, found.steps) == (8, 8)
-    exact = truth.solution(mixture, noise, 80.0)
+    exact = truth.exact_flow(mixture, noise, 80.0)
     assert found.figures["error"] == pytest.approx(oracle.distance(x, exact), rel=1e-9)
     assert found.figures["low"] < found.figures["error"] < found.figures["high"]
     assert found.figures["median"] < found.figures["high"]
 
 
-def test_stochastic_samplers_are_judged_by_their_law_alone(done: Study) -> None:
-    found = Results.of(done.records.rows)
+def test_stochastic_samplers_are_judged_by_their_law_alone(done: OracleStudy) -> None:
+    found = OracleResults.of(done.records.rows)
     for line in found.lines:
         assert ("error" in line.figures) != line.stochastic
         assert line.figures["sliced"] > 0
@@ -220,15 +219,15 @@ def test_stochastic_samplers_are_judged_by_their_law_alone(done: Study) -> None:
     assert "euler_a" in {line.sampler for line in found.ranked("edm", "smooth", 8, "sliced")}
 
 
-def test_one_table_under_two_names_is_one(done: Study) -> None:
-    found = Results.of(done.records.rows)
+def test_one_table_under_two_names_is_one(done: OracleStudy) -> None:
+    found = OracleResults.of(done.records.rows)
     assert found.twins == {"euler": "ddim"}
     assert found.names_of("ddim") == "ddim = euler"
 
 
-def test_a_killed_study_goes_on(done: Study, tmp_path: Path) -> None:
-    config = OracleStudy(**QUICK)
-    study = Study(config, tmp_path / "study")
+def test_a_killed_study_goes_on(done: OracleStudy, tmp_path: Path) -> None:
+    config = OracleStudyConfig(**QUICK)
+    study = OracleStudy(config, tmp_path / "study")
     cells = study.missing()
     count = 0
 
@@ -242,7 +241,7 @@ def test_a_killed_study_goes_on(done: Study, tmp_path: Path) -> None:
         study.run(stop)
     with (tmp_path / "study" / "records.jsonl").open("a") as file:
         file.write('{"part": "error", "sched')  # killed while it wrote
-    again = Study(config, tmp_path / "study")
+    again = OracleStudy(config, tmp_path / "study")
     assert again.missing() == cells[3:]
     again.run()
 
@@ -251,12 +250,12 @@ def test_a_killed_study_goes_on(done: Study, tmp_path: Path) -> None:
 
     assert untimed(again.records.rows) == untimed(done.records.rows)
     with pytest.raises(PellucidError) as refused:
-        Study(OracleStudy(**{**QUICK, "seed": 1}), tmp_path / "study")
+        OracleStudy(OracleStudyConfig(**{**QUICK, "seed": 1}), tmp_path / "study")
     assert refused.value.code == "resume-config"
 
 
 def test_a_folder_of_another_kind_or_version_is_refused_by_name(tmp_path: Path) -> None:
-    config, path = OracleStudy(**QUICK), tmp_path / "config.json"
+    config, path = OracleStudyConfig(**QUICK), tmp_path / "config.json"
     held = json.loads(config.text)
     for change, code, line in (
         (
@@ -270,32 +269,32 @@ def test_a_folder_of_another_kind_or_version_is_refused_by_name(tmp_path: Path) 
     ):
         path.write_text(json.dumps({**held, **change}))
         with pytest.raises(PellucidError) as refused:
-            Study(config, tmp_path)
+            OracleStudy(config, tmp_path)
         assert (refused.value.code, str(refused.value)) == (code, f"{line} Choose another --out.")
     path.write_text("no")
     with pytest.raises(PellucidError, match=r"--out must be of an oracle study; got .*: something else'"):
-        Study(config, tmp_path)
+        OracleStudy(config, tmp_path)
 
 
 def test_a_folder_from_before_studies_were_marked_goes_on(tmp_path: Path) -> None:
-    config = OracleStudy(**QUICK)
+    config = OracleStudyConfig(**QUICK)
     plain = {key: value for key, value in json.loads(config.text).items() if key not in ("study", "version")}
     (tmp_path / "config.json").write_text(json.dumps(plain))
-    assert Study(config, tmp_path).missing()
+    assert OracleStudy(config, tmp_path).missing()
     (tmp_path / "config.json").write_text(json.dumps({**plain, "seed": 1}))
     with pytest.raises(PellucidError, match="config must be the one that began"):
-        Study(config, tmp_path)
+        OracleStudy(config, tmp_path)
 
 
 def test_what_cannot_run_says_why() -> None:
-    bench = Bench(OracleStudy(**{**QUICK, "mixtures": ("smooth",), "schedules": ("flow",)}), "flow")
-    lines = bench.measure(asked("deis"), "trailing")["runs"]
+    bench = OracleBench(OracleStudyConfig(**{**QUICK, "mixtures": ("smooth",), "schedules": ("flow",)}), "flow")
+    lines = bench.measure(setup_without_grid("deis"), "trailing")["runs"]
     assert {line["refused"] for line in lines} == {"alpha-zero"}
     assert all("smooth" not in line for line in lines)
-    assert all("refused" not in line for line in bench.measure(asked("deis"), "leading")["runs"])
+    assert all("refused" not in line for line in bench.measure(setup_without_grid("deis"), "leading")["runs"])
 
 
-def test_the_report_is_whole(done: Study) -> None:
+def test_the_report_is_whole(done: OracleStudy) -> None:
     figures = oracle_report.write(done)
     for name in (
         "report.html",
@@ -316,9 +315,9 @@ def test_the_report_is_whole(done: Study) -> None:
     assert "http" not in page.replace("http://www.w3.org", "")
 
 
-def test_a_choice_costs_at_least_nothing(done: Study) -> None:
-    found = Results.of(done.records.rows)
-    costs = oracle_tables.regrets(found, ["edm"])
+def test_a_choice_costs_at_least_nothing(done: OracleStudy) -> None:
+    found = OracleResults.of(done.records.rows)
+    costs = oracle_report.regrets(found, ["edm"])
     assert all(value >= 1.0 for values in costs.values() for value in values)
     best = [min(values[i] for values in costs.values()) for i in range(2)]
     assert all(value < 1.5 for value in best)
@@ -342,8 +341,8 @@ def test_agreement_is_kendalls() -> None:
     assert agreement(order, order[::-1]) == -1.0
 
 
-def test_changes_name_who_is_best_from_where(done: Study) -> None:
-    found = Results.of(done.records.rows)
+def test_changes_name_who_is_best_from_where(done: OracleStudy) -> None:
+    found = OracleResults.of(done.records.rows)
     firsts = [found.at("edm", "sharp", nfe)[0].name for nfe in (4, 8)]
     words = changes(found, "edm", "sharp")
     assert all(name in words for name in firsts)
@@ -367,7 +366,7 @@ def test_changes_name_who_is_best_from_where(done: Study) -> None:
 )
 def test_a_wrong_config_is_one_line(change: dict, line: str) -> None:
     with pytest.raises(PellucidError) as refused:
-        OracleStudy(**{**QUICK, **change})
+        OracleStudyConfig(**{**QUICK, **change})
     assert line in str(refused.value)
     assert "\n" not in str(refused.value)
 

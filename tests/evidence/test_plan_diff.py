@@ -10,7 +10,7 @@ import pellucid
 from pellucid import oracle
 from pellucid.core.schedule import Level
 from pellucid.evidence import plan_diff
-from pellucid.evidence.plan_diff import TOLERANCE, compare, reframed, told_network
+from pellucid.evidence.plan_diff import TOLERANCE, compare, perfect_network, reframed
 
 SMOOTH = oracle.smooth()
 
@@ -46,14 +46,14 @@ def sum_of(level: Level) -> float:
 )
 def test_a_network_that_is_told_the_right_time_is_the_oracle(schedule, target):
     plan = pellucid.compile_plan("dpmpp_2m", schedule=schedule, target=target, steps=6, grid="trailing")
-    assert oracle.distance(result(plan, told_network(SMOOTH, plan)), result(plan)) < 1e-9
+    assert oracle.distance(result(plan, perfect_network(SMOOTH, plan)), result(plan)) < 1e-9
 
 
 def test_a_network_that_is_told_a_wrong_time_is_not():
     plan = pellucid.compile_plan("dpmpp_2m", steps=6)
     late = replace(plan, rows=tuple(replace(r, time=max(r.time - 20, 0.0)) for r in plan.rows))
     assert result(late).equal(result(plan))
-    assert oracle.distance(result(late, told_network(SMOOTH, plan)), result(plan)) > 1e-3
+    assert oracle.distance(result(late, perfect_network(SMOOTH, plan)), result(plan)) > 1e-3
 
 
 def effects(mine, theirs):

@@ -17,12 +17,12 @@ from pellucid.core.compile import compile_plan
 from pellucid.core.errors import PellucidError
 from pellucid.core.loop import run
 from pellucid.core.noise import Brownian, Philox
-from pellucid.evidence.study.cells import Setup, Yardstick, lay
-from pellucid.evidence.study.prompts import read_prompts
-from pellucid.evidence.study.samplers import SamplerStudy, Study
-from pellucid.evidence.study.samplers_figures import Figures, Judges
-from pellucid.evidence.study.samplers_latency import Clock
+from pellucid.evidence.study.samplers import SamplerStudy, SamplerStudyConfig
+from pellucid.evidence.study.samplers_results import LatencyClock
 from pellucid.evidence.study.samplers_run import open_study, study
+from pellucid.evidence.study.samplers_verdict import Figures, Judges
+from pellucid.evidence.study.setups import SamplerSetup, Yardstick, lay_cells
+from pellucid.evidence.study.subject import read_prompts
 
 PROMPTS = ("a", "b", "c")
 ASKED: dict[str, Any] = {
@@ -51,30 +51,30 @@ def no_weights(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     monkeypatch.setenv("PELLUCID_CACHE", str(tmp_path_factory.getbasetemp() / "no-cache"))
 
 
-def config(**changes: Any) -> SamplerStudy:
-    return SamplerStudy(**ASKED | changes)
+def config(**changes: Any) -> SamplerStudyConfig:
+    return SamplerStudyConfig(**ASKED | changes)
 
 
-def made(folder: Path, pipe: OraclePipe | None = None, **changes: Any) -> Study:
+def made(folder: Path, pipe: OraclePipe | None = None, **changes: Any) -> SamplerStudy:
     """A study whose images are all there."""
-    found = Study(config(**changes), subject(pipe or OraclePipe()), folder)
+    found = SamplerStudy(config(**changes), subject(pipe or OraclePipe()), folder)
     found.run()
     return found
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Study:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> SamplerStudy:
     """A study that nobody disturbed. Read it, or take a copy of its folder."""
     return made(tmp_path_factory.mktemp("whole") / "study")
 
 
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> Study:
+def quick(tmp_path_factory: pytest.TempPathFactory) -> SamplerStudy:
     """A small one, to disturb copies of."""
     return made(tmp_path_factory.mktemp("quick") / "study", **QUICK)
 
 
-def figures(found: Study) -> Figures:
+def figures(found: SamplerStudy) -> Figures:
     return Figures(found, Judges.open(found))
 
 
@@ -86,7 +86,7 @@ def rows_of(folder: Path) -> dict[tuple[str, int, str], dict[str, Any]]:
 # --- distances ---------------------------------------------------------------------------------------------------
 
 
-def test_the_converged_image_is_where_the_exact_flow_leads(whole: Study) -> None:
+def test_the_converged_image_is_where_the_exact_flow_leads(whole: SamplerStudy) -> None:
     """The yardstick against the closed form of one Gaussian, which no sampler computed."""
     pipe, best = OraclePipe(), whole.converged[0]
     plan = best.setup.plan(best.steps, SCHEDULE, "eps")
@@ -97,7 +97,7 @@ def test_the_converged_image_is_where_the_exact_flow_leads(whole: Study) -> None
         assert float(gap.max()) < 1e-4
 
 
-def test_distances_are_those_to_the_closed_form(whole: Study) -> None:
+def test_distances_are_those_to_the_closed_form(whole: SamplerStudy) -> None:
     """Every latent distance, computed again from the plan alone and the closed form."""
     pipe = OraclePipe()
     found = figures(whole).results
@@ -112,7 +112,7 @@ def test_distances_are_those_to_the_closed_form(whole: Study) -> None:
         assert found.per_image(cell, "pictures", "latent") == pytest.approx(wanted.numpy(), abs=2e-4)
 
 
-def test_pixel_distances_are_of_eight_bits(whole: Study) -> None:
+def test_pixel_distances_are_of_eight_bits(whole: SamplerStudy) -> None:
     cell = whole.cells[0]
     best = next(one for one in whole.converged if one.key == cell.against)
     a, b = (np.stack([np.asarray(p) for p in whole.files.images(c, 0, 7)]).astype(float) / 255 for c in (cell, best))
@@ -120,7 +120,7 @@ def test_pixel_distances_are_of_eight_bits(whole: Study) -> None:
     assert whole.files.row(cell.key, 0, "pictures")["distance"] == pytest.approx(wanted, abs=1e-12)
 
 
-def test_orders_show_in_the_distances(whole: Study) -> None:
+def test_orders_show_in_the_distances(whole: SamplerStudy) -> None:
     """From 10 to 20 steps DDIM's error falls to a half, DPM++ 2M's by more, as its order is 2."""
     column = figures(whole).columns["latent"]
     value = {cell.key: v for cell, v in zip(whole.cells, column.values, strict=True)}
@@ -128,7 +128,7 @@ def test_orders_show_in_the_distances(whole: Study) -> None:
     assert value["dpmpp_2m:karras × 10"] / value["dpmpp_2m:karras × 20"] > 2.6
 
 
-def test_a_stochastic_sampler_nears_its_own_image(whole: Study) -> None:
+def test_a_stochastic_sampler_nears_its_own_image(whole: SamplerStudy) -> None:
     """On one Brownian path its distance falls; to the deterministic image, another one, it does not."""
     cells = [cell for cell in whole.cells if cell.stochastic]
     assert [cell.against for cell in cells] == ["converged: euler_a:exponential × 80"] * 3
@@ -141,8 +141,12 @@ def test_a_stochastic_sampler_nears_its_own_image(whole: Study) -> None:
 
 
 def test_noise_of_a_cell_is_on_the_path_with_the_samplers_clock() -> None:
-    cells, _ = lay(
-        [Setup.parse("euler_a"), Setup.parse("ddim")], (4,), Yardstick(Setup.parse("heun"), 20, 20), SCHEDULE, "eps"
+    cells, _ = lay_cells(
+        [SamplerSetup.parse("euler_a"), SamplerSetup.parse("ddim")],
+        (4,),
+        Yardstick(SamplerSetup.parse("heun"), 20, 20),
+        SCHEDULE,
+        "eps",
     )
     assert isinstance(cells[0].noise([1]), Brownian)
     assert isinstance(cells[1].noise([1]), Philox)
@@ -151,21 +155,21 @@ def test_noise_of_a_cell_is_on_the_path_with_the_samplers_clock() -> None:
 
 def test_a_yardstick_that_a_schedule_refuses_is_named() -> None:
     """Pure noise has no largest sigma; nobody asked for the grid that needs one."""
-    dark, asked = schedules.zero_terminal_snr(SCHEDULE), [Setup.parse("ddim:trailing")]
+    dark, asked = schedules.zero_terminal_snr(SCHEDULE), [SamplerSetup.parse("ddim:trailing")]
     with pytest.raises(PellucidError, match="--converged dpmpp_3m:exponential: sigma_min, sigma_max must be"):
-        lay(asked, (4,), SamplerStudy("m", ("ddim",), (4,)).yardstick, dark, "v")
-    assert len(lay(asked, (4,), Yardstick(Setup.parse("dpmpp_3m:trailing"), 20, 20), dark, "v")[0]) == 1
+        lay_cells(asked, (4,), SamplerStudyConfig("m", ("ddim",), (4,)).yardstick, dark, "v")
+    assert len(lay_cells(asked, (4,), Yardstick(SamplerSetup.parse("dpmpp_3m:trailing"), 20, 20), dark, "v")[0]) == 1
 
 
 @pytest.mark.parametrize("batch", [1, 12])
-def test_the_size_of_a_batch_decides_nothing(quick: Study, batch: int, tmp_path: Path) -> None:
+def test_the_size_of_a_batch_decides_nothing(quick: SamplerStudy, batch: int, tmp_path: Path) -> None:
     other = made(tmp_path / "study", **QUICK | {"batch": batch})
     for cell in other.cells:
         mine, theirs = (figures(one).results.per_image(cell, "pictures", "latent") for one in (other, quick))
         assert mine == pytest.approx(theirs, rel=1e-6)
 
 
-def test_how_converged_the_yardstick_is(whole: Study) -> None:
+def test_how_converged_the_yardstick_is(whole: SamplerStudy) -> None:
     """What half of the steps are apart from all of them, for each yardstick; the exact one has hardly moved."""
     floor = figures(whole).results.floor("latent")
     assert list(floor) == [cell.key for cell in whole.converged]
@@ -187,7 +191,7 @@ def test_a_plan_from_a_file_is_a_cell_with_its_own_steps(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("stop", [0, 1, 4, 17])
-def test_a_killed_study_goes_on(quick: Study, tmp_path: Path, stop: int) -> None:
+def test_a_killed_study_goes_on(quick: SamplerStudy, tmp_path: Path, stop: int) -> None:
     pipe = OraclePipe(stop=stop)
     with pytest.raises(Cut):
         made(tmp_path / "study", pipe, **QUICK)
@@ -208,9 +212,9 @@ def rows_of_whole(folder: Path) -> dict[tuple[str, int, str], dict[str, Any]]:
     return rows_of(folder)
 
 
-def test_shards_make_the_same_study(quick: Study, tmp_path: Path) -> None:
+def test_shards_make_the_same_study(quick: SamplerStudy, tmp_path: Path) -> None:
     for index in (0, 1):
-        Study(config(**QUICK), subject(OraclePipe()), tmp_path / "study", (index, 2)).run()
+        SamplerStudy(config(**QUICK), subject(OraclePipe()), tmp_path / "study", (index, 2)).run()
     files = sorted(path.name for path in (tmp_path / "study").glob("records*"))
     assert files == ["records-0of2.jsonl", "records-1of2.jsonl"]
     assert rows_of(tmp_path / "study") == rows_of(quick.folder)
@@ -219,7 +223,7 @@ def test_shards_make_the_same_study(quick: Study, tmp_path: Path) -> None:
     assert not last.calls  # nothing is made twice
 
 
-def test_samplers_and_steps_can_be_added(quick: Study, tmp_path: Path) -> None:
+def test_samplers_and_steps_can_be_added(quick: SamplerStudy, tmp_path: Path) -> None:
     shutil.copytree(quick.folder, tmp_path / "study")
     pipe = OraclePipe()
     made(tmp_path / "study", pipe, **QUICK | {"samplers": (*QUICK["samplers"], "heun:karras"), "steps": (2, 3, 1)})
@@ -230,7 +234,7 @@ def test_samplers_and_steps_can_be_added(quick: Study, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["latents", "pictures"])
-def test_a_yardstick_that_changed_is_refused_by_name(quick: Study, tmp_path: Path, kind: str) -> None:
+def test_a_yardstick_that_changed_is_refused_by_name(quick: SamplerStudy, tmp_path: Path, kind: str) -> None:
     """A study that goes on does not measure against what a damaged file says."""
     folder = Path(shutil.copytree(quick.folder, tmp_path / "study"))
     path = sorted((folder / kind).glob("converged-*/*"))[0]
@@ -247,7 +251,7 @@ def test_a_yardstick_that_changed_is_refused_by_name(quick: Study, tmp_path: Pat
         made(folder, **QUICK | {"steps": (2, 3, 1)})
 
 
-def test_a_record_that_changed_is_made_again(quick: Study, tmp_path: Path) -> None:
+def test_a_record_that_changed_is_made_again(quick: SamplerStudy, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(quick.folder, tmp_path / "study"))
     path = folder / "records.jsonl"
     lines = path.read_text().splitlines()
@@ -260,7 +264,7 @@ def test_a_record_that_changed_is_made_again(quick: Study, tmp_path: Path) -> No
     assert figures(again).columns["distance"].values == pytest.approx(figures(quick).columns["distance"].values)
 
 
-def test_a_study_from_before_digests_goes_on_with_a_note(quick: Study, tmp_path: Path) -> None:
+def test_a_study_from_before_digests_goes_on_with_a_note(quick: SamplerStudy, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(quick.folder, tmp_path / "study"))
     path = folder / "records.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -282,18 +286,18 @@ def test_every_image_has_its_own_seed_and_prompt(tmp_path: Path) -> None:
 # --- times -------------------------------------------------------------------------------------------------------
 
 
-def test_times_are_measured_apart_and_once(quick: Study, tmp_path: Path) -> None:
+def test_times_are_measured_apart_and_once(quick: SamplerStudy, tmp_path: Path) -> None:
     shutil.copytree(quick.folder, tmp_path / "study")
     pipe = OraclePipe()
-    found = Study(config(**QUICK | {"rounds": 3}), subject(pipe), tmp_path / "study")
-    Clock(found).run()
+    found = SamplerStudy(config(**QUICK | {"rounds": 3}), subject(pipe), tmp_path / "study")
+    LatencyClock(found).run()
     timed = pipe.calls[2:]  # the first two warm up
     assert len(timed) == 3 * 4
     assert all(len(call["seed"]) == 1 and "noise" not in call for call in timed)
     orders = [[(c["sampler"], c["steps"]) for c in timed[i : i + 4]] for i in (0, 4, 8)]
     assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2])
     assert len({tuple(order) for order in orders}) > 1  # each round has an order of its own
-    again = Clock(found)
+    again = LatencyClock(found)
     assert not again.missing()
     assert all(len(again.of(cell).seconds) == 3 for cell in found.cells)
     again.machine = "another"  # whose times do not count here
@@ -328,7 +332,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_bad_configs_are_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     pipe = OraclePipe()
     with pytest.raises(PellucidError, match=words):
-        Study(config(**changes), subject(pipe), tmp_path / "study")
+        SamplerStudy(config(**changes), subject(pipe), tmp_path / "study")
     assert not pipe.calls
     assert not (tmp_path / "study").exists()
 
@@ -343,12 +347,12 @@ def test_bad_configs_are_refused(changes: dict[str, Any], words: str, tmp_path: 
 )
 def test_what_does_not_fit_together_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(PellucidError, match=words):
-        Study(config(**changes), subject(OraclePipe()), tmp_path / "study")
+        SamplerStudy(config(**changes), subject(OraclePipe()), tmp_path / "study")
 
 
 def test_prompts_for_a_model_without_text_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PellucidError, match="prompts must be left out: oracle takes neither"):
-        Study(config(), subject(OraclePipe(), asks="nothing"), tmp_path / "study")
+        SamplerStudy(config(), subject(OraclePipe(), asks="nothing"), tmp_path / "study")
 
 
 @pytest.mark.parametrize(
@@ -363,7 +367,7 @@ def test_prompts_for_a_model_without_text_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_another_studys_folder_is_refused_and_kept(
-    quick: Study, tmp_path: Path, key: str, value: Any, words: str
+    quick: SamplerStudy, tmp_path: Path, key: str, value: Any, words: str
 ) -> None:
     shutil.copytree(quick.folder, tmp_path / "study")
     path = tmp_path / "study" / "config.json"

@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 import pellucid
 from pellucid.core.errors import PellucidError
 from pellucid.evidence.study import samplers_shards
-from pellucid.evidence.study.records import shard_of
-from pellucid.evidence.study.samplers import SamplerStudy
+from pellucid.evidence.study.kernel import shard_of
+from pellucid.evidence.study.samplers import SamplerStudyConfig
 from pellucid.evidence.study.samplers_run import open_study, study
-from pellucid.evidence.study.samplers_shards import Share, batches_in, work
+from pellucid.evidence.study.samplers_shards import Share, batches_in, make_share
 
 QUICK = ["--converged-steps", "6", "--path-steps", "6", "--rounds", "1", "--device", "cpu", "--batch", "2"]
 
@@ -166,9 +166,9 @@ def test_an_empty_prompts_file(model: Path, tmp_path: Path) -> None:
 # --- other models ------------------------------------------------------------------------------------------------
 
 
-def config(**changes: Any) -> SamplerStudy:
+def config(**changes: Any) -> SamplerStudyConfig:
     given = {"model": "m", "samplers": ("ddim", "euler_a"), "steps": (2, 3), "prompts": ("a cab", "deaf"), "batch": 2}
-    return SamplerStudy(**given | {"converged_steps": 6, "path_steps": 6, "rounds": 1} | changes)
+    return SamplerStudyConfig(**given | {"converged_steps": 6, "path_steps": 6, "rounds": 1} | changes)
 
 
 def test_a_wrapped_diffusers_pipeline(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_processes_make_the_same_study(model: Path, plain: str, tmp_path: Path) 
 def test_a_bad_model_in_a_process_is_one_line(model: Path, tmp_path: Path) -> None:
     share = Share(config(model=str(tmp_path / "none")), str(tmp_path / "out"), 0, 1)
     with pytest.raises(PellucidError, match="model must be"):
-        work(share)
+        make_share(share)
 
 
 @pytest.mark.slow
@@ -275,7 +275,7 @@ def test_over_ray(model: Path, plain: str, tmp_path: Path, monkeypatch: pytest.M
 def test_a_task_on_a_gpu_asks_ray_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = FakeRay()
     monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr(samplers_shards, "work", lambda share: 1)
+    monkeypatch.setattr(samplers_shards, "make_share", lambda share: 1)
     samplers_shards.over_ray(config(), tmp_path, 3, judges={}, device="cuda")
     assert [options for _, _, options in ray.tasks] == [{"num_gpus": 1}] * 3
 
@@ -301,7 +301,7 @@ def test_a_killed_worker_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def broken(*args: Any) -> None:
         raise BrokenProcessPool
 
-    monkeypatch.setattr(samplers_shards, "follow", broken)
+    monkeypatch.setattr(samplers_shards, "wait_for", broken)
     monkeypatch.setattr(samplers_shards, "ProcessPoolExecutor", lambda *a, **k: InHere())
     with pytest.raises(PellucidError, match=r"one was killed\. Run the same again"):
         samplers_shards.over_processes(config(), tmp_path, 2, judges={})

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from pellucid.core.compile import compile_plan
 from pellucid.core.errors import PellucidError
-from pellucid.evidence.study.cells import Cell, Setup
-from pellucid.evidence.study.front import front, knee, knee_of
-from pellucid.evidence.study.samplers_latency import Latency
-from pellucid.evidence.study.samplers_results import MEASURES, Column
-from pellucid.evidence.study.samplers_verdict import ranking, told, verdict
+from pellucid.evidence.statistics import front, knee, knee_of
+from pellucid.evidence.study.samplers_results import MEASURES, Column, Latency
+from pellucid.evidence.study.samplers_verdict import comparison_of, ranking, verdict
+from pellucid.evidence.study.setups import SamplerCell, SamplerSetup
 
 NUMBERS = st.floats(0.01, 100, allow_nan=False)
 STEPS = (5, 8, 10, 20, 30, 50, 100)
@@ -87,7 +86,7 @@ def test_a_front_of_one_or_two() -> None:
 def test_the_end_of_the_range_is_no_knee(calls: Any, losses: Any, taken: int, beyond: str) -> None:
     made = knee_of(calls, losses, np.array(losses)[:, None])
     assert (made.cell, made.beyond, made.found) == (taken, beyond, beyond in ("less", "nothing"))
-    held = [Cell(Setup("ddim"), n, n) for n in calls]
+    held = [SamplerCell(SamplerSetup("ddim"), n, n) for n in calls]
     found = verdict(held, column(list(losses), 1e-9), [Latency(())] * len(held), None, None)
     said = found.sentence
     assert said.startswith(f"Use ddim with {calls[taken]} steps: ")
@@ -119,9 +118,9 @@ def test_how_sure_a_knee_is() -> None:
 # --- ranks and the sentence --------------------------------------------------------------------------------------
 
 
-def cells(calls: int = 1, names: tuple[str, ...] = ("ddim", "heun")) -> list[Cell]:
+def cells(calls: int = 1, names: tuple[str, ...] = ("ddim", "heun")) -> list[SamplerCell]:
     """`calls` a step for the second sampler."""
-    return [Cell(Setup(name), s, s * (calls if name == "heun" else 1)) for name in names for s in STEPS]
+    return [SamplerCell(SamplerSetup(name), s, s * (calls if name == "heun" else 1)) for name in names for s in STEPS]
 
 
 def column(values: list[float], noise: float = 0.01, name: str = "distance") -> Column:
@@ -147,7 +146,7 @@ def test_the_first_is_first_by_the_factor_that_it_is() -> None:
     value, low, high = found[1].behind
     assert value == pytest.approx(1.5, rel=1e-6)
     assert low < value < high
-    words = told(found, column([1.0] * len(both)))
+    words = comparison_of(found, column([1.0] * len(both)))
     assert words.startswith("heun comes first over the whole range (in 100 % of resamples), then ddim, whose distance")
     assert "1.50 (" in words
 
@@ -155,7 +154,7 @@ def test_the_first_is_first_by_the_factor_that_it_is() -> None:
 def test_what_cannot_be_told_apart_is_said_so() -> None:
     both = cells()
     given = column([1 / c.nfe * (1 if c.setup.sampler == "heun" else 1.001) for c in both], noise=0.5)
-    assert "not distinguishable" in told(ranking(both, given), given)
+    assert "not distinguishable" in comparison_of(ranking(both, given), given)
 
 
 def test_more_may_be_better() -> None:
@@ -169,9 +168,14 @@ def test_more_may_be_better() -> None:
 def test_shares_are_said_in_percent() -> None:
     both = cells()
     given = column([0.4] * len(both), 1e-9, "right")
-    assert told(ranking(both, given), given) == "ddim and heun come first over the whole range, with the same figures."
+    assert (
+        comparison_of(ranking(both, given), given)
+        == "ddim and heun come first over the whole range, with the same figures."
+    )
     apart = column([0.4 - 0.1 * (c.setup.sampler == "ddim") for c in both], 1e-9, "right")
-    assert ", then ddim, behind by 10 (10 to 10) % of images that are all right." in told(ranking(both, apart), apart)
+    assert ", then ddim, behind by 10 (10 to 10) % of images that are all right." in comparison_of(
+        ranking(both, apart), apart
+    )
     said = verdict(both, given, [Latency(())] * len(both), None, None).sentence
     assert "give 40 (40 to 40) % of images that are all right, at the knee" in said
 
@@ -230,15 +234,15 @@ def test_a_plan_file_is_in_the_verdict_under_its_own_name(tmp_path: Path) -> Non
     file = tmp_path / "plans/8.json"
     file.parent.mkdir()
     file.write_text(compile_plan("ddim", steps=8).to_json())
-    setup = Setup.parse(str(file))
-    both = [*cells(), Cell(setup, 8, 8)]
+    setup = SamplerSetup.parse(str(file))
+    both = [*cells(), SamplerCell(setup, 8, 8)]
     values = [1 / c.nfe * (0.25 if c.setup.file else 1 if c.setup.sampler == "heun" else 2) for c in both]
     found = verdict(both, column(values, 1e-3), [Latency(())] * len(both), None, 'scenes-128 "…"')
     assert "#" not in found.sentence + found.comparison
     about = f"{file}: 0.0312 (0.0312 to 0.0313) with 8 calls, 0.25 (0.25 to 0.25) times that of heun, the best"
     assert about in found.comparison
     assert found.comparison.endswith("of the samplers at as many calls.")
-    alone = verdict([Cell(setup, 8, 8)], column([0.1]), [Latency(())], None, None)
+    alone = verdict([SamplerCell(setup, 8, 8)], column([0.1]), [Latency(())], None, None)
     assert "8 calls, where no sampler was asked to compare it with." in alone.comparison
 
 
@@ -271,9 +275,9 @@ def test_nothing_finite_recommends_nothing() -> None:
     ],
 )
 def test_words_of_a_sampler(text: str, sampler: str, grid: str | None, options: dict[str, Any]) -> None:
-    found = Setup.parse(text)
+    found = SamplerSetup.parse(text)
     assert (found.sampler, found.grid, dict(found.options)) == (sampler, grid, options)
-    assert Setup.parse(found.text) == found
+    assert SamplerSetup.parse(found.text) == found
     told = found.asks(7)
     assert told == {
         "sampler": sampler,

@@ -13,9 +13,9 @@ import pytest
 from PIL import Image
 
 from pellucid.core.errors import PellucidError
-from pellucid.evidence.study import page
-from pellucid.evidence.study.page import Axis, Cell, Chart, Code, Images, Mark, Page, Series, Table, Text
-from pellucid.evidence.study.page_chart import HEIGHT, WIDTH, Scale, log_ticks, short
+from pellucid.evidence.report import page
+from pellucid.evidence.report.charts import HEIGHT, WIDTH, Axis, Chart, Mark, Scale, Series, log_ticks, short
+from pellucid.evidence.report.page import Cell, Code, Images, Page, Table, Text
 
 NASTY = "</script><b>&\"'"
 VOID = {"meta", "img", "circle", "path", "br"}

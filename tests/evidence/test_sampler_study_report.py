@@ -23,11 +23,10 @@ from pellucid.core.errors import PellucidError
 from pellucid.evidence.metrics.images import Pixels
 from pellucid.evidence.metrics.kid import kid_exact, kid_paired
 from pellucid.evidence.study import samplers_report, samplers_results
-from pellucid.evidence.study.prompts import queries
-from pellucid.evidence.study.samplers import SamplerStudy, Study
-from pellucid.evidence.study.samplers_figures import Figures, Judges, alike
-from pellucid.evidence.study.samplers_latency import Clock
-from pellucid.evidence.study.samplers_scores import InceptionScorer, SceneScorer, pixels
+from pellucid.evidence.study.samplers import InceptionScorer, SamplerStudy, SamplerStudyConfig, SceneScorer, pixels_of
+from pellucid.evidence.study.samplers_results import LatencyClock
+from pellucid.evidence.study.samplers_verdict import Figures, Judges, same_sampler
+from pellucid.evidence.study.subject import queries_of
 
 ASKED: dict[str, Any] = {
     "model": "oracle",
@@ -50,10 +49,12 @@ def no_weights(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Figures:
-    study = Study(SamplerStudy(**ASKED), subject(OraclePipe()), tmp_path_factory.mktemp("report") / "study")
+    study = SamplerStudy(
+        SamplerStudyConfig(**ASKED), subject(OraclePipe()), tmp_path_factory.mktemp("report") / "study"
+    )
     judges = Judges((InceptionScorer(Small()),), Small(), None, {"image_text": "no CLIP: name one with --clip"})
     study.run(judges.scorers)
-    Clock(study).run()
+    LatencyClock(study).run()
     return Figures(study, judges, resamples=200)
 
 
@@ -71,7 +72,8 @@ def test_kid_is_in_pairs_against_the_converged_images(found: Figures) -> None:
 
     def features(cell: Any) -> torch.Tensor:
         parts = [
-            pixels(study.files.images(cell, first, len(study.config.numbers(first)))) for first in found.results.firsts
+            pixels_of(study.files.images(cell, first, len(study.config.numbers(first))))
+            for first in found.results.firsts
         ]
         return network.features(torch.cat(parts))
 
@@ -126,7 +128,7 @@ def test_prompts_are_drawn_again_where_there_are_enough(found: Figures) -> None:
 
 def test_few_prompts_draw_images(found: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samplers_results, "CLUSTERS", 13)
-    fresh = samplers_results.Results(found.study, 50)
+    fresh = samplers_results.SamplerResults(found.study, 50)
     assert not fresh.by_prompt
     assert (fresh.weights.sum(1) == 24).all()
 
@@ -140,12 +142,12 @@ def test_cells_share_their_resamples(found: Figures) -> None:
 
 
 def test_half_of_a_study_is_reported_over_whole_batches(tmp_path: Path) -> None:
-    study = Study(SamplerStudy(**ASKED), subject(OraclePipe()), tmp_path / "study", (0, 3))
+    study = SamplerStudy(SamplerStudyConfig(**ASKED), subject(OraclePipe()), tmp_path / "study", (0, 3))
     study.run()  # the first of three shards
     part = Figures(study, Judges.open(study), resamples=20)
     assert part.results.count == 10
     assert "unfinished: 10 of 24 images" in samplers_report.headline(part)
-    empty = Study(SamplerStudy(**ASKED), subject(OraclePipe()), tmp_path / "empty")
+    empty = SamplerStudy(SamplerStudyConfig(**ASKED), subject(OraclePipe()), tmp_path / "empty")
     with pytest.raises(PellucidError, match="at least one whole batch"):
         Figures(empty, Judges())
 
@@ -170,9 +172,9 @@ class Painter(OraclePipe):
 def test_scenes_that_are_known_are_read(tmp_path: Path) -> None:
     captions = tuple(caption for caption, _ in scenes.prompts(6))
     drawn = scenes.sample(torch.arange(6), 0, "held_out", ("flat",))
-    assert queries(captions) is not None
+    assert queries_of(captions) is not None
     changes = {"prompts": captions, "seeds": 1, "samplers": ("ddim:karras",), "steps": (3, 5)}
-    study = Study(SamplerStudy(**ASKED | changes), subject(Painter(drawn, captions)), tmp_path / "study")
+    study = SamplerStudy(SamplerStudyConfig(**ASKED | changes), subject(Painter(drawn, captions)), tmp_path / "study")
     judges = Judges.open(study)
     assert [type(scorer) for scorer in judges.scorers] == [SceneScorer]
     study.run(judges.scorers)
@@ -188,8 +190,8 @@ def test_scenes_that_are_known_are_read(tmp_path: Path) -> None:
 
 
 def test_other_prompts_are_no_scenes() -> None:
-    assert queries(["a photograph of a cat"]) is None
-    assert queries([]) is None
+    assert queries_of(["a photograph of a cat"]) is None
+    assert queries_of([]) is None
 
 
 # --- what is left out --------------------------------------------------------------------------------------------
@@ -210,14 +212,14 @@ def test_without_judges_it_says_why(found: Figures, tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("by", ["kid", "image_text", "right"])
 def test_what_cannot_be_measured_cannot_decide(by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PELLUCID_CACHE", str(tmp_path))
-    study = Study(SamplerStudy(**ASKED | {"by": by}), subject(OraclePipe()), tmp_path / "study")
+    study = SamplerStudy(SamplerStudyConfig(**ASKED | {"by": by}), subject(OraclePipe()), tmp_path / "study")
     with pytest.raises(PellucidError, match="--by must be a measure that can be taken"):
         Judges.open(study)
 
 
 def test_another_measure_may_decide(found: Figures) -> None:
-    config = SamplerStudy(**ASKED | {"by": "kid"})
-    other = Figures(Study(config, found.study.subject, found.study.folder), found.judges, resamples=20)
+    config = SamplerStudyConfig(**ASKED | {"by": "kid"})
+    other = Figures(SamplerStudy(config, found.study.subject, found.study.folder), found.judges, resamples=20)
     assert other.main.measure.name == "kid"
     assert "KID" in other.verdict.sentence
 
@@ -237,7 +239,7 @@ def test_what_a_yardstick_cannot_resolve_is_said(found: Figures) -> None:
 
 def test_two_names_for_one_sampler_are_said(found: Figures, tmp_path: Path) -> None:
     asked = ASKED | {"samplers": ("ddim:karras", "dpmpp_2m:karras", "euler:karras"), "prompts": ("a", "b")}
-    study = Study(SamplerStudy(**asked), subject(OraclePipe()), tmp_path / "study")
+    study = SamplerStudy(SamplerStudyConfig(**asked), subject(OraclePipe()), tmp_path / "study")
     study.run()
     twins = [note for note in Figures(study, Judges(), resamples=20).notes() if "same images" in note]
     assert len(twins) == 1
@@ -251,9 +253,9 @@ def test_rounding_that_moves_a_few_images_far_makes_no_second_sampler() -> None:
     far = random.lognormal(-2, 1, 500)
     moved = far * (1 + 2e-3 * random.standard_normal(500))
     moved[7] *= 1.4
-    assert alike(far, moved)
-    assert not alike(far, far * random.uniform(0.95, 1.15, 500))
-    assert not alike(far, far[:-1])
+    assert same_sampler(far, moved)
+    assert not same_sampler(far, far * random.uniform(0.95, 1.15, 500))
+    assert not same_sampler(far, far[:-1])
 
 
 # --- files -------------------------------------------------------------------------------------------------------
@@ -336,5 +338,5 @@ def test_features_of_a_set_are_those_of_its_images(found: Figures) -> None:
     """What the scorer kept in files, against the metric's own way from images to features."""
     what, cell = found.judges.scorers[0].what, found.cells[2]
     held = found.study.files.images(cell, 0, 10)
-    (chunk,) = Pixels(pixels(held)).chunks(lambda *_: None)
+    (chunk,) = Pixels(pixels_of(held)).chunks(lambda *_: None)
     assert torch.allclose(found.study.files.features(cell, 0, what), Small().features(chunk), atol=1e-6)

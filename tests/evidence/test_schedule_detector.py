@@ -12,11 +12,17 @@ import small_denoisers as small
 
 from pellucid.core import schedule as schedules
 from pellucid.core.schedule import Schedule
-from pellucid.evidence.doctor.beliefs import beliefs, lowest
-from pellucid.evidence.doctor.candidates import ALIKE, TABLED, alike, known, name_of, with_declared
-from pellucid.evidence.doctor.hypotheses import RATIOS
+from pellucid.evidence.doctor.detectors import best_times, detect_schedule, lowest, schedule_findings
+from pellucid.evidence.doctor.hypotheses import (
+    ALIKE,
+    RATIOS,
+    TABLED,
+    alike,
+    known_schedules,
+    schedule_name,
+    with_declared,
+)
 from pellucid.evidence.doctor.probe import Probe, probe_of
-from pellucid.evidence.doctor.schedule_detector import detect_schedule, differs
 
 FOUR = ("linear", "scaled_linear", "cosine", "sqrt_alpha_bar", "sqrt_beta")
 
@@ -30,7 +36,7 @@ def test_an_exact_network_is_named(name: str) -> None:
         assert answer.name == name
         assert answer.confidence >= 0.99
         assert answer.scores.images <= 64
-        codes = [finding.code for finding in differs(answer, lying)]
+        codes = [finding.code for finding in schedule_findings(answer, lying)]
         assert codes == ([] if said == name else ["schedule-mismatch"])
 
 
@@ -42,10 +48,10 @@ def test_flow_and_edm_are_named() -> None:
 
 def test_the_cure_is_the_config_of_training() -> None:
     lying = believers.probe(("cosine", "v"), ("linear", "v"))
-    (found,) = differs(detect_schedule(lying), lying)
+    (found,) = schedule_findings(detect_schedule(lying), lying)
     assert '"beta_schedule": "squaredcos_cap_v2"' in found.fix
     lying = believers.probe(("scaled_linear", "v"), ("linear", "v"))
-    (found,) = differs(detect_schedule(lying), lying)
+    (found,) = schedule_findings(detect_schedule(lying), lying)
     assert '"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012' in found.fix
     facts = dict(found.evidence)
     told = facts["time of least error at sigma/alpha 1.2"]
@@ -56,7 +62,7 @@ def test_the_times_that_a_network_believes_in_are_found() -> None:
     """To a hundredth of the span."""
     for name in ("linear", "cosine", "sqrt_beta"):
         asked = believers.probe((name, "eps"), ("scaled_linear", "eps"), count=16)
-        for one in beliefs(asked, "eps", asked.schedule, count=16):
+        for one in best_times(asked, "eps", asked.schedule, count=16):
             assert one.time == pytest.approx(float(schedules.make(name).time_at(one.ratio)), abs=10)
 
 
@@ -65,24 +71,24 @@ def test_betas_of_ones_own_are_told() -> None:
     bent = schedules.trained(np.linspace(1e-4, 0.02, 1000)[::-1].copy())
     lying = believers.probe((bent, "eps"), ("sqrt_beta", "eps"))
     answer = detect_schedule(lying)
-    nearest = replace(lying, schedule=with_declared(lying.schedule, known(lying.schedule))[answer.name])
-    assert [finding.code for finding in differs(detect_schedule(nearest), nearest)] == ["schedule-unknown"]
+    nearest = replace(lying, schedule=with_declared(lying.schedule, known_schedules(lying.schedule))[answer.name])
+    assert [finding.code for finding in schedule_findings(detect_schedule(nearest), nearest)] == ["schedule-unknown"]
     own = replace(lying, schedule=bent)
-    assert list(differs(detect_schedule(own), own)) == []
+    assert list(schedule_findings(detect_schedule(own), own)) == []
 
 
 def test_schedules_that_tell_the_same_times_are_one() -> None:
     linear = schedules.make("linear")
     assert alike(linear, schedules.make("linear", zero_snr=True))
-    assert name_of(schedules.make("vp_linear")) == "linear"
-    assert name_of(schedules.make("linear", beta_end=0.012)) == "linear of the config"
-    found = with_declared(schedules.make("linear", beta_end=0.012), known(linear))
+    assert schedule_name(schedules.make("vp_linear")) == "linear"
+    assert schedule_name(schedules.make("linear", beta_end=0.012)) == "linear of the config"
+    found = with_declared(schedules.make("linear", beta_end=0.012), known_schedules(linear))
     assert {"linear of the config", "linear", "scaled_linear"} <= set(found)
 
 
 def test_known_schedules_are_told_apart() -> None:
     """No two candidates tell times that are alike."""
-    found = with_declared(schedules.make("linear"), known(schedules.make("linear")))
+    found = with_declared(schedules.make("linear"), known_schedules(schedules.make("linear")))
     pairs = [(a, b) for a in found for b in found if a < b and found[a].frame == found[b].frame]
     assert not [pair for pair in pairs if alike(found[pair[0]], found[pair[1]])]
     gaps = [gap(found[a], found[b]) for a, b in pairs]
@@ -118,11 +124,11 @@ def check_named(asked: Probe, truth: str) -> None:
         answer = detect_schedule(lying)
         assert answer.name == truth, answer.doubt()
         sure, then = f"{answer.confidence:.4f} of {answer.scores.images}", answer.ranked[1:2]
-        print(f"{truth} said {name_of(said)}: {sure}, then {then}")
+        print(f"{truth} said {schedule_name(said)}: {sure}, then {then}")
         assert answer.confidence >= 0.99
         assert answer.scores.images <= 64
-        codes = [finding.code for finding in differs(answer, lying)]
-        assert codes == ([] if name_of(said) == truth else ["schedule-mismatch"])
+        codes = [finding.code for finding in schedule_findings(answer, lying)]
+        assert codes == ([] if schedule_name(said) == truth else ["schedule-mismatch"])
 
 
 @pytest.mark.slow

@@ -17,15 +17,15 @@ import scipy.stats
 from PIL import Image
 
 from pellucid.core.errors import PellucidError
-from pellucid.evidence.study import schedules_charts, schedules_report
-from pellucid.evidence.study.schedules import ScheduleStudy
-from pellucid.evidence.study.schedules_results import Results
-from pellucid.evidence.study.significance import Difference, Estimate, between, in_words, t_interval, t_quantile
+from pellucid.evidence.statistics import Difference, Estimate, between, in_words, t_interval, t_quantile
+from pellucid.evidence.study import schedules_report
+from pellucid.evidence.study.schedules import ScheduleStudyConfig
+from pellucid.evidence.study.schedules_results import ScheduleResults
 from pellucid.train.config import to_plain
 from pellucid.train.objective import ByLevel
 
 ROOT = Path(__file__).parents[2]
-LOADED = ScheduleStudy.load(ROOT / "configs" / "cifar10_schedules.toml")
+LOADED = ScheduleStudyConfig.load(ROOT / "configs" / "cifar10_schedules.toml")
 FULL = replace(
     LOADED,
     train={**LOADED.train, "batch": 512, "ema": [500_000.0, 250_000.0]},
@@ -40,7 +40,7 @@ SEEDS = replace(FULL, seeds=(0, 1, 2), final_samples=10_000)
 BEST = {"linear": 14.0, "cosine": 11.0, "sqrt_alpha_bar": 19.0}  # FID at the end of the made-up runs
 
 
-def made_up(folder: Path, study: ScheduleStudy, only: int | None = None) -> Path:
+def made_up(folder: Path, study: ScheduleStudyConfig, only: int | None = None) -> Path:
     """A study's folder as if it had run, up to `only` scores; the numbers are smooth curves and a little chance."""
     random = np.random.default_rng(0)
     folder.mkdir(parents=True)
@@ -63,7 +63,7 @@ def made_up(folder: Path, study: ScheduleStudy, only: int | None = None) -> Path
     return folder
 
 
-def scores(study: ScheduleStudy, name: str, seed: int, random: np.random.Generator) -> Iterator[dict[str, Any]]:
+def scores(study: ScheduleStudyConfig, name: str, seed: int, random: np.random.Generator) -> Iterator[dict[str, Any]]:
     own = study.own
     for step in study.points:
         for i, cell in enumerate(study.cells(name, seed, step)):
@@ -85,7 +85,7 @@ def scores(study: ScheduleStudy, name: str, seed: int, random: np.random.Generat
             yield row
 
 
-def log(folder: Path, study: ScheduleStudy, name: str, random: np.random.Generator) -> None:
+def log(folder: Path, study: ScheduleStudyConfig, name: str, random: np.random.Generator) -> None:
     """Windows of a hundred steps, with the levels that the schedule would visit."""
     folder.mkdir(parents=True)
     objective = study.task(name).objective.build()
@@ -222,7 +222,7 @@ def test_a_table_says_what_the_records_say(one_seed: Path) -> None:
 
 def test_curves_compare_fid_of_one_count(one_seed: Path) -> None:
     """The last FID is of 50,000 images, those before of 10,000: the curve takes the 10,000, the mark the rest."""
-    found = Results.read(one_seed)
+    found = ScheduleResults.read(one_seed)
     [final] = found.at("linear", 15_000).values()
     assert found.curve("linear", "fid")[-1].values == (final["fid_few"],)
     mark = found.final("linear")
@@ -232,7 +232,7 @@ def test_curves_compare_fid_of_one_count(one_seed: Path) -> None:
 
 
 def test_several_seeds_are_means_and_paired_differences(three_seeds: Path) -> None:
-    found = Results.read(three_seeds)
+    found = ScheduleResults.read(three_seeds)
     last = {name: [row["fid"] for row in found.at(name, 15_000).values()] for name in SEEDS.schedules}
     apart = found.difference("linear", "cosine", "fid")
     assert apart is not None
@@ -261,22 +261,22 @@ def test_an_unfinished_study_has_a_report(tmp_path: Path, scored: int) -> None:
 def test_the_end_of_training_is_its_last_tenth(one_seed: Path) -> None:
     lines = (one_seed / "runs" / "cosine-0" / "log.jsonl").read_text().splitlines()[:-1]
     losses = [json.loads(line)["loss"] for line in lines]
-    assert Results.read(one_seed).at_end("cosine", "loss") == pytest.approx(np.mean(losses[-15:]))
+    assert ScheduleResults.read(one_seed).at_end("cosine", "loss") == pytest.approx(np.mean(losses[-15:]))
 
 
 @pytest.mark.parametrize("name", FULL.schedules)
 def test_the_density_of_training_times_is_one(one_seed: Path, name: str) -> None:
     """Drawn as the schedule's own table has it: half of the times on either side of the λ of its middle."""
-    found = Results.read(one_seed)
+    found = ScheduleResults.read(one_seed)
     lam = found.trained_at(name)
     curve = found.study.task(name).objective.build().schedule
     assert np.median(lam) == pytest.approx(-math.log(curve.ratio_at(499.5)), abs=0.01)
-    _, height = schedules_charts.spread_of(lam)
-    assert height.sum() * schedules_charts.BIN == pytest.approx(1.0, abs=2e-3)  # one of 1,000 times lies beyond
+    _, height = schedules_report.spread_of(lam)
+    assert height.sum() * schedules_report.BIN == pytest.approx(1.0, abs=2e-3)  # one of 1,000 times lies beyond
 
 
 def test_levels_that_were_not_seen_are_gaps() -> None:
-    lam, mean = schedules_charts.with_gaps(np.array([-7.5, -3.5, -2.5]), np.array([1.0, 2.0, 3.0]))
+    lam, mean = schedules_report.with_gaps(np.array([-7.5, -3.5, -2.5]), np.array([1.0, 2.0, 3.0]))
     assert np.isnan(lam).tolist() == [False, True, False, False]
     assert mean[[0, 2, 3]].tolist() == [1.0, 2.0, 3.0]
 

@@ -22,18 +22,17 @@ from torch import nn
 import pellucid
 from pellucid.core.errors import PellucidError
 from pellucid.evidence.metrics import fid
-from pellucid.evidence.metrics.bootstrap import fid_interval
 from pellucid.evidence.metrics.inception import Inception
+from pellucid.evidence.statistics import fid_interval
 from pellucid.evidence.study import schedules as module
 from pellucid.evidence.study import schedules_report
-from pellucid.evidence.study.judge import Judge
-from pellucid.evidence.study.records import claim, is_mine
-from pellucid.evidence.study.schedules import ScheduleStudy, Study
-from pellucid.evidence.study.schedules_results import Results
+from pellucid.evidence.study.kernel import claim, is_mine
+from pellucid.evidence.study.schedules import ScheduleStudy, ScheduleStudyConfig, TrainingJudge
+from pellucid.evidence.study.schedules_results import ScheduleResults
 from pellucid.interop.atomic_files import read_lines
 from pellucid.train.cifar10 import CIFAR10, FILES, IN_FILE, RECORD
 from pellucid.train.config import read
-from pellucid.train.denoise import fresh
+from pellucid.train.denoiser import fresh
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -55,14 +54,14 @@ def raw(name: str = "smoke") -> dict[str, Any]:
     return tomllib.loads((CONFIGS / f"cifar10_schedules_{name}.toml").read_text("utf-8"))
 
 
-def smoke(data: Path, **changes: Any) -> ScheduleStudy:
+def smoke(data: Path, **changes: Any) -> ScheduleStudyConfig:
     """The smoke config at these data, with other fields where they are given."""
     given = raw() | changes
     given["train"] = given["train"] | {"data": {"kind": "cifar10", "folder": str(data)}}
-    return read(ScheduleStudy, given, "config")
+    return read(ScheduleStudyConfig, given, "config")
 
 
-def two_schedules(data: Path) -> ScheduleStudy:
+def two_schedules(data: Path) -> ScheduleStudyConfig:
     """Every kind of cell: two points, two EMA lengths, two grids, more images at the end."""
     given = raw()
     given["train"] |= {"ema": [64.0, 16.0], "batch": 8}
@@ -84,7 +83,7 @@ def stand_in(patch: pytest.MonkeyPatch, pixels: CIFAR10) -> None:
 
 
 @pytest.fixture
-def quick(data: Path, pixels: CIFAR10, monkeypatch: pytest.MonkeyPatch) -> ScheduleStudy:
+def quick(data: Path, pixels: CIFAR10, monkeypatch: pytest.MonkeyPatch) -> ScheduleStudyConfig:
     stand_in(monkeypatch, pixels)
     return two_schedules(data)
 
@@ -103,8 +102,8 @@ def records_in(folder: Path) -> list[dict[str, Any]]:
     return read_lines(folder / "records.jsonl")
 
 
-def run(config: ScheduleStudy, folder: Path) -> list[dict[str, Any]]:
-    return Study(config, folder, device="cpu", say=lambda _: None).run()
+def run(config: ScheduleStudyConfig, folder: Path) -> list[dict[str, Any]]:
+    return ScheduleStudy(config, folder, device="cpu", say=lambda _: None).run()
 
 
 class Cut(Exception):  # noqa: N818
@@ -129,7 +128,7 @@ def test_every_cell_is_scored_once(whole: Path) -> None:
     assert (whole / "runs" / "cosine-0" / "model" / "model_index.json").is_file()
 
 
-def test_schedules_share_the_start_and_the_data_and_differ_in_the_noise(quick: ScheduleStudy) -> None:
+def test_schedules_share_the_start_and_the_data_and_differ_in_the_noise(quick: ScheduleStudyConfig) -> None:
     configs = [quick.run_config(name, 0) for name in quick.schedules]
     starts = [fresh(config.task["network"], config.seed).state_dict() for config in configs]
     assert all(torch.equal(starts[0][key], starts[1][key]) for key in starts[0])
@@ -140,28 +139,28 @@ def test_schedules_share_the_start_and_the_data_and_differ_in_the_noise(quick: S
 
 @pytest.mark.parametrize("calls", [2, 5])
 def test_a_study_that_was_cut_off_goes_on(
-    quick: ScheduleStudy, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int
+    quick: ScheduleStudyConfig, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int
 ) -> None:
     """Cut between two scores: among those of the last point of the first run, and between points of the second.
 
     What is scored again is scored the same, what is done is not done again, and nobody sees where it was cut.
     """
-    folder, wanted, score = tmp_path / "study", records_in(whole), Study.score
+    folder, wanted, score = tmp_path / "study", records_in(whole), ScheduleStudy.score
     made: list[Any] = []
 
-    def cut(self: Study, *args: Any) -> Mapping[str, Any]:
+    def cut(self: ScheduleStudy, *args: Any) -> Mapping[str, Any]:
         if len(made) == calls:
             raise Cut
         made.append(args)
         return score(self, *args)
 
-    monkeypatch.setattr(Study, "score", cut)
+    monkeypatch.setattr(ScheduleStudy, "score", cut)
     with pytest.raises(Cut):
         run(quick, folder)
     assert records_in(folder) == wanted[:calls]
     with (folder / "records.jsonl").open("a") as file:
         file.write('{"schedule": "lin')  # the line at which it was killed
-    monkeypatch.setattr(Study, "score", lambda self, *args: made.append(args) or score(self, *args))
+    monkeypatch.setattr(ScheduleStudy, "score", lambda self, *args: made.append(args) or score(self, *args))
     assert run(quick, folder) == wanted
     assert run(quick, folder) == wanted
     assert len(made) == len(wanted)
@@ -170,17 +169,19 @@ def test_a_study_that_was_cut_off_goes_on(
         assert sides[0] == sides[1]
 
 
-def test_processes_that_share_a_study_make_what_one_makes(quick: ScheduleStudy, whole: Path, tmp_path: Path) -> None:
+def test_processes_that_share_a_study_make_what_one_makes(
+    quick: ScheduleStudyConfig, whole: Path, tmp_path: Path
+) -> None:
     """Each writes its own records, the second finds the features of the first, and the whole is read from all."""
     folder, made = tmp_path / "study", []
     for index in (1, 0):
-        made.append(Study(quick, folder, (index, 2), device="cpu", say=lambda _: None).run())
+        made.append(ScheduleStudy(quick, folder, (index, 2), device="cpu", say=lambda _: None).run())
         cached = list((folder / "features").iterdir())
         assert len(cached) == 1
     assert [{row["schedule"] for row in rows} for rows in made] == [{"cosine"}, {"linear", "cosine"}]
     assert {path.name for path in folder.glob("records*")} == {"records-0of2.jsonl", "records-1of2.jsonl"}
     key = json.dumps
-    assert sorted(map(key, Results.read(folder).rows)) == sorted(map(key, records_in(whole)))
+    assert sorted(map(key, ScheduleResults.read(folder).rows)) == sorted(map(key, records_in(whole)))
     assert len(run(quick, folder)) == len(records_in(whole))
     assert not (folder / "records.jsonl").exists()  # nothing was left to do
 
@@ -213,7 +214,7 @@ def test_models_of_a_study_are_kept_in_half_precision(
     assert "must be at most 0.001 MB in float16" in capsys.readouterr().err
 
 
-def test_records_that_are_lost_are_said_to_be(quick: ScheduleStudy, whole: Path, tmp_path: Path) -> None:
+def test_records_that_are_lost_are_said_to_be(quick: ScheduleStudyConfig, whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "study")
     path = tmp_path / "study" / "records.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
@@ -290,14 +291,14 @@ def test_a_wrong_config_is_one_line_before_anything_runs(change: Callable[[dict[
     given = raw()
     change(given)
     with pytest.raises(PellucidError) as error:
-        read(ScheduleStudy, given, "config")
+        read(ScheduleStudyConfig, given, "config")
     assert line in str(error.value)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(("name", "most"), [("small", 1_000_000), ("smoke", 100_000)])
 def test_configs_are_of_their_size(name: str, most: int) -> None:
-    config = ScheduleStudy.load(CONFIGS / f"cifar10_schedules_{name}.toml")
+    config = ScheduleStudyConfig.load(CONFIGS / f"cifar10_schedules_{name}.toml")
     network = fresh(config.train["task"]["network"], 0)
     assert 0.5 * most < sum(p.numel() for p in network.parameters()) <= most
     assert config.schedules == ("linear", "cosine", "sqrt_alpha_bar")
@@ -319,7 +320,7 @@ def test_a_judge_knows_the_same_numbers_as_the_metrics(tmp_path: Path) -> None:
     """Its shortcuts (one root, one pass) change nothing: FID and its interval are those of the metrics."""
     random = torch.Generator().manual_seed(1)
     images = torch.randint(0, 256, (40, 3, 8, 8), generator=random, dtype=torch.uint8)
-    judge = Judge.of(images, Small(), 30, 12, tmp_path)
+    judge = TrainingJudge.of(images, Small(), 30, 12, tmp_path)
     assert judge.statistics.count == 30
     assert len(judge.some) == 12
     found = torch.randn(20, 8, generator=random) * 0.2

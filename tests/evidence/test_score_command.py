@@ -19,14 +19,13 @@ from typer.testing import CliRunner
 from pellucid import PellucidError
 from pellucid.cli import HELP, OneLine
 from pellucid.cli import score as room
-from pellucid.evidence.metrics import weights
+from pellucid.evidence.metrics import inception
 from pellucid.evidence.metrics.fid import Statistics, fid
 from pellucid.evidence.metrics.images import Pixels
 from pellucid.evidence.metrics.inception import features
 from pellucid.evidence.metrics.kid import kid, kid_exact
-from pellucid.evidence.metrics.measured import Measured, measure
 from pellucid.evidence.metrics.precision_recall import precision_recall
-from pellucid.evidence.metrics.score import Asked, Score, score, stages
+from pellucid.evidence.metrics.score import FeatureSet, Score, ScoreConfig, measure, score, stages
 
 app = typer.Typer(cls=OneLine, context_settings=HELP, add_completion=False)
 app.callback()(lambda: None)
@@ -46,7 +45,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PELLUCID_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "220")
-    monkeypatch.setattr(weights, "load_inception", lambda path, device, progress: Small())
+    monkeypatch.setattr(inception, "load_inception", lambda path, device, progress: Small())
     return tmp_path
 
 
@@ -204,7 +203,7 @@ def test_progress_is_told_as_often_as_promised() -> None:
     sets = [
         measure(Pixels(torch.from_numpy(pixels(20, seed)).permute(0, 3, 1, 2), str(seed)), Small()) for seed in (0, 1)
     ]
-    for asked in (Asked(resamples=0), Asked(resamples=6), Asked(resamples=70)):
+    for asked in (ScoreConfig(resamples=0), ScoreConfig(resamples=6), ScoreConfig(resamples=70)):
         told: list[int] = []
         score(sets[0], sets[1], asked, lambda told=told: told.append(1))
         assert len(told) == stages(asked)
@@ -212,17 +211,17 @@ def test_progress_is_told_as_often_as_promised() -> None:
 
 def test_from_ten_thousand_images_on_there_is_no_warning() -> None:
     made = Statistics(torch.zeros(2).double(), torch.eye(2).double(), 10_000)
-    found = score(Measured("a", made), Measured("b", made))
+    found = score(FeatureSet("a", made), FeatureSet("b", made))
     assert found.fid is not None
     assert found.fid.value == pytest.approx(0, abs=1e-12)
     assert not found.prefers_kid
     assert not any("prefer" in note for note in found.notes)
     few = Statistics(made.mean, made.covariance, 9_999)
-    assert score(Measured("a", few), Measured("b", made)).prefers_kid
+    assert score(FeatureSet("a", few), FeatureSet("b", made)).prefers_kid
 
 
 def test_the_record_is_plain_json() -> None:
     found = Score("a", 3, notes=("x",)).to_json()
     assert json.loads(json.dumps(found)) == {"version": 1, "images": "a", "count": 3, "notes": ["x"]}
     with pytest.raises(PellucidError):
-        Asked(resamples=1)
+        ScoreConfig(resamples=1)

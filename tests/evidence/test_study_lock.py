@@ -11,14 +11,12 @@ from typer.testing import CliRunner
 
 from pellucid.cli import app
 from pellucid.core.errors import PellucidError
-from pellucid.evidence.adherence import prompted
+from pellucid.evidence.adherence import study
 from pellucid.evidence.study import guidance, interaction, oracle, samplers, schedules
 from pellucid.interop.lock import locked
 
 
-@pytest.mark.parametrize(
-    "kind", [guidance, interaction, oracle, samplers, schedules, prompted], ids=lambda k: k.__name__
-)
+@pytest.mark.parametrize("kind", [guidance, interaction, oracle, samplers, schedules, study], ids=lambda k: k.__name__)
 def test_every_kind_of_study_has_its_share_of_a_folder_to_itself(tmp_path: Path, kind: Any) -> None:
     mine = SimpleNamespace(folder=tmp_path, shard=(1, 2))
     with locked(tmp_path, "written", (1, 2)), pytest.raises(PellucidError) as caught:

@@ -11,11 +11,10 @@ import small_denoisers as small
 import torch
 
 from pellucid.core.schedule import Target
-from pellucid.evidence.doctor.checks import Unable
-from pellucid.evidence.doctor.finding import Finding
+from pellucid.evidence.doctor.checks import Finding, Unable
+from pellucid.evidence.doctor.detectors import detect_target, target_findings
 from pellucid.evidence.doctor.hypotheses import Hypothesis, Scores, judge
 from pellucid.evidence.doctor.probe import Probe, probe_of
-from pellucid.evidence.doctor.target_detector import detect_target, differs
 
 EXACT: list[tuple[str, Target]] = [
     ("linear", "eps"), ("scaled_linear", "v"), ("cosine", "x0"), ("flow", "flow"), ("edm", "edm"), ("sqrt_beta", "v"),
@@ -23,7 +22,7 @@ EXACT: list[tuple[str, Target]] = [
 
 
 def told(known: Probe) -> list[Finding]:
-    return list(differs(detect_target(known), known.target, known.schedule))
+    return list(target_findings(detect_target(known), known.target, known.schedule))
 
 
 @pytest.mark.parametrize("truth", EXACT)
@@ -130,7 +129,7 @@ def check_named(known: Probe, truth: str) -> None:
     assert answer.name == truth
     assert answer.confidence >= 0.99
     assert answer.scores.images <= 64
-    said = [list(differs(answer, target, known.schedule)) for target in (lying.target, known.target)]
+    said = [list(target_findings(answer, target, known.schedule)) for target in (lying.target, known.target)]
     assert [[finding.code for finding in found] for found in said] == [["target-mismatch"], []]
 
 

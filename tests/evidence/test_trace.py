@@ -29,7 +29,7 @@ import pellucid
 from pellucid import Cancelled, Guidance, Job, Level, PellucidError, StepSeen, oracle, run, run_batch
 from pellucid.core.samplers import REGISTRY
 from pellucid.evidence import trace
-from pellucid.evidence.trace import Recorder, gathering, layout, measures, shuttle
+from pellucid.evidence.trace import Recorder, layout, measures, recorder
 from pellucid.models.rules import CFGZero, Interval
 from pellucid.pipeline.tracker import Tracker
 
@@ -618,7 +618,7 @@ def test_a_disk_that_fills_up_leaves_the_steps_before(tmp_path: Path, monkeypatc
 
 def test_large_tensors_are_measured_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = record(tmp_path / "small", plan_of(), denoiser(), tensors=False)
-    monkeypatch.setattr(gathering, "LARGE", 0)
+    monkeypatch.setattr(measures, "LARGE", 0)
     large = record(tmp_path / "large", plan_of(), denoiser(), tensors=False)
     for a, b in zip(small.steps, large.steps, strict=True):
         assert all((a.digests[name] == b.digests[name]).all() for name in a.digests)
@@ -639,14 +639,14 @@ def test_steps_that_are_measured_together_are_measured_alike(
         return trace.read(tmp_path / name)
 
     alone = traced("alone")
-    blocks, send = [], shuttle.Shuttle.send
+    blocks, send = [], recorder.AsyncCopy.send
 
-    def seen(self: shuttle.Shuttle, what: Any, held: Any) -> None:
+    def seen(self: recorder.AsyncCopy, what: Any, held: Any) -> None:
         blocks.append(len(what[0]))
         send(self, what, held)
 
     in_blocks(monkeypatch)
-    monkeypatch.setattr(shuttle.Shuttle, "send", seen)
+    monkeypatch.setattr(recorder.AsyncCopy, "send", seen)
     together = traced("together")
     assert max(blocks) > 8
     assert sum(blocks) == len(alone.steps) == len(together.steps)
@@ -661,7 +661,7 @@ def test_steps_that_are_measured_together_are_measured_alike(
 
 
 def in_blocks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(gathering, "waits", lambda device: True)
+    patch.setattr(measures, "waits", lambda device: True)
 
 
 def test_a_run_in_inference_mode_that_breaks_off_is_measured_as_far_as_it_went(
@@ -676,11 +676,11 @@ def test_a_run_in_inference_mode_that_breaks_off_is_measured_as_far_as_it_went(
 
 
 def test_what_cannot_be_measured_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(self: gathering.Block, weight: Tensor) -> Any:
+    def fails(self: measures.Block, weight: Tensor) -> Any:
         raise RuntimeError("out of memory")
 
     in_blocks(monkeypatch)
-    monkeypatch.setattr(gathering.Block, "measure", fails)
+    monkeypatch.setattr(measures.Block, "measure", fails)
     with pytest.raises(RuntimeError, match="out of memory"), Recorder(tmp_path / "run") as recorder:
         run(plan_of(), denoiser(), shape=SHAPE, seeds=SEEDS, observers=[recorder])
     found = trace.read(tmp_path / "run")
@@ -735,13 +735,13 @@ def test_a_slow_device_is_waited_for_some_steps_later_and_in_order(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "Event", lambda: Passed(ready))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(shuttle, "pinned", Tensor.clone)
+    monkeypatch.setattr(recorder, "pinned", Tensor.clone)
     monkeypatch.setattr(Passed, "waited", 0)
     arrived: list[tuple[int, float]] = []
-    way = shuttle.Shuttle(torch.device("cuda"), lambda what, arrays: arrived.append((what, float(arrays[0][0]))))
+    way = recorder.AsyncCopy(torch.device("cuda"), lambda what, arrays: arrived.append((what, float(arrays[0][0]))))
     for step in range(10):
         way.send(step, [torch.full((2,), float(step))])
-        assert len(arrived) == (step + 1 if ready else max(0, step + 1 - shuttle.LAG))
+        assert len(arrived) == (step + 1 if ready else max(0, step + 1 - recorder.LAG))
     way.drain()
     assert arrived == [(step, float(step)) for step in range(10)]
     assert Passed.waited == (0 if ready else 10)
@@ -751,7 +751,7 @@ def test_what_is_behind_a_step_that_could_not_be_written_is_dropped(monkeypatch:
     """It would lie where another step belongs."""
     monkeypatch.setattr(torch.cuda, "Event", lambda: Passed(False))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(shuttle, "pinned", Tensor.clone)
+    monkeypatch.setattr(recorder, "pinned", Tensor.clone)
     arrived: list[int] = []
 
     def deliver(what: int, arrays: list[Any]) -> None:
@@ -759,7 +759,7 @@ def test_what_is_behind_a_step_that_could_not_be_written_is_dropped(monkeypatch:
             raise OSError("full")
         arrived.append(what)
 
-    way = shuttle.Shuttle(torch.device("cuda"), deliver)
+    way = recorder.AsyncCopy(torch.device("cuda"), deliver)
     for step in range(3):
         way.send(step, [torch.zeros(1)])
     with pytest.raises(OSError, match="full"):

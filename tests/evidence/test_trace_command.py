@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import pellucid
 from pellucid.cli import app
 from pellucid.evidence import trace
-from pellucid.evidence.trace import looks
+from pellucid.evidence.trace import previews
 
 PROMPT = "a red star"
 MAKE = ("--sampler", "dpmpp_2m", "--steps", "4", "--device", "cpu")
@@ -189,9 +189,9 @@ def test_a_linear_look_is_the_best_affine_map() -> None:
     x0 = torch.randn(3, 4, 8, 8, generator=generator)
     table = torch.randn(3, 4, generator=generator).double() * 0.05
     truth = torch.einsum("oc,nchw->nohw", table, x0.double()) + 0.4
-    fitted = looks.Linear.fitted(x0, truth)
+    fitted = previews.LinearPreview.fitted(x0, truth)
     assert torch.allclose(fitted.colours(x0), truth.clamp(0, 1), atol=2e-3)
-    own = looks.Linear.principal(x0).colours(x0)
+    own = previews.LinearPreview.principal(x0).colours(x0)
     assert own.mean((0, 2, 3)).tolist() == pytest.approx([0.5] * 3, abs=0.02)
     assert (own.std((0, 2, 3)) > 0.15).all()
 

@@ -18,9 +18,8 @@ import pellucid
 from pellucid import Guidance, Job, PellucidError, oracle, run_batch
 from pellucid.cli import app
 from pellucid.evidence import trace
-from pellucid.evidence.trace import Recorder, Trace, filmstrip, gathering
-from pellucid.evidence.trace.diff import compare
-from pellucid.evidence.trace.diff_words import headline
+from pellucid.evidence.trace import Recorder, Trace, filmstrip, measures
+from pellucid.evidence.trace.diff import compare, headline
 from pellucid.evidence.trace.replay import replay
 from pellucid.models.rules import CFGZero
 
@@ -107,7 +106,7 @@ def test_a_whole_trace_is_found_whole(
 ) -> None:
     """Whatever made it: batches of plans of several lengths, other dtypes, tensors measured one by one."""
     if large:
-        monkeypatch.setattr(gathering, "LARGE", 0)
+        monkeypatch.setattr(measures, "LARGE", 0)
     path = tmp_path / "run.st"
     if sampler == "mixed":
         jobs = [Job(plan_of("euler", 4), 1), Job(plan_of("heun", 3), 2), Job(plan_of("dpmpp_2m", 6), 3)]

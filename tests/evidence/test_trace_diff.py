@@ -17,8 +17,7 @@ from pellucid import Brownian, Guidance, Job, Philox, StepSeen, compile_plan, ru
 from pellucid.core import schedule as schedules
 from pellucid.evidence import trace
 from pellucid.evidence.trace import Recorder, Trace
-from pellucid.evidence.trace.diff import Comparison, compare
-from pellucid.evidence.trace.diff_words import details
+from pellucid.evidence.trace.diff import Comparison, compare, details
 from pellucid.models.guided import GuidedDenoiser
 from pellucid.models.rules import Interval, Rescale
 

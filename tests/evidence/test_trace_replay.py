@@ -19,9 +19,9 @@ from pellucid import Brownian, Job, Lora, PellucidError, Philox, TorchStream, ru
 from pellucid.core.samplers import REGISTRY
 from pellucid.evidence import trace
 from pellucid.evidence.trace import Recorder, Trace
-from pellucid.evidence.trace.replay import again, replay, replay_with, request_of
+from pellucid.evidence.trace.diff import header_diff
+from pellucid.evidence.trace.replay import replay, replay_with, request_of, rerun
 from pellucid.evidence.trace.timeline import timeline
-from pellucid.evidence.trace.told import differences
 from pellucid.pipeline.pipeline import Pipeline
 
 TOY = pellucid.denoiser(lambda x, time: x * 0.4 / (1.0 + x * x), "scaled_linear", "eps")
@@ -94,7 +94,7 @@ def test_a_replay_that_differs_says_where(tmp_path: Path) -> None:
     assert not found.same
     assert found.comparison.first is not None
     assert (found.comparison.first.step, found.comparison.first.cause) == (0, "model")
-    found = again(held, lambda seen: run(plan_of(), denoiser(), shape=SHAPE, seeds=[3, 9], observers=[seen]))
+    found = rerun(held, lambda seen: run(plan_of(), denoiser(), shape=SHAPE, seeds=[3, 9], observers=[seen]))
     assert found.comparison.first.cause == "noise"  # type: ignore[union-attr]
 
 
@@ -155,7 +155,7 @@ def test_a_request_is_the_same_again(pipe: Pipeline, tmp_path: Path, name: str) 
 def test_the_same_weights_under_another_name_are_no_cause(pipe: Pipeline, tmp_path: Path) -> None:
     held = traced(pipe, tmp_path / "run", prompt="a red star")
     recipes = tuple({**recipe, "model": "moved", "prompt": "a blue star"} for recipe in held.header.recipes)
-    found = {told.name: told.causes for told in differences(held.header, replace(held.header, recipes=recipes))}
+    found = {told.name: told.causes for told in header_diff(held.header, replace(held.header, recipes=recipes))}
     assert found == {"name of the same model": (), "prompt": ("model",)}
 
 

@@ -16,37 +16,34 @@ from pellucid import PellucidError, Plan, compile_plan, run
 from pellucid.core import oracle
 from pellucid.core import schedule as schedules
 from pellucid.core.samplers import REGISTRY
-from pellucid.evidence.study.records import FILE
-from pellucid.evidence.tune import shortlist, sweep, teacher, tuning
-from pellucid.evidence.tune.errors import Drawn, Summary, Truth, distance, ends, errors
-from pellucid.evidence.tune.fit import Descent, Fit, Lesson, Order, descend, falling, tame
-from pellucid.evidence.tune.oracle import oracle_subject
-from pellucid.evidence.tune.pairs import Pairs, make_sets, read_prompts
-from pellucid.evidence.tune.start import Start
-from pellucid.evidence.tune.subject import Subject
+from pellucid.evidence.study.kernel import RECORDS
+from pellucid.evidence.tune import sweep, teacher, tuning
+from pellucid.evidence.tune.descent import Batches, Descent, Fit, TuningData, descend, falling, tame
+from pellucid.evidence.tune.model import Pairs, TuningModel, make_sets, oracle_model, read_prompts
 from pellucid.evidence.tune.sweep import Candidate, Sweep
-from pellucid.evidence.tune.table import Table
-from pellucid.evidence.tune.tuning import Tuned, Tuning, tune
+from pellucid.evidence.tune.table import Start, Table
+from pellucid.evidence.tune.teacher import ErrorSummary, NoisePairs, Truth, distance, ends, errors
+from pellucid.evidence.tune.tuning import TuningConfig, TuningResult, tune
 
 FEW = Descent(iterations=30, batch=32, at_once=512, rate=0.05, every=5)
-ASKED = Tuning(
+ASKED = TuningConfig(
     steps=5, pairs=64, watched=64, held_out=64, teacher=60, descent=FEW, starts=(Start.parse("unipc-3:ays"),)
 )
 
 
-def subject_of(schedule: str = "linear") -> Subject:
-    return oracle_subject("smooth", oracle.smooth(), schedules.make(schedule))
+def subject_of(schedule: str = "linear") -> TuningModel:
+    return oracle_model("smooth", oracle.smooth(), schedules.make(schedule))
 
 
 @pytest.fixture(scope="module")
-def tuned() -> tuning.Tuned:
+def tuned() -> tuning.TuningResult:
     return tune(subject_of(), ASKED)
 
 
 # --- the result ------------------------------------------------------------------------------------------------------
 
 
-def test_tuning_helps_and_its_evidence_is_what_its_plan_does(tuned: tuning.Tuned) -> None:
+def test_tuning_helps_and_its_evidence_is_what_its_plan_does(tuned: tuning.TuningResult) -> None:
     """The figures in the plan are measured again here, from its JSON, by the plain loop and an independent truth."""
     subject, plan = subject_of(), Plan.from_json(tuned.plan.to_json())
     assert plan == tuned.plan
@@ -66,7 +63,7 @@ def test_tuning_helps_and_its_evidence_is_what_its_plan_does(tuned: tuning.Tuned
     assert plan.evidence["gain"]["low"] > 0
 
 
-def test_the_told_times_differ_from_the_levels_only_where_they_are_tuned(tuned: tuning.Tuned) -> None:
+def test_the_told_times_differ_from_the_levels_only_where_they_are_tuned(tuned: tuning.TuningResult) -> None:
     def apart(plan: Plan) -> float:
         own = [float(schedules.make("linear").time_at(r.level.ratio)) for r in plan.rows]
         return max(abs(a - b) for a, b in zip(own, plan.timesteps, strict=True))
@@ -81,14 +78,14 @@ def test_what_is_not_asked_for_stays() -> None:
     subject = subject_of()
     table = Table.of(ASKED.starts[0], subject.schedule, subject.target, 5)
     truth = teacher.teach(subject, Pairs(tuple(range(16))), 60, 64)
-    lesson = Lesson(subject, truth, truth)
+    lesson = TuningData(subject, truth, truth)
     for what, moved in (("grid", {"gaps"}), ("weights", {"shares"}), ("told", {"told"}), ("both", {"gaps", "shares"})):
         fit = Fit.of(table, lesson, 64)
         descend(fit, lesson, replace(FEW, iterations=3, what=what))
         assert {name for name, knob in fit.knobs.items() if bool(knob.any())} == moved
 
 
-def test_the_same_words_give_the_same_plan(tuned: tuning.Tuned) -> None:
+def test_the_same_words_give_the_same_plan(tuned: tuning.TuningResult) -> None:
     assert tune(subject_of(), ASKED).plan.to_json() == tuned.plan.to_json()
     other = tune(subject_of(), replace(ASKED, descent=replace(FEW, seed=1)))
     assert other.plan.to_json() != tuned.plan.to_json()
@@ -122,7 +119,7 @@ def test_a_table_that_got_worse_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_best_of_the_heats_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[tuple[str, int]] = []
 
-    def watched(fit: Fit, lesson: Lesson, how: Descent, *rest: Any) -> Fit:
+    def watched(fit: Fit, lesson: TuningData, how: Descent, *rest: Any) -> Fit:
         begun.append((fit.table.start.text, how.iterations))
         return descend(fit, lesson, replace(how, iterations=2), *rest)
 
@@ -138,20 +135,20 @@ def test_the_best_of_the_heats_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_starts_are_found_where_none_is_given() -> None:
     subject = subject_of()
     truth = teacher.teach(subject, Pairs(tuple(range(16))), 60, 64)
-    chosen = shortlist.shortlist(subject, truth, 5, 64)
-    assert len(chosen) == shortlist.COUNT
+    chosen = sweep.shortlist(subject, truth, 5, 64)
+    assert len(chosen) == sweep.SHORTLIST
     assert len({start.sampler for start in chosen}) == len(chosen)
-    assert shortlist.SURE in {start.sampler for start in chosen}
-    best = shortlist.trial(chosen[0], subject, truth, 5, 64)
+    assert sweep.SURE in {start.sampler for start in chosen}
+    best = sweep.trial(chosen[0], subject, truth, 5, 64)
     assert best is not None
-    assert all(best <= (shortlist.trial(start, subject, truth, 5, 64) or 9.0) for start in chosen)
+    assert all(best <= (sweep.trial(start, subject, truth, 5, 64) or 9.0) for start in chosen)
 
 
 def test_no_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shortlist, "trial", lambda *_: None)
+    monkeypatch.setattr(sweep, "trial", lambda *_: None)
     subject = subject_of()
     with pytest.raises(PellucidError, match="--start"):
-        shortlist.shortlist(subject, teacher.teach(subject, Pairs((0, 1)), 60, 64), 5, 64)
+        sweep.shortlist(subject, teacher.teach(subject, Pairs((0, 1)), 60, 64), 5, 64)
 
 
 # --- the descent -----------------------------------------------------------------------------------------------------
@@ -163,7 +160,7 @@ def test_a_descent_that_finds_nothing_stops_early() -> None:
     truth = teacher.teach(subject, Pairs(tuple(range(16))), 60, 64)
     table = Table.of(ASKED.starts[0], subject.schedule, subject.target, 5)
     exact = Truth(truth.drawn, ends(table.plan, subject, truth.drawn, 64))  # the start itself is the watched truth
-    lesson = Lesson(subject, truth, exact)
+    lesson = TuningData(subject, truth, exact)
     fit = descend(Fit.of(table, lesson, 64), lesson, Descent(iterations=100, every=2, patience=3, batch=16))
     assert fit.iterations == 6
     assert fit.best_error == fit.start_error == 0.0
@@ -171,10 +168,10 @@ def test_a_descent_that_finds_nothing_stops_early() -> None:
 
 
 def test_every_pair_comes_once_before_any_comes_again() -> None:
-    order = Order(10, 4, seed=0)
+    order = Batches(10, 4, seed=0)
     drawn = [i for _ in range(5) for i in next(order)]
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10))
-    assert len(next(Order(3, 64, seed=0))) == 3
+    assert len(next(Batches(3, 64, seed=0))) == 3
 
 
 def test_a_wild_gradient_is_shortened_and_none_is_not_taken() -> None:
@@ -205,7 +202,7 @@ def test_the_rate_falls() -> None:
 )  # fmt: skip
 def test_the_teacher_converges(schedule: schedules.Schedule) -> None:
     """Against a solver of another family; from pure noise too. Twice the steps: a fraction of the distance."""
-    subject = oracle_subject("smooth", oracle.smooth(), schedule)
+    subject = oracle_model("smooth", oracle.smooth(), schedule)
     pairs = Pairs(tuple(range(8)))
     noise = subject.noise(pairs)
     long = compile_plan("heun", schedule=schedule, target=subject.target, steps=1500, grid="trailing") if (
@@ -253,12 +250,12 @@ def test_prompts_of_the_world_and_of_a_file(tmp_path: Path) -> None:
 def test_a_batch_decides_nothing() -> None:
     subject, pairs = subject_of(), Pairs(tuple(range(10)))
     plan = compile_plan("dpmpp_2m", schedule="linear", steps=5)
-    drawn = Drawn.of(subject, pairs)
+    drawn = NoisePairs.of(subject, pairs)
     torch.testing.assert_close(ends(plan, subject, drawn, 3), ends(plan, subject, drawn, 10), rtol=0, atol=1e-14)
 
 
 def test_a_summary_is_of_its_errors() -> None:
-    found = Summary.of(torch.tensor([1.0, 2.0, 3.0, 4.0, 100.0]))
+    found = ErrorSummary.of(torch.tensor([1.0, 2.0, 3.0, 4.0, 100.0]))
     assert (found.mean, found.median, found.worst, found.pairs) == (22.0, 3.0, 100.0, 5)
     assert found.low < 22.0 < found.high
 
@@ -266,7 +263,7 @@ def test_a_summary_is_of_its_errors() -> None:
 # --- what is untuned -------------------------------------------------------------------------------------------------
 
 
-def judged(count: int = 8) -> tuple[Subject, Truth]:
+def judged(count: int = 8) -> tuple[TuningModel, Truth]:
     subject = subject_of()
     return subject, teacher.teach(subject, Pairs(tuple(range(count))), 60, 64)
 
@@ -317,7 +314,7 @@ def test_a_sweep_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Sweep, "measured", counted)
     with pytest.raises(KeyboardInterrupt):
         asked.best(6)
-    assert len((tmp_path / "s" / FILE).read_text().splitlines()) == 2
+    assert len((tmp_path / "s" / RECORDS).read_text().splitlines()) == 2
     first = asked.best(6)
     assert measured == [f"{n}:karras" for n in ("ddim", "dpmpp_2m", "heun", "heun", "ddim", "dpmpp_2m", "heun")]
     assert asked.best(6) == first
@@ -340,7 +337,7 @@ def test_what_makes_no_plan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_evidence_says_how_the_untuned_stand(monkeypatch: pytest.MonkeyPatch) -> None:
     few = [Candidate("dpmpp_2m", "karras"), Candidate("deis", "quadratic")]
     monkeypatch.setattr(sweep, "candidates", lambda: few)
-    early: list[Tuned] = []
+    early: list[TuningResult] = []
     asked = replace(ASKED, sweep=(5, 7), descent=replace(FEW, iterations=5))
     found = tune(subject_of(), asked, keep=early.append)
     assert "untuned" not in early[0].evidence  # kept before the sweep, which may be killed

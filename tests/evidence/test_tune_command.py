@@ -18,11 +18,10 @@ from pellucid import PellucidError, Plan
 from pellucid.cli import app
 from pellucid.cli.tune import show
 from pellucid.core.noise import Philox
-from pellucid.evidence.tune.errors import Drawn, ends
-from pellucid.evidence.tune.pairs import Pairs
-from pellucid.evidence.tune.subject import of_pipeline
+from pellucid.evidence.tune.model import Pairs, model_of
+from pellucid.evidence.tune.teacher import NoisePairs, ends
 from pellucid.train.config import read
-from pellucid.train.denoise import DenoiserConfig
+from pellucid.train.denoiser import DenoiserConfig
 
 PIXELS: dict[str, Any] = {
     "_class_name": "UNet2DModel", "sample_size": 8, "block_out_channels": [8], "layers_per_block": 1,
@@ -118,8 +117,8 @@ def test_pixels_from_words_to_images(tell: Callable[..., str], models: Path, tmp
     assert (done.exit_code, done.exception) == (0, None), done.output
     assert (tmp_path / "o.png").is_file()
     pipe = pellucid.load(models / "pixels", device="cpu")
-    subject = of_pipeline(pipe)
-    mine = ends(plan, subject, Drawn.of(subject, Pairs((13,))), 4)
+    subject = model_of(pipe)
+    mine = ends(plan, subject, NoisePairs.of(subject, Pairs((13,))), 4)
     torch.testing.assert_close(pipe(plan=plan, seed=13).latents, mine, rtol=0, atol=1e-6)
 
 
@@ -131,11 +130,11 @@ def test_a_guided_text_model_is_tuned_at_its_guidance(tell: Callable[..., str], 
     pipe = pellucid.load(models / "scenes", device="cpu", dtype="float32")
     pairs = Pairs((7, 8), ("a red star", "a blue square"))
     for guidance in ("3", "4 + apg momentum=-0.5", None):
-        subject = of_pipeline(pipe, guidance)
-        mine = ends(plan, subject, Drawn.of(subject, pairs), 2)
+        subject = model_of(pipe, guidance)
+        mine = ends(plan, subject, NoisePairs.of(subject, pairs), 2)
         made = pipe(list(pairs.prompts or ()), seed=[7, 8], plan=plan, guidance=guidance, decode=False)
         torch.testing.assert_close(mine, made.latents, rtol=0, atol=1e-5)
-    assert told["guidance"] != of_pipeline(pipe).guidance  # the guarded default
+    assert told["guidance"] != model_of(pipe).guidance  # the guarded default
 
 
 @pytest.mark.slow
@@ -165,9 +164,9 @@ def test_a_teacher_that_is_not_converged_is_said(doubt: float, said: bool, capsy
 def test_classes_are_drawn(tell: Callable[..., str], models: Path) -> None:
     told = json.loads(tell("classes", "--json"))
     assert told["kind"] == "pellucid-tune"
-    subject = of_pipeline(pellucid.load(models / "classes", device="cpu"))
+    subject = model_of(pellucid.load(models / "classes", device="cpu"))
     assert subject.classes == 4
-    drawn = Drawn.of(subject, Pairs((0, 0), labels=(0, 1)))
+    drawn = NoisePairs.of(subject, Pairs((0, 0), labels=(0, 1)))
     plan = pellucid.compile_plan("ddim", schedule="linear", steps=3)
     assert not torch.equal(*ends(plan, subject, drawn, 2))
 
@@ -178,7 +177,7 @@ def test_prompts_of_a_file(tell: Callable[..., str], tmp_path: Path) -> None:
 
 
 def test_the_first_noise_is_that_of_sample(models: Path) -> None:
-    subject = of_pipeline(pellucid.load(models / "pixels", device="cpu"))
+    subject = model_of(pellucid.load(models / "pixels", device="cpu"))
     own = subject.noise(Pairs((3, 9)))
     assert torch.equal(own, Philox([3, 9]).first((3, 8, 8), torch.empty(0), [0, 1]))
 
@@ -186,13 +185,13 @@ def test_the_first_noise_is_that_of_sample(models: Path) -> None:
 def test_the_networks_weights_are_left_alone(models: Path) -> None:
     pipe = pellucid.load(models / "pixels", device="cpu")
     before = {name: value.clone() for name, value in pipe.components.network.state_dict().items()}
-    from pellucid.evidence.tune.fit import Descent
-    from pellucid.evidence.tune.start import Start
-    from pellucid.evidence.tune.tuning import Tuning, tune
+    from pellucid.evidence.tune.descent import Descent
+    from pellucid.evidence.tune.table import Start
+    from pellucid.evidence.tune.tuning import TuningConfig, tune
 
     how = Descent(iterations=2, batch=4)
-    asked = Tuning(3, how, 4, 4, 4, (Start.parse("unipc-3:trailing"), Start.parse("dpmpp_2m:trailing")), 20)
-    tune(of_pipeline(pipe), asked)
+    asked = TuningConfig(3, how, 4, 4, 4, (Start.parse("unipc-3:trailing"), Start.parse("dpmpp_2m:trailing")), 20)
+    tune(model_of(pipe), asked)
     after = pipe.components.network.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     assert not any(p.requires_grad or p.grad is not None for p in pipe.components.network.parameters())
@@ -248,4 +247,4 @@ def test_weights_that_are_not_there_cannot_be_tuned_for(models: Path) -> None:
     pipe = pellucid.load(models / "pixels", device="cpu")
     object.__setattr__(pipe, "policy", pellucid.Policy(offload="component"))
     with pytest.raises(PellucidError, match="offload must be none"):
-        of_pipeline(pipe)
+        model_of(pipe)

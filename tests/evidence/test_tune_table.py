@@ -15,14 +15,11 @@ from pellucid import PellucidError, Plan, compile_plan, run
 from pellucid.core import oracle
 from pellucid.core import schedule as schedules
 from pellucid.core.samplers import REGISTRY
-from pellucid.evidence.tune import course, fit
-from pellucid.evidence.tune.errors import Drawn, Truth
-from pellucid.evidence.tune.fit import Fit, Lesson
-from pellucid.evidence.tune.oracle import oracle_subject
-from pellucid.evidence.tune.pairs import Pairs
-from pellucid.evidence.tune.start import Start, tunable
-from pellucid.evidence.tune.subject import Subject
-from pellucid.evidence.tune.table import KNOBS, Table, split_levels
+from pellucid.evidence.tune import descent
+from pellucid.evidence.tune.descent import Fit, TuningData
+from pellucid.evidence.tune.model import Pairs, TuningModel, oracle_model
+from pellucid.evidence.tune.table import KNOBS, Start, Table, split_levels, tunable
+from pellucid.evidence.tune.teacher import NoisePairs, Truth
 from pellucid.models.guidance import Guidance
 from pellucid.models.guided import GuidedDenoiser
 
@@ -50,12 +47,12 @@ def turned(table: Table, seed: int = 0, size: float = 0.2) -> dict[str, Tensor]:
     return knobs
 
 
-def lesson_of(schedule: str, count: int = 5) -> Lesson:
-    subject = oracle_subject("smooth", oracle.smooth(), SCHEDULES[schedule])
-    drawn = Drawn.of(subject, Pairs(tuple(range(count))))
+def lesson_of(schedule: str, count: int = 5) -> TuningData:
+    subject = oracle_model("smooth", oracle.smooth(), SCHEDULES[schedule])
+    drawn = NoisePairs.of(subject, Pairs(tuple(range(count))))
     goal = torch.randn(count, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     truth = Truth(drawn, goal)
-    return Lesson(subject, truth, truth)
+    return TuningData(subject, truth, truth)
 
 
 # --- at rest ---------------------------------------------------------------------------------------------------------
@@ -142,7 +139,7 @@ def test_levels_of_a_frame() -> None:
 # --- gradients -------------------------------------------------------------------------------------------------------
 
 
-def loss_of(table: Table, knobs: dict[str, Tensor], lesson: Lesson) -> float:
+def loss_of(table: Table, knobs: dict[str, Tensor], lesson: TuningData) -> float:
     """The objective by the plain loop over the plan that the knobs make: nothing of the soft table."""
     plan = table.plan_at(knobs)
     pairs = lesson.tune.pairs
@@ -162,7 +159,7 @@ def test_gradients_are_differences(start: str, schedule: str, recompute: bool) -
     knobs = {name: knob.requires_grad_() for name, knob in turned(table, 3, 0.05).items()}
     knobs["gaps"].data[0] = 0.05  # off the edge of the schedule
     state = Fit(table, knobs, knobs, 0.0, 0.0, 0.0)
-    fit.backward(state, lesson, [0, 1, 2, 3, 4], 3, recompute)  # in two parts
+    descent.backward(state, lesson, [0, 1, 2, 3, 4], 3, recompute)  # in two parts
     step = 1e-6
     for name in KNOBS["all"]:
         found = knobs[name].grad
@@ -170,7 +167,7 @@ def test_gradients_are_differences(start: str, schedule: str, recompute: bool) -
         for i in range(len(found)):
             ends = []
             for sign in (1, -1):
-                moved = fit.copied(knobs)
+                moved = descent.copied(knobs)
                 moved[name][i] += sign * step
                 ends.append(loss_of(table, moved, lesson))
             assert float(found[i]) == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-4, abs=1e-7), (name, i)
@@ -204,15 +201,15 @@ def test_gradients_of_guided_models(guidance: str) -> None:
         cond, uncond = ({"context": c[: len(pairs)]} for c in (context, 0 * context))
         return GuidedDenoiser(network, curve, "eps", cond, uncond, told)
 
-    subject = Subject("wavy", curve, "eps", (4,), denoiser, dtype=torch.float64)
-    drawn = Drawn.of(subject, Pairs((0, 1, 2)))
+    subject = TuningModel("wavy", curve, "eps", (4,), denoiser, dtype=torch.float64)
+    drawn = NoisePairs.of(subject, Pairs((0, 1, 2)))
     truth = Truth(drawn, torch.zeros(3, 4, dtype=torch.float64))
-    lesson = Lesson(subject, truth, truth)
+    lesson = TuningData(subject, truth, truth)
     table = table_of("unipc-3:quadratic", "linear", 4)
     found = []
     for recompute in (False, True):
         knobs = {name: knob.requires_grad_() for name, knob in turned(table, 3, 0.05).items()}
-        fit.backward(Fit(table, knobs, knobs, 0.0, 0.0, 0.0), lesson, [0, 1, 2], 3, recompute)
+        descent.backward(Fit(table, knobs, knobs, 0.0, 0.0, 0.0), lesson, [0, 1, 2], 3, recompute)
         found.append({name: knob.grad for name, knob in knobs.items()})
     step = 1e-6
     for name in KNOBS["all"]:
@@ -236,21 +233,21 @@ def test_the_soft_table_runs_as_its_plan_does(start: str) -> None:
     knobs = turned(table, 1)
     noise, denoiser = lesson.tune.drawn.noise, lesson.subject.denoiser(lesson.tune.pairs)
     plan = table.plan_at(knobs)
-    soft = course.travel(table, table.values(knobs), denoiser, noise, recompute=False)
+    soft = descent.travel(table, table.values(knobs), denoiser, noise, recompute=False)
     torch.testing.assert_close(soft, run(plan, denoiser, noise * plan.initial_scale), rtol=0, atol=1e-12)
 
 
 def test_activations_that_are_too_many_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     table, lesson = table_of("unipc-3:trailing"), lesson_of("linear")
     denoiser, noise = lesson.subject.denoiser(lesson.tune.pairs), lesson.tune.drawn.noise
-    assert not course.too_heavy(table, denoiser, noise)
-    monkeypatch.setattr(course, "KEEP_BYTES", 6 * noise.nbytes)
-    assert course.too_heavy(table, denoiser, noise)
+    assert not descent.too_heavy(table, denoiser, noise)
+    monkeypatch.setattr(descent, "KEEP_BYTES", 6 * noise.nbytes)
+    assert descent.too_heavy(table, denoiser, noise)
 
 
 def test_the_exact_network_at_its_own_level_is_the_oracle() -> None:
     for name, curve in SCHEDULES.items():
-        subject = oracle_subject("smooth", oracle.smooth(), curve)
+        subject = oracle_model("smooth", oracle.smooth(), curve)
         plan = compile_plan("dpmpp_2m", schedule=curve, target=subject.target, steps=6)
         x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * plan.initial_scale
         exact = run(plan, oracle.smooth(), x)
@@ -258,7 +255,7 @@ def test_the_exact_network_at_its_own_level_is_the_oracle() -> None:
 
 
 def test_another_told_time_changes_what_the_exact_network_says() -> None:
-    subject = oracle_subject("smooth", oracle.smooth(), SCHEDULES["linear"])
+    subject = oracle_model("smooth", oracle.smooth(), SCHEDULES["linear"])
     level, x = SCHEDULES["linear"].level(500.0), torch.ones(1, 4, dtype=torch.float64)
     denoiser = subject.denoiser(Pairs(()))
     apart = denoiser(x, level, 500.0) - denoiser(x, level, 480.0)  # type: ignore[operator]

@@ -15,14 +15,14 @@ from pellucid import scenes
 from pellucid.interop.save import save_component
 from pellucid.pipeline.images import to_images
 from pellucid.scenes.scene import Scenes
-from pellucid.train.adapt_control import ControlNetConfig
-from pellucid.train.adapt_image import IPAdapterConfig
-from pellucid.train.adapt_lora import LoraConfig
 from pellucid.train.config import read
-from pellucid.train.denoise import fresh
+from pellucid.train.controlnet import ControlNetConfig
+from pellucid.train.denoiser import fresh
 from pellucid.train.image_text import ImageTextConfig
+from pellucid.train.ip_adapter import IPAdapterConfig
+from pellucid.train.lora import LoraConfig
 from pellucid.train.scenes_source import scenes_tokenizer
-from pellucid.train.text_denoise import TextDenoiserConfig
+from pellucid.train.text_denoiser import TextDenoiserConfig
 
 CPU = torch.device("cpu")
 VISION: dict[str, Any] = {**ENCODER, "image_size": 32, "patch_size": 8}

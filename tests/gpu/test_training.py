@@ -22,14 +22,14 @@ import torch
 
 from pellucid import scenes as world
 from pellucid.interop.save import save_component
-from pellucid.scenes import dense
-from pellucid.train.autoencode import Autoencoding
+from pellucid.scenes import render
+from pellucid.train.autoencoder import Autoencoder
 from pellucid.train.cifar10 import CIFAR10, CIFAR10Source
 from pellucid.train.config import TrainConfig, read
-from pellucid.train.denoise import fresh
-from pellucid.train.feed import Feed
+from pellucid.train.denoiser import fresh
 from pellucid.train.ranks import Ranks
 from pellucid.train.scenes_source import scenes_tokenizer
+from pellucid.train.source import Feed
 from pellucid.train.trainer import Trainer
 
 try:
@@ -254,12 +254,12 @@ def test_a_painter_that_is_compiled_paints_the_same(tmp_path: Path) -> None:
     """Within rounding; and a feed's thread meets the code that the main thread compiled."""
     styles = ("flat", "outlined", "soft")
     scenes = world.sample(torch.arange(64, device="cuda"), 3, "any", styles)
-    plain, fast = dense.render(scenes, 64, styles), dense.render(scenes, 64, styles, compile=True)
+    plain, fast = render.render_dense(scenes, 64, styles), render.render_dense(scenes, 64, styles, compile=True)
     assert torch.allclose(world.render(scenes, 64), plain, rtol=0, atol=2e-4)
     # A distance is right to some 1e-6; over 64 pixels, in −1 … 1.
     assert torch.allclose(plain, fast, rtol=0, atol=2e-4)
     count = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    with Feed(lambda _: dense.render(scenes, 64, styles, compile=True), 0, 3, device="cuda") as feed:
+    with Feed(lambda _: render.render_dense(scenes, 64, styles, compile=True), 0, 3, device="cuda") as feed:
         assert all(torch.equal(made, fast) for made in feed)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == count
 
@@ -315,7 +315,7 @@ def test_a_vae_is_captured_with_its_moments(tmp_path: Path) -> None:
     run.run()
     losses = [line["loss"] for line in log_of(tmp_path / "run")]
     assert losses[-1] < 0.8 * losses[0]
-    assert isinstance(run.network, Autoencoding)
+    assert isinstance(run.network, Autoencoder)
     assert int(run.network.steps) == 60
     with torch.no_grad():
         latents = run.network.vae.encode(run.prepare(59)[0]["images"]).mean

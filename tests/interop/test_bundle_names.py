@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 import pellucid
 from pellucid import Control, ImagePrompt, Lora, PellucidError
 from pellucid.cli import app
-from pellucid.evidence.study.cells import Setup
+from pellucid.evidence.study.setups import SamplerSetup
 from pellucid.interop import hub, source
 from pellucid.interop.folder import SHARED
 from pellucid.interop.save import save_component
-from pellucid.pipeline.image_inputs import EYES_NOTE, adapter_eyes
-from pellucid.pipeline.planning import read_plan
+from pellucid.pipeline.encoders.image_inputs import ENCODER_NOTE, adapter_encoder
+from pellucid.pipeline.prepare import read_plan
 
 PROMPT = "a large red star on a white background"
 MADE = {"steps": 2, "seed": 3, "sampler": "euler"}
@@ -91,19 +91,19 @@ def test_only_the_folder_around_can_be_shared(bundle: Path, tmp_path: Path) -> N
 def test_the_image_encoder_of_an_ip_adapter_is_its_own_or_that_of_the_bundle_around_it(
     bundle: Path, tmp_path: Path
 ) -> None:
-    assert adapter_eyes("scenes-128/ip_adapter") == bundle / "image_text"
+    assert adapter_encoder("scenes-128/ip_adapter") == bundle / "image_text"
     copy = Path(shutil.copytree(bundle, tmp_path / "copy"))
-    note = copy / "ip_adapter" / EYES_NOTE
+    note = copy / "ip_adapter" / ENCODER_NOTE
     for named in ("../..", "..", "../lora", "../../image_text", str(bundle / "image_text"), "", True):
         note.write_text(json.dumps({SHARED: named}), encoding="utf-8")
-        assert refusal(adapter_eyes, copy / "ip_adapter")[0] == "shared-parts"
+        assert refusal(adapter_encoder, copy / "ip_adapter")[0] == "shared-parts"
     save_component(source.load_image_encoder(copy / "image_text"), copy / "ip_adapter" / "image_encoder")
-    assert adapter_eyes(copy / "ip_adapter") == copy / "ip_adapter" / "image_encoder"
+    assert adapter_encoder(copy / "ip_adapter") == copy / "ip_adapter" / "image_encoder"
     alone = Path(shutil.copytree(bundle / "ip_adapter", tmp_path / "alone" / "ip_adapter"))
-    assert refusal(adapter_eyes, alone)[0] == "shared-parts"
-    (alone / EYES_NOTE).unlink()
-    assert adapter_eyes(alone) is None
-    assert adapter_eyes(alone / "ip_adapter.safetensors") is None
+    assert refusal(adapter_encoder, alone)[0] == "shared-parts"
+    (alone / ENCODER_NOTE).unlink()
+    assert adapter_encoder(alone) is None
+    assert adapter_encoder(alone / "ip_adapter.safetensors") is None
 
 
 # --- use ----------------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def test_plans_by_name_are_those_of_their_files(tmp_path: Path, monkeypatch: pyt
     (bundles / "scenes-128" / "plans").mkdir()
     (bundles / "scenes-128" / "plans" / "3.json").write_text(plan.to_json(), encoding="utf-8")
     name = "scenes-128/plans/3.json"
-    assert plan == read_plan(name) == Setup.parse(name).plan(3, schedule, target)
+    assert plan == read_plan(name) == SamplerSetup.parse(name).plan(3, schedule, target)
     assert "3 model calls" in CliRunner().invoke(app, ["plan", name]).output
     made = [pipe(PROMPT, seed=1, plan=one).images[0].tobytes() for one in (name, plan)]
     assert made[0] == made[1]

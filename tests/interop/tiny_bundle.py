@@ -12,15 +12,15 @@ import tiny_networks
 import torch
 
 from pellucid.interop.save import save_component
-from pellucid.train.adapt_control import ControlNetConfig
-from pellucid.train.adapt_image import IPAdapterConfig
-from pellucid.train.adapt_lora import LoraConfig
 from pellucid.train.bundle import Parts, assemble
 from pellucid.train.config import read
-from pellucid.train.denoise import fresh
+from pellucid.train.controlnet import ControlNetConfig
+from pellucid.train.denoiser import fresh
 from pellucid.train.image_text import ImageTextConfig
+from pellucid.train.ip_adapter import IPAdapterConfig
+from pellucid.train.lora import LoraConfig
 from pellucid.train.scenes_source import scenes_tokenizer
-from pellucid.train.text_denoise import TextDenoiserConfig
+from pellucid.train.text_denoiser import TextDenoiserConfig
 
 NAME = "scenes-128"
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tiny_models as tiny
 
-from pellucid.pipeline.inspection import Asked, Graph
+from pellucid.pipeline.inspection import Graph, GraphOptions
 from pellucid.pipeline.inspection_graph import inspect
 
 FAMILIES = ("sd1", "xl", "dit", "ddpm", "inpaint", "lcm", "everything")
@@ -21,11 +21,11 @@ def extras(folder: Path) -> dict[str, str]:
 
 @cache
 def plain(name: str) -> Graph:
-    return inspect(tiny.saved(name)[1], Asked(steps=5))
+    return inspect(tiny.saved(name)[1], GraphOptions(steps=5))
 
 
 def of(name: str, extras: dict[str, str]) -> Graph:
     if name != "everything":
         return plain(name)
-    asked = Asked(controlnets=(extras["control"],) * 2, ip_adapters=(extras["ip"],), batch=4, size=(128, 160))
+    asked = GraphOptions(controlnets=(extras["control"],) * 2, ip_adapters=(extras["ip"],), batch=4, size=(128, 160))
     return inspect(tiny.saved("sd1")[1], asked, image_encoder=extras["eyes"])

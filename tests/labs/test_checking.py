@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pellucid.core.errors import Cancelled, PellucidError
-from pellucid.labs import checking
+from pellucid.labs import answers
 from pellucid.labs.catalog import find
 
 LAB = find("01")
@@ -27,7 +27,7 @@ def written(folder: Path, source: str) -> Path:
 
 
 def test_a_right_answer_passes_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    found = checking.check(LAB, written(tmp_path, RIGHT.read_text("utf-8")))
+    found = answers.check(LAB, written(tmp_path, RIGHT.read_text("utf-8")))
     assert [one.verdict for one in found] == ["passed"] * 4
     assert [path.name for path in tmp_path.iterdir()] == ["answer.py"]
 
@@ -38,7 +38,7 @@ def test_each_check_has_its_own_verdict(tmp_path: Path) -> None:
     source = source.replace("return (1 - beta) ** 0.5 * x", "print('look', beta)\n    raise NotImplementedError\n    x")
     source = source.replace("def snr", "def ratio")  # missing
     source = source.replace("alpha_bar[times]", "alpha_bar[times.missing]")  # an error, on a line
-    first, second, third, fourth = checking.check(LAB, written(tmp_path, source))
+    first, second, third, fourth = answers.check(LAB, written(tmp_path, source))
     assert first.verdict == "wrong"
     assert "take the product of all up to it" in first.sentence
     assert (second.verdict, second.printed) == ("not written yet", "look 0.02\n")
@@ -59,7 +59,7 @@ def test_each_check_has_its_own_verdict(tmp_path: Path) -> None:
     ],
 )
 def test_an_answer_that_breaks_is_an_error_and_no_more(tmp_path: Path, source: str, sentence: str) -> None:
-    found = checking.check(LAB, written(tmp_path, source))
+    found = answers.check(LAB, written(tmp_path, source))
     assert len(found) == 4
     assert {one.verdict for one in found} == {"error"}
     assert sentence in found[0].sentence
@@ -74,7 +74,7 @@ def stepped(*given): return bytearray(2**33)
 def noised(*given): open("large", "wb").write(bytes(2**27))
 def snr(*given): return [open("/dev/null") for _ in range(999)]
 """
-    found = checking.check(LAB, written(tmp_path, greedy))
+    found = answers.check(LAB, written(tmp_path, greedy))
     memory = "the answer must take at most 4 GiB of memory; it asked for more"
     file = "the answer must write at most 64 MiB to a file; it wrote more"
     assert [one.sentence for one in found[:3]] == [memory, memory, file]
@@ -82,7 +82,7 @@ def snr(*given): return [open("/dev/null") for _ in range(999)]
 
 
 def test_shared_memory_counts_too(tmp_path: Path) -> None:
-    found = checking.check(LAB, written(tmp_path, "import mmap\nheld = mmap.mmap(-1, 12 * 2**30)"))
+    found = answers.check(LAB, written(tmp_path, "import mmap\nheld = mmap.mmap(-1, 12 * 2**30)"))
     assert {one.sentence for one in found} == {"the answer must take at most 4 GiB of memory; it asked for more"}
 
 
@@ -91,14 +91,14 @@ def test_an_answer_runs_in_an_empty_folder_of_its_own_which_goes(tmp_path: Path)
         "import os, stat, tempfile\nhere = os.getcwd()\nassert tempfile.gettempdir() == here\n"
         "raise ValueError(here + ' ' + oct(stat.S_IMODE(os.stat(here).st_mode)) + ' ' + str(os.listdir()))"
     )
-    where, mode, held = checking.check(LAB, written(tmp_path, looks))[0].sentence.split()[1:4]
+    where, mode, held = answers.check(LAB, written(tmp_path, looks))[0].sentence.split()[1:4]
     assert (mode, held) == ("0o700", "[]")
     assert not Path(where).exists()
 
 
 def test_what_an_answer_prints_is_kept_apart_and_cut(tmp_path: Path) -> None:
     noisy = "import os\nprint('x' * 10**6)\nos.write(1, b'not json')\n" + RIGHT.read_text("utf-8")
-    found = checking.check(LAB, written(tmp_path, noisy))
+    found = answers.check(LAB, written(tmp_path, noisy))
     assert [one.verdict for one in found] == ["passed"] * 4
     assert len(found[0].printed) < 5000
 
@@ -106,7 +106,7 @@ def test_what_an_answer_prints_is_kept_apart_and_cut(tmp_path: Path) -> None:
 def test_an_endless_answer_ends(tmp_path: Path) -> None:
     endless = RIGHT.read_text("utf-8").replace("return (1 - beta)", "while True: pass\n    return (1 - beta)")
     begun = time.monotonic()
-    first, *rest = checking.check(LAB, written(tmp_path, endless), timeout=15)
+    first, *rest = answers.check(LAB, written(tmp_path, endless), timeout=15)
     assert time.monotonic() - begun < 40
     assert first.verdict == "passed"
     assert [one.sentence for one in rest] == ["the answer did not end within 15 s"] * 3
@@ -124,14 +124,14 @@ LEAVES = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(2
 )
 def test_the_timeout_is_kept_whatever_holds_or_closes_the_channel(tmp_path: Path, source: str) -> None:
     begun = time.monotonic()
-    found = checking.check(LAB, written(tmp_path, source), timeout=3)
+    found = answers.check(LAB, written(tmp_path, source), timeout=3)
     assert time.monotonic() - begun < 6
     assert {one.sentence for one in found} == {"the answer did not end within 3 s"}
 
 
 def test_what_an_answer_leaves_running_is_not_waited_for(tmp_path: Path) -> None:
     begun = time.monotonic()
-    found = checking.check(LAB, written(tmp_path, LEAVES + RIGHT.read_text("utf-8")))
+    found = answers.check(LAB, written(tmp_path, LEAVES + RIGHT.read_text("utf-8")))
     assert [one.verdict for one in found] == ["passed"] * 4
     assert time.monotonic() - begun < 15
 
@@ -157,14 +157,14 @@ made = [{"name": one.name, "verdict": "passed", "sentence": "", "printed": ""} f
 def test_what_an_answer_writes_among_the_outcomes_is_an_error_and_never_a_pass(tmp_path: Path, lines: str) -> None:
     writes = FORGED + f"for line in {lines}:\n    [os.write(n, line.encode() + b'\\n') for n in CHANNEL]\n"
     own = "CHANNEL = [n for n in range(3, 99) if 'pipe:' in os.path.realpath(f'/proc/self/fd/{n}')]\n"
-    found = checking.check(LAB, written(tmp_path, "import os\n" + own + writes))
+    found = answers.check(LAB, written(tmp_path, "import os\n" + own + writes))
     assert [one.verdict for one in found] == ["error"] * 4
     assert [one.sentence for one in found] == ["the answer wrote where the checks tell their outcomes"] * 4
 
 
 def test_a_check_can_be_cancelled(tmp_path: Path) -> None:
     with pytest.raises(Cancelled):
-        checking.check(LAB, written(tmp_path, "while True: pass"), cancelled=lambda: True)
+        answers.check(LAB, written(tmp_path, "while True: pass"), cancelled=lambda: True)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_what_is_no_answer_is_one_line(tmp_path: Path, held: bytes | None, code:
     if held is not None:
         path.write_bytes(held)
     with pytest.raises(PellucidError) as found:
-        checking.check(LAB, path)
+        answers.check(LAB, path)
     assert found.value.code == code
     assert words in str(found.value)
     assert "\n" not in str(found.value)

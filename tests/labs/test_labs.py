@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pellucid.labs import running, script
+from pellucid.labs import process, script
+from pellucid.labs.answers import Outcome
 from pellucid.labs.catalog import LABS, Lab
-from pellucid.labs.checking import Outcome
 from pellucid.labs.marking import checks_of, judged
 
 ANSWERS = Path(__file__).parent / "answers"
@@ -45,7 +45,7 @@ def marked(lab: Lab, path: Path) -> list[Outcome]:
 
 @every
 def test_a_page_runs_in_its_small_size(lab: Lab) -> None:
-    shown = list(running.run(lab.page, smoke=True))
+    shown = list(process.run_page(lab.page, smoke=True))
     assert shown[-1].error is None
     assert len(shown) == shown[-1].count
     assert sum(len(block.figures) for block in shown) >= 1
@@ -57,7 +57,7 @@ def test_a_page_runs_in_its_small_size(lab: Lab) -> None:
 def test_a_page_runs_in_its_full_size(lab: Lab) -> None:
     """A minute is the promise on two free cores; tests beside it take some."""
     begun = time.monotonic()
-    shown = list(running.run(lab.page))
+    shown = list(process.run_page(lab.page))
     assert shown[-1].error is None
     assert time.monotonic() - begun < 180
 

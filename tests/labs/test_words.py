@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from pellucid.labs import script, words
+from pellucid.labs import script
 from pellucid.labs.catalog import LABS, Lab
 
 TEXT = r"""
@@ -31,7 +31,7 @@ A `paper <https://arxiv.org/abs/2006.11239>`_.
 
 
 def test_plain_words_for_a_terminal() -> None:
-    assert words.plain(TEXT) == (
+    assert script.plain(TEXT) == (
         "Title\n=====\n\n"
         "Question. What is a**b in x = √(ᾱ) x_0, over two lines? See docs/handbook/vae.md, lab 04 and load.\n\n"
         "    (α)/(σ) = √(SNR)\n\n"
@@ -42,7 +42,7 @@ def test_plain_words_for_a_terminal() -> None:
 
 
 def test_markdown_for_the_studio() -> None:
-    made = words.markdown(TEXT)
+    made = script.markdown(TEXT)
     assert made.startswith("## Title\n\n**Question.** What *is* `a**b` in $x = \\sqrt{\\bar\\alpha}\\,x_0$,")
     assert "$$\n\\frac{\\alpha}{\\sigma} = \\sqrt{\\mathrm{SNR}}\n$$" in made
     assert "```text\npellucid lab 03\n```" in made
@@ -52,7 +52,7 @@ def test_markdown_for_the_studio() -> None:
 @pytest.mark.parametrize("lab", LABS, ids=lambda lab: lab.stem)
 def test_nothing_of_rst_is_left_in_a_page(lab: Lab) -> None:
     for block in script.read(lab.page):
-        plain = words.plain(block.text)
+        plain = script.plain(block.text)
         assert not re.search(r":\w+:`|``|^\.\. ", plain, re.M), plain
         assert not re.search(r"\\[a-zA-Z]|\*\*\w", plain), plain
-        assert not re.search(r":\w+:`|^\.\. ", words.markdown(block.text), re.M)
+        assert not re.search(r":\w+:`|^\.\. ", script.markdown(block.text), re.M)

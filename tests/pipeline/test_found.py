@@ -15,9 +15,9 @@ from PIL import Image
 
 import pellucid
 from pellucid import Control, Lora, PellucidError
+from pellucid.pipeline.encoders.image_inputs import clip_pixels
+from pellucid.pipeline.encoders.text import Embedding
 from pellucid.pipeline.pipeline import Pipeline
-from pellucid.pipeline.text import Embedding
-from pellucid.pipeline.vision import clip_pixels
 
 SMALL = {"width": 16, "height": 16, "steps": 3, "seed": 1}
 EULER = {"sampler": "euler", "width": 16, "height": 16, "steps": 6, "seed": 1}

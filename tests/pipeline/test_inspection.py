@@ -21,8 +21,7 @@ from pellucid.core.errors import PellucidError
 from pellucid.interop import weights
 from pellucid.interop.components import KINDS, Components
 from pellucid.interop.tokenizer import Tokenizer
-from pellucid.pipeline.inspection import Asked, Graph
-from pellucid.pipeline.inspection_blocks import blocks_of
+from pellucid.pipeline.inspection import Graph, GraphOptions, blocks_of
 from pellucid.pipeline.inspection_graph import graph_of, inspect, sketch, with_times
 from pellucid.pipeline.load import load
 from pellucid.pipeline.pipeline import Pipeline
@@ -94,7 +93,7 @@ def shapes(graph: Graph) -> dict[tuple[str, str, str], tuple[tuple[int, ...], ..
 @cache
 def small(name: str, **asked: Any) -> Graph:
     size = None if name in ("ddpm", "dit") else SMALL
-    return inspect(tiny.saved(name)[1], Asked(**{"size": size, "steps": 4, **asked}))
+    return inspect(tiny.saved(name)[1], GraphOptions(**{"size": size, "steps": 4, **asked}))
 
 
 # --- published figures -------------------------------------------------------------------------------------------
@@ -102,7 +101,7 @@ def small(name: str, **asked: Any) -> Graph:
 
 def test_stable_diffusion_1_has_its_published_figures():
     pipe = full_size(SD15, (built("CLIPTextModel", CLIP_L),), "StableDiffusionPipeline")
-    graph = graph_of(pipe, Asked(batch=3, steps=20))
+    graph = graph_of(pipe, GraphOptions(batch=3, steps=20))
     counts = {node.name: node.parameters for node in graph.components()}
     assert counts == {"text_encoder": 123_060_480, "unet": 859_520_964, "vae": 83_653_863}
     assert graph.family == "Stable Diffusion 1"
@@ -127,7 +126,7 @@ def test_stable_diffusion_1_has_its_published_figures():
 @pytest.mark.slow
 def test_sdxl_has_its_published_figures():
     encoders = (built("CLIPTextModel", CLIP_L), built("CLIPTextModelWithProjection", CLIP_G))
-    graph = graph_of(full_size(XL, encoders, "StableDiffusionXLPipeline"), Asked(size=(1152, 896)))
+    graph = graph_of(full_size(XL, encoders, "StableDiffusionXLPipeline"), GraphOptions(size=(1152, 896)))
     counts = {node.name: node.parameters for node in graph.components()}
     assert counts["text_encoder_2"] == 694_659_840
     assert counts["unet"] == 2_567_463_684
@@ -223,7 +222,7 @@ def extras(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
 
 def test_controlnets_and_image_prompts(extras: tuple[Path, Path, Path]):
     control, eyes, adapter = extras
-    asked = Asked(size=SMALL, steps=4, controlnets=(control, control), ip_adapters=(adapter,))
+    asked = GraphOptions(size=SMALL, steps=4, controlnets=(control, control), ip_adapters=(adapter,))
     graph = inspect(tiny.saved("sd1")[1], asked, image_encoder=eyes)
     found = shapes(graph)
     assert found["control image 2", "controlnet_1", "pixels"] == ((1, 3, 32, 32),)
@@ -243,7 +242,7 @@ def test_controlnets_and_image_prompts(extras: tuple[Path, Path, Path]):
 
 
 def test_an_image_encoder_alone_is_said_to_wait(extras: tuple[Path, Path, Path]):
-    graph = inspect(tiny.saved("sd1")[1], Asked(size=SMALL), image_encoder=extras[1])
+    graph = inspect(tiny.saved("sd1")[1], GraphOptions(size=SMALL), image_encoder=extras[1])
     assert any("image_encoder waits for an IP-Adapter" in note for note in graph.notes)
     assert not graph.out_of("image_encoder")
 
@@ -301,7 +300,7 @@ def test_a_single_file_has_the_figures_of_its_folder(tmp_path: Path):
     path = tmp_path / "model.safetensors"
     more = {"model_ema.decay": torch.ones(1)}  # of training: no component holds it
     save_file({k: v.contiguous().clone() for k, v in {**tiny.checkpoint(peer), **more}.items()}, path)
-    asked = Asked(size=(128, 128), steps=4)
+    asked = GraphOptions(size=(128, 128), steps=4)
     one, other = inspect(path, asked, tokenizer=folder / "tokenizer"), inspect(folder, asked)
     for part in ("text_encoder", "unet", "vae"):
         mine, twin = one.node(part), other.node(part)
@@ -314,12 +313,12 @@ def test_half_precision_on_disk_and_what_it_becomes(tmp_path: Path):
     for part in ("unet", "vae"):
         path = folder / part / "diffusion_pytorch_model.safetensors"
         save_file({name: tensor.half() for name, tensor in weights.read(path).items()}, path)
-    graph = inspect(folder, Asked(size=SMALL))
+    graph = inspect(folder, GraphOptions(size=SMALL))
     unet, vae = graph.node("unet"), graph.node("vae")
     assert (unet.stored.dtypes, unet.dtype, unet.memory) == (("float16",), "float16", 2 * unet.parameters)
     assert (vae.stored.dtypes, vae.dtype, vae.memory) == (("float16",), "float32", 4 * vae.parameters)
     assert any("force_upcast" in note for note in graph.notes)
-    as_asked = inspect(folder, Asked(size=SMALL), dtype="bfloat16").node("unet")
+    as_asked = inspect(folder, GraphOptions(size=SMALL), dtype="bfloat16").node("unet")
     assert (as_asked.stored.dtypes, as_asked.dtype) == (("float16",), "bfloat16")
 
 
@@ -377,7 +376,7 @@ def test_weights_that_are_shared_count_once():
 
 def test_a_loaded_pipeline_has_the_same_graph_and_keeps_its_weights():
     folder = tiny.saved("sd1")[1]
-    asked = Asked(size=SMALL, steps=4)
+    asked = GraphOptions(size=SMALL, steps=4)
     pipe = load(folder, device="cpu")
     graph = graph_of(pipe, asked)
     plain = inspect(folder, asked)
@@ -423,7 +422,7 @@ def test_an_unknown_component_is_refused_with_the_nearest():
 
 def test_times_are_measured_by_stage_and_by_network():
     folder = tiny.saved("sd1")[1]
-    asked, rows = Asked(size=SMALL, steps=3), []
+    asked, rows = GraphOptions(size=SMALL, steps=3), []
     ticks: list[int] = []
 
     def watch(count: int) -> Any:

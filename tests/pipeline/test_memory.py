@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 import memory_gpu as bench
 from pellucid.core.errors import PellucidError
-from pellucid.pipeline import compare, memory, out_of_memory, workspace
+from pellucid.pipeline import compare, memory, tracker
 from pellucid.pipeline.adapters import Lora
-from pellucid.pipeline.memory import in_words, measure, predict, request_for
+from pellucid.pipeline.memory import measure, predict, request_for, size_text
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.policy import Policy
 from pellucid.pipeline.tracker import METER, Tracker
@@ -174,14 +174,14 @@ def agree(pipe: Pipeline, request: Any) -> memory.Forecast:
 @pytest.mark.parametrize("policy", POLICIES, ids=Policy.text)
 def test_policies(pipe: Pipeline, policy: Policy) -> None:
     request = request_for(pipe, size=SIZE, batch=2)
-    with compare.arranged(pipe, compare.Strategy("", policy, request)) as (ready, asked, _):
+    with compare.arrange(pipe, compare.Strategy("", policy, request)) as (ready, asked, _):
         agree(ready, asked)
 
 
 def test_half_precision(pipe: Pipeline) -> None:
     """The prediction for another dtype is that of the model in it."""
     request = request_for(pipe, size=SIZE)
-    half = replace(pipe, components=compare.cast(pipe.components, torch.bfloat16))
+    half = replace(pipe, components=compare.in_dtype(pipe.components, torch.bfloat16))
     direct = agree(half, request)
     asked = predict(pipe, request, dtype=torch.bfloat16)
     assert asked.stages == direct.stages
@@ -256,7 +256,7 @@ def test_offload_keeps_only_what_a_stage_uses(pipe: Pipeline) -> None:
 
 def held(*networks: nn.Module) -> int:
     """Bytes of weights as CUDA's allocator rounds them."""
-    return sum(workspace.size_of(weight) for network in networks for weight in network.parameters())
+    return sum(tracker.rounded_bytes(weight) for network in networks for weight in network.parameters())
 
 
 def test_attention_maps_are_held_by_math_alone(pipe: Pipeline) -> None:
@@ -272,9 +272,9 @@ def test_attention_maps_are_held_by_math_alone(pipe: Pipeline) -> None:
 def test_convolutions_borrow_copies_unless_channels_are_innermost() -> None:
     x, weight, out = torch.empty(1, 8, 16, 16), torch.empty(4, 8, 3, 3), torch.empty(1, 4, 16, 16)
     conv = torch.ops.aten.convolution.default
-    assert workspace.scratch(False)(conv, (x, weight), out) == 8192 + 1536 + 4096
-    assert workspace.scratch(True)(conv, (x, weight), out) == 0
-    assert workspace.scratch(False)(torch.ops.aten.add.Tensor, (x, x), x) == 0
+    assert tracker.borrowed_bytes(False)(conv, (x, weight), out) == 8192 + 1536 + 4096
+    assert tracker.borrowed_bytes(True)(conv, (x, weight), out) == 0
+    assert tracker.borrowed_bytes(False)(torch.ops.aten.add.Tensor, (x, x), x) == 0
 
 
 # --- out of memory -------------------------------------------------------------------------------------------------
@@ -305,10 +305,10 @@ def test_out_of_memory_names_owner_and_cures(pipe: Pipeline, monkeypatch: pytest
     assert "\n" not in text
     peak = predict(pipe, request, steps=1).stages["decode"]
     assert (
-        f"stage decode; the device ran out of it. {peak.owner} owns its peak: {in_words(peak.total)} predicted" in text
+        f"stage decode; the device ran out of it. {peak.owner} owns its peak: {size_text(peak.total)} predicted" in text
     )
     sliced = predict(pipe, request, policy=Policy(vae_slicing=True), steps=1).stages["decode"].total
-    assert f"vae_slicing=True brings it to {in_words(sliced)}" in text
+    assert f"vae_slicing=True brings it to {size_text(sliced)}" in text
     assert "vae_tile=64 brings it to" in text
     assert "dtype='bfloat16' brings it to" in text
     assert "offload" not in text  # it would do nothing on a CPU
@@ -326,7 +326,7 @@ def test_out_of_memory_of_the_rehearsal_is_no_endless_tale(pipe: Pipeline, monke
 
 @pytest.mark.parametrize("stage", ["text", "encode", "denoise", "decode"])
 def test_every_stage_has_an_explanation(pipe: Pipeline, stage: str) -> None:
-    text = out_of_memory.explain(pipe, request_for(pipe, size=SIZE), stage)
+    text = memory.explain(pipe, request_for(pipe, size=SIZE), stage)
     assert "owns its peak" in text
     assert "bfloat16" in text
 
@@ -339,7 +339,7 @@ def test_what_cannot_fit_is_refused_before_it_runs(pipe: Pipeline, monkeypatch: 
     request = request_for(pipe, size=(2048, 2048), steps=1)
     forecast = predict(pipe, request, steps=1)
     need = forecast.peak
-    monkeypatch.setattr(out_of_memory, "available", lambda device: 2**28)
+    monkeypatch.setattr(memory, "available", lambda device: 2**28)
     forward = type(pipe.components.network).forward
     real: list[Any] = []
 
@@ -354,9 +354,9 @@ def test_what_cannot_fit_is_refused_before_it_runs(pipe: Pipeline, monkeypatch: 
     assert error.value.code == "out-of-memory"
     assert not real
     assert "\n" not in text
-    more = in_words(need.total - need.weights)
+    more = size_text(need.total - need.weights)
     assert text.startswith(f"memory must suffice for stage {forecast.stage}; {more} more are predicted to be needed")
-    assert f"{in_words(2**28)} are free" in text
+    assert f"{size_text(2**28)} are free" in text
     assert "bfloat16' brings it to" in text
 
 
@@ -368,17 +368,17 @@ def test_a_small_request_is_not_rehearsed(pipe: Pipeline, monkeypatch: pytest.Mo
         rehearsed.append(args)
         return predict(*args, **more)
 
-    monkeypatch.setattr(out_of_memory, "predict", count)
+    monkeypatch.setattr(memory, "predict", count)
     fresh = replace(pipe)
-    monkeypatch.setattr(out_of_memory, "available", lambda device: pytest.fail("a small request asks nothing"))
-    out_of_memory.check_fits(fresh, request_for(fresh, size=(256, 256)), (256, 256), 1)
-    monkeypatch.setattr(out_of_memory, "available", lambda device: 2**40)
-    out_of_memory.check_fits(fresh, request_for(fresh, size=(1024, 1024)), (1024, 1024), 1)
+    monkeypatch.setattr(memory, "available", lambda device: pytest.fail("a small request asks nothing"))
+    memory.check_fits(fresh, request_for(fresh, size=(256, 256)), (256, 256), 1)
+    monkeypatch.setattr(memory, "available", lambda device: 2**40)
+    memory.check_fits(fresh, request_for(fresh, size=(1024, 1024)), (1024, 1024), 1)
     assert not rehearsed
     fresh = replace(pipe)
-    monkeypatch.setattr(out_of_memory, "available", lambda device: 2**32)
+    monkeypatch.setattr(memory, "available", lambda device: 2**32)
     for _ in range(2):
-        out_of_memory.check_fits(fresh, request_for(fresh, size=(1024, 1024)), (1024, 1024), 1)
+        memory.check_fits(fresh, request_for(fresh, size=(1024, 1024)), (1024, 1024), 1)
     assert len(rehearsed) == 1
 
 
@@ -394,7 +394,7 @@ def test_a_rehearsal_takes_no_memory_for_pixels(pipe: Pipeline) -> None:
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="Linux says there how much is free")
 def test_free_memory_is_the_least_of_what_limits_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = out_of_memory.available(CPU)
+    whole = memory.available(CPU)
     assert whole is not None
     assert 2**28 < whole < 2**50
     group = tmp_path / "a" / "b"
@@ -403,9 +403,9 @@ def test_free_memory_is_the_least_of_what_limits_it(tmp_path: Path, monkeypatch:
         (folder / "memory.max").write_text(f"{limit}\n")
         (folder / "memory.current").write_text(f"{2**29}\n")
         (folder / "memory.stat").write_text(f"anon 7\ninactive_file {2**20}\nactive_file {2**20}\n")
-    monkeypatch.setattr(out_of_memory, "GROUPS", tmp_path)
-    assert list(out_of_memory.limits("0::/a/b\n")) == [2**28 + 2 * 2**20]  # a parent's limit counts, its cache does not
-    assert out_of_memory.available(torch.device("meta")) is None
+    monkeypatch.setattr(memory, "GROUPS", tmp_path)
+    assert list(memory.limits("0::/a/b\n")) == [2**28 + 2 * 2**20]  # a parent's limit counts, its cache does not
+    assert memory.available(torch.device("meta")) is None
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits are those of Linux")
@@ -451,7 +451,7 @@ ask("--size", "512x496", "--out", sys.argv[1] + "/b.png")  # too few pixels to b
 
 
 @pytest.fixture(scope="module")
-def rows(pipe: Pipeline, lora: Path) -> dict[str, compare.Row]:
+def rows(pipe: Pipeline, lora: Path) -> dict[str, compare.StrategyCost]:
     """Every strategy run once, on a pipeline that must be as it was afterwards."""
     size = {"size": (48, 32), "batch": 2, "steps": 1}
     bare = request_for(pipe, **size)
@@ -467,7 +467,7 @@ def rows(pipe: Pipeline, lora: Path) -> dict[str, compare.Row]:
     return made
 
 
-def test_strategies_show_the_saving(rows: dict[str, compare.Row]) -> None:
+def test_strategies_show_the_saving(rows: dict[str, compare.StrategyCost]) -> None:
     assert not any(row.trouble for row in rows.values())
     for row in rows.values():
         assert max(row.predicted.values()) == pytest.approx(max(row.measured.values()), rel=0.01)
@@ -480,7 +480,7 @@ def test_strategies_show_the_saving(rows: dict[str, compare.Row]) -> None:
     assert max(rows["dtype=bfloat16"].measured.values()) < 0.6 * max(base.values())
 
 
-def test_strategies_show_the_cost(rows: dict[str, compare.Row]) -> None:
+def test_strategies_show_the_cost(rows: dict[str, compare.StrategyCost]) -> None:
     assert all(row.seconds is not None and row.seconds > 0 and row.times for row in rows.values())
     base = rows["as it is"]
     assert (base.largest, base.mean, base.times) == (0, 0, 1)
@@ -516,4 +516,4 @@ def test_the_benchmark_runs_here(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ("size", "words"), [(0, "0 B"), (1023, "1023 B"), (2**20, "1 MiB"), (int(9.13 * 2**30), "9.13 GiB")]
 )
 def test_bytes_in_words(size: int, words: str) -> None:
-    assert in_words(size) == words
+    assert size_text(size) == words

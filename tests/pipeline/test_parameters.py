@@ -26,7 +26,7 @@ MODERN = (
 )
 
 
-def said(text: str, **wanted: Any) -> parameters.Foreign:
+def said(text: str, **wanted: Any) -> parameters.ForeignRecipe:
     """Understands a text, and holds it to the fields given here."""
     found = understand(text)
     assert {key: found.fields.get(key) for key in wanted} == wanted

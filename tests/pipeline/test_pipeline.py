@@ -214,7 +214,7 @@ def test_a_negative_prompt_without_effect_is_said(pipe: Pipeline) -> None:
 
 
 def test_prompt_embeds_equal_the_prompt(pipe: Pipeline) -> None:
-    from pellucid.pipeline.text import encode_pair
+    from pellucid.pipeline.encoders.text import encode_pair
 
     parts = pipe.components
     cond, uncond = encode_pair(parts.text_encoders, parts.tokenizers, ["abc"], [""])

@@ -27,10 +27,9 @@ from pellucid.models.lora import view
 from pellucid.models.unet import UNet
 from pellucid.pipeline import memory
 from pellucid.pipeline.ghost import Rehearsal
-from pellucid.pipeline.offload import Guests, blocks_of, slots_of
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.policy import EFFECTS, Policy
-from pellucid.pipeline.stages import Stages
+from pellucid.pipeline.stages import Guests, Stages, blocks_of, slots_of
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 TINY = bench.TINY[0]

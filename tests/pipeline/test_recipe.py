@@ -22,7 +22,7 @@ import pellucid
 from pellucid.core.errors import PellucidError
 from pellucid.core.plan import Plan
 from pellucid.pipeline import recipe as recipes
-from pellucid.pipeline.parameters import Foreign, tidy, understand
+from pellucid.pipeline.parameters import ForeignRecipe, tidy, understand
 from pellucid.pipeline.recipe import Recipe, read_png, write_png
 
 TEXT = st.text(st.characters(blacklist_categories=["Cs"]), max_size=40)
@@ -281,8 +281,8 @@ def test_a_link_is_written_through(tmp_path: Path) -> None:
 A1111 = "ein Käse ☀\nNegative prompt: b\nSteps: 20, Sampler: Euler a, CFG scale: 7, Seed: 5, Size: 8x8, RNG: CPU"
 
 
-def check_foreign(found: Recipe | Foreign) -> None:
-    assert isinstance(found, Foreign)
+def check_foreign(found: Recipe | ForeignRecipe) -> None:
+    assert isinstance(found, ForeignRecipe)
     assert found.source == "a1111"
     assert found.text == A1111
     assert found.fields["prompt"] == "ein Käse ☀"
@@ -324,7 +324,7 @@ def test_text_behind_the_pixels_is_found() -> None:
     data = saved(None).getvalue()
     late = data[:-12] + chunk(b"tEXt", b"parameters\0a cat\nSteps: 5, Seed: 1") + data[-12:]
     found = read_png(io.BytesIO(late))
-    assert isinstance(found, Foreign)
+    assert isinstance(found, ForeignRecipe)
     assert found.fields["steps"] == 5
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
 from pellucid.core.errors import PellucidError
-from pellucid.pipeline import lettering, sheet
+from pellucid.pipeline import sheet
 from pellucid.pipeline.sheet import Axis, cells, draw_sheet, parse_axes
 
 ALLOWED = {"steps": int, "seed": int, "guidance": float, "prompt": str, "sampler": str, "negative_prompt": str}
@@ -193,7 +193,7 @@ def test_images_of_several_sizes_lie_in_the_middle_of_equal_cells() -> None:
 def test_huge_sheets_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole sheet, margins and words included, stays below the size at which Pillow warns of a bomb."""
     bound = 2**20
-    monkeypatch.setattr(sheet, "MAX_PIXELS", bound)
+    monkeypatch.setattr(sheet, "SHEET_PIXELS", bound)
     found = draw_sheet([Image.new("RGB", (1024, 1024), ink) for ink in colours(2)], [Axis("seed", (1, 2))])
     boxes = [place(found, ink) for ink in colours(2)]
     shown = sum((right - left) * (bottom - top) for left, top, right, bottom in boxes)
@@ -247,8 +247,8 @@ def test_a_sheet_wants_a_image_a_cell() -> None:
 @given(text=st.text(max_size=200), width=st.integers(20, 300), most=st.integers(1, 5))
 def test_lines_fit_and_lose_no_word_without_an_ellipsis(text: str, width: int, most: int) -> None:
     font = ImageFont.load_default(14)
-    lines = lettering.wrap(text, font, width, most)
-    words = lettering.clean(text)
+    lines = sheet.wrap(text, font, width, most)
+    words = sheet.clean(text)
     assert len(lines) <= most
     assert all(font.getlength(line) <= width for line in lines)
     joined = "".join(lines).replace(" ", "")
@@ -259,7 +259,7 @@ def test_lines_fit_and_lose_no_word_without_an_ellipsis(text: str, width: int, m
 
 def test_words_are_kept_whole_where_they_fit() -> None:
     font = ImageFont.load_default(14)
-    lines = lettering.wrap("a small red star above a large blue square", font, 110, 9)
+    lines = sheet.wrap("a small red star above a large blue square", font, 110, 9)
     assert " ".join(lines) == "a small red star above a large blue square"
     assert len(lines) > 2
 
@@ -271,18 +271,18 @@ def test_the_longest_prompts_are_drawn_at_once() -> None:
 
 
 def test_plain_latin_uses_the_face_that_every_machine_has() -> None:
-    assert lettering.face_for("steps 10, guidance=7.5") is lettering.faces()[0]
-    if len(lettering.faces()) > 1:  # elsewhere there is none to borrow
-        assert lettering.face_for("Käse") is not lettering.faces()[0]
+    assert sheet.face_for("steps 10, guidance=7.5") is sheet.faces()[0]
+    if len(sheet.faces()) > 1:  # elsewhere there is none to borrow
+        assert sheet.face_for("Käse") is not sheet.faces()[0]
 
 
 def test_a_block_is_as_high_as_its_lines() -> None:
-    block = lettering.Block(["ab", "cd"], ImageFont.load_default(20), "#000000")
+    block = sheet.Block(["ab", "cd"], ImageFont.load_default(20), "#000000")
     paper = Image.new("L", (block.width, block.height), 255)
     block.draw(ImageDraw.Draw(paper), 0, 0)
     rows = np.nonzero((np.asarray(paper) < 128).any(axis=1))[0]
     assert rows.min() >= 0
     assert rows.max() > block.pitch
     assert block.height == 2 * block.pitch
-    turned = lettering.upward(block, "#ffffff")
+    turned = sheet.upward(block, "#ffffff")
     assert turned.size == (block.height, block.width + 2)

@@ -21,9 +21,21 @@ from pellucid.interop.tokenizer import Tokenizer
 from pellucid.models.clip import CLIPTextEncoder, modern_names
 from pellucid.models.clip_config import CLIPTextConfig
 from pellucid.models.config import read
-from pellucid.pipeline.inversion import Inversion, add_inversions, read_inversion
-from pellucid.pipeline.prompt import MAX_CHUNKS, Token, chunks, describe, parse
-from pellucid.pipeline.text import Embedding, encode_pair, encode_prompts, size_ids, weigh
+from pellucid.pipeline.encoders.text import (
+    MAX_CHUNKS,
+    Embedding,
+    Inversion,
+    Token,
+    add_inversions,
+    chunks_of,
+    describe_tokens,
+    encode_pair,
+    encode_prompts,
+    read_inversion,
+    size_ids,
+    weigh,
+    weighted_runs,
+)
 
 CLOSE = 1e-5  # relative, float32
 PROMPTS = ["a cat", "A red circle, on 2 squares!", ""]
@@ -180,13 +192,13 @@ def test_long_prompts_are_chunks_side_by_side(model: Model) -> None:
 def test_chunks_end_between_words() -> None:
     tokenizer = Tokenizer.from_merges(MERGES, length=10)
     text = "cat " * 6 + "dogs red"  # dogs is four tokens: with six before it, it would straddle the eighth place
-    found = describe(tokenizer, text)
+    found = describe_tokens(tokenizer, text)
     assert [[token.text for token in chunk] for chunk in found] == [["cat"] * 6, ["d", "o", "g", "s", "red"]]
 
 
 def test_a_word_longer_than_a_chunk_is_the_one_that_breaks() -> None:
     tokenizer = Tokenizer.from_merges(MERGES, length=10)
-    assert [len(chunk) for chunk in chunks(tokenizer, "x" * 20)] == [8, 8, 4]
+    assert [len(chunk) for chunk in chunks_of(tokenizer, "x" * 20)] == [8, 8, 4]
 
 
 @given(st.text(alphabet="catredbigon x1!,😀é", max_size=150), st.integers(4, 30))
@@ -195,7 +207,7 @@ def test_no_token_is_lost_or_moved(text: str, length: int) -> None:
     ids = tokenizer.ids(text)
     if len(ids) > (MAX_CHUNKS - 1) * (length - 2) // 2:
         return  # it may need too many chunks: see the test of the limit
-    found = chunks(tokenizer, text)
+    found = chunks_of(tokenizer, text)
     assert [i for chunk in found for i, _ in chunk] == ids
     assert all(len(chunk) <= length - 2 for chunk in found)
 
@@ -222,12 +234,12 @@ def test_prompt_and_negative_have_one_length(model: Model) -> None:
 def test_ten_thousand_characters_give_one_clear_line() -> None:
     tokenizer = Tokenizer.from_merges(MERGES)
     with pytest.raises(PellucidError, match="at most 10 chunks of 75 tokens; got 2500 tokens, 34 chunks") as caught:
-        chunks(tokenizer, "cat " * 2500)
+        chunks_of(tokenizer, "cat " * 2500)
     assert caught.value.code == "prompt-length"
     assert "\n" not in str(caught.value)
-    assert len(chunks(tokenizer, "cat " * 750)) == MAX_CHUNKS
+    assert len(chunks_of(tokenizer, "cat " * 750)) == MAX_CHUNKS
     with pytest.raises(PellucidError, match="100000 characters"):
-        chunks(tokenizer, "a" * 100_001)
+        chunks_of(tokenizer, "a" * 100_001)
 
 
 def test_the_encoder_compiles_once_for_prompts_of_any_length(sd: Model) -> None:
@@ -264,7 +276,7 @@ def test_the_encoder_compiles_once_for_prompts_of_any_length(sd: Model) -> None:
     ],
 )
 def test_grammar(prompt: str, runs: list[tuple[str, float]]) -> None:
-    got = parse(prompt)
+    got = weighted_runs(prompt)
     assert [text for text, _ in got] == [text for text, _ in runs]
     assert [weight for _, weight in got] == pytest.approx([weight for _, weight in runs])
 
@@ -273,10 +285,10 @@ def test_grammar(prompt: str, runs: list[tuple[str, float]]) -> None:
 def test_grammar_loses_no_letter(prompt: str) -> None:
     """Whatever the brackets are, they come to weights; only a weight out of range is refused."""
     try:
-        runs = parse(prompt)
+        runs = weighted_runs(prompt)
     except PellucidError:
         with pytest.raises(PellucidError, match="weight of"):
-            parse(prompt)
+            weighted_runs(prompt)
         return
     assert [c for text, _ in runs for c in text if c in "ab"] == [c for c in prompt if c in "ab"]
     assert all(0 <= weight <= 10 for _, weight in runs)
@@ -285,13 +297,13 @@ def test_grammar_loses_no_letter(prompt: str) -> None:
 @pytest.mark.parametrize("prompt", ["(cat:11)", "(cat:-1)", "(" * 24 + "cat" + ")" * 24 + "(" * 25, "(cat:99999999)"])
 def test_weights_out_of_range_are_refused(prompt: str) -> None:
     with pytest.raises(PellucidError, match="must be") as caught:
-        parse(prompt)
+        weighted_runs(prompt)
     assert caught.value.code == "prompt-weight"
 
 
 def test_many_brackets_are_refused_quickly() -> None:
     with pytest.raises(PellucidError, match="at most 24 deep"):
-        parse("(a" * 50_000)
+        weighted_runs("(a" * 50_000)
 
 
 def test_brackets_are_text_unless_weighting_is_on(model: Model) -> None:
@@ -348,7 +360,7 @@ def test_a_mean_near_zero_does_not_blow_up() -> None:
 
 def test_describe_shows_text_id_and_weight() -> None:
     tokenizer = Tokenizer.from_merges(MERGES, length=10).add("<toy>", 2)
-    got = describe(tokenizer, "(cat:1.5) <toy>", weighting=True)
+    got = describe_tokens(tokenizer, "(cat:1.5) <toy>", weighting=True)
     size = tokenizer.size
     assert got == [
         [Token("cat", tokenizer.ids("cat")[0], 1.5), Token("<toy>", size - 2, 1.0), Token("<toy>_1", size - 1, 1.0)]

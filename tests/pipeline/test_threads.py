@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from pellucid.pipeline import threads
+from pellucid.pipeline import stages
 
 CPU = torch.device("cpu")
 SMALL = nn.Linear(4, 4)
@@ -25,7 +25,7 @@ print(torch.get_num_threads(), [note for note in made.notes if "threads" in note
 
 @pytest.fixture(autouse=True)
 def _undecided(monkeypatch: pytest.MonkeyPatch):
-    for name in threads.SETTINGS:
+    for name in stages.THREAD_SETTINGS:
         monkeypatch.delenv(name, raising=False)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -35,28 +35,28 @@ def _undecided(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize(("waits", "count"), [(True, 1), (False, 2)])
 def test_the_faster_number_of_threads_runs(monkeypatch: pytest.MonkeyPatch, waits: bool, count: int) -> None:
-    monkeypatch.setattr(threads, "_wait", lambda count: waits)
-    with threads.suited(SMALL, CPU) as notes:
+    monkeypatch.setattr(stages, "_wait", lambda count: waits)
+    with stages.faster_threads(SMALL, CPU) as notes:
         assert torch.get_num_threads() == count
         assert bool(notes) == waits
     assert torch.get_num_threads() == 2
 
 
 def test_an_error_gives_the_threads_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_wait", lambda count: True)
-    with pytest.raises(ZeroDivisionError), threads.suited(SMALL, CPU):
+    monkeypatch.setattr(stages, "_wait", lambda count: True)
+    with pytest.raises(ZeroDivisionError), stages.faster_threads(SMALL, CPU):
         _ = 1 / 0
     assert torch.get_num_threads() == 2
 
 
 def test_who_has_decided_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_wait", lambda count: True)
+    monkeypatch.setattr(stages, "_wait", lambda count: True)
     monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
-    with threads.suited(SMALL, CPU) as notes:
+    with stages.faster_threads(SMALL, CPU) as notes:
         assert (torch.get_num_threads(), notes) == (2, [])
     monkeypatch.delenv("GOMP_SPINCOUNT")
-    monkeypatch.setattr(threads, "SMALL", 3)
-    with threads.suited(SMALL, CPU) as notes:
+    monkeypatch.setattr(stages, "SMALL_NETWORK", 3)
+    with stages.faster_threads(SMALL, CPU) as notes:
         assert (torch.get_num_threads(), notes) == (2, [])
 
 

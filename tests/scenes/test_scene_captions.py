@@ -21,7 +21,7 @@ from pellucid.scenes import (
     vocabulary,
 )
 from pellucid.scenes import words as w
-from pellucid.scenes.split import held_out_combination
+from pellucid.scenes.words import held_out_combination
 
 MANY = torch.arange(8000)
 

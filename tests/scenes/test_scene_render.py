@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from pellucid.core.errors import PellucidError
 from pellucid.scenes import STYLE_NAMES, Scene, Scenes, Thing, attributes, edges, render, sample, segmentation
-from pellucid.scenes.palette import BACKGROUNDS, OBJECTS
+from pellucid.scenes.painting import BACKGROUNDS, OBJECTS
 
 SOME = torch.arange(24)
 

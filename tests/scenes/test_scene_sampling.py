@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from pellucid.core.errors import PellucidError
-from pellucid.scenes import Scene, Scenes, Thing, counter, held_out, render, sample
+from pellucid.scenes import Scene, Scenes, Thing, held_out, render, sample, sampling
 from pellucid.scenes.relations import NARROW, holding, shared
 from pellucid.scenes.scene import PLACE_CUTS, RADII, SIZE_CUTS
 from pellucid.scenes.shapes import halves
-from pellucid.scenes.split import combinations, held_out_combination
-from pellucid.scenes.words import LORA_STYLES, RELATION_NAMES, STYLE_NAMES
+from pellucid.scenes.words import LORA_STYLES, RELATION_NAMES, STYLE_NAMES, combinations, held_out_combination
 
 MANY = torch.arange(6000)
 
@@ -39,19 +38,19 @@ def test_numbers_are_those_of_the_published_hash():
         return x ^ (x >> 15)
 
     values = [0, 1, 0xDEADBEEF, 0xFFFFFFFF]
-    assert counter.mix(torch.tensor(values)).tolist() == [mix(v) for v in values]
+    assert sampling.mix(torch.tensor(values)).tolist() == [mix(v) for v in values]
 
 
 def test_numbers_are_even_and_apart():
-    u = counter.uniform(torch.arange(20000), 1, 8)
+    u = sampling.uniform(torch.arange(20000), 1, 8)
     assert u.min() >= 0
     assert u.max() < 1
     # 20,000 uniform numbers: a mean's deviation is 0.002, a correlation's 0.007; five of them.
     assert (u.mean(0) - 0.5).abs().max() < 0.0102
-    close = torch.corrcoef(torch.cat([u.T, u[:, :1].roll(1, 0).T, counter.uniform(torch.arange(20000), 2, 1).T]))
+    close = torch.corrcoef(torch.cat([u.T, u[:, :1].roll(1, 0).T, sampling.uniform(torch.arange(20000), 2, 1).T]))
     assert (close - torch.eye(len(close))).abs().max() < 0.036
     far = torch.tensor([2**40, 2**40 + 1, 2**32, 0])
-    assert len(counter.words(far, 0, 1).unique()) == 4
+    assert len(sampling.random_words(far, 0, 1).unique()) == 4
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from pellucid.studio.app import start
-from pellucid.studio.serving import Studio
-from pellucid.studio.session import Sessions
-from pellucid.studio.shelf import Shelf
+from pellucid.studio.form import Shelf
+from pellucid.studio.server import Studio
+from pellucid.studio.visitors import Sessions
 
 FLAGS = [
     "--no-sandbox",

@@ -10,20 +10,20 @@ from PIL import Image
 
 from pellucid.cli import sample_words, tune
 from pellucid.core.errors import PellucidError
-from pellucid.evidence.study.samplers import SamplerStudy
+from pellucid.evidence.study.samplers import SamplerStudyConfig
 from pellucid.models.guidance import Guidance, guarded
 from pellucid.pipeline.request import Request
-from pellucid.pipeline.sheet_cells import cell_fields
-from pellucid.studio import asking
-from pellucid.studio.asking import OWN, ImageLike, Setup
-from pellucid.studio.generate import painted, setup_of
+from pellucid.pipeline.sheet import cell_fields
+from pellucid.studio import form
+from pellucid.studio.form import OWN, Form, ImageStart
+from pellucid.studio.generate_tab import painted, setup_of
 
-SETUP = Setup(prompt="a red star", seed="7")
-STUDY = SamplerStudy("model", samplers=("ddim",), steps=(2,), guidance="4")
+SETUP = Form(prompt="a red star", seed="7")
+STUDY = SamplerStudyConfig("model", samplers=("ddim",), steps=(2,), guidance="4")
 
 
 def test_a_setup_is_a_request() -> None:
-    request = Setup(" a red star ", " grey ", "euler", "karras", 12.0, 3.0, seed="1_000").request()
+    request = Form(" a red star ", " grey ", "euler", "karras", 12.0, 3.0, seed="1_000").request()
     assert (request.prompt, request.negative_prompt) == ("a red star", "grey")
     assert (request.sampler, request.grid, request.steps, request.seed) == ("euler", "karras", 12, 1000)
     assert SETUP.request().sampler is None
@@ -31,21 +31,21 @@ def test_a_setup_is_a_request() -> None:
 
 
 def test_no_seed_is_a_random_one() -> None:
-    assert len({Setup(prompt="x", seed=nothing).request().seed for nothing in ("", "  ", None)}) == 3
+    assert len({Form(prompt="x", seed=nothing).request().seed for nothing in ("", "  ", None)}) == 3
 
 
 def test_a_number_means_the_same_on_every_surface() -> None:
     """4 is plain, and `guarded 4` is the preset."""
     meanings = {
-        "studio": Setup(prompt="x", guidance=4.0).request().guidance,
+        "studio": Form(prompt="x", guidance=4.0).request().guidance,
         "command line": sample_words.fields_of({"guidance": "4"})["guidance"],
         "python": Guidance.parse(Request(prompt="x", guidance=4).guidance),
         "study": Guidance.parse(STUDY.how["guidance"]),
-        "tuning": tune.meant("4"),
+        "tuning": tune.parse_guidance("4"),
         "sheet": cell_fields({}, {"guidance": 4.0})["guidance"],
     }
     assert meanings == dict.fromkeys(meanings, Guidance(4.0))
-    assert Setup(prompt="x", guidance=15.0, guarded=True).request().guidance == Guidance.parse("guarded 15")
+    assert Form(prompt="x", guidance=15.0, guarded=True).request().guidance == Guidance.parse("guarded 15")
     assert sample_words.fields_of({"guidance": "guarded 15"})["guidance"] == guarded(15)
 
 
@@ -66,7 +66,7 @@ def test_a_number_means_the_same_on_every_surface() -> None:
 )
 def test_bad_input_is_one_line(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(PellucidError) as caught:
-        Setup(**{"prompt": "a red star", "seed": "7", **changes}).request()
+        Form(**{"prompt": "a red star", "seed": "7", **changes}).request()
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -74,10 +74,10 @@ def test_bad_input_is_one_line(changes: dict[str, Any], words: str) -> None:
 def test_an_upload_is_bounded_before_it_is_decoded(tmp_path: Path) -> None:
     Image.new("1", (10_000, 5_000)).save(tmp_path / "large.png")  # 50 megapixels in a few bytes
     with pytest.raises(PellucidError, match=r"image must be at most 16 megapixels; got '10000 × 5000'"):
-        asking.upload(tmp_path / "large.png")
+        form.upload(tmp_path / "large.png")
     (tmp_path / "text.png").write_text("no image")
     with pytest.raises(PellucidError, match="an image file"):
-        asking.upload(tmp_path / "text.png")
+        form.upload(tmp_path / "text.png")
 
 
 def test_a_painted_mask_is_white_where_somebody_painted() -> None:
@@ -95,7 +95,7 @@ def test_the_controls_make_a_setup(tmp_path: Path) -> None:
     setup = setup_of(
         "a star", "", OWN, OWN, 4, 2.0, False, "1", str(tmp_path / "start.png"), None, 0.5, "scenes-128/lora"
     )
-    assert isinstance(setup.image, ImageLike)
+    assert isinstance(setup.image, ImageStart)
     assert setup.image.mask is None
     assert [lora.source for lora in setup.loras] == ["scenes-128/lora"]
     request = setup.request()
@@ -105,6 +105,6 @@ def test_the_controls_make_a_setup(tmp_path: Path) -> None:
 
 
 def test_names_are_offered_as_the_engine_has_them() -> None:
-    assert asking.sampler_choices()[0] == OWN == asking.grid_choices()[0]
-    assert "dpmpp_2m" in asking.sampler_choices()
-    assert "karras" in asking.grid_choices()
+    assert form.sampler_choices()[0] == OWN == form.grid_choices()[0]
+    assert "dpmpp_2m" in form.sampler_choices()
+    assert "karras" in form.grid_choices()

@@ -12,8 +12,8 @@ from browsing import marks, opened, shoot
 from PIL import Image
 
 from pellucid.studio.app import TABS, start
-from pellucid.studio.session import Sessions
-from pellucid.studio.shelf import Shelf
+from pellucid.studio.form import Shelf
+from pellucid.studio.visitors import Sessions
 
 pytestmark = marks()
 

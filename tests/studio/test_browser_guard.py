@@ -13,9 +13,9 @@ from browsing import browser, marks, opened
 
 from pellucid.labs.catalog import find
 from pellucid.studio.app import start
-from pellucid.studio.serving import Studio
-from pellucid.studio.session import Sessions
-from pellucid.studio.shelf import Shelf
+from pellucid.studio.form import Shelf
+from pellucid.studio.server import Studio
+from pellucid.studio.visitors import Sessions
 
 pytestmark = marks()
 LAB = find("01")

@@ -11,8 +11,8 @@ from browsing import marks, opened, shoot
 
 from pellucid.labs.catalog import find
 from pellucid.studio.app import start
-from pellucid.studio.session import Sessions
-from pellucid.studio.shelf import Shelf
+from pellucid.studio.form import Shelf
+from pellucid.studio.visitors import Sessions
 
 pytestmark = marks()
 ANSWERS = Path(__file__).parents[1] / "labs" / "answers"

@@ -17,17 +17,14 @@ from pellucid.core.errors import Cancelled, PellucidError
 from pellucid.pipeline.load import load
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.recipe import read_png, read_sheet
-from pellucid.studio import asking, compare_tab, compare_view, comparing, jobs, sheets
-from pellucid.studio.asking import Setup
-from pellucid.studio.compare_tab import CompareTab
-from pellucid.studio.comparing import Compared, Half, Pair
-from pellucid.studio.jobs import Job
-from pellucid.studio.running import Finished, Moment
-from pellucid.studio.session import Session, Sessions
-from pellucid.studio.sheets import Filling
-from pellucid.studio.shelf import Shelf
+from pellucid.studio import compare_tab, comparison, form, visitors
+from pellucid.studio.compare_tab import CompareTab, SheetNews
+from pellucid.studio.comparison import ComparisonResult, Half, Pair
+from pellucid.studio.form import Form, Shelf
+from pellucid.studio.generate_tab import RunResult, StepNews
+from pellucid.studio.visitors import Job, Session, Sessions
 
-A = Setup(prompt="a red star", sampler="ddim", grid="trailing", seed="7", steps=4)
+A = Form(prompt="a red star", sampler="ddim", grid="trailing", seed="7", steps=4)
 SIDE = ("ddim", "trailing", 4, 4.0, False)
 
 
@@ -41,8 +38,8 @@ def session(tmp_path: Path) -> Session:
     return Session(tmp_path)
 
 
-def compared(pipe: Pipeline, session: Session, b: Setup) -> Compared:
-    return comparing.run(pipe, (A, b), session, Job())
+def compared(pipe: Pipeline, session: Session, b: Form) -> ComparisonResult:
+    return comparison.run(pipe, (A, b), session, Job())
 
 
 def code_of(call: Any, *given: Any) -> str:
@@ -58,10 +55,10 @@ def code_of(call: Any, *given: Any) -> str:
 def test_one_set_up_twice_is_the_same(pipe: Pipeline, session: Session) -> None:
     done = compared(pipe, session, A)
     assert done.found.same
-    assert compare_view.headline(done) == "The two runs are the same in all of 4 steps."
+    assert comparison.headline(done) == "The two runs are the same in all of 4 steps."
     assert not any(column.first for column in done.film)
-    assert compare_view.distances(done.found) == ""
-    assert "The rows are the same" in compare_view.plans(done.plans, done.theirs)
+    assert comparison.distances(done.found) == ""
+    assert "The rows are the same" in comparison.plans(done.plans, done.theirs)
     assert np.array_equal(*(np.asarray(made.image) for made in done.made))
 
 
@@ -70,37 +67,37 @@ def test_the_first_step_that_differs_is_named_with_its_cause(pipe: Pipeline, ses
     done = compared(pipe, session, replace(A, sampler="dpmpp_2m"))
     assert done.found.first is not None
     assert (done.found.first.step, done.found.first.cause) == (1, "plan")
-    assert compare_view.headline(done) == "They part at step 2 of 4, by plan."
-    shown = compare_view.film(done.film)
+    assert comparison.headline(done) == "They part at step 2 of 4, by plan."
+    shown = comparison.film(done.film)
     assert shown.count('class="first"') == 1
     assert shown.index("step 2") < shown.index("they part here") < shown.index("step 3")
     assert [column.step for column in done.film if column.first] == [1]
-    verdict = compare_view.verdict(done)
+    verdict = comparison.verdict(done)
     assert "name of the plan: ddim → dpmpp_2m" in verdict
-    assert "Rows that differ" in compare_view.plans(done.plans, done.theirs)
-    assert "<svg" in compare_view.distances(done.found)
+    assert "Rows that differ" in comparison.plans(done.plans, done.theirs)
+    assert "<svg" in comparison.distances(done.found)
 
 
 def test_guidance_is_a_cause(pipe: Pipeline, session: Session) -> None:
     done = compared(pipe, session, replace(A, guidance=6.0))
     assert done.found.first is not None
     assert (done.found.first.step, done.found.first.cause) == (0, "guidance")
-    assert "The rows are the same" in compare_view.plans(done.plans, done.theirs)
+    assert "The rows are the same" in comparison.plans(done.plans, done.theirs)
 
 
 def test_runs_of_different_length_are_aligned_by_step(pipe: Pipeline, session: Session) -> None:
     done = compared(pipe, session, replace(A, steps=6))
     assert done.calls == (4, 6)
     assert [frame.ratio is None for frame in done.film[-1].frames] == [True, False]
-    assert "A · ended" in compare_view.film(done.film)
-    plans = compare_view.plans(done.plans, done.theirs)
+    assert "A · ended" in comparison.film(done.film)
+    plans = comparison.plans(done.plans, done.theirs)
     assert "The rows of both" in plans
     assert "rows have no partners" in plans
 
 
 def test_other_frames_are_compared_in_one(pipe: Pipeline, session: Session) -> None:
     done = compared(pipe, session, replace(A, sampler="euler"))
-    assert "For the rows, B is rewritten from the frame ve to vp" in compare_view.plans(done.plans, done.theirs)
+    assert "For the rows, B is rewritten from the frame ve to vp" in comparison.plans(done.plans, done.theirs)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +113,7 @@ def test_other_frames_are_compared_in_one(pipe: Pipeline, session: Session) -> N
     ],
 )
 def test_the_strip_shows_the_step_where_they_part(steps: int, first: int | None, wanted: list[int]) -> None:
-    assert comparing.columns(steps, first) == wanted
+    assert comparison.columns(steps, first) == wanted
 
 
 # --- as it runs --------------------------------------------------------------------------------------------------
@@ -124,22 +121,22 @@ def test_the_strip_shows_the_step_where_they_part(steps: int, first: int | None,
 
 def test_both_sides_are_told_together(pipe: Pipeline, session: Session) -> None:
     job = Job()
-    comparing.run(pipe, (A, A), session, job)
+    comparison.run(pipe, (A, A), session, job)
     news = []
     while not job.told.empty():
         news.append(job.told.get())
     assert all(isinstance(one, Pair) for one in news)
     assert [one.part for one in news] == sorted(one.part for one in news)
-    assert isinstance(news[0].a, Moment)
+    assert isinstance(news[0].a, StepNews)
     assert news[0].b is None
-    assert all(isinstance(one.a, Finished) for one in news if one.b is not None)
-    assert isinstance(news[-1].b, Finished)
+    assert all(isinstance(one.a, RunResult) for one in news if one.b is not None)
+    assert isinstance(news[-1].b, RunResult)
     assert news[0].words.startswith("A: step 1 of 4")
 
 
 def test_what_cannot_be_planned_is_refused_before_anything_runs(pipe: Pipeline, session: Session) -> None:
     job = Job()
-    assert code_of(comparing.run, pipe, (A, replace(A, steps=0)), session, job) == "steps"
+    assert code_of(comparison.run, pipe, (A, replace(A, steps=0)), session, job) == "steps"
     assert job.told.empty()
     assert list(session.folder.iterdir()) == []
 
@@ -151,15 +148,15 @@ def test_cancel_stops_both(pipe: Pipeline, session: Session) -> None:
     job.cancel()
     assert half.cancelled()
     with pytest.raises(Cancelled):
-        comparing.run(pipe, (A, A), session, job)
+        comparison.run(pipe, (A, A), session, job)
 
 
 # --- sheets ------------------------------------------------------------------------------------------------------
 
 
 def test_a_sheet_fills_and_carries_its_recipe(pipe: Pipeline, session: Session) -> None:
-    job, asked = Job(), sheets.asked("steps=1,2 x guidance=1,3,20", A)
-    drawn = sheets.run(pipe, asked, session, job)
+    job, asked = Job(), compare_tab.sheet_of("steps=1,2 x guidance=1,3,20", A)
+    drawn = compare_tab.run(pipe, asked, session, job)
     axes, recipe = read_sheet(drawn.file) or ("", None)
     assert (axes, recipe.steps, recipe.seed) == ("steps=1,2 x guidance=1,3,20", 1, 7)
     assert any("may burn colours" in note for note in drawn.notes)
@@ -173,7 +170,7 @@ def test_a_sheet_fills_and_carries_its_recipe(pipe: Pipeline, session: Session) 
 
 
 def test_a_cell_is_the_image_of_its_settings(pipe: Pipeline, session: Session) -> None:
-    asked = sheets.asked("guidance=2,5", A)
+    asked = compare_tab.sheet_of("guidance=2,5", A)
     alone = [pipe.run(replace(A, guidance=scale).request()).images[0] for scale in (2.0, 5.0)]
     cells = [pipe.run(request).images[0] for request in asked.requests]
     for one, other in zip(alone, cells, strict=True):
@@ -197,11 +194,11 @@ def test_a_cell_is_the_image_of_its_settings(pipe: Pipeline, session: Session) -
     ],
 )
 def test_bad_axes_are_refused(text: str, code: str) -> None:
-    assert code_of(sheets.asked, text, A) == code
+    assert code_of(compare_tab.sheet_of, text, A) == code
 
 
 def test_36_cells_are_not_too_many() -> None:
-    assert len(sheets.asked("seed=1..6 x steps=1..6", A).requests) == sheets.MOST_CELLS
+    assert len(compare_tab.sheet_of("seed=1..6 x steps=1..6", A).requests) == compare_tab.MOST_CELLS
 
 
 # --- the page ----------------------------------------------------------------------------------------------------
@@ -271,7 +268,7 @@ def test_cancel_is_said(tab: CompareTab, session: Session, monkeypatch: pytest.M
         job.run(work)
         return job
 
-    monkeypatch.setattr(jobs, "begin", begun)
+    monkeypatch.setattr(visitors, "begin", begun)
     *_, last = tab.compare(ME, "m", "a red star", "7", *SIDE, *SIDE)
     assert "cancelled" in last[1]
     *_, last = tab.draw(ME, "m", "a red star", "7", *SIDE, *SIDE, "steps=1,2")
@@ -283,19 +280,19 @@ def test_cancel_is_said(tab: CompareTab, session: Session, monkeypatch: pytest.M
 def test_an_empty_seed_is_one_seed_for_both() -> None:
     a, b = compare_tab.setups_of("a", "", *SIDE, *SIDE)
     assert a.seed == b.seed
-    assert asking.seed_of(a.seed) == a.seed
+    assert form.seed_of(a.seed) == a.seed
 
 
 def test_a_wide_sheet_is_made_smaller_for_the_page() -> None:
-    assert len(compare_view.sheet(Image.new("RGB", (4000, 4000)))) < 200_000
-    assert Filling((), (), 0, 0, 1, 0.0).words.startswith("cell 0 of 0")
+    assert len(comparison.sheet(Image.new("RGB", (4000, 4000)))) < 200_000
+    assert SheetNews((), (), 0, 0, 1, 0.0).words.startswith("cell 0 of 0")
 
 
 def test_the_guard_holds_on_a_sheet_of_guidances() -> None:
     guarded = replace(A, guarded=True)
-    assert [one.guidance.text() for one in sheets.asked("guidance=2,5", guarded).requests] == [
+    assert [one.guidance.text() for one in compare_tab.sheet_of("guidance=2,5", guarded).requests] == [
         "2 + rescale",
         "5 + rescale",
     ]
     with pytest.raises(PellucidError, match="all different with the guard on"):
-        sheets.asked("guidance=8,15", guarded)
+        compare_tab.sheet_of("guidance=8,15", guarded)

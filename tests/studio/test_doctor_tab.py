@@ -16,16 +16,15 @@ from PIL import Image
 from tiny_models import saved
 
 from pellucid.core.errors import Cancelled, PellucidError
-from pellucid.evidence.doctor.finding import Finding, Report
-from pellucid.evidence.doctor.opening import of_pipeline
+from pellucid.evidence.doctor.checks import Finding, Report
+from pellucid.evidence.doctor.subject import of_pipeline
 from pellucid.evidence.trace.recorder import Recorder
 from pellucid.pipeline.load import load
-from pellucid.studio import asking
 from pellucid.studio import doctor_tab as tab
-from pellucid.studio.doctor_tab import CONFIG, IMAGES, MODEL, TRACE, DoctorTab, Patient
-from pellucid.studio.jobs import Job
-from pellucid.studio.session import Sessions
-from pellucid.studio.shelf import Shelf
+from pellucid.studio import form
+from pellucid.studio.doctor_tab import CONFIG, IMAGES, MODEL, TRACE, DoctorForm, DoctorTab
+from pellucid.studio.form import Shelf
+from pellucid.studio.visitors import Job, Sessions
 
 ME: Any = SimpleNamespace(session_hash="me")
 SICK = {
@@ -51,7 +50,7 @@ def image(path: Path, size: tuple[int, int] = (32, 32)) -> str:
 
 def test_a_model_is_read_without_its_weights(tmp_path: Path) -> None:
     job = Job()
-    report = tab.examined(Patient(MODEL, folder()), tmp_path, job)
+    report = tab.examined(DoctorForm(MODEL, folder()), tmp_path, job)
     assert report.subject == folder()
     assert report.checked
     assert any("weights were not asked for" in why for _, why in report.skipped)
@@ -61,18 +60,18 @@ def test_a_model_is_read_without_its_weights(tmp_path: Path) -> None:
 
 
 def test_the_weights_are_run_where_they_are_asked_for(tmp_path: Path) -> None:
-    quick = tab.examined(Patient(MODEL, folder()), tmp_path, Job())
-    report = tab.examined(Patient(MODEL, folder(), weights=True, steps=3), tmp_path, Job())
+    quick = tab.examined(DoctorForm(MODEL, folder()), tmp_path, Job())
+    report = tab.examined(DoctorForm(MODEL, folder(), weights=True, steps=3), tmp_path, Job())
     assert len(report.checked) > len(quick.checked)
 
 
 def test_a_sick_config_pasted_or_sent(tmp_path: Path) -> None:
-    pasted = tab.examined(Patient(CONFIG, pasted=json.dumps(SICK)), tmp_path, Job())
+    pasted = tab.examined(DoctorForm(CONFIG, pasted=json.dumps(SICK)), tmp_path, Job())
     assert [finding.code for finding in pasted.findings][:2] == ["eps-zero-snr", "unknown-key"]
     assert pasted.subject == "the pasted config"
     file = tmp_path / "scheduler_config.json"
     file.write_text(json.dumps(SICK))
-    sent = tab.examined(Patient(CONFIG, config=str(file)), tmp_path, Job())
+    sent = tab.examined(DoctorForm(CONFIG, config=str(file)), tmp_path, Job())
     assert sent.findings == pasted.findings
     assert sent.subject == "scheduler_config.json"
 
@@ -81,17 +80,17 @@ def test_a_trace(tmp_path: Path) -> None:
     path = tmp_path / "run.trace.safetensors"
     with Recorder(path) as recorder:
         load(folder(), device="cpu")(n=1, seed=1, steps=2, observers=(recorder,))
-    report = tab.examined(Patient(TRACE, trace=str(path)), tmp_path, Job())
+    report = tab.examined(DoctorForm(TRACE, trace=str(path)), tmp_path, Job())
     assert report.checked
     assert report.subject == path.name
 
 
 def test_images(tmp_path: Path) -> None:
     sent = [image(tmp_path / f"{number}.png") for number in range(3)]
-    report = tab.examined(Patient(IMAGES, images=sent), tmp_path, Job())
+    report = tab.examined(DoctorForm(IMAGES, images=sent), tmp_path, Job())
     assert report.subject == "3 images"
     assert report.checked
-    again = tab.examined(Patient(IMAGES, images=sent[:1]), tmp_path, Job())  # nothing of before is left
+    again = tab.examined(DoctorForm(IMAGES, images=sent[:1]), tmp_path, Job())  # nothing of before is left
     assert again.subject == "1 image"
     assert len(list((tmp_path / "doctor" / "pictures").iterdir())) == 1
 
@@ -99,25 +98,25 @@ def test_images(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("patient", "start"),
     [
-        (Patient(MODEL, None), "model must be a folder"),
-        (Patient(MODEL, "missing"), "model must be a folder"),
-        (Patient(CONFIG), "config must be pasted, or sent"),
-        (Patient(CONFIG, pasted='{"_class_name": '), "config must be JSON"),
-        (Patient(CONFIG, pasted="[" * 100_000), "config must be nested at most 64 deep"),
-        (Patient(CONFIG, pasted="[1]"), "config must be a JSON object"),
-        (Patient(CONFIG, pasted=" " * 9 + "1" * (tab.MOST_WORDS + 1)), "config must be at most"),
-        (Patient(TRACE), "trace must be a file"),
-        (Patient(IMAGES), "images must be from 1 to 64"),
-        (Patient(IMAGES, images=["a.png"] * 65), "images must be from 1 to 64"),
-        (Patient(IMAGES, images=["a.exe"]), "image must be a file that ends in"),
-        (Patient("a ghost"), "what to look at must be one of"),
-        (Patient(MODEL, "MODEL", steps=0), "steps must be a whole number"),
-        (Patient(MODEL, "MODEL", sampler="oiler"), "sampler"),
+        (DoctorForm(MODEL, None), "model must be a folder"),
+        (DoctorForm(MODEL, "missing"), "model must be a folder"),
+        (DoctorForm(CONFIG), "config must be pasted, or sent"),
+        (DoctorForm(CONFIG, pasted='{"_class_name": '), "config must be JSON"),
+        (DoctorForm(CONFIG, pasted="[" * 100_000), "config must be nested at most 64 deep"),
+        (DoctorForm(CONFIG, pasted="[1]"), "config must be a JSON object"),
+        (DoctorForm(CONFIG, pasted=" " * 9 + "1" * (tab.MOST_WORDS + 1)), "config must be at most"),
+        (DoctorForm(TRACE), "trace must be a file"),
+        (DoctorForm(IMAGES), "images must be from 1 to 64"),
+        (DoctorForm(IMAGES, images=["a.png"] * 65), "images must be from 1 to 64"),
+        (DoctorForm(IMAGES, images=["a.exe"]), "image must be a file that ends in"),
+        (DoctorForm("a ghost"), "what to look at must be one of"),
+        (DoctorForm(MODEL, "MODEL", steps=0), "steps must be a whole number"),
+        (DoctorForm(MODEL, "MODEL", sampler="oiler"), "sampler"),
     ],
 )
-def test_what_is_refused(patient: Patient, start: str, tmp_path: Path) -> None:
+def test_what_is_refused(patient: DoctorForm, start: str, tmp_path: Path) -> None:
     if patient.model == "MODEL":
-        patient = Patient(MODEL, folder(), steps=patient.steps, sampler=patient.sampler)
+        patient = DoctorForm(MODEL, folder(), steps=patient.steps, sampler=patient.sampler)
     if start == "sampler":  # the doctor says so among what was not checked, and goes on
         assert "oiler" in tab.cards(tab.examined(patient, tmp_path, Job()))
         return
@@ -134,29 +133,29 @@ def test_of_what_is_no_folder_of_images_the_data_box_tells_nothing(tmp_path: Pat
     said = set()
     for name in ("missing", "empty", "notes.txt", "made.npz", "bad", "x" * 5000, "\0"):
         with pytest.raises(PellucidError) as found:
-            tab.examined(Patient(MODEL, folder(), data=str(tmp_path / name)), tmp_path, Job())
+            tab.examined(DoctorForm(MODEL, folder(), data=str(tmp_path / name)), tmp_path, Job())
         said.add(re.sub("'.*'", "THAT", str(found.value)))
     assert said == {"data must be scenes or a folder of images; got THAT."}
 
 
 def test_a_folder_of_images_is_data(tmp_path: Path) -> None:
     image(tmp_path / "one.png")
-    given = Patient(MODEL, folder(), data=str(tmp_path)).given(tmp_path)
+    given = DoctorForm(MODEL, folder(), data=str(tmp_path)).given(tmp_path)
     assert (given.data, given.quick) == (str(tmp_path), False)
-    assert Patient(MODEL, folder(), data="scenes").given(tmp_path).data == "scenes"
+    assert DoctorForm(MODEL, folder(), data="scenes").given(tmp_path).data == "scenes"
 
 
 def test_a_image_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "MOST_PIXELS", 32 * 32)
+    monkeypatch.setattr(form, "MOST_PIXELS", 32 * 32)
     with pytest.raises(PellucidError, match=r"large.png must be at most"):
-        tab.examined(Patient(IMAGES, images=[image(tmp_path / "large.png", (64, 64))]), tmp_path, Job())
+        tab.examined(DoctorForm(IMAGES, images=[image(tmp_path / "large.png", (64, 64))]), tmp_path, Job())
 
 
 def test_a_cancelled_examination_ends(tmp_path: Path) -> None:
     job = Job()
     job.cancel()
     with pytest.raises(Cancelled):
-        tab.examined(Patient(MODEL, folder()), tmp_path, job)
+        tab.examined(DoctorForm(MODEL, folder()), tmp_path, job)
 
 
 def test_a_long_check_ends_amid_its_work() -> None:
@@ -221,7 +220,7 @@ def page() -> Iterator[DoctorTab]:
 
 
 def controls(pasted: str = "") -> list[Any]:
-    return [False, pasted, None, None, None, "none", 30, asking.OWN, asking.OWN]
+    return [False, pasted, None, None, None, "none", 30, form.OWN, form.OWN]
 
 
 def test_the_page_ends_with_the_verdict(page: DoctorTab) -> None:

@@ -16,9 +16,8 @@ import pytest
 from browsing import served
 
 from pellucid.labs.catalog import find
-from pellucid.studio import guard
-from pellucid.studio.guard import Guard
-from pellucid.studio.serving import Studio
+from pellucid.studio import server
+from pellucid.studio.server import Guard, Studio
 
 pytestmark = pytest.mark.filterwarnings("default")  # of gradio and what it stands on
 LAB = find("01")
@@ -71,7 +70,7 @@ def test_no_route_answers_without_the_token(studio: Studio, stranger: httpx.Clie
     for method, path in found:
         answer = stranger.request(method, path)
         assert (answer.status_code, answer.headers.get("set-cookie")) == (403, None), (method, path)
-        assert method == "HEAD" or answer.text == guard.NO_TOKEN + "\n"
+        assert method == "HEAD" or answer.text == server.NO_TOKEN + "\n"
 
 
 def test_what_is_nearly_the_token_is_none(studio: Studio, stranger: httpx.Client) -> None:
@@ -125,7 +124,7 @@ def test_the_token_from_a_file_is_answered_by_a_page_of_the_studio_s_own(
 )
 def test_another_name_is_refused(friend: httpx.Client, host: str) -> None:
     answer = friend.get("/", headers={"host": host.format(port=port_of(friend))})
-    assert (answer.status_code, answer.text) == (403, guard.OTHER_NAME + "\n")
+    assert (answer.status_code, answer.text) == (403, server.OTHER_NAME + "\n")
 
 
 @pytest.mark.parametrize("name", ["localhost", "127.0.0.1", "[::1]", "LOCALHOST"])
@@ -137,7 +136,7 @@ def test_its_own_names_are_answered(friend: httpx.Client, name: str) -> None:
 def test_another_origin_is_refused(friend: httpx.Client, origin: str) -> None:
     headers = {"origin": origin.format(port=port_of(friend))}
     for answer in (friend.get("/config", headers=headers), friend.options("/config", headers=headers)):
-        assert (answer.status_code, answer.text) == (403, guard.OTHER_SITE + "\n")
+        assert (answer.status_code, answer.text) == (403, server.OTHER_SITE + "\n")
         assert "access-control-allow-origin" not in answer.headers
 
 
@@ -203,7 +202,7 @@ def asked(client: httpx.Client, name: str, data: list[Any]) -> str:
 def test_only_who_has_the_token_runs_code(studio: Studio, stranger: httpx.Client, tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     data = [LAB.stem, f"open({str(marker)!r}, 'w')"]
-    assert asked(stranger, "check", data) == guard.NO_TOKEN + "\n"
+    assert asked(stranger, "check", data) == server.NO_TOKEN + "\n"
     joined = {"data": data, "fn_index": 0, "session_hash": "x"}
     assert stranger.post("/gradio_api/queue/join", json=joined).status_code == 403
     assert not marker.exists()
@@ -240,4 +239,4 @@ def test_no_file_but_an_upload_is_read(friend: httpx.Client, tmp_path: Path) -> 
     [("127.0.0.1", True), ("localhost", True), ("[::1]", True), ("0.0.0.0", False), ("::", False), ("my.box", False)],
 )
 def test_what_is_loopback(host: str, expected: bool) -> None:
-    assert guard.is_loopback(host) is expected
+    assert server.is_loopback(host) is expected

@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 
 from pellucid.core.errors import PellucidError
-from pellucid.labs import checking
+from pellucid.labs import answers
+from pellucid.labs.answers import Outcome
 from pellucid.labs.catalog import Lab, find
-from pellucid.labs.checking import Outcome
-from pellucid.labs.running import Shown
+from pellucid.labs.process import BlockResult
 from pellucid.labs.script import Block
 from pellucid.studio import labs_tab as tab
-from pellucid.studio.jobs import Job
+from pellucid.studio.visitors import Job
 
 LAB = find("01")
 
 
-def shown(**told: object) -> Shown:
-    return Shown(
+def shown(**told: object) -> BlockResult:
+    return BlockResult(
         **{"number": 1, "count": 2, "text": "", "code": "x", "printed": "", "figures": (), "seconds": 0, **told}
     )
 
@@ -69,7 +69,7 @@ def test_a_starter_is_checked_from_its_text(tmp_path: Path) -> None:
     assert {one.verdict for one in found} == {"not written yet"}
 
 
-@pytest.mark.parametrize("answer", ["def f(:", "#" * (checking.MOST_BYTES + 1)])
+@pytest.mark.parametrize("answer", ["def f(:", "#" * (answers.MOST_BYTES + 1)])
 def test_what_is_no_answer_is_refused(answer: str, tmp_path: Path) -> None:
     with pytest.raises(PellucidError, match="answer must be"):
         tab.checked(LAB, answer, tmp_path, Job())

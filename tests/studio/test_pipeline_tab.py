@@ -15,17 +15,16 @@ from tiny_models import saved
 
 from pellucid.core.errors import Cancelled
 from pellucid.pipeline import compare
-from pellucid.pipeline.inspection import Asked, Graph
+from pellucid.pipeline.inspection import Graph, GraphOptions
 from pellucid.pipeline.inspection_graph import inspect
 from pellucid.pipeline.load import load
 from pellucid.studio import pipeline_tab as tab
-from pellucid.studio.jobs import Job
+from pellucid.studio.form import Shelf
 from pellucid.studio.pipeline_tab import PipelineTab
-from pellucid.studio.session import Sessions
-from pellucid.studio.shelf import Shelf
+from pellucid.studio.visitors import Job, Sessions
 
 ME: Any = SimpleNamespace(session_hash="me")
-ASKED = Asked(steps=2, depth=tab.DEPTH)
+ASKED = GraphOptions(steps=2, depth=tab.DEPTH)
 
 
 def folder() -> str:
@@ -34,7 +33,7 @@ def folder() -> str:
 
 @cache
 def graph() -> Graph:
-    return inspect(folder(), Asked(steps=5, depth=tab.DEPTH))
+    return inspect(folder(), GraphOptions(steps=5, depth=tab.DEPTH))
 
 
 @pytest.fixture(scope="module")

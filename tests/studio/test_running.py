@@ -18,15 +18,13 @@ from pellucid.evidence.trace import reading
 from pellucid.pipeline.load import load
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.recipe import read_png
-from pellucid.studio import jobs, running
-from pellucid.studio.asking import Setup
-from pellucid.studio.doctor_tab import MODEL, Patient
-from pellucid.studio.jobs import Job
-from pellucid.studio.running import Finished, Moment, Preview
-from pellucid.studio.session import KEPT, Session, Sessions
-from pellucid.studio.shelf import HELD, Shelf, adapter
+from pellucid.studio import generate_tab, visitors
+from pellucid.studio.doctor_tab import MODEL, DoctorForm
+from pellucid.studio.form import HELD, Form, Shelf, adapter
+from pellucid.studio.generate_tab import Preview, RunResult, StepNews
+from pellucid.studio.visitors import KEPT, Job, Session, Sessions
 
-SETUP = Setup(prompt="a red star", sampler="euler", seed="7", steps=4)
+SETUP = Form(prompt="a red star", sampler="euler", seed="7", steps=4)
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +41,8 @@ def session(tmp_path: Path) -> Session:
 
 
 def test_a_job_tells_its_news_and_ends_with_its_result() -> None:
-    job = jobs.begin(lambda job: [job.tell(i) for i in range(3)] and "done")
-    told = list(jobs.follow(job))
+    job = visitors.begin(lambda job: [job.tell(i) for i in range(3)] and "done")
+    told = list(visitors.follow(job))
     assert told[-1] == 2  # the newest is never passed over
     assert told == sorted(told)
     assert job.result == "done"
@@ -55,7 +53,7 @@ def test_a_job_s_error_reaches_who_follows() -> None:
         raise PellucidError("steps must be 1; got 2.", "steps")
 
     with pytest.raises(PellucidError, match="steps must be 1"):
-        list(jobs.follow(jobs.begin(fail)))
+        list(visitors.follow(visitors.begin(fail)))
 
 
 def test_work_stops_when_its_follower_goes_away() -> None:
@@ -67,7 +65,7 @@ def test_work_stops_when_its_follower_goes_away() -> None:
             time.sleep(0.005)
         stopped.set()
 
-    follower = jobs.follow(jobs.begin(work))
+    follower = visitors.follow(visitors.begin(work))
     assert next(follower) == "news"
     follower.close()
     assert stopped.wait(5)
@@ -79,9 +77,9 @@ def test_work_stops_when_its_follower_goes_away() -> None:
 def test_a_run_shows_its_moments_and_leaves_a_image_with_its_recipe_and_a_trace(
     pipe: Pipeline, session: Session
 ) -> None:
-    *moments, made = running.follow(pipe, SETUP, session, "generate")
-    assert isinstance(made, Finished)
-    assert all(isinstance(moment, Moment) for moment in moments)
+    *moments, made = generate_tab.follow(pipe, SETUP, session, "generate")
+    assert isinstance(made, RunResult)
+    assert all(isinstance(moment, StepNews) for moment in moments)
     assert moments[-1].step == moments[-1].steps == 4
     assert moments[-1].words.startswith("step 4 of 4")
     assert read_png(made.file) == made.recipe
@@ -95,7 +93,7 @@ def test_a_run_shows_its_moments_and_leaves_a_image_with_its_recipe_and_a_trace(
 
 
 def test_a_cancelled_run_ends_at_its_next_step(pipe: Pipeline, session: Session) -> None:
-    follower = running.follow(pipe, Setup(prompt="x", steps=400), session, "generate")
+    follower = generate_tab.follow(pipe, Form(prompt="x", steps=400), session, "generate")
     next(follower)
     session.cancel("generate")
     with pytest.raises(Cancelled):
@@ -103,29 +101,31 @@ def test_a_cancelled_run_ends_at_its_next_step(pipe: Pipeline, session: Session)
 
 
 def test_a_second_run_of_a_tab_stops_the_first(pipe: Pipeline, session: Session) -> None:
-    first = running.follow(pipe, Setup(prompt="x", steps=400), session, "generate")
+    first = generate_tab.follow(pipe, Form(prompt="x", steps=400), session, "generate")
     next(first)
-    *_, made = running.follow(pipe, SETUP, session, "generate")
-    assert isinstance(made, Finished)
+    *_, made = generate_tab.follow(pipe, SETUP, session, "generate")
+    assert isinstance(made, RunResult)
     with pytest.raises(Cancelled):
         list(first)
 
 
 def test_two_people_get_the_images_that_one_would(pipe: Pipeline, tmp_path: Path) -> None:
     one = Session(tmp_path)
-    alone = [list(running.follow(pipe, setup(seed), one, "a"))[-1].image for seed in (1, 2)]
+    alone = [list(generate_tab.follow(pipe, setup(seed), one, "a"))[-1].image for seed in (1, 2)]
     sessions = [Session(tmp_path / name) for name in ("one", "two")]
     for session in sessions:
         session.folder.mkdir()
-    both = [running.follow(pipe, setup(seed), session, "a") for seed, session in zip((1, 2), sessions, strict=True)]
+    both = [
+        generate_tab.follow(pipe, setup(seed), session, "a") for seed, session in zip((1, 2), sessions, strict=True)
+    ]
     for follower in both:
         next(follower)  # both are under way
     together = [list(follower)[-1].image for follower in both]
     assert [p.tobytes() for p in together] == [p.tobytes() for p in alone]
 
 
-def setup(seed: int) -> Setup:
-    return Setup(prompt="a red star", sampler="euler", seed=str(seed), steps=6)
+def setup(seed: int) -> Form:
+    return Form(prompt="a red star", sampler="euler", seed=str(seed), steps=6)
 
 
 def test_a_preview_is_a_image_by_the_vae_or_by_a_map(pipe: Pipeline) -> None:
@@ -164,7 +164,7 @@ def test_a_person_keeps_the_last_runs_and_leaves_nothing(tmp_path: Path) -> None
 
 def test_a_shelf_loads_once_and_holds_few(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
-    monkeypatch.setattr("pellucid.studio.shelf.load", lambda name, device: loaded.append(name) or object())
+    monkeypatch.setattr("pellucid.pipeline.load.load", lambda name, device: loaded.append(name) or object())
     shelf = Shelf(["me/a", "me/b"])
     assert shelf.choices()[:2] == ["me/a", "me/b"]
     assert shelf.pipe("me/a") is shelf.pipe(" me/a ")
@@ -184,7 +184,7 @@ def test_who_asks_for_a_model_does_not_wait_for_another_to_load(monkeypatch: pyt
             free.wait(20)
         return object()
 
-    monkeypatch.setattr("pellucid.studio.shelf.load", slow)
+    monkeypatch.setattr("pellucid.pipeline.load.load", slow)
     shelf, got = Shelf(), []
     small = shelf.pipe("me/small")
     people = [threading.Thread(target=lambda: got.append(shelf.pipe("me/large"))) for _ in range(2)]
@@ -227,7 +227,7 @@ def test_of_what_is_no_model_nothing_is_told(tmp_path: Path) -> None:
     places = secrets_in(tmp_path)
 
     def look(name: str) -> object:
-        return Patient(MODEL, name).given(tmp_path)
+        return DoctorForm(MODEL, name).given(tmp_path)
 
     for ask in (Shelf().pipe, look, partial(adapter, what="LoRA")):
         said = {said_of(ask, place) for place in places}

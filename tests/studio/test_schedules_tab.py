@@ -14,10 +14,10 @@ from PIL import Image
 from pellucid.core import schedule as schedules
 from pellucid.core.errors import PellucidError
 from pellucid.core.grid import Grid, make_path
-from pellucid.studio import noising, schedules_tab
+from pellucid.studio import schedules_tab
+from pellucid.studio.form import Shelf
 from pellucid.studio.schedules_tab import SchedulesTab
-from pellucid.studio.session import Sessions
-from pellucid.studio.shelf import Shelf
+from pellucid.studio.visitors import Sessions
 
 EVERY = schedules.names()
 
@@ -36,7 +36,7 @@ def tab() -> SchedulesTab:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_grid_lies_on_its_curve(name: str) -> None:
-    found = noising.curves([name], "trailing", 8, False)
+    found = schedules_tab.curves([name], "trailing", 8, False)
     (one,) = found.found
     assert found.notes == ()
     path = make_path(one.schedule, Grid("trailing"), 8, one.schedule.frame)
@@ -50,14 +50,14 @@ def test_a_grid_lies_on_its_curve(name: str) -> None:
 
 
 def test_snr_lam_and_alpha_bar_say_the_same() -> None:
-    for one in noising.curves(EVERY[:6], "karras", 12, False).found:
+    for one in schedules_tab.curves(EVERY[:6], "karras", 12, False).found:
         bar = one.calls["alpha_bar"]
         assert one.calls["snr"] == pytest.approx(bar / (1 - bar), rel=1e-6)
         assert one.calls["lam"] == pytest.approx(0.5 * np.log(one.calls["snr"]))
 
 
 def test_zero_terminal_snr_leaves_no_signal_at_the_end() -> None:
-    plain, zero = (noising.curves(["scaled_linear"], "trailing", 5, on).found[0] for on in (False, True))
+    plain, zero = (schedules_tab.curves(["scaled_linear"], "trailing", 5, on).found[0] for on in (False, True))
     assert plain.columns["alpha_bar"][-1] > 1e-3
     assert zero.columns["alpha_bar"][-1] == 0.0
     assert zero.calls["alpha_bar"][0] == 0.0
@@ -72,7 +72,7 @@ def test_zero_terminal_snr_leaves_no_signal_at_the_end() -> None:
     ],
 )
 def test_what_one_schedule_cannot_take_is_said_of_that_one(names: list[str], grid: str, zero: bool, said: str) -> None:
-    found = noising.curves(names, grid, 6, zero)
+    found = schedules_tab.curves(names, grid, 6, zero)
     assert [one.name for one in found.found] == names
     assert any(note.startswith(said) for note in found.notes)
     assert all("\n" not in note for note in found.notes)
@@ -90,12 +90,12 @@ def test_what_one_schedule_cannot_take_is_said_of_that_one(names: list[str], gri
 )
 def test_bad_choices_are_refused(names: list[str], grid: str, steps: int, code: str) -> None:
     with pytest.raises(PellucidError) as error:
-        noising.curves(names, grid, steps, False)
+        schedules_tab.curves(names, grid, steps, False)
     assert error.value.code == code
 
 
 def test_a_grid_that_is_none_is_said() -> None:
-    found = noising.curves(["linear"], "nothing", 5, False)
+    found = schedules_tab.curves(["linear"], "nothing", 5, False)
     assert "grid must be a known name" in found.notes[0]
 
 
@@ -104,9 +104,9 @@ def test_a_grid_that_is_none_is_said() -> None:
 
 @pytest.mark.parametrize("name", ["scaled_linear", "edm", "flow", "vp_cosine"])
 def test_a_image_loses_its_signal_along_a_schedule(name: str) -> None:
-    x0 = noising.scene()
-    made = noising.noised(schedules.make(name), x0)
-    assert len(made) == noising.COLUMNS
+    x0 = schedules_tab.scene()
+    made = schedules_tab.noisy_images(schedules.make(name), x0)
+    assert len(made) == schedules_tab.COLUMNS
     likeness = [float(np.corrcoef(np.asarray(one.image).ravel(), as_bytes(x0))[0, 1]) for one in made]
     assert likeness[0] > 0.99
     assert likeness == sorted(likeness, reverse=True)
@@ -122,8 +122,8 @@ def as_bytes(x0: torch.Tensor) -> np.ndarray:
 def test_the_middle_of_an_upload_is_taken() -> None:
     wide = Image.new("RGB", (300, 100), "red")
     wide.paste("blue", (100, 0, 200, 100))
-    made = noising.square(wide)
-    assert made.shape == (3, noising.SIDE, noising.SIDE)
+    made = schedules_tab.square(wide)
+    assert made.shape == (3, schedules_tab.SIDE, schedules_tab.SIDE)
     assert made[:, 48, 48].tolist() == [-1.0, -1.0, 1.0]
     assert made[:, 48, 3].tolist() == [-1.0, -1.0, 1.0]
 
@@ -138,8 +138,8 @@ def test_the_page_draws_what_is_chosen(tab: SchedulesTab) -> None:
     assert charts.count("<circle") == 4 * 2 * 7
     assert "tabindex" not in charts
     assert table.count("<tr>") == 1 + 2 * 7
-    assert rows.count("<img") == 2 * noising.COLUMNS
-    assert rows.count("σ ") >= 2 * noising.COLUMNS
+    assert rows.count("<img") == 2 * schedules_tab.COLUMNS
+    assert rows.count("σ ") >= 2 * schedules_tab.COLUMNS
 
 
 @pytest.mark.parametrize("steps", [0, None, 2.5, "many", 10_000])
@@ -159,4 +159,4 @@ def test_the_first_look_is_drawn(tab: SchedulesTab) -> None:
     assert schedules_tab.first_charts().count("<svg") == 4
     assert "scaled_linear, call 1" in schedules_tab.first_table()
     rows = tab.open(list(schedules_tab.FIRST), schedules_tab.GRID, schedules_tab.STEPS, False, None)
-    assert rows.count("<img") == len(schedules_tab.FIRST) * noising.COLUMNS
+    assert rows.count("<img") == len(schedules_tab.FIRST) * schedules_tab.COLUMNS

@@ -19,8 +19,8 @@ import pytest
 from browsing import served
 
 from pellucid.labs.catalog import find
-from pellucid.studio import scratch, serving, session
-from pellucid.studio.session import IDLE, Sessions
+from pellucid.studio import scratch, server, visitors
+from pellucid.studio.visitors import IDLE, Sessions
 
 SCRATCH = Path(scratch.__file__)
 # The file alone, so that gradio is not imported; it says where its folder is and stays.
@@ -213,7 +213,7 @@ def test_a_file_that_gradio_moves_meanwhile_does_not_keep_a_session_from_ending(
     sessions = Sessions()
     sessions.of("stays")
     place = sessions.of("me").folder
-    monkeypatch.setattr(session, "files", lambda: {scratch.folder() / "moved.png"})
+    monkeypatch.setattr(visitors, "files", lambda: {scratch.folder() / "moved.png"})
     assert sessions.end("me") == []
     assert not place.exists()
     sessions.end_all()
@@ -227,10 +227,10 @@ def test_the_cleaner_outlives_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
             calls.append(1)
             raise RuntimeError("dictionary changed size during iteration")
 
-    monkeypatch.setattr(serving, "IDLE", 0.08)
+    monkeypatch.setattr(server, "IDLE", 0.08)
     alive = threading.Thread(target=time.sleep, args=(1,))
     alive.start()
-    serving._end_idle(Failing(), alive)
+    server._end_idle(Failing(), alive)
     assert len(calls) > 1
 
 

@@ -18,10 +18,9 @@ from pellucid.core.errors import Cancelled, PellucidError
 from pellucid.pipeline.load import load
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.studio import study_tab as tab
-from pellucid.studio.jobs import Job
-from pellucid.studio.session import Sessions
-from pellucid.studio.shelf import Shelf
-from pellucid.studio.study_tab import Moment, StudyTab, Wish
+from pellucid.studio.form import Shelf
+from pellucid.studio.study_tab import StudyForm, StudyNews, StudyTab
+from pellucid.studio.visitors import Job, Sessions
 
 ME: Any = SimpleNamespace(session_hash="me")
 NAME = "ddpm"
@@ -36,25 +35,25 @@ def pipe() -> Pipeline:
     return load(folder(), device="cpu")
 
 
-def wish(**changes: Any) -> Wish:
-    return Wish(**{"model": folder(), "samplers": ("ddim", "euler"), "steps": "2,3", "yardstick": 6, **changes})
+def wish(**changes: Any) -> StudyForm:
+    return StudyForm(**{"model": folder(), "samplers": ("ddim", "euler"), "steps": "2,3", "yardstick": 6, **changes})
 
 
 class Watched(Job):
     """A job that keeps all its news, and is cancelled when `until` says so."""
 
-    def __init__(self, until: Callable[[Moment], bool] = lambda news: False) -> None:
+    def __init__(self, until: Callable[[StudyNews], bool] = lambda news: False) -> None:
         super().__init__()
-        self.news: list[Moment] = []
+        self.news: list[StudyNews] = []
         self.until = until
 
-    def tell(self, news: Moment) -> None:
+    def tell(self, news: StudyNews) -> None:
         self.news.append(news)
         if self.until(news):
             self.cancel()
 
 
-def made(news: Moment) -> int:
+def made(news: StudyNews) -> int:
     return sum(one.distance is not None for one in news.cells)
 
 

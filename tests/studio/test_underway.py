@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from pellucid.core.errors import Cancelled, PellucidError
-from pellucid.studio import jobs
-from pellucid.studio.jobs import Job
-from pellucid.studio.session import Session
-from pellucid.studio.shelf import named
+from pellucid.studio import visitors
+from pellucid.studio.form import named
+from pellucid.studio.visitors import Job, Session
 
 
 def test_cancel_does_not_wait_for_a_long_step(tmp_path: Path) -> None:
@@ -23,7 +22,7 @@ def test_cancel_does_not_wait_for_a_long_step(tmp_path: Path) -> None:
         free.wait(20)
 
     job = session.begin("tab", work)
-    events = jobs.follow(job)
+    events = visitors.follow(job)
     assert next(events) == ("begun", 0.0)
     assert begun.wait(5)
     assert session.cancel("tab")
@@ -39,8 +38,8 @@ def test_what_was_under_way_in_the_tab_is_stopped_by_what_follows(tmp_path: Path
     first = session.begin("tab", lambda job: job.stop.wait(20))
     second = session.begin("tab", lambda job: "done")
     with pytest.raises(Cancelled):
-        list(jobs.follow(first))
-    assert list(jobs.follow(second)) == []
+        list(visitors.follow(first))
+    assert list(visitors.follow(second)) == []
     assert second.result == "done"
     assert not session.cancel("tab")  # it has ended
     assert not session.cancel("another")

@@ -21,7 +21,7 @@ import torch._dynamo  # an optimizer imports it when it is made; here it is ther
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError
-from pellucid.train import checkpoint, checkpoint_files
+from pellucid.train import checkpoint
 from pellucid.train.config import TrainConfig, read
 from pellucid.train.draws import Draws
 from pellucid.train.ranks import Ranks
@@ -58,7 +58,7 @@ CONFIG: dict[str, Any] = {
 }
 POINTS: dict[str, tuple[Any, str]] = {
     "step": (Trainer, "step"),
-    "write": (checkpoint_files, "save_file"),
+    "write": (checkpoint, "save_file"),
     "settle": (checkpoint, "settle"),
     "rename": (os, "rename"),
 }

@@ -18,7 +18,7 @@ import pellucid
 from pellucid import Control
 from pellucid.interop.source import load_component
 from pellucid.models.controlnet import Controlled
-from pellucid.train.adapt_control import from_unet, widths_for
+from pellucid.train.controlnet import from_unet, widths_for
 from pellucid.train.source import Batch
 
 SMALL = {"width": 16, "height": 16, "steps": 3, "seed": 1, "guidance": 3.0}

@@ -19,9 +19,9 @@ import pellucid
 from pellucid import ImagePrompt
 from pellucid.interop.source import load_image_encoder
 from pellucid.models.ip_adapter import from_state
-from pellucid.pipeline.vision import DEVIATION, clip_pixels
-from pellucid.train.adapt_image import EYES, FILE, eye_pixels, varied
-from pellucid.train.adapting import AdapterObjectiveConfig
+from pellucid.pipeline.encoders.image_inputs import ADAPTER_EYES, ADAPTER_FILE, DEVIATION, clip_pixels
+from pellucid.train.adapters import AdapterObjectiveConfig
+from pellucid.train.ip_adapter import eye_pixels, varied
 from pellucid.train.source import Batch
 
 SMALL = {"width": 16, "height": 16, "steps": 3, "seed": 1, "guidance": 3.0}
@@ -50,7 +50,7 @@ def test_the_saved_file_says_what_the_network_said(name: str, tmp_path: Path) ->
     cases.randomised(task.network)
     image = cases.drawn(cases.COUNT, 20, seed=3)
     wanted = said(task, task.network, image)
-    adapter = from_state(load_file(cases.saved(task, tmp_path / "ip") / FILE))
+    adapter = from_state(load_file(cases.saved(task, tmp_path / "ip") / ADAPTER_FILE))
     unet = pellucid.load(cases.base(name)).components.network
     with torch.no_grad():
         tokens = adapter.tokens(unet, image[:, None])
@@ -64,16 +64,16 @@ def test_diffusers_makes_the_image_that_our_pipeline_makes(tmp_path: Path) -> No
     task = cases.task("ip_adapter")
     cases.randomised(task.network)
     folder, shown = cases.saved(task, tmp_path / "ip"), image((40, 56))
-    pipe = pellucid.load(cases.base(), image_encoder=folder / EYES)
-    made = pipe("abc", image_prompts=[ImagePrompt(folder / FILE, shown)], decode=False, **SMALL)
+    pipe = pellucid.load(cases.base(), image_encoder=folder / ADAPTER_EYES)
+    made = pipe("abc", image_prompts=[ImagePrompt(folder / ADAPTER_FILE, shown)], decode=False, **SMALL)
     parts = diffusers.StableDiffusionPipeline.from_pretrained(cases.base()).components
-    parts["image_encoder"] = CLIPVisionModelWithProjection.from_pretrained(folder / EYES)
+    parts["image_encoder"] = CLIPVisionModelWithProjection.from_pretrained(folder / ADAPTER_EYES)
     parts["feature_extractor"] = CLIPImageProcessorPil(
         size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
     )
     peer = diffusers.StableDiffusionPipeline(**parts, requires_safety_checker=False)
     peer.set_progress_bar_config(disable=True)
-    peer.load_ip_adapter(str(folder), subfolder="", weight_name=FILE)
+    peer.load_ip_adapter(str(folder), subfolder="", weight_name=ADAPTER_FILE)
     theirs = peer(
         "abc", ip_adapter_image=shown, width=16, height=16, num_inference_steps=3, guidance_scale=3.0,
         output_type="latent", generator=torch.Generator().manual_seed(1),
@@ -185,7 +185,7 @@ def test_the_vision_half_of_a_clip(tmp_path: Path) -> None:
         wanted = peer.visual_projection(peer.vision_model(pixels).pooler_output)
         assert torch.allclose(task.eyes(pixels).pooled, wanted, atol=1e-5)
     folder = cases.saved(task, tmp_path / "ip")
-    again = load_image_encoder(folder / EYES)  # by itself, as `pellucid.load` takes it
+    again = load_image_encoder(folder / ADAPTER_EYES)  # by itself, as `pellucid.load` takes it
     with torch.no_grad():
         assert torch.equal(again(pixels).pooled, task.eyes(pixels).pooled)
 

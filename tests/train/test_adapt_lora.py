@@ -15,8 +15,8 @@ from torch import Tensor
 import pellucid
 from pellucid import Lora
 from pellucid.models import lora
-from pellucid.pipeline.text import encode_prompts
-from pellucid.train.adapt_lora import ATTENTION, FILE, LoraConfig, LoraNetwork, LowRank, chosen_layers
+from pellucid.pipeline.encoders.text import encode_prompts
+from pellucid.train.lora import ATTENTION, FILE, LoraConfig, LoraNetwork, LowRank, chosen_layers
 
 STRONG = 4.0  # so that a product of two small matrices is seen beside the base
 SMALL = {"width": 16, "height": 16, "steps": 3, "seed": 1, "guidance": 3.0}

@@ -11,12 +11,12 @@ import torch
 
 import pellucid
 from pellucid.models.vae import to_diffusion
-from pellucid.train.adapt_control import ControlNetConfig
-from pellucid.train.adapt_image import IPAdapterConfig
-from pellucid.train.adapt_lora import LoraConfig
-from pellucid.train.adapting import AdapterObjectiveConfig, Base
+from pellucid.train.adapters import AdapterObjectiveConfig, Base
 from pellucid.train.config import TrainConfig, chosen
+from pellucid.train.controlnet import ControlNetConfig
 from pellucid.train.draws import Draws
+from pellucid.train.ip_adapter import IPAdapterConfig
+from pellucid.train.lora import LoraConfig
 from pellucid.train.objective import Objective
 from pellucid.train.scenes_source import ScenesConfig
 from pellucid.train.source import Batch
@@ -60,7 +60,7 @@ def test_latents_are_the_pipelines_and_cached_ones_are_taken_as_they_are() -> No
 
 @pytest.mark.parametrize("name", ["sd1", "xl"])
 def test_text_is_what_the_pipeline_tells(name: str) -> None:
-    from pellucid.pipeline.conditions import make_conditions
+    from pellucid.pipeline.encoders.conditions import make_conditions
     from pellucid.pipeline.request import Request
 
     base, pipe = Base(cases.base(name), "float32", cases.CPU), pellucid.load(cases.base(name))

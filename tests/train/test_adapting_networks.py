@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pellucid.train.adapting import AdapterTask
+from pellucid.train.adapters import AdapterTask
 from pellucid.train.config import LogConfig, OptimizerConfig, TrainConfig
 from pellucid.train.ranks import Ranks
 from pellucid.train.sampling import SamplingConfig

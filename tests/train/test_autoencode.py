@@ -15,16 +15,16 @@ from torch.distributions import Normal, kl_divergence
 from pellucid.core.errors import PellucidError
 from pellucid.interop.source import load_component
 from pellucid.models.vae import to_diffusion
-from pellucid.train.autoencode import (
+from pellucid.train.autoencoder import (
     WINDOW,
+    Autoencoder,
     AutoencoderConfig,
     AutoencoderTask,
-    Autoencoding,
     divergence,
     edge_distance,
     normalised,
 )
-from pellucid.train.denoise import fresh
+from pellucid.train.denoiser import fresh
 from pellucid.train.draws import Draws
 from pellucid.train.source import Batch
 
@@ -84,14 +84,14 @@ def test_the_posterior_is_drawn_by_step_and_part() -> None:
 # The scale of the latents
 
 
-def watched(network: Autoencoding, images: torch.Tensor, noise: torch.Tensor) -> None:
+def watched(network: Autoencoder, images: torch.Tensor, noise: torch.Tensor) -> None:
     network.train()
     with torch.no_grad():
         network(images, noise)
 
 
 def test_saved_latents_have_mean_0_and_deviation_1_and_the_images_are_the_same() -> None:
-    network = Autoencoding(fresh(VAE, 0))
+    network = Autoencoder(fresh(VAE, 0))
     images, noise = batch(16).images, drawn(16, 4, 8, 8)
     watched(network, images, noise)
     network.eval()
@@ -106,7 +106,7 @@ def test_saved_latents_have_mean_0_and_deviation_1_and_the_images_are_the_same()
 
 
 def test_without_convolutions_beside_the_latents_the_factor_is_written() -> None:
-    network = Autoencoding(fresh({**VAE, "use_quant_conv": False, "use_post_quant_conv": False}, 0))
+    network = Autoencoder(fresh({**VAE, "use_quant_conv": False, "use_post_quant_conv": False}, 0))
     images, noise = batch(16).images, drawn(16, 4, 8, 8)
     watched(network, images, noise)
     made = normalised(network)
@@ -116,7 +116,7 @@ def test_without_convolutions_beside_the_latents_the_factor_is_written() -> None
 
 
 def test_the_spread_is_a_mean_of_the_last_steps() -> None:
-    network = Autoencoding(fresh(VAE, 0))
+    network = Autoencoder(fresh(VAE, 0))
     for step in range(1, 4):
         network.watch(torch.full((2, 4, 1, 1), float(step)) * torch.tensor([1.0, -1.0]).view(2, 1, 1, 1))
     mean, std = network.spread()

@@ -20,10 +20,9 @@ from safetensors.torch import load_file, save_file
 import pellucid
 from pellucid import PellucidError
 from pellucid.interop.source import load_image_encoder
-from pellucid.pipeline.image_inputs import adapter_eyes
+from pellucid.pipeline.encoders.image_inputs import adapter_encoder
 from pellucid.train import bundle
-from pellucid.train.bundle import Parts, assemble
-from pellucid.train.bundle_card import Card
+from pellucid.train.bundle import Card, Parts, assemble
 from pellucid.train.config import TrainConfig
 from pellucid.train.kinds import TASKS
 
@@ -99,7 +98,7 @@ def test_the_ip_adapter_shares_the_eyes_of_the_image_text_encoder_if_they_are_th
     trained = load_image_encoder(parts.given()["ip_adapter"] / "model" / "image_encoder", dtype="float16").state_dict()
 
     def sees_as_trained(folder: Path) -> bool:
-        eyes = adapter_eyes(folder / "ip_adapter")
+        eyes = adapter_encoder(folder / "ip_adapter")
         assert eyes is not None
         mine = load_image_encoder(eyes).state_dict()
         return mine.keys() == trained.keys() and all(torch.equal(mine[name], trained[name]) for name in mine)

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from pellucid import PellucidError
-from pellucid.train import checkpoint_files
+from pellucid.train import checkpoint
 from pellucid.train.checkpoint import Checkpoints
 from pellucid.train.ranks import Ranks
 
@@ -211,7 +211,7 @@ def test_what_cannot_be_written_is_one_line_and_leaves_the_older(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_files, "save_file", full)
+        patch.setattr(checkpoint, "save_file", full)
         with pytest.raises(PellucidError, match="No space left on device") as error:
             two.save(9, made(9), {})
     assert error.value.code == "checkpoint-write"
@@ -248,7 +248,7 @@ def killed_while_saving(folder: Path, count: int) -> int:
 
         return call
 
-    for owner, name in ((os, "mkdir"), (checkpoint_files, "save_file"), (os, "fsync"), (os, "rename"), (os, "unlink")):
+    for owner, name in ((os, "mkdir"), (checkpoint, "save_file"), (os, "fsync"), (os, "rename"), (os, "unlink")):
         setattr(owner, name, watched(getattr(owner, name)))
     Checkpoints(folder, keep=1).save(7, made(7), {})
     return 0

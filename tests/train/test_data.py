@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from pellucid import PellucidError
 from pellucid.train.cifar10 import CIFAR10, FILES, IN_FILE, RECORD, CIFAR10Source
-from pellucid.train.draws import Draws
-from pellucid.train.order import Order
+from pellucid.train.draws import Draws, Order
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from pellucid.cli import app
 from pellucid.train.cifar10 import CIFAR10, CIFAR10Source
 from pellucid.train.image_folder import ImageFolder
 from pellucid.train.latent_cache import cache_latents
-from pellucid.train.latents import LatentSource
+from pellucid.train.latent_source import LatentSource
 from pellucid.train.scenes_source import ScenesConfig
 from pellucid.train.source import Source, differences, inventory_of
 from pellucid.train.web_shards import WebShards

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pellucid import PellucidError
-from pellucid.train.ema import EMA
+from pellucid.train.optimizer import EMA
 
 
 def walk(steps: int, seed: int = 0) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.summary.writer import record_writer as writer
 
-from pellucid.train.events import Events, field, masked_crc, varint
+from pellucid.train.journal import Events, field, masked_crc, varint
 
 STEPS = (1, 127, 128, 300, 2**31, 2**40)
 

@@ -21,11 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pellucid import PellucidError
 from pellucid.train.config import chosen
-from pellucid.train.ema import local
 from pellucid.train.explain import Explanation, beside, explain, of_run
 from pellucid.train.kinds import TASKS
+from pellucid.train.optimizer import local
 from pellucid.train.ranks import Ranks
-from pellucid.train.text_denoise import TextDenoiserConfig
+from pellucid.train.text_denoiser import TextDenoiserConfig
 from pellucid.train.trainer import Trainer
 
 # The operations of torch.distributed, and which argument is the whole tensor.

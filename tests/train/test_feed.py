@@ -14,11 +14,9 @@ import torch
 from image_files import good_folder
 
 from pellucid import PellucidError
-from pellucid.train.draws import Draws
-from pellucid.train.feed import Feed, hand_over, tensors_in
+from pellucid.train.draws import Draws, Order
 from pellucid.train.image_folder import ImageFolder
-from pellucid.train.order import Order
-from pellucid.train.source import Batch
+from pellucid.train.source import Batch, Feed, hand_over, tensors_in
 
 PATIENCE = 5.0  # seconds: a thread that has not ended by then hangs
 
@@ -163,7 +161,7 @@ def test_closing_wakes_a_consumer_that_waits() -> None:
 @pytest.mark.parametrize("last", ["", "1 / 0"])
 def test_a_program_that_forgets_the_feed_still_ends(last: str) -> None:
     program = (
-        "import torch\nfrom pellucid.train.feed import Feed\nfrom pellucid.train.source import Batch\n"
+        "import torch\nfrom pellucid.train.source import Feed\nfrom pellucid.train.source import Batch\n"
         f"feed = Feed(lambda step: Batch(torch.zeros(1)), 0, 10**9)\nnext(feed)\n{last}\n"
     )
     done = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True, text=True, check=False)
@@ -206,7 +204,7 @@ def test_tensors_are_found_however_deep_they_lie() -> None:
 def test_handing_over_waits_first_and_then_keeps_every_tensor_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[object] = []
     stream, found = Kept(log), [Kept(log), Kept(log), torch.zeros(1)]
-    monkeypatch.setattr("pellucid.train.feed.tensors_in", lambda nest: iter(found))
+    monkeypatch.setattr("pellucid.train.source.tensors_in", lambda nest: iter(found))
     hand_over({}, "ready", stream)  # type: ignore[arg-type]
     assert log == [("waits for", "ready"), ("kept for", stream), ("kept for", stream)]
 

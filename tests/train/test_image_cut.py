@@ -12,7 +12,7 @@ from image_files import bomb, damaged, painted, stored
 from PIL import Image
 
 from pellucid import PellucidError
-from pellucid.train.images import Framing, Place, cut, cut_hint, decode, hint_kind
+from pellucid.train.image_source import Framing, Place, cut, cut_hint, decode, hint_kind
 
 
 def pixels(image: Image.Image) -> np.ndarray:

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel
 
 from pellucid.core.errors import PellucidError
 from pellucid.evidence.metrics.image_text import Judge
-from pellucid.pipeline.vision import clip_pixels
+from pellucid.pipeline.encoders.image_inputs import clip_pixels
 from pellucid.train.draws import Draws
 from pellucid.train.image_text import ImageTextConfig, ImageTextTask, Pair, clip_scaled, contrastive
 from pellucid.train.source import Batch

@@ -18,8 +18,7 @@ import torch
 from rank_worker import CONFIG, main
 from torch import Tensor
 
-from pellucid.train.checkpoint import Checkpoints
-from pellucid.train.manifest import read_manifest
+from pellucid.train.checkpoint import Checkpoints, read_manifest
 
 STEPS = CONFIG["steps"]
 FSDP = {"engine": {"strategy": "fsdp"}}

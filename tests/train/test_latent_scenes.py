@@ -19,15 +19,16 @@ from pellucid.models.vae import AutoencoderKL
 from pellucid.scenes import captions
 from pellucid.train.config import TrainConfig, chosen, read
 from pellucid.train.draws import Draws
+from pellucid.train.encoding import read_vae
 from pellucid.train.kinds import DATA
 from pellucid.train.latent_cache import cache_latents
 from pellucid.train.latent_recipe import make_latents
-from pellucid.train.latents import LatentsConfig, LatentSource
+from pellucid.train.latent_source import LatentsConfig, LatentSource
 from pellucid.train.ranks import Ranks
 from pellucid.train.scenes_source import ScenesConfig
-from pellucid.train.text_denoise import TextDenoiserConfig, read_vae
+from pellucid.train.text import tokens
+from pellucid.train.text_denoiser import TextDenoiserConfig
 from pellucid.train.trainer import Trainer
-from pellucid.train.word_ids import tokens
 
 COUNT, PHRASINGS = 21, 3
 HINTED = replace(SCENES, count=COUNT, hints=("edges", "reference"))

@@ -19,7 +19,7 @@ from pellucid.train import latent_cache
 from pellucid.train.cifar10 import CIFAR10, CIFAR10Source
 from pellucid.train.image_folder import ImageFolder
 from pellucid.train.latent_cache import cache_latents
-from pellucid.train.latents import LatentsConfig, LatentSource
+from pellucid.train.latent_source import LatentsConfig, LatentSource
 
 COUNT = 10
 

@@ -7,9 +7,7 @@ import pytest
 
 from pellucid import schedules
 from pellucid.train.draws import Draws
-from pellucid.train.objective import Objective
-from pellucid.train.times import Times
-from pellucid.train.weighting import KINDS, Weighting
+from pellucid.train.objective import WEIGHTINGS, Objective, Times, Weighting
 
 CASES = [(name, target) for name in schedules.names() for target in schedules.make(name).carries]
 
@@ -22,7 +20,7 @@ def test_rows_are_row(name: str, target: str) -> None:
     inside = low + (high - low) * np.random.default_rng(0).random(20)
     ends = [low] if target == "score" else [low, high]  # a score says nothing of x0 in pure noise
     times = np.array([*ends, *inside])
-    for kind in KINDS:
+    for kind in WEIGHTINGS:
         objective = Objective(schedule, target, Times("logit_normal"), Weighting(kind, gamma=3.0, bias=0.5))
         wanted = np.array([objective.row(float(time)) for time in times])
         np.testing.assert_allclose(objective.rows(times), wanted, rtol=1e-12, atol=0)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from pellucid import PellucidError
 from pellucid.models.dit_blocks import Block
 from pellucid.train import ranks as ranks_module
-from pellucid.train.ema import EMA, local
+from pellucid.train.optimizer import EMA, local
 from pellucid.train.ranks import Ranks, groups, placed
 from pellucid.train.trainer import Trainer
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from pellucid import PellucidError
 from pellucid.models.blocks import ResnetBlock
-from pellucid.train.adapting import AdapterTask
-from pellucid.train.recompute import recompute
+from pellucid.train.adapters import AdapterTask
+from pellucid.train.trainer import recompute
 
 
 def kept_and_gradients(task: AdapterTask) -> tuple[int, list[Tensor]]:

@@ -17,14 +17,13 @@ from pellucid.interop.components import KINDS
 from pellucid.interop.tokenizer import Tokenizer
 from pellucid.models.clip import CLIPTextEncoder
 from pellucid.pipeline.load import load
-from pellucid.train.bundle import Parts, assemble
-from pellucid.train.bundle_card import Card
+from pellucid.train.bundle import Card, Parts, assemble
 from pellucid.train.config import TrainConfig, chosen, to_plain
-from pellucid.train.denoise import fresh
+from pellucid.train.denoiser import fresh
 from pellucid.train.kinds import TASKS
 from pellucid.train.scenes_source import ScenesConfig
 from pellucid.train.text import fresh_encoder
-from pellucid.train.text_denoise import check_parts, scheduler_of
+from pellucid.train.text_denoiser import check_parts, scheduler_of
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"

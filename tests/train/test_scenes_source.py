@@ -10,8 +10,7 @@ import torch
 from pellucid import scenes as world
 from pellucid.core.errors import PellucidError
 from pellucid.train.config import read
-from pellucid.train.draws import Draws
-from pellucid.train.order import Order
+from pellucid.train.draws import Draws, Order
 from pellucid.train.scenes_source import ScenesConfig, spread_of
 
 CPU = torch.device("cpu")

@@ -17,11 +17,11 @@ from tiny_networks import ENCODER, PIXART, UNET
 
 from pellucid.core.errors import PellucidError
 from pellucid.models.vae import to_diffusion
+from pellucid.pipeline.encoders.text import encode_pair, encode_prompts
 from pellucid.pipeline.load import load
-from pellucid.pipeline.text import encode_pair, encode_prompts
 from pellucid.train.draws import Draws, mixed
 from pellucid.train.text import tokens
-from pellucid.train.text_denoise import Joint, TextDenoiserConfig, TextDenoiserTask
+from pellucid.train.text_denoiser import Joint, TextDenoiserConfig, TextDenoiserTask
 
 WORDS = ("a red star", "a striped blue square on a white background")
 

@@ -13,7 +13,7 @@ from pellucid.core.errors import PellucidError
 from pellucid.interop.tokenizer import WORD_END, Tokenizer
 from pellucid.scenes import STYLE_NAMES, captions, sample
 from pellucid.train.scenes_source import scenes_tokenizer
-from pellucid.train.tokenizer_training import FIXED, count_words, learn_merges, train_tokenizer
+from pellucid.train.text import FIXED, count_words, learn_merges, train_tokenizer
 
 COMMITTED = Path(__file__).parents[2] / "configs" / "scenes_tokenizer"
 TEXTS = [

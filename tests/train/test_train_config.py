@@ -23,7 +23,7 @@ from pellucid.train.config import (
     read,
     to_plain,
 )
-from pellucid.train.denoise import DenoiserConfig
+from pellucid.train.denoiser import DenoiserConfig
 from pellucid.train.kinds import DATA, TASKS
 
 WHOLE = """

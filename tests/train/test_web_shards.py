@@ -16,8 +16,7 @@ from image_files import damaged, good_folder, painted, plain, stored
 
 from pellucid import PellucidError
 from pellucid.train.image_folder import ImageFolder
-from pellucid.train.tar_index import TarDamagedError, members
-from pellucid.train.web_shards import WebShards, WebShardsConfig, braces
+from pellucid.train.web_shards import TarDamagedError, WebShards, WebShardsConfig, braces, members
 
 
 def write_tar(path: Path, files: dict[str, bytes], form: int = tarfile.USTAR_FORMAT) -> Path:

@@ -11,10 +11,9 @@ from scene_cases import tokenizer
 from pellucid.core.errors import PellucidError
 from pellucid.interop.tokenizer import Tokenizer
 from pellucid.scenes import STYLE_NAMES, captions, sample
-from pellucid.train import word_ids
+from pellucid.train import text
 from pellucid.train.source import Batch
-from pellucid.train.text import CaptionIds
-from pellucid.train.word_ids import WordIds, tokens
+from pellucid.train.text import CaptionIds, WordIds, tokens
 
 WORDS = st.sampled_from(
     ["a", "STAR,", "<|endoftext|>", "x<|startoftext|>y", "it's", "naïve", "Σίσυφος", "2nd", "\t", ""]
@@ -57,7 +56,7 @@ def test_tokens_that_hold_a_space_are_not_cut() -> None:
 
 
 def test_words_without_end_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(word_ids, "MOST_WORDS", 5)
+    monkeypatch.setattr(text, "MOST_WORDS", 5)
     words = WordIds(tokenizer())
     for number in range(40):
         assert words.window(f"a{number} b{number}") == WordIds(tokenizer()).window(f"a{number} b{number}")

@@ -39,23 +39,23 @@ def scenes(
 
     Example: [bold]pellucid data scenes --count 16 --seed 0 --out sheet.png[/]
     """
-    from pellucid.cli import data_scenes
+    from pellucid.cli import data_files
 
     if out is None and folder is None and not as_json:
         out = Path("scenes.png")
     output.check_overwrite(overwrite, "--out", out is not None)
-    wanted = data_scenes.Wanted(count, seed, size, split, tuple(style or ()))
+    wanted = data_files.SceneOptions(count, seed, size, split, tuple(style or ()))
     wanted.check(sheet=out is not None)
     goal = None if out is None else output.destination(out, "--out", (".png",), overwrite=overwrite)
     if folder is not None:
-        data_scenes.check_folder(folder)
+        data_files.check_folder(folder)
     if goal is not None:
-        goal.write(data_scenes.sheet(wanted).save)
+        goal.write(data_files.contact_sheet(wanted).save)
     if folder is not None:
         with writing(folder):
-            data_scenes.write_folder(wanted, folder)
+            data_files.write_folder(wanted, folder)
     if as_json:
-        output.print_json([row for part in data_scenes.parts(wanted) for row in part.rows])
+        output.print_json([row for part in data_files.batches(wanted) for row in part.rows])
     for path in (out, folder):
         if path is not None:
             output.wrote(path, as_json)
@@ -78,9 +78,9 @@ def latents(
 
     Example: [bold]pellucid data latents configs/scenes_text_unet.toml --out out/latents --count 400000[/]
     """
-    from pellucid.cli import data_latents
+    from pellucid.cli import data_files
 
-    made = data_latents.make(config, out, count=count, phrasings=phrasings, device=device)
+    made = data_files.make_cache(config, out, count=count, phrasings=phrasings, device=device)
     if as_json:
         output.print_json({**vars(made), "folder": str(made.folder)})
         return

@@ -46,7 +46,7 @@ FOLLOWED = 4  # of them, the one that is shown on its way
 
 
 @dataclass(frozen=True)
-class Made:
+class DemoImage:
     """An image, what it was asked to be, and whether the reader found that."""
 
     prompt: str
@@ -77,13 +77,15 @@ def show(out: Path, steps: int, overwrite: bool, as_json: bool) -> None:
 
     goal = output.destination(out, "--out", (".png",), overwrite=overwrite)
     with output.progress("noise to images", len(PROMPTS) + 2) as done, one_thread():
-        pipe, seconds = opened()
+        pipe, seconds = timed_load()
         done()
-        watch = Watch()
-        images, times = made(pipe, steps, watch, done)
-        found = graded(images, times)
+        watch = StepRecorder()
+        images, times = make_images(pipe, steps, watch, done)
+        found = grade_images(images, times)
         moments = watch.moments(pipe)
-        board = draw_scenes.board(found, moments, draw_scenes.Words(TITLE, f"{how(steps)} · {NEW}", PROMPTS[FOLLOWED]))
+        board = draw_scenes.draw_sheet(
+            found, moments, draw_scenes.SheetText(TITLE, f"{settings_line(steps)} · {NEW}", PROMPTS[FOLLOWED])
+        )
         goal.write(board.save)
         done()
     if as_json:
@@ -93,7 +95,7 @@ def show(out: Path, steps: int, overwrite: bool, as_json: bool) -> None:
         print_table(found, steps, seconds, out)
 
 
-def how(steps: int) -> str:
+def settings_line(steps: int) -> str:
     return f"{MODEL} · DPM++ 2M, {steps} steps, guidance {GUIDANCE:g}"
 
 
@@ -110,7 +112,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def opened() -> tuple[Pipeline, float]:
+def timed_load() -> tuple[Pipeline, float]:
     from pellucid.pipeline.load import load
 
     began = time.perf_counter()
@@ -118,7 +120,9 @@ def opened() -> tuple[Pipeline, float]:
     return pipe, time.perf_counter() - began
 
 
-def made(pipe: Pipeline, steps: int, watch: Watch, done: Callable[[], None]) -> tuple[list[Any], list[float]]:
+def make_images(
+    pipe: Pipeline, steps: int, watch: StepRecorder, done: Callable[[], None]
+) -> tuple[list[Any], list[float]]:
     """The image of every prompt and its seconds. One pipeline serves all threads."""
 
     def one(number: int) -> tuple[Any, float]:
@@ -138,16 +142,16 @@ def workers() -> int:
     return min(WORKERS, os.cpu_count() or 1)
 
 
-def graded(images: list[Any], times: list[float]) -> list[Made]:
+def grade_images(images: list[Any], times: list[float]) -> list[DemoImage]:
     """What the reader of scenes finds in the images, against what their prompts ask for."""
     from pellucid import scenes
     from pellucid.pipeline.images import to_tensor
 
     grades = scenes.grade(to_tensor(images), [scenes.parse(prompt) for prompt in PROMPTS])
-    return [Made(*row) for row in zip(PROMPTS, images, grades, times, strict=True)]
+    return [DemoImage(*row) for row in zip(PROMPTS, images, grades, times, strict=True)]
 
 
-class Watch:
+class StepRecorder:
     """An observer that keeps x and x0 of every row of the run that it is given to."""
 
     def __init__(self) -> None:
@@ -176,14 +180,14 @@ class Watch:
         return [Moment(sigma, x, x0) for (sigma, _, _), (x, x0) in zip(chosen, pairs, strict=True)]
 
 
-def print_table(found: list[Made], steps: int, load: float, out: Path) -> None:
+def print_table(found: list[DemoImage], steps: int, load: float, out: Path) -> None:
     columns = ("prompt", "as asked", "seconds")
     table = output.table(*columns, right=columns[2:])
     for one in found:
         verdict = "[green]yes[/]" if one.grade.right else f"[red]no[/] [dim]{one.wrong}[/]"
         table.add_row(one.prompt, verdict, f"{one.seconds:.2f}")
     screen = output.console()
-    screen.print(how(steps), style="bold")
+    screen.print(settings_line(steps), style="bold")
     screen.print(table)
     right, busy = sum(one.grade.right for one in found), sum(one.seconds for one in found)
     for words in (

@@ -13,9 +13,8 @@ from pellucid.cli.options import Device, model_names
 from pellucid.core.errors import PellucidError
 
 if TYPE_CHECKING:
-    from pellucid.evidence.doctor.finding import Report
-    from pellucid.evidence.doctor.opening import Given
-    from pellucid.evidence.doctor.subject import Asked
+    from pellucid.evidence.doctor.checks import Report
+    from pellucid.evidence.doctor.subject import RunSpec, SubjectSpec
 
 EXAMPLES = (
     "Example: pellucid doctor ./sd15 --steps 30",
@@ -85,14 +84,13 @@ def command(
     Target and schedule are asked of the network itself, with built-in images where no --data is given.
     Ends with 0 where nothing above a note was found, with 1 where something was, and with 2 for bad input.
     """
-    from pellucid.evidence.doctor.opening import Given
-    from pellucid.evidence.doctor.subject import Asked
+    from pellucid.evidence.doctor.subject import RunSpec, SubjectSpec
 
-    asked = Asked(steps=steps, strength=strength, sampler=sampler, grid=grid, device=device)
+    asked = RunSpec(steps=steps, strength=strength, sampler=sampler, grid=grid, device=device)
     worn = (tuple(paths or ()) for paths in (lora, controlnet, ip_adapter))
-    given = Given(model, config, trace, images, data, quick, tokenizer, dtype, *worn)
+    given = SubjectSpec(model, config, trace, images, data, quick, tokenizer, dtype, *worn)
     check_options(given, asked)
-    report = replace(examined(given, asked, only or []), strict=strict)
+    report = replace(examine_subject(given, asked, only or []), strict=strict)
     if as_json:
         output.print_json(report.to_dict())
     else:
@@ -101,7 +99,7 @@ def command(
         raise typer.Exit(report.status)
 
 
-def check_options(given: Given, asked: Asked) -> None:
+def check_options(given: SubjectSpec, asked: RunSpec) -> None:
     """Refuses what would do nothing, and names that nothing has."""
     from pellucid.core import grid, samplers
 
@@ -121,10 +119,10 @@ def check_options(given: Given, asked: Asked) -> None:
         raise PellucidError("--quick must be left out with --data, --dtype and adapters, which need weights.", "usage")
 
 
-def examined(given: Given, asked: Asked, only: Sequence[str]) -> Report:
+def examine_subject(given: SubjectSpec, asked: RunSpec, only: Sequence[str]) -> Report:
     """All checks that are possible, or those that are named; one that was named and is not possible is bad input."""
     from pellucid.evidence.doctor.checks import examine, named
-    from pellucid.evidence.doctor.opening import open_subject
+    from pellucid.evidence.doctor.subject import open_subject
 
     checks = named(only)
     subject = open_subject(given, asked)
@@ -137,6 +135,6 @@ def examined(given: Given, asked: Asked, only: Sequence[str]) -> Report:
 
 
 def show(report: Report) -> None:
-    from pellucid.evidence.doctor.report import written
+    from pellucid.evidence.doctor.checks import report_text
 
-    output.console().print(written(report), soft_wrap=True)
+    output.console().print(report_text(report), soft_wrap=True)

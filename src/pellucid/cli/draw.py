@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pellucid.cli import output
-from pellucid.evidence.study.charts import require
+from pellucid.evidence.report.charts import require
 
 SUFFIXES = (".png", ".svg", ".pdf")
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from PIL import Image, ImageDraw
 
-from pellucid.pipeline.lettering import Block, Face, face_for, wrap
+from pellucid.pipeline.sheet import Block, Face, face_for, wrap
 
 if TYPE_CHECKING:
-    from pellucid.cli.demo_scenes import Made, Moment
+    from pellucid.cli.demo_scenes import DemoImage, Moment
 
 NIGHT, LINE, STAR, DUST, RIGHT, WRONG = "#0b0f17", "#232c3b", "#eef2f8", "#8d99ad", "#4fd18b", "#ff6b6b"
 COLUMNS, CELL, GAP = 4, 256, 28
@@ -23,7 +23,7 @@ TICK = 16
 
 
 @dataclass(frozen=True)
-class Words:
+class SheetText:
     """What the sheet says around its images."""
 
     title: str
@@ -45,7 +45,7 @@ class Sheet:
         self.image.paste(image.convert("RGB").resize((side, side), Image.Resampling.LANCZOS), at)
 
 
-def board(found: Sequence[Made], moments: Sequence[Moment], words: Words) -> Image.Image:
+def draw_sheet(found: Sequence[DemoImage], moments: Sequence[Moment], words: SheetText) -> Image.Image:
     """All of it, drawn."""
     face = face_for("σ" + "".join((words.title, words.below, words.followed, *(one.prompt for one in found))))
     captions = [Block(wrap(one.prompt, face(CAPTION), CELL - 24, LINES), face(CAPTION), STAR) for one in found]
@@ -54,32 +54,32 @@ def board(found: Sequence[Made], moments: Sequence[Moment], words: Words) -> Ima
     below = EDGE + HEAD + sum(heights) + GAP * len(heights)
     height = below + STRIP_HEAD + 2 * SMALL + LABEL + EDGE
     sheet = Sheet(Image.new("RGB", (WIDTH, height), NIGHT), face)
-    title(sheet, found, words)
+    draw_title(sheet, found, words)
     for i, (one, caption) in enumerate(zip(found, captions, strict=True)):
         row, column = divmod(i, COLUMNS)
         top = EDGE + HEAD + sum(heights[:row]) + GAP * row
-        cell(sheet, one, caption, (EDGE + column * (CELL + GAP), top))
-    strip(sheet, moments, words, below)
+        draw_cell(sheet, one, caption, (EDGE + column * (CELL + GAP), top))
+    draw_strip(sheet, moments, words, below)
     return sheet.image
 
 
-def title(sheet: Sheet, found: Sequence[Made], words: Words) -> None:
+def draw_title(sheet: Sheet, found: Sequence[DemoImage], words: SheetText) -> None:
     right = sum(one.grade.right for one in found)
     sheet.say(words.title, 30, STAR, (EDGE, EDGE - 12))
     sheet.say(words.below, CAPTION, DUST, (EDGE, EDGE + 30))
     sheet.say(f"{right} of {len(found)} as asked", 20, RIGHT, (WIDTH - EDGE, EDGE - 4), "r")
 
 
-def cell(sheet: Sheet, one: Made, caption: Block, at: tuple[int, int]) -> None:
+def draw_cell(sheet: Sheet, one: DemoImage, caption: Block, at: tuple[int, int]) -> None:
     """An image, and under it a mark (all as asked, or not) beside its prompt."""
     x, y = at
     sheet.paste(one.image, CELL, at)
-    drawn = mark(one.grade.right)
+    drawn = tick_or_cross(one.grade.right)
     sheet.image.paste(drawn, (x, y + CELL + UNDER + (caption.pitch - TICK) // 2))
     caption.draw(ImageDraw.Draw(sheet.image), x + 24, y + CELL + UNDER)
 
 
-def mark(right: bool) -> Image.Image:
+def tick_or_cross(right: bool) -> Image.Image:
     """A tick or a cross, drawn four times as large for smooth edges."""
     side = 4 * TICK
     large = Image.new("RGB", (side, side), NIGHT)
@@ -90,7 +90,7 @@ def mark(right: bool) -> Image.Image:
     return large.resize((TICK, TICK), Image.Resampling.LANCZOS)
 
 
-def strip(sheet: Sheet, moments: Sequence[Moment], words: Words, top: int) -> None:
+def draw_strip(sheet: Sheet, moments: Sequence[Moment], words: SheetText, top: int) -> None:
     """Two lines of small images: x at falling noise, and what the network expects to come of it."""
     ImageDraw.Draw(sheet.image).line([(EDGE, top), (WIDTH - EDGE, top)], LINE, 2)
     sheet.say("From noise to the image", 22, STAR, (EDGE, top + 20))

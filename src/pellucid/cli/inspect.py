@@ -12,7 +12,7 @@ import typer
 
 from pellucid.cli import output
 from pellucid.cli.options import model_names
-from pellucid.cli.sample_options import Overwrite, option
+from pellucid.cli.sample import Overwrite, option
 from pellucid.core.errors import PellucidError, rule
 
 if TYPE_CHECKING:
@@ -97,10 +97,10 @@ def command(
     levels = DEPTHS[component is not None] if depth is None else depth
     from pellucid.cli import sample_words
     from pellucid.models.guidance import Guidance
-    from pellucid.pipeline.inspection import Asked
+    from pellucid.pipeline.inspection import GraphOptions
 
-    asked = Asked(
-        size=None if size is None else sample_words.size("--size", size),
+    asked = GraphOptions(
+        size=None if size is None else sample_words.read_size("--size", size),
         batch=batch,
         steps=steps,
         guidance=None if guidance is None else Guidance.parse(guidance),
@@ -117,20 +117,20 @@ def command(
         "revision": revision,
         "dtype": dtype,
     }
-    graph = made(model, asked, loading)
+    graph = read_graph(model, asked, loading)
     node = None if component is None else graph.node(component)
     if time:
-        graph = measured(graph, model, asked, {**loading, "device": device})
+        graph = add_times(graph, model, asked, {**loading, "device": device})
         node = None if node is None else graph.node(node.name)
-    told(graph, node, as_json, levels)
+    show_graph(graph, node, as_json, levels)
     if plot is not None:
         from pellucid.evidence.drawing import graph as drawing
 
-        goal.write(partial(drawing.image, graph))
+        goal.write(partial(drawing.draw_graph, graph))
         output.wrote(goal, as_json)
 
 
-def made(model: str, asked: Any, loading: dict[str, Any]) -> Graph:
+def read_graph(model: str, asked: Any, loading: dict[str, Any]) -> Graph:
     with output.progress(f"reading {model}", 2) as done:
         from pellucid.pipeline import inspection_graph
 
@@ -140,7 +140,7 @@ def made(model: str, asked: Any, loading: dict[str, Any]) -> Graph:
     return graph
 
 
-def measured(graph: Graph, model: str, asked: Any, loading: dict[str, Any]) -> Graph:
+def add_times(graph: Graph, model: str, asked: Any, loading: dict[str, Any]) -> Graph:
     from pellucid.pipeline import inspection_graph
 
     with ExitStack() as bars:
@@ -151,7 +151,7 @@ def measured(graph: Graph, model: str, asked: Any, loading: dict[str, Any]) -> G
         return inspection_graph.with_times(graph, model, asked, watch, **loading)
 
 
-def told(graph: Graph, node: Any, as_json: bool, depth: int) -> None:
+def show_graph(graph: Graph, node: Any, as_json: bool, depth: int) -> None:
     if as_json:
         whole = graph.to_dict()
         if node is not None:

@@ -9,8 +9,7 @@ from rich.text import Text
 
 from pellucid.cli import output
 from pellucid.evidence.drawing import graph_tables as tables
-from pellucid.evidence.drawing import graph_words as words
-from pellucid.evidence.drawing.graph_words import ROLE_COLOURS
+from pellucid.evidence.drawing.graph_tables import ROLE_COLOURS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,8 +26,8 @@ Lines = list[Text]
 
 def show(graph: Graph, screen: Console, depth: int) -> None:
     """The whole of it."""
-    screen.print(Text(words.title(graph), style="bold"))
-    about = words.subtitle(graph)
+    screen.print(Text(tables.title(graph), style="bold"))
+    about = tables.subtitle(graph)
     for part in (about[:-4], about[-4:]):  # what it is; what it is drawn for and what it weighs
         screen.print(Text(" · ".join(part), style="dim"))
     screen.print()
@@ -83,9 +82,9 @@ def wrapped(parts: Sequence[str], width: int) -> list[str]:
 def card(node: Node, width: int, more: Sequence[str] = ()) -> Lines:
     """A node as a box: its class, its weights, what else is to be said."""
     inner = width - 4
-    content = [*wrapped(words.classes(node), inner), *wrapped(words.weight(node), inner)]
-    content += [*wrapped(words.remarks(node), inner), *more]
-    return box(node.name, content, width, ROLE_COLOURS[node.role], words.took(node))
+    content = [*wrapped(tables.classes(node), inner), *wrapped(tables.weight(node), inner)]
+    content += [*wrapped(tables.remarks(node), inner), *more]
+    return box(node.name, content, width, ROLE_COLOURS[node.role], tables.duration(node))
 
 
 def pill(name: str, width: int) -> Lines:
@@ -130,10 +129,10 @@ def drawing(graph: Graph) -> Lines:
     sampler = graph.of("sampler")[0].name
     for node in graph.of("vae"):
         if node.half_of is None:
-            lines += arrow([words.flowing(flow) for flow in graph.between(sampler, node.name)], WIDTH)
+            lines += arrow([tables.flow_text(flow) for flow in graph.between(sampler, node.name)], WIDTH)
             lines += centred(card(node, 60), WIDTH)
             sampler = node.name
-    lines += arrow([words.flowing(flow) for flow in graph.into("images")], WIDTH)
+    lines += arrow([tables.flow_text(flow) for flow in graph.into("images")], WIDTH)
     return lines + pill("images", WIDTH)
 
 
@@ -152,7 +151,9 @@ def entrance(graph: Graph) -> Lines:
         span = made[0].cell_len
         for node in graph.of("condition"):
             made += centred(card(node, min(span, 46)), span)
-            flows = [words.flowing(flow) for flow in graph.out_of(node.name) if graph.node(flow.goal).role == "network"]
+            flows = [
+                tables.flow_text(flow) for flow in graph.out_of(node.name) if graph.node(flow.goal).role == "network"
+            ]
             made += arrow(flows, span)
         left = [[fitted(line, span) for line in made]]
     height = max(len(made) for made in (*left, *right))
@@ -184,10 +185,10 @@ def column(graph: Graph, chain: Sequence[Node], width: int) -> Lines:
 
 def wrapped_flow(flow: Flow, width: int) -> list[str]:
     """What flows on one line, or its name and its shapes on two."""
-    whole = words.flowing(flow)
+    whole = tables.flow_text(flow)
     if len(whole) <= width or not flow.shapes:
         return [whole]
-    shapes = words.shapes(flow.shapes)
+    shapes = tables.shapes(flow.shapes)
     head, dots, tail = shapes.partition(" … ")
     return [flow.what, shapes] if len(shapes) <= width or not dots else [flow.what, head, f"… {tail}"]
 
@@ -202,16 +203,16 @@ def loop(graph: Graph) -> Lines:
     lines += card(network, wide)
     for goal in (*graph.of("guidance"), sampler):
         source = network if goal.role == "guidance" or not graph.of("guidance") else graph.of("guidance")[0]
-        lines += arrow([words.flowing(flow) for flow in graph.between(source.name, goal.name)], wide)
+        lines += arrow([tables.flow_text(flow) for flow in graph.between(source.name, goal.name)], wide)
         if goal is sampler:
-            first = [f"◂ {words.flowing(flow)}" for flow in graph.into(sampler.name) if flow.source == "noise"]
+            first = [f"◂ {tables.flow_text(flow)}" for flow in graph.into(sampler.name) if flow.source == "noise"]
             turn = len(lines) + 1
             lines += card(sampler, wide, first)
         else:
             lines += card(goal, wide)
-    back = [words.flowing(flow) for flow in graph.between(sampler.name, network.name)]
+    back = [tables.flow_text(flow) for flow in graph.between(sampler.name, network.name)]
     lines = railed(lines, wide, (called, turn), back)
-    return framed(lines, words.pace(graph))
+    return framed(lines, tables.pace(graph))
 
 
 def controls(graph: Graph, width: int) -> Lines:
@@ -226,7 +227,7 @@ def controls(graph: Graph, width: int) -> Lines:
 
 def control(graph: Graph, node: Node, width: int) -> Lines:
     names = {flow: flow.source if flow.what == "pixels" else flow.what for flow in graph.into(node.name)}
-    given = [entering(name, words.shapes(flow.shapes), width - 4) for flow, name in names.items()]
+    given = [entering(name, tables.shapes(flow.shapes), width - 4) for flow, name in names.items()]
     labels = [label for flow in graph.out_of(node.name) for label in wrapped_flow(flow, width - width // 2 - 3)]
     return [*card(node, width, [line for lines in given for line in lines]), *arrow(labels, width)]
 

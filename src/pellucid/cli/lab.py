@@ -20,9 +20,9 @@ from pellucid.core.errors import PellucidError, rule
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from pellucid.labs.answers import Outcome
     from pellucid.labs.catalog import Lab
-    from pellucid.labs.checking import Outcome
-    from pellucid.labs.running import Shown
+    from pellucid.labs.process import BlockResult
 
 EXAMPLES = (
     "Example: pellucid lab 03",
@@ -75,7 +75,7 @@ def command(
 
         studio.page().serve([], port=0, open_browser=True, lab=found)
     else:
-        figures = Figures(out or Path("out") / "labs" / found.code, overwrite)
+        figures = FigureFolder(out or Path("out") / "labs" / found.code, overwrite)
         run_lab(found, figures if out is not None else figures.free(), smoke, as_json)
 
 
@@ -118,7 +118,7 @@ def show_list(as_json: bool) -> None:
 
 
 @dataclass(frozen=True)
-class Figures:
+class FigureFolder:
     """The folder of a lab's figures: 05.png is the figure of block 5, and 05_2.png its second one."""
 
     folder: Path
@@ -128,7 +128,7 @@ class Figures:
         found = sorted(self.folder.iterdir()) if self.folder.is_dir() else []
         return [path for path in found if re.fullmatch(r"\d\d(_\d+)?\.png", path.name)]
 
-    def free(self) -> Figures:
+    def free(self) -> FigureFolder:
         """The same, or the next without figures: 03, 03-2, …"""
         numbers = (replace(self, folder=self.folder.with_name(f"{self.folder.name}-{i}")) for i in count(2))
         return next(one for one in chain([self], numbers) if one.overwrite or not one.there())
@@ -141,7 +141,7 @@ class Figures:
         for path in self.there():
             output.destination(path, "--out", overwrite=self.overwrite)
 
-    def write(self, shown: Shown) -> list[Path]:
+    def write(self, shown: BlockResult) -> list[Path]:
         names = (f"{shown.number:02d}{'' if i == 1 else f'_{i}'}.png" for i in range(1, len(shown.figures) + 1))
         paths = [self.folder / name for name in names]
         for path, figure in zip(paths, shown.figures, strict=True):
@@ -149,19 +149,19 @@ class Figures:
         return paths
 
 
-def run_lab(lab: Lab, figures: Figures, smoke: bool, as_json: bool) -> None:
-    from pellucid.labs import running, script
+def run_lab(lab: Lab, figures: FigureFolder, smoke: bool, as_json: bool) -> None:
+    from pellucid.labs import process, script
 
     require_matplotlib()
     figures.open()
     screen, told = output.console(), []
     error = None
     with output.progress(lab.stem, len(script.read(lab.page)) if as_json else 0) as done:
-        for shown in running.run(lab.page, smoke):
+        for shown in process.run_page(lab.page, smoke):
             paths = figures.write(shown)
             error = shown.error
             if as_json:
-                told.append(as_record(shown, paths))
+                told.append(block_record(shown, paths))
                 done()
             else:
                 show_block(screen, shown, paths)
@@ -179,21 +179,21 @@ def require_matplotlib() -> None:
         raise PellucidError(rule("lab", "run with matplotlib", "none", advice), "lab-matplotlib")
 
 
-def as_record(shown: Shown, paths: Sequence[Path]) -> dict[str, Any]:
+def block_record(shown: BlockResult, paths: Sequence[Path]) -> dict[str, Any]:
     names = ("number", "text", "code", "printed", "seconds", "error")
     return {**{name: getattr(shown, name) for name in names}, "figures": [str(path) for path in paths]}
 
 
-def show_block(screen: Console, shown: Shown, paths: Sequence[Path]) -> None:
+def show_block(screen: Console, shown: BlockResult, paths: Sequence[Path]) -> None:
     from rich.text import Text
 
-    from pellucid.labs import words
+    from pellucid.labs import script
 
     if shown.text:
-        screen.print(Text(words.plain(shown.text)), width=min(screen.width, WIDTH))
+        screen.print(Text(script.plain(shown.text)), width=min(screen.width, WIDTH))
         screen.print()
     if shown.code:
-        screen.print(coloured(screen, shown.code), soft_wrap=True)
+        screen.print(highlighted(screen, shown.code), soft_wrap=True)
         screen.print()
     if shown.printed.strip():
         screen.print(Text(shown.printed.rstrip("\n")), soft_wrap=True)
@@ -205,7 +205,7 @@ def show_block(screen: Console, shown: Shown, paths: Sequence[Path]) -> None:
         screen.print(Text(f"block {shown.number} of {shown.count} failed: {shown.error}", style="red"), soft_wrap=True)
 
 
-def coloured(screen: Console, code: str) -> Any:
+def highlighted(screen: Console, code: str) -> Any:
     """Code set off by a bar, with colours on a terminal."""
     from rich.syntax import Syntax
     from rich.text import Text
@@ -225,7 +225,7 @@ def write_starter(lab: Lab, place: Path, overwrite: bool) -> None:
 
 
 def check_answer(lab: Lab, answer: Path, as_json: bool) -> None:
-    from pellucid.labs.checking import check
+    from pellucid.labs.answers import check
 
     found = check(lab, answer)
     passed = all(one.verdict == "passed" for one in found)

@@ -79,21 +79,21 @@ def command(
     from pellucid.pipeline.load import load, widen
     from pellucid.pipeline.policy import Policy
 
-    wanted = None if size is None else sample_words.size("--size", size)
+    wanted = None if size is None else sample_words.read_size("--size", size)
     policy = Policy(attention, vae_slicing, vae_tile, channels_last, offload, compiled)  # type: ignore[arg-type]
     with output.progress("loading", 1):
         pipe = sketch(model, dtype=dtype) if predict else load(model, dtype=dtype, device=device, policy=policy)
-    where = Where(policy, device) if predict else None
+    where = PredictFor(policy, device) if predict else None
     if where is not None and dtype is None and where.device.type == "cpu":
         widen(pipe.components)
     asked = {"size": wanted, "batch": batch, "steps": steps, "controlnets": controlnet or (), "loras": loras(lora)}
     if compare:
-        compared(pipe, asked, as_json, goal)
+        show_by_strategy(pipe, asked, as_json, goal)
     else:
-        staged(pipe, asked, where, as_json, goal)
+        show_by_stage(pipe, asked, where, as_json, goal)
 
 
-class Where:
+class PredictFor:
     """What to predict for, when it is not what was loaded."""
 
     def __init__(self, policy: Policy, device: str | None) -> None:
@@ -112,12 +112,12 @@ def loras(paths: list[str] | None) -> tuple[Any, ...]:
     return tuple(Lora(path) for path in paths or ())
 
 
-def staged(
-    pipe: Pipeline, asked: dict[str, Any], where: Where | None, as_json: bool, goal: output.Destination | None
+def show_by_stage(
+    pipe: Pipeline, asked: dict[str, Any], where: PredictFor | None, as_json: bool, goal: output.Destination | None
 ) -> None:
     """Stage by stage: predicted, and measured where it runs."""
     from pellucid.cli import memory_text
-    from pellucid.evidence.drawing.memory_words import described
+    from pellucid.evidence.drawing.memory import describe_run
     from pellucid.pipeline import memory
 
     request = memory.request_for(pipe, **asked)
@@ -127,7 +127,7 @@ def staged(
         seen()
         found = memory.measure(pipe, request) if where is None else None
         seen()
-    about = described(pipe, request, forecast.policy, pipe.device if where is None else where.device)
+    about = describe_run(pipe, request, forecast.policy, pipe.device if where is None else where.device)
     if as_json:
         output.print_json(memory_text.stages_json(about, forecast, found))
     else:
@@ -135,14 +135,14 @@ def staged(
     if goal is not None:
         from pellucid.evidence.drawing import memory as drawing
 
-        goal.write(partial(drawing.stages, about, forecast, found))
+        goal.write(partial(drawing.draw_stages, about, forecast, found))
         output.wrote(goal, as_json)
 
 
-def compared(pipe: Pipeline, asked: dict[str, Any], as_json: bool, goal: output.Destination | None) -> None:
+def show_by_strategy(pipe: Pipeline, asked: dict[str, Any], as_json: bool, goal: output.Destination | None) -> None:
     """Strategy by strategy."""
     from pellucid.cli import memory_text
-    from pellucid.evidence.drawing.memory_words import described
+    from pellucid.evidence.drawing.memory import describe_run
     from pellucid.pipeline import compare, memory
 
     dressed = memory.request_for(pipe, **asked)
@@ -150,7 +150,7 @@ def compared(pipe: Pipeline, asked: dict[str, Any], as_json: bool, goal: output.
     found, left_out = compare.strategies(pipe, bare, dressed)
     with output.progress("comparing", len(found)) as seen:
         rows = compare.compare(pipe, found, seen)
-    about = described(pipe, bare, pipe.policy, pipe.device)
+    about = describe_run(pipe, bare, pipe.policy, pipe.device)
     if as_json:
         output.print_json(memory_text.rows_json(about, rows, left_out))
     else:
@@ -158,5 +158,5 @@ def compared(pipe: Pipeline, asked: dict[str, Any], as_json: bool, goal: output.
     if goal is not None:
         from pellucid.evidence.drawing import memory as drawing
 
-        goal.write(partial(drawing.strategies, about, rows))
+        goal.write(partial(drawing.draw_strategies, about, rows))
         output.wrote(goal, as_json)

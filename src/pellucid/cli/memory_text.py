@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pellucid.cli import output
-from pellucid.evidence.drawing.memory_words import ITSELF, cells, headline, peak_of, row_notes
-from pellucid.pipeline.memory import in_words
+from pellucid.evidence.drawing.memory import ITSELF, headline, peak_of, row_notes, strategy_cells
+from pellucid.pipeline.memory import size_text
 from pellucid.pipeline.policy import EFFECTS
 
 if TYPE_CHECKING:
-    from pellucid.pipeline.compare import Row
-    from pellucid.pipeline.memory import Forecast, Measured
+    from pellucid.pipeline.compare import StrategyCost
+    from pellucid.pipeline.memory import Forecast, MemoryUse
 
 BAR = 24  # characters of the longest bar
 PARTS = (("weights", "█"), ("activations", "▓"), ("workspace", "░"))
@@ -21,17 +21,17 @@ PARTS = (("weights", "█"), ("activations", "▓"), ("workspace", "░"))
 # --- stages --------------------------------------------------------------------------------------------------------
 
 
-def show_stages(about: dict[str, Any], forecast: Forecast, found: Measured | None) -> None:
+def show_stages(about: dict[str, Any], forecast: Forecast, found: MemoryUse | None) -> None:
     columns = ["stage", *(name for name, _ in PARTS), "predicted", "measured", "ratio", "", "owner of the peak"]
     if found is None:
         columns = [name for name in columns if name not in ("measured", "ratio")]
     made = output.table(*columns, right=tuple(columns[1:-2]))
     most = forecast.peak.total
     for name, peak in forecast.stages.items():
-        sizes = [in_words(getattr(peak, part)) for part, _ in PARTS]
-        seen = [] if found is None else [in_words(found.peaks[name]), f"{peak.total / max(found.peaks[name], 1):.3f}"]
+        sizes = [size_text(getattr(peak, part)) for part, _ in PARTS]
+        seen = [] if found is None else [size_text(found.peaks[name]), f"{peak.total / max(found.peaks[name], 1):.3f}"]
         style = "[bold]" if name == forecast.stage else ""
-        made.add_row(f"{style}{name}", *sizes, in_words(peak.total), *seen, bar(peak, most), peak.owner or ITSELF)
+        made.add_row(f"{style}{name}", *sizes, size_text(peak.total), *seen, bar(peak, most), peak.owner or ITSELF)
     screen = output.console()
     screen.print(headline(about), style="bold")
     screen.print(made)
@@ -49,12 +49,12 @@ def bar(peak: Any, most: int) -> str:
     return "".join(mark * (end - begin) for begin, end, (_, mark) in zip(starts, ends, PARTS, strict=True))
 
 
-def notes(forecast: Forecast, found: Measured | None, about: dict[str, Any]) -> list[str]:
+def notes(forecast: Forecast, found: MemoryUse | None, about: dict[str, Any]) -> list[str]:
     peak = forecast.peak
-    held = ", ".join(f"{name or ITSELF} {in_words(size)}" for name, size in peak.held[:3])
+    held = ", ".join(f"{name or ITSELF} {size_text(size)}" for name, size in peak.held[:3])
     lines = [
-        f"peak: {forecast.stage}, {in_words(peak.total)} predicted"
-        + ("" if found is None else f", {in_words(found.peak)} measured")
+        f"peak: {forecast.stage}, {size_text(peak.total)} predicted"
+        + ("" if found is None else f", {size_text(found.peak)} measured")
         + f"; at work: {peak.owner or ITSELF}; held then: {held or 'nothing'}.",
         "█ weights  ▓ activations  ░ workspace of kernels.",
     ]
@@ -70,7 +70,7 @@ def effects(about: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(name, EFFECTS[name]) for name in about["policy"]]
 
 
-def stages_json(about: dict[str, Any], forecast: Forecast, found: Measured | None) -> dict[str, Any]:
+def stages_json(about: dict[str, Any], forecast: Forecast, found: MemoryUse | None) -> dict[str, Any]:
     stages = {}
     for name, peak in forecast.stages.items():
         stages[name] = {
@@ -89,14 +89,14 @@ def stages_json(about: dict[str, Any], forecast: Forecast, found: Measured | Non
 COLUMNS = ("strategy", "predicted", "measured", "", "denoise", "decode", "ms", "× time", "max diff", "mean diff", "to")
 
 
-def show_rows(about: dict[str, Any], rows: Sequence[Row], left_out: Sequence[str]) -> None:
+def show_rows(about: dict[str, Any], rows: Sequence[StrategyCost], left_out: Sequence[str]) -> None:
     made = output.table(*COLUMNS, right=tuple(name for name in COLUMNS[1:-1] if name))
     most = max((peak_of(row) for row in rows), default=1)
     for row in rows:
         if row.trouble:
             made.add_row(row.strategy.name, "–", "–", f"[dim]{row.trouble.split(':')[0]}[/]", *["–"] * 6, "")
         else:
-            predicted, measured, *rest = cells(row)
+            predicted, measured, *rest = strategy_cells(row)
             length = max(round(BAR * peak_of(row) / max(most, 1)), 1)
             made.add_row(row.strategy.name, predicted, measured, "█" * length, *rest)
     screen = output.console()
@@ -106,7 +106,7 @@ def show_rows(about: dict[str, Any], rows: Sequence[Row], left_out: Sequence[str
         screen.print(line, soft_wrap=True, markup=False)
 
 
-def rows_json(about: dict[str, Any], rows: Sequence[Row], left_out: Sequence[str]) -> dict[str, Any]:
+def rows_json(about: dict[str, Any], rows: Sequence[StrategyCost], left_out: Sequence[str]) -> dict[str, Any]:
     listed = []
     for row in rows:
         listed.append(

@@ -60,7 +60,7 @@ def print_json(value: Any, indent: int | None = 1) -> None:
     print(json.dumps(plain(value), indent=indent, allow_nan=False))
 
 
-def told(time: float, digits: int = 7) -> str:
+def time_text(time: float, digits: int = 7) -> str:
     """A told time; what rounding left of time 0 is 0."""
     return short(0.0 if abs(time) < 1e-12 else time, digits)
 
@@ -81,7 +81,7 @@ class Destination:
         try:
             put(self.path, what, replace=self.overwrite)
         except FileExistsError:
-            raise taken(self.option, self.path) from None
+            raise exists_error(self.option, self.path) from None
         except OSError as error:
             advice = f"{error.strerror or error}."
             raise PellucidError(rule(self.option, "a file that can be written", str(self), advice), "file") from None
@@ -96,7 +96,7 @@ def destination(path: Path, option: str, suffixes: tuple[str, ...] = (), *, over
     if path.exists() and not path.is_file():
         raise PellucidError(rule(option, "a plain file", str(path)), "file")
     if os.path.lexists(path) and not overwrite:
-        raise taken(option, path)
+        raise exists_error(option, path)
     writable(path.parent, option, path)
     return Destination(path, option, overwrite)
 
@@ -107,7 +107,7 @@ def check_overwrite(overwrite: bool, with_what: str, written: bool) -> None:
         raise PellucidError(f"--overwrite must come with {with_what}; got it alone.", "usage")
 
 
-def taken(option: str, path: Path) -> PellucidError:
+def exists_error(option: str, path: Path) -> PellucidError:
     advice = "Name another, or give --overwrite."
     return PellucidError(rule(option, "a file that does not exist yet", str(path), advice), "file-exists")
 
@@ -134,7 +134,7 @@ def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
     """A bar on a terminal's stderr that disappears when it is done, or a line now and then in a log; call what it
     yields after each part, or with the number of parts that are done."""
     if not sys.stderr.isatty():
-        yield now_and_then(what, total)
+        yield log_lines(what, total)
         return
     from rich.console import Console
     from rich.progress import Progress
@@ -144,7 +144,7 @@ def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
         yield lambda count=1: bar.advance(task, count)
 
 
-def now_and_then(what: str, total: int) -> Callable[..., None]:
+def log_lines(what: str, total: int) -> Callable[..., None]:
     """Says on stderr how far long work is, every EVERY seconds."""
     began = said = time.monotonic()
     done = 0

@@ -79,19 +79,19 @@ def command(
         from pellucid.cli import draw
 
         drawn = draw.destination(plot, overwrite)
-    words = plan_words.Words.of(ctx.params)
-    made = plan_words.compiled(words)
+    words = plan_words.PlanWords.of(ctx.params)
+    made = plan_words.plan_of(words)
     if diff is not None:
         from pellucid.cli import plan_diff_text
 
-        other = plan_words.inherited(plan_words.parsed(diff, ctx.command), words, made)
-        plan_diff_text.show(made, plan_words.compiled(other), as_json)
+        other = plan_words.inherit(plan_words.parse_words(diff, ctx.command), words, made)
+        plan_diff_text.show(made, plan_words.plan_of(other), as_json)
     elif as_json:
         print(made.to_json())
     elif plot is not None:
         from pellucid.evidence.drawing import plan as drawing
 
-        drawn.write(partial(drawing.plan, made))
+        drawn.write(partial(drawing.draw_plan, made))
         output.wrote(drawn)
     else:
         show(made)

@@ -11,8 +11,18 @@ from rich.text import Text
 from pellucid.cli import output
 from pellucid.core.plan import Difference, Plan
 from pellucid.core.schedule import Level
-from pellucid.evidence.plan_diff import POINTS, TOLERANCE, Comparison, Effect, compare
-from pellucid.evidence.plan_diff_words import change, facts, kind_of, relative, size_of
+from pellucid.evidence.plan_diff import (
+    POINTS,
+    TOLERANCE,
+    Comparison,
+    Effect,
+    change,
+    compare,
+    facts,
+    kind_of,
+    relative,
+    size_of,
+)
 
 RUNS = 12  # about as many as a comparison makes
 
@@ -24,7 +34,7 @@ def show(mine: Plan, theirs: Plan, as_json: bool) -> None:
         output.print_json(to_dict(found, theirs))
         return
     screen = output.console()
-    screen.print(plans(mine, theirs))
+    screen.print(facts_table(mine, theirs))
     if mine.frame != theirs.frame:
         screen.print(
             f"The other plan is rewritten from the frame {theirs.frame} to {mine.frame}; its results stay the same."
@@ -32,11 +42,11 @@ def show(mine: Plan, theirs: Plan, as_json: bool) -> None:
     by_row = [d for d in found.differences if d.row >= 0]
     if by_row:
         screen.print("Rows that differ", style="bold")
-        screen.print(rows(by_row))
+        screen.print(rows_table(by_row))
     elif mine.nfe == found.theirs.nfe:
         screen.print(f"The rows are the same (to {TOLERANCE:g}).")
     screen.print("What it does: the relative distance between the final results", style="bold")
-    screen.print(effects(found.effects))
+    screen.print(effects_table(found.effects))
     screen.print(f"{POINTS} points of a smooth mixture through its exact denoiser, float64; each kind alone, then all.")
 
 
@@ -45,8 +55,8 @@ def to_dict(found: Comparison, theirs: Plan) -> dict[str, Any]:
         return [v.alpha, v.sigma] if isinstance(v, Level) else v
 
     return {
-        "mine": about(found.mine),
-        "theirs": about(theirs),
+        "mine": without_rows(found.mine),
+        "theirs": without_rows(theirs),
         "compared_in_frame": found.mine.frame,
         "tolerance": TOLERANCE,
         "differences": [
@@ -57,12 +67,12 @@ def to_dict(found: Comparison, theirs: Plan) -> dict[str, Any]:
     }
 
 
-def about(plan: Plan) -> dict[str, Any]:
+def without_rows(plan: Plan) -> dict[str, Any]:
     """A plan without its rows."""
     return {key: value for key, value in {**plan.to_dict(), "nfe": plan.nfe}.items() if key != "rows"}
 
 
-def plans(mine: Plan, theirs: Plan) -> Table:
+def facts_table(mine: Plan, theirs: Plan) -> Table:
     """What the two plans are, side by side; what differs stands out."""
     made = output.table("", "this plan", "the other")
     theirs_facts = facts(theirs)
@@ -73,7 +83,7 @@ def plans(mine: Plan, theirs: Plan) -> Table:
     return made
 
 
-def rows(differences: Sequence[Difference]) -> Table:
+def rows_table(differences: Sequence[Difference]) -> Table:
     """A row for each that differs; `old → new (relative size)` in the column of its kind."""
     kinds = [k for k in ("told time", "level", "churn", "weights") if any(kind_of(d) == k for d in differences)]
     made = output.table("#", *kinds, right=("#",))
@@ -83,7 +93,7 @@ def rows(differences: Sequence[Difference]) -> Table:
     return made
 
 
-def effects(found: Sequence[Effect]) -> Table:
+def effects_table(found: Sequence[Effect]) -> Table:
     made = output.table("swapped in", "rows", "distance", "", right=("rows",))
     for effect in found:
         made.add_row(effect.kind, "" if effect.rows is None else str(effect.rows), size_of(effect), Text(effect.note))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from pellucid.cli.output import short, told
+from pellucid.cli.output import short, time_text
 from pellucid.core.plan import REGISTERS, Plan, Row, Weights, kept
 from pellucid.core.samplers import REGISTRY
 from pellucid.core.schedule import Level
@@ -59,7 +59,7 @@ def level(at: Level) -> str:
 
 def rows(plan: Plan) -> Iterator[Text]:
     """The table: #, told time, alpha, sigma, λ, and the update as a formula whose terms stand in columns."""
-    cells = [cells_of(i, r) for i, r in enumerate(plan.rows)]
+    cells = [row_cells(i, r) for i, r in enumerate(plan.rows)]
     widths = [max(len(c[k]) for c in (COLUMNS, *cells)) for k in range(len(COLUMNS))]
     updates = formulas([r.x for r in plan.rows])
     if any(r.anchor is not None for r in plan.rows):
@@ -72,8 +72,8 @@ def rows(plan: Plan) -> Iterator[Text]:
         yield Text.assemble((line, "cyan"), "   x ← ", update, (marks(r), "yellow"))
 
 
-def cells_of(index: int, r: Row) -> tuple[str, ...]:
-    return str(index), told(r.time), short(r.level.alpha), short(r.level.sigma), short(r.level.lam)
+def row_cells(index: int, r: Row) -> tuple[str, ...]:
+    return str(index), time_text(r.time), short(r.level.alpha), short(r.level.sigma), short(r.level.lam)
 
 
 def marks(r: Row) -> str:
@@ -101,12 +101,12 @@ def formulas(every: Sequence[Weights | None]) -> list[str]:
     for weights in every:
         for register, weight in weights or ():
             widest[register] = max(widest.get(register, 0), len(term(weight, register)))
-    out = ["" if weights is None else laid(dict(weights), widest) for weights in every]
+    out = ["" if weights is None else align(dict(weights), widest) for weights in every]
     spare = 2 if all(line[:2] in ("", "  ") for line in out) else 0  # room for a leading minus that no row needs
     return [line[spare:].rstrip() for line in out]
 
 
-def laid(weights: dict[int, float], widest: dict[int, int]) -> str:
+def align(weights: dict[int, float], widest: dict[int, int]) -> str:
     if not weights:
         return "  0"
     out, first = "", True

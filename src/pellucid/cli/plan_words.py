@@ -22,13 +22,13 @@ from pellucid.core.samplers import resolve
 from pellucid.core.samplers.registry import value_of
 from pellucid.core.schedule import Schedule
 
-MAX_BYTES = 64 * 2**20
+MAX_PLAN_BYTES = 64 * 2**20
 OUTPUTS = ("as_json", "plot", "diff", "save")
 FLAGS = {"as_json": "json"}
 
 
 @dataclass(frozen=True)
-class Words:
+class PlanWords:
     """What was said of a plan; None where nothing was."""
 
     sampler: str
@@ -42,13 +42,13 @@ class Words:
     options: tuple[tuple[str, Any], ...] = ()
 
     @staticmethod
-    def of(params: dict[str, Any]) -> Words:
+    def of(params: dict[str, Any]) -> PlanWords:
         names = ("schedule", "target", "grid", "steps", "dialect", "final")
         pairs = tuple(pair_of(text) for text in params["option"] or ())
         twice = [key for key, _ in pairs if sum(key == k for k, _ in pairs) > 1]
         if twice:
             raise PellucidError(rule("option", "given once", twice[0]), "option")
-        return Words(params["sampler"], **{name: params[name] for name in names}, options=pairs)
+        return PlanWords(params["sampler"], **{name: params[name] for name in names}, options=pairs)
 
     @property
     def file(self) -> Path | None:
@@ -56,7 +56,7 @@ class Words:
         named = self.sampler.lower().endswith(".json") or "/" in self.sampler or "\\" in self.sampler
         return Path(self.sampler) if named else None
 
-    def over(self, base: Words) -> Words:
+    def over(self, base: PlanWords) -> PlanWords:
         """These words, and the base's where these say nothing. Options pass on to the same sampler only."""
         said = {k: v for k, v in vars(self).items() if v is not None and k not in ("sampler", "options")}
         if not self.sampler:
@@ -69,7 +69,7 @@ class Words:
         return replace(base, **{**said, "sampler": entry.name, "options": tuple(options.items())})
 
 
-def parsed(text: str, command: Any) -> Words:
+def parse_words(text: str, command: Any) -> PlanWords:
     """The words of `--diff`, read by the command's own parser. The sampler may be left out."""
     try:
         args = shlex.split(text)
@@ -85,11 +85,11 @@ def parsed(text: str, command: Any) -> Words:
     for name in OUTPUTS:
         if params[name]:
             raise PellucidError(rule("--diff", f"a plan, without --{FLAGS.get(name, name)}", text), "usage")
-    words = Words.of(params)
+    words = PlanWords.of(params)
     return words if named else replace(words, sampler="")
 
 
-def inherited(said: Words, words: Words, made: Plan) -> Words:
+def inherit(said: PlanWords, words: PlanWords, made: Plan) -> PlanWords:
     """What was said of another plan, completed by the words that made this one. A plan file is complete already."""
     if said.file is not None:
         return said
@@ -99,7 +99,7 @@ def inherited(said: Words, words: Words, made: Plan) -> Words:
     return said.over(replace(words, sampler=entry.name, grid=words.grid or grid_of_name))
 
 
-def compiled(words: Words) -> Plan:
+def plan_of(words: PlanWords) -> Plan:
     """The plan that the words mean."""
     if words.file is not None:
         return from_file(words, words.file)
@@ -130,7 +130,7 @@ def compile_with(sampler: str, said: dict[str, Any], options: dict[str, Any]) ->
         raise PellucidError(f"option must be one that {sampler} can use; got {told}: {error}.", "option") from None
 
 
-def from_file(words: Words, path: Path) -> Plan:
+def from_file(words: PlanWords, path: Path) -> Plan:
     for name in ("schedule", "target", "grid", "steps", "dialect", "final", "options"):
         if getattr(words, name):
             flag = {"dialect": "as", "options": "option"}.get(name, name)
@@ -139,24 +139,24 @@ def from_file(words: Words, path: Path) -> Plan:
         from pellucid.interop.source import bundled
 
         path = bundled(path)  # a bundle's, by its name; torch is imported for it alone
-    text = read_text(path, "plan file", MAX_BYTES)
+    text = read_text(path, "plan file", MAX_PLAN_BYTES)
     with naming(path.name), np.errstate(all="ignore"):
         return Plan.from_json(text)
 
 
-def words_of(made: Plan) -> Words:
+def words_of(made: Plan) -> PlanWords:
     """The words that would compile a plan again, as far as its grid and its schedule can be made."""
     lay = dict(made.grid)
     steps, skip = lay.pop("steps", None), lay.pop("skip", None)
-    with refusing("plan file must name a grid and a schedule that can be made"):
+    with as_file_error("plan file must name a grid and a schedule that can be made"):
         grid, curve = grids.named(Grid.from_dict(lay)), schedules.from_dict(made.schedule)
         grids.points(curve, grid, steps)
     options = tuple(made.options.items())
-    return Words(made.name, curve, made.target, grid, steps, made.dialect, None, skip, options)
+    return PlanWords(made.name, curve, made.target, grid, steps, made.dialect, None, skip, options)
 
 
 @contextmanager
-def refusing(what: str) -> Iterator[None]:
+def as_file_error(what: str) -> Iterator[None]:
     """A file may hold anything: what breaks while it is read is the file's error and not a crash."""
     try:
         yield

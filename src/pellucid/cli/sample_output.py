@@ -1,4 +1,4 @@
-"""What `pellucid sample` leaves: files that replace nothing unasked, a bar while it works, words at the end."""
+"""`pellucid sample --trace`: a recorder for each run, and where its file goes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pellucid.cli import output
 from pellucid.core.errors import PellucidError, rule
+from pellucid.evidence.trace.recorder import Recorder
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -24,6 +25,49 @@ if TYPE_CHECKING:
     from pellucid.pipeline.pipeline import Result
     from pellucid.pipeline.recipe import Recipe
 
+
+# --- Traces ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class TraceFiles:
+    """The traces of a call of `pellucid sample`: one file for one run, numbered files for several."""
+
+    path: Path
+    tensors: bool = False
+    overwrite: bool = False
+    runs: int = 1
+    written: list[Path] = field(default_factory=list)
+
+    @staticmethod
+    def of(params: dict[str, Any]) -> TraceFiles | None:
+        """As asked; refuses, before any work, what could not be written."""
+        if params["trace"] is None:
+            if params["trace_tensors"]:
+                raise PellucidError("--trace-tensors must come with --trace FILE; got it alone.", "usage")
+            return None
+        return TraceFiles(params["trace"], params["trace_tensors"], params["overwrite"])
+
+    def expect(self, runs: int) -> None:
+        """So many runs will come: none of their files may be in the way."""
+        self.runs = runs
+        for number in range(1, runs + 1):
+            output.destination(self.name(number), "--trace", overwrite=self.overwrite)
+
+    def name(self, number: int) -> Path:
+        return self.path if self.runs == 1 else self.path.with_stem(f"{self.path.stem}-{number:03d}")
+
+    @contextmanager
+    def recorder(self) -> Iterator[Recorder]:
+        """The recorder of the next run."""
+        path = self.name(len(self.written) + 1)
+        with Recorder(path, self.tensors, overwrite=self.overwrite) as made:
+            yield made
+        self.written.append(path)
+
+
+# --- Files, bar and report ------------------------------------------------------------------------------------------
+
 STEM = "out"
 IMAGES = (".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".svg", ".pdf")  # not written; no folders' names
 
@@ -32,7 +76,7 @@ IMAGES = (".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".svg", ".p
 
 
 @dataclass(frozen=True)
-class Goal:
+class OutputPaths:
     """Where images go: one file, or a folder and the stem of their names."""
 
     folder: Path
@@ -73,13 +117,13 @@ class Goal:
         output.Destination(path, "--out", self.overwrite).write(lambda part: part.write_bytes(held.getvalue()))
 
 
-def goal_of(out: Path | None, overwrite: bool, several: bool) -> Goal:
+def output_paths(out: Path | None, overwrite: bool, several: bool) -> OutputPaths:
     """Refuses, before any work, what could not be written. A folder is made where its parent exists."""
     if out is None:
         output.writable(Path(), "--out")
-        return Goal(Path(), overwrite=overwrite)
+        return OutputPaths(Path(), overwrite=overwrite)
     if out.suffix.lower() == ".png" and not out.is_dir():
-        goal = Goal(out.parent, out.stem, None if several else out, overwrite)
+        goal = OutputPaths(out.parent, out.stem, None if several else out, overwrite)
         if several:
             output.writable(out.parent, "--out")
         else:
@@ -93,7 +137,7 @@ def goal_of(out: Path | None, overwrite: bool, several: bool) -> Goal:
         output.writable(out.parent, "--out")
         out.mkdir()
     output.writable(out, "--out")
-    return Goal(out, overwrite=overwrite)
+    return OutputPaths(out, overwrite=overwrite)
 
 
 def cell_name(number: int, settings: dict[str, Any]) -> str:
@@ -106,7 +150,7 @@ def cell_name(number: int, settings: dict[str, Any]) -> str:
 
 
 @dataclass
-class Bar:
+class StepBar:
     """The steps of all runs on one bar, and the stage at work; without a terminal it shows nothing."""
 
     progress: Progress
@@ -138,7 +182,7 @@ class Bar:
 
 
 @contextmanager
-def bar(quiet: bool) -> Iterator[Bar]:
+def step_bar(quiet: bool) -> Iterator[StepBar]:
     """The bar on a terminal's stderr; it disappears when the work is done."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -146,14 +190,14 @@ def bar(quiet: bool) -> Iterator[Bar]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     hidden = quiet or not sys.stderr.isatty()
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as progress:
-        yield Bar(progress, progress.add_task("load", total=None))
+        yield StepBar(progress, progress.add_task("load", total=None))
 
 
 # --- words at the end ------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Report:
+class SampleReport:
     """What was made, as it is made."""
 
     model: str = ""
@@ -199,7 +243,7 @@ class Report:
         }
 
 
-def show(report: Report) -> None:
+def show_report(report: SampleReport) -> None:
     """Files with their seeds, what each stage took, and what to mind."""
     screen = output.console()
 
@@ -214,10 +258,10 @@ def show(report: Report) -> None:
             say(f"cells in {report.sheet['cells']}")
     else:
         for path, recipe in zip(report.files, report.recipes, strict=True):
-            say(f"wrote {path}: {settings(recipe)}", style="bold")
+            say(f"wrote {path}: {settings_text(recipe)}", style="bold")
     took = {"load": report.load_seconds, **{name: stage["seconds"] for name, stage in report.stages.items()}}
     say(
-        " · ".join(f"{name} {seconds:.2f} s" for name, seconds in took.items()) + f" · {calls(report.calls)}",
+        " · ".join(f"{name} {seconds:.2f} s" for name, seconds in took.items()) + f" · {call_count(report.calls)}",
         style="dim",
     )
     for path in report.traces:
@@ -228,11 +272,11 @@ def show(report: Report) -> None:
         say(f"note: {text}")
 
 
-def calls(count: int) -> str:
+def call_count(count: int) -> str:
     return f"{count} model call" + ("" if count == 1 else "s")
 
 
-def settings(recipe: Recipe) -> str:
+def settings_text(recipe: Recipe) -> str:
     """The settings of an image in a line."""
     from pellucid.core.samplers import REGISTRY
     from pellucid.models.guidance import Guidance

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import typer
 
-from pellucid.cli.sample_words import Adapter, Asked
+from pellucid.cli.sample_words import AdapterWords, SampleWords
 from pellucid.core.errors import PellucidError
 from pellucid.core.grid import Grid
 from pellucid.core.plan import Plan
 from pellucid.interop import hub, source
 from pellucid.models.guidance import Guidance
-from pellucid.pipeline import images, recording, repeat
+from pellucid.pipeline import images, repeat
 from pellucid.pipeline import recipe as recipes
-from pellucid.pipeline.parameters import Foreign
+from pellucid.pipeline.parameters import ForeignRecipe
 from pellucid.pipeline.policy import Policy
 from pellucid.pipeline.recipe import Recipe
 from pellucid.pipeline.repeat import Needs
@@ -37,11 +37,11 @@ MANY = 1000  # steps that it may take
 
 
 @dataclass(frozen=True)
-class Source:
+class RecipeSource:
     """An image and its recipe. `axes` are those of a sheet."""
 
     path: Path
-    recipe: Recipe | Foreign
+    recipe: Recipe | ForeignRecipe
     needs: Needs
     axes: str | None = None
 
@@ -57,16 +57,16 @@ class Source:
         return f"a recipe of pellucid {self.exact.pellucid}" + ("" if self.axes is None else ", a sheet")
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Path) -> RecipeSource:
     sheet = recipes.read_sheet(path)
     axes, found = (None, recipes.read_png(path)) if sheet is None else sheet
-    return Source(path, found, repeat.needs_of(found), axes)
+    return RecipeSource(path, found, repeat.needs_of(found), axes)
 
 
 # --- nothing large unasked -------------------------------------------------------------------------------------
 
 
-def agree(origin: Source, asked: Asked, progress: Progress) -> None:
+def agree(origin: RecipeSource, asked: SampleWords, progress: Progress) -> None:
     """Asks before a recipe of another order of size than its image is run, or refuses where nobody can answer.
 
     Nobody sees in an image what its recipe asks for. What is said on the command line is agreed to.
@@ -80,7 +80,7 @@ def agree(origin: Source, asked: Asked, progress: Progress) -> None:
         progress.start()
 
 
-def surprises(origin: Source, asked: Asked) -> Iterator[tuple[str, str]]:
+def surprises(origin: RecipeSource, asked: SampleWords) -> Iterator[tuple[str, str]]:
     """(the question, the refusal) of each thing that a recipe makes far larger than its image shows."""
     base, name = repeat.request_fields(origin.recipe), origin.path.name
     size = base.get("width"), base.get("height")
@@ -109,11 +109,11 @@ def on_terminal() -> bool:
 # --- the recipe, completed -------------------------------------------------------------------------------------
 
 
-def completed(origin: Source, asked: Asked) -> tuple[Asked, list[str]]:
+def complete(origin: RecipeSource, asked: SampleWords) -> tuple[SampleWords, list[str]]:
     """What to run: the recipe's words, and over them those that were said; and which of them were said otherwise."""
     base = repeat.request_fields(origin.recipe)
     seed, prompt, label = (base.pop(name, None) for name in ("seed", "prompt", "label"))
-    fields = repeat.over(base, asked.fields)
+    fields = repeat.override(base, asked.fields)
     changed = differences({k: v for k, v in base.items() if k in asked.fields}, asked.fields)
     for name, old, new in (
         ("prompt", prompt, asked.prompts),
@@ -135,7 +135,7 @@ def completed(origin: Source, asked: Asked) -> tuple[Asked, list[str]]:
         fields=fields,
         loading=loading,
         policy=policy,
-        **adapters(origin, asked),
+        **find_adapters(origin, asked),
     )
     return done, changed
 
@@ -154,7 +154,9 @@ def own_policy(recipe: Recipe) -> dict[str, Any]:
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """`steps 30 → 20`, for each of the old that is new."""
-    pairs = {name: (shown(value), shown(new[name])) for name, value in old.items() if not alike(value, new[name])}
+    pairs = {
+        name: (value_text(value), value_text(new[name])) for name, value in old.items() if not alike(value, new[name])
+    }
     return [f"{name} {before} → {after}" for name, (before, after) in pairs.items() if before != after]
 
 
@@ -165,7 +167,7 @@ def alike(old: Any, new: Any) -> bool:
     return Guidance.parse(old).same_rules(new)
 
 
-def shown(value: Any) -> str:
+def value_text(value: Any) -> str:
     if isinstance(value, Grid):
         return value.name
     if isinstance(value, Plan):
@@ -178,10 +180,10 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
 
 
-def understood(found: Foreign) -> dict[str, str]:
+def understood(found: ForeignRecipe) -> dict[str, str]:
     """What was read of another program's text, in words."""
     names = {name: value for name, value in found.fields.items() if value not in ("", None) and name != "adapters"}
-    words = {name: value["name"] if name == "grid" else shown(value) for name, value in names.items()}
+    words = {name: value["name"] if name == "grid" else value_text(value) for name, value in names.items()}
     loras = [f"{a['name']} at {a['scale']:g}" for a in found.fields.get("adapters", ())]
     return {**words, **({"lora": ", ".join(loras)} if loras else {})}
 
@@ -189,7 +191,7 @@ def understood(found: Foreign) -> dict[str, str]:
 # --- what a recipe does not hold -------------------------------------------------------------------------------
 
 
-def local_model(origin: Source) -> str:
+def local_model(origin: RecipeSource) -> str:
     """The model that the recipe names, where it is on this machine: nothing is fetched because an image says so."""
     name = str(repeat.known_fields(origin.recipe).get("model", ""))
     if origin.exact is not None and name:
@@ -202,11 +204,11 @@ def local_model(origin: Source) -> str:
     raise PellucidError(f"MODEL must be given: {told}.", "missing")
 
 
-def adapters(origin: Source, asked: Asked) -> dict[str, list[Adapter]]:
+def find_adapters(origin: RecipeSource, asked: SampleWords) -> dict[str, list[AdapterWords]]:
     """The adapters of the run: those given, or those of the recipe that lie in this folder or beside the image."""
     needs, missing = origin.needs, []
-    loras = [scaled(given, needs.of("lora")) for given in asked.loras] or [
-        found if found is not None else Adapter("")
+    loras = [with_scale(given, needs.of("lora")) for given in asked.loras] or [
+        found if found is not None else AdapterWords("")
         for found in (find_lora(need, origin.path.parent) for need in needs.of("lora"))
     ]
     missing += [
@@ -214,8 +216,8 @@ def adapters(origin: Source, asked: Asked) -> dict[str, list[Adapter]]:
         for need, found in zip(needs.of("lora"), loras, strict=False)
         if not found.path
     ]
-    controls = spanned(asked.controls, needs.of("controlnet"))
-    prompts = spanned(asked.image_prompts, needs.of("ip-adapter"))
+    controls = with_spans(asked.controls, needs.of("controlnet"))
+    prompts = with_spans(asked.image_prompts, needs.of("ip-adapter"))
     for flag, given, kind in (("--control", controls, "controlnet"), ("--image-prompt", prompts, "ip-adapter")):
         if not given:
             missing += [f"{flag} NET,FILE for {need['name']}" for need in needs.of(kind)]
@@ -228,24 +230,24 @@ def adapters(origin: Source, asked: Asked) -> dict[str, list[Adapter]]:
     return {"loras": loras, "controls": controls, "image_prompts": prompts}
 
 
-def scaled(given: Adapter, needs: list[dict[str, Any]]) -> Adapter:
+def with_scale(given: AdapterWords, needs: list[dict[str, Any]]) -> AdapterWords:
     """A given LoRA, at the recipe's scale where none is said."""
     own = next((need for need in needs if need["name"] == Path(given.path).stem), None)
     return given if own is None or given.scale is not None else replace(given, scale=own.get("scale", 1.0))
 
 
-def find_lora(need: Mapping[str, Any], beside: Path) -> Adapter | None:
+def find_lora(need: Mapping[str, Any], beside: Path) -> AdapterWords | None:
     """The file that a recipe's LoRA names, or the part of a bundle; no other name with a path in it is looked for."""
     name = str(need["name"])
     if source.in_bundle(name) is not None:
-        return Adapter(name, scale=need.get("scale", 1.0))
+        return AdapterWords(name, scale=need.get("scale", 1.0))
     if name != os.path.basename(name) or name in ("", ".", ".."):
         return None
     places = [folder / f"{name}.safetensors" for folder in (Path(), beside)]
-    return next((Adapter(str(p), scale=need.get("scale", 1.0)) for p in places if p.is_file()), None)
+    return next((AdapterWords(str(p), scale=need.get("scale", 1.0)) for p in places if p.is_file()), None)
 
 
-def spanned(given: list[Adapter], needs: list[dict[str, Any]]) -> list[Adapter]:
+def with_spans(given: list[AdapterWords], needs: list[dict[str, Any]]) -> list[AdapterWords]:
     """Given adapters with images, in the recipe's order, at its scales and spans where none are said."""
     out = []
     for i, adapter in enumerate(given):
@@ -259,7 +261,7 @@ def spanned(given: list[Adapter], needs: list[dict[str, Any]]) -> list[Adapter]:
 # --- is it the same? -------------------------------------------------------------------------------------------
 
 
-def check_same(origin: Source, pipe: Pipeline, request: Request, named: bool) -> list[str]:
+def check_same(origin: RecipeSource, pipe: Pipeline, request: Request, named: bool) -> list[str]:
     """What of the model, the images and the adapters is not the recipe's. A model that nobody named must be."""
     recipe = origin.exact
     if recipe is None:
@@ -277,9 +279,9 @@ def check_same(origin: Source, pipe: Pipeline, request: Request, named: bool) ->
         )
     elif other:
         found.append(f"the model is another: {', '.join(other)}")
-    given = recording.inputs_of(request)
+    given = repeat.inputs_of(request)
     found += [f"{role} is another image" for role, seen in recipe.inputs.items() if given.get(role, seen) != seen]
-    return found + adapter_differences(recipe.adapters, recording.adapters_of(pipe, request))
+    return found + adapter_differences(recipe.adapters, repeat.adapters_of(pipe, request))
 
 
 def adapter_differences(old: tuple[dict[str, Any], ...], new: tuple[dict[str, Any], ...]) -> list[str]:
@@ -302,7 +304,7 @@ def adapter_differences(old: tuple[dict[str, Any], ...], new: tuple[dict[str, An
     return found + [f"{a['kind']} {a['name']} added" for a in left]
 
 
-def compare_pixels(origin: Source, image: Any, recipe: Recipe) -> str:
+def compare_pixels(origin: RecipeSource, image: Any, recipe: Recipe) -> str:
     """Whether the new image is the old one, and where not, how far it is and what may be why."""
     if origin.exact is None:
         return ""

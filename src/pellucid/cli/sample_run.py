@@ -10,17 +10,16 @@ from typing import Any
 import typer
 
 from pellucid.cli import output, sample_output, sample_repeat, sample_sheet, sample_words
-from pellucid.cli.sample_output import Bar, Report
-from pellucid.cli.sample_repeat import Source
-from pellucid.cli.sample_trace import Traces
-from pellucid.cli.sample_words import Adapter, Asked
-from pellucid.cli.sample_work import Job, Work, request_of
+from pellucid.cli.sample_output import SampleReport, StepBar, TraceFiles
+from pellucid.cli.sample_repeat import RecipeSource
+from pellucid.cli.sample_words import AdapterWords, SampleWords
+from pellucid.cli.sample_work import ImageJob, SampleRun, request_of
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.noise import seed_list
-from pellucid.pipeline import prompt as texts
 from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
+from pellucid.pipeline.encoders import text
 from pellucid.pipeline.load import load
-from pellucid.pipeline.parameters import Foreign
+from pellucid.pipeline.parameters import ForeignRecipe
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.policy import Policy
 from pellucid.pipeline.request import Request
@@ -30,9 +29,9 @@ CANCELLED = 130
 
 def sample(params: dict[str, Any]) -> None:
     """Everything, from the words of the command line to the words at its end."""
-    report = Report()
+    report = SampleReport()
     try:
-        with sample_output.bar(quiet=params["as_json"]) as bar:
+        with sample_output.step_bar(quiet=params["as_json"]) as bar:
             work_on(params, report, bar)
     except KeyboardInterrupt:
         count = len(report.files)
@@ -41,46 +40,46 @@ def sample(params: dict[str, Any]) -> None:
     if params["as_json"]:
         output.print_json(report.to_dict())
     else:
-        sample_output.show(report)
+        sample_output.show_report(report)
 
 
-def work_on(params: dict[str, Any], report: Report, bar: Bar) -> None:
-    asked, origin = Asked.of(params), None
+def work_on(params: dict[str, Any], report: SampleReport, bar: StepBar) -> None:
+    asked, origin = SampleWords.of(params), None
     named = asked.model is not None
     if params["from_file"] is not None:
         origin = sample_repeat.open_source(params["from_file"])
         sample_repeat.agree(origin, asked, bar.progress)
-        asked, changed = sample_repeat.completed(origin, asked)
-        report.source = told_of(origin, changed)
+        asked, changed = sample_repeat.complete(origin, asked)
+        report.source = source_facts(origin, changed)
         report.note(*getattr(origin.recipe, "notes", ()))
     axes = params["grid_of"] or (origin.axes if origin is not None else None)
     check_usage(params, asked, origin, axes)
     jobs = jobs_of(asked)
     if axes is not None and len(jobs) > 1:
         raise PellucidError(rule("--grid-of", "for one image a cell", f"{len(jobs)} images"), "usage")
-    goal = sample_output.goal_of(params["out"], params["overwrite"], len(jobs) > 1)
-    traces = Traces.of(params)
+    goal = sample_output.output_paths(params["out"], params["overwrite"], len(jobs) > 1)
+    traces = TraceFiles.of(params)
     fields = {**asked.fields, **adapters_of(asked)}
     # What is wrong whatever the model is refused before it is loaded.
     cells = None if axes is None else sample_sheet.cells_of(axes, jobs[0], fields)
     if cells is None:
         request_of(jobs[:1], fields)
     else:
-        places = sample_sheet.places(goal, params["keep_cells"])
+        places = sample_sheet.sheet_places(goal, params["keep_cells"])
     if traces is not None:
         traces.expect(math.ceil(len(jobs) / asked.batch) if cells is None else len(cells.requests))
     pipe = timed_load(asked, report)
-    work = Work(asked, goal, report, bar, pipe, origin, named, weak_of(asked), traces)
+    work = SampleRun(asked, goal, report, bar, pipe, origin, named, weak_of(asked), traces)
     if cells is None:
-        images(work, jobs, fields)
+        make_images(work, jobs, fields)
     else:
-        sample_sheet.sheet(work, cells, *places)
+        sample_sheet.make_sheet(work, cells, *places)
 
 
-def told_of(origin: Source, changed: list[str]) -> dict[str, Any]:
+def source_facts(origin: RecipeSource, changed: list[str]) -> dict[str, Any]:
     """What `--from` says at the end."""
     found = origin.recipe
-    foreign = isinstance(found, Foreign)
+    foreign = isinstance(found, ForeignRecipe)
     return {
         "file": str(origin.path),
         "kind": origin.kind,
@@ -91,7 +90,7 @@ def told_of(origin: Source, changed: list[str]) -> dict[str, Any]:
     }
 
 
-def check_usage(params: dict[str, Any], asked: Asked, origin: Source | None, axes: str | None) -> None:
+def check_usage(params: dict[str, Any], asked: SampleWords, origin: RecipeSource | None, axes: str | None) -> None:
     """Words that only make sense with others."""
     if params["keep_cells"] and axes is None:
         raise PellucidError("--keep-cells must come with --grid-of; got it alone.", "usage")
@@ -102,7 +101,7 @@ def check_usage(params: dict[str, Any], asked: Asked, origin: Source | None, axe
 # --- jobs ------------------------------------------------------------------------------------------------------
 
 
-def jobs_of(asked: Asked) -> list[Job]:
+def jobs_of(asked: SampleWords) -> list[ImageJob]:
     """One an image: n of each prompt, or of each label, with the seeds that were given or consecutive ones."""
     prompts: Sequence[str | None] = asked.prompts or [None]
     labels: Sequence[int | str | None] = asked.labels or [None]
@@ -116,14 +115,14 @@ def jobs_of(asked: Asked) -> list[Job]:
         raise PellucidError(rule("--seed", f"one seed, or {count}: one per image", len(given)), "seed")
     seeds = seed_list(Request().seeds()[0] if asked.seeds is None else asked.seeds, count)
     several = len(things) > 1
-    return [Job(*things[i // n], seed, i + 1 if several else None) for i, seed in enumerate(seeds)]
+    return [ImageJob(*things[i // n], seed, i + 1 if several else None) for i, seed in enumerate(seeds)]
 
 
-def batches(work: Work, jobs: list[Job]) -> Iterator[list[Job]]:
+def batches(work: SampleRun, jobs: list[ImageJob]) -> Iterator[list[ImageJob]]:
     """Jobs in runs of at most `--batch`. Prompts of other lengths would fill each other up: they run apart."""
-    held: list[Job] = []
+    held: list[ImageJob] = []
     for job in jobs:
-        if held and (len(held) == work.asked.batch or length(work, held[0]) != length(work, job)):
+        if held and (len(held) == work.asked.batch or windows_of(work, held[0]) != windows_of(work, job)):
             yield held
             held = []
         held.append(job)
@@ -131,17 +130,17 @@ def batches(work: Work, jobs: list[Job]) -> Iterator[list[Job]]:
         yield held
 
 
-def length(work: Work, job: Job) -> int:
+def windows_of(work: SampleRun, job: ImageJob) -> int:
     """Windows of the text encoder that a prompt fills."""
     tokenizers = work.pipe.components.tokenizers if job.prompt and work.asked.batch > 1 else ()
     weighting = work.asked.fields.get("weighting", False)
-    return max((len(texts.chunks(t, job.prompt or "", weighting=weighting)) for t in tokenizers), default=1)
+    return max((len(text.chunks_of(t, job.prompt or "", weighting=weighting)) for t in tokenizers), default=1)
 
 
 # --- loading ---------------------------------------------------------------------------------------------------
 
 
-def timed_load(asked: Asked, report: Report) -> Pipeline:
+def timed_load(asked: SampleWords, report: SampleReport) -> Pipeline:
     began = time.perf_counter()
     assert asked.model is not None
     pipe = load(asked.model, **asked.loading, policy=Policy(**asked.policy))
@@ -149,10 +148,10 @@ def timed_load(asked: Asked, report: Report) -> Pipeline:
     return pipe
 
 
-def adapters_of(asked: Asked) -> dict[str, Any]:
+def adapters_of(asked: SampleWords) -> dict[str, Any]:
     """The adapters of every run. The pipeline reads each file once."""
 
-    def scale(adapter: Adapter) -> Any:
+    def scale(adapter: AdapterWords) -> Any:
         return 1.0 if adapter.scale is None else adapter.scale
 
     found: dict[str, Any] = {}
@@ -169,7 +168,7 @@ def adapters_of(asked: Asked) -> dict[str, Any]:
     return found
 
 
-def weak_of(asked: Asked) -> Pipeline | None:
+def weak_of(asked: SampleWords) -> Pipeline | None:
     if asked.weak is None:
         return None
     return load(asked.weak, **{name: asked.loading[name] for name in ("dtype", "device") if name in asked.loading})
@@ -178,7 +177,7 @@ def weak_of(asked: Asked) -> Pipeline | None:
 # --- images ----------------------------------------------------------------------------------------------------
 
 
-def images(work: Work, jobs: list[Job], fields: dict[str, Any]) -> None:
+def make_images(work: SampleRun, jobs: list[ImageJob], fields: dict[str, Any]) -> None:
     """Every image, written as soon as it is made."""
     runs = list(batches(work, jobs))
     requests = [request_of(run, fields) for run in runs]

@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from pellucid.cli import output, sample_output
-from pellucid.cli.sample_output import Goal
-from pellucid.cli.sample_work import Job, Work, request_of
+from pellucid.cli.sample_output import OutputPaths
+from pellucid.cli.sample_work import ImageJob, SampleRun, request_of
 from pellucid.pipeline.request import Request
-from pellucid.pipeline.sheet import Axis, cells, draw_sheet
-from pellucid.pipeline.sheet_cells import axes_of, cell_fields, footer
+from pellucid.pipeline.sheet import Axis, axes_of, cell_fields, cells, draw_sheet, shared_settings
 
 
 @dataclass(frozen=True)
-class Cells:
+class SheetCells:
     """The axes, the text that they were read from, and the settings and the request of each cell."""
 
     text: str
@@ -26,22 +25,22 @@ class Cells:
     requests: list[Request]
 
 
-def cells_of(text: str, job: Job, fields: dict[str, Any]) -> Cells:
+def cells_of(text: str, job: ImageJob, fields: dict[str, Any]) -> SheetCells:
     axes = axes_of(text, fields.get("sampler"))
     every = cells(axes)
-    return Cells(text, axes, every, [cell_request(job, fields, settings) for settings in every])
+    return SheetCells(text, axes, every, [cell_request(job, fields, settings) for settings in every])
 
 
-def places(goal: Goal, keep: bool) -> tuple[Path, Path | None]:
+def sheet_places(goal: OutputPaths, keep: bool) -> tuple[Path, Path | None]:
     """The file of the sheet and the folder of its cells, where they are kept; both are new, or may be replaced."""
     file = goal.file or free_sheet(goal.folder)
     folder = file.with_name(f"{file.stem}-cells") if keep else None
     if folder is not None and os.path.lexists(folder) and not (goal.overwrite and folder.is_dir()):
-        raise output.taken("--keep-cells", folder)
+        raise output.exists_error("--keep-cells", folder)
     return file, folder
 
 
-def sheet(work: Work, cells: Cells, goal: Path, folder: Path | None) -> None:
+def make_sheet(work: SampleRun, cells: SheetCells, goal: Path, folder: Path | None) -> None:
     """Every cell, then the sheet. All are planned before the first is run."""
     work.bar.unit = "cell"
     work.bar.begin(len(cells.requests), sum(work.steps(request) for request in cells.requests))
@@ -59,7 +58,7 @@ def sheet(work: Work, cells: Cells, goal: Path, folder: Path | None) -> None:
         work.bar.done += 1
     first = work.report.recipes[0]
     title = None if any(axis.name == "prompt" for axis in cells.axes) else first.prompt
-    drawn = draw_sheet(images, cells.axes, title=title, footer=footer(work.report.recipes))
+    drawn = draw_sheet(images, cells.axes, title=title, footer=shared_settings(work.report.recipes))
     work.goal.write(goal, drawn, first, cells.text)
     if work.origin is not None and work.origin.axes == cells.text:
         work.compare_pixels(drawn, first)
@@ -73,7 +72,7 @@ def free_sheet(folder: Path) -> Path:
     return next(path for path in names if not os.path.lexists(path))
 
 
-def cell_request(job: Job, fields: dict[str, Any], settings: dict[str, Any]) -> Request:
+def cell_request(job: ImageJob, fields: dict[str, Any], settings: dict[str, Any]) -> Request:
     """The request of one cell: that of the sheet, with the cell's own settings."""
     held = cell_fields(fields, settings)
     own = {name: held.pop(name) for name in ("prompt", "label", "seed") if name in settings}

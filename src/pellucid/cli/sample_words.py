@@ -16,7 +16,7 @@ from pellucid.core.reader import read_text
 from pellucid.core.samplers import resolve
 from pellucid.models.guidance import Guidance
 from pellucid.pipeline import images
-from pellucid.pipeline.request_words import label, size
+from pellucid.pipeline.request import read_label, read_size
 
 MAX_IMAGES = 10_000
 MAX_PROMPTS_BYTES = 4 * 2**20
@@ -39,7 +39,7 @@ POLICY = ("attention", "vae_tile", "vae_slicing", "channels_last", "offload", "c
 
 
 @dataclass(frozen=True)
-class Adapter:
+class AdapterWords:
     """An adapter in words: its file, its image, and its strength and span where they were said."""
 
     path: str
@@ -50,7 +50,7 @@ class Adapter:
 
 
 @dataclass(frozen=True)
-class Asked:
+class SampleWords:
     """All that was said, read. `fields` are those of a request that were given, and no others."""
 
     model: str | None
@@ -59,24 +59,24 @@ class Asked:
     n: int | None
     seeds: int | list[int] | None
     fields: dict[str, Any]
-    loras: list[Adapter]
-    controls: list[Adapter]
-    image_prompts: list[Adapter]
+    loras: list[AdapterWords]
+    controls: list[AdapterWords]
+    image_prompts: list[AdapterWords]
     loading: dict[str, Any] = field(default_factory=dict)
     policy: dict[str, Any] = field(default_factory=dict)
     weak: str | None = None
     batch: int = 1
 
     @staticmethod
-    def of(params: dict[str, Any]) -> Asked:
+    def of(params: dict[str, Any]) -> SampleWords:
         for name, least in (("n", 1), ("batch", 1)):
             if params[name] is not None and params[name] < least:
                 raise PellucidError(rule(f"--{name}".replace("--n", "-n"), f"at least {least}", params[name]), "usage")
         given = {k: v for k, v in params.items() if v is not None and v is not False and v not in ([], ())}
-        return Asked(
+        return SampleWords(
             model=params["model"],
             prompts=None if params["prompt"] is None else prompts(params["prompt"]),
-            labels=[label(text) for text in params["label"]] if params["label"] else None,
+            labels=[read_label(text) for text in params["label"]] if params["label"] else None,
             n=params["n"],
             seeds=None if params["seed"] is None else seeds(params["seed"]),
             fields=fields_of(given),
@@ -97,10 +97,10 @@ def fields_of(given: dict[str, Any]) -> dict[str, Any]:
     """The fields of a request that words set directly."""
     found = {PLAIN[name]: value for name, value in given.items() if name in PLAIN}
     if "size" in given:
-        found["width"], found["height"] = size("--size", given["size"])
+        found["width"], found["height"] = read_size("--size", given["size"])
     for name in ("original_size", "target_size"):
         if name in given:
-            found[name] = size(f"--{name.replace('_', '-')}", given[name])
+            found[name] = read_size(f"--{name.replace('_', '-')}", given[name])
     if "crop" in given:
         found["crop"] = tuple(int(part) for part in numbers("--crop", given["crop"], r"\d{1,6}"))
     if "aesthetic" in given:
@@ -184,16 +184,16 @@ def typed_options(sampler: str | None, given: dict[str, Any]) -> dict[str, Any]:
 # --- adapters --------------------------------------------------------------------------------------------------
 
 
-def lora(text: str) -> Adapter:
+def lora(text: str) -> AdapterWords:
     """`FILE` or `FILE:SCALE`; a file whose own name holds the colon comes first."""
     path, colon, tail = text.rpartition(":")
     scale = number(tail)
     if Path(text).exists() or not colon or scale is None:
-        return Adapter(text)
-    return Adapter(path, scale=scale)
+        return AdapterWords(text)
+    return AdapterWords(path, scale=scale)
 
 
-def with_image(name: str, text: str, spans: bool) -> Adapter:
+def with_image(name: str, text: str, spans: bool) -> AdapterWords:
     """`NET,FILE[,SCALE[,A-B]]`, read from its end; commas inside of paths are found by which files exist."""
     parts = text.split(",")
     span = scale = None
@@ -207,4 +207,4 @@ def with_image(name: str, text: str, spans: bool) -> Adapter:
         raise PellucidError(rule(name, f"{form}, the last ones optional", text[:200]), "usage")
     cuts = [(",".join(parts[:i]).strip(), ",".join(parts[i:]).strip()) for i in range(1, len(parts))]
     net, image = next((cut for cut in cuts if Path(cut[0]).exists() and Path(cut[1]).is_file()), cuts[0])
-    return Adapter(net, images.read(image, f"image of {name}"), scale, span)  # type: ignore[arg-type]
+    return AdapterWords(net, images.read(image, f"image of {name}"), scale, span)  # type: ignore[arg-type]

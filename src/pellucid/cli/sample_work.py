@@ -7,19 +7,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pellucid.cli import sample_repeat, sample_words
-from pellucid.cli.sample_output import Bar, Goal, Report
-from pellucid.cli.sample_repeat import Source
-from pellucid.cli.sample_trace import Traces
-from pellucid.cli.sample_words import Asked
+from pellucid.cli.sample_output import OutputPaths, SampleReport, StepBar, TraceFiles
+from pellucid.cli.sample_repeat import RecipeSource
+from pellucid.cli.sample_words import SampleWords
 from pellucid.core.errors import PellucidError
 from pellucid.pipeline.pipeline import Pipeline, Result
-from pellucid.pipeline.planning import make_plan
+from pellucid.pipeline.prepare import make_plan
 from pellucid.pipeline.recipe import Recipe
 from pellucid.pipeline.request import Request
 
 
 @dataclass(frozen=True)
-class Job:
+class ImageJob:
     """One image: its words, its seed, and its number where there are several prompts."""
 
     prompt: str | None
@@ -29,18 +28,18 @@ class Job:
 
 
 @dataclass
-class Work:
+class SampleRun:
     """The words, the model, where images go, and what is said of them. `named`: the model is no recipe's."""
 
-    asked: Asked
-    goal: Goal
-    report: Report
-    bar: Bar
+    asked: SampleWords
+    goal: OutputPaths
+    report: SampleReport
+    bar: StepBar
     pipe: Pipeline
-    origin: Source | None = None
+    origin: RecipeSource | None = None
     named: bool = True
     weak: Pipeline | None = None
-    traces: Traces | None = None
+    traces: TraceFiles | None = None
 
     def steps(self, request: Request) -> int:
         """Model calls of a request. An option of the right type and a wrong size is the user's error, not a crash."""
@@ -75,7 +74,7 @@ class Work:
             self.report.source["pixels"] = sample_repeat.compare_pixels(self.origin, image, recipe)
 
 
-def request_of(jobs: list[Job], fields: dict[str, Any]) -> Request:
+def request_of(jobs: list[ImageJob], fields: dict[str, Any]) -> Request:
     """The request of one run."""
     told: dict[str, Any] = {"seed": [job.seed for job in jobs]}
     if fields.get("options"):

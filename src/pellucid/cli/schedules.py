@@ -37,11 +37,11 @@ def command(
         from pellucid.cli import draw
 
         goal = draw.destination(plot, overwrite)
-    found = chosen(names or [], zero_snr)
+    found = choose(names or [], zero_snr)
     if plot is not None:
-        from pellucid.evidence.drawing import schedules as drawing
+        from pellucid.evidence.drawing import plan
 
-        goal.write(partial(drawing.schedules, found))
+        goal.write(partial(plan.draw_schedules, found))
     if as_json:
         output.print_json({name: curve.table() for name, curve in found.items()}, indent=None)
     else:
@@ -50,7 +50,7 @@ def command(
         output.wrote(goal, as_json)
 
 
-def chosen(names: list[str], zero_snr: bool) -> dict[str, Schedule]:
+def choose(names: list[str], zero_snr: bool) -> dict[str, Schedule]:
     """The schedules by their own names. Without names, all; with `zero_snr`, all that can take the transform."""
     from pellucid.core import schedule as known
 

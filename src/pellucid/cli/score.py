@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from pellucid.evidence.metrics.image_text import ImageText
     from pellucid.evidence.metrics.images import ImageSet
     from pellucid.evidence.metrics.inception import Inception
-    from pellucid.evidence.metrics.measured import Measured
-    from pellucid.evidence.metrics.score import Asked, Figure, Score
+    from pellucid.evidence.metrics.score import FeatureSet, Figure, Score, ScoreConfig
 
 EXAMPLES = (
     "pellucid score samples.npz --against reference.safetensors --inception inception.safetensors --json",
@@ -88,11 +87,11 @@ def command(
     goal = None if save is None else output.destination(save, "--save", (".safetensors",), overwrite=overwrite)
     only = {"--kid-subsets": kid_subsets, "--kid-size": kid_size, "--neighbours": neighbours}
     check_against(against, {**only, "--no-cache": no_cache or None})
-    from pellucid.evidence.metrics.score import Asked, with_image_text
+    from pellucid.evidence.metrics.score import ScoreConfig, with_image_text
 
     given = {"subsets": kid_subsets, "subset": kid_size, "neighbours": neighbours, "resamples": bootstrap, "seed": seed}
-    asked = Asked(**{name: value for name, value in given.items() if value is not None})
-    work = Work(images, against, batch, device, cached=not no_cache)
+    asked = ScoreConfig(**{name: value for name, value in given.items() if value is not None})
+    work = ScoreRun(images, against, batch, device, cached=not no_cache)
     fit = None if clip is None or prompts is None else work.judge(clip, prompts)  # before the long work
     found = work.score(inception, goal, asked)
     if fit is not None:
@@ -124,7 +123,7 @@ def check_against(against: str | None, given: dict[str, Any]) -> None:
             raise PellucidError(f"{option} must be given with --against; got it alone.", "usage")
 
 
-class Work:
+class ScoreRun:
     """The sets and networks of one call; what is missing is found before the long work begins."""
 
     def __init__(self, images: str, reference: str | None, batch: int, device: str | None, cached: bool) -> None:
@@ -140,7 +139,7 @@ class Work:
         self.device = source.place(device) or default_device()
         self.known = [isinstance(side, Statistics) for side in (self.images, self.reference) if side is not None]
 
-    def score(self, inception: Path | None, save: output.Destination | None, asked: Asked) -> Score:
+    def score(self, inception: Path | None, save: output.Destination | None, asked: ScoreConfig) -> Score:
         """The figures against the reference; without one, only the count."""
         from pellucid.evidence.metrics.score import Score, score, stages
 
@@ -161,7 +160,7 @@ class Work:
 
     def network(self, path: Path | None) -> Inception | None:
         """FID's network, unless both sides are statistics already."""
-        from pellucid.evidence.metrics.weights import load_inception
+        from pellucid.evidence.metrics.inception import load_inception
 
         if all(self.known):
             if path is not None:
@@ -170,18 +169,18 @@ class Work:
         with output.progress("Inception's weights", MEGABYTES) as seen:
             return load_inception(path, self.device, lambda *_: seen())
 
-    def measured(self, name: str, side: Any, network: Inception | None, cached: bool) -> Measured:
+    def measured(self, name: str, side: Any, network: Inception | None, cached: bool) -> FeatureSet:
         """One side as the network sees it."""
-        from pellucid.evidence.metrics import measured
+        from pellucid.evidence.metrics import score
         from pellucid.evidence.metrics.fid import Statistics
-        from pellucid.evidence.metrics.weights import cache_folder
+        from pellucid.evidence.metrics.inception import cache_folder
 
         if network is None or isinstance(side, Statistics):
-            return measured.Measured(name, side.to(self.device))
+            return score.FeatureSet(name, side.to(self.device))
         with images_done(name, len(side)) as done:
             if cached:
-                return measured.measure_cached(side, network, cache_folder(), self.batch, done)
-            return measured.measure(side, network, self.batch, done)
+                return score.measure_cached(side, network, cache_folder(), self.batch, done)
+            return score.measure(side, network, self.batch, done)
 
     def image_set(self, option: str) -> ImageSet:
         from pellucid.evidence.metrics.fid import Statistics
@@ -190,7 +189,7 @@ class Work:
             raise PellucidError(rule(f"IMAGES of {option}", "images", "statistics"), "usage")
         return self.images
 
-    def judge(self, clip: str, prompts: Path) -> Callable[[Asked], ImageText]:
+    def judge(self, clip: str, prompts: Path) -> Callable[[ScoreConfig], ImageText]:
         """What says how well each image fits its prompt, ready to run."""
         from pellucid.evidence.metrics.image_text import Judge, image_text, read_prompts
 
@@ -198,7 +197,7 @@ class Work:
         texts = read_prompts(prompts, images)
         judge = Judge.load(clip, self.device)
 
-        def run(asked: Asked) -> ImageText:
+        def run(asked: ScoreConfig) -> ImageText:
             with images_done("prompts", len(images)) as done:
                 return image_text(images, texts, judge, asked.resamples, asked.seed, done)
 
@@ -236,23 +235,23 @@ def show(found: Score, level: float) -> None:
 def rows(found: Score) -> Iterator[tuple[str, str, str, str]]:
     distances = []
     if found.fid is not None:
-        distances.append(("FID", *shown(found.fid, "{:.3f}"), fid_words(found.fid)))
+        distances.append(("FID", *with_interval(found.fid, "{:.3f}"), fid_words(found.fid)))
     if found.kid is not None and found.kid_subsets is not None:
         part = found.kid_subsets
         subsets = f"{1000 * part.value:.3f} ± {1000 * part.std:.3f} over {part.subsets} subsets of {part.size}"
         distances.insert(
             0 if found.prefers_kid else 1,
-            ("KID × 1000", *shown(found.kid, "{:.3f}", 1000), f"over all pairs; {subsets}"),
+            ("KID × 1000", *with_interval(found.kid, "{:.3f}", 1000), f"over all pairs; {subsets}"),
         )
     yield from distances
     if found.precision is not None and found.recall is not None:
-        yield ("precision", *shown(found.precision, "{:.4f}"), "images like some of the reference")
-        yield ("recall", *shown(found.recall, "{:.4f}"), "of the reference like some images")
+        yield ("precision", *with_interval(found.precision, "{:.4f}"), "images like some of the reference")
+        yield ("recall", *with_interval(found.recall, "{:.4f}"), "of the reference like some images")
     if found.image_text is not None:
-        yield ("image-text", *shown(found.image_text, "{:.2f}"), "100 × mean cosine of image and prompt")
+        yield ("image-text", *with_interval(found.image_text, "{:.2f}"), "100 × mean cosine of image and prompt")
 
 
-def shown(figure: Figure, form: str, factor: float = 1.0) -> tuple[str, str]:
+def with_interval(figure: Figure, form: str, factor: float = 1.0) -> tuple[str, str]:
     interval = figure.interval
     spread = [] if interval is None else [form.format(factor * end) for end in (interval.low, interval.high)]
     return form.format(factor * figure.value), " to ".join(spread)

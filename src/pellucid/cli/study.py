@@ -4,18 +4,407 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pellucid.cli import adherence, output, study_guidance, study_interaction, study_oracle, study_samplers
-from pellucid.cli.options import Device, Out, group
+from pellucid.cli import output, study_scenes
+from pellucid.cli.options import Device, Out, group, model_names, whole_numbers
+from pellucid.cli.study_scenes import given_only
+from pellucid.core.errors import PellucidError, rule
+
+if TYPE_CHECKING:
+    from pellucid.evidence.study.interaction import Interaction, InteractionStudyConfig
+    from pellucid.evidence.study.oracle import OracleStudy, OracleStudyConfig
+    from pellucid.evidence.study.samplers import SamplerStudyConfig
+    from pellucid.evidence.study.samplers_verdict import Figures
+
+
+# --- Samplers -------------------------------------------------------------------------------------------------------
+
+
+def study_samplers(
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            metavar="MODEL",
+            help="A folder, a single file, a hub id (owner/name) or a bundle.",
+            autocompletion=model_names,
+        ),
+    ],
+    samplers: Annotated[
+        str, typer.Option(metavar="NAME,…", help="Each NAME[:GRID][:KEY=VALUE…], or a plan file (.json).")
+    ],
+    steps: Annotated[str, typer.Option(metavar="N,…", help="Step counts, such as 5,10,20.")],
+    prompts: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="A prompt (or a class) a line; scenes:N for N held-out scenes."),
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Images of each prompt; 1.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", min=0, help="Of the first image; 0.")] = None,
+    out: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Where it writes; a study that was stopped goes on.")
+    ] = Path("out/samplers"),
+    guidance: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="As it is: 4, 4 + apg, …; the model's own when not given.")
+    ] = None,
+    size: Annotated[str | None, typer.Option(metavar="WxH", help="Pixels, as 768x512; the model's own.")] = None,
+    batch: Annotated[int | None, typer.Option(metavar="N", min=1, help="Images at once; 16.")] = None,
+    by: Annotated[
+        str | None,
+        typer.Option(metavar="MEASURE", help="What decides: distance, latent, kid, image_text, right; distance."),
+    ] = None,
+    converged: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The sampler of the yardstick; dpmpp_3m:exponential.")
+    ] = None,
+    converged_steps: Annotated[int | None, typer.Option(metavar="N", min=2, help="Its steps; 200.")] = None,
+    path_steps: Annotated[
+        int | None, typer.Option(metavar="N", min=2, help="Steps of a stochastic sampler's own yardstick; 500.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Times that each cell is timed; 5.")] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="Images for KID and FID in place of the converged ones."),
+    ] = None,
+    inception: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Weights for KID and FID; the cached ones when not given.")
+    ] = None,
+    clip: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="A CLIP for the image-text score; the bundle's own.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(metavar="NAME", help="float32, float16, bfloat16; float32.")] = None,
+    device: Device = None,
+    shard: Annotated[
+        str | None, typer.Option(metavar="I/N", help="Make only this share of the images: 0/4 is the first of four.")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Make images in so many processes here.")
+    ] = None,
+    ray: Annotated[int | None, typer.Option(metavar="N", min=1, help="The same as tasks of a Ray cluster.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Compare samplers and step counts: time, model calls, quality, the Pareto front, its knee, and what to use.
+
+    Writes report.html with charts to hover and images by cell, PNG charts, table.md and results.json.
+
+    Example: [bold]pellucid study samplers --model scenes-128 --samplers ddim,dpmpp_2m:karras --steps 5,10,20
+    --prompts scenes:64[/]
+    """
+    from pellucid.cli import sample_words
+    from pellucid.evidence.study import samplers_run
+    from pellucid.evidence.study.subject import read_prompts
+
+    given: dict[str, Any] = {"size": None if size is None else sample_words.read_size("--size", size)}
+    given |= {"seeds": seeds, "seed": seed, "guidance": guidance, "batch": batch, "by": by, "converged": converged}
+    given |= {"converged_steps": converged_steps, "path_steps": path_steps, "rounds": rounds, "dtype": dtype}
+    config = samplers_run.SamplerStudyConfig(
+        model=model,
+        samplers=tuple(word.strip() for word in samplers.split(",") if word.strip()),
+        steps=whole_numbers("--steps", steps),
+        prompts=read_prompts(prompts),
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    judges = {"inception": inception, "clip": clip, "reference": reference}
+    if shard is not None:
+        run_shard(config, out, shard, judges, device, processes or ray, as_json)
+        return
+    found = samplers_run.study(
+        config, out, judges=judges, device=device, processes=processes or 1, ray=ray or 0, bar=output.progress
+    )
+    if as_json:
+        from pellucid.evidence.study import samplers_report
+
+        output.print_json(samplers_report.plain(found))
+    else:
+        show_samplers(found, out)
+
+
+def run_shard(
+    config: SamplerStudyConfig,
+    out: Path,
+    text: str,
+    judges: dict[str, Any],
+    device: str | None,
+    other: int | None,
+    as_json: bool,
+) -> None:
+    """The images of one share; the report is the whole study's."""
+    from pellucid.evidence.study import samplers_run
+    from pellucid.evidence.study.kernel import shard_of
+    from pellucid.evidence.study.samplers_verdict import Judges
+
+    if other:
+        raise PellucidError(rule("--shard", "given without --processes and --ray", text), "shard")
+    index, count = shard_of(text)
+    study = samplers_run.open_study(config, out, shard=(index, count), device=device)
+    with output.progress("making and scoring images", study.todo()) as done:
+        study.run(Judges.open(study, **judges).scorers, done)
+    batches = len(config.firsts((index, count)))
+    if as_json:
+        output.print_json({"shard": index, "of": count, "batches": batches, "folder": str(out)})
+    else:
+        print(f"shard {index} of {count}: {batches} batches → {out}. When all are done, run the same without --shard.")
+
+
+def show_samplers(found: Figures, out: Path) -> None:
+    """The deciding measure with its interval, of the others the estimates; all of it is in the files."""
+    from pellucid.evidence.report.charts import short
+    from pellucid.evidence.study.samplers_report import seconds_of
+    from pellucid.evidence.study.samplers_verdict import with_interval
+
+    others = [column for column in found.columns.values() if column is not found.main]
+    titles = (found.main.measure.title, *(column.measure.title for column in others))
+    columns = ("sampler", "steps", "calls", "seconds", *titles)
+    shown = output.table(*columns, "", right=columns[1:])
+    taken = None if found.verdict.knee is None else found.verdict.knee.cell
+    for i, cell in enumerate(found.cells):
+        figures = [short(float(column.values[i]) * column.measure.scale, 3) for column in others]
+        row = (cell.setup.label, str(cell.steps), str(cell.nfe), seconds_of(found, i), with_interval(found.main, i))
+        shown.add_row(*row, *figures, found.verdict.place(i), style="bold" if i == taken else None)
+    screen = output.console()
+    screen.print(shown)
+    said = (found.verdict.comparison, found.verdict.sentence, found.verdict.words)
+    for words in (*said, *found.doubts()):
+        if words:
+            screen.print(words, soft_wrap=True, markup=False)
+    print(f"→ {out}: report.html, charts/, table.md, results.json")
+
+
+# --- Samplers by model ----------------------------------------------------------------------------------------------
+
+
+def study_interaction(
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CONFIG]", help="A TOML file: models, samplers, steps; or give them below."),
+    ] = None,
+    models: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL,…", help="Folders, files, hub ids or bundles, each trained its own way."),
+    ] = None,
+    names: Annotated[
+        str | None, typer.Option(metavar="NAME,…", help="Of the models; the names of their folders when not given.")
+    ] = None,
+    samplers: Annotated[str | None, typer.Option(metavar="NAME,…", help="Each NAME[:GRID][:KEY=VALUE…].")] = None,
+    steps: Annotated[
+        str | None,
+        typer.Option(metavar="N,…", help="Step counts, and the budgets of model calls at which samplers are compared."),
+    ] = None,
+    prompts: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A prompt per line, or scenes:N, for models that take text.")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Images of each prompt; 32.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", min=0, help="Of the first image; 0.")] = None,
+    guidance: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="As it is: 4, 4 + apg, …; the model's own when not given.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(metavar="N", min=1, help="Images at once; 16.")] = None,
+    by: Annotated[
+        str | None, typer.Option(metavar="MEASURE", help="distance, latent, kid, image_text, right; distance.")
+    ] = None,
+    converged: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The sampler of the yardstick; dpmpp_3m:karras.")
+    ] = None,
+    converged_steps: Annotated[int | None, typer.Option(metavar="N", min=2, help="Its steps; 200.")] = None,
+    path_steps: Annotated[
+        int | None, typer.Option(metavar="N", min=2, help="Steps of a stochastic sampler's own yardstick; 500.")
+    ] = None,
+    reference: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="True images for KID, such as data/cifar10:train.")
+    ] = None,
+    inception: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Weights for KID; the cached ones when not given.")
+    ] = None,
+    clip: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="A CLIP for the image-text score; the bundle's own.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(metavar="NAME", help="float32, float16, bfloat16; float32.")] = None,
+    device: Device = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Where it writes; out/interaction, or out/NAME of the config.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Ask models of different schedules and architectures for the same images by the same samplers.
+
+    Tells the best of each model with its interval, where the best changes, whether that is sure, and what it costs
+    to keep the other's sampler. A study that was stopped goes on.
+
+    Example: [bold]pellucid study interaction --models runs/linear-0/model,runs/cosine-0/model
+    --samplers ddim,dpmpp_2m:karras,unipc --steps 5,10,20[/]
+    """
+    given: dict[str, Any] = {"prompts": prompts, "seeds": seeds, "seed": seed, "guidance": guidance, "batch": batch}
+    given |= {"by": by, "converged": converged, "converged_steps": converged_steps, "path_steps": path_steps}
+    given |= {"reference": reference, "inception": None if inception is None else str(inception), "dtype": dtype}
+    given |= {"clip": clip}
+    lists = {"models": models, "names": names, "samplers": samplers, "steps": steps}
+    asked = read_interaction(config, {**lists, **given})
+    folder = out or (Path("out/interaction") if config is None else Path("out") / config.stem)
+    from pellucid.evidence.study import interaction_report
+
+    found = interaction_report.run_study(asked, folder, device=device, bar=output.progress)
+    if as_json:
+        output.print_json(interaction_report.plain(found))
+    else:
+        show_interaction(found, folder)
+
+
+def read_interaction(config: Path | None, given: dict[str, Any]) -> InteractionStudyConfig:
+    """A file, or the words; a word beside a file would be a second answer to one question."""
+    from pellucid.evidence.study.interaction import InteractionStudyConfig
+
+    known = {name: value for name, value in given.items() if value is not None}
+    if config is not None:
+        if known:
+            option = "--" + next(iter(known)).replace("_", "-")
+            raise PellucidError(rule(option, "left to the config", known[next(iter(known))]), "usage")
+        return InteractionStudyConfig.load(config)
+    for name in ("models", "samplers", "steps"):
+        if name not in known:
+            raise PellucidError(f"CONFIG or --{name} must be given; got neither.", "usage")
+    for name in ("models", "names", "samplers"):
+        if name in known:
+            known[name] = tuple(word.strip() for word in known[name].split(",") if word.strip())
+    known["steps"] = whole_numbers("--steps", known["steps"])
+    return InteractionStudyConfig(**known)
+
+
+def show_interaction(found: Interaction, folder: Path) -> None:
+    from pellucid.evidence.study import interaction_report
+
+    console = output.console()
+    for told in interaction_report.tables(found):
+        shown = output.table(*told.columns)
+        for row in told.rows:
+            shown.add_row(*row)
+        console.print(told.title, style="bold", markup=False)
+        console.print(shown)
+    for sentence in [*interaction_report.sentences(found), *interaction_report.about_converged(found)]:
+        console.print(sentence, markup=False)
+    print(f"→ {folder}: report.html, table.md, figures.json, charts/")
+
+
+# --- The exact denoiser ---------------------------------------------------------------------------------------------
+
+ALL = "all"
+
+
+def study_oracle(
+    samplers: Annotated[
+        str, typer.Option(metavar="NAME,NAME", help="Samplers, such as ddim,unipc:order=3, or all.")
+    ] = ALL,
+    grids: Annotated[str, typer.Option(metavar="NAME,NAME", help="Time grids, or all.")] = ALL,
+    schedules: Annotated[
+        str | None, typer.Option(metavar="NAME,NAME", help="linear,cosine,edm,flow when not given.")
+    ] = None,
+    nfe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N",
+            help="Budgets of model calls: each takes the steps that fit; 5,8,10,14,20,30,50 if not given.",
+        ),
+    ] = None,
+    points: Annotated[int | None, typer.Option(metavar="N", help="Points of a run; 1024 when not given.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", min=0, help="Of the points; 0 when not given.")] = None,
+    out: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Where it writes; a study that was stopped goes on.")
+    ] = Path("out/oracle"),
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Measure the error and the order of samplers on exact denoisers of Gaussian mixtures: minutes on a CPU.
+
+    Writes tables, charts of error against model calls, and report.html.
+
+    Example: [bold]pellucid study oracle --samplers ddim,heun,dpmpp_2m,unipc --grids karras,trailing --nfe 5,10,20[/]
+    """
+    from pellucid.evidence.report import charts
+    from pellucid.evidence.study.oracle import OracleStudy
+
+    charts.require()
+    config = read_oracle(samplers, grids, schedules, nfe, points, seed)
+    study = OracleStudy(config, out)
+    figures = run_oracle(study)
+    if as_json:
+        output.print_json(figures)
+    else:
+        show_oracle(study)
+
+
+def read_oracle(
+    samplers: str, grids: str, schedules: str | None, nfe: str | None, points: int | None, seed: int | None
+) -> OracleStudyConfig:
+    """The words of the command line as a config, by the names that the engine has for them."""
+    from pellucid.core import grid as laid
+    from pellucid.core import schedule as curves
+    from pellucid.evidence.study.oracle import OracleStudyConfig
+    from pellucid.evidence.study.setups import setup_without_grid
+
+    given = {
+        "samplers": None if samplers == ALL else tuple(setup_without_grid(word).text for word in comma_words(samplers)),
+        "grids": None if grids == ALL else tuple(laid.named(word).name for word in comma_words(grids)),
+        "schedules": None if schedules is None else tuple(curves.make(word).name for word in comma_words(schedules)),
+        "nfe": None if nfe is None else budgets(nfe),
+        "points": points,
+        "seed": seed,
+    }
+    return OracleStudyConfig(**given_only(given))
+
+
+def comma_words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",")]
+
+
+def budgets(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in comma_words(text))
+    except ValueError:
+        raise PellucidError(rule("--nfe", "whole numbers with commas between them", text), "usage") from None
+
+
+def run_oracle(study: OracleStudy) -> dict[str, object]:
+    """On one thread: points in a few dimensions gain nothing from more."""
+    import torch
+
+    from pellucid.evidence.study import oracle_report
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with output.progress("samplers × grids × schedules", len(study.missing())) as done:
+            study.run(done)
+        return oracle_report.write(study)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def show_oracle(study: OracleStudy) -> None:
+    from pellucid.evidence.study import oracle_report
+    from pellucid.evidence.study.oracle_results import OracleResults
+
+    found = OracleResults.of(study.records.rows)
+    console = output.console()
+    for told in [
+        *(oracle_report.best_table(found, mixture) for mixture in found.mixtures),
+        oracle_report.one_choice_table(found),
+    ]:
+        shown = output.table(*told.columns, right=told.columns[1:] if told.columns[0] != "NFE" else ())
+        for row in told.rows:
+            shown.add_row(*row)
+        console.print(told.title, style="bold", markup=False)
+        console.print(shown)
+    for sentence in oracle_report.sentences_of(found):
+        console.print(sentence, markup=False)
+    print(f"→ {study.folder}: report.html, table.md, figures.json, charts/")
+
+
+# --- Schedules, and the group ---------------------------------------------------------------------------------------
 
 app = group("Compare set-ups, with evidence.")
 
 
 @app.command("schedules")
-def schedules(
+def study_schedules(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file: the run, the schedules, the points.")],
     out: Out = None,
     device: Device = None,
@@ -30,15 +419,17 @@ def schedules(
 
     Example: [bold]pellucid study schedules configs/cifar10_schedules_smoke.toml[/]
     """
-    from pellucid.evidence.study import charts, schedules_report
-    from pellucid.evidence.study.records import shard_of
-    from pellucid.evidence.study.schedules import ScheduleStudy, Study
+    from pellucid.evidence.report import charts
+    from pellucid.evidence.study import schedules_report
+    from pellucid.evidence.study.kernel import shard_of
+    from pellucid.evidence.study.schedules import ScheduleStudy as StudyInFolder
+    from pellucid.evidence.study.schedules import ScheduleStudyConfig
 
     if shard is None:
         charts.require()
     folder, share = out or Path("out") / config.stem, (0, 1) if shard is None else shard_of(shard)
-    study = Study(
-        ScheduleStudy.load(config), folder, share, device=device, say=lambda text: print(text, file=sys.stderr)
+    study = StudyInFolder(
+        ScheduleStudyConfig.load(config), folder, share, device=device, say=lambda text: print(text, file=sys.stderr)
     )
     study.run()
     if shard is not None:
@@ -51,8 +442,8 @@ def schedules(
     print((folder / schedules_report.TABLE).read_text("utf-8") if as_json else report)
 
 
-app.command("adherence")(adherence.command)
-app.command("guidance")(study_guidance.command)
-app.command("oracle")(study_oracle.command)
-app.command("samplers")(study_samplers.command)
-app.command("interaction")(study_interaction.command)
+app.command("adherence")(study_scenes.study_adherence)
+app.command("guidance")(study_scenes.study_guidance)
+app.command("oracle")(study_oracle)
+app.command("samplers")(study_samplers)
+app.command("interaction")(study_interaction)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pellucid.cli.options import Overwrite, group
-from pellucid.cli.sample_options import ControlWords, ImageFile, ImagePromptWords, LoraFile, Mask, Weak
+from pellucid.cli.sample import ControlWords, ImageFile, ImagePromptWords, LoraFile, Mask, Weak
 
 app = group("Recorded runs (pellucid sample … --trace FILE): show, compare, run again, lay out in time.")
 
@@ -63,7 +63,7 @@ def diff(
     """
     from pellucid.cli import trace_work
 
-    trace_work.diff(first, second, tolerance, partial, as_json)
+    trace_work.compare(first, second, tolerance, partial, as_json)
 
 
 @app.command("replay")

@@ -1,30 +1,262 @@
-"""`pellucid trace` at work: reads traces, calls the room of evidence, prints."""
+"""`pellucid trace` at work: reads traces, calls the room of evidence, and prints traces and comparisons."""
 
 from __future__ import annotations
 
 import inspect
+import math
 import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import typer
+from rich.table import Table
 
-from pellucid.cli import output, sample, sample_output, sample_repeat, sample_run, trace_text
-from pellucid.cli.output import Destination
-from pellucid.cli.sample_repeat import Source
-from pellucid.cli.sample_words import Asked
+from pellucid.cli import output, sample, sample_output, sample_repeat, sample_run
+from pellucid.cli.output import Destination, short
+from pellucid.cli.sample_repeat import RecipeSource
+from pellucid.cli.sample_words import SampleWords
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.wording import counted
+from pellucid.evidence.trace import diff, filmstrip, reading
 from pellucid.evidence.trace import diff as comparing
-from pellucid.evidence.trace import filmstrip, reading
 from pellucid.evidence.trace import replay as replaying
 from pellucid.evidence.trace import timeline as timelines
-from pellucid.evidence.trace.reading import Trace
+from pellucid.evidence.trace.diff import Comparison
+from pellucid.evidence.trace.header import Header
+from pellucid.evidence.trace.reading import Step, Trace
 from pellucid.evidence.trace.replay import Replay
+from pellucid.evidence.trace.timeline import finite
 from pellucid.interop import source
+from pellucid.models.guidance import Guidance
 from pellucid.pipeline import fingerprint, repeat
 from pellucid.pipeline.recipe import Recipe
 from pellucid.pipeline.repeat import Needs
+
+# --- Traces as text -------------------------------------------------------------------------------------------------
+
+GROWTH = 12  # steps of a comparison that are shown
+
+
+def print_line(text: str, **style: Any) -> None:
+    output.console().print(text, soft_wrap=True, markup=False, **style)
+
+
+# --- one trace -------------------------------------------------------------------------------------------------
+
+
+def show_trace(trace: Trace, index: int | None) -> None:
+    for line in trace_lines(trace):
+        print_line(line)
+    several = trace.header.images > 1
+    if several:
+        print_line(
+            f"image {index}" if index is not None else f"means of {trace.header.images} images; --index N shows one"
+        )
+    output.console().print(step_table(trace, index))
+    for note in trace.header.notes:
+        print_line(f"note: {note}")
+
+
+def trace_lines(trace: Trace) -> list[str]:
+    """What ran, in a few lines."""
+    header = trace.header
+    names = ", ".join(dict.fromkeys(f"{p.name} ({p.grid.get('name', '?')}), {p.nfe} calls" for p in header.plans))
+    size = " × ".join(map(str, header.shape))
+    how = "with tensors" if header.kept else "numbers only"
+    lines = [
+        f"{trace.path.name}: {state_of(trace)} · {counted(header.images, 'image')} of {size}, {header.dtype} · {how}",
+        f"{names} · {noise_of(header)}",
+    ]
+    if header.recipes:
+        first = header.recipes[0]
+        guidance = Guidance.from_dict(first["guidance"]).text() if first.get("guidance") else "none"
+        lines.append(f"{first['model']} · {first['prompt']!r} · guidance {guidance}")
+    where = f"{header.machine.get('device')} ({header.machine.get('name')})"
+    where += f", {counted(header.machine.get('threads', 1), 'thread')}"
+    lines.append(f"{where} · " + ", ".join(f"{name} {value}" for name, value in header.versions.items()))
+    took = [f"{stage.name} {stage.seconds:.2f} s" for stage in header.stages]
+    if took or header.seconds is not None:
+        lines.append(" · ".join(took or [f"run {header.seconds:.2f} s"]))
+    return lines
+
+
+def state_of(trace: Trace) -> str:
+    header = trace.header
+    if trace.whole:
+        return counted(header.steps, "step")
+    why = header.ended or ("killed, or still running" if header.state == "recording" else "cut")
+    return f"{len(trace.steps)} of {header.steps} steps, {why}"
+
+
+def noise_of(header: Header) -> str:
+    seeds = header.noise.get("seeds") or []
+    words = ", ".join(map(str, seeds[:4])) + (", …" if len(seeds) > 4 else "")
+    return f"noise {header.noise.get('kind')}" + (f", seed {words}" if seeds else "")
+
+
+def step_table(trace: Trace, index: int | None) -> Table:
+    """One row a step: sizes as root mean squares, so that images of any size read alike."""
+    heads = (
+        "step",
+        "σ/α",
+        "time",
+        "x",
+        "x0",
+        "eps",
+        "x0−cond",
+        "cosine",
+        "saturated",
+        "error",
+        "model",
+        "other",
+        "MB",
+    )
+    made = output.table(*heads, right=heads)
+    root = math.sqrt(trace.header.numbers)
+    for step in trace.steps:
+        if index is not None and index not in step.images:
+            continue
+        pick = picker(step, index)
+        seconds = step.device_seconds or step.seconds
+        model = seconds.get("model", math.nan)
+        ended = {mark.work for mark in step.marks} <= set(step.seconds)  # not so of the last step of a cut trace
+        other = sum(value for work, value in seconds.items() if work != "model") if ended else math.nan
+        row = step.rows[0 if index is None else step.of(index)]
+        made.add_row(
+            str(step.index),
+            short(row.level.ratio),
+            output.time_text(row.time, 5),
+            *(number(pick(step.norms[name]) / root) for name in ("x", "x0", "eps", "delta")),
+            number(pick(step.cosine), 4),
+            number(100 * pick(step.saturation), 3, " %"),
+            number(pick(step.local_error), 2),
+            number(1e3 * model, 3, " ms"),
+            number(1e3 * other, 3, " ms"),
+            "" if step.memory is None else f"{step.memory / 1e6:.0f}",
+        )
+    return made
+
+
+def picker(step: Step, index: int | None) -> Callable[[Any], float]:
+    """One image's number, or the mean of those that have one."""
+    if index is not None:
+        return lambda values: float(values[step.of(index)])
+
+    def mean(values: Any) -> float:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of nothing but NaN
+            return float(np.nanmean(values))
+
+    return mean
+
+
+def number(value: float, digits: int = 3, unit: str = "") -> str:
+    return "–" if math.isnan(value) else f"{short(value, digits)}{unit}"
+
+
+def trace_dict(trace: Trace) -> dict[str, Any]:
+    """The whole trace but its tensors, as JSON has it."""
+    header = {f.name: getattr(trace.header, f.name) for f in fields(trace.header)}
+    header |= {"stages": [asdict(stage) for stage in trace.header.stages]}
+    return finite(
+        {"file": str(trace.path), "whole": trace.whole, "header": header, "steps": list(map(step_dict, trace.steps))}
+    )
+
+
+def step_dict(step: Step) -> dict[str, Any]:
+    return finite(
+        {
+            "index": step.index,
+            "images": list(step.images),
+            "alpha": [level.alpha for level in step.levels],
+            "sigma": [level.sigma for level in step.levels],
+            "lam": [level.lam for level in step.levels],
+            "time": list(step.times),
+            "norms": {name: values.tolist() for name, values in step.norms.items()},
+            "cosine": step.cosine.tolist(),
+            "saturation": step.saturation.tolist(),
+            "local_error": step.local_error.tolist(),
+            "digests": {
+                name: [f"{value & (2**64 - 1):016x}" for value in values.tolist()]
+                for name, values in step.digests.items()
+            },
+            "seconds": step.seconds,
+            "device_seconds": step.device_seconds,
+            "memory": step.memory,
+            "peak": step.peak,
+        }
+    )
+
+
+# --- two traces ------------------------------------------------------------------------------------------------
+
+
+def show_comparison(found: Comparison, files: tuple[Path, Path], steps: int) -> None:
+    print_line(f"A {files[0]}\nB {files[1]}")
+    show_first_difference(found)
+    rest = [told for told in found.told if told not in found.why]
+    if rest:
+        print_line("The headers also differ in" if found.why else "The headers differ in", style="bold")
+        for told in rest:
+            print_line(f"  {told.text()}")
+    if found.first is not None and any(not math.isnan(one.x0) and one.x0 > 0 for one in found.apart):
+        print_line("Distance by step, as a part of B's norm", style="bold")
+        output.console().print(distance_table(found))
+    for note in found.notes:
+        print_line(f"note: {note}")
+
+
+def show_first_difference(found: Comparison) -> None:
+    print_line(diff.headline(found), style="bold")
+    for line in diff.details(found):
+        print_line(f"  {line}")
+
+
+def distance_table(found: Comparison) -> Table:
+    made = output.table("step", "x", "x0", right=("step", "x", "x0"))
+    places = range(len(found.apart))
+    if len(found.apart) > GROWTH:
+        places = sorted({round(k * (len(found.apart) - 1) / (GROWTH - 1)) for k in range(GROWTH)})
+    for k in places:
+        one = found.apart[k]
+        made.add_row(str(one.step), number(one.x), number(one.x0))
+    return made
+
+
+def comparison_dict(found: Comparison) -> dict[str, Any]:
+    return finite(
+        {
+            "same": found.same,
+            "steps": found.steps,
+            "first": None if found.first is None else asdict(found.first),
+            "why": [asdict(told) for told in found.why],
+            "images": [asdict(one) for one in found.images],
+            "headers": [asdict(told) for told in found.told],
+            "apart": [asdict(one) for one in found.apart],
+            "notes": list(found.notes),
+        }
+    )
+
+
+def show_replay(trace: Trace, found: Replay) -> None:
+    ways = {
+        "model": "run again with its model",
+        "predictions": "run again from the predictions that it holds, without a model: its plan, noise and updates",
+    }
+    print_line(f"{trace.path.name}: {ways.get(found.way, 'run again')}")
+    if found.same:
+        steps, images = counted(found.comparison.steps, "step"), counted(trace.header.images, "image")
+        print_line(f"the same, bit by bit, in {steps} of {images}", style="bold")
+        return
+    show_first_difference(found.comparison)
+
+
+# --- The commands ---------------------------------------------------------------------------------------------------
 
 
 def plot_goal(plot: Path | None, overwrite: bool, *, decoded: bool, linear: bool) -> Destination | None:
@@ -51,15 +283,15 @@ def show(
         must = f"from 0 to {trace.header.images - 1}"
         raise PellucidError(rule("--index", must, index), "trace-image")
     if as_json:
-        output.print_json(trace_text.to_dict(trace))
+        output.print_json(trace_dict(trace))
     else:
-        trace_text.show(trace, index)
+        show_trace(trace, index)
     if plot is not None:
-        draw(trace, plot, index or 0, model, linear)
+        draw_filmstrip(trace, plot, index or 0, model, linear)
         output.wrote(plot, as_json)
 
 
-def draw(trace: Trace, plot: Destination, index: int, model: str | None, linear: bool) -> None:
+def draw_filmstrip(trace: Trace, plot: Destination, index: int, model: str | None, linear: bool) -> None:
     vae, note = (None, "") if linear or not trace.has_images else vae_of(trace, model)
     if not trace.has_images:
         note = "only the curves are drawn: the trace holds no tensors (--trace-tensors keeps them)"
@@ -76,7 +308,7 @@ def vae_of(trace: Trace, model: str | None) -> tuple[Any, str]:
     if len(trace.header.shape) != 3 or trace.header.shape[0] in (1, 3) or (recipe is None and model is None):
         return None, ""
     try:
-        name = model or sample_repeat.local_model(Source(trace.path, recipe, Needs({}, ())))  # type: ignore[arg-type]
+        name = model or sample_repeat.local_model(RecipeSource(trace.path, recipe, Needs({}, ())))  # type: ignore[arg-type]
     except PellucidError:
         return None, f"latents are mapped to colours: {recipe.model} is not here to decode them (--model)"  # type: ignore
     root, dtype = source.locate(name), recipe.dtype or None if recipe is not None else None
@@ -87,19 +319,19 @@ def vae_of(trace: Trace, model: str | None) -> tuple[Any, str]:
     if vae is None:
         return None, f"latents are mapped to colours: {name} has no VAE"
     known = (recipe.model_hash or "").partition(":")[2].split("-") if recipe is not None else []
-    other = len(known) == len(fingerprint.PARTS) and fingerprint.short(fingerprint.of_network(vae)) != known[1]
+    other = len(known) == len(fingerprint.PARTS) and fingerprint.short_hash(fingerprint.of_network(vae)) != known[1]
     return vae.float().eval(), "decoded with another VAE than the run had" if other else ""
 
 
-def diff(first: Path, second: Path, tolerance: float, partial: bool, as_json: bool) -> None:
+def compare(first: Path, second: Path, tolerance: float, partial: bool, as_json: bool) -> None:
     if not 0 <= tolerance < 1:
         raise PellucidError(rule("--tolerance", "from 0 to below 1", tolerance), "usage")
     a, b = (reading.read(path, partial=partial) for path in (first, second))
     found = comparing.compare(a, b, tolerance)
     if as_json:
-        output.print_json(trace_text.comparison_dict(found))
+        output.print_json(comparison_dict(found))
     else:
-        trace_text.show_comparison(found, (first, second), a.header.steps)
+        show_comparison(found, (first, second), a.header.steps)
     if not found.same:
         raise typer.Exit(1)
 
@@ -133,9 +365,9 @@ def replay(file: Path, given: dict[str, Any], as_json: bool) -> None:
         torch.set_num_threads(threads)  # sums are cut by threads: other cuts round otherwise
     found = with_model(trace, given) if trace.header.recipes else without_model(trace, given)
     if as_json:
-        output.print_json({"way": found.way, **trace_text.comparison_dict(found.comparison)})
+        output.print_json({"way": found.way, **comparison_dict(found.comparison)})
     else:
-        trace_text.show_replay(trace, found)
+        show_replay(trace, found)
     if not found.same:
         raise typer.Exit(1)
 
@@ -150,23 +382,23 @@ def without_model(trace: Trace, given: dict[str, Any]) -> Replay:
 
 
 def with_model(trace: Trace, given: dict[str, Any]) -> Replay:
-    asked = asked_of(trace, {**given, "device": given["device"] or trace.header.machine.get("device")})
-    pipe = sample_run.timed_load(asked, sample_output.Report())
+    asked = request_of(trace, {**given, "device": given["device"] or trace.header.machine.get("device")})
+    pipe = sample_run.timed_load(asked, sample_output.SampleReport())
     weak = sample_run.weak_of(asked)
     fields = {**images_of(asked), **sample_run.adapters_of(asked), **({} if weak is None else {"weak": weak})}
     with output.progress("running again", trace.header.steps) as done:
         return replaying.replay_with(trace, pipe, {**fields, "observers": (lambda _: done(),)})
 
 
-def asked_of(trace: Trace, given: dict[str, Any]) -> Asked:
+def request_of(trace: Trace, given: dict[str, Any]) -> SampleWords:
     """The recipe's words, completed as `pellucid sample --from` completes them."""
     recipe: Recipe = replaying.recipes_of(trace)[0]
     flags = dict.fromkeys(("weighting", "vae_slicing", "channels_last", "compile"), False)
     words = dict.fromkeys(inspect.signature(sample.command).parameters) | flags | given
     known = recipe if recipe.noise in repeat.NOISES else Recipe.from_dict({**recipe.to_dict(), "noise": "philox"})
-    origin = Source(trace.path, known, repeat.needs_of(known))
-    return sample_repeat.completed(origin, Asked.of(words))[0]
+    origin = RecipeSource(trace.path, known, repeat.needs_of(known))
+    return sample_repeat.complete(origin, SampleWords.of(words))[0]
 
 
-def images_of(asked: Asked) -> dict[str, Any]:
+def images_of(asked: SampleWords) -> dict[str, Any]:
     return {name: asked.fields[name] for name in ("image", "mask") if name in asked.fields}

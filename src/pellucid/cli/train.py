@@ -66,7 +66,7 @@ def command(
     except KeyboardInterrupt:
         if not int(os.environ.get("RANK", "0")):
             words = {"--out": out, "--device": device, "--until": until, "--json": "" if as_json else None}
-            stopped(read.steps, folder, config, words)
+            show_stopped(read.steps, folder, config, words)
         raise typer.Exit(CANCELLED) from None
     if int(os.environ.get("RANK", "0")):
         return
@@ -79,7 +79,7 @@ def command(
     print(f"{done.steps} steps{left} in {done.seconds:.0f} s → {done.folder}{bad}")
 
 
-def stopped(steps: int, folder: Path, config: Path, words: dict[str, Any]) -> None:
+def show_stopped(steps: int, folder: Path, config: Path, words: dict[str, Any]) -> None:
     """After Ctrl-C: what is kept, and the command that goes on."""
     from pellucid.train.checkpoint import Checkpoints
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pellucid.cli import output
-from pellucid.pipeline.memory import in_words
+from pellucid.pipeline.memory import size_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,18 +38,18 @@ def print_tables(found: Explanation) -> None:
     )
     held = output.table("held between steps", "how", "in all", "per rank", right=("in all", "per rank"))
     for row in found.held:
-        held.add_row(row.what, row.how, in_words(row.whole), in_words(row.per_rank))
-    held.add_row("together", "", "", in_words(found.bytes_per_rank))
+        held.add_row(row.what, row.how, size_text(row.whole), size_text(row.per_rank))
+    held.add_row("together", "", "", size_text(found.bytes_per_rank))
     console.print(held)
     if not found.collectives:
         console.print("One rank: nothing is sent.")
         return
-    console.print(moves(found.collectives, "in each optimiser step"))
-    console.print(moves(found.of_log, "in each line of the log"))
-    console.print(f"Each rank sends, and receives, {in_words(found.sent_per_step)} a step (rings).")
+    console.print(collective_table(found.collectives, "in each optimiser step"))
+    console.print(collective_table(found.of_log, "in each line of the log"))
+    console.print(f"Each rank sends, and receives, {size_text(found.sent_per_step)} a step (rings).")
 
 
-def moves(collectives: Sequence[Collective], when: str):  # type: ignore[no-untyped-def]
+def collective_table(collectives: Sequence[Collective], when: str):  # type: ignore[no-untyped-def]
     """The collectives; those alike in kind and pass are one row, where there are many."""
     table = output.table(
         when, "of", "pass", "times", "bytes", "sent per rank", right=("times", "bytes", "sent per rank")
@@ -60,5 +60,7 @@ def moves(collectives: Sequence[Collective], when: str):  # type: ignore[no-unty
     for (operation, phase, what), rows in groups.items():
         name = rows[0].what if len(rows) == 1 else f"{what}, {len(rows)} groups"
         times, sent = sum(r.times for r in rows), sum(r.times * r.sent for r in rows)
-        table.add_row(operation, name, phase, str(times), in_words(sum(r.times * r.size for r in rows)), in_words(sent))
+        table.add_row(
+            operation, name, phase, str(times), size_text(sum(r.times * r.size for r in rows)), size_text(sent)
+        )
     return table

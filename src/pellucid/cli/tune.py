@@ -13,7 +13,7 @@ from pellucid.cli.options import Device, Overwrite, model_names, whole_numbers
 from pellucid.core.errors import PellucidError
 
 if TYPE_CHECKING:
-    from pellucid.evidence.tune.tuning import Tuned, Tuning
+    from pellucid.evidence.tune.tuning import TuningConfig, TuningResult
 
 EXAMPLES = (
     "pellucid tune --model scenes-128 --prompts scenes --guidance 4 --steps 5 --held-out 1000 --sweep 5,7",
@@ -99,54 +99,54 @@ def command(
         "sweep": None if sweep is None else whole_numbers("--sweep", sweep),
     }  # fmt: skip
     how = {"what": what, "iterations": iterations, "batch": batch, "at_once": at_once, "seed": seed}
-    asked = read(given, how, start or [])
+    asked = read_options(given, how, start or [])
     from pellucid.pipeline.policy import Policy
 
     loading = {"dtype": dtype, "device": device, "policy": Policy(compile=compiled)}
 
-    def keep(tuned: Tuned) -> None:
+    def keep(tuned: TuningResult) -> None:
         goal.write(tuned.plan.to_json() + "\n")
 
-    tuned = work(model, asked, None if guidance is None else meant(guidance), loading, records, keep)
+    tuned = run_tuning(model, asked, None if guidance is None else parse_guidance(guidance), loading, records, keep)
     if as_json:
         output.print_json({"plan": str(out), **tuned.evidence})
     else:
         show(tuned, out)
 
 
-def read(given: dict[str, Any], how: dict[str, Any], starts: list[str]) -> Tuning:
+def read_options(given: dict[str, Any], how: dict[str, Any], starts: list[str]) -> TuningConfig:
     """The words as what they mean; refused here, before a model is read."""
-    from pellucid.evidence.tune.fit import Descent
-    from pellucid.evidence.tune.start import Start
-    from pellucid.evidence.tune.tuning import Tuning
+    from pellucid.evidence.tune.descent import Descent
+    from pellucid.evidence.tune.table import Start
+    from pellucid.evidence.tune.tuning import TuningConfig
 
     descent = Descent(**{name: value for name, value in how.items() if value is not None})
     known = {name: value for name, value in given.items() if value is not None}
-    return Tuning(descent=descent, starts=tuple(dict.fromkeys(map(Start.parse, starts))), **known)
+    return TuningConfig(descent=descent, starts=tuple(dict.fromkeys(map(Start.parse, starts))), **known)
 
 
-def meant(guidance: str) -> Any:
+def parse_guidance(guidance: str) -> Any:
     from pellucid.models.guidance import Guidance
 
     return Guidance.parse(guidance)
 
 
-def work(
+def run_tuning(
     model: str,
-    asked: Tuning,
+    asked: TuningConfig,
     guidance: Any,
     loading: dict[str, Any],
     records: Path | None,
-    keep: Callable[[Tuned], object],
-) -> Tuned:
-    from pellucid.evidence.tune.subject import of_pipeline
+    keep: Callable[[TuningResult], object],
+) -> TuningResult:
+    from pellucid.evidence.tune.model import model_of
     from pellucid.evidence.tune.tuning import tune
     from pellucid.pipeline.load import load
 
-    return tune(of_pipeline(load(model, **loading), guidance), asked, output.progress, records, keep)
+    return tune(model_of(load(model, **loading), guidance), asked, output.progress, records, keep)
 
 
-def show(tuned: Tuned, out: Path) -> None:
+def show(tuned: TuningResult, out: Path) -> None:
     """What was kept and how it stands, on pairs that nobody had seen."""
     told, console = tuned.evidence, output.console()
     header = f"{told['model']} · {told['steps']} calls · {told['what']} · guidance {told['guidance']}"
@@ -159,9 +159,9 @@ def show(tuned: Tuned, out: Path) -> None:
         if key == "best_start" and told["start"] == told["best_start"]:
             continue
         kept = "✓" if told["kept"].replace(" ", "_") == key else ""
-        table.add_row(name, str(told["steps"]), *figures(held[key]), kept)
+        table.add_row(name, str(told["steps"]), *figure_cells(held[key]), kept)
     for row in told.get("untuned", ()):
-        table.add_row(row["name"], str(row["nfe"]), *figures(row), "")
+        table.add_row(row["name"], str(row["nfe"]), *figure_cells(row), "")
     console.print(table)
     doubt = told["teacher"]["doubt"]
     words = f"{held['tuned']['pairs']} held-out pairs against {told['teacher']['steps']} steps of the teacher"
@@ -171,7 +171,7 @@ def show(tuned: Tuned, out: Path) -> None:
     output.wrote(out)
 
 
-def figures(row: dict[str, Any]) -> tuple[str, str, str, str]:
+def figure_cells(row: dict[str, Any]) -> tuple[str, str, str, str]:
     return (
         output.short(row["mean"]),
         f"{output.short(row['low'])} to {output.short(row['high'])}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from pellucid.core.denoiser import denoiser, input_scale, sigma_data_of
 from pellucid.core.loop import Denoiser, run
 from pellucid.core.plan import Difference, Plan, Weights
 from pellucid.core.schedule import Frame, Level
+from pellucid.core.wording import named, short
 
 TOLERANCE = 1e-12  # relative: below it two numbers differ by rounding alone
 POINTS = 64
@@ -90,7 +92,7 @@ def scaled(weights: Weights, out: float, registers: tuple[float, float]) -> Weig
 # --- what it does on the oracle --------------------------------------------------------------------------------
 
 
-def told_network(like: oracle.Mixture, plan: Plan) -> Denoiser:
+def perfect_network(like: oracle.Mixture, plan: Plan) -> Denoiser:
     """A perfect network on the plan's schedule: it takes x to be at the level of the time that it is told."""
     curve, kind = schedules.from_dict(plan.schedule), plan.target
 
@@ -119,15 +121,15 @@ def effects_of(mine: Plan, other: Plan, differences: Sequence[Difference], bench
         note = f"{mine.nfe} → {other.nfe}: rows have no partners, so no kind can be swapped in alone"
         effects.append(Effect("number of rows", None, None, note))
     if not same(mine.start, other.start):
-        moved = Start(mine, bench.points(other))
-        effects.append(bench.effect("first level", moved, Start(mine, bench.points(mine))))
+        moved = PlanStart(mine, bench.points(other))
+        effects.append(bench.effect("first level", moved, PlanStart(mine, bench.points(mine))))
     if not math.isclose(mine.initial_scale, other.initial_scale, rel_tol=TOLERANCE):
-        pair = Start(mine, bench.noise(other)), Start(mine, bench.noise(mine))
+        pair = PlanStart(mine, bench.noise(other)), PlanStart(mine, bench.noise(mine))
         effects.append(bench.effect("initial scale", *pair, note="from noise of that scale"))
-    pair = Start(other, bench.points(other)), Start(mine, bench.points(mine))
+    pair = PlanStart(other, bench.points(other)), PlanStart(mine, bench.points(mine))
     note = "from the same points at the first levels"
     effects.append(bench.effect("all but told times and initial scale", *pair, note=note))
-    pair = Start(other, bench.noise(other)), Start(mine, bench.noise(mine))
+    pair = PlanStart(other, bench.noise(other)), PlanStart(mine, bench.noise(mine))
     note = "through perfect networks that are told the time, from noise of each initial scale"
     effects.append(bench.effect("all", *pair, told=True, note=note))
     return effects
@@ -143,7 +145,7 @@ def same(a: Level, b: Level) -> bool:
 
 
 @dataclass(frozen=True)
-class Start:
+class PlanStart:
     """A plan and the x that it begins with."""
 
     plan: Plan
@@ -165,14 +167,14 @@ class Bench:
             return self.points(plan)
         return self.points(replace(plan, start=Level(0.0, 1.0))) * plan.initial_scale
 
-    def run(self, start: Start, told: bool) -> Tensor:
-        through = told_network(self.like, start.plan) if told else self.like
+    def run(self, start: PlanStart, told: bool) -> Tensor:
+        through = perfect_network(self.like, start.plan) if told else self.like
         out = run(start.plan, through, start.x)
         self.seen()
         return out
 
     def effect(
-        self, kind: str, new: Start, old: Start, *, rows: int | None = None, told: bool = False, note: str = ""
+        self, kind: str, new: PlanStart, old: PlanStart, *, rows: int | None = None, told: bool = False, note: str = ""
     ) -> Effect:
         """How far the new result is from the old one; why not, where a plan cannot run."""
         try:
@@ -196,5 +198,66 @@ def swapped(kind: str, mine: Plan, other: Plan, differences: Sequence[Difference
     note = f"with the basis, {other.basis}" if bases else ""
     if told:
         note = f"through a perfect {mine.target} network that is told the time"
-    pair = Start(plan, bench.points(mine)), Start(mine, bench.points(mine))
+    pair = PlanStart(plan, bench.points(mine)), PlanStart(mine, bench.points(mine))
     return bench.effect(kind, *pair, rows=count, told=told, note=note)
+
+
+# --- In words -------------------------------------------------------------------------------------------------------
+
+
+def facts(plan: Plan) -> dict[str, str]:
+    """What a plan is, without its rows; what it does not say is empty."""
+    return {
+        "sampler": plan.name,
+        "schedule": named(plan.schedule),
+        "target": plan.target,
+        "grid": named(plan.grid),
+        "dialect": plan.dialect,
+        "options": ", ".join(f"{k} = {v}" for k, v in plan.options.items()),
+        "frame": plan.frame,
+        "basis": plan.basis,
+        "initial scale": short(plan.initial_scale, 8),
+        "end": f"alpha {short(plan.end.alpha, 6)}, sigma {short(plan.end.sigma, 6)}",
+        "NFE": str(plan.nfe),
+        "deviation": short(plan.deviation, 3),
+        "declared": plan.declared,
+    }
+
+
+def kind_of(d: Difference) -> str:
+    return KINDS.get(d.field, "weights")
+
+
+def change(d: Difference) -> str:
+    """`p0 0.1234 → 0.1235 (0.08 %)`."""
+    label = "" if d.field == "time" else f"{d.field} ".replace("x.", "").replace("anchor.", "anchor: ")
+    size = relative(d)
+    old, new = apart(*(0.0 if d.field == "time" and abs(v) < TOLERANCE else v for v in (d.mine, d.theirs)))
+    return f"{label}{old} → {new}" + ("" if size is None else f" ({percent(size)})")
+
+
+def percent(size: float) -> str:
+    return f"{100 * size:.0f} %" if size >= 0.1 else f"{short(100 * size, 2)} %"
+
+
+def relative(d: Difference) -> float | None:
+    """The change relative to the larger of the two numbers: 0 to 2."""
+    if isinstance(d.mine, bool) or not isinstance(d.mine, (int, float)) or not isinstance(d.theirs, (int, float)):
+        return None
+    return abs(d.mine - d.theirs) / max(abs(d.mine), abs(d.theirs))
+
+
+def apart(a: Any, b: Any) -> tuple[str, str]:
+    """Two numbers with as few digits as tell them apart."""
+    if isinstance(a, bool) or not isinstance(a, (int, float)):
+        return str(a), str(b)
+    for digits in (4, 6, 8, 10, 12, 15):
+        if short(a, digits) != short(b, digits):
+            break
+    return short(a, digits), short(b, digits)
+
+
+def size_of(effect: Effect) -> str:
+    if effect.distance is None:
+        return "–"
+    return "no effect on the oracle" if effect.distance <= TOLERANCE else short(effect.distance, 3)

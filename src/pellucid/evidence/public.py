@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.evidence.study.samplers_run import Figures, SamplerStudy
+from pellucid.evidence.study.samplers_run import Figures, SamplerStudyConfig
 from pellucid.evidence.study.samplers_run import study as run_study
 from pellucid.evidence.trace import Recorder, Trace, read
-from pellucid.evidence.tune.fit import Descent
-from pellucid.evidence.tune.start import Start
-from pellucid.evidence.tune.subject import of_pipeline
-from pellucid.evidence.tune.tuning import Tuned, Tuning
+from pellucid.evidence.tune.descent import Descent
+from pellucid.evidence.tune.model import model_of
+from pellucid.evidence.tune.table import Start
+from pellucid.evidence.tune.tuning import TuningConfig, TuningResult
 from pellucid.evidence.tune.tuning import tune as run_tuning
 from pellucid.interop.atomic_files import put
 from pellucid.pipeline.load import load
@@ -73,7 +73,7 @@ def study(
     options (`dpmpp_2m:karras`) or plan files. `out` is the folder of the study; what is there is not made again. The
     other settings are the fields of `SamplerStudy`, such as `seeds` and `batch`. `.verdict.sentence` says what to use.
     """
-    known = [f.name for f in fields(SamplerStudy)]
+    known = [f.name for f in fields(SamplerStudyConfig)]
     for name, value in settings.items():
         if name not in known:
             raise option_error(name, value, known, CALL)
@@ -81,7 +81,7 @@ def study(
         if isinstance(given, str) or not isinstance(given, Sequence):
             raise PellucidError(rule(name, "a list, such as [8, 20] or ['ddim']", given), "study-list")
     named = isinstance(model, str | os.PathLike)
-    config = SamplerStudy(
+    config = SamplerStudyConfig(
         os.fspath(model) if named else str(getattr(getattr(model, "components", None), "name", "pipeline")),
         tuple(samplers),
         tuple(steps),
@@ -101,7 +101,7 @@ def tune(
     out: PathLike | None = None,
     overwrite: bool = False,
     **settings: Any,
-) -> Tuned:
+) -> TuningResult:
     """Tunes a plan of `steps` model calls for a model at a guidance, against its own converged images.
 
     `prompts` names a file with one prompt per line, or is `scenes`. The other settings are those of `pellucid tune`:
@@ -109,7 +109,7 @@ def tune(
     `what`. The result has `.plan`, which `pipe(plan=…)` takes, and `.evidence`; `out` is a file for the plan.
     """
     knobs = [f.name for f in fields(Descent) if f.name != "seed"]
-    known = [f.name for f in fields(Tuning) if f.name != "descent"]
+    known = [f.name for f in fields(TuningConfig) if f.name != "descent"]
     for name, value in settings.items():
         if name not in (*knobs, *known):
             raise option_error(name, value, (*knobs, *known), CALL)
@@ -119,9 +119,9 @@ def tune(
     given = settings.pop("starts", ())
     listed = [given] if isinstance(given, str) else given
     starts = tuple(Start.parse(one) if isinstance(one, str) else one for one in listed)
-    asked = Tuning(steps=steps, descent=descent, prompts=prompts, starts=starts, **settings)
+    asked = TuningConfig(steps=steps, descent=descent, prompts=prompts, starts=starts, **settings)
     pipe = model if isinstance(model, Pipeline) else load(model)
-    tuned = run_tuning(of_pipeline(pipe, guidance), asked)
+    tuned = run_tuning(model_of(pipe, guidance), asked)
     if out is not None:
         put(Path(out), tuned.plan.to_json() + "\n")
     return tuned

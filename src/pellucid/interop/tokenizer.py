@@ -117,7 +117,7 @@ class Tokenizer:
     def window(self, ids: Sequence[int]) -> list[int]:
         """One window of the encoder: BOS, the ids, EOS, padding."""
         if len(ids) > self.room:
-            advice = "Longer prompts are encoded in several windows by pellucid.pipeline.text."
+            advice = "Longer prompts are encoded in several windows by pellucid.pipeline.encoders.text."
             raise PellucidError(rule("tokens of one window", f"at most {self.room}", len(ids), advice), "prompt-length")
         return [self.bos, *ids, self.eos, *[self.pad] * (self.room - len(ids))]
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from types import ModuleType
 
 from pellucid.labs import process
+from pellucid.labs.answers import Check, Outcome, Verdict, Wrong
 from pellucid.labs.catalog import Lab, find
-from pellucid.labs.checking import Check, Outcome, Verdict, Wrong
-from pellucid.labs.running import last_line
+from pellucid.labs.process import last_line
 
 MOST_PRINTED = 4000  # characters of one check
 MOST_SAID = 1000  # of a sentence
@@ -48,7 +48,7 @@ def answer_in(path: Path) -> ModuleType:
 
 def judged(check: Check, path: Path) -> Outcome:
     """One check on an answer that is opened anew, so that checks do not depend on each other."""
-    printed = process.Kept(MOST_PRINTED)
+    printed = process.Printed(MOST_PRINTED)
     with contextlib.redirect_stdout(printed):
         verdict, sentence = verdict_of(check, path)
     return Outcome(check.name, verdict, process.clipped(sentence, MOST_SAID), printed.text())

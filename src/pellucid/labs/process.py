@@ -1,7 +1,9 @@
-"""Code that runs beside us: a process that tells its results as lines of JSON, and can be stopped at any time."""
+"""A lab's page run block by block, in a process that tells its results as lines of JSON and can be stopped."""
 
 from __future__ import annotations
 
+import base64
+import codeop
 import contextlib
 import io
 import json
@@ -13,10 +15,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import IO, Any
 
 from pellucid.core.errors import Cancelled
+from pellucid.labs import SMOKE, script
+from pellucid.labs.script import Block
+
+# --- Processes ------------------------------------------------------------------------------------------------------
 
 POLL = 0.1  # seconds between two looks at whether somebody cancelled
 _DRAIN = 1.0  # seconds for the last lines of a process that ended
@@ -24,11 +34,11 @@ MOST_LINE = 64 * 2**20  # bytes of one result
 LAST_WORDS = 4096  # bytes that are read of what a dying process said
 
 
-class Died(Exception):  # noqa: N818
+class ProcessEnded(Exception):  # noqa: N818
     """The process ended before it was done; the last line that it said, or how it ended."""
 
 
-class Garbled(Died):
+class ForeignOutput(ProcessEnded):
     """It told what is no result."""
 
 
@@ -79,7 +89,7 @@ def follow(
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(POLL)
             if process.returncode != 0:
-                raise Died(last_words(errors) or f"it ended with exit code {process.returncode}")
+                raise ProcessEnded(last_words(errors) or f"it ended with exit code {process.returncode}")
         finally:
             end(process)
             reader.join(_DRAIN)  # longer it stays only for a process that lives on
@@ -121,7 +131,7 @@ def _result(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         told = None
     if not isinstance(told, dict):
-        raise Garbled("it told what is no result")
+        raise ForeignOutput("it told what is no result")
     return told
 
 
@@ -147,7 +157,7 @@ def channel() -> Callable[[dict[str, Any]], None]:
     return tell
 
 
-class Kept(io.TextIOBase):
+class Printed(io.TextIOBase):
     """What is printed: the first `most` characters of it, and how many more there were."""
 
     def __init__(self, most: int) -> None:
@@ -166,3 +176,119 @@ class Kept(io.TextIOBase):
 
 def clipped(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
+
+
+# --- Pages ----------------------------------------------------------------------------------------------------------
+
+MOST_PRINTED = 100_000  # characters of a block
+MOST_FIGURES = 8  # of a block
+DPI = 110
+
+
+@dataclass(frozen=True)
+class BlockResult:
+    """A block that has run; `figures` are PNG files. After an error there are no more blocks."""
+
+    number: int
+    count: int
+    text: str
+    code: str
+    printed: str
+    figures: tuple[bytes, ...]
+    seconds: float
+    error: str | None = None
+
+
+def run_page(
+    page: Path, smoke: bool = False, cancelled: Callable[[], bool] = never, within: Path | None = None
+) -> Iterator[BlockResult]:
+    """Every block of a page, as soon as it has run. Cancelling, or not listening any more, ends the run.
+
+    Its temporary files are in a folder of mode 0700 (`within` one of the caller's) that is removed afterwards.
+    """
+    with tempfile.TemporaryDirectory(prefix="pellucid-lab-", dir=within, ignore_cleanup_errors=True) as scratch:
+        yield from _run(page, {"MPLBACKEND": "agg", SMOKE: "1" if smoke else "", "TMPDIR": scratch}, cancelled)
+
+
+def _run(page: Path, environment: dict[str, str], cancelled: Callable[[], bool]) -> Iterator[BlockResult]:
+    blocks = script.read(page)
+    done, why = 0, "the lab ended its process"
+    try:
+        with contextlib.closing(follow(__name__, [str(page)], environment=environment, cancelled=cancelled)) as results:
+            for told in results:
+                done += 1
+                figures = tuple(map(base64.b64decode, told.pop("figures")))
+                yield BlockResult(**told, figures=figures)
+                if told["error"] is not None:
+                    return
+    except ProcessEnded as error:  # the interpreter itself went down, or could not begin
+        why += f": {error}"
+    if done < len(blocks):
+        block = blocks[done]
+        yield BlockResult(done + 1, len(blocks), block.text, block.code, "", (), 0.0, why)
+
+
+# --- in the process ----------------------------------------------------------------------------------------------
+
+
+def run_here(page: Path) -> Iterator[BlockResult]:
+    """The blocks in this process, in one namespace, as a script of that name would run."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    blocks = script.read(page)
+    main = ModuleType("__main__")
+    main.__file__ = str(page)
+    sys.modules["__main__"] = main
+    compiler = codeop.Compile()  # remembers `from __future__` from block to block
+    for number, block in enumerate(blocks, 1):
+        begun = time.perf_counter()
+        printed = Printed(MOST_PRINTED)
+        with contextlib.redirect_stdout(printed):
+            error = executed(compiler, block, page, main)
+        figures = drawn() if error is None else ()
+        took = time.perf_counter() - begun
+        yield BlockResult(number, len(blocks), block.text, block.code, printed.text(), figures, took, error)
+        if error is not None:
+            return
+
+
+def executed(compiler: codeop.Compile, block: Block, page: Path, main: ModuleType) -> str | None:
+    """What went wrong, if anything: the last line of the traceback and where in the page."""
+    source = "\n" * (block.line - 1) + block.code + "\n"  # so that lines have the numbers of the file
+    try:
+        exec(compiler(source, str(page), "exec"), main.__dict__)
+    except BaseException as error:  # SystemExit too: a lab does not end its reader
+        return last_line(error, page)
+    return None
+
+
+def last_line(error: BaseException, path: Path) -> str:
+    """`AssertionError: 3 is not 4 (lab_03.py, line 17)`: the deepest line of this file."""
+    said = traceback.format_exception_only(error)[-1].strip()
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return said + (f" ({path.name}, line {lines[-1]})" if lines else "")
+
+
+def drawn() -> tuple[bytes, ...]:
+    """All open figures as PNG files; they are closed."""
+    pyplot: Any = sys.modules.get("matplotlib.pyplot")
+    if pyplot is None:
+        return ()
+    files = []
+    for number in pyplot.get_fignums()[:MOST_FIGURES]:
+        held = io.BytesIO()
+        pyplot.figure(number).savefig(held, format="png", dpi=DPI, bbox_inches="tight")
+        files.append(held.getvalue())
+    pyplot.close("all")
+    return tuple(files)
+
+
+def main(page: str) -> None:
+    tell = channel()
+    for shown in run_here(Path(page)):
+        tell(asdict(shown) | {"figures": [base64.b64encode(file).decode() for file in shown.figures]})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -15,8 +15,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError
-from pellucid.pipeline import offload
-from pellucid.pipeline.memory import measure, networks_by_name, predict, timed
+from pellucid.pipeline import stages
+from pellucid.pipeline.memory import fastest_run, measure, networks_by_name, predict
 from pellucid.pipeline.policy import LEAST_TILE, ON_CPU, Policy
 from pellucid.pipeline.request import Request
 
@@ -40,7 +40,7 @@ class Strategy:
 
 
 @dataclass(frozen=True)
-class Row:
+class StrategyCost:
     """What a strategy took: peaks by stage, predicted and measured, and seconds of a run.
 
     `times` is the ratio to runs of the first strategy just before and after, so that a busy machine counts for both.
@@ -98,34 +98,36 @@ def changes(pipe: Pipeline, request: Request) -> Iterator[tuple[str, Any]]:
         yield "compile", True
 
 
-def compare(pipe: Pipeline, found: Sequence[Strategy], seen: Callable[[], None], repeats: int = 3) -> list[Row]:
+def compare(
+    pipe: Pipeline, found: Sequence[Strategy], seen: Callable[[], None], repeats: int = 3
+) -> list[StrategyCost]:
     """Runs every strategy, the first of which is what the others are compared with; one that fails says why."""
     by_name: dict[str, list[Image.Image]] = {}
     rows = []
     for strategy in found:
         try:
-            before = timed(pipe, found[0].request, 1) if rows else math.inf
-            row, images = tried(pipe, strategy, repeats)
-            after = timed(pipe, found[0].request, 1) if rows else row.seconds
+            before = fastest_run(pipe, found[0].request, 1) if rows else math.inf
+            row, images = cost_of(pipe, strategy, repeats)
+            after = fastest_run(pipe, found[0].request, 1) if rows else row.seconds
             by_name[strategy.name] = images
             largest, mean = difference(images, by_name[strategy.against])
             rows.append(replace(row, times=row.seconds / min(before, after), largest=largest, mean=mean))
         except PellucidError as error:
             if not rows:  # there is nothing to compare with
                 raise
-            rows.append(Row(strategy, trouble=f"{error.code}: {error}"))
+            rows.append(StrategyCost(strategy, trouble=f"{error.code}: {error}"))
         seen()
     return rows
 
 
-def tried(pipe: Pipeline, strategy: Strategy, repeats: int) -> tuple[Row, list[Image.Image]]:
-    with arranged(pipe, strategy) as (ready, request, beside):
+def cost_of(pipe: Pipeline, strategy: Strategy, repeats: int) -> tuple[StrategyCost, list[Image.Image]]:
+    with arrange(pipe, strategy) as (ready, request, beside):
         predicted = {name: peak.total for name, peak in predict(ready, request, beside=beside).stages.items()}
         found = measure(ready, request, beside)
-        seconds = timed(ready, request, repeats)
+        seconds = fastest_run(ready, request, repeats)
     # What torch.compile makes allocates behind the back of a tracker.
     blind = strategy.policy.compile and pipe.device.type == "cpu"
-    return Row(strategy, predicted, {} if blind else found.peaks, seconds), found.result.images
+    return StrategyCost(strategy, predicted, {} if blind else found.peaks, seconds), found.result.images
 
 
 def difference(images: Sequence[Image.Image], others: Sequence[Image.Image]) -> tuple[float, float]:
@@ -141,23 +143,23 @@ def difference(images: Sequence[Image.Image], others: Sequence[Image.Image]) -> 
 
 
 @contextmanager
-def arranged(pipe: Pipeline, strategy: Strategy) -> Iterator[tuple[Pipeline, Request, list[Tensor]]]:
+def arrange(pipe: Pipeline, strategy: Strategy) -> Iterator[tuple[Pipeline, Request, list[Tensor]]]:
     """The pipeline under a strategy, the request to run on it, and the tensors that it keeps besides its networks."""
     with ExitStack() as until:
         ready, request, kept = replace(pipe, policy=strategy.policy), strategy.request, []
         if strategy.dtype is not None:
-            ready = replace(ready, components=cast(pipe.components, strategy.dtype), _files={})
+            ready = replace(ready, components=in_dtype(pipe.components, strategy.dtype), _files={})
         if strategy.merged:
-            kept = until.enter_context(merged(ready, request))
+            kept = until.enter_context(merge_loras(ready, request))
             request = replace(request, loras=())
         if strategy.policy.channels_last and not pipe.policy.channels_last:
-            until.enter_context(innermost(ready))
+            until.enter_context(channels_innermost(ready))
         if strategy.policy.offload != "none" and pipe.policy.offload == "none":
-            until.enter_context(waiting(ready))
+            until.enter_context(wait_on_cpu(ready))
         yield ready, request, kept
 
 
-def cast(components: Any, dtype: torch.dtype) -> Any:
+def in_dtype(components: Any, dtype: torch.dtype) -> Any:
     """The same model in another precision."""
 
     def other(network: nn.Module | None) -> Any:
@@ -173,7 +175,7 @@ def cast(components: Any, dtype: torch.dtype) -> Any:
 
 
 @contextmanager
-def merged(pipe: Pipeline, request: Request) -> Iterator[list[Tensor]]:
+def merge_loras(pipe: Pipeline, request: Request) -> Iterator[list[Tensor]]:
     """LoRAs in the weights; yields the originals, which are kept to put back."""
     with pipe.merge(*request.loras) as inside:
         held = [tensors.values() for part in inside.parts for tensors in part.originals.values()]
@@ -181,7 +183,7 @@ def merged(pipe: Pipeline, request: Request) -> Iterator[list[Tensor]]:
 
 
 @contextmanager
-def innermost(pipe: Pipeline) -> Iterator[None]:
+def channels_innermost(pipe: Pipeline) -> Iterator[None]:
     """Channels innermost in the networks that convolve."""
     networks = [n for n in (pipe.components.network, pipe.components.vae) if n is not None]
     for network in networks:
@@ -194,7 +196,7 @@ def innermost(pipe: Pipeline) -> Iterator[None]:
 
 
 @contextmanager
-def waiting(pipe: Pipeline) -> Iterator[None]:
+def wait_on_cpu(pipe: Pipeline) -> Iterator[None]:
     """All networks on the CPU, where offload expects them."""
     networks = networks_by_name(pipe.components).values()
     for network in networks:
@@ -203,5 +205,5 @@ def waiting(pipe: Pipeline) -> Iterator[None]:
         yield
     finally:
         for network in networks:
-            offload.detach(network)
+            stages.detach_hooks(network)
             network.to(pipe.device)

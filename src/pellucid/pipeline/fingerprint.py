@@ -44,7 +44,7 @@ def of_model(components: Components) -> str:
         "".join(words),
         json.dumps({**process, "extra": components.extra}, sort_keys=True, default=str),
     )
-    return f"{SCHEME}:" + "-".join(short(part) for part in parts)
+    return f"{SCHEME}:" + "-".join(short_hash(part) for part in parts)
 
 
 def differing(a: str, b: str) -> tuple[str, ...]:
@@ -67,21 +67,21 @@ def of_network(network: nn.Module) -> str:
 
 def of_adapter(adapters: AdapterSet) -> str:
     """The fingerprint of a LoRA file, of whatever layout, by what it does to which layer."""
-    found = {f"{layer}.{name}": value for layer, d in adapters.layers.items() for name, value in inside(d)}
-    found |= {f"{word}{name}": value for word, held in adapters.tokens.items() for name, value in inside(held)}
+    found = {f"{layer}.{name}": value for layer, d in adapters.layers.items() for name, value in tensors_inside(d)}
+    found |= {f"{word}{name}": value for word, held in adapters.tokens.items() for name, value in tensors_inside(held)}
     return of_tensors(found)
 
 
-def inside(held: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+def tensors_inside(held: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """The tensors and numbers of a weight difference, by their path."""
     if isinstance(held, Tensor):
         yield name, held
     elif is_dataclass(held):
         for one in fields(held):
-            yield from inside(getattr(held, one.name), f"{name}.{one.name}")
+            yield from tensors_inside(getattr(held, one.name), f"{name}.{one.name}")
     elif isinstance(held, list | tuple):
         for i, one in enumerate(held):
-            yield from inside(one, f"{name}.{i}")
+            yield from tensors_inside(one, f"{name}.{i}")
     elif isinstance(held, bool | int | float):
         yield name, torch.tensor(float(held), dtype=torch.float64)
 
@@ -108,5 +108,5 @@ def spread(count: int, device: torch.device) -> Tensor:
     return (starts[:, None] + torch.arange(RUN, device=device)).reshape(-1)
 
 
-def short(text: str) -> str:
+def short_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]

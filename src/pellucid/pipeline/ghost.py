@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from pellucid.models.lora import view
 from pellucid.models.vae import FoldedUpsample
-from pellucid.pipeline.offload import HOOKS
+from pellucid.pipeline.stages import HOOKS
 from pellucid.pipeline.tracker import Tracker
 
 M = TypeVar("M", bound=nn.Module)

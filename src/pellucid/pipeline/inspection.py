@@ -1,13 +1,19 @@
-"""What a pipeline is made of and what flows through it, as plain data: who draws it, and how, is not its business."""
+"""What a pipeline is made of and what flows through it, as plain data: its nodes, their blocks and their files."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
+from torch import Tensor, nn
+
 from pellucid.core.errors import PellucidError, nearest, rule
+from pellucid.interop import single_file, weights
+from pellucid.interop.components import TEXT_PARTS, named_classes
+from pellucid.interop.folder import index_of, place_of, reads
 
 SCHEMA = 1
 Shape = tuple[int, ...]
@@ -18,7 +24,7 @@ Stage = Literal["text", "encode", "denoise", "decode"]
 
 
 @dataclass(frozen=True)
-class Asked:
+class GraphOptions:
     """What a graph is drawn for; None leaves it to the model. `depth`: levels of blocks inside of each network."""
 
     size: tuple[int, int] | None = None
@@ -43,7 +49,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredWeights:
     """The weights of a component as they lie on disk: their bytes, their dtypes, and the files that hold them."""
 
     size: int
@@ -67,7 +73,7 @@ class Node:
     parameters: int = 0
     dtype: str | None = None
     memory: int = 0
-    stored: Stored | None = None
+    stored: StoredWeights | None = None
     calls: int = 1
     facts: dict[str, Any] = field(default_factory=dict)
     blocks: tuple[Block, ...] = ()
@@ -180,3 +186,100 @@ class Graph:
         """Everything, as JSON can hold it, with the sums."""
         sums = {"parameters": self.parameters, "memory": self.memory, "stored": self.stored}
         return {"schema": SCHEMA, "kind": "pellucid-graph", **asdict(self), **sums}
+
+
+# --- Blocks of a network --------------------------------------------------------------------------------------------
+
+
+def blocks_of(network: nn.Module, depth: int, shapes: Mapping[str, tuple[int, ...]] | None = None) -> tuple[Block, ...]:
+    """The parts of a network, `depth` levels of them. Shared weights count once, in the first part that holds them."""
+    total = sum(weight.numel() for weight in network.parameters())
+    return BlockCounter(total, shapes or {}).parts(network, "", depth, set())
+
+
+@dataclass(frozen=True)
+class BlockCounter:
+    total: int
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def parts(self, module: nn.Module, path: str, depth: int, counted: set[int]) -> tuple[Block, ...]:
+        if depth < 1:
+            return ()
+        found = []
+        for name, inner in weighted_children(module, path):
+            fresh = {id(w): w.numel() for w in inner.parameters() if id(w) not in counted}
+            below = self.parts(inner, name, depth - 1, set(counted))
+            counted |= set(fresh)
+            count = sum(fresh.values())
+            kind = type(inner).__name__
+            found.append(Block(name, kind, count, count / self.total, self.shapes.get(name), below))
+        for name, weight in module.named_parameters(path, recurse=False):
+            if found and id(weight) not in counted:  # beside its blocks; the weights of a single layer are not told
+                found.append(Block(name, "Parameter", weight.numel(), weight.numel() / self.total))
+                counted.add(id(weight))
+        return tuple(found)
+
+
+def weighted_children(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """The children with weights. A list stands for its items, and what holds all weights alone for its children."""
+    children = [(f"{path}.{name}".lstrip("."), child) for name, child in module.named_children()]
+    children = [(name, child) for name, child in children if next(child.parameters(), None) is not None]
+    own = next(module.parameters(recurse=False), None)
+    if len(children) == 1 and own is None and next(children[0][1].children(), None) is not None:
+        yield from weighted_children(children[0][1], children[0][0])
+        return
+    for name, child in children:
+        if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            for key, item in child.named_children():
+                if next(item.parameters(), None) is not None:
+                    yield f"{name}.{key}", item
+        else:
+            yield name, child
+
+
+# --- Weights on disk ------------------------------------------------------------------------------------------------
+
+
+def stored_in(path: Path, variant: str | None = None) -> dict[str, StoredWeights]:
+    """What a model's folder or file holds, by the names of its components."""
+    return in_file(path) if path.is_file() else in_folder(path, variant)
+
+
+def in_folder(folder: Path, variant: str | None) -> dict[str, StoredWeights]:
+    listed = named_classes(index_of(folder))
+    parts = {part: place_of(folder, part) for part, kind in listed.items() if reads(part, kind)}
+    if "controlnet" in parts:
+        parts |= {place.name: place for place in sorted(folder.glob("controlnet_[0-9]*")) if place.is_dir()}
+    return {part: stored_component(place, variant) for part, place in parts.items()}
+
+
+def in_file(path: Path) -> dict[str, StoredWeights]:
+    """A single file by its sections."""
+    sections = single_file.split(weights.read(path), path.name)
+    encoders = [prefix for prefix, _ in single_file.layout_of(sections, path.name).encoders]
+    refiner = encoders == [single_file.REFINER_OPEN_CLIP]
+    names = dict(zip(encoders, TEXT_PARTS[1:] if refiner else TEXT_PARTS, strict=False))
+    names |= {single_file.UNET: "unet", single_file.VAE: "vae", single_file.CONTROL: "controlnet"}
+    return {names[prefix]: sum_of(held.values(), [path]) for prefix, held in sections.items() if prefix in names}
+
+
+def stored_component(path: Path, variant: str | None = None) -> StoredWeights:
+    """One component in its folder, or in a file of its own."""
+    if path.is_file():
+        return sum_of(weights.read(path).values(), [path])
+    tensors, found = weights.read_folder(path, variant)
+    files = [found.path]
+    if found.path.name.endswith(".json"):
+        index: Mapping[str, str] = weights.read_json(found.path)["weight_map"]
+        files = [path / shard for shard in sorted(set(index.values()))]
+    return sum_of(tensors.values(), files)
+
+
+def sum_of(tensors: Iterable[Tensor], files: Iterable[Path]) -> StoredWeights:
+    held = list(tensors)
+    sizes: dict[str, int] = {}
+    for tensor in held:
+        name = str(tensor.dtype).removeprefix("torch.")
+        sizes[name] = sizes.get(name, 0) + tensor.nbytes
+    widest_first = sorted(sizes, key=lambda name: -sizes[name])
+    return StoredWeights(sum(sizes.values()), tuple(widest_first), tuple(path.name for path in files))

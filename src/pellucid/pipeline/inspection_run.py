@@ -1,16 +1,15 @@
-"""A run without data: the pipeline's own code on torch's meta device, watched by hooks, says what flows where.
-
-Nothing is computed from formulas. The request is the smallest that uses all that the model has: blank images for
-ControlNets, image prompts and inpainting; one call of the denoiser, after which the run is stopped.
-"""
+"""A run of a pipeline without data, for shapes and calls; and a run with its weights, for milliseconds."""
 
 from __future__ import annotations
 
 import inspect
+import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pellucid.core.errors import Cancelled, PellucidError, rule
+from pellucid.core.loop import StepSeen
 from pellucid.interop.components import Components, text_parts
 from pellucid.models.attention import ImageTokens
 from pellucid.models.controlnet import ControlNet
@@ -26,13 +26,16 @@ from pellucid.models.dit import PixArt
 from pellucid.models.ip_adapter import IPAdapter
 from pellucid.models.unet import UNet
 from pellucid.models.vae import from_diffusion
-from pellucid.pipeline import image_inputs, images
+from pellucid.pipeline import images
 from pellucid.pipeline.adapters import Control, ImagePrompt
-from pellucid.pipeline.conditions import labels_of, sizes_of, takes_labels, takes_text, wants_sizes
-from pellucid.pipeline.inspection import Asked, Shape
+from pellucid.pipeline.encoders import image_inputs
+from pellucid.pipeline.encoders.conditions import labels_of, sizes_of, takes_labels, takes_text, wants_sizes
+from pellucid.pipeline.encoders.text import Embedding
+from pellucid.pipeline.inspection import GraphOptions, Shape, Times
 from pellucid.pipeline.pipeline import Pipeline
+from pellucid.pipeline.prepare import STEPS, make_plan
 from pellucid.pipeline.request import MAX_BATCH, Request
-from pellucid.pipeline.text import Embedding
+from pellucid.pipeline.stages import STAGES
 
 WORD = "a"
 WINDOW = 77
@@ -40,48 +43,48 @@ T5_WINDOWS = {"PixArtAlphaPipeline": 120, "PixArtSigmaPipeline": 300}
 NOT_RUN = ("network-input", "labels", "no-labels")  # inputs that the pipeline does not make: the graph says so
 
 
-class Form(NamedTuple):
+class TensorForm(NamedTuple):
     """A tensor without its numbers."""
 
     shape: Shape
     dtype: str
 
     @staticmethod
-    def of(tensor: Tensor) -> Form:
-        return Form(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    def of(tensor: Tensor) -> TensorForm:
+        return TensorForm(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
-def forms(value: Any) -> tuple[Form, ...]:
+def forms(value: Any) -> tuple[TensorForm, ...]:
     """The tensors of an argument, nested or not; of image tokens, keys and values."""
     leaves = tree_leaves(value, is_leaf=lambda each: isinstance(each, ImageTokens))
     flat = [t for leaf in leaves for t in ((leaf.k, leaf.v) if isinstance(leaf, ImageTokens) else (leaf,))]
-    return tuple(Form.of(leaf) for leaf in flat if isinstance(leaf, Tensor))
+    return tuple(TensorForm.of(leaf) for leaf in flat if isinstance(leaf, Tensor))
 
 
 @dataclass
 class Call:
     """The first call of a network: its arguments and results by name, and how often it was called in all."""
 
-    inputs: dict[str, tuple[Form, ...]]
-    outputs: dict[str, tuple[Form, ...]]
+    inputs: dict[str, tuple[TensorForm, ...]]
+    outputs: dict[str, tuple[TensorForm, ...]]
     count: int = 1
 
-    def one(self, name: str) -> Form | None:
+    def one(self, name: str) -> TensorForm | None:
         """The form of an argument or a result that is one tensor."""
         found = self.outputs.get(name) or self.inputs.get(name) or ()
         return found[0] if found else None
 
 
 @dataclass
-class Seen:
+class Observation:
     """What a rehearsal saw: calls by network, the shapes that left their blocks, and the ends of the run."""
 
     calls: dict[str, Call] = field(default_factory=dict)
     shapes: dict[tuple[str, str], Shape] = field(default_factory=dict)
-    told: dict[str, Form] = field(default_factory=dict)  # besides texts, before it is doubled
-    x: Form | None = None
-    x0: Form | None = None
-    decoded: Form | None = None
+    told: dict[str, TensorForm] = field(default_factory=dict)  # besides texts, before it is doubled
+    x: TensorForm | None = None
+    x0: TensorForm | None = None
+    decoded: TensorForm | None = None
     problem: str | None = None
 
     @contextmanager
@@ -110,14 +113,14 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Added:
+class Attachments:
     """What is inspected together with a model: ControlNets and IP-Adapters, by the names of their nodes."""
 
     controlnets: dict[str, ControlNet] = field(default_factory=dict)
     adapters: dict[str, IPAdapter] = field(default_factory=dict)
 
 
-def networks_by_name(parts: Components, added: Added) -> dict[str, nn.Module]:
+def networks_by_name(parts: Components, added: Attachments) -> dict[str, nn.Module]:
     """Every network under the name of its node."""
     found: dict[str, nn.Module] = dict(zip(text_parts(parts), parts.text_encoders, strict=True))
     if parts.image_encoder is not None:
@@ -131,7 +134,7 @@ def networks_by_name(parts: Components, added: Added) -> dict[str, nn.Module]:
 # --- the request -------------------------------------------------------------------------------------------------
 
 
-def make_request(pipe: Pipeline, added: Added, asked: Asked) -> Request:
+def make_request(pipe: Pipeline, added: Attachments, asked: GraphOptions) -> Request:
     """A request for a batch that uses all that the model has."""
     batch = asked.batch
     if isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch <= MAX_BATCH:
@@ -180,16 +183,16 @@ def embedded(parts: Components, batch: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def rehearse(pipe: Pipeline, request: Request, added: Added) -> Seen:
+def rehearse(pipe: Pipeline, request: Request, added: Attachments) -> Observation:
     """Runs the request on meta up to its first call of the denoiser, then the decoder."""
-    seen = Seen()
+    seen = Observation()
     parts = pipe.components
     projections = {name: adapter.image_proj for name, adapter in added.adapters.items()}
     hints = {f"{name}.hint": network.controlnet_cond_embedding for name, network in added.controlnets.items()}
     networks = {**networks_by_name(parts, added), **projections, **hints}
 
     def keep(step: Any) -> None:
-        seen.x, seen.x0 = Form.of(step.x_next), Form.of(step.x0)
+        seen.x, seen.x0 = TensorForm.of(step.x_next), TensorForm.of(step.x0)
 
     stopped: Callable[[], bool] = lambda: seen.x is not None  # noqa: E731
     with seen.watching(networks):
@@ -209,16 +212,16 @@ def rehearse(pipe: Pipeline, request: Request, added: Added) -> Seen:
             encoder(next(encoder.parameters()).new_zeros(1, encoder.config.num_channels, side, side))
         if vae is not None and seen.x is not None:
             latents = torch.zeros(seen.x.shape, device="meta").to(next(vae.parameters()).dtype)
-            seen.decoded = Form.of(vae.decode(from_diffusion(vae.config, latents)))
+            seen.decoded = TensorForm.of(vae.decode(from_diffusion(vae.config, latents)))
             pixels = torch.zeros(seen.decoded.shape, device="meta", dtype=latents.dtype)
             seen.calls["vae.encode"] = Call({"images": forms(pixels)}, {"mean": forms(vae.encode(pixels).mean)})
             mask = images.mask_to_latents(pixels[:, :1], pipe.factor)
             seen.calls["mask"] = Call({"mask": forms(pixels[:, :1])}, {"out": forms(mask)})
-    seen.told = told_besides(pipe, request)
+    seen.told = extra_inputs(pipe, request)
     return seen
 
 
-def told_besides(pipe: Pipeline, request: Request) -> dict[str, Form]:
+def extra_inputs(pipe: Pipeline, request: Request) -> dict[str, TensorForm]:
     """What a network is told besides texts, for one side of the batch: it is doubled where it is guided."""
     parts, found = pipe.components, {}
     if isinstance(request.prompt_embeds, Embedding):
@@ -227,4 +230,89 @@ def told_besides(pipe: Pipeline, request: Request) -> dict[str, Form]:
         found["labels"] = labels_of(parts, request)
     if wants_sizes(parts.network):
         found["sizes"] = sizes_of(parts, request, pipe.size_of(request), 0)
-    return {name: Form.of(value) for name, value in found.items()}
+    return {name: TensorForm.of(value) for name, value in found.items()}
+
+
+# --- Milliseconds ---------------------------------------------------------------------------------------------------
+
+SHORT_STEPS = 2  # steps of the runs that repeat text and decoding
+REPEATS = 2  # short runs that count, after one that only warms up and before the whole one
+
+
+@dataclass
+class Stopwatch:
+    """Laps of the denoising rows and of the networks, each after the device has finished."""
+
+    device: torch.device
+    tick: Callable[[], None]
+    rows: list[list[float]] = field(default_factory=list)  # when each row ended, run by run
+    laps: dict[str, list[float]] = field(default_factory=dict)
+    begun: dict[str, float] = field(default_factory=dict)
+
+    def now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def see(self, _: StepSeen) -> None:
+        self.rows[-1].append(self.now())
+        self.tick()
+
+    def start(self, name: str, *_: Any) -> None:
+        self.begun[name] = self.now()
+
+    def stop(self, name: str, *_: Any) -> None:
+        self.laps.setdefault(name, []).append(self.now() - self.begun[name])
+
+    @contextmanager
+    def on(self, networks: Mapping[str, nn.Module]) -> Iterator[None]:
+        with ExitStack() as hooks:
+            for name, network in networks.items():
+                hooks.enter_context(network.register_forward_pre_hook(partial(self.start, name)))
+                hooks.enter_context(network.register_forward_hook(partial(self.stop, name)))
+            yield
+
+
+def rows_of(pipe: Pipeline, request: Request) -> int:
+    """How often `measure` ticks: once a row of every run."""
+    short, whole = (make_plan(pipe.components, each).plan.nfe for each in (shortened(request), request))
+    return (1 + REPEATS) * short + whole
+
+
+def shortened(request: Request) -> Request:
+    return replace(request, steps=min(SHORT_STEPS, STEPS if request.steps is None else request.steps))
+
+
+def measure(
+    pipe: Pipeline, request: Request, added: Attachments, tick: Callable[[], None] = lambda: None
+) -> tuple[Times, dict[str, float]]:
+    """The request short, to warm up; short again, to repeat text and decoding; then whole. Milliseconds."""
+    watch = Stopwatch(pipe.device, tick)
+    watched = replace(request, observers=[watch.see])
+    runs = []
+    with watch.on(networks_by_name(pipe.components, added)):
+        for number in range(2 + REPEATS):
+            watch.rows.append([])
+            whole = number == 1 + REPEATS
+            made = pipe.run(watched if whole else shortened(watched))
+            if number == 0:
+                watch.laps.clear()
+            else:
+                runs.append(made.stages)
+    taken = [{name: sum(s.seconds for s in stages if s.name == name) for name in STAGES} for stages in runs]
+    gaps = [after - before for ends in watch.rows[1:] for before, after in pairwise(ends)]
+    steps = gaps or [run["denoise"] for run in taken]  # a plan of one row has no gaps
+    middle = {name: 1000 * statistics.median(run[name] for run in taken) for name in STAGES}
+    peaks = [(s.name, s.peak) for stages in runs for s in stages if s.peak is not None]
+    times = Times(
+        device=str(pipe.device),
+        text=middle["text"],
+        encode=middle["encode"],
+        step=1000 * statistics.median(steps),
+        decode=middle["decode"],
+        whole=1000 * sum(taken[-1].values()),
+        runs=len(runs),
+        peaks={name: max(peak for other, peak in peaks if other == name) for name, _ in peaks},
+    )
+    networks = {name: 1000 * statistics.median(laps) for name, laps in watch.laps.items()}
+    return times, {**networks, **({} if pipe.components.vae is None else {"vae": times.decode})}

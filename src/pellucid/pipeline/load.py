@@ -16,7 +16,7 @@ from pellucid.interop.components import Components
 from pellucid.interop.family import check_fit
 from pellucid.models.tiny_vae import TinyAutoencoder
 from pellucid.models.vae import AutoencoderKL
-from pellucid.pipeline.inversion import add_inversions, read_inversion
+from pellucid.pipeline.encoders.text import add_inversions, read_inversion
 from pellucid.pipeline.peer_words import LOAD, option_error
 from pellucid.pipeline.pipeline import Pipeline, networks_of
 from pellucid.pipeline.policy import Policy

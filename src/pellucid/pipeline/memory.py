@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from pellucid.core.errors import PellucidError
 from pellucid.interop.components import Components, text_parts
 from pellucid.models import lora
 from pellucid.models.unet import UNet
-from pellucid.pipeline import image_inputs, workspace
+from pellucid.pipeline import tracker as workspace
 from pellucid.pipeline.adapters import Control
-from pellucid.pipeline.conditions import takes_labels, takes_text
+from pellucid.pipeline.encoders import image_inputs
+from pellucid.pipeline.encoders.conditions import takes_labels, takes_text
 from pellucid.pipeline.ghost import META, Kernels, Rehearsal, Shadows
 from pellucid.pipeline.policy import Policy
 from pellucid.pipeline.request import Request
-from pellucid.pipeline.tracker import Peak, Tracker, metered
+from pellucid.pipeline.tracker import METER, Peak, Tracker, metered
 
 if TYPE_CHECKING:
     from pellucid.pipeline.pipeline import Pipeline, Result
@@ -47,7 +52,7 @@ class Forecast:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MemoryUse:
     """What a real run took: bytes at the peak of each stage, its seconds, and what it made."""
 
     peaks: dict[str, int]
@@ -141,25 +146,25 @@ def predict(
     cuda = where.type != "cpu"
     shadows = Shadows("cuda" if cuda else "cpu", waits=policy.offload != "none", dtype=dtype)
     few = min(request.steps or STEPS, STEPS) if steps is None else steps
-    cast = Cast.of(pipe, replace(request, plan=None, steps=few), shadows)
+    cast = Ghosts.of(pipe, replace(request, plan=None, steps=few), shadows)
     if policy.channels_last and policy.offload == "none":
         cast.channels_last()
     tracker = Rehearsal(
         ["meta"] if cuda else ["meta", "cpu"],
         grain=workspace.GRAIN if cuda else 1,
-        scratch=workspace.scratch(policy.channels_last) if cuda else None,
+        scratch=workspace.borrowed_bytes(policy.channels_last) if cuda else None,
     )
     tracker.hold(cast.resident, [shadows.shadow(tensor) for tensor in beside])
     eager = replace(policy, compile=False)  # compiled code holds no more than this
     with metered(tracker), Kernels(shadows.device, policy.attention), tracker.following(cast.named):
         cast.pipeline(eager).run(cast.request)
-    standing = workspace.standing(where)
+    standing = workspace.standing_bytes(where)
     stages = {name: replace(peak, workspace=peak.workspace + standing) for name, peak in tracker.stages.items()}
     return Forecast(stages, policy)
 
 
 @dataclass(frozen=True)
-class Cast:
+class Ghosts:
     """The ghosts of a rehearsal: those that act, those that only take room, and what they are asked."""
 
     components: Components
@@ -168,15 +173,15 @@ class Cast:
     request: Request
 
     @classmethod
-    def of(cls, pipe: Pipeline, request: Request, shadows: Shadows) -> Cast:
+    def of(cls, pipe: Pipeline, request: Request, shadows: Shadows) -> Ghosts:
         guests = {name: shadows.ghost(network) for name, network in guests_by_name(pipe, request).items()}
-        seeing = (image_inputs.eyes_of(pipe, prompt) for prompt in request.image_prompts)
+        seeing = (image_inputs.image_encoder_of(pipe, prompt) for prompt in request.image_prompts)
         eyes = next((one for one in seeing if one is not None), pipe.components.image_encoder)
         base = ghosts_of(replace(pipe.components, image_encoder=eyes), shadows)
-        acting = dressed(base, pipe, request)
+        acting = with_ghost_loras(base, pipe, request)
         named = {**networks_by_name(acting), **guests}
         resident = [*networks_by_name(base).values(), *named.values()]
-        return cls(acting, named, resident, ghostly(request, guests, shadows))
+        return cls(acting, named, resident, ghost_request(request, guests, shadows))
 
     def pipeline(self, policy: Policy) -> Pipeline:
         from pellucid.pipeline.pipeline import Pipeline
@@ -189,20 +194,20 @@ class Cast:
                 network.to(memory_format=torch.channels_last)
 
 
-def dressed(base: Components, pipe: Pipeline, request: Request) -> Components:
+def with_ghost_loras(base: Components, pipe: Pipeline, request: Request) -> Components:
     """Views of ghosts with the LoRAs of a request: a new tensor for each weight that one of them changes."""
     views = networks_by_name(base)
     for one in request.loras:
         for part, adapter in pipe.lora_of(one).adapters.items():
             weights = {layer: views[part].get_submodule(layer).get_parameter("weight") for layer in adapter.layers}
-            swaps = {layer: {"weight": twin(weight)} for layer, weight in weights.items()}
+            swaps = {layer: {"weight": empty_twin(weight)} for layer, weight in weights.items()}
             views[part] = lora.view(views[part], swaps)
     network = views.get("unet", views.get("transformer"))
     encoders = tuple(views[name] for name in text_parts(base))
     return replace(base, network=network, text_encoders=encoders)
 
 
-def twin(weight: Tensor) -> Tensor:
+def empty_twin(weight: Tensor) -> Tensor:
     """Another tensor without data, of the same form."""
     if weight.is_meta:
         return torch.empty_like(weight)
@@ -220,7 +225,7 @@ def ghosts_of(parts: Components, shadows: Shadows) -> Components:
     )
 
 
-def ghostly(request: Request, guests: dict[str, nn.Module], shadows: Shadows) -> Request:
+def ghost_request(request: Request, guests: dict[str, nn.Module], shadows: Shadows) -> Request:
     """The same request, of few steps, with ghosts for its networks and nobody watching."""
     controlnets = [guest for name, guest in guests.items() if name.startswith("controlnet")]
     adapters = [guest for name, guest in guests.items() if name.startswith("ip_adapter")]
@@ -241,7 +246,7 @@ def ghostly(request: Request, guests: dict[str, nn.Module], shadows: Shadows) ->
 # --- measurement ---------------------------------------------------------------------------------------------------
 
 
-def measure(pipe: Pipeline, request: Request, beside: Sequence[Tensor] = ()) -> Measured:
+def measure(pipe: Pipeline, request: Request, beside: Sequence[Tensor] = ()) -> MemoryUse:
     """Runs a request and measures the peak of each stage: torch's own count on CUDA, living tensors on the CPU.
 
     The CPU's figure does not see what kernels borrow inside of themselves. Tensors of others are not counted.
@@ -251,15 +256,15 @@ def measure(pipe: Pipeline, request: Request, beside: Sequence[Tensor] = ()) -> 
     networks = {**networks_by_name(pipe.components), **guests_by_name(pipe, request)}
     own.hold(networks.values(), beside)
     if pipe.device.type == "cuda":
-        return measured(pipe.run(request), others_on(pipe.device, own.weights))
+        return memory_use(pipe.run(request), others_on(pipe.device, own.weights))
     with metered(own):
         result = pipe.run(request)
-    return measured(result, 0)
+    return memory_use(result, 0)
 
 
-def measured(result: Result, others: int) -> Measured:
+def memory_use(result: Result, others: int) -> MemoryUse:
     peaks = {stage.name: (stage.peak or 0) - others for stage in result.stages}
-    return Measured(peaks, {stage.name: stage.seconds for stage in result.stages}, result)
+    return MemoryUse(peaks, {stage.name: stage.seconds for stage in result.stages}, result)
 
 
 def others_on(device: torch.device, own: int) -> int:
@@ -270,7 +275,7 @@ def others_on(device: torch.device, own: int) -> int:
     return max(torch.cuda.memory_allocated(device) - own, 0)
 
 
-def timed(pipe: Pipeline, request: Request, repeats: int = 3) -> float:
+def fastest_run(pipe: Pipeline, request: Request, repeats: int = 3) -> float:
     """Seconds of the fastest of some whole runs, which must have been warmed up: others on the machine only add."""
     took = []
     for _ in range(repeats):
@@ -280,9 +285,169 @@ def timed(pipe: Pipeline, request: Request, repeats: int = 3) -> float:
     return min(took)
 
 
-def in_words(size: float) -> str:
+def size_text(size: float) -> str:
     """Bytes for people, in powers of 1024."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size >= 2**power:
             return f"{size / 2**power:.3g} {unit}" if size < 1000 * 2**power else f"{size / 2**power:.0f} {unit}"
     return f"{size:.0f} B"
+
+
+# --- Out of memory --------------------------------------------------------------------------------------------------
+
+HELPS = 0.95  # advice must bring the peak below this share of what it was
+TILE = 64
+CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
+    "text": ({"offload": "component"},),
+    "encode": ({"offload": "component"}, {"vae_tile": TILE}),
+    "denoise": ({"offload": "component"}, {"offload": "block"}, {"attention": "auto"}),
+    "decode": ({"offload": "component"}, {"vae_slicing": True}, {"vae_tile": TILE}, {"attention": "auto"}),
+}
+
+
+ROUGH = 8 * 2**10  # bytes a pixel that a run with a VAE stays below: measured are 0.6 (scenes-128) to 5 kB (SDXL)
+OF_PIXELS = 8  # times that, of a network of pixels
+LITTLE = 2**31  # bytes, by the rough count, that nothing is asked about
+GROUPS = Path("/sys/fs/cgroup")
+
+
+def check_fits(pipe: Pipeline, request: Request, size: tuple[int, int], count: int) -> None:
+    """Refuses a request whose predicted peak is beyond the memory that is free.
+
+    A rehearsal takes half a second, so it is made only of what does not fit by a rough count, and not twice."""
+    pixels = size[0] * size[1] * count
+    rough = ROUGH * pixels * (OF_PIXELS if pipe.components.vae is None else 1)
+    if rough < LITTLE or pixels <= pipe._fitted or METER.get() is not None:
+        return
+    room = available(pipe.device)
+    if room is None:
+        return
+    if rough > room:
+        try:
+            forecast = predict(pipe, request, steps=1)
+        except Exception:  # what is wrong with the request is said when it runs
+            return
+        need = forecast.peak.total - resident(pipe)
+        if need > room:
+            told = f"{size_text(need)} more are predicted to be needed, {size_text(room)} are free"
+            advice = explain(pipe, request, forecast.stage)
+            raise PellucidError(f"memory must suffice for stage {forecast.stage}; {told}. {advice}", "out-of-memory")
+    pipe._fitted = pixels
+
+
+def resident(pipe: Pipeline) -> int:
+    """Bytes of the model's networks that are on the device already."""
+    networks = networks_by_name(pipe.components).values()
+    held = {id(t): t for network in networks for t in (*network.parameters(), *network.buffers())}
+    return sum(t.nbytes for t in held.values() if t.device.type == pipe.device.type)
+
+
+def available(device: torch.device) -> int | None:
+    """Bytes that a run may still take on a device; None where that is not known."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    if device.type != "cpu":
+        return None
+    found = list(limits(file_text(Path("/proc/self/cgroup"))))
+    free = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file_text(Path("/proc/meminfo")).splitlines()}
+    if "MemAvailable" in free:
+        found.append(free["MemAvailable"] + free.get("SwapFree", 0))
+    if (taken := file_text(Path("/proc/self/statm"))) and (most := address_space()) is not None:
+        found.append(most - int(taken.split()[0]) * os.sysconf("SC_PAGE_SIZE"))
+    return max(min(found), 0) if found else None
+
+
+def address_space() -> int | None:
+    """The limit of this process (`ulimit -v`), where it has one."""
+    import resource
+
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if most == resource.RLIM_INFINITY else most
+
+
+def limits(groups: str) -> Iterator[int]:
+    """What the control groups of this process, as /proc/self/cgroup names them, leave: cached files can be let go."""
+    for line in groups.splitlines():
+        _, kinds, path = line.split(":", 2)
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        root = GROUPS / "memory" if kinds else GROUPS
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if kinds else ("memory.max", "memory.current")
+        inner = root / path.lstrip("/")
+        for folder in (inner, *inner.parents) if inner.is_relative_to(root) else ():
+            most, used = (file_text(folder / name).strip() for name in names)
+            if most.isdecimal() and used.isdecimal():
+                stat = dict(row.split() for row in file_text(folder / "memory.stat").splitlines())
+                cached = sum(int(stat.get(name, 0)) for name in ("inactive_file", "active_file"))
+                yield int(most) - int(used) + cached
+            if folder == root:
+                break
+
+
+def file_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, ValueError):
+        return ""
+
+
+def explain(pipe: Pipeline, request: Request, stage: str) -> str:
+    """Who owns the peak of a stage, and what would lower it by how much. All of it is predicted, nothing is run."""
+    many = len(request.seeds()) > 1
+    changes = {change_text(change): policy for change, policy in policy_changes(pipe, stage, many)}
+    try:
+        now = predict(pipe, request, steps=1).stages[stage]
+        found = peaks_after(pipe, request, stage, changes)
+    except Exception:  # advice must not hide what it is about
+        fewer = ["fewer images at once"] if many else []
+        return f"Use {', '.join(['a smaller size', *fewer, *changes])}."
+    better = sorted((total, name) for name, total in found.items() if total < HELPS * now.total)
+    advice = "; ".join(f"{name} brings it to {size_text(total)}" for total, name in better)
+    owner, whole, held = now.owner or "The stage itself", size_text(now.total), size_text(now.weights)
+    other = "Use a smaller size, or a device with more memory"
+    return f"{owner} owns its peak: {whole} predicted, {held} of it weights. {advice or other}."
+
+
+def change_text(change: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in change.items())
+
+
+def policy_changes(pipe: Pipeline, stage: str, many: bool) -> Iterator[tuple[dict[str, Any], Policy]]:
+    """The changes of policy that act on a stage, on this device, with the rest of the policy."""
+    for change in CHANGES.get(stage, ()):
+        with suppress(PellucidError):
+            policy = replace(pipe.policy, **change)
+            policy.check(pipe.device)
+            if policy != pipe.policy and (many or "vae_slicing" not in change):
+                yield change, policy
+
+
+def peaks_after(pipe: Pipeline, request: Request, stage: str, changes: Mapping[str, Policy]) -> dict[str, int]:
+    """What might help, and the stage's peak with it: changes of the policy, half precision, one image at a time."""
+
+    def peak(of: Request = request, **goal: Any) -> int:
+        return predict(pipe, of, steps=1, **goal).stages[stage].total
+
+    found = {name: peak(policy=policy) for name, policy in changes.items()}
+    if next(pipe.components.network.parameters()).dtype == torch.float32:
+        found["dtype='bfloat16'"] = peak(dtype=torch.bfloat16)
+    if len(request.seeds()) > 1:
+        found["one image at a time"] = peak(first_image_of(request))
+    return found
+
+
+def first_image_of(request: Request) -> Request:
+    """The same request for its first image."""
+    label = request.label
+    many = isinstance(label, list | tuple)
+    return replace(
+        request,
+        n=1,
+        seed=0,
+        latents=None,
+        prompt=request.prompts[0] if request.prompt is not None else None,
+        negative_prompt=request.negatives[0] if request.negative_prompt is not None else None,
+        **{name: texts[0] for name, texts in request.seconds.items()},  # type: ignore[arg-type]
+        label=label[0] if many else label,  # type: ignore[index]
+    )

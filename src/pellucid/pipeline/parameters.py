@@ -53,7 +53,7 @@ class Parameters:
 
 
 @dataclass(frozen=True)
-class Foreign:
+class ForeignRecipe:
     """What another program wrote: `fields` are a recipe's; `unread` was not understood; `notes` say what to mind."""
 
     text: str
@@ -197,7 +197,7 @@ def number(value: object) -> str:
 # --- parameters → a recipe's fields ----------------------------------------------------------------------------
 
 
-class Reader:
+class SettingsReader:
     """Takes settings one by one; what stays is unread, and what was wrong or lost is noted."""
 
     def __init__(self, found: Parameters) -> None:
@@ -226,10 +226,10 @@ class Reader:
             self.fields[field_name] = value
 
 
-def understand(text: str) -> Foreign:
+def understand(text: str) -> ForeignRecipe:
     """The recipe's fields that a `parameters` text sets, what is left unread, and what to mind."""
     found = parse(text)
-    reader = Reader(found)
+    reader = SettingsReader(found)
     read_prompts(reader, found)
     reader.take("steps", reader.number("Steps", 1, grids.MAX_STEPS, whole=True))
     read_sampler(reader)
@@ -243,10 +243,10 @@ def understand(text: str) -> Foreign:
     skip = reader.number("Clip skip", 1, 64, whole=True)
     reader.take("clip_skip", None if skip is None else skip - 1)
     unread = {**reader.left, **({"": ", ".join(found.rest)} if found.rest else {})}
-    return Foreign(text, reader.fields, unread, tuple(reader.notes))
+    return ForeignRecipe(text, reader.fields, unread, tuple(reader.notes))
 
 
-def read_prompts(reader: Reader, found: Parameters) -> None:
+def read_prompts(reader: SettingsReader, found: Parameters) -> None:
     """The prompts without their LoRA tags, which become adapters."""
     hashes = dict(scan(reader.left.pop("Lora hashes", "")))
     adapters = [
@@ -273,7 +273,7 @@ def finite(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def read_sampler(reader: Reader) -> None:
+def read_sampler(reader: SettingsReader) -> None:
     """Sampler and schedule type, also in one name; a k-diffusion sampler is told in k-diffusion's dialect."""
     name, kind = reader.left.get("Sampler"), reader.left.get("Schedule type")
     if name is None:
@@ -310,7 +310,7 @@ def named_grid(kind: str) -> str | None:
     return titles.get(kind.lower()) or (own if own in grids.names() and own != "explicit" else None)
 
 
-def read_grid(reader: Reader, grid: str | None, entry: Sampler) -> None:
+def read_grid(reader: SettingsReader, grid: str | None, entry: Sampler) -> None:
     """The grid with its own ends and rho, and eta where the sampler has one."""
     made: dict[str, Any] = {"name": grid} if grid else {}
     if grid in grids.OVER_SIGMA:
@@ -323,14 +323,14 @@ def read_grid(reader: Reader, grid: str | None, entry: Sampler) -> None:
         reader.take("options", None if eta is None else {"eta": float(eta)})
 
 
-def read_seed(reader: Reader) -> None:
+def read_seed(reader: SettingsReader) -> None:
     seed = reader.number("Seed", 0, 2**64 - 1, whole=True)
     if seed is not None:
         reader.fields["seed"] = check_seed(seed)
         reader.notes.append("The seed draws other noise there: the image will be alike in kind, not the same.")
 
 
-def read_size(reader: Reader) -> None:
+def read_size(reader: SettingsReader) -> None:
     match = re.fullmatch(r"(\d{1,5}) ?[x×] ?(\d{1,5})", reader.left.get("Size", ""))
     if match and int(match[1]) and int(match[2]):
         reader.fields["size"] = (int(match[1]), int(match[2]))
@@ -339,7 +339,7 @@ def read_size(reader: Reader) -> None:
         reader.notes.append(rule("Size", "as in 512x768", reader.left["Size"][:80]))
 
 
-def read_strength(reader: Reader) -> None:
+def read_strength(reader: SettingsReader) -> None:
     """Denoising strength; beside Hires keys it belongs to their second pass, which we do not have."""
     if any(key.startswith("Hires") for key in reader.left):
         reader.notes.append("Hires fix made this image larger in a second pass: only the first is read.")

@@ -28,15 +28,16 @@ from pellucid.models.guidance import Guidance, guarded, scale_notes, steps_of
 from pellucid.models.lora import AdapterSet, MergeSet, Receipt
 from pellucid.models.rules import LayerExtra, Rescale
 from pellucid.models.unet import UNet
-from pellucid.pipeline import fingerprint, image_inputs, images, observers, threads
+from pellucid.pipeline import fingerprint, images, stages
+from pellucid.pipeline import result as observers
 from pellucid.pipeline.adapters import Lora
-from pellucid.pipeline.conditions import make_conditions, takes_text, text_notes
-from pellucid.pipeline.denoising import Run
-from pellucid.pipeline.inversion import with_tokens
+from pellucid.pipeline.encoders import image_inputs
+from pellucid.pipeline.encoders.conditions import make_conditions, takes_text, text_notes
+from pellucid.pipeline.encoders.text import with_tokens
 from pellucid.pipeline.peer_words import RefusesPeerWords, attribute_error
-from pellucid.pipeline.planning import STEPS, make_plan
 from pellucid.pipeline.policy import Policy
-from pellucid.pipeline.recording import recipes_of
+from pellucid.pipeline.prepare import STEPS, Run, make_plan
+from pellucid.pipeline.repeat import recipes_of
 from pellucid.pipeline.request import Request, takes
 from pellucid.pipeline.result import Result
 from pellucid.pipeline.stages import Stages
@@ -61,7 +62,7 @@ class Pipeline(RefusesPeerWords):
         return self.run(Request.of(*prompt, **options))
 
     def __repr__(self) -> str:
-        return described(self)
+        return description(self)
 
     @classmethod
     def from_pretrained(cls, *_: Any, **__: Any) -> Pipeline:
@@ -74,13 +75,13 @@ class Pipeline(RefusesPeerWords):
         with (
             torch.no_grad(),
             lora.running([*self.networks().values(), *weak]),
-            threads.suited(self.components.network, self.device) as notes,
+            stages.faster_threads(self.components.network, self.device) as notes,
         ):
             result = self._run(request, notes)
-        return observers.end(request.observers, result)
+        return observers.show_result(request.observers, result)
 
     def _run(self, request: Request, notes: Sequence[str]) -> Result:
-        from pellucid.pipeline import out_of_memory  # which runs pipelines
+        from pellucid.pipeline import memory  # which runs pipelines
 
         stages = Stages(self.policy, self.device, lambda stage: self.explain(request, stage))
         parts, receipt = self.with_loras(request)
@@ -92,16 +93,16 @@ class Pipeline(RefusesPeerWords):
             guidance = guidance.as_diffusers()
         size = self.size_of(request)
         seeds = request.seeds()
-        out_of_memory.check_fits(self, request, size, len(seeds))
+        memory.check_fits(self, request, size, len(seeds))
         source = noise_source(request, planned.plan, seeds)
         asked = guidance
         if embedded:  # a network that was told its guidance in training takes it as an input
-            scale, guidance = told_scale(asked), Guidance(1.0)
+            scale, guidance = input_guidance(asked), Guidance(1.0)
         with stages.run("text", *parts.text_encoders):
             both = guidance.needs_uncond or asks_uncond(planned.plan)
             told = make_conditions(parts, request, size, scale if embedded else 1.0, both).to(self.device)
         recipes = partial(recipes_of, self, request, planned.plan, asked, seeds, size, source)
-        observers.begin(request.observers, recipes)
+        observers.show_recipes(request.observers, recipes)
         run_of = Run(self, parts, request, planned, guidance, source, stages, size, len(seeds))
         x = run_of.denoise(told.cond, told.uncond)
         made = run_of.decode(x) if request.decode else []
@@ -118,9 +119,9 @@ class Pipeline(RefusesPeerWords):
                 *text_notes(parts, request),
                 *guidance.notes,
                 *scale_notes(guidance),
-                *unused(request, guidance, planned.plan),
+                *unused_notes(request, guidance, planned.plan),
                 *noise_notes(planned.plan, str((parts.scheduler or {}).get("_class_name"))),
-                *tuned_for_another(planned.plan, self.components, asked),
+                *tuning_notes(planned.plan, self.components, asked),
             ),
         )
 
@@ -176,7 +177,7 @@ class Pipeline(RefusesPeerWords):
         """The adapter of a request's LoRA: given, or read once from its file."""
         if isinstance(one.source, AdapterSet):
             return one.source
-        return image_inputs.kept(self, "lora", one.source, self.load_lora)
+        return image_inputs.read_once(self, "lora", one.source, self.load_lora)
 
     def with_loras(self, request: Request) -> tuple[Components, Receipt | None]:
         """The components with the request's LoRAs: views that share every other tensor; the model stays as it is."""
@@ -202,9 +203,9 @@ class Pipeline(RefusesPeerWords):
 
     def explain(self, request: Request, stage: str) -> str:
         """Who owns the peak of a stage's memory, and what would lower it."""
-        from pellucid.pipeline import out_of_memory  # which runs pipelines
+        from pellucid.pipeline import memory  # which runs pipelines
 
-        return out_of_memory.explain(self, request, stage)
+        return memory.explain(self, request, stage)
 
     def save(self, folder: str | os.PathLike[str], **options: Any) -> None:
         """Writes the model as a folder that diffusers opens too; the options are those of `save_components`."""
@@ -219,7 +220,7 @@ class Pipeline(RefusesPeerWords):
         return self
 
 
-def told_scale(guidance: Guidance) -> float:
+def input_guidance(guidance: Guidance) -> float:
     """The one scale that a guidance-distilled network is told."""
     if not isinstance(guidance.scale, float) or any(not isinstance(r, Rescale) for r in guidance.rules):
         raise PellucidError(
@@ -244,7 +245,7 @@ def check_layers(network: nn.Module, guidance: Guidance) -> None:
                 raise PellucidError(rule(f"layers of {extra.name}", must, layer), "guidance")
 
 
-def unused(request: Request, guidance: Guidance, plan: Plan) -> list[str]:
+def unused_notes(request: Request, guidance: Guidance, plan: Plan) -> list[str]:
     """What was asked for and has no effect, in words."""
     found = []
     if request.negative_prompt and not guidance.needs_uncond and not asks_uncond(plan):
@@ -257,7 +258,7 @@ def unused(request: Request, guidance: Guidance, plan: Plan) -> list[str]:
     return found
 
 
-def tuned_for_another(plan: Plan, parts: Components | None, guidance: Guidance) -> list[str]:
+def tuning_notes(plan: Plan, parts: Components | None, guidance: Guidance) -> list[str]:
     """A note where a tuned plan runs with another model or guidance than it was tuned for; `parts` None: who knows."""
     evidence, found = plan.evidence, []
     if evidence.get("kind") != "pellucid-tune":
@@ -280,7 +281,7 @@ def same_guidance(text: Any, guidance: Guidance) -> bool:
         return False
 
 
-def described(pipe: Pipeline) -> str:
+def description(pipe: Pipeline) -> str:
     """The model in some ten lines: its networks with their sizes, its defaults, and how to call it."""
     parts = pipe.components
     encoders = dict(zip(text_parts(parts), parts.text_encoders, strict=True))

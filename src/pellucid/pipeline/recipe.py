@@ -22,12 +22,12 @@ from pellucid.core.reader import naming, parse_json
 from pellucid.interop.atomic_files import put
 from pellucid.pipeline import parameters
 from pellucid.pipeline.images import UNREADABLE, check_size, first_line, open_bounded
-from pellucid.pipeline.parameters import Foreign
+from pellucid.pipeline.parameters import ForeignRecipe
 
 SCHEMA = 1
 KIND = "pellucid-recipe"
 SHEET = "pellucid-sheet"
-OURS = ("pellucid", SHEET, "parameters")  # the text chunks that are read
+TEXT_KEYS = ("pellucid", SHEET, "parameters")  # the text chunks that are read
 MAX_TEXT = 2**20  # bytes of one text chunk, read or written
 MAX_DEPTH = 32  # of nested JSON
 EXIF_IFD, USER_COMMENT = 0x8769, 0x9286
@@ -83,7 +83,7 @@ class Recipe:
         """Plain JSON: every field, whatever its value."""
         own = {f.name: getattr(self, f.name) for f in fields(self)}
         own["options"] = unbounded(self.options)
-        made: dict[str, Any] = plain("recipe", own)
+        made: dict[str, Any] = plain_json("recipe", own)
         return {"kind": KIND, "schema": SCHEMA, **made}
 
     @staticmethod
@@ -119,14 +119,14 @@ class Recipe:
 # --- checks of fields ------------------------------------------------------------------------------------------
 
 
-def plain(name: str, value: Any, depth: int = 0) -> Any:
+def plain_json(name: str, value: Any, depth: int = 0) -> Any:
     """The same value as JSON has it: tuples as lists, finite numbers, text that UTF-8 can hold."""
     if depth > MAX_DEPTH:
         raise PellucidError(rule(name, f"nested at most {MAX_DEPTH} deep", "more"), "recipe-value")
     if isinstance(value, Mapping):
-        return {text(f"key of {name}", k): plain(name, v, depth + 1) for k, v in value.items()}
+        return {text(f"key of {name}", k): plain_json(name, v, depth + 1) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(name, v, depth + 1) for v in value]
+        return [plain_json(name, v, depth + 1) for v in value]
     if isinstance(value, str):
         return text(name, value)
     if value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
@@ -172,7 +172,7 @@ def part(name: str, value: Any) -> float:
 def table(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise PellucidError(rule(name, "an object", value), "recipe-value")
-    return dict(plain(name, value))
+    return dict(plain_json(name, value))
 
 
 def unbounded(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -304,7 +304,7 @@ def encode(image: Image.Image, info: PngImagePlugin.PngInfo) -> bytes:
     return whole.getvalue()
 
 
-def read_png(source: str | os.PathLike[str] | IO[bytes]) -> Recipe | Foreign:
+def read_png(source: str | os.PathLike[str] | IO[bytes]) -> Recipe | ForeignRecipe:
     """The recipe inside an image: ours exactly; else what an A1111 text says (PNG; EXIF of JPEG and WebP)."""
     with open_bounded(source) as image:
         found = texts(image)
@@ -343,7 +343,7 @@ def texts(image: Image.Image) -> dict[str, str]:
     """The text chunks of a PNG, or the user comment of another file as `parameters`; refuses what is too long."""
     if image.format == "PNG":
         found = {str(k): v for k, v in image.info.items() if isinstance(v, str)}
-        if not found.keys() & set(OURS):  # chunks may stand behind the pixels
+        if not found.keys() & set(TEXT_KEYS):  # chunks may stand behind the pixels
             try:
                 image.load()
             except UNREADABLE as error:
@@ -352,7 +352,7 @@ def texts(image: Image.Image) -> dict[str, str]:
     else:
         comment = user_comment(image)
         found = {"parameters": comment} if comment else {}
-    for key in OURS:
+    for key in TEXT_KEYS:
         if len(found.get(key, "").encode(errors="replace")) > MAX_TEXT:
             raise PellucidError(rule(f"text {key}", f"at most {MAX_TEXT} bytes", "more"), "text-size")
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
@@ -19,8 +20,24 @@ from pellucid.core.noise import NoiseSource, seed_list
 from pellucid.core.plan import Plan
 from pellucid.models.lora import AdapterSet
 from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
+from pellucid.pipeline.encoders.text import Embedding, Prompt
 from pellucid.pipeline.peer_words import CALL, option_error
-from pellucid.pipeline.text import Embedding, Prompt
+
+# --- Words for sizes and classes ------------------------------------------------------------------------------------
+
+
+def read_size(name: str, text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"\s*(\d{1,5})(?:\s*[x×]\s*(\d{1,5}))?\s*", text)
+    if match is None or not int(match[1]) or match[2] == "0":
+        raise PellucidError(rule(name, "WIDTHxHEIGHT in pixels, as 768x512", text[:80]), "size")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def read_label(text: str) -> int | str:
+    return int(text) if re.fullmatch(r"\d{1,9}", text) else text
+
+
+# --- The request ----------------------------------------------------------------------------------------------------
 
 MAX_BATCH = 256
 SECOND = ("prompt_2", "negative_prompt_2")

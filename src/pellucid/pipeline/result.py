@@ -1,15 +1,18 @@
-"""What a request made."""
+"""What a request made, and the observers that are shown it."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 from PIL import Image
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.loop import StepSeen
 from pellucid.core.plan import Plan
 from pellucid.models.lora import Receipt
 from pellucid.pipeline.recipe import Recipe, RecipeImage, write_png
@@ -70,3 +73,32 @@ def numbered(goal: Path, seeds: list[int]) -> list[Path]:
     counts = [seeds[:at].count(seed) for at, seed in enumerate(seeds)]
     ends = [f"{seed}-{count + 1}" if count else f"{seed}" for seed, count in zip(seeds, counts, strict=True)]
     return [goal.with_name(f"{goal.stem}-{end}{goal.suffix}") for end in ends]
+
+
+# --- Observers ------------------------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class RequestObserver(Protocol):
+    """An observer that is also shown what a request is, and what it made. A wrapped pipeline shows the latter only."""
+
+    def __call__(self, seen: StepSeen) -> None: ...
+
+    def begin_request(self, recipes: Sequence[Recipe]) -> None: ...
+
+    def end_request(self, result: Result) -> None: ...
+
+
+def show_recipes(observers: Sequence[Any], recipes: Callable[[], Sequence[Recipe]]) -> None:
+    """Shows the recipes, which are made only for who looks: they name the weights, and that reads all of them."""
+    for observe in observers:
+        if isinstance(observe, RequestObserver):
+            observe.begin_request(recipes())
+
+
+def show_result(observers: Sequence[Any], result: Result) -> Result:
+    """The result, shown."""
+    for observe in observers:
+        if isinstance(observe, RequestObserver):
+            observe.end_request(result)
+    return result

@@ -4,21 +4,135 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from decimal import Decimal
+from functools import lru_cache, partial
+from importlib.util import find_spec
 from itertools import product
+from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 
 from pellucid.core.errors import PellucidError, nearest, rule
+from pellucid.core.samplers import resolve
+from pellucid.models.guidance import Guidance
+from pellucid.pipeline import request
 from pellucid.pipeline.images import Size, flatten
-from pellucid.pipeline.lettering import Block, clean, face_for, upward, wrap
+from pellucid.pipeline.recipe import Recipe
+from pellucid.pipeline.repeat import override
+
+# --- Letters on images ----------------------------------------------------------------------------------------------
+
+Face = Callable[[int], Any]  # a size in pixels → a font of PIL's
+# Pillow carries one face, which has plain Latin only; for other scripts a face of the system is borrowed.
+BORROWED = (
+    "DejaVuSans.ttf", "NotoSans-Regular.ttf", "LiberationSans-Regular.ttf", "Arial.ttf", "arial.ttf",
+    "Arial Unicode.ttf", "NotoSansCJK-Regular.ttc", "wqy-microhei.ttc", "msyh.ttc", "PingFang.ttc",
+)  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def faces() -> tuple[Face, ...]:
+    """Pillow's own face, then those that this machine has."""
+    files: list[str | Path] = list(BORROWED)
+    plotting = find_spec("matplotlib")
+    if plotting is not None and plotting.origin:
+        files.append(Path(plotting.origin).parent / "mpl-data" / "fonts" / "ttf" / "DejaVuSans.ttf")
+    return (ImageFont.load_default, *(partial(ImageFont.truetype, file) for file in files if readable(file)))
+
+
+def readable(file: str | Path) -> bool:
+    try:
+        ImageFont.truetype(file, 16)
+    except OSError:
+        return False
+    return True
+
+
+def face_for(text: str) -> Face:
+    """The face that lacks the fewest of the text's characters; Pillow's own where it lacks none."""
+    letters = {c for c in text if not c.isspace()}
+    return min(faces(), key=lambda face: lacking(face, letters))
+
+
+def lacking(face: Face, letters: set[str]) -> int:
+    font = face(16)
+    box = font.getmask("\uffff")
+    absent = (box.size, bytes(box))
+    return sum((mask.size, bytes(mask)) == absent for mask in map(font.getmask, letters))
+
+
+def clean(text: str) -> str:
+    """One line of printable characters."""
+    return "".join(c for c in " ".join(text[:4000].split()) if c.isprintable())
+
+
+def wrap(text: str, font: Any, width: float, most: int) -> list[str]:
+    """Lines no wider than `width`, at most `most`; what is left out shows as an ellipsis."""
+    lines: list[str] = []
+    rest = clean(text)
+    while rest and len(lines) < most:
+        line = fitting(rest, font, width)
+        rest = rest[len(line) :].lstrip()
+        lines.append(line.rstrip())
+    if rest:
+        last = lines[-1]
+        while last and font.getlength(last + "…") > width:
+            last = last[:-1]
+        lines[-1] = last.rstrip(" ,.;:") + "…"
+    return lines
+
+
+def fitting(text: str, font: Any, width: float) -> str:
+    """The longest beginning of the text that fits, cut between words where one of them ends within it."""
+    low, high = 1, len(text)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if font.getlength(text[:middle]) <= width else (low, middle - 1)
+    blank = text.rfind(" ", 0, low + 1)
+    return text[:low] if low == len(text) or blank <= 0 else text[:blank]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Lines of text in one size and colour."""
+
+    lines: list[str]
+    font: Any
+    colour: str
+
+    @property
+    def pitch(self) -> int:
+        return round(float(self.font.size) * 1.32)
+
+    @property
+    def height(self) -> int:
+        return self.pitch * len(self.lines)
+
+    @property
+    def width(self) -> int:
+        return math.ceil(max((self.font.getlength(line) for line in self.lines), default=0.0))
+
+    def draw(self, on: ImageDraw.ImageDraw, x: float, y: float, anchor: str = "l") -> None:
+        """The lines downward from y; x is their left end, their middle or their right end."""
+        for i, line in enumerate(self.lines):
+            on.text((x, y + self.pitch * (i + 0.5)), line, fill=self.colour, font=self.font, anchor=f"{anchor}m")
+
+
+def upward(block: Block, paper: str) -> Image.Image:
+    """The text turned to read from below."""
+    flat = Image.new("RGB", (block.width + 2, block.height), paper)
+    block.draw(ImageDraw.Draw(flat), 1, 0)
+    return flat.transpose(Image.Transpose.ROTATE_90)
+
+
+# --- X/Y sheets: `steps=10,20,50 x guidance=3,5,7` → axes → cells → one labelled image ------------------------------
 
 MAX_CELLS = 100
 MAX_TEXT = 20_000  # characters of a request
-MAX_PIXELS = 48 * 2**20  # of the cells together; larger images are scaled down, so that any program opens the sheet
+SHEET_PIXELS = 48 * 2**20  # of the cells together; larger images are scaled down, so that any program opens the sheet
 MIN_CELL = 128  # smaller images are enlarged, each pixel to a square
 INK, FAINT, LINE, PAPER = "#1c2530", "#66727f", "#c9d1da", "#ffffff"
 EXAMPLE = "Example: steps=10,20,50 x guidance=3,5,7."
@@ -37,10 +151,10 @@ class Axis:
     values: tuple[Any, ...]
 
     def labels(self) -> list[str]:
-        return [label(value) for value in self.values]
+        return [value_label(value) for value in self.values]
 
 
-def label(value: Any) -> str:
+def value_label(value: Any) -> str:
     """A value as people read it."""
     if isinstance(value, float):
         return f"{value:g}" if float(f"{value:g}") == value else repr(value)
@@ -63,14 +177,14 @@ def parse_axes(text: str, allowed: Mapping[str, type]) -> tuple[Axis, ...]:
         found = NAME.match(text, at)
         if found is None:
             raise PellucidError(rule("axis", "a name, =, and values", text[at : at + 40], EXAMPLE), "grid-of")
-        name = known(found[1], allowed)
+        name = axis_name(found[1], allowed)
         words, at = read_words(text, found.end(), name)
         values = [value for word, is_quoted in words for value in read_value(name, word, is_quoted, allowed[name])]
-        axes.append(checked(Axis(name, tuple(values)), axes))
+        axes.append(check_axis(Axis(name, tuple(values)), axes))
     return tuple(axes)
 
 
-def known(name: str, allowed: Mapping[str, type]) -> str:
+def axis_name(name: str, allowed: Mapping[str, type]) -> str:
     key = name.replace("-", "_")
     for candidate in (name, key):
         if candidate in allowed:
@@ -138,7 +252,7 @@ def read_range(name: str, span: re.Match[str], kind: type) -> list[Any]:
     return [kind(first + i * (step if last >= first else -step)) for i in range(count)]
 
 
-def checked(axis: Axis, before: Sequence[Axis]) -> Axis:
+def check_axis(axis: Axis, before: Sequence[Axis]) -> Axis:
     """Refuses what makes no sheet: a third axis, one axis twice, one value twice, too many cells."""
     if len(before) == 2:
         advice = f"Make one sheet for each value of {axis.name}."
@@ -147,7 +261,9 @@ def checked(axis: Axis, before: Sequence[Axis]) -> Axis:
         raise PellucidError(rule("axes", "two different settings", f"{axis.name} twice"), "grid-axes")
     twice = next((v for i, v in enumerate(axis.values) if v in axis.values[:i]), None)
     if twice is not None:
-        raise PellucidError(rule(f"values of {axis.name}", "all different", f"{label(twice)[:60]} twice"), "grid-value")
+        raise PellucidError(
+            rule(f"values of {axis.name}", "all different", f"{value_label(twice)[:60]} twice"), "grid-value"
+        )
     count = math.prod(len(a.values) for a in (*before, axis))
     if count > MAX_CELLS:
         raise PellucidError(rule("cells", f"at most {MAX_CELLS}", count, "Leave out some values."), "grid-cells")
@@ -215,7 +331,7 @@ def draw_sheet(
     """One image of all cells, row by row, with both axes' names and values; the footer tells what they share."""
     across, down = check_axes(axes, len(images))
     columns, rows = len(across.values), 1 if down is None else len(down.values)
-    cell, fitted = fit(images, columns, rows)
+    cell, fitted = fit_cells(images, columns, rows)
     em = letter_size(cell, columns, rows)
     said = [title or "", footer or "", *(text for axis in axes for text in (axis.name, *axis.labels()))]
     face = face_for("".join(clean(text) for text in said))
@@ -298,11 +414,11 @@ def check_axes(axes: Sequence[Axis], count: int) -> tuple[Axis, Axis | None]:
     return axes[0], axes[1] if len(axes) == 2 else None
 
 
-def fit(images: Sequence[Image.Image], columns: int, rows: int) -> tuple[Size, list[Image.Image]]:
+def fit_cells(images: Sequence[Image.Image], columns: int, rows: int) -> tuple[Size, list[Image.Image]]:
     """The size of a cell and the images for it: tiny ones enlarged by a whole factor, huge ones reduced."""
     width, height = max(i.width for i in images), max(i.height for i in images)
     times = math.ceil(MIN_CELL / max(width, height))
-    shrink = min(1.0, math.sqrt(MAX_PIXELS / (width * height * columns * rows * times**2)))
+    shrink = min(1.0, math.sqrt(SHEET_PIXELS / (width * height * columns * rows * times**2)))
     if times == 1 and shrink == 1.0:
         return (width, height), [flatten(i) for i in images]
     rule_of = Image.Resampling.NEAREST if times > 1 else Image.Resampling.LANCZOS
@@ -319,3 +435,99 @@ def letter_size(cell: Size, columns: int, rows: int) -> int:
     side = math.sqrt(cell[0] * cell[1])
     whole = max(columns * cell[0], rows * cell[1])
     return round(max(14.0, side * 0.05, min(whole / 90, side * 0.12)))
+
+
+# --- Cells ----------------------------------------------------------------------------------------------------------
+
+# What a cell may change, and as what it is read.
+AXES: dict[str, type] = {
+    "steps": int,
+    "guidance": float,
+    "sampler": str,
+    "grid": str,
+    "dialect": str,
+    "seed": int,
+    "strength": float,
+    "clip_skip": int,
+    "prompt": str,
+    "negative": str,
+    "label": str,
+    "size": str,
+    "noise": str,
+    "lora": float,
+    "control": float,
+    "image_prompt": float,
+    "denoising_start": float,
+    "denoising_end": float,
+}
+SCALES = {"lora": "loras", "control": "controls", "image_prompt": "image_prompts"}
+
+
+def axes_of(text: str, sampler: str | None, names: Mapping[str, type] = AXES) -> tuple[Axis, ...]:
+    """The axes of a sheet: the settings `names`, and numeric options of the sampler. Guidance may be words too."""
+    own = {} if sampler is None else resolve(sampler)[0].options()
+    numeric = {name: type(value) for name, value in own.items() if type(value) in (int, float)}
+    try:
+        return parse_axes(text, {**numeric, **names})
+    except PellucidError as error:
+        if error.code != "grid-value" or "guidance" not in text:
+            raise
+    axes = parse_axes(text, {**numeric, **names, "guidance": str})
+    return tuple(guidance_axis(axis) if axis.name == "guidance" else axis for axis in axes)
+
+
+def guidance_axis(axis: Axis) -> Axis:
+    """Guidance in words, labelled with what is run: `guarded 9` is `7 + rescale`."""
+    meant = [Guidance.parse(value).text() for value in axis.values]
+    for at, text in enumerate(meant):
+        if text in meant[:at]:
+            first = axis.values[meant.index(text)]
+            got = f"{first} and {axis.values[at]}, which are both {text}"
+            raise PellucidError(rule("values of guidance", "all different", got), "grid-value")
+    return replace(axis, values=tuple(meant))
+
+
+def cell_fields(fields: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the request of one cell: those of the sheet, with the cell's own settings."""
+    changes: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name == "label":
+            changes["label"] = request.read_label(value)
+        elif name == "guidance":
+            changes["guidance"] = Guidance.parse(value)
+        elif name == "size":
+            changes["width"], changes["height"] = request.read_size("size", value)
+        elif name in SCALES:
+            changes[SCALES[name]] = scaled_adapters(fields, name, value)
+        elif name in AXES:
+            changes["negative_prompt" if name == "negative" else name] = value
+        else:
+            changes["options"] = {**changes.get("options", {}), name: value}
+    return override(fields, changes)
+
+
+def scaled_adapters(fields: Mapping[str, Any], name: str, scale: float) -> list[Any]:
+    """The adapters of the run at another scale."""
+    held = fields.get(SCALES[name])
+    if not held:
+        flag = f"--{name.replace('_', '-')}"
+        raise PellucidError(f"axis {name} must come with {flag}, whose scale it is; got none.", "grid-axis")
+    return [replace(one, scale=scale) for one in held]
+
+
+def shared_settings(recipes: Sequence[Recipe]) -> str:
+    """What all cells share, in a line."""
+    lines = [
+        (
+            Path(recipe.model).name,
+            f"seed {recipe.seed}",
+            f"{recipe.size[0]}×{recipe.size[1]}" if recipe.size else "",
+            str(recipe.sampler),
+            str(recipe.grid.get("name", "")),
+            f"{recipe.steps} steps",
+            f"guidance {Guidance.parse(recipe.guidance).text()}" if "scale" in recipe.guidance else "",
+        )
+        for recipe in recipes
+    ]
+    shared = [texts[0] for texts in zip(*lines, strict=True) if len(set(texts)) == 1]
+    return " · ".join(text for text in shared if text)

@@ -1,22 +1,269 @@
-"""Stages: encode text, encode the image, denoise, decode. Each is timed, measured, and owns what it holds."""
+"""Stages of a run: encode text, encode the image, denoise, decode. Each is timed, measured, and owns what it holds."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import conv2d
 
 from pellucid.core.errors import PellucidError, is_out_of_memory, rule
 from pellucid.models import attention
-from pellucid.pipeline.offload import guests_of, slots_of
+from pellucid.models.attention import Attention
+from pellucid.models.blocks import Downsample, FeedForward, ResnetBlock, TransformerBlock, Upsample
 from pellucid.pipeline.policy import Policy
 from pellucid.pipeline.tracker import METER
 
-NAMES = ("text", "encode", "denoise", "decode")
+# --- Threads --------------------------------------------------------------------------------------------------------
+
+THREAD_SETTINGS = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}  # who sets one of them has decided
+SMALL_NETWORK = 100_000_000  # parameters up to which one thread is fast enough to be worth it
+SLOWDOWN = 4.0  # times one thread's time that several may take; 200 was measured on a busy machine, 0.8 on a quiet one
+_choosing = threading.RLock()
+_counts: list[int] = []  # of threads before, for each run that is on one thread now
+ONE_THREAD_NOTE = (
+    "ran on 1 of {count} threads, because other processes keep the CPU busy; "
+    "sums are cut by threads, so the last bits may differ. Import pellucid before torch, and all threads are used"
+)
+
+
+@contextmanager
+def faster_threads(network: nn.Module, device: torch.device) -> Iterator[list[str]]:
+    """Runs its block with the threads that are faster now; yields a note where that is one of several."""
+    with _choosing:
+        count = _counts[0] if _counts else torch.get_num_threads()
+    if (
+        device.type != "cpu"
+        or count == 1
+        or THREAD_SETTINGS & os.environ.keys()
+        or not _small(network)
+        or not _wait(count)
+    ):
+        yield []
+        return
+    with _choosing:
+        _counts.append(count)
+        torch.set_num_threads(1)
+    try:
+        yield [ONE_THREAD_NOTE.format(count=count)]
+    finally:
+        with _choosing:
+            _counts.remove(count)
+            torch.set_num_threads(1 if _counts else count)
+
+
+def _small(network: nn.Module) -> bool:
+    return sum(p.numel() for p in network.parameters()) <= SMALL_NETWORK
+
+
+def _wait(count: int) -> bool:
+    """Whether several threads take far longer for a small convolution than one does."""
+    image, kernel = torch.zeros(2, 64, 16, 16), torch.zeros(64, 64, 3, 3)
+
+    def seconds(threads: int) -> float:
+        torch.set_num_threads(threads)
+        conv2d(image, kernel, padding=1)  # the threads start, the kernel is chosen
+        began = time.perf_counter()
+        for _ in range(3):
+            conv2d(image, kernel, padding=1)
+        return time.perf_counter() - began
+
+    with _choosing:
+        try:
+            return seconds(count) > SLOWDOWN * seconds(1)
+        finally:
+            torch.set_num_threads(count)
+
+
+# --- Offload --------------------------------------------------------------------------------------------------------
+
+# What comes and goes as one: the blocks of UNets and transformers, and the layers that stand outside of any.
+BLOCKS = (ResnetBlock, TransformerBlock, Attention, FeedForward, Downsample, Upsample, nn.Linear, nn.Conv2d)
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called")
+
+
+class Slot(NamedTuple):
+    """The place of a tensor in a module: a registry of parameters or buffers, and the name in it."""
+
+    registry: dict[str, Any]
+    name: str
+
+    @property
+    def key(self) -> tuple[int, str]:
+        return id(self.registry), self.name
+
+
+@dataclass
+class Guest:
+    """A slot whose tensor is on the device: what waits for it, and how many use it."""
+
+    slot: Slot
+    waiting: Tensor | None  # None: it was on the device before
+    users: int = 0
+
+
+@dataclass
+class Copy:
+    """A tensor on the device, for all slots that hold the same waiting one."""
+
+    tensor: Tensor
+    users: int = 0
+
+
+class Guests:
+    """Who is on a device, counted by user. One object a device: see `guests_of`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.lock = threading.RLock()
+        self.slots: dict[tuple[int, str], Guest] = {}
+        self.copies: dict[int, Copy] = {}
+        self.own = threading.local()
+
+    def bring(self, slots: Iterable[Slot]) -> None:
+        """All of them, or none where the device is full."""
+        meter = METER.get()
+        come: list[Slot] = []
+        with self.lock, nullcontext() if meter is None else meter.weighing():
+            try:
+                for slot in slots:
+                    guest = self.slots.get(slot.key) or self.enter(slot)
+                    guest.users += 1
+                    come.append(slot)
+            except BaseException:
+                self.send_back(come)
+                raise
+
+    def enter(self, slot: Slot) -> Guest:
+        tensor = slot.registry[slot.name]
+        guest = Guest(slot, None)
+        if tensor.device.type != self.device.type:
+            copy = self.copies.get(id(tensor)) or Copy(self.moved(tensor))
+            copy.users += 1
+            self.copies[id(tensor)] = copy
+            slot.registry[slot.name], guest.waiting = copy.tensor, tensor
+        self.slots[slot.key] = guest
+        return guest
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        """A copy on the device; from pinned memory the CPU need not wait, since what uses it is in the same stream."""
+        if self.device.type == "cuda" and not tensor.is_pinned():
+            with contextlib.suppress(RuntimeError):  # no more memory to pin: the copy is slower, no more
+                tensor.data = tensor.data.pin_memory()
+        copy = tensor.detach().to(self.device, non_blocking=True)
+        return nn.Parameter(copy, requires_grad=False) if isinstance(tensor, nn.Parameter) else copy
+
+    def send_back(self, slots: Iterable[Slot]) -> None:
+        with self.lock:
+            for slot in slots:
+                guest = self.slots[slot.key]
+                guest.users -= 1
+                if guest.users == 0:
+                    del self.slots[slot.key]
+                    self.leave(guest)
+
+    def leave(self, guest: Guest) -> None:
+        if guest.waiting is None:
+            return
+        guest.slot.registry[guest.slot.name] = guest.waiting
+        copy = self.copies[id(guest.waiting)]
+        copy.users -= 1
+        if copy.users == 0:
+            del self.copies[id(guest.waiting)]
+
+    @contextmanager
+    def staying(self, slots: list[Slot]) -> Iterator[None]:
+        self.bring(slots)
+        try:
+            yield
+        finally:
+            self.send_back(slots)
+
+    # --- blocks ---------------------------------------------------------------------------------------------------
+
+    @property
+    def visits(self) -> list[tuple[nn.Module, list[Slot]]]:
+        """The blocks that this thread is in."""
+        if not hasattr(self.own, "visits"):
+            self.own.visits = []
+        return self.own.visits
+
+    def open(self, module: nn.Module, args: Any) -> None:
+        slots = slots_of(module)
+        self.bring(slots)
+        self.visits.append((module, slots))
+
+    def close(self, module: nn.Module, args: Any, out: Any) -> None:
+        """Also after an error; a block that could not be brought has nothing to send back."""
+        if self.visits and self.visits[-1][0] is module:
+            self.send_back(self.visits.pop()[1])
+
+    def attach(self, network: nn.Module) -> list[Slot]:
+        """From now on the blocks of a network come when they are called. Returns the slots that stand outside of them.
+
+        Hooks stay: to remove them while another thread is inside of a block would leave the block here. A view of a
+        network (LoRA) has its hooks already, and they work on the view.
+        """
+        blocks = list(blocks_of(network))
+        with self.lock:
+            for block in blocks:
+                if self.open not in block._forward_pre_hooks.values():
+                    block.register_forward_pre_hook(self.open)
+                    block.register_forward_hook(self.close, always_call=True)
+        return slots_of(network, blocks)
+
+
+GUESTS: dict[torch.device, Guests] = {}
+LOCK = threading.Lock()
+
+
+def guests_of(device: torch.device) -> Guests:
+    with LOCK:
+        return GUESTS.setdefault(device, Guests(device))
+
+
+def blocks_of(network: nn.Module) -> Iterator[nn.Module]:
+    """The outermost blocks of a network."""
+    for child in network.children():
+        if isinstance(child, BLOCKS):
+            yield child
+        else:
+            yield from blocks_of(child)
+
+
+def slots_of(network: nn.Module, without: Iterable[nn.Module] = ()) -> list[Slot]:
+    """Every tensor of a network, but those of some of its parts."""
+    left = {id(inner) for part in without for inner in part.modules()}
+    found = {}
+    for module in network.modules():
+        if id(module) not in left:
+            for registry in (module._parameters, module._buffers):
+                slots = [Slot(registry, name) for name, tensor in registry.items() if tensor is not None]
+                found |= {slot.key: slot for slot in slots}
+    return list(found.values())
+
+
+def detach_hooks(network: nn.Module) -> None:
+    """Takes the hooks of `attach` off again; nobody may be using the network."""
+    for module in network.modules():
+        for name in HOOKS:
+            hooks = getattr(module, name)
+            mine = [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), Guests)]
+            for key in mine:
+                del hooks[key]
+
+
+# --- Stages ---------------------------------------------------------------------------------------------------------
+
+STAGES = ("text", "encode", "denoise", "decode")
 NO_KERNEL = "No available kernel"  # how torch says that a backend cannot do an attention
 
 

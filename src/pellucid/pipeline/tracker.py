@@ -176,3 +176,37 @@ def metered(tracker: Tracker) -> Iterator[Tracker]:
             yield tracker
     finally:
         METER.reset(token)
+
+
+# --- What a GPU's kernels borrow ------------------------------------------------------------------------------------
+
+GRAIN = 512  # bytes: the caching allocator rounds every tensor up to a multiple
+MIB = 2**20
+BLAS_HOPPER, BLAS_OLDER = 32 * MIB, 8 * MIB + 128 * 1024  # torch's default workspace of cuBLAS, by generation
+HOPPER = 9
+
+
+def borrowed_bytes(channels_last: bool) -> Scratch:
+    """The bytes that one operation borrows on a GPU."""
+
+    def borrowed(func: Any, args: tuple[Any, ...], out: Any) -> int:
+        if func is not torch.ops.aten.convolution.default or channels_last:
+            return 0
+        # cuDNN's tensor-core kernels want the channels innermost: it copies input, weights and result into that order.
+        return sum(rounded_bytes(tensor) for tensor in (args[0], args[1], out))
+
+    return borrowed
+
+
+def rounded_bytes(tensor: Tensor) -> int:
+    return -(-tensor.numel() * tensor.element_size() // GRAIN) * GRAIN
+
+
+def standing_bytes(device: torch.device | str) -> int:
+    """What is allocated once, with the first matrix product, and stays."""
+    where = torch.device(device)
+    if where.type != "cuda":
+        return 0
+    if not torch.cuda.is_available():
+        return BLAS_HOPPER
+    return BLAS_HOPPER if torch.cuda.get_device_capability(where)[0] >= HOPPER else BLAS_OLDER

@@ -1,16 +1,12 @@
 """The world of scenes: coloured shapes on a background, their captions and maps, and a reader of finished images."""
 
-from pellucid.scenes.asking import prompts
 from pellucid.scenes.grading import Grade, Mark, grade
-from pellucid.scenes.grammar import captions, described
-from pellucid.scenes.outlines import edge_f1, outlines
-from pellucid.scenes.parsing import parse
-from pellucid.scenes.query import Query, Wanted, satisfied
-from pellucid.scenes.reading import Reading, Seen, read
+from pellucid.scenes.grammar import Query, Wanted, captions, described, parse, prompts, satisfied
+from pellucid.scenes.labels import edge_f1, outlines
+from pellucid.scenes.reading import Reading, Seen, read, style_of
 from pellucid.scenes.render import edges, render, segmentation
 from pellucid.scenes.sampling import sample
 from pellucid.scenes.scene import Scene, Scenes, Thing, attributes, held_out
-from pellucid.scenes.style import style_of
 from pellucid.scenes.words import LORA_STYLES, STYLE_NAMES, TRAIN_STYLES, vocabulary
 
 __all__ = [

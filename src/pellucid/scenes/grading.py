@@ -10,7 +10,7 @@ from typing import Literal
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.scenes.query import Query, Wanted
+from pellucid.scenes.grammar import Query, Wanted
 from pellucid.scenes.reading import Reading, Seen, read
 
 Verdict = Literal["right", "wrong", "unreadable"]

@@ -1,18 +1,70 @@
-"""Captions: several phrasings of a scene, drawn by seed from a small grammar, and what each of them asks for."""
+"""Captions: phrased by a small grammar, parsed back, and what each of them asks of an image."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import permutations
 from typing import NamedTuple, TypeVar
 
 import torch
 
-from pellucid.scenes import counter
+from pellucid.core.errors import PellucidError, nearest, rule
+from pellucid.scenes import sampling
 from pellucid.scenes import words as w
-from pellucid.scenes.query import Query, Wanted
-from pellucid.scenes.relations import holding
-from pellucid.scenes.scene import PLACE_CUTS, Scenes
+from pellucid.scenes.relations import NARROW, holding
+from pellucid.scenes.sampling import OBJECTS, sample
+from pellucid.scenes.scene import PLACE_CUTS, Scene, Scenes
+from pellucid.scenes.words import RELATION_NAMES, Split
+
+# --- What a caption asks for ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One object as asked for; None is not said. A caption that names no texture asks for a solid one."""
+
+    shape: str
+    colour: str
+    texture: str = "solid"
+    size: str | None = None
+    place: str | None = None
+
+
+@dataclass(frozen=True)
+class Query:
+    """Objects in the order of their mention, relations as (which, relation, to which), and what else is said."""
+
+    objects: tuple[Wanted, ...]
+    relations: tuple[tuple[int, str, int], ...] = ()
+    background: str | None = None
+    kind: str | None = None
+    style: str | None = None
+
+
+def satisfied(scene: Scene, query: Query) -> bool:
+    """Whether a scene is what a query asks for. Colours name the objects: a scene has each of them once."""
+    if len(scene.things) != len(query.objects):
+        return False
+    order = [thing.colour for thing in scene.things]
+    if sorted(order) != sorted(wanted.colour for wanted in query.objects):
+        return False
+    where = [order.index(wanted.colour) for wanted in query.objects]
+    for wanted, i in zip(query.objects, where, strict=True):
+        thing = scene.things[i]
+        said = [(wanted.shape, thing.shape), (wanted.texture, thing.texture)]
+        said += [(wanted.size, thing.size), (wanted.place, thing.place)]
+        if any(asked not in (None, is_) for asked, is_ in said):
+            return False
+    frame = [(query.background, scene.background), (query.kind, scene.kind), (query.style, scene.style)]
+    if any(asked not in (None, is_) for asked, is_ in frame):
+        return False
+    table = holding(Scenes.of([scene]), NARROW)[0]
+    return all(bool(table[where[i], where[j], RELATION_NAMES.index(name)]) for i, name, j in query.relations)
+
+
+# --- Captions from scenes -------------------------------------------------------------------------------------------
 
 SLOTS = 40
 STREAM = 2
@@ -71,7 +123,7 @@ class Noun(NamedTuple):
     words: str
 
 
-class Told(NamedTuple):
+class Caption(NamedTuple):
     """A caption, and what `Query` is made of."""
 
     words: str
@@ -104,22 +156,22 @@ def captions(scenes: Scenes, seed: int = 0, *, full: bool = False, style: bool =
 def phrasings(scenes: Scenes, seeds: Sequence[int], *, full: bool = False, style: bool = True) -> list[list[str]]:
     """Captions of the same scenes by several seeds: a list a seed."""
     known = facts(scenes)
-    return [[one.words for one in told_of(scenes, known, seed, full, style)] for seed in seeds]
+    return [[one.words for one in captions_of(scenes, known, seed, full, style)] for seed in seeds]
 
 
 def described(scenes: Scenes, seed: int = 0, *, full: bool = False, style: bool = True) -> list[tuple[str, Query]]:
     """Captions, each with what it asks for."""
-    return [(one.words, one.query) for one in told_of(scenes, facts(scenes), seed, full, style)]
+    return [(one.words, one.query) for one in captions_of(scenes, facts(scenes), seed, full, style)]
 
 
-def told_of(scenes: Scenes, known: Sequence[Facts], seed: int, full: bool, style: bool) -> list[Told]:
-    numbers = counter.words(scenes.index.cpu(), seed, SLOTS, STREAM).numpy().tolist()
-    return [told(fact, Dice(row), full, style) for fact, row in zip(known, numbers, strict=True)]
+def captions_of(scenes: Scenes, known: Sequence[Facts], seed: int, full: bool, style: bool) -> list[Caption]:
+    numbers = sampling.random_words(scenes.index.cpu(), seed, SLOTS, STREAM).numpy().tolist()
+    return [caption_of(fact, Dice(row), full, style) for fact, row in zip(known, numbers, strict=True)]
 
 
-def told(fact: Facts, dice: Dice, full: bool, style: bool) -> Told:
+def caption_of(fact: Facts, dice: Dice, full: bool, style: bool) -> Caption:
     sized = not dice.chance(NO_SIZE) or full
-    order, links = plan(fact, dice, full)
+    order, links = mention(fact, dice, full)
     nouns = [noun(fact, i, sized, dice) for i in order]
     text = sentence(nouns, links, dice)
     background, kind, ground = backdrop(fact, dice, full)
@@ -129,10 +181,10 @@ def told(fact: Facts, dice: Dice, full: bool, style: bool) -> Told:
     if ground:
         text = f"{ground}, {text}" if first else f"{text} {ground}"
     name, words = manner(fact, dice, style)
-    return Told(f"{text}, {words}" if words else text, nouns, links, background, kind, name)
+    return Caption(f"{text}, {words}" if words else text, nouns, links, background, kind, name)
 
 
-def plan(fact: Facts, dice: Dice, full: bool) -> tuple[Sequence[int], list[tuple[int, str, int]]]:
+def mention(fact: Facts, dice: Dice, full: bool) -> tuple[Sequence[int], list[tuple[int, str, int]]]:
     """The order of mention, and the relations between positions in it."""
     listed = dice.chance(NO_RELATION) and not full
     turn, chosen = dice.next(), dice.next()
@@ -219,3 +271,175 @@ def manner(fact: Facts, dice: Dice, style: bool) -> tuple[str | None, str]:
     name = w.STYLE_NAMES[fact.style]
     words, said = dice.one(w.STYLES[name]), name != "flat" or dice.chance(SAID_FLAT)
     return (name, words) if style and said else (None, "")
+
+
+# --- Captions parsed ------------------------------------------------------------------------------------------------
+
+LONGEST = 512  # characters
+Phrase = tuple[str, str]  # what a phrase is, and its name
+
+
+@lru_cache(maxsize=1)
+def phrases() -> dict[tuple[str, ...], list[Phrase]]:
+    """Every phrase of the grammar as words, with what it may be."""
+    tables = {
+        "shape": w.SHAPES,
+        "colour": w.COLOURS,
+        "texture": w.TEXTURES,
+        "with": w.WITH_TEXTURE,
+        "size": w.SIZES,
+        "place": w.PLACES,
+        "relation": w.RELATIONS,
+        "ground": w.BACKGROUNDS,
+        "kind": w.KINDS,
+        "style": w.STYLES,
+    }
+    found: dict[tuple[str, ...], list[Phrase]] = {}
+    for what, table in tables.items():
+        for name, forms in table.items():
+            for form in forms:
+                found.setdefault(tuple(form.split()), []).append((what, name))
+    glue = {"a": "article", "an": "article", "the": "the", "and": "and", ",": "comma", "on": "on"}
+    glue |= {"which is": "which", "that is": "that", "background": "background"} | dict.fromkeys(w.PREFIXES, "prefix")
+    for form, what in glue.items():
+        found.setdefault(tuple(form.split()), []).append((what, form))
+    return found
+
+
+def phrases_of(caption: str) -> list[list[Phrase]]:
+    """The caption as phrases, longest first; a phrase may be several things ('checkered')."""
+    if not isinstance(caption, str) or len(caption) > LONGEST:
+        got = f"{len(caption)} characters" if isinstance(caption, str) else caption
+        raise PellucidError(rule("caption", f"a text of at most {LONGEST} characters", got), "caption")
+    words = caption.lower().replace(",", " , ").rstrip(" .").split()
+    table, at, found = phrases(), 0, []
+    longest = max(map(len, table))
+    while at < len(words):
+        size = next((n for n in range(longest, 0, -1) if tuple(words[at : at + n]) in table), None)
+        if size is None:
+            hint = nearest(words[at], w.vocabulary())
+            raise PellucidError(rule("caption", "made of the world's words", words[at], hint), "caption-word")
+        found.append(table[tuple(words[at : at + size])])
+        at += size
+    return found
+
+
+@dataclass
+class Parser:
+    """Walks over the phrases of one caption."""
+
+    found: list[list[Phrase]]
+    caption: str
+    at: int = 0
+
+    def peek(self, what: str) -> str | None:
+        """The name of the next phrase, if it may be this."""
+        options = self.found[self.at] if self.at < len(self.found) else []
+        return next((name for kind, name in options if kind == what), None)
+
+    def take(self, what: str) -> str | None:
+        name = self.peek(what)
+        self.at += name is not None
+        return name
+
+    def need(self, what: str) -> str:
+        name = self.take(what)
+        if name is None:
+            got = self.found[self.at][0][1] if self.at < len(self.found) else "the end"
+            raise PellucidError(f"caption must have a {what} before {got!r}; got {self.caption!r}.", "caption-grammar")
+        return name
+
+    def noun(self) -> Wanted:
+        self.need("article")
+        size, texture = self.take("size"), self.take("texture")
+        colour = self.need("colour")
+        texture = texture or self.take("texture")
+        shape = self.need("shape")
+        texture = texture or self.take("with") or "solid"
+        return Wanted(shape, colour, texture, size, self.take("place"))
+
+    def ground(self) -> tuple[str | None, str | None]:
+        """Colour and kind of the background, if one is told of here."""
+        if not self.take("on"):
+            return None, None
+        self.need("article")
+        kind = self.take("kind")
+        pale = f"pale {self.peek('colour')}"  # "on a blue background" can only mean the pale one
+        name = self.take("ground") or (pale if pale in w.BACKGROUNDS and self.take("colour") else self.need("ground"))
+        kind = kind or self.take("kind")
+        self.need("background")
+        return name, kind
+
+    def objects(self) -> tuple[list[Wanted], list[tuple[int, str, int]]]:
+        wanted, links = [self.noun()], []
+        self.take("that")
+        if name := self.take("relation"):
+            wanted.append(self.noun())
+            links.append((0, name, 1))
+            if self.third(wanted, links):
+                return wanted, links
+        else:
+            while (self.peek("comma") and self.follows("article")) or self.peek("and"):
+                self.at += 1
+                wanted.append(self.noun())
+        return wanted, links
+
+    def follows(self, what: str) -> bool:
+        """Whether the phrase after the next may be this."""
+        return any(kind == what for kind, _ in (self.found[self.at + 1] if self.at + 1 < len(self.found) else []))
+
+    def third(self, wanted: list[Wanted], links: list[tuple[int, str, int]]) -> bool:
+        if not (self.peek("comma") and (self.follows("which") or self.follows("and"))):
+            return False
+        self.at += 1
+        if self.take("which"):
+            links.append((1, self.need("relation"), 2))
+            wanted.append(self.noun())
+            return True
+        self.need("and")
+        wanted.append(self.noun())
+        name = self.need("relation")
+        self.need("the")
+        named = self.need("colour"), self.need("shape")
+        which = [i for i, one in enumerate(wanted[:2]) if (one.colour, one.shape) == named]
+        if len(which) != 1:
+            raise PellucidError(
+                rule("caption", "clear about 'the " + " ".join(named) + "'", self.caption), "caption-the"
+            )
+        links.append((2, name, which[0]))
+        return True
+
+
+def parse(caption: str) -> Query:
+    """What a caption asks for."""
+    reader = Parser(phrases_of(caption), caption)
+    background, kind = reader.ground()
+    if background:
+        reader.need("comma")
+    reader.take("prefix")
+    wanted, links = reader.objects()
+    if background is None:
+        background, kind = reader.ground()
+    style = reader.need("style") if reader.take("comma") else reader.take("style")
+    if reader.at < len(reader.found):
+        rest = reader.found[reader.at][0][1]
+        raise PellucidError(rule("caption", f"at its end before {rest!r}", caption), "caption-grammar")
+    if len(wanted) > 3:
+        raise PellucidError(rule("caption", "of one to three objects", len(wanted)), "caption-objects")
+    return Query(tuple(wanted), tuple(links), background, kind, style)
+
+
+# --- Prompts --------------------------------------------------------------------------------------------------------
+
+MOST_PROMPTS = 1_000_000
+
+
+def prompts(
+    count: int, objects: int | Sequence[int] = OBJECTS, seed: int = 0, split: Split = "held_out"
+) -> list[tuple[str, Query]]:
+    """Prompts that say all attributes. In the held-out split every object is a combination that training never saw."""
+    if not 1 <= count <= MOST_PROMPTS:
+        raise PellucidError(rule("count", f"from 1 to {MOST_PROMPTS:,}", count), "scenes-count")
+    numbers = (objects,) if isinstance(objects, int) else objects
+    scenes = sample(torch.arange(count), seed, split, ("flat",), numbers)
+    return described(scenes, seed, full=True, style=False)

@@ -1,4 +1,4 @@
-"""Which pixel belongs to what: the background, or a thing of one of the ten colours. The first half of reading.
+"""Which pixel belongs to what, the first half of reading, and the outlines that follow from it.
 
 Every tone of the world lies on a segment in RGB: from a colour to its tint (textures), from a colour to its shade
 (outlines and shadows), along a background's brightness. A pixel belongs to the nearest segment.
@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.scenes import palette
+from pellucid.scenes import painting
 from pellucid.scenes.words import BACKGROUND_NAMES, COLOUR_NAMES
+
+# --- Labels ---------------------------------------------------------------------------------------------------------
 
 SIDE = 128  # images are read at this size
 NARROW = (0.86, 1.04)  # brightness of a background of any kind
@@ -59,9 +61,9 @@ def prepared(images: Tensor) -> Tensor:
 @lru_cache(maxsize=8)
 def segments(device: torch.device) -> tuple[Tensor, Tensor]:
     """Ends (34, 3): ten tints, ten shades, seven narrow and seven wide backgrounds."""
-    colour, ground = palette.objects(device), palette.backgrounds(device)
+    colour, ground = painting.objects(device), painting.backgrounds(device)
     start = torch.cat([colour, colour, ground * NARROW[0], ground * WIDE[0]])
-    end = torch.cat([palette.tints(device), palette.shade(colour), ground * NARROW[1], ground * WIDE[1]])
+    end = torch.cat([painting.tints(device), painting.shade_of(colour), ground * NARROW[1], ground * WIDE[1]])
     return start, end
 
 
@@ -212,3 +214,38 @@ def order(row: Tensor) -> Tensor:
     """(M,): the how-manieth entry of its own row each entry is; rows are sorted."""
     first = torch.searchsorted(row, row)
     return torch.arange(len(row), device=row.device) - first
+
+
+# --- Outlines -------------------------------------------------------------------------------------------------------
+
+CHUNK = 8
+CUT = 0.5  # an exact outline runs through pixels that it covers by half
+
+
+def outlines(images: Tensor) -> Tensor:
+    """(N, 128, 128) bool: where labels change to the right or downwards. Textures have no outline."""
+    found = []
+    with torch.no_grad():
+        for part in prepared(images).split(CHUNK):
+            label = labelled(part).label.clamp(min=0)
+            edge = torch.zeros_like(label, dtype=torch.bool)
+            edge[:, :, :-1] |= label[:, :, :-1] != label[:, :, 1:]
+            edge[:, :-1, :] |= label[:, :-1, :] != label[:, 1:, :]
+            found.append(edge)
+    return torch.cat(found)
+
+
+def edge_f1(images: Tensor, edges: Tensor) -> Tensor:
+    """(N,): F1 of the outlines of images (N, 3, H, W) against exact edges (N, 1, 128, 128) in [0, 1].
+
+    A pixel counts as met when the other map has one within one pixel, diagonals included.
+    """
+    edges = edges[None] if edges.ndim == 3 else edges
+    seen = outlines(images)
+    if edges.shape != (len(seen), 1, SIDE, SIDE):
+        raise PellucidError(rule("edges", f"({len(seen)}, 1, {SIDE}, {SIDE})", tuple(edges.shape)), "scenes-edges")
+    exact = edges[:, 0].to(seen.device) >= CUT
+    hit = (seen & grown(exact)).sum((1, 2)), (exact & grown(seen)).sum((1, 2))
+    precision = hit[0] / seen.sum((1, 2)).clamp(min=1)
+    recall = hit[1] / exact.sum((1, 2)).clamp(min=1)
+    return 2 * precision * recall / (precision + recall).clamp(min=1e-9)

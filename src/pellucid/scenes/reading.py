@@ -1,7 +1,7 @@
-"""Read a finished image: which objects stand where, how they look and on what; or say that it cannot be read.
+"""Read a finished image: its objects, relations, background and style; or say that it cannot be read.
 
-Analysis by synthesis: pixels are labelled by the world's tones (labels.py), every shape is laid over each mask
-(fitting.py), and the texture that explains a thing's tones best is taken (surface.py). Weak evidence is None.
+Analysis by synthesis: pixels are labelled by the world's tones (labels.py), every shape is laid over each mask, and
+the texture that explains a thing's tones best is taken (fitting.py). Weak evidence is None.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from pellucid.scenes import shapes, surface
-from pellucid.scenes.fitting import Fit, Window, fit, windows
-from pellucid.scenes.ground import Ground, ground
-from pellucid.scenes.labels import SIDE, Labels, labelled, prepared
+from pellucid.scenes import fitting, painting, shapes
+from pellucid.scenes.fitting import Fit, Window, distances, fit, sampled, windows
+from pellucid.scenes.labels import SIDE, Labels, grown, labelled, prepared
+from pellucid.scenes.painting import HATCH, OUTLINE, SHADOW, SHADOW_BLUR, SHADOW_X, SHADOW_Y
 from pellucid.scenes.relations import WIDE, holding
+from pellucid.scenes.render import CELLS, CHECK, FADE
 from pellucid.scenes.scene import MOST, SIZE_CUTS, Scenes, place_of
 from pellucid.scenes.words import (
     BACKGROUND_NAMES,
@@ -26,6 +28,58 @@ from pellucid.scenes.words import (
     SIZE_NAMES,
     TEXTURE_NAMES,
 )
+
+# --- Background -----------------------------------------------------------------------------------------------------
+
+HALF, DOUBT = 0.5, 0.12  # a kind is there from half of its contrast on, give or take
+NEAR = 0.09  # the farthest that a background's tone may lie from its colour's
+CLEAR_OF = 13  # pixels: a window about things that their shadows stay within
+FEW = 400  # pixels of background, at least
+
+
+@dataclass(frozen=True)
+class Ground:
+    """Of N images; −1 is unreadable."""
+
+    colour: Tensor  # (N,) int64
+    kind: Tensor  # (N,) int64
+
+
+def ground(labels: Labels, window: Window, fitted: Fit) -> Ground:
+    """A level, a slope and a checkered pattern are fitted to the pixels that are clearly background."""
+    free = ~grown(labels.label != 0, CLEAR_OF)
+    scarce = free.sum((1, 2), keepdim=True) < FEW
+    free = torch.where(scarce, ~grown(labels.label != 0, 3), free)
+    colour = painting.backgrounds(free.device)[labels.background]  # (N, 3)
+    tone = (labels.image / colour[:, :, None, None]).mean(1)
+    level = explained(tone, free)  # (N, 3): level, slope, check
+    slope, check = -level[:, 1] / FADE, -level[:, 2] / CHECK
+    kind = torch.where(check > HALF, 2, torch.where(slope > HALF, 1, 0))
+    doubt = ((slope - HALF).abs() < DOUBT) | ((check - HALF).abs() < DOUBT) | ((slope > HALF) & (check > HALF))
+    weight = free.float()
+    mean = (labels.image * weight[:, None]).sum((2, 3)) / weight.sum((1, 2)).clamp(min=1)[:, None]
+    # The mean tone of its kind: a gradient is darker on the whole, half of a checkered one is.
+    usual = torch.tensor([1.0, 0.965, 1 - CHECK / 2], device=free.device)[kind][:, None]
+    off = torch.cdist(mean / usual, painting.backgrounds(free.device))
+    near, which = off.min(1)
+    few = weight.sum((1, 2)) < FEW / 4
+    return Ground(torch.where((near > NEAR) | few, -1, which), torch.where(doubt | few, -1, kind))
+
+
+def explained(tone: Tensor, free: Tensor) -> Tensor:
+    """(N, 3): least squares of 1, y and the checkered pattern on tones (N, H, W) where free."""
+    middle = (torch.arange(SIDE, device=tone.device) + 0.5) / SIDE
+    cell = (middle * CELLS).floor()
+    parts = [torch.ones(SIDE, SIDE, device=tone.device), middle[:, None].expand(SIDE, SIDE) - 0.5]
+    parts += [(cell[:, None] + cell) % 2 - 0.5]
+    basis = torch.stack(parts).flatten(1)  # (3, H·W)
+    weight = free.flatten(1).float()
+    normal = torch.einsum("ap,np,bp->nab", basis, weight, basis) + 1e-3 * torch.eye(3, device=tone.device)
+    right = torch.einsum("ap,np->na", basis, weight * tone.flatten(1))
+    return torch.linalg.solve(normal, right[..., None])[..., 0]
+
+
+# --- Objects and relations ------------------------------------------------------------------------------------------
 
 CHUNK = 8  # images at a time on a CPU: what fits into its caches
 FITS = 0.78  # the least overlap of a readable shape
@@ -108,8 +162,8 @@ def objects(labels: Labels, window: Window, fitted: Fit) -> list[Seen]:
     """Every thing of the chunk in words."""
     if not len(window):
         return []
-    colour = surface.colours(labels, window, fitted).tolist()
-    texture = surface.textures(labels, window, fitted).tolist()
+    colour = fitting.colours(labels, window, fitted).tolist()
+    texture = fitting.textures(labels, window, fitted).tolist()
     clear = ((fitted.overlap >= FITS) & (fitted.overlap - fitted.second >= AHEAD)).tolist()
     columns = [fitted.shape, fitted.x, fitted.y, fitted.radius, fitted.overlap]
     found = []
@@ -206,3 +260,99 @@ def related(rows: list[int], fitted: Fit) -> tuple[tuple[int, str, int], ...]:
     )
     holds = holding(scene, WIDE)[0].nonzero().tolist()
     return tuple((i, RELATION_NAMES[k], j) for i, j, k in holds)
+
+
+# --- Style ----------------------------------------------------------------------------------------------------------
+
+DARK = 0.40  # the median brightness of a night
+HATCHED = 0.03  # amplitude of the hatching, and the share of pixels that have it
+HATCHED_SHARE = 0.007
+LINED = 0.3  # how far an outline goes to the shade
+SHADED = 0.45  # how much of the renderer's shadow there is
+
+
+def style_of(images: Tensor) -> list[str | None]:
+    """The style of images (N, 3, H, W) or (3, H, W) in [−1, 1]; None where no thing can be seen."""
+    found: list[str | None] = []
+    with torch.no_grad():
+        for part in prepared(images).split(CHUNK):
+            found += style_chunk(part)
+    return found
+
+
+def style_chunk(images: Tensor) -> list[str | None]:
+    dark = images.mean(1).flatten(1).median(1).values < DARK
+    lit = images.amax(1).flatten(1).amax(1) > 0.6  # a night without any tube is just black
+    hatched = (hatching(images) > HATCHED).float().mean((1, 2)) > HATCHED_SHARE
+    labels = labelled(images)
+    window = windows(labels)
+    count = len(images)
+    lined, shaded, things = torch.zeros(count), torch.zeros(count), torch.zeros(count)
+    if len(window):
+        fitted = fit(window)
+        row = window.row.cpu()
+        things.index_add_(0, row, torch.ones(len(row)))
+        lined.index_add_(0, row, darkness(labels, window, fitted).cpu())
+        shaded = shadow(labels, window, fitted).cpu()
+    lined = lined / things.clamp(min=1)
+    rows = zip(*(v.tolist() for v in (dark, lit, hatched, things, lined, shaded)), strict=True)
+    return [decide(*row) for row in rows]
+
+
+def decide(dark: bool, lit: bool, hatched: bool, things: float, lined: float, shaded: float) -> str | None:
+    if dark:
+        return "neon" if lit else None
+    if hatched:
+        return "sketch"
+    if not things:
+        return None
+    return "outlined" if lined > LINED else "soft" if shaded > SHADED else "flat"
+
+
+def hatching(images: Tensor) -> Tensor:
+    """(N, H, W): how much more there is of a sketch's lines than of finer or coarser ones. A border has all."""
+    grey = images.amin(1, keepdim=True)  # every colour is dark in one channel
+    high = grey - F.avg_pool2d(grey, 9, 1, 4, count_include_pad=False)
+    own, *others = (wave(high, HATCH * share) for share in (1.0, 1.45, 0.7))
+    return own - torch.maximum(*others)
+
+
+def wave(high: Tensor, period: float) -> Tensor:
+    """(N, H, W): the amplitude of slanted lines of a period, within eleven pixels."""
+    middle = (torch.arange(SIDE, device=high.device) + 0.5) / SIDE
+    phase = 2 * torch.pi * (middle[None, :] - middle[:, None]) * 0.7071 / period
+    parts = torch.cat([high * phase.cos(), high * phase.sin()], 1)
+    return F.avg_pool2d(parts, 11, 1, 5, count_include_pad=False).square().sum(1).sqrt()
+
+
+def darkness(labels: Labels, window: Window, fitted: Fit) -> Tensor:
+    """(M,): how far the band of an outline has gone from the colour to its shade."""
+    which = torch.arange(len(window), device=window.x.device)
+    distance = distances(window, which, fitted.shape, torch.stack([fitted.x, fitted.y, fitted.radius], 1))
+    band = ((distance < -0.25 * OUTLINE) & (distance > -0.75 * OUTLINE) & (window.mask > 0.3)).float()
+    colour = painting.objects(window.x.device)[window.colour]
+    way = painting.shade_of(colour) - colour
+    share = torch.einsum("mchw,mc->mhw", sampled(labels, window) - colour[:, :, None, None], way)
+    share = (share / way.square().sum(1)[:, None, None]).clamp(-0.5, 1.5)
+    return (share * band).sum((1, 2)) / band.sum((1, 2)).clamp(min=1)
+
+
+def shadow(labels: Labels, window: Window, fitted: Fit) -> Tensor:
+    """(N,): the slope of the background's darkening on what the renderer's shadows would darken."""
+    middle = (torch.arange(SIDE, device=window.x.device) + 0.5) / SIDE
+    x, y, radius = (v[:, None, None] for v in (fitted.x, fitted.y, fitted.radius))
+    wide = (len(window), SIDE, SIDE)
+    qx = ((middle - SHADOW_X)[None, None, :] - x).expand(wide) / radius
+    qy = ((middle - SHADOW_Y)[None, :, None] - y).expand(wide) / radius
+    away = shapes.distance(fitted.shape, qx, qy) * radius
+    cast = SHADOW * (0.5 - 0.5 * away / SHADOW_BLUR).clamp(0, 1) ** 2
+    made = torch.zeros(len(labels.background), SIDE, SIDE, device=cast.device).index_add_(0, window.row, cast)
+    colour = painting.backgrounds(cast.device)[labels.background]
+    tone = 1 - (labels.image / colour[:, :, None, None]).mean(1)
+    # Near things only, and against the level there: the kinds of background change tones slowly.
+    near = F.max_pool2d((labels.label > 0)[:, None].float(), 19, 1, 9)[:, 0]
+    free = 1 - F.max_pool2d((labels.label != 0)[:, None].float(), 3, 1, 1)[:, 0]
+    weight = near * free
+    total = weight.sum((1, 2), keepdim=True).clamp(min=1)
+    made, tone = (v - (v * weight).sum((1, 2), keepdim=True) / total for v in (made, tone))
+    return (made * tone * weight).sum((1, 2)) / (made.square() * weight).sum((1, 2)).clamp(min=1e-4)

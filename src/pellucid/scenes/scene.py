@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, nearest, rule
-from pellucid.scenes.split import held_out_combination
 from pellucid.scenes.words import (
     BACKGROUND_NAMES,
     COLOUR_NAMES,
@@ -19,6 +18,7 @@ from pellucid.scenes.words import (
     SIZE_NAMES,
     STYLE_NAMES,
     TEXTURE_NAMES,
+    held_out_combination,
 )
 
 MOST = 3  # objects in a scene

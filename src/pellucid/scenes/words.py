@@ -1,9 +1,19 @@
-"""The words of the world: its shapes, colours, textures, sizes, places, relations, backgrounds and styles.
+"""The words of the world, and which combinations of shape, colour and texture training never sees.
 
 The first word of each tuple is the name that data carries; the others are synonyms that captions use too.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pellucid.core.errors import PellucidError, rule
+
+# --- Words ----------------------------------------------------------------------------------------------------------
 
 Synonyms = dict[str, tuple[str, ...]]
 
@@ -105,3 +115,28 @@ def vocabulary() -> tuple[str, ...]:
     phrases = [phrase for table in tables for forms in table.values() for phrase in forms]
     glue = ["a", "an", "the", "and", "on", "which is", "background", "that is", *PREFIXES]
     return tuple(sorted({word for phrase in (*phrases, *glue) for word in phrase.split()}))
+
+
+# --- Held-out combinations ------------------------------------------------------------------------------------------
+
+Split = Literal["train", "held_out", "any"]
+SPLITS = ("train", "held_out", "any")
+
+
+def held_out_combination(shape: Tensor, colour: Tensor, texture: Tensor) -> Tensor:
+    """Bool, of indices of names."""
+    return (shape + 3 * colour + 3 * texture) % 10 == 7
+
+
+@lru_cache(maxsize=8)
+def combinations(split: Split) -> Tensor:
+    """(10, M, 2): for each colour, the (shape, texture) pairs of a split: 45 in training, 5 held out."""
+    if split not in SPLITS:
+        raise PellucidError(rule("split", " or ".join(SPLITS), split), "scenes-split")
+    shape, texture = torch.meshgrid(torch.arange(len(SHAPE_NAMES)), torch.arange(len(TEXTURE_NAMES)), indexing="ij")
+    pairs = torch.stack([shape, texture], -1).flatten(0, 1)  # (50, 2)
+    rows = []
+    for colour in range(len(COLOUR_NAMES)):
+        out = held_out_combination(pairs[:, 0], torch.tensor(colour), pairs[:, 1])
+        rows.append(pairs if split == "any" else pairs[out] if split == "held_out" else pairs[~out])
+    return torch.stack(rows)

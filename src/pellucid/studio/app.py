@@ -15,22 +15,21 @@ import gradio as gr
 from pellucid.core.errors import PellucidError
 from pellucid.interop.source import locate
 from pellucid.labs.catalog import LABS, Lab
-from pellucid.studio import html, running, scratch, serving
+from pellucid.studio import generate_tab, html, scratch, server
 from pellucid.studio.compare_tab import CompareTab
 from pellucid.studio.doctor_tab import DoctorTab
-from pellucid.studio.generate import Generate
-from pellucid.studio.guard import is_loopback
+from pellucid.studio.form import Shelf, named
+from pellucid.studio.generate_tab import GenerateTab
 from pellucid.studio.labs_tab import LabsTab
 from pellucid.studio.pipeline_tab import PipelineTab
 from pellucid.studio.schedules_tab import SchedulesTab
-from pellucid.studio.serving import Studio
-from pellucid.studio.session import Sessions, files
-from pellucid.studio.shelf import Shelf, named
+from pellucid.studio.server import Studio, is_loopback
 from pellucid.studio.study_tab import StudyTab
 from pellucid.studio.trace_tab import TraceTab
+from pellucid.studio.visitors import Sessions, files
 
 TABS: dict[str, Callable[..., Any]] = {
-    "Generate": Generate,
+    "Generate": GenerateTab,
     "Trace": TraceTab,
     "Compare": CompareTab,
     "Schedules": SchedulesTab,
@@ -84,7 +83,7 @@ def start(shelf: Shelf, sessions: Sessions, *, port: int, host: str = "127.0.0.1
     sessions.stay = frozenset(files())
     page.max_threads = THREADS
     page.queue(default_concurrency_limit=8, max_size=64)
-    studio = serving.start(
+    studio = server.start(
         page,
         sessions,
         host=host,
@@ -102,7 +101,7 @@ def warm(shelf: Shelf) -> None:
     """Loads what people are likely to ask for first; what cannot be loaded says so when it is asked for."""
     for name in shelf.choices()[:1]:
         with contextlib.suppress(PellucidError, OSError):
-            running.Preview(shelf.pipe(name)).warm()
+            generate_tab.Preview(shelf.pipe(name)).warm()
 
 
 def serve(

@@ -2,26 +2,146 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from PIL import Image
 
-from pellucid.core.errors import Cancelled
-from pellucid.studio import asking, compare_view, comparing, sheets, words
-from pellucid.studio.asking import Setup
-from pellucid.studio.comparing import SIDES, Compared, Pair
-from pellucid.studio.generate import READY, guard
+from pellucid.core.errors import Cancelled, PellucidError, rule
+from pellucid.core.loop import StepSeen
+from pellucid.models.guidance import guarded
+from pellucid.pipeline.pipeline import Pipeline
+from pellucid.pipeline.prepare import make_plan
+from pellucid.pipeline.recipe import write_png
+from pellucid.pipeline.request import Request
+from pellucid.pipeline.sheet import AXES, Axis, axes_of, cell_fields, cells, draw_sheet, shared_settings
+from pellucid.studio import comparison, form, html, visitors
+from pellucid.studio.comparison import SIDES, ComparisonResult, Pair
+from pellucid.studio.form import Form, Shelf
+from pellucid.studio.generate_tab import READY, Preview, RunResult, StepNews, guard
 from pellucid.studio.html import status
-from pellucid.studio.running import Finished, Moment, Preview
-from pellucid.studio.session import Session, Sessions
-from pellucid.studio.sheets import Filling
-from pellucid.studio.shelf import Shelf
+from pellucid.studio.visitors import Job, Session, Sessions
+
+# --- X/Y sheets -----------------------------------------------------------------------------------------------------
+
+MOST_CELLS = 36
+NAMES = ("steps", "guidance", "sampler", "grid", "dialect", "seed", "clip_skip", "prompt", "negative", "noise")
+BLANK = "#e9edf2"  # a cell that is not made yet
+CHECKS = {"steps": form.steps_of, "prompt": form.prompt_of}
+
+
+@dataclass(frozen=True)
+class SheetPlan:
+    """The axes, the text that they were read from, and the request of each cell, row by row."""
+
+    text: str
+    axes: tuple[Axis, ...]
+    requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True)
+class SheetNews:
+    """A sheet as far as it has come: the cells that are made, and how many model calls of all."""
+
+    axes: tuple[Axis, ...]
+    images: tuple[Image.Image, ...]
+    cells: int
+    calls: int
+    of: int
+    seconds: float
+
+    @property
+    def words(self) -> str:
+        left = self.seconds / max(self.calls, 1) * (self.of - self.calls)
+        at = min(len(self.images) + 1, self.cells)
+        return f"cell {at} of {self.cells} · call {self.calls} of {self.of} · {left:.1f} s left"
+
+    def draw(self) -> Image.Image:
+        """The sheet so far, with room for what is to come."""
+        size = self.images[0].size if self.images else (128, 128)
+        blanks = [Image.new("RGB", size, BLANK)] * (self.cells - len(self.images))
+        return draw_sheet([*self.images, *blanks], self.axes)
+
+
+@dataclass(frozen=True)
+class SheetResult:
+    image: Image.Image
+    file: Path
+    notes: tuple[str, ...]
+    seconds: float
+
+
+def sheet_of(text: str, setup: Form) -> SheetPlan:
+    """What a sheet asks for; all cells share one seed, unless that varies."""
+    base = setup.request()
+    held = {one.name: getattr(base, one.name) for one in fields(base) if getattr(base, one.name) != default(one)}
+    axes = axes_of(text or "", base.sampler, {name: AXES[name] for name in NAMES})
+    every = cells(axes)
+    if len(every) > MOST_CELLS:
+        advice = "Leave out some values; `pellucid sample --grid-of` draws larger ones."
+        raise PellucidError(rule("cells", f"at most {MOST_CELLS} on this page", len(every), advice), "grid-cells")
+    for axis in axes:
+        for value in axis.values if axis.name in CHECKS else ():
+            CHECKS[axis.name](value)
+    requests = [Request(**cell_fields(held, settings)) for settings in every]
+    if setup.guarded:
+        requests = [replace(one, guidance=guarded(one.guidance)) for one in requests]
+        if len({one.guidance.text() for one in requests}) < len({str(cell.get("guidance")) for cell in every}):
+            must = "all different with the guard on, which caps at 7"
+            raise PellucidError(rule("values of guidance", must, text), "grid-value")
+    return SheetPlan(text, axes, tuple(requests))
+
+
+def default(one: Any) -> Any:
+    return one.default if one.default_factory is MISSING else one.default_factory()
+
+
+def run(pipe: Pipeline, sheet: SheetPlan, session: Session, job: Job) -> SheetResult:
+    """Every cell, then the sheet. All are planned before the first is run."""
+    began = time.perf_counter()
+    of = sum(make_plan(pipe.components, request).plan.nfe for request in sheet.requests)
+    images: list[Image.Image] = []
+    recipes, notes, calls = [], [], 0
+
+    def tell() -> None:
+        taken = time.perf_counter() - began
+        job.tell(SheetNews(sheet.axes, tuple(images), len(sheet.requests), calls, of, taken))
+
+    def see(_: StepSeen) -> None:
+        nonlocal calls
+        calls += 1
+        tell()
+
+    for request in sheet.requests:
+        made = pipe.run(replace(request, observers=(see,), cancelled=job.cancelled))
+        images.append(made.images[0])
+        recipes.append(made.recipe)
+        notes += made.notes
+        tell()
+    title = None if any(axis.name == "prompt" for axis in sheet.axes) else recipes[0].prompt
+    drawn = draw_sheet(images, sheet.axes, title=title, footer=shared_settings(recipes))
+    file = session.new_file(".png")
+    write_png(drawn, file, recipes[0], sheet.text)
+    return SheetResult(drawn, file, tuple(dict.fromkeys(notes)), time.perf_counter() - began)
+
+
+def follow(pipe: Pipeline, sheet: SheetPlan, session: Session, tab: str) -> Iterator[SheetNews | SheetResult]:
+    """The sheet as it fills, and then the whole."""
+    job = session.begin(tab, lambda job: run(pipe, sheet, session, job))
+    yield from visitors.follow(job)
+    yield job.result
+
+
+# --- The tab --------------------------------------------------------------------------------------------------------
 
 TAB, SHEET = "compare", "sheet"
 PROMPT = "a large red star on a white background"
-FIRST = (Setup(sampler="ddim", grid="trailing", steps=12), Setup(sampler="dpmpp_2m", grid="trailing", steps=12))
-AXES = "steps=5,10,20 x guidance=1,4,7"
+FIRST = (Form(sampler="ddim", grid="trailing", steps=12), Form(sampler="dpmpp_2m", grid="trailing", steps=12))
+FIRST_AXES = "steps=5,10,20 x guidance=1,4,7"
 HELD = 5  # controls of a side
 
 
@@ -41,18 +161,18 @@ class CompareTab:
         with gr.Tab("X/Y sheet"):
             self.sheets(asked)
 
-    def side(self, name: str, first: Setup) -> list[Any]:
+    def side(self, name: str, first: Form) -> list[Any]:
         mark = f"compare-{name.lower()}"
         with gr.Column(min_width=300, elem_id=mark):
             gr.Markdown(f"### Set-up {name}")
             with gr.Row():
-                sampler = choice(asking.sampler_choices(), first.sampler, f"Sampler of {name}", f"{mark}-sampler")
-                grid = choice(asking.grid_choices(), first.grid, f"Grid of {name}", f"{mark}-grid")
+                sampler = choice(form.sampler_choices(), first.sampler, f"Sampler of {name}", f"{mark}-sampler")
+                grid = choice(form.grid_choices(), first.grid, f"Grid of {name}", f"{mark}-grid")
             with gr.Row():
                 steps = gr.Number(first.steps, label=f"Steps of {name}", min_width=100, elem_id=f"{mark}-steps")
                 about = {"label": f"Guidance of {name}", "min_width": 180, "elem_id": f"{mark}-guidance"}
-                scale = gr.Slider(0, asking.MOST_SCALE, first.guidance, step=0.1, **about)
-            guarded = gr.Checkbox(False, label=f"{name} guarded", info=words.GUARDED, elem_id=f"{mark}-guarded")
+                scale = gr.Slider(0, form.MOST_SCALE, first.guidance, step=0.1, **about)
+            guarded = gr.Checkbox(False, label=f"{name} guarded", info=html.GUARDED, elem_id=f"{mark}-guarded")
             guarded.change(guard, [guarded, scale], scale, show_progress="hidden")
         return [sampler, grid, steps, scale, guarded]
 
@@ -61,7 +181,7 @@ class CompareTab:
             go = gr.Button("Run both", variant="primary", elem_id="compare-run")
             stop = gr.Button("Cancel", variant="stop", elem_id="compare-cancel")
         said = gr.HTML(READY, elem_id="compare-status")
-        shown = gr.HTML(compare_view.NOTHING, elem_id="compare-pictures")
+        shown = gr.HTML(comparison.NOTHING, elem_id="compare-pictures")
         with gr.Row():
             files = [
                 gr.DownloadButton(
@@ -69,7 +189,7 @@ class CompareTab:
                 )
                 for name in SIDES
             ]
-        verdict = gr.HTML(compare_view.EMPTY_FILM, elem_id="compare-verdict")
+        verdict = gr.HTML(comparison.EMPTY_FILM, elem_id="compare-verdict")
         film = gr.HTML("", elem_id="compare-film")
         apart = gr.HTML("", elem_id="compare-distance")
         plans = gr.HTML("", elem_id="compare-plans")
@@ -78,18 +198,18 @@ class CompareTab:
         stop.click(self.cancel, None, [said], queue=False)
 
     def sheets(self, asked: list[Any]) -> None:
-        names = ", ".join(sheets.NAMES)
+        names = ", ".join(NAMES)
         axes = gr.Textbox(
-            AXES,
+            FIRST_AXES,
             label="What varies, to the right x down",
-            info=f"around set-up A: {names}, or a number of its sampler; at most {sheets.MOST_CELLS} cells",
+            info=f"around set-up A: {names}, or a number of its sampler; at most {MOST_CELLS} cells",
             elem_id="sheet-axes",
         )
         with gr.Row():
             go = gr.Button("Draw the sheet", variant="primary", elem_id="sheet-run")
             stop = gr.Button("Cancel", variant="stop", elem_id="sheet-cancel")
         said = gr.HTML(READY, elem_id="sheet-status")
-        shown = gr.HTML(compare_view.sheet(None), elem_id="sheet-picture")
+        shown = gr.HTML(comparison.sheet(None), elem_id="sheet-picture")
         file = gr.DownloadButton("Download with recipe", interactive=False, elem_id="sheet-download")
         for event in (go.click, axes.submit):
             event(self.draw, [*asked, axes], [shown, said, file], show_progress="hidden", concurrency_limit=4)
@@ -105,14 +225,14 @@ class CompareTab:
             return shown or gr.skip(), status(said, part), *rest
 
         try:
-            with words.plainly():
+            with html.plainly():
                 setups = setups_of(*given)
                 if model not in self.shelf.held:
                     yield say(f"loading {model} …")
                 pipe = self.shelf.pipe(model)
                 preview = Preview(pipe)
                 yield say("starting …")
-                for news in comparing.follow(pipe, setups, session, TAB):
+                for news in comparison.follow(pipe, setups, session, TAB):
                     if isinstance(news, Pair):
                         yield say(news.words, news.part, so_far(news, preview))
                     else:
@@ -126,23 +246,23 @@ class CompareTab:
     def draw(self, request: gr.Request, model: str, *given: Any) -> Iterator[tuple[Any, ...]]:
         session = self.sessions.of(request.session_hash)
         try:
-            with words.plainly():
+            with html.plainly():
                 *held, axes = given
-                sheet = sheets.asked(axes, setups_of(*held)[0])
+                sheet = sheet_of(axes, setups_of(*held)[0])
                 if model not in self.shelf.held:
                     yield gr.skip(), status(f"loading {model} …"), gr.skip()
                 pipe = self.shelf.pipe(model)
                 yield gr.skip(), status("starting …"), gr.DownloadButton(interactive=False)
                 drawn = -1
-                for news in sheets.follow(pipe, sheet, session, SHEET):
-                    if isinstance(news, Filling):
+                for news in follow(pipe, sheet, session, SHEET):
+                    if isinstance(news, SheetNews):
                         fresh, drawn = len(news.images) != drawn, len(news.images)
-                        image = compare_view.sheet(news.draw(), "the sheet so far") if fresh else gr.skip()
+                        image = comparison.sheet(news.draw(), "the sheet so far") if fresh else gr.skip()
                         yield image, status(news.words, news.calls / news.of), gr.skip()
                         continue
-                    done = status(" · ".join([f"done in {words.seconds(news.seconds)}", *news.notes]), 1.0)
+                    done = status(" · ".join([f"done in {html.seconds(news.seconds)}", *news.notes]), 1.0)
                     file = gr.DownloadButton(value=str(news.file), interactive=True)
-                    yield compare_view.sheet(news.image, f"a sheet of {sheet.text}"), done, file
+                    yield comparison.sheet(news.image, f"a sheet of {sheet.text}"), done, file
         except Cancelled:
             yield gr.skip(), status("cancelled"), gr.skip()
         except gr.Error:
@@ -162,12 +282,12 @@ def choice(names: Sequence[str], value: str, label: str, mark: str) -> gr.Dropdo
     return gr.Dropdown(names, value=value, label=label, min_width=130, elem_id=mark)
 
 
-def setups_of(prompt: str, seed: Any, *given: Any) -> tuple[Setup, Setup]:
+def setups_of(prompt: str, seed: Any, *given: Any) -> tuple[Form, Form]:
     """The two set-ups that the controls hold, in their order; an empty seed is one random seed for both."""
-    whole = asking.seed_of(seed)
+    whole = form.seed_of(seed)
     held = (given[:HELD], given[HELD:])
     a, b = (
-        Setup(prompt=prompt, sampler=sampler, grid=grid, steps=steps, guidance=scale, guarded=guarded, seed=whole)
+        Form(prompt=prompt, sampler=sampler, grid=grid, steps=steps, guidance=scale, guarded=guarded, seed=whole)
         for sampler, grid, steps, scale, guarded in held
     )
     return a, b
@@ -175,31 +295,33 @@ def setups_of(prompt: str, seed: Any, *given: Any) -> tuple[Setup, Setup]:
 
 def so_far(news: Pair, preview: Preview) -> str:
     """Both sides while they run: x0 of the latest step, or the image where it is done."""
-    shown = [preview.image(one.x0) if isinstance(one, Moment) else one and one.image for one in news]
-    said = [about(one) if isinstance(one, Finished) else "x0 as the network sees it now" if one else "" for one in news]
-    return compare_view.pair(shown, said)
+    shown = [preview.image(one.x0) if isinstance(one, StepNews) else one and one.image for one in news]
+    said = [
+        about(one) if isinstance(one, RunResult) else "x0 as the network sees it now" if one else "" for one in news
+    ]
+    return comparison.pair(shown, said)
 
 
-def about(made: Finished) -> str:
+def about(made: RunResult) -> str:
     recipe = made.recipe
     grid = recipe.grid.get("name", "")
-    return f"{recipe.sampler}, {grid}, {recipe.steps} steps · seed {recipe.seed} · {words.seconds(made.seconds)}"
+    return f"{recipe.sampler}, {grid}, {recipe.steps} steps · seed {recipe.seed} · {html.seconds(made.seconds)}"
 
 
-def finished(done: Compared, prompt: str, session: Session) -> tuple[Any, ...]:
+def finished(done: ComparisonResult, prompt: str, session: Session) -> tuple[Any, ...]:
     """All that is shown of two runs. Their traces are kept, so that the tab Trace can open them."""
     names = [f"{session.count:04d} · {side} · {prompt[:56]}" for side in SIDES]
     for name, made in zip(names, done.made, strict=True):
         session.keep(name, made.trace)
     notes = dict.fromkeys(note for made in done.made for note in made.notes)
-    spent = words.seconds(sum(made.seconds for made in done.made))
+    spent = html.seconds(sum(made.seconds for made in done.made))
     return (
-        compare_view.pair([made.image for made in done.made], [about(made) for made in done.made]),
+        comparison.pair([made.image for made in done.made], [about(made) for made in done.made]),
         status(" · ".join([f"done in {spent}", *notes]), 1.0),
         *(gr.DownloadButton(value=str(made.file), interactive=True) for made in done.made),
-        compare_view.verdict(done),
-        compare_view.film(done.film),
-        compare_view.distances(done.found),
-        compare_view.plans(done.plans, done.theirs),
+        comparison.verdict(done),
+        comparison.film(done.film),
+        comparison.distances(done.found),
+        comparison.plans(done.plans, done.theirs),
         names[1],
     )

@@ -13,16 +13,13 @@ import gradio as gr
 from pellucid.core.errors import Cancelled, PellucidError, rule
 from pellucid.core.reader import parse_object, read_text
 from pellucid.evidence.doctor import checks as doctor
-from pellucid.evidence.doctor.finding import SEVERITIES, Finding, Report
-from pellucid.evidence.doctor.opening import Given, open_subject
-from pellucid.evidence.doctor.report import value, verdict
-from pellucid.evidence.doctor.subject import OTHER, Asked, Subject
+from pellucid.evidence.doctor.checks import SEVERITIES, Finding, Report, evidence_value, verdict_line
+from pellucid.evidence.doctor.subject import OTHER, RunSpec, Subject, SubjectSpec, open_subject
 from pellucid.evidence.metrics.images import SUFFIXES
-from pellucid.studio import asking, html, jobs, words
+from pellucid.studio import form, html, visitors
+from pellucid.studio.form import Shelf, named
 from pellucid.studio.html import status
-from pellucid.studio.jobs import Job
-from pellucid.studio.session import Sessions
-from pellucid.studio.shelf import Shelf, named
+from pellucid.studio.visitors import Job, Sessions
 from pellucid.train.image_folder import ImageFolder
 
 TAB = "doctor"
@@ -39,7 +36,7 @@ EMPTY = html.block('<p class="note">What is wrong, if anything, appears here: th
 
 
 @dataclass(frozen=True)
-class Patient:
+class DoctorForm:
     """What was brought: one of four kinds, and how it is to be run."""
 
     kind: str = MODEL
@@ -51,28 +48,28 @@ class Patient:
     images: Sequence[str] = ()
     data: str = NO_DATA
     steps: Any = None
-    sampler: str = asking.OWN
-    grid: str = asking.OWN
+    sampler: str = form.OWN
+    grid: str = form.OWN
     device: str | None = None
 
-    def asked(self) -> Asked:
+    def asked(self) -> RunSpec:
         if self.kind not in (MODEL, CONFIG):
-            return Asked(device=self.device)
-        steps = None if self.steps in (None, "") else asking.steps_of(self.steps)
-        sampler, grid = (None if one == asking.OWN else one for one in (self.sampler, self.grid))
-        return Asked(steps=steps, sampler=sampler, grid=grid, device=self.device)
+            return RunSpec(device=self.device)
+        steps = None if self.steps in (None, "") else form.steps_of(self.steps)
+        sampler, grid = (None if one == form.OWN else one for one in (self.sampler, self.grid))
+        return RunSpec(steps=steps, sampler=sampler, grid=grid, device=self.device)
 
-    def given(self, folder: Path) -> Given:
+    def given(self, folder: Path) -> SubjectSpec:
         """What the doctor is handed; files that are written for it go into the folder."""
         data = None if self.data == NO_DATA else known(self.data)
         if self.kind == MODEL:
-            return Given(named(self.model), quick=not self.weights and data is None, data=data)
+            return SubjectSpec(named(self.model), quick=not self.weights and data is None, data=data)
         if self.kind == CONFIG:
-            return Given(str(config_in(folder, self.pasted, self.config)))
+            return SubjectSpec(str(config_in(folder, self.pasted, self.config)))
         if self.kind == TRACE:
-            return Given(trace=some(self.trace, "trace", "a file"))
+            return SubjectSpec(trace=some(self.trace, "trace", "a file"))
         if self.kind == IMAGES:
-            return Given(images=str(images_in(folder, self.images)), data=data)
+            return SubjectSpec(images=str(images_in(folder, self.images)), data=data)
         raise PellucidError(rule("what to look at", "one of " + ", ".join(KINDS), self.kind), "doctor-kind")
 
     @property
@@ -127,12 +124,12 @@ def images_in(folder: Path, sent: Sequence[str]) -> Path:
     for number, path in enumerate(map(Path, sent)):
         if path.suffix.lower() not in SUFFIXES:
             raise PellucidError(rule("image", "a file that ends in " + ", ".join(SUFFIXES), path.name), "file-type")
-        asking.upload(path, path.name)
+        form.upload(path, path.name)
         shutil.copyfile(path, place / f"{number:03d}{path.suffix.lower()}")
     return place
 
 
-def examined(patient: Patient, folder: Path, job: Job) -> Report:
+def examined(patient: DoctorForm, folder: Path, job: Job) -> Report:
     """All checks that are possible, one after the other; each is named while it works."""
     job.tell(("opening …", 0.0))
     subject = open_subject(patient.given(folder), patient.asked())
@@ -186,7 +183,7 @@ def card(finding: Finding) -> str:
         f'<span style="color: {colour}; font-weight: 700">{finding.severity}</span> '
         f'<b>{html.text(finding.title)}</b> <code style="opacity: .7">{html.text(finding.code)}</code>'
     )
-    numbers = " · ".join(f"{name} = {value(item)}" for name, item in finding.evidence)
+    numbers = " · ".join(f"{name} = {evidence_value(item)}" for name, item in finding.evidence)
     said = (("Evidence", numbers), ("Cause", finding.cause), ("Fix", finding.fix))
     lines = (f"<p><b>{name}:</b> {html.text(text)}</p>" for name, text in said if text)
     return boxed(colour, f"<p>{head}</p>{''.join(lines)}", f"finding-{finding.severity}")
@@ -256,8 +253,8 @@ class DoctorTab:
         with gr.Column(visible=True) as of_run:
             steps = gr.Number(30, label="Steps of the run", precision=None, elem_id="doctor-steps")
             with gr.Row():
-                sampler = gr.Dropdown(asking.sampler_choices(), value=asking.OWN, label="Sampler", min_width=130)
-                grid = gr.Dropdown(asking.grid_choices(), value=asking.OWN, label="Grid", min_width=130)
+                sampler = gr.Dropdown(form.sampler_choices(), value=form.OWN, label="Sampler", min_width=130)
+                grid = gr.Dropdown(form.grid_choices(), value=form.OWN, label="Grid", min_width=130)
         with gr.Column(visible=False) as of_trace:
             trace = gr.File(label="Trace", file_types=[".safetensors"], height=120, elem_id="doctor-trace")
         with gr.Column(visible=False) as of_images:
@@ -292,15 +289,15 @@ class DoctorTab:
         kind.change(choose, kind, list(seen), show_progress="hidden")
         return [weights, pasted, config, trace, images, data, steps, sampler, grid]
 
-    @words.settled
+    @html.settled
     def examine(self, request: gr.Request, kind: str, model: str, *asked: Any) -> Iterator[tuple[Any, Any]]:
         session = self.sessions.of(request.session_hash)
         patient = patient_of(kind, model, *asked, device=self.shelf.device)
         yield status("opening …"), gr.skip()
         work = session.begin(TAB, lambda job: examined(patient, session.folder, job))
-        for news in jobs.follow(work):
+        for news in visitors.follow(work):
             yield status(*news), gr.skip()
-        yield status(verdict(work.result), 1.0), cards(work.result)
+        yield status(verdict_line(work.result), 1.0), cards(work.result)
 
     def cancel(self, request: gr.Request) -> Any:
         return status("cancelled") if self.sessions.of(request.session_hash).cancel(TAB) else gr.skip()
@@ -319,9 +316,9 @@ def patient_of(
     sampler: str,
     grid: str,
     device: str | None = None,
-) -> Patient:
+) -> DoctorForm:
     """What the controls hold, in their order."""
-    return Patient(
+    return DoctorForm(
         kind=kind,
         model=model,
         weights=bool(weights),

@@ -1,17 +1,31 @@
-"""The pieces of a page that are drawn here: images lie inside their HTML, so that nothing jumps or is fetched."""
+"""Pieces of the page as HTML: images, tables, drawings, a status; errors in one line, numbers as people read them."""
 
 from __future__ import annotations
 
 import base64
 import html
 import io
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
+import gradio as gr
 from PIL import Image
 from torch import Tensor
 
-from pellucid.evidence.study.page_style import CHART_SCRIPT, CHART_STYLE
+from pellucid.core.errors import PellucidError, is_out_of_memory
+from pellucid.core.loop import Cancelled
+from pellucid.evidence.report.page import CHART_SCRIPT, CHART_STYLE
 from pellucid.pipeline.images import to_images
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+# --- Pieces ---------------------------------------------------------------------------------------------------------
 
 SIDE = 512  # pixels of an image's longer side on the page, about; smaller ones are enlarged in whole steps
 
@@ -100,3 +114,80 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]], here: int | No
 
     body = "".join(f"<tr{' class=here' if i == here else ''}>{line(row, 'td')}</tr>" for i, row in enumerate(rows))
     return f'<div class="wide"><table><thead><tr>{line(heads, "th")}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+# --- Drawings -------------------------------------------------------------------------------------------------------
+
+LEAST = 0.58  # of the full size; smaller, no word of a drawing can be read, and it is scrolled instead
+INCH = 84  # pixels of an inch in full size
+ONE = threading.Lock()  # matplotlib writes one file at a time; a drawing takes part of a second
+NUMBERS = count(1)
+
+
+def svg_source(figure: Figure) -> str:
+    """A drawing as an address that holds it."""
+    held = io.BytesIO()
+    with ONE:
+        figure.savefig(held, format="svg")
+    return "data:image/svg+xml;base64," + base64.b64encode(held.getvalue()).decode()
+
+
+def figure(figure: Figure, alt: str) -> str:
+    """As wide as the page, or, by a switch, so large that all of it can be read."""
+    full = round(figure.get_figwidth() * INCH)
+    mark = f"drawn-{next(NUMBERS)}"
+    style = (
+        f"<style>#{mark} img {{ width: 100%; min-width: {round(LEAST * full)}px; max-width: {full}px; }} "
+        f"#{mark}:has(input:checked) img {{ width: {full}px; min-width: {full}px; }}</style>"
+    )
+    image = f'<img alt="{text(alt)}" src="{svg_source(figure)}">'
+    switch = '<label class="note"><input type="checkbox" style="border: 1px solid #8894a3"> full size</label>'
+    return f'{style}<div id="{mark}">{switch}<div class="wide" tabindex="0">{image}</div></div>'
+
+
+# --- Errors and numbers ---------------------------------------------------------------------------------------------
+
+Handler = Callable[..., Iterator[tuple[Any, Any]]]
+
+GUARDED = "Caps the scale at 7 and rescales: above 7 colours may burn, shapes repeat and images grow alike."
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Errors become a message on the page, in one line and without a traceback."""
+    try:
+        yield
+    except (gr.Error, Cancelled):
+        raise
+    except PellucidError as error:
+        raise gr.Error(str(error), title="This cannot be done", duration=None, print_exception=False) from None
+    except Exception as error:  # a defect: said as such, and printed where the studio runs
+        if is_out_of_memory(error):
+            raise gr.Error("Not enough memory. Ask for fewer or smaller images.", duration=None) from None
+        raise gr.Error(f"A defect of Pellucid: {type(error).__name__}: {error}", duration=None) from error
+
+
+def settled(handler: Handler) -> Handler:
+    """Of a handler that yields its status and one thing more: errors plainly, and a last status if it did not end."""
+
+    @wraps(handler)
+    def whole(*given: Any) -> Iterator[tuple[Any, Any]]:
+        try:
+            with plainly():
+                yield from handler(*given)
+        except Cancelled:
+            yield status("cancelled"), gr.skip()
+        except gr.Error:
+            yield status("ready"), gr.skip()
+            raise
+
+    return whole
+
+
+def seconds(value: float) -> str:
+    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s" if value < 60 else f"{value / 60:.1f} min"
+
+
+def number(value: float) -> str:
+    """Four digits, as a person would write them."""
+    return f"{value:.4g}"

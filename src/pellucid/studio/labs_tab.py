@@ -11,17 +11,15 @@ from typing import Any
 import gradio as gr
 
 from pellucid.core.errors import Cancelled, PellucidError, rule
-from pellucid.labs import catalog, checking, running, script
-from pellucid.labs import words as wording
+from pellucid.labs import answers, catalog, process, script
+from pellucid.labs.answers import Outcome
 from pellucid.labs.catalog import LABS, Lab
-from pellucid.labs.checking import Outcome
-from pellucid.labs.running import Shown
+from pellucid.labs.process import BlockResult
 from pellucid.labs.script import Block
-from pellucid.studio import html, jobs, words
+from pellucid.studio import html, visitors
+from pellucid.studio.form import Shelf
 from pellucid.studio.html import status
-from pellucid.studio.jobs import Job
-from pellucid.studio.session import Session, Sessions
-from pellucid.studio.shelf import Shelf
+from pellucid.studio.visitors import Job, Session, Sessions
 
 TAB, CHECKING = "labs", "labs-check"
 MATHS: list[dict[str, str | bool]] = [
@@ -36,10 +34,10 @@ NOTHING = html.block('<p class="note">What the checks say appears here.</p>')
 # --- what is computed --------------------------------------------------------------------------------------------
 
 
-def ran(lab: Lab, smoke: bool, folder: Path, job: Job) -> list[Shown]:
+def ran(lab: Lab, smoke: bool, folder: Path, job: Job) -> list[BlockResult]:
     """The blocks of a lab; all that are done are told each time one more is."""
-    done: list[Shown] = []
-    for shown in running.run(lab.page, smoke, job.cancelled, within=folder):
+    done: list[BlockResult] = []
+    for shown in process.run_page(lab.page, smoke, job.cancelled, within=folder):
         done.append(shown)
         job.tell(tuple(done))
     return done
@@ -47,29 +45,29 @@ def ran(lab: Lab, smoke: bool, folder: Path, job: Job) -> list[Shown]:
 
 def checked(lab: Lab, answer: str, folder: Path, job: Job) -> list[Outcome]:
     """The answer as a file, checked in a process of its own."""
-    if len(answer) > checking.MOST_BYTES:
+    if len(answer) > answers.MOST_BYTES:
         raise PellucidError(rule("answer", "at most 1 MiB", f"{len(answer):,} characters"), "answer-size")
     place = folder / "labs"
     place.mkdir(exist_ok=True)
     path = place / f"answer_{lab.code}.py"
     path.write_text(answer, "utf-8", errors="replace")
-    return checking.check(lab, path, cancelled=job.cancelled, within=folder)
+    return answers.check(lab, path, cancelled=job.cancelled, within=folder)
 
 
 def read_answer(path: str) -> str:
     """The text of a file that somebody sent."""
-    checking.refuse(Path(path))
+    answers.refuse(Path(path))
     return Path(path).read_text("utf-8", errors="replace")
 
 
 # --- what is shown -----------------------------------------------------------------------------------------------
 
 
-def page_of(blocks: Sequence[Block], done: Sequence[Shown] = ()) -> str:
+def page_of(blocks: Sequence[Block], done: Sequence[BlockResult] = ()) -> str:
     """The lab as Markdown: its words and code, and beneath each block that has run what came of it."""
     parts = []
     for number, block in enumerate(blocks):
-        parts.append(wording.markdown(block.text))
+        parts.append(script.markdown(block.text))
         if block.code:
             parts.append(fenced(block.code, "python"))
         if number < len(done):
@@ -77,7 +75,7 @@ def page_of(blocks: Sequence[Block], done: Sequence[Shown] = ()) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def came(shown: Shown) -> str:
+def came(shown: BlockResult) -> str:
     """What a block printed and drew, or why it failed."""
     parts = [fenced(shown.printed.rstrip("\n"), "text")] if shown.printed.strip() else []
     for i, file in enumerate(shown.figures, 1):
@@ -180,7 +178,7 @@ class LabsTab:
 
     def choose(self, name: str, current: str, answer: str | None, answers: dict[str, str], request: gr.Request) -> Any:
         """Another lab; what was written for the one before is kept, and is there again when it is chosen."""
-        with words.plainly():
+        with html.plainly():
             lab = catalog.find(name)
             session = self.sessions.of(request.session_hash)
             session.cancel(TAB)
@@ -194,14 +192,14 @@ class LabsTab:
             ready = (status("ready"), status("nothing checked yet" if self.checks else OFF), NOTHING)
             return shown, written, gr.DownloadButton(value=str(file)), *ready, lab.stem, kept
 
-    @words.settled
+    @html.settled
     def run(self, name: str, smoke: bool, request: gr.Request) -> Iterator[tuple[Any, Any]]:
         lab = catalog.find(name)
         blocks = script.read(lab.page)
         session = self.sessions.of(request.session_hash)
         yield progress(0, len(blocks)), page_of(blocks)
         work = session.begin(TAB, lambda job: ran(lab, smoke, session.folder, job))
-        for done in jobs.follow(work):
+        for done in visitors.follow(work):
             yield progress(len(done), len(blocks)), page_of(blocks, done)
         yield ended(work.result), gr.skip()
 
@@ -210,19 +208,19 @@ class LabsTab:
         return status("cancelled") if there else gr.skip()
 
     def receive(self, path: str | None) -> Any:
-        with words.plainly():
+        with html.plainly():
             return read_answer(path) if path else gr.skip()
 
     def check(self, name: str, answer: str | None, request: gr.Request) -> Iterator[tuple[Any, Any]]:
         try:
-            with words.plainly():
+            with html.plainly():
                 if not self.checks:
                     raise PellucidError(OFF, "lab-check-off")
                 lab = catalog.find(name)
                 session = self.sessions.of(request.session_hash)
                 yield status("checking …"), gr.skip()
                 work = session.begin(CHECKING, lambda job: checked(lab, answer or "", session.folder, job))
-                for _ in jobs.follow(work):
+                for _ in visitors.follow(work):
                     pass
                 yield status(summary(work.result), 1.0), outcomes(work.result)
         except Cancelled:
@@ -243,8 +241,8 @@ def progress(done: int, count: int) -> str:
     return status(f"block {min(done + 1, count)} of {count} …", done / count)
 
 
-def ended(done: Sequence[Shown]) -> str:
-    took = words.seconds(sum(shown.seconds for shown in done))
+def ended(done: Sequence[BlockResult]) -> str:
+    took = html.seconds(sum(shown.seconds for shown in done))
     if done and done[-1].error is not None:
         return status(f"block {done[-1].number} of {done[-1].count} failed: {done[-1].error}")
     return status(f"done in {took}", 1.0)

@@ -13,18 +13,16 @@ from gradio.context import Context
 from pellucid.core.errors import Cancelled
 from pellucid.evidence.drawing import graph as graph_drawing
 from pellucid.evidence.drawing import graph_tables as tables
-from pellucid.evidence.drawing import graph_words, memory_words
 from pellucid.evidence.drawing import memory as memory_drawing
 from pellucid.pipeline import compare, inspection_graph, memory
-from pellucid.pipeline.compare import Row
-from pellucid.pipeline.inspection import Asked, Graph
+from pellucid.pipeline.compare import StrategyCost
+from pellucid.pipeline.inspection import Graph, GraphOptions
 from pellucid.pipeline.load import load
 from pellucid.pipeline.pipeline import Pipeline
-from pellucid.studio import asking, drawn, html, jobs, words
+from pellucid.studio import form, html, visitors
+from pellucid.studio.form import Shelf, named
 from pellucid.studio.html import status
-from pellucid.studio.jobs import Job
-from pellucid.studio.session import Sessions
-from pellucid.studio.shelf import Shelf, named
+from pellucid.studio.visitors import Job, Sessions
 
 TAB, MEMORY = "pipeline", "pipeline-memory"
 DEPTH = 2  # levels of blocks
@@ -41,7 +39,7 @@ NO_ROWS = html.block('<p class="note">What the model needs, and what each saving
 # --- what is computed --------------------------------------------------------------------------------------------
 
 
-def timed(graph: Graph, name: str, asked: Asked, device: str | None, job: Job) -> Graph:
+def timed(graph: Graph, name: str, asked: GraphOptions, device: str | None, job: Job) -> Graph:
     """The graph with milliseconds: the weights are loaded anew, so that nobody else's run is counted."""
 
     def watch(rows: int) -> Callable[[], None]:
@@ -51,16 +49,16 @@ def timed(graph: Graph, name: str, asked: Asked, device: str | None, job: Job) -
 
 
 @dataclass(frozen=True)
-class Comparison:
+class StrategyTable:
     """Strategies side by side; `ran` where they were run and not only predicted."""
 
     about: dict[str, Any]
-    rows: Sequence[Row]
+    rows: Sequence[StrategyCost]
     left_out: Sequence[str]
     ran: bool
 
 
-def compared(pipe: Pipeline, batch: int, ran: bool, job: Job) -> Comparison:
+def compared(pipe: Pipeline, batch: int, ran: bool, job: Job) -> StrategyTable:
     """Every strategy that this device knows: predicted, or run, measured and timed too.
 
     A pipeline that is run under strategies must be nobody else's: some of them rearrange its weights for a while.
@@ -74,18 +72,18 @@ def compared(pipe: Pipeline, batch: int, ran: bool, job: Job) -> Comparison:
         rows = []
         for one in found:
             peaks = memory.predict(pipe, one.request, policy=one.policy, dtype=one.dtype).stages
-            rows.append(Row(one, {name: peak.total for name, peak in peaks.items()}))
+            rows.append(StrategyCost(one, {name: peak.total for name, peak in peaks.items()}))
             seen()
-    about = memory_words.described(pipe, request, pipe.policy, pipe.device)
-    return Comparison(about, rows, left_out, ran)
+    about = memory_drawing.describe_run(pipe, request, pipe.policy, pipe.device)
+    return StrategyTable(about, rows, left_out, ran)
 
 
 # --- what is shown -----------------------------------------------------------------------------------------------
 
 
 def image(graph: Graph) -> str:
-    alt = f"the pipeline of {graph_words.title(graph)}: {', '.join(node.name for node in graph.nodes)}"
-    return html.block(drawn.shown(graph_drawing.figure_of(graph), alt))
+    alt = f"the pipeline of {tables.title(graph)}: {', '.join(node.name for node in graph.nodes)}"
+    return html.block(html.figure(graph_drawing.figure_of(graph), alt))
 
 
 def overview(graph: Graph) -> str:
@@ -106,7 +104,7 @@ def names_of(graph: Graph) -> list[str]:
 def component(graph: Graph, name: str) -> str:
     """One station: what it is, what comes and goes, and its blocks."""
     node = graph.node(name)
-    about = [*graph_words.classes(node), *graph_words.weight(node), *graph_words.remarks(node), graph_words.took(node)]
+    about = [*tables.classes(node), *tables.weight(node), *tables.remarks(node), tables.duration(node)]
     lines = [f"<p><b>{html.text(node.name)}</b> {html.text(' · '.join(word for word in about if word))}</p>"]
     flows = [(mark, other, what, dtype) for mark, other, what, dtype in tables.links(graph, node)]
     if flows:
@@ -123,31 +121,31 @@ def component(graph: Graph, name: str) -> str:
     return html.block(GAP.join(lines))
 
 
-def strategies(found: Comparison) -> str:
+def strategies(found: StrategyTable) -> str:
     """The table, how to read it, and its image."""
     if found.ran:
         rows = [(row.strategy.name, *cells_of(row)) for row in found.rows]
         table = html.table(COLUMNS, rows)
         figure = memory_drawing.costs(found.about, found.rows)
-        notes = memory_words.row_notes(found.about, found.rows, found.left_out)
+        notes = memory_drawing.row_notes(found.about, found.rows, found.left_out)
     else:
         rows = [
-            (row.strategy.name, *(memory.in_words(size) for size in (memory_words.peak_of(row), *by_stage(row))))
+            (row.strategy.name, *(memory.size_text(size) for size in (memory_drawing.peak_of(row), *by_stage(row))))
             for row in found.rows
         ]
         table = html.table(PREDICTED, rows)
         figure = memory_drawing.predictions(found.about, found.rows)
         notes = ["Predicted from the model's own code on tensors without data; nothing was run."]
         notes += [f"left out: {why}." for why in found.left_out]
-    image = drawn.shown(figure, "peak memory of each strategy")
+    image = html.figure(figure, "peak memory of each strategy")
     return html.block(table + "".join(f'<p class="note">{html.text(line)}</p>' for line in notes) + image)
 
 
-def cells_of(row: Row) -> tuple[str, ...]:
-    return (row.trouble.partition(":")[0], *["–"] * 8) if row.trouble else memory_words.cells(row)
+def cells_of(row: StrategyCost) -> tuple[str, ...]:
+    return (row.trouble.partition(":")[0], *["–"] * 8) if row.trouble else memory_drawing.strategy_cells(row)
 
 
-def by_stage(row: Row) -> tuple[int, int]:
+def by_stage(row: StrategyCost) -> tuple[int, int]:
     return row.predicted.get("denoise", 0), row.predicted.get("decode", 0)
 
 
@@ -201,7 +199,7 @@ class PipelineTab:
         stop.click(self.cancel_memory, None, said, queue=False)
 
     def inspect(self, name: str, steps: int) -> Graph:
-        return inspection_graph.inspect(name, Asked(steps=steps, depth=DEPTH))
+        return inspection_graph.inspect(name, GraphOptions(steps=steps, depth=DEPTH))
 
     # handlers
 
@@ -210,16 +208,16 @@ class PipelineTab:
         return (gr.skip(),) * 5 if not model or here == model else self.draw(request, model, steps)
 
     def draw(self, request: gr.Request, model: str, steps: Any) -> tuple[Any, ...]:
-        with words.plainly():
-            name, count = named(model), asking.steps_of(steps)
+        with html.plainly():
+            name, count = named(model), form.steps_of(steps)
             return self.drawing(self.known(name, count), name)
 
     def known(self, name: str, steps: int) -> Graph:
         return self.times.get((name, steps)) or self.graph(name, steps)
 
     def drawing(self, graph: Graph, name: str) -> tuple[Any, ...]:
-        whole = "" if graph.times is None else f" · {graph_words.milliseconds(graph.times.whole)} a run, measured"
-        said = status(" · ".join(graph_words.subtitle(graph)) + whole, 0.0 if graph.times is None else 1.0)
+        whole = "" if graph.times is None else f" · {tables.milliseconds(graph.times.whole)} a run, measured"
+        said = status(" · ".join(tables.subtitle(graph)) + whole, 0.0 if graph.times is None else 1.0)
         names = names_of(graph)
         network = graph.of("network")[0].name
         return said, image(graph), overview(graph), gr.Dropdown(names, value=network), name
@@ -227,14 +225,14 @@ class PipelineTab:
     def time(self, request: gr.Request, model: str, steps: Any) -> Iterator[tuple[Any, ...]]:
         nothing = (gr.skip(),) * 4
         try:
-            with words.plainly():
-                name, count = named(model), asking.steps_of(steps)
+            with html.plainly():
+                name, count = named(model), form.steps_of(steps)
                 session = self.sessions.of(request.session_hash)
                 yield status("reading …"), *nothing
                 graph = self.graph(name, count)
-                asked = Asked(steps=count, depth=DEPTH)
+                asked = GraphOptions(steps=count, depth=DEPTH)
                 work = session.begin(TAB, lambda job: timed(graph, name, asked, self.shelf.device, job))
-                for news in jobs.follow(work):
+                for news in visitors.follow(work):
                     yield status(*news), *nothing
                 while len(self.times) >= KEPT:
                     self.times.pop(next(iter(self.times)), None)
@@ -247,13 +245,13 @@ class PipelineTab:
             raise
 
     def look(self, here: str, steps: Any, which: str | None) -> str:
-        with words.plainly():
+        with html.plainly():
             if not here or not which:
                 return ""
-            graph = self.known(here, asking.steps_of(steps))
+            graph = self.known(here, form.steps_of(steps))
             return component(graph, which) if which in names_of(graph) else ""
 
-    @words.settled
+    @html.settled
     def compare(self, request: gr.Request, model: str, batch: Any, ran: bool) -> Iterator[tuple[Any, Any]]:
         name = named(model)
         session = self.sessions.of(request.session_hash)
@@ -261,9 +259,9 @@ class PipelineTab:
         pipe = load(name, device=self.shelf.device) if ran else self.shelf.pipe(name)
         count = max(1, min(int(batch), MOST_BATCH))
         work = session.begin(MEMORY, lambda job: compared(pipe, count, bool(ran), job))
-        for news in jobs.follow(work):
+        for news in visitors.follow(work):
             yield status(*news), gr.skip()
-        yield status(memory_words.headline(work.result.about), 1.0), strategies(work.result)
+        yield status(memory_drawing.headline(work.result.about), 1.0), strategies(work.result)
 
     def cancel(self, request: gr.Request) -> Any:
         return status("cancelled") if self.sessions.of(request.session_hash).cancel(TAB) else gr.skip()

@@ -4,24 +4,144 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import gradio as gr
 import numpy as np
+import torch
 from gradio.context import Context
+from PIL import Image, ImageOps
 from torch import Tensor
 
+from pellucid.core import grid as grids
 from pellucid.core import schedule as schedules
-from pellucid.core.errors import PellucidError
-from pellucid.core.schedule import Array
+from pellucid.core.errors import PellucidError, rule
+from pellucid.core.noise import Philox
+from pellucid.core.schedule import Array, Level, Schedule
 from pellucid.core.wording import short
-from pellucid.evidence.study import charts
-from pellucid.evidence.study.page_chart import Axis, Chart, Series
-from pellucid.studio import asking, html, noising, words
-from pellucid.studio.noising import Curve, Curves, Noised
-from pellucid.studio.session import Sessions
-from pellucid.studio.shelf import Shelf
+from pellucid.evidence.report import charts
+from pellucid.evidence.report.charts import Axis, Chart, Series
+from pellucid.pipeline.images import flatten, to_images, to_tensor
+from pellucid.scenes import Scene, Scenes, Thing, render
+from pellucid.studio import form, html
+from pellucid.studio.form import Shelf
+from pellucid.studio.visitors import Sessions
+
+# --- Curves and noisy images ----------------------------------------------------------------------------------------
+
+MOST = 6  # schedules at a time
+MOST_STEPS = 200  # points of a grid that can still be told apart
+DRAWN = 160  # points of a curve
+COLUMNS = 8  # times at which an image is noised
+SIDE = 96  # pixels of it
+SEED = 7
+SCENE = Scene((Thing("star", "red", "solid", 0.38, 0.42, 0.24), Thing("circle", "blue", "striped", 0.7, 0.7, 0.17)))
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A schedule as columns over normalised time (0 is data, 1 is noise), and a grid's points on it."""
+
+    name: str
+    schedule: Schedule
+    time: Array
+    columns: dict[str, Array]
+    call_time: Array  # empty where the schedule does not carry the grid
+    calls: dict[str, Array]
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The curves, and a line for each thing that could not be."""
+
+    found: tuple[Curve, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class NoisyImage:
+    """An image at a time of a schedule, scaled to one size for the eye."""
+
+    time: float
+    level: Level
+    image: Image.Image
+
+
+def curves(names: Sequence[str], grid: str, steps: Any, zero_snr: bool) -> Curves:
+    """The chosen schedules; what one of them cannot take is said and left out for that one alone."""
+    if not 1 <= len(names) <= MOST:
+        raise PellucidError(rule("schedules", f"one to {MOST}", len(names)), "schedules")
+    count = steps_of(steps)
+    found, notes = [], []
+    for name in names:
+        schedule = schedules.make(name)
+        if zero_snr:
+            try:
+                schedule = schedules.make(schedule, zero_snr=True)
+            except PellucidError as error:
+                notes.append(f"{name} is drawn as it is: {error}")
+        times, ratios = np.empty(0), np.empty(0)
+        try:
+            ratios, times = grids.points(schedule, grids.named(grid), count)
+        except PellucidError as error:
+            notes.append(f"{name} is drawn without the grid {grid}: {error}")
+        found.append(curve(name, schedule, times, ratios))
+    return Curves(tuple(found), tuple(notes))
+
+
+def steps_of(given: Any) -> int:
+    """As many points as the charts have room for."""
+    try:
+        steps = form.steps_of(given)
+    except PellucidError:
+        steps = 0
+    if not 1 <= steps <= MOST_STEPS:
+        got = "none" if given in (None, "") else given
+        raise PellucidError(rule("steps", f"a whole number from 1 to {MOST_STEPS} here", got), "steps")
+    return steps
+
+
+def curve(name: str, schedule: Schedule, times: Array, ratios: Array) -> Curve:
+    table = schedule.table()
+    low, high = schedule.span
+    kept = np.unique(np.linspace(0, len(table["time"]) - 1, DRAWN).round().astype(np.int64))
+    with np.errstate(divide="ignore"):
+        calls = {
+            "beta": np.interp(times, table["time"], table["beta"]),
+            "alpha_bar": 1.0 / (1.0 + ratios**2),
+            "snr": 1.0 / ratios**2,
+            "lam": -np.log(ratios),
+        }
+    columns = {column: table[column][kept] for column in calls}
+    time = (table["time"][kept] - low) / (high - low)
+    return Curve(name, schedule, time, columns, (np.asarray(times) - low) / (high - low), calls)
+
+
+def scene() -> Tensor:
+    """(3, S, S): the image that is noised where nobody gave one."""
+    return render(Scenes.of([SCENE]), SIDE)[0]
+
+
+def square(image: Image.Image) -> Tensor:
+    """(3, S, S): the middle of an image somebody gave."""
+    return to_tensor(ImageOps.fit(flatten(image), (SIDE, SIDE)))[0]
+
+
+def noisy_images(schedule: Schedule, x0: Tensor) -> list[NoisyImage]:
+    """x = alpha·x0 + sigma·eps at a few times, evenly, with one noise; shown at the size that x0 has."""
+    eps = Philox(SEED).first(x0.shape, x0, [0])[0]
+    made = []
+    for time in np.linspace(*schedule.span, COLUMNS):
+        level = schedule.level(float(time))
+        x = level.alpha * x0 + level.sigma * eps
+        shown = x / float(np.hypot(level.alpha, level.sigma))
+        made.append(NoisyImage(float(time), level, to_images(torch.clamp(shown, -1, 1)[None])[0]))
+    return made
+
+
+# --- The tab --------------------------------------------------------------------------------------------------------
 
 FIRST = ("scaled_linear", "cosine", "flow")
 GRID, STEPS = "trailing", 10
@@ -56,15 +176,15 @@ class SchedulesTab:
 
     def __init__(self, shelf: Shelf, sessions: Sessions, model: gr.Dropdown, ran: gr.State) -> None:
         known, place = list(schedules.names()), Context.block
-        grids = [name for name in asking.grid_choices() if name != asking.OWN]
+        grids = [name for name in form.grid_choices() if name != form.OWN]
         with gr.Row():
             names = gr.Dropdown(
                 known,
                 value=list(FIRST),
                 multiselect=True,
-                max_choices=noising.MOST,
+                max_choices=MOST,
                 label="Schedules",
-                info=f"at most {noising.MOST}",
+                info=f"at most {MOST}",
                 scale=4,
                 min_width=300,
                 elem_id="schedules-names",
@@ -102,7 +222,7 @@ class SchedulesTab:
 
     def open(self, *chosen: Any) -> Any:
         """The images alone; what is wrong was said when it was chosen."""
-        with words.plainly():
+        with html.plainly():
             try:
                 return images(*asked_for(*chosen))
             except PellucidError:
@@ -110,7 +230,7 @@ class SchedulesTab:
 
     def draw(self, *chosen: Any) -> tuple[Any, ...]:
         """What is wrong is said in a line; what was drawn before stays."""
-        with words.plainly():
+        with html.plainly():
             try:
                 found, x0 = asked_for(*chosen)
             except PellucidError as error:
@@ -120,8 +240,8 @@ class SchedulesTab:
 
 def asked_for(names: list[str], grid: str, steps: Any, zero: bool, given: str | None) -> tuple[Curves, Tensor]:
     """What is chosen: the curves, and the image that is noised along them."""
-    found = noising.curves(names or [], grid, steps, zero)
-    return found, noising.scene() if given is None else noising.square(asking.upload(given))
+    found = curves(names or [], grid, steps, zero)
+    return found, scene() if given is None else square(form.upload(given))
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------
@@ -129,7 +249,7 @@ def asked_for(names: list[str], grid: str, steps: Any, zero: bool, given: str | 
 
 @cache
 def first() -> Curves:
-    return noising.curves(FIRST, GRID, STEPS, False)
+    return curves(FIRST, GRID, STEPS, False)
 
 
 @cache
@@ -198,14 +318,14 @@ def images(found: Curves, x0: Tensor) -> str:
     cells = []
     for i, one in enumerate(found.found):
         cells.append(f'<b><i style="background:{colour(i)}"></i>{html.text(one.name)}</b>')
-        cells += [tile(one.name, noised) for noised in noising.noised(one.schedule, x0)]
+        cells += [tile(one.name, noised) for noised in noisy_images(one.schedule, x0)]
     note = "x = α·x0 + σ·eps, one noise for all, shown at one size; the times are even from the first to the last."
     return html.block(
         f'{STYLE}<div class="wide"><div class="noised">{"".join(cells)}</div></div><p class=note>{note}</p>'
     )
 
 
-def tile(name: str, noised: Noised) -> str:
+def tile(name: str, noised: NoisyImage) -> str:
     alt = html.text(f"{name} at time {noised.time:.4g}")
     level = f"α {short(noised.level.alpha, 3)}<br>σ {short(noised.level.sigma, 3)}"
     image = f'<img alt="{alt}" src="{html.source(noised.image, 0)}">'

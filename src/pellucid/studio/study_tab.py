@@ -18,21 +18,20 @@ from pellucid.core import samplers
 from pellucid.core.errors import Cancelled, PellucidError, rule
 from pellucid.core.loop import StepSeen
 from pellucid.core.reader import read_json
-from pellucid.evidence.study import charts, samplers_report
-from pellucid.evidence.study.cells import Cell
-from pellucid.evidence.study.page_chart import Axis, Chart, Series
-from pellucid.evidence.study.samplers import FIXED, SamplerStudy, Study
-from pellucid.evidence.study.samplers_figures import Figures, Judges
-from pellucid.evidence.study.samplers_latency import Clock
-from pellucid.evidence.study.samplers_scores import InceptionScorer
-from pellucid.evidence.study.samplers_subject import Subject
+from pellucid.evidence.report import charts
+from pellucid.evidence.report.charts import Axis, Chart, Series
+from pellucid.evidence.study import samplers_report
+from pellucid.evidence.study.samplers import FIXED_KEYS, InceptionScorer, SamplerStudy, SamplerStudyConfig
+from pellucid.evidence.study.samplers_results import LatencyClock
+from pellucid.evidence.study.samplers_verdict import Figures, Judges
+from pellucid.evidence.study.setups import SamplerCell
+from pellucid.evidence.study.subject import Subject
 from pellucid.interop.source import expanded
-from pellucid.studio import html, jobs, words
-from pellucid.studio.generate import EXAMPLES
+from pellucid.studio import html, visitors
+from pellucid.studio.form import Shelf, named
+from pellucid.studio.generate_tab import EXAMPLES
 from pellucid.studio.html import status
-from pellucid.studio.jobs import Job
-from pellucid.studio.session import Session, Sessions
-from pellucid.studio.shelf import Shelf, named
+from pellucid.studio.visitors import Job, Session, Sessions
 
 TAB = "study"
 CHOSEN = ("ddim", "dpmpp_2m", "unipc")
@@ -58,7 +57,7 @@ NO_REPORT = html.block('<p class="note">The report appears here when the study i
 
 
 @dataclass(frozen=True)
-class Wish:
+class StudyForm:
     """A study as the page holds it."""
 
     model: str | None
@@ -68,7 +67,7 @@ class Wish:
     seeds: Any = 1
     yardstick: Any = YARDSTICK
 
-    def config(self, asks: str) -> SamplerStudy:
+    def config(self, asks: str) -> SamplerStudyConfig:
         """Checked and bounded; a model that takes neither text nor labels gets no prompts."""
         chosen = tuple(dict.fromkeys(one.strip() for one in self.samplers or () if one and one.strip()))
         prompts = tuple(line.strip() for line in (self.prompts or "").splitlines() if line.strip())
@@ -85,7 +84,7 @@ class Wish:
         if asks == "nothing":
             prompts = ()
         best = max(whole(self.yardstick, "steps of the yardstick", 1000), 2)
-        return SamplerStudy(
+        return SamplerStudyConfig(
             model=named(self.model),
             samplers=chosen,
             steps=counts,
@@ -121,10 +120,10 @@ def whole(given: Any, what: str, most: int) -> int:
     return int(found)
 
 
-def folder_of(config: SamplerStudy, mark: str, inside: Path) -> Path:
+def folder_of(config: SamplerStudyConfig, mark: str, inside: Path) -> Path:
     """The folder of a study: the same for all that may go on in it, whatever samplers and steps are asked for."""
     plain = config.to_dict(mark)
-    held = json.dumps([mark, *(plain[name] for name in FIXED)], sort_keys=True)
+    held = json.dumps([mark, *(plain[name] for name in FIXED_KEYS)], sort_keys=True)
     return inside / f"study-{hashlib.sha256(held.encode()).hexdigest()[:12]}"
 
 
@@ -132,26 +131,26 @@ def folder_of(config: SamplerStudy, mark: str, inside: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Done:
+class CellState:
     """A cell and what is known of it: the mean distance of its images, and seconds per image, made together."""
 
-    cell: Cell
+    cell: SamplerCell
     distance: float | None = None
     seconds: float | None = None
 
 
 @dataclass(frozen=True)
-class Moment:
+class StudyNews:
     """How far a study is."""
 
     words: str
     part: float
-    cells: Sequence[Done]
+    cells: Sequence[CellState]
     last: str = ""  # the cell that was made last
     images: Sequence[Image.Image] = ()
 
 
-def cells_of(study: Study) -> list[Done]:
+def cells_of(study: SamplerStudy) -> list[CellState]:
     """Every cell of the table, made or not."""
     found = []
     for cell in study.cells:
@@ -160,11 +159,11 @@ def cells_of(study: Study) -> list[Done]:
         values = [value for row in rows for value in row["distance"] if value is not None]
         count = sum(row["numbers"] for row in rows)
         spent = sum(row["seconds"] for row in rows) / count if count else None
-        found.append(Done(cell, float(np.mean(values)) if values else None, spent))
+        found.append(CellState(cell, float(np.mean(values)) if values else None, spent))
     return found
 
 
-def first_images(study: Study, cell: Cell) -> list[Image.Image]:
+def first_images(study: SamplerStudy, cell: SamplerCell) -> list[Image.Image]:
     """The first of a cell, where its first batch is there."""
     if not study.files.has(cell.key, 0, "pictures"):
         return []
@@ -190,32 +189,32 @@ def light(judges: Judges) -> Judges:
     return replace(judges, scorers=kept, inception=None, reasons={**judges.reasons, "fid": TOO_SLOW})
 
 
-def run(pipe: Any, wish: Wish, inside: Path, job: Job) -> Path:
+def run(pipe: Any, wish: StudyForm, inside: Path, job: Job) -> Path:
     """Makes what is missing, times it, writes the report; the path of its page. What is made is kept at once."""
     charts.require()
     subject = Subject.of(pipe)
     config = wish.config(subject.asks)
     folder = folder_of(config, subject.mark, inside)
     maker = Stoppable(subject.pipe, job)
-    study = Study(config, replace(subject, pipe=maker), folder)
+    study = SamplerStudy(config, replace(subject, pipe=maker), folder)
     judges = light(Judges.open(study))
     fill(study, maker, judges, job)
-    clock = Clock(study)
+    clock = LatencyClock(study)
     clock.run(timing(study, job, sum(cell.nfe for _, cell in clock.missing())))
-    job.tell(Moment("writing the report …", 1.0, cells_of(study)))
-    return samplers_report.write(Figures(Study(config, subject, folder), judges))
+    job.tell(StudyNews("writing the report …", 1.0, cells_of(study)))
+    return samplers_report.write(Figures(SamplerStudy(config, subject, folder), judges))
 
 
-def fill(study: Study, maker: Stoppable, judges: Judges, job: Job) -> None:
+def fill(study: SamplerStudy, maker: Stoppable, judges: Judges, job: Job) -> None:
     """The images of all cells, each told as it comes; steps are told between them."""
     total, done, cells = study.todo(), 0, cells_of(study)
-    job.tell(Moment(FIRST, 0.0, cells))
+    job.tell(StudyNews(FIRST, 0.0, cells))
 
     def see(seen: StepSeen) -> None:
         calls = done + seen.index + 1
         said = f"{calls} of {total} model calls per image"
         early = not any(one.distance is not None for one in cells)
-        job.tell(Moment(f"{said}; {FIRST}" if early else said, calls / max(total, 1), cells))
+        job.tell(StudyNews(f"{said}; {FIRST}" if early else said, calls / max(total, 1), cells))
 
     def seen(count: int) -> None:
         nonlocal done, cells
@@ -224,7 +223,7 @@ def fill(study: Study, maker: Stoppable, judges: Judges, job: Job) -> None:
         new = [one.cell for one in cells if one.distance is not None and one.cell.key not in before]
         said = f"{done} of {total} model calls per image"
         images = first_images(study, new[-1]) if new else []
-        job.tell(Moment(said, done / max(total, 1), cells, new[-1].key if new else "", images))
+        job.tell(StudyNews(said, done / max(total, 1), cells, new[-1].key if new else "", images))
 
     maker.see = see
     study.run(judges.scorers, seen, job.cancelled)
@@ -233,7 +232,7 @@ def fill(study: Study, maker: Stoppable, judges: Judges, job: Job) -> None:
         raise Cancelled
 
 
-def timing(study: Study, job: Job, total: int) -> Callable[[int], None]:
+def timing(study: SamplerStudy, job: Job, total: int) -> Callable[[int], None]:
     """Tells how much of the timing is done."""
     done, cells = 0, cells_of(study)
 
@@ -242,7 +241,7 @@ def timing(study: Study, job: Job, total: int) -> Callable[[int], None]:
         done += count
         if job.cancelled():
             raise Cancelled
-        job.tell(Moment(f"timing: {done} of {total} model calls", done / max(total, 1), cells))
+        job.tell(StudyNews(f"timing: {done} of {total} model calls", done / max(total, 1), cells))
 
     return tick
 
@@ -270,14 +269,14 @@ def report_in(path: str | None) -> str:
 # --- what is shown -----------------------------------------------------------------------------------------------
 
 
-def table(cells: Sequence[Done]) -> str:
+def table(cells: Sequence[CellState]) -> str:
     """All cells in their places; those that are made have numbers."""
     lines = []
     for one in cells:
         made = one.distance is not None or one.seconds is not None
         figures = (
-            "–" if one.distance is None else words.number(one.distance),
-            "–" if one.seconds is None else words.seconds(one.seconds),
+            "–" if one.distance is None else html.number(one.distance),
+            "–" if one.seconds is None else html.seconds(one.seconds),
         )
         row = (one.cell.setup.text, one.cell.steps, one.cell.nfe, *figures)
         tags = "".join(f"<td{' class=n' if i else ''}>{html.text(cell)}</td>" for i, cell in enumerate(row))
@@ -288,13 +287,13 @@ def table(cells: Sequence[Done]) -> str:
     return html.block(f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>')
 
 
-def chart(cells: Sequence[Done]) -> str:
+def chart(cells: Sequence[CellState]) -> str:
     """The distance to the converged image over model calls, a line a sampler, as far as it is known."""
     series = []
     for number, name in enumerate(dict.fromkeys(one.cell.setup.text for one in cells)):
         own = [one for one in cells if one.cell.setup.text == name and one.distance is not None]
         own.sort(key=lambda one: one.cell.nfe)
-        labels = [f"{name}, {one.cell.steps} steps: {words.number(one.distance or 0.0)}" for one in own]
+        labels = [f"{name}, {one.cell.steps} steps: {html.number(one.distance or 0.0)}" for one in own]
         xs, ys = [float(one.cell.nfe) for one in own], [one.distance or 0.0 for one in own]
         series.append(Series(name, xs, ys, labels=labels, colour=charts.COLOURS[number % len(charts.COLOURS)]))
     if not any(len(one.x) for one in series):
@@ -307,7 +306,7 @@ def chart(cells: Sequence[Done]) -> str:
     return html.block(ROOM.format(made.html()))
 
 
-def last_made(moment: Moment) -> str:
+def last_made(moment: StudyNews) -> str:
     cells = "".join(html.frame(image, moment.last) for image in moment.images)
     return html.block(f'<p class="note">{html.text(moment.last)}</p><div class="four">{cells}</div>')
 
@@ -386,11 +385,11 @@ class StudyTab:
 
     def start(self, request: gr.Request, model: str, *asked: Any) -> Iterator[tuple[Any, ...]]:
         nothing = (gr.skip(),) * 4
-        kept: Sequence[Done] = ()
+        kept: Sequence[CellState] = ()
         try:
-            with words.plainly():
+            with html.plainly():
                 session = self.sessions.of(request.session_hash)
-                wish = Wish(model, *asked)
+                wish = StudyForm(model, *asked)
                 wish.config("nothing" if not (wish.prompts or "").strip() else "prompt")  # refused before any loading
                 yield status("loading …"), gr.skip(), gr.skip(), "", NO_REPORT
                 pipe = self.shelf.pipe(model)
@@ -410,7 +409,7 @@ class StudyTab:
             yield status("ready"), *nothing
             raise
 
-    def following(self, session: Session, pipe: Any, wish: Wish) -> Iterator[Moment | Path]:
+    def following(self, session: Session, pipe: Any, wish: StudyForm) -> Iterator[StudyNews | Path]:
         before = session.jobs.get(TAB)
 
         def work(job: Job) -> Path:
@@ -419,11 +418,11 @@ class StudyTab:
             return run(pipe, wish, session.folder, job)
 
         job = session.begin(TAB, work)
-        yield from jobs.follow(job)
+        yield from visitors.follow(job)
         yield job.result
 
     def open(self, path: str | None) -> tuple[Any, Any]:
-        with words.plainly():
+        with html.plainly():
             return status(f"opened {(path or '').strip()}", 1.0), framed(report_in(path), f"the report in {path}")
 
     def cancel(self, request: gr.Request) -> Any:

@@ -14,13 +14,13 @@ from PIL import Image
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError
-from pellucid.evidence.study.page_chart import Axis, Chart, Mark, Series
-from pellucid.evidence.trace import looks, reading
-from pellucid.evidence.trace.looks import Look
+from pellucid.evidence.report.charts import Axis, Chart, Mark, Series
+from pellucid.evidence.trace import previews, reading
+from pellucid.evidence.trace.previews import Preview
 from pellucid.evidence.trace.reading import Step, Trace
-from pellucid.studio import html, words
-from pellucid.studio.session import Sessions
-from pellucid.studio.shelf import Shelf
+from pellucid.studio import html
+from pellucid.studio.form import Shelf
+from pellucid.studio.visitors import Sessions
 
 FITTED = 6  # steps whose x0 the colours are fitted on
 NAMES = {
@@ -37,7 +37,7 @@ class Film:
     """A trace and how to look at it; the images of a step are made when somebody looks."""
 
     trace: Trace
-    look: Look | None
+    look: Preview | None
     made: dict[int, dict[str, Image.Image]] = field(default_factory=dict)
 
     @staticmethod
@@ -45,10 +45,10 @@ class Film:
         trace = reading.read(path, partial=True)
         if not trace.steps:
             raise PellucidError("trace must hold at least one step; got none.", "trace-empty")
-        shown = looks.spaced([i for i in trace.has_images if 0 in trace.steps[i].images], FITTED)
+        shown = previews.spaced([i for i in trace.has_images if 0 in trace.steps[i].images], FITTED)
         if not shown:
             return Film(trace, None)
-        return Film(trace, looks.look_for(torch.stack([of_first(trace, "x0", i) for i in shown]), vae))
+        return Film(trace, previews.preview_for(torch.stack([of_first(trace, "x0", i) for i in shown]), vae))
 
     def images(self, index: int) -> dict[str, Image.Image]:
         if index not in self.made:
@@ -65,7 +65,7 @@ class Film:
             found["eps"] = look.colours(of_first(self.trace, "eps", index)[None])
         if self.trace.has("delta", index):
             change = torch.nan_to_num(look.change(x0, of_first(self.trace, "delta", index)[None]))
-            found["delta"] = looks.signed(change, float(change.abs().max()))
+            found["delta"] = previews.signed(change, float(change.abs().max()))
         return {name: html.of_unit(one) for name, one in found.items()}
 
 
@@ -91,12 +91,12 @@ def numbers(film: Film, index: int) -> str:
     rows = [
         ("level: alpha, sigma", f"{step.level.alpha:.5f}, {step.level.sigma:.5f}"),
         ("λ = log(alpha / sigma)", f"{step.level.lam:+.4f}"),
-        ("time told to the network", words.number(step.time)),
-        *((f"size of {name} (rms)", words.number(step.norms[name][place] / size)) for name in NAMES),
-        ("cosine of cond and uncond", words.number(step.cosine[place])),
+        ("time told to the network", html.number(step.time)),
+        *((f"size of {name} (rms)", html.number(step.norms[name][place] / size)) for name in NAMES),
+        ("cosine of cond and uncond", html.number(step.cosine[place])),
         ("x0 saturated", f"{step.saturation[place]:.2%}"),
-        ("local error", words.number(step.local_error[place])),
-        *((f"time, {work}", words.seconds(spent)) for work, spent in step.seconds.items()),
+        ("local error", html.number(step.local_error[place])),
+        *((f"time, {work}", html.seconds(spent)) for work, spent in step.seconds.items()),
         *(() if step.memory is None else [("memory", f"{step.memory / 2**20:,.0f} MiB")]),
     ]
     return html.block(html.table(("step " + str(index + 1), ""), rows))
@@ -154,7 +154,7 @@ class TraceTab:
         return gr.Dropdown(list(reversed(self.sessions.of(request.session_hash).runs)), value=name)
 
     def took(self, request: gr.Request, path: str) -> Any:
-        with words.plainly():
+        with html.plainly():
             session = self.sessions.of(request.session_hash)
             reading.read(path, partial=True)
             name = Path(path).name
@@ -165,7 +165,7 @@ class TraceTab:
         return self.sessions.of(request.session_hash).runs.get(name or "")
 
     def chosen(self, request: gr.Request, model: str, name: str) -> tuple[Any, ...]:
-        with words.plainly():
+        with html.plainly():
             path = self.path_of(request, name)
             if path is None:
                 return gr.skip(), EMPTY, "", ""
@@ -173,7 +173,7 @@ class TraceTab:
             return gr.Slider(1, max(count, 2), count, step=1), *self.at(request, model, name, count)
 
     def at(self, request: gr.Request, model: str, name: str, step: float) -> tuple[str, str, str]:
-        with words.plainly():
+        with html.plainly():
             path = self.path_of(request, name)
             if path is None:
                 return EMPTY, "", ""

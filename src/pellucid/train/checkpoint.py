@@ -2,24 +2,316 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint import StorageReader, StorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.reader import parse_object, read_text
 from pellucid.interop.atomic_files import settle
-from pellucid.train.checkpoint_files import Reader, Writer
-from pellucid.train.manifest import MANIFEST, Damage, Manifest, Saved, Sealed, verify, why
+
+# --- Manifest -------------------------------------------------------------------------------------------------------
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+MAX_MANIFEST_BYTES = 64 << 20
+READ_BYTES = 1 << 20
+KINDS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16)
+DTYPES = {str(kind).removeprefix("torch."): kind for kind in (*KINDS, torch.int8, torch.uint8, torch.bool)}
+
+
+class Damage(Exception):  # noqa: N818
+    """A checkpoint that is not what was written; the words say how."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor, and the entry of a file that holds it."""
+
+    file: str
+    key: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a checkpoint, whole or in parts."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    def to_plain(self) -> dict[str, Any]:
+        chunks = [[c.file, c.key, list(c.offsets), list(c.shape)] for c in self.chunks]
+        return {"dtype": str(self.dtype).removeprefix("torch."), "shape": list(self.shape), "chunks": chunks}
+
+    @staticmethod
+    def from_plain(plain: Mapping[str, Any]) -> TensorEntry:
+        chunks = tuple(Chunk(file, key, tuple(at), tuple(shape)) for file, key, at, shape in plain["chunks"])
+        return TensorEntry(DTYPES[plain["dtype"]], tuple(plain["shape"]), chunks)
+
+
+@dataclass(frozen=True)
+class FileSeal:
+    """A file's size and SHA-256."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that a checkpoint is: its step, what the run says of itself, its files, and where each tensor lies."""
+
+    step: int
+    meta: Mapping[str, Any]
+    files: Mapping[str, FileSeal]
+    tensors: Mapping[str, TensorEntry]
+
+    def to_json(self) -> str:
+        body = {
+            "format": FORMAT,
+            "step": self.step,
+            "meta": dict(self.meta),
+            "files": {name: [seal.size, seal.sha256] for name, seal in self.files.items()},
+            "tensors": {name: saved.to_plain() for name, saved in self.tensors.items()},
+        }
+        return json.dumps({"sha256": digest_of(body), **body}, allow_nan=False) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> Manifest:
+        try:
+            body = parse_object(text, MANIFEST)
+            claimed = body.pop("sha256")
+            if claimed != digest_of(body):
+                raise Damage(f"{MANIFEST} differs from its checksum")
+            files = {name: FileSeal(size, sha256) for name, (size, sha256) in body["files"].items()}
+            tensors = {name: TensorEntry.from_plain(saved) for name, saved in body["tensors"].items()}
+            manifest = Manifest(body["step"], body["meta"], files, tensors)
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+            raise Damage(f"{MANIFEST} is not readable") from None
+        held = {chunk.file for saved in tensors.values() for chunk in saved.chunks}
+        if body["format"] != FORMAT or held - set(files) or any(Path(name).name != name for name in files):
+            raise Damage(f"{MANIFEST} is not of this version")
+        return manifest
+
+
+def digest_of(body: Mapping[str, Any]) -> str:
+    """Of the values as JSON gives them back: there a key is always text."""
+    plain = json.loads(json.dumps(body, allow_nan=False))
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def seal_of(path: Path) -> FileSeal:
+    """Reads a file through: its size and checksum."""
+    found, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while part := file.read(READ_BYTES):
+            found.update(part)
+            size += len(part)
+    return FileSeal(size, found.hexdigest())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST
+    try:
+        if not os.path.lexists(path):
+            raise Damage(f"{MANIFEST} is missing")
+        return Manifest.from_json(read_text(path, MANIFEST, MAX_MANIFEST_BYTES))
+    except PellucidError as error:
+        raise Damage(f"{MANIFEST} is not readable ({error})") from None
+
+
+def verify(folder: Path) -> Manifest:
+    """The manifest, when every file of it is there to the last bit; Damage otherwise."""
+    manifest = read_manifest(folder)
+    for name, claimed in manifest.files.items():
+        path = folder / name
+        try:
+            if path.stat().st_size != claimed.size:
+                raise Damage(f"{name} has {path.stat().st_size} bytes, {claimed.size} were written")
+            if seal_of(path) != claimed:
+                raise Damage(f"{name} differs from its checksum")
+        except FileNotFoundError:
+            raise Damage(f"{name} is missing") from None
+        except OSError as error:
+            raise Damage(f"{name} is not readable ({why(error)})") from None
+    return manifest
+
+
+def why(error: BaseException) -> str:
+    """An error of the system in its own few words, without paths."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error).splitlines()[0]
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """What the system refuses, a full disk above all, as one line."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        line = f"checkpoint must be written; {folder.parent.name}/{folder.name} was not: {why(error)}."
+        raise PellucidError(line, "checkpoint-write") from None
+
+
+# --- Files of a checkpoint ------------------------------------------------------------------------------------------
+
+Saves = Mapping[str, TensorEntry]
+
+
+class Writer(StorageWriter):
+    """Writes into a folder that does not count yet: the first rank calls `begin` before all, and `end` after all."""
+
+    def __init__(
+        self, folder: Path, begin: Callable[[], None], end: Callable[[dict[str, FileSeal], Saves], None]
+    ) -> None:
+        self.folder, self.begin, self.end = folder, begin, end
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if is_coordinator:
+            with writing(self.folder):
+                self.begin()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return [replace(plan, storage_data=f"rank-{rank:05d}.safetensors") for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        name = str(plan.storage_data)
+        kept = [(item, planner.resolve_data(item)) for item in plan.items]
+        # The empty share of a tensor with fewer rows than ranks is no entry of a file.
+        kept = [(item, tensor) for item, tensor in kept if tensor.numel() or not item.tensor_data.size.numel()]
+        chunks = {item.index: chunk_of(item, name) for item, _ in kept}
+        # Copies, made here: the planner may give views, and safetensors writes no tensors that share memory.
+        tensors = {chunks[item.index].key: t.detach().to("cpu", copy=True).contiguous() for item, t in kept}
+        seal = None
+        if tensors:
+            with writing(self.folder):
+                save_file(tensors, self.folder / name, metadata={"format": "pt"})
+                settle(self.folder / name)
+                seal = seal_of(self.folder / name)
+        written: Future[list[WriteResult]] = Future()
+        written.set_result([WriteResult(index, 0, (chunk, seal)) for index, chunk in chunks.items()])
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the first rank, when all have written."""
+        chunks: dict[str, list[Chunk]] = {name: [] for name in metadata.state_dict_metadata}
+        files: dict[str, FileSeal] = {}
+        for result in (r for of_rank in results for r in of_rank):
+            chunk, seal = result.storage_data
+            chunks[result.index.fqn].append(chunk)
+            files[chunk.file] = seal
+        tensors = {
+            name: TensorEntry(entry.properties.dtype, tuple(entry.size), tuple(chunks[name]))
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        with writing(self.folder):
+            self.end(files, tensors)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+class Reader(StorageReader):
+    """Each rank reads the boxes that it needs, from whichever files hold them."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        self.places = {(name, c.offsets): c for name, saved in manifest.tensors.items() for c in saved.chunks}
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        entries: dict[str, Any] = {}
+        for name, saved in self.manifest.tensors.items():
+            boxes = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.shape)) for c in saved.chunks]
+            entries[name] = TensorStorageMetadata(TensorProperties(dtype=saved.dtype), torch.Size(saved.shape), boxes)
+        return Metadata(entries)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[tuple[ReadItem, Chunk]]] = {}
+        for item in plan.items:
+            chunk = self.places[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
+            by_file.setdefault(chunk.file, []).append((item, chunk))
+        for name, wanted in by_file.items():
+            try:
+                with safe_open(self.folder / name, framework="pt") as file:
+                    for item, chunk in wanted:
+                        target = planner.resolve_tensor(item).detach()
+                        target.copy_(box(file, chunk.key, item))
+                        planner.commit_tensor(item, target)
+            except (OSError, SafetensorError) as error:
+                raise PellucidError(
+                    f"checkpoint must be readable; {name} is not: {why(error)}.", "checkpoint-read"
+                ) from None
+        read: Future[None] = Future()
+        read.set_result(None)
+        return read
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+def chunk_of(item: WriteItem, file: str) -> Chunk:
+    """Where a part of a tensor goes. A whole tensor keeps its name, so that any reader of safetensors finds it."""
+    chunk = item.tensor_data.chunk
+    whole = chunk.sizes == item.tensor_data.size
+    key = item.index.fqn if whole else f"{item.index.fqn}@{','.join(map(str, chunk.offsets))}"
+    return Chunk(file, key, tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def box(file: Any, key: str, item: ReadItem) -> torch.Tensor:
+    """The part of an entry that an item asks for."""
+    if not len(item.lengths):
+        return file.get_tensor(key)  # a number has no slices
+    pairs = zip(item.storage_offsets, item.lengths, strict=True)
+    return file.get_slice(key)[tuple(slice(first, first + length) for first, length in pairs)]
+
+
+# --- Checkpoints of a run -------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 NAME = re.compile(r"step-(\d{8,})")
@@ -76,7 +368,7 @@ class Checkpoints:
             raise PellucidError(rule("step", "from 0 to 10^12", step), "checkpoint-step")
         part = self.folder / f".step-{step:08d}.part"
 
-        def end(files: Mapping[str, Sealed], tensors: Mapping[str, Saved]) -> None:
+        def end(files: Mapping[str, FileSeal], tensors: Mapping[str, TensorEntry]) -> None:
             self.place(part, Manifest(step, meta, files, tensors))
             self.known.pop(step, None)
             self.forget(step)

@@ -15,9 +15,7 @@ from pellucid.core import target as targets
 from pellucid.core.errors import PellucidError, nearest, rule
 from pellucid.core.reader import naming, read_toml
 from pellucid.core.reader import table as read
-from pellucid.train.objective import Objective
-from pellucid.train.times import Times
-from pellucid.train.weighting import Weighting
+from pellucid.train.objective import Objective, Times, Weighting
 
 T = TypeVar("T")
 MAX_BYTES = 1 << 20

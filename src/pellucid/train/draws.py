@@ -1,4 +1,6 @@
-"""Random numbers of training, addressed and not consumed: a resumed run, and any number of ranks, draw the same."""
+"""Random numbers and the order of data, addressed and not consumed: a resumed run, and any number of ranks, draw the
+same.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,14 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
+
+# --- Random numbers -------------------------------------------------------------------------------------------------
 
 
 def mixed(*numbers: int) -> int:
@@ -67,3 +72,50 @@ class Draws:
     def uniform(self, name: str, shape: Sequence[int] = (), device: torch.device | str = "cpu") -> Tensor:
         """In [0, 1), (batch / parts, *shape)."""
         return self.mine(torch.rand(self.batch, *shape, generator=self.generator(name, device), device=device))
+
+
+# --- Order of the data ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which examples a step sees, by its number alone: nothing is to be saved, and a resumed run goes on as it was.
+
+    Every example comes once an epoch; batches run over the ends of epochs. The order does not depend on how many parts
+    share a batch (ranks, micro-steps), so two ranks see together what one would. Examples that are made and not stored
+    need no shuffling: without it the indices count up.
+    """
+
+    count: int  # examples
+    batch: int  # of all ranks together
+    seed: int = 0
+    shuffled: bool = True
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise PellucidError(rule("examples", "at least 1", self.count), "data-empty")
+        if self.batch < 1:
+            raise PellucidError(rule("batch", "at least 1", self.batch), "batch")
+
+    def step(self, step: int, part: int = 0, parts: int = 1) -> Tensor:
+        """Indices of one part of a step, (batch / parts,)."""
+        if self.batch % parts or not 0 <= part < parts:
+            raise PellucidError(rule("batch", f"a multiple of its {parts} parts", self.batch), "batch-parts")
+        share = self.batch // parts
+        first = step * self.batch + part * share
+        places = torch.arange(first, first + share)
+        if not self.shuffled:
+            return places % self.count
+        epochs = places // self.count
+        found = [permuted(self.seed, int(e), self.count)[places[epochs == e] % self.count] for e in epochs.unique()]
+        return torch.cat(found)
+
+    def epoch(self, step: int) -> float:
+        """How often the data has been seen before a step."""
+        return step * self.batch / self.count
+
+
+@lru_cache(maxsize=4)
+def permuted(seed: int, epoch: int, count: int) -> Tensor:
+    """The order of one epoch."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(mixed(seed, epoch)))

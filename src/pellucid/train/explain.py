@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.train.config import TrainConfig
-from pellucid.train.ema import floats
+from pellucid.train.kinds import Task
 from pellucid.train.objective import ByLevel
+from pellucid.train.optimizer import floats
 from pellucid.train.ranks import Strategy, check_rows, groups
-from pellucid.train.task import Task
 
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # DDP's own limits, bytes
 FLOAT, INT, DOUBLE = 4, 4, 8
@@ -27,7 +27,7 @@ RING = {
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryItem:
     """Bytes of one kind: of all together, and on the rank that has most of them."""
 
     what: str
@@ -57,7 +57,7 @@ class Explanation:
     accumulate: int
     parameters: int
     trained: int
-    held: tuple[Held, ...]
+    held: tuple[MemoryItem, ...]
     collectives: tuple[Collective, ...]
     of_log: tuple[Collective, ...]
 
@@ -125,7 +125,7 @@ def of_run(task: Task, config: TrainConfig, ranks: int) -> Explanation:
     return replace(found, held=held, collectives=found.collectives + moves)
 
 
-def beside(network: nn.Module, frozen: Iterable[nn.Module]) -> tuple[Held, ...]:
+def beside(network: nn.Module, frozen: Iterable[nn.Module]) -> tuple[MemoryItem, ...]:
     """What every rank holds of frozen networks, each storage once, and not what the trained network has of it."""
     seen = {storage(t) for t in (*network.parameters(), *network.buffers())}
     rows = []
@@ -133,7 +133,7 @@ def beside(network: nn.Module, frozen: Iterable[nn.Module]) -> tuple[Held, ...]:
         new = {storage(t): t for t in (*one.parameters(), *one.buffers()) if storage(t) not in seen}
         seen |= set(new)
         size = sum(t.untyped_storage().nbytes() for t in new.values())
-        rows.append(Held(f"frozen {type(one).__name__}", "replicated", size, size))
+        rows.append(MemoryItem(f"frozen {type(one).__name__}", "replicated", size, size))
     return tuple(row for row in rows if row.whole)
 
 
@@ -142,26 +142,30 @@ def storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def kept(network: nn.Module, trained: list[nn.Parameter], share: int, accumulate: int, means: int) -> tuple[Held, ...]:
+def kept(
+    network: nn.Module, trained: list[nn.Parameter], share: int, accumulate: int, means: int
+) -> tuple[MemoryItem, ...]:
     """Weights, gradients, moments and running means, divided by `share`."""
     how: Literal["replicated", "sharded"] = "sharded" if share > 1 else "replicated"
     parameters, buffers = list(network.parameters()), list(network.buffers())
     averaged = [tensor for _, tensor in floats(network)]
     apart = [tensor for tensor in averaged if not isinstance(tensor, nn.Parameter)]  # buffers are never sharded
     # Without a sync between micro-steps, gradients stay whole until the last of them.
-    gradients = Held("gradients", how, stored(trained), stored(trained, share))
+    gradients = MemoryItem("gradients", how, stored(trained), stored(trained, share))
     if share > 1 and accumulate > 1:
-        gradients = Held("gradients, whole until the last micro-step", "replicated", stored(trained), stored(trained))
+        gradients = MemoryItem(
+            "gradients, whole until the last micro-step", "replicated", stored(trained), stored(trained)
+        )
     rows = [
-        Held("weights", how, stored(parameters), stored(parameters, share)),
-        Held("buffers", "replicated", stored(buffers), stored(buffers)),
+        MemoryItem("weights", how, stored(parameters), stored(parameters, share)),
+        MemoryItem("buffers", "replicated", stored(buffers), stored(buffers)),
         gradients,
-        Held("moments of AdamW", how, 2 * stored(trained), 2 * stored(trained, share)),
+        MemoryItem("moments of AdamW", how, 2 * stored(trained), 2 * stored(trained, share)),
     ]
     if means:
         weights = [tensor for tensor in averaged if isinstance(tensor, nn.Parameter)]
         whole, mine = numbers(averaged), numbers(weights, share) + numbers(apart)
-        rows.append(Held(f"running means, {means}", how, means * FLOAT * whole, means * FLOAT * mine))
+        rows.append(MemoryItem(f"running means, {means}", how, means * FLOAT * whole, means * FLOAT * mine))
     return tuple(row for row in rows if row.whole)
 
 

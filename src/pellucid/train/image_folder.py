@@ -2,21 +2,137 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import os
 import posixpath
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.core.reader import open_file
-from pellucid.train import metadata
-from pellucid.train.image_source import Example, ImageSource, log, steadily
-from pellucid.train.images import MAX_BYTES, SUFFIXES, Crop, Framing
-from pellucid.train.metadata import Row
+from pellucid.core.reader import check_file, open_file, parse_object, whole
+from pellucid.pipeline.images import first_line
+from pellucid.train.image_source import MAX_BYTES, SUFFIXES, Crop, Example, Framing, ImageSource, log, steadily
+
+# --- Rows of metadata -----------------------------------------------------------------------------------------------
+
+NAMES = ("metadata.jsonl", "metadata.csv")
+CAPTIONS = ("text", "caption")
+MAX_LINE = 2**20  # characters
+MAX_NAME, MAX_PATH = 255, 2000  # bytes of a file's name, characters of its way
+MAX_LABEL = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class MetadataRow:
+    """One example of the metadata: paths from the folder's top with slashes, and the row's own words."""
+
+    file: str
+    caption: str | None = None
+    label: int | str | None = None
+    hints: Mapping[str, str] = field(default_factory=dict)
+    others: tuple[str, ...] = ()  # other images that the row names
+    where: str = ""  # file and line
+
+
+def read_rows(path: Path, inside: str, hints: Sequence[str]) -> Iterator[MetadataRow]:
+    """The rows of one file that lies at `inside` of the folder, "" for its top."""
+    shown = posixpath.join(inside, path.name)
+    lines = json_lines(path, shown) if path.suffix == ".jsonl" else csv_lines(path, shown)
+    for number, values in lines:
+        yield to_row(values, inside, hints, f"{shown}, line {number}")
+
+
+def json_lines(path: Path, shown: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    for number, line in enumerate(text_lines(path, shown), 1):
+        if not line.strip():
+            continue
+        try:
+            yield number, parse_object(line, f"{shown}, line {number}", foreign=True)
+        except PellucidError as error:
+            raise PellucidError(str(error), "data-metadata") from None
+
+
+def csv_lines(path: Path, shown: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    reader = csv.DictReader(text_lines(path, shown), strict=True)
+    try:
+        for values in reader:
+            if None in values or None in values.values():
+                must = f"a row of {len(reader.fieldnames or ())} cells"
+                raise bad(f"{shown}, line {reader.line_num}", must, "another number of them")
+            yield reader.line_num, values
+    except csv.Error as error:
+        raise bad(f"{shown}, line {reader.line_num}", "comma-separated values", first_line(error)) from None
+
+
+def text_lines(path: Path, shown: str) -> Iterator[str]:
+    """Lines of UTF-8 of bounded length; a byte order mark, as Excel writes it, is dropped."""
+    try:
+        check_file(path, shown, "data-metadata")
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            while line := file.readline(MAX_LINE + 1):
+                if len(line) > MAX_LINE:
+                    raise bad(shown, f"lines of at most {MAX_LINE} characters", "a longer one")
+                yield line
+    except (OSError, UnicodeDecodeError) as error:
+        raise bad(shown, "a file of UTF-8 that can be read", first_line(error)) from None
+
+
+def to_row(values: Mapping[str, Any], inside: str, hints: Sequence[str], where: str) -> MetadataRow:
+    if "file_name" not in values:
+        raise bad(where, "a row with file_name", ", ".join(map(str, list(values)[:8])) or "no key")
+    caption = next((values[key] for key in CAPTIONS if values.get(key) is not None), None)
+    if caption is not None and not isinstance(caption, str):
+        raise bad(where, "one whose text is a string", caption)
+    named = {}
+    for name in hints:
+        held = values.get(f"{name}_file_name", values.get(name))  # `datasets` marks columns of files so
+        if held is None:
+            raise bad(where, f"a row with {name}, which is asked for as a hint", ", ".join(map(str, list(values)[:8])))
+        named[name] = safe_path(held, inside, where)
+    others = tuple(
+        posixpath.normpath(posixpath.join(inside, held))
+        for held in values.values()
+        if isinstance(held, str) and held.lower().endswith(SUFFIXES)
+    )
+    return MetadataRow(
+        safe_path(values["file_name"], inside, where), caption, to_label(values, where), named, others, where
+    )
+
+
+def to_label(values: Mapping[str, Any], where: str) -> int | str | None:
+    label = values.get("label")
+    if label == "":  # an empty cell
+        return None
+    if label is None or (isinstance(label, str) and not label.strip().isdigit()):
+        return label
+    number = whole(str(label).strip(), MAX_LABEL) if isinstance(label, str | int) and label is not True else None
+    if number is None:
+        raise bad(where, "one whose label is a name or a whole number from 0", label)
+    return number
+
+
+def safe_path(name: Any, inside: str, where: str) -> str:
+    """A path of the metadata from the folder's top. Links inside the folder are its owner's, and are followed."""
+    if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
+        raise bad(where, "one that names a file with slashes", name)
+    path = posixpath.normpath(posixpath.join(inside, name))
+    if any(len(part.encode(errors="replace")) > MAX_NAME for part in path.split("/")) or len(path) > MAX_PATH:
+        raise bad(where, "one that names a file as a disk can have it", name)
+    if name.startswith("/") or PureWindowsPath(name).drive or path.split("/", 1)[0] in ("..", "."):
+        raise bad(where, "one that names a file inside the folder", name, "data-path")
+    return path
+
+
+def bad(where: str, must: str, got: object, code: str = "data-metadata") -> PellucidError:
+    shown = got if not isinstance(got, str) or len(got) <= 200 else got[:200] + "…"
+    return PellucidError(rule(where, must, shown), code)
+
+
+# --- The folder -----------------------------------------------------------------------------------------------------
 
 
 class ImageFolder(ImageSource):
@@ -124,7 +240,7 @@ def listing(folder: Path) -> tuple[list[str], list[str]]:
         inside = Path(place).relative_to(folder).as_posix()
         for name in files:
             path = posixpath.normpath(posixpath.join(inside, name))
-            if name in metadata.NAMES:
+            if name in NAMES:
                 tables.append(path)
             elif name.lower().endswith(SUFFIXES) and not name.startswith("."):  # macOS leaves ._name.jpg
                 images.append(path)
@@ -134,17 +250,17 @@ def listing(folder: Path) -> tuple[list[str], list[str]]:
     return sorted(images), sorted(tables)
 
 
-def rows_of(folder: Path, images: Sequence[str], tables: Sequence[str], hints: Sequence[str]) -> list[Row]:
+def rows_of(folder: Path, images: Sequence[str], tables: Sequence[str], hints: Sequence[str]) -> list[MetadataRow]:
     """The rows of all metadata files, sorted by image; all of them say the same kinds of things."""
     there, rows = set(images), []
     first: dict[str, str] = {}  # image → its row
     for table in tables:
-        for row in metadata.read(folder / table, posixpath.dirname(table), hints):
+        for row in read_rows(folder / table, posixpath.dirname(table), hints):
             for file in (row.file, *row.hints.values()):
                 if file not in there and not (folder / file).is_file():
-                    raise metadata.bad(row.where, "one whose files are there", file, "data-missing")
+                    raise bad(row.where, "one whose files are there", file, "data-missing")
             if row.file in first:
-                raise metadata.bad(row.where, f"about another image than {first[row.file]}", row.file)
+                raise bad(row.where, f"about another image than {first[row.file]}", row.file)
             first[row.file] = row.where
             rows.append(row)
     check_alike(rows)
@@ -154,7 +270,7 @@ def rows_of(folder: Path, images: Sequence[str], tables: Sequence[str], hints: S
     return sorted(rows, key=lambda row: row.file)
 
 
-def check_alike(rows: Sequence[Row]) -> None:
+def check_alike(rows: Sequence[MetadataRow]) -> None:
     """Every row has a caption, or none has; the same of labels, which are all names or all numbers."""
     for row in rows:
         for what, kind, first in (
@@ -163,23 +279,25 @@ def check_alike(rows: Sequence[Row]) -> None:
         ):
             if kind is not first:
                 words = {type(None): f"no {what}", str: f"a {what} in words", int: f"a {what} as a number"}
-                raise metadata.bad(row.where, f"one with {words[first]}, as {rows[0].where}", words[kind])
+                raise bad(row.where, f"one with {words[first]}, as {rows[0].where}", words[kind])
 
 
-def classes_of(images: Sequence[str]) -> list[Row]:
+def classes_of(images: Sequence[str]) -> list[MetadataRow]:
     """Without metadata an image's folder is its class, if all lie equally deep and in several, as in `datasets`."""
     depths = {file.count("/") for file in images}
     parents = {posixpath.basename(posixpath.dirname(file)) for file in images}
     classed = len(depths) == 1 and len(parents) > 1
-    return [Row(file, label=posixpath.basename(posixpath.dirname(file)) if classed else None) for file in images]
+    return [
+        MetadataRow(file, label=posixpath.basename(posixpath.dirname(file)) if classed else None) for file in images
+    ]
 
 
-def numbered(rows: Sequence[Row]) -> tuple[tuple[Row, ...], tuple[str, ...]]:
+def numbered(rows: Sequence[MetadataRow]) -> tuple[tuple[MetadataRow, ...], tuple[str, ...]]:
     """The rows with labels as numbers, and the names of classes in their order."""
     names = sorted({row.label for row in rows if isinstance(row.label, str)})
     number = {name: i for i, name in enumerate(names)}
     kept = (
-        Row(row.file, row.caption, number[row.label] if isinstance(row.label, str) else row.label, row.hints)
+        MetadataRow(row.file, row.caption, number[row.label] if isinstance(row.label, str) else row.label, row.hints)
         for row in rows
     )
     return tuple(kept), tuple(names)

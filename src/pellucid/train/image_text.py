@@ -20,11 +20,11 @@ from pellucid.interop.save import MAX_SHARD_BYTES, replaced, write_json, write_t
 from pellucid.interop.tokenizer import Tokenizer
 from pellucid.models.clip import CLIP
 from pellucid.models.clip_config import CLIPConfig
-from pellucid.pipeline.vision import DEVIATION, MEAN
+from pellucid.pipeline.encoders.image_inputs import DEVIATION, MEAN
 from pellucid.train.draws import Draws, seeded
-from pellucid.train.objective import Graded
+from pellucid.train.initial import start_clip
+from pellucid.train.objective import Grades
 from pellucid.train.source import Batch
-from pellucid.train.start_clip import start_clip
 from pellucid.train.text import CaptionIds, check_vocabulary, known_of, read_tokenizer
 
 BICUBIC = 3  # as PIL counts
@@ -100,11 +100,11 @@ class ImageTextTask:
             "pixels": clip_scaled(batch.images),
         }
 
-    def loss(self, network: nn.Module, asked: Mapping[str, Tensor]) -> Graded:
+    def loss(self, network: nn.Module, asked: Mapping[str, Tensor]) -> Grades:
         images, texts, scale = network(asked["ids"], asked["pixels"])
         errors = contrastive(gathered(images), gathered(texts), scale)  # (B of all ranks,)
         own = errors.detach()[rank() * len(images) : (rank() + 1) * len(images)]
-        return Graded(errors.mean(), own, torch.zeros_like(own))
+        return Grades(errors.mean(), own, torch.zeros_like(own))
 
     def images(self, network: nn.Module, count: int, seed: int) -> None:
         """It makes none."""

@@ -1,13 +1,16 @@
-"""Where training starts: residual branches that add nothing yet, and outputs that are zero."""
+"""Starting weights: branches that add nothing yet, outputs that are zero, and CLIP's own."""
 
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pellucid.models.blocks import PixelAttention, ResnetBlock, SpatialTransformer
+from pellucid.models.clip import CLIP, Layers, TextEmbeddings, VisionEmbeddings
 from pellucid.models.dit import DiT, PixArt, TextBlock
 from pellucid.models.unet import UNet
+
+# --- Denoisers ------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -45,3 +48,47 @@ def start_transformer(network: DiT | PixArt) -> None:
 def zero(layer: nn.Module) -> None:
     for parameter in layer.parameters():
         parameter.zero_()
+
+
+# --- CLIP -----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def start_clip(network: nn.Module) -> nn.Module:
+    """Draws the weights of every text and vision transformer in a network, from torch's own stream of numbers.
+
+    Branches that are added to the residual stream start smaller the more of them there are. torch's embeddings would
+    start at 1: then the places of words, and not the words, would be most of what the first layers see.
+    """
+    for module in network.modules():
+        if isinstance(module, TextEmbeddings):
+            module.token_embedding.weight.normal_(std=0.02)
+            module.position_embedding.weight.normal_(std=0.01)
+        elif isinstance(module, VisionEmbeddings):
+            width = len(module.class_embedding)
+            module.class_embedding.normal_(std=width**-0.5)
+            module.position_embedding.weight.normal_(std=width**-0.5)
+        elif isinstance(module, Layers):
+            start_layers(module)
+        elif isinstance(module, CLIP):
+            for projection in (module.text_projection, module.visual_projection):
+                projection.weight.normal_(std=projection.in_features**-0.5)
+    return network
+
+
+def start_layers(layers: Layers) -> None:
+    shrink = (2 * len(layers.layers)) ** -0.5
+    for layer in layers.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        width = attention.q_proj.in_features
+        for project in (attention.q_proj, attention.k_proj, attention.v_proj):
+            linear(project, width**-0.5)
+        linear(attention.out_proj, width**-0.5 * shrink)
+        linear(mlp.fc1, (2 * width) ** -0.5)
+        linear(mlp.fc2, width**-0.5 * shrink)
+
+
+def linear(layer: nn.Linear, std: float) -> Tensor:
+    if layer.bias is not None:
+        layer.bias.zero_()
+    return layer.weight.normal_(std=std)

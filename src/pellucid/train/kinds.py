@@ -1,26 +1,58 @@
-"""The kinds of tasks and data that a config can name."""
+"""What a task must offer, and the kinds of tasks and data that a config can name."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
+from torch import Tensor, nn
 
-from pellucid.train.adapt_control import ControlNetConfig
-from pellucid.train.adapt_image import IPAdapterConfig
-from pellucid.train.adapt_lora import LoraConfig
-from pellucid.train.autoencode import AutoencoderConfig
+from pellucid.train.autoencoder import AutoencoderConfig
 from pellucid.train.cifar10 import CIFAR10, CIFAR10Source
-from pellucid.train.denoise import DenoiserConfig
+from pellucid.train.controlnet import ControlNetConfig
+from pellucid.train.denoiser import DenoiserConfig
+from pellucid.train.draws import Draws
 from pellucid.train.image_folder import ImageFolderConfig
 from pellucid.train.image_text import ImageTextConfig
-from pellucid.train.latents import LatentsConfig
+from pellucid.train.ip_adapter import IPAdapterConfig
+from pellucid.train.latent_source import LatentsConfig
+from pellucid.train.lora import LoraConfig
+from pellucid.train.objective import Grades
 from pellucid.train.scenes_source import ScenesConfig
-from pellucid.train.source import Source
-from pellucid.train.task import Task
-from pellucid.train.text_denoise import TextDenoiserConfig
+from pellucid.train.source import Batch, Source
+from pellucid.train.text_denoiser import TextDenoiserConfig
 from pellucid.train.web_shards import WebShardsConfig
+
+# --- The contract of a task -----------------------------------------------------------------------------------------
+
+
+class Task(Protocol):
+    """`network` is what is trained: its parameters with requires_grad. All chance is in `prepare`, so that `loss` is a
+    function of tensors alone, which can be compiled and captured; the network given to it may be wrapped (DDP,
+    compiled), or hold running means.
+
+    A task may have `frozen`, the networks that it holds beside the trained one, and `gathered`, the widths of
+    the float32 embeddings that its loss gathers from all ranks, by name: `--explain` counts them."""
+
+    network: nn.Module
+
+    def prepare(self, batch: Batch, draws: Draws) -> dict[str, Tensor]: ...
+
+    def loss(self, network: nn.Module, asked: Mapping[str, Tensor]) -> Grades: ...
+
+    def images(self, network: nn.Module, count: int, seed: int) -> Tensor | None:
+        """(N, 3, H, W) in [0, 1]: what the network can do by now."""
+        ...
+
+    def save(self, network: nn.Module, folder: Path) -> None:
+        """In the form that `pellucid.load` reads, or `load_component` where it is but a part."""
+        ...
+
+
+# --- Kinds by name --------------------------------------------------------------------------------------------------
 
 
 class TaskConfig(Protocol):

@@ -20,14 +20,13 @@ from pellucid.interop import weights
 from pellucid.interop.atomic_files import digest_of, is_part, put
 from pellucid.interop.tokenizer import Tokenizer
 from pellucid.pipeline import fingerprint
+from pellucid.train.checkpoint import why
 from pellucid.train.draws import Draws
 from pellucid.train.encoding import posterior_of
-from pellucid.train.feed import Feed
-from pellucid.train.images import hint_kind
+from pellucid.train.image_source import hint_kind
 from pellucid.train.latent_files import MANIFEST, MIRRORED, Cache, Scaling, in_bytes, packed
-from pellucid.train.manifest import why
-from pellucid.train.source import Batch, Source
-from pellucid.train.word_ids import tokens
+from pellucid.train.source import Batch, Feed, Source
+from pellucid.train.text import tokens
 
 PROBES = 16  # examples that stand for a source that has no fingerprint of its own
 

@@ -12,15 +12,15 @@ from torch import nn
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.interop.tokenizer import Tokenizer
-from pellucid.train.adapting import AdapterConfig, Base
+from pellucid.train.adapters import AdapterConfig, Base
 from pellucid.train.config import TrainConfig, chosen
 from pellucid.train.encoding import read_vae
 from pellucid.train.kinds import DATA, TASKS
 from pellucid.train.latent_cache import cache_latents
-from pellucid.train.latents import LatentsConfig
+from pellucid.train.latent_source import LatentsConfig
 from pellucid.train.scenes_source import ScenesConfig
 from pellucid.train.source import Source
-from pellucid.train.text_denoise import TextDenoiserConfig
+from pellucid.train.text_denoiser import TextDenoiserConfig
 
 BATCH, PER_SHARD = 512, 16384  # images
 

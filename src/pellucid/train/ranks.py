@@ -29,7 +29,7 @@ from pellucid.models.clip import Layer
 from pellucid.models.dit_blocks import Block
 from pellucid.models.ip_adapter import ResamplerBlock
 from pellucid.models.tiny_vae import Block as TinyBlock
-from pellucid.train.ema import local
+from pellucid.train.optimizer import local
 
 Strategy = Literal["ddp", "fsdp"]
 Module = TypeVar("Module", bound=nn.Module)

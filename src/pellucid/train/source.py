@@ -1,17 +1,26 @@
-"""Where examples come from: a source gives any batch by its indices, and the same one every time."""
+"""Where examples come from: a source gives any batch by its indices, and a feed makes batches ahead of the steps."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import lru_cache
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from pellucid.core.errors import PellucidError, rule
 from pellucid.train.draws import Draws
+
+# --- Sources --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -52,3 +61,136 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """How two inventories differ, in words; empty where they do not."""
     names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
     return ", ".join(f"count {then.get(n)} → {now.get(n)}" if n == "count" else f"other {n}" for n in names)
+
+
+# --- Batches ahead of time ------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+
+@dataclass
+class Line:
+    """What the two threads share; the feed itself they do not, so that one that is dropped is cleaned up."""
+
+    room: threading.Semaphore  # for batches that are made and not taken
+    stream: torch.cuda.Stream | None
+    made: queue.SimpleQueue[tuple[Any, BaseException | None, Any]] = field(default_factory=queue.SimpleQueue)
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
+class Feed(Generic[T]):
+    """The batches of steps `start`, `start + 1`, … below `stop`, made up to `ahead` of them in advance; or whatever is
+    made of them: dicts, lists, tuples and dataclasses of tensors.
+
+    `make(step)` must depend on its step alone: then this changes when a batch is made, and never which. What it raises
+    is raised at the step that it was made for. On a GPU (`device`) batches are made on a stream beside the one that
+    trains, which waits for them. Use it as a context, so that its thread ends when you do.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], T],
+        start: int,
+        stop: int,
+        ahead: int = 2,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if not 0 <= start <= stop:
+            raise PellucidError(rule("start", f"from 0 to stop ({stop})", start), "feed")
+        if not 1 <= ahead <= 64:
+            raise PellucidError(rule("ahead", "from 1 to 64 batches", ahead), "feed")
+        place = None if device is None else torch.device(device)
+        stream = stream_of(place) if place is not None and place.type == "cuda" else None
+        if stream is not None:  # what `make` reads may still be on its way: weights, tables
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        self.step, self.stop = start, stop
+        self._line = Line(threading.Semaphore(ahead), stream)
+        self._thread = threading.Thread(
+            target=work, args=(self._line, make, start, stop), name="pellucid-feed", daemon=True
+        )
+        self._finish = weakref.finalize(self, end, self._line, self._thread)  # also at the interpreter's exit
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        if self.step >= self.stop or self._line.ended.is_set():
+            raise StopIteration
+        batch, error, ready = self._line.made.get()
+        if error is not None:
+            self.close()
+            raise error
+        if batch is None:  # closed while it waited
+            raise StopIteration
+        self._line.room.release()
+        if self._line.stream is not None:
+            hand_over(batch, ready, torch.cuda.current_stream(self._line.stream.device))
+        self.step += 1
+        return batch
+
+    def close(self) -> None:
+        """Ends the thread, once it is through with the batch that it makes."""
+        self._finish()
+
+    def __enter__(self) -> Feed[T]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@lru_cache(maxsize=16)
+def stream_of(device: torch.device) -> torch.cuda.Stream:
+    """The same for every feed of a GPU: what one stream has freed, no other takes."""
+    return torch.cuda.Stream(device)
+
+
+def work(line: Line, make: Callable[[int], Any], start: int, stop: int) -> None:
+    """The thread: one batch after the other, until the last, an error, or nobody wants them."""
+    try:
+        for step in range(start, stop):
+            line.room.acquire()
+            if line.ended.is_set():
+                return
+            with nullcontext() if line.stream is None else torch.cuda.stream(line.stream):
+                batch = make(step)
+                ready = None if line.stream is None else line.stream.record_event()
+            line.made.put((batch, None, ready))
+    except BaseException as error:  # whatever it is belongs to the thread that trains
+        line.made.put((None, error, None))
+
+
+def end(line: Line, thread: threading.Thread) -> None:
+    """Tells both threads, wakes whichever waits, and waits for the one that makes."""
+    line.ended.set()
+    line.room.release()
+    line.made.put((None, None, None))
+    if thread is not threading.current_thread() and thread.ident is not None:
+        thread.join()
+
+
+def hand_over(made: Any, ready: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+    """The stream that trains waits until all is made; and memory that came from the other stream, which would use it
+    again as soon as nobody holds the tensor, is kept until this one is through with it too."""
+    stream.wait_event(ready)
+    for tensor in tensors_in(made):
+        if tensor.is_cuda:
+            tensor.record_stream(stream)
+
+
+def tensors_in(nest: Any) -> Iterator[Tensor]:
+    """All tensors within mappings, lists, tuples and dataclasses, however deep."""
+    if isinstance(nest, Tensor):
+        yield nest
+    elif isinstance(nest, Mapping):
+        for value in nest.values():
+            yield from tensors_in(value)
+    elif isinstance(nest, list | tuple):
+        for value in nest:
+            yield from tensors_in(value)
+    elif is_dataclass(nest) and not isinstance(nest, type):
+        for one in fields(nest):
+            yield from tensors_in(getattr(nest, one.name))

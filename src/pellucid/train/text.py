@@ -1,25 +1,158 @@
-"""The text side of training: captions to tokens and states, exactly as a pipeline makes them of prompts."""
+"""The text side of training: tokenizers, captions to ids, and the encoders that read them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.interop import source
 from pellucid.interop.components import KINDS, TEXT_PARTS, TOKENIZER_PARTS
-from pellucid.interop.tokenizer import Tokenizer
+from pellucid.interop.tokenizer import BOS, EOS, LENGTH, WORD_END, Tokenizer, byte_letters, clip_core
 from pellucid.models.clip import CLIPTextEncoder
-from pellucid.pipeline.text import parts
+from pellucid.pipeline.encoders.text import text_parts_of
 from pellucid.train.draws import seeded
+from pellucid.train.initial import start_clip
 from pellucid.train.source import Batch
-from pellucid.train.start_clip import start_clip
-from pellucid.train.word_ids import tokens
+
+# --- Tokenizers from captions ---------------------------------------------------------------------------------------
+
+FIXED = 2 * 256 + 2  # entries that every tokenizer of CLIP's layout has: bytes, bytes that end a word, BOS and EOS
+MOST = 49_408  # entries of CLIP's own
+LEAST_SEEN = 2  # a pair that is seen once is no rule
+Pair = tuple[str, str]
+
+
+def train_tokenizer(captions: Iterable[str], *, size: int = 2000, length: int = LENGTH) -> Tokenizer:
+    """A tokenizer of at most `size` entries, fewer where every word of the captions is one entry before.
+
+    `length` counts the ids of one window of the encoder, BOS and EOS among them.
+    """
+    if not FIXED <= size <= MOST:
+        raise PellucidError(rule("size of a vocabulary", f"from {FIXED} to {MOST}", size), "tokenizer-size")
+    if not 3 <= length <= 1024:
+        raise PellucidError(rule("length of a window", "from 3 to 1024 tokens", length), "tokenizer-size")
+    words = count_words(captions)
+    if not words:
+        raise PellucidError(rule("captions", "texts with at least one word", "none"), "captions-empty")
+    return Tokenizer.from_merges(learn_merges(words, size - FIXED), length=length)
+
+
+def count_words(captions: Iterable[str]) -> Counter[str]:
+    """How often each word occurs, as the BPE sees words: in lower case, its bytes as letters."""
+    core = clip_core({}, [], EOS)
+    words: Counter[str] = Counter()
+    for caption in captions:
+        text = core.normalizer.normalize_str(caption)
+        words.update(word for word, _ in core.pre_tokenizer.pre_tokenize_str(text))
+    for mark in (BOS, EOS):  # no words, although the pattern keeps them whole
+        words.pop(mark, None)
+    return words
+
+
+def learn_merges(words: Counter[str], room: int) -> list[Pair]:
+    """The merges that make at most `room` new entries: each joins the pair that was most frequent when it was made."""
+    spelled = {word: [*word[:-1], word[-1] + WORD_END] for word in words}
+    counts: Counter[Pair] = Counter()
+    places: defaultdict[Pair, set[str]] = defaultdict(set)
+    for word, letters in spelled.items():
+        for pair in itertools.pairwise(letters):
+            counts[pair] += words[word]
+            places[pair].add(word)
+    merges: list[Pair] = []
+    made = {letter + end for letter in byte_letters() for end in ("", WORD_END)}
+    base = len(made)
+    while counts and len(made) - base < room:
+        best = min(counts, key=lambda pair: (-counts[pair], pair))
+        if counts[best] < LEAST_SEEN:
+            break
+        merges.append(best)
+        made.add("".join(best))
+        for word in places.pop(best):
+            old = spelled[word]
+            new = spelled[word] = joined(old, best)
+            for pair in itertools.pairwise(old):
+                counts[pair] -= words[word]
+            for pair in itertools.pairwise(new):
+                counts[pair] += words[word]
+                places[pair].add(word)
+        counts = Counter({pair: count for pair, count in counts.items() if count > 0})
+    return merges
+
+
+def joined(letters: list[str], pair: Pair) -> list[str]:
+    """The letters of a word with every occurrence of a pair made one, from the left."""
+    out: list[str] = []
+    i = 0
+    while i < len(letters):
+        if i + 1 < len(letters) and (letters[i], letters[i + 1]) == pair:
+            out.append(letters[i] + letters[i + 1])
+            i += 2
+        else:
+            out.append(letters[i])
+            i += 1
+    return out
+
+
+# --- Captions to ids ------------------------------------------------------------------------------------------------
+
+MOST_WORDS = 2**16  # that are remembered: captions of the wild have words without end
+ID = np.dtype(np.int32)
+
+
+class WordIds(dict[str, bytes]):
+    """What lies between two spaces → its ids, as bytes that only need to be put in a row."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+        # Elsewhere a word's ids may depend on its neighbours: a tokenizer.json may do anything, and an added token may
+        # hold a space.
+        added = tokenizer.core.get_added_tokens_decoder().values()
+        self.wordwise = tokenizer.clip and all(token.content.split() == [token.content] for token in added)
+        self.ends = [
+            np.array([tokenizer.eos, *[tokenizer.pad] * (tokenizer.room - used)], ID).tobytes()
+            for used in range(tokenizer.room + 1)
+        ]
+        self.start = np.array([tokenizer.bos], ID).tobytes()
+
+    def __missing__(self, word: str) -> bytes:
+        found = np.array(self.tokenizer.ids(word), ID).tobytes()
+        if len(self) >= MOST_WORDS:
+            self.clear()
+        self[word] = found
+        return found
+
+    def window(self, caption: str) -> bytes:
+        """One window: BOS, as many ids as it has room for, EOS, padding."""
+        words = caption.split(" ") if self.wordwise else (caption,)
+        ids = b"".join([self[word] for word in words])[: self.tokenizer.room * ID.itemsize]
+        return self.start + ids + self.ends[len(ids) // ID.itemsize]
+
+
+@lru_cache(maxsize=8)
+def words_of(tokenizer: Tokenizer) -> WordIds:
+    return WordIds(tokenizer)
+
+
+def tokens(tokenizer: Tokenizer, captions: Sequence[str]) -> Tensor:
+    """(B, L) int64: one window a caption. A caption that is longer is cut at the window's end: a run is not stopped
+    by one long text."""
+    words = words_of(tokenizer)
+    flat = np.frombuffer(b"".join([words.window(caption) for caption in captions]), ID)
+    return torch.from_numpy(flat.astype(np.int64)).reshape(len(captions), tokenizer.length)
+
+
+# --- Text encoders --------------------------------------------------------------------------------------------------
 
 FRESH = "CLIPTextModel"
 
@@ -58,7 +191,7 @@ class TextConfig:
         if not isinstance(encoder, CLIPTextEncoder) or encoder.text_projection is not None:
             kind = type(encoder).__name__ if not isinstance(encoder, CLIPTextEncoder) else "one with a projection"
             raise PellucidError(rule("text encoder", "a CLIPTextModel", kind), "class")
-        (part,) = parts([encoder], [tokenizer])  # a pipeline's own view of the two: one window for both
+        (part,) = text_parts_of([encoder], [tokenizer])  # a pipeline's own view of the two: one window for both
         check_vocabulary(part.tokenizer, encoder.config.vocab_size)
         return TextSide(encoder.eval().requires_grad_(self.train), part.tokenizer, self.train)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import re
@@ -10,41 +11,107 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import read_json
 from pellucid.interop.atomic_files import is_left, is_part, put
 from pellucid.interop.lock import locked
 from pellucid.interop.weights import some
+from pellucid.models.blocks import ResnetBlock, TransformerBlock
+from pellucid.models.dit_blocks import Block
 from pellucid.train import optimizer as adamw
-from pellucid.train.capture import Captured
+from pellucid.train.adapters import Frozen
 from pellucid.train.checkpoint import Checkpoints, from_first
 from pellucid.train.config import TrainConfig, chosen, to_plain
-from pellucid.train.draws import Draws, mixed
-from pellucid.train.ema import EMA
-from pellucid.train.feed import Feed
+from pellucid.train.draws import Draws, Order, mixed
 from pellucid.train.journal import Journal
-from pellucid.train.kinds import DATA, TASKS
-from pellucid.train.objective import ByLevel, Graded
-from pellucid.train.order import Order
+from pellucid.train.kinds import DATA, TASKS, Task
+from pellucid.train.objective import ByLevel, Grades
+from pellucid.train.optimizer import EMA
 from pellucid.train.ranks import Ranks
-from pellucid.train.recompute import recompute
-from pellucid.train.source import Source, differences, inventory_of
-from pellucid.train.task import Task
+from pellucid.train.source import Feed, Source, differences, inventory_of
+
+# --- A step as one CUDA graph ---------------------------------------------------------------------------------------
+
+StepInputs = Sequence[Mapping[str, Tensor]]
+WARM_UP = 3
+
+
+class CapturedStep:
+    """`step(asked)`, captured. What it changes (`state`) is put back after the warm-up rounds, so that
+    a captured run takes the same steps as any other."""
+
+    def __init__(self, step: Callable[[StepInputs], tuple[Tensor, ...]], state: Callable[[], list[Tensor]]) -> None:
+        self.step, self.state = step, state
+        self.graph = torch.cuda.CUDAGraph()
+        self.held: list[dict[str, Tensor]] = []
+        self.out: tuple[Tensor, ...] = ()
+
+    def __call__(self, asked: StepInputs) -> tuple[Tensor, ...]:
+        for held, given in zip(self.held, asked, strict=True):
+            for name, tensor in given.items():
+                held[name].copy_(tensor, non_blocking=True)
+        self.graph.replay()
+        return tuple(tensor.clone() for tensor in self.out)
+
+    def capture(self, asked: StepInputs) -> None:
+        """Once, before the first call and before another thread uses the GPU."""
+        if self.held:
+            return
+        self.held = [{name: tensor.cuda().clone() for name, tensor in part.items()} for part in asked]
+        before = [tensor.clone() for tensor in self.state()]
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                self.step(self.held)
+        torch.cuda.current_stream().wait_stream(side)
+        for tensor, value in zip(self.state(), before, strict=True):
+            tensor.copy_(value)
+        gc.collect()  # or the graph of a run that is over might be taken down within this capture
+        # Other threads (the feed) may go on using the GPU: only what this one does is captured.
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.out = self.step(self.held)
+
+
+# --- Activations computed again -------------------------------------------------------------------------------------
+
+BLOCKS = (ResnetBlock, TransformerBlock, Block)
+
+
+def recompute(network: nn.Module) -> int:
+    """Makes every residual and transformer block forget its activations; says how many there are."""
+    trees = [network, *frozen_in(network)]
+    found = {id(module): module for tree in trees for module in tree.modules() if isinstance(module, BLOCKS)}
+    if not found:
+        raise PellucidError(rule("recompute", "for a network of residual or transformer blocks", "none"), "recompute")
+    for module in found.values():
+        dice = bool(getattr(module, "dropout", 0.0))  # else none are thrown, and a captured step need not read them
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=dice)
+    return len(found)
+
+
+def frozen_in(network: nn.Module) -> list[nn.Module]:
+    """The models that adapters stand beside: not among their submodules, but gradients pass through them."""
+    bases = [getattr(module, "base", None) for module in network.modules()]
+    return [base.held for base in bases if isinstance(base, Frozen) and isinstance(base.held, nn.Module)]
+
+
+# --- The loop -------------------------------------------------------------------------------------------------------
 
 CONFIG, MODEL, CHECKPOINTS = "config.json", "model", "checkpoints"
 LONG = 8  # half-lives that a running mean should have behind it at the end: 1/256 of it is then from before
-Asked = Sequence[Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Finished:
+class TrainingResult:
     """A run that came to its end: its folder, its steps, and the seconds that this process spent on it."""
 
     folder: Path
@@ -89,9 +156,9 @@ class Trainer:
         self.optimizer = adamw.build(self.network, config.optimizer, capture=engine.capture)
         self.ema = EMA(self.network, config.ema) if config.ema else None
         self.checkpoints = Checkpoints(folder / CHECKPOINTS, config.log.keep)
-        self.advance: Callable[[Asked], tuple[Tensor, ...]] = self.one_step
+        self.advance: Callable[[StepInputs], tuple[Tensor, ...]] = self.one_step
         if engine.capture:
-            self.advance = Captured(self.one_step, lambda: list(self.live().values()))
+            self.advance = CapturedStep(self.one_step, lambda: list(self.live().values()))
         self.bins = ByLevel()
         self.window: list[tuple[Tensor, Tensor]] = []
         self.saved_at = -1
@@ -110,11 +177,11 @@ class Trainer:
             asked.append({name: tensor.to(self.ranks.device, non_blocking=True) for name, tensor in made.items()})
         return asked
 
-    def one_step(self, asked: Asked) -> tuple[Tensor, ...]:
+    def one_step(self, asked: StepInputs) -> tuple[Tensor, ...]:
         """Forward, backward and update: (loss, gradient norm, errors, λ), still on the device."""
         engine, clip = self.config.engine, self.config.optimizer.clip
         self.optimizer.zero_grad(set_to_none=True)
-        graded: list[Graded] = []
+        graded: list[Grades] = []
         for micro, part in enumerate(asked):
             with self.ranks.syncing(self.asked, micro == len(asked) - 1):
                 with torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=engine.dtype == "bf16"):
@@ -222,7 +289,7 @@ class Trainer:
 
     # --- the run
 
-    def run(self, until: int | None = None, *, data_changed: bool = False) -> Finished:
+    def run(self, until: int | None = None, *, data_changed: bool = False) -> TrainingResult:
         """Trains to the end, or to step `until` of the config's steps. With `data_changed` a run goes on with other
         data than it began with, and its log says so."""
         begun = time.perf_counter()
@@ -232,7 +299,7 @@ class Trainer:
             from_first(lambda: self.take_folder(held))
             last = self.train_to(min(until or self.config.steps, self.config.steps), data_changed)
         skipped = self.ranks.union(getattr(self.source, "unreadable", ()))
-        return Finished(self.folder, last, time.perf_counter() - begun, len(skipped))
+        return TrainingResult(self.folder, last, time.perf_counter() - begun, len(skipped))
 
     def train_to(self, until: int, data_changed: bool) -> int:
         """From the last checkpoint to a step; the step at which it ends."""
@@ -274,14 +341,14 @@ class Trainer:
         """Captures, or takes the first step, if there is something to compile; the step that the feed begins with.
 
         torch's tracers patch modules for the whole process: no other thread may run one, or use the GPU, meanwhile."""
-        if first < last and isinstance(self.advance, Captured):
+        if first < last and isinstance(self.advance, CapturedStep):
             self.advance.capture(self.prepare(first))
         elif first < last and self.config.engine.compile:
             self.take(first, self.prepare(first), last, journal)
             return first + 1
         return first
 
-    def take(self, step: int, asked: Asked, last: int, journal: Journal | None) -> None:
+    def take(self, step: int, asked: StepInputs, last: int, journal: Journal | None) -> None:
         """One step, and what is due after it."""
         self.step(step, asked)
         done, log = step + 1, self.config.log
@@ -292,7 +359,7 @@ class Trainer:
         if done == last or (log.checkpoint_every and done % log.checkpoint_every == 0):
             self.save(done)  # last: what a kill cut off before it comes again
 
-    def step(self, step: int, asked: Asked) -> None:
+    def step(self, step: int, asked: StepInputs) -> None:
         adamw.set_rate(self.optimizer, adamw.rate_at(self.config.optimizer, step, self.config.steps))
         # for networks with dropout; torch.manual_seed would note a stack trace for each kind of GPU
         device = self.ranks.device
@@ -302,7 +369,7 @@ class Trainer:
         if self.ema is not None:
             self.ema.update(self.config.batch)
         self.window.append((loss, norm))
-        self.bins.add(Graded(loss, errors, lam))
+        self.bins.add(Grades(loss, errors, lam))
 
     def journal(self, first: int) -> Journal | None:
         if not self.ranks.is_first:
@@ -362,7 +429,7 @@ def train(
     quiet: bool = False,
     until: int | None = None,
     data_changed: bool = False,
-) -> Finished:
+) -> TrainingResult:
     """Trains as a config says, into a folder; goes on where it was if the folder has its checkpoints."""
     with Ranks.join(config.engine.strategy, device) as ranks:
         return Trainer(config, Path(folder), ranks, quiet=quiet).run(until, data_changed=data_changed)

@@ -1,15 +1,55 @@
-"""Contact sheets for a person to look at: every image with its caption and its verdict."""
+"""Many images in one file: tiles that can be cut out again, and contact sheets with captions and verdicts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageDraw
 
-from pellucid.pipeline.lettering import Block, clean, face_for, wrap
+from pellucid.core.errors import PellucidError, rule
+from pellucid.interop.atomic_files import put
+from pellucid.pipeline import images
+from pellucid.pipeline.sheet import Block, clean, face_for, wrap
+
+# --- Tiles ----------------------------------------------------------------------------------------------------------
+
+COLUMNS = 10
+
+
+def save_png(image: Image.Image, path: Path) -> Path:
+    """A PNG that is whole or absent."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    put(path, image.save)
+    return path
+
+
+def write_tiles(images: Sequence[Image.Image], path: Path) -> Path:
+    width, height = images[0].size
+    columns = min(COLUMNS, len(images))
+    whole = Image.new("RGB", (columns * width, math.ceil(len(images) / columns) * height), "white")
+    for i, image in enumerate(images):
+        whole.paste(image, (i % columns * width, i // columns * height))
+    return save_png(whole, path)
+
+
+def read_tiles(path: Path, count: int) -> list[Image.Image]:
+    """The first `count` images of a file that `write` wrote with that many."""
+    whole = images.read(path, "images of a batch").convert("RGB")
+    columns = min(COLUMNS, count)
+    rows = math.ceil(count / columns)
+    if whole.width % columns or whole.height % rows:
+        got = f"{whole.width}×{whole.height}"
+        raise PellucidError(rule(path.name, f"{columns} × {rows} images of one size", got), "tiles")
+    width, height = whole.width // columns, whole.height // rows
+    corners = ((i % columns * width, i // columns * height) for i in range(count))
+    return [whole.crop((x, y, x + width, y + height)) for x, y in corners]
+
+
+# --- Contact sheets -------------------------------------------------------------------------------------------------
 
 INK, SLATE, GREEN, RED, PAPER, LINE = "#1c2530", "#51606f", "#188a3b", "#c5221f", "#ffffff", "#c9d1da"
 IMAGE = 144  # pixels of an image's side on the sheet
@@ -45,7 +85,7 @@ def contact_sheet(cards: Sequence[Card], title: str, columns: int = 10) -> Image
     y = MARGIN + head.height + GAP
     for row, tall in zip(rows, heights, strict=True):
         for i, (card, words) in enumerate(row):
-            draw(sheet, card, words, (MARGIN + i * (CELL + GAP), y))
+            draw_card(sheet, card, words, (MARGIN + i * (CELL + GAP), y))
         y += tall + GAP
     return sheet
 
@@ -58,7 +98,7 @@ def lay(card: Card, font: Any) -> tuple[Card, list[Block]]:
     ]
 
 
-def draw(sheet: Image.Image, card: Card, words: Sequence[Block], corner: tuple[int, int]) -> None:
+def draw_card(sheet: Image.Image, card: Card, words: Sequence[Block], corner: tuple[int, int]) -> None:
     x, y = corner
     on = ImageDraw.Draw(sheet)
     scale = IMAGE / max(card.image.size)

@@ -6,35 +6,381 @@ A part whose figures are there already, asked for alike, is not measured again.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+from PIL import Image
+from torch import Tensor
+
+from pellucid import scenes
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import read_json
-from pellucid.evidence.adherence import adapters, tiles
-from pellucid.evidence.adherence.adapters import Compared, Exam
-from pellucid.evidence.adherence.making import Making
-from pellucid.evidence.adherence.matching import AMONG, Matching, matching
-from pellucid.evidence.adherence.opening import DTYPE
-from pellucid.evidence.adherence.round_trip import RoundTrip, pairs, round_trip
-from pellucid.evidence.adherence.shares import Share, percent
+from pellucid.evidence.adherence import sheets
+from pellucid.evidence.adherence.judging import Verdict, judge
+from pellucid.evidence.adherence.samples import DTYPE, Maker, Making, seen
 from pellucid.evidence.adherence.sheets import Card, contact_sheet
 from pellucid.evidence.metrics.image_text import Judge
-from pellucid.evidence.study.significance import Estimate
-from pellucid.evidence.study.table import Table
-from pellucid.interop import source
+from pellucid.evidence.metrics.inception import to_bytes
+from pellucid.evidence.report.page import Table
+from pellucid.evidence.statistics import Estimate, Interval, Share, mean_interval, percent
+from pellucid.interop import source, weights
 from pellucid.interop.atomic_files import put
-from pellucid.pipeline.image_inputs import adapter_eyes, adapter_file
+from pellucid.models import ip_adapter
+from pellucid.models.ip_adapter import IPAdapter
+from pellucid.models.unet import UNet
+from pellucid.pipeline import images
+from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
+from pellucid.pipeline.encoders.image_inputs import adapter_encoder, adapter_file
 from pellucid.pipeline.load import load
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.request import Request
+from pellucid.scenes.grammar import Query
+from pellucid.scenes.reading import Reading
+from pellucid.scenes.sampling import OBJECTS
+from pellucid.scenes.scene import Scenes, Thing
+from pellucid.scenes.words import STYLE_NAMES
+from pellucid.train.scenes_source import alone
+
+# --- VAE ------------------------------------------------------------------------------------------------------------
+
+WORST = 0.01  # the share of images that are called the worst
+MOST_RENDERS = 1_000_000
+
+
+@dataclass(frozen=True)
+class RoundTrip:
+    """Decibels over `count` images: the mean with its interval, and the mean of the worst hundredth. `before` and
+    `after`: the share that is read right in all attributes, of the true images and of what the VAE made of them."""
+
+    count: int
+    psnr: float
+    interval: Interval
+    worst: float
+    before: Share
+    after: Share
+    by_style: dict[str, float]
+
+    def plain(self) -> dict[str, Any]:
+        shares = {"before": self.before.plain(), "after": self.after.plain()}
+        return {**asdict(self), "interval": [self.interval.low, self.interval.high], **shares}
+
+
+def round_trip(
+    vae: Any,
+    count: int = 1000,
+    *,
+    size: int = 128,
+    batch: int = 50,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> RoundTrip:
+    """True renders of held-out scenes, through the mean of the encoder's posterior and back, in 8 bits as a person
+    would see them."""
+    if not 2 <= count <= MOST_RENDERS:
+        raise PellucidError(rule("count", f"from 2 to {MOST_RENDERS:,}", count), "round-trip")
+    psnr, manner, before, after = [], [], [], []
+    for first in range(0, count, batch):
+        indices = torch.arange(first, min(first + batch, count))
+        drawn = scenes.sample(indices, seed, "held_out", scenes.TRAIN_STYLES, OBJECTS)
+        queries = [query for _, query in scenes.described(drawn, seed, full=True, style=False)]
+        true = scenes.render(drawn.to(device), size)
+        made = through(vae, true)
+        psnr.append(decibels(true, made).cpu())
+        manner += [scene.style for scene in drawn.scenes()]
+        before += judged(true, queries)
+        after += judged(made, queries)
+    values = torch.cat(psnr).double()
+    least = values.sort().values[: max(1, round(WORST * count))]
+    return RoundTrip(
+        count=count,
+        psnr=float(values.mean()),
+        interval=mean_interval(values, seed=seed),
+        worst=float(least.mean()),
+        before=Share.of(verdict.right for verdict in before),
+        after=Share.of(verdict.right for verdict in after),
+        by_style={name: mean_of(values, manner, name) for name in dict.fromkeys(scenes.TRAIN_STYLES) if name in manner},
+    )
+
+
+def judged(images: Tensor, queries: Sequence[Query]) -> list[Verdict]:
+    return [judge(reading, query) for reading, query in zip(scenes.read(images), queries, strict=True)]
+
+
+@torch.no_grad()
+def through(vae: Any, images: Tensor) -> Tensor:
+    """(B, 3, H, W) in [−1, 1], encoded and decoded again, in steps of 8 bits."""
+    weight = next(vae.parameters())
+    made = vae.decode(vae.encode(images.to(weight)).mean).float().clamp(-1, 1)
+    return (made.add(1).mul(127.5).round() / 127.5 - 1).to(images.device)
+
+
+def decibels(true: Tensor, made: Tensor) -> Tensor:
+    """(B,): 10·log₁₀(peak² / mean square error), the peak being the whole range of pixels."""
+    error = ((true - made) / 2).square().flatten(1).mean(1).clamp(min=1e-12)
+    return -10 * error.log10()
+
+
+def mean_of(values: Tensor, manner: Sequence[str], name: str) -> float:
+    own = torch.tensor([one == name for one in manner])
+    return float(values[own].mean())
+
+
+def pairs(vae: Any, count: int = 12, *, size: int = 128, device: str = "cpu") -> list[Image.Image]:
+    """True images and what the VAE made of each, in turn, to look at."""
+    true = scenes.render(scenes.sample(torch.arange(count), 0, "held_out").to(device), size)
+    both = torch.stack([true, through(vae, true)], 1).flatten(0, 1)
+    return images.to_images(both)
+
+
+# --- Image-text encoder ---------------------------------------------------------------------------------------------
+
+AMONG = 32
+
+
+@dataclass(frozen=True)
+class Matching:
+    """Mean cosines of true images with their own caption and with another image's; `told`: how often the own one is
+    the nearer of the two; `by_picture`: how often an image's own caption is the nearest of 32, `by_text`: how often a
+    caption's own image is."""
+
+    count: int
+    right: float
+    shuffled: float
+    told: Share
+    by_image: Share
+    by_text: Share
+
+    def plain(self) -> dict[str, Any]:
+        shares = {name: getattr(self, name).plain() for name in ("told", "by_picture", "by_text")}
+        return {"count": self.count, "right": self.right, "shuffled": self.shuffled, **shares}
+
+
+def matching(judge: Judge, count: int = 1024, *, seed: int = 0, device: torch.device | str = "cpu") -> Matching:
+    """Over true images of scenes that no denoiser was trained on, in groups of 32."""
+    if count < AMONG or count % AMONG or count > MOST_RENDERS:
+        raise PellucidError(rule("count", f"a multiple of {AMONG}, at most {MOST_RENDERS:,}", count), "matching")
+    cosines = []
+    for first in range(0, count, AMONG):
+        drawn = scenes.sample(torch.arange(first, first + AMONG), seed, "held_out", scenes.TRAIN_STYLES, OBJECTS)
+        captions = scenes.captions(drawn, seed, full=True)
+        images = to_bytes((scenes.render(drawn.to(device), judge.network.config.vision.image_size) + 1) / 2)
+        cosines.append((judge.image(images) @ judge.text(captions)[0].T).cpu())
+    return summed(torch.stack(cosines))
+
+
+def summed(cosines: Tensor) -> Matching:
+    """Of cosines (groups, images, texts), the own ones on the diagonal; another's caption is the next one's."""
+    right = cosines.diagonal(dim1=1, dim2=2)  # (G, 32)
+    other = cosines.roll(-1, dims=2).diagonal(dim1=1, dim2=2)
+    place = torch.arange(cosines.shape[1])
+    return Matching(
+        count=right.numel(),
+        right=float(right.double().mean()),
+        shuffled=float(other.double().mean()),
+        told=Share.of((right > other).flatten().tolist()),
+        by_image=Share.of((cosines.argmax(2) == place).flatten().tolist()),
+        by_text=Share.of((cosines.argmax(1) == place).flatten().tolist()),
+    )
+
+
+# --- Adapters -------------------------------------------------------------------------------------------------------
+
+NEUTRAL = ""  # a prompt that says nothing: the reference alone decides
+ON_A_SHEET = 30
+MOST_IMAGES = 100_000
+
+
+@dataclass(frozen=True)
+class Exam:
+    """How many images, of which scenes, made how."""
+
+    count: int = 200
+    objects: tuple[int, ...] = OBJECTS
+    making: Making = field(default_factory=Making)
+    device: str = "cpu"  # where images are read
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.count <= MOST_IMAGES:
+            raise PellucidError(rule("count", f"from 2 to {MOST_IMAGES:,}", self.count), "exam")
+
+    def batches(self) -> Iterator[tuple[int, Scenes]]:
+        """Held-out scenes, and the number of the first of each batch."""
+        for first in self.making.firsts(self.count):
+            indices = torch.arange(first, min(first + self.making.batch, self.count))
+            yield first, scenes.sample(indices, self.making.seed, "held_out", ("flat",), self.objects)
+
+
+@dataclass(frozen=True)
+class AdapterEffect:
+    """One figure with an adapter and without it; `more` holds figures beside it, `cards` images to look at."""
+
+    adapter: str
+    figure: str
+    count: int
+    adapted: Estimate
+    base: Estimate
+    more: dict[str, float] = field(default_factory=dict)
+    cards: tuple[Card, ...] = field(default=(), repr=False)
+
+    def plain(self) -> dict[str, Any]:
+        kept = {name: getattr(self, name) for name in ("adapter", "figure", "count", "more")}
+        return {**kept, "adapted": asdict(self.adapted), "base": asdict(self.base)}
+
+
+# ControlNet
+
+
+def follows_edges(pipe: Maker, network: Any, exam: Exam) -> AdapterEffect:
+    """The exact outlines of a scene and its caption: F1 of the image's own outlines, within one pixel."""
+    scores: dict[bool, list[Tensor]] = {True: [], False: []}
+    cards: list[Card] = []
+    for first, drawn in exam.batches():
+        captions = [caption for caption, _ in scenes.described(drawn, exam.making.seed, full=True, style=False)]
+        exact = scenes.edges(drawn)  # (B, 1, 128, 128)
+        extra: dict[bool, dict[str, Any]] = {True: {"controls": [Control(network, exact)]}, False: {}}
+        made = {on: exam.making.images(pipe, captions, first, **extra[on]) for on in (True, False)}
+        for on in (True, False):
+            scores[on].append(scenes.edge_f1(seen(made[on], exam.device), exact.to(exam.device)).cpu())
+        hints = images.to_images(exact * 2 - 1)
+        for i, caption in enumerate(captions[: ON_A_SHEET - len(cards) // 3]):
+            cards.append(Card(hints[i], f"{first + i}: {caption}", "edges", None))
+            cards += [Card(made[on][i], condition(on), f"F1 {scores[on][-1][i]:.3f}", None) for on in (False, True)]
+    values = {on: torch.cat(parts).double() for on, parts in scores.items()}
+    more = {
+        "share of 0.9 or more": Share.of((values[True] >= 0.9).tolist()).value,
+        "median": float(values[True].median()),
+    }
+    figure = "edge F1 within 1 pixel"
+    return AdapterEffect(
+        "ControlNet", figure, exam.count, mean_estimate(values[True]), mean_estimate(values[False]), more, tuple(cards)
+    )
+
+
+def condition(on: bool) -> str:
+    return "with the adapter" if on else "without it"
+
+
+def mean_estimate(values: Tensor) -> Estimate:
+    interval = mean_interval(values)
+    return Estimate(float(values.mean()), interval.low, interval.high)
+
+
+def share_estimate(marks: Sequence[bool]) -> Estimate:
+    found = Share.of(marks)
+    return Estimate(found.value, *found.interval)
+
+
+# IP-Adapter
+
+
+class PerImageAdapter(IPAdapter):
+    """An adapter for a batch of as many images: image n is prompted by image n alone."""
+
+    def tokens(self, unet: UNet, states: Tensor, **options: Any) -> Any:
+        """`states` (B, N, …) say the same of N images to each of B images; N is B here."""
+        if states.shape[0] != states.shape[1]:
+            raise PellucidError(
+                rule("images that prompt", f"{states.shape[0]}, one per image", states.shape[1]), "exam"
+            )
+        own = torch.stack([states[i, i] for i in range(len(states))])[:, None]  # (B, 1, …)
+        return super().tokens(unet, own, **options)
+
+
+def read_adapter(file: str | Path, like: Tensor) -> PerImageAdapter:
+    """An IP-Adapter from its file, in the dtype and on the device of `like`."""
+    found = ip_adapter.from_state(weights.read(Path(file)))
+    return PerImageAdapter(found.kind, found.image_proj, list(found.pairs)).to(like).eval()  # type: ignore[arg-type]
+
+
+def carries_reference(pipe: Maker, adapter: PerImageAdapter, exam: Exam) -> AdapterEffect:
+    """An image of one object alone, and a prompt that says nothing of it: an object of that colour and shape."""
+    marks: dict[bool, list[Likeness]] = {True: [], False: []}
+    counts: list[int] = []
+    cards: list[Card] = []
+    for first, drawn in replace(exam, objects=(1,)).batches():
+        shown = scenes.render(alone(drawn))  # (B, 3, H, W)
+        references = images.to_images(shown)
+        wanted = [scene.things[0] for scene in drawn.scenes()]
+        extra: dict[bool, dict[str, Any]] = {True: {"image_prompts": [ImagePrompt(adapter, references)]}, False: {}}
+        prompts = [NEUTRAL] * len(wanted)
+        made = {on: exam.making.images(pipe, prompts, first, **extra[on]) for on in (True, False)}
+        readings = {on: scenes.read(seen(made[on], exam.device)) for on in (True, False)}
+        for on in (True, False):
+            marks[on] += [likeness(r, t) for r, t in zip(readings[on], wanted, strict=True)]
+        counts += [len(reading.objects) for reading in readings[True]]
+        for i, thing in enumerate(wanted[: ON_A_SHEET - len(cards) // 3]):
+            cards.append(Card(references[i], f"{first + i}: {thing.colour} {thing.shape}", "reference", None))
+            for on in (False, True):
+                right = marks[on][first + i].both if on else None
+                cards.append(Card(made[on][i], condition(on), reading_words(readings[on][i]), right))
+    both = {on: [mark.both for mark in marks[on]] for on in marks}
+    more = {
+        "colour": Share.of(mark.colour for mark in marks[True]).value,
+        "shape": Share.of(mark.shape for mark in marks[True]).value,
+        "objects a picture": sum(counts) / len(counts),
+    }
+    figure = "an object has the reference's colour and shape"
+    return AdapterEffect(
+        "IP-Adapter", figure, exam.count, share_estimate(both[True]), share_estimate(both[False]), more, tuple(cards)
+    )
+
+
+class Likeness(NamedTuple):
+    """Whether an object has both, whether any has the colour, and whether any has the shape."""
+
+    both: bool
+    colour: bool
+    shape: bool
+
+
+def likeness(reading: Reading, thing: Thing) -> Likeness:
+    """What of a thing is in an image."""
+    pairs = [(one.colour, one.shape) for one in reading.objects]
+    colours, shapes = [c for c, _ in pairs], [s for _, s in pairs]
+    return Likeness((thing.colour, thing.shape) in pairs, thing.colour in colours, thing.shape in shapes)
+
+
+def reading_words(reading: Reading) -> str:
+    """What was read, in words."""
+    return ", ".join(f"{one.colour or 'unclear'} {one.shape or 'shape'}" for one in reading.objects) or "nothing"
+
+
+# LoRA
+
+
+def has_style(pipe: Maker, lora: Any, style: str, exam: Exam) -> AdapterEffect:
+    """Captions that name no style: the share of images whose style is the LoRA's."""
+    if style not in STYLE_NAMES:
+        raise PellucidError(rule("style", "one of " + ", ".join(STYLE_NAMES), style), "exam")
+    styles: dict[bool, list[str | None]] = {True: [], False: []}
+    cards: list[Card] = []
+    for first, drawn in exam.batches():
+        captions = [caption for caption, _ in scenes.described(drawn, exam.making.seed, full=True, style=False)]
+        extra: dict[bool, dict[str, Any]] = {True: {"loras": [Lora(lora)]}, False: {}}
+        made = {on: exam.making.images(pipe, captions, first, **extra[on]) for on in (True, False)}
+        for on in (True, False):
+            styles[on] += scenes.style_of(seen(made[on], exam.device))
+        for i, caption in enumerate(captions[: ON_A_SHEET - len(cards) // 2]):
+            for on in (False, True):
+                found = styles[on][first + i]
+                words = condition(on) if on else f"{first + i}: {caption}"
+                cards.append(Card(made[on][i], words, found or "unclear", found == style if on else None))
+    marks = {on: [found == style for found in styles[on]] for on in styles}
+    figure = f"style is {style}"
+    return AdapterEffect(
+        "LoRA", figure, exam.count, share_estimate(marks[True]), share_estimate(marks[False]), {}, tuple(cards)
+    )
+
+
+# --- Suite ----------------------------------------------------------------------------------------------------------
 
 BESIDE = ("controlnet", "ip_adapter", "lora", "image_text")  # what may lie beside a base, by its folder in a bundle
 Say = Callable[[str], object]
-Found = RoundTrip | Compared | Matching
+Found = RoundTrip | AdapterEffect | Matching
 
 
 @dataclass(frozen=True)
@@ -74,7 +420,7 @@ class Suite:
 
     @cached_property
     def pipe(self) -> Pipeline:
-        eyes = adapter_eyes(self.ip_adapter) if self.ip_adapter else None
+        eyes = adapter_encoder(self.ip_adapter) if self.ip_adapter else None
         return load(self.model, dtype=self.dtype, device=self.device, image_encoder=eyes)
 
 
@@ -92,20 +438,22 @@ def measure(
     found: dict[str, dict[str, Any]] = {}
     for part in wanted:
         path = folder / f"{part}.json"
-        kept = read(path, asked)
+        kept = read_figures(path, asked)
         if kept is None:
             say(f"measuring {part}")
             kept, cards = PARTS[part](suite)
             if cards:
                 columns = 10 if part in ("vae", "lora") else 9  # pairs, or a hint and two images
-                tiles.save(contact_sheet(cards, f"{Path(suite.model).name}: {part}", columns), folder / f"{part}.png")
+                sheets.save_png(
+                    contact_sheet(cards, f"{Path(suite.model).name}: {part}", columns), folder / f"{part}.png"
+                )
             put(path, json.dumps({"asked": asked, "figures": kept}, indent=1, allow_nan=False) + "\n")
         found[part] = kept
-    put(folder / "suite.md", table(found).markdown())
+    put(folder / "suite.md", suite_table(found).markdown())
     return found
 
 
-def read(path: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
+def read_figures(path: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
     """The figures of a part that was measured with the same settings."""
     try:
         held = read_json(path)
@@ -115,10 +463,10 @@ def read(path: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
     return figures if isinstance(figures, dict) and held.get("asked") == asked else None
 
 
-Measured = tuple[dict[str, Any], tuple[Card, ...]]
+PartFigures = tuple[dict[str, Any], tuple[Card, ...]]
 
 
-def measure_vae(suite: Suite) -> Measured:
+def measure_vae(suite: Suite) -> PartFigures:
     pipe = suite.pipe
     vae, device, size = pipe.components.vae, str(pipe.device), pipe.size_of(Request())[0]
     making = suite.making
@@ -128,32 +476,32 @@ def measure_vae(suite: Suite) -> Measured:
     return found.plain(), cards
 
 
-def measure_controlnet(suite: Suite) -> Measured:
-    found = adapters.follows_edges(suite.pipe, suite.controlnet, suite.exam(str(suite.pipe.device)))
+def measure_controlnet(suite: Suite) -> PartFigures:
+    found = follows_edges(suite.pipe, suite.controlnet, suite.exam(str(suite.pipe.device)))
     return found.plain(), found.cards
 
 
-def measure_ip_adapter(suite: Suite) -> Measured:
+def measure_ip_adapter(suite: Suite) -> PartFigures:
     assert suite.ip_adapter is not None
     like = next(suite.pipe.components.network.parameters())
-    adapter = adapters.read_adapter(adapter_file(suite.ip_adapter), like)
-    found = adapters.carries_reference(suite.pipe, adapter, suite.exam(str(suite.pipe.device)))
+    adapter = read_adapter(adapter_file(suite.ip_adapter), like)
+    found = carries_reference(suite.pipe, adapter, suite.exam(str(suite.pipe.device)))
     return found.plain(), found.cards
 
 
-def measure_lora(suite: Suite) -> Measured:
+def measure_lora(suite: Suite) -> PartFigures:
     loaded = suite.pipe.load_lora(suite.lora)
-    found = adapters.has_style(suite.pipe, loaded, suite.style, suite.exam(str(suite.pipe.device)))
+    found = has_style(suite.pipe, loaded, suite.style, suite.exam(str(suite.pipe.device)))
     return found.plain(), found.cards
 
 
-def measure_image_text(suite: Suite) -> Measured:
+def measure_image_text(suite: Suite) -> PartFigures:
     assert suite.image_text is not None
     judge = Judge.load(suite.image_text, suite.pipe.device)
     return matching(judge, suite.true, seed=suite.making.seed, device=suite.pipe.device).plain(), ()
 
 
-PARTS: dict[str, Callable[[Suite], Measured]] = {
+PARTS: dict[str, Callable[[Suite], PartFigures]] = {
     "vae": measure_vae,
     "controlnet": measure_controlnet,
     "ip_adapter": measure_ip_adapter,
@@ -162,7 +510,7 @@ PARTS: dict[str, Callable[[Suite], Measured]] = {
 }
 
 
-def table(found: dict[str, dict[str, Any]]) -> Table:
+def suite_table(found: dict[str, dict[str, Any]]) -> Table:
     """Every figure, and what it is without the part."""
     rows: list[tuple[str, ...]] = []
     for part, one in found.items():
@@ -170,23 +518,23 @@ def table(found: dict[str, dict[str, Any]]) -> Table:
             low, high = one["interval"]
             rows.append(("VAE", "PSNR of the round trip, dB", f"{one['psnr']:.2f} ({low:.2f} to {high:.2f})", "–"))
             rows.append(("VAE", "PSNR of the worst hundredth, dB", f"{one['worst']:.2f}", "–"))
-            rows.append(("VAE", "read right in all attributes", share(one["after"]), share(one["before"])))
+            rows.append(("VAE", "read right in all attributes", share_words(one["after"]), share_words(one["before"])))
         elif part == "image_text":
             rows.append(("image-text", "cosine", f"{one['right']:.3f}", f"{one['shuffled']:.3f}, another's caption"))
             for key, words in (("by_picture", "caption found among 32"), ("by_text", "picture found among 32")):
-                rows.append(("image-text", words, share(one[key]), f"{100 / AMONG:.1f} % by chance"))
+                rows.append(("image-text", words, share_words(one[key]), f"{100 / AMONG:.1f} % by chance"))
         else:
             both = [Estimate(**one[key]) for key in ("adapted", "base")]
-            rows.append((one["adapter"], one["figure"], *(number(estimate, part) for estimate in both)))
+            rows.append((one["adapter"], one["figure"], *(estimate_words(estimate, part) for estimate in both)))
     note = "In brackets 95 % intervals. Without: the base from the same noise; for the VAE, the true images."
     return Table("Parts of the model", ("part", "figure", "with", "without"), tuple(rows), note)
 
 
-def share(one: dict[str, Any]) -> str:
+def share_words(one: dict[str, Any]) -> str:
     return Share(one["right"], one["count"]).words
 
 
-def number(estimate: Estimate, part: str) -> str:
+def estimate_words(estimate: Estimate, part: str) -> str:
     if part != "controlnet":
         return percent(estimate.value, estimate.low, estimate.high)  # type: ignore[arg-type]  # it has an interval
     return f"{estimate.value:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"

@@ -13,19 +13,18 @@ from torch import Tensor, nn
 from pellucid import scenes
 from pellucid.core.errors import PellucidError
 from pellucid.core.loop import StepSeen
-from pellucid.evidence.doctor.checks import Unable, check
-from pellucid.evidence.doctor.finding import Finding
+from pellucid.evidence.doctor.checks import Finding, Unable, check
 from pellucid.evidence.doctor.subject import Subject
 from pellucid.models.controlnet import ControlNet
 from pellucid.models.lora import Receipt
-from pellucid.pipeline import image_inputs
 from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
-from pellucid.pipeline.conditions import takes_labels, takes_text
+from pellucid.pipeline.encoders import image_inputs
+from pellucid.pipeline.encoders.conditions import takes_labels, takes_text
 from pellucid.pipeline.images import to_images
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.request import Request
 
-Worn = Lora | Control | ImagePrompt
+Adapter = Lora | Control | ImagePrompt
 STEPS = 4
 PROMPT = "a large red star"
 NOTHING = 1e-4  # a relative change of x0 below this is none
@@ -34,7 +33,7 @@ WORDS = {Lora: "LoRA", Control: "ControlNet", ImagePrompt: "IP-Adapter"}
 
 
 @dataclass
-class Predictions:
+class PredictionObserver:
     """An observer: x0 of every row."""
 
     x0: list[Tensor] = field(default_factory=list)
@@ -43,12 +42,12 @@ class Predictions:
         self.x0.append(seen.x0.detach().float().cpu().clone())
 
 
-def beside(subject: Subject) -> tuple[Worn, ...]:
+def beside(subject: Subject) -> tuple[Adapter, ...]:
     """The adapters that lie in a model's folder and are none of its parts, as in a bundle; with no images yet."""
     folder, parts = subject.folder, subject.index or {}
     if folder is None:
         return ()
-    kinds: dict[str, Callable[[Path], Worn]] = {
+    kinds: dict[str, Callable[[Path], Adapter]] = {
         "lora": Lora,
         "controlnet": lambda place: Control(place, None),
         "ip_adapter": lambda place: ImagePrompt(place, None),
@@ -63,7 +62,7 @@ def shown_images(size: tuple[int, int]) -> Any:
     return to_images(scenes.render(drawn, side))[0], to_images(scenes.edges(drawn, side) * 2 - 1)[0]
 
 
-def dressed(pipe: Pipeline, one: Worn) -> dict[str, Any]:
+def adapter_option(pipe: Pipeline, one: Adapter) -> dict[str, Any]:
     """The request's option for an adapter."""
     image, outlines = shown_images(pipe.size_of(Request()))
     if isinstance(one, Lora):
@@ -76,14 +75,14 @@ def dressed(pipe: Pipeline, one: Worn) -> dict[str, Any]:
 
 def predictions(pipe: Pipeline, **extra: Any) -> tuple[list[Tensor], Receipt | None]:
     """x0 of every row of a short run."""
-    network, watch = pipe.components.network, Predictions()
+    network, watch = pipe.components.network, PredictionObserver()
     said: dict[str, Any] = {"prompt": PROMPT} if takes_text(network) else {}
     said |= {"label": 0} if takes_labels(network) else {}
     made = pipe(seed=0, sampler="dpmpp_2m", steps=STEPS, guidance=1.0, decode=False, observers=[watch], **said, **extra)
     return watch.x0, made.receipt
 
 
-def change(plain: Sequence[Tensor], worn: Sequence[Tensor]) -> float:
+def relative_change(plain: Sequence[Tensor], worn: Sequence[Tensor]) -> float:
     """The largest relative change of x0 over the rows."""
     apart = [float((b - a).norm() / a.norm().clamp(min=1e-12)) for a, b in zip(plain, worn, strict=True)]
     return max(apart)
@@ -97,20 +96,20 @@ def adapters(subject: Subject) -> Iterable[Finding]:
     if not given:
         raise Unable("no adapter: give --lora, --controlnet or --ip-adapter")
     plain, _ = predictions(subject.pipeline)
-    return [finding for one in given for finding in looked_at(subject.pipeline, one, plain)]
+    return [finding for one in given for finding in adapter_findings(subject.pipeline, one, plain)]
 
 
-def looked_at(pipe: Pipeline, one: Worn, plain: Sequence[Tensor]) -> Iterable[Finding]:
+def adapter_findings(pipe: Pipeline, one: Adapter, plain: Sequence[Tensor]) -> Iterable[Finding]:
     """Findings of one adapter."""
     kind, name = WORDS[type(one)], name_of(one)
     try:
-        worn, receipt = predictions(pipe, **dressed(pipe, one))
+        worn, receipt = predictions(pipe, **adapter_option(pipe, one))
     except PellucidError as error:
         if error.code == "ip-encoder":
             raise Unable(f"the image encoder of {name} is not here") from None
         yield refused(kind, name, error)
         return
-    moved = change(plain, worn)
+    moved = relative_change(plain, worn)
     if not moved > NOTHING:
         cause, fix = why(pipe, one)
         facts = (("adapter", name), ("relative change of the prediction", moved), ("rows", len(plain)))
@@ -136,7 +135,7 @@ def refused(kind: str, name: str, error: PellucidError) -> Finding:
     return Finding(code, "error", title, facts, str(error), "Use an adapter that was made for this base, at scale 1.")
 
 
-def why(pipe: Pipeline, one: Worn) -> tuple[str, str]:
+def why(pipe: Pipeline, one: Adapter) -> tuple[str, str]:
     """The cause of no change at all, and what to do."""
     if isinstance(one, Lora | Control | ImagePrompt) and is_zero(one.scale):
         return "Its scale is 0.", "Give it a scale above 0, such as 1.0."
@@ -169,7 +168,7 @@ def is_zero(scale: Any) -> bool:
     return all(value == 0 for value in values)
 
 
-def name_of(one: Worn) -> str:
+def name_of(one: Adapter) -> str:
     held = one.source if isinstance(one, Lora) else one.network if isinstance(one, Control) else one.adapter
     if isinstance(held, str | Path):
         return Path(held).name

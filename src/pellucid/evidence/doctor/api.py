@@ -11,11 +11,17 @@ from torch import Tensor
 from pellucid.core.denoiser import denoiser
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.schedule import Schedule
-from pellucid.evidence.doctor.checks import examine
-from pellucid.evidence.doctor.finding import Report
-from pellucid.evidence.doctor.opening import Given, of_pipeline, open_subject, with_data
+from pellucid.evidence.doctor.checks import Report, examine
 from pellucid.evidence.doctor.probe import Probe
-from pellucid.evidence.doctor.subject import Asked, Data, Subject
+from pellucid.evidence.doctor.subject import (
+    KnownImages,
+    RunSpec,
+    Subject,
+    SubjectSpec,
+    of_pipeline,
+    open_subject,
+    with_data,
+)
 from pellucid.pipeline.pipeline import Pipeline
 
 
@@ -38,7 +44,7 @@ def doctor(
     if (model is None) == (network is None):
         got = "none of them" if model is None else "both"
         raise PellucidError(f"model or network must be given; got {got}.", "usage")
-    asked = Asked(steps=steps, device=device)
+    asked = RunSpec(steps=steps, device=device)
     if network is not None:
         subject = _of_network(network, schedule, target, data, asked)
     elif schedule is not None or target is not None:
@@ -49,7 +55,7 @@ def doctor(
         subject = of_pipeline(model, asked)
         subject = subject if data is None else with_data(subject, str(data))
     else:
-        subject = open_subject(Given(str(model), data=None if data is None else str(data)), asked)
+        subject = open_subject(SubjectSpec(str(model), data=None if data is None else str(data)), asked)
     return examine(subject)
 
 
@@ -58,7 +64,7 @@ def _of_network(
     schedule: str | Schedule | None,
     target: str | None,
     data: str | Path | Tensor | None,
-    asked: Asked,
+    asked: RunSpec,
 ) -> Subject:
     """A network as a subject; it is asked where its data are."""
     if schedule is None:
@@ -72,4 +78,4 @@ def _of_network(
     clean = data.detach().to(asked.device or data.device, torch.float32)
     probe = Probe(network, read.schedule, read.target, clean)
     name = network.__name__ if hasattr(network, "__name__") else type(network).__name__
-    return Subject(name, asked, probe=probe, data=Data(clean))
+    return Subject(name, asked, probe=probe, data=KnownImages(clean))

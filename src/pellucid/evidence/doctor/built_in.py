@@ -16,9 +16,9 @@ from torch import Tensor
 
 from pellucid import scenes
 from pellucid.evidence.doctor.checks import Unable
-from pellucid.evidence.doctor.hypotheses import LEARNT, measure, tried
+from pellucid.evidence.doctor.hypotheses import LEARNT, measure, schedules_tried
 from pellucid.evidence.doctor.probe import Probe, pipeline_probe
-from pellucid.evidence.doctor.subject import Data, Subject
+from pellucid.evidence.doctor.subject import KnownImages, Subject
 from pellucid.pipeline.request import Request
 
 SIDE = 128  # pixels that discs, clouds and strokes are drawn with, before they are resized
@@ -91,10 +91,10 @@ def built_in_probe(subject: Subject) -> Probe:
         raise Unable(f"{weights / 1e9:.1f} billion weights take minutes on a CPU; give --data, or a GPU")
     size = min(pipe.size_of(Request()))
     size = min(size, SMALLER) if slow else size
-    kinds = denoised(replace(pipeline_probe(pipe, Data(mixed(KINDS, len(KINDS), size))), few=slow))
+    kinds = denoised(replace(pipeline_probe(pipe, KnownImages(mixed(KINDS, len(KINDS), size))), few=slow))
     if not kinds:
         raise Unable("the network denoises no built-in image; give --data of its kind")
-    return replace(pipeline_probe(pipe, Data(mixed(kinds, FEW if slow else COUNT, size))), few=slow)
+    return replace(pipeline_probe(pipe, KnownImages(mixed(kinds, FEW if slow else COUNT, size))), few=slow)
 
 
 def mixed(kinds: Sequence[str], count: int, size: int) -> Tensor:
@@ -105,5 +105,5 @@ def mixed(kinds: Sequence[str], count: int, size: int) -> Tensor:
 
 def denoised(probe: Probe) -> list[str]:
     """The kinds that the network denoises better than the best linear denoiser, under any reading."""
-    errors = measure(probe, tried(probe), range(len(KINDS)), ratios=(CHOOSING,)).errors  # (H, 1, kinds)
+    errors = measure(probe, schedules_tried(probe), range(len(KINDS)), ratios=(CHOOSING,)).errors  # (H, 1, kinds)
     return [kind for kind, least in zip(KINDS, errors.amin((0, 1)).exp(), strict=True) if least < LEARNT]

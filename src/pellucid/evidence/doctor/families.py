@@ -1,4 +1,4 @@
-"""Checks against what is known of published families: what they predict, their schedules, their VAEs' scales."""
+"""Checks against published families, and of the recipe that an image was made by."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from pellucid.core import schedule as schedules
 from pellucid.core.errors import PellucidError
 from pellucid.core.filters import Clip, DynamicThreshold
 from pellucid.core.schedule import Tabled
-from pellucid.evidence.doctor.checks import Unable, check
-from pellucid.evidence.doctor.configs import flow_in_eps, flows
-from pellucid.evidence.doctor.finding import Finding
-from pellucid.evidence.doctor.inventory import inventory, network_of
+from pellucid.evidence.doctor.checks import Finding, Unable, check
+from pellucid.evidence.doctor.components import inventory, network_of
+from pellucid.evidence.doctor.scheduler_configs import flow_in_eps, flows
 from pellucid.evidence.doctor.subject import Subject
 from pellucid.interop import single_file, weights
 from pellucid.interop.components import NETWORK_PARTS
 from pellucid.interop.diffusers_classes import CLASSES
 from pellucid.interop.family import DIT, Family, family_of
 from pellucid.interop.folder import mended as mended_of
+from pellucid.models.guidance import GUARDED_SCALE, Guidance
+from pellucid.pipeline.request import Request
 
 V_NAMES = re.compile(r"v[-_ ]?pred|768[-_]?v\b|[-_]v[-_]ema", re.IGNORECASE)
 DIT_WIDTH = 1152  # of DiT-XL/2, which the family's name stands for
@@ -44,7 +45,7 @@ def known_family(subject: Subject) -> Family | None:
 
 
 @check("target and family", needs=("reading",))
-def target(subject: Subject) -> Iterator[Finding]:
+def family_target(subject: Subject) -> Iterator[Finding]:
     """What the config says is predicted, and what such networks predict."""
     reading = subject.reading
     assert reading is not None
@@ -98,7 +99,7 @@ def file_target(subject: Subject) -> Iterator[Finding]:
 
 
 @check("schedule and family", needs=("reading",))
-def schedule(subject: Subject) -> Iterator[Finding]:
+def family_schedule(subject: Subject) -> Iterator[Finding]:
     """Betas that are not those of Stable Diffusion, in a network that is."""
     reading = subject.reading
     assert reading is not None
@@ -130,7 +131,7 @@ def schedule(subject: Subject) -> Iterator[Finding]:
 
 
 @check("scale of the VAE and family", needs=())
-def scale(subject: Subject) -> Iterator[Finding]:
+def family_scale(subject: Subject) -> Iterator[Finding]:
     """A scaling factor of another family."""
     family, factor = known_family(subject), scaling_of(subject)
     if family is None or factor is None:
@@ -248,4 +249,68 @@ def mended(subject: Subject) -> Iterator[Finding]:
             (("pipeline", pipeline),),
             words[0].upper() + words[1:],
             "Write what the pipeline sets into scheduler/scheduler_config.json: other programs read it too.",
+        )
+
+
+# --- Recipes --------------------------------------------------------------------------------------------------------
+
+BURNING = 15.0  # a scale at which plain guidance burns colours in every family
+LARGER = 2.0  # times the pixels that a model was trained on
+
+
+@check("guidance of the recipe", needs=("recipe",))
+def recipe_guidance(subject: Subject) -> Iterator[Finding]:
+    """A scale that burns colours, with nothing against it."""
+    told = (subject.recipe or {}).get("guidance")
+    if not told:
+        raise Unable("the recipe names no guidance")
+    asked = Guidance.from_dict(told)
+    most = asked.most
+    if not asked.untamed:
+        return
+    yield Finding(
+        "guidance-high",
+        "warning" if most >= BURNING else "note",
+        f"the guidance scale is {most:g}, with no rule against burnt colours",
+        (("scale", most), ("guarded at", GUARDED_SCALE)),
+        "Guidance adds the difference of two predictions so many times over: the predicted image leaves the range of "
+        "images, colours saturate and bleed.",
+        f'--guidance "guarded {most:g}", or --guidance "{most:g} + rescale"',
+    )
+
+
+@check("size of the recipe", needs=("recipe", "pipeline"))
+def recipe_size(subject: Subject) -> Iterator[Finding]:
+    """An image of another size than the model was trained on."""
+    asked = (subject.recipe or {}).get("size")
+    if asked is None:
+        raise Unable("the recipe names no size")
+    assert subject.pipeline is not None
+    own = subject.pipeline.size_of(Request())
+    ratio = asked[0] * asked[1] / (own[0] * own[1])
+    if not 1 / LARGER <= ratio <= LARGER:
+        yield Finding(
+            "size-off",
+            "warning",
+            f"the image has {ratio:.2g} times the pixels that the model was trained on",
+            (("width", asked[0]), ("height", asked[1]), ("trained width", own[0]),
+             ("trained height", own[1])),
+            "Larger images repeat their subject, smaller ones lose it: the network knows structures of one size.",
+            f"--size {own[0]}x{own[1]}; enlarge afterwards with --image and a low --strength",
+        )  # fmt: skip
+
+
+@check("words of another program", needs=("recipe",))
+def foreign_words(subject: Subject) -> Iterator[Finding]:
+    """Settings of an A1111 text that are not read here."""
+    recipe = subject.recipe or {}
+    unread = dict(recipe.get("unread") or {})
+    if unread:
+        yield Finding(
+            "recipe-unread",
+            "note",
+            f"{len(unread)} settings of the image's text are not read here",
+            tuple((name or "rest", value[:60]) for name, value in unread.items()),
+            "Another program made the image, and has settings that Pellucid has no words for.",
+            "Repeat it by hand where they matter: pellucid sample --from FILE says what it takes.",
         )

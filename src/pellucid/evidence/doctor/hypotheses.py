@@ -1,18 +1,4 @@
-"""Which reading of a network's output is true: hypotheses of (target, schedule), scored on known data.
-
-Images are noised to a level; the network is told the time that a schedule has for that level, and its output is read
-as a target. The score is e / (e + l): e is the mean square error of x0, and l that of the best linear denoiser of the
-same x. It is near 0 for a network that was trained so and is read so, 1/2 for a reading that is as good as one factor,
-and at most 1 for nonsense, so that levels at which a small network fails decide nothing. All hypotheses see the same
-images and the same noise: they are compared image by image.
-
-Where the config's schedule does not win, a wrong scale of the data may be the cause: it shifts every level as another
-schedule does. So the config's schedule is then tried at other scales c too: c·(x0 + ρ·eps) at sigma / alpha c·ρ, which
-is the same x but for its size.
-
-The confidence of an answer is the share of resamples, of images and of levels, in which it wins. It is never more
-than 1 − 2⁻ᴺ for N images: so often would N coins fall alike.
-"""
+"""The schedules that a network may have been trained on: the usual ones, and the one that its config names."""
 
 from __future__ import annotations
 
@@ -21,17 +7,71 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pellucid.core import schedule as schedules
 from pellucid.core.denoiser import input_scale, read_output
-from pellucid.core.schedule import Frame, Schedule, Target, in_frame
-from pellucid.evidence.doctor.candidates import RATIOS, family, known, name_of, with_declared
+from pellucid.core.schedule import EDM, Flow, Frame, Schedule, Tabled, Target, in_frame
 from pellucid.evidence.doctor.checks import Unable
 from pellucid.evidence.doctor.probe import Probe, probe_of
 from pellucid.evidence.doctor.subject import Subject
-from pellucid.evidence.metrics.bootstrap import draws
+from pellucid.evidence.statistics import draws
+
+# --- Schedules ------------------------------------------------------------------------------------------------------
+
+RATIOS: tuple[float, ...] = tuple(float(r) for r in np.geomspace(0.25, 6.0, 7))  # sigma / alpha
+ALIKE = 0.01  # of the span of times: schedules that tell no more than this apart are one
+NUM_TRAIN = 1000
+TABLED = ("linear", "scaled_linear", "cosine", "sqrt_alpha_bar", "sqrt_beta", "sigmoid", "laplace", "exponential")
+ZERO = ", zero terminal SNR"
+
+
+def known_schedules(declared: Schedule) -> dict[str, Schedule]:
+    """The usual schedules, of as many times as the config's."""
+    count = declared.num_train or NUM_TRAIN
+    found: dict[str, Schedule] = {name: schedules.make(name, num_train=count) for name in TABLED}
+    found["scaled_linear" + ZERO] = schedules.make("scaled_linear", num_train=count, zero_snr=True)
+    found["flow"] = Flow(scale=declared.scale if isinstance(declared, Flow) else float(count))
+    found["edm"] = declared if isinstance(declared, EDM) else EDM()
+    return found
+
+
+def with_declared(declared: Schedule, others: Mapping[str, Schedule]) -> dict[str, Schedule]:
+    """The config's schedule first, under its own name; of those that tell the same times only the first is kept."""
+    found = {schedule_name(declared): declared}
+    for name, curve in others.items():
+        if not any(alike(curve, kept) for kept in found.values()):
+            found[name if name not in found else f"{name}, as usual"] = curve
+    return found
+
+
+def schedule_name(declared: Schedule) -> str:
+    """The name of a schedule: the usual one that it equals, or its own."""
+    for name, curve in known_schedules(declared).items():
+        if alike(curve, declared):
+            return name
+    zero = ZERO if isinstance(declared, Tabled) and declared.zero_terminal else ""
+    return f"{declared.name} of the config{zero}"
+
+
+def family(name: str) -> str:
+    """The name of a schedule without its end: zero terminal SNR moves the other levels too little to be told apart."""
+    return name.removesuffix(ZERO)
+
+
+def alike(one: Schedule, other: Schedule) -> bool:
+    """Whether a network would be told the same times for the same levels, and see them in the same frame."""
+    if one.frame != other.frame:
+        return False
+    low, high = one.span
+    apart = np.abs(one.time_at(np.array(RATIOS)) - other.time_at(np.array(RATIOS)))
+    return bool(apart.max() <= ALIKE * (high - low))
+
+
+# --- Hypotheses -----------------------------------------------------------------------------------------------------
 
 MOST = 64  # images
 FIRST = 4  # images that all schedules are tried on; those that are out of the question then are dropped
@@ -139,7 +179,7 @@ class Answer:
         return f"{self.name}{second} with confidence {self.confidence:.3f} from {self.scores.images} images"
 
 
-class Detected(NamedTuple):
+class Detection(NamedTuple):
     """What a network predicts, and on which schedule it was trained to predict that; or on another scale of data."""
 
     target: Answer
@@ -149,7 +189,7 @@ class Detected(NamedTuple):
         """The probe with the target and the schedule that were found, where that is sure."""
         target = self.target.winner.target if self.target.confidence >= SURE else probe.target
         sure = self.schedule.confidence >= SURE and self.schedule.name != SCALED
-        curves = with_declared(probe.schedule, known(probe.schedule))
+        curves = with_declared(probe.schedule, known_schedules(probe.schedule))
         return replace(probe, target=target, schedule=curves[self.schedule.winner.schedule] if sure else probe.schedule)
 
     def contradicts(self, probe: Probe) -> str | None:
@@ -158,7 +198,7 @@ class Detected(NamedTuple):
             return "target"
         if self.schedule.name == SCALED:
             return "scale of training"
-        wrong = self.schedule.confidence >= SURE and self.schedule.name != family(name_of(probe.schedule))
+        wrong = self.schedule.confidence >= SURE and self.schedule.name != family(schedule_name(probe.schedule))
         return "schedule" if wrong else None
 
 
@@ -207,35 +247,35 @@ def shrunk(data: Tensor, noisy: Tensor, ratio: float) -> Tensor:
     return mean + (noisy - mean) * (variance / (variance + ratio**2))
 
 
-def tried(probe: Probe) -> dict[str, Schedule]:
+def schedules_tried(probe: Probe) -> dict[str, Schedule]:
     """The schedules that are asked about: the config's and the usual ones; where calls are slow, the commonest."""
-    found = with_declared(probe.schedule, known(probe.schedule))
-    kept = (*FEW_SCHEDULES, name_of(probe.schedule)) if probe.few else tuple(found)
+    found = with_declared(probe.schedule, known_schedules(probe.schedule))
+    kept = (*FEW_SCHEDULES, schedule_name(probe.schedule)) if probe.few else tuple(found)
     return {name: found[name] for name in found if name in kept}
 
 
-def detect(probe: Probe, most: int = MOST) -> Detected:
+def detect(probe: Probe, most: int = MOST) -> Detection:
     """Asks with more and more images, until both answers are clear or the images are used up."""
     if len(probe) < 2:
         raise Unable(f"{len(probe)} image is too few: give two or more")
-    curves = tried(probe)
+    curves = schedules_tried(probe)
     total = min(len(probe), most)
     scores = measure(probe, curves, range(min(FEW_FIRST if probe.few else FIRST, total)))
-    declared = name_of(probe.schedule)
+    declared = schedule_name(probe.schedule)
     left = contending(scores) | {declared}
     curves = {name: curve for name, curve in curves.items() if name in left}
     scores = scores.among(lambda one: one.schedule in left)
     for goal in dict.fromkeys(min(one, total) for one in ROUNDS):
         if goal > scores.images:
             scores = scores.join(measure(probe, curves, range(scores.images, goal)))
-        found = answered(scores)
+        found = answer_both(scores)
         if min(one.confidence for one in found) >= CLEAR:
             break
     if found.target.denoises and found.schedule.name == family(declared):
         return found
     for scale in FEW_SCALES if probe.few else SCALES:
         scores = scores.beside(measure(probe, {declared: probe.schedule}, range(scores.images), scale))
-    return answered(scores)
+    return answer_both(scores)
 
 
 def contending(scores: Scores) -> set[str]:
@@ -251,10 +291,10 @@ def resampled(scores: Scores, seed: int) -> Tensor:
     return torch.einsum("rl,hln,rn->rh", levels, logs, images)
 
 
-def answered(scores: Scores) -> Detected:
+def answer_both(scores: Scores) -> Detection:
     target = judge(scores, lambda one: one.target)
     fitting = scores.among(lambda one: one.target == target.name)
-    return Detected(target, judge(fitting, lambda one: family(one.schedule) if one.scale == 1.0 else SCALED))
+    return Detection(target, judge(fitting, lambda one: family(one.schedule) if one.scale == 1.0 else SCALED))
 
 
 def judge(scores: Scores, called: Callable[[Hypothesis], str], seed: int = 0) -> Answer:
@@ -271,13 +311,13 @@ def judge(scores: Scores, called: Callable[[Hypothesis], str], seed: int = 0) ->
     return Answer(winner, share, best, scores)
 
 
-def shown(answer: Answer, count: int = 5) -> list[tuple[str, float | str]]:
+def answer_evidence(answer: Answer, count: int = 5) -> list[tuple[str, float | str]]:
     """Evidence: how sure, of how many images, and the scores of the likeliest names."""
     listed = [(f"score as {name}", answer.score(name)) for name in answer.ranked[:count]]
     return [("images", answer.scores.images), ("confidence", answer.confidence), *listed]
 
 
-def unfit(answer: Answer, what: str) -> str:
+def undecided_words(answer: Answer, what: str) -> str:
     """Why built-in images do not decide."""
     if not answer.denoises:
         return "the network denoises no built-in image; give --data of its kind"
@@ -287,7 +327,7 @@ def unfit(answer: Answer, what: str) -> str:
 # --- of a subject, once for all checks that ask -------------------------------------------------------------------
 
 
-def asked(subject: Subject) -> tuple[Probe, Detected]:
+def detection_of(subject: Subject) -> tuple[Probe, Detection]:
     """The probe of a subject, of its data or of built-in images, and what `detect` says of it."""
     from pellucid.evidence.doctor.built_in import built_in_probe  # which asks with `measure`
 
@@ -297,7 +337,7 @@ def asked(subject: Subject) -> tuple[Probe, Detected]:
             subject.memo["asked"] = probe, detect(probe)
         except Unable as error:
             subject.memo["asked"] = error
-    found: tuple[Probe, Detected] | Unable = subject.memo["asked"]
+    found: tuple[Probe, Detection] | Unable = subject.memo["asked"]
     if isinstance(found, Unable):
         raise found
     return found

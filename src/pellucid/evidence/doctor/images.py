@@ -16,17 +16,15 @@ from torch import Tensor
 
 from pellucid.core.errors import PellucidError
 from pellucid.evidence import qualities
-from pellucid.evidence.adherence.shares import Share
-from pellucid.evidence.doctor.checks import Unable, check
-from pellucid.evidence.doctor.finding import Finding
+from pellucid.evidence.doctor.checks import Finding, Unable, check
 from pellucid.evidence.doctor.subject import Subject
-from pellucid.evidence.doctor.traces import said
+from pellucid.evidence.doctor.traces import scale_evidence
 from pellucid.evidence.metrics.images import Folder
-from pellucid.evidence.qualities.given import unit
+from pellucid.evidence.qualities import unit
+from pellucid.evidence.statistics import Share
 from pellucid.pipeline.recipe import Recipe, read_png
 from pellucid.scenes.grading import grade
-from pellucid.scenes.parsing import parse
-from pellucid.scenes.query import Query
+from pellucid.scenes.grammar import Query, parse
 
 MOST, MOST_PIXELS = 256, 2**26  # that are looked at: 64 images of 1024 × 1024
 LEAST_SIDE = 16
@@ -41,7 +39,7 @@ FOLLOWED = 0.5  # the share that shows all that was asked for, below which somet
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """One quality of the images, and of the data where there are some: one number an image."""
 
     own: Tensor
@@ -51,7 +49,7 @@ class Measured:
         return float(middle(self.own)), None if self.data is None else float(middle(self.data))
 
 
-def looked_at(subject: Subject) -> list[Tensor]:
+def chunks_of(subject: Subject) -> list[Tensor]:
     """(B, 3, H, W) uint8 each, one size in each, at most MOST images and MOST_PIXELS."""
     assert subject.images is not None
     kept: list[Tensor] = []
@@ -69,9 +67,9 @@ def looked_at(subject: Subject) -> list[Tensor]:
     return large
 
 
-def measured(subject: Subject, quality: Callable[[Tensor], Tensor]) -> Measured:
-    own = torch.cat([quality(chunk) for chunk in looked_at(subject)])
-    return Measured(own, None if subject.data is None else quality(subject.data.pixels.clamp(0, 1)))
+def measured(subject: Subject, quality: Callable[[Tensor], Tensor]) -> Measurement:
+    own = torch.cat([quality(chunk) for chunk in chunks_of(subject)])
+    return Measurement(own, None if subject.data is None else quality(subject.data.pixels.clamp(0, 1)))
 
 
 def facts(name: str, own: float, data: float | None, count: int) -> tuple[tuple[str, float | str], ...]:
@@ -135,7 +133,7 @@ def saturation(subject: Subject) -> Iterable[Finding]:
             (
                 *facts("share of values at 0 or 255", own, data, len(found.own)),
                 *colour,
-                *said(scale),
+                *scale_evidence(scale),
             ),
             "Predictions were pushed out of the range of images, as too high a guidance scale does"
             + ("." if scale is None else f": it was {scale:g}."),
@@ -147,7 +145,7 @@ def saturation(subject: Subject) -> Iterable[Finding]:
 @check("seams", needs=("images",))
 def seams(subject: Subject) -> Iterable[Finding]:
     """Do jumps stand where tiles meet?"""
-    chunks = looked_at(subject)
+    chunks = chunks_of(subject)
     found: dict[int, float] = {}
     for period in PERIODS:
         values = [qualities.seams(chunk, period) for chunk in chunks if 2 * period <= max(chunk.shape[2:])]
@@ -187,7 +185,7 @@ def bleeding(subject: Subject) -> Iterable[Finding]:
             f"in {share.value:.0%} of the images an object has the colour of another",
             (
                 *counted(share),
-                *said(scale),
+                *scale_evidence(scale),
             ),
             "The prompt's colours are bound to the wrong objects"
             + ("." if scale is None else f", at guidance {scale:g}."),
@@ -230,7 +228,7 @@ def as_asked(subject: Subject) -> Iterable[Finding]:
                 *counted(share),
                 ("most often wrong", f"{most}, in {often}"),
                 ("with something that cannot be read", unread),
-                *said(scale),
+                *scale_evidence(scale),
             ),
             "Images alone do not tell why: the model, its schedule or its guidance may be at fault.",
             "Ask about the model (pellucid doctor MODEL --data scenes) and a run of it (--trace FILE).",

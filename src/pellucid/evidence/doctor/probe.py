@@ -1,4 +1,4 @@
-"""The denoising network as a detector asks it: clean data that it should know, noise by address, its raw output."""
+"""Images known to be of a model's kind, and its network as the detectors call it."""
 
 from __future__ import annotations
 
@@ -7,21 +7,80 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pellucid.core import target as targets
+from pellucid.core.errors import PellucidError, rule
 from pellucid.core.noise import Philox
 from pellucid.core.schedule import Schedule, Target
 from pellucid.evidence.doctor.checks import Unable
-from pellucid.evidence.doctor.subject import Data, Subject
+from pellucid.evidence.doctor.subject import KnownImages, Subject
+from pellucid.evidence.metrics.fid import Statistics
+from pellucid.evidence.metrics.images import ImageSet, open_images
+from pellucid.interop.source import expanded
 from pellucid.models.dit import DiT
 from pellucid.models.guided import read
 from pellucid.models.vae import to_diffusion
-from pellucid.pipeline.conditions import make_conditions, takes_labels, takes_text
-from pellucid.pipeline.denoising import half_of
-from pellucid.pipeline.image_inputs import is_inpainting
+from pellucid.pipeline.encoders.conditions import make_conditions, takes_labels, takes_text
+from pellucid.pipeline.encoders.image_inputs import is_inpainting
 from pellucid.pipeline.pipeline import Pipeline
+from pellucid.pipeline.prepare import working_dtype
 from pellucid.pipeline.request import Request
+from pellucid.train.draws import Draws
+from pellucid.train.image_folder import ImageFolder
+from pellucid.train.scenes_source import ScenesConfig
+from pellucid.train.source import Batch, Source
+
+# --- Known images ---------------------------------------------------------------------------------------------------
+
+MOST_IMAGES = 64  # images that are looked at
+SCENES = "scenes"
+
+
+def open_data(where: str, size: int, count: int = MOST_IMAGES) -> KnownImages:
+    """At most `count` images of a folder (with its captions or classes), of a file of arrays, or of scenes."""
+    if where == SCENES:
+        return from_source(ScenesConfig(size=size, split="any").open(), count, SCENES)
+    if expanded(where).is_dir():
+        return from_source(ImageFolder(expanded(where), size), count, where)
+    found = open_images(where)
+    if isinstance(found, Statistics):
+        raise PellucidError(rule("data", "images", f"statistics in {where}"), "data")
+    return KnownImages(first_images(found, size, count), name=where)
+
+
+def from_source(source: Source, count: int, name: str) -> KnownImages:
+    """Images that are spread over all that a source has."""
+    wanted = min(count, len(source))
+    at = torch.arange(wanted) if source.endless else torch.linspace(0, len(source) - 1, wanted).round().long()
+    seen: Batch = source.batch(at, Draws(0, 0, wanted), torch.device("cpu"))
+    labels = None if seen.labels is None else tuple(int(label) for label in seen.labels)
+    return KnownImages(seen.images.float() / 2 + 0.5, seen.captions, labels, name)
+
+
+def first_images(found: ImageSet, size: int, count: int) -> Tensor:
+    """(N, 3, size, size) in [0, 1]: the shorter side resized, the longer one cut at its centre."""
+    kept: list[Tensor] = []
+    for chunk in found.chunks(lambda number, why: None):
+        square = cut(chunk[: count - sum(map(len, kept))].float() / 255, size)
+        kept.append(square)
+        if sum(map(len, kept)) >= count:
+            break
+    return torch.cat(kept)
+
+
+def cut(pixels: Tensor, size: int) -> Tensor:
+    high, wide = pixels.shape[-2:]
+    side = min(high, wide)
+    top, left = (high - side) // 2, (wide - side) // 2
+    square = pixels[..., top : top + side, left : left + side]
+    if side == size:
+        return square
+    return F.interpolate(square, (size, size), mode="bicubic", antialias=True).clamp(0, 1)
+
+
+# --- The network ----------------------------------------------------------------------------------------------------
 
 AT_ONCE = 16  # images in one call
 STREAMS = 1 << 20  # seeds that are kept apart for the noise of one level
@@ -67,10 +126,10 @@ def probe_of(subject: Subject, most: int = 64) -> Probe:
     if subject.probe is not None:
         return replace(subject.probe, clean=subject.probe.clean[:most])
     assert subject.pipeline is not None
-    return pipeline_probe(subject.pipeline, first(subject.data, most))
+    return pipeline_probe(subject.pipeline, head(subject.data, most))
 
 
-def pipeline_probe(pipe: Pipeline, data: Data) -> Probe:
+def pipeline_probe(pipe: Pipeline, data: KnownImages) -> Probe:
     """The probe of a pipeline, with all of the data."""
     network = pipe.components.network
     check_askable(pipe)
@@ -83,8 +142,8 @@ def pipeline_probe(pipe: Pipeline, data: Data) -> Probe:
         pipe.components.schedule,
         targets.named(pipe.components.target),
         clean_latents(pipe, data.pixels),
-        told(pipe, data),
-        half_of(network),
+        conditions_of(pipe, data),
+        working_dtype(network),
     )
 
 
@@ -98,10 +157,10 @@ def check_askable(pipe: Pipeline) -> None:
         raise Unable(f"the network takes {channels} channels, and images have 3, or 1 in grey")
 
 
-def first(data: Data, most: int) -> Data:
+def head(data: KnownImages, most: int) -> KnownImages:
     captions = None if data.captions is None else data.captions[:most]
     labels = None if data.labels is None else data.labels[:most]
-    return Data(data.pixels[:most], captions, labels, data.name)
+    return KnownImages(data.pixels[:most], captions, labels, data.name)
 
 
 @torch.no_grad()
@@ -116,7 +175,7 @@ def clean_latents(pipe: Pipeline, pixels: Tensor) -> Tensor:
     return to_diffusion(vae.config, torch.cat(means).float())
 
 
-def told(pipe: Pipeline, data: Data) -> dict[str, Tensor]:
+def conditions_of(pipe: Pipeline, data: KnownImages) -> dict[str, Tensor]:
     """What the network is told beside x and time: captions and classes where they are known, else nothing."""
     parts, count = pipe.components, len(data.pixels)
     network: Any = parts.network

@@ -9,9 +9,8 @@ from pellucid.core.dialect_diffusers import PREVIOUS, ZERO_SNR_RATIO
 from pellucid.core.errors import PellucidError
 from pellucid.core.plan import Plan, kept
 from pellucid.core.schedule import Tabled
-from pellucid.evidence.doctor import plans
-from pellucid.evidence.doctor.checks import Unable, check
-from pellucid.evidence.doctor.finding import Finding
+from pellucid.evidence.doctor import subject as subjects
+from pellucid.evidence.doctor.checks import Finding, Unable, check
 from pellucid.evidence.doctor.subject import Subject
 from pellucid.interop.diffusers_config import Reading
 from pellucid.interop.weights import some
@@ -36,7 +35,7 @@ WASTED = 0.2  # share of the calls there, the first aside: a grid has to begin s
 @check("steps", needs=("reading",))
 def steps(subject: Subject) -> Iterator[Finding]:
     """More steps than there are times, and other plans that cannot be made."""
-    reading, wanted = subject.reading, plans.steps_of(subject.asked)
+    reading, wanted = subject.reading, subjects.steps_of(subject.asked)
     assert reading is not None
     most = most_steps(reading)
     if subject.asked.own and most is not None and wanted > most:
@@ -51,7 +50,7 @@ def steps(subject: Subject) -> Iterator[Finding]:
         )
     elif subject.plan is None:
         try:
-            plans.make(reading, subject.asked)
+            subjects.make_plan(reading, subject.asked)
         except PellucidError as error:
             if error.code not in EXPLAINED:
                 yield no_plan(wanted, error)
@@ -84,7 +83,7 @@ def strength(subject: Subject) -> Iterator[Finding]:
     assert reading is not None
     if asked.strength is None:
         raise Unable("no strength: give --strength S")
-    count = plans.steps_of(asked)
+    count = subjects.steps_of(asked)
     if asked.whole_steps and int(count * asked.strength) < 1:
         yield Finding(
             "strength-below-a-step",
@@ -102,9 +101,9 @@ def repeated(subject: Subject) -> Iterator[Finding]:
     """Calls of the model that change nothing, or only correct the step before."""
     plan = subject.plan
     assert plan is not None
-    null, last = plans.null_rows(plan), len(plan.rows) - 1
+    null, last = subjects.null_rows(plan), len(plan.rows) - 1
     before = plan.rows[last].level.ratio
-    if abs(before - plan.end.ratio) <= plans.IDENTITY * before:
+    if abs(before - plan.end.ratio) <= subjects.IDENTITY * before:
         idle = last in null
         effect = "x stays what it was" if idle else "x is only corrected for the step before"
         yield Finding(
@@ -194,7 +193,7 @@ def previous(subject: Subject) -> Iterator[Finding]:
     """Rows that land beside the level of the next call."""
     plan = subject.plan
     assert plan is not None
-    found = plans.misses(plan, OFF)
+    found = subjects.misses(plan, OFF)
     if not found:
         return
     worst = max(found, key=lambda miss: miss.gap)
@@ -237,7 +236,7 @@ def apart(subject: Subject, row: int) -> tuple[tuple[str, float | str], ...]:
     if plan is None or reading is None or row >= len(plan.rows):
         return ()
     try:
-        other = plans.exact(reading, subject.asked)
+        other = subjects.exact_plan(reading, subject.asked)
     except PellucidError:
         return ()
     differing = [number for number, (a, b) in enumerate(zip(plan.rows, other.rows, strict=False)) if a.x != b.x]
@@ -339,7 +338,7 @@ def told(subject: Subject) -> Iterator[Finding]:
     """Levels that differ and times that do not."""
     plan = subject.plan
     assert plan is not None
-    count = plans.told_again(plan)
+    count = subjects.repeated_times(plan)
     if count >= OFTEN * plan.nfe:
         yield Finding(
             "same-time-told",

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from pellucid.core.plan import Plan
-from pellucid.evidence.doctor.checks import Unable, check
-from pellucid.evidence.doctor.finding import Finding
+from pellucid.evidence.doctor.checks import Finding, Unable, check
 from pellucid.evidence.doctor.subject import Subject
 from pellucid.evidence.trace import Step, Trace
 
@@ -148,7 +147,7 @@ def scale_of(trace: Trace) -> float | None:
     return float(scale) if isinstance(scale, int | float) else None
 
 
-def said(scale: float | None) -> tuple[tuple[str, float], ...]:
+def scale_evidence(scale: float | None) -> tuple[tuple[str, float], ...]:
     """Evidence: the scale, where it is known."""
     return () if scale is None else (("guidance scale", scale),)
 
@@ -171,7 +170,7 @@ def without_effect(trace: Trace, scale: float | None) -> Iterable[Finding]:
                 ("largest 1 − cosine(cond, uncond)", furthest),
                 ("smallest", closest),
                 ("largest guidance delta", float(np.nanmax([step.norms["delta"].max() for step in both]))),
-                *said(scale),
+                *scale_evidence(scale),
             ),
             "The network is told the same with and without the prompt, or does not read what it is told.",
             "Check the text encoder and the tokenizer, and that the prompt is not the negative prompt.",
@@ -207,7 +206,7 @@ def burnt(trace: Trace, scale: float | None) -> list[Finding]:
                 ("limit", trace.header.limit),
                 ("root mean square of x0", rms(late[-1], trace)),
                 ("guidance delta over x0, largest", lead),
-                *said(scale),
+                *scale_evidence(scale),
             ),
             f"Guidance{of(scale)} pushes the prediction out of the range of images.",
             "Lower it to 7 or less, or correct it: --guidance '7 + rescale', or '7 + threshold'.",
@@ -232,7 +231,7 @@ def overshot(trace: Trace, scale: float | None) -> list[Finding]:
                 ("step", worst.index + 1),
                 ("root mean square of x0", rms(worst, trace)),
                 ("the same at the end", rms(trace.steps[-1], trace)),
-                *said(scale),
+                *scale_evidence(scale),
             ),
             "A prediction from noise is a mean of images, and smaller than they are. "
             f"Here guidance{of(scale)} makes it larger, and later steps keep what these lay down.",
@@ -257,7 +256,7 @@ def leading(trace: Trace, scale: float | None) -> list[Finding]:
                 ("guidance delta over x0", most),
                 ("step", worst.index + 1),
                 ("sigma/alpha", worst.level.ratio),
-                *said(scale),
+                *scale_evidence(scale),
             ),
             "Guidance, and not the network, makes the image at a level where little noise is left.",
             "Lower the scale, or guide only where there is much noise: --guidance '7 + interval stop=0.7'.",

@@ -1,4 +1,4 @@
-"""Images of memory: the stages of a run as stacked bars, and strategies beside what they cost."""
+"""Memory as images, and the words that its tables and its images share."""
 
 from __future__ import annotations
 
@@ -6,24 +6,97 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pellucid.evidence.drawing import memory_words
-from pellucid.evidence.study import charts
-from pellucid.evidence.study.charts import COLOURS, FAINT, INK
-from pellucid.pipeline.memory import in_words
+from pellucid.core.wording import short
+from pellucid.evidence.report import charts
+from pellucid.evidence.report.charts import COLOURS, FAINT, INK
+from pellucid.pipeline.memory import size_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from pellucid.pipeline.compare import Row
-    from pellucid.pipeline.memory import Forecast, Measured
+    from pellucid.pipeline.compare import StrategyCost
+    from pellucid.pipeline.memory import Forecast, MemoryUse
+    from pellucid.pipeline.pipeline import Pipeline
+    from pellucid.pipeline.policy import Policy
+    from pellucid.pipeline.request import Request
+
+ITSELF = "the stage itself"  # what happens in no module: noise, sums, images
+
+
+def describe_run(pipe: Pipeline, request: Request, policy: Policy, device: Any) -> dict[str, Any]:
+    """What was run, for the head of every output."""
+    width, height = pipe.size_of(request)
+    kind = next(pipe.components.network.parameters()).dtype
+    return {
+        "model": pipe.components.name,
+        "size": [width, height],
+        "batch": request.n,
+        "steps": request.steps,
+        "device": str(device),
+        "dtype": str(kind).removeprefix("torch."),
+        "policy": policy.to_dict(),
+        "controlnets": len(request.controls),
+        "loras": len(request.loras),
+    }
+
+
+def headline(about: dict[str, Any]) -> str:
+    width, height = about["size"]
+    words = [Path(about["model"]).name or about["model"], f"{width}×{height}", f"batch {about['batch']}"]
+    words += [about["dtype"], f"on {about['device']}"]
+    words += [f"{name}={value}" for name, value in about["policy"].items()]
+    words += [
+        f"{about[what]} {name}" for what, name in (("controlnets", "ControlNet"), ("loras", "LoRA")) if about[what]
+    ]
+    return " · ".join(words)
+
+
+def peak_of(row: StrategyCost) -> int:
+    return max((row.measured or row.predicted or {"": 0}).values())
+
+
+def strategy_cells(row: StrategyCost) -> tuple[str, ...]:
+    """A strategy in words: peaks, milliseconds, ratio, and how far its image moved from which other."""
+
+    def at(sizes: Any, stage: str | None = None) -> str:
+        if not sizes:
+            return "–"
+        return size_text(max(sizes.values()) if stage is None else sizes.get(stage, 0))
+
+    first = row.strategy.against == row.strategy.name
+    return (
+        at(row.predicted),
+        at(row.measured),
+        at(row.measured, "denoise"),
+        at(row.measured, "decode"),
+        "–" if row.seconds is None else f"{row.seconds * 1000:.0f}",
+        "–" if row.times is None else f"{row.times:.2f}",
+        "" if first else "–" if row.largest is None else short(row.largest, 3),
+        "" if first else "–" if row.mean is None else short(row.mean, 3),
+        "" if first else row.strategy.against,
+    )
+
+
+def row_notes(about: dict[str, Any], rows: Sequence[StrategyCost], left_out: Sequence[str]) -> list[str]:
+    """How to read a table of strategies, and what is not in it."""
+    return [
+        f"predicted, measured: the peak of a whole run of {about['steps']} steps; denoise, decode: measured there.",
+        "ms: the fastest of three runs; × time: to runs of the first row just before and after.",
+        "diff: of the images' pixels in 255ths, to the row named last; for an adapter it is what the adapter does.",
+        *(f"{row.strategy.name}: {row.trouble}" for row in rows if row.trouble),
+        *(f"left out: {words}." for words in left_out),
+    ]
+
+
+# --- Charts ---------------------------------------------------------------------------------------------------------
 
 FILLS = {"weights": COLOURS[0], "activations": COLOURS[1], "workspace": "#f6c592"}
 STAGES = {"denoise": COLOURS[0], "decode": "#8fb9ee"}
 ROW = 0.58  # inches of a strategy
 
 
-def stages(about: dict[str, Any], forecast: Forecast, found: Measured | None, path: Path) -> None:
+def draw_stages(about: dict[str, Any], forecast: Forecast, found: MemoryUse | None, path: Path) -> None:
     """A stacked bar a stage, a mark where it was measured, and the owner of its peak beneath it."""
     names = list(forecast.stages)
     height = 1.75 + 0.85 * len(names)
@@ -35,14 +108,14 @@ def stages(about: dict[str, Any], forecast: Forecast, found: Measured | None, pa
         if found is not None:
             mark(axes, found.peaks[name] / scale, row, 0.34)
     finish(axes, names, f"{unit} on the device")
-    axes.set_xlim(0, 1.02 * max(furthest(forecast, found)) / scale)
+    axes.set_xlim(0, 1.02 * max(bar_end(forecast, found)) / scale)
     axes.set_ylim(len(names) - 0.35, -0.6)
-    head(figure, height, "Memory by stage", memory_words.headline(about))
+    head(figure, height, "Memory by stage", headline(about))
     key(figure, height, 0.1, FILLS, "" if found is None else "measured")
     charts.save(figure, path)
 
 
-def furthest(forecast: Forecast, found: Measured | None) -> list[int]:
+def bar_end(forecast: Forecast, found: MemoryUse | None) -> list[int]:
     return [peak.total for peak in forecast.stages.values()] + ([] if found is None else list(found.peaks.values()))
 
 
@@ -53,17 +126,17 @@ def stage_bar(axes: Axes, row: int, peak: Any, scale: float) -> None:
         axes.barh(row, width, left=left, height=0.5, color=fill, edgecolor="white", linewidth=0.6)
         left += width
     axes.annotate(
-        in_words(peak.total), (left, row), (6, 0), textcoords="offset points", va="center", fontsize=9, color=INK
+        size_text(peak.total), (left, row), (6, 0), textcoords="offset points", va="center", fontsize=9, color=INK
     )
-    owner = peak.owner or memory_words.ITSELF
+    owner = peak.owner or ITSELF
     axes.annotate(owner, (0, row + 0.27), (2, -9), textcoords="offset points", fontsize=7.5, color="#5f6b7a")
 
 
-def strategies(about: dict[str, Any], rows: Sequence[Row], path: Path) -> None:
+def draw_strategies(about: dict[str, Any], rows: Sequence[StrategyCost], path: Path) -> None:
     charts.save(costs(about, rows), path)
 
 
-def costs(about: dict[str, Any], rows: Sequence[Row]) -> Figure:
+def costs(about: dict[str, Any], rows: Sequence[StrategyCost]) -> Figure:
     """Left, the peaks of each strategy; right, what it costs: time, and how far the image moved."""
     shown = [row for row in rows if not row.trouble]
     height = 1.85 + ROW * len(shown)
@@ -72,14 +145,14 @@ def costs(about: dict[str, Any], rows: Sequence[Row]) -> Figure:
     peaks, times, apart = (
         figure.add_axes((x, bottom, width, top)) for x, width in ((0.15, 0.38), (0.57, 0.2), (0.81, 0.16))
     )
-    scale, unit = unit_of(max(memory_words.peak_of(row) for row in shown))
+    scale, unit = unit_of(max(peak_of(row) for row in shown))
     for place, row in enumerate(shown):
         peak_bars(peaks, place, row, scale)
         took = (row.seconds or 0.0) * 1000
         times.barh(place, took, height=0.42, color=COLOURS[1])
         label(times, f"{took:.0f}", took, place)
     dashes: Any = {"color": FAINT, "linewidth": 1, "linestyle": (0, (3, 3)), "zorder": 0}
-    peaks.axvline(memory_words.peak_of(shown[0]) / scale, **dashes)
+    peaks.axvline(peak_of(shown[0]) / scale, **dashes)
     times.axvline((shown[0].seconds or 0) * 1000, **dashes)
     finish(peaks, [row.strategy.name for row in shown], f"peak, {unit}")
     finish(times, [""] * len(shown), f"ms of a run of {about['steps']} steps")
@@ -87,39 +160,39 @@ def costs(about: dict[str, Any], rows: Sequence[Row]) -> Figure:
     for axes, room in ((peaks, 1.16), (times, 1.2), (apart, 1.0)):
         axes.set_ylim(len(shown) - 0.4, -0.6)
         axes.set_xlim(0, axes.get_xlim()[1] * room)
-    head(figure, height, "What each strategy saves, and what it costs", memory_words.headline(about))
+    head(figure, height, "What each strategy saves, and what it costs", headline(about))
     key(figure, height, 0.15, STAGES, "predicted")
     return figure
 
 
-def predictions(about: dict[str, Any], rows: Sequence[Row]) -> Figure:
+def predictions(about: dict[str, Any], rows: Sequence[StrategyCost]) -> Figure:
     """The peaks of strategies that were not run."""
     height = 1.85 + ROW * len(rows)
     figure = charts.canvas(8.5, height)
     peaks = figure.add_axes((0.22, 0.62 / height, 0.72, 1 - 1.85 / height))
-    scale, unit = unit_of(max(memory_words.peak_of(row) for row in rows))
+    scale, unit = unit_of(max(peak_of(row) for row in rows))
     for place, row in enumerate(rows):
         peak_bars(peaks, place, row, scale)
     finish(peaks, [row.strategy.name for row in rows], f"predicted peak, {unit}")
     peaks.set_ylim(len(rows) - 0.4, -0.6)
     peaks.set_xlim(0, peaks.get_xlim()[1] * 1.16)
-    head(figure, height, "What each strategy would need", memory_words.headline(about))
+    head(figure, height, "What each strategy would need", headline(about))
     key(figure, height, 0.22, STAGES, "")
     return figure
 
 
-def peak_bars(axes: Axes, place: int, row: Row, scale: float) -> None:
+def peak_bars(axes: Axes, place: int, row: StrategyCost, scale: float) -> None:
     """Denoising above decoding: which of them a strategy lowers is what one wants to know."""
     sizes = row.measured or row.predicted
     for offset, (stage, fill) in zip((-0.17, 0.17), STAGES.items(), strict=True):
         y, size = place + offset, sizes.get(stage, 0) / scale
         axes.barh(y, size, height=0.3, color=fill)
-        label(axes, in_words(size * scale), size, y, 8)
+        label(axes, size_text(size * scale), size, y, 8)
         if stage in row.predicted:
             mark(axes, row.predicted[stage] / scale, y, 0.17)
 
 
-def differences(axes: Axes, rows: Sequence[Row]) -> None:
+def differences(axes: Axes, rows: Sequence[StrategyCost]) -> None:
     """Largest and mean difference as text: they span too many decades for bars."""
     axes.axis("off")
     axes.set_title("image: max · mean /255", loc="left", fontsize=9, color=INK)

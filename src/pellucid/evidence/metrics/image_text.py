@@ -14,15 +14,15 @@ from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import parse_object, read_text
-from pellucid.evidence.metrics.bootstrap import RESAMPLES, Interval, mean_interval
 from pellucid.evidence.metrics.images import Folder, ImageSet
+from pellucid.evidence.statistics import RESAMPLES, Interval, mean_interval
 from pellucid.interop import source, weights
 from pellucid.interop.components import LoadOptions
 from pellucid.interop.folder import read_part
 from pellucid.interop.hub import tokenizer_in
 from pellucid.interop.tokenizer import Tokenizer
 from pellucid.models.clip import CLIP
-from pellucid.pipeline.vision import DEVIATION, MEAN, clip_pixels
+from pellucid.pipeline.encoders.image_inputs import DEVIATION, MEAN, clip_pixels
 
 BICUBIC = 3  # as PIL counts
 MAX_PROMPTS_BYTES = 256 * 2**20

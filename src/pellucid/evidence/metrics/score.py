@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.evidence.metrics.bootstrap import (
+from pellucid.core.reader import whole
+from pellucid.evidence.metrics.fid import FEW, Statistics, fid, note_on
+from pellucid.evidence.metrics.image_text import ImageText
+from pellucid.evidence.metrics.images import ImageSet
+from pellucid.evidence.metrics.inception import BATCH, Inception, feature_batches
+from pellucid.evidence.metrics.kid import SUBSET, SUBSETS, Kid, kid, kid_exact
+from pellucid.evidence.metrics.precision_recall import NEIGHBOURS, precision_recall
+from pellucid.evidence.statistics import (
     FID_RESAMPLES,
     LEVEL,
     RESAMPLES,
@@ -18,17 +31,111 @@ from pellucid.evidence.metrics.bootstrap import (
     kid_interval,
     mean_interval,
 )
-from pellucid.evidence.metrics.fid import FEW, fid, note_on
-from pellucid.evidence.metrics.image_text import ImageText
-from pellucid.evidence.metrics.kid import SUBSET, SUBSETS, Kid, kid, kid_exact
-from pellucid.evidence.metrics.measured import Measured
-from pellucid.evidence.metrics.precision_recall import NEIGHBOURS, precision_recall
+from pellucid.interop import weights
+from pellucid.interop.atomic_files import are_whole, digests_in, put
 
-VERSION = 1
+# --- Features of a set ----------------------------------------------------------------------------------------------
+
+MANY = 100_000  # images beyond which only statistics are kept: their features would be 0.8 GB
+FEATURES_FORMAT = "pellucid-features-1"
+NAMED_SKIPS = 8  # unreadable files that are named; the rest are counted
 
 
 @dataclass(frozen=True)
-class Asked:
+class FeatureSet:
+    """What is known of a set. `features` (N, 2048) float32 is None for statistics alone and for very large sets."""
+
+    name: str
+    statistics: Statistics
+    features: Tensor | None = field(default=None, repr=False)
+    skipped: tuple[str, ...] = ()  # why each image that could not be read was left out
+
+    @property
+    def count(self) -> int:
+        return self.statistics.count
+
+    def to(self, device: torch.device) -> FeatureSet:
+        features = None if self.features is None else self.features.to(device)
+        return replace(self, statistics=self.statistics.to(device), features=features)
+
+    def notes(self) -> Iterator[str]:
+        """Which images were left out, in words."""
+        yield from self.skipped[:NAMED_SKIPS]
+        if self.skipped:
+            yield f"{len(self.skipped):,} of {self.count + len(self.skipped):,} images of {self.name} were skipped."
+
+
+@torch.no_grad()
+def measure(
+    images: ImageSet, network: Inception, batch: int = BATCH, progress: Callable[[int], object] | None = None
+) -> FeatureSet:
+    """Runs the network over all images. Beyond MANY of them features are summed up and not kept."""
+    skipped: list[str] = []
+    name = network.digest()
+    found = feature_batches(images.chunks(lambda _, why: skipped.append(why)), network, batch, progress)
+    if len(images) > MANY:
+        statistics = replace(Statistics.streamed(found), network=name)
+        return FeatureSet(images.name, statistics, None, tuple(skipped))
+    parts = list(found)
+    if not parts:
+        got = skipped[0] if skipped else "none"
+        raise PellucidError(f"images of {images.name} must be readable, at least one; got: {got}", "pictures-empty")
+    features = torch.cat(parts)
+    return FeatureSet(images.name, replace(Statistics.of(features), network=name), features, tuple(skipped))
+
+
+def measure_cached(
+    images: ImageSet,
+    network: Inception,
+    folder: Path,
+    batch: int = BATCH,
+    progress: Callable[[int], object] | None = None,
+) -> FeatureSet:
+    """The same from a file of an earlier run, whose name is made of the images' digest and the network's."""
+    key = hashlib.sha256(f"{images.digest()}\n{network.digest()}".encode()).hexdigest()[:32]
+    path = folder / f"features-{key}.safetensors"
+    if path.is_file():
+        with contextlib.suppress(PellucidError):  # a damaged cache is no error: it is made again
+            return read_features(path, images.name).to(network.device)
+    found = measure(images, network, batch, progress)
+    if not found.skipped:  # what was skipped would not be told the next time
+        with contextlib.suppress(OSError):  # a full or read-only disk costs time, not the result
+            folder.mkdir(parents=True, exist_ok=True)
+            write_features(found, path)
+    return found
+
+
+def write_features(found: FeatureSet, path: Path) -> None:
+    """Whole or not at all."""
+    statistics = found.statistics
+    tensors = {"mean": statistics.mean, "covariance": statistics.covariance}
+    if found.features is not None:
+        tensors["features"] = found.features
+    words = {"format": FEATURES_FORMAT, "count": str(statistics.count), "network": statistics.network}
+    plain = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    put(path, partial(save_file, plain, metadata={**words, "digests": digests_in(plain)}))
+
+
+def read_features(path: Path, name: str) -> FeatureSet:
+    """What `write` wrote."""
+    tensors, words = weights.read_safetensors(path), weights.metadata_of(path)
+    features, count = tensors.get("features"), whole(words.get("count", ""))
+    known = words.get("format") == FEATURES_FORMAT and {"mean", "covariance"} <= set(tensors)
+    if not are_whole(tensors, words.get("digests")):
+        raise PellucidError(rule(path.name, "as it was written", "other bits than its digests say"), "features-file")
+    if not known or count is None or (features is not None and len(features) != count):
+        raise PellucidError(rule(path.name, f"of format {FEATURES_FORMAT}", words.get("format")), "features-file")
+    statistics = Statistics(tensors["mean"], tensors["covariance"], count, words.get("network", ""))
+    return FeatureSet(name, statistics, features)
+
+
+# --- Score ----------------------------------------------------------------------------------------------------------
+
+SCORE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class ScoreConfig:
     """How to score. `resamples` 0 leaves the intervals away; FID takes at most FID_RESAMPLES of them."""
 
     subsets: int = SUBSETS
@@ -80,14 +187,17 @@ class Score:
     def to_json(self) -> dict[str, Any]:
         """Plain data, without what was not measured."""
         held = {name: value for name, value in asdict(self).items() if value is not None}
-        return {"version": VERSION, **held, "notes": list(self.notes)}
+        return {"version": SCORE_VERSION, **held, "notes": list(self.notes)}
 
 
 def score(
-    images: Measured, reference: Measured, asked: Asked | None = None, progress: Callable[[], object] | None = None
+    images: FeatureSet,
+    reference: FeatureSet,
+    asked: ScoreConfig | None = None,
+    progress: Callable[[], object] | None = None,
 ) -> Score:
     """FID and, where both sides have features, KID, precision and recall. `progress`: called `stages(asked)` times."""
-    asked, done = asked or Asked(), progress or (lambda: None)
+    asked, done = asked or ScoreConfig(), progress or (lambda: None)
     notes = [*images.notes(), *reference.notes(), *notes_on(images, reference)]
     x, y = images.features, reference.features
     value = fid(reference.statistics, images.statistics)
@@ -108,12 +218,12 @@ def score(
     )
 
 
-def stages(asked: Asked) -> int:
+def stages(asked: ScoreConfig) -> int:
     """How often `score` reports progress, at most."""
     return 1 + asked.fid_resamples + 4
 
 
-def pairwise(x: torch.Tensor, y: torch.Tensor, asked: Asked, done: Callable[[], object]) -> dict[str, Any]:
+def pairwise(x: torch.Tensor, y: torch.Tensor, asked: ScoreConfig, done: Callable[[], object]) -> dict[str, Any]:
     """What needs the features of both sides (N, D), (M, D)."""
     subsets = kid(x, y, asked.subsets, asked.subset, asked.seed)
     done()
@@ -133,7 +243,7 @@ def pairwise(x: torch.Tensor, y: torch.Tensor, asked: Asked, done: Callable[[], 
     return {"kid": Figure(exact, spread), "kid_subsets": subsets, **shares}
 
 
-def notes_on(images: Measured, reference: Measured) -> Iterator[str]:
+def notes_on(images: FeatureSet, reference: FeatureSet) -> Iterator[str]:
     """What a reader of the figures must know."""
     if words := note_on(min(images.count, reference.count)):
         yield words

@@ -1,14 +1,14 @@
 """The guidance study: scale × rule, each cell from the same prompts and the same noise, measured image by image.
 
 A folder holds config.json, one record for each few prompts of a cell, and some images of every cell. Figures, ranges
-and the recommendation are made of the records.
+and the recommendation are made from the records.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,27 +16,246 @@ from typing import Any
 
 import torch
 from PIL import Image
+from torch import Tensor
 
-from pellucid.core.errors import PellucidError, rule
-from pellucid.evidence.adherence import tiles
-from pellucid.evidence.adherence.making import Maker, Making
-from pellucid.evidence.adherence.opening import DTYPE, PARTS, Part
+from pellucid import scenes
+from pellucid.core.errors import PellucidError, nearest, rule
+from pellucid.core.reader import whole
+from pellucid.evidence import qualities
+from pellucid.evidence.adherence import sheets
+from pellucid.evidence.adherence.judging import judge as judged
+from pellucid.evidence.adherence.samples import DTYPE, PARTS, Maker, Making, Part, seen
+from pellucid.evidence.adherence.suite import through
+from pellucid.evidence.metrics.fid import Statistics
 from pellucid.evidence.metrics.image_text import Judge
-from pellucid.evidence.study import guidance_measures as measures
-from pellucid.evidence.study import guidance_prompts as prompts
-from pellucid.evidence.study.guidance_prompts import SCENES, Asked
-from pellucid.evidence.study.guidance_rules import NAMES, Nature, check, guidance_of
-from pellucid.evidence.study.records import Records, alone, claim, is_mine
+from pellucid.evidence.metrics.images import ImageSet, open_images
+from pellucid.evidence.metrics.inception import to_bytes
+from pellucid.evidence.study.kernel import Records, claim, is_mine, one_process
+from pellucid.evidence.study.subject import queries_of, read_lines_of
+from pellucid.models.guidance import Guidance, short
+from pellucid.models.rules import RULES, CFGZero
+from pellucid.pipeline.pipeline import Pipeline
+from pellucid.pipeline.wrapped import WrappedPipeline, read_scheduler
+from pellucid.scenes.grammar import Query
+from pellucid.scenes.sampling import OBJECTS
+from pellucid.scenes.scene import Scenes
 
-VERSION = 1
-KEYS = ("guidance", "first")
-TRUE = "true"  # the record of the true images, among those of guidances
-MOST_SEEDS, MOST_CELLS = 256, 400
-SHOWN = 16  # prompts whose first image is kept, for the report
+# --- Rules by name --------------------------------------------------------------------------------------------------
+
+RULE_NAMES = ("plain", "rescale", "dynamic", "interval", "apg", "cfg_zero")
+INTERVAL_SPAN = (0.28, 5.42)  # sigma / alpha between which `interval` guides: Kynkäänniemi et al. 2024, for SDXL
 
 
 @dataclass(frozen=True)
-class GuidanceStudy:
+class ModelTraits:
+    """What of a model decides how a rule is spelled: whether it works on latents, and whether it is a flow."""
+
+    latent: bool = False
+    flow: bool = False
+
+    @staticmethod
+    def of(pipe: Any) -> ModelTraits:
+        """Of a pipeline of ours or a wrapped one; what stands in for one works on pixels."""
+        if isinstance(pipe, Pipeline):
+            return ModelTraits(pipe.components.vae is not None, pipe.components.schedule.frame == "flow")
+        if isinstance(pipe, WrappedPipeline):
+            peer = pipe.peer.pipeline
+            return ModelTraits(getattr(peer, "vae", None) is not None, read_scheduler(peer).schedule.frame == "flow")
+        return ModelTraits()
+
+
+def guidance_of(words: str, scale: float, nature: ModelTraits) -> Guidance:
+    """A rule of the study, with options behind its name where it has any, at a scale.
+
+    `dynamic` is `threshold` on pixels and `mimic` on latents; `interval` without options guides in the SPAN of sigmas.
+    At scale 1 rules that then do nothing are plain, so that their images are made once.
+    """
+    name, *options = words.split() or [""]
+    if name not in (*RULE_NAMES, *RULES):
+        known = (*RULE_NAMES, *(one for one in RULES if one not in RULE_NAMES))
+        raise PellucidError(rule("rules", f"of {', '.join(known)}", name, nearest(name, known)), "study-rules")
+    if name == "plain" and options:
+        raise PellucidError(rule("options of plain", "none", " ".join(options)), "study-rules")
+    spelled = {"plain": "", "dynamic": "mimic" if nature.latent else "threshold"}.get(name, name)
+    if name == "interval" and not options:
+        low, high = (value / (1 + value) if nature.flow else value for value in INTERVAL_SPAN)
+        spelled, options = "sigma_interval", [f"low={low:.4g}", f"high={high:.4g}"]
+    found = Guidance.parse(" + ".join(filter(None, (short(float(scale)), " ".join([spelled, *options]).strip()))))
+    return Guidance(1.0) if scale == 1 and is_idle(found) else found
+
+
+def is_idle(guidance: Guidance) -> bool:
+    """Whether rules do nothing at scale 1: no term is added and no step is zeroed."""
+    way = guidance.combination
+    return not guidance.extras and not (isinstance(way, CFGZero) and way.zero_steps)
+
+
+def check_rule(words: str, scale: float) -> None:
+    """Refuses a rule that no model could take."""
+    for nature in (ModelTraits(latent=True), ModelTraits()):
+        try:
+            guidance_of(words, scale, nature)
+        except PellucidError as error:
+            wrong = error
+        else:
+            return
+    raise wrong
+
+
+# --- Prompts --------------------------------------------------------------------------------------------------------
+
+SCENES = "scenes"
+DEFAULT_PROMPTS = 64  # prompts of scenes when no number is given
+MAX_PROMPTS = 100_000
+
+
+@dataclass(frozen=True)
+class GuidancePrompts:
+    """What is asked for: `queries` where every prompt is a caption of a scene, `truth` where the scenes are known."""
+
+    texts: tuple[str, ...]
+    queries: tuple[Query, ...] | None = None
+    truth: Scenes | None = None
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+
+def are_scenes(where: str) -> bool:
+    """Whether prompts are drawn from the world of scenes: `scenes` or `scenes:N`, unless a file has that name."""
+    return where.partition(":")[0] == SCENES and not Path(where).exists()
+
+
+def read_guidance_prompts(where: str, seed: int) -> GuidancePrompts:
+    """`scenes`, `scenes:N`, or a text file with a prompt per line."""
+    if are_scenes(where):
+        _, colon, count = where.partition(":")
+        if colon and not whole(count, MAX_PROMPTS):
+            raise PellucidError(rule("prompts", f"scenes:N, N from 1 to {MAX_PROMPTS:,}", where), "prompts")
+        return scene_prompts(int(count) if colon else DEFAULT_PROMPTS, seed)
+    texts = read_lines_of(Path(where), "scenes:N")
+    if len(texts) > MAX_PROMPTS:
+        raise PellucidError(rule(f"prompts in {where}", f"at most {MAX_PROMPTS:,}", len(texts)), "prompts")
+    return GuidancePrompts(texts, queries_of(texts))
+
+
+def scene_prompts(count: int, seed: int) -> GuidancePrompts:
+    """Held-out captions that say all but the style, and their scenes in the styles of training."""
+    pairs = scenes.prompts(count, OBJECTS, seed, split="held_out")
+    drawn = scenes.sample(torch.arange(count), seed, "held_out", scenes.TRAIN_STYLES, OBJECTS)
+    return GuidancePrompts(tuple(text for text, _ in pairs), tuple(query for _, query in pairs), drawn)
+
+
+# --- Measures of images ---------------------------------------------------------------------------------------------
+
+LOOKS = ("saturation", "colourfulness", "sharpness")
+DIGITS = 6  # of a number in the records
+TRUE_BATCH = 32  # true images
+MAX_REFERENCE = 1000  # images of a reference that are looked at
+Row = dict[str, list[Any]]  # by figure, one value an image; of diversity one per prompt
+
+
+def looks_of(pixels: Tensor) -> Row:
+    """How images (N, 3, H, W) in [0, 1] look, whatever they were asked to show."""
+    return {name: rounded_list(getattr(qualities, name)(pixels)) for name in LOOKS}
+
+
+def rounded_list(values: Tensor) -> list[float]:
+    return [round(value, DIGITS) for value in values.tolist()]
+
+
+def measure_images(
+    images: Sequence[Image.Image],
+    texts: Sequence[str],
+    queries: Sequence[Query] | None,
+    judge: Judge | None,
+    seeds: int,
+    device: torch.device | str = "cpu",
+) -> Row:
+    """All figures of the images of some prompts, `seeds` of each in turn."""
+    given = seen(images, device)
+    pixels = (given + 1) / 2
+    found = looks_of(pixels)
+    if queries is not None:
+        found |= adherence_of(given, queries)
+    if judge is not None:
+        cosines = (judge.image(to_bytes(pixels)) * judge.text(texts)[0]).sum(-1)
+        found["image_text"] = rounded_list(100 * cosines)
+    if seeds > 1:
+        groups = [i // seeds for i in range(len(images))]
+        found["diversity"] = rounded_list(qualities.diversity(pixels, groups).reshape(-1, seeds).mean(1))
+    return found
+
+
+def adherence_of(given: Tensor, queries: Sequence[Query]) -> Row:
+    """By the reader: all right, the share of attributes that are right, and whether colours bled (None: not told)."""
+    verdicts = [judged(reading, query) for reading, query in zip(scenes.read(given), queries, strict=True)]
+    return {
+        "right": [int(one.right) for one in verdicts],
+        "attributes": [round(sum(one.marks.values()) / len(one.marks), DIGITS) for one in verdicts],
+        "bled": [None if one.bled is None else int(one.bled) for one in verdicts],
+    }
+
+
+# True images
+
+
+def looks_of_scenes(truth: Scenes, size: tuple[int, int], pipe: Any) -> Row:
+    """Renders of the scenes that were asked for, through the model's own VAE where it has one: the best it could do."""
+    vae = pipe.components.vae if isinstance(pipe, Pipeline) else None
+    rows = []
+    for first in range(0, len(truth), TRUE_BATCH):
+        images = scenes.render(truth[first : first + TRUE_BATCH], min(size))
+        rows.append(looks_of((images if vae is None else through(vae, images)).add(1).div(2)))
+    return joined_rows(rows)
+
+
+def looks_of_folder(where: str, size: tuple[int, int]) -> Row:
+    """Of true images that were given, of the size of the model's: else their sharpness would say nothing."""
+    rows: list[Row] = []
+    left = MAX_REFERENCE
+    for chunk in chunks_of(where):
+        if tuple(chunk.shape[2:]) != size[::-1]:
+            got = f"{chunk.shape[3]}×{chunk.shape[2]}"
+            raise PellucidError(rule("images of --reference", f"{size[0]}×{size[1]}, as the model's", got), "reference")
+        rows.append(looks_of(chunk[:left]))
+        left -= len(chunk)
+        if left <= 0:
+            break
+    return joined_rows(rows)
+
+
+def open_reference(where: str) -> ImageSet:
+    found = open_images(where)
+    if isinstance(found, Statistics):
+        raise PellucidError(rule("--reference", "images", "statistics"), "reference")
+    return found
+
+
+def chunks_of(where: str) -> Iterator[Tensor]:
+    """Images (B, 3, H, W) uint8; one that cannot be read is refused."""
+
+    def refuse(_: int, why: str) -> None:
+        raise PellucidError(why, "reference")
+
+    yield from open_reference(where).chunks(refuse)
+
+
+def joined_rows(rows: Sequence[Row]) -> Row:
+    return {name: [value for row in rows for value in row[name]] for name in rows[0]}
+
+
+# --- The study ------------------------------------------------------------------------------------------------------
+
+VERSION = 1
+KEYS = ("guidance", "first")
+TRUE_IMAGES = "true"  # the record of the true images, among those of guidances
+MAX_SEEDS, MAX_CELLS = 256, 400
+PROMPTS_SHOWN = 16  # prompts whose first image is kept, for the report
+
+
+@dataclass(frozen=True)
+class GuidanceStudyConfig:
     """Every scale under every rule. `prompts` is `scenes`, `scenes:N` or a file; each has `seeds` images.
 
     `clip` is an image-text encoder, `reference` a folder of true images; `tolerance` is how far, as a share,
@@ -45,7 +264,7 @@ class GuidanceStudy:
 
     model: str
     scales: tuple[float, ...] = (1.0, 2.0, 4.0, 7.0, 10.0, 15.0)
-    rules: tuple[str, ...] = NAMES
+    rules: tuple[str, ...] = RULE_NAMES
     prompts: str = SCENES
     seeds: int = 4
     sampler: str = "dpmpp_2m"
@@ -65,20 +284,20 @@ class GuidanceStudy:
                 raise PellucidError(rule(name, "at least one, none of them twice", list(held)), "study-list")
         if list(self.scales) != sorted(self.scales):
             raise PellucidError(rule("scales", "numbers that grow", list(self.scales)), "study-list")
-        if len(self.scales) * len(self.rules) > MOST_CELLS:
+        if len(self.scales) * len(self.rules) > MAX_CELLS:
             got = len(self.scales) * len(self.rules)
-            raise PellucidError(rule("scales × rules", f"at most {MOST_CELLS}", got), "study-list")
-        if isinstance(self.seeds, bool) or not isinstance(self.seeds, int) or not 1 <= self.seeds <= MOST_SEEDS:
-            raise PellucidError(rule("seeds", f"a whole number from 1 to {MOST_SEEDS}", self.seeds), "study-seeds")
+            raise PellucidError(rule("scales × rules", f"at most {MAX_CELLS}", got), "study-list")
+        if isinstance(self.seeds, bool) or not isinstance(self.seeds, int) or not 1 <= self.seeds <= MAX_SEEDS:
+            raise PellucidError(rule("seeds", f"a whole number from 1 to {MAX_SEEDS}", self.seeds), "study-seeds")
         if not 0 < self.tolerance < 1:
             raise PellucidError(rule("tolerance", "above 0 and below 1", self.tolerance), "study-tolerance")
         if self.part not in PARTS:
             raise PellucidError(rule("part", " or ".join(PARTS), self.part), "part")
         for scale in self.scales:
-            self.making(guidance_of("plain", scale, Nature()).text())
+            self.making(guidance_of("plain", scale, ModelTraits()).text())
         for words in self.rules:
-            check(words, self.scales[-1])
-        if not prompts.of_world(self.prompts) and self.reference is None and 1 not in self.scales:
+            check_rule(words, self.scales[-1])
+        if not are_scenes(self.prompts) and self.reference is None and 1 not in self.scales:
             advice = "Unguided images are what others are compared with where no --reference is given."
             raise PellucidError(rule("scales", "with 1 among them", list(self.scales), advice), "study-scales")
 
@@ -86,31 +305,33 @@ class GuidanceStudy:
         return Making(self.sampler, self.steps, guidance, self.batch, self.seed)
 
     @cached_property
-    def asked(self) -> Asked:
+    def asked(self) -> GuidancePrompts:
         """The prompts; by the reader where they are captions of scenes, unless a file comes with an encoder."""
-        found = prompts.asked(self.prompts, self.seed)
-        return Asked(found.texts) if self.clip is not None and found.truth is None else found
+        found = read_guidance_prompts(self.prompts, self.seed)
+        return GuidancePrompts(found.texts) if self.clip is not None and found.truth is None else found
 
 
-def writable(folder: Path) -> None:
+def check_writable(folder: Path) -> None:
     """Refuses a folder that could not be written to, before the long work."""
     place = next(one for one in (folder, *folder.absolute().parents) if one.exists())
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         raise PellucidError(rule("--out", "a folder that can be written to", str(folder)), "out-unwritable")
 
 
-class Study:
+class GuidanceStudy:
     """A study in its folder. What is done is not done again; a folder of another study is refused."""
 
-    def __init__(self, config: GuidanceStudy, folder: Path, nature: Nature | None = None, model_hash: str = "") -> None:
+    def __init__(
+        self, config: GuidanceStudyConfig, folder: Path, nature: ModelTraits | None = None, model_hash: str = ""
+    ) -> None:
         self.config, self.folder = config, folder
-        self.nature = nature or Nature()
+        self.nature = nature or ModelTraits()
         self.asked = config.asked
         if self.asked.queries is None and config.clip is None:
             must = "given for prompts that are no captions of scenes"
             raise PellucidError(f"--clip must be {must}; got none.", "study-clip")
         if config.reference is not None:
-            measures.opened(config.reference)
+            open_reference(config.reference)
         words = {
             "study": "guidance",
             "version": VERSION,
@@ -122,7 +343,7 @@ class Study:
         self.text = json.dumps({**words, "model_hash": model_hash}, indent=1, sort_keys=True)
         self.guidances = self.all_guidances()
         is_mine(folder, self.text)
-        writable(folder)
+        check_writable(folder)
         self.records = Records(folder, KEYS)
 
     # --- what is to be done ---------------------------------------------------------------------------------------
@@ -150,7 +371,7 @@ class Study:
         cells = [(guidance, first) for guidance in self.guidances for first in self.firsts]
         return [(g, first) for g, first in cells if not self.records.has({"guidance": g, "first": first})]
 
-    @alone
+    @one_process
     def run(
         self,
         pipe: Maker,
@@ -186,29 +407,29 @@ class Study:
         texts = [text for text in self.asked.texts[first:last] for _ in range(seeds)]
         queries = self.asked.queries
         own = None if queries is None else [query for query in queries[first:last] for _ in range(seeds)]
-        row = measures.measured(made, texts, own, judge, seeds, device)
+        row = measure_images(made, texts, own, judge, seeds, device)
         return {"guidance": guidance, "first": first, "size": list(made[0].size), "figures": row}
 
     def look_at_truth(self, pipe: Maker) -> None:
         """The true images, once: those that were given, or of the scenes that were asked for."""
-        if self.records.has({"guidance": TRUE, "first": 0}) or not self.records.rows:
+        if self.records.has({"guidance": TRUE_IMAGES, "first": 0}) or not self.records.rows:
             return
         width, height = self.records.rows[0]["size"]
         if self.config.reference is not None:
-            row = measures.of_folder(self.config.reference, (width, height))
+            row = looks_of_folder(self.config.reference, (width, height))
         elif self.asked.truth is not None:
-            row = measures.of_scenes(self.asked.truth, (width, height), pipe)
+            row = looks_of_scenes(self.asked.truth, (width, height), pipe)
         else:
             return
-        self.records.add({"guidance": TRUE, "first": 0, "size": [width, height], "figures": row})
+        self.records.add({"guidance": TRUE_IMAGES, "first": 0, "size": [width, height], "figures": row})
 
     # --- images for the report ----------------------------------------------------------------------------------
 
     def keep(self, made: list[Image.Image], guidance: str, first: int) -> None:
         """The first image of each of the first prompts."""
-        chosen = made[:: self.config.seeds][: max(0, SHOWN - first)]
+        chosen = made[:: self.config.seeds][: max(0, PROMPTS_SHOWN - first)]
         if chosen:
-            tiles.write(chosen, self.place(guidance, first))
+            sheets.write_tiles(chosen, self.place(guidance, first))
 
     def place(self, guidance: str, first: int) -> Path:
         return self.folder / "pictures" / f"{self.guidances.index(guidance):03d}-{first:05d}.png"
@@ -217,9 +438,9 @@ class Study:
         """Images of a cell, one per prompt."""
         found: list[Image.Image] = []
         for first in self.firsts:
-            count = min(self.together, len(self.asked) - first, SHOWN - first)
+            count = min(self.together, len(self.asked) - first, PROMPTS_SHOWN - first)
             if count > 0:
-                found += tiles.read(self.place(guidance, first), count)
+                found += sheets.read_tiles(self.place(guidance, first), count)
         return found
 
     # --- what is known --------------------------------------------------------------------------------------------

@@ -2,37 +2,160 @@
 
 from __future__ import annotations
 
+import html
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pellucid.core.errors import PellucidError
-from pellucid.evidence.study import charts
-from pellucid.evidence.study.guidance import GuidanceStudy, Study
-from pellucid.evidence.study.guidance_figures import KINDS, Results, results
-from pellucid.evidence.study.guidance_range import RangeChart, told
-from pellucid.evidence.study.guidance_useful import CLIPPED, Line, Recommendation, doubts, lines, recommended
-from pellucid.evidence.study.page import Axis, Cell, Chart, Code, Images, Mark, Page, Series, Text
-from pellucid.evidence.study.table import Table
+from pellucid.evidence.report import charts
+from pellucid.evidence.report.charts import Axis, Chart, Mark, Series
+from pellucid.evidence.report.page import Cell, Code, Images, Page, Table, Text
+from pellucid.evidence.study.guidance import GuidanceStudy, GuidanceStudyConfig
+from pellucid.evidence.study.guidance_results import (
+    CLIPPED,
+    KINDS,
+    GuidanceResults,
+    RatedScale,
+    Recommendation,
+    RuleRange,
+    doubts,
+    recommendation_of,
+    results_of,
+    rule_ranges,
+)
 from pellucid.interop.atomic_files import put
+
+# --- The chart of useful ranges -------------------------------------------------------------------------------------
+
+WIDTH, LEFT, RIGHT, TOP, ROW, FOOT = 760, 130, 24, 14, 34, 44
+GRID, BAR = "#e3e8ee", "#bfe3c8"
+GREEN, ORANGE, RED = "#188a3b", "#e8710a", "#c5221f"
+STATES = (
+    ("useful", GREEN),
+    ("looks out of tolerance", ORANGE),
+    ("not adherent enough", charts.PAPER),
+    ("both", RED),
+)
+
+
+def state_of(one: RatedScale) -> tuple[str, str]:
+    """What a cell is, and its colour."""
+    if one.useful:
+        return STATES[0]
+    return STATES[1] if one.adherent else STATES[3] if one.faults else STATES[2]
+
+
+def state_words(one: RatedScale) -> str:
+    return ": ".join(filter(None, (state_of(one)[0], ", ".join(one.faults))))
 
 
 @dataclass(frozen=True)
-class Report:
+class RangeChart:
+    """For a page, and as a PNG. `chosen` is ringed."""
+
+    lines: Sequence[RuleRange]
+    scales: Sequence[float]
+    chosen: RatedScale | None = None
+    title: str = "Useful range of the scale"
+
+    def x(self, scale: float) -> float:
+        low, high = self.scales[0], self.scales[-1]
+        return LEFT + (WIDTH - LEFT - RIGHT) * ((scale - low) / (high - low) if high > low else 0.5)
+
+    def y(self, row: int) -> float:
+        return TOP + ROW * (row + 0.5)
+
+    # SVG
+
+    def html(self) -> str:
+        foot = TOP + ROW * len(self.lines)
+        parts = [
+            f'<path d="M{self.x(v):.1f} {TOP}V{foot}" stroke="{GRID}"/>'
+            f'<text x="{self.x(v):.1f}" y="{foot + 16}" text-anchor="middle">{v:g}</text>'
+            for v in self.scales
+        ]
+        middle = (LEFT + WIDTH - RIGHT) / 2
+        parts.append(f'<text class="name" x="{middle:.0f}" y="{foot + 36}" text-anchor="middle">guidance scale</text>')
+        parts += [self.row(number, line) for number, line in enumerate(self.lines)]
+        svg = f'<svg viewBox="0 0 {WIDTH} {foot + FOOT}" role="group" aria-label="{self.title}">{"".join(parts)}</svg>'
+        names = "".join(
+            f'<span><i style="background:{colour};border:1px solid {charts.SLATE}"></i>{name}</span>'
+            for name, colour in STATES
+        )
+        inside = f'<h3>{self.title}</h3>{svg}<div class="tip"></div><div class="legend">{names}</div>'
+        return f'<figure class="chart">{inside}</figure>\n'
+
+    def row(self, number: int, line: RuleRange) -> str:
+        y = self.y(number)
+        name = f'<text class="name" x="{LEFT - 24}" y="{y + 4:.1f}" text-anchor="end">{html.escape(line.rule)}</text>'
+        parts = [name, f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="{GRID}"/>']
+        if line.range:
+            first, last = (self.x(line.range[at].scale) for at in (0, -1))
+            look = f'stroke="{BAR}" stroke-width="14" stroke-linecap="round"'
+            parts.append(f'<path d="M{first:.1f} {y:.1f}H{last + 0.1:.1f}" {look}/>')
+        return f"<g>{''.join([*parts, *(self.point(one, y) for one in line.cells)])}</g>"
+
+    def point(self, one: RatedScale, y: float) -> str:
+        x, (_, colour) = self.x(one.scale), state_of(one)
+        words = html.escape(f"{one.rule}, scale {one.scale:g}\n{state_words(one)}\n{one.cell.guidance}", quote=True)
+        cell = html.escape(one.cell.guidance, quote=True)
+        place = f'cx="{x:.1f}" cy="{y:.1f}"'
+        ring = ""
+        if one == self.chosen:
+            ring = f'<circle {place} r="10.5" fill="none" stroke="{charts.INK}" stroke-width="1.8"/>'
+        return (
+            f'{ring}<circle {place} r="5" fill="{colour}" stroke="{charts.SLATE}" tabindex="0" role="img" '
+            f'aria-label="{words.replace(chr(10), ", ")}" data-tip="{words}" data-cell="{cell}"/>'
+        )
+
+    # PNG
+
+    def png(self, path: Path) -> Path:
+        figure = charts.canvas(8.4, 1.5 + 0.42 * len(self.lines))
+        axes = figure.add_subplot()
+        for number, line in enumerate(self.lines):
+            self.paint(axes, number, line)
+        charts.quiet(axes, self.title, "guidance scale")
+        axes.set_xticks(list(self.scales), [f"{v:g}" for v in self.scales])
+        axes.set_yticks(range(len(self.lines)), [line.rule for line in self.lines])
+        axes.set_ylim(len(self.lines) - 0.5, -0.5)
+        for name, colour in STATES:
+            axes.plot([], [], "o", color=colour, markeredgecolor=charts.SLATE, label=name)
+        charts.legend(figure, axes)
+        return charts.save(figure, path)
+
+    def paint(self, axes: Any, number: int, line: RuleRange) -> None:
+        if line.range:
+            ends = [line.range[0].scale, line.range[-1].scale]
+            axes.plot(ends, [number] * 2, "-", color=BAR, linewidth=11, solid_capstyle="round")
+        for one in line.cells:
+            look = {"color": state_of(one)[1], "markeredgecolor": charts.SLATE, "markersize": 7}
+            axes.plot([one.scale], [number], "o", **look)
+            if one == self.chosen:
+                axes.plot([one.scale], [number], "o", markersize=14, markerfacecolor="none", color=charts.INK)
+
+
+# --- The report -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GuidanceReport:
     """What was found, and what follows from it."""
 
-    found: Results
-    lines: list[Line]
+    found: GuidanceResults
+    lines: list[RuleRange]
     advice: Recommendation
 
     @staticmethod
-    def of(study: Study) -> Report:
-        found = results(study)
+    def of(study: GuidanceStudy) -> GuidanceReport:
+        found = results_of(study)
         if found is None:
             raise PellucidError("a cell of the study must be whole for a report; got none yet.", "study-empty")
-        given = lines(found)
-        return Report(found, given, recommended(found, given))
+        given = rule_ranges(found)
+        return GuidanceReport(found, given, recommendation_of(found, given))
 
     def plain(self) -> dict[str, Any]:
         found, config = self.found, self.found.study.config
@@ -51,17 +174,17 @@ class Report:
         }
 
     @staticmethod
-    def plain_cell(line: Line, number: int) -> dict[str, Any]:
+    def plain_cell(line: RuleRange, number: int) -> dict[str, Any]:
         one = line.cells[number]
         figures = {name: figure.plain() for name, figure in one.cell.figures.items()}
         place = {"rule": line.rule, "scale": one.scale, "guidance": one.cell.guidance, "count": one.cell.count}
         return {**place, "useful": one.useful, "adherent": one.adherent, "faults": list(one.faults), **figures}
 
 
-def write(study: Study) -> Report:
+def write(study: GuidanceStudy) -> GuidanceReport:
     """report.html, charts/*.png, figures.json and table.md, of the cells that are whole."""
     charts.require()
-    report = Report.of(study)
+    report = GuidanceReport.of(study)
     folder = study.folder
     (folder / "charts").mkdir(exist_ok=True)
     span = range_chart(report)
@@ -76,7 +199,7 @@ def write(study: Study) -> Report:
     return report
 
 
-def headline(report: Report) -> str:
+def headline(report: GuidanceReport) -> str:
     study = report.found.study
     config, asked = study.config, study.asked
     whole = len(report.found.cells)
@@ -91,7 +214,7 @@ def headline(report: Report) -> str:
 # Tables
 
 
-def range_table(report: Report) -> Table:
+def range_table(report: GuidanceReport) -> Table:
     found = report.found
     kind = KINDS[found.adherence]
     rows = []
@@ -100,12 +223,12 @@ def range_table(report: Report) -> Table:
             continue
         top = max(line.cells, key=lambda one: one.cell.figures[found.adherence].value)
         figure = top.cell.figures[found.adherence]
-        rows.append((line.rule, line.words, f"{top.scale:g}", figure.words(kind.percent), told(top)))
+        rows.append((line.rule, line.words, f"{top.scale:g}", figure.words(kind.percent), state_words(top)))
     columns = ("rule", "useful scales", "most adherent at", kind.title, "which is")
     return Table("Useful range", columns, tuple(rows), definition(report))
 
 
-def definition(report: Report) -> str:
+def definition(report: GuidanceReport) -> str:
     found, tolerance = report.found, report.found.study.config.tolerance
     return (
         f"Useful: {KINDS[found.adherence].title} not measurably below that of the best guidance, colourfulness and "
@@ -114,14 +237,14 @@ def definition(report: Report) -> str:
     )
 
 
-def cell_table(report: Report) -> Table:
+def cell_table(report: GuidanceReport) -> Table:
     names = report.found.names
     rows: list[tuple[str, ...]] = []
     for line in report.lines:
         for one in line.cells:
             held = one.cell.figures
             own = (held[name].words(KINDS[name].percent) if name in held else "–" for name in names)
-            rows.append((line.rule, f"{one.scale:g}", *own, told(one)))
+            rows.append((line.rule, f"{one.scale:g}", *own, state_words(one)))
     reference = report.found.reference
     known = (reference.values.get(name) for name in names)
     shown = (
@@ -137,7 +260,7 @@ def cell_table(report: Report) -> Table:
     return Table("Every guidance", columns, tuple(rows), note)
 
 
-def markdown(report: Report) -> str:
+def markdown(report: GuidanceReport) -> str:
     tables = [range_table(report).markdown(), cell_table(report).markdown()]
     said = [f"{words}\n" for words in (f"**{report.advice.words}**", *doubts(report.found))]
     return "\n".join(["# Guidance\n", headline(report) + "\n", *said, *tables])
@@ -146,15 +269,15 @@ def markdown(report: Report) -> str:
 # Charts
 
 
-def charted(found: Results) -> list[str]:
+def charted(found: GuidanceResults) -> list[str]:
     return [name for name in found.names if name != "attributes"]
 
 
-def range_chart(report: Report) -> RangeChart:
+def range_chart(report: GuidanceReport) -> RangeChart:
     return RangeChart(report.lines, report.found.study.config.scales, report.advice.chosen)
 
 
-def chart(report: Report, name: str) -> Chart:
+def chart(report: GuidanceReport, name: str) -> Chart:
     kind = KINDS[name]
     times = 100 if kind.percent else 1
     made = []
@@ -167,7 +290,7 @@ def chart(report: Report, name: str) -> Chart:
                 [times * figure.value for _, figure in held],
                 [times * (figure.value if figure.low is None else figure.low) for _, figure in held],
                 [times * (figure.value if figure.high is None else figure.high) for _, figure in held],
-                labels=[f"{told(one)}\n{one.cell.guidance}" for one, _ in held],
+                labels=[f"{state_words(one)}\n{one.cell.guidance}" for one, _ in held],
                 href=[one.cell.guidance for one, _ in held],
             )
         )
@@ -178,7 +301,7 @@ def chart(report: Report, name: str) -> Chart:
     )
 
 
-def marks(report: Report, name: str) -> list[Mark]:
+def marks(report: GuidanceReport, name: str) -> list[Mark]:
     """The reference, and what is tolerated around it."""
     reference, tolerance = report.found.reference, report.found.study.config.tolerance
     if name not in reference.values:
@@ -190,7 +313,7 @@ def marks(report: Report, name: str) -> list[Mark]:
     return [Mark(reference.name, y=value), *(Mark("tolerated", y=end) for end in ends)]
 
 
-def sheet(report: Report, path: Path) -> Path:
+def sheet(report: GuidanceReport, path: Path) -> Path:
     """The first prompt under every guidance: a row for each rule, a column for each scale."""
     study = report.found.study
     scales, rows = study.config.scales, [line for line in report.lines if line.cells]
@@ -224,7 +347,7 @@ def short_title(text: str, most: int = 110) -> str:
 # The page
 
 
-def page(report: Report, span: RangeChart, drawn: list[Chart]) -> Page:
+def page(report: GuidanceReport, span: RangeChart, drawn: list[Chart]) -> Page:
     made = Page("Guidance", headline(report)).add(Text(report.advice.words, "Recommendation"))
     if report.advice.guidance is not None:
         made.add(Code(command(report.found.study.config, report.advice.guidance)))
@@ -233,14 +356,14 @@ def page(report: Report, span: RangeChart, drawn: list[Chart]) -> Page:
     return made.add(Code(report.found.study.text, "Config"))
 
 
-def command(config: GuidanceStudy, guidance: str) -> str:
+def command(config: GuidanceStudyConfig, guidance: str) -> str:
     """What to paste into a shell."""
     model = config.model if config.part == "unet" else f"{config.model}/{config.part}"
     how = f"--sampler {config.sampler} --steps {config.steps}"
     return f'pellucid sample {model} "…" {how} --guidance "{guidance}"'
 
 
-def images(report: Report) -> Images:
+def images(report: GuidanceReport) -> Images:
     study, found = report.found.study, report.found
     cells = []
     for guidance, cell in found.cells.items():

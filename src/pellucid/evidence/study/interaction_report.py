@@ -10,38 +10,44 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pellucid.evidence.study import charts
-from pellucid.evidence.study.interaction import InteractionStudy, Seen, Study
-from pellucid.evidence.study.interaction_results import Change, Gap, Interaction
-from pellucid.evidence.study.page import Axis, Chart, Code, Page, Series, Table, Text
-from pellucid.evidence.study.page_chart import short
-from pellucid.evidence.study.samplers_run import Bar, no_bar
+from pellucid.evidence.report import charts
+from pellucid.evidence.report.charts import Axis, Chart, Series, short
+from pellucid.evidence.report.page import Code, Page, Table, Text
+from pellucid.evidence.study.interaction import (
+    Change,
+    Gap,
+    Interaction,
+    InteractionStudy,
+    InteractionStudyConfig,
+    ModelResult,
+)
+from pellucid.evidence.study.samplers_run import ProgressBar, no_bar
 from pellucid.interop.atomic_files import put
 
-DEEP = (201, 68, 40)  # what a factor of four and more looks like
+WORST_COLOUR = (201, 68, 40)  # what a factor of four and more looks like
 NOTE = (
     "Each interval holds for its own comparison at 95 %: of twenty that do not differ one would seem to. Over models: "
     "Student's t over the runs of a group, which holds for other runs. Over images: these models alone."
 )
 
 
-def study(
-    config: InteractionStudy,
+def run_study(
+    config: InteractionStudyConfig,
     folder: Path,
     pipes: Mapping[str, Any] | None = None,
     *,
     device: str | None = None,
-    bar: Bar = no_bar,
+    bar: ProgressBar = no_bar,
 ) -> Interaction:
     """From a config to its report; `pipes` are used by name in place of loading."""
     charts.require()
-    opened = Study(config, folder)
+    opened = InteractionStudy(config, folder)
     found = Interaction(opened.run(pipes, device=device, bar=bar), config.steps)
     write(opened, found)
     return found
 
 
-def write(opened: Study, found: Interaction) -> Path:
+def write(opened: InteractionStudy, found: Interaction) -> Path:
     """charts/*.png, table.md, figures.json and report.html."""
     folder = opened.folder / "charts"
     folder.mkdir(exist_ok=True)
@@ -75,7 +81,7 @@ def sentences(found: Interaction) -> list[str]:
     if not changes:
         pairs = len(found.groups) > 1
         return ["The best sampler is the same in all groups at every number of model calls."] if pairs else []
-    return [told(found, one) for one in sorted(changes, key=lambda one: (not one.sure, one.budget))]
+    return [change_words(found, one) for one in sorted(changes, key=lambda one: (not one.sure, one.budget))]
 
 
 def about_converged(found: Interaction) -> list[str]:
@@ -92,7 +98,7 @@ def about_converged(found: Interaction) -> list[str]:
     return said
 
 
-def told(found: Interaction, one: Change) -> str:
+def change_words(found: Interaction, one: Change) -> str:
     verdict = "a sure change" if one.sure else "not sure"
     return (
         f"At {one.budget} calls {one.best_here} is best for {one.here}, {one.best_there} for {one.there} ({verdict}): "
@@ -163,7 +169,7 @@ def calls(found: Interaction) -> tuple[str, ...]:
 # --- charts ----------------------------------------------------------------------------------------------------
 
 
-def behind(found: Interaction, one: Seen, setup: str, budget: int) -> float:
+def behind(found: Interaction, one: ModelResult, setup: str, budget: int) -> float:
     """How much worse than the model's best: a factor or a difference; NaN where it was not run."""
     held = found.table(one, budget)[:, 0]
     mine = held[found.setups.index(setup)]
@@ -179,7 +185,7 @@ def tint(found: Interaction, value: float, most: float) -> tuple[float, float, f
         return (0.93, 0.94, 0.95)
     part = math.log(max(value, 1.0)) / math.log(4.0) if found.scaled else value / (most or 1.0)
     part = min(max(part, 0.0), 1.0) ** 0.8
-    return tuple(1.0 + part * (c / 255 - 1.0) for c in DEEP)  # type: ignore[return-value]
+    return tuple(1.0 + part * (c / 255 - 1.0) for c in WORST_COLOUR)  # type: ignore[return-value]
 
 
 def worst(found: Interaction, budget: int) -> float:
@@ -216,7 +222,7 @@ class Heat:
         return f"{title}\n<table>\n<tr><th>sampler</th>{head}</tr>\n" + "\n".join(lines) + "\n</table>\n"
 
 
-def figure(found: Interaction, one: Seen, number: int) -> str:
+def figure(found: Interaction, one: ModelResult, number: int) -> str:
     scale, column = found.measure.scale, one.column
     value, low, high = (short(float(part[number]) * scale) for part in (column.values, column.low, column.high))
     return f"{value} ({low} to {high})"
@@ -250,7 +256,7 @@ def heat(found: Interaction, path: Path) -> Path:
     return charts.save(drawing, path)
 
 
-def curve(found: Interaction, one: Seen) -> Chart:
+def curve(found: Interaction, one: ModelResult) -> Chart:
     """One model: every set-up over model calls, with intervals."""
     series = []
     for setup in found.setups:

@@ -32,9 +32,8 @@ from pellucid.core.samplers import REGISTRY
 from pellucid.core.schedule import Schedule
 from pellucid.evidence.study import oracle_orders as orders
 from pellucid.evidence.study import oracle_truth as truth
-from pellucid.evidence.study.cells import Setup
-from pellucid.evidence.study.oracle_asked import asked, entry_of
-from pellucid.evidence.study.records import Records, alone, claim, is_mine
+from pellucid.evidence.study.kernel import Records, claim, is_mine, one_process
+from pellucid.evidence.study.setups import SamplerSetup, entry_of, setup_without_grid
 
 VERSION = 1
 KEYS = ("part", "schedule", "grid", "sampler")
@@ -44,11 +43,11 @@ SCHEDULES = ("linear", "cosine", "edm", "flow")
 GRIDS = tuple(name for name in grids.names() if name != "explicit")
 # An inversion goes the other way. Beside the defaults: UniPC at the order that its paper advises without guidance.
 SAMPLERS = (*(name for name in REGISTRY if name != "ddim_inversion"), "unipc:order=3")
-FAR = 0.5  # a point is astray where it ends further from its truth than this part of the data's size
+ASTRAY = 0.5  # a point is astray where it ends further from its truth than this part of the data's size
 
 
 @dataclass(frozen=True)
-class OracleStudy:
+class OracleStudyConfig:
     """What is asked. `nfe` are budgets of model calls: a sampler takes as many steps as fit into each."""
 
     samplers: tuple[str, ...] = SAMPLERS
@@ -81,7 +80,7 @@ class OracleStudy:
         for schedule in self.schedules:
             schedules.make(schedule)
         for word in self.samplers:
-            check(asked(word))
+            check_setup(setup_without_grid(word))
 
     @property
     def text(self) -> str:
@@ -90,17 +89,17 @@ class OracleStudy:
         return json.dumps(words, indent=1, sort_keys=True)
 
 
-def check(one: Setup) -> None:
+def check_setup(one: SamplerSetup) -> None:
     """Refuses an unknown sampler or option, and an inversion."""
     if entry_of(one).family == "inversion":
         raise PellucidError(rule("sampler", "one that ends in an image", one.sampler), "study-sampler")
     compile_plan(one.sampler, steps=3, **dict(one.options))
 
 
-class Study:
+class OracleStudy:
     """A study in its folder. Cells that are done are not done again."""
 
-    def __init__(self, config: OracleStudy, folder: Path) -> None:
+    def __init__(self, config: OracleStudyConfig, folder: Path) -> None:
         self.config, self.folder = config, folder
         is_mine(folder, config.text)
         self.records = Records(folder, KEYS)
@@ -108,7 +107,7 @@ class Study:
     def cells(self) -> Iterator[dict[str, str]]:
         c = self.config
         for schedule in c.schedules:
-            for grid in distinct(schedule, c.grids):
+            for grid in distinct_grids(schedule, c.grids):
                 for sampler in c.samplers:
                     yield {"part": "error", "schedule": schedule, "grid": grid, "sampler": sampler}
         for sampler in c.samplers if c.orders else ():
@@ -117,24 +116,24 @@ class Study:
     def missing(self) -> list[dict[str, str]]:
         return [cell for cell in self.cells() if not self.records.has(cell)]
 
-    @alone
+    @one_process
     def run(self, done: Callable[[], object] = lambda: None) -> list[dict[str, Any]]:
         claim(self.folder, self.config.text)
-        bench: Bench | None = None
+        bench: OracleBench | None = None
         for cell in self.missing():
             started = time.perf_counter()
             if cell["part"] == "order":
-                found = orders.of_sampler(asked(cell["sampler"]))
+                found = orders.of_sampler(setup_without_grid(cell["sampler"]))
             else:
                 if bench is None or bench.name != cell["schedule"]:
-                    bench = Bench(self.config, cell["schedule"])
-                found = bench.measure(asked(cell["sampler"]), cell["grid"])
+                    bench = OracleBench(self.config, cell["schedule"])
+                found = bench.measure(setup_without_grid(cell["sampler"]), cell["grid"])
             self.records.add({**cell, **found, "seconds": round(time.perf_counter() - started, 4)})
             done()
         return self.records.rows
 
 
-def distinct(schedule: str, names: tuple[str, ...]) -> list[str]:
+def distinct_grids(schedule: str, names: tuple[str, ...]) -> list[str]:
     """The grids that lay levels of their own; one that lays those of an earlier one (lu, simple) is left out."""
     twins = same_levels(schedule, names)
     return [name for name in names if name not in twins]
@@ -161,43 +160,45 @@ def same_levels(schedule: str, names: tuple[str, ...]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Field:
+class MixtureField:
     """A mixture with the noise that its paths begin with, where the exact flow takes them, and its law."""
 
     mixture: Mixture
     noise: Tensor
     exact: Tensor
-    law: truth.Slices
+    law: truth.LawSlices
 
     @staticmethod
-    def of(mixture: Mixture, top: float, config: OracleStudy) -> Field:
+    def of(mixture: Mixture, top: float, config: OracleStudyConfig) -> MixtureField:
         noise = truth.starting_noise(mixture, config.points, config.seed)
-        return Field(mixture, noise, truth.solution(mixture, noise, top), truth.Slices.of(mixture, config.points))
+        return MixtureField(
+            mixture, noise, truth.exact_flow(mixture, noise, top), truth.LawSlices.of(mixture, config.points)
+        )
 
     def figures(self, plan: Plan, seed: int) -> dict[str, float] | None:
         """What a plan makes of the noise: how far off it is, and its law; None where it overflows."""
         begin = (self.noise * plan.initial_scale)[None]
-        x = run(plan, truth.Cloud(self.mixture), begin, noise=truth.Drawn(seed))[0]
+        x = run(plan, truth.Cloud(self.mixture), begin, noise=truth.CloudNoise(seed))[0]
         if not bool(torch.isfinite(x).all()):
             return None
-        return ({} if plan.stochastic else off(x, self.exact)) | {"sliced": self.law.distance(x)}
+        return ({} if plan.stochastic else distance_from(x, self.exact)) | {"sliced": self.law.distance(x)}
 
 
-class Bench:
+class OracleBench:
     """One schedule with what its runs are compared with."""
 
-    def __init__(self, config: OracleStudy, schedule: str) -> None:
+    def __init__(self, config: OracleStudyConfig, schedule: str) -> None:
         self.config, self.name = config, schedule
         self.schedule = schedules.make(schedule)
         top = truth.top_of(self.schedule)
-        self.fields = {name: Field.of(MIXTURES[name](), top, config) for name in config.mixtures}
+        self.fields = {name: MixtureField.of(MIXTURES[name](), top, config) for name in config.mixtures}
 
-    def measure(self, one: Setup, grid: str) -> dict[str, Any]:
+    def measure(self, one: SamplerSetup, grid: str) -> dict[str, Any]:
         """A line for each budget: what was run, and how far off it ended; or why it cannot be run."""
         lines = []
         for nfe in self.config.nfe:
             try:
-                plan = fitting(one, self.schedule, grid, nfe)
+                plan = fitting_plan(one, self.schedule, grid, nfe)
             except PellucidError as error:
                 lines.append({"nfe": nfe, "refused": error.code, "why": str(error)})
                 continue
@@ -208,7 +209,7 @@ class Bench:
         return {"runs": lines}
 
 
-def fitting(one: Setup, schedule: Schedule, grid: str, nfe: int) -> Plan:
+def fitting_plan(one: SamplerSetup, schedule: Schedule, grid: str, nfe: int) -> Plan:
     """The plan of the most steps whose calls fit into a budget."""
     steps = nfe
     while True:
@@ -218,7 +219,7 @@ def fitting(one: Setup, schedule: Schedule, grid: str, nfe: int) -> Plan:
         steps -= max(1, (plan.nfe - nfe) // math.ceil(plan.nfe / steps))
 
 
-def off(x: Tensor, exact: Tensor) -> dict[str, float]:
+def distance_from(x: Tensor, exact: Tensor) -> dict[str, float]:
     """How far points ended from their truths: root mean square and its interval, median, share astray."""
     size = float(exact.pow(2).sum(1).mean().sqrt())
     square = ((x - exact) / size).pow(2).sum(1)
@@ -228,5 +229,5 @@ def off(x: Tensor, exact: Tensor) -> dict[str, float]:
         "low": math.sqrt(max(mean - half, 0.0)),
         "high": math.sqrt(mean + half),
         "median": float(square.median().sqrt()),
-        "astray": float((square > FAR**2).double().mean()),
+        "astray": float((square > ASTRAY**2).double().mean()),
     }

@@ -36,8 +36,7 @@ from pellucid.core.loop import run
 from pellucid.core.noise import Brownian
 from pellucid.core.plan import Plan
 from pellucid.core.schedule import Level, Schedule
-from pellucid.evidence.study.cells import Setup
-from pellucid.evidence.study.oracle_asked import entry_of
+from pellucid.evidence.study.setups import SamplerSetup, entry_of
 
 TOP, BOTTOM = 300.0, 0.05
 COUNTS = (20, 40, 80, 160, 320, 640)
@@ -289,7 +288,7 @@ def counts_of(sampler: str) -> tuple[int, ...]:
     return THIRDS if sampler in ("dpm_singlestep", "dpm_fast") else COUNTS
 
 
-def claim_of(setup: Setup) -> int | None:
+def claim_of(setup: SamplerSetup) -> int | None:
     """The order of the registry, or the one that is asked for, which UniPC's corrector raises by one; None for other
     options, which the registry says nothing of."""
     if not setup.options:
@@ -298,7 +297,7 @@ def claim_of(setup: Setup) -> int | None:
     return own["order"] + (setup.sampler == "unipc") if list(own) == ["order"] else None
 
 
-def of_sampler(setup: Setup) -> dict[str, Any]:
+def of_sampler(setup: SamplerSetup) -> dict[str, Any]:
     """The orders that a sampler has, with the noise off, in the variance and on a path, as far as each is defined."""
     name, own, claimed = setup.sampler, dict(setup.options), claim_of(setup)
     found: dict[str, Any] = {"claimed": claimed}

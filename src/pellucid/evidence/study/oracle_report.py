@@ -1,16 +1,362 @@
-"""The report of a study of oracles: tables, charts as PNG and hoverable in one page, and the same for programs."""
+"""The report of an oracle study: tables, charts of error against model calls, and report.html."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
-from pellucid.evidence.study import charts, oracle_charts, oracle_tables
+from pellucid.evidence.report import charts
+from pellucid.evidence.report.charts import Axis, Chart, Mark, Series
+from pellucid.evidence.report.page import Code, Page, Table, Text
 from pellucid.evidence.study import oracle_truth as truth
-from pellucid.evidence.study.oracle import MIXTURES, OracleStudy, Study, same_levels
-from pellucid.evidence.study.oracle_results import Results
-from pellucid.evidence.study.page import Code, Page, Text
+from pellucid.evidence.study.oracle import MIXTURES, OracleStudy, OracleStudyConfig, same_levels
+from pellucid.evidence.study.oracle_results import OracleResults, OracleRun, agreement, changes, is_noisy
 from pellucid.interop.atomic_files import put
+
+# --- Tables ---------------------------------------------------------------------------------------------------------
+
+HABITS = (
+    ("dpmpp_2m", "karras"),
+    ("dpmpp_2m", "trailing"),
+    ("euler", "trailing"),
+    ("heun", "karras"),
+    ("unipc", "trailing"),
+)
+ROWS_SHOWN = 12  # rows of a list of set-ups
+RELATIVE = "Errors are relative to the size of the data: 0.01 is a distance of one percent."
+
+
+def tables_of(found: OracleResults, floors: dict[str, float]) -> list[Table]:
+    made = [best_table(found, mixture) for mixture in found.mixtures]
+    made += [
+        one_choice_table(found),
+        samplers_table(found),
+        grids_table(found),
+        laws_table(found, floors),
+        ranks_table(found),
+    ]
+    made += [orders_table(found)] if found.orders else []
+    return [table for table in made if table.rows]
+
+
+def number_words(value: float) -> str:
+    """Two digits that count; − where there is none."""
+    if not math.isfinite(value):
+        return "−"
+    if 1e-3 <= value < 1e4:
+        return f"{value:.2g}" if value < 100 else f"{value:.0f}"
+    return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
+
+
+def mean(values: Iterable[float]) -> float:
+    """The geometric mean; NaN of none."""
+    logs = [math.log(value) for value in values]
+    return math.exp(math.fsum(logs) / len(logs)) if logs else math.nan
+
+
+def best_table(found: OracleResults, mixture: str) -> Table:
+    rows = []
+    for nfe in found.budgets:
+        firsts = [found.at(schedule, mixture, nfe)[:1] for schedule in found.schedules]
+        rows.append((str(nfe), *(line_words(one[0]) if one else "−" for one in firsts)))
+    note = (
+        "The deterministic sampler and grid that end closest to the exact flow of the same noise (root mean square) "
+        f"with at most so many model calls. {RELATIVE}"
+    )
+    return Table(f"The best at each NFE, {mixture} mixture", ("NFE", *found.schedules), tuple(rows), note)
+
+
+def line_words(line: OracleRun) -> str:
+    return f"{line.name} {number_words(line.figures['error'])}"
+
+
+def regret(
+    found: OracleResults, pick: Callable[[str, str, int], float | None], nfe: int, schedules: Sequence[str]
+) -> float:
+    """How many times the error of the best a choice has, as the geometric mean over schedules and mixtures; NaN where
+    it does not run everywhere."""
+    ratios = []
+    for schedule, mixture in product(schedules, found.mixtures):
+        mine, least = pick(schedule, mixture, nfe), found.least.get((schedule, mixture, nfe))
+        if mine is None or least is None:
+            return math.nan
+        ratios.append(mine / least)
+    return mean(ratios)
+
+
+def of_pair(found: OracleResults, sampler: str, grid: str) -> Callable[[str, str, int], float | None]:
+    def pick(schedule: str, mixture: str, nfe: int) -> float | None:
+        line = found.one(schedule, mixture, nfe, sampler, grid)
+        return None if line is None else line.figures.get("error")
+
+    return pick
+
+
+def regrets(found: OracleResults, schedules: Sequence[str]) -> dict[tuple[str, str], list[float]]:
+    """Of every sampler and grid, at each budget."""
+    pairs = dict.fromkeys((line.sampler, line.grid) for line in found.lines if not line.stochastic)
+    return {pair: [regret(found, of_pair(found, *pair), nfe, schedules) for nfe in found.budgets] for pair in pairs}
+
+
+def choices(found: OracleResults, schedules: Sequence[str]) -> list[tuple[float, tuple[str, str]]]:
+    """Every sampler and grid that runs at all budgets of some schedules, with its regret over them; the best first."""
+    known = regrets(found, schedules)
+    return sorted((mean(values), pair) for pair, values in known.items() if all(map(math.isfinite, values)))
+
+
+def one_choice_table(found: OracleResults) -> Table:
+    """One choice for all schedules and mixtures."""
+    known = regrets(found, found.schedules)
+    whole = {pair: value for value, pair in choices(found, found.schedules)}
+    order = [pair for pair in whole if pair[0] not in found.twins]
+    chosen = [*order[:ROWS_SHOWN], *(pair for pair in HABITS if pair in whole and pair not in order[:ROWS_SHOWN])]
+    rows = [(f"{a} · {b}", number_words(whole[a, b]), *map(number_words, known[a, b])) for a, b in chosen]
+    note = (
+        "How many times the error of the best set-up at that NFE, as the geometric mean over schedules and mixtures: "
+        "1 would be the best everywhere. The first ones, and below them common habits. Only what runs on all schedules."
+    )
+    columns = ("one choice for all", "mean", *(f"NFE {nfe}" for nfe in found.budgets))
+    return Table("What one choice costs", columns, tuple(rows), note)
+
+
+def samplers_table(found: OracleResults) -> Table:
+    rows = []
+    for sampler in found.samplers:
+        if sampler in found.twins:
+            continue
+        values = []
+        for nfe in found.budgets:
+            ranked = [found.ranked(*place, nfe) for place in product(found.schedules, found.mixtures)]
+            own = [[one.figures["error"] for one in ranking if one.sampler == sampler] for ranking in ranked]
+            values.append(mean(v[0] for v in own if v))
+        if any(map(math.isfinite, values)):
+            rows.append((found.names_of(sampler), *map(number_words, values)))
+    rows.sort(key=lambda row: float(row[-1]) if row[-1] != "−" else math.inf)
+    note = f"Geometric mean over schedules and mixtures, each time on the sampler's best grid. {RELATIVE}"
+    return Table("Every deterministic sampler", ("sampler", *(f"NFE {n}" for n in found.budgets)), tuple(rows), note)
+
+
+def grids_table(found: OracleResults) -> Table:
+    rows = []
+    for grid in found.grids:
+
+        def pick(schedule: str, mixture: str, nfe: int, grid: str = grid) -> float | None:
+            own = [one for one in found.ranked_grids(schedule, mixture, nfe) if one.grid == grid]
+            return own[0].figures["error"] if own else None
+
+        values = [regret(found, pick, nfe, found.schedules) for nfe in found.budgets]
+        if any(map(math.isfinite, values)):
+            rows.append((grid, *map(number_words, values)))
+    rows.sort(key=lambda row: mean(float(v) for v in row[1:] if v != "−"))
+    note = (
+        "How many times the error of the best grid, each with its best sampler: geometric mean over schedules and "
+        "mixtures. Left out: grids that some schedule refuses."
+    )
+    return Table("Every grid", ("grid", *(f"NFE {nfe}" for nfe in found.budgets)), tuple(rows), note)
+
+
+def laws_table(found: OracleResults, floors: dict[str, float]) -> Table:
+    """The best with noise beside the best without, by the distance of their laws from the data's."""
+    rows = []
+    for mixture, schedule, nfe in product(found.mixtures, found.schedules, found.budgets):
+        ranking = found.ranked(schedule, mixture, nfe, "sliced")
+        cells = []
+        for noisy in (False, True):
+            first = next((one for one in ranking if one.stochastic == noisy), None)
+            cells.append("−" if first is None else f"{first.name} {number_words(first.figures['sliced'])}")
+        if ranking:
+            rows.append((f"{mixture}, {schedule}, {nfe}", *cells, number_words(floors[mixture])))
+    note = (
+        "Sliced Wasserstein distance between the points at the end and the data's law, in standard deviations. True "
+        "draws, as many, measure the last column: what is not above it cannot be told from perfect."
+    )
+    columns = ("mixture, schedule, NFE", "best without noise", "best with noise", "true draws")
+    return Table("With noise and without, as laws", columns, tuple(rows), note)
+
+
+def ranks_table(found: OracleResults) -> Table:
+    """Who is best from where to where, and how much of the order of samplers is kept."""
+    rows = []
+    for mixture, schedule in product(found.mixtures, found.schedules):
+        kept = [tau(found, (schedule, mixture, a), (schedule, mixture, b)) for a, b in pairwise(found.budgets)]
+        rows.append((f"{mixture}, {schedule}", changes(found, schedule, mixture), *map(signed, kept)))
+    note = (
+        "τ is Kendall's agreement of the order of samplers, each on its best grid, at two neighbouring NFE: 1 is the "
+        "same order, 0 chance."
+    )
+    columns = ("mixture, schedule", "the best", *(f"τ {a}, {b}" for a, b in pairwise(found.budgets)))
+    return Table("Where the ranking changes", columns, tuple(rows), note)
+
+
+def tau(found: OracleResults, one: tuple[str, str, int], other: tuple[str, str, int]) -> float:
+    orders_of = [[line.sampler for line in found.ranked(*place)] for place in (one, other)]
+    return agreement(*orders_of)
+
+
+def signed(value: float) -> str:
+    return "−" if not math.isfinite(value) else f"{value:.2f}".replace("-", "−")
+
+
+def orders_table(found: OracleResults) -> Table:
+    rows = []
+    for row in found.orders:
+        cells = [
+            "" if row["claimed"] is None else str(row["claimed"]),
+            *("" if key not in row else f"{row[key]:.2f}" for key in ("order", "weak", "strong")),
+        ]
+        verdict = {True: "as claimed", False: "NOT as claimed", None: ""}[row.get("as_claimed")]
+        rows.append((row["sampler"], *cells, verdict))
+    note = (
+        "Asymptotic: sigma 300 to 0.05 on a grid even in λ, between 160 and 320 steps, against a solution that shares "
+        "no code. Noise off: distance from the exact flow. Variance: of the result on a Gaussian, noise on, computed "
+        "and not drawn. Path: distance from the solution of the same Brownian path, between 80 and 160 steps."
+    )
+    columns = ("sampler", "claimed", "noise off", "variance", "path", "")
+    return Table("Orders", columns, tuple(rows), note)
+
+
+def plain_results(found: OracleResults, floors: dict[str, float]) -> dict[str, Any]:
+    """The tables for a program: the best at each place with the runners-up, one choice for all, and the orders."""
+    best_at = [
+        {"schedule": s, "mixture": m, "nfe": nfe, "ranking": [flat(line) for line in found.ranked(s, m, nfe)]}
+        for s, m, nfe in product(found.schedules, found.mixtures, found.budgets)
+    ]
+    costs = regrets(found, found.schedules)
+    return {
+        "best": best_at,
+        "one_choice": [
+            {"sampler": a, "grid": b, "times_the_best": dict(zip(map(str, found.budgets), values, strict=True))}
+            for (a, b), values in costs.items()
+        ],
+        "same_tables": found.twins,
+        "true_draws": floors,
+        "orders": [{k: v for k, v in row.items() if k not in ("part", "seconds")} for row in found.orders],
+    }
+
+
+def flat(line: OracleRun) -> dict[str, Any]:
+    about = {"sampler": line.sampler, "grid": line.grid, "calls": line.calls, "steps": line.steps}
+    return {**about, **line.figures}
+
+
+def sentences_of(found: OracleResults) -> list[str]:
+    """What a reader should take away, in words with numbers."""
+    said = []
+    for schedule in found.schedules:
+        known = {pair: value for value, pair in choices(found, [schedule])}
+        if not known:
+            continue
+        pair, value = next(iter(known.items()))
+        words = (
+            f"{schedule}: one choice for all NFE is {' · '.join(pair)}, {number_words(value)} times the best of each."
+        )
+        habit = f" DPM++ 2M Karras: {number_words(known[HABITS[0]])} times." if HABITS[0] in known else ""
+        said.append(words + habit)
+    return said
+
+
+# --- Charts ---------------------------------------------------------------------------------------------------------
+
+MAX_LINES = 12  # as many as there are colours
+MAX_ERROR = 1.0  # a path that ends further off than the data are large has no place in a chart
+YARDSTICKS = ("ddim", "heun", "dpm_multistep")  # the yardsticks that everybody knows
+Pick = Callable[[str, str, int], list[OracleRun]]
+
+
+def panels_of(found: OracleResults, what: str, floors: dict[str, float]) -> list[Chart]:
+    """One chart for each schedule and mixture; `what` is sampler, grid or law."""
+    pick, figure, name = {
+        "sampler": (found.ranked, "error", "sampler"),
+        "grid": (found.ranked_grids, "error", "grid"),
+        "law": (lambda s, m, n: found.ranked(s, m, n, "sliced"), "sliced", "sampler"),
+    }[what]
+    names = leaders(found, pick, figure, name)
+    axis = "distance of the laws" if what == "law" else "error"
+    made = []
+    for mixture, schedule in product(found.mixtures, found.schedules):
+        series = [line_of(found, pick, (schedule, mixture), figure, name, i, one) for i, one in enumerate(names)]
+        marks = [Mark("true draws", y=floors[mixture])] if what == "law" else []
+        x = Axis("model calls", log=True, ticks=tuple(map(float, found.budgets)))
+        title = f"{schedule}, {mixture}"
+        made.append(Chart(title, [one for one in series if one.x], x, Axis(axis, log=True), marks))
+    return [chart for chart in made if chart.series]
+
+
+def leaders(found: OracleResults, pick: Pick, figure: str, name: str) -> list[str]:
+    """The names to draw: yardsticks, and those that are close to the best most; of laws, first those with noise."""
+    scores: dict[str, list[float]] = {}
+    for schedule, mixture, nfe in product(found.schedules, found.mixtures, found.budgets):
+        ranking = pick(schedule, mixture, nfe)
+        for line in ranking:
+            scores.setdefault(getattr(line, name), []).append(line.figures[figure] / ranking[0].figures[figure])
+    most = max((len(values) for values in scores.values()), default=0)
+    kept = sorted((one for one in scores if 2 * len(scores[one]) > most), key=lambda one: mean(scores[one]))
+    first = [one for one in kept if one in YARDSTICKS] if name == "sampler" else []
+    if figure == "sliced":
+        first = [*first, *[one for one in kept if one not in first][:1], *filter(is_noisy, kept)]
+    return sorted([*first, *(one for one in kept if one not in first)][:MAX_LINES], key=kept.index)
+
+
+def line_of(
+    found: OracleResults, pick: Pick, place: tuple[str, str], figure: str, name: str, number: int, wanted: str
+) -> Series:
+    points = []
+    for nfe in found.budgets:
+        points += [
+            one for one in pick(*place, nfe) if getattr(one, name) == wanted and one.figures[figure] <= MAX_ERROR
+        ]
+    other = "grid" if name == "sampler" else "sampler"
+    bounded = figure == "error"
+    noisy = figure == "sliced" and any(line.stochastic for line in points)
+    return Series(
+        wanted,
+        [float(line.calls) for line in points],
+        [line.figures[figure] for line in points],
+        [line.figures["low"] for line in points] if bounded else None,
+        [line.figures["high"] for line in points] if bounded else None,
+        [f"{getattr(line, other)}, {line.steps} steps{', noise' if line.stochastic else ''}" for line in points],
+        colour=charts.COLOURS[number % len(charts.COLOURS)],
+        dashed=noisy,
+    )
+
+
+def draw_panels(panels: Sequence[Chart], columns: int, path: Path, note: str = "") -> Path:
+    """All panels in one image, with one legend."""
+    rows = -(-len(panels) // columns)
+    figure = charts.canvas(3.6 * columns, 3.1 * rows + 0.9)
+    handles = {}
+    for i, chart in enumerate(panels):
+        axes = figure.add_subplot(rows, columns, i + 1)
+        for one in chart.series:
+            style = "--" if one.dashed else "-"
+            (line,) = axes.plot(one.x, one.y, style, color=one.colour, marker="o", markersize=3, linewidth=1.5)
+            handles.setdefault(one.name, line)
+        for mark in chart.marks:
+            axes.axhline(mark.y, color=charts.INK, linestyle=":", linewidth=1.2)
+        charts.quiet(
+            axes,
+            chart.title,
+            "model calls" if i >= len(panels) - columns else "",
+            chart.y.name if i % columns == 0 else "",
+        )
+        axes.set_xscale("log")
+        axes.set_xticks(chart.x.ticks, [f"{tick:g}" for tick in chart.x.ticks])
+        axes.set_xticks([], minor=True)
+        charts.log_y(axes)
+    height = figure.get_figheight()
+    look = {"frameon": False, "fontsize": 9.5, "labelcolor": charts.INK, "ncols": max(2, round(1.8 * columns))}
+    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.25 / height)}
+    figure.legend(list(handles.values()), list(handles), **place, **look)
+    figure.text(0.5, 0.08 / height, note, fontsize=8.5, color=charts.SLATE, ha="center", va="bottom")
+    figure.tight_layout(rect=(0, 0.85 / height, 1, 1), w_pad=1.2, h_pad=1.4)
+    return charts.save(figure, path)
+
+
+# --- The report -----------------------------------------------------------------------------------------------------
 
 CHARTS = (
     (
@@ -29,36 +375,36 @@ CHARTS = (
 )
 
 
-def write(study: Study) -> dict[str, Any]:
+def write(study: OracleStudy) -> dict[str, Any]:
     """charts/*.png, table.md, figures.json and report.html in the study's folder, finished or not; the figures."""
     charts.require()
-    found = Results.of(study.records.rows)
+    found = OracleResults.of(study.records.rows)
     floors = floors_of(study.config)
     folder = study.folder / "charts"
     folder.mkdir(exist_ok=True)
-    made = oracle_tables.tables(found, floors)
+    made = tables_of(found, floors)
     page = Page("Samplers on exact denoisers", headline(study, found))
-    page.add(*(Text(words) for words in oracle_tables.sentences(found)), *made[: len(found.mixtures) + 1])
+    page.add(*(Text(words) for words in sentences_of(found)), *made[: len(found.mixtures) + 1])
     for name, what, title, note in CHARTS:
-        panels = oracle_charts.panels(found, what, floors)
+        panels = panels_of(found, what, floors)
         if panels:
-            oracle_charts.draw(panels, len(found.schedules), folder / f"{name}.png", note)
+            draw_panels(panels, len(found.schedules), folder / f"{name}.png", note)
             page.add(Text(note, title), *panels)
     page.add(*made[len(found.mixtures) + 1 :], *equal_grids(study.config), Code(study.config.text, "Config"))
     page.write(study.folder / "report.html")
     put(study.folder / "table.md", markdown(study, found, made))
-    figures = oracle_tables.plain(found, floors)
+    figures = plain_results(found, floors)
     put(study.folder / "figures.json", json.dumps(figures, indent=1) + "\n")
     return figures
 
 
-def floors_of(config: OracleStudy) -> dict[str, float]:
+def floors_of(config: OracleStudyConfig) -> dict[str, float]:
     """What true draws, as many as a run has points, measure as a distance of laws."""
     mixtures = {name: MIXTURES[name]() for name in config.mixtures}
-    return {name: truth.Slices.of(one, config.points).floor(one) for name, one in mixtures.items()}
+    return {name: truth.LawSlices.of(one, config.points).floor(one) for name, one in mixtures.items()}
 
 
-def headline(study: Study, found: Results) -> str:
+def headline(study: OracleStudy, found: OracleResults) -> str:
     c = study.config
     words = (
         f"{len(c.samplers)} samplers, {len(c.grids)} grids, schedules {', '.join(c.schedules)}, {c.points:,} points of "
@@ -68,7 +414,7 @@ def headline(study: Study, found: Results) -> str:
     return words + (f" Unfinished: {left} cells are missing." if left else "")
 
 
-def equal_grids(config: OracleStudy) -> list[Text]:
+def equal_grids(config: OracleStudyConfig) -> list[Text]:
     said = []
     for schedule in config.schedules:
         twins = same_levels(schedule, config.grids)
@@ -78,7 +424,7 @@ def equal_grids(config: OracleStudy) -> list[Text]:
     return [Text(words, kind="note") for words in said]
 
 
-def markdown(study: Study, found: Results, made: list[Any]) -> str:
-    said = "\n".join(f"- {words}" for words in oracle_tables.sentences(found))
+def markdown(study: OracleStudy, found: OracleResults, made: list[Any]) -> str:
+    said = "\n".join(f"- {words}" for words in sentences_of(found))
     parts = ["# Samplers on exact denoisers\n", headline(study, found) + "\n", said + "\n"]
     return "\n".join([*parts, *(table.markdown() for table in made)])

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from pellucid.evidence.study.oracle_asked import asked, entry_of
+from pellucid.evidence.study.setups import entry_of, setup_without_grid
 
-Figure = Literal["error", "median", "sliced"]
+OracleFigure = Literal["error", "median", "sliced"]
 EQUAL = 1e-6  # errors of one table under two names differ by rounding alone
 
 
 @dataclass(frozen=True)
-class Line:
+class OracleRun:
     """One run on one mixture."""
 
     schedule: str
@@ -34,14 +34,14 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Results:
+class OracleResults:
     """All lines of a study, and the orders of its samplers."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[OracleRun, ...]
     orders: tuple[Mapping[str, Any], ...]
 
     @staticmethod
-    def of(rows: Iterable[Mapping[str, Any]]) -> Results:
+    def of(rows: Iterable[Mapping[str, Any]]) -> OracleResults:
         lines, orders = [], []
         for row in rows:
             if row["part"] == "order":
@@ -53,19 +53,21 @@ class Results:
                     continue
                 about = (run["nfe"], run["calls"], run["steps"], is_noisy(row["sampler"]))
                 lines += [
-                    Line(*place, mixture, *about, run[mixture]) for mixture in run if isinstance(run[mixture], dict)
+                    OracleRun(*place, mixture, *about, run[mixture])
+                    for mixture in run
+                    if isinstance(run[mixture], dict)
                 ]
-        return Results(tuple(lines), tuple(orders))
+        return OracleResults(tuple(lines), tuple(orders))
 
     @cached_property
-    def by_place(self) -> dict[tuple[str, str, int], list[Line]]:
-        found: dict[tuple[str, str, int], list[Line]] = {}
+    def by_place(self) -> dict[tuple[str, str, int], list[OracleRun]]:
+        found: dict[tuple[str, str, int], list[OracleRun]] = {}
         for line in self.lines:
             found.setdefault((line.schedule, line.mixture, line.nfe), []).append(line)
         return found
 
     @cached_property
-    def by_all(self) -> dict[tuple[str, str, int, str, str], Line]:
+    def by_all(self) -> dict[tuple[str, str, int, str, str], OracleRun]:
         return {(line.schedule, line.mixture, line.nfe, line.sampler, line.grid): line for line in self.lines}
 
     @cached_property
@@ -99,7 +101,7 @@ class Results:
     @cached_property
     def twins(self) -> dict[str, str]:
         """Samplers whose tables are those of an earlier one wherever both run, and that one."""
-        runs: dict[str, dict[tuple[str, str, str, int], Line]] = {}
+        runs: dict[str, dict[tuple[str, str, str, int], OracleRun]] = {}
         for line in self.lines:
             runs.setdefault(line.sampler, {})[line.schedule, line.grid, line.mixture, line.nfe] = line
         found: dict[str, str] = {}
@@ -110,22 +112,22 @@ class Results:
                     break
         return found
 
-    def at(self, schedule: str, mixture: str, nfe: int, figure: Figure = "error") -> list[Line]:
+    def at(self, schedule: str, mixture: str, nfe: int, figure: OracleFigure = "error") -> list[OracleRun]:
         """The lines at a place that have a figure, the best first; a table that has two names is there once."""
         there = self.by_place.get((schedule, mixture, nfe), [])
         kept = [line for line in there if figure == "sliced" or not line.stochastic]
         chosen = [line for line in kept if figure in line.figures and line.sampler not in self.twins]
         return sorted(chosen, key=lambda line: line.figures[figure])
 
-    def ranked(self, schedule: str, mixture: str, nfe: int, figure: Figure = "error") -> list[Line]:
+    def ranked(self, schedule: str, mixture: str, nfe: int, figure: OracleFigure = "error") -> list[OracleRun]:
         """The samplers at a place, each on its best grid, the best first."""
         return firsts(self.at(schedule, mixture, nfe, figure), "sampler")
 
-    def ranked_grids(self, schedule: str, mixture: str, nfe: int) -> list[Line]:
+    def ranked_grids(self, schedule: str, mixture: str, nfe: int) -> list[OracleRun]:
         """The grids at a place, each with its best sampler, the best first."""
         return firsts(self.at(schedule, mixture, nfe), "grid")
 
-    def one(self, schedule: str, mixture: str, nfe: int, sampler: str, grid: str) -> Line | None:
+    def one(self, schedule: str, mixture: str, nfe: int, sampler: str, grid: str) -> OracleRun | None:
         return self.by_all.get((schedule, mixture, nfe, sampler, grid))
 
     def names_of(self, sampler: str) -> str:
@@ -136,18 +138,18 @@ class Results:
 
 def is_noisy(sampler: str) -> bool:
     """Whether a sampler draws noise where it has steps enough for it; some do not at few steps."""
-    return not entry_of(asked(sampler)).deterministic
+    return not entry_of(setup_without_grid(sampler)).deterministic
 
 
-def same(a: Mapping[Any, Line], b: Mapping[Any, Line]) -> bool:
+def same(a: Mapping[Any, OracleRun], b: Mapping[Any, OracleRun]) -> bool:
     both = a.keys() & b.keys()
     if not both or any(line.stochastic for line in (*a.values(), *b.values())):
         return False
     return all(math.isclose(a[k].figures["error"], b[k].figures["error"], rel_tol=EQUAL) for k in both)
 
 
-def firsts(lines: Sequence[Line], what: str) -> list[Line]:
-    kept: dict[str, Line] = {}
+def firsts(lines: Sequence[OracleRun], what: str) -> list[OracleRun]:
+    kept: dict[str, OracleRun] = {}
     for line in lines:
         kept.setdefault(getattr(line, what), line)
     return list(kept.values())
@@ -163,7 +165,7 @@ def agreement(a: Sequence[str], b: Sequence[str]) -> float:
     return sum(1.0 if place[x] < place[y] else -1.0 for x, y in pairs) / len(pairs)
 
 
-def changes(found: Results, schedule: str, mixture: str) -> str:
+def changes(found: OracleResults, schedule: str, mixture: str) -> str:
     """Who is best from where to where: `deis · karras to 14, ipndm · karras from 20`."""
     bests = [(nfe, ranking[0].name) for nfe in found.budgets if (ranking := found.at(schedule, mixture, nfe))]
     runs: list[tuple[int, int, str]] = []

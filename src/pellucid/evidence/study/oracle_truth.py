@@ -19,23 +19,23 @@ from pellucid.core.oracle import Mixture
 from pellucid.core.plan import Draw
 from pellucid.core.schedule import Level, Schedule, in_frame
 
-PACE = 0.03  # the longest step of the exact flow in λ
-TOP = 1e5  # sigma / alpha where the flow of pure noise is begun
-BOTTOM = 1e-5  # and where it ends: what is left is x0 to 1e-9
+FLOW_PACE = 0.03  # the longest step of the exact flow in λ
+FLOW_TOP = 1e5  # sigma / alpha where the flow of pure noise is begun
+FLOW_BOTTOM = 1e-5  # and where it ends: what is left is x0 to 1e-9
 DIRECTIONS = 16  # of sliced distances
 
 
-def solution(mixture: Mixture, noise: Tensor, top: float, pace: float = PACE) -> Tensor:
+def exact_flow(mixture: Mixture, noise: Tensor, top: float, pace: float = FLOW_PACE) -> Tensor:
     """Where the exact flow takes x = sigma·noise [N, D] from sigma / alpha = top; infinite: pure noise.
 
     From pure noise, x at a large ratio r is alpha·(mean of the data) + sigma·noise up to 1/r, of which the flow keeps
     1/r.
     """
-    begin = in_frame(min(top, TOP), "vp")
+    begin = in_frame(min(top, FLOW_TOP), "vp")
     x = begin.sigma * noise
-    if top > TOP:
+    if top > FLOW_TOP:
         x = x + begin.alpha * (mixture.weights @ mixture.means)
-    length = -math.log(BOTTOM) - begin.lam
+    length = -math.log(FLOW_BOTTOM) - begin.lam
     steps = math.ceil(length / pace)
     h = length / steps
 
@@ -50,7 +50,7 @@ def solution(mixture: Mixture, noise: Tensor, top: float, pace: float = PACE) ->
         k3 = slope(x + h / 2 * k2, lam + h / 2)
         k4 = slope(x + h * k3, lam + h)
         x = x + h / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
-    end = in_frame(BOTTOM, "vp")
+    end = in_frame(FLOW_BOTTOM, "vp")
     return mixture(x, end)
 
 
@@ -80,7 +80,7 @@ class Cloud:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class CloudNoise:
     """Noise by address for a cloud: torch's generator, seeded by (seed, interval, visit)."""
 
     seed: int
@@ -97,19 +97,19 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Slices:
+class LawSlices:
     """The law of a mixture along a few directions: its exact quantiles there, [R, N]."""
 
     directions: Tensor
     quantiles: Tensor
 
     @staticmethod
-    def of(mixture: Mixture, count: int, directions: int = DIRECTIONS, seed: int = 5) -> Slices:
+    def of(mixture: Mixture, count: int, directions: int = DIRECTIONS, seed: int = 5) -> LawSlices:
         """The quantiles of `count` points, at the middles of as many equal parts."""
         generator = torch.Generator().manual_seed(seed)
         found = torch.randn(directions, mixture.means.shape[1], generator=generator, dtype=torch.float64)
         found = found / found.norm(dim=1, keepdim=True)
-        return Slices(found, torch.stack([quantiles(mixture, one, count) for one in found]))
+        return LawSlices(found, torch.stack([quantiles(mixture, one, count) for one in found]))
 
     def distance(self, x: Tensor) -> float:
         """The sliced Wasserstein distance (the first) of points [N, D] from the law, in its standard deviations."""

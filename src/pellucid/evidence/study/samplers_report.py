@@ -10,16 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from pellucid.evidence.study import charts
-from pellucid.evidence.study.front import Knee
-from pellucid.evidence.study.page import Axis, Cell, Chart, Code, Images, Mark, Page, Series, Table, Text
-from pellucid.evidence.study.page_chart import short
-from pellucid.evidence.study.samplers_figures import Figures
+from pellucid.evidence.report import charts
+from pellucid.evidence.report.charts import Axis, Chart, Mark, Series, short
+from pellucid.evidence.report.page import Cell, Code, Images, Page, Table, Text
+from pellucid.evidence.statistics import Knee
 from pellucid.evidence.study.samplers_results import Column
-from pellucid.evidence.study.samplers_verdict import interval, names
+from pellucid.evidence.study.samplers_verdict import Figures, sampler_names, with_interval
 from pellucid.interop.atomic_files import put
 
-SHOWN = 8  # images of a cell on the page
+IMAGES_SHOWN = 8  # images of a cell on the page
 CONVERGED = "converged"
 
 
@@ -133,7 +132,7 @@ def latency(found: Figures, axis: Axis) -> Chart:
 
 def colours(found: Figures) -> dict[str, str]:
     """A colour a sampler, the same in every chart."""
-    return {text: charts.COLOURS[i % len(charts.COLOURS)] for i, text in enumerate(names(found.cells))}
+    return {text: charts.COLOURS[i % len(charts.COLOURS)] for i, text in enumerate(sampler_names(found.cells))}
 
 
 def seconds_of(found: Figures, i: int) -> str:
@@ -156,7 +155,7 @@ def main_table(found: Figures) -> Table:
     for i, cell in enumerate(found.cells):
         low, high = found.latencies[i].quartiles
         time = f"{seconds_of(found, i)} ({short(low, 3)} to {short(high, 3)})" if math.isfinite(low) else "–"
-        figures = [interval(column, i) for column in found.columns.values()]
+        figures = [with_interval(column, i) for column in found.columns.values()]
         row = (cell.setup.label, str(cell.steps), str(cell.nfe), time, *figures, *tails(found, i))
         rows.append((*row, found.verdict.place(i)))
     titles = [column.measure.title for column in found.columns.values()]
@@ -229,12 +228,14 @@ def images(found: Figures) -> Images:
     first = found.results.firsts[0]
     count = len(study.config.numbers(first))
     best = study.converged[0]
-    cells = [Cell(CONVERGED, study.files.images(best, first, count)[:SHOWN], f"{best.setup.text} × {best.steps}")]
+    cells = [
+        Cell(CONVERGED, study.files.images(best, first, count)[:IMAGES_SHOWN], f"{best.setup.text} × {best.steps}")
+    ]
     for i, cell in enumerate(found.cells):
-        note = f"{cell.nfe} calls, {found.main.measure.title} {interval(found.main, i)}"
-        cells.append(Cell(cell.label, study.files.images(cell, first, count)[:SHOWN], note))
+        note = f"{cell.nfe} calls, {found.main.measure.title} {with_interval(found.main, i)}"
+        cells.append(Cell(cell.label, study.files.images(cell, first, count)[:IMAGES_SHOWN], note))
     for one in study.converged[1:]:
-        cells.append(Cell(one.key, study.files.images(one, first, count)[:SHOWN], "the same sampler's own"))
+        cells.append(Cell(one.key, study.files.images(one, first, count)[:IMAGES_SHOWN], "the same sampler's own"))
     knee = found.verdict.knee
     shown = (CONVERGED, found.cells[knee.cell].label if knee is not None else found.cells[0].label)
     return Images("Images by cell", cells, "The same prompts and noise in every cell.", shown)
@@ -248,10 +249,10 @@ def plain(found: Figures) -> dict[str, Any]:
     for i, cell in enumerate(found.cells):
         low, high = found.latencies[i].quartiles
         figures = {
-            name: {"value": held(c.values[i]), "low": held(c.low[i]), "high": held(c.high[i])}
+            name: {"value": finite(c.values[i]), "low": finite(c.low[i]), "high": finite(c.high[i])}
             for name, c in found.columns.items()
         }
-        seconds = {"median": held(found.latencies[i].median), "low": held(low), "high": held(high)}
+        seconds = {"median": finite(found.latencies[i].median), "low": finite(low), "high": finite(high)}
         about = {"sampler": cell.setup.text, "steps": cell.steps, "nfe": cell.nfe, "stochastic": cell.stochastic}
         rows.append({**about, "seconds": seconds, **figures})
     v = found.verdict
@@ -271,7 +272,7 @@ def plain(found: Figures) -> dict[str, Any]:
         ],
         "recommendation": {"sentence": v.sentence, "command": v.words, "call": v.call},
         "converged_moved": {
-            name: {key: held(value) for key, value in found.results.floor(name).items()}
+            name: {key: finite(value) for key, value in found.results.floor(name).items()}
             for name in ("distance", "latent")
         },
         "doubts": found.doubts(),
@@ -293,5 +294,5 @@ def knee_plain(found: Figures, knee: Knee | None) -> dict[str, Any] | None:
     }
 
 
-def held(value: float) -> float | None:
+def finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None

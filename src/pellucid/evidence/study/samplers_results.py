@@ -1,8 +1,14 @@
-"""The figures of a sampler study: every measure of every cell, with intervals over the same resampled images."""
+"""The figures of a sampler study: seconds per image, and every measure of every cell with its interval.
+
+Times are taken warm, one image at a time, in rounds over all cells, so that a machine's drift falls on all of them
+alike, and never beside other work of the study. Intervals of all cells are over the same resampled images.
+"""
 
 from __future__ import annotations
 
 import math
+import platform
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,13 +19,106 @@ import torch
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.evidence.adherence.shares import Share
-from pellucid.evidence.metrics.bootstrap import draws, fid_interval
 from pellucid.evidence.metrics.fid import FEW, Statistics, fid
 from pellucid.evidence.metrics.kid import kid_exact, kid_paired, kid_resampled
-from pellucid.evidence.study.cells import Cell
-from pellucid.evidence.study.front import Array
-from pellucid.evidence.study.samplers import Study
+from pellucid.evidence.statistics import Array, Share, draws, fid_interval
+from pellucid.evidence.study.kernel import Records
+from pellucid.evidence.study.samplers import SamplerStudy
+from pellucid.evidence.study.setups import SamplerCell
+
+# --- Seconds per image ----------------------------------------------------------------------------------------------
+
+LATENCY_FILE = "latency.jsonl"
+LATENCY_KEYS = ("cell", "round", "machine")
+WARM_CALLS = 2  # calls before the first that counts
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Seconds of one request for one image, from prompt to pixels: median and quartiles of all rounds."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return float(np.median(self.seconds)) if self.seconds else float("nan")
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        if not self.seconds:
+            return float("nan"), float("nan")
+        low, high = np.quantile(self.seconds, [0.25, 0.75])
+        return float(low), float(high)
+
+    def drawn(self, resamples: int, seed: int = 0) -> Array:
+        """Medians (R,) of rounds that were drawn again."""
+        if not self.seconds:
+            return np.full(resamples, np.nan)
+        random = np.random.default_rng(seed)
+        picks = random.integers(0, len(self.seconds), (resamples, len(self.seconds)))
+        return np.asarray(np.median(np.asarray(self.seconds)[picks], axis=1), float)
+
+
+class LatencyClock:
+    """Measures what is missing and reads what is there: only rounds of this machine count."""
+
+    def __init__(self, study: SamplerStudy) -> None:
+        self.study = study
+        self.records = Records(study.folder, LATENCY_KEYS, LATENCY_FILE)
+        self.machine = machine_of(study.subject.device)
+
+    def missing(self) -> list[tuple[int, SamplerCell]]:
+        """(round, cell), each round in an order of its own."""
+        found = []
+        for number in range(self.study.config.rounds):
+            order = np.random.default_rng(number).permutation(len(self.study.cells))
+            cells = [self.study.cells[i] for i in order]
+            found += [(number, cell) for cell in cells if not self.records.has(self.place(number, cell))]
+        return found
+
+    def place(self, number: int, cell: SamplerCell) -> dict[str, object]:
+        return {"cell": cell.key, "round": number, "machine": self.machine}
+
+    def run(self, done: Callable[[int], object] = lambda count: None) -> None:
+        waiting = self.missing()
+        if waiting:
+            cheapest = min(self.study.cells, key=lambda cell: cell.nfe)
+            for _ in range(WARM_CALLS):
+                self.once(cheapest)
+        for number, cell in waiting:
+            self.records.add({**self.place(number, cell), "seconds": self.once(cell)})
+            done(cell.nfe)
+
+    def once(self, cell: SamplerCell) -> float:
+        """The noise is the pipeline's own: the Brownian path of a study is no part of what a user waits for."""
+        config, subject = self.study.config, self.study.subject
+        began = time.perf_counter()
+        subject.make([config.prompt(0)], [config.seed], **config.how, **cell.asks())
+        return time.perf_counter() - began
+
+    def of(self, cell: SamplerCell) -> Latency:
+        rows = [r for r in self.records.rows if r["cell"] == cell.key and r["machine"] == self.machine]
+        return Latency(tuple(float(row["seconds"]) for row in rows if row["round"] < self.study.config.rounds))
+
+
+def machine_of(device: torch.device) -> str:
+    """Where the time was measured, in words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{processor()}, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
+
+
+def processor() -> str:
+    """The processor's own name where the system tells it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+# --- Measures with their intervals ----------------------------------------------------------------------------------
 
 RESAMPLES = 1000
 DEAR_RESAMPLES, FID_RESAMPLES = 200, 20  # of KID beyond MANY images, and of FID
@@ -72,10 +171,10 @@ class Column:
     of_converged: float | None = None
 
 
-class Results:
+class SamplerResults:
     """What the records of a study say, over the images that every cell has."""
 
-    def __init__(self, study: Study, resamples: int = RESAMPLES) -> None:
+    def __init__(self, study: SamplerStudy, resamples: int = RESAMPLES) -> None:
         self.study, self.resamples = study, resamples
         self.cells, self.files = study.cells, study.files
         own = (*study.cells, *study.converged)
@@ -109,7 +208,7 @@ class Results:
 
     # --- one number an image -------------------------------------------------------------------------------------
 
-    def listed(self, cell: Cell, what: str, key: str) -> list[Any]:
+    def listed(self, cell: SamplerCell, what: str, key: str) -> list[Any]:
         found: list[Any] = []
         for first in self.firsts:
             count = len(self.study.config.numbers(first))
@@ -126,14 +225,14 @@ class Results:
             self.files.has(cell.key, first, what) for cell in self.cells for first in self.firsts
         )
 
-    def per_image(self, cell: Cell, what: str, key: str, scale: float = 1.0) -> Array:
+    def per_image(self, cell: SamplerCell, what: str, key: str, scale: float = 1.0) -> Array:
         found = self.listed(cell, what, key)
         if not all(isinstance(value, int | float | None) for value in found):
             where = f"{key} of {cell.key} in the records of {self.files.folder.name}"
             raise PellucidError(rule(where, "numbers", found), "study-records")
         return np.array([math.nan if value is None else scale * float(value) for value in found])
 
-    def means(self, measure: Measure, of: Callable[[Cell], Array], converged: float | None = None) -> Column:
+    def means(self, measure: Measure, of: Callable[[SamplerCell], Array], converged: float | None = None) -> Column:
         """The mean over images of each cell."""
         held = np.stack([of(cell) for cell in self.cells])  # (C, N)
         w = self.weights.double().numpy()
@@ -166,7 +265,7 @@ class Results:
         ends = np.array([Share.of(self.listed(cell, "scenes", "right")).interval for cell in self.cells])
         return replace(found, low=np.minimum(found.low, ends[:, 0]), high=np.maximum(found.high, ends[:, 1]))
 
-    def attributes(self, cell: Cell) -> dict[str, tuple[int, int]]:
+    def attributes(self, cell: SamplerCell) -> dict[str, tuple[int, int]]:
         """Of each attribute: in how many images it is right, of how many that were asked for it."""
         found: dict[str, tuple[int, int]] = {}
         for marks in self.listed(cell, "scenes", "marks"):
@@ -176,12 +275,12 @@ class Results:
         bled = [one for one in self.listed(cell, "scenes", "bled") if one is not None]
         return found | ({"colour of another": (sum(bled), len(bled))} if bled else {})
 
-    def complete(self, cell: Cell, what: str) -> bool:
+    def complete(self, cell: SamplerCell, what: str) -> bool:
         return all(self.files.has(cell.key, first, what) for first in self.firsts)
 
     # --- sets of images -----------------------------------------------------------------------------------------
 
-    def features(self, cell: Cell, what: str) -> Tensor:
+    def features(self, cell: SamplerCell, what: str) -> Tensor:
         return torch.cat([self.files.features(cell, first, what) for first in self.firsts])
 
     def kid(self, what: str, reference: Tensor | None = None, device: torch.device | str = "cpu") -> Column:

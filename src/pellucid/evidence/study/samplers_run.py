@@ -15,16 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.evidence.study import charts, samplers_report, samplers_shards
-from pellucid.evidence.study.samplers import SamplerStudy, Study
-from pellucid.evidence.study.samplers_figures import Figures, Judges
-from pellucid.evidence.study.samplers_latency import Clock
-from pellucid.evidence.study.samplers_subject import Subject
+from pellucid.evidence.report import charts
+from pellucid.evidence.study import samplers_report, samplers_shards
+from pellucid.evidence.study.samplers import SamplerStudy, SamplerStudyConfig
+from pellucid.evidence.study.samplers_results import LatencyClock
+from pellucid.evidence.study.samplers_verdict import Figures, Judges
+from pellucid.evidence.study.subject import Subject
 
 __all__ = ["Figures", "SamplerStudy", "open_study", "study"]
 
 # (what, how much) → a context that gives a function to call with each part that is done
-Bar = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
+ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
 
 
 def no_bar(what: str, total: int) -> AbstractContextManager[Callable[[int], object]]:
@@ -32,15 +33,20 @@ def no_bar(what: str, total: int) -> AbstractContextManager[Callable[[int], obje
 
 
 def open_study(
-    config: SamplerStudy, folder: Path, pipe: Any = None, *, shard: tuple[int, int] = (0, 1), device: str | None = None
-) -> Study:
+    config: SamplerStudyConfig,
+    folder: Path,
+    pipe: Any = None,
+    *,
+    shard: tuple[int, int] = (0, 1),
+    device: str | None = None,
+) -> SamplerStudy:
     """The study in its folder; `pipe` is used in place of loading the model by its name."""
     subject = Subject.of(pipe) if pipe is not None else Subject.open(config.model, dtype=config.dtype, device=device)
-    return Study(config, subject, folder, shard)
+    return SamplerStudy(config, subject, folder, shard)
 
 
 def study(
-    config: SamplerStudy,
+    config: SamplerStudyConfig,
     folder: Path,
     pipe: Any = None,
     *,
@@ -48,7 +54,7 @@ def study(
     device: str | None = None,
     processes: int = 1,
     ray: int = 0,
-    bar: Bar = no_bar,
+    bar: ProgressBar = no_bar,
 ) -> Figures:
     """Makes what is missing, times what is missing, and writes the report. `judges` are the options of `Judges.open`:
     inception, clip, reference."""
@@ -58,11 +64,11 @@ def study(
     who = Judges.open(opened, **given)
     opened.files.claim(config.to_dict(opened.subject.mark))
     if processes != 1 or ray:
-        share(opened, pipe, given, device, processes, ray, bar)
-        opened = Study(config, opened.subject, folder)
+        run_shares(opened, pipe, given, device, processes, ray, bar)
+        opened = SamplerStudy(config, opened.subject, folder)
     with bar("making and scoring images", opened.todo()) as done:
         opened.run(who.scorers, done)
-    clock = Clock(opened)
+    clock = LatencyClock(opened)
     with bar("timing", sum(cell.nfe for _, cell in clock.missing())) as done:
         clock.run(done)
     found = Figures(opened, who)
@@ -70,8 +76,14 @@ def study(
     return found
 
 
-def share(
-    opened: Study, pipe: Any, judges: dict[str, Any], device: str | None, processes: int, ray: int, bar: Bar
+def run_shares(
+    opened: SamplerStudy,
+    pipe: Any,
+    judges: dict[str, Any],
+    device: str | None,
+    processes: int,
+    ray: int,
+    bar: ProgressBar,
 ) -> None:
     """The images, over processes or over Ray."""
     if pipe is not None:

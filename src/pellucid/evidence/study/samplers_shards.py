@@ -15,19 +15,19 @@ from typing import Any
 import torch
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.evidence.study.records import MOST
-from pellucid.evidence.study.samplers import SamplerStudy, Study
-from pellucid.evidence.study.samplers_figures import Judges
-from pellucid.evidence.study.samplers_subject import Subject
+from pellucid.evidence.study.kernel import MAX_SHARDS
+from pellucid.evidence.study.samplers import SamplerStudy, SamplerStudyConfig
+from pellucid.evidence.study.samplers_verdict import Judges
+from pellucid.evidence.study.subject import Subject
 
-POLL = 1.0  # seconds
+POLL_SECONDS = 1.0  # seconds
 
 
 @dataclass(frozen=True)
 class Share:
     """What one process is told; all of it can be sent to another machine. `folder` must be the same place there."""
 
-    config: SamplerStudy
+    config: SamplerStudyConfig
     folder: str
     index: int
     count: int
@@ -37,12 +37,12 @@ class Share:
     parent: int = 0  # process whose end is this one's too; 0 for none
 
 
-def work(share: Share) -> int:
+def make_share(share: Share) -> int:
     """Makes one share; the number of its batches."""
     if share.threads:
         torch.set_num_threads(share.threads)
     subject = Subject.open(share.config.model, dtype=share.config.dtype, device=share.device)
-    study = Study(share.config, subject, Path(share.folder), (share.index, share.count))
+    study = SamplerStudy(share.config, subject, Path(share.folder), (share.index, share.count))
     orphaned = (lambda: os.getppid() != share.parent) if share.parent else (lambda: False)
     study.run(Judges.open(study, **share.judges).scorers, stopped=orphaned)
     if orphaned():
@@ -51,7 +51,7 @@ def work(share: Share) -> int:
 
 
 def over_processes(
-    config: SamplerStudy,
+    config: SamplerStudyConfig,
     folder: Path,
     count: int,
     *,
@@ -60,24 +60,24 @@ def over_processes(
     seen: Callable[[int], object] = lambda batches: None,
 ) -> None:
     """Runs `count` processes on this machine and waits; `seen` is told how many batches of cells there are."""
-    if not 1 <= count <= MOST:
-        raise PellucidError(rule("--processes", f"from 1 to {MOST}", count), "shard")
+    if not 1 <= count <= MAX_SHARDS:
+        raise PellucidError(rule("--processes", f"from 1 to {MAX_SHARDS}", count), "shard")
     threads = max(1, (os.cpu_count() or 1) // count)
     shares = [Share(config, str(folder), i, count, dict(judges), device, threads, os.getpid()) for i in range(count)]
     try:
         with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
-            waiting = [pool.submit(work, share) for share in shares]
-            follow(waiting, folder, seen)
+            waiting = [pool.submit(make_share, share) for share in shares]
+            wait_for(waiting, folder, seen)
     except BrokenProcessPool:
         words = "a process of the study must live to its end; one was killed. Run the same again: it goes on."
         raise PellucidError(words, "shard-killed") from None
 
 
-def follow(waiting: list[Future[int]], folder: Path, seen: Callable[[int], object]) -> None:
+def wait_for(waiting: list[Future[int]], folder: Path, seen: Callable[[int], object]) -> None:
     """Until all have ended or one has failed, whose error is raised; batches are counted in the records."""
     pending: set[Future[int]] = set(waiting)
     while pending:
-        ended, pending = wait(pending, POLL, FIRST_EXCEPTION)
+        ended, pending = wait(pending, POLL_SECONDS, FIRST_EXCEPTION)
         seen(batches_in(folder))
         for future in ended:
             future.result()
@@ -89,7 +89,7 @@ def batches_in(folder: Path) -> int:
 
 
 def over_ray(
-    config: SamplerStudy, folder: Path, count: int, *, judges: Mapping[str, Any], device: str | None = None
+    config: SamplerStudyConfig, folder: Path, count: int, *, judges: Mapping[str, Any], device: str | None = None
 ) -> None:
     """The same as tasks of Ray. The folder and the model must be in reach of every machine under these names."""
     try:
@@ -97,11 +97,11 @@ def over_ray(
     except ImportError:
         advice = "Install it: pip install ray. Or use --processes."
         raise PellucidError(f"ray must be installed to work over it; got none. {advice}", "missing-extra") from None
-    if not 1 <= count <= MOST:
-        raise PellucidError(rule("--ray", f"from 1 to {MOST}", count), "shard")
+    if not 1 <= count <= MAX_SHARDS:
+        raise PellucidError(rule("--ray", f"from 1 to {MAX_SHARDS}", count), "shard")
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
     gpus = 1 if device is not None and device.startswith("cuda") else 0
-    task = ray.remote(num_gpus=gpus)(work) if gpus else ray.remote(work)
+    task = ray.remote(num_gpus=gpus)(make_share) if gpus else ray.remote(make_share)
     place = str(folder.resolve())
     ray.get([task.remote(Share(config, place, i, count, dict(judges), device)) for i in range(count)])

@@ -1,18 +1,39 @@
-"""What follows from the figures of a sampler study: the fronts, the knee, who comes first, and one recommendation."""
+"""What follows from the figures of a sampler study: fronts, the knee, the ranking, one recommendation, and doubts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from pellucid.evidence.study.cells import Cell
-from pellucid.evidence.study.front import Array, Knee, front, knee_of
-from pellucid.evidence.study.page_chart import short
-from pellucid.evidence.study.samplers_latency import Latency
-from pellucid.evidence.study.samplers_results import Column
+from pellucid.core.errors import PellucidError, rule
+from pellucid.evidence.metrics.fid import FEW, Statistics
+from pellucid.evidence.metrics.images import open_images
+from pellucid.evidence.metrics.inception import Inception
+from pellucid.evidence.metrics.score import measure_cached
+from pellucid.evidence.report.charts import short
+from pellucid.evidence.statistics import Array, Knee, front, knee_of
+from pellucid.evidence.study.samplers import (
+    ClipScorer,
+    InceptionScorer,
+    SamplerStudy,
+    SceneScorer,
+    Scorer,
+    find_clip,
+    find_inception,
+)
+from pellucid.evidence.study.samplers_results import RESAMPLES, Column, Latency, LatencyClock, SamplerResults
+from pellucid.evidence.study.setups import SamplerCell
+from pellucid.evidence.study.subject import queries_of
+from pellucid.pipeline.pipeline import Pipeline
+
+# --- The recommendation ---------------------------------------------------------------------------------------------
 
 POINTS = 65  # of the common range of model calls at which samplers are compared
 TINY = 1e-12
@@ -55,7 +76,9 @@ class Verdict:
         return "front" if cell in self.by_calls else ""
 
 
-def verdict(cells: list[Cell], column: Column, latencies: list[Latency], guidance: Any, start: str | None) -> Verdict:
+def verdict(
+    cells: list[SamplerCell], column: Column, latencies: list[Latency], guidance: Any, start: str | None
+) -> Verdict:
     """`start` begins the command to paste: the model and what it is asked; None for what has no name to load by."""
     measure, drawn = column.measure, column.drawn
     assert drawn is not None
@@ -76,10 +99,10 @@ def verdict(cells: list[Cell], column: Column, latencies: list[Latency], guidanc
         knee=knee,
         knee_seconds=knee_of(seconds, loss, np.stack([times, losses])) if timed else None,
         ranking=order,
-        sentence=sentence(cells, column, latencies, knee),
-        words="" if pick is None or start is None else command(pick, guidance, start),
+        sentence=recommendation_of(cells, column, latencies, knee),
+        words="" if pick is None or start is None else sample_command(pick, guidance, start),
         call={} if pick is None else pick.asks() | ({} if guidance is None else {"guidance": guidance}),
-        comparison=" ".join(filter(None, [told(order, column, pick), *of_plans(cells, column)])),
+        comparison=" ".join(filter(None, [comparison_of(order, column, pick), *of_plans(cells, column)])),
     )
 
 
@@ -92,14 +115,14 @@ def tied(losses: Array, part: float) -> Array:
     return found
 
 
-def sentence(cells: list[Cell], column: Column, latencies: list[Latency], knee: Knee | None) -> str:
+def recommendation_of(cells: list[SamplerCell], column: Column, latencies: list[Latency], knee: Knee | None) -> str:
     """What to use, what it costs, what it gives, and how sure the knee is, or that none was found."""
     if knee is None:
         return "No sampler can be recommended: no cell has finite figures."
     cell, measure, i = cells[knee.cell], column.measure, knee.cell
     seconds = latencies[i].median
     cost = f"{cell.nfe} model calls" + (f", {short(seconds, 3)} s per image," if np.isfinite(seconds) else "")
-    figure = interval(column, i)
+    figure = with_interval(column, i)
     gives = {
         "distance": f"leave it {figure} RMSE from the converged image",
         "latent": f"leave it {figure} RMSE from the converged latents",
@@ -123,14 +146,14 @@ def about_knee(knee: Knee) -> str:
     return f", at the knee of the front (in 95 % of resamples at {span} calls), beyond which {more}"
 
 
-def interval(column: Column, i: int) -> str:
+def with_interval(column: Column, i: int) -> str:
     """'0.0123 (0.0119 to 0.0127)'"""
     scale = column.measure.scale
     value, low, high = (short(float(held[i]) * scale, 3) for held in (column.values, column.low, column.high))
     return f"{value} ({low} to {high})"
 
 
-def command(cell: Cell, guidance: Any, start: str) -> str:
+def sample_command(cell: SamplerCell, guidance: Any, start: str) -> str:
     """What to paste into a shell."""
     scale = "" if guidance is None else f' --guidance "{guidance}"'
     return f"pellucid sample {start} {cell.setup.words(cell.steps)}{scale}"
@@ -139,7 +162,7 @@ def command(cell: Cell, guidance: Any, start: str) -> str:
 # --- who comes first -------------------------------------------------------------------------------------------
 
 
-def ranking(cells: list[Cell], column: Column) -> list[Ranked]:
+def ranking(cells: list[SamplerCell], column: Column) -> list[Ranked]:
     """Samplers by their mean over the range of model calls that all of them cover, in equal parts of its logarithm.
 
     Distances are averaged as logarithms, so that a factor counts the same at 5 calls and at 100. Samplers with one
@@ -162,16 +185,16 @@ def ranking(cells: list[Cell], column: Column) -> list[Ranked]:
         table = np.concatenate([column.values[held, None], column.drawn[held]], axis=1)  # (steps, 1 + R)
         found = over_range(at, calls, np.log(np.maximum(table, TINY)) if scaled else table)
         values[text], drawn[text] = found[0], found[1:]
-    return ranked(values, drawn, column.measure.less, scaled)
+    return ranked_by_loss(values, drawn, column.measure.less, scaled)
 
 
-def names(cells: list[Cell]) -> list[str]:
+def sampler_names(cells: list[SamplerCell]) -> list[str]:
     return list(dict.fromkeys(cell.setup.label for cell in cells))
 
 
-def by_sampler(cells: list[Cell]) -> dict[str, list[int]]:
+def by_sampler(cells: list[SamplerCell]) -> dict[str, list[int]]:
     """The cells of each sampler by number, cheapest first."""
-    held = {label: [i for i, cell in enumerate(cells) if cell.setup.label == label] for label in names(cells)}
+    held = {label: [i for i, cell in enumerate(cells) if cell.setup.label == label] for label in sampler_names(cells)}
     return {label: sorted(own, key=lambda i: cells[i].nfe) for label, own in held.items()}
 
 
@@ -181,7 +204,7 @@ def over_range(at: Array, calls: Array, table: Array) -> Array:
     return np.asarray(found.mean(1), float)
 
 
-def ranked(values: dict[str, float], drawn: dict[str, Array], less: bool, scaled: bool) -> list[Ranked]:
+def ranked_by_loss(values: dict[str, float], drawn: dict[str, Array], less: bool, scaled: bool) -> list[Ranked]:
     """The first comes first; of samplers that differ by rounding alone, the one that was asked for first."""
     part = TIE_OF_DISTANCES if scaled else TIE
     table = np.stack([np.concatenate([[values[text]], drawn[text]]) for text in values])  # (S, 1 + R)
@@ -200,7 +223,7 @@ def ranked(values: dict[str, float], drawn: dict[str, Array], less: bool, scaled
     return found
 
 
-def told(found: list[Ranked], column: Column, pick: Cell | None = None) -> str:
+def comparison_of(found: list[Ranked], column: Column, pick: SamplerCell | None = None) -> str:
     """Who is first over the whole range, and by how much; and where that is not `pick`, why `pick` is to be used."""
     if len(found) < 2:
         return ""
@@ -228,12 +251,12 @@ def gap_words(column: Column, value: float, low: float, high: float) -> str:
     return "behind by " + column.measure.amount("{} ({} to {})".format(*ends))
 
 
-def of_plans(cells: list[Cell], column: Column) -> list[str]:
+def of_plans(cells: list[SamplerCell], column: Column) -> list[str]:
     """Each plan that was given as a file, beside the best of the samplers at its own number of calls."""
     return [words for i, cell in enumerate(cells) if cell.setup.file and (words := of_plan(i, cells, column))]
 
 
-def of_plan(i: int, cells: list[Cell], column: Column) -> str:
+def of_plan(i: int, cells: list[SamplerCell], column: Column) -> str:
     assert column.drawn is not None
     label, nfe, scaled = cells[i].setup.label, cells[i].nfe, column.measure.name in DISTANCES
     table = np.concatenate([column.values[:, None], column.drawn], axis=1)  # (C, 1 + R)
@@ -250,7 +273,7 @@ def of_plan(i: int, cells: list[Cell], column: Column) -> str:
     best = next(text for text, held in others.items() if sign * held[0] <= least + TIE_OF_DISTANCES * scaled)
     apart = sign * (table[i] - others[best])
     value, low, high = apart[0], *np.quantile(apart[1:], [0.025, 0.975])
-    figure = interval(column, i)
+    figure = with_interval(column, i)
     if scaled:
         ends = [f"{np.exp(v):.2f}" for v in (value, low, high)]
         gap = "{} ({} to {}) times that of".format(*ends)
@@ -259,3 +282,226 @@ def of_plan(i: int, cells: list[Cell], column: Column) -> str:
         gap = f"{column.measure.amount('{} ({} to {})'.format(*ends))} behind"
     sure = "" if low > 0 or high < 0 else "; they are not distinguishable"
     return f"{label}: {figure} with {nfe} calls, {gap} {best}, the best of the samplers at as many calls{sure}."
+
+
+# --- All figures of a study -----------------------------------------------------------------------------------------
+
+SAME_SAMPLER = 1e-2  # distances that agree to this part in the median are those of one sampler; rounding moves some far
+UNRESOLVED = 3.0  # a distance below so many times what the converged run still moves is not told apart from it
+
+
+@dataclass(frozen=True)
+class Judges:
+    """Who looks at the images, and `reasons` for what is left out, by measure."""
+
+    scorers: tuple[Scorer, ...] = ()
+    inception: Inception | None = None
+    reference: str | None = None
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def open(
+        study: SamplerStudy,
+        *,
+        inception: str | Path | None = None,
+        clip: str | Path | None = None,
+        reference: str | None = None,
+    ) -> Judges:
+        """What was named, what lies beside the model, and what needs nothing."""
+        config, subject = study.config, study.subject
+        scorers: list[Scorer] = []
+        reasons: dict[str, str] = {}
+        network, why = find_inception(inception, subject.device)
+        if network is not None:
+            scorers.append(InceptionScorer(network))
+        judge = find_clip(clip, subject.image_text, subject.device)
+        if judge is not None and subject.asks == "prompt":
+            scorers.append(ClipScorer(judge))
+        elif judge is not None:
+            reasons["image_text"] = f"{subject.name} takes no text"
+        else:
+            reasons["image_text"] = "no CLIP: name one with --clip"
+        if reference is not None and network is None:
+            must = "given with Inception weights"
+            raise PellucidError(rule("--reference", must, reference, f"There are {why}."), "reference")
+        if network is None:
+            reasons["fid"] = why
+            if judge is None or "image_text" in reasons:
+                reasons["kid"] = why
+        if queries_of(config.prompts) is not None and subject.asks == "prompt":
+            scorers.append(SceneScorer(subject.device))
+        else:
+            reasons["right"] = "the prompts are no captions of scenes"
+        if config.by in reasons:
+            raise PellucidError(rule("--by", "a measure that can be taken", config.by, reasons[config.by] + "."), "by")
+        return Judges(tuple(scorers), network, reference, reasons)
+
+
+class Figures:
+    """The figures of a study, computed when they are asked for."""
+
+    def __init__(self, study: SamplerStudy, judges: Judges, resamples: int = RESAMPLES) -> None:
+        self.study, self.judges = study, judges
+        self.results = SamplerResults(study, resamples)
+        if not self.results.firsts:
+            raise PellucidError(rule("study", "of at least one whole batch", "none"), "study-empty")
+        self.clock = LatencyClock(study)
+
+    @property
+    def cells(self) -> list[SamplerCell]:
+        return self.study.cells
+
+    @cached_property
+    def latencies(self) -> list[Latency]:
+        return [self.clock.of(cell) for cell in self.cells]
+
+    @cached_property
+    def columns(self) -> dict[str, Column]:
+        """Every measure that can be taken, the distances first."""
+        found = {name: self.results.distance(name) for name in ("distance", "latent")}
+        for scorer in self.judges.scorers:
+            if not self.results.scored(scorer.what):
+                continue
+            if isinstance(scorer, InceptionScorer):
+                found |= self.inception_columns(scorer)
+            elif isinstance(scorer, ClipScorer):
+                found["image_text"] = self.results.image_text(scorer.what)
+                if self.judges.inception is None and self.results.count > 1:
+                    found["kid"] = self.results.kid(scorer.what, None, self.device)
+            else:
+                found["right"] = self.results.right()
+        return found
+
+    def inception_columns(self, scorer: InceptionScorer) -> dict[str, Column]:
+        if self.results.count < 2:
+            return {}
+        features, statistics = self.reference
+        found = {}
+        if features is not None or self.judges.reference is None:
+            found["kid"] = self.results.kid(scorer.what, features, self.device)
+        fid = self.results.fid(scorer.what, statistics, self.device)
+        return found | ({} if fid is None else {"fid": fid})
+
+    @cached_property
+    def reference(self) -> tuple[Tensor | None, Statistics | None]:
+        """Features and statistics of the reference images, where there are some: computed once for the folder."""
+        if self.judges.reference is None:
+            return None, None
+        given = open_images(self.judges.reference)
+        if isinstance(given, Statistics):
+            return None, given
+        assert self.judges.inception is not None
+        held = measure_cached(given, self.judges.inception, self.study.folder / "features")
+        return held.features, held.statistics
+
+    @property
+    def device(self) -> torch.device:
+        return self.study.subject.device
+
+    @cached_property
+    def main(self) -> Column:
+        """The measure that decides."""
+        by = self.study.config.by
+        if by not in self.columns:
+            raise PellucidError(rule("--by", f"measured: {', '.join(self.columns)}", by), "by")
+        return self.columns[by]
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        config = self.study.config
+        asked = {"prompt": ' "…"', "label": " --label …", "nothing": ""}[self.study.subject.asks]
+        start = config.model + asked if isinstance(self.study.subject.pipe, Pipeline) else None
+        return verdict(self.cells, self.main, self.latencies, config.guidance, start)
+
+    # --- what a reader must heed ----------------------------------------------------------------------------------
+
+    def notes(self) -> list[str]:
+        found = [self.about_intervals(), *self.about_converged(), *self.about_noise(), *self.about_kid()]
+        found += self.about_twins()
+        if old := len(self.study.files.unchecked):
+            found.append(f"{old} files were written by an older version without digests: they were read unchecked.")
+        found += [f"{name} is left out: {why}." for name, why in self.judges.reasons.items()]
+        broken = [c.key for c, v in zip(self.cells, self.columns["distance"].values, strict=True) if not np.isfinite(v)]
+        found += [f"{key} made images that are not finite; it is on no front." for key in broken]
+        return found
+
+    def about_intervals(self) -> str:
+        unit = "prompts" if self.results.by_prompt else "images"
+        return (
+            f"Intervals hold 95 % of {self.results.resamples:,} resamples in which {unit} were drawn again, the same "
+            "ones for every cell: differences between cells are surer than their intervals. They say nothing of other "
+            "models."
+        )
+
+    def about_converged(self) -> list[str]:
+        """Each converged run: how far it still moved when its steps were doubled, in latents, which nothing rounds."""
+        found = []
+        for key, floor in self.results.floor("latent").items():
+            words = f"{key}: its latents moved by {short(floor, 3)} RMSE when its steps were doubled to that many."
+            own, near = self.unresolved(key, floor)
+            if near:
+                words += (
+                    f" {len(near)} of {len(own)} distances to it are below {UNRESOLVED:g} times that: not resolved."
+                )
+            found.append(words)
+        return found
+
+    def unresolved(self, key: str, floor: float) -> tuple[list[int], list[int]]:
+        """The cells that are compared with a converged run, and those of them that are not told apart from it."""
+        own = [i for i, cell in enumerate(self.cells) if cell.against == key]
+        return own, [i for i in own if self.columns["latent"].values[i] < UNRESOLVED * floor]
+
+    def doubts(self) -> list[str]:
+        """Why the recommendation may be wrong: what it was measured with is not converged."""
+        if self.main.measure.name not in ("distance", "latent"):
+            return []
+        found = []
+        for cell in self.study.converged:
+            floor = self.results.floor("latent").get(cell.key, 0.0)
+            own, near = self.unresolved(cell.key, floor)
+            if 2 * len(near) > len(own):
+                steps = "--path-steps" if cell.stochastic else "--converged-steps"
+                found.append(
+                    f"Doubtful: {cell.setup.text} with {cell.steps} steps, which stands for the converged images, is "
+                    f"not converged: {len(near)} of {len(own)} distances to it are not resolved. Give more {steps}."
+                )
+        return found
+
+    def about_noise(self) -> list[str]:
+        noisy = list(dict.fromkeys(c.setup.label for c in self.cells if c.stochastic))
+        if not noisy:
+            return []
+        return [
+            f"{', '.join(noisy)}: stochastic. Their distances are to their own converged image on the same Brownian "
+            "path, which is another image than the deterministic samplers' one."
+        ]
+
+    def about_twins(self) -> list[str]:
+        """Samplers that are one and the same under two names: in a chart one line hides the other."""
+        kept: list[tuple[list[str], list[Array]]] = []
+        for text in sampler_names(self.cells):
+            own = [cell for cell in self.cells if cell.setup.label == text]
+            far = [self.results.per_image(cell, "pictures", "latent") for cell in own]
+            same = (held for held, other in kept if len(far) == len(other) and all(map(same_sampler, far, other)))
+            twin = next(same, None)
+            if twin is None:
+                kept.append(([text], far))
+            else:
+                twin.append(text)
+        told = "make the same images, but for rounding: in charts one line hides the other."
+        return [f"{' and '.join(held)} {told}" for held, _ in kept if len(held) > 1]
+
+    def about_kid(self) -> list[str]:
+        if "kid" not in self.columns:
+            return []
+        against = f"{self.judges.reference}" if self.judges.reference else "the converged images of the same prompts"
+        eyes = "Inception" if self.judges.inception is not None else "CLIP embeddings"
+        words = f"KID is on {eyes}, against {against}"
+        paired = "" if self.judges.reference else "; an image is never compared with its own twin"
+        few = "" if self.results.count >= FEW else f". FID needs {FEW:,} images; here are {self.results.count:,}"
+        return [f"{words}{paired}{few}."]
+
+
+def same_sampler(a: Array, b: Array) -> bool:
+    """Whether the distances of two cells, image by image, are those of one sampler."""
+    return len(a) == len(b) and bool(np.median(np.abs(a - b)) <= SAME_SAMPLER * np.median(np.abs(a)))

@@ -18,28 +18,97 @@ from torch import Tensor
 from pellucid.core.compile import compile_plan
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import naming, typed
-from pellucid.evidence.metrics.inception import Inception, to_bytes
-from pellucid.evidence.metrics.weights import load_inception
-from pellucid.evidence.study.judge import FEWEST, Judge, shuffled
-from pellucid.evidence.study.records import Records, alone, claim, is_mine
+from pellucid.evidence.metrics.fid import Statistics, frechet, square_root
+from pellucid.evidence.metrics.images import Pixels
+from pellucid.evidence.metrics.inception import Inception, features, load_inception, to_bytes
+from pellucid.evidence.metrics.kid import kid_exact
+from pellucid.evidence.metrics.precision_recall import precision_recall
+from pellucid.evidence.metrics.score import measure_cached
+from pellucid.evidence.statistics import Interval, draws, kid_interval, reflected, weighted
+from pellucid.evidence.study.kernel import Records, claim, is_mine, one_process
 from pellucid.interop.atomic_files import put
 from pellucid.train.config import TrainConfig, chosen, counts, parse, read, to_plain
-from pellucid.train.denoise import DenoiserConfig, DenoiserTask
+from pellucid.train.denoiser import DenoiserConfig, DenoiserTask
 from pellucid.train.journal import sheet
 from pellucid.train.kinds import TASKS
 from pellucid.train.ranks import Ranks
 from pellucid.train.trainer import Trainer
 
+# --- The judge ------------------------------------------------------------------------------------------------------
+
+KID_RESAMPLES = 200
+INCEPTION_BATCH = 256  # images in an Inception: 4 GB of activations
+FEWEST_IMAGES = 4  # images that are scored: a radius needs three neighbours
+
+
+@dataclass(frozen=True)
+class TrainingJudge:
+    """FID against all of the reference; KID, precision and recall against `some` of it (≤ neighbours, 2048)."""
+
+    network: Inception
+    statistics: Statistics
+    root: Tensor  # of the covariance: the dear part of an FID, computed once
+    some: Tensor
+
+    @staticmethod
+    def of(images: Tensor, network: Inception, count: int, neighbours: int, cache: Path) -> TrainingJudge:
+        """Knows `count` of the images (N, 3, H, W) uint8, or all of them where there are fewer; what Inception says of
+        them is kept in the folder `cache`."""
+        chosen = shuffled(len(images))[:count].to(images.device)
+        seen = measure_cached(Pixels(images[chosen]), network, cache, INCEPTION_BATCH)
+        assert seen.features is not None
+        return TrainingJudge(
+            network, seen.statistics, square_root(seen.statistics.covariance), seen.features[:neighbours].clone()
+        )
+
+    def features(self, images: Tensor) -> Tensor:
+        return features(images, self.network, INCEPTION_BATCH)
+
+    def score(self, found: Tensor) -> dict[str, Any]:
+        """Of the features of images, (N, 2048)."""
+        some = found[: len(self.some)]
+        closeness = precision_recall(some, self.some)
+        spread = kid_interval(some, self.some, resamples=KID_RESAMPLES)
+        return {
+            "samples": len(found),
+            "fid": self.fid(found),
+            "kid": self.kid(found),
+            "kid_low": spread.low,
+            "kid_high": spread.high,
+            "precision": closeness.precision,
+            "recall": closeness.recall,
+        }
+
+    def fid(self, found: Tensor) -> float:
+        return frechet(self.statistics, Statistics.of(found), self.root)
+
+    def kid(self, found: Tensor) -> float:
+        return kid_exact(found[: len(self.some)], self.some)
+
+    def fid_interval(self, found: Tensor, estimate: float, resamples: int) -> Interval:
+        """As `metrics.bootstrap.fid_interval`, with the root that is known."""
+        rows = draws(len(found), resamples).to(found.device)
+        values = [frechet(self.statistics, weighted(found, row), self.root) for row in rows]
+        return reflected(torch.tensor(values, dtype=torch.float64), estimate)
+
+
+def shuffled(count: int) -> Tensor:
+    """The order in which training images are known: the first are compared with, and always the same."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(0))
+
+
+# --- The study ------------------------------------------------------------------------------------------------------
+
 VERSION = 1
 KEYS = ("schedule", "seed", "step", "ema", "grid")
 RUNS, IMAGES, FEATURES = "runs", "pictures", "features"
-MOST, IN_CIFAR10 = 1_000_000, 50_000  # images that are made, and that there are to compare with
+MAX_IMAGES, CIFAR10_IMAGES = 1_000_000, 50_000  # images that are made, and that there are to compare with
 SAMPLE_SEED = 1234  # of every set of images: schedules start from the same noise
 Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
-class ScheduleStudy:
+class ScheduleStudyConfig:
     """`train` is a run as `pellucid train` takes it, without a schedule. Images are made and scored at each of
     `points` (steps), `samples` of them, and `final_samples` at the last; there also with the other grids and EMA
     lengths."""
@@ -59,8 +128,8 @@ class ScheduleStudy:
 
     def __post_init__(self) -> None:
         """Everything that can be refused is refused here: not by the last schedule, after hours of the first."""
-        counts(self, "samples", "final_samples", low=FEWEST, high=MOST)
-        counts(self, "reference", "neighbours", low=FEWEST, high=IN_CIFAR10)
+        counts(self, "samples", "final_samples", low=FEWEST_IMAGES, high=MAX_IMAGES)
+        counts(self, "reference", "neighbours", low=FEWEST_IMAGES, high=CIFAR10_IMAGES)
         counts(self, "batch", low=1)
         counts(self, "resamples", low=2)
         for name in ("schedules", "points", "seeds"):
@@ -84,9 +153,9 @@ class ScheduleStudy:
             self.run_config(self.schedules[0], seed)
 
     @staticmethod
-    def load(path: str | Path) -> ScheduleStudy:
+    def load(path: str | Path) -> ScheduleStudyConfig:
         with naming(Path(path).name):
-            return read(ScheduleStudy, parse(Path(path)), "config")
+            return read(ScheduleStudyConfig, parse(Path(path)), "config")
 
     def run_config(self, schedule: str, seed: int) -> TrainConfig:
         """The run of one cell: the same but for the schedule and the seed."""
@@ -129,12 +198,12 @@ class ScheduleStudy:
         return [{**place, "ema": ema, "grid": grid} for ema, grid in variants]
 
 
-class Study:
+class ScheduleStudy:
     """A study in its folder. Cells that are done are not done again."""
 
     def __init__(
         self,
-        config: ScheduleStudy,
+        config: ScheduleStudyConfig,
         folder: Path,
         shard: tuple[int, int] = (0, 1),
         *,
@@ -150,9 +219,9 @@ class Study:
             raise PellucidError(rule("ranks of a study", "1", self.ranks.world), "study-ranks")
         self.records = Records.shared(folder, KEYS, shard)
         self.inception: Inception | None = None
-        self.judge: Judge | None = None
+        self.judge: TrainingJudge | None = None
 
-    @alone
+    @one_process
     def run(self) -> list[dict[str, Any]]:
         """All runs, or every so many-th of them where processes share the study."""
         index, count = self.shard
@@ -181,12 +250,12 @@ class Study:
     def missing(self, schedule: str, seed: int, step: int) -> list[dict[str, Any]]:
         return [cell for cell in self.config.cells(schedule, seed, step) if not self.records.has(cell)]
 
-    def new_judge(self, trainer: Trainer) -> Judge:
+    def new_judge(self, trainer: Trainer) -> TrainingJudge:
         """Made for the first score: until then a process that shares the study may have seen the training images."""
         c, images = self.config, trainer.source.data.images  # type: ignore[union-attr]
         assert self.inception is not None
         self.say(f"features of {min(c.reference, len(images)):,} training images")
-        return Judge.of(images, self.inception, c.reference, c.neighbours, self.folder / FEATURES)
+        return TrainingJudge.of(images, self.inception, c.reference, c.neighbours, self.folder / FEATURES)
 
     def train(self, trainer: Trainer, step: int) -> None:
         at = trainer.checkpoints.latest() or 0
@@ -237,7 +306,7 @@ class Study:
         images, some = trainer.source.data.images, self.config.neighbours  # type: ignore[union-attr]
         chosen = shuffled(len(images))[some : 2 * some].to(images.device)
         at_once = min(self.config.batch, len(chosen))
-        if at_once < FEWEST:
+        if at_once < FEWEST_IMAGES:
             return None
         sampling, x0 = denoising(trainer).sampling(grid), images[chosen].float().div(127.5).sub(1)
         with averaged(trainer, ema) as ask:

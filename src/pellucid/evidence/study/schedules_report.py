@@ -1,23 +1,386 @@
-"""The report of a schedule study: charts, tables, and whether differences are more than chance, in one HTML file."""
+"""The report of a schedule study: tables, charts, and whether differences are significant, in one HTML file."""
 
 from __future__ import annotations
 
 import base64
 import html
 import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import combinations
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from pellucid.evidence.study import charts, schedules_charts
-from pellucid.evidence.study.schedules_results import Results
-from pellucid.evidence.study.schedules_table import plain, tables, verdicts
+import numpy as np
+
+from pellucid.core.schedule import Array
+from pellucid.evidence.report import charts
+from pellucid.evidence.report.charts import COLOURS, FAINT, INK, MARKS, PAPER
+from pellucid.evidence.report.page import Table
+from pellucid.evidence.statistics import in_words, spread
+from pellucid.evidence.study.schedules_results import ScheduleResults, TrainingPoint, images_at_points
 from pellucid.interop.atomic_files import put
 from pellucid.train.config import to_plain
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+# --- Tables ---------------------------------------------------------------------------------------------------------
+
+METRICS = (("fid", "FID", 1.0), ("kid", "KID × 10³", 1e3))
+LAST_CALL = "last call alone"
+
+
+def number_words(value: float, digits: int = 2) -> str:
+    return f"{value:.{digits}f}".replace("-", "−") if math.isfinite(value) else "–"
+
+
+def point_words(point: TrainingPoint, scale: float = 1.0) -> str:
+    """One seed: the figure and its interval; several: their mean and standard deviation."""
+    if len(point.values) > 1:
+        mean, deviation = spread(point.values)
+        return f"{number_words(mean * scale)} ± {number_words(deviation * scale)}"
+    words = number_words(point.mean * scale)
+    if point.low is None or point.high is None:
+        return words
+    return f"{words} ({number_words(point.low * scale)} to {number_words(point.high * scale)})"
+
+
+def last_call(held: list[dict[str, Any]]) -> str:
+    known = [row for row in held if "kid_last_call" in row]
+    return point_words(TrainingPoint.of(known, "kid_last_call"), 1e3) if known else "–"
+
+
+def tables_of(found: ScheduleResults) -> list[Table]:
+    made = [final_table(found), progress_table(found), variants_table(found)]
+    return [table for table in made if table.rows]
+
+
+def final_table(found: ScheduleResults) -> Table:
+    """The last point that each schedule has reached, and how its training went at the end."""
+    rows = []
+    for name in found.study.schedules:
+        step = found.last(name)
+        if step is None:
+            continue
+        here = list(found.at(name, step).values())
+        shares = [number_words(TrainingPoint.of(here, metric).mean, 3) for metric in ("precision", "recall")]
+        seconds = found.seconds(name) / max(1, sum(bool(found.logs[name, seed]) for seed in found.study.seeds))
+        rows.append(
+            (
+                name,
+                f"{step:,}",
+                f"{here[0]['samples']:,}",
+                *(point_words(TrainingPoint.of(here, metric), scale) for metric, _, scale in METRICS),
+                *shares,
+                last_call(here),
+                number_words(found.at_end(name, "loss"), 4),
+                number_words(found.at_end(name, "grad_norm"), 3),
+                number_words(found.at_end(name, "grad_norm_std") / found.at_end(name, "grad_norm")),
+                f"{seconds:,.0f} s",
+            )
+        )
+    columns = ("schedule", "step", "images", *(title for _, title, _ in METRICS), "precision", "recall")
+    last = (LAST_CALL, "loss", "gradient norm", "its spread", "training")
+    note = (
+        "± is one standard deviation over the seeds; brackets hold 95 % of other images of one run. The last call "
+        "alone: KID × 10³ of training images that are noised to its level and denoised by it, which is what the end "
+        "of the grid costs, however good the way to it. Loss, gradient norm and its spread within a window (standard "
+        "deviation ÷ mean) are of the last tenth of training. Losses of different schedules are means over different "
+        "noise levels and cannot be compared."
+    )
+    return Table("At the end", (*columns, *last), tuple(rows), note)
+
+
+def progress_table(found: ScheduleResults) -> Table:
+    """FID and KID at every point that is known of any schedule."""
+    rows = []
+    for metric, title, scale in METRICS:
+        for name in found.study.schedules:
+            by_images = {point.images: point_words(point, scale) for point in found.curve(name, metric)}
+            if by_images:
+                rows.append((f"{title}, {name}", *(by_images.get(images, "–") for images in images_at_points(found))))
+    columns = ("", *(f"{images:,} images" for images in images_at_points(found)))
+    return Table("On the way", columns, tuple(rows), f"FID of {found.study.samples:,} images at every point.")
+
+
+def variants_table(found: ScheduleResults) -> Table:
+    """The last point again with the other EMA lengths and grids, at the same count of images."""
+    rows = []
+    for name in found.study.schedules:
+        for held in found.variants(name):
+            metric = "fid_few" if all("fid_few" in row for row in held) else "fid"
+            first = held[0]
+            fid, kid = TrainingPoint.of(held, metric), TrainingPoint.of(held, "kid")
+            rows.append(
+                (name, f"{first['ema']:,.0f}", first["grid"], point_words(fid), point_words(kid, 1e3), last_call(held))
+            )
+    if len(rows) <= len(found.study.schedules):
+        rows = []  # there are no others
+    columns = ("schedule", "EMA, images", "grid", "FID", "KID × 10³", LAST_CALL)
+    note = f"FID of {found.study.samples:,} images. An image of the EMA counts half as much so many images later."
+    return Table("Other running means and grids, at the last point", columns, tuple(rows), note)
+
+
+def comparisons(found: ScheduleResults) -> list[dict[str, Any]]:
+    """Each pair of schedules under each metric: the difference, its interval, and a sentence."""
+    made = []
+    for a, b in combinations(found.study.schedules, 2):
+        for metric, title, scale in METRICS:
+            apart = found.difference(a, b, metric)
+            if apart is None:
+                continue
+            step, difference = apart
+            words = in_words(a, b, difference, title, scale)
+            if step != found.study.points[-1]:
+                words = f"At step {step:,}: {words}"
+            made.append({"a": a, "b": b, "metric": metric, "step": step, "words": words, **asdict(difference)})
+            made[-1]["significant"] = difference.significant
+    return made
+
+
+def plain_results(found: ScheduleResults) -> dict[str, Any]:
+    """All of it for programs."""
+    scored, wanted = found.done
+    schedules: dict[str, Any] = {}
+    for name in found.study.schedules:
+        step = found.last(name)
+        points = {metric: [asdict(point) for point in found.curve(name, metric)] for metric, _, _ in METRICS}
+        lam, error = found.levels(name)
+        schedules[name] = {
+            "last_step": step,
+            "last": [] if step is None else list(found.at(name, step).values()),
+            "points": points,
+            "levels": {"lam": lam.tolist(), "error": error.tolist()},
+            "seconds": found.seconds(name),
+        }
+        for column in ("loss", "loss_std", "grad_norm", "grad_norm_std"):
+            value = found.at_end(name, column)
+            schedules[name][column] = value if math.isfinite(value) else None
+    return {"cells": {"scored": scored, "wanted": wanted}, "schedules": schedules, "comparisons": comparisons(found)}
+
+
+# --- Charts ---------------------------------------------------------------------------------------------------------
+
+SMOOTH = 9  # windows of a running mean, where there are many
+ASIDE = 0.006  # of the axis, between the marks of two schedules
+BIN = 0.25  # of λ, in the density of training times
+EDGE = 8.25  # of λ, beyond which nothing is drawn: the log's last bins end at ±8 and hold what lies beyond
+
+
+def looks(found: ScheduleResults) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Each schedule with its line and its mark."""
+    for i, name in enumerate(found.study.schedules):
+        yield name, {"color": COLOURS[i % len(COLOURS)], "linewidth": 1.9}, MARKS[i % len(MARKS)]
+
+
+def unit_of(found: ScheduleResults) -> tuple[float, str]:
+    """Of images seen: one, thousand or million."""
+    most = max([row["images"] for row in found.rows] + [log[-1]["images"] for log in found.logs.values() if log] + [1])
+    if most >= 1_000_000:
+        return 1e6, "images seen, millions"
+    return (1e3, "images seen, thousands") if most >= 10_000 else (1.0, "images seen")
+
+
+# --- quality -----------------------------------------------------------------------------------------------------
+
+
+def quality(found: ScheduleResults, path: Path) -> Path:
+    """FID and KID against images seen: the mean of the seeds, from the lowest to the highest of them."""
+    figure = charts.canvas(11, 5.0)
+    panels = figure.subplots(1, 2)
+    unit, x = unit_of(found)
+    for axes, metric, title in ((panels[0], "fid", "FID"), (panels[1], "kid", "KID × 10³")):
+        lowest = [np.inf]
+        for i, (name, look, mark) in enumerate(looks(found)):
+            aside = (i - (len(found.study.schedules) - 1) / 2) * ASIDE * images_at_points(found)[-1]
+            points = [scaled(point, unit, metric, aside) for point in found.curve(name, metric)]
+            draw_line(axes, points, name, look, mark)
+            final = found.final(name) if metric == "fid" else None
+            if final is not None:
+                points.append(scaled(final, unit, metric, aside))
+                draw_bar(axes, points[-1], look["color"])
+                axes.plot(points[-1].images, points[-1].mean, mark, color=look["color"], markerfacecolor=PAPER)
+            lowest += [point.ends[0] for point in points]
+        charts.quiet(axes, title, x, "less is better")
+        if 0 < min(lowest) < np.inf:
+            charts.log_y(axes)
+    charts.legend(figure, panels[0], told(found))
+    return charts.save(figure, path)
+
+
+def told(found: ScheduleResults) -> str:
+    """How to read the chart of quality."""
+    s = found.study
+    words = [f"FID of {s.samples:,} images"]
+    if s.samples < s.final_samples:
+        words.append(f"hollow: of {s.final_samples:,}")
+    seeds = max((len(found.at(name, step)) for name in s.schedules for step in s.points), default=1)
+    words.append(f"bars: lowest and highest of {seeds} seeds" if seeds > 1 else "bars: 95 % of other images")
+    return " · ".join(words)
+
+
+def scaled(point: TrainingPoint, unit: float, metric: str, aside: float) -> TrainingPoint:
+    """In the units of the axes, and a hair aside, so that bars of different schedules do not hide each other."""
+    scale = 1e3 if metric == "kid" else 1.0
+    low, high = (None if end is None else end * scale for end in (point.low, point.high))
+    return TrainingPoint((point.images + aside) / unit, tuple(value * scale for value in point.values), low, high)
+
+
+def draw_line(axes: Axes, points: Sequence[TrainingPoint], name: str, look: dict[str, Any], mark: str) -> None:
+    x, means = [point.images for point in points], [point.mean for point in points]
+    axes.plot(x, means, marker=mark, markersize=7, markeredgecolor=PAPER, label=name, **look)
+    if any(len(point.values) > 1 for point in points):
+        low, high = zip(*(point.ends for point in points), strict=True)
+        axes.fill_between(x, low, high, color=look["color"], alpha=0.18, linewidth=0)
+    for point in points:
+        draw_bar(axes, point, look["color"])
+
+
+def draw_bar(axes: Axes, point: TrainingPoint, colour: str) -> None:
+    """From the lowest to the highest seed, or over the interval of a single one."""
+    low, high = point.ends
+    if low < high:
+        reach = [[point.mean - low], [high - point.mean]]
+        axes.errorbar([point.images], [point.mean], yerr=reach, fmt="none", ecolor=colour, capsize=4, elinewidth=1.2)
+
+
+# --- where it is trained, and how well -------------------------------------------------------------------------------
+
+
+def levels_chart(found: ScheduleResults, path: Path) -> Path:
+    """Above, the error of the network at the end of training by λ; below, where each schedule trains it."""
+    figure = charts.canvas(9, 7.2)
+    error, density = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+    for name, look, mark in looks(found):
+        lam, mean = with_gaps(*found.levels(name))
+        error.plot(lam, mean, marker=mark, markersize=5, markeredgecolor=PAPER, label=name, **look)
+        middle, height = spread_of(found.trained_at(name))
+        density.plot(middle, height, color=look["color"], linewidth=1.6)
+        density.fill_between(middle, height, color=look["color"], alpha=0.14, linewidth=0)
+    target = found.study.task(found.study.schedules[0]).objective.target
+    charts.quiet(error, "Error by noise level, last tenth of training", "", f"mean squared error of {target}")
+    x = "noise  ←   λ = log(α / σ) = ½·log SNR   →  data"
+    charts.quiet(density, "Where a schedule trains: density of its training times", x, "share per unit of λ")
+    density.set_ylim(bottom=0)
+    low, high = density.get_xlim()
+    density.set_xlim(max(low, -EDGE), min(high, EDGE))
+    if np.isfinite(error.dataLim.ymin) and error.dataLim.ymin > 0:
+        charts.log_y(error)
+    charts.legend(figure, error)
+    return charts.save(figure, path)
+
+
+def with_gaps(lam: Array, mean: Array) -> tuple[Array, Array]:
+    """A line that ends where a level was never seen: NaN between bins that are not neighbours."""
+    far = np.flatnonzero(np.diff(lam) > 1.5 * np.diff(lam).min(initial=np.inf)) + 1
+    return np.insert(lam, far, np.nan), np.insert(mean, far, np.nan)
+
+
+def spread_of(lam: Array) -> tuple[Array, Array]:
+    """The density of λ: middles of bins and shares per unit. What lies beyond is counted and not shown."""
+    inside = lam[np.abs(lam) < EDGE]
+    low, high = np.floor(inside.min() / BIN) * BIN, np.ceil(inside.max() / BIN) * BIN
+    counted, edges = np.histogram(inside, np.arange(low - BIN, high + 1.5 * BIN, BIN))
+    return (edges[:-1] + edges[1:]) / 2, counted / len(lam) / BIN
+
+
+# --- stability -----------------------------------------------------------------------------------------------------
+
+
+def stability_chart(found: ScheduleResults, path: Path) -> Path:
+    """Gradient norm and loss over training, and how much the steps of a window differ."""
+    figure = charts.canvas(11, 7.2)
+    panels = figure.subplots(2, 2, sharex=True)
+    unit, x = unit_of(found)
+    for row, (column, title) in enumerate((("grad_norm", "Gradient norm"), ("loss", "Loss"))):
+        for name, look, _ in looks(found):
+            images, mean = found.series(name, column)
+            _, spread = found.series(name, f"{column}_std")
+            smooth(panels[row, 0], images / unit, mean, {**look, "label": name})
+            smooth(panels[row, 1], images / unit, spread / np.where(mean > 0, mean, np.nan), look)
+        below = x if row else ""
+        charts.quiet(panels[row, 0], title + ", mean of a window", below)
+        charts.quiet(panels[row, 1], title + ", spread of the steps of a window", below, "standard deviation ÷ mean")
+        panels[row, 1].set_ylim(bottom=0)
+        if np.isfinite(panels[row, 0].dataLim.ymin) and panels[row, 0].dataLim.ymin > 0:
+            charts.log_y(panels[row, 0])
+    charts.legend(figure, panels[0, 0])
+    return charts.save(figure, path)
+
+
+def smooth(axes: Axes, x: Array, y: Array, look: dict[str, Any]) -> None:
+    """A line; where it has many points, a faint one with its running mean."""
+    if len(y) > 4 * SMOOTH:
+        axes.plot(x, y, color=look["color"], linewidth=0.7, alpha=0.2)
+        half = SMOOTH // 2
+        y = np.array([np.mean(y[max(0, i - half) : i + half + 1]) for i in range(len(y))])
+    axes.plot(x, y, **look)
+
+
+# --- images --------------------------------------------------------------------------------------------------------
+
+DPI = 200
+GAP, LEFT, TOP = 0.08, 0.35, 0.5  # inches
+LEAST = 200  # pixels of a sheet's side, to which small ones are enlarged by whole numbers
+
+
+def image_sheet(found: ScheduleResults, path: Path) -> Path:
+    """A row a schedule, a column a point: what the first seed makes of the same noise. Pixels stay whole."""
+    names, steps = found.study.schedules, found.study.points
+    sheets = {(name, step): sheet_of(found.image(name, step)) for name in names for step in steps}
+    side = max([max(sheet.shape[:2]) for sheet in sheets.values() if sheet is not None], default=LEAST) / DPI
+    width, height = LEFT + len(steps) * (side + GAP), TOP + len(names) * (side + GAP)
+    figure = charts.canvas(width, height)
+    for (name, step), sheet in sheets.items():
+        row, column = names.index(name), steps.index(step)
+        left, top = LEFT + column * (side + GAP), TOP + row * (side + GAP)
+        axes = figure.add_axes((left / width, 1 - (top + side) / height, side / width, side / height))
+        axes.set_axis_off()
+        if sheet is None:
+            axes.text(0.5, 0.5, "not yet", ha="center", va="center", color=FAINT, fontsize=9)
+        else:
+            axes.imshow(sheet, interpolation="nearest")
+            axes.set_anchor("N")
+    heads(figure, found, side)
+    return charts.save(figure, path, DPI)
+
+
+def heads(figure: Figure, found: ScheduleResults, side: float) -> None:
+    """The names of rows and columns."""
+    width, height = figure.get_size_inches()
+    for column, (step, images) in enumerate(zip(found.study.points, images_at_points(found), strict=True)):
+        x = LEFT + column * (side + GAP) + side / 2
+        words = f"step {step:,}" + (f"\n{images / 1e6:.2g} M images" if images >= 1e5 else "")
+        figure.text(x / width, 1 - (TOP - 0.06) / height, words, ha="center", va="bottom", fontsize=8, color=INK)
+    for row, (name, look, _) in enumerate(looks(found)):
+        y = TOP + row * (side + GAP) + side / 2
+        place: dict[str, Any] = {"rotation": 90, "ha": "center", "va": "center", "fontsize": 10, "fontweight": "bold"}
+        figure.text(LEFT / 2 / width, 1 - y / height, name, color=look["color"], **place)
+
+
+def sheet_of(path: Path) -> Any:
+    """A stored sheet, (H, W, 3) uint8, enlarged where it is small; None where there is none."""
+    from PIL import Image
+
+    if not path.is_file():
+        return None
+    with Image.open(path) as image:
+        pixels = np.asarray(image.convert("RGB"))
+    times = 2 if min(pixels.shape[:2]) >= LEAST else max(1, -(-2 * LEAST // max(pixels.shape[:2])))
+    return pixels.repeat(times, 0).repeat(times, 1)
+
+
+# --- The report -----------------------------------------------------------------------------------------------------
+
 CHARTS = (
-    ("quality", schedules_charts.quality, "Quality over training."),
-    ("levels", schedules_charts.levels, "Where the network errs at the end, and where each schedule trained it."),
-    ("stability", schedules_charts.stability, "How calm training was: the steps of a window against each other."),
-    ("pictures", schedules_charts.images, "Pictures of the first seed, from the same noise."),
+    ("quality", quality, "Quality over training."),
+    ("levels", levels_chart, "Where the network errs at the end, and where each schedule trained it."),
+    ("stability", stability_chart, "How calm training was: the steps of a window against each other."),
+    ("pictures", image_sheet, "Pictures of the first seed, from the same noise."),
 )
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2530; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
@@ -39,16 +402,16 @@ TABLE = "table.json"
 def write(folder: Path) -> Path:
     """Reads a study's folder, finished or not, and writes charts/*.png, table.md, table.json and report.html there."""
     charts.require()
-    found = Results.read(folder)
+    found = ScheduleResults.read(folder)
     (folder / "charts").mkdir(exist_ok=True)
     drawn = {name: draw(found, folder / "charts" / f"{name}.png") for name, draw, _ in CHARTS}
-    put(folder / TABLE, json.dumps(plain(found), indent=1, allow_nan=False) + "\n")
+    put(folder / TABLE, json.dumps(plain_results(found), indent=1, allow_nan=False) + "\n")
     put(folder / "table.md", markdown(found))
     put(folder / "report.html", page(found, drawn))
     return folder / "report.html"
 
 
-def headline(found: Results) -> str:
+def headline(found: ScheduleResults) -> str:
     """What was compared, and how far it is."""
     s = found.study
     scored, wanted = found.done
@@ -57,22 +420,22 @@ def headline(found: Results) -> str:
     return words if scored >= wanted else f"{words} · unfinished: {scored} of {wanted} scores"
 
 
-def sentences(found: Results) -> list[str]:
-    return [str(verdict["words"]) for verdict in verdicts(found)]
+def sentences(found: ScheduleResults) -> list[str]:
+    return [str(verdict["words"]) for verdict in comparisons(found)]
 
 
-def markdown(found: Results) -> str:
-    parts = ["# Noise schedules\n", headline(found) + "\n", *(table.markdown() for table in tables(found))]
+def markdown(found: ScheduleResults) -> str:
+    parts = ["# Noise schedules\n", headline(found) + "\n", *(table.markdown() for table in tables_of(found))]
     if said := sentences(found):
         parts += ["## Are they different?\n", "\n".join(f"- {words}" for words in said) + "\n", ALONE + "\n"]
     return "\n".join(parts)
 
 
-def page(found: Results, drawn: dict[str, Path]) -> str:
+def page(found: ScheduleResults, drawn: dict[str, Path]) -> str:
     """Everything in one file: no script, nothing from elsewhere."""
     said = "".join(f"<li>{html.escape(words)}</li>\n" for words in sentences(found))
     verdict = f"<h2>Are they different?</h2>\n<ul>\n{said}</ul>\n<p class=note>{ALONE}</p>" if said else ""
-    first, *rest = [table.html() for table in tables(found)] or [""]
+    first, *rest = [table.html() for table in tables_of(found)] or [""]
     figures = [figure(drawn[name], caption) for name, _, caption in CHARTS]
     config = html.escape(json.dumps(to_plain(found.study), indent=1))
     body = "\n".join([first, verdict, *figures, *rest])

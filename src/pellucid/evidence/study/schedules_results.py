@@ -13,20 +13,20 @@ import torch
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import naming, read_json
 from pellucid.core.schedule import Array
-from pellucid.evidence.study.records import CONFIG, MARKS, Records
-from pellucid.evidence.study.schedules import IMAGES, KEYS, RUNS, ScheduleStudy
-from pellucid.evidence.study.significance import Difference, Estimate, between
+from pellucid.evidence.statistics import Difference, Estimate, between
+from pellucid.evidence.study.kernel import CONFIG, MARKS, Records
+from pellucid.evidence.study.schedules import IMAGES, KEYS, RUNS, ScheduleStudyConfig
 from pellucid.interop.atomic_files import read_lines
 from pellucid.train.config import read
 from pellucid.train.journal import FILE as LOG
 
 Row = dict[str, Any]
-END = 0.1  # of training: what is called its end where windows are averaged
-DRAWN = 1 << 16  # times that show a distribution
+END_SHARE = 0.1  # of training: what is called its end where windows are averaged
+DRAWN_TIMES = 1 << 16  # times that show a distribution
 
 
 @dataclass(frozen=True)
-class Point:
+class TrainingPoint:
     """A figure of one point of training: of every seed, and its interval where there is one seed and it is known."""
 
     images: float
@@ -35,10 +35,10 @@ class Point:
     high: float | None = None
 
     @staticmethod
-    def of(rows: Sequence[Row], metric: str) -> Point:
+    def of(rows: Sequence[Row], metric: str) -> TrainingPoint:
         whole = rows[0] if len(rows) == 1 else {}
         low, high = whole.get(f"{metric}_low"), whole.get(f"{metric}_high")
-        return Point(rows[0]["images"], tuple(row[metric] for row in rows), low, high)
+        return TrainingPoint(rows[0]["images"], tuple(row[metric] for row in rows), low, high)
 
     @property
     def mean(self) -> float:
@@ -52,27 +52,27 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Results:
+class ScheduleResults:
     """Finished or not: what is missing is left out. `logs` are the windows of each run, (schedule, seed)."""
 
     folder: Path
-    study: ScheduleStudy
+    study: ScheduleStudyConfig
     rows: tuple[Row, ...]
     logs: Mapping[tuple[str, int], list[Row]]
 
     @staticmethod
-    def read(folder: Path) -> Results:
+    def read(folder: Path) -> ScheduleResults:
         path = folder / CONFIG
         if not path.is_file():
             raise PellucidError(rule("folder of a study", f"one that holds {CONFIG}", str(folder)), "study-folder")
         held = read_json(path, code="study-folder")
         raw = {key: value for key, value in held.items() if value is not None and key not in MARKS}
         with naming(str(path)):
-            study = read(ScheduleStudy, raw, "config")
+            study = read(ScheduleStudyConfig, raw, "config")
         rows = [scored(row, folder) for row in Records.shared(folder, KEYS).rows]
         runs = [(schedule, seed) for schedule in study.schedules for seed in study.seeds]
         logs = {run: windows_of(folder / RUNS / f"{run[0]}-{run[1]}" / LOG) for run in runs}
-        return Results(folder, study, tuple(rows), logs)
+        return ScheduleResults(folder, study, tuple(rows), logs)
 
     def image(self, schedule: str, step: int) -> Path:
         """A sheet of images of the first seed."""
@@ -86,7 +86,7 @@ class Results:
         wanted = {"schedule": schedule, "step": step, "ema": ema, "grid": grid}
         return {row["seed"]: row for row in self.rows if all(row[key] == value for key, value in wanted.items())}
 
-    def curve(self, schedule: str, metric: str) -> list[Point]:
+    def curve(self, schedule: str, metric: str) -> list[TrainingPoint]:
         """A metric over training. FID is that of `samples` images at every point: at another count it is another."""
         found = []
         for step in self.study.points:
@@ -94,13 +94,13 @@ class Results:
             more = metric == "fid" and any(row["samples"] > self.study.samples for row in rows)
             name = "fid_few" if more else metric
             rows = [row for row in rows if name in row]
-            found += [Point.of(rows, name)] if rows else []
+            found += [TrainingPoint.of(rows, name)] if rows else []
         return found
 
-    def final(self, schedule: str) -> Point | None:
+    def final(self, schedule: str) -> TrainingPoint | None:
         """FID of `final_samples` images at the end, where these are more."""
         rows = list(self.at(schedule, self.study.points[-1]).values())
-        return Point.of(rows, "fid") if rows and self.study.samples < self.study.final_samples else None
+        return TrainingPoint.of(rows, "fid") if rows and self.study.samples < self.study.final_samples else None
 
     def variants(self, schedule: str) -> list[list[Row]]:
         """The scores of the last point, a list of seeds for each EMA length and grid; all of `samples` images."""
@@ -125,7 +125,7 @@ class Results:
             return None
         first, second = self.at(a, step), self.at(b, step)
         shared = sorted(set(first) & set(second))
-        sides = ([estimate(rows[seed], metric) for seed in shared] for rows in (first, second))
+        sides = ([estimate_of(rows[seed], metric) for seed in shared] for rows in (first, second))
         return step, between(*sides)
 
     @property
@@ -149,14 +149,14 @@ class Results:
     def at_end(self, schedule: str, column: str) -> float:
         """A column's mean over the last tenth of training."""
         images, values = self.series(schedule, column)
-        return float(values[images > (1 - END) * images[-1]].mean()) if len(values) else float("nan")
+        return float(values[images > (1 - END_SHARE) * images[-1]].mean()) if len(values) else float("nan")
 
     def levels(self, schedule: str) -> tuple[Array, Array]:
         """λ, and the error there over the last tenth of training, of all seeds."""
         sums: dict[float, list[float]] = {}
         for seed in self.study.seeds:
             log = self.logs[schedule, seed]
-            for row in (row for row in log if row["images"] > (1 - END) * log[-1]["images"]):
+            for row in (row for row in log if row["images"] > (1 - END_SHARE) * log[-1]["images"]):
                 for level in row["levels"]:
                     held = sums.setdefault(level["lam"], [0.0, 0.0])
                     held[0] += level["count"]
@@ -168,7 +168,7 @@ class Results:
         """λ of many training times, as the config draws them."""
         objective = self.study.task(schedule).objective.build()
         times = replace(objective.times, stratified=True)
-        drawn = times.draw(DRAWN, objective.schedule, torch.Generator().manual_seed(0))
+        drawn = times.draw(DRAWN_TIMES, objective.schedule, torch.Generator().manual_seed(0))
         with np.errstate(divide="ignore"):  # without signal λ is −∞
             return -np.log(objective.schedule.ratio_at(drawn))
 
@@ -209,11 +209,11 @@ def windows_of(path: Path) -> list[Row]:
     return found
 
 
-def places(found: Results) -> list[int]:
+def images_at_points(found: ScheduleResults) -> list[int]:
     """The images seen at each point."""
     batch = found.study.run_config(found.study.schedules[0], found.study.seeds[0]).batch
     return [step * batch for step in found.study.points]
 
 
-def estimate(row: Row, metric: str) -> Estimate:
+def estimate_of(row: Row, metric: str) -> Estimate:
     return Estimate(row[metric], row.get(f"{metric}_low"), row.get(f"{metric}_high"))

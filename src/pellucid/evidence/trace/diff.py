@@ -1,35 +1,143 @@
-"""Two traces compared: the first step that diverges, and by what.
-
-Within a step things are compared in the order in which a run makes them, and the first that differs names the cause:
-
-1. the row's level or told time: **level**;
-2. x, as the network is called with it: **noise** (at the first step: the first noise, or another start; later: churn),
-   or **plan** where the same noise is scaled differently;
-3. the prediction with the prompt, and then the one without: **model** (weights, prompt, adapters, kernels), or
-   **guidance** where the recipes differ in it, and not in the model, and by no more than rounding: other batches;
-4. x0, where these were the same, or a prediction that only one of the runs asked for: **guidance** (or a filter);
-5. the level where the row lands: **level**; its weights: **plan**;
-6. the next x: **noise** where the row draws some, else **constraint** (a mask, or a function of the caller's).
-
-All before were the same, bit by bit, so that nothing but the cause that is named can have made the difference. Which
-bits are the same is known from digests, with tensors or without; how far apart two tensors are, from the tensors. Of
-traces without them only the norms are known, whose difference is a lower bound of that distance.
-"""
+"""What the headers of two traces say differently, and which part of a run each of it can change."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from pellucid.core.plan import Row, row_changes
 from pellucid.core.schedule import Level
-from pellucid.evidence.trace import told as headers
+from pellucid.core.wording import counted, short
+from pellucid.evidence.trace.header import Header
 from pellucid.evidence.trace.reading import OLD, Step, Trace
-from pellucid.evidence.trace.told import Cause, Told
+from pellucid.models.guidance import Guidance
+from pellucid.pipeline import fingerprint
+
+# --- Differences of headers -----------------------------------------------------------------------------------------
+
+Cause = Literal["plan", "level", "noise", "model", "guidance", "constraint", "nan"]
+CAUSES: tuple[Cause, ...] = ("plan", "level", "noise", "model", "guidance", "constraint")
+SHOWN = 60  # characters of a value
+
+# The fields of a recipe, and what they can change first. What the plan says too is compared there, seeds with noise.
+FIELDS: dict[str, tuple[Cause, ...]] = {
+    "strength": ("level", "noise"),
+    "denoising_start": ("level", "noise"),
+    "denoising_end": ("level",),
+    "inputs": ("noise", "model", "constraint"),
+    "model": ("model",),
+    "model_hash": ("model", "noise"),
+    "prompt": ("model",),
+    "negative_prompt": ("model",),
+    "weighting": ("model",),
+    "clip_skip": ("model",),
+    "conditioning": ("model",),
+    "adapters": ("model",),
+    "size": ("noise", "model"),
+    "dtype": ("model",),
+    "policy": ("model",),
+    "guidance": ("guidance",),
+}
+PLANS: dict[str, tuple[Cause, ...]] = {
+    "name": ("plan", "level"),
+    "basis": ("plan",),
+    "target": ("model",),
+    "schedule": ("level", "model"),
+    "grid": ("level",),
+    "dialect": ("plan", "level"),
+    "options": ("plan",),
+    "initial_scale": ("plan", "noise"),
+    "rows": ("level", "plan"),
+}
+
+
+@dataclass(frozen=True)
+class HeaderDiff:
+    """One thing that two headers say differently, for one image or (None) for all, and what it can change."""
+
+    name: str
+    mine: str
+    theirs: str
+    causes: tuple[Cause, ...]
+    image: int | None = None
+
+    def text(self) -> str:
+        where = "" if self.image is None else f" of image {self.image}"
+        return f"{self.name}{where}: {self.mine} → {self.theirs}"
+
+
+def header_diff(a: Header, b: Header) -> list[HeaderDiff]:
+    """All that the headers say differently."""
+    rows: list[tuple[str, Any, Any, tuple[Cause, ...]]] = [
+        ("images", a.images, b.images, ()),
+        ("shape", a.shape, b.shape, ("noise", "model")),
+        ("dtype of x", a.dtype, b.dtype, ("noise", "model")),
+        ("noise", a.noise.get("kind"), b.noise.get("kind"), ("noise",)),
+        ("clock of the noise", a.noise.get("clock"), b.noise.get("clock"), ("noise",)),
+        ("seeds", a.noise.get("seeds"), b.noise.get("seeds"), ("noise",)),
+        *((f"version of {k}", v, b.versions.get(k), ("model", "plan")) for k, v in a.versions.items()),
+        *((f"{k} of the machine", v, b.machine.get(k), ("model",)) for k, v in a.machine.items()),
+        ("recipes", len(a.recipes), len(b.recipes), ()),
+    ]
+    found = [HeaderDiff(name, shown(x), shown(y), causes) for name, x, y, causes in rows if x != y]
+    found += of_plans(a, b)
+    pairs = list(zip(a.recipes, b.recipes, strict=False))
+    every = [of_recipes(x, y) for x, y in pairs]
+    shared = [told for told in every[0] if all(told in other for other in every)] if every else []
+    for image, own in enumerate(every):
+        rest = [told for told in own if told not in shared]
+        found += [HeaderDiff(t.name, t.mine, t.theirs, t.causes, image if len(pairs) > 1 else None) for t in rest]
+    return found + shared
+
+
+def of_plans(a: Header, b: Header) -> list[HeaderDiff]:
+    """The plans in short: their sampler, their grid, how many rows they have and where they start."""
+    found = []
+    for name, causes in PLANS.items():
+        mine, theirs = (short_plans(h, name) for h in (a, b))
+        if mine != theirs:
+            found.append(HeaderDiff(f"{'model calls' if name == 'rows' else name} of the plan", mine, theirs, causes))
+    return found
+
+
+def short_plans(header: Header, name: str) -> str:
+    values = [header.plan_tables[which].get(name) for which in header.plan_of]
+    texts = [shown(len(value) if name == "rows" and isinstance(value, list) else value) for value in values]
+    return texts[0] if len(set(texts)) == 1 else ", ".join(texts)[:SHOWN]
+
+
+def of_recipes(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[HeaderDiff]:
+    found = []
+    for name, causes in FIELDS.items():
+        mine, theirs = a.get(name), b.get(name)
+        if mine == theirs:
+            continue
+        if name == "model_hash":
+            parts = fingerprint.differing(str(mine), str(theirs))
+            found.append(HeaderDiff("weights or settings", ", ".join(parts), "others", causes))
+        elif name == "model" and a.get("model_hash") and a["model_hash"] == b.get("model_hash"):
+            found.append(HeaderDiff("name of the same model", shown(mine), shown(theirs), ()))
+        else:
+            found.append(HeaderDiff(name, shown(mine), shown(theirs), causes))
+    return found
+
+
+def shown(value: Any) -> str:
+    """A value in a few words."""
+    if isinstance(value, Mapping) and "scale" in value and "rules" in value:
+        return Guidance.from_dict(value).text()
+    if isinstance(value, Mapping):
+        text = ", ".join(f"{k}={v}" for k, v in value.items() if v not in (None, {}, [])) or "none"
+    else:
+        text = "none" if value is None else str(value)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
+
+
+# --- Differences of steps -------------------------------------------------------------------------------------------
 
 ROUNDING = 1e-2  # of a prediction: no more than this is made by a batch of another size, in bfloat16 either
 CLOSE = 1e-12  # levels, times and weights that agree to this are the same: compilers round
@@ -49,7 +157,7 @@ class Divergence:
 
 
 @dataclass(frozen=True)
-class Apart:
+class StepDistance:
     """How far apart two runs are at a step, relative, over all images; NaN where it is not known."""
 
     step: int
@@ -63,8 +171,8 @@ class Comparison:
 
     first: Divergence | None
     images: tuple[Divergence, ...]  # the first of each image that diverges
-    told: tuple[Told, ...]
-    apart: tuple[Apart, ...]
+    told: tuple[HeaderDiff, ...]
+    apart: tuple[StepDistance, ...]
     notes: tuple[str, ...]
     steps: int  # that both have
 
@@ -73,7 +181,7 @@ class Comparison:
         return self.first is None
 
     @property
-    def why(self) -> tuple[Told, ...]:
+    def why(self) -> tuple[HeaderDiff, ...]:
         if self.first is None:
             return ()
         mine = (None, self.first.image)
@@ -89,11 +197,11 @@ def compare(a: Trace, b: Trace, tolerance: float = 0.0, *, parts: bool = True) -
         one.verify()
     steps = min(len(a.steps), len(b.steps))
     images = range(min(a.header.images, b.header.images))
-    found = [Pair(a, b, image, tolerance, parts).first(steps) for image in images]
+    found = [ImagePair(a, b, image, tolerance, parts).first(steps) for image in images]
     parted = sorted((d for d in found if d is not None), key=lambda d: (d.step, d.image))
     first = parted[0] if parted else ending(a, b, steps)
-    told = tuple(headers.differences(a.header, b.header))
-    return Comparison(first, tuple(parted), told, apart(a, b, steps), tuple(notes(a, b, tolerance)), steps)
+    told = tuple(header_diff(a.header, b.header))
+    return Comparison(first, tuple(parted), told, distances(a, b, steps), tuple(notes(a, b, tolerance)), steps)
 
 
 def ending(a: Trace, b: Trace, steps: int) -> Divergence | None:
@@ -119,7 +227,7 @@ def notes(a: Trace, b: Trace, tolerance: float) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Pair:
+class ImagePair:
     """One image in two traces."""
 
     a: Trace
@@ -154,12 +262,12 @@ class Pair:
             found = found or self.tensor(index, what, mine, theirs)
             if found is not None:
                 return found
-        if not near(landed[0], landed[1]):
+        if not near_level(landed[0], landed[1]):
             detail = f"the row lands at sigma {landed[0].sigma:.6g}, the other at {landed[1].sigma:.6g}"
             return Divergence(index, self.image, "level", "landing", detail)
-        weights = changes(one, other, CLOSE)
+        weights = weight_changes(one, other, CLOSE)
         if weights:
-            return Divergence(index, self.image, "plan", weights[0][0], said(weights))
+            return Divergence(index, self.image, "plan", weights[0][0], weight_words(weights))
         return self.both_nan(index, "x_next", mine, theirs) or self.tensor(index, "x_next", mine, theirs)
 
     def both_nan(self, index: int, what: str, mine: Step, theirs: Step) -> Divergence | None:
@@ -210,7 +318,7 @@ class Pair:
             or None in hashes
         ):
             return None
-        told = headers.differences(self.a.header, self.b.header)
+        told = header_diff(self.a.header, self.b.header)
         causes = {cause for t in told if t.image in (None, self.image) for cause in t.causes}
         if "guidance" not in causes or "model" in causes:
             return None
@@ -235,9 +343,9 @@ class Pair:
             if self.parts and mine.digests["cond"][mine.of(self.image)] != 0:
                 return "guidance", "the predictions are the same; what guidance or a filter makes of them is not"
             return "model", "at the same x and level the denoiser predicts something else"
-        slight = changes(one, other, 0.0)
+        slight = weight_changes(one, other, 0.0)
         if slight:
-            return "plan", said(slight)
+            return "plan", weight_words(slight)
         if one.draws or other.draws:
             return "noise", "the row is the same and so is all that it combines, but for the noise that it draws"
         return "constraint", "the row and all that it combines are the same: something changed x after it"
@@ -254,7 +362,7 @@ class Pair:
 
 
 def called_elsewhere(one: Row, other: Row) -> tuple[str, str] | None:
-    if not near(one.level, other.level):
+    if not near_level(one.level, other.level):
         got = [f"(alpha {r.level.alpha:.6g}, sigma {r.level.sigma:.6g})" for r in (one, other)]
         return "level", f"the network is called at {got[0]}, in the other run at {got[1]}"
     if abs(one.time - other.time) > CLOSE * max(abs(one.time), abs(other.time)):
@@ -262,16 +370,16 @@ def called_elsewhere(one: Row, other: Row) -> tuple[str, str] | None:
     return None
 
 
-def near(a: Level, b: Level) -> bool:
+def near_level(a: Level, b: Level) -> bool:
     return all(abs(x - y) <= CLOSE * max(abs(x), abs(y)) for x, y in ((a.alpha, b.alpha), (a.sigma, b.sigma)))
 
 
-def changes(one: Row, other: Row, tolerance: float) -> list[tuple[str, Any, Any]]:
+def weight_changes(one: Row, other: Row, tolerance: float) -> list[tuple[str, Any, Any]]:
     """Weights, held predictions and addresses of noise that differ between two rows of one level."""
     return [c for c in row_changes(one, other, tolerance) if c[0] not in ("alpha", "sigma", "time", "pre_noise")]
 
 
-def said(changed: Sequence[tuple[str, Any, Any]]) -> str:
+def weight_words(changed: Sequence[tuple[str, Any, Any]]) -> str:
     words = [f"{name} {mine:.6g} → {theirs:.6g}" for name, mine, theirs in changed[:3]]
     more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
     return f"the row's weights differ: {', '.join(words)}{more}"
@@ -319,14 +427,14 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm() / (b.double().norm() or math.nan))
 
 
-def apart(a: Trace, b: Trace, steps: int) -> tuple[Apart, ...]:
+def distances(a: Trace, b: Trace, steps: int) -> tuple[StepDistance, ...]:
     """How far apart the runs are, as long as they stand at the same levels."""
     found = []
     for index in range(steps):
         mine, theirs = a.steps[index], b.steps[index]
-        if mine.images != theirs.images or not all(map(near, mine.levels, theirs.levels)):
+        if mine.images != theirs.images or not all(map(near_level, mine.levels, theirs.levels)):
             break
-        found.append(Apart(index, *(overall(a, b, index, name) for name in ("x", "x0"))))
+        found.append(StepDistance(index, *(overall(a, b, index, name) for name in ("x", "x0"))))
     return tuple(found)
 
 
@@ -335,3 +443,37 @@ def overall(a: Trace, b: Trace, index: int, name: str) -> float:
         return relative(a.tensor(name, index), b.tensor(name, index))
     same = bool((a.steps[index].digests[name] == b.steps[index].digests[name]).all())
     return 0.0 if same else math.nan
+
+
+# --- In words -------------------------------------------------------------------------------------------------------
+
+NAMES = {"x_next": "the next x", "cond": "the prediction with the prompt"}
+DIGESTED_NAMES = ("x", "cond", "uncond", "x0", "x_next")
+
+
+def headline(found: Comparison) -> str:
+    """Whether two runs part, and if so where and by what."""
+    if found.first is None:
+        return f"the same in all of {counted(found.steps, 'step')}"
+    others = len(found.images) - 1
+    more = f" (and {counted(others, 'image')} more)" if others > 0 else ""
+    if found.first.cause == "nan":
+        return f"both are NaN from step {found.first.step}, image {found.first.image}{more}; the same before"
+    return f"they diverge at step {found.first.step}, image {found.first.image}{more}, by {found.first.cause}"
+
+
+def details(found: Comparison) -> list[str]:
+    """What the cause did, by how much, and what the headers say of it; nothing where the runs are the same."""
+    first = found.first
+    if first is None:
+        return []
+    said = [first.detail]
+    if first.distance is not None:
+        least = "at least " if first.least else ""
+        said.append(f"{NAMES.get(first.what, first.what)} differs by {least}{short(first.distance, 3)} of its norm")
+    elif first.what in DIGESTED_NAMES and first.cause != "nan":
+        said.append("by how much is not in these traces: record with tensors to know")
+    said += [told.text() for told in found.why]
+    if not found.why and first.cause in ("noise", "model", "guidance"):
+        said.append(f"the headers say nothing that differs in {first.cause}")
+    return said

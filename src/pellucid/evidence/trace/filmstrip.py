@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.evidence.study import charts
-from pellucid.evidence.trace import looks
-from pellucid.evidence.trace.looks import Look
+from pellucid.evidence.report import charts
+from pellucid.evidence.trace import previews
+from pellucid.evidence.trace.previews import Preview
 from pellucid.evidence.trace.reading import Step, Trace
 
 COLUMNS = 12  # steps that are shown as images
@@ -46,7 +46,7 @@ def draw(trace: Trace, path: Path, *, image: int = 0, vae: Any = None) -> Path:
     if not steps:
         must = f"one of the {trace.header.images} images that ran"
         raise PellucidError(rule("image", f"{must}, counted from 0", image), "trace-image")
-    shown = looks.spaced([i for i in trace.has_images if image in trace.steps[i].images], COLUMNS)
+    shown = previews.spaced([i for i in trace.has_images if image in trace.steps[i].images], COLUMNS)
     strips = strips_of(trace, shown, image, vae) if shown else []
     columns = max(len(shown), 8)
     width = LEFT + columns * (CELL + GAP) + RIGHT
@@ -67,7 +67,7 @@ def strips_of(trace: Trace, shown: list[int], image: int, vae: Any) -> list[Stri
 
     x, x0 = held("x"), held("x0")
     levels = [trace.steps[i].levels[places[i]] for i in shown]
-    look = looks.look_for(torch.nan_to_num(x0), vae)
+    look = previews.preview_for(torch.nan_to_num(x0), vae)
     if look is None:
         return []
     sizes = torch.tensor([math.hypot(level.alpha, level.sigma) for level in levels], dtype=x.dtype)
@@ -81,12 +81,12 @@ def strips_of(trace: Trace, shown: list[int], image: int, vae: Any) -> list[Stri
     return found
 
 
-def guidance_strip(look: Look, x0: Tensor, delta: Tensor) -> Strip:
+def guidance_strip(look: Preview, x0: Tensor, delta: Tensor) -> Strip:
     """What guidance and clipping made of the prediction with the prompt, each step to its own scale."""
     change = torch.nan_to_num(look.change(x0, torch.nan_to_num(delta))).double()
     flat = change.abs().flatten(1)
     most = torch.quantile(flat[:, :: max(1, flat.shape[1] // 2**16)], PERCENTILE, dim=1).tolist()
-    cells = [looks.signed(one, size) for one, size in zip(change, most, strict=True)]
+    cells = [previews.signed(one, size) for one, size in zip(change, most, strict=True)]
     feet = ["none" if size == 0 else f"±{short(size)}" for size in most]
     return Strip("x0 − cond", "guidance and clips, around grey", arrays(torch.stack(cells)), feet)
 

@@ -28,7 +28,7 @@ TENSORS = ("x", "x0", "eps", "delta")
 
 
 @dataclass(frozen=True)
-class Spent:
+class StageTime:
     """A stage of the pipeline (text, encode, denoise, decode): when it began, counted from the run; what it took."""
 
     name: str
@@ -62,7 +62,7 @@ class Header:
     versions: dict[str, str] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
     recipes: tuple[dict[str, Any], ...] = ()
-    stages: tuple[Spent, ...] = ()
+    stages: tuple[StageTime, ...] = ()
     seconds: float | None = None  # of the whole run
     ended: str | None = None  # why a run broke off
     notes: tuple[str, ...] = ()

@@ -173,7 +173,7 @@ def check_goal(path: Path, overwrite: bool) -> None:
 
 
 @dataclass(frozen=True)
-class Found:
+class FileIndex:
     """What stands in the front of a file, and how long the file is; `sound` is None of a file without digests."""
 
     words: dict[str, str]
@@ -190,7 +190,7 @@ class Found:
         return name in self.places and self.places[name].end <= self.size
 
 
-def find(path: Path) -> Found:
+def read_index(path: Path) -> FileIndex:
     """Reads the front of a trace; a file that is none, or of another schema, is refused by name."""
     try:
         with open_file(path, "trace") as file:
@@ -221,7 +221,7 @@ def is_sound(text: bytes, table: dict[str, Any]) -> bool | None:
     return str(said).encode() == header_digest(plain)
 
 
-def understood(path: Path, table: Any, base: int, size: int) -> Found:
+def understood(path: Path, table: Any, base: int, size: int) -> FileIndex:
     words = table.get("__metadata__") if isinstance(table, dict) else None
     if not isinstance(words, dict) or words.get("kind") != KIND:
         raise not_a_trace(path, "a safetensors file of something else")
@@ -230,7 +230,7 @@ def understood(path: Path, table: Any, base: int, size: int) -> Found:
         raise PellucidError(rule("schema of the trace", str(SCHEMA), words.get("schema"), advice), "schema")
     try:
         places = {name: placed(name, held, base) for name, held in table.items() if name != "__metadata__"}
-        return Found({str(k): str(v) for k, v in words.items()}, places, size)
+        return FileIndex({str(k): str(v) for k, v in words.items()}, places, size)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise not_a_trace(path, f"a header with a wrong entry ({error})") from None
 

@@ -1,13 +1,4 @@
-"""The numbers of a step, one row an image: what the host notes of it, and what it makes of norms from the device.
-
-What is taken on the device (see `gathering`) are norms, in float64, and digests. The host makes the rest: ratios; the
-inner product of cond and uncond, of their norms and that of their difference; the count of saturated values, the
-squared norm of ones at their places.
-
-The digest of a tensor is Σ bits·weight modulo 2⁶⁴, with a fixed odd weight for each place: integers, so the order of
-the sum does not matter, and a tensor has the same digest on every device and in every batch. Equal digests mean equal
-bits (but for one chance in about 2⁶³), so that two traces can be compared bit by bit without their tensors.
-"""
+"""The numbers of a step, one row per image: measured on the device, finished on the host."""
 
 from __future__ import annotations
 
@@ -111,7 +102,7 @@ def same(a: float, b: float) -> bool:
     return a == b or abs(a - b) <= SAME * abs(b)
 
 
-def missed(ratio: float, older: float, landing: Level) -> float:
+def error_factor(ratio: float, older: float, landing: Level) -> float:
     """What the change of x0 since an older call is multiplied by to give the error of a first-order step.
 
     In y = x / alpha and r = sigma / alpha a first-order step (Euler, DDIM) follows eps = (y − x0) / r as if it were
@@ -128,7 +119,7 @@ def missed(ratio: float, older: float, landing: Level) -> float:
 
 
 @dataclass(frozen=True)
-class Noted:
+class StepContext:
     """What the host knows of a step before it is measured, one number an image or one for all."""
 
     names: tuple[str, ...]  # of its tensors, in an order in which neighbours are what is compared; `older` is last
@@ -163,7 +154,7 @@ def landings_of(seen: StepSeen) -> tuple[Level, ...]:
     return tuple(seen.next_levels[k % len(seen.next_levels)] for k in range(len(seen.images)))
 
 
-def note(seen: StepSeen, past: Past, levels: Sequence[Level]) -> tuple[Noted, list[Tensor]]:
+def context_of(seen: StepSeen, past: Past, levels: Sequence[Level]) -> tuple[StepContext, list[Tensor]]:
     """What is known of a step, and its tensors; predictions as the network made them, if they can be had so."""
     landings = landings_of(seen)
     values, readings = {"x": seen.x, "x_next": seen.x_next}, []
@@ -176,18 +167,18 @@ def note(seen: StepSeen, past: Past, levels: Sequence[Level]) -> tuple[Noted, li
             readings += [(name, tuple(pairs))] if any(pair != (0.0, 1.0) for pair in pairs) else []
     values |= {"x0": seen.x0, "older": seen.x0 if past.older is None else past.older}
     apart = zip(past.ratios, past.older_ratios, landings, strict=True)
-    noted = Noted(
+    noted = StepContext(
         names=tuple(values),
         readings=tuple(readings),
         alphas=tuple(row.level.alpha for row in seen.rows),
         sigmas=tuple(level.sigma for level in levels),
-        factors=tuple(missed(*pair) for pair in apart),
+        factors=tuple(error_factor(*pair) for pair in apart),
         corrects=tuple(same(a.ratio, b.ratio) for a, b in zip(levels, landings, strict=True)),
     )
     return noted, list(values.values())
 
 
-def settle(noted: Noted, found: np.ndarray[Any, np.dtype[np.int64]], count: int) -> tuple[bytes, bytes]:
+def to_bytes(noted: StepContext, found: np.ndarray[Any, np.dtype[np.int64]], count: int) -> tuple[bytes, bytes]:
     """On the host: the numbers (B, NUMBERS) in float64 and the digests (B, DIGESTED) in int64, as bytes.
 
     `found` (measured + digested, B) are the bits of norms in float64, then digests; `count` numbers has an image.
@@ -222,3 +213,94 @@ def cosine_of(a: float, b: float, apart: float) -> float:
     """Between two vectors of these norms whose difference has the norm `apart`; NaN where there is none."""
     cosine = (a * a + b * b - apart * apart) / (2.0 * a * b or math.nan)
     return max(-1.0, min(1.0, cosine)) if cosine == cosine else math.nan
+
+
+# --- Steps measured together on the device --------------------------------------------------------------------------
+
+MOST = 32  # steps of a block on a GPU
+LARGE = 2**19  # numbers of the steps of a block; a step that has more is not laid into one
+
+
+class Block:
+    """Room for steps with the same images and tensors, which follow each other; filled and measured again and again."""
+
+    def __init__(self, like: StepContext, x: Tensor, limit: float) -> None:
+        self.names, self.form, self.limit = like.names, block_form(like), limit
+        self.room = min(MOST if waits(x.device) else 1, LARGE // max(x.numel(), 1))
+        self.held = x.new_empty((self.room, 2 * len(self.names) + 1, *x.shape))  # as `measured` names them
+        self.places = self.held[:, : len(self.names)].unbind()
+        self.steps: list[StepContext] = []
+        self.large: list[Tensor] = []
+
+    def takes(self, step: StepContext, x: Tensor) -> bool:
+        """Whether a step can be laid behind the others."""
+        return step.names == self.names and block_form(step) == self.form and self.held.shape[2:] == x.shape
+
+    def add(self, step: StepContext, values: list[Tensor]) -> None:
+        if self.room:
+            torch.stack(values, out=self.places[len(self.steps)])
+        else:
+            self.large = values
+        self.steps.append(step)
+
+    @property
+    def full(self) -> bool:
+        return len(self.steps) >= self.room
+
+    def measure(self, weight: Tensor) -> tuple[Tensor, Sequence[Sequence[Tensor]] | Tensor]:
+        """Norms and digests, (steps, measured + digested, B) int64; and what was measured, (steps, measured, B, …)."""
+        with torch.inference_mode(self.held.is_inference()):  # as the run was in when the block was made
+            found = self.together(weight) if self.room else self.apart(weight)
+        self.steps, self.large = [], []
+        return found
+
+    def together(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        block, count, at = self.held[: len(self.steps)], len(self.names), self.names.index
+        x, x0 = block[:, at("x")], block[:, at("x0")]
+        alphas, factors = factors_of(self.steps, x)
+        for name, (k_x, k) in factors.items():
+            block[:, at(name)].mul_(k).add_(x * k_x)
+        torch.diff(block[:, :count], dim=1, out=block[:, count:-2])
+        torch.addcmul(x, x0, alphas, value=-1.0, out=block[:, -2])
+        torch.abs(x0, out=block[:, -1]).ge_(self.limit)
+        flat = block.flatten(3) if block.ndim > 3 else block[..., None]
+        digested = count - 1
+        found = weight.new_empty((len(block), flat.shape[1] + digested, flat.shape[2]))
+        torch.linalg.vector_norm(flat, dim=-1, dtype=torch.float64, out=found[:, :-digested].view(torch.float64))
+        digest(flat[:, :digested], weight, out=found[:, -digested:])
+        return found, block
+
+    def apart(self, weight: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
+        values, at = list(self.large), self.names.index
+        x, x0 = values[at("x")], values[at("x0")]
+        alphas, factors = factors_of(self.steps, x[None])
+        for name, (k_x, k) in factors.items():
+            values[at(name)] = (values[at(name)] * k[0]).add_(x * k_x[0])
+        differences = [b - a for a, b in pairwise(values)]
+        block = [*values, *differences, torch.addcmul(x, x0, alphas[0], value=-1.0), x0.abs().ge_(self.limit)]
+        flats = [one.reshape(len(x), -1).contiguous() for one in block]
+        norms = [torch.linalg.vector_norm(flat, dim=-1, dtype=torch.float64).view(torch.int64) for flat in flats]
+        digests = [digest(flat, weight) for flat in flats[: len(values) - 1]]
+        return torch.stack([*norms, *digests])[None], [block]
+
+
+def waits(device: torch.device) -> bool:
+    """Whether a device is asked in advance, so that calls cost more than work."""
+    return device.type == "cuda"
+
+
+def block_form(step: StepContext) -> tuple[object, ...]:
+    """What steps of a block have in common beside their tensors: what is converted, and numbers for all or for each."""
+    return len(step.alphas), tuple(name for name, _ in step.readings)
+
+
+def factors_of(steps: Sequence[StepContext], like: Tensor) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+    """Of steps: alpha, and of each prediction that becomes x0 (k_x, k); each shaped to broadcast over (steps, B, …)."""
+    names = [name for name, _ in steps[0].readings]
+    rows = [[step.alphas for step in steps]]
+    for i in range(len(names)):
+        rows += [[[pair[n] for pair in step.readings[i][1]] for step in steps] for n in (0, 1)]
+    width = max(len(row) for table in rows for row in table)
+    table = torch.tensor([[list(row) * (width // len(row)) for row in table] for table in rows], dtype=like.dtype)
+    alphas, *rest = table.reshape(*table.shape, *([1] * (like.ndim - 2))).to(like.device)  # one small copy
+    return alphas, {name: (rest[2 * i], rest[2 * i + 1]) for i, name in enumerate(names)}

@@ -18,10 +18,10 @@ from pellucid.core.plan import Row
 from pellucid.core.reader import naming
 from pellucid.core.schedule import Level
 from pellucid.evidence.trace import layout, measures
-from pellucid.evidence.trace.clock import MARKS, WORKS
 from pellucid.evidence.trace.header import Header
-from pellucid.evidence.trace.layout import Found, step_name
+from pellucid.evidence.trace.layout import FileIndex, step_name
 from pellucid.evidence.trace.measures import DIGESTED, NUMBERS
+from pellucid.evidence.trace.recorder import MARKS, WORKS
 
 KINDS = {"F64": torch.float64, "F32": torch.float32, "I64": torch.int64}
 CHECKED = {"x": "x", "x0": "x0", "end": "x_next"}  # tensor → which of a step's digests are of it
@@ -92,7 +92,7 @@ class Trace:
     path: Path
     header: Header
     steps: tuple[Step, ...]
-    found: Found
+    found: FileIndex
 
     @property
     def whole(self) -> bool:
@@ -142,7 +142,7 @@ class Trace:
 def read(path: str | os.PathLike[str], *, partial: bool = False) -> Trace:
     """A trace from its file. One that was cut or killed is refused; `partial` reads the steps that are whole in it."""
     place = Path(path)
-    found = layout.find(place)
+    found = layout.read_index(place)
     with naming(place.name):
         header = Header.from_words(found.words)
     if found.sound is False:
@@ -176,7 +176,7 @@ def unfinished(path: Path, header: Header, whole: int) -> PellucidError:
     return PellucidError(rule("trace", "whole", got, advice), "trace-truncated")
 
 
-def read_tensor(path: Path, found: Found, header: Header, name: str) -> Tensor:
+def read_tensor(path: Path, found: FileIndex, header: Header, name: str) -> Tensor:
     """A tensor of a file, checked against its step's digests where they are of it."""
     place = found.places[name]
     if place.entry.kind not in KINDS:
@@ -198,7 +198,7 @@ class Steps:
     """The steps of a file, put together from its arrays and its plans."""
 
     path: Path
-    found: Found
+    found: FileIndex
     header: Header
 
     def first(self, count: int) -> tuple[Step, ...]:

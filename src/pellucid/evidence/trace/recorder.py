@@ -1,22 +1,378 @@
-"""The recorder: an observer that streams a run into one file."""
+"""The recorder: an observer that streams a run into one file, step by step, in flat memory."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, get_args
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.core.loop import RunSeen, StepSeen, Work
-from pellucid.evidence.trace import layout
-from pellucid.evidence.trace.header import Spent
-from pellucid.evidence.trace.recording import Recording, Settings
+from pellucid.core.loop import RunSeen, StepSeen, Work, column
+from pellucid.evidence.trace import header as headers
+from pellucid.evidence.trace import layout, measures
+from pellucid.evidence.trace.header import TENSORS, Header, StageTime
+from pellucid.evidence.trace.layout import Entry, Writer, step_name
+from pellucid.evidence.trace.measures import DIGESTED, NUMBERS, Block, Past, StepContext
 from pellucid.pipeline.recipe import Recipe
 from pellucid.pipeline.result import Result
+
+# --- Time and memory ------------------------------------------------------------------------------------------------
+
+WORKS: tuple[Work, ...] = get_args(Work)
+MARKS = 10  # that one step may have; a row has eight at most
+STATM = "/proc/self/statm"  # Linux: pages of the process; the second number is what is resident
+
+
+class StepClock:
+    """Marks of the step that is being made: (what, host seconds, device event), from the run's beginning."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self.origin = time.perf_counter()
+        self.spare: list[Any] = []  # events that have been read: to make one costs more than to record it
+        self.first = self.event()
+        self.marks: list[tuple[int, float, Any]] = []
+
+    def event(self) -> Any:
+        if self.stream is None:
+            return None
+        made = self.spare.pop() if self.spare else torch.cuda.Event(enable_timing=True)
+        made.record(self.stream)
+        return made
+
+    def mark(self, work: Work) -> None:
+        if len(self.marks) < MARKS:
+            self.marks.append((WORKS.index(work), time.perf_counter() - self.origin, self.event()))
+
+    def taken(self) -> list[tuple[int, float, Any]]:
+        """The marks since the last time, which are forgotten."""
+        held, self.marks = self.marks, []
+        return held
+
+    def table(self, marks: list[tuple[int, float, Any]]) -> bytes:
+        """(MARKS, 3) float64: what, host seconds, device seconds; NaN where nothing is. The events have passed."""
+        out = array("d")
+        for work, at, event in marks:
+            out.extend((work, at, math.nan if event is None else self.first.elapsed_time(event) / 1000))
+            if event is not None:
+                self.spare.append(event)
+        out.extend([math.nan] * (3 * (MARKS - len(marks))))
+        return out.tobytes()
+
+    def now(self) -> float:
+        return time.perf_counter() - self.origin
+
+
+class MemoryMeter:
+    """Bytes that torch has on the device now and had at most; on a CPU what of the process is resident."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.most, self.page = device, 0, 0
+        self.pages: Any = None
+        if device.type != "cuda" and os.path.exists(STATM):
+            self.page = os.sysconf("SC_PAGE_SIZE")
+            self.pages = open(STATM, "rb", buffering=0)  # noqa: SIM115  it is read at every step
+
+    def read(self) -> tuple[int, int]:
+        """(now, at most); −1 where the system does not tell."""
+        if self.device.type == "cuda":
+            held = torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]
+            return int(held["current"]), int(held["peak"])
+        if self.pages is None:
+            return -1, -1
+        self.pages.seek(0)
+        now = int(self.pages.read(128).split()[1]) * self.page
+        self.most = max(self.most, now)
+        return now, self.most
+
+    def close(self) -> None:
+        if self.pages is not None:
+            self.pages.close()
+        self.pages = None
+
+    def __del__(self) -> None:
+        if getattr(self, "pages", None) is not None:
+            self.pages.close()
+
+
+# --- Asynchronous copy to the host ----------------------------------------------------------------------------------
+
+Deliver = Callable[[Any, list[Any]], None]  # (what was sent along, the tensors as arrays on the host)
+LAG = 1  # blocks of steps that may be under way; more would only hold memory, and be lost by a kill
+
+
+class AsyncCopy:
+    """Hands tensors on in the order in which they were sent."""
+
+    def __init__(self, device: torch.device, deliver: Deliver) -> None:
+        self.device, self.deliver = device, deliver
+        self.under_way: deque[tuple[Any, list[Tensor], Any]] = deque()
+
+    def send(self, what: Any, tensors: Sequence[Tensor]) -> None:
+        if self.device.type != "cuda":
+            self.deliver(what, [tensor.detach().cpu().contiguous().numpy() for tensor in tensors])
+            return
+        held = [pinned(tensor) for tensor in tensors]
+        passed = torch.cuda.Event()
+        passed.record(torch.cuda.current_stream(self.device))
+        self.under_way.append((what, held, passed))
+        while self.under_way and (len(self.under_way) > LAG or self.under_way[0][2].query()):
+            self.hand_on()
+
+    def hand_on(self) -> None:
+        what, held, passed = self.under_way.popleft()
+        passed.synchronize()
+        try:
+            self.deliver(what, [tensor.numpy() for tensor in held])
+        except BaseException:
+            self.under_way.clear()  # what comes after a step that is not in the file would not be where it belongs
+            raise
+
+    def drain(self) -> None:
+        while self.under_way:
+            self.hand_on()
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    """A copy on the host that is filled when the device comes to it."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor.detach(), non_blocking=True)
+
+
+# --- One run --------------------------------------------------------------------------------------------------------
+
+SOON = 0.2  # seconds after which a step is on its way to the file, however few wait with it
+SPARE = 4096  # bytes of a header for what is known only at the end; as many again for a recipe that comes then
+TENSOR_KINDS = {torch.float32: "F32", torch.float64: "F64"}
+
+
+@dataclass(frozen=True)
+class RecorderOptions:
+    """What a recorder was asked for."""
+
+    path: Path
+    tensors: bool = False
+    every: int = 1
+    limit: float | None = None
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step that is not measured yet, or not on the host: what goes along with its numbers."""
+
+    index: int
+    noted: StepContext
+    marks: list[Any]
+
+
+class Recording:
+    """The recording of one run. The file appears with the first step, when the tensors that a step has are known."""
+
+    def __init__(self, asked: RecorderOptions, begun: RunSeen, recipes: Sequence[dict[str, Any]]) -> None:
+        self.asked, x = asked, begun.x
+        self.writer: Writer | None = None
+        self.begun: RunSeen | None = begun
+        self.lengths = [len(plan.rows) for plan in begun.plans]
+        self.kind = TENSOR_KINDS[x.dtype]
+        self.clock, self.memory = StepClock(x.device), MemoryMeter(x.device)
+        self.shuttle = AsyncCopy(x.device, self.deliver)
+        self.past = Past()
+        self.block: Block | None = None
+        self.waiting: list[PendingStep] = []
+        self.since = 0.0
+        self.weight = torch.from_numpy(measures.weights(max(x[0].numel(), 1))).to(x.device)
+        self.end = torch.empty_like(x) if asked.tensors else None
+        self.delivered = 0
+        self.laid = (b"", 0)  # where the tensors of a whole run lie, for its header
+        self.started_as = measures.digest(x.reshape(1, len(x), -1).contiguous(), self.weight)
+        self.header = self.first_header(begun, recipes)
+
+    def first_header(self, begun: RunSeen, recipes: Sequence[dict[str, Any]]) -> Header:
+        x, (plans, plan_of) = begun.x, headers.distinct(begun)
+        shape = tuple(x.shape[1:])
+        return Header(
+            state="recording",
+            images=len(x),
+            shape=shape,
+            dtype=str(x.dtype).removeprefix("torch."),
+            steps=max(self.lengths),
+            done=0,
+            kept=(),
+            every=self.asked.every,
+            limit=measures.limit_of(shape) if self.asked.limit is None else self.asked.limit,
+            plan_tables=tuple(plan.to_dict() for plan in plans),
+            plan_of=plan_of,
+            noise=headers.noise_words(begun.noise),
+            versions=headers.versions(),
+            machine=headers.machine(x.device),
+            recipes=tuple(recipes),
+        )
+
+    # --- the layout -----------------------------------------------------------------------------------------------
+
+    def keeps(self, index: int) -> bool:
+        """Whether the tensors of a step are kept."""
+        return bool(self.header.kept) and (index % self.header.every == 0 or index == self.header.steps - 1)
+
+    def entries_of(self, index: int) -> list[Entry]:
+        count = len(layout.active(self.lengths, index))
+        shape = (count, *self.header.shape)
+        found = [
+            Entry(step_name(index, "numbers"), "F64", (count, len(NUMBERS))),
+            Entry(step_name(index, "digests"), "I64", (count, len(DIGESTED))),
+            Entry(step_name(index, "clock"), "F64", (MARKS, 3)),
+            Entry(step_name(index, "memory"), "I64", (2,)),
+        ]
+        kept = self.header.kept if self.keeps(index) else ()
+        checked = len(found) + sum(name not in DIGESTED for name in kept)
+        found += [Entry(step_name(index, name), self.kind, shape) for name in kept]
+        return [*found, Entry(step_name(index, layout.CHECK), "I64", (checked,))]
+
+    def entries(self, steps: int, ended: bool) -> Iterator[Entry]:
+        """All tensors of a file with so many steps, in their order."""
+        whole = (self.header.images, *self.header.shape)
+        if self.asked.tensors:
+            yield Entry("start", self.kind, whole)
+        for index in range(steps):
+            yield from self.entries_of(index)
+        if self.asked.tensors and ended:
+            yield Entry("end", self.kind, whole)
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+
+    def mark(self, work: Work) -> None:
+        self.clock.mark(work)
+
+    def see(self, seen: StepSeen) -> None:
+        """One step: laid behind those that wait, which are measured together when they are enough."""
+        if self.writer is None:
+            self.open(seen)
+        levels = measures.levels_of(seen)
+        self.past = self.past.after(seen, tuple(level.ratio for level in levels))
+        noted, values = measures.context_of(seen, self.past, levels)
+        if self.block is None or not self.block.takes(noted, seen.x):
+            self.measure()
+            self.block = Block(noted, seen.x, self.header.limit)
+        self.since = self.since if self.waiting else self.clock.now()
+        self.block.add(noted, values)
+        self.waiting.append(PendingStep(seen.index, noted, self.clock.taken()))
+        if self.block.full or self.clock.now() - self.since > SOON:
+            self.measure()
+        self.finish_images(seen)
+        if seen.index + 1 == self.header.steps:
+            self.finish(None)
+
+    def measure(self) -> None:
+        """Starts the measurement of the steps that wait, and hands on what is ready of those before."""
+        steps, self.waiting = self.waiting, []
+        if self.block is None or not steps:
+            return
+        found, block = self.block.measure(self.weight)
+        kept = [torch.stack(self.kept(step, block[k])) for k, step in enumerate(steps) if self.keeps(step.index)]
+        self.shuttle.send((steps, self.memory.read()), [found, *kept])
+
+    def open(self, seen: StepSeen) -> None:
+        """Lays the file out and writes its beginning. A guided denoiser names cond, but where it zeroes first steps."""
+        guided = "cond" in seen.parts or "zero_init" in seen.parts
+        kept = TENSORS if guided else TENSORS[:-1]
+        self.header = replace(self.header, kept=kept if self.asked.tensors else ())
+        assert self.begun is not None
+        self.header = replace(self.header, start=tuple(int(d) for d in self.started_as[0].tolist()))
+        self.laid = layout.laid(self.entries(self.header.steps, True))
+        front = layout.encode(self.header.to_words(), self.laid[0])
+        spare = SPARE if self.header.recipes else SPARE * (1 + self.header.images)  # a wrapped pipeline's come late
+        self.writer = Writer(self.asked.path, front, spare, overwrite=self.asked.overwrite)
+        if self.asked.tensors:
+            self.writer.write(raw(self.begun.x.detach().cpu().contiguous().numpy()))
+        self.begun = None  # the first x is not held any longer than the run holds it
+
+    def kept(self, step: PendingStep, measured: Sequence[Tensor] | Tensor) -> list[Tensor]:
+        """The tensors of a step, in the order of the layout; what a step does not have is NaN."""
+        scales = [1.0 / sigma if sigma > 0 else float("nan") for sigma in step.noted.sigmas]
+        block = dict(zip(step.noted.measured, measured, strict=True))
+        held = {"x": block["x"], "x0": block["x0"]}
+        held["eps"] = block["noise"] * column(scales, block["x"], len(set(step.noted.sigmas)) == 1)
+        if "x0-cond" in block:
+            held["delta"] = block["x0-cond"]
+        if "delta" in held and "delta" not in self.header.kept:
+            self.note("guidance deltas were not kept: the first step had no prediction with the prompt apart")
+        return [held[name] if name in held else torch.full_like(held["x"], float("nan")) for name in self.header.kept]
+
+    def note(self, text: str) -> None:
+        if text not in self.header.notes:
+            self.header = replace(self.header, notes=(*self.header.notes, text))
+
+    def finish_images(self, seen: StepSeen) -> None:
+        """Keeps x of the images whose last row this was."""
+        if self.end is not None:
+            for k, image in enumerate(seen.images):
+                if self.lengths[image] == seen.index + 1:
+                    self.end[image] = seen.x_next[k]
+
+    def deliver(self, sent: tuple[list[PendingStep], tuple[int, int]], arrays: list[Any]) -> None:
+        """Steps have arrived on the host: appended in one piece."""
+        assert self.writer is not None
+        steps, memory = sent
+        parts, kept = [], iter(arrays[1:])
+        for step, found in zip(steps, arrays[0], strict=True):
+            numbers, marks = measures.to_bytes(step.noted, found, self.weight.numel())
+            own = [numbers, marks, self.clock.table(step.marks), array("q", memory).tobytes()]
+            tensors = [raw(one) for one in next(kept)] if self.keeps(step.index) else []
+            checked = [data for name, data in zip(self.header.kept, tensors, strict=False) if name not in DIGESTED]
+            parts += [*own, *tensors, *map(layout.digest, own + checked)]
+        self.writer.write(b"".join(parts))
+        self.delivered += len(steps)
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def finish(self, why: str | None) -> None:
+        """Writes what is left and the header again; `why` a run broke off, None where it did not."""
+        if self.writer is None:
+            return
+        try:
+            self.measure()
+            self.shuttle.drain()
+        finally:  # also what could not be measured, or written, is noted
+            self.past, self.block, self.waiting = Past(), None, []
+            self.memory.close()
+            complete = self.delivered == self.header.steps
+            if complete and self.end is not None and self.header.state == "recording":
+                self.writer.write(raw(self.end.cpu().numpy()))
+                self.end = None
+            state: headers.State = "whole" if complete else "broken off"
+            seconds = self.clock.now() if self.header.seconds is None else self.header.seconds
+            self.update(state=state, done=self.delivered, seconds=seconds, ended=why)
+
+    def update(self, **changes: Any) -> None:
+        """Writes the header again, with these fields."""
+        assert self.writer is not None
+        self.header = replace(self.header, **changes)
+        complete = self.header.state == "whole"
+        places, size = self.laid if complete else layout.laid(self.entries(self.delivered, False))
+        self.writer.finish(layout.encode(self.header.to_words(), places), size)
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+
+def raw(held: Any) -> bytes:
+    return np.ascontiguousarray(held).tobytes()
+
+
+# --- The observer ---------------------------------------------------------------------------------------------------
 
 
 class Recorder:
@@ -41,7 +397,7 @@ class Recorder:
             raise PellucidError(rule("limit", "positive", limit), "trace-limit")
         self.path = Path(path)
         layout.check_goal(self.path, overwrite)
-        self.asked = Settings(self.path, tensors, every, limit, overwrite)
+        self.asked = RecorderOptions(self.path, tensors, every, limit, overwrite)
         self.recording: Recording | None = None
         self.recipes: list[dict[str, Any]] = []
         self.closed = False
@@ -57,7 +413,7 @@ class Recorder:
         if held is None or held.writer is None or held.header.state != "whole":
             return
         origin = held.clock.origin
-        stages = [Spent(s.name, s.began - origin, s.seconds, s.peak) for s in result.stages]
+        stages = [StageTime(s.name, s.began - origin, s.seconds, s.peak) for s in result.stages]
         recipes = tuple(recipe.to_dict() for recipe in result.recipes)
         held.update(recipes=recipes, stages=tuple(stages), notes=(*held.header.notes, *result.notes))
 

@@ -41,7 +41,7 @@ class Replay:
         return self.comparison.same
 
 
-def again(trace: Trace, run: Callable[[Recorder], object], way: Way = "denoiser") -> Replay:
+def rerun(trace: Trace, run: Callable[[Recorder], object], way: Way = "denoiser") -> Replay:
     """Calls `run` with a recorder to observe it, and compares what it saw with the trace."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "again.safetensors"
@@ -68,10 +68,10 @@ def replay(
     """
     way: Way = "denoiser"
     if denoiser is None:
-        denoiser, way = Recorded(trace), "predictions"
+        denoiser, way = RecordedDenoiser(trace), "predictions"
     start, source = beginning(trace, x, noise, torch.device(device))
     plans = trace.header.plans
-    return again(trace, lambda seen: engine.loop(plans, denoiser, start, source, [seen], (), None), way)
+    return rerun(trace, lambda seen: engine.loop(plans, denoiser, start, source, [seen], (), None), way)
 
 
 def beginning(
@@ -95,7 +95,7 @@ def beginning(
 
 
 @dataclass
-class Recorded:
+class RecordedDenoiser:
     """The predictions of a trace as a denoiser; each run of it begins at the first step."""
 
     trace: Trace
@@ -183,4 +183,4 @@ def words_of(recipes: Sequence[Recipe]) -> dict[str, Any]:
 def replay_with(trace: Trace, pipe: Any, fields: Mapping[str, Any] | None = None) -> Replay:
     """Runs a trace again with a pipeline; `fields` as for `request_of`. Nothing is decoded: the trace ends with x."""
     request = replace(request_of(trace, fields), decode=False)
-    return again(trace, lambda seen: pipe.run(replace(request, observers=(seen, *request.observers))), "model")
+    return rerun(trace, lambda seen: pipe.run(replace(request, observers=(seen, *request.observers))), "model")

@@ -1,8 +1,4 @@
-"""The best that needs no tuning: every deterministic sampler, at every order, on every grid, at a budget of calls.
-
-All are tried on the first pairs; the best of those on all pairs, since a small sample of heavy-tailed errors flatters.
-A folder keeps every cell as soon as it is known, so that a sweep that was stopped goes on.
-"""
+"""Untuned samplers: the best of all at a budget of calls, and a short list to begin tuning from."""
 
 from __future__ import annotations
 
@@ -22,9 +18,10 @@ from pellucid.core.compile import compile_plan
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.plan import Plan
 from pellucid.core.samplers import REGISTRY, Sampler
-from pellucid.evidence.study.records import Records, claim
-from pellucid.evidence.tune.errors import Summary, Truth, errors
-from pellucid.evidence.tune.subject import Subject
+from pellucid.evidence.study.kernel import Records, claim
+from pellucid.evidence.tune.model import TuningModel
+from pellucid.evidence.tune.table import Start, Table
+from pellucid.evidence.tune.teacher import ErrorSummary, Truth, errors
 
 KEYS = ("calls", "name", "pairs")
 GRIDS = tuple(name for name in grids.names() if name not in ("explicit", "lcm"))
@@ -105,7 +102,7 @@ def variants(entry: Sampler) -> Iterator[dict[str, Any]]:
 class Sweep:
     """The question: which of the candidates ends nearest to the truth of these pairs."""
 
-    subject: Subject
+    subject: TuningModel
     truth: Truth
     at_once: int = 64
     folder: Path | None = None
@@ -179,7 +176,7 @@ class Sweep:
         found = errors(plan, self.subject, self.truth.first(count), self.at_once)
         if not bool(found.isfinite().all()):
             return {"refused": "not-finite", "nfe": plan.nfe}
-        told = Summary.of(found)
+        told = ErrorSummary.of(found)
         return {"nfe": plan.nfe, "mean": told.mean, "root": float(found.sqrt().mean()), "summary": told.to_dict()}
 
 
@@ -192,3 +189,44 @@ def check_calls(calls: Sequence[int]) -> tuple[int, ...]:
         if isinstance(one, bool) or not isinstance(one, int) or not 1 <= one <= 1000:
             raise PellucidError(rule("--sweep", "numbers of calls from 1 to 1000", one), "sweep")
     return tuple(dict.fromkeys(calls))
+
+
+# --- Starts to tune from --------------------------------------------------------------------------------------------
+
+# Of every basis one or two. UniPC's rows have a corrector, which the others get from the tuning.
+SAMPLERS = ("unipc-3", "dpmpp_2m", "dpmpp_3m", "deis-3", "ipndm-3", "lms-3")
+SURE = "unipc"  # is among them wherever it can be
+TRIED_PAIRS = 16  # pairs
+SHORTLIST = 4
+
+
+def shortlist(
+    subject: TuningModel, truth: Truth, steps: int, at_once: int, done: Callable[[], object] = lambda: None
+) -> list[Start]:
+    """The best grid of each sampler by the mean of √error on a few pairs, the best samplers first."""
+    few, best = truth.first(TRIED_PAIRS), []
+    for name in SAMPLERS:
+        found = []
+        for grid in GRIDS:
+            start = Start.parse(f"{name}:{grid}")
+            root = trial(start, subject, few, steps, at_once)
+            if root is not None:
+                found.append((root, start.text))
+            done()
+        best += [min(found)] if found else []
+    if not best:
+        raise PellucidError(rule("--model", "one that some start can run", subject.name, "Give --start."), "start")
+    ranked = [Start.parse(text) for _, text in sorted(best)]
+    sure = [start for start in ranked if start.sampler == SURE]
+    kept = ranked[:SHORTLIST]
+    return kept if not sure or sure[0] in kept else [*kept[:-1], sure[0]]
+
+
+def trial(start: Start, subject: TuningModel, truth: Truth, steps: int, at_once: int) -> float | None:
+    """The mean of √error of a start; None where it makes no table here, or ends nowhere."""
+    try:
+        table = Table.of(start, subject.schedule, subject.target, steps)
+    except PellucidError:
+        return None
+    found = errors(table.plan, subject, truth, at_once)
+    return float(found.sqrt().mean()) if bool(found.isfinite().all()) else None

@@ -1,28 +1,195 @@
-"""A table with knobs: levels, shares and told times that gradients reach, and the plan that they make.
-
-The knobs are dimensionless and 0 at the start: `gaps` stretch the steps in λ by a factor exp(knob), the first of them
-moves the first call; `shares` are added to those of the start's own formula at the levels as they are now; `told` moves
-the told times in units of their distance.
-"""
+"""A plan with knobs that gradients reach, whatever the knobs keeping the marginal law."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pellucid.core.compile import drop_dead_anchors
+from pellucid.core import grid as grids
+from pellucid.core.compile import compile_plan, drop_dead_anchors
+from pellucid.core.dialect import on_frame
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.plan import Plan, Row, Weights, seal
-from pellucid.core.schedule import Array, Frame, Level, Schedule
-from pellucid.evidence.tune import shares as law
-from pellucid.evidence.tune.shares import PAST, WIDTH
-from pellucid.evidence.tune.start import Start
+from pellucid.core.samplers import Sampler, resolve
+from pellucid.core.samplers.registry import Draft
+from pellucid.core.schedule import Array, Frame, Level, Schedule, Target
+
+# --- Shares ---------------------------------------------------------------------------------------------------------
+
+PAST = 3  # earlier predictions that a row may use
+WIDTH = 1 + PAST  # mix, c1, c2, c3
+ROUNDING = 1e-13
+BASES = ("x0", "eps", "flow")
+Pair = tuple[Any, Any]  # (alpha, sigma), numbers or tensors
+
+
+def across(basis: Target, pair: Pair) -> Any:
+    """What a pair has that no prediction has."""
+    alpha, sigma = pair
+    return {"x0": sigma, "eps": alpha, "flow": alpha + sigma}[basis]
+
+
+def along(basis: Target, pair: Pair) -> Any:
+    """What a pair has of the predictions."""
+    alpha, sigma = pair
+    return {"x0": alpha, "eps": sigma, "flow": (sigma - alpha) / 2}[basis]
+
+
+def first_step(basis: Target, start: Pair, end: Pair) -> Any:
+    """The weight of the one prediction in a first-order step: the unit of the shares."""
+    return along(basis, end) - along(basis, start) * (across(basis, end) / across(basis, start))
+
+
+def to_weights(basis: Target, shares: Sequence[Any], x: Pair, anchor: Pair | None, end: Pair, back: Pair) -> list[Any]:
+    """Weights of x, anchor, p0…p3 that land on `end`; `back` is where the first-order step of the unit begins."""
+    mix, *rest = shares
+    f_end = across(basis, end)
+    w_x = f_end / across(basis, x) * (mix if anchor is not None else 1.0)
+    w_anchor = f_end / across(basis, anchor) * (1.0 - mix) if anchor is not None else 0.0
+    left = along(basis, end) - w_x * along(basis, x)
+    if anchor is not None:
+        left = left - w_anchor * along(basis, anchor)
+    unit = first_step(basis, back, end)
+    past = [unit * share for share in rest]
+    return [w_x, w_anchor, left - sum(past), *past]
+
+
+def from_weights(basis: Target, weights: Weights, x: Pair, anchor: Pair | None, end: Pair, back: Pair) -> list[float]:
+    """The shares of a row's weights; refuses a row that does not land on `end`."""
+    held = dict(weights)
+    f_end = across(basis, end)
+    mix = held.get(0, 0.0) * across(basis, x) / f_end if f_end and anchor is not None else 1.0
+    unit = first_step(basis, back, end)
+    shares = [snapped(share) for share in (mix, *(held.get(2 + k, 0.0) / unit for k in range(1, WIDTH)))]
+    again = to_weights(basis, shares, x, anchor, end, back)
+    size = max(map(abs, held.values()), default=1.0)
+    if any(abs(w - held.get(r, 0.0)) > 1e-9 * size for r, w in enumerate(again)) or max(held, default=0) > 5:
+        raise PellucidError(rule("start", "a sampler whose rows all land on their level", "another"), "start")
+    return shares
+
+
+def snapped(share: float) -> float:
+    """A share that rounding keeps from 0 or 1 is 0 or 1: a register that is not used stays so."""
+    near = round(share)
+    return float(near) if near in (0, 1) and abs(share - near) < ROUNDING else share
+
+
+def shares_of(basis: Target, rows: Sequence[Row], ends: Sequence[Pair], lift: bool) -> list[list[list[float]]]:
+    """Shares (N, 2, 4) of a start's rows: of x, and of the anchor; zeros where a row keeps its anchor.
+
+    With `lift` the rows have no anchor of their own, and every row leaves x as it was called: what a corrector needs.
+    """
+    found = []
+    for i, row in enumerate(rows):
+        here, back = pair_of(row), anchor_before(rows, i, lift)
+        own = from_weights(basis, row.x, here, back, ends[i], here)
+        kept = [1.0, 0.0, 0.0, 0.0]
+        if row.anchor is not None:
+            kept = from_weights(basis, row.anchor, here, back, here, back or here) if back else kept
+        found.append([own, kept])
+    return found
+
+
+def pair_of(row: Row) -> Pair:
+    return row.level.alpha, row.level.sigma
+
+
+def anchor_before(rows: Sequence[Row], i: int, lift: bool) -> Pair | None:
+    """Where the anchor is when row i is called: at the level of the row that last wrote it."""
+    j = anchor_index(rows, i, lift)
+    return None if j is None else pair_of(rows[j])
+
+
+def anchor_index(rows: Sequence[Row], i: int, lift: bool) -> int | None:
+    if lift:
+        return i - 1 if i else None
+    return next((j for j in range(i - 1, -1, -1) if rows[j].anchor is not None), None)
+
+
+# --- Starts ---------------------------------------------------------------------------------------------------------
+
+ORDERED = re.compile(r"(?P<name>.+)-(?P<order>\d)")
+FEWEST, MOST = 2, 100  # steps of a plan that is tuned
+
+
+@dataclass(frozen=True)
+class Start:
+    """A sampler with its options, and the grid whose levels come first."""
+
+    sampler: str
+    grid: str
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @staticmethod
+    def parse(text: str) -> Start:
+        """`unipc-3:kl_optimal`: a sampler, its order where it has one, and a grid."""
+        name, sign, grid = text.partition(":")
+        if not sign or not name or not grid:
+            raise PellucidError(rule("--start", "SAMPLER:GRID, such as unipc-3:karras", text), "start")
+        ordered = ORDERED.fullmatch(name)
+        known = resolve(ordered["name"])[0] if ordered else None
+        if known is not None and ordered is not None and "order" in known.options():
+            made = Start(known.name, grids.named(grid).name, {"order": int(ordered["order"])})
+        else:
+            made = Start(resolve(name)[0].name, grids.named(grid).name)
+        made.check()
+        return made
+
+    @property
+    def entry(self) -> Sampler:
+        return resolve(self.sampler)[0]
+
+    @property
+    def text(self) -> str:
+        order = f"-{self.options['order']}" if "order" in self.options else ""
+        return f"{self.sampler}{order}:{self.grid}"
+
+    def check(self) -> None:
+        """Refuses what draws noise, and what spends more than one call on a step."""
+        entry = self.entry
+        if not entry.deterministic:
+            advice = "Tuning compares images of one seed: use unipc-3, dpmpp_2m or deis."
+            raise PellucidError(rule("--start", "a deterministic sampler", self.sampler, advice), "start-stochastic")
+        if not tunable(entry):
+            advice = "Use unipc-3, dpmpp_2m or deis."
+            raise PellucidError(rule("--start", "a sampler of one call a step", self.sampler, advice), "start")
+
+    def plan(self, schedule: Schedule, target: str, steps: int) -> Plan:
+        return compile_plan(self.sampler, schedule=schedule, target=target, grid=self.grid, steps=steps, **self.options)
+
+    def draft(self, schedule: Schedule, ratios: Sequence[float] | Array) -> Draft:
+        """The sampler's own rows when it calls at these sigma / alpha, and ends clean."""
+        told = schedule.time_at(np.asarray(ratios))
+        ends = [*ratios[1:], 0.0]
+        path = on_frame(self.entry, schedule, lambda frame: grids.build(schedule, frame, told, ratios, ends))
+        return self.entry.draft(path, dict(self.options))
+
+
+def tunable(entry: Sampler) -> bool:
+    """Whether a sampler's rows can be tuned: one deterministic call a leg, over registers that the law pins."""
+    if not entry.deterministic or entry.family in ("inversion", "distilled") or entry.calls != 1:
+        return False
+    try:
+        plan = compile_plan(entry.name, schedule="linear", grid="exponential", steps=6)
+    except PellucidError:
+        return False
+    return plan.nfe == 6 and not plan.guided and not plan.declared and plan.basis in BASES and plan.end.sigma == 0.0
+
+
+def check_steps(steps: object) -> int:
+    if isinstance(steps, bool) or not isinstance(steps, int) or not FEWEST <= steps <= MOST:
+        raise PellucidError(rule("--steps", f"a whole number from {FEWEST} to {MOST}", steps), "steps")
+    return steps
+
+
+# --- The table ------------------------------------------------------------------------------------------------------
 
 What = Literal["grid", "weights", "told", "both", "all"]
 WHAT: tuple[What, ...] = get_args(What)
@@ -83,7 +250,7 @@ class Table:
         if plan.nfe != steps or len(draft.rows) != steps or plan.end.sigma != 0.0 or plan.declared:
             raise PellucidError(rule("--start", f"a sampler of {steps} calls that ends clean", start.text), "start")
         lift = all(r.anchor is None for r in draft.rows)
-        anchors = tuple(law.anchor_index(draft.rows, i, lift) for i in range(steps))
+        anchors = tuple(anchor_index(draft.rows, i, lift) for i in range(steps))
         writes = tuple(i + 1 < steps and (lift or r.anchor is not None) for i, r in enumerate(draft.rows))
         times, lams = np.array([r.time for r in plan.rows]), np.array([r.level.lam for r in plan.rows])
         return Table(
@@ -132,17 +299,17 @@ class Table:
         alphas, sigmas = split_levels(lams, self.plan.frame)
         alphas = torch.cat([alphas, lone(self.plan.end.alpha)])
         sigmas = torch.cat([sigmas, lone(self.plan.end.sigma)])
-        own = Followed.apply(lams, self)
+        own = StartShares.apply(lams, self)
         added = torch.zeros(self.free.shape, dtype=torch.float64).masked_scatter(self.free, knobs["shares"])
-        told = Told.apply(lams, self.schedule) + knobs["told"] * torch.from_numpy(self.pitch)
+        told = ScheduleTime.apply(lams, self.schedule) + knobs["told"] * torch.from_numpy(self.pitch)
         weights = self.weights(own + added, alphas, sigmas)
         return Values(alphas, sigmas, told.clamp(*self.schedule.span), weights, ratios)
 
     def shares_at(self, lams: Array) -> Array:
         """(N, 2, 4): the shares of the start's own formula with calls at these λ."""
         rows = self.start.draft(self.schedule, np.exp(-lams)).rows
-        ends = [law.pair_of(r) for r in rows[1:]] + [(self.plan.end.alpha, self.plan.end.sigma)]
-        return np.array(law.shares_of(self.plan.basis, rows, ends, self.lift))
+        ends = [pair_of(r) for r in rows[1:]] + [(self.plan.end.alpha, self.plan.end.sigma)]
+        return np.array(shares_of(self.plan.basis, rows, ends, self.lift))
 
     def weights(self, shares: Tensor, alphas: Tensor, sigmas: Tensor) -> list[tuple[Soft, Soft | None]]:
         """Of every row, those of the registers that are filled by then."""
@@ -152,12 +319,12 @@ class Table:
             here, j = levels[i], self.anchors[i]
             back = None if j is None else levels[j]
             filled = [0, *([1] if j is not None else []), *range(2, 3 + min(i, PAST))]
-            x = law.to_weights(self.plan.basis, own.unbind(), here, back, levels[i + 1], here)
+            x = to_weights(self.plan.basis, own.unbind(), here, back, levels[i + 1], here)
             anchor: Soft | None = None
             if self.writes[i]:
                 anchor = ((0, torch.ones((), dtype=torch.float64)),)
                 if back is not None:
-                    made = law.to_weights(self.plan.basis, kept.unbind(), here, back, here, back)
+                    made = to_weights(self.plan.basis, kept.unbind(), here, back, here, back)
                     anchor = tuple((r, made[r]) for r in filled)
             found.append((tuple((r, x[r]) for r in filled), anchor))
         return found
@@ -237,7 +404,7 @@ def grid_of(schedule: Schedule, ratios: list[float]) -> dict[str, Any]:
     return {"name": "explicit", "sigmas": [float(s) for s in schedule.sigma_of(np.array([*ratios, 0.0]))]}
 
 
-class Followed(torch.autograd.Function):
+class StartShares(torch.autograd.Function):
     """λ (N,) → the start's own shares (N, 2, 4). Its derivative is a central difference of the start's formula."""
 
     @staticmethod
@@ -256,7 +423,7 @@ class Followed(torch.autograd.Function):
         return torch.from_numpy(out), None
 
 
-class Told(torch.autograd.Function):
+class ScheduleTime(torch.autograd.Function):
     """λ → the schedule's time. Its derivative is a central difference."""
 
     @staticmethod

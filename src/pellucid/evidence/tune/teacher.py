@@ -1,20 +1,117 @@
-"""The teacher: the same seeds with so many steps that more would change nothing."""
+"""The converged images of the same seeds, and how far a plan ends from them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from pellucid.core.compile import compile_plan
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.grid import Grid
+from pellucid.core.loop import run
 from pellucid.core.plan import Plan
 from pellucid.core.schedule import Schedule
-from pellucid.evidence.tune.errors import Drawn, Truth, distance, ends
-from pellucid.evidence.tune.pairs import Pairs
-from pellucid.evidence.tune.subject import Subject
+from pellucid.evidence.statistics import mean_interval
+from pellucid.evidence.tune.model import Pairs, TuningModel
+
+# --- Errors ---------------------------------------------------------------------------------------------------------
+
+NOISE_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class NoisePairs:
+    """Pairs with their unit noise (N, …), kept on the CPU."""
+
+    pairs: Pairs
+    noise: Tensor
+
+    @staticmethod
+    def of(subject: TuningModel, pairs: Pairs) -> NoisePairs:
+        return NoisePairs(pairs, torch.cat([subject.noise(part).cpu() for _, part in pairs.parts(NOISE_AT_ONCE)]))
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def first(self, count: int) -> NoisePairs:
+        return NoisePairs(self.pairs.first(count), self.noise[:count])
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Drawn pairs with their converged x0 (N, …), on the CPU."""
+
+    drawn: NoisePairs
+    x0: Tensor
+
+    @property
+    def pairs(self) -> Pairs:
+        return self.drawn.pairs
+
+    def __len__(self) -> int:
+        return len(self.drawn)
+
+    def first(self, count: int) -> Truth:
+        return Truth(self.drawn.first(count), self.x0[:count])
+
+
+@dataclass(frozen=True)
+class ErrorSummary:
+    """Of errors (N,): the mean with its 95 % interval, and what shows the tail."""
+
+    mean: float
+    low: float
+    high: float
+    median: float
+    p90: float
+    worst: float
+    pairs: int
+
+    @staticmethod
+    def of(errors: Tensor) -> ErrorSummary:
+        given = errors.double().cpu()
+        middle, tail = torch.quantile(given, torch.tensor([0.5, 0.9], dtype=torch.float64)).tolist()
+        interval = mean_interval(given)
+        return ErrorSummary(
+            float(given.mean()), interval.low, interval.high, middle, tail, float(given.max()), len(given)
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def distance(x: Tensor, truth: Tensor) -> Tensor:
+    """(N,): the root mean square of each pair's difference, in the units of x0."""
+    return (x - truth).flatten(1).square().mean(1).sqrt()
+
+
+@torch.no_grad()
+def ends(
+    plan: Plan, subject: TuningModel, drawn: NoisePairs, at_once: int, done: Callable[[int], object] | None = None
+) -> Tensor:
+    """x0 at the plan's end (N, …), through the loop that makes images."""
+    found = []
+    for where, part in drawn.pairs.parts(min(at_once, subject.most)):
+        x = drawn.noise[where].to(subject.device) * plan.initial_scale
+        found.append((run(plan, subject.denoiser(part), x) / plan.end.alpha).cpu())
+        if done is not None:
+            done(len(part))
+    return torch.cat(found)
+
+
+def errors(plan: Plan, subject: TuningModel, truth: Truth, at_once: int) -> Tensor:
+    """(N,): how far each pair ends from its truth; infinite where it ends nowhere."""
+    found = distance(ends(plan, subject, truth.drawn, at_once), truth.x0).double()
+    return torch.nan_to_num(found, nan=math.inf, posinf=math.inf)
+
+
+# --- The teacher ----------------------------------------------------------------------------------------------------
 
 SAMPLER = "dpmpp_3m"
 STEPS = 200
@@ -34,7 +131,7 @@ def teacher_plan(schedule: Schedule, target: str, steps: int) -> Plan:
     return compile_plan(SAMPLER, schedule=schedule, target=target, grid=grid)
 
 
-def check_steps(steps: object, tuned: int) -> int:
+def check_teacher_steps(steps: object, tuned: int) -> int:
     least = max(FEWEST, 4 * tuned)
     if isinstance(steps, bool) or not isinstance(steps, int) or not least <= steps <= MOST:
         raise PellucidError(rule("--teacher", f"from {least} to {MOST} steps for a plan of {tuned}", steps), "teacher")
@@ -42,14 +139,14 @@ def check_steps(steps: object, tuned: int) -> int:
 
 
 def teach(
-    subject: Subject, pairs: Pairs, steps: int, at_once: int, done: Callable[[int], object] | None = None
+    subject: TuningModel, pairs: Pairs, steps: int, at_once: int, done: Callable[[int], object] | None = None
 ) -> Truth:
     """The converged x0 of every pair."""
-    plan, drawn = teacher_plan(subject.schedule, subject.target, steps), Drawn.of(subject, pairs)
+    plan, drawn = teacher_plan(subject.schedule, subject.target, steps), NoisePairs.of(subject, pairs)
     return Truth(drawn, ends(plan, subject, drawn, at_once, done))
 
 
-def doubt(subject: Subject, truth: Truth, steps: int, at_once: int) -> float:
+def doubt(subject: TuningModel, truth: Truth, steps: int, at_once: int) -> float:
     """The mean distance from a teacher of half the steps: an upper bound of what the teacher itself is off."""
     few = truth.first(LOOKED_AT)
     half = teacher_plan(subject.schedule, subject.target, steps // 2)

@@ -13,18 +13,14 @@ import torch
 from pellucid import __version__
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.plan import Plan
-from pellucid.evidence.metrics.bootstrap import mean_interval
-from pellucid.evidence.tune import pairs as sets
-from pellucid.evidence.tune import start as starts
+from pellucid.evidence.statistics import mean_interval
+from pellucid.evidence.tune import model, table, teacher
 from pellucid.evidence.tune import sweep as sweeps
-from pellucid.evidence.tune import teacher
-from pellucid.evidence.tune.errors import Summary, Truth, errors
-from pellucid.evidence.tune.fit import Descent, Fit, Lesson, descend
-from pellucid.evidence.tune.pairs import Sets
-from pellucid.evidence.tune.shortlist import SAMPLERS, shortlist
-from pellucid.evidence.tune.start import Start
-from pellucid.evidence.tune.subject import Subject
-from pellucid.evidence.tune.table import Table
+from pellucid.evidence.tune.descent import Descent, Fit, TuningData, descend
+from pellucid.evidence.tune.model import PairSets, TuningModel
+from pellucid.evidence.tune.sweep import SAMPLERS, shortlist
+from pellucid.evidence.tune.table import Start, Table
+from pellucid.evidence.tune.teacher import ErrorSummary, Truth, errors
 
 NAME = "tuned"
 HEAT = 4  # a heat has one part in so many of the iterations
@@ -34,7 +30,7 @@ Stage = Callable[[str, int], AbstractContextManager[Callable[[], object]]]  # a 
 
 
 @dataclass(frozen=True)
-class Tuning:
+class TuningConfig:
     """What is asked. Pairs are numbered by their seeds: first those to tune on, then those watched, then the judges."""
 
     steps: int = 8
@@ -49,10 +45,10 @@ class Tuning:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        starts.check_steps(self.steps)
-        teacher.check_steps(self.teacher, self.steps)
+        table.check_steps(self.steps)
+        teacher.check_teacher_steps(self.teacher, self.steps)
         for words, count in (("--pairs", self.pairs), ("watched", self.counts[1]), ("--held-out", self.held_out)):
-            sets.check_count(words, count)
+            model.check_count(words, count)
         sweeps.check_calls(self.sweep)
         for one in self.starts:
             one.check()
@@ -61,11 +57,15 @@ class Tuning:
     def counts(self) -> tuple[int, int, int]:
         """Pairs to tune on, watched ones, judges."""
         half = self.pairs // 2 if isinstance(self.pairs, int) else 0
-        return self.pairs, max(min(half, 512), sets.FEWEST) if self.watched is None else self.watched, self.held_out
+        return (
+            self.pairs,
+            max(min(half, 512), model.FEWEST_PAIRS) if self.watched is None else self.watched,
+            self.held_out,
+        )
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TuningResult:
     """The plan that was kept, its evidence in it, and the errors of the held-out pairs (N,)."""
 
     plan: Plan
@@ -81,42 +81,42 @@ def quietly(what: str, count: int) -> AbstractContextManager[Callable[[], object
 
 
 def tune(
-    subject: Subject,
-    asked: Tuning,
+    subject: TuningModel,
+    asked: TuningConfig,
     stage: Stage = quietly,
     folder: Path | None = None,
-    keep: Callable[[Tuned], object] = lambda tuned: None,
-) -> Tuned:
+    keep: Callable[[TuningResult], object] = lambda tuned: None,
+) -> TuningResult:
     """Tunes a plan for a model. `folder` keeps what a sweep has measured; `keep` is given the plan as soon as it is
     there, and again with what a sweep has found, which may take longer than the tuning."""
     divided = divide(subject, asked)
     with stage("asking the teacher", sum(map(len, (divided.tune, divided.watch, divided.judge)))) as done:
-        truths = [taught(subject, pairs, asked, done) for pairs in (divided.tune, divided.watch, divided.judge)]
-    lesson, judge = Lesson(subject, truths[0], truths[1]), truths[2]
+        truths = [ask_teacher(subject, pairs, asked, done) for pairs in (divided.tune, divided.watch, divided.judge)]
+    lesson, judge = TuningData(subject, truths[0], truths[1]), truths[2]
     fits = run_heats(lesson, asked, stage)
     best = run_finals(fits, lesson, asked, stage)
     plan, found, told = judged(best, fits, subject, judge, asked)
     told = {**about(subject, asked, divided, lesson), **told}
-    tuned = Tuned(replace(plan, evidence={"says": sentence(told), **told}), found)
+    tuned = TuningResult(replace(plan, evidence={"says": sentence(told), **told}), found)
     keep(tuned)
     if asked.sweep:
-        told["untuned"] = swept(subject, judge, asked, found, stage, folder)
+        told["untuned"] = sweep_rows(subject, judge, asked, found, stage, folder)
         tuned = replace(tuned, plan=replace(plan, evidence={"says": sentence(told), **told}))
         keep(tuned)
     return tuned
 
 
-def divide(subject: Subject, asked: Tuning) -> Sets:
+def divide(subject: TuningModel, asked: TuningConfig) -> PairSets:
     """The three sets of pairs; prompts for a model that takes them, and only for one."""
     counts = asked.counts
     if subject.takes_text != (asked.prompts is not None):
         must = "given for a model that takes text" if subject.takes_text else "left out: the model takes no text"
         raise PellucidError(rule("--prompts", must, asked.prompts), "prompts")
-    texts = None if asked.prompts is None else sets.read_prompts(asked.prompts, 2 * sum(counts), asked.seed)
-    return sets.make_sets(counts, asked.seed, texts, subject.classes)
+    texts = None if asked.prompts is None else model.read_prompts(asked.prompts, 2 * sum(counts), asked.seed)
+    return model.make_sets(counts, asked.seed, texts, subject.classes)
 
 
-def taught(subject: Subject, pairs: sets.Pairs, asked: Tuning, done: Callable[[], object]) -> Truth:
+def ask_teacher(subject: TuningModel, pairs: model.Pairs, asked: TuningConfig, done: Callable[[], object]) -> Truth:
     def more(count: int) -> None:
         for _ in range(count):
             done()
@@ -127,7 +127,7 @@ def taught(subject: Subject, pairs: sets.Pairs, asked: Tuning, done: Callable[[]
     return truth
 
 
-def run_heats(lesson: Lesson, asked: Tuning, stage: Stage) -> list[Fit]:
+def run_heats(lesson: TuningData, asked: TuningConfig, stage: Stage) -> list[Fit]:
     """Every start a little way down; a single one waits for the descent itself."""
     subject, at_once = lesson.subject, asked.descent.at_once
     chosen = list(asked.starts)
@@ -144,7 +144,7 @@ def run_heats(lesson: Lesson, asked: Tuning, stage: Stage) -> list[Fit]:
     return fits
 
 
-def run_finals(fits: list[Fit], lesson: Lesson, asked: Tuning, stage: Stage) -> Fit:
+def run_finals(fits: list[Fit], lesson: TuningData, asked: TuningConfig, stage: Stage) -> Fit:
     """The best of the heats all the way down; which of them is best after it."""
     finalists = sorted(fits, key=lambda fit: fit.best_root)[:FINALISTS]
     with stage("tuning", len(finalists) * asked.descent.iterations) as done:
@@ -154,7 +154,7 @@ def run_finals(fits: list[Fit], lesson: Lesson, asked: Tuning, stage: Stage) -> 
 
 
 def judged(
-    best: Fit, fits: list[Fit], subject: Subject, judge: Truth, asked: Tuning
+    best: Fit, fits: list[Fit], subject: TuningModel, judge: Truth, asked: TuningConfig
 ) -> tuple[Plan, torch.Tensor, dict[str, Any]]:
     """The tuned plan against its start and the best start, on pairs that nobody has seen; the better one is kept."""
     at_once = asked.descent.at_once
@@ -173,7 +173,7 @@ def judged(
         ],
         "iterations": best.iterations,
         "watched": [[i, round(e, 9)] for i, e in best.looks],
-        "held_out": {name.replace(" ", "_"): Summary.of(e).to_dict() for name, e in found.items()},
+        "held_out": {name.replace(" ", "_"): ErrorSummary.of(e).to_dict() for name, e in found.items()},
         "gain": gain(found["tuned"], found["best start"]),
     }
     plan = replace(plans[kept], name=NAME) if kept == "tuned" else plans[kept]
@@ -187,7 +187,7 @@ def gain(mine: torch.Tensor, other: torch.Tensor) -> dict[str, float]:
     return {"mean": float(apart.mean()), "low": interval.low, "high": interval.high}
 
 
-def about(subject: Subject, asked: Tuning, divided: Sets, lesson: Lesson) -> dict[str, Any]:
+def about(subject: TuningModel, asked: TuningConfig, divided: PairSets, lesson: TuningData) -> dict[str, Any]:
     """How the plan came to be."""
     return {
         "kind": "pellucid-tune",
@@ -212,8 +212,8 @@ def about(subject: Subject, asked: Tuning, divided: Sets, lesson: Lesson) -> dic
     }
 
 
-def swept(
-    subject: Subject, judge: Truth, asked: Tuning, mine: torch.Tensor, stage: Stage, folder: Path | None
+def sweep_rows(
+    subject: TuningModel, judge: Truth, asked: TuningConfig, mine: torch.Tensor, stage: Stage, folder: Path | None
 ) -> list[dict[str, Any]]:
     """The best that is untuned at each budget, on the same held-out pairs, and how it stands to the tuned plan."""
     rows = []

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import pellucid
 from pellucid import scenes
-from pellucid.labs.checking import Check, Wrong
+from pellucid.labs.answers import Check, Wrong
 
 CLOSE = 1e-5
 SCHEDULES = ("scaled_linear", "cosine")

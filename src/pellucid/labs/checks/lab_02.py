@@ -10,8 +10,8 @@ from torch import Tensor
 
 import pellucid
 from pellucid.core.loop import StepSeen
-from pellucid.labs.checking import Check, Wrong
-from pellucid.pipeline.text import encode_prompts
+from pellucid.labs.answers import Check, Wrong
+from pellucid.pipeline.encoders.text import encode_prompts
 
 PROMPT = "a small blue heart in the top left on a cream background"
 CLOSE = 1e-4

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import pellucid
-from pellucid.labs.checking import Check, Wrong
+from pellucid.labs.answers import Check, Wrong
 
 CLOSE = 1e-5
 SETTINGS = ((1000, 5), (1000, 20), (1000, 30), (100, 4))

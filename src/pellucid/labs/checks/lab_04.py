@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import pellucid
-from pellucid.labs.checking import Check, Wrong
+from pellucid.labs.answers import Check, Wrong
 from pellucid.models.guided import GuidedDenoiser
 from pellucid.models.unet import UNet
-from pellucid.pipeline.text import encode_prompts
+from pellucid.pipeline.encoders.text import encode_prompts
 
 PROMPTS = ("a large red star on a white background", "a small blue ring on a grey background")
 NEGATIVE = "a green heart"

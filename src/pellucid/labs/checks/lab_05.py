@@ -16,7 +16,7 @@ from torch import Tensor
 
 import pellucid
 from pellucid import scenes
-from pellucid.labs.checking import Check, Wrong
+from pellucid.labs.answers import Check, Wrong
 from pellucid.models.vae import AutoencoderKL, to_diffusion
 
 FACTOR, SHIFT = 0.18215, 0.6

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import pellucid
-from pellucid.labs.checking import Check, Wrong
+from pellucid.labs.answers import Check, Wrong
 from pellucid.models.vae import AutoencoderKL
 from pellucid.pipeline.images import to_tensor
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import pellucid
-from pellucid.labs.checking import Check, Wrong
+from pellucid.labs.answers import Check, Wrong
 from pellucid.models.attention import split_heads
 from pellucid.models.dit import DiT, DiTConfig
 from pellucid.models.dit_blocks import modulate
 from pellucid.models.unet import UNet
-from pellucid.pipeline.text import encode_prompts
+from pellucid.pipeline.encoders.text import encode_prompts
 
 PROMPTS = ["a large red star on a white background", "a small blue ring on a grey background"]
 CLOSE = 1e-5

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pellucid.labs.checking import Check, Wrong
+from pellucid.labs.answers import Check, Wrong
 from pellucid.models.lora_delta import LoRA, Product
 
 OUT, IN, RANK, BATCH = 48, 40, 4, 6

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pellucid import scenes
-from pellucid.labs.checking import Check, Wrong
+from pellucid.labs.answers import Check, Wrong
 from pellucid.pipeline.adapters import Control
 
 CHANNELS = 6

@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from pellucid.labs.checking import Check, Wrong
+from pellucid.labs.answers import Check, Wrong
 from pellucid.models import attention
 from pellucid.pipeline.tracker import Tracker
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import pellucid
 from pellucid.core import oracle
-from pellucid.labs.checking import Check, Wrong
+from pellucid.labs.answers import Check, Wrong
 
 CLOSE = 1e-6
 SAMPLERS = ("ddim", "dpmpp_2m", "dpmpp_3m")

@@ -13,7 +13,7 @@ from pellucid.core.compile import compile_plan
 from pellucid.core.loop import run
 from pellucid.core.plan import REGISTERS, Plan
 from pellucid.core.schedule import Level
-from pellucid.labs.checking import Check, Wrong
+from pellucid.labs.answers import Check, Wrong
 
 STEPS = 6
 Row = dict[str, float]

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from pellucid.core import schedule as schedules
-from pellucid.labs.checking import Check, Wrong
-from pellucid.train.objective import Objective
-from pellucid.train.weighting import Weighting
+from pellucid.labs.answers import Check, Wrong
+from pellucid.train.objective import Objective, Weighting
 
 TIMES = (20.0, 300.0, 700.0, 980.0)
 SHAPE = (4, 2, 3, 5)  # B, C, H, W: no two alike, so that a wrong axis shows

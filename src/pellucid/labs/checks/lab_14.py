@@ -10,11 +10,10 @@ from torch import Tensor
 from pellucid.core import oracle
 from pellucid.core import schedule as schedules
 from pellucid.evidence.tune import teacher
-from pellucid.evidence.tune.errors import distance, ends
-from pellucid.evidence.tune.oracle import oracle_subject
-from pellucid.evidence.tune.pairs import Pairs
-from pellucid.evidence.tune.start import Start
-from pellucid.labs.checking import Check, Wrong
+from pellucid.evidence.tune.model import Pairs, oracle_model
+from pellucid.evidence.tune.table import Start
+from pellucid.evidence.tune.teacher import distance, ends
+from pellucid.labs.answers import Check, Wrong
 
 
 def check_sets(answer: ModuleType) -> None:
@@ -29,7 +28,7 @@ def check_sets(answer: ModuleType) -> None:
 
 def ended() -> tuple[Tensor, Tensor]:
     """Where a plan of 6 calls and the teacher end, on 64 seeds (N, D)."""
-    subject = oracle_subject("sharp", oracle.sharp(), schedules.make("linear"))
+    subject = oracle_model("sharp", oracle.sharp(), schedules.make("linear"))
     truth = teacher.teach(subject, Pairs(tuple(range(64))), 40, 64, lambda count: None)
     plan = Start.parse("dpmpp_2m:karras").plan(subject.schedule, subject.target, 6)
     return ends(plan, subject, truth.drawn, 64), truth.x0

@@ -136,7 +136,7 @@ for name in ("scaled_linear", "cosine"):
 # training. Here its input is noised with the right schedule, and with another one at the same told time. It predicts v,
 # so :math:`\hat x_0 = \alpha x - \sigma v` with the levels it was trained on.
 from pellucid.models.vae import to_diffusion
-from pellucid.pipeline.text import encode_prompts
+from pellucid.pipeline.encoders.text import encode_prompts
 
 parts = pellucid.load("scenes-128").components
 batch = scenes.sample(torch.arange(few(16, 4)), seed=3)

@@ -32,7 +32,7 @@ import pellucid
 from pellucid import scenes
 from pellucid.labs import few
 from pellucid.models.vae import from_diffusion
-from pellucid.pipeline.text import encode_prompts
+from pellucid.pipeline.encoders.text import encode_prompts
 
 pipe = pellucid.load("scenes-128")
 config = pipe.components.scheduler  # scheduler/scheduler_config.json

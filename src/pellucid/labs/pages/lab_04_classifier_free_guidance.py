@@ -31,7 +31,7 @@ from pellucid.evidence import qualities
 from pellucid.labs import few
 from pellucid.models.guided import GuidedDenoiser
 from pellucid.pipeline.images import to_tensor
-from pellucid.pipeline.text import encode_prompts
+from pellucid.pipeline.encoders.text import encode_prompts
 
 pipe = pellucid.load("scenes-128")
 parts = pipe.components

@@ -33,8 +33,8 @@ import pellucid
 from pellucid import scenes
 from pellucid.labs import few
 from pellucid.models.vae import from_diffusion, to_diffusion
-from pellucid.pipeline.memory import in_words, predict, request_for
-from pellucid.pipeline.text import encode_prompts
+from pellucid.pipeline.memory import size_text, predict, request_for
+from pellucid.pipeline.encoders.text import encode_prompts
 
 # %%
 # The mean of the Gaussian is its mode; what follows takes it where nothing else is said.
@@ -171,7 +171,7 @@ axes[1].plot([8 * n for n in sides], [1000 * d for d in decodes], marker="o", la
 axes[1].set(xlabel="pixels per side", ylabel="ms", title="Time")
 axes[1].legend()
 for name in ("denoise", "decode"):
-    print(f"{name}: {in_words(forecast[name].activations)} of activations, owned by {forecast[name].owner}")
+    print(f"{name}: {size_text(forecast[name].activations)} of activations, owned by {forecast[name].owner}")
 
 # %%
 # What to notice

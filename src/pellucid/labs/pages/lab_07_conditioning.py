@@ -37,7 +37,7 @@ from pellucid import scenes
 from pellucid.labs import few
 from pellucid.models.attention import split_heads
 from pellucid.models.dit import DiT, DiTConfig, PixArt, PixArtConfig
-from pellucid.pipeline.text import encode_prompts
+from pellucid.pipeline.encoders.text import encode_prompts
 
 # %%
 # The names are those of the weights: ``time_emb_proj`` for the time, ``attn2`` for the text.

@@ -26,10 +26,10 @@ from safetensors.torch import save_file
 
 import pellucid
 from pellucid import scenes
-from pellucid.evidence.adherence.making import seen
+from pellucid.evidence.adherence.samples import seen
 from pellucid.labs import few
 from pellucid.models import lora
-from pellucid.pipeline.memory import in_words
+from pellucid.pipeline.memory import size_text
 
 pipe = pellucid.load("scenes-128")
 options = {"sampler": "dpmpp_2m", "grid": "trailing", "steps": few(12, 4), "guidance": 4.0}
@@ -76,7 +76,7 @@ thin, whole = A.numel() + B.numel(), W.numel()
 print(f"rank of ΔW: {rank} of {min(W.shape)}; this layer: {thin:,} numbers in the place of {whole:,}")
 numbers = sum(d.product.a.numel() + d.product.b.numel() for d in style.layers.values())
 touched = sum(torch.Size(d.shape).numel() for d in style.layers.values())
-print(f"all layers: {in_words(2 * numbers)} in float16, the weights that they change {in_words(2 * touched)}")
+print(f"all layers: {size_text(2 * numbers)} in float16, the weights that they change {size_text(2 * touched)}")
 assert rank == delta.product.rank == 4
 
 # %%

@@ -21,10 +21,10 @@ import torch
 
 import pellucid
 from pellucid import scenes
-from pellucid.evidence.adherence.making import seen
+from pellucid.evidence.adherence.samples import seen
 from pellucid.labs import few
 from pellucid.models.controlnet import ControlNet
-from pellucid.pipeline.image_inputs import controlnet_of
+from pellucid.pipeline.encoders.image_inputs import controlnet_of
 
 pipe = pellucid.load("scenes-128")
 options = {"sampler": "dpmpp_2m", "grid": "trailing", "steps": few(10, 3), "guidance": few(4, 1)}

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 import pellucid
 from pellucid.labs import few
-from pellucid.pipeline.memory import in_words, measure, networks_by_name, predict, request_for
+from pellucid.pipeline.memory import size_text, measure, networks_by_name, predict, request_for
 
 pipe = pellucid.load("scenes-128")
 
@@ -36,7 +36,7 @@ pipe = pellucid.load("scenes-128")
 
 for name, network in networks_by_name(pipe.components).items():
     numbers = sum(p.numel() for p in network.parameters())
-    print(f"  {name:<13} {numbers / 1e6:5.2f} M numbers  {in_words(4 * numbers):>8} in float32")
+    print(f"  {name:<13} {numbers / 1e6:5.2f} M numbers  {size_text(4 * numbers):>8} in float32")
 
 # %%
 # Predicted, and measured
@@ -51,7 +51,7 @@ forecast = predict(pipe, request)
 took = measure(pipe, request)
 print(f"{'stage':<8} {'weights':>9} {'activations':>12} {'predicted':>10} {'measured':>9}   owner of the peak")
 for stage, peak in forecast.stages.items():
-    row = (in_words(n) for n in (peak.weights, peak.activations, peak.total, took.peaks[stage]))
+    row = (size_text(n) for n in (peak.weights, peak.activations, peak.total, took.peaks[stage]))
     print("{:<8} {:>9} {:>12} {:>10} {:>9}   {}".format(stage, *row, peak.owner))
 assert abs(forecast.peak.total / took.peak - 1) < 0.01
 assert forecast.stage == "decode"
@@ -66,8 +66,8 @@ sides = (128, 256, 512, 1024)[: few(4, 2)]
 asked = {side: request_for(pipe, size=(side, side), steps=steps) for side in sides}
 forecasts = {side: predict(pipe, one) for side, one in asked.items()}
 for side, found in forecasts.items():
-    unet = in_words(found.stages["denoise"].total)
-    print(f"  {side:>4}²  peak {in_words(found.peak.total):>8} in {found.stage}, UNet {unet}")
+    unet = size_text(found.stages["denoise"].total)
+    print(f"  {side:>4}²  peak {size_text(found.peak.total):>8} in {found.stage}, UNet {unet}")
 first, second = (forecasts[side].stages["decode"].activations for side in sides[:2])
 assert 3.8 < second / first < 4.2  # four times the area
 
@@ -95,10 +95,10 @@ side = few(512, 256)
 math = predict(pipe, asked[side], policy=pellucid.Policy(attention="math"))
 for kernel, found in (("auto", forecasts[side]), ("math", math)):
     at = found.stages["denoise"]
-    print(f"  {kernel:<5} UNet {in_words(at.activations):>8} of activations, held at {at.owner}")
+    print(f"  {kernel:<5} UNet {size_text(at.activations):>8} of activations, held at {at.owner}")
 length, heads = (side // 8) ** 2, pipe.components.network.config.attention_head_dim[0]
 maps = 2 * heads * length**2 * 4  # cond and uncond, float32
-print(f"  one map of attention: 2 × {heads} heads × {length}² × 4 bytes = {in_words(maps)}")
+print(f"  one map of attention: 2 × {heads} heads × {length}² × 4 bytes = {size_text(maps)}")
 assert at.activations > maps
 
 # %%
@@ -117,7 +117,7 @@ for name, fields in policies.items():
     apart = float((images[name] - images["default"]).abs().max())
     peak, seconds = rows[name].peaks["decode"], rows[name].seconds["decode"]
     print(
-        f"  {name:<12} decode {in_words(peak):>8}, {1000 * seconds:4.0f} ms, pixels change by {apart:g} of 255 at most"
+        f"  {name:<12} decode {size_text(peak):>8}, {1000 * seconds:4.0f} ms, pixels change by {apart:g} of 255 at most"
     )
 assert rows["vae_slicing"].peaks["decode"] < rows["default"].peaks["decode"]
 assert rows["vae_slicing"].peaks["denoise"] == rows["default"].peaks["denoise"]
@@ -145,7 +145,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
     began = time.perf_counter()
     functional.conv2d(a, b, padding=1)
     milliseconds[dtype] = 1000 * (time.perf_counter() - began)
-    print(f"  {dtype!s:<15} {in_words(a.nbytes):>8}  {milliseconds[dtype]:8.1f} ms")
+    print(f"  {dtype!s:<15} {size_text(a.nbytes):>8}  {milliseconds[dtype]:8.1f} ms")
 ratio = milliseconds[torch.float16] / milliseconds[torch.float32]
 print(f"float16 takes {ratio:.1f} times as long as float32")
 assert ratio > 0.6  # not half; on a CPU without float16 arithmetic many times as long
@@ -189,8 +189,8 @@ assert code == "policy"
 weights = sum(p.nbytes for p in small.parameters())
 for offload, crossings in (("block", 20), ("none", 0), ("component", 1))[: few(3, 1)]:
     policy = pellucid.Policy(offload=offload)
-    peak = in_words(predict(pipe, asked[side], policy=policy, device="cuda", dtype=torch.bfloat16).peak.total)
-    print(f"  {offload:<9} {peak:>8} at {side}², and the UNet's {in_words(crossings * weights)} cross the bus")
+    peak = size_text(predict(pipe, asked[side], policy=policy, device="cuda", dtype=torch.bfloat16).peak.total)
+    print(f"  {offload:<9} {peak:>8} at {side}², and the UNet's {size_text(crossings * weights)} cross the bus")
 
 # %%
 # On SDXL, where weights are large, the same choice takes a measured 9,085 MiB to 2,633 MiB (:doc:`/results/memory`,
@@ -201,7 +201,7 @@ for offload, crossings in (("block", 20), ("none", 0), ("component", 1))[: few(3
 
 batches = {1: forecast, 8: predict(pipe, request_for(pipe, batch=8, steps=steps))}
 for n, found in batches.items():
-    print(f"  batch {n}: {in_words(found.peak.total)} at the peak, {in_words(found.peak.weights)} of it weights")
+    print(f"  batch {n}: {size_text(found.peak.total)} at the peak, {size_text(found.peak.weights)} of it weights")
 one, many = batches.values()
 assert many.peak.weights == one.peak.weights
 assert many.peak.activations > 2 * one.peak.activations

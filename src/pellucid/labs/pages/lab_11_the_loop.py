@@ -33,7 +33,7 @@ from pellucid.core.plan import REGISTERS
 from pellucid.evidence import trace
 from pellucid.labs import few
 from pellucid.models.vae import from_diffusion
-from pellucid.pipeline.text import encode_prompts
+from pellucid.pipeline.encoders.text import encode_prompts
 
 prompt = "a large striped red star on a white background"
 pipe = pellucid.load("scenes-128")

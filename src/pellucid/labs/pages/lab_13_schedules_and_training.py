@@ -27,14 +27,14 @@ from torch import nn
 
 import pellucid
 from pellucid import scenes, schedules
-from pellucid.evidence.adherence.making import seen
+from pellucid.evidence.adherence.samples import seen
 from pellucid.labs import few
-from pellucid.pipeline.memory import in_words
+from pellucid.pipeline.memory import size_text
 from pellucid.train.draws import Draws, seeded
 from pellucid.train.explain import explain
 from pellucid.train.objective import ByLevel, Objective
-from pellucid.train.times import Times
-from pellucid.train.weighting import Weighting
+from pellucid.train.objective import Times
+from pellucid.train.objective import Weighting
 
 NAMES = ("linear", "cosine", "sqrt_alpha_bar")
 
@@ -200,10 +200,10 @@ pipe = pellucid.load("scenes-128")
 unet = copy.deepcopy(pipe.components.network).requires_grad_(True)
 said = {strategy: explain(unet, 8, strategy, ema=(500_000,)) for strategy in ("ddp", "fsdp")}
 for strategy, one in said.items():
-    holds, sends = in_words(one.bytes_per_rank), in_words(one.sent_per_step)
+    holds, sends = size_text(one.bytes_per_rank), size_text(one.sent_per_step)
     print(f"  {strategy}: each of {one.ranks} ranks holds {holds} and sends {sends} a step")
     for held in one.held:
-        print(f"      {held.what:<18} {held.how:<10} {in_words(held.per_rank)}")
+        print(f"      {held.what:<18} {held.how:<10} {size_text(held.per_rank)}")
     kinds = {f"{c.operation} of {c.what.split(' of ')[0].split(', ')[0]}" for c in one.collectives}
     print("      exchanged:", ", ".join(sorted(kinds)))
 assert said["fsdp"].bytes_per_rank < said["ddp"].bytes_per_rank / 4

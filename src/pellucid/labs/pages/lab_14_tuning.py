@@ -22,14 +22,14 @@ import torch
 import pellucid
 from pellucid import oracle, schedules
 from pellucid.evidence.tune import teacher
-from pellucid.evidence.tune.errors import Summary, errors
-from pellucid.evidence.tune.fit import Descent, Fit, Lesson, descend
-from pellucid.evidence.tune.oracle import oracle_subject
-from pellucid.evidence.tune.pairs import Pairs
-from pellucid.evidence.tune.start import Start
-from pellucid.evidence.tune.subject import of_pipeline
+from pellucid.evidence.tune.teacher import ErrorSummary, errors
+from pellucid.evidence.tune.descent import Descent, Fit, TuningData, descend
+from pellucid.evidence.tune.model import oracle_model
+from pellucid.evidence.tune.model import Pairs
+from pellucid.evidence.tune.table import Start
+from pellucid.evidence.tune.model import model_of
 from pellucid.evidence.tune.table import Table
-from pellucid.evidence.tune.tuning import Tuning, tune
+from pellucid.evidence.tune.tuning import TuningConfig, tune
 from pellucid.labs import few
 
 # %%
@@ -39,7 +39,7 @@ from pellucid.labs import few
 # it is told, so that all error is the sampler's. A path must choose a mode, and a coarse step may choose another than
 # the exact one does.
 
-subject = oracle_subject("sharp", oracle.sharp(), schedules.make("linear"))
+subject = oracle_model("sharp", oracle.sharp(), schedules.make("linear"))
 calls, fine = 6, few(100, 40)
 start = Start.parse("dpmpp_2m:karras")
 
@@ -48,7 +48,7 @@ start = Start.parse("dpmpp_2m:karras")
 # ----
 # Seeds are in three sets: to take gradients on, to choose by, and to judge. This is `pellucid tune` from Python.
 
-asked = Tuning(
+asked = TuningConfig(
     steps=calls,
     pairs=few(256, 32),
     held_out=few(512, 64),
@@ -110,7 +110,7 @@ for steps in (6, 8, 10, 14, 20)[: few(5, 2)]:
 # The same, for a trained network. What takes minutes on a GPU is only hinted at here: a handful of pairs, without
 # guidance, few iterations, the levels alone. Look at the interval of the gain before you believe it.
 
-small = Tuning(
+small = TuningConfig(
     steps=4,
     pairs=8,
     watched=4,
@@ -125,7 +125,7 @@ small = Tuning(
 # Three sets of prompts and seeds, the teacher's images, twelve steps down, the judgement:
 
 if few(1, 0):  # left out of the smoke size: the teacher alone takes longer than all the rest of the page
-    scene = tune(of_pipeline(pellucid.load("scenes-128"), 1.0), small)
+    scene = tune(model_of(pellucid.load("scenes-128"), 1.0), small)
     gain = scene.evidence["gain"]
     print(scene.evidence["says"])
     print(f"  gain on {small.held_out} pairs: {gain['mean']:.4f} ({gain['low']:.4f} to {gain['high']:.4f})")
@@ -147,8 +147,8 @@ if few(1, 0):  # left out of the smoke size: the teacher alone takes longer than
 # pairs, which are both tuned on and watched, against fresh ones:
 
 few_pairs = teacher.teach(subject, Pairs(tuple(range(8))), fine, 256, lambda count: None)
-fit = Fit.of(Table.of(start, subject.schedule, subject.target, calls), Lesson(subject, few_pairs, few_pairs), 256)
-descend(fit, Lesson(subject, few_pairs, few_pairs), Descent(iterations=few(200, 60), batch=8, at_once=256))
+fit = Fit.of(Table.of(start, subject.schedule, subject.target, calls), TuningData(subject, few_pairs, few_pairs), 256)
+descend(fit, TuningData(subject, few_pairs, few_pairs), Descent(iterations=few(200, 60), batch=8, at_once=256))
 mine, fresh = (errors(fit.plan, subject, pairs, 256) for pairs in (few_pairs, truth))
 print(f"  on its own 8 seeds {mine.mean():.4f}, on {len(fresh)} others {fresh.mean():.4f}")
 assert fresh.mean() > 1.5 * mine.mean()
@@ -162,7 +162,7 @@ worst = values.sort(descending=True).values[: len(values) // 20]
 generator = torch.Generator().manual_seed(0)
 means = values[torch.randint(len(values), (2000, 8), generator=generator)].mean(1)  # 2,000 samples of 8 seeds
 flattered = float((means < 0.5 * values.mean()).float().mean())
-found_all = Summary.of(values)
+found_all = ErrorSummary.of(values)
 print(f"  mean {found_all.mean:.4f} ({found_all.low:.4f} to {found_all.high:.4f}), median {found_all.median:.4f}")
 print(f"  the worst 5 % of the seeds hold {float(worst.sum() / values.sum()):.0%} of all error")
 print(f"  a sample of 8 seeds shows less than half the true mean in {flattered:.0%} of cases")
@@ -183,7 +183,7 @@ axis.legend()
 # **"What was tuned for one model is good for the next."** The same plan on other data, one wide Gaussian without any
 # mode to choose. Of the gain next to nothing is left, or less.
 
-other = oracle_subject("other", oracle.smooth(dim=8, count=1), schedules.make("linear"))
+other = oracle_model("other", oracle.smooth(dim=8, count=1), schedules.make("linear"))
 judge = teacher.teach(other, Pairs(tuple(range(10_000, 10_000 + few(256, 64)))), fine, 256, lambda count: None)
 there = {
     name: float(errors(plan, other, judge, 256).mean()) for name, plan in (("start", plain), ("tuned", found.plan))

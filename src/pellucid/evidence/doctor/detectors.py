@@ -1,0 +1,501 @@
+"""What a network was trained for, measured: target, schedule, scale of the data, drift."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pellucid.core.compile import compile_plan
+from pellucid.core.denoiser import denoiser, input_scale, read_output
+from pellucid.core.errors import PellucidError
+from pellucid.core.loop import StepSeen, loop
+from pellucid.core.noise import Philox
+from pellucid.core.schedule import EDM, Array, Flow, Level, Schedule, Tabled, Target, in_frame
+from pellucid.evidence.doctor.checks import Finding, Severity, Unable, check
+from pellucid.evidence.doctor.hypotheses import (
+    MOST,
+    SCALED,
+    SURE,
+    Answer,
+    answer_evidence,
+    detect,
+    detection_of,
+    family,
+    known_schedules,
+    log_square,
+    schedule_name,
+    undecided_words,
+    with_declared,
+)
+from pellucid.evidence.doctor.probe import Probe, probe_of
+from pellucid.evidence.doctor.subject import KnownImages, Subject
+from pellucid.evidence.statistics import Interval, draws, mean_interval, percentiles
+from pellucid.interop.diffusers_export import TARGET_NAMES
+from pellucid.models.dit import DiT
+from pellucid.pipeline.encoders.conditions import takes_labels, takes_text
+from pellucid.pipeline.pipeline import Pipeline
+
+# --- Times of least error -------------------------------------------------------------------------------------------
+
+UNEXPLAINED = 1.15  # square error at the times of a schedule over that at the best times
+TIMED_RATIOS = (0.45, 1.2, 3.5)  # sigma / alpha
+TIMES, FINER = 13, 8  # told at each of them, and about the best of them
+TIMED_IMAGES = 8  # images
+
+
+@dataclass(frozen=True)
+class BestTime:
+    """At a level, the time at which the network denoises best, and by what factor its square error is larger at the
+    time that a schedule tells."""
+
+    ratio: float
+    time: float
+    excess: float
+
+
+def best_times(probe: Probe, target: Target, curve: Schedule, count: int = TIMED_IMAGES) -> list[BestTime]:
+    """The times that a network believes in, found by telling it many; free of any schedule but for the frame."""
+    images = range(min(2 if probe.few else count, len(probe)))
+    clean = probe.clean[: len(images)]
+    found = []
+    for k, ratio in enumerate(TIMED_RATIOS):
+        level = in_frame(ratio, "vp")
+        x = clean * level.alpha + probe.noise(1000 + k, images) * level.sigma
+        k_x, k_out = read_output(curve, target, "x0", level)
+        scale = input_scale(curve, level)
+
+        def told(times: Array, x: Tensor = x, k_x: float = k_x, k_out: float = k_out, scale: float = scale) -> Array:
+            asked = [probe.ask(x * scale, float(time), images) for time in times]
+            return np.array([float(log_square(x * k_x + out * k_out - clean).mean()) for out in asked])
+
+        time, least = search_lowest(told, *curve.span)
+        own = told(np.array([float(curve.time_at(ratio))]))
+        found.append(BestTime(ratio, time, math.exp(min(float(own[0]) - least, 50.0))))
+    return found
+
+
+def search_lowest(curve: Callable[[Array], Array], low: float, high: float) -> tuple[float, float]:
+    """Where a curve is lowest and how low: over all of it, then finer about the lowest point."""
+    times = np.linspace(low, high, TIMES)
+    values = curve(times)
+    i = int(values.argmin())
+    finer = np.linspace(times[max(i - 1, 0)], times[min(i + 1, TIMES - 1)], FINER)[1:-1]
+    times, values = np.append(times, finer), np.append(values, curve(finer))
+    order = np.argsort(times)
+    return lowest(times[order], values[order])
+
+
+def lowest(times: Array, values: Array) -> tuple[float, float]:
+    """Where a curve of points is lowest and how low, by the parabola through the lowest point and its neighbours."""
+    i = int(values.argmin())
+    if i in (0, len(times) - 1):
+        return float(times[i]), float(values[i])
+    (a, b, c), (p, q, r) = times[i - 1 : i + 2], values[i - 1 : i + 2]
+    left, right = (b - a) * (q - r), (b - c) * (q - p)
+    if left == right:
+        return float(b), float(q)
+    at = b - 0.5 * ((b - a) * left - (b - c) * right) / (left - right)
+    return float(np.clip(at, a, c)), float(q)
+
+
+def explained(seen: list[BestTime]) -> bool:
+    """Whether the schedule tells the network its times at every level."""
+    return max(belief.excess for belief in seen) < UNEXPLAINED
+
+
+def at_scale(probe: Probe, factor: float) -> list[BestTime]:
+    """What the network believes in under the probe's schedule, with data so many times as large."""
+    return best_times(replace(probe, clean=probe.clean * factor), probe.target, probe.schedule)
+
+
+# --- Target ---------------------------------------------------------------------------------------------------------
+
+WORDS = {
+    "eps": "the noise (eps)",
+    "x0": "the clean image (x0)",
+    "v": "the velocity (v)",
+    "flow": "the flow (noise less image)",
+    "edm": "EDM's preconditioned output",
+}
+
+
+def detect_target(probe: Probe, most: int = MOST) -> Answer:
+    """What a network predicts, and how sure that is."""
+    return detect(probe, most).target
+
+
+def told_target(target: Target) -> str:
+    return TARGET_NAMES.get(target, target)
+
+
+def target_fix(found: Target, declared: Schedule) -> str:
+    """What to write into the scheduler's config."""
+    if found == "flow" and not isinstance(declared, Flow):
+        return (
+            'Set "_class_name": "FlowMatchEulerDiscreteScheduler" in scheduler/scheduler_config.json, '
+            'or "prediction_type": "flow_prediction" and "use_flow_sigmas": true.'
+        )
+    if found == "edm" and not isinstance(declared, EDM):
+        return 'Set "_class_name": "EDMEulerScheduler" in scheduler/scheduler_config.json.'
+    line = f'Set "prediction_type": "{told_target(found)}" in scheduler/scheduler_config.json'
+    if found != "flow" and isinstance(declared, Flow):
+        return f"{line}, in a scheduler that is not a flow one; the check schedule says which."
+    return f'{line}, or load with pellucid.load(model, target="{found}").'
+
+
+def target_findings(answer: Answer, declared: Target, schedule: Schedule) -> Iterable[Finding]:
+    """Findings of an answer, where a config says `declared` on a schedule."""
+    linear = ("square error of x0 over that of the best linear denoiser", answer.over_linear)
+    evidence = (*answer_evidence(answer), linear)
+    if not answer.denoises:
+        yield Finding(
+            "denoises-nothing",
+            "error",
+            "the network denoises no better than one factor would, whatever its output is taken for",
+            evidence,
+            "Its weights are untrained or damaged, or the data are of another kind than those it was trained on.",
+            "Load the weights again from their source, and give --data of the model's own kind.",
+        )
+    elif answer.name != declared and answer.confidence >= SURE:
+        found: Target = answer.winner.target
+        yield Finding(
+            "target-mismatch",
+            "error",
+            f"the network predicts {WORDS[found]}; its config says {told_target(declared)}",
+            evidence,
+            f"The network was trained for {found}: read as {declared}, its output denoises with "
+            f"{answer.ratio(declared):.3g} times the square error.",
+            target_fix(found, schedule),
+        )
+
+
+def for_network(found: list[Finding], code: str, cure: str) -> list[Finding]:
+    """The findings of a network without files: the cure of one is an argument."""
+    return [replace(one, fix=f"Pass {cure} with the network.") if one.code == code else one for one in found]
+
+
+@check("target", needs=("network",))
+def check_target(subject: Subject) -> Iterable[Finding]:
+    """Does the network predict what its config says?"""
+    probe, detected = detection_of(subject)
+    answer = detected.target
+    if subject.data is None and not (answer.denoises and answer.confidence >= SURE):
+        raise Unable(undecided_words(answer, "target"))
+    found = list(target_findings(answer, probe.target, probe.schedule))
+    if not found and answer.confidence < SURE:
+        raise Unable(f"the images do not tell the target apart: {answer.doubt()}; give more --data")
+    return for_network(found, "target-mismatch", f'target="{answer.name}"') if subject.pipeline is None else found
+
+
+# --- Schedule -------------------------------------------------------------------------------------------------------
+
+SCHEDULE_COST, SCHEDULE_FAR = (
+    1.05,
+    1.25,
+)  # square error by the config over that by the best schedule: from where it is told, and grave
+BETAS = ("beta_start", "beta_end")
+SPELLED = {"cosine": "squaredcos_cap_v2", "exponential": "exp"}
+
+
+def detect_schedule(probe: Probe, most: int = MOST) -> Answer:
+    """Which schedule a network was trained on, and how sure that is; read as the target that fits it best."""
+    return detect(probe, most).schedule
+
+
+def schedule_fix(found: Schedule) -> str:
+    """What to write into the scheduler's config."""
+    if isinstance(found, Flow):
+        return 'Set "_class_name": "FlowMatchEulerDiscreteScheduler" in scheduler/scheduler_config.json.'
+    if isinstance(found, EDM):
+        return 'Set "_class_name": "EDMEulerScheduler" in scheduler/scheduler_config.json.'
+    if not isinstance(found, Tabled) or found.name.startswith("sqrt"):
+        return f'Put the betas of `pellucid schedules {found.name} --json` as "trained_betas" into its config.'
+    made = dict(found.made_with)
+    keys = {"beta_schedule": SPELLED.get(found.name, found.name), **{k: made[k] for k in BETAS if k in made}}
+    line = ", ".join(f'"{key}": {value!r}'.replace("'", '"') for key, value in keys.items())
+    zero = ', "rescale_betas_zero_snr": true' if found.zero_terminal else ""
+    return f"Set {line}{zero} in scheduler/scheduler_config.json."
+
+
+def schedule_findings(answer: Answer, probe: Probe) -> Iterable[Finding]:
+    """Findings of an answer."""
+    declared = family(schedule_name(probe.schedule))
+    found = with_declared(probe.schedule, known_schedules(probe.schedule))[answer.winner.schedule]
+    wrong = answer.name != declared and answer.confidence >= SURE
+    worse = answer.ratio(declared) if declared in answer.best else math.inf
+    seen = (
+        best_times(probe, answer.winner.target, found)
+        if answer.name == declared or (wrong and worse >= SCHEDULE_COST)
+        else []
+    )
+    if sum(belief.excess >= UNEXPLAINED for belief in seen) >= 2:
+        yield unknown_schedule(answer, seen, probe.schedule)
+    elif wrong and worse >= SCHEDULE_COST:
+        yield Finding(
+            "schedule-mismatch",
+            "error" if worse >= SCHEDULE_FAR else "warning",
+            f"the network was trained on the schedule {answer.name}; its config says {declared}",
+            (*answer_evidence(answer, 3), *told_times(seen, probe.schedule)),
+            f"The network was trained on {answer.name}; "
+            + (
+                f"told the times of {declared}, it denoises with {worse:.3g} times the square error."
+                if declared in answer.best
+                else f"{declared} mixes signal and noise in another frame."
+            ),
+            schedule_fix(found),
+        )
+
+
+def told_times(seen: list[BestTime], curve: Schedule) -> Iterator[tuple[str, float]]:
+    """Evidence: at each level the time of least error, and the one that a schedule tells."""
+    for belief in seen:
+        yield f"time of least error at sigma/alpha {belief.ratio:g}", belief.time
+        yield f"time told at sigma/alpha {belief.ratio:g}", float(curve.time_at(belief.ratio))
+
+
+def unknown_schedule(answer: Answer, seen: list[BestTime], curve: Schedule) -> Finding:
+    """A network that believes in times which no known schedule tells."""
+    return Finding(
+        "schedule-unknown",
+        "warning",
+        "no known schedule tells the network the times at which it denoises best",
+        (
+            ("nearest", answer.name),
+            *told_times(seen, curve),
+            *((f"square error over the least at sigma/alpha {b.ratio:g}", b.excess) for b in seen),
+        ),
+        "It was trained on betas of its own, or is told times in another unit.",
+        'Give the betas of its training as "trained_betas" in scheduler/scheduler_config.json.',
+    )
+
+
+@check("schedule", needs=("network",))
+def check_schedule(subject: Subject) -> Iterable[Finding]:
+    """Was the network trained on the schedule that its config names?"""
+    probe, detected = detection_of(subject)
+    answer = detected.schedule
+    agrees = answer.name == family(schedule_name(probe.schedule))
+    sure = answer.confidence >= SURE and answer.name != SCALED
+    if subject.data is None and not (answer.denoises and sure):
+        raise Unable(undecided_words(answer, "schedule"))
+    if not answer.denoises:
+        raise Unable("the network does not denoise under any schedule")
+    if subject.data is None and agrees:  # times of least error are looked for in data of the model's kind alone
+        return []
+    found = [] if answer.name == SCALED else list(schedule_findings(answer, probe))
+    if found or sure or agrees:
+        cure = f'schedule="{answer.name}"'
+        return for_network(found, "schedule-mismatch", cure) if subject.pipeline is None else found
+    trained = detected.as_trained(probe)
+    size = training_scale(trained)
+    if size.off and explained(at_scale(trained, size.factor)):
+        raise Unable("the scale of the data is not that of training: see the check scale of training")
+    nearest = with_declared(probe.schedule, known_schedules(probe.schedule))[answer.winner.schedule]
+    seen = best_times(trained, trained.target, nearest)
+    if explained(seen):
+        raise Unable(f"the images do not tell the schedule apart: {answer.doubt()}; give more --data")
+    return [unknown_schedule(answer, seen, probe.schedule)]
+
+
+# --- Scale of the training data -------------------------------------------------------------------------------------
+
+PROFILE_SCALES = tuple(float(c) for c in np.geomspace(1 / 8, 8, 13))  # steps of √2
+NOISES = (0.5, 1.0, 2.0)  # ρ
+SCALE_IMAGES = 16
+SCALE_OFF = 1.25  # the scale is wrong beyond this factor, with all of its interval
+SCALE_COST = 1.01  # and where it costs at least this factor of the square error
+SCALE_FAR = 1.5  # an error
+SCALE_RESAMPLES = 400
+
+
+@dataclass(frozen=True)
+class TrainingScale:
+    """The factor by which data must be multiplied to have the scale of training, its interval over images, and by
+    what factor the square error is larger at scale 1 than there."""
+
+    factor: float
+    interval: Interval
+    excess: float
+
+    @property
+    def off(self) -> bool:
+        """Whether it is not 1 for sure, and matters."""
+        return (self.interval.low > SCALE_OFF or self.interval.high < 1 / SCALE_OFF) and self.excess > SCALE_COST
+
+
+def training_scale(probe: Probe, most: int = SCALE_IMAGES) -> TrainingScale:
+    """The scale at which a network denoises best."""
+    logs = scale_profile(probe, range(min(most, len(probe))))  # (S, N)
+    at = np.log(np.array(PROFILE_SCALES))
+    best, least = lowest(at, logs.mean(1).numpy())
+    counts = draws(logs.shape[1], SCALE_RESAMPLES).double() / logs.shape[1]
+    drawn = torch.tensor([math.exp(lowest(at, row)[0]) for row in (counts @ logs.T).numpy()])
+    one = float(logs.mean(1)[PROFILE_SCALES.index(min(PROFILE_SCALES, key=lambda c: abs(math.log(c))))])
+    return TrainingScale(math.exp(best), percentiles(drawn, 0.99), math.exp(one - least))
+
+
+def scale_profile(probe: Probe, images: range) -> torch.Tensor:
+    """(S, N): the mean over noises of the logarithm of the square error, relative to the scale."""
+    clean = probe.clean[: len(images)]
+    found = torch.zeros(len(PROFILE_SCALES), len(images), dtype=torch.float64)
+    for k, noise in enumerate(NOISES):
+        eps = probe.noise(2000 + k, images)
+        for i, scale in enumerate(PROFILE_SCALES):
+            level = in_frame(scale * noise, "vp")
+            x = (clean + noise * eps) * scale * level.alpha
+            time = float(probe.schedule.time_at(level.ratio))
+            out = probe.ask(x * input_scale(probe.schedule, level), time, images)
+            k_x, k_out = read_output(probe.schedule, probe.target, "x0", level)
+            found[i] += log_square((x * k_x + out * k_out) / scale - clean) / len(NOISES)
+    return found
+
+
+@check("scale of training", needs=("network", "data"))
+def check_scale(subject: Subject) -> Iterable[Finding]:
+    """Do images reach the network at the scale that it was trained on?"""
+    probe = probe_of(subject, SCALE_IMAGES)
+    if len(probe) < 2:
+        raise Unable(f"{len(probe)} image is too few: give two or more")
+    trained = detection_of(subject)[1].as_trained(probe)
+    seen = training_scale(trained)
+    if not seen.off:
+        return []
+    if not explained(at_scale(trained, seen.factor)):  # betas of its own look like another scale at some levels alone
+        raise Unable("its schedule does not tell the network its times at any scale: see the check schedule")
+    vae = None if subject.pipeline is None else subject.pipeline.components.vae
+    evidence: list[tuple[str, float | str]] = [
+        ("images", len(probe)),
+        ("standard deviation of the data as the network sees them", float(probe.clean.std())),
+        ("factor at which the network denoises best", seen.factor),
+        ("99 % interval", f"{seen.interval.low:.3g} to {seen.interval.high:.3g}"),
+        ("square error, times that at the best factor", seen.excess),
+    ]
+    words = f"network was trained on data {seen.factor:.3g} times as large as what it is given"
+    grave: Severity = "error" if max(seen.factor, 1 / seen.factor) > SCALE_FAR else "warning"
+    if vae is None:
+        cause = f"The {words}: pixels of another range."
+        fix = "Normalise the images as in training: Pellucid gives them in [-1, 1]."
+        return [Finding("data-scale", grave, f"the {words}", tuple(evidence), cause, fix)]
+    factor = float(vae.config.scaling_factor)
+    evidence.append(("scaling_factor", factor))
+    cause = f"The {words}: scaling_factor {factor:g} of the VAE is not the one of training."
+    fix = f'Set "scaling_factor": {factor * seen.factor:.3g} in vae/config.json (measured), or the one of its training.'
+    return [Finding("latent-scale", grave, f"the {words}", tuple(evidence), cause, fix)]
+
+
+# --- Drift ----------------------------------------------------------------------------------------------------------
+
+DRIFT_IMAGES = 8  # images of the run
+DRIFT_STEPS = 20
+DRIFT_SAMPLER = "dpmpp_2m"
+DRIFTED = 1.5  # the spread at the end over that of the data: beyond this, with all of its interval, it has drifted
+
+
+@dataclass
+class Spread:
+    """An observer: the standard deviation of x of every image after each row, and the level that x has then."""
+
+    levels: list[Level] = field(default_factory=list)
+    found: list[Tensor] = field(default_factory=list)  # (N,) each
+
+    def __call__(self, seen: StepSeen) -> None:
+        self.levels.append(seen.next_levels[0])
+        self.found.append(deviations(seen.x_next))
+
+
+def deviations(x: Tensor) -> Tensor:
+    """(N,) float64: the standard deviation of each image, about the mean of each of its channels."""
+    return x.double().var((2, 3), correction=0).mean(1).sqrt().cpu()
+
+
+def sample_pipeline(pipe: Pipeline, data: KnownImages) -> Spread:
+    """A short run without guidance, and the spread of its x."""
+    network, watch = pipe.components.network, Spread()
+    asked: dict[str, Any] = {"n": DRIFT_IMAGES}
+    if takes_text(network):
+        said = list(data.captions or ())[:DRIFT_IMAGES]
+        asked = {"prompt": said} if len(said) == DRIFT_IMAGES else {"prompt": "", "n": DRIFT_IMAGES}
+    if takes_labels(network):
+        known = list(data.labels or ())[:DRIFT_IMAGES]
+        asked = {"label": known} if len(known) == DRIFT_IMAGES else {**asked, "label": 0}
+    high, wide = data.pixels.shape[-2:]
+    pipe(
+        seed=0, sampler=DRIFT_SAMPLER, steps=DRIFT_STEPS, guidance=1.0, width=wide, height=high, decode=False,
+        observers=[watch], **asked,
+    )  # fmt: skip
+    return watch
+
+
+def sample_network(probe: Probe) -> Spread:
+    """The same of a network without a pipeline."""
+    watch = Spread()
+    plan = compile_plan(DRIFT_SAMPLER, schedule=probe.schedule, target=probe.target, steps=DRIFT_STEPS)
+    denoise = denoiser(probe.network, probe.schedule, probe.target)
+    start = (
+        Philox(range(DRIFT_IMAGES)).first(probe.clean.shape[1:], probe.clean, range(DRIFT_IMAGES)) * plan.initial_scale
+    )
+    with torch.no_grad():
+        loop([plan] * DRIFT_IMAGES, denoise, start, Philox(range(DRIFT_IMAGES)), [watch], (), None)
+    return watch
+
+
+@check("drift", needs=("network", "data"))
+def check_drift(subject: Subject) -> Iterable[Finding]:
+    """Does a run keep the spread that its levels say, and end with that of the data?"""
+    assert subject.data is not None
+    if isinstance(subject.network, DiT):
+        raise Unable("a class-conditional transformer is not run without guidance")
+    probe, found_before = detection_of(subject)
+    wrong = found_before.contradicts(probe)
+    if wrong is not None:
+        raise Unable(f"the run would drift by what the check {wrong} finds")
+    known = deviations(probe.clean)
+    try:
+        pipe = subject.pipeline
+        watch = sample_network(probe) if pipe is None else sample_pipeline(pipe, subject.data)
+    except PellucidError as error:
+        raise Unable(f"a run of {DRIFT_STEPS} steps with {DRIFT_SAMPLER} is refused: {error}") from None
+    last = watch.found[-1]
+    if not torch.isfinite(last).all():
+        raise Unable("the run is not finite: see the check overflow")
+    found = list(drift_findings(watch, float(known.square().mean().sqrt())))
+    if found and training_scale(found_before.as_trained(probe), SCALE_IMAGES).off:
+        raise Unable("the run ends at the scale of training, which is not that of the data: see the check scale of it")
+    return found
+
+
+def drift_findings(watch: Spread, data: float) -> Iterable[Finding]:
+    ratios = [
+        float(found.square().mean().sqrt()) / math.hypot(level.alpha * data, level.sigma)
+        for level, found in zip(watch.levels, watch.found, strict=True)
+    ]
+    interval = mean_interval((watch.found[-1] / data).log(), level=0.99)
+    low, high = math.exp(interval.low), math.exp(interval.high)
+    if low <= DRIFTED and high >= 1 / DRIFTED:
+        return
+    limit = math.sqrt(DRIFTED)
+    start = next((i for i, ratio in enumerate(ratios) if not 1 / limit <= ratio <= limit), len(ratios) - 1)
+    end, way = ratios[-1], "grows" if low > DRIFTED else "shrinks"
+    yield Finding(
+        "scale-drift",
+        "warning",
+        f"x {way} over a run: it ends with {end:.3g} times the spread of the data",
+        (
+            ("standard deviation of the data", data),
+            ("standard deviation of x at the end", end * data),
+            ("99 % interval of their ratio", f"{low:.3g} to {high:.3g}"),
+            ("first step that is off", start + 1),
+            ("sigma/alpha there", watch.levels[start].ratio),
+        ),
+        "Without guidance a run must keep the spread of its levels; the network "
+        + ("leaves noise in x, or makes its image too strong" if way == "grows" else "makes its image too weak")
+        + ": it is trained too little, damaged, or read wrongly.",
+        "See the checks target, schedule and scale; where they are silent, train longer or load the weights again."
+        + (" For pixels in [-1, 1], x0_filter=pellucid.Clip(1.0) keeps x0 in their range." if way == "grows" else ""),
+    )

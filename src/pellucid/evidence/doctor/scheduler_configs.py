@@ -1,0 +1,277 @@
+"""Checks of a scheduler's config alone: its keys, its values, and whether schedule and target can go together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from pellucid.core.dialect_diffusers import SPACINGS
+from pellucid.core.errors import PellucidError, nearest
+from pellucid.core.schedule import Tabled
+from pellucid.evidence.doctor.checks import Finding, check
+from pellucid.evidence.doctor.subject import Subject
+from pellucid.interop import diffusers_config
+from pellucid.interop.diffusers_classes import CLASSES, KNOWN
+from pellucid.interop.diffusers_config import Reading
+
+# Keys that ask for something that is seen in the image, and the values with which they ask for nothing.
+ASKING: dict[str, tuple[Any, ...]] = {
+    "use_karras_sigmas": (False, None),
+    "use_exponential_sigmas": (False, None),
+    "use_beta_sigmas": (False, None),
+    "use_lu_lambdas": (False, None),
+    "use_flow_sigmas": (False, None),
+    "rescale_betas_zero_snr": (False, None),
+    "thresholding": (False, None),
+    "trained_betas": (None,),
+    "prediction_type": ("epsilon", "flow_prediction", None),
+    "shift": (1, 1.0, None),
+    "flow_shift": (1, 1.0, None),
+}
+VALUES: dict[str, tuple[str, ...]] = {
+    "timestep_spacing": SPACINGS,
+    "final_sigmas_type": ("zero", "sigma_min"),
+}
+# Schedulers of diffusers that Pellucid does not read; a test compares the names with diffusers' own.
+ELSEWHERE = (
+    "AmusedScheduler", "BlockRefinementScheduler", "CMStochasticIterativeScheduler", "CogVideoXDDIMScheduler",
+    "CogVideoXDPMScheduler", "ConsistencyDecoderScheduler", "DDPMWuerstchenScheduler",
+    "DPMSolverMultistepInverseScheduler", "DiscreteDDIMScheduler", "EntropyBoundScheduler",
+    "FlowMapEulerDiscreteScheduler", "FlowMatchLCMScheduler", "HeliosDMDScheduler", "HeliosScheduler",
+    "KarrasVeScheduler", "LTXEulerAncestralRFScheduler", "MiniMaxH3Scheduler", "PiflowScheduler",
+    "RFD4ProteinaScheduler", "RePaintScheduler", "SCMScheduler", "ScoreSdeVeScheduler", "ScoreSdeVpScheduler",
+    "UnCLIPScheduler", "VQDiffusionScheduler",
+)  # fmt: skip
+FLOW_KEYS = ("shift", "base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len")
+TOO_MUCH_SIGNAL = 0.2  # alpha of the noisiest level: the first noise of a run has none of it
+FAINT_SIGNAL = 1e-3  # alpha under which an error of eps is blown up by more than a thousand
+
+
+@check("scheduler keys", needs=("scheduler",))
+def keys(subject: Subject) -> Iterator[Finding]:
+    """Keys that nobody knows, and keys of other classes."""
+    config = subject.scheduler or {}
+    name = str(config.get("_class_name"))
+    if name not in CLASSES:
+        return
+    known = CLASSES[name][1]
+    others = {key: value for key, value in config.items() if not key.startswith("_") and key not in known}
+    for key, value in others.items():
+        if key not in KNOWN:
+            yield unknown_key(name, key, value)
+    inert = {key: value for key, value in others.items() if key in KNOWN}
+    asking = {key: value for key, value in inert.items() if key in ASKING and value not in ASKING[key]}
+    for key, value in asking.items():
+        if not (key in FLOW_KEYS and not flows(config)):  # said by the check of flow and eps
+            yield unheard(name, key, value)
+    quiet = [key for key in inert if key not in asking]
+    if quiet:
+        yield Finding(
+            "inert-keys",
+            "note",
+            f"{len(quiet)} keys of other schedulers have no effect in {name}",
+            tuple((key, short_repr(inert[key])) for key in quiet),
+            f"{name} does not read them; diffusers writes them when a scheduler is made from another one's config.",
+            "Leave them out, or leave them be.",
+        )
+
+
+def unknown_key(name: str, key: str, value: Any) -> Finding:
+    return Finding(
+        "unknown-key",
+        "warning",
+        f"{key} is a key that no scheduler of diffusers knows",
+        ((key, short_repr(value)),),
+        f"{name} ignores {key}, so what it asks for does not happen; a slip of the pen makes such keys.",
+        f"Remove {key}, or spell it right. {nearest(key, CLASSES[name][1])}",
+    )
+
+
+def unheard(name: str, key: str, value: Any) -> Finding:
+    able = [other for other, (_, keys) in CLASSES.items() if key in keys and "Parallel" not in other]
+    return Finding(
+        "unheard-key",
+        "warning",
+        f"{key}={short_repr(value)} has no effect in {name}",
+        ((key, short_repr(value)), ("_class_name", name)),
+        f"{name} does not read {key}, so the run goes on without what it asks for.",
+        f'Use a class that reads it, such as "_class_name": "{able[0]}", or remove {key}.',
+    )
+
+
+def short_repr(value: Any) -> str:
+    text = str(value) if isinstance(value, str) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+def flows(config: Mapping[str, Any]) -> bool:
+    """Whether a config asks for a flow's straight path."""
+    return str(config.get("_class_name")).startswith("FlowMatch") or bool(config.get("use_flow_sigmas"))
+
+
+@check("scheduler values", needs=("scheduler",))
+def values_check(subject: Subject) -> Iterator[Finding]:
+    """A class that is not known, and values that no class takes."""
+    config = subject.scheduler or {}
+    for key, allowed in VALUES.items():
+        if config.get(key) is not None and config[key] not in allowed:
+            yield bad_value(f"{key} must be one of {', '.join(allowed)}", key, config[key], f'"{key}": "{allowed[0]}"')
+            return
+    try:
+        with np.errstate(all="ignore"):  # absurd betas overflow on their way to a refusal
+            diffusers_config.read(dict(config))
+    except PellucidError as error:
+        if error.code == "config-class":
+            yield bad_class(config, error)
+        elif subject.reading is None:
+            yield bad_value(str(error), "error", error.code, "Correct the value that the cause names.")
+        elif refused := diffusers_config.unsupported(subject.reading.class_name, subject.reading.values):
+            yield not_here(subject.reading, refused)
+
+
+def bad_class(config: Mapping[str, Any], error: PellucidError) -> Finding:
+    name = str(config.get("_class_name"))
+    if name in ELSEWHERE or (name.startswith("Flax") and name.removeprefix("Flax") in CLASSES):
+        return Finding(
+            "not-supported",
+            "note",
+            f"Pellucid does not read {name}",
+            (("_class_name", name),),
+            f"{name} is a class of diffusers that has no sampler here, so nothing of its config is checked.",
+            "Open the model with diffusers and give the pipeline to pellucid.wrap.",
+        )
+    return Finding(
+        "scheduler-class",
+        "error",
+        "the scheduler's class is not one that is known",
+        (("_class_name", short_repr(config.get("_class_name"))),),
+        str(error),
+        f"Name a class of diffusers. {nearest(name, CLASSES)}",
+    )
+
+
+def bad_value(cause: str, key: str, value: Any, fix: str) -> Finding:
+    return Finding("config-value", "error", "a value of the scheduler's config makes no schedule or grid",
+                   ((key, short_repr(value)),), cause, fix)  # fmt: skip
+
+
+def not_here(reading: Reading, refused: list[str]) -> Finding:
+    return Finding(
+        "not-supported",
+        "note",
+        f"Pellucid does not sample as {reading.class_name} with these values does",
+        (("_class_name", reading.class_name),),
+        " ".join(refused),
+        f"Name a sampler: pellucid sample MODEL PROMPT --sampler {reading.sampler}",
+    )
+
+
+# --- schedule and target ---------------------------------------------------------------------------------------
+
+
+@check("zero terminal SNR", needs=("reading",))
+def zero_snr(subject: Subject) -> Iterator[Finding]:
+    """eps at a level without signal."""
+    reading = subject.reading
+    assert reading is not None
+    if reading.target not in ("eps", "score") or not isinstance(reading.schedule, Tabled):
+        return
+    alpha = float(reading.schedule.alpha_bar[-1]) ** 0.5
+    if reading.schedule.zero_terminal:
+        rescaled = bool(reading.values.get("rescale_betas_zero_snr"))
+        why = "rescale_betas_zero_snr is set" if rescaled else "the last beta is 1"
+        yield Finding(
+            "eps-zero-snr",
+            "error",
+            "the schedule ends at zero SNR, but the network is said to predict eps",
+            (("alpha at the last time", alpha), ("beta at the last time", float(reading.schedule.betas[-1]))),
+            f"{why}, so the noisiest level is pure noise: alpha is 0 there, and x0 = (x − sigma·eps) / alpha is not "
+            "determined by eps. Such networks are trained for v (or x0).",
+            '"prediction_type": "v_prediction" if the network was trained so; '
+            + ('else "rescale_betas_zero_snr": false' if rescaled else "else give the betas that it was trained with"),
+        )
+    elif 0 < alpha < FAINT_SIGNAL and (subject.plan is None or subject.plan.start.to("vp").alpha < FAINT_SIGNAL):
+        yield Finding(
+            "eps-faint-signal",
+            "note",
+            "the first step blows up an error of eps",
+            (("alpha at the last time", alpha), ("error of x0 for one of eps", math.sqrt(1 - alpha**2) / alpha)),
+            "At the noisiest level there is almost no signal, and x0 = (x − sigma·eps) / alpha divides by it.",
+            "Train for v, or start lower: a grid such as leading leaves the last times out.",
+        )
+
+
+@check("end of the schedule", needs=("reading",))
+def schedule_end(subject: Subject) -> Iterator[Finding]:
+    """A noisiest level that still holds much of the image: a run starts from noise alone."""
+    reading = subject.reading
+    assert reading is not None
+    if not isinstance(reading.schedule, Tabled):
+        return
+    alpha = float(reading.schedule.alpha_bar[-1]) ** 0.5
+    if alpha > TOO_MUCH_SIGNAL:
+        yield Finding(
+            "schedule-ends-early",
+            "warning",
+            "the noisiest level of the schedule is not noise",
+            (("alpha at the last time", alpha), ("num_train_timesteps", reading.schedule.num_train),
+             ("beta at the last time", float(reading.schedule.betas[-1]))),
+            f"At the last time x still holds {alpha:.0%} of the image, but a run starts from noise that holds none: "
+            "num_train_timesteps, beta_start and beta_end do not belong together.",
+            'Give those of training: "num_train_timesteps": 1000 for the published schedules.',
+        )  # fmt: skip
+
+
+@check("flow and eps", needs=("scheduler",))
+def flow_and_eps(subject: Subject) -> Iterable[Finding]:
+    """A flow's config in a sampler of betas, and the reverse."""
+    config = subject.scheduler or {}
+    kind = config.get("prediction_type")
+    if flows(config):
+        return [eps_in_flow(config)] if kind in ("epsilon", "v_prediction", "sample") or beta_flow(config) else []
+    if str(config.get("_class_name")) not in CLASSES:
+        return []
+    shifts = [(key, short_repr(config[key])) for key in FLOW_KEYS if config.get(key) is not None]
+    if kind == "flow_prediction" or shifts:  # only flow schedulers have these keys: the config came from one
+        said = [] if kind is None else [("prediction_type", str(kind))]
+        return [flow_in_eps(str(config["_class_name"]), (*said, *shifts))]
+    return []
+
+
+def beta_flow(config: Mapping[str, Any]) -> bool:
+    """A solver that is told to walk a flow's path and, by default, to predict eps."""
+    return bool(config.get("use_flow_sigmas")) and config.get("prediction_type") is None
+
+
+def eps_in_flow(config: Mapping[str, Any]) -> Finding:
+    name = str(config["_class_name"])
+    kind = str(config.get("prediction_type", "epsilon"))
+    how = "use_flow_sigmas lays" if config.get("use_flow_sigmas") else f"{name} lays"
+    return Finding(
+        "eps-in-flow-sampler",
+        "error",
+        f"a flow's sampler is given a network that is said to predict {kind}",
+        (("_class_name", name), ("prediction_type", kind), ("use_flow_sigmas", str(config.get("use_flow_sigmas")))),
+        f"{how} the straight path x = (1 − t)·x0 + t·eps, which a network of {kind} on a schedule of betas was never "
+        "trained on: its levels and times mean something else to it.",
+        '"prediction_type": "flow_prediction" with "use_flow_sigmas": true for a flow network; '
+        'else a class of betas, such as "_class_name": "EulerDiscreteScheduler"',
+    )
+
+
+def flow_in_eps(name: str, evidence: tuple[tuple[str, str], ...]) -> Finding:
+    fix = '"use_flow_sigmas": true' if "use_flow_sigmas" in CLASSES[name][1] else (
+        '"_class_name": "FlowMatchEulerDiscreteScheduler"'
+    )  # fmt: skip
+    return Finding(
+        "flow-in-eps-sampler",
+        "error",
+        "a flow network's config is given to a sampler of betas",
+        (("_class_name", name), *evidence),
+        f"{name} walks a schedule of betas with alpha² + sigma² = 1, where a flow network expects "
+        "x = (1 − t)·x0 + t·eps and t from 0 to 1: levels, times and the meaning of its output all differ.",
+        fix,
+    )

@@ -1,0 +1,357 @@
+"""The figures of a guidance study, the useful scales of each rule, and the guidance to use.
+
+Prompts are resampled for an interval, because images of one prompt are alike; of a single prompt it is images. An
+interval of shares is never narrower than Wilson's for as many images: where all are right, resampling them would say
+that no other image could be wrong.
+
+A scale is *useful* under a rule when
+1. it is not measurably less adherent than the most adherent cell of the whole study: the 95 % interval of the mean
+   difference, prompt by prompt, from the same noise, does not lie below zero; some image of it must be all right; and
+2. mean colourfulness and mean sharpness are each within `tolerance` (a share) of the reference's, and the share of
+   clipped values is at most CLIPPED above the reference's.
+The *useful range* of a rule is the run of neighbouring tested scales, all of them useful, that holds the most adherent
+useful one: between two of them nothing was measured, beyond the outer ones nothing is said.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pellucid.core.wording import counted
+from pellucid.evidence.statistics import Share, mean_interval
+from pellucid.evidence.study.guidance import LOOKS, TRUE_IMAGES, GuidanceStudy
+
+# --- Figures --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FigureKind:
+    """A figure in words; `percent` where it is a share, `more` whether more of it is better (None: neither)."""
+
+    title: str
+    percent: bool = False
+    more: bool | None = None
+
+
+KINDS = {
+    "right": FigureKind("all right", True, True),
+    "attributes": FigureKind("attributes right", True, True),
+    "image_text": FigureKind("image-text score", False, True),
+    "bled": FigureKind("colour of another object", True, False),
+    "saturation": FigureKind("clipped values", True, False),
+    "colourfulness": FigureKind("colourfulness"),
+    "sharpness": FigureKind("sharpness"),
+    "diversity": FigureKind("diversity", False, True),
+}
+
+SHARES = ("right", "bled")  # of images: each is 0 or 1
+
+
+@dataclass(frozen=True)
+class MeanFigure:
+    """A mean and its 95 % interval, None where there is but one of what is drawn again."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    def plain(self) -> dict[str, float | None]:
+        return {"value": self.value, "low": self.low, "high": self.high}
+
+    def words(self, percent: bool = False) -> str:
+        """'96.2 % (94.9 to 97.2)', or with three significant digits."""
+        if self.low is None or self.high is None:
+            return f"{number_words(self.value, percent)}{' %' if percent else ''}"
+        ends = f"{number_words(self.low, percent)} to {number_words(self.high, percent)}"
+        return f"{number_words(self.value, percent)}{' %' if percent else ''} ({ends})"
+
+
+def number_words(value: float, percent: bool) -> str:
+    return f"{100 * value:.1f}" if percent else f"{value:.3g}"
+
+
+@dataclass(frozen=True)
+class GuidanceCell:
+    """One guidance: its figures, and for each the mean of every prompt (P,), NaN where a prompt does not tell."""
+
+    guidance: str
+    count: int  # images
+    figures: dict[str, MeanFigure]
+    by_prompt: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class LooksReference:
+    """What looks are compared with: true images, or those without guidance."""
+
+    name: str
+    values: dict[str, float]
+
+
+@dataclass(frozen=True)
+class GuidanceResults:
+    """The cells of a study that are whole, by their guidance."""
+
+    study: GuidanceStudy
+    cells: dict[str, GuidanceCell]
+    reference: LooksReference
+
+    @property
+    def adherence(self) -> str:
+        """The figure that says whether images are what was asked for."""
+        return "right" if self.study.asked.queries is not None else "image_text"
+
+    @property
+    def names(self) -> list[str]:
+        """The figures that were measured, in the order of KINDS."""
+        held = {name for cell in self.cells.values() for name in cell.figures}
+        return [name for name in KINDS if name in held]
+
+    def line(self, words: str) -> list[tuple[float, GuidanceCell]]:
+        """The cells of a rule, by scale."""
+        pairs = [(scale, self.study.guidance(words, scale)) for scale in self.study.config.scales]
+        return [(scale, self.cells[guidance]) for scale, guidance in pairs if guidance in self.cells]
+
+
+def results_of(study: GuidanceStudy) -> GuidanceResults | None:
+    """Of what is done; None before a first cell and its reference are whole."""
+    cells = {}
+    for guidance in study.guidances:
+        if rows := study.rows(guidance):
+            cells[guidance] = cell_of_rows(guidance, [row["figures"] for row in rows], study.config.seeds)
+    reference = reference_of(study, cells)
+    return None if not cells or reference is None else GuidanceResults(study, cells, reference)
+
+
+def reference_of(study: GuidanceStudy, cells: Mapping[str, GuidanceCell]) -> LooksReference | None:
+    true = [row for row in study.records.rows if row["guidance"] == TRUE_IMAGES]
+    if true:
+        values = true[0]["figures"]
+        return LooksReference("true images", {name: math.fsum(values[name]) / len(values[name]) for name in LOOKS})
+    plain = cells.get("1")
+    return (
+        None if plain is None else LooksReference("unguided ones", {name: plain.figures[name].value for name in LOOKS})
+    )
+
+
+def cell_of_rows(guidance: str, rows: Sequence[Mapping[str, Any]], seeds: int) -> GuidanceCell:
+    """From the records of one cell."""
+    joined = {name: [value for row in rows for value in row[name]] for name in rows[0]}
+    figures: dict[str, MeanFigure] = {}
+    means: dict[str, Tensor] = {}
+    for name, listed in joined.items():
+        values = torch.tensor([math.nan if value is None else float(value) for value in listed], dtype=torch.float64)
+        means[name] = values if name == "diversity" else values.reshape(-1, seeds).mean(1)
+        drawn = values if len(means[name]) == 1 else means[name]
+        drawn = drawn[~drawn.isnan()]
+        if len(drawn):
+            figures[name] = share_figure(mean_figure(drawn), values) if name in SHARES else mean_figure(drawn)
+    return GuidanceCell(guidance, len(joined[LOOKS[0]]), figures, means)
+
+
+def share_figure(found: MeanFigure, values: Tensor) -> MeanFigure:
+    """With Wilson's interval of all images, where that is wider."""
+    low, high = Share.of(value == 1 for value in values.tolist() if not math.isnan(value)).interval
+    if found.low is None or found.high is None:
+        return MeanFigure(found.value, low, high)
+    return MeanFigure(found.value, min(found.low, low), max(found.high, high))
+
+
+def mean_figure(values: Tensor) -> MeanFigure:
+    mean = float(values.mean())
+    if len(values) < 2:
+        return MeanFigure(mean)
+    spread = mean_interval(values)
+    return MeanFigure(mean, spread.low, spread.high)
+
+
+# --- Useful scales --------------------------------------------------------------------------------------------------
+
+FEW_PROMPTS = 10  # prompts below which the interval of a difference says little
+WIDE_INTERVAL = 0.25  # of a share: an interval so wide tells hardly any cell from the best
+CLIPPED = 0.02  # of all values: as many more may be clipped than in the reference
+
+
+@dataclass(frozen=True)
+class RatedScale:
+    """One cell under a rule: whether it is adherent enough, and what of its looks is out of tolerance, in words."""
+
+    rule: str
+    scale: float
+    cell: GuidanceCell
+    adherent: bool
+    faults: tuple[str, ...]
+
+    @property
+    def useful(self) -> bool:
+        return self.adherent and not self.faults
+
+
+@dataclass(frozen=True)
+class RuleRange:
+    """A rule: its cells by scale, and the useful ones that make its range."""
+
+    rule: str
+    cells: tuple[RatedScale, ...]
+    range: tuple[RatedScale, ...]
+
+    @property
+    def words(self) -> str:
+        """'2 to 7'"""
+        if not self.range:
+            return "none"
+        low, high = self.range[0].scale, self.range[-1].scale
+        return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+
+    def plain(self) -> dict[str, object]:
+        ends = [self.range[0].scale, self.range[-1].scale] if self.range else None
+        return {"rule": self.rule, "range": ends, "useful": [one.scale for one in self.cells if one.useful]}
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """One sentence, and the guidance to paste; None where no cell is useful."""
+
+    words: str
+    guidance: str | None
+    chosen: RatedScale | None
+
+
+def best_cell(found: GuidanceResults) -> GuidanceCell:
+    """The most adherent cell; of equal ones the first, which has the smallest scale."""
+    return max(found.cells.values(), key=lambda cell: cell.figures[found.adherence].value)
+
+
+def rule_ranges(found: GuidanceResults) -> list[RuleRange]:
+    made = []
+    for words in found.study.config.rules:
+        cells = tuple(
+            RatedScale(words, scale, cell, adherent(found, cell), faults_of(found, cell))
+            for scale, cell in found.line(words)
+        )
+        made.append(RuleRange(words, cells, range_around_best(cells, found.adherence)))
+    return made
+
+
+def adherent(found: GuidanceResults, cell: GuidanceCell) -> bool:
+    if found.adherence == "right" and adherence_value(found, cell) == 0:
+        return False
+    return not worse(found, cell, best_cell(found))
+
+
+def faults_of(found: GuidanceResults, cell: GuidanceCell) -> tuple[str, ...]:
+    """What of a cell's looks is out of tolerance: 'colourfulness +23 %'."""
+    reference, tolerance = found.reference.values, found.study.config.tolerance
+    said = []
+    for name in ("colourfulness", "sharpness"):
+        off = relative_change(cell.figures[name].value, reference[name])
+        if not abs(off) <= tolerance:
+            said.append(f"{name} {signed_words(100 * off)} %")
+    more = cell.figures["saturation"].value - reference["saturation"]
+    if more > CLIPPED:
+        said.append(f"clipped values {signed_words(100 * more, 1)} points")
+    return tuple(said)
+
+
+def relative_change(value: float, reference: float) -> float:
+    if reference > 0:
+        return value / reference - 1
+    return 0.0 if value == reference else math.inf
+
+
+def signed_words(value: float, digits: int = 0) -> str:
+    return f"{value:+.{digits}f}".replace("-", "−")
+
+
+def range_around_best(cells: tuple[RatedScale, ...], adherence: str) -> tuple[RatedScale, ...]:
+    """The run of useful neighbours that holds the most adherent useful cell."""
+    useful = [i for i, one in enumerate(cells) if one.useful]
+    if not useful:
+        return ()
+    first = last = max(useful, key=lambda i: cells[i].cell.figures[adherence].value)
+    while first - 1 in useful:
+        first -= 1
+    while last + 1 in useful:
+        last += 1
+    return cells[first : last + 1]
+
+
+def recommendation_of(found: GuidanceResults, given: list[RuleRange]) -> Recommendation:
+    """The most adherent useful scale of the first rule that is not measurably worse than the best useful one.
+
+    Measurably: the 95 % interval of the mean difference, prompt by prompt, leaves out zero. Rules count in the order in
+    which they were given, so that a plain one is not left for a difference that cannot be seen.
+    """
+    tops = [
+        max(useful, key=lambda one: adherence_value(found, one.cell)) for line in given if (useful := useful_of(line))
+    ]
+    if not tops:
+        return no_recommendation(found)
+    top = max(tops, key=lambda one: adherence_value(found, one.cell))
+    chosen = next(one for one in tops if not worse(found, one.cell, top.cell))
+    return Recommendation(recommendation_words(found, chosen, given), chosen.cell.guidance, chosen)
+
+
+def useful_of(line: RuleRange) -> list[RatedScale]:
+    return [one for one in line.cells if one.useful]
+
+
+def adherence_value(found: GuidanceResults, cell: GuidanceCell) -> float:
+    return cell.figures[found.adherence].value
+
+
+def worse(found: GuidanceResults, one: GuidanceCell, other: GuidanceCell) -> bool:
+    """Whether a cell is measurably less adherent than another, from the same prompts and noise."""
+    apart = one.by_prompt[found.adherence] - other.by_prompt[found.adherence]
+    return len(apart) > 1 and mean_interval(apart).high < 0
+
+
+def doubts(found: GuidanceResults) -> list[str]:
+    """Why cells that are called useful may not be: what was measured is too little to tell them from the best."""
+    top, kind = best_cell(found), KINDS[found.adherence]
+    figure, prompts = top.figures[found.adherence], len(top.by_prompt[found.adherence])
+    wide = (
+        kind.percent and figure.low is not None and figure.high is not None and figure.high - figure.low > WIDE_INTERVAL
+    )
+    if prompts >= FEW_PROMPTS and not wide:
+        return []
+    return [
+        f"Doubtful: {counted(prompts, 'prompt')} with {counted(top.count, 'image')} a guidance hardly tell one from "
+        f"another ({kind.title} of the best: {figure.words(kind.percent)}), so that more seem useful than are. Give "
+        "more --prompts."
+    ]
+
+
+def recommendation_words(found: GuidanceResults, chosen: RatedScale, given: list[RuleRange]) -> str:
+    line = next(line for line in given if line.rule == chosen.rule)
+    kind, figure = KINDS[found.adherence], chosen.cell.figures[found.adherence]
+    looks = [
+        f"{name} {signed_words(100 * relative_change(chosen.cell.figures[name].value, found.reference.values[name]))} %"
+        for name in ("colourfulness", "sharpness")
+    ]
+    span = f"useful from {line.words}" if len(line.range) > 1 else "useful at this scale alone"
+    return (
+        f"Use --guidance '{chosen.cell.guidance}' ({chosen.rule}, {span}): {kind.title} "
+        f"{figure.words(kind.percent)}, {' and '.join(looks)} against {found.reference.name}."
+    )
+
+
+def no_recommendation(found: GuidanceResults) -> Recommendation:
+    """No cell is useful: what is wrong with the most adherent one."""
+    top = best_cell(found)
+    kind = KINDS[found.adherence]
+    if not adherent(found, top):
+        return Recommendation("No scale is useful: no image under any guidance is all right.", None, None)
+    said = ", ".join(faults_of(found, top))
+    figure = top.figures[found.adherence].words(kind.percent)
+    words = (
+        f"No scale is useful: the most adherent guidance, '{top.guidance}' ({kind.title} {figure}), is out "
+        f"of tolerance against {found.reference.name}: {said}."
+    )
+    return Recommendation(words, None, None)

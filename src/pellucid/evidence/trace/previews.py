@@ -1,0 +1,143 @@
+"""Tensors as images: pixels as they are, latents decoded where there is a VAE, or through a linear map to colours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
+
+from pellucid.models.vae import from_diffusion
+
+REACH = 2.5  # deviations of a principal part that span the range of colours
+RIDGE = 1e-3  # of the fit of colours to latents
+
+
+class Preview(Protocol):
+    """(N, C, H, W) → (N, 3, h, w): x0 as an image in [0, 1], and any tensor, or a difference, as colours."""
+
+    name: str
+
+    def image(self, x0: Tensor) -> Tensor: ...
+
+    def colours(self, x: Tensor) -> Tensor: ...
+
+    def change(self, x0: Tensor, delta: Tensor) -> Tensor:
+        """What taking `delta` away from x0 takes away from its image; signed."""
+
+
+@dataclass(frozen=True)
+class PixelPreview:
+    """One or three channels in [−1, 1]."""
+
+    name: str = "pixels"
+
+    def image(self, x0: Tensor) -> Tensor:
+        return self.colours(x0)
+
+    def colours(self, x: Tensor) -> Tensor:
+        return (three(x) / 2 + 0.5).clamp(0, 1)
+
+    def change(self, x0: Tensor, delta: Tensor) -> Tensor:
+        return three(delta) / 2
+
+
+def three(x: Tensor) -> Tensor:
+    return x.expand(-1, 3, -1, -1) if x.shape[1] == 1 else x
+
+
+@dataclass(frozen=True)
+class LinearPreview:
+    """Colours as an affine map of a latent's channels."""
+
+    map: Tensor  # (3, C)
+    offset: Tensor  # (3,)
+    name: str = "latents, mapped linearly"
+
+    @staticmethod
+    def principal(x0: Tensor) -> LinearPreview:
+        """The three directions in which the channels of some latents vary most, as colours around grey."""
+        flat = x0.double().movedim(1, 0).flatten(1)  # (C, N·H·W)
+        mean = flat.mean(1, keepdim=True)
+        vectors, sizes, _ = torch.linalg.svd((flat - mean) @ (flat - mean).T / flat.shape[1])
+        spread = sizes[:3].clamp_min(1e-12).sqrt()
+        turned = vectors[:, :3] * torch.where(vectors[:, :3].sum(0) < 0, -1.0, 1.0)  # a sign that does not flip
+        table = (turned / (2 * REACH * spread)).T
+        table = torch.cat([table, table.new_zeros(3 - len(table), table.shape[1])]) if len(table) < 3 else table
+        return LinearPreview(table, 0.5 - (table @ mean)[:, 0])
+
+    @staticmethod
+    def fitted(x0: Tensor, images: Tensor) -> LinearPreview:
+        """The map that explains decoded images best, by least squares."""
+        flat = x0.double().movedim(1, 0).flatten(1)  # (C, M)
+        ones = torch.cat([flat, torch.ones_like(flat[:1])])
+        seen = adaptive_avg_pool2d(images.double(), x0.shape[-2:]).movedim(1, 0).flatten(1)  # (3, M)
+        square = ones @ ones.T + RIDGE * flat.shape[1] * torch.eye(len(ones), dtype=torch.float64)
+        table = torch.linalg.solve(square, ones @ seen.T).T  # (3, C + 1)
+        return LinearPreview(table[:, :-1], table[:, -1])
+
+    def image(self, x0: Tensor) -> Tensor:
+        return self.colours(x0)
+
+    def colours(self, x: Tensor) -> Tensor:
+        return (self.mapped(x) + self.offset[None, :, None, None]).clamp(0, 1)
+
+    def change(self, x0: Tensor, delta: Tensor) -> Tensor:
+        return self.mapped(delta)
+
+    def mapped(self, x: Tensor) -> Tensor:
+        return torch.einsum("oc,nchw->nohw", self.map, x.double())
+
+
+@dataclass(frozen=True)
+class VaePreview:
+    """x0 through the model's own VAE; what cannot be decoded, through the linear map that fits the VAE best."""
+
+    vae: Any
+    linear: LinearPreview
+    name: str = "decoded by the model's VAE"
+
+    @staticmethod
+    def by(vae: Any, x0: Tensor) -> VaePreview:
+        return VaePreview(vae, LinearPreview.fitted(x0, decode(vae, x0)))
+
+    def image(self, x0: Tensor) -> Tensor:
+        return decode(self.vae, x0)
+
+    def colours(self, x: Tensor) -> Tensor:
+        return self.linear.colours(x)
+
+    def change(self, x0: Tensor, delta: Tensor) -> Tensor:
+        return self.image(x0) - self.image(x0 - delta)
+
+
+@torch.no_grad()
+def decode(vae: Any, x0: Tensor) -> Tensor:
+    """Latents as diffusion has them → images in [0, 1], one at a time."""
+    weight = next(vae.parameters())
+    made = [vae.decode(from_diffusion(vae.config, one[None]).to(weight)) for one in x0]
+    return (torch.cat(made).float().cpu() / 2 + 0.5).clamp(0, 1)
+
+
+def preview_for(x0: Tensor, vae: Any = None) -> Preview | None:
+    """How to look at x0 (N, C, H, W); None where it is no image."""
+    if x0.ndim != 4:
+        return None
+    if vae is not None and vae.config.latent_channels == x0.shape[1]:
+        return VaePreview.by(vae, x0)
+    return PixelPreview() if x0.shape[1] in (1, 3) else LinearPreview.principal(x0)
+
+
+def signed(changes: Tensor, most: float) -> Tensor:
+    """Differences around grey, so that ±most are the ends."""
+    return (changes / (2 * (most or 1.0)) + 0.5).clamp(0, 1)
+
+
+def spaced(places: Sequence[int], count: int) -> list[int]:
+    """At most `count` of some places, evenly, the first and the last among them."""
+    if len(places) <= count:
+        return list(places)
+    return [places[round(k * (len(places) - 1) / (count - 1))] for k in range(count)]

@@ -1,0 +1,356 @@
+"""Two runs with one seed: where they part and why, and the page's HTML of it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+
+from pellucid.core.errors import Cancelled
+from pellucid.core.plan import Difference, Plan
+from pellucid.core.wording import counted, short
+from pellucid.evidence import plan_diff
+from pellucid.evidence.plan_diff import POINTS, TOLERANCE, change, facts, kind_of, size_of
+from pellucid.evidence.plan_diff import Comparison as Plans
+from pellucid.evidence.report.charts import Axis, Chart, Series
+from pellucid.evidence.trace import diff, previews, reading
+from pellucid.evidence.trace.diff import Comparison
+from pellucid.evidence.trace.previews import Preview
+from pellucid.evidence.trace.reading import Trace
+from pellucid.pipeline.pipeline import Pipeline
+from pellucid.pipeline.prepare import make_plan
+from pellucid.studio import generate_tab, html, visitors
+from pellucid.studio.form import Form
+from pellucid.studio.generate_tab import RunResult, StepNews
+from pellucid.studio.visitors import Job, Session
+
+# --- Both runs ------------------------------------------------------------------------------------------------------
+
+SIDES = ("A", "B")
+COLUMNS = 8  # steps that are shown as images
+MOST_CALLS = 300  # of plans whose differences are run on the oracle
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Both set-ups, as far as they have come: the latest step of each, or what was made."""
+
+    a: StepNews | RunResult | None = None
+    b: StepNews | RunResult | None = None
+
+    def __iter__(self) -> Iterator[StepNews | RunResult | None]:
+        return iter((self.a, self.b))
+
+    @property
+    def part(self) -> float:
+        """How much is done, of 1."""
+        return sum(one.step / one.steps if isinstance(one, StepNews) else one is not None for one in self) / 2
+
+    @property
+    def words(self) -> str:
+        under_way = [f"{name}: {one.words}" for name, one in zip(SIDES, self, strict=True) if isinstance(one, StepNews)]
+        return under_way[-1] if under_way else "comparing …"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """x0 of one run at a step, and the noise there; `image` is None where there is nothing to see."""
+
+    image: Image.Image | None
+    ratio: float | None
+
+
+@dataclass(frozen=True)
+class Column:
+    """A step of both runs; `first` where they part."""
+
+    step: int
+    frames: tuple[Frame, Frame]
+    first: bool
+
+
+@dataclass(frozen=True)
+class ComparisonResult:
+    made: tuple[RunResult, RunResult]
+    found: Comparison
+    film: tuple[Column, ...]
+    plans: plan_diff.Comparison
+    theirs: Plan  # B's plan in its own frame
+    calls: tuple[int, int]
+
+
+class Half(Job):
+    """One of the two runs of a job: what it tells is told together with the other's."""
+
+    def __init__(self, whole: Job, held: list[Any], place: int) -> None:
+        super().__init__(stop=whole.stop)
+        self.whole, self.held, self.place = whole, held, place
+
+    def tell(self, news: Any) -> None:
+        self.held[self.place] = news
+        self.whole.tell(Pair(*self.held))
+
+
+def run(pipe: Pipeline, setups: Sequence[Form], session: Session, job: Job) -> ComparisonResult:
+    """Both are planned before the first is run: what cannot be is refused at once."""
+    for setup in setups:
+        make_plan(pipe.components, setup.request())
+    held: list[Any] = [None, None]
+    made = []
+    for place, setup in enumerate(setups):
+        half = Half(job, held, place)
+        made.append(generate_tab.run(pipe, setup, session, half))
+        half.tell(made[-1])
+    a, b = (reading.read(one.trace) for one in made)
+
+    def seen() -> None:
+        if job.cancelled():
+            raise Cancelled
+
+    seen()
+    found = diff.compare(a, b)
+    strips = aligned(a, b, found, pipe.components.vae)
+    mine, theirs = (trace.header.plans[0] for trace in (a, b))
+    plans = plan_diff.compare(mine, theirs, seen, effects=max(mine.nfe, theirs.nfe) <= MOST_CALLS)
+    return ComparisonResult((made[0], made[1]), found, strips, plans, theirs, (len(a.steps), len(b.steps)))
+
+
+def follow(pipe: Pipeline, setups: Sequence[Form], session: Session, tab: str) -> Iterator[Pair | ComparisonResult]:
+    """How far both are, as they come, and then what was found."""
+    job = session.begin(tab, lambda job: run(pipe, setups, session, job))
+    yield from visitors.follow(job)
+    yield job.result
+
+
+# --- both in images -------------------------------------------------------------------------------------------
+
+
+def aligned(a: Trace, b: Trace, found: Comparison, vae: Any = None) -> tuple[Column, ...]:
+    """A few steps of both runs, aligned by their number; the one where they part is among them."""
+    first = None if found.first is None else found.first.step
+    look = look_at(a, b, vae)
+    return tuple(
+        Column(step, (frame(a, step, look), frame(b, step, look)), step == first)
+        for step in columns(max(len(a.steps), len(b.steps)), first)
+    )
+
+
+def columns(steps: int, first: int | None) -> list[int]:
+    """At most `COLUMNS` steps, evenly; where two runs part is one of them."""
+    if first is None or first >= steps:
+        return previews.spaced(range(steps), COLUMNS)
+    even = previews.spaced(range(steps), COLUMNS)
+    if first in even:
+        return even
+    inner = even[1:-1] or even
+    nearest = min(inner, key=lambda step: abs(step - first))
+    return sorted({first, *even} - {nearest})
+
+
+def look_at(a: Trace, b: Trace, vae: Any) -> Preview | None:
+    """One way to look at both: decoded where that is quick, else by the linear map that fits the VAE best."""
+    last = [trace.tensor("x0", trace.has_images[-1])[:1] for trace in (a, b) if trace.has_images]
+    if not last or len({one.shape for one in last}) > 1:
+        return None
+    began = time.perf_counter()
+    look = previews.preview_for(torch.nan_to_num(torch.cat(last)).float(), vae)
+    slow = time.perf_counter() - began > generate_tab.EAGER * len(last)
+    return getattr(look, "linear", look) if slow else look
+
+
+def frame(trace: Trace, index: int, look: Preview | None) -> Frame:
+    if index >= len(trace.steps):
+        return Frame(None, None)
+    step = trace.steps[index]
+    if look is None or not trace.has("x0", index) or 0 not in step.images:
+        return Frame(None, step.level.ratio)
+    x0 = torch.nan_to_num(trace.tensor("x0", index)[step.of(0)]).float()[None]
+    return Frame(html.of_unit(look.image(x0)), step.level.ratio)
+
+
+# --- As HTML --------------------------------------------------------------------------------------------------------
+
+ROWS = 40  # of a table of rows
+KINDS = ("told time", "level", "churn", "weights")
+WIDEST = 1600  # pixels of a sheet on the page; the file holds it whole
+
+STYLE = """<style>
+.plc .film { display: grid; grid-auto-flow: column; grid-auto-columns: minmax(116px, 1fr); gap: 6px; width: 100%; }
+.plc .film > div { padding: 4px; border: 2px solid transparent; border-radius: 8px; }
+.plc .film > div.first { border-color: #c62828; }
+.plc .film b { display: block; font-size: 13px; min-height: 40px; }
+.plc .film figcaption { font-size: 12px; white-space: nowrap; }
+.plc .verdict { font-size: 17px; margin: 4px 0; }
+.plc ul.why { margin: 0 0 8px; padding-left: 20px; list-style: disc; }
+.plc h4 { margin: 16px 0 6px; font-size: 15px; font-weight: 600; }
+.plc .sheet { min-height: 240px; display: grid; place-items: center; text-align: center;
+  border: 1px solid var(--border-color-primary); border-radius: 8px; overflow: hidden; }
+.plc .sheet img { max-width: 100%; height: auto; }
+.plc figure.chart { max-width: 620px; }
+.plc figure.chart h3 { font-size: 15px; margin: 8px 0 4px; }
+.plc figure.chart text { font-size: 12px; fill: #44505c; }
+.plc .legend button { margin-right: 12px; font-size: 13px; }
+.plc .legend i { display: inline-block; width: 10px; height: 10px; border-radius: 50%; margin-right: 5px; }
+</style>"""
+
+EMPTY_FILM = html.block(f"{STYLE}<p class=note>Run both: where they part, and by what, is said here.</p>")
+
+
+def pair(images: Sequence[Image.Image | None], words: Sequence[str]) -> str:
+    """Both sides, each in its place whether there is an image or not."""
+    cells = (
+        html.frame(image, f"set-up {name}", f"{name} · {said}" if said else name, f"{name} appears here")
+        for name, image, said in zip(SIDES, images, words, strict=True)
+    )
+    return html.block(f'<div class="two">{"".join(cells)}</div>')
+
+
+NOTHING = pair((None, None), ("", ""))
+
+
+# --- where they part --------------------------------------------------------------------------------------------
+
+
+def verdict(done: ComparisonResult) -> str:
+    """The first step at which the runs differ, by what, and what else is said differently of them."""
+    found, rest = done.found, [told.text() for told in done.found.told if told not in done.found.why]
+    lines = "".join(f"<li>{html.text(line)}</li>" for line in diff.details(found))
+    also = f"<p class=note>The set-ups also differ in: {html.text('; '.join(rest))}.</p>" if rest else ""
+    notes = "".join(f"<p class=note>{html.text(note)}</p>" for note in found.notes)
+    said = f'<p class="verdict" role="status"><b>{html.text(headline(done))}</b></p>'
+    return html.block(f'{STYLE}{said}<ul class="why">{lines}</ul>{also}{notes}')
+
+
+def headline(done: ComparisonResult) -> str:
+    """Steps are counted from 1, as everywhere on the page."""
+    first = done.found.first
+    if first is None:
+        return f"The two runs are the same in all of {counted(done.found.steps, 'step')}."
+    if first.cause == "nan":
+        return f"Both are NaN from step {first.step + 1} of {max(done.calls)}; the same before."
+    return f"They part at step {first.step + 1} of {max(done.calls)}, by {first.cause}."
+
+
+def film(columns: Sequence[Column]) -> str:
+    """Both runs aligned by step; the first that differs is outlined."""
+    cells = "".join(column(one) for one in columns)
+    note = "x0, what the network believes the image to be. Outlined: the first step that differs."
+    return html.block(
+        f'{STYLE}<h4>Step by step</h4><div class="wide"><div class="film">{cells}</div></div>{said(note)}'
+    )
+
+
+def column(one: Column) -> str:
+    shown = "".join(cell(name, one.step, frame) for name, frame in zip(SIDES, one.frames, strict=True))
+    mark = "<br>they part here" if one.first else ""
+    kind = ' class="first" aria-current="step"' if one.first else ""
+    return f"<div{kind}><b>step {one.step + 1}{mark}</b>{shown}</div>"
+
+
+def cell(name: str, step: int, frame: Frame) -> str:
+    if frame.ratio is None:
+        return html.frame(None, "", f"{name} · ended", "–")
+    return html.frame(frame.image, f"{name} at step {step + 1}", f"{name} · σ/α {short(frame.ratio, 3)}", "–")
+
+
+def said(words: str) -> str:
+    return f"<p class=note>{html.text(words)}</p>"
+
+
+def distances(found: Comparison) -> str:
+    """How far apart the runs are by step, as long as they stand at the same levels."""
+    at = [one for one in found.apart if not math.isnan(one.x0)]
+    if not any(one.x0 > 0 or one.x > 0 for one in at):
+        return ""
+    steps = [one.step + 1 for one in at]
+    series = [Series(name, steps, [getattr(one, name) for one in at]) for name in ("x", "x0")]
+    note = "As a part of B's norm; only steps at which both stand at the same level."
+    chart = Chart("How far apart, by step", series, Axis("step"), Axis("", log=True), note=note)
+    return html.block(STYLE + chart.html())
+
+
+# --- the plans --------------------------------------------------------------------------------------------------
+
+
+def plans(found: Plans, theirs: Plan) -> str:
+    """What the plans are, the rows that differ, and what each kind of difference does on the exact oracle."""
+    left, right = facts(found.mine), facts(theirs)
+    rows = [(name, left[name], right[name]) for name in left if left[name] or right[name]]
+    parts = ["<h4>The plans</h4>", table(("", *SIDES), rows, [row[1] != row[2] for row in rows])]
+    if found.mine.frame != theirs.frame:
+        parts.append(said(f"For the rows, B is rewritten from the frame {theirs.frame} to {found.mine.frame}."))
+    by_row = [d for d in found.differences if d.row >= 0]
+    if found.mine.nfe != found.theirs.nfe:
+        parts += ["<h4>The rows of both</h4>", levels(found.mine, found.theirs)]
+    elif by_row:
+        parts += ["<h4>Rows that differ, A → B</h4>", changes(by_row)]
+    else:
+        parts.append(said(f"The rows are the same (to {TOLERANCE:g})."))
+    if found.effects:
+        effects = [(e.kind, "" if e.rows is None else e.rows, size_of(e), e.note) for e in found.effects]
+        note = f"{POINTS} points of a smooth mixture through its exact denoiser; each kind alone, then all."
+        heads = ("swapped in", "rows", "relative distance", "")
+        parts += ["<h4>What it does to the result</h4>", table(heads, effects), said(note)]
+    return html.block(STYLE + "".join(parts))
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[object]], marked: Sequence[bool] = ()) -> str:
+    """Rows of words; those that are `marked` stand out."""
+    marks = [" class=here" if i < len(marked) and marked[i] else "" for i in range(len(rows))]
+    head = "".join(f"<th>{html.text(one)}</th>" for one in heads)
+    body = "".join(
+        f"<tr{mark}>{''.join(f'<td>{lines(value)}</td>' for value in row)}</tr>"
+        for mark, row in zip(marks, rows, strict=True)
+    )
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def lines(value: object) -> str:
+    return html.text(value).replace("\n", "<br>")
+
+
+def changes(differences: Sequence[Difference]) -> str:
+    """A row for each that differs, `old → new` in the column of its kind."""
+    kinds = [kind for kind in KINDS if any(kind_of(d) == kind for d in differences)]
+    every = sorted({d.row for d in differences})
+    rows = [
+        (index + 1, *("\n".join(change(d) for d in differences if d.row == index and kind_of(d) == k) for k in kinds))
+        for index in every[:ROWS]
+    ]
+    return table(("step", *kinds), rows) + more(len(every))
+
+
+def levels(mine: Plan, theirs: Plan) -> str:
+    """Where each plan calls the network; plans of different length have no partners to compare."""
+    count = max(mine.nfe, theirs.nfe)
+    rows = [(i + 1, *level(mine, i), *level(theirs, i)) for i in range(min(count, ROWS))]
+    return html.table(("step", "A: time", "σ/α", "B: time", "σ/α"), rows) + more(count)
+
+
+def level(plan: Plan, index: int) -> tuple[str, str]:
+    if index >= plan.nfe:
+        return "", ""
+    row = plan.rows[index]
+    return short(0.0 if abs(row.time) < TOLERANCE else row.time, 5), short(row.level.ratio)
+
+
+def more(count: int) -> str:
+    return said(f"… and {count - ROWS} more.") if count > ROWS else ""
+
+
+# --- a sheet ----------------------------------------------------------------------------------------------------
+
+
+def sheet(image: Image.Image | None, alt: str = "") -> str:
+    if image is None:
+        return html.block(
+            f'{STYLE}<div class="sheet"><span class=note>The sheet fills here, cell by cell.</span></div>'
+        )
+    small = image.copy()
+    small.thumbnail((WIDEST, WIDEST))
+    return html.block(f'{STYLE}<div class="sheet"><img alt="{html.text(alt)}" src="{html.source(small)}"></div>')

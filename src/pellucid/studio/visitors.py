@@ -1,0 +1,232 @@
+"""One person at the page: a folder for what their runs leave, and the work that they have under way."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import secrets
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pellucid.core.errors import Cancelled
+from pellucid.studio import scratch
+
+# --- Work in threads ------------------------------------------------------------------------------------------------
+
+Work = Callable[["Job"], Any]
+STOP = object()  # told to whoever follows: the work itself may take a while to notice
+
+
+@dataclass
+class Job:
+    """`tell` hands something to whoever follows; `cancelled` is asked by the work between its steps."""
+
+    told: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
+    stop: threading.Event = field(default_factory=threading.Event)
+    ended: bool = False
+    result: Any = None
+    error: BaseException | None = None
+
+    def tell(self, news: Any) -> None:
+        self.told.put(news)
+
+    def cancelled(self) -> bool:
+        return self.stop.is_set()
+
+    def cancel(self) -> None:
+        self.stop.set()
+        self.told.put(STOP)
+
+    def ticks(self, total: int, what: str) -> Callable[..., None]:
+        """A function that tells (words, part) at each call, and ends the work where it was cancelled."""
+        done = 0
+
+        def tick(count: int = 1) -> None:
+            nonlocal done
+            done += count
+            if self.cancelled():
+                raise Cancelled
+            self.tell((f"{what} {done} of {total}", done / max(total, 1)))
+
+        return tick
+
+    def run(self, work: Work) -> None:
+        try:
+            self.result = work(self)
+        except BaseException as error:  # shown by whoever follows
+            self.error = error
+        self.ended = True
+        self.told.put(self)
+
+
+def begin(work: Work) -> Job:
+    """Starts work in a thread."""
+    job = Job()
+    threading.Thread(target=job.run, args=(work,), daemon=True).start()
+    return job
+
+
+def follow(job: Job) -> Iterator[Any]:
+    """The latest news, again and again, until the work ends; then its error is raised. Older news are passed over.
+
+    Where somebody cancels, Cancelled is raised at once, even amid a long step. A follower that goes away (its page was
+    closed) takes the work with it.
+    """
+    try:
+        ended = False
+        while not ended:
+            news = [job.told.get()]
+            while not job.told.empty():
+                news.append(job.told.get())
+            ended = news[-1] is job
+            if any(one is STOP for one in news):
+                raise Cancelled
+            if told := news[:-1] if ended else news:
+                yield told[-1]
+    finally:
+        job.cancel()
+    if job.error is not None:
+        raise job.error
+
+
+# --- Sessions -------------------------------------------------------------------------------------------------------
+
+KEPT = 8  # runs of a person whose traces stay
+IDLE = 120.0  # seconds that a session lives without a page that is open
+_PATIENCE = 2.0  # seconds for work to notice that all ends
+_COARSE = 1.0  # seconds by which the clock of files may be late
+_FOLDER = "session-"
+
+
+@dataclass
+class Session:
+    folder: Path
+    runs: dict[str, Path] = field(default_factory=dict)  # traces by what they are called, the newest last
+    jobs: dict[str, Job] = field(default_factory=dict)  # by the tab that began them
+    count: int = 0
+    sent: set[Path] = field(default_factory=set)  # files that gradio keeps for the page, outside of the folder
+    began: float = field(default_factory=time.time)
+    seen: float = field(default_factory=time.monotonic)
+
+    def new_file(self, ending: str) -> Path:
+        self.count += 1
+        return self.folder / f"{self.count:04d}{ending}"
+
+    def keep(self, name: str, trace: Path) -> None:
+        self.runs.pop(name, None)
+        self.runs[name] = trace
+        while len(self.runs) > KEPT:
+            self.runs.pop(next(iter(self.runs))).unlink(missing_ok=True)
+
+    def begin(self, tab: str, work: Work) -> Job:
+        """One work a tab: what was under way there is stopped."""
+        self.cancel(tab)
+        self.jobs[tab] = begin(work)
+        return self.jobs[tab]
+
+    def cancel(self, tab: str) -> bool:
+        """Whether there was something to cancel."""
+        job = self.jobs.pop(tab, None)
+        if job is None or job.ended:
+            return False
+        job.cancel()
+        return True
+
+    @property
+    def busy(self) -> bool:
+        return any(not job.ended for job in list(self.jobs.values()))
+
+
+@dataclass
+class Sessions:
+    """All that are at the page, by the mark that Gradio gives each browser tab."""
+
+    held: dict[str, Session] = field(default_factory=dict)
+    open: Counter[str] = field(default_factory=Counter)  # pages whose heartbeat is heard, by mark
+    stay: frozenset[Path] = frozenset()  # gradio's files that are nobody's: the page itself has them
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def of(self, mark: str | None) -> Session:
+        with self.lock:
+            mark = mark or ""
+            if mark not in self.held:
+                place = scratch.folder() / (_FOLDER + secrets.token_hex(16))  # gradio serves what one can name
+                place.mkdir(mode=0o700)
+                self.held[mark] = Session(place)
+            self.held[mark].seen = time.monotonic()
+            return self.held[mark]
+
+    def opened(self, mark: str) -> None:
+        with self.lock:
+            self.of(mark)  # from now on what comes may be its
+            self.open[mark] += 1
+
+    def closed(self, mark: str) -> None:
+        """A page was closed."""
+        with self.lock:
+            self.open[mark] -= 1
+            if self.open[mark] <= 0:
+                del self.open[mark]
+                self.end(mark)
+
+    def note(self, mark: str | None, told: Any) -> None:
+        """Remembers the files that a page was sent or sent itself, as gradio names them in its messages."""
+        found = {path for path in map(Path, _paths(told)) if path.is_relative_to(scratch.folder())}
+        with self.lock:
+            if found and (session := self.held.get(mark or "")):  # a page that has closed is not opened again
+                session.sent |= found
+
+    def end(self, mark: str | None) -> list[Job]:
+        """Work stops, and what was left is removed. The work that has yet to notice is returned."""
+        with self.lock:
+            gone = self.held.pop(mark or "", None)
+            if gone is None:
+                return []
+            under_way = [job for job in gone.jobs.values() if not job.ended]
+            for tab in list(gone.jobs):
+                gone.cancel(tab)
+            shutil.rmtree(gone.folder, ignore_errors=True)
+            self._remove_sent(gone)
+            return under_way
+
+    def end_idle(self, idle: float = IDLE) -> None:
+        """Sessions without a heartbeat: their page is gone, or there never was one."""
+        with self.lock:
+            for mark, session in list(self.held.items()):
+                if mark not in self.open and not session.busy and time.monotonic() - session.seen > idle:
+                    self.end(mark)
+
+    def end_all(self) -> None:
+        under_way = [job for mark in list(self.held) for job in self.end(mark)]
+        until = time.monotonic() + _PATIENCE
+        while any(not job.ended for job in under_way) and time.monotonic() < until:
+            time.sleep(0.02)
+
+    def _remove_sent(self, gone: Session) -> None:
+        """What gradio keeps for a session that ended, and what came before all others and nobody uses."""
+        used = self.stay.union(*(session.sent for session in self.held.values()))
+        oldest = min((session.began for session in self.held.values()), default=float("inf"))
+        for path in files():
+            with contextlib.suppress(OSError):  # gradio may move it meanwhile
+                if path not in used and (path in gone.sent or path.stat().st_mtime + _COARSE < oldest):
+                    path.unlink()
+
+
+def files() -> set[Path]:
+    """All that gradio keeps, in folders by what is in a file."""
+    found = (place for place in scratch.folder().iterdir() if not place.name.startswith((_FOLDER, scratch.LOCK)))
+    return {path for place in found for path in (place.rglob("*") if place.is_dir() else [place]) if path.is_file()}
+
+
+def _paths(told: Any) -> list[str]:
+    """Every `path` in a message."""
+    if isinstance(told, dict):
+        own = [told["path"]] if isinstance(told.get("path"), str) else []
+        return own + _paths(list(told.values()))
+    return [path for one in told for path in _paths(one)] if isinstance(told, list | tuple) else []

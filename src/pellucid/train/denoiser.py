@@ -1,0 +1,252 @@
+"""Training a denoiser that is told no text: on pixels, or on latents; unconditional, or told a class."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pellucid.core.dialect_diffusers import SPACINGS
+from pellucid.core.errors import PellucidError, rule
+from pellucid.core.filters import Clip
+from pellucid.core.grid import named as grid_named
+from pellucid.core.schedule import Tabled
+from pellucid.interop import diffusers_export, source, weights
+from pellucid.interop.components import KINDS, NETWORK_PARTS, Components
+from pellucid.interop.diffusers_config import Reading
+from pellucid.interop.save import save_components
+from pellucid.models.dit import DiT
+from pellucid.models.unet import UNet
+from pellucid.models.vae import AutoencoderKL
+from pellucid.train.config import ObjectiveConfig, check_beginning
+from pellucid.train.draws import Draws, seeded
+from pellucid.train.encoding import decoded, drawn_latents, read_vae
+from pellucid.train.initial import start_small
+from pellucid.train.objective import Grades
+from pellucid.train.sampling import Sampling, SamplingConfig
+from pellucid.train.source import Batch
+
+log = logging.getLogger("pellucid.train")
+
+
+@dataclass(frozen=True)
+class DenoiserConfig:
+    """`network` is a config of diffusers, with its `_class_name`; or `start` is the folder of a pipeline whose network
+    is trained further. `labels` tells it the class of an image; the null label, for images that drop theirs, is the
+    last of its embeddings. `vae` is the folder of the VAE in whose latents a DiT works; without it, it works on pixels,
+    as UNets do."""
+
+    objective: ObjectiveConfig
+    network: Mapping[str, Any] = field(default_factory=dict)
+    start: str = ""
+    vae: str = ""
+    condition: Literal["none", "labels"] = "none"
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+    def __post_init__(self) -> None:
+        check_beginning(self.network, self.start)
+
+    def build(self, seed: int, device: torch.device) -> DenoiserTask:
+        return DenoiserTask(self, seed, device)
+
+
+def fresh(raw: Mapping[str, Any], seed: int) -> nn.Module:
+    """A network of a diffusers config, with random weights that a seed decides."""
+    kind = raw.get("_class_name")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise PellucidError(rule("network._class_name", "one of " + ", ".join(KINDS), kind), "class")
+    settings = KINDS[kind].read(raw)
+    sketched = weights.sketch(lambda: KINDS[kind].build(settings), "network")
+    check_room(sum(weight.numel() for weight in sketched.parameters()))
+    with seeded(seed):
+        return start_small(KINDS[kind].build(settings))
+
+
+def check_room(count: int) -> None:
+    """Refuses a network whose weights alone, in float32, are more than this machine's memory, before it is made."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**40
+    if 4 * count > whole:
+        must = f"of at most {whole // 4:,} weights, which fill the memory of this machine"
+        raise PellucidError(rule("network", must, f"{count:,}"), "network")
+
+
+def begun(network: Mapping[str, Any], start: str, seed: int) -> nn.Module:
+    """The denoiser as the first step finds it: fresh, or that of a pipeline's folder, in float32."""
+    if not start:
+        return fresh(network, seed)
+    folder = source.locate(start)
+    found = [folder / part for part in NETWORK_PARTS if (folder / part).is_dir()]
+    if not found:
+        raise PellucidError(rule("start", f"a folder with {' or '.join(NETWORK_PARTS)}", start), "not-a-component")
+    return source.load_component(found[0], dtype=torch.float32).train().requires_grad_(True)
+
+
+class DenoiserTask:
+    """The plain task: noise images, ask the network, grade its answer."""
+
+    def __init__(self, config: DenoiserConfig, seed: int, device: torch.device) -> None:
+        self.config, self.objective = config, config.objective.build()
+        network = begun(config.network, config.start, seed)
+        if not isinstance(network, UNet | DiT):
+            must, got = "a UNet, or a DiT", type(network).__name__
+            raise PellucidError(rule("network of a denoiser without text", must, got), "class")
+        self.vae = read_vae(config.vae).to(device) if config.vae else None
+        check(config, network, self.vae)
+        size, factor = network.config.sample_size, 1 if self.vae is None else self.vae.config.factor
+        self.scheduler = self.exported()  # refused now, and not after the last step
+        self.sampling().plan()
+        self.shape = (network.config.in_channels, size, size)
+        self.pixels = self.shape if self.vae is None else (self.vae.config.in_channels, size * factor, size * factor)
+        self.null = null_label(network)
+        self.checked = False
+        self.device = device
+        self.network: nn.Module = network.to(device)
+
+    @property
+    def frozen(self) -> tuple[nn.Module, ...]:
+        return () if self.vae is None else (self.vae,)
+
+    def prepare(self, batch: Batch, draws: Draws) -> dict[str, Tensor]:
+        images = self.diffused(batch.images, draws)
+        asked = self.objective.draw(images, draws)
+        if self.config.condition == "labels":
+            if batch.labels is None:
+                raise PellucidError(rule("data", "with labels for condition = labels", "none"), "data-labels")
+            self.check_labels(batch.labels)
+            dropped = draws.uniform("dropout", (), images.device) < self.objective.dropout
+            asked["labels"] = torch.where(dropped, self.null, batch.labels)
+        return asked
+
+    @torch.no_grad()
+    def diffused(self, images: Tensor, draws: Draws) -> Tensor:
+        """What is noised: pixels; or latents, of images or as a cache has them."""
+        if images.shape[1:] == self.shape:
+            return images
+        if self.vae is None or images.shape[1:] != self.pixels:
+            must = f"of shape {self.pixels}" + ("" if self.vae is None else f", or latents of {self.shape}")
+            raise PellucidError(rule("images of the data", must, tuple(images.shape[1:])), "data-shape")
+        return drawn_latents(self.vae, images, draws)
+
+    def check_labels(self, labels: Tensor) -> None:
+        """Refuses a class that has no embedding, or has the null label's; a GPU is asked once, as it would wait."""
+        if self.checked and labels.is_cuda:
+            return
+        most, self.checked = int(labels.max()), True
+        if most >= self.null:
+            if isinstance(self.network, DiT):
+                raise PellucidError(
+                    rule("num_embeds_ada_norm", f"above the largest label, {most}", self.null), "condition"
+                )
+            must = f"above the largest label and the null label ({most} + 2)"
+            raise PellucidError(rule("num_class_embeds", must, self.null + 1), "condition")
+
+    def loss(self, network: nn.Module, asked: Mapping[str, Tensor]) -> Grades:
+        return self.objective.loss(network, asked)
+
+    def sampling(self, grid: str | None = None) -> Sampling:
+        """As the config says, or on another grid."""
+        config = self.config.sampling if grid is None else replace(self.config.sampling, grid=grid)
+        return Sampling(self.objective.schedule, self.objective.target, config, self.clip)
+
+    @property
+    def clip(self) -> Clip | None:
+        """Pixels end at ±1; latents do not."""
+        return Clip() if self.vae is None else None
+
+    def images(self, network: nn.Module, count: int, seed: int) -> Tensor:
+        def labels(first: int, last: int) -> dict[str, Tensor]:
+            return {"labels": torch.arange(first, last, device=self.device) % self.null}
+
+        told = labels if self.config.condition == "labels" else None
+        made = self.sampling().batches(network, self.shape, count, seed, device=self.device, batch=count, inputs=told)
+        x0 = torch.cat(list(made))
+        return (x0 if self.vae is None else decoded(self.vae, x0)).add(1).div(2).clamp(0, 1)
+
+    def save(self, network: nn.Module, folder: Path) -> None:
+        """The folder of a DiTPipeline; for a UNet of a DDIMPipeline, or of a DDPMPipeline, which keeps schedulers."""
+        is_ddim = self.scheduler["_class_name"] == "DDIMScheduler"
+        of_unet = "DDIMPipeline" if is_ddim else "DDPMPipeline"
+        parts = Components(
+            name=folder.name,
+            pipeline_class="DiTPipeline" if isinstance(network, DiT) else of_unet,
+            network=network,
+            vae=self.vae,
+            text_encoders=(),
+            tokenizers=(),
+            image_encoder=None,
+            controlnets=(),
+            scheduler=self.scheduler,
+            schedule=self.objective.schedule,
+            target=self.objective.target,
+        )
+        save_components(parts, folder, overwrite=True)
+
+    def exported(self) -> dict[str, Any]:
+        """The config of the scheduler to ship: DDIM's where the schedule is a table, else that of `sampling`.
+
+        diffusers' other schedulers know no clipping. Where DDIM there has no such grid, `leading` is shipped.
+        """
+        config, schedule, target = self.config.sampling, self.objective.schedule, self.objective.target
+        grid = grid_named(config.grid)
+        if not isinstance(schedule, Tabled):
+            return diffusers_export.write(Reading("", config.sampler, schedule, target, grid, {}, None))
+        shipped = grid if grid.name in SPACINGS else grid_named("leading")
+        if shipped is not grid:
+            log.warning("the model is shipped with the grid leading: diffusers' DDIM has no %s", grid.name)
+        return diffusers_export.write(Reading("", "ddim", schedule, target, shipped, {}, self.clip))
+
+
+def null_label(network: UNet | DiT) -> int:
+    """The label of images that drop theirs: the last embedding of a UNet; a DiT has one more than classes."""
+    config = network.config
+    return config.null_label if isinstance(network, DiT) else (config.num_class_embeds or 1) - 1
+
+
+def check(config: DenoiserConfig, network: UNet | DiT, vae: AutoencoderKL | None) -> None:
+    """Refuses parts that do not fit together, before the first step."""
+    if isinstance(network, DiT):
+        check_dit(config, network, vae)
+    else:
+        check_unet(config, network)
+    if config.objective.dropout and config.condition == "none":
+        raise PellucidError(rule("dropout", "0 without a condition", config.objective.dropout), "objective")
+    if config.sampling.guidance != 1.0:
+        raise PellucidError(rule("sampling.guidance", "1 without a text", config.sampling.guidance), "config-value")
+    if not isinstance(network.config.sample_size, int):
+        got = network.config.sample_size
+        raise PellucidError(rule("network.sample_size", "a whole number", got), "config-missing")
+
+
+def check_unet(config: DenoiserConfig, network: UNet) -> None:
+    classes = network.config.num_class_embeds
+    if config.vae:
+        advice = 'A UNet on latents is told a text: task.kind = "text_denoiser".'
+        raise PellucidError(rule("vae", "left out for a UNet", config.vae, advice), "condition")
+    if network.config.cross_attention_dim is not None:
+        must = "told a time, and a class at most"
+        raise PellucidError(rule("network", must, f"a {network.config.class_name}, which is told a text"), "condition")
+    if (config.condition == "labels") != (classes is not None):
+        must = "labels exactly where the network has num_class_embeds"
+        raise PellucidError(rule("condition", must, config.condition), "condition")
+    if classes is not None and classes < 2:
+        raise PellucidError(rule("num_class_embeds", "at least 2: a class and the null label", classes), "condition")
+
+
+def check_dit(config: DenoiserConfig, network: DiT, vae: AutoencoderKL | None) -> None:
+    channels = network.config.in_channels
+    if config.condition != "labels":
+        raise PellucidError(rule("condition", "labels for a DiT, which is told a class", config.condition), "condition")
+    if network.config.channels_out != channels:
+        got = network.config.channels_out
+        raise PellucidError(rule("network.out_channels", f"in_channels, {channels}", got), "components-fit")
+    if vae is not None and vae.config.factor == 1:
+        raise PellucidError(rule("vae", "one that makes images smaller", config.vae), "components-fit")
+    if vae is not None and vae.config.latent_channels != channels:
+        must = f"{vae.config.latent_channels}, the channels of its VAE's latents"
+        raise PellucidError(rule("network.in_channels", must, channels), "components-fit")
