@@ -55,9 +55,9 @@ from pellucid.pipeline.recipe import Recipe, read_png, read_sheet
 from pellucid.train import image_folder
 from pellucid.train.checkpoint import Chunk, Damage, FileSeal, Manifest, TensorEntry
 from pellucid.train.config import TrainConfig, chosen
-from pellucid.train.denoiser import fresh
+from pellucid.train.initial import fresh
 from pellucid.train.kinds import DATA, TASKS
-from pellucid.train.latent_files import Cache, Scaling
+from pellucid.train.latent_cache import Cache, Scaling
 from pellucid.train.ranks import Ranks
 
 SECONDS = 5.0  # for one file
