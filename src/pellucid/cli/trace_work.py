@@ -199,12 +199,12 @@ def step_dict(step: Step) -> dict[str, Any]:
 def show_comparison(found: Comparison, files: tuple[Path, Path], steps: int) -> None:
     print_line(f"A {files[0]}\nB {files[1]}")
     show_first_difference(found)
-    rest = [told for told in found.told if told not in found.why]
+    rest = [told for told in found.headers if told not in found.why]
     if rest:
         print_line("The headers also differ in" if found.why else "The headers differ in", style="bold")
         for told in rest:
             print_line(f"  {told.text()}")
-    if found.first is not None and any(not math.isnan(one.x0) and one.x0 > 0 for one in found.apart):
+    if found.first is not None and any(not math.isnan(one.x0) and one.x0 > 0 for one in found.distances):
         print_line("Distance by step, as a part of B's norm", style="bold")
         output.console().print(distance_table(found))
     for note in found.notes:
@@ -219,11 +219,11 @@ def show_first_difference(found: Comparison) -> None:
 
 def distance_table(found: Comparison) -> Table:
     made = output.table("step", "x", "x0", right=("step", "x", "x0"))
-    places = range(len(found.apart))
-    if len(found.apart) > GROWTH:
-        places = sorted({round(k * (len(found.apart) - 1) / (GROWTH - 1)) for k in range(GROWTH)})
+    places = range(len(found.distances))
+    if len(found.distances) > GROWTH:
+        places = sorted({round(k * (len(found.distances) - 1) / (GROWTH - 1)) for k in range(GROWTH)})
     for k in places:
-        one = found.apart[k]
+        one = found.distances[k]
         made.add_row(str(one.step), number(one.x), number(one.x0))
     return made
 
@@ -236,8 +236,8 @@ def comparison_dict(found: Comparison) -> dict[str, Any]:
             "first": None if found.first is None else asdict(found.first),
             "why": [asdict(told) for told in found.why],
             "images": [asdict(one) for one in found.images],
-            "headers": [asdict(told) for told in found.told],
-            "apart": [asdict(one) for one in found.apart],
+            "headers": [asdict(told) for told in found.headers],
+            "apart": [asdict(one) for one in found.distances],
             "notes": list(found.notes),
         }
     )
