@@ -291,7 +291,9 @@ def test_the_best_is_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "KEPT", 4)
     subject, truth = judged()
     found = Sweep(subject, truth, sifted=4).best(6, 3)
-    means = {one.name: float(errors(one.plan(subject.schedule, "eps", 6), subject, truth, 64).mean()) for one in few}
+    means = {
+        one.text: float(errors(plan_within(one, subject.schedule, "eps", 6), subject, truth, 64).mean()) for one in few
+    }
     assert found[0].name == min(means, key=means.__getitem__)
     assert [cell.mean for cell in found] == sorted(cell.mean for cell in found)
     assert all(cell.mean == pytest.approx(means[cell.name]) and cell.pairs == 8 for cell in found)
