@@ -40,7 +40,7 @@ from pellucid.models.dit import DiT
 from pellucid.pipeline.encoders.conditions import takes_labels, takes_text
 from pellucid.pipeline.pipeline import Pipeline
 
-# --- times of least error ---------------------------------------------------------------------------------------------
+# --- times of least error --------------------------------------------------------------------------------------------
 
 UNEXPLAINED = 1.15  # square error at the times of a schedule over that at the best times
 TIMED_RATIOS = (0.45, 1.2, 3.5)  # sigma / alpha
@@ -111,7 +111,7 @@ def at_scale(probe: Probe, factor: float) -> list[BestTime]:
     return best_times(replace(probe, clean=probe.clean * factor), probe.target, probe.schedule)
 
 
-# --- target -------------------------------------------------------------------------------------------------------
+# --- target ----------------------------------------------------------------------------------------------------------
 
 WORDS = {
     "eps": "the noise (eps)",
@@ -188,7 +188,94 @@ def check_target(subject: Subject, network: Any) -> Iterable[Finding]:
     return for_network(found, "target-mismatch", f'target="{answer.name}"') if subject.pipeline is None else found
 
 
-# --- schedule -----------------------------------------------------------------------------------------------------
+# --- scale of the training data --------------------------------------------------------------------------------------
+#
+# An image with noise of ρ times its own scale is one x for every scale c: c·(x0 + ρ·eps), at sigma / alpha c·ρ. The
+# network denoises it best, relative to c, at the scale that it was trained on. There the config's scale must lie: a VAE
+# with the scaling factor of another model encodes images that are too large or too small for the network.
+
+PROFILE_SCALES = tuple(float(c) for c in np.geomspace(1 / 8, 8, 13))  # steps of √2
+NOISES = (0.5, 1.0, 2.0)  # ρ
+SCALE_IMAGES = 16
+SCALE_OFF = 1.25  # the scale is wrong beyond this factor, with all of its interval
+SCALE_COST = 1.01  # and where it costs at least this factor of the square error
+SCALE_FAR = 1.5  # an error
+SCALE_RESAMPLES = 400
+
+
+@dataclass(frozen=True)
+class TrainingScale:
+    """The factor by which data must be multiplied to have the scale of training, with its interval over images."""
+
+    factor: float
+    interval: Interval
+    excess: float  # the square error at scale 1 over that at this factor
+
+    @property
+    def off(self) -> bool:
+        """Whether it is not 1 for sure, and matters."""
+        return (self.interval.low > SCALE_OFF or self.interval.high < 1 / SCALE_OFF) and self.excess > SCALE_COST
+
+
+def training_scale(probe: Probe, most: int = SCALE_IMAGES) -> TrainingScale:
+    """The scale at which a network denoises best."""
+    logs = scale_profile(probe, range(min(most, len(probe))))  # (S, N)
+    at = np.log(np.array(PROFILE_SCALES))
+    best, least = lowest(at, logs.mean(1).numpy())
+    counts = draws(logs.shape[1], SCALE_RESAMPLES).double() / logs.shape[1]
+    drawn = torch.tensor([math.exp(lowest(at, row)[0]) for row in (counts @ logs.T).numpy()])
+    one = float(logs.mean(1)[PROFILE_SCALES.index(min(PROFILE_SCALES, key=lambda c: abs(math.log(c))))])
+    return TrainingScale(math.exp(best), percentiles(drawn, 0.99), math.exp(one - least))
+
+
+def scale_profile(probe: Probe, images: range) -> torch.Tensor:
+    """(S, N): the mean over noises of the logarithm of the square error, relative to the scale."""
+    clean = probe.clean[: len(images)]
+    found = torch.zeros(len(PROFILE_SCALES), len(images), dtype=torch.float64)
+    for k, noise in enumerate(NOISES):
+        eps = probe.noise(2000 + k, images)
+        for i, scale in enumerate(PROFILE_SCALES):
+            level = in_frame(scale * noise, "vp")
+            x = (clean + noise * eps) * scale * level.alpha
+            x0 = probe.x0(x, level, float(probe.schedule.time_at(level.ratio)), images)
+            found[i] += log_square(x0 / scale - clean) / len(NOISES)
+    return found
+
+
+@check("scale of training")
+def check_scale(subject: Subject, network: Any, data: KnownImages) -> Iterable[Finding]:
+    """Do images reach the network at the scale that it was trained on?"""
+    probe = probe_of(subject, SCALE_IMAGES)
+    if len(probe) < 2:
+        raise Unable(f"{len(probe)} image is too few: give two or more")
+    trained = detection_of(subject)[1].as_trained(probe)
+    seen = training_scale(trained)
+    if not seen.off:
+        return []
+    if not explained(at_scale(trained, seen.factor)):  # betas of its own look like another scale at some levels alone
+        raise Unable("at no scale does its schedule have the times that the network wants: see the check schedule")
+    vae = None if subject.pipeline is None else subject.pipeline.components.vae
+    evidence: Evidence = (
+        ("images", len(probe)),
+        ("standard deviation of the data as the network sees them", float(probe.clean.std())),
+        ("factor at which the network denoises best", seen.factor),
+        ("99 % interval", f"{seen.interval.low:.3g} to {seen.interval.high:.3g}"),
+        ("square error, times that at the best factor", seen.excess),
+    )
+    words = f"network was trained on data {seen.factor:.3g} times as large as what it is given"
+    grave: Severity = "error" if max(seen.factor, 1 / seen.factor) > SCALE_FAR else "warning"
+    if vae is None:
+        cause = f"The {words}: pixels of another range."
+        fix = "Normalise the images as in training: Pellucid gives them in [-1, 1]."
+        return [Finding("data-scale", grave, f"the {words}", evidence, cause, fix)]
+    factor = float(vae.config.scaling_factor)
+    evidence = (*evidence, ("scaling_factor", factor))
+    cause = f"The {words}: scaling_factor {factor:g} of the VAE is not the one of training."
+    fix = f'Set "scaling_factor": {factor * seen.factor:.3g} in vae/config.json (measured), or the one of its training.'
+    return [Finding("latent-scale", grave, f"the {words}", evidence, cause, fix)]
+
+
+# --- schedule --------------------------------------------------------------------------------------------------------
 
 SCHEDULE_COST, SCHEDULE_FAR = 1.05, 1.25  # square error over that by the best schedule: worth a warning, an error
 BETAS = ("beta_start", "beta_end")
@@ -286,94 +373,7 @@ def check_schedule(subject: Subject, network: Any) -> Iterable[Finding]:
     return [unknown_schedule(answer, seen, probe.schedule)]
 
 
-# --- scale of the training data -----------------------------------------------------------------------------------
-#
-# An image with noise of ρ times its own scale is one x for every scale c: c·(x0 + ρ·eps), at sigma / alpha c·ρ. The
-# network denoises it best, relative to c, at the scale that it was trained on. There the config's scale must lie: a VAE
-# with the scaling factor of another model encodes images that are too large or too small for the network.
-
-PROFILE_SCALES = tuple(float(c) for c in np.geomspace(1 / 8, 8, 13))  # steps of √2
-NOISES = (0.5, 1.0, 2.0)  # ρ
-SCALE_IMAGES = 16
-SCALE_OFF = 1.25  # the scale is wrong beyond this factor, with all of its interval
-SCALE_COST = 1.01  # and where it costs at least this factor of the square error
-SCALE_FAR = 1.5  # an error
-SCALE_RESAMPLES = 400
-
-
-@dataclass(frozen=True)
-class TrainingScale:
-    """The factor by which data must be multiplied to have the scale of training, with its interval over images."""
-
-    factor: float
-    interval: Interval
-    excess: float  # the square error at scale 1 over that at this factor
-
-    @property
-    def off(self) -> bool:
-        """Whether it is not 1 for sure, and matters."""
-        return (self.interval.low > SCALE_OFF or self.interval.high < 1 / SCALE_OFF) and self.excess > SCALE_COST
-
-
-def training_scale(probe: Probe, most: int = SCALE_IMAGES) -> TrainingScale:
-    """The scale at which a network denoises best."""
-    logs = scale_profile(probe, range(min(most, len(probe))))  # (S, N)
-    at = np.log(np.array(PROFILE_SCALES))
-    best, least = lowest(at, logs.mean(1).numpy())
-    counts = draws(logs.shape[1], SCALE_RESAMPLES).double() / logs.shape[1]
-    drawn = torch.tensor([math.exp(lowest(at, row)[0]) for row in (counts @ logs.T).numpy()])
-    one = float(logs.mean(1)[PROFILE_SCALES.index(min(PROFILE_SCALES, key=lambda c: abs(math.log(c))))])
-    return TrainingScale(math.exp(best), percentiles(drawn, 0.99), math.exp(one - least))
-
-
-def scale_profile(probe: Probe, images: range) -> torch.Tensor:
-    """(S, N): the mean over noises of the logarithm of the square error, relative to the scale."""
-    clean = probe.clean[: len(images)]
-    found = torch.zeros(len(PROFILE_SCALES), len(images), dtype=torch.float64)
-    for k, noise in enumerate(NOISES):
-        eps = probe.noise(2000 + k, images)
-        for i, scale in enumerate(PROFILE_SCALES):
-            level = in_frame(scale * noise, "vp")
-            x = (clean + noise * eps) * scale * level.alpha
-            x0 = probe.x0(x, level, float(probe.schedule.time_at(level.ratio)), images)
-            found[i] += log_square(x0 / scale - clean) / len(NOISES)
-    return found
-
-
-@check("scale of training")
-def check_scale(subject: Subject, network: Any, data: KnownImages) -> Iterable[Finding]:
-    """Do images reach the network at the scale that it was trained on?"""
-    probe = probe_of(subject, SCALE_IMAGES)
-    if len(probe) < 2:
-        raise Unable(f"{len(probe)} image is too few: give two or more")
-    trained = detection_of(subject)[1].as_trained(probe)
-    seen = training_scale(trained)
-    if not seen.off:
-        return []
-    if not explained(at_scale(trained, seen.factor)):  # betas of its own look like another scale at some levels alone
-        raise Unable("at no scale does its schedule have the times that the network wants: see the check schedule")
-    vae = None if subject.pipeline is None else subject.pipeline.components.vae
-    evidence: Evidence = (
-        ("images", len(probe)),
-        ("standard deviation of the data as the network sees them", float(probe.clean.std())),
-        ("factor at which the network denoises best", seen.factor),
-        ("99 % interval", f"{seen.interval.low:.3g} to {seen.interval.high:.3g}"),
-        ("square error, times that at the best factor", seen.excess),
-    )
-    words = f"network was trained on data {seen.factor:.3g} times as large as what it is given"
-    grave: Severity = "error" if max(seen.factor, 1 / seen.factor) > SCALE_FAR else "warning"
-    if vae is None:
-        cause = f"The {words}: pixels of another range."
-        fix = "Normalise the images as in training: Pellucid gives them in [-1, 1]."
-        return [Finding("data-scale", grave, f"the {words}", evidence, cause, fix)]
-    factor = float(vae.config.scaling_factor)
-    evidence = (*evidence, ("scaling_factor", factor))
-    cause = f"The {words}: scaling_factor {factor:g} of the VAE is not the one of training."
-    fix = f'Set "scaling_factor": {factor * seen.factor:.3g} in vae/config.json (measured), or the one of its training.'
-    return [Finding("latent-scale", grave, f"the {words}", evidence, cause, fix)]
-
-
-# --- drift --------------------------------------------------------------------------------------------------------
+# --- drift -----------------------------------------------------------------------------------------------------------
 
 DRIFT_IMAGES = 8
 DRIFT_STEPS = 20
