@@ -26,7 +26,7 @@ from pellucid.evidence.adherence.sheets import Card, contact_sheet
 from pellucid.evidence.metrics.image_text import Judge
 from pellucid.evidence.metrics.inception import to_bytes
 from pellucid.evidence.report.page import Table
-from pellucid.evidence.statistics import Estimate, Interval, Share, mean_interval, percent
+from pellucid.evidence.statistics import Estimate, Share, mean_interval, percent
 from pellucid.interop import source, weights
 from pellucid.interop.atomic_files import put
 from pellucid.models import ip_adapter
@@ -57,8 +57,7 @@ class RoundTrip:
     `after`: the share that is read right in all attributes, of the true images and of what the VAE made of them."""
 
     count: int
-    psnr: float
-    interval: Interval
+    psnr: Estimate
     worst: float
     before: Share
     after: Share
@@ -66,7 +65,8 @@ class RoundTrip:
 
     def plain(self) -> dict[str, Any]:
         shares = {"before": self.before.plain(), "after": self.after.plain()}
-        return {**asdict(self), "interval": [self.interval.low, self.interval.high], **shares}
+        psnr = {"psnr": self.psnr.value, "interval": [self.psnr.low, self.psnr.high]}
+        return {"count": self.count, **psnr, "worst": self.worst, **shares, "by_style": self.by_style}
 
 
 def round_trip(
@@ -97,8 +97,7 @@ def round_trip(
     least = values.sort().values[: max(1, round(WORST * count))]
     return RoundTrip(
         count=count,
-        psnr=float(values.mean()),
-        interval=mean_interval(values, seed=seed),
+        psnr=mean_interval(values, seed=seed),
         worst=float(least.mean()),
         before=Share.of(verdict.right for verdict in before),
         after=Share.of(verdict.right for verdict in after),
@@ -228,7 +227,7 @@ class AdapterEffect:
 
     def plain(self) -> dict[str, Any]:
         kept = {name: getattr(self, name) for name in ("adapter", "figure", "count", "more")}
-        return {**kept, "adapted": asdict(self.adapted), "base": asdict(self.base)}
+        return {**kept, "adapted": self.adapted.plain(), "base": self.base.plain()}
 
 
 # ControlNet
@@ -255,23 +254,12 @@ def follows_edges(pipe: Maker, network: Any, exam: Exam) -> AdapterEffect:
         "median": float(values[True].median()),
     }
     figure = "edge F1 within 1 pixel"
-    return AdapterEffect(
-        "ControlNet", figure, exam.count, mean_estimate(values[True]), mean_estimate(values[False]), more, tuple(cards)
-    )
+    both = (mean_interval(values[on]) for on in (True, False))
+    return AdapterEffect("ControlNet", figure, exam.count, *both, more, tuple(cards))
 
 
 def condition(on: bool) -> str:
     return "with the adapter" if on else "without it"
-
-
-def mean_estimate(values: Tensor) -> Estimate:
-    interval = mean_interval(values)
-    return Estimate(float(values.mean()), interval.low, interval.high)
-
-
-def share_estimate(marks: Sequence[bool]) -> Estimate:
-    found = Share.of(marks)
-    return Estimate(found.value, *found.interval)
 
 
 # IP-Adapter
@@ -324,9 +312,8 @@ def carries_reference(pipe: Maker, adapter: PerImageAdapter, exam: Exam) -> Adap
         "objects a picture": sum(counts) / len(counts),
     }
     figure = "an object has the reference's colour and shape"
-    return AdapterEffect(
-        "IP-Adapter", figure, exam.count, share_estimate(both[True]), share_estimate(both[False]), more, tuple(cards)
-    )
+    shares = (Share.of(both[on]).estimate for on in (True, False))
+    return AdapterEffect("IP-Adapter", figure, exam.count, *shares, more, tuple(cards))
 
 
 class Likeness(NamedTuple):
@@ -371,9 +358,8 @@ def has_style(pipe: Maker, lora: Any, style: str, exam: Exam) -> AdapterEffect:
                 cards.append(Card(made[on][i], words, found or "unclear", found == style if on else None))
     marks = {on: [found == style for found in styles[on]] for on in styles}
     figure = f"style is {style}"
-    return AdapterEffect(
-        "LoRA", figure, exam.count, share_estimate(marks[True]), share_estimate(marks[False]), {}, tuple(cards)
-    )
+    shares = (Share.of(marks[on]).estimate for on in (True, False))
+    return AdapterEffect("LoRA", figure, exam.count, *shares, {}, tuple(cards))
 
 
 # --- Suite ----------------------------------------------------------------------------------------------------------
@@ -515,8 +501,8 @@ def suite_table(found: dict[str, dict[str, Any]]) -> Table:
     rows: list[tuple[str, ...]] = []
     for part, one in found.items():
         if part == "vae":
-            low, high = one["interval"]
-            rows.append(("VAE", "PSNR of the round trip, dB", f"{one['psnr']:.2f} ({low:.2f} to {high:.2f})", "–"))
+            psnr = Estimate(one["psnr"], *one["interval"])
+            rows.append(("VAE", "PSNR of the round trip, dB", psnr.words("{:.2f}".format), "–"))
             rows.append(("VAE", "PSNR of the worst hundredth, dB", f"{one['worst']:.2f}", "–"))
             rows.append(("VAE", "read right in all attributes", share_words(one["after"]), share_words(one["before"])))
         elif part == "image_text":
@@ -525,16 +511,11 @@ def suite_table(found: dict[str, dict[str, Any]]) -> Table:
                 rows.append(("image-text", words, share_words(one[key]), f"{100 / AMONG:.1f} % by chance"))
         else:
             both = [Estimate(**one[key]) for key in ("adapted", "base")]
-            rows.append((one["adapter"], one["figure"], *(estimate_words(estimate, part) for estimate in both)))
+            form, unit = ("{:.3f}".format, "") if part == "controlnet" else (percent, " %")
+            rows.append((one["adapter"], one["figure"], *(estimate.words(form, unit) for estimate in both)))
     note = "In brackets 95 % intervals. Without: the base from the same noise; for the VAE, the true images."
     return Table("Parts of the model", ("part", "figure", "with", "without"), tuple(rows), note)
 
 
 def share_words(one: dict[str, Any]) -> str:
     return Share(one["right"], one["count"]).words
-
-
-def estimate_words(estimate: Estimate, part: str) -> str:
-    if part != "controlnet":
-        return percent(estimate.value, estimate.low, estimate.high)  # type: ignore[arg-type]  # it has an interval
-    return f"{estimate.value:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"

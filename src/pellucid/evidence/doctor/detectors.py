@@ -35,7 +35,7 @@ from pellucid.evidence.doctor.hypotheses import (
 )
 from pellucid.evidence.doctor.probe import Probe, probe_of
 from pellucid.evidence.doctor.subject import KnownImages, Subject
-from pellucid.evidence.statistics import Interval, draws, mean_interval, percentiles
+from pellucid.evidence.statistics import Estimate, draws, mean_interval, percentiles
 from pellucid.interop.diffusers_export import TARGET_NAMES
 from pellucid.models.dit import DiT
 from pellucid.pipeline.encoders.conditions import takes_labels, takes_text
@@ -320,7 +320,7 @@ class TrainingScale:
     what factor the square error is larger at scale 1 than there."""
 
     factor: float
-    interval: Interval
+    interval: Estimate
     excess: float
 
     @property
@@ -337,7 +337,7 @@ def training_scale(probe: Probe, most: int = SCALE_IMAGES) -> TrainingScale:
     counts = draws(logs.shape[1], SCALE_RESAMPLES).double() / logs.shape[1]
     drawn = torch.tensor([math.exp(lowest(at, row)[0]) for row in (counts @ logs.T).numpy()])
     one = float(logs.mean(1)[PROFILE_SCALES.index(min(PROFILE_SCALES, key=lambda c: abs(math.log(c))))])
-    return TrainingScale(math.exp(best), percentiles(drawn, 0.99), math.exp(one - least))
+    return TrainingScale(math.exp(best), percentiles(drawn, math.exp(best), 0.99), math.exp(one - least))
 
 
 def scale_profile(probe: Probe, images: range) -> torch.Tensor:

@@ -223,7 +223,7 @@ def range_table(report: GuidanceReport) -> Table:
             continue
         top = max(line.cells, key=lambda one: one.cell.figures[found.adherence].value)
         figure = top.cell.figures[found.adherence]
-        rows.append((line.rule, line.words, f"{top.scale:g}", figure.words(kind.percent), state_words(top)))
+        rows.append((line.rule, line.words, f"{top.scale:g}", kind.words(figure), state_words(top)))
     columns = ("rule", "useful scales", "most adherent at", kind.title, "which is")
     return Table("Useful range", columns, tuple(rows), definition(report))
 
@@ -243,7 +243,7 @@ def cell_table(report: GuidanceReport) -> Table:
     for line in report.lines:
         for one in line.cells:
             held = one.cell.figures
-            own = (held[name].words(KINDS[name].percent) if name in held else "–" for name in names)
+            own = (KINDS[name].words(held[name]) if name in held else "–" for name in names)
             rows.append((line.rule, f"{one.scale:g}", *own, state_words(one)))
     reference = report.found.reference
     known = (reference.values.get(name) for name in names)
@@ -288,8 +288,8 @@ def chart(report: GuidanceReport, name: str) -> Chart:
                 line.rule,
                 [one.scale for one, _ in held],
                 [times * figure.value for _, figure in held],
-                [times * (figure.value if figure.low is None else figure.low) for _, figure in held],
-                [times * (figure.value if figure.high is None else figure.high) for _, figure in held],
+                [times * figure.low for _, figure in held],
+                [times * figure.high for _, figure in held],
                 labels=[f"{state_words(one)}\n{one.cell.guidance}" for one, _ in held],
                 href=[one.cell.guidance for one, _ in held],
             )
@@ -368,7 +368,7 @@ def images(report: GuidanceReport) -> Images:
     cells = []
     for guidance, cell in found.cells.items():
         figure, kind = cell.figures[found.adherence], KINDS[found.adherence]
-        cells.append(Cell(guidance, study.shown(guidance), f"{kind.title} {figure.words(kind.percent)}"))
+        cells.append(Cell(guidance, study.shown(guidance), f"{kind.title} {kind.words(figure)}"))
     first = [guidance for guidance in ("1", report.advice.guidance) if guidance in found.cells]
     note = "The same prompts and the same noise in every cell, one image a prompt. Choose two to compare."
     return Images("Pictures", cells, note, [str(key) for key in first])

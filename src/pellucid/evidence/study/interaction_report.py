@@ -6,16 +6,16 @@ import html
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pellucid.evidence.report import charts
 from pellucid.evidence.report.charts import Axis, Chart, Series, short
 from pellucid.evidence.report.page import Code, Page, Table, Text
+from pellucid.evidence.statistics import Estimate
 from pellucid.evidence.study.interaction import (
     Change,
-    Gap,
     Interaction,
     InteractionStudy,
     InteractionStudyConfig,
@@ -102,16 +102,16 @@ def change_words(found: Interaction, one: Change) -> str:
     verdict = "a sure change" if one.sure else "not sure"
     return (
         f"At {one.budget} calls {one.best_here} is best for {one.here}, {one.best_there} for {one.there} ({verdict}): "
-        f"the first costs {gap(found, one.kept_there)} in {one.there}, the second {gap(found, one.kept_here)} in "
-        f"{one.here}, over {one.kept_there.over}."
+        f"the first costs {gap_words(found, one.kept_there)} in {one.there}, the second "
+        f"{gap_words(found, one.kept_here)} in {one.here}, over {one.kept_there.over}."
     )
 
 
-def gap(found: Interaction, one: Gap) -> str:
+def gap_words(found: Interaction, gap: Estimate) -> str:
     if found.scaled:
-        return f"{one.value:.2f} times ({one.low:.2f} to {one.high:.2f})"
-    scale = found.measure.scale
-    return f"{short(one.value * scale)} ({short(one.low * scale)} to {short(one.high * scale)}) more"
+        ends = "" if gap.ends is None else f" ({gap.low:.2f} to {gap.high:.2f})"
+        return f"{gap.value:.2f} times{ends}"
+    return f"{gap.times(found.measure.scale).words(short)} more"
 
 
 # --- tables ----------------------------------------------------------------------------------------------------
@@ -138,8 +138,7 @@ def best_by_model(found: Interaction) -> Table:
             if best is None:
                 cells.append("−")
                 continue
-            scale = found.measure.scale
-            ends = f"{short(best.value * scale)} ({short(best.low * scale)} to {short(best.high * scale)})"
+            ends = best.figure.times(found.measure.scale).words(short)
             also = f"; not told from {', '.join(best.rivals)}" if best.rivals else ""
             also += "" if best.resolved else "; not resolved"
             cells.append(f"{best.setup} {ends}, first in {100 * best.first:.0f} %{also}")
@@ -223,9 +222,7 @@ class Heat:
 
 
 def figure(found: Interaction, one: ModelResult, number: int) -> str:
-    scale, column = found.measure.scale, one.column
-    value, low, high = (short(float(part[number]) * scale) for part in (column.values, column.low, column.high))
-    return f"{value} ({low} to {high})"
+    return one.column.shown(number).words(short)
 
 
 def heat(found: Interaction, path: Path) -> Path:
@@ -283,10 +280,8 @@ def plain(found: Interaction) -> dict[str, Any]:
             **{key: getattr(one, key) for key in ("name", "schedule", "target", "architecture", "group")},
             "floor": one.floor if math.isfinite(one.floor) else None,
             "cells": [
-                {"cell": cell.key, "nfe": cell.nfe, "value": known(v), "low": known(low), "high": known(high)}
-                for cell, v, low, high in zip(
-                    one.cells, one.column.values, one.column.low, one.column.high, strict=True
-                )
+                {"cell": cell.key, "nfe": cell.nfe, **one.column.estimate(i).plain()}
+                for i, cell in enumerate(one.cells)
             ],
         }
         for one in found.seen
@@ -294,17 +289,13 @@ def plain(found: Interaction) -> dict[str, Any]:
     return {
         "measure": found.measure.name,
         "models": models,
-        "best_of_models": [asdict(best) for best in bests],
+        "best_of_models": [best.plain() for best in bests],
         "best_of_groups": [
             {"group": group, "calls": budget, "setup": found.best_of(group, budget)}
             for group in found.groups
             for budget in found.budgets
         ],
-        "changes": [asdict(change) for change in found.changes()],
+        "changes": [change.plain() for change in found.changes()],
         "effects": [{"calls": budget, "sampler_group_both": found.spreads(budget)} for budget in found.budgets],
         "sentences": sentences(found),
     }
-
-
-def known(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None

@@ -7,7 +7,7 @@ import html
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 METRICS = (("fid", "FID", 1.0), ("kid", "KID × 10³", 1e3))
 LAST_CALL = "last call alone"
+KINDS = {"images": "pictures"}  # what an interval is over, as files of studies name it
 
 
 def number_words(value: float, digits: int = 2) -> str:
@@ -43,10 +44,7 @@ def point_words(point: TrainingPoint, scale: float = 1.0) -> str:
     if len(point.values) > 1:
         mean, deviation = spread(point.values)
         return f"{number_words(mean * scale)} ± {number_words(deviation * scale)}"
-    words = number_words(point.mean * scale)
-    if point.low is None or point.high is None:
-        return words
-    return f"{words} ({number_words(point.low * scale)} to {number_words(point.high * scale)})"
+    return point.estimate.times(scale).words(number_words)
 
 
 def last_call(held: list[dict[str, Any]]) -> str:
@@ -67,7 +65,7 @@ def final_table(found: ScheduleResults) -> Table:
         if step is None:
             continue
         here = list(found.at(name, step).values())
-        shares = [number_words(TrainingPoint.of(here, metric).mean, 3) for metric in ("precision", "recall")]
+        shares = [number_words(TrainingPoint.of(here, metric).estimate.value, 3) for metric in ("precision", "recall")]
         seconds = found.seconds(name) / max(1, sum(bool(found.logs[name, seed]) for seed in found.study.seeds))
         rows.append(
             (
@@ -137,8 +135,9 @@ def comparisons(found: ScheduleResults) -> list[dict[str, Any]]:
             words = in_words(a, b, difference, title, scale)
             if step != found.study.points[-1]:
                 words = f"At step {step:,}: {words}"
-            made.append({"a": a, "b": b, "metric": metric, "step": step, "words": words, **asdict(difference)})
-            made[-1]["significant"] = difference.significant
+            made.append({"a": a, "b": b, "metric": metric, "step": step, "words": words})
+            made[-1] |= {**difference.plain(), "kind": KINDS.get(difference.over, difference.over)}
+            made[-1] |= {"seeds": difference.count, "significant": difference.significant}
     return made
 
 
@@ -148,7 +147,7 @@ def plain_results(found: ScheduleResults) -> dict[str, Any]:
     schedules: dict[str, Any] = {}
     for name in found.study.schedules:
         step = found.last(name)
-        points = {metric: [asdict(point) for point in found.curve(name, metric)] for metric, _, _ in METRICS}
+        points = {metric: [point.plain() for point in found.curve(name, metric)] for metric, _, _ in METRICS}
         lam, error = found.levels(name)
         schedules[name] = {
             "last_step": step,
@@ -225,13 +224,11 @@ def told(found: ScheduleResults) -> str:
 
 def scaled(point: TrainingPoint, unit: float, metric: str, aside: float) -> TrainingPoint:
     """In the units of the axes, and a hair aside, so that bars of different schedules do not hide each other."""
-    scale = 1e3 if metric == "kid" else 1.0
-    low, high = (None if end is None else end * scale for end in (point.low, point.high))
-    return TrainingPoint((point.images + aside) / unit, tuple(value * scale for value in point.values), low, high)
+    return replace(point, images=point.images + aside).scaled(1 / unit, 1e3 if metric == "kid" else 1.0)
 
 
 def draw_line(axes: Axes, points: Sequence[TrainingPoint], name: str, look: dict[str, Any], mark: str) -> None:
-    x, means = [point.images for point in points], [point.mean for point in points]
+    x, means = [point.images for point in points], [point.estimate.value for point in points]
     axes.plot(x, means, marker=mark, markersize=7, markeredgecolor=PAPER, label=name, **look)
     if any(len(point.values) > 1 for point in points):
         low, high = zip(*(point.ends for point in points), strict=True)
@@ -244,8 +241,9 @@ def draw_bar(axes: Axes, point: TrainingPoint, colour: str) -> None:
     """From the lowest to the highest seed, or over the interval of a single one."""
     low, high = point.ends
     if low < high:
-        reach = [[point.mean - low], [high - point.mean]]
-        axes.errorbar([point.images], [point.mean], yerr=reach, fmt="none", ecolor=colour, capsize=4, elinewidth=1.2)
+        mean = point.estimate.value
+        reach = [[mean - low], [high - mean]]
+        axes.errorbar([point.images], [mean], yerr=reach, fmt="none", ecolor=colour, capsize=4, elinewidth=1.2)
 
 
 # --- where it is trained, and how well -------------------------------------------------------------------------------
