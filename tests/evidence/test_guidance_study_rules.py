@@ -20,7 +20,7 @@ from pellucid.evidence.study.guidance import (
     check_rule,
     guidance_of,
 )
-from pellucid.evidence.study.guidance_report import RangeChart, state_of
+from pellucid.evidence.study.guidance_report import range_chart, state_of
 from pellucid.evidence.study.guidance_results import (
     CLIPPED,
     GuidanceCell,
@@ -215,9 +215,12 @@ def test_the_range_chart_tells_every_state() -> None:
     given = rule_ranges(one)
     names = [state_of(cell)[0] for cell in given[0].cells]
     assert names == ["not adherent enough", "useful", "looks out of tolerance", "both"]
-    page = RangeChart(given, one.study.config.scales, recommendation_of(one, given).chosen).html()
+    drawing = range_chart(given, one.study.config.scales, recommendation_of(one, given).chosen)
+    page = drawing.html()
     assert page.count("data-tip=") == 4
-    assert page.count('r="10.5"') == 1  # the ring
+    assert [line.get_xdata() for line in drawing.figure.axes[0].lines if line.get_markersize() > 10] == [
+        [2.0]
+    ]  # ringed
     assert "looks out of tolerance: colourfulness −50 %" in page
 
 

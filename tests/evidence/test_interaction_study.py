@@ -239,7 +239,8 @@ def test_the_report_says_it_all(found: tuple[Interaction, Path]) -> None:
     assert {row["setup"] for row in figures["best_of_groups"]} >= {"dpmpp_2m:karras", "dpmpp_2m:trailing"}
     page = (folder / "report.html").read_text("utf-8")
     assert "a sure change" in page
-    assert "5 calls: times the best of the model" in page
+    assert ">5 calls</text>" in page
+    assert "times the distance of each model's best" in page
     assert "At 5 calls dpmpp_2m:karras is best for linear" in (folder / "table.md").read_text("utf-8")
 
 

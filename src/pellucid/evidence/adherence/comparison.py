@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.report import charts
+from pellucid.evidence.report.charts import Drawing
 from pellucid.evidence.report.page import Table
 from pellucid.interop import source
 from pellucid.interop.atomic_files import put
@@ -272,7 +273,7 @@ PANELS = (
 )
 
 
-def draw(found: Comparison, path: Path) -> Path:
+def draw(found: Comparison) -> Drawing:
     """Three panels over the side of the latents, both axes logarithmic: a straight line is a power."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
@@ -298,7 +299,7 @@ def draw(found: Comparison, path: Path) -> Path:
     threads = f", {found.threads} thread{'s' if found.threads > 1 else ''}" if found.device == "cpu" else ""
     note = f"{found.device}{threads}, {found.dtype}, batch {found.batch}, text of {found.tokens} tokens"
     charts.legend(figure, panels[0], note)
-    return charts.save(figure, path)
+    return Drawing(figure, "Costs of a call against the size of latents")
 
 
 def label(found: Comparison, name: str) -> str:
@@ -311,4 +312,4 @@ def write(found: Comparison, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     put(folder / "compare.json", json.dumps(found.plain(), indent=1) + "\n")
     put(folder / "compare.md", "\n".join(table.markdown() for table in tables(found)))
-    return draw(found, folder / "compare.png")
+    return draw(found).png(folder / "compare.png")

@@ -12,7 +12,7 @@ import numpy as np
 
 from pellucid.evidence.report import charts
 from pellucid.evidence.report.charts import Axis, Chart, Mark, Series, short
-from pellucid.evidence.report.page import Cell, Code, Images, Page, Table, Text
+from pellucid.evidence.report.page import Code, ImageCell, Images, Page, Table, Text
 from pellucid.evidence.statistics import Knee
 from pellucid.evidence.study.samplers_results import Column
 from pellucid.evidence.study.samplers_verdict import Figures, sampler_names, three_digits, with_interval
@@ -227,13 +227,13 @@ def images(found: Figures) -> Images:
     count = len(study.config.numbers(first))
     best = study.converged[0]
     cells = [
-        Cell(CONVERGED, study.files.images(best, first, count)[:IMAGES_SHOWN], f"{best.setup.text} × {best.steps}")
+        ImageCell(CONVERGED, study.files.images(best, first, count)[:IMAGES_SHOWN], f"{best.setup.text} × {best.steps}")
     ]
     for i, cell in enumerate(found.cells):
         note = f"{cell.nfe} calls, {found.main.measure.title} {with_interval(found.main, i)}"
-        cells.append(Cell(cell.label, study.files.images(cell, first, count)[:IMAGES_SHOWN], note))
+        cells.append(ImageCell(cell.label, study.files.images(cell, first, count)[:IMAGES_SHOWN], note))
     for one in study.converged[1:]:
-        cells.append(Cell(one.key, study.files.images(one, first, count)[:IMAGES_SHOWN], "the same sampler's own"))
+        cells.append(ImageCell(one.key, study.files.images(one, first, count)[:IMAGES_SHOWN], "the same sampler's own"))
     knee = found.verdict.knee
     shown = (CONVERGED, found.cells[knee.cell].label if knee is not None else found.cells[0].label)
     return Images("Images by cell", cells, "The same prompts and noise in every cell.", shown)
