@@ -40,6 +40,7 @@ COLOURS = (
 )  # fmt: skip
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")  # schedules stay apart without colours too
 SIZE = (5.6, 3.9)  # inches of a chart of one panel: two stand side by side on a page
+LOCK = threading.RLock()  # matplotlib draws for one thread at a time, and its settings are one for all
 ZOOM = 1.4  # pixels of a page to a point of a drawing, at most: 9 points are then read as 12.6 pixels
 
 
@@ -208,7 +209,6 @@ def shown(spot: Spot) -> bool:
     return math.isfinite(spot.x) and math.isfinite(spot.y)
 
 
-LOCK = threading.Lock()  # matplotlib's settings are one for all threads
 FONT = re.compile(r"((?:font(?:-family)?): [^;\"]*?)'DejaVu Sans'[^;\"]*")
 
 
@@ -310,12 +310,13 @@ class Chart:
     def drawing(self) -> Drawing:
         figure = canvas(*self.size)
         axes = figure.add_subplot()
-        spots = self.paint(axes)
-        quiet(axes, self.title, self.x.name, self.y.name)
-        if self.named and len(self.series) > 1:
-            name_entries(legend(figure, axes), [one.name for one in self.series])
-        else:
-            figure.tight_layout(pad=0.6)
+        with LOCK:
+            spots = self.paint(axes)
+            quiet(axes, self.title, self.x.name, self.y.name)
+            if self.named and len(self.series) > 1:
+                name_entries(legend(figure, axes), [one.name for one in self.series])
+            else:
+                figure.tight_layout(pad=0.6)
         return Drawing(figure, self.title, self.note, spots, dpi=190)
 
     @property
