@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +18,16 @@ from torch import Tensor, nn
 
 from pellucid import scenes
 from pellucid.core.errors import PellucidError
-from pellucid.evidence.adherence import suite
 from pellucid.evidence.adherence.samples import Making
-from pellucid.evidence.adherence.suite import Exam, decibels, round_trip
 from pellucid.models.ip_adapter import IPAdapter
 from pellucid.pipeline.adapters import ImagePrompt
 from pellucid.pipeline.load import load
 from pellucid.train.scenes_source import alone
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+
+import parts as suite
+from parts import Exam, decibels, round_trip
 
 EXAM = Exam(6, making=Making(batch=4))
 DRAWN = scenes.sample(torch.arange(6), 0, "held_out", ("flat",), EXAM.objects)

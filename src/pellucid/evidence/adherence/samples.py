@@ -95,3 +95,11 @@ class Making:
 def seen(made: Sequence[Image.Image], device: torch.device | str = "cpu") -> Tensor:
     """(N, 3, H, W) in [−1, 1]: what the reader reads, as a person would see it, in 8 bits."""
     return images.to_tensor(list(made)).to(device)
+
+
+@torch.no_grad()
+def through(vae: Any, images: Tensor) -> Tensor:
+    """(B, 3, H, W) in [−1, 1], encoded and decoded again, in steps of 8 bits."""
+    weight = next(vae.parameters())
+    made = vae.decode(vae.encode(images.to(weight)).mean).float().clamp(-1, 1)
+    return (made.add(1).mul(127.5).round() / 127.5 - 1).to(images.device)

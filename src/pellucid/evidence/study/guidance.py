@@ -24,8 +24,7 @@ from pellucid.core.reader import whole
 from pellucid.evidence import qualities
 from pellucid.evidence.adherence import sheets
 from pellucid.evidence.adherence.judging import judge as judged
-from pellucid.evidence.adherence.samples import DTYPE, PARTS, Maker, Making, Part, seen
-from pellucid.evidence.adherence.suite import through
+from pellucid.evidence.adherence.samples import DTYPE, PARTS, Maker, Making, Part, seen, through
 from pellucid.evidence.metrics.fid import Statistics
 from pellucid.evidence.metrics.image_text import Judge
 from pellucid.evidence.metrics.images import ImageSet, open_images

@@ -1,11 +1,16 @@
 """All that a model of scenes carries beside its denoiser, measured: each part's figures, and a sheet to look at.
 
-A part whose figures are there already, asked for alike, is not measured again.
+    python recipes/parts.py scenes-128 --count 500 --batch 250 --device cuda --out out/parts
+
+Adapter and base start from the same noise. A part whose figures are there already, asked for alike, is not measured
+again. `PART.json` and `suite.md` hold the figures, `PART.png` the images side by side.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -17,11 +22,12 @@ from PIL import Image
 from torch import Tensor
 
 from pellucid import scenes
+from pellucid.cli import trouble
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import read_json
 from pellucid.evidence.adherence import sheets
 from pellucid.evidence.adherence.judging import Verdict, judge
-from pellucid.evidence.adherence.samples import DTYPE, Maker, Making, seen
+from pellucid.evidence.adherence.samples import DTYPE, Maker, Making, seen, through
 from pellucid.evidence.adherence.sheets import Card, contact_sheet
 from pellucid.evidence.metrics.image_text import Judge
 from pellucid.evidence.metrics.inception import to_bytes
@@ -107,14 +113,6 @@ def round_trip(
 
 def judged(images: Tensor, queries: Sequence[Query]) -> list[Verdict]:
     return [judge(reading, query) for reading, query in zip(scenes.read(images), queries, strict=True)]
-
-
-@torch.no_grad()
-def through(vae: Any, images: Tensor) -> Tensor:
-    """(B, 3, H, W) in [−1, 1], encoded and decoded again, in steps of 8 bits."""
-    weight = next(vae.parameters())
-    made = vae.decode(vae.encode(images.to(weight)).mean).float().clamp(-1, 1)
-    return (made.add(1).mul(127.5).round() / 127.5 - 1).to(images.device)
 
 
 def decibels(true: Tensor, made: Tensor) -> Tensor:
@@ -519,3 +517,28 @@ def suite_table(found: dict[str, dict[str, Any]]) -> Table:
 
 def share_words(one: dict[str, Any]) -> str:
     return Share(one["right"], one["count"]).words
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("model", help="a bundle, by its folder or its name")
+    parser.add_argument("--count", type=int, default=200, help="images for each adapter")
+    parser.add_argument("--true", type=int, default=1024, help="true renders for the VAE and the image-text encoder")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=50)
+    parser.add_argument("--only", nargs="+", help="some of the parts")
+    parser.add_argument("--device")
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args(words)
+    try:
+        making = Making(steps=given.steps, batch=given.batch)
+        suite = Suite.of(given.model, count=given.count, true=given.true, making=making, device=given.device)
+        measure(suite, given.out, only=given.only)
+    except PellucidError as error:
+        return trouble(error.code, str(error))
+    print(given.out / "suite.md")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
