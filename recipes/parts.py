@@ -141,7 +141,7 @@ AMONG = 32
 @dataclass(frozen=True)
 class Matching:
     """Mean cosines of true images with their own caption and with another image's; `told`: how often the own one is
-    the nearer of the two; `by_picture`: how often an image's own caption is the nearest of 32, `by_text`: how often a
+    the nearer of the two; `by_image`: how often an image's own caption is the nearest of 32, `by_text`: how often a
     caption's own image is."""
 
     count: int
@@ -152,8 +152,9 @@ class Matching:
     by_text: Share
 
     def plain(self) -> dict[str, Any]:
-        shares = {name: getattr(self, name).plain() for name in ("told", "by_picture", "by_text")}
-        return {"count": self.count, "right": self.right, "shuffled": self.shuffled, **shares}
+        shares = {"told": self.told, "by_picture": self.by_image, "by_text": self.by_text}
+        means = {"count": self.count, "right": self.right, "shuffled": self.shuffled}
+        return means | {name: share.plain() for name, share in shares.items()}
 
 
 def matching(judge: Judge, count: int = 1024, *, seed: int = 0, device: torch.device | str = "cpu") -> Matching:

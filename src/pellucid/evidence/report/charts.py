@@ -388,7 +388,7 @@ def panels(charts: Sequence[Chart], columns: int, title: str, note: str = "") ->
     """Charts with the same axes in one figure, with one legend for all; a series has one colour in all of them."""
     names = list(dict.fromkeys(one.name for chart in charts for one in chart.series))
     columns = min(columns, len(charts))
-    figure = canvas(max(3.1 * columns, SIZE[0]), 2.7 * -(-len(charts) // columns) + 0.4)
+    figure = canvas(max(3.6 * columns, SIZE[0]), 2.7 * -(-len(charts) // columns) + 0.4)
     painted, spots = [], []
     for i, chart in enumerate(charts):
         axes = figure.add_subplot(-(-len(charts) // columns), columns, i + 1)
@@ -414,8 +414,8 @@ def paint_mark(axes: Axes, one: Mark, across: Scale) -> None:
         axes.annotate(one.name, (one.x, 1.0), xycoords=("data", "axes fraction"), **place, **look)
     else:
         axes.axhline(one.y, color=INK, linestyle=":", linewidth=1.2)
-        place = {"xytext": (3, 2), "textcoords": "offset points", "va": "bottom", "zorder": 1.9}  # points above it
-        axes.annotate(one.name, (0.0, one.y), xycoords=("axes fraction", "data"), **place, **look)
+        place = {"xytext": (3, 0), "textcoords": "offset points", "va": "center"}  # beside the axes: no line is there
+        axes.annotate(one.name, (1.0, one.y), xycoords=("axes fraction", "data"), **place, **look)
 
 
 def name_entries(made: Legend | None, names: Sequence[str]) -> None:

@@ -232,9 +232,9 @@ def marks(report: GuidanceReport, name: str) -> list[Mark]:
         return []
     value = reference.values[name]
     if name == "saturation":
-        return [Mark(f"tolerated against {reference.name}", y=100 * (value + CLIPPED))]
-    ends = (value * (1 - tolerance), value * (1 + tolerance))
-    return [Mark(reference.name, y=value), *(Mark("tolerated", y=end) for end in ends)]
+        return [Mark("tolerated", y=100 * (value + CLIPPED))]
+    ends = (("+", 1 + tolerance), ("−", 1 - tolerance))
+    return [Mark(reference.name, y=value), *(Mark(f"{s}{100 * tolerance:g} %", y=value * part) for s, part in ends)]
 
 
 def sheet(report: GuidanceReport, path: Path) -> Path:
@@ -295,4 +295,4 @@ def images(report: GuidanceReport) -> Images:
         cells.append(ImageCell(guidance, study.shown(guidance), f"{kind.title} {kind.words(figure)}"))
     first = [guidance for guidance in ("1", report.advice.guidance) if guidance in found.cells]
     note = "The same prompts and the same noise in every cell, one image a prompt. Choose two to compare."
-    return Images("Pictures", cells, note, [str(key) for key in first])
+    return Images("Images", cells, note, [str(key) for key in first])
