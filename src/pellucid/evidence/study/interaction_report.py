@@ -58,7 +58,9 @@ def write(opened: InteractionStudy, found: Interaction) -> Path:
     made = tables(found)
     page = Page("Schedule × sampler × steps", headline(found))
     page.add(*(Text(words) for words in [*sentences(found), *about_converged(found)]), Text(NOTE, kind="note"), *made)
-    page.add(heats, *curves, Code(opened.config.text, "Config"))
+    page.add(
+        Text("", "How far behind the best"), heats, Text("", "Each model"), *curves, Code(opened.config.text, "Config")
+    )
     page.write(opened.folder / "report.html")
     said = "\n".join(f"- {words}" for words in [*sentences(found), *about_converged(found)])
     parts = ["# Schedule × sampler × steps\n", headline(found) + "\n", said + "\n", NOTE + "\n"]
@@ -243,7 +245,13 @@ def curve(found: Interaction, one: ModelResult) -> Chart:
         series.append(Series.of(setup, calls, shown, labels=labels, dashed=noisy))
     floor = "" if not math.isfinite(one.floor) else f" The converged run still moves by {short(one.floor)}."
     axis = Axis(found.measure.title, log=found.scaled)
-    return Chart(f"{one.name} ({one.group})", series, Axis("model calls", log=True), axis, note=floor.strip())
+    return Chart(
+        f"{one.name} ({one.group})",
+        series,
+        Axis("model calls", log=True, ticks=tuple(map(float, found.budgets))),
+        axis,
+        note=floor.strip(),
+    )
 
 
 # --- for programs ----------------------------------------------------------------------------------------------
