@@ -27,7 +27,7 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import read_json
 from pellucid.evidence.adherence import sheets
 from pellucid.evidence.adherence.judging import Verdict, judge
-from pellucid.evidence.adherence.samples import DTYPE, Maker, Making, seen, through
+from pellucid.evidence.adherence.samples import DTYPE, ImageSettings, Maker, through
 from pellucid.evidence.adherence.sheets import Card, contact_sheet
 from pellucid.evidence.metrics.image_text import Judge
 from pellucid.evidence.metrics.inception import to_bytes
@@ -198,7 +198,7 @@ class Exam:
 
     count: int = 200
     objects: tuple[int, ...] = OBJECTS
-    making: Making = field(default_factory=Making)
+    making: ImageSettings = field(default_factory=ImageSettings)
     device: str = "cpu"  # where images are read
 
     def __post_init__(self) -> None:
@@ -242,7 +242,7 @@ def follows_edges(pipe: Maker, network: Any, exam: Exam) -> AdapterEffect:
         extra: dict[bool, dict[str, Any]] = {True: {"controls": [Control(network, exact)]}, False: {}}
         made = {on: exam.making.images(pipe, captions, first, **extra[on]) for on in (True, False)}
         for on in (True, False):
-            scores[on].append(scenes.edge_f1(seen(made[on], exam.device), exact.to(exam.device)).cpu())
+            scores[on].append(scenes.edge_f1(images.to_tensor(made[on]).to(exam.device), exact.to(exam.device)).cpu())
         hints = images.to_images(exact * 2 - 1)
         for i, caption in enumerate(captions[: ON_A_SHEET - len(cards) // 3]):
             cards.append(Card(hints[i], f"{first + i}: {caption}", "edges", None))
@@ -295,7 +295,7 @@ def carries_reference(pipe: Maker, adapter: PerImageAdapter, exam: Exam) -> Adap
         extra: dict[bool, dict[str, Any]] = {True: {"image_prompts": [ImagePrompt(adapter, references)]}, False: {}}
         prompts = [NEUTRAL] * len(wanted)
         made = {on: exam.making.images(pipe, prompts, first, **extra[on]) for on in (True, False)}
-        readings = {on: scenes.read(seen(made[on], exam.device)) for on in (True, False)}
+        readings = {on: scenes.read(images.to_tensor(made[on]).to(exam.device)) for on in (True, False)}
         for on in (True, False):
             marks[on] += [likeness(r, t) for r, t in zip(readings[on], wanted, strict=True)]
         counts += [len(reading.objects) for reading in readings[True]]
@@ -349,7 +349,7 @@ def has_style(pipe: Maker, lora: Any, style: str, exam: Exam) -> AdapterEffect:
         extra: dict[bool, dict[str, Any]] = {True: {"loras": [Lora(lora)]}, False: {}}
         made = {on: exam.making.images(pipe, captions, first, **extra[on]) for on in (True, False)}
         for on in (True, False):
-            styles[on] += scenes.style_of(seen(made[on], exam.device))
+            styles[on] += scenes.style_of(images.to_tensor(made[on]).to(exam.device))
         for i, caption in enumerate(captions[: ON_A_SHEET - len(cards) // 2]):
             for on in (False, True):
                 found = styles[on][first + i]
@@ -381,7 +381,7 @@ class Suite:
     image_text: str | None = None
     count: int = 200
     true: int = 1024
-    making: Making = field(default_factory=Making)
+    making: ImageSettings = field(default_factory=ImageSettings)
     dtype: str = DTYPE
     device: str | None = None
 
@@ -532,7 +532,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args(words)
     try:
-        making = Making(steps=given.steps, batch=given.batch)
+        making = ImageSettings(steps=given.steps, batch=given.batch)
         suite = Suite.of(given.model, count=given.count, true=given.true, making=making, device=given.device)
         measure(suite, given.out, only=given.only)
     except PellucidError as error:

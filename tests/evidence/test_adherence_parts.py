@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pellucid import scenes
 from pellucid.core.errors import PellucidError
-from pellucid.evidence.adherence.samples import Making
+from pellucid.evidence.adherence.samples import ImageSettings
 from pellucid.models.ip_adapter import IPAdapter
 from pellucid.pipeline.adapters import ImagePrompt
 from pellucid.pipeline.load import load
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import parts as suite
 from parts import Exam, decibels, round_trip
 
-EXAM = Exam(6, making=Making(batch=4))
+EXAM = Exam(6, making=ImageSettings(batch=4))
 DRAWN = scenes.sample(torch.arange(6), 0, "held_out", ("flat",), EXAM.objects)
 
 
@@ -187,7 +187,7 @@ def test_an_untrained_encoder_is_at_chance(model: Path) -> None:
 
 
 def test_untrained_adapters_change_nothing_and_the_suite_says_so(model: Path, tmp_path: Path) -> None:
-    asked = suite.Suite.of(str(model), count=4, true=32, making=Making(steps=2, batch=4), device="cpu")
+    asked = suite.Suite.of(str(model), count=4, true=32, making=ImageSettings(steps=2, batch=4), device="cpu")
     assert asked.parts == ["vae", "controlnet", "ip_adapter", "lora", "image_text"]
     told: list[str] = []
     only = asked.parts[1:]

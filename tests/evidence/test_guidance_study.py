@@ -17,7 +17,7 @@ from guided_truth import GuidedTruth, Killed
 from PIL import Image
 
 from pellucid.core.errors import PellucidError
-from pellucid.evidence.adherence.samples import Making
+from pellucid.evidence.adherence.samples import ImageSettings
 from pellucid.evidence.metrics.image_text import Judge, image_text
 from pellucid.evidence.metrics.images import Pixels
 from pellucid.evidence.study import guidance_report
@@ -230,10 +230,10 @@ def test_too_few_images_are_refused(tmp_path: Path) -> None:
 
 
 def test_making_takes_a_text_with_rules_and_refuses_nonsense() -> None:
-    assert Making(guidance="4 + rescale phi=0.5").guidance == "4 + rescale phi=0.5"
+    assert ImageSettings(guidance="4 + rescale phi=0.5").guidance == "4 + rescale phi=0.5"
     for bad in ("4 + bogus", float("nan"), -1.0):
         with pytest.raises(PellucidError):
-            Making(guidance=bad)
+            ImageSettings(guidance=bad)
 
 
 # Prompts of a file, an encoder, true images in a folder
