@@ -71,7 +71,7 @@ def latents(
     import torch
 
     from pellucid.train.config import TrainConfig
-    from pellucid.train.latent_files import Cache
+    from pellucid.train.latent_cache import Cache
     from pellucid.train.latent_recipe import make_latents
 
     read = TrainConfig.load(config)

@@ -12,7 +12,7 @@ from pellucid.cli import output
 from pellucid.cli.options import AsJson
 
 if TYPE_CHECKING:
-    from pellucid.interop.shelves import Model
+    from pellucid.interop.local_models import Model
 
 
 def command(
@@ -25,7 +25,7 @@ def command(
 
     Example: [bold]pellucid models ~/models[/]
     """
-    from pellucid.interop.shelves import models
+    from pellucid.interop.local_models import models
 
     found = models(folders or [])
     if as_json:
