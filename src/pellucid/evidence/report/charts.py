@@ -461,14 +461,7 @@ class Scale:
 
     def ticks(self, most: int = 7) -> list[float]:
         """Round numbers inside."""
-        if self.log:
-            return log_ticks(self.low, self.high, most)
-        rough = (self.high - self.low) / most
-        size = 10 ** math.floor(math.log10(rough))
-        step = next(size * m for m in (1, 2, 5, 10) if size * m >= rough)
-        first = math.ceil(self.low / step)
-        found = [i * step for i in range(first, math.floor(self.high / step) + 1)]
-        return [0.0 if abs(v) < step / 1e6 else v for v in found]
+        return (log_ticks if self.log else even_ticks)(self.low, self.high, most)
 
 
 def scales(chart: Chart) -> tuple[Scale, Scale]:
@@ -478,12 +471,21 @@ def scales(chart: Chart) -> tuple[Scale, Scale]:
     return Scale.over(chart.x, xs), Scale.over(chart.y, ys)
 
 
+def even_ticks(low: float, high: float, most: int = 7) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten."""
+    rough = (high - low) / most
+    size = 10 ** math.floor(math.log10(rough))
+    step = next(size * m for m in (1, 2, 5, 10) if size * m >= rough)
+    found = [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    return [0.0 if abs(v) < step / 1e6 else v for v in found]
+
+
 def log_ticks(low: float, high: float, most: int = 7) -> list[float]:
-    """Powers of ten with as many numbers between them as there is room for."""
+    """Powers of ten with as many numbers between them as there is room for; in a narrow range, even steps."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     for inside in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 3, 5), (1, 2, 5), (1, 3), (1,)):
         found = [m * 10.0**e for e in range(first, last + 1) for m in inside if low <= m * 10.0**e <= high]
         if len(found) <= most:
-            return found
+            return found if len(found) > 1 else even_ticks(low, high, most)
     every = math.ceil((last - first + 1) / most)
     return [10.0**e for e in range(first, last + 1, every) if low <= 10.0**e <= high]
