@@ -34,7 +34,7 @@ from pellucid.models import attention
 from pellucid.pipeline.memory import size_text
 from pellucid.pipeline.tracker import Tracker
 from pellucid.train.config import parse
-from pellucid.train.denoiser import fresh
+from pellucid.train.initial import fresh
 
 ROOT = Path(__file__).parents[1]
 RECIPES = [ROOT / "configs" / f"scenes_text_{name}.toml" for name in ("unet", "dit")]

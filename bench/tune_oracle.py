@@ -109,8 +109,8 @@ def against(sweep: Sweep, plans: dict[str, Plan]) -> dict[str, Any]:
     for calls in BUDGETS:
         rivals[f"best {calls}"] = sweep.plan(sweep.best(calls)[0])
         rivals[f"usual {calls}"] = sweep.plan(sweep.usual(calls))
-    found = {key: errors(plan, sweep.subject, sweep.truth, sweep.at_once) for key, plan in rivals.items()}
-    mine = errors(plans["all"], sweep.subject, sweep.truth, sweep.at_once)
+    found = {key: errors(plan, sweep.model, sweep.truth, sweep.at_once) for key, plan in rivals.items()}
+    mine = errors(plans["all"], sweep.model, sweep.truth, sweep.at_once)
     return {
         key: {**gain(mine, theirs), "nearer": float((mine < theirs).double().mean())} for key, theirs in found.items()
     }

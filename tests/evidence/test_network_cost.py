@@ -12,7 +12,7 @@ from PIL import Image
 from tiny_networks import PIXART, UNET
 
 from pellucid.core.errors import PellucidError
-from pellucid.train.denoiser import fresh
+from pellucid.train.initial import fresh
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
