@@ -14,7 +14,7 @@ from PIL import Image
 
 from pellucid.core.errors import PellucidError
 from pellucid.evidence.report import page
-from pellucid.evidence.report.charts import Axis, Chart, Mark, Scale, Series, log_ticks, short
+from pellucid.evidence.report.charts import Axis, Chart, Mark, Scale, Series, log_ticks, number_text
 from pellucid.evidence.report.page import Code, ImageCell, Images, Page, Table, Text
 
 NASTY = "</script><b>&\"'"
@@ -178,7 +178,7 @@ def test_ticks_are_few_round_and_inside(low_high: tuple[float, float]) -> None:
     ("value", "words"), [(0.0, "0"), (12345.678, "12346"), (0.012345, "0.01235"), (-2.5, "−2.5"), (1e-9, "1.00e−9")]
 )
 def test_numbers_for_people(value: float, words: str) -> None:
-    assert short(value) == words
+    assert number_text(value) == words
 
 
 def test_charts_stand_together() -> None:

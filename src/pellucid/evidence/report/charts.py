@@ -102,7 +102,7 @@ def numbered(axis: MatplotlibAxis, places: Sequence[float]) -> None:
 
     axis.set_major_locator(FixedLocator(list(places)))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: number_text(value)))
 
 
 def legend(figure: Figure, axes: Axes | Sequence[Axes], note: str = "") -> Legend | None:
@@ -132,7 +132,7 @@ def legend(figure: Figure, axes: Axes | Sequence[Axes], note: str = "") -> Legen
     return made
 
 
-def short(value: float, digits: int = 4) -> str:
+def number_text(value: float, digits: int = 4) -> str:
     """A number for an axis, the pointer or a table, with so many significant digits."""
     if value and not 1e-4 <= abs(value) < 1e7:
         return f"{value:.{min(digits, 3) - 1}e}".replace("e-0", "e-").replace("e+0", "e").replace("-", "−")
@@ -353,9 +353,9 @@ class Chart:
 
     def words(self, one: Series, i: int) -> str:
         """What the pointer is shown: the series, both numbers, the interval, and the point's own words."""
-        lines = [one.name, f"{self.x.name}: {short(one.x[i])}", f"{self.y.name}: {short(one.y[i])}"]
+        lines = [one.name, f"{self.x.name}: {number_text(one.x[i])}", f"{self.y.name}: {number_text(one.y[i])}"]
         if ends := one.interval(i):
-            lines[-1] += f" ({short(ends[0])} to {short(ends[1])})"
+            lines[-1] += f" ({number_text(ends[0])} to {number_text(ends[1])})"
         return "\n".join([*lines, *([one.labels[i]] if one.labels and one.labels[i] else [])])
 
 
