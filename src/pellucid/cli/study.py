@@ -149,7 +149,7 @@ def run_shard(
 
 def show_samplers(found: Figures, out: Path) -> None:
     """The deciding measure with its interval, of the others the estimates; all of it is in the files."""
-    from pellucid.evidence.report.charts import short
+    from pellucid.evidence.report.charts import number_text
     from pellucid.evidence.study.samplers_report import seconds_of
     from pellucid.evidence.study.samplers_verdict import with_interval
 
@@ -159,7 +159,7 @@ def show_samplers(found: Figures, out: Path) -> None:
     shown = output.table(*columns, "", right=columns[1:])
     taken = None if found.verdict.knee is None else found.verdict.knee.cell
     for i, cell in enumerate(found.cells):
-        figures = [short(float(column.values[i]) * column.measure.scale, 3) for column in others]
+        figures = [number_text(float(column.values[i]) * column.measure.scale, 3) for column in others]
         row = (cell.setup.label, str(cell.steps), str(cell.nfe), seconds_of(found, i), with_interval(found.main, i))
         shown.add_row(*row, *figures, found.verdict.place(i), style="bold" if i == taken else None)
     screen = output.console()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pellucid.evidence.report import charts
-from pellucid.evidence.report.charts import Axis, Chart, Drawing, Series, Spot, short
+from pellucid.evidence.report.charts import Axis, Chart, Drawing, Series, Spot, number_text
 from pellucid.evidence.report.page import Code, Page, Table, Text
 from pellucid.evidence.statistics import Estimate
 from pellucid.evidence.study.interaction import (
@@ -94,8 +94,8 @@ def about_converged(found: Interaction) -> list[str]:
         near = [str(best.budget) for best in bests if best is not None and not best.resolved]
         if near:
             said.append(
-                f"{one.name}: its converged run still moved by {short(one.floor)} when its steps were doubled, so that "
-                f"the best at {', '.join(near)} calls is not resolved. Give more --converged-steps."
+                f"{one.name}: its converged run still moved by {number_text(one.floor)} when its steps were doubled, "
+                f"so that the best at {', '.join(near)} calls is not resolved. Give more --converged-steps."
             )
     return said
 
@@ -113,7 +113,7 @@ def gap_words(found: Interaction, gap: Estimate) -> str:
     if found.scaled:
         ends = "" if gap.ends is None else f" ({gap.low:.2f} to {gap.high:.2f})"
         return f"{gap.value:.2f} times{ends}"
-    return f"{gap.times(found.measure.scale).words(short)} more"
+    return f"{gap.times(found.measure.scale).words(number_text)} more"
 
 
 # --- tables ----------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def best_by_model(found: Interaction) -> Table:
             if best is None:
                 cells.append("−")
                 continue
-            ends = best.figure.times(found.measure.scale).words(short)
+            ends = best.figure.times(found.measure.scale).words(number_text)
             also = f"; not told from {', '.join(best.rivals)}" if best.rivals else ""
             also += "" if best.resolved else "; not resolved"
             cells.append(f"{best.setup} {ends}, first in {100 * best.first:.0f} %{also}")
@@ -229,7 +229,7 @@ def cell_words(found: Interaction, one: ModelResult, setup: str, budget: int) ->
     number = found.cell(one, setup, budget)
     if number is None:
         return f"{one.name}, {setup}: not run"
-    return f"{one.name}, {one.cells[number].key}: {one.column.shown(number).words(short)}"
+    return f"{one.name}, {one.cells[number].key}: {one.column.shown(number).words(number_text)}"
 
 
 def curve(found: Interaction, one: ModelResult) -> Chart:
@@ -243,7 +243,7 @@ def curve(found: Interaction, one: ModelResult) -> Chart:
         calls, shown = [float(one.cells[i].nfe) for i in own], [one.column.shown(i) for i in own]
         noisy = any(one.cells[i].stochastic for i in own)
         series.append(Series.of(setup, calls, shown, labels=labels, dashed=noisy))
-    floor = "" if not math.isfinite(one.floor) else f" The converged run still moves by {short(one.floor)}."
+    floor = "" if not math.isfinite(one.floor) else f" The converged run still moves by {number_text(one.floor)}."
     axis = Axis(found.measure.title, log=found.scaled)
     return Chart(
         f"{one.name} ({one.group})",

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from pellucid.evidence.report import charts
-from pellucid.evidence.report.charts import Axis, Chart, Mark, Series, short
+from pellucid.evidence.report.charts import Axis, Chart, Mark, Series, number_text
 from pellucid.evidence.report.page import Code, ImageCell, Images, Page, Table, Text
 from pellucid.evidence.statistics import Knee
 from pellucid.evidence.study.samplers_results import Column
@@ -135,7 +135,7 @@ def colours(found: Figures) -> dict[str, str]:
 
 def seconds_of(found: Figures, i: int) -> str:
     value = found.latencies[i].estimate.value
-    return f"{short(value, 3)} s" if math.isfinite(value) else "not timed"
+    return f"{number_text(value, 3)} s" if math.isfinite(value) else "not timed"
 
 
 # --- tables ----------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def main_table(found: Figures) -> Table:
 
 def tails(found: Figures, i: int) -> tuple[str, str]:
     held = found.results.per_image(found.cells[i], "pictures", "distance")
-    return short(float(np.median(held)), 3), short(float(np.quantile(held, 0.95)), 3)
+    return number_text(float(np.median(held)), 3), number_text(float(np.quantile(held, 0.95)), 3)
 
 
 def ranking_table(found: Figures) -> Table:
@@ -177,7 +177,7 @@ def ranking_table(found: Figures) -> Table:
     rows = []
     for one in found.verdict.ranking:
         factor = 1.0 if scaled else found.main.measure.scale
-        own = short(one.value * found.main.measure.scale, 3)
+        own = number_text(one.value * found.main.measure.scale, 3)
         gap = one.behind.times(factor).words(three_digits)
         behind = "–" if one is found.verdict.ranking[0] else gap
         rows.append((one.sampler, own, f"{100 * one.first:.0f} %", behind))

@@ -18,7 +18,7 @@ from pellucid.evidence.metrics.fid import FEW, Statistics
 from pellucid.evidence.metrics.images import open_images
 from pellucid.evidence.metrics.inception import Inception
 from pellucid.evidence.metrics.score import measure_cached
-from pellucid.evidence.report.charts import short
+from pellucid.evidence.report.charts import number_text
 from pellucid.evidence.statistics import Array, Estimate, Knee, front, knee_of
 from pellucid.evidence.study.samplers import (
     ClipScorer,
@@ -122,7 +122,7 @@ def recommendation_of(cells: list[SamplerCell], column: Column, latencies: list[
         return "No sampler can be recommended: no cell has finite figures."
     cell, measure, i = cells[knee.cell], column.measure, knee.cell
     seconds = latencies[i].estimate.value
-    cost = f"{cell.nfe} model calls" + (f", {short(seconds, 3)} s per image," if np.isfinite(seconds) else "")
+    cost = f"{cell.nfe} model calls" + (f", {number_text(seconds, 3)} s per image," if np.isfinite(seconds) else "")
     figure = with_interval(column, i)
     gives = {
         "distance": f"leave it {figure} RMSE from the converged image",
@@ -154,7 +154,7 @@ def with_interval(column: Column, i: int) -> str:
 
 
 def three_digits(value: float) -> str:
-    return short(value, 3)
+    return number_text(value, 3)
 
 
 def sample_command(cell: SamplerCell, guidance: Any, start: str) -> str:
@@ -252,7 +252,7 @@ def comparison_of(found: list[Ranked], column: Column, pick: SamplerCell | None 
 def gap_words(column: Column, behind: Estimate) -> str:
     if column.measure.name in DISTANCES:
         return f"whose distance is {behind.words('{:.2f}'.format)} times as large"
-    return "behind by " + column.measure.amount(behind.times(column.measure.scale).words(short))
+    return "behind by " + column.measure.amount(behind.times(column.measure.scale).words(number_text))
 
 
 def of_plans(cells: list[SamplerCell], column: Column) -> list[str]:
@@ -281,7 +281,7 @@ def of_plan(i: int, cells: list[SamplerCell], column: Column) -> str:
     if scaled:
         gap = f"{behind.map(math.exp).words('{:.2f}'.format)} times that of"
     else:
-        gap = column.measure.amount(behind.times(column.measure.scale).words(short)) + " behind"
+        gap = column.measure.amount(behind.times(column.measure.scale).words(number_text)) + " behind"
     sure = "" if behind.significant else "; they are not distinguishable"
     return f"{label}: {figure} with {nfe} calls, {gap} {best}, the best of the samplers at as many calls{sure}."
 
@@ -439,7 +439,9 @@ class Figures:
         """Each converged run: how far it still moved when its steps were doubled, in latents, which nothing rounds."""
         found = []
         for key, floor in self.results.floor("latent").items():
-            words = f"{key}: its latents moved by {short(floor, 3)} RMSE when its steps were doubled to that many."
+            words = (
+                f"{key}: its latents moved by {number_text(floor, 3)} RMSE when its steps were doubled to that many."
+            )
             own, near = self.unresolved(key, floor)
             if near:
                 words += (
