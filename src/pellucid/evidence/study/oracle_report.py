@@ -390,7 +390,7 @@ def write(study: OracleStudy) -> dict[str, Any]:
         if panels:
             draw_panels(panels, len(found.schedules), folder / f"{name}.png", note)
             page.add(Text(note, title), *panels)
-    page.add(*made[len(found.mixtures) + 1 :], *equal_grids(study.config), Code(study.config.text, "Config"))
+    page.add(*made[len(found.mixtures) + 1 :], *equal_grids(study.config), Code(study.text, "Config"))
     page.write(study.folder / "report.html")
     put(study.folder / "table.md", markdown(study, found, made))
     figures = plain_results(found, floors)
