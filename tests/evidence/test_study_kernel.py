@@ -181,7 +181,7 @@ def test_the_folder_of_another_study_is_refused_and_left_alone(tmp_path: Path) -
     for study, config, code, words in (
         (RootStudy, RootConfig((2.0,)), "resume-config", "got another numbers"),
         (OtherVersion, CONFIG, "study-version", "must be of version 2; got 1"),
-        (OtherKind, CONFIG, "study-folder", "--out must be of cubes"),
+        (OtherKind, CONFIG, "study-folder", "--out must be of a cube study; got .*: a root study"),
     ):
         with pytest.raises(PellucidError, match=words) as caught:
             study(config, tmp_path / "out")

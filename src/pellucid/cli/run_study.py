@@ -29,6 +29,11 @@ GuidanceText = Annotated[
 PathSteps = Annotated[
     int | None, typer.Option(metavar="N", min=2, help="Steps of a stochastic sampler's own yardstick; 500.")
 ]
+Processes = Annotated[int | None, typer.Option(metavar="N", min=1, help="Work in so many processes here.")]
+Ray = Annotated[int | None, typer.Option(metavar="N", min=1, help="The same as tasks of a Ray cluster.")]
+Shard = Annotated[
+    str | None, typer.Option(metavar="I/N", help="Make only this share of the work: 0/4 is the first of four.")
+]
 
 
 def given_only(given: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,9 @@ from pellucid.cli.run_study import (
     Folder,
     GuidanceText,
     PathSteps,
+    Processes,
+    Ray,
+    Shard,
     comma_words,
     given_only,
     print_tables,
@@ -81,13 +84,9 @@ def study_samplers(
     clip: Clip = None,
     dtype: DType = None,
     device: Device = None,
-    shard: Annotated[
-        str | None, typer.Option(metavar="I/N", help="Make only this share of the images: 0/4 is the first of four.")
-    ] = None,
-    processes: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Make images in so many processes here.")
-    ] = None,
-    ray: Annotated[int | None, typer.Option(metavar="N", min=1, help="The same as tasks of a Ray cluster.")] = None,
+    shard: Shard = None,
+    processes: Processes = None,
+    ray: Ray = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare samplers and step counts: time, model calls, quality, the Pareto front, its knee, and what to use.
@@ -256,6 +255,9 @@ def study_oracle(
     points: Annotated[int | None, typer.Option(metavar="N", help="Points of a run; 1024 when not given.")] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", min=0, help="Of the points; 0 when not given.")] = None,
     out: Folder = Path("out/oracle"),
+    shard: Shard = None,
+    processes: Processes = None,
+    ray: Ray = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure the error and the order of samplers on exact denoisers of Gaussian mixtures: minutes on a CPU.
@@ -272,7 +274,8 @@ def study_oracle(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # points in a few dimensions gain nothing from more
     try:
-        run(OracleStudy, config, out, show=show_oracle, as_json=as_json)
+        how = {"shard": shard, "processes": processes, "ray": ray}
+        run(OracleStudy, config, out, show=show_oracle, as_json=as_json, **how)
     finally:
         torch.set_num_threads(threads)
 
@@ -324,9 +327,7 @@ def study_schedules(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file: the run, the schedules, the points.")],
     out: Out = None,
     device: Device = None,
-    shard: Annotated[
-        str | None, typer.Option(metavar="I/N", help="Only this share of the runs: 0/3 is the first of three.")
-    ] = None,
+    shard: Shard = None,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the table as JSON.")] = False,
 ) -> None:
     """Train one network under several noise schedules, score it on the way, and draw the report.

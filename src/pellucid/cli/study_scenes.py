@@ -9,7 +9,7 @@ import typer
 
 from pellucid.cli import output
 from pellucid.cli.options import Device, whole_numbers
-from pellucid.cli.run_study import AsJson, Folder, comma_words, given_only, run
+from pellucid.cli.run_study import AsJson, Folder, Processes, Ray, Shard, comma_words, given_only, run
 from pellucid.core.errors import PellucidError, rule
 
 if TYPE_CHECKING:
@@ -154,6 +154,9 @@ def study_guidance(
         str | None, typer.Option(metavar="NAME", help="float32, float16, bfloat16; float32 when not given.")
     ] = None,
     device: Device = None,
+    shard: Shard = None,
+    processes: Processes = None,
+    ray: Ray = None,
     as_json: AsJson = False,
 ) -> None:
     """Guide one model with every scale under every rule, and find the scales that are useful.
@@ -172,7 +175,8 @@ def study_guidance(
         **{"part": part, "dtype": dtype},
     }
     config = with_own_clip(GuidanceStudyConfig(model=model, **given_only(given)))
-    run(GuidanceStudy, config, out, device=device, show=show_guidance, as_json=as_json)
+    how = {"shard": shard, "processes": processes, "ray": ray}
+    run(GuidanceStudy, config, out, device=device, show=show_guidance, as_json=as_json, **how)
 
 
 def scale_numbers(text: str) -> tuple[float, ...]:

@@ -72,7 +72,7 @@ def study(
 
     `model` is a name for `pellucid.load`, or a pipeline that is loaded or wrapped. `samplers` are names with a grid and
     options (`dpmpp_2m:karras`) or plan files. `out` is the folder of the study; what is there is not made again. The
-    other settings are fields of `SamplerStudyConfig`, such as `seeds` and `batch`. `.verdict.sentence` says what to use.
+    other settings are fields of `SamplerStudyConfig`, as `seeds` and `batch` are. `.verdict.sentence` says what to use.
     """
     known = [f.name for f in fields(SamplerStudyConfig)]
     for name, value in settings.items():

@@ -42,13 +42,6 @@ MAX_SHARDS = 256
 POLL_SECONDS = 1.0
 ELSEWHERE = "Choose another --out."
 MARKS = ("study", "version")  # the words of a config that say what it is of
-KINDS = {
-    "samplers": "a sampler study",
-    "interaction": "an interaction study",
-    "guidance": "a guidance study",
-    "oracle": "an oracle study",
-    "schedules": "a schedule study",
-}
 
 
 def no_bar(what: str, total: int) -> AbstractContextManager[Callable[[int], object]]:
@@ -183,7 +176,7 @@ def run_study(
     charts.require()
     study = kind.open(config, folder, **given)
     if processes != 1 or ray:
-        share(study, processes, ray, bar, given)
+        share_out(study, processes, ray, bar, given)
         study.reload()
     study.run(bar)
     study.finish(bar)
@@ -219,7 +212,7 @@ def make_share(share: Share) -> None:
         os._exit(1)  # a pool's process would wait for work for ever
 
 
-def share(study: Study[Any, Any], processes: int, ray: int, bar: ProgressBar, given: Mapping[str, Any]) -> None:
+def share_out(study: Study[Any, Any], processes: int, ray: int, bar: ProgressBar, given: Mapping[str, Any]) -> None:
     """Everything that is missing, over processes or over Ray."""
     if given.get("pipe") is not None or given.get("pipes"):
         must = "left out for a pipeline that is given: other processes load a model by its name"
@@ -394,11 +387,18 @@ def check_config(folder: Path, mine: Mapping[str, Any], fixed: Sequence[str] | N
 def check_kind(folder: Path, held: Mapping[str, Any], kind: str, version: int) -> None:
     """Refuses the config of another kind of study, or of another version."""
     if held.get("study") != kind:
-        got = f"{folder}: {KINDS.get(str(held.get('study')), 'something else')}"
-        raise PellucidError(rule("--out", f"of {KINDS.get(kind, kind)}", got, ELSEWHERE), "study-folder")
+        got = f"{folder}: {kind_words(held.get('study'))}"
+        raise PellucidError(rule("--out", f"of {kind_words(kind)}", got, ELSEWHERE), "study-folder")
     if held.get("version") != version:
         must = f"of version {version}"
         raise PellucidError(rule(f"study in {folder}", must, held.get("version"), ELSEWHERE), "study-version")
+
+
+def kind_words(kind: object) -> str:
+    """'a sampler study', 'an oracle study'"""
+    if not isinstance(kind, str) or not kind.isidentifier() or len(kind) > 30:
+        return "something else"
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind.removesuffix('s')} study"
 
 
 def with_marks(held: dict[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:
