@@ -28,7 +28,7 @@ from pellucid.evidence.metrics.fid import Statistics
 from pellucid.evidence.metrics.image_text import Judge
 from pellucid.evidence.metrics.images import ImageSet, open_images
 from pellucid.evidence.metrics.inception import to_bytes
-from pellucid.evidence.study.kernel import Study
+from pellucid.evidence.study.kernel import ShardNumber, Study
 from pellucid.evidence.study.subject import queries_of, read_lines_of
 from pellucid.models.guidance import Guidance, short
 from pellucid.models.rules import RULES, CFGZero
@@ -333,8 +333,7 @@ class GuidanceStudy(Study[GuidanceStudyConfig, GuidanceBatch]):
         pipe: Maker | None = None,
         judge: Judge | None = None,
         device: torch.device | str = "cpu",
-        shard: tuple[int, int] = (0, 1),
-        *,
+        shard: ShardNumber = (0, 1),
         model_hash: str = "",
     ) -> None:
         self.pipe, self.judge, self.device, self.model_hash = pipe, judge, device, model_hash
@@ -352,18 +351,11 @@ class GuidanceStudy(Study[GuidanceStudyConfig, GuidanceBatch]):
         super().__init__(config, folder, shard)
 
     @classmethod
-    def open(  # type: ignore[override]
-        cls,
-        config: GuidanceStudyConfig,
-        folder: Path,
-        shard: tuple[int, int] = (0, 1),
-        *,
-        device: str | None = None,
-    ) -> Self:
-        pipe = open_pipe(config.model, config.part, dtype=config.dtype, device=device)
+    def open(cls, config: GuidanceStudyConfig, folder: Path, shard: ShardNumber = (0, 1), **given: Any) -> Self:
+        """`given` is the `device`."""
+        pipe = open_pipe(config.model, config.part, dtype=config.dtype, **given)
         judge = None if config.clip is None else Judge.load(config.clip, pipe.device)
-        mark = fingerprint.of_model(pipe.components)
-        return cls(config, folder, pipe, judge, pipe.device, shard, model_hash=mark)
+        return cls(config, folder, pipe, judge, pipe.device, shard, fingerprint.of_model(pipe.components))
 
     def settings(self) -> dict[str, Any]:
         own = asdict(self.config)

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple, Self, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.statistics import Array, t_interval
-from pellucid.evidence.study.kernel import ProgressBar, Study
+from pellucid.evidence.study.kernel import ProgressBar, ShardNumber, Study
 from pellucid.evidence.study.samplers import DecidingMeasure, Judges, SamplerStudy, SamplerStudyConfig
 from pellucid.evidence.study.samplers_results import Column, Measure
 from pellucid.evidence.study.samplers_verdict import UNRESOLVED
@@ -137,25 +137,14 @@ class InteractionStudy(Study[InteractionStudyConfig, StudiedModel]):
         self,
         config: InteractionStudyConfig,
         folder: Path,
+        shard: ShardNumber = (0, 1),
+        *,
         pipes: Mapping[str, Any] | None = None,
         device: str | None = None,
-        shard: tuple[int, int] = (0, 1),
     ) -> None:
         self.pipes, self.device = pipes or {}, device
         self.models: list[ModelResult] = []
         super().__init__(config, folder, shard)
-
-    @classmethod
-    def open(  # type: ignore[override]
-        cls,
-        config: InteractionStudyConfig,
-        folder: Path,
-        shard: tuple[int, int] = (0, 1),
-        *,
-        pipes: Mapping[str, Any] | None = None,
-        device: str | None = None,
-    ) -> Self:
-        return cls(config, folder, pipes, device, shard)
 
     def cells(self) -> list[StudiedModel]:
         return list(map(StudiedModel, self.config.labels, self.config.models))

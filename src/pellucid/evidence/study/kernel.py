@@ -33,6 +33,7 @@ from pellucid.interop.lock import locked
 Config = TypeVar("Config")
 Cell = TypeVar("Cell", bound=NamedTuple)
 T = TypeVar("T")
+ShardNumber = tuple[int, int]  # (index, count): every so many-th part of a study, for one of several processes
 # (what, how much) → a context that gives a function to call with each part that is done
 ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
 
@@ -49,11 +50,8 @@ def no_bar(what: str, total: int) -> AbstractContextManager[Callable[[int], obje
 
 
 class Study(ABC, Generic[Config, Cell]):
-    """A study in its folder. What is there is not made again; the folder of another study is refused.
-
-    `shard` is (index, count): of several processes that share a study each makes every so many-th part of it and
-    writes records of its own.
-    """
+    """A study in its folder. What is there is not made again; the folder of another study is refused. Each shard
+    writes records of its own and reads those of all."""
 
     kind: ClassVar[str]
     version: ClassVar[int] = 1  # records of another version are refused
@@ -63,14 +61,14 @@ class Study(ABC, Generic[Config, Cell]):
     parts_advice = ""  # how to have more of them
     progress = "cells"  # what a progress bar says
 
-    def __init__(self, config: Config, folder: Path, shard: tuple[int, int] = (0, 1)) -> None:
+    def __init__(self, config: Config, folder: Path, shard: ShardNumber = (0, 1)) -> None:
         self.config, self.folder, self.shard = config, folder, shard
         self.claimed = False
         is_mine(folder, self.text, self.fixed)
         self.reload()
 
     @classmethod
-    def open(cls, config: Config, folder: Path, shard: tuple[int, int] = (0, 1), **given: Any) -> Self:
+    def open(cls, config: Config, folder: Path, shard: ShardNumber = (0, 1), **given: Any) -> Self:
         """The study with all that its cells need; what is `given` can be sent to another process."""
         return cls(config, folder, shard, **given)
 
@@ -103,7 +101,7 @@ class Study(ABC, Generic[Config, Cell]):
 
     def settings(self) -> dict[str, Any]:
         """What config.json holds beside kind and version."""
-        return asdict(self.config)  # type: ignore[call-overload, no-any-return]
+        return asdict(self.config)  # type: ignore[call-overload]
 
     def finish(self, bar: ProgressBar) -> None:
         """What is left to one process when all cells are there."""
@@ -113,7 +111,8 @@ class Study(ABC, Generic[Config, Cell]):
     @property
     def text(self) -> str:
         """What config.json holds."""
-        return config_text({"study": self.kind, "version": self.version, **self.settings()})
+        held = {"study": self.kind, "version": self.version, **self.settings()}
+        return json.dumps(held, indent=1, ensure_ascii=False) + "\n"
 
     def reload(self) -> None:
         """Reads the records, those of other shards too."""
@@ -230,43 +229,36 @@ def share_out(study: Study[Any, Any], processes: int, ray: int, bar: ProgressBar
     if ray:
         over_ray(shares)
         return
-    before = records_in(study.folder)
     with bar(study.progress, len(study.missing())) as done:
-        told = before
-
-        def seen(count: int) -> None:
-            nonlocal told
-            done(count - told)
-            told = count
-
-        over_processes(shares, lambda: seen(records_in(study.folder)))
+        over_processes(shares, done)
 
 
-def records_in(folder: Path) -> int:
-    """Cells that are done, by all processes."""
-    return sum(path.read_bytes().count(b"\n") for path in folder.glob("records*.jsonl"))
-
-
-def over_processes(shares: Sequence[Share], seen: Callable[[], object] = lambda: None) -> None:
-    """Each in a process of this machine; `seen` is called from time to time until all have ended."""
+def over_processes(shares: Sequence[Share], done: Callable[[int], object] = lambda count: None) -> None:
+    """Each in a process of this machine; `done` is told the cells as their records come."""
     threads = max(1, (os.cpu_count() or 1) // len(shares))
     told = [replace(share, threads=threads, parent=os.getpid()) for share in shares]
     try:
         with ProcessPoolExecutor(len(told), mp_context=get_context("spawn")) as pool:
-            wait_for([pool.submit(make_share, share) for share in told], seen)
+            wait_for([pool.submit(make_share, share) for share in told], Path(shares[0].folder), done)
     except BrokenProcessPool:
         words = "a process of the study must live to its end; one was killed. Run the same again: it goes on."
         raise PellucidError(words, "shard-killed") from None
 
 
-def wait_for(waiting: Sequence[Future[None]], seen: Callable[[], object]) -> None:
+def wait_for(waiting: Sequence[Future[None]], folder: Path, done: Callable[[int], object]) -> None:
     """Until all have ended or one has failed, whose error is raised."""
-    pending: set[Future[None]] = set(waiting)
+    pending, known = set(waiting), records_in(folder)
     while pending:
         ended, pending = wait(pending, POLL_SECONDS, FIRST_EXCEPTION)
-        seen()
+        count = records_in(folder)
+        done(count - known)
+        known = count
         for future in ended:
             future.result()
+
+
+def records_in(folder: Path) -> int:
+    return sum(path.read_bytes().count(b"\n") for path in folder.glob("records*.jsonl"))
 
 
 def over_ray(shares: Sequence[Share]) -> None:
@@ -283,7 +275,7 @@ def over_ray(shares: Sequence[Share]) -> None:
     ray.get([task.remote(share) for share in shares])
 
 
-def shard_of(text: str) -> tuple[int, int]:
+def shard_of(text: str) -> ShardNumber:
     """`0/4` is the first of four."""
     first, _, last = text.partition("/")
     index, count = whole(first, MAX_SHARDS), whole(last, MAX_SHARDS)
@@ -307,13 +299,14 @@ class Records:
                 self.take(row)
 
     @staticmethod
-    def shared(folder: Path, keys: Sequence[str], shard: tuple[int, int] = (0, 1)) -> Records:
-        """Those of one share of a study (index, count): it knows what all shares have done, and writes its own file."""
+    def shared(folder: Path, keys: Sequence[str], shard: ShardNumber = (0, 1)) -> Records:
+        """Those of one shard of a study: it knows what all have done, and writes its own file."""
         index, count = shard
         own = Records(folder, keys, RECORDS if count == 1 else f"records-{index}of{count}.jsonl")
         for path in sorted(folder.glob("records*.jsonl")):
             if path != own.path:
-                own.by_name = Records(folder, keys, path.name).by_name | own.by_name
+                for row in Records(folder, keys, path.name).rows:
+                    own.take(row)
         return own
 
     @property
@@ -342,10 +335,6 @@ class Records:
 
 
 # --- The folder ----------------------------------------------------------------------------------------------------
-
-
-def config_text(held: Mapping[str, Any]) -> str:
-    return json.dumps(held, indent=1, ensure_ascii=False) + "\n"
 
 
 def read_config(folder: Path) -> dict[str, Any]:

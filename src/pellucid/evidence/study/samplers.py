@@ -29,7 +29,7 @@ from pellucid.evidence.adherence.samples import seen
 from pellucid.evidence.metrics import image_text, inception
 from pellucid.evidence.metrics.inception import Inception
 from pellucid.evidence.metrics.inception import features as inception_features
-from pellucid.evidence.study.kernel import ProgressBar, Records, Study
+from pellucid.evidence.study.kernel import ProgressBar, Records, ShardNumber, Study
 from pellucid.evidence.study.setups import SamplerCell, SamplerSetup, Yardstick, half_run, lay_cells
 from pellucid.evidence.study.subject import StudyImages, Subject, queries_of
 from pellucid.interop import weights
@@ -388,7 +388,7 @@ class SamplerStudy(Study[SamplerStudyConfig, SamplerBatch]):
         config: SamplerStudyConfig,
         folder: Path,
         subject: Subject,
-        shard: tuple[int, int] = (0, 1),
+        shard: ShardNumber = (0, 1),
         judges: Judges | None = None,
     ) -> None:
         self.subject, self.judges = subject, judges or Judges()
@@ -399,22 +399,20 @@ class SamplerStudy(Study[SamplerStudyConfig, SamplerBatch]):
         super().__init__(config, folder, shard)
 
     @classmethod
-    def open(  # type: ignore[override]
+    def open(
         cls,
         config: SamplerStudyConfig,
         folder: Path,
-        shard: tuple[int, int] = (0, 1),
+        shard: ShardNumber = (0, 1),
         *,
         pipe: Any = None,
         device: str | None = None,
-        inception: str | Path | None = None,
-        clip: str | Path | None = None,
-        reference: str | None = None,
+        **judges: Any,
     ) -> Self:
-        """`pipe` is used in place of loading the model by its name; the last three are for `Judges`."""
+        """`pipe` is used in place of loading the model by its name; `judges` is what `Judges.open` takes."""
         subject = Subject.open(config.model, dtype=config.dtype, device=device) if pipe is None else Subject.of(pipe)
         study = cls(config, folder, subject, shard)
-        study.judges = Judges.open(study, inception=inception, clip=clip, reference=reference)
+        study.judges = Judges.open(study, **judges)
         return study
 
     def settings(self) -> dict[str, Any]:

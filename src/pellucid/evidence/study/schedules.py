@@ -26,7 +26,7 @@ from pellucid.evidence.metrics.kid import kid_exact
 from pellucid.evidence.metrics.precision_recall import precision_recall
 from pellucid.evidence.metrics.score import measure_cached
 from pellucid.evidence.statistics import Interval, draws, kid_interval, reflected, weighted
-from pellucid.evidence.study.kernel import Study
+from pellucid.evidence.study.kernel import ShardNumber, Study
 from pellucid.interop.atomic_files import put
 from pellucid.train.config import TrainConfig, chosen, counts, parse, read, to_plain
 from pellucid.train.denoiser import DenoiserConfig, DenoiserTask
@@ -216,7 +216,7 @@ class ScheduleStudy(Study[ScheduleStudyConfig, ScheduleCell]):
         self,
         config: ScheduleStudyConfig,
         folder: Path,
-        shard: tuple[int, int] = (0, 1),
+        shard: ShardNumber = (0, 1),
         *,
         device: str | None = None,
         say: Say = print,
