@@ -13,7 +13,7 @@ from tiny_networks import PIXART, UNET
 from pellucid.core.errors import PellucidError
 from pellucid.evidence.adherence import comparison
 from pellucid.evidence.adherence.comparison import activations, call_of, compare, operations, recipes, roles_of, tables
-from pellucid.train.denoiser import fresh
+from pellucid.train.initial import fresh
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -32,7 +32,7 @@ from pellucid.evidence.study.schedules_results import ScheduleResults
 from pellucid.interop.atomic_files import read_lines
 from pellucid.train.cifar10 import CIFAR10, FILES, IN_FILE, RECORD
 from pellucid.train.config import read
-from pellucid.train.denoiser import fresh
+from pellucid.train.initial import fresh
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

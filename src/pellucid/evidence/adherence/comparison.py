@@ -24,7 +24,7 @@ from pellucid.models import attention
 from pellucid.pipeline.memory import size_text
 from pellucid.pipeline.tracker import Tracker
 from pellucid.train.config import parse
-from pellucid.train.denoiser import fresh
+from pellucid.train.initial import fresh
 
 SIDES = (16, 24, 32, 48, 64)
 MOST_SIDE, MOST_COUNT = 512, 4096

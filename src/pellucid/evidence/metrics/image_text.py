@@ -17,7 +17,7 @@ from pellucid.core.reader import parse_object, read_text
 from pellucid.evidence.metrics.images import Folder, ImageSet
 from pellucid.evidence.statistics import RESAMPLES, Interval, mean_interval
 from pellucid.interop import source, weights
-from pellucid.interop.components import Wanted
+from pellucid.interop.components import LoadOptions
 from pellucid.interop.folder import read_part
 from pellucid.interop.hub import tokenizer_in
 from pellucid.interop.tokenizer import Tokenizer
@@ -60,7 +60,7 @@ class Judge:
             got = (raw.get("architectures") or [raw.get("model_type")])[0]
             must = "a CLIPModel, text and vision together"
             raise PellucidError(rule(f"config of {folder.name}", must, got), "clip-folder")
-        network = read_part(folder, "CLIPModel", Wanted(torch.float32, source.place(device))).network
+        network = read_part(folder, "CLIPModel", LoadOptions(torch.float32, source.place(device))).network
         return Judge(network, tokenizer_of(folder, network), *pixels_of(folder, network))
 
     @torch.no_grad()
