@@ -27,8 +27,6 @@ from pellucid.core import target as targets
 from pellucid.core.loop import StepSeen
 from pellucid.core.plan import REGISTERS
 from pellucid.evidence import qualities
-from pellucid.evidence.adherence.comparison import compare as compare_networks
-from pellucid.evidence.adherence.comparison import recipes
 from pellucid.evidence.drawing import graph as graph_drawing
 from pellucid.evidence.drawing import graph_tables
 from pellucid.evidence.report.charts import COLOURS, INK, MARKS, SLATE, canvas, log_y, quiet, save
@@ -45,6 +43,10 @@ from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.result import Result
 from pellucid.train.explain import explain
 from pellucid.train.objective import Times
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+
+import network_cost
 
 ROOT = Path(__file__).resolve().parents[1]
 MADE = Path(__file__).resolve().parent / "handbook" / "made"
@@ -245,7 +247,7 @@ def where_schedules_train(path: Path) -> None:
 @drawn("ranks.md")
 def ranks(path: Path) -> None:
     """What eight ranks hold and send, for the embedded UNet."""
-    network = recipes(UNET_RECIPE)["UNet"]
+    network = network_cost.networks_of(UNET_RECIPE)["UNet"]
     rows = []
     for name, strategy, accumulate in (("DDP", "ddp", 1), ("FSDP", "fsdp", 1), ("FSDP, 4 micro-steps", "fsdp", 4)):
         told = explain(network, 8, strategy, accumulate=accumulate, ema=[1.0])  # type: ignore[arg-type]
@@ -310,7 +312,7 @@ def clean_image(latents: Tensor) -> Image.Image:
 @drawn("backbones.md")
 def backbones(path: Path) -> None:
     """What a call of a UNet and of a DiT of one size costs, against the side of the latents."""
-    found = compare_networks(recipes(UNET_RECIPE, DIT_RECIPE), (16, 32, 48), rounds=3, calls=1)
+    found = network_cost.compare(network_cost.networks_of(UNET_RECIPE, DIT_RECIPE), (16, 32, 48), rounds=3, calls=1)
     rows = []
     for side in (16, 32, 48):
         by = {cost.network: cost for cost in found.costs if cost.side == side}

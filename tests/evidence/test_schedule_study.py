@@ -22,8 +22,8 @@ from torch import nn
 import pellucid
 from pellucid.core.errors import PellucidError
 from pellucid.evidence.metrics import fid
+from pellucid.evidence.metrics.fid import fid_interval
 from pellucid.evidence.metrics.inception import Inception
-from pellucid.evidence.statistics import fid_interval
 from pellucid.evidence.study import schedules as module
 from pellucid.evidence.study import schedules_report
 from pellucid.evidence.study.kernel import claim, is_mine
