@@ -73,7 +73,7 @@ FLAGS = {
     "study schedules": ["--device", "--json", "--out", "--shard", "config"],
     "study adherence": [
         "--batch", "--device", "--dtype", "--guidance", "--json", "--model", "--objects", "--out", "--part",
-        "--prompts", "--sampler", "--seed", "--steps",
+        "--processes", "--prompts", "--ray", "--sampler", "--seed", "--shard", "--steps",
     ],
     "study guidance": [
         "--batch", "--clip", "--device", "--dtype", "--json", "--model", "--out", "--part", "--processes", "--prompts",

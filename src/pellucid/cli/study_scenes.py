@@ -13,7 +13,7 @@ from pellucid.cli.run_study import AsJson, Folder, Processes, Ray, Shard, comma_
 from pellucid.core.errors import PellucidError, rule
 
 if TYPE_CHECKING:
-    from pellucid.evidence.adherence.study import AdherenceConfig, AdherenceFigures
+    from pellucid.evidence.adherence.study import AdherenceFigures
     from pellucid.evidence.study.guidance import GuidanceStudyConfig
     from pellucid.evidence.study.guidance_report import GuidanceReport
 
@@ -46,6 +46,9 @@ def study_adherence(
         str | None, typer.Option(metavar="NAME", help="float32, float16, bfloat16; float32 when not given.")
     ] = None,
     device: Device = None,
+    shard: Shard = None,
+    processes: Processes = None,
+    ray: Ray = None,
     as_json: AsJson = False,
 ) -> None:
     """Ask for combinations that training never saw, read the images, and count what is right.
@@ -55,7 +58,7 @@ def study_adherence(
     Example: [bold]pellucid study adherence --model scenes-128 --prompts 200[/]
     """
     from pellucid.evidence.adherence.samples import ImageSettings
-    from pellucid.evidence.adherence.study import AdherenceConfig
+    from pellucid.evidence.adherence.study import AdherenceConfig, AdherenceStudy
 
     given = {"sampler": sampler, "steps": steps, "guidance": guidance, "batch": batch, "seed": seed}
     making = ImageSettings(**given_only(given))
@@ -66,26 +69,8 @@ def study_adherence(
         "objects": None if objects is None else whole_numbers("--objects", objects),
     }
     config = AdherenceConfig(model=model, making=making, **given_only(asked))
-    found = run_adherence(config, out, device)
-    if as_json:
-        from pellucid.evidence.adherence import study as adherence
-
-        output.print_json(adherence.figures_json(config, found))
-    else:
-        show_adherence(found, out)
-
-
-def run_adherence(config: AdherenceConfig, out: Path, device: str | None) -> dict[str, AdherenceFigures]:
-    from pellucid.evidence.adherence import study as adherence
-    from pellucid.evidence.adherence.samples import open_pipe
-    from pellucid.evidence.adherence.study import AdherenceStudy
-    from pellucid.pipeline import fingerprint
-
-    pipe = open_pipe(config.model, config.part, dtype=config.dtype, device=device)
-    study = AdherenceStudy(config, out, fingerprint.of_model(pipe.components))
-    with output.progress("making and reading images", len(study.missing)) as done:
-        study.run(pipe, pipe.device, done)
-    return adherence.write_report(study)
+    how = {"shard": shard, "processes": processes, "ray": ray}
+    run(AdherenceStudy, config, out, device=device, show=show_adherence, as_json=as_json, **how)
 
 
 def show_adherence(found: dict[str, AdherenceFigures], out: Path) -> None:

@@ -19,7 +19,6 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import wraps
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
@@ -32,7 +31,6 @@ from pellucid.interop.lock import locked
 
 Config = TypeVar("Config")
 Cell = TypeVar("Cell", bound=NamedTuple)
-T = TypeVar("T")
 ShardNumber = tuple[int, int]  # (index, count): every so many-th part of a study, for one of several processes
 # (what, how much) → a context that gives a function to call with each part that is done
 ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
@@ -60,6 +58,7 @@ class Study(ABC, Generic[Config, Cell]):
     parts: ClassVar[str] = "cells"  # what is shared out, in words
     parts_advice = ""  # how to have more of them
     progress = "cells"  # what a progress bar says
+    charts: ClassVar[bool] = True  # whether its report needs matplotlib
 
     def __init__(self, config: Config, folder: Path, shard: ShardNumber = (0, 1)) -> None:
         self.config, self.folder, self.shard = config, folder, shard
@@ -172,7 +171,8 @@ def run_study(
 ) -> Any:
     """From a config to its report: makes what is missing, here or over processes; the results. `given` is what
     `kind.open` takes besides."""
-    charts.require()
+    if kind.charts:
+        charts.require()
     study = kind.open(config, folder, **given)
     if processes != 1 or ray:
         share_out(study, processes, ray, bar, given)
@@ -400,14 +400,3 @@ def claim(folder: Path, text: str, fixed: Sequence[str] | None = None) -> None:
     if not is_mine(folder, text, fixed) or read_config(folder) != json.loads(text):
         folder.mkdir(parents=True, exist_ok=True)
         put(folder / CONFIG, text)
-
-
-def one_process(run: Callable[..., T]) -> Callable[..., T]:
-    """For the `run` of a study: in one process at a time for each share, and refused in another."""
-
-    @wraps(run)
-    def within(study: Any, *args: Any, **options: Any) -> T:
-        with locked(study.folder, "written", getattr(study, "shard", (0, 1))):
-            return run(study, *args, **options)
-
-    return within
