@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,7 @@ from pellucid.evidence.report import charts
 from pellucid.evidence.report.charts import Axis, Chart, Drawing, Series, Spot, number_text
 from pellucid.evidence.report.page import Code, Page, Table, Text
 from pellucid.evidence.statistics import Estimate
-from pellucid.evidence.study.interaction import (
-    Change,
-    Interaction,
-    InteractionStudy,
-    InteractionStudyConfig,
-    ModelResult,
-)
-from pellucid.evidence.study.samplers_run import ProgressBar, no_bar
+from pellucid.evidence.study.interaction import Change, Interaction, InteractionStudy, ModelResult
 from pellucid.interop.atomic_files import put
 
 WORST_COLOUR = (201, 68, 40)  # what a factor of four and more looks like
@@ -28,22 +20,6 @@ NOTE = (
     "Each interval holds for its own comparison at 95 %: of twenty that do not differ one would seem to. Over models: "
     "Student's t over the runs of a group, which holds for other runs. Over images: these models alone."
 )
-
-
-def run_study(
-    config: InteractionStudyConfig,
-    folder: Path,
-    pipes: Mapping[str, Any] | None = None,
-    *,
-    device: str | None = None,
-    bar: ProgressBar = no_bar,
-) -> Interaction:
-    """From a config to its report; `pipes` are used by name in place of loading."""
-    charts.require()
-    opened = InteractionStudy(config, folder)
-    found = Interaction(opened.run(pipes, device=device, bar=bar), config.steps)
-    write(opened, found)
-    return found
 
 
 def write(opened: InteractionStudy, found: Interaction) -> Path:
@@ -58,9 +34,7 @@ def write(opened: InteractionStudy, found: Interaction) -> Path:
     made = tables(found)
     page = Page("Schedule × sampler × steps", headline(found))
     page.add(*(Text(words) for words in [*sentences(found), *about_converged(found)]), Text(NOTE, kind="note"), *made)
-    page.add(
-        Text("", "How far behind the best"), heats, Text("", "Each model"), *curves, Code(opened.config.text, "Config")
-    )
+    page.add(Text("", "How far behind the best"), heats, Text("", "Each model"), *curves, Code(opened.text, "Config"))
     page.write(opened.folder / "report.html")
     said = "\n".join(f"- {words}" for words in [*sentences(found), *about_converged(found)])
     parts = ["# Schedule × sampler × steps\n", headline(found) + "\n", said + "\n", NOTE + "\n"]
