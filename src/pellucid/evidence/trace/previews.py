@@ -20,14 +20,15 @@ RIDGE = 1e-3  # of the fit of colours to latents
 class Preview(Protocol):
     """(N, C, H, W) → (N, 3, h, w): x0 as an image in [0, 1], and any tensor, or a difference, as colours."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def image(self, x0: Tensor) -> Tensor: ...
 
     def colours(self, x: Tensor) -> Tensor: ...
 
     def change(self, x0: Tensor, delta: Tensor) -> Tensor:
-        """What taking `delta` away from x0 takes away from its image; signed."""
+        """What subtracting `delta` from x0 subtracts from its image; signed."""
 
 
 @dataclass(frozen=True)
