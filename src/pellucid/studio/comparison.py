@@ -301,17 +301,7 @@ def plans(found: Plans, theirs: Plan) -> str:
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[object]], marked: Sequence[bool] = ()) -> str:
     """Rows of words; those that are `marked` stand out."""
-    marks = [" class=here" if i < len(marked) and marked[i] else "" for i in range(len(rows))]
-    head = "".join(f"<th>{html.text(one)}</th>" for one in heads)
-    body = "".join(
-        f"<tr{mark}>{''.join(f'<td>{lines(value)}</td>' for value in row)}</tr>"
-        for mark, row in zip(marks, rows, strict=True)
-    )
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def lines(value: object) -> str:
-    return html.text(value).replace("\n", "<br>")
+    return html.table(heads, rows, words=len(heads), marks=["here" if mark else "" for mark in marked])
 
 
 def changes(differences: Sequence[Difference]) -> str:

@@ -34,7 +34,7 @@ from pellucid.evidence.doctor.hypotheses import (
 )  # fmt: skip
 from pellucid.evidence.doctor.probe import Probe, probe_of
 from pellucid.evidence.doctor.subject import KnownImages, Subject, Unable
-from pellucid.evidence.statistics import Interval, draws, mean_interval, percentiles
+from pellucid.evidence.statistics import Estimate, draws, mean_interval, percentiles
 from pellucid.interop.diffusers_export import TARGET_NAMES
 from pellucid.models.dit import DiT
 from pellucid.pipeline.encoders.conditions import takes_labels, takes_text
@@ -208,7 +208,7 @@ class TrainingScale:
     """The factor by which data must be multiplied to have the scale of training, with its interval over images."""
 
     factor: float
-    interval: Interval
+    interval: Estimate
     excess: float  # the square error at scale 1 over that at this factor
 
     @property
@@ -225,7 +225,7 @@ def training_scale(probe: Probe, most: int = SCALE_IMAGES) -> TrainingScale:
     counts = draws(logs.shape[1], SCALE_RESAMPLES).double() / logs.shape[1]
     drawn = torch.tensor([math.exp(lowest(at, row)[0]) for row in (counts @ logs.T).numpy()])
     one = float(logs.mean(1)[PROFILE_SCALES.index(min(PROFILE_SCALES, key=lambda c: abs(math.log(c))))])
-    return TrainingScale(math.exp(best), percentiles(drawn, 0.99), math.exp(one - least))
+    return TrainingScale(math.exp(best), percentiles(drawn, math.exp(best), 0.99), math.exp(one - least))
 
 
 def scale_profile(probe: Probe, images: range) -> torch.Tensor:
