@@ -75,12 +75,12 @@ def test_a_network_that_breaks_is_no_verdict() -> None:
     known = believers.probe(("linear", "eps"), count=4)
     broken = replace(known, network=lambda x, time, **told: torch.full_like(x, torch.nan))
     with pytest.raises(Unable, match="not finite"):
-        detect(broken).target
+        detect(broken)
 
 
 def test_one_image_is_too_few() -> None:
     with pytest.raises(Unable, match="too few"):
-        detect(believers.probe(("linear", "eps"), count=1)).target
+        detect(believers.probe(("linear", "eps"), count=1))
 
 
 def test_few_images_are_never_called_sure() -> None:
