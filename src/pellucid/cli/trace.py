@@ -201,7 +201,7 @@ def with_model(trace: Trace, given: dict[str, Any]) -> Replay:
 
     recipe: Recipe = replays.recipes_of(trace)[0]
     flags = dict.fromkeys(("weighting", "vae_slicing", "channels_last", "compile"), False)
-    words = dict.fromkeys(inspect.signature(sample.command).parameters) | flags | given
+    words: dict[str, Any] = {**dict.fromkeys(inspect.signature(sample.command).parameters), **flags, **given}
     known = recipe if recipe.noise in repeat.NOISES else Recipe.from_dict({**recipe.to_dict(), "noise": "philox"})
     origin = RecipeSource(trace.path, known, repeat.needs_of(known))
     asked = sample_repeat.complete(origin, SampleWords.of(words))[0]

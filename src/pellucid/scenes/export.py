@@ -18,7 +18,7 @@ from torch import Tensor
 from pellucid import scenes as world
 from pellucid.core.errors import PellucidError, rule
 from pellucid.pipeline.sheet import Block, face_for, wrap
-from pellucid.scenes.render import SIZES
+from pellucid.scenes.renderer import SIZES
 from pellucid.scenes.sampling import OBJECTS
 
 MAX_SCENES, MAX_ON_SHEET = 1_000_000, 400
