@@ -40,12 +40,12 @@ from pellucid.core.loop import run
 from pellucid.evidence import trace
 from pellucid.evidence.metrics.image_text import pixels_of
 from pellucid.evidence.study import samplers
-from pellucid.evidence.study.kernel import read_config
+from pellucid.evidence.study.kernel import Records, is_mine
 from pellucid.evidence.study.schedules import ScheduleStudyConfig
 from pellucid.evidence.study.schedules_results import ScheduleResults
 from pellucid.evidence.study.subject import read_lines_of
 from pellucid.evidence.trace import layout
-from pellucid.interop import components, diffusers_config, folder, lora_file, shelves, source, weights
+from pellucid.interop import components, diffusers_config, folder, local_models, lora_file, source, weights
 from pellucid.interop.diffusers_plan import compile_reading
 from pellucid.interop.lora_parts import Strength
 from pellucid.interop.tokenizer import Tokenizer
@@ -236,7 +236,7 @@ def listed_parts(place: Path) -> object:
     listed = components.named_classes(index)
     folder.check_pipeline(str(index.get("_class_name")))
     folder.check_parts(place, listed)
-    return shelves.in_folder(place, "x", "folder"), folder.labels_of(index)
+    return local_models.in_folder(place, "x", "folder"), folder.labels_of(index)
 
 
 def read_tokenizer(place: Path) -> object:
@@ -369,8 +369,9 @@ def read_study_folder(path: Path, data: bytes) -> object:
     (path.parent / "config.json").write_bytes(data)
     (path.parent / "records.jsonl").write_bytes(data + b"\n" + data[:-3])
     try:
-        rows = samplers.SamplerFiles(path.parent).rows
-        return rows if b'"cell"' in data else (read_config(path.parent), samplers.read_sampler_config(path.parent))
+        rows = Records.shared(path.parent, samplers.SamplerBatch._fields)
+        samplers.SamplerFiles(path.parent, rows)
+        return rows if b'"cell"' in data else is_mine(path.parent, json.dumps(study_config()))
     finally:
         (path.parent / "config.json").unlink()
         (path.parent / "records.jsonl").unlink()
@@ -426,7 +427,7 @@ def tensors_front() -> Any:
 def read_tensors(path: Path, data: bytes) -> object:
     old = tensors_bytes()
     path.write_bytes(len(data).to_bytes(8, "little") + data + old[8 + int.from_bytes(old[:8], "little") :])
-    return weights.metadata_of(path), weights.read(path), weights.shapes_of(path), shelves.kind_of(path)
+    return weights.metadata_of(path), weights.read(path), weights.shapes_of(path), local_models.kind_of(path)
 
 
 def read_whole_tensors(path: Path, data: bytes) -> object:
@@ -806,7 +807,7 @@ OPENERS: dict[str, Callable[[Path], object]] = {
     "prompts": lambda path: sample_words.prompts(f"@{path}"),
     "study prompts": lambda path: read_lines_of(path, "scenes:N"),
     "json": weights.read_json,
-    "models": lambda path: shelves.kind_of(path) or refuse(path),
+    "models": lambda path: local_models.kind_of(path) or refuse(path),
 }
 
 

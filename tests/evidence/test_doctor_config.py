@@ -22,10 +22,19 @@ from published import CONFIGS, SD15, SD21_V, SDXL
 from pellucid import PellucidError, compile_plan
 from pellucid.core.plan import Plan, deviation, landings
 from pellucid.evidence.doctor import checks, scheduler_configs
-from pellucid.evidence.doctor.checks import REPORT_FORMAT, Check, Finding, Report, Unable, check, every, examine
+from pellucid.evidence.doctor.checks import REPORT_FORMAT, Check, Finding, Report, check, every, examine
 from pellucid.evidence.doctor.probe import open_data
 from pellucid.evidence.doctor.ranges import spread_of
-from pellucid.evidence.doctor.subject import NEEDS, RunSpec, Subject, SubjectSpec, of_config, of_name, open_subject
+from pellucid.evidence.doctor.subject import (
+    NEEDS,
+    RunSpec,
+    Subject,
+    SubjectSpec,
+    Unable,
+    of_config,
+    of_name,
+    open_subject,
+)
 from pellucid.interop.diffusers_classes import CLASSES, KNOWN
 
 
@@ -50,11 +59,11 @@ def facts(hit: Finding) -> dict[str, Any]:
 
 def test_a_report_says_the_gravest_first_and_ends_with_its_status() -> None:
     subject = Subject("thing")
-    grave = [Check("a", (), lambda _: [finding("note", "one"), finding("error", "two"), finding("warning", "three")])]
+    grave = [Check("a", lambda _: [finding("note", "one"), finding("error", "two"), finding("warning", "three")])]
     report = examine(subject, grave)
     assert [one.code for one in report.findings] == ["two", "three", "one"]
     assert report.status == 1
-    assert examine(subject, [Check("a", (), lambda _: [finding()])]).status == 0
+    assert examine(subject, [Check("a", lambda _: [finding()])]).status == 0
     assert examine(subject, []).status == 0
 
 
@@ -81,11 +90,12 @@ def test_a_finding_has_a_code_and_a_severity(changes: dict[str, str]) -> None:
 
 def test_checks_are_registered_once_and_need_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "CHECKS", {})
-    check("mine", needs=("plan",))(lambda _: [])
+    check("mine")(lambda subject, plan: [])
+    assert checks.CHECKS["mine"].needs == ("plan",)
     with pytest.raises(PellucidError, match="a name of its own"):
         check("mine")(lambda _: [])
     with pytest.raises(PellucidError, match="needs of other must be among"):
-        check("other", needs=("luck",))
+        check("other")(lambda subject, luck: [])
 
 
 def test_what_cannot_run_is_skipped_with_the_reason() -> None:
@@ -99,10 +109,10 @@ def test_what_cannot_run_is_skipped_with_the_reason() -> None:
     report = examine(
         Subject("thing", absent={"plan": "the schedule is broken"}),
         [
-            Check("a", ("plan", "data"), lambda _: []),
-            Check("b", (), unable),
-            Check("c", (), lambda _: []),
-            Check("d", (), refused),
+            Check("a", lambda subject, plan, data: []),
+            Check("b", unable),
+            Check("c", lambda _: []),
+            Check("d", refused),
         ],
         lambda: seen.append(1),
     )
@@ -293,7 +303,7 @@ def test_an_a1111_image_is_judged_by_its_own_words(tmp_path: Path) -> None:
     info.add_text("parameters", text)
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png", pnginfo=info)
     subject = open_subject(SubjectSpec(model=str(tmp_path / "a.png")))
-    assert (subject.asked.steps, subject.asked.sampler, subject.asked.dialect) == (20, "euler_a", "k-diffusion")
+    assert (subject.run.steps, subject.run.sampler, subject.run.dialect) == (20, "euler_a", "k-diffusion")
     report = examine(subject)
     assert {one.code: one.severity for one in report.findings} == {"guidance-high": "warning", "recipe-unread": "note"}
     assert facts(report.findings[1]) == {"Mystery": "7"}

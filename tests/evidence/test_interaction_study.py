@@ -29,6 +29,7 @@ from pellucid.evidence.study.interaction import (
     ModelResult,
     label_of,
 )
+from pellucid.evidence.study.kernel import run_study
 from pellucid.evidence.study.samplers import DecidingMeasure
 from pellucid.evidence.study.samplers_results import MEASURES, Column
 from pellucid.evidence.study.setups import SamplerCell, SamplerSetup
@@ -69,7 +70,7 @@ def test_a_budget_takes_the_most_calls_that_fit() -> None:
     assert found.cell(one, "heun", 10) == 2  # 19 calls do not fit into 10, 9 do
     assert found.cell(one, "ddim", 10) == 1
     best = found.best(one, 10)
-    assert (best.setup, best.value, best.first, best.rivals) == ("heun", 0.2, 1.0, ())
+    assert (best.setup, best.figure.value, best.first, best.rivals) == ("heun", 0.2, 1.0, ())
     assert found.best(one, 5).setup == "ddim"
 
 
@@ -116,7 +117,7 @@ def test_single_models_are_judged_over_images() -> None:
     for spread, sure in ((0.01, True), (0.5, False)):
         pair = [model("l", "linear", cells(0.1, 0.12), spread), model("c", "cosine", cells(0.12, 0.1), spread)]
         (change,) = Interaction(pair, [10]).changes()
-        assert change.kept_here.over == "pictures"
+        assert change.kept_here.over == "images"
         assert change.sure == sure
         assert change.kept_here.value == pytest.approx(1.2)
 
@@ -200,7 +201,7 @@ PIPES = {"a": subject("a", "linear"), "b": subject("b", "cosine")}
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Interaction, Path]:
     folder = tmp_path_factory.mktemp("interaction") / "study"
-    return interaction_report.run_study(InteractionStudyConfig(**CONFIG), folder, PIPES), folder
+    return run_study(InteractionStudy, InteractionStudyConfig(**CONFIG), folder, pipes=PIPES), folder
 
 
 def test_the_karras_grid_is_for_linear_and_not_for_cosine(found: tuple[Interaction, Path]) -> None:
@@ -239,21 +240,22 @@ def test_the_report_says_it_all(found: tuple[Interaction, Path]) -> None:
     assert {row["setup"] for row in figures["best_of_groups"]} >= {"dpmpp_2m:karras", "dpmpp_2m:trailing"}
     page = (folder / "report.html").read_text("utf-8")
     assert "a sure change" in page
-    assert "5 calls: times the best of the model" in page
+    assert ">5 calls</text>" in page
+    assert "times the distance of each model's best" in page
     assert "At 5 calls dpmpp_2m:karras is best for linear" in (folder / "table.md").read_text("utf-8")
 
 
 def test_a_study_goes_on_and_refuses_another(found: tuple[Interaction, Path]) -> None:
     study, folder = found
     before = (folder / "models" / "a" / "records.jsonl").read_bytes()
-    again = interaction_report.run_study(InteractionStudyConfig(**CONFIG), folder, PIPES)
+    again = run_study(InteractionStudy, InteractionStudyConfig(**CONFIG), folder, pipes=PIPES)
     assert (folder / "models" / "a" / "records.jsonl").read_bytes() == before
     assert again.changes() == study.changes()
     with pytest.raises(PellucidError) as refused:
-        interaction_report.run_study(InteractionStudyConfig(**{**CONFIG, "seed": 1}), folder, PIPES)
+        run_study(InteractionStudy, InteractionStudyConfig(**{**CONFIG, "seed": 1}), folder, pipes=PIPES)
     assert refused.value.code == "resume-config"
     more = InteractionStudyConfig(**{**CONFIG, "samplers": (*CONFIG["samplers"], "unipc:trailing")})
-    wider = interaction_report.run_study(more, folder, PIPES)
+    wider = run_study(InteractionStudy, more, folder, pipes=PIPES)
     assert "unipc:trailing" in wider.setups
     assert (folder / "models" / "a" / "records.jsonl").read_bytes().startswith(before)
 
@@ -263,7 +265,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     for text, code in (
         ("{}", "study-folder"),
         ("no", "study-folder"),
-        (config.text.replace("1,", "9,", 1), "study-version"),
+        (InteractionStudy(config, tmp_path / "none").text.replace("1,", "9,", 1), "study-version"),
     ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(PellucidError) as refused:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pellucid.cli import output
-from pellucid.cli.options import Device, model_names
+from pellucid.cli.options import AsJson, Device, flag, model_names, option
 from pellucid.core.errors import PellucidError
 
 if TYPE_CHECKING:
-    from pellucid.evidence.doctor.checks import Report
     from pellucid.evidence.doctor.subject import RunSpec, SubjectSpec
 
 EXAMPLES = (
@@ -40,101 +38,77 @@ def command(
             autocompletion=model_names,
         ),
     ] = None,
-    config: Annotated[str | None, typer.Option(metavar="FILE", help="A scheduler's config alone.")] = None,
-    trace: Annotated[str | None, typer.Option(metavar="FILE", help="A run that was traced.")] = None,
-    images: Annotated[str | None, typer.Option(metavar="FOLDER", help="Images that were made.")] = None,
+    config: Annotated[str | None, option("FILE", "A scheduler's config alone.")] = None,
+    trace: Annotated[str | None, option("FILE", "A recorded run.")] = None,
+    images: Annotated[str | None, option("FOLDER", "Generated images.")] = None,
     data: Annotated[
-        str | None,
-        typer.Option(metavar="FOLDER", help="Images of the model's kind, or scenes: more is measured with them."),
+        str | None, option("FOLDER", "Images of the model's kind, or scenes, for more measurements.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(metavar="N", help="Of the run; 30 when not given.")] = None,
+    steps: Annotated[int | None, option("N", "Steps of the run (default: 30).")] = None,
     strength: Annotated[
-        float | None, typer.Option(metavar="S", help="Of a run that starts from an image: above 0 to 1.")
+        float | None, option("S", "Strength of a run that starts from an image: above 0, at most 1.")
     ] = None,
-    sampler: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of the run; the model's own when not given.")
-    ] = None,
-    grid: Annotated[str | None, typer.Option(metavar="NAME", help="Of the run: karras, trailing, …")] = None,
-    lora: Annotated[
-        list[str] | None, typer.Option(metavar="FILE", help="A LoRA that should have an effect; may be repeated.")
-    ] = None,
-    controlnet: Annotated[list[str] | None, typer.Option(metavar="FOLDER", help="The same for a ControlNet.")] = None,
-    ip_adapter: Annotated[list[str] | None, typer.Option(metavar="FILE", help="The same for an IP-Adapter.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", metavar="", help="Read files and no weights.")] = False,
+    sampler: Annotated[str | None, option("NAME", "Sampler of the run (default: the model's own).")] = None,
+    grid: Annotated[str | None, option("NAME", "Grid of the run: karras, trailing, …")] = None,
+    lora: Annotated[list[str] | None, option("FILE", "A LoRA that should have an effect; may be repeated.")] = None,
+    controlnet: Annotated[list[str] | None, option("FOLDER", "The same for a ControlNet.")] = None,
+    ip_adapter: Annotated[list[str] | None, option("FILE", "The same for an IP-Adapter.")] = None,
+    quick: Annotated[bool, flag("--quick", "Read the files but no weights.")] = False,
     dtype: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME", help="To load weights in; float32 on a CPU and the files' own on a GPU when not given."
-        ),
+        option("NAME", "dtype of the loaded weights (default: float32 on a CPU and the files' own on a GPU)."),
     ] = None,
-    tokenizer: Annotated[str | None, typer.Option(metavar="FOLDER", help="For single files, which hold none.")] = None,
+    tokenizer: Annotated[str | None, option("FOLDER", "For single files, which hold none.")] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="CHECK", help="This check alone, such as target; may be repeated. It must be possible."),
+        option("CHECK", "Only this check, such as target; may be repeated; an error if it cannot run."),
     ] = None,
-    strict: Annotated[
-        bool,
-        typer.Option("--strict", metavar="", help="End with 1 also where target or schedule could not be checked."),
-    ] = False,
+    strict: Annotated[bool, flag("--strict", "Exit with 1 also if target or schedule could not be checked.")] = False,
     device: Device = None,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the findings as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Look for what is wrong, and say by which numbers, why, and what to do.
+    """Look for what is wrong; show the numbers, the cause, and what to do.
 
-    Target and schedule are asked of the network itself, with built-in images where no --data is given.
-    Ends with 0 where nothing above a note was found, with 1 where something was, and with 2 for bad input.
+    Target and schedule are measured on the network itself, with built-in images where no --data is given.
+    Exit code 0: nothing worse than a note; 1: a warning or an error; 2: bad input.
     """
-    from pellucid.evidence.doctor.subject import RunSpec, SubjectSpec
+    from pellucid.evidence.doctor.checks import examine, named, report_text
+    from pellucid.evidence.doctor.subject import RunSpec, SubjectSpec, open_subject
 
-    asked = RunSpec(steps=steps, strength=strength, sampler=sampler, grid=grid, device=device)
-    worn = (tuple(paths or ()) for paths in (lora, controlnet, ip_adapter))
-    given = SubjectSpec(model, config, trace, images, data, quick, tokenizer, dtype, *worn)
-    check_options(given, asked)
-    report = replace(examine_subject(given, asked, only or []), strict=strict)
+    run = RunSpec(steps=steps, strength=strength, sampler=sampler, grid=grid, device=device)
+    adapters = (tuple(paths or ()) for paths in (lora, controlnet, ip_adapter))
+    spec = SubjectSpec(model, config, trace, images, data, quick, tokenizer, dtype, *adapters)
+    check_options(spec, run)
+    checks = named(only or ())
+    subject = open_subject(spec, run)
+    with output.progress("looking", len(checks)) as tick:
+        report = replace(examine(subject, checks, tick), strict=strict)
+    if only and report.skipped:
+        name, why = report.skipped[0]
+        raise PellucidError(f"check {name} must be possible where it is asked for; it is not: {why}.", "check")
     if as_json:
         output.print_json(report.to_dict())
     else:
-        show(report)
+        output.console().print(report_text(report), soft_wrap=True)
     if report.status:
         raise typer.Exit(report.status)
 
 
-def check_options(given: SubjectSpec, asked: RunSpec) -> None:
-    """Refuses what would do nothing, and names that nothing has."""
+def check_options(spec: SubjectSpec, run: RunSpec) -> None:
+    """Refuses options without effect, and names that do not exist."""
     from pellucid.core import grid, samplers
 
-    if asked.sampler is not None:
-        samplers.resolve(asked.sampler)
-    if asked.grid is not None:
-        grid.named(asked.grid)
-    if given.model is None and given.config is None:
-        named = [f"--{name}" for name in RUNS if getattr(asked, name) is not None]
+    if run.sampler is not None:
+        samplers.resolve(run.sampler)
+    if run.grid is not None:
+        grid.named(run.grid)
+    if spec.model is None and spec.config is None:
+        named = [f"--{name}" for name in RUNS if getattr(run, name) is not None]
         if named:
             raise PellucidError(f"{', '.join(named)} must come with MODEL or --config; got no such subject.", "usage")
-    if given.model is None:
+    if spec.model is None:
         for name in ("data", "tokenizer", "dtype", "quick", "adapters"):
-            if getattr(given, name) and not (name == "data" and given.images):
+            if getattr(spec, name) and not (name == "data" and spec.images):
                 raise PellucidError(f"{WORDS.get(name, f'--{name}')} must come with MODEL; got it without.", "usage")
-    if given.quick and (given.data or given.dtype or given.adapters):
+    if spec.quick and (spec.data or spec.dtype or spec.adapters):
         raise PellucidError("--quick must be left out with --data, --dtype and adapters, which need weights.", "usage")
-
-
-def examine_subject(given: SubjectSpec, asked: RunSpec, only: Sequence[str]) -> Report:
-    """All checks that are possible, or those that are named; one that was named and is not possible is bad input."""
-    from pellucid.evidence.doctor.checks import examine, named
-    from pellucid.evidence.doctor.subject import open_subject
-
-    checks = named(only)
-    subject = open_subject(given, asked)
-    with output.progress("looking", len(checks)) as seen:
-        report = examine(subject, checks, seen)
-    if only and report.skipped:
-        name, why = report.skipped[0]
-        raise PellucidError(f"check {name} must be possible where it is asked for; it is not: {why}.", "check")
-    return report
-
-
-def show(report: Report) -> None:
-    from pellucid.evidence.doctor.checks import report_text
-
-    output.console().print(report_text(report), soft_wrap=True)

@@ -12,7 +12,7 @@ from PIL import Image
 from pellucid.cli import plan_words
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.noise import check_seed
-from pellucid.core.reader import read_text
+from pellucid.core.reader import read_lines
 from pellucid.core.samplers import resolve
 from pellucid.models.guidance import Guidance
 from pellucid.pipeline import images
@@ -157,12 +157,7 @@ def prompts(text: str) -> list[str]:
     """The prompt itself, or the lines of a file (`@FILE`) that are not empty; `@@` begins a prompt with `@`."""
     if text.startswith("@@") or not text.startswith("@"):
         return [text.removeprefix("@") if text.startswith("@@") else text]
-    path = Path(text[1:])
-    lines = read_text(path, "prompts", MAX_PROMPTS_BYTES).splitlines()
-    found = [line.strip() for line in lines if line.strip()]
-    if not found:
-        raise PellucidError(rule("prompts", "at least one line", str(path)), "prompt-file")
-    return found
+    return list(read_lines(Path(text[1:]), "prompts", MAX_PROMPTS_BYTES, empty="prompt-file"))
 
 
 def options(texts: list[str]) -> list[tuple[str, str]]:

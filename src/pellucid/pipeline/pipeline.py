@@ -25,8 +25,8 @@ from pellucid.models import lora
 from pellucid.models.blocks import within
 from pellucid.models.dit import DiT
 from pellucid.models.guidance import Guidance, guarded, scale_notes, steps_of
-from pellucid.models.lora import AdapterSet, MergedAll, Receipt
-from pellucid.models.rules import Layered, Rescale
+from pellucid.models.lora import AdapterSet, MergeSet, Receipt
+from pellucid.models.rules import LayerExtra, Rescale
 from pellucid.models.unet import UNet
 from pellucid.pipeline import fingerprint, images, stages
 from pellucid.pipeline import result as observers
@@ -189,7 +189,7 @@ class Pipeline(RefusesPeerWords):
         worn = replace(self.components, network=network, text_encoders=encoders)
         return with_tokens(worn, [self.lora_of(one) for one in request.loras]), receipt
 
-    def merge(self, *loras: Lora) -> MergedAll:
+    def merge(self, *loras: Lora) -> MergeSet:
         """LoRAs written into the model's own weights, for all requests, until `.unmerge()` puts the old ones back.
 
         No second copy of the changed weights is used in a run; the originals wait in memory for the way back. Both are
@@ -232,7 +232,7 @@ def input_guidance(guidance: Guidance) -> float:
 def check_layers(network: nn.Module, guidance: Guidance) -> None:
     """The blocks that a rule weakens are there: a name that fits none would change nothing."""
     for extra in guidance.extras:
-        for layer in extra.layers if isinstance(extra, Layered) else ():
+        for layer in extra.layers if isinstance(extra, LayerExtra) else ():
             if isinstance(network, UNet):
                 places = {module.place for module in network.modules() if getattr(module, "place", "")}
                 known = isinstance(layer, str) and any(within(place, (layer,)) for place in places)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import html
 import io
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from pellucid.core.errors import PellucidError, is_out_of_memory
 from pellucid.core.loop import Cancelled
+from pellucid.evidence.report.charts import LOCK
 from pellucid.evidence.report.page import CHART_SCRIPT, CHART_STYLE
 from pellucid.pipeline.images import to_images
 
@@ -122,14 +122,13 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]], words: int = 1
 
 LEAST = 0.58  # of the full size; smaller, no word of a drawing can be read, and it is scrolled instead
 INCH = 84  # pixels of an inch in full size
-ONE = threading.Lock()  # matplotlib writes one file at a time; a drawing takes part of a second
 NUMBERS = count(1)
 
 
 def svg_source(figure: Figure) -> str:
     """A drawing as an address that holds it."""
     held = io.BytesIO()
-    with ONE:
+    with LOCK:
         figure.savefig(held, format="svg")
     return "data:image/svg+xml;base64," + base64.b64encode(held.getvalue()).decode()
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.evidence.metrics.fid import FEW, Statistics, fid
+from pellucid.evidence.metrics.fid import FEW, Statistics, fid, fid_interval
 from pellucid.evidence.metrics.kid import kid_exact, kid_paired, kid_resampled
-from pellucid.evidence.statistics import Array, Share, draws, fid_interval
+from pellucid.evidence.statistics import Array, Estimate, Share, draws
 from pellucid.evidence.study.kernel import Records
 from pellucid.evidence.study.samplers import SamplerStudy
 from pellucid.evidence.study.setups import SamplerCell
@@ -40,15 +40,11 @@ class Latency:
     seconds: tuple[float, ...]
 
     @property
-    def median(self) -> float:
-        return float(np.median(self.seconds)) if self.seconds else float("nan")
-
-    @property
-    def quartiles(self) -> tuple[float, float]:
+    def estimate(self) -> Estimate:
         if not self.seconds:
-            return float("nan"), float("nan")
+            return Estimate(math.nan)
         low, high = np.quantile(self.seconds, [0.25, 0.75])
-        return float(low), float(high)
+        return Estimate(float(np.median(self.seconds)), float(low), float(high), "rounds", len(self.seconds), 0.5)
 
     def drawn(self, resamples: int, seed: int = 0) -> Array:
         """Medians (R,) of rounds that were drawn again."""
@@ -71,8 +67,8 @@ class LatencyClock:
         """(round, cell), each round in an order of its own."""
         found = []
         for number in range(self.study.config.rounds):
-            order = np.random.default_rng(number).permutation(len(self.study.cells))
-            cells = [self.study.cells[i] for i in order]
+            order = np.random.default_rng(number).permutation(len(self.study.table))
+            cells = [self.study.table[i] for i in order]
             found += [(number, cell) for cell in cells if not self.records.has(self.place(number, cell))]
         return found
 
@@ -82,7 +78,7 @@ class LatencyClock:
     def run(self, done: Callable[[int], object] = lambda count: None) -> None:
         waiting = self.missing()
         if waiting:
-            cheapest = min(self.study.cells, key=lambda cell: cell.nfe)
+            cheapest = min(self.study.table, key=lambda cell: cell.nfe)
             for _ in range(WARM_CALLS):
                 self.once(cheapest)
         for number, cell in waiting:
@@ -170,14 +166,21 @@ class Column:
     drawn: Array | None = field(default=None, repr=False)
     of_converged: float | None = None
 
+    def estimate(self, i: int) -> Estimate:
+        return Estimate(*(float(held[i]) for held in (self.values, self.low, self.high)))
+
+    def shown(self, i: int) -> Estimate:
+        """In the units of the measure."""
+        return self.estimate(i).times(self.measure.scale)
+
 
 class SamplerResults:
     """What the records of a study say, over the images that every cell has."""
 
     def __init__(self, study: SamplerStudy, resamples: int = RESAMPLES) -> None:
         self.study, self.resamples = study, resamples
-        self.cells, self.files = study.cells, study.files
-        own = (*study.cells, *study.converged)
+        self.cells, self.files = study.table, study.files
+        own = (*study.table, *study.converged)
         self.firsts = [
             first for first in study.config.firsts() if all(self.files.has(c.key, first, "pictures") for c in own)
         ]

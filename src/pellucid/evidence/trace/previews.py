@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,31 +13,32 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from pellucid.models.vae import from_diffusion
 
+T = TypeVar("T")
 REACH = 2.5  # deviations of a principal part that span the range of colours
 RIDGE = 1e-3  # of the fit of colours to latents
 
 
-class Preview(Protocol):
+class Preview(ABC):
     """(N, C, H, W) → (N, 3, h, w): x0 as an image in [0, 1], and any tensor, or a difference, as colours."""
 
     name: str
 
-    def image(self, x0: Tensor) -> Tensor: ...
+    def image(self, x0: Tensor) -> Tensor:
+        return self.colours(x0)
 
+    @abstractmethod
     def colours(self, x: Tensor) -> Tensor: ...
 
+    @abstractmethod
     def change(self, x0: Tensor, delta: Tensor) -> Tensor:
-        """What taking `delta` away from x0 takes away from its image; signed."""
+        """What subtracting `delta` from x0 subtracts from its image; signed."""
 
 
 @dataclass(frozen=True)
-class PixelPreview:
+class PixelPreview(Preview):
     """One or three channels in [−1, 1]."""
 
     name: str = "pixels"
-
-    def image(self, x0: Tensor) -> Tensor:
-        return self.colours(x0)
 
     def colours(self, x: Tensor) -> Tensor:
         return (three(x) / 2 + 0.5).clamp(0, 1)
@@ -50,7 +52,7 @@ def three(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LinearPreview:
+class LinearPreview(Preview):
     """Colours as an affine map of a latent's channels."""
 
     map: Tensor  # (3, C)
@@ -79,9 +81,6 @@ class LinearPreview:
         table = torch.linalg.solve(square, ones @ seen.T).T  # (3, C + 1)
         return LinearPreview(table[:, :-1], table[:, -1])
 
-    def image(self, x0: Tensor) -> Tensor:
-        return self.colours(x0)
-
     def colours(self, x: Tensor) -> Tensor:
         return (self.mapped(x) + self.offset[None, :, None, None]).clamp(0, 1)
 
@@ -93,7 +92,7 @@ class LinearPreview:
 
 
 @dataclass(frozen=True)
-class VaePreview:
+class VaePreview(Preview):
     """x0 through the model's own VAE; what cannot be decoded, through the linear map that fits the VAE best."""
 
     vae: Any
@@ -136,8 +135,8 @@ def signed(changes: Tensor, most: float) -> Tensor:
     return (changes / (2 * (most or 1.0)) + 0.5).clamp(0, 1)
 
 
-def spaced(places: Sequence[int], count: int) -> list[int]:
-    """At most `count` of some places, evenly, the first and the last among them."""
+def spaced(places: Sequence[T], count: int) -> list[T]:
+    """At most `count` of some places, evenly spaced, with the first and the last."""
     if len(places) <= count:
         return list(places)
     return [places[round(k * (len(places) - 1) / (count - 1))] for k in range(count)]
