@@ -20,7 +20,7 @@ def noise(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("objects", [1, 2, 3])
 def test_true_renders_are_read_right(objects):
-    scenes = sample(torch.arange(48), 21, "any", objects=(objects,))
+    scenes = sample(torch.arange(24), 21, "any", objects=(objects,))
     assert misread(scenes, read(render(scenes))) == []
 
 
@@ -158,7 +158,7 @@ def test_shuffled_captions_score_at_chance():
     readings = read(render(scenes))
     marks: dict[str, list[bool]] = {}
     right = 0
-    for shift in range(1, 60):
+    for shift in range(1, 60, 3):
         for i, reading in enumerate(readings):
             found = graded(reading, queries[(i + shift) % 90])
             right += found.right
@@ -166,7 +166,7 @@ def test_shuffled_captions_score_at_chance():
                 marks.setdefault(mark.what, []).append(mark.verdict == "right")
     chance = {"shape": 1 / 10, "colour": 1 / 10, "texture": 1 / 5, "size": 1 / 3, "background": 1 / 7}
     for what, share in chance.items():
-        # 90 scenes, not 5,310 independent ones: their own unevenness allows about a deviation of 90 draws.
+        # 90 scenes, not 1,800 independent ones: their own unevenness allows about a deviation of 90 draws.
         assert sum(marks[what]) / len(marks[what]) == pytest.approx(share, abs=1.5 * (share * (1 - share) / 90) ** 0.5)
     # All at once: 1/500 combinations, 1/3 sizes, 1/7 backgrounds and more: less than one in ten thousand.
     assert right <= 3

@@ -278,18 +278,19 @@ def expanded(shards: str | Path | Sequence[str | Path]) -> tuple[Path, ...]:
     """The archives that are meant, all of which exist."""
     if isinstance(shards, str | Path) and Path(shards).is_dir():
         try:
-            found = sorted(path for path in Path(shards).iterdir() if path.suffix == ".tar")
+            named: list[str | Path] = sorted(path for path in Path(shards).iterdir() if path.suffix == ".tar")
         except OSError as error:
             must = "one that can be read"
             raise PellucidError(rule("folder of shards", must, error.strerror), "data-unreadable") from None
     else:
         given = [shards] if isinstance(shards, str | Path) else list(shards)
         names = (name for one in given for name in braces(str(one)))
-        found = [Path(name) for name in itertools.islice(names, MAX_SHARDS + 1)]
-    if not found:
+        named = list(itertools.islice(names, MAX_SHARDS + 1))
+    if not named:
         raise PellucidError(rule("shards", "at least one .tar file", str(shards)), "data-empty")
-    if len(found) > MAX_SHARDS:
+    if len(named) > MAX_SHARDS:
         raise PellucidError(rule("shards", f"at most {MAX_SHARDS}", str(shards)[:200]), "data-shards")
+    found = [Path(path) for path in named]
     for path in found:
         if not path.is_file():
             raise PellucidError(rule("shard", "a file that exists", str(path)), "data-missing")
