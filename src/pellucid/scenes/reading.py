@@ -319,9 +319,7 @@ def shadow(labels: Labels, window: Window, fitted: Fit) -> Tensor:
     colour = painting.backgrounds(cast.device)[labels.background]
     tone = 1 - (labels.image / colour[:, :, None, None]).mean(1)
     # Near things only, and against the level there: the kinds of background change tones slowly.
-    near = F.max_pool2d((labels.label > 0)[:, None].float(), 19, 1, 9)[:, 0]
-    free = 1 - F.max_pool2d((labels.label != 0)[:, None].float(), 3, 1, 1)[:, 0]
-    weight = near * free
+    weight = (grown(labels.label > 0, 19) & ~grown(labels.label != 0)).float()
     total = weight.sum((1, 2), keepdim=True).clamp(min=1)
     made, tone = (v - (v * weight).sum((1, 2), keepdim=True) / total for v in (made, tone))
     return (made * tone * weight).sum((1, 2)) / (made.square() * weight).sum((1, 2)).clamp(min=1e-4)
