@@ -25,7 +25,7 @@ SMALL = {"width": 16, "height": 16, "steps": 3, "seed": 1, "guidance": 3.0}
 
 
 def said(task: Any, hint: Tensor) -> Tensor:
-    told = task.base.told(cases.WORDS, torch.zeros(cases.COUNT, dtype=torch.bool)) | task.base.sizes(
+    told = task.base.conditions(cases.WORDS, torch.zeros(cases.COUNT, dtype=torch.bool)) | task.base.sizes(
         cases.COUNT, 16, 16
     )
     x, time = cases.drawn(cases.COUNT, 4, 8, 8, seed=7), torch.linspace(0, 999, cases.COUNT).round()
@@ -53,7 +53,7 @@ def test_the_saved_folder_says_what_the_network_said(name: str, tmp_path: Path) 
     wanted = said(task, hint)
     read = load_component(cases.saved(task, tmp_path / "control"))
     unet = pellucid.load(cases.base(name)).components.network
-    told = task.base.told(cases.WORDS, torch.zeros(cases.COUNT, dtype=torch.bool)) | task.base.sizes(
+    told = task.base.conditions(cases.WORDS, torch.zeros(cases.COUNT, dtype=torch.bool)) | task.base.sizes(
         cases.COUNT, 16, 16
     )
     x, time = cases.drawn(cases.COUNT, 4, 8, 8, seed=7), torch.linspace(0, 999, cases.COUNT).round()

@@ -36,7 +36,7 @@ def as_tensor(image: Image.Image) -> Tensor:
 
 
 def said(task: Any, network: Any, image: Tensor, **more: Any) -> Tensor:
-    told = task.base.told(cases.WORDS, torch.zeros(cases.COUNT, dtype=torch.bool)) | task.base.sizes(
+    told = task.base.conditions(cases.WORDS, torch.zeros(cases.COUNT, dtype=torch.bool)) | task.base.sizes(
         cases.COUNT, 16, 16
     )
     x, time = cases.drawn(cases.COUNT, 4, 8, 8, seed=7), torch.linspace(0, 999, cases.COUNT).round()
@@ -164,7 +164,7 @@ def test_what_is_dropped_is_the_empty_text_and_no_image() -> None:
     task = cases.task("ip_adapter", image_dropout=0.0, both_dropout=1.0, objective=AdapterObjectiveConfig(dropout=0.0))
     asked = task.prepare(cases.examples(), cases.draws())
     assert asked["image"].abs().sum() == 0
-    empty = task.base.told([""] * cases.COUNT, torch.zeros(cases.COUNT, dtype=torch.bool))["context"]
+    empty = task.base.conditions([""] * cases.COUNT, torch.zeros(cases.COUNT, dtype=torch.bool))["context"]
     assert torch.allclose(asked["context"], empty, atol=1e-6)
 
 

@@ -67,7 +67,7 @@ def test_text_is_what_the_pipeline_tells(name: str) -> None:
     told = make_conditions(pipe.components, Request(prompt=list(cases.WORDS)), (16, 16), 1.0, True)
     assert told.uncond is not None
     for without, wanted in ((False, told.cond), (True, told.uncond)):
-        found = base.told(cases.WORDS, torch.full((cases.COUNT,), without)) | base.sizes(cases.COUNT, 16, 16)
+        found = base.conditions(cases.WORDS, torch.full((cases.COUNT,), without)) | base.sizes(cases.COUNT, 16, 16)
         assert found.keys() == wanted.keys()
         assert all(torch.allclose(found[key], wanted[key], atol=1e-5) for key in found)
 

@@ -38,7 +38,7 @@ def base_loss(task: AdapterTask) -> float:
     """The loss of the base alone at the same question."""
     asked = task.prepare(cases.examples(), cases.draws())
     question = task.objective.pose(asked["x0"], asked["noise"], asked["numbers"])
-    text = {"context": task.base.told(cases.WORDS, task.masks(cases.draws(), cases.CPU)["text"])["context"]}
+    text = {"context": task.base.conditions(cases.WORDS, task.masks(cases.draws(), cases.CPU)["text"])["context"]}
     return float(task.objective.grade(question, task.base.network(question.x, question.time, **text)).loss)
 
 

@@ -127,7 +127,7 @@ def test_a_pipeline_tells_the_network_what_training_told_it(run: Run) -> None:
     """Tokens, layer, padding, mask: the context of a caption is the same, and so is the network's answer."""
     components = run.pipe.components
     context = encode_prompts(components.text_encoders, components.tokenizers, list(WORDS))
-    ids = run.task.told(WORDS)["ids"]
+    ids = run.task.conditions(WORDS)["ids"]
     assert context.mask is None
     x, time = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([900.0, 30.0])
     with torch.no_grad():
@@ -135,7 +135,7 @@ def test_a_pipeline_tells_the_network_what_training_told_it(run: Run) -> None:
         assert torch.equal(run.task.network.text_encoder(ids).last, context.context)
         assert torch.equal(components.network(x, time, context=context.context), trained)
     _, empty = encode_pair(components.text_encoders, components.tokenizers, ["a red star"])
-    assert torch.equal(run.task.network.text_encoder(run.task.told([""])["ids"]).last, empty.context)
+    assert torch.equal(run.task.network.text_encoder(run.task.conditions([""])["ids"]).last, empty.context)
 
 
 def test_the_pipeline_makes_the_task_s_own_images(run: Run) -> None:
@@ -227,7 +227,7 @@ def test_a_pixart_reads_the_trained_encoder_frozen(run: Run, parts: Path, tmp_pa
     assert pipe.components.target == "eps"
     context = encode_prompts(pipe.components.text_encoders, pipe.components.tokenizers, list(WORDS))
     assert context.mask is None  # a pipeline masks no token of CLIP's, so training does not either
-    assert torch.equal(task.told(WORDS)["context"], context.context)
+    assert torch.equal(task.conditions(WORDS)["context"], context.context)
     x, time = torch.randn(2, 4, 8, 8), torch.tensor([900.0, 30.0])
     with torch.no_grad():
         want = task.network(x, time, context=context.context)

@@ -81,7 +81,7 @@ def checked(lab: Lab, answer: Path, scratch: Path, timeout: float, cancelled: Ca
     follow = process.follow(__name__, words, environment=own, timeout=timeout, cancelled=cancelled)
     try:
         with contextlib.closing(follow):
-            names = next(follow, {}).get("names", [])  # told before the answer is opened
+            names = next(follow, {}).get("names", [])  # sent before the answer is opened
             for told in follow:
                 found.append(_outcome(told, names[len(found) :]))
         why = "the answer ended its process"
@@ -100,7 +100,7 @@ def checked(lab: Lab, answer: Path, scratch: Path, timeout: float, cancelled: Ca
 def _outcome(told: dict[str, Any], left: list[str]) -> Outcome:
     texts = all(isinstance(one, str) for one in told.values())
     if not texts or set(told) != _KEYS or told["name"] not in left[:1] or told["verdict"] not in get_args(Verdict):
-        raise process.ForeignOutput("it told what is no outcome of the next check")
+        raise process.ForeignOutput("it sent something that is not an outcome of the next check")
     return Outcome(**told)
 
 
@@ -141,7 +141,7 @@ def checks_of(lab: Lab) -> list[Check]:
 
 
 def answer_in(path: Path) -> ModuleType:
-    """The file as a module, found by nobody else's name."""
+    """The file as a module with a name of its own."""
     name = "answer"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -153,7 +153,7 @@ def answer_in(path: Path) -> ModuleType:
 
 
 def judged(check: Check, path: Path) -> Outcome:
-    """One check on an answer that is opened anew, so that checks do not depend on each other."""
+    """One check on an answer that is imported again, so that checks do not depend on each other."""
     printed = process.Printed(MOST_PRINTED)
     with contextlib.redirect_stdout(printed):
         verdict, sentence = verdict_of(check, path)

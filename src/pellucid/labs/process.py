@@ -39,7 +39,7 @@ class ProcessEnded(Exception):  # noqa: N818
 
 
 class ForeignOutput(ProcessEnded):
-    """It told what is no result."""
+    """It sent something that is not a result."""
 
 
 def never() -> bool:
@@ -131,7 +131,7 @@ def _result(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         told = None
     if not isinstance(told, dict):
-        raise ForeignOutput("it told what is no result")
+        raise ForeignOutput("it sent something that is not a result")
     return told
 
 

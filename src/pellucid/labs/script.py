@@ -206,7 +206,7 @@ def flat(part: Stretch) -> str:
 
 
 def unwrapped(text: str) -> str:
-    """Paragraphs and items as one line each, so that a terminal of any width can break them anew."""
+    """Paragraphs and items as one line each, so that a terminal of any width can wrap them."""
     lines: list[str] = []
     for line in text.splitlines():
         goes_on = bool(lines and lines[-1].strip() and line.strip()) and not re.match(ITEM, line)

@@ -113,7 +113,7 @@ class Facts(NamedTuple):
 
 
 class Noun(NamedTuple):
-    """One thing as it is told: what `Wanted` is made of, and its words."""
+    """One thing of a caption: the fields of `Wanted`, and its words."""
 
     shape: str
     colour: str
@@ -149,12 +149,12 @@ def facts(scenes: Scenes) -> list[Facts]:
 
 
 def captions(scenes: Scenes, seed: int = 0, *, full: bool = False, style: bool = True) -> list[str]:
-    """A caption a scene. `full` leaves nothing out; without `style` no style is named, as a LoRA wants it."""
+    """A caption per scene. `full` leaves nothing out; without `style` no style is named, as a LoRA wants it."""
     return phrasings(scenes, (seed,), full=full, style=style)[0]
 
 
 def phrasings(scenes: Scenes, seeds: Sequence[int], *, full: bool = False, style: bool = True) -> list[list[str]]:
-    """Captions of the same scenes by several seeds: a list a seed."""
+    """Captions of the same scenes by several seeds: one list per seed."""
     known = facts(scenes)
     return [[one.words for one in captions_of(scenes, known, seed, full, style)] for seed in seeds]
 
@@ -194,7 +194,7 @@ def mention(fact: Facts, dice: Dice, full: bool) -> tuple[Sequence[int], list[tu
         order = (0, 1) if turn & 1 else (1, 0)
         name = relation(fact.holds[order[0]][order[1]], chosen)
         return order, [] if listed or name is None else [(0, name, 1)]
-    for step in range(12):  # orders, and whether the third is told of from the second or the other way round
+    for step in range(12):  # orders, and whether the third is related to the second or the second to it
         turned, which = divmod((turn + step) % 12, 2)
         a, b, c = TRIPLES[turned]
         anchor = 1 if which else chosen & 1
@@ -359,7 +359,7 @@ class Parser:
         return Wanted(shape, colour, texture, size, self.take("place"))
 
     def ground(self) -> tuple[str | None, str | None]:
-        """Colour and kind of the background, if one is told of here."""
+        """Colour and kind of the background, if the caption has one here."""
         if not self.take("on"):
             return None, None
         self.need("article")

@@ -30,7 +30,7 @@ LEAST = 130  # pixels that can be seen of the smallest thing
 BLOCK = 5  # pixels along the side of a block that every thing holds
 JOIN = 6  # pixels that a speck may be away from its thing
 PEEL = 1  # pixels of a border that may be mixtures
-TWINS = 3  # things of one colour that are told apart
+TWINS = 3  # things of one colour that are kept apart
 COLOURS, GROUNDS = len(COLOUR_NAMES), len(BACKGROUND_NAMES)
 
 

@@ -19,7 +19,7 @@ from pellucid.scenes.words import RELATION_NAMES, SHAPE_NAMES
 
 @dataclass(frozen=True)
 class Margins:
-    """Shares of the image's side, but for `slope` and `share`."""
+    """Shares of the image's side, except `slope` and `overlap`."""
 
     gap: float  # between the boxes of things that stand apart
     slope: float  # how far off the axis: |dy| / |dx| for left and right

@@ -118,7 +118,7 @@ def edges(scenes: Scenes, size: int = 128) -> Tensor:
 
 
 class Slot(NamedTuple):
-    """One thing of each of N scenes, (N, 1, 1) each but for the colours."""
+    """One thing of each of N scenes, (N, 1, 1) each except the colours."""
 
     present: Tensor
     shape: Tensor

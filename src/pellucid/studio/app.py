@@ -107,7 +107,7 @@ def warm(shelf: Shelf) -> None:
 def serve(
     models: Sequence[str], *, port: int, open_browser: bool, device: str | None = None, lab: Lab | None = None
 ) -> None:
-    """Until Ctrl-C, or until the process is told to end; it ends here, with all that it left removed."""
+    """Runs until Ctrl-C or a signal ends the process, and removes what it left."""
     for name in ("SIGTERM", "SIGHUP"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), lambda number, _: sys.exit(128 + number))
@@ -126,7 +126,7 @@ def serve(
         code = int(told.code or 0)
     finally:
         if studio is not None:
-            studio.close()  # so that nobody comes after
+            studio.close()  # so that no page opens after it
         sessions.end_all()
         scratch.remove()
     sys.stdout.flush()

@@ -85,7 +85,7 @@ class ComparisonResult:
 
 
 class Half(Job):
-    """One of the two runs of a job: what it tells is told together with the other's."""
+    """One of the two runs of a job: it reports together with the other."""
 
     def __init__(self, whole: Job, held: list[Any], place: int) -> None:
         super().__init__(stop=whole.stop)

@@ -86,7 +86,7 @@ class DoctorForm:
 
 
 def known(data: str) -> str:
-    """The name of known images. Of what is none, not even whether it is there is told."""
+    """The name of known images. The error does not reveal whether another path exists."""
     try:
         if data != SCENES:
             ImageFolder(Path(data).expanduser(), 1)
@@ -151,7 +151,7 @@ def examined(patient: DoctorForm, folder: Path, job: Job) -> Report:
 
 
 def stoppable(subject: Subject, job: Job) -> None:
-    """The subject's networks, which are nobody else's, end amid a long check when the job is cancelled."""
+    """A long check ends inside the subject's own networks when the job is cancelled."""
 
     def stop(*_: Any) -> None:
         if job.cancelled():

@@ -59,7 +59,7 @@ class Shelf:
 
 
 def named(name: str | None) -> str:
-    """The name of a model, as somebody wrote it. Of what is none, not even whether it is there is told."""
+    """The name of a model, checked. The error does not reveal whether another path exists."""
     name = (name or "").strip()
     if not name or not is_model(name):
         must = "a folder or file of a model, a bundle's name or a hub id (owner/name)"
@@ -95,7 +95,7 @@ def grid_choices() -> list[str]:
 
 @dataclass(frozen=True)
 class ImageStart:
-    """An image to start from; with a mask only its white part is made anew."""
+    """An image to start from; with a mask only its white part is regenerated."""
 
     image: Image.Image
     mask: Image.Image | None = None

@@ -165,7 +165,7 @@ class GenerateTab:
         with gr.Accordion("From an image", open=False):
             start = gr.Image(label="Image", type="filepath", sources=["upload", "clipboard"], height=200)
             mask = gr.ImageEditor(
-                label="Paint what is to be made anew (nothing: all of it)",
+                label="Paint what is to be regenerated (nothing: all of it)",
                 type="pil",
                 sources=(),
                 layers=False,
@@ -282,7 +282,7 @@ def setup_of(
 
 
 def painted(editor: dict[str, Any] | None) -> Image.Image | None:
-    """White where somebody painted; None where nobody did."""
+    """White where the mask was painted; None for an empty mask."""
     layers = [layer for layer in (editor or {}).get("layers") or () if layer is not None]
     for layer in layers:
         alpha = layer.convert("RGBA").getchannel("A").point(lambda value: 255 if value > 8 else 0)

@@ -35,7 +35,7 @@ NOTHING = html.block('<p class="note">What the checks say appears here.</p>')
 
 
 def ran(lab: Lab, smoke: bool, folder: Path, job: Job) -> list[BlockResult]:
-    """The blocks of a lab; all that are done are told each time one more is."""
+    """Runs the blocks of a lab; reports all that are done each time one more is."""
     done: list[BlockResult] = []
     for shown in process.run_page(lab.page, smoke, job.cancelled, within=folder):
         done.append(shown)
@@ -95,7 +95,7 @@ def fenced(code: str, language: str) -> str:
 
 
 def outcomes(found: Sequence[Outcome]) -> str:
-    """A card a check: what it asks, how it went, and the hint."""
+    """A card per check: what it asks, how it went, and the hint."""
     cards = []
     for one in found:
         head = f'<b style="color: {COLOURS[one.verdict]}">{one.verdict}</b> {html.text(one.name)}'

@@ -39,7 +39,7 @@ NO_ROWS = html.block('<p class="note">What the model needs, and what each saving
 
 
 def timed(graph: Graph, name: str, asked: GraphOptions, device: str | None, job: Job) -> Graph:
-    """The graph with milliseconds: the weights are loaded anew, so that nobody else's run is counted."""
+    """The graph with milliseconds: the weights are loaded again, so that no other run is counted."""
 
     def watch(rows: int) -> Callable[[], None]:
         return job.ticks(rows, "timing, row")

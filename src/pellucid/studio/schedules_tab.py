@@ -32,7 +32,7 @@ from pellucid.studio.visitors import Sessions
 # --- Curves and noisy images ----------------------------------------------------------------------------------------
 
 MOST = 6  # schedules at a time
-MOST_STEPS = 200  # points of a grid that can still be told apart
+MOST_STEPS = 200  # points of a grid that can still be distinguished
 DRAWN = 160  # points of a curve
 COLUMNS = 8  # times at which an image is noised
 SIDE = 96  # pixels of it
@@ -120,7 +120,7 @@ def curve(name: str, schedule: Schedule, times: Array, ratios: Array) -> Curve:
 
 
 def scene() -> Tensor:
-    """(3, S, S): the image that is noised where nobody gave one."""
+    """(3, S, S): the image that is noised where none is given."""
     return render(Scenes.of([SCENE]), SIDE)[0]
 
 
@@ -224,7 +224,7 @@ class SchedulesTab:
                 return gr.skip()
 
     def draw(self, *chosen: Any) -> tuple[Any, ...]:
-        """What is wrong is said in a line; what was drawn before stays."""
+        """An error is one line; what was drawn before stays."""
         with html.plainly():
             try:
                 found, x0 = asked_for(*chosen)
@@ -297,7 +297,7 @@ def above(values: Array, least: float) -> list[float]:
 
 
 def numbers(found: Curves) -> str:
-    """Each call of the model: the time that it is told, and how much signal is left there."""
+    """Each call of the model: its timestep, and how much signal is left there."""
     rows = []
     for one in found.found:
         low, high = one.schedule.span

@@ -207,7 +207,7 @@ def run(pipe: Any, wish: StudyForm, inside: Path, job: Job) -> Path:
 
 
 def fill(study: SamplerStudy, maker: Stoppable, job: Job) -> None:
-    """The images of all cells, each told as it comes; steps are told between them."""
+    """The images of all cells, each reported as it comes, with steps in between."""
     total, done, cells = study.todo(), 0, cells_of(study)
     job.tell(StudyNews(FIRST, 0.0, cells))
 

@@ -103,7 +103,7 @@ def numbers(film: Film, index: int) -> str:
 
 
 def curve(film: Film, index: int) -> str:
-    """Where the steps lie on the schedule: λ over the time that the network is told, this step marked."""
+    """Where the steps lie on the schedule: λ over the timestep passed to the network, this step marked."""
     steps = film.trace.steps
     times, lams = [step.time for step in steps], [bounded(step) for step in steps]
     labels = [

@@ -20,12 +20,12 @@ from pellucid.studio import scratch
 # --- Work in threads ------------------------------------------------------------------------------------------------
 
 Work = Callable[["Job"], Any]
-STOP = object()  # told to whoever follows: the work itself may take a while to notice
+STOP = object()  # put for the follower: the work itself may take a while to notice
 
 
 @dataclass
 class Job:
-    """`tell` hands something to whoever follows; `cancelled` is asked by the work between its steps."""
+    """`tell` reports to the follower; the work calls `cancelled` between its steps."""
 
     told: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
     stop: threading.Event = field(default_factory=threading.Event)
@@ -59,7 +59,7 @@ class Job:
     def run(self, work: Work) -> None:
         try:
             self.result = work(self)
-        except BaseException as error:  # shown by whoever follows
+        except BaseException as error:  # shown by the follower
             self.error = error
         self.ended = True
         self.told.put(self)
@@ -125,7 +125,7 @@ class Session:
             self.runs.pop(next(iter(self.runs))).unlink(missing_ok=True)
 
     def begin(self, tab: str, work: Work) -> Job:
-        """One work a tab: what was under way there is stopped."""
+        """One job per tab: what was under way there is stopped."""
         self.cancel(tab)
         self.jobs[tab] = begin(work)
         return self.jobs[tab]
@@ -149,7 +149,7 @@ class Sessions:
 
     held: dict[str, Session] = field(default_factory=dict)
     open: Counter[str] = field(default_factory=Counter)  # pages whose heartbeat is heard, by mark
-    stay: frozenset[Path] = frozenset()  # gradio's files that are nobody's: the page itself has them
+    stay: frozenset[Path] = frozenset()  # gradio's files that belong to no session: the page itself has them
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def of(self, mark: str | None) -> Session:
@@ -209,7 +209,7 @@ class Sessions:
             time.sleep(0.02)
 
     def _remove_sent(self, gone: Session) -> None:
-        """What gradio keeps for a session that ended, and what came before all others and nobody uses."""
+        """Removes what gradio keeps for a session that ended, and older files that no session uses."""
         used = self.stay.union(*(session.sent for session in self.held.values()))
         oldest = min((session.began for session in self.held.values()), default=float("inf"))
         for path in files():

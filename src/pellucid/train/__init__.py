@@ -1,1 +1,1 @@
-"""Training: what a network is asked, on which data, and by whom."""
+"""Training: objectives, data, the loop, checkpoints and the tasks that a config can name."""

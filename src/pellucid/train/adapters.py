@@ -80,7 +80,7 @@ class Frozen(Generic[T]):
 
 
 class Base:
-    """A text-to-image pipeline that stays as it is: images to latents and back, captions to what the network is told.
+    """A text-to-image pipeline that stays as it is: images to latents and back, captions to the network's conditions.
 
     `precision` is that of all its networks. Latents are encoded when they are needed; a batch that is latents already,
     from a cache, is taken as it is.
@@ -113,7 +113,7 @@ class Base:
 
     @property
     def factor(self) -> int:
-        """Pixels a latent, along one side."""
+        """Pixels per latent, along one side."""
         return 1 if self.parts.vae is None else self.parts.vae.config.factor
 
     # --- images
@@ -162,11 +162,11 @@ class Base:
 
     @property
     def zeroed(self) -> bool:
-        """Whether no caption is told as zeros and not as an empty one, as SDXL was trained."""
+        """Whether a missing caption is zeros rather than an empty text, as SDXL was trained."""
         return bool(self.parts.extra.get("force_zeros_for_empty_prompt"))
 
     @torch.no_grad()
-    def told(self, text: Sequence[str] | Tensor, without: Tensor) -> dict[str, Tensor]:
+    def conditions(self, text: Sequence[str] | Tensor, without: Tensor) -> dict[str, Tensor]:
         """The text's inputs of the network, of captions or their windows; those of images `without` their text,
         (B,) bool, are the empty ones."""
         return encode(self.text, self.asked_tokens(text, without), self.kept(without))
@@ -180,7 +180,7 @@ class Base:
         return (~without)[:, None].to(self.dtype) if self.zeroed else None
 
     def sizes(self, count: int, height: int, width: int) -> dict[str, Tensor]:
-        """What SDXL and PixArt are told of an image's size in pixels; nothing for others."""
+        """The image's size in pixels as SDXL and PixArt take it; nothing for others."""
         if wants_sizes(self.network):
             return {"sizes": size_ids((height, width)).to(self.device).expand(count, -1)}
         if isinstance(self.network, PixArt) and self.network.config.takes_sizes:
@@ -190,15 +190,15 @@ class Base:
 
 
 def check_base(parts: Components) -> None:
-    """A base is told text, and besides it only what an image's size says."""
+    """A base takes text, and besides it an image's size at most."""
     network = parts.network
     if not takes_text(network) or not parts.text_encoders:
         must = "a text-to-image model, with cross-attention and a text encoder"
         raise PellucidError(rule("base", must, f"{parts.name} ({parts.pipeline_class})"), "adapt-base")
     extra = parts.extra.get("requires_aesthetics_score") or takes_labels(network)
     if extra or getattr(network.config, "time_cond_proj_dim", None) is not None:
-        got = f"{parts.name}, which is also told a class, a score or its guidance"
-        raise PellucidError(rule("base", "a model that is told text alone", got), "adapt-base")
+        got = f"{parts.name}, which also takes a class, a score or its guidance"
+        raise PellucidError(rule("base", "a model that takes text alone", got), "adapt-base")
     if parts.vae is not None and network.config.in_channels != parts.vae.config.latent_channels:
         must = f"{parts.vae.config.latent_channels}, the latents alone: inpainting models are not adapted"
         raise PellucidError(rule(f"in_channels of {parts.name}", must, network.config.in_channels), "adapt-base")
@@ -208,18 +208,18 @@ def encode(text: Sequence[TextPart], tokens: Tensor, kept: Tensor | None = None)
     """Tokens (B, encoders, L) as a context (B, L, D) and, for SDXL, a pooled vector; times `kept`, (B, 1)."""
     states = [part.states(tokens[:, i], None) for i, part in enumerate(text)]
     context = torch.cat([one for one, _ in states], dim=-1)  # (B, L, ΣD)
-    told = {"context": context if kept is None else context * kept[..., None]}
+    conditions = {"context": context if kept is None else context * kept[..., None]}
     if text[-1].penultimate:
         pooled = states[-1][1]  # (B, P)
-        told["pooled"] = pooled if kept is None else pooled * kept
-    return told
+        conditions["pooled"] = pooled if kept is None else pooled * kept
+    return conditions
 
 
 class AdapterTask(ABC):
     """Noise the data, ask the base with its adapter, grade the answer. `network` holds what is trained and no more.
 
-    A task says what its network is told of a batch (`inputs`); images drop a part of it by chance, by the masks of
-    `masks`, one a part.
+    A task makes its network's conditions from a batch (`inputs`); images drop a part of them by chance, by the masks
+    of `masks`, one per part.
     """
 
     network: nn.Module
@@ -236,7 +236,7 @@ class AdapterTask(ABC):
 
     @abstractmethod
     def inputs(self, batch: Batch, masks: Mapping[str, Tensor], draws: Draws | None) -> dict[str, Tensor]:
-        """What the network is told; a part is dropped where its mask (B,) is true. `draws` vary it, where given."""
+        """The network's conditions; a part is dropped where its mask (B,) is true. `draws` vary it, where given."""
 
     @abstractmethod
     def save(self, network: nn.Module, folder: Path) -> None: ...

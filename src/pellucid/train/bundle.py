@@ -346,10 +346,10 @@ def sizes_of(place: Path) -> dict[str, int]:
 
 
 def check_sizes(sizes: Mapping[str, int]) -> None:
-    told = ", ".join(f"{name} {size / 1e6:.2f}" for name, size in sizes.items())
+    parts = ", ".join(f"{name} {size / 1e6:.2f}" for name, size in sizes.items())
     for what, size, most in (("base", sizes["base"], MOST_BASE), ("bundle", sum(sizes.values()), MOST_ALL)):
         if size > most:
-            words = f"{what} must be at most {most / 1e6:g} MB; got {size / 1e6:.2f} MB ({told})."
+            words = f"{what} must be at most {most / 1e6:g} MB; got {size / 1e6:.2f} MB ({parts})."
             raise PellucidError(words, "bundle-size")
 
 

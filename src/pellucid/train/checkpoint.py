@@ -418,7 +418,7 @@ class Checkpoints:
         self.clear()
 
     def load(self, step: int, state: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Fills the tensors of a state in place, on any number of ranks; returns what `save` was told as `meta`."""
+        """Fills the tensors of a state in place, on any number of ranks; returns the `meta` given to `save`."""
         manifest = from_first(lambda: self.readable(step))
         together_check(manifest, state)
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)

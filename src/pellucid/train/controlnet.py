@@ -84,17 +84,24 @@ class ControlledBase(nn.Module):
         self.dtype = next(unet.parameters()).dtype
 
     def forward(
-        self, x: Tensor, time: Tensor, *, context: Tensor, hint: Tensor, pooled: Tensor | None = None, **told: Tensor
+        self,
+        x: Tensor,
+        time: Tensor,
+        *,
+        context: Tensor,
+        hint: Tensor,
+        pooled: Tensor | None = None,
+        **conditions: Tensor,
     ) -> Tensor:
         """`hint` is an image (B, 3, H, W) in [0, 1]."""
         embedded = self.controlnet.controlnet_cond_embedding(hint)  # (B, C, h, w)
         seen = Hint(embedded, hint.new_ones(len(hint), 1, 1, 1))
         wide = None if pooled is None else pooled.float()
-        skips, middle = self.controlnet(x, time, context.float(), seen, pooled=wide, **told)
+        skips, middle = self.controlnet(x, time, context.float(), seen, pooled=wide, **conditions)
         if self.dtype != torch.float32:
             skips, middle = tuple(skip.to(self.dtype) for skip in skips), middle.to(self.dtype)
             pooled = None if pooled is None else pooled.to(self.dtype)
-        inputs = {**told, "pooled": pooled, "residuals": (skips, middle)}
+        inputs = {**conditions, "pooled": pooled, "residuals": (skips, middle)}
         return self.base.held(x.to(self.dtype), time, context.to(self.dtype), **inputs)
 
 
@@ -115,7 +122,10 @@ class ControlNetTask(AdapterTask):
         if hint.shape[1] not in (1, RGB) or list(hint.shape[2:]) != sides:
             must = f"of 1 or 3 channels and {' × '.join(map(str, sides))} pixels, as the images"
             raise PellucidError(rule(f"hint {self.config.hint}", must, tuple(hint.shape[1:])), "data-hints")
-        return {**self.base.told(self.base.windows(batch), masks["text"]), "hint": hint.float().expand(-1, RGB, -1, -1)}
+        return {
+            **self.base.conditions(self.base.windows(batch), masks["text"]),
+            "hint": hint.float().expand(-1, RGB, -1, -1),
+        }
 
     def save(self, network: nn.Module, folder: Path) -> None:
         """A ControlNetModel's folder."""

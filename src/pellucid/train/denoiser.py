@@ -1,4 +1,4 @@
-"""Training a denoiser that is told no text: on pixels, or on latents; unconditional, or told a class."""
+"""Training a denoiser without text: on pixels or latents, unconditional or by class."""
 
 from __future__ import annotations
 
@@ -131,8 +131,10 @@ class DenoiserTask:
         def labels(first: int, last: int) -> dict[str, Tensor]:
             return {"labels": torch.arange(first, last, device=self.device) % self.null}
 
-        told = labels if self.config.condition == "labels" else None
-        made = self.sampling().batches(network, self.shape, count, seed, device=self.device, batch=count, inputs=told)
+        conditions = labels if self.config.condition == "labels" else None
+        made = self.sampling().batches(
+            network, self.shape, count, seed, device=self.device, batch=count, inputs=conditions
+        )
         x0 = torch.cat(list(made))
         return (x0 if self.vae is None else decoded(self.vae, x0)).add(1).div(2).clamp(0, 1)
 
@@ -194,11 +196,11 @@ def check(config: DenoiserConfig, network: UNet | DiT, vae: AutoencoderKL | None
 def check_unet(config: DenoiserConfig, network: UNet) -> None:
     classes = network.config.num_class_embeds
     if config.vae:
-        advice = 'A UNet on latents is told a text: task.kind = "text_denoiser".'
+        advice = 'A UNet on latents takes a text: task.kind = "text_denoiser".'
         raise PellucidError(rule("vae", "left out for a UNet", config.vae, advice), "condition")
     if network.config.cross_attention_dim is not None:
-        must = "told a time, and a class at most"
-        raise PellucidError(rule("network", must, f"a {network.config.class_name}, which is told a text"), "condition")
+        must = "one that takes a time, and a class at most"
+        raise PellucidError(rule("network", must, f"a {network.config.class_name}, which takes a text"), "condition")
     if (config.condition == "labels") != (classes is not None):
         must = "labels exactly where the network has num_class_embeds"
         raise PellucidError(rule("condition", must, config.condition), "condition")
@@ -209,7 +211,7 @@ def check_unet(config: DenoiserConfig, network: UNet) -> None:
 def check_dit(config: DenoiserConfig, network: DiT, vae: AutoencoderKL | None) -> None:
     channels = network.config.in_channels
     if config.condition != "labels":
-        raise PellucidError(rule("condition", "labels for a DiT, which is told a class", config.condition), "condition")
+        raise PellucidError(rule("condition", "labels for a DiT, which takes a class", config.condition), "condition")
     if network.config.channels_out != channels:
         got = network.config.channels_out
         raise PellucidError(rule("network.out_channels", f"in_channels, {channels}", got), "components-fit")

@@ -31,7 +31,7 @@ def mixed(*numbers: int) -> int:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inside, torch draws new weights by a seed; afterwards it draws as if nothing had been."""
+    """Inside, torch draws new weights from a seed; afterwards its own stream goes on undisturbed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield

@@ -36,7 +36,7 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 MAX_BYTES = 256 * 2**20  # of one image file
 MAX_SIZE = 8192
 LONGEST = 20  # times the shorter side: what is longer is a strip, not an image
-REDUCING_GAP = 3.0  # box-reduce first, down to this many times the size: not to be told from Lanczos alone
+REDUCING_GAP = 3.0  # box-reduce first, down to this many times the size: indistinguishable from Lanczos alone
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def cut_hint(name: str, hint: Image.Image, image: Image.Image, framing: Framing,
 
 
 def same_shape(a: Image.Image, b: Image.Image) -> bool:
-    """Whether two images have the same sides, but for scale and a rounded pixel."""
+    """Whether two images have the same shape, up to scale and a rounded pixel."""
     scale = a.width / b.width
     return abs(a.height - b.height * scale) <= max(1.0, scale)
 

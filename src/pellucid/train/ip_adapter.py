@@ -105,7 +105,7 @@ class PromptedBase(nn.Module):
         self.heads = tuple(block.attn2.heads for block, _, _ in unet.cross_attentions())
         self.dtype = next(unet.parameters()).dtype
 
-    def forward(self, x: Tensor, time: Tensor, *, image: Tensor, **told: Tensor) -> Tensor:
+    def forward(self, x: Tensor, time: Tensor, *, image: Tensor, **conditions: Tensor) -> Tensor:
         """`image` (B, W) is what the image encoder says of each reference; zeros where there is none."""
         tokens = self.adapter.image_proj(image.float())[:, None]  # (B, 1, T, D)
         seen = tuple(
@@ -114,8 +114,8 @@ class PromptedBase(nn.Module):
         )
         if self.dtype != torch.float32:
             seen = tuple(tuple(in_dtype(one, self.dtype) for one in layer) for layer in seen)
-        told = {k: v.to(self.dtype) if k in ("context", "pooled") else v for k, v in told.items()}
-        return self.base.held(x.to(self.dtype), time, image=seen, **told)
+        conditions = {k: v.to(self.dtype) if k in ("context", "pooled") else v for k, v in conditions.items()}
+        return self.base.held(x.to(self.dtype), time, image=seen, **conditions)
 
 
 def in_dtype(tokens: ImageTokens, dtype: torch.dtype) -> ImageTokens:
@@ -171,7 +171,7 @@ class IPAdapterTask(AdapterTask):
     def inputs(self, batch: Batch, masks: Mapping[str, Tensor], draws: Draws | None) -> dict[str, Tensor]:
         pooled = self.see(self.reference(batch), draws)
         image = torch.where(masks["image"][:, None], torch.zeros_like(pooled), pooled)
-        return {**self.base.told(self.base.windows(batch), masks["text"]), "image": image}
+        return {**self.base.conditions(self.base.windows(batch), masks["text"]), "image": image}
 
     def reference(self, batch: Batch) -> Tensor:
         """(B, 3, H, W) in [−1, 1]."""

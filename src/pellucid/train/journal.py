@@ -1,4 +1,4 @@
-"""What a run writes while it runs: one JSON line a window, TensorBoard events, sheets of images, a progress bar."""
+"""What a run writes while it runs: one JSON line per window, TensorBoard events, sheets of images, a progress bar."""
 
 from __future__ import annotations
 

@@ -124,13 +124,13 @@ class LoraNetwork(nn.Module):
         return LoraNetwork(network, text, copy.deepcopy(self.changes, memo), parts).train(self.training)
 
     def forward(
-        self, x: Tensor, time: Tensor, *, tokens: Tensor | None = None, kept: Tensor | None = None, **told: Tensor
+        self, x: Tensor, time: Tensor, *, tokens: Tensor | None = None, kept: Tensor | None = None, **conditions: Tensor
     ) -> Tensor:
         """`tokens` (B, encoders, L) where the text encoders are trained too; else a `context` is given."""
         if tokens is not None:
-            told |= encode(self.text.held, tokens, kept)
-        told = {k: v.to(self.dtype) if k in ("context", "pooled") else v for k, v in told.items()}
-        return self.base.held(x.to(self.dtype), time, **told)
+            conditions |= encode(self.text.held, tokens, kept)
+        conditions = {k: v.to(self.dtype) if k in ("context", "pooled") else v for k, v in conditions.items()}
+        return self.base.held(x.to(self.dtype), time, **conditions)
 
 
 def with_changes(network: nn.Module, changes: Mapping[str, LowRank]) -> nn.Module:
@@ -179,7 +179,7 @@ class LoraTask(AdapterTask):
     def inputs(self, batch: Batch, masks: Mapping[str, Tensor], draws: Draws | None) -> dict[str, Tensor]:
         without = masks["text"]
         if not self.config.text_layers:
-            return self.base.told(self.base.windows(batch), without)
+            return self.base.conditions(self.base.windows(batch), without)
         kept = self.base.kept(without)
         tokens = self.base.asked_tokens(self.base.windows(batch), without)
         return {"tokens": tokens} if kept is None else {"tokens": tokens, "kept": kept}

@@ -312,10 +312,10 @@ class Objective:
         return Grades((errors * question.weights).mean(), errors.detach(), question.lam)
 
     def loss(self, network: Network, asked: Mapping[str, Tensor]) -> Grades:
-        """Of what `draw` gave; all else in `asked` is told to the network by its name."""
+        """Of what `draw` gave; all else in `asked` goes to the network by its name."""
         question = self.pose(*(asked[name] for name in DRAWN))
-        told = {name: tensor for name, tensor in asked.items() if name not in DRAWN}
-        return self.grade(question, network(question.x, question.time, **told))
+        conditions = {name: tensor for name, tensor in asked.items() if name not in DRAWN}
+        return self.grade(question, network(question.x, question.time, **conditions))
 
     def __call__(
         self,
@@ -327,12 +327,12 @@ class Objective:
     ) -> Grades:
         """The loss of a batch; `null` are the inputs without the condition, for those images that drop it."""
         question = self.ask(x0, draws)
-        told = dict(inputs or {})
+        conditions = dict(inputs or {})
         if self.dropout:
             if null is None:
                 raise PellucidError("null must be given with dropout; got nothing.", "objective")
-            told = dropped(told, null, draws.uniform("dropout") < self.dropout)
-        return self.grade(question, network(question.x, question.time, **told))
+            conditions = dropped(conditions, null, draws.uniform("dropout") < self.dropout)
+        return self.grade(question, network(question.x, question.time, **conditions))
 
 
 def dropped(inputs: Mapping[str, Any], null: Mapping[str, Any], without: Tensor) -> dict[str, Any]:

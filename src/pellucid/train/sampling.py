@@ -40,7 +40,7 @@ class Sampling:
     x0_filter: Filter | None = None
 
     def plan(self) -> Plan:
-        """The table of the run; names that nobody knows are refused here."""
+        """The table of the run; unknown names are refused here."""
         c = self.config
         return compile_plan(c.sampler, schedule=self.schedule, target=self.target, grid=c.grid, steps=c.steps)
 
@@ -62,22 +62,26 @@ class Sampling:
         """
         plan = self.plan()
         for first in range(0, count, batch):
-            told = inputs(first, first + batch) if inputs is not None else {}
+            conditions = inputs(first, first + batch) if inputs is not None else {}
             generator = torch.Generator(device).manual_seed(mixed(seed, first))
             x = torch.randn(batch, *shape, generator=generator, device=device) * plan.initial_scale
-            reads = self.reader(network, device, dtype, told)
+            reads = self.reader(network, device, dtype, conditions)
             with torch.no_grad():
                 made = run(plan, reads, x, seeds=[mixed(seed, first + i) for i in range(batch)])
             yield made[: count - first]
 
     def reader(
-        self, network: Callable[..., Tensor], device: torch.device, dtype: torch.dtype | None, told: Mapping[str, Any]
+        self,
+        network: Callable[..., Tensor],
+        device: torch.device,
+        dtype: torch.dtype | None,
+        conditions: Mapping[str, Any],
     ) -> NetworkDenoiser:
-        """The network as the loop asks it, with what it is told beside x, under autocast where a dtype is given."""
+        """The network as the loop calls it, with its conditions, under autocast where a dtype is given."""
 
         def ask(x: Tensor, time: Tensor) -> Tensor:
             with torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None):
-                return network(x, time, **told).float()
+                return network(x, time, **conditions).float()
 
         return NetworkDenoiser(ask, self.schedule, self.target, self.x0_filter)
 
@@ -104,14 +108,16 @@ class Sampling:
     def guided(
         self,
         network: Callable[..., Tensor],
-        told: Mapping[str, Any],
-        untold: Mapping[str, Any],
+        conditions: Mapping[str, Any],
+        unconditional: Mapping[str, Any],
         shape: Sequence[int],
         seed: int,
         device: torch.device,
     ) -> Tensor:
         """x0 (B, …) of a shape with its B, cond and uncond in one batch; every image starts from noise of its own."""
-        reads = GuidedDenoiser(network, self.schedule, self.target, told, untold, Guidance(self.config.guidance))
+        reads = GuidedDenoiser(
+            network, self.schedule, self.target, conditions, unconditional, Guidance(self.config.guidance)
+        )
         plan, seeds = self.plan(), [mixed(seed, i) for i in range(shape[0])]
         streams = [torch.Generator(device).manual_seed(own) for own in seeds]
         x = torch.stack([torch.randn(*shape[1:], generator=one, device=device) for one in streams])

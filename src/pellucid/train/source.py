@@ -144,7 +144,7 @@ def stream_of(device: torch.device) -> torch.cuda.Stream:
 
 
 def work(line: Line, make: Callable[[int], Any], start: int, stop: int) -> None:
-    """The thread: one batch after the other, until the last, an error, or nobody wants them."""
+    """The thread: one batch after the other, until the last, an error, or the reader has left."""
     try:
         for step in range(start, stop):
             line.room.acquire()
@@ -169,7 +169,7 @@ def end(line: Line, thread: threading.Thread) -> None:
 
 def hand_over(made: Any, ready: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
     """The stream that trains waits until all is made; and memory that came from the other stream, which would use it
-    again as soon as nobody holds the tensor, is kept until this one is through with it too."""
+    again as soon as the tensor is freed, is kept until this one is through with it too."""
     stream.wait_event(ready)
     for tensor in tensors_in(made):
         if tensor.is_cuda:

@@ -110,7 +110,7 @@ ID = np.dtype(np.int32)
 
 
 class WordIds(dict[str, bytes]):
-    """What lies between two spaces → its ids, as bytes that only need to be put in a row."""
+    """What lies between two spaces → its ids, as bytes to be joined."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def words_of(tokenizer: Tokenizer) -> WordIds:
 
 
 def tokens(tokenizer: Tokenizer, captions: Sequence[str]) -> Tensor:
-    """(B, L) int64: one window a caption. A caption that is longer is cut at the window's end: a run is not stopped
+    """(B, L) int64: one window per caption. A longer caption is cut at the window's end: a run is not stopped
     by one long text."""
     words = words_of(tokenizer)
     flat = np.frombuffer(b"".join([words.window(caption) for caption in captions]), ID)

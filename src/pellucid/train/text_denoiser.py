@@ -1,4 +1,4 @@
-"""Training a latent denoiser that is told a text: a UNet or a PixArt over a frozen VAE."""
+"""Training a latent denoiser by text: a UNet or a PixArt over a frozen VAE."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TextDenoiserConfig:
     pipeline whose network is trained further. `vae` is the folder of a VAE.
 
     Data are images, which the VAE encodes on the way, or latents, as a cache holds them. `prompts` are what the
-    sample images show; `sampling` is also what the saved pipeline samples with when it is not told otherwise.
+    sample images show; `sampling` is also what the saved pipeline samples with unless a request says otherwise.
     """
 
     objective: ObjectiveConfig
@@ -76,7 +76,7 @@ class Joint(nn.Module):
 
 
 class TextDenoiserTask:
-    """Noise latents, tell the network their captions, grade its answer. Dropped captions become the empty prompt."""
+    """Noise latents, give the network their captions, grade its answer. Dropped captions become the empty prompt."""
 
     def __init__(self, config: TextDenoiserConfig, seed: int, device: torch.device) -> None:
         self.config, self.objective, self.device = config, config.objective.build(), device
@@ -101,14 +101,14 @@ class TextDenoiserTask:
 
     def prepare(self, batch: Batch, draws: Draws) -> dict[str, Tensor]:
         dropped = (draws.uniform("dropout") < self.objective.dropout).to(self.device, non_blocking=True)
-        told = self.read(torch.where(dropped[:, None], self.no_ids, self.ids.of(batch).to(self.device)))
-        return self.objective.draw(self.latents(batch.images, draws), draws) | told
+        conditions = self.read(torch.where(dropped[:, None], self.no_ids, self.ids.of(batch).to(self.device)))
+        return self.objective.draw(self.latents(batch.images, draws), draws) | conditions
 
-    def told(self, captions: Sequence[str]) -> dict[str, Tensor]:
+    def conditions(self, captions: Sequence[str]) -> dict[str, Tensor]:
         return self.read(tokens(self.text.tokenizer, captions).to(self.device))
 
     def read(self, ids: Tensor) -> dict[str, Tensor]:
-        """What the network is told of ids (B, L): themselves where it holds the encoder, else the encoder's states."""
+        """The conditions of ids (B, L): themselves where the network holds the encoder, else the encoder's states."""
         return {"ids": ids} if self.text.trained else {"context": self.text.context(ids)}
 
     @torch.no_grad()
@@ -131,8 +131,8 @@ class TextDenoiserTask:
         """Guided samples of the prompts in turn."""
         prompts = [self.config.prompts[i % len(self.config.prompts)] for i in range(count)]
         sampling = Sampling(self.objective.schedule, self.objective.target, self.config.sampling)
-        told, untold = self.told(prompts), self.told([""] * count)
-        x0 = sampling.guided(network, told, untold, (count, *self.shape), seed, self.device)
+        conditions, unconditional = self.conditions(prompts), self.conditions([""] * count)
+        x0 = sampling.guided(network, conditions, unconditional, (count, *self.shape), seed, self.device)
         return decoded(self.vae, x0).add(1).div(2).clamp(0, 1)
 
     def save(self, network: nn.Module, folder: Path) -> None:
@@ -167,8 +167,8 @@ def check_parts(denoiser: nn.Module, vae: AutoencoderKL, encoder: CLIPTextEncode
     if isinstance(denoiser, UNet):
         plain = config.cross_attention_dim is not None and config.addition_embed_type is None
         if not plain or denoiser.class_embedding is not None or config.time_cond_proj_dim is not None:
-            got = f"a {config.class_name} that is told something else"
-            raise PellucidError(rule("network", "told a time and a text, nothing more", got), "condition")
+            got = f"a {config.class_name} that takes something else"
+            raise PellucidError(rule("network", "one that takes a time and a text, nothing more", got), "condition")
     elif isinstance(denoiser, PixArt):
         width = config.caption_channels or config.cross_attention_dim
         if width != encoder.config.hidden_size:

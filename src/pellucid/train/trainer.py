@@ -195,7 +195,7 @@ class Trainer:
     # --- what is kept
 
     def live(self) -> dict[str, Tensor]:
-        """The tensors that a step changes, but for the running means."""
+        """The tensors that a step changes, except the running means."""
         network = {f"network/{k}": v for k, v in self.network.state_dict().items()}
         return network | {f"optimizer/{k}": v for k, v in adamw.state(self.network, self.optimizer).items()}
 

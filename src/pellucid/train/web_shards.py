@@ -144,7 +144,7 @@ class WebShards(ImageSource):
         if self.incomplete:
             log.warning("%d examples without an image or a hint are left out", self.incomplete)
         self.table = np.array(table, np.int64)  # (N, 1 + 2 · columns): shard, then offsets and sizes
-        self.told = self.first_told()
+        self.columns = self.first_columns()
 
     def __len__(self) -> int:
         return len(self.table)
@@ -171,7 +171,7 @@ class WebShards(ImageSource):
             self.damaged[path.name] = str(error)
             log.warning("%s is used up to where it is damaged: %s", path.name, error)
 
-    def first_told(self) -> Columns:
+    def first_columns(self) -> Columns:
         """What is said of images, and where, by the first example whose JSON, if it has one, can be read."""
         for index in range(len(self)):
             try:
@@ -209,27 +209,27 @@ class WebShards(ImageSource):
         return parse_object(self.bytes_of(index, JSON), "its JSON", "data-metadata", foreign=True)
 
     def example(self, index: int) -> Example:
-        told = self.told
-        said = self.said(index) if JSON in (told.caption, told.label) else {}
+        columns = self.columns
+        said = self.said(index) if JSON in (columns.caption, columns.label) else {}
         hints = {name: self.bytes_of(index, HINTS + i, MAX_BYTES) for i, name in enumerate(self.hints)}
         return Example(
             self.bytes_of(index, IMAGE, MAX_BYTES),
-            None if told.caption is None else self.caption(index, said),
-            None if told.label is None else self.label(index, said),
+            None if columns.caption is None else self.caption(index, said),
+            None if columns.label is None else self.label(index, said),
             hints,
         )
 
     def caption(self, index: int, said: dict[str, Any]) -> str:
-        found: Any = said.get(self.told.caption_key)
-        if self.told.caption == TEXT:
+        found: Any = said.get(self.columns.caption_key)
+        if self.columns.caption == TEXT:
             found = self.bytes_of(index, TEXT).decode("utf-8", "strict").strip()
         if not isinstance(found, str):
-            raise PellucidError(f"its JSON has no {self.told.caption_key}", "data-metadata")
+            raise PellucidError(f"its JSON has no {self.columns.caption_key}", "data-metadata")
         return found
 
     def label(self, index: int, said: dict[str, Any]) -> int:
         found: Any = said.get("label")
-        if self.told.label == CLS:
+        if self.columns.label == CLS:
             found = self.bytes_of(index, CLS).strip()
             found = int(found) if found.isdigit() and len(found) < 12 else None
         if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found <= MAX_LABEL:
