@@ -93,8 +93,8 @@ class Ranks:
             return network
         if self.strategy == "fsdp":
             return self.shard(network, dtype)
-        # find_unused_parameters keeps the first buckets. Otherwise DDP assigns them again after the first step, and then
-        # three ranks or more would add in another order after a restart than without it.
+        # find_unused_parameters keeps the first buckets. Otherwise DDP assigns them again after the first step, and
+        # then three ranks or more would add in another order after a restart than without it.
         wrapped = DistributedDataParallel(
             network,
             device_ids=[self.local_rank] if self.device.type == "cuda" else None,
