@@ -110,8 +110,7 @@ def diff(
     first: Annotated[Path, typer.Argument(metavar="A", help="A trace.", show_default=False)],
     second: Annotated[Path, typer.Argument(metavar="B", help="Another.", show_default=False)],
     tolerance: Annotated[
-        float,
-        typer.Option("--tolerance", metavar="T", help="Tensors as near as this part of their norm are the same."),
+        float, typer.Option("--tolerance", metavar="T", help="Tensors as near as this part of their norm are the same.")
     ] = 0.0,
     partial: Partial = False,
     as_json: AsJson = False,

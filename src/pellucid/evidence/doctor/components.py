@@ -9,12 +9,7 @@ from typing import Any
 from pellucid.core.errors import PellucidError
 from pellucid.evidence.doctor.checks import Finding, check
 from pellucid.evidence.doctor.subject import Component, Subject
-from pellucid.interop.components import (
-    INDEX,
-    KINDS,
-    TEXT_PARTS,
-    TOKENIZER_PARTS,
-)
+from pellucid.interop.components import INDEX, KINDS, TEXT_PARTS, TOKENIZER_PARTS
 from pellucid.interop.family import INPAINT_CHANNELS
 from pellucid.interop.folder import IGNORED, OTHERS, STABLE_DIFFUSION
 from pellucid.interop.tokenizer import LENGTH, Tokenizer

@@ -276,7 +276,8 @@ def detect(probe: Probe, most: int = MOST) -> Detection:
     total = min(len(probe), most)
     scores = measure(probe, curves, range(min(FEW_FIRST if probe.few else FIRST, total)))
     declared = schedule_name(probe.schedule)
-    left = contending(scores) | {declared}
+    winners = resampled(scores, 0).argmin(1).unique().tolist()  # what wins no resample is dropped
+    left = {scores.hypotheses[i].schedule for i in winners} | {declared}
     curves = {name: curve for name, curve in curves.items() if name in left}
     scores = scores.among(lambda one: one.schedule in left)
     for goal in dict.fromkeys(min(one, total) for one in ROUNDS):
@@ -290,11 +291,6 @@ def detect(probe: Probe, most: int = MOST) -> Detection:
     for scale in FEW_SCALES if probe.few else SCALES:
         scores = scores.beside(measure(probe, {declared: probe.schedule}, range(scores.images), scale))
     return answer_both(scores)
-
-
-def contending(scores: Scores) -> set[str]:
-    """The schedules that win a resample, of images and of levels, at least."""
-    return {scores.hypotheses[i].schedule for i in set(resampled(scores, 0).argmin(1).tolist())}
 
 
 def resampled(scores: Scores, seed: int) -> Tensor:

@@ -31,10 +31,7 @@ ASKING: dict[str, tuple[Any, ...]] = {
     "shift": (1, 1.0, None),
     "flow_shift": (1, 1.0, None),
 }
-VALUES: dict[str, tuple[str, ...]] = {
-    "timestep_spacing": SPACINGS,
-    "final_sigmas_type": ("zero", "sigma_min"),
-}
+VALUES: dict[str, tuple[str, ...]] = {"timestep_spacing": SPACINGS, "final_sigmas_type": ("zero", "sigma_min")}
 # Schedulers of diffusers that Pellucid does not read; a test compares the names with diffusers' own.
 ELSEWHERE = (
     "AmusedScheduler", "BlockRefinementScheduler", "CMStochasticIterativeScheduler", "CogVideoXDDIMScheduler",

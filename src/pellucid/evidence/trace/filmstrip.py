@@ -74,10 +74,7 @@ def strips_of(trace: Trace, shown: list[int], image: int, vae: Any) -> list[Stri
         return []
     sizes = torch.tensor([math.hypot(level.alpha, level.sigma) for level in levels], dtype=x.dtype)
     unit = x / sizes.reshape(-1, *([1] * (x.ndim - 1)))
-    found = [
-        Strip("x", "scaled to size 1", arrays(look.colours(unit))),
-        Strip("x0", look.name, arrays(look.image(x0))),
-    ]
+    found = [Strip("x", "scaled to size 1", arrays(look.colours(unit))), Strip("x0", look.name, arrays(look.image(x0)))]
     if "delta" in trace.header.kept:
         found.append(guidance_strip(look, x0, held("delta")))
     return found

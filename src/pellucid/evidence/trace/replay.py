@@ -99,31 +99,21 @@ class RecordedDenoiser:
     """The predictions of a trace as a denoiser; each run of it begins at the first step."""
 
     trace: Trace
+    images: tuple[int, ...] = ()
+    steps: list[int] = field(default_factory=lambda: [0])  # shared by what is left of a run
 
     def __post_init__(self) -> None:
-        trace = self.trace
-        if any(plan.guided for plan in trace.header.plans):
+        header = self.trace.header
+        if any(plan.guided for plan in header.plans):
             must = "of a sampler that uses x0 alone, to run it without its model"
-            raise PellucidError(rule("trace", must, trace.header.plans[0].name, "Give the model."), "trace-model")
-        if len(trace.has_images) < trace.header.steps:
+            raise PellucidError(rule("trace", must, header.plans[0].name, "Give the model."), "trace-model")
+        if len(self.trace.has_images) < header.steps:
             advice = "Give the model, or record with tensors of every step."
-            got = f"{len(trace.has_images)} of {trace.header.steps}"
+            got = f"{len(self.trace.has_images)} of {header.steps}"
             raise PellucidError(rule("predictions of the trace", "kept at every step", got, advice), "trace-tensor")
 
-    def __call__(self, x: Tensor, level: Any, time: Any) -> Tensor:
-        raise AssertionError("a recorded run is bound to its plans")
-
-    def bind(self, plans: Sequence[Plan]) -> RecordedRun:
-        return RecordedRun(self.trace, tuple(range(len(plans))))
-
-
-@dataclass
-class RecordedRun:
-    """Where a run of recorded predictions stands."""
-
-    trace: Trace
-    images: tuple[int, ...]
-    steps: list[int] = field(default_factory=lambda: [0])  # shared by what is left of the run
+    def bind(self, plans: Sequence[Plan]) -> RecordedDenoiser:
+        return RecordedDenoiser(self.trace, tuple(range(len(plans))))
 
     def __call__(self, x: Tensor, level: Any, time: Any) -> Tensor:
         index = self.steps[0]
@@ -131,7 +121,7 @@ class RecordedRun:
         step = self.trace.steps[index]
         return self.trace.tensor("x0", index)[[step.of(image) for image in self.images]].to(x)
 
-    def select(self, images: Sequence[int]) -> RecordedRun:
+    def select(self, images: Sequence[int]) -> RecordedDenoiser:
         return replace(self, images=tuple(self.images[k] for k in images))
 
 

@@ -240,14 +240,10 @@ class LambdaOfTime(torch.autograd.Function):
         return grads[0] * ctx.slope, None
 
 
-def exact_denoiser(mixture: Mixture, schedule: Schedule, target: Target) -> NetworkDenoiser:
-    return NetworkDenoiser(ExactNetwork(mixture, schedule, target), schedule, target, gradients=True)
-
-
 def oracle_model(name: str, mixture: Mixture, schedule: Schedule, target: Target | None = None) -> TuningModel:
     """A mixture under a schedule, as a model that is tuned for; in float64."""
     kind = schedule.carries[0] if target is None else target
-    known = exact_denoiser(mixture, schedule, kind)
+    known = NetworkDenoiser(ExactNetwork(mixture, schedule, kind), schedule, kind, gradients=True)
     return TuningModel(
         name=f"{name}, {schedule.name}",
         schedule=schedule,
