@@ -8,6 +8,7 @@ rehearsal runs the pipeline's own code, offload included.
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from pellucid.interop.components import Components
 from pellucid.models.lora import view
 from pellucid.models.vae import FoldedUpsample
 from pellucid.pipeline.stages import HOOKS
@@ -48,6 +50,17 @@ class Shadows:
                     if tensor is not None:
                         registry[name] = self.shadow(tensor)  # type: ignore[assignment]
         return twin
+
+    def of(self, parts: Components) -> Components:
+        """The components of a model with ghosts for all their networks."""
+        return replace(
+            parts,
+            network=self.ghost(parts.network),
+            vae=None if parts.vae is None else self.ghost(parts.vae),
+            text_encoders=tuple(self.ghost(encoder) for encoder in parts.text_encoders),
+            image_encoder=None if parts.image_encoder is None else self.ghost(parts.image_encoder),
+            controlnets=tuple(self.ghost(network) for network in parts.controlnets),
+        )
 
     def shadow(self, tensor: Tensor) -> Tensor:
         """A tensor's shape, dtype and memory format."""

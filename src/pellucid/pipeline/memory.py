@@ -177,7 +177,7 @@ class Ghosts:
         guests = {name: shadows.ghost(network) for name, network in guests_by_name(pipe, request).items()}
         seeing = (image_inputs.image_encoder_of(pipe, prompt) for prompt in request.image_prompts)
         eyes = next((one for one in seeing if one is not None), pipe.components.image_encoder)
-        base = ghosts_of(replace(pipe.components, image_encoder=eyes), shadows)
+        base = shadows.of(replace(pipe.components, image_encoder=eyes, controlnets=()))
         acting = with_ghost_loras(base, pipe, request)
         named = {**networks_by_name(acting), **guests}
         resident = [*networks_by_name(base).values(), *named.values()]
@@ -214,24 +214,13 @@ def empty_twin(weight: Tensor) -> Tensor:
     return weight.new_zeros(()).expand(weight.shape)
 
 
-def ghosts_of(parts: Components, shadows: Shadows) -> Components:
-    return replace(
-        parts,
-        network=shadows.ghost(parts.network),
-        vae=None if parts.vae is None else shadows.ghost(parts.vae),
-        text_encoders=tuple(shadows.ghost(encoder) for encoder in parts.text_encoders),
-        image_encoder=None if parts.image_encoder is None else shadows.ghost(parts.image_encoder),
-        controlnets=(),
-    )
-
-
 def ghost_request(request: Request, guests: dict[str, nn.Module], shadows: Shadows) -> Request:
     """The same request, of few steps, with ghosts for its networks and nobody watching."""
     controlnets = [guest for name, guest in guests.items() if name.startswith("controlnet")]
     adapters = [guest for name, guest in guests.items() if name.startswith("ip_adapter")]
-    weak = (
-        None if request.weak is None else replace(request.weak, components=ghosts_of(request.weak.components, shadows))
-    )
+    weak = request.weak
+    if weak is not None:
+        weak = replace(weak, components=shadows.of(replace(weak.components, controlnets=())))
     return replace(
         request,
         controls=[replace(c, network=ghost) for c, ghost in zip(request.controls, controlnets, strict=True)],
