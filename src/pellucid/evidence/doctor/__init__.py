@@ -1,1 +1,1 @@
-"""The doctor: what is wrong with a model, a config, a run or its images: shown by numbers, with cause and fix."""
+"""The doctor: what is wrong with a model, a config, a run or its images, with numbers, cause and fix."""

@@ -25,7 +25,7 @@ from pellucid.pipeline.request import Request
 
 STEPS = 4
 PROMPT = "a large red star"
-NOTHING = 1e-4  # a relative change of x0 below this is none
+NOTHING = 1e-4  # a relative change of x0 below this counts as none
 UNUSED = 0.05  # the share of a LoRA's keys that may fit nothing
 WORDS = {Lora: "LoRA", Control: "ControlNet", ImagePrompt: "IP-Adapter"}
 

@@ -73,7 +73,7 @@ def schedule_name(declared: Schedule) -> str:
 
 
 def family(name: str) -> str:
-    """The name of a schedule without its end: zero terminal SNR moves the other levels too little to be told apart."""
+    """The name of a schedule without its end: zero terminal SNR moves the other levels too little to tell."""
     return name.removesuffix(ZERO)
 
 

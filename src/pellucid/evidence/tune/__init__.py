@@ -1,1 +1,1 @@
-"""Tuning: the grid, the weights and the told times of a plan, by gradient descent against the converged teacher."""
+"""Tuning: the grid, the weights and the times of a plan, by gradient descent against the converged teacher."""

@@ -161,8 +161,8 @@ class Sweep:
         found = errors(plan, self.model, self.truth.first(count), self.at_once)
         if not bool(found.isfinite().all()):
             return {"refused": "not-finite", "nfe": plan.nfe}
-        told = ErrorSummary.of(found)
-        return {"nfe": plan.nfe, "mean": told.mean, "root": float(found.sqrt().mean()), "summary": told.to_dict()}
+        summary = ErrorSummary.of(found).to_dict()
+        return {"nfe": plan.nfe, "mean": summary["mean"], "root": float(found.sqrt().mean()), "summary": summary}
 
 
 def ranked(key: str) -> Callable[[Cell], tuple[float, str]]:

@@ -184,9 +184,9 @@ class Start:
 
     def draft(self, schedule: Schedule, ratios: Sequence[float] | Array) -> Draft:
         """The sampler's own rows when it calls at these sigma / alpha, and ends clean."""
-        told = schedule.time_at(np.asarray(ratios))
+        times = schedule.time_at(np.asarray(ratios))
         ends = [*ratios[1:], 0.0]
-        path = on_frame(self.entry, schedule, lambda frame: grids.build(schedule, frame, told, ratios, ends))
+        path = on_frame(self.entry, schedule, lambda frame: grids.build(schedule, frame, times, ratios, ends))
         return self.entry.draft(path, dict(self.options))
 
 
