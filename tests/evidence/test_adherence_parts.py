@@ -21,8 +21,8 @@ from pellucid.evidence.adherence import suite
 from pellucid.evidence.adherence.samples import Making
 from pellucid.evidence.adherence.suite import Exam, decibels, round_trip
 from pellucid.models.ip_adapter import IPAdapter
-from pellucid.pipeline.adapters import ImagePrompt
 from pellucid.pipeline.load import load
+from pellucid.pipeline.request import ImagePrompt
 from pellucid.train.scenes_source import alone
 
 EXAM = Exam(6, making=Making(batch=4))

@@ -29,8 +29,8 @@ from pellucid.evidence.doctor.detectors import Spread, check_drift, check_scale,
 from pellucid.evidence.doctor.probe import probe_of
 from pellucid.evidence.doctor.ranges import HALF, overflow, watch_modules
 from pellucid.evidence.doctor.subject import KnownImages, Subject, of_pipeline
-from pellucid.pipeline.adapters import Lora
 from pellucid.pipeline.pipeline import Pipeline
+from pellucid.pipeline.request import Lora
 
 
 @pytest.fixture(scope="module")

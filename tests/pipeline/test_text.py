@@ -522,7 +522,7 @@ def test_bad_sizes_are_refused(bad: Any) -> None:
 
 
 def test_sizes_of_different_batches_are_refused() -> None:
-    with pytest.raises(PellucidError, match="one for all images, or one an image"):
+    with pytest.raises(PellucidError, match="one for all images, or one per image"):
         size_ids([(1, 2)] * 3, [(0, 0)] * 2)
 
 

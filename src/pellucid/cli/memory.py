@@ -107,7 +107,7 @@ class PredictFor:
 
 
 def loras(paths: list[str] | None) -> tuple[Any, ...]:
-    from pellucid.pipeline.adapters import Lora
+    from pellucid.pipeline.request import Lora
 
     return tuple(Lora(path) for path in paths or ())
 
@@ -118,14 +118,14 @@ def show_by_stage(
     """Stage by stage: predicted, and measured where it runs."""
     from pellucid.cli import memory_text
     from pellucid.evidence.drawing.memory import describe_run
-    from pellucid.pipeline import memory
+    from pellucid.pipeline import compare, memory
 
     request = memory.request_for(pipe, **asked)
     with output.progress("memory", 2) as seen:
         other: dict[str, Any] = {} if where is None else {"policy": where.policy, "device": where.device}
         forecast = memory.predict(pipe, request, **other)
         seen()
-        found = memory.measure(pipe, request) if where is None else None
+        found = compare.measure(pipe, request) if where is None else None
         seen()
     about = describe_run(pipe, request, forecast.policy, pipe.device if where is None else where.device)
     if as_json:

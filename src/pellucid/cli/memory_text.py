@@ -11,8 +11,8 @@ from pellucid.pipeline.memory import size_text
 from pellucid.pipeline.policy import EFFECTS
 
 if TYPE_CHECKING:
-    from pellucid.pipeline.compare import StrategyCost
-    from pellucid.pipeline.memory import Forecast, MemoryUse
+    from pellucid.pipeline.compare import MemoryUse, StrategyCost
+    from pellucid.pipeline.memory import Forecast
 
 BAR = 24  # characters of the longest bar
 PARTS = (("weights", "█"), ("activations", "▓"), ("workspace", "░"))

@@ -16,13 +16,12 @@ from pellucid.cli.sample_words import AdapterWords, SampleWords
 from pellucid.cli.sample_work import ImageJob, SampleRun, request_of
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.noise import seed_list
-from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
 from pellucid.pipeline.encoders import text
 from pellucid.pipeline.load import load
 from pellucid.pipeline.parameters import ForeignRecipe
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.policy import Policy
-from pellucid.pipeline.request import Request
+from pellucid.pipeline.request import Control, ImagePrompt, Lora, Request
 
 CANCELLED = 130
 

@@ -21,7 +21,6 @@ from pellucid.models.guidance import Guidance
 from pellucid.models.ip_adapter import IPAdapter
 from pellucid.pipeline.encoders import image_inputs
 from pellucid.pipeline.encoders.conditions import takes_text
-from pellucid.pipeline.encoders.image_inputs import adapter_file, read_controlnet
 from pellucid.pipeline.ghost import META, Shadows
 from pellucid.pipeline.inspection import (
     Flow,
@@ -47,9 +46,11 @@ from pellucid.pipeline.inspection_run import (
     rows_of,
 )
 from pellucid.pipeline.load import STORED, PathLike, load
-from pellucid.pipeline.pipeline import Pipeline, networks_of
+from pellucid.pipeline.model import map_networks, networks_of
+from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.prepare import RunPlan, make_plan
 from pellucid.pipeline.request import Request
+from pellucid.pipeline.shelf import adapter_file
 
 # --- Nodes and flows ------------------------------------------------------------------------------------------------
 
@@ -342,16 +343,7 @@ def without_data(pipe: Pipeline) -> Pipeline:
     parts = pipe.components
     if all(next(network.parameters()).is_meta for network in networks_of(parts)):
         return pipe
-    emptied = Shadows("cuda").ghost  # the shapes are those of any device
-    made = replace(
-        parts,
-        network=emptied(parts.network),
-        vae=None if parts.vae is None else emptied(parts.vae),
-        text_encoders=tuple(emptied(encoder) for encoder in parts.text_encoders),
-        image_encoder=None if parts.image_encoder is None else emptied(parts.image_encoder),
-        controlnets=tuple(emptied(network) for network in parts.controlnets),
-    )
-    return Pipeline(made, device=META)
+    return Pipeline(map_networks(parts, Shadows("cuda").ghost), device=META)  # the shapes are those of any device
 
 
 def graph_of(
@@ -405,7 +397,7 @@ def attach(pipe: Pipeline, asked: GraphOptions, held: dict[str, StoredWeights]) 
     for number, network in enumerate(pipe.components.controlnets):
         controls.append((network, held.pop(f"controlnet_{number}" if number else "controlnet", None)))
     for path in asked.controlnets:
-        controls.append((read_controlnet(pipe, os.fspath(path)), stored_component(source.locate(path))))
+        controls.append((pipe.read_controlnet(path), stored_component(source.locate(path))))
     adapters = [(read_adapter(path, weight), stored_component(adapter_file(path))) for path in asked.ip_adapters]
     found: list[dict[str, Any]] = []
     for kind, listed in (("controlnet", controls), ("ip_adapter", adapters)):

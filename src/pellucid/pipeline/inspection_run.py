@@ -27,14 +27,13 @@ from pellucid.models.ip_adapter import IPAdapter
 from pellucid.models.unet import UNet
 from pellucid.models.vae import from_diffusion
 from pellucid.pipeline import images
-from pellucid.pipeline.adapters import Control, ImagePrompt
 from pellucid.pipeline.encoders import image_inputs
 from pellucid.pipeline.encoders.conditions import labels_of, sizes_of, takes_labels, takes_text, wants_sizes
 from pellucid.pipeline.encoders.text import Embedding
 from pellucid.pipeline.inspection import GraphOptions, Shape, Times
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.prepare import STEPS, make_plan
-from pellucid.pipeline.request import MAX_BATCH, Request
+from pellucid.pipeline.request import MAX_BATCH, Control, ImagePrompt, Request
 from pellucid.pipeline.stages import STAGES
 
 WORD = "a"

@@ -17,8 +17,9 @@ from pellucid.interop.family import check_fit
 from pellucid.models.tiny_vae import TinyAutoencoder
 from pellucid.models.vae import AutoencoderKL
 from pellucid.pipeline.encoders.text import add_inversions, read_inversion
+from pellucid.pipeline.model import networks_of
 from pellucid.pipeline.peer_words import LOAD, option_error
-from pellucid.pipeline.pipeline import Pipeline, networks_of
+from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.policy import Policy
 
 PathLike = str | os.PathLike[str]

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,57 +19,46 @@ from pellucid.core.plan import Plan
 from pellucid.core.samplers import resolve
 from pellucid.models.guidance import Guidance
 from pellucid.pipeline import fingerprint, images
-from pellucid.pipeline.encoders import image_inputs
+from pellucid.pipeline.model import Model, RunSettings
 from pellucid.pipeline.parameters import ForeignRecipe
 from pellucid.pipeline.recipe import Recipe
 from pellucid.pipeline.request import SECOND, Request
 
-if TYPE_CHECKING:
-    from pellucid.pipeline.pipeline import Pipeline
-
-
 # --- A run → recipes ------------------------------------------------------------------------------------------------
 
 
-def recipes_of(
-    pipe: Pipeline,
-    request: Request,
-    plan: Plan,
-    guidance: Guidance,
-    seeds: list[int],
-    size: tuple[int, int],
-    source: NoiseSource,
-) -> list[Recipe]:
-    """One recipe an image, in the order of the batch."""
-    prompts = [text for text in request.prompts for _ in range(request.n)]
-    negatives = [text for text in request.negatives for _ in range(request.n)]
-    seconds = request.seconds
+def recipes_of(run: RunSettings) -> list[Recipe]:
+    """One recipe per image, in the order of the batch."""
+    model, request = run.model, run.request
+    prompts, negatives, labels = (
+        [one for one in each for _ in range(request.n)]
+        for each in (request.prompts, request.negatives, listed_labels(request))
+    )
     shared: dict[str, Any] = {
-        "model": pipe.components.name,
-        "model_hash": fingerprint.of_model(pipe.components),
+        "model": model.components.name,
+        "model_hash": fingerprint.of_model(model.components),
         "weighting": request.weighting,
         "clip_skip": request.clip_skip,
-        **run_fields(plan, request, guidance, source, next(pipe.components.network.parameters())),
-        "size": size,
+        **run_fields(run.plan, request, run.guidance, run.noise, next(model.components.network.parameters())),
+        "size": run.size,
         "strength": request.strength,
         "denoising_start": request.denoising_start,
         "denoising_end": request.denoising_end,
-        "adapters": adapters_of(pipe, request),
+        "adapters": adapters_of(model, request),
         "inputs": inputs_of(request),
-        "policy": pipe.policy.to_dict(),
-        "device": pipe.device.type,  # with offload the weights wait elsewhere
+        "policy": model.policy.to_dict(),
+        "device": model.device.type,  # with offload the weights wait elsewhere
     }
-    labels = labels_of(request, len(seeds))
-    beside = [
+    own = [
         {
-            **condition_fields(pipe, request, label, negative),
-            **{name: texts[i // request.n] for name, texts in seconds.items()},
+            **condition_fields(model, request, label, negative),
+            **{name: texts[i // request.n] for name, texts in request.seconds.items()},
         }
         for i, (label, negative) in enumerate(zip(labels, negatives, strict=True))
     ]
     return [
-        Recipe(prompt=p, negative_prompt=neg, seed=seed, conditioning=conditioning, **shared)
-        for p, neg, seed, conditioning in zip(prompts, negatives, seeds, beside, strict=True)
+        Recipe(prompt=prompt, negative_prompt=negative, seed=seed, conditioning=conditioning, **shared)
+        for prompt, negative, seed, conditioning in zip(prompts, negatives, run.seeds, own, strict=True)
     ]
 
 
@@ -95,12 +84,12 @@ def noise_name(source: NoiseSource) -> str:
     return "torch" if isinstance(source, TorchStream) else type(source).__name__.lower()
 
 
-def labels_of(request: Request, count: int) -> list[Any]:
-    given = list(request.label) if isinstance(request.label, list | tuple) else [request.label] * len(request.prompts)
-    return [label for label in given for _ in range(request.n)][:count]
+def listed_labels(request: Request) -> list[Any]:
+    """A label for each prompt."""
+    return list(request.label) if isinstance(request.label, list | tuple) else [request.label] * len(request.prompts)
 
 
-def condition_fields(pipe: Pipeline, request: Request, label: Any, negative: str) -> dict[str, Any]:
+def condition_fields(model: Model, request: Request, label: Any, negative: str) -> dict[str, Any]:
     """What the network is told besides text, where it was set."""
     found: dict[str, Any] = {} if label is None else {"label": label}
     for name in ("original_size", "target_size"):
@@ -109,26 +98,26 @@ def condition_fields(pipe: Pipeline, request: Request, label: Any, negative: str
     for name in ("crop", "aesthetic"):
         if tuple(getattr(request, name)) != getattr(Request, name):
             found[name] = list(getattr(request, name))
-    zeros = bool(pipe.components.extra.get("force_zeros_for_empty_prompt"))
+    zeros = bool(model.components.extra.get("force_zeros_for_empty_prompt"))
     if zeros and request.negative_prompt is not None and not negative:
         found["empty_negative"] = True  # encoded; without a negative prompt there would be zeros
     return found
 
 
-def adapters_of(pipe: Pipeline, request: Request) -> tuple[dict[str, Any], ...]:
+def adapters_of(model: Model, request: Request) -> tuple[dict[str, Any], ...]:
     """Each adapter by name, kind, fingerprint and strength."""
     found: list[dict[str, Any]] = []
     for lora in request.loras:
-        adapter = pipe.lora_of(lora)
+        adapter = model.lora_of(lora)
         entry = {"name": adapter.name, "kind": "lora", "hash": fingerprint.of_adapter(adapter)}
         found.append({**entry, "scale": plain_scale(lora.scale)})
     for control in request.controls:
-        seen = fingerprint.of_network(image_inputs.controlnet_of(pipe, control))
+        seen = fingerprint.of_network(model.controlnet_of(control))
         entry: dict[str, Any] = {"name": name_of(control.network), "kind": "controlnet", "hash": seen}
         entry |= {"guess": True} if control.guess else {}
         found.append({**entry, "scale": control.scale, "start": control.start, "end": control.end})
     for prompt in request.image_prompts:
-        networks = [image_inputs.adapter_of(pipe, prompt), pipe.components.image_encoder]
+        networks = [model.ip_adapter_of(prompt), model.components.image_encoder]
         seen = "-".join(fingerprint.of_network(net) for net in networks if net is not None)
         entry = {"name": name_of(prompt.adapter), "kind": "ip-adapter", "hash": seen}
         found.append({**entry, "scale": plain_scale(prompt.scale)})

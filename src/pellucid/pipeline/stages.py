@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -294,6 +294,10 @@ class Stages:
 
     def __post_init__(self) -> None:
         self.policy.check(self.device)
+
+    def copy(self) -> Stages:
+        """Another run that goes on from the stages taken so far."""
+        return replace(self, taken=list(self.taken))
 
     @contextmanager
     def run(self, name: str, *networks: nn.Module | None) -> Iterator[None]:

@@ -37,14 +37,13 @@ from pellucid.models.guidance import Guidance, scale_notes
 from pellucid.models.guided import GuidedDenoiser, Terms
 from pellucid.models.rules import PAG, AutoGuidance, SkipLayer
 from pellucid.pipeline import images
-from pellucid.pipeline import result as observers
 from pellucid.pipeline.peer_words import CALL, RefusesPeerWords, option_error
-from pellucid.pipeline.pipeline import Result, asks_uncond, tuning_notes
 from pellucid.pipeline.policy import Policy
-from pellucid.pipeline.prepare import given_plan, read_plan
+from pellucid.pipeline.prepare import asks_uncond, given_plan, read_plan, tuning_notes
 from pellucid.pipeline.recipe import Recipe
 from pellucid.pipeline.repeat import run_fields
 from pellucid.pipeline.request import Request
+from pellucid.pipeline.result import Result, show_result
 from pellucid.pipeline.stages import Stages
 
 # --- The plan -------------------------------------------------------------------------------------------------------
@@ -400,7 +399,7 @@ class WrappedPipeline(RefusesPeerWords):
                 *safety_notes(made),
             ),
         )
-        return observers.show_result(request.observers, result)
+        return show_result(request.observers, result)
 
 
 def read_scheduler(pipeline: Any) -> Reading:

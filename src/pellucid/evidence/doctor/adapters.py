@@ -17,12 +17,10 @@ from pellucid.evidence.doctor.checks import Finding, Unable, check
 from pellucid.evidence.doctor.subject import Subject
 from pellucid.models.controlnet import ControlNet
 from pellucid.models.lora import Receipt
-from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
-from pellucid.pipeline.encoders import image_inputs
 from pellucid.pipeline.encoders.conditions import takes_labels, takes_text
 from pellucid.pipeline.images import to_images
 from pellucid.pipeline.pipeline import Pipeline
-from pellucid.pipeline.request import Request
+from pellucid.pipeline.request import Control, ImagePrompt, Lora, Request
 
 Adapter = Lora | Control | ImagePrompt
 STEPS = 4
@@ -140,12 +138,12 @@ def why(pipe: Pipeline, one: Adapter) -> tuple[str, str]:
     if isinstance(one, Lora | Control | ImagePrompt) and is_zero(one.scale):
         return "Its scale is 0.", "Give it a scale above 0, such as 1.0."
     if isinstance(one, Control):
-        net = image_inputs.controlnet_of(pipe, one)
+        net = pipe.controlnet_of(one)
         if silent(out_layers(net)):
             return "Its output layers are all zero: it is new and was never trained.", "Train it, or load its weights."
         return f"It acts only from {one.start:g} to {one.end:g} of the run, where no step lies.", "Widen start and end."
     if isinstance(one, ImagePrompt):
-        held = image_inputs.adapter_of(pipe, one)
+        held = pipe.ip_adapter_of(one)
         if silent([pair.to_v_ip for pair in held.pairs]):  # type: ignore[misc]
             return "The values that it adds are all zero: it is new and was never trained.", "Load its weights."
         return "The network's cross-attention does not read its tokens.", "Use an adapter that was made for this base."

@@ -34,6 +34,10 @@ class Conditions:
         )
         return Conditions(cond or {}, uncond)
 
+    def plus(self, name: str, cond: Any, uncond: Any) -> Conditions:
+        """One more input on both sides."""
+        return Conditions({**self.cond, name: cond}, None if self.uncond is None else {**self.uncond, name: uncond})
+
 
 def takes_text(network: nn.Module) -> bool:
     if isinstance(network, UNet):
@@ -45,6 +49,11 @@ def takes_labels(network: nn.Module) -> bool:
     if isinstance(network, UNet):
         return network.class_embedding is not None
     return isinstance(network, DiT)
+
+
+def takes_guidance(network: nn.Module) -> bool:
+    """Whether a network was trained with its guidance as an input, as distilled ones are."""
+    return isinstance(network, UNet) and network.config.time_cond_proj_dim is not None
 
 
 def check_words(components: Components, request: Request) -> None:
@@ -107,7 +116,7 @@ def make_conditions(
             uncond["labels"] = labels
     elif not takes_text(network):
         possible = False
-    if isinstance(network, UNet) and network.config.time_cond_proj_dim is not None:
+    if takes_guidance(network):
         count = len(request.prompts) * request.n
         wave = sinusoid(
             torch.full((count,), (scale - 1.0) * 1000.0), network.config.time_cond_proj_dim, flip=False, shift=1
