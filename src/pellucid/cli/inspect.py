@@ -12,11 +12,14 @@ import typer
 
 from pellucid.cli import output
 from pellucid.cli.options import model_names
-from pellucid.cli.sample import Overwrite, option
+from pellucid.cli.sample import OUTPUT, option, typed
 from pellucid.core.errors import PellucidError, rule
+from pellucid.pipeline.request import read_size
 
 if TYPE_CHECKING:
     from pellucid.pipeline.inspection import Graph
+
+Overwrite = typed(OUTPUT["overwrite"])
 
 ASKED, LOAD, OUT = "What to inspect it for", "Loading", "Output"
 DEPTHS = (1, 2)  # levels of blocks that are shown: of every component, and of one alone
@@ -95,12 +98,11 @@ def command(
     if depth is not None and not 0 <= depth <= 8:
         raise PellucidError(rule("--depth", "from 0 to 8", depth), "usage")
     levels = DEPTHS[component is not None] if depth is None else depth
-    from pellucid.cli import sample_words
     from pellucid.models.guidance import Guidance
     from pellucid.pipeline.inspection import GraphOptions
 
     asked = GraphOptions(
-        size=None if size is None else sample_words.read_size("--size", size),
+        size=None if size is None else read_size("--size", size),
         batch=batch,
         steps=steps,
         guidance=None if guidance is None else Guidance.parse(guidance),

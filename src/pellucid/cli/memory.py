@@ -74,12 +74,12 @@ def command(
         from pellucid.cli import draw
 
         goal = draw.destination(plot, overwrite)
-    from pellucid.cli import sample_words
     from pellucid.pipeline.inspection_graph import sketch
     from pellucid.pipeline.load import load, widen
     from pellucid.pipeline.policy import Policy
+    from pellucid.pipeline.request import read_size
 
-    wanted = None if size is None else sample_words.read_size("--size", size)
+    wanted = None if size is None else read_size("--size", size)
     policy = Policy(attention, vae_slicing, vae_tile, channels_last, offload, compiled)  # type: ignore[arg-type]
     with output.progress("loading", 1):
         pipe = sketch(model, dtype=dtype) if predict else load(model, dtype=dtype, device=device, policy=policy)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pellucid.cli.options import Overwrite, group
-from pellucid.cli.sample import ControlWords, ImageFile, ImagePromptWords, LoraFile, Mask, Weak
+from pellucid.cli.sample import request_option
 
 app = group("Recorded runs (pellucid sample … --trace FILE): show, compare, run again, lay out in time.")
 
@@ -18,6 +18,8 @@ Partial = Annotated[bool, typer.Option("--partial", help="Read what is whole of 
 Model = Annotated[
     str | None, typer.Option("--model", metavar="MODEL", help="The model; the recipe's when it is here, if not given.")
 ]
+Image, Mask, Weak = (request_option(name) for name in ("image", "mask", "weak"))
+LoraFiles, ControlWords, ImagePromptWords = (request_option(name) for name in ("loras", "controls", "image_prompts"))
 Device = Annotated[str | None, typer.Option("--device", metavar="NAME", help="cpu, cuda, …")]
 
 
@@ -71,11 +73,11 @@ def replay(
     file: File,
     model: Model = None,
     device: Device = None,
-    image: ImageFile = None,
+    image: Image = None,
     mask: Mask = None,
-    lora: LoraFile = None,
-    control: ControlWords = None,
-    image_prompt: ImagePromptWords = None,
+    loras: LoraFiles = None,
+    controls: ControlWords = None,
+    image_prompts: ImagePromptWords = None,
     weak: Weak = None,
     as_json: AsJson = False,
 ) -> None:
@@ -88,8 +90,8 @@ def replay(
     """
     from pellucid.cli import trace_work
 
-    given = {"image": image, "mask": mask, "lora": lora, "control": control, "image_prompt": image_prompt, "weak": weak}
-    trace_work.replay(file, {**given, "model": model, "device": device}, as_json)
+    given = {"image": image, "mask": mask, "loras": loras, "controls": controls, "image_prompts": image_prompts}
+    trace_work.replay(file, {**given, "weak": weak, "model": model, "device": device}, as_json)
 
 
 @app.command("timeline")

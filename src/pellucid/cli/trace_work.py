@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import sys
 import warnings
@@ -16,10 +15,9 @@ import torch
 import typer
 from rich.table import Table
 
-from pellucid.cli import output, sample, sample_output, sample_repeat, sample_run
+from pellucid.cli import output
 from pellucid.cli.output import Destination, short
-from pellucid.cli.sample_repeat import RecipeSource
-from pellucid.cli.sample_words import SampleWords
+from pellucid.cli.sample import read_options
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.wording import counted
 from pellucid.evidence.trace import diff, filmstrip, reading
@@ -33,9 +31,9 @@ from pellucid.evidence.trace.replay import Replay
 from pellucid.evidence.trace.timeline import finite
 from pellucid.interop import source
 from pellucid.models.guidance import Guidance
-from pellucid.pipeline import fingerprint, repeat
-from pellucid.pipeline.recipe import Recipe
-from pellucid.pipeline.repeat import Needs
+from pellucid.pipeline import fingerprint
+from pellucid.pipeline.repeat import RecipeSource, model_of
+from pellucid.pipeline.request import Request, flags_of
 
 # --- Traces as text -------------------------------------------------------------------------------------------------
 
@@ -308,7 +306,7 @@ def vae_of(trace: Trace, model: str | None) -> tuple[Any, str]:
     if len(trace.header.shape) != 3 or trace.header.shape[0] in (1, 3) or (recipe is None and model is None):
         return None, ""
     try:
-        name = model or sample_repeat.local_model(RecipeSource(trace.path, recipe, Needs({}, ())))  # type: ignore[arg-type]
+        name = model or model_of(RecipeSource(trace.path, recipe))  # type: ignore[arg-type]
     except PellucidError:
         return None, f"latents are mapped to colours: {recipe.model} is not here to decode them (--model)"  # type: ignore
     root, dtype = source.locate(name), recipe.dtype or None if recipe is not None else None
@@ -376,29 +374,13 @@ def without_model(trace: Trace, given: dict[str, Any]) -> Replay:
     """A trace of a bare denoiser, which no file holds: its predictions stand for it."""
     extra = [name for name, value in given.items() if value and name != "device"]
     if extra:
-        flag = f"--{extra[0].replace('_', '-')}"
+        flags = flags_of(Request)
+        flag = flags[extra[0]].names[0] if extra[0] in flags else f"--{extra[0]}"
         raise PellucidError(f"{flag} must be left out: the trace is of a bare denoiser, without a recipe.", "usage")
     return replaying.replay(trace, device=given["device"] or "cpu")
 
 
 def with_model(trace: Trace, given: dict[str, Any]) -> Replay:
-    asked = request_of(trace, {**given, "device": given["device"] or trace.header.machine.get("device")})
-    pipe = sample_run.timed_load(asked, sample_output.SampleReport())
-    weak = sample_run.weak_of(asked)
-    fields = {**images_of(asked), **sample_run.adapters_of(asked), **({} if weak is None else {"weak": weak})}
+    options = read_options({**given, "device": given["device"] or trace.header.machine.get("device")})
     with output.progress("running again", trace.header.steps) as done:
-        return replaying.replay_with(trace, pipe, {**fields, "observers": (lambda _: done(),)})
-
-
-def request_of(trace: Trace, given: dict[str, Any]) -> SampleWords:
-    """The recipe's words, completed as `pellucid sample --from` completes them."""
-    recipe: Recipe = replaying.recipes_of(trace)[0]
-    flags = dict.fromkeys(("weighting", "vae_slicing", "channels_last", "compile"), False)
-    words = dict.fromkeys(inspect.signature(sample.command).parameters) | flags | given
-    known = recipe if recipe.noise in repeat.NOISES else Recipe.from_dict({**recipe.to_dict(), "noise": "philox"})
-    origin = RecipeSource(trace.path, known, repeat.needs_of(known))
-    return sample_repeat.complete(origin, SampleWords.of(words))[0]
-
-
-def images_of(asked: SampleWords) -> dict[str, Any]:
-    return {name: asked.fields[name] for name in ("image", "mask") if name in asked.fields}
+        return replaying.replay_recipe(trace, options, (lambda _: done(),))

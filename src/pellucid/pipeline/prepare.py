@@ -32,12 +32,11 @@ from pellucid.models.guided import GuidedDenoiser, GuidedRun
 from pellucid.models.rules import Layered, Rescale
 from pellucid.models.unet import UNet
 from pellucid.pipeline import fingerprint
-from pellucid.pipeline.decode import Latents
+from pellucid.pipeline.decode import Latents, recipes_of
 from pellucid.pipeline.encoders import image_inputs
 from pellucid.pipeline.encoders.conditions import Conditions, make_conditions, takes_guidance, takes_text, text_notes
 from pellucid.pipeline.model import Model, RunSettings
 from pellucid.pipeline.recipe import Recipe
-from pellucid.pipeline.repeat import recipes_of
 from pellucid.pipeline.request import Control, Request
 from pellucid.pipeline.result import show_recipes
 from pellucid.pipeline.stages import Stages

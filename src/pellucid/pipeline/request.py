@@ -364,8 +364,11 @@ class Request:
         count = len(self.prompts) * self.n
         if count > MAX_BATCH:
             raise PellucidError(rule("prompts × n", f"at most {MAX_BATCH} images", count), "request")
-        seed = secrets.randbelow(2**32) if self.seed is None else self.seed
-        return seed_list(seed, count)
+        return seed_list(random_seed() if self.seed is None else self.seed, count)
+
+
+def random_seed() -> int:
+    return secrets.randbelow(2**32)
 
 
 def check_pair(name: str, given: Any) -> None:

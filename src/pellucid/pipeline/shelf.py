@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pellucid.interop import folder, source
+from pellucid.interop import folder, hub, source
 
 ADAPTER_FILE, ADAPTER_EYES = "ip_adapter.safetensors", "image_encoder"  # in an IP-Adapter's folder
 ENCODER_NOTE, SHARED_ENCODER = "image_encoder.json", "../image_text"  # in the place of image_encoder/, in a bundle
@@ -56,3 +56,24 @@ def adapter_encoder(path: PathLike) -> Path | None:
         return place / ADAPTER_EYES
     around = folder.outer(place, ENCODER_NOTE, SHARED_ENCODER)
     return None if around is None else around / Path(SHARED_ENCODER).name
+
+
+# --- What a recipe names --------------------------------------------------------------------------------------------
+
+
+def local_model(name: str, beside: Path) -> str | None:
+    """The model of a name where it is on this machine: a path, also below `beside`; a bundle; the hub's cache."""
+    for place in (source.expanded(name), beside / name):
+        if source.exists(place):
+            return str(place)
+    return name if source.in_bundle(name) is not None or (hub.is_id(name) and hub.cached(name) is not None) else None
+
+
+def find_lora(name: str, beside: Path) -> str | None:
+    """The part of a bundle, or the file of a LoRA's name here or in `beside`; other paths are not looked for."""
+    if source.in_bundle(name) is not None:
+        return name
+    if name != os.path.basename(name) or name in ("", ".", ".."):
+        return None
+    places = [folder / f"{name}.safetensors" for folder in (Path(), beside)]
+    return next((str(place) for place in places if place.is_file()), None)

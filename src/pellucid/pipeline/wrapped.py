@@ -37,11 +37,11 @@ from pellucid.models.guidance import Guidance, scale_notes
 from pellucid.models.guided import GuidedDenoiser, Terms
 from pellucid.models.rules import PAG, AutoGuidance, SkipLayer
 from pellucid.pipeline import images
+from pellucid.pipeline.decode import run_fields
 from pellucid.pipeline.peer_words import CALL, RefusesPeerWords, option_error
 from pellucid.pipeline.policy import Policy
 from pellucid.pipeline.prepare import asks_uncond, given_plan, read_plan, tuning_notes
 from pellucid.pipeline.recipe import Recipe
-from pellucid.pipeline.repeat import run_fields
 from pellucid.pipeline.request import Request
 from pellucid.pipeline.result import Result, show_result
 from pellucid.pipeline.stages import Stages
