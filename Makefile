@@ -36,7 +36,7 @@ test: venv browser lint ## lint, then the fast tests
 test-all: venv browser ## all tests that need no accelerator, the slow ones too
 	$(BIN)/pytest -n 2 -m "not gpu"
 
-lint: venv ## ruff, mypy on core, and the import rule of the rooms
+lint: venv ## ruff, mypy, and the import rule of the rooms
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -46,10 +46,10 @@ RIVALS = {
 }
 ASKED: dict[str, Any] = {"steps": STEPS, "pairs": 1024, "watched": 1024, "held_out": 4096}
 HOW: dict[str, Any] = {"batch": 256, "at_once": 4096, "iterations": 400}
-HEAD = """# Tuned plans on a mixture, against all that is untuned
+HEAD = """# Tuned plans on a mixture, compared with all untuned ones
 
 ```text
-python bench/tune_oracle.py      # makes this page, and goes on where it was stopped; do not edit
+python bench/tune_oracle.py      # makes this page, and resumes if it was stopped; do not edit
 ```
 
 """
@@ -109,8 +109,8 @@ def against(sweep: Sweep, plans: dict[str, Plan]) -> dict[str, Any]:
     for calls in BUDGETS:
         rivals[f"best {calls}"] = sweep.plan(sweep.best(calls)[0])
         rivals[f"usual {calls}"] = sweep.plan(sweep.usual(calls))
-    found = {key: errors(plan, sweep.subject, sweep.truth, sweep.at_once) for key, plan in rivals.items()}
-    mine = errors(plans["all"], sweep.subject, sweep.truth, sweep.at_once)
+    found = {key: errors(plan, sweep.model, sweep.truth, sweep.at_once) for key, plan in rivals.items()}
+    mine = errors(plans["all"], sweep.model, sweep.truth, sweep.at_once)
     return {
         key: {**gain(mine, theirs), "nearer": float((mine < theirs).double().mean())} for key, theirs in found.items()
     }
@@ -121,14 +121,14 @@ def page(records: Records) -> str:
     cells = {(row["schedule"], row["cell"]): row["found"] for row in records.rows}
     tuned, watched, judges = (f"{ASKED[key]:,}" for key in ("pairs", "watched", "held_out"))
     paragraphs = (
-        f"Are {STEPS} calls of a [tuned plan](../tune.md) as good as more calls of any plan that is not? The mixture "
-        f"is `oracle.sharp`: 12 narrow modes in 8 dimensions, {rms():.2f} rms. The network is exact *at the time that "
-        "it is told*, so that telling another time changes what it says, as with a trained one.",
-        "Error: rms distance of x0 from the converged one of the same seed (DPM++ 3M, 200 steps), mean over "
-        f"{judges} held-out seeds with its 95 % bootstrap interval. Tuned on {tuned} seeds, stopped by {watched} "
-        "others. Best untuned: the deterministic registry at every order on every grid, with as many steps as the "
-        f"calls allow. All of it is tried on {SIFTED} of the held-out seeds, the best of that on all. So the untuned "
-        "are chosen by the seeds that judge them, which favours them.",
+        f"Are {STEPS} calls of a [tuned plan](../tune.md) as good as more calls of any untuned plan? The mixture "
+        f"is `oracle.sharp`: 12 narrow modes in 8 dimensions, {rms():.2f} rms. The network is exact *at the timestep "
+        "passed to it*, so passing another timestep changes its output, as with a trained network.",
+        "The error is the rms distance of x0 from the converged one of the same seed (DPM++ 3M, 200 steps): the mean "
+        f"over {judges} held-out seeds with its 95 % bootstrap interval. The plan was tuned on {tuned} seeds, with "
+        f"{watched} others for validation. *Best untuned* is the best deterministic sampler, at every order on every "
+        f"grid, with as many steps as the calls allow. All are tried on {SIFTED} of the held-out seeds, and the best "
+        "of them on all. So the untuned plans are selected on the seeds that evaluate them, which favours them.",
     )
     head = HEAD + "\n\n".join(map(filled, paragraphs)) + "\n\n"
     parts = [first_table(cells), paired_table(cells), what_table(cells), start_table(cells)]
@@ -179,27 +179,28 @@ def learnt(cells: Cells) -> str:
     kept = [cells[name, "all"]["start"] for name in SCHEDULES]
     same = sum(a == b for a, b in zip(best, kept, strict=True))
     lines = [
-        *(f"- Against {words}: {verdict(cells, key)}." for key, words in RIVALS.items()),
-        f"- Few seeds make the mean: the medians of the tuned plans are {middle} × 10⁻³, and one seed is off by "
+        *(f"- Compared with {words}: {verdict(cells, key)}." for key, words in RIVALS.items()),
+        f"- A few seeds dominate the mean: the medians of the tuned plans are {middle} × 10⁻³, and one seed is off by "
         f"{worst:.2f}.",
-        f"- Without the told times (grid and weights) the mean is {bare} × 10⁻³. Against that, all three together are "
-        f"{verdict(cells, 'both')}.",
-        f"- The start that was best before tuning was kept in {same} of {len(SCHEDULES)}; kept were {listed(kept)}.",
-        "- One mixture, and one draw of the seeds to tune on. A trained network has errors of its own.",
+        f"- Without tuning the timesteps (grid and weights only) the mean is {bare} × 10⁻³. Compared with that, all "
+        f"three together are {verdict(cells, 'both')}.",
+        f"- The start that was best before tuning was kept in {same} of {len(SCHEDULES)} cases; the kept starts are "
+        f"{listed(kept)}.",
+        "- This is one mixture, and one draw of the seeds to tune on. A trained network has errors of its own.",
     ]
     order = (
-        f"Figures in the order {listed(list(SCHEDULES))}. Better or worse: the interval of the paired difference "
-        "leaves 0 out."
+        f"Figures are in the order {listed(list(SCHEDULES))}. Better or worse means that the interval of the paired "
+        "difference excludes 0."
     )
-    return "## What is learnt\n\n" + filled(order) + "\n\n" + "\n".join(filled(line) for line in lines) + "\n"
+    return "## Findings\n\n" + filled(order) + "\n\n" + "\n".join(filled(line) for line in lines) + "\n"
 
 
 def verdict(cells: Cells, key: str) -> str:
     """On which schedules the tuned plan is better, worse, or cannot be told apart."""
-    found: dict[str, list[str]] = {"better": [], "worse": [], "not told apart": []}
+    found: dict[str, list[str]] = {"better": [], "worse": [], "not distinguishable": []}
     for name in SCHEDULES:
         one = cells[name, "against"][key]
-        found["better" if one["low"] > 0 else "worse" if one["high"] < 0 else "not told apart"].append(name)
+        found["better" if one["low"] > 0 else "worse" if one["high"] < 0 else "not distinguishable"].append(name)
     if len(found["better"]) == len(SCHEDULES):
         return "better on all"
     return "; ".join(f"{word} on {listed(names)}" for word, names in found.items() if names)
@@ -238,9 +239,9 @@ def paired_table(cells: Cells) -> Table:
     for name in SCHEDULES:
         apart = [cells[name, "against"][key] for key in RIVALS]
         rows.append((name, *(f"{small(one)}, {100 * one['nearer']:.1f} %" for one in apart)))
-    note = "Untuned less tuned, seed by seed, and the share of the seeds that the tuned plan brings nearer."
+    note = "Untuned minus tuned, seed by seed, and the share of seeds for which the tuned plan is nearer."
     columns = ("schedule", "best untuned 8", "10", "14", "16", "2M Karras 14", "16")
-    return Table("How much less the error is: × 10³", columns, tuple(rows), note)
+    return Table("Reduction of the error × 10³", columns, tuple(rows), note)
 
 
 def what_table(cells: Cells) -> Table:
@@ -249,7 +250,7 @@ def what_table(cells: Cells) -> Table:
         held = {what: cells[name, what]["held_out"] for what in WHATS}
         shown = [held["all"]["best_start"], *(held[what]["tuned"] for what in reversed(WHATS))]
         rows.append((name, *(f"{one['mean'] * 1e3:.1f} / {one['median'] * 1e3:.2f}" for one in shown)))
-    words = {"both": "grid and weights", "all": "all three", "told": "times told"}
+    words = {"both": "grid and weights", "all": "all three", "told": "timesteps"}
     columns = ("schedule", "best start", *(words.get(what, what) for what in reversed(WHATS)))
     return Table("What is tuned: mean / median error of 8 calls × 10³", columns, tuple(rows))
 
@@ -263,9 +264,9 @@ def start_table(cells: Cells) -> Table:
             rows.append((name, one["start"] + mark, f"{one['watched'] * 1e3:.1f}", f"{one['tuned'] * 1e3:.1f}"))
     law = max(cells[name, what]["deviation"] for name in SCHEDULES for what in WHATS)
     note = (
-        "Watched seeds; ← is what was kept. After heats of a quarter of the iterations the best two went on: their "
-        "figures are the final ones, the others' are of their heats. "
-        f"The law is kept to {law:.1g} in all {len(SCHEDULES) * len(WHATS)} plans."
+        "Errors on the validation seeds; ← marks the kept start. After a quarter of the iterations the best two "
+        "continued: their figures are the final ones, the others' are from that point. "
+        f"The law holds to {law:.1g} in all {len(SCHEDULES) * len(WHATS)} plans."
     )
     return Table("Starts: mean error × 10³", ("schedule", "start", "untuned", "tuned"), tuple(rows), filled(note))
 

@@ -27,8 +27,6 @@ from pellucid.core import target as targets
 from pellucid.core.loop import StepSeen
 from pellucid.core.plan import REGISTERS
 from pellucid.evidence import qualities
-from pellucid.evidence.adherence.comparison import compare as compare_networks
-from pellucid.evidence.adherence.comparison import recipes
 from pellucid.evidence.drawing import graph as graph_drawing
 from pellucid.evidence.drawing import graph_tables
 from pellucid.evidence.report.charts import COLOURS, INK, MARKS, SLATE, canvas, log_y, quiet, save
@@ -45,6 +43,10 @@ from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.result import Result
 from pellucid.train.explain import explain
 from pellucid.train.objective import Times
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+
+import network_cost
 
 ROOT = Path(__file__).resolve().parents[1]
 MADE = Path(__file__).resolve().parent / "handbook" / "made"
@@ -211,7 +213,7 @@ def errors_by_level(path: Path) -> None:
         axes.plot(lams, errors, color=COLOURS[place], marker=MARKS[place], markersize=5, label=target)
     quiet(
         axes,
-        "One network, three readings of its error",
+        "One network, its error in three targets",
         "λ = ln(α/σ): noise to the left, images to the right",
         "mean squared error",
     )
@@ -238,14 +240,14 @@ def where_schedules_train(path: Path) -> None:
         lams = -np.log(np.asarray(curve.ratio_at(drawn_times)))
         shares = [(lams < -2).mean(), ((lams >= -2) & (lams <= 2)).mean(), (lams > 2).mean()]
         rows.append([name, *(f"{100 * share:.0f} %" for share in shares)])
-    head = ["schedule", "λ < −2: mostly noise", "−2 to 2: what the image is", "λ > 2: its details"]
+    head = ["schedule", "λ < −2: mostly noise", "−2 to 2: content", "λ > 2: detail"]
     path.write_text(table(head, rows, "Shares of 100,000 drawn training times."), encoding="utf-8")
 
 
 @drawn("ranks.md")
 def ranks(path: Path) -> None:
     """What eight ranks hold and send, for the embedded UNet."""
-    network = recipes(UNET_RECIPE)["UNet"]
+    network = network_cost.networks_of(UNET_RECIPE)["UNet"]
     rows = []
     for name, strategy, accumulate in (("DDP", "ddp", 1), ("FSDP", "fsdp", 1), ("FSDP, 4 micro-steps", "fsdp", 4)):
         told = explain(network, 8, strategy, accumulate=accumulate, ema=[1.0])  # type: ignore[arg-type]
@@ -254,11 +256,9 @@ def ranks(path: Path) -> None:
         }
         calls = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         rows.append([name, size_text(told.bytes_per_rank), size_text(told.sent_per_step), calls])
-    head = ["strategy", "kept by a rank", "sent by a rank in a step", "collectives of a step"]
+    head = ["strategy", "kept per rank", "sent per rank and step", "collectives per step"]
     count = sum(p.numel() for p in network.parameters())
-    note = (
-        f"The UNet of scenes-128 ({count:,} parameters, float32, AdamW, one running mean) on 8 ranks: counted, not run."
-    )
+    note = f"The UNet of scenes-128 ({count:,} parameters, float32, AdamW, one running mean) on 8 ranks, not run."
     path.write_text(table(head, rows, note), encoding="utf-8")
 
 
@@ -312,7 +312,7 @@ def clean_image(latents: Tensor) -> Image.Image:
 @drawn("backbones.md")
 def backbones(path: Path) -> None:
     """What a call of a UNet and of a DiT of one size costs, against the side of the latents."""
-    found = compare_networks(recipes(UNET_RECIPE, DIT_RECIPE), (16, 32, 48), rounds=3, calls=1)
+    found = network_cost.compare(network_cost.networks_of(UNET_RECIPE, DIT_RECIPE), (16, 32, 48), rounds=3, calls=1)
     rows = []
     for side in (16, 32, 48):
         by = {cost.network: cost for cost in found.costs if cost.side == side}
@@ -341,9 +341,9 @@ def tables(path: Path) -> None:
         for place, row in enumerate(plan.rows):
             weights = (f"{dict(row.x).get(register, 0.0):.4f}" for register in used)
             rows.append([str(place), f"{row.time:.1f}", f"{row.level.sigma / row.level.alpha:.3g}", *weights])
-        head = ["row", "time told", "σ/α", *(f"× {REGISTERS[register]}" for register in used)]
+        head = ["row", "timestep", "σ/α", *(f"× {REGISTERS[register]}" for register in used)]
         told.append(
-            f"`{name}`, 5 steps on the schedule of scenes-128; law kept to {plan.deviation:.0e}:\n\n"
+            f"`{name}`, 5 steps on the schedule of scenes-128; law holds to {plan.deviation:.0e}:\n\n"
             + table(head, rows)
         )
     path.write_text("\n".join(told), encoding="utf-8")
@@ -468,8 +468,8 @@ def vae_table(path: Path) -> None:
             f"{statistics.mean(psnr(b, p / 2 + 0.5) for b, p in zip(back, images, strict=True)):.1f} dB",
         ],
         ["one call of the denoiser", f"{milliseconds(lambda: x0_of(latents[:1], 500, captions[:1])):.0f} ms"],
-        ["decoding one picture", f"{milliseconds(lambda: decode(vae, latents[:1])):.0f} ms"],
-        ["encoding one picture", f"{milliseconds(lambda: latents_of(images[:1])):.0f} ms"],
+        ["decoding one image", f"{milliseconds(lambda: decode(vae, latents[:1])):.0f} ms"],
+        ["encoding one image", f"{milliseconds(lambda: latents_of(images[:1])):.0f} ms"],
     ]
     path.write_text(table(["scenes-128", "measured"], rows), encoding="utf-8")
 
@@ -588,7 +588,7 @@ def loop(path: Path) -> None:
         [Cell(p) for p in look.image(x0)],
         [Cell(p) for p in signed(changes, float(changes.abs().max()))],
     ]
-    sheet(rows, ["x, the state", "x0, said\nby the call", "what guidance\nchanged"], path, inch=0.85)
+    sheet(rows, ["x, the state", "x0, the\nprediction", "what guidance\nchanged"], path, inch=0.85)
 
 
 @drawn("loop.md")
@@ -607,7 +607,7 @@ def loop_table(path: Path) -> None:
         ]
         rows.append([str(step.index), *cells, f"{rms(delta):.2f}", moved])
         before = step.x0
-    head = ["call", "time told", "σ/α", "size of x", "size of x0", "guidance's part", "x0 moved by"]
+    head = ["call", "timestep", "σ/α", "size of x", "size of x0", "part of guidance", "x0 moved by"]
     path.write_text(table(head, rows, "Root mean squares over the latents."), encoding="utf-8")
 
 
@@ -632,7 +632,7 @@ def strategies_table(path: Path) -> None:
         stage = max(row.measured, key=lambda name: row.measured[name])
         cells = [size_text(row.predicted[stage]), size_text(row.measured[stage]), stage]
         rows.append([row.strategy.name, *cells, f"{row.times or 1:.2f}", f"{row.mean or 0:.2g}"])
-    head = ["strategy", "predicted peak", "measured peak", "in stage", "times as long", "pixels changed by (of 255)"]
+    head = ["strategy", "predicted peak", "measured peak", "in stage", "relative time", "pixels changed by (of 255)"]
     note = "scenes-128 at 192 × 192, two images, one step, on the CPU. Times are ratios to runs just before and after."
     path.write_text(table(head, rows, note), encoding="utf-8")
 
@@ -648,7 +648,7 @@ def steps_and_seconds(path: Path) -> None:
         }
         cells = [f"{1000 * spent[name]:.0f} ms" for name in ("text", "denoise", "decode")]
         rows.append([str(steps), scale, *cells, f"{1000 * spent['denoise'] / steps:.1f} ms"])
-    head = ["steps", "guidance", "text", "denoising", "decoding", "a step"]
+    head = ["steps", "guidance", "text", "denoising", "decoding", "per step"]
     path.write_text(
         table(head, rows, f"One image, the fastest of five; CPU threads: {torch.get_num_threads()}."),
         encoding="utf-8",
@@ -708,7 +708,7 @@ def adapters_table(path: Path) -> None:
         near = float(scenes.edge_f1(found, edges).mean())
         sketched = sum(s == "sketch" for s in scenes.style_of(found))
         rows.append([name, f"{near:.2f}", f"{sketched} of {count}", f"{took:.0f} ms"])
-    head = ["same noise, same prompts", "outlines followed (F1)", "in the style of a sketch", "a picture"]
+    head = ["same noise, same prompts", "outlines followed (F1)", "in the style of a sketch", "per image"]
     path.write_text(table(head, rows, f"{count} held-out scenes of two objects; the fastest image."), encoding="utf-8")
 
 
@@ -722,7 +722,7 @@ def batches(path: Path) -> None:
     for count in (1, 2, 4):
         took = milliseconds(lambda count=count: ask([PROMPT] * count, list(range(count)), steps=8), 6)  # type: ignore[misc]
         rows.append([str(count), f"{took:.0f} ms", f"{1000 * count / took:.1f}"])
-    head = ["pictures in a batch", "a request waits", "pictures a second"]
+    head = ["images per batch", "a request waits", "images per second"]
     note = (
         f"scenes-128, 8 steps, CPU threads: {torch.get_num_threads()}. A GPU has idle units at batch 1 and gains more."
     )

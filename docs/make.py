@@ -42,7 +42,7 @@ def order_row(found: law.Measured) -> list[str]:
 
 
 def orders() -> str:
-    head = ["sampler", "options", "claimed", "measured", "error, fewest steps", "error, most steps", "calls a step"]
+    head = ["sampler", "options", "claimed", "measured", "error, fewest steps", "error, most steps", "calls per step"]
     own = [order_row(law.measure(case)) for case in track(law.registered(), description="orders")]
     variants = [order_row(law.measure(case)) for case in track(law.variants(), description="variants")]
     weak = [order_row(law.measure(case, law.weak_error)) for case in track(law.weak_cases(), description="noise on")]
@@ -51,27 +51,27 @@ def orders() -> str:
     return f"""{MADE}# The order of every sampler, measured
 
 A Gaussian mixture in four dimensions has an exact denoiser. From sigma {law.TOP:g} to sigma {law.BOTTOM:g}, on a grid
-that is even in λ, each sampler is compared with classical Runge-Kutta of order 4 in {law.REFERENCE_STEPS:,} steps.
-It shares no code with the samplers and errs by {off:.0e}. The order is the slope of the error between {law.COUNTS[-2]}
-and {many} steps; the errors are those at {few} and at {many} steps, relative. The two samplers that group their calls by
+that is even in λ, each sampler is compared with classical Runge-Kutta of order 4 in {law.REFERENCE_STEPS:,} steps, which
+shares no code with the samplers and has an error of {off:.0e}. The order is the slope of the error between {law.COUNTS[-2]}
+and {many} steps; the errors shown are relative, at {few} and at {many} steps. The two samplers that group their calls by
 three take 18 to 576 steps, or as many as the table says.
 
-Read with care:
+Limitations:
 - Order says how fast the error falls, not which sampler is best for your model. Small steps on a smooth, unguided
   density are not a guided image model at ten steps.
-- Multistep methods begin with a first-order step, which caps the order at 2 in theory. At sigma {law.TOP:g} that step
-  is nearly exact, so what is measured is the method. On the flow path below, which starts at sigma / alpha 19, it is
-  not: there `dpmpp_3m`, `deis` and `lms` measure 2.
-- The last step to a clean image, which images take, is first order in all of them; it is left out here.
-- PLMS, PNDM and iPNDM use the coefficients of an even grid, which leaves 2 on this one. `dpm_fast` spends the calls
-  that are left over on steps of a lower order. UniPC gains one order from its corrector. A lowered last step
-  (`lower_order_final`) leaves 2.
+- Multistep methods begin with a first-order step, which in theory caps the order at 2. At sigma {law.TOP:g} that step
+  is nearly exact, so the order of the method itself is measured. On the flow path below, which starts at sigma / alpha
+  19, it is not: there `dpmpp_3m`, `deis` and `lms` measure 2.
+- The last step to a clean image is first order in all of them; it is left out here.
+- PLMS, PNDM and iPNDM use the coefficients of an even grid, which gives order 2 on this one. `dpm_fast` spends leftover
+  calls on steps of a lower order. UniPC gains one order from its corrector. A lower-order last step
+  (`lower_order_final`) gives order 2.
 
-Made by `make results` (`docs/make.py`); the same measurement is a test, `tests/laws/test_order.py`.
+`make results` (`docs/make.py`) generates this page; a test makes the same measurement, `tests/laws/test_order.py`.
 
 ## As registered
 
-Default options; stochastic samplers with their noise off.
+Default options; stochastic samplers with their noise turned off.
 
 {table(head, own)}
 ## Options and schedules
@@ -80,8 +80,8 @@ Default options; stochastic samplers with their noise off.
 ## With the noise on
 
 The order of the variance of the result on a Gaussian of standard deviation {law.SPREAD:g}. Every state of such a run
-is a sum of independent normal numbers with known coefficients, so the variance is computed exactly: nothing is drawn.
-It is one test function, so the true weak order may be lower. Errors are relative to the true variance.
+is a sum of independent normal numbers with known coefficients, so the variance is computed exactly, without sampling.
+This is one test function, so the true weak order may be lower. Errors are relative to the true variance.
 
 {table(head, weak)}"""
 
@@ -98,20 +98,20 @@ def third_order() -> str:
     orders_of = {name: law.measure(case).order for name, case in (("half", half), ("whole", whole))}
     return f"""{MADE}# DPM++ 3M: half of a derivative was missing
 
-Third-order DPM-Solver++ fits a parabola through the last three predictions. Its weight of the curvature multiplies the
-*second derivative* of the prediction. The published code, and diffusers and k-diffusion after it, passes the second
-*divided difference*, which is half of the second derivative (`D2` in `multistep_dpm_solver_third_order_update`, `d2` in
-`sample_dpmpp_3m_sde`). The table still keeps the marginal law, and images look right. The order law sees it: the
-published form measures {orders_of["half"]:.2f}, with the whole derivative it measures {orders_of["whole"]:.2f}.
+Third-order DPM-Solver++ fits a parabola through the last three predictions. Its curvature weight multiplies the
+*second derivative* of the prediction. The published code, followed by diffusers and k-diffusion, uses the second
+*divided difference* instead, which is half of the second derivative (`D2` in `multistep_dpm_solver_third_order_update`,
+`d2` in `sample_dpmpp_3m_sde`). The table still satisfies the marginal law, and images look right. The order law reveals it:
+the published form measures {orders_of["half"]:.2f}, and with the whole derivative it measures {orders_of["whole"]:.2f}.
 
 Relative error on the exact denoiser of [the orders](orders.md), from sigma 80 to 0.1:
 
 {table(head, rows)}
 Pellucid's exact dialect uses the whole derivative in `dpmpp_3m`, `dpmpp_3m_sde` and `dpm_multistep` of order 3. The
 dialects of diffusers, k-diffusion and ComfyUI keep the published form (`curvature_scale=0.5`). Whether the difference
-shows in images of a guided network at few steps is not measured here.
+is visible in images of a guided network at few steps is not measured here.
 
-Made by `make results`; the claim is a test, `test_third_order_needs_the_whole_second_derivative`.
+`make results` generates this page; the claim is tested by `test_third_order_needs_the_whole_second_derivative`.
 """
 
 
@@ -122,11 +122,11 @@ def samplers() -> str:
         noise = "no" if entry.deterministic else "yes"
         facts = [str(entry.order), noise, str(entry.calls)]
         rows.append([f"`{entry.name}` {entry.title}", *facts, f"{entry.suits} ({entry.paper})", options])
-    head = ["sampler", "order", "noise", "calls a step", "suits", "options"]
+    head = ["sampler", "order", "noise", "calls per step", "suits", "options"]
     return f"""{MADE}# The samplers
 
-{len(REGISTRY)} samplers. `pellucid samplers NAME` shows one with all its other names; the orders are
-[measured](orders.md), with the noise off where there is noise.
+There are {len(REGISTRY)} samplers. `pellucid samplers NAME` shows one with all its other names. The orders are
+[measured](orders.md), with any noise turned off.
 
 {table(head, rows)}"""
 

@@ -36,8 +36,9 @@ from pellucid.evidence.doctor.checks import examine
 from pellucid.evidence.doctor.subject import SubjectSpec, open_subject
 from pellucid.evidence.report import charts
 from pellucid.evidence.report.page import Table
+from pellucid.evidence.statistics import Estimate
 from pellucid.evidence.study import guidance
-from pellucid.evidence.study.guidance_results import GuidanceCell, MeanFigure, cell_of_rows
+from pellucid.evidence.study.guidance_results import FigureKind, GuidanceCell, cell_of_rows
 from pellucid.evidence.trace import Recorder
 from pellucid.interop.atomic_files import put
 from pellucid.interop.source import BUNDLES
@@ -86,11 +87,11 @@ ARMS = (
     Arm("1, DPM++ 2M trailing, guidance 4", MATCHED, TRAILING | {"guidance": "4"}),
 )
 FIGURES = {
-    "right": ("all right", True),
-    "bled": ("colours bled", True),
-    "saturation": ("clipped values", True),
-    "sharpness": ("sharpness of true", False),
-    "colourfulness": ("colourfulness of true", False),
+    "right": FigureKind("all right", True),
+    "bled": FigureKind("colours bled", True),
+    "saturation": FigureKind("clipped values", True),
+    "sharpness": FigureKind("sharpness of true", False),
+    "colourfulness": FigureKind("colourfulness of true", False),
 }
 
 
@@ -160,23 +161,24 @@ def make(arm: Arm, pipe: Any, asked: Asked, batch: int, folder: Path, device: st
 # --- what is shown -------------------------------------------------------------------------------------------------
 
 
-def shown(found: MeanFigure, name: str, true: Mapping[str, float]) -> MeanFigure:
+def shown(found: Estimate, name: str, true: Mapping[str, float]) -> Estimate:
     """Looks are told as a share of those of true images."""
     scale = 1 / true[name] if name in true and name != "saturation" else 1.0
-    ends = [None if end is None else end * scale for end in (found.low, found.high)]
-    return MeanFigure(found.value * scale, *ends)
+    return found.times(scale)
 
 
 def table(cells: Mapping[str, GuidanceCell], true: Mapping[str, float], count: int) -> Table:
     rows = []
     for arm in ARMS:
         figures = cells[arm.name].figures
-        rows.append((arm.name, *(shown(figures[n], n, true).words(percent) for n, (_, percent) in FIGURES.items())))
+        rows.append((arm.name, *(kind.words(shown(figures[name], name, true)) for name, kind in FIGURES.items())))
     note = (
         f"{count} prompts of two things, the same noise in every row; brackets are 95 % intervals. Of true images "
         f"{100 * true['saturation']:.1f} % of values are clipped."
     )
-    return Table("Every remedy, alone and together", ("", *(title for title, _ in FIGURES.values())), tuple(rows), note)
+    return Table(
+        "Every remedy, alone and together", ("", *(kind.title for kind in FIGURES.values())), tuple(rows), note
+    )
 
 
 def draw(cells: Mapping[str, GuidanceCell], true: Mapping[str, float], path: Path) -> None:
@@ -184,17 +186,17 @@ def draw(cells: Mapping[str, GuidanceCell], true: Mapping[str, float], path: Pat
     figure = charts.canvas(12.5, 5.2)
     panels = figure.subplots(1, len(FIGURES), sharey=True)
     names = [arm.name for arm in ARMS]
-    for axes, (name, (title, percent)) in zip(panels, FIGURES.items(), strict=True):
-        scale = 100 if percent else 1
+    for axes, (name, kind) in zip(panels, FIGURES.items(), strict=True):
+        scale = 100 if kind.percent else 1
         for y, arm in enumerate(ARMS):
             found = shown(cells[arm.name].figures[name], name, true)
-            low, high = (found.value if end is None else end for end in (found.low, found.high))
+            low, high = found.ends or (found.value, found.value)
             colour = charts.COLOURS[{DEPLOYED_MODEL: 3, MATCHED: 0, RETRAINED: 2}[arm.model]]
             axes.plot([low * scale, high * scale], [y, y], color=colour, linewidth=2.2, alpha=0.5)
             axes.plot(found.value * scale, y, "o", color=colour, markersize=5)
         first = shown(cells[names[0]].figures[name], name, true).value * scale
         axes.axvline(first, color=charts.FAINT, linewidth=1, linestyle="--")
-        charts.quiet(axes, title, "%" if percent else "", "")
+        charts.quiet(axes, kind.title, "%" if kind.percent else "", "")
     panels[0].set_yticks(range(len(names)), names)
     panels[0].invert_yaxis()
     foot = (

@@ -45,7 +45,7 @@ from pellucid.evidence.study.schedules import ScheduleStudyConfig
 from pellucid.evidence.study.schedules_results import ScheduleResults
 from pellucid.evidence.study.subject import read_lines_of
 from pellucid.evidence.trace import layout
-from pellucid.interop import components, diffusers_config, folder, lora_file, shelves, source, weights
+from pellucid.interop import components, diffusers_config, folder, local_models, lora_file, source, weights
 from pellucid.interop.diffusers_plan import compile_reading
 from pellucid.interop.lora_parts import Strength
 from pellucid.interop.tokenizer import Tokenizer
@@ -55,9 +55,9 @@ from pellucid.pipeline.recipe import Recipe, read_png, read_sheet
 from pellucid.train import image_folder
 from pellucid.train.checkpoint import Chunk, Damage, FileSeal, Manifest, TensorEntry
 from pellucid.train.config import TrainConfig, chosen
-from pellucid.train.denoiser import fresh
+from pellucid.train.initial import fresh
 from pellucid.train.kinds import DATA, TASKS
-from pellucid.train.latent_files import Cache, Scaling
+from pellucid.train.latent_cache import Cache, Scaling
 from pellucid.train.ranks import Ranks
 
 SECONDS = 5.0  # for one file
@@ -236,7 +236,7 @@ def listed_parts(place: Path) -> object:
     listed = components.named_classes(index)
     folder.check_pipeline(str(index.get("_class_name")))
     folder.check_parts(place, listed)
-    return shelves.in_folder(place, "x", "folder"), folder.labels_of(index)
+    return local_models.in_folder(place, "x", "folder"), folder.labels_of(index)
 
 
 def read_tokenizer(place: Path) -> object:
@@ -426,7 +426,7 @@ def tensors_front() -> Any:
 def read_tensors(path: Path, data: bytes) -> object:
     old = tensors_bytes()
     path.write_bytes(len(data).to_bytes(8, "little") + data + old[8 + int.from_bytes(old[:8], "little") :])
-    return weights.metadata_of(path), weights.read(path), weights.shapes_of(path), shelves.kind_of(path)
+    return weights.metadata_of(path), weights.read(path), weights.shapes_of(path), local_models.kind_of(path)
 
 
 def read_whole_tensors(path: Path, data: bytes) -> object:
@@ -806,7 +806,7 @@ OPENERS: dict[str, Callable[[Path], object]] = {
     "prompts": lambda path: sample.prompts(f"@{path}"),
     "study prompts": lambda path: read_lines_of(path, "scenes:N"),
     "json": weights.read_json,
-    "models": lambda path: shelves.kind_of(path) or refuse(path),
+    "models": lambda path: local_models.kind_of(path) or refuse(path),
 }
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pellucid.core.noise import Brownian, Philox, TorchStream
     from pellucid.core.plan import Plan, Row
     from pellucid.core.schedule import Level
-    from pellucid.evidence.doctor.api import doctor
+    from pellucid.evidence.doctor.checks import doctor
     from pellucid.evidence.public import study, trace, tune
     from pellucid.interop.scheduler import Scheduler
     from pellucid.models.guidance import Guidance, guarded
@@ -74,7 +74,7 @@ _HOMES: dict[str, tuple[str, str | None]] = {
     "TorchStream": ("pellucid.core.noise", "TorchStream"),
     "compile_plan": ("pellucid.core.compile", "compile_plan"),
     "denoiser": ("pellucid.core.denoiser", "denoiser"),
-    "doctor": ("pellucid.evidence.doctor.api", "doctor"),
+    "doctor": ("pellucid.evidence.doctor.checks", "doctor"),
     "guarded": ("pellucid.models.guidance", "guarded"),
     "load": ("pellucid.pipeline.load", "load"),
     "oracle": ("pellucid.core.oracle", None),

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from pellucid.cli import options
-from pellucid.interop import shelves, source
+from pellucid.interop import local_models, source
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def test_a_damaged_index_is_listed_and_stops_nothing(tell, tmp_path):
 
 def test_bad_input(refuse, tmp_path, monkeypatch):
     assert refuse("models", "nowhere").startswith("error[not-found]: folder must be one that exists; got 'nowhere'.")
-    monkeypatch.setattr(shelves, "MAX_SEEN", 2)
+    monkeypatch.setattr(local_models, "MAX_SEEN", 2)
     for name in "abc":
         (tmp_path / name).mkdir()
     assert refuse("models", ".").startswith("error[too-many]: folder must be one with at most 2 files below it")

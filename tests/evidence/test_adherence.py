@@ -18,13 +18,13 @@ from pellucid import scenes
 from pellucid.core.errors import PellucidError
 from pellucid.evidence.adherence import sheets, study
 from pellucid.evidence.adherence.judging import ATTRIBUTES, judge, reading_from_json, reading_to_json
-from pellucid.evidence.adherence.samples import Making, open_pipe
+from pellucid.evidence.adherence.samples import ImageSettings, open_pipe
 from pellucid.evidence.adherence.sheets import Card, contact_sheet
 from pellucid.evidence.adherence.study import AdherenceConfig, AdherenceStudy, figures, shuffled
 from pellucid.evidence.statistics import Share
 from pellucid.scenes.scene import Scene, Scenes, Thing
 
-CONFIG = AdherenceConfig("truth", prompts=40, making=Making(batch=16))
+CONFIG = AdherenceConfig("truth", prompts=40, making=ImageSettings(batch=16))
 
 
 def truth(rule: Any = lambda n, _: n) -> Truth:
@@ -237,7 +237,7 @@ def test_tiles_refuse_a_file_of_another_shape(tmp_path: Path) -> None:
 )
 def test_bad_settings_are_one_line(changes: dict[str, Any]) -> None:
     def make() -> AdherenceConfig:
-        return AdherenceConfig("x", **{k: Making(**v) if k == "making" else v for k, v in changes.items()})
+        return AdherenceConfig("x", **{k: ImageSettings(**v) if k == "making" else v for k, v in changes.items()})
 
     with pytest.raises(PellucidError) as caught:
         make()
@@ -277,7 +277,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_image_does_not_depend_on_its_batch(model: Path, tmp_path: Path) -> None:
     pipe = open_pipe(model, device="cpu")
     prompts = [caption for caption, _ in CONFIG.asked()[:3]]
-    making = Making(steps=2)
+    making = ImageSettings(steps=2)
     whole = making.images(pipe, prompts, 0)
     alone = making.images(pipe, prompts[2:], 2)
     apart = torch.tensor(list(whole[2].tobytes())).sub(torch.tensor(list(alone[0].tobytes()))).abs().max()

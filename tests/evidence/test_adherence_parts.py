@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,15 +18,18 @@ from torch import Tensor, nn
 
 from pellucid import scenes
 from pellucid.core.errors import PellucidError
-from pellucid.evidence.adherence import suite
-from pellucid.evidence.adherence.samples import Making
-from pellucid.evidence.adherence.suite import Exam, decibels, round_trip
+from pellucid.evidence.adherence.samples import ImageSettings
 from pellucid.models.ip_adapter import IPAdapter
 from pellucid.pipeline.load import load
 from pellucid.pipeline.request import ImagePrompt
 from pellucid.train.scenes_source import alone
 
-EXAM = Exam(6, making=Making(batch=4))
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+
+import parts as suite
+from parts import Exam, decibels, round_trip
+
+EXAM = Exam(6, making=ImageSettings(batch=4))
 DRAWN = scenes.sample(torch.arange(6), 0, "held_out", ("flat",), EXAM.objects)
 
 
@@ -60,18 +64,18 @@ def test_decibels_are_those_of_the_error() -> None:
 def test_a_vae_that_changes_nothing_loses_8_bits_and_no_reading() -> None:
     found = round_trip(Offset(0.0), 12, batch=5)
     rounding = 10 * math.log10(12 * 255**2)  # errors spread evenly over a step of 8 bits
-    assert found.psnr == pytest.approx(rounding, abs=4)  # flat colours do not spread evenly
+    assert found.psnr.value == pytest.approx(rounding, abs=4)  # flat colours do not spread evenly
     assert found.before == found.after
     assert found.before.right >= 11  # the reader's promise is 99.5 %
-    assert found.worst <= found.psnr
+    assert found.worst <= found.psnr.value
     assert set(found.by_style) <= {"flat", "outlined", "soft"}
 
 
 def test_a_vae_that_drowns_the_image_is_seen_to() -> None:
     found = round_trip(Offset(-1.2), 4)
-    assert found.psnr < 10
+    assert found.psnr.value < 10
     assert found.after.right == 0
-    assert found.interval.low <= found.psnr <= found.interval.high
+    assert found.psnr.low <= found.psnr.value <= found.psnr.high
     assert json.dumps(found.plain())
 
 
@@ -183,7 +187,7 @@ def test_an_untrained_encoder_is_at_chance(model: Path) -> None:
 
 
 def test_untrained_adapters_change_nothing_and_the_suite_says_so(model: Path, tmp_path: Path) -> None:
-    asked = suite.Suite.of(str(model), count=4, true=32, making=Making(steps=2, batch=4), device="cpu")
+    asked = suite.Suite.of(str(model), count=4, true=32, making=ImageSettings(steps=2, batch=4), device="cpu")
     assert asked.parts == ["vae", "controlnet", "ip_adapter", "lora", "image_text"]
     told: list[str] = []
     only = asked.parts[1:]

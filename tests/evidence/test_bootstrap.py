@@ -7,18 +7,9 @@ import torch
 from torch import Tensor
 
 from pellucid import PellucidError
-from pellucid.evidence.metrics.fid import Statistics, fid
-from pellucid.evidence.statistics import (
-    draws,
-    fid_draws,
-    fid_interval,
-    kid_draws,
-    kid_interval,
-    mean_interval,
-    percentiles,
-    reflected,
-    weighted,
-)
+from pellucid.evidence.metrics.fid import Statistics, fid, fid_draws, fid_interval, weighted
+from pellucid.evidence.metrics.kid import kid_draws, kid_interval
+from pellucid.evidence.statistics import draws, mean_interval, percentiles, reflected
 
 
 def cloud(count: int, width: int, seed: int, shift: float = 0.0) -> Tensor:
@@ -45,8 +36,8 @@ def test_weights_stand_for_copies() -> None:
 
 def test_bounds_are_percentiles() -> None:
     values = torch.arange(1001).double()
-    found = percentiles(values, 0.9)
-    assert (found.low, found.high, found.resamples) == (pytest.approx(50), pytest.approx(950), 1001)
+    found = percentiles(values, 500.0, 0.9)
+    assert (found.low, found.high, found.count) == (pytest.approx(50), pytest.approx(950), 1001)
 
 
 def test_reflection_moves_the_bias_away_and_turns_the_tails() -> None:
@@ -54,7 +45,7 @@ def test_reflection_moves_the_bias_away_and_turns_the_tails() -> None:
     values = torch.tensor([9.0, 9.5, 10.0, 11.5]).double() + 5
     found = reflected(values, 5.0, 0.5)
     assert found.bias == pytest.approx(10)
-    spread = percentiles(values, 0.5)
+    spread = percentiles(values, 15.0, 0.5)
     assert (found.low, found.high) == (pytest.approx(5 - (spread.high - 15)), pytest.approx(5 - (spread.low - 15)))
     assert found.low < 5 < found.high
 

@@ -19,9 +19,10 @@ from typer.testing import CliRunner
 import pellucid
 from pellucid import schedules
 from pellucid.cli import app
-from pellucid.evidence.doctor import built_in
+from pellucid.evidence.doctor import hypotheses
 from pellucid.evidence.doctor.checks import KEY_CHECKS, Finding, Report, examine, named, verdict_line
 from pellucid.evidence.doctor.detectors import WORDS
+from pellucid.evidence.doctor.probe import pipeline_probe
 from pellucid.evidence.doctor.subject import KnownImages, Subject, of_pipeline
 from pellucid.interop.source import BUNDLES
 from pellucid.pipeline.pipeline import Pipeline
@@ -177,10 +178,10 @@ def test_networks_that_know_none_of_the_images_are_not_judged(tmp_path: Path) ->
 # --- the images ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", built_in.KINDS)
+@pytest.mark.parametrize("kind", hypotheses.KINDS)
 def test_the_images_are_the_same_each_time_and_of_any_size(kind: str) -> None:
     for size in (16, 40, 160):
-        first, again = built_in.images(kind, 6, size), built_in.images(kind, 6, size)
+        first, again = hypotheses.built_in_images(kind, 6, size), hypotheses.built_in_images(kind, 6, size)
         assert first.shape == (6, 3, size, size)
         assert torch.equal(first, again)
         assert 0 <= float(first.min()) < float(first.max()) <= 1
@@ -192,8 +193,10 @@ def test_a_network_is_asked_with_the_kinds_that_it_knows() -> None:
     kinds = []
     for model in (BUNDLES / "scenes-128", SMALL):
         pipe = pellucid.load(model, device="cpu", dtype="float32")
-        data = KnownImages(built_in.mixed(built_in.KINDS, len(built_in.KINDS), 32 if model == SMALL else 128))
-        kinds.append(built_in.denoised(built_in.pipeline_probe(pipe, data)))
+        data = KnownImages(
+            hypotheses.mixed_images(hypotheses.KINDS, len(hypotheses.KINDS), 32 if model == SMALL else 128)
+        )
+        kinds.append(hypotheses.denoisable_kinds(pipeline_probe(pipe, data)))
     assert "scenes" in kinds[0]
     assert "clouds" not in kinds[0]
     assert {"scenes", "clouds"} <= set(kinds[1])
@@ -201,7 +204,7 @@ def test_a_network_is_asked_with_the_kinds_that_it_knows() -> None:
 
 def asked_of(monkeypatch: pytest.MonkeyPatch, large: float) -> tuple[Report, int]:
     """The report on the small model, and how many images its network was given."""
-    monkeypatch.setattr(built_in, "LARGE", large)
+    monkeypatch.setattr(hypotheses, "LARGE", large)
     pipe, given = pellucid.load(SMALL, device="cpu", dtype="float32"), []
     pipe.components.network.register_forward_pre_hook(lambda _, args: given.append(len(args[0])))
     subject: Subject = of_pipeline(pipe)
@@ -210,10 +213,10 @@ def asked_of(monkeypatch: pytest.MonkeyPatch, large: float) -> tuple[Report, int
 
 def test_a_large_network_on_a_cpu_is_asked_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most 100 images in all, where a small one is given some 500; the answer is the same."""
-    (full, many), (light, few) = (asked_of(monkeypatch, large) for large in (built_in.LARGE, 0))
+    (full, many), (light, few) = (asked_of(monkeypatch, large) for large in (hypotheses.LARGE, 0))
     assert few <= 100 < many <= 700
     assert light.verdict == full.verdict == "healthy", light.text()
-    monkeypatch.setattr(built_in, "TOO_LARGE", 1000)
+    monkeypatch.setattr(hypotheses, "TOO_LARGE", 1000)
     report, none = asked_of(monkeypatch, 0)
     assert (report.verdict, none) == (NOT_CHECKED, 0)
     assert "take minutes on a CPU" in report.skipped[0][1]
@@ -221,13 +224,13 @@ def test_a_large_network_on_a_cpu_is_asked_less(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_network_of_grey_images_is_asked_in_grey() -> None:
     """And one of five channels, which no image has, is not asked."""
-    pixels = built_in.mixed(built_in.KINDS, 4, 16)
+    pixels = hypotheses.mixed_images(hypotheses.KINDS, 4, 16)
     for channels in (1, 5):
         pipe = exact.subject().pipeline
         assert pipe is not None
         pipe.components.network.config.in_channels = channels
         if channels == 1:
-            clean = built_in.pipeline_probe(pipe, KnownImages(pixels)).clean
+            clean = pipeline_probe(pipe, KnownImages(pixels)).clean
             torch.testing.assert_close(clean, (pixels * 2 - 1).mean(1, keepdim=True))
             continue
         report = examine(of_pipeline(pipe), named(KEY_CHECKS))

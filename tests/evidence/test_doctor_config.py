@@ -22,10 +22,19 @@ from published import CONFIGS, SD15, SD21_V, SDXL
 from pellucid import PellucidError, compile_plan
 from pellucid.core.plan import Plan, deviation, landings
 from pellucid.evidence.doctor import checks, scheduler_configs
-from pellucid.evidence.doctor.checks import REPORT_FORMAT, Check, Finding, Report, Unable, check, every, examine
+from pellucid.evidence.doctor.checks import REPORT_FORMAT, Check, Finding, Report, check, every, examine
 from pellucid.evidence.doctor.probe import open_data
 from pellucid.evidence.doctor.ranges import spread_of
-from pellucid.evidence.doctor.subject import NEEDS, RunSpec, Subject, SubjectSpec, of_config, of_name, open_subject
+from pellucid.evidence.doctor.subject import (
+    NEEDS,
+    RunSpec,
+    Subject,
+    SubjectSpec,
+    Unable,
+    of_config,
+    of_name,
+    open_subject,
+)
 from pellucid.interop.diffusers_classes import CLASSES, KNOWN
 
 
@@ -81,11 +90,12 @@ def test_a_finding_has_a_code_and_a_severity(changes: dict[str, str]) -> None:
 
 def test_checks_are_registered_once_and_need_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "CHECKS", {})
-    check("mine", needs=("plan",))(lambda _: [])
+    check("mine")(lambda subject, plan: [])
+    assert checks.CHECKS["mine"].needs == ("plan",)
     with pytest.raises(PellucidError, match="a name of its own"):
         check("mine")(lambda _: [])
     with pytest.raises(PellucidError, match="needs of other must be among"):
-        check("other", needs=("luck",))
+        check("other")(lambda subject, luck: [])
 
 
 def test_what_cannot_run_is_skipped_with_the_reason() -> None:
@@ -293,7 +303,7 @@ def test_an_a1111_image_is_judged_by_its_own_words(tmp_path: Path) -> None:
     info.add_text("parameters", text)
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png", pnginfo=info)
     subject = open_subject(SubjectSpec(model=str(tmp_path / "a.png")))
-    assert (subject.asked.steps, subject.asked.sampler, subject.asked.dialect) == (20, "euler_a", "k-diffusion")
+    assert (subject.run.steps, subject.run.sampler, subject.run.dialect) == (20, "euler_a", "k-diffusion")
     report = examine(subject)
     assert {one.code: one.severity for one in report.findings} == {"guidance-high": "warning", "recipe-unread": "note"}
     assert facts(report.findings[1]) == {"Mystery": "7"}

@@ -23,12 +23,11 @@ import pellucid
 from pellucid.cli import app
 from pellucid.core import schedule as schedules
 from pellucid.core.schedule import Level
-from pellucid.evidence.doctor.adapters import adapters
-from pellucid.evidence.doctor.checks import Finding, Unable, examine, named
-from pellucid.evidence.doctor.detectors import Spread, check_drift, check_scale, drift_findings, training_scale
+from pellucid.evidence.doctor.checks import Finding, examine, named
+from pellucid.evidence.doctor.detectors import Spread, drift_findings, training_scale
 from pellucid.evidence.doctor.probe import probe_of
-from pellucid.evidence.doctor.ranges import HALF, overflow, watch_modules
-from pellucid.evidence.doctor.subject import KnownImages, Subject, of_pipeline
+from pellucid.evidence.doctor.ranges import HALF, watch_modules
+from pellucid.evidence.doctor.subject import KnownImages, Subject, Unable, of_pipeline
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.request import Lora
 
@@ -47,19 +46,25 @@ def only(found: Any) -> Finding:
     return one  # type: ignore[no-any-return]
 
 
+def findings(name: str, subject: Subject) -> list[Finding]:
+    """Those of one check."""
+    (check,) = named([name])
+    return check.run(subject)
+
+
 # --- overflow -----------------------------------------------------------------------------------------------------
 
 
 def test_a_sound_model_is_left_alone(bundle: Path) -> None:
     for dtype in (None, "float16", "bfloat16"):
-        assert list(overflow(of_pipeline(opened(bundle, dtype)))) == []
+        assert findings("overflow", of_pipeline(opened(bundle, dtype))) == []
 
 
 def test_the_first_module_that_overflows_float16_is_named(bundle: Path) -> None:
     """The module, what it would have made in float32, and the way out."""
     pipe = opened(bundle, "float16")
     pipe.components.network.mid_block.resnets[0].conv1.weight.data.fill_(3e4)
-    found = only(overflow(of_pipeline(pipe)))
+    found = only(findings("overflow", of_pipeline(pipe)))
     assert found.code == "float16-overflow"
     facts = dict(found.evidence)
     assert facts["module"] == "unet.mid_block.resnets.0.conv1"
@@ -69,13 +74,13 @@ def test_the_first_module_that_overflows_float16_is_named(bundle: Path) -> None:
     # the same weights in a wider dtype are well, so that the cure is one
     wide = opened(bundle)
     wide.components.network.mid_block.resnets[0].conv1.weight.data.fill_(3e4)
-    assert {one.severity for one in overflow(of_pipeline(wide))} <= {"note"}
+    assert {one.severity for one in findings("overflow", of_pipeline(wide))} <= {"note"}
 
 
 def test_weights_that_are_not_finite_are_named_by_their_module(bundle: Path) -> None:
     pipe = opened(bundle)
     pipe.components.network.down_blocks[0].resnets[0].conv2.weight.data[0, 0, 0, 0] = torch.nan
-    found = only(overflow(of_pipeline(pipe)))
+    found = only(findings("overflow", of_pipeline(pipe)))
     assert found.code == "module-not-finite"
     assert dict(found.evidence)["module"] == "unet.down_blocks.0.resnets.0.conv2"
     assert "1 numbers of its own weights" in found.cause
@@ -86,7 +91,7 @@ def test_a_text_encoder_that_breaks_is_named_before_the_denoiser(bundle: Path) -
     pipe.components.text_encoders[0].get_submodule(last_linear(pipe.components.text_encoders[0])).bias.data[0] = (
         math.inf
     )
-    found = only(overflow(of_pipeline(pipe)))
+    found = only(findings("overflow", of_pipeline(pipe)))
     assert str(dict(found.evidence)["module"]).startswith("text_encoder.")
 
 
@@ -99,7 +104,7 @@ def last_linear(network: nn.Module) -> str:
 def test_numbers_that_grew_too_large_are_followed_back(bundle: Path) -> None:
     pipe = opened(bundle)
     pipe.components.network.mid_block.attentions[0].proj_in.weight.data.mul_(1e30)
-    found = only(overflow(of_pipeline(pipe)))
+    found = only(findings("overflow", of_pipeline(pipe)))
     assert found.code == "module-not-finite"
     assert "unet.mid_block.attentions.0.proj_in makes numbers beyond" in found.cause
 
@@ -166,7 +171,7 @@ def test_a_run_that_grows_or_shrinks_is_told_with_the_step_where_it_begins() -> 
 def worn(bundle: Path, *given: Any, folder: bool = False) -> list[Finding]:
     subject = of_pipeline(opened(bundle))
     subject = replace(subject, adapters=given) if given else subject
-    return list(adapters(replace(subject, folder=bundle, index={}) if folder else subject))
+    return findings("adapters", replace(subject, folder=bundle, index={}) if folder else subject)
 
 
 def test_a_lora_that_acts_is_left_alone(bundle: Path) -> None:
@@ -265,7 +270,7 @@ def test_a_wrong_scaling_factor_is_measured(small_denoisers: small.Small) -> Non
         assert vae is not None
         right = vae.config.scaling_factor
         vae.config = replace(vae.config, scaling_factor=right * times)
-        found = only(check_scale(subject))
+        found = only(findings("scale of training", subject))
         assert found.code == "latent-scale"
         assert dict(found.evidence)["factor at which the network denoises best"] == pytest.approx(1 / times, rel=0.25)
         assert f'"scaling_factor": {right * times * training_scale(probe_of(subject, 16)).factor:.3g}' in found.fix
@@ -275,7 +280,7 @@ def test_a_wrong_scaling_factor_is_measured(small_denoisers: small.Small) -> Non
 def test_predictions_that_are_too_weak_are_not_healthy(small_denoisers: small.Small) -> None:
     subject = small_denoisers.subject("v-cosine")
     assert subject.pipeline is not None
-    assert list(check_drift(subject)) == []
+    assert findings("drift", subject) == []
     with torch.no_grad():
         for parameter in subject.pipeline.components.network.conv_out.parameters():
             parameter.mul_(0.5)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from pellucid import PellucidError
 from pellucid.evidence.metrics.fid import FEW, Statistics, fid, note_on
+from pellucid.evidence.metrics.fid import RESAMPLES as FID_RESAMPLES
 from pellucid.evidence.metrics.inception import features, load_inception
-from pellucid.evidence.statistics import FID_RESAMPLES
 from pellucid.train.cifar10 import CIFAR10
 
 

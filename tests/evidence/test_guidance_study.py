@@ -17,7 +17,7 @@ from guided_truth import GuidedTruth, Killed
 from PIL import Image
 
 from pellucid.core.errors import PellucidError
-from pellucid.evidence.adherence.samples import Making
+from pellucid.evidence.adherence.samples import ImageSettings
 from pellucid.evidence.metrics.image_text import Judge, image_text
 from pellucid.evidence.metrics.images import Pixels
 from pellucid.evidence.study import guidance_report
@@ -230,10 +230,10 @@ def test_too_few_images_are_refused(tmp_path: Path) -> None:
 
 
 def test_making_takes_a_text_with_rules_and_refuses_nonsense() -> None:
-    assert Making(guidance="4 + rescale phi=0.5").guidance == "4 + rescale phi=0.5"
+    assert ImageSettings(guidance="4 + rescale phi=0.5").guidance == "4 + rescale phi=0.5"
     for bad in ("4 + bogus", float("nan"), -1.0):
         with pytest.raises(PellucidError):
-            Making(guidance=bad)
+            ImageSettings(guidance=bad)
 
 
 # Prompts of a file, an encoder, true images in a folder
@@ -264,7 +264,7 @@ def test_prompts_of_a_file_are_scored_by_the_encoder(texts: Path, tmp_path: Path
     made = np.stack([np.asarray(one) for one in colours([""] * 6, seed=[0]).images])
     asked = [text for text in lines for _ in range(2)]
     want = image_text(Pixels(torch.from_numpy(made).permute(0, 3, 1, 2)), asked, judge)
-    assert found.cells["1"].figures["image_text"].value == pytest.approx(want.value, abs=1e-4)
+    assert found.cells["1"].figures["image_text"].value == pytest.approx(want.estimate.value, abs=1e-4)
     report = guidance_report.write(study)
     assert "image-text score" in report.advice.words
     assert "right" not in report.plain()["cells"][0]

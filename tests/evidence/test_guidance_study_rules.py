@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pellucid.core.errors import PellucidError
+from pellucid.evidence.statistics import Estimate
 from pellucid.evidence.study.guidance import (
     INTERVAL_SPAN,
     RULE_NAMES,
@@ -19,13 +20,12 @@ from pellucid.evidence.study.guidance import (
     check_rule,
     guidance_of,
 )
-from pellucid.evidence.study.guidance_report import RangeChart, state_of
+from pellucid.evidence.study.guidance_report import range_chart, state_of
 from pellucid.evidence.study.guidance_results import (
     CLIPPED,
     GuidanceCell,
     GuidanceResults,
     LooksReference,
-    MeanFigure,
     best_cell,
     cell_of_rows,
     doubts,
@@ -43,8 +43,8 @@ def made(guidance: str, right: float, prompts: int = 100, **looks: float) -> Gui
     """A cell of which a share of the prompts is right."""
     marks = (torch.arange(prompts) < round(right * prompts)).double()
     half = 0.03
-    figures = {"right": MeanFigure(right, max(0.0, right - half), min(1.0, right + half))}
-    figures |= {name: MeanFigure(value) for name, value in {**TRUTH, **looks}.items()}
+    figures = {"right": Estimate(right, max(0.0, right - half), min(1.0, right + half))}
+    figures |= {name: Estimate(value) for name, value in {**TRUTH, **looks}.items()}
     return GuidanceCell(guidance, prompts, figures, {"right": marks})
 
 
@@ -144,7 +144,7 @@ def test_what_has_nothing_right_is_not_useful_however_few_images_tell() -> None:
 )
 def test_few_prompts_or_a_wide_interval_are_doubtful(prompts: int, half: float, doubtful: bool) -> None:
     top = made("4", 0.5, prompts)
-    top.figures["right"] = MeanFigure(0.5, 0.5 - half, 0.5 + half)
+    top.figures["right"] = Estimate(0.5, 0.5 - half, 0.5 + half)
     said = doubts(found({"plain": {1.0: made("1", 0.0, prompts), 4.0: top}}))
     assert bool(said) == doubtful
     ends = f"{50 - 100 * half:.1f} to {50 + 100 * half:.1f}"
@@ -215,9 +215,12 @@ def test_the_range_chart_tells_every_state() -> None:
     given = rule_ranges(one)
     names = [state_of(cell)[0] for cell in given[0].cells]
     assert names == ["not adherent enough", "useful", "looks out of tolerance", "both"]
-    page = RangeChart(given, one.study.config.scales, recommendation_of(one, given).chosen).html()
+    drawing = range_chart(given, one.study.config.scales, recommendation_of(one, given).chosen)
+    page = drawing.html()
     assert page.count("data-tip=") == 4
-    assert page.count('r="10.5"') == 1  # the ring
+    assert [line.get_xdata() for line in drawing.figure.axes[0].lines if line.get_markersize() > 10] == [
+        [2.0]
+    ]  # ringed
     assert "looks out of tolerance: colourfulness −50 %" in page
 
 
@@ -251,7 +254,7 @@ def test_of_one_prompt_images_are_drawn_again() -> None:
     rows = {"saturation": [0.0, 1.0] * 20, "colourfulness": [0.1] * 40, "sharpness": [1.0] * 40, "diversity": [0.3]}
     one = cell_of_rows("4", [rows], 40)
     assert 0.2 < one.figures["saturation"].low < 0.5 < one.figures["saturation"].high < 0.8
-    assert one.figures["diversity"] == MeanFigure(pytest.approx(0.3))
+    assert one.figures["diversity"] == Estimate(pytest.approx(0.3))
 
 
 # Rules

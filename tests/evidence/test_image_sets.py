@@ -138,7 +138,7 @@ def test_bad_sets_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             open_images(path)
         assert (path.name, error.value.code) == (path.name, code)
         assert "\n" not in str(error.value)
-    monkeypatch.setattr(images, "MAX_PICTURES", 1)
+    monkeypatch.setattr(images, "MAX_IMAGES", 1)
     monkeypatch.setattr(images, "MAX_BYTES", 10)
     for path in (made("many.npz", images=whole), tmp_path / "folder"):
         write(tmp_path / "folder", {"1.png": whole[0], "2.png": whole[1]})

@@ -44,10 +44,10 @@ def test_the_cosines_are_transformers(clip_folder: Path) -> None:
     )
     expected = theirs(clip_folder, arrays)
     assert torch.allclose(100 * found.cosines, expected, atol=1e-3)
-    assert found.value == pytest.approx(float(expected.mean()), abs=1e-3)
-    assert found.interval is not None
-    assert found.interval.low <= found.value <= found.interval.high
-    assert found.interval.low < found.interval.high
+    assert found.estimate.value == pytest.approx(float(expected.mean()), abs=1e-3)
+    low, high = found.estimate.ends or (0.0, 0.0)
+    assert low <= found.estimate.value <= high
+    assert low < high
     assert (found.cut, found.skipped) == (0, 0)
 
 
@@ -62,7 +62,7 @@ def test_another_scale_of_pixels_is_taken_from_the_file(clip_folder: Path, tmp_p
     found = image_text(Pixels(torch.from_numpy(arrays).permute(0, 3, 1, 2)), PROMPTS, Judge.load(copy), resamples=0)
     expected = theirs(clip_folder, arrays, (0.5, 0.4, 0.3), (0.5, 0.6, 0.7))
     assert torch.allclose(100 * found.cosines, expected, atol=1e-3)
-    assert found.interval is None
+    assert found.estimate.ends is None
     for change in ({"resample": 2}, {"size": {"shortest_edge": 64}}, {"image_std": [0, 1, 1]}, {"image_mean": "x"}):
         (copy / "preprocessor_config.json").write_text(json.dumps(raw | change))
         with pytest.raises(PellucidError) as error:

@@ -69,7 +69,7 @@ def test_a_budget_takes_the_most_calls_that_fit() -> None:
     assert found.cell(one, "heun", 10) == 2  # 19 calls do not fit into 10, 9 do
     assert found.cell(one, "ddim", 10) == 1
     best = found.best(one, 10)
-    assert (best.setup, best.value, best.first, best.rivals) == ("heun", 0.2, 1.0, ())
+    assert (best.setup, best.figure.value, best.first, best.rivals) == ("heun", 0.2, 1.0, ())
     assert found.best(one, 5).setup == "ddim"
 
 
@@ -116,7 +116,7 @@ def test_single_models_are_judged_over_images() -> None:
     for spread, sure in ((0.01, True), (0.5, False)):
         pair = [model("l", "linear", cells(0.1, 0.12), spread), model("c", "cosine", cells(0.12, 0.1), spread)]
         (change,) = Interaction(pair, [10]).changes()
-        assert change.kept_here.over == "pictures"
+        assert change.kept_here.over == "images"
         assert change.sure == sure
         assert change.kept_here.value == pytest.approx(1.2)
 
@@ -239,7 +239,8 @@ def test_the_report_says_it_all(found: tuple[Interaction, Path]) -> None:
     assert {row["setup"] for row in figures["best_of_groups"]} >= {"dpmpp_2m:karras", "dpmpp_2m:trailing"}
     page = (folder / "report.html").read_text("utf-8")
     assert "a sure change" in page
-    assert "5 calls: times the best of the model" in page
+    assert ">5 calls</text>" in page
+    assert "times the distance of each model's best" in page
     assert "At 5 calls dpmpp_2m:karras is best for linear" in (folder / "table.md").read_text("utf-8")
 
 

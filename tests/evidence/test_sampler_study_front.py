@@ -108,9 +108,10 @@ def test_how_sure_a_knee_is() -> None:
         return knee_of(STEPS, losses, losses[:, None] * np.exp(noise * random.standard_normal((len(STEPS), 500))))
 
     sure, unsure = spread(0.001), spread(0.4)
-    assert sure.cost == sure.low == sure.high == STEPS[sure.cell]
+    assert sure.cost.value == sure.cost.low == sure.cost.high == STEPS[sure.cell]
     assert sure.shares == {sure.cell: 1.0}
-    assert unsure.low < unsure.cost <= unsure.high or unsure.low <= unsure.cost < unsure.high
+    cost = unsure.cost
+    assert cost.low < cost.value <= cost.high or cost.low <= cost.value < cost.high
     assert sum(unsure.shares.values()) == pytest.approx(1.0)
     assert next(iter(unsure.shares.values())) == max(unsure.shares.values())
 
@@ -135,7 +136,7 @@ def test_samplers_are_compared_at_the_same_number_of_calls() -> None:
     both = cells(calls=2)
     found = ranking(both, column([1 / cell.nfe for cell in both], noise=1e-6))
     assert {one.sampler for one in found} == {"ddim", "heun"}
-    assert found[1].behind[0] == pytest.approx(1.0, abs=1e-2)
+    assert found[1].behind.value == pytest.approx(1.0, abs=1e-2)
 
 
 def test_the_first_is_first_by_the_factor_that_it_is() -> None:
@@ -143,7 +144,7 @@ def test_the_first_is_first_by_the_factor_that_it_is() -> None:
     found = ranking(both, column([1 / c.nfe * (1 if c.setup.sampler == "heun" else 1.5) for c in both]))
     assert [one.sampler for one in found] == ["heun", "ddim"]
     assert found[0].first == 1.0
-    value, low, high = found[1].behind
+    value, low, high = found[1].behind.value, found[1].behind.low, found[1].behind.high
     assert value == pytest.approx(1.5, rel=1e-6)
     assert low < value < high
     words = comparison_of(found, column([1.0] * len(both)))
@@ -162,7 +163,7 @@ def test_more_may_be_better() -> None:
     given = column([20 + c.nfe / 100 + (c.setup.sampler == "heun") for c in both], 1e-4, "image_text")
     found = ranking(both, given)
     assert [one.sampler for one in found] == ["heun", "ddim"]
-    assert found[1].behind[0] == pytest.approx(1.0, abs=1e-6)
+    assert found[1].behind.value == pytest.approx(1.0, abs=1e-6)
 
 
 def test_shares_are_said_in_percent() -> None:
@@ -289,8 +290,8 @@ def test_words_of_a_sampler(text: str, sampler: str, grid: str | None, options: 
 
 def test_latency_is_a_median_with_quartiles() -> None:
     one = Latency((1.0, 2.0, 3.0, 4.0, 100.0))
-    assert one.median == 3.0
-    assert one.quartiles == (2.0, 4.0)
+    assert one.estimate.value == 3.0
+    assert one.estimate.ends == (2.0, 4.0)
     drawn = one.drawn(2000)
     assert set(np.unique(drawn)) <= {1.0, 2.0, 3.0, 4.0, 100.0}
     assert np.mean(drawn == 3.0) == pytest.approx(0.37, abs=0.05)  # of 3,125 samples with repetition 1,141 have it

@@ -18,9 +18,9 @@ from pellucid.evidence.doctor.hypotheses import (
     RATIOS,
     TABLED,
     alike,
+    candidates,
     known_schedules,
     schedule_name,
-    with_declared,
 )
 from pellucid.evidence.doctor.probe import Probe, probe_of
 
@@ -71,7 +71,7 @@ def test_betas_of_ones_own_are_told() -> None:
     bent = schedules.trained(np.linspace(1e-4, 0.02, 1000)[::-1].copy())
     lying = believers.probe((bent, "eps"), ("sqrt_beta", "eps"))
     answer = detect_schedule(lying)
-    nearest = replace(lying, schedule=with_declared(lying.schedule, known_schedules(lying.schedule))[answer.name])
+    nearest = replace(lying, schedule=candidates(lying.schedule)[answer.name])
     assert [finding.code for finding in schedule_findings(detect_schedule(nearest), nearest)] == ["schedule-unknown"]
     own = replace(lying, schedule=bent)
     assert list(schedule_findings(detect_schedule(own), own)) == []
@@ -82,13 +82,13 @@ def test_schedules_that_tell_the_same_times_are_one() -> None:
     assert alike(linear, schedules.make("linear", zero_snr=True))
     assert schedule_name(schedules.make("vp_linear")) == "linear"
     assert schedule_name(schedules.make("linear", beta_end=0.012)) == "linear of the config"
-    found = with_declared(schedules.make("linear", beta_end=0.012), known_schedules(linear))
+    found = candidates(schedules.make("linear", beta_end=0.012), known_schedules(linear))
     assert {"linear of the config", "linear", "scaled_linear"} <= set(found)
 
 
 def test_known_schedules_are_told_apart() -> None:
     """No two candidates tell times that are alike."""
-    found = with_declared(schedules.make("linear"), known_schedules(schedules.make("linear")))
+    found = candidates(schedules.make("linear"), known_schedules(schedules.make("linear")))
     pairs = [(a, b) for a in found for b in found if a < b and found[a].frame == found[b].frame]
     assert not [pair for pair in pairs if alike(found[pair[0]], found[pair[1]])]
     gaps = [gap(found[a], found[b]) for a, b in pairs]

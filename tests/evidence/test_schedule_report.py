@@ -17,7 +17,7 @@ import scipy.stats
 from PIL import Image
 
 from pellucid.core.errors import PellucidError
-from pellucid.evidence.statistics import Difference, Estimate, between, in_words, t_interval, t_quantile
+from pellucid.evidence.statistics import Estimate, between, in_words, t_interval, t_quantile
 from pellucid.evidence.study import schedules_report
 from pellucid.evidence.study.schedules import ScheduleStudyConfig
 from pellucid.evidence.study.schedules_results import ScheduleResults
@@ -135,7 +135,7 @@ def test_seeds_are_paired() -> None:
     expected = scipy.stats.ttest_rel(a, b).confidence_interval(0.95)
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high), rel=1e-9)
     assert found.significant
-    assert found.kind == "seeds"
+    assert found.over == "seeds"
     apart = scipy.stats.ttest_ind(a, b).confidence_interval(0.95)
     assert apart.low < 0 < apart.high
 
@@ -150,7 +150,7 @@ def test_single_runs_are_told_apart_by_their_intervals() -> None:
     """Of symmetric intervals the difference has the root of the sum of squares; of skewed ones, each side its own."""
     found = between([Estimate(10.0, 9.7, 10.3)], [Estimate(11.0, 10.6, 11.4)])
     assert (found.low, found.high) == pytest.approx((-1.5, -0.5))
-    assert found.kind == "pictures"
+    assert found.over == "images"
     skewed = between([Estimate(10.0, 9.9, 10.3)], [Estimate(11.0, 10.6, 11.2)])
     assert skewed.low == pytest.approx(-1 - math.hypot(0.1, 0.2))
     assert skewed.high == pytest.approx(-1 + math.hypot(0.3, 0.4))
@@ -163,20 +163,20 @@ def test_single_runs_are_told_apart_by_their_intervals() -> None:
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (Difference(-1.2, -1.5, -0.9, "seeds", 3), "a is better than b by 1.20 ± 0.30 FID (significant over 3 seeds)."),
-        (Difference(1.2, 0.9, 1.5, "seeds", 3), "b is better than a by 1.20 ± 0.30 FID (significant over 3 seeds)."),
-        (Difference(-0.1, -0.5, 0.3, "seeds", 3), "a and b are not distinguishable: apart by 0.10 ± 0.40 FID (over"),
-        (Difference(-1.2, -1.6, -0.9, "pictures", 1), "a is better than b by 1.20 (0.90 to 1.60) FID (significant"),
-        (Difference(0.1, -0.2, 0.5, "pictures", 1), "b and a are not distinguishable: apart by 0.10 (−0.20 to 0.50)"),
-        (Difference(-1.2, None, None, "none", 1), "a is ahead of b by 1.20 FID (one run each, no interval known)."),
+        (Estimate(-1.2, -1.5, -0.9, "seeds", 3), "a is better than b by 1.20 ± 0.30 FID (significant over 3 seeds)."),
+        (Estimate(1.2, 0.9, 1.5, "seeds", 3), "b is better than a by 1.20 ± 0.30 FID (significant over 3 seeds)."),
+        (Estimate(-0.1, -0.5, 0.3, "seeds", 3), "a and b are not distinguishable: apart by 0.10 ± 0.40 FID (over"),
+        (Estimate(-1.2, -1.6, -0.9, "images", 1), "a is better than b by 1.20 (0.90 to 1.60) FID (significant"),
+        (Estimate(0.1, -0.2, 0.5, "images", 1), "b and a are not distinguishable: apart by 0.10 (−0.20 to 0.50)"),
+        (Estimate(-1.2, over="none"), "a is ahead of b by 1.20 FID (one run each, no interval known)."),
     ],
 )  # fmt: skip
-def test_differences_in_words(found: Difference, words: str) -> None:
+def test_differences_in_words(found: Estimate, words: str) -> None:
     assert in_words("a", "b", found, "FID").startswith(words)
 
 
 def test_words_are_in_the_unit_of_the_metric() -> None:
-    said = in_words("a", "b", Difference(-2e-3, -3e-3, -1e-3, "seeds", 3), "KID × 10³", 1e3)
+    said = in_words("a", "b", Estimate(-2e-3, -3e-3, -1e-3, "seeds", 3), "KID × 10³", 1e3)
     assert "by 2.00 ± 1.00 KID × 10³" in said
 
 
@@ -196,11 +196,11 @@ def three_seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_report_is_one_file_that_needs_nothing(one_seed: Path) -> None:
     page = (one_seed / "report.html").read_text("utf-8")
     inlined = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
-    stored = [
-        (one_seed / "charts" / f"{name}.png").read_bytes() for name in ("quality", "levels", "stability", "pictures")
-    ]
-    assert [base64.b64decode(image) for image in inlined] == stored
-    assert not re.search(r"<script|https?://|src=\"(?!data:)|href=", page)
+    stored = {path.stem: path.read_bytes() for path in (one_seed / "charts").glob("*.png")}
+    assert set(stored) == {"quality", "levels", "stability", "pictures"}
+    assert [base64.b64decode(image) for image in inlined] == [stored["pictures"]]  # whose pixels stay whole
+    assert page.count("<svg ") == 3
+    assert not re.search(r"https?://|src=\"(?!data:)|href=\"(?!#)", page)
     assert "cosine is better than linear by" in page
     assert not list(one_seed.rglob("*.part*"))
 
@@ -250,8 +250,9 @@ def test_an_unfinished_study_has_a_report(tmp_path: Path, scored: int) -> None:
     folder = made_up(tmp_path / "study", replace(SEEDS, inception="<script>alert(1)</script>"), only=scored)
     page = schedules_report.write(folder).read_text("utf-8")
     assert f"unfinished: {scored} of 54 scores" in page
-    assert page.count("<img") == 4
-    assert "<script" not in page  # markup in a config stays text
+    assert page.count('<figure class="chart') == 4
+    assert page.count("<script") == 1
+    assert "<script>alert" not in page  # markup in a config stays text
     compared = json.loads((folder / "table.json").read_text("utf-8"))["comparisons"]
     assert len(compared) == {0: 0, 14: 6}[scored]
     if scored == 14:

@@ -22,8 +22,8 @@ from torch import nn
 import pellucid
 from pellucid.core.errors import PellucidError
 from pellucid.evidence.metrics import fid
+from pellucid.evidence.metrics.fid import fid_interval
 from pellucid.evidence.metrics.inception import Inception
-from pellucid.evidence.statistics import fid_interval
 from pellucid.evidence.study import schedules as module
 from pellucid.evidence.study import schedules_report
 from pellucid.evidence.study.kernel import claim, is_mine
@@ -32,7 +32,7 @@ from pellucid.evidence.study.schedules_results import ScheduleResults
 from pellucid.interop.atomic_files import read_lines
 from pellucid.train.cifar10 import CIFAR10, FILES, IN_FILE, RECORD
 from pellucid.train.config import read
-from pellucid.train.denoiser import fresh
+from pellucid.train.initial import fresh
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

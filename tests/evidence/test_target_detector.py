@@ -11,10 +11,11 @@ import small_denoisers as small
 import torch
 
 from pellucid.core.schedule import Target
-from pellucid.evidence.doctor.checks import Finding, Unable
+from pellucid.evidence.doctor.checks import Finding
 from pellucid.evidence.doctor.detectors import detect_target, target_findings
 from pellucid.evidence.doctor.hypotheses import Hypothesis, Scores, judge
 from pellucid.evidence.doctor.probe import Probe, probe_of
+from pellucid.evidence.doctor.subject import Unable
 
 EXACT: list[tuple[str, Target]] = [
     ("linear", "eps"), ("scaled_linear", "v"), ("cosine", "x0"), ("flow", "flow"), ("edm", "edm"), ("sqrt_beta", "v"),

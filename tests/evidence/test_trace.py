@@ -735,7 +735,7 @@ def test_a_slow_device_is_waited_for_some_steps_later_and_in_order(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "Event", lambda: Passed(ready))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(recorder, "pinned", Tensor.clone)
+    monkeypatch.setattr(recorder, "pinned_copy", Tensor.clone)
     monkeypatch.setattr(Passed, "waited", 0)
     arrived: list[tuple[int, float]] = []
     way = recorder.AsyncCopy(torch.device("cuda"), lambda what, arrays: arrived.append((what, float(arrays[0][0]))))
@@ -751,7 +751,7 @@ def test_what_is_behind_a_step_that_could_not_be_written_is_dropped(monkeypatch:
     """It would lie where another step belongs."""
     monkeypatch.setattr(torch.cuda, "Event", lambda: Passed(False))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(recorder, "pinned", Tensor.clone)
+    monkeypatch.setattr(recorder, "pinned_copy", Tensor.clone)
     arrived: list[int] = []
 
     def deliver(what: int, arrays: list[Any]) -> None:

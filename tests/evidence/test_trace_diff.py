@@ -69,8 +69,8 @@ def nudge(seen: StepSeen) -> Tensor:
 def test_one_run_twice_is_the_same(tmp_path: Path, tensors: bool, sampler: str) -> None:
     found = compare(*pair(tmp_path, tensors, {"plan": plan_of(sampler)}, {"plan": plan_of(sampler)}))
     assert found.same
-    assert found.told == ()
-    assert all((one.x, one.x0) == (0.0, 0.0) for one in found.apart)
+    assert found.headers == ()
+    assert all((one.x, one.x0) == (0.0, 0.0) for one in found.distances)
     assert found.steps == plan_of(sampler).nfe
 
 
@@ -252,14 +252,14 @@ def test_distances_are_those_of_the_tensors(tmp_path: Path) -> None:
     a, b = pair(tmp_path, True, {}, {"model": denoiser(shift=0.5)})
     found = compare(a, b)
     assert found.first is not None
-    for one in found.apart:
+    for one in found.distances:
         x, y = (t.tensor("x0", one.step).double() for t in (a, b))
         assert one.x0 == pytest.approx(float((x - y).norm() / y.norm()), rel=1e-9)
     cond = [(t.tensor("x0", 0) - t.tensor("delta", 0))[0].double() for t in (a, b)]
     assert found.first.distance == pytest.approx(float((cond[0] - cond[1]).norm() / cond[1].norm()), rel=1e-9)
     assert not found.first.least
-    assert found.apart[0].x == 0.0
-    assert found.apart[-1].x > found.apart[1].x > 0
+    assert found.distances[0].x == 0.0
+    assert found.distances[-1].x > found.distances[1].x > 0
 
 
 def test_without_tensors_the_norms_give_a_lower_bound(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_what_grows_beyond_the_tolerance_keeps_its_cause(tmp_path: Path) -> None
         return seen.x_next * (1 + 1e-4)
 
     a, b = pair(tmp_path, True, {"model": TOY}, {"model": TOY, "constraints": [push]})
-    distances = [one.x for one in compare(a, b).apart]
+    distances = [one.x for one in compare(a, b).distances]
     assert distances[2] < distances[3]
     first = compare(a, b, (distances[2] + distances[3]) / 2).first
     assert first is not None
@@ -340,7 +340,7 @@ def test_other_numbers_of_images_and_other_shapes(tmp_path: Path) -> None:
     found: Comparison = compare(a, b)
     assert found.same
     assert "A has 2 images, B 1" in found.notes[0]
-    assert {told.name for told in found.told} == {"images", "seeds"}
+    assert {diff.name for diff in found.headers} == {"images", "seeds"}
     with Recorder(tmp_path / "c", True) as recorder:
         pellucid.run(plan_of("euler"), TOY, shape=(4, 3, 3), seeds=SEEDS, observers=[recorder])
     first = compare(a, trace.read(tmp_path / "c")).first

@@ -18,9 +18,9 @@ from pellucid.core import schedule as schedules
 from pellucid.core.samplers import REGISTRY
 from pellucid.evidence.study.kernel import RECORDS
 from pellucid.evidence.tune import sweep, teacher, tuning
-from pellucid.evidence.tune.descent import Batches, Descent, Fit, TuningData, descend, falling, tame
+from pellucid.evidence.tune.descent import Descent, Fit, TuningData, batches, descend, falling, tame
 from pellucid.evidence.tune.model import Pairs, TuningModel, make_sets, oracle_model, read_prompts
-from pellucid.evidence.tune.sweep import Candidate, Sweep
+from pellucid.evidence.tune.sweep import Sweep, plan_within
 from pellucid.evidence.tune.table import Start, Table
 from pellucid.evidence.tune.teacher import ErrorSummary, NoisePairs, Truth, distance, ends, errors
 from pellucid.evidence.tune.tuning import TuningConfig, TuningResult, tune
@@ -159,7 +159,7 @@ def test_a_descent_that_finds_nothing_stops_early() -> None:
     subject = subject_of()
     truth = teacher.teach(subject, Pairs(tuple(range(16))), 60, 64)
     table = Table.of(ASKED.starts[0], subject.schedule, subject.target, 5)
-    exact = Truth(truth.drawn, ends(table.plan, subject, truth.drawn, 64))  # the start itself is the watched truth
+    exact = replace(truth, x0=ends(table.plan, subject, truth, 64))  # the start itself is the watched truth
     lesson = TuningData(subject, truth, exact)
     fit = descend(Fit.of(table, lesson, 64), lesson, Descent(iterations=100, every=2, patience=3, batch=16))
     assert fit.iterations == 6
@@ -168,10 +168,10 @@ def test_a_descent_that_finds_nothing_stops_early() -> None:
 
 
 def test_every_pair_comes_once_before_any_comes_again() -> None:
-    order = Batches(10, 4, seed=0)
+    order = batches(10, 4, seed=0)
     drawn = [i for _ in range(5) for i in next(order)]
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10))
-    assert len(next(Batches(3, 64, seed=0))) == 3
+    assert len(next(batches(3, 64, seed=0))) == 3
 
 
 def test_a_wild_gradient_is_shortened_and_none_is_not_taken() -> None:
@@ -275,30 +275,32 @@ def test_the_sweep_has_every_deterministic_sampler_and_grid() -> None:
     assert {one.grid for one in every} == set(sweep.GRIDS)
     assert {one.options.get("order") for one in every if one.sampler == "unipc"} == {1, 2, 3}
     assert {one.options.get("order") for one in every if one.sampler == "lms"} == {1, 2, 3, 4}
-    assert len({one.name for one in every}) == len(every)
-    assert {"dpmpp_2m:karras", "unipc-3:kl_optimal", "heun:karras"} <= {one.name for one in every}
+    assert len({one.text for one in every}) == len(every)
+    assert {"dpmpp_2m:karras", "unipc-3:kl_optimal", "heun:karras"} <= {one.text for one in every}
 
 
 @pytest.mark.parametrize(("name", "calls", "nfe"), [("heun", 8, 7), ("heun", 9, 9), ("plms", 8, 8), ("dpmpp_2m", 8, 8)])
 def test_a_budget_is_kept_to(name: str, calls: int, nfe: int) -> None:
-    assert Candidate(name, "karras").plan(schedules.make("linear"), "eps", calls).nfe == nfe
+    assert plan_within(Start(name, "karras"), schedules.make("linear"), "eps", calls).nfe == nfe
 
 
 def test_the_best_is_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against all of a small registry, one by one."""
-    few = [Candidate(n, g) for n in ("ddim", "dpmpp_2m", "heun") for g in ("karras", "trailing", "quadratic")]
+    few = [Start(n, g) for n in ("ddim", "dpmpp_2m", "heun") for g in ("karras", "trailing", "quadratic")]
     monkeypatch.setattr(sweep, "candidates", lambda: few)
     monkeypatch.setattr(sweep, "KEPT", 4)
     subject, truth = judged()
     found = Sweep(subject, truth, sifted=4).best(6, 3)
-    means = {one.name: float(errors(one.plan(subject.schedule, "eps", 6), subject, truth, 64).mean()) for one in few}
+    means = {
+        one.text: float(errors(plan_within(one, subject.schedule, "eps", 6), subject, truth, 64).mean()) for one in few
+    }
     assert found[0].name == min(means, key=means.__getitem__)
     assert [cell.mean for cell in found] == sorted(cell.mean for cell in found)
     assert all(cell.mean == pytest.approx(means[cell.name]) and cell.pairs == 8 for cell in found)
 
 
 def test_a_sweep_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = [Candidate(n, "karras") for n in ("ddim", "dpmpp_2m", "heun")]
+    few = [Start(n, "karras") for n in ("ddim", "dpmpp_2m", "heun")]
     monkeypatch.setattr(sweep, "candidates", lambda: few)
     subject, truth = judged()
     asked = Sweep(subject, truth, folder=tmp_path / "s", sifted=4)
@@ -326,7 +328,7 @@ def test_a_sweep_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_what_makes_no_plan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "candidates", lambda: [Candidate("deis", "trailing"), Candidate("dpmpp_2m", "karras")])
+    monkeypatch.setattr(sweep, "candidates", lambda: [Start("deis", "trailing"), Start("dpmpp_2m", "karras")])
     subject = subject_of("flow")
     asked = Sweep(subject, teacher.teach(subject, Pairs((0, 1, 2, 3)), 60, 64))
     with asked.records() as records:
@@ -335,7 +337,7 @@ def test_what_makes_no_plan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_evidence_says_how_the_untuned_stand(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = [Candidate("dpmpp_2m", "karras"), Candidate("deis", "quadratic")]
+    few = [Start("dpmpp_2m", "karras"), Start("deis", "quadratic")]
     monkeypatch.setattr(sweep, "candidates", lambda: few)
     early: list[TuningResult] = []
     asked = replace(ASKED, sweep=(5, 7), descent=replace(FEW, iterations=5))

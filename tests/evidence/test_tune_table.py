@@ -51,7 +51,7 @@ def lesson_of(schedule: str, count: int = 5) -> TuningData:
     subject = oracle_model("smooth", oracle.smooth(), SCHEDULES[schedule])
     drawn = NoisePairs.of(subject, Pairs(tuple(range(count))))
     goal = torch.randn(count, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    truth = Truth(drawn, goal)
+    truth = Truth(drawn.pairs, drawn.noise, goal)
     return TuningData(subject, truth, truth)
 
 
@@ -125,7 +125,7 @@ def test_levels_stay_in_order_and_inside_of_the_schedule(schedule: str) -> None:
         assert all(a > b for a, b in pairwise(values.ratios))
         assert values.ratios[0] <= high * (1 + 1e-12)
         assert values.ratios[-1] >= low * (1 - 1e-12)
-        assert bool(((values.told >= table.schedule.span[0]) & (values.told <= table.schedule.span[1])).all())
+        assert bool(((values.times >= table.schedule.span[0]) & (values.times <= table.schedule.span[1])).all())
 
 
 def test_levels_of_a_frame() -> None:
@@ -143,7 +143,7 @@ def loss_of(table: Table, knobs: dict[str, Tensor], lesson: TuningData) -> float
     """The objective by the plain loop over the plan that the knobs make: nothing of the soft table."""
     plan = table.plan_at(knobs)
     pairs = lesson.tune.pairs
-    x = run(plan, lesson.subject.denoiser(pairs), lesson.tune.drawn.noise * plan.initial_scale)
+    x = run(plan, lesson.model.denoiser(pairs), lesson.tune.noise * plan.initial_scale)
     return float((x - lesson.tune.x0).square().mean(1).sqrt().sqrt().mean())
 
 
@@ -203,7 +203,7 @@ def test_gradients_of_guided_models(guidance: str) -> None:
 
     subject = TuningModel("wavy", curve, "eps", (4,), denoiser, dtype=torch.float64)
     drawn = NoisePairs.of(subject, Pairs((0, 1, 2)))
-    truth = Truth(drawn, torch.zeros(3, 4, dtype=torch.float64))
+    truth = Truth(drawn.pairs, drawn.noise, torch.zeros(3, 4, dtype=torch.float64))
     lesson = TuningData(subject, truth, truth)
     table = table_of("unipc-3:quadratic", "linear", 4)
     found = []
@@ -231,7 +231,7 @@ def test_gradients_of_guided_models(guidance: str) -> None:
 def test_the_soft_table_runs_as_its_plan_does(start: str) -> None:
     table, lesson = table_of(start), lesson_of("linear")
     knobs = turned(table, 1)
-    noise, denoiser = lesson.tune.drawn.noise, lesson.subject.denoiser(lesson.tune.pairs)
+    noise, denoiser = lesson.tune.noise, lesson.model.denoiser(lesson.tune.pairs)
     plan = table.plan_at(knobs)
     soft = descent.travel(table, table.values(knobs), denoiser, noise, recompute=False)
     torch.testing.assert_close(soft, run(plan, denoiser, noise * plan.initial_scale), rtol=0, atol=1e-12)
@@ -239,7 +239,7 @@ def test_the_soft_table_runs_as_its_plan_does(start: str) -> None:
 
 def test_activations_that_are_too_many_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     table, lesson = table_of("unipc-3:trailing"), lesson_of("linear")
-    denoiser, noise = lesson.subject.denoiser(lesson.tune.pairs), lesson.tune.drawn.noise
+    denoiser, noise = lesson.model.denoiser(lesson.tune.pairs), lesson.tune.noise
     assert not descent.too_heavy(table, denoiser, noise)
     monkeypatch.setattr(descent, "KEEP_BYTES", 6 * noise.nbytes)
     assert descent.too_heavy(table, denoiser, noise)

@@ -17,8 +17,8 @@ from pellucid.pipeline.images import to_images
 from pellucid.scenes.scene import Scenes
 from pellucid.train.config import read
 from pellucid.train.controlnet import ControlNetConfig
-from pellucid.train.denoiser import fresh
 from pellucid.train.image_text import ImageTextConfig
+from pellucid.train.initial import fresh
 from pellucid.train.ip_adapter import IPAdapterConfig
 from pellucid.train.lora import LoraConfig
 from pellucid.train.scenes_source import scenes_tokenizer

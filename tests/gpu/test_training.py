@@ -26,7 +26,7 @@ from pellucid.scenes import render
 from pellucid.train.autoencoder import Autoencoder
 from pellucid.train.cifar10 import CIFAR10, CIFAR10Source
 from pellucid.train.config import TrainConfig, read
-from pellucid.train.denoiser import fresh
+from pellucid.train.initial import fresh
 from pellucid.train.ranks import Ranks
 from pellucid.train.scenes_source import scenes_tokenizer
 from pellucid.train.source import Feed

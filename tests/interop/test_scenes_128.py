@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -116,10 +119,13 @@ def test_diffusers_makes_the_same_image_of_a_reference(pipe):
 @pytest.mark.slow
 def test_its_parts_do_what_they_are_for(tmp_path):
     """Outlines, a reference, a style, captions and images told apart; each against the base without it."""
-    from pellucid.evidence.adherence.samples import Making
-    from pellucid.evidence.adherence.suite import Suite, measure
+    from pellucid.evidence.adherence.samples import ImageSettings
 
-    found = measure(Suite.of("scenes-128", count=6, true=32, making=Making(batch=6)), tmp_path)
+    sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+
+    from parts import Suite, measure
+
+    found = measure(Suite.of("scenes-128", count=6, true=32, making=ImageSettings(batch=6)), tmp_path)
     assert found["vae"]["psnr"] > 40
     assert found["controlnet"]["adapted"]["value"] > 0.9
     assert found["controlnet"]["base"]["value"] < 0.5

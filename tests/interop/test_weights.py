@@ -186,7 +186,7 @@ def test_which_file_is_chosen(
     for name in names:
         (tmp_path / name).touch()
     if chosen is not None:
-        assert weights.find(tmp_path, variant) == weights.Found(tmp_path / chosen[0], chosen[1])
+        assert weights.find(tmp_path, variant) == weights.WeightsFile(tmp_path / chosen[0], chosen[1])
         return
     with pytest.raises(PellucidError, match="weights in") as error:
         weights.find(tmp_path, variant)

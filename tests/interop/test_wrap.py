@@ -13,7 +13,7 @@ from torch import Tensor
 from pellucid.core.errors import PellucidError
 from pellucid.interop.wrap import look, refuse_other_work
 from pellucid.interop.wrap_branches import recognise
-from pellucid.interop.wrap_strings import Call, Only, Reply, doubled, tensor_of
+from pellucid.interop.wrap_proxies import Branch, Call, Reply, doubled, tensor_of
 
 TEXT = [
     "StableDiffusion",
@@ -192,7 +192,7 @@ def test_half_of_what_a_network_is_told() -> None:
         "timestep": torch.tensor(5),
         "flag": True,
     }
-    (time,), half = Only(1, 1, 2).half(((numbers(6, 4),), told))
+    (time,), half = Branch(1, 1, 2).half(((numbers(6, 4),), told))
     assert torch.equal(time, numbers(6, 4)[2:])
     assert torch.equal(half["hidden"], told["hidden"][2:])
     assert torch.equal(half["added"]["time_ids"], told["added"]["time_ids"][2:])
@@ -201,7 +201,7 @@ def test_half_of_what_a_network_is_told() -> None:
     assert half["texts"][0] is told["texts"][2]
     for whole in ("img_ids", "image_rotary_emb", "timestep", "flag"):
         assert half[whole] is told[whole]
-    assert Only(1, 2, 2).half(((), told)) == ((), told)  # two calls: each is whole
+    assert Branch(1, 2, 2).half(((), told)) == ((), told)  # two calls: each is whole
 
 
 @pytest.mark.parametrize("form", ["tensor", "tuple", "list", "sample"])

@@ -15,8 +15,8 @@ from pellucid.interop.save import save_component
 from pellucid.train.bundle import Parts, assemble
 from pellucid.train.config import read
 from pellucid.train.controlnet import ControlNetConfig
-from pellucid.train.denoiser import fresh
 from pellucid.train.image_text import ImageTextConfig
+from pellucid.train.initial import fresh
 from pellucid.train.ip_adapter import IPAdapterConfig
 from pellucid.train.lora import LoraConfig
 from pellucid.train.scenes_source import scenes_tokenizer

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from pellucid.labs import process, script
-from pellucid.labs.answers import Outcome
+from pellucid.labs.answers import Outcome, checks_of, judged
 from pellucid.labs.catalog import LABS, Lab
-from pellucid.labs.marking import checks_of, judged
 
 ANSWERS = Path(__file__).parent / "answers"
 HEADINGS = ["What to notice", "What goes wrong", "Say it in an interview", "Your turn", "Further reading"]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pellucid import Level, PellucidError, compile_plan, schedules
-from pellucid.models.guidance import GUARDED_SCALE, Guidance, Listed, Ramp, guarded
+from pellucid.models.guidance import GUARDED_SCALE, Guidance, Ramp, ScaleList, guarded
 from pellucid.models.rules import (
     APG,
     CFG,
@@ -239,7 +239,7 @@ NUMBER = st.floats(0, 1, allow_nan=False)
 SCALES = st.one_of(
     st.floats(0, 1000),
     st.builds(Ramp, st.floats(0, 1000), st.floats(0, 1000), st.sampled_from(["linear", "cosine"])),
-    st.lists(st.floats(0, 1000), min_size=1, max_size=4).map(lambda v: Listed(tuple(v))),
+    st.lists(st.floats(0, 1000), min_size=1, max_size=4).map(lambda v: ScaleList(tuple(v))),
 )
 SPACE = st.sampled_from(["raw", "eps", "x0", "v", "flow"])
 LAYERS = st.lists(st.one_of(st.integers(0, 40), st.sampled_from(["mid", "up.1"])), min_size=1, max_size=3).map(tuple)
@@ -279,7 +279,7 @@ def test_json_and_text_bring_back_the_same_guidance(guidance: Guidance) -> None:
 def test_parse_reads_what_people_give() -> None:
     assert Guidance.parse(5) == Guidance(5.0) == Guidance.parse("5") == Guidance.parse({"scale": 5})
     assert Guidance.parse("off") == Guidance(1.0)
-    assert Guidance.parse([3, 2.5]) == Guidance.parse("3,2.5") == Guidance(Listed((3, 2.5)))
+    assert Guidance.parse([3, 2.5]) == Guidance.parse("3,2.5") == Guidance(ScaleList((3, 2.5)))
     assert Guidance.parse("cosine:9:3") == Guidance(Ramp(9, 3, "cosine"))
     text = "7.5 + rescale phi=0.5 space=raw + pag scale=2 layers=mid,down.1 + interval start=0.1 stop=0.8"
     assert Guidance.parse(text) == Guidance(
@@ -374,7 +374,7 @@ def test_guarded_leaves_what_is_within_and_turns_rescale_on() -> None:
 
 def test_guarded_caps_every_form_of_scale() -> None:
     assert guarded("linear:12:2").scale == Ramp(7, 2)
-    assert guarded([12, 5]).scale == Listed((7, 5))
+    assert guarded([12, 5]).scale == ScaleList((7, 5))
     assert Guidance.parse("guarded 9") == guarded(9)
     assert Guidance.parse("guarded 9").notes == guarded(9).notes != ()
     assert Guidance.parse("guarded + pag") == replace(guarded(), rules=(PAG(), Rescale(0.7)))

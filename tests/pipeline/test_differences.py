@@ -75,8 +75,7 @@ OPEN, TEXT, IMAGE, STEP, WRAP = "What you leave out", "Text", "Images", "Sampler
     "`guidance` left out",
     diffusers="7.5 in SD, 5 in SDXL, as plain guidance",
     pellucid="`guarded`: 7 with rescale 0.7",
-    why="High plain scales burn colours; people who did not choose get the safer preset. It is in the recipe. "
-    "Measured on SDXL.",
+    why="High plain scales burn colours, so the default is a safer preset. The recipe records it. Measured on SDXL.",
     instead="`guidance=7.5`, or 5",
 )
 def no_guidance_given() -> float:
@@ -89,7 +88,7 @@ def no_guidance_given() -> float:
     OPEN,
     "`sampler` named, `dialect` left out",
     diffusers="its scheduler's times, rounding and last step",
-    pellucid="the sampler as its paper has it, and noise that does not depend on the device",
+    pellucid="the sampler as in its paper, and noise that does not depend on the device",
     why="diffusers' tables carry [defects](results/parity.md), which the exact dialect leaves out. Measured on the "
     "same first noise, with DPM++ 2M on Karras sigmas.",
     instead='`dialect="diffusers", noise="torch"`, or no sampler: the folder\'s own scheduler',
@@ -106,8 +105,8 @@ def exact_sampler() -> float:
     OPEN,
     "`guidance` from 0 to below 1 with a named sampler",
     diffusers="the prompt without guidance, as at 1",
-    pellucid="the formula: 0 leaves the prompt out, 0.5 weakens it; a note says so",
-    why="The folder's own scheduler and `wrap` follow diffusers; elsewhere a scale means what the formula says. "
+    pellucid="follows the formula: 0 ignores the prompt, 0.5 weakens it; a note says so",
+    why="The folder's own scheduler and `wrap` follow diffusers; elsewhere the formula is applied as it is. "
     "Measured between 0 and 1.",
     instead="`guidance=1`",
 )
@@ -128,9 +127,9 @@ def long_prompt(name: str) -> float:
 
 
 LONG = {
-    "diffusers": "cuts it after 75 tokens, with a warning",
+    "diffusers": "truncates it after 75 tokens, with a warning",
     "pellucid": "encodes all of it, in chunks of 75, with a note",
-    "why": "What was asked for is used. The random text encoders measured here hardly tell texts apart.",
+    "why": "The whole prompt is used. The random text encoders measured here hardly distinguish texts.",
     "instead": "shorten the prompt to 75 tokens",
 }
 
@@ -148,10 +147,10 @@ def long_xl() -> float:
 @difference(
     TEXT,
     '`prompt_2=""` in SDXL',
-    diffusers="counts as left out: the first prompt is used",
-    pellucid="is the empty text",
-    why="An empty text is a text; `None` is how to leave it out.",
-    instead="leave `prompt_2` out",
+    diffusers="treats it as omitted: the first prompt is used",
+    pellucid="uses the empty text",
+    why="An empty text is a text; `None` omits it.",
+    instead="omit `prompt_2`",
 )
 def empty_second_prompt() -> float:
     peer, mine = model("xl").with_scheduler("ddim")
@@ -166,9 +165,9 @@ def empty_second_prompt() -> float:
     IMAGE,
     "two prompts, two images, two copies of each (image-to-image)",
     diffusers="pairs both copies of the first prompt with different images",
-    pellucid="the first prompt goes with the first image, in both copies",
-    why="diffusers repeats prompts one by one and images as a list.",
-    instead="one call for each prompt",
+    pellucid="pairs the first prompt with the first image, in both copies",
+    why="diffusers repeats prompts one by one, but images as a list.",
+    instead="one call per prompt",
 )
 def copies_of_images() -> float:
     _, mine = model("sd").with_scheduler("ddim")
@@ -183,7 +182,7 @@ def copies_of_images() -> float:
 @difference(
     IMAGE,
     "image-to-image with `SASolverScheduler` on Karras sigmas",
-    diffusers="adds the noise of the rounded time, and goes on from the sigma",
+    diffusers="adds the noise of the rounded timestep, and continues from the sigma",
     pellucid="adds the noise of the sigma",
     why="Reproducing it would put two levels into one row of the plan.",
     instead="none; other schedulers agree",
@@ -201,9 +200,9 @@ def sa_solver_karras() -> float:
 @difference(
     STEP,
     "`DPMSolverSDEScheduler`, and `CosineDPMSolverMultistepScheduler`",
-    diffusers="noise from torchsde's Brownian tree, with a seed of its own",
+    diffusers="noise from torchsde's Brownian tree, with its own seed",
     pellucid="the same distribution, from the caller's generator; a note says so",
-    why="The tree's numbers are torchsde's. [More](refused.md#noise-from-a-brownian-tree)",
+    why="The tree's numbers are specific to torchsde. [More](refused.md#noise-from-a-brownian-tree)",
     instead="none: the image of a seed differs",
 )
 def brownian() -> float:
@@ -214,9 +213,9 @@ def brownian() -> float:
 @difference(
     STEP,
     "`add_noise` before `set_timesteps` of the DPM solvers, UniPC and DEIS (time 100)",
-    diffusers="reads its table of sigmas from the wrong end: time 0 gets the most noise",
-    pellucid="the noise of the given time, as after `set_timesteps`",
-    why="A defect of diffusers; training code that relies on it would train on the wrong levels.",
+    diffusers="reads its table of sigmas from the wrong end: timestep 0 gets the most noise",
+    pellucid="adds the noise of the given timestep, as after `set_timesteps`",
+    why="This is a defect of diffusers; training code that relies on it would train on the wrong levels.",
     instead="none needed: after `set_timesteps` both agree",
 )
 def noise_from_the_wrong_end() -> float:
@@ -236,7 +235,7 @@ def noise_from_the_wrong_end() -> float:
     diffusers="its scale counts from 0: 4 is cond + 4 (cond − uncond)",
     pellucid="a scale counts from 1 in every family: uncond + 4 (cond − uncond)",
     why="One number means one thing.",
-    instead="`guidance=5`, or leave `guidance` out",
+    instead="`guidance=5`, or omit `guidance`",
 )
 def z_image() -> float:
     made = wrapped.ours("z-image", guidance=4.0, decode=False)
@@ -246,10 +245,10 @@ def z_image() -> float:
 @difference(
     WRAP,
     "Lumina 2: `guidance=4` beside `guidance_scale=4`",
-    diffusers="gives the guided prediction the norm of cond",
+    diffusers="restores the norm of cond in the guided prediction",
     pellucid="plain guidance, unless a rule is named",
     why="A number is plain guidance everywhere.",
-    instead="leave `guidance` out and pass `guidance_scale` in `peer_options`: the pipeline mixes",
+    instead="omit `guidance` and pass `guidance_scale` in `peer_options`: the pipeline combines",
 )
 def lumina() -> float:
     made = wrapped.ours("lumina2", guidance=4.0, decode=False)
@@ -259,10 +258,10 @@ def lumina() -> float:
 @difference(
     WRAP,
     "Qwen-Image: `guidance=4` beside `true_cfg_scale=4`",
-    diffusers="gives the guided prediction the norm of cond, token by token",
+    diffusers="restores the norm of cond in the guided prediction, token by token",
     pellucid="plain guidance, unless a rule is named",
     why="As for Lumina 2.",
-    instead="leave `guidance` out and pass `true_cfg_scale` in `peer_options`",
+    instead="omit `guidance` and pass `true_cfg_scale` in `peer_options`",
 )
 def qwen_image() -> float:
     made = wrapped.ours("qwen-image", guidance=4.0, decode=False)
@@ -273,17 +272,17 @@ def qwen_image() -> float:
 
 HEAD = """# Differences from diffusers
 
-A folder's own scheduler runs in diffusers' dialect, with torch's noise: the image of a seed is diffusers' image, to
+A folder's own scheduler runs in diffusers' dialect, with torch's noise: the same seed gives diffusers' image, to
 1e-4 of the largest latent and mostly to 1e-6. The same holds for `pellucid.Scheduler` inside a diffusers pipeline, and
-for `pellucid.wrap`. This page lists every difference that we know of. What we refuse, with its error, is on
+for `pellucid.wrap`. This page lists every known difference. What we refuse, with its error, is on
 [another page](refused.md).
 
 The size is the largest difference of the final latents, as a share of the largest latent, in tiny models with random
-weights, mostly at 6 steps and seed 3. It tells a difference from rounding; trained weights give other numbers.
-`python tests/pipeline/test_differences.py` writes this page, and `make test` measures each entry again: it fails when
-a size has changed, or when a difference is gone.
+weights, mostly at 6 steps and seed 3. It distinguishes a difference from rounding; trained weights give other numbers.
+`python tests/pipeline/test_differences.py` writes this page, and `make test` measures each entry again: it fails if
+a size has changed, or if a difference is gone.
 
-A folder's safety checker is not run: it judges images and makes none. Compared with diffusers {version}.
+A folder's safety checker is not run, because it does not affect generation. Compared with diffusers {version}.
 """
 
 

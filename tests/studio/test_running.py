@@ -164,7 +164,7 @@ def test_a_person_keeps_the_last_runs_and_leaves_nothing(tmp_path: Path) -> None
 
 def test_a_shelf_loads_once_and_holds_few(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
-    monkeypatch.setattr("pellucid.pipeline.load.load", lambda name, device: loaded.append(name) or object())
+    monkeypatch.setattr("pellucid.studio.form.load", lambda name, device: loaded.append(name) or object())
     shelf = Shelf(["me/a", "me/b"])
     assert shelf.choices()[:2] == ["me/a", "me/b"]
     assert shelf.pipe("me/a") is shelf.pipe(" me/a ")
@@ -184,7 +184,7 @@ def test_who_asks_for_a_model_does_not_wait_for_another_to_load(monkeypatch: pyt
             free.wait(20)
         return object()
 
-    monkeypatch.setattr("pellucid.pipeline.load.load", slow)
+    monkeypatch.setattr("pellucid.studio.form.load", slow)
     shelf, got = Shelf(), []
     small = shelf.pipe("me/small")
     people = [threading.Thread(target=lambda: got.append(shelf.pipe("me/large"))) for _ in range(2)]

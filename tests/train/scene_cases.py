@@ -12,8 +12,8 @@ from tiny_networks import ENCODER, UNET, VAE
 from pellucid.interop.save import save_component
 from pellucid.interop.tokenizer import Tokenizer
 from pellucid.train.config import OptimizerConfig, TrainConfig, read
-from pellucid.train.denoiser import fresh
 from pellucid.train.draws import Draws
+from pellucid.train.initial import fresh
 from pellucid.train.kinds import Task
 from pellucid.train.ranks import Ranks
 from pellucid.train.scenes_source import ScenesConfig, scenes_tokenizer

@@ -24,8 +24,8 @@ from pellucid.train.autoencoder import (
     edge_distance,
     normalised,
 )
-from pellucid.train.denoiser import fresh
 from pellucid.train.draws import Draws
+from pellucid.train.initial import fresh
 from pellucid.train.source import Batch
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from pellucid.models.blocks import PixelAttention, ResnetBlock, SpatialTransformer
 from pellucid.models.dit_blocks import Block
-from pellucid.train.denoiser import fresh
+from pellucid.train.initial import fresh
 
 PIXEL = {
     "_class_name": "UNet2DModel",

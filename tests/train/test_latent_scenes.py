@@ -17,9 +17,9 @@ from pellucid.cli import data
 from pellucid.core.errors import PellucidError
 from pellucid.models.vae import AutoencoderKL
 from pellucid.scenes import captions
+from pellucid.train.autoencoder import read_vae
 from pellucid.train.config import TrainConfig, chosen, read
 from pellucid.train.draws import Draws
-from pellucid.train.encoding import read_vae
 from pellucid.train.kinds import DATA
 from pellucid.train.latent_cache import cache_latents
 from pellucid.train.latent_recipe import make_latents

@@ -169,7 +169,6 @@ def test_killed_at_any_moment_it_goes_on_and_ends_the_same(
     real = latent_cache.put
     with monkeypatch.context() as patch:
         patch.setattr(latent_cache, "put", killed)
-        patch.setattr("pellucid.train.latent_files.put", killed)
         if moment < 5:  # a manifest, three shards, a manifest
             with pytest.raises(KeyboardInterrupt):
                 cache_latents(opened(folder), vae, tmp_path / "cache", per_shard=4)

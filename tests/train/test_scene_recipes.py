@@ -19,7 +19,7 @@ from pellucid.models.clip import CLIPTextEncoder
 from pellucid.pipeline.load import load
 from pellucid.train.bundle import Card, Parts, assemble
 from pellucid.train.config import TrainConfig, chosen, to_plain
-from pellucid.train.denoiser import fresh
+from pellucid.train.initial import fresh
 from pellucid.train.kinds import TASKS
 from pellucid.train.scenes_source import ScenesConfig
 from pellucid.train.text import fresh_encoder

@@ -23,7 +23,7 @@ from pellucid.pipeline.sheet import Block, face_for, wrap
 from pellucid.scenes.render import SIZES
 from pellucid.scenes.sampling import OBJECTS
 from pellucid.train.config import TrainConfig
-from pellucid.train.latent_files import Cache
+from pellucid.train.latent_cache import Cache
 from pellucid.train.latent_recipe import make_latents
 
 MAX_SCENES, MAX_ON_SHEET = 1_000_000, 400

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +12,6 @@ from pellucid.cli.options import Device, model_names
 from pellucid.core.errors import PellucidError
 
 if TYPE_CHECKING:
-    from pellucid.evidence.doctor.checks import Report
     from pellucid.evidence.doctor.subject import RunSpec, SubjectSpec
 
 EXAMPLES = (
@@ -81,60 +79,46 @@ def command(
 ) -> None:
     """Look for what is wrong, and say by which numbers, why, and what to do.
 
-    Target and schedule are asked of the network itself, with built-in images where no --data is given.
+    Target and schedule are measured on the network itself, with built-in images where no --data is given.
     Ends with 0 where nothing above a note was found, with 1 where something was, and with 2 for bad input.
     """
-    from pellucid.evidence.doctor.subject import RunSpec, SubjectSpec
+    from pellucid.evidence.doctor.checks import examine, named, report_text
+    from pellucid.evidence.doctor.subject import RunSpec, SubjectSpec, open_subject
 
-    asked = RunSpec(steps=steps, strength=strength, sampler=sampler, grid=grid, device=device)
-    worn = (tuple(paths or ()) for paths in (lora, controlnet, ip_adapter))
-    given = SubjectSpec(model, config, trace, images, data, quick, tokenizer, dtype, *worn)
-    check_options(given, asked)
-    report = replace(examine_subject(given, asked, only or []), strict=strict)
+    run = RunSpec(steps=steps, strength=strength, sampler=sampler, grid=grid, device=device)
+    adapters = (tuple(paths or ()) for paths in (lora, controlnet, ip_adapter))
+    spec = SubjectSpec(model, config, trace, images, data, quick, tokenizer, dtype, *adapters)
+    check_options(spec, run)
+    checks = named(only or ())
+    subject = open_subject(spec, run)
+    with output.progress("looking", len(checks)) as tick:
+        report = replace(examine(subject, checks, tick), strict=strict)
+    if only and report.skipped:
+        name, why = report.skipped[0]
+        raise PellucidError(f"check {name} must be possible where it is asked for; it is not: {why}.", "check")
     if as_json:
         output.print_json(report.to_dict())
     else:
-        show(report)
+        output.console().print(report_text(report), soft_wrap=True)
     if report.status:
         raise typer.Exit(report.status)
 
 
-def check_options(given: SubjectSpec, asked: RunSpec) -> None:
-    """Refuses what would do nothing, and names that nothing has."""
+def check_options(spec: SubjectSpec, run: RunSpec) -> None:
+    """Refuses options without effect, and names that do not exist."""
     from pellucid.core import grid, samplers
 
-    if asked.sampler is not None:
-        samplers.resolve(asked.sampler)
-    if asked.grid is not None:
-        grid.named(asked.grid)
-    if given.model is None and given.config is None:
-        named = [f"--{name}" for name in RUNS if getattr(asked, name) is not None]
+    if run.sampler is not None:
+        samplers.resolve(run.sampler)
+    if run.grid is not None:
+        grid.named(run.grid)
+    if spec.model is None and spec.config is None:
+        named = [f"--{name}" for name in RUNS if getattr(run, name) is not None]
         if named:
             raise PellucidError(f"{', '.join(named)} must come with MODEL or --config; got no such subject.", "usage")
-    if given.model is None:
+    if spec.model is None:
         for name in ("data", "tokenizer", "dtype", "quick", "adapters"):
-            if getattr(given, name) and not (name == "data" and given.images):
+            if getattr(spec, name) and not (name == "data" and spec.images):
                 raise PellucidError(f"{WORDS.get(name, f'--{name}')} must come with MODEL; got it without.", "usage")
-    if given.quick and (given.data or given.dtype or given.adapters):
+    if spec.quick and (spec.data or spec.dtype or spec.adapters):
         raise PellucidError("--quick must be left out with --data, --dtype and adapters, which need weights.", "usage")
-
-
-def examine_subject(given: SubjectSpec, asked: RunSpec, only: Sequence[str]) -> Report:
-    """All checks that are possible, or those that are named; one that was named and is not possible is bad input."""
-    from pellucid.evidence.doctor.checks import examine, named
-    from pellucid.evidence.doctor.subject import open_subject
-
-    checks = named(only)
-    subject = open_subject(given, asked)
-    with output.progress("looking", len(checks)) as seen:
-        report = examine(subject, checks, seen)
-    if only and report.skipped:
-        name, why = report.skipped[0]
-        raise PellucidError(f"check {name} must be possible where it is asked for; it is not: {why}.", "check")
-    return report
-
-
-def show(report: Report) -> None:
-    from pellucid.evidence.doctor.checks import report_text
-
-    output.console().print(report_text(report), soft_wrap=True)

@@ -11,7 +11,7 @@ import typer
 from pellucid.cli import output
 
 if TYPE_CHECKING:
-    from pellucid.interop.shelves import Model
+    from pellucid.interop.local_models import Model
 
 
 def command(
@@ -24,7 +24,7 @@ def command(
 
     Example: [bold]pellucid models ~/models[/]
     """
-    from pellucid.interop.shelves import models
+    from pellucid.interop.local_models import models
 
     found = models(folders or [])
     if as_json:

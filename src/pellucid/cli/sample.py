@@ -205,16 +205,11 @@ def number(text: str) -> float | None:
 
 def prompts(text: str) -> list[str]:
     """The prompt itself, or the lines of a file (`@FILE`) that are not empty; `@@` begins a prompt with `@`."""
-    from pellucid.core.reader import read_text
+    from pellucid.core.reader import read_lines
 
     if text.startswith("@@") or not text.startswith("@"):
         return [text.removeprefix("@") if text.startswith("@@") else text]
-    path = Path(text[1:])
-    lines = read_text(path, "prompts", MAX_PROMPTS_BYTES).splitlines()
-    found = [line.strip() for line in lines if line.strip()]
-    if not found:
-        raise PellucidError(rule("prompts", "at least one line", str(path)), "prompt-file")
-    return found
+    return list(read_lines(Path(text[1:]), "prompts", MAX_PROMPTS_BYTES, empty="prompt-file"))
 
 
 def sampler_options(texts: list[str]) -> dict[str, str]:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from pellucid.evidence.metrics.image_text import ImageText
     from pellucid.evidence.metrics.images import ImageSet
     from pellucid.evidence.metrics.inception import Inception
-    from pellucid.evidence.metrics.score import FeatureSet, Figure, Score, ScoreConfig
+    from pellucid.evidence.metrics.score import FeatureSet, Score, ScoreConfig
+    from pellucid.evidence.statistics import Estimate
 
 EXAMPLES = (
     "pellucid score samples.npz --against reference.safetensors --inception inception.safetensors --json",
@@ -251,13 +252,12 @@ def rows(found: Score) -> Iterator[tuple[str, str, str, str]]:
         yield ("image-text", *with_interval(found.image_text, "{:.2f}"), "100 × mean cosine of image and prompt")
 
 
-def with_interval(figure: Figure, form: str, factor: float = 1.0) -> tuple[str, str]:
-    interval = figure.interval
-    spread = [] if interval is None else [form.format(factor * end) for end in (interval.low, interval.high)]
+def with_interval(figure: Estimate, form: str, factor: float = 1.0) -> tuple[str, str]:
+    spread = [form.format(factor * end) for end in figure.ends or ()]
     return form.format(factor * figure.value), " to ".join(spread)
 
 
-def fid_words(figure: Figure) -> str:
-    if figure.interval is None:
+def fid_words(figure: Estimate) -> str:
+    if figure.ends is None:
         return ""
-    return f"{figure.interval.resamples} resamples, reflected; their bias, {figure.interval.bias:.3f}, is taken out"
+    return f"{figure.count} resamples, reflected; their bias, {figure.bias:.3f}, is taken out"

@@ -55,11 +55,11 @@ def study_adherence(
 
     Example: [bold]pellucid study adherence --model scenes-128 --prompts 200[/]
     """
-    from pellucid.evidence.adherence.samples import Making
+    from pellucid.evidence.adherence.samples import ImageSettings
     from pellucid.evidence.adherence.study import AdherenceConfig
 
     given = {"sampler": sampler, "steps": steps, "guidance": guidance, "batch": batch, "seed": seed}
-    making = Making(**given_only(given))
+    making = ImageSettings(**given_only(given))
     asked = {
         "part": part,
         "prompts": prompts,

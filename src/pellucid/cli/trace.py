@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pellucid.cli import output
 from pellucid.cli.options import Overwrite, group
-from pellucid.cli.sample import request_option
+from pellucid.cli.sample import read_options, request_option
+from pellucid.core.errors import PellucidError, rule
+from pellucid.pipeline.request import Request, flags_of
+
+if TYPE_CHECKING:
+    from pellucid.evidence.trace.reading import Trace
 
 app = group("Recorded runs (pellucid sample … --trace FILE): show, compare, run again, lay out in time.")
 
@@ -42,10 +49,58 @@ def show(
 
     Example: [bold]pellucid trace show run.safetensors --plot run.png[/]
     """
-    from pellucid.cli import trace_work
+    from pellucid.cli import trace_text
+    from pellucid.evidence import trace as traces
+    from pellucid.evidence.trace import filmstrip
 
-    goal = trace_work.plot_goal(plot, overwrite, decoded=model is not None, linear=linear)
-    trace_work.show(file, index, goal, model, linear, partial, as_json)
+    if plot is None and (model is not None or linear):
+        raise PellucidError("--model and --linear must come with --plot, which draws images; got them alone.", "usage")
+    if model is not None and linear:
+        raise PellucidError("--linear must be left out with --model, which decodes; got both.", "usage")
+    output.check_overwrite(overwrite, "--plot", plot is not None)
+    goal = None if plot is None else output.destination(plot, "--plot", (".png",), overwrite=overwrite)
+    trace = traces.read(file, partial=partial)
+    if index is not None and not 0 <= index < trace.header.images:
+        raise PellucidError(rule("--index", f"from 0 to {trace.header.images - 1}", index), "trace-image")
+    if as_json:
+        output.print_json(trace_text.trace_dict(trace))
+    else:
+        trace_text.show_trace(trace, index)
+    if goal is None:
+        return
+    vae, note = (None, "") if linear or not trace.has_images else vae_of(trace, model)
+    if not trace.has_images:
+        note = "only the curves are drawn: the trace holds no tensors (--trace-tensors keeps them)"
+    if note:
+        print(f"note: {note}", file=sys.stderr)
+    with output.progress("drawing", 1) as done:
+        goal.write(lambda part: filmstrip.draw(trace, part, image=index or 0, vae=vae))
+        done()
+    output.wrote(goal, as_json)
+
+
+def vae_of(trace: Trace, model: str | None) -> tuple[Any, str]:
+    """The VAE that decodes a trace, and a note on it."""
+    from pellucid.interop import source
+    from pellucid.pipeline import fingerprint, repeat
+
+    recipe = trace.header.recipe
+    if len(trace.header.shape) != 3 or trace.header.shape[0] in (1, 3) or (recipe is None and model is None):
+        return None, ""
+    try:
+        name = model or repeat.model_of(repeat.RecipeSource(trace.path, recipe))  # type: ignore[arg-type]
+    except PellucidError:
+        return None, f"latents are mapped to colours: {recipe.model} is not here to decode them (--model)"  # type: ignore
+    root, dtype = source.locate(name), recipe.dtype or None if recipe is not None else None
+    if (root / "vae").is_dir():  # the rest of the model is not needed
+        vae = source.load_component(root / "vae", dtype=dtype)
+    else:
+        vae = source.read_components(name, dtype=dtype).vae
+    if vae is None:
+        return None, f"latents are mapped to colours: {name} has no VAE"
+    known = (recipe.model_hash or "").partition(":")[2].split("-") if recipe is not None else []
+    other = len(known) == len(fingerprint.PARTS) and fingerprint.short_hash(fingerprint.of_network(vae)) != known[1]
+    return vae.float().eval(), "decoded with another VAE than the run had" if other else ""
 
 
 @app.command("diff")
@@ -63,9 +118,23 @@ def diff(
 
     Example: [bold]pellucid trace diff cpu.safetensors gpu.safetensors --tolerance 1e-3[/]
     """
-    from pellucid.cli import trace_work
+    from pellucid.cli import trace_text
+    from pellucid.evidence import trace as traces
+    from pellucid.evidence.trace.diff import compare
 
-    trace_work.compare(first, second, tolerance, partial, as_json)
+    if not 0 <= tolerance < 1:
+        raise PellucidError(rule("--tolerance", "from 0 to below 1", tolerance), "usage")
+    a, b = (traces.read(path, partial=partial) for path in (first, second))
+    found = compare(a, b, tolerance)
+    if as_json:
+        output.print_json(trace_text.comparison_dict(found))
+    else:
+        trace_text.show_comparison(found, (first, second), a.header.steps)
+    if not found.same:
+        raise typer.Exit(1)
+
+
+# --- replay ----------------------------------------------------------------------------------------------------
 
 
 @app.command("replay")
@@ -88,10 +157,41 @@ def replay(
 
     Example: [bold]pellucid trace replay run.safetensors[/]
     """
-    from pellucid.cli import trace_work
+    import torch
 
-    given = {"image": image, "mask": mask, "loras": loras, "controls": controls, "image_prompts": image_prompts}
-    trace_work.replay(file, {**given, "weak": weak, "model": model, "device": device}, as_json)
+    from pellucid.cli import trace_text
+    from pellucid.evidence import trace as traces
+    from pellucid.evidence.trace import replay as replays
+
+    trace = traces.read(file)
+    if not trace.whole:
+        ended = f"{len(trace.steps)} of {trace.header.steps} steps ({trace.header.ended})"
+        raise PellucidError(rule("trace", "of a run that came to its end", ended), "trace-broken")
+    machine, threads = trace.header.machine.get("device"), trace.header.machine.get("threads")
+    if machine == "cpu" and isinstance(threads, int) and threads > 0:
+        torch.set_num_threads(threads)  # sums are split by threads: other parts round otherwise
+    words = {"image": image, "mask": mask, "loras": loras, "controls": controls, "image_prompts": image_prompts,
+             "weak": weak, "model": model}  # fmt: skip
+    if trace.header.recipes:
+        options = read_options({**words, "device": device or machine})
+        with output.progress("running again", trace.header.steps) as done:
+            found = replays.replay_recipe(trace, options, (lambda _: done(),))
+    else:  # of a bare denoiser, which no file holds: its predictions replace it
+        extra = next((name for name, value in words.items() if value), None)
+        if extra is not None:
+            flag = "--model" if extra == "model" else flags_of(Request)[extra].names[0]
+            must = "must be left out: the trace is of a bare denoiser, without a recipe."
+            raise PellucidError(f"{flag} {must}", "usage")
+        found = replays.replay(trace, device=device or "cpu")
+    if as_json:
+        output.print_json({"way": found.way, **trace_text.comparison_dict(found.comparison)})
+    else:
+        trace_text.show_replay(trace, found)
+    if not found.same:
+        raise typer.Exit(1)
+
+
+# --- timeline ------------------------------------------------------------------------------------------------------
 
 
 @app.command("timeline")
@@ -108,6 +208,18 @@ def timeline(
 
     Example: [bold]pellucid trace timeline run.safetensors --out run.json[/]
     """
-    from pellucid.cli import trace_work
+    from pellucid.evidence import trace as traces
+    from pellucid.evidence.trace import timeline as timelines
 
-    trace_work.timeline(file, out, overwrite, partial, as_json)
+    if as_json and out is not None:
+        raise PellucidError(rule("--out", "given without --json, which prints the timeline", str(out)), "usage")
+    output.check_overwrite(overwrite, "a file, which --json does not write", not as_json)
+    path = out or file.with_suffix(".json")
+    goal = None if as_json else output.destination(path, "--out", (".json",), overwrite=overwrite)
+    trace = traces.read(file, partial=partial)
+    document = timelines.timeline(trace)
+    if goal is None:
+        output.print_json(document)
+        return
+    goal.write(lambda part: timelines.write(trace, part))
+    print(f"wrote {goal}: {len(document['traceEvents'])} events; open it in https://ui.perfetto.dev")

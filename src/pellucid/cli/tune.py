@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +12,7 @@ from pellucid.cli.options import Device, Overwrite, model_names, whole_numbers
 from pellucid.core.errors import PellucidError
 
 if TYPE_CHECKING:
-    from pellucid.evidence.tune.tuning import TuningConfig, TuningResult
+    from pellucid.evidence.tune.tuning import TuningResult
 
 EXAMPLES = (
     "pellucid tune --model scenes-128 --prompts scenes --guidance 4 --steps 5 --held-out 1000 --sweep 5,7",
@@ -84,7 +83,7 @@ def command(
     device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the evidence as JSON.")] = False,
 ) -> None:
-    """Tune the levels, the weights and the told times of a plan, so that few steps end where many do.
+    """Tune the levels, the weights and the times of a plan, so that few steps end where many do.
 
     The marginal law holds by construction. Held-out seeds and prompts stop the tuning and are its evidence, which is
     in the plan; a plan that is not better than its start is not written in its place.
@@ -94,80 +93,60 @@ def command(
     goal = output.destination(out, "--out", (".json",), overwrite=overwrite)
     if records and not sweep:
         raise PellucidError("--records must be given with --sweep; got it alone.", "usage")
-    given: dict[str, Any] = {
-        "steps": steps, "pairs": pairs, "held_out": held_out, "teacher": teacher, "prompts": prompts, "seed": seed,
-        "sweep": None if sweep is None else whole_numbers("--sweep", sweep),
-    }  # fmt: skip
-    how = {"what": what, "iterations": iterations, "batch": batch, "at_once": at_once, "seed": seed}
-    asked = read_options(given, how, start or [])
+    from pellucid.evidence.tune.descent import Descent
+    from pellucid.evidence.tune.model import model_of
+    from pellucid.evidence.tune.table import Start
+    from pellucid.evidence.tune.tuning import TuningConfig, tune
+    from pellucid.models.guidance import Guidance
+    from pellucid.pipeline.load import load
     from pellucid.pipeline.policy import Policy
 
-    loading = {"dtype": dtype, "device": device, "policy": Policy(compile=compiled)}
+    descent = Descent(**given(what=what, iterations=iterations, batch=batch, at_once=at_once, seed=seed))
+    starts = tuple(dict.fromkeys(map(Start.parse, start or [])))
+    calls = None if sweep is None else whole_numbers("--sweep", sweep)
+    sizes = given(pairs=pairs, held_out=held_out, teacher=teacher, prompts=prompts, seed=seed, sweep=calls)
+    config = TuningConfig(steps=steps, descent=descent, starts=starts, **sizes)
+    scale = None if guidance is None else Guidance.parse(guidance)
+    pipe = load(model, dtype=dtype, device=device, policy=Policy(compile=compiled))
 
     def keep(tuned: TuningResult) -> None:
         goal.write(tuned.plan.to_json() + "\n")
 
-    tuned = run_tuning(model, asked, None if guidance is None else parse_guidance(guidance), loading, records, keep)
+    tuned = tune(model_of(pipe, scale), config, output.progress, records, keep)
     if as_json:
         output.print_json({"plan": str(out), **tuned.evidence})
     else:
         show(tuned, out)
 
 
-def read_options(given: dict[str, Any], how: dict[str, Any], starts: list[str]) -> TuningConfig:
-    """The words as what they mean; refused here, before a model is read."""
-    from pellucid.evidence.tune.descent import Descent
-    from pellucid.evidence.tune.table import Start
-    from pellucid.evidence.tune.tuning import TuningConfig
-
-    descent = Descent(**{name: value for name, value in how.items() if value is not None})
-    known = {name: value for name, value in given.items() if value is not None}
-    return TuningConfig(descent=descent, starts=tuple(dict.fromkeys(map(Start.parse, starts))), **known)
-
-
-def parse_guidance(guidance: str) -> Any:
-    from pellucid.models.guidance import Guidance
-
-    return Guidance.parse(guidance)
-
-
-def run_tuning(
-    model: str,
-    asked: TuningConfig,
-    guidance: Any,
-    loading: dict[str, Any],
-    records: Path | None,
-    keep: Callable[[TuningResult], object],
-) -> TuningResult:
-    from pellucid.evidence.tune.model import model_of
-    from pellucid.evidence.tune.tuning import tune
-    from pellucid.pipeline.load import load
-
-    return tune(model_of(load(model, **loading), guidance), asked, output.progress, records, keep)
+def given(**options: Any) -> dict[str, Any]:
+    """The options that were given; the others keep their defaults."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def show(tuned: TuningResult, out: Path) -> None:
-    """What was kept and how it stands, on pairs that nobody had seen."""
-    told, console = tuned.evidence, output.console()
-    header = f"{told['model']} · {told['steps']} calls · {told['what']} · guidance {told['guidance']}"
+    """The plan that was kept and the others, on pairs that were not used before."""
+    evidence, console = tuned.evidence, output.console()
+    header = f"{evidence['model']} · {evidence['steps']} calls · {evidence['what']} · guidance {evidence['guidance']}"
     console.print(header, markup=False)
     columns = ("plan", "calls", "mean error", "95 % interval", "median", "90 %", "kept")
     table = output.table(*columns, right=columns[1:6])
-    held = told["held_out"]
-    names = {"tuned": f"tuned from {told['start']}", "start": told["start"], "best_start": told["best_start"]}
+    held = evidence["held_out"]
+    start, best = evidence["start"], evidence["best_start"]
+    names = {"tuned": f"tuned from {start}", "start": start, "best_start": best}
     for key, name in names.items():
-        if key == "best_start" and told["start"] == told["best_start"]:
+        if key == "best_start" and start == best:
             continue
-        kept = "✓" if told["kept"].replace(" ", "_") == key else ""
-        table.add_row(name, str(told["steps"]), *figure_cells(held[key]), kept)
-    for row in told.get("untuned", ()):
+        kept = "✓" if evidence["kept"].replace(" ", "_") == key else ""
+        table.add_row(name, str(evidence["steps"]), *figure_cells(held[key]), kept)
+    for row in evidence.get("untuned", ()):
         table.add_row(row["name"], str(row["nfe"]), *figure_cells(row), "")
     console.print(table)
-    doubt = told["teacher"]["doubt"]
-    words = f"{held['tuned']['pairs']} held-out pairs against {told['teacher']['steps']} steps of the teacher"
-    print(f"{words}, itself off by at most {doubt:.2g}; law kept to {tuned.plan.deviation:.1g}")
-    if UNRESOLVED * doubt > held[told["kept"].replace(" ", "_")]["mean"]:
-        print("Doubtful: errors are not much larger than what the teacher itself is off by. Give more --teacher.")
+    doubt = evidence["teacher"]["doubt"]
+    words = f"{held['tuned']['pairs']} held-out pairs against {evidence['teacher']['steps']} steps of the teacher"
+    print(f"{words}, whose own error is at most {doubt:.2g}; law kept to {tuned.plan.deviation:.1g}")
+    if UNRESOLVED * doubt > held[evidence["kept"].replace(" ", "_")]["mean"]:
+        print("Doubtful: the errors are not much larger than the teacher's own. Give more --teacher steps.")
     output.wrote(out)
 
 

@@ -91,6 +91,14 @@ def read_text(path: Source, what: str, most: int = MAX_BYTES, code: str = "file"
         raise PellucidError(rule(what, "text in UTF-8", os.fspath(path)), code) from None
 
 
+def read_lines(path: Source, what: str, most: int = MAX_BYTES, code: str = "file", empty: str = "") -> tuple[str, ...]:
+    """The lines of a text file that are not blank, stripped; a file without any is refused as `empty`."""
+    found = tuple(line.strip() for line in read_text(path, what, most, code).splitlines() if line.strip())
+    if not found:
+        raise PellucidError(rule(what, "at least one line", os.fspath(path)), empty or code)
+    return found
+
+
 def _unreadable(path: Source, what: str, error: Exception, code: str) -> PellucidError:
     why = f"{getattr(error, 'strerror', None) or 'No file can have this name'}."
     return PellucidError(rule(what, "a file that can be read", os.fspath(path), why), code)

@@ -1,10 +1,10 @@
-"""What a few numbers say: shares, resampling, significance, and the knee of a front, each with its interval."""
+"""What a few numbers say: estimates with their intervals, shares, resampling, significance, and the knee of a front."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -13,8 +13,64 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.evidence.metrics.fid import Statistics, frechet, square_root
-from pellucid.evidence.metrics.kid import kid_resampled
+
+Array = NDArray[np.float64]
+LEVEL = 0.95
+# What an interval holds for: other images, other seeds, other models, other rounds of timing; or there is none.
+Scope = Literal["images", "seeds", "models", "rounds", "none"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value and the interval around it at this level, which has no ends where one of what varies says nothing.
+
+    `over` is what varies and `count` how many of that, or how many resamples, the interval was made of. `bias` is what
+    resampling added to the value, already taken out of the interval.
+    """
+
+    value: float
+    low: float = -math.inf
+    high: float = math.inf
+    over: Scope = "images"
+    count: int = 1
+    level: float = LEVEL
+    bias: float = 0.0
+
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """The interval, where it is known."""
+        return (self.low, self.high) if math.isfinite(self.low) and math.isfinite(self.high) else None
+
+    @property
+    def significant(self) -> bool | None:
+        """Of a difference: whether the interval leaves out zero; None without an interval."""
+        return None if self.ends is None else self.low > 0 or self.high < 0
+
+    def map(self, change: Callable[[float], float]) -> Estimate:
+        """The same after a rising function."""
+        ends = () if self.ends is None else map(change, self.ends)
+        return replace(Estimate(change(self.value), *ends), over=self.over, count=self.count, level=self.level)
+
+    def times(self, factor: float) -> Estimate:
+        """In other units."""
+        return self.map(lambda value: value * factor)
+
+    def words(self, form: Callable[[float], str], unit: str = "") -> str:
+        """'96.2 % (94.9 to 97.2)'"""
+        if self.ends is None:
+            return f"{form(self.value)}{unit}"
+        return f"{form(self.value)}{unit} ({form(self.low)} to {form(self.high)})"
+
+    def plain(self) -> dict[str, float | None]:
+        """For a JSON file: None for what is not known."""
+        low, high = self.ends or (None, None)
+        return {"value": self.value if math.isfinite(self.value) else None, "low": low, "high": high}
+
+
+def percent(value: float) -> str:
+    """'96.2', of a share."""
+    return f"{100 * value:.1f}"
+
 
 # --- Shares ---------------------------------------------------------------------------------------------------------
 
@@ -42,6 +98,10 @@ class Share:
         low, high = ((middle + sign * half) / (1 + Z * Z / n) for sign in (-1, 1))
         return low if self.right else 0.0, high if self.right < n else 1.0  # exactly, where rounding would leave a rest
 
+    @property
+    def estimate(self) -> Estimate:
+        return Estimate(self.value, *self.interval, count=self.count)
+
     @staticmethod
     def of(marks: Iterable[bool | None]) -> Share:
         """Of what was asked: None is not."""
@@ -51,9 +111,7 @@ class Share:
     @property
     def words(self) -> str:
         """'96.2 % (94.9 to 97.2)'"""
-        if not self.count:
-            return "–"
-        return percent(self.value, *self.interval)
+        return self.estimate.words(percent, " %") if self.count else "–"
 
     def plain(self) -> dict[str, float | int | None]:
         low, high = self.interval
@@ -61,27 +119,10 @@ class Share:
         return {"right": self.right, "count": self.count, "share": value, "low": low, "high": high}
 
 
-def percent(value: float, low: float, high: float) -> str:
-    return f"{100 * value:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
+# --- Resampling: how a figure would move with other images (Efron 1979) ---------------------------------------------
 
-
-# --- Resampling -----------------------------------------------------------------------------------------------------
-
-LEVEL = 0.95
 RESAMPLES = 1_000
-FID_RESAMPLES = 50
 AT_ONCE = 100  # resamples whose weights are held together: at 50,000 images 40 MB
-
-
-@dataclass(frozen=True)
-class Interval:
-    """From `low` to `high` at this level; `bias` is what resampling added to the estimate, already taken out."""
-
-    low: float
-    high: float
-    level: float = LEVEL
-    resamples: int = RESAMPLES
-    bias: float = 0.0
 
 
 def draws(count: int, resamples: int, seed: int = 0) -> Tensor:
@@ -100,89 +141,25 @@ def draw_batches(count: int, resamples: int, seed: int) -> Iterator[Tensor]:
         yield torch.zeros(rows, count, dtype=torch.int32).scatter_add_(1, picks, torch.ones_like(picks).int())
 
 
-def mean_interval(values: Tensor, resamples: int = RESAMPLES, seed: int = 0, level: float = LEVEL) -> Interval:
-    """Of the mean of one number an image (N,)."""
+def mean_interval(values: Tensor, resamples: int = RESAMPLES, seed: int = 0, level: float = LEVEL) -> Estimate:
+    """The mean of one number for each image (N,), with the percentiles of its resampled means."""
     given = values.double().cpu()
-    found = torch.cat([rows.double() @ given / len(given) for rows in draw_batches(len(given), resamples, seed)])
-    return percentiles(found, level)
+    batches = draw_batches(len(given), resamples, seed)
+    means = torch.cat([rows.double() @ given / len(given) for rows in batches])
+    return percentiles(means, float(given.mean()), level)
 
 
-def kid_interval(
-    x: Tensor,
-    y: Tensor,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
-    level: float = LEVEL,
-    over: Literal["images", "both"] = "images",
-) -> Interval:
-    """Of KID over all pairs of features, the images' (N, D) and the reference's (M, D)."""
-    return percentiles(kid_draws(x, y, resamples, seed, over), level)
+def percentiles(resampled: Tensor, value: float, level: float = LEVEL) -> Estimate:
+    """A value, from the lower to the upper percentile of its resamples (R,)."""
+    return Estimate(value, *quantiles(resampled, level), count=len(resampled), level=level)
 
 
-def kid_draws(
-    x: Tensor, y: Tensor, resamples: int = RESAMPLES, seed: int = 0, over: Literal["images", "both"] = "images"
-) -> Tensor:
-    """KID (R,) of every resample, all of them in one pass over the kernel."""
-    if over not in ("images", "both"):
-        raise PellucidError(rule("over", "images or both", over), "resamples")
-    rows = draws(len(x), resamples, seed)
-    columns = draws(len(y), resamples, seed + 1) if over == "both" else torch.ones(1, len(y))
-    return kid_resampled(x, y, rows, columns.expand(len(rows), -1)).cpu()
-
-
-def fid_interval(
-    features: Tensor,
-    reference: Statistics,
-    resamples: int = FID_RESAMPLES,
-    seed: int = 0,
-    level: float = LEVEL,
-    progress: Callable[[], object] | None = None,
-) -> Interval:
-    """Of FID of features (N, D) against a reference: see the head of this file for how its bias is taken out."""
-    estimate = frechet(reference, Statistics.of(features).to(reference.mean.device), square_root(reference.covariance))
-    return reflected(fid_draws(features, reference, resamples, seed, progress), estimate, level)
-
-
-def fid_draws(
-    features: Tensor,
-    reference: Statistics,
-    resamples: int = FID_RESAMPLES,
-    seed: int = 0,
-    progress: Callable[[], object] | None = None,
-) -> Tensor:
-    """FID (R,) of every resample, its bias in it. A resample is XᵀWX: the features are weighted, not copied."""
-    device = features.device
-    against = reference.to(device)
-    root = square_root(against.covariance)
-    found = []
-    for rows in draw_batches(len(features), resamples, seed):
-        for row in rows.to(device):
-            found.append(frechet(against, weighted(features, row), root))
-            if progress is not None:
-                progress()
-    return torch.tensor(found, dtype=torch.float64)
-
-
-def weighted(features: Tensor, row: Tensor) -> Statistics:
-    """Statistics of features of which each counts as often as `row` (N,) says."""
-    there = row > 0
-    counts, kept = row[there].double(), features[there].double()
-    total = counts.sum()
-    mean = counts @ kept / total
-    scaled = (kept - mean) * counts.sqrt()[:, None]
-    return Statistics(mean, scaled.T @ scaled / (total - 1), int(total))
-
-
-def percentiles(values: Tensor, level: float = LEVEL) -> Interval:
-    low, high = quantiles(values, level)
-    return Interval(low, high, level, len(values))
-
-
-def reflected(values: Tensor, estimate: float, level: float = LEVEL) -> Interval:
-    """Moved so that the mean of the resampled values is the estimate, then mirrored at it."""
-    low, high = quantiles(values, level)
-    mean = float(values.mean())
-    return Interval(estimate - (high - mean), estimate - (low - mean), level, len(values), mean - estimate)
+def reflected(resampled: Tensor, value: float, level: float = LEVEL) -> Estimate:
+    """The resamples are moved so that their mean is the value, then mirrored at it (the "basic" interval)."""
+    low, high = quantiles(resampled, level)
+    mean = float(resampled.mean())
+    ends = (value - (high - mean), value - (low - mean))
+    return Estimate(value, *ends, count=len(resampled), level=level, bias=mean - value)
 
 
 def quantiles(values: Tensor, level: float) -> tuple[float, float]:
@@ -193,46 +170,18 @@ def quantiles(values: Tensor, level: float) -> tuple[float, float]:
     return low, high
 
 
-# --- Significance ---------------------------------------------------------------------------------------------------
-
-Scope = Literal["seeds", "pictures", "none"]
+# --- Significance: over seeds by Student's t, paired; of two single runs by their own intervals ---------------------
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A figure of one run with its interval, where one is known."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-
-@dataclass(frozen=True)
-class Difference:
-    """`a` less `b`, and the 95 % interval of that. `kind` says what the interval holds for: other seeds, other images
-    of the same two runs, or nothing (then there is no interval)."""
-
-    value: float
-    low: float | None
-    high: float | None
-    kind: Scope
-    seeds: int
-
-    @property
-    def significant(self) -> bool | None:
-        """Whether the interval leaves out zero; None without an interval."""
-        return None if self.low is None or self.high is None else self.low > 0 or self.high < 0
-
-
-def between(a: Sequence[Estimate], b: Sequence[Estimate]) -> Difference:
-    """Of two set-ups with the same seeds, in the same order."""
+def between(a: Sequence[Estimate], b: Sequence[Estimate]) -> Estimate:
+    """`a` less `b`, of two set-ups with the same seeds in the same order."""
     if not a or len(a) != len(b):
         raise PellucidError(rule("runs", "as many of each, at least one", (len(a), len(b))), "pairs")
     if len(a) == 1:
         return of_runs(a[0], b[0])
     apart = [x.value - y.value for x, y in zip(a, b, strict=True)]
     mean, half = t_interval(apart)
-    return Difference(mean, mean - half, mean + half, "seeds", len(apart))
+    return Estimate(mean, mean - half, mean + half, "seeds", len(apart))
 
 
 def t_interval(values: Sequence[float]) -> tuple[float, float]:
@@ -249,15 +198,15 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
     return mean, math.sqrt(square / max(len(values) - 1, 1))
 
 
-def of_runs(a: Estimate, b: Estimate) -> Difference:
+def of_runs(a: Estimate, b: Estimate) -> Estimate:
     """Of two runs whose images were drawn each on their own: the interval of a difference from those of its parts
     (Zou and Donner 2008, "MOVER"), which need not be symmetric."""
     value = a.value - b.value
-    if a.low is None or a.high is None or b.low is None or b.high is None:
-        return Difference(value, None, None, "none", 1)
+    if a.ends is None or b.ends is None:
+        return Estimate(value, over="none")
     low = value - math.hypot(a.value - a.low, b.high - b.value)
     high = value + math.hypot(a.high - a.value, b.value - b.low)
-    return Difference(value, low, high, "pictures", 1)
+    return Estimate(value, low, high)
 
 
 def t_quantile(part: float, degrees: int) -> float:
@@ -287,17 +236,17 @@ def central_part(theta: float, degrees: int) -> float:
     return 2 / math.pi * (theta + sine * total) if odd else sine * total
 
 
-def in_words(a: str, b: str, found: Difference, unit: str, scale: float = 1.0) -> str:
+def in_words(a: str, b: str, found: Estimate, unit: str, scale: float = 1.0) -> str:
     """A sentence: cosine is better than linear by 1.20 ± 0.30 FID (significant over 3 seeds). Less is better."""
     better, worse, sign = (a, b, -scale) if found.value <= 0 else (b, a, scale)
     size = abs(found.value) * scale
-    if found.low is None or found.high is None:
+    if found.ends is None:
         return f"{better} is ahead of {worse} by {size:.2f} {unit} (one run each, no interval known)."
-    if found.kind == "seeds":
+    if found.over == "seeds":
         amount = f"{size:.2f} ± {(found.high - found.low) / 2 * scale:.2f} {unit}"
-        scope = f"{found.seeds} seeds"
+        scope = f"{found.count} seeds"
     else:
-        ends = sorted((found.low * sign, found.high * sign))
+        ends = sorted(end * sign for end in found.ends)
         amount = f"{size:.2f} ({ends[0]:.2f} to {ends[1]:.2f}) {unit}".replace("-", "−")
         scope = "the images of one run each; other seeds are not known"
     if found.significant:
@@ -305,9 +254,8 @@ def in_words(a: str, b: str, found: Difference, unit: str, scale: float = 1.0) -
     return f"{better} and {worse} are not distinguishable: apart by {amount} (over {scope})."
 
 
-# --- Front and knee -------------------------------------------------------------------------------------------------
+# --- Front and knee: what is worth its price ------------------------------------------------------------------------
 
-Array = NDArray[np.float64]
 # What was seen beyond a cell: gains below the average, none, still some up to the dearest cell, or that there is none.
 Beyond = Literal["less", "nothing", "more", "unknown"]
 
@@ -347,9 +295,7 @@ class Knee:
     knee, though the best, where nothing dearer was asked."""
 
     cell: int
-    cost: float
-    low: float
-    high: float
+    cost: Estimate
     shares: dict[int, float]
     beyond: Beyond
 
@@ -385,4 +331,5 @@ def knee_of(costs: Sequence[float] | Array, losses: Sequence[float] | Array, dra
     tail = (1 - LEVEL) / 2
     ends = np.quantile(price[picks], [tail, 1 - tail], method="inverted_cdf") if picks else [price[found]] * 2
     shares = {i: picks.count(i) / len(picks) for i in sorted(set(picks), key=lambda i: -picks.count(i))}
-    return Knee(found, float(price[found]), float(ends[0]), float(ends[1]), shares, beyond(costs, losses, found))
+    cost = Estimate(float(price[found]), float(ends[0]), float(ends[1]), count=len(picks))
+    return Knee(found, cost, shares, beyond(costs, losses, found))

@@ -16,10 +16,10 @@ from typing import Any
 from pellucid.core import reader
 from pellucid.core.errors import PellucidError, system_error
 
-SEALED = re.compile(r', "digest": "([0-9a-f]{16})"}$')  # the end of a line that says what stands before it
+_SEALED = re.compile(r', "digest": "([0-9a-f]{16})"}$')  # the end of a line that says what stands before it
 LOCK = ".lock"  # of a folder that a process works in: see `lock`
-MAX_LINES = 2**30  # bytes
-PART = re.compile(r"\..*\.[0-9a-f]{8}\.part(\.[^.]*)?")
+_MAX_LINES = 2**30  # bytes
+_PART = re.compile(r"\..*\.[0-9a-f]{8}\.part(\.[^.]*)?")
 
 
 def put(path: Path, what: str | Callable[[Path], object], *, replace: bool = True) -> None:
@@ -94,7 +94,7 @@ def _give_new_name(part: Path, goal: Path) -> None:
 
 def is_part(path: Path) -> bool:
     """Whether a file is what a process left that was killed while it wrote."""
-    return PART.fullmatch(path.name) is not None
+    return _PART.fullmatch(path.name) is not None
 
 
 def is_left(path: Path) -> bool:
@@ -116,10 +116,10 @@ def settle(path: Path) -> None:
 def sealed(row: Mapping[str, Any]) -> str:
     """A line of JSON that ends with its own digest."""
     line = json.dumps(row)
-    return f'{line[:-1]}, "digest": "{line_digest(line)}"}}\n'
+    return f'{line[:-1]}, "digest": "{_line_digest(line)}"}}\n'
 
 
-def line_digest(line: str) -> str:
+def _line_digest(line: str) -> str:
     return hashlib.sha256(line.encode()).hexdigest()[:16]
 
 
@@ -127,11 +127,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """The JSON objects of a file, one per line, without what a killed process left half written and without lines that
     are not as their digest says; none of no file."""
     found = []
-    text = reader.read_bytes(path, path.name, MAX_LINES).decode("utf-8", errors="replace") if path.is_file() else ""
+    text = reader.read_bytes(path, path.name, _MAX_LINES).decode("utf-8", errors="replace") if path.is_file() else ""
     for line in text.splitlines():
-        if end := SEALED.search(line):
+        if end := _SEALED.search(line):
             line = line[: end.start()] + "}"
-            if line_digest(line) != end[1]:
+            if _line_digest(line) != end[1]:
                 continue
         try:
             found.append(reader.parse_json(line, path.name, foreign=True))

@@ -50,7 +50,7 @@ class Components:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LoadOptions:
     """How a model is to be read; None leaves each to the files."""
 
     dtype: torch.dtype | None = None

@@ -8,36 +8,36 @@ from __future__ import annotations
 import math
 from typing import Any
 
-BETAS = {
+_BETAS = {
     "num_train_timesteps": 1000,
     "beta_start": 1e-4,
     "beta_end": 0.02,
     "beta_schedule": "linear",
     "trained_betas": None,
 }
-SD_BETAS = {**BETAS, "beta_start": 0.00085, "beta_end": 0.012}
-SCALED = {**SD_BETAS, "beta_schedule": "scaled_linear"}
+_SD_BETAS = {**_BETAS, "beta_start": 0.00085, "beta_end": 0.012}
+_SCALED = {**_SD_BETAS, "beta_schedule": "scaled_linear"}
 RULES = {"use_karras_sigmas": False, "use_exponential_sigmas": False, "use_beta_sigmas": False}
-SPACED = {"timestep_spacing": "linspace", "steps_offset": 0}
-LEADING = {"timestep_spacing": "leading", "steps_offset": 0}
-CLIPS = {"clip_sample": True, "clip_sample_range": 1.0}
-THRESHOLDS = {"thresholding": False, "dynamic_thresholding_ratio": 0.995, "sample_max_value": 1.0}
-EPS = {"prediction_type": "epsilon"}
-ZERO_SNR = {"rescale_betas_zero_snr": False}
-FLOWS = {
+_SPACED = {"timestep_spacing": "linspace", "steps_offset": 0}
+_LEADING = {"timestep_spacing": "leading", "steps_offset": 0}
+_CLIPS = {"clip_sample": True, "clip_sample_range": 1.0}
+_THRESHOLDS = {"thresholding": False, "dynamic_thresholding_ratio": 0.995, "sample_max_value": 1.0}
+_EPS = {"prediction_type": "epsilon"}
+_ZERO_SNR = {"rescale_betas_zero_snr": False}
+_FLOWS = {
     "use_flow_sigmas": False,
     "flow_shift": 1.0,
     "use_dynamic_shifting": False,
     "time_shift_type": "exponential",
 }
-SOLVER = {
+_SOLVER = {
     "solver_order": 2,
     "algorithm_type": "dpmsolver++",
     "solver_type": "midpoint",
     "lambda_min_clipped": -math.inf,
     "variance_type": None,
 }
-EDM_KEYS = {
+_EDM_KEYS = {
     "sigma_min": 0.002,
     "sigma_max": 80.0,
     "sigma_data": 0.5,
@@ -46,100 +46,100 @@ EDM_KEYS = {
     "rho": 7.0,
     "final_sigmas_type": "zero",
 }
-DISTILLED = {
-    **SCALED,
+_DISTILLED = {
+    **_SCALED,
     "original_inference_steps": 50,
-    **CLIPS,
+    **_CLIPS,
     "clip_sample": False,
     "set_alpha_to_one": True,
-    **LEADING,
-    **EPS,
-    **THRESHOLDS,
+    **_LEADING,
+    **_EPS,
+    **_THRESHOLDS,
     "timestep_scaling": 10.0,
-    **ZERO_SNR,
+    **_ZERO_SNR,
 }
-DDIM = {**BETAS, **CLIPS, "set_alpha_to_one": True, **LEADING, **EPS, **THRESHOLDS, **ZERO_SNR}
-DDPM = {**BETAS, "variance_type": "fixed_small", **CLIPS, **EPS, **THRESHOLDS, **LEADING, **ZERO_SNR}
+DDIM = {**_BETAS, **_CLIPS, "set_alpha_to_one": True, **_LEADING, **_EPS, **_THRESHOLDS, **_ZERO_SNR}
+_DDPM = {**_BETAS, "variance_type": "fixed_small", **_CLIPS, **_EPS, **_THRESHOLDS, **_LEADING, **_ZERO_SNR}
 
 # class → (sampler, keys that it knows and their defaults)
 CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "DDIMScheduler": ("ddim", DDIM),
     "DDIMParallelScheduler": ("ddim", DDIM),
-    "DDPMScheduler": ("ddpm", DDPM),
-    "DDPMParallelScheduler": ("ddpm", DDPM),
+    "DDPMScheduler": ("ddpm", _DDPM),
+    "DDPMParallelScheduler": ("ddpm", _DDPM),
     "DDIMInverseScheduler": (
         "ddim_inversion",
-        {**BETAS, **CLIPS, "set_alpha_to_one": True, **LEADING, **EPS, **ZERO_SNR},
+        {**_BETAS, **_CLIPS, "set_alpha_to_one": True, **_LEADING, **_EPS, **_ZERO_SNR},
     ),
-    "PNDMScheduler": ("pndm", {**BETAS, "skip_prk_steps": False, "set_alpha_to_one": False, **EPS, **LEADING}),
+    "PNDMScheduler": ("pndm", {**_BETAS, "skip_prk_steps": False, "set_alpha_to_one": False, **_EPS, **_LEADING}),
     "EulerDiscreteScheduler": (
         "euler",
         {
-            **BETAS,
-            **EPS,
+            **_BETAS,
+            **_EPS,
             "interpolation_type": "linear",
             **RULES,
             "sigma_min": None,
             "sigma_max": None,
-            **SPACED,
+            **_SPACED,
             "timestep_type": "discrete",
-            **ZERO_SNR,
+            **_ZERO_SNR,
             "final_sigmas_type": "zero",
         },
     ),
-    "EulerAncestralDiscreteScheduler": ("euler_a", {**BETAS, **EPS, **SPACED, **ZERO_SNR}),
-    "HeunDiscreteScheduler": ("heun", {**SD_BETAS, **EPS, **RULES, **CLIPS, "clip_sample": False, **SPACED}),
-    "LMSDiscreteScheduler": ("lms", {**BETAS, **RULES, **EPS, **SPACED}),
-    "KDPM2DiscreteScheduler": ("dpm2", {**SD_BETAS, **RULES, **EPS, **SPACED}),
-    "KDPM2AncestralDiscreteScheduler": ("dpm2_a", {**SD_BETAS, **RULES, **EPS, **SPACED}),
-    "DPMSolverSDEScheduler": ("dpmpp_sde", {**SD_BETAS, **EPS, **RULES, "noise_sampler_seed": None, **SPACED}),
+    "EulerAncestralDiscreteScheduler": ("euler_a", {**_BETAS, **_EPS, **_SPACED, **_ZERO_SNR}),
+    "HeunDiscreteScheduler": ("heun", {**_SD_BETAS, **_EPS, **RULES, **_CLIPS, "clip_sample": False, **_SPACED}),
+    "LMSDiscreteScheduler": ("lms", {**_BETAS, **RULES, **_EPS, **_SPACED}),
+    "KDPM2DiscreteScheduler": ("dpm2", {**_SD_BETAS, **RULES, **_EPS, **_SPACED}),
+    "KDPM2AncestralDiscreteScheduler": ("dpm2_a", {**_SD_BETAS, **RULES, **_EPS, **_SPACED}),
+    "DPMSolverSDEScheduler": ("dpmpp_sde", {**_SD_BETAS, **_EPS, **RULES, "noise_sampler_seed": None, **_SPACED}),
     "DPMSolverMultistepScheduler": (
         "dpm_multistep",
         {
-            **BETAS,
-            **SOLVER,
-            **EPS,
-            **THRESHOLDS,
+            **_BETAS,
+            **_SOLVER,
+            **_EPS,
+            **_THRESHOLDS,
             "lower_order_final": True,
             "euler_at_final": False,
             **RULES,
             "use_lu_lambdas": False,
-            **FLOWS,
+            **_FLOWS,
             "final_sigmas_type": "zero",
-            **SPACED,
-            **ZERO_SNR,
+            **_SPACED,
+            **_ZERO_SNR,
         },
     ),
     "DPMSolverSinglestepScheduler": (
         "dpm_singlestep",
         {
-            **BETAS,
-            **SOLVER,
-            **EPS,
-            **THRESHOLDS,
+            **_BETAS,
+            **_SOLVER,
+            **_EPS,
+            **_THRESHOLDS,
             "lower_order_final": False,
             **RULES,
-            **FLOWS,
+            **_FLOWS,
             "final_sigmas_type": "zero",
         },
     ),
     "UniPCMultistepScheduler": (
         "unipc",
         {
-            **BETAS,
+            **_BETAS,
             "solver_order": 2,
-            **EPS,
-            **THRESHOLDS,
+            **_EPS,
+            **_THRESHOLDS,
             "predict_x0": True,
             "solver_type": "bh2",
             "lower_order_final": True,
             "disable_corrector": [],
             "solver_p": None,
             **RULES,
-            **FLOWS,
-            **SPACED,
+            **_FLOWS,
+            **_SPACED,
             "final_sigmas_type": "zero",
-            **ZERO_SNR,
+            **_ZERO_SNR,
             "sigma_min": None,
             "sigma_max": None,
             "shift_terminal": None,
@@ -148,27 +148,27 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "DEISMultistepScheduler": (
         "deis",
         {
-            **BETAS,
+            **_BETAS,
             "solver_order": 2,
-            **EPS,
-            **THRESHOLDS,
+            **_EPS,
+            **_THRESHOLDS,
             "algorithm_type": "deis",
             "solver_type": "logrho",
             "lower_order_final": True,
             **RULES,
-            **FLOWS,
-            **SPACED,
+            **_FLOWS,
+            **_SPACED,
         },
     ),
     "SASolverScheduler": (
         "sa_solver",
         {
-            **BETAS,
+            **_BETAS,
             "predictor_order": 2,
             "corrector_order": 2,
-            **EPS,
+            **_EPS,
             "tau_func": None,
-            **THRESHOLDS,
+            **_THRESHOLDS,
             "algorithm_type": "data_prediction",
             "lower_order_final": True,
             **RULES,
@@ -176,11 +176,11 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
             "flow_shift": 1.0,
             "lambda_min_clipped": -math.inf,
             "variance_type": None,
-            **SPACED,
+            **_SPACED,
         },
     ),
-    "LCMScheduler": ("lcm", DISTILLED),
-    "TCDScheduler": ("tcd", DISTILLED),
+    "LCMScheduler": ("lcm", _DISTILLED),
+    "TCDScheduler": ("tcd", _DISTILLED),
     "IPNDMScheduler": ("ipndm", {"num_train_timesteps": 1000, "trained_betas": None}),
     "FlowMatchEulerDiscreteScheduler": (
         "flow_euler",
@@ -200,14 +200,14 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "FlowMatchHeunDiscreteScheduler": ("flow_heun", {"num_train_timesteps": 1000, "shift": 1.0}),
-    "EDMEulerScheduler": ("euler", {**EDM_KEYS, **EPS}),
+    "EDMEulerScheduler": ("euler", {**_EDM_KEYS, **_EPS}),
     "EDMDPMSolverMultistepScheduler": (
         "dpm_multistep",
         {
-            **EDM_KEYS,
-            **EPS,
+            **_EDM_KEYS,
+            **_EPS,
             "solver_order": 2,
-            **THRESHOLDS,
+            **_THRESHOLDS,
             "algorithm_type": "dpmsolver++",
             "solver_type": "midpoint",
             "lower_order_final": True,
@@ -217,7 +217,7 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "CosineDPMSolverMultistepScheduler": (
         "dpm_multistep",
         {
-            **EDM_KEYS,
+            **_EDM_KEYS,
             "sigma_min": 0.3,
             "sigma_max": 500,
             "sigma_data": 1.0,
@@ -305,7 +305,7 @@ OFFERS_CHANGE = {
 }
 
 # Keys of classes that are not imported here; in another class's config they change nothing.
-ELSEWHERE = {
+_ELSEWHERE = {
     "set_alpha_to_zero",
     "predict_epsilon",
     "snr_shift_scale",
@@ -327,4 +327,4 @@ ELSEWHERE = {
     "original_sample",
     "clip_sample_value",
 }
-KNOWN = {key for _, keys in CLASSES.values() for key in keys} | ELSEWHERE
+KNOWN = {key for _, keys in CLASSES.values() for key in keys} | _ELSEWHERE

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pellucid.core import schedule as schedules
 from pellucid.core import target as targets
@@ -59,14 +59,14 @@ def load(source: Any) -> dict[str, Any]:
                 raise PellucidError(rule("a key of the config", "a text", key), "config-key")
         return dict(source)
     if isinstance(source, (str, os.PathLike)):
-        return read_file(Path(source))
+        return _read_file(Path(source))
     config = getattr(source, "config", None)
     if isinstance(config, Mapping):
         return load({**config, "_class_name": config.get("_class_name", type(source).__name__)})
     raise PellucidError(rule("config", "a dict, a file, a folder or a scheduler", type(source).__name__), "config")
 
 
-def read_file(path: Path) -> dict[str, Any]:
+def _read_file(path: Path) -> dict[str, Any]:
     places = [path / FILE_NAME, path / "scheduler" / FILE_NAME] if path.is_dir() else [path]
     found = next((p for p in places if p.is_file()), None)
     if found is None:
@@ -120,18 +120,18 @@ def read(source: Any, strict: bool = True) -> Reading:
         else:
             must = "a key that some diffusers scheduler knows"
             problems.append(rule(key[:80], must, value, nearest(key[:80], KNOWN)))
-    values = {k: plain(config.get(k, default)) for k, default in known.items()}
+    values = {k: _plain(config.get(k, default)) for k, default in known.items()}
     for key, value in values.items():
-        check_value(f"{key} of {name}", key, known[key], value)
+        _check_value(f"{key} of {name}", key, known[key], value)
     problems += unsupported(name, values)
     if problems and strict:
         raise PellucidError(" ".join(problems) + " Pass strict=False to go on without.", "config-key")
     for problem in problems:
         warnings.warn(problem, stacklevel=3)
-    if name == "TCDScheduler" and filter_of(values) is not None:
+    if name == "TCDScheduler" and _filter_of(values) is not None:
         notes.append("clip_sample and thresholding have no effect in TCDScheduler")
     try:
-        reading = understand(name, sampler, values, tuple(notes))
+        reading = _understand(name, sampler, values, tuple(notes))
         private = ("_class_name", "_use_default_values")
         extra = {k: v for k, v in config.items() if k not in known and k not in private}
         return replace(reading, extra=extra, defaults=tuple(k for k in known if k not in config))
@@ -144,18 +144,18 @@ def read(source: Any, strict: bool = True) -> Reading:
 
 
 # Keys whose default does not say their type, and the numbers that have closer bounds than any.
-TYPES: dict[str, Any] = {
+_TYPES: dict[str, Any] = {
     "trained_betas": tuple[float, ...] | None,
     "disable_corrector": tuple[int, ...] | None,
     **dict.fromkeys(("sigma_min", "sigma_max", "shift_terminal"), float | None),
     **dict.fromkeys(("variance_type", "timestep_spacing"), str | None),
     "noise_sampler_seed": int | None,
 }
-UNREAD = ("solver_p", "tau_func", "lambda_min_clipped")  # refused where they are not the default: see `unsupported`
-TRAINED, ORDER, FINITE = (1, 1_000_000), (1, 10), (-1e12, 1e12)
-LIMITS: dict[str, Bound] = {
-    **dict.fromkeys(("num_train_timesteps", "original_inference_steps"), TRAINED),
-    **dict.fromkeys(("solver_order", "predictor_order", "corrector_order"), ORDER),
+_UNREAD = ("solver_p", "tau_func", "lambda_min_clipped")  # refused where they are not the default: see `unsupported`
+_TRAINED, _ORDER, _FINITE = (1, 1_000_000), (1, 10), (-1e12, 1e12)
+_LIMITS: dict[str, Bound] = {
+    **dict.fromkeys(("num_train_timesteps", "original_inference_steps"), _TRAINED),
+    **dict.fromkeys(("solver_order", "predictor_order", "corrector_order"), _ORDER),
     "noise_sampler_seed": (0, 2**64),
     "steps_offset": (-1e6, 1e6),
     "rho": (1e-2, 1e3),
@@ -163,31 +163,31 @@ LIMITS: dict[str, Bound] = {
 }
 
 
-def check_value(where: str, key: str, default: Any, value: Any) -> None:
+def _check_value(where: str, key: str, default: Any, value: Any) -> None:
     """Refuses a value of another type than the key's: a text is no number and no boolean. Null is false."""
-    if key in UNREAD or (value is None and isinstance(default, bool)):
+    if key in _UNREAD or (value is None and isinstance(default, bool)):
         return
-    hint = TYPES.get(key, type(default))
+    hint = _TYPES.get(key, type(default))
     if isinstance(value, float) and hint is int and value.is_integer():
         value = int(value)
-    typed(hint, value, where, LIMITS.get(key, FINITE))
+    typed(hint, value, where, _LIMITS.get(key, _FINITE))
 
 
-def plain(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     """An array as a list: a config is what JSON can say."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def understand(name: str, sampler: str, values: dict[str, Any], notes: tuple[str, ...]) -> Reading:
+def _understand(name: str, sampler: str, values: dict[str, Any], notes: tuple[str, ...]) -> Reading:
     kind = "flow" if name.startswith("FlowMatch") else values.get("prediction_type", "v")
     return Reading(
         class_name=name,
         sampler="plms" if values.get("skip_prk_steps") else sampler,
         schedule=schedule_of(name, values),
-        target=target_of(name, kind, values),
-        grid=grid_of(name, values),
-        options=options_of(name, values),
-        x0_filter=None if name == "TCDScheduler" else filter_of(values),
+        target=_target_of(name, kind, values),
+        grid=_grid_of(name, values),
+        options=_options_of(name, values),
+        x0_filter=None if name == "TCDScheduler" else _filter_of(values),
         values=values,
         notes=notes,
     )
@@ -225,7 +225,7 @@ def unsupported(name: str, v: dict[str, Any]) -> list[str]:
         found.append(f"prediction_type must be epsilon or v_prediction in {name}; got {shown(v['prediction_type'])}.")
     if name.startswith("EDM") and v["prediction_type"] == "v_prediction" and v["sigma_data"] != 1.0:
         found.append(f"sigma_data must be 1.0 for v_prediction in {name}; got {shown(v['sigma_data'])}.")
-    if edm_like(v) and not (v["use_karras_sigmas"] and v["sigma_min"] and v["sigma_max"]):
+    if _edm_like(v) and not (v["use_karras_sigmas"] and v["sigma_min"] and v["sigma_max"]):
         found.append(
             f"timestep_type must be discrete in {name} without karras sigmas and their ends; got 'continuous'."
         )
@@ -238,27 +238,27 @@ def unsupported(name: str, v: dict[str, Any]) -> list[str]:
     return found
 
 
-BETA_SCHEDULES = {
+_BETA_SCHEDULES = {
     "linear": schedules.linear,
     "scaled_linear": schedules.scaled_linear,
     "sigmoid": schedules.sigmoid,
 }
-CURVES = {"squaredcos_cap_v2": schedules.cosine, "exp": schedules.exponential, "laplace": schedules.laplace}
+_CURVES = {"squaredcos_cap_v2": schedules.cosine, "exp": schedules.exponential, "laplace": schedules.laplace}
 
 
-def edm_like(v: dict[str, Any]) -> bool:
+def _edm_like(v: dict[str, Any]) -> bool:
     """Stable Video Diffusion's set-up: a v model told ¼·ln sigma, on karras sigmas of its own range."""
     return v.get("timestep_type") == "continuous" and v["prediction_type"] == "v_prediction"
 
 
 def schedule_of(name: str, v: dict[str, Any]) -> Schedule:
-    if edm_like(v):
+    if _edm_like(v):
         return EDM(float(v["sigma_min"]), float(v["sigma_max"]), 1.0)
     if name == "IPNDMScheduler":
         return schedules.vp_cosine(u_min=1e-9)
     if "sigma_schedule" in v:
-        told = "atan" if name.startswith("Cosine") else "log"
-        return EDM(float(v["sigma_min"]), float(v["sigma_max"]), float(v["sigma_data"]), told)  # type: ignore[arg-type]
+        told: Literal["atan", "log"] = "atan" if name.startswith("Cosine") else "log"
+        return EDM(float(v["sigma_min"]), float(v["sigma_max"]), float(v["sigma_data"]), told)
     if name.startswith("FlowMatch") or v.get("use_flow_sigmas"):
         count = int(v["num_train_timesteps"])
         shift = float(v.get("shift", v.get("flow_shift", 1.0)))
@@ -270,25 +270,25 @@ def schedule_of(name: str, v: dict[str, Any]) -> Schedule:
         )
     if v["trained_betas"] is not None:
         made: Tabled = schedules.trained(v["trained_betas"])
-    elif v["beta_schedule"] in BETA_SCHEDULES:
-        made = BETA_SCHEDULES[v["beta_schedule"]](
+    elif v["beta_schedule"] in _BETA_SCHEDULES:
+        made = _BETA_SCHEDULES[v["beta_schedule"]](
             int(v["num_train_timesteps"]), float(v["beta_start"]), float(v["beta_end"])
         )
-    elif v["beta_schedule"] in CURVES:
-        made = CURVES[v["beta_schedule"]](int(v["num_train_timesteps"]))
+    elif v["beta_schedule"] in _CURVES:
+        made = _CURVES[v["beta_schedule"]](int(v["num_train_timesteps"]))
     else:
-        known = [*BETA_SCHEDULES, *CURVES]
+        known = [*_BETA_SCHEDULES, *_CURVES]
         raise PellucidError(rule("beta_schedule", "one of " + ", ".join(known), v["beta_schedule"]), "config-key")
     return schedules.zero_terminal_snr(made) if v.get("rescale_betas_zero_snr") else made
 
 
-def target_of(name: str, kind: str, v: dict[str, Any]) -> str:
+def _target_of(name: str, kind: str, v: dict[str, Any]) -> str:
     if "sigma_schedule" in v:
         return "v" if kind == "v_prediction" else "edm"
     return targets.named(kind)
 
 
-def grid_of(name: str, v: dict[str, Any]) -> Grid:
+def _grid_of(name: str, v: dict[str, Any]) -> Grid:
     chosen = [name for name, key in RULE_KEYS.items() if v.get(key)]
     if len(chosen) > 1:
         raise PellucidError(
@@ -313,7 +313,7 @@ def grid_of(name: str, v: dict[str, Any]) -> Grid:
     )
 
 
-def options_of(name: str, v: dict[str, Any]) -> dict[str, Any]:
+def _options_of(name: str, v: dict[str, Any]) -> dict[str, Any]:
     """The sampler's options that a config sets."""
     if name.startswith("DDPM"):
         return {"variance": "large" if "large" in str(v["variance_type"]) else "small"}
@@ -340,11 +340,11 @@ def options_of(name: str, v: dict[str, Any]) -> dict[str, Any]:
             "lower_order_final": bool(v["lower_order_final"]),
         }
     if "solver_order" in v:
-        return solver_options(name, v)
+        return _solver_options(name, v)
     return {}
 
 
-def solver_options(name: str, v: dict[str, Any]) -> dict[str, Any]:
+def _solver_options(name: str, v: dict[str, Any]) -> dict[str, Any]:
     algorithm = "sde-dpmsolver++" if name.startswith("Cosine") else v["algorithm_type"]
     algorithm = "dpmsolver++" if algorithm == "deis" else algorithm
     solver = "midpoint" if v["solver_type"] in ("logrho", "bh1", "bh2") else v["solver_type"]
@@ -355,7 +355,7 @@ def solver_options(name: str, v: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def filter_of(v: dict[str, Any]) -> Filter | None:
+def _filter_of(v: dict[str, Any]) -> Filter | None:
     if v.get("thresholding"):
         return DynamicThreshold(float(v["dynamic_thresholding_ratio"]), float(v["sample_max_value"]))
     if v.get("clip_sample"):

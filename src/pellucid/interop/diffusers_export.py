@@ -41,21 +41,21 @@ EXPORTS = {
     "flow_euler": "FlowMatchEulerDiscreteScheduler",
     "flow_heun": "FlowMatchHeunDiscreteScheduler",
 }
-PRESETS: dict[str, dict[str, Any]] = {
+_PRESETS: dict[str, dict[str, Any]] = {
     "plms": {"skip_prk_steps": True},
     "dpmpp_3m": {"solver_order": 3},
     "dpmpp_2m_sde": {"algorithm_type": "sde-dpmsolver++"},
     "dpmpp_3m_sde": {"solver_order": 3, "algorithm_type": "sde-dpmsolver++", "solver_type": "heun"},
 }
-SAME = {k: k for k in ("lower_order_final", "euler_at_final", "predict_x0", "disable_corrector", "timestep_scaling")}
-SOLVER_KEYS = {**SAME, "order": "solver_order", "algorithm": "algorithm_type", "solver": "solver_type"}
+_SAME = {k: k for k in ("lower_order_final", "euler_at_final", "predict_x0", "disable_corrector", "timestep_scaling")}
+_SOLVER_KEYS = {**_SAME, "order": "solver_order", "algorithm": "algorithm_type", "solver": "solver_type"}
 # our option → the key that says it; an option that is not here stays at its default or is not exported
-OPTION_KEYS: dict[str, dict[str, str]] = {
+_OPTION_KEYS: dict[str, dict[str, str]] = {
     "ddpm": {"variance": "variance_type"},
     "flow_euler": {"stochastic": "stochastic_sampling"},
-    "unipc": {**SOLVER_KEYS, "variant": "solver_type"},
+    "unipc": {**_SOLVER_KEYS, "variant": "solver_type"},
     "sa_solver": {
-        **SAME,
+        **_SAME,
         "predict_x0": "algorithm_type",
         "predictor_order": "predictor_order",
         "corrector_order": "corrector_order",
@@ -71,8 +71,8 @@ def write(reading: Reading) -> dict[str, Any]:
     """
     if reading.values:
         kept = {**reading.extra, **reading.values}
-        return {"_class_name": reading.class_name, **{k: jsonable(x) for k, x in kept.items()}}
-    name, keys = export_class(reading)
+        return {"_class_name": reading.class_name, **{k: _jsonable(x) for k, x in kept.items()}}
+    name, keys = _export_class(reading)
     try:
         compile_plan(
             reading.sampler,
@@ -87,16 +87,16 @@ def write(reading: Reading) -> dict[str, Any]:
         raise PellucidError(f"The scheduler must be one that {name} can be; {error}", "export") from None
     values = {
         **keys,
-        **PRESETS.get(reading.sampler, {}),
-        **option_keys(reading, name),
-        **grid_keys(reading, name, keys),
-        **filter_keys(reading.x0_filter, name, keys),
-        **target_keys(reading, name, keys),
+        **_PRESETS.get(reading.sampler, {}),
+        **_option_keys(reading, name),
+        **_grid_keys(reading, name, keys),
+        **_filter_keys(reading.x0_filter, name, keys),
+        **_target_keys(reading, name, keys),
     }
-    values |= schedule_keys(reading.schedule, name, values)
+    values |= _schedule_keys(reading.schedule, name, values)
     if values.get("algorithm_type") in ("dpmsolver", "sde-dpmsolver") and values["final_sigmas_type"] == "zero":
-        raise refusal("final", f"sigma_min for {values['algorithm_type']} in {name}", "zero")
-    return {"_class_name": name, **{k: jsonable(x) for k, x in values.items()}}
+        raise _refusal("final", f"sigma_min for {values['algorithm_type']} in {name}", "zero")
+    return {"_class_name": name, **{k: _jsonable(x) for k, x in values.items()}}
 
 
 def describe(reading: Reading) -> dict[str, Any]:
@@ -110,16 +110,16 @@ def describe(reading: Reading) -> dict[str, Any]:
         found = {"_class_name": "Scheduler", "prediction_type": TARGET_NAMES.get(reading.target, reading.target)}
         found["num_train_timesteps"] = reading.schedule.num_train or 1000
         if isinstance(reading.schedule, Tabled):
-            found |= schedule_keys(reading.schedule, "DDIMScheduler", DDIM)
+            found |= _schedule_keys(reading.schedule, "DDIMScheduler", DDIM)
     rewritten = {"steps_offset", "skip_prk_steps"} | ({"clip_sample"} if found.get("clip_sample") else set())
     return {k: x for k, x in found.items() if k not in rewritten}
 
 
-def refusal(name: str, must: str, got: object) -> PellucidError:
+def _refusal(name: str, must: str, got: object) -> PellucidError:
     return PellucidError(rule(name, must, got, "No diffusers config says this."), "export")
 
 
-def export_class(reading: Reading) -> tuple[str, dict[str, Any]]:
+def _export_class(reading: Reading) -> tuple[str, dict[str, Any]]:
     name = EXPORTS.get(reading.sampler)
     if isinstance(reading.schedule, EDM):
         name = {
@@ -140,16 +140,16 @@ def export_class(reading: Reading) -> tuple[str, dict[str, Any]]:
     return name, CLASSES[name][1]
 
 
-def option_keys(reading: Reading, name: str) -> dict[str, Any]:
+def _option_keys(reading: Reading, name: str) -> dict[str, Any]:
     """The sampler's options as keys; those without a key must have the value that the class has."""
-    mapped = OPTION_KEYS.get(reading.sampler, SOLVER_KEYS)
+    mapped = _OPTION_KEYS.get(reading.sampler, _SOLVER_KEYS)
     out: dict[str, Any] = {}
     for option, default in resolve(reading.sampler)[0].options().items():
         value = reading.options.get(option, default)
         if mapped.get(option) in CLASSES[name][1]:
             out[mapped[option]] = value
         elif value != default:
-            raise refusal(option, f"{default!r} in {name}", value)
+            raise _refusal(option, f"{default!r} in {name}", value)
     if "lower_order_final" not in reading.options:
         out.pop("lower_order_final", None)  # the dialect follows the class where nothing is said
     if name.startswith("DDPM"):
@@ -159,18 +159,18 @@ def option_keys(reading: Reading, name: str) -> dict[str, Any]:
     return out
 
 
-def grid_keys(reading: Reading, name: str, keys: dict[str, Any]) -> dict[str, Any]:
+def _grid_keys(reading: Reading, name: str, keys: dict[str, Any]) -> dict[str, Any]:
     grid, out = reading.grid, {}
     edm = isinstance(reading.schedule, EDM)
     if grid.name == "explicit" or grid.start is not None:
-        raise refusal("grid", "a named one over the whole schedule", grid.to_dict())
+        raise _refusal("grid", "a named one over the whole schedule", grid.to_dict())
     if grid.rho not in (None, 7.0) and not edm:
-        raise refusal("rho", f"7 in {name}", grid.rho)
+        raise _refusal("rho", f"7 in {name}", grid.rho)
     if edm:
         out = {"sigma_schedule": grid.name, "rho": 7.0 if grid.rho is None else grid.rho}
     elif grid.name in RULE_KEYS:
         if RULE_KEYS[grid.name] not in keys:
-            raise refusal("grid", f"one that {name} has", grid.name)
+            raise _refusal("grid", f"one that {name} has", grid.name)
         out[RULE_KEYS[grid.name]] = True
     spacing = grid.name if grid.name in SPACINGS else grid.spacing
     parts = {
@@ -190,11 +190,11 @@ def grid_keys(reading: Reading, name: str, keys: dict[str, Any]) -> dict[str, An
         lost["final"] = grid.final
     for field_name, value in lost.items():
         if value:
-            raise refusal(field_name, f"left out in {name}", value)
+            raise _refusal(field_name, f"left out in {name}", value)
     return out
 
 
-def filter_keys(x0_filter: Filter | None, name: str, keys: dict[str, Any]) -> dict[str, Any]:
+def _filter_keys(x0_filter: Filter | None, name: str, keys: dict[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {k: False for k in ("clip_sample", "thresholding") if k in keys}
     if isinstance(x0_filter, Clip) and "clip_sample" in keys:
         return {**out, "clip_sample": True, "clip_sample_range": x0_filter.limit}
@@ -202,31 +202,31 @@ def filter_keys(x0_filter: Filter | None, name: str, keys: dict[str, Any]) -> di
         ratio, most = x0_filter.quantile, x0_filter.most
         return {**out, "thresholding": True, "dynamic_thresholding_ratio": ratio, "sample_max_value": most}
     if x0_filter is not None:
-        raise refusal("x0_filter", f"one that {name} has", x0_filter)
+        raise _refusal("x0_filter", f"one that {name} has", x0_filter)
     return out
 
 
-def target_keys(reading: Reading, name: str, keys: dict[str, Any]) -> dict[str, Any]:
+def _target_keys(reading: Reading, name: str, keys: dict[str, Any]) -> dict[str, Any]:
     spelled = TARGET_NAMES.get(reading.target, reading.target)
     if isinstance(reading.schedule, EDM):  # the class calls the preconditioned F "epsilon"
         spelled = {"edm": "epsilon", "v": "v_prediction"}.get(reading.target, "")
     if "prediction_type" not in keys:
         only = "flow" if name.startswith("FlowMatch") else "v"
         if reading.target != only:
-            raise refusal("target", f"{only} in {name}", reading.target)
+            raise _refusal("target", f"{only} in {name}", reading.target)
         return {}
     if spelled not in TARGET_NAMES.values():
-        raise refusal("target", f"one that {name} has", reading.target)
+        raise _refusal("target", f"one that {name} has", reading.target)
     return {"prediction_type": spelled}
 
 
-def schedule_keys(curve: Schedule, name: str, values: dict[str, Any]) -> dict[str, Any]:
+def _schedule_keys(curve: Schedule, name: str, values: dict[str, Any]) -> dict[str, Any]:
     """The keys of a schedule: by its name where that gives the same numbers again, else its betas."""
     if name == "IPNDMScheduler":  # has a schedule of its own
         return {}
     if isinstance(curve, EDM):
         if curve.c_noise != "log":
-            raise refusal("c_noise", f"log in {name}", curve.c_noise)
+            raise _refusal("c_noise", f"log in {name}", curve.c_noise)
         return {k: getattr(curve, k) for k in ("sigma_min", "sigma_max", "sigma_data")}
     if isinstance(curve, Flow):
         own = "shift" if "shift" in values else "flow_shift"
@@ -248,14 +248,14 @@ def schedule_keys(curve: Schedule, name: str, values: dict[str, Any]) -> dict[st
             out["rescale_betas_zero_snr"] = True
     everywhere = ("linear", "scaled_linear", "squaredcos_cap_v2", None)  # the names that every class knows
     named = out.get("beta_schedule") in everywhere
-    if named and set(out) <= set(values) and says(curve, name, {**values, **out}):
+    if named and set(out) <= set(values) and _says(curve, name, {**values, **out}):
         return out
     if isinstance(curve, Tabled) and not curve.zero_terminal:
         return {"num_train_timesteps": curve.num_train, "trained_betas": curve.betas.tolist()}
-    raise refusal("schedule", f"one that {name} has", curve)
+    raise _refusal("schedule", f"one that {name} has", curve)
 
 
-def says(curve: Schedule, name: str, values: dict[str, Any]) -> bool:
+def _says(curve: Schedule, name: str, values: dict[str, Any]) -> bool:
     """Whether these keys give this schedule again."""
     try:
         again = schedule_of(name, values)
@@ -266,7 +266,7 @@ def says(curve: Schedule, name: str, values: dict[str, Any]) -> bool:
     return curve == again
 
 
-def jsonable(value: Any) -> Any:
+def _jsonable(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     return list(value) if isinstance(value, tuple) else value

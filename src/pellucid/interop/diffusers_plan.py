@@ -17,8 +17,8 @@ from pellucid.interop.diffusers_config import Reading
 
 BLIND_START = {"plms": 1, "pndm": 9}  # rows that the start of a run adds to one a leg
 # the classes that take their noise from torchsde, not from a generator
-BROWNIAN = {"DPMSolverSDEScheduler": "dpmpp_sde", "CosineDPMSolverMultistepScheduler": "dpm_multistep"}
-SIGMA_RULES = ("karras", "exponential", "beta", "lu")
+_BROWNIAN = {"DPMSolverSDEScheduler": "dpmpp_sde", "CosineDPMSolverMultistepScheduler": "dpm_multistep"}
+_SIGMA_RULES = ("karras", "exponential", "beta", "lu")
 
 
 def compile_reading(
@@ -37,7 +37,7 @@ def compile_reading(
 
     `overrides` are options of the sampler that a call sets (`eta`).
     """
-    lay, curve = explicit(reading.grid, steps, timesteps, sigmas), reading.schedule
+    lay, curve = _explicit(reading.grid, steps, timesteps, sigmas), reading.schedule
     if reading.values.get("use_dynamic_shifting"):
         curve = shifted(reading, dialect, mu)
     elif mu is not None and not isinstance(curve, Flow):  # flow pipelines pass it whether it is wanted or not
@@ -69,7 +69,7 @@ def pipeline_options(reading: Reading, passes_eta: bool) -> dict[str, Any]:
 def noise_notes(plan: Plan, class_name: str) -> tuple[str, ...]:
     """Says where the image that diffusers makes from a seed is not ours; the class is that of the model's scheduler."""
     name = "DPMSolverSDEScheduler" if plan.name == "dpmpp_sde" else class_name
-    if plan.dialect != "diffusers" or BROWNIAN.get(name) != plan.name:
+    if plan.dialect != "diffusers" or _BROWNIAN.get(name) != plan.name:
         return ()
     return (
         f"{name} takes its noise from torchsde's Brownian tree in diffusers: the distribution is the same here, "
@@ -77,14 +77,14 @@ def noise_notes(plan: Plan, class_name: str) -> tuple[str, ...]:
     )
 
 
-def explicit(lay: Grid, steps: int | None, timesteps: Sequence[float] | None, sigmas: Sequence[float] | None) -> Grid:
+def _explicit(lay: Grid, steps: int | None, timesteps: Sequence[float] | None, sigmas: Sequence[float] | None) -> Grid:
     if timesteps is None and sigmas is None:
         if steps is None and lay.name != "explicit":
             raise PellucidError("num_inference_steps, timesteps or sigmas must be given; got none.", "steps")
         return lay
     if timesteps is not None and sigmas is not None:
         raise PellucidError("timesteps, sigmas must be given one at a time; got both.", "explicit")
-    if lay.name in SIGMA_RULES and timesteps is not None:
+    if lay.name in _SIGMA_RULES and timesteps is not None:
         raise PellucidError(rule("timesteps", f"left out with the {lay.name} grid", "timesteps"), "explicit")
     return replace(
         lay,

@@ -27,7 +27,7 @@ class Family:
 
 SD1 = Family("Stable Diffusion 1", "eps", 0.18215)
 SD2_BASE = Family("Stable Diffusion 2 at 512 pixels", "eps", 0.18215)
-SD2_V = Family("Stable Diffusion 2 at 768 pixels", "v", 0.18215)
+_SD2_V = Family("Stable Diffusion 2 at 768 pixels", "v", 0.18215)
 SDXL = Family("SDXL", "eps", 0.13025)
 REFINER = Family("the SDXL refiner", "eps", 0.13025)
 DIT = Family("DiT", "eps", 0.18215)
@@ -47,7 +47,8 @@ def family_of(network: nn.Module) -> Family | None:
         return SD1
     if widths == {1024} and c.in_channels == INPAINT_CHANNELS:
         return SD2_BASE
-    return {96: SD2_V, 64: SD2_BASE}.get(c.sample_size) if widths == {1024} else None  # type: ignore[arg-type]
+    by_size: dict[object, Family] = {96: _SD2_V, 64: SD2_BASE}
+    return by_size.get(c.sample_size) if widths == {1024} else None
 
 
 def contradictions(network: nn.Module, vae: Any, scheduler: dict[str, Any], target: str) -> list[str]:

@@ -19,7 +19,7 @@ from pellucid.interop.components import (
     TEXT_PARTS,
     TOKENIZER_PARTS,
     Components,
-    Wanted,
+    LoadOptions,
     build,
     named_classes,
     read_config,
@@ -35,7 +35,7 @@ CONFIG = "config.json"
 SHARED, OUTER = "_pellucid_shared_parts", ".."  # in an index: what is not in this folder is in the one around it
 SCHEDULER = diffusers_config.FILE_NAME
 STABLE_DIFFUSION = re.compile(r"StableDiffusion(XL)?(ControlNet)?(PAG)?(Img2Img|Inpaint)?(PAG)?Pipeline")
-MENDING = re.compile(r"StableDiffusion(PAG)?(Img2Img|Inpaint)?(PAG)?Pipeline")
+_MENDING = re.compile(r"StableDiffusion(PAG)?(Img2Img|Inpaint)?(PAG)?Pipeline")
 OTHERS = (
     "LatentConsistencyModelPipeline",
     "LatentConsistencyModelImg2ImgPipeline",
@@ -46,7 +46,7 @@ OTHERS = (
     "PixArtAlphaPipeline",
     "PixArtSigmaPipeline",
 )
-REFUSED = {
+_REFUSED = {
     "LDMPipeline": "its autoencoder is a VQModel, which is not here",
     "LDMTextToImagePipeline": "its text encoder is LDMBert, which is not here",
     "ScoreSdeVePipeline": "its sampler is a predictor with a corrector, and its UNet is the NCSN++",
@@ -58,7 +58,7 @@ IGNORED = {
     "image_processor": "images are prepared here",
 }
 INERT_KEYS = ("tensor_format", "timestep_values")  # of the first schedulers; no later class reads them
-CLASSES_OF: dict[str, tuple[str, ...]] = {
+_CLASSES_OF: dict[str, tuple[str, ...]] = {
     "unet": ("UNet2DConditionModel", "UNet2DModel"),
     "transformer": ("DiTTransformer2DModel", "PixArtTransformer2DModel", "Transformer2DModel"),
     "vae": ("AutoencoderKL", "AutoencoderTiny"),
@@ -66,7 +66,7 @@ CLASSES_OF: dict[str, tuple[str, ...]] = {
     "image_encoder": ("CLIPVisionModelWithProjection", "CLIPVisionModel"),
     "controlnet": ("ControlNetModel", "MultiControlNetModel"),
 }
-LONE = {"UNet2DModel": "DDPMPipeline", "DiTTransformer2DModel": "DiTPipeline"}  # networks that run without other parts
+_LONE = {"UNet2DModel": "DDPMPipeline", "DiTTransformer2DModel": "DiTPipeline"}  # networks that run without other parts
 
 
 @dataclass(frozen=True)
@@ -78,18 +78,18 @@ class Part:
     notes: tuple[str, ...] = ()
 
 
-def read(folder: Path, wanted: Wanted, name: str | None = None) -> Components:
+def read(folder: Path, wanted: LoadOptions, name: str | None = None) -> Components:
     """The components of a diffusers folder, or of a folder that holds one network with its scheduler."""
     index = index_of(folder)
     listed = named_classes(index)
     check_pipeline(str(index.get("_class_name")))
     check_parts(folder, listed)
-    scheduler, reading, notes = read_scheduler(folder, str(index["_class_name"]), wanted.target)
-    tokenizers = read_tokenizers(folder, listed, wanted)
+    scheduler, reading, notes = _read_scheduler(folder, str(index["_class_name"]), wanted.target)
+    tokenizers = _read_tokenizers(folder, listed, wanted)
     parts = {
         part: read_part(place_of(folder, part), kind, wanted) for part, kind in listed.items() if reads(part, kind)
     }
-    check_variant(parts, wanted)
+    _check_variant(parts, wanted)
     network = next(parts[part].network for part in NETWORK_PARTS if part in parts)
     vae = parts["vae"].network if "vae" in parts else None
     encoders = tuple(parts[part].network for part in TEXT_PARTS if part in parts)
@@ -102,7 +102,7 @@ def read(folder: Path, wanted: Wanted, name: str | None = None) -> Components:
         text_encoders=encoders,
         tokenizers=tokenizers,
         image_encoder=parts["image_encoder"].network if "image_encoder" in parts else None,
-        controlnets=read_controlnets(folder, parts, wanted),
+        controlnets=_read_controlnets(folder, parts, wanted),
         scheduler=scheduler,
         schedule=reading.schedule,
         target=reading.target,
@@ -110,7 +110,7 @@ def read(folder: Path, wanted: Wanted, name: str | None = None) -> Components:
         extra={k: v for k, v in index.items() if not k.startswith("_") and not isinstance(v, list | dict)},
         notes=(
             *(note for part in parts.values() for note in part.notes),
-            *left_out(listed),
+            *_left_out(listed),
             *notes,
             *contradictions(network, vae, scheduler, reading.target),
         ),
@@ -125,13 +125,13 @@ def index_of(folder: Path) -> dict[str, Any]:
     if (folder / INDEX).is_file():
         return weights.read_json(folder / INDEX)
     kind = class_in(folder)
-    if kind in LONE and (folder / SCHEDULER).is_file():
+    if kind in _LONE and (folder / SCHEDULER).is_file():
         part = "unet" if kind.startswith("UNet") else "transformer"
-        return {"_class_name": LONE[kind], part: ["diffusers", kind]}
+        return {"_class_name": _LONE[kind], part: ["diffusers", kind]}
     raise PellucidError(
         f"model folder must hold {INDEX} (a diffusers pipeline), or {CONFIG} and {SCHEDULER} (a network of its own); "
         f"got {some(sorted(path.name for path in folder.iterdir()), 6) or 'an empty folder'} in {folder.name}."
-        + advice_for(folder, kind),
+        + _advice_for(folder, kind),
         "not-a-model",
     )
 
@@ -146,7 +146,7 @@ def class_in(folder: Path) -> str | None:
     return None if named is None else str(named)
 
 
-def advice_for(folder: Path, kind: str | None) -> str:
+def _advice_for(folder: Path, kind: str | None) -> str:
     """What the reader of the error may have meant."""
     if kind is not None:
         return f" It is one component ({kind}): load it with load_component."
@@ -160,7 +160,7 @@ def advice_for(folder: Path, kind: str | None) -> str:
 def check_pipeline(name: str) -> None:
     if STABLE_DIFFUSION.fullmatch(name) or name in OTHERS:
         return
-    why = REFUSED.get(name, "it is not among those that Pellucid reads")
+    why = _REFUSED.get(name, "it is not among those that Pellucid reads")
     raise PellucidError(
         f"pipeline must be Stable Diffusion 1, 2 or XL, ControlNet, LCM, DDPM, DDIM, DiT or PixArt; got {name}: {why}. "
         "Open it with diffusers and give the pipeline to pellucid.wrap.",
@@ -214,7 +214,7 @@ def check_parts(folder: Path, listed: Mapping[str, str]) -> None:
 
 def reads(part: str, kind: str) -> bool:
     """Whether a part is a network of ours."""
-    return kind in CLASSES_OF.get(part, ())
+    return kind in _CLASSES_OF.get(part, ())
 
 
 def foreign_text(part: str, kind: str) -> bool:
@@ -222,7 +222,7 @@ def foreign_text(part: str, kind: str) -> bool:
     return part in (*TEXT_PARTS, *TOKENIZER_PARTS) and kind.startswith("T5")
 
 
-def left_out(listed: Mapping[str, str]) -> list[str]:
+def _left_out(listed: Mapping[str, str]) -> list[str]:
     notes = [f"{part} ({kind}) is not read: {IGNORED[part]}." for part, kind in listed.items() if part in IGNORED]
     for part, kind in listed.items():
         if foreign_text(part, kind) and part in TEXT_PARTS:
@@ -236,7 +236,7 @@ def left_out(listed: Mapping[str, str]) -> list[str]:
 # Its parts
 
 
-def read_part(folder: Path, kind: str, wanted: Wanted, config: Mapping[str, Any] | None = None) -> Part:
+def read_part(folder: Path, kind: str, wanted: LoadOptions, config: Mapping[str, Any] | None = None) -> Part:
     """One network from its folder."""
     raw = weights.read_json(folder / CONFIG)
     kind = str(raw.get("_class_name", kind)) if kind == "MultiControlNetModel" else kind
@@ -251,14 +251,14 @@ def read_part(folder: Path, kind: str, wanted: Wanted, config: Mapping[str, Any]
     return Part(network, found.variant, tuple(notes))
 
 
-def check_variant(parts: Mapping[str, Part], wanted: Wanted) -> None:
+def _check_variant(parts: Mapping[str, Part], wanted: LoadOptions) -> None:
     if wanted.variant is not None and all(part.variant != wanted.variant for part in parts.values()):
         raise PellucidError(
             rule("variant", "one that the model has", wanted.variant, "Leave it out for the plain weights."), "variant"
         )
 
 
-def read_controlnets(folder: Path, parts: Mapping[str, Part], wanted: Wanted) -> tuple[Any, ...]:
+def _read_controlnets(folder: Path, parts: Mapping[str, Part], wanted: LoadOptions) -> tuple[Any, ...]:
     """The ControlNet of a pipeline; several lie in controlnet, controlnet_1, controlnet_2, …"""
     if "controlnet" not in parts:
         return ()
@@ -269,7 +269,7 @@ def read_controlnets(folder: Path, parts: Mapping[str, Part], wanted: Wanted) ->
     return tuple(found)
 
 
-def read_tokenizers(folder: Path, listed: Mapping[str, str], wanted: Wanted) -> tuple[Tokenizer, ...]:
+def _read_tokenizers(folder: Path, listed: Mapping[str, str], wanted: LoadOptions) -> tuple[Tokenizer, ...]:
     if wanted.tokenizer is not None:
         raise PellucidError(
             rule("tokenizer", "left out for a folder, which has its own", str(wanted.tokenizer)), "tokenizer"
@@ -278,7 +278,7 @@ def read_tokenizers(folder: Path, listed: Mapping[str, str], wanted: Wanted) -> 
     return tuple(Tokenizer.load(place_of(folder, part)) for part in named)
 
 
-def read_scheduler(folder: Path, pipeline: str, target: str | None) -> tuple[dict[str, Any], Reading, list[str]]:
+def _read_scheduler(folder: Path, pipeline: str, target: str | None) -> tuple[dict[str, Any], Reading, list[str]]:
     """The scheduler's config, what it means, and what is to be said of it; `target` overrules it."""
     raw = diffusers_config.load(place_of(folder, "scheduler"))
     config, notes = mended({key: value for key, value in raw.items() if key not in INERT_KEYS}, pipeline)
@@ -294,14 +294,14 @@ def read_scheduler(folder: Path, pipeline: str, target: str | None) -> tuple[dic
     except PellucidError as error:
         if error.code != "config-key":
             raise
-        reading = lenient(config, error)
+        reading = _lenient(config, error)
         notes.append(f"the folder's own sampler does not run here, so name another: {error}")
     return config, reading, [*notes, *(f"scheduler: {note}." for note in reading.notes)]
 
 
 def mended(config: dict[str, Any], pipeline: str) -> tuple[dict[str, Any], list[str]]:
     """The config as the pipeline runs it: diffusers' first ones set these keys right when they open a folder."""
-    if not MENDING.fullmatch(pipeline):
+    if not _MENDING.fullmatch(pipeline):
         return config, []
     known = CLASSES.get(str(config.get("_class_name")), ("", {}))[1]
     right = {"steps_offset": 1, **({"skip_prk_steps": True} if "Inpaint" in pipeline else {"clip_sample": False})}
@@ -311,7 +311,7 @@ def mended(config: dict[str, Any], pipeline: str) -> tuple[dict[str, Any], list[
     return {**config, **{key: right[key] for key in wrong}}, notes
 
 
-def lenient(config: dict[str, Any], error: PellucidError) -> Reading:
+def _lenient(config: dict[str, Any], error: PellucidError) -> Reading:
     """Schedule and target of a scheduler whose way of sampling is refused; its other parts may still be used."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they repeat `error`, which the notes say
@@ -331,7 +331,7 @@ def labels_of(index: Mapping[str, Any]) -> dict[int, str]:
     return {int(key): str(value) for key, value in named.items()}
 
 
-def read_component(folder: Path, wanted: Wanted, config: Mapping[str, Any] | None = None) -> Part:
+def read_component(folder: Path, wanted: LoadOptions, config: Mapping[str, Any] | None = None) -> Part:
     """A folder that holds one component: a ControlNet, a VAE, an encoder."""
     kind = class_in(folder)
     if kind is None or (folder / INDEX).is_file():
@@ -339,5 +339,5 @@ def read_component(folder: Path, wanted: Wanted, config: Mapping[str, Any] | Non
         must = f"a folder with {CONFIG} that names its class, and weights"
         raise PellucidError(rule(f"component in {folder.name}", must, got or "an empty folder"), "not-a-component")
     part = read_part(folder, kind, wanted, config)
-    check_variant({"it": part}, wanted)
+    _check_variant({"it": part}, wanted)
     return part

@@ -14,15 +14,15 @@ from pellucid.interop import weights
 from pellucid.interop.components import INDEX, TOKENIZER_PARTS, named_classes
 from pellucid.interop.folder import CONFIG, SCHEDULER, foreign_text, place_of, reads
 
-ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
-ANCHORS = (INDEX, CONFIG, "vocab.json", "tokenizer.json")  # one of them lies in every repository that we read
-WORDS = (".json", ".txt")
+_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)
+_ANCHORS = (INDEX, CONFIG, "vocab.json", "tokenizer.json")  # one of them lies in every repository that we read
+_WORDS = (".json", ".txt")
 
 
 def is_id(where: str) -> bool:
     """Whether this reads as owner/name, by the hub's own rules."""
     marks = any(mark in where for mark in ("..", "--", "-/", "./")) or where.endswith((".", "-", ".git"))
-    return ID.fullmatch(where) is not None and not marks
+    return _ID.fullmatch(where) is not None and not marks
 
 
 def fetch(repo: str, *, revision: str | None = None, variant: str | None = None) -> Path:
@@ -33,7 +33,7 @@ def fetch(repo: str, *, revision: str | None = None, variant: str | None = None)
     missing = [] if folder is None else lacks(folder, variant)
     if folder is not None and not missing:
         return folder
-    with explained(repo, revision, missing), quiet("huggingface_hub"):
+    with _explained(repo, revision, missing), _quiet("huggingface_hub"):
         from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
         names = HfApi().list_repo_files(repo, revision=revision)
@@ -57,7 +57,7 @@ def fetch_file(repo: str, name: str, *, revision: str | None = None) -> Path:
     found = try_to_load_from_cache(repo, name, revision=revision)
     if isinstance(found, str):
         return Path(found)
-    with explained(repo, revision, [name]), quiet("huggingface_hub"):
+    with _explained(repo, revision, [name]), _quiet("huggingface_hub"):
         return Path(hf_hub_download(repo, name, revision=revision))
 
 
@@ -67,7 +67,7 @@ def cached(repo: str, revision: str | None = None) -> Path | None:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
         return None
-    for name in ANCHORS:
+    for name in _ANCHORS:
         found = try_to_load_from_cache(repo, name, revision=revision)
         if isinstance(found, str):
             return Path(found).parent
@@ -77,7 +77,7 @@ def cached(repo: str, revision: str | None = None) -> Path | None:
 def lacks(folder: Path, variant: str | None = None) -> list[str]:
     """The parts of a snapshot that are not there, or not in the variant that was asked for."""
     if not (folder / INDEX).is_file():
-        return [] if whole(folder, variant) or tokenizer_in(folder) else ["weights"]
+        return [] if _whole(folder, variant) or tokenizer_in(folder) else ["weights"]
     missing = []
     for part, kind in named_classes(weights.read_json(folder / INDEX)).items():
         place = place_of(folder, part)
@@ -86,12 +86,12 @@ def lacks(folder: Path, variant: str | None = None) -> list[str]:
         elif part == "scheduler":
             there = (place / SCHEDULER).is_file()
         else:
-            there = not reads(part, kind) or whole(place, variant)
+            there = not reads(part, kind) or _whole(place, variant)
         missing += [] if there else [part]
     return missing
 
 
-def whole(folder: Path, variant: str | None) -> bool:
+def _whole(folder: Path, variant: str | None) -> bool:
     """Whether a component has its config and its weights, all shards of them."""
     names = [path.name for path in folder.iterdir()]
     choice = weights.choose(names, variant)
@@ -110,7 +110,7 @@ def tokenizer_in(folder: Path) -> bool:
 def wanted(names: Iterable[str], index: Mapping[str, Any] | None, variant: str | None = None) -> list[str]:
     """The files of a repository that its components are read from: of the weights, one precision and one format."""
     there = sorted(names)
-    parts = {part for part, kind in named_classes(index or {}).items() if needed(part, kind)}
+    parts = {part for part, kind in named_classes(index or {}).items() if _needed(part, kind)}
     folders = {part for part in parts if any(name.startswith(f"{part}/") for name in there)}
     if "controlnet" in parts:
         folders |= {match[0] for name in there if (match := re.match(r"controlnet_\d+(?=/)", name))}
@@ -120,16 +120,16 @@ def wanted(names: Iterable[str], index: Mapping[str, Any] | None, variant: str |
     for folder in folders:
         prefix = f"{folder}/" if folder else ""
         inside = [n.removeprefix(prefix) for n in there if n.startswith(prefix) and "/" not in n.removeprefix(prefix)]
-        words = [name for name in inside if name.endswith(WORDS)]
-        chosen |= {prefix + name for name in (*words, *shards_of(weights.choose(inside, variant), inside))}
+        words = [name for name in inside if name.endswith(_WORDS)]
+        chosen |= {prefix + name for name in (*words, *_shards_of(weights.choose(inside, variant), inside))}
     return sorted(chosen)
 
 
-def needed(part: str, kind: str) -> bool:
+def _needed(part: str, kind: str) -> bool:
     return reads(part, kind) or part == "scheduler" or (part in TOKENIZER_PARTS and not foreign_text(part, kind))
 
 
-def shards_of(choice: tuple[str, str | None] | None, names: Iterable[str]) -> list[str]:
+def _shards_of(choice: tuple[str, str | None] | None, names: Iterable[str]) -> list[str]:
     """A chosen file, or all the shards of a chosen index."""
     if choice is None:
         return []
@@ -142,8 +142,8 @@ def shards_of(choice: tuple[str, str | None] | None, names: Iterable[str]) -> li
 
 
 @contextmanager
-def quiet(name: str) -> Iterator[None]:
-    """Without a library's warnings: each retry would be a line, and the end is said by `explained`."""
+def _quiet(name: str) -> Iterator[None]:
+    """Without a library's warnings: each retry would be a line, and the end is said by `_explained`."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -154,7 +154,7 @@ def quiet(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def explained(repo: str, revision: str | None, missing: list[str]) -> Iterator[None]:
+def _explained(repo: str, revision: str | None, missing: list[str]) -> Iterator[None]:
     """What the hub answers, as one line."""
     try:
         from huggingface_hub import errors

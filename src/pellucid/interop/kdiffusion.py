@@ -41,7 +41,7 @@ def sample(
     if len(listed) < 2 or not all(a > b for a, b in pairwise(listed)) or not 0 <= listed[-1] < listed[0] < math.inf:
         raise PellucidError(rule("sigmas", "at least 2 numbers, decreasing and not negative", listed[:8]), "explicit")
     dialect = "k-diffusion" if resolve(name)[0].name in K_DIFFUSION else "exact"
-    plan = compile_plan(name, target="x0", dialect=dialect, **through(listed), **options)
+    plan = compile_plan(name, target="x0", dialect=dialect, **_through(listed), **options)
     extra = dict(extra_args or {})
     shown = count()
 
@@ -51,7 +51,7 @@ def sample(
 
     def show(seen: StepSeen) -> None:
         row = seen.row
-        if callback is None or inner(plan, row):
+        if callback is None or _inner(plan, row):
             return
         sigma = listed[0] if seen.index == 0 else level_after(plan, seen.index - 1).sigma
         callback({"x": seen.x, "i": next(shown), "sigma": sigma, "sigma_hat": row.level.sigma, "denoised": seen.x0})
@@ -59,7 +59,7 @@ def sample(
     return run(plan, denoise, x, seeds=seeds, noise=noise, observers=[show] if callback else [])
 
 
-def through(sigmas: list[float]) -> dict[str, Any]:
+def _through(sigmas: list[float]) -> dict[str, Any]:
     """The schedule and the grid that call the model at every sigma but the last, and end there."""
     if sigmas[-1] > 0:
         schedule = EDM(sigma_min=sigmas[-1], sigma_max=sigmas[0] * (1 + 1e-12), c_noise="sigma")
@@ -68,6 +68,6 @@ def through(sigmas: list[float]) -> dict[str, Any]:
     return {"schedule": schedule, "grid": Grid(sigmas=tuple(sigmas))}
 
 
-def inner(plan: Plan, row: Row) -> bool:
+def _inner(plan: Plan, row: Row) -> bool:
     """A later call of a step: it goes back to where the step began. One-call samplers have none."""
     return resolve(plan.name)[0].calls > 1 and row.uses("anchor") and row.anchor is None

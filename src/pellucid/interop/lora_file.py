@@ -21,9 +21,9 @@ from pellucid.models.lora import Adapter, AdapterSet, check_layers, layer_weight
 from pellucid.models.lora_delta import Delta, DoRA, LoRA, stripped
 
 Networks = Mapping[str, nn.Module]  # by component: `unet` or `transformer`, `text_encoder`, `text_encoder_2`
-CONFIGS = "lora_adapter_metadata"  # where diffusers keeps PEFT's configs in a safetensors file
-STEMS = ("pytorch_lora_weights", "adapter_model")  # diffusers' name in a folder, and PEFT's
-T = TypeVar("T")
+_CONFIGS = "lora_adapter_metadata"  # where diffusers keeps PEFT's configs in a safetensors file
+_STEMS = ("pytorch_lora_weights", "adapter_model")  # diffusers' name in a folder, and PEFT's
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def load(path: str | Path, networks: Networks, name: str | None = None) -> Adapt
     """
     path = Path(path)
     name = path.stem if name is None else name
-    parts = [read(name, file, networks) for file in open_all(path, networks)]
+    parts = [_read(name, file, networks) for file in _open_all(path, networks)]
     adapters = {component: adapter for part in parts for component, adapter in part.adapters.items()}
     unused = tuple(key for part in parts for key in part.unused)
     tokens = {word: vectors for part in parts for word, vectors in part.tokens.items()}
@@ -58,12 +58,12 @@ def load(path: str | Path, networks: Networks, name: str | None = None) -> Adapt
     return AdapterSet(name, adapters, unused, tokens)
 
 
-def read(name: str, file: AdapterFile, networks: Networks) -> AdapterSet:
+def _read(name: str, file: AdapterFile, networks: Networks) -> AdapterSet:
     """The adapters in a file's tensors, in whichever layout; a key that fits no layer is listed as unused."""
     base = {component: layer_weights(network) for component, network in networks.items()}
     tokens, held = lora_tokens.tokens(name, file.tensors, file.metadata)
-    stems, unused = sorted_by_stem({key: tensor for key, tensor in file.tensors.items() if key not in held})
-    spelled, numbers = Spellings(networks), numbered_layers(name, stems, file, base)
+    stems, unused = _sorted_by_stem({key: tensor for key, tensor in file.tensors.items() if key not in held})
+    spelled, numbers = Spellings(networks), _numbered_layers(name, stems, file, base)
     layers: dict[str, dict[str, Delta]] = {}
     keys: dict[str, list[str]] = {}
     for stem, parts in stems.items():
@@ -73,7 +73,7 @@ def read(name: str, file: AdapterFile, networks: Networks) -> AdapterSet:
             continue
         tensors = {part: file.tensors[key] for part, key in parts.items()}
         try:
-            strength = Strength(alpha_of(tensors), config_of(file, at.component), (at.name, stem))
+            strength = Strength(_alpha_of(tensors), config_of(file, at.component), (at.name, stem))
             made = make(tensors, strength, tuple(base[at.component][at.name].shape))
         except PellucidError as error:
             raise PellucidError(f"{at.name} of adapter {name}: {error}", error.code) from None
@@ -88,7 +88,7 @@ def read(name: str, file: AdapterFile, networks: Networks) -> AdapterSet:
     return AdapterSet(name, adapters, tuple(unused), tokens)
 
 
-def sorted_by_stem(tensors: Mapping[str, Tensor]) -> tuple[dict[str, dict[str, str]], list[str]]:
+def _sorted_by_stem(tensors: Mapping[str, Tensor]) -> tuple[dict[str, dict[str, str]], list[str]]:
     """The keys of a file by the layer that they name and the part they hold, and those that hold no known part."""
     stems: dict[str, dict[str, str]] = {}
     unused = []
@@ -101,7 +101,7 @@ def sorted_by_stem(tensors: Mapping[str, Tensor]) -> tuple[dict[str, dict[str, s
     return stems, unused
 
 
-def alpha_of(parts: Mapping[str, Tensor]) -> float | None:
+def _alpha_of(parts: Mapping[str, Tensor]) -> float | None:
     if "alpha" not in parts:
         return None
     if parts["alpha"].numel() != 1:
@@ -113,7 +113,7 @@ def config_of(file: AdapterFile, component: str) -> Config:
     return file.configs.get(component, file.configs.get("", {}))
 
 
-def numbered_layers(
+def _numbered_layers(
     name: str, stems: Mapping[str, Mapping[str, str]], file: AdapterFile, base: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, Layer]:
     """`unet:0`, `unet:1`, … of the oldest files → layers. Their order is trusted only where all shapes agree."""
@@ -122,11 +122,11 @@ def numbered_layers(
         wanted = [stem for stem in stems if stem.startswith(f"{component}:")]
         if not wanted:
             continue
-        classes = parsed(file.metadata.get(component, "[]"), f"metadata {component} of adapter {name}", list)
+        classes = _parsed(file.metadata.get(component, "[]"), f"metadata {component} of adapter {name}", list)
         for candidate in numbered(mine, map(str, classes)):
             layers = {f"{component}:{i}": Layer(component, layer) for i, layer in enumerate(candidate)}
             if set(layers) == set(wanted) and all(
-                fits(stems[stem], file.tensors, mine[layer.name]) for stem, layer in layers.items()
+                _fits(stems[stem], file.tensors, mine[layer.name]) for stem, layer in layers.items()
             ):
                 found |= layers
                 break
@@ -136,14 +136,14 @@ def numbered_layers(
     return found
 
 
-def fits(parts: Mapping[str, str], tensors: Mapping[str, Tensor], weight: Tensor) -> bool:
+def _fits(parts: Mapping[str, str], tensors: Mapping[str, Tensor], weight: Tensor) -> bool:
     if set(parts) != {"up", "down"}:
         return False
     up, down = (tensors[parts[part]] for part in ("up", "down"))
     return up.ndim > 1 and (up.shape[0], *stripped(tuple(down.shape))[1:]) == stripped(tuple(weight.shape))
 
 
-def open_all(path: Path, networks: Networks) -> Iterator[AdapterFile]:
+def _open_all(path: Path, networks: Networks) -> Iterator[AdapterFile]:
     """The adapter files at a path."""
     if not path.is_dir():
         yield open_file(path)
@@ -157,7 +157,7 @@ def open_all(path: Path, networks: Networks) -> Iterator[AdapterFile]:
 
 def open_folder(folder: Path, component: str | None) -> AdapterFile:
     """One file with a known name, or else the only one that could be meant; PEFT's config and tokens beside it."""
-    named = [folder / f"{stem}{end}" for stem in STEMS for end in (".safetensors", ".bin")]
+    named = [folder / f"{stem}{end}" for stem in _STEMS for end in (".safetensors", ".bin")]
     tokens = sorted({file for pattern in lora_tokens.FILES for file in folder.glob(pattern)} - set(named))
     others = [file for file in sorted(folder.glob("*.safetensors")) if file not in tokens]
     files = [file for file in named if file.is_file()][:1] or others
@@ -178,13 +178,13 @@ def open_file(path: Path) -> AdapterFile:
     tensors = {key: tensor.clone() for key, tensor in weights.read(path).items()}
     metadata = weights.metadata_of(path)
     configs: dict[str, dict[str, Any]] = {}
-    for key, value in parsed(metadata.get(CONFIGS, "{}"), f"{CONFIGS} of {path.name}", dict).items():
+    for key, value in _parsed(metadata.get(_CONFIGS, "{}"), f"{_CONFIGS} of {path.name}", dict).items():
         component, _, entry = key.partition(".")
         configs.setdefault(component, {})[entry] = value
     return AdapterFile(tensors, metadata, configs)
 
 
-def parsed(text: str, where: str, kind: type[T]) -> T:
+def _parsed(text: str, where: str, kind: type[_T]) -> _T:
     """JSON of a kind."""
     found = parse_json(text, where, "lora-config", foreign=True)
     if not isinstance(found, kind):
@@ -202,7 +202,7 @@ def save(adapters: AdapterSet, path: str | Path) -> None:
         raise PellucidError(rule(f"adapter {adapters.name}", "one without tokens", got, advice), "lora-save")
     tensors: dict[str, Tensor] = {}
     for component, adapter in adapters.adapters.items():
-        kinds = sorted({kind_of(delta) for delta in adapter.layers.values()})
+        kinds = sorted({_kind_of(delta) for delta in adapter.layers.values()})
         if kinds not in (["LoRA"], ["DoRA"]):
             name, advice = f"{component} of adapter {adapters.name}", "diffusers opens no others, and no mixture."
             raise PellucidError(rule(name, "all LoRA or all DoRA", kinds, advice), "lora-save")
@@ -211,20 +211,20 @@ def save(adapters: AdapterSet, path: str | Path) -> None:
             inside = (
                 "text_model." if text and layer.startswith("encoder.") else ""
             )  # as all transformers but the newest
-            tensors |= {f"{component}.{inside}{layer}.{end}": t.contiguous() for end, t in saved(delta, text).items()}
+            tensors |= {f"{component}.{inside}{layer}.{end}": t.contiguous() for end, t in _saved(delta, text).items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     with writing(path):
         save_file(tensors, path, {"format": "pt"})
 
 
-def kind_of(delta: Delta) -> str:
+def _kind_of(delta: Delta) -> str:
     """The name of a kind; a DoRA on anything but LoRA, or with norms of inputs, is a kind of its own."""
     if isinstance(delta, DoRA) and not (isinstance(delta.inner, LoRA) and delta.axis == 0):
         return f"DoRA of {'inputs' if delta.axis else type(delta.inner).__name__}"
     return type(delta).__name__
 
 
-def saved(delta: Delta, text: bool) -> dict[str, Tensor]:
+def _saved(delta: Delta, text: bool) -> dict[str, Tensor]:
     """The tensors of a layer under PEFT's endings, or under those that diffusers wants for text encoders."""
     lora = delta.inner if isinstance(delta, DoRA) else delta
     assert isinstance(lora, LoRA)

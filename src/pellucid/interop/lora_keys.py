@@ -15,24 +15,24 @@ from torch import nn
 from pellucid.interop.single_file_keys import indices, new_name, unet_table
 from pellucid.models.lora import layer_weights
 
-DENOISER = "denoiser"  # stands for `unet` or `transformer`, whichever the pipeline has
-PREFIXES = {
+_DENOISER = "denoiser"  # stands for `unet` or `transformer`, whichever the pipeline has
+_PREFIXES = {
     "base_model.model.": None,  # PEFT: the component is whichever has the layer
-    "model.diffusion_model.": DENOISER,
-    "diffusion_model.": DENOISER,
-    "unet.": DENOISER,
-    "transformer.": DENOISER,
+    "model.diffusion_model.": _DENOISER,
+    "diffusion_model.": _DENOISER,
+    "unet.": _DENOISER,
+    "transformer.": _DENOISER,
     "text_encoder_2.": "text_encoder_2",
     "text_encoder.": "text_encoder",
-    "lora_unet_": DENOISER,
-    "lora_transformer_": DENOISER,
-    "lycoris_": DENOISER,
+    "lora_unet_": _DENOISER,
+    "lora_transformer_": _DENOISER,
+    "lycoris_": _DENOISER,
     "lora_te1_": "text_encoder",
     "lora_te2_": "text_encoder_2",
     "lora_te_": "text_encoder",
 }
 # How a key ends → what it holds. PEFT may put the adapter's name before the last `.weight`.
-ENDINGS = {
+_ENDINGS = {
     "down": r"\.lora_A(?:\.[^.]+)?\.weight|\.lora_down\.weight|(?:[._]lora|\.lora_linear_layer)\.down\.weight|:down",
     "up": r"\.lora_B(?:\.[^.]+)?\.weight|\.lora_up\.weight|(?:[._]lora|\.lora_linear_layer)\.up\.weight|:up",
     "up_bias": r"\.lora_B(?:\.[^.]+)?\.bias|\.lora_linear_layer\.up\.bias",
@@ -44,10 +44,10 @@ ENDINGS = {
     "diff_b": r"\.diff_b|\.b_norm",
     "own": r"\.(?P<name>hada_w[12]_[ab]|hada_t[12]|lokr_w[12](?:_[ab])?|lokr_t2)(?:\.[^.]+)?",
 }
-ENDING = re.compile("(?P<stem>.+?)(?:" + "|".join(f"(?P<{part}>{end})" for part, end in ENDINGS.items()) + ")")
+_ENDING = re.compile("(?P<stem>.+?)(?:" + "|".join(f"(?P<{part}>{end})" for part, end in _ENDINGS.items()) + ")")
 
 
-class Part(NamedTuple):
+class KeyParts(NamedTuple):
     """A key of a file, taken apart: the layer as the file spells it, and what of the layer it holds."""
 
     stem: str
@@ -61,13 +61,13 @@ class Layer(NamedTuple):
     name: str
 
 
-def take_apart(key: str) -> Part | None:
+def take_apart(key: str) -> KeyParts | None:
     """A key as stem and part, or None where its ending is not known."""
-    match = ENDING.fullmatch(key)
+    match = _ENDING.fullmatch(key)
     if match is None:
         return None
-    part = match["name"] or next(part for part in ENDINGS if match[part] is not None)
-    return Part(match["stem"], part)
+    part = match["name"] or next(part for part in _ENDINGS if match[part] is not None)
+    return KeyParts(match["stem"], part)
 
 
 class Spellings:
@@ -75,13 +75,13 @@ class Spellings:
 
     def __init__(self, networks: Mapping[str, nn.Module]) -> None:
         self.tables = {component: spellings(layer_weights(network)) for component, network in networks.items()}
-        self.denoiser = next((name for name in ("unet", "transformer") if name in networks), DENOISER)
+        self.denoiser = next((name for name in ("unet", "transformer") if name in networks), _DENOISER)
 
     def find(self, stem: str, component: str | None = None) -> Layer | None:
         """The layer that a file calls `stem`; without a component in the name or given, the first that has it."""
-        for prefix, owner in PREFIXES.items():
+        for prefix, owner in _PREFIXES.items():
             if stem.startswith(prefix):
-                owner = self.denoiser if owner == DENOISER else owner or component
+                owner = self.denoiser if owner == _DENOISER else owner or component
                 return self.find(stem.removeprefix(prefix), owner)
         stem = stem.replace(".processor.", ".")
         for name, table in self.tables.items():
@@ -92,21 +92,21 @@ class Spellings:
 
 def spellings(names: Collection[str]) -> dict[str, str]:
     """Every spelling of every layer name → the name. A spelling that two layers share means neither."""
-    blocks = compvis_blocks(names)
+    blocks = _compvis_blocks(names)
     table: dict[str, str] = {}
     shared: set[str] = set()
     for name in names:
-        for spelling in {s for dotted in dotted_spellings(name, blocks) for s in (dotted, dotted.replace(".", "_"))}:
+        for spelling in {s for dotted in _dotted_spellings(name, blocks) for s in (dotted, dotted.replace(".", "_"))}:
             if table.setdefault(spelling, name) != name:
                 shared.add(spelling)
     table = {spelling: name for spelling, name in table.items() if spelling not in shared}
     return table | {name: name for name in names}
 
 
-def dotted_spellings(name: str, blocks: Mapping[str, str]) -> Iterator[str]:
+def _dotted_spellings(name: str, blocks: Mapping[str, str]) -> Iterator[str]:
     """A layer's names with dots: its own, CompVis', those of old LoRA files, with `text_model.` and without."""
     same = {name, new_name(name, blocks) or name}
-    for old, new in OLD_ATTENTION.items():
+    for old, new in _OLD_ATTENTION.items():
         same |= {s.removesuffix(new) + old for s in same if s.endswith(new)}
     for spelling in same:
         yield spelling
@@ -114,7 +114,7 @@ def dotted_spellings(name: str, blocks: Mapping[str, str]) -> Iterator[str]:
         yield f"text_model.{spelling.removeprefix('text_model.')}"
 
 
-OLD_ATTENTION = {  # diffusers' attention processors had names of their own, in text encoders too
+_OLD_ATTENTION = {  # diffusers' attention processors had names of their own, in text encoders too
     ".to_out": ".to_out.0",
     ".self_attn.to_q": ".self_attn.q_proj",
     ".self_attn.to_k": ".self_attn.k_proj",
@@ -123,7 +123,7 @@ OLD_ATTENTION = {  # diffusers' attention processors had names of their own, in 
 }
 
 
-def compvis_blocks(names: Collection[str]) -> dict[str, str]:
+def _compvis_blocks(names: Collection[str]) -> dict[str, str]:
     """Modules of a UNet, as far as its layers' names tell how it is built → CompVis' names of them."""
     levels, layers = indices(names, "down_blocks."), indices(names, "down_blocks.0.resnets.")
     attends = [indices(names, f"up_blocks.{level}.attentions.") > 0 for level in range(levels)]
@@ -139,22 +139,22 @@ def compvis_blocks(names: Collection[str]) -> dict[str, str]:
 
 # The oldest safetensors files number their layers (`unet:0:up`): all linear layers inside modules of certain classes,
 # in the order in which torch walked through the network of that time.
-NUMBERED = {
+_NUMBERED = {
     "CrossAttention": r".*\.attn[12]\.(?:to_[qkv]|to_out\.0)",
     "Attention": r".*\.attn[12]\.(?:to_[qkv]|to_out\.0)",
     "GEGLU": r".*\.ff\.net\.0\.proj",
     "CLIPAttention": r".*\.self_attn\.(?:[qkv]|out)_proj",
 }
-BLOCKS, HEADS = ("down_blocks", "up_blocks", "mid_block"), ("to_q", "to_k", "to_v", "to_out")
-CLIP_HEADS = ("k_proj", "v_proj", "q_proj", "out_proj")
-WALKS = (("attn1", "ff", "attn2"), ("attn1", "attn2", "ff"))  # inside a transformer block: then, and later
+_BLOCKS, _HEADS = ("down_blocks", "up_blocks", "mid_block"), ("to_q", "to_k", "to_v", "to_out")
+_CLIP_HEADS = ("k_proj", "v_proj", "q_proj", "out_proj")
+_WALKS = (("attn1", "ff", "attn2"), ("attn1", "attn2", "ff"))  # inside a transformer block: then, and later
 
 
 def numbered(names: Iterable[str], classes: Iterable[str]) -> Iterator[list[str]]:
     """The layers that a numbered file may mean, in its order, given the classes that it lists."""
-    pattern = "|".join(NUMBERED[c] for c in classes if c in NUMBERED)
+    pattern = "|".join(_NUMBERED[c] for c in classes if c in _NUMBERED)
     meant = [name for name in names if pattern and re.fullmatch(pattern, name)]
-    for walk in WALKS:
-        ranks = {word: rank for words in (BLOCKS, walk, HEADS, CLIP_HEADS) for rank, word in enumerate(words)}
+    for walk in _WALKS:
+        ranks = {word: rank for words in (_BLOCKS, walk, _HEADS, _CLIP_HEADS) for rank, word in enumerate(words)}
         places = {name: [int(p) if p.isdigit() else ranks.get(p, 0) for p in name.split(".")] for name in meant}
         yield sorted(meant, key=places.__getitem__)

@@ -15,7 +15,7 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import typed
 from pellucid.models.lora_delta import Delta, DoRA, Full, LoHa, LoKr, LoRA, Product, Shape
 
-Parts = Mapping[str, Tensor]  # by the names of lora_keys.ENDINGS
+Parts = Mapping[str, Tensor]  # by the names of the endings in lora_keys
 Config = Mapping[str, Any]  # PEFT's adapter_config.json, of which alpha, r and their patterns are read
 
 
@@ -51,21 +51,21 @@ class Strength:
 
 
 @dataclass(frozen=True)
-class Made:
+class LayerDelta:
     """A difference, and which parts of the layer it used."""
 
     delta: Delta
     used: set[str]
 
 
-def make(parts: Parts, strength: Strength, base: Shape) -> Made | None:
+def make(parts: Parts, strength: Strength, base: Shape) -> LayerDelta | None:
     """The difference that a layer's parts describe, for a base weight of this shape; None where they describe none."""
-    kind = next((kind for kind, names in KINDS.items() if names & parts.keys()), None)
+    kind = next((kind for kind, names in _KINDS.items() if names & parts.keys()), None)
     if kind is None:
         return None
     delta, used = (
         kind(parts, strength, base),
-        KINDS[kind] | {"diff_b"} | ({"alpha"} if kind is not make_full else set()),
+        _KINDS[kind] | {"diff_b"} | ({"alpha"} if kind is not _make_full else set()),
     )
     bias = parts.get("diff_b")
     if isinstance(delta, LoRA) and "up_bias" in parts:
@@ -75,11 +75,11 @@ def make(parts: Parts, strength: Strength, base: Shape) -> Made | None:
     for name in ("magnitude", "dora_scale"):
         if name in parts:
             used |= {name}
-            delta = DoRA(inner=delta, magnitude=parts[name].flatten(), axis=norm_axis(name, parts[name], base))
-    return Made(delta if bias is None else replace(delta, bias=bias), used)
+            delta = DoRA(inner=delta, magnitude=parts[name].flatten(), axis=_norm_axis(name, parts[name], base))
+    return LayerDelta(delta if bias is None else replace(delta, bias=bias), used)
 
 
-def norm_axis(name: str, magnitude: Tensor, base: Shape) -> int:
+def _norm_axis(name: str, magnitude: Tensor, base: Shape) -> int:
     """Whether magnitudes are norms of outputs (0) or of inputs (1).
 
     LyCORIS' (out, 1, …) is one an output, its (1, in, …) one an input. PEFT's are one an output, also (1, out, 1, 1)
@@ -89,44 +89,44 @@ def norm_axis(name: str, magnitude: Tensor, base: Shape) -> int:
     return int(inputs and len(base) > 1 and magnitude.numel() == base[1])
 
 
-def make_lora(parts: Parts, strength: Strength, base: Shape) -> Delta:
-    up, down = needed(parts, "up", "down")
+def _make_lora(parts: Parts, strength: Strength, base: Shape) -> Delta:
+    up, down = _needed(parts, "up", "down")
     product = Product(up.flatten(1) if up.ndim > 1 else up, down, parts.get("mid"))
     return LoRA(product=product, factor=strength.factor(product.rank))
 
 
-def make_loha(parts: Parts, strength: Strength, base: Shape) -> Delta:
-    first, second = side(parts, "hada_w1", "hada_t1"), side(parts, "hada_w2", "hada_t2")
+def _make_loha(parts: Parts, strength: Strength, base: Shape) -> Delta:
+    first, second = _side(parts, "hada_w1", "hada_t1"), _side(parts, "hada_w2", "hada_t2")
     return LoHa(first=first, second=second, factor=strength.factor(first.rank))
 
 
-def make_lokr(parts: Parts, strength: Strength, base: Shape) -> Delta:
-    left, right = side(parts, "lokr_w1"), side(parts, "lokr_w2", "lokr_t2")
+def _make_lokr(parts: Parts, strength: Strength, base: Shape) -> Delta:
+    left, right = _side(parts, "lokr_w1"), _side(parts, "lokr_w2", "lokr_t2")
     return LoKr(left=left, right=right, factor=strength.factor(right.rank or left.rank))
 
 
-def make_full(parts: Parts, strength: Strength, base: Shape) -> Delta:
+def _make_full(parts: Parts, strength: Strength, base: Shape) -> Delta:
     """A plain difference has no rank, so alpha has no say; a file may have one of the bias alone."""
     return Full(tensor=parts["diff"] if "diff" in parts else torch.zeros(1).expand(base))
 
 
-KINDS: dict[Callable[[Parts, Strength, Shape], Delta], set[str]] = {
-    make_lora: {"up", "down", "mid"},
-    make_loha: {f"hada_{part}" for part in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")},
-    make_lokr: {f"lokr_{part}" for part in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")},
-    make_full: {"diff", "diff_b"},
+_KINDS: dict[Callable[[Parts, Strength, Shape], Delta], set[str]] = {
+    _make_lora: {"up", "down", "mid"},
+    _make_loha: {f"hada_{part}" for part in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")},
+    _make_lokr: {f"lokr_{part}" for part in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")},
+    _make_full: {"diff", "diff_b"},
 }
 
 
-def side(parts: Parts, name: str, core: str = "") -> Product:
+def _side(parts: Parts, name: str, core: str = "") -> Product:
     """A side of a LoHa or LoKr: whole, or a·b, or Tucker, where the files keep a as (r, out)."""
     if name in parts:
         return Product(parts[name])
-    a, b = needed(parts, f"{name}_a", f"{name}_b")
+    a, b = _needed(parts, f"{name}_a", f"{name}_b")
     return Product(a.mT, b, parts[core]) if core in parts and a.ndim == 2 else Product(a, b)
 
 
-def needed(parts: Parts, *names: str) -> list[Tensor]:
+def _needed(parts: Parts, *names: str) -> list[Tensor]:
     if not all(name in parts for name in names):
         raise PellucidError(rule("parts", f"complete, {' and '.join(names)}", sorted(parts)), "lora-incomplete")
     return [parts[name] for name in names]

@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-EMBED = "<embed>"  # what the metadata of cloneofsimo's files say of the key of a token
-ENCODERS = {"clip_l": 0, "clip_g": 1, "text_encoders_0": 0, "text_encoders_1": 1}
-UNNAMED = "emb_params"  # a token that is named like its file
-BUNDLED = re.compile(rf"bundle_emb\.(?P<word>[^.]+)\.(?P<part>string_to_param\..+|{'|'.join(ENCODERS)}|{UNNAMED})")
-TOKEN = re.compile(r"<[^<>\s]+>")
+_EMBED = "<embed>"  # what the metadata of cloneofsimo's files say of the key of a token
+_ENCODERS = {"clip_l": 0, "clip_g": 1, "text_encoders_0": 0, "text_encoders_1": 1}
+_UNNAMED = "emb_params"  # a token that is named like its file
+_BUNDLED = re.compile(rf"bundle_emb\.(?P<word>[^.]+)\.(?P<part>string_to_param\..+|{'|'.join(_ENCODERS)}|{_UNNAMED})")
+_TOKEN = re.compile(r"<[^<>\s]+>")
 FILES = ("embeddings.safetensors", "*_emb.safetensors")  # beside a LoRA, of diffusers' advanced training scripts
 
 
-class Vector(NamedTuple):
+class _Vector(NamedTuple):
     """The vectors of one word for one text encoder."""
 
     word: str
@@ -31,21 +31,21 @@ def tokens(
     found: dict[str, dict[int, Tensor]] = {}
     keys: set[str] = set()
     for key, tensor in tensors.items():
-        for vector in vectors(name, key, tensor, metadata.get(key) == EMBED):
+        for vector in _vectors(name, key, tensor, metadata.get(key) == _EMBED):
             found.setdefault(vector.word, {}).setdefault(vector.encoder, vector.tensor)
             keys.add(key)
     return {word: tuple(by[n] for n in sorted(by)) for word, by in found.items()}, keys
 
 
-def vectors(name: str, key: str, tensor: Tensor, embed: bool) -> Iterator[Vector]:
+def _vectors(name: str, key: str, tensor: Tensor, embed: bool) -> Iterator[_Vector]:
     """What a key holds, if it is one of a token: A1111's bundles, diffusers' and replicate's rows, cloneofsimo's."""
-    bundled = BUNDLED.fullmatch(key)
+    bundled = _BUNDLED.fullmatch(key)
     if bundled is not None:
-        yield Vector(bundled["word"], ENCODERS.get(bundled["part"], 0), tensor)
-    elif key in ENCODERS and tensor.ndim == 2:  # a row for each of <s0>, <s1>, …
+        yield _Vector(bundled["word"], _ENCODERS.get(bundled["part"], 0), tensor)
+    elif key in _ENCODERS and tensor.ndim == 2:  # a row for each of <s0>, <s1>, …
         for n, row in enumerate(tensor):
-            yield Vector(f"<s{n}>", ENCODERS[key], row)
-    elif key == UNNAMED:
-        yield Vector(name, 0, tensor)
-    elif embed or TOKEN.fullmatch(key):
-        yield Vector(key, 0, tensor)
+            yield _Vector(f"<s{n}>", _ENCODERS[key], row)
+    elif key == _UNNAMED:
+        yield _Vector(name, 0, tensor)
+    elif embed or _TOKEN.fullmatch(key):
+        yield _Vector(key, 0, tensor)

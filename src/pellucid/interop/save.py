@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -30,23 +30,24 @@ from pellucid.interop.components import (
 from pellucid.interop.diffusers_config import FILE_NAME as SCHEDULER
 from pellucid.interop.folder import CONFIG
 from pellucid.interop.tokenizer import Tokenizer
+from pellucid.models.config import Config
 from pellucid.models.unet import UNet
 from pellucid.models.unet_config import UNetConfig
 
 MAX_SHARD_BYTES = 5 * 10**9
-LAYOUT_VERSION = "0.30.0"  # the oldest diffusers whose layout this is
-NOTHING = [None, None]  # an optional part that a pipeline is without
+_LAYOUT_VERSION = "0.30.0"  # the oldest diffusers whose layout this is
+_NOTHING = [None, None]  # an optional part that a pipeline is without
 
 # UNetConfig holds the keys of three classes: these are the ones that only some of them know.
-PIXEL_KEYS = """
+_PIXEL_KEYS = """
 sample_size in_channels out_channels center_input_sample time_embedding_dim freq_shift flip_sin_to_cos down_block_types
 mid_block_type up_block_types block_out_channels layers_per_block mid_block_scale_factor downsample_padding dropout
 attention_head_dim norm_num_groups attn_norm_num_groups norm_eps resnet_time_scale_shift class_embed_type
 num_class_embeds num_train_timesteps add_attention
 """
-PIXEL_ONLY = "class_name attn_norm_num_groups add_attention num_train_timesteps"
-CONTROL_ONLY = "conditioning_channels conditioning_embedding_out_channels controlnet_conditioning_channel_order"
-UNET_ONLY = """
+_PIXEL_ONLY = "class_name attn_norm_num_groups add_attention num_train_timesteps"
+_CONTROL_ONLY = "conditioning_channels conditioning_embedding_out_channels controlnet_conditioning_channel_order"
+_UNET_ONLY = """
 sample_size out_channels center_input_sample up_block_types mid_block_only_cross_attention dropout time_embedding_dim
 reverse_transformer_layers_per_block time_cond_proj_dim conv_in_kernel conv_out_kernel
 """
@@ -108,23 +109,23 @@ def layout(components: Components) -> tuple[dict[str, Any], dict[str, nn.Module]
     tokenizers = dict(zip(TOKENIZER_PARTS[first_text(components) :], components.tokenizers, strict=False))
     if components.image_encoder is not None:
         networks["image_encoder"] = components.image_encoder
-    listed: dict[str, Any] = {part: library_of(network) for part, network in networks.items()}
+    listed: dict[str, Any] = {part: _library_of(network) for part, network in networks.items()}
     for number, controlnet in enumerate(components.controlnets):
         networks[f"controlnet_{number}" if number else "controlnet"] = controlnet
     if components.controlnets:
         several = len(components.controlnets) > 1
         listed["controlnet"] = ["diffusers", "MultiControlNetModel" if several else "ControlNetModel"]
-    listed |= {part: ["transformers", tokenizer_class(tokenizer)] for part, tokenizer in tokenizers.items()}
+    listed |= {part: ["transformers", _tokenizer_class(tokenizer)] for part, tokenizer in tokenizers.items()}
     listed["scheduler"] = ["diffusers", components.scheduler["_class_name"]]
     extra = {**components.extra, **({"id2label": components.labels} if components.labels else {})}
-    empty = {part: NOTHING for part in optional_parts(kind) if part not in listed}
+    empty = {part: _NOTHING for part in _optional_parts(kind) if part not in listed}
     if "safety_checker" in empty:
         extra["requires_safety_checker"] = False
-    index = {"_class_name": kind, "_diffusers_version": LAYOUT_VERSION, **empty, **listed, **extra}
+    index = {"_class_name": kind, "_diffusers_version": _LAYOUT_VERSION, **empty, **listed, **extra}
     return dict(sorted(index.items())), networks, tokenizers
 
 
-def optional_parts(kind: str) -> tuple[str, ...]:
+def _optional_parts(kind: str) -> tuple[str, ...]:
     if kind.startswith("StableDiffusionXL"):
         return (*TEXT_PARTS, *TOKENIZER_PARTS, "image_encoder", "feature_extractor")
     if kind.startswith("StableDiffusion") or kind.startswith("LatentConsistency"):
@@ -132,31 +133,31 @@ def optional_parts(kind: str) -> tuple[str, ...]:
     return ("text_encoder", "tokenizer") if kind.startswith("PixArt") else ()
 
 
-def library_of(network: nn.Module) -> list[str]:
+def _library_of(network: nn.Module) -> list[str]:
     kind = class_of(network)
     return ["transformers" if kind.startswith("CLIP") else "diffusers", kind]
 
 
-def tokenizer_class(tokenizer: Tokenizer) -> str:
+def _tokenizer_class(tokenizer: Tokenizer) -> str:
     return "CLIPTokenizer" if tokenizer.clip else "PreTrainedTokenizerFast"
 
 
 def config_of(network: nn.Module) -> dict[str, Any]:
     """A network's config.json, with the keys that its class in diffusers or transformers knows."""
-    kind, config = class_of(network), network.config
-    values = {f.name: getattr(config, f.name) for f in fields(config)}  # type: ignore[arg-type]
+    kind, config = class_of(network), cast(Config, network.config)
+    values = {f.name: getattr(config, f.name) for f in fields(config)}
     if isinstance(config, UNetConfig):
-        known = set(PIXEL_KEYS.split())
+        known = set(_PIXEL_KEYS.split())
         if kind != "UNet2DModel":
-            known = set(values) - {*PIXEL_ONLY.split()}
-            known -= {*(UNET_ONLY if kind == "ControlNetModel" else CONTROL_ONLY).split()}
+            known = set(values) - {*_PIXEL_ONLY.split()}
+            known -= {*(_UNET_ONLY if kind == "ControlNetModel" else _CONTROL_ONLY).split()}
         values = {key: value for key, value in values.items() if key in known}
     if kind == "AutoencoderTiny":
         values.pop("block_out_channels")  # diffusers derives it
     if kind.startswith("CLIP"):
         model_type = "clip_text_model" if kind.startswith("CLIPText") else "clip_vision_model"
         return {**values, "architectures": [kind], "model_type": model_type}
-    return {"_class_name": kind, "_diffusers_version": LAYOUT_VERSION, **values}
+    return {"_class_name": kind, "_diffusers_version": _LAYOUT_VERSION, **values}
 
 
 # Files

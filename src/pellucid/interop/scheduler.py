@@ -43,20 +43,20 @@ from pellucid.interop.diffusers_export import EXPORTS
 from pellucid.interop.diffusers_plan import BLIND_START, compile_reading
 from pellucid.interop.scheduler_api import DiffusersAPI, StepOutput
 
-TAKES_ETA = ("ddim", "tcd")  # the classes whose `step` takes eta in diffusers
-STATELESS = ("ddim", "ddpm", "ddim_inversion")  # their `step` depends on its arguments alone: any order will do
-MEMORYLESS = ("ddpm", "distilled", "inversion")  # families in which no two rows share noise
-EULERS = ("euler", "euler_a")  # before `set_timesteps`: the table, whatever the rule of the sigmas
-PRK_ROWS = 12  # the Runge-Kutta calls with which PNDM starts
-CHURN = {"s_churn": 0.0, "s_tmin": 0.0, "s_tmax": math.inf, "s_noise": 1.0}
-UNUSED = {"per_token_timesteps": None, "pred_original_sample": None}
-MOST_SINGLES = 5000  # rows compiled alone that are kept
-LOCK = threading.Lock()
-NAMED_STEP = ("eta", "generator", "variance_noise", "return_dict")  # the order for a sampler that no config named
+_TAKES_ETA = ("ddim", "tcd")  # the classes whose `step` takes eta in diffusers
+_STATELESS = ("ddim", "ddpm", "ddim_inversion")  # their `step` depends on its arguments alone: any order will do
+_MEMORYLESS = ("ddpm", "distilled", "inversion")  # families in which no two rows share noise
+_EULERS = ("euler", "euler_a")  # before `set_timesteps`: the table, whatever the rule of the sigmas
+_PRK_ROWS = 12  # the Runge-Kutta calls with which PNDM starts
+_CHURN = {"s_churn": 0.0, "s_tmin": 0.0, "s_tmax": math.inf, "s_noise": 1.0}
+_UNUSED = {"per_token_timesteps": None, "pred_original_sample": None}
+_MOST_SINGLES = 5000  # rows compiled alone that are kept
+_LOCK = threading.Lock()
+_NAMED_STEP = ("eta", "generator", "variance_noise", "return_dict")  # the order for a sampler that no config named
 
 
 @dataclass(frozen=True)
-class FusedRow:
+class _FusedRow:
     """A row with the network's raw output in the place of x0: register 2 is `out`, or p0 where it is remembered."""
 
     to_p0: tuple[float, float]
@@ -70,16 +70,16 @@ class FusedRow:
 
 
 @dataclass
-class Run:
+class _Run:
     """One run in one context."""
 
     plan: Plan
-    rows: list[FusedRow]
+    rows: list[_FusedRow]
     timesteps: Tensor
     told: list[float]  # `timesteps` as numbers, so that no step waits for a device
     setting: dict[str, Any]
     initial: bool = False  # no `set_timesteps` yet: all training times, as diffusers' classes begin
-    adopted: Run | None = None  # the run of another context that this one takes up, until there is a later one
+    adopted: _Run | None = None  # the run of another context that this one takes up, until there is a later one
     index: int | None = None
     begin: int | None = None
     first_row: int = 0
@@ -87,9 +87,9 @@ class Run:
     history: list[Tensor] = field(default_factory=list)
     noises: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
-    def copy(self) -> Run:
+    def copy(self) -> _Run:
         """Itself again, as `replace` does it but faster: every step makes one."""
-        made = object.__new__(Run)
+        made = object.__new__(_Run)
         made.__dict__.update(self.__dict__)
         return made
 
@@ -115,23 +115,23 @@ class Scheduler(DiffusersAPI):
             raise PellucidError(rule("grid", f"{grid_of_name}, as the sampler's name says", lay.name), "grid-twice")
         kind = curve.carries[0] if target is None else targets.named(target)
         self._setup(Reading("", entry.name, curve, kind, lay, options, x0_filter), dialect)
-        refuse_what_the_three_calls_cannot_carry(self._plan_for(4 if lay.name != "explicit" else None), self.reading)
+        _refuse_what_the_three_calls_cannot_carry(self._plan_for(4 if lay.name != "explicit" else None), self.reading)
 
     def _setup(self, reading: Reading, dialect: str) -> None:
         self.reading, self.dialect = reading, dialect
         self.entry = resolve(reading.sampler)[0]
         self.order = self.entry.calls
         self.notes = reading.notes
-        self._draws_apart = self.entry.family in MEMORYLESS or (
+        self._draws_apart = self.entry.family in _MEMORYLESS or (
             dialect == "diffusers" and reading.sampler == "dpm_singlestep"
         )
-        self._runs: dict[int, tuple[ref[Any], Run]] = {}  # by context; replaced, never changed
-        self._latest: Run | None = None
-        self._singles: dict[Any, tuple[Plan, int, FusedRow]] = {}
+        self._runs: dict[int, tuple[ref[Any], _Run]] = {}  # by context; replaced, never changed
+        self._latest: _Run | None = None
+        self._singles: dict[Any, tuple[Plan, int, _FusedRow]] = {}
         self._config, self._tables = None, {}
         stands_for = reading.class_name or EXPORTS.get(reading.sampler, "")
         self._second = SECOND.get(stands_for)
-        self._order = STEP.get(reading.class_name, ("return_dict",)) if reading.class_name else NAMED_STEP
+        self._order = STEP.get(reading.class_name, ("return_dict",)) if reading.class_name else _NAMED_STEP
         if stands_for:
             self.__dict__["__module__"] = "diffusers"  # where a saved pipeline finds the class
 
@@ -147,7 +147,7 @@ class Scheduler(DiffusersAPI):
                 angles = torch.linspace(math.pi / 2, 0.0, len(self) + 1, dtype=torch.float64)[:-1]
                 return (torch.asin(torch.sin(angles) ** 2) * (2.0 / math.pi)).float()
             known = self.entry.peer in ("solver", "training") and self.reading.sampler not in ("pndm", "plms")
-            if (known or self.reading.sampler in EULERS) and not isinstance(self.reading.schedule, EDM):
+            if (known or self.reading.sampler in _EULERS) and not isinstance(self.reading.schedule, EDM):
                 times = torch.arange(len(self), dtype=torch.int64 if self.entry.peer == "training" else torch.float32)
                 return times if self.entry.family == "inversion" else times.flip(0)
         return self._state().timesteps
@@ -224,7 +224,7 @@ class Scheduler(DiffusersAPI):
         base = getattr(sys.modules.get("diffusers"), "SchedulerMixin", None)
         return found if base is None or issubclass(found, base) else _subclass(base, found.__name__)
 
-    __class__ = property(_shown_class)  # type: ignore[assignment]
+    __class__ = property(_shown_class)
 
     def __len__(self) -> int:
         return self.reading.schedule.num_train or int(self.reading.values.get("num_train_timesteps", 1000))
@@ -273,7 +273,7 @@ class Scheduler(DiffusersAPI):
         }
         run = self._begin(setting, torch.device(device or "cpu"))
         self._latest = run
-        with LOCK:  # runs of threads and tasks that have ended
+        with _LOCK:  # runs of threads and tasks that have ended
             self._runs = {key: kept for key, kept in self._runs.items() if kept[0]() is not None}
         self._keep(run)
 
@@ -285,9 +285,10 @@ class Scheduler(DiffusersAPI):
         if run.index is None:
             run = self._enter(run, timestep)
             self._keep(run)
-        here = run.index - run.first_row  # type: ignore[operator]
+        assert run.index is not None
+        here = run.index - run.first_row
         if here >= len(run.rows):
-            raise over(len(run.rows))
+            raise _over(len(run.rows))
         scale = run.rows[here].scale
         return sample if scale == 1.0 else sample * scale
 
@@ -318,9 +319,9 @@ class Scheduler(DiffusersAPI):
             return_dict = given.pop("return_dict", return_dict)
             more = {**given, **more}
         run = self._state().copy()  # what this step changes is kept when it is done
-        churn = CHURN
+        churn = _CHURN
         if eta is not None or more or run.setting["overrides"]:
-            churn = {**CHURN, **{k: more.pop(k) for k in CHURN if k in more}}
+            churn = {**_CHURN, **{k: more.pop(k) for k in _CHURN if k in more}}
             run = self._overridden(run, eta, churn, more)
         run, (plan, here, fused) = self._row_for(run, timestep)
         if model_output.shape != sample.shape and model_output.shape[1] == 2 * sample.shape[1]:
@@ -334,7 +335,7 @@ class Scheduler(DiffusersAPI):
             draw = partial(self._noise, run, plan.rows[here], out, generator, variance_noise, churn["s_noise"])
             previous = self._move(run, plan, here, fused, wide, out, draw)
             if fused.discards:
-                noise_like(out, generator, variance_noise)  # so that the caller's generator moves as with diffusers
+                _noise_like(out, generator, variance_noise)  # so that the caller's generator moves as with diffusers
         if run.index == run.first_row + len(run.rows):  # the run is over: let go of its tensors
             run.anchor, run.history, run.noises = None, [], {}
         self._keep(run)
@@ -360,8 +361,8 @@ class Scheduler(DiffusersAPI):
     ) -> Tensor:
         """`step` without its noise at many times at once, one per entry: what ParaDiGMS pipelines call."""
         zero = torch.zeros_like(sample[:1])
-        parts = zip(model_output.split(1), timesteps.reshape(-1).tolist(), sample.split(1), strict=True)
-        more = {"eta": eta, **more} if self.reading.sampler in TAKES_ETA else more
+        parts = zip(torch.split(model_output, 1), timesteps.reshape(-1).tolist(), torch.split(sample, 1), strict=True)
+        more = {"eta": eta, **more} if self.reading.sampler in _TAKES_ETA else more
         return torch.cat([self.step(m, t, x, variance_noise=zero, **more).prev_sample for m, t, x in parts])
 
     def _get_variance(self, timestep: Any, prev_timestep: Any = None, **_: Any) -> Tensor:
@@ -436,17 +437,17 @@ class Scheduler(DiffusersAPI):
 
     @property
     def _prk_rows(self) -> int:
-        return PRK_ROWS if self.reading.sampler == "pndm" else 0
+        return _PRK_ROWS if self.reading.sampler == "pndm" else 0
 
-    def _run(self) -> Run | None:
+    def _run(self) -> _Run | None:
         """The run of this context. Samplers without a history also take up the latest `set_timesteps` of another."""
         run, latest = self._own_run(), self._latest
-        if run is None and latest is not None and self.entry.family in MEMORYLESS:
+        if run is None and latest is not None and self.entry.family in _MEMORYLESS:
             run = replace(latest, adopted=latest)
         return run
 
-    def _own_run(self) -> Run | None:
-        context = this_context()
+    def _own_run(self) -> _Run | None:
+        context = _this_context()
         found = self._runs.get(id(context))
         if found is None or found[0]() is not context:
             return None
@@ -454,10 +455,10 @@ class Scheduler(DiffusersAPI):
         stale = latest is not None if run.initial else run.adopted is not None and run.adopted is not latest
         return None if stale else run
 
-    def _keep(self, run: Run) -> None:
+    def _keep(self, run: _Run) -> None:
         """Sets the run of this context. The mapping is replaced, not changed: Panorama keeps copies of `__dict__`."""
-        context = this_context()
-        with LOCK:
+        context = _this_context()
+        with _LOCK:
             self._runs = {**self._runs, id(context): (ref(context), run)}
 
     def _training_sigmas(self) -> Tensor:
@@ -466,17 +467,18 @@ class Scheduler(DiffusersAPI):
         shift = getattr(self.reading.schedule, "shift", 1.0)  # a dynamic one depends on the image: 1 here
         return shift * sigmas / (1.0 + (shift - 1.0) * sigmas)
 
-    def _state(self) -> Run:
+    def _state(self) -> _Run:
         run = self._run()
         if run is None and self._untouched:
             total = len(self)
             steps: dict[str, Any] = {"steps": total, "timesteps": None, "sigmas": None, "mu": None, "overrides": {}}
             if self.reading.sampler == "ddpm":
                 steps |= {"steps": None, "timesteps": tuple(range(total - 1, -1, -1))}
-            elif self.reading.sampler in EULERS and isinstance(self.reading.schedule, Tabled):
+            elif self.reading.sampler in _EULERS and isinstance(self.reading.schedule, Tabled):
                 table = finite_table(self.reading.schedule)[::-1].tolist()
                 steps |= {"steps": None, "sigmas": (*table, 0.0)}
-            unlike = self.reading.sampler in EULERS and isinstance(self.reading.schedule, EDM)  # levels that no run has
+            # levels that no run has
+            unlike = self.reading.sampler in _EULERS and isinstance(self.reading.schedule, EDM)
             if self.reading.sampler == "ddpm" or not (self._scales_nothing or unlike):
                 run = replace(self._begin(steps, torch.device("cpu")), initial=True)
                 self._keep(run)
@@ -487,9 +489,9 @@ class Scheduler(DiffusersAPI):
     def _plan_for(self, steps: int | None, **setting: Any) -> Plan:
         return compile_reading(self.reading, steps, dialect=self.dialect, **setting)
 
-    def _row_for(self, run: Run, timestep: Any) -> tuple[Run, tuple[Plan, int, FusedRow]]:
+    def _row_for(self, run: _Run, timestep: Any) -> tuple[_Run, tuple[Plan, int, _FusedRow]]:
         """The row of this call, in its plan; the run goes on behind it."""
-        if timestep is not None and self.reading.sampler in STATELESS:
+        if timestep is not None and self.reading.sampler in _STATELESS:
             time = float(np.float32(float(timestep)))
             if run.index is None or run.told[run.index : run.index + 1] != [time]:
                 if time not in run.told[run.first_row :]:
@@ -500,7 +502,7 @@ class Scheduler(DiffusersAPI):
         assert run.index is not None
         here = run.index - run.first_row
         if here >= len(run.rows):
-            raise over(len(run.rows))
+            raise _over(len(run.rows))
         run.index += 1
         if timestep is not None and self.entry.family == "distilled" and self._as_class:
             time = float(timestep)
@@ -512,7 +514,7 @@ class Scheduler(DiffusersAPI):
                 return run, self._single(run, time, after)
         return run, (run.plan, here, run.rows[here])
 
-    def _previous(self, run: Run, time: int) -> int:
+    def _previous(self, run: _Run, time: int) -> int:
         """Where diffusers goes from a time: DDIM T // N lower, the others to the next of their times."""
         listed = self.reading.sampler not in ("ddim", "ddim_inversion") or run.setting["timesteps"] is not None
         if listed and time in run.told:
@@ -520,7 +522,7 @@ class Scheduler(DiffusersAPI):
             return int(run.told[following]) if following < len(run.told) else -1
         return max(time - len(self) // int(run.plan.grid["steps"]), -1)
 
-    def _single(self, run: Run, time: float, previous: float) -> tuple[Plan, int, FusedRow]:
+    def _single(self, run: _Run, time: float, previous: float) -> tuple[Plan, int, _FusedRow]:
         """The row from one training time to another, compiled alone."""
         if not self._as_class or time != int(time):
             raise PellucidError(rule("timestep", "one of scheduler.timesteps", time), "timestep")
@@ -528,12 +530,12 @@ class Scheduler(DiffusersAPI):
         key = (time, previous, *sorted(overrides.items()))
         found = self._singles.get(key)
         if found is None:
-            if len(self._singles) >= MOST_SINGLES:
+            if len(self._singles) >= _MOST_SINGLES:
                 self._singles.clear()
             times = (time,) if previous < 0 else (time, previous)
             plan = self._plan_for(None, timesteps=times, overrides=overrides)
             here = len(plan.rows) - 1 if self.entry.family == "inversion" else 0
-            found = self._singles[key] = plan, here, fuse(plan, plan.rows[here], self.reading)
+            found = self._singles[key] = plan, here, _fuse(plan, plan.rows[here], self.reading)
         return found
 
     def _pndm_step(self, kind: str, model_output: Tensor, timestep: Any, sample: Tensor, return_dict: bool) -> Any:
@@ -563,18 +565,18 @@ class Scheduler(DiffusersAPI):
             raise PellucidError(rule("steps", f"from 1 to {len(known)}, the times that are left", steps), "steps")
         return [known[int(i)] for i in np.floor(np.linspace(0, len(known), steps, endpoint=False))]
 
-    def _begin(self, setting: dict[str, Any], device: torch.device, skip: int = 0) -> Run:
+    def _begin(self, setting: dict[str, Any], device: torch.device, skip: int = 0) -> _Run:
         plan = self._plan_for(**setting, skip=skip)
-        refuse_what_the_three_calls_cannot_carry(plan, self.reading)
+        _refuse_what_the_three_calls_cannot_carry(plan, self.reading)
         told = [r.time for r in plan.rows]
         whole = (
             all(t == int(t) for t in told) and self.entry.peer in ("solver", "training") and self.dialect == "diffusers"
         )
         times = torch.tensor(told, dtype=torch.int64 if whole else torch.float32, device=device)
-        rows = [fuse(plan, r, self.reading) for r in plan.rows]
-        return Run(plan, rows, times, torch.tensor(told, dtype=torch.float32).tolist(), setting)
+        rows = [_fuse(plan, r, self.reading) for r in plan.rows]
+        return _Run(plan, rows, times, torch.tensor(told, dtype=torch.float32).tolist(), setting)
 
-    def _enter(self, run: Run, timestep: Any) -> Run:
+    def _enter(self, run: _Run, timestep: Any) -> _Run:
         """The run at its first call: at the begin index, at the first row, or where the timestep is."""
         told = None if run.begin is not None or timestep is None else float(timestep)
         if told is None or told == run.told[run.first_row]:
@@ -589,7 +591,7 @@ class Scheduler(DiffusersAPI):
         later = self._at(run, found[1] if len(found) > 1 else found[0])
         return replace(later, index=later.first_row)
 
-    def _at(self, run: Run, row: int) -> Run:
+    def _at(self, run: _Run, row: int) -> _Run:
         """The same run from a later row: compiled again, since a later start has no history."""
         if row == run.first_row:
             return run
@@ -608,22 +610,23 @@ class Scheduler(DiffusersAPI):
             first = later.plan.rows[0]
             wait = Row(first.level, first.time, ((0, 1.0),), held=True)
             plan = replace(later.plan, rows=(wait, *later.plan.rows))
-            later = replace(later, plan=plan, rows=[fuse(plan, wait, self.reading), *later.rows])
+            later = replace(later, plan=plan, rows=[_fuse(plan, wait, self.reading), *later.rows])
         told = [r.time for r in later.plan.rows]
-        if not np.array_equal(np.float32(told), np.float32(run.told[row:])):
+        if not np.array_equal(np.asarray(told, np.float32), np.asarray(run.told[row:], np.float32)):
             raise PellucidError(
                 rule("begin_index", f"0 for {self.reading.sampler}: its calls depend on where it begins", row),
                 "begin-index",
             )
-        kept = {"initial": run.initial, "adopted": run.adopted}
-        return replace(later, timesteps=run.timesteps, told=run.told, first_row=row, **kept)
+        return replace(
+            later, timesteps=run.timesteps, told=run.told, first_row=row, initial=run.initial, adopted=run.adopted
+        )
 
-    def _overridden(self, run: Run, eta: float | None, churn: dict[str, float], more: dict[str, Any]) -> Run:
+    def _overridden(self, run: _Run, eta: float | None, churn: dict[str, float], more: dict[str, Any]) -> _Run:
         """The run with the options that a call sets; what this sampler does not take must be left at its default."""
         name = self.reading.sampler
         overrides: dict[str, Any] = {}
         if eta is not None:
-            if name in TAKES_ETA:
+            if name in _TAKES_ETA:
                 overrides["eta"] = float(eta)
             elif eta != 0.0:
                 advice = "Give it when the scheduler is made."
@@ -634,9 +637,9 @@ class Scheduler(DiffusersAPI):
             overrides |= {"keep_eps": False} if self.reading.x0_filter is not None else {}
         if name == "lms" and "order" in more:
             overrides["order"] = more.pop("order")
-        takes = ("s_noise",) if name == "dpmpp_sde" else tuple(CHURN) if name == "euler" and self._as_class else ()
-        unfit = {k: v for k, v in churn.items() if k not in takes and v != CHURN[k]}
-        unfit |= {k: v for k, v in more.items() if k not in UNUSED or v is not None}
+        takes = ("s_noise",) if name == "dpmpp_sde" else tuple(_CHURN) if name == "euler" and self._as_class else ()
+        unfit = {k: v for k, v in churn.items() if k not in takes and v != _CHURN[k]}
+        unfit |= {k: v for k, v in more.items() if k not in _UNUSED or v is not None}
         for key, value in unfit.items():
             raise PellucidError(rule(key, f"left out for {name}", value), "option")
         overrides = {k: v for k, v in overrides.items() if v != self._default(k)}
@@ -644,8 +647,9 @@ class Scheduler(DiffusersAPI):
             return run
         setting = {**run.setting, "overrides": overrides}
         again = self._at(self._begin(setting, run.timesteps.device), run.first_row)
-        kept = {"initial": run.initial, "adopted": run.adopted}
-        return replace(again, begin=run.begin, index=run.index, history=run.history, **kept)
+        return replace(
+            again, begin=run.begin, index=run.index, history=run.history, initial=run.initial, adopted=run.adopted
+        )
 
     def _default(self, option: str) -> Any:
         """An option as the run has it where no call sets it."""
@@ -654,7 +658,7 @@ class Scheduler(DiffusersAPI):
         return self.reading.options.get(option, self.entry.options()[option])
 
     def _churned(
-        self, run: Run, here: int, x: Tensor, out: Tensor, churn: dict[str, float], generator: Any
+        self, run: _Run, here: int, x: Tensor, out: Tensor, churn: dict[str, float], generator: Any
     ) -> tuple[Tensor, tuple[float, float], Tensor]:
         """Euler with noise put in after the call, as diffusers does it: (x with the noise, to x0, the next x)."""
         row = run.plan.rows[here]
@@ -664,16 +668,16 @@ class Scheduler(DiffusersAPI):
         most = churn["s_churn"] / len(run.timesteps)
         raised = sigma * (1.0 + min(most, math.sqrt(2.0) - 1.0)) if inside else sigma
         if raised > sigma:
-            x = x + noise_like(out, generator, None) * (churn["s_noise"] * math.sqrt(raised**2 - sigma**2))
+            x = x + _noise_like(out, generator, None) * (churn["s_noise"] * math.sqrt(raised**2 - sigma**2))
         kind = targets.named(self.reading.target)
         # a v model is read at the level of its call, the others at the raised one (scheduling_euler_discrete.py)
         level = row.level if kind == "v" and not isinstance(self.reading.schedule, EDM) else Level(1.0, raised)
         to_x0 = read_output(self.reading.schedule, kind, "x0", level)
-        x0 = combine(to_x0, x, out)
+        x0 = _combine(to_x0, x, out)
         return x, to_x0, x * (after.sigma / raised) + x0 * (1.0 - after.sigma / raised)
 
     def _more_of(
-        self, plan: Plan, here: int, fused: FusedRow, to_x0: tuple[float, float], x: Tensor, out: Tensor
+        self, plan: Plan, here: int, fused: _FusedRow, to_x0: tuple[float, float], x: Tensor, out: Tensor
     ) -> Callable[[str], Tensor]:
         """What else a step can say, by name: computed when it is asked for."""
 
@@ -682,12 +686,12 @@ class Scheduler(DiffusersAPI):
                 return self._clean(plan, here, x, out)
             if name == "pred_noised_sample":
                 return self._noised(plan, here, fused, x, out)
-            x0 = combine(to_x0, x, out)
+            x0 = _combine(to_x0, x, out)
             return x0 if self.reading.x0_filter is None else self.reading.x0_filter(x0)
 
         return compute
 
-    def _noised(self, plan: Plan, here: int, fused: FusedRow, x: Tensor, out: Tensor) -> Tensor:
+    def _noised(self, plan: Plan, here: int, fused: _FusedRow, x: Tensor, out: Tensor) -> Tensor:
         """TCD's x before noise is put back: at the lower time that eta names."""
         weights = dict(fused.x)
         up = weights.pop(7, 0.0)
@@ -699,18 +703,18 @@ class Scheduler(DiffusersAPI):
         return moved * (in_frame(below, plan.frame).alpha / end.alpha)
 
     def _move(
-        self, run: Run, plan: Plan, here: int, fused: FusedRow, x: Tensor, out: Tensor, draw: Callable[[], Tensor]
+        self, run: _Run, plan: Plan, here: int, fused: _FusedRow, x: Tensor, out: Tensor, draw: Callable[[], Tensor]
     ) -> Tensor:
         """The registers after one call."""
         uncond: Tensor | None = None
         if self.reading.x0_filter is not None:
-            uncond = combine(fused.to_x0, x, out)
+            uncond = _combine(fused.to_x0, x, out)
             if plan.guided and plan.basis == "eps":  # inversion: eps as it is, x0 filtered beside it
-                uncond, p0 = self.reading.x0_filter(uncond), combine(fused.to_p0, x, out)
+                uncond, p0 = self.reading.x0_filter(uncond), _combine(fused.to_p0, x, out)
             else:
-                p0 = combine(targets.from_x0(plan.basis, plan.rows[here].level), x, self.reading.x0_filter(uncond))
+                p0 = _combine(targets.from_x0(plan.basis, plan.rows[here].level), x, self.reading.x0_filter(uncond))
         else:
-            p0 = combine(fused.to_p0, x, out)
+            p0 = _combine(fused.to_p0, x, out)
         z = draw() if fused.noisy else None
         registers = [x, run.anchor, p0, *run.history, *([None] * (DEPTH - 1 - len(run.history))), uncond, z]
         moved = mix(fused.x, registers)
@@ -721,18 +725,18 @@ class Scheduler(DiffusersAPI):
         return moved
 
     def _noise(
-        self, run: Run, row: Row, out: Tensor, generator: Any, given: Tensor | None, scale: float = 1.0
+        self, run: _Run, row: Row, out: Tensor, generator: Any, given: Tensor | None, scale: float = 1.0
     ) -> Tensor:
         """The noise of a row. Rows whose spans overlap share their intervals (DPM++ SDE), as in `run`.
 
         diffusers' singlestep solver draws afresh for each row; so does its dialect.
         """
         if given is not None or self._draws_apart:
-            found = noise_like(out, generator, given)
+            found = _noise_like(out, generator, given)
             return found if scale == 1.0 else found * scale
         known = run.noises
         addresses = [(d.interval, d.visit) for d in row.draws]
-        run.noises = {a: known[a] if a in known else noise_like(out, generator, None) for a in addresses}
+        run.noises = {a: known[a] if a in known else _noise_like(out, generator, None) for a in addresses}
         parts = [run.noises[a] * (d.weight * scale) for a, d in zip(addresses, row.draws, strict=True)]
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
@@ -762,7 +766,7 @@ class Scheduler(DiffusersAPI):
         return self.reading.schedule.level(time).to(frame)
 
 
-def combine(pair: tuple[float, float], x: Tensor, out: Tensor) -> Tensor:
+def _combine(pair: tuple[float, float], x: Tensor, out: Tensor) -> Tensor:
     """k_x·x + k_out·out, without the passes over x that zeros and ones save."""
     k_x, k_out = pair
     if k_x == 0.0:
@@ -770,7 +774,7 @@ def combine(pair: tuple[float, float], x: Tensor, out: Tensor) -> Tensor:
     return (x * k_x).add_(out, alpha=k_out)
 
 
-def this_context() -> Any:
+def _this_context() -> Any:
     """The running task, or the thread: who calls. Its run is let go by the next `set_timesteps` after its end."""
     try:
         task = asyncio.current_task()
@@ -779,7 +783,7 @@ def this_context() -> Any:
     return task or threading.current_thread()
 
 
-def fuse(plan: Plan, row: Row, reading: Reading) -> FusedRow:
+def _fuse(plan: Plan, row: Row, reading: Reading) -> _FusedRow:
     """Where p0 need not be remembered, its weight goes to x and to the raw output directly: fewer passes over x."""
     kind = targets.named(reading.target)
     to_p0 = read_output(reading.schedule, kind, plan.basis, row.level)
@@ -795,16 +799,16 @@ def fuse(plan: Plan, row: Row, reading: Reading) -> FusedRow:
         x = tuple(sorted((r, w) for r, w in weights.items() if abs(w) > 1e-15))
         to_p0 = (0.0, 1.0)
     noisy, discards = bool(row.draws), discards_noise(plan, row)
-    return FusedRow(to_p0, x, anchor, push, noisy, discards, input_scale(reading.schedule, row.level), to_x0)
+    return _FusedRow(to_p0, x, anchor, push, noisy, discards, input_scale(reading.schedule, row.level), to_x0)
 
 
-def over(rows: int) -> PellucidError:
+def _over(rows: int) -> PellucidError:
     return PellucidError(
         f"step must be called {rows} times per run; this is one more. Call set_timesteps.", "too-many-steps"
     )
 
 
-def refuse_what_the_three_calls_cannot_carry(plan: Plan, reading: Reading) -> None:
+def _refuse_what_the_three_calls_cannot_carry(plan: Plan, reading: Reading) -> None:
     if any(row.pre_noise for row in plan.rows):
         raise PellucidError(
             f"sampler must not churn behind the three calls; got {plan.name}, whose noise would come after the model "
@@ -819,7 +823,7 @@ def refuse_what_the_three_calls_cannot_carry(plan: Plan, reading: Reading) -> No
         )
 
 
-def noise_like(out: Tensor, generator: Any, given: Tensor | None) -> Tensor:
+def _noise_like(out: Tensor, generator: Any, given: Tensor | None) -> Tensor:
     """Noise as diffusers draws it: from the caller's generator(s), or torch's own."""
     if given is not None:
         return given.to(out.dtype)
@@ -848,7 +852,7 @@ def class_named(name: str) -> type[Scheduler]:
 
 
 def _rebuild(
-    kind: str | type[Scheduler], reading: Reading, dialect: str, run: Run | None, latest: Run | None
+    kind: str | type[Scheduler], reading: Reading, dialect: str, run: _Run | None, latest: _Run | None
 ) -> Scheduler:
     cls = class_named(kind) if isinstance(kind, str) else kind
     made = cls.__new__(cls)

@@ -222,4 +222,4 @@ class DiffusersAPI:
         found = getattr(library, self.config["_class_name"], None) if ready else None
         return found if isinstance(found, type) else type(self)
 
-    __class__ = property(_peer_class)  # type: ignore[assignment]
+    __class__ = property(_peer_class)

@@ -21,24 +21,24 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.interop import diffusers_config, hub, weights
 from pellucid.interop import single_file_config as configs
 from pellucid.interop import single_file_keys as keys
-from pellucid.interop.components import Components, Wanted, build, read_config
+from pellucid.interop.components import Components, LoadOptions, build, read_config
 from pellucid.interop.diffusers_export import TARGET_NAMES
 from pellucid.interop.family import INPAINT_CHANNELS, REFINER, SD1, SD2_BASE, SDXL, check_fit
 from pellucid.interop.tokenizer import Tokenizer
 from pellucid.interop.weights import some
 from pellucid.models import clip
 
-CLIP_REPO = "openai/clip-vit-large-patch14"
-OTHER_PAD = "!"  # what Stable Diffusion 2 and the second encoder of SDXL pad with; CLIP itself pads with its end
-SD2_LAYERS = 23  # of OpenCLIP-H's 24: Stable Diffusion 2 reads the last but one
+_CLIP_REPO = "openai/clip-vit-large-patch14"
+_OTHER_PAD = "!"  # what Stable Diffusion 2 and the second encoder of SDXL pad with; CLIP itself pads with its end
+_SD2_LAYERS = 23  # of OpenCLIP-H's 24: Stable Diffusion 2 reads the last but one
 UNET, VAE, CONTROL = "model.diffusion_model.", "first_stage_model.", "control_model."
-CLIP_1, OPEN_CLIP_1 = "cond_stage_model.transformer.", "cond_stage_model.model."
-XL_CLIP, XL_OPEN_CLIP, REFINER_OPEN_CLIP = (
+_CLIP_1, _OPEN_CLIP_1 = "cond_stage_model.transformer.", "cond_stage_model.model."
+_XL_CLIP, _XL_OPEN_CLIP, REFINER_OPEN_CLIP = (
     "conditioner.embedders.0.transformer.",
     "conditioner.embedders.1.model.",
     "conditioner.embedders.0.model.",
 )
-PREFIXES = (UNET, VAE, CONTROL, CLIP_1, OPEN_CLIP_1, XL_CLIP, XL_OPEN_CLIP, REFINER_OPEN_CLIP)
+_PREFIXES = (UNET, VAE, CONTROL, _CLIP_1, _OPEN_CLIP_1, _XL_CLIP, _XL_OPEN_CLIP, REFINER_OPEN_CLIP)
 
 # Tensors of training and of the sampler, which are no weights of a network that runs.
 BOOKKEEPING = re.compile(
@@ -49,8 +49,8 @@ BOOKKEEPING = re.compile(
     r"|(cond_stage_model|conditioner\.embedders\.0)\.(transformer\.)?text_projection(\.weight)?"  # CLIP-L's: not read
     r"|v_pred|ztsnr"  # marks
 )
-OURS = "under diffusers' names: put it in a folder with its config.json"
-FOREIGN: tuple[tuple[str, str], ...] = (
+_OURS = "under diffusers' names: put it in a folder with its config.json"
+_FOREIGN: tuple[tuple[str, str], ...] = (
     (r".*(lora_(up|down|A|B)\b|lora_unet_|hada_w1|lokr_w1).*", "a LoRA: load it onto a model with lora="),
     (r"string_to_param.*|emb_params|clip_[lg]", "a textual inversion: give it as an embedding"),
     (r".*\bjoint_blocks\..*", "Stable Diffusion 3: open it with diffusers and use pellucid.wrap"),
@@ -59,13 +59,13 @@ FOREIGN: tuple[tuple[str, str], ...] = (
     (r"edm_vpred\..*", "an EDM v network (CosXL), which is not supported from a file"),
     (r"depth_model\..*", "Stable Diffusion 2 depth, which is not supported"),
     (r".*\bmotion_modules\..*", "AnimateDiff: video is not supported"),
-    (r"(.*\.)?controlnet_cond_embedding\..*", f"a ControlNet {OURS}"),
-    (r"(down_blocks|up_blocks|transformer_blocks)\..*", f"a network {OURS}"),
-    (r"(encoder|decoder)\.(down|up)_blocks\..*", f"a VAE {OURS}"),
-    (r"(text_model|vision_model)\..*", f"a CLIP encoder {OURS}"),
+    (r"(.*\.)?controlnet_cond_embedding\..*", f"a ControlNet {_OURS}"),
+    (r"(down_blocks|up_blocks|transformer_blocks)\..*", f"a network {_OURS}"),
+    (r"(encoder|decoder)\.(down|up)_blocks\..*", f"a VAE {_OURS}"),
+    (r"(text_model|vision_model)\..*", f"a CLIP encoder {_OURS}"),
 )
 
-ALONE = (
+_ALONE = (
     (r"input_hint_block\..*", "a ControlNet alone: load it with load_component"),
     (r"(encoder|decoder)\.(down|up)\..*", "a VAE alone: load it with load_component"),
 )
@@ -91,14 +91,20 @@ class Layout:
 
 
 LAYOUTS = {
-    CLIP_1: Layout(SD1.name, "StableDiffusionPipeline", ((CLIP_1, "clip"),), ("eps",), 64, SD1.scaling, {}),
-    OPEN_CLIP_1: Layout(
-        "Stable Diffusion 2", "StableDiffusionPipeline", ((OPEN_CLIP_1, "sd2"),), ("eps", "v"), 64, SD2_BASE.scaling, {}
+    _CLIP_1: Layout(SD1.name, "StableDiffusionPipeline", ((_CLIP_1, "clip"),), ("eps",), 64, SD1.scaling, {}),
+    _OPEN_CLIP_1: Layout(
+        "Stable Diffusion 2",
+        "StableDiffusionPipeline",
+        ((_OPEN_CLIP_1, "sd2"),),
+        ("eps", "v"),
+        64,
+        SD2_BASE.scaling,
+        {},
     ),
-    XL_OPEN_CLIP: Layout(
+    _XL_OPEN_CLIP: Layout(
         SDXL.name,
         "StableDiffusionXLPipeline",
-        ((XL_CLIP, "clip"), (XL_OPEN_CLIP, "open_clip")),
+        ((_XL_CLIP, "clip"), (_XL_OPEN_CLIP, "open_clip")),
         ("eps",),
         128,
         SDXL.scaling,
@@ -116,20 +122,20 @@ LAYOUTS = {
 }
 
 
-def read(path: Path, wanted: Wanted) -> Components:
+def read(path: Path, wanted: LoadOptions) -> Components:
     """The components of a whole checkpoint in one file."""
-    check_unasked(wanted)
+    _check_unasked(wanted)
     tensors = weights.read(path)
     sections = split(tensors, path.name)
     layout = layout_of(sections, path.name)
     target, notes = target_of(path, layout, tensors, sections, wanted.target)
-    size = 96 if layout.encoders[0][0] == OPEN_CLIP_1 and target == "v" else layout.size
+    size = 96 if layout.encoders[0][0] == _OPEN_CLIP_1 and target == "v" else layout.size
     scheduler = scheduler_of(layout, target, zero_snr="ztsnr" in tensors)
-    reading, words = diffusers_config.read(scheduler), tokenizers_of(layout, path, wanted.tokenizer)
-    unet = read_unet(sections[UNET], size, wanted)
+    reading, words = diffusers_config.read(scheduler), _tokenizers_of(layout, path, wanted.tokenizer)
+    unet = _read_unet(sections[UNET], size, wanted)
     inpaints = unet.config.in_channels == INPAINT_CHANNELS
-    vae = read_vae(sections[VAE], {"scaling_factor": layout.scaling, "sample_size": size * 8}, wanted)
-    encoders = tuple(READERS[kind](sections[prefix], wanted) for prefix, kind in layout.encoders)
+    vae = _read_vae(sections[VAE], {"scaling_factor": layout.scaling, "sample_size": size * 8}, wanted)
+    encoders = tuple(_READERS[kind](sections[prefix], wanted) for prefix, kind in layout.encoders)
     check_fit(unet, vae, encoders)
     return Components(
         name=path.name,
@@ -139,27 +145,27 @@ def read(path: Path, wanted: Wanted) -> Components:
         text_encoders=encoders,
         tokenizers=words,
         image_encoder=None,
-        controlnets=(read_control(sections[CONTROL], wanted),) if CONTROL in sections else (),
+        controlnets=(_read_control(sections[CONTROL], wanted),) if CONTROL in sections else (),
         scheduler=scheduler,
         schedule=reading.schedule,
         target=reading.target,
         extra=dict(layout.extra),
-        notes=(*notes, *ema_note(tensors)),
+        notes=(*notes, *_ema_note(tensors)),
     )
 
 
-def check_unasked(wanted: Wanted) -> None:
+def _check_unasked(wanted: LoadOptions) -> None:
     if wanted.variant is not None:
         raise PellucidError(rule("variant", "left out for a single file", wanted.variant), "variant")
 
 
 def split(tensors: Mapping[str, Tensor], name: str) -> dict[str, dict[str, Tensor]]:
     """The tensors of each network, under the names that they have inside of it."""
-    refuse(tensors, name, (*FOREIGN, *ALONE))
+    _refuse(tensors, name, (*_FOREIGN, *_ALONE))
     sections: dict[str, dict[str, Tensor]] = {}
     unknown = []
     for key, tensor in tensors.items():
-        prefix = next((prefix for prefix in PREFIXES if key.startswith(prefix)), None)
+        prefix = next((prefix for prefix in _PREFIXES if key.startswith(prefix)), None)
         if BOOKKEEPING.fullmatch(key):
             continue
         if prefix is None:
@@ -173,7 +179,7 @@ def split(tensors: Mapping[str, Tensor], name: str) -> dict[str, dict[str, Tenso
     return sections
 
 
-def refuse(tensors: Mapping[str, Tensor], name: str, kinds: tuple[tuple[str, str], ...]) -> None:
+def _refuse(tensors: Mapping[str, Tensor], name: str, kinds: tuple[tuple[str, str], ...]) -> None:
     """Files of other kinds are named for what they are."""
     for pattern, what in kinds:
         if any(re.fullmatch(pattern, key) for key in tensors):
@@ -207,8 +213,8 @@ def target_of(
     said = {
         "target=": None if asked is None else targets.named(asked),
         "the key v_pred": "v" if "v_pred" in tensors else None,
-        "the file's metadata": target_in_metadata(weights.metadata_of(path)),
-        "the yaml beside it": target_in_yaml(path.with_suffix(".yaml")),
+        "the file's metadata": _target_in_metadata(weights.metadata_of(path)),
+        "the yaml beside it": _target_in_yaml(path.with_suffix(".yaml")),
     }
     sources = {source: found for source, found in said.items() if found is not None}
     family = layout.targets
@@ -230,7 +236,7 @@ def target_of(
     return target, notes
 
 
-def target_in_metadata(metadata: Mapping[str, str]) -> str | None:
+def _target_in_metadata(metadata: Mapping[str, str]) -> str | None:
     """The keys of Stability's modelspec."""
     stated = metadata.get("modelspec.prediction_type", "").lower()
     if stated:
@@ -239,7 +245,7 @@ def target_in_metadata(metadata: Mapping[str, str]) -> str | None:
     return {"stable-diffusion-v2-768-v": "v", "stable-diffusion-v2-512": "eps"}.get(architecture.split("/")[0])
 
 
-def target_in_yaml(path: Path) -> str | None:
+def _target_in_yaml(path: Path) -> str | None:
     """`parameterization: "v"` in the training's config; a config of these families without it means eps."""
     if not path.is_file() or path.stat().st_size > 2**20:
         return None
@@ -275,7 +281,7 @@ def scheduler_of(layout: Layout, target: str, *, zero_snr: bool) -> dict[str, An
     return config
 
 
-def ema_note(tensors: Mapping[str, Tensor]) -> list[str]:
+def _ema_note(tensors: Mapping[str, Tensor]) -> list[str]:
     if any(key.startswith("model_ema.diffusion_model") for key in tensors):
         return [
             "the file also holds an average of the weights over training (model_ema); the weights themselves are used."
@@ -286,66 +292,66 @@ def ema_note(tensors: Mapping[str, Tensor]) -> list[str]:
 # Its networks
 
 
-def read_unet(tensors: Mapping[str, Tensor], size: int, wanted: Wanted) -> Any:
+def _read_unet(tensors: Mapping[str, Tensor], size: int, wanted: LoadOptions) -> Any:
     config = configs.unet_config(tensors, size)
     found = keys.renamed(tensors, keys.unet_table(config), "UNet")
-    return built("UNet2DConditionModel", config, found, "unet", wanted)
+    return _built("UNet2DConditionModel", config, found, "unet", wanted)
 
 
-def read_vae(tensors: Mapping[str, Tensor], more: Mapping[str, Any], wanted: Wanted) -> Any:
+def _read_vae(tensors: Mapping[str, Tensor], more: Mapping[str, Any], wanted: LoadOptions) -> Any:
     config = {**configs.vae_config(tensors), **more}
-    return built("AutoencoderKL", config, keys.vae_tensors(tensors, config), "vae", wanted)
+    return _built("AutoencoderKL", config, keys.vae_tensors(tensors, config), "vae", wanted)
 
 
-def read_control(tensors: Mapping[str, Tensor], wanted: Wanted) -> Any:
+def _read_control(tensors: Mapping[str, Tensor], wanted: LoadOptions) -> Any:
     config = configs.control_config(tensors)
     found = keys.renamed(tensors, keys.control_table(config), "ControlNet")
-    return built("ControlNetModel", config, found, "controlnet", wanted)
+    return _built("ControlNetModel", config, found, "controlnet", wanted)
 
 
-def read_clip(tensors: Mapping[str, Tensor], wanted: Wanted) -> Any:
+def _read_clip(tensors: Mapping[str, Tensor], wanted: LoadOptions) -> Any:
     found = clip.modern_names(tensors)
-    return built("CLIPTextModel", configs.clip_config(found), found, "text_encoder", wanted)
+    return _built("CLIPTextModel", configs.clip_config(found), found, "text_encoder", wanted)
 
 
-def read_open_clip(tensors: Mapping[str, Tensor], wanted: Wanted) -> Any:
+def _read_open_clip(tensors: Mapping[str, Tensor], wanted: LoadOptions) -> Any:
     layers = keys.indices(tensors, "transformer.resblocks.")
     config = configs.open_clip_config(tensors, layers)
     found = keys.open_clip_tensors(tensors, layers)
-    return built("CLIPTextModelWithProjection", config, found, "text_encoder_2", wanted)
+    return _built("CLIPTextModelWithProjection", config, found, "text_encoder_2", wanted)
 
 
-def read_sd2_clip(tensors: Mapping[str, Tensor], wanted: Wanted) -> Any:
+def _read_sd2_clip(tensors: Mapping[str, Tensor], wanted: LoadOptions) -> Any:
     """Stable Diffusion 2 reads the last layer but one, and no projection."""
-    layers = min(keys.indices(tensors, "transformer.resblocks."), SD2_LAYERS)
-    last = f"transformer.resblocks.{SD2_LAYERS}."
+    layers = min(keys.indices(tensors, "transformer.resblocks."), _SD2_LAYERS)
+    last = f"transformer.resblocks.{_SD2_LAYERS}."
     kept = {key: t for key, t in tensors.items() if key != "text_projection" and not key.startswith(last)}
     found = keys.open_clip_tensors(kept, layers)
-    return built("CLIPTextModel", configs.open_clip_config(kept, layers), found, "text_encoder", wanted)
+    return _built("CLIPTextModel", configs.open_clip_config(kept, layers), found, "text_encoder", wanted)
 
 
-READERS: dict[str, Callable[[Mapping[str, Tensor], Wanted], Any]] = {
-    "clip": read_clip,
-    "open_clip": read_open_clip,
-    "sd2": read_sd2_clip,
+_READERS: dict[str, Callable[[Mapping[str, Tensor], LoadOptions], Any]] = {
+    "clip": _read_clip,
+    "open_clip": _read_open_clip,
+    "sd2": _read_sd2_clip,
 }
 
 
-def built(kind: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str, wanted: Wanted) -> Any:
+def _built(kind: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str, wanted: LoadOptions) -> Any:
     settings = read_config(kind, config, name)
     return build(kind, settings, tensors, name=name, dtype=wanted.dtype, device=wanted.device)
 
 
-def read_component(path: Path, wanted: Wanted, config: Mapping[str, Any] | None = None) -> Any:
+def read_component(path: Path, wanted: LoadOptions, config: Mapping[str, Any] | None = None) -> Any:
     """A ControlNet or a VAE in a file of its own, or the ControlNet of a file that holds a whole checkpoint too."""
-    check_unasked(wanted)
+    _check_unasked(wanted)
     tensors = weights.read(path)
-    refuse(tensors, path.name, FOREIGN)
-    inner = {prefix: below(tensors, prefix) for prefix in (CONTROL, VAE, "")}
+    _refuse(tensors, path.name, _FOREIGN)
+    inner = {prefix: _below(tensors, prefix) for prefix in (CONTROL, VAE, "")}
     bare = {key: tensor for key, tensor in inner[""].items() if not BOOKKEEPING.fullmatch(key)}
     control = inner[CONTROL] or (bare if "input_hint_block.0.weight" in bare else {})
     if control:
-        return read_control(control, wanted)
+        return _read_control(control, wanted)
     vae = inner[VAE] or (bare if "encoder.conv_in.weight" in bare else {})
     if not vae:
         raise PellucidError(
@@ -358,28 +364,28 @@ def read_component(path: Path, wanted: Wanted, config: Mapping[str, Any] | None 
             "scaling-unknown",
         )
     kept = {key: tensor for key, tensor in vae.items() if not BOOKKEEPING.fullmatch(key)}
-    return read_vae(kept, config or {}, wanted)
+    return _read_vae(kept, config or {}, wanted)
 
 
-def below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
 
 
 # Its tokenizers
 
 
-def tokenizers_of(layout: Layout, path: Path, given: Path | None) -> tuple[Tokenizer, ...]:
+def _tokenizers_of(layout: Layout, path: Path, given: Path | None) -> tuple[Tokenizer, ...]:
     """One a text encoder, all with CLIP's vocabulary; those of OpenCLIP pad with another token."""
-    plain = find_tokenizer(path, given)
-    return tuple(plain if kind == "clip" else padded(plain, OTHER_PAD) for _, kind in layout.encoders)
+    plain = _find_tokenizer(path, given)
+    return tuple(plain if kind == "clip" else _padded(plain, _OTHER_PAD) for _, kind in layout.encoders)
 
 
-def find_tokenizer(path: Path, given: Path | None) -> Tokenizer:
+def _find_tokenizer(path: Path, given: Path | None) -> Tokenizer:
     """A folder that was named, one beside the file, or the local copy of CLIP's repository: files hold none."""
     if given is not None:
         places = [given, given / "tokenizer"]
     else:
-        repository = hub.cached(CLIP_REPO)
+        repository = hub.cached(_CLIP_REPO)
         places = [path.parent / "tokenizer", path.parent, *([] if repository is None else [repository])]
     for place in places:
         if any((place / name).is_file() for name in ("vocab.json", "tokenizer.json")):
@@ -387,12 +393,12 @@ def find_tokenizer(path: Path, given: Path | None) -> Tokenizer:
     raise PellucidError(
         f"tokenizer must be a folder with CLIP's vocab.json and merges.txt; got {given.name if given else None!r}. "
         "A single file carries none: pass tokenizer= (the tokenizer folder of any Stable Diffusion 1 model), put it "
-        f"beside the file as tokenizer/, or fetch {CLIP_REPO} once.",
+        f"beside the file as tokenizer/, or fetch {_CLIP_REPO} once.",
         "tokenizer-missing",
     )
 
 
-def padded(tokenizer: Tokenizer, pad: str) -> Tokenizer:
+def _padded(tokenizer: Tokenizer, pad: str) -> Tokenizer:
     """A tokenizer that pads with this token, which its texts then never split."""
     core = tokenizers.Tokenizer.from_str(tokenizer.core.to_str())
     core.add_tokens([AddedToken(pad, special=True)])

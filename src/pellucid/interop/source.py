@@ -15,12 +15,12 @@ from pellucid.core.errors import PellucidError, nearest, rule
 from pellucid.core.reader import check_file
 from pellucid.interop import folder as folders
 from pellucid.interop import hub, single_file, weights
-from pellucid.interop.components import INDEX, Components, Wanted
+from pellucid.interop.components import INDEX, Components, LoadOptions
 from pellucid.interop.weights import dtype_named
 from pellucid.models.clip import CLIP, CLIPVisionEncoder
 
 BUNDLES = Path(__file__).parents[1] / "bundles"
-PART = re.compile(r"\w[\w.-]*", re.ASCII)  # a word of a path inside of a bundle: no dots alone, no separators
+_PART = re.compile(r"\w[\w.-]*", re.ASCII)  # a word of a path inside of a bundle: no dots alone, no separators
 
 
 def read_components(
@@ -37,7 +37,8 @@ def read_components(
 
     Without a `dtype` the weights keep that of their file. `target` overrules what the files say is predicted.
     """
-    wanted = Wanted(dtype_named(dtype), place(device), variant, target, None if tokenizer is None else Path(tokenizer))
+    words = None if tokenizer is None else Path(tokenizer)
+    wanted = LoadOptions(dtype_named(dtype), place(device), variant, target, words)
     path = locate(where, revision=revision, variant=variant)
     if path.is_file():
         return replace(single_file.read(path, wanted), name=str(where))
@@ -54,7 +55,7 @@ def load_component(
     config: Mapping[str, Any] | None = None,
 ) -> Any:
     """One network: a ControlNet, a VAE, an encoder from its folder, file or hub id; `config` overrules its keys."""
-    wanted = Wanted(dtype_named(dtype), place(device), variant)
+    wanted = LoadOptions(dtype_named(dtype), place(device), variant)
     path = locate(where, revision=revision, variant=variant)
     if path.is_file():
         return single_file.read_component(path, wanted, config)
@@ -153,7 +154,7 @@ def in_bundle(name: str) -> Path | None:
     if bundle not in bundles():
         return None
     place = BUNDLES.joinpath(bundle, *parts)
-    if not all(PART.fullmatch(part) for part in parts) or not exists(place):
+    if not all(_PART.fullmatch(part) for part in parts) or not exists(place):
         held = ", ".join(sorted(path.name for path in (BUNDLES / bundle).iterdir() if path.is_dir()))
         raise PellucidError(rule(f"part of {bundle}", f"one that it has: {held}", "/".join(parts)), "not-found")
     return place

@@ -20,8 +20,8 @@ from pellucid.interop import weights
 BOS, EOS = "<|startoftext|>", "<|endoftext|>"
 WORD_END = "</w>"
 LENGTH = 77
-NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # Contractions, then runs of letters, single digits, runs of anything else: OpenAI's pattern.
 PIECES = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
@@ -51,18 +51,18 @@ class Tokenizer:
 
     @classmethod
     def _load(cls, folder: Path) -> Tokenizer:
-        config = read_json(folder / "tokenizer_config.json") or {}
-        named, added = special_tokens(folder, config)
+        config = _read_json(folder / "tokenizer_config.json") or {}
+        named, added = _special_tokens(folder, config)
         kind = config.get("tokenizer_class")
         files = (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
         clip = kind.startswith("CLIPTokenizer") if isinstance(kind, str) else files
         if clip:
-            named = in_order({"bos_token": BOS, "eos_token": EOS, "unk_token": EOS, "pad_token": EOS, **named})
-            core = clip_core(*vocabulary(folder), str(content(named["unk_token"])))
+            named = _in_order({"bos_token": BOS, "eos_token": EOS, "unk_token": EOS, "pad_token": EOS, **named})
+            core = clip_core(*_vocabulary(folder), str(_content(named["unk_token"])))
         else:
-            core = whole_core(folder)
-        add_special(core, named, added, folder)
-        return cls(core, **ids_of(core, named, folder), length=window_length(config), clip=clip)
+            core = _whole_core(folder)
+        _add_special(core, named, added, folder)
+        return cls(core, **_ids_of(core, named, folder), length=_window_length(config), clip=clip)
 
     @classmethod
     def from_merges(cls, merges: Sequence[tuple[str, str]], *, length: int = LENGTH) -> Tokenizer:
@@ -141,17 +141,17 @@ class Tokenizer:
         names = [name, *(f"{name}_{i}" for i in range(1, count))]
         for one in {*names, f"{name}_1"}:
             if self.core.token_to_id(one) is not None:
-                raise taken(name, f"{one!r} is a token already")
+                raise _taken(name, f"{one!r} is a token already")
         stem, _, number = name.rpartition("_")
         for one in (name, stem) if stem and number.isdigit() else (name,):
             ids = self.ids(one)
             if ids and ids[0] in self.vectors and tuple(ids) == self.vectors[ids[0]]:
-                raise taken(name, f"{one!r} is an added token already")
+                raise _taken(name, f"{one!r} is an added token already")
         core = tokenizers.Tokenizer.from_str(self.core.to_str())
         core.add_tokens(names)
         grown = replace(self, core=core)
         if grown.ids(name) != [core.token_to_id(one) for one in names]:
-            raise taken(name, "another token is a part of it")
+            raise _taken(name, "another token is a part of it")
         return grown
 
     def save(self, folder: str | Path) -> None:
@@ -172,14 +172,14 @@ class Tokenizer:
             "model_max_length": self.length,
             **names,
             "added_tokens_decoder": {
-                str(i): {"content": t.content, **{f: getattr(t, f) for f in FLAGS}} for i, t in added
+                str(i): {"content": t.content, **{f: getattr(t, f) for f in _FLAGS}} for i, t in added
             },
         }
         for file, value in (("tokenizer_config.json", config), ("special_tokens_map.json", names)):
             (folder / file).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def taken(name: str, why: str) -> PellucidError:
+def _taken(name: str, why: str) -> PellucidError:
     advice = "Give the embedding another name."
     return PellucidError(rule("name of a new token", f"new ({why})", name, advice), "token-known")
 
@@ -206,16 +206,16 @@ def clip_core(vocab: Mapping[str, int], merges: Iterable[tuple[str, str]], unkno
     return core
 
 
-def whole_core(folder: Path) -> tokenizers.Tokenizer:
+def _whole_core(folder: Path) -> tokenizers.Tokenizer:
     """A tokenizer.json as it stands, less the truncation and padding that it may carry."""
     file = folder / "tokenizer.json"
-    held = read_json(file)
+    held = _read_json(file)
     if held is None:
         must = "a folder with vocab.json and merges.txt, or tokenizer.json"
         raise PellucidError(rule("tokenizer", must, folder.name), "tokenizer-files")
     model, added = held.get("model"), held.get("added_tokens")
     if isinstance(model, dict) and isinstance(model.get("vocab"), dict):
-        check_ids(model["vocab"], len(added) if isinstance(added, list) else 0, file.name)
+        _check_ids(model["vocab"], len(added) if isinstance(added, list) else 0, file.name)
     try:
         core = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:
@@ -225,26 +225,26 @@ def whole_core(folder: Path) -> tokenizers.Tokenizer:
     return core
 
 
-def vocabulary(folder: Path) -> tuple[dict[str, int], list[tuple[str, str]]]:
+def _vocabulary(folder: Path) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Entries and merges, of tokenizer.json where there is one: transformers prefers it too."""
-    whole = read_json(folder / "tokenizer.json")
+    whole = _read_json(folder / "tokenizer.json")
     if whole is not None:
         model = whole.get("model") or {}
         if not isinstance(model.get("vocab"), dict) or not isinstance(model.get("merges"), list):
             raise PellucidError(rule("model of tokenizer.json", "a BPE", model.get("type")), "tokenizer-files")
-        check_ids(model["vocab"], 0, "tokenizer.json")
-        return model["vocab"], [pair_of(merge, "tokenizer.json") for merge in model["merges"]]
+        _check_ids(model["vocab"], 0, "tokenizer.json")
+        return model["vocab"], [_pair_of(merge, "tokenizer.json") for merge in model["merges"]]
     for name in ("vocab.json", "merges.txt"):
         if not (folder / name).is_file():
             raise PellucidError(rule(f"{name} of {folder.name}", "a file that exists", "none"), "tokenizer-files")
-    entries = read_json(folder / "vocab.json") or {}
-    check_ids(entries, 0, "vocab.json")
+    entries = _read_json(folder / "vocab.json") or {}
+    _check_ids(entries, 0, "vocab.json")
     lines = read_text(folder / "merges.txt", "merges.txt", code="tokenizer-files").replace("\r\n", "\n").split("\n")
     lines = lines[:-1] if lines[-1] == "" else lines
-    return entries, [pair_of(line, "merges.txt") for line in lines if not line.startswith("#version")]
+    return entries, [_pair_of(line, "merges.txt") for line in lines if not line.startswith("#version")]
 
 
-def check_ids(vocab: Mapping[str, Any], more: int, where: str) -> None:
+def _check_ids(vocab: Mapping[str, Any], more: int, where: str) -> None:
     """Refuses ids beyond the size of a vocabulary: the package would make room up to the highest."""
     room = len(vocab) + more
     for word, i in vocab.items():
@@ -253,14 +253,14 @@ def check_ids(vocab: Mapping[str, Any], more: int, where: str) -> None:
             raise PellucidError(rule(f"id of {word[:40]!r} in {where}", must, i), "tokenizer-files")
 
 
-def pair_of(merge: Any, where: str) -> tuple[str, str]:
+def _pair_of(merge: Any, where: str) -> tuple[str, str]:
     parts = merge.split(" ") if isinstance(merge, str) else merge
     if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(part, str) for part in parts):
         raise PellucidError(rule(f"a merge of {where}", "two parts of a word", merge), "tokenizer-files")
     return parts[0], parts[1]
 
 
-def read_json(file: Path) -> dict[str, Any] | None:
+def _read_json(file: Path) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     try:
@@ -269,21 +269,23 @@ def read_json(file: Path) -> dict[str, Any] | None:
         raise PellucidError(str(error), "tokenizer-files") from None
 
 
-def content(token: str | AddedToken) -> str:
+def _content(token: str | AddedToken) -> str:
     return token if isinstance(token, str) else token.content
 
 
-def as_token(value: Any, *, special: bool) -> Any:
+def _as_token(value: Any, *, special: bool) -> Any:
     """A token as the files write it: its text, which stays a str, or an object with flags."""
     if not isinstance(value, dict):
         return str(value)
     flags = {
-        flag: typed(bool, value[flag], f"{flag} of an added token", code="tokenizer") for flag in FLAGS if flag in value
+        flag: typed(bool, value[flag], f"{flag} of an added token", code="tokenizer")
+        for flag in _FLAGS
+        if flag in value
     }
     return AddedToken(value["content"], **{**flags, "special": special or flags.get("special", False)})
 
 
-def special_tokens(
+def _special_tokens(
     folder: Path, config: Mapping[str, Any]
 ) -> tuple[dict[str, str | AddedToken], list[tuple[int, AddedToken]]]:
     """The named tokens, and those added to the vocabulary, by id.
@@ -291,31 +293,31 @@ def special_tokens(
     tokenizer_config.json says all since transformers 4.34 (added_tokens_decoder); before that
     special_tokens_map.json overrules it and added_tokens.json lists the rest.
     """
-    given = {key: config[key] for key in NAMED if config.get(key) is not None}
+    given = {key: config[key] for key in _NAMED if config.get(key) is not None}
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     stated = config.get("added_tokens_decoder")
-    added = [(int(i), as_token(token, special=False)) for i, token in (stated or {}).items()]
+    added = [(int(i), _as_token(token, special=False)) for i, token in (stated or {}).items()]
     if stated is None:
-        legacy = read_json(folder / "special_tokens_map.json") or {}
-        given |= {key: legacy[key] for key in NAMED if legacy.get(key) is not None}
+        legacy = _read_json(folder / "special_tokens_map.json") or {}
+        given |= {key: legacy[key] for key in _NAMED if legacy.get(key) is not None}
         extra = legacy.get("additional_special_tokens") or extra
         names = {value["content"] if isinstance(value, dict) else value for value in given.values()}
-        for text, i in (read_json(folder / "added_tokens.json") or {}).items():
+        for text, i in (_read_json(folder / "added_tokens.json") or {}).items():
             special = text in names
             added.append((i, AddedToken(text, normalized=not special, special=special)))
-        for token in (read_json(folder / "tokenizer.json") or {}).get("added_tokens", []):
-            added.append((token["id"], as_token(token, special=False)))
-    named = {key: as_token(token, special=True) for key, token in given.items()}
-    named |= {f"extra {n}": as_token(token, special=True) for n, token in enumerate(extra)}
-    return in_order(named), sorted(added, key=lambda pair: pair[0])
+        for token in (_read_json(folder / "tokenizer.json") or {}).get("added_tokens", []):
+            added.append((token["id"], _as_token(token, special=False)))
+    named = {key: _as_token(token, special=True) for key, token in given.items()}
+    named |= {f"extra {n}": _as_token(token, special=True) for n, token in enumerate(extra)}
+    return _in_order(named), sorted(added, key=lambda pair: pair[0])
 
 
-def in_order(named: Mapping[str, Any]) -> dict[str, Any]:
+def _in_order(named: Mapping[str, Any]) -> dict[str, Any]:
     """In the order in which transformers adds them: it decides the ids of those that are new."""
-    return {key: named[key] for key in (*NAMED, *(key for key in named if key not in NAMED)) if key in named}
+    return {key: named[key] for key in (*_NAMED, *(key for key in named if key not in _NAMED)) if key in named}
 
 
-def add_special(
+def _add_special(
     core: tokenizers.Tokenizer,
     named: Mapping[str, str | AddedToken],
     added: Sequence[tuple[int, AddedToken]],
@@ -323,12 +325,12 @@ def add_special(
 ) -> None:
     """Tell the core which tokens are never split; a flag stated twice counts as it was stated last."""
     known = {token.content for _, token in added}
-    names = {content(token) for token in named.values()}
+    names = {_content(token) for token in named.values()}
     tokens = [token for _, token in added]
     for token in tokens:
         token.special = token.special or token.content in names
     for named_token in named.values():
-        if content(named_token) not in known:
+        if _content(named_token) not in known:
             flagged = AddedToken(named_token, special=True) if isinstance(named_token, str) else named_token
             tokens.append(flagged)
     core.add_tokens(tokens)
@@ -340,21 +342,21 @@ def add_special(
             )
 
 
-def ids_of(core: tokenizers.Tokenizer, named: Mapping[str, str | AddedToken], folder: Path) -> dict[str, int]:
+def _ids_of(core: tokenizers.Tokenizer, named: Mapping[str, str | AddedToken], folder: Path) -> dict[str, int]:
     ids = {}
     for key in ("bos", "eos", "pad"):
         token = named.get(f"{key}_token", named.get("eos_token") if key == "pad" else None)
-        index = None if token is None else core.token_to_id(content(token))
+        index = None if token is None else core.token_to_id(_content(token))
         if index is None:
             must = f"named in tokenizer_config.json or special_tokens_map.json of {folder.name}"
             raise PellucidError(
-                rule(f"{key}_token", must, None if token is None else content(token)), "tokenizer-special"
+                rule(f"{key}_token", must, None if token is None else _content(token)), "tokenizer-special"
             )
         ids[key] = index
     return ids
 
 
-def window_length(config: Mapping[str, Any]) -> int:
+def _window_length(config: Mapping[str, Any]) -> int:
     """`model_max_length`; transformers writes 10³⁰ where nobody said."""
     length = config.get("model_max_length")
     if isinstance(length, bool) or not isinstance(length, int | float) or length > 10**6:

@@ -27,22 +27,22 @@ from torch.overrides import TorchFunctionMode
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import check_file, open_file, parse_object, read_bytes
 
-MAX_INDEX_BYTES = 64 * 2**20
-MAX_SHARDS, MAX_NAME = 10_000, 255  # files of one index, and bytes of a file's name
-STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")  # diffusers', transformers', transformers' pickles
+_MAX_INDEX_BYTES = 64 * 2**20
+_MAX_SHARDS, _MAX_NAME = 10_000, 255  # files of one index, and bytes of a file's name
+_STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")  # diffusers', transformers', transformers' pickles
 PICKLES = (".bin", ".ckpt", ".pt", ".pth")
-ENDINGS = (".safetensors", ".safetensors.index.json", *PICKLES)
-LFS_POINTER = b"version https://git-lfs"
+_ENDINGS = (".safetensors", ".safetensors.index.json", *PICKLES)
+_LFS_POINTER = b"version https://git-lfs"
 NOT_WEIGHTS = re.compile(r"(^|\.)position_ids$")  # a table of 0, 1, 2, … that old CLIP files carry
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
-N = TypeVar("N", bound=nn.Module)
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+_N = TypeVar("_N", bound=nn.Module)
 
 
 def dtype_named(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """A torch dtype from itself or its name."""
-    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if dtype is not None and (found is None or not found.is_floating_point or found.itemsize < 2):
-        raise PellucidError(rule("dtype", f"one of {', '.join(DTYPES)}", str(dtype)), "dtype")
+        raise PellucidError(rule("dtype", f"one of {', '.join(_DTYPES)}", str(dtype)), "dtype")
     return found
 
 
@@ -55,7 +55,7 @@ def read(path: Path) -> dict[str, Tensor]:
     if kind == "safetensors":
         tensors = read_safetensors(path)
     else:
-        tensors = tensors_in(read_pickle(path, zipped=kind == "zip"), path)
+        tensors = _tensors_in(read_pickle(path, zipped=kind == "zip"), path)
     if not tensors:
         raise PellucidError(rule(f"weights in {path.name}", "at least one tensor", "none"), "weights-file")
     return tensors
@@ -73,7 +73,7 @@ def kind_of(path: Path) -> str:
         raise PellucidError(
             rule(f"weights in {path.name}", "a safetensors file or a torch pickle", "an empty file"), "weights-file"
         )
-    if head.startswith(LFS_POINTER):
+    if head.startswith(_LFS_POINTER):
         raise PellucidError(
             rule(
                 f"weights in {path.name}",
@@ -102,7 +102,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise broken(path, error) from None
+        raise _broken(path, error) from None
 
 
 def metadata_of(path: Path) -> dict[str, str]:
@@ -113,7 +113,7 @@ def metadata_of(path: Path) -> dict[str, str]:
         with safe_open(path, framework="pt") as file:
             return dict(file.metadata() or {})
     except (SafetensorError, OSError) as error:
-        raise broken(path, error) from None
+        raise _broken(path, error) from None
 
 
 def shapes_of(path: Path) -> list[tuple[int, ...]]:
@@ -123,10 +123,10 @@ def shapes_of(path: Path) -> list[tuple[int, ...]]:
         with safe_open(path, framework="pt") as file:
             return [tuple(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise broken(path, error) from None
+        raise _broken(path, error) from None
 
 
-def broken(path: Path, error: Exception) -> PellucidError:
+def _broken(path: Path, error: Exception) -> PellucidError:
     words = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
     return PellucidError(
         f"weights in {path.name} must be a whole file; got one that is truncated or corrupt ({words}). "
@@ -138,7 +138,7 @@ def broken(path: Path, error: Exception) -> PellucidError:
 def read_pickle(path: Path, *, zipped: bool, what: str = "weights") -> Any:
     """What a pickle holds: torch's restricted reader opens it, and nothing in it runs."""
     if zipped:
-        check_zip(path)
+        _check_zip(path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about old pickle protocols: what was read is checked later
@@ -150,21 +150,21 @@ def read_pickle(path: Path, *, zipped: bool, what: str = "weights") -> Any:
             "weights-pickle",
         ) from None
     except Exception as error:  # a malformed pickle makes its reader fail in any way
-        raise broken(path, error) from None
+        raise _broken(path, error) from None
 
 
-def check_zip(path: Path) -> None:
+def _check_zip(path: Path) -> None:
     """torch stores and never compresses: sizes beyond the file's own are a trap."""
     try:
         with zipfile.ZipFile(path) as archive:
             claimed = sum(entry.file_size for entry in archive.infolist())
     except (zipfile.BadZipFile, OSError, ValueError) as error:
-        raise broken(path, error) from None
+        raise _broken(path, error) from None
     if claimed > path.stat().st_size:
-        raise broken(path, ValueError(f"claims {claimed} bytes in {path.stat().st_size}"))
+        raise _broken(path, ValueError(f"claims {claimed} bytes in {path.stat().st_size}"))
 
 
-def tensors_in(held: Any, path: Path) -> dict[str, Tensor]:
+def _tensors_in(held: Any, path: Path) -> dict[str, Tensor]:
     """The state dict of a checkpoint: the whole of it, or its `state_dict`; numbers such as a step count are left."""
     if isinstance(held, Mapping) and isinstance(held.get("state_dict"), Mapping):
         held = held["state_dict"]
@@ -189,21 +189,21 @@ def some(names: Iterable[str], count: int = 4) -> str:
 
 
 @dataclass(frozen=True)
-class Found:
+class WeightsFile:
     """The weights of one folder: a file or an index of shards, and the variant that it is."""
 
     path: Path
     variant: str | None
 
 
-def find(folder: Path, variant: str | None = None) -> Found:
+def find(folder: Path, variant: str | None = None) -> WeightsFile:
     """The weights of a folder: see `choose`."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     chosen = choose(names, variant)
     if chosen is not None:
-        return Found(folder / chosen[0], chosen[1])
-    variants = variants_in(names)
-    wanted = f"{STEMS[0]}.safetensors or {STEMS[1]}.safetensors" + (f" (variant {variant})" if variant else "")
+        return WeightsFile(folder / chosen[0], chosen[1])
+    variants = _variants_in(names)
+    wanted = f"{_STEMS[0]}.safetensors or {_STEMS[1]}.safetensors" + (f" (variant {variant})" if variant else "")
     raise PellucidError(
         f"weights in {folder.name} must be {wanted}; got {some(names) or 'an empty folder'}."
         + (f" Name the variant: {', '.join(variants)}." if variants else ""),
@@ -214,16 +214,16 @@ def find(folder: Path, variant: str | None = None) -> Found:
 def choose(names: Iterable[str], variant: str | None = None) -> tuple[str, str | None] | None:
     """The file of the variant that was asked for, else the plain one, else that of the only variant there is."""
     there = set(names)
-    variants = variants_in(there)
+    variants = _variants_in(there)
     only = variants[0] if variant is None and len(variants) == 1 else None
     for asked in dict.fromkeys((variant, None, only)):
-        for name in (spell(stem, ending, asked) for ending in ENDINGS for stem in STEMS):
+        for name in (_spell(stem, ending, asked) for ending in _ENDINGS for stem in _STEMS):
             if name in there:
                 return name, asked
     return None
 
 
-def spell(stem: str, ending: str, variant: str | None) -> str:
+def _spell(stem: str, ending: str, variant: str | None) -> str:
     """diffusers' spelling: model.fp16.safetensors, but model.safetensors.index.fp16.json."""
     if variant is None:
         return stem + ending
@@ -232,15 +232,15 @@ def spell(stem: str, ending: str, variant: str | None) -> str:
     return f"{stem}.{variant}{ending}"
 
 
-def variants_in(names: Iterable[str]) -> list[str]:
-    stems = "|".join(STEMS)
+def _variants_in(names: Iterable[str]) -> list[str]:
+    stems = "|".join(_STEMS)
     whole = re.compile(rf"(?:{stems})\.(?P<variant>[A-Za-z0-9_]+)(?:\.safetensors|\.bin)")
     index = re.compile(rf"(?:{stems})\.safetensors\.index\.(?P<variant>[A-Za-z0-9_]+)\.json")
     hits = (whole.fullmatch(name) or index.fullmatch(name) for name in names)
     return sorted({hit["variant"] for hit in hits if hit} - {"index"})
 
 
-def read_folder(folder: Path, variant: str | None = None) -> tuple[dict[str, Tensor], Found]:
+def read_folder(folder: Path, variant: str | None = None) -> tuple[dict[str, Tensor], WeightsFile]:
     """The tensors of a component's folder."""
     found = find(folder, variant)
     if found.path.name.endswith(".json"):
@@ -248,10 +248,10 @@ def read_folder(folder: Path, variant: str | None = None) -> tuple[dict[str, Ten
     return read(found.path), found
 
 
-def read_json(path: Path, limit: int = MAX_INDEX_BYTES) -> dict[str, Any]:
+def read_json(path: Path, limit: int = _MAX_INDEX_BYTES) -> dict[str, Any]:
     """The JSON object of a file that another program wrote."""
     text = read_bytes(path, path.name, limit, "json-file")
-    if text.startswith(LFS_POINTER):
+    if text.startswith(_LFS_POINTER):
         pointer = "it is a git-LFS pointer: run `git lfs pull`"
         raise PellucidError(f"{path.name} must be JSON; {pointer}.", "json-file")
     return parse_object(text, path.name, "json-file", foreign=True)
@@ -262,11 +262,11 @@ def read_shards(index: Path) -> dict[str, Tensor]:
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
         raise PellucidError(rule(f"weight_map of {index.name}", "tensor names to file names", places), "weights-index")
-    if len(set(places.values())) > MAX_SHARDS:
-        raise PellucidError(rule(f"shards of {index.name}", f"at most {MAX_SHARDS}", len(places)), "weights-index")
+    if len(set(places.values())) > _MAX_SHARDS:
+        raise PellucidError(rule(f"shards of {index.name}", f"at most {_MAX_SHARDS}", len(places)), "weights-index")
     tensors: dict[str, Tensor] = {}
     for shard in sorted(set(places.values())):
-        if shard in (".", "..") or re.search(r"[/\\:\0]", shard) or len(shard.encode(errors="replace")) > MAX_NAME:
+        if shard in (".", "..") or re.search(r"[/\\:\0]", shard) or len(shard.encode(errors="replace")) > _MAX_NAME:
             raise PellucidError(rule(f"a shard of {index.name}", "a file beside it", shard), "weights-index")
         if not (index.parent / shard).is_file():
             raise PellucidError(
@@ -282,24 +282,24 @@ def read_shards(index: Path) -> dict[str, Tensor]:
 
 
 def load(
-    make: Callable[[], N],
+    make: Callable[[], _N],
     tensors: Mapping[str, Tensor],
     *,
     name: str,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-) -> N:
+) -> _N:
     """A network with these tensors for weights: frozen, in eval mode, in `dtype` or in the dtype of the file.
 
     It is sketched on the meta device first, so that names and shapes are checked before anything is allocated.
     """
     network = sketch(make, name)
     tensors = {key: value for key, value in tensors.items() if not NOT_WEIGHTS.search(key)}
-    check(network, tensors, name)
-    if any(buffer.is_meta for buffer in computed_buffers(network)):
+    _check(network, tensors, name)
+    if any(buffer.is_meta for buffer in _computed_buffers(network)):
         with bare_parameters():
             network = make()
-    kind = dtype or common_dtype(tensors.values(), name)
+    kind = dtype or _common_dtype(tensors.values(), name)
     place = torch.device(device or "cpu")
     network.load_state_dict({key: placed(value, kind, place) for key, value in tensors.items()}, assign=True)
     return network.to(place).eval().requires_grad_(False)
@@ -317,7 +317,7 @@ class _WithoutNumbers(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def sketch(make: Callable[[], N], name: str) -> N:
+def sketch(make: Callable[[], _N], name: str) -> _N:
     """The network on the meta device: names and shapes, and no memory."""
     try:
         with torch.device("meta"), _WithoutNumbers():
@@ -331,7 +331,7 @@ def sketch(make: Callable[[], N], name: str) -> N:
         ) from None
 
 
-def check(network: nn.Module, tensors: Mapping[str, Tensor], name: str) -> None:
+def _check(network: nn.Module, tensors: Mapping[str, Tensor], name: str) -> None:
     """Every weight is there, none is left over, and each has the shape that the config says."""
     wanted = network.state_dict()
     missing, extra = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
@@ -345,7 +345,7 @@ def check(network: nn.Module, tensors: Mapping[str, Tensor], name: str) -> None:
             )
 
 
-def computed_buffers(network: nn.Module) -> Iterator[Tensor]:
+def _computed_buffers(network: nn.Module) -> Iterator[Tensor]:
     """The buffers that no file holds: a network computes them when it is made."""
     for module in network.modules():
         for name in module._non_persistent_buffers_set:
@@ -371,7 +371,7 @@ def bare_parameters() -> Iterator[None]:
         hook.remove()
 
 
-def common_dtype(tensors: Iterable[Tensor], name: str) -> torch.dtype:
+def _common_dtype(tensors: Iterable[Tensor], name: str) -> torch.dtype:
     """One dtype for a network: that of its file, the widest where the file mixes them."""
     kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     if any(kind.itemsize < 2 for kind in kinds):

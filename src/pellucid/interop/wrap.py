@@ -1,9 +1,9 @@
 """A live diffusers pipeline, asked one step at a time.
 
-The pipeline's own call runs on a copy of the object, in a thread that moves only while it is asked. Two stand-ins
-hold its strings (wrap_strings.py): one for the scheduler, which hands every step to us, and one for the network, which
-notes what it is told and what it answers. So the pipeline encodes, shapes, tells the time and decodes as it always
-does, whatever its family; the loop, the plan and the guidance are ours. The pipeline itself is never written to.
+The pipeline's own call runs on a copy of the object, in a thread that moves only while it is asked. Two proxies
+stand in for its parts (wrap_proxies.py): one for the scheduler, which hands every step to us, and one for the network,
+which notes its inputs and its answers. So the pipeline encodes, shapes, tells the time and decodes as it always does,
+whatever its family; the loop, the plan and the guidance are ours. The pipeline itself is never written to.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.interop.wrap_strings import Call, Listener, Only, Prompter, Reply, Times
+from pellucid.interop.wrap_proxies import Branch, Call, NetworkProxy, Reply, SchedulerProxy, Times
 
-NETWORKS = ("transformer", "unet")
-FALLBACK = "Our samplers still run inside of it: pipe.scheduler = pellucid.Scheduler.from_config(pipe.scheduler)."
+_NETWORKS = ("transformer", "unet")
+_FALLBACK = "Our samplers still run inside of it: pipe.scheduler = pellucid.Scheduler.from_config(pipe.scheduler)."
 # What a pipeline that starts from an image takes, and what it is called.
-IMAGE = (
+_IMAGE = (
     "strength",
     "mask_image",
     "control_image",
@@ -38,8 +38,8 @@ IMAGE = (
     "noise_level",
     "source_prompt",
 )
-IMAGE_WORDS = "Img2Img|ImageToImage|I2I|Inpaint|Edit|Upscale|Refiner|ControlNet|Adapter|Layered|Pix2Pix"
-LEAVE = object()
+_IMAGE_WORDS = "Img2Img|ImageToImage|I2I|Inpaint|Edit|Upscale|Refiner|ControlNet|Adapter|Layered|Pix2Pix"
+_LEAVE = object()
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,13 @@ def look(pipeline: Any) -> Peer:
     parameters = inspect.signature(type(pipeline).__call__).parameters
     takes = {name: p.default for name, p in parameters.items() if name != "self"}
     refuse_other_work(kind, takes)
-    found = [name for name in NETWORKS if getattr(pipeline, name, None) is not None]
+    found = [name for name in _NETWORKS if getattr(pipeline, name, None) is not None]
     if len(found) != 1 or not hasattr(pipeline, "prepare_latents"):
         must = (
             "one with a single transformer or unet and with prepare_latents: Stable Diffusion 1, 2, XL and 3, FLUX, "
             "PixArt, Sana, AuraFlow, Lumina, HunyuanDiT, Qwen-Image, Z-Image and others of that build"
         )
-        raise PellucidError(rule("pipeline", must, kind, FALLBACK), "wrap-family")
+        raise PellucidError(rule("pipeline", must, kind, _FALLBACK), "wrap-family")
     return Peer(pipeline, found[0], takes)
 
 
@@ -85,7 +85,7 @@ def refuse_other_work(kind: str, takes: Mapping[str, Any]) -> None:
         work = "makes video"
     elif "Audio" in kind or any("audio" in name for name in takes):
         work = "makes sound"
-    elif re.search(IMAGE_WORDS, kind) or any(name in takes for name in IMAGE):
+    elif re.search(_IMAGE_WORDS, kind) or any(name in takes for name in _IMAGE):
         work = "starts from an image"
     elif "prompt" not in takes:
         work = "takes no prompt"
@@ -94,7 +94,7 @@ def refuse_other_work(kind: str, takes: Mapping[str, Any]) -> None:
         raise PellucidError(f"pipeline must make images from text alone; {kind} {work}. {advice}", "wrap-kind")
 
 
-class Left(BaseException):
+class _HangUp(BaseException):
     """Unwinds the pipeline's own call when nobody will ask it again."""
 
 
@@ -110,14 +110,14 @@ class Conversation:
         self.first: Tensor | None = None  # the pipeline's own latents: the x of its first step is written into them
         self.laid = False
         self.given: Tensor | None = None
-        self.only: Only | None = None
+        self.only: Branch | None = None
         self.calls: list[Call] = []
         self.answer: Any = None  # the network's last one
         self.stage = "prepare"
         self.attention = dict(getattr(self.network, "attn_processors", {}))
         self.to_peer: SimpleQueue[Any] = SimpleQueue()
         self.to_us: SimpleQueue[tuple[str, Any]] = SimpleQueue()
-        self.thread = threading.Thread(target=self.work, args=(as_here(),), daemon=True, name="pellucid-wrap")
+        self.thread = threading.Thread(target=self.work, args=(_as_here(),), daemon=True, name="pellucid-wrap")
 
     # --- our side -------------------------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class Conversation:
         assert self.first is not None
         return self.first.detach().clone()
 
-    def ask(self, x: Tensor, only: Only | None = None) -> Reply:
+    def ask(self, x: Tensor, only: Branch | None = None) -> Reply:
         """One step of the pipeline's loop on x, as the network is to see it; `only` one of two predictions."""
         assert self.first is not None
         self.only, self.calls = only, []
@@ -154,7 +154,7 @@ class Conversation:
     def close(self) -> None:
         """Lets the pipeline go, wherever it stands."""
         if self.thread.ident is not None:
-            self.to_peer.put(LEAVE)
+            self.to_peer.put(_LEAVE)
             self.thread.join()
 
     def wait_for(self, wanted: str) -> Any:
@@ -167,7 +167,7 @@ class Conversation:
         return value
 
     def another(self, must: str) -> PellucidError:
-        return PellucidError(f"{self.peer.kind} must {must}; its loop is of another kind. {FALLBACK}", "wrap-loop")
+        return PellucidError(f"{self.peer.kind} must {must}; its loop is of another kind. {_FALLBACK}", "wrap-loop")
 
     def explained(self, error: BaseException) -> BaseException:
         """A pipeline's complaint as one line; what is ours, or not about the request, as it is."""
@@ -184,7 +184,7 @@ class Conversation:
         try:
             with settings:
                 self.to_us.put(("done", self.twin()(**self.call)))
-        except Left:
+        except _HangUp:
             self.tidy()
         except BaseException as error:
             self.to_us.put(("failed", error))
@@ -200,8 +200,8 @@ class Conversation:
         real = self.peer.pipeline
         made = copy.copy(real)
         own = {
-            "scheduler": Prompter(self, real.scheduler),
-            self.peer.network_name: Listener(self, self.network),
+            "scheduler": SchedulerProxy(self, real.scheduler),
+            self.peer.network_name: NetworkProxy(self, self.network),
             "prepare_latents": partial(self.prepare_latents, made.prepare_latents),
             "_progress_bar_config": {"disable": True},
         }
@@ -213,8 +213,8 @@ class Conversation:
     def hand_over(self, what: str, value: Any = None) -> Any:
         self.to_us.put((what, value))
         answer = self.to_peer.get()
-        if answer is LEAVE:
-            raise Left
+        if answer is _LEAVE:
+            raise _HangUp
         return answer
 
     def prepare_latents(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -234,19 +234,19 @@ class Conversation:
     def step(self, output: Tensor, sample: Tensor) -> Tensor:
         """The pipeline's prediction goes to us; what comes back is its next x."""
         given = self.given
-        if given is None or sample.shape != given.shape or not same(sample, given):
+        if given is None or sample.shape != given.shape or not _same(sample, given):
             raise self.another("step from the latents that it was given")
         if output.shape != sample.shape and output.ndim > 1 and output.shape[1] == 2 * sample.shape[1]:
             output = output[:, : sample.shape[1]]  # a learned variance: split off
         return self.hand_over("step", Reply(output, self.calls))
 
 
-def same(sample: Tensor, given: Tensor) -> bool:
+def _same(sample: Tensor, given: Tensor) -> bool:
     """Whether they hold the same numbers; a run that broke has NaN in both."""
     return sample is given or bool(((sample.to(given) == given) | given.isnan()).all())
 
 
-def as_here() -> AbstractContextManager[None]:
+def _as_here() -> AbstractContextManager[None]:
     """What torch keeps for each thread, as it is in this one: kernels, autocast, device and stream."""
     threads = torch.get_num_threads()
     cast = [
@@ -254,7 +254,7 @@ def as_here() -> AbstractContextManager[None]:
         for kind in ("cpu", "cuda")
         if torch.is_autocast_enabled(kind)
     ]
-    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
     @contextmanager
     def settings() -> Iterator[None]:

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from pellucid.core.errors import PellucidError
 from pellucid.interop.wrap import Conversation
-from pellucid.interop.wrap_strings import Call, Only, Reply, tensor_of
+from pellucid.interop.wrap_proxies import Branch, Call, Reply, tensor_of
 
 # How far the mixture may be from the formula, relative: the pipeline works in its own precision.
-TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
-COARSE = 0.1
-CLEAR, NEAR = 4.0, 1e-6  # a way is told from the best if it is this much worse
+_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
+_COARSE = 0.1
+_CLEAR, _NEAR = 4.0, 1e-6  # a way is told from the best if it is this much worse
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class PeerNetwork:
         self.talk, self.images, self.scales, self.way = talk, images, scales, way
         self.reply: Reply | None = None
 
-    def hear(self, x: Tensor, only: Only | None = None) -> Reply:
+    def hear(self, x: Tensor, only: Branch | None = None) -> Reply:
         """One step of the pipeline; it also tells how the pipeline mixes, until that is sure."""
         self.reply = reply = self.talk.ask(x, only)
         if only is None and (self.way is None or not self.way.sure):
@@ -65,10 +65,10 @@ class PeerNetwork:
             return self.again(self.talk.network, x, skip_layers=list(skipped))
         x, both, way = x[: self.images], len(which) > self.images, self.way
         if not both and way is not None and way.sure and way.predictions == 2:
-            reply = self.hear(x, Only(way.index, way.calls, self.images))
+            reply = self.hear(x, Branch(way.index, way.calls, self.images))
             return self.read(reply.calls[way.index if way.calls == 2 else 0].out, x)
         reply = self.hear(x)
-        if not both and len(outputs(reply.calls, self.images)) == 1:
+        if not both and len(_outputs(reply.calls, self.images)) == 1:
             return reply.mixed.to(x.dtype)
         pair = self.pair(reply, x)
         if pair is None:
@@ -77,14 +77,14 @@ class PeerNetwork:
 
     def pair(self, reply: Reply, x: Tensor) -> tuple[Tensor, Tensor] | None:
         """cond and uncond of a whole step; None where they are not known."""
-        way, found = self.way, outputs(reply.calls, self.images)
+        way, found = self.way, _outputs(reply.calls, self.images)
         if way is None or way.predictions != 2 or len(found) != 2:
             return None
         return self.read(found[way.index], x), self.read(found[1 - way.index], x)
 
     def read(self, out: Tensor, x: Tensor) -> Tensor:
         assert self.way is not None
-        found = shaped(out, x)
+        found = _shaped(out, x)
         assert found is not None
         return found * self.way.sign if self.way.sign != 1 else found
 
@@ -96,7 +96,7 @@ class PeerNetwork:
         call = reply.calls[way.index if way.calls == 2 else 0]
         args, kwargs = call.args, call.kwargs
         if way.predictions == 2 and len(call.out) == 2 * self.images:
-            args, kwargs = Only(way.index, way.calls, self.images).half(call)
+            args, kwargs = Branch(way.index, way.calls, self.images).half(call)
         return self.read(tensor_of(network(*args, **kwargs, **more)), x[: self.images])
 
     def refusal(self) -> PellucidError:
@@ -114,12 +114,12 @@ class PeerNetwork:
         )
 
 
-def outputs(calls: Sequence[Call], images: int) -> list[Tensor]:
+def _outputs(calls: Sequence[Call], images: int) -> list[Tensor]:
     """The network's predictions in a step, each for all images."""
-    return [half for call in calls for half in call.out.split(images)]
+    return [half for call in calls for half in torch.split(call.out, images)]
 
 
-def shaped(out: Tensor, x: Tensor) -> Tensor | None:
+def _shaped(out: Tensor, x: Tensor) -> Tensor | None:
     """An output in the form and precision of x: without the channels of a learned variance, without sides of 1."""
     if out.ndim == x.ndim and out.ndim > 1 and out.shape[1] == 2 * x.shape[1]:
         out = out[:, : x.shape[1]]
@@ -128,26 +128,27 @@ def shaped(out: Tensor, x: Tensor) -> Tensor | None:
 
 def recognise(reply: Reply, x: Tensor, scales: Sequence[float]) -> Way | None:
     """The way whose mixture is that of the pipeline; `scales` are those that it may have used."""
-    found = [shaped(out, x) for out in outputs(reply.calls, len(x))]
+    shapes = [_shaped(out, x) for out in _outputs(reply.calls, len(x))]
+    found = [out for out in shapes if out is not None]
     whole = all(len(call.out) % len(x) == 0 for call in reply.calls)
     mixed = reply.mixed.to(x.dtype)
-    if not whole or len(found) > 2 or any(f is None for f in found) or mixed.shape != x.shape:
+    if not whole or len(shapes) > 2 or len(found) < len(shapes) or mixed.shape != x.shape:
         return None
-    allowed = TOLERANCE.get(reply.mixed.dtype, COARSE)
-    if reply.calls[0].out.dtype not in TOLERANCE:
-        allowed = COARSE
+    allowed = _TOLERANCE.get(reply.mixed.dtype, _COARSE)
+    if reply.calls[0].out.dtype not in _TOLERANCE:
+        allowed = _COARSE
     base = Way(len(reply.calls), len(found))
-    tried = [(apart(way, found, mixed), way) for way in ways(base, scales)]  # type: ignore[arg-type]
+    tried = [(_apart(way, found, mixed), way) for way in _ways(base, scales)]
     least = min(error for error, _ in tried)
     if not least <= allowed:
         return None
     # the first that nothing tells from the best; then whether the other order was told from it
-    near = CLEAR * least + NEAR
+    near = _CLEAR * least + _NEAR
     best = next(way for error, way in tried if error <= near)
     return replace(best, sure=all(error > near for error, way in tried if way.index != best.index))
 
 
-def ways(base: Way, scales: Sequence[float]) -> list[Way]:
+def _ways(base: Way, scales: Sequence[float]) -> list[Way]:
     """What pipelines do: either order, either sign; a scale that counts from 1, or from 0; with the norm put back."""
     if base.predictions == 1:
         return [replace(base, sign=sign) for sign in (1, -1)]
@@ -162,7 +163,7 @@ def ways(base: Way, scales: Sequence[float]) -> list[Way]:
     ]
 
 
-def apart(way: Way, found: Sequence[Tensor], mixed: Tensor) -> float:
+def _apart(way: Way, found: Sequence[Tensor], mixed: Tensor) -> float:
     """The largest difference between what the way gives and what the pipeline gave, relative."""
     cond, uncond = found[way.index], found[1 - way.index] if way.predictions == 2 else found[0]
     guess = uncond + way.scale * (cond - uncond) if way.predictions == 2 else cond

@@ -17,8 +17,8 @@ class Lab:
     number: int
     slug: str
     title: str
-    question: str
     section: str
+    question: str
 
     @property
     def code(self) -> str:
@@ -43,106 +43,38 @@ class Lab:
         return HOME / "checks" / f"lab_{self.code}.py"
 
 
+# fmt: off
 LABS = (
-    Lab(
-        1,
-        "forward_noise",
-        "Forward noise",
-        "What does noise do to an image, and why can one formula jump to any level of it?",
-        "forward_and_reverse",
-    ),
-    Lab(
-        2,
-        "denoising_step",
-        "One denoising step",
-        "What happens between one noise level and the next?",
-        "forward_and_reverse",
-    ),
-    Lab(
-        3,
-        "reading_a_scheduler",
-        "Reading a scheduler",
-        "Which numbers does a scheduler hold, and which of them must agree with the network?",
-        "scheduler_and_sampler",
-    ),
-    Lab(
-        4,
-        "classifier_free_guidance",
-        "Classifier-free guidance",
-        "What does a guidance scale change, and what does it cost?",
-        "guidance",
-    ),
-    Lab(
-        5,
-        "latent_space",
-        "Latent space",
-        "What does the VAE keep, what does it lose, and what is its scaling factor for?",
-        "vae",
-    ),
-    Lab(
-        6,
-        "pipeline_components",
-        "The components of a pipeline",
-        "Which parts does a pipeline have, and what passes between them?",
-        "pipeline_anatomy",
-    ),
-    Lab(
-        7,
-        "conditioning",
-        "Conditioning in UNet and DiT",
-        "By which ways do time and text reach the layers of a network?",
-        "backbone",
-    ),
-    Lab(
-        8,
-        "lora_injection",
-        "What a LoRA adds",
-        "Which weights does a LoRA change, and by how much?",
-        "adapters",
-    ),
-    Lab(
-        9,
-        "controlnet",
-        "An image that steers",
-        "How does a drawing steer a network that was never trained on drawings?",
-        "adapters",
-    ),
-    Lab(
-        10,
-        "memory",
-        "Where the bytes are",
-        "Which stage owns the peak of memory, and what does it cost to lower it?",
-        "memory_and_speed",
-    ),
-    Lab(
-        11,
-        "the_loop",
-        "The loop from end to end",
-        "Which tensors live from the prompt to the image, and what changes them at each step?",
-        "inference_loop",
-    ),
-    Lab(
-        12,
-        "samplers_as_tables",
-        "Samplers as tables",
-        "How can Euler, Heun and DPM++ be one loop over different numbers?",
-        "scheduler_and_sampler",
-    ),
-    Lab(
-        13,
-        "schedules_and_training",
-        "What a schedule does to training",
-        "What does the noise schedule decide while a network is trained, and what do ranks exchange?",
-        "objective",
-    ),
-    Lab(
-        14,
-        "tuning",
-        "Tuning a plan",
-        "What can gradient descent do to a sampler once it is a table?",
-        "scheduler_and_sampler",
-    ),
+    Lab(1, "forward_noise", "Forward noise", "forward_and_reverse",
+        "What does noise do to an image, and why can one formula jump to any level of it?"),
+    Lab(2, "denoising_step", "One denoising step", "forward_and_reverse",
+        "What happens between one noise level and the next?"),
+    Lab(3, "reading_a_scheduler", "Reading a scheduler", "scheduler_and_sampler",
+        "Which numbers does a scheduler hold, and which of them must agree with the network?"),
+    Lab(4, "classifier_free_guidance", "Classifier-free guidance", "guidance",
+        "What does a guidance scale change, and what does it cost?"),
+    Lab(5, "latent_space", "Latent space", "vae",
+        "What does the VAE keep, what does it lose, and what is its scaling factor for?"),
+    Lab(6, "pipeline_components", "The components of a pipeline", "pipeline_anatomy",
+        "Which parts does a pipeline have, and what passes between them?"),
+    Lab(7, "conditioning", "Conditioning in UNet and DiT", "backbone",
+        "By which ways do time and text reach the layers of a network?"),
+    Lab(8, "lora_injection", "What a LoRA adds", "adapters",
+        "Which weights does a LoRA change, and by how much?"),
+    Lab(9, "controlnet", "An image that steers", "adapters",
+        "How does a drawing steer a network that was never trained on drawings?"),
+    Lab(10, "memory", "Where the bytes are", "memory_and_speed",
+        "Which stage owns the peak of memory, and what does it cost to lower it?"),
+    Lab(11, "the_loop", "The loop from end to end", "inference_loop",
+        "Which tensors live from the prompt to the image, and what changes them at each step?"),
+    Lab(12, "samplers_as_tables", "Samplers as tables", "scheduler_and_sampler",
+        "How can Euler, Heun and DPM++ be one loop over different numbers?"),
+    Lab(13, "schedules_and_training", "What a schedule does to training", "objective",
+        "What does the noise schedule decide while a network is trained, and what do ranks exchange?"),
+    Lab(14, "tuning", "Tuning a plan", "scheduler_and_sampler",
+        "What can gradient descent do to a sampler once it is a table?"),
 )
+# fmt: on
 
 
 def find(name: str) -> Lab:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pellucid.models.attention import Attention, ImageTokens
 
 
-class Told(NamedTuple):
+class BlockInputs(NamedTuple):
     """What every block of a UNet is told besides x. The tuples of names are the same for a whole run."""
 
     time: Tensor | None = None  # (B, E), through SiLU already: every block would do it again
@@ -106,12 +106,12 @@ class PixelAttention(Attention):
             self.group_norm = nn.GroupNorm(groups, channels, eps)
         self.normed, self.output_scale, self.place = groups is not None, output_scale, ""
 
-    def forward(self, x: Tensor, told: Told | None = None) -> Tensor:  # type: ignore[override]
-        if told is not None and within(self.place, told.skipped):
+    def forward(self, x: Tensor, inputs: BlockInputs | None = None) -> Tensor:  # type: ignore[override]
+        if inputs is not None and within(self.place, inputs.skipped):
             return x
         h = self.group_norm(x) if self.normed else x
         h = h.flatten(2).transpose(1, 2)  # (B, H·W, C)
-        h = super().forward(h, identity=told is not None and within(self.place, told.perturbed))
+        h = super().forward(h, identity=inputs is not None and within(self.place, inputs.perturbed))
         out = x + h.transpose(1, 2).reshape(x.shape)
         return out if self.output_scale == 1.0 else out / self.output_scale
 
@@ -166,11 +166,11 @@ class TransformerBlock(nn.Module):
         self.cross_only = cross_only
         self.index = 0  # which of the network's cross-attentions this one is; the UNet counts them
 
-    def forward(self, x: Tensor, told: Told, identity: bool) -> Tensor:
-        image = told.image[self.index] if told.image else ()
-        first = told.context if self.cross_only else None
+    def forward(self, x: Tensor, inputs: BlockInputs, identity: bool) -> Tensor:
+        image = inputs.image[self.index] if inputs.image else ()
+        first = inputs.context if self.cross_only else None
         x = x + self.attn1(self.norm1(x), first, identity=identity)  # (B, L, C)
-        x = x + self.attn2(self.norm2(x), told.context, told.mask, image)
+        x = x + self.attn2(self.norm2(x), inputs.context, inputs.mask, image)
         return x + self.ff(self.norm3(x))
 
 
@@ -197,16 +197,16 @@ class SpatialTransformer(nn.Module):
         self.proj_out = nn.Linear(channels, channels) if linear else nn.Conv2d(channels, channels, 1)
         self.linear, self.place = linear, ""
 
-    def forward(self, x: Tensor, told: Told) -> Tensor:
-        if within(self.place, told.skipped):
+    def forward(self, x: Tensor, inputs: BlockInputs) -> Tensor:
+        if within(self.place, inputs.skipped):
             return x
-        identity = within(self.place, told.perturbed)
+        identity = within(self.place, inputs.perturbed)
         h = self.norm(x)
         h = h if self.linear else self.proj_in(h)
         h = h.flatten(2).transpose(1, 2)  # (B, H·W, C)
         h = self.proj_in(h) if self.linear else h
         for block in self.transformer_blocks:
-            h = block(h, told, identity)
+            h = block(h, inputs, identity)
         h = self.proj_out(h) if self.linear else h
         h = h.transpose(1, 2).reshape(x.shape)  # (B, C, H, W)
         return x + (h if self.linear else self.proj_out(h))

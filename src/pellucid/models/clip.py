@@ -16,12 +16,12 @@ from pellucid.models.clip_config import CLIPConfig, CLIPTextConfig, CLIPVisionCo
 from pellucid.models.lora import view
 
 
-def quick_gelu(x: Tensor) -> Tensor:
+def _quick_gelu(x: Tensor) -> Tensor:
     """x · sigmoid(1.702 x): OpenAI's approximation of GELU, which its weights were trained with."""
     return x * torch.sigmoid(1.702 * x)
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"quick_gelu": quick_gelu, "gelu": F.gelu}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"quick_gelu": _quick_gelu, "gelu": F.gelu}
 LEGACY_EOS = 2  # old configs say 2 whatever the vocabulary: then the end of the text is the highest id
 
 
@@ -58,7 +58,7 @@ class SelfAttention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, width: int, inner: int, activation: str) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[activation]
+        self.activation = _ACTIVATIONS[activation]
         self.fc1 = nn.Linear(width, inner)
         self.fc2 = nn.Linear(inner, width)
 

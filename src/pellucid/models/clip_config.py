@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 from pellucid.core.errors import PellucidError, nearest, rule
 from pellucid.models.config import check_fields, read
 
-ACTIVATION_NAMES = ("quick_gelu", "gelu")
+_ACTIVATION_NAMES = ("quick_gelu", "gelu")
 
 
-class Anything(tuple[Any, ...]):
+class _Anything(tuple[Any, ...]):
     """The allowed values of a key that no forward reads."""
 
     __slots__ = ()
@@ -21,11 +21,11 @@ class Anything(tuple[Any, ...]):
         return True
 
 
-ANYTHING = Anything()
+_ANYTHING = _Anything()
 
 # transformers writes its whole base config: settings of text generation, of training, of what a call returns. None of
 # them reaches the forward of an encoder, so a checkpoint may say what it likes.
-UNREAD = """
+_UNREAD = """
 add_cross_attention attention_dropout attn_implementation bad_words_ids begin_suppress_tokens
 chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dropout dtype
 early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task forced_bos_token_id
@@ -38,9 +38,9 @@ torch_dtype torchscript transformers_version typical_p use_bfloat16 use_cache
 """.split()  # noqa: SIM905
 
 
-def fixed(model_type: str) -> Mapping[str, tuple[Any, ...]]:
+def _fixed(model_type: str) -> Mapping[str, tuple[Any, ...]]:
     return {
-        **dict.fromkeys(UNREAD, ANYTHING),
+        **dict.fromkeys(_UNREAD, _ANYTHING),
         "model_type": (model_type,),
         "pruned_heads": ({}, None),
         "use_attention_mask": (False, None),  # diffusers would mask the padding
@@ -48,12 +48,12 @@ def fixed(model_type: str) -> Mapping[str, tuple[Any, ...]]:
     }
 
 
-def check(config: CLIPTextConfig | CLIPVisionConfig) -> None:
+def _check(config: CLIPTextConfig | CLIPVisionConfig) -> None:
     """What both encoders ask of their config."""
     check_fields(config)
     owner = type(config).__name__
-    if config.hidden_act not in ACTIVATION_NAMES:
-        allowed, hint = " or ".join(ACTIVATION_NAMES), nearest(str(config.hidden_act), ACTIVATION_NAMES)
+    if config.hidden_act not in _ACTIVATION_NAMES:
+        allowed, hint = " or ".join(_ACTIVATION_NAMES), nearest(str(config.hidden_act), _ACTIVATION_NAMES)
         raise PellucidError(rule(f"hidden_act of {owner}", allowed, config.hidden_act, hint), "config-unsupported")
     if config.hidden_size % config.num_attention_heads:
         must = f"a multiple of num_attention_heads, {config.num_attention_heads}"
@@ -64,7 +64,7 @@ def check(config: CLIPTextConfig | CLIPVisionConfig) -> None:
 class CLIPTextConfig:
     """`architectures` says whether the encoder ends in a projection."""
 
-    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = fixed("clip_text_model")
+    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = _fixed("clip_text_model")
 
     vocab_size: int = 49408
     hidden_size: int = 512
@@ -81,7 +81,7 @@ class CLIPTextConfig:
     architectures: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        check(self)
+        _check(self)
 
     @property
     def projected(self) -> bool:
@@ -92,7 +92,7 @@ class CLIPTextConfig:
 class CLIPVisionConfig:
     """`architectures` says whether the encoder ends in a projection."""
 
-    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = fixed("clip_vision_model")
+    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = _fixed("clip_vision_model")
 
     hidden_size: int = 768
     intermediate_size: int = 3072
@@ -107,7 +107,7 @@ class CLIPVisionConfig:
     architectures: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        check(self)
+        _check(self)
 
     @property
     def projected(self) -> bool:
@@ -118,7 +118,7 @@ class CLIPVisionConfig:
 class CLIPConfig:
     """Both encoders' configs as config.json nests them; the older *_config_dict keys win, as in transformers."""
 
-    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {**fixed("clip"), "architectures": ANYTHING}
+    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {**_fixed("clip"), "architectures": _ANYTHING}
 
     text_config: Mapping[str, Any] | CLIPTextConfig | None = None
     vision_config: Mapping[str, Any] | CLIPVisionConfig | None = None

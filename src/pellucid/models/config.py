@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
-from typing import Any, ClassVar, Protocol, TypeVar, cast
+from dataclasses import MISSING, Field, fields
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from pellucid.core.errors import PellucidError, nearest, rule
 from pellucid.core.reader import Bound, hints_of, typed
@@ -13,18 +13,19 @@ from pellucid.core.reader import Bound, hints_of, typed
 class Config(Protocol):
     """A dataclass; FIXED names the keys that exist in the wild but are supported at these values only."""
 
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     FIXED: ClassVar[Mapping[str, tuple[Any, ...]]]
 
     def __init__(self, **values: Any) -> None: ...
 
 
-C = TypeVar("C", bound=Config)
+_C = TypeVar("_C", bound=Config)
 
 
 # The least and the most of every number in a config, far beyond any network that there is: checked before one is built.
-LAYERS, CHANNELS, SIDE, ENTRIES = (1, 1_000), (1, 65_536), (1, 16_384), (1, 10_000_000)
-BOUNDS: dict[str, Bound] = {
-    **dict.fromkeys(("num_layers", "num_hidden_layers"), LAYERS),
+_LAYERS, _CHANNELS, _SIDE, _ENTRIES = (1, 1_000), (1, 65_536), (1, 16_384), (1, 10_000_000)
+_BOUNDS: dict[str, Bound] = {
+    **dict.fromkeys(("num_layers", "num_hidden_layers"), _LAYERS),
     **dict.fromkeys(("layers_per_block", "upsampling_scaling_factor"), (1, 100)),
     **dict.fromkeys(
         (
@@ -43,30 +44,30 @@ BOUNDS: dict[str, Bound] = {
             "projection_class_embeddings_input_dim", "hidden_size", "intermediate_size", "projection_dim",
             "attention_head_dim", "num_attention_heads", "norm_num_groups", "attn_norm_num_groups",
         ),
-        CHANNELS,
+        _CHANNELS,
     ),
-    **dict.fromkeys(("sample_size", "image_size", "patch_size"), SIDE),
+    **dict.fromkeys(("sample_size", "image_size", "patch_size"), _SIDE),
     **dict.fromkeys(
         ("vocab_size", "max_position_embeddings", "num_class_embeds", "num_embeds_ada_norm", "num_train_timesteps"),
-        ENTRIES,
+        _ENTRIES,
     ),
     **dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"), (-1, 10_000_000)),
     **dict.fromkeys(("norm_eps", "layer_norm_eps", "dropout"), (0, 1)),
     **dict.fromkeys(("scaling_factor", "latents_std", "latent_magnitude", "mid_block_scale_factor"), (1e-6, 1e6)),
 }  # fmt: skip
-ANY_NUMBER: Bound = (-1e6, 1e6)
-MAX_BLOCKS = 64  # of a list: levels, and what they have each
+_ANY_NUMBER: Bound = (-1e6, 1e6)
+_MAX_BLOCKS = 64  # of a list: levels, and what they have each
 
 
 def frozen(value: Any) -> Any:
     return tuple(frozen(v) for v in value) if isinstance(value, list | tuple) else value
 
 
-def read(cls: type[C], raw: Mapping[str, Any]) -> C:
+def read(cls: type[_C], raw: Mapping[str, Any]) -> _C:
     """A config from a parsed config.json. A key that would have an effect but is unknown here is an error, as is a
     value of another type than its field's, or out of its bounds."""
     owner = str(raw.get("_class_name", cls.__name__))[:80]
-    known = {f.name: f for f in fields(cast(Any, cls))}
+    known = {f.name: f for f in fields(cls)}
     hints = hints_of(cls)
     values: dict[str, Any] = {}
     for key, value in raw.items():
@@ -91,12 +92,12 @@ def of_field(hint: Any, key: str, value: Any, where: str) -> Any:
     """A value of a config, of its field's type and in its bounds; null is false, as diffusers has it."""
     if value is None and hint is bool:
         return None
-    if isinstance(value, list | tuple) and len(value) > MAX_BLOCKS and key not in ("latents_mean", "latents_std"):
-        raise PellucidError(rule(where, f"a list of at most {MAX_BLOCKS}", len(value)), "config-length")
-    return typed(hint, value, where, BOUNDS.get(key, ANY_NUMBER))
+    if isinstance(value, list | tuple) and len(value) > _MAX_BLOCKS and key not in ("latents_mean", "latents_std"):
+        raise PellucidError(rule(where, f"a list of at most {_MAX_BLOCKS}", len(value)), "config-length")
+    return typed(hint, value, where, _BOUNDS.get(key, _ANY_NUMBER))
 
 
-def check_fields(config: Any) -> None:
+def check_fields(config: Config) -> None:
     """Types and bounds of a config that was made in Python: the same as those of one that was read."""
     hints = hints_of(type(config))
     for f in fields(config):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.models.blocks import Told, silu
+from pellucid.models.blocks import BlockInputs, silu
 from pellucid.models.unet import Descent, Residuals, UNet
 from pellucid.models.unet_config import UNetConfig
 
@@ -97,11 +97,11 @@ class ControlNet(Descent):
         if context is not None and self.config.encoder_hid_dim is not None:
             context = self.encoder_hid_proj(context)
         mask = None if context_mask is None else context_mask[:, None, None, :].bool()
-        told = Told(self.embed(time, labels, pooled, sizes, None), context, mask)
-        x, skips = self.descend(self.conv_in(x) + hint.embedded, told)
+        inputs = BlockInputs(self.embed(time, labels, pooled, sizes, None), context, mask)
+        x, skips = self.descend(self.conv_in(x) + hint.embedded, inputs)
         assert self.mid_block is not None
-        x = self.mid_block(x, told)
-        *scales, last = hint.scale.expand(-1, len(skips) + 1, 1, 1).split(1, dim=1)  # (B, 1, 1, 1) each
+        x = self.mid_block(x, inputs)
+        *scales, last = torch.split(hint.scale.expand(-1, len(skips) + 1, 1, 1), 1, dim=1)  # (B, 1, 1, 1) each
         outs = tuple(
             conv(skip) * scale for conv, skip, scale in zip(self.controlnet_down_blocks, skips, scales, strict=True)
         )  # (B, C_k, H_k, W_k) each
@@ -114,7 +114,7 @@ class Controlled(nn.Module):
     def __init__(self, unet: UNet, controlnets: Sequence[ControlNet]) -> None:
         super().__init__()
         for controlnet in controlnets:
-            check_fits(unet.config, controlnet.config)
+            _check_fits(unet.config, controlnet.config)
         self.unet, self.controlnets = unet, nn.ModuleList(controlnets)
         self.config = unet.config
 
@@ -130,7 +130,7 @@ class Controlled(nn.Module):
         """`control` holds a hint for each ControlNet, None for those that are off at this step."""
         shared = {k: v for k, v in inputs.items() if k in ("labels", "pooled", "sizes", "context_mask")}
         total: Residuals | None = None
-        for controlnet, hint in zip(self.controlnets, control, strict=bool(control)):
+        for controlnet, hint in zip(cast("Iterable[ControlNet]", self.controlnets), control, strict=bool(control)):
             if hint is None:
                 continue
             own = x[:, : controlnet.config.in_channels]  # an inpainting UNet's mask and image are not for it
@@ -142,7 +142,7 @@ class Controlled(nn.Module):
         return self.unet(x, time, context, residuals=total, **inputs)
 
 
-def check_fits(unet: UNetConfig, control: UNetConfig) -> None:
+def _check_fits(unet: UNetConfig, control: UNetConfig) -> None:
     """A ControlNet of another base has other widths; named here, before a step fails on a shape."""
     for name in ("block_out_channels", "cross_attention_dim", "layers_per_block"):
         mine, other = unet.each(name), control.each(name)

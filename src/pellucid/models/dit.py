@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +24,9 @@ from pellucid.models.dit_blocks import (
 )
 from pellucid.models.embeddings import LabelEmbedding, TimeMLP, sinusoid
 
-WAVES = 256  # channels of the sinusoid of a time or of a size
-NORM_EPS = 1e-6  # of the norms whose epsilon is no config key
+_WAVES = 256  # channels of the sinusoid of a time or of a size
+_NORM_EPS = 1e-6  # of the norms whose epsilon is no config key
+_B = TypeVar("_B", bound=Block)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,7 @@ class ClassEmbedder(nn.Module):
 
     def __init__(self, num_classes: int, width: int) -> None:
         super().__init__()
-        self.timestep_embedder = TimeMLP(WAVES, width)
+        self.timestep_embedder = TimeMLP(_WAVES, width)
         self.class_embedder = LabelEmbedding(num_classes, width)
 
     def forward(self, wave: Tensor, labels: Tensor) -> Tensor:
@@ -101,7 +102,7 @@ class ClassBlock(Block):
     """adaLN-Zero: each block reads time and class with weights of its own, under the name norm1."""
 
     def __init__(self, config: DiTConfig) -> None:
-        super().__init__(config, eps=(NORM_EPS, config.norm_eps))
+        super().__init__(config, eps=(_NORM_EPS, config.norm_eps))
         embedder = ClassEmbedder(config.num_embeds_ada_norm, config.width)
         self.norm1 = nn.ModuleDict({"emb": embedder, "linear": nn.Linear(config.width, 6 * config.width)})
 
@@ -131,17 +132,18 @@ class DiT(nn.Module):
         labels = self.check_label_shape(labels, x.shape[0])
         patch, (height, width) = self.config.patch_size, x.shape[-2:]
         x = self.pos_embed(x)  # (B, L, D)
-        wave = sinusoid(time.reshape(-1), WAVES, shift=1).to(x.dtype)  # (B, 256), the same for every block
-        embedder = self.transformer_blocks[0].norm1["emb"]
+        wave = sinusoid(time.reshape(-1), _WAVES, shift=1).to(x.dtype)  # (B, 256), the same for every block
+        blocks = cast("Sequence[ClassBlock]", self.transformer_blocks)
+        embedder = blocks[0].norm1["emb"]
         ends = condition = F.silu(embedder(wave, labels))  # (B, D)
-        for index, block in walk(self.transformer_blocks, perturbed, skipped):
+        for index, block in _walk(blocks, perturbed, skipped):
             if block.norm1["emb"] is not embedder:  # see share_embedders
                 embedder = block.norm1["emb"]
                 condition = F.silu(embedder(wave, labels))
             modulation = block.norm1["linear"](condition).unflatten(-1, (6, -1))  # (B, 6, D)
             x = block(x, modulation, identity=index in perturbed)
         shift, scale = self.proj_out_1(ends)[:, None].chunk(2, dim=-1)  # (B, 1, D) each
-        x = self.proj_out_2(modulate(x, shift, scale, NORM_EPS))  # (B, L, patch · patch · out_channels)
+        x = self.proj_out_2(modulate(x, shift, scale, _NORM_EPS))  # (B, L, patch · patch · out_channels)
         return unpatch(x, height // patch, width // patch, patch)
 
     def check_label_shape(self, labels: Tensor | None, batch: int) -> Tensor:
@@ -154,11 +156,12 @@ class DiT(nn.Module):
 
     def share_embedders(self) -> bool:
         """Keep one embedder where all blocks hold the same one, as in the published weights; says whether they did."""
-        first, *others = (block.norm1["emb"] for block in self.transformer_blocks)
+        blocks = cast("Sequence[ClassBlock]", self.transformer_blocks)
+        first, *others = (block.norm1["emb"] for block in blocks)
         state = first.state_dict()
         same = all(torch.equal(state[name], value) for emb in others for name, value in emb.state_dict().items())
         if same:
-            for block in self.transformer_blocks:
+            for block in blocks:
                 block.norm1["emb"] = first
         return same
 
@@ -168,15 +171,15 @@ class SizeEmbedder(nn.Module):
 
     def __init__(self, config: PixArtConfig) -> None:
         super().__init__()
-        self.timestep_embedder = TimeMLP(WAVES, config.width)
-        self.resolution_embedder = TimeMLP(WAVES, config.width // 3) if config.takes_sizes else None
-        self.aspect_ratio_embedder = TimeMLP(WAVES, config.width // 3) if config.takes_sizes else None
+        self.timestep_embedder = TimeMLP(_WAVES, config.width)
+        self.resolution_embedder = TimeMLP(_WAVES, config.width // 3) if config.takes_sizes else None
+        self.aspect_ratio_embedder = TimeMLP(_WAVES, config.width // 3) if config.takes_sizes else None
 
     def forward(self, time: Tensor, sizes: Tensor | None, dtype: torch.dtype) -> Tensor:
-        vector = self.timestep_embedder(sinusoid(time, WAVES).to(dtype))  # (B, D)
+        vector = self.timestep_embedder(sinusoid(time, _WAVES).to(dtype))  # (B, D)
         if sizes is None or self.resolution_embedder is None or self.aspect_ratio_embedder is None:
             return vector
-        resolution, aspect = sinusoid(sizes, WAVES).to(dtype).split([2, 1], dim=1)  # (B, 2, 256), (B, 1, 256)
+        resolution, aspect = torch.split(sinusoid(sizes, _WAVES).to(dtype), [2, 1], dim=1)  # (B, 2, 256), (B, 1, 256)
         thirds = [self.resolution_embedder(resolution), self.aspect_ratio_embedder(aspect)]
         return vector + torch.cat(thirds, dim=1).flatten(1)  # (B, 3 · D/3)
 
@@ -237,10 +240,10 @@ class PixArt(nn.Module):
         context = self.caption_projection(context)  # (B, S, D)
         # added to the logits; finite, so that a text without any token seen is no division by zero
         mask = None if context_mask is None else (1 - context_mask[:, None, None].to(x.dtype)) * -10000.0
-        for index, block in walk(self.transformer_blocks, perturbed, skipped):
+        for index, block in _walk(cast("Sequence[TextBlock]", self.transformer_blocks), perturbed, skipped):
             x = block(x, block.scale_shift_table + modulation, context, mask, identity=index in perturbed)
         shift, scale = (self.scale_shift_table + condition[:, None]).chunk(2, dim=1)  # (B, 1, D) each
-        x = self.proj_out(modulate(x, shift, scale, NORM_EPS))  # (B, L, patch · patch · out_channels)
+        x = self.proj_out(modulate(x, shift, scale, _NORM_EPS))  # (B, L, patch · patch · out_channels)
         return unpatch(x, height // patch, width // patch, patch)
 
     def check_context(self, context: Tensor | None, mask: Tensor | None, sizes: Tensor | None, batch: int) -> Tensor:
@@ -258,7 +261,7 @@ class PixArt(nn.Module):
         return context
 
 
-def walk(blocks: nn.ModuleList, perturbed: tuple[int, ...], skipped: tuple[int, ...]) -> Iterator[tuple[int, Any]]:
+def _walk(blocks: Sequence[_B], perturbed: tuple[int, ...], skipped: tuple[int, ...]) -> Iterator[tuple[int, _B]]:
     """The blocks that are not skipped, with their indices."""
     check_indices("perturbed", perturbed, len(blocks))
     check_indices("skipped", skipped, len(blocks))
@@ -266,7 +269,7 @@ def walk(blocks: nn.ModuleList, perturbed: tuple[int, ...], skipped: tuple[int, 
 
 
 # Before diffusers 0.29 both were saved as Transformer2DModel, whose own defaults hold for what its config leaves out.
-TRANSFORMER_2D = {
+_TRANSFORMER_2D = {
     "attention_head_dim": 88,
     "out_channels": None,
     "num_layers": 1,
@@ -277,7 +280,7 @@ TRANSFORMER_2D = {
     "norm_eps": 1e-5,
     "cross_attention_dim": None,
 }
-NORM_TYPES: dict[str, type[DiTConfig] | type[PixArtConfig]] = {
+_NORM_TYPES: dict[str, type[DiTConfig] | type[PixArtConfig]] = {
     "ada_norm_zero": DiTConfig,
     "ada_norm_single": PixArtConfig,
 }
@@ -288,11 +291,11 @@ def read(raw: Mapping[str, Any]) -> DiTConfig | PixArtConfig:
     """The config of a diffusers folder, of the classes of today or as a Transformer2DModel."""
     name = raw.get("_class_name", "DiTTransformer2DModel")
     if name == "Transformer2DModel":
-        raw = {**TRANSFORMER_2D, **raw}
+        raw = {**_TRANSFORMER_2D, **raw}
     norm_type = raw.get("norm_type", CLASSES.get(name) if isinstance(name, str) else None)
-    if not isinstance(norm_type, str) or norm_type not in NORM_TYPES:
-        raise PellucidError(rule(f"norm_type of {name}", " or ".join(NORM_TYPES), norm_type), "config-unsupported")
-    return configs.read(NORM_TYPES[norm_type], raw)
+    if not isinstance(norm_type, str) or norm_type not in _NORM_TYPES:
+        raise PellucidError(rule(f"norm_type of {name}", " or ".join(_NORM_TYPES), norm_type), "config-unsupported")
+    return configs.read(_NORM_TYPES[norm_type], raw)
 
 
 def build(config: DiTConfig | PixArtConfig) -> DiT | PixArt:

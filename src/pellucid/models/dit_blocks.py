@@ -82,7 +82,7 @@ class Patches(nn.Module):
 
 def unpatch(x: Tensor, rows: int, cols: int, patch: int) -> Tensor:
     """Tokens (B, rows · cols, patch · patch · C) back to an image (B, C, rows · patch, cols · patch)."""
-    x = x.unflatten(-1, (patch, patch, -1)).unflatten(1, (rows, cols))  # (B, rows, cols, patch, patch, C)
+    x = torch.unflatten(torch.unflatten(x, -1, (patch, patch, -1)), 1, (rows, cols))  # (B, rows, cols, patch, patch, C)
     return x.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
 
 

@@ -19,7 +19,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 }
 
 
-def activation(name: str) -> nn.Module:
+def _activation(name: str) -> nn.Module:
     if name not in ACTIVATIONS:
         raise PellucidError(
             rule("activation", f"one of {', '.join(ACTIVATIONS)}", name, nearest(name, ACTIVATIONS)), "activation"
@@ -57,7 +57,7 @@ class TimeMLP(nn.Module):
         super().__init__()
         self.linear_1 = nn.Linear(in_width, width)
         self.cond_proj = nn.Linear(cond_width, in_width, bias=False) if cond_width else None
-        self.act = activation(act)
+        self.act = _activation(act)
         self.linear_2 = nn.Linear(width, out_width or width)
 
     def forward(self, x: Tensor, cond: Tensor | None = None) -> Tensor:  # (…, in_width) → (…, out_width)

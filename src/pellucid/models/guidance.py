@@ -37,9 +37,9 @@ from pellucid.models.rules import (
 )
 
 GUARDED_SCALE = 7.0
-GUARDED_PHI = 0.7
-TAMING = (Correction, APG, Interval, SigmaInterval)  # rules that tame a large scale
-SAME = 1e-9  # levels whose sigma / alpha agree to this are one step
+_GUARDED_PHI = 0.7
+_TAMING = (Correction, APG, Interval, SigmaInterval)  # rules that tame a large scale
+_SAME = 1e-9  # levels whose sigma / alpha agree to this are one step
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Ramp:
 
 
 @dataclass(frozen=True)
-class Listed:
+class ScaleList:
     """One scale a step; fewer than there are steps are spread evenly over the run."""
 
     values: tuple[float, ...]
@@ -89,7 +89,7 @@ class Listed:
         return float(self.values[step * len(self.values) // steps])
 
 
-Scale = float | Ramp | Listed
+Scale = float | Ramp | ScaleList
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ class Guidance:
     def __post_init__(self) -> None:
         scale, given = self.scale, self.rules
         if isinstance(scale, list | tuple):
-            scale = Listed(tuple(scale))
-        elif not isinstance(scale, Ramp | Listed):
+            scale = ScaleList(tuple(scale))
+        elif not isinstance(scale, Ramp | ScaleList):
             check_number("guidance scale", scale, 0, MOST)
             scale = float(scale)
         if not isinstance(given, list | tuple) or not all(isinstance(r, Rule) for r in given):
@@ -161,7 +161,7 @@ class Guidance:
     @property
     def untamed(self) -> bool:
         """Whether a scale is above the guard's, with no rule to tame it."""
-        return self.most > GUARDED_SCALE and not any(isinstance(r, TAMING) for r in self.rules)
+        return self.most > GUARDED_SCALE and not any(isinstance(r, _TAMING) for r in self.rules)
 
     def same_rules(self, other: Guidance) -> bool:
         """Whether two are the same scale and rules; a dialect sets the space in which they act."""
@@ -194,9 +194,9 @@ class Guidance:
         zero = isinstance(self.combination, CFGZero) and step < self.combination.zero_steps
         return Dose(scale if inside else 1.0, extras, inside, zero)
 
-    def bind(self, plan: Plan | None, schedule: Schedule) -> Bound:
+    def bind(self, plan: Plan | None, schedule: Schedule) -> PlanGuidance:
         """The guidance along one plan: a dose for each of its levels."""
-        return Bound(self, schedule, plan)
+        return PlanGuidance(self, schedule, plan)
 
     def as_diffusers(self) -> Guidance:
         """As diffusers' pipelines guide: rules act on the raw output, and a scale below 1 guides no more than 1."""
@@ -218,7 +218,7 @@ class Guidance:
         scale: Any = self.scale
         if isinstance(scale, Ramp):
             scale = {"first": scale.first, "last": scale.last, "shape": scale.shape}
-        elif isinstance(scale, Listed):
+        elif isinstance(scale, ScaleList):
             scale = list(scale.values)
         out = {"scale": scale, "rules": [r.to_dict() for r in self.rules]}
         return {**out, "notes": list(self.notes)} if self.notes else out
@@ -246,12 +246,12 @@ class Guidance:
         if isinstance(value, Guidance):
             return value
         if isinstance(value, str):
-            return from_text(value)
+            return _from_text(value)
         return Guidance.from_dict(value) if isinstance(value, Mapping) else Guidance(value)
 
     def text(self) -> str:
         """The guidance as `parse` reads it: scale, then rules with the options that are not the default."""
-        return " + ".join([scale_text(self.scale), *(rule_text(r) for r in self.rules)])
+        return " + ".join([_scale_text(self.scale), *(_rule_text(r) for r in self.rules)])
 
 
 def scale_notes(guidance: Guidance) -> list[str]:
@@ -278,19 +278,19 @@ def guarded(asked: Any = GUARDED_SCALE) -> Guidance:
         notes.append(f"guidance scale {wish.most:g} was capped at {GUARDED_SCALE:g} by the guarded preset")
         if isinstance(scale, Ramp):
             scale = replace(scale, first=min(scale.first, GUARDED_SCALE), last=min(scale.last, GUARDED_SCALE))
-        elif isinstance(scale, Listed):
-            scale = Listed(tuple(min(v, GUARDED_SCALE) for v in scale.values))
+        elif isinstance(scale, ScaleList):
+            scale = ScaleList(tuple(min(v, GUARDED_SCALE) for v in scale.values))
         else:
             scale = GUARDED_SCALE
     rest = tuple(r for r in wish.rules if not (isinstance(r, Rescale) and r.phi == 0))
     on = any(isinstance(r, Rescale) for r in rest)
-    return Guidance(scale, rest if on else (*rest, Rescale(GUARDED_PHI)), tuple(notes))
+    return Guidance(scale, rest if on else (*rest, Rescale(_GUARDED_PHI)), tuple(notes))
 
 
 # --- along a plan ------------------------------------------------------------------------------------------------
 
 
-class Bound:
+class PlanGuidance:
     """A guidance along one plan: which dose each level gets. Levels between two steps count as the later one."""
 
     def __init__(self, guidance: Guidance, schedule: Schedule, plan: Plan | None) -> None:
@@ -315,15 +315,15 @@ class Bound:
 def steps_before(ratios: Sequence[float], ratio: float, falling: bool = True) -> int:
     """How many of a run's levels come before one."""
     if falling:
-        return sum(r > ratio * (1 + SAME) for r in ratios)
-    return sum(r < ratio * (1 - SAME) for r in ratios)
+        return sum(r > ratio * (1 + _SAME) for r in ratios)
+    return sum(r < ratio * (1 - _SAME) for r in ratios)
 
 
 def steps_of(plan: Plan, falling: bool) -> list[float]:
     """sigma / alpha of the distinct levels of a plan, in the order of the run. Restarts pass old levels again."""
     distinct: list[float] = []
     for ratio in sorted((r.level.ratio for r in plan.rows), reverse=falling):
-        if not distinct or not math.isclose(ratio, distinct[-1], rel_tol=SAME):
+        if not distinct or not math.isclose(ratio, distinct[-1], rel_tol=_SAME):
             distinct.append(ratio)
     return distinct
 
@@ -331,24 +331,24 @@ def steps_of(plan: Plan, falling: bool) -> list[float]:
 # --- as text -----------------------------------------------------------------------------------------------------
 
 
-def from_text(text: str) -> Guidance:
+def _from_text(text: str) -> Guidance:
     """`7.5`, `linear:10:2`, `7.5,5,3`, `off`, `guarded 9`, each with ` + rule option=value` behind it."""
     first, *others = (part.strip() for part in text.split(" + "))
     preset, _, rest = first.partition(" ")
     capped = preset == "guarded"
-    scale = scale_from_text((rest.strip() or str(GUARDED_SCALE)) if capped else first)
+    scale = _scale_from_text((rest.strip() or str(GUARDED_SCALE)) if capped else first)
     made = []
     for part in others:
         name, *options = part.split() or [""]
         pairs = [option.partition("=") for option in options]
         if any(not sign or not value for _, sign, value in pairs):
             raise PellucidError(rule(f"options of {name}", "words such as phi=0.7", part), "guidance")
-        made.append(kinds.make(name, {key: value_from_text(value) for key, _, value in pairs}))
+        made.append(kinds.make(name, {key: _value_from_text(value) for key, _, value in pairs}))
     found = Guidance(scale, tuple(made))
     return guarded(found) if capped else found
 
 
-def scale_from_text(text: str) -> Scale:
+def _scale_from_text(text: str) -> Scale:
     if text == "off":
         return 1.0
     shape, *ends = text.split(":")
@@ -361,12 +361,12 @@ def scale_from_text(text: str) -> Scale:
     except ValueError:
         must = "a number, `off`, `guarded`, numbers with commas, or linear:FIRST:LAST or cosine:FIRST:LAST"
         raise PellucidError(rule("guidance", must, text), "guidance") from None
-    return Listed(tuple(values)) if "," in text else values[0]
+    return ScaleList(tuple(values)) if "," in text else values[0]
 
 
-def value_from_text(text: str) -> Any:
+def _value_from_text(text: str) -> Any:
     if "," in text:
-        return tuple(value_from_text(part) for part in text.split(",") if part)
+        return tuple(_value_from_text(part) for part in text.split(",") if part)
     for kind in (int, float):
         try:
             return kind(text)
@@ -375,15 +375,15 @@ def value_from_text(text: str) -> Any:
     return text
 
 
-def scale_text(scale: Scale) -> str:
+def _scale_text(scale: Scale) -> str:
     if isinstance(scale, float):
         return short(scale)
-    if isinstance(scale, Listed):
+    if isinstance(scale, ScaleList):
         return ",".join(short(v) for v in scale.values) + ("," if len(scale.values) == 1 else "")
     return f"{scale.shape}:{short(scale.first)}:{short(scale.last)}"
 
 
-def rule_text(r: Rule) -> str:
+def _rule_text(r: Rule) -> str:
     words = [r.name]
     for f in fields(r):
         value = getattr(r, f.name)

@@ -23,12 +23,12 @@ from pellucid.core.loop import Batched, Prediction, column
 from pellucid.core.plan import Plan
 from pellucid.core.schedule import Level, Schedule, Target
 from pellucid.models import inputs as trees
-from pellucid.models.guidance import Bound, Dose, Guidance
+from pellucid.models.guidance import Dose, Guidance, PlanGuidance
 from pellucid.models.inputs import Inputs
 from pellucid.models.rules import AutoGuidance, CFGZero, Extra, Space, along
 
 Network = Callable[..., Tensor]
-OFF = Guidance(1.0)
+_OFF = Guidance(1.0)
 
 
 class Terms(Mapping[str, Tensor]):
@@ -107,7 +107,7 @@ class GuidedDenoiser:
     target: Target
     cond: Inputs
     uncond: Inputs | None = None
-    guidance: Guidance | Sequence[Guidance] = OFF
+    guidance: Guidance | Sequence[Guidance] = _OFF
     weak: Network | None = None
     x0_filter: Filter | None = None
     dtype: torch.dtype | None = None
@@ -137,7 +137,7 @@ class GuidedDenoiser:
             must = "a second network for autoguidance" if asks_weak else "None without the rule autoguidance"
             raise PellucidError(rule("weak", must, type(self.weak).__name__ if self.weak else None), "guidance")
         for extra in extras:
-            if not isinstance(extra, AutoGuidance) and not takes(self.network, extra.term):
+            if not isinstance(extra, AutoGuidance) and not _takes(self.network, extra.term):
                 kind = type(self.network).__name__
                 raise PellucidError(
                     rule("network", f"one that takes `{extra.term}` for {extra.name}", kind), "guidance"
@@ -151,7 +151,7 @@ class GuidedDenoiser:
         for given in (self.cond, self.uncond):
             if given is not None:
                 trees.check(given, count)
-        made: dict[tuple[int, int], Bound] = {}
+        made: dict[tuple[int, int], PlanGuidance] = {}
         bounds = []
         for i, plan in enumerate(plans):
             own = guidances[i % len(guidances)]
@@ -173,7 +173,7 @@ class GuidedDenoiser:
         return self.bind([None] * len(x))(x, level, time)
 
 
-def takes(network: Network, name: str) -> bool:
+def _takes(network: Network, name: str) -> bool:
     """Whether a network has a keyword input of this name."""
     try:
         known = inspect.signature(getattr(network, "forward", network)).parameters
@@ -188,7 +188,7 @@ class GuidedRun:
 
     owner: GuidedDenoiser
     guidance: Guidance  # the rules, which all images share
-    bounds: list[Bound]  # one per image
+    bounds: list[PlanGuidance]  # one per image
     apart: list[bool]  # whose sampler keeps uncond apart (CFG++)
     cond: Inputs
     uncond: Inputs | None
@@ -273,7 +273,7 @@ class GuidedRun:
         cond, uncond = terms.within("cond", way.space), terms.within("uncond", way.space)
         scale = column([dose.scale for dose in doses], terms.x, len(doses) == 1)
         guided, past = way.combine(cond, uncond, scale, self.past)
-        on = mask([dose.guided for dose in doses], terms.x)
+        on = _mask([dose.guided for dose in doses], terms.x)
         if on is not None:
             guided = torch.where(on, guided, cond)
             if past is not None:
@@ -300,7 +300,7 @@ class GuidedRun:
             guided, cond = terms.within(name, way.space), terms.within("cond", way.space)
             uncond = terms.within("uncond", way.space) if way.compares else None
             better = way.correct(guided, cond, uncond)
-            on = mask(wanted, terms.x)
+            on = _mask(wanted, terms.x)
             name = terms.put(way.name, way.space, better if on is None else torch.where(on, better, guided))
         return name
 
@@ -308,13 +308,13 @@ class GuidedRun:
         """CFG-Zero*: the first steps predict nothing, in the space of the rule."""
         way = self.guidance.combination
         assert isinstance(way, CFGZero)
-        on = mask([dose.zero for dose in doses], terms.x)
+        on = _mask([dose.zero for dose in doses], terms.x)
         empty = torch.zeros_like(terms.x) if on is None else terms.within(name, way.space).masked_fill(on, 0.0)
         return terms.put("zero_init", way.space, empty)
 
     def settle(self, terms: Terms, name: str, doses: Sequence[Dose]) -> Tensor:
         """The x0 of the last rule; that of cond, bit by bit, for an image that nothing changed in a batch of others."""
-        on = mask([dose.changed or dose.zero for dose in doses], terms.x) if len(doses) > 1 else None
+        on = _mask([dose.changed or dose.zero for dose in doses], terms.x) if len(doses) > 1 else None
         return terms[name] if on is None else torch.where(on, terms[name], terms["cond"])
 
     def uncond_apart(self, terms: Terms, x0: Tensor, doses: Sequence[Dose]) -> Tensor | None:
@@ -322,11 +322,11 @@ class GuidedRun:
         wanted = self.keeps_apart(doses)
         if "uncond" not in terms or not any(wanted):
             return None
-        on = mask(wanted, x0)
+        on = _mask(wanted, x0)
         return terms["uncond"] if on is None else torch.where(on, terms["uncond"], x0)
 
 
-def mask(wanted: Sequence[bool], like: Tensor) -> Tensor | None:
+def _mask(wanted: Sequence[bool], like: Tensor) -> Tensor | None:
     """One truth an image, shaped to broadcast; None where all are true."""
     if all(wanted):
         return None

@@ -28,12 +28,12 @@ def over(work: Callable[..., Any], name: str, *trees: Any) -> Any:
     if isinstance(first, tuple | list) and all(type(t) is type(first) and len(t) == len(first) for t in trees):
         parts = [over(work, f"{name}[{i}]", *(tree[i] for tree in trees)) for i in range(len(first))]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
-    forms = " and ".join(form(tree) for tree in trees)
+    forms = " and ".join(_form(tree) for tree in trees)
     must = "tensors, None, or tuples and mappings of them" + (", of one form" if len(trees) > 1 else "")
     raise PellucidError(f"{name} must be {must}; got {forms}.", "inputs")
 
 
-def form(tree: Any) -> str:
+def _form(tree: Any) -> str:
     if isinstance(tree, Tensor):
         return f"a tensor {tuple(tree.shape)}"
     if isinstance(tree, Mapping):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from pellucid.models.blocks import GELU, FeedForward, within
 from pellucid.models.unet import UNet
 
 Kind = Literal["plain", "full", "plus"]
-HEAD_WIDTH = 64  # of the Plus resampler; its files do not say it
+_HEAD_WIDTH = 64  # of the Plus resampler; its files do not say it
 
 
 class PlainProjection(nn.Module):
@@ -48,7 +48,7 @@ class ResamplerBlock(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.ln0, self.ln1 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attn = Attention(width, heads, HEAD_WIDTH, out_bias=False)
+        self.attn = Attention(width, heads, _HEAD_WIDTH, out_bias=False)
         inner = 4 * width
         mlp = FeedForward(GELU(width, inner, bias=False), nn.Linear(inner, width, bias=False))
         self.ff = nn.ModuleList([nn.LayerNorm(width), mlp])
@@ -119,12 +119,12 @@ class IPAdapter(nn.Module):
         batch, count = states.shape[:2]
         tokens = self.image_proj(states.flatten(0, 1)).unflatten(0, (batch, count))  # (B, N, T, D)
         return tuple(
-            self.at(pair, tokens, block.attn2.heads, scale_at(scale, place), masks, halved(size, halvings))
-            for pair, (block, place, halvings) in zip(self.pairs, places, strict=True)
+            self.at(pair, tokens, block.attn2.heads, scale_at(scale, place), masks, _halved(size, halvings))
+            for pair, (block, place, halvings) in zip(cast("Iterable[Pair]", self.pairs), places, strict=True)
         )
 
     def at(
-        self, pair: nn.Module, tokens: Tensor, heads: int, scale: float, masks: Tensor | None, size: tuple[int, int]
+        self, pair: Pair, tokens: Tensor, heads: int, scale: float, masks: Tensor | None, size: tuple[int, int]
     ) -> tuple[ImageTokens, ...]:
         if scale == 0.0:
             return ()
@@ -135,7 +135,7 @@ class IPAdapter(nn.Module):
                 split_heads(pair.to_k_ip(group), heads),
                 split_heads(pair.to_v_ip(group), heads),
                 weights,
-                None if masks is None else at_size(masks[i], size).to(tokens).expand(len(tokens), -1, -1),
+                None if masks is None else _at_size(masks[i], size).to(tokens).expand(len(tokens), -1, -1),
             )
             for i, group in enumerate(groups)
         )
@@ -149,13 +149,13 @@ def scale_at(scale: float | Mapping[str, float], place: str) -> float:
     return float(scale[max(fitting, key=len)]) if fitting else 0.0
 
 
-def halved(size: tuple[int, int], times: int) -> tuple[int, int]:
+def _halved(size: tuple[int, int], times: int) -> tuple[int, int]:
     for _ in range(times):
         size = ((size[0] + 1) // 2, (size[1] + 1) // 2)
     return size
 
 
-def at_size(mask: Tensor, size: tuple[int, int]) -> Tensor:
+def _at_size(mask: Tensor, size: tuple[int, int]) -> Tensor:
     return F.interpolate(mask[None, None].float(), size=size, mode="bicubic").reshape(1, -1, 1)  # (1, H·W, 1)
 
 
@@ -171,8 +171,8 @@ def from_state(state: Mapping[str, Tensor]) -> IPAdapter:
     keys = [found.get(f"{n}.to_k_ip.weight") for n in numbers]
     if any(k is None or k.ndim != 2 or f"{n}.to_v_ip.weight" not in found for n, k in zip(numbers, keys, strict=True)):
         raise PellucidError("IP-Adapter file must have to_k_ip and to_v_ip for every number it uses.", "ip-file")
-    adapter = IPAdapter(*projection_of(image), [Pair(w.shape[1], w.shape[0]) for w in keys if w is not None])
-    renamed = {f"image_proj.{k}": v for k, v in modern_names(adapter.kind, image).items()}
+    adapter = IPAdapter(*_projection_of(image), [Pair(w.shape[1], w.shape[0]) for w in keys if w is not None])
+    renamed = {f"image_proj.{k}": v for k, v in _modern_names(adapter.kind, image).items()}
     for index, number in enumerate(numbers):
         for name in ("to_k_ip", "to_v_ip"):
             renamed[f"pairs.{index}.{name}.weight"] = found.pop(f"{number}.{name}.weight")
@@ -185,7 +185,7 @@ def from_state(state: Mapping[str, Tensor]) -> IPAdapter:
     return adapter
 
 
-def projection_of(image: Mapping[str, Tensor]) -> tuple[Kind, nn.Module]:
+def _projection_of(image: Mapping[str, Tensor]) -> tuple[Kind, nn.Module]:
     """The kind of projection, told by the names and shapes of its weights."""
     if "proj.weight" in image:
         width = image["norm.weight"].shape[0]
@@ -198,12 +198,12 @@ def projection_of(image: Mapping[str, Tensor]) -> tuple[Kind, nn.Module]:
         queries = next(v for k, v in image.items() if k.startswith("layers.0.") and k.endswith("to_q.weight"))
         depth = len({k.split(".")[1] for k in image if k.startswith("layers.")})
         width, count = image["proj_out.weight"].shape[0], image["latents"].shape[1]
-        return "plus", PlusProjection(inside, width, inner, queries.shape[0] // HEAD_WIDTH, count, depth)
+        return "plus", PlusProjection(inside, width, inner, queries.shape[0] // _HEAD_WIDTH, count, depth)
     names = ", ".join(sorted(image)[:5])
     raise PellucidError(rule("IP-Adapter", "plain, full or Plus (FaceID is not supported)", names), "ip-kind")
 
 
-def modern_names(kind: Kind, image: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _modern_names(kind: Kind, image: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The names of the original files → ours, which are diffusers'."""
     if kind == "plain":
         return {k.replace("proj", "image_embeds"): v for k, v in image.items()}

@@ -24,8 +24,8 @@ from pellucid.models.blocks import within
 from pellucid.models.lora_delta import Delta
 
 Scale = float | Mapping[str, float]  # of all layers, or by prefix of their names: the longest decides, "" is the rest
-ROUNDING = 2.0**-22  # a relative change below this is float32's own rounding; a DoRA that is off makes some
-M = TypeVar("M", bound=nn.Module)
+_ROUNDING = 2.0**-22  # a relative change below this is float32's own rounding; a DoRA that is off makes some
+_M = TypeVar("_M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Receipt:
         )
 
 
-class Term(NamedTuple):
+class _Term(NamedTuple):
     """One difference in a layer's stack: whose it is, and at what scale."""
 
     owner: int
@@ -95,7 +95,7 @@ class Change(NamedTuple):
 
 
 @dataclass
-class Tally:
+class _Tally:
     """Counts changes while they pass, for the receipt."""
 
     names: list[str]
@@ -122,10 +122,10 @@ class Tally:
         return Receipt(tuple(self.names), tuple(read), tuple(unused), self.moved)
 
 
-def apply(network: M, stack: Sequence[tuple[Adapter, Scale]]) -> tuple[M, Receipt]:
+def apply(network: _M, stack: Sequence[tuple[Adapter, Scale]]) -> tuple[_M, Receipt]:
     """A view of a network with adapters: it shares every untouched tensor, and the network stays as it is."""
-    tally = Tally([adapter.name for adapter, _ in stack])
-    swaps = {change.layer: change.tensors for change in tally.count(changes(network, stack))}
+    tally = _Tally([adapter.name for adapter, _ in stack])
+    swaps = {change.layer: change.tensors for change in tally.count(_changes(network, stack))}
     return view(network, swaps), tally.receipt(key for adapter, _ in stack for key in adapter.keys)
 
 
@@ -136,30 +136,30 @@ def apply_all(
 
     A component that nothing touches is returned as it came.
     """
-    tally = Tally([adapters.name for adapters, _ in stack])
+    tally = _Tally([adapters.name for adapters, _ in stack])
     views = dict(networks)
-    for part, mine in by_part(networks, stack).items():
-        swaps = {c.layer: c.tensors for c in tally.count(changes(networks[part], mine), f"{part}.")}
+    for part, mine in _by_part(networks, stack).items():
+        swaps = {c.layer: c.tensors for c in tally.count(_changes(networks[part], mine), f"{part}.")}
         views[part] = view(networks[part], swaps) if swaps else networks[part]
-    return views, receipt_of(tally, stack)
+    return views, _receipt_of(tally, stack)
 
 
-def by_part(
+def _by_part(
     networks: Mapping[str, nn.Module], stack: Sequence[tuple[AdapterSet, Scale]]
 ) -> dict[str, list[tuple[Adapter, Scale]]]:
     """What a stack of files is for each component."""
     for adapters, scale in stack:
-        check_scale(adapters.name, scale, adapters.layers)
+        _check_scale(adapters.name, scale, adapters.layers)
         if unknown := sorted(set(adapters.adapters) - set(networks)):
             rules = rule(f"a component of adapter {adapters.name}", f"one of {', '.join(networks)}", unknown[0])
             raise PellucidError(rules, "lora-component")
     return {
-        part: [(a.adapters.get(part, Adapter(a.name, {})), scale_within(part, scale)) for a, scale in stack]
+        part: [(a.adapters.get(part, Adapter(a.name, {})), _scale_within(part, scale)) for a, scale in stack]
         for part in networks
     }
 
 
-def receipt_of(tally: Tally, stack: Sequence[tuple[AdapterSet, Scale]]) -> Receipt:
+def _receipt_of(tally: _Tally, stack: Sequence[tuple[AdapterSet, Scale]]) -> Receipt:
     read = (key for adapters, _ in stack for key in adapters.keys)
     return tally.receipt(read, (key for adapters, _ in stack for key in adapters.unused))
 
@@ -195,29 +195,29 @@ def _idle(networks: Iterable[nn.Module]) -> Iterator[None]:
         yield
 
 
-def merge_all(networks: Mapping[str, nn.Module], stack: Sequence[tuple[AdapterSet, Scale]]) -> MergedAll:
+def merge_all(networks: Mapping[str, nn.Module], stack: Sequence[tuple[AdapterSet, Scale]]) -> MergeSet:
     """A stack of files written into the weights of all components that it touches, until `unmerge`."""
-    tally = Tally([adapters.name for adapters, _ in stack])
-    merged = MergedAll()
+    tally = _Tally([adapters.name for adapters, _ in stack])
+    merged = MergeSet()
     with _idle(networks.values()):
         try:
-            for part, mine in by_part(networks, stack).items():
-                merged.parts.append(Merged(networks[part]))
-                for change in tally.count(changes(networks[part], mine), f"{part}."):
+            for part, mine in _by_part(networks, stack).items():
+                merged.parts.append(Merge(networks[part]))
+                for change in tally.count(_changes(networks[part], mine), f"{part}."):
                     merged.parts[-1].write(change)
-            merged.receipt = receipt_of(tally, stack)
+            merged.receipt = _receipt_of(tally, stack)
         except BaseException:
             merged.unmerge()
             raise
     return merged
 
 
-def merge(network: nn.Module, stack: Sequence[tuple[Adapter, Scale]]) -> Merged:
+def merge(network: nn.Module, stack: Sequence[tuple[Adapter, Scale]]) -> Merge:
     """Adapters written into a network's own weights; the result's `unmerge` puts the old ones back bit for bit."""
-    tally = Tally([adapter.name for adapter, _ in stack])
-    merged = Merged(network)
+    tally = _Tally([adapter.name for adapter, _ in stack])
+    merged = Merge(network)
     try:
-        for change in tally.count(changes(network, stack)):
+        for change in tally.count(_changes(network, stack)):
             merged.write(change)
         merged.receipt = tally.receipt(key for adapter, _ in stack for key in adapter.keys)
     except BaseException:
@@ -226,7 +226,7 @@ def merge(network: nn.Module, stack: Sequence[tuple[Adapter, Scale]]) -> Merged:
     return merged
 
 
-class Merged:
+class Merge:
     """Adapters inside a network, and the originals of what they changed. As a context it unmerges at its end."""
 
     receipt: Receipt
@@ -265,7 +265,7 @@ class Merged:
                     module.get_parameter(name).copy_(tensor)
         self.written.clear()
 
-    def __enter__(self) -> Merged:
+    def __enter__(self) -> Merge:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -278,27 +278,27 @@ def checksum(tensor: Tensor) -> int:
     return int(tensor.detach().view(bits).sum(dtype=torch.int64))
 
 
-class MergedAll:
+class MergeSet:
     """Merges of several components. As a context it unmerges at its end."""
 
     receipt: Receipt
 
     def __init__(self) -> None:
-        self.parts: list[Merged] = []
+        self.parts: list[Merge] = []
 
     def unmerge(self) -> None:
         with _idle([part.network for part in self.parts]):
             while self.parts:
                 self.parts.pop().unmerge()
 
-    def __enter__(self) -> MergedAll:
+    def __enter__(self) -> MergeSet:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.unmerge()
 
 
-def view(network: M, swaps: Mapping[str, Mapping[str, Tensor]]) -> M:
+def view(network: _M, swaps: Mapping[str, Mapping[str, Tensor]]) -> _M:
     """A copy of the module tree that shares all tensors but those in `swaps`, by layer and name.
 
     Only what torch knows as a submodule is copied: a module kept in a plain list would stay the base's.
@@ -312,23 +312,23 @@ def view(network: M, swaps: Mapping[str, Mapping[str, Tensor]]) -> M:
     return twin
 
 
-def copied(module: M, seen: dict[int, nn.Module]) -> M:
+def copied(module: _M, seen: dict[int, nn.Module]) -> _M:
     """A module with registries of its own and the same tensors in them; one reached twice is copied once."""
     if id(module) not in seen:
         twin = module.__class__.__new__(module.__class__)
         seen[id(module)] = twin
         twin.__dict__ = {k: v.copy() if type(v) in (dict, OrderedDict) else v for k, v in module.__dict__.items()}
         twin._modules = {name: None if m is None else copied(m, seen) for name, m in module._modules.items()}
-    return cast(M, seen[id(module)])
+    return cast(_M, seen[id(module)])
 
 
 @torch.no_grad()
-def changes(network: nn.Module, stack: Sequence[tuple[Adapter, Scale]]) -> Iterator[Change]:
+def _changes(network: nn.Module, stack: Sequence[tuple[Adapter, Scale]]) -> Iterator[Change]:
     """The layers that a stack changes, one at a time; a tensor that keeps its bits is left out."""
-    for layer, terms in terms_by_layer(network, stack).items():
+    for layer, terms in _terms_by_layer(network, stack).items():
         module = network.get_submodule(layer)
         weight = module.get_parameter("weight").detach()
-        found = {"weight": Sum(layer, weight, [(t.owner, t.delta.weight(weight, t.scale)) for t in terms])}
+        found = {"weight": _Sum(layer, weight, [(t.owner, t.delta.weight(weight, t.scale)) for t in terms])}
         shifts = [
             (t.owner, t.delta.bias.to(weight.device, torch.float32) * t.scale)
             for t in terms
@@ -337,7 +337,7 @@ def changes(network: nn.Module, stack: Sequence[tuple[Adapter, Scale]]) -> Itera
         if shifts:
             bias = module._parameters["bias"]
             before = weight.new_zeros(len(weight)) if bias is None else bias.detach()
-            found["bias"] = Sum(f"{layer}.bias", before, shifts)
+            found["bias"] = _Sum(f"{layer}.bias", before, shifts)
         found = {name: total for name, total in found.items() if total.owners}
         if found:
             tensors = {name: total.tensor for name, total in found.items()}
@@ -345,7 +345,7 @@ def changes(network: nn.Module, stack: Sequence[tuple[Adapter, Scale]]) -> Itera
             yield Change(layer, tensors, moved, set[int]().union(*(total.owners for total in found.values())))
 
 
-class Sum:
+class _Sum:
     """A tensor and differences to it: the new tensor, its relative distance, and who moved it by more than rounding."""
 
     def __init__(self, name: str, before: Tensor, deltas: list[tuple[int, Tensor]]) -> None:
@@ -358,18 +358,18 @@ class Sum:
         self.moved = length / size if size else math.inf
         self.owners: set[int] = set()
         if not torch.equal(self.tensor, before):
-            self.owners = {owner for owner, delta in deltas if delta.norm().item() > ROUNDING * size}
+            self.owners = {owner for owner, delta in deltas if delta.norm().item() > _ROUNDING * size}
 
 
-def terms_by_layer(network: nn.Module, stack: Sequence[tuple[Adapter, Scale]]) -> dict[str, list[Term]]:
+def _terms_by_layer(network: nn.Module, stack: Sequence[tuple[Adapter, Scale]]) -> dict[str, list[_Term]]:
     """All differences at scales other than 0, by layer in the network's order; layers and shapes are checked first."""
     weights = layer_weights(network)
     for adapter, scale in stack:
-        check_scale(adapter.name, scale, adapter.layers)
+        _check_scale(adapter.name, scale, adapter.layers)
         check_layers(adapter, weights)
-    found: dict[str, list[Term]] = {}
+    found: dict[str, list[_Term]] = {}
     for layer in weights:
-        terms = [Term(i, a.layers[layer], scale_at(s, layer)) for i, (a, s) in enumerate(stack) if layer in a.layers]
+        terms = [_Term(i, a.layers[layer], scale_at(s, layer)) for i, (a, s) in enumerate(stack) if layer in a.layers]
         if terms := [term for term in terms if term.scale != 0.0]:
             found[layer] = terms
     return found
@@ -396,21 +396,21 @@ def check_layers(adapter: Adapter, weights: Mapping[str, Tensor]) -> None:
             raise PellucidError(rule(f"{layer} of adapter {adapter.name}", must, got, advice), "lora-base")
 
 
-def check_scale(name: str, scale: Scale, layers: Iterable[str]) -> None:
+def _check_scale(name: str, scale: Scale, layers: Iterable[str]) -> None:
     """A scale is finite, and each of its prefixes covers a layer."""
     by_prefix = scale if isinstance(scale, Mapping) else {"": scale}
     for prefix, value in by_prefix.items():
         where = f"scale of adapter {name}" + (f" at {prefix}" if prefix else "")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise PellucidError(rule(where, "a finite number", value), "lora-scale")
-        if prefix and not any(covers(prefix, layer) for layer in layers):
+        if prefix and not any(_covers(prefix, layer) for layer in layers):
             starts = {".".join(layer.split(".")[:n]) for layer in layers for n in (1, 2)}
             raise PellucidError(
                 rule(where, "at a prefix of layers that the adapter has", prefix, nearest(prefix, starts)), "lora-scale"
             )
 
 
-def covers(prefix: str, layer: str) -> bool:
+def _covers(prefix: str, layer: str) -> bool:
     return not prefix or within(layer, (prefix,))
 
 
@@ -418,11 +418,11 @@ def scale_at(scale: Scale, layer: str) -> float:
     """The scale of one layer: that of the longest prefix, and 1 where none covers it."""
     if not isinstance(scale, Mapping):
         return float(scale)
-    prefixes = [prefix for prefix in scale if covers(prefix, layer)]
+    prefixes = [prefix for prefix in scale if _covers(prefix, layer)]
     return float(scale[max(prefixes, key=len)]) if prefixes else 1.0
 
 
-def scale_within(component: str, scale: Scale) -> Scale:
+def _scale_within(component: str, scale: Scale) -> Scale:
     """A scale over all components as one component sees it."""
     if not isinstance(scale, Mapping):
         return scale

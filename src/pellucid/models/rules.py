@@ -19,7 +19,7 @@ from pellucid.core.errors import PellucidError, nearest, rule
 from pellucid.core.filters import DynamicThreshold
 
 Space = Literal["raw", "eps", "x0", "v", "flow"]
-SPACES: tuple[Space, ...] = get_args(Space)
+_SPACES: tuple[Space, ...] = get_args(Space)
 MOST = 1000.0  # of any scale: float32 must hold it times a prediction
 
 
@@ -33,12 +33,12 @@ def check_choice(name: str, value: Any, known: tuple[str, ...]) -> None:
         raise PellucidError(rule(name, f"one of {', '.join(known)}", value, nearest(str(value), known)), "guidance")
 
 
-def dims_of(x: Tensor) -> tuple[int, ...]:
+def _dims_of(x: Tensor) -> tuple[int, ...]:
     """All but the batch."""
     return tuple(range(1, x.ndim))
 
 
-def bounded(low: float, high: float, default: Any = MISSING) -> Any:
+def _bounded(low: float, high: float, default: Any = MISSING) -> Any:
     """A field with a number from low to high."""
     return field(default=default, metadata={"bounds": (low, high)})
 
@@ -55,9 +55,9 @@ class Rule:
             if "bounds" in f.metadata:
                 check_number(where, value, *f.metadata["bounds"])
             elif f.name == "space":
-                check_choice(where, value, SPACES)
+                check_choice(where, value, _SPACES)
             elif f.name == "layers":
-                object.__setattr__(self, "layers", layer_names(where, value))
+                object.__setattr__(self, "layers", _layer_names(where, value))
         start, stop = getattr(self, "start", 0.0), getattr(self, "stop", 1.0)
         if start > stop:
             raise PellucidError(rule(f"start of {self.name}", f"at most its stop {stop:g}", start), "guidance")
@@ -67,7 +67,7 @@ class Rule:
         return {"rule": self.name, **{k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}}
 
 
-def layer_names(where: str, value: Any) -> tuple[str | int, ...]:
+def _layer_names(where: str, value: Any) -> tuple[str | int, ...]:
     """One name or index of a block, or several, as a tuple."""
     given = tuple(value) if isinstance(value, list | tuple) else (value,)
     if not given or any(isinstance(v, bool) or not isinstance(v, str | int) or v == "" for v in given):
@@ -83,8 +83,8 @@ class Interval(Rule):
     """Guides in a part of the run: step i of n when int(start·n) ≤ i < int(stop·n), as diffusers' guiders count."""
 
     name = "interval"
-    start: float = bounded(0, 1, 0.0)
-    stop: float = bounded(0, 1, 1.0)
+    start: float = _bounded(0, 1, 0.0)
+    stop: float = _bounded(0, 1, 1.0)
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class SigmaInterval(Rule):
     """Guides where low < sigma ≤ high (Kynkäänniemi et al. 2024): sigma / alpha, or the flow's own sigma."""
 
     name = "sigma_interval"
-    low: float = bounded(0, 1e6)
-    high: float = bounded(0, 1e6)
+    low: float = _bounded(0, 1e6)
+    high: float = _bounded(0, 1e6)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -146,9 +146,9 @@ class APG(Combination):
     """
 
     name = "apg"
-    eta: float = bounded(-MOST, MOST, 0.0)
-    norm: float = bounded(0, 1e6, 15.0)
-    momentum: float = bounded(-1, 1, -0.5)
+    eta: float = _bounded(-MOST, MOST, 0.0)
+    norm: float = _bounded(0, 1e6, 15.0)
+    momentum: float = _bounded(-1, 1, -0.5)
     base: Literal["cond", "uncond"] = "cond"
     space: Space = field(default="x0", kw_only=True)
 
@@ -160,7 +160,7 @@ class APG(Combination):
         difference = cond - uncond
         if self.momentum:
             difference = past = difference if past is None else difference + self.momentum * past
-        dims = dims_of(cond)
+        dims = _dims_of(cond)
         if self.norm:
             size = torch.linalg.vector_norm(difference, dim=dims, keepdim=True)
             difference = difference * (self.norm / size).clamp(max=1.0)
@@ -178,7 +178,7 @@ class CFGZero(Combination):
     """
 
     name = "cfg_zero"
-    zero_steps: int = bounded(0, 1000, 1)
+    zero_steps: int = _bounded(0, 1000, 1)
     space: Space = field(default="flow", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -187,7 +187,7 @@ class CFGZero(Combination):
             raise PellucidError(rule("zero_steps of cfg_zero", "a whole number", self.zero_steps), "guidance")
 
     def combine(self, cond: Tensor, uncond: Tensor, scale: Any, past: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        dims = dims_of(cond)
+        dims = _dims_of(cond)
         square = (uncond * uncond).sum(dims, keepdim=True) + 1e-8  # as the paper's code
         nearest_uncond = uncond * ((cond * uncond).sum(dims, keepdim=True) / square)
         return along(nearest_uncond, cond - nearest_uncond, scale), None
@@ -201,9 +201,9 @@ class Extra(Rule):
     """Adds weight·(cond − term), where the term is a worse prediction of the same thing; the same in every space."""
 
     term: ClassVar[str]
-    scale: float = bounded(0, MOST)
-    start: float = bounded(0, 1, 0.0)
-    stop: float = bounded(0, 1, 1.0)
+    scale: float = _bounded(0, MOST)
+    start: float = _bounded(0, 1, 0.0)
+    stop: float = _bounded(0, 1, 1.0)
 
     @property
     def weight(self) -> float:
@@ -216,7 +216,7 @@ class Extra(Rule):
 
 
 @dataclass(frozen=True)
-class Layered(Extra):
+class LayerExtra(Extra):
     """An extra whose term comes from the same network, with some blocks weakened."""
 
     layers: tuple[str | int, ...] = ()
@@ -227,24 +227,24 @@ class Layered(Extra):
 
 
 @dataclass(frozen=True)
-class PAG(Layered):
+class PAG(LayerExtra):
     """Perturbed-attention guidance (Ahn et al. 2024): self-attention of `layers` is the identity."""
 
     name = "pag"
     term = "perturbed"
-    scale: float = bounded(0, MOST, 3.0)
+    scale: float = _bounded(0, MOST, 3.0)
     layers: tuple[str | int, ...] = ("mid",)
 
 
 @dataclass(frozen=True)
-class SkipLayer(Layered):
+class SkipLayer(LayerExtra):
     """Skip-layer guidance (Stable Diffusion 3.5): whole blocks, `layers`, are left out; SD 3.5's defaults."""
 
     name = "skip_layer"
     term = "skipped"
-    scale: float = bounded(0, MOST, 2.8)
-    start: float = bounded(0, 1, 0.01)
-    stop: float = bounded(0, 1, 0.2)
+    scale: float = _bounded(0, MOST, 2.8)
+    start: float = _bounded(0, 1, 0.01)
+    stop: float = _bounded(0, 1, 0.2)
     layers: tuple[str | int, ...] = (7, 8, 9)
 
 
@@ -254,7 +254,7 @@ class AutoGuidance(Extra):
 
     name = "autoguidance"
     term = "weak"
-    scale: float = bounded(0, MOST, 2.0)
+    scale: float = _bounded(0, MOST, 2.0)
 
     @property
     def weight(self) -> float:
@@ -285,18 +285,18 @@ class Rescale(Correction):
     """
 
     name = "rescale"
-    phi: float = bounded(0, 1, 0.7)
+    phi: float = _bounded(0, 1, 0.7)
     space: Space = field(default="v", kw_only=True)
 
     def correct(self, guided: Tensor, cond: Tensor, uncond: Tensor | None) -> Tensor:
-        have = spread(guided)
-        ratio = torch.where(have > 0, spread(cond) / have, 1.0)  # (B, 1, 1, 1)
+        have = _spread(guided)
+        ratio = torch.where(have > 0, _spread(cond) / have, 1.0)  # (B, 1, 1, 1)
         return guided * (1.0 + self.phi * (ratio - 1.0))
 
 
-def spread(value: Tensor) -> Tensor:
+def _spread(value: Tensor) -> Tensor:
     """The standard deviation of each image times √numbers, which a ratio does not see; torch's std is slow here."""
-    dims = dims_of(value)
+    dims = _dims_of(value)
     size: Tensor = torch.linalg.vector_norm(value - value.mean(dims, keepdim=True), dim=dims, keepdim=True)
     return size
 
@@ -311,9 +311,9 @@ class Mimic(Correction):
 
     name = "mimic"
     compares = True
-    scale: float = bounded(0, MOST, 7.0)
-    percentile: float = bounded(0, 1, 1.0)
-    phi: float = bounded(0, 1, 1.0)
+    scale: float = _bounded(0, MOST, 7.0)
+    percentile: float = _bounded(0, 1, 1.0)
+    phi: float = _bounded(0, 1, 1.0)
 
     def correct(self, guided: Tensor, cond: Tensor, uncond: Tensor | None) -> Tensor:
         assert uncond is not None
@@ -343,7 +343,7 @@ class Threshold(Correction):
     """
 
     name = "threshold"
-    percentile: float = bounded(0, 1, 0.995)
+    percentile: float = _bounded(0, 1, 0.995)
     most: float | None = None
 
     def __post_init__(self) -> None:

@@ -9,8 +9,9 @@ What is not held in memory is computed again by each sweep: `keep` says how much
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +20,11 @@ from torch import Tensor, nn
 from pellucid.core.errors import PellucidError, rule
 from pellucid.models.blocks import ResnetBlock, silu
 from pellucid.models.tiny_vae import Block, TinyAutoencoder, squash, to_signed, to_unsigned
-from pellucid.models.vae import AutoencoderKL, Posterior, check
+from pellucid.models.vae import AutoencoderKL, DownBlock, Posterior, UpBlock, VAEConfig, check
 
 VAE = AutoencoderKL | TinyAutoencoder
-LEAST = 8  # rows: a thinner band would mostly compute its neighbours'
-TILE = 64  # latents: the band of a 512² image
+_LEAST = 8  # rows: a thinner band would mostly compute its neighbours'
+_TILE = 64  # latents: the band of a 512² image
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Moments:
         return centre, (share * (variance + (mean - centre) ** 2)).sum(0)
 
 
-def watched(x: LazyImage, moments: Moments) -> LazyImage:
+def _watched(x: LazyImage, moments: Moments) -> LazyImage:
     """The same image, whose moments are taken by the one sweep that passes over it."""
 
     def rows(first: int, end: int) -> Tensor:
@@ -91,25 +92,25 @@ def watched(x: LazyImage, moments: Moments) -> LazyImage:
     return replace(x, rows=rows)
 
 
-def fixed(norm: nn.GroupNorm, moments: Moments) -> Callable[[Tensor], Tensor]:
+def _fixed(norm: nn.GroupNorm, moments: Moments) -> Callable[[Tensor], Tensor]:
     """GroupNorm, then SiLU, for the bands of one image: with known statistics it is BatchNorm in evaluation."""
     mean, variance = (m.repeat_interleave(norm.num_channels // norm.num_groups) for m in moments.total())  # (channels,)
     weight, bias = norm.weight.to(mean.dtype), norm.bias.to(mean.dtype)
     return lambda band: silu(F.batch_norm(band, mean, variance, weight, bias, eps=norm.eps))
 
 
-def shortcut(block: ResnetBlock, band: Tensor) -> Tensor:
+def _shortcut(block: ResnetBlock, band: Tensor) -> Tensor:
     return block.conv_shortcut(band) if block.resized else band
 
 
 @dataclass(frozen=True)
-class Bands:
+class _Bands:
     """Sweeps over images, in bands of about so many values per layer."""
 
     values: int
 
     def of(self, x: LazyImage) -> Iterator[tuple[int, int]]:
-        rows = max(self.values // x.load, LEAST)
+        rows = max(self.values // x.load, _LEAST)
         return ((first, min(first + rows, x.height)) for first in range(0, x.height, rows))
 
     def measure(self, norm: nn.GroupNorm, x: LazyImage) -> Moments:
@@ -147,12 +148,12 @@ class Bands:
         if keep == 2:
             return self.residual_held(block, x)
         channels = block.norm2.num_channels
-        norm1 = fixed(block.norm1, self.measure(block.norm1, x))
+        norm1 = _fixed(block.norm1, self.measure(block.norm1, x))
         middle = local(lambda band: block.conv1(norm1(band)), x, channels)
-        norm2 = fixed(block.norm2, self.measure(block.norm2, middle))
+        norm2 = _fixed(block.norm2, self.measure(block.norm2, middle))
 
         def layer(band: Tensor) -> Tensor:
-            return block.conv2(norm2(block.conv1(norm1(band)))).add_(shortcut(block, band))
+            return block.conv2(norm2(block.conv1(norm1(band)))).add_(_shortcut(block, band))
 
         out = local(layer, x, channels, reach=2)
         if keep == 0:
@@ -163,37 +164,37 @@ class Bands:
         """The same, with each convolution once: the first sweep measures x and holds what x adds to the sum."""
         channels, moments = block.norm2.num_channels, Moments(block.norm1.num_groups)
         if block.resized:
-            skip = self.compute(local(block.conv_shortcut, watched(x, moments), channels, reach=0))
+            skip = self.compute(local(block.conv_shortcut, _watched(x, moments), channels, reach=0))
         else:
             skip, moments = x.rows(0, x.height), self.measure(block.norm1, x)  # held: itself, not a copy
-        norm1 = fixed(block.norm1, moments)
+        norm1 = _fixed(block.norm1, moments)
         middle = held(self.compute(local(lambda band: block.conv1(norm1(band)), x, channels)))
-        norm2 = fixed(block.norm2, self.measure(block.norm2, middle))
+        norm2 = _fixed(block.norm2, self.measure(block.norm2, middle))
         h = local(lambda band: block.conv2(norm2(band)), middle, channels)
         total = replace(h, rows=lambda first, end: h.rows(first, end).add_(skip[:, :, first:end]))
         return self.overwrite(skip, total)
 
 
-def decoded(vae: AutoencoderKL, z: Tensor, bands: Bands, keep: int) -> LazyImage:
+def _decoded(vae: AutoencoderKL, z: Tensor, bands: _Bands, keep: int) -> LazyImage:
     """The decoder on one image's latents (1, C, h, w); each level of a quarter the pixels may hold one image more."""
     decoder, last = vae.decoder, len(vae.decoder.up_blocks) - 1
     z = z if vae.post_quant_conv is None else vae.post_quant_conv(z)
     x = held(decoder.mid_block(decoder.conv_in(z)))
-    for level, block in enumerate(decoder.up_blocks):
-        for resnet in block.resnets:
+    for level, block in enumerate(cast("Iterable[UpBlock]", decoder.up_blocks)):
+        for resnet in cast("Iterable[ResnetBlock]", block.resnets):
             x = bands.residual(resnet, x, min(keep + last - level, 2))
         for upsample in block.upsamplers:
             x = local(upsample, x, x.channels, up=2)
-    norm = fixed(decoder.conv_norm_out, bands.measure(decoder.conv_norm_out, x))
+    norm = _fixed(decoder.conv_norm_out, bands.measure(decoder.conv_norm_out, x))
     return local(lambda band: decoder.conv_out(norm(band)), x, vae.config.out_channels)
 
 
-def encoded(vae: AutoencoderKL, image: Tensor, bands: Bands, keep: int) -> Tensor:
+def _encoded(vae: AutoencoderKL, image: Tensor, bands: _Bands, keep: int) -> Tensor:
     """The encoder on one image (1, 3, H, W): (1, 2·latent_channels, h, w), before quant_conv."""
     encoder = vae.encoder
     x = local(encoder.conv_in, held(image), vae.config.block_out_channels[0])
-    for level, block in enumerate(encoder.down_blocks):
-        for resnet in block.resnets:
+    for level, block in enumerate(cast("Iterable[DownBlock]", encoder.down_blocks)):
+        for resnet in cast("Iterable[ResnetBlock]", block.resnets):
             x = bands.residual(resnet, x, min(keep + level, 2))
         for downsample in block.downsamplers:
             x = held(bands.compute(local(downsample, x, x.channels, down=2)))
@@ -201,12 +202,13 @@ def encoded(vae: AutoencoderKL, image: Tensor, bands: Bands, keep: int) -> Tenso
     return encoder.conv_out(silu(encoder.conv_norm_out(x)))
 
 
-def convolved(layers: nn.Sequential, x: LazyImage, bands: Bands) -> LazyImage:
+def _convolved(layers: nn.Sequential, x: LazyImage, bands: _Bands) -> LazyImage:
     """The layers of a tiny autoencoder, which has no norms; a level is held where it is smallest."""
     for layer in layers:
         if isinstance(layer, Block):
             x = local(layer, x, x.channels, reach=3)
         elif isinstance(layer, nn.Upsample):
+            assert isinstance(layer.scale_factor, float)  # one for both sides
             x = local(layer, held(bands.compute(x)), x.channels, reach=0, up=int(layer.scale_factor))
         elif isinstance(layer, nn.Conv2d):
             x = local(layer, x, layer.out_channels, down=layer.stride[0])
@@ -216,16 +218,17 @@ def convolved(layers: nn.Sequential, x: LazyImage, bands: Bands) -> LazyImage:
     return x
 
 
-def bands_of(vae: VAE, tile: int | None, height: int, width: int) -> Bands:
+def _bands_of(vae: VAE, tile: int | None, height: int, width: int) -> _Bands:
     """Bands of as many values as tile × tile latents have at the finest level; by default at most a quarter."""
-    tile = max(min(TILE, max(height, width) // 2), LEAST) if tile is None else tile
-    if not isinstance(tile, int) or tile < LEAST:
-        raise PellucidError(rule("tile", f"a whole number of latents, at least {LEAST}", tile), "tile")
-    finest = vae.decoder.conv_out if isinstance(vae, AutoencoderKL) else vae.decoder.layers[-1]
-    return Bands((tile * vae.config.factor) ** 2 * finest.in_channels)
+    tile = max(min(_TILE, max(height, width) // 2), _LEAST) if tile is None else tile
+    if not isinstance(tile, int) or tile < _LEAST:
+        raise PellucidError(rule("tile", f"a whole number of latents, at least {_LEAST}", tile), "tile")
+    config = vae.config
+    widths = config.block_out_channels if isinstance(config, VAEConfig) else config.decoder_block_out_channels
+    return _Bands((tile * config.factor) ** 2 * widths[0])
 
 
-def kept(vae: VAE, keep: int | None) -> int:
+def _kept(vae: VAE, keep: int | None) -> int:
     if isinstance(vae, TinyAutoencoder) and keep is not None:
         raise PellucidError(rule("keep", "left out for a tiny autoencoder, which holds nothing", keep), "keep")
     if keep not in (None, 0, 1, 2):
@@ -242,14 +245,14 @@ def decode_tiled(vae: VAE, latents: Tensor, tile: int | None = None, *, keep: in
     untiled decode holds 5.5; the work is about 1.3 ×, 1.6 × and 3.5 × that of the untiled decode.
     """
     check("latents", latents, vae.config.latent_channels)
-    bands, keep = bands_of(vae, tile, *latents.shape[2:]), kept(vae, keep)
+    bands, keep = _bands_of(vae, tile, *latents.shape[2:]), _kept(vae, keep)
     images = []
-    for z in latents.split(1):
+    for z in torch.split(latents, 1):
         if isinstance(vae, TinyAutoencoder):
-            x = convolved(vae.decoder.layers, held(squash(z)), bands)
+            x = _convolved(vae.decoder.layers, held(squash(z)), bands)
             x = local(to_signed, x, x.channels, reach=0)
         else:
-            x = decoded(vae, z, bands, keep)
+            x = _decoded(vae, z, bands, keep)
         images.append(bands.compute(x))
     return torch.cat(images)
 
@@ -259,21 +262,21 @@ def encode_tiled(vae: VAE, images: Tensor, tile: int | None = None, *, keep: int
     """`vae.encode(images)`, image by image and band by band; the options are `decode_tiled`'s, the work 1 to 1.6 ×."""
     check("images", images, vae.config.in_channels, vae.config.factor)
     factor = vae.config.factor
-    bands, keep = bands_of(vae, tile, images.shape[2] // factor, images.shape[3] // factor), kept(vae, keep)
+    bands, keep = _bands_of(vae, tile, images.shape[2] // factor, images.shape[3] // factor), _kept(vae, keep)
     if isinstance(vae, TinyAutoencoder):
-        lazy = (local(to_unsigned, held(image), image.shape[1], reach=0) for image in images.split(1))
-        return Posterior(torch.cat([bands.compute(convolved(vae.encoder.layers, x, bands)) for x in lazy]), None)
-    return vae.posterior(torch.cat([encoded(vae, image, bands, keep) for image in images.split(1)]))
+        lazy = (local(to_unsigned, held(image), image.shape[1], reach=0) for image in torch.split(images, 1))
+        return Posterior(torch.cat([bands.compute(_convolved(vae.encoder.layers, x, bands)) for x in lazy]), None)
+    return vae.posterior(torch.cat([_encoded(vae, image, bands, keep) for image in torch.split(images, 1)]))
 
 
 def decode_sliced(vae: VAE, latents: Tensor) -> Tensor:
     """`vae.decode(latents)`, one image at a time: the memory of one, whatever the batch."""
     check("latents", latents, vae.config.latent_channels)
-    return torch.cat([vae.decode(z) for z in latents.split(1)])
+    return torch.cat([vae.decode(z) for z in torch.split(latents, 1)])
 
 
 def encode_sliced(vae: VAE, images: Tensor) -> Posterior:
     """`vae.encode(images)`, one image at a time."""
-    parts = [vae.encode(image) for image in images.split(1)]
+    parts = [vae.encode(image) for image in torch.split(images, 1)]
     variances = [part.logvar for part in parts if part.logvar is not None]
     return Posterior(torch.cat([part.mean for part in parts]), torch.cat(variances) if variances else None)

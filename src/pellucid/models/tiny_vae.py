@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pellucid.core.errors import PellucidError, nearest, rule
 from pellucid.models.vae import Posterior, check
 
-ACTIVATIONS = {"relu": nn.ReLU, "silu": nn.SiLU, "swish": nn.SiLU, "mish": nn.Mish, "gelu": nn.GELU}
+_ACTIVATIONS = {"relu": nn.ReLU, "silu": nn.SiLU, "swish": nn.SiLU, "mish": nn.Mish, "gelu": nn.GELU}
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class TinyVAEConfig:
                     rule(f"{side}_block_out_channels of AutoencoderTiny", "equal at every level", widths),
                     "config-unsupported",
                 )
-        if self.act_fn not in ACTIVATIONS:
-            must, advice = f"one of {', '.join(ACTIVATIONS)}", nearest(self.act_fn, ACTIVATIONS)
+        if self.act_fn not in _ACTIVATIONS:
+            must, advice = f"one of {', '.join(_ACTIVATIONS)}", nearest(self.act_fn, _ACTIVATIONS)
             raise PellucidError(rule("act_fn of AutoencoderTiny", must, self.act_fn, advice), "config-unsupported")
 
     @property
@@ -61,7 +61,7 @@ class TinyVAEConfig:
         return 2 ** (len(self.num_encoder_blocks) - 1)
 
     def activation(self) -> nn.Module:
-        kind = ACTIVATIONS[self.act_fn]
+        kind = _ACTIVATIONS[self.act_fn]
         return kind() if kind is nn.GELU else kind(inplace=True)
 
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from pellucid.core.errors import PellucidError
 from pellucid.models.attention import ImageTokens
 from pellucid.models.blocks import (
+    BlockInputs,
     Downsample,
     PixelAttention,
     ResnetBlock,
     SpatialTransformer,
-    Told,
     TransformerBlock,
     Upsample,
     silu,
@@ -26,7 +26,7 @@ from pellucid.models.unet_config import DOWN, MID, UP, UNetConfig
 Residuals = tuple[tuple[Tensor, ...], Tensor]  # what a ControlNet adds: one tensor a skip, and one in the middle
 
 
-class Parts:
+class BlockFactory:
     """Makes residual blocks and attentions as a config wants them."""
 
     def __init__(self, config: UNetConfig) -> None:
@@ -69,7 +69,7 @@ class Parts:
 class DownBlock(nn.Module):
     """Residual blocks, attention after each where wanted, then half the size."""
 
-    def __init__(self, parts: Parts, level: int) -> None:
+    def __init__(self, parts: BlockFactory, level: int) -> None:
         super().__init__()
         c = parts.config
         before, here = c.block_out_channels[max(level - 1, 0)], c.block_out_channels[level]
@@ -82,11 +82,11 @@ class DownBlock(nn.Module):
             self.downsamplers = nn.ModuleList([Downsample(here, c.downsample_padding)])
         self.attends, self.halves = kind is not None, level + 1 < len(c.down_block_types)
 
-    def forward(self, x: Tensor, told: Told) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, x: Tensor, inputs: BlockInputs) -> tuple[Tensor, list[Tensor]]:
         skips = []
         for j, resnet in enumerate(self.resnets):
-            x = resnet(x, told.time)  # (B, C, H, W)
-            x = self.attentions[j](x, told) if self.attends else x
+            x = resnet(x, inputs.time)  # (B, C, H, W)
+            x = self.attentions[j](x, inputs) if self.attends else x
             skips.append(x)
         if self.halves:
             x = self.downsamplers[0](x)  # (B, C, H/2, W/2)
@@ -97,7 +97,7 @@ class DownBlock(nn.Module):
 class MidBlock(nn.Module):
     """Residual block, attention, residual block."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: BlockFactory) -> None:
         super().__init__()
         c = parts.config
         channels, scale, kind = c.block_out_channels[-1], c.mid_block_scale_factor, MID[c.mid_block_type]
@@ -121,16 +121,16 @@ class MidBlock(nn.Module):
         """A conditional UNet with a plain middle has a single residual block there."""
         return config.mid_block_type == "UNetMidBlock2D" and config.class_name != "UNet2DModel"
 
-    def forward(self, x: Tensor, told: Told) -> Tensor:
-        x = self.resnets[0](x, told.time)
-        x = self.attentions[0](x, told) if self.attends else x
-        return self.resnets[1](x, told.time) if len(self.resnets) > 1 else x
+    def forward(self, x: Tensor, inputs: BlockInputs) -> Tensor:
+        x = self.resnets[0](x, inputs.time)
+        x = self.attentions[0](x, inputs) if self.attends else x
+        return self.resnets[1](x, inputs.time) if len(self.resnets) > 1 else x
 
 
 class UpBlock(nn.Module):
     """Residual blocks, each on x beside a skip, attention after each where wanted, then twice the size."""
 
-    def __init__(self, parts: Parts, index: int) -> None:
+    def __init__(self, parts: BlockFactory, index: int) -> None:
         super().__init__()
         c = parts.config
         channels = c.block_out_channels[::-1]
@@ -149,10 +149,10 @@ class UpBlock(nn.Module):
             self.upsamplers = nn.ModuleList([Upsample(here)])
         self.attends, self.doubles = kind is not None, index + 1 < len(channels)
 
-    def forward(self, x: Tensor, skips: list[Tensor], told: Told) -> Tensor:
+    def forward(self, x: Tensor, skips: list[Tensor], inputs: BlockInputs) -> Tensor:
         for j, resnet in enumerate(self.resnets):
-            x = resnet(torch.cat([x, skips.pop()], dim=1), told.time)  # (B, C + C_skip, H, W) → (B, C, H, W)
-            x = self.attentions[j](x, told) if self.attends else x
+            x = resnet(torch.cat([x, skips.pop()], dim=1), inputs.time)  # (B, C + C_skip, H, W) → (B, C, H, W)
+            x = self.attentions[j](x, inputs) if self.attends else x
         if self.doubles:
             x = self.upsamplers[0](x, skips[-1].shape[-2:])  # an odd size comes back as it was
         return x
@@ -169,7 +169,7 @@ class Descent(nn.Module):
         self.time_embedding = TimeMLP(first, width, cond_width=c.time_cond_proj_dim)
         if c.encoder_hid_dim is not None:
             self.encoder_hid_proj = nn.Linear(c.encoder_hid_dim, c.each("cross_attention_dim")[0])
-        self.class_embedding = class_embedding(c)
+        self.class_embedding = _class_embedding(c)
         if c.addition_embed_type == "text_time":
             if c.addition_time_embed_dim is None or c.projection_class_embeddings_input_dim is None:
                 raise PellucidError(
@@ -177,7 +177,7 @@ class Descent(nn.Module):
                     "config-missing",
                 )
             self.add_embedding = TimeMLP(c.projection_class_embeddings_input_dim, width)
-        parts = Parts(c)
+        parts = BlockFactory(c)
         self.down_blocks = nn.ModuleList(DownBlock(parts, level) for level in range(len(c.down_block_types)))
         self.mid_block = None if c.mid_block_type is None else MidBlock(parts)
 
@@ -190,31 +190,31 @@ class Descent(nn.Module):
     ) -> Tensor:
         """All that the residual blocks are told, as one vector an image: (B, E)."""
         c = self.config
-        told = self.time_embedding(self.sinusoid(time, c.block_out_channels[0]), guidance)  # (B, E)
+        embedding = self.time_embedding(self.sinusoid(time, c.block_out_channels[0]), guidance)  # (B, E)
         if self.class_embedding is not None:
             if labels is None:
                 raise PellucidError("labels must be given to this class-conditional UNet; got nothing.", "labels")
             if c.class_embed_type == "timestep":
                 labels = self.sinusoid(labels, c.block_out_channels[0])
-            told = told + self.class_embedding(labels).to(told.dtype)
+            embedding = embedding + self.class_embedding(labels).to(embedding.dtype)
         if c.addition_embed_type == "text_time":
             if pooled is None or sizes is None or c.addition_time_embed_dim is None:
                 raise PellucidError("pooled and sizes must be given to this UNet (SDXL); got nothing.", "pooled")
             numbers = self.sinusoid(sizes.flatten(), c.addition_time_embed_dim)  # (B·6, W)
-            added = torch.cat([pooled.to(told.dtype), numbers.reshape(len(sizes), -1)], dim=-1)  # (B, P + 6·W)
-            told = told + self.add_embedding(added)
-        return silu(told)
+            added = torch.cat([pooled.to(embedding.dtype), numbers.reshape(len(sizes), -1)], dim=-1)  # (B, P + 6·W)
+            embedding = embedding + self.add_embedding(added)
+        return silu(embedding)
 
-    def descend(self, x: Tensor, told: Told) -> tuple[Tensor, list[Tensor]]:
+    def descend(self, x: Tensor, inputs: BlockInputs) -> tuple[Tensor, list[Tensor]]:
         """The way down after `conv_in`: x at the bottom, and every skip from the first."""
         skips = [x]
         for block in self.down_blocks:
-            x, more = block(x, told)
+            x, more = block(x, inputs)
             skips += more
         return x, skips
 
 
-def class_embedding(c: UNetConfig) -> nn.Module | None:
+def _class_embedding(c: UNetConfig) -> nn.Module | None:
     width, extra = c.time_width, c.projection_class_embeddings_input_dim
     if c.class_embed_type is None:
         return None if c.num_class_embeds is None else nn.Embedding(c.num_class_embeds, width)
@@ -235,7 +235,7 @@ class UNet(Descent):
     def __init__(self, config: UNetConfig) -> None:
         super().__init__(config)
         c = config
-        parts = Parts(c)
+        parts = BlockFactory(c)
         self.up_blocks = nn.ModuleList(UpBlock(parts, index) for index in range(len(c.up_block_types)))
         self.conv_norm_out = nn.GroupNorm(c.norm_num_groups, c.block_out_channels[0], c.norm_eps)
         self.conv_out = nn.Conv2d(
@@ -285,15 +285,15 @@ class UNet(Descent):
             context = self.encoder_hid_proj(context)
         embedding = self.embed(time, labels, pooled, sizes, guidance_embedding)  # (B, E)
         mask = None if context_mask is None else context_mask[:, None, None, :].bool()
-        told = Told(embedding, context, mask, image, perturbed, skipped)
+        inputs = BlockInputs(embedding, context, mask, image, perturbed, skipped)
 
-        x, skips = self.descend(self.conv_in(x), told)
+        x, skips = self.descend(self.conv_in(x), inputs)
         if residuals is not None:
             skips = [skip + extra for skip, extra in zip(skips, residuals[0], strict=True)]
         if self.mid_block is not None:
-            x = self.mid_block(x, told)
+            x = self.mid_block(x, inputs)
         if residuals is not None:
             x = x + residuals[1]
         for block in self.up_blocks:
-            x = block(x, skips, told)
+            x = block(x, skips, inputs)
         return self.conv_out(silu(self.conv_norm_out(x)))  # (B, C_out, H, W)

@@ -13,11 +13,11 @@ from pellucid.models.config import per_block
 
 DOWN = {"CrossAttnDownBlock2D": "cross", "AttnDownBlock2D": "self", "DownBlock2D": None}
 UP = {"CrossAttnUpBlock2D": "cross", "AttnUpBlock2D": "self", "UpBlock2D": None}
-MAX_BLOCKS = 1_000  # of the way down; SDXL has 66 by this count
+_MAX_BLOCKS = 1_000  # of the way down; SDXL has 66 by this count
 MID = {"UNetMidBlock2DCrossAttn": "cross", "UNetMidBlock2D": "self", None: None}
 
 # UNet2DModel, the unconditional pixel UNet, where its defaults differ.
-PIXEL_DEFAULTS: dict[str, Any] = {
+_PIXEL_DEFAULTS: dict[str, Any] = {
     "in_channels": 3,
     "out_channels": 3,
     "down_block_types": ("DownBlock2D", "AttnDownBlock2D", "AttnDownBlock2D", "AttnDownBlock2D"),
@@ -26,7 +26,7 @@ PIXEL_DEFAULTS: dict[str, Any] = {
     "block_out_channels": (224, 448, 672, 896),
     "cross_attention_dim": None,
 }
-CONTROL_DEFAULTS: dict[str, Any] = {"in_channels": 4, "up_block_types": ()}
+_CONTROL_DEFAULTS: dict[str, Any] = {"in_channels": 4, "up_block_types": ()}
 
 
 @dataclass(frozen=True)
@@ -105,17 +105,15 @@ class UNetConfig:
                     raise PellucidError(
                         rule(f"a block of {self.class_name}", f"one of {allowed}", name), "config-unsupported"
                     )
-        for name, allowed in (
+        for key, values in (
             ("class_embed_type", (None, "timestep", "identity", "projection", "simple_projection")),
             ("addition_embed_type", (None, "text_time")),
             ("encoder_hid_dim_type", (None, "text_proj")),
             ("resnet_time_scale_shift", ("default", "scale_shift")),
         ):
-            if getattr(self, name) not in allowed:
-                must = " or ".join(repr(a) for a in allowed)
-                raise PellucidError(
-                    rule(f"{name} of {self.class_name}", must, getattr(self, name)), "config-unsupported"
-                )
+            if getattr(self, key) not in values:
+                must = " or ".join(repr(v) for v in values)
+                raise PellucidError(rule(f"{key} of {self.class_name}", must, getattr(self, key)), "config-unsupported")
         levels = len(self.down_block_types)
         if not levels or len(self.block_out_channels) != levels or len(self.up_block_types) not in (0, levels):
             raise PellucidError(
@@ -124,9 +122,9 @@ class UNetConfig:
             )
         self.check_heads()
         depths = (self.transformer_layers_per_block, self.reverse_transformer_layers_per_block or 0)
-        blocks = sum(self.each("layers_per_block")) * (1 + max(numbers_in(depths)))
-        if blocks > MAX_BLOCKS:
-            must = f"of at most {MAX_BLOCKS} blocks, layers_per_block × transformer_layers_per_block"
+        blocks = sum(self.each("layers_per_block")) * (1 + max(_numbers_in(depths)))
+        if blocks > _MAX_BLOCKS:
+            must = f"of at most {_MAX_BLOCKS} blocks, layers_per_block × transformer_layers_per_block"
             raise PellucidError(rule(self.class_name, must, blocks), "config-value")
 
     def check_heads(self) -> None:
@@ -152,15 +150,15 @@ class UNetConfig:
         return self.each("num_attention_heads" if self.num_attention_heads is not None else "attention_head_dim")
 
 
-def numbers_in(nested: Any) -> Iterator[int]:
+def _numbers_in(nested: Any) -> Iterator[int]:
     for one in nested if isinstance(nested, tuple) else (nested,):
-        yield from numbers_in(one) if isinstance(one, tuple) else (one,)
+        yield from _numbers_in(one) if isinstance(one, tuple) else (one,)
 
 
 def read(raw: Mapping[str, Any]) -> UNetConfig:
     """A config from the parsed config.json of a UNet2DConditionModel, a UNet2DModel or a ControlNetModel."""
     name = typed(str, raw.get("_class_name", "UNet2DConditionModel"), "_class_name of a UNet")
-    defaults = {"UNet2DModel": PIXEL_DEFAULTS, "ControlNetModel": CONTROL_DEFAULTS}.get(name, {})
+    defaults = {"UNet2DModel": _PIXEL_DEFAULTS, "ControlNetModel": _CONTROL_DEFAULTS}.get(name, {})
     values = {**defaults, **raw}
     if values.get("mid_block_scale_factor") is None:  # early configs say null for 1
         values.pop("mid_block_scale_factor", None)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pellucid.core.errors import PellucidError, rule
 from pellucid.models.blocks import Downsample, PixelAttention, ResnetBlock, Upsample, silu
 
-EPS = 1e-6  # of every norm: no config says it
+_EPS = 1e-6  # of every norm: no config says it
 
 
 @dataclass(frozen=True)
@@ -67,31 +67,31 @@ class VAEConfig:
         return 2 ** (len(self.block_out_channels) - 1)
 
 
-class Scaling(NamedTuple):
+class _Scaling(NamedTuple):
     """Diffused latents are (raw − shift) · scale: these two, shaped to broadcast over (B, C, H, W)."""
 
     shift: Tensor | float
     scale: Tensor | float
 
 
-def scaling(config: Any, like: Tensor) -> Scaling:
+def _scaling(config: Any, like: Tensor) -> _Scaling:
     """How a VAE's config (this one's or the tiny one's) wants its latents scaled for diffusion."""
     mean, std = (
         None if values is None else torch.tensor(values, dtype=like.dtype, device=like.device)[:, None, None]
         for values in (getattr(config, "latents_mean", None), getattr(config, "latents_std", None))
     )
     if mean is None or std is None:
-        return Scaling(config.shift_factor or 0.0, config.scaling_factor)
-    return Scaling(mean, config.scaling_factor / std)
+        return _Scaling(config.shift_factor or 0.0, config.scaling_factor)
+    return _Scaling(mean, config.scaling_factor / std)
 
 
 def to_diffusion(config: Any, latents: Tensor) -> Tensor:
-    shift, scale = scaling(config, latents)
+    shift, scale = _scaling(config, latents)
     return (latents - shift) * scale
 
 
 def from_diffusion(config: Any, latents: Tensor) -> Tensor:
-    shift, scale = scaling(config, latents)
+    shift, scale = _scaling(config, latents)
     return latents / scale + shift
 
 
@@ -123,7 +123,7 @@ class DownBlock(nn.Module):
         super().__init__()
         before, here = channels
         self.resnets = nn.ModuleList(
-            ResnetBlock(before if j == 0 else here, here, groups=groups, eps=EPS) for j in range(layers)
+            ResnetBlock(before if j == 0 else here, here, groups=groups, eps=_EPS) for j in range(layers)
         )
         self.downsamplers = nn.ModuleList([Downsample(here, padding=0)] if halves else [])
 
@@ -140,8 +140,9 @@ class MidBlock(nn.Module):
 
     def __init__(self, channels: int, groups: int, *, attends: bool) -> None:
         super().__init__()
-        self.attentions = nn.ModuleList([PixelAttention(channels, channels, groups=groups, eps=EPS)] if attends else [])
-        self.resnets = nn.ModuleList(ResnetBlock(channels, channels, groups=groups, eps=EPS) for _ in range(2))
+        attentions = [PixelAttention(channels, channels, groups=groups, eps=_EPS)] if attends else []
+        self.attentions = nn.ModuleList(attentions)
+        self.resnets = nn.ModuleList(ResnetBlock(channels, channels, groups=groups, eps=_EPS) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.resnets[0](x)  # (B, C, H, W)
@@ -150,12 +151,12 @@ class MidBlock(nn.Module):
         return self.resnets[1](x)
 
 
-def layout(x: Tensor) -> torch.memory_format:
+def _layout(x: Tensor) -> torch.memory_format:
     last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
     return torch.channels_last if last else torch.contiguous_format
 
 
-def fold(kernel: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def _fold(kernel: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """The three taps of a kernel on an image whose pixels come twice: two taps, for even and for odd pixels."""
     before, here, after = kernel.unbind(dim)
     return torch.stack((before, here + after), dim), torch.stack((before + here, after), dim)
@@ -173,10 +174,10 @@ class FoldedUpsample(Upsample):
         batch, channels, height, width = x.shape
         around = F.pad(x, (1, 1, 1, 1))  # (B, C, H + 2, W + 2)
         out = torch.empty(
-            (batch, channels, height * 2, width * 2), dtype=x.dtype, device=x.device, memory_format=layout(x)
+            (batch, channels, height * 2, width * 2), dtype=x.dtype, device=x.device, memory_format=_layout(x)
         )
-        for i, rows in enumerate(fold(self.conv.weight, 2)):
-            for j, kernel in enumerate(fold(rows, 3)):
+        for i, rows in enumerate(_fold(self.conv.weight, 2)):
+            for j, kernel in enumerate(_fold(rows, 3)):
                 seen = around[:, :, i : i + height + 1, j : j + width + 1]
                 out[:, :, i::2, j::2] = F.conv2d(seen, kernel, self.conv.bias)  # (B, C, H, W)
         return out
@@ -189,7 +190,7 @@ class UpBlock(nn.Module):
         super().__init__()
         before, here = channels
         self.resnets = nn.ModuleList(
-            ResnetBlock(before if j == 0 else here, here, groups=groups, eps=EPS) for j in range(layers)
+            ResnetBlock(before if j == 0 else here, here, groups=groups, eps=_EPS) for j in range(layers)
         )
         self.upsamplers = nn.ModuleList([FoldedUpsample(here)] if doubles else [])
 
@@ -214,7 +215,7 @@ class Encoder(nn.Module):
             for level, step in enumerate(steps)
         )
         self.mid_block = MidBlock(widths[-1], groups, attends=c.mid_block_add_attention)
-        self.conv_norm_out = nn.GroupNorm(groups, widths[-1], EPS)
+        self.conv_norm_out = nn.GroupNorm(groups, widths[-1], _EPS)
         self.conv_out = nn.Conv2d(widths[-1], 2 * c.latent_channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -238,7 +239,7 @@ class Decoder(nn.Module):
             for level, step in enumerate(steps)
         )
         self.mid_block = MidBlock(widths[0], groups, attends=c.mid_block_add_attention)
-        self.conv_norm_out = nn.GroupNorm(groups, widths[-1], EPS)
+        self.conv_norm_out = nn.GroupNorm(groups, widths[-1], _EPS)
         self.conv_out = nn.Conv2d(widths[-1], c.out_channels, 3, padding=1)
 
     def forward(self, z: Tensor) -> Tensor:
@@ -281,16 +282,16 @@ class AutoencoderKL(nn.Module):
         return self.decode(self.encode(images).mean)
 
 
-OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
-OLD_ATTENTION = re.compile(r"(.*\battentions\.\d+)\.(query|key|value|proj_attn)\.(weight|bias)")
+_OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+_OLD_ATTENTION = re.compile(r"(.*\battentions\.\d+)\.(query|key|value|proj_attn)\.(weight|bias)")
 
 
 def modern_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights under today's names: early files of VAEs and pixel UNets named attention otherwise, some as 1×1 convs."""
     renamed = {}
     for name, weight in state.items():
-        if old := OLD_ATTENTION.fullmatch(name):
+        if old := _OLD_ATTENTION.fullmatch(name):
             place, part, kind = old.groups()
-            name, weight = f"{place}.{OLD_NAMES[part]}.{kind}", weight.flatten(1) if weight.ndim == 4 else weight
+            name, weight = f"{place}.{_OLD_NAMES[part]}.{kind}", weight.flatten(1) if weight.ndim == 4 else weight
         renamed[name] = weight
     return renamed

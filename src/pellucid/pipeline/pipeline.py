@@ -15,7 +15,7 @@ from pellucid.core.loop import Observer
 from pellucid.interop.components import text_parts
 from pellucid.interop.save import save_components
 from pellucid.models import lora
-from pellucid.models.lora import MergedAll
+from pellucid.models.lora import MergeSet
 from pellucid.pipeline import memory
 from pellucid.pipeline.decode import decode
 from pellucid.pipeline.encoders.conditions import takes_text
@@ -73,7 +73,7 @@ class Pipeline(Model, RefusesPeerWords):
         self._fitted = memory.check_fits(run, self._fitted)
         return prepare(run, observers=observers, explain=partial(memory.explain, self, request), notes=notes)
 
-    def merge(self, *loras: Lora) -> MergedAll:
+    def merge(self, *loras: Lora) -> MergeSet:
         """LoRAs written into the model's own weights, for all requests, until `.unmerge()` puts the old ones back.
 
         No second copy of the changed weights is used in a run; the originals wait in memory for the way back. Both are

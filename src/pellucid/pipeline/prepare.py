@@ -29,7 +29,7 @@ from pellucid.models.blocks import within
 from pellucid.models.controlnet import Controlled, Hint
 from pellucid.models.guidance import Guidance, scale_notes, steps_before, steps_of
 from pellucid.models.guided import GuidedDenoiser, GuidedRun
-from pellucid.models.rules import Layered, Rescale
+from pellucid.models.rules import LayerExtra, Rescale
 from pellucid.models.unet import UNet
 from pellucid.pipeline import fingerprint
 from pellucid.pipeline.decode import Latents, recipes_of
@@ -476,7 +476,7 @@ def input_guidance(guidance: Guidance) -> float:
 def check_layers(network: nn.Module, guidance: Guidance) -> None:
     """The blocks that a rule weakens are there: a name that fits none would change nothing."""
     for extra in guidance.extras:
-        for layer in extra.layers if isinstance(extra, Layered) else ():
+        for layer in extra.layers if isinstance(extra, LayerExtra) else ():
             if isinstance(network, UNet):
                 places = {module.place for module in network.modules() if getattr(module, "place", "")}
                 known = isinstance(layer, str) and any(within(place, (layer,)) for place in places)

@@ -32,7 +32,7 @@ from pellucid.interop.diffusers_plan import compile_reading, noise_notes, pipeli
 from pellucid.interop.scheduler import Scheduler
 from pellucid.interop.wrap import Conversation, Peer, look
 from pellucid.interop.wrap_branches import PeerNetwork, Way
-from pellucid.interop.wrap_strings import Times
+from pellucid.interop.wrap_proxies import Times
 from pellucid.models.guidance import Guidance, scale_notes
 from pellucid.models.guided import GuidedDenoiser, Terms
 from pellucid.models.rules import PAG, AutoGuidance, SkipLayer

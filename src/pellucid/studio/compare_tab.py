@@ -11,7 +11,7 @@ from typing import Any
 import gradio as gr
 from PIL import Image
 
-from pellucid.core.errors import Cancelled, PellucidError, rule
+from pellucid.core.errors import PellucidError, rule
 from pellucid.core.loop import StepSeen
 from pellucid.models.guidance import guarded
 from pellucid.pipeline.pipeline import Pipeline
@@ -217,57 +217,40 @@ class CompareTab:
 
     # --- what happens -------------------------------------------------------------------------------------------
 
+    @html.settled(9, 1)
     def compare(self, request: gr.Request, model: str, *given: Any) -> Iterator[tuple[Any, ...]]:
         session = self.sessions.of(request.session_hash)
         rest = (gr.skip(),) * 7
+        setups = setups_of(*given)
+        if model not in self.shelf.held:
+            yield gr.skip(), status(f"loading {model} …"), *rest
+        pipe = self.shelf.pipe(model)
+        preview = Preview(pipe)
+        yield gr.skip(), status("starting …"), *rest
+        for news in comparison.follow(pipe, setups, session, TAB):
+            if isinstance(news, Pair):
+                yield so_far(news, preview), status(news.words, news.part), *rest
+            else:
+                yield finished(news, setups[0].prompt, session)
 
-        def say(said: str, part: float = 0.0, shown: Any = None) -> tuple[Any, ...]:
-            return shown or gr.skip(), status(said, part), *rest
-
-        try:
-            with html.plainly():
-                setups = setups_of(*given)
-                if model not in self.shelf.held:
-                    yield say(f"loading {model} …")
-                pipe = self.shelf.pipe(model)
-                preview = Preview(pipe)
-                yield say("starting …")
-                for news in comparison.follow(pipe, setups, session, TAB):
-                    if isinstance(news, Pair):
-                        yield say(news.words, news.part, so_far(news, preview))
-                    else:
-                        yield finished(news, setups[0].prompt, session)
-        except Cancelled:
-            yield say("cancelled")
-        except gr.Error:
-            yield say("ready")
-            raise
-
+    @html.settled(3, 1)
     def draw(self, request: gr.Request, model: str, *given: Any) -> Iterator[tuple[Any, ...]]:
         session = self.sessions.of(request.session_hash)
-        try:
-            with html.plainly():
-                *held, axes = given
-                sheet = sheet_of(axes, setups_of(*held)[0])
-                if model not in self.shelf.held:
-                    yield gr.skip(), status(f"loading {model} …"), gr.skip()
-                pipe = self.shelf.pipe(model)
-                yield gr.skip(), status("starting …"), gr.DownloadButton(interactive=False)
-                drawn = -1
-                for news in follow(pipe, sheet, session, SHEET):
-                    if isinstance(news, SheetNews):
-                        fresh, drawn = len(news.images) != drawn, len(news.images)
-                        image = comparison.sheet(news.draw(), "the sheet so far") if fresh else gr.skip()
-                        yield image, status(news.words, news.calls / news.of), gr.skip()
-                        continue
-                    done = status(" · ".join([f"done in {html.seconds(news.seconds)}", *news.notes]), 1.0)
-                    file = gr.DownloadButton(value=str(news.file), interactive=True)
-                    yield comparison.sheet(news.image, f"a sheet of {sheet.text}"), done, file
-        except Cancelled:
-            yield gr.skip(), status("cancelled"), gr.skip()
-        except gr.Error:
-            yield gr.skip(), status("ready"), gr.skip()
-            raise
+        *held, axes = given
+        sheet = sheet_of(axes, setups_of(*held)[0])
+        if model not in self.shelf.held:
+            yield gr.skip(), status(f"loading {model} …"), gr.skip()
+        pipe = self.shelf.pipe(model)
+        yield gr.skip(), status("starting …"), gr.DownloadButton(interactive=False)
+        drawn = -1
+        for news in follow(pipe, sheet, session, SHEET):
+            if isinstance(news, SheetNews):
+                fresh, drawn = len(news.images) != drawn, len(news.images)
+                image = comparison.sheet(news.draw(), "the sheet so far") if fresh else gr.skip()
+                yield image, status(news.words, news.calls / news.of), gr.skip()
+                continue
+            file = gr.DownloadButton(value=str(news.file), interactive=True)
+            yield comparison.sheet(news.image, f"a sheet of {sheet.text}"), html.done(news), file
 
     def cancel(self, request: gr.Request) -> str:
         self.sessions.of(request.session_hash).cancel(TAB)

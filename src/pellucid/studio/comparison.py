@@ -218,7 +218,7 @@ NOTHING = pair((None, None), ("", ""))
 
 def verdict(done: ComparisonResult) -> str:
     """The first step at which the runs differ, by what, and what else is said differently of them."""
-    found, rest = done.found, [told.text() for told in done.found.told if told not in done.found.why]
+    found, rest = done.found, [told.text() for told in done.found.headers if told not in done.found.why]
     lines = "".join(f"<li>{html.text(line)}</li>" for line in diff.details(found))
     also = f"<p class=note>The set-ups also differ in: {html.text('; '.join(rest))}.</p>" if rest else ""
     notes = "".join(f"<p class=note>{html.text(note)}</p>" for note in found.notes)
@@ -264,7 +264,7 @@ def said(words: str) -> str:
 
 def distances(found: Comparison) -> str:
     """How far apart the runs are by step, as long as they stand at the same levels."""
-    at = [one for one in found.apart if not math.isnan(one.x0)]
+    at = [one for one in found.distances if not math.isnan(one.x0)]
     if not any(one.x0 > 0 or one.x > 0 for one in at):
         return ""
     steps = [one.step + 1 for one in at]
@@ -301,17 +301,7 @@ def plans(found: Plans, theirs: Plan) -> str:
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[object]], marked: Sequence[bool] = ()) -> str:
     """Rows of words; those that are `marked` stand out."""
-    marks = [" class=here" if i < len(marked) and marked[i] else "" for i in range(len(rows))]
-    head = "".join(f"<th>{html.text(one)}</th>" for one in heads)
-    body = "".join(
-        f"<tr{mark}>{''.join(f'<td>{lines(value)}</td>' for value in row)}</tr>"
-        for mark, row in zip(marks, rows, strict=True)
-    )
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def lines(value: object) -> str:
-    return html.text(value).replace("\n", "<br>")
+    return html.table(heads, rows, words=len(heads), marks=["here" if mark else "" for mark in marked])
 
 
 def changes(differences: Sequence[Difference]) -> str:

@@ -12,6 +12,7 @@ import gradio as gr
 
 from pellucid.core.errors import Cancelled, PellucidError, rule
 from pellucid.core.reader import parse_object, read_text
+from pellucid.core.wording import counted
 from pellucid.evidence.doctor import checks as doctor
 from pellucid.evidence.doctor.checks import SEVERITIES, Finding, Report, evidence_value, verdict_line
 from pellucid.evidence.doctor.subject import OTHER, RunSpec, Subject, SubjectSpec, open_subject
@@ -37,16 +38,16 @@ EMPTY = html.block('<p class="note">What is wrong, if anything, appears here: th
 
 @dataclass(frozen=True)
 class DoctorForm:
-    """What was brought: one of four kinds, and how it is to be run."""
+    """What the controls hold, in their order: one of four kinds of subject, and how it is to be run."""
 
     kind: str = MODEL
     model: str | None = None
     weights: bool = False  # load and run them; known images need them too
-    pasted: str = ""
+    pasted: str | None = ""
     config: str | None = None  # a file
     trace: str | None = None
-    images: Sequence[str] = ()
-    data: str = NO_DATA
+    images: Sequence[str] | None = ()
+    data: str | None = NO_DATA
     steps: Any = None
     sampler: str = form.OWN
     grid: str = form.OWN
@@ -61,7 +62,8 @@ class DoctorForm:
 
     def given(self, folder: Path) -> SubjectSpec:
         """What the doctor is handed; files that are written for it go into the folder."""
-        data = None if self.data == NO_DATA else known(self.data)
+        data = (self.data or "").strip()
+        data = None if data in ("", NO_DATA) else known(data)
         if self.kind == MODEL:
             return SubjectSpec(named(self.model), quick=not self.weights and data is None, data=data)
         if self.kind == CONFIG:
@@ -69,17 +71,17 @@ class DoctorForm:
         if self.kind == TRACE:
             return SubjectSpec(trace=some(self.trace, "trace", "a file"))
         if self.kind == IMAGES:
-            return SubjectSpec(images=str(images_in(folder, self.images)), data=data)
+            return SubjectSpec(images=str(images_in(folder, self.images or ())), data=data)
         raise PellucidError(rule("what to look at", "one of " + ", ".join(KINDS), self.kind), "doctor-kind")
 
     @property
     def name(self) -> str:
         """How the page calls it; a model's and a file's own name."""
-        sent = {CONFIG: self.config if not self.pasted.strip() else None, TRACE: self.trace}.get(self.kind)
+        sent = {CONFIG: None if (self.pasted or "").strip() else self.config, TRACE: self.trace}.get(self.kind)
         if self.kind == MODEL:
             return str(self.model)
         if self.kind == IMAGES:
-            return f"{len(self.images)} image{'' if len(self.images) == 1 else 's'}"
+            return counted(len(self.images or ()), "image")
         return Path(sent).name if sent else "the pasted config"
 
 
@@ -289,10 +291,10 @@ class DoctorTab:
         kind.change(choose, kind, list(seen), show_progress="hidden")
         return [weights, pasted, config, trace, images, data, steps, sampler, grid]
 
-    @html.settled
+    @html.settled()
     def examine(self, request: gr.Request, kind: str, model: str, *asked: Any) -> Iterator[tuple[Any, Any]]:
         session = self.sessions.of(request.session_hash)
-        patient = patient_of(kind, model, *asked, device=self.shelf.device)
+        patient = DoctorForm(kind, model, *asked, device=self.shelf.device)
         yield status("opening …"), gr.skip()
         work = session.begin(TAB, lambda job: examined(patient, session.folder, job))
         for news in visitors.follow(work):
@@ -301,34 +303,3 @@ class DoctorTab:
 
     def cancel(self, request: gr.Request) -> Any:
         return status("cancelled") if self.sessions.of(request.session_hash).cancel(TAB) else gr.skip()
-
-
-def patient_of(
-    kind: str,
-    model: str | None,
-    weights: bool,
-    pasted: str | None,
-    config: str | None,
-    trace: str | None,
-    images: Sequence[str] | None,
-    data: str | None,
-    steps: Any,
-    sampler: str,
-    grid: str,
-    device: str | None = None,
-) -> DoctorForm:
-    """What the controls hold, in their order."""
-    return DoctorForm(
-        kind=kind,
-        model=model,
-        weights=bool(weights),
-        pasted=pasted or "",
-        config=config,
-        trace=trace,
-        images=tuple(images or ()),
-        data=(data or "").strip() or NO_DATA,
-        steps=steps,
-        sampler=sampler,
-        grid=grid,
-        device=device,
-    )

@@ -202,35 +202,32 @@ class GenerateTab:
             small.thumbnail((512, 512))
             return small
 
+    @html.settled(5, 1)
     def generate(self, request: gr.Request, model: str, *given: Any) -> Iterator[tuple[Any, ...]]:
         session = self.sessions.of(request.session_hash)
+        rest = (gr.skip(),) * 3
+        setup = setup_of(*given)
+        if model not in self.shelf.held:
+            yield gr.skip(), status(f"loading {model} …"), *rest
+        pipe = self.shelf.pipe(model)
+        preview = Preview(pipe)
+        yield gr.skip(), status("starting …"), gr.DownloadButton(interactive=False), "", gr.skip()
         try:
-            with html.plainly():
-                setup = setup_of(*given)
-                if model not in self.shelf.held:
-                    yield gr.skip(), status(f"loading {model} …"), gr.skip(), gr.skip(), gr.skip()
-                pipe = self.shelf.pipe(model)
-                preview = Preview(pipe)
-                yield gr.skip(), status("starting …"), gr.DownloadButton(interactive=False), "", gr.skip()
-                for news in follow(pipe, setup, session, TAB):
-                    if isinstance(news, StepNews):
-                        made = preview.image(news.x0)
-                        shown = html.block(html.frame(made, "preview", "x0 as the network sees it now"))
-                        yield shown, status(news.words, news.step / news.steps), gr.skip(), gr.skip(), gr.skip()
-                        continue
-                    name = f"{session.count:04d} · {setup.prompt[:60]}"
-                    session.keep(name, news.trace)
-                    about = f"seed {news.recipe.seed} · {news.recipe.sampler} · {news.recipe.steps} steps"
-                    shown = html.block(html.frame(news.image, setup.prompt, about))
-                    done = status(" · ".join([f"done in {html.seconds(news.seconds)}", *news.notes]), 1.0)
-                    file = gr.DownloadButton(value=str(news.file), interactive=True)
-                    yield shown, done, file, json.dumps(news.recipe.to_dict(), indent=2), name
+            for news in follow(pipe, setup, session, TAB):
+                if isinstance(news, StepNews):
+                    made = preview.image(news.x0)
+                    shown = html.block(html.frame(made, "preview", "x0 as the network sees it now"))
+                    yield shown, status(news.words, news.step / news.steps), *rest
+                    continue
+                name = f"{session.count:04d} · {setup.prompt[:60]}"
+                session.keep(name, news.trace)
+                about = f"seed {news.recipe.seed} · {news.recipe.sampler} · {news.recipe.steps} steps"
+                shown = html.block(html.frame(news.image, setup.prompt, about))
+                file = gr.DownloadButton(value=str(news.file), interactive=True)
+                yield shown, html.done(news), file, json.dumps(news.recipe.to_dict(), indent=2), name
         except Cancelled:
             if TAB not in session.jobs:  # and no newer run took its place
-                yield gr.skip(), status("cancelled"), gr.skip(), gr.skip(), gr.skip()
-        except gr.Error:
-            yield gr.skip(), status("ready"), gr.skip(), gr.skip(), gr.skip()
-            raise
+                raise
 
     def cancel(self, request: gr.Request) -> str:
         self.sessions.of(request.session_hash).cancel(TAB)

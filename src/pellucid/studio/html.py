@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import html
 import io
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from pellucid.core.errors import PellucidError, is_out_of_memory
 from pellucid.core.loop import Cancelled
+from pellucid.evidence.report.charts import LOCK
 from pellucid.evidence.report.page import CHART_SCRIPT, CHART_STYLE
 from pellucid.pipeline.images import to_images
 
@@ -106,13 +106,15 @@ def status(said: str, part: float = 0.0) -> str:
     return block(bar(part) + f'<span role="status">{text(said)}</span>')
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[object]], here: int | None = None, words: int = 1) -> str:
-    """Rows of text; columns from the `words`-th on hold numbers. `here` is the row that is marked."""
+def table(heads: Sequence[str], rows: Sequence[Sequence[object]], words: int = 1, marks: Sequence[str] = ()) -> str:
+    """Rows of text; columns from the `words`-th on hold numbers. `marks` are the rows' classes, if they have any."""
 
     def line(cells: Sequence[object], tag: str) -> str:
-        return "".join(f"<{tag}{' class=n' if i >= words else ''}>{text(cell)}</{tag}>" for i, cell in enumerate(cells))
+        shown = (text(cell).replace("\n", "<br>") for cell in cells)
+        return "".join(f"<{tag}{' class=n' if i >= words else ''}>{cell}</{tag}>" for i, cell in enumerate(shown))
 
-    body = "".join(f"<tr{' class=here' if i == here else ''}>{line(row, 'td')}</tr>" for i, row in enumerate(rows))
+    kinds = [f' class="{mark}"' if mark else "" for mark in marks] or [""] * len(rows)
+    body = "".join(f"<tr{kind}>{line(row, 'td')}</tr>" for kind, row in zip(kinds, rows, strict=True))
     return f'<div class="wide"><table><thead><tr>{line(heads, "th")}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
@@ -120,14 +122,13 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]], here: int | No
 
 LEAST = 0.58  # of the full size; smaller, no word of a drawing can be read, and it is scrolled instead
 INCH = 84  # pixels of an inch in full size
-ONE = threading.Lock()  # matplotlib writes one file at a time; a drawing takes part of a second
 NUMBERS = count(1)
 
 
 def svg_source(figure: Figure) -> str:
     """A drawing as an address that holds it."""
     held = io.BytesIO()
-    with ONE:
+    with LOCK:
         figure.savefig(held, format="svg")
     return "data:image/svg+xml;base64," + base64.b64encode(held.getvalue()).decode()
 
@@ -147,7 +148,7 @@ def figure(figure: Figure, alt: str) -> str:
 
 # --- Errors and numbers ---------------------------------------------------------------------------------------------
 
-Handler = Callable[..., Iterator[tuple[Any, Any]]]
+Handler = Callable[..., Iterator[tuple[Any, ...]]]
 
 GUARDED = "Caps the scale at 7 and rescales: above 7 colours may burn, shapes repeat and images grow alike."
 
@@ -167,21 +168,32 @@ def plainly() -> Iterator[None]:
         raise gr.Error(f"A defect of Pellucid: {type(error).__name__}: {error}", duration=None) from error
 
 
-def settled(handler: Handler) -> Handler:
-    """Of a handler that yields its status and one thing more: errors plainly, and a last status if it did not end."""
+def settled(count: int = 2, place: int = 0) -> Callable[[Handler], Handler]:
+    """For a handler of `count` outputs with the status at a place: errors plainly, and a last status if it fails."""
 
-    @wraps(handler)
-    def whole(*given: Any) -> Iterator[tuple[Any, Any]]:
-        try:
-            with plainly():
-                yield from handler(*given)
-        except Cancelled:
-            yield status("cancelled"), gr.skip()
-        except gr.Error:
-            yield status("ready"), gr.skip()
-            raise
+    def alone(said: str) -> tuple[Any, ...]:
+        return tuple(status(said) if i == place else gr.skip() for i in range(count))
 
-    return whole
+    def wrap(handler: Handler) -> Handler:
+        @wraps(handler)
+        def whole(*given: Any) -> Iterator[tuple[Any, ...]]:
+            try:
+                with plainly():
+                    yield from handler(*given)
+            except Cancelled:
+                yield alone("cancelled")
+            except gr.Error:
+                yield alone("ready")
+                raise
+
+        return whole
+
+    return wrap
+
+
+def done(result: Any) -> str:
+    """The status of a result with its `seconds` and `notes`."""
+    return status(" · ".join([f"done in {seconds(result.seconds)}", *result.notes]), 1.0)
 
 
 def seconds(value: float) -> str:

@@ -192,7 +192,7 @@ class LabsTab:
             ready = (status("ready"), status("nothing checked yet" if self.checks else OFF), NOTHING)
             return shown, written, gr.DownloadButton(value=str(file)), *ready, lab.stem, kept
 
-    @html.settled
+    @html.settled()
     def run(self, name: str, smoke: bool, request: gr.Request) -> Iterator[tuple[Any, Any]]:
         lab = catalog.find(name)
         blocks = script.read(lab.page)

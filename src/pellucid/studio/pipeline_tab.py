@@ -10,7 +10,6 @@ from typing import Any
 import gradio as gr
 from gradio.context import Context
 
-from pellucid.core.errors import Cancelled
 from pellucid.evidence.drawing import graph as graph_drawing
 from pellucid.evidence.drawing import graph_tables as tables
 from pellucid.evidence.drawing import memory as memory_drawing
@@ -222,27 +221,21 @@ class PipelineTab:
         network = graph.of("network")[0].name
         return said, image(graph), overview(graph), gr.Dropdown(names, value=network), name
 
+    @html.settled(5)
     def time(self, request: gr.Request, model: str, steps: Any) -> Iterator[tuple[Any, ...]]:
         nothing = (gr.skip(),) * 4
-        try:
-            with html.plainly():
-                name, count = named(model), form.steps_of(steps)
-                session = self.sessions.of(request.session_hash)
-                yield status("reading …"), *nothing
-                graph = self.graph(name, count)
-                asked = GraphOptions(steps=count, depth=DEPTH)
-                work = session.begin(TAB, lambda job: timed(graph, name, asked, self.shelf.device, job))
-                for news in visitors.follow(work):
-                    yield status(*news), *nothing
-                while len(self.times) >= KEPT:
-                    self.times.pop(next(iter(self.times)), None)
-                self.times[name, count] = work.result
-                yield self.drawing(work.result, name)
-        except Cancelled:
-            yield status("cancelled"), *nothing
-        except gr.Error:
-            yield status("ready"), *nothing
-            raise
+        name, count = named(model), form.steps_of(steps)
+        session = self.sessions.of(request.session_hash)
+        yield status("reading …"), *nothing
+        graph = self.graph(name, count)
+        asked = GraphOptions(steps=count, depth=DEPTH)
+        work = session.begin(TAB, lambda job: timed(graph, name, asked, self.shelf.device, job))
+        for news in visitors.follow(work):
+            yield status(*news), *nothing
+        while len(self.times) >= KEPT:
+            self.times.pop(next(iter(self.times)), None)
+        self.times[name, count] = work.result
+        yield self.drawing(work.result, name)
 
     def look(self, here: str, steps: Any, which: str | None) -> str:
         with html.plainly():
@@ -251,7 +244,7 @@ class PipelineTab:
             graph = self.known(here, form.steps_of(steps))
             return component(graph, which) if which in names_of(graph) else ""
 
-    @html.settled
+    @html.settled()
     def compare(self, request: gr.Request, model: str, batch: Any, ran: bool) -> Iterator[tuple[Any, Any]]:
         name = named(model)
         session = self.sessions.of(request.session_hash)

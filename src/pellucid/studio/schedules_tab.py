@@ -155,10 +155,6 @@ PANELS = (
 TIME = "training time, normalised: data → noise"
 STYLE = """<style>
 .plc .panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(400px, 100%), 1fr)); gap: 8px 20px; }
-.plc .panels h3 { font-size: 15px; margin: 8px 0 4px; }
-.plc .panels text { font: 12px system-ui, sans-serif; fill: #44505c; }
-.plc .panels svg { width: 100%; }
-.plc .panels .legend { display: none !important; }
 .plc .key { display: flex; flex-wrap: wrap; gap: 4px 18px; font-size: 14px; }
 .plc .key i, .plc .noised i { display: inline-block; width: 11px; height: 11px; border-radius: 50%; margin-right: 6px; }
 .plc .noised { display: grid; grid-template-columns: repeat(8, minmax(104px, 1fr)); gap: 8px; }
@@ -166,7 +162,6 @@ STYLE = """<style>
 .plc .noised img { width: 100%; aspect-ratio: 1; image-rendering: pixelated; border-radius: 6px; }
 .plc .noised figcaption { font-size: 12px; line-height: 1.35; }
 .plc .warning { min-height: 24px; font-size: 14px; }
-@media (max-width: 640px) { .plc .panels text { font-size: 17px; } }
 </style>"""
 
 
@@ -289,7 +284,7 @@ def chart(found: Sequence[Curve], column: str, title: str, log: bool, least: flo
         line = Series(one.name, plain(one.time), above(one.columns[column], least), points=False, **look)
         dots = Series(f"{one.name}, calls", plain(one.call_time), above(one.calls[column], least), line=False, **look)
         series += [line, dots]
-    return Chart(title, series, Axis(TIME), Axis("", log=log))
+    return Chart(title, series, Axis(TIME), Axis("", log=log), named=False)
 
 
 def plain(values: Array) -> list[float]:

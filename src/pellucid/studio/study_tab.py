@@ -271,20 +271,14 @@ def report_in(path: str | None) -> str:
 
 def table(cells: Sequence[CellState]) -> str:
     """All cells in their places; those that are made have numbers."""
-    lines = []
+    rows, kinds = [], []
     for one in cells:
-        made = one.distance is not None or one.seconds is not None
-        figures = (
-            "–" if one.distance is None else html.number(one.distance),
-            "–" if one.seconds is None else html.seconds(one.seconds),
-        )
-        row = (one.cell.setup.text, one.cell.steps, one.cell.nfe, *figures)
-        tags = "".join(f"<td{' class=n' if i else ''}>{html.text(cell)}</td>" for i, cell in enumerate(row))
-        lines.append(f'<tr class="{"done" if made else "waiting"}">{tags}</tr>')
+        kinds.append("waiting" if one.distance is None and one.seconds is None else "done")
+        distance = "–" if one.distance is None else html.number(one.distance)
+        seconds = "–" if one.seconds is None else html.seconds(one.seconds)
+        rows.append((one.cell.setup.text, one.cell.steps, one.cell.nfe, distance, seconds))
     heads = ("sampler", "steps", "calls", "distance", "an image")
-    head = "".join(f"<th{' class=n' if i else ''}>{html.text(word)}</th>" for i, word in enumerate(heads))
-    body = "".join(lines)
-    return html.block(f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>')
+    return html.block(html.table(heads, rows, marks=kinds))
 
 
 def chart(cells: Sequence[CellState]) -> str:
@@ -383,31 +377,28 @@ class StudyTab:
             )
         return [chosen, steps, prompts, seeds, best]
 
+    @html.settled(5)
     def start(self, request: gr.Request, model: str, *asked: Any) -> Iterator[tuple[Any, ...]]:
         nothing = (gr.skip(),) * 4
         kept: Sequence[CellState] = ()
+        session = self.sessions.of(request.session_hash)
+        wish = StudyForm(model, *asked)
+        wish.config("nothing" if not (wish.prompts or "").strip() else "prompt")  # refused before any loading
+        yield status("loading …"), gr.skip(), gr.skip(), "", NO_REPORT
+        pipe = self.shelf.pipe(model)
         try:
-            with html.plainly():
-                session = self.sessions.of(request.session_hash)
-                wish = StudyForm(model, *asked)
-                wish.config("nothing" if not (wish.prompts or "").strip() else "prompt")  # refused before any loading
-                yield status("loading …"), gr.skip(), gr.skip(), "", NO_REPORT
-                pipe = self.shelf.pipe(model)
-                for news in self.following(session, pipe, wish):
-                    if isinstance(news, Path):
-                        report = framed(news.read_text("utf-8"), "the report of the study")
-                        yield status("done", 1.0), *nothing[:3], report
-                        continue
-                    last = last_made(news) if news.images else gr.skip()
-                    drawn = (gr.skip(), gr.skip()) if news.cells is kept else (table(news.cells), chart(news.cells))
-                    kept = news.cells
-                    yield status(news.words, news.part), *drawn, last, gr.skip()
+            for news in self.following(session, pipe, wish):
+                if isinstance(news, Path):
+                    report = framed(news.read_text("utf-8"), "the report of the study")
+                    yield status("done", 1.0), *nothing[:3], report
+                    continue
+                last = last_made(news) if news.images else gr.skip()
+                drawn = (gr.skip(), gr.skip()) if news.cells is kept else (table(news.cells), chart(news.cells))
+                kept = news.cells
+                yield status(news.words, news.part), *drawn, last, gr.skip()
         except Cancelled:
             made = sum(one.distance is not None for one in kept)
             yield status(f"cancelled: {made} of {len(kept)} cells are kept; Start goes on from there"), *nothing
-        except gr.Error:
-            yield status("ready"), *nothing
-            raise
 
     def following(self, session: Session, pipe: Any, wish: StudyForm) -> Iterator[StudyNews | Path]:
         before = session.jobs.get(TAB)

@@ -23,9 +23,9 @@ from pellucid.pipeline.encoders.conditions import takes_labels, takes_text, want
 from pellucid.pipeline.encoders.text import TextPart, size_ids
 from pellucid.pipeline.encoders.text import text_parts_of as text_parts
 from pellucid.pipeline.model import networks_of
+from pellucid.train.autoencoder import DECODED_AT_ONCE, drawn_latents
 from pellucid.train.config import ObjectiveConfig
 from pellucid.train.draws import Draws
-from pellucid.train.encoding import DECODED_AT_ONCE, drawn_latents
 from pellucid.train.objective import Grades, Objective, Times, Weighting
 from pellucid.train.sampling import Sampling, SamplingConfig
 from pellucid.train.source import Batch

@@ -25,7 +25,7 @@ from pellucid.interop.folder import OUTER, SHARED, class_in
 from pellucid.models.controlnet import ControlNet
 from pellucid.pipeline.shelf import ADAPTER_EYES, ADAPTER_FILE, ENCODER_NOTE, SHARED_ENCODER
 from pellucid.train import journal, lora, trainer
-from pellucid.train.encoding import read_vae
+from pellucid.train.autoencoder import read_vae
 from pellucid.train.text_denoiser import PIXART, STABLE_DIFFUSION
 from pellucid.train.trainer import MODEL
 

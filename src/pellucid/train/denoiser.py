@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,17 +16,17 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.core.filters import Clip
 from pellucid.core.grid import named as grid_named
 from pellucid.core.schedule import Tabled
-from pellucid.interop import diffusers_export, source, weights
-from pellucid.interop.components import KINDS, NETWORK_PARTS, Components
+from pellucid.interop import diffusers_export
+from pellucid.interop.components import Components
 from pellucid.interop.diffusers_config import Reading
 from pellucid.interop.save import save_components
 from pellucid.models.dit import DiT
 from pellucid.models.unet import UNet
 from pellucid.models.vae import AutoencoderKL
+from pellucid.train.autoencoder import decoded, drawn_latents, read_vae
 from pellucid.train.config import ObjectiveConfig, check_beginning
-from pellucid.train.draws import Draws, seeded
-from pellucid.train.encoding import decoded, drawn_latents, read_vae
-from pellucid.train.initial import start_small
+from pellucid.train.draws import Draws
+from pellucid.train.initial import begun
 from pellucid.train.objective import Grades
 from pellucid.train.sampling import Sampling, SamplingConfig
 from pellucid.train.source import Batch
@@ -54,37 +53,6 @@ class DenoiserConfig:
 
     def build(self, seed: int, device: torch.device) -> DenoiserTask:
         return DenoiserTask(self, seed, device)
-
-
-def fresh(raw: Mapping[str, Any], seed: int) -> nn.Module:
-    """A network of a diffusers config, with random weights that a seed decides."""
-    kind = raw.get("_class_name")
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise PellucidError(rule("network._class_name", "one of " + ", ".join(KINDS), kind), "class")
-    settings = KINDS[kind].read(raw)
-    sketched = weights.sketch(lambda: KINDS[kind].build(settings), "network")
-    check_room(sum(weight.numel() for weight in sketched.parameters()))
-    with seeded(seed):
-        return start_small(KINDS[kind].build(settings))
-
-
-def check_room(count: int) -> None:
-    """Refuses a network whose weights alone, in float32, are more than this machine's memory, before it is made."""
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**40
-    if 4 * count > whole:
-        must = f"of at most {whole // 4:,} weights, which fill the memory of this machine"
-        raise PellucidError(rule("network", must, f"{count:,}"), "network")
-
-
-def begun(network: Mapping[str, Any], start: str, seed: int) -> nn.Module:
-    """The denoiser as the first step finds it: fresh, or that of a pipeline's folder, in float32."""
-    if not start:
-        return fresh(network, seed)
-    folder = source.locate(start)
-    found = [folder / part for part in NETWORK_PARTS if (folder / part).is_dir()]
-    if not found:
-        raise PellucidError(rule("start", f"a folder with {' or '.join(NETWORK_PARTS)}", start), "not-a-component")
-    return source.load_component(found[0], dtype=torch.float32).train().requires_grad_(True)
 
 
 class DenoiserTask:

@@ -95,10 +95,7 @@ class ImageTextTask:
         if tuple(batch.images.shape[1:]) != (3, self.side, self.side):
             must, got = f"images of shape (3, {self.side}, {self.side})", tuple(batch.images.shape[1:])
             raise PellucidError(rule("data", must, got), "data-shape")
-        return {
-            "ids": self.ids.of(batch),
-            "pixels": clip_scaled(batch.images),
-        }
+        return {"ids": self.ids.of(batch), "pixels": clip_scaled(batch.images)}
 
     def loss(self, network: nn.Module, asked: Mapping[str, Tensor]) -> Grades:
         images, texts, scale = network(asked["ids"], asked["pixels"])

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from pellucid.core.errors import PellucidError, rule
+from pellucid.interop import source, weights
+from pellucid.interop.components import KINDS, NETWORK_PARTS
 from pellucid.models.blocks import PixelAttention, ResnetBlock, SpatialTransformer
 from pellucid.models.clip import CLIP, Layers, TextEmbeddings, VisionEmbeddings
 from pellucid.models.dit import DiT, PixArt, TextBlock
 from pellucid.models.unet import UNet
+from pellucid.train.draws import seeded
 
 # --- Denoisers ------------------------------------------------------------------------------------------------------
 
@@ -48,6 +56,40 @@ def start_transformer(network: DiT | PixArt) -> None:
 def zero(layer: nn.Module) -> None:
     for parameter in layer.parameters():
         parameter.zero_()
+
+
+# --- From a config or a folder ----------------------------------------------------------------------------------------
+
+
+def fresh(raw: Mapping[str, Any], seed: int) -> nn.Module:
+    """A network of a diffusers config, with random weights that a seed decides."""
+    kind = raw.get("_class_name")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise PellucidError(rule("network._class_name", "one of " + ", ".join(KINDS), kind), "class")
+    settings = KINDS[kind].read(raw)
+    sketched = weights.sketch(lambda: KINDS[kind].build(settings), "network")
+    check_room(sum(weight.numel() for weight in sketched.parameters()))
+    with seeded(seed):
+        return start_small(KINDS[kind].build(settings))
+
+
+def check_room(count: int) -> None:
+    """Refuses a network whose weights alone, in float32, are more than this machine's memory, before it is made."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**40
+    if 4 * count > whole:
+        must = f"of at most {whole // 4:,} weights, which fill the memory of this machine"
+        raise PellucidError(rule("network", must, f"{count:,}"), "network")
+
+
+def begun(network: Mapping[str, Any], start: str, seed: int) -> nn.Module:
+    """The denoiser as the first step finds it: fresh, or that of a pipeline's folder, in float32."""
+    if not start:
+        return fresh(network, seed)
+    folder = source.locate(start)
+    found = [folder / part for part in NETWORK_PARTS if (folder / part).is_dir()]
+    if not found:
+        raise PellucidError(rule("start", f"a folder with {' or '.join(NETWORK_PARTS)}", start), "not-a-component")
+    return source.load_component(found[0], dtype=torch.float32).train().requires_grad_(True)
 
 
 # --- CLIP -----------------------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from torch import nn
 from pellucid.core.errors import PellucidError, rule
 from pellucid.interop.tokenizer import Tokenizer
 from pellucid.train.adapters import AdapterConfig, Base
+from pellucid.train.autoencoder import read_vae
 from pellucid.train.config import TrainConfig, chosen
-from pellucid.train.encoding import read_vae
 from pellucid.train.kinds import DATA, TASKS
 from pellucid.train.latent_cache import cache_latents
 from pellucid.train.latent_source import LatentsConfig

@@ -18,8 +18,7 @@ from pellucid.pipeline import fingerprint
 from pellucid.train.config import chosen
 from pellucid.train.draws import Draws
 from pellucid.train.image_source import hint_kind
-from pellucid.train.latent_cache import fingerprint_of
-from pellucid.train.latent_files import MIRRORED, Cache, caption_list, unpacked
+from pellucid.train.latent_cache import MIRRORED, Cache, caption_list, fingerprint_of, unpacked
 from pellucid.train.source import Batch, Source
 
 Rows = Callable[[str], Tensor]

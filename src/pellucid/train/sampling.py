@@ -71,11 +71,7 @@ class Sampling:
             yield made[: count - first]
 
     def reader(
-        self,
-        network: Callable[..., Tensor],
-        device: torch.device,
-        dtype: torch.dtype | None,
-        told: Mapping[str, Any],
+        self, network: Callable[..., Tensor], device: torch.device, dtype: torch.dtype | None, told: Mapping[str, Any]
     ) -> NetworkDenoiser:
         """The network as the loop asks it, with what it is told beside x, under autocast where a dtype is given."""
 

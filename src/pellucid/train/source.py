@@ -88,12 +88,7 @@ class Feed(Generic[T]):
     """
 
     def __init__(
-        self,
-        make: Callable[[int], T],
-        start: int,
-        stop: int,
-        ahead: int = 2,
-        device: torch.device | str | None = None,
+        self, make: Callable[[int], T], start: int, stop: int, ahead: int = 2, device: torch.device | str | None = None
     ) -> None:
         if not 0 <= start <= stop:
             raise PellucidError(rule("start", f"from 0 to stop ({stop})", start), "feed")

@@ -21,10 +21,10 @@ from pellucid.models.clip import CLIPTextEncoder
 from pellucid.models.dit import PixArt
 from pellucid.models.unet import UNet
 from pellucid.models.vae import AutoencoderKL
+from pellucid.train.autoencoder import decoded, drawn_latents, read_vae
 from pellucid.train.config import ObjectiveConfig, check_beginning
-from pellucid.train.denoiser import begun
 from pellucid.train.draws import Draws, mixed
-from pellucid.train.encoding import decoded, drawn_latents, read_vae
+from pellucid.train.initial import begun
 from pellucid.train.objective import Grades, Objective
 from pellucid.train.sampling import Sampling, SamplingConfig
 from pellucid.train.source import Batch

@@ -401,7 +401,7 @@ class Trainer:
                 raise PellucidError(rule(f"{name} up to step {step}", "finite", values[name], advice), "loss-nan")
 
     def draw(self, step: int, journal: Journal | None) -> None:
-        images = self.with_means(lambda network: self.task.images(network, self.config.log.images, 0))
+        images = self.with_means(lambda network: self.task.images(network, self.config.log.pictures, 0))
         if journal is not None and images is not None:
             journal.images(step, images)
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from pellucid.core.errors import PellucidError, rule
 from pellucid.interop import source
 from pellucid.models.guidance import Guidance
-from pellucid.pipeline import images
 from pellucid.pipeline.load import load
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.request import MAX_BATCH
@@ -57,7 +56,7 @@ class Maker(Protocol):
 
 
 @dataclass(frozen=True)
-class Making:
+class ImageSettings:
     """How images are made. Image n has the seed `seed` + n; `guidance` is a scale, or a text with rules."""
 
     sampler: str = "dpmpp_2m"
@@ -92,6 +91,9 @@ class Making:
         return made
 
 
-def seen(made: Sequence[Image.Image], device: torch.device | str = "cpu") -> Tensor:
-    """(N, 3, H, W) in [−1, 1]: what the reader reads, as a person would see it, in 8 bits."""
-    return images.to_tensor(list(made)).to(device)
+@torch.no_grad()
+def through(vae: Any, images: Tensor) -> Tensor:
+    """(B, 3, H, W) in [−1, 1], encoded and decoded again, in steps of 8 bits."""
+    weight = next(vae.parameters())
+    made = vae.decode(vae.encode(images.to(weight)).mean).float().clamp(-1, 1)
+    return (made.add(1).mul(127.5).round() / 127.5 - 1).to(images.device)

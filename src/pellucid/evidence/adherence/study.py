@@ -19,13 +19,14 @@ from pellucid import scenes
 from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.adherence import sheets
 from pellucid.evidence.adherence.judging import ATTRIBUTES, Verdict, judge, reading_from_json, reading_to_json
-from pellucid.evidence.adherence.samples import DTYPE, Maker, Making, Part, seen
+from pellucid.evidence.adherence.samples import DTYPE, ImageSettings, Maker, Part
 from pellucid.evidence.adherence.sheets import Card, contact_sheet
 from pellucid.evidence.report.page import Table
 from pellucid.evidence.statistics import Share
 from pellucid.evidence.study.kernel import Records, claim, is_mine, one_process
 from pellucid.interop.atomic_files import put, sealed
 from pellucid.models.guidance import Guidance
+from pellucid.pipeline.images import to_tensor
 from pellucid.scenes.grammar import Query
 from pellucid.scenes.reading import Reading
 from pellucid.train.trainer import MODEL
@@ -43,7 +44,7 @@ class AdherenceConfig:
     part: Part = "unet"
     prompts: int = 1000
     objects: tuple[int, ...] = (1, 2, 3)
-    making: Making = field(default_factory=Making)
+    making: ImageSettings = field(default_factory=ImageSettings)
     dtype: str = DTYPE
 
     def __post_init__(self) -> None:
@@ -105,7 +106,7 @@ class AdherenceStudy:
 
     def record(self, first: int, images: Sequence[Image.Image], device: torch.device | str) -> dict[str, Any]:
         captions = [caption for caption, _ in self.asked[first : first + len(images)]]
-        readings = scenes.read(seen(images, device))
+        readings = scenes.read(to_tensor(images).to(device))
         rows = [{"caption": c, "reading": reading_to_json(r)} for c, r in zip(captions, readings, strict=True)]
         return {"first": first, "pictures": rows}
 

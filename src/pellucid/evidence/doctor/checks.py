@@ -1,27 +1,56 @@
-"""Checks, the findings they report, and the report as people read it."""
+"""Checks, the findings they report, and the report as people read it.
+
+A check is a function that is registered by name. Its parameters after the subject are fields of the subject that it
+needs; where one is not known, the check is skipped and the report says why:
+
+    @check("target")
+    def check_target(subject: Subject, network: Any) -> Iterable[Finding]: ...
+
+A check that finds out while it works that it cannot judge raises Unable, and is skipped too.
+"""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
+import torch
 from rich.text import Text
+from torch import Tensor
 
+from pellucid.core.denoiser import denoiser
 from pellucid.core.errors import PellucidError, nearest, rule
+from pellucid.core.schedule import Schedule
 from pellucid.core.wording import counted
-from pellucid.evidence.doctor.subject import NEEDS, OTHER, Subject
-
-# --- Findings -------------------------------------------------------------------------------------------------------
+from pellucid.evidence.doctor.probe import Probe
+from pellucid.evidence.doctor.subject import (
+    NEEDS,
+    OTHER,
+    KnownImages,
+    RunSpec,
+    Subject,
+    SubjectSpec,
+    Unable,
+    of_pipeline,
+    open_subject,
+    with_data,
+)  # fmt: skip
+from pellucid.pipeline.pipeline import Pipeline
 
 Severity = Literal["note", "warning", "error"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)  # from harmless to harmful
+Evidence = tuple[tuple[str, float | str], ...]  # what was measured or read, by name
 CODE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 REPORT_FORMAT = "pellucid-doctor-1"
+
+# --- findings -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -31,7 +60,7 @@ class Finding:
     code: str  # stable: "eps-zero-snr"
     severity: Severity
     title: str  # one line
-    evidence: tuple[tuple[str, float | str], ...]  # what was measured or read, by name
+    evidence: Evidence
     cause: str
     fix: str  # a command or a config line where there is one
 
@@ -47,7 +76,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """What was found, the gravest first; what was looked at; and what was not, and why."""
+    """What was found, the most severe first; what was checked; what was not, and why."""
 
     findings: tuple[Finding, ...]
     checked: tuple[str, ...]
@@ -87,51 +116,43 @@ class Report:
 
     def text(self) -> str:
         """The report for people, without colours."""
-
         return report_text(self).plain
 
 
-# --- The report as text ---------------------------------------------------------------------------------------------
+# --- the report as text -------------------------------------------------------------------------------------------
 
 STYLES = {"error": "bold red", "warning": "bold yellow", "note": "cyan"}
 INDENT = "  "
-OTHERS = ""  # the reason of all checks that are for other subjects
 
 
 def report_text(report: Report) -> Text:
-    """The report: findings, the verdict, and what was not checked, by the reason."""
-    made = Text()
+    """Findings, the verdict, and what was not checked, grouped by the reason."""
+    text = Text()
     for finding in report.findings:
-        made.append_text(finding_text(finding))
-        made.append("\n")
-    made.append(verdict_line(report), style="bold")
+        text.append(finding.severity, style=STYLES[finding.severity])
+        text.append(f"[{finding.code}] ", style="dim")
+        text.append(finding.title + "\n", style="bold")
+        facts = "; ".join(f"{name} = {evidence_value(item)}" for name, item in finding.evidence)
+        for name, words in (("evidence", facts), ("cause", finding.cause), ("fix", finding.fix)):
+            if words:
+                text.append(f"{INDENT}{name:<9}", style="dim")
+                text.append(words + "\n")
+        text.append("\n")
+    text.append(verdict_line(report), style="bold")
     reasons: dict[str, list[str]] = {}
     for name, why in report.skipped:
-        reasons.setdefault(OTHERS if why.startswith(OTHER) else why, []).append(name)
-    others = len(reasons.pop(OTHERS, ()))
+        reasons.setdefault("" if why.startswith(OTHER) else why, []).append(name)
+    others = len(reasons.pop("", ()))
     for why, names in reasons.items():
-        made.append(f"\n{INDENT}not checked: {', '.join(names)} ({why})", style="dim")
+        text.append(f"\n{INDENT}not checked: {', '.join(names)} ({why})", style="dim")
     if others:
         words = "check is" if others == 1 else "checks are"
-        made.append(f"\n{INDENT}{others} more {words} for other subjects", style="dim")
-    return made
-
-
-def finding_text(finding: Finding) -> Text:
-    made = Text()
-    made.append(finding.severity, style=STYLES[finding.severity])
-    made.append(f"[{finding.code}] ", style="dim")
-    made.append(finding.title + "\n", style="bold")
-    facts = "; ".join(f"{name} = {evidence_value(item)}" for name, item in finding.evidence)
-    for name, words in (("evidence", facts), ("cause", finding.cause), ("fix", finding.fix)):
-        if words:
-            made.append(f"{INDENT}{name:<9}", style="dim")
-            made.append(words + "\n")
-    return made
+        text.append(f"\n{INDENT}{others} more {words} for other subjects", style="dim")
+    return text
 
 
 def evidence_value(item: float | str) -> str:
-    """A number with four digits that matter."""
+    """A number with four significant digits."""
     if isinstance(item, str):
         return item
     if isinstance(item, int) or (math.isfinite(item) and item == int(item) and abs(item) < 1e6):
@@ -140,17 +161,16 @@ def evidence_value(item: float | str) -> str:
 
 
 def verdict_line(report: Report) -> str:
-    """One line: the verdict, how many of what, out of how many checks."""
+    """The verdict, the findings by severity, and the number of checks."""
     counts = Counter(finding.severity for finding in report.findings)
-    said = [f"{counts[s]} {s}{'s' if counts[s] > 1 else ''}" for s in reversed(SEVERITIES) if counts[s]]
+    found = ", ".join(counted(counts[severity], severity) for severity in reversed(SEVERITIES) if counts[severity])
     name = f"{report.subject}: " if report.subject else ""
-    words = [report.verdict, ", ".join(said), counted(len(report.checked), "check")]
-    return f"{name}{'; '.join(filter(None, words))}."
+    return f"{name}{'; '.join(filter(None, (report.verdict, found, counted(len(report.checked), 'check'))))}."
 
 
-# --- Checks ---------------------------------------------------------------------------------------------------------
+# --- checks -------------------------------------------------------------------------------------------------------
 
-# The modules that register checks, in the order in which they run: what is cheap and comes first in a run is first.
+# The modules that register checks, in the order in which they run: what is cheap, and what explains the rest, first.
 MODULES: tuple[str, ...] = (
     "scheduler_configs",
     "runs",
@@ -164,36 +184,37 @@ MODULES: tuple[str, ...] = (
     "images",
 )
 KEY_CHECKS = ("target", "schedule")  # without them a model is not called healthy
-CheckFunction = Callable[[Subject], Iterable[Finding]]
-
-
-class Unable(Exception):  # noqa: N818
-    """Raised by a check that cannot judge this subject; its words say why."""
+CheckFunction = Callable[..., Iterable[Finding]]
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check: what it looks for, and what it needs for that."""
+    """A check, and the fields of a subject that it needs."""
 
     name: str
     needs: tuple[str, ...]
-    work: CheckFunction
+    function: CheckFunction
+
+    def run(self, subject: Subject) -> list[Finding]:
+        """All findings; the subject has what is needed."""
+        return list(self.function(subject, *(getattr(subject, need) for need in self.needs)))
 
 
 CHECKS: dict[str, Check] = {}
 
 
-def check(name: str, needs: Sequence[str] = ()) -> Callable[[CheckFunction], CheckFunction]:
+def check(name: str) -> Callable[[CheckFunction], CheckFunction]:
     """Registers a check under a name of its own."""
-    for need in needs:
-        if need not in NEEDS:
-            raise PellucidError(rule(f"needs of {name}", "among " + ", ".join(NEEDS), need), "check")
 
-    def register(work: CheckFunction) -> CheckFunction:
+    def register(function: CheckFunction) -> CheckFunction:
+        needs = tuple(inspect.signature(function).parameters)[1:]
+        for need in needs:
+            if need not in NEEDS:
+                raise PellucidError(rule(f"needs of {name}", "among " + ", ".join(NEEDS), need), "check")
         if name in CHECKS:
             raise PellucidError(rule("check", "a name of its own", name), "check")
-        CHECKS[name] = Check(name, tuple(needs), work)
-        return work
+        CHECKS[name] = Check(name, needs, function)
+        return function
 
     return register
 
@@ -215,22 +236,80 @@ def named(names: Sequence[str]) -> tuple[Check, ...]:
 
 
 def examine(
-    subject: Subject, checks: Sequence[Check] | None = None, seen: Callable[[], object] = lambda: None
+    subject: Subject, checks: Sequence[Check] | None = None, tick: Callable[[], object] = lambda: None
 ) -> Report:
-    """Runs what can be run; `seen` is called after each check."""
+    """Runs every check that can be run; `tick` is called after each."""
     findings: list[Finding] = []
     checked, skipped = [], []
     for one in every() if checks is None else checks:
         why = subject.lacks(one.needs)
         if why is None:
             try:
-                findings += list(one.work(subject))  # all of a check's findings, or none
+                findings += one.run(subject)  # all of a check's findings, or none
                 checked.append(one.name)
             except (Unable, PellucidError) as error:  # what cannot be run on this subject is no reason to stop
-                skipped.append((one.name, str(error)))
-        else:
+                why = str(error)
+        if why is not None:
             skipped.append((one.name, why))
-        seen()
+        tick()
     findings.sort(key=lambda finding: -SEVERITIES.index(finding.severity))
     unchecked = tuple(name for name in KEY_CHECKS if subject.is_model and name not in checked)
     return Report(tuple(findings), tuple(checked), tuple(skipped), subject.name, unchecked)
+
+
+# --- from Python --------------------------------------------------------------------------------------------------
+
+
+def doctor(
+    model: str | Path | Pipeline | None = None,
+    *,
+    network: Callable[[Tensor, Tensor], Tensor] | None = None,
+    schedule: str | Schedule | None = None,
+    target: str | None = None,
+    data: str | Path | Tensor | None = None,
+    steps: int | None = None,
+    device: str | None = None,
+) -> Report:
+    """What is wrong, as `pellucid doctor` says it: of a model, or of a network (x, time) → what it predicts.
+
+    A model (a folder, a file, a name, a loaded pipeline) brings its schedule and target; `data` is a folder of images
+    or "scenes" then, and may be left out. A network comes with both, `target` being eps if left out, and with `data`:
+    clean images (N, C, H, W) as it was trained on, 16 or more.
+    """
+    if (model is None) == (network is None):
+        got = "none of them" if model is None else "both"
+        raise PellucidError(f"model or network must be given; got {got}.", "usage")
+    run = RunSpec(steps=steps, device=device)
+    if network is not None:
+        subject = of_network(network, schedule, target, data, run)
+    elif schedule is not None or target is not None:
+        raise PellucidError("schedule and target must come with network; a model brings its own.", "usage")
+    elif isinstance(data, Tensor):
+        raise PellucidError(rule("data", 'a folder or "scenes" with a model', "a tensor"), "data")
+    elif isinstance(model, Pipeline):
+        subject = of_pipeline(model, run)
+        subject = subject if data is None else with_data(subject, str(data))
+    else:
+        subject = open_subject(SubjectSpec(str(model), data=None if data is None else str(data)), run)
+    return examine(subject)
+
+
+def of_network(
+    network: Callable[[Tensor, Tensor], Tensor],
+    schedule: str | Schedule | None,
+    target: str | None,
+    data: str | Path | Tensor | None,
+    run: RunSpec,
+) -> Subject:
+    """A network as a subject; it is called on the device of its data."""
+    if schedule is None:
+        raise PellucidError(rule("schedule", "that of the network's training", None), "schedule")
+    if not isinstance(data, Tensor) or data.ndim != 4 or not data.is_floating_point():
+        got = tuple(data.shape) if isinstance(data, Tensor) else data
+        raise PellucidError(rule("data", "clean images (N, C, H, W) as the network was trained on", got), "data")
+    if run.steps is not None:
+        raise PellucidError("steps must come with a model; a network has no run of its own.", "usage")
+    read = denoiser(network, schedule, target or "eps")
+    clean = data.detach().to(run.device or data.device, torch.float32)
+    probe = Probe(network, read.schedule, read.target, clean)
+    return Subject(getattr(network, "__name__", type(network).__name__), run, probe=probe, data=KnownImages(clean))

@@ -1,129 +1,24 @@
-"""The components of a model's folder: what is there, and whether it fits together."""
+"""Checks of a folder's components: all there, of the classes that are listed, and made for each other."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from pellucid.core.errors import PellucidError
 from pellucid.evidence.doctor.checks import Finding, check
-from pellucid.evidence.doctor.subject import Subject
-from pellucid.interop import folder, weights
+from pellucid.evidence.doctor.subject import Component, Subject
 from pellucid.interop.components import (
     INDEX,
     KINDS,
-    NETWORK_PARTS,
     TEXT_PARTS,
     TOKENIZER_PARTS,
-    named_classes,
-    read_config,
 )
 from pellucid.interop.family import INPAINT_CHANNELS
 from pellucid.interop.folder import IGNORED, OTHERS, STABLE_DIFFUSION
 from pellucid.interop.tokenizer import LENGTH, Tokenizer
 from pellucid.models.clip import LEGACY_EOS
-
-# --- What is there --------------------------------------------------------------------------------------------------
-
-# How a component's config is called, by what its class is; networks keep theirs in config.json.
-CONFIGS = {
-    "Scheduler": folder.SCHEDULER,
-    "Tokenizer": "tokenizer_config.json",
-    "Processor": "preprocessor_config.json",
-    "Extractor": "preprocessor_config.json",
-}
-
-
-@dataclass(frozen=True)
-class Component:
-    """A component of model_index.json."""
-
-    part: str
-    kind: str  # the class that the index names
-    place: Path
-    there: bool
-    config: Mapping[str, Any] | None = None
-    trouble: str = ""  # why there is no config
-
-    @property
-    def own_kind(self) -> str | None:
-        """The class that its own config names."""
-        if self.config is None:
-            return None
-        made = self.config.get("architectures")
-        named = self.config.get("_class_name") or (made[0] if isinstance(made, list) and made else None)
-        return None if named is None else str(named)
-
-    @property
-    def needs_config(self) -> bool:
-        """Whether nothing can be made of it without a config: our networks, and schedulers."""
-        return self.kind in KINDS or self.kind.endswith("Scheduler")
-
-    @property
-    def network_kind(self) -> str | None:
-        """The class of ours that it is, where we have it."""
-        kind = self.kind if self.kind in KINDS else self.own_kind
-        return kind if kind in KINDS else None
-
-
-def inventory(subject: Subject) -> dict[str, Component]:
-    """Every component that the index lists, by its part."""
-    assert subject.folder is not None
-    assert subject.index is not None
-    root = subject.folder
-    return {part: find_component(root, part, kind) for part, kind in named_classes(subject.index).items()}
-
-
-def find_component(root: Path, part: str, kind: str) -> Component:
-    place = folder.place_of(root, part)
-    name = next((name for word, name in CONFIGS.items() if word in kind), folder.CONFIG)
-    there = place != root or (root / name).is_file()
-    if part in NETWORK_PARTS and place == root:
-        there = folder.class_in(root) == kind
-    if not there or not (place / name).is_file():
-        return Component(part, kind, place, there, trouble=f"{part}/{name} is not there")
-    try:
-        return Component(part, kind, place, there, weights.read_json(place / name))
-    except PellucidError as error:
-        return Component(part, kind, place, there, trouble=str(error))
-
-
-def sketch(listed: Component) -> nn.Module:
-    """The network of a component on the meta device, from its config alone."""
-    assert listed.network_kind is not None
-    return sketched(listed.network_kind, json.dumps(listed.config), listed.part)
-
-
-@lru_cache(maxsize=16)  # several checks ask for the same
-def sketched(kind: str, config: str, name: str) -> nn.Module:
-    settings = read_config(kind, json.loads(config), name)
-    return weights.sketch(lambda: KINDS[kind].build(settings), name)
-
-
-def network_of(subject: Subject) -> nn.Module | None:
-    """The denoising network: loaded, or sketched from its config."""
-    if subject.pipeline is not None:
-        return subject.pipeline.components.network
-    if subject.folder is None:
-        return None
-    parts = inventory(subject)
-    listed = next((parts[part] for part in NETWORK_PARTS if part in parts), None)
-    if listed is None or listed.config is None or listed.network_kind is None:
-        return None
-    try:
-        return sketch(listed)
-    except PellucidError:
-        return None
-
-
-# --- Checks ---------------------------------------------------------------------------------------------------------
 
 # One class under several names, and classes that stand for what they are made of.
 SAME = (
@@ -132,40 +27,42 @@ SAME = (
 )
 
 
-@check("components", needs=("folder",))
-def components(subject: Subject) -> Iterator[Finding]:
+@check("components")
+def listed(subject: Subject, components: Mapping[str, Component]) -> Iterator[Finding]:
     """Listed, and not there or not readable."""
-    for part, listed in inventory(subject).items():
-        extra = part in IGNORED
-        if listed.there and (listed.config is not None or not listed.needs_config):
+    for part, one in components.items():
+        needs_config = one.kind in KINDS or one.kind.endswith("Scheduler")
+        if one.there and (one.config is not None or not needs_config):
             continue
         yield Finding(
             "component-missing",
-            "note" if extra else "error",
+            "note" if part in IGNORED else "error",
             f"{part} is listed and cannot be read",
-            (("part", part), ("class", listed.kind)),
-            f"{INDEX} lists {part} ({listed.kind}), but {listed.trouble or 'it is not there'}.",
+            (("part", part), ("class", one.kind)),
+            f"{INDEX} lists {part} ({one.kind}), but {one.trouble or 'it is not there'}.",
             f'Download the whole model, or set "{part}": [null, null] in {INDEX} if it is not wanted.',
         )
 
 
-@check("classes", needs=("folder",))
-def classes(subject: Subject) -> Iterator[Finding]:
+@check("classes")
+def classes(subject: Subject, components: Mapping[str, Component]) -> Iterator[Finding]:
     """The index names one class and the component's own config another."""
-    for part, listed in inventory(subject).items():
-        own = listed.own_kind
+    for part, one in components.items():
+        own = one.own_kind
         sampler = part == "scheduler"
-        ours = sampler or own in KINDS or listed.kind in KINDS  # of others we do not know what fits
-        if own is None or not ours or part in IGNORED or same(listed.kind, own):
+        ours = sampler or own in KINDS or one.kind in KINDS  # of others it is not known what fits
+        if own is None or not ours or part in IGNORED or same(one.kind, own):
             continue
+        entry = (subject.index or {}).get(part)
+        library = entry[0] if isinstance(entry, list) and entry else "diffusers"
         yield Finding(
             "class-mismatch",
             "warning" if sampler else "error",
-            f"{part} is listed as {listed.kind}, and its config is that of {own}",
-            (("part", part), (f"class in {INDEX}", listed.kind), ("class in its config", own)),
-            f"diffusers makes a {listed.kind} of the config of a {own}"
+            f"{part} is listed as {one.kind}, and its config is that of {own}",
+            (("part", part), (f"class in {INDEX}", one.kind), ("class in its config", own)),
+            f"diffusers makes a {one.kind} of the config of a {own}"
             + (": it samples otherwise than the config says." if sampler else ", whose weights it cannot take."),
-            f'"{part}": ["{library(subject, part)}", "{own}"] in {INDEX}',
+            f'"{part}": ["{library}", "{own}"] in {INDEX}',
         )
 
 
@@ -175,33 +72,28 @@ def same(a: str, b: str) -> bool:
     return halves or a == b.removeprefix("Flax") or any({a, b} <= names for names in SAME)
 
 
-def library(subject: Subject, part: str) -> str:
-    named = (subject.index or {}).get(part)
-    return str(named[0]) if isinstance(named, list) and named else "diffusers"
-
-
 # --- what belongs together -------------------------------------------------------------------------------------
 
 
-@check("fit of the components", needs=("folder",))
-def fit(subject: Subject) -> Iterator[Finding]:
+@check("fit of the components")
+def fit(subject: Subject, components: Mapping[str, Component]) -> Iterator[Finding]:
     """Widths and channels that must be equal, and the pipeline that must know what the network wants."""
-    held = {part: listed.config for part, listed in inventory(subject).items() if listed.config is not None}
+    configs = {part: one.config for part, one in components.items() if one.config is not None}
     pipeline = str((subject.index or {}).get("_class_name"))
-    if "unet" in held and STABLE_DIFFUSION.fullmatch(pipeline):
-        yield from pipeline_fits(pipeline, held["unet"])
-        yield from text_fits(held)
-    network = held.get("unet") or held.get("transformer")
+    if "unet" in configs and STABLE_DIFFUSION.fullmatch(pipeline):
+        yield from pipeline_fits(pipeline, configs["unet"])
+        yield from text_fits(configs)
+    network = configs.get("unet") or configs.get("transformer")
     read = STABLE_DIFFUSION.fullmatch(pipeline) or pipeline in OTHERS  # others pack latents, or add maps to them
-    if read and network is not None and "latent_channels" in held.get("vae", {}):
-        yield from latents_fit(network, held["vae"])
+    if read and network is not None and "latent_channels" in configs.get("vae", {}):
+        yield from latents_fit(network, configs["vae"])
 
 
 def pipeline_fits(pipeline: str, unet: Mapping[str, Any]) -> Iterator[Finding]:
-    told = unet.get("addition_embed_type") == "text_time"
+    sized = unet.get("addition_embed_type") == "text_time"
     channels = int(unet.get("in_channels", 4))
-    if told != ("XL" in pipeline):
-        wants, gives = ("sizes and a pooled text", "neither") if told else ("neither sizes nor a pooled text", "both")
+    if sized != ("XL" in pipeline):
+        wants, gives = ("sizes and a pooled text", "neither") if sized else ("neither sizes nor a pooled text", "both")
         other = pipeline.replace("XL", "") if "XL" in pipeline else pipeline.replace("Diffusion", "DiffusionXL", 1)
         yield Finding(
             "pipeline-class",
@@ -222,9 +114,9 @@ def pipeline_fits(pipeline: str, unet: Mapping[str, Any]) -> Iterator[Finding]:
         )
 
 
-def text_fits(held: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
-    unet = held["unet"]
-    encoders = [held[part] for part in TEXT_PARTS if part in held and "hidden_size" in held[part]]
+def text_fits(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+    unet = configs["unet"]
+    encoders = [configs[part] for part in TEXT_PARTS if part in configs and "hidden_size" in configs[part]]
     reads = unet.get("encoder_hid_dim") or unet.get("cross_attention_dim", 1280)
     if not encoders or reads is None:
         return
@@ -261,7 +153,7 @@ def pooled_fits(unet: Mapping[str, Any], encoder: Mapping[str, Any]) -> Iterator
 
 def latents_fit(network: Mapping[str, Any], vae: Mapping[str, Any]) -> Iterator[Finding]:
     latent, channels = int(vae["latent_channels"]), network.get("in_channels", 4)
-    if channels in (latent, 2 * latent, 2 * latent + 1):  # plain, told an image, told a mask and an image
+    if channels in (latent, 2 * latent, 2 * latent + 1):  # alone, with an image, with a mask and an image
         return
     yield Finding(
         "latent-channels",
@@ -276,16 +168,15 @@ def latents_fit(network: Mapping[str, Any], vae: Mapping[str, Any]) -> Iterator[
 # --- text ------------------------------------------------------------------------------------------------------
 
 
-@check("tokenizers", needs=("folder",))
-def tokenizers(subject: Subject) -> Iterator[Finding]:
+@check("tokenizers")
+def tokenizers(subject: Subject, components: Mapping[str, Component]) -> Iterator[Finding]:
     """Windows, vocabularies and end marks that differ from those of the encoder."""
-    parts = inventory(subject)
     for text_part, token_part in zip(TEXT_PARTS, TOKENIZER_PARTS, strict=True):
-        text, tokens = parts.get(text_part), parts.get(token_part)
+        text, tokens = components.get(text_part), components.get(token_part)
         if text is None or tokens is None or text.config is None or not tokens.there:
             continue
-        if "max_position_embeddings" not in text.config:
-            continue  # not CLIP's: T5 has no window
+        if "max_position_embeddings" not in text.config:  # not CLIP's: T5 has no window
+            continue
         try:
             read = Tokenizer.load(tokens.place)
         except PellucidError as error:

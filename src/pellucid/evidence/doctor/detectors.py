@@ -12,70 +12,67 @@ import torch
 from torch import Tensor
 
 from pellucid.core.compile import compile_plan
-from pellucid.core.denoiser import denoiser, input_scale, read_output
+from pellucid.core.denoiser import denoiser
 from pellucid.core.errors import PellucidError
 from pellucid.core.loop import StepSeen, loop
 from pellucid.core.noise import Philox
 from pellucid.core.schedule import EDM, Array, Flow, Level, Schedule, Tabled, Target, in_frame
-from pellucid.evidence.doctor.checks import Finding, Severity, Unable, check
+from pellucid.evidence.doctor.checks import Evidence, Finding, Severity, check
 from pellucid.evidence.doctor.hypotheses import (
     MOST,
     SCALED,
     SURE,
     Answer,
     answer_evidence,
+    candidates,
     detect,
     detection_of,
     family,
-    known_schedules,
     log_square,
     schedule_name,
     undecided_words,
-    with_declared,
-)
+)  # fmt: skip
 from pellucid.evidence.doctor.probe import Probe, probe_of
-from pellucid.evidence.doctor.subject import KnownImages, Subject
-from pellucid.evidence.statistics import Interval, draws, mean_interval, percentiles
+from pellucid.evidence.doctor.subject import KnownImages, Subject, Unable
+from pellucid.evidence.statistics import Estimate, draws, mean_interval, percentiles
 from pellucid.interop.diffusers_export import TARGET_NAMES
 from pellucid.models.dit import DiT
 from pellucid.pipeline.encoders.conditions import takes_labels, takes_text
 from pellucid.pipeline.pipeline import Pipeline
 
-# --- Times of least error -------------------------------------------------------------------------------------------
+# --- times of least error --------------------------------------------------------------------------------------------
 
 UNEXPLAINED = 1.15  # square error at the times of a schedule over that at the best times
 TIMED_RATIOS = (0.45, 1.2, 3.5)  # sigma / alpha
-TIMES, FINER = 13, 8  # told at each of them, and about the best of them
-TIMED_IMAGES = 8  # images
+TIMES, FINER = 13, 8  # tried at each of them, and about the best of them
+TIMED_IMAGES = 8
 
 
 @dataclass(frozen=True)
 class BestTime:
-    """At a level, the time at which the network denoises best, and by what factor its square error is larger at the
-    time that a schedule tells."""
+    """At a level, the time at which the network denoises best."""
 
     ratio: float
     time: float
-    excess: float
+    excess: float  # square error at the time that a schedule has there, over that at the best time
 
 
 def best_times(probe: Probe, target: Target, curve: Schedule, count: int = TIMED_IMAGES) -> list[BestTime]:
-    """The times that a network believes in, found by telling it many; free of any schedule but for the frame."""
+    """The times at which the network denoises best, found by trying many; `curve` matters for its frame alone."""
     images = range(min(2 if probe.few else count, len(probe)))
     clean = probe.clean[: len(images)]
+    reader = replace(probe, target=target, schedule=curve)
     found = []
     for k, ratio in enumerate(TIMED_RATIOS):
         level = in_frame(ratio, "vp")
         x = clean * level.alpha + probe.noise(1000 + k, images) * level.sigma
-        k_x, k_out = read_output(curve, target, "x0", level)
-        scale = input_scale(curve, level)
 
-        def told(times: Array, x: Tensor = x, k_x: float = k_x, k_out: float = k_out, scale: float = scale) -> Array:
-            asked = [probe.ask(x * scale, float(time), images) for time in times]
-            return np.array([float(log_square(x * k_x + out * k_out - clean).mean()) for out in asked])
+        def errors(times: Array, x: Tensor = x, level: Level = level) -> Array:
+            read = [reader.x0(x, level, float(time), images) for time in times]
+            return np.array([float(log_square(x0 - clean).mean()) for x0 in read])
 
-        time, least = search_lowest(told, *curve.span)
-        own = told(np.array([float(curve.time_at(ratio))]))
+        time, least = search_lowest(errors, *curve.span)
+        own = errors(np.array([float(curve.time_at(ratio))]))
         found.append(BestTime(ratio, time, math.exp(min(float(own[0]) - least, 50.0))))
     return found
 
@@ -105,16 +102,16 @@ def lowest(times: Array, values: Array) -> tuple[float, float]:
 
 
 def explained(seen: list[BestTime]) -> bool:
-    """Whether the schedule tells the network its times at every level."""
-    return max(belief.excess for belief in seen) < UNEXPLAINED
+    """Whether the schedule has the best time at every level."""
+    return max(one.excess for one in seen) < UNEXPLAINED
 
 
 def at_scale(probe: Probe, factor: float) -> list[BestTime]:
-    """What the network believes in under the probe's schedule, with data so many times as large."""
+    """The best times by the probe's schedule, with data so many times as large."""
     return best_times(replace(probe, clean=probe.clean * factor), probe.target, probe.schedule)
 
 
-# --- Target ---------------------------------------------------------------------------------------------------------
+# --- target ----------------------------------------------------------------------------------------------------------
 
 WORDS = {
     "eps": "the noise (eps)",
@@ -123,6 +120,7 @@ WORDS = {
     "flow": "the flow (noise less image)",
     "edm": "EDM's preconditioned output",
 }
+FLOW_CLASS, EDM_CLASS = '"_class_name": "FlowMatchEulerDiscreteScheduler"', '"_class_name": "EDMEulerScheduler"'
 
 
 def detect_target(probe: Probe, most: int = MOST) -> Answer:
@@ -130,20 +128,17 @@ def detect_target(probe: Probe, most: int = MOST) -> Answer:
     return detect(probe, most).target
 
 
-def told_target(target: Target) -> str:
-    return TARGET_NAMES.get(target, target)
+def set_keys(keys: str) -> str:
+    return f"Set {keys} in scheduler/scheduler_config.json"
 
 
 def target_fix(found: Target, declared: Schedule) -> str:
     """What to write into the scheduler's config."""
     if found == "flow" and not isinstance(declared, Flow):
-        return (
-            'Set "_class_name": "FlowMatchEulerDiscreteScheduler" in scheduler/scheduler_config.json, '
-            'or "prediction_type": "flow_prediction" and "use_flow_sigmas": true.'
-        )
+        return f'{set_keys(FLOW_CLASS)}, or "prediction_type": "flow_prediction" and "use_flow_sigmas": true.'
     if found == "edm" and not isinstance(declared, EDM):
-        return 'Set "_class_name": "EDMEulerScheduler" in scheduler/scheduler_config.json.'
-    line = f'Set "prediction_type": "{told_target(found)}" in scheduler/scheduler_config.json'
+        return f"{set_keys(EDM_CLASS)}."
+    line = set_keys(f'"prediction_type": "{TARGET_NAMES.get(found, found)}"')
     if found != "flow" and isinstance(declared, Flow):
         return f"{line}, in a scheduler that is not a flow one; the check schedule says which."
     return f'{line}, or load with pellucid.load(model, target="{found}").'
@@ -157,7 +152,7 @@ def target_findings(answer: Answer, declared: Target, schedule: Schedule) -> Ite
         yield Finding(
             "denoises-nothing",
             "error",
-            "the network denoises no better than one factor would, whatever its output is taken for",
+            "the network denoises no better than a constant factor, whatever its output is taken for",
             evidence,
             "Its weights are untrained or damaged, or the data are of another kind than those it was trained on.",
             "Load the weights again from their source, and give --data of the model's own kind.",
@@ -167,7 +162,7 @@ def target_findings(answer: Answer, declared: Target, schedule: Schedule) -> Ite
         yield Finding(
             "target-mismatch",
             "error",
-            f"the network predicts {WORDS[found]}; its config says {told_target(declared)}",
+            f"the network predicts {WORDS[found]}; its config says {TARGET_NAMES.get(declared, declared)}",
             evidence,
             f"The network was trained for {found}: read as {declared}, its output denoises with "
             f"{answer.ratio(declared):.3g} times the square error.",
@@ -175,16 +170,16 @@ def target_findings(answer: Answer, declared: Target, schedule: Schedule) -> Ite
         )
 
 
-def for_network(found: list[Finding], code: str, cure: str) -> list[Finding]:
-    """The findings of a network without files: the cure of one is an argument."""
-    return [replace(one, fix=f"Pass {cure} with the network.") if one.code == code else one for one in found]
+def for_network(found: list[Finding], code: str, argument: str) -> list[Finding]:
+    """The findings of a network without files: one is mended by an argument."""
+    return [replace(one, fix=f"Pass {argument} with the network.") if one.code == code else one for one in found]
 
 
-@check("target", needs=("network",))
-def check_target(subject: Subject) -> Iterable[Finding]:
+@check("target")
+def check_target(subject: Subject, network: Any) -> Iterable[Finding]:
     """Does the network predict what its config says?"""
-    probe, detected = detection_of(subject)
-    answer = detected.target
+    probe, detection = detection_of(subject)
+    answer = detection.target
     if subject.data is None and not (answer.denoises and answer.confidence >= SURE):
         raise Unable(undecided_words(answer, "target"))
     found = list(target_findings(answer, probe.target, probe.schedule))
@@ -193,117 +188,11 @@ def check_target(subject: Subject) -> Iterable[Finding]:
     return for_network(found, "target-mismatch", f'target="{answer.name}"') if subject.pipeline is None else found
 
 
-# --- Schedule -------------------------------------------------------------------------------------------------------
-
-SCHEDULE_COST, SCHEDULE_FAR = (
-    1.05,
-    1.25,
-)  # square error by the config over that by the best schedule: from where it is told, and grave
-BETAS = ("beta_start", "beta_end")
-SPELLED = {"cosine": "squaredcos_cap_v2", "exponential": "exp"}
-
-
-def detect_schedule(probe: Probe, most: int = MOST) -> Answer:
-    """Which schedule a network was trained on, and how sure that is; read as the target that fits it best."""
-    return detect(probe, most).schedule
-
-
-def schedule_fix(found: Schedule) -> str:
-    """What to write into the scheduler's config."""
-    if isinstance(found, Flow):
-        return 'Set "_class_name": "FlowMatchEulerDiscreteScheduler" in scheduler/scheduler_config.json.'
-    if isinstance(found, EDM):
-        return 'Set "_class_name": "EDMEulerScheduler" in scheduler/scheduler_config.json.'
-    if not isinstance(found, Tabled) or found.name.startswith("sqrt"):
-        return f'Put the betas of `pellucid schedules {found.name} --json` as "trained_betas" into its config.'
-    made = dict(found.made_with)
-    keys = {"beta_schedule": SPELLED.get(found.name, found.name), **{k: made[k] for k in BETAS if k in made}}
-    line = ", ".join(f'"{key}": {value!r}'.replace("'", '"') for key, value in keys.items())
-    zero = ', "rescale_betas_zero_snr": true' if found.zero_terminal else ""
-    return f"Set {line}{zero} in scheduler/scheduler_config.json."
-
-
-def schedule_findings(answer: Answer, probe: Probe) -> Iterable[Finding]:
-    """Findings of an answer."""
-    declared = family(schedule_name(probe.schedule))
-    found = with_declared(probe.schedule, known_schedules(probe.schedule))[answer.winner.schedule]
-    wrong = answer.name != declared and answer.confidence >= SURE
-    worse = answer.ratio(declared) if declared in answer.best else math.inf
-    seen = (
-        best_times(probe, answer.winner.target, found)
-        if answer.name == declared or (wrong and worse >= SCHEDULE_COST)
-        else []
-    )
-    if sum(belief.excess >= UNEXPLAINED for belief in seen) >= 2:
-        yield unknown_schedule(answer, seen, probe.schedule)
-    elif wrong and worse >= SCHEDULE_COST:
-        yield Finding(
-            "schedule-mismatch",
-            "error" if worse >= SCHEDULE_FAR else "warning",
-            f"the network was trained on the schedule {answer.name}; its config says {declared}",
-            (*answer_evidence(answer, 3), *told_times(seen, probe.schedule)),
-            f"The network was trained on {answer.name}; "
-            + (
-                f"told the times of {declared}, it denoises with {worse:.3g} times the square error."
-                if declared in answer.best
-                else f"{declared} mixes signal and noise in another frame."
-            ),
-            schedule_fix(found),
-        )
-
-
-def told_times(seen: list[BestTime], curve: Schedule) -> Iterator[tuple[str, float]]:
-    """Evidence: at each level the time of least error, and the one that a schedule tells."""
-    for belief in seen:
-        yield f"time of least error at sigma/alpha {belief.ratio:g}", belief.time
-        yield f"time told at sigma/alpha {belief.ratio:g}", float(curve.time_at(belief.ratio))
-
-
-def unknown_schedule(answer: Answer, seen: list[BestTime], curve: Schedule) -> Finding:
-    """A network that believes in times which no known schedule tells."""
-    return Finding(
-        "schedule-unknown",
-        "warning",
-        "no known schedule tells the network the times at which it denoises best",
-        (
-            ("nearest", answer.name),
-            *told_times(seen, curve),
-            *((f"square error over the least at sigma/alpha {b.ratio:g}", b.excess) for b in seen),
-        ),
-        "It was trained on betas of its own, or is told times in another unit.",
-        'Give the betas of its training as "trained_betas" in scheduler/scheduler_config.json.',
-    )
-
-
-@check("schedule", needs=("network",))
-def check_schedule(subject: Subject) -> Iterable[Finding]:
-    """Was the network trained on the schedule that its config names?"""
-    probe, detected = detection_of(subject)
-    answer = detected.schedule
-    agrees = answer.name == family(schedule_name(probe.schedule))
-    sure = answer.confidence >= SURE and answer.name != SCALED
-    if subject.data is None and not (answer.denoises and sure):
-        raise Unable(undecided_words(answer, "schedule"))
-    if not answer.denoises:
-        raise Unable("the network does not denoise under any schedule")
-    if subject.data is None and agrees:  # times of least error are looked for in data of the model's kind alone
-        return []
-    found = [] if answer.name == SCALED else list(schedule_findings(answer, probe))
-    if found or sure or agrees:
-        cure = f'schedule="{answer.name}"'
-        return for_network(found, "schedule-mismatch", cure) if subject.pipeline is None else found
-    trained = detected.as_trained(probe)
-    size = training_scale(trained)
-    if size.off and explained(at_scale(trained, size.factor)):
-        raise Unable("the scale of the data is not that of training: see the check scale of training")
-    nearest = with_declared(probe.schedule, known_schedules(probe.schedule))[answer.winner.schedule]
-    seen = best_times(trained, trained.target, nearest)
-    if explained(seen):
-        raise Unable(f"the images do not tell the schedule apart: {answer.doubt()}; give more --data")
-    return [unknown_schedule(answer, seen, probe.schedule)]
-
-
-# --- Scale of the training data -------------------------------------------------------------------------------------
+# --- scale of the training data --------------------------------------------------------------------------------------
+#
+# An image with noise of ρ times its own scale is one x for every scale c: c·(x0 + ρ·eps), at sigma / alpha c·ρ. The
+# network denoises it best, relative to c, at the scale that it was trained on. There the config's scale must lie: a VAE
+# with the scaling factor of another model encodes images that are too large or too small for the network.
 
 PROFILE_SCALES = tuple(float(c) for c in np.geomspace(1 / 8, 8, 13))  # steps of √2
 NOISES = (0.5, 1.0, 2.0)  # ρ
@@ -316,12 +205,11 @@ SCALE_RESAMPLES = 400
 
 @dataclass(frozen=True)
 class TrainingScale:
-    """The factor by which data must be multiplied to have the scale of training, its interval over images, and by
-    what factor the square error is larger at scale 1 than there."""
+    """The factor by which data must be multiplied to have the scale of training, with its interval over images."""
 
     factor: float
-    interval: Interval
-    excess: float
+    interval: Estimate
+    excess: float  # the square error at scale 1 over that at this factor
 
     @property
     def off(self) -> bool:
@@ -337,7 +225,7 @@ def training_scale(probe: Probe, most: int = SCALE_IMAGES) -> TrainingScale:
     counts = draws(logs.shape[1], SCALE_RESAMPLES).double() / logs.shape[1]
     drawn = torch.tensor([math.exp(lowest(at, row)[0]) for row in (counts @ logs.T).numpy()])
     one = float(logs.mean(1)[PROFILE_SCALES.index(min(PROFILE_SCALES, key=lambda c: abs(math.log(c))))])
-    return TrainingScale(math.exp(best), percentiles(drawn, 0.99), math.exp(one - least))
+    return TrainingScale(math.exp(best), percentiles(drawn, math.exp(best), 0.99), math.exp(one - least))
 
 
 def scale_profile(probe: Probe, images: range) -> torch.Tensor:
@@ -349,15 +237,13 @@ def scale_profile(probe: Probe, images: range) -> torch.Tensor:
         for i, scale in enumerate(PROFILE_SCALES):
             level = in_frame(scale * noise, "vp")
             x = (clean + noise * eps) * scale * level.alpha
-            time = float(probe.schedule.time_at(level.ratio))
-            out = probe.ask(x * input_scale(probe.schedule, level), time, images)
-            k_x, k_out = read_output(probe.schedule, probe.target, "x0", level)
-            found[i] += log_square((x * k_x + out * k_out) / scale - clean) / len(NOISES)
+            x0 = probe.x0(x, level, float(probe.schedule.time_at(level.ratio)), images)
+            found[i] += log_square(x0 / scale - clean) / len(NOISES)
     return found
 
 
-@check("scale of training", needs=("network", "data"))
-def check_scale(subject: Subject) -> Iterable[Finding]:
+@check("scale of training")
+def check_scale(subject: Subject, network: Any, data: KnownImages) -> Iterable[Finding]:
     """Do images reach the network at the scale that it was trained on?"""
     probe = probe_of(subject, SCALE_IMAGES)
     if len(probe) < 2:
@@ -367,39 +253,137 @@ def check_scale(subject: Subject) -> Iterable[Finding]:
     if not seen.off:
         return []
     if not explained(at_scale(trained, seen.factor)):  # betas of its own look like another scale at some levels alone
-        raise Unable("its schedule does not tell the network its times at any scale: see the check schedule")
+        raise Unable("at no scale does its schedule have the times that the network wants: see the check schedule")
     vae = None if subject.pipeline is None else subject.pipeline.components.vae
-    evidence: list[tuple[str, float | str]] = [
+    evidence: Evidence = (
         ("images", len(probe)),
         ("standard deviation of the data as the network sees them", float(probe.clean.std())),
         ("factor at which the network denoises best", seen.factor),
         ("99 % interval", f"{seen.interval.low:.3g} to {seen.interval.high:.3g}"),
         ("square error, times that at the best factor", seen.excess),
-    ]
+    )
     words = f"network was trained on data {seen.factor:.3g} times as large as what it is given"
     grave: Severity = "error" if max(seen.factor, 1 / seen.factor) > SCALE_FAR else "warning"
     if vae is None:
         cause = f"The {words}: pixels of another range."
         fix = "Normalise the images as in training: Pellucid gives them in [-1, 1]."
-        return [Finding("data-scale", grave, f"the {words}", tuple(evidence), cause, fix)]
+        return [Finding("data-scale", grave, f"the {words}", evidence, cause, fix)]
     factor = float(vae.config.scaling_factor)
-    evidence.append(("scaling_factor", factor))
+    evidence = (*evidence, ("scaling_factor", factor))
     cause = f"The {words}: scaling_factor {factor:g} of the VAE is not the one of training."
     fix = f'Set "scaling_factor": {factor * seen.factor:.3g} in vae/config.json (measured), or the one of its training.'
-    return [Finding("latent-scale", grave, f"the {words}", tuple(evidence), cause, fix)]
+    return [Finding("latent-scale", grave, f"the {words}", evidence, cause, fix)]
 
 
-# --- Drift ----------------------------------------------------------------------------------------------------------
+# --- schedule --------------------------------------------------------------------------------------------------------
 
-DRIFT_IMAGES = 8  # images of the run
+SCHEDULE_COST, SCHEDULE_FAR = 1.05, 1.25  # square error over that by the best schedule: worth a warning, an error
+BETAS = ("beta_start", "beta_end")
+SPELLED = {"cosine": "squaredcos_cap_v2", "exponential": "exp"}
+
+
+def detect_schedule(probe: Probe, most: int = MOST) -> Answer:
+    """Which schedule a network was trained on, and how sure that is; read as the target that fits it best."""
+    return detect(probe, most).schedule
+
+
+def schedule_fix(found: Schedule) -> str:
+    """What to write into the scheduler's config."""
+    if isinstance(found, Flow):
+        return f"{set_keys(FLOW_CLASS)}."
+    if isinstance(found, EDM):
+        return f"{set_keys(EDM_CLASS)}."
+    if not isinstance(found, Tabled) or found.name.startswith("sqrt"):
+        return f'Put the betas of `pellucid schedules {found.name} --json` as "trained_betas" into its config.'
+    made = dict(found.made_with)
+    keys = {"beta_schedule": SPELLED.get(found.name, found.name), **{k: made[k] for k in BETAS if k in made}}
+    line = ", ".join(f'"{key}": {value!r}'.replace("'", '"') for key, value in keys.items())
+    zero = ', "rescale_betas_zero_snr": true' if found.zero_terminal else ""
+    return f"{set_keys(line + zero)}."
+
+
+def schedule_findings(answer: Answer, probe: Probe) -> Iterable[Finding]:
+    """Findings of an answer."""
+    declared = family(schedule_name(probe.schedule))
+    found = candidates(probe.schedule)[answer.winner.schedule]
+    wrong = answer.name != declared and answer.confidence >= SURE
+    worse = answer.ratio(declared) if declared in answer.best else math.inf
+    mismatch = wrong and worse >= SCHEDULE_COST
+    seen = best_times(probe, answer.winner.target, found) if mismatch or answer.name == declared else []
+    if sum(one.excess >= UNEXPLAINED for one in seen) >= 2:
+        yield unknown_schedule(answer, seen, probe.schedule)
+    elif mismatch:
+        same_frame = f"with the times of {declared} it denoises with {worse:.3g} times the square error."
+        other_frame = f"{declared} mixes signal and noise in another frame."
+        yield Finding(
+            "schedule-mismatch",
+            "error" if worse >= SCHEDULE_FAR else "warning",
+            f"the network was trained on the schedule {answer.name}; its config says {declared}",
+            (*answer_evidence(answer, 3), *time_evidence(seen, probe.schedule)),
+            f"The network was trained on {answer.name}; {same_frame if declared in answer.best else other_frame}",
+            schedule_fix(found),
+        )
+
+
+def time_evidence(seen: list[BestTime], curve: Schedule) -> Iterator[tuple[str, float]]:
+    """At each level the time of least error, and the one that a schedule has there."""
+    for one in seen:
+        yield f"time of least error at sigma/alpha {one.ratio:g}", one.time
+        yield f"time told at sigma/alpha {one.ratio:g}", float(curve.time_at(one.ratio))
+
+
+def unknown_schedule(answer: Answer, seen: list[BestTime], curve: Schedule) -> Finding:
+    """A network whose times of least error no known schedule has."""
+    excess = ((f"square error over the least at sigma/alpha {one.ratio:g}", one.excess) for one in seen)
+    return Finding(
+        "schedule-unknown",
+        "warning",
+        "no known schedule has the times at which the network denoises best",
+        (("nearest", answer.name), *time_evidence(seen, curve), *excess),
+        "It was trained on betas of its own, or takes times in another unit.",
+        'Give the betas of its training as "trained_betas" in scheduler/scheduler_config.json.',
+    )
+
+
+@check("schedule")
+def check_schedule(subject: Subject, network: Any) -> Iterable[Finding]:
+    """Was the network trained on the schedule that its config names?"""
+    probe, detection = detection_of(subject)
+    answer = detection.schedule
+    agrees = answer.name == family(schedule_name(probe.schedule))
+    sure = answer.confidence >= SURE and answer.name != SCALED
+    if subject.data is None and not (answer.denoises and sure):
+        raise Unable(undecided_words(answer, "schedule"))
+    if not answer.denoises:
+        raise Unable("the network does not denoise under any schedule")
+    if subject.data is None and agrees:  # times of least error are looked for in data of the model's kind alone
+        return []
+    found = [] if answer.name == SCALED else list(schedule_findings(answer, probe))
+    if found or sure or agrees:
+        argument = f'schedule="{answer.name}"'
+        return for_network(found, "schedule-mismatch", argument) if subject.pipeline is None else found
+    trained = detection.as_trained(probe)
+    size = training_scale(trained)
+    if size.off and explained(at_scale(trained, size.factor)):
+        raise Unable("the scale of the data is not that of training: see the check scale of training")
+    nearest = candidates(probe.schedule)[answer.winner.schedule]
+    seen = best_times(trained, trained.target, nearest)
+    if explained(seen):
+        raise Unable(f"the images do not tell the schedule apart: {answer.doubt()}; give more --data")
+    return [unknown_schedule(answer, seen, probe.schedule)]
+
+
+# --- drift -----------------------------------------------------------------------------------------------------------
+
+DRIFT_IMAGES = 8
 DRIFT_STEPS = 20
 DRIFT_SAMPLER = "dpmpp_2m"
-DRIFTED = 1.5  # the spread at the end over that of the data: beyond this, with all of its interval, it has drifted
+DRIFTED = 1.5  # x has drifted where all of the interval of its spread at the end is beyond this times the data's
 
 
 @dataclass
 class Spread:
-    """An observer: the standard deviation of x of every image after each row, and the level that x has then."""
+    """An observer: the standard deviation of each image's x after each row, and the level that x has then."""
 
     levels: list[Level] = field(default_factory=list)
     found: list[Tensor] = field(default_factory=list)  # (N,) each
@@ -416,66 +400,58 @@ def deviations(x: Tensor) -> Tensor:
 
 def sample_pipeline(pipe: Pipeline, data: KnownImages) -> Spread:
     """A short run without guidance, and the spread of its x."""
-    network, watch = pipe.components.network, Spread()
-    asked: dict[str, Any] = {"n": DRIFT_IMAGES}
+    network, spread = pipe.components.network, Spread()
+    options: dict[str, Any] = {"n": DRIFT_IMAGES}
     if takes_text(network):
-        said = list(data.captions or ())[:DRIFT_IMAGES]
-        asked = {"prompt": said} if len(said) == DRIFT_IMAGES else {"prompt": "", "n": DRIFT_IMAGES}
+        captions = list(data.captions or ())[:DRIFT_IMAGES]
+        options = {"prompt": captions} if len(captions) == DRIFT_IMAGES else {"prompt": "", "n": DRIFT_IMAGES}
     if takes_labels(network):
-        known = list(data.labels or ())[:DRIFT_IMAGES]
-        asked = {"label": known} if len(known) == DRIFT_IMAGES else {**asked, "label": 0}
-    high, wide = data.pixels.shape[-2:]
-    pipe(
-        seed=0, sampler=DRIFT_SAMPLER, steps=DRIFT_STEPS, guidance=1.0, width=wide, height=high, decode=False,
-        observers=[watch], **asked,
-    )  # fmt: skip
-    return watch
+        labels = list(data.labels or ())[:DRIFT_IMAGES]
+        options = {"label": labels} if len(labels) == DRIFT_IMAGES else {**options, "label": 0}
+    options |= {"height": data.pixels.shape[-2], "width": data.pixels.shape[-1], "observers": [spread]}
+    pipe(seed=0, sampler=DRIFT_SAMPLER, steps=DRIFT_STEPS, guidance=1.0, decode=False, **options)
+    return spread
 
 
 def sample_network(probe: Probe) -> Spread:
     """The same of a network without a pipeline."""
-    watch = Spread()
+    spread, images = Spread(), range(DRIFT_IMAGES)
     plan = compile_plan(DRIFT_SAMPLER, schedule=probe.schedule, target=probe.target, steps=DRIFT_STEPS)
     denoise = denoiser(probe.network, probe.schedule, probe.target)
-    start = (
-        Philox(range(DRIFT_IMAGES)).first(probe.clean.shape[1:], probe.clean, range(DRIFT_IMAGES)) * plan.initial_scale
-    )
+    start = Philox(images).first(probe.clean.shape[1:], probe.clean, images) * plan.initial_scale
     with torch.no_grad():
-        loop([plan] * DRIFT_IMAGES, denoise, start, Philox(range(DRIFT_IMAGES)), [watch], (), None)
-    return watch
+        loop([plan] * DRIFT_IMAGES, denoise, start, Philox(images), [spread], (), None)
+    return spread
 
 
-@check("drift", needs=("network", "data"))
-def check_drift(subject: Subject) -> Iterable[Finding]:
+@check("drift")
+def check_drift(subject: Subject, network: Any, data: KnownImages) -> Iterable[Finding]:
     """Does a run keep the spread that its levels say, and end with that of the data?"""
-    assert subject.data is not None
-    if isinstance(subject.network, DiT):
+    if isinstance(network, DiT):
         raise Unable("a class-conditional transformer is not run without guidance")
-    probe, found_before = detection_of(subject)
-    wrong = found_before.contradicts(probe)
+    probe, detection = detection_of(subject)
+    wrong = detection.contradicts(probe)
     if wrong is not None:
         raise Unable(f"the run would drift by what the check {wrong} finds")
-    known = deviations(probe.clean)
     try:
-        pipe = subject.pipeline
-        watch = sample_network(probe) if pipe is None else sample_pipeline(pipe, subject.data)
+        spread = sample_network(probe) if subject.pipeline is None else sample_pipeline(subject.pipeline, data)
     except PellucidError as error:
         raise Unable(f"a run of {DRIFT_STEPS} steps with {DRIFT_SAMPLER} is refused: {error}") from None
-    last = watch.found[-1]
-    if not torch.isfinite(last).all():
+    if not torch.isfinite(spread.found[-1]).all():
         raise Unable("the run is not finite: see the check overflow")
-    found = list(drift_findings(watch, float(known.square().mean().sqrt())))
-    if found and training_scale(found_before.as_trained(probe), SCALE_IMAGES).off:
-        raise Unable("the run ends at the scale of training, which is not that of the data: see the check scale of it")
+    found = list(drift_findings(spread, float(deviations(probe.clean).square().mean().sqrt())))
+    if found and training_scale(detection.as_trained(probe), SCALE_IMAGES).off:
+        raise Unable("the run ends at the scale of training, not of the data: see the check scale of training")
     return found
 
 
-def drift_findings(watch: Spread, data: float) -> Iterable[Finding]:
+def drift_findings(spread: Spread, data: float) -> Iterable[Finding]:
+    """Findings of a run, where the data have this standard deviation."""
     ratios = [
         float(found.square().mean().sqrt()) / math.hypot(level.alpha * data, level.sigma)
-        for level, found in zip(watch.levels, watch.found, strict=True)
+        for level, found in zip(spread.levels, spread.found, strict=True)
     ]
-    interval = mean_interval((watch.found[-1] / data).log(), level=0.99)
+    interval = mean_interval((spread.found[-1] / data).log(), level=0.99)
     low, high = math.exp(interval.low), math.exp(interval.high)
     if low <= DRIFTED and high >= 1 / DRIFTED:
         return
@@ -491,7 +467,7 @@ def drift_findings(watch: Spread, data: float) -> Iterable[Finding]:
             ("standard deviation of x at the end", end * data),
             ("99 % interval of their ratio", f"{low:.3g} to {high:.3g}"),
             ("first step that is off", start + 1),
-            ("sigma/alpha there", watch.levels[start].ratio),
+            ("sigma/alpha there", spread.levels[start].ratio),
         ),
         "Without guidance a run must keep the spread of its levels; the network "
         + ("leaves noise in x, or makes its image too strong" if way == "grows" else "makes its image too weak")

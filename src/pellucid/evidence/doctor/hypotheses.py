@@ -1,4 +1,18 @@
-"""The schedules that a network may have been trained on: the usual ones, and the one that its config names."""
+"""Which reading of a network's output is true: hypotheses of (target, schedule), scored on known images.
+
+Images are noised to a level; the network is passed the time that a schedule has for that level, and its output is read
+as a target. The score is e / (e + l): e is the mean square error of x0, and l that of the best linear denoiser of the
+same x. It is near 0 for a network that was trained so and is read so, 1/2 for a reading that is as good as one factor,
+and at most 1 for nonsense, so that levels at which a small network fails decide nothing. All hypotheses see the same
+images and the same noise: they are compared image by image.
+
+Where the config's schedule does not win, a wrong scale of the data may be the cause: it shifts every level as another
+schedule does. So the config's schedule is then tried at other scales c too: c·(x0 + ρ·eps) at sigma / alpha c·ρ, which
+is the same x except for its size.
+
+The confidence of an answer is the share of resamples, of images and of levels, in which it wins. It is never more
+than 1 − 2⁻ᴺ for N images: so often would N coins fall alike.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +26,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pellucid import scenes
 from pellucid.core import schedule as schedules
 from pellucid.core.denoiser import input_scale, read_output
 from pellucid.core.schedule import EDM, Flow, Frame, Schedule, Tabled, Target, in_frame
-from pellucid.evidence.doctor.checks import Unable
-from pellucid.evidence.doctor.probe import Probe, probe_of
-from pellucid.evidence.doctor.subject import Subject
+from pellucid.evidence.doctor.probe import Probe, pipeline_probe, probe_of
+from pellucid.evidence.doctor.subject import KnownImages, Subject, Unable
 from pellucid.evidence.statistics import draws
+from pellucid.pipeline.request import Request
 
-# --- Schedules ------------------------------------------------------------------------------------------------------
+# --- schedules ----------------------------------------------------------------------------------------------------
 
 RATIOS: tuple[float, ...] = tuple(float(r) for r in np.geomspace(0.25, 6.0, 7))  # sigma / alpha
-ALIKE = 0.01  # of the span of times: schedules that tell no more than this apart are one
+ALIKE = 0.01  # of the span of times: schedules whose times differ by no more than this are one
 NUM_TRAIN = 1000
 TABLED = ("linear", "scaled_linear", "cosine", "sqrt_alpha_bar", "sqrt_beta", "sigmoid", "laplace", "exponential")
 ZERO = ", zero terminal SNR"
@@ -39,10 +54,10 @@ def known_schedules(declared: Schedule) -> dict[str, Schedule]:
     return found
 
 
-def with_declared(declared: Schedule, others: Mapping[str, Schedule]) -> dict[str, Schedule]:
-    """The config's schedule first, under its own name; of those that tell the same times only the first is kept."""
+def candidates(declared: Schedule, others: Mapping[str, Schedule] | None = None) -> dict[str, Schedule]:
+    """The config's schedule under its own name, then the usual ones; of those with the same times only the first."""
     found = {schedule_name(declared): declared}
-    for name, curve in others.items():
+    for name, curve in (known_schedules(declared) if others is None else others).items():
         if not any(alike(curve, kept) for kept in found.values()):
             found[name if name not in found else f"{name}, as usual"] = curve
     return found
@@ -63,7 +78,7 @@ def family(name: str) -> str:
 
 
 def alike(one: Schedule, other: Schedule) -> bool:
-    """Whether a network would be told the same times for the same levels, and see them in the same frame."""
+    """Whether a network would be passed the same times for the same levels, and see them in the same frame."""
     if one.frame != other.frame:
         return False
     low, high = one.span
@@ -71,15 +86,15 @@ def alike(one: Schedule, other: Schedule) -> bool:
     return bool(apart.max() <= ALIKE * (high - low))
 
 
-# --- Hypotheses -----------------------------------------------------------------------------------------------------
+# --- hypotheses ---------------------------------------------------------------------------------------------------
 
 MOST = 64  # images
 FIRST = 4  # images that all schedules are tried on; those that are out of the question then are dropped
 FEW_FIRST, FEW_RATIOS = 2, RATIOS[1::2]  # the same, and the levels, where calls are slow
 ROUNDS = (16, 32, 64)  # images after which a clear answer ends the questions
 CLEAR = 0.999
-SURE = 0.99  # the confidence from which a contradiction is told
-LEARNT = 0.9  # of the square error of the best linear denoiser: what a network must undercut to be one
+SURE = 0.99  # the confidence from which a contradiction is reported
+LEARNT = 0.9  # of the square error of the best linear denoiser: a network that denoises has less
 RESAMPLES = 4000
 SCALES = (1 / 8, 1 / 4, 1 / 2, 2**-0.5, 2**0.5, 2.0, 4.0, 8.0)  # of the data, beside 1
 FEW_SCALES = (1 / 4, 1 / 2, 2.0, 4.0)
@@ -95,8 +110,7 @@ READINGS: dict[Frame, tuple[Target, ...]] = {
 
 
 class Hypothesis(NamedTuple):
-    """A reading of a network: what it predicts, by which schedule it is told the time, and how many times as large as
-    they are the data were in training."""
+    """A reading of a network: what it predicts, whose times it is passed, and the scale of the data in training."""
 
     target: Target
     schedule: str
@@ -188,9 +202,9 @@ class Detection(NamedTuple):
     def as_trained(self, probe: Probe) -> Probe:
         """The probe with the target and the schedule that were found, where that is sure."""
         target = self.target.winner.target if self.target.confidence >= SURE else probe.target
-        sure = self.schedule.confidence >= SURE and self.schedule.name != SCALED
-        curves = with_declared(probe.schedule, known_schedules(probe.schedule))
-        return replace(probe, target=target, schedule=curves[self.schedule.winner.schedule] if sure else probe.schedule)
+        if self.schedule.confidence < SURE or self.schedule.name == SCALED:
+            return replace(probe, target=target)
+        return replace(probe, target=target, schedule=candidates(probe.schedule)[self.schedule.winner.schedule])
 
     def contradicts(self, probe: Probe) -> str | None:
         """What of the config is wrong for sure, in a word."""
@@ -248,14 +262,14 @@ def shrunk(data: Tensor, noisy: Tensor, ratio: float) -> Tensor:
 
 
 def schedules_tried(probe: Probe) -> dict[str, Schedule]:
-    """The schedules that are asked about: the config's and the usual ones; where calls are slow, the commonest."""
-    found = with_declared(probe.schedule, known_schedules(probe.schedule))
+    """The schedules that are tried: the config's and the usual ones; where calls are slow, the commonest."""
+    found = candidates(probe.schedule)
     kept = (*FEW_SCHEDULES, schedule_name(probe.schedule)) if probe.few else tuple(found)
     return {name: found[name] for name in found if name in kept}
 
 
 def detect(probe: Probe, most: int = MOST) -> Detection:
-    """Asks with more and more images, until both answers are clear or the images are used up."""
+    """Tries more and more images, until both answers are clear or the images are used up."""
     if len(probe) < 2:
         raise Unable(f"{len(probe)} image is too few: give two or more")
     curves = schedules_tried(probe)
@@ -324,20 +338,116 @@ def undecided_words(answer: Answer, what: str) -> str:
     return f"the built-in images do not tell the {what} apart: {answer.doubt()}; give --data of its kind"
 
 
-# --- of a subject, once for all checks that ask -------------------------------------------------------------------
+# --- built-in images ----------------------------------------------------------------------------------------------
+#
+# What the detectors are shown where no --data is given, drawn when needed and the same on every machine: scenes,
+# overlapping discs, clouds (1/f noise) and strokes of ink. No network was trained on all of them, so a network is
+# tested with the kinds that it can denoise under some reading; where it denoises none, nothing is said about it.
+
+SIDE = 128  # pixels that discs, clouds and strokes are drawn with, before they are resized
+BUILT_IN, FEW_BUILT_IN = 32, 7  # images; for a large network on a CPU as many as a sure answer takes
+LARGE, TOO_LARGE = 200e6, 1.5e9  # weights: an answer takes about a minute on two cores, and minutes
+SMALLER = 256  # pixels of a side that scenes are drawn with at most, and that a large network on a CPU is given
+CHOOSING = 0.7  # sigma / alpha at which the kinds are chosen
+
+
+def _discs(count: int) -> Tensor:
+    """Discs of one colour and a slope each, that hide one another ("dead leaves")."""
+    draw = torch.Generator().manual_seed(1)
+    y, x = torch.meshgrid(*2 * [torch.linspace(0, 1, SIDE)], indexing="ij")
+    made = torch.rand(count, 3, 1, 1, generator=draw).expand(-1, -1, SIDE, SIDE)
+    for _ in range(40):
+        at, size, slope, colour = torch.rand(count, 9, 1, 1, generator=draw).split((2, 1, 3, 3), 1)
+        dx, dy = x - at[:, :1], y - at[:, 1:]
+        shade = (colour + (slope - 0.5) * (dx + dy)).clamp(0, 1)
+        made = torch.where(dx**2 + dy**2 < (0.04 + 0.36 * size**2) ** 2, shade, made)
+    return made
+
+
+def _clouds(count: int) -> Tensor:
+    """Noise with the spectrum of photographs, in colours that are mostly alike."""
+    draw = torch.Generator().manual_seed(2)
+    line = torch.fft.fftfreq(SIDE)
+    far = (line[:, None] ** 2 + line**2).sqrt().clamp_min(1 / SIDE)
+    noise = torch.randn(count, 3, SIDE, SIDE, generator=draw)
+    grey = noise + noise.sum(1, keepdim=True)
+    made = torch.fft.ifft2(torch.fft.fft2(grey) / far**1.2).real
+    made = made - made.mean((2, 3), keepdim=True)
+    return (0.5 + 0.22 * made / made.std((1, 2, 3), keepdim=True)).clamp(0, 1)
+
+
+def _strokes(count: int) -> Tensor:
+    """Curves of one light ink on a dark ground, as digits and letters are."""
+    draw = torch.Generator().manual_seed(3)
+    y, x = torch.meshgrid(*2 * [torch.linspace(0, 1, SIDE)], indexing="ij")
+    along = torch.linspace(0, 1, 24)
+    weights = torch.stack(((1 - along) ** 2, 2 * along * (1 - along), along**2), 1)  # of a quadratic Bézier curve
+    bends = 0.2 + 0.6 * torch.rand(count, 3, 3, 2, generator=draw)  # (image, curve, point, x and y)
+    points = torch.einsum("tp,ncpd->nctd", weights, bends).flatten(1, 2)  # (N, 72, 2)
+    apart = torch.full((count, SIDE, SIDE), torch.inf)
+    for at in points[..., None, None].unbind(1):
+        apart = torch.minimum(apart, (x - at[:, 0]) ** 2 + (y - at[:, 1]) ** 2)
+    width = 0.03 + 0.03 * torch.rand(count, 1, 1, generator=draw)
+    return ((width - apart.sqrt()) * SIDE + 0.5).clamp(0, 1)[:, None].expand(-1, 3, -1, -1)
+
+
+_DRAWN: dict[str, Callable[[int], Tensor]] = {"discs": _discs, "clouds": _clouds, "strokes": _strokes}
+KINDS = ("scenes", *_DRAWN)
+
+
+def built_in_images(kind: str, count: int, size: int) -> Tensor:
+    """(N, 3, size, size) in [0, 1]: built-in images of one kind."""
+    if kind == "scenes":
+        made = scenes.render(scenes.sample(torch.arange(count), 0, "any"), min(size, SMALLER)) / 2 + 0.5
+    else:
+        made = _DRAWN[kind](count)
+    return F.interpolate(made, (size, size), mode="bicubic", antialias=True).clamp(0, 1)
+
+
+def built_in_probe(subject: Subject) -> Probe:
+    """A pipeline's network with the built-in images that it can denoise; fewer of them where calls are slow."""
+    assert subject.pipeline is not None
+    pipe = subject.pipeline
+    weights = sum(weight.numel() for weight in pipe.components.network.parameters())
+    slow = pipe.device.type == "cpu" and weights > LARGE
+    if slow and weights > TOO_LARGE:
+        raise Unable(f"{weights / 1e9:.1f} billion weights take minutes on a CPU; give --data, or a GPU")
+    size = min(pipe.size_of(Request()))
+    size = min(size, SMALLER) if slow else size
+    kinds = denoisable_kinds(
+        replace(pipeline_probe(pipe, KnownImages(mixed_images(KINDS, len(KINDS), size))), few=slow)
+    )
+    if not kinds:
+        raise Unable("the network denoises no built-in image; give --data of its kind")
+    return replace(
+        pipeline_probe(pipe, KnownImages(mixed_images(kinds, FEW_BUILT_IN if slow else BUILT_IN, size))), few=slow
+    )
+
+
+def mixed_images(kinds: Sequence[str], count: int, size: int) -> Tensor:
+    """(N, 3, size, size): images of several kinds by turns."""
+    each = -(-count // len(kinds))
+    return torch.stack([built_in_images(kind, each, size) for kind in kinds], 1).flatten(0, 1)[:count]
+
+
+def denoisable_kinds(probe: Probe) -> list[str]:
+    """The kinds that the network denoises better than the best linear denoiser, under any reading."""
+    errors = measure(probe, schedules_tried(probe), range(len(KINDS)), ratios=(CHOOSING,)).errors  # (H, 1, kinds)
+    return [kind for kind, least in zip(KINDS, errors.amin((0, 1)).exp(), strict=True) if least < LEARNT]
+
+
+# --- of a subject, once for all checks ----------------------------------------------------------------------------
 
 
 def detection_of(subject: Subject) -> tuple[Probe, Detection]:
     """The probe of a subject, of its data or of built-in images, and what `detect` says of it."""
-    from pellucid.evidence.doctor.built_in import built_in_probe  # which asks with `measure`
-
-    if "asked" not in subject.memo:
+    if "detection" not in subject.memo:
         try:
             probe = probe_of(subject) if subject.data is not None else built_in_probe(subject)
-            subject.memo["asked"] = probe, detect(probe)
+            subject.memo["detection"] = probe, detect(probe)
         except Unable as error:
-            subject.memo["asked"] = error
-    found: tuple[Probe, Detection] | Unable = subject.memo["asked"]
+            subject.memo["detection"] = error
+    found: tuple[Probe, Detection] | Unable = subject.memo["detection"]
     if isinstance(found, Unable):
         raise found
     return found

@@ -1,32 +1,30 @@
-"""What finished images tell: blur, noise, clipped colours, colours on the wrong object, tile seams.
+"""Checks of finished images: blur, noise, clipped colours, colours on the wrong object, tile seams.
 
-Where images of the model's kind are given (--data), these are the yardstick; without them only what no image should
-have is told.
+Where images of the model's kind are given (--data), they are the yardstick; without them only what no image should have
+is reported.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError
 from pellucid.evidence import qualities
-from pellucid.evidence.doctor.checks import Finding, Unable, check
-from pellucid.evidence.doctor.subject import Subject
+from pellucid.evidence.doctor.checks import Evidence, Finding, check
+from pellucid.evidence.doctor.subject import Subject, Unable
 from pellucid.evidence.doctor.traces import scale_evidence
-from pellucid.evidence.metrics.images import Folder
+from pellucid.evidence.metrics.images import Folder, ImageSet
 from pellucid.evidence.qualities import unit
 from pellucid.evidence.statistics import Share
 from pellucid.pipeline.recipe import Recipe, read_png
 from pellucid.scenes.grading import grade
 from pellucid.scenes.grammar import Query, parse
 
-MOST, MOST_PIXELS = 256, 2**26  # that are looked at: 64 images of 1024 × 1024
+MOST, MOST_PIXELS = 256, 2**26  # that are examined: 64 images of 1024 × 1024
 LEAST_SIDE = 16
 SOFT, SOFT_TO_DATA = 0.12, 0.4  # sharpness: an edge blurred by one pixel has 0.15
 NOISY, NOISY_TO_DATA, NOISY_MORE = 0.03, 2.0, 0.008  # sigma of values from 0 to 1
@@ -36,17 +34,6 @@ PERIODS = (32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # pixels between
 BLED = 0.1  # the share of images, from which it is more than a slip
 ASKED = 4  # images whose truth is known: their intervals say whether so few are enough
 FOLLOWED = 0.5  # the share that shows all that was asked for, below which something is broken
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One quality of the images, and of the data where there are some: one number an image."""
-
-    own: Tensor
-    data: Tensor | None
-
-    def of(self, middle: Callable[[Tensor], Tensor]) -> tuple[float, float | None]:
-        return float(middle(self.own)), None if self.data is None else float(middle(self.data))
 
 
 def chunks_of(subject: Subject) -> list[Tensor]:
@@ -67,84 +54,71 @@ def chunks_of(subject: Subject) -> list[Tensor]:
     return large
 
 
-def measured(subject: Subject, quality: Callable[[Tensor], Tensor]) -> Measurement:
+def measure(
+    subject: Subject, quality: Callable[[Tensor], Tensor], middle: Callable[[Tensor], Tensor]
+) -> tuple[float, float | None, int]:
+    """The median or mean of a quality: of the images, of the data if there are some; and the number of images."""
     own = torch.cat([quality(chunk) for chunk in chunks_of(subject)])
-    return Measurement(own, None if subject.data is None else quality(subject.data.pixels.clamp(0, 1)))
+    data = None if subject.data is None else float(middle(quality(subject.data.pixels.clamp(0, 1))))
+    return float(middle(own)), data, len(own)
 
 
-def facts(name: str, own: float, data: float | None, count: int) -> tuple[tuple[str, float | str], ...]:
-    return (("images", count), (name, own), *(() if data is None else ((f"{name} of the data", data),)))
+def facts(name: str, own: float, data: float | None, count: int) -> Evidence:
+    return ("images", count), (name, own), *(() if data is None else ((f"{name} of the data", data),))
 
 
-@check("sharpness", needs=("images",))
-def sharpness(subject: Subject) -> Iterable[Finding]:
+@check("sharpness")
+def sharpness(subject: Subject, images: ImageSet) -> Iterator[Finding]:
     """Are edges as narrow as they should be?"""
-    found = measured(subject, qualities.sharpness)
-    own, data = found.of(torch.median)
-    if own >= (SOFT if data is None else max(SOFT, SOFT_TO_DATA * data)):
-        return []
-    return [
-        Finding(
+    own, data, count = measure(subject, qualities.sharpness, torch.median)
+    if not own >= (SOFT if data is None else max(SOFT, SOFT_TO_DATA * data)):
+        yield Finding(
             "low-sharpness",
             "warning",
             "the images are soft: their edges are wide",
-            facts("sharpness (median)", own, data, len(found.own)),
+            facts("sharpness (median)", own, data, count),
             "The fine detail is missing: too few steps at low noise, a grid that ends too early, or a VAE that blurs.",
             "Take more steps, or a grid whose last calls are near the data: `pellucid plan` says what is kept of small "
             "things. Then `pellucid doctor MODEL --data FOLDER`.",
         )
-    ]
 
 
-@check("noise", needs=("images",))
-def noise(subject: Subject) -> Iterable[Finding]:
+@check("noise")
+def noise(subject: Subject, images: ImageSet) -> Iterator[Finding]:
     """Is there noise where nothing is drawn?"""
-    found = measured(subject, qualities.residual_noise)
-    own, data = found.of(torch.median)
-    if own <= (NOISY if data is None else max(NOISY_TO_DATA * data, data + NOISY_MORE)):
-        return []
-    return [
-        Finding(
+    own, data, count = measure(subject, qualities.residual_noise, torch.median)
+    if not own <= (NOISY if data is None else max(NOISY_TO_DATA * data, data + NOISY_MORE)):
+        yield Finding(
             "residual-noise",
             "warning",
             "the images are noisy where they should be flat",
-            facts("standard deviation of noise (median)", own, data, len(found.own)),
+            facts("standard deviation of noise (median)", own, data, count),
             f"Noise of {own * 255:.1f} of 255 steps is left: the run stopped before sigma 0, or adds noise at its end.",
             'End at sigma 0 ("final_sigmas_type": "zero"), and take a deterministic sampler or more steps.',
         )
-    ]
 
 
-@check("saturation", needs=("images",))
-def saturation(subject: Subject) -> Iterable[Finding]:
+@check("saturation")
+def saturation(subject: Subject, images: ImageSet) -> Iterator[Finding]:
     """Are colours clipped?"""
-    found = measured(subject, qualities.saturation)
-    own, data = found.of(torch.mean)
-    if own <= (ENDS if data is None else data + ENDS_MORE):
-        return []
-    more = measured(subject, qualities.colourfulness)
-    scale = guidance_of(subject)
-    colour = facts("colourfulness (mean)", *more.of(torch.mean), len(found.own))[1:]
-    return [
-        Finding(
+    own, data, count = measure(subject, qualities.saturation, torch.mean)
+    if not own <= (ENDS if data is None else data + ENDS_MORE):
+        scale = guidance_of(subject)
+        colour = facts("colourfulness (mean)", *measure(subject, qualities.colourfulness, torch.mean))[1:]
+        yield Finding(
             "oversaturated-images",
             "warning",
             f"{own:.1%} of the values of the images are clipped",
-            (
-                *facts("share of values at 0 or 255", own, data, len(found.own)),
-                *colour,
-                *scale_evidence(scale),
-            ),
+            (*facts("share of values at 0 or 255", own, data, count), *colour, *scale_evidence(scale)),
             "Predictions were pushed out of the range of images, as too high a guidance scale does"
             + ("." if scale is None else f": it was {scale:g}."),
             "Lower guidance to 7 or less, or correct it: --guidance '7 + rescale'.",
         )
-    ]
 
 
-@check("seams", needs=("images",))
-def seams(subject: Subject) -> Iterable[Finding]:
-    """Do jumps stand where tiles meet?"""
+@check("seams")
+def seams(subject: Subject, images: ImageSet) -> Iterator[Finding]:
+    """Are there jumps where tiles meet?"""
     chunks = chunks_of(subject)
     found: dict[int, float] = {}
     for period in PERIODS:
@@ -153,49 +127,41 @@ def seams(subject: Subject) -> Iterable[Finding]:
             found[period] = float(torch.cat(values).median())
     if not found:
         raise Unable(f"the images are smaller than two tiles of {PERIODS[0]} pixels")
-    period = max(found, key=lambda one: found[one])
-    if found[period] < SEAM:
-        return []
-    return [
-        Finding(
+    period = max(found, key=found.__getitem__)
+    if not found[period] < SEAM:
+        yield Finding(
             "tile-seams",
             "warning",
-            f"jumps stand at every {period} pixels: tiles that do not meet",
+            f"there are jumps at every {period} pixels: tiles that do not meet",
             (("period in pixels", period), ("jump there over the largest beside it (median)", found[period])),
-            "The images were decoded in tiles that know nothing of their neighbours.",
+            "The images were decoded in tiles that do not overlap.",
             "Decode whole, or with Pellucid's tiles, which give the untiled image (vae_tile in the policy).",
         )
-    ]
 
 
-@check("bleeding", needs=("images",))
-def bleeding(subject: Subject) -> Iterable[Finding]:
-    """Has an object the colour that was asked of another?"""
+# --- images of a known prompt -------------------------------------------------------------------------------------
+
+
+@check("bleeding")
+def bleeding(subject: Subject, images: ImageSet) -> Iterator[Finding]:
+    """Has an object the colour that another was to have?"""
     known = [(pixels, query) for pixels, query in queries(subject) if len(query.objects) > 1]
     if len(known) < ASKED:
         raise Unable(f"the truth is known of {len(known)} images of several objects; {ASKED} are needed")
-    share = share_bled(known)
-    if share.interval[0] <= BLED:
-        return []
-    scale = guidance_of(subject)
-    return [
-        Finding(
+    share, scale = share_bled(known), guidance_of(subject)
+    if share.interval[0] > BLED:
+        yield Finding(
             "colour-bleeding",
             "warning",
             f"in {share.value:.0%} of the images an object has the colour of another",
-            (
-                *counted(share),
-                *scale_evidence(scale),
-            ),
+            (*share_evidence(share), *scale_evidence(scale)),
             "The prompt's colours are bound to the wrong objects"
             + ("." if scale is None else f", at guidance {scale:g}."),
             "Lower guidance, or take more steps; `pellucid study guidance` shows where bleeding begins.",
         )
-    ]
 
 
-def counted(share: Share) -> tuple[tuple[str, float | str], ...]:
-    """Evidence: a share of the images."""
+def share_evidence(share: Share) -> Evidence:
     low, high = share.interval
     return ("images", share.count), ("share", share.value), ("95 % interval", f"{low:.3g} to {high:.3g}")
 
@@ -205,44 +171,36 @@ def share_bled(known: Sequence[tuple[Tensor, Query]]) -> Share:
     return Share.of(None if mark != mark else bool(mark) for mark in marks)
 
 
-@check("as asked", needs=("images",))
-def as_asked(subject: Subject) -> Iterable[Finding]:
-    """Do the images show what was asked for? Where colours bled, that check has told it."""
+@check("as asked")
+def as_asked(subject: Subject, images: ImageSet) -> Iterator[Finding]:
+    """Do the images show what the prompt says? Where colours bled, that check reports it."""
     known = queries(subject)
     if len(known) < ASKED:
         raise Unable(f"the truth is known of {len(known)} images; {ASKED} are needed")
     grades = [grade(2 * unit(pixels) - 1, query)[0] for pixels, query in known]
     share = Share.of(one.right for one in grades)
     if share.interval[1] >= FOLLOWED or share_bled(known).interval[0] > BLED:
-        return []
+        return
     wrong = Counter(what for one in grades for what in {mark.what for mark in one.marks if mark.verdict != "right"})
     (most, often), *_ = wrong.most_common(1) or [("something that cannot be read", 0)]
     unread = sum(any(mark.verdict == "unreadable" for mark in one.marks) for one in grades)
-    scale = guidance_of(subject)
-    return [
-        Finding(
-            "not-as-asked",
-            "warning",
-            f"{share.value:.0%} of the images show all that was asked for",
-            (
-                *counted(share),
-                ("most often wrong", f"{most}, in {often}"),
-                ("with something that cannot be read", unread),
-                *scale_evidence(scale),
-            ),
-            "Images alone do not tell why: the model, its schedule or its guidance may be at fault.",
-            "Ask about the model (pellucid doctor MODEL --data scenes) and a run of it (--trace FILE).",
-        )
-    ]
+    yield Finding(
+        "not-as-asked",
+        "warning",
+        f"{share.value:.0%} of the images show all that their prompt says",
+        (
+            *share_evidence(share),
+            ("most often wrong", f"{most}, in {often}"),
+            ("with something that cannot be read", unread),
+            *scale_evidence(guidance_of(subject)),
+        ),
+        "Images alone do not show why: the model, its schedule or its guidance may be at fault.",
+        "Examine the model (pellucid doctor MODEL --data scenes) and a run of it (--trace FILE).",
+    )
 
 
-def queries(subject: Subject) -> list[tuple[Tensor, Query]]:
-    """Images whose files ask for a scene."""
-    return [(pixels, query) for pixels, query, _ in asked_for(subject) if query is not None]
-
-
-def asked_for(subject: Subject) -> Iterable[tuple[Tensor, Any, Recipe]]:
-    """Images whose files say what was asked for, as (pixels, query or None, recipe)."""
+def prompted(subject: Subject) -> Iterator[tuple[Tensor, Query | None, Recipe]]:
+    """Images whose files hold their recipe, with the scene that its prompt describes if it does."""
     if not isinstance(subject.images, Folder):
         return
     for file in subject.images.files[:MOST]:
@@ -259,8 +217,11 @@ def asked_for(subject: Subject) -> Iterable[tuple[Tensor, Any, Recipe]]:
             yield pixels, None, recipe
 
 
+def queries(subject: Subject) -> list[tuple[Tensor, Query]]:
+    return [(pixels, query) for pixels, query, _ in prompted(subject) if query is not None]
+
+
 def guidance_of(subject: Subject) -> float | None:
-    """The largest guidance scale that the images' files tell of."""
-    scales = [recipe.guidance.get("scale") for _, _, recipe in asked_for(subject)]
-    numbers = [float(scale) for scale in scales if isinstance(scale, int | float)]
-    return max(numbers, default=None)
+    """The largest guidance scale in the images' recipes."""
+    scales = [recipe.guidance.get("scale") for _, _, recipe in prompted(subject)]
+    return max((float(scale) for scale in scales if isinstance(scale, int | float)), default=None)

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pellucid.core import target as targets
+from pellucid.core.denoiser import input_scale, read_output
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.noise import Philox
-from pellucid.core.schedule import Schedule, Target
-from pellucid.evidence.doctor.checks import Unable
-from pellucid.evidence.doctor.subject import KnownImages, Subject
+from pellucid.core.schedule import Level, Schedule, Target
+from pellucid.evidence.doctor.subject import KnownImages, Subject, Unable
 from pellucid.evidence.metrics.fid import Statistics
 from pellucid.evidence.metrics.images import ImageSet, open_images
 from pellucid.interop.source import expanded
@@ -32,9 +32,9 @@ from pellucid.train.image_folder import ImageFolder
 from pellucid.train.scenes_source import ScenesConfig
 from pellucid.train.source import Batch, Source
 
-# --- Known images ---------------------------------------------------------------------------------------------------
+# --- known images -------------------------------------------------------------------------------------------------
 
-MOST_IMAGES = 64  # images that are looked at
+MOST_IMAGES = 64
 SCENES = "scenes"
 
 
@@ -51,36 +51,32 @@ def open_data(where: str, size: int, count: int = MOST_IMAGES) -> KnownImages:
 
 
 def from_source(source: Source, count: int, name: str) -> KnownImages:
-    """Images that are spread over all that a source has."""
-    wanted = min(count, len(source))
-    at = torch.arange(wanted) if source.endless else torch.linspace(0, len(source) - 1, wanted).round().long()
-    seen: Batch = source.batch(at, Draws(0, 0, wanted), torch.device("cpu"))
-    labels = None if seen.labels is None else tuple(int(label) for label in seen.labels)
-    return KnownImages(seen.images.float() / 2 + 0.5, seen.captions, labels, name)
+    """Images spread over all that a source has."""
+    count = min(count, len(source))
+    at = torch.arange(count) if source.endless else torch.linspace(0, len(source) - 1, count).round().long()
+    batch: Batch = source.batch(at, Draws(0, 0, count), torch.device("cpu"))
+    labels = None if batch.labels is None else tuple(int(label) for label in batch.labels)
+    return KnownImages(batch.images.float() / 2 + 0.5, batch.captions, labels, name)
 
 
 def first_images(found: ImageSet, size: int, count: int) -> Tensor:
     """(N, 3, size, size) in [0, 1]: the shorter side resized, the longer one cut at its centre."""
     kept: list[Tensor] = []
     for chunk in found.chunks(lambda number, why: None):
-        square = cut(chunk[: count - sum(map(len, kept))].float() / 255, size)
+        pixels = chunk[: count - sum(map(len, kept))].float() / 255
+        high, wide = pixels.shape[-2:]
+        side = min(high, wide)
+        top, left = (high - side) // 2, (wide - side) // 2
+        square = pixels[..., top : top + side, left : left + side]
+        if side != size:
+            square = F.interpolate(square, (size, size), mode="bicubic", antialias=True).clamp(0, 1)
         kept.append(square)
         if sum(map(len, kept)) >= count:
             break
     return torch.cat(kept)
 
 
-def cut(pixels: Tensor, size: int) -> Tensor:
-    high, wide = pixels.shape[-2:]
-    side = min(high, wide)
-    top, left = (high - side) // 2, (wide - side) // 2
-    square = pixels[..., top : top + side, left : left + side]
-    if side == size:
-        return square
-    return F.interpolate(square, (size, size), mode="bicubic", antialias=True).clamp(0, 1)
-
-
-# --- The network ----------------------------------------------------------------------------------------------------
+# --- the network --------------------------------------------------------------------------------------------------
 
 AT_ONCE = 16  # images in one call
 STREAMS = 1 << 20  # seeds that are kept apart for the noise of one level
@@ -88,15 +84,15 @@ STREAMS = 1 << 20  # seeds that are kept apart for the noise of one level
 
 @dataclass(frozen=True)
 class Probe:
-    """A network, what its files say of it, and N known clean x0 with what the network is told of each."""
+    """A network, what its files say of it, and N known clean x0 with the network's other inputs for each."""
 
     network: Callable[..., Tensor]
     schedule: Schedule
     target: Target
     clean: Tensor = field(repr=False)  # (N, C, H, W), as the diffusion sees them
-    inputs: Mapping[str, Tensor] = field(default_factory=dict, repr=False)  # one row an image
+    inputs: Mapping[str, Tensor] = field(default_factory=dict, repr=False)  # one row per image
     dtype: torch.dtype | None = None
-    few: bool = False  # calls are slow: fewer questions
+    few: bool = False  # calls are slow: ask less
 
     def __len__(self) -> int:
         return len(self.clean)
@@ -108,46 +104,52 @@ class Probe:
 
     @torch.no_grad()
     def ask(self, x: Tensor, time: float, images: range) -> Tensor:
-        """The raw output for x, which is already scaled as the network takes it, at a told time."""
+        """The raw output for x, which is already scaled as the network takes it, at a time."""
         outs = []
         for start in range(0, len(x), AT_ONCE):
             part = x[start : start + AT_ONCE]
             rows = slice(images.start + start, images.start + start + len(part))
-            told = {name: value[rows] for name, value in self.inputs.items()}
+            inputs = {name: value[rows] for name, value in self.inputs.items()}
             kind = self.dtype or part.dtype
-            out = self.network(part.to(kind), torch.full((len(part),), time, device=x.device), **told)
+            out = self.network(part.to(kind), torch.full((len(part),), time, device=x.device), **inputs)
             outs.append(read(out, part).float())
         return torch.cat(outs)
 
+    def x0(self, x: Tensor, level: Level, time: float, images: range) -> Tensor:
+        """The network's x0 for x at a level, when it is passed this time."""
+        out = self.ask(x * input_scale(self.schedule, level), time, images)
+        k_x, k_out = read_output(self.schedule, self.target, "x0", level)
+        return x * k_x + out * k_out
 
-def probe_of(subject: Subject, most: int = 64) -> Probe:
+
+def probe_of(subject: Subject, most: int = MOST_IMAGES) -> Probe:
     """The probe of a subject with a network and data."""
     assert subject.data is not None
     if subject.probe is not None:
         return replace(subject.probe, clean=subject.probe.clean[:most])
     assert subject.pipeline is not None
-    return pipeline_probe(subject.pipeline, head(subject.data, most))
+    return pipeline_probe(subject.pipeline, subject.data.first(most))
 
 
 def pipeline_probe(pipe: Pipeline, data: KnownImages) -> Probe:
-    """The probe of a pipeline, with all of the data."""
-    network = pipe.components.network
-    check_askable(pipe)
+    """The probe of a pipeline whose output can be read, with all of the data."""
+    check_callable(pipe)
     if is_inpainting(pipe.components):
         raise Unable("an inpainting network takes a mask and an image beside x")
-    if getattr(network.config, "time_cond_proj_dim", None) is not None:
+    if getattr(pipe.components.network.config, "time_cond_proj_dim", None) is not None:
         raise Unable("a guidance-distilled network predicts no plain target")
+    return any_probe(pipe, data)
+
+
+def any_probe(pipe: Pipeline, data: KnownImages) -> Probe:
+    parts = pipe.components
+    clean, inputs = clean_latents(pipe, data.pixels), conditions_of(pipe, data)
     return Probe(
-        network,
-        pipe.components.schedule,
-        targets.named(pipe.components.target),
-        clean_latents(pipe, data.pixels),
-        conditions_of(pipe, data),
-        working_dtype(network),
+        parts.network, parts.schedule, targets.named(parts.target), clean, inputs, working_dtype(parts.network)
     )
 
 
-def check_askable(pipe: Pipeline) -> None:
+def check_callable(pipe: Pipeline) -> None:
     """Refuses a pipeline whose networks cannot be called here and now, or take no images in colour."""
     if pipe.policy.offload != "none":
         raise Unable("the networks are offloaded; load the model without")
@@ -155,12 +157,6 @@ def check_askable(pipe: Pipeline) -> None:
     channels = network.config.in_channels
     if pipe.components.vae is None and channels not in (1, 3):
         raise Unable(f"the network takes {channels} channels, and images have 3, or 1 in grey")
-
-
-def head(data: KnownImages, most: int) -> KnownImages:
-    captions = None if data.captions is None else data.captions[:most]
-    labels = None if data.labels is None else data.labels[:most]
-    return KnownImages(data.pixels[:most], captions, labels, data.name)
 
 
 @torch.no_grad()
@@ -176,20 +172,20 @@ def clean_latents(pipe: Pipeline, pixels: Tensor) -> Tensor:
 
 
 def conditions_of(pipe: Pipeline, data: KnownImages) -> dict[str, Tensor]:
-    """What the network is told beside x and time: captions and classes where they are known, else nothing."""
+    """The network's inputs beside x and time: captions and classes where they are known, else empty ones."""
     parts, count = pipe.components, len(data.pixels)
     network: Any = parts.network
-    asked: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if takes_text(network):
         if not parts.text_encoders:
-            raise Unable("the model's text encoder is not here, so nothing can be told to its network")
-        asked["prompt"] = list(data.captions) if data.captions is not None else [""] * count
+            raise Unable("the model's text encoder is not here, so its network cannot be called")
+        options["prompt"] = list(data.captions) if data.captions is not None else [""] * count
     unlabelled = takes_labels(network) and data.labels is None
     if takes_labels(network):
         null = (network.config.num_class_embeds or 1) - 1 if not isinstance(network, DiT) else 0
-        asked["label"] = [null] * count if unlabelled else list(data.labels or ())
+        options["label"] = [null] * count if unlabelled else list(data.labels or ())
     high, wide = data.pixels.shape[-2:]
-    made = make_conditions(parts, Request(**asked), (wide, high), 1.0, True).to(pipe.device)
+    made = make_conditions(parts, Request(**options), (wide, high), 1.0, True).to(pipe.device)
     if unlabelled and isinstance(network, DiT):
         assert made.uncond is not None
         return dict(made.uncond)

@@ -6,24 +6,22 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pellucid.core import target as targets
-from pellucid.core.denoiser import input_scale, read_output
 from pellucid.core.noise import Philox
-from pellucid.evidence.doctor.checks import Finding, check
-from pellucid.evidence.doctor.probe import Probe, check_askable, clean_latents, conditions_of, head
-from pellucid.evidence.doctor.subject import KnownImages, Subject
+from pellucid.evidence.doctor.checks import Evidence, Finding, check
+from pellucid.evidence.doctor.probe import Probe, any_probe, check_callable
+from pellucid.evidence.doctor.subject import KnownImages, Subject, dtype_name
 from pellucid.models.vae import from_diffusion, to_diffusion
 from pellucid.pipeline.encoders.image_inputs import is_inpainting
 from pellucid.pipeline.pipeline import Pipeline
-from pellucid.pipeline.prepare import working_dtype
 from pellucid.pipeline.request import Request
 
-# --- Scale of latents -----------------------------------------------------------------------------------------------
+# --- the scale of latents -----------------------------------------------------------------------------------------
 
 BATCH = 8
 RESAMPLES = 400
@@ -34,11 +32,9 @@ OFF, SEEN, FAR = 1.25, 1.6, 2.5  # worth a note, a warning, an error
 SHIFTED = 0.5  # standard deviations by which the mean may be off
 
 
-@check("scale of the VAE", needs=("vae", "data"))
-def vae_scale(subject: Subject) -> Iterator[Finding]:
-    """The spread of encoded images against 1."""
-    vae, data = subject.vae, subject.data
-    assert data is not None
+@check("scale of the VAE")
+def vae_scale(subject: Subject, vae: Any, data: KnownImages) -> Iterator[Finding]:
+    """Do encoded images have a standard deviation of about 1?"""
     latents = encoded(vae, data.pixels)
     spread, low, high = spread_of(latents)
     factor = float(vae.config.scaling_factor)
@@ -54,25 +50,22 @@ def vae_scale(subject: Subject) -> Iterator[Finding]:
             "error" if off > FAR else "warning" if off > SEEN else "note",
             f"encoded images have a standard deviation of {spread:.3g}, not 1",
             facts,
-            "The scaling_factor is not the one of this VAE: noise of a schedule is measured against latents of "
-            f"standard deviation 1, so every level is {max(spread, 1 / max(spread, TINY)):.2g} times too "
+            "The scaling_factor is not this VAE's: a schedule's noise is measured against latents of standard "
+            f"deviation 1, so every level is {max(spread, 1 / max(spread, TINY)):.2g} times too "
             f"{'clean' if spread > 1 else 'noisy'}.",
-            f'"scaling_factor": {right:.4g} in vae/config.json, if these images are of the kind that was trained on',
+            f'"scaling_factor": {right:.4g} in vae/config.json, if these images are of the kind it was trained on',
         )
     mean = float(latents.mean())
     if abs(mean) > SHIFTED * spread:
+        shift = float(vae.config.shift_factor or 0.0)
         yield Finding(
             "vae-shift",
             "note",
             "encoded images are not centred",
-            (("mean of the latents", mean), ("standard deviation", spread), ("shift_factor", shift_of(vae))),
-            "The latents' mean is far from 0; VAEs of that kind name a shift_factor, which is taken off first.",
+            (("mean of the latents", mean), ("standard deviation", spread), ("shift_factor", shift)),
+            "The latents' mean is far from 0; such VAEs have a shift_factor, which is subtracted first.",
             "Compare shift_factor with that of the model's source.",
         )
-
-
-def shift_of(vae: Any) -> float:
-    return float(vae.config.shift_factor or 0.0)
 
 
 @torch.no_grad()
@@ -100,7 +93,7 @@ def spread_of(latents: Tensor) -> tuple[float, float, float]:
     return float(flat.std(correction=0)), low, high
 
 
-# --- Hooks on modules -----------------------------------------------------------------------------------------------
+# --- hooks on modules ---------------------------------------------------------------------------------------------
 
 SENSE = 1e6  # what no activation of a sound network passes
 
@@ -123,48 +116,44 @@ class Range:
 
 @dataclass(frozen=True)
 class BrokenModule:
-    """The first output that was not finite: which module made it, from what, in which dtype.
-
-    `between` says that no module made it, but the code of this one, between its parts. `in_float32` is the largest
-    number that the module makes of the same input in float32, where it could be asked."""
+    """The first output that was not finite: which module made it, from what, in which dtype."""
 
     path: str
     kind: str
     dtype: torch.dtype
     inputs: Range
     outputs: Range
-    between: bool = False
+    between: bool = False  # made by no module, but by the code of this one, between its parts
     weights: int = 0  # numbers of its own weights that are not finite
-    in_float32: float | None = None
-    grew: str = ""  # the first module before it whose numbers were already beyond any sense
+    in_float32: float | None = None  # the largest number that it makes of the same input, where it can be tried
+    grew: str = ""  # the first module before it whose numbers were already beyond SENSE
 
 
 @dataclass
 class ModuleWatch:
-    """What the hooks saw: the first broken output, and the largest finite number of each module."""
+    """What the hooks record: the first broken output, and the largest finite number of each module."""
 
     first: BrokenModule | None = None
     largest: dict[str, float] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
 
-    def see(self, path: str, module: nn.Module, given: Any, made: Any) -> None:
+    def see(self, path: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if self.first is not None:
             return
-        outputs = range_of(made)
-        dtype = next((t.dtype for t in tensors(made)), torch.float32)
+        outputs = range_of(output)
+        dtype = next((t.dtype for t in tensors(output)), torch.float32)
         self.largest[path] = max(outputs.most, self.largest.get(path, 0.0))
         self.dtypes[path] = dtype
         if not outputs.broken:
             return
-        inputs = range_of(given)
-        if inputs.broken:  # no module before this one made it: the code around it did
-            around = path.rpartition(".")[0] or path
-            self.first = BrokenModule(around, type(module).__name__, dtype, inputs, outputs, between=True)
+        read, kind = range_of(inputs), type(module).__name__
+        if read.broken:  # no module before this one made it: the code around it did
+            self.first = BrokenModule(path.rpartition(".")[0] or path, kind, dtype, read, outputs, between=True)
             return
-        held = sum(int((~torch.isfinite(p)).sum()) for p in module.parameters())
-        wider = None if held else largest_in_float32(module, given)
+        weights = sum(int((~torch.isfinite(p)).sum()) for p in module.parameters())
+        wider = None if weights else largest_in_float32(module, *inputs)
         grew = next((one for one, most in self.largest.items() if one != path and most > SENSE), "")
-        self.first = BrokenModule(path, type(module).__name__, dtype, inputs, outputs, False, held, wider, grew)
+        self.first = BrokenModule(path, kind, dtype, read, outputs, False, weights, wider, grew)
 
 
 def tensors(tree: Any) -> Iterator[Tensor]:
@@ -172,11 +161,8 @@ def tensors(tree: Any) -> Iterator[Tensor]:
     if isinstance(tree, Tensor):
         if tree.is_floating_point() and tree.numel():
             yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from tensors(value)
-    elif isinstance(tree, tuple | list):
-        for value in tree:
+    elif isinstance(tree, Mapping | tuple | list):
+        for value in tree.values() if isinstance(tree, Mapping) else tree:
             yield from tensors(value)
 
 
@@ -196,9 +182,8 @@ def range_of(tree: Any) -> Range:
 
 
 @torch.no_grad()
-def largest_in_float32(module: nn.Module, given: Any) -> float | None:
-    """The largest number that a module makes of an input in float32; None where it makes none that is finite."""
-    args, kwargs = given
+def largest_in_float32(module: nn.Module, args: Any, kwargs: Any) -> float | None:
+    """The largest number that a module makes of its inputs in float32; None where one is not finite."""
     try:
         # forward itself: the copy carries the hooks of the module, which are not to see this
         made = range_of(copy.deepcopy(module).float().forward(*widened(args), **widened(kwargs)))
@@ -219,27 +204,24 @@ def widened(tree: Any) -> Any:
 
 @contextmanager
 def watch_modules(networks: Mapping[str, nn.Module]) -> Iterator[ModuleWatch]:
-    """Inside, every module of the networks is seen as it is done, inner ones before those that hold them."""
+    """Inside, every module of the networks is recorded as it returns, inner ones before those that hold them."""
     watch, handles = ModuleWatch(), []
 
-    def hook(path: str) -> Any:
-        def seen(module: nn.Module, args: Any, kwargs: Any, made: Any) -> None:
-            watch.see(path, module, (args, kwargs), made)
-
-        return seen
+    def record(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        watch.see(path, module, (args, kwargs), output)
 
     try:
         for name, network in networks.items():
             for inner, module in network.named_modules():
-                path = f"{name}.{inner}" if inner else name
-                handles.append(module.register_forward_hook(hook(path), with_kwargs=True))
+                hook = partial(record, f"{name}.{inner}" if inner else name)
+                handles.append(module.register_forward_hook(hook, with_kwargs=True))
         yield watch
     finally:
         for handle in handles:
             handle.remove()
 
 
-# --- Overflow -------------------------------------------------------------------------------------------------------
+# --- overflow -----------------------------------------------------------------------------------------------------
 
 HALF = float(torch.finfo(torch.float16).max)  # 65504
 NEAR = 0.5  # of it: another prompt may pass it
@@ -252,16 +234,9 @@ def rehearse(pipe: Pipeline, data: KnownImages | None) -> ModuleWatch:
     parts = pipe.components
     networks = {**pipe.networks(), **({} if parts.vae is None else {"vae": parts.vae})}
     width, height = pipe.size_of(Request())
-    held = KnownImages(torch.full((REHEARSED, 3, height, width), 0.5)) if data is None else head(data, REHEARSED)
+    images = KnownImages(torch.full((REHEARSED, 3, height, width), 0.5)) if data is None else data.first(REHEARSED)
     with torch.no_grad(), watch_modules(networks) as watch:
-        probe = Probe(
-            parts.network,
-            parts.schedule,
-            targets.named(parts.target),
-            clean_latents(pipe, held.pixels),
-            conditions_of(pipe, held),
-            working_dtype(parts.network),
-        )
+        probe = any_probe(pipe, images)
         x0 = probe.clean
         if not is_inpainting(parts):  # which takes more than x
             for part in PARTS:
@@ -280,65 +255,59 @@ def denoise_once(probe: Probe, part: float) -> Tensor:
     everything = range(len(probe))
     noise = Philox(list(everything)).first(probe.clean.shape[1:], probe.clean, everything)
     x = probe.clean * level.alpha + noise * level.sigma
-    out = probe.ask(x * input_scale(probe.schedule, level), time, everything)
-    k_x, k_out = read_output(probe.schedule, probe.target, "x0", level)
-    return x * k_x + out * k_out
+    return probe.x0(x, level, time, everything)
 
 
-@check("overflow", needs=("pipeline",))
-def overflow(subject: Subject) -> Iterable[Finding]:
+@check("overflow")
+def overflow(subject: Subject, pipeline: Pipeline) -> Iterable[Finding]:
     """Does every module make finite numbers, with room to spare in its dtype?"""
-    assert subject.pipeline is not None
-    check_askable(subject.pipeline)
-    watch = rehearse(subject.pipeline, subject.data)
-    if watch.first is not None:
-        return [broken_finding(watch.first)]
-    return list(range_findings(watch))
+    check_callable(pipeline)
+    watch = rehearse(pipeline, subject.data)
+    return range_findings(watch) if watch.first is None else [broken_finding(watch.first)]
 
 
 def broken_finding(first: BrokenModule) -> Finding:
     """The finding of the first module whose output is not finite."""
     dtype = dtype_name(first.dtype)
-    evidence: list[tuple[str, float | str]] = [
+    evidence: Evidence = (
         ("module", first.path),
         ("kind", first.kind),
         ("dtype", dtype),
         ("input", first.inputs.text()),
         ("output", first.outputs.text()),
-    ]
-    title = f"{first.path} makes numbers that are not finite"
-    if first.weights:
-        facts = (*evidence, ("weights that are not finite", first.weights))
-        words = f"{first.weights} numbers of its own weights are not finite."
-        fix = "Load the weights again from their source: they were damaged, or saved by a run that had broken."
-        return Finding("module-not-finite", "error", title, facts, words, fix)
-    if first.dtype == torch.float16 and (first.in_float32 is not None or first.between):
-        return overflowed(first, evidence)
-    where = f"the code of {first.path}, between its parts," if first.between else first.path
-    if first.grew:
-        reach = (*evidence, (f"first module beyond {SENSE:g}", first.grew))
-        words = f"{first.grew} makes numbers beyond {SENSE:g}, and {where} turns them into others that are not finite."
-        fix = f"Look at the weights of {first.grew}: they are out of scale. Load them again from their source."
-        return Finding("module-not-finite", "error", title, tuple(reach), words, fix)
-    words = f"{where} turns finite numbers into others in {dtype}."
-    fix = (
-        f"Look at {first.path}: its weights are finite, so a division, a root or a logarithm of its input is to blame."
     )
-    return Finding("module-not-finite", "error", title, tuple(evidence), words, fix)
-
-
-def overflowed(first: BrokenModule, evidence: list[tuple[str, float | str]]) -> Finding:
-    wider = first.in_float32
-    extra = () if wider is None else (("largest number in float32", wider),)
-    if wider is None:
-        made = "a step between its parts goes beyond it"
-    elif wider > HALF:
-        made = f"its output reaches {wider:.3g}"
+    if not first.weights and first.dtype == torch.float16 and (first.in_float32 is not None or first.between):
+        return overflow_finding(first, evidence)
+    where = f"the code of {first.path}, between its parts," if first.between else first.path
+    if first.weights:
+        evidence = (*evidence, ("weights that are not finite", first.weights))
+        cause = f"{first.weights} numbers of its own weights are not finite."
+        fix = "Load the weights again from their source: they were damaged, or saved by a run that had broken."
+    elif first.grew:
+        evidence = (*evidence, (f"first module beyond {SENSE:g}", first.grew))
+        cause = f"{first.grew} makes numbers beyond {SENSE:g}, and {where} turns them into others that are not finite."
+        fix = f"Look at the weights of {first.grew}: they are out of scale. Load them again from their source."
     else:
-        made = f"a number within it goes beyond that, though in float32 its output is {wider:.3g} at most"
-    words = f"float16 ends at {HALF:.0f}, and {made}."
-    title = f"{first.path} overflows float16"
-    return Finding("float16-overflow", "error", title, (*evidence, *extra), words, wider_dtype(first.path))
+        cause = f"In {dtype}, {where} turns finite numbers into others that are not."
+        fix = (
+            f"Look at {first.path}: its weights are finite, so a division, root or logarithm of its input is to blame."
+        )
+    title = f"{first.path} makes numbers that are not finite"
+    return Finding("module-not-finite", "error", title, evidence, cause, fix)
+
+
+def overflow_finding(first: BrokenModule, evidence: Evidence) -> Finding:
+    """Numbers beyond the end of float16."""
+    wider = first.in_float32
+    if wider is None:
+        why = "a step between its parts goes beyond it"
+    elif wider > HALF:
+        why = f"its output reaches {wider:.3g}"
+    else:
+        why = f"a number within it goes beyond that, though in float32 its output is {wider:.3g} at most"
+    facts = evidence if wider is None else (*evidence, ("largest number in float32", wider))
+    title, cause = f"{first.path} overflows float16", f"float16 ends at {HALF:.0f}, and {why}."
+    return Finding("float16-overflow", "error", title, facts, cause, wider_dtype(first.path))
 
 
 def wider_dtype(path: str) -> str:
@@ -351,12 +320,11 @@ def range_findings(watch: ModuleWatch) -> Iterable[Finding]:
     """Modules whose numbers come near the end of float16, or would leave it."""
     if not watch.largest:
         return
-    path = max(watch.largest, key=lambda one: watch.largest[one])
+    path = max(watch.largest, key=watch.largest.__getitem__)
     most, dtype = watch.largest[path], watch.dtypes[path]
-    evidence = (("module", path), ("dtype", dtype_name(dtype)), ("largest number", most), ("end of float16", HALF))
     tight = {one: most for one, most in watch.largest.items() if watch.dtypes[one] == torch.float16}
-    if tight and max(tight.values()) > NEAR * HALF:
-        worst = max(tight, key=lambda one: tight[one])
+    worst = max(tight, key=tight.__getitem__, default="")
+    if tight and tight[worst] > NEAR * HALF:
         yield Finding(
             "float16-near-overflow",
             "warning",
@@ -370,11 +338,7 @@ def range_findings(watch: ModuleWatch) -> Iterable[Finding]:
             "too-large-for-float16",
             "note",
             f"{path} makes numbers that float16 cannot hold",
-            evidence,
+            (("module", path), ("dtype", dtype_name(dtype)), ("largest number", most), ("end of float16", HALF)),
             f"It works in {dtype_name(dtype)} now; in float16 it would overflow.",
             "Keep it in bfloat16 or float32.",
         )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

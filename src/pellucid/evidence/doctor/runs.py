@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from pellucid.core import schedule as schedules
 from pellucid.core.dialect_diffusers import PREVIOUS, ZERO_SNR_RATIO
 from pellucid.core.errors import PellucidError
-from pellucid.core.plan import Plan, kept
+from pellucid.core.plan import Plan, kept, landings
 from pellucid.core.schedule import Tabled
-from pellucid.evidence.doctor import subject as subjects
-from pellucid.evidence.doctor.checks import Finding, Unable, check
-from pellucid.evidence.doctor.subject import Subject
+from pellucid.evidence.doctor.checks import Evidence, Finding, check
+from pellucid.evidence.doctor.subject import Subject, Unable, exact_plan, make_plan, steps_of
 from pellucid.interop.diffusers_config import Reading
 from pellucid.interop.weights import some
 
-EXPLAINED = ("target-schedule", "alpha-zero")  # plans that fail for what the config checks say
+EXPLAINED = ("target-schedule", "alpha-zero")  # plans that fail for reasons that the config checks report
+IDENTITY = 1e-9  # how far from "x stays x" a row may be that does nothing
 OFF = 1e-6  # a gap that rounding does not explain
 SEEN_OFF = 0.01  # a gap that matters, as a part of x
 LATE_START = 0.25  # alpha of the first call beyond that of the noisiest level: a run starts without it
@@ -32,43 +33,37 @@ NOTHING = 0.01  # alpha below which x holds nothing of an image
 WASTED = 0.2  # share of the calls there, the first aside: a grid has to begin somewhere
 
 
-@check("steps", needs=("reading",))
-def steps(subject: Subject) -> Iterator[Finding]:
+@check("steps")
+def steps(subject: Subject, reading: Reading) -> Iterator[Finding]:
     """More steps than there are times, and other plans that cannot be made."""
-    reading, wanted = subject.reading, subjects.steps_of(subject.asked)
-    assert reading is not None
-    most = most_steps(reading)
-    if subject.asked.own and most is not None and wanted > most:
+    wanted, most = steps_of(subject.run), most_steps(reading)
+    if subject.run.own and most is not None and wanted > most:
         yield Finding(
             "steps-beyond",
             "error",
             f"{wanted} steps are more than the schedule has times",
             (("steps", wanted), ("times", most)),
-            f"The scheduler spreads the steps over {most} whole times, so {wanted - most} steps and more would repeat "
-            "a level, and diffusers refuses or does nothing in them.",
+            f"The scheduler spreads the steps over {most} whole times, so {wanted - most} or more steps would repeat "
+            "a level, and diffusers refuses them or does nothing.",
             f"--steps {most} at most; with --sampler NAME times are fractional and any number works",
         )
     elif subject.plan is None:
         try:
-            subjects.make_plan(reading, subject.asked)
+            make_plan(reading, subject.run)
         except PellucidError as error:
             if error.code not in EXPLAINED:
-                yield no_plan(wanted, error)
-
-
-def no_plan(wanted: int, error: PellucidError) -> Finding:
-    return Finding(
-        "no-plan",
-        "error",
-        f"no plan of {wanted} steps can be made",
-        (("steps", wanted), ("error", error.code)),
-        str(error),
-        "Change the steps, the grid or the key that the cause names.",
-    )
+                yield Finding(
+                    "no-plan",
+                    "error",
+                    f"no plan of {wanted} steps can be made",
+                    (("steps", wanted), ("error", error.code)),
+                    str(error),
+                    "Change the steps, the grid or the key that the cause names.",
+                )
 
 
 def most_steps(reading: Reading) -> int | None:
-    """The number of different times that the scheduler has for its steps."""
+    """The number of distinct times that the scheduler has for its steps."""
     if not isinstance(reading.schedule, Tabled):
         return None
     if reading.sampler in ("lcm", "tcd"):
@@ -76,34 +71,30 @@ def most_steps(reading: Reading) -> int | None:
     return reading.schedule.num_train
 
 
-@check("strength and steps", needs=("reading",))
-def strength(subject: Subject) -> Iterator[Finding]:
+@check("strength and steps")
+def strength(subject: Subject, reading: Reading) -> Iterator[Finding]:
     """Too little strength for a single step."""
-    asked, reading = subject.asked, subject.reading
-    assert reading is not None
-    if asked.strength is None:
+    share, count = subject.run.strength, steps_of(subject.run)
+    if share is None:
         raise Unable("no strength: give --strength S")
-    count = subjects.steps_of(asked)
-    if asked.whole_steps and int(count * asked.strength) < 1:
+    if subject.run.whole_steps and int(count * share) < 1:
         yield Finding(
             "strength-below-a-step",
             "error",
             "strength × steps is less than one step",
-            (("strength", asked.strength), ("steps", count), ("strength × steps", asked.strength * count)),
+            (("strength", share), ("steps", count), ("strength × steps", share * count)),
             "diffusers keeps int(strength × steps) of the steps, which is 0: the image would come back as it is, "
             "or the run would fail.",
-            f"--steps {int(1 / asked.strength) + 1} or more; or --sampler {reading.sampler}, which starts at any level",
+            f"--steps {int(1 / share) + 1} or more; or --sampler {reading.sampler}, which starts at any level",
         )
 
 
-@check("repeated last sigma", needs=("plan",))
-def repeated(subject: Subject) -> Iterator[Finding]:
+@check("repeated last sigma")
+def repeated(subject: Subject, plan: Plan) -> Iterator[Finding]:
     """Calls of the model that change nothing, or only correct the step before."""
-    plan = subject.plan
-    assert plan is not None
-    null, last = subjects.null_rows(plan), len(plan.rows) - 1
+    null, last = null_rows(plan), len(plan.rows) - 1
     before = plan.rows[last].level.ratio
-    if abs(before - plan.end.ratio) <= subjects.IDENTITY * before:
+    if abs(before - plan.end.ratio) <= IDENTITY * before:
         idle = last in null
         effect = "x stays what it was" if idle else "x is only corrected for the step before"
         yield Finding(
@@ -127,8 +118,17 @@ def repeated(subject: Subject) -> Iterator[Finding]:
         )
 
 
+def null_rows(plan: Plan) -> list[int]:
+    """Calls of the model after which x is what it was."""
+    return [
+        number
+        for number, row in enumerate(plan.rows)
+        if all(abs(weight - (register == 0)) <= IDENTITY for register, weight in row.x) and row.anchor is None
+    ]
+
+
 def end_fix(subject: Subject, before: str = "") -> str:
-    """How this scheduler ends at a clean image; `before` is what may be done instead of going all the way."""
+    """How this scheduler ends at a clean image; `before` is an alternative to that."""
     known = {} if subject.reading is None else subject.reading.values
     if known.get("final_sigmas_type") == "sigma_min":
         return '"final_sigmas_type": "zero"'
@@ -137,12 +137,9 @@ def end_fix(subject: Subject, before: str = "") -> str:
     return "Sample with --sampler NAME --grid karras, which ends at sigma 0; this class of diffusers cannot."
 
 
-@check("last call", needs=("plan", "reading"))
-def last_call(subject: Subject) -> Iterator[Finding]:
-    """Pixels whose finest detail is made in one leap, from further off than the network was trained to go."""
-    plan, reading = subject.plan, subject.reading
-    assert plan is not None
-    assert reading is not None
+@check("last call")
+def last_call(subject: Subject, plan: Plan, reading: Reading) -> Iterator[Finding]:
+    """Pixels whose finest detail is made in one leap, from further away than the network's training ends."""
     if not in_pixels(subject) or plan.nfe < ENOUGH or plan.end.ratio > 0:
         return
     far, near = plan.rows[-1].level.ratio, float(reading.schedule.ratio_at(reading.schedule.span[0]))
@@ -154,24 +151,22 @@ def last_call(subject: Subject) -> Iterator[Finding]:
             "warning" if far > VERY_FAR else "note",
             "the finest detail is made in one leap",
             (("calls", plan.nfe), ("sigma / alpha of the last call", far), ("of the first training time", near)),
-            f"The last call sees noise of {far * 127.5:.0f} in 255 and goes to the image in one step, which is the "
-            "mean of all that it could be: smoother than images are. The network was trained to go nearer.",
+            f"The last call sees noise of {far * 127.5:.0f} in 255 and goes to the image in one step, which yields "
+            "the mean of all it could be: smoother than images are. The network was trained to go nearer.",
             f"--sampler {reading.sampler} --grid beta or linspace, which end at its first time{leading}",
         )
 
 
 def in_pixels(subject: Subject) -> bool:
-    """Whether what is denoised are pixels, and not latents or something that is not known."""
+    """Whether pixels are denoised, and not latents or something unknown."""
     if subject.pipeline is not None:
         return subject.pipeline.components.vae is None and subject.pipeline.channels == 3
     return subject.index is not None and subject.index.get("_class_name") in PIXELS
 
 
-@check("size of what comes out", needs=("plan",))
-def size(subject: Subject) -> Iterator[Finding]:
-    """Plans that make Gaussian data larger than they are, however good the network."""
-    plan = subject.plan
-    assert plan is not None
+@check("size of what comes out")
+def size(subject: Subject, plan: Plan) -> Iterator[Finding]:
+    """Plans that amplify Gaussian data, however good the network."""
     if plan.end.ratio > 0:
         return
     largest, scale = max(zip(kept(plan, SIZES).tolist(), SIZES, strict=True))
@@ -183,35 +178,34 @@ def size(subject: Subject) -> Iterator[Finding]:
             f"the plan makes things {largest:.3g} times as large as they are",
             (("calls", plan.nfe), ("of Gaussian data", scale), ("times as large", largest)),
             f"{reason}: with a perfect network, data of standard deviation {scale:g} come out as "
-            f"{largest * scale:.3g}. Images are glaring, or no images.",
+            f"{largest * scale:.3g}. Images are glaring, or not images at all.",
             "More steps, or another --grid or --sampler: `pellucid plan` says what each keeps",
         )
 
 
-@check("previous step", needs=("plan",))
-def previous(subject: Subject) -> Iterator[Finding]:
-    """Rows that land beside the level of the next call."""
-    plan = subject.plan
-    assert plan is not None
-    found = subjects.misses(plan, OFF)
-    if not found:
+@check("previous step")
+def previous(subject: Subject, plan: Plan) -> Iterator[Finding]:
+    """Rows that miss the level of the next call."""
+    gaps = {row: gap for row, (gap, _) in enumerate(landings(plan)) if gap > OFF}  # as a part of x; the last is the end
+    if not gaps:
         return
-    worst = max(found, key=lambda miss: miss.gap)
-    rows = some([str(miss.row) for miss in found], 6)
-    facts: tuple[tuple[str, float | str], ...] = (
-        ("rows", rows),
-        ("worst row", worst.row),
-        ("off by, of x", worst.gap),
-        *apart(subject, worst.row),
+    worst = max(gaps, key=gaps.__getitem__)
+    facts: Evidence = (
+        ("rows", some([str(row) for row in gaps], 6)),
+        ("worst row", worst),
+        ("off by, of x", gaps[worst]),
+        *exact_evidence(subject, worst),
     )
     if PREVIOUS in plan.declared:
+        stride = int(plan.schedule.get("num_train", 1000)) // max(int(plan.grid.get("steps", 1)), 1)
         yield Finding(
             "previous-step",
-            "warning" if worst.gap >= SEEN_OFF else "note",
-            "steps land beside the level that the next one starts from",
+            "warning" if gaps[worst] >= SEEN_OFF else "note",
+            "steps miss the level that the next one starts from",
             facts,
-            f"diffusers steps to t − {stride(plan)} whatever the next time is; with this timestep_spacing and "
-            f"{plan.grid.get('steps')} steps the next time is another, so x is not as noisy as the network is told.",
+            f"diffusers steps to t − {stride} whatever the next time is; with this timestep_spacing and "
+            f"{plan.grid.get('steps')} steps the next time is another, so x has another noise level than the network "
+            "is given.",
             '"timestep_spacing": "leading", or a number of steps that divides the training times; '
             "--sampler NAME steps exactly",
         )
@@ -226,38 +220,32 @@ def previous(subject: Subject) -> Iterator[Finding]:
     )
 
 
-def stride(plan: Plan) -> int:
-    return int(plan.schedule.get("num_train", 1000)) // max(int(plan.grid.get("steps", 1)), 1)
-
-
-def apart(subject: Subject, row: int) -> tuple[tuple[str, float | str], ...]:
-    """What the exact plan has in the same place."""
+def exact_evidence(subject: Subject, row: int) -> Evidence:
+    """What the exact plan does otherwise."""
     plan, reading = subject.plan, subject.reading
     if plan is None or reading is None or row >= len(plan.rows):
         return ()
     try:
-        other = subjects.exact_plan(reading, subject.asked)
+        rows = exact_plan(reading, subject.run).rows
     except PellucidError:
         return ()
-    differing = [number for number, (a, b) in enumerate(zip(plan.rows, other.rows, strict=False)) if a.x != b.x]
-    times = f"{plan.rows[row].time:.6g}"
-    return (("time told there", times), ("rows with other weights than the exact plan", len(differing)))
+    differing = sum(a.x != b.x for a, b in zip(plan.rows, rows, strict=False))
+    time = f"{plan.rows[row].time:.6g}"
+    return ("time told there", time), ("rows with other weights than the exact plan", differing)
 
 
-def of_betas(subject: Subject, why: str) -> tuple[Plan, Tabled]:
-    """The plan and its schedule where that is one of betas; else `why` the check cannot be made."""
-    plan, reading = subject.plan, subject.reading
-    assert plan is not None
-    schedule = schedules.from_dict(plan.schedule) if reading is None else reading.schedule
+def schedule_of_betas(subject: Subject, plan: Plan, why: str) -> Tabled:
+    """The plan's schedule where that is one of betas; else `why` the check cannot be made."""
+    schedule = schedules.from_dict(plan.schedule) if subject.reading is None else subject.reading.schedule
     if not isinstance(schedule, Tabled):
         raise Unable(why)
-    return plan, schedule
+    return schedule
 
 
-@check("first level", needs=("plan",))
-def first_level(subject: Subject) -> Iterator[Finding]:
+@check("first level")
+def first_level(subject: Subject, plan: Plan) -> Iterator[Finding]:
     """A run that starts below the noisiest level, from noise that is as large as there."""
-    plan, schedule = of_betas(subject, "only schedules of betas have a noisiest time")
+    schedule = schedule_of_betas(subject, plan, "only schedules of betas have a noisiest time")
     recipe = subject.recipe
     if subject.is_run and (recipe is None or recipe.get("strength") or recipe.get("denoising_start")):
         raise Unable("the run that was recorded starts from an image, or may")
@@ -271,8 +259,8 @@ def first_level(subject: Subject) -> Iterator[Finding]:
             "warning",
             "the schedule ends at zero SNR, but the run does not start there",
             facts,
-            "The network was trained to start from pure noise; a grid that leaves the last time out gives it noise "
-            "where it expects a trace of the image, and brightness drifts to the middle.",
+            "The network was trained to start from pure noise; a grid that omits the last time gives it noise where it "
+            "expects a trace of the image, and brightness drifts to the middle.",
             '"timestep_spacing": "trailing"',
         )
     elif alpha - noisiest > SLIGHTLY_LATE:
@@ -287,10 +275,10 @@ def first_level(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@check("calls in noise", needs=("plan",))
-def in_noise(subject: Subject) -> Iterator[Finding]:
+@check("calls in noise")
+def in_noise(subject: Subject, plan: Plan) -> Iterator[Finding]:
     """Calls that see no image, where a schedule reaches far into noise."""
-    plan, _ = of_betas(subject, "a schedule without betas goes as far into noise as its sigmas are asked to")
+    schedule_of_betas(subject, plan, "a schedule without betas goes as far into noise as its sigmas say")
     there = sum(row.level.to("vp").alpha < NOTHING for row in plan.rows)
     if there - 1 <= WASTED * plan.nfe:
         return
@@ -312,13 +300,11 @@ def in_noise(subject: Subject) -> Iterator[Finding]:
     )
 
 
-@check("last level", needs=("plan",))
-def last_level(subject: Subject) -> Iterator[Finding]:
+@check("last level")
+def last_level(subject: Subject, plan: Plan) -> Iterator[Finding]:
     """Noise that the last step leaves in the image."""
-    plan = subject.plan
-    assert plan is not None
     if subject.is_run:
-        raise Unable("the levels of the trace tell it")
+        raise Unable("the check of the trace's levels reports it")
     if plan.end.ratio <= 0.0:
         return
     clear = plan.end.ratio > NOISY_END
@@ -327,36 +313,36 @@ def last_level(subject: Subject) -> Iterator[Finding]:
         "warning" if clear else "note",
         "the run ends above sigma 0",
         (("sigma / alpha at the end", plan.end.ratio), ("time of the last call", plan.rows[-1].time)),
-        f"The last step goes to the schedule's least level, so noise of {plan.end.ratio:.3g} of the image's spread "
-        "stays in it" + (", which is seen." if clear else "; that is little, and what the published configs do."),
+        f"The last step goes to the schedule's lowest level, so noise of {plan.end.ratio:.3g} of the image's spread "
+        "stays in it" + (", and is visible." if clear else "; that is little, and what the published configs do."),
         end_fix(subject),
     )
 
 
-@check("told times", needs=("plan",))
-def told(subject: Subject) -> Iterator[Finding]:
+@check("told times")
+def repeated_times(subject: Subject, plan: Plan) -> Iterator[Finding]:
     """Levels that differ and times that do not."""
-    plan = subject.plan
-    assert plan is not None
-    count = subjects.repeated_times(plan)
+    first: dict[float, float] = {}  # the level at which a time is passed for the first time
+    count = 0
+    for row in plan.rows:
+        known = first.setdefault(row.time, row.level.ratio)
+        count += abs(known - row.level.ratio) > IDENTITY * known
     if count >= OFTEN * plan.nfe:
         yield Finding(
             "same-time-told",
             "note",
-            f"{count} of {plan.nfe} calls tell the network a time that it was told before",
+            f"{count} of {plan.nfe} calls pass the network a time that it was passed before",
             (("calls", plan.nfe), ("repeated", count)),
             "diffusers rounds times to whole numbers, and the grid is denser than they are.",
-            "Use fewer steps, or --sampler NAME, which tells fractional times.",
+            "Use fewer steps, or --sampler NAME, which passes fractional times.",
         )
 
 
-@check("steps offset", needs=("reading",))
-def offset(subject: Subject) -> Iterator[Finding]:
+@check("steps offset")
+def offset(subject: Subject, reading: Reading) -> Iterator[Finding]:
     """An offset that nothing reads, or that moves all times."""
-    reading = subject.reading
-    assert reading is not None
     amount, spacing = reading.values.get("steps_offset"), reading.values.get("timestep_spacing")
-    written = (subject.scheduler or {}).get("steps_offset", amount)  # a pipeline may have set it right: not the file's
+    written = (subject.scheduler or {}).get("steps_offset", amount)  # in the file; a pipeline may have corrected it
     if not amount or not written or spacing is None:
         return
     facts = (("steps_offset", amount), ("timestep_spacing", str(spacing)))
@@ -375,21 +361,21 @@ def offset(subject: Subject) -> Iterator[Finding]:
             "warning",
             f"every time is moved up by {amount}",
             (*facts, ("time of the last call", amount)),
-            f"With leading the last call is made at time {amount}, and the step from there to the clean image is "
-            "taken at once; the published configs say 0 or 1.",
+            f"With leading the last call is made at time {amount}, and one step goes from there to the clean image; "
+            "the published configs say 0 or 1.",
             '"steps_offset": 1',
         )
 
 
-@check("plan", needs=("plan_file",))
-def law(subject: Subject) -> Iterator[Finding]:
+@check("plan")
+def law(subject: Subject, plan_file: Mapping[str, Any]) -> Iterator[Finding]:
     """A plan file whose rows do not keep the marginal law, or that cannot be read."""
     if subject.plan is None:
         yield Finding(
             "plan-broken",
             "error",
             "the plan does not hold together",
-            (("rows", len((subject.plan_file or {}).get("rows") or ())),),
+            (("rows", len(plan_file.get("rows") or ())),),
             subject.absent.get("plan", ""),
             "Compile it again: pellucid plan SAMPLER --save plan.json",
         )

@@ -1,4 +1,4 @@
-"""Checks of a scheduler's config alone: its keys, its values, and whether schedule and target can go together."""
+"""Checks of a scheduler's config alone: its keys, its values, and whether schedule and target fit together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pellucid.interop import diffusers_config
 from pellucid.interop.diffusers_classes import CLASSES, KNOWN
 from pellucid.interop.diffusers_config import Reading
 
-# Keys that ask for something that is seen in the image, and the values with which they ask for nothing.
+# Keys that change the image, and the values with which they change nothing.
 ASKING: dict[str, tuple[Any, ...]] = {
     "use_karras_sigmas": (False, None),
     "use_exponential_sigmas": (False, None),
@@ -47,25 +47,24 @@ ELSEWHERE = (
 )  # fmt: skip
 FLOW_KEYS = ("shift", "base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len")
 TOO_MUCH_SIGNAL = 0.2  # alpha of the noisiest level: the first noise of a run has none of it
-FAINT_SIGNAL = 1e-3  # alpha under which an error of eps is blown up by more than a thousand
+FAINT_SIGNAL = 1e-3  # alpha under which an error of eps is amplified by more than a thousand
 
 
-@check("scheduler keys", needs=("scheduler",))
-def keys(subject: Subject) -> Iterator[Finding]:
+@check("scheduler keys")
+def keys(subject: Subject, scheduler: Mapping[str, Any]) -> Iterator[Finding]:
     """Keys that nobody knows, and keys of other classes."""
-    config = subject.scheduler or {}
-    name = str(config.get("_class_name"))
+    name = str(scheduler.get("_class_name"))
     if name not in CLASSES:
         return
     known = CLASSES[name][1]
-    others = {key: value for key, value in config.items() if not key.startswith("_") and key not in known}
+    others = {key: value for key, value in scheduler.items() if not key.startswith("_") and key not in known}
     for key, value in others.items():
         if key not in KNOWN:
             yield unknown_key(name, key, value)
     inert = {key: value for key, value in others.items() if key in KNOWN}
     asking = {key: value for key, value in inert.items() if key in ASKING and value not in ASKING[key]}
     for key, value in asking.items():
-        if not (key in FLOW_KEYS and not flows(config)):  # said by the check of flow and eps
+        if not (key in FLOW_KEYS and not flows(scheduler)):  # which the check of flow and eps reports
             yield unheard(name, key, value)
     quiet = [key for key in inert if key not in asking]
     if quiet:
@@ -75,7 +74,7 @@ def keys(subject: Subject) -> Iterator[Finding]:
             f"{len(quiet)} keys of other schedulers have no effect in {name}",
             tuple((key, short_repr(inert[key])) for key in quiet),
             f"{name} does not read them; diffusers writes them when a scheduler is made from another one's config.",
-            "Leave them out, or leave them be.",
+            "Remove them, or leave them.",
         )
 
 
@@ -85,8 +84,8 @@ def unknown_key(name: str, key: str, value: Any) -> Finding:
         "warning",
         f"{key} is a key that no scheduler of diffusers knows",
         ((key, short_repr(value)),),
-        f"{name} ignores {key}, so what it asks for does not happen; a slip of the pen makes such keys.",
-        f"Remove {key}, or spell it right. {nearest(key, CLASSES[name][1])}",
+        f"{name} ignores {key}, so what it asks for does not happen; perhaps it is misspelt.",
+        f"Remove {key}, or correct its spelling. {nearest(key, CLASSES[name][1])}",
     )
 
 
@@ -112,20 +111,20 @@ def flows(config: Mapping[str, Any]) -> bool:
     return str(config.get("_class_name")).startswith("FlowMatch") or bool(config.get("use_flow_sigmas"))
 
 
-@check("scheduler values", needs=("scheduler",))
-def values_check(subject: Subject) -> Iterator[Finding]:
+@check("scheduler values")
+def values_check(subject: Subject, scheduler: Mapping[str, Any]) -> Iterator[Finding]:
     """A class that is not known, and values that no class takes."""
-    config = subject.scheduler or {}
     for key, allowed in VALUES.items():
-        if config.get(key) is not None and config[key] not in allowed:
-            yield bad_value(f"{key} must be one of {', '.join(allowed)}", key, config[key], f'"{key}": "{allowed[0]}"')
+        value = scheduler.get(key)
+        if value is not None and value not in allowed:
+            yield bad_value(f"{key} must be one of {', '.join(allowed)}", key, value, f'"{key}": "{allowed[0]}"')
             return
     try:
         with np.errstate(all="ignore"):  # absurd betas overflow on their way to a refusal
-            diffusers_config.read(dict(config))
+            diffusers_config.read(dict(scheduler))
     except PellucidError as error:
         if error.code == "config-class":
-            yield bad_class(config, error)
+            yield bad_class(scheduler, error)
         elif subject.reading is None:
             yield bad_value(str(error), "error", error.code, "Correct the value that the cause names.")
         elif refused := diffusers_config.unsupported(subject.reading.class_name, subject.reading.values):
@@ -172,11 +171,9 @@ def not_here(reading: Reading, refused: list[str]) -> Finding:
 # --- schedule and target ---------------------------------------------------------------------------------------
 
 
-@check("zero terminal SNR", needs=("reading",))
-def zero_snr(subject: Subject) -> Iterator[Finding]:
+@check("zero terminal SNR")
+def zero_snr(subject: Subject, reading: Reading) -> Iterator[Finding]:
     """eps at a level without signal."""
-    reading = subject.reading
-    assert reading is not None
     if reading.target not in ("eps", "score") or not isinstance(reading.schedule, Tabled):
         return
     alpha = float(reading.schedule.alpha_bar[-1]) ** 0.5
@@ -197,18 +194,16 @@ def zero_snr(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "eps-faint-signal",
             "note",
-            "the first step blows up an error of eps",
+            "the first step amplifies an error of eps",
             (("alpha at the last time", alpha), ("error of x0 for one of eps", math.sqrt(1 - alpha**2) / alpha)),
             "At the noisiest level there is almost no signal, and x0 = (x − sigma·eps) / alpha divides by it.",
-            "Train for v, or start lower: a grid such as leading leaves the last times out.",
+            "Train for v, or start lower: a grid such as leading omits the last times.",
         )
 
 
-@check("end of the schedule", needs=("reading",))
-def schedule_end(subject: Subject) -> Iterator[Finding]:
+@check("end of the schedule")
+def schedule_end(subject: Subject, reading: Reading) -> Iterator[Finding]:
     """A noisiest level that still holds much of the image: a run starts from noise alone."""
-    reading = subject.reading
-    assert reading is not None
     if not isinstance(reading.schedule, Tabled):
         return
     alpha = float(reading.schedule.alpha_bar[-1]) ** 0.5
@@ -221,29 +216,24 @@ def schedule_end(subject: Subject) -> Iterator[Finding]:
              ("beta at the last time", float(reading.schedule.betas[-1]))),
             f"At the last time x still holds {alpha:.0%} of the image, but a run starts from noise that holds none: "
             "num_train_timesteps, beta_start and beta_end do not belong together.",
-            'Give those of training: "num_train_timesteps": 1000 for the published schedules.',
+            'Set those of training: "num_train_timesteps": 1000 for the published schedules.',
         )  # fmt: skip
 
 
-@check("flow and eps", needs=("scheduler",))
-def flow_and_eps(subject: Subject) -> Iterable[Finding]:
+@check("flow and eps")
+def flow_and_eps(subject: Subject, scheduler: Mapping[str, Any]) -> Iterable[Finding]:
     """A flow's config in a sampler of betas, and the reverse."""
-    config = subject.scheduler or {}
-    kind = config.get("prediction_type")
-    if flows(config):
-        return [eps_in_flow(config)] if kind in ("epsilon", "v_prediction", "sample") or beta_flow(config) else []
-    if str(config.get("_class_name")) not in CLASSES:
+    kind = scheduler.get("prediction_type")
+    if flows(scheduler):
+        by_default = scheduler.get("use_flow_sigmas") and kind is None  # a flow's path and, by default, eps
+        return [eps_in_flow(scheduler)] if kind in ("epsilon", "v_prediction", "sample") or by_default else []
+    if str(scheduler.get("_class_name")) not in CLASSES:
         return []
-    shifts = [(key, short_repr(config[key])) for key in FLOW_KEYS if config.get(key) is not None]
+    shifts = [(key, short_repr(scheduler[key])) for key in FLOW_KEYS if scheduler.get(key) is not None]
     if kind == "flow_prediction" or shifts:  # only flow schedulers have these keys: the config came from one
         said = [] if kind is None else [("prediction_type", str(kind))]
-        return [flow_in_eps(str(config["_class_name"]), (*said, *shifts))]
+        return [flow_in_eps(str(scheduler["_class_name"]), (*said, *shifts))]
     return []
-
-
-def beta_flow(config: Mapping[str, Any]) -> bool:
-    """A solver that is told to walk a flow's path and, by default, to predict eps."""
-    return bool(config.get("use_flow_sigmas")) and config.get("prediction_type") is None
 
 
 def eps_in_flow(config: Mapping[str, Any]) -> Finding:
@@ -255,8 +245,8 @@ def eps_in_flow(config: Mapping[str, Any]) -> Finding:
         "error",
         f"a flow's sampler is given a network that is said to predict {kind}",
         (("_class_name", name), ("prediction_type", kind), ("use_flow_sigmas", str(config.get("use_flow_sigmas")))),
-        f"{how} the straight path x = (1 − t)·x0 + t·eps, which a network of {kind} on a schedule of betas was never "
-        "trained on: its levels and times mean something else to it.",
+        f"{how} the straight path x = (1 − t)·x0 + t·eps, on which a network of {kind} on a schedule of betas was "
+        "never trained: levels and times mean something else to it.",
         '"prediction_type": "flow_prediction" with "use_flow_sigmas": true for a flow network; '
         'else a class of betas, such as "_class_name": "EulerDiscreteScheduler"',
     )
@@ -271,7 +261,7 @@ def flow_in_eps(name: str, evidence: tuple[tuple[str, str], ...]) -> Finding:
         "error",
         "a flow network's config is given to a sampler of betas",
         (("_class_name", name), *evidence),
-        f"{name} walks a schedule of betas with alpha² + sigma² = 1, where a flow network expects "
+        f"{name} follows a schedule of betas with alpha² + sigma² = 1, where a flow network expects "
         "x = (1 − t)·x0 + t·eps and t from 0 to 1: levels, times and the meaning of its output all differ.",
         fix,
     )

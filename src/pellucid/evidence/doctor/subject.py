@@ -1,25 +1,33 @@
-"""What the doctor looks at: all that is known of a model, a config or a run, and why the rest is not."""
+"""What the doctor examines: all that is known of a model, a config or a run, and why the rest is not.
+
+What cannot be opened is no reason to stop: the checks that need it are skipped with the reason, and others may name the
+cause. Only what is no subject at all is refused.
+"""
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pellucid.core.compile import compile_plan
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.grid import MAX_STEPS, Grid
-from pellucid.core.plan import Plan, landings
-from pellucid.core.schedule import Flow
+from pellucid.core.plan import Plan
+from pellucid.core.schedule import Flow, Target
 from pellucid.evidence.metrics.fid import Statistics
 from pellucid.evidence.metrics.images import ImageSet, open_images
+from pellucid.evidence.trace import Trace, read
 from pellucid.interop import diffusers_config, folder, single_file, source, weights
-from pellucid.interop.components import INDEX
+from pellucid.interop.components import INDEX, KINDS, NETWORK_PARTS, named_classes, read_config
 from pellucid.interop.diffusers_config import Reading
 from pellucid.interop.diffusers_plan import compile_reading
 from pellucid.pipeline.load import default_device, load
@@ -30,12 +38,11 @@ from pellucid.pipeline.request import Control, ImagePrompt, Lora, Request
 
 if TYPE_CHECKING:
     from pellucid.evidence.doctor.probe import Probe
-    from pellucid.evidence.trace import Trace
 
-# What a check may need, and what to say where it is not there; what begins with OTHER is no fault and no news.
+# What a check may need, and why it is skipped where that is missing; what begins with OTHER is not worth a line.
 OTHER = "the subject is not "
 NEEDS: dict[str, str] = {
-    "folder": "the subject is not a diffusers folder",
+    "components": "the subject is not a diffusers folder",
     "file": "the subject is not a single-file checkpoint",
     "scheduler": "the subject is not a scheduler",
     "reading": "the subject is not a scheduler",
@@ -49,6 +56,13 @@ NEEDS: dict[str, str] = {
     "trace": "no trace: give --trace FILE",
     "images": "no images: give --images FOLDER",
 }
+
+
+Adapter = Lora | Control | ImagePrompt
+
+
+class Unable(Exception):  # noqa: N818
+    """Raised by a check that cannot judge this subject; its message says why."""
 
 
 @dataclass(frozen=True)
@@ -88,32 +102,109 @@ class KnownImages:
     labels: tuple[int, ...] | None = None  # the same for classes
     name: str = "data"
 
+    def first(self, count: int) -> KnownImages:
+        captions, labels = (None if one is None else one[:count] for one in (self.captions, self.labels))
+        return KnownImages(self.pixels[:count], captions, labels, self.name)
+
+
+# How a component's config is called, by what its class is; networks keep theirs in config.json.
+CONFIGS = {
+    "Scheduler": folder.SCHEDULER,
+    "Tokenizer": "tokenizer_config.json",
+    "Processor": "preprocessor_config.json",
+    "Extractor": "preprocessor_config.json",
+}
+
+
+@dataclass(frozen=True)
+class Component:
+    """A component of model_index.json."""
+
+    part: str
+    kind: str  # the class that the index names
+    place: Path
+    there: bool
+    config: Mapping[str, Any] | None = None
+    trouble: str = ""  # why there is no config
+
+    @staticmethod
+    def find(root: Path, part: str, kind: str) -> Component:
+        place = folder.place_of(root, part)
+        name = next((name for word, name in CONFIGS.items() if word in kind), folder.CONFIG)
+        there = place != root or (root / name).is_file()
+        if part in NETWORK_PARTS and place == root:
+            there = folder.class_in(root) == kind
+        if not there or not (place / name).is_file():
+            return Component(part, kind, place, there, trouble=f"{part}/{name} is not there")
+        try:
+            return Component(part, kind, place, there, weights.read_json(place / name))
+        except PellucidError as error:
+            return Component(part, kind, place, there, trouble=str(error))
+
+    @property
+    def own_kind(self) -> str | None:
+        """The class that its own config names."""
+        config = self.config or {}
+        classes = config.get("architectures")
+        named = config.get("_class_name") or (classes[0] if isinstance(classes, list) and classes else None)
+        return None if named is None else str(named)
+
+    @property
+    def network_kind(self) -> str | None:
+        """Which of our networks it is, if any."""
+        kind = self.kind if self.kind in KINDS else self.own_kind
+        return kind if kind in KINDS else None
+
+    def sketch(self) -> nn.Module:
+        """Its network on the meta device, from its config alone."""
+        assert self.network_kind is not None
+        return sketched(self.network_kind, json.dumps(self.config), self.part)
+
+
+@lru_cache(maxsize=16)  # several checks ask for the same
+def sketched(kind: str, config: str, name: str) -> nn.Module:
+    settings = read_config(kind, json.loads(config), name)
+    return weights.sketch(lambda: KINDS[kind].build(settings), name)
+
 
 @dataclass(frozen=True)
 class Subject:
     """All that is known; a field that is None is not, and `absent` says why where it is not obvious."""
 
     name: str
-    asked: RunSpec = RunSpec()
+    run: RunSpec = RunSpec()
     folder: Path | None = None  # of a diffusers model
     file: Path | None = None  # a single-file checkpoint
     index: Mapping[str, Any] | None = None  # model_index.json
     scheduler: Mapping[str, Any] | None = None  # its config, as it is written
     reading: Reading | None = None  # that config, understood
-    plan: Plan | None = None  # what a run would do: a plan file's, or the config's at the asked steps
+    plan: Plan | None = None  # of a plan file, or what the config runs as `run` says
     plan_file: Mapping[str, Any] | None = None  # a plan as it is written, whether it keeps its law or not
     recipe: Mapping[str, Any] | None = None  # how an image was made
     pipeline: Pipeline | None = None  # with weights
     vae: Any = None  # with weights; of the pipeline, or alone
     probe: Probe | None = None  # a network alone, with its data
-    adapters: tuple[Lora | Control | ImagePrompt, ...] = ()  # that are to be worn
+    adapters: tuple[Adapter, ...] = ()
     data: KnownImages | None = None
-    trace: Trace | None = None  # of evidence/trace
+    trace: Trace | None = None
     images: ImageSet | None = None
     refused: PellucidError | None = None  # why the model does not load
-    quick: bool = False  # weights are not looked at
+    quick: bool = False  # no weights are read
     absent: Mapping[str, str] = field(default_factory=dict)
     memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # measured once
+
+    @property
+    def components(self) -> dict[str, Component] | None:
+        """What model_index.json lists, by part, of a folder."""
+        if self.folder is not None and "components" not in self.memo:
+            listed = named_classes(self.index or {}).items()
+            self.memo["components"] = {part: Component.find(self.folder, part, kind) for part, kind in listed}
+        return self.memo.get("components")
+
+    @property
+    def listed_network(self) -> Component | None:
+        """The denoising network's component, of a folder."""
+        return next(((self.components or {})[part] for part in NETWORK_PARTS if part in (self.components or {})), None)
 
     @property
     def network(self) -> Any:
@@ -132,44 +223,33 @@ class Subject:
         """Whether the plan is that of the recorded run, and not what a model would do."""
         return self.trace is not None and self.plan is self.trace.header.plans[0]
 
+    def without(self, why: str, *names: str) -> Subject:
+        """The same, with the reason why these fields are not known."""
+        return replace(self, absent={**self.absent, **dict.fromkeys(names, why)})
+
     def lacks(self, needs: tuple[str, ...]) -> str | None:
         """Why a check that needs these cannot run, or None where it can."""
         missing = [need for need in needs if getattr(self, need) is None]
         return "; ".join(self.absent.get(need, NEEDS[need]) for need in missing) or None
 
 
-# --- The plan it would run ------------------------------------------------------------------------------------------
+# --- the plan that would run --------------------------------------------------------------------------------------
 
-IDENTITY = 1e-9  # how far from "x stays x" a row may be that does nothing
 LARGE_SHIFT = 1.15  # diffusers' shift of the largest images, where a config shifts by size and says no other
 
 
-@dataclass(frozen=True)
-class Miss:
-    """A call before which x is not at the level that the call is made for; the row after the last is the end."""
-
-    row: int
-    gap: float  # as a part of x
+def steps_of(run: RunSpec) -> int:
+    return STEPS if run.steps is None else run.steps
 
 
-def steps_of(asked: RunSpec) -> int:
-    """As many as were asked for, or what a run takes when nobody says."""
-    return STEPS if asked.steps is None else asked.steps
-
-
-def make_plan(reading: Reading, asked: RunSpec) -> Plan:
+def make_plan(reading: Reading, run: RunSpec) -> Plan:
     """What `pellucid sample` would run: the config in diffusers' dialect, or the sampler that was named, exactly."""
     try:
-        if asked.own:
-            return compile_reading(reading, steps_of(asked), **shift_of(reading))
-        return compile_plan(
-            asked.sampler or reading.sampler,
-            schedule=reading.schedule,
-            target=reading.target,
-            grid=asked.grid,
-            steps=steps_of(asked),
-            dialect=asked.dialect or "exact",
-        )
+        if run.own:
+            return compile_reading(reading, steps_of(run), **shift_of(reading))
+        options = {"grid": run.grid, "steps": steps_of(run), "dialect": run.dialect or "exact"}
+        schedule, target = reading.schedule, reading.target
+        return compile_plan(run.sampler or reading.sampler, schedule=schedule, target=target, **options)
     except PellucidError:
         raise
     except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as error:
@@ -184,45 +264,22 @@ def shift_of(reading: Reading) -> dict[str, Any]:
     return {"mu": float(reading.values.get("max_shift", LARGE_SHIFT))}
 
 
-def exact_plan(reading: Reading, asked: RunSpec) -> Plan:
+def exact_plan(reading: Reading, run: RunSpec) -> Plan:
     """The same sampler, steps and grid without diffusers' rounding and habits."""
-    return compile_reading(reading, steps_of(asked), dialect="exact", **shift_of(reading))
+    return compile_reading(reading, steps_of(run), dialect="exact", **shift_of(reading))
 
 
-def null_rows(plan: Plan) -> list[int]:
-    """Calls of the model after which x is what it was."""
-    return [
-        number
-        for number, row in enumerate(plan.rows)
-        if all(abs(weight - (register == 0)) <= IDENTITY for register, weight in row.x) and row.anchor is None
-    ]
-
-
-def misses(plan: Plan, least: float) -> list[Miss]:
-    """Where x is off its level by more than `least`."""
-    return [Miss(row, gap) for row, (gap, _) in enumerate(landings(plan)) if gap > least]
-
-
-def repeated_times(plan: Plan) -> int:
-    """Calls that tell the network a time that it was told at another level before."""
-    seen: dict[float, float] = {}
-    count = 0
-    for row in plan.rows:
-        known = seen.setdefault(row.time, row.level.ratio)
-        count += abs(known - row.level.ratio) > IDENTITY * known
-    return count
-
-
-# --- Opening --------------------------------------------------------------------------------------------------------
+# --- opening ------------------------------------------------------------------------------------------------------
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 PLAN_KIND = "pellucid-plan"
 MAX_PLAN_BYTES = 64 * 2**20
+QUICK = "weights were not asked for (--quick)"
 
 
 @dataclass(frozen=True)
 class SubjectSpec:
-    """What was named on the command line, or in Python."""
+    """What is examined, as the command line names it."""
 
     model: str | None = None
     config: str | None = None
@@ -237,8 +294,8 @@ class SubjectSpec:
     ip_adapters: tuple[str, ...] = ()
 
     @property
-    def adapters(self) -> tuple[Lora | Control | ImagePrompt, ...]:
-        """Adapters as a request takes them; the images that two kinds follow are left open."""
+    def adapters(self) -> tuple[Adapter, ...]:
+        """As a request takes them; the images that two kinds follow are left open."""
         return (
             *(Lora(path) for path in self.loras),
             *(Control(path, None) for path in self.controlnets),
@@ -246,45 +303,38 @@ class SubjectSpec:
         )
 
 
-def open_subject(given: SubjectSpec, asked: RunSpec | None = None) -> Subject:
+def open_subject(spec: SubjectSpec, run: RunSpec | None = None) -> Subject:
     """The subject of all that was named together."""
-    asked = asked or RunSpec()
-    if given.model is not None and given.config is not None:
+    run = run or RunSpec()
+    if spec.model is not None and spec.config is not None:
         raise PellucidError("MODEL must be left out with --config; got both.", "usage")
-    if all(name is None for name in (given.model, given.config, given.trace, given.images)):
+    if spec.model is spec.config is spec.trace is spec.images is None:
         raise PellucidError("MODEL, --config, --trace or --images must be given; got none of them.", "usage")
-    if given.model is not None:
-        subject = of_name(given.model, asked, given)
-    elif given.config is not None:
-        subject = of_config(given.config, asked)
+    if spec.model is not None:
+        subject = of_name(spec.model, run, spec)
+    elif spec.config is not None:
+        subject = of_config(spec.config, run)
     else:
-        subject = Subject(str(given.trace or given.images), asked)
-    if given.adapters:
-        subject = replace(subject, adapters=given.adapters)
-    if given.trace is not None:
-        subject = with_trace(subject, read_trace(given.trace))
-    if given.images is not None:
-        subject = replace(subject, images=images_in(given.images))
-    return subject if given.data is None else with_data(subject, given.data)
+        subject = Subject(str(spec.trace or spec.images), run)
+    if spec.adapters:
+        subject = replace(subject, adapters=spec.adapters)
+    if spec.trace is not None:
+        subject = with_trace(subject, read(spec.trace))
+    if spec.images is not None:
+        subject = replace(subject, images=images_in(spec.images))
+    return subject if spec.data is None else with_data(subject, spec.data)
 
 
-def read_trace(path: str) -> Any:
-    from pellucid.evidence import trace  # which is large, and few subjects need it
-
-    return trace.read(path)
-
-
-def with_trace(subject: Subject, trace: Any) -> Subject:
-    """A run that was recorded, with the plan and the recipe that its header holds, but beside a model or a config,
-    which have a plan of their own."""
+def with_trace(subject: Subject, trace: Trace) -> Subject:
+    """With a recorded run; its plan and recipe too, except where a model or a config brings its own."""
     subject, header = replace(subject, trace=trace), trace.header
     if subject.plan is not None or subject.recipe is not None:
         return subject
-    recipe = None if header.recipe is None else recipe_fields(header.recipe)
+    recipe = None if header.recipe is None else dict(vars(header.recipe))
     return replace(subject, recipe=recipe, plan=header.plans[0])
 
 
-def images_in(where: str) -> Any:
+def images_in(where: str) -> ImageSet:
     """The images of a folder, of which one at least can be read."""
     found = open_images(where)
     if isinstance(found, Statistics):
@@ -296,181 +346,154 @@ def images_in(where: str) -> Any:
     return found
 
 
-def of_name(name: str, asked: RunSpec, given: SubjectSpec) -> Subject:
+def of_name(name: str, run: RunSpec, spec: SubjectSpec) -> Subject:
     """A model; or a file that tells how one is run: a scheduler config, a plan, an image with its recipe."""
     path = source.bundled(source.expanded(name))
     if path.suffix == ".json" and path.is_file():
-        return of_json(path, asked)
+        return of_json(path, run)
     if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file():
-        return of_image(path, asked, given)
-    return of_model(name, asked, given)
+        return of_image(path, run, spec)
+    return of_model(name, run, spec)
 
 
 # --- files that tell how a model is run ------------------------------------------------------------------------
 
 
-def of_json(path: Path, asked: RunSpec) -> Subject:
-    held = weights.read_json(path, MAX_PLAN_BYTES)
-    if held.get("kind") == PLAN_KIND:
-        return of_plan(path, held, asked)
-    if path.name == INDEX:
-        return of_model(str(path.parent), asked, SubjectSpec(quick=True))
-    return of_config(str(path), asked)
-
-
-def of_plan(path: Path, held: Mapping[str, Any], asked: RunSpec) -> Subject:
-    """A plan file; one whose rows do not keep their law is a subject too."""
+def of_json(path: Path, run: RunSpec) -> Subject:
+    """A plan, whether its rows keep their law or not; a model's index; or a scheduler's config."""
+    table = weights.read_json(path, MAX_PLAN_BYTES)
+    if path.name == INDEX and table.get("kind") != PLAN_KIND:
+        return of_model(str(path.parent), run, SubjectSpec(quick=True))
+    if table.get("kind") != PLAN_KIND:
+        return of_config(str(path), run)
+    subject = Subject(str(path), run, plan_file=table)
     try:
-        return Subject(str(path), asked, plan=Plan.from_dict(dict(held)), plan_file=held)
+        return replace(subject, plan=Plan.from_dict(dict(table)))
     except PellucidError as error:
-        return Subject(str(path), asked, plan_file=held, absent={"plan": str(error)})
+        return subject.without(str(error), "plan")
 
 
-def of_config(where: str | Path | Mapping[str, Any], asked: RunSpec) -> Subject:
+def of_config(where: str | Path | Mapping[str, Any], run: RunSpec) -> Subject:
     """A scheduler's config: a file, a folder that holds one, or a dict."""
     config = diffusers_config.load(where)
     if "_class_name" not in config:
         diffusers_config.class_of(config)  # refuses what is no scheduler's config at all
     name = "config" if isinstance(where, Mapping) else str(where)
-    return with_scheduler(Subject(name, asked), config, config)
+    return with_scheduler(Subject(name, run), config, config)
 
 
-def of_image(path: Path, asked: RunSpec, given: SubjectSpec) -> Subject:
+def of_image(path: Path, run: RunSpec, spec: SubjectSpec) -> Subject:
     """An image that says how it was made; its model too, where it is here."""
     found = read_png(path)
-    told = (
-        recipe_fields(found)
+    recipe: dict[str, Any] = (
+        dict(vars(found))
         if isinstance(found, Recipe)
         else {**found.fields, "unread": found.unread, "notes": found.notes}
     )
-    asked = replace(
-        asked,
-        steps=asked.steps or told.get("steps"),
-        strength=asked.strength or told.get("strength") or None,
-        **({} if not asked.own else sampler_of(told)),
-    )
-    try:
-        model = str(told.get("model") or "")
-        place = source.locate(model) if "/" not in model or Path(model).exists() else None  # the hub is not asked
-        subject = of_model(model, asked, given) if place is not None else Subject(str(path), asked)
-    except PellucidError:
-        subject = Subject(str(path), asked)
-    plan = told.get("plan")
+    strength = run.strength or recipe.get("strength") or None
+    run = replace(run, steps=run.steps or recipe.get("steps"), strength=strength)
+    if run.own:  # what the recipe leaves open is the model's
+        grid = recipe.get("grid")
+        kept = Grid.from_dict(dict(grid)) if grid and grid["name"] != "explicit" else None
+        run = replace(run, sampler=recipe.get("sampler"), grid=kept, dialect=recipe.get("dialect", "exact"))
+    model, subject = str(recipe.get("model") or ""), Subject(str(path), run)
+    with suppress(PellucidError):
+        if "/" not in model or Path(model).exists():  # the hub is not asked
+            subject = of_model(model, run, spec)
+    plan = recipe.get("plan")
     if plan is not None:
         subject = replace(subject, plan=Plan.from_dict(plan), plan_file=plan)
-    return replace(subject, name=str(path), recipe=told)
-
-
-def recipe_fields(recipe: Recipe) -> dict[str, Any]:
-    return {f.name: getattr(recipe, f.name) for f in fields(Recipe)}
-
-
-def sampler_of(told: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe's sampler, as a plan is asked for; what it leaves open is the model's."""
-    grid = told.get("grid")
-    return {
-        "sampler": told.get("sampler"),
-        "grid": Grid.from_dict(dict(grid)) if grid and grid["name"] != "explicit" else None,
-        "dialect": told.get("dialect", "exact"),
-    }
+    return replace(subject, name=str(path), recipe=recipe)
 
 
 # --- models ----------------------------------------------------------------------------------------------------
 
 
-def of_model(name: str, asked: RunSpec, given: SubjectSpec | None = None) -> Subject:
+def of_model(name: str, run: RunSpec, spec: SubjectSpec | None = None) -> Subject:
     """A model: its files first, then its weights where they can be loaded."""
-    given = given or SubjectSpec()
+    spec = spec or SubjectSpec()
     place = source.locate(name)
-    subject = of_file(place, name, asked) if place.is_file() else of_folder(place, name, asked)
-    if given.quick:
-        why = "weights were not asked for (--quick)"
-        return replace(subject, quick=True, absent={**subject.absent, "pipeline": why, "network": why, "vae": why})
-    return with_weights(subject, place, given)
+    subject = of_file(place, name, run) if place.is_file() else of_folder(place, name, run)
+    if spec.quick:
+        return replace(subject.without(QUICK, "pipeline", "network", "vae"), quick=True)
+    return with_weights(subject, place, spec)
 
 
-def of_folder(place: Path, name: str, asked: RunSpec) -> Subject:
+def of_folder(place: Path, name: str, run: RunSpec) -> Subject:
     index = folder.index_of(place)
-    subject = Subject(name, asked, folder=place, index=index)
+    subject = Subject(name, run, folder=place, index=index)
     try:
         raw = diffusers_config.load(folder.place_of(place, "scheduler"))
     except PellucidError as error:
-        return replace(subject, absent={"scheduler": str(error), "reading": str(error)})
+        return subject.without(str(error), "scheduler", "reading")
     kept = {key: value for key, value in raw.items() if key not in folder.INERT_KEYS}
     return with_scheduler(subject, raw, folder.mended(kept, str(index.get("_class_name")))[0])
 
 
-def of_file(place: Path, name: str, asked: RunSpec) -> Subject:
+def of_file(place: Path, name: str, run: RunSpec) -> Subject:
     """A single file: its scheduler is that of its family."""
-    subject = Subject(name, asked, file=place)
+    subject = Subject(name, run, file=place)
     try:
-        tensors = weights.read(place)
-        sections = single_file.split(tensors, place.name)
-        layout = single_file.layout_of(sections, place.name)
-        target, _ = single_file.target_of(place, layout, tensors, sections, None)
+        tensors, layout, target, _ = read_single_file(place)
     except PellucidError as error:
         if error.code == "single-file-kind":  # a LoRA, an inversion, another family
             raise
-        return replace(subject, refused=error, absent={"scheduler": str(error), "reading": str(error)})
+        return replace(subject.without(str(error), "scheduler", "reading"), refused=error)
     config = single_file.scheduler_of(layout, target, zero_snr="ztsnr" in tensors)
     return with_scheduler(subject, config, config)
 
 
-def of_pipeline(pipe: Pipeline, asked: RunSpec | None = None, **known: Any) -> Subject:
+def read_single_file(path: Path) -> tuple[Mapping[str, Tensor], Any, Target, list[str]]:
+    """The tensors of a checkpoint, its layout, what its network predicts, and what was said of that."""
+    tensors = weights.read(path)
+    sections = single_file.split(tensors, path.name)
+    layout = single_file.layout_of(sections, path.name)
+    return tensors, layout, *single_file.target_of(path, layout, tensors, sections, None)
+
+
+def of_pipeline(pipe: Pipeline, run: RunSpec | None = None, **known: Any) -> Subject:
     """A model that is loaded already; `known` are further fields of the subject."""
     parts = pipe.components
-    subject = Subject(parts.name, asked or RunSpec(), pipeline=pipe, vae=parts.vae)
+    subject = Subject(parts.name, run or RunSpec(), pipeline=pipe, vae=parts.vae)
     if parts.scheduler:
         subject = with_scheduler(subject, parts.scheduler, parts.scheduler)
     return replace(subject, **known)
 
 
-def with_scheduler(subject: Subject, config: Mapping[str, Any], run: Mapping[str, Any]) -> Subject:
-    """The subject with its scheduler's config, as it is `run`, and its plan; what is not understood is left open."""
+def with_scheduler(subject: Subject, config: Mapping[str, Any], mended: Mapping[str, Any]) -> Subject:
+    """With its scheduler's config, how that reads once its pipeline has `mended` it, and the plan that follows."""
     subject = replace(subject, scheduler=config)
     try:
-        reading = read_leniently(run)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the checks of its keys name what is passed over
+            reading = diffusers_config.read(dict(mended), strict=False)
     except PellucidError as error:
-        return replace(subject, absent={**subject.absent, "reading": str(error), "plan": str(error)})
+        return subject.without(str(error), "reading", "plan")
     subject = replace(subject, reading=reading)
     try:
-        return replace(subject, plan=make_plan(reading, subject.asked))
+        return replace(subject, plan=make_plan(reading, subject.run))
     except PellucidError as error:
-        return replace(subject, absent={**subject.absent, "plan": str(error)})
+        return subject.without(str(error), "plan")
 
 
-def read_leniently(config: Mapping[str, Any]) -> Reading:
-    """The config without what stands in its way; the checks of its keys name that."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return diffusers_config.read(dict(config), strict=False)
+def with_weights(subject: Subject, place: Path, spec: SubjectSpec) -> Subject:
+    """With the pipeline and its VAE; with the VAE alone where the rest does not load.
 
-
-def with_weights(subject: Subject, place: Path, given: SubjectSpec) -> Subject:
-    """The pipeline and its VAE; the VAE alone where the rest does not load.
-
-    On a CPU they work in float32 where no dtype is asked for: float16 is thirty times as slow there.
+    On a CPU the default is float32: float16 is thirty times as slow there.
     """
-    device = source.place(subject.asked.device) or default_device()
-    dtype = weights.dtype_named(given.dtype) or (torch.float32 if device.type == "cpu" else None)
+    device = source.place(subject.run.device) or default_device()
+    dtype = weights.dtype_named(spec.dtype) or (torch.float32 if device.type == "cpu" else None)
     options = {"dtype": dtype, "device": device}
     try:
-        pipe = load(place, **options, tokenizer=given.tokenizer)  # type: ignore[arg-type]
+        pipe = load(place, **options, tokenizer=spec.tokenizer)  # type: ignore[arg-type]
     except PellucidError as error:
-        why = f"the model does not load: {error}"
-        absent = {**subject.absent, "pipeline": why, "network": why}
-        subject = replace(subject, refused=error, absent=absent)
-        return replace(subject, vae=vae_alone(subject, options))
+        vae = None
+        if subject.folder is not None and (subject.folder / "vae").is_dir():
+            with suppress(PellucidError):
+                vae = source.load_component(subject.folder / "vae", **options)  # type: ignore[arg-type]
+        subject = subject.without(f"the model does not load: {error}", "pipeline", "network")
+        return replace(subject, refused=error, vae=vae)
     return replace(subject, pipeline=pipe, vae=pipe.components.vae)
-
-
-def vae_alone(subject: Subject, options: Mapping[str, Any]) -> Any:
-    if subject.folder is None or not (subject.folder / "vae").is_dir():
-        return None
-    try:
-        return source.load_component(subject.folder / "vae", **options)
-    except PellucidError:
-        return None
 
 
 def with_data(subject: Subject, where: str) -> Subject:
@@ -480,16 +503,14 @@ def with_data(subject: Subject, where: str) -> Subject:
     if subject.pipeline is not None:
         size = min(subject.pipeline.size_of(Request()))
     elif subject.vae is not None:
-        size = side_of(subject)
+        sample = subject.vae.config.sample_size  # the pixels of a side that it was made for
+        size = int(sample if isinstance(sample, int) else min(sample))
     elif subject.images is not None:
         size = min(next(subject.images.chunks(lambda number, why: None)).shape[-2:])
     else:
-        why = "nothing is measured: no weights are loaded"
-        return replace(subject, absent={**subject.absent, "data": why})
+        return subject.without("nothing is measured: no weights are loaded", "data")
     return replace(subject, data=open_data(where, size))
 
 
-def side_of(subject: Subject) -> int:
-    """The pixels of a side that a VAE was made for."""
-    sample = subject.vae.config.sample_size
-    return int(sample if isinstance(sample, int) else min(sample))
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,16 +1,15 @@
-"""What a recorded run tells: a wrong start or end, guidance that does nothing or too much, numbers that are none."""
+"""Checks of a recorded run: a wrong start or end, guidance without effect or too strong, numbers not finite."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from pellucid.core.plan import Plan
-from pellucid.evidence.doctor.checks import Finding, Unable, check
-from pellucid.evidence.doctor.subject import Subject
+from pellucid.evidence.doctor.checks import Evidence, Finding, check
+from pellucid.evidence.doctor.subject import Subject, Unable
 from pellucid.evidence.trace import Step, Trace
 
 LEFT = 0.05  # sigma / alpha at the end: more noise than this is seen
@@ -20,103 +19,58 @@ START = 0.15  # how far the spread of the first x may be from its level's
 SATURATED = 0.08  # the share of x0 beyond its limit, in latents
 CLIPPED = 0.6  # the same in pixels, where pure colours lie at the limit
 OVERSHOT = 0.3  # the same at any step: scenes-128 has 0.07 at guidance 4, 0.21 at 7, and draws worse from 9 (0.34) on
-LEADS = 0.2  # the guidance delta over x0, somewhere: guidance has a part in it
+LEADS = 0.2  # the guidance delta over x0, somewhere: guidance contributes
 STRONG = 1.5  # the same where little noise is left: guidance makes the image, and not the network
 SAME = 1e-6  # 1 − cosine: cond and uncond are one
 
 
-def trace_of(subject: Subject) -> Trace:
-    assert subject.trace is not None
-    if not subject.trace.steps:
+def check_steps(trace: Trace) -> None:
+    if not trace.steps:
         raise Unable("the trace holds no whole step")
-    return subject.trace
 
 
-def broken_at(trace: Trace) -> tuple[int, str] | None:
-    """The first step with a number that is none, and what is."""
-    for step in trace.steps:
-        for name in ("x", "x0"):
-            if not np.isfinite(step.norms[name]).all():
-                return step.index, name
-    return None
+def not_finite(trace: Trace) -> tuple[Step, str] | None:
+    """The first step with a number that is not finite, and of which tensor."""
+    tensors = ((step, name) for step in trace.steps for name in ("x", "x0"))
+    return next(((step, name) for step, name in tensors if not np.isfinite(step.norms[name]).all()), None)
 
 
-def plans_of(trace: Trace) -> list[Plan]:
-    """The plans that occur, each once."""
-    seen: dict[int, Plan] = {id(plan): plan for plan in trace.header.plans}
-    return list(seen.values())
-
-
-@check("numbers of the trace", needs=("trace",))
-def finite(subject: Subject) -> Iterable[Finding]:
+@check("numbers of the trace")
+def finite(subject: Subject, trace: Trace) -> Iterator[Finding]:
     """Are all numbers of the run finite?"""
-    trace = trace_of(subject)
-    found = broken_at(trace)
+    check_steps(trace)
+    found = not_finite(trace)
     if found is None:
-        return []
-    index, name = found
-    step = trace.steps[index]
-    made = "The network's prediction" if name == "x0" else "The x that the network was given"
-    return [
-        Finding(
-            "run-not-finite",
-            "error",
-            f"the run breaks at step {index + 1} of {trace.header.steps}",
-            (("step", index + 1), ("time told", step.time), ("sigma/alpha", step.level.ratio), ("dtype", dtype(trace))),
-            f"{made} is not finite at step {index + 1}, and nothing after it is.",
-            "Run `pellucid doctor MODEL`: its check overflow names the module; or load with dtype float32.",
-        )
-    ]
+        return
+    (step, name), recipe = found, trace.header.recipe
+    number, dtype = step.index + 1, (recipe.dtype if recipe is not None else "") or trace.header.dtype
+    what = "The network's prediction" if name == "x0" else "The network's input x"
+    yield Finding(
+        "run-not-finite",
+        "error",
+        f"the run breaks at step {number} of {trace.header.steps}",
+        (("step", number), ("time told", step.time), ("sigma/alpha", step.level.ratio), ("dtype", dtype)),
+        f"{what} is not finite at step {number}, and nothing after it is.",
+        "Run `pellucid doctor MODEL`: its check overflow names the module; or load with dtype float32.",
+    )
 
 
-def dtype(trace: Trace) -> str:
-    recipe = trace.header.recipe
-    return recipe.dtype if recipe is not None and recipe.dtype else trace.header.dtype
+# --- levels -------------------------------------------------------------------------------------------------------
 
 
-@check("levels of the trace", needs=("trace",))
-def levels(subject: Subject) -> Iterable[Finding]:
+@check("levels of the trace")
+def levels(subject: Subject, trace: Trace) -> Iterator[Finding]:
     """Does the run start at the noise that its plan says, and end without any?"""
-    trace = trace_of(subject)
-    return [*started(trace), *ended(trace)]
-
-
-def started(trace: Trace) -> Iterable[Finding]:
-    """The spread of the first x against its level: sigma, and alpha times that of the data, which is DATA at most."""
-    step = trace.steps[0]
-    spread = step.norms["x"] / math.sqrt(trace.header.numbers)
-    for image, row in enumerate(step.rows):
-        level = row.level
-        low, high = level.sigma, math.hypot(DATA * level.alpha, level.sigma)
-        noise = 4 * high / math.sqrt(2 * trace.header.numbers)  # what chance makes of so many numbers
-        if np.isfinite(spread[image]) and not low * (1 - START) - noise <= spread[image] <= high * (1 + START) + noise:
-            yield Finding(
-                "wrong-start-level",
-                "error",
-                f"the first x has {spread[image] / high:.3g} times the spread of its level",
-                (
-                    ("standard deviation of x", float(spread[image])),
-                    ("of its level", f"{low:.3g} to {high:.3g}"),
-                    ("time told", row.time),
-                    ("image", image + 1),
-                ),
-                "The network is told a level that x does not have: the first noise was not scaled as its level wants, "
-                "or scaled twice.",
-                "Start with plan.initial_scale (sigma of the first level) times unit noise; give `latents` unscaled.",
-            )
-            return
-
-
-def ended(trace: Trace) -> Iterable[Finding]:
-    for plan in plans_of(trace):
+    check_steps(trace)
+    yield from start(trace)
+    recipe = trace.header.recipe
+    for plan in {id(plan): plan for plan in trace.header.plans}.values():
         left = plan.end.ratio
-        recipe = trace.header.recipe
         if left <= SLIGHT or (recipe is not None and recipe.denoising_end is not None):
             continue
-        grave = left > LEFT
         yield Finding(
             "wrong-final-level",
-            "warning" if grave else "note",
+            "warning" if left > LEFT else "note",
             f"the run ends with noise left: sigma/alpha {left:.3g}",
             (
                 ("sigma/alpha at the end", left),
@@ -130,14 +84,45 @@ def ended(trace: Trace) -> Iterable[Finding]:
         )
 
 
-@check("guidance of the trace", needs=("trace",))
-def guidance(subject: Subject) -> Iterable[Finding]:
+def start(trace: Trace) -> Iterator[Finding]:
+    """The spread of the first x against its level: sigma, and alpha times that of the data, which is DATA at most."""
+    spread = trace.steps[0].norms["x"] / math.sqrt(trace.header.numbers)
+    for image, row in enumerate(trace.steps[0].rows):
+        low, high = row.level.sigma, math.hypot(DATA * row.level.alpha, row.level.sigma)
+        noise = 4 * high / math.sqrt(2 * trace.header.numbers)  # by chance, of so many numbers
+        if np.isfinite(spread[image]) and not low * (1 - START) - noise <= spread[image] <= high * (1 + START) + noise:
+            yield Finding(
+                "wrong-start-level",
+                "error",
+                f"the first x has {spread[image] / high:.3g} times the spread of its level",
+                (
+                    ("standard deviation of x", float(spread[image])),
+                    ("of its level", f"{low:.3g} to {high:.3g}"),
+                    ("time told", row.time),
+                    ("image", image + 1),
+                ),
+                "The network is given a level that x does not have: the first noise was not scaled to its level, or "
+                "scaled twice.",
+                "Start with plan.initial_scale (sigma of the first level) times unit noise; give `latents` unscaled.",
+            )
+            return
+
+
+# --- guidance -----------------------------------------------------------------------------------------------------
+
+
+@check("guidance of the trace")
+def guidance(subject: Subject, trace: Trace) -> Iterator[Finding]:
     """Does guidance act, and does it leave the prediction in its range?"""
-    trace = trace_of(subject)
-    if broken_at(trace) is not None:
+    check_steps(trace)
+    if not_finite(trace) is not None:
         raise Unable("the run is not finite")
     scale = scale_of(trace)
-    return [*without_effect(trace, scale), *too_much(trace, scale)]
+    yield from without_effect(trace, scale)
+    for too_much in (saturated_end, overshoot, leading):  # the most severe of them
+        if (finding := too_much(trace, scale)) is not None:
+            yield finding
+            return
 
 
 def scale_of(trace: Trace) -> float | None:
@@ -147,129 +132,109 @@ def scale_of(trace: Trace) -> float | None:
     return float(scale) if isinstance(scale, int | float) else None
 
 
-def scale_evidence(scale: float | None) -> tuple[tuple[str, float], ...]:
-    """Evidence: the scale, where it is known."""
+def scale_evidence(scale: float | None) -> Evidence:
+    """The scale, where it is known."""
     return () if scale is None else (("guidance scale", scale),)
 
 
-def without_effect(trace: Trace, scale: float | None) -> Iterable[Finding]:
+def without_effect(trace: Trace, scale: float | None) -> Iterator[Finding]:
     """cond and uncond that are one prediction: the prompt changes nothing."""
     both = [step for step in trace.steps if np.isfinite(step.cosine).all()]
-    if not both:
-        return
-    closest = float(np.min([1 - step.cosine.min() for step in both]))
-    furthest = float(np.max([1 - step.cosine.min() for step in both]))
-    same = all(is_one(step) for step in both)
-    if same or furthest < SAME:
+    apart = [1 - step.cosine.min() for step in both]
+    if both and (all(map(same_bits, both)) or float(np.max(apart)) < SAME):
         yield Finding(
             "prompt-no-effect",
             "error",
-            "the prediction with the prompt is the one without it, at every step",
+            "the predictions with and without the prompt are the same at every step",
             (
                 ("steps", len(both)),
-                ("largest 1 − cosine(cond, uncond)", furthest),
-                ("smallest", closest),
+                ("largest 1 − cosine(cond, uncond)", float(np.max(apart))),
+                ("smallest", float(np.min(apart))),
                 ("largest guidance delta", float(np.nanmax([step.norms["delta"].max() for step in both]))),
                 *scale_evidence(scale),
             ),
-            "The network is told the same with and without the prompt, or does not read what it is told.",
+            "The network gets the same inputs with and without the prompt, or does not read them.",
             "Check the text encoder and the tokenizer, and that the prompt is not the negative prompt.",
         )
 
 
-def is_one(step: Step) -> bool:
+def same_bits(step: Step) -> bool:
     """Whether cond and uncond of a step are the same bits."""
     a, b = step.digests["cond"], step.digests["uncond"]
     return bool((a == b).all() and (a != 0).any())
 
 
-def too_much(trace: Trace, scale: float | None) -> Iterable[Finding]:
-    """Guidance that burns, overshoots or leads: the gravest of them."""
-    return next((found for how in (burnt, overshot, leading) if (found := how(trace, scale))), [])
-
-
-def burnt(trace: Trace, scale: float | None) -> list[Finding]:
+def saturated_end(trace: Trace, scale: float | None) -> Finding | None:
     """x0 beyond its range at the end."""
     late = trace.steps[-max(1, len(trace.steps) // 4) :]
     saturated = float(np.mean([step.saturation.mean() for step in late]))
-    lead = max(led(step) for step in trace.steps)
-    limit = SATURATED if trace.header.limit > 1 else CLIPPED
-    if saturated <= limit or lead <= LEADS:
-        return []
-    return [
-        Finding(
-            "oversaturated",
-            "warning",
-            f"{saturated:.1%} of the prediction is beyond its range at the end of the run",
-            (
-                ("share of |x0| at or beyond the limit", saturated),
-                ("limit", trace.header.limit),
-                ("root mean square of x0", rms(late[-1], trace)),
-                ("guidance delta over x0, largest", lead),
-                *scale_evidence(scale),
-            ),
-            f"Guidance{of(scale)} pushes the prediction out of the range of images.",
-            "Lower it to 7 or less, or correct it: --guidance '7 + rescale', or '7 + threshold'.",
-        )
-    ]
+    lead = max(map(relative_delta, trace.steps))
+    if saturated <= (SATURATED if trace.header.limit > 1 else CLIPPED) or lead <= LEADS:
+        return None
+    return Finding(
+        "oversaturated",
+        "warning",
+        f"{saturated:.1%} of the prediction is beyond its range at the end of the run",
+        (
+            ("share of |x0| at or beyond the limit", saturated),
+            ("limit", trace.header.limit),
+            ("root mean square of x0", rms(late[-1], trace)),
+            ("guidance delta over x0, largest", lead),
+            *scale_evidence(scale),
+        ),
+        f"Guidance{of(scale)} pushes the prediction out of the range of images.",
+        "Lower it to 7 or less, or correct it: --guidance '7 + rescale', or '7 + threshold'.",
+    )
 
 
-def overshot(trace: Trace, scale: float | None) -> list[Finding]:
+def overshoot(trace: Trace, scale: float | None) -> Finding | None:
     """x0 of latents beyond its range on the way: what is predicted from noise is a mean, and means are small."""
     worst = max(trace.steps, key=lambda step: float(step.saturation.mean()))
     beyond = float(worst.saturation.mean())
-    if trace.header.limit <= 1 or beyond <= OVERSHOT or led(worst) <= LEADS:
-        return []
-    return [
-        Finding(
-            "guidance-overshoots",
-            "warning",
-            f"at step {worst.index + 1} {beyond:.0%} of the prediction is beyond the range of images",
-            (
-                ("share of |x0| at or beyond the limit", beyond),
-                ("limit", trace.header.limit),
-                ("step", worst.index + 1),
-                ("root mean square of x0", rms(worst, trace)),
-                ("the same at the end", rms(trace.steps[-1], trace)),
-                *scale_evidence(scale),
-            ),
-            "A prediction from noise is a mean of images, and smaller than they are. "
-            f"Here guidance{of(scale)} makes it larger, and later steps keep what these lay down.",
-            "Lower it to 7 or less, or correct it: --guidance '7 + rescale'.",
-        )
-    ]
+    if trace.header.limit <= 1 or beyond <= OVERSHOT or relative_delta(worst) <= LEADS:
+        return None
+    return Finding(
+        "guidance-overshoots",
+        "warning",
+        f"at step {worst.index + 1} {beyond:.0%} of the prediction is beyond the range of images",
+        (
+            ("share of |x0| at or beyond the limit", beyond),
+            ("limit", trace.header.limit),
+            ("step", worst.index + 1),
+            ("root mean square of x0", rms(worst, trace)),
+            ("the same at the end", rms(trace.steps[-1], trace)),
+            *scale_evidence(scale),
+        ),
+        "A prediction from noise is a mean of images, and smaller than they are. "
+        f"Here guidance{of(scale)} makes it larger, and later steps keep that.",
+        "Lower it to 7 or less, or correct it: --guidance '7 + rescale'.",
+    )
 
 
-def leading(trace: Trace, scale: float | None) -> list[Finding]:
+def leading(trace: Trace, scale: float | None) -> Finding | None:
     """A guidance delta larger than the prediction, where little noise is left."""
     clear = [step for step in trace.steps if step.level.ratio < 1.0]
-    worst = max(clear, key=led, default=trace.steps[-1])
-    most = led(worst)
+    worst = max(clear, key=relative_delta, default=trace.steps[-1])
+    most = relative_delta(worst)
     if most <= STRONG:
-        return []
-    return [
-        Finding(
-            "guidance-leads",
-            "warning",
-            f"at step {worst.index + 1} the guidance delta is {most:.3g} times the prediction",
-            (
-                ("guidance delta over x0", most),
-                ("step", worst.index + 1),
-                ("sigma/alpha", worst.level.ratio),
-                *scale_evidence(scale),
-            ),
-            "Guidance, and not the network, makes the image at a level where little noise is left.",
-            "Lower the scale, or guide only where there is much noise: --guidance '7 + interval stop=0.7'.",
-        )
-    ]
+        return None
+    facts = (("guidance delta over x0", most), ("step", worst.index + 1), ("sigma/alpha", worst.level.ratio))
+    return Finding(
+        "guidance-leads",
+        "warning",
+        f"at step {worst.index + 1} the guidance delta is {most:.3g} times the prediction",
+        (*facts, *scale_evidence(scale)),
+        "Guidance, and not the network, makes the image at a level where little noise is left.",
+        "Lower the scale, or guide only where there is much noise: --guidance '7 + interval stop=0.7'.",
+    )
 
 
 def of(scale: float | None) -> str:
     return "" if scale is None else f" of {scale:g}"
 
 
-def led(step: Step) -> float:
-    """The guidance delta over x0, of the image where it is most; 0 without guidance."""
+def relative_delta(step: Step) -> float:
+    """The guidance delta over x0, of the image where it is largest; 0 without guidance."""
     return float(np.nan_to_num(step.norms["delta"] / step.norms["x0"]).max())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from torch import Tensor
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import parse_object, read_text
 from pellucid.evidence.metrics.images import Folder, ImageSet
-from pellucid.evidence.statistics import RESAMPLES, Interval, mean_interval
+from pellucid.evidence.statistics import RESAMPLES, Estimate, mean_interval
 from pellucid.interop import source, weights
-from pellucid.interop.components import Wanted
+from pellucid.interop.components import LoadOptions
 from pellucid.interop.folder import read_part
 from pellucid.interop.hub import tokenizer_in
 from pellucid.interop.tokenizer import Tokenizer
@@ -31,10 +31,9 @@ BATCH = 64
 
 @dataclass(frozen=True)
 class ImageText:
-    """100 × the mean cosine, its interval, the cosine of every image that could be read, and what was cut or left."""
+    """100 × the mean cosine, the cosine of every image that could be read, and what was cut or left."""
 
-    value: float
-    interval: Interval | None
+    estimate: Estimate
     cosines: Tensor  # (N,) float32
     cut: int = 0  # prompts that were longer than the encoder's window
     skipped: int = 0
@@ -60,7 +59,7 @@ class Judge:
             got = (raw.get("architectures") or [raw.get("model_type")])[0]
             must = "a CLIPModel, text and vision together"
             raise PellucidError(rule(f"config of {folder.name}", must, got), "clip-folder")
-        network = read_part(folder, "CLIPModel", Wanted(torch.float32, source.place(device))).network
+        network = read_part(folder, "CLIPModel", LoadOptions(torch.float32, source.place(device))).network
         return Judge(network, tokenizer_of(folder, network), *pixels_of(folder, network))
 
     @torch.no_grad()
@@ -119,8 +118,10 @@ def image_text(
     if not found:
         raise PellucidError(rule(f"images of {images.name}", "readable, at least one", "none"), "pictures-empty")
     cosines = torch.cat(found)
-    interval = mean_interval(100 * cosines, resamples, seed) if resamples else None
-    return ImageText(100 * float(cosines.double().mean()), interval, cosines, cut, len(skipped))
+    estimate = Estimate(100 * float(cosines.double().mean()))
+    if resamples:
+        estimate = replace(mean_interval(100 * cosines, resamples, seed), value=estimate.value)
+    return ImageText(estimate, cosines, cut, len(skipped))
 
 
 # Files

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,21 +16,14 @@ from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import whole
-from pellucid.evidence.metrics.fid import FEW, Statistics, fid, note_on
+from pellucid.evidence.metrics.fid import FEW, Statistics, fid, fid_interval, note_on
+from pellucid.evidence.metrics.fid import RESAMPLES as FID_RESAMPLES
 from pellucid.evidence.metrics.image_text import ImageText
 from pellucid.evidence.metrics.images import ImageSet
 from pellucid.evidence.metrics.inception import BATCH, Inception, feature_batches
-from pellucid.evidence.metrics.kid import SUBSET, SUBSETS, Kid, kid, kid_exact
+from pellucid.evidence.metrics.kid import SUBSET, SUBSETS, Kid, kid, kid_exact, kid_interval
 from pellucid.evidence.metrics.precision_recall import NEIGHBOURS, precision_recall
-from pellucid.evidence.statistics import (
-    FID_RESAMPLES,
-    LEVEL,
-    RESAMPLES,
-    Interval,
-    fid_interval,
-    kid_interval,
-    mean_interval,
-)
+from pellucid.evidence.statistics import LEVEL, RESAMPLES, Estimate, mean_interval
 from pellucid.interop import weights
 from pellucid.interop.atomic_files import are_whole, digests_in, put
 
@@ -155,14 +148,6 @@ class ScoreConfig:
 
 
 @dataclass(frozen=True)
-class Figure:
-    """A value with its interval, where there is one."""
-
-    value: float
-    interval: Interval | None = None
-
-
-@dataclass(frozen=True)
 class Score:
     """Everything that was measured; what was not is None, and `notes` say why and what to heed."""
 
@@ -170,12 +155,12 @@ class Score:
     count: int
     reference: str | None = None
     reference_count: int | None = None
-    fid: Figure | None = None
-    kid: Figure | None = None  # over all pairs
+    fid: Estimate | None = None
+    kid: Estimate | None = None  # over all pairs
     kid_subsets: Kid | None = None  # over random subsets, as papers report it
-    precision: Figure | None = None
-    recall: Figure | None = None
-    image_text: Figure | None = None
+    precision: Estimate | None = None
+    recall: Estimate | None = None
+    image_text: Estimate | None = None
     cosines: tuple[float, ...] | None = None  # of each image with its prompt
     notes: tuple[str, ...] = ()
 
@@ -186,8 +171,18 @@ class Score:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, without what was not measured."""
-        held = {name: value for name, value in asdict(self).items() if value is not None}
+        held = {field.name: getattr(self, field.name) for field in fields(self)}
+        held |= {name: estimate_json(one) for name, one in held.items() if isinstance(one, Estimate)}
+        held |= {"kid_subsets": None if self.kid_subsets is None else asdict(self.kid_subsets)}
+        held = {name: value for name, value in held.items() if value is not None}
         return {"version": SCORE_VERSION, **held, "notes": list(self.notes)}
+
+
+def estimate_json(one: Estimate) -> dict[str, Any]:
+    if one.ends is None:
+        return {"value": one.value, "interval": None}
+    about = {"level": one.level, "resamples": one.count, "bias": one.bias}
+    return {"value": one.value, "interval": {"low": one.low, "high": one.high, **about}}
 
 
 def score(
@@ -200,19 +195,19 @@ def score(
     asked, done = asked or ScoreConfig(), progress or (lambda: None)
     notes = [*images.notes(), *reference.notes(), *notes_on(images, reference)]
     x, y = images.features, reference.features
-    value = fid(reference.statistics, images.statistics)
+    distance = Estimate(fid(reference.statistics, images.statistics))
     done()
-    interval = None
     if x is not None and asked.resamples:
         against = reference.statistics.to(x.device)
-        interval = fid_interval(x, against, asked.fid_resamples, asked.seed, asked.level, done)
+        resampled = fid_interval(x, against, asked.fid_resamples, asked.seed, asked.level, done)
+        distance = replace(resampled, value=distance.value)
     found: dict[str, Any] = {} if x is None or y is None else pairwise(x, y.to(x.device), asked, done)
     return Score(
         images.name,
         images.count,
         reference.name,
         reference.count,
-        Figure(value, interval),
+        distance,
         **found,
         notes=tuple(notes),
     )
@@ -227,20 +222,19 @@ def pairwise(x: torch.Tensor, y: torch.Tensor, asked: ScoreConfig, done: Callabl
     """What needs the features of both sides (N, D), (M, D)."""
     subsets = kid(x, y, asked.subsets, asked.subset, asked.seed)
     done()
-    exact = kid_exact(x, y)
+    exact = Estimate(kid_exact(x, y))
     done()
-    spread = kid_interval(x, y, asked.resamples, asked.seed, asked.level) if asked.resamples else None
+    if asked.resamples:
+        exact = kid_interval(x, y, asked.resamples, asked.seed, asked.level, value=exact.value)
     done()
     both = precision_recall(x, y, asked.neighbours)
     done()
-    shares = {}
-    for name, value, inside in (
-        ("precision", both.precision, both.inside),
-        ("recall", both.recall, both.reached),
-    ):
-        interval = mean_interval(inside, asked.resamples, asked.seed, asked.level) if asked.resamples else None
-        shares[name] = Figure(value, interval)
-    return {"kid": Figure(exact, spread), "kid_subsets": subsets, **shares}
+    shares = {"precision": Estimate(both.precision), "recall": Estimate(both.recall)}
+    if asked.resamples:
+        for name, inside in (("precision", both.inside), ("recall", both.reached)):
+            found = mean_interval(inside, asked.resamples, asked.seed, asked.level)
+            shares[name] = replace(found, value=shares[name].value)
+    return {"kid": exact, "kid_subsets": subsets, **shares}
 
 
 def notes_on(images: FeatureSet, reference: FeatureSet) -> Iterator[str]:
@@ -263,5 +257,4 @@ def with_image_text(found: Score, text: ImageText) -> Score:
         notes.append(f"{text.cut:,} prompts were longer than the encoder's window and were cut there.")
     if text.skipped and found.reference is None:
         notes.append(f"{text.skipped:,} images could not be read and were skipped.")
-    figure = Figure(text.value, text.interval)
-    return replace(found, image_text=figure, cosines=tuple(text.cosines.tolist()), notes=tuple(notes))
+    return replace(found, image_text=text.estimate, cosines=tuple(text.cosines.tolist()), notes=tuple(notes))

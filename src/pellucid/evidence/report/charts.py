@@ -1,12 +1,23 @@
-"""Charts of reports: the house's colours and quiet axes, and lines with intervals over two axes."""
+"""Charts of reports: drawn once, with matplotlib; a PNG file and the SVG of a page are the same drawing.
+
+    chart = Chart("Error", [Series("ddim", calls, errors)], Axis("model calls", log=True), Axis("error"))
+    chart.png(folder / "error.png")
+    page.add(chart)
+
+On a page the points answer the pointer, and a click on an entry of the legend hides its line.
+"""
 
 from __future__ import annotations
 
+import base64
 import html
+import io
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+import re
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +26,22 @@ from pellucid.interop.atomic_files import put
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis as MatplotlibAxis
     from matplotlib.figure import Figure
+    from matplotlib.legend import Legend
 
-INK, SLATE, FAINT, PAPER = "#1c2530", "#51606f", "#8894a3", "#ffffff"
+    from pellucid.evidence.statistics import Estimate
+
+INK, SLATE, FAINT, PAPER, GRID = "#1c2530", "#51606f", "#8894a3", "#ffffff", "#e3e8ee"
 # Twelve lines that stay apart, in hue and in lightness.
 COLOURS = (
     "#1f6fd6", "#e8710a", "#188a3b", "#c5221f", "#8430ce", "#8d6e3f", "#e0439b", "#5f6b7a", "#a3ad12", "#12a4af",
     "#101820", "#f2b01e",
 )  # fmt: skip
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")  # schedules stay apart without colours too
+SIZE = (5.6, 3.9)  # inches of a chart of one panel: two stand side by side on a page
+LOCK = threading.RLock()  # matplotlib draws for one thread at a time, and its settings are one for all
+ZOOM = 1.4  # pixels of a page to a point of a drawing, at most: 9 points are then read as 12.6 pixels
 
 
 def require() -> None:
@@ -35,8 +53,11 @@ def require() -> None:
         raise PellucidError(f"matplotlib must be installed to draw; got none. {advice}", "missing-extra") from None
 
 
+# --- The look ----------------------------------------------------------------------------------------------------
+
+
 def canvas(width: float, height: float, paper: str = PAPER) -> Figure:
-    """An empty image, in inches."""
+    """An empty figure, in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -60,44 +81,161 @@ def quiet(axes: Axes, title: str = "", x: str = "", y: str = "") -> None:
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
         axes.spines[side].set_color(FAINT)
-    axes.grid(True, color="#e3e8ee", linewidth=0.8)
+    axes.grid(True, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
 
 
 def log_y(axes: Axes) -> None:
     """A log axis with a few plain numbers, where what is drawn spans more than a factor of two."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-    if axes.dataLim.ymax < 2 * axes.dataLim.ymin:
+    low, high = axes.dataLim.ymin, axes.dataLim.ymax
+    if high < 2 * low:
         return
     axes.set_yscale("log")
     low, high = axes.get_ylim()
-    steps: tuple[float, ...] = (1.0, 2.0, 5.0) if high < 60 * low else (1.0,)
-    if high < 4 * low:
-        steps = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
-    axes.yaxis.set_major_locator(LogLocator(subs=steps, numticks=12))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0f}" if 1e3 <= v < 1e7 else f"{v:.3g}"))
+    numbered(axes.yaxis, log_ticks(low, high))
     axes.set_ylim(low, high)
 
 
-def legend(figure: Figure, axes: Axes, note: str = "") -> None:
-    """One for all panels, in a strip under them; the note under it."""
-    handles, labels = axes.get_legend_handles_labels()
-    height = figure.get_figheight()
-    foot = 0.25 if note else 0.02  # inches
-    look: dict[str, Any] = {"frameon": False, "fontsize": 10, "labelcolor": INK, "borderaxespad": 0.2}
-    place: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, foot / height)}
-    figure.legend(handles, labels, ncols=min(6, len(labels)), **place, **look)
+def numbered(axis: MatplotlibAxis, places: Sequence[float]) -> None:
+    """An axis with plain numbers at these places and nowhere else."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    axis.set_major_locator(FixedLocator(list(places)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+
+
+def legend(figure: Figure, axes: Axes | Sequence[Axes], note: str = "") -> Legend | None:
+    """One for all panels, in a strip under them, which makes the figure higher than for one line; the note below it.
+    `axes` are those whose lines it names."""
+    named: dict[str, Any] = {}
+    for one in axes if isinstance(axes, Sequence) else [axes]:
+        handles, labels = one.get_legend_handles_labels()
+        named = dict(zip(labels, handles, strict=True)) | named
+    foot = 0.25 if note else 0.04  # inches
+    look: dict[str, Any] = {"frameon": False, "fontsize": 9, "labelcolor": INK, "loc": "lower center"}
+    look |= {"borderaxespad": 0.2, "columnspacing": 1.4}
+    made, tall = None, 0.0
+    for columns in range(min(6, len(named)), 0, -1):
+        made = figure.legend(list(named.values()), list(named), ncols=columns, **look)
+        size = made.get_window_extent(figure.canvas.get_renderer())  # type: ignore[attr-defined]  # of Agg
+        tall = size.height / figure.dpi
+        if size.width <= figure.bbox.width or columns == 1:
+            break
+        made.remove()
+    height = figure.get_figheight() + max(0.0, tall - 0.3)
+    figure.set_figheight(height)
+    if made is not None:
+        made.set_bbox_to_anchor((0.5, foot / height), figure.transFigure)
     figure.text(0.5, 0.08 / height, note, fontsize=8.5, color=SLATE, ha="center", va="bottom")
-    figure.tight_layout(rect=(0, (foot + 0.3) / height, 1, 1), w_pad=2.0, h_pad=1.4)
+    figure.tight_layout(rect=(0, (foot + tall) / height, 1, 1), w_pad=2.0, h_pad=1.4, pad=0.6)
+    return made
 
 
-# --- Lines with intervals -------------------------------------------------------------------------------------------
+def short(value: float, digits: int = 4) -> str:
+    """A number for an axis, the pointer or a table, with so many significant digits."""
+    if value and not 1e-4 <= abs(value) < 1e7:
+        return f"{value:.{min(digits, 3) - 1}e}".replace("e-0", "e-").replace("e+0", "e").replace("-", "−")
+    text = f"{value:.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
+    return text.replace("-", "−")
 
-WIDTH, HEIGHT = 520, 340  # of the drawing, in its own units
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 46
-GRID = "#e3e8ee"
+
+# --- Drawings ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A place in the data of `axes` that tells the pointer `words`; a click shows the images of the cell `key`."""
+
+    axes: Axes
+    x: float
+    y: float
+    words: str
+    key: str = ""
+    series: int | None = None
+    radius: float = 4.0  # points
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A finished figure: a PNG file, and on a page an SVG, or with `raster` the same pixels. `title` is read aloud."""
+
+    figure: Figure
+    title: str
+    note: str = ""
+    spots: Sequence[Spot] = ()
+    dpi: int = 150
+    raster: bool = False
+
+    def png(self, path: Path) -> Path:
+        return save(self.figure, path, self.dpi)
+
+    @property
+    def wide(self) -> bool:
+        """Whether it takes the whole width of a page."""
+        return bool(self.figure.get_figwidth() > 1.3 * SIZE[0])
+
+    def html(self) -> str:
+        kind = "chart wide" if self.wide else "chart"
+        note = f"<figcaption>{html.escape(self.note)}</figcaption>" if self.note else ""
+        most = f"max-width:{ZOOM * 72 * self.figure.get_figwidth():.0f}px"
+        return f'<figure class="{kind}" style="{most}">{self.image()}<div class="tip"></div>{note}</figure>\n'
+
+    def image(self) -> str:
+        title = html.escape(self.title, quote=True)
+        if self.raster:
+            held = io.BytesIO()
+            self.figure.savefig(held, dpi=self.dpi)
+            data = base64.b64encode(held.getvalue()).decode()
+            return f'<img alt="{title}" src="data:image/png;base64,{data}">'
+        width, height = (72 * float(side) for side in self.figure.get_size_inches())
+        spots = "".join(self.circle(spot, height) for spot in self.spots if shown(spot))
+        inside = svg(self.figure, title)
+        return f'<svg viewBox="0 0 {width:g} {height:g}" role="group" aria-label="{title}">{inside}{spots}</svg>'
+
+    def circle(self, spot: Spot, height: float) -> str:
+        """What answers the pointer, over the point that is drawn."""
+        x, y = (72 / self.figure.dpi * float(v) for v in spot.axes.transData.transform((spot.x, spot.y)))
+        words = html.escape(spot.words, quote=True)
+        cell = f' data-cell="{html.escape(spot.key, quote=True)}"' if spot.key else ""
+        series = "" if spot.series is None else f' data-series="{spot.series}"'
+        return (
+            f'<circle cx="{x:.1f}" cy="{height - y:.1f}" r="{spot.radius:g}" tabindex="0" role="img"{series} '
+            f'aria-label="{words.replace(chr(10), ", ")}" data-tip="{words}"{cell}/>'
+        )
+
+
+def shown(spot: Spot) -> bool:
+    return math.isfinite(spot.x) and math.isfinite(spot.y)
+
+
+FONT = re.compile(r"((?:font(?:-family)?): [^;\"]*?)'DejaVu Sans'[^;\"]*")
+
+
+def svg(figure: Figure, salt: str) -> str:
+    """What is inside the SVG of a figure, the same at every run; text stays text."""
+    import matplotlib
+
+    held, settings = io.StringIO(), {"svg.fonttype": "none", "svg.hashsalt": salt}
+    with LOCK:
+        before = {name: matplotlib.rcParams[name] for name in settings}
+        matplotlib.rcParams.update(settings)
+        try:
+            figure.savefig(held, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        finally:
+            matplotlib.rcParams.update(before)
+    text = held.getvalue()
+    text = text[text.index(">", text.index("<svg")) + 1 : text.rindex("</svg>")]
+    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->|<style.*?</style>|<defs>\s*</defs>", "", text, flags=re.S)
+    text = re.sub(r'<g id="series-(\d+)">', r'<g data-series="\1">', text)
+    text = re.sub(r'<g id="entry-(\d+)">', r'<g data-entry="\1" tabindex="0" role="button">', text)
+    text = FONT.sub(r"\1'DejaVu Sans', Verdana, sans-serif", text)
+    used = set(re.findall(r'(?:href="|url\()#([^")]+)', text))
+    text = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", text)
+    return re.sub(r">\s+<", "><", text).strip()
+
+
+# --- Lines with intervals ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -111,9 +249,9 @@ class Axis:
 
 @dataclass(frozen=True)
 class Series:
-    """One line. `low` and `high` are the ends of an interval a point, `labels` a line of words for the pointer, `href`
-    the key of a cell of `Images` that a click shows. A point that is not finite is left out; without `points` there
-    is the line alone."""
+    """One line. `low` and `high` are the ends of an interval for each point, `labels` a line of words for the pointer,
+    `href` the key of a cell of `Images` that a click shows. A point that is not finite is left out; without `points`
+    there is the line alone."""
 
     name: str
     x: Sequence[float]
@@ -133,6 +271,17 @@ class Series:
             if given is not None and len(given) not in ((len(self.x),) if name == "y" else (0, len(self.x))):
                 must = f"as many as x, {len(self.x)}"
                 raise PellucidError(rule(f"{name} of series {self.name}", must, len(given)), "chart")
+
+    @staticmethod
+    def of(name: str, x: Sequence[float], y: Sequence[Estimate], **look: Any) -> Series:
+        """A line of estimates."""
+        return Series(name, x, *([getattr(one, part) for one in y] for part in ("value", "low", "high")), **look)
+
+    def interval(self, i: int) -> tuple[float, float] | None:
+        """The ends of a point's interval, where it has one."""
+        if not self.low or not self.high or not math.isfinite(self.low[i]) or not math.isfinite(self.high[i]):
+            return None
+        return self.low[i], self.high[i]
 
 
 @dataclass(frozen=True)
@@ -154,49 +303,161 @@ class Chart:
     y: Axis
     marks: Sequence[Mark] = ()
     note: str = ""
+    named: bool = True  # whether there is a legend
+    size: tuple[float, float] = field(default=SIZE, repr=False)
+
+    @cached_property
+    def drawing(self) -> Drawing:
+        figure = canvas(*self.size)
+        axes = figure.add_subplot()
+        with LOCK:
+            spots = self.paint(axes)
+            quiet(axes, self.title, self.x.name, self.y.name)
+            if self.named and len(self.series) > 1:
+                name_entries(legend(figure, axes), [one.name for one in self.series])
+            else:
+                figure.tight_layout(pad=0.6)
+        return Drawing(figure, self.title, self.note, spots, dpi=190)
+
+    @property
+    def wide(self) -> bool:
+        return self.drawing.wide
 
     def html(self) -> str:
-        return figure(self)
+        return self.drawing.html()
 
     def png(self, path: Path) -> Path:
-        """The same by matplotlib."""
-        return png(self, path)
+        return self.drawing.png(path)
 
     def colour(self, number: int) -> str:
         return self.series[number].colour or COLOURS[number % len(COLOURS)]
 
+    def paint(self, axes: Axes, number: Callable[[str], int] | None = None, marker: float = 5.0) -> list[Spot]:
+        """All of it but the words around; `number` tells the series by their names, where panels share a legend."""
+        across, up = scales(self)
+        spots = []
+        for i, one in enumerate(self.series):
+            own = number(one.name) if number else i
+            kept = [j for j in range(len(one.x)) if across.shows(one.x[j]) and up.shows(one.y[j])]
+            paint_series(axes, one, kept, self.colour(i), own, (up, marker))
+            if one.points:
+                spots += [
+                    Spot(axes, one.x[j], one.y[j], self.words(one, j), one.href[j] if one.href else "", own)
+                    for j in kept
+                ]
+        for mark in self.marks:
+            paint_mark(axes, mark, across)
+        across.lay(axes.xaxis, self.x.ticks)
+        up.lay(axes.yaxis, self.y.ticks)
+        return spots
+
+    def words(self, one: Series, i: int) -> str:
+        """What the pointer is shown: the series, both numbers, the interval, and the point's own words."""
+        lines = [one.name, f"{self.x.name}: {short(one.x[i])}", f"{self.y.name}: {short(one.y[i])}"]
+        if ends := one.interval(i):
+            lines[-1] += f" ({short(ends[0])} to {short(ends[1])})"
+        return "\n".join([*lines, *([one.labels[i]] if one.labels and one.labels[i] else [])])
+
+
+def paint_series(
+    axes: Axes, one: Series, kept: Sequence[int], colour: str, number: int, look: tuple[Scale, float]
+) -> None:
+    """A line with its points and bars for their intervals; a bar that reaches zero ends at the frame of a log axis."""
+    up, marker = look
+    style = ("--" if one.dashed else "-") if one.line else ""
+    drawn = axes.plot(
+        [one.x[i] for i in kept],
+        [one.y[i] for i in kept],
+        style or "none",
+        color=colour,
+        marker="o" if one.points else "none",
+        markersize=marker,
+        linewidth=1.8 if marker > 4 else 1.4,
+        label=one.name,
+    )
+    ends = [(one.x[i], *held) for i in kept if (held := one.interval(i)) is not None]
+    if ends:
+        x, low, high = zip(*ends, strict=True)
+        low = [max(v, up.low) for v in low] if up.log else low
+        drawn.append(axes.vlines(x, low, high, colors=colour, linewidth=1.3, alpha=0.55))  # type: ignore[arg-type]
+    for artist in drawn:
+        artist.set_gid(f"series-{number}")
+
+
+def panels(charts: Sequence[Chart], columns: int, title: str, note: str = "") -> Drawing:
+    """Charts with the same axes in one figure, with one legend for all; a series has one colour in all of them."""
+    names = list(dict.fromkeys(one.name for chart in charts for one in chart.series))
+    columns = min(columns, len(charts))
+    figure = canvas(max(3.6 * columns, SIZE[0]), 2.7 * -(-len(charts) // columns) + 0.4)
+    painted, spots = [], []
+    for i, chart in enumerate(charts):
+        axes = figure.add_subplot(-(-len(charts) // columns), columns, i + 1)
+        spots += chart.paint(axes, names.index, 3.5)
+        last, first = i >= len(charts) - columns, i % columns == 0
+        quiet(axes, chart.title, chart.x.name if last else "", chart.y.name if first else "")
+        painted.append(axes)
+    name_entries(legend(figure, painted, note), names)
+    return Drawing(figure, title, spots=spots)
+
+
+def paint_mark(axes: Axes, one: Mark, across: Scale) -> None:
+    behind = {"facecolor": PAPER, "edgecolor": "none", "alpha": 0.8, "pad": 0.6}  # or a line would cross the words out
+    look: dict[str, Any] = {"color": INK, "fontsize": 9, "bbox": behind}
+    if one.x is not None and one.y is not None:
+        axes.plot([one.x], [one.y], "o", markersize=13, markerfacecolor="none", markeredgecolor=INK, label="_")
+        left = across.part(one.x) > 0.72
+        place = {"xytext": (-10 if left else 10, 8), "textcoords": "offset points", "ha": "right" if left else "left"}
+        axes.annotate(one.name, (one.x, one.y), **place, **look)
+    elif one.x is not None:
+        axes.axvline(one.x, color=INK, linestyle=":", linewidth=1.2)
+        place = {"xytext": (4, -2), "textcoords": "offset points", "va": "top"}
+        axes.annotate(one.name, (one.x, 1.0), xycoords=("data", "axes fraction"), **place, **look)
+    else:
+        axes.axhline(one.y, color=INK, linestyle=":", linewidth=1.2)
+        place = {"xytext": (3, 0), "textcoords": "offset points", "va": "center"}  # beside the axes: no line is there
+        axes.annotate(one.name, (1.0, one.y), xycoords=("axes fraction", "data"), **place, **look)
+
+
+def name_entries(made: Legend | None, names: Sequence[str]) -> None:
+    """Lets a page know which entry of a legend is which series."""
+    for text in made.get_texts() if made else ():
+        text.set_gid(f"entry-{names.index(text.get_text())}")
+
 
 @dataclass(frozen=True)
 class Scale:
-    """From an axis to the units of the drawing."""
+    """The range of an axis, and round numbers in it."""
 
     log: bool
     low: float
     high: float
-    begin: float
-    end: float
 
     @staticmethod
-    def over(axis: Axis, values: Sequence[float], begin: float, end: float) -> Scale:
+    def over(axis: Axis, values: Sequence[float]) -> Scale:
         """Around all values, with some air; a line of one value gets room too."""
         good = [v for v in values if math.isfinite(v) and (v > 0 or not axis.log)]
         low, high = (min(good), max(good)) if good else (1.0, 2.0)
         if axis.log:
             air = max((high / low) ** 0.06, 1.08)
-            return Scale(True, low / air, high * air, begin, end)
+            return Scale(True, low / air, high * air)
         air = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
-        return Scale(False, low - air, high + air, begin, end)
-
-    def __call__(self, value: float) -> float:
-        if self.log:
-            value = max(value, self.low)  # an interval that reaches zero ends at the frame
-            part = math.log(value / self.low) / math.log(self.high / self.low)
-        else:
-            part = (value - self.low) / (self.high - self.low)
-        return self.begin + min(max(part, 0.0), 1.0) * (self.end - self.begin)
+        return Scale(False, low - air, high + air)
 
     def shows(self, value: float) -> bool:
         return math.isfinite(value) and (value > 0 or not self.log)
+
+    def part(self, value: float) -> float:
+        """How far along the axis a value lies: 0 to 1."""
+        if self.log:
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+    def lay(self, axis: MatplotlibAxis, ticks: Sequence[float] = ()) -> None:
+        """Gives a drawn axis this range."""
+        if self.log:
+            axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+        axis.axes.set(**{f"{axis.axis_name}lim": (self.low, self.high)})
+        numbered(axis, ticks or self.ticks())
 
     def ticks(self, most: int = 7) -> list[float]:
         """Round numbers inside."""
@@ -210,7 +471,14 @@ class Scale:
         return [0.0 if abs(v) < step / 1e6 else v for v in found]
 
 
-def log_ticks(low: float, high: float, most: int) -> list[float]:
+def scales(chart: Chart) -> tuple[Scale, Scale]:
+    xs = [v for one in chart.series for v in one.x] + [m.x for m in chart.marks if m.x is not None]
+    ys = [v for one in chart.series for v in (*one.y, *(one.low or ()), *(one.high or ()))]
+    ys += [m.y for m in chart.marks if m.y is not None]
+    return Scale.over(chart.x, xs), Scale.over(chart.y, ys)
+
+
+def log_ticks(low: float, high: float, most: int = 7) -> list[float]:
     """Powers of ten with as many numbers between them as there is room for."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     for inside in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 3, 5), (1, 2, 5), (1, 3), (1,)):
@@ -219,173 +487,3 @@ def log_ticks(low: float, high: float, most: int) -> list[float]:
             return found
     every = math.ceil((last - first + 1) / most)
     return [10.0**e for e in range(first, last + 1, every) if low <= 10.0**e <= high]
-
-
-def short(value: float, digits: int = 4) -> str:
-    """A number for an axis, the pointer or a table, with so many significant digits."""
-    if value and not 1e-4 <= abs(value) < 1e7:
-        return f"{value:.{min(digits, 3) - 1}e}".replace("e-0", "e-").replace("e+0", "e").replace("-", "−")
-    text = f"{value:.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
-    return text.replace("-", "−")
-
-
-# SVG
-
-
-def figure(chart: Chart) -> str:
-    """The drawing, its legend and the place where the pointer's words appear."""
-    across, up = scales(chart)
-    parts = [*frame(chart, across, up), *(line(chart, i, across, up) for i in range(len(chart.series)))]
-    parts += [mark(one, across, up) for one in chart.marks]
-    names = "".join(
-        f'<button type="button" aria-pressed="true" data-series="{i}"><i style="background:{chart.colour(i)}"></i>'
-        f"{html.escape(one.name)}</button>"
-        for i, one in enumerate(chart.series)
-    )
-    note = f"<figcaption>{html.escape(chart.note)}</figcaption>" if chart.note else ""
-    title = html.escape(chart.title)
-    svg = (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="group" aria-label="{html.escape(chart.title, quote=True)}">'
-        + "".join(parts)
-        + "</svg>"
-    )
-    inside = f'<h3>{title}</h3>{svg}<div class="tip"></div><div class="legend">{names}</div>{note}'
-    return f'<figure class="chart">{inside}</figure>\n'
-
-
-def scales(chart: Chart) -> tuple[Scale, Scale]:
-    xs = [v for one in chart.series for v in one.x] + [m.x for m in chart.marks if m.x is not None]
-    ys = [v for one in chart.series for v in (*one.y, *(one.low or ()), *(one.high or ()))]
-    ys += [m.y for m in chart.marks if m.y is not None]
-    return Scale.over(chart.x, xs, LEFT, WIDTH - RIGHT), Scale.over(chart.y, ys, HEIGHT - BOTTOM, TOP)
-
-
-def frame(chart: Chart, across: Scale, up: Scale) -> list[str]:
-    """Grid lines, their numbers and the names of the axes."""
-    parts = []
-    low, high = HEIGHT - BOTTOM, WIDTH - RIGHT
-    for value in chart.x.ticks or across.ticks():
-        at = across(value)
-        parts.append(f'<path d="M{at:.1f} {TOP}V{low}" stroke="{GRID}"/>')
-        parts.append(f'<text x="{at:.1f}" y="{low + 16}" text-anchor="middle">{short(value)}</text>')
-    for value in chart.y.ticks or up.ticks():
-        at = up(value)
-        parts.append(f'<path d="M{LEFT} {at:.1f}H{high}" stroke="{GRID}"/>')
-        parts.append(f'<text x="{LEFT - 7}" y="{at + 4:.1f}" text-anchor="end">{short(value)}</text>')
-    middle = (LEFT + high) / 2
-    name_x, name_y = html.escape(chart.x.name), html.escape(chart.y.name)
-    parts.append(f'<path d="M{LEFT} {TOP}V{low}H{high}" fill="none" stroke="{FAINT}"/>')
-    parts.append(f'<text class="name" x="{middle:.0f}" y="{HEIGHT - 8}" text-anchor="middle">{name_x}</text>')
-    turn = f"translate(13 {(TOP + low) / 2:.0f}) rotate(-90)"
-    parts.append(f'<text class="name" transform="{turn}" text-anchor="middle">{name_y}</text>')
-    return parts
-
-
-def line(chart: Chart, number: int, across: Scale, up: Scale) -> str:
-    """One series: its line, its intervals, and a point for each value that the pointer may ask."""
-    one, colour = chart.series[number], chart.colour(number)
-    kept = [i for i in range(len(one.x)) if across.shows(one.x[i]) and up.shows(one.y[i])]
-    at = [(across(one.x[i]), up(one.y[i])) for i in kept]
-    parts = []
-    if one.line and len(at) > 1:
-        dash = ' stroke-dasharray="5 4"' if one.dashed else ""
-        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in at)
-        parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="1.8"{dash}/>')
-    for i, (x, y) in zip(kept, at, strict=True) if one.points else ():
-        if one.low and one.high and math.isfinite(one.low[i]) and math.isfinite(one.high[i]):
-            ends = f"M{x:.1f} {up(one.low[i]):.1f}V{up(one.high[i]):.1f}"
-            parts.append(f'<path d="{ends}" stroke="{colour}" stroke-width="1.3" opacity=".55"/>')
-        cell = f' data-cell="{html.escape(one.href[i], quote=True)}"' if one.href and one.href[i] else ""
-        words = html.escape(told(chart, one, i), quote=True)
-        spoken = words.replace("\n", ", ")
-        parts.append(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}" tabindex="0" role="img" '
-            f'aria-label="{spoken}" data-tip="{words}"{cell}/>'
-        )
-    return f'<g data-series="{number}">{"".join(parts)}</g>'
-
-
-def told(chart: Chart, one: Series, i: int) -> str:
-    """What the pointer is shown: the series, both numbers, the interval, and the point's own words."""
-    lines = [one.name, f"{chart.x.name}: {short(one.x[i])}", f"{chart.y.name}: {short(one.y[i])}"]
-    if one.low and one.high and math.isfinite(one.low[i]) and math.isfinite(one.high[i]):
-        lines[-1] += f" ({short(one.low[i])} to {short(one.high[i])})"
-    return "\n".join([*lines, *([one.labels[i]] if one.labels and one.labels[i] else [])])
-
-
-def mark(one: Mark, across: Scale, up: Scale) -> str:
-    name = html.escape(one.name)
-    if one.x is not None and one.y is not None:
-        x, y = across(one.x), up(one.y)
-        ring = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="8.5" fill="none" stroke="{INK}" stroke-width="1.6"/>'
-        left = x > WIDTH * 0.72
-        place = f'x="{x + (-13 if left else 13):.1f}" y="{y - 7:.1f}" text-anchor="{"end" if left else "start"}"'
-        return f'{ring}<text class="name" {place}>{name}</text>'
-    if one.x is not None:
-        at = across(one.x)
-        path, place = f"M{at:.1f} {TOP}V{HEIGHT - BOTTOM}", f'x="{at + 5:.1f}" y="{TOP + 10}"'
-    else:
-        assert one.y is not None
-        at = up(one.y)
-        path, place = f"M{LEFT} {at:.1f}H{WIDTH - RIGHT}", f'x="{LEFT + 5}" y="{at - 5:.1f}"'
-    stroke = f'stroke="{INK}" stroke-dasharray="3 3" opacity=".7"'
-    return f'<path d="{path}" {stroke}/><text class="name" {place}>{name}</text>'
-
-
-# PNG
-
-
-def png(chart: Chart, path: Path) -> Path:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
-    drawing = canvas(7.2, 5.0)
-    axes = drawing.add_subplot()
-    across, up = scales(chart)
-    for number, one in enumerate(chart.series):
-        paint(axes, one, chart.colour(number), across, up)
-    for one in chart.marks:
-        paint_mark(axes, one)
-    quiet(axes, chart.title, chart.x.name, chart.y.name)
-    sides = ((axes.xaxis, chart.x, across, axes.set_xscale), (axes.yaxis, chart.y, up, axes.set_yscale))
-    for axis, about, scale, set_scale in sides:
-        if about.log:
-            set_scale("log")
-        axis.set_major_locator(FixedLocator(list(about.ticks) or scale.ticks()))
-        axis.set_minor_locator(NullLocator())
-        axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
-    axes.set_xlim(across.low, across.high)
-    axes.set_ylim(up.low, up.high)
-    if len(chart.series) > 1:
-        legend(drawing, axes)
-    else:
-        drawing.tight_layout()
-    return save(drawing, path)
-
-
-def paint(axes: Any, one: Series, colour: str, across: Scale, up: Scale) -> None:
-    kept = [i for i in range(len(one.x)) if across.shows(one.x[i]) and up.shows(one.y[i])]
-    xs, ys = [one.x[i] for i in kept], [one.y[i] for i in kept]
-    style = ("--" if one.dashed else "-") if one.line else ""
-    dots = "o" if one.points else "none"
-    axes.plot(xs, ys, style or "none", color=colour, marker=dots, markersize=5, linewidth=1.8, label=one.name)
-    for i in kept:
-        if one.low and one.high and math.isfinite(one.low[i]) and math.isfinite(one.high[i]):
-            ends = [max(one.low[i], up.low), one.high[i]]
-            axes.plot([one.x[i]] * 2, ends, "-", color=colour, linewidth=1.3, alpha=0.55)
-
-
-def paint_mark(axes: Any, one: Mark) -> None:
-    from matplotlib.patheffects import withStroke
-
-    halo = [withStroke(linewidth=3, foreground=PAPER)]  # or a line behind the words would cross them out
-    look: dict[str, Any] = {"color": INK, "fontsize": 9, "path_effects": halo}
-    if one.x is not None and one.y is not None:
-        axes.plot([one.x], [one.y], "o", markersize=13, markerfacecolor="none", markeredgecolor=INK)
-        axes.annotate(one.name, (one.x, one.y), xytext=(10, 8), textcoords="offset points", **look)
-    elif one.x is not None:
-        axes.axvline(one.x, color=INK, linestyle=":", linewidth=1.2)
-        axes.annotate(one.name, (one.x, 0.97), xycoords=("data", "axes fraction"), va="top", **look)
-    else:
-        axes.axhline(one.y, color=INK, linestyle=":", linewidth=1.2)
-        under = {**look, "zorder": 1.9}  # of the points, which its halo would hide
-        axes.annotate(one.name, (0.01, one.y), xycoords=("axes fraction", "data"), va="bottom", **under)

@@ -19,10 +19,10 @@ from typing import Protocol
 from PIL import Image
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.evidence.report.charts import Axis, Chart, Mark, Series
+from pellucid.evidence.report.charts import Axis, Chart, Drawing, Mark, Series
 from pellucid.interop.atomic_files import put
 
-__all__ = ["Axis", "Cell", "Chart", "Code", "Images", "Mark", "Page", "Series", "Table", "Text"]
+__all__ = ["Axis", "Chart", "Code", "Drawing", "ImageCell", "Images", "Mark", "Page", "Series", "Table", "Text"]
 
 
 # --- Tables ---------------------------------------------------------------------------------------------------------
@@ -55,16 +55,13 @@ class Table:
 # --- Style and script -----------------------------------------------------------------------------------------------
 
 CHART_STYLE = """
-.chart { position: relative; min-width: 0; } .chart svg { width: 100%; height: auto; overflow: visible; }
-.chart text { font: 12px system-ui, sans-serif; fill: #51606f; }
-.chart .name { fill: #1c2530; paint-order: stroke; stroke: #fff; stroke-width: 3px; }
-.chart circle { cursor: default; } .chart circle[data-cell] { cursor: pointer; }
-.chart circle:focus { outline: none; stroke: #1c2530; stroke-width: 2.5; }
-.chart circle.near { stroke: #1c2530; stroke-width: 2.5; }
-.legend { display: flex; flex-wrap: wrap; gap: .1rem .9rem; font-size: .85rem; }
-.legend button { all: unset; cursor: pointer; } .legend button:focus-visible { outline: 2px solid #1f6fd6; }
-.legend button[aria-pressed=false] { opacity: .35; text-decoration: line-through; }
-.legend i { display: inline-block; width: .8em; height: .8em; border-radius: 50%; margin-right: .35em; }
+.chart { position: relative; min-width: 0; }
+.chart svg { width: 100%; height: auto; overflow: visible; display: block; }
+.chart svg * { stroke-linejoin: round; stroke-linecap: butt; }
+.chart circle { fill: transparent; cursor: default; } .chart circle[data-cell] { cursor: pointer; }
+.chart circle:focus { outline: none; } .chart circle:focus, .chart circle.near { stroke: #1c2530; stroke-width: 1.8; }
+.chart [data-entry] { cursor: pointer; } .chart [data-entry].off { opacity: .35; text-decoration: line-through; }
+.chart .off[data-series] { display: none; }
 .tip { position: absolute; pointer-events: none; background: #1c2530; color: #fff; font-size: .8rem; z-index: 3;
   padding: .35rem .55rem; border-radius: 4px; white-space: pre-wrap; max-width: 95%; line-height: 1.35;
   visibility: hidden; }
@@ -96,6 +93,7 @@ figure { margin: 1rem 0; } img { max-width: 100%; height: auto; }
 CHART_SCRIPT = """
 function enliven(chart) {
   const svg = chart.querySelector("svg"), tip = chart.querySelector(".tip");
+  if (!svg) return;
   const points = [...svg.querySelectorAll("circle[data-tip]")];
   let near = null;
   function point(to) {
@@ -115,7 +113,7 @@ function enliven(chart) {
   svg.addEventListener("pointermove", event => {
     let best = null, least = 40;
     for (const p of points) {
-      if (p.closest("g").style.display === "none") continue;
+      if (p.classList.contains("off")) continue;
       const box = p.getBoundingClientRect();
       const far = Math.hypot(box.left + box.width / 2 - event.clientX, box.top + box.height / 2 - event.clientY);
       if (far < least) { least = far; best = p; }
@@ -130,12 +128,16 @@ function enliven(chart) {
       if (event.key === "Enter" && p.dataset.cell && window.show) show(p.dataset.cell, true);
     });
   }
-  chart.querySelectorAll(".legend button").forEach(button => button.addEventListener("click", () => {
-    const group = svg.querySelector(`g[data-series="${button.dataset.series}"]`);
-    const off = group.style.display !== "none";
-    group.style.display = off ? "none" : "";
-    button.setAttribute("aria-pressed", !off);
-  }));
+  chart.querySelectorAll("[data-entry]").forEach(entry => {
+    const toggle = () => {
+      const off = entry.classList.toggle("off");
+      entry.setAttribute("aria-pressed", !off);
+      svg.querySelectorAll(`[data-series="${entry.dataset.entry}"]`).forEach(e => e.classList.toggle("off", off));
+    };
+    entry.setAttribute("aria-pressed", true);
+    entry.addEventListener("click", toggle);
+    entry.addEventListener("keydown", event => { if (event.key === "Enter" || event.key === " ") toggle(); });
+  });
 }
 """
 
@@ -193,7 +195,7 @@ class Text:
     def html(self) -> str:
         head = f"<h2>{html.escape(self.title)}</h2>\n" if self.title else ""
         kind = f" class={html.escape(self.kind, quote=True)}" if self.kind else ""
-        return f"{head}<p{kind}>{html.escape(self.words)}</p>\n"
+        return head + (f"<p{kind}>{html.escape(self.words)}</p>\n" if self.words else "")
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,7 @@ class Code:
 
 
 @dataclass(frozen=True)
-class Cell:
+class ImageCell:
     """The images of one cell; `key` is what a point of a chart names in `href`."""
 
     key: str
@@ -222,7 +224,7 @@ class Images:
     """Images by cell: two cells at a time, chosen by buttons or by a click on a chart. `first` are shown at once."""
 
     title: str
-    cells: Sequence[Cell]
+    cells: Sequence[ImageCell]
     note: str = ""
     first: Sequence[str] = ()
     side: int = SIDE
@@ -290,7 +292,7 @@ def encoded(image: Image.Image) -> bytes:
 
 @dataclass
 class Page:
-    """A title, a sentence under it, and parts in order. Charts that follow each other stand side by side."""
+    """A title, a sentence under it, and parts in order. Small charts that follow each other stand side by side."""
 
     title: str
     lead: str = ""
@@ -313,7 +315,7 @@ class Page:
     def body(self) -> str:
         made, together = [], False
         for part in self.parts:
-            chart = isinstance(part, Chart)
+            chart = isinstance(part, Chart | Drawing) and not part.wide
             if chart != together:
                 made.append('<div class="charts">\n' if chart else "</div>\n")
             together = chart

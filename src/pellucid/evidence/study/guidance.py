@@ -24,8 +24,7 @@ from pellucid.core.reader import whole
 from pellucid.evidence import qualities
 from pellucid.evidence.adherence import sheets
 from pellucid.evidence.adherence.judging import judge as judged
-from pellucid.evidence.adherence.samples import DTYPE, PARTS, Maker, Making, Part, seen
-from pellucid.evidence.adherence.suite import through
+from pellucid.evidence.adherence.samples import DTYPE, PARTS, ImageSettings, Maker, Part, through
 from pellucid.evidence.metrics.fid import Statistics
 from pellucid.evidence.metrics.image_text import Judge
 from pellucid.evidence.metrics.images import ImageSet, open_images
@@ -34,6 +33,7 @@ from pellucid.evidence.study.kernel import Records, claim, is_mine, one_process
 from pellucid.evidence.study.subject import queries_of, read_lines_of
 from pellucid.models.guidance import Guidance, short
 from pellucid.models.rules import RULES, CFGZero
+from pellucid.pipeline.images import to_tensor
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.wrapped import WrappedPipeline, read_scheduler
 from pellucid.scenes.grammar import Query
@@ -173,7 +173,7 @@ def measure_images(
     device: torch.device | str = "cpu",
 ) -> Row:
     """All figures of the images of some prompts, `seeds` of each in turn."""
-    given = seen(images, device)
+    given = to_tensor(images).to(device)
     pixels = (given + 1) / 2
     found = looks_of(pixels)
     if queries is not None:
@@ -301,8 +301,8 @@ class GuidanceStudyConfig:
             advice = "Unguided images are what others are compared with where no --reference is given."
             raise PellucidError(rule("scales", "with 1 among them", list(self.scales), advice), "study-scales")
 
-    def making(self, guidance: str) -> Making:
-        return Making(self.sampler, self.steps, guidance, self.batch, self.seed)
+    def making(self, guidance: str) -> ImageSettings:
+        return ImageSettings(self.sampler, self.steps, guidance, self.batch, self.seed)
 
     @cached_property
     def asked(self) -> GuidancePrompts:

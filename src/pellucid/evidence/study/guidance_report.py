@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ from typing import Any
 
 from pellucid.core.errors import PellucidError
 from pellucid.evidence.report import charts
-from pellucid.evidence.report.charts import Axis, Chart, Mark, Series
-from pellucid.evidence.report.page import Cell, Code, Images, Page, Table, Text
+from pellucid.evidence.report.charts import Axis, Chart, Drawing, Mark, Series, Spot
+from pellucid.evidence.report.page import Code, ImageCell, Images, Page, Table, Text
 from pellucid.evidence.study.guidance import GuidanceStudy, GuidanceStudyConfig
 from pellucid.evidence.study.guidance_results import (
     CLIPPED,
@@ -30,8 +29,7 @@ from pellucid.interop.atomic_files import put
 
 # --- The chart of useful ranges -------------------------------------------------------------------------------------
 
-WIDTH, LEFT, RIGHT, TOP, ROW, FOOT = 760, 130, 24, 14, 34, 44
-GRID, BAR = "#e3e8ee", "#bfe3c8"
+BAR = "#bfe3c8"
 GREEN, ORANGE, RED = "#188a3b", "#e8710a", "#c5221f"
 STATES = (
     ("useful", GREEN),
@@ -52,90 +50,28 @@ def state_words(one: RatedScale) -> str:
     return ": ".join(filter(None, (state_of(one)[0], ", ".join(one.faults))))
 
 
-@dataclass(frozen=True)
-class RangeChart:
-    """For a page, and as a PNG. `chosen` is ringed."""
-
-    lines: Sequence[RuleRange]
-    scales: Sequence[float]
-    chosen: RatedScale | None = None
-    title: str = "Useful range of the scale"
-
-    def x(self, scale: float) -> float:
-        low, high = self.scales[0], self.scales[-1]
-        return LEFT + (WIDTH - LEFT - RIGHT) * ((scale - low) / (high - low) if high > low else 0.5)
-
-    def y(self, row: int) -> float:
-        return TOP + ROW * (row + 0.5)
-
-    # SVG
-
-    def html(self) -> str:
-        foot = TOP + ROW * len(self.lines)
-        parts = [
-            f'<path d="M{self.x(v):.1f} {TOP}V{foot}" stroke="{GRID}"/>'
-            f'<text x="{self.x(v):.1f}" y="{foot + 16}" text-anchor="middle">{v:g}</text>'
-            for v in self.scales
-        ]
-        middle = (LEFT + WIDTH - RIGHT) / 2
-        parts.append(f'<text class="name" x="{middle:.0f}" y="{foot + 36}" text-anchor="middle">guidance scale</text>')
-        parts += [self.row(number, line) for number, line in enumerate(self.lines)]
-        svg = f'<svg viewBox="0 0 {WIDTH} {foot + FOOT}" role="group" aria-label="{self.title}">{"".join(parts)}</svg>'
-        names = "".join(
-            f'<span><i style="background:{colour};border:1px solid {charts.SLATE}"></i>{name}</span>'
-            for name, colour in STATES
-        )
-        inside = f'<h3>{self.title}</h3>{svg}<div class="tip"></div><div class="legend">{names}</div>'
-        return f'<figure class="chart">{inside}</figure>\n'
-
-    def row(self, number: int, line: RuleRange) -> str:
-        y = self.y(number)
-        name = f'<text class="name" x="{LEFT - 24}" y="{y + 4:.1f}" text-anchor="end">{html.escape(line.rule)}</text>'
-        parts = [name, f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="{GRID}"/>']
-        if line.range:
-            first, last = (self.x(line.range[at].scale) for at in (0, -1))
-            look = f'stroke="{BAR}" stroke-width="14" stroke-linecap="round"'
-            parts.append(f'<path d="M{first:.1f} {y:.1f}H{last + 0.1:.1f}" {look}/>')
-        return f"<g>{''.join([*parts, *(self.point(one, y) for one in line.cells)])}</g>"
-
-    def point(self, one: RatedScale, y: float) -> str:
-        x, (_, colour) = self.x(one.scale), state_of(one)
-        words = html.escape(f"{one.rule}, scale {one.scale:g}\n{state_words(one)}\n{one.cell.guidance}", quote=True)
-        cell = html.escape(one.cell.guidance, quote=True)
-        place = f'cx="{x:.1f}" cy="{y:.1f}"'
-        ring = ""
-        if one == self.chosen:
-            ring = f'<circle {place} r="10.5" fill="none" stroke="{charts.INK}" stroke-width="1.8"/>'
-        return (
-            f'{ring}<circle {place} r="5" fill="{colour}" stroke="{charts.SLATE}" tabindex="0" role="img" '
-            f'aria-label="{words.replace(chr(10), ", ")}" data-tip="{words}" data-cell="{cell}"/>'
-        )
-
-    # PNG
-
-    def png(self, path: Path) -> Path:
-        figure = charts.canvas(8.4, 1.5 + 0.42 * len(self.lines))
-        axes = figure.add_subplot()
-        for number, line in enumerate(self.lines):
-            self.paint(axes, number, line)
-        charts.quiet(axes, self.title, "guidance scale")
-        axes.set_xticks(list(self.scales), [f"{v:g}" for v in self.scales])
-        axes.set_yticks(range(len(self.lines)), [line.rule for line in self.lines])
-        axes.set_ylim(len(self.lines) - 0.5, -0.5)
-        for name, colour in STATES:
-            axes.plot([], [], "o", color=colour, markeredgecolor=charts.SLATE, label=name)
-        charts.legend(figure, axes)
-        return charts.save(figure, path)
-
-    def paint(self, axes: Any, number: int, line: RuleRange) -> None:
+def range_chart(lines: Sequence[RuleRange], scales: Sequence[float], chosen: RatedScale | None = None) -> Drawing:
+    """A row for each rule, a point for each scale, and a bar where the scale is useful; `chosen` is ringed."""
+    figure, title = charts.canvas(7.6, 1.3 + 0.4 * len(lines)), "Useful range of the scale"
+    axes, spots = figure.add_subplot(), []
+    for row, line in enumerate(lines):
         if line.range:
             ends = [line.range[0].scale, line.range[-1].scale]
-            axes.plot(ends, [number] * 2, "-", color=BAR, linewidth=11, solid_capstyle="round")
+            axes.plot(ends, [row] * 2, "-", color=BAR, linewidth=11, solid_capstyle="round")
         for one in line.cells:
-            look = {"color": state_of(one)[1], "markeredgecolor": charts.SLATE, "markersize": 7}
-            axes.plot([one.scale], [number], "o", **look)
-            if one == self.chosen:
-                axes.plot([one.scale], [number], "o", markersize=14, markerfacecolor="none", color=charts.INK)
+            axes.plot(one.scale, row, "o", color=state_of(one)[1], markeredgecolor=charts.SLATE, markersize=7)
+            if one == chosen:
+                axes.plot(one.scale, row, "o", markersize=14, markerfacecolor="none", color=charts.INK)
+            words = f"{one.rule}, scale {one.scale:g}\n{state_words(one)}\n{one.cell.guidance}"
+            spots.append(Spot(axes, one.scale, row, words, one.cell.guidance, radius=5))
+    charts.quiet(axes, title, "guidance scale")
+    axes.set_xticks(list(scales), [f"{v:g}" for v in scales])
+    axes.set_yticks(range(len(lines)), [line.rule for line in lines])
+    axes.set_ylim(len(lines) - 0.5, -0.5)
+    for name, colour in STATES:
+        axes.plot([], [], "o", color=colour, markeredgecolor=charts.SLATE, label=name)
+    charts.legend(figure, axes)
+    return Drawing(figure, title, spots=spots)
 
 
 # --- The report -----------------------------------------------------------------------------------------------------
@@ -187,7 +123,7 @@ def write(study: GuidanceStudy) -> GuidanceReport:
     report = GuidanceReport.of(study)
     folder = study.folder
     (folder / "charts").mkdir(exist_ok=True)
-    span = range_chart(report)
+    span = range_chart(report.lines, report.found.study.config.scales, report.advice.chosen)
     span.png(folder / "charts" / "range.png")
     drawn = {name: chart(report, name) for name in charted(report.found)}
     for name, one in drawn.items():
@@ -223,7 +159,7 @@ def range_table(report: GuidanceReport) -> Table:
             continue
         top = max(line.cells, key=lambda one: one.cell.figures[found.adherence].value)
         figure = top.cell.figures[found.adherence]
-        rows.append((line.rule, line.words, f"{top.scale:g}", figure.words(kind.percent), state_words(top)))
+        rows.append((line.rule, line.words, f"{top.scale:g}", kind.words(figure), state_words(top)))
     columns = ("rule", "useful scales", "most adherent at", kind.title, "which is")
     return Table("Useful range", columns, tuple(rows), definition(report))
 
@@ -243,7 +179,7 @@ def cell_table(report: GuidanceReport) -> Table:
     for line in report.lines:
         for one in line.cells:
             held = one.cell.figures
-            own = (held[name].words(KINDS[name].percent) if name in held else "–" for name in names)
+            own = (KINDS[name].words(held[name]) if name in held else "–" for name in names)
             rows.append((line.rule, f"{one.scale:g}", *own, state_words(one)))
     reference = report.found.reference
     known = (reference.values.get(name) for name in names)
@@ -273,27 +209,15 @@ def charted(found: GuidanceResults) -> list[str]:
     return [name for name in found.names if name != "attributes"]
 
 
-def range_chart(report: GuidanceReport) -> RangeChart:
-    return RangeChart(report.lines, report.found.study.config.scales, report.advice.chosen)
-
-
 def chart(report: GuidanceReport, name: str) -> Chart:
     kind = KINDS[name]
     times = 100 if kind.percent else 1
     made = []
     for line in report.lines:
         held = [(one, figure) for one in line.cells if (figure := one.cell.figures.get(name)) is not None]
-        made.append(
-            Series(
-                line.rule,
-                [one.scale for one, _ in held],
-                [times * figure.value for _, figure in held],
-                [times * (figure.value if figure.low is None else figure.low) for _, figure in held],
-                [times * (figure.value if figure.high is None else figure.high) for _, figure in held],
-                labels=[f"{state_words(one)}\n{one.cell.guidance}" for one, _ in held],
-                href=[one.cell.guidance for one, _ in held],
-            )
-        )
+        scales, shown = [one.scale for one, _ in held], [figure.times(times) for _, figure in held]
+        labels = [f"{state_words(one)}\n{one.cell.guidance}" for one, _ in held]
+        made.append(Series.of(line.rule, scales, shown, labels=labels, href=[one.cell.guidance for one, _ in held]))
     unit = ", %" if kind.percent else ""
     ticks = report.found.study.config.scales
     return Chart(
@@ -308,9 +232,9 @@ def marks(report: GuidanceReport, name: str) -> list[Mark]:
         return []
     value = reference.values[name]
     if name == "saturation":
-        return [Mark(f"tolerated against {reference.name}", y=100 * (value + CLIPPED))]
-    ends = (value * (1 - tolerance), value * (1 + tolerance))
-    return [Mark(reference.name, y=value), *(Mark("tolerated", y=end) for end in ends)]
+        return [Mark("tolerated", y=100 * (value + CLIPPED))]
+    ends = (("+", 1 + tolerance), ("−", 1 - tolerance))
+    return [Mark(reference.name, y=value), *(Mark(f"{s}{100 * tolerance:g} %", y=value * part) for s, part in ends)]
 
 
 def sheet(report: GuidanceReport, path: Path) -> Path:
@@ -347,7 +271,7 @@ def short_title(text: str, most: int = 110) -> str:
 # The page
 
 
-def page(report: GuidanceReport, span: RangeChart, drawn: list[Chart]) -> Page:
+def page(report: GuidanceReport, span: Drawing, drawn: list[Chart]) -> Page:
     made = Page("Guidance", headline(report)).add(Text(report.advice.words, "Recommendation"))
     if report.advice.guidance is not None:
         made.add(Code(command(report.found.study.config, report.advice.guidance)))
@@ -368,7 +292,7 @@ def images(report: GuidanceReport) -> Images:
     cells = []
     for guidance, cell in found.cells.items():
         figure, kind = cell.figures[found.adherence], KINDS[found.adherence]
-        cells.append(Cell(guidance, study.shown(guidance), f"{kind.title} {figure.words(kind.percent)}"))
+        cells.append(ImageCell(guidance, study.shown(guidance), f"{kind.title} {kind.words(figure)}"))
     first = [guidance for guidance in ("1", report.advice.guidance) if guidance in found.cells]
     note = "The same prompts and the same noise in every cell, one image a prompt. Choose two to compare."
-    return Images("Pictures", cells, note, [str(key) for key in first])
+    return Images("Images", cells, note, [str(key) for key in first])

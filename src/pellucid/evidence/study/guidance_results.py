@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pellucid.core.wording import counted
-from pellucid.evidence.statistics import Share, mean_interval
+from pellucid.evidence.statistics import Estimate, Share, mean_interval, percent
 from pellucid.evidence.study.guidance import LOOKS, TRUE_IMAGES, GuidanceStudy
 
 # --- Figures --------------------------------------------------------------------------------------------------------
@@ -37,6 +37,10 @@ class FigureKind:
     title: str
     percent: bool = False
     more: bool | None = None
+
+    def words(self, figure: Estimate) -> str:
+        """'96.2 % (94.9 to 97.2)', or with three significant digits."""
+        return figure.words(percent, " %") if self.percent else figure.words("{:.3g}".format)
 
 
 KINDS = {
@@ -54,35 +58,12 @@ SHARES = ("right", "bled")  # of images: each is 0 or 1
 
 
 @dataclass(frozen=True)
-class MeanFigure:
-    """A mean and its 95 % interval, None where there is but one of what is drawn again."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-    def plain(self) -> dict[str, float | None]:
-        return {"value": self.value, "low": self.low, "high": self.high}
-
-    def words(self, percent: bool = False) -> str:
-        """'96.2 % (94.9 to 97.2)', or with three significant digits."""
-        if self.low is None or self.high is None:
-            return f"{number_words(self.value, percent)}{' %' if percent else ''}"
-        ends = f"{number_words(self.low, percent)} to {number_words(self.high, percent)}"
-        return f"{number_words(self.value, percent)}{' %' if percent else ''} ({ends})"
-
-
-def number_words(value: float, percent: bool) -> str:
-    return f"{100 * value:.1f}" if percent else f"{value:.3g}"
-
-
-@dataclass(frozen=True)
 class GuidanceCell:
     """One guidance: its figures, and for each the mean of every prompt (P,), NaN where a prompt does not tell."""
 
     guidance: str
     count: int  # images
-    figures: dict[str, MeanFigure]
+    figures: dict[str, Estimate]
     by_prompt: dict[str, Tensor]
 
 
@@ -143,7 +124,7 @@ def reference_of(study: GuidanceStudy, cells: Mapping[str, GuidanceCell]) -> Loo
 def cell_of_rows(guidance: str, rows: Sequence[Mapping[str, Any]], seeds: int) -> GuidanceCell:
     """From the records of one cell."""
     joined = {name: [value for row in rows for value in row[name]] for name in rows[0]}
-    figures: dict[str, MeanFigure] = {}
+    figures: dict[str, Estimate] = {}
     means: dict[str, Tensor] = {}
     for name, listed in joined.items():
         values = torch.tensor([math.nan if value is None else float(value) for value in listed], dtype=torch.float64)
@@ -155,20 +136,16 @@ def cell_of_rows(guidance: str, rows: Sequence[Mapping[str, Any]], seeds: int) -
     return GuidanceCell(guidance, len(joined[LOOKS[0]]), figures, means)
 
 
-def share_figure(found: MeanFigure, values: Tensor) -> MeanFigure:
+def share_figure(found: Estimate, values: Tensor) -> Estimate:
     """With Wilson's interval of all images, where that is wider."""
     low, high = Share.of(value == 1 for value in values.tolist() if not math.isnan(value)).interval
-    if found.low is None or found.high is None:
-        return MeanFigure(found.value, low, high)
-    return MeanFigure(found.value, min(found.low, low), max(found.high, high))
+    if found.ends is None:
+        return replace(found, low=low, high=high)
+    return replace(found, low=min(found.low, low), high=max(found.high, high))
 
 
-def mean_figure(values: Tensor) -> MeanFigure:
-    mean = float(values.mean())
-    if len(values) < 2:
-        return MeanFigure(mean)
-    spread = mean_interval(values)
-    return MeanFigure(mean, spread.low, spread.high)
+def mean_figure(values: Tensor) -> Estimate:
+    return mean_interval(values) if len(values) > 1 else Estimate(float(values.mean()))
 
 
 # --- Useful scales --------------------------------------------------------------------------------------------------
@@ -316,14 +293,12 @@ def doubts(found: GuidanceResults) -> list[str]:
     """Why cells that are called useful may not be: what was measured is too little to tell them from the best."""
     top, kind = best_cell(found), KINDS[found.adherence]
     figure, prompts = top.figures[found.adherence], len(top.by_prompt[found.adherence])
-    wide = (
-        kind.percent and figure.low is not None and figure.high is not None and figure.high - figure.low > WIDE_INTERVAL
-    )
+    wide = kind.percent and figure.ends is not None and figure.high - figure.low > WIDE_INTERVAL
     if prompts >= FEW_PROMPTS and not wide:
         return []
     return [
         f"Doubtful: {counted(prompts, 'prompt')} with {counted(top.count, 'image')} a guidance hardly tell one from "
-        f"another ({kind.title} of the best: {figure.words(kind.percent)}), so that more seem useful than are. Give "
+        f"another ({kind.title} of the best: {kind.words(figure)}), so that more seem useful than are. Give "
         "more --prompts."
     ]
 
@@ -338,7 +313,7 @@ def recommendation_words(found: GuidanceResults, chosen: RatedScale, given: list
     span = f"useful from {line.words}" if len(line.range) > 1 else "useful at this scale alone"
     return (
         f"Use --guidance '{chosen.cell.guidance}' ({chosen.rule}, {span}): {kind.title} "
-        f"{figure.words(kind.percent)}, {' and '.join(looks)} against {found.reference.name}."
+        f"{kind.words(figure)}, {' and '.join(looks)} against {found.reference.name}."
     )
 
 
@@ -349,7 +324,7 @@ def no_recommendation(found: GuidanceResults) -> Recommendation:
     if not adherent(found, top):
         return Recommendation("No scale is useful: no image under any guidance is all right.", None, None)
     said = ", ".join(faults_of(found, top))
-    figure = top.figures[found.adherence].words(kind.percent)
+    figure = kind.words(top.figures[found.adherence])
     words = (
         f"No scale is useful: the most adherent guidance, '{top.guidance}' ({kind.title} {figure}), is out "
         f"of tolerance against {found.reference.name}: {said}."

@@ -16,7 +16,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any, get_args
 import numpy as np
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.evidence.statistics import Array, t_interval
+from pellucid.evidence.statistics import Array, Estimate, t_interval
 from pellucid.evidence.study.kernel import CONFIG, check_kind, one_process, read_config
 from pellucid.evidence.study.samplers import DecidingMeasure, SamplerStudyConfig
 from pellucid.evidence.study.samplers import SamplerStudy as OneModel
@@ -214,41 +214,37 @@ class Best:
     model: str
     budget: int
     setup: str
-    value: float
-    low: float
-    high: float
+    figure: Estimate
     first: float
     rivals: tuple[str, ...]
     resolved: bool = True
 
-
-@dataclass(frozen=True)
-class Gap:
-    """How much worse one set-up is than another in a group: a factor where the measure is compared so, else a
-    difference; `over` is what the interval holds for."""
-
-    value: float
-    low: float
-    high: float
-    over: str  # "models" or "pictures"
-
-    def worse(self, nothing: float) -> bool:
-        return self.low > nothing
+    def plain(self) -> dict[str, Any]:
+        held = {"model": self.model, "budget": self.budget, "setup": self.setup, **self.figure.plain()}
+        return held | {"first": self.first, "rivals": self.rivals, "resolved": self.resolved}
 
 
 @dataclass(frozen=True)
 class Change:
     """Two groups at a budget whose best set-ups differ. `kept_there`: what the first group's best costs in the second;
-    `kept_here`: what the second's costs in the first."""
+    `kept_here`: what the second's costs in the first: a factor where the measure is compared so, else a difference."""
 
     budget: int
     here: str
     there: str
     best_here: str
     best_there: str
-    kept_there: Gap
-    kept_here: Gap
+    kept_there: Estimate
+    kept_here: Estimate
     sure: bool
+
+    def plain(self) -> dict[str, Any]:
+        gaps = {name: gap_json(getattr(self, name)) for name in ("kept_there", "kept_here")}
+        return {field.name: gaps.get(field.name, getattr(self, field.name)) for field in fields(self)}
+
+
+def gap_json(gap: Estimate) -> dict[str, Any]:
+    return {**gap.plain(), "over": "pictures" if gap.over == "images" else gap.over}
 
 
 class Interaction:
@@ -314,10 +310,9 @@ class Interaction:
         ]
         number = self.cell(one, self.setups[i], budget)
         assert number is not None
-        column = one.column
-        ends = [float(part[number]) for part in (column.values, column.low, column.high)]
         resolved = self.resolved(one, self.setups[i], budget)
-        return Best(one.name, budget, self.setups[i], *ends, first, tuple(rivals), resolved)
+        figure = one.column.estimate(number)
+        return Best(one.name, budget, self.setups[i], figure, first, tuple(rivals), resolved)
 
     def resolved(self, one: ModelResult, setup: str, budget: int) -> bool:
         """Whether a distance is well above what the converged run still moves; other measures have no such bound."""
@@ -336,16 +331,15 @@ class Interaction:
         name = min(means, key=means.__getitem__)
         return name if math.isfinite(means[name]) else None
 
-    def gap(self, group: str, setup: str, other: str, budget: int) -> Gap:
+    def gap(self, group: str, setup: str, other: str, budget: int) -> Estimate:
         """How much worse a set-up is than another in a group."""
         apart = [self.loss(one, setup, budget) - self.loss(one, other, budget) for one in self.groups[group]]
         if len(apart) > 1:
             value, half = t_interval([float(held[0]) for held in apart])
-            ends, over = (value, value - half, value + half), "models"
+            found = Estimate(value, value - half, value + half, "models", len(apart))
         else:
-            low, high = np.quantile(apart[0][1:], [0.025, 0.975])
-            ends, over = (float(apart[0][0]), float(low), float(high)), "pictures"
-        return Gap(*(math.exp(v) if self.scaled else v for v in ends), over)
+            found = Estimate(float(apart[0][0]), *np.quantile(apart[0][1:], [0.025, 0.975]).tolist())
+        return found.map(math.exp) if self.scaled else found
 
     def changes(self) -> list[Change]:
         """Every pair of groups at every budget whose best set-ups differ."""
@@ -359,7 +353,7 @@ class Interaction:
                 clear = all(
                     self.resolved(one, s, budget) for g in (here, there) for one in self.groups[g] for s in (a, b)
                 )
-                sure = clear and kept_there.worse(self.nothing) and kept_here.worse(self.nothing)
+                sure = clear and kept_there.low > self.nothing and kept_here.low > self.nothing
                 found.append(Change(budget, here, there, a, b, kept_there, kept_here, sure))
         return found
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import html
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pellucid.evidence.report import charts
-from pellucid.evidence.report.charts import Axis, Chart, Series, short
+from pellucid.evidence.report.charts import Axis, Chart, Drawing, Series, Spot, short
 from pellucid.evidence.report.page import Code, Page, Table, Text
+from pellucid.evidence.statistics import Estimate
 from pellucid.evidence.study.interaction import (
     Change,
-    Gap,
     Interaction,
     InteractionStudy,
     InteractionStudyConfig,
@@ -25,6 +23,7 @@ from pellucid.evidence.study.samplers_run import ProgressBar, no_bar
 from pellucid.interop.atomic_files import put
 
 WORST_COLOUR = (201, 68, 40)  # what a factor of four and more looks like
+HEAT_WIDTH = 7.0  # inches of panels side by side: wider ones could not be read on a page
 NOTE = (
     "Each interval holds for its own comparison at 95 %: of twenty that do not differ one would seem to. Over models: "
     "Student's t over the runs of a group, which holds for other runs. Over images: these models alone."
@@ -51,14 +50,17 @@ def write(opened: InteractionStudy, found: Interaction) -> Path:
     """charts/*.png, table.md, figures.json and report.html."""
     folder = opened.folder / "charts"
     folder.mkdir(exist_ok=True)
-    heat(found, folder / "heat.png")
+    heats = heat(found)
+    heats.png(folder / "heat.png")
     curves = [curve(found, one) for one in found.seen]
     for one, chart in zip(found.seen, curves, strict=True):
         chart.png(folder / f"{one.name}.png")
     made = tables(found)
     page = Page("Schedule × sampler × steps", headline(found))
     page.add(*(Text(words) for words in [*sentences(found), *about_converged(found)]), Text(NOTE, kind="note"), *made)
-    page.add(*(Heat(found, budget) for budget in found.budgets), *curves, Code(opened.config.text, "Config"))
+    page.add(
+        Text("", "How far behind the best"), heats, Text("", "Each model"), *curves, Code(opened.config.text, "Config")
+    )
     page.write(opened.folder / "report.html")
     said = "\n".join(f"- {words}" for words in [*sentences(found), *about_converged(found)])
     parts = ["# Schedule × sampler × steps\n", headline(found) + "\n", said + "\n", NOTE + "\n"]
@@ -102,16 +104,16 @@ def change_words(found: Interaction, one: Change) -> str:
     verdict = "a sure change" if one.sure else "not sure"
     return (
         f"At {one.budget} calls {one.best_here} is best for {one.here}, {one.best_there} for {one.there} ({verdict}): "
-        f"the first costs {gap(found, one.kept_there)} in {one.there}, the second {gap(found, one.kept_here)} in "
-        f"{one.here}, over {one.kept_there.over}."
+        f"the first costs {gap_words(found, one.kept_there)} in {one.there}, the second "
+        f"{gap_words(found, one.kept_here)} in {one.here}, over {one.kept_there.over}."
     )
 
 
-def gap(found: Interaction, one: Gap) -> str:
+def gap_words(found: Interaction, gap: Estimate) -> str:
     if found.scaled:
-        return f"{one.value:.2f} times ({one.low:.2f} to {one.high:.2f})"
-    scale = found.measure.scale
-    return f"{short(one.value * scale)} ({short(one.low * scale)} to {short(one.high * scale)}) more"
+        ends = "" if gap.ends is None else f" ({gap.low:.2f} to {gap.high:.2f})"
+        return f"{gap.value:.2f} times{ends}"
+    return f"{gap.times(found.measure.scale).words(short)} more"
 
 
 # --- tables ----------------------------------------------------------------------------------------------------
@@ -138,8 +140,7 @@ def best_by_model(found: Interaction) -> Table:
             if best is None:
                 cells.append("−")
                 continue
-            scale = found.measure.scale
-            ends = f"{short(best.value * scale)} ({short(best.low * scale)} to {short(best.high * scale)})"
+            ends = best.figure.times(found.measure.scale).words(short)
             also = f"; not told from {', '.join(best.rivals)}" if best.rivals else ""
             also += "" if best.resolved else "; not resolved"
             cells.append(f"{best.setup} {ends}, first in {100 * best.first:.0f} %{also}")
@@ -193,48 +194,15 @@ def worst(found: Interaction, budget: int) -> float:
     return max((v for v in every if math.isfinite(v)), default=1.0)
 
 
-@dataclass(frozen=True)
-class Heat:
-    """A budget as a table of colours: set-ups down, models across; the numbers are how much worse than the best."""
-
-    found: Interaction
-    budget: int
-
-    def html(self) -> str:
-        found, most = self.found, worst(self.found, self.budget)
-        head = "".join(f"<th>{html.escape(one.name)}</th>" for one in found.seen)
-        lines = []
-        for setup in found.setups:
-            cells = []
-            for one in found.seen:
-                value = behind(found, one, setup, self.budget)
-                number = found.cell(one, setup, self.budget)
-                tip = "not run" if number is None else f"{one.cells[number].key}: {figure(found, one, number)}"
-                colour = "#{:02x}{:02x}{:02x}".format(*(round(255 * c) for c in tint(found, value, most)))
-                words = "−" if not math.isfinite(value) else f"{value:.2f}"
-                ink = charts.PAPER if sum(tint(found, value, most)) < 1.7 else charts.INK
-                strong = "font-weight:700;" if value == found.nothing else ""
-                style = f"background:{colour};color:{ink};{strong}"
-                cells.append(f'<td style="{style}" title="{html.escape(tip, quote=True)}">{words}</td>')
-            lines.append(f"<tr><td>{html.escape(setup)}</td>{''.join(cells)}</tr>")
-        unit = "times the best of the model" if found.scaled else f"{found.measure.title} behind the best of the model"
-        title = f"<h2>{self.budget} calls: {html.escape(unit)}</h2>"
-        return f"{title}\n<table>\n<tr><th>sampler</th>{head}</tr>\n" + "\n".join(lines) + "\n</table>\n"
-
-
-def figure(found: Interaction, one: ModelResult, number: int) -> str:
-    scale, column = found.measure.scale, one.column
-    value, low, high = (short(float(part[number]) * scale) for part in (column.values, column.low, column.high))
-    return f"{value} ({low} to {high})"
-
-
-def heat(found: Interaction, path: Path) -> Path:
-    """All budgets in one image."""
-    across = len(found.seen)
-    width = 0.62 * across
-    drawing = charts.canvas(1.9 + (width + 0.35) * len(found.budgets), 1.5 + 0.36 * len(found.setups))
+def heat(found: Interaction) -> Drawing:
+    """A table of colours for each budget: set-ups down, models across; the numbers are how much worse than the best."""
+    across, down = len(found.seen), len(found.setups)
+    width, height = 0.7 * across + 0.3, 0.34 * down + 1.3
+    columns = max(1, min(len(found.budgets), int(HEAT_WIDTH / width)))
+    rows = -(-len(found.budgets) // columns)
+    drawing, spots = charts.canvas(1.9 + width * columns, height * rows + 0.3), []
     for i, budget in enumerate(found.budgets):
-        axes = drawing.add_subplot(1, len(found.budgets), i + 1)
+        axes = drawing.add_subplot(rows, columns, i + 1)
         most = worst(found, budget)
         values = [[behind(found, one, setup, budget) for one in found.seen] for setup in found.setups]
         axes.imshow([[tint(found, v, most) for v in row] for row in values], aspect="auto")
@@ -243,17 +211,25 @@ def heat(found: Interaction, path: Path) -> Path:
                 words = "−" if not math.isfinite(value) else f"{value:.2f}" if value < 10 else f"{value:.0f}"
                 weight = "bold" if value == found.nothing else "normal"
                 ink = charts.PAPER if sum(tint(found, value, most)) < 1.7 else charts.INK
-                axes.text(x, y, words, ha="center", va="center", fontsize=7.5, color=ink, fontweight=weight)
+                axes.text(x, y, words, ha="center", va="center", fontsize=8, color=ink, fontweight=weight)
+                spots.append(Spot(axes, x, y, cell_words(found, found.seen[x], found.setups[y], budget), radius=11))
         axes.set_title(f"{budget} calls", fontsize=10, fontweight="bold", color=charts.INK, loc="left")
-        axes.set_xticks(range(across), [one.name for one in found.seen], rotation=60, ha="right", fontsize=8)
-        axes.set_yticks(range(len(found.setups)), found.setups if i == 0 else [""] * len(found.setups), fontsize=8)
+        axes.set_xticks(range(across), [one.name for one in found.seen], rotation=40, ha="right", fontsize=8.5)
+        axes.set_yticks(range(down), found.setups if i % columns == 0 else [""] * down, fontsize=8.5)
         axes.tick_params(length=0, colors=charts.INK)
         for side in axes.spines.values():
             side.set_visible(False)
     unit = "times the distance of each model's best" if found.scaled else f"{found.measure.title} behind the best"
     drawing.text(0.01, 0.01, f"{unit}; bold: the best", fontsize=8.5, color=charts.SLATE)
-    drawing.tight_layout(rect=(0, 0.04, 1, 1), w_pad=0.6)
-    return charts.save(drawing, path)
+    drawing.tight_layout(rect=(0, 0.22 / drawing.get_figheight(), 1, 1), w_pad=0.6, pad=0.6)
+    return Drawing(drawing, f"How far each sampler is behind the best of a model: {unit}", spots=spots)
+
+
+def cell_words(found: Interaction, one: ModelResult, setup: str, budget: int) -> str:
+    number = found.cell(one, setup, budget)
+    if number is None:
+        return f"{one.name}, {setup}: not run"
+    return f"{one.name}, {one.cells[number].key}: {one.column.shown(number).words(short)}"
 
 
 def curve(found: Interaction, one: ModelResult) -> Chart:
@@ -263,14 +239,19 @@ def curve(found: Interaction, one: ModelResult) -> Chart:
         own = sorted(
             (i for i, cell in enumerate(one.cells) if cell.setup.text == setup), key=lambda i: one.cells[i].nfe
         )
-        scale, column = found.measure.scale, one.column
-        numbers = [[float(part[i]) * scale for i in own] for part in (column.values, column.low, column.high)]
         labels = [f"{one.cells[i].steps} steps" for i in own]
+        calls, shown = [float(one.cells[i].nfe) for i in own], [one.column.shown(i) for i in own]
         noisy = any(one.cells[i].stochastic for i in own)
-        series.append(Series(setup, [float(one.cells[i].nfe) for i in own], *numbers, labels, dashed=noisy))
+        series.append(Series.of(setup, calls, shown, labels=labels, dashed=noisy))
     floor = "" if not math.isfinite(one.floor) else f" The converged run still moves by {short(one.floor)}."
     axis = Axis(found.measure.title, log=found.scaled)
-    return Chart(f"{one.name} ({one.group})", series, Axis("model calls", log=True), axis, note=floor.strip())
+    return Chart(
+        f"{one.name} ({one.group})",
+        series,
+        Axis("model calls", log=True, ticks=tuple(map(float, found.budgets))),
+        axis,
+        note=floor.strip(),
+    )
 
 
 # --- for programs ----------------------------------------------------------------------------------------------
@@ -283,10 +264,8 @@ def plain(found: Interaction) -> dict[str, Any]:
             **{key: getattr(one, key) for key in ("name", "schedule", "target", "architecture", "group")},
             "floor": one.floor if math.isfinite(one.floor) else None,
             "cells": [
-                {"cell": cell.key, "nfe": cell.nfe, "value": known(v), "low": known(low), "high": known(high)}
-                for cell, v, low, high in zip(
-                    one.cells, one.column.values, one.column.low, one.column.high, strict=True
-                )
+                {"cell": cell.key, "nfe": cell.nfe, **one.column.estimate(i).plain()}
+                for i, cell in enumerate(one.cells)
             ],
         }
         for one in found.seen
@@ -294,17 +273,13 @@ def plain(found: Interaction) -> dict[str, Any]:
     return {
         "measure": found.measure.name,
         "models": models,
-        "best_of_models": [asdict(best) for best in bests],
+        "best_of_models": [best.plain() for best in bests],
         "best_of_groups": [
             {"group": group, "calls": budget, "setup": found.best_of(group, budget)}
             for group in found.groups
             for budget in found.budgets
         ],
-        "changes": [asdict(change) for change in found.changes()],
+        "changes": [change.plain() for change in found.changes()],
         "effects": [{"calls": budget, "sampler_group_both": found.spreads(budget)} for budget in found.budgets],
         "sentences": sentences(found),
     }
-
-
-def known(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise, product
-from pathlib import Path
 from typing import Any
 
 from pellucid.evidence.report import charts
@@ -261,6 +260,7 @@ def sentences_of(found: OracleResults) -> list[str]:
 
 # --- Charts ---------------------------------------------------------------------------------------------------------
 
+WIDEST = 3  # panels side by side: more could not be read
 MAX_LINES = 12  # as many as there are colours
 MAX_ERROR = 1.0  # a path that ends further off than the data are large has no place in a chart
 YARDSTICKS = ("ddim", "heun", "dpm_multistep")  # the yardsticks that everybody knows
@@ -324,38 +324,6 @@ def line_of(
     )
 
 
-def draw_panels(panels: Sequence[Chart], columns: int, path: Path, note: str = "") -> Path:
-    """All panels in one image, with one legend."""
-    rows = -(-len(panels) // columns)
-    figure = charts.canvas(3.6 * columns, 3.1 * rows + 0.9)
-    handles = {}
-    for i, chart in enumerate(panels):
-        axes = figure.add_subplot(rows, columns, i + 1)
-        for one in chart.series:
-            style = "--" if one.dashed else "-"
-            (line,) = axes.plot(one.x, one.y, style, color=one.colour, marker="o", markersize=3, linewidth=1.5)
-            handles.setdefault(one.name, line)
-        for mark in chart.marks:
-            axes.axhline(mark.y, color=charts.INK, linestyle=":", linewidth=1.2)
-        charts.quiet(
-            axes,
-            chart.title,
-            "model calls" if i >= len(panels) - columns else "",
-            chart.y.name if i % columns == 0 else "",
-        )
-        axes.set_xscale("log")
-        axes.set_xticks(chart.x.ticks, [f"{tick:g}" for tick in chart.x.ticks])
-        axes.set_xticks([], minor=True)
-        charts.log_y(axes)
-    height = figure.get_figheight()
-    look = {"frameon": False, "fontsize": 9.5, "labelcolor": charts.INK, "ncols": max(2, round(1.8 * columns))}
-    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.25 / height)}
-    figure.legend(list(handles.values()), list(handles), **place, **look)
-    figure.text(0.5, 0.08 / height, note, fontsize=8.5, color=charts.SLATE, ha="center", va="bottom")
-    figure.tight_layout(rect=(0, 0.85 / height, 1, 1), w_pad=1.2, h_pad=1.4)
-    return charts.save(figure, path)
-
-
 # --- The report -----------------------------------------------------------------------------------------------------
 
 CHARTS = (
@@ -388,8 +356,10 @@ def write(study: OracleStudy) -> dict[str, Any]:
     for name, what, title, note in CHARTS:
         panels = panels_of(found, what, floors)
         if panels:
-            draw_panels(panels, len(found.schedules), folder / f"{name}.png", note)
-            page.add(Text(note, title), *panels)
+            columns = len(found.schedules) if len(found.schedules) <= WIDEST else 2
+            drawing = charts.panels(panels, columns, title, note)
+            drawing.png(folder / f"{name}.png")
+            page.add(Text("", title), drawing)
     page.add(*made[len(found.mixtures) + 1 :], *equal_grids(study.config), Code(study.config.text, "Config"))
     page.write(study.folder / "report.html")
     put(study.folder / "table.md", markdown(study, found, made))

@@ -26,7 +26,6 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.core.noise import check_seed
 from pellucid.evidence.adherence import sheets
 from pellucid.evidence.adherence.judging import judge
-from pellucid.evidence.adherence.samples import seen
 from pellucid.evidence.metrics import image_text, inception
 from pellucid.evidence.metrics.inception import Inception
 from pellucid.evidence.metrics.inception import features as inception_features
@@ -38,6 +37,7 @@ from pellucid.interop import weights
 from pellucid.interop.atomic_files import file_digest, is_left, put
 from pellucid.models.guidance import Guidance
 from pellucid.pipeline import fingerprint
+from pellucid.pipeline.images import to_tensor
 from pellucid.pipeline.request import MAX_BATCH
 
 # --- The folder -----------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class SceneScorer:
     def __call__(
         self, images: Sequence[Image.Image], prompts: Sequence[str], files: SamplerFiles, cell: SamplerCell, first: int
     ) -> dict[str, Any]:
-        readings = scenes.read(seen(images, self.device))
+        readings = scenes.read(to_tensor(images).to(self.device))
         found = [judge(reading, scenes.parse(prompt)) for reading, prompt in zip(readings, prompts, strict=True)]
         return {
             "right": [one.right for one in found],

@@ -12,10 +12,10 @@ import numpy as np
 
 from pellucid.evidence.report import charts
 from pellucid.evidence.report.charts import Axis, Chart, Mark, Series, short
-from pellucid.evidence.report.page import Cell, Code, Images, Page, Table, Text
+from pellucid.evidence.report.page import Code, ImageCell, Images, Page, Table, Text
 from pellucid.evidence.statistics import Knee
 from pellucid.evidence.study.samplers_results import Column
-from pellucid.evidence.study.samplers_verdict import Figures, sampler_names, with_interval
+from pellucid.evidence.study.samplers_verdict import Figures, sampler_names, three_digits, with_interval
 from pellucid.interop.atomic_files import put
 
 IMAGES_SHOWN = 8  # images of a cell on the page
@@ -71,7 +71,7 @@ def all_charts(found: Figures) -> dict[str, Chart]:
     made: dict[str, Chart] = {}
     for name, column in found.columns.items():
         made[f"{name}_calls"] = curve(found, column, calls, [float(cell.nfe) for cell in found.cells])
-    timed = [one.median for one in found.latencies]
+    timed = [one.estimate.value for one in found.latencies]
     if all(map(math.isfinite, timed)):
         made[f"{found.main.measure.name}_seconds"] = curve(found, found.main, seconds, timed)
         made["seconds_calls"] = latency(found, calls)
@@ -105,10 +105,10 @@ def curve(found: Figures, column: Column, axis: Axis, costs: list[float]) -> Cha
             marks.append(Mark("knee", costs[knee.cell], float(column.values[knee.cell]) * scale))
     for text, colour in colours(found).items():
         held = sorted((i for i, c in enumerate(found.cells) if c.setup.label == text), key=lambda i: costs[i])
-        ys, lows, highs = ([float(v[i]) * scale for i in held] for v in (column.values, column.low, column.high))
         labels = [f"{found.cells[i].steps} steps, {seconds_of(found, i)}" for i in held]
         keys = [found.cells[i].label for i in held]
-        series.append(Series(text, [costs[i] for i in held], ys, lows, highs, labels, keys, colour))
+        shown = [column.shown(i) for i in held]
+        series.append(Series.of(text, [costs[i] for i in held], shown, labels=labels, href=keys, colour=colour))
     if column.of_converged is not None:
         marks.append(Mark("converged", y=column.of_converged * scale))
     better = "Less is better." if measure.less else "More is better."
@@ -121,11 +121,9 @@ def latency(found: Figures, axis: Axis) -> Chart:
     series = []
     for text, colour in colours(found).items():
         held = sorted((i for i, c in enumerate(found.cells) if c.setup.label == text), key=lambda i: found.cells[i].nfe)
-        spread = [found.latencies[i].quartiles for i in held]
-        calls = [float(found.cells[i].nfe) for i in held]
-        medians = [found.latencies[i].median for i in held]
-        lows, highs = [low for low, _ in spread], [high for _, high in spread]
-        series.append(Series(text, calls, medians, lows, highs, [], [found.cells[i].label for i in held], colour))
+        calls, keys = [float(found.cells[i].nfe) for i in held], [found.cells[i].label for i in held]
+        times = [found.latencies[i].estimate for i in held]
+        series.append(Series.of(text, calls, times, href=keys, colour=colour))
     note = f"One image at a time, warm: median and quartiles of {found.study.config.rounds} rounds."
     return Chart("Seconds per image against model calls", series, axis, Axis("seconds per image", True), (), note)
 
@@ -136,7 +134,7 @@ def colours(found: Figures) -> dict[str, str]:
 
 
 def seconds_of(found: Figures, i: int) -> str:
-    value = found.latencies[i].median
+    value = found.latencies[i].estimate.value
     return f"{short(value, 3)} s" if math.isfinite(value) else "not timed"
 
 
@@ -153,8 +151,8 @@ def tables(found: Figures) -> list[Table]:
 def main_table(found: Figures) -> Table:
     rows = []
     for i, cell in enumerate(found.cells):
-        low, high = found.latencies[i].quartiles
-        time = f"{seconds_of(found, i)} ({short(low, 3)} to {short(high, 3)})" if math.isfinite(low) else "–"
+        seconds = found.latencies[i].estimate
+        time = "–" if seconds.ends is None else seconds.words(three_digits, " s")
         figures = [with_interval(column, i) for column in found.columns.values()]
         row = (cell.setup.label, str(cell.steps), str(cell.nfe), time, *figures, *tails(found, i))
         rows.append((*row, found.verdict.place(i)))
@@ -179,12 +177,12 @@ def ranking_table(found: Figures) -> Table:
     rows = []
     for one in found.verdict.ranking:
         factor = 1.0 if scaled else found.main.measure.scale
-        value, low, high = (short(v * factor, 3) for v in one.behind)
         own = short(one.value * found.main.measure.scale, 3)
-        behind = "–" if one is found.verdict.ranking[0] else f"{value} ({low} to {high})"
+        gap = one.behind.times(factor).words(three_digits)
+        behind = "–" if one is found.verdict.ranking[0] else gap
         rows.append((one.sampler, own, f"{100 * one.first:.0f} %", behind))
-    gap = "times the first's" if scaled else "behind the first"
-    columns = ("sampler", f"mean {found.main.measure.title}", "came first", gap)
+    unit = "times the first's" if scaled else "behind the first"
+    columns = ("sampler", f"mean {found.main.measure.title}", "came first", unit)
     note = (
         "The mean over the range of model calls that all of them cover, in equal parts of its logarithm"
         + (", of logarithms" if scaled else "")
@@ -229,13 +227,13 @@ def images(found: Figures) -> Images:
     count = len(study.config.numbers(first))
     best = study.converged[0]
     cells = [
-        Cell(CONVERGED, study.files.images(best, first, count)[:IMAGES_SHOWN], f"{best.setup.text} × {best.steps}")
+        ImageCell(CONVERGED, study.files.images(best, first, count)[:IMAGES_SHOWN], f"{best.setup.text} × {best.steps}")
     ]
     for i, cell in enumerate(found.cells):
         note = f"{cell.nfe} calls, {found.main.measure.title} {with_interval(found.main, i)}"
-        cells.append(Cell(cell.label, study.files.images(cell, first, count)[:IMAGES_SHOWN], note))
+        cells.append(ImageCell(cell.label, study.files.images(cell, first, count)[:IMAGES_SHOWN], note))
     for one in study.converged[1:]:
-        cells.append(Cell(one.key, study.files.images(one, first, count)[:IMAGES_SHOWN], "the same sampler's own"))
+        cells.append(ImageCell(one.key, study.files.images(one, first, count)[:IMAGES_SHOWN], "the same sampler's own"))
     knee = found.verdict.knee
     shown = (CONVERGED, found.cells[knee.cell].label if knee is not None else found.cells[0].label)
     return Images("Images by cell", cells, "The same prompts and noise in every cell.", shown)
@@ -247,12 +245,9 @@ def images(found: Figures) -> Images:
 def plain(found: Figures) -> dict[str, Any]:
     rows = []
     for i, cell in enumerate(found.cells):
-        low, high = found.latencies[i].quartiles
-        figures = {
-            name: {"value": finite(c.values[i]), "low": finite(c.low[i]), "high": finite(c.high[i])}
-            for name, c in found.columns.items()
-        }
-        seconds = {"median": finite(found.latencies[i].median), "low": finite(low), "high": finite(high)}
+        figures = {name: column.estimate(i).plain() for name, column in found.columns.items()}
+        times = found.latencies[i].estimate.plain()
+        seconds = {"median": times.pop("value"), **times}
         about = {"sampler": cell.setup.text, "steps": cell.steps, "nfe": cell.nfe, "stochastic": cell.stochastic}
         rows.append({**about, "seconds": seconds, **figures})
     v = found.verdict
@@ -267,7 +262,12 @@ def plain(found: Figures) -> dict[str, Any]:
         "knee": knee_plain(found, v.knee),
         "knee_by_seconds": knee_plain(found, v.knee_seconds),
         "ranking": [
-            {"sampler": one.sampler, "value": one.value, "first": one.first, "behind": list(one.behind)}
+            {
+                "sampler": one.sampler,
+                "value": one.value,
+                "first": one.first,
+                "behind": list(one.behind.plain().values()),
+            }
             for one in v.ranking
         ],
         "recommendation": {"sentence": v.sentence, "command": v.words, "call": v.call},
@@ -287,9 +287,9 @@ def knee_plain(found: Figures, knee: Knee | None) -> dict[str, Any] | None:
     shares = {found.cells[i].key: share for i, share in knee.shares.items()}
     return {
         "cell": found.cells[knee.cell].key,
-        "cost": knee.cost,
-        "low": knee.low,
-        "high": knee.high,
+        "cost": knee.cost.value,
+        "low": knee.cost.low,
+        "high": knee.cost.high,
         "share_of_resamples": shares,
     }
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.evidence.metrics.fid import FEW, Statistics, fid
+from pellucid.evidence.metrics.fid import FEW, Statistics, fid, fid_interval
 from pellucid.evidence.metrics.kid import kid_exact, kid_paired, kid_resampled
-from pellucid.evidence.statistics import Array, Share, draws, fid_interval
+from pellucid.evidence.statistics import Array, Estimate, Share, draws
 from pellucid.evidence.study.kernel import Records
 from pellucid.evidence.study.samplers import SamplerStudy
 from pellucid.evidence.study.setups import SamplerCell
@@ -40,15 +40,11 @@ class Latency:
     seconds: tuple[float, ...]
 
     @property
-    def median(self) -> float:
-        return float(np.median(self.seconds)) if self.seconds else float("nan")
-
-    @property
-    def quartiles(self) -> tuple[float, float]:
+    def estimate(self) -> Estimate:
         if not self.seconds:
-            return float("nan"), float("nan")
+            return Estimate(math.nan)
         low, high = np.quantile(self.seconds, [0.25, 0.75])
-        return float(low), float(high)
+        return Estimate(float(np.median(self.seconds)), float(low), float(high), "rounds", len(self.seconds), 0.5)
 
     def drawn(self, resamples: int, seed: int = 0) -> Array:
         """Medians (R,) of rounds that were drawn again."""
@@ -169,6 +165,13 @@ class Column:
     high: Array
     drawn: Array | None = field(default=None, repr=False)
     of_converged: float | None = None
+
+    def estimate(self, i: int) -> Estimate:
+        return Estimate(*(float(held[i]) for held in (self.values, self.low, self.high)))
+
+    def shown(self, i: int) -> Estimate:
+        """In the units of the measure."""
+        return self.estimate(i).times(self.measure.scale)
 
 
 class SamplerResults:

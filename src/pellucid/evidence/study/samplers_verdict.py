@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
@@ -18,7 +19,7 @@ from pellucid.evidence.metrics.images import open_images
 from pellucid.evidence.metrics.inception import Inception
 from pellucid.evidence.metrics.score import measure_cached
 from pellucid.evidence.report.charts import short
-from pellucid.evidence.statistics import Array, Knee, front, knee_of
+from pellucid.evidence.statistics import Array, Estimate, Knee, front, knee_of
 from pellucid.evidence.study.samplers import (
     ClipScorer,
     InceptionScorer,
@@ -50,7 +51,7 @@ class Ranked:
     sampler: str
     value: float
     first: float
-    behind: tuple[float, float, float]  # estimate, low, high
+    behind: Estimate
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def verdict(
     measure, drawn = column.measure, column.drawn
     assert drawn is not None
     calls = np.array([cell.nfe for cell in cells], float)
-    seconds = np.array([one.median for one in latencies])
+    seconds = np.array([one.estimate.value for one in latencies])
     part = TIE_OF_DISTANCES if measure.name in DISTANCES else TIE
     loss, losses = (tied(measure.loss(values), part) for values in (column.values, drawn))
     count = losses.shape[1]
@@ -120,7 +121,7 @@ def recommendation_of(cells: list[SamplerCell], column: Column, latencies: list[
     if knee is None:
         return "No sampler can be recommended: no cell has finite figures."
     cell, measure, i = cells[knee.cell], column.measure, knee.cell
-    seconds = latencies[i].median
+    seconds = latencies[i].estimate.value
     cost = f"{cell.nfe} model calls" + (f", {short(seconds, 3)} s per image," if np.isfinite(seconds) else "")
     figure = with_interval(column, i)
     gives = {
@@ -133,14 +134,15 @@ def recommendation_of(cells: list[SamplerCell], column: Column, latencies: list[
 
 def about_knee(knee: Knee) -> str:
     """Where the knee is, and what more calls bring; or that none was found."""
+    cost = knee.cost
     if knee.beyond == "more":
         return (
-            f", the best of what was asked. No knee was found within the asked steps: at {knee.cost:g} calls, the "
+            f", the best of what was asked. No knee was found within the asked steps: at {cost.value:g} calls, the "
             "most that were asked, there is still a gain. Ask for more steps"
         )
     if knee.beyond == "unknown":
-        return f", the best of what was asked. No knee can be found at {knee.cost:g} calls alone: ask for more steps"
-    span = f"{knee.low:g}" if knee.low == knee.high else f"{knee.low:g} to {knee.high:g}"
+        return f", the best of what was asked. No knee can be found at {cost.value:g} calls alone: ask for more steps"
+    span = f"{cost.low:g}" if cost.low == cost.high else f"{cost.low:g} to {cost.high:g}"
     less = "a doubling of the calls gains less than it does on the average of the range"
     more = less if knee.beyond == "less" else "more calls gained nothing"
     return f", at the knee of the front (in 95 % of resamples at {span} calls), beyond which {more}"
@@ -148,9 +150,11 @@ def about_knee(knee: Knee) -> str:
 
 def with_interval(column: Column, i: int) -> str:
     """'0.0123 (0.0119 to 0.0127)'"""
-    scale = column.measure.scale
-    value, low, high = (short(float(held[i]) * scale, 3) for held in (column.values, column.low, column.high))
-    return f"{value} ({low} to {high})"
+    return column.shown(i).words(three_digits)
+
+
+def three_digits(value: float) -> str:
+    return short(value, 3)
 
 
 def sample_command(cell: SamplerCell, guidance: Any, start: str) -> str:
@@ -217,9 +221,9 @@ def ranked_by_loss(values: dict[str, float], drawn: dict[str, Array], less: bool
     for i, text in enumerate(texts):
         apart = table[i] - table[0]
         gap = (apart[0] + 0.0, *np.quantile(apart[1:], [0.025, 0.975]))
-        behind = tuple(float(np.exp(g) if scaled else g) for g in gap)
+        behind = Estimate(*(float(np.exp(g) if scaled else g) for g in gap))
         value = float(np.exp(values[text]) if scaled else values[text])
-        found.append(Ranked(text, value, float(first[i]), behind))  # type: ignore[arg-type]
+        found.append(Ranked(text, value, float(first[i]), behind))
     return found
 
 
@@ -228,7 +232,8 @@ def comparison_of(found: list[Ranked], column: Column, pick: SamplerCell | None 
     if len(found) < 2:
         return ""
     scaled = column.measure.name in DISTANCES
-    alike = [one for one in found if set(one.behind) == {found[0].behind[0]}]  # in every resample too
+    least = found[0].behind.value
+    alike = [one for one in found if one.behind == Estimate(least, least, least)]  # in every resample too
     rest = [one for one in found if one not in alike]
     names = [one.sampler for one in alike]
     if len(alike) > 1:
@@ -236,19 +241,18 @@ def comparison_of(found: list[Ranked], column: Column, pick: SamplerCell | None 
     else:
         lead = f"{names[0]} comes first over the whole range (in {100 * alike[0].first:.0f} % of resamples)"
     if rest:
-        value, low, high = rest[0].behind
-        sure = "" if low > (1.0 if scaled else 0.0) else "; they are not distinguishable"
-        lead += f", then {rest[0].sampler}, {gap_words(column, value, low, high)}{sure}"
+        behind = rest[0].behind
+        sure = "" if behind.low > (1.0 if scaled else 0.0) else "; they are not distinguishable"
+        lead += f", then {rest[0].sampler}, {gap_words(column, behind)}{sure}"
     if pick is not None and pick.setup.label not in names:
         lead += f". With {pick.nfe} calls or fewer nothing that was asked is better than {pick.setup.label}"
     return f"{lead}."
 
 
-def gap_words(column: Column, value: float, low: float, high: float) -> str:
+def gap_words(column: Column, behind: Estimate) -> str:
     if column.measure.name in DISTANCES:
-        return f"whose distance is {value:.2f} ({low:.2f} to {high:.2f}) times as large"
-    ends = [short(v * column.measure.scale) for v in (value, low, high)]
-    return "behind by " + column.measure.amount("{} ({} to {})".format(*ends))
+        return f"whose distance is {behind.words('{:.2f}'.format)} times as large"
+    return "behind by " + column.measure.amount(behind.times(column.measure.scale).words(short))
 
 
 def of_plans(cells: list[SamplerCell], column: Column) -> list[str]:
@@ -272,15 +276,13 @@ def of_plan(i: int, cells: list[SamplerCell], column: Column) -> str:
     least = min(sign * held[0] for held in others.values())
     best = next(text for text, held in others.items() if sign * held[0] <= least + TIE_OF_DISTANCES * scaled)
     apart = sign * (table[i] - others[best])
-    value, low, high = apart[0], *np.quantile(apart[1:], [0.025, 0.975])
+    behind = Estimate(float(apart[0]), *np.quantile(apart[1:], [0.025, 0.975]).tolist())
     figure = with_interval(column, i)
     if scaled:
-        ends = [f"{np.exp(v):.2f}" for v in (value, low, high)]
-        gap = "{} ({} to {}) times that of".format(*ends)
+        gap = f"{behind.map(math.exp).words('{:.2f}'.format)} times that of"
     else:
-        ends = [short(v * column.measure.scale) for v in (value, low, high)]
-        gap = f"{column.measure.amount('{} ({} to {})'.format(*ends))} behind"
-    sure = "" if low > 0 or high < 0 else "; they are not distinguishable"
+        gap = column.measure.amount(behind.times(column.measure.scale).words(short)) + " behind"
+    sure = "" if behind.significant else "; they are not distinguishable"
     return f"{label}: {figure} with {nfe} calls, {gap} {best}, the best of the samplers at as many calls{sure}."
 
 

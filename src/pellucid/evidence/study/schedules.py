@@ -18,13 +18,13 @@ from torch import Tensor
 from pellucid.core.compile import compile_plan
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import naming, typed
-from pellucid.evidence.metrics.fid import Statistics, frechet, square_root
+from pellucid.evidence.metrics.fid import Statistics, frechet, square_root, weighted
 from pellucid.evidence.metrics.images import Pixels
 from pellucid.evidence.metrics.inception import Inception, features, load_inception, to_bytes
-from pellucid.evidence.metrics.kid import kid_exact
+from pellucid.evidence.metrics.kid import kid_exact, kid_interval
 from pellucid.evidence.metrics.precision_recall import precision_recall
 from pellucid.evidence.metrics.score import measure_cached
-from pellucid.evidence.statistics import Interval, draws, kid_interval, reflected, weighted
+from pellucid.evidence.statistics import Estimate, draws, reflected
 from pellucid.evidence.study.kernel import Records, claim, is_mine, one_process
 from pellucid.interop.atomic_files import put
 from pellucid.train.config import TrainConfig, chosen, counts, parse, read, to_plain
@@ -68,13 +68,13 @@ class TrainingJudge:
         """Of the features of images, (N, 2048)."""
         some = found[: len(self.some)]
         closeness = precision_recall(some, self.some)
-        spread = kid_interval(some, self.some, resamples=KID_RESAMPLES)
+        kid = kid_interval(some, self.some, resamples=KID_RESAMPLES, value=self.kid(found))
         return {
             "samples": len(found),
             "fid": self.fid(found),
-            "kid": self.kid(found),
-            "kid_low": spread.low,
-            "kid_high": spread.high,
+            "kid": kid.value,
+            "kid_low": kid.low,
+            "kid_high": kid.high,
             "precision": closeness.precision,
             "recall": closeness.recall,
         }
@@ -85,8 +85,8 @@ class TrainingJudge:
     def kid(self, found: Tensor) -> float:
         return kid_exact(found[: len(self.some)], self.some)
 
-    def fid_interval(self, found: Tensor, estimate: float, resamples: int) -> Interval:
-        """As `metrics.bootstrap.fid_interval`, with the root that is known."""
+    def fid_interval(self, found: Tensor, estimate: float, resamples: int) -> Estimate:
+        """As `metrics.fid.fid_interval`, with the root that is known."""
         rows = draws(len(found), resamples).to(found.device)
         values = [frechet(self.statistics, weighted(found, row), self.root) for row in rows]
         return reflected(torch.tensor(values, dtype=torch.float64), estimate)

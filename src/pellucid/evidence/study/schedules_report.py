@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import html
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +14,8 @@ import numpy as np
 
 from pellucid.core.schedule import Array
 from pellucid.evidence.report import charts
-from pellucid.evidence.report.charts import COLOURS, FAINT, INK, MARKS, PAPER
-from pellucid.evidence.report.page import Table
+from pellucid.evidence.report.charts import COLOURS, FAINT, INK, MARKS, PAPER, Drawing, Spot
+from pellucid.evidence.report.page import Code, Page, Table, Text
 from pellucid.evidence.statistics import in_words, spread
 from pellucid.evidence.study.schedules_results import ScheduleResults, TrainingPoint, images_at_points
 from pellucid.interop.atomic_files import put
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
 
 METRICS = (("fid", "FID", 1.0), ("kid", "KID × 10³", 1e3))
 LAST_CALL = "last call alone"
+KINDS = {"images": "pictures"}  # what an interval is over, as files of studies name it
 
 
 def number_words(value: float, digits: int = 2) -> str:
@@ -43,10 +42,7 @@ def point_words(point: TrainingPoint, scale: float = 1.0) -> str:
     if len(point.values) > 1:
         mean, deviation = spread(point.values)
         return f"{number_words(mean * scale)} ± {number_words(deviation * scale)}"
-    words = number_words(point.mean * scale)
-    if point.low is None or point.high is None:
-        return words
-    return f"{words} ({number_words(point.low * scale)} to {number_words(point.high * scale)})"
+    return point.estimate.times(scale).words(number_words)
 
 
 def last_call(held: list[dict[str, Any]]) -> str:
@@ -67,7 +63,7 @@ def final_table(found: ScheduleResults) -> Table:
         if step is None:
             continue
         here = list(found.at(name, step).values())
-        shares = [number_words(TrainingPoint.of(here, metric).mean, 3) for metric in ("precision", "recall")]
+        shares = [number_words(TrainingPoint.of(here, metric).estimate.value, 3) for metric in ("precision", "recall")]
         seconds = found.seconds(name) / max(1, sum(bool(found.logs[name, seed]) for seed in found.study.seeds))
         rows.append(
             (
@@ -137,8 +133,9 @@ def comparisons(found: ScheduleResults) -> list[dict[str, Any]]:
             words = in_words(a, b, difference, title, scale)
             if step != found.study.points[-1]:
                 words = f"At step {step:,}: {words}"
-            made.append({"a": a, "b": b, "metric": metric, "step": step, "words": words, **asdict(difference)})
-            made[-1]["significant"] = difference.significant
+            made.append({"a": a, "b": b, "metric": metric, "step": step, "words": words})
+            made[-1] |= {**difference.plain(), "kind": KINDS.get(difference.over, difference.over)}
+            made[-1] |= {"seeds": difference.count, "significant": difference.significant}
     return made
 
 
@@ -148,7 +145,7 @@ def plain_results(found: ScheduleResults) -> dict[str, Any]:
     schedules: dict[str, Any] = {}
     for name in found.study.schedules:
         step = found.last(name)
-        points = {metric: [asdict(point) for point in found.curve(name, metric)] for metric, _, _ in METRICS}
+        points = {metric: [point.plain() for point in found.curve(name, metric)] for metric, _, _ in METRICS}
         lam, error = found.levels(name)
         schedules[name] = {
             "last_step": step,
@@ -188,10 +185,10 @@ def unit_of(found: ScheduleResults) -> tuple[float, str]:
 # --- quality -----------------------------------------------------------------------------------------------------
 
 
-def quality(found: ScheduleResults, path: Path) -> Path:
+def quality(found: ScheduleResults) -> Drawing:
     """FID and KID against images seen: the mean of the seeds, from the lowest to the highest of them."""
     figure = charts.canvas(11, 5.0)
-    panels = figure.subplots(1, 2)
+    panels, spots = figure.subplots(1, 2), []
     unit, x = unit_of(found)
     for axes, metric, title in ((panels[0], "fid", "FID"), (panels[1], "kid", "KID × 10³")):
         lowest = [np.inf]
@@ -203,13 +200,18 @@ def quality(found: ScheduleResults, path: Path) -> Path:
             if final is not None:
                 points.append(scaled(final, unit, metric, aside))
                 draw_bar(axes, points[-1], look["color"])
-                axes.plot(points[-1].images, points[-1].mean, mark, color=look["color"], markerfacecolor=PAPER)
+                place = (points[-1].images, points[-1].estimate.value)
+                axes.plot(*place, mark, color=look["color"], markerfacecolor=PAPER)
             lowest += [point.ends[0] for point in points]
+            spots += [
+                Spot(axes, point.images, point.estimate.value, f"{name}\n{title}: {point_words(point)}")
+                for point in points
+            ]
         charts.quiet(axes, title, x, "less is better")
         if 0 < min(lowest) < np.inf:
             charts.log_y(axes)
     charts.legend(figure, panels[0], told(found))
-    return charts.save(figure, path)
+    return Drawing(figure, "FID and KID against images seen", "Quality over training.", spots)
 
 
 def told(found: ScheduleResults) -> str:
@@ -225,13 +227,11 @@ def told(found: ScheduleResults) -> str:
 
 def scaled(point: TrainingPoint, unit: float, metric: str, aside: float) -> TrainingPoint:
     """In the units of the axes, and a hair aside, so that bars of different schedules do not hide each other."""
-    scale = 1e3 if metric == "kid" else 1.0
-    low, high = (None if end is None else end * scale for end in (point.low, point.high))
-    return TrainingPoint((point.images + aside) / unit, tuple(value * scale for value in point.values), low, high)
+    return replace(point, images=point.images + aside).scaled(1 / unit, 1e3 if metric == "kid" else 1.0)
 
 
 def draw_line(axes: Axes, points: Sequence[TrainingPoint], name: str, look: dict[str, Any], mark: str) -> None:
-    x, means = [point.images for point in points], [point.mean for point in points]
+    x, means = [point.images for point in points], [point.estimate.value for point in points]
     axes.plot(x, means, marker=mark, markersize=7, markeredgecolor=PAPER, label=name, **look)
     if any(len(point.values) > 1 for point in points):
         low, high = zip(*(point.ends for point in points), strict=True)
@@ -244,14 +244,15 @@ def draw_bar(axes: Axes, point: TrainingPoint, colour: str) -> None:
     """From the lowest to the highest seed, or over the interval of a single one."""
     low, high = point.ends
     if low < high:
-        reach = [[point.mean - low], [high - point.mean]]
-        axes.errorbar([point.images], [point.mean], yerr=reach, fmt="none", ecolor=colour, capsize=4, elinewidth=1.2)
+        mean = point.estimate.value
+        reach = [[mean - low], [high - mean]]
+        axes.errorbar([point.images], [mean], yerr=reach, fmt="none", ecolor=colour, capsize=4, elinewidth=1.2)
 
 
 # --- where it is trained, and how well -------------------------------------------------------------------------------
 
 
-def levels_chart(found: ScheduleResults, path: Path) -> Path:
+def levels_chart(found: ScheduleResults) -> Drawing:
     """Above, the error of the network at the end of training by λ; below, where each schedule trains it."""
     figure = charts.canvas(9, 7.2)
     error, density = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
@@ -271,7 +272,8 @@ def levels_chart(found: ScheduleResults, path: Path) -> Path:
     if np.isfinite(error.dataLim.ymin) and error.dataLim.ymin > 0:
         charts.log_y(error)
     charts.legend(figure, error)
-    return charts.save(figure, path)
+    note = "Where the network errs at the end, and where each schedule trained it."
+    return Drawing(figure, "Error by noise level", note)
 
 
 def with_gaps(lam: Array, mean: Array) -> tuple[Array, Array]:
@@ -291,7 +293,7 @@ def spread_of(lam: Array) -> tuple[Array, Array]:
 # --- stability -----------------------------------------------------------------------------------------------------
 
 
-def stability_chart(found: ScheduleResults, path: Path) -> Path:
+def stability_chart(found: ScheduleResults) -> Drawing:
     """Gradient norm and loss over training, and how much the steps of a window differ."""
     figure = charts.canvas(11, 7.2)
     panels = figure.subplots(2, 2, sharex=True)
@@ -309,7 +311,8 @@ def stability_chart(found: ScheduleResults, path: Path) -> Path:
         if np.isfinite(panels[row, 0].dataLim.ymin) and panels[row, 0].dataLim.ymin > 0:
             charts.log_y(panels[row, 0])
     charts.legend(figure, panels[0, 0])
-    return charts.save(figure, path)
+    note = "How calm training was: the steps of a window against each other."
+    return Drawing(figure, "Gradient norm and loss over training", note)
 
 
 def smooth(axes: Axes, x: Array, y: Array, look: dict[str, Any]) -> None:
@@ -328,7 +331,7 @@ GAP, LEFT, TOP = 0.08, 0.35, 0.5  # inches
 LEAST = 200  # pixels of a sheet's side, to which small ones are enlarged by whole numbers
 
 
-def image_sheet(found: ScheduleResults, path: Path) -> Path:
+def image_sheet(found: ScheduleResults) -> Drawing:
     """A row a schedule, a column a point: what the first seed makes of the same noise. Pixels stay whole."""
     names, steps = found.study.schedules, found.study.points
     sheets = {(name, step): sheet_of(found.image(name, step)) for name in names for step in steps}
@@ -346,7 +349,8 @@ def image_sheet(found: ScheduleResults, path: Path) -> Path:
             axes.imshow(sheet, interpolation="nearest")
             axes.set_anchor("N")
     heads(figure, found, side)
-    return charts.save(figure, path, DPI)
+    note = "Images of the first seed, from the same noise."
+    return Drawing(figure, "Images over training", note, dpi=DPI, raster=True)
 
 
 def heads(figure: Figure, found: ScheduleResults, side: float) -> None:
@@ -376,22 +380,7 @@ def sheet_of(path: Path) -> Any:
 
 # --- The report -----------------------------------------------------------------------------------------------------
 
-CHARTS = (
-    ("quality", quality, "Quality over training."),
-    ("levels", levels_chart, "Where the network errs at the end, and where each schedule trained it."),
-    ("stability", stability_chart, "How calm training was: the steps of a window against each other."),
-    ("pictures", image_sheet, "Pictures of the first seed, from the same noise."),
-)
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1c2530; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
-table { border-collapse: collapse; display: block; overflow-x: auto; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #e3e8ee; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
-img { max-width: 100%; height: auto; } figure { margin: 1rem 0; }
-.note, figcaption { color: #51606f; font-size: .88rem; }
-pre { background: #f5f7f9; padding: 1rem; overflow-x: auto; font-size: .8rem; }
-"""
+CHARTS = {"quality": quality, "levels": levels_chart, "stability": stability_chart, "pictures": image_sheet}
 ALONE = (
     "Each interval holds for its own pair at 95 %: of twenty pairs that do not differ, one would seem to. "
     "Less is better for both. Schedules of one seed share the data order, the first weights and the noise of images."
@@ -404,11 +393,12 @@ def write(folder: Path) -> Path:
     charts.require()
     found = ScheduleResults.read(folder)
     (folder / "charts").mkdir(exist_ok=True)
-    drawn = {name: draw(found, folder / "charts" / f"{name}.png") for name, draw, _ in CHARTS}
+    drawn = {name: draw(found) for name, draw in CHARTS.items()}
+    for name, drawing in drawn.items():
+        drawing.png(folder / "charts" / f"{name}.png")
     put(folder / TABLE, json.dumps(plain_results(found), indent=1, allow_nan=False) + "\n")
     put(folder / "table.md", markdown(found))
-    put(folder / "report.html", page(found, drawn))
-    return folder / "report.html"
+    return page(found, list(drawn.values())).write(folder / "report.html")
 
 
 def headline(found: ScheduleResults) -> str:
@@ -431,25 +421,10 @@ def markdown(found: ScheduleResults) -> str:
     return "\n".join(parts)
 
 
-def page(found: ScheduleResults, drawn: dict[str, Path]) -> str:
-    """Everything in one file: no script, nothing from elsewhere."""
-    said = "".join(f"<li>{html.escape(words)}</li>\n" for words in sentences(found))
-    verdict = f"<h2>Are they different?</h2>\n<ul>\n{said}</ul>\n<p class=note>{ALONE}</p>" if said else ""
-    first, *rest = [table.html() for table in tables_of(found)] or [""]
-    figures = [figure(drawn[name], caption) for name, _, caption in CHARTS]
-    config = html.escape(json.dumps(to_plain(found.study), indent=1))
-    body = "\n".join([first, verdict, *figures, *rest])
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>Noise schedules</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
-        f"<h1>Noise schedules</h1>\n<p class=note>{html.escape(headline(found))}</p>\n{body}\n"
-        f"<h2>Config</h2>\n<details><summary>All of it</summary><pre>{config}</pre></details>\n</body>\n</html>\n"
-    )
-
-
-def figure(path: Path, caption: str) -> str:
-    inside = base64.b64encode(path.read_bytes()).decode()
-    words = html.escape(caption)
-    image = f'<img alt="{words}" src="data:image/png;base64,{inside}">'
-    return f"<figure>{image}<figcaption>{words}</figcaption></figure>"
+def page(found: ScheduleResults, drawn: Sequence[Drawing]) -> Page:
+    made, (first, *rest) = Page("Noise schedules", headline(found)), tables_of(found) or [None]
+    made.add(*([] if first is None else [first]))
+    if said := sentences(found):
+        made.add(Text("", "Are they different?"), *map(Text, said), Text(ALONE, kind="note"))
+    config = json.dumps(to_plain(found.study), indent=1)
+    return made.add(*drawn, *rest, Text("", "Config"), Code(config, "All of it"))

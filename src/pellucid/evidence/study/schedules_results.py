@@ -13,7 +13,7 @@ import torch
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import naming, read_json
 from pellucid.core.schedule import Array
-from pellucid.evidence.statistics import Difference, Estimate, between
+from pellucid.evidence.statistics import Estimate, between
 from pellucid.evidence.study.kernel import CONFIG, MARKS, Records
 from pellucid.evidence.study.schedules import IMAGES, KEYS, RUNS, ScheduleStudyConfig
 from pellucid.interop.atomic_files import read_lines
@@ -27,28 +27,33 @@ DRAWN_TIMES = 1 << 16  # times that show a distribution
 
 @dataclass(frozen=True)
 class TrainingPoint:
-    """A figure of one point of training: of every seed, and its interval where there is one seed and it is known."""
+    """A figure of one point of training: of every seed, and the mean, with its interval where there is one seed and it
+    is known."""
 
     images: float
     values: tuple[float, ...]
-    low: float | None = None
-    high: float | None = None
+    estimate: Estimate
 
     @staticmethod
     def of(rows: Sequence[Row], metric: str) -> TrainingPoint:
-        whole = rows[0] if len(rows) == 1 else {}
-        low, high = whole.get(f"{metric}_low"), whole.get(f"{metric}_high")
-        return TrainingPoint(rows[0]["images"], tuple(row[metric] for row in rows), low, high)
-
-    @property
-    def mean(self) -> float:
-        return float(np.mean(self.values))
+        values = tuple(row[metric] for row in rows)
+        estimate = Estimate(float(np.mean(values))) if len(rows) > 1 else estimate_of(rows[0], metric)
+        return TrainingPoint(rows[0]["images"], values, estimate)
 
     @property
     def ends(self) -> tuple[float, float]:
         """The lowest and the highest seed, or the interval of a single one."""
-        given = [end for end in (self.low, self.high) if end is not None]
-        return min(*self.values, *given, self.mean), max(*self.values, *given, self.mean)
+        held = (*self.values, *(self.estimate.ends or ()), self.estimate.value)
+        return min(held), max(held)
+
+    def scaled(self, images: float, value: float) -> TrainingPoint:
+        """In other units."""
+        values = tuple(one * value for one in self.values)
+        return TrainingPoint(self.images * images, values, self.estimate.times(value))
+
+    def plain(self) -> dict[str, Any]:
+        low, high = self.estimate.ends or (None, None)
+        return {"images": self.images, "values": list(self.values), "low": low, "high": high}
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ class ScheduleResults:
                 return step
         return None
 
-    def difference(self, a: str, b: str, metric: str) -> tuple[int, Difference] | None:
+    def difference(self, a: str, b: str, metric: str) -> tuple[int, Estimate] | None:
         """`a` less `b` at the last point that both have reached, and that point."""
         step = self.last(a, b)
         if step is None:
@@ -216,4 +221,5 @@ def images_at_points(found: ScheduleResults) -> list[int]:
 
 
 def estimate_of(row: Row, metric: str) -> Estimate:
-    return Estimate(row[metric], row.get(f"{metric}_low"), row.get(f"{metric}_high"))
+    ends = [row.get(f"{metric}_{end}") for end in ("low", "high")]
+    return Estimate(row[metric], *(() if None in ends else ends))

@@ -16,7 +16,7 @@ from torch import Tensor
 from pellucid import scenes
 from pellucid.core import schedule as schedules
 from pellucid.core.errors import PellucidError, rule
-from pellucid.core.reader import read_text, whole
+from pellucid.core.reader import read_lines, whole
 from pellucid.core.schedule import Schedule
 from pellucid.interop import source
 from pellucid.pipeline import fingerprint
@@ -51,11 +51,7 @@ def read_lines_of(path: Path, other: str) -> tuple[str, ...]:
     """The lines of a text file that are not empty; `other` is what may be named in place of a file."""
     if not path.is_file():
         raise PellucidError(rule("prompts", f"a text file that exists, or {other}", str(path)), "file")
-    lines = read_text(path, "prompts", MAX_BYTES, "prompts").splitlines()
-    found = tuple(line.strip() for line in lines if line.strip())
-    if not found:
-        raise PellucidError(rule("prompts", "at least one line", str(path)), "prompts")
-    return found
+    return read_lines(path, "prompts", MAX_BYTES, "prompts")
 
 
 def queries_of(prompts: Sequence[str]) -> tuple[Query, ...] | None:

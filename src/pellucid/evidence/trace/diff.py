@@ -1,4 +1,20 @@
-"""What the headers of two traces say differently, and which part of a run each of it can change."""
+"""Two traces compared: the first step that diverges, and by what.
+
+Within a step things are compared in the order in which a run makes them, and the first that differs names the cause:
+
+1. the row's level, or the time that is passed to the network: **level**;
+2. x, as the network is called with it: **noise** (at the first step: the first noise, or another start; later: churn),
+   or **plan** where the same noise is scaled differently;
+3. the prediction with the prompt, and then the one without: **model** (weights, prompt, adapters, kernels), or
+   **guidance** where the recipes differ in it, and not in the model, and by no more than rounding: other batches;
+4. x0, where these were the same, or a prediction that only one of the runs made: **guidance** (or a filter);
+5. the level where the row lands: **level**; its weights: **plan**;
+6. the next x: **noise** where the row draws some, else **constraint** (a mask, or a function of the caller's).
+
+All before were the same, bit by bit, so that nothing but the named cause can have made the difference. Which bits are
+the same is known from digests, with tensors or without; how far apart two tensors are, from the tensors. Of traces
+without them only the norms are known, whose difference is a lower bound of that distance.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +29,17 @@ from pellucid.core.plan import Row, row_changes
 from pellucid.core.schedule import Level
 from pellucid.core.wording import counted, short
 from pellucid.evidence.trace.header import Header
+from pellucid.evidence.trace.measures import DIGESTED
 from pellucid.evidence.trace.reading import OLD, Step, Trace
 from pellucid.models.guidance import Guidance
 from pellucid.pipeline import fingerprint
 
-# --- Differences of headers -----------------------------------------------------------------------------------------
+# --- differences of headers -------------------------------------------------------------------------------------------
 
 Cause = Literal["plan", "level", "noise", "model", "guidance", "constraint", "nan"]
-CAUSES: tuple[Cause, ...] = ("plan", "level", "noise", "model", "guidance", "constraint")
 SHOWN = 60  # characters of a value
 
-# The fields of a recipe, and what they can change first. What the plan says too is compared there, seeds with noise.
+# The fields of a recipe, and what they can change first. What the plan has too is compared there, seeds with noise.
 FIELDS: dict[str, tuple[Cause, ...]] = {
     "strength": ("level", "noise"),
     "denoising_start": ("level", "noise"),
@@ -57,7 +73,7 @@ PLANS: dict[str, tuple[Cause, ...]] = {
 
 @dataclass(frozen=True)
 class HeaderDiff:
-    """One thing that two headers say differently, for one image or (None) for all, and what it can change."""
+    """One difference of two headers, for one image or (None) for all, and what it can change."""
 
     name: str
     mine: str
@@ -71,7 +87,7 @@ class HeaderDiff:
 
 
 def header_diff(a: Header, b: Header) -> list[HeaderDiff]:
-    """All that the headers say differently."""
+    """All differences of two headers."""
     rows: list[tuple[str, Any, Any, tuple[Cause, ...]]] = [
         ("images", a.images, b.images, ()),
         ("shape", a.shape, b.shape, ("noise", "model")),
@@ -84,33 +100,28 @@ def header_diff(a: Header, b: Header) -> list[HeaderDiff]:
         ("recipes", len(a.recipes), len(b.recipes), ()),
     ]
     found = [HeaderDiff(name, shown(x), shown(y), causes) for name, x, y, causes in rows if x != y]
-    found += of_plans(a, b)
+    for name, causes in PLANS.items():
+        mine, theirs = (short_plans(header, name) for header in (a, b))
+        if mine != theirs:
+            what = "model calls" if name == "rows" else name
+            found.append(HeaderDiff(f"{what} of the plan", mine, theirs, causes))
     pairs = list(zip(a.recipes, b.recipes, strict=False))
-    every = [of_recipes(x, y) for x, y in pairs]
-    shared = [told for told in every[0] if all(told in other for other in every)] if every else []
+    every = [recipe_diff(x, y) for x, y in pairs]
+    shared = [diff for diff in every[0] if all(diff in other for other in every)] if every else []
     for image, own in enumerate(every):
-        rest = [told for told in own if told not in shared]
-        found += [HeaderDiff(t.name, t.mine, t.theirs, t.causes, image if len(pairs) > 1 else None) for t in rest]
+        where = image if len(pairs) > 1 else None
+        found += [replace(diff, image=where) for diff in own if diff not in shared]
     return found + shared
 
 
-def of_plans(a: Header, b: Header) -> list[HeaderDiff]:
-    """The plans in short: their sampler, their grid, how many rows they have and where they start."""
-    found = []
-    for name, causes in PLANS.items():
-        mine, theirs = (short_plans(h, name) for h in (a, b))
-        if mine != theirs:
-            found.append(HeaderDiff(f"{'model calls' if name == 'rows' else name} of the plan", mine, theirs, causes))
-    return found
-
-
 def short_plans(header: Header, name: str) -> str:
+    """A field of the plans in short, of the rows their number."""
     values = [header.plan_tables[which].get(name) for which in header.plan_of]
     texts = [shown(len(value) if name == "rows" and isinstance(value, list) else value) for value in values]
     return texts[0] if len(set(texts)) == 1 else ", ".join(texts)[:SHOWN]
 
 
-def of_recipes(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[HeaderDiff]:
+def recipe_diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[HeaderDiff]:
     found = []
     for name, causes in FIELDS.items():
         mine, theirs = a.get(name), b.get(name)
@@ -137,7 +148,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
 
 
-# --- Differences of steps -------------------------------------------------------------------------------------------
+# --- differences of steps ---------------------------------------------------------------------------------------------
 
 ROUNDING = 1e-2  # of a prediction: no more than this is made by a batch of another size, in bfloat16 either
 CLOSE = 1e-12  # levels, times and weights that agree to this are the same: compilers round
@@ -145,7 +156,7 @@ CLOSE = 1e-12  # levels, times and weights that agree to this are the same: comp
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where one image of two runs parts. `distance` is relative; `least` where it is a lower bound, from norms."""
+    """Where one image of two runs diverges. `distance` is relative; `least` where it is a lower bound, from norms."""
 
     step: int
     image: int
@@ -167,12 +178,12 @@ class StepDistance:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two traces, compared. `why` is what the headers say differently that can be the cause of the first divergence."""
+    """Two traces, compared. `why` are the differences of the headers that can have caused the first divergence."""
 
     first: Divergence | None
     images: tuple[Divergence, ...]  # the first of each image that diverges
-    told: tuple[HeaderDiff, ...]
-    apart: tuple[StepDistance, ...]
+    headers: tuple[HeaderDiff, ...]
+    distances: tuple[StepDistance, ...]
     notes: tuple[str, ...]
     steps: int  # that both have
 
@@ -182,10 +193,10 @@ class Comparison:
 
     @property
     def why(self) -> tuple[HeaderDiff, ...]:
-        if self.first is None:
+        first = self.first
+        if first is None:
             return ()
-        mine = (None, self.first.image)
-        return tuple(t for t in self.told if self.first.cause in t.causes and t.image in mine)
+        return tuple(d for d in self.headers if first.cause in d.causes and d.image in (None, first.image))
 
 
 def compare(a: Trace, b: Trace, tolerance: float = 0.0, *, parts: bool = True) -> Comparison:
@@ -197,11 +208,11 @@ def compare(a: Trace, b: Trace, tolerance: float = 0.0, *, parts: bool = True) -
         one.verify()
     steps = min(len(a.steps), len(b.steps))
     images = range(min(a.header.images, b.header.images))
-    found = [ImagePair(a, b, image, tolerance, parts).first(steps) for image in images]
+    found = [ImagePair(a, b, image, tolerance, parts).first() for image in images]
     parted = sorted((d for d in found if d is not None), key=lambda d: (d.step, d.image))
     first = parted[0] if parted else ending(a, b, steps)
-    told = tuple(header_diff(a.header, b.header))
-    return Comparison(first, tuple(parted), told, distances(a, b, steps), tuple(notes(a, b, tolerance)), steps)
+    headers = tuple(header_diff(a.header, b.header))
+    return Comparison(first, tuple(parted), headers, distances(a, b), tuple(notes(a, b, tolerance)), steps)
 
 
 def ending(a: Trace, b: Trace, steps: int) -> Divergence | None:
@@ -236,96 +247,96 @@ class ImagePair:
     tolerance: float
     parts: bool
 
-    def first(self, steps: int) -> Divergence | None:
-        for index in range(steps):
-            mine, theirs = self.a.steps[index], self.b.steps[index]
-            if self.image not in mine.images or self.image not in theirs.images:
-                return None if self.image not in mine.images and self.image not in theirs.images else self.ended(index)
-            found = self.at(index, mine, theirs)
+    def first(self) -> Divergence | None:
+        """Where the image parts, among the steps that both traces have."""
+        for index, steps in enumerate(zip(self.a.steps, self.b.steps, strict=False)):
+            runs = [self.image in step.images for step in steps]
+            if not all(runs):
+                detail = f"one run of image {self.image} ends after {index} model calls, the other goes on"
+                return Divergence(index, self.image, "plan", "end", detail) if any(runs) else None
+            found = self.within(index)
             if found is not None:
                 return found
         return None
 
-    def ended(self, index: int) -> Divergence:
-        detail = f"one run of image {self.image} ends after {index} model calls, the other goes on"
-        return Divergence(index, self.image, "plan", "end", detail)
+    def step_of(self, trace: Trace, index: int) -> tuple[Step, Row, Level]:
+        """A step, the image's row in it, and the level where the row lands."""
+        step = trace.steps[index]
+        place = step.of(self.image)
+        return step, step.rows[place], step.next_levels[place]
 
-    def at(self, index: int, mine: Step, theirs: Step) -> Divergence | None:
+    def within(self, index: int) -> Divergence | None:
         """The first difference within a step, in the order in which a run makes things."""
-        one, other = (step.rows[step.of(self.image)] for step in (mine, theirs))
-        landed = [step.next_levels[step.of(self.image)] for step in (mine, theirs)]
+        (_, one, landing), (_, other, landing_b) = (self.step_of(trace, index) for trace in (self.a, self.b))
         changed = called_elsewhere(one, other)
         if changed:
             return Divergence(index, self.image, "level", changed[0], changed[1])
         for what in ("x", *(("cond", "uncond") if self.parts else ()), "x0"):
-            found = self.both_nan(index, "x" if what == "x" else "x0", mine, theirs)
-            found = found or self.tensor(index, what, mine, theirs)
+            found = self.both_nan(index, "x" if what == "x" else "x0") or self.tensor(index, what)
             if found is not None:
                 return found
-        if not near_level(landed[0], landed[1]):
-            detail = f"the row lands at sigma {landed[0].sigma:.6g}, the other at {landed[1].sigma:.6g}"
+        if not near_level(landing, landing_b):
+            detail = f"the row lands at sigma {landing.sigma:.6g}, the other at {landing_b.sigma:.6g}"
             return Divergence(index, self.image, "level", "landing", detail)
         weights = weight_changes(one, other, CLOSE)
         if weights:
             return Divergence(index, self.image, "plan", weights[0][0], weight_words(weights))
-        return self.both_nan(index, "x_next", mine, theirs) or self.tensor(index, "x_next", mine, theirs)
+        return self.both_nan(index, "x_next") or self.tensor(index, "x_next")
 
-    def both_nan(self, index: int, what: str, mine: Step, theirs: Step) -> Divergence | None:
+    def both_nan(self, index: int, what: str) -> Divergence | None:
         """Where both runs are NaN there is nothing left to compare, whatever their bits: they are not the same."""
-        if not all(is_nan(t, step, what, self.image) for t, step in ((self.a, mine), (self.b, theirs))):
+        if not all(is_nan(trace, index, what, self.image) for trace in (self.a, self.b)):
             return None
         detail = f"{'the next x' if what == 'x_next' else what} holds NaN in both: the rest cannot be compared"
         return Divergence(index, self.image, "nan", what, detail)
 
-    def tensor(self, index: int, what: str, mine: Step, theirs: Step) -> Divergence | None:
-        """Where a tensor differs, and what of the rows says whose doing that is."""
-        left, right = (int(step.digests[what][step.of(self.image)]) for step in (mine, theirs))
+    def tensor(self, index: int, what: str) -> Divergence | None:
+        """Where a tensor differs, and by the rows, which cause it has."""
+        steps = [trace.steps[index] for trace in (self.a, self.b)]
+        left, right = (int(step.digests[what][step.of(self.image)]) for step in steps)
         if left == right:
             return None
-        if 0 in (left, right):  # one of the runs did not ask for it
+        if 0 in (left, right):  # one of the runs did not predict it
             having = "the first" if right == 0 else "the second"
-            asked = {"cond": "with the prompt", "uncond": "without the prompt"}.get(what, what)
-            return Divergence(index, self.image, "guidance", what, f"only {having} run asked for a prediction {asked}")
-        distance, least = self.distance(index, what, mine, theirs)
-        unseen = what == "uncond"  # of which neither a tensor nor a norm is kept: what it does shows in x0
+            which = {"cond": "with the prompt", "uncond": "without the prompt"}.get(what, what)
+            return Divergence(index, self.image, "guidance", what, f"only {having} run made a prediction {which}")
+        distance, least = self.distance(index, what)
+        unseen = what == "uncond"  # neither its tensor nor its norm is kept: its effect shows in x0
         if self.tolerance and (unseen or (distance is not None and distance <= self.tolerance)):
             return None
-        one, other = (step.rows[step.of(self.image)] for step in (mine, theirs))
-        known = self.grown(index, what, one) or self.regrouped(what, distance)
-        cause, detail = known or self.blame(index, what, one, other, mine)
+        cause, detail = self.grown(index, what) or self.regrouped(what, distance) or self.blame(index, what)
         return Divergence(index, self.image, cause, what, detail, distance, least)
 
-    def grown(self, index: int, what: str, row: Row) -> tuple[Cause, str] | None:
-        """With a tolerance, x may leave it because of what was within it before: then that is the cause."""
+    def grown(self, index: int, what: str) -> tuple[Cause, str] | None:
+        """With a tolerance, x may exceed it because of what was within it before: then that is the cause."""
+        row = self.step_of(self.a, index)[1]
         if not self.tolerance or what not in ("x", "x_next"):
             return None
         if (row.draws or row.pre_noise) and self.a.header.noise != self.b.header.noise:
             return None
-        root = replace(self, tolerance=0.0).first(min(len(self.a.steps), len(self.b.steps)))
+        root = replace(self, tolerance=0.0).first()
         assert root is not None
         if (root.step, root.what) == (index, what):
             return None
         return root.cause, f"grown beyond the tolerance from step {root.step}, where {root.detail}"
 
     def regrouped(self, what: str, distance: float | None) -> tuple[Cause, str] | None:
-        """Another guidance asks the network in other batches, which round otherwise: then that is the cause."""
-        recipes = [t.header.recipes[self.image : self.image + 1] for t in (self.a, self.b)]
+        """Another guidance calls the network with other batches, which round otherwise: then that is the cause."""
+        recipes = [trace.header.recipes[self.image : self.image + 1] for trace in (self.a, self.b)]
         hashes = {recipe.get("model_hash") for held in recipes for recipe in held}
-        if (
-            what not in ("cond", "uncond")
-            or (distance is not None and not distance <= ROUNDING)
-            or len(hashes) != 1
-            or None in hashes
-        ):
+        small = distance is None or distance <= ROUNDING
+        if what not in ("cond", "uncond") or not small or len(hashes) != 1 or None in hashes:
             return None
-        told = header_diff(self.a.header, self.b.header)
-        causes = {cause for t in told if t.image in (None, self.image) for cause in t.causes}
+        diffs = header_diff(self.a.header, self.b.header)
+        causes = {cause for diff in diffs if diff.image in (None, self.image) for cause in diff.causes}
         if "guidance" not in causes or "model" in causes:
             return None
         may = "that rounds otherwise" if distance is not None else "that may round otherwise"
-        return "guidance", f"the model is the same, guidance asks it in another batch, and {may}"
+        return "guidance", f"the model is the same, guidance calls it in another batch, and {may}"
 
-    def blame(self, index: int, what: str, one: Row, other: Row, mine: Step) -> tuple[Cause, str]:
+    def blame(self, index: int, what: str) -> tuple[Cause, str]:
+        """The cause, by what differs although all before it was the same."""
+        (step, one, _), (_, other, _) = (self.step_of(trace, index) for trace in (self.a, self.b))
         if what == "x":
             scales = [t.header.plan_tables[t.header.plan_of[self.image]]["initial_scale"] for t in (self.a, self.b)]
             if index == 0 and scales[0] != scales[1] and self.a.header.noise == self.b.header.noise:
@@ -340,33 +351,34 @@ class ImagePair:
         if what == "uncond":
             return "model", "with the prompt the prediction is the same, without it it is another"
         if what == "x0":
-            if self.parts and mine.digests["cond"][mine.of(self.image)] != 0:
+            if self.parts and step.digests["cond"][step.of(self.image)] != 0:
                 return "guidance", "the predictions are the same; what guidance or a filter makes of them is not"
             return "model", "at the same x and level the denoiser predicts something else"
         slight = weight_changes(one, other, 0.0)
         if slight:
             return "plan", weight_words(slight)
         if one.draws or other.draws:
-            return "noise", "the row is the same and so is all that it combines, but for the noise that it draws"
+            return "noise", "the row is the same and so is all that it combines, except the noise that it draws"
         return "constraint", "the row and all that it combines are the same: something changed x after it"
 
-    def distance(self, index: int, what: str, mine: Step, theirs: Step) -> tuple[float | None, bool]:
+    def distance(self, index: int, what: str) -> tuple[float | None, bool]:
         """(the relative distance, whether it is a lower bound): of tensors where both have them, or of norms."""
-        held = [value_of(t, index, what, self.image) for t in (self.a, self.b)]
-        if held[0] is not None and held[1] is not None:
-            return relative(held[0], held[1]), False
-        sizes = [norm_of(t, step, what, self.image) for t, step in ((self.a, mine), (self.b, theirs))]
-        if None in sizes:
+        left, right = (value_of(trace, index, what, self.image) for trace in (self.a, self.b))
+        if left is not None and right is not None:
+            return relative(left, right), False
+        mine, theirs = (norm_of(trace, index, what, self.image) for trace in (self.a, self.b))
+        if mine is None or theirs is None:
             return None, True
-        return abs(sizes[0] - sizes[1]) / (sizes[1] or math.nan), True  # type: ignore[operator]
+        return abs(mine - theirs) / (theirs or math.nan), True
 
 
 def called_elsewhere(one: Row, other: Row) -> tuple[str, str] | None:
+    """Whether the network is called at another level, or passed another time, and how."""
     if not near_level(one.level, other.level):
-        got = [f"(alpha {r.level.alpha:.6g}, sigma {r.level.sigma:.6g})" for r in (one, other)]
-        return "level", f"the network is called at {got[0]}, in the other run at {got[1]}"
+        mine, theirs = (f"(alpha {row.level.alpha:.6g}, sigma {row.level.sigma:.6g})" for row in (one, other))
+        return "level", f"the network is called at {mine}, in the other run at {theirs}"
     if abs(one.time - other.time) > CLOSE * max(abs(one.time), abs(other.time)):
-        return "time", f"at one level the network is told time {one.time:.6g}, in the other run {other.time:.6g}"
+        return "time", f"at one level the network is passed time {one.time:.6g}, in the other run {other.time:.6g}"
     return None
 
 
@@ -402,23 +414,22 @@ def value_of(trace: Trace, index: int, what: str, image: int) -> Tensor | None:
     return held[0] if len(held) == 1 else held[0] - held[1]
 
 
-def norm_of(trace: Trace, step: Step, what: str, image: int) -> float | None:
+def norm_of(trace: Trace, index: int, what: str, image: int) -> float | None:
     if what == "x_next":
-        following = step.index + 1
-        if following >= len(trace.steps) or image not in trace.steps[following].images:
-            return None
-        step, what = trace.steps[following], "x"
-    found = step.norms.get(what)
-    return None if found is None else float(found[step.of(image)])
+        index, what = index + 1, "x"
+    if index >= len(trace.steps) or image not in trace.steps[index].images:
+        return None
+    norms = trace.steps[index].norms.get(what)
+    return None if norms is None else float(norms[trace.steps[index].of(image)])
 
 
-def is_nan(trace: Trace, step: Step, what: str, image: int) -> bool:
+def is_nan(trace: Trace, index: int, what: str, image: int) -> bool:
     """Whether a tensor of one image holds NaN, by its norm or, of the last x, by itself."""
-    norm = norm_of(trace, step, what, image)
+    norm = norm_of(trace, index, what, image)
     if norm is not None:
         return math.isnan(norm)
-    held = value_of(trace, step.index, what, image)
-    return held is not None and bool(held.isnan().any())
+    value = value_of(trace, index, what, image)
+    return value is not None and bool(value.isnan().any())
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -427,32 +438,30 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm() / (b.double().norm() or math.nan))
 
 
-def distances(a: Trace, b: Trace, steps: int) -> tuple[StepDistance, ...]:
-    """How far apart the runs are, as long as they stand at the same levels."""
+def distances(a: Trace, b: Trace) -> tuple[StepDistance, ...]:
+    """How far apart the runs are, as long as they are at the same levels."""
+
+    def overall(index: int, name: str) -> float:
+        if a.has(name, index) and b.has(name, index):
+            return relative(a.tensor(name, index), b.tensor(name, index))
+        same = bool((a.steps[index].digests[name] == b.steps[index].digests[name]).all())
+        return 0.0 if same else math.nan
+
     found = []
-    for index in range(steps):
-        mine, theirs = a.steps[index], b.steps[index]
+    for index, (mine, theirs) in enumerate(zip(a.steps, b.steps, strict=False)):
         if mine.images != theirs.images or not all(map(near_level, mine.levels, theirs.levels)):
             break
-        found.append(StepDistance(index, *(overall(a, b, index, name) for name in ("x", "x0"))))
+        found.append(StepDistance(index, overall(index, "x"), overall(index, "x0")))
     return tuple(found)
 
 
-def overall(a: Trace, b: Trace, index: int, name: str) -> float:
-    if a.has(name, index) and b.has(name, index):
-        return relative(a.tensor(name, index), b.tensor(name, index))
-    same = bool((a.steps[index].digests[name] == b.steps[index].digests[name]).all())
-    return 0.0 if same else math.nan
-
-
-# --- In words -------------------------------------------------------------------------------------------------------
+# --- in words ---------------------------------------------------------------------------------------------------------
 
 NAMES = {"x_next": "the next x", "cond": "the prediction with the prompt"}
-DIGESTED_NAMES = ("x", "cond", "uncond", "x0", "x_next")
 
 
 def headline(found: Comparison) -> str:
-    """Whether two runs part, and if so where and by what."""
+    """Whether two runs diverge, and if so where and by what."""
     if found.first is None:
         return f"the same in all of {counted(found.steps, 'step')}"
     others = len(found.images) - 1
@@ -467,13 +476,13 @@ def details(found: Comparison) -> list[str]:
     first = found.first
     if first is None:
         return []
-    said = [first.detail]
+    lines = [first.detail]
     if first.distance is not None:
         least = "at least " if first.least else ""
-        said.append(f"{NAMES.get(first.what, first.what)} differs by {least}{short(first.distance, 3)} of its norm")
-    elif first.what in DIGESTED_NAMES and first.cause != "nan":
-        said.append("by how much is not in these traces: record with tensors to know")
-    said += [told.text() for told in found.why]
+        lines.append(f"{NAMES.get(first.what, first.what)} differs by {least}{short(first.distance, 3)} of its norm")
+    elif first.what in DIGESTED and first.cause != "nan":
+        lines.append("by how much is not in these traces: record with tensors to know")
+    lines += [diff.text() for diff in found.why]
     if not found.why and first.cause in ("noise", "model", "guidance"):
-        said.append(f"the headers say nothing that differs in {first.cause}")
-    return said
+        lines.append(f"the headers say nothing that differs in {first.cause}")
+    return lines

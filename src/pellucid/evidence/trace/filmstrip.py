@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.wording import short
 from pellucid.evidence.report import charts
 from pellucid.evidence.trace import previews
 from pellucid.evidence.trace.previews import Preview
@@ -31,7 +33,7 @@ PERCENTILE = 0.995  # of differences, which becomes the end of the colours
 
 @dataclass(frozen=True)
 class Strip:
-    """One line of images: its name, a note under it, (H, W, 3) arrays, and a word under each."""
+    """One row of images: its name, a note under it, (H, W, 3) arrays, and a caption under each."""
 
     name: str
     note: str
@@ -82,12 +84,12 @@ def strips_of(trace: Trace, shown: list[int], image: int, vae: Any) -> list[Stri
 
 
 def guidance_strip(look: Preview, x0: Tensor, delta: Tensor) -> Strip:
-    """What guidance and clipping made of the prediction with the prompt, each step to its own scale."""
+    """What guidance and clipping did to the prediction with the prompt, each step on its own scale."""
     change = torch.nan_to_num(look.change(x0, torch.nan_to_num(delta))).double()
     flat = change.abs().flatten(1)
     most = torch.quantile(flat[:, :: max(1, flat.shape[1] // 2**16)], PERCENTILE, dim=1).tolist()
     cells = [previews.signed(one, size) for one, size in zip(change, most, strict=True)]
-    feet = ["none" if size == 0 else f"±{short(size)}" for size in most]
+    feet = ["none" if size == 0 else f"±{short(size, 3)}" for size in most]
     return Strip("x0 − cond", "guidance and clips, around grey", arrays(torch.stack(cells)), feet)
 
 
@@ -102,7 +104,7 @@ def title(figure: Any, trace: Trace, image: int, width: float, height: float) ->
     header = trace.header
     plan = header.plans[image]
     seeds = header.noise.get("seeds") or []
-    told = [
+    about = [
         f"{plan.name}, {plan.grid.get('name', '')} grid, {plan.nfe} model calls",
         f"seed {seeds[image]}" if image < len(seeds) else "",
         f"index {image} of a batch of {header.images}" if header.images > 1 else "",
@@ -112,7 +114,7 @@ def title(figure: Any, trace: Trace, image: int, width: float, height: float) ->
     first = f"“{prompt[:110]}”" if prompt else trace.path.name
     left = 0.3 / width
     figure.text(left, 1 - 0.16 / height, first, fontsize=13, fontweight="bold", color=charts.INK, va="top")
-    line = " · ".join(text for text in told if text)
+    line = " · ".join(filter(None, about))
     figure.text(left, 1 - 0.43 / height, line, fontsize=9.5, color=charts.SLATE, va="top")
 
 
@@ -131,7 +133,7 @@ def draw_strip(figure: Any, strip: Strip, heads: list[Step], row: int) -> None:
         axes.set_axis_off()
         if heads:
             step = heads[column]
-            head = f"{step.index} · σ/α {short(step.level.ratio)}"
+            head = f"{step.index} · σ/α {short(step.level.ratio, 3)}"
             axes.set_title(head, fontsize=8, color=charts.SLATE, pad=3)
         if strip.feet:
             axes.text(0.5, -0.03, strip.feet[column], transform=axes.transAxes, ha="center", va="top", **FOOT)
@@ -140,21 +142,7 @@ def draw_strip(figure: Any, strip: Strip, heads: list[Step], row: int) -> None:
     note = {"ha": "right", "va": "top", "fontsize": 7.5, "color": charts.SLATE, "linespacing": 1.3}
     right = (LEFT - 0.12) / width
     figure.text(right, middle + 0.02 / height, strip.name, **name)
-    figure.text(right, middle - 0.02 / height, wrapped(strip.note), **note)
-
-
-def short(value: float) -> str:
-    return "∞" if math.isinf(value) else f"{value:.3g}"
-
-
-def wrapped(text: str, width: int = 17) -> str:
-    lines = [""]
-    for word in text.split():
-        if len(lines[-1]) + len(word) < width:
-            lines[-1] = f"{lines[-1]} {word}".strip()
-        else:
-            lines.append(word)
-    return "\n".join(lines)
+    figure.text(right, middle - 0.02 / height, textwrap.fill(strip.note, 17), **note)
 
 
 def curves(figure: Any, steps: list[Step], image: int, trace: Trace) -> None:
@@ -196,7 +184,7 @@ def panels_of(figure: Any) -> list[Any]:
 
 
 def panel(axes: Any, name: str, at: list[int], lines: dict[str, Any], colour: int, *, log: bool = False) -> None:
-    """Curves over the steps; what was never measured is said, not drawn."""
+    """Curves over the steps, or the words "not measured"."""
     charts.quiet(axes, name)
     axes.title.set_fontsize(9.5)
     axes.tick_params(labelsize=8)

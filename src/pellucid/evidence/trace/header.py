@@ -1,19 +1,20 @@
-"""The words in front of a trace: what ran, on what, how far it came."""
+"""The header of a trace: what ran, on what, and how far it came."""
 
 from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 
 from pellucid import __version__
 from pellucid.core.errors import PellucidError, rule
-from pellucid.core.loop import RunSeen
+from pellucid.core.loop import Work
 from pellucid.core.noise import Brownian, NoiseSource, Philox, TorchStream
 from pellucid.core.plan import Plan
 from pellucid.core.reader import parse_object
@@ -25,11 +26,13 @@ State = Literal["recording", "whole", "broken off"]
 MOST = 10_000_000
 LIMITS = {"images": (1, MOST), "steps": (1, MOST), "done": (0, MOST), "every": (1, MOST), "plan_of": (0, MOST)}
 TENSORS = ("x", "x0", "eps", "delta")
+WORKS: tuple[Work, ...] = get_args(Work)  # what the loop may be at
+MARKS = 10  # that one step may have; a row has eight at most
 
 
 @dataclass(frozen=True)
 class StageTime:
-    """A stage of the pipeline (text, encode, denoise, decode): when it began, counted from the run; what it took."""
+    """A stage of the pipeline (text, encode, denoise, decode); `began` counts from the beginning of the run."""
 
     name: str
     began: float
@@ -42,8 +45,8 @@ class Header:
     """What a trace says of its run. `state` is "recording" in a file whose run was killed.
 
     `plan_tables` are the plans that occur, `plan_of` which of them each image ran. `steps` are the rows of the longest
-    plan, `done` those that were seen. `kept` are the tensors by step, of every `every`-th one and the last. `limit` is
-    where saturation counts from. `start` are digests of the first x. Seconds count from the run's beginning.
+    plan, `done` those that were recorded. `kept` are the tensors by step, of every `every`-th one and the last. `limit`
+    is where saturation begins. `start` are digests of the first x. Seconds count from the beginning of the run.
     """
 
     state: State
@@ -69,9 +72,9 @@ class Header:
 
     @cached_property
     def plans(self) -> tuple[Plan, ...]:
-        """One an image; images of one plan share it."""
-        made = [Plan.from_dict(table, ran=True) for table in self.plan_tables]
-        return tuple(made[which] for which in self.plan_of)
+        """One per image; images of one plan share it."""
+        plans = [Plan.from_dict(table, ran=True) for table in self.plan_tables]
+        return tuple(plans[which] for which in self.plan_of)
 
     @cached_property
     def recipe(self) -> Recipe | None:
@@ -80,30 +83,34 @@ class Header:
 
     @property
     def numbers(self) -> int:
-        """Numbers an image."""
+        """Numbers per image."""
         return int(np.prod(self.shape, dtype=np.int64))
+
+    def kept_at(self, index: int) -> tuple[str, ...]:
+        """The tensors that are kept of a step."""
+        return self.kept if index % self.every == 0 or index == self.steps - 1 else ()
 
     def to_words(self) -> dict[str, str]:
         """As safetensors keeps them: text under names."""
         table = {f.name: getattr(self, f.name) for f in fields(self)} | {"stages": [vars(s) for s in self.stages]}
-        held = json.dumps(table, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        return {"kind": KIND, "schema": str(SCHEMA), "pellucid": __version__, "state": self.state, "trace": held}
+        text = json.dumps(table, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return {"kind": KIND, "schema": str(SCHEMA), "pellucid": __version__, "state": self.state, "trace": text}
 
     @staticmethod
     def from_words(words: dict[str, str]) -> Header:
-        held = parse_object(words.get("trace", ""), "header of the trace", "trace")
+        table = parse_object(words.get("trace", ""), "header of the trace", "trace")
         try:
-            found = read_table(Header, held, "header of the trace", LIMITS, "trace")
+            found = read_table(Header, table, "header of the trace", LIMITS, "trace")
         except PellucidError as error:
             raise PellucidError(str(error), "trace") from None
         for which in found.plan_of:
             if which >= len(found.plan_tables) or not isinstance(found.plan_tables[which].get("rows"), list):
-                raise _wrong("its plans are not there")
+                raise _wrong("a plan is missing")
         lengths = [len(found.plan_tables[which]["rows"]) for which in found.plan_of]
         if not (len(lengths) == found.images and max(lengths) == found.steps):
             raise _wrong("its plans do not fit its images and steps")
         if found.done > found.steps:
-            raise _wrong("more steps are done than its plans have")
+            raise _wrong("it has more steps than its plans")
         if len(found.recipes) not in (0, found.images) or len(found.start) not in (0, found.images):
             raise _wrong("its recipes or its first digests are not those of its images")
         return found
@@ -133,7 +140,7 @@ def noise_words(source: NoiseSource) -> dict[str, Any]:
 
 
 def noise_source(words: dict[str, Any]) -> NoiseSource:
-    """The noise source again; one of somebody's own has to be given."""
+    """The noise source of these words; one of the caller's own cannot be made again."""
     kind, seeds = words.get("kind"), words.get("seeds")
     if kind == "brownian":
         return Brownian(seeds, words.get("clock", "snr"))
@@ -143,12 +150,8 @@ def noise_source(words: dict[str, Any]) -> NoiseSource:
     return Philox(seeds) if kind == "philox" else TorchStream(seeds)
 
 
-def distinct(begun: RunSeen) -> tuple[list[Plan], tuple[int, ...]]:
+def distinct(plans: Sequence[Plan]) -> tuple[list[Plan], tuple[int, ...]]:
     """The plans that occur, and which of them each image has."""
-    known: dict[int, int] = {}
-    found: list[Plan] = []
-    for plan in begun.plans:
-        if id(plan) not in known:
-            known[id(plan)] = len(found)
-            found.append(plan)
-    return found, tuple(known[id(plan)] for plan in begun.plans)
+    known = {id(plan): plan for plan in plans}
+    order = list(known)
+    return list(known.values()), tuple(order.index(id(plan)) for plan in plans)

@@ -54,8 +54,8 @@ class Place:
         return self.start + self.entry.size
 
 
-def laid(entries: Iterable[Entry]) -> tuple[bytes, int]:
-    """What a header says of the places of tensors, put together piece by piece, and the bytes of all of them."""
+def lay_out(entries: Iterable[Entry]) -> tuple[bytes, int]:
+    """The entries of a header for these tensors, and the bytes of all of them."""
     text, at = bytearray(), 0
     for one in entries:
         sides, end = ",".join(map(str, one.shape)), at + one.size
@@ -65,9 +65,9 @@ def laid(entries: Iterable[Entry]) -> tuple[bytes, int]:
 
 
 def encode(words: dict[str, str], places: bytes) -> bytes:
-    """A safetensors header as JSON, with its own digest. Of long runs `places` is the one thing that is long."""
-    told = json.dumps({DIGEST: NO_DIGEST, **words}, ensure_ascii=False, separators=(",", ":")).encode()
-    header = b'{"__metadata__":' + told + places + b"}"
+    """A safetensors header as JSON, with its own digest; `places` are already text, because they grow with the run."""
+    metadata = json.dumps({DIGEST: NO_DIGEST, **words}, ensure_ascii=False, separators=(",", ":")).encode()
+    header = b'{"__metadata__":' + metadata + places + b"}"
     return header.replace(NO_DIGEST.encode(), header_digest(header), 1)
 
 
@@ -76,7 +76,7 @@ def header_digest(header: bytes) -> bytes:
 
 
 def digest(data: bytes | bytearray | memoryview) -> bytes:
-    """Eight bytes that tell data from damaged ones."""
+    """Eight bytes by which damaged data are recognised."""
     return hashlib.sha256(data).digest()[:8]
 
 
@@ -86,7 +86,7 @@ def padded(header: bytes, room: int) -> bytes:
 
 
 class Writer:
-    """Appends to a file whose header stands at its front. Nothing waits in memory: a killed process loses no step."""
+    """Appends to a file that begins with its header. Nothing waits in memory: a killed process loses no step."""
 
     def __init__(self, path: Path, header: bytes, spare: int, *, overwrite: bool = False) -> None:
         self.path = path
@@ -115,9 +115,9 @@ class Writer:
             raise unwritable(self.path, error) from None
 
     def finish(self, header: bytes, size: int) -> None:
-        """Writes the header again, over `size` bytes of data; a write that broke off may have left more.
+        """Writes the header again, for `size` bytes of data; a write that broke off may have left more.
 
-        It goes into its room, or, where it has outgrown it, to the front of a copy of the file.
+        It goes into its room or, where it is too long for that, to the front of a copy of the file.
         """
         try:
             self.file.truncate(8 + self.room + size)
@@ -174,12 +174,12 @@ def check_goal(path: Path, overwrite: bool) -> None:
 
 @dataclass(frozen=True)
 class FileIndex:
-    """What stands in the front of a file, and how long the file is; `sound` is None of a file without digests."""
+    """The header of a file, and how long the file is; `sound` is None of a file without digests."""
 
     words: dict[str, str]
     places: dict[str, Place]
     size: int
-    sound: bool | None = None  # whether the front is as its digest says
+    sound: bool | None = None  # whether the header is as its digest says
 
     @property
     def whole_size(self) -> int:
@@ -191,7 +191,7 @@ class FileIndex:
 
 
 def read_index(path: Path) -> FileIndex:
-    """Reads the front of a trace; a file that is none, or of another schema, is refused by name."""
+    """Reads the header of a trace; another kind of file, or another schema, is refused by name."""
     try:
         with open_file(path, "trace") as file:
             size = os.fstat(file.fileno()).st_size
@@ -203,25 +203,25 @@ def read_index(path: Path) -> FileIndex:
     except OSError as error:
         raise PellucidError(rule("trace", "a file that can be read", str(path), f"{error.strerror}."), "file") from None
     if len(text) < room:
-        advice = "It was cut inside of its header: nothing in it can be read. Record it again."
+        advice = "It was cut within its header: nothing in it can be read. Record it again."
         raise PellucidError(rule("trace", "a whole file", f"{path.name}, {size} bytes", advice), "trace-truncated")
     try:
         table = parse_json(text, "header")
     except PellucidError as error:
         raise not_a_trace(path, f"a header that is no JSON ({str(error)[:120]})") from None
-    return replace(understood(path, table, 8 + room, size), sound=is_sound(text, table))
+    return replace(index_of(path, table, 8 + room, size), sound=is_sound(text, table))
 
 
 def is_sound(text: bytes, table: dict[str, Any]) -> bool | None:
     """Whether a header is as its digest says; None where neither it nor any step has one, as in older files."""
-    said = table["__metadata__"].get(DIGEST)
-    if said is None and not any(name.endswith(f".{CHECK}") for name in table):
+    recorded = table["__metadata__"].get(DIGEST)
+    if recorded is None and not any(name.endswith(f".{CHECK}") for name in table):
         return None
-    plain = text.rstrip(b" ").replace(str(said).encode(), NO_DIGEST.encode(), 1)
-    return str(said).encode() == header_digest(plain)
+    plain = text.rstrip(b" ").replace(str(recorded).encode(), NO_DIGEST.encode(), 1)
+    return str(recorded).encode() == header_digest(plain)
 
 
-def understood(path: Path, table: Any, base: int, size: int) -> FileIndex:
+def index_of(path: Path, table: Any, base: int, size: int) -> FileIndex:
     words = table.get("__metadata__") if isinstance(table, dict) else None
     if not isinstance(words, dict) or words.get("kind") != KIND:
         raise not_a_trace(path, "a safetensors file of something else")

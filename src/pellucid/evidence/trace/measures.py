@@ -1,4 +1,13 @@
-"""The numbers of a step, one row per image: measured on the device, finished on the host."""
+"""The numbers of a step, one row per image: measured on the device, finished on the host.
+
+Norms, in float64, and digests are taken on the device. The host makes the rest of them: ratios; the inner product of
+cond and uncond, from their norms and that of their difference; the count of saturated values, which is the squared norm
+of ones in their places.
+
+The digest of a tensor is Σ bits·weight modulo 2⁶⁴, with a fixed odd weight for each place: integers, so the order of
+the sum does not matter, and a tensor has the same digest on every device and in every batch. Equal digests mean equal
+bits (except for one chance in about 2⁶³), so two traces can be compared bit by bit without their tensors.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +75,7 @@ class Past:
     older: Tensor | None = None
 
     def after(self, seen: StepSeen, ratios: tuple[float, ...]) -> Past:
-        """The past as the call of this step finds it, for its images: `older` is from another level than `ratios`."""
+        """The past at the call of this step, for its images: `older` is from another level than `ratios`."""
         if self.x0 is None:
             nothing = (math.nan,) * len(ratios)
             return Past(seen.images, ratios, seen.x0.detach(), nothing, None)
@@ -120,7 +129,7 @@ def error_factor(ratio: float, older: float, landing: Level) -> float:
 
 @dataclass(frozen=True)
 class StepContext:
-    """What the host knows of a step before it is measured, one number an image or one for all."""
+    """What the host knows of a step before it is measured, one number per image or one for all."""
 
     names: tuple[str, ...]  # of its tensors, in an order in which neighbours are what is compared; `older` is last
     readings: tuple[tuple[str, tuple[tuple[float, float], ...]], ...]  # (name, (k_x, k)…): x0 is k_x·x + k·tensor
@@ -141,7 +150,7 @@ class StepContext:
 
 @lru_cache(maxsize=16)
 def measured(names: tuple[str, ...]) -> tuple[str, ...]:
-    """What has a norm: the tensors, "b-a" for neighbours a and b, x − alpha·x0, ones where x0 is saturated."""
+    """What gets a norm: the tensors, "b-a" for neighbours a and b, x − alpha·x0, ones where x0 is saturated."""
     return (*names, *(f"{b}-{a}" for a, b in pairwise(names)), "noise", "saturated")
 
 
@@ -155,7 +164,7 @@ def landings_of(seen: StepSeen) -> tuple[Level, ...]:
 
 
 def context_of(seen: StepSeen, past: Past, levels: Sequence[Level]) -> tuple[StepContext, list[Tensor]]:
-    """What is known of a step, and its tensors; predictions as the network made them, if they can be had so."""
+    """What is known of a step, and its tensors; predictions as the network made them, where they are at hand."""
     landings = landings_of(seen)
     values, readings = {"x": seen.x, "x_next": seen.x_next}, []
     own = getattr(seen.parts, "x", None) is seen.x  # then a prediction can say how it becomes x0, which the block does
@@ -215,7 +224,13 @@ def cosine_of(a: float, b: float, apart: float) -> float:
     return max(-1.0, min(1.0, cosine)) if cosine == cosine else math.nan
 
 
-# --- Steps measured together on the device --------------------------------------------------------------------------
+# --- steps measured together on the device ------------------------------------------------------------------------
+#
+# A small network on a GPU waits for calls, not for numbers. So the tensors of some steps are put into one block, with
+# one call per step, and measured with about ten calls for all of them. Their order makes neighbours of what is
+# compared, so that one call takes all differences and one all norms. A CPU does not wait, and its steps are measured
+# one by one: a process that is killed has written all of them. Large tensors are measured one after the other, to save
+# memory.
 
 MOST = 32  # steps of a block on a GPU
 LARGE = 2**19  # numbers of the steps of a block; a step that has more is not laid into one

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from pellucid.models.vae import from_diffusion
 
+T = TypeVar("T")
 REACH = 2.5  # deviations of a principal part that span the range of colours
 RIDGE = 1e-3  # of the fit of colours to latents
 
@@ -136,8 +137,8 @@ def signed(changes: Tensor, most: float) -> Tensor:
     return (changes / (2 * (most or 1.0)) + 0.5).clamp(0, 1)
 
 
-def spaced(places: Sequence[int], count: int) -> list[int]:
-    """At most `count` of some places, evenly, the first and the last among them."""
+def spaced(places: Sequence[T], count: int) -> list[T]:
+    """At most `count` of some places, evenly spaced, with the first and the last."""
     if len(places) <= count:
         return list(places)
     return [places[round(k * (len(places) - 1) / (count - 1))] for k in range(count)]

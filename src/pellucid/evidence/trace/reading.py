@@ -18,10 +18,9 @@ from pellucid.core.plan import Row
 from pellucid.core.reader import naming
 from pellucid.core.schedule import Level
 from pellucid.evidence.trace import layout, measures
-from pellucid.evidence.trace.header import Header
+from pellucid.evidence.trace.header import MARKS, WORKS, Header
 from pellucid.evidence.trace.layout import FileIndex, step_name
 from pellucid.evidence.trace.measures import DIGESTED, NUMBERS
-from pellucid.evidence.trace.recorder import MARKS, WORKS
 
 KINDS = {"F64": torch.float64, "F32": torch.float32, "I64": torch.int64}
 CHECKED = {"x": "x", "x0": "x0", "end": "x_next"}  # tensor → which of a step's digests are of it
@@ -32,7 +31,7 @@ Array = Any  # numpy, one number an image
 
 @dataclass(frozen=True)
 class Mark:
-    """From when on the loop was at what, in seconds of the run; `device` is NaN where only the host was timed."""
+    """When the loop began some work, in seconds of the run; `device` is NaN where only the host was timed."""
 
     work: str
     host: float
@@ -44,7 +43,7 @@ class Step:
     """One model call and its update. Arrays hold one number for each of `images`, the positions that still ran.
 
     `norms` are Euclidean, of x as the network was called with it, of x0 and eps as guided, and of the guidance delta
-    (x0 less the x0 of cond). NaN where there was nothing to measure. `seconds` are by what the loop was at.
+    (x0 less the x0 of cond). NaN where there was nothing to measure. `seconds` are by what the loop did.
     """
 
     index: int
@@ -73,7 +72,7 @@ class Step:
 
     @property
     def time(self) -> float:
-        """What the network was told, for the first image."""
+        """The time that was passed to the network, for the first image."""
         return self.rows[0].time
 
     @property
@@ -108,12 +107,12 @@ class Trace:
         if not self.found.holds(key):
             advice = "Record with tensors (--trace-tensors)." if not self.header.kept else ""
             raise PellucidError(rule("tensor", "one that the trace holds", key, advice), "trace-tensor")
-        held = read_tensor(self.path, self.found, self.header, key)
+        tensor = read_tensor(self.path, self.found, self.header, key)
         if name in CHECKED or name == "start":
-            self.check(held, name, index)
-        return held
+            self.check(tensor, name, index)
+        return tensor
 
-    def check(self, held: Tensor, name: str, index: int | None) -> None:
+    def check(self, tensor: Tensor, name: str, index: int | None) -> None:
         """Refuses a tensor whose bits are not those that the run had."""
         if name == "start":
             wanted = list(self.header.start)
@@ -122,11 +121,11 @@ class Trace:
         else:
             ends = [self.steps[len(plan.rows) - 1] for plan in self.header.plans]
             wanted = [int(step.digests["x_next"][step.of(image)]) for image, step in enumerate(ends)]
-        if measures.digests_of(held) != wanted:
+        if measures.digests_of(tensor) != wanted:
             raise layout.damaged(self.path, name if index is None else f"{name} of step {index}")
 
     def verify(self) -> None:
-        """Reads every tensor, and so refuses a trace of which any is damaged."""
+        """Reads every tensor, and so refuses a damaged trace."""
         for name in filter(self.has, ("start", "end")):
             self.tensor(name)
         for index in self.has_images:
@@ -151,20 +150,15 @@ def read(path: str | os.PathLike[str], *, partial: bool = False) -> Trace:
         header = replace(header, notes=(*header.notes, OLD))
     wanted = header.steps if header.state == "recording" else header.done
     checks = () if found.sound is None else (layout.CHECK,)
-    names = [[step_name(i, name) for name in (*NUMERIC, *kept(header, i), *checks)] for i in range(wanted)]
+    names = [[step_name(i, name) for name in (*NUMERIC, *header.kept_at(i), *checks)] for i in range(wanted)]
     whole = next((i for i, needed in enumerate(names) if not all(map(found.holds, needed))), wanted)
     if not partial and (whole < wanted or found.whole_size > found.size or header.state == "recording"):
         raise unfinished(place, header, whole)
-    return Trace(place, header, Steps(place, found, header).first(whole), found)
-
-
-def kept(header: Header, index: int) -> tuple[str, ...]:
-    """The tensors that a step has, as the recorder lays them out."""
-    return header.kept if index % header.every == 0 or index == header.steps - 1 else ()
+    return Trace(place, header, read_steps(place, found, header, whole), found)
 
 
 def end_of_last(header: Header, count: int) -> float:
-    """When the last of `count` steps ended: with the run; NaN where that made more, or its end is not known."""
+    """When the last of `count` steps ended: with the run; NaN where the run has more, or its end is not known."""
     return math.nan if header.seconds is None or count < header.done else header.seconds
 
 
@@ -181,51 +175,36 @@ def read_tensor(path: Path, found: FileIndex, header: Header, name: str) -> Tens
     place = found.places[name]
     if place.entry.kind not in KINDS:
         raise PellucidError(rule(name, f"of kind {', '.join(KINDS)}", place.entry.kind), "trace")
-    held, kind = layout.read_bytes(path, place), KINDS[place.entry.kind]
+    data, kind = layout.read_bytes(path, place), KINDS[place.entry.kind]
     if found.sound is not None and name.startswith("step."):
         index, own = int(name.split(".")[1]), name.rpartition(".")[2]
-        checked = [one for one in (*NUMERIC, *kept(header, index)) if one not in DIGESTED]
+        checked = [one for one in (*NUMERIC, *header.kept_at(index)) if one not in DIGESTED]
         if own in checked:
             digests = layout.read_bytes(path, found.places[step_name(index, layout.CHECK)])
             at = 8 * checked.index(own)
-            if layout.digest(held) != digests[at : at + 8]:
+            if layout.digest(data) != digests[at : at + 8]:
                 raise layout.damaged(path, f"{own} of step {index}")
-    return torch.frombuffer(held, dtype=kind).reshape(place.entry.shape) if held else torch.empty(0, dtype=kind)
+    return torch.frombuffer(data, dtype=kind).reshape(place.entry.shape) if data else torch.empty(0, dtype=kind)
 
 
-@dataclass(frozen=True)
-class Steps:
-    """The steps of a file, put together from its arrays and its plans."""
+def read_steps(path: Path, found: FileIndex, header: Header, count: int) -> tuple[Step, ...]:
+    """The first `count` steps of a file, put together from its arrays and its plans."""
 
-    path: Path
-    found: FileIndex
-    header: Header
+    def array(index: int, name: str, shape: tuple[int, ...]) -> Array:
+        values = read_tensor(path, found, header, step_name(index, name)).numpy()
+        if values.shape != shape:
+            raise PellucidError(rule(step_name(index, name), f"of shape {shape}", values.shape), "trace")
+        return values
 
-    def first(self, count: int) -> tuple[Step, ...]:
-        lengths = [len(plan.rows) for plan in self.header.plans]
-        clocks = [self.marks(index) for index in range(count)]
-        last = Mark("", end_of_last(self.header, count), math.nan)
-        ends = [marks[0] if marks else last for marks in clocks[1:]] + [last]
-        return tuple(
-            self.step(index, layout.active(lengths, index), marks, end)
-            for index, (marks, end) in enumerate(zip(clocks, ends, strict=False))
-        )
-
-    def array(self, index: int, name: str, shape: tuple[int, ...]) -> Array:
-        held = read_tensor(self.path, self.found, self.header, step_name(index, name)).numpy()
-        if held.shape != shape:
-            raise PellucidError(rule(step_name(index, name), f"of shape {shape}", held.shape), "trace")
-        return held
-
-    def marks(self, index: int) -> tuple[Mark, ...]:
-        table = self.array(index, "clock", (MARKS, 3)).tolist()
+    def marks_of(index: int) -> tuple[Mark, ...]:
+        table = array(index, "clock", (MARKS, 3)).tolist()
         return tuple(Mark(WORKS[int(row[0])], row[1], row[2]) for row in table if row[0] in range(len(WORKS)))
 
-    def step(self, index: int, images: tuple[int, ...], marks: tuple[Mark, ...], end: Mark) -> Step:
-        numbers = dict(zip(NUMBERS, self.array(index, "numbers", (len(images), len(NUMBERS))).T, strict=True))
-        digests = dict(zip(DIGESTED, self.array(index, "digests", (len(images), len(DIGESTED))).T, strict=True))
-        now, most = (int(value) if value >= 0 else None for value in self.array(index, "memory", (2,)))
-        plans = [self.header.plans[k] for k in images]
+    def step(index: int, images: tuple[int, ...], marks: tuple[Mark, ...], end: Mark) -> Step:
+        numbers = dict(zip(NUMBERS, array(index, "numbers", (len(images), len(NUMBERS))).T, strict=True))
+        digests = dict(zip(DIGESTED, array(index, "digests", (len(images), len(DIGESTED))).T, strict=True))
+        now, most = (int(value) if value >= 0 else None for value in array(index, "memory", (2,)))
+        plans = [header.plans[k] for k in images]
         return Step(
             index=index,
             images=images,
@@ -243,9 +222,16 @@ class Steps:
             marks=marks,
         )
 
+    lengths = [len(plan.rows) for plan in header.plans]
+    clocks = [marks_of(index) for index in range(count)]
+    last = Mark("", end_of_last(header, count), math.nan)
+    ends = [marks[0] if marks else last for marks in clocks[1:]] + [last]
+    pairs = enumerate(zip(clocks, ends, strict=False))
+    return tuple(step(index, layout.active(lengths, index), marks, end) for index, (marks, end) in pairs)
+
 
 def spent(marks: list[tuple[str, float]]) -> dict[str, float]:
-    """Seconds by what the loop was at; what was not timed is left out."""
+    """Seconds by what the loop did, without what was not timed."""
     out: dict[str, float] = {}
     for (work, begun), (_, ended) in pairwise(marks):
         if not math.isnan(ended - begun):

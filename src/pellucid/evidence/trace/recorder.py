@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,21 +21,22 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.core.loop import RunSeen, StepSeen, Work, column
 from pellucid.evidence.trace import header as headers
 from pellucid.evidence.trace import layout, measures
-from pellucid.evidence.trace.header import TENSORS, Header, StageTime
+from pellucid.evidence.trace.header import MARKS, TENSORS, WORKS, Header, StageTime
 from pellucid.evidence.trace.layout import Entry, Writer, step_name
 from pellucid.evidence.trace.measures import DIGESTED, NUMBERS, Block, Past, StepContext
 from pellucid.pipeline.recipe import Recipe
 from pellucid.pipeline.result import Result
 
-# --- Time and memory ------------------------------------------------------------------------------------------------
+# --- time and memory ----------------------------------------------------------------------------------------------
 
-WORKS: tuple[Work, ...] = get_args(Work)
-MARKS = 10  # that one step may have; a row has eight at most
 STATM = "/proc/self/statm"  # Linux: pages of the process; the second number is what is resident
 
 
 class StepClock:
-    """Marks of the step that is being made: (what, host seconds, device event), from the run's beginning."""
+    """Marks of the current step: (what, host seconds, device event), from the beginning of the run.
+
+    Nothing waits for a device: its time is read from events, after they have passed.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -47,21 +48,21 @@ class StepClock:
     def event(self) -> Any:
         if self.stream is None:
             return None
-        made = self.spare.pop() if self.spare else torch.cuda.Event(enable_timing=True)
-        made.record(self.stream)
-        return made
+        event = self.spare.pop() if self.spare else torch.cuda.Event(enable_timing=True)
+        event.record(self.stream)
+        return event
 
     def mark(self, work: Work) -> None:
         if len(self.marks) < MARKS:
-            self.marks.append((WORKS.index(work), time.perf_counter() - self.origin, self.event()))
+            self.marks.append((WORKS.index(work), self.now(), self.event()))
 
-    def taken(self) -> list[tuple[int, float, Any]]:
-        """The marks since the last time, which are forgotten."""
-        held, self.marks = self.marks, []
-        return held
+    def take(self) -> list[tuple[int, float, Any]]:
+        """The marks since the last time."""
+        marks, self.marks = self.marks, []
+        return marks
 
     def table(self, marks: list[tuple[int, float, Any]]) -> bytes:
-        """(MARKS, 3) float64: what, host seconds, device seconds; NaN where nothing is. The events have passed."""
+        """(MARKS, 3) float64: what, host seconds, device seconds; NaN in unused rows. The events have passed."""
         out = array("d")
         for work, at, event in marks:
             out.extend((work, at, math.nan if event is None else self.first.elapsed_time(event) / 1000))
@@ -75,7 +76,7 @@ class StepClock:
 
 
 class MemoryMeter:
-    """Bytes that torch has on the device now and had at most; on a CPU what of the process is resident."""
+    """Bytes that torch holds on the device now and held at most; on a CPU the resident size of the process."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.most, self.page = device, 0, 0
@@ -85,10 +86,10 @@ class MemoryMeter:
             self.pages = open(STATM, "rb", buffering=0)  # noqa: SIM115  it is read at every step
 
     def read(self) -> tuple[int, int]:
-        """(now, at most); −1 where the system does not tell."""
+        """(now, at most); −1 where the system does not say."""
         if self.device.type == "cuda":
-            held = torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]
-            return int(held["current"]), int(held["peak"])
+            stats = torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]
+            return int(stats["current"]), int(stats["peak"])
         if self.pages is None:
             return -1, -1
         self.pages.seek(0)
@@ -106,14 +107,18 @@ class MemoryMeter:
             self.pages.close()
 
 
-# --- Asynchronous copy to the host ----------------------------------------------------------------------------------
+# --- asynchronous copy to the host --------------------------------------------------------------------------------
 
 Deliver = Callable[[Any, list[Any]], None]  # (what was sent along, the tensors as arrays on the host)
-LAG = 1  # blocks of steps that may be under way; more would only hold memory, and be lost by a kill
+LAG = 1  # blocks of steps that may be under way; more would only take memory, and be lost by a kill
 
 
 class AsyncCopy:
-    """Hands tensors on in the order in which they were sent."""
+    """Delivers tensors to the host in the order in which they were sent.
+
+    From a CPU at once; from a GPU they are copied behind the kernels that made them and delivered some steps later, so
+    that no step waits for its own numbers.
+    """
 
     def __init__(self, device: torch.device, deliver: Deliver) -> None:
         self.device, self.deliver = device, deliver
@@ -123,84 +128,73 @@ class AsyncCopy:
         if self.device.type != "cuda":
             self.deliver(what, [tensor.detach().cpu().contiguous().numpy() for tensor in tensors])
             return
-        held = [pinned(tensor) for tensor in tensors]
-        passed = torch.cuda.Event()
-        passed.record(torch.cuda.current_stream(self.device))
-        self.under_way.append((what, held, passed))
+        copies = [pinned_copy(tensor) for tensor in tensors]
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        self.under_way.append((what, copies, event))
         while self.under_way and (len(self.under_way) > LAG or self.under_way[0][2].query()):
-            self.hand_on()
+            self.deliver_first()
 
-    def hand_on(self) -> None:
-        what, held, passed = self.under_way.popleft()
-        passed.synchronize()
+    def deliver_first(self) -> None:
+        what, copies, event = self.under_way.popleft()
+        event.synchronize()
         try:
-            self.deliver(what, [tensor.numpy() for tensor in held])
+            self.deliver(what, [copy.numpy() for copy in copies])
         except BaseException:
-            self.under_way.clear()  # what comes after a step that is not in the file would not be where it belongs
+            self.under_way.clear()  # the steps after one that is not in the file would be in the wrong place
             raise
 
     def drain(self) -> None:
         while self.under_way:
-            self.hand_on()
+            self.deliver_first()
 
 
-def pinned(tensor: Tensor) -> Tensor:
-    """A copy on the host that is filled when the device comes to it."""
+def pinned_copy(tensor: Tensor) -> Tensor:
+    """A copy on the host that is filled when the device gets there."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor.detach(), non_blocking=True)
 
 
-# --- One run --------------------------------------------------------------------------------------------------------
+# --- one run ------------------------------------------------------------------------------------------------------
 
-SOON = 0.2  # seconds after which a step is on its way to the file, however few wait with it
-SPARE = 4096  # bytes of a header for what is known only at the end; as many again for a recipe that comes then
+SOON = 0.2  # seconds after which a step is sent to the file, however few wait with it
+SPARE = 4096  # bytes of a header for what is known only at the end; as many again for each recipe that comes then
 TENSOR_KINDS = {torch.float32: "F32", torch.float64: "F64"}
 
 
 @dataclass(frozen=True)
-class RecorderOptions:
-    """What a recorder was asked for."""
-
-    path: Path
-    tensors: bool = False
-    every: int = 1
-    limit: float | None = None
-    overwrite: bool = False
-
-
-@dataclass(frozen=True)
 class PendingStep:
-    """A step that is not measured yet, or not on the host: what goes along with its numbers."""
+    """A step that is not measured yet, or not on the host."""
 
     index: int
-    noted: StepContext
+    context: StepContext
     marks: list[Any]
 
 
 class Recording:
     """The recording of one run. The file appears with the first step, when the tensors that a step has are known."""
 
-    def __init__(self, asked: RecorderOptions, begun: RunSeen, recipes: Sequence[dict[str, Any]]) -> None:
-        self.asked, x = asked, begun.x
+    def __init__(self, options: Recorder, run: RunSeen) -> None:
+        self.options, x = options, run.x
         self.writer: Writer | None = None
-        self.begun: RunSeen | None = begun
-        self.lengths = [len(plan.rows) for plan in begun.plans]
+        self.run: RunSeen | None = run  # until its first x is written
+        self.lengths = [len(plan.rows) for plan in run.plans]
         self.kind = TENSOR_KINDS[x.dtype]
         self.clock, self.memory = StepClock(x.device), MemoryMeter(x.device)
-        self.shuttle = AsyncCopy(x.device, self.deliver)
+        self.copies = AsyncCopy(x.device, self.deliver)
         self.past = Past()
         self.block: Block | None = None
         self.waiting: list[PendingStep] = []
         self.since = 0.0
         self.weight = torch.from_numpy(measures.weights(max(x[0].numel(), 1))).to(x.device)
-        self.end = torch.empty_like(x) if asked.tensors else None
+        self.end = torch.empty_like(x) if options.tensors else None
         self.delivered = 0
         self.laid = (b"", 0)  # where the tensors of a whole run lie, for its header
-        self.started_as = measures.digest(x.reshape(1, len(x), -1).contiguous(), self.weight)
-        self.header = self.first_header(begun, recipes)
+        self.first_digests = measures.digest(x.reshape(1, len(x), -1).contiguous(), self.weight)
+        self.header = self.first_header(run)
 
-    def first_header(self, begun: RunSeen, recipes: Sequence[dict[str, Any]]) -> Header:
-        x, (plans, plan_of) = begun.x, headers.distinct(begun)
+    def first_header(self, run: RunSeen) -> Header:
+        x, (plans, plan_of) = run.x, headers.distinct(run.plans)
         shape = tuple(x.shape[1:])
         return Header(
             state="recording",
@@ -210,21 +204,17 @@ class Recording:
             steps=max(self.lengths),
             done=0,
             kept=(),
-            every=self.asked.every,
-            limit=measures.limit_of(shape) if self.asked.limit is None else self.asked.limit,
+            every=self.options.every,
+            limit=measures.limit_of(shape) if self.options.limit is None else self.options.limit,
             plan_tables=tuple(plan.to_dict() for plan in plans),
             plan_of=plan_of,
-            noise=headers.noise_words(begun.noise),
+            noise=headers.noise_words(run.noise),
             versions=headers.versions(),
             machine=headers.machine(x.device),
-            recipes=tuple(recipes),
+            recipes=tuple(self.options.recipes),
         )
 
     # --- the layout -----------------------------------------------------------------------------------------------
-
-    def keeps(self, index: int) -> bool:
-        """Whether the tensors of a step are kept."""
-        return bool(self.header.kept) and (index % self.header.every == 0 or index == self.header.steps - 1)
 
     def entries_of(self, index: int) -> list[Entry]:
         count = len(layout.active(self.lengths, index))
@@ -235,7 +225,7 @@ class Recording:
             Entry(step_name(index, "clock"), "F64", (MARKS, 3)),
             Entry(step_name(index, "memory"), "I64", (2,)),
         ]
-        kept = self.header.kept if self.keeps(index) else ()
+        kept = self.header.kept_at(index)
         checked = len(found) + sum(name not in DIGESTED for name in kept)
         found += [Entry(step_name(index, name), self.kind, shape) for name in kept]
         return [*found, Entry(step_name(index, layout.CHECK), "I64", (checked,))]
@@ -243,11 +233,11 @@ class Recording:
     def entries(self, steps: int, ended: bool) -> Iterator[Entry]:
         """All tensors of a file with so many steps, in their order."""
         whole = (self.header.images, *self.header.shape)
-        if self.asked.tensors:
+        if self.options.tensors:
             yield Entry("start", self.kind, whole)
         for index in range(steps):
             yield from self.entries_of(index)
-        if self.asked.tensors and ended:
+        if self.options.tensors and ended:
             yield Entry("end", self.kind, whole)
 
     # --- steps ----------------------------------------------------------------------------------------------------
@@ -256,18 +246,18 @@ class Recording:
         self.clock.mark(work)
 
     def see(self, seen: StepSeen) -> None:
-        """One step: laid behind those that wait, which are measured together when they are enough."""
+        """One step: put behind those that wait, which are measured together when there are enough."""
         if self.writer is None:
             self.open(seen)
         levels = measures.levels_of(seen)
         self.past = self.past.after(seen, tuple(level.ratio for level in levels))
-        noted, values = measures.context_of(seen, self.past, levels)
-        if self.block is None or not self.block.takes(noted, seen.x):
+        context, values = measures.context_of(seen, self.past, levels)
+        if self.block is None or not self.block.takes(context, seen.x):
             self.measure()
-            self.block = Block(noted, seen.x, self.header.limit)
+            self.block = Block(context, seen.x, self.header.limit)
         self.since = self.since if self.waiting else self.clock.now()
-        self.block.add(noted, values)
-        self.waiting.append(PendingStep(seen.index, noted, self.clock.taken()))
+        self.block.add(context, values)
+        self.waiting.append(PendingStep(seen.index, context, self.clock.take()))
         if self.block.full or self.clock.now() - self.since > SOON:
             self.measure()
         self.finish_images(seen)
@@ -275,39 +265,40 @@ class Recording:
             self.finish(None)
 
     def measure(self) -> None:
-        """Starts the measurement of the steps that wait, and hands on what is ready of those before."""
+        """Starts the measurement of the steps that wait, and delivers those before that are ready."""
         steps, self.waiting = self.waiting, []
         if self.block is None or not steps:
             return
         found, block = self.block.measure(self.weight)
-        kept = [torch.stack(self.kept(step, block[k])) for k, step in enumerate(steps) if self.keeps(step.index)]
-        self.shuttle.send((steps, self.memory.read()), [found, *kept])
+        chosen = [k for k, step in enumerate(steps) if self.header.kept_at(step.index)]
+        kept = [torch.stack(self.kept(steps[k], block[k])) for k in chosen]
+        self.copies.send((steps, self.memory.read()), [found, *kept])
 
     def open(self, seen: StepSeen) -> None:
-        """Lays the file out and writes its beginning. A guided denoiser names cond, but where it zeroes first steps."""
+        """Lays the file out and writes its beginning. A guided denoiser has cond, or zeroes the first steps."""
         guided = "cond" in seen.parts or "zero_init" in seen.parts
         kept = TENSORS if guided else TENSORS[:-1]
-        self.header = replace(self.header, kept=kept if self.asked.tensors else ())
-        assert self.begun is not None
-        self.header = replace(self.header, start=tuple(int(d) for d in self.started_as[0].tolist()))
-        self.laid = layout.laid(self.entries(self.header.steps, True))
+        self.header = replace(self.header, kept=kept if self.options.tensors else ())
+        assert self.run is not None
+        self.header = replace(self.header, start=tuple(int(d) for d in self.first_digests[0].tolist()))
+        self.laid = layout.lay_out(self.entries(self.header.steps, True))
         front = layout.encode(self.header.to_words(), self.laid[0])
         spare = SPARE if self.header.recipes else SPARE * (1 + self.header.images)  # a wrapped pipeline's come late
-        self.writer = Writer(self.asked.path, front, spare, overwrite=self.asked.overwrite)
-        if self.asked.tensors:
-            self.writer.write(raw(self.begun.x.detach().cpu().contiguous().numpy()))
-        self.begun = None  # the first x is not held any longer than the run holds it
+        self.writer = Writer(self.options.path, front, spare, overwrite=self.options.overwrite)
+        if self.options.tensors:
+            self.writer.write(raw(self.run.x.detach().cpu().contiguous().numpy()))
+        self.run = None  # the first x is held no longer than the run holds it
 
     def kept(self, step: PendingStep, measured: Sequence[Tensor] | Tensor) -> list[Tensor]:
         """The tensors of a step, in the order of the layout; what a step does not have is NaN."""
-        scales = [1.0 / sigma if sigma > 0 else float("nan") for sigma in step.noted.sigmas]
-        block = dict(zip(step.noted.measured, measured, strict=True))
+        scales = [1.0 / sigma if sigma > 0 else float("nan") for sigma in step.context.sigmas]
+        block = dict(zip(step.context.measured, measured, strict=True))
         held = {"x": block["x"], "x0": block["x0"]}
-        held["eps"] = block["noise"] * column(scales, block["x"], len(set(step.noted.sigmas)) == 1)
+        held["eps"] = block["noise"] * column(scales, block["x"], len(set(step.context.sigmas)) == 1)
         if "x0-cond" in block:
             held["delta"] = block["x0-cond"]
         if "delta" in held and "delta" not in self.header.kept:
-            self.note("guidance deltas were not kept: the first step had no prediction with the prompt apart")
+            self.note("guidance deltas were not kept: the first step had no separate prediction with the prompt")
         return [held[name] if name in held else torch.full_like(held["x"], float("nan")) for name in self.header.kept]
 
     def note(self, text: str) -> None:
@@ -327,9 +318,9 @@ class Recording:
         steps, memory = sent
         parts, kept = [], iter(arrays[1:])
         for step, found in zip(steps, arrays[0], strict=True):
-            numbers, marks = measures.to_bytes(step.noted, found, self.weight.numel())
+            numbers, marks = measures.to_bytes(step.context, found, self.weight.numel())
             own = [numbers, marks, self.clock.table(step.marks), array("q", memory).tobytes()]
-            tensors = [raw(one) for one in next(kept)] if self.keeps(step.index) else []
+            tensors = [raw(one) for one in next(kept)] if self.header.kept_at(step.index) else []
             checked = [data for name, data in zip(self.header.kept, tensors, strict=False) if name not in DIGESTED]
             parts += [*own, *tensors, *map(layout.digest, own + checked)]
         self.writer.write(b"".join(parts))
@@ -338,12 +329,12 @@ class Recording:
     # --- the end --------------------------------------------------------------------------------------------------
 
     def finish(self, why: str | None) -> None:
-        """Writes what is left and the header again; `why` a run broke off, None where it did not."""
+        """Writes what is left and the header again; `why` is the reason that a run broke off, if it did."""
         if self.writer is None:
             return
         try:
             self.measure()
-            self.shuttle.drain()
+            self.copies.drain()
         finally:  # also what could not be measured, or written, is noted
             self.past, self.block, self.waiting = Past(), None, []
             self.memory.close()
@@ -360,7 +351,7 @@ class Recording:
         assert self.writer is not None
         self.header = replace(self.header, **changes)
         complete = self.header.state == "whole"
-        places, size = self.laid if complete else layout.laid(self.entries(self.delivered, False))
+        places, size = self.laid if complete else layout.lay_out(self.entries(self.delivered, False))
         self.writer.finish(layout.encode(self.header.to_words(), places), size)
 
     def close(self) -> None:
@@ -372,7 +363,7 @@ def raw(held: Any) -> bytes:
     return np.ascontiguousarray(held).tobytes()
 
 
-# --- The observer ---------------------------------------------------------------------------------------------------
+# --- the observer -------------------------------------------------------------------------------------------------
 
 
 class Recorder:
@@ -397,7 +388,7 @@ class Recorder:
             raise PellucidError(rule("limit", "positive", limit), "trace-limit")
         self.path = Path(path)
         layout.check_goal(self.path, overwrite)
-        self.asked = RecorderOptions(self.path, tensors, every, limit, overwrite)
+        self.tensors, self.every, self.limit, self.overwrite = tensors, every, limit, overwrite
         self.recording: Recording | None = None
         self.recipes: list[dict[str, Any]] = []
         self.closed = False
@@ -408,14 +399,13 @@ class Recorder:
         self.recipes = [recipe.to_dict() for recipe in recipes]
 
     def end_request(self, result: Result) -> None:
-        """The recipes where they came late (a wrapped pipeline), and what each stage took."""
-        held = self.recording
-        if held is None or held.writer is None or held.header.state != "whole":
+        """The recipes, which a wrapped pipeline gives only now, and how long each stage took."""
+        recording = self.recording
+        if recording is None or recording.writer is None or recording.header.state != "whole":
             return
-        origin = held.clock.origin
-        stages = [StageTime(s.name, s.began - origin, s.seconds, s.peak) for s in result.stages]
-        recipes = tuple(recipe.to_dict() for recipe in result.recipes)
-        held.update(recipes=recipes, stages=tuple(stages), notes=(*held.header.notes, *result.notes))
+        origin, notes = recording.clock.origin, (*recording.header.notes, *result.notes)
+        stages = tuple(StageTime(s.name, s.began - origin, s.seconds, s.peak) for s in result.stages)
+        recording.update(recipes=tuple(recipe.to_dict() for recipe in result.recipes), stages=stages, notes=notes)
 
     # --- what the loop shows --------------------------------------------------------------------------------------
 
@@ -424,7 +414,7 @@ class Recorder:
             got = "a closed one" if self.closed else "a second run"
             raise PellucidError(rule("recorder", "of one run", got, "Make another Recorder."), "trace-runs")
         with torch.no_grad():
-            self.recording = Recording(self.asked, run, self.recipes)
+            self.recording = Recording(self, run)
 
     def mark(self, work: Work) -> None:
         assert self.recording is not None
@@ -438,20 +428,20 @@ class Recorder:
     # --- the end --------------------------------------------------------------------------------------------------
 
     def close(self, why: str | None = None) -> None:
-        """Ends the file; a run that has not come to its end is noted as broken off, with `why`."""
+        """Ends the file; a run that has not come to its end is recorded as broken off, with the reason."""
         if self.closed:
             return
         self.closed = True
-        held = self.recording
-        if held is None or held.writer is None:
+        recording = self.recording
+        if recording is None or recording.writer is None:
             if why is None:
                 raise PellucidError("recorder must see a run before it is closed; got none.", "trace-runs")
             return
         try:
-            if held.header.state != "whole":
-                held.finish(why or "closed before its last step")
+            if recording.header.state != "whole":
+                recording.finish(why or "closed before its last step")
         finally:
-            held.close()
+            recording.close()
 
     def __enter__(self) -> Recorder:
         return self

@@ -1,4 +1,4 @@
-"""A trace run again: from its recipes with the model, with a denoiser that is given, or from its own predictions."""
+"""A trace run again: with its model by its recipes, with a given denoiser, or from its own predictions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ADAPTERS = {"lora": "loras", "controlnet": "controls", "ip-adapter": "image_prom
 
 @dataclass(frozen=True)
 class Replay:
-    """A trace run again, and how the second run compares. `predictions`: those of the trace stood for the network."""
+    """A trace run again, and how the second run compares; `predictions` of the trace may replace the network."""
 
     way: Way
     comparison: Comparison
@@ -149,16 +149,16 @@ def recipes_of(trace: Trace) -> list[Recipe]:
 def request_of(trace: Trace, fields: Mapping[str, Any] | None = None) -> Request:
     """The request that a trace records; `fields` are what a recipe does not hold: images and adapters."""
     recipes = recipes_of(trace)
-    given = dict(fields or {})
+    extra = dict(fields or {})
     needs = repeat.needs_of(recipes[0])
-    missing = [name for name in needs.images if name in ("image", "mask") and name not in given]
-    missing += [adapter["name"] for adapter in needs.adapters if ADAPTERS.get(adapter["kind"]) not in given]
+    missing = [name for name in needs.images if name in ("image", "mask") and name not in extra]
+    missing += [adapter["name"] for adapter in needs.adapters if ADAPTERS.get(adapter["kind"]) not in extra]
     if missing:
-        told = "the trace holds their hashes, not the files"
-        raise PellucidError(f"{', '.join(missing)} must be given to run this trace again: {told}.", "missing")
+        why = "the trace holds their hashes, not the files"
+        raise PellucidError(f"{', '.join(missing)} must be given to run this trace again: {why}.", "missing")
     base = repeat.request_fields(replace(recipes[0], noise="philox"))
     base |= {"seed": [recipe.seed for recipe in recipes], "noise": noise_of(trace), **words_of(recipes)}
-    return Request(**{**base, **given})
+    return Request(**{**base, **extra})
 
 
 def noise_of(trace: Trace) -> NoiseSource | str:
@@ -167,7 +167,7 @@ def noise_of(trace: Trace) -> NoiseSource | str:
 
 
 def words_of(recipes: Sequence[Recipe]) -> dict[str, Any]:
-    """The texts and labels of a batch, one per image. No text is an empty one: a model without text takes that too."""
+    """The texts and labels of a batch, one per image. A model without text takes empty ones."""
     prompts, negatives = [r.prompt for r in recipes], [r.negative_prompt for r in recipes]
     labels = [r.conditioning.get("label") for r in recipes]
     seconds = {name: [r.conditioning.get(name) for r in recipes] for name in SECOND}

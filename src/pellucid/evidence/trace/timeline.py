@@ -105,7 +105,7 @@ def numbers(step: Step) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """JSON has no NaN: what was not measured is null."""
+    """The same with null for NaN, which JSON has not."""
     if isinstance(value, dict):
         return {key: finite(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -114,7 +114,7 @@ def finite(value: Any) -> Any:
 
 
 def works(trace: Trace, clock: str, track: int) -> list[Event]:
-    """What the loop was at, one after the other; on the device as far as it was timed."""
+    """What the loop did, one after the other; on the device as far as it was timed."""
     found = []
     for step, end in zip(trace.steps, ends(trace, clock), strict=True):
         marks = [mark for mark in step.marks if not math.isnan(getattr(mark, clock))]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ SHARES = (2, 1, 1)  # of the prompts of a file: to tune, to watch, to judge
 
 @dataclass(frozen=True)
 class Pairs:
-    """Seeds, and one prompt or class a seed; neither for a model that takes none."""
+    """Seeds, and one prompt or class per seed; neither for a model that takes none."""
 
     seeds: tuple[int, ...]
     prompts: tuple[str, ...] | None = None
@@ -52,10 +52,8 @@ class Pairs:
         return len(self.seeds)
 
     def pick(self, chosen: Sequence[int]) -> Pairs:
-        def of(values: tuple | None) -> tuple | None:
-            return None if values is None else tuple(values[i] for i in chosen)
-
-        return Pairs(tuple(self.seeds[i] for i in chosen), of(self.prompts), of(self.labels))
+        held = (self.seeds, self.prompts, self.labels)
+        return Pairs(*(None if values is None else tuple(values[i] for i in chosen) for values in held))  # type: ignore
 
     def first(self, count: int) -> Pairs:
         return self.pick(range(min(count, len(self))))
@@ -66,39 +64,32 @@ class Pairs:
             yield slice(part.start, part.stop), self.pick(part)
 
 
-@dataclass(frozen=True)
-class PairSets:
-    """Pairs that gradients are taken on, pairs that stop the tuning, and pairs that only the evidence sees."""
+class PairSets(NamedTuple):
+    """Pairs that gradients are taken on, pairs that stop the tuning, and pairs for the evidence alone."""
 
     tune: Pairs
     watch: Pairs
     judge: Pairs
 
 
-def check_count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not FEWEST_PAIRS <= value <= MOST_PAIRS:
-        raise PellucidError(rule(name, f"a whole number from {FEWEST_PAIRS} to {MOST_PAIRS:,}", value), "pairs")
-    return value
-
-
 def make_sets(
     counts: tuple[int, int, int], seed: int, prompts: Sequence[str] | None = None, classes: int | None = None
 ) -> PairSets:
-    """Consecutive seeds from `seed`. Prompts are shuffled and shared out, and come round again where they are few."""
+    """Consecutive seeds from `seed`. Prompts are shuffled and divided, and repeat where they are few."""
     check_seed(seed + sum(counts))
-    own = [None] * 3 if prompts is None else shared_out(prompts, counts, seed)
+    own = [None] * 3 if prompts is None else divided(prompts, counts, seed)
     generator = torch.Generator().manual_seed(seed)
-    made, first = [], seed
+    sets, first = [], seed
     for count, texts in zip(counts, own, strict=True):
-        labels = None if classes is None else torch.randint(classes, (count,), generator=generator).tolist()
-        asked = None if texts is None else tuple(texts[i % len(texts)] for i in range(count))
-        made.append(Pairs(tuple(range(first, first + count)), asked, None if labels is None else tuple(labels)))
+        labels = None if classes is None else tuple(torch.randint(classes, (count,), generator=generator).tolist())
+        repeated = None if texts is None else tuple(texts[i % len(texts)] for i in range(count))
+        sets.append(Pairs(tuple(range(first, first + count)), repeated, labels))
         first += count
-    return PairSets(*made)
+    return PairSets(*sets)
 
 
-def shared_out(prompts: Sequence[str], counts: tuple[int, int, int], seed: int) -> list[list[str]]:
-    """Three lists of prompts without a common one."""
+def divided(prompts: Sequence[str], counts: tuple[int, int, int], seed: int) -> list[list[str]]:
+    """Three lists of prompts that share none."""
     distinct = list(dict.fromkeys(prompts))
     if len(distinct) < sum(SHARES):
         must = f"at least {sum(SHARES)} different ones, of which some are held out"
@@ -109,11 +100,11 @@ def shared_out(prompts: Sequence[str], counts: tuple[int, int, int], seed: int) 
     return [[distinct[i] for i in order[a:b]] for a, b in zip([0, *ends], ends, strict=False)]
 
 
-def read_prompts(asked: str, count: int, seed: int) -> list[str]:
+def read_prompts(source: str, count: int, seed: int) -> list[str]:
     """`scenes`: captions of the world of scenes; else the lines of a file that are not empty."""
-    if asked == SCENES:
+    if source == SCENES:
         return [caption for caption, _ in scenes.prompts(count, seed=seed, split="train")]
-    return list(read_lines_of(Path(asked), SCENES))
+    return list(read_lines_of(Path(source), SCENES))
 
 
 # --- Models ---------------------------------------------------------------------------------------------------------
@@ -123,7 +114,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class TuningModel:
-    """`denoiser` of some pairs is for `run`; `shape` is that of one x."""
+    """A model that a plan is tuned for; `denoiser` makes the one of some pairs, `shape` is that of one x."""
 
     name: str
     schedule: Schedule
@@ -145,40 +136,33 @@ class TuningModel:
 
 
 def model_of(pipe: Pipeline, guidance: Any = None) -> TuningModel:
-    """A loaded model at the guidance that is asked for, or at its own."""
+    """A loaded model at a guidance, by default its own."""
     parts, network = pipe.components, pipe.components.network
-    asked = pipe.guidance_of(Request(guidance=guidance))
-    check_layers(network, asked)
+    guided = pipe.guidance_of(Request(guidance=guidance))
+    words = guided.text()
+    check_layers(network, guided)
     if image_inputs.is_inpainting(parts):
         raise PellucidError(rule("--model", "one that begins with noise alone", parts.name), "model")
     if pipe.policy.offload != "none":
         raise PellucidError(rule("offload", "none: gradients need the weights", pipe.policy.offload), "policy")
     size = pipe.size_of(Request())
-    text, classes = takes_text(network), classes_of(network)
     reading = diffusers_config.read(parts.scheduler, strict=False) if parts.scheduler else None
-    embedded = takes_guidance(network)
-    scale, guided = (input_guidance(asked), Guidance(1.0)) if embedded else (1.0, asked)
+    scale = 1.0
+    if takes_guidance(network):
+        scale, guided = input_guidance(guided), Guidance(1.0)
     called = pipe.policy.ready(network)
 
-    @lru_cache(maxsize=16)  # the watched pairs and those of a sweep are asked for again and again
+    @lru_cache(maxsize=16)  # the watched pairs and those of a sweep come again and again
     def conditions(prompts: tuple[str, ...] | None, labels: tuple[int, ...] | None) -> Any:
         with torch.no_grad():
             request = Request(prompt=prompts, label=labels)
             return make_conditions(parts, request, size, scale, guided.needs_uncond).to(pipe.device)
 
     def denoiser(pairs: Pairs) -> Denoiser:
-        told = conditions(pairs.prompts, pairs.labels)
-        cond, uncond = (None if one is None else filled(one, len(pairs)) for one in (told.cond, told.uncond))
-        return GuidedDenoiser(
-            called,
-            parts.schedule,
-            parts.target,  # type: ignore[arg-type]
-            cond or {},
-            uncond,
-            guided,
-            x0_filter=None if reading is None else reading.x0_filter,
-            dtype=working_dtype(network),
-        )
+        made, count = conditions(pairs.prompts, pairs.labels), len(pairs)
+        cond, uncond = (None if one is None else expanded(one, count) for one in (made.cond, made.uncond))
+        filters = {"x0_filter": None if reading is None else reading.x0_filter, "dtype": working_dtype(network)}
+        return GuidedDenoiser(called, parts.schedule, parts.target, cond or {}, uncond, guided, **filters)  # type: ignore
 
     return TuningModel(
         name=parts.name,
@@ -187,15 +171,15 @@ def model_of(pipe: Pipeline, guidance: Any = None) -> TuningModel:
         shape=(pipe.channels, size[1] // pipe.factor, size[0] // pipe.factor),
         denoiser=denoiser,
         device=pipe.device,
-        guidance=asked.text(),
+        guidance=words,
         fingerprint=fingerprint.of_model(parts),
-        takes_text=text,
-        classes=classes,
+        takes_text=takes_text(network),
+        classes=classes_of(network),
     )
 
 
-def filled(inputs: dict[str, Any], count: int) -> dict[str, Any]:
-    """Inputs of so many images: those of an unconditional model are made for one."""
+def expanded(inputs: dict[str, Any], count: int) -> dict[str, Any]:
+    """Inputs of some number of images: those of an unconditional model are made for one."""
     return {k: v.expand(count, *v.shape[1:]) if len(v) == 1 != count else v for k, v in inputs.items()}
 
 

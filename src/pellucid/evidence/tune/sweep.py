@@ -18,6 +18,7 @@ from pellucid.core.compile import compile_plan
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.plan import Plan
 from pellucid.core.samplers import REGISTRY, Sampler
+from pellucid.core.schedule import Schedule
 from pellucid.evidence.study.kernel import Records, claim
 from pellucid.evidence.tune.model import TuningModel
 from pellucid.evidence.tune.table import Start, Table
@@ -31,34 +32,18 @@ KEPT = 8  # of them, the best by mean and by the mean of roots, on all pairs
 USUAL = "dpmpp_2m:karras"  # what people use; always measured on all pairs
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A sampler with options on a grid."""
-
-    sampler: str
-    grid: str
-    options: dict[str, Any] = field(default_factory=dict, hash=False)
-
-    @property
-    def name(self) -> str:
-        words = [f"{key}={value}" for key, value in self.options.items() if key != "order"]
-        order = f"-{self.options['order']}" if "order" in self.options else ""
-        return ":".join([f"{self.sampler}{order}", self.grid, *words])
-
-    def plan(self, schedule: schedules.Schedule, target: str, calls: int) -> Plan:
-        """The plan of the most steps that the budget allows; raises where there is none."""
-        for steps in range(calls, 0, -1):
-            plan = compile_plan(
-                self.sampler, schedule=schedule, target=target, grid=self.grid, steps=steps, **self.options
-            )
-            if plan.nfe <= calls:
-                return plan
-        raise PellucidError(rule("calls", f"enough for one step of {self.sampler}", calls), "calls")
+def plan_within(start: Start, schedule: Schedule, target: str, calls: int) -> Plan:
+    """The plan of the most steps that the budget allows; raises where there is none."""
+    for steps in range(calls, 0, -1):
+        plan = start.plan(schedule, target, steps)
+        if plan.nfe <= calls:
+            return plan
+    raise PellucidError(rule("calls", f"enough for one step of {start.sampler}", calls), "calls")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A candidate at a budget, on so many pairs; `refused` says why it makes no plan there."""
+    """A candidate at a budget, on some number of pairs; `refused` says why it makes no plan there."""
 
     calls: int
     name: str
@@ -70,10 +55,10 @@ class Cell:
     refused: str = ""
 
 
-def candidates() -> list[Candidate]:
+def candidates() -> list[Start]:
     """The deterministic part of the registry, at every order and on every grid."""
     return [
-        Candidate(name, grid, options)
+        Start(name, grid, options)
         for name, entry in REGISTRY.items()
         if entry.deterministic and entry.family not in ("inversion", "distilled")
         for options in variants(entry)
@@ -82,7 +67,7 @@ def candidates() -> list[Candidate]:
 
 
 def variants(entry: Sampler) -> Iterator[dict[str, Any]]:
-    """Its orders and, where it has two, its algorithms; an order that it does not have is not one."""
+    """Its orders and, where it has two, its algorithms; an order that it does not have is left out."""
     known = entry.options()
     algorithms: Sequence[dict[str, Any]] = (
         [{"algorithm": name} for name in ("dpmsolver++", "dpmsolver")] if "algorithm" in known else [{}]
@@ -100,9 +85,9 @@ def variants(entry: Sampler) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The question: which of the candidates ends nearest to the truth of these pairs."""
+    """Which of the candidates ends nearest to the truth of these pairs."""
 
-    subject: TuningModel
+    model: TuningModel
     truth: Truth
     at_once: int = 64
     folder: Path | None = None
@@ -113,21 +98,21 @@ class Sweep:
     def text(self) -> str:
         """What a folder of records is for."""
         pairs = self.truth.pairs
-        asked = json.dumps([pairs.seeds, pairs.prompts, pairs.labels]).encode()
+        listed = json.dumps([pairs.seeds, pairs.prompts, pairs.labels]).encode()
         kept = {
-            "model": self.subject.fingerprint or self.subject.name,
-            "schedule": schedules.to_dict(self.subject.schedule),
-            "target": self.subject.target,
-            "guidance": self.subject.guidance,
-            "pairs": hashlib.sha256(asked).hexdigest()[:16],
+            "model": self.model.fingerprint or self.model.name,
+            "schedule": schedules.to_dict(self.model.schedule),
+            "target": self.model.target,
+            "guidance": self.model.guidance,
+            "pairs": hashlib.sha256(listed).hexdigest()[:16],
             "truth": hashlib.sha256(self.truth.x0.numpy().tobytes()).hexdigest()[:16],
             "sifted": self.sifted,
         }
         return json.dumps(kept, indent=1, sort_keys=True)
 
     @cached_property
-    def all(self) -> dict[str, Candidate]:
-        return {one.name: one for one in candidates()}
+    def all(self) -> dict[str, Start]:
+        return {one.text: one for one in candidates()}
 
     def best(self, calls: int, count: int = 1) -> list[Cell]:
         """The best cells at a budget, on all pairs, the least mean error first."""
@@ -145,7 +130,7 @@ class Sweep:
             return self.cell(records, calls, USUAL, len(self.truth))
 
     def plan(self, cell: Cell) -> Plan:
-        return self.all[cell.name].plan(self.subject.schedule, self.subject.target, cell.calls)
+        return plan_within(self.all[cell.name], self.model.schedule, self.model.target, cell.calls)
 
     @contextmanager
     def records(self) -> Iterator[Records]:
@@ -170,10 +155,10 @@ class Sweep:
 
     def measured(self, calls: int, name: str, count: int) -> dict[str, Any]:
         try:
-            plan = self.all[name].plan(self.subject.schedule, self.subject.target, calls)
+            plan = plan_within(self.all[name], self.model.schedule, self.model.target, calls)
         except PellucidError as error:
             return {"refused": error.code}
-        found = errors(plan, self.subject, self.truth.first(count), self.at_once)
+        found = errors(plan, self.model, self.truth.first(count), self.at_once)
         if not bool(found.isfinite().all()):
             return {"refused": "not-finite", "nfe": plan.nfe}
         told = ErrorSummary.of(found)
@@ -184,14 +169,7 @@ def ranked(key: str) -> Callable[[Cell], tuple[float, str]]:
     return lambda cell: (getattr(cell, key), cell.name)
 
 
-def check_calls(calls: Sequence[int]) -> tuple[int, ...]:
-    for one in calls:
-        if isinstance(one, bool) or not isinstance(one, int) or not 1 <= one <= 1000:
-            raise PellucidError(rule("--sweep", "numbers of calls from 1 to 1000", one), "sweep")
-    return tuple(dict.fromkeys(calls))
-
-
-# --- Starts to tune from --------------------------------------------------------------------------------------------
+# --- starts to tune from ------------------------------------------------------------------------------------------
 
 # Of every basis one or two. UniPC's rows have a corrector, which the others get from the tuning.
 SAMPLERS = ("unipc-3", "dpmpp_2m", "dpmpp_3m", "deis-3", "ipndm-3", "lms-3")
@@ -201,7 +179,7 @@ SHORTLIST = 4
 
 
 def shortlist(
-    subject: TuningModel, truth: Truth, steps: int, at_once: int, done: Callable[[], object] = lambda: None
+    model: TuningModel, truth: Truth, steps: int, at_once: int, done: Callable[[], object] = lambda: None
 ) -> list[Start]:
     """The best grid of each sampler by the mean of √error on a few pairs, the best samplers first."""
     few, best = truth.first(TRIED_PAIRS), []
@@ -209,24 +187,24 @@ def shortlist(
         found = []
         for grid in GRIDS:
             start = Start.parse(f"{name}:{grid}")
-            root = trial(start, subject, few, steps, at_once)
+            root = trial(start, model, few, steps, at_once)
             if root is not None:
                 found.append((root, start.text))
             done()
         best += [min(found)] if found else []
     if not best:
-        raise PellucidError(rule("--model", "one that some start can run", subject.name, "Give --start."), "start")
+        raise PellucidError(rule("--model", "one that some start can run", model.name, "Give --start."), "start")
     ranked = [Start.parse(text) for _, text in sorted(best)]
     sure = [start for start in ranked if start.sampler == SURE]
     kept = ranked[:SHORTLIST]
     return kept if not sure or sure[0] in kept else [*kept[:-1], sure[0]]
 
 
-def trial(start: Start, subject: TuningModel, truth: Truth, steps: int, at_once: int) -> float | None:
+def trial(start: Start, model: TuningModel, truth: Truth, steps: int, at_once: int) -> float | None:
     """The mean of √error of a start; None where it makes no table here, or ends nowhere."""
     try:
-        table = Table.of(start, subject.schedule, subject.target, steps)
+        table = Table.of(start, model.schedule, model.target, steps)
     except PellucidError:
         return None
-    found = errors(table.plan, subject, truth, at_once)
+    found = errors(table.plan, model, truth, at_once)
     return float(found.sqrt().mean()) if bool(found.isfinite().all()) else None

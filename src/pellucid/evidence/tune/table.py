@@ -1,4 +1,9 @@
-"""A plan with knobs that gradients reach, whatever the knobs keeping the marginal law."""
+"""A plan with knobs that gradients reach: levels, weights and times. Whatever the knobs, it keeps the marginal law.
+
+The knobs are dimensionless and 0 at the start: `gaps` stretch the steps in λ by a factor exp(knob), the first of them
+moves the first call; `shares` are added to those of the start's own formula at the levels as they are now; `told` moves
+the times that the network is passed, in units of their distance.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,18 @@ from pellucid.core.samplers import Sampler, resolve
 from pellucid.core.samplers.registry import Draft
 from pellucid.core.schedule import Array, Frame, Level, Schedule, Target
 
-# --- Shares ---------------------------------------------------------------------------------------------------------
+# --- shares -------------------------------------------------------------------------------------------------------
+#
+# Shares are the weights of a row without the two numbers that the marginal law fixes. With a perfect denoiser of one
+# point every register is a pair, (how much of the point, how much of the first noise). That of a prediction is the same
+# at every level: (1, 0) for x0, (0, 1) for eps, (−1, 1) for the flow. `across` is the coordinate of a pair in which
+# predictions are 0, `along` the one in which they are 1. A row lands where it should when both coordinates do:
+#
+# - across: x and the anchor together bring all of it; `mix` is the part that x brings;
+# - along: the predictions together bring what x and the anchor leave; `c1…c3` are the parts of p1…p3, in units of the
+#   row's first-order step, and p0 brings the rest.
+#
+# So any shares keep the law. See docs/decisions/0017-tuning-keeps-the-law.md.
 
 PAST = 3  # earlier predictions that a row may use
 WIDTH = 1 + PAST  # mix, c1, c2, c3
@@ -31,13 +47,13 @@ Pair = tuple[Any, Any]  # (alpha, sigma), numbers or tensors
 
 
 def across(basis: Target, pair: Pair) -> Any:
-    """What a pair has that no prediction has."""
+    """The coordinate of a pair in which predictions are 0."""
     alpha, sigma = pair
     return {"x0": sigma, "eps": alpha, "flow": alpha + sigma}[basis]
 
 
 def along(basis: Target, pair: Pair) -> Any:
-    """What a pair has of the predictions."""
+    """The coordinate of a pair in which predictions are 1."""
     alpha, sigma = pair
     return {"x0": alpha, "eps": sigma, "flow": (sigma - alpha) / 2}[basis]
 
@@ -76,7 +92,7 @@ def from_weights(basis: Target, weights: Weights, x: Pair, anchor: Pair | None, 
 
 
 def snapped(share: float) -> float:
-    """A share that rounding keeps from 0 or 1 is 0 or 1: a register that is not used stays so."""
+    """0 or 1 for a share that only rounding keeps from it: an unused register stays unused."""
     near = round(share)
     return float(near) if near in (0, 1) and abs(share - near) < ROUNDING else share
 
@@ -102,7 +118,7 @@ def pair_of(row: Row) -> Pair:
 
 
 def anchor_before(rows: Sequence[Row], i: int, lift: bool) -> Pair | None:
-    """Where the anchor is when row i is called: at the level of the row that last wrote it."""
+    """Where the anchor is when row i is called: at the level of the row that wrote it last."""
     j = anchor_index(rows, i, lift)
     return None if j is None else pair_of(rows[j])
 
@@ -113,15 +129,15 @@ def anchor_index(rows: Sequence[Row], i: int, lift: bool) -> int | None:
     return next((j for j in range(i - 1, -1, -1) if rows[j].anchor is not None), None)
 
 
-# --- Starts ---------------------------------------------------------------------------------------------------------
+# --- starts -----------------------------------------------------------------------------------------------------------
 
 ORDERED = re.compile(r"(?P<name>.+)-(?P<order>\d)")
-FEWEST, MOST = 2, 100  # steps of a plan that is tuned
+FEWEST_STEPS, MOST_STEPS = 2, 100  # steps of a plan that is tuned
 
 
 @dataclass(frozen=True)
 class Start:
-    """A sampler with its options, and the grid whose levels come first."""
+    """A sampler with its options, and a grid: what tuning begins with, or is compared with."""
 
     sampler: str
     grid: str
@@ -148,8 +164,10 @@ class Start:
 
     @property
     def text(self) -> str:
+        """`unipc-3:karras`, as `parse` reads it, and further options."""
         order = f"-{self.options['order']}" if "order" in self.options else ""
-        return f"{self.sampler}{order}:{self.grid}"
+        more = [f"{key}={value}" for key, value in self.options.items() if key != "order"]
+        return ":".join([f"{self.sampler}{order}", self.grid, *more])
 
     def check(self) -> None:
         """Refuses what draws noise, and what spends more than one call on a step."""
@@ -183,13 +201,13 @@ def tunable(entry: Sampler) -> bool:
     return plan.nfe == 6 and not plan.guided and not plan.declared and plan.basis in BASES and plan.end.sigma == 0.0
 
 
-def check_steps(steps: object) -> int:
-    if isinstance(steps, bool) or not isinstance(steps, int) or not FEWEST <= steps <= MOST:
-        raise PellucidError(rule("--steps", f"a whole number from {FEWEST} to {MOST}", steps), "steps")
-    return steps
+def check_whole(name: str, value: object, least: int, most: int, code: str, must: str = "") -> None:
+    """Refuses what is not a whole number in a range."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise PellucidError(rule(name, must or f"a whole number from {least} to {most:,}", value), code)
 
 
-# --- The table ------------------------------------------------------------------------------------------------------
+# --- the table --------------------------------------------------------------------------------------------------------
 
 What = Literal["grid", "weights", "told", "both", "all"]
 WHAT: tuple[What, ...] = get_args(What)
@@ -216,28 +234,28 @@ class SoftLevel:
 
 @dataclass(frozen=True)
 class Values:
-    """The numbers of a table, in float64: levels (N + 1), told times (N), weights."""
+    """The numbers of a table, in float64: levels (N + 1), times that the network is passed (N), weights."""
 
     alphas: Tensor
     sigmas: Tensor
-    told: Tensor
-    weights: list[tuple[Soft, Soft | None]]  # of x and of the anchor, a row
+    times: Tensor
+    weights: list[tuple[Soft, Soft | None]]  # of x and of the anchor, by row
     ratios: list[float]
 
 
 @dataclass(frozen=True)
 class Table:
-    """What of a start stays while its knobs turn."""
+    """A start with its knobs: what stays while they are tuned."""
 
     start: Start
     schedule: Schedule
     plan: Plan
     lams: Array  # (N,) of the start's calls; the first may be −∞
     writes: tuple[bool, ...]  # which rows leave an anchor
-    anchors: tuple[int | None, ...]  # whose anchor a row finds
+    anchors: tuple[int | None, ...]  # the row that wrote the anchor of each
     lift: bool
     free: Tensor  # (N, 2, 4): the shares that change something
-    pitch: Array  # (N,) distance of the told times
+    pitch: Array  # (N,) distance of the times
     least: float  # the smallest finite λ where a call may be
     most: float  # the largest one
 
@@ -275,9 +293,9 @@ class Table:
     # --- levels -----------------------------------------------------------------------------------------------------
 
     def lams_at(self, gaps: Tensor) -> Tensor:
-        """λ of all calls: increasing whatever the knobs, and inside of the schedule.
+        """λ of all calls: increasing whatever the knobs, and within the schedule.
 
-        The first knob moves the first call, by itself; pure noise, which has no λ, stays, and the second call moves so.
+        The first knob moves the first call; of a start from pure noise, which has no λ, it moves the second.
         """
         lams = torch.from_numpy(np.array(self.lams))
         blind = int(math.isinf(float(self.lams[0])))
@@ -288,7 +306,7 @@ class Table:
         return torch.cat([lams[:blind], base[None], base + walked])
 
     def settle(self, knobs: Knobs) -> None:
-        """Brings the knob of the first call back to where it acts."""
+        """Clamps the knob of the first call to where it acts."""
         first = float(self.lams[1 if math.isinf(float(self.lams[0])) else 0])
         knobs["gaps"].data[0].clamp_(self.least - first, self.most - first)
 
@@ -301,9 +319,9 @@ class Table:
         sigmas = torch.cat([sigmas, lone(self.plan.end.sigma)])
         own = StartShares.apply(lams, self)
         added = torch.zeros(self.free.shape, dtype=torch.float64).masked_scatter(self.free, knobs["shares"])
-        told = ScheduleTime.apply(lams, self.schedule) + knobs["told"] * torch.from_numpy(self.pitch)
+        times = ScheduleTime.apply(lams, self.schedule) + knobs["told"] * torch.from_numpy(self.pitch)
         weights = self.weights(own + added, alphas, sigmas)
-        return Values(alphas, sigmas, told.clamp(*self.schedule.span), weights, ratios)
+        return Values(alphas, sigmas, times.clamp(*self.schedule.span), weights, ratios)
 
     def shares_at(self, lams: Array) -> Array:
         """(N, 2, 4): the shares of the start's own formula with calls at these λ."""
@@ -312,7 +330,7 @@ class Table:
         return np.array(shares_of(self.plan.basis, rows, ends, self.lift))
 
     def weights(self, shares: Tensor, alphas: Tensor, sigmas: Tensor) -> list[tuple[Soft, Soft | None]]:
-        """Of every row, those of the registers that are filled by then."""
+        """Of every row, the weights of the registers that are filled by then."""
         levels = list(zip(alphas.unbind(), sigmas.unbind(), strict=True))
         found: list[tuple[Soft, Soft | None]] = []
         for i, (own, kept) in enumerate(shares.unbind()):
@@ -332,12 +350,12 @@ class Table:
     # --- as a plan --------------------------------------------------------------------------------------------------
 
     def plan_at(self, knobs: Knobs, name: str | None = None) -> Plan:
-        """The table at some knobs as a plan, proven."""
+        """The table at some knobs as a plan, whose law is checked."""
         with torch.no_grad():
             values = self.values(knobs)
-        alphas, sigmas, told = (v.tolist() for v in (values.alphas, values.sigmas, values.told))
+        alphas, sigmas, times = (v.tolist() for v in (values.alphas, values.sigmas, values.times))
         rows = tuple(
-            Row(Level(alphas[i], sigmas[i]), told[i], hard(x), None if anchor is None else hard(anchor))
+            Row(Level(alphas[i], sigmas[i]), times[i], hard(x), None if anchor is None else hard(anchor))
             for i, (x, anchor) in enumerate(values.weights)
         )
         made = replace(
@@ -372,7 +390,7 @@ def free_shares(anchors: tuple[int | None, ...], writes: tuple[bool, ...], basis
 
 
 def pitch_of(times: Array) -> Array:
-    """How far the told times of a plan are apart, around each."""
+    """How far the times of a plan are apart, around each."""
     if len(times) == 1:
         return np.ones(1)
     gaps = np.abs(np.diff(times))

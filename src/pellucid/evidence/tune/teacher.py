@@ -12,15 +12,12 @@ import torch
 from torch import Tensor
 
 from pellucid.core.compile import compile_plan
-from pellucid.core.errors import PellucidError, rule
 from pellucid.core.grid import Grid
 from pellucid.core.loop import run
 from pellucid.core.plan import Plan
 from pellucid.core.schedule import Schedule
 from pellucid.evidence.statistics import mean_interval
 from pellucid.evidence.tune.model import Pairs, TuningModel
-
-# --- Errors ---------------------------------------------------------------------------------------------------------
 
 NOISE_AT_ONCE = 256
 
@@ -33,37 +30,29 @@ class NoisePairs:
     noise: Tensor
 
     @staticmethod
-    def of(subject: TuningModel, pairs: Pairs) -> NoisePairs:
-        return NoisePairs(pairs, torch.cat([subject.noise(part).cpu() for _, part in pairs.parts(NOISE_AT_ONCE)]))
+    def of(model: TuningModel, pairs: Pairs) -> NoisePairs:
+        return NoisePairs(pairs, torch.cat([model.noise(part).cpu() for _, part in pairs.parts(NOISE_AT_ONCE)]))
 
     def __len__(self) -> int:
         return len(self.pairs)
 
-    def first(self, count: int) -> NoisePairs:
-        return NoisePairs(self.pairs.first(count), self.noise[:count])
-
 
 @dataclass(frozen=True)
-class Truth:
-    """Drawn pairs with their converged x0 (N, …), on the CPU."""
+class Truth(NoisePairs):
+    """Pairs with their noise and their converged x0 (N, …), on the CPU."""
 
-    drawn: NoisePairs
     x0: Tensor
 
-    @property
-    def pairs(self) -> Pairs:
-        return self.drawn.pairs
-
-    def __len__(self) -> int:
-        return len(self.drawn)
-
     def first(self, count: int) -> Truth:
-        return Truth(self.drawn.first(count), self.x0[:count])
+        return Truth(self.pairs.first(count), self.noise[:count], self.x0[:count])
+
+
+# --- errors -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ErrorSummary:
-    """Of errors (N,): the mean with its 95 % interval, and what shows the tail."""
+    """The mean of errors (N,) with its 95 % interval, and what shows the tail."""
 
     mean: float
     low: float
@@ -75,12 +64,11 @@ class ErrorSummary:
 
     @staticmethod
     def of(errors: Tensor) -> ErrorSummary:
-        given = errors.double().cpu()
-        middle, tail = torch.quantile(given, torch.tensor([0.5, 0.9], dtype=torch.float64)).tolist()
-        interval = mean_interval(given)
-        return ErrorSummary(
-            float(given.mean()), interval.low, interval.high, middle, tail, float(given.max()), len(given)
-        )
+        values = errors.double().cpu()
+        middle, tail = torch.quantile(values, torch.tensor([0.5, 0.9], dtype=torch.float64)).tolist()
+        interval = mean_interval(values)
+        mean, worst = float(values.mean()), float(values.max())
+        return ErrorSummary(mean, interval.low, interval.high, middle, tail, worst, len(values))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -93,31 +81,31 @@ def distance(x: Tensor, truth: Tensor) -> Tensor:
 
 @torch.no_grad()
 def ends(
-    plan: Plan, subject: TuningModel, drawn: NoisePairs, at_once: int, done: Callable[[int], object] | None = None
+    plan: Plan, model: TuningModel, noisy: NoisePairs, at_once: int, done: Callable[[int], object] | None = None
 ) -> Tensor:
     """x0 at the plan's end (N, …), through the loop that makes images."""
     found = []
-    for where, part in drawn.pairs.parts(min(at_once, subject.most)):
-        x = drawn.noise[where].to(subject.device) * plan.initial_scale
-        found.append((run(plan, subject.denoiser(part), x) / plan.end.alpha).cpu())
+    for where, part in noisy.pairs.parts(min(at_once, model.most)):
+        x = noisy.noise[where].to(model.device) * plan.initial_scale
+        found.append((run(plan, model.denoiser(part), x) / plan.end.alpha).cpu())
         if done is not None:
             done(len(part))
     return torch.cat(found)
 
 
-def errors(plan: Plan, subject: TuningModel, truth: Truth, at_once: int) -> Tensor:
-    """(N,): how far each pair ends from its truth; infinite where it ends nowhere."""
-    found = distance(ends(plan, subject, truth.drawn, at_once), truth.x0).double()
+def errors(plan: Plan, model: TuningModel, truth: Truth, at_once: int) -> Tensor:
+    """(N,): how far each pair ends from its truth; infinite where it does not end."""
+    found = distance(ends(plan, model, truth, at_once), truth.x0).double()
     return torch.nan_to_num(found, nan=math.inf, posinf=math.inf)
 
 
-# --- The teacher ----------------------------------------------------------------------------------------------------
+# --- the teacher --------------------------------------------------------------------------------------------------
 
 SAMPLER = "dpmpp_3m"
 STEPS = 200
-FEWEST, MOST = 20, 2000
+FEWEST_STEPS, MOST_STEPS = 20, 2000
 SIGNAL = 300.0  # sigma / alpha of the second call after pure noise
-LOOKED_AT = 32  # pairs on which the teacher itself is judged
+JUDGED = 32  # pairs on which the teacher itself is judged
 
 
 def teacher_plan(schedule: Schedule, target: str, steps: int) -> Plan:
@@ -131,23 +119,16 @@ def teacher_plan(schedule: Schedule, target: str, steps: int) -> Plan:
     return compile_plan(SAMPLER, schedule=schedule, target=target, grid=grid)
 
 
-def check_teacher_steps(steps: object, tuned: int) -> int:
-    least = max(FEWEST, 4 * tuned)
-    if isinstance(steps, bool) or not isinstance(steps, int) or not least <= steps <= MOST:
-        raise PellucidError(rule("--teacher", f"from {least} to {MOST} steps for a plan of {tuned}", steps), "teacher")
-    return steps
-
-
 def teach(
-    subject: TuningModel, pairs: Pairs, steps: int, at_once: int, done: Callable[[int], object] | None = None
+    model: TuningModel, pairs: Pairs, steps: int, at_once: int, done: Callable[[int], object] | None = None
 ) -> Truth:
     """The converged x0 of every pair."""
-    plan, drawn = teacher_plan(subject.schedule, subject.target, steps), NoisePairs.of(subject, pairs)
-    return Truth(drawn, ends(plan, subject, drawn, at_once, done))
+    plan, noisy = teacher_plan(model.schedule, model.target, steps), NoisePairs.of(model, pairs)
+    return Truth(pairs, noisy.noise, ends(plan, model, noisy, at_once, done))
 
 
-def doubt(subject: TuningModel, truth: Truth, steps: int, at_once: int) -> float:
-    """The mean distance from a teacher of half the steps: an upper bound of what the teacher itself is off."""
-    few = truth.first(LOOKED_AT)
-    half = teacher_plan(subject.schedule, subject.target, steps // 2)
-    return float(distance(ends(half, subject, few.drawn, at_once), few.x0).mean())
+def doubt(model: TuningModel, truth: Truth, steps: int, at_once: int) -> float:
+    """The mean distance from a teacher of half the steps: an upper bound of the teacher's own error."""
+    few = truth.first(JUDGED)
+    half = teacher_plan(model.schedule, model.target, steps // 2)
+    return float(distance(ends(half, model, few, at_once), few.x0).mean())

@@ -14,54 +14,55 @@ from pellucid import __version__
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.plan import Plan
 from pellucid.evidence.statistics import mean_interval
-from pellucid.evidence.tune import model, table, teacher
 from pellucid.evidence.tune import sweep as sweeps
+from pellucid.evidence.tune import table, teacher
 from pellucid.evidence.tune.descent import Descent, Fit, TuningData, descend
-from pellucid.evidence.tune.model import PairSets, TuningModel
+from pellucid.evidence.tune.model import FEWEST_PAIRS, MOST_PAIRS, Pairs, PairSets, TuningModel, make_sets, read_prompts
 from pellucid.evidence.tune.sweep import SAMPLERS, shortlist
-from pellucid.evidence.tune.table import Start, Table
+from pellucid.evidence.tune.table import Start, Table, check_whole
 from pellucid.evidence.tune.teacher import ErrorSummary, Truth, errors
 
 NAME = "tuned"
-HEAT = 4  # a heat has one part in so many of the iterations
-FINALISTS = 2  # of the starts go on after the heats
+HEAT = 4  # a heat has one in so many of the iterations
+FINALISTS = 2  # starts that go on after the heats
+MOST_WATCHED = 512  # unless more are named
 OBJECTIVE = "the mean over pairs of √(rms distance of x0 from the converged one)"
 Stage = Callable[[str, int], AbstractContextManager[Callable[[], object]]]  # a bar: what, how many
 
 
 @dataclass(frozen=True)
 class TuningConfig:
-    """What is asked. Pairs are numbered by their seeds: first those to tune on, then those watched, then the judges."""
+    """How to tune. Pairs are numbered by their seeds: first those to tune on, then the watched, then the judges."""
 
     steps: int = 8
     descent: Descent = field(default_factory=Descent)
     pairs: int = 512
-    watched: int | None = None  # half as many as are tuned on, and at most 512
+    watched: int | None = None  # half as many as are tuned on, and at most MOST_WATCHED
     held_out: int = 512
     starts: tuple[Start, ...] = ()  # none: a short list of the best
     teacher: int = teacher.STEPS
     prompts: str | None = None  # a file, or `scenes`
-    sweep: tuple[int, ...] = ()  # budgets of calls at which all that is untuned is measured too
+    sweep: tuple[int, ...] = ()  # budgets of calls at which everything untuned is measured too
     seed: int = 0
 
     def __post_init__(self) -> None:
-        table.check_steps(self.steps)
-        teacher.check_teacher_steps(self.teacher, self.steps)
-        for words, count in (("--pairs", self.pairs), ("watched", self.counts[1]), ("--held-out", self.held_out)):
-            model.check_count(words, count)
-        sweeps.check_calls(self.sweep)
-        for one in self.starts:
-            one.check()
+        check_whole("--steps", self.steps, table.FEWEST_STEPS, table.MOST_STEPS, "steps")
+        least, most = max(teacher.FEWEST_STEPS, 4 * self.steps), teacher.MOST_STEPS
+        must = f"from {least} to {most} steps for a plan of {self.steps}"
+        check_whole("--teacher", self.teacher, least, most, "teacher", must)
+        for name, count in (("--pairs", self.pairs), ("watched", self.counts[1]), ("--held-out", self.held_out)):
+            check_whole(name, count, FEWEST_PAIRS, MOST_PAIRS, "pairs")
+        for calls in self.sweep:
+            check_whole("--sweep", calls, 1, 1000, "sweep", "numbers of calls from 1 to 1000")
+        for start in self.starts:
+            start.check()
 
     @property
     def counts(self) -> tuple[int, int, int]:
         """Pairs to tune on, watched ones, judges."""
         half = self.pairs // 2 if isinstance(self.pairs, int) else 0
-        return (
-            self.pairs,
-            max(min(half, 512), model.FEWEST_PAIRS) if self.watched is None else self.watched,
-            self.held_out,
-        )
+        watched = max(min(half, MOST_WATCHED), FEWEST_PAIRS) if self.watched is None else self.watched
+        return self.pairs, watched, self.held_out
 
 
 @dataclass(frozen=True)
@@ -76,170 +77,166 @@ class TuningResult:
         return self.plan.evidence
 
 
-def quietly(what: str, count: int) -> AbstractContextManager[Callable[[], object]]:
+def no_bar(what: str, count: int) -> AbstractContextManager[Callable[[], object]]:
     return nullcontext(lambda: None)
 
 
 def tune(
-    subject: TuningModel,
-    asked: TuningConfig,
-    stage: Stage = quietly,
+    model: TuningModel,
+    config: TuningConfig,
+    stage: Stage = no_bar,
     folder: Path | None = None,
     keep: Callable[[TuningResult], object] = lambda tuned: None,
 ) -> TuningResult:
-    """Tunes a plan for a model. `folder` keeps what a sweep has measured; `keep` is given the plan as soon as it is
-    there, and again with what a sweep has found, which may take longer than the tuning."""
-    divided = divide(subject, asked)
-    with stage("asking the teacher", sum(map(len, (divided.tune, divided.watch, divided.judge)))) as done:
-        truths = [ask_teacher(subject, pairs, asked, done) for pairs in (divided.tune, divided.watch, divided.judge)]
-    lesson, judge = TuningData(subject, truths[0], truths[1]), truths[2]
-    fits = run_heats(lesson, asked, stage)
-    best = run_finals(fits, lesson, asked, stage)
-    plan, found, told = judged(best, fits, subject, judge, asked)
-    told = {**about(subject, asked, divided, lesson), **told}
-    tuned = TuningResult(replace(plan, evidence={"says": sentence(told), **told}), found)
+    """Tunes a plan for a model. `folder` keeps what a sweep has measured; `keep` is called with the plan as soon as
+    there is one, and again with what a sweep has found, which may take longer than the tuning."""
+    sets = divide(model, config)
+    with stage("asking the teacher", sum(map(len, sets))) as done:
+        truths = [ask_teacher(model, pairs, config, done) for pairs in sets]
+    data, judge = TuningData(model, truths[0], truths[1]), truths[2]
+    fits = run_heats(data, config, stage)
+    best = run_finals(fits, data, config, stage)
+    plan, found, evidence = judged(best, fits, model, judge, config)
+    evidence = {**about(model, config, sets, data), **evidence}
+    tuned = TuningResult(replace(plan, evidence={"says": sentence(evidence), **evidence}), found)
     keep(tuned)
-    if asked.sweep:
-        told["untuned"] = sweep_rows(subject, judge, asked, found, stage, folder)
-        tuned = replace(tuned, plan=replace(plan, evidence={"says": sentence(told), **told}))
+    if config.sweep:
+        evidence["untuned"] = sweep_rows(model, judge, config, found, stage, folder)
+        tuned = replace(tuned, plan=replace(plan, evidence={"says": sentence(evidence), **evidence}))
         keep(tuned)
     return tuned
 
 
-def divide(subject: TuningModel, asked: TuningConfig) -> PairSets:
+def divide(model: TuningModel, config: TuningConfig) -> PairSets:
     """The three sets of pairs; prompts for a model that takes them, and only for one."""
-    counts = asked.counts
-    if subject.takes_text != (asked.prompts is not None):
-        must = "given for a model that takes text" if subject.takes_text else "left out: the model takes no text"
-        raise PellucidError(rule("--prompts", must, asked.prompts), "prompts")
-    texts = None if asked.prompts is None else model.read_prompts(asked.prompts, 2 * sum(counts), asked.seed)
-    return model.make_sets(counts, asked.seed, texts, subject.classes)
+    if model.takes_text != (config.prompts is not None):
+        must = "given for a model that takes text" if model.takes_text else "left out: the model takes no text"
+        raise PellucidError(rule("--prompts", must, config.prompts), "prompts")
+    count = 2 * sum(config.counts)
+    texts = None if config.prompts is None else read_prompts(config.prompts, count, config.seed)
+    return make_sets(config.counts, config.seed, texts, model.classes)
 
 
-def ask_teacher(subject: TuningModel, pairs: model.Pairs, asked: TuningConfig, done: Callable[[], object]) -> Truth:
+def ask_teacher(model: TuningModel, pairs: Pairs, config: TuningConfig, done: Callable[[], object]) -> Truth:
     def more(count: int) -> None:
         for _ in range(count):
             done()
 
-    truth = teacher.teach(subject, pairs, asked.teacher, asked.descent.at_once, more)
+    truth = teacher.teach(model, pairs, config.teacher, config.descent.at_once, more)
     if not bool(truth.x0.isfinite().all()):
         raise PellucidError(rule("the teacher's images", "finite", "others", "Is the model whole?"), "teacher")
     return truth
 
 
-def run_heats(lesson: TuningData, asked: TuningConfig, stage: Stage) -> list[Fit]:
+def run_heats(data: TuningData, config: TuningConfig, stage: Stage) -> list[Fit]:
     """Every start a little way down; a single one waits for the descent itself."""
-    subject, at_once = lesson.subject, asked.descent.at_once
-    chosen = list(asked.starts)
+    model, at_once = data.model, config.descent.at_once
+    chosen = list(config.starts)
     if not chosen:
         with stage("choosing starts", len(SAMPLERS) * len(sweeps.GRIDS)) as done:
-            chosen = shortlist(subject, lesson.tune, asked.steps, at_once, done)
-    tables = [Table.of(start, subject.schedule, subject.target, asked.steps) for start in chosen]
-    fits = [Fit.of(table, lesson, at_once) for table in tables]
-    short = replace(asked.descent, iterations=max(asked.descent.iterations // HEAT, 1))
+            chosen = shortlist(model, data.tune, config.steps, at_once, done)
+    tables = [Table.of(start, model.schedule, model.target, config.steps) for start in chosen]
+    fits = [Fit.of(table, data, at_once) for table in tables]
+    short = replace(config.descent, iterations=max(config.descent.iterations // HEAT, 1))
     if len(fits) > 1:
         with stage("heats", len(fits) * short.iterations) as done:
             for fit in fits:
-                descend(fit, lesson, short, done)
+                descend(fit, data, short, done)
     return fits
 
 
-def run_finals(fits: list[Fit], lesson: TuningData, asked: TuningConfig, stage: Stage) -> Fit:
+def run_finals(fits: list[Fit], data: TuningData, config: TuningConfig, stage: Stage) -> Fit:
     """The best of the heats all the way down; which of them is best after it."""
     finalists = sorted(fits, key=lambda fit: fit.best_root)[:FINALISTS]
-    with stage("tuning", len(finalists) * asked.descent.iterations) as done:
+    with stage("tuning", len(finalists) * config.descent.iterations) as done:
         for fit in finalists:
-            descend(fit, lesson, asked.descent, done)
+            descend(fit, data, config.descent, done)
     return min(finalists, key=lambda fit: fit.best_root)
 
 
 def judged(
-    best: Fit, fits: list[Fit], subject: TuningModel, judge: Truth, asked: TuningConfig
+    best: Fit, fits: list[Fit], model: TuningModel, judge: Truth, config: TuningConfig
 ) -> tuple[Plan, torch.Tensor, dict[str, Any]]:
-    """The tuned plan against its start and the best start, on pairs that nobody has seen; the better one is kept."""
-    at_once = asked.descent.at_once
+    """The tuned plan against its start and the best start, on pairs that were not used before; the better is kept."""
+    at_once = config.descent.at_once
     first = min(fits, key=lambda fit: fit.start_error)
-    tuned, own, other = best.plan, best.table.plan, first.table.plan
-    found = {"tuned": errors(tuned, subject, judge, at_once), "start": errors(own, subject, judge, at_once)}
-    found["best start"] = found["start"] if other is own else errors(other, subject, judge, at_once)
-    plans = {"tuned": tuned, "start": own, "best start": other}
+    plans = {"tuned": best.plan, "start": best.table.plan, "best start": first.table.plan}
+    found = {name: errors(plans[name], model, judge, at_once) for name in ("tuned", "start")}
+    same = first.table.plan is best.table.plan
+    found["best start"] = found["start"] if same else errors(plans["best start"], model, judge, at_once)
     kept = min(plans, key=lambda name: float(found[name].mean()))
-    told = {
+    starts = [{"start": fit.table.start.text, "watched": fit.start_error, "tuned": fit.best_error} for fit in fits]
+    evidence = {
         "kept": kept,
         "start": best.table.start.text,
         "best_start": first.table.start.text,
-        "starts": [
-            {"start": fit.table.start.text, "watched": fit.start_error, "tuned": fit.best_error} for fit in fits
-        ],
+        "starts": starts,
         "iterations": best.iterations,
         "watched": [[i, round(e, 9)] for i, e in best.looks],
         "held_out": {name.replace(" ", "_"): ErrorSummary.of(e).to_dict() for name, e in found.items()},
         "gain": gain(found["tuned"], found["best start"]),
     }
     plan = replace(plans[kept], name=NAME) if kept == "tuned" else plans[kept]
-    return plan, found[kept], told
+    return plan, found[kept], evidence
 
 
 def gain(mine: torch.Tensor, other: torch.Tensor) -> dict[str, float]:
-    """How much less the mean error is, pair by pair, with its 95 % interval."""
+    """By how much the mean error is smaller, pair by pair, with its 95 % interval."""
     apart = (other - mine).double()
     interval = mean_interval(apart)
     return {"mean": float(apart.mean()), "low": interval.low, "high": interval.high}
 
 
-def about(subject: TuningModel, asked: TuningConfig, divided: PairSets, lesson: TuningData) -> dict[str, Any]:
+def about(model: TuningModel, config: TuningConfig, sets: PairSets, data: TuningData) -> dict[str, Any]:
     """How the plan came to be."""
     return {
         "kind": "pellucid-tune",
         "pellucid": __version__,
-        "model": subject.name,
-        "model_hash": subject.fingerprint,
-        "guidance": subject.guidance,
-        "what": asked.descent.what,
-        "steps": asked.steps,
+        "model": model.name,
+        "model_hash": model.fingerprint,
+        "guidance": model.guidance,
+        "what": config.descent.what,
+        "steps": config.steps,
         "objective": OBJECTIVE,
         "error": "rms distance of x0 from the teacher's of the same seed and prompt, in the units of x0",
-        "prompts": asked.prompts,
-        "seeds": {
-            name: [pairs.seeds[0], pairs.seeds[-1]]
-            for name, pairs in (("tune", divided.tune), ("watch", divided.watch), ("judge", divided.judge))
-        },
+        "prompts": config.prompts,
+        "seeds": {name: [pairs.seeds[0], pairs.seeds[-1]] for name, pairs in sets._asdict().items()},
         "teacher": {
             "sampler": teacher.SAMPLER,
-            "steps": asked.teacher,
-            "doubt": teacher.doubt(subject, lesson.watch, asked.teacher, asked.descent.at_once),
+            "steps": config.teacher,
+            "doubt": teacher.doubt(model, data.watch, config.teacher, config.descent.at_once),
         },
     }
 
 
 def sweep_rows(
-    subject: TuningModel, judge: Truth, asked: TuningConfig, mine: torch.Tensor, stage: Stage, folder: Path | None
+    model: TuningModel, judge: Truth, config: TuningConfig, mine: torch.Tensor, stage: Stage, folder: Path | None
 ) -> list[dict[str, Any]]:
-    """The best that is untuned at each budget, on the same held-out pairs, and how it stands to the tuned plan."""
+    """The best untuned plan at each budget, on the same held-out pairs, compared with the tuned one."""
     rows = []
-    count = len(asked.sweep) * (len(sweeps.candidates()) + 2 * sweeps.KEPT)
+    count = len(config.sweep) * (len(sweeps.candidates()) + 2 * sweeps.KEPT)
     with stage("everything untuned", count) as done:
-        question = sweeps.Sweep(subject, judge, asked.descent.at_once, folder, done=done)
-        for calls in asked.sweep:
+        question = sweeps.Sweep(model, judge, config.descent.at_once, folder, done=done)
+        for calls in config.sweep:
             for label, cell in (("best", question.best(calls)[0]), ("usual", question.usual(calls))):
                 if cell.refused:
                     continue
-                theirs = errors(question.plan(cell), subject, judge, asked.descent.at_once)
+                theirs = errors(question.plan(cell), model, judge, config.descent.at_once)
                 row = {"calls": calls, "which": label, "name": cell.name, "nfe": cell.nfe, **cell.summary}
                 rows.append({**row, "gain": gain(mine, theirs)})
     return rows
 
 
-def sentence(told: dict[str, Any]) -> str:
+def sentence(evidence: dict[str, Any]) -> str:
     """What was found, in one line."""
-    held = told["held_out"]
-    kept, best = held[told["kept"].replace(" ", "_")], held["best_start"]
+    held = evidence["held_out"]
+    kept, best = held[evidence["kept"].replace(" ", "_")], held["best_start"]
     words = (
-        f"{told['steps']} calls, mean error {kept['mean']:.4g} ({kept['low']:.4g} to {kept['high']:.4g}) on "
-        f"{kept['pairs']} held-out pairs; {told['best_start']}, the best start before tuning, has {best['mean']:.4g}"
+        f"{evidence['steps']} calls, mean error {kept['mean']:.4g} ({kept['low']:.4g} to {kept['high']:.4g}) on "
+        f"{kept['pairs']} held-out pairs; {evidence['best_start']}, the best untuned start, has {best['mean']:.4g}"
     )
-    if told["kept"] != "tuned":
+    if evidence["kept"] != "tuned":
         words += "; tuning made nothing better, and the start is kept"
-    for row in told.get("untuned", ()):
+    for row in evidence.get("untuned", ()):
         words += f"; untuned at {row['calls']}, {row['name']} has {row['mean']:.4g}"
     return words

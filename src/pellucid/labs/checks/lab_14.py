@@ -31,7 +31,7 @@ def ended() -> tuple[Tensor, Tensor]:
     subject = oracle_model("sharp", oracle.sharp(), schedules.make("linear"))
     truth = teacher.teach(subject, Pairs(tuple(range(64))), 40, 64, lambda count: None)
     plan = Start.parse("dpmpp_2m:karras").plan(subject.schedule, subject.target, 6)
-    return ends(plan, subject, truth.drawn, 64), truth.x0
+    return ends(plan, subject, truth, 64), truth.x0
 
 
 def check_distances(answer: ModuleType) -> None:

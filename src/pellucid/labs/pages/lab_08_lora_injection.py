@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 
 import pellucid
 from pellucid import scenes
-from pellucid.evidence.adherence.samples import seen
+from pellucid.pipeline.images import to_tensor
 from pellucid.labs import few
 from pellucid.models import lora
 from pellucid.pipeline.memory import size_text
@@ -101,11 +101,11 @@ rows = {}
 for s in sorted(strengths):
     loras = [pellucid.Lora(style, s)] if s else []
     rows[s] = pipe(captions, seed=seeds, loras=loras, **options)
-    styles = scenes.style_of(seen(rows[s].images))
+    styles = scenes.style_of(to_tensor(rows[s].images))
     share = sum(found == "sketch" for found in styles) / len(styles)
     moved = float((rows[s].latents - rows[0.0].latents).square().mean().sqrt())
     print(f"strength {s:<4g}  sketches {share:4.0%}  latents moved by {moved:.2f}  {styles}")
-assert scenes.style_of(seen(rows[1.0].images)) == ["sketch"] * len(captions)
+assert scenes.style_of(to_tensor(rows[1.0].images)) == ["sketch"] * len(captions)
 
 # %%
 # The style does not come in evenly: the weights move along a straight line, the images do not.

@@ -21,7 +21,7 @@ import torch
 
 import pellucid
 from pellucid import scenes
-from pellucid.evidence.adherence.samples import seen
+from pellucid.pipeline.images import to_tensor
 from pellucid.labs import few
 from pellucid.models.controlnet import ControlNet
 
@@ -45,7 +45,7 @@ print(captions[0], tuple(edges.shape))
 
 def f1(made, against=edges):
     """The mean F1 of the outlines of images."""
-    return float(scenes.edge_f1(seen(made.images), against).mean())
+    return float(scenes.edge_f1(to_tensor(made.images), against).mean())
 
 
 # %%
@@ -128,7 +128,7 @@ axis.legend()
 # those that were asked for.
 
 for prompt in followed:
-    grades = scenes.grade(seen(images[prompt, 1.0].images), [query for _, query in described])
+    grades = scenes.grade(to_tensor(images[prompt, 1.0].images), [query for _, query in described])
     share = sum(grade.share("colour") for grade in grades) / count
     print(f"{prompt:<13} colours right: {share:.0%}")
 
@@ -193,8 +193,8 @@ assert f1(shifted, moved) > f1(shifted) + 0.3
 sketch = edges.expand(-1, 3, -1, -1)
 rows = {s: pipe(captions, seed=seeds, image=sketch, strength=s, **options) for s in (0.3, 0.9)}
 for s, made in rows.items():
-    right = sum(grade.right for grade in scenes.grade(seen(made.images), [query for _, query in described]))
-    bright = float(seen(made.images).mean())
+    right = sum(grade.right for grade in scenes.grade(to_tensor(made.images), [query for _, query in described]))
+    bright = float(to_tensor(made.images).mean())
     print(f"img2img at {s:g}: F1 {f1(made):.3f}, {right} of {count} captions right, mean of the pixels {bright:+.2f}")
     assert f1(made) < 0.8 or right < count
 

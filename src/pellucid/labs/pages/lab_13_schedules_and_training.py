@@ -27,7 +27,7 @@ from torch import nn
 
 import pellucid
 from pellucid import scenes, schedules
-from pellucid.evidence.adherence.samples import seen
+from pellucid.pipeline.images import to_tensor
 from pellucid.labs import few
 from pellucid.pipeline.memory import size_text
 from pellucid.train.draws import Draws, seeded
@@ -242,7 +242,7 @@ right, latents = {}, {}
 for axis, name in zip(axes, ("cosine", "linear", "sqrt_alpha_bar"), strict=True):
     believed = pellucid.Pipeline(replace(pipe.components, schedule=schedules.make(name), scheduler=None))
     made = believed(**asked, sampler="dpmpp_2m", grid="trailing", steps=few(12, 6))
-    right[name] = sum(grade.right for grade in scenes.grade(seen(made.images), [query for _, query in prompts]))
+    right[name] = sum(grade.right for grade in scenes.grade(to_tensor(made.images), [query for _, query in prompts]))
     latents[name] = made.latents
     moved = float((made.latents - latents["cosine"]).square().mean().sqrt())
     print(f"  sampled with {name:<15} {right[name]} of {len(prompts)} images right, latents moved by {moved:.2f}")

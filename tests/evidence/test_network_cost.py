@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,12 @@ from PIL import Image
 from tiny_networks import PIXART, UNET
 
 from pellucid.core.errors import PellucidError
-from pellucid.evidence.adherence import comparison
-from pellucid.evidence.adherence.comparison import activations, call_of, compare, operations, recipes, roles_of, tables
-from pellucid.train.denoiser import fresh
+from pellucid.train.initial import fresh
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+
+import network_cost
+from network_cost import activations, call_of, compare, networks_of, operations, roles_of, tables
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -58,18 +62,18 @@ def test_networks_are_compared_at_every_size(tmp_path: Path) -> None:
     assert large.flops > 3.5 * small.flops
     assert large.activations > 3 * small.activations
     assert small.weights == 4 * found.parameters["UNet"]
-    with Image.open(comparison.write(found, tmp_path / "cost")) as chart:
+    with Image.open(network_cost.write(found, tmp_path / "cost")) as chart:
         assert chart.width > 1000
-    held = json.loads((tmp_path / "cost" / "compare.json").read_text("utf-8"))
+    held = json.loads((tmp_path / "cost" / "cost.json").read_text("utf-8"))
     assert held["costs"][0]["flops"] == found.costs[0].flops
-    text = (tmp_path / "cost" / "compare.md").read_text("utf-8")
+    text = (tmp_path / "cost" / "cost.md").read_text("utf-8")
     assert "| 8 × 8 |" in text
     assert "self-attention" in text
     assert len(tables(found)) == 2
 
 
 def test_the_recipes_are_of_one_size() -> None:
-    found = recipes(CONFIGS / "scenes_text_unet.toml", CONFIGS / "scenes_text_dit.toml")
+    found = networks_of(CONFIGS / "scenes_text_unet.toml", CONFIGS / "scenes_text_dit.toml")
     unet, dit = (sum(p.numel() for p in found[name].parameters()) for name in ("UNet", "DiT"))
     assert abs(unet / dit - 1) < 0.02
 
@@ -80,6 +84,14 @@ def test_what_cannot_be_compared_is_one_line() -> None:
         with pytest.raises(PellucidError, match="numbers from 1"):
             compare(networks, **bad)
     with pytest.raises(PellucidError, match=r"task\.network"):
-        recipes(CONFIGS / "cifar10_schedules_smoke.toml")
+        networks_of(CONFIGS / "cifar10_schedules_smoke.toml")
     with pytest.raises(PellucidError, match="device"):
         compare(networks, device="nowhere")
+
+
+def test_the_command_writes_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(CONFIGS / "scenes_text_unet.toml"), "--sides", "8", "--rounds", "1", "--calls", "1", "--tokens", "8"]
+    assert network_cost.main([*words, "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "cost.png")
+    assert {path.name for path in tmp_path.iterdir()} == {"cost.json", "cost.md", "cost.png"}
+    assert network_cost.main([*words, "--batch", "0", "--out", str(tmp_path)]) > 0

@@ -1,9 +1,17 @@
-"""What a call of the UNet and of the transformer costs against the latents' size: milliseconds, memory, operations."""
+"""What a call of the UNet and of the transformer costs against the latents' size: milliseconds, memory, operations.
+
+    python bench/network_cost.py --device cuda --dtype bfloat16 --batch 64 --rounds 7 --calls 20 --out out/cost
+
+Networks have random weights, as the recipes of `pellucid train` say: a call costs the same untrained. Rounds of both
+take turns, so that a machine that slows down slows both. `cost.json`, `cost.md` and `cost.png` hold the figures.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,8 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from pellucid.cli import trouble
 from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.report import charts
+from pellucid.evidence.report.charts import Drawing
 from pellucid.evidence.report.page import Table
 from pellucid.interop import source
 from pellucid.interop.atomic_files import put
@@ -24,8 +34,10 @@ from pellucid.models import attention
 from pellucid.pipeline.memory import size_text
 from pellucid.pipeline.tracker import Tracker
 from pellucid.train.config import parse
-from pellucid.train.denoiser import fresh
+from pellucid.train.initial import fresh
 
+ROOT = Path(__file__).parents[1]
+RECIPES = [ROOT / "configs" / f"scenes_text_{name}.toml" for name in ("unet", "dit")]
 SIDES = (16, 24, 32, 48, 64)
 MOST_SIDE, MOST_COUNT = 512, 4096
 # How parameters are told apart by their names; what none of these holds makes the image itself.
@@ -72,7 +84,7 @@ class Comparison:
         return asdict(self)
 
 
-def recipes(*files: str | Path) -> dict[str, nn.Module]:
+def networks_of(*files: str | Path) -> dict[str, nn.Module]:
     """Networks with random weights, as recipes of `pellucid train` say: a call costs the same untrained."""
     found = {}
     for file in files:
@@ -272,7 +284,7 @@ PANELS = (
 )
 
 
-def draw(found: Comparison, path: Path) -> Path:
+def draw(found: Comparison) -> Drawing:
     """Three panels over the side of the latents, both axes logarithmic: a straight line is a power."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
@@ -298,7 +310,7 @@ def draw(found: Comparison, path: Path) -> Path:
     threads = f", {found.threads} thread{'s' if found.threads > 1 else ''}" if found.device == "cpu" else ""
     note = f"{found.device}{threads}, {found.dtype}, batch {found.batch}, text of {found.tokens} tokens"
     charts.legend(figure, panels[0], note)
-    return charts.save(figure, path)
+    return Drawing(figure, "Costs of a call against the size of latents")
 
 
 def label(found: Comparison, name: str) -> str:
@@ -306,9 +318,31 @@ def label(found: Comparison, name: str) -> str:
 
 
 def write(found: Comparison, folder: Path) -> Path:
-    """compare.json, compare.md and compare.png."""
+    """cost.json, cost.md and cost.png."""
     charts.require()
     folder.mkdir(parents=True, exist_ok=True)
-    put(folder / "compare.json", json.dumps(found.plain(), indent=1) + "\n")
-    put(folder / "compare.md", "\n".join(table.markdown() for table in tables(found)))
-    return draw(found, folder / "compare.png")
+    put(folder / "cost.json", json.dumps(found.plain(), indent=1) + "\n")
+    put(folder / "cost.md", "\n".join(table.markdown() for table in tables(found)))
+    return draw(found).png(folder / "cost.png")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("recipes", nargs="*", type=Path, default=RECIPES, help="configs with a [task.network]")
+    parser.add_argument("--sides", type=int, nargs="+", default=SIDES, help="of the latents")
+    for name, default in (("batch", 1), ("tokens", 64), ("rounds", 7), ("calls", 10)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--out", type=Path, required=True)
+    given = vars(parser.parse_args(words))
+    networks, sides, out = networks_of(*given.pop("recipes")), given.pop("sides"), given.pop("out")
+    try:
+        print(write(compare(networks, sides, **given), out))
+    except PellucidError as error:
+        return trouble(error.code, str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,9 +16,9 @@ from pellucid.interop import diffusers_config, folder, single_file, source, weig
 from pellucid.interop.components import INDEX
 
 MAX_SEEN = 20_000  # files and folders that a search looks at
-MAX_DEPTH = 4  # folders below the one that is searched
-ADAPTERS = ("lora", "controlnet", "ip_adapter", "image_text")  # of a bundle, by their folders
-KEPT = "models--"  # how the hub's cache names a model's folder: models--owner--name
+_MAX_DEPTH = 4  # folders below the one that is searched
+_ADAPTERS = ("lora", "controlnet", "ip_adapter", "image_text")  # of a bundle, by their folders
+_KEPT = "models--"  # how the hub's cache names a model's folder: models--owner--name
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Model:
 def models(folders: Sequence[str | Path] = ()) -> list[Model]:
     """The bundles, what the hub's cache holds, and what lies in these folders."""
     found = [in_folder(source.BUNDLES / name, name, "bundle") for name in source.pipelines()]
-    found += [in_folder(place, name, "hub cache") for name, place in hub_cache()]
+    found += [in_folder(place, name, "hub cache") for name, place in _hub_cache()]
     for place in folders:
-        found += below(source.expanded(place))
+        found += _below(source.expanded(place))
     return found
 
 
@@ -50,27 +50,27 @@ def in_folder(place: Path, name: str, where: str) -> Model:
         kind = str(folder.index_of(place).get("_class_name", kind))
         reading = diffusers_config.read(place / "scheduler", strict=False)
         target, schedule = reading.target, reading.schedule.name
-    parts = tuple(part for part in ADAPTERS if where == "bundle" and (place / part).is_dir())
+    parts = tuple(part for part in _ADAPTERS if where == "bundle" and (place / part).is_dir())
     size = sum(path.stat().st_size for path in place.rglob("*") if path.suffix in (".safetensors", *weights.PICKLES))
     return Model(name, where, kind, target, schedule, size, parts)
 
 
-def hub_cache() -> Iterator[tuple[str, Path]]:
+def _hub_cache() -> Iterator[tuple[str, Path]]:
     """The ids in the hub's local cache whose newest snapshot is a pipeline, and where it lies."""
     try:
         from huggingface_hub.constants import HF_HUB_CACHE
     except ImportError:
         return
-    for kept in sorted(Path(HF_HUB_CACHE).glob(f"{KEPT}*")):
+    for kept in sorted(Path(HF_HUB_CACHE).glob(f"{_KEPT}*")):
         snapshots = [path for path in (kept / "snapshots").glob("*") if (path / INDEX).is_file()]
         if snapshots:
             yield (
-                kept.name.removeprefix(KEPT).replace("--", "/", 1),
+                kept.name.removeprefix(_KEPT).replace("--", "/", 1),
                 max(snapshots, key=lambda path: path.stat().st_mtime),
             )
 
 
-def below(top: Path) -> Iterator[Model]:
+def _below(top: Path) -> Iterator[Model]:
     """What lies in a folder or deeper: diffusers folders and single-file checkpoints. Links are not followed."""
     if not top.is_dir():
         raise PellucidError(rule("folder", "one that exists", str(top)), "not-found")
@@ -88,7 +88,7 @@ def below(top: Path) -> Iterator[Model]:
             yield in_folder(place, str(place), "folder")
             inner.clear()
             continue
-        if len(place.relative_to(top).parts) >= MAX_DEPTH:
+        if len(place.relative_to(top).parts) >= _MAX_DEPTH:
             inner.clear()
         for file in sorted(files):
             if file.endswith(".safetensors") and (kind := kind_of(place / file)):

@@ -1,11 +1,16 @@
 """All that a model of scenes carries beside its denoiser, measured: each part's figures, and a sheet to look at.
 
-A part whose figures are there already, asked for alike, is not measured again.
+    python recipes/parts.py scenes-128 --count 500 --batch 250 --device cuda --out out/parts
+
+Adapter and base start from the same noise. A part whose figures are there already, asked for alike, is not measured
+again. `PART.json` and `suite.md` hold the figures, `PART.png` the images side by side.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -17,16 +22,17 @@ from PIL import Image
 from torch import Tensor
 
 from pellucid import scenes
+from pellucid.cli import trouble
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import read_json
 from pellucid.evidence.adherence import sheets
 from pellucid.evidence.adherence.judging import Verdict, judge
-from pellucid.evidence.adherence.samples import DTYPE, Maker, Making, seen
+from pellucid.evidence.adherence.samples import DTYPE, ImageSettings, Maker, through
 from pellucid.evidence.adherence.sheets import Card, contact_sheet
 from pellucid.evidence.metrics.image_text import Judge
 from pellucid.evidence.metrics.inception import to_bytes
 from pellucid.evidence.report.page import Table
-from pellucid.evidence.statistics import Estimate, Interval, Share, mean_interval, percent
+from pellucid.evidence.statistics import Estimate, Share, mean_interval, percent
 from pellucid.interop import source, weights
 from pellucid.interop.atomic_files import put
 from pellucid.models import ip_adapter
@@ -56,8 +62,7 @@ class RoundTrip:
     `after`: the share that is read right in all attributes, of the true images and of what the VAE made of them."""
 
     count: int
-    psnr: float
-    interval: Interval
+    psnr: Estimate
     worst: float
     before: Share
     after: Share
@@ -65,7 +70,8 @@ class RoundTrip:
 
     def plain(self) -> dict[str, Any]:
         shares = {"before": self.before.plain(), "after": self.after.plain()}
-        return {**asdict(self), "interval": [self.interval.low, self.interval.high], **shares}
+        psnr = {"psnr": self.psnr.value, "interval": [self.psnr.low, self.psnr.high]}
+        return {"count": self.count, **psnr, "worst": self.worst, **shares, "by_style": self.by_style}
 
 
 def round_trip(
@@ -96,8 +102,7 @@ def round_trip(
     least = values.sort().values[: max(1, round(WORST * count))]
     return RoundTrip(
         count=count,
-        psnr=float(values.mean()),
-        interval=mean_interval(values, seed=seed),
+        psnr=mean_interval(values, seed=seed),
         worst=float(least.mean()),
         before=Share.of(verdict.right for verdict in before),
         after=Share.of(verdict.right for verdict in after),
@@ -107,14 +112,6 @@ def round_trip(
 
 def judged(images: Tensor, queries: Sequence[Query]) -> list[Verdict]:
     return [judge(reading, query) for reading, query in zip(scenes.read(images), queries, strict=True)]
-
-
-@torch.no_grad()
-def through(vae: Any, images: Tensor) -> Tensor:
-    """(B, 3, H, W) in [−1, 1], encoded and decoded again, in steps of 8 bits."""
-    weight = next(vae.parameters())
-    made = vae.decode(vae.encode(images.to(weight)).mean).float().clamp(-1, 1)
-    return (made.add(1).mul(127.5).round() / 127.5 - 1).to(images.device)
 
 
 def decibels(true: Tensor, made: Tensor) -> Tensor:
@@ -143,7 +140,7 @@ AMONG = 32
 @dataclass(frozen=True)
 class Matching:
     """Mean cosines of true images with their own caption and with another image's; `told`: how often the own one is
-    the nearer of the two; `by_picture`: how often an image's own caption is the nearest of 32, `by_text`: how often a
+    the nearer of the two; `by_image`: how often an image's own caption is the nearest of 32, `by_text`: how often a
     caption's own image is."""
 
     count: int
@@ -154,8 +151,9 @@ class Matching:
     by_text: Share
 
     def plain(self) -> dict[str, Any]:
-        shares = {name: getattr(self, name).plain() for name in ("told", "by_picture", "by_text")}
-        return {"count": self.count, "right": self.right, "shuffled": self.shuffled, **shares}
+        shares = {"told": self.told, "by_picture": self.by_image, "by_text": self.by_text}
+        means = {"count": self.count, "right": self.right, "shuffled": self.shuffled}
+        return means | {name: share.plain() for name, share in shares.items()}
 
 
 def matching(judge: Judge, count: int = 1024, *, seed: int = 0, device: torch.device | str = "cpu") -> Matching:
@@ -199,7 +197,7 @@ class Exam:
 
     count: int = 200
     objects: tuple[int, ...] = OBJECTS
-    making: Making = field(default_factory=Making)
+    making: ImageSettings = field(default_factory=ImageSettings)
     device: str = "cpu"  # where images are read
 
     def __post_init__(self) -> None:
@@ -227,7 +225,7 @@ class AdapterEffect:
 
     def plain(self) -> dict[str, Any]:
         kept = {name: getattr(self, name) for name in ("adapter", "figure", "count", "more")}
-        return {**kept, "adapted": asdict(self.adapted), "base": asdict(self.base)}
+        return {**kept, "adapted": self.adapted.plain(), "base": self.base.plain()}
 
 
 # ControlNet
@@ -243,7 +241,7 @@ def follows_edges(pipe: Maker, network: Any, exam: Exam) -> AdapterEffect:
         extra: dict[bool, dict[str, Any]] = {True: {"controls": [Control(network, exact)]}, False: {}}
         made = {on: exam.making.images(pipe, captions, first, **extra[on]) for on in (True, False)}
         for on in (True, False):
-            scores[on].append(scenes.edge_f1(seen(made[on], exam.device), exact.to(exam.device)).cpu())
+            scores[on].append(scenes.edge_f1(images.to_tensor(made[on]).to(exam.device), exact.to(exam.device)).cpu())
         hints = images.to_images(exact * 2 - 1)
         for i, caption in enumerate(captions[: ON_A_SHEET - len(cards) // 3]):
             cards.append(Card(hints[i], f"{first + i}: {caption}", "edges", None))
@@ -254,23 +252,12 @@ def follows_edges(pipe: Maker, network: Any, exam: Exam) -> AdapterEffect:
         "median": float(values[True].median()),
     }
     figure = "edge F1 within 1 pixel"
-    return AdapterEffect(
-        "ControlNet", figure, exam.count, mean_estimate(values[True]), mean_estimate(values[False]), more, tuple(cards)
-    )
+    both = (mean_interval(values[on]) for on in (True, False))
+    return AdapterEffect("ControlNet", figure, exam.count, *both, more, tuple(cards))
 
 
 def condition(on: bool) -> str:
     return "with the adapter" if on else "without it"
-
-
-def mean_estimate(values: Tensor) -> Estimate:
-    interval = mean_interval(values)
-    return Estimate(float(values.mean()), interval.low, interval.high)
-
-
-def share_estimate(marks: Sequence[bool]) -> Estimate:
-    found = Share.of(marks)
-    return Estimate(found.value, *found.interval)
 
 
 # IP-Adapter
@@ -307,7 +294,7 @@ def carries_reference(pipe: Maker, adapter: PerImageAdapter, exam: Exam) -> Adap
         extra: dict[bool, dict[str, Any]] = {True: {"image_prompts": [ImagePrompt(adapter, references)]}, False: {}}
         prompts = [NEUTRAL] * len(wanted)
         made = {on: exam.making.images(pipe, prompts, first, **extra[on]) for on in (True, False)}
-        readings = {on: scenes.read(seen(made[on], exam.device)) for on in (True, False)}
+        readings = {on: scenes.read(images.to_tensor(made[on]).to(exam.device)) for on in (True, False)}
         for on in (True, False):
             marks[on] += [likeness(r, t) for r, t in zip(readings[on], wanted, strict=True)]
         counts += [len(reading.objects) for reading in readings[True]]
@@ -323,9 +310,8 @@ def carries_reference(pipe: Maker, adapter: PerImageAdapter, exam: Exam) -> Adap
         "objects a picture": sum(counts) / len(counts),
     }
     figure = "an object has the reference's colour and shape"
-    return AdapterEffect(
-        "IP-Adapter", figure, exam.count, share_estimate(both[True]), share_estimate(both[False]), more, tuple(cards)
-    )
+    shares = (Share.of(both[on]).estimate for on in (True, False))
+    return AdapterEffect("IP-Adapter", figure, exam.count, *shares, more, tuple(cards))
 
 
 class Likeness(NamedTuple):
@@ -362,7 +348,7 @@ def has_style(pipe: Maker, lora: Any, style: str, exam: Exam) -> AdapterEffect:
         extra: dict[bool, dict[str, Any]] = {True: {"loras": [Lora(lora)]}, False: {}}
         made = {on: exam.making.images(pipe, captions, first, **extra[on]) for on in (True, False)}
         for on in (True, False):
-            styles[on] += scenes.style_of(seen(made[on], exam.device))
+            styles[on] += scenes.style_of(images.to_tensor(made[on]).to(exam.device))
         for i, caption in enumerate(captions[: ON_A_SHEET - len(cards) // 2]):
             for on in (False, True):
                 found = styles[on][first + i]
@@ -370,9 +356,8 @@ def has_style(pipe: Maker, lora: Any, style: str, exam: Exam) -> AdapterEffect:
                 cards.append(Card(made[on][i], words, found or "unclear", found == style if on else None))
     marks = {on: [found == style for found in styles[on]] for on in styles}
     figure = f"style is {style}"
-    return AdapterEffect(
-        "LoRA", figure, exam.count, share_estimate(marks[True]), share_estimate(marks[False]), {}, tuple(cards)
-    )
+    shares = (Share.of(marks[on]).estimate for on in (True, False))
+    return AdapterEffect("LoRA", figure, exam.count, *shares, {}, tuple(cards))
 
 
 # --- Suite ----------------------------------------------------------------------------------------------------------
@@ -395,7 +380,7 @@ class Suite:
     image_text: str | None = None
     count: int = 200
     true: int = 1024
-    making: Making = field(default_factory=Making)
+    making: ImageSettings = field(default_factory=ImageSettings)
     dtype: str = DTYPE
     device: str | None = None
 
@@ -514,8 +499,8 @@ def suite_table(found: dict[str, dict[str, Any]]) -> Table:
     rows: list[tuple[str, ...]] = []
     for part, one in found.items():
         if part == "vae":
-            low, high = one["interval"]
-            rows.append(("VAE", "PSNR of the round trip, dB", f"{one['psnr']:.2f} ({low:.2f} to {high:.2f})", "–"))
+            psnr = Estimate(one["psnr"], *one["interval"])
+            rows.append(("VAE", "PSNR of the round trip, dB", psnr.words("{:.2f}".format), "–"))
             rows.append(("VAE", "PSNR of the worst hundredth, dB", f"{one['worst']:.2f}", "–"))
             rows.append(("VAE", "read right in all attributes", share_words(one["after"]), share_words(one["before"])))
         elif part == "image_text":
@@ -524,7 +509,8 @@ def suite_table(found: dict[str, dict[str, Any]]) -> Table:
                 rows.append(("image-text", words, share_words(one[key]), f"{100 / AMONG:.1f} % by chance"))
         else:
             both = [Estimate(**one[key]) for key in ("adapted", "base")]
-            rows.append((one["adapter"], one["figure"], *(estimate_words(estimate, part) for estimate in both)))
+            form, unit = ("{:.3f}".format, "") if part == "controlnet" else (percent, " %")
+            rows.append((one["adapter"], one["figure"], *(estimate.words(form, unit) for estimate in both)))
     note = "In brackets 95 % intervals. Without: the base from the same noise; for the VAE, the true images."
     return Table("Parts of the model", ("part", "figure", "with", "without"), tuple(rows), note)
 
@@ -533,7 +519,26 @@ def share_words(one: dict[str, Any]) -> str:
     return Share(one["right"], one["count"]).words
 
 
-def estimate_words(estimate: Estimate, part: str) -> str:
-    if part != "controlnet":
-        return percent(estimate.value, estimate.low, estimate.high)  # type: ignore[arg-type]  # it has an interval
-    return f"{estimate.value:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("model", help="a bundle, by its folder or its name")
+    parser.add_argument("--count", type=int, default=200, help="images for each adapter")
+    parser.add_argument("--true", type=int, default=1024, help="true renders for the VAE and the image-text encoder")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=50)
+    parser.add_argument("--only", nargs="+", help="some of the parts")
+    parser.add_argument("--device")
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args(words)
+    try:
+        making = ImageSettings(steps=given.steps, batch=given.batch)
+        suite = Suite.of(given.model, count=given.count, true=given.true, making=making, device=given.device)
+        measure(suite, given.out, only=given.only)
+    except PellucidError as error:
+        return trouble(error.code, str(error))
+    print(given.out / "suite.md")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

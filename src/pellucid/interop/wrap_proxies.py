@@ -1,4 +1,4 @@
-"""The stand-ins that a wrapped pipeline works with: its scheduler's and its network's place."""
+"""The proxies that a wrapped pipeline works with, in the place of its scheduler and of its network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pellucid.interop.wrap import Conversation
 
 # Tensors that all images share, though their first side may happen to be as long as the batch.
-SHARED = re.compile(r"^(txt|img)_ids$|rotary|freqs")
+_SHARED = re.compile(r"^(txt|img)_ids$|rotary|freqs")
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Only:
-    """Asks for one prediction where a pipeline makes two: a half of one call's batch, or one of two calls."""
+class Branch:
+    """One of two predictions that a pipeline makes: a half of one call's batch, or one of two calls."""
 
     index: int
     calls: int
@@ -67,21 +67,21 @@ class Only:
         if self.calls > 1:
             return args, kwargs
         keep = slice(self.index * self.images, (self.index + 1) * self.images)
-        cut = [part(value, keep, 2 * self.images) for value in args]
-        return tuple(cut), {name: part(value, keep, 2 * self.images, name) for name, value in kwargs.items()}
+        cut = [_part(value, keep, 2 * self.images) for value in args]
+        return tuple(cut), {name: _part(value, keep, 2 * self.images, name) for name, value in kwargs.items()}
 
 
-def part(tree: Any, keep: slice, count: int, name: str = "") -> Any:
+def _part(tree: Any, keep: slice, count: int, name: str = "") -> Any:
     """The rows `keep` of everything that has `count` rows."""
-    if SHARED.search(name):
+    if _SHARED.search(name):
         return tree
     if isinstance(tree, Tensor):
         return tree[keep] if tree.ndim and len(tree) == count else tree
     if isinstance(tree, Mapping):
-        return {key: part(value, keep, count, str(key)) for key, value in tree.items()}
+        return {key: _part(value, keep, count, str(key)) for key, value in tree.items()}
     if isinstance(tree, list) and len(tree) == count:
         return tree[keep]
-    return [part(value, keep, count) for value in tree] if isinstance(tree, list) else tree
+    return [_part(value, keep, count) for value in tree] if isinstance(tree, list) else tree
 
 
 def tensor_of(answer: Any) -> Tensor:
@@ -106,7 +106,7 @@ def doubled(answer: Any) -> Any:
     return made
 
 
-class Listener:
+class NetworkProxy:
     """Stands for the network: calls it, and notes what it was told and what it answered."""
 
     def __init__(self, talk: Conversation, real: Any) -> None:
@@ -115,9 +115,7 @@ class Listener:
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["real"], name)
 
-    @property
-    def __class__(self) -> Any:
-        return type(vars(self)["real"])  # pipelines ask isinstance
+    __class__ = property(lambda self: type(vars(self)["real"]))  # pipelines ask isinstance
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         talk, real = vars(self)["talk"], vars(self)["real"]
@@ -132,7 +130,7 @@ class Listener:
         return doubled(talk.answer) if batched else talk.answer
 
 
-class Prompter:
+class SchedulerProxy:
     """Stands for the scheduler: the times are those of our plan, and each step is handed over."""
 
     order = 1
@@ -148,9 +146,7 @@ class Prompter:
             raise AttributeError(name)
         return getattr(self.real, name)
 
-    @property
-    def __class__(self) -> Any:
-        return type(self.real)  # pipelines ask isinstance
+    __class__ = property(lambda self: type(self.real))  # pipelines ask isinstance
 
     def set_timesteps(
         self,
@@ -166,7 +162,7 @@ class Prompter:
         if unknown:
             raise PellucidError(rule("set_timesteps", "told steps, timesteps, sigmas and mu", unknown), "wrap-loop")
         shift = None if mu is None else float(mu)
-        times = Times(num_inference_steps, numbers(timesteps), numbers(sigmas), shift, original_inference_steps)
+        times = Times(num_inference_steps, _numbers(timesteps), _numbers(sigmas), shift, original_inference_steps)
         self.timesteps = self.talk.lay(times).to(device)
         self.num_inference_steps = times.count
         self.talk.times_are_laid()
@@ -179,15 +175,15 @@ class Prompter:
 
     def step(self, model_output: Tensor, timestep: Any, sample: Tensor, return_dict: bool = True, **_: Any) -> Any:
         x = self.talk.step(model_output, sample).to(sample)
-        return Stepped(x) if return_dict else (x, x)  # the second is what LCM's pipelines decode
+        return _SchedulerOutput(x) if return_dict else (x, x)  # the second is what LCM's pipelines decode
 
 
-def numbers(values: Any) -> tuple[float, ...] | None:
+def _numbers(values: Any) -> tuple[float, ...] | None:
     return None if values is None else tuple(float(v) for v in values)
 
 
 @dataclass
-class Stepped:
+class _SchedulerOutput:
     """What a scheduler's `step` returns."""
 
     prev_sample: Tensor
