@@ -327,7 +327,7 @@ def make_sheet(work: SampleRun, sheet: Sheet) -> None:
     work.report.sheet = {"file": str(sheet.file), "axes": sheet.text, "cells": kept}
 
 
-def cell_name(number: int, settings: Mapping[str, Any]) -> str:
+def cell_name(number: int, settings: dict[str, Any]) -> str:
     """A file name that says what the cell is: `03-guidance=5-steps=20.png`."""
     words = "-".join(f"{key}={value}" for key, value in reversed(settings.items()))
     return f"{number:02d}-{re.sub(r'[^A-Za-z0-9=.,+-]+', '_', words)[:100]}.png"

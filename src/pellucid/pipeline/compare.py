@@ -19,7 +19,7 @@ from pellucid.core.errors import PellucidError
 from pellucid.interop.components import Components
 from pellucid.pipeline import stages
 from pellucid.pipeline.memory import guests_by_name, predict
-from pellucid.pipeline.model import map_networks, networks_by_name
+from pellucid.pipeline.model import map_networks, networks_by_name, set_memory_format
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.policy import LEAST_TILE, ON_CPU, Policy
 from pellucid.pipeline.request import Request
@@ -124,15 +124,15 @@ def compare(
 ) -> list[StrategyCost]:
     """Runs every strategy, the first of which is what the others are compared with; one that fails says why."""
     by_name: dict[str, list[Image.Image]] = {}
-    rows = []
+    rows: list[StrategyCost] = []
     for strategy in found:
         try:
             before = fastest_run(pipe, found[0].request, 1) if rows else math.inf
-            row, images = cost_of(pipe, strategy, repeats)
-            after = fastest_run(pipe, found[0].request, 1) if rows else row.seconds
+            row, seconds, images = cost_of(pipe, strategy, repeats)
+            after = fastest_run(pipe, found[0].request, 1) if rows else seconds
             by_name[strategy.name] = images
             largest, mean = difference(images, by_name[strategy.against])
-            rows.append(replace(row, times=row.seconds / min(before, after), largest=largest, mean=mean))
+            rows.append(replace(row, times=seconds / min(before, after), largest=largest, mean=mean))
         except PellucidError as error:
             if not rows:  # there is nothing to compare with
                 raise
@@ -141,14 +141,15 @@ def compare(
     return rows
 
 
-def cost_of(pipe: Pipeline, strategy: Strategy, repeats: int) -> tuple[StrategyCost, list[Image.Image]]:
+def cost_of(pipe: Pipeline, strategy: Strategy, repeats: int) -> tuple[StrategyCost, float, list[Image.Image]]:
     with arrange(pipe, strategy) as (ready, request, beside):
         predicted = {name: peak.total for name, peak in predict(ready, request, beside=beside).stages.items()}
         found = measure(ready, request, beside)
         seconds = fastest_run(ready, request, repeats)
     # What torch.compile makes allocates behind the back of a tracker.
     blind = strategy.policy.compile and pipe.device.type == "cpu"
-    return StrategyCost(strategy, predicted, {} if blind else found.peaks, seconds), found.result.images
+    cost = StrategyCost(strategy, predicted, {} if blind else found.peaks, seconds)
+    return cost, seconds, found.result.images
 
 
 def difference(images: Sequence[Image.Image], others: Sequence[Image.Image]) -> tuple[float, float]:
@@ -230,7 +231,7 @@ def in_dtype(components: Components, dtype: torch.dtype) -> Components:
 @contextmanager
 def merge_loras(pipe: Pipeline, request: Request) -> Iterator[list[Tensor]]:
     """LoRAs in the weights; yields the originals, which are kept to put back."""
-    with pipe.merge(*request.loras) as inside:
+    with pipe.merge(*request.named_loras) as inside:
         held = [tensors.values() for part in inside.parts for tensors in part.originals.values()]
         yield [tensor for tensors in held for tensor in tensors if tensor is not None]
 
@@ -238,14 +239,11 @@ def merge_loras(pipe: Pipeline, request: Request) -> Iterator[list[Tensor]]:
 @contextmanager
 def channels_innermost(pipe: Pipeline) -> Iterator[None]:
     """Channels innermost in the networks that convolve."""
-    networks = [n for n in (pipe.components.network, pipe.components.vae) if n is not None]
-    for network in networks:
-        network.to(memory_format=torch.channels_last)
+    set_memory_format(pipe.components, torch.channels_last)
     try:
         yield
     finally:
-        for network in networks:
-            network.to(memory_format=torch.contiguous_format)
+        set_memory_format(pipe.components, torch.contiguous_format)
 
 
 @contextmanager

@@ -154,13 +154,13 @@ def condition_fields(model: Model, request: Request, label: Any, negative: str) 
 def adapters_of(model: Model, request: Request) -> tuple[dict[str, Any], ...]:
     """Each adapter by name, kind, fingerprint and strength."""
     found: list[dict[str, Any]] = []
-    for lora in request.loras:
+    for lora in request.named_loras:
         adapter = model.lora_of(lora)
-        entry = {"name": adapter.name, "kind": "lora", "hash": fingerprint.of_adapter(adapter)}
+        entry: dict[str, Any] = {"name": adapter.name, "kind": "lora", "hash": fingerprint.of_adapter(adapter)}
         found.append({**entry, "scale": plain_scale(lora.scale)})
     for control in request.controls:
         seen = fingerprint.of_network(model.controlnet_of(control))
-        entry: dict[str, Any] = {"name": name_of(control.network), "kind": "controlnet", "hash": seen}
+        entry = {"name": name_of(control.network), "kind": "controlnet", "hash": seen}
         entry |= {"guess": True} if control.guess else {}
         found.append({**entry, "scale": control.scale, "start": control.start, "end": control.end})
     for prompt in request.image_prompts:

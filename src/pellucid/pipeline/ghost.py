@@ -42,7 +42,8 @@ class Shadows:
             for name in HOOKS:
                 setattr(module, name, OrderedDict())
             if self.device == "cpu" and isinstance(module, FoldedUpsample):
-                module.forward = module.folded  # what it does there; it cannot know that `meta` means the CPU
+                # what it does there; it cannot know that `meta` means the CPU
+                module.forward = module.folded  # type: ignore[method-assign, assignment]
             for registry in (module._parameters, module._buffers):
                 for name, tensor in registry.items():
                     if tensor is not None:
@@ -62,7 +63,7 @@ class Shadows:
         return self.made[id(tensor)][1]
 
 
-class Rehearsal(Tracker):
+class Rehearsal(Tracker):  # type: ignore[no-untyped-call]
     """A tracker under which ghosts run: zeros for who reads their numbers."""
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -262,7 +262,7 @@ class GraphBuilder:
         """The rules in words, and the space in which each acts."""
         way = self.guidance.as_diffusers() if self.planned.plan.dialect == "diffusers" else self.guidance
         rules = (way.combination, *way.corrections)
-        return {"guidance": self.guidance.text(), "spaces": {rule.name: rule.space for rule in rules}}
+        return {"guidance": self.guidance.text(), "spaces": {rule.name: rule.space for rule in rules}}  # type: ignore[attr-defined]
 
     def sampler_facts(self) -> dict[str, Any]:
         plan, parts = self.planned.plan, self.pipe.components
@@ -284,7 +284,7 @@ class GraphBuilder:
         if vae is None:
             self.flow("sampler", "images", "pixels", seen.x)
             return
-        facts = {"factor": vae.config.factor, "latent channels": vae.config.latent_channels}
+        facts: dict[str, Any] = {"factor": vae.config.factor, "latent channels": vae.config.latent_channels}
         facts["scaling"] = getattr(vae.config, "scaling_factor", 1.0)
         last = self.nodes.pop()
         self.network("vae", "vae", "decode", **facts)

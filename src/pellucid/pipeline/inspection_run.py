@@ -164,7 +164,8 @@ def make_request(pipe: Pipeline, added: Attachments, asked: GraphOptions) -> Req
 
 def embedded(parts: Components, batch: int) -> dict[str, Any]:
     """Text states in the place of a text encoder that is not here, such as PixArt's T5."""
-    network, pooled = parts.network, None
+    network: Any = parts.network
+    pooled = None
     weight = next(network.parameters())
     if isinstance(network, PixArt):
         width = network.config.caption_channels or network.config.cross_attention_dim

@@ -20,7 +20,7 @@ from pellucid.pipeline.decode import decode
 from pellucid.pipeline.encoders.conditions import takes_labels, takes_text
 from pellucid.pipeline.encoders.image_inputs import is_inpainting
 from pellucid.pipeline.ghost import META, Kernels, Rehearsal, Shadows
-from pellucid.pipeline.model import Model, RunSettings, map_networks, networks_by_name, with_views
+from pellucid.pipeline.model import Model, RunSettings, map_networks, networks_by_name, set_memory_format, with_views
 from pellucid.pipeline.policy import Policy
 from pellucid.pipeline.prepare import denoise, prepare, settle
 from pellucid.pipeline.request import Control, Request
@@ -85,8 +85,8 @@ def guests_by_name(model: Model, request: Request) -> dict[str, nn.Module]:
     """The networks that a request brings with it."""
     controls = [model.controlnet_of(control) for control in request.controls]
     adapters = [model.ip_adapter_of(prompt) for prompt in request.image_prompts]
-    named = {f"controlnet_{i}" if i else "controlnet": network for i, network in enumerate(controls)}
-    named |= {f"ip_adapter_{i}" if i else "ip_adapter": network for i, network in enumerate(adapters)}
+    kinds: dict[str, list[Any]] = {"controlnet": controls, "ip_adapter": adapters}
+    named = {f"{kind}_{i}" if i else kind: one for kind, held in kinds.items() for i, one in enumerate(held)}
     return named if request.weak is None else {**named, "weak": request.weak.components.network}
 
 
@@ -116,7 +116,7 @@ def predict(
     few = min(request.steps or STEPS, STEPS) if steps is None else steps
     ghosts = Ghosts.of(model, replace(request, plan=None, steps=few), shadows)
     if policy.channels_last and policy.offload == "none":
-        ghosts.channels_last()
+        set_memory_format(ghosts.components, torch.channels_last)
     tracker = Rehearsal(
         ["meta"] if cuda else ["meta", "cpu"],
         grain=GRAIN if cuda else 1,
@@ -151,16 +151,11 @@ class Ghosts:
         resident = [*networks_by_name(base).values(), *named.values()]
         return cls(acting, named, resident, ghost_request(request, guests, shadows))
 
-    def channels_last(self) -> None:
-        for network in (self.components.network, self.components.vae):
-            if network is not None:
-                network.to(memory_format=torch.channels_last)
-
 
 def with_ghost_loras(base: Components, model: Model, request: Request) -> Components:
     """Views of ghosts with the LoRAs of a request: a new tensor for each weight that one of them changes."""
     views = networks_by_name(base)
-    for one in request.loras:
+    for one in request.named_loras:
         for part, adapter in model.lora_of(one).adapters.items():
             weights = {layer: views[part].get_submodule(layer).get_parameter("weight") for layer in adapter.layers}
             swaps = {layer: {"weight": empty_twin(weight)} for layer, weight in weights.items()}
@@ -179,21 +174,27 @@ def ghosts_of(components: Components, shadows: Shadows) -> Components:
     return map_networks(replace(components, controlnets=()), shadows.ghost)
 
 
-def ghost_request(request: Request, guests: dict[str, nn.Module], shadows: Shadows) -> Request:
+def ghost_request(request: Request, guests: dict[str, Any], shadows: Shadows) -> Request:
     """The same request, of few steps, with ghosts for its networks and nobody watching."""
     controlnets = [guest for name, guest in guests.items() if name.startswith("controlnet")]
     adapters = [guest for name, guest in guests.items() if name.startswith("ip_adapter")]
-    weak = (
-        None if request.weak is None else replace(request.weak, components=ghosts_of(request.weak.components, shadows))
-    )
+    weak = request.weak and replace(request.weak, components=ghosts_of(request.weak.components, shadows))
     return replace(
         request,
         controls=[replace(c, network=ghost) for c, ghost in zip(request.controls, controlnets, strict=True)],
         image_prompts=[replace(p, adapter=ghost) for p, ghost in zip(request.image_prompts, adapters, strict=True)],
         weak=weak,
         loras=(),
-        **{"plan": None, "sampler": "euler", "grid": None, "options": {}, "dialect": None},
-        **{"observers": (), "constraints": (), "cancelled": None, "noise": None, "seed": 0},
+        plan=None,
+        sampler="euler",
+        grid=None,
+        options={},
+        dialect=None,
+        observers=(),
+        constraints=(),
+        cancelled=None,
+        noise=None,
+        seed=0,
     )
 
 

@@ -149,7 +149,7 @@ class Model:
         """The components with the request's LoRAs: views that share every other tensor; the model stays as it is."""
         if not request.loras:
             return self.components, None
-        adapters = [(self.lora_of(one), one.scale) for one in request.loras]
+        adapters = [(self.lora_of(one), one.scale) for one in request.named_loras]
         views, receipt = lora.apply_all(self.networks(), adapters)
         return with_tokens(with_views(self.components, views), [adapter for adapter, _ in adapters]), receipt
 
@@ -197,6 +197,13 @@ def networks_of(components: Components) -> list[nn.Module]:
     return [*networks_by_name(components).values(), *components.controlnets]
 
 
+def set_memory_format(components: Components, memory_format: torch.memory_format) -> None:
+    """Channels innermost, or not, in the networks that convolve."""
+    for network in (components.network, components.vae):
+        if network is not None:
+            network.to(memory_format=memory_format)  # type: ignore[call-overload]  # missing from torch's annotations
+
+
 def map_networks(components: Components, change: Callable[[Any], Any]) -> Components:
     """The components with another network in the place of each."""
     return replace(
@@ -211,6 +218,6 @@ def map_networks(components: Components, change: Callable[[Any], Any]) -> Compon
 
 def with_views(components: Components, views: Mapping[str, nn.Module]) -> Components:
     """The components with other networks in the places of `denoising_networks`."""
-    encoders = tuple(views[name] for name in text_parts(components))
+    encoders: tuple[Any, ...] = tuple(views[name] for name in text_parts(components))
     network: Any = views.get("unet", views.get("transformer"))
     return replace(components, network=network, text_encoders=encoders)

@@ -17,13 +17,13 @@ from pellucid.core.dialect_diffusers import known_level
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.filters import Filter
 from pellucid.core.grid import Grid
-from pellucid.core.loop import Constraint, Denoiser, Observer, Prediction, StepSeen, check_fits, loop
+from pellucid.core.loop import Constraint, Observer, Prediction, StepSeen, check_fits, loop
 from pellucid.core.noise import NoiseSource, Philox, TorchStream
 from pellucid.core.plan import Plan
 from pellucid.core.reader import naming, read_text
 from pellucid.core.schedule import Level
 from pellucid.interop import diffusers_config, source
-from pellucid.interop.components import Components
+from pellucid.interop.components import Components, Network
 from pellucid.interop.diffusers_plan import compile_reading, noise_notes, pipeline_options
 from pellucid.models.blocks import within
 from pellucid.models.controlnet import Controlled, Hint
@@ -185,7 +185,7 @@ class Prepared:
     settings: RunSettings
     start: Tensor  # (B, C, H, W), x at the plan's first level
     conditions: Conditions
-    denoiser: Denoiser
+    denoiser: GuidedDenoiser | ControlledDenoiser
     constraints: tuple[Constraint, ...]
     observers: tuple[Observer, ...]
     networks: tuple[nn.Module, ...]
@@ -285,9 +285,15 @@ def denoise(prepared: Prepared) -> Latents:
     settings, stages = prepared.settings, prepared.stages.copy()
     show_recipes(prepared.observers, prepared.recipes)
     with stages.run("denoise", *prepared.networks):
-        plans = [settings.plan] * settings.count
-        constraints, cancelled = prepared.constraints, settings.request.cancelled
-        x = loop(plans, prepared.denoiser, prepared.start, settings.noise, prepared.observers, constraints, cancelled)
+        x = loop(
+            [settings.plan] * settings.count,
+            prepared.denoiser,  # type: ignore[arg-type]  # the loop binds it to the plans
+            prepared.start,
+            settings.noise,
+            prepared.observers,
+            prepared.constraints,
+            settings.request.cancelled,
+        )
     return Latents(x, settings, stages, prepared.recipes, prepared.notes)
 
 
@@ -342,7 +348,7 @@ def network_of(run: RunSettings, conditions: Conditions, clean: Tensor | None) -
         conditions = conditions.plus("image", *image_inputs.image_tokens(run, network))
     called: Any
     if request.controls:
-        image_inputs.check_controlled(network)
+        network = image_inputs.controllable(network)
         controlled = Controlled(network, [run.model.controlnet_of(control) for control in request.controls])
         conditions = conditions.plus("control", *image_inputs.hints_of(run, controlled))
         called = HintSwitch(run.model.policy.ready(controlled))
@@ -372,7 +378,7 @@ def layers_of(network: Any) -> Iterator[Any]:
 def weak_network(run: RunSettings) -> Any:
     """The worse network of autoguidance, which must take what the network takes."""
     weak, network = run.request.weak, run.components.network
-    parts = getattr(weak, "components", None)
+    parts: Any = getattr(weak, "components", None)
     if not isinstance(getattr(parts, "network", None), type(network)):
         raise PellucidError(rule("weak", f"a pipeline with a {type(network).__name__}", type(weak).__name__), "weak")
     if run.request.controls:
@@ -473,12 +479,12 @@ def input_guidance(guidance: Guidance) -> float:
     return guidance.scale
 
 
-def check_layers(network: nn.Module, guidance: Guidance) -> None:
+def check_layers(network: Network, guidance: Guidance) -> None:
     """The blocks that a rule weakens are there: a name that fits none would change nothing."""
     for extra in guidance.extras:
         for layer in extra.layers if isinstance(extra, LayerExtra) else ():
             if isinstance(network, UNet):
-                places = {module.place for module in network.modules() if getattr(module, "place", "")}
+                places = {str(module.place) for module in network.modules() if getattr(module, "place", "")}
                 known = isinstance(layer, str) and any(within(place, (layer,)) for place in places)
                 must = "names of attention blocks, such as mid"
             else:

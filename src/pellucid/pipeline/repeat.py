@@ -287,7 +287,7 @@ def model_of(origin: RecipeSource) -> str:
     return found
 
 
-def find_adapters(origin: RecipeSource, options: RunOptions) -> dict[str, tuple[AdapterFile, ...]]:
+def find_adapters(origin: RecipeSource, options: RunOptions) -> dict[str, Any]:
     """The adapters of the run: those given, or those of the recipe that lie in this folder or beside the image."""
     needs, flags, missing = needs_of(origin.recipe), flags_of(Request), []
 
@@ -337,9 +337,9 @@ def with_spans(given: tuple[AdapterFile, ...], needs: list[dict[str, Any]]) -> t
 def surprises(origin: RecipeSource, options: RunOptions) -> Iterator[tuple[str, str]]:
     """(the question, the refusal) of each thing that a recipe makes far larger than its image shows."""
     base, name = request_fields(origin.recipe), origin.path.name
-    size = base.get("width"), base.get("height")
+    size = base.get("width", 0), base.get("height", 0)
     calls = base["plan"].nfe if "plan" in base else base.get("steps") or 0
-    if None not in size and not {"width", "height"} & options.fields.keys():
+    if all(size) and not {"width", "height"} & options.fields.keys():
         with images.open_bounded(origin.path) as image:
             carrier = image.size
         times = size[0] * size[1] / (carrier[0] * carrier[1])

@@ -51,7 +51,7 @@ def flag(names: str, metavar: str, help: str, panel: str, default: Any = None, k
     """A field with a flag; `names` are separated by blanks."""
     held = Flag(tuple(names.split()), metavar, help, panel, kind, **more)
     factory = {"default_factory": default} if default is dict else {"default": default}
-    return field(**factory, metadata={"flag": held})  # type: ignore[call-overload]
+    return field(**factory, metadata={"flag": held})
 
 
 def flags_of(dataclass: type) -> dict[str, Flag]:
@@ -287,7 +287,7 @@ class Request:
             held = getattr(self, name)
             if not isinstance(held, Sequence) or not all(callable(one) for one in held):
                 raise PellucidError(rule(name, "a list of functions", held), "request")
-        given = (
+        others: tuple[tuple[str, Any, str], ...] = (
             ("latents", Tensor, "a tensor"),
             ("prompt_embeds", Embedding | Tensor, "a tensor or an Embedding"),
             ("negative_prompt_embeds", Embedding | Tensor, "a tensor or an Embedding"),
@@ -295,9 +295,9 @@ class Request:
             ("plan", Plan | str | os.PathLike, "a plan or its file"),
             ("cancelled", Callable, "a function"),
         )
-        for name, kind, must in given:
+        for name, must_be, must in others:
             held = getattr(self, name)
-            if held is not None and not isinstance(held, kind):
+            if held is not None and not isinstance(held, must_be):
                 raise PellucidError(rule(name, must, type(held).__name__), "request")
 
     def check_together(self) -> None:
@@ -330,10 +330,13 @@ class Request:
             return listed("prompt", self.prompt)
         if isinstance(self.label, Sequence) and not isinstance(self.label, str):
             return [""] * len(self.label)
-        held = self.prompt_embeds
-        if held is not None:
-            return [""] * len(getattr(held, "context", held))
-        return [""]
+        held: Any = self.prompt_embeds
+        return [""] if held is None else [""] * len(getattr(held, "context", held))
+
+    @property
+    def named_loras(self) -> list[Lora]:
+        """`loras`, of which each is a `Lora` once the request is made."""
+        return list(self.loras)  # type: ignore[arg-type]
 
     @property
     def negatives(self) -> list[str]:

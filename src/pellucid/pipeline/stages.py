@@ -242,7 +242,7 @@ def blocks_of(network: nn.Module) -> Iterator[nn.Module]:
 def slots_of(network: nn.Module, without: Iterable[nn.Module] = ()) -> list[Slot]:
     """Every tensor of a network, but those of some of its parts."""
     left = {id(inner) for part in without for inner in part.modules()}
-    found = {}
+    found: dict[tuple[int, str], Slot] = {}
     for module in network.modules():
         if id(module) not in left:
             for registry in (module._parameters, module._buffers):

@@ -89,7 +89,7 @@ def as_the_pipeline(reading: Reading, dialect: str, times: Times, options: dict[
             times.steps, timesteps, times.original, 1.0
         )
     steps = times.steps if timesteps is None and times.sigmas is None else None
-    given = {"timesteps": timesteps, "sigmas": times.sigmas, "mu": times.mu}
+    given: dict[str, Any] = {"timesteps": timesteps, "sigmas": times.sigmas, "mu": times.mu}
     return compile_reading(reading, steps, dialect=dialect, overrides=options, **given)
 
 
@@ -142,8 +142,8 @@ PROBE = 8.0  # what the pipeline mixes with while the guidance is ours: large, s
 def takes_scale(peer: Peer) -> bool:
     """Whether the network takes the guidance scale as an input, as distilled ones do."""
     config = getattr(peer.network, "config", {})
-    read = config.get if isinstance(config, Mapping) else lambda key: getattr(config, key, None)
-    return bool(read("guidance_embeds")) or read("time_cond_proj_dim") is not None
+    held = config if isinstance(config, Mapping) else vars(config)
+    return bool(held.get("guidance_embeds")) or held.get("time_cond_proj_dim") is not None
 
 
 class PeerRequest:
@@ -217,7 +217,7 @@ class PeerRequest:
 
     def check_options(self) -> None:
         request = self.request
-        own_times = request.sampler is request.grid is request.plan is request.steps is None
+        own_times = all(one is None for one in (request.sampler, request.grid, request.plan, request.steps))
         for name, value in self.options.items():
             if name in TIMES and own_times and name in self.peer.takes:
                 continue

@@ -116,11 +116,9 @@ def make_conditions(
             uncond["labels"] = labels
     elif not takes_text(network):
         possible = False
-    if takes_guidance(network):
+    if isinstance(network, UNet) and (wide := network.config.time_cond_proj_dim) is not None:
         count = len(request.prompts) * request.n
-        wave = sinusoid(
-            torch.full((count,), (scale - 1.0) * 1000.0), network.config.time_cond_proj_dim, flip=False, shift=1
-        )
+        wave = sinusoid(torch.full((count,), (scale - 1.0) * 1000.0), wide, flip=False, shift=1)
         cond["guidance_embedding"] = uncond["guidance_embedding"] = wave
     return Conditions(on_network(cond, network), on_network(uncond, network) if possible else None)
 
@@ -240,7 +238,9 @@ def labels_of(components: Components, request: Request) -> Tensor:
     asked: list[int | str] = list(request.label) if many else [request.label] * len(request.prompts)  # type: ignore
     numbers = [label_number(components, one) for one in asked]
     network = components.network
-    count = network.config.null_label if isinstance(network, DiT) else network.config.num_class_embeds
+    count = (
+        network.config.num_class_embeds if isinstance(network, UNet) else getattr(network.config, "null_label", None)
+    )
     for number in numbers:
         if count is not None and not 0 <= number < count:
             raise PellucidError(rule("label", f"from 0 to {count - 1}", number), "labels")

@@ -200,9 +200,11 @@ def beside_latents(run: RunSettings) -> Tensor:
 # --- to follow ---------------------------------------------------------------------------------------------------
 
 
-def check_controlled(network: Any) -> None:
+def controllable(network: nn.Module) -> UNet:
+    """The network, where ControlNets can control it."""
     if not isinstance(network, UNet):
         raise PellucidError(rule("controls", "left out: only UNets take them", type(network).__name__), "control-base")
+    return network
 
 
 def hints_of(run: RunSettings, network: Controlled) -> tuple[tuple[Hint, ...], tuple[Hint, ...]]:
