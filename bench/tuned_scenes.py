@@ -19,7 +19,8 @@ from pellucid import scenes
 from pellucid.core.plan import Plan
 from pellucid.evidence.adherence import sheets
 from pellucid.evidence.report import charts
-from pellucid.evidence.study.samplers import IMAGES, SamplerFiles
+from pellucid.evidence.study.kernel import Records
+from pellucid.evidence.study.samplers import IMAGES, SamplerBatch
 from pellucid.evidence.study.setups import folder_of
 from pellucid.pipeline.prepare import read_plan
 
@@ -101,7 +102,7 @@ def draw_images(plans: dict[int, Plan], path: Path) -> Path:
 
 def draw_misses(study: Path, path: Path, across: int = 7) -> Path:
     """The images that only DDIM gets right, in bands of three rows: the tuned plan's, DDIM's, the converged ones."""
-    scenes_read = [row for (_, _, what), row in SamplerFiles(study).rows.items() if what == "scenes"]
+    scenes_read = [row for row in Records.shared(study, SamplerBatch._fields).rows if row["what"] == "scenes"]
     cells = list(dict.fromkeys(row["cell"] for row in scenes_read))
     tuned = next(cell for cell in cells if "#" in cell and cell.endswith("× 8"))
     chosen = [tuned, "ddim × 8", next(cell for cell in cells if cell.startswith("converged"))]

@@ -11,8 +11,8 @@ import torch
 from PIL import Image, ImageDraw
 
 from pellucid import scenes as world
-from pellucid.cli import data_files
 from pellucid.pipeline.sheet import face_for
+from pellucid.scenes import export
 
 IMAGES = Path(__file__).parent / "pictures"
 SIDE, GAP, FOOT = 118, 8, 20
@@ -28,17 +28,17 @@ def maps() -> Image.Image:
     tiles["edges"] = (255 - world.edges(scene, SIDE)[0, 0] * 255).round().byte()[..., None].expand(-1, -1, 3)
     tones = torch.tensor([[236, 239, 243], [96, 108, 122], [150, 162, 176], [45, 55, 66]], dtype=torch.uint8)
     tiles["segmentation"] = tones[world.segmentation(scene, SIDE)[0]]
-    drawn = Image.new("RGB", (len(tiles) * (SIDE + GAP) - GAP, SIDE + FOOT), data_files.PAPER)
+    drawn = Image.new("RGB", (len(tiles) * (SIDE + GAP) - GAP, SIDE + FOOT), export.PAPER)
     pen = ImageDraw.Draw(drawn)
     for i, (name, tile) in enumerate(tiles.items()):
         drawn.paste(Image.fromarray(tile.contiguous().numpy()), (i * (SIDE + GAP), 0))
         middle = (i * (SIDE + GAP) + SIDE // 2, SIDE + FOOT // 2 + 2)
-        pen.text(middle, name, fill=data_files.INK, font=face_for("")(12), anchor="mm")
+        pen.text(middle, name, fill=export.INK, font=face_for("")(12), anchor="mm")
     return drawn
 
 
 def main() -> None:
-    sheet = data_files.contact_sheet(data_files.SceneOptions(16, 0, 160, "train", ()))
+    sheet = export.contact_sheet(export.SceneOptions(16, 0, 160, "train", ()))
     for name, image in (("scenes.png", sheet), ("scenes_styles.png", maps())):
         image.save(IMAGES / name, optimize=True)
         print(f"docs/pictures/{name}", (IMAGES / name).stat().st_size)

@@ -40,7 +40,7 @@ from pellucid.core.loop import run
 from pellucid.evidence import trace
 from pellucid.evidence.metrics.image_text import pixels_of
 from pellucid.evidence.study import samplers
-from pellucid.evidence.study.kernel import read_config
+from pellucid.evidence.study.kernel import Records, is_mine
 from pellucid.evidence.study.schedules import ScheduleStudyConfig
 from pellucid.evidence.study.schedules_results import ScheduleResults
 from pellucid.evidence.study.subject import read_lines_of
@@ -369,8 +369,9 @@ def read_study_folder(path: Path, data: bytes) -> object:
     (path.parent / "config.json").write_bytes(data)
     (path.parent / "records.jsonl").write_bytes(data + b"\n" + data[:-3])
     try:
-        rows = samplers.SamplerFiles(path.parent).rows
-        return rows if b'"cell"' in data else (read_config(path.parent), samplers.read_sampler_config(path.parent))
+        rows = Records.shared(path.parent, samplers.SamplerBatch._fields)
+        samplers.SamplerFiles(path.parent, rows)
+        return rows if b'"cell"' in data else is_mine(path.parent, json.dumps(study_config()))
     finally:
         (path.parent / "config.json").unlink()
         (path.parent / "records.jsonl").unlink()

@@ -73,18 +73,22 @@ FLAGS = {
     "study schedules": ["--device", "--json", "--out", "--shard", "config"],
     "study adherence": [
         "--batch", "--device", "--dtype", "--guidance", "--json", "--model", "--objects", "--out", "--part",
-        "--prompts", "--sampler", "--seed", "--steps",
+        "--processes", "--prompts", "--ray", "--sampler", "--seed", "--shard", "--steps",
     ],
     "study guidance": [
-        "--batch", "--clip", "--device", "--dtype", "--json", "--model", "--out", "--part", "--prompts", "--reference",
-        "--rules", "--sampler", "--scales", "--seed", "--seeds", "--steps", "--tolerance",
+        "--batch", "--clip", "--device", "--dtype", "--json", "--model", "--out", "--part", "--processes", "--prompts",
+        "--ray", "--reference", "--rules", "--sampler", "--scales", "--seed", "--seeds", "--shard", "--steps",
+        "--tolerance",
     ],
     "study samplers": [
         "--batch", "--by", "--clip", "--converged", "--converged-steps", "--device", "--dtype", "--guidance",
         "--inception", "--json", "--model", "--out", "--path-steps", "--processes", "--prompts", "--ray", "--reference",
         "--rounds", "--samplers", "--seed", "--seeds", "--shard", "--size", "--steps",
     ],
-    "study oracle": ["--grids", "--json", "--nfe", "--out", "--points", "--samplers", "--schedules", "--seed"],
+    "study oracle": [
+        "--grids", "--json", "--nfe", "--out", "--points", "--processes", "--ray", "--samplers", "--schedules",
+        "--seed", "--shard",
+    ],
     "study interaction": [
         "--batch", "--by", "--clip", "--converged", "--converged-steps", "--device", "--dtype", "--guidance",
         "--inception", "--json", "--models", "--names", "--out", "--path-steps", "--prompts", "--reference",

@@ -13,7 +13,7 @@ import tiny_bundle
 import torch
 
 from pellucid import scenes
-from pellucid.cli import demo_scenes, draw_scenes
+from pellucid.evidence import demo
 from pellucid.interop import source
 from pellucid.pipeline.images import to_images
 from pellucid.pipeline.load import load
@@ -27,9 +27,9 @@ def _bundle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_sheet_and_what_was_found(tell, see, tmp_path):
     found = tell("demo", "--steps", "3", "--json").json
-    see(tmp_path / "demo.png", draw_scenes.WIDTH, 2000)
+    see(tmp_path / "demo.png", demo.WIDTH, 2000)
     assert (found["model"], found["steps"], found["out"]) == ("scenes-128", 3, "demo.png")
-    assert [row["prompt"] for row in found["pictures"]] == list(demo_scenes.PROMPTS)
+    assert [row["prompt"] for row in found["pictures"]] == list(demo.PROMPTS)
     assert all(row["seconds"] > 0 for row in found["pictures"])
     assert all(row["wrong"] for row in found["pictures"] if not row["right"])
 
@@ -37,10 +37,10 @@ def test_the_sheet_and_what_was_found(tell, see, tmp_path):
 def test_the_table(tell, see, tmp_path):
     text = tell("demo", "--steps", "2", "--out", "two.png").words
     assert text.startswith("scenes-128 · DPM++ 2M, 2 steps, guidance 4")
-    assert all(prompt in text for prompt in demo_scenes.PROMPTS)
-    assert "of 12 have all that was asked for" in text
+    assert all(prompt in text for prompt in demo.PROMPTS)
+    assert "of 12 match their prompts" in text
     assert text.endswith("wrote two.png")
-    see(tmp_path / "two.png", draw_scenes.WIDTH, 2000)
+    see(tmp_path / "two.png", demo.WIDTH, 2000)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_make_says_what_it_installs_before_a_long_silence(goal, quiet):
 
 
 def test_every_thing_that_is_asked_for_is_new_and_can_be_asked_for():
-    for prompt in demo_scenes.PROMPTS:
+    for prompt in demo.PROMPTS:
         for thing in scenes.parse(prompt).objects:
             names = ((SHAPE_NAMES, thing.shape), (COLOUR_NAMES, thing.colour), (TEXTURE_NAMES, thing.texture))
             assert held_out_combination(*(torch.tensor(known.index(name)) for known, name in names)), prompt
@@ -75,21 +75,21 @@ def test_every_thing_that_is_asked_for_is_new_and_can_be_asked_for():
 def test_a_true_image_is_as_asked_and_another_is_not():
     first, other = (scenes.Scene((scenes.Thing("heart", colour, "striped", radius=0.23),), "pale pink")
                     for colour in ("red", "blue"))  # fmt: skip
-    rest = [first] * (len(demo_scenes.PROMPTS) - 1)
+    rest = [first] * (len(demo.PROMPTS) - 1)
     for scene, right in ((first, True), (other, False)):
         images = to_images(scenes.render(scenes.Scenes.of([scene, *rest]), 128))
-        made = demo_scenes.grade_images(images, [1.0] * len(images))[0]
+        made = demo.grade_images(images, [1.0] * len(images))[0]
         assert made.grade.right == right
         assert made.wrong == ("" if right else "colour: blue, not red")
 
 
 def test_the_way_from_noise_is_that_of_the_image():
     """Noise falls from all to nearly none, and the last x0 is the image: the sampler's last row lands on it."""
-    pipe, watch = load("scenes-128", device="cpu"), demo_scenes.StepRecorder()
-    asked = {"sampler": demo_scenes.SAMPLER, "grid": demo_scenes.GRID, "steps": 10, "guidance": demo_scenes.GUIDANCE}
-    made = pipe(demo_scenes.PROMPTS[0], seed=1, observers=[watch], **asked)
+    pipe, watch = load("scenes-128", device="cpu"), demo.StepRecorder()
+    asked = {"sampler": demo.SAMPLER, "grid": demo.GRID, "steps": 10, "guidance": demo.GUIDANCE}
+    made = pipe(demo.PROMPTS[0], seed=1, observers=[watch], **asked)
     moments = watch.moments(pipe)
-    assert len(moments) == demo_scenes.MOMENTS
+    assert len(moments) == demo.MOMENTS
     assert all(a.sigma > b.sigma for a, b in pairwise(moments))
     assert moments[0].sigma > 0.99
     apart = np.abs(np.asarray(moments[-1].x0).astype(int) - np.asarray(made.images[0]).astype(int))

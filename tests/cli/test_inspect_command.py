@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import tiny_graphs
 import tiny_models as tiny
+from rich.console import Console
 from tiny_graphs import FAMILIES, plain
 
-from pellucid.cli import inspect_text
+from pellucid.cli import inspect
 from pellucid.pipeline.inspection import Graph
 
 PAGE = Path(__file__).parents[2] / "docs" / "inspect.md"
@@ -39,30 +40,31 @@ def test_the_text_shows_the_way_from_prompt_to_images(tell: Callable[..., Any], 
     monkeypatch.setenv("COLUMNS", "100")
     out = tell("inspect", folder(), "--steps", "5").out
     said = [
-        "StableDiffusionPipeline · 128 × 128 pixels", "( prompt )", "╭─ tokenizer", "token ids (1, 16)",
-        "╭─ text_encoder", "CLIPTextEncoder · CLIPTextModel", "states (1, 16, 64)", "╭─ conditions",
-        "context (2, 16, 64)", "× 6 calls in 5 steps", "╭─ unet", "1.1 M parameters", "eps (2, 4, 64, 64)",
-        "scale 7 + rescale", "x0 (1, 4, 64, 64)", "plms · PNDMScheduler", "scaled_linear schedule", "◂ noise",
-        "latents (1, 4, 64, 64)", "╭─ vae", "pixels (1, 3, 128, 128)", "( images )",
+        "StableDiffusionPipeline · 128 × 128 pixels", "╭─ prompt", "╭─ tokenizer", "text_encoder: token ids (1, 16)",
+        "╭─ text_encoder", "CLIPTextEncoder · CLIPTextModel", "conditions: states (1, 16, 64)", "╭─ conditions",
+        "unet: context (2, 16, 64)", "× 6 calls in 5 steps", "╭─ unet", "1.1 M parameters",
+        "guidance: eps (2, 4, 64, 64)", "scale 7 + rescale", "sampler: x0 (1, 4, 64, 64)", "╭─ noise",
+        "plms · PNDMScheduler", "scaled_linear schedule", "unet: x (2, 4, 64, 64)", "vae: latents (1, 4, 64, 64)",
+        "back to unet", "╭─ vae", "images: pixels (1, 3, 128, 128)", "╭─ images",
     ]  # fmt: skip
     places = [out.find(word) for word in said]
     assert -1 not in places
     assert places == sorted(places)
-    assert "│ x (2, 4, 64, 64)" in out
     assert "up_blocks.1" in out
     assert max(len(line.rstrip()) for line in out.splitlines()) <= 100
 
 
 @pytest.mark.parametrize("graph", FAMILIES, indirect=True)
 def test_every_line_of_the_drawing_has_its_width_and_every_box_is_whole(graph: Graph):
-    lines = [line.plain for line in inspect_text.drawing(graph)]
-    assert max(len(line) for line in lines) <= inspect_text.WIDTH
-    text = "\n".join(lines)
+    screen = Console(width=120, highlight=False)
+    with screen.capture() as held:
+        screen.print(inspect.rows_of_cards(graph), width=inspect.WIDTH)
+    text = held.get()
+    assert {len(line) for line in text.splitlines()} == {inspect.WIDTH}
     for left, right in ("╭╮", "╰╯", "┏┓", "┗┛"):
-        rails = 1 if left in "╭╰" else 0  # the rail of the loop turns once at either end
-        assert text.count(right) == text.count(left) + rails
+        assert text.count(right) == text.count(left) > 0
     for node in graph.nodes:
-        assert node.name in text
+        assert f"╭─ {node.name} ─" in text
 
 
 def test_one_component_in_detail(tell: Callable[..., Any]):
@@ -128,6 +130,18 @@ def test_a_image_and_the_text_beside_it(
     answer = ask("inspect", folder("ddpm"), "--plot", "ddpm.svg", "--json")
     assert (answer.json["kind"], answer.err) == ("pellucid-graph", "wrote ddpm.svg\n")
     assert (tmp_path / "ddpm.svg").read_text().startswith("<?xml")
+
+
+def test_a_page_and_text_for_mermaid(tell: Callable[..., Any], tmp_path: Path):
+    tell("inspect", folder(), "--plot", "sd.html")
+    page = (tmp_path / "sd.html").read_text()
+    assert "text_encoder: token ids (1, 16)" in page
+    assert "up_blocks.1" in page
+    assert not re.search(r"(src|href)=", page)  # it needs no network
+    tell("inspect", folder(), "--plot", "sd.mmd")
+    lines = (tmp_path / "sd.mmd").read_text().splitlines()
+    assert lines[0] == "flowchart TD"
+    assert '  unet -->|"eps (2, 4, 64, 64)"| guidance' in lines
 
 
 # --- time --------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def test_stages_before_and_after(tell, model):
         row = next(line for line in text.splitlines() if line.split()[:1] == [stage])
         assert re.search(r"\d B +[\d.]+ MiB +[\d.]+ MiB +(0\.99|1\.00)\d +█", row), row
     assert "unet.up_blocks.1." in text
-    assert re.search(r"peak: denoise, [\d.]+ MiB predicted, [\d.]+ MiB measured; at work: unet\.", text)
+    assert re.search(r"peak: denoise, [\d.]+ MiB predicted, [\d.]+ MiB measured; owner: unet\.", text)
 
 
 def test_json_and_options(tell, model):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pellucid.cli import draw, output
+from pellucid.cli import output
 from pellucid.core.errors import PellucidError
 
 
@@ -37,7 +37,7 @@ def test_rounding_of_time_zero_is_zero():
 def test_a_place_that_cannot_be_written_is_refused_before_the_work(tmp_path, name):
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(PellucidError, match="must be"):
-        draw.destination(tmp_path / name)
+        output.plot_destination(tmp_path / name)
 
 
 def test_matplotlib_is_an_extra(refuse, monkeypatch):

@@ -10,7 +10,7 @@ import re
 import pytest
 
 import pellucid
-from pellucid.cli import plan_text
+from pellucid.cli import plan
 from pellucid.core.plan import REGISTERS
 
 READ = [
@@ -67,7 +67,10 @@ def test_the_header_says_what_was_asked(tell):
 def test_the_header_says_what_a_plan_keeps(tell):
     """More than there was of large things, half of small ones: told before anything runs."""
     text = tell("plan", "heun", "--schedule", "cosine", "--target", "v", "--grid", "trailing", "--steps", "20").words
-    assert "keeps 581 % of 1, 139 % of 0.3, 80.1 % of 0.1, 32.1 % of 0.03, 11.1 % of 0.01: of Gaussian" in text
+    assert (
+        "keeps 581 % at 1, 139 % at 0.3, 80.1 % at 0.1, 32.1 % at 0.03, 11.1 % at 0.01: the contrast of Gaussian"
+        in text
+    )
     assert "keeps" not in tell("plan", "ddim", "--final", "sigma_min").words  # there is noise in what comes out
 
 
@@ -79,22 +82,19 @@ def test_a_plan_is_shown_without_torch(burden):
 
 
 def test_formulas_are_short_and_exact():
-    assert (
-        plan_text.formula(((0, 0.93), (2, 0.07), (3, -0.01), (7, 0.2)))
-        == "0.9300·x + 0.07000·p0 − 0.01000·p1 + 0.2000·z"
-    )
-    assert plan_text.formula(((1, 1.0), (2, -1.0))) == "anchor − p0"
-    assert plan_text.formula(((0, -0.5),)) == "− 0.5000·x"
-    assert plan_text.formula(()) == "0"
+    assert plan.formula(((0, 0.93), (2, 0.07), (3, -0.01), (7, 0.2))) == "0.9300·x + 0.07000·p0 − 0.01000·p1 + 0.2000·z"
+    assert plan.formula(((1, 1.0), (2, -1.0))) == "anchor − p0"
+    assert plan.formula(((0, -0.5),)) == "− 0.5000·x"
+    assert plan.formula(()) == "0"
 
 
 def test_defaults_in_the_help_are_those_of_the_engine(tell):
     text = tell("plan", "--help").words
     defaults = inspect.signature(pellucid.compile_plan).parameters
-    assert f"{defaults['schedule'].default} when not given" in text
+    assert f"(default: {defaults['schedule'].default})" in text
     assert defaults["target"].default is None
-    assert "the schedule's usual one when not given" in text
-    assert f"{pellucid.compile_plan('euler').grid['steps']} when not given" in text
+    assert "(default: the schedule's usual one)" in text
+    assert f"(default: {pellucid.compile_plan('euler').grid['steps']})" in text
 
 
 @pytest.mark.parametrize(("sampler", "words", "options"), READ)

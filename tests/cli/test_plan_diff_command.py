@@ -46,8 +46,8 @@ def test_the_table_says_old_and_new(tell):
 
 def test_a_difference_of_frame_alone_is_none(tell):
     text = tell("plan", "dpmpp_2m", "--grid", "karras", "--steps", "5", "--diff", "--as k-diffusion").words
-    assert "rewritten from the frame ve to vp" in text
-    assert "The rows are the same" in text
+    assert "converted from frame ve to vp" in text
+    assert "The rows are equal" in text
 
 
 def test_json_has_the_numbers_of_the_table(tell):

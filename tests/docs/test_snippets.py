@@ -10,7 +10,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MIGRATION = ROOT / "docs/howto/from_diffusers.md"  # its blocks build on each other
 
 
@@ -79,3 +79,10 @@ def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
         if "://" not in link:
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_the_newcomers_map_names_files_that_exist() -> None:
+    found = re.findall(r"`((?:[a-z_]+/)+[a-z_]+(?:\.py)?)`", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    assert len(found) > 20
+    for path in found:
+        assert (ROOT / "src/pellucid" / path).exists() or (ROOT / path).exists(), f"CONTRIBUTING.md names {path}"

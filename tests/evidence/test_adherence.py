@@ -34,8 +34,8 @@ def truth(rule: Any = lambda n, _: n) -> Truth:
 
 @pytest.fixture(scope="module")
 def perfect(tmp_path_factory: pytest.TempPathFactory) -> AdherenceStudy:
-    study = AdherenceStudy(CONFIG, tmp_path_factory.mktemp("perfect") / "out")
-    study.run(truth())
+    study = AdherenceStudy(CONFIG, tmp_path_factory.mktemp("perfect") / "out", truth())
+    study.run()
     return study
 
 
@@ -138,7 +138,9 @@ def test_a_perfect_model_scores_all(perfect: AdherenceStudy) -> None:
 
 def test_a_model_that_draws_another_caption_scores_nothing(tmp_path: Path) -> None:
     config = replace(CONFIG, prompts=16)
-    found = figures(AdherenceStudy(config, tmp_path / "out").run(truth(lambda n, _: n + 1)))
+    study = AdherenceStudy(config, tmp_path / "out", truth(lambda n, _: n + 1))
+    study.run()
+    found = study.results()
     assert found["all"].right.right == 0
 
 
@@ -165,15 +167,16 @@ def test_a_study_that_was_cut_goes_on_to_the_same_figures(perfect: AdherenceStud
 
     folder = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        AdherenceStudy(CONFIG, folder).run(truth(cut))
+        AdherenceStudy(CONFIG, folder, truth(cut)).run()
     with (folder / "records.jsonl").open("a") as file:
         file.write('{"first": 16, "pic')  # the line at which it was killed
     rest = truth()
-    study = AdherenceStudy(CONFIG, folder)
-    assert study.missing == [16, 32]
-    assert study.run(rest) == perfect.shown()
+    study = AdherenceStudy(CONFIG, folder, rest)
+    assert study.missing() == [(16,), (32,)]
+    study.run()
+    assert study.shown() == perfect.shown()
     assert rest.calls == 2
-    assert AdherenceStudy(CONFIG, folder).missing == []
+    assert AdherenceStudy(CONFIG, folder).missing() == []
     assert rest.calls == 2
 
 
@@ -249,7 +252,7 @@ def test_a_folder_of_another_study_or_model_is_refused(perfect: AdherenceStudy, 
         AdherenceStudy(replace(CONFIG, prompts=41), perfect.folder)
     assert caught.value.code == "resume-config"
     with pytest.raises(PellucidError) as caught:
-        AdherenceStudy(CONFIG, perfect.folder, "weights-1:other")
+        AdherenceStudy(CONFIG, perfect.folder, model_hash="weights-1:other")
     assert caught.value.code == "resume-config"
     (tmp_path / "file").write_text("mine")
     with pytest.raises(PellucidError) as caught:
@@ -262,7 +265,7 @@ def test_nothing_is_written_where_no_image_was_made(tmp_path: Path) -> None:
         raise PellucidError("sampler must be a known name.", "unknown-sampler")
 
     with pytest.raises(PellucidError):
-        AdherenceStudy(CONFIG, tmp_path / "out").run(broken)
+        AdherenceStudy(CONFIG, tmp_path / "out", broken).run()
     assert not (tmp_path / "out").exists()
 
 

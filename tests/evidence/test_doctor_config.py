@@ -59,11 +59,11 @@ def facts(hit: Finding) -> dict[str, Any]:
 
 def test_a_report_says_the_gravest_first_and_ends_with_its_status() -> None:
     subject = Subject("thing")
-    grave = [Check("a", (), lambda _: [finding("note", "one"), finding("error", "two"), finding("warning", "three")])]
+    grave = [Check("a", lambda _: [finding("note", "one"), finding("error", "two"), finding("warning", "three")])]
     report = examine(subject, grave)
     assert [one.code for one in report.findings] == ["two", "three", "one"]
     assert report.status == 1
-    assert examine(subject, [Check("a", (), lambda _: [finding()])]).status == 0
+    assert examine(subject, [Check("a", lambda _: [finding()])]).status == 0
     assert examine(subject, []).status == 0
 
 
@@ -109,10 +109,10 @@ def test_what_cannot_run_is_skipped_with_the_reason() -> None:
     report = examine(
         Subject("thing", absent={"plan": "the schedule is broken"}),
         [
-            Check("a", ("plan", "data"), lambda _: []),
-            Check("b", (), unable),
-            Check("c", (), lambda _: []),
-            Check("d", (), refused),
+            Check("a", lambda subject, plan, data: []),
+            Check("b", unable),
+            Check("c", lambda _: []),
+            Check("d", refused),
         ],
         lambda: seen.append(1),
     )

@@ -12,7 +12,6 @@ from tiny_graphs import FAMILIES
 from pellucid.evidence.drawing import graph as drawing
 from pellucid.evidence.drawing import graph_tables
 from pellucid.evidence.drawing import graph_tables as tables
-from pellucid.evidence.drawing.graph import Layout
 from pellucid.pipeline.inspection import Block, Graph, Times
 
 TIMES = Times("cuda", 11.2, 3.0, 44.1, 120.0, 1530.0, 3)
@@ -54,11 +53,22 @@ def test_no_text_of_the_image_meets_another(graph: Graph, timed: bool):
 
 @pytest.mark.parametrize("graph", FAMILIES, indirect=True)
 def test_no_card_meets_another(graph: Graph):
-    plan = Layout(graph)
-    plan.arrange()
-    for one, other in combinations(plan.places.values(), 2):
-        apart = one.right < other.left or other.right < one.left or one.top < other.bottom or other.top < one.bottom
-        assert apart, f"{one.card.lines[0].text} meets {other.card.lines[0].text}"
+    sheet = drawing.layout(graph)
+    assert {node.name for node in graph.nodes} == set(sheet.cards)
+    for one, other in combinations(sheet.cards.values(), 2):
+        apart = one.right < other.left or other.right < one.left or one.bottom < other.top or other.bottom < one.top
+        assert apart, f"{one.node.name} meets {other.node.name}"
+
+
+@pytest.mark.parametrize("graph", FAMILIES, indirect=True)
+def test_the_page_and_the_flowchart_have_every_node_and_every_flow(graph: Graph):
+    page, chart = drawing.page(graph).html(), drawing.mermaid(graph)
+    for node in graph.nodes:
+        assert f"<b>{node.name}</b>" in page
+        assert f"<b>{node.name}</b>" in chart
+    for flow in graph.flows:
+        assert f"→ {flow.goal}: {graph_tables.flow_text(flow)}" in page
+    assert chart.count(" -->|") == len(graph.flows)
 
 
 # --- rows and words ----------------------------------------------------------------------------------------------

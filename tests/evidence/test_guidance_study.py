@@ -23,21 +23,21 @@ from pellucid.evidence.metrics.images import Pixels
 from pellucid.evidence.study import guidance_report
 from pellucid.evidence.study.guidance import PROMPTS_SHOWN, TRUE_IMAGES, GuidanceStudy, GuidanceStudyConfig
 from pellucid.evidence.study.guidance_results import results_of
-from pellucid.evidence.study.oracle import OracleStudyConfig
+from pellucid.evidence.study.oracle import OracleStudy, OracleStudyConfig
 
 CONFIG = GuidanceStudyConfig("law", (1.0, 4.0, 8.0), ("plain", "dynamic"), "scenes:5", seeds=2, batch=4)
 CELLS = 5  # the unguided one is shared
 
 
-def maker(study: GuidanceStudy, **changes: Any) -> GuidedTruth:
-    return GuidedTruth(study.asked.truth, study.config.seeds, **changes)
+def maker(config: GuidanceStudyConfig = CONFIG, **changes: Any) -> GuidedTruth:
+    return GuidedTruth(config.asked.truth, config.seeds, **changes)
 
 
 @pytest.fixture(scope="module")
 def law(tmp_path_factory: pytest.TempPathFactory) -> GuidanceStudy:
-    study = GuidanceStudy(CONFIG, tmp_path_factory.mktemp("law") / "out")
-    pipe = maker(study)
-    study.run(pipe)
+    pipe = maker()
+    study = GuidanceStudy(CONFIG, tmp_path_factory.mktemp("law") / "out", pipe)
+    study.run()
     assert pipe.calls == CELLS * 3  # two prompts per batch
     return study
 
@@ -89,8 +89,8 @@ def test_guidance_costs_diversity(law: GuidanceStudy) -> None:
 
 def test_bleeding_is_seen_where_the_law_swaps_colours(tmp_path: Path) -> None:
     config = replace(CONFIG, scales=(4.0, 13.0), rules=("dynamic",), prompts="scenes:6", seeds=1)
-    study = GuidanceStudy(config, tmp_path / "out")
-    study.run(maker(study))
+    study = GuidanceStudy(config, tmp_path / "out", maker(config))
+    study.run()
     found = results_of(study)
     assert found.cells["4 + threshold"].figures["bled"].value == 0
     assert found.cells["13 + threshold"].figures["bled"].value > 0.5
@@ -99,8 +99,8 @@ def test_bleeding_is_seen_where_the_law_swaps_colours(tmp_path: Path) -> None:
 
 def test_batches_decide_nothing(law: GuidanceStudy, tmp_path: Path) -> None:
     config = replace(CONFIG, batch=6, scales=(4.0,), rules=("plain",))
-    study = GuidanceStudy(config, tmp_path / "out")
-    study.run(maker(study))
+    study = GuidanceStudy(config, tmp_path / "out", maker(config))
+    study.run()
     mine, other = results_of(study).cells["4"], results_of(law).cells["4"]
     for name, values in mine.by_prompt.items():
         torch.testing.assert_close(values, other.by_prompt[name], equal_nan=True)
@@ -111,27 +111,26 @@ def test_batches_decide_nothing(law: GuidanceStudy, tmp_path: Path) -> None:
 
 def test_a_killed_study_goes_on_and_ends_alike(law: GuidanceStudy, tmp_path: Path) -> None:
     config, folder = replace(CONFIG, scales=(1.0, 4.0), rules=("plain",)), tmp_path / "out"
-    first = GuidanceStudy(config, folder)
     with pytest.raises(Killed):
-        first.run(maker(first, dies_after=4))
+        GuidanceStudy(config, folder, maker(config, dies_after=4)).run()
     lines = (folder / "records.jsonl").read_text()
     (folder / "records.jsonl").write_text(lines[:-40])  # and its last line was being written
-    again = GuidanceStudy(config, folder)
-    assert len(again.missing) == 3  # of 6
-    pipe = maker(again)
-    again.run(pipe)
+    pipe = maker(config)
+    again = GuidanceStudy(config, folder, pipe)
+    assert len(again.missing()) == 3  # of 6
+    again.run()
     assert pipe.calls == 3
     want = [row for row in law.records.rows if row["guidance"] in ("1", "4", TRUE_IMAGES)]
     assert sorted(again.records.rows, key=str) == sorted(want, key=str)
-    whole = maker(again)
-    again.run(whole)
+    whole = maker(config)
+    GuidanceStudy(config, folder, whole).run()
     assert whole.calls == 0
 
 
 def test_a_study_of_which_nothing_was_made_leaves_nothing(tmp_path: Path) -> None:
-    study = GuidanceStudy(CONFIG, tmp_path / "out")
+    study = GuidanceStudy(CONFIG, tmp_path / "out", maker(dies_after=0))
     with pytest.raises(Killed):
-        study.run(maker(study, dies_after=0))
+        study.run()
     assert not (tmp_path / "out").exists()
     with pytest.raises(PellucidError, match="a cell of the study must be whole for a report"):
         guidance_report.write(study)
@@ -160,7 +159,7 @@ def test_a_folder_of_another_study_is_refused(copy: Path, other: GuidanceStudyCo
 
 def test_another_tolerance_judges_the_same_images_anew(copy: Path) -> None:
     study = GuidanceStudy(replace(CONFIG, tolerance=0.001), copy)
-    assert not study.missing
+    assert not study.missing()
     assert study.records.rows
 
 
@@ -173,7 +172,7 @@ def test_a_folder_of_another_version_model_or_kind_is_refused_and_kept(copy: Pat
         GuidanceStudy(CONFIG, copy)
     assert refused.value.code == "study-version"
     assert (copy / "config.json").read_text() == text
-    (copy / "config.json").write_text(OracleStudyConfig().text)
+    (copy / "config.json").write_text(OracleStudy(OracleStudyConfig(), tmp_path / "none").text)
     with pytest.raises(PellucidError, match=r"--out must be of a guidance study; got .*: an oracle study'") as refused:
         GuidanceStudy(CONFIG, copy)
     assert refused.value.code == "study-folder"
@@ -187,7 +186,7 @@ def test_a_folder_from_before_studies_were_marked_goes_on(copy: Path) -> None:
     held = json.loads((copy / "config.json").read_text())
     assert held.pop("study") == "guidance"
     (copy / "config.json").write_text(json.dumps(held))
-    assert not GuidanceStudy(CONFIG, copy).missing
+    assert not GuidanceStudy(CONFIG, copy).missing()
     (copy / "config.json").write_text(json.dumps({**held, "version": 0}))
     with pytest.raises(PellucidError, match="must be of version 1; got 0"):
         GuidanceStudy(CONFIG, copy)
@@ -212,8 +211,8 @@ def test_every_cell_starts_from_the_same_noise(tmp_path: Path) -> None:
     config = GuidanceStudyConfig(
         "x", (1.0, 3.0), ("plain", "apg"), "scenes:3", seeds=3, batch=2, sampler="ddim", steps=7, seed=5
     )
-    study = GuidanceStudy(config, tmp_path / "out")
-    study.run(pipe)
+    study = GuidanceStudy(config, tmp_path / "out", pipe)
+    study.run()
     by_cell: dict[str, list[tuple[str, int]]] = {}
     for prompt, seed, guidance, sampler, steps in heard:
         assert (sampler, steps) == ("ddim", 7)
@@ -224,9 +223,11 @@ def test_every_cell_starts_from_the_same_noise(tmp_path: Path) -> None:
 
 
 def test_too_few_images_are_refused(tmp_path: Path) -> None:
-    study = GuidanceStudy(CONFIG, tmp_path / "out")
+    study = GuidanceStudy(
+        CONFIG, tmp_path / "out", lambda prompt, /, **_: SimpleNamespace(images=[Image.new("RGB", (32, 32))])
+    )
     with pytest.raises(PellucidError, match="images must be 4, one per prompt; got 1"):
-        study.run(lambda prompt, /, **_: SimpleNamespace(images=[Image.new("RGB", (32, 32))]))
+        study.run()
 
 
 def test_making_takes_a_text_with_rules_and_refuses_nonsense() -> None:
@@ -254,9 +255,9 @@ def texts(tmp_path: Path) -> Path:
 
 def test_prompts_of_a_file_are_scored_by_the_encoder(texts: Path, tmp_path: Path, clip_folder: Path) -> None:
     config = GuidanceStudyConfig("x", (1.0, 2.0), ("plain",), str(texts), seeds=2, batch=6, clip=str(clip_folder))
-    study = GuidanceStudy(config, tmp_path / "out")
     judge = Judge.load(clip_folder)
-    study.run(colours, judge)
+    study = GuidanceStudy(config, tmp_path / "out", colours, judge)
+    study.run()
     found = results_of(study)
     assert found.adherence == "image_text"
     assert found.reference.name == "unguided ones"
@@ -284,14 +285,14 @@ def test_a_reference_of_one_s_own(tmp_path: Path) -> None:
     for n in range(4):
         Image.new("RGB", (32, 32), (200, 10 * n, 30)).save(folder / f"{n}.png")
     config = GuidanceStudyConfig("x", (2.0,), ("plain",), "scenes:2", seeds=1, reference=str(folder))
-    study = GuidanceStudy(config, tmp_path / "out")
-    study.run(colours)
+    study = GuidanceStudy(config, tmp_path / "out", colours)
+    study.run()
     (row,) = [row for row in study.records.rows if row["guidance"] == TRUE_IMAGES]
     assert row["figures"]["saturation"] == [pytest.approx(1 / 3, abs=1e-5), 0.0, 0.0, 0.0]
     Image.new("RGB", (48, 32)).save(folder / "9.png")
-    wide = GuidanceStudy(config, tmp_path / "wide")
+    wide = GuidanceStudy(config, tmp_path / "wide", colours)
     with pytest.raises(PellucidError, match=r"images of --reference must be 32×32, as the model's; got '48×32'"):
-        wide.run(colours)
+        wide.run()
     assert len(wide.records.rows) == 1  # what was made is kept
 
 
@@ -351,9 +352,8 @@ def test_bad_settings_are_one_line(changes: dict[str, Any], hint: str) -> None:
 def test_prompts_that_need_an_encoder_say_so(texts: Path, tmp_path: Path) -> None:
     with pytest.raises(PellucidError, match="--clip must be given for prompts that are no captions of scenes"):
         GuidanceStudy(GuidanceStudyConfig("x", prompts=str(texts)), tmp_path / "out")
-    study = GuidanceStudy(CONFIG, tmp_path / "out")
     with pytest.raises(PellucidError, match="judge must be given with clip"):
-        study.run(colours, object())  # type: ignore[arg-type]
+        GuidanceStudy(CONFIG, tmp_path / "out", colours, object())  # type: ignore[arg-type]
 
 
 # The report

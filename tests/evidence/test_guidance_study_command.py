@@ -113,9 +113,9 @@ def test_a_wrapped_pipeline_is_studied(tmp_path: Path, clip_folder: Path) -> Non
     config = GuidanceStudyConfig(
         "wrapped", (1.0, 3.0), RULE_NAMES, str(tmp_path / "p.txt"), seeds=2, steps=3, clip=str(clip_folder)
     )
-    study = GuidanceStudy(config, tmp_path / "out", ModelTraits.of(pipe))
+    study = GuidanceStudy(config, tmp_path / "out", pipe, Judge.load(clip_folder))
     assert study.nature.latent
-    study.run(pipe, Judge.load(clip_folder))
+    study.run()
     assert (
         len(results_of(study).cells) == len(study.guidances) == 2 + len(RULE_NAMES)
     )  # cfg_zero is no plain one at scale 1

@@ -29,6 +29,7 @@ from pellucid.evidence.study.interaction import (
     ModelResult,
     label_of,
 )
+from pellucid.evidence.study.kernel import run_study
 from pellucid.evidence.study.samplers import DecidingMeasure
 from pellucid.evidence.study.samplers_results import MEASURES, Column
 from pellucid.evidence.study.setups import SamplerCell, SamplerSetup
@@ -200,7 +201,7 @@ PIPES = {"a": subject("a", "linear"), "b": subject("b", "cosine")}
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Interaction, Path]:
     folder = tmp_path_factory.mktemp("interaction") / "study"
-    return interaction_report.run_study(InteractionStudyConfig(**CONFIG), folder, PIPES), folder
+    return run_study(InteractionStudy, InteractionStudyConfig(**CONFIG), folder, pipes=PIPES), folder
 
 
 def test_the_karras_grid_is_for_linear_and_not_for_cosine(found: tuple[Interaction, Path]) -> None:
@@ -247,14 +248,14 @@ def test_the_report_says_it_all(found: tuple[Interaction, Path]) -> None:
 def test_a_study_goes_on_and_refuses_another(found: tuple[Interaction, Path]) -> None:
     study, folder = found
     before = (folder / "models" / "a" / "records.jsonl").read_bytes()
-    again = interaction_report.run_study(InteractionStudyConfig(**CONFIG), folder, PIPES)
+    again = run_study(InteractionStudy, InteractionStudyConfig(**CONFIG), folder, pipes=PIPES)
     assert (folder / "models" / "a" / "records.jsonl").read_bytes() == before
     assert again.changes() == study.changes()
     with pytest.raises(PellucidError) as refused:
-        interaction_report.run_study(InteractionStudyConfig(**{**CONFIG, "seed": 1}), folder, PIPES)
+        run_study(InteractionStudy, InteractionStudyConfig(**{**CONFIG, "seed": 1}), folder, pipes=PIPES)
     assert refused.value.code == "resume-config"
     more = InteractionStudyConfig(**{**CONFIG, "samplers": (*CONFIG["samplers"], "unipc:trailing")})
-    wider = interaction_report.run_study(more, folder, PIPES)
+    wider = run_study(InteractionStudy, more, folder, pipes=PIPES)
     assert "unipc:trailing" in wider.setups
     assert (folder / "models" / "a" / "records.jsonl").read_bytes().startswith(before)
 
@@ -264,7 +265,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     for text, code in (
         ("{}", "study-folder"),
         ("no", "study-folder"),
-        (config.text.replace("1,", "9,", 1), "study-version"),
+        (InteractionStudy(config, tmp_path / "none").text.replace("1,", "9,", 1), "study-version"),
     ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(PellucidError) as refused:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -231,14 +232,14 @@ def test_a_killed_study_goes_on(done: OracleStudy, tmp_path: Path) -> None:
     cells = study.missing()
     count = 0
 
-    def stop() -> None:
+    def stop(done: int) -> None:
         nonlocal count
-        count += 1
+        count += done
         if count == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        study.run(stop)
+        study.run(lambda what, total: nullcontext(stop))
     with (tmp_path / "study" / "records.jsonl").open("a") as file:
         file.write('{"part": "error", "sched')  # killed while it wrote
     again = OracleStudy(config, tmp_path / "study")
@@ -256,7 +257,7 @@ def test_a_killed_study_goes_on(done: OracleStudy, tmp_path: Path) -> None:
 
 def test_a_folder_of_another_kind_or_version_is_refused_by_name(tmp_path: Path) -> None:
     config, path = OracleStudyConfig(**QUICK), tmp_path / "config.json"
-    held = json.loads(config.text)
+    held = json.loads(OracleStudy(config, tmp_path / "none").text)
     for change, code, line in (
         (
             {"study": "guidance"},
@@ -265,7 +266,7 @@ def test_a_folder_of_another_kind_or_version_is_refused_by_name(tmp_path: Path) 
         ),
         ({"version": 2}, "study-version", f"study in {tmp_path} must be of version 1; got 2."),
         ({"version": 2, "seeds": 4}, "study-version", f"study in {tmp_path} must be of version 1; got 2."),
-        ({"seed": 1}, "resume-config", f"config must be the one that began {tmp_path}; got 'another'."),
+        ({"seed": 1}, "resume-config", f"config must be the one that began {tmp_path}; got another seed."),
     ):
         path.write_text(json.dumps({**held, **change}))
         with pytest.raises(PellucidError) as refused:
@@ -278,7 +279,8 @@ def test_a_folder_of_another_kind_or_version_is_refused_by_name(tmp_path: Path) 
 
 def test_a_folder_from_before_studies_were_marked_goes_on(tmp_path: Path) -> None:
     config = OracleStudyConfig(**QUICK)
-    plain = {key: value for key, value in json.loads(config.text).items() if key not in ("study", "version")}
+    held = json.loads(OracleStudy(config, tmp_path / "none").text)
+    plain = {key: value for key, value in held.items() if key not in ("study", "version")}
     (tmp_path / "config.json").write_text(json.dumps(plain))
     assert OracleStudy(config, tmp_path).missing()
     (tmp_path / "config.json").write_text(json.dumps({**plain, "seed": 1}))

@@ -17,10 +17,10 @@ from pellucid.core.compile import compile_plan
 from pellucid.core.errors import PellucidError
 from pellucid.core.loop import run
 from pellucid.core.noise import Brownian, Philox
-from pellucid.evidence.study.samplers import SamplerStudy, SamplerStudyConfig
+from pellucid.evidence.study.kernel import run_study
+from pellucid.evidence.study.samplers import Judges, SamplerStudy, SamplerStudyConfig
 from pellucid.evidence.study.samplers_results import LatencyClock
-from pellucid.evidence.study.samplers_run import open_study, study
-from pellucid.evidence.study.samplers_verdict import Figures, Judges
+from pellucid.evidence.study.samplers_verdict import SamplerFigures
 from pellucid.evidence.study.setups import SamplerSetup, Yardstick, lay_cells
 from pellucid.evidence.study.subject import read_prompts
 
@@ -57,7 +57,7 @@ def config(**changes: Any) -> SamplerStudyConfig:
 
 def made(folder: Path, pipe: OraclePipe | None = None, **changes: Any) -> SamplerStudy:
     """A study whose images are all there."""
-    found = SamplerStudy(config(**changes), subject(pipe or OraclePipe()), folder)
+    found = SamplerStudy(config(**changes), folder, subject(pipe or OraclePipe()))
     found.run()
     return found
 
@@ -74,8 +74,8 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> SamplerStudy:
     return made(tmp_path_factory.mktemp("quick") / "study", **QUICK)
 
 
-def figures(found: SamplerStudy) -> Figures:
-    return Figures(found, Judges.open(found))
+def figures(found: SamplerStudy) -> SamplerFigures:
+    return SamplerFigures(found, Judges.open(found))
 
 
 def rows_of(folder: Path) -> dict[tuple[str, int, str], dict[str, Any]]:
@@ -101,7 +101,7 @@ def test_distances_are_those_to_the_closed_form(whole: SamplerStudy) -> None:
     """Every latent distance, computed again from the plan alone and the closed form."""
     pipe = OraclePipe()
     found = figures(whole).results
-    for cell in whole.cells:
+    for cell in whole.table:
         if cell.stochastic:
             continue
         plan = compile_plan(cell.setup.sampler, schedule=SCHEDULE, target="eps", grid="karras", steps=cell.steps)
@@ -113,7 +113,7 @@ def test_distances_are_those_to_the_closed_form(whole: SamplerStudy) -> None:
 
 
 def test_pixel_distances_are_of_eight_bits(whole: SamplerStudy) -> None:
-    cell = whole.cells[0]
+    cell = whole.table[0]
     best = next(one for one in whole.converged if one.key == cell.against)
     a, b = (np.stack([np.asarray(p) for p in whole.files.images(c, 0, 7)]).astype(float) / 255 for c in (cell, best))
     wanted = np.sqrt(((a - b) ** 2).mean((1, 2, 3)))
@@ -123,17 +123,17 @@ def test_pixel_distances_are_of_eight_bits(whole: SamplerStudy) -> None:
 def test_orders_show_in_the_distances(whole: SamplerStudy) -> None:
     """From 10 to 20 steps DDIM's error falls to a half, DPM++ 2M's by more, as its order is 2."""
     column = figures(whole).columns["latent"]
-    value = {cell.key: v for cell, v in zip(whole.cells, column.values, strict=True)}
+    value = {cell.key: v for cell, v in zip(whole.table, column.values, strict=True)}
     assert value["ddim:karras × 10"] / value["ddim:karras × 20"] == pytest.approx(2, rel=0.2)
     assert value["dpmpp_2m:karras × 10"] / value["dpmpp_2m:karras × 20"] > 2.6
 
 
 def test_a_stochastic_sampler_nears_its_own_image(whole: SamplerStudy) -> None:
     """On one Brownian path its distance falls; to the deterministic image, another one, it does not."""
-    cells = [cell for cell in whole.cells if cell.stochastic]
+    cells = [cell for cell in whole.table if cell.stochastic]
     assert [cell.against for cell in cells] == ["converged: euler_a:exponential × 80"] * 3
     column = figures(whole).columns["latent"]
-    own = [column.values[whole.cells.index(cell)] for cell in cells]
+    own = [column.values[whole.table.index(cell)] for cell in cells]
     assert own[0] > 1.4 * own[1] > 1.4 * 1.4 * own[2]
     noisy = next(one for one in whole.converged if one.stochastic)
     apart = (whole.files.latents(noisy, 0) - whole.files.latents(whole.converged[0], 0)).square().mean().sqrt()
@@ -164,7 +164,7 @@ def test_a_yardstick_that_a_schedule_refuses_is_named() -> None:
 @pytest.mark.parametrize("batch", [1, 12])
 def test_the_size_of_a_batch_decides_nothing(quick: SamplerStudy, batch: int, tmp_path: Path) -> None:
     other = made(tmp_path / "study", **QUICK | {"batch": batch})
-    for cell in other.cells:
+    for cell in other.table:
         mine, theirs = (figures(one).results.per_image(cell, "pictures", "latent") for one in (other, quick))
         assert mine == pytest.approx(theirs, rel=1e-6)
 
@@ -181,8 +181,8 @@ def test_a_plan_from_a_file_is_a_cell_with_its_own_steps(tmp_path: Path) -> None
     path = tmp_path / "mine.json"
     path.write_text(plan.to_json())
     found = made(tmp_path / "study", **QUICK | {"samplers": ("ddim:karras", str(path))})
-    cell = found.cells[-1]
-    assert (cell.setup.sampler.partition("#")[0], cell.steps, cell.nfe, len(found.cells)) == ("mine", 3, 3, 3)
+    cell = found.table[-1]
+    assert (cell.setup.sampler.partition("#")[0], cell.steps, cell.nfe, len(found.table)) == ("mine", 3, 3, 3)
     column = figures(found).columns["latent"]
     assert column.values[2] == pytest.approx(column.values[1], rel=1e-9)
 
@@ -214,7 +214,7 @@ def rows_of_whole(folder: Path) -> dict[tuple[str, int, str], dict[str, Any]]:
 
 def test_shards_make_the_same_study(quick: SamplerStudy, tmp_path: Path) -> None:
     for index in (0, 1):
-        SamplerStudy(config(**QUICK), subject(OraclePipe()), tmp_path / "study", (index, 2)).run()
+        SamplerStudy(config(**QUICK), tmp_path / "study", subject(OraclePipe()), (index, 2)).run()
     files = sorted(path.name for path in (tmp_path / "study").glob("records*"))
     assert files == ["records-0of2.jsonl", "records-1of2.jsonl"]
     assert rows_of(tmp_path / "study") == rows_of(quick.folder)
@@ -289,7 +289,7 @@ def test_every_image_has_its_own_seed_and_prompt(tmp_path: Path) -> None:
 def test_times_are_measured_apart_and_once(quick: SamplerStudy, tmp_path: Path) -> None:
     shutil.copytree(quick.folder, tmp_path / "study")
     pipe = OraclePipe()
-    found = SamplerStudy(config(**QUICK | {"rounds": 3}), subject(pipe), tmp_path / "study")
+    found = SamplerStudy(config(**QUICK | {"rounds": 3}), tmp_path / "study", subject(pipe))
     LatencyClock(found).run()
     timed = pipe.calls[2:]  # the first two warm up
     assert len(timed) == 3 * 4
@@ -299,10 +299,10 @@ def test_times_are_measured_apart_and_once(quick: SamplerStudy, tmp_path: Path) 
     assert len({tuple(order) for order in orders}) > 1  # each round has an order of its own
     again = LatencyClock(found)
     assert not again.missing()
-    assert all(len(again.of(cell).seconds) == 3 for cell in found.cells)
+    assert all(len(again.of(cell).seconds) == 3 for cell in found.table)
     again.machine = "another"  # whose times do not count here
     assert len(again.missing()) == 12
-    assert not again.of(found.cells[0]).seconds
+    assert not again.of(found.table[0]).seconds
 
 
 # --- refused -----------------------------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_bad_configs_are_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     pipe = OraclePipe()
     with pytest.raises(PellucidError, match=words):
-        SamplerStudy(config(**changes), subject(pipe), tmp_path / "study")
+        SamplerStudy(config(**changes), tmp_path / "study", subject(pipe))
     assert not pipe.calls
     assert not (tmp_path / "study").exists()
 
@@ -347,12 +347,12 @@ def test_bad_configs_are_refused(changes: dict[str, Any], words: str, tmp_path: 
 )
 def test_what_does_not_fit_together_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(PellucidError, match=words):
-        SamplerStudy(config(**changes), subject(OraclePipe()), tmp_path / "study")
+        SamplerStudy(config(**changes), tmp_path / "study", subject(OraclePipe()))
 
 
 def test_prompts_for_a_model_without_text_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PellucidError, match="prompts must be left out: oracle takes neither"):
-        SamplerStudy(config(), subject(OraclePipe(), asks="nothing"), tmp_path / "study")
+        SamplerStudy(config(), tmp_path / "study", subject(OraclePipe(), asks="nothing"))
 
 
 @pytest.mark.parametrize(
@@ -423,9 +423,9 @@ def test_prompts_files(tmp_path: Path) -> None:
 
 def test_a_pipeline_object_cannot_be_sent_to_processes(tmp_path: Path) -> None:
     with pytest.raises(PellucidError, match="processes, ray must be left out"):
-        study(config(), tmp_path / "study", subject(OraclePipe()), processes=2)
+        run_study(SamplerStudy, config(), tmp_path / "study", pipe=subject(OraclePipe()), processes=2)
 
 
 def test_what_is_no_pipeline_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PellucidError, match="model must be a loaded pipeline"):
-        open_study(config(), tmp_path / "study", object())
+        SamplerStudy.open(config(), tmp_path / "study", pipe=object())

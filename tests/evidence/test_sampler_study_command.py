@@ -18,11 +18,9 @@ from typer.testing import CliRunner
 
 import pellucid
 from pellucid.core.errors import PellucidError
-from pellucid.evidence.study import samplers_shards
-from pellucid.evidence.study.kernel import shard_of
-from pellucid.evidence.study.samplers import SamplerStudyConfig
-from pellucid.evidence.study.samplers_run import open_study, study
-from pellucid.evidence.study.samplers_shards import Share, batches_in, make_share
+from pellucid.evidence.study import kernel
+from pellucid.evidence.study.kernel import Share, make_share, run_study, shard_of
+from pellucid.evidence.study.samplers import SamplerStudy, SamplerStudyConfig
 
 QUICK = ["--converged-steps", "6", "--path-steps", "6", "--rounds", "1", "--device", "cpu", "--batch", "2"]
 
@@ -95,6 +93,11 @@ def test_a_second_call_makes_nothing_again(model: Path, done: tuple[Path, dict[s
     assert "report.html" in found.stdout
     assert {name: (out / name).read_bytes() for name in before} == before
     assert held["recommendation"]["sentence"] in " ".join(found.stdout.split())
+
+
+def batches_in(folder: Path) -> int:
+    """Batches whose images are there, of all processes."""
+    return sum(path.read_bytes().count(b'"what": "pictures"') for path in folder.glob("records*.jsonl"))
 
 
 def test_shards_by_hand_then_the_report(model: Path, plain: str, tmp_path: Path) -> None:
@@ -175,7 +178,8 @@ def test_a_wrapped_diffusers_pipeline(tmp_path: Path) -> None:
     """Its network, its guidance and its decoder; our samplers, on one Brownian path a seed."""
     from tiny_peers import peer
 
-    found = study(config(guidance=3.0, size=(16, 24)), tmp_path / "study", pellucid.wrap(peer("sd")))
+    asked, pipe = config(guidance=3.0, size=(16, 24)), pellucid.wrap(peer("sd"))
+    found = run_study(SamplerStudy, asked, tmp_path / "study", pipe=pipe)
     assert found.study.files.images(found.cells[0], 0, 2)[0].size == (16, 24)
     assert [cell.nfe for cell in found.cells] == [2, 3, 2, 3]
     assert all(value > 0 for value in found.columns["latent"].values)
@@ -187,8 +191,8 @@ def test_a_wrapped_diffusers_pipeline(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("asks", "prompts"), [("label", ("3", "cat")), ("nothing", ())])
 def test_models_without_text(tmp_path: Path, asks: Any, prompts: tuple[str, ...]) -> None:
     pipe = OraclePipe()
-    opened = open_study(config(prompts=prompts, seeds=2, batch=4), tmp_path / "study", subject(pipe, asks=asks))
-    opened.run()
+    asked = config(prompts=prompts, seeds=2, batch=4)
+    SamplerStudy(asked, tmp_path / "study", subject(pipe, asks=asks)).run()
     for call in pipe.calls:
         if asks == "label":
             assert call["label"] == [3, 3, "cat", "cat"]
@@ -213,7 +217,7 @@ def test_processes_make_the_same_study(model: Path, plain: str, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_bad_model_in_a_process_is_one_line(model: Path, tmp_path: Path) -> None:
-    share = Share(config(model=str(tmp_path / "none")), str(tmp_path / "out"), 0, 1)
+    share = Share(SamplerStudy, config(model=str(tmp_path / "none")), str(tmp_path / "out"), 0, 1)
     with pytest.raises(PellucidError, match="model must be"):
         make_share(share)
 
@@ -267,7 +271,10 @@ def test_over_ray(model: Path, plain: str, tmp_path: Path, monkeypatch: pytest.M
     found = ask(*words(model, tmp_path / "out", prompts=plain), "--ray", "2", "--json")
     assert found.exit_code == 0
     assert json.loads(found.stdout)["pictures"] == 3
-    assert [(share.index, share.count, share.device) for _, share, _ in ray.tasks] == [(0, 2, "cpu"), (1, 2, "cpu")]
+    assert [(share.index, share.count, share.given["device"]) for _, share, _ in ray.tasks] == [
+        (0, 2, "cpu"),
+        (1, 2, "cpu"),
+    ]
     assert Path(ray.tasks[0][1].folder).is_absolute()
     assert {path.name for path in (tmp_path / "out").glob("records*")} == {"records-0of2.jsonl", "records-1of2.jsonl"}
 
@@ -275,8 +282,8 @@ def test_over_ray(model: Path, plain: str, tmp_path: Path, monkeypatch: pytest.M
 def test_a_task_on_a_gpu_asks_ray_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = FakeRay()
     monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr(samplers_shards, "make_share", lambda share: 1)
-    samplers_shards.over_ray(config(), tmp_path, 3, judges={}, device="cuda")
+    monkeypatch.setattr(kernel, "make_share", lambda share: None)
+    kernel.over_ray([Share(SamplerStudy, config(), str(tmp_path), i, 3, {"device": "cuda"}) for i in range(3)])
     assert [options for _, _, options in ray.tasks] == [{"num_gpus": 1}] * 3
 
 
@@ -301,10 +308,10 @@ def test_a_killed_worker_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def broken(*args: Any) -> None:
         raise BrokenProcessPool
 
-    monkeypatch.setattr(samplers_shards, "wait_for", broken)
-    monkeypatch.setattr(samplers_shards, "ProcessPoolExecutor", lambda *a, **k: InHere())
+    monkeypatch.setattr(kernel, "wait_for", broken)
+    monkeypatch.setattr(kernel, "ProcessPoolExecutor", lambda *a, **k: InHere())
     with pytest.raises(PellucidError, match=r"one was killed\. Run the same again"):
-        samplers_shards.over_processes(config(), tmp_path, 2, judges={})
+        kernel.over_processes([Share(SamplerStudy, config(), str(tmp_path), i, 2) for i in range(2)])
 
 
 class InHere:

@@ -14,7 +14,7 @@ from PIL import Image
 
 from pellucid.core.errors import PellucidError
 from pellucid.evidence.report import page
-from pellucid.evidence.report.charts import Axis, Chart, Mark, Scale, Series, log_ticks, short
+from pellucid.evidence.report.charts import Axis, Chart, Mark, Scale, Series, log_ticks, number_text
 from pellucid.evidence.report.page import Code, ImageCell, Images, Page, Table, Text
 
 NASTY = "</script><b>&\"'"
@@ -168,7 +168,7 @@ def test_ticks_are_few_round_and_inside(low_high: tuple[float, float]) -> None:
     for log in (True, False):
         scale = Scale.over(Axis("x", log), low_high)
         found = scale.ticks()
-        assert 1 <= len(found) <= 9 or (log and not found and low_high[1] / low_high[0] < 1.01)
+        assert 2 <= len(found) <= 9
         assert all(scale.low <= v <= scale.high for v in found)
         assert found == sorted(found)
     assert log_ticks(1, 1000, 7) == [1, 3, 10, 30, 100, 300, 1000]
@@ -178,7 +178,7 @@ def test_ticks_are_few_round_and_inside(low_high: tuple[float, float]) -> None:
     ("value", "words"), [(0.0, "0"), (12345.678, "12346"), (0.012345, "0.01235"), (-2.5, "−2.5"), (1e-9, "1.00e−9")]
 )
 def test_numbers_for_people(value: float, words: str) -> None:
-    assert short(value) == words
+    assert number_text(value) == words
 
 
 def test_charts_stand_together() -> None:

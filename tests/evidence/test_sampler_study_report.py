@@ -23,9 +23,16 @@ from pellucid.core.errors import PellucidError
 from pellucid.evidence.metrics.images import Pixels
 from pellucid.evidence.metrics.kid import kid_exact, kid_paired
 from pellucid.evidence.study import samplers_report, samplers_results
-from pellucid.evidence.study.samplers import InceptionScorer, SamplerStudy, SamplerStudyConfig, SceneScorer, pixels_of
+from pellucid.evidence.study.samplers import (
+    InceptionScorer,
+    Judges,
+    SamplerStudy,
+    SamplerStudyConfig,
+    SceneScorer,
+    pixels_of,
+)
 from pellucid.evidence.study.samplers_results import LatencyClock
-from pellucid.evidence.study.samplers_verdict import Figures, Judges, same_sampler
+from pellucid.evidence.study.samplers_verdict import SamplerFigures, same_sampler
 from pellucid.evidence.study.subject import queries_of
 
 ASKED: dict[str, Any] = {
@@ -48,25 +55,26 @@ def no_weights(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Figures:
+def found(tmp_path_factory: pytest.TempPathFactory) -> SamplerFigures:
     study = SamplerStudy(
-        SamplerStudyConfig(**ASKED), subject(OraclePipe()), tmp_path_factory.mktemp("report") / "study"
+        SamplerStudyConfig(**ASKED), tmp_path_factory.mktemp("report") / "study", subject(OraclePipe())
     )
     judges = Judges((InceptionScorer(Small()),), Small(), None, {"image_text": "no CLIP: name one with --clip"})
-    study.run(judges.scorers)
+    study.judges = judges
+    study.run()
     LatencyClock(study).run()
-    return Figures(study, judges, resamples=200)
+    return SamplerFigures(study, judges, resamples=200)
 
 
 @pytest.fixture(scope="module")
-def page(found: Figures) -> str:
+def page(found: SamplerFigures) -> str:
     return samplers_report.write(found).read_text("utf-8")
 
 
 # --- figures -----------------------------------------------------------------------------------------------------
 
 
-def test_kid_is_in_pairs_against_the_converged_images(found: Figures) -> None:
+def test_kid_is_in_pairs_against_the_converged_images(found: SamplerFigures) -> None:
     """From the sheets of images, without the study's features."""
     study, network = found.study, Small()
 
@@ -78,11 +86,11 @@ def test_kid_is_in_pairs_against_the_converged_images(found: Figures) -> None:
         return network.features(torch.cat(parts))
 
     best = features(study.converged[0])
-    for cell, value in zip(study.cells, found.columns["kid"].values, strict=True):
+    for cell, value in zip(study.table, found.columns["kid"].values, strict=True):
         assert value == pytest.approx(float(kid_paired(features(cell), best, torch.ones(1, 24))[0]), abs=1e-7)
 
 
-def test_kid_against_a_reference_is_not_in_pairs(found: Figures) -> None:
+def test_kid_against_a_reference_is_not_in_pairs(found: SamplerFigures) -> None:
     what = found.judges.scorers[0].what
     reference = torch.randn(30, 8, generator=torch.Generator().manual_seed(1))
     column = found.results.kid(what, reference)
@@ -91,10 +99,10 @@ def test_kid_against_a_reference_is_not_in_pairs(found: Figures) -> None:
     assert (column.values - 1e-9 <= column.high).all()
 
 
-def test_a_reference_is_measured_once_and_kept(found: Figures, tmp_path: Path) -> None:
+def test_a_reference_is_measured_once_and_kept(found: SamplerFigures, tmp_path: Path) -> None:
     for i in range(4):
         Image.fromarray(np.full((8, 8, 3), 40 * i, np.uint8)).save(tmp_path / f"{i}.png")
-    against = Figures(found.study, Judges(found.judges.scorers, Small(), str(tmp_path), {}), resamples=20)
+    against = SamplerFigures(found.study, Judges(found.judges.scorers, Small(), str(tmp_path), {}), resamples=20)
     features, statistics = against.reference
     assert features is not None
     assert statistics is not None
@@ -104,7 +112,7 @@ def test_a_reference_is_measured_once_and_kept(found: Figures, tmp_path: Path) -
     assert not np.allclose(against.columns["kid"].values, found.columns["kid"].values)
 
 
-def test_fid_only_from_ten_thousand_images_on(found: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fid_only_from_ten_thousand_images_on(found: SamplerFigures, monkeypatch: pytest.MonkeyPatch) -> None:
     what = found.judges.scorers[0].what
     assert "fid" not in found.columns
     assert any("FID needs 10,000 images; here are 24" in note for note in found.notes())
@@ -115,7 +123,7 @@ def test_fid_only_from_ten_thousand_images_on(found: Figures, monkeypatch: pytes
     assert (column.low <= column.values).all()
 
 
-def test_prompts_are_drawn_again_where_there_are_enough(found: Figures) -> None:
+def test_prompts_are_drawn_again_where_there_are_enough(found: SamplerFigures) -> None:
     """Two images of one prompt always count alike; the interval of a mean is that of the prompts' means."""
     weights = found.results.weights.reshape(200, 12, 2)
     assert torch.equal(weights[:, :, 0], weights[:, :, 1])
@@ -126,14 +134,14 @@ def test_prompts_are_drawn_again_where_there_are_enough(found: Figures) -> None:
     assert drawn[0].std() == pytest.approx(held.std() / math.sqrt(12), rel=0.15)
 
 
-def test_few_prompts_draw_images(found: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_prompts_draw_images(found: SamplerFigures, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samplers_results, "CLUSTERS", 13)
     fresh = samplers_results.SamplerResults(found.study, 50)
     assert not fresh.by_prompt
     assert (fresh.weights.sum(1) == 24).all()
 
 
-def test_cells_share_their_resamples(found: Figures) -> None:
+def test_cells_share_their_resamples(found: SamplerFigures) -> None:
     """Differences between cells are surer than their own intervals: the same images are drawn for all."""
     drawn = found.columns["latent"].drawn
     assert drawn is not None
@@ -142,14 +150,14 @@ def test_cells_share_their_resamples(found: Figures) -> None:
 
 
 def test_half_of_a_study_is_reported_over_whole_batches(tmp_path: Path) -> None:
-    study = SamplerStudy(SamplerStudyConfig(**ASKED), subject(OraclePipe()), tmp_path / "study", (0, 3))
+    study = SamplerStudy(SamplerStudyConfig(**ASKED), tmp_path / "study", subject(OraclePipe()), (0, 3))
     study.run()  # the first of three shards
-    part = Figures(study, Judges.open(study), resamples=20)
+    part = SamplerFigures(study, Judges.open(study), resamples=20)
     assert part.results.count == 10
     assert "unfinished: 10 of 24 images" in samplers_report.headline(part)
-    empty = SamplerStudy(SamplerStudyConfig(**ASKED), subject(OraclePipe()), tmp_path / "empty")
+    empty = SamplerStudy(SamplerStudyConfig(**ASKED), tmp_path / "empty", subject(OraclePipe()))
     with pytest.raises(PellucidError, match="at least one whole batch"):
-        Figures(empty, Judges())
+        SamplerFigures(empty, Judges())
 
 
 # --- scenes ------------------------------------------------------------------------------------------------------
@@ -174,17 +182,17 @@ def test_scenes_that_are_known_are_read(tmp_path: Path) -> None:
     drawn = scenes.sample(torch.arange(6), 0, "held_out", ("flat",))
     assert queries_of(captions) is not None
     changes = {"prompts": captions, "seeds": 1, "samplers": ("ddim:karras",), "steps": (3, 5)}
-    study = SamplerStudy(SamplerStudyConfig(**ASKED | changes), subject(Painter(drawn, captions)), tmp_path / "study")
-    judges = Judges.open(study)
+    study = SamplerStudy(SamplerStudyConfig(**ASKED | changes), tmp_path / "study", subject(Painter(drawn, captions)))
+    study.judges = judges = Judges.open(study)
     assert [type(scorer) for scorer in judges.scorers] == [SceneScorer]
-    study.run(judges.scorers)
-    found = Figures(study, judges, resamples=50)
+    study.run()
+    found = SamplerFigures(study, judges, resamples=50)
     column = found.columns["right"]
     assert column.values.tolist() == [0.0, 1.0]
     assert column.of_converged == 1.0
     assert column.low[1] == pytest.approx(6 / (6 + 1.959964**2))  # Wilson's, of six right ones of six
     assert (column.low[0], column.high[1]) == (0.0, 1.0)
-    assert found.results.attributes(study.cells[1])["shape"] == (6, 6)
+    assert found.results.attributes(study.table[1])["shape"] == (6, 6)
     samplers_report.write(found)
     assert "What the images show" in (study.folder / "table.md").read_text("utf-8")
 
@@ -197,13 +205,13 @@ def test_other_prompts_are_no_scenes() -> None:
 # --- what is left out --------------------------------------------------------------------------------------------
 
 
-def test_without_judges_it_says_why(found: Figures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_judges_it_says_why(found: SamplerFigures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PELLUCID_CACHE", str(tmp_path))
     judges = Judges.open(found.study)
     assert judges.scorers == ()
     assert set(judges.reasons) == {"image_text", "kid", "fid", "right"}
     assert "--inception" in judges.reasons["kid"]
-    notes = Figures(found.study, judges, resamples=20).notes()
+    notes = SamplerFigures(found.study, judges, resamples=20).notes()
     assert any(note.startswith("kid is left out: no Inception weights") for note in notes)
     with pytest.raises(PellucidError, match="--reference must be given with Inception weights"):
         Judges.open(found.study, reference="somewhere")
@@ -212,19 +220,19 @@ def test_without_judges_it_says_why(found: Figures, tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("by", ["kid", "image_text", "right"])
 def test_what_cannot_be_measured_cannot_decide(by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PELLUCID_CACHE", str(tmp_path))
-    study = SamplerStudy(SamplerStudyConfig(**ASKED | {"by": by}), subject(OraclePipe()), tmp_path / "study")
+    study = SamplerStudy(SamplerStudyConfig(**ASKED | {"by": by}), tmp_path / "study", subject(OraclePipe()))
     with pytest.raises(PellucidError, match="--by must be a measure that can be taken"):
         Judges.open(study)
 
 
-def test_another_measure_may_decide(found: Figures) -> None:
+def test_another_measure_may_decide(found: SamplerFigures) -> None:
     config = SamplerStudyConfig(**ASKED | {"by": "kid"})
-    other = Figures(SamplerStudy(config, found.study.subject, found.study.folder), found.judges, resamples=20)
+    other = SamplerFigures(SamplerStudy(config, found.study.folder, found.study.subject), found.judges, resamples=20)
     assert other.main.measure.name == "kid"
     assert "KID" in other.verdict.sentence
 
 
-def test_what_a_yardstick_cannot_resolve_is_said(found: Figures) -> None:
+def test_what_a_yardstick_cannot_resolve_is_said(found: SamplerFigures) -> None:
     notes = [note for note in found.notes() if note.startswith("converged: ")]
     assert len(notes) == 2
     assert all("its latents moved by" in note for note in notes)
@@ -237,11 +245,11 @@ def test_what_a_yardstick_cannot_resolve_is_said(found: Figures) -> None:
     assert samplers_report.plain(found)["doubts"] == doubts
 
 
-def test_two_names_for_one_sampler_are_said(found: Figures, tmp_path: Path) -> None:
+def test_two_names_for_one_sampler_are_said(found: SamplerFigures, tmp_path: Path) -> None:
     asked = ASKED | {"samplers": ("ddim:karras", "dpmpp_2m:karras", "euler:karras"), "prompts": ("a", "b")}
-    study = SamplerStudy(SamplerStudyConfig(**asked), subject(OraclePipe()), tmp_path / "study")
+    study = SamplerStudy(SamplerStudyConfig(**asked), tmp_path / "study", subject(OraclePipe()))
     study.run()
-    twins = [note for note in Figures(study, Judges(), resamples=20).notes() if "same images" in note]
+    twins = [note for note in SamplerFigures(study, Judges(), resamples=20).notes() if "same images" in note]
     assert len(twins) == 1
     assert twins[0].startswith("ddim:karras and euler:karras make the same images")
     assert not any("same images" in note for note in found.notes())
@@ -261,7 +269,7 @@ def test_rounding_that_moves_a_few_images_far_makes_no_second_sampler() -> None:
 # --- files -------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_is_whole(found: Figures, page: str) -> None:
+def test_the_page_is_whole(found: SamplerFigures, page: str) -> None:
     assert found.verdict.sentence.replace(">", "&gt;") in page
     for cell in found.cells:
         assert page.count(f'data-cell="{cell.key}"') >= 4  # in charts, as a button and with its images
@@ -271,7 +279,7 @@ def test_the_page_is_whole(found: Figures, page: str) -> None:
     assert "https://" not in page
 
 
-def test_charts_are_images_too(found: Figures, page: str) -> None:
+def test_charts_are_images_too(found: SamplerFigures, page: str) -> None:
     names = {path.name for path in (found.study.folder / "charts").iterdir()}
     assert names == {
         "distance_calls.png",
@@ -285,7 +293,7 @@ def test_charts_are_images_too(found: Figures, page: str) -> None:
             assert len(image.getcolors(2**20) or ()) > 20
 
 
-def test_results_for_programs(found: Figures, page: str) -> None:
+def test_results_for_programs(found: SamplerFigures, page: str) -> None:
     held = json.loads((found.study.folder / "results.json").read_text("utf-8"))
     assert [(row["sampler"], row["steps"], row["nfe"]) for row in held["cells"]] == [
         (cell.setup.text, cell.steps, cell.nfe) for cell in found.cells
@@ -300,8 +308,8 @@ def test_results_for_programs(found: Figures, page: str) -> None:
     assert sum(held["knee"]["share_of_resamples"].values()) == pytest.approx(1)
 
 
-def test_where_no_knee_was_found_none_is_reported(found: Figures) -> None:
-    def marks(figures: Figures) -> list[str]:
+def test_where_no_knee_was_found_none_is_reported(found: SamplerFigures) -> None:
+    def marks(figures: SamplerFigures) -> list[str]:
         axis = samplers_report.Axis("model calls (NFE)", True)
         drawn = samplers_report.curve(figures, figures.main, axis, [float(c.nfe) for c in figures.cells])
         return [mark.name for mark in drawn.marks]
@@ -309,22 +317,22 @@ def test_where_no_knee_was_found_none_is_reported(found: Figures) -> None:
     assert found.verdict.knee.found
     assert "knee" in marks(found)
     taken = found.verdict.knee.cell
-    other = Figures(found.study, found.judges, resamples=20)
+    other = SamplerFigures(found.study, found.judges, resamples=20)
     vars(other)["verdict"] = replace(found.verdict, knee=replace(found.verdict.knee, beyond="more"))
     assert samplers_report.plain(other)["knee"] is None
     assert "knee" not in marks(other)
     assert samplers_report.main_table(other).rows[taken][-1] == "front"
 
 
-def test_images_that_are_not_finite_are_on_no_front(found: Figures) -> None:
+def test_images_that_are_not_finite_are_on_no_front(found: SamplerFigures) -> None:
     column = found.columns["distance"]
     assert np.isfinite(column.values).all()
-    held = found.results.files.rows[found.cells[0].key, 0, "pictures"]
+    held = found.results.files.records.by_name[found.cells[0].key, 0, "pictures"]
     kept = held["distance"]
     try:
         held["distance"] = [None, *kept[1:]]
-        broken = Figures(found.study, found.judges, resamples=20)
-        broken.results.files.rows[found.cells[0].key, 0, "pictures"] = held
+        broken = SamplerFigures(found.study, found.judges, resamples=20)
+        broken.results.files.records.by_name[found.cells[0].key, 0, "pictures"] = held
         assert math.isnan(broken.columns["distance"].values[0])
         assert 0 not in broken.verdict.by_calls
         assert any("not finite" in note for note in broken.notes())
@@ -334,7 +342,7 @@ def test_images_that_are_not_finite_are_on_no_front(found: Figures) -> None:
         held["distance"] = kept
 
 
-def test_features_of_a_set_are_those_of_its_images(found: Figures) -> None:
+def test_features_of_a_set_are_those_of_its_images(found: SamplerFigures) -> None:
     """What the scorer kept in files, against the metric's own way from images to features."""
     what, cell = found.judges.scorers[0].what, found.cells[2]
     held = found.study.files.images(cell, 0, 10)

@@ -12,13 +12,14 @@ import small_denoisers as small
 
 from pellucid.core import schedule as schedules
 from pellucid.core.schedule import Schedule
-from pellucid.evidence.doctor.detectors import best_times, detect_schedule, lowest, schedule_findings
+from pellucid.evidence.doctor.detectors import best_times, lowest, schedule_findings
 from pellucid.evidence.doctor.hypotheses import (
     ALIKE,
     RATIOS,
     TABLED,
     alike,
     candidates,
+    detect,
     known_schedules,
     schedule_name,
 )
@@ -32,7 +33,7 @@ def test_an_exact_network_is_named(name: str) -> None:
     """Whatever its config says, and with few images."""
     for said in ("scaled_linear", name):
         lying = believers.probe((name, "eps"), (said, "eps"))
-        answer = detect_schedule(lying)
+        answer = detect(lying).schedule
         assert answer.name == name
         assert answer.confidence >= 0.99
         assert answer.scores.images <= 64
@@ -43,15 +44,15 @@ def test_an_exact_network_is_named(name: str) -> None:
 def test_flow_and_edm_are_named() -> None:
     for name, target in (("flow", "flow"), ("edm", "edm")):
         lying = believers.probe((name, target), ("linear", "eps"))  # type: ignore[arg-type]
-        assert detect_schedule(lying).name == name
+        assert detect(lying).schedule.name == name
 
 
 def test_the_cure_is_the_config_of_training() -> None:
     lying = believers.probe(("cosine", "v"), ("linear", "v"))
-    (found,) = schedule_findings(detect_schedule(lying), lying)
+    (found,) = schedule_findings(detect(lying).schedule, lying)
     assert '"beta_schedule": "squaredcos_cap_v2"' in found.fix
     lying = believers.probe(("scaled_linear", "v"), ("linear", "v"))
-    (found,) = schedule_findings(detect_schedule(lying), lying)
+    (found,) = schedule_findings(detect(lying).schedule, lying)
     assert '"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012' in found.fix
     facts = dict(found.evidence)
     told = facts["time of least error at sigma/alpha 1.2"]
@@ -70,11 +71,11 @@ def test_betas_of_ones_own_are_told() -> None:
     """A schedule that is none of the known ones, while the config names the nearest."""
     bent = schedules.trained(np.linspace(1e-4, 0.02, 1000)[::-1].copy())
     lying = believers.probe((bent, "eps"), ("sqrt_beta", "eps"))
-    answer = detect_schedule(lying)
+    answer = detect(lying).schedule
     nearest = replace(lying, schedule=candidates(lying.schedule)[answer.name])
-    assert [finding.code for finding in schedule_findings(detect_schedule(nearest), nearest)] == ["schedule-unknown"]
+    assert [finding.code for finding in schedule_findings(detect(nearest).schedule, nearest)] == ["schedule-unknown"]
     own = replace(lying, schedule=bent)
-    assert list(schedule_findings(detect_schedule(own), own)) == []
+    assert list(schedule_findings(detect(own).schedule, own)) == []
 
 
 def test_schedules_that_tell_the_same_times_are_one() -> None:
@@ -121,7 +122,7 @@ def check_named(asked: Probe, truth: str) -> None:
     """It is found under its own config and under a wrong one, with at most 64 images; only the wrong one is told."""
     for said in (asked.schedule, schedules.make("cosine" if truth == "linear" else "linear")):
         lying = replace(asked, schedule=said)
-        answer = detect_schedule(lying)
+        answer = detect(lying).schedule
         assert answer.name == truth, answer.doubt()
         sure, then = f"{answer.confidence:.4f} of {answer.scores.images}", answer.ranked[1:2]
         print(f"{truth} said {schedule_name(said)}: {sure}, then {then}")

@@ -67,9 +67,9 @@ def scores(study: ScheduleStudyConfig, name: str, seed: int, random: np.random.G
     own = study.own
     for step in study.points:
         for i, cell in enumerate(study.cells(name, seed, step)):
-            last = step == study.points[-1] and (cell["ema"], cell["grid"]) == own
+            last = step == study.points[-1] and (cell.ema, cell.grid) == own
             fid = BEST[name] * (15_000 / step) ** 0.8 * (1 + 0.05 * i) + random.normal(0, 0.3)
-            row = {**cell, "images": step * 512, "samples": study.samples, "fid": fid + 1.8}
+            row = {**cell._asdict(), "images": step * 512, "samples": study.samples, "fid": fid + 1.8}
             row |= {
                 "kid": fid * 8e-4,
                 "kid_low": fid * 7.6e-4,

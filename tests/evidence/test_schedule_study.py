@@ -103,7 +103,9 @@ def records_in(folder: Path) -> list[dict[str, Any]]:
 
 
 def run(config: ScheduleStudyConfig, folder: Path) -> list[dict[str, Any]]:
-    return ScheduleStudy(config, folder, device="cpu", say=lambda _: None).run()
+    study = ScheduleStudy(config, folder, device="cpu", say=lambda _: None)
+    study.run()
+    return study.records.rows
 
 
 class Cut(Exception):  # noqa: N818
@@ -175,7 +177,9 @@ def test_processes_that_share_a_study_make_what_one_makes(
     """Each writes its own records, the second finds the features of the first, and the whole is read from all."""
     folder, made = tmp_path / "study", []
     for index in (1, 0):
-        made.append(ScheduleStudy(quick, folder, (index, 2), device="cpu", say=lambda _: None).run())
+        study = ScheduleStudy(quick, folder, (index, 2), device="cpu", say=lambda _: None)
+        study.run()
+        made.append(study.records.rows)
         cached = list((folder / "features").iterdir())
         assert len(cached) == 1
     assert [{row["schedule"] for row in rows} for rows in made] == [{"cosine"}, {"linear", "cosine"}]

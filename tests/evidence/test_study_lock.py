@@ -11,19 +11,25 @@ from typer.testing import CliRunner
 
 from pellucid.cli import app
 from pellucid.core.errors import PellucidError
-from pellucid.evidence.adherence import study
-from pellucid.evidence.study import guidance, interaction, oracle, samplers, schedules
+from pellucid.evidence.adherence.study import AdherenceStudy
+from pellucid.evidence.study.guidance import GuidanceStudy
+from pellucid.evidence.study.interaction import InteractionStudy
+from pellucid.evidence.study.oracle import OracleStudy
+from pellucid.evidence.study.samplers import SamplerStudy
+from pellucid.evidence.study.schedules import ScheduleStudy
 from pellucid.interop.lock import locked
 
+STUDIES = (AdherenceStudy, GuidanceStudy, InteractionStudy, OracleStudy, SamplerStudy, ScheduleStudy)
 
-@pytest.mark.parametrize("kind", [guidance, interaction, oracle, samplers, schedules, study], ids=lambda k: k.__name__)
+
+@pytest.mark.parametrize("kind", STUDIES, ids=lambda k: k.__name__)
 def test_every_kind_of_study_has_its_share_of_a_folder_to_itself(tmp_path: Path, kind: Any) -> None:
-    mine = SimpleNamespace(folder=tmp_path, shard=(1, 2))
+    mine = SimpleNamespace(folder=tmp_path, shard=(1, 2), work=lambda *given: kind.work(mine, *given))
     with locked(tmp_path, "written", (1, 2)), pytest.raises(PellucidError) as caught:
-        kind.Study.run(mine)
+        kind.run(mine)
     assert caught.value.code == "folder-busy"
     with locked(tmp_path, "written", (0, 2)), pytest.raises((AttributeError, TypeError)):
-        kind.Study.run(mine)  # begins: there is nothing to run
+        kind.run(mine)  # begins: there is nothing to run
 
 
 def test_the_second_study_in_a_folder_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ import torch
 
 from pellucid.core.schedule import Target
 from pellucid.evidence.doctor.checks import Finding
-from pellucid.evidence.doctor.detectors import detect_target, target_findings
-from pellucid.evidence.doctor.hypotheses import Hypothesis, Scores, judge
+from pellucid.evidence.doctor.detectors import target_findings
+from pellucid.evidence.doctor.hypotheses import Hypothesis, Scores, detect, judge
 from pellucid.evidence.doctor.probe import Probe, probe_of
 from pellucid.evidence.doctor.subject import Unable
 
@@ -23,7 +23,7 @@ EXACT: list[tuple[str, Target]] = [
 
 
 def told(known: Probe) -> list[Finding]:
-    return list(target_findings(detect_target(known), known.target, known.schedule))
+    return list(target_findings(detect(known).target, known.target, known.schedule))
 
 
 @pytest.mark.parametrize("truth", EXACT)
@@ -31,7 +31,7 @@ def test_an_exact_network_is_named(truth: tuple[str, Target]) -> None:
     """Whatever its config says of the target, and with few images."""
     for said in ("eps", "v"):
         lying = ("scaled_linear", said)
-        answer = detect_target(believers.probe(truth, lying))  # type: ignore[arg-type]
+        answer = detect(believers.probe(truth, lying)).target  # type: ignore[arg-type]
         assert answer.name == truth[1]
         assert answer.confidence >= 0.99
         assert answer.scores.images <= 64
@@ -66,7 +66,7 @@ def test_a_network_that_knows_nothing_is_told() -> None:
     known = believers.probe(("linear", "eps"), count=8)
     generator = torch.Generator().manual_seed(0)
     deaf = replace(known, network=lambda x, time, **told: torch.randn(x.shape, generator=generator))
-    answer = detect_target(deaf)
+    answer = detect(deaf).target
     assert not answer.denoises
     assert [finding.code for finding in told(deaf)] == ["denoises-nothing"]
 
@@ -75,17 +75,17 @@ def test_a_network_that_breaks_is_no_verdict() -> None:
     known = believers.probe(("linear", "eps"), count=4)
     broken = replace(known, network=lambda x, time, **told: torch.full_like(x, torch.nan))
     with pytest.raises(Unable, match="not finite"):
-        detect_target(broken)
+        detect(broken)
 
 
 def test_one_image_is_too_few() -> None:
     with pytest.raises(Unable, match="too few"):
-        detect_target(believers.probe(("linear", "eps"), count=1))
+        detect(believers.probe(("linear", "eps"), count=1))
 
 
 def test_few_images_are_never_called_sure() -> None:
     """Two images that agree are what two coins do in one of four throws."""
-    answer = detect_target(believers.probe(("linear", "eps"), count=2))
+    answer = detect(believers.probe(("linear", "eps"), count=2)).target
     assert answer.name == "eps"
     assert answer.confidence <= 0.75
 
@@ -125,7 +125,7 @@ def test_a_trained_latent_network_is_named(name: str, small_denoisers: small.Sma
 def check_named(known: Probe, truth: str) -> None:
     """It is found under a config that is wrong, with at most 64 images, and told; under its own it is left alone."""
     lying = replace(known, target="v" if truth == "eps" else "eps")
-    answer = detect_target(lying)
+    answer = detect(lying).target
     print(f"{truth}: {answer.name} {answer.confidence:.4f} of {answer.scores.images}")
     assert answer.name == truth
     assert answer.confidence >= 0.99

@@ -22,7 +22,7 @@ import torch
 
 from pellucid import scenes as world
 from pellucid.interop.save import save_component
-from pellucid.scenes import render
+from pellucid.scenes import renderer
 from pellucid.train.autoencoder import Autoencoder
 from pellucid.train.cifar10 import CIFAR10, CIFAR10Source
 from pellucid.train.config import TrainConfig, read
@@ -254,12 +254,12 @@ def test_a_painter_that_is_compiled_paints_the_same(tmp_path: Path) -> None:
     """Within rounding; and a feed's thread meets the code that the main thread compiled."""
     styles = ("flat", "outlined", "soft")
     scenes = world.sample(torch.arange(64, device="cuda"), 3, "any", styles)
-    plain, fast = render.render_dense(scenes, 64, styles), render.render_dense(scenes, 64, styles, compile=True)
+    plain, fast = renderer.render_dense(scenes, 64, styles), renderer.render_dense(scenes, 64, styles, compile=True)
     assert torch.allclose(world.render(scenes, 64), plain, rtol=0, atol=2e-4)
     # A distance is right to some 1e-6; over 64 pixels, in −1 … 1.
     assert torch.allclose(plain, fast, rtol=0, atol=2e-4)
     count = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    with Feed(lambda _: render.render_dense(scenes, 64, styles, compile=True), 0, 3, device="cuda") as feed:
+    with Feed(lambda _: renderer.render_dense(scenes, 64, styles, compile=True), 0, 3, device="cuda") as feed:
         assert all(torch.equal(made, fast) for made in feed)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == count
 

@@ -9,7 +9,7 @@ import torch
 
 from pellucid import scenes as world
 from pellucid.core.errors import PellucidError
-from pellucid.scenes import render
+from pellucid.scenes import renderer
 from pellucid.train.draws import Draws
 from pellucid.train.scenes_source import ScenesConfig, ScenesSource
 
@@ -19,16 +19,16 @@ HINTS = ("edges", "reference")
 @pytest.mark.parametrize("size", [16, 48, 128])
 def test_dense_images_and_edges_are_those_of_the_renderer(size: int) -> None:
     scenes = world.sample(torch.arange(60), 3, "any", world.STYLE_NAMES)
-    assert torch.equal(render.render_dense(scenes, size), world.render(scenes, size))
-    assert torch.equal(render.edges_dense(scenes, size), world.edges(scenes, size))
+    assert torch.equal(renderer.render_dense(scenes, size), world.render(scenes, size))
+    assert torch.equal(renderer.edges_dense(scenes, size), world.edges(scenes, size))
 
 
 def test_only_the_styles_and_things_that_are_named_are_painted() -> None:
     scenes = world.sample(torch.arange(40), 1, "train", ("soft", "flat"), (1, 2))
-    painted = render.render_dense(scenes, 32, ("soft", "flat", "soft"), most=2)
+    painted = renderer.render_dense(scenes, 32, ("soft", "flat", "soft"), most=2)
     assert torch.equal(painted, world.render(scenes, 32))
     with pytest.raises(PellucidError, match="style"):
-        render.render_dense(scenes, 32, ("cubist",))
+        renderer.render_dense(scenes, 32, ("cubist",))
 
 
 def test_the_painter_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,11 +39,11 @@ def test_the_painter_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
         graphs.append(graph)
         return graph.forward
 
-    made = torch.compile(render.stroke, backend=counter, fullgraph=True, dynamic=False)
-    monkeypatch.setattr(render, "compiled", lambda work: made)
+    made = torch.compile(renderer.stroke, backend=counter, fullgraph=True, dynamic=False)
+    monkeypatch.setattr(renderer, "compiled", lambda work: made)
     for seed in (0, 1):
         scenes = world.sample(torch.arange(6), seed, "any", world.STYLE_NAMES)
-        assert torch.equal(render.render_dense(scenes, 16, compile=True), world.render(scenes, 16))
+        assert torch.equal(renderer.render_dense(scenes, 16, compile=True), world.render(scenes, 16))
     assert len(graphs) == 1
 
 
@@ -69,7 +69,7 @@ def test_a_source_that_compiles_never_falls_back(monkeypatch: pytest.MonkeyPatch
         used.append(work.__name__)
         return work
 
-    monkeypatch.setattr(render, "compiled", uncompiled)
+    monkeypatch.setattr(renderer, "compiled", uncompiled)
     for name in ("render", "edges"):
         monkeypatch.setattr(world, name, lambda *_: pytest.fail("fell back"))
     fast = ScenesSource(replace(config, compile_render=True)).batch(asked, draws)

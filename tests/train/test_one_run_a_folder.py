@@ -127,7 +127,7 @@ def test_ctrl_c_says_in_one_line_how_to_go_on(here: Path) -> None:
         _, said = run.communicate(timeout=60)
         assert run.returncode == 130
     line = said.splitlines()[-1]
-    found = re.fullmatch(r"cancelled: out/b 1 keeps (\d+) of 100000 steps\. Go on with: (.*)", line)
+    found = re.fullmatch(r"cancelled: out/b 1 keeps (\d+) of 100000 steps\. Continue with: (.*)", line)
     assert found
     words = shlex.split(found[2])
     assert words == ["pellucid", "train", "a run.toml", "--out", "out/b 1", "--device", "cpu"]

@@ -1,6 +1,6 @@
 """The command line: it parses, calls a room and prints.
 
-Nothing heavy is imported here, so that `pellucid --help` answers at once; the commands import what they call.
+A command's module is imported when the command is called, so that `pellucid --help` answers at once.
 """
 
 from __future__ import annotations
@@ -8,39 +8,41 @@ from __future__ import annotations
 import contextlib
 import errno
 import sys
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from pellucid import __version__
-from pellucid.cli import (
-    data,
-    demo,
-    doctor,
-    inspect,
-    lab,
-    memory,
-    models,
-    plan,
-    sample,
-    samplers,
-    schedules,
-    score,
-    studio,
-    study,
-    trace,
-    train,
-    tune,
-)
+from pellucid.cli.options import CANCELLED, HELP
 from pellucid.core.errors import PellucidError, is_out_of_memory, system_error
 
 # typer has click within it since 0.16 and beside it before: both name the class that all bad usage descends from.
 UsageError: Any = typer.BadParameter.__mro__[1]
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SMALLER = "Ask for a smaller size, or for fewer images at once."
-CANCELLED = 130  # what shells expect after Ctrl-C
-HELP = {"help_option_names": ["-h", "--help"]}
+MAKE, LOOK, CHOOSE, TRAIN, LEARN = "Make images", "Look inside", "Choose with evidence", "Train", "See and learn"
+COMMANDS = {  # its place in the help, and what it does in a line
+    "sample": (MAKE, "Make images from a prompt, or repeat one from the recipe inside it."),
+    "models": (MAKE, "List the models on this machine."),
+    "plan": (LOOK, "Show a sampler as its table: one row is one model call."),
+    "samplers": (LOOK, "List the samplers, or show one."),
+    "schedules": (LOOK, "Show how β, ᾱ, SNR, λ and σ run over training time."),
+    "inspect": (LOOK, "Draw a model's pipeline: components, shapes, bytes, milliseconds."),
+    "memory": (LOOK, "Predict and measure peak memory by stage; compare what each saving costs."),
+    "trace": (LOOK, "Recorded runs: show, compare, replay, lay out in time."),
+    "tune": (CHOOSE, "Tune a plan of few steps against converged images."),
+    "doctor": (CHOOSE, "Find what is wrong with a model, a config, a run or its images."),
+    "score": (CHOOSE, "Score images: FID, KID, precision, recall, CLIP."),
+    "study": (CHOOSE, "Compare set-ups, with evidence."),
+    "train": (TRAIN, "Train from one config file."),
+    "data": (TRAIN, "Make training data, and look at it."),
+    "studio": (LEARN, "Open Pellucid as a page in the browser."),
+    "lab": (LEARN, "Read, run and answer a lab about diffusion."),
+    "demo": (LEARN, "Make images of twelve prompts on the CPU."),
+}
 
 
 class OneLine(TyperGroup):
@@ -74,6 +76,55 @@ class OneLine(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
 
+class Commands(Mapping[str, Any]):
+    """The commands by name, each imported when it is asked for."""
+
+    def __getitem__(self, name: str) -> Any:
+        panel, _ = COMMANDS[name]
+        room = import_module(f"pellucid.cli.{name}")
+        alone = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+        if hasattr(room, "app"):
+            alone.add_typer(room.app, name=name, rich_help_panel=panel)
+        else:
+            epilog = getattr(room, "EPILOG", None)
+            alone.command(name, context_settings=HELP, epilog=epilog, rich_help_panel=panel)(room.command)
+        made = typer.main.get_command(alone)
+        return made.commands[name] if hasattr(room, "app") else made
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+class Pellucid(OneLine):
+    """The group of all commands; its help lists them without importing them."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands: Any = Commands()
+
+    @contextlib.contextmanager
+    def outlined(self) -> Iterator[None]:
+        """Inside, commands have names and summaries alone."""
+        self.commands = {
+            name: TyperCommand(name, help=summary, rich_help_panel=panel) for name, (panel, summary) in COMMANDS.items()
+        }
+        try:
+            yield
+        finally:
+            self.commands = Commands()
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        with self.outlined():
+            super().format_help(ctx, formatter)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        with self.outlined():
+            return super().shell_complete(ctx, incomplete)
+
+
 def trouble(code: str, message: str) -> int:
     """One line on stderr; the exit code of bad input."""
     print(f"error[{code}]: {' '.join(message.split())}", file=sys.stderr)
@@ -92,7 +143,7 @@ def show_version(wanted: bool) -> None:
 
 
 app = typer.Typer(
-    cls=OneLine,
+    cls=Pellucid,
     context_settings=HELP,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -110,30 +161,6 @@ def pellucid(
 
     Example: [bold]pellucid sample scenes-128 "a large striped red star on a grey background"[/]
     """
-
-
-MAKE, LOOK, CHOOSE, TRAIN, LEARN = "Make images", "Look inside", "Choose with evidence", "Train", "See and learn"
-for name, room, panel in (
-    ("sample", sample, MAKE),
-    ("models", models, MAKE),
-    ("plan", plan, LOOK),
-    ("samplers", samplers, LOOK),
-    ("schedules", schedules, LOOK),
-    ("inspect", inspect, LOOK),
-    ("memory", memory, LOOK),
-    ("tune", tune, CHOOSE),
-    ("doctor", doctor, CHOOSE),
-    ("score", score, CHOOSE),
-    ("train", train, TRAIN),
-    ("studio", studio, LEARN),
-    ("lab", lab, LEARN),
-    ("demo", demo, LEARN),
-):
-    epilog = getattr(room, "EPILOG", None)
-    app.command(name, context_settings=HELP, epilog=epilog, rich_help_panel=panel)(room.command)
-app.add_typer(trace.app, name="trace", rich_help_panel=LOOK)
-app.add_typer(study.app, name="study", rich_help_panel=CHOOSE)
-app.add_typer(data.app, name="data", rich_help_panel=TRAIN)
 
 
 def main() -> None:

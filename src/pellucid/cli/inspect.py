@@ -2,97 +2,78 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from rich import box
+from rich.align import Align
+from rich.console import Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
 from pellucid.cli import output
-from pellucid.cli.options import model_names
-from pellucid.cli.sample import OUTPUT, option, typed
+from pellucid.cli.options import Model, Overwrite, flag, option
 from pellucid.core.errors import PellucidError, rule
+from pellucid.evidence.drawing import graph as drawing
+from pellucid.evidence.drawing import graph_tables as tables
+from pellucid.evidence.drawing.graph_tables import ROLE_COLOURS
 from pellucid.pipeline.request import read_size
 
 if TYPE_CHECKING:
-    from pellucid.pipeline.inspection import Graph
+    from pellucid.pipeline.inspection import Graph, GraphOptions, Node
 
-Overwrite = typed(OUTPUT["overwrite"])
-
-ASKED, LOAD, OUT = "What to inspect it for", "Loading", "Output"
+RUN, LOAD, OUT = "The run that is inspected", "Loading", "Output"
 DEPTHS = (1, 2)  # levels of blocks that are shown: of every component, and of one alone
+WIDTH = 98  # columns of the drawing
+BAR = 16
 
 
 def command(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A folder, a single file, a hub id (owner/name) or a bundle.",
-            autocompletion=model_names,
-        ),
-    ],
-    size: Annotated[str | None, option(ASKED, "--size", metavar="WxH", help="Pixels, as 768x512 or 512.")] = None,
-    batch: Annotated[int, option(ASKED, "--batch", metavar="N", help="Images at once; 1 when not given.")] = 1,
-    steps: Annotated[int | None, option(ASKED, "--steps", metavar="N", help="Steps; 30 when not given.")] = None,
-    guidance: Annotated[
-        str | None,
-        option(ASKED, "--guidance", metavar="TEXT", help="7, off, 5 + apg, … Capped at 7 and rescaled."),
-    ] = None,
-    controlnet: Annotated[
-        list[str] | None, option(ASKED, "--controlnet", metavar="NET", help="A ControlNet to add; may be repeated.")
-    ] = None,
-    ip_adapter: Annotated[
-        list[str] | None, option(ASKED, "--ip-adapter", metavar="FILE", help="An IP-Adapter to add; may be repeated.")
-    ] = None,
+    model: Model,
+    size: Annotated[str | None, option("WxH", "Pixels, as 768x512 or 512.", panel=RUN)] = None,
+    batch: Annotated[int, option("N", "Images at once.", panel=RUN)] = 1,
+    steps: Annotated[int | None, option("N", "Steps (default: 30).", panel=RUN)] = None,
+    guidance: Annotated[str | None, option("TEXT", "7, off, 5 + apg, … (default: guarded 7).", panel=RUN)] = None,
+    controlnet: Annotated[list[str] | None, option("NET", "A ControlNet to add; may be repeated.", panel=RUN)] = None,
+    ip_adapter: Annotated[list[str] | None, option("FILE", "An IP-Adapter to add; may be repeated.", panel=RUN)] = None,
     component: Annotated[
-        str | None, option(OUT, "--component", metavar="NAME", help="Only this component, as unet or vae, in detail.")
+        str | None, option("NAME", "Only this component, as unet or vae, in detail.", panel=OUT)
     ] = None,
     depth: Annotated[
-        int | None, option(OUT, "--depth", metavar="N", help="Levels of blocks; 0 for none. 1, or 2 with --component.")
+        int | None, option("N", "Levels of blocks; 0 for none. 1, or 2 with --component.", panel=OUT)
     ] = None,
     time: Annotated[
-        bool, option(OUT, "--time", help="Load the weights, run, and show milliseconds by stage and component.")
+        bool, flag("--time", "Load the weights, run, and show milliseconds by stage and component.", panel=OUT)
     ] = False,
     plot: Annotated[
-        Path | None, option(OUT, "--plot", metavar="FILE", help="Draw the graph into this image (.png, .svg, .pdf).")
+        Path | None, option("FILE", "Draw the graph: .png, .svg, .pdf, .html, or .mmd for Mermaid.", panel=OUT)
     ] = None,
     overwrite: Overwrite = False,
-    as_json: Annotated[bool, option(OUT, "--json", help="Print the graph as JSON.")] = False,
-    vae: Annotated[str | None, option(LOAD, "--vae", metavar="FOLDER", help="Another autoencoder.")] = None,
-    image_encoder: Annotated[
-        str | None, option(LOAD, "--image-encoder", metavar="FOLDER", help="The encoder that an IP-Adapter needs.")
-    ] = None,
-    tokenizer: Annotated[
-        Path | None, option(LOAD, "--tokenizer", metavar="FOLDER", help="For single files, which hold none.")
-    ] = None,
-    target: Annotated[
-        str | None, option(LOAD, "--target", metavar="NAME", help="What the network predicts, against its files.")
-    ] = None,
-    variant: Annotated[str | None, option(LOAD, "--variant", metavar="NAME", help="Which files, such as fp16.")] = None,
-    revision: Annotated[str | None, option(LOAD, "--revision", metavar="NAME", help="A revision on the hub.")] = None,
-    dtype: Annotated[
-        str | None, option(LOAD, "--dtype", metavar="NAME", help="In memory; the files' own when not given.")
-    ] = None,
-    device: Annotated[
-        str | None, option(LOAD, "--device", metavar="NAME", help="Where --time runs: cpu, cuda, …")
-    ] = None,
+    as_json: Annotated[bool, flag("--json", "Print the graph as JSON.", panel=OUT)] = False,
+    vae: Annotated[str | None, option("FOLDER", "Another autoencoder.", panel=LOAD)] = None,
+    image_encoder: Annotated[str | None, option("FOLDER", "The encoder that an IP-Adapter needs.", panel=LOAD)] = None,
+    tokenizer: Annotated[Path | None, option("FOLDER", "For single files, which hold none.", panel=LOAD)] = None,
+    target: Annotated[str | None, option("NAME", "What the network predicts, against its files.", panel=LOAD)] = None,
+    variant: Annotated[str | None, option("NAME", "Which files, such as fp16.", panel=LOAD)] = None,
+    revision: Annotated[str | None, option("NAME", "A revision on the hub.", panel=LOAD)] = None,
+    dtype: Annotated[str | None, option("NAME", "dtype in memory (default: the files' own).", panel=LOAD)] = None,
+    device: Annotated[str | None, option("NAME", "Where --time runs: cpu, cuda, …", panel=LOAD)] = None,
 ) -> None:
     """Draw a model's pipeline as a graph: its components and their weights, what flows between them and its shape.
 
     No weights are loaded: sizes come from the files' headers, shapes from a run without data. --time loads and runs.
 
-    Example: [bold]pellucid inspect ./sd15 --size 768x512 --plot sd15.png[/]
+    Example: [bold]pellucid inspect ./sd15 --size 768x512 --plot sd15.html[/]
     """
     output.check_overwrite(overwrite, "--plot", plot is not None)
-    if plot is not None:
-        from pellucid.cli import draw
-
-        if component is not None:
-            raise PellucidError(rule("--plot", "given without --component", str(plot), "It draws the whole."), "usage")
-        goal = draw.destination(plot, overwrite)
+    if plot is not None and component is not None:
+        raise PellucidError(rule("--plot", "given without --component", str(plot), "It draws the whole."), "usage")
+    goal = None if plot is None else output.plot_destination(plot, drawing.SUFFIXES, overwrite=overwrite)
     if device is not None and not time:
         raise PellucidError(rule("--device", "given with --time, since nothing runs without it", device), "usage")
     if depth is not None and not 0 <= depth <= 8:
@@ -110,29 +91,25 @@ def command(
         controlnets=tuple(controlnet or ()),
         ip_adapters=tuple(ip_adapter or ()),
     )
-    loading = {
-        "vae": vae,
-        "image_encoder": image_encoder,
-        "tokenizer": tokenizer,
-        "target": target,
-        "variant": variant,
-        "revision": revision,
-        "dtype": dtype,
-    }
+    loading = {"vae": vae, "image_encoder": image_encoder, "tokenizer": tokenizer, "target": target}
+    loading |= {"variant": variant, "revision": revision, "dtype": dtype}
     graph = read_graph(model, asked, loading)
     node = None if component is None else graph.node(component)
     if time:
         graph = add_times(graph, model, asked, {**loading, "device": device})
         node = None if node is None else graph.node(node.name)
-    show_graph(graph, node, as_json, levels)
-    if plot is not None:
-        from pellucid.evidence.drawing import graph as drawing
-
+    if as_json:
+        output.print_json(graph.to_dict() if node is None else component_dict(graph, node))
+    elif node is not None:
+        show_component(graph, node)
+    else:
+        show(graph, levels)
+    if goal is not None:
         goal.write(partial(drawing.draw_graph, graph))
         output.wrote(goal, as_json)
 
 
-def read_graph(model: str, asked: Any, loading: dict[str, Any]) -> Graph:
+def read_graph(model: str, asked: GraphOptions, loading: dict[str, Any]) -> Graph:
     with output.progress(f"reading {model}", 2) as done:
         from pellucid.pipeline import inspection_graph
 
@@ -142,7 +119,7 @@ def read_graph(model: str, asked: Any, loading: dict[str, Any]) -> Graph:
     return graph
 
 
-def add_times(graph: Graph, model: str, asked: Any, loading: dict[str, Any]) -> Graph:
+def add_times(graph: Graph, model: str, asked: GraphOptions, loading: dict[str, Any]) -> Graph:
     from pellucid.pipeline import inspection_graph
 
     with ExitStack() as bars:
@@ -153,18 +130,94 @@ def add_times(graph: Graph, model: str, asked: Any, loading: dict[str, Any]) -> 
         return inspection_graph.with_times(graph, model, asked, watch, **loading)
 
 
-def show_graph(graph: Graph, node: Any, as_json: bool, depth: int) -> None:
-    if as_json:
-        whole = graph.to_dict()
-        if node is not None:
-            [whole] = [one for one in whole["nodes"] if one["name"] == node.name]
-            whole["flows"] = [vars(flow) for flow in (*graph.into(node.name), *graph.out_of(node.name))]
-        output.print_json(whole)
-        return
-    from pellucid.cli import inspect_text
+def component_dict(graph: Graph, node: Node) -> dict[str, Any]:
+    [whole] = [one for one in graph.to_dict()["nodes"] if one["name"] == node.name]
+    return {**whole, "flows": [vars(flow) for flow in (*graph.into(node.name), *graph.out_of(node.name))]}
 
+
+# --- In a terminal ---------------------------------------------------------------------------------------------
+
+
+def show(graph: Graph, depth: int) -> None:
+    """The rows of cards, then tables of the components, their blocks and the milliseconds."""
     screen = output.console()
-    if node is not None:
-        inspect_text.show_one(graph, node, screen)
-    else:
-        inspect_text.show(graph, screen, depth)
+    screen.print(Text(tables.title(graph), style="bold"))
+    about = tables.subtitle(graph)
+    for part in (about[:-4], about[-4:]):  # what it is; what it is drawn for and what it weighs
+        screen.print(Text(" · ".join(part), style="dim"))
+    screen.print(rows_of_cards(graph), width=WIDTH)
+    screen.print(
+        output.table(*tables.component_columns(graph), right=tables.NUMBERS, rows=tables.components(graph), sums=True)
+    )
+    if depth:
+        for node in graph.components():
+            screen.print(blocks_table(node))
+    if graph.times is not None:
+        screen.print(output.table(*tables.CLOCK, right=tables.NUMBERS, rows=tables.clock(graph), sums=True))
+    for note in graph.notes:
+        screen.print(Text(f"! {note}", style="yellow"))
+
+
+def show_component(graph: Graph, node: Node) -> None:
+    """One component: what it is, what comes and goes, and its blocks."""
+    screen = output.console()
+    screen.print(card(node, [line for line in drawing.card_lines(graph, node) if not line.startswith("→")], WIDTH))
+    for key, value in node.facts.items():
+        screen.print(f"{key.replace('_', ' ')}: {value}", markup=False)
+    for mark, other, what, dtype in tables.links(graph, node):
+        screen.print(f"{mark} {other}: {what} {dtype}".rstrip(), markup=False, soft_wrap=True)
+    if node.blocks:
+        screen.print(blocks_table(node))
+
+
+def rows_of_cards(graph: Graph) -> Group:
+    """From what is given, at the top, to images; the loop in a frame."""
+    entrance, loop, after = drawing.rows_of(graph)
+    sampler = graph.of("sampler")[0].name
+    back = ", ".join(dict.fromkeys(f.goal for f in graph.out_of(sampler) if graph.node(f.goal).role in drawing.LOOP))
+    frame = Panel(
+        Group(*with_arrows([row_of_cards(graph, row, WIDTH - 4) for row in loop])),
+        title=f"[bold]{tables.pace(graph)}[/]",
+        subtitle=f"↑ back to {back}",
+        title_align="left",
+        box=box.HEAVY,
+        border_style=drawing.ORANGE,
+        width=WIDTH,
+    )
+    first = [row_of_cards(graph, row, WIDTH) for row in entrance]
+    last = [row_of_cards(graph, row, WIDTH) for row in after]
+    return Group(*with_arrows([*first, frame, *last]))
+
+
+def with_arrows(parts: list[Any]) -> list[Any]:
+    down = Align.center(Text("▼"))
+    return [one for part in parts for one in (part, down)][:-1]
+
+
+def row_of_cards(graph: Graph, row: list[Node], width: int) -> Align:
+    said = [drawing.card_lines(graph, node) for node in row]
+    fits = sum(card(node, lines, width).width or 0 for node, lines in zip(row, said, strict=True)) <= width - len(row)
+    most = width if fits else width // len(row) - 1
+    grid = Table.grid(padding=(0, 1))
+    grid.add_row(*(card(node, lines, most) for node, lines in zip(row, said, strict=True)))
+    return Align.center(grid)
+
+
+def card(node: Node, said: list[str], most: int) -> Panel:
+    """A box with the node's name on its edge, as wide as what it says."""
+    lines = [part for line in said for part in textwrap.wrap(line, most - 4)]
+    width = min(most, max(len(node.name) + 6, *(len(line) + 4 for line in lines), 0))
+    return Panel(
+        Text("\n".join(lines)), title=Text(node.name, "bold"), title_align="left",
+        border_style=ROLE_COLOURS[node.role], width=width,
+    )  # fmt: skip
+
+
+def blocks_table(node: Node) -> Table:
+    """A network's blocks: class, parameters, share, and the shape that leaves each."""
+    rows = []
+    for row in tables.anatomy(node):
+        shown = Text("█" * round(BAR * row.share) or "▏", ROLE_COLOURS[node.role])
+        rows.append(("  " * row.level + row.name, row.kind, row.parameters, row.percent, shown, row.leaves))
+    columns = (node.name, "class", "parameters", "share", "", "leaves as")
+    return output.table(*columns, right=("parameters", "share"), rows=rows)

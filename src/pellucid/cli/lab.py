@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pellucid.cli import output
-from pellucid.cli.options import Overwrite
+from pellucid.cli.options import AsJson, Overwrite, flag, option
 from pellucid.core.errors import PellucidError, rule
 
 if TYPE_CHECKING:
@@ -39,22 +40,20 @@ def command(
     lab: Annotated[
         str | None,
         typer.Argument(
-            metavar="LAB", help="Its number or name; all are listed when none is given.", show_default=False
+            metavar="LAB", help="The lab's number or name; without one, all are listed.", show_default=False
         ),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where its figures go; out/labs/LAB when not given.")
-    ] = None,
-    smoke: Annotated[bool, typer.Option("--smoke", metavar="", help="Run it in its smallest size.")] = False,
-    starter: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the file with gaps.")] = None,
-    check: Annotated[Path | None, typer.Option(metavar="FILE", help="Check an answer.")] = None,
+    out: Annotated[Path | None, option("FOLDER", "Folder for the figures (default: out/labs/LAB).")] = None,
+    smoke: Annotated[bool, flag("--smoke", "Run it in its smallest size.")] = False,
+    starter: Annotated[Path | None, option("FILE", "Write the file with gaps.")] = None,
+    check: Annotated[Path | None, option("FILE", "Check an answer.")] = None,
     overwrite: Overwrite = False,
-    in_studio: Annotated[bool, typer.Option("--open", metavar="", help="Open it in the studio.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print what came as JSON.")] = False,
+    in_studio: Annotated[bool, flag("--open", "Open it in the studio.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Read and run a lab: a question about diffusion that is answered by code; then answer it yourself.
+    """Read and run a lab, a question about diffusion answered by code; then answer it yourself.
 
-    Ends with 0 where all is well, with 1 where a check was not passed or a lab failed, and with 2 for bad input.
+    Exit code 0: all is well; 1: a check or the lab failed; 2: bad input.
     """
     from pellucid.labs.catalog import find
 
@@ -106,11 +105,9 @@ def show_list(as_json: bool) -> None:
     if as_json:
         output.print_json([facts(lab) for lab in LABS])
         return
-    made = output.table("lab", "title", "question")
-    for lab in LABS:
-        made.add_row(f"[bold]{lab.code}[/]", lab.title, lab.question)
+    rows = [(f"[bold]{lab.code}[/]", lab.title, lab.question) for lab in LABS]
     screen = output.console()
-    screen.print(made)
+    screen.print(output.table("lab", "title", "question", rows=rows))
     screen.print("Run one: pellucid lab 03. Begin an answer: --starter FILE; check it: --check FILE.")
 
 
@@ -152,7 +149,9 @@ class FigureFolder:
 def run_lab(lab: Lab, figures: FigureFolder, smoke: bool, as_json: bool) -> None:
     from pellucid.labs import process, script
 
-    require_matplotlib()
+    if find_spec("matplotlib") is None:
+        advice = "Install it: pip install 'pellucid[plot]'."
+        raise PellucidError(rule("lab", "run with matplotlib", "none", advice), "lab-matplotlib")
     figures.open()
     screen, told = output.console(), []
     error = None
@@ -169,14 +168,6 @@ def run_lab(lab: Lab, figures: FigureFolder, smoke: bool, as_json: bool) -> None
         output.print_json({**facts(lab), "smoke": smoke, "blocks": told})
     if error is not None:
         raise typer.Exit(1)
-
-
-def require_matplotlib() -> None:
-    from importlib.util import find_spec
-
-    if find_spec("matplotlib") is None:
-        advice = "Install it: pip install 'pellucid[plot]'."
-        raise PellucidError(rule("lab", "run with matplotlib", "none", advice), "lab-matplotlib")
 
 
 def block_record(shown: BlockResult, paths: Sequence[Path]) -> dict[str, Any]:
@@ -230,10 +221,8 @@ def check_answer(lab: Lab, answer: Path, as_json: bool) -> None:
     found = check(lab, answer)
     passed = all(one.verdict == "passed" for one in found)
     if as_json:
-        checks = [
-            {"name": one.name, "verdict": one.verdict, "sentence": one.sentence, "printed": one.printed}
-            for one in found
-        ]
+        names = ("name", "verdict", "sentence", "printed")
+        checks = [{name: getattr(one, name) for name in names} for one in found]
         output.print_json({"lab": lab.code, "answer": str(answer), "passed": passed, "checks": checks})
     else:
         show_outcomes(found)

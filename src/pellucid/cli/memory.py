@@ -2,161 +2,108 @@
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from pellucid.cli import output
-from pellucid.cli.options import Device, Overwrite, model_names
+from pellucid.cli.options import AsJson, Device, Dtype, Model, Overwrite, Plot, Size, flag, option
 from pellucid.core.errors import PellucidError, rule
 
 if TYPE_CHECKING:
+    from pellucid.evidence.drawing.memory import StageReport, StrategyReport
     from pellucid.pipeline.pipeline import Pipeline
-    from pellucid.pipeline.policy import Policy
 
 
 def command(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="A folder, a checkpoint file, a bundle or a hub id.", autocompletion=model_names
-        ),
-    ],
-    size: Annotated[
-        str | None, typer.Option(metavar="WxH", help="Pixels, as 768x512 or 512; the model's own when not given.")
-    ] = None,
-    batch: Annotated[int, typer.Option(metavar="N", min=1, help="Images at once.")] = 1,
-    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps of the measured run.")] = 2,
-    controlnet: Annotated[
-        list[str] | None, typer.Option(metavar="MODEL", help="With this ControlNet; may be repeated.")
-    ] = None,
-    lora: Annotated[list[str] | None, typer.Option(metavar="FILE", help="With this LoRA; may be repeated.")] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="float32, bfloat16 or float16; as `pellucid sample` when not given."),
-    ] = None,
+    model: Model,
+    size: Size = None,
+    batch: Annotated[int, option("N", "Images at once.", min=1)] = 1,
+    steps: Annotated[int, option("N", "Steps of the measured run.", min=1)] = 2,
+    controlnet: Annotated[list[str] | None, option("MODEL", "With this ControlNet; may be repeated.")] = None,
+    lora: Annotated[list[str] | None, option("FILE", "With this LoRA; may be repeated.")] = None,
+    dtype: Dtype = None,
     device: Device = None,
-    attention: Annotated[str, typer.Option(metavar="NAME", help="auto, flash, efficient, cudnn or math.")] = "auto",
-    vae_slicing: Annotated[bool, typer.Option("--vae-slicing", metavar="", help="Decode one image at a time.")] = False,
-    vae_tile: Annotated[
-        int | None, typer.Option(metavar="N", help="Decode in tiles of N × N latents; the whole when not given.")
-    ] = None,
-    channels_last: Annotated[
-        bool, typer.Option("--channels-last", metavar="", help="Convolutions with the channels innermost.")
-    ] = False,
-    offload: Annotated[
-        str, typer.Option(metavar="HOW", help="none, component or block: what waits on the CPU.")
-    ] = "none",
-    compiled: Annotated[bool, typer.Option("--compile", metavar="", help="Compile the denoising network.")] = False,
-    compare: Annotated[
-        bool, typer.Option("--compare", metavar="", help="Run each strategy and adapter: peak, time, image difference.")
-    ] = False,
-    predict: Annotated[
-        bool, typer.Option("--predict", metavar="", help="Only predict; the device need not be here.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the figures as JSON.")] = False,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the stages, or the strategies, into this file.")
-    ] = None,
+    attention: Annotated[str, option("NAME", "auto, flash, efficient, cudnn or math.")] = "auto",
+    vae_slicing: Annotated[bool, flag("--vae-slicing", "Decode one image at a time.")] = False,
+    vae_tile: Annotated[int | None, option("N", "Decode in tiles of N × N latents (default: all at once).")] = None,
+    channels_last: Annotated[bool, flag("--channels-last", "Convolutions with the channels innermost.")] = False,
+    offload: Annotated[str, option("HOW", "none, component or block: what waits on the CPU.")] = "none",
+    compiled: Annotated[bool, flag("--compile", "Compile the denoising network.")] = False,
+    compare: Annotated[bool, flag("--compare", "Run each strategy and adapter: peak, time, image difference.")] = False,
+    predict: Annotated[bool, flag("--predict", "Only predict, also for a device that is not here.")] = False,
+    as_json: AsJson = False,
+    plot: Plot = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Predict the peak of each stage and who owns it, then run and measure it; compare what each saving costs.
+    """Predict each stage's peak memory and its owner, run and measure it, and compare what each saving costs.
 
     Example: [bold]pellucid memory stable-diffusion-v1-5 --size 512x512 --batch 2 --compare[/]
     """
     if predict and compare:
         raise PellucidError("--predict must be given without --compare, which runs; got both.", "usage")
     output.check_overwrite(overwrite, "--plot", plot is not None)
-    goal = None
-    if plot is not None:
-        from pellucid.cli import draw
-
-        goal = draw.destination(plot, overwrite)
+    goal = None if plot is None else output.plot_destination(plot, overwrite=overwrite)
+    from pellucid.evidence.drawing.memory import headline
     from pellucid.pipeline.inspection_graph import sketch
     from pellucid.pipeline.load import load, widen
     from pellucid.pipeline.policy import Policy
-    from pellucid.pipeline.request import read_size
+    from pellucid.pipeline.request import Lora, read_size
 
-    wanted = None if size is None else read_size("--size", size)
+    pixels = None if size is None else read_size("--size", size)
     policy = Policy(attention, vae_slicing, vae_tile, channels_last, offload, compiled)  # type: ignore[arg-type]
     with output.progress("loading", 1):
         pipe = sketch(model, dtype=dtype) if predict else load(model, dtype=dtype, device=device, policy=policy)
-    where = PredictFor(policy, device) if predict else None
-    if where is not None and dtype is None and where.device.type == "cpu":
+    elsewhere = {"policy": policy, "device": device_named(device)} if predict else {}
+    if predict and dtype is None and elsewhere["device"].type == "cpu":
         widen(pipe.components)
-    asked = {"size": wanted, "batch": batch, "steps": steps, "controlnets": controlnet or (), "loras": loras(lora)}
-    if compare:
-        show_by_strategy(pipe, asked, as_json, goal)
-    else:
-        show_by_stage(pipe, asked, where, as_json, goal)
-
-
-class PredictFor:
-    """What to predict for, when it is not what was loaded."""
-
-    def __init__(self, policy: Policy, device: str | None) -> None:
-        import torch
-
-        try:
-            self.device = torch.device(device or "cuda")
-        except RuntimeError:
-            raise PellucidError(rule("--device", "cuda or cpu", device), "device") from None
-        self.policy = policy
-
-
-def loras(paths: list[str] | None) -> tuple[Any, ...]:
-    from pellucid.pipeline.request import Lora
-
-    return tuple(Lora(path) for path in paths or ())
-
-
-def show_by_stage(
-    pipe: Pipeline, asked: dict[str, Any], where: PredictFor | None, as_json: bool, goal: output.Destination | None
-) -> None:
-    """Stage by stage: predicted, and measured where it runs."""
-    from pellucid.cli import memory_text
-    from pellucid.evidence.drawing.memory import describe_run
-    from pellucid.pipeline import compare, memory
-
-    request = memory.request_for(pipe, **asked)
-    with output.progress("memory", 2) as seen:
-        other: dict[str, Any] = {} if where is None else {"policy": where.policy, "device": where.device}
-        forecast = memory.predict(pipe, request, **other)
-        seen()
-        found = compare.measure(pipe, request) if where is None else None
-        seen()
-    about = describe_run(pipe, request, forecast.policy, pipe.device if where is None else where.device)
+    loras = tuple(Lora(path) for path in lora or ())
+    asked = {"size": pixels, "batch": batch, "steps": steps, "controlnets": controlnet or (), "loras": loras}
+    report = compare_strategies(pipe, asked) if compare else by_stage(pipe, asked, elsewhere)
     if as_json:
-        output.print_json(memory_text.stages_json(about, forecast, found))
+        output.print_json(report.to_dict())
     else:
-        memory_text.show_stages(about, forecast, found)
+        numbers = [name for name in report.columns[1:] if name and name not in ("owner of the peak", "to")]
+        screen = output.console()
+        screen.print(headline(report.about), style="bold")
+        screen.print(output.table(*report.columns, right=numbers, rows=report.rows()))
+        for line in report.notes():
+            screen.print(line, soft_wrap=True, markup=False)
     if goal is not None:
-        from pellucid.evidence.drawing import memory as drawing
-
-        goal.write(partial(drawing.draw_stages, about, forecast, found))
+        goal.write(report.draw)
         output.wrote(goal, as_json)
 
 
-def show_by_strategy(pipe: Pipeline, asked: dict[str, Any], as_json: bool, goal: output.Destination | None) -> None:
-    """Strategy by strategy."""
-    from pellucid.cli import memory_text
-    from pellucid.evidence.drawing.memory import describe_run
+def device_named(name: str | None) -> Any:
+    import torch
+
+    try:
+        return torch.device(name or "cuda")
+    except RuntimeError:
+        raise PellucidError(rule("--device", "cuda or cpu", name), "device") from None
+
+
+def by_stage(pipe: Pipeline, asked: dict[str, Any], elsewhere: dict[str, Any]) -> StageReport:
+    """Stage by stage: predicted, and measured unless the prediction is for `elsewhere`: a policy and a device."""
+    from pellucid.evidence.drawing.memory import StageReport, describe_run
+    from pellucid.pipeline import compare, memory
+
+    request = memory.request_for(pipe, **asked)
+    with output.progress("memory", 2) as done:
+        forecast = memory.predict(pipe, request, **elsewhere)
+        done()
+        found = None if elsewhere else compare.measure(pipe, request)
+        done()
+    return StageReport(
+        describe_run(pipe, request, forecast.policy, elsewhere.get("device", pipe.device)), forecast, found
+    )
+
+
+def compare_strategies(pipe: Pipeline, asked: dict[str, Any]) -> StrategyReport:
+    from pellucid.evidence.drawing.memory import StrategyReport, describe_run
     from pellucid.pipeline import compare, memory
 
     dressed = memory.request_for(pipe, **asked)
     bare = memory.request_for(pipe, **{**asked, "controlnets": (), "loras": ()})
     found, left_out = compare.strategies(pipe, bare, dressed)
-    with output.progress("comparing", len(found)) as seen:
-        rows = compare.compare(pipe, found, seen)
-    about = describe_run(pipe, bare, pipe.policy, pipe.device)
-    if as_json:
-        output.print_json(memory_text.rows_json(about, rows, left_out))
-    else:
-        memory_text.show_rows(about, rows, left_out)
-    if goal is not None:
-        from pellucid.evidence.drawing import memory as drawing
-
-        goal.write(partial(drawing.draw_strategies, about, rows))
-        output.wrote(goal, as_json)
+    with output.progress("comparing", len(found)) as done:
+        rows = compare.compare(pipe, found, done)
+    return StrategyReport(describe_run(pipe, bare, pipe.policy, pipe.device), rows, left_out)

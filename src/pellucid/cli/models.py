@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pellucid.cli import output
+from pellucid.cli.options import AsJson
 
 if TYPE_CHECKING:
     from pellucid.interop.local_models import Model
@@ -18,7 +19,7 @@ def command(
     folders: Annotated[
         list[Path] | None, typer.Argument(metavar="[FOLDER]…", help="Folders to search too, four levels deep.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the same as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the models that are here: those that come with Pellucid, the hub's cache, and those in folders.
 
@@ -36,14 +37,13 @@ def command(
 def print_table(found: list[Model]) -> None:
     from rich.markup import escape
 
-    made = output.table("name", "kind", "predicts", "schedule", "MB", "from", right=("MB",))
+    rows = []
     for model in found:
         size = f"{model.bytes / 1e6:,.1f}"
-        made.add_row(
-            f"[bold]{escape(model.name)}[/]", model.kind, model.target or "–", model.schedule or "–", size, model.where
-        )
-        for part in model.parts:
-            made.add_row(f"[dim]  {escape(model.name)}/{part}[/]")
+        target, schedule = model.target or "–", model.schedule or "–"
+        rows.append((f"[bold]{escape(model.name)}[/]", model.kind, target, schedule, size, model.where))
+        rows += [(f"[dim]  {escape(model.name)}/{part}[/]",) for part in model.parts]
+    columns = ("name", "kind", "predicts", "schedule", "MB", "from")
     screen = output.console()
-    screen.print(made)
+    screen.print(output.table(*columns, right=("MB",), rows=rows))
     screen.print('A name is what every command takes as its model: [bold]pellucid sample NAME "a red star"[/]')

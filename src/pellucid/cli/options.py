@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from pellucid.core.errors import PellucidError, rule
 
-Device = Annotated[
-    str | None, typer.Option(metavar="NAME", help="cuda or cpu; cuda where there is one when not given.")
-]
-Overwrite = Annotated[bool, typer.Option("--overwrite", metavar="", help="Replace a file that is there.")]
-Out = Annotated[
-    Path | None, typer.Option(metavar="FOLDER", help="Where it writes; out/NAME of the config when not given.")
-]
+HELP = {"help_option_names": ["-h", "--help"]}
+CANCELLED = 130  # the exit code that shells expect after Ctrl-C
+
+
+def option(metavar: str, help: str, *names: str, panel: str | None = None, **more: Any) -> Any:
+    """An option with a value, which the help calls `metavar`; its name is that of the parameter where none is given."""
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, **more)
+
+
+def flag(name: str, help: str, panel: str | None = None) -> Any:
+    """An option without a value."""
+    return typer.Option(name, metavar="", help=help, rich_help_panel=panel)
 
 
 def model_names(incomplete: str) -> list[str]:
@@ -47,6 +52,26 @@ def whole_numbers(option: str, text: str) -> tuple[int, ...]:
         raise PellucidError(rule(option, "whole numbers with commas between them", text), "usage") from None
 
 
+def given_only(**values: Any) -> dict[str, Any]:
+    """What was given on the command line; a config has the defaults of the rest."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def group(words: str) -> typer.Typer:
     """A command of commands, which shows its help when it is called alone."""
-    return typer.Typer(help=words, context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=True)
+    return typer.Typer(help=words, context_settings=HELP, no_args_is_help=True)
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A folder, a single file, a hub id (owner/name) or a bundle.", autocompletion=model_names
+    ),
+]
+Device = Annotated[str | None, option("NAME", "cuda or cpu (default: cuda if there is one).")]
+Dtype = Annotated[str | None, option("NAME", "float32, bfloat16 or float16 (default: the model's own).")]
+Size = Annotated[str | None, option("WxH", "Pixels, as 768x512 or 512 (default: the model's own).")]
+Out = Annotated[Path | None, option("FOLDER", "Output folder (default: out/NAME of the config).")]
+Plot = Annotated[Path | None, option("FILE", "Draw it into this file (.png, .svg, .pdf).", "--plot")]
+Overwrite = Annotated[bool, flag("--overwrite", "Replace a file that exists.")]
+AsJson = Annotated[bool, flag("--json", "Print the result as JSON.")]

@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+IMAGES = (".png", ".svg", ".pdf")  # what matplotlib writes
 PIPE_WIDTH = 160  # columns of a table that no terminal will show
 EVERY = 30.0  # seconds between two lines about long work in a log
 
@@ -34,14 +35,17 @@ def console() -> Console:
     return Console(width=None if known else PIPE_WIDTH, highlight=False, emoji=False)
 
 
-def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    """An empty table in the house's look; the columns named in `right` hold numbers."""
+def table(*columns: str, right: Sequence[str] = (), rows: Iterable[Sequence[Any]] = (), sums: bool = False) -> Table:
+    """A table in the house's look; the columns named in `right` hold numbers, and `sums` sets the last row apart."""
     from rich import box
     from rich.table import Table
 
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    listed = list(rows)
+    for number, row in enumerate(listed, 1):
+        made.add_row(*row, end_section=sums and number == len(listed) - 1)
     return made
 
 
@@ -99,6 +103,14 @@ def destination(path: Path, option: str, suffixes: tuple[str, ...] = (), *, over
         raise exists_error(option, path)
     writable(path.parent, option, path)
     return Destination(path, option, overwrite)
+
+
+def plot_destination(path: Path, suffixes: tuple[str, ...] = IMAGES, *, overwrite: bool = False) -> Destination:
+    """The same for `--plot`, which needs matplotlib too."""
+    from pellucid.evidence.report.charts import require
+
+    require()
+    return destination(path, "--plot", suffixes, overwrite=overwrite)
 
 
 def check_overwrite(overwrite: bool, with_what: str, written: bool) -> None:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.text import Text
 
-from pellucid.cli import output
-from pellucid.cli.options import Overwrite, grid_names, sampler_names
+from pellucid.cli import output, plan_words
+from pellucid.cli.options import AsJson, Overwrite, Plot, grid_names, option, sampler_names
+from pellucid.cli.output import short, time_text
 from pellucid.core.errors import PellucidError, rule
+from pellucid.core.plan import REGISTERS, Plan, Row, Weights, kept
+from pellucid.core.samplers import REGISTRY
+from pellucid.core.schedule import Level
+from pellucid.core.wording import named
 
-if TYPE_CHECKING:
-    from pellucid.core.plan import Plan
+FRAMES = {"vp": "alpha² + sigma² = 1", "ve": "alpha = 1", "flow": "alpha + sigma = 1"}
+SCALES = (1.0, 0.3, 0.1, 0.03, 0.01)  # standard deviations of what an image is made of
+COLUMNS = ("#", "time", "alpha", "sigma", "λ")
 
 
 def command(
@@ -26,73 +34,51 @@ def command(
             autocompletion=sampler_names,
         ),
     ],
-    schedule: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Noise schedule; scaled_linear when not given.")
-    ] = None,
+    schedule: Annotated[str | None, option("NAME", "Noise schedule (default: scaled_linear).")] = None,
     target: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="What the network predicts; the schedule's usual one when not given."),
+        str | None, option("NAME", "What the network predicts (default: the schedule's usual one).")
     ] = None,
     grid: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Where the model is called: karras, trailing, …", autocompletion=grid_names),
+        str | None, option("NAME", "Where the model is called: karras, trailing, …", autocompletion=grid_names)
     ] = None,
-    steps: Annotated[int | None, typer.Option(metavar="N", help="Steps; 20 when not given.")] = None,
+    steps: Annotated[int | None, option("N", "Steps (default: 20).")] = None,
     dialect: Annotated[
-        str | None,
-        typer.Option("--as", metavar="DIALECT", help="exact, or the way of diffusers, k-diffusion or comfyui."),
+        str | None, option("DIALECT", "exact, or the way of diffusers, k-diffusion or comfyui.", "--as")
     ] = None,
     option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="An option of the sampler as key=value; may be repeated."),
+        list[str] | None, option("KEY=VALUE", "An option of the sampler as key=value; may be repeated.")
     ] = None,
-    final: Annotated[
-        str | None, typer.Option(metavar="END", help="Where the last step ends: zero or sigma_min.")
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", metavar="", help="Print the plan, or the comparison, as JSON.")
-    ] = False,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the plan into this image (.png, .svg, .pdf).")
-    ] = None,
+    final: Annotated[str | None, option("END", "Where the last step ends: zero or sigma_min.")] = None,
+    as_json: AsJson = False,
+    plot: Plot = None,
     diff: Annotated[
-        str | None,
-        typer.Option(
-            "--diff", metavar="WORDS", help="Compare with another plan, in these same words; the rest is inherited."
-        ),
+        str | None, option("WORDS", "Compare with another plan, in these same words; the rest is inherited.")
     ] = None,
-    save: Annotated[
-        Path | None, typer.Option("--save", metavar="FILE", help="Write the plan into this JSON file.")
-    ] = None,
+    save: Annotated[Path | None, option("FILE", "Write the plan into this JSON file.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Show a sampler as its table: one row is one model call, then linear updates.
 
     Example: [bold]pellucid plan dpmpp_2m --grid karras --steps 10 --diff "--as diffusers"[/]
     """
-    from pellucid.cli import plan_words
-
     refuse_both(as_json, plot, diff)
     output.check_overwrite(overwrite, "--save or --plot", save is not None or plot is not None)
     goal = None if save is None else output.destination(save, "--save", (".json",), overwrite=overwrite)
-    if plot is not None:
-        from pellucid.cli import draw
-
-        drawn = draw.destination(plot, overwrite)
+    image = None if plot is None else output.plot_destination(plot, overwrite=overwrite)
     words = plan_words.PlanWords.of(ctx.params)
     made = plan_words.plan_of(words)
     if diff is not None:
-        from pellucid.cli import plan_diff_text
+        from pellucid.cli import plan_diff
 
         other = plan_words.inherit(plan_words.parse_words(diff, ctx.command), words, made)
-        plan_diff_text.show(made, plan_words.plan_of(other), as_json)
+        plan_diff.show(made, plan_words.plan_of(other), as_json)
     elif as_json:
         print(made.to_json())
-    elif plot is not None:
-        from pellucid.evidence.drawing import plan as drawing
+    elif image is not None:
+        from pellucid.evidence.drawing.plan import draw_plan
 
-        drawn.write(partial(drawing.draw_plan, made))
-        output.wrote(drawn)
+        image.write(partial(draw_plan, made))
+        output.wrote(image)
     else:
         show(made)
     if goal is not None:
@@ -108,9 +94,129 @@ def refuse_both(as_json: bool, plot: Path | None, diff: str | None) -> None:
         )
 
 
-def show(made: Plan) -> None:
-    from pellucid.cli import plan_text
-
+def show(plan: Plan) -> None:
     screen = output.console()
-    for line in (*plan_text.header(made), "", *plan_text.rows(made), "", *plan_text.legend(made)):
+    for line in (*header(plan), "", *rows(plan), "", *legend(plan)):
         screen.print(line, soft_wrap=True)
+
+
+# --- A plan as text -------------------------------------------------------------------------------------------------
+
+
+def header(plan: Plan) -> Iterator[Text]:
+    """What the plan is, a fact a line."""
+    title = REGISTRY[plan.name].title if plan.name in REGISTRY else plan.name
+    calls = "1 model call" if plan.nfe == 1 else f"{plan.nfe} model calls"
+    yield Text(f"{title} ({plan.name}): {calls} (NFE)", style="bold")
+    for label, value in facts(plan):
+        yield Text.assemble((f"  {label:<9}", "dim"), value)
+
+
+def facts(plan: Plan) -> Iterator[tuple[str, str]]:
+    yield "schedule", named(plan.schedule)
+    yield "target", f"{plan.target}: what the network predicts"
+    yield "grid", named(plan.grid)
+    yield "dialect", plan.dialect
+    yield "frame", f"{plan.frame}: {FRAMES[plan.frame]}"
+    yield "basis", f"{plan.basis}: what p0, p1, … are kept as"
+    if plan.options:
+        yield "options", ", ".join(f"{k} = {v}" for k, v in plan.options.items())
+    yield "start", f"{level(plan.start)}; initial scale {short(plan.initial_scale, 6)}"
+    yield "end", level(plan.end)
+    law = f"declared: {plan.declared}" if plan.declared else "each row lands on its level"
+    yield "law", f"deviation {short(plan.deviation, 3)}, {law}"
+    if plan.end.sigma == 0:
+        yield "keeps", detail(plan)
+    if "says" in plan.evidence:
+        yield "evidence", str(plan.evidence["says"])
+
+
+def detail(plan: Plan) -> str:
+    """How much contrast is left of large and of small structures."""
+    shares = [
+        f"{short(100 * float(part), 3)} % at {scale:g}" for scale, part in zip(SCALES, kept(plan, SCALES), strict=True)
+    ]
+    return f"{', '.join(shares)}: the contrast of Gaussian data by its standard deviation"
+
+
+def level(at: Level) -> str:
+    return f"alpha {short(at.alpha, 6)}, sigma {short(at.sigma, 6)}, λ {short(at.lam)}"
+
+
+def rows(plan: Plan) -> Iterator[Text]:
+    """The table: #, told time, alpha, sigma, λ, and the update as a formula whose terms stand in columns."""
+    cells = [row_cells(i, r) for i, r in enumerate(plan.rows)]
+    widths = [max(len(c[k]) for c in (COLUMNS, *cells)) for k in range(len(COLUMNS))]
+    updates = formulas([r.x for r in plan.rows])
+    if any(r.anchor is not None for r in plan.rows):
+        kept = formulas([r.anchor for r in plan.rows])
+        wide = max(map(len, updates))
+        updates = [f"{x:<{wide}}   anchor ← {a}" if a else x for x, a in zip(updates, kept, strict=True)]
+    yield Text("  ".join(name.rjust(w) for name, w in zip(COLUMNS, widths, strict=True)) + "   update", style="dim")
+    for cell, r, update in zip(cells, plan.rows, updates, strict=True):
+        line = "  ".join(text.rjust(w) for text, w in zip(cell, widths, strict=True))
+        yield Text.assemble((line, "cyan"), "   x ← ", update, (marks(r), "yellow"))
+
+
+def row_cells(index: int, r: Row) -> tuple[str, ...]:
+    return str(index), time_text(r.time), short(r.level.alpha), short(r.level.sigma), short(r.level.lam)
+
+
+def marks(r: Row) -> str:
+    """What is unusual of a row: a prediction that is held out of the history, noise before the call."""
+    held = "   held: p0 does not enter the history" if r.held else ""
+    churn = f"   churn: x + {short(r.pre_noise)}·z before the call" if r.pre_noise else ""
+    return held + churn
+
+
+def term(weight: float, register: int) -> str:
+    """`0.9300·x`; a weight of exactly 1 is not written."""
+    if abs(weight) == 1.0:
+        return REGISTERS[register]
+    return f"{abs(weight):#.4g}".rstrip(".").replace("-", "−") + f"·{REGISTERS[register]}"
+
+
+def formula(weights: Weights) -> str:
+    """`0.93·x + 0.07·p0 − 0.01·p1`; 0 when nothing is left."""
+    return formulas([weights])[0]
+
+
+def formulas(every: Sequence[Weights | None]) -> list[str]:
+    """One formula a row, each register's terms in one column; empty where there is no update."""
+    widest: dict[int, int] = {}
+    for weights in every:
+        for register, weight in weights or ():
+            widest[register] = max(widest.get(register, 0), len(term(weight, register)))
+    out = ["" if weights is None else align(dict(weights), widest) for weights in every]
+    spare = 2 if all(line[:2] in ("", "  ") for line in out) else 0  # room for a leading minus that no row needs
+    return [line[spare:].rstrip() for line in out]
+
+
+def align(weights: dict[int, float], widest: dict[int, int]) -> str:
+    if not weights:
+        return "  0"
+    out, first = "", True
+    for register in sorted(widest):
+        if register not in weights:
+            out += " " * (widest[register] + 3)
+            continue
+        sign = "−" if weights[register] < 0 else " " if first else "+"
+        out += f"{sign} {term(weights[register], register):<{widest[register]}} "
+        first = False
+    return out
+
+
+def legend(plan: Plan) -> Iterator[Text]:
+    """What the letters mean, for the registers that this plan uses."""
+    used = [name for name in REGISTERS if any(r.uses(name) for r in plan.rows)]
+    said = {
+        "x": "x: the state",
+        "anchor": "anchor: a kept copy of x",
+        "p0": f"p0: this call's {plan.basis}",
+        "p1": ", ".join(f"p{k}" for k in range(1, plan.depth + 1)) + ": of earlier calls",
+        "u": "u: the unconditional x0",
+        "z": "z: fresh noise",
+    }
+    yield Text(
+        "time is what the network is told.  " + "  ".join(said[name] for name in used if name in said), style="dim"
+    )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pellucid.cli.options import grid_names, model_names, sampler_names
+from pellucid.cli.options import grid_names, model_names, option, sampler_names
 from pellucid.core.errors import PellucidError, rule
 from pellucid.pipeline.policy import Policy
 from pellucid.pipeline.request import ADAPTERS, SPEED, WHAT, Flag, Request, flags_of, read_label, read_size
@@ -69,17 +69,11 @@ EPILOG = "\n\n".join(line.replace("[", r"\[") for line in EXAMPLES)
 # --- Flags ----------------------------------------------------------------------------------------------------------
 
 
-def option(panel: str, *names: str, metavar: str = "", help: str, complete: Any = None) -> Any:
-    """An option of a command, in a panel of its help."""
-    return typer.Option(
-        *names, metavar=metavar, help=help, rich_help_panel=panel, show_default=False, autocompletion=complete
-    )
-
-
 def typed(flag: Flag) -> Any:
     """A flag as a type for typer."""
     complete, help = COMPLETIONS.get(flag.names_of), flag.help.replace("[", r"\[")
-    found = option(flag.panel, *flag.names, metavar=flag.metavar, help=help, complete=complete)
+    more = {"show_default": False, "autocompletion": complete}
+    found = option(flag.metavar, help, *flag.names, panel=flag.panel, **more)
     return Annotated[flag.kind if flag.kind is bool else flag.kind | None, found]
 
 

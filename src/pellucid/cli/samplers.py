@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pellucid.cli import output
-from pellucid.cli.options import sampler_names
+from pellucid.cli.options import AsJson, sampler_names
 
 if TYPE_CHECKING:
     from pellucid.core.samplers import Sampler
@@ -22,7 +22,7 @@ def command(
             autocompletion=sampler_names,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the same as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the samplers, or show one: its options and defaults, its other names, its paper.
 
@@ -50,43 +50,34 @@ def facts(entry: Sampler) -> dict[str, Any]:
 
 def overview(entries: list[Sampler]) -> None:
     columns = ("name", "title", "family", "order", "noise", "calls", "suits", "paper")
-    made = output.table(*columns, right=("order", "calls"))
+    rows = []
     for entry in entries:
         noise = "none" if entry.deterministic else "fresh"
-        calls = str(entry.calls)
-        made.add_row(
-            f"[bold]{entry.name}[/]",
-            entry.title,
-            entry.family,
-            str(entry.order),
-            noise,
-            calls,
-            entry.suits,
-            entry.paper,
-        )
+        about = (entry.title, entry.family, str(entry.order), noise, str(entry.calls), entry.suits, entry.paper)
+        rows.append((f"[bold]{entry.name}[/]", *about))
     screen = output.console()
     screen.print("Samplers", style="bold")
-    screen.print(made)
+    screen.print(output.table(*columns, right=("order", "calls"), rows=rows))
     screen.print("noise none: deterministic after the first noise. calls: model calls per step.")
 
 
 def detail(entry: Sampler, asked: str, grid: str | None) -> None:
     from rich.markup import escape
 
-    made = output.table("", "")
-    made.show_header = False
     noise = "deterministic" if entry.deterministic else "stochastic: fresh noise at the steps"
-    made.add_row("family", entry.family)
-    made.add_row(
-        "order", f"{entry.order}, {entry.calls} model {'call' if entry.calls == 1 else 'calls'} a step, {noise}"
-    )
-    made.add_row("suits", entry.suits)
-    made.add_row("paper", entry.paper)
-    made.add_row("also known as", ", ".join(entry.aliases) or "–")
-    options = [f"{option} = {value!r}" for option, value in entry.options().items()]
-    made.add_row("options", escape("\n".join(options)) or "none")
+    calls = f"{entry.calls} model {'call' if entry.calls == 1 else 'calls'} per step"
+    rows = [
+        ("family", entry.family),
+        ("order", f"{entry.order}, {calls}, {noise}"),
+        ("suits", entry.suits),
+        ("paper", entry.paper),
+        ("also known as", ", ".join(entry.aliases) or "–"),
+        ("options", escape("\n".join(f"{name} = {value!r}" for name, value in entry.options().items())) or "none"),
+    ]
     if grid is not None:
-        made.add_row("grid", escape(f"{grid}, as the name {asked!r} asks"))
+        rows.append(("grid", escape(f"{grid}, as the name {asked!r} asks")))
+    made = output.table("", "", rows=rows)
+    made.show_header = False
     screen = output.console()
     screen.print(f"{entry.title} ({entry.name})", style="bold")
     screen.print(made)

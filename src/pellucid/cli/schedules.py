@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pellucid.cli import output
-from pellucid.cli.options import Overwrite
+from pellucid.cli.options import AsJson, Overwrite, Plot, flag
 
 if TYPE_CHECKING:
     from pellucid.core.schedule import Schedule
@@ -17,15 +16,11 @@ if TYPE_CHECKING:
 
 def command(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAMES", help="Schedules to show; all when none is named.")
+        list[str] | None, typer.Argument(metavar="NAMES", help="Schedules to show (default: all).")
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw β, ᾱ, SNR and λ into this file.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the arrays as JSON.")] = False,
-    zero_snr: Annotated[
-        bool, typer.Option("--zero-snr", metavar="", help="Rescale to zero terminal SNR (discrete schedules only).")
-    ] = False,
+    plot: Plot = None,
+    as_json: AsJson = False,
+    zero_snr: Annotated[bool, flag("--zero-snr", "Rescale to zero terminal SNR (discrete schedules only).")] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Show noise schedules: how β, ᾱ, SNR, λ and σ run over training time.
@@ -33,20 +28,17 @@ def command(
     Example: [bold]pellucid schedules scaled_linear cosine flow --plot schedules.png[/]
     """
     output.check_overwrite(overwrite, "--plot", plot is not None)
-    if plot is not None:
-        from pellucid.cli import draw
-
-        goal = draw.destination(plot, overwrite)
+    goal = None if plot is None else output.plot_destination(plot, overwrite=overwrite)
     found = choose(names or [], zero_snr)
-    if plot is not None:
-        from pellucid.evidence.drawing import plan
+    if goal is not None:
+        from pellucid.evidence.drawing.plan import draw_schedules
 
-        goal.write(partial(plan.draw_schedules, found))
+        goal.write(partial(draw_schedules, found))
     if as_json:
         output.print_json({name: curve.table() for name, curve in found.items()}, indent=None)
     else:
         show(found, names or [], zero_snr)
-    if plot is not None:
+    if goal is not None:
         output.wrote(goal, as_json)
 
 
@@ -64,12 +56,10 @@ def choose(names: list[str], zero_snr: bool) -> dict[str, Schedule]:
 
 def show(found: dict[str, Schedule], names: list[str], zero_snr: bool) -> None:
     columns = ("name", "frame", "times", "β first → last", "ᾱ last", "SNR first → last", "λ", "σ", "targets")
-    made = output.table(*columns, right=("times",))
-    for name, curve in found.items():
-        made.add_row(f"[bold]{name}[/]", *facts(curve))
+    rows = [(f"[bold]{name}[/]", *facts(curve)) for name, curve in found.items()]
     screen = output.console()
     screen.print("Noise schedules", style="bold")
-    screen.print(made)
+    screen.print(output.table(*columns, right=("times",), rows=rows))
     screen.print("times: training times that the network is told. SNR = (alpha/σ)², λ = log(alpha/σ) = ½·log SNR.")
     screen.print("σ is σ/alpha, or the flow's own σ. Continuous schedules: β between 1000 times.")
     if zero_snr and not names:

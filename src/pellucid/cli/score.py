@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pellucid.cli import output
-from pellucid.cli.options import Device, Overwrite
+from pellucid.cli.options import AsJson, Device, Overwrite, flag, given_only, option
 from pellucid.core.errors import PellucidError, rule
 
 if TYPE_CHECKING:
@@ -37,61 +36,43 @@ def command(
             help="A folder of images, FOLDER:train or :test of CIFAR-10, an .npz or .safetensors file of uint8.",
         ),
     ],
-    against: Annotated[
-        str | None,
-        typer.Option(metavar="REFERENCE", help="What IMAGES can be, or a file that --save wrote."),
-    ] = None,
+    against: Annotated[str | None, option("REFERENCE", "Images as above, or a file from --save.")] = None,
     inception: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Weights of FID's Inception; cached or downloaded if not given.")
+        Path | None, option("FILE", "Weights of FID's Inception (default: the cached ones, or a download).")
     ] = None,
-    clip: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="A CLIP that compares each image with its prompt.")
-    ] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A prompt per line, or .jsonl with file_name and text.")
-    ] = None,
-    save: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the statistics of IMAGES, to score others against.")
-    ] = None,
+    clip: Annotated[str | None, option("FOLDER", "A CLIP that compares each image with its prompt.")] = None,
+    prompts: Annotated[Path | None, option("FILE", "A prompt per line, or .jsonl with file_name and text.")] = None,
+    save: Annotated[Path | None, option("FILE", "Write the statistics of IMAGES, to score others against.")] = None,
     overwrite: Overwrite = False,
-    kid_subsets: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Random subsets of KID; 100 when not given.")
-    ] = None,
-    kid_size: Annotated[
-        int | None, typer.Option(metavar="N", min=2, help="Images of each subset; 1000 when not given.")
-    ] = None,
-    neighbours: Annotated[
-        int | None, typer.Option(metavar="K", min=1, help="Of precision and recall; 3 when not given.")
-    ] = None,
+    kid_subsets: Annotated[int | None, option("N", "Random subsets of KID (default: 100).", min=1)] = None,
+    kid_size: Annotated[int | None, option("N", "Images of each subset (default: 1000).", min=2)] = None,
+    neighbours: Annotated[int | None, option("K", "Neighbours of precision and recall (default: 3).", min=1)] = None,
     bootstrap: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=0, help="Resamples of the intervals, 0 for none; 1000 when not given, for FID 50."
-        ),
+        int | None, option("N", "Resamples of the intervals, 0 for none (default: 1000; for FID 50).", min=0)
     ] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", min=0, help="Of subsets and resamples.")] = None,
-    batch: Annotated[int, typer.Option(metavar="N", min=1, help="Images at once.")] = 64,
+    seed: Annotated[int | None, option("N", "Seed of the subsets and resamples.", min=0)] = None,
+    batch: Annotated[int, option("N", "Images at once.", min=1)] = 64,
     device: Device = None,
-    no_cache: Annotated[
-        bool, typer.Option("--no-cache", metavar="", help="Neither read nor keep features of the reference.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the figures as JSON.")] = False,
+    no_cache: Annotated[bool, flag("--no-cache", "Neither read nor keep features of the reference.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Score images: FID, KID, precision and recall against a reference; CLIP's cosine against prompts.
 
-    Each with an interval from resampling the images. Below 10,000 images read KID, not FID.
+    All with bootstrap intervals. Below 10,000 images, trust KID rather than FID.
 
     Example: [bold]pellucid score out/ --against data/cifar10:train[/]
     """
     check_options(against, inception, clip, prompts, save)
     output.check_overwrite(overwrite, "--save", save is not None)
     goal = None if save is None else output.destination(save, "--save", (".safetensors",), overwrite=overwrite)
-    only = {"--kid-subsets": kid_subsets, "--kid-size": kid_size, "--neighbours": neighbours}
-    check_against(against, {**only, "--no-cache": no_cache or None})
+    with_reference = {"kid-subsets": kid_subsets, "kid-size": kid_size, "neighbours": neighbours}
+    for name in given_only(**with_reference, **{"no-cache": no_cache or None}):
+        if against is None:
+            raise PellucidError(f"--{name} must be given with --against; got it alone.", "usage")
     from pellucid.evidence.metrics.score import ScoreConfig, with_image_text
 
-    given = {"subsets": kid_subsets, "subset": kid_size, "neighbours": neighbours, "resamples": bootstrap, "seed": seed}
-    asked = ScoreConfig(**{name: value for name, value in given.items() if value is not None})
+    kid = {"subsets": kid_subsets, "subset": kid_size}
+    asked = ScoreConfig(**given_only(**kid, neighbours=neighbours, resamples=bootstrap, seed=seed))
     work = ScoreRun(images, against, batch, device, cached=not no_cache)
     fit = None if clip is None or prompts is None else work.judge(clip, prompts)  # before the long work
     found = work.score(inception, goal, asked)
@@ -116,12 +97,6 @@ def check_options(
         raise PellucidError("--against, --clip or --save must be given; got none of them.", "usage")
     if inception is not None and against is None and save is None:
         raise PellucidError("--inception must be given with --against or --save; got it alone.", "usage")
-
-
-def check_against(against: str | None, given: dict[str, Any]) -> None:
-    for option, value in given.items():
-        if against is None and value is not None:
-            raise PellucidError(f"{option} must be given with --against; got it alone.", "usage")
 
 
 class ScoreRun:
@@ -178,7 +153,7 @@ class ScoreRun:
 
         if network is None or isinstance(side, Statistics):
             return score.FeatureSet(name, side.to(self.device))
-        with images_done(name, len(side)) as done:
+        with output.progress(name, len(side)) as done:
             if cached:
                 return score.measure_cached(side, network, cache_folder(), self.batch, done)
             return score.measure(side, network, self.batch, done)
@@ -199,22 +174,10 @@ class ScoreRun:
         judge = Judge.load(clip, self.device)
 
         def run(asked: ScoreConfig) -> ImageText:
-            with images_done("prompts", len(images)) as done:
+            with output.progress("prompts", len(images)) as done:
                 return image_text(images, texts, judge, asked.resamples, asked.seed, done)
 
         return run
-
-
-@contextmanager
-def images_done(name: str, count: int) -> Iterator[Callable[[int], None]]:
-    """A bar of images, told so many at once."""
-    with output.progress(name, count) as seen:
-
-        def done(more: int) -> None:
-            for _ in range(more):
-                seen()
-
-        yield done
 
 
 def show(found: Score, level: float) -> None:
@@ -224,9 +187,7 @@ def show(found: Score, level: float) -> None:
     if found.reference is not None:
         words += f" · against {found.reference} · {found.reference_count:,} images"
     console.print(words, markup=False)
-    table = output.table("figure", "value", f"{level:.0%} interval", "how", right=("value",))
-    for row in rows(found):
-        table.add_row(*row)
+    table = output.table("figure", "value", f"{level:.0%} interval", "how", right=("value",), rows=rows(found))
     if table.row_count:
         console.print(table)
     for note in found.notes:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pellucid.cli.options import Device
+from pellucid.cli.options import Device, flag, option
 from pellucid.core.errors import PellucidError, rule
 
 
@@ -16,8 +16,8 @@ def command(
         list[str] | None,
         typer.Argument(metavar="[MODEL]…", help="Models to offer first: folders, files, hub ids or bundles."),
     ] = None,
-    port: Annotated[int, typer.Option(metavar="N", help="Where it listens on 127.0.0.1; 0 takes a free port.")] = 7860,
-    no_open: Annotated[bool, typer.Option("--no-open", help="Do not open the page in a browser.")] = False,
+    port: Annotated[int, option("N", "Where it listens on 127.0.0.1; 0 takes a free port.")] = 7860,
+    no_open: Annotated[bool, flag("--no-open", "Do not open the page in a browser.")] = False,
     device: Device = None,
 ) -> None:
     """Open the studio: generate, trace, compare, inspect, study and diagnose in the browser.

@@ -10,14 +10,31 @@ import typer
 
 from pellucid.cli import output, study_scenes
 from pellucid.cli.options import Device, Out, group, model_names, whole_numbers
-from pellucid.cli.study_scenes import given_only
+from pellucid.cli.run_study import (
+    AsJson,
+    Batch,
+    Clip,
+    ConvergedSteps,
+    DType,
+    FirstSeed,
+    Folder,
+    GuidanceText,
+    PathSteps,
+    Processes,
+    Ray,
+    Shard,
+    comma_words,
+    given_only,
+    print_tables,
+    run,
+)
 from pellucid.core.errors import PellucidError, rule
 
 if TYPE_CHECKING:
     from pellucid.evidence.study.interaction import Interaction, InteractionStudyConfig
-    from pellucid.evidence.study.oracle import OracleStudy, OracleStudyConfig
-    from pellucid.evidence.study.samplers import SamplerStudyConfig
-    from pellucid.evidence.study.samplers_verdict import Figures
+    from pellucid.evidence.study.oracle import OracleStudyConfig
+    from pellucid.evidence.study.oracle_results import OracleResults
+    from pellucid.evidence.study.samplers_verdict import SamplerFigures
 
 
 # --- Samplers -------------------------------------------------------------------------------------------------------
@@ -42,15 +59,11 @@ def study_samplers(
         typer.Option(metavar="FILE", help="A prompt (or a class) a line; scenes:N for N held-out scenes."),
     ] = None,
     seeds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Images of each prompt; 1.")] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", min=0, help="Of the first image; 0.")] = None,
-    out: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where it writes; a study that was stopped goes on.")
-    ] = Path("out/samplers"),
-    guidance: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="As it is: 4, 4 + apg, …; the model's own when not given.")
-    ] = None,
+    seed: FirstSeed = None,
+    out: Folder = Path("out/samplers"),
+    guidance: GuidanceText = None,
     size: Annotated[str | None, typer.Option(metavar="WxH", help="Pixels, as 768x512; the model's own.")] = None,
-    batch: Annotated[int | None, typer.Option(metavar="N", min=1, help="Images at once; 16.")] = None,
+    batch: Batch = None,
     by: Annotated[
         str | None,
         typer.Option(metavar="MEASURE", help="What decides: distance, latent, kid, image_text, right; distance."),
@@ -58,10 +71,8 @@ def study_samplers(
     converged: Annotated[
         str | None, typer.Option(metavar="NAME", help="The sampler of the yardstick; dpmpp_3m:exponential.")
     ] = None,
-    converged_steps: Annotated[int | None, typer.Option(metavar="N", min=2, help="Its steps; 200.")] = None,
-    path_steps: Annotated[
-        int | None, typer.Option(metavar="N", min=2, help="Steps of a stochastic sampler's own yardstick; 500.")
-    ] = None,
+    converged_steps: ConvergedSteps = None,
+    path_steps: PathSteps = None,
     rounds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Times that each cell is timed; 5.")] = None,
     reference: Annotated[
         str | None,
@@ -70,19 +81,13 @@ def study_samplers(
     inception: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Weights for KID and FID; the cached ones when not given.")
     ] = None,
-    clip: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="A CLIP for the image-text score; the bundle's own.")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(metavar="NAME", help="float32, float16, bfloat16; float32.")] = None,
+    clip: Clip = None,
+    dtype: DType = None,
     device: Device = None,
-    shard: Annotated[
-        str | None, typer.Option(metavar="I/N", help="Make only this share of the images: 0/4 is the first of four.")
-    ] = None,
-    processes: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Make images in so many processes here.")
-    ] = None,
-    ray: Annotated[int | None, typer.Option(metavar="N", min=1, help="The same as tasks of a Ray cluster.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the figures as JSON.")] = False,
+    shard: Shard = None,
+    processes: Processes = None,
+    ray: Ray = None,
+    as_json: AsJson = False,
 ) -> None:
     """Compare samplers and step counts: time, model calls, quality, the Pareto front, its knee, and what to use.
 
@@ -91,65 +96,24 @@ def study_samplers(
     Example: [bold]pellucid study samplers --model scenes-128 --samplers ddim,dpmpp_2m:karras --steps 5,10,20
     --prompts scenes:64[/]
     """
-    from pellucid.evidence.study import samplers_run
+    from pellucid.evidence.study.samplers import SamplerStudy, SamplerStudyConfig
     from pellucid.evidence.study.subject import read_prompts
     from pellucid.pipeline.request import read_size
 
     given: dict[str, Any] = {"size": None if size is None else read_size("--size", size)}
     given |= {"seeds": seeds, "seed": seed, "guidance": guidance, "batch": batch, "by": by, "converged": converged}
     given |= {"converged_steps": converged_steps, "path_steps": path_steps, "rounds": rounds, "dtype": dtype}
-    config = samplers_run.SamplerStudyConfig(
-        model=model,
-        samplers=tuple(word.strip() for word in samplers.split(",") if word.strip()),
-        steps=whole_numbers("--steps", steps),
-        prompts=read_prompts(prompts),
-        **{name: value for name, value in given.items() if value is not None},
-    )
+    chosen = tuple(filter(None, comma_words(samplers)))
+    counts = whole_numbers("--steps", steps)
+    config = SamplerStudyConfig(model, chosen, counts, read_prompts(prompts), **given_only(given))
     judges = {"inception": inception, "clip": clip, "reference": reference}
-    if shard is not None:
-        run_shard(config, out, shard, judges, device, processes or ray, as_json)
-        return
-    found = samplers_run.study(
-        config, out, judges=judges, device=device, processes=processes or 1, ray=ray or 0, bar=output.progress
-    )
-    if as_json:
-        from pellucid.evidence.study import samplers_report
-
-        output.print_json(samplers_report.plain(found))
-    else:
-        show_samplers(found, out)
+    how = {"shard": shard, "processes": processes, "ray": ray, "show": show_samplers, "as_json": as_json}
+    run(SamplerStudy, config, out, figures="results.json", device=device, **judges, **how)
 
 
-def run_shard(
-    config: SamplerStudyConfig,
-    out: Path,
-    text: str,
-    judges: dict[str, Any],
-    device: str | None,
-    other: int | None,
-    as_json: bool,
-) -> None:
-    """The images of one share; the report is the whole study's."""
-    from pellucid.evidence.study import samplers_run
-    from pellucid.evidence.study.kernel import shard_of
-    from pellucid.evidence.study.samplers_verdict import Judges
-
-    if other:
-        raise PellucidError(rule("--shard", "given without --processes and --ray", text), "shard")
-    index, count = shard_of(text)
-    study = samplers_run.open_study(config, out, shard=(index, count), device=device)
-    with output.progress("making and scoring images", study.todo()) as done:
-        study.run(Judges.open(study, **judges).scorers, done)
-    batches = len(config.firsts((index, count)))
-    if as_json:
-        output.print_json({"shard": index, "of": count, "batches": batches, "folder": str(out)})
-    else:
-        print(f"shard {index} of {count}: {batches} batches → {out}. When all are done, run the same without --shard.")
-
-
-def show_samplers(found: Figures, out: Path) -> None:
+def show_samplers(found: SamplerFigures, out: Path) -> None:
     """The deciding measure with its interval, of the others the estimates; all of it is in the files."""
-    from pellucid.evidence.report.charts import short
+    from pellucid.evidence.report.charts import number_text
     from pellucid.evidence.study.samplers_report import seconds_of
     from pellucid.evidence.study.samplers_verdict import with_interval
 
@@ -159,7 +123,7 @@ def show_samplers(found: Figures, out: Path) -> None:
     shown = output.table(*columns, "", right=columns[1:])
     taken = None if found.verdict.knee is None else found.verdict.knee.cell
     for i, cell in enumerate(found.cells):
-        figures = [short(float(column.values[i]) * column.measure.scale, 3) for column in others]
+        figures = [number_text(float(column.values[i]) * column.measure.scale, 3) for column in others]
         row = (cell.setup.label, str(cell.steps), str(cell.nfe), seconds_of(found, i), with_interval(found.main, i))
         shown.add_row(*row, *figures, found.verdict.place(i), style="bold" if i == taken else None)
     screen = output.console()
@@ -195,36 +159,30 @@ def study_interaction(
         str | None, typer.Option(metavar="FILE", help="A prompt per line, or scenes:N, for models that take text.")
     ] = None,
     seeds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Images of each prompt; 32.")] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", min=0, help="Of the first image; 0.")] = None,
-    guidance: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="As it is: 4, 4 + apg, …; the model's own when not given.")
-    ] = None,
-    batch: Annotated[int | None, typer.Option(metavar="N", min=1, help="Images at once; 16.")] = None,
+    seed: FirstSeed = None,
+    guidance: GuidanceText = None,
+    batch: Batch = None,
     by: Annotated[
         str | None, typer.Option(metavar="MEASURE", help="distance, latent, kid, image_text, right; distance.")
     ] = None,
     converged: Annotated[
         str | None, typer.Option(metavar="NAME", help="The sampler of the yardstick; dpmpp_3m:karras.")
     ] = None,
-    converged_steps: Annotated[int | None, typer.Option(metavar="N", min=2, help="Its steps; 200.")] = None,
-    path_steps: Annotated[
-        int | None, typer.Option(metavar="N", min=2, help="Steps of a stochastic sampler's own yardstick; 500.")
-    ] = None,
+    converged_steps: ConvergedSteps = None,
+    path_steps: PathSteps = None,
     reference: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="True images for KID, such as data/cifar10:train.")
     ] = None,
     inception: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Weights for KID; the cached ones when not given.")
     ] = None,
-    clip: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="A CLIP for the image-text score; the bundle's own.")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(metavar="NAME", help="float32, float16, bfloat16; float32.")] = None,
+    clip: Clip = None,
+    dtype: DType = None,
     device: Device = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Where it writes; out/interaction, or out/NAME of the config.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the figures as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Ask models of different schedules and architectures for the same images by the same samplers.
 
@@ -241,20 +199,16 @@ def study_interaction(
     lists = {"models": models, "names": names, "samplers": samplers, "steps": steps}
     asked = read_interaction(config, {**lists, **given})
     folder = out or (Path("out/interaction") if config is None else Path("out") / config.stem)
-    from pellucid.evidence.study import interaction_report
+    from pellucid.evidence.study.interaction import InteractionStudy
 
-    found = interaction_report.run_study(asked, folder, device=device, bar=output.progress)
-    if as_json:
-        output.print_json(interaction_report.plain(found))
-    else:
-        show_interaction(found, folder)
+    run(InteractionStudy, asked, folder, device=device, show=show_interaction, as_json=as_json)
 
 
 def read_interaction(config: Path | None, given: dict[str, Any]) -> InteractionStudyConfig:
     """A file, or the words; a word beside a file would be a second answer to one question."""
     from pellucid.evidence.study.interaction import InteractionStudyConfig
 
-    known = {name: value for name, value in given.items() if value is not None}
+    known = given_only(given)
     if config is not None:
         if known:
             option = "--" + next(iter(known)).replace("_", "-")
@@ -265,7 +219,7 @@ def read_interaction(config: Path | None, given: dict[str, Any]) -> InteractionS
             raise PellucidError(f"CONFIG or --{name} must be given; got neither.", "usage")
     for name in ("models", "names", "samplers"):
         if name in known:
-            known[name] = tuple(word.strip() for word in known[name].split(",") if word.strip())
+            known[name] = tuple(filter(None, comma_words(known[name])))
     known["steps"] = whole_numbers("--steps", known["steps"])
     return InteractionStudyConfig(**known)
 
@@ -273,15 +227,8 @@ def read_interaction(config: Path | None, given: dict[str, Any]) -> InteractionS
 def show_interaction(found: Interaction, folder: Path) -> None:
     from pellucid.evidence.study import interaction_report
 
-    console = output.console()
-    for told in interaction_report.tables(found):
-        shown = output.table(*told.columns)
-        for row in told.rows:
-            shown.add_row(*row)
-        console.print(told.title, style="bold", markup=False)
-        console.print(shown)
-    for sentence in [*interaction_report.sentences(found), *interaction_report.about_converged(found)]:
-        console.print(sentence, markup=False)
+    sentences = [*interaction_report.sentences(found), *interaction_report.about_converged(found)]
+    print_tables(interaction_report.tables(found), sentences, lambda table: ())
     print(f"→ {folder}: report.html, table.md, figures.json, charts/")
 
 
@@ -307,10 +254,11 @@ def study_oracle(
     ] = None,
     points: Annotated[int | None, typer.Option(metavar="N", help="Points of a run; 1024 when not given.")] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", min=0, help="Of the points; 0 when not given.")] = None,
-    out: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where it writes; a study that was stopped goes on.")
-    ] = Path("out/oracle"),
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the figures as JSON.")] = False,
+    out: Folder = Path("out/oracle"),
+    shard: Shard = None,
+    processes: Processes = None,
+    ray: Ray = None,
+    as_json: AsJson = False,
 ) -> None:
     """Measure the error and the order of samplers on exact denoisers of Gaussian mixtures: minutes on a CPU.
 
@@ -318,17 +266,18 @@ def study_oracle(
 
     Example: [bold]pellucid study oracle --samplers ddim,heun,dpmpp_2m,unipc --grids karras,trailing --nfe 5,10,20[/]
     """
-    from pellucid.evidence.report import charts
+    import torch
+
     from pellucid.evidence.study.oracle import OracleStudy
 
-    charts.require()
     config = read_oracle(samplers, grids, schedules, nfe, points, seed)
-    study = OracleStudy(config, out)
-    figures = run_oracle(study)
-    if as_json:
-        output.print_json(figures)
-    else:
-        show_oracle(study)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # points in a few dimensions gain nothing from more
+    try:
+        how = {"shard": shard, "processes": processes, "ray": ray}
+        run(OracleStudy, config, out, show=show_oracle, as_json=as_json, **how)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def read_oracle(
@@ -351,10 +300,6 @@ def read_oracle(
     return OracleStudyConfig(**given_only(given))
 
 
-def comma_words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",")]
-
-
 def budgets(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in comma_words(text))
@@ -362,40 +307,14 @@ def budgets(text: str) -> tuple[int, ...]:
         raise PellucidError(rule("--nfe", "whole numbers with commas between them", text), "usage") from None
 
 
-def run_oracle(study: OracleStudy) -> dict[str, object]:
-    """On one thread: points in a few dimensions gain nothing from more."""
-    import torch
-
+def show_oracle(found: OracleResults, out: Path) -> None:
     from pellucid.evidence.study import oracle_report
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with output.progress("samplers × grids × schedules", len(study.missing())) as done:
-            study.run(done)
-        return oracle_report.write(study)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def show_oracle(study: OracleStudy) -> None:
-    from pellucid.evidence.study import oracle_report
-    from pellucid.evidence.study.oracle_results import OracleResults
-
-    found = OracleResults.of(study.records.rows)
-    console = output.console()
-    for told in [
-        *(oracle_report.best_table(found, mixture) for mixture in found.mixtures),
-        oracle_report.one_choice_table(found),
-    ]:
-        shown = output.table(*told.columns, right=told.columns[1:] if told.columns[0] != "NFE" else ())
-        for row in told.rows:
-            shown.add_row(*row)
-        console.print(told.title, style="bold", markup=False)
-        console.print(shown)
-    for sentence in oracle_report.sentences_of(found):
-        console.print(sentence, markup=False)
-    print(f"→ {study.folder}: report.html, table.md, figures.json, charts/")
+    bests = [oracle_report.best_table(found, mixture) for mixture in found.mixtures]
+    tables = [*bests, oracle_report.one_choice_table(found)]
+    sentences = oracle_report.sentences_of(found)
+    print_tables(tables, sentences, lambda table: table.columns[1:] if table.columns[0] != "NFE" else ())
+    print(f"→ {out}: report.html, table.md, figures.json, charts/")
 
 
 # --- Schedules, and the group ---------------------------------------------------------------------------------------
@@ -408,9 +327,7 @@ def study_schedules(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file: the run, the schedules, the points.")],
     out: Out = None,
     device: Device = None,
-    shard: Annotated[
-        str | None, typer.Option(metavar="I/N", help="Only this share of the runs: 0/3 is the first of three.")
-    ] = None,
+    shard: Shard = None,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the table as JSON.")] = False,
 ) -> None:
     """Train one network under several noise schedules, score it on the way, and draw the report.
@@ -419,27 +336,21 @@ def study_schedules(
 
     Example: [bold]pellucid study schedules configs/cifar10_schedules_smoke.toml[/]
     """
-    from pellucid.evidence.report import charts
-    from pellucid.evidence.study import schedules_report
-    from pellucid.evidence.study.kernel import shard_of
-    from pellucid.evidence.study.schedules import ScheduleStudy as StudyInFolder
-    from pellucid.evidence.study.schedules import ScheduleStudyConfig
+    from pellucid.evidence.study.kernel import no_bar
+    from pellucid.evidence.study.schedules import ScheduleStudy, ScheduleStudyConfig
 
-    if shard is None:
-        charts.require()
-    folder, share = out or Path("out") / config.stem, (0, 1) if shard is None else shard_of(shard)
-    study = StudyInFolder(
-        ScheduleStudyConfig.load(config), folder, share, device=device, say=lambda text: print(text, file=sys.stderr)
+    run(
+        ScheduleStudy,
+        ScheduleStudyConfig.load(config),
+        out or Path("out") / config.stem,
+        show=lambda found, folder: print(folder / "report.html"),
+        as_json=as_json,
+        figures="table.json",
+        shard=shard,
+        device=device,
+        say=lambda text: print(text, file=sys.stderr),
+        bar=no_bar,
     )
-    study.run()
-    if shard is not None:
-        if as_json:
-            output.print_json({"shard": share[0], "of": share[1], "folder": str(folder)})
-        else:
-            print(f"shard {shard}: done → {folder}. When all are done, run the same without --shard.")
-        return
-    report = schedules_report.write(folder)
-    print((folder / schedules_report.TABLE).read_text("utf-8") if as_json else report)
 
 
 app.command("adherence")(study_scenes.study_adherence)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pellucid.cli import output
 from pellucid.cli.options import Device, whole_numbers
+from pellucid.cli.run_study import AsJson, Folder, Processes, Ray, Shard, comma_words, given_only, run
 from pellucid.core.errors import PellucidError, rule
 
 if TYPE_CHECKING:
-    from pellucid.evidence.adherence.study import AdherenceConfig, AdherenceFigures
+    from pellucid.evidence.adherence.study import AdherenceFigures
     from pellucid.evidence.study.guidance import GuidanceStudyConfig
     from pellucid.evidence.study.guidance_report import GuidanceReport
 
@@ -24,9 +25,7 @@ def study_adherence(
     model: Annotated[
         str, typer.Option("--model", metavar="MODEL", help="A bundle's name, or the folder of a model of scenes.")
     ],
-    out: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where it writes; a study that was stopped goes on.")
-    ] = Path("out/adherence"),
+    out: Folder = Path("out/adherence"),
     part: Annotated[
         str | None, typer.Option(metavar="NAME", help="unet, or dit: the transformer beside it; unet when not given.")
     ] = None,
@@ -47,7 +46,10 @@ def study_adherence(
         str | None, typer.Option(metavar="NAME", help="float32, float16, bfloat16; float32 when not given.")
     ] = None,
     device: Device = None,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the figures as JSON.")] = False,
+    shard: Shard = None,
+    processes: Processes = None,
+    ray: Ray = None,
+    as_json: AsJson = False,
 ) -> None:
     """Ask for combinations that training never saw, read the images, and count what is right.
 
@@ -56,7 +58,7 @@ def study_adherence(
     Example: [bold]pellucid study adherence --model scenes-128 --prompts 200[/]
     """
     from pellucid.evidence.adherence.samples import ImageSettings
-    from pellucid.evidence.adherence.study import AdherenceConfig
+    from pellucid.evidence.adherence.study import AdherenceConfig, AdherenceStudy
 
     given = {"sampler": sampler, "steps": steps, "guidance": guidance, "batch": batch, "seed": seed}
     making = ImageSettings(**given_only(given))
@@ -67,31 +69,8 @@ def study_adherence(
         "objects": None if objects is None else whole_numbers("--objects", objects),
     }
     config = AdherenceConfig(model=model, making=making, **given_only(asked))
-    found = run_adherence(config, out, device)
-    if as_json:
-        from pellucid.evidence.adherence import study as adherence
-
-        output.print_json(adherence.figures_json(config, found))
-    else:
-        show_adherence(found, out)
-
-
-def given_only(given: dict[str, Any]) -> dict[str, Any]:
-    """What was given; the config has the defaults."""
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def run_adherence(config: AdherenceConfig, out: Path, device: str | None) -> dict[str, AdherenceFigures]:
-    from pellucid.evidence.adherence import study as adherence
-    from pellucid.evidence.adherence.samples import open_pipe
-    from pellucid.evidence.adherence.study import AdherenceStudy
-    from pellucid.pipeline import fingerprint
-
-    pipe = open_pipe(config.model, config.part, dtype=config.dtype, device=device)
-    study = AdherenceStudy(config, out, fingerprint.of_model(pipe.components))
-    with output.progress("making and reading images", len(study.missing)) as done:
-        study.run(pipe, pipe.device, done)
-    return adherence.write_report(study)
+    how = {"shard": shard, "processes": processes, "ray": ray}
+    run(AdherenceStudy, config, out, device=device, show=show_adherence, as_json=as_json, **how)
 
 
 def show_adherence(found: dict[str, AdherenceFigures], out: Path) -> None:
@@ -134,9 +113,7 @@ def study_guidance(
         ),
     ] = None,
     seeds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Images a prompt; 4 when not given.")] = None,
-    out: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where it writes; a study that was stopped goes on.")
-    ] = Path("out/guidance"),
+    out: Folder = Path("out/guidance"),
     clip: Annotated[
         str | None,
         typer.Option(metavar="FOLDER", help="A CLIP that scores prompts of a file; the bundle's own when not given."),
@@ -162,7 +139,10 @@ def study_guidance(
         str | None, typer.Option(metavar="NAME", help="float32, float16, bfloat16; float32 when not given.")
     ] = None,
     device: Device = None,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the figures as JSON.")] = False,
+    shard: Shard = None,
+    processes: Processes = None,
+    ray: Ray = None,
+    as_json: AsJson = False,
 ) -> None:
     """Guide one model with every scale under every rule, and find the scales that are useful.
 
@@ -170,10 +150,8 @@ def study_guidance(
 
     Example: [bold]pellucid study guidance --model scenes-128 --scales 1,2,4,7,10 --rules plain,rescale,apg[/]
     """
-    from pellucid.evidence.report import charts
-    from pellucid.evidence.study.guidance import GuidanceStudyConfig
+    from pellucid.evidence.study.guidance import GuidanceStudy, GuidanceStudyConfig
 
-    charts.require()
     given = {
         "scales": None if scales is None else scale_numbers(scales),
         "rules": None if rules is None else tuple(" ".join(name.split()) for name in rules.split(",")),
@@ -182,16 +160,13 @@ def study_guidance(
         **{"part": part, "dtype": dtype},
     }
     config = with_own_clip(GuidanceStudyConfig(model=model, **given_only(given)))
-    report = run_guidance(config, out, device)
-    if as_json:
-        output.print_json(report.plain())
-    else:
-        show_guidance(report, out)
+    how = {"shard": shard, "processes": processes, "ray": ray}
+    run(GuidanceStudy, config, out, device=device, show=show_guidance, as_json=as_json, **how)
 
 
 def scale_numbers(text: str) -> tuple[float, ...]:
     try:
-        return tuple(float(word) for word in text.split(","))
+        return tuple(float(word) for word in comma_words(text))
     except ValueError:
         raise PellucidError(rule("--scales", "numbers with commas between them", text), "usage") from None
 
@@ -210,21 +185,6 @@ def with_own_clip(config: GuidanceStudyConfig) -> GuidanceStudyConfig:
             f"--clip must be given for the prompts of {config.prompts}; got none. {advice}", "study-clip"
         )
     return replace(config, clip=f"{config.model}/image_text")
-
-
-def run_guidance(config: GuidanceStudyConfig, out: Path, device: str | None) -> GuidanceReport:
-    from pellucid.evidence.adherence.samples import open_pipe
-    from pellucid.evidence.metrics.image_text import Judge
-    from pellucid.evidence.study import guidance_report
-    from pellucid.evidence.study.guidance import GuidanceStudy, ModelTraits
-    from pellucid.pipeline import fingerprint
-
-    pipe = open_pipe(config.model, config.part, dtype=config.dtype, device=device)
-    judge = None if config.clip is None else Judge.load(config.clip, pipe.device)
-    study = GuidanceStudy(config, out, ModelTraits.of(pipe), fingerprint.of_model(pipe.components))
-    with output.progress("making and measuring images", len(study.missing)) as done:
-        study.run(pipe, judge, pipe.device, done)
-    return guidance_report.write(study)
 
 
 def show_guidance(report: GuidanceReport, out: Path) -> None:

@@ -6,35 +6,33 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pellucid.cli import output
-from pellucid.cli.options import Device, Out
+from pellucid.cli.options import CANCELLED, AsJson, Device, Out, flag, option
 
-CANCELLED = 130  # what shells expect after Ctrl-C
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from pellucid.train.config import TrainConfig
+    from pellucid.train.explain import Collective, Explanation
 
 
 def command(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file that says all of the run.")],
     out: Out = None,
     device: Device = None,
-    until: Annotated[
-        int | None, typer.Option(metavar="STEP", min=1, help="Stop after this step; the next call goes on.")
-    ] = None,
-    data_changed: Annotated[
-        bool,
-        typer.Option("--data-changed", metavar="", help="Go on although the data are not those of the start."),
-    ] = False,
-    explain: Annotated[
-        bool,
-        typer.Option("--explain", metavar="", help="Do not train: say what each rank holds and what the ranks send."),
-    ] = False,
-    ranks: Annotated[int | None, typer.Option(metavar="N", min=1, help="With --explain: for so many ranks.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the result as JSON.")] = False,
+    until: Annotated[int | None, option("STEP", "Stop after this step; the next call continues.", min=1)] = None,
+    data_changed: Annotated[bool, flag("--data-changed", "Continue although the data have changed.")] = False,
+    explain: Annotated[bool, flag("--explain", "Do not train: show what each rank holds and sends.")] = False,
+    ranks: Annotated[int | None, option("N", "With --explain: the number of ranks.", min=1)] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Train as a config file says. A run that was stopped goes on from its last checkpoint.
+    """Train as a config file says. An interrupted run continues from its last checkpoint.
 
     Example: [bold]pellucid train configs/cifar10.toml --out out/cifar10[/]
 
@@ -52,9 +50,7 @@ def command(
         chosen(read.data, DATA, "data")
         chosen(read.task, TASKS, "task")
     if explain:
-        from pellucid.cli import train_explain
-
-        train_explain.show(read, ranks or int(os.environ.get("WORLD_SIZE", "1")), as_json=as_json)
+        show_explanation(read, ranks or int(os.environ.get("WORLD_SIZE", "1")), as_json=as_json)
         return
     if ranks is not None:
         raise PellucidError("--ranks must be given with --explain; torchrun says how many ranks train.", "usage")
@@ -88,4 +84,60 @@ def show_stopped(steps: int, folder: Path, config: Path, words: dict[str, Any]) 
     again = shlex.join(["pellucid", "train", str(config), *given])
     if "RANK" in os.environ:
         again = "the same torchrun command"
-    print(f"cancelled: {folder} keeps {kept} of {steps} steps. Go on with: {again}", file=sys.stderr)
+    print(f"cancelled: {folder} keeps {kept} of {steps} steps. Continue with: {again}", file=sys.stderr)
+
+
+# --- What each rank holds and sends ---------------------------------------------------------------------------------
+
+
+def show_explanation(config: TrainConfig, ranks: int, *, as_json: bool) -> None:
+    """Builds the network on the CPU, and says what a run of so many ranks would do with it."""
+    import torch
+
+    from pellucid.train.config import chosen
+    from pellucid.train.explain import of_run
+    from pellucid.train.kinds import TASKS
+
+    task = chosen(config.task, TASKS, "task").build(config.seed, torch.device("cpu"))
+    found = of_run(task, config, ranks)
+    if as_json:
+        output.print_json(found.to_json())
+    else:
+        print_tables(found)
+
+
+def print_tables(found: Explanation) -> None:
+    from pellucid.pipeline.memory import size_text
+
+    console = output.console()
+    console.print(
+        f"{found.parameters:,} parameters, {found.trained:,} trained · {found.ranks} ranks · {found.strategy} · "
+        f"accumulate {found.accumulate}"
+    )
+    rows = [(row.what, row.how, size_text(row.whole), size_text(row.per_rank)) for row in found.held]
+    rows.append(("together", "", "", size_text(found.bytes_per_rank)))
+    columns = ("held between steps", "how", "in all", "per rank")
+    console.print(output.table(*columns, right=columns[2:], rows=rows))
+    if not found.collectives:
+        console.print("One rank: nothing is sent.")
+        return
+    console.print(collective_table(found.collectives, "in each optimiser step"))
+    console.print(collective_table(found.of_log, "in each line of the log"))
+    console.print(f"Each rank sends, and receives, {size_text(found.sent_per_step)} a step (rings).")
+
+
+def collective_table(collectives: Sequence[Collective], when: str) -> Table:
+    """The collectives; those alike in kind and pass are one row, where there are many."""
+    from pellucid.pipeline.memory import size_text
+
+    groups: dict[tuple[str, str, str], list[Collective]] = {}
+    for one in collectives:
+        groups.setdefault((one.operation, one.when, one.what.split(" of ")[0].split(", bucket")[0]), []).append(one)
+    rows = []
+    for (operation, phase, what), same in groups.items():
+        name = same[0].what if len(same) == 1 else f"{what}, {len(same)} groups"
+        times, sent = sum(one.times for one in same), sum(one.times * one.sent for one in same)
+        size = sum(one.times * one.size for one in same)
+        rows.append((operation, name, phase, str(times), size_text(size), size_text(sent)))
+    columns = (when, "of", "pass", "times", "bytes", "sent per rank")
+    return output.table(*columns, right=columns[3:], rows=rows)

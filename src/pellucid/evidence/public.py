@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.evidence.study.samplers_run import Figures, SamplerStudyConfig
-from pellucid.evidence.study.samplers_run import study as run_study
+from pellucid.evidence.study.kernel import run_study
+from pellucid.evidence.study.samplers import SamplerStudy, SamplerStudyConfig
+from pellucid.evidence.study.samplers_verdict import SamplerFigures
 from pellucid.evidence.trace import Recorder, Trace, read
 from pellucid.evidence.tune.descent import Descent
 from pellucid.evidence.tune.model import model_of
@@ -66,12 +67,12 @@ def study(
     prompts: Sequence[str] = (),
     guidance: Any = None,
     **settings: Any,
-) -> Figures:
+) -> SamplerFigures:
     """Compares samplers at step counts on a model: times, distances to the converged images, and what to use.
 
     `model` is a name for `pellucid.load`, or a pipeline that is loaded or wrapped. `samplers` are names with a grid and
     options (`dpmpp_2m:karras`) or plan files. `out` is the folder of the study; what is there is not made again. The
-    other settings are the fields of `SamplerStudy`, such as `seeds` and `batch`. `.verdict.sentence` says what to use.
+    other settings are fields of `SamplerStudyConfig`, as `seeds` and `batch` are. `.verdict.sentence` says what to use.
     """
     known = [f.name for f in fields(SamplerStudyConfig)]
     for name, value in settings.items():
@@ -89,7 +90,8 @@ def study(
         guidance=guidance,
         **settings,
     )
-    return run_study(config, Path(out), None if named else model)
+    found: SamplerFigures = run_study(SamplerStudy, config, Path(out), pipe=None if named else model)
+    return found
 
 
 def tune(

@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from pellucid.interop.components import Components
 from pellucid.models.lora import view
 from pellucid.models.vae import FoldedUpsample
+from pellucid.pipeline.model import map_networks
 from pellucid.pipeline.stages import HOOKS
 from pellucid.pipeline.tracker import Tracker
 
@@ -49,6 +51,10 @@ class Shadows:
                     if tensor is not None:
                         registry[name] = self.shadow(tensor)  # type: ignore[assignment]
         return twin
+
+    def of(self, parts: Components) -> Components:
+        """The components of a model with ghosts for all their networks."""
+        return map_networks(parts, self.ghost)
 
     def shadow(self, tensor: Tensor) -> Tensor:
         """A tensor's shape, dtype and memory format."""

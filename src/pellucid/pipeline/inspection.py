@@ -162,21 +162,6 @@ class Graph:
     def out_of(self, name: str) -> list[Flow]:
         return [flow for flow in self.flows if flow.source == name]
 
-    def branches(self) -> list[list[Node]]:
-        """Chains of nodes from an input to where they are joined: text, image prompts, sizes, labels, masks."""
-        held = {node.name: node for node in self.nodes}
-        found = []
-        for node in self.of("input", "tokenizer", "text", "image", "vae"):
-            goals = {held[flow.goal].role for flow in self.out_of(node.name)}
-            waits = node.role == "image" and not goals  # an image encoder without an adapter
-            if not waits and not goals & {"condition", "network"}:
-                continue
-            chain = [node]
-            while sources := [flow.source for flow in self.into(chain[0].name)]:
-                chain.insert(0, held[sources[0]])
-            found.append(chain)
-        return found
-
     def timed(self, times: Times, networks: dict[str, float]) -> Graph:
         """The same graph with what a run took: by stage, and by network in milliseconds per call."""
         nodes = tuple(replace(node, milliseconds=networks.get(node.name)) for node in self.nodes)

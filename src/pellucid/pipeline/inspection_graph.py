@@ -39,14 +39,14 @@ from pellucid.pipeline.inspection_run import (
     Call,
     Observation,
     TensorForm,
+    all_networks,
     make_request,
     measure,
-    networks_by_name,
     rehearse,
     rows_of,
 )
 from pellucid.pipeline.load import STORED, PathLike, load
-from pellucid.pipeline.model import map_networks, networks_of
+from pellucid.pipeline.model import networks_of
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.prepare import RunPlan, make_plan
 from pellucid.pipeline.request import Request
@@ -81,7 +81,7 @@ class GraphBuilder:
 
     def tell(self) -> None:
         parts = self.pipe.components
-        self.networks = networks_by_name(parts, self.added)
+        self.networks = all_networks(parts, self.added)
         self.main = next(name for name in ("unet", "transformer") if name in self.networks)
         self.text()
         self.image_prompts()
@@ -343,7 +343,7 @@ def without_data(pipe: Pipeline) -> Pipeline:
     parts = pipe.components
     if all(next(network.parameters()).is_meta for network in networks_of(parts)):
         return pipe
-    return Pipeline(map_networks(parts, Shadows("cuda").ghost), device=META)  # the shapes are those of any device
+    return Pipeline(Shadows("cuda").of(parts), device=META)  # the shapes are those of any device
 
 
 def graph_of(

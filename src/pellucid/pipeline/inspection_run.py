@@ -19,18 +19,18 @@ from torch.utils._pytree import tree_leaves
 
 from pellucid.core.errors import Cancelled, PellucidError, rule
 from pellucid.core.loop import StepSeen
-from pellucid.interop.components import Components, text_parts
+from pellucid.interop.components import Components
 from pellucid.models.attention import ImageTokens
 from pellucid.models.controlnet import ControlNet
 from pellucid.models.dit import PixArt
 from pellucid.models.ip_adapter import IPAdapter
-from pellucid.models.unet import UNet
 from pellucid.models.vae import from_diffusion
 from pellucid.pipeline import images
 from pellucid.pipeline.encoders import image_inputs
 from pellucid.pipeline.encoders.conditions import labels_of, sizes_of, takes_labels, takes_text, wants_sizes
 from pellucid.pipeline.encoders.text import Embedding
 from pellucid.pipeline.inspection import GraphOptions, Shape, Times
+from pellucid.pipeline.model import networks_by_name
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.prepare import STEPS, make_plan
 from pellucid.pipeline.request import MAX_BATCH, Control, ImagePrompt, Request
@@ -119,15 +119,9 @@ class Attachments:
     adapters: dict[str, IPAdapter] = field(default_factory=dict)
 
 
-def networks_by_name(parts: Components, added: Attachments) -> dict[str, nn.Module]:
+def all_networks(parts: Components, added: Attachments) -> dict[str, nn.Module]:
     """Every network under the name of its node."""
-    found: dict[str, nn.Module] = dict(zip(text_parts(parts), parts.text_encoders, strict=True))
-    if parts.image_encoder is not None:
-        found["image_encoder"] = parts.image_encoder
-    found |= added.adapters
-    found |= added.controlnets
-    found["unet" if isinstance(parts.network, UNet) else "transformer"] = parts.network
-    return found if parts.vae is None else {**found, "vae": parts.vae}
+    return {**networks_by_name(parts), **added.adapters, **added.controlnets}
 
 
 # --- the request -------------------------------------------------------------------------------------------------
@@ -189,15 +183,14 @@ def rehearse(pipe: Pipeline, request: Request, added: Attachments) -> Observatio
     parts = pipe.components
     projections = {name: adapter.image_proj for name, adapter in added.adapters.items()}
     hints = {f"{name}.hint": network.controlnet_cond_embedding for name, network in added.controlnets.items()}
-    networks = {**networks_by_name(parts, added), **projections, **hints}
+    networks = {**all_networks(parts, added), **projections, **hints}
 
     def keep(step: Any) -> None:
         seen.x, seen.x0 = TensorForm.of(step.x_next), TensorForm.of(step.x0)
 
-    stopped: Callable[[], bool] = lambda: seen.x is not None  # noqa: E731
     with seen.watching(networks):
         try:
-            pipe.run(replace(request, decode=False, observers=[keep], cancelled=stopped))
+            pipe.run(replace(request, decode=False, observers=[keep], cancelled=lambda: seen.x is not None))
         except Cancelled:
             pass
         except PellucidError as error:
@@ -290,7 +283,7 @@ def measure(
     watch = Stopwatch(pipe.device, tick)
     watched = replace(request, observers=[watch.see])
     runs = []
-    with watch.on(networks_by_name(pipe.components, added)):
+    with watch.on(all_networks(pipe.components, added)):
         for number in range(2 + REPEATS):
             watch.rows.append([])
             whole = number == 1 + REPEATS

@@ -20,7 +20,7 @@ from pellucid.pipeline.decode import decode
 from pellucid.pipeline.encoders.conditions import takes_labels, takes_text
 from pellucid.pipeline.encoders.image_inputs import is_inpainting
 from pellucid.pipeline.ghost import META, Kernels, Rehearsal, Shadows
-from pellucid.pipeline.model import Model, RunSettings, map_networks, networks_by_name, set_memory_format, with_views
+from pellucid.pipeline.model import Model, RunSettings, networks_by_name, set_memory_format, with_views
 from pellucid.pipeline.policy import Policy
 from pellucid.pipeline.prepare import denoise, prepare, settle
 from pellucid.pipeline.request import Control, Request
@@ -145,7 +145,7 @@ class Ghosts:
         guests = {name: shadows.ghost(network) for name, network in guests_by_name(model, request).items()}
         seeing = (model.image_encoder_of(prompt) for prompt in request.image_prompts)
         eyes = next((one for one in seeing if one is not None), model.components.image_encoder)
-        base = ghosts_of(replace(model.components, image_encoder=eyes), shadows)
+        base = shadows.of(replace(model.components, image_encoder=eyes, controlnets=()))
         acting = with_ghost_loras(base, model, request)
         named = {**networks_by_name(acting), **guests}
         resident = [*networks_by_name(base).values(), *named.values()]
@@ -170,15 +170,13 @@ def empty_twin(weight: Tensor) -> Tensor:
     return weight.new_zeros(()).expand(weight.shape)
 
 
-def ghosts_of(components: Components, shadows: Shadows) -> Components:
-    return map_networks(replace(components, controlnets=()), shadows.ghost)
-
-
 def ghost_request(request: Request, guests: dict[str, Any], shadows: Shadows) -> Request:
     """The same request, of few steps, with ghosts for its networks and nobody watching."""
     controlnets = [guest for name, guest in guests.items() if name.startswith("controlnet")]
     adapters = [guest for name, guest in guests.items() if name.startswith("ip_adapter")]
-    weak = request.weak and replace(request.weak, components=ghosts_of(request.weak.components, shadows))
+    weak = request.weak
+    if weak is not None:
+        weak = replace(weak, components=shadows.of(replace(weak.components, controlnets=())))
     return replace(
         request,
         controls=[replace(c, network=ghost) for c, ghost in zip(request.controls, controlnets, strict=True)],

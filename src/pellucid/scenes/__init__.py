@@ -4,7 +4,7 @@ from pellucid.scenes.grading import Grade, Mark, grade
 from pellucid.scenes.grammar import Query, Wanted, captions, described, parse, prompts, satisfied
 from pellucid.scenes.labels import edge_f1, outlines
 from pellucid.scenes.reading import Reading, Seen, read, style_of
-from pellucid.scenes.render import edges, render, segmentation
+from pellucid.scenes.renderer import edges, render, segmentation
 from pellucid.scenes.sampling import sample
 from pellucid.scenes.scene import Scene, Scenes, Thing, attributes, held_out
 from pellucid.scenes.words import LORA_STYLES, STYLE_NAMES, TRAIN_STYLES, vocabulary

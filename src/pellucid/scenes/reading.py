@@ -17,7 +17,7 @@ from pellucid.scenes.fitting import Fit, Window, distances, fit, sampled, window
 from pellucid.scenes.labels import SIDE, Labels, grown, labelled, prepared
 from pellucid.scenes.painting import HATCH, OUTLINE, SHADOW, SHADOW_BLUR, SHADOW_X, SHADOW_Y
 from pellucid.scenes.relations import WIDE, holding
-from pellucid.scenes.render import CELLS, CHECK, FADE
+from pellucid.scenes.renderer import CELLS, CHECK, FADE
 from pellucid.scenes.scene import MOST, SIZE_CUTS, Scenes, place_of
 from pellucid.scenes.words import (
     BACKGROUND_NAMES,

@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,9 @@ from pellucid.core.reader import read_json
 from pellucid.evidence.report import charts
 from pellucid.evidence.report.charts import Axis, Chart, Series
 from pellucid.evidence.study import samplers_report
-from pellucid.evidence.study.samplers import FIXED_KEYS, InceptionScorer, SamplerStudy, SamplerStudyConfig
+from pellucid.evidence.study.samplers import FIXED_KEYS, InceptionScorer, Judges, SamplerStudy, SamplerStudyConfig
 from pellucid.evidence.study.samplers_results import LatencyClock
-from pellucid.evidence.study.samplers_verdict import Figures, Judges
+from pellucid.evidence.study.samplers_verdict import SamplerFigures
 from pellucid.evidence.study.setups import SamplerCell
 from pellucid.evidence.study.subject import Subject
 from pellucid.interop.source import expanded
@@ -122,7 +123,7 @@ def whole(given: Any, what: str, most: int) -> int:
 
 def folder_of(config: SamplerStudyConfig, mark: str, inside: Path) -> Path:
     """The folder of a study: the same for all that may go on in it, whatever samplers and steps are asked for."""
-    plain = config.to_dict(mark)
+    plain = config.plain()
     held = json.dumps([mark, *(plain[name] for name in FIXED_KEYS)], sort_keys=True)
     return inside / f"study-{hashlib.sha256(held.encode()).hexdigest()[:12]}"
 
@@ -153,7 +154,7 @@ class StudyNews:
 def cells_of(study: SamplerStudy) -> list[CellState]:
     """Every cell of the table, made or not."""
     found = []
-    for cell in study.cells:
+    for cell in study.table:
         batches = [first for first in study.config.firsts() if study.files.has(cell.key, first, "pictures")]
         rows = [study.files.row(cell.key, first, "pictures") for first in batches]
         values = [value for row in rows for value in row["distance"] if value is not None]
@@ -196,16 +197,16 @@ def run(pipe: Any, wish: StudyForm, inside: Path, job: Job) -> Path:
     config = wish.config(subject.asks)
     folder = folder_of(config, subject.mark, inside)
     maker = Stoppable(subject.pipe, job)
-    study = SamplerStudy(config, replace(subject, pipe=maker), folder)
-    judges = light(Judges.open(study))
-    fill(study, maker, judges, job)
+    study = SamplerStudy(config, folder, replace(subject, pipe=maker))
+    study.judges = light(Judges.open(study))
+    fill(study, maker, job)
     clock = LatencyClock(study)
     clock.run(timing(study, job, sum(cell.nfe for _, cell in clock.missing())))
     job.tell(StudyNews("writing the report …", 1.0, cells_of(study)))
-    return samplers_report.write(Figures(SamplerStudy(config, subject, folder), judges))
+    return samplers_report.write(SamplerFigures(SamplerStudy(config, folder, subject), study.judges))
 
 
-def fill(study: SamplerStudy, maker: Stoppable, judges: Judges, job: Job) -> None:
+def fill(study: SamplerStudy, maker: Stoppable, job: Job) -> None:
     """The images of all cells, each told as it comes; steps are told between them."""
     total, done, cells = study.todo(), 0, cells_of(study)
     job.tell(StudyNews(FIRST, 0.0, cells))
@@ -226,7 +227,7 @@ def fill(study: SamplerStudy, maker: Stoppable, judges: Judges, job: Job) -> Non
         job.tell(StudyNews(said, done / max(total, 1), cells, new[-1].key if new else "", images))
 
     maker.see = see
-    study.run(judges.scorers, seen, job.cancelled)
+    study.run(lambda what, total: nullcontext(seen), job.cancelled)
     maker.see = lambda seen: None
     if job.cancelled():
         raise Cancelled

@@ -13,9 +13,9 @@ from torch import Tensor
 from pellucid import scenes as world
 from pellucid.core.errors import PellucidError, rule
 from pellucid.interop.tokenizer import Tokenizer
-from pellucid.scenes import render
+from pellucid.scenes import renderer
 from pellucid.scenes.grammar import phrasings
-from pellucid.scenes.render import SIZES
+from pellucid.scenes.renderer import SIZES
 from pellucid.scenes.sampling import OBJECTS
 from pellucid.scenes.scene import RADII, Scenes
 from pellucid.train.draws import Draws
@@ -98,14 +98,16 @@ class ScenesSource:
         c = self.config
         if not c.compile_render:
             return world.render(scenes, c.size)
-        return render.render_dense(scenes, c.size, c.styles, compile=True, most=max(c.objects))
+        return renderer.render_dense(scenes, c.size, c.styles, compile=True, most=max(c.objects))
 
     def hint(self, name: str, scenes: Scenes) -> Tensor:
         c = self.config
         if name == "edges":
-            return render.edges_dense(scenes, c.size, compile=True) if c.compile_render else world.edges(scenes, c.size)
+            return (
+                renderer.edges_dense(scenes, c.size, compile=True) if c.compile_render else world.edges(scenes, c.size)
+            )
         if c.compile_render:
-            return render.render_dense(alone(scenes), c.size, ("flat",), compile=True, most=1)
+            return renderer.render_dense(alone(scenes), c.size, ("flat",), compile=True, most=1)
         return world.render(alone(scenes), c.size)
 
     def inventory(self) -> dict[str, Any]:

@@ -7,10 +7,10 @@ of the records, so that a better rule needs no new images.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 from PIL import Image
@@ -19,19 +19,19 @@ from pellucid import scenes
 from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.adherence import sheets
 from pellucid.evidence.adherence.judging import ATTRIBUTES, Verdict, judge, reading_from_json, reading_to_json
-from pellucid.evidence.adherence.samples import DTYPE, ImageSettings, Maker, Part
+from pellucid.evidence.adherence.samples import DTYPE, ImageSettings, Maker, Part, open_pipe
 from pellucid.evidence.adherence.sheets import Card, contact_sheet
 from pellucid.evidence.report.page import Table
 from pellucid.evidence.statistics import Share
-from pellucid.evidence.study.kernel import Records, claim, is_mine, one_process
+from pellucid.evidence.study.kernel import ShardNumber, Study
 from pellucid.interop.atomic_files import put, sealed
 from pellucid.models.guidance import Guidance
+from pellucid.pipeline import fingerprint
 from pellucid.pipeline.images import to_tensor
 from pellucid.scenes.grammar import Query
 from pellucid.scenes.reading import Reading
 from pellucid.train.trainer import MODEL
 
-KEYS = ("first",)
 MOST_PROMPTS = 100_000
 
 
@@ -76,48 +76,74 @@ class GradedImage:
         return judge(self.reading, other.query)
 
 
-class AdherenceStudy:
-    """A study in its folder. Batches that are done are not done again; a folder of another model is refused."""
+class AdherenceBatch(NamedTuple):
+    first: int
 
-    def __init__(self, config: AdherenceConfig, folder: Path, model_hash: str = "") -> None:
-        self.config, self.folder = config, folder
-        self.text = json.dumps({**asdict(config), "model_hash": model_hash}, indent=1, sort_keys=True)
-        is_mine(folder, self.text)
-        self.records = Records(folder, KEYS)
+
+class AdherenceStudy(Study[AdherenceConfig, AdherenceBatch]):
+    """`pipe` makes the images; what was made can be read without it."""
+
+    kind = "adherence"
+    cell = AdherenceBatch
+    parts = "batches"
+    progress = "making and reading images"
+    charts = False
+
+    def __init__(
+        self,
+        config: AdherenceConfig,
+        folder: Path,
+        pipe: Maker | None = None,
+        device: torch.device | str = "cpu",
+        shard: ShardNumber = (0, 1),
+        model_hash: str = "",
+    ) -> None:
+        self.pipe, self.device, self.model_hash = pipe, device, model_hash
         self.asked = config.asked()
+        super().__init__(config, folder, shard)
+
+    @classmethod
+    def open(cls, config: AdherenceConfig, folder: Path, shard: ShardNumber = (0, 1), **given: Any) -> Self:
+        """`given` is the `device`."""
+        pipe = open_pipe(config.model, config.part, dtype=config.dtype, **given)
+        return cls(config, folder, pipe, pipe.device, shard, fingerprint.of_model(pipe.components))
 
     @property
-    def missing(self) -> list[int]:
-        return [first for first in self.config.making.firsts(len(self.asked)) if not self.records.has({"first": first})]
+    def text(self) -> str:
+        """Without kind and version, which its folders never had."""
+        return json.dumps({**asdict(self.config), "model_hash": self.model_hash}, indent=1, sort_keys=True)
 
-    @one_process
-    def run(
-        self, pipe: Maker, device: torch.device | str = "cpu", done: Callable[[], object] = lambda: None
-    ) -> list[GradedImage]:
-        """Makes and reads what is missing; `done` is called after each batch."""
-        for first in self.missing:
-            batch = self.asked[first : first + self.config.making.batch]
-            images = self.config.making.images(pipe, [caption for caption, _ in batch], first)
-            claim(self.folder, self.text)  # only once there is an image to keep
-            sheets.write_tiles(images, self.place(first))
-            self.records.add(self.record(first, images, device))
-            done()
-        return self.shown()
+    def cells(self) -> list[AdherenceBatch]:
+        return list(map(AdherenceBatch, self.config.making.firsts(len(self.asked))))
 
-    def record(self, first: int, images: Sequence[Image.Image], device: torch.device | str) -> dict[str, Any]:
+    def make(self, cell: AdherenceBatch) -> dict[str, Any]:
+        assert self.pipe is not None
+        batch = self.asked[cell.first : cell.first + self.config.making.batch]
+        images = self.config.making.images(self.pipe, [caption for caption, _ in batch], cell.first)
+        self.claim()  # only once there is an image to keep
+        sheets.write_tiles(images, self.place(cell.first))
+        return self.read_images(cell.first, images)
+
+    def read_images(self, first: int, images: Sequence[Image.Image]) -> dict[str, Any]:
         captions = [caption for caption, _ in self.asked[first : first + len(images)]]
-        readings = scenes.read(to_tensor(images).to(device))
+        readings = scenes.read(to_tensor(images).to(self.device))
         rows = [{"caption": c, "reading": reading_to_json(r)} for c, r in zip(captions, readings, strict=True)]
-        return {"first": first, "pictures": rows}
+        return {"pictures": rows}
 
-    def read_again(self, device: torch.device | str = "cpu") -> list[GradedImage]:
+    def results(self) -> dict[str, AdherenceFigures]:
+        return figures(self.shown(), self.config.making.seed)
+
+    def report(self) -> dict[str, AdherenceFigures]:
+        return write_report(self)
+
+    def read_again(self) -> list[GradedImage]:
         """Reads the images that are there once more: after a change of the reader."""
         rows = []
         for row in self.records.rows:
             images = sheets.read_tiles(self.place(row["first"]), len(row["pictures"]))
-            rows.append(self.record(row["first"], images, device))
+            rows.append({"first": row["first"], **self.read_images(row["first"], images)})
         put(self.records.path, "".join(map(sealed, rows)))
-        self.records = Records(self.folder, KEYS)
+        self.reload()
         return self.shown()
 
     def place(self, first: int) -> Path:

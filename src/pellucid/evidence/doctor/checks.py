@@ -18,6 +18,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -189,11 +190,19 @@ CheckFunction = Callable[..., Iterable[Finding]]
 
 @dataclass(frozen=True)
 class Check:
-    """A check, and the fields of a subject that it needs."""
+    """A function of a subject, and of the fields of it that it needs."""
 
     name: str
-    needs: tuple[str, ...]
     function: CheckFunction
+
+    def __post_init__(self) -> None:
+        for need in self.needs:
+            if need not in NEEDS:
+                raise PellucidError(rule(f"needs of {self.name}", "among " + ", ".join(NEEDS), need), "check")
+
+    @cached_property
+    def needs(self) -> tuple[str, ...]:
+        return tuple(inspect.signature(self.function).parameters)[1:]
 
     def run(self, subject: Subject) -> list[Finding]:
         """All findings; the subject has what is needed."""
@@ -207,13 +216,9 @@ def check(name: str) -> Callable[[CheckFunction], CheckFunction]:
     """Registers a check under a name of its own."""
 
     def register(function: CheckFunction) -> CheckFunction:
-        needs = tuple(inspect.signature(function).parameters)[1:]
-        for need in needs:
-            if need not in NEEDS:
-                raise PellucidError(rule(f"needs of {name}", "among " + ", ".join(NEEDS), need), "check")
-        if name in CHECKS:
+        made = Check(name, function)
+        if CHECKS.setdefault(name, made) is not made:
             raise PellucidError(rule("check", "a name of its own", name), "check")
-        CHECKS[name] = Check(name, needs, function)
         return function
 
     return register

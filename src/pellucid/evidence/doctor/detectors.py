@@ -19,13 +19,11 @@ from pellucid.core.noise import Philox
 from pellucid.core.schedule import EDM, Array, Flow, Level, Schedule, Tabled, Target, in_frame
 from pellucid.evidence.doctor.checks import Evidence, Finding, Severity, check
 from pellucid.evidence.doctor.hypotheses import (
-    MOST,
     SCALED,
     SURE,
     Answer,
     answer_evidence,
     candidates,
-    detect,
     detection_of,
     family,
     log_square,
@@ -121,11 +119,6 @@ WORDS = {
     "edm": "EDM's preconditioned output",
 }
 FLOW_CLASS, EDM_CLASS = '"_class_name": "FlowMatchEulerDiscreteScheduler"', '"_class_name": "EDMEulerScheduler"'
-
-
-def detect_target(probe: Probe, most: int = MOST) -> Answer:
-    """What a network predicts, and how sure that is."""
-    return detect(probe, most).target
 
 
 def set_keys(keys: str) -> str:
@@ -280,11 +273,6 @@ def check_scale(subject: Subject, network: Any, data: KnownImages) -> Iterable[F
 SCHEDULE_COST, SCHEDULE_FAR = 1.05, 1.25  # square error over that by the best schedule: worth a warning, an error
 BETAS = ("beta_start", "beta_end")
 SPELLED = {"cosine": "squaredcos_cap_v2", "exponential": "exp"}
-
-
-def detect_schedule(probe: Probe, most: int = MOST) -> Answer:
-    """Which schedule a network was trained on, and how sure that is; read as the target that fits it best."""
-    return detect(probe, most).schedule
 
 
 def schedule_fix(found: Schedule) -> str:

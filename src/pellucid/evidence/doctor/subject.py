@@ -22,7 +22,7 @@ from pellucid.core.compile import compile_plan
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.grid import MAX_STEPS, Grid
 from pellucid.core.plan import Plan
-from pellucid.core.schedule import Flow, Target
+from pellucid.core.schedule import Flow
 from pellucid.evidence.metrics.fid import Statistics
 from pellucid.evidence.metrics.images import ImageSet, open_images
 from pellucid.evidence.trace import Trace, read
@@ -103,7 +103,8 @@ class KnownImages:
     name: str = "data"
 
     def first(self, count: int) -> KnownImages:
-        captions, labels = (None if one is None else one[:count] for one in (self.captions, self.labels))
+        captions = None if self.captions is None else self.captions[:count]
+        labels = None if self.labels is None else self.labels[:count]
         return KnownImages(self.pixels[:count], captions, labels, self.name)
 
 
@@ -247,7 +248,7 @@ def make_plan(reading: Reading, run: RunSpec) -> Plan:
     try:
         if run.own:
             return compile_reading(reading, steps_of(run), **shift_of(reading))
-        options = {"grid": run.grid, "steps": steps_of(run), "dialect": run.dialect or "exact"}
+        options: dict[str, Any] = {"grid": run.grid, "steps": steps_of(run), "dialect": run.dialect or "exact"}
         schedule, target = reading.schedule, reading.target
         return compile_plan(run.sampler or reading.sampler, schedule=schedule, target=target, **options)
     except PellucidError:
@@ -443,7 +444,7 @@ def of_file(place: Path, name: str, run: RunSpec) -> Subject:
     return with_scheduler(subject, config, config)
 
 
-def read_single_file(path: Path) -> tuple[Mapping[str, Tensor], Any, Target, list[str]]:
+def read_single_file(path: Path) -> tuple[Mapping[str, Tensor], Any, str, list[str]]:
     """The tensors of a checkpoint, its layout, what its network predicts, and what was said of that."""
     tensors = weights.read(path)
     sections = single_file.split(tensors, path.name)

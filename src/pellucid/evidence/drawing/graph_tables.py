@@ -141,6 +141,7 @@ def duration(node: Node) -> str:
 # --- Tables ---------------------------------------------------------------------------------------------------------
 
 COMPONENTS = ("component", "parameters", "share", "dtype in file", "on disk", "in memory", "as", "calls")
+ANATOMY = ("block", "class", "parameters", "share", "leaves as")
 CLOCK = ("stage", "a run", "of it", "peak memory")
 NUMBERS = ("parameters", "share", "on disk", "in memory", "calls", "a call", "a run", "of it", "peak memory")
 
@@ -190,6 +191,13 @@ def anatomy(node: Node) -> list[BlockRow]:
         parameters = f"{times} × {number}" if times > 1 else number
         rows.append(BlockRow(level, block.name, block.kind, parameters, block.share * times, leaves))
     return rows
+
+
+def anatomy_cells(node: Node) -> list[tuple[str, ...]]:
+    """The same as text, each level further to the right."""
+    return [
+        ("\u2003" * row.level + row.name, row.kind, row.parameters, row.percent, row.leaves) for row in anatomy(node)
+    ]
 
 
 def listed(blocks: Sequence[Block], level: int = 0, inside: str = "") -> Iterator[tuple[int, Block, int]]:

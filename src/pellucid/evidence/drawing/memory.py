@@ -1,8 +1,9 @@
-"""Memory as images, and the words that its tables and its images share."""
+"""What a run needs in memory, as a report: a table, notes, JSON and a chart; by stage, or strategy by strategy."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from pellucid.core.wording import short
 from pellucid.evidence.report import charts
 from pellucid.evidence.report.charts import COLOURS, FAINT, INK
 from pellucid.pipeline.memory import size_text
+from pellucid.pipeline.policy import EFFECTS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from pellucid.pipeline.request import Request
 
 ITSELF = "the stage itself"  # what happens in no module: noise, sums, images
+BAR = 24  # characters of the longest bar
+PARTS = {"weights": ("█", COLOURS[0]), "activations": ("▓", COLOURS[1]), "workspace": ("░", "#f6c592")}
 
 
 def describe_run(pipe: Pipeline, request: Request, policy: Policy, device: Any) -> dict[str, Any]:
@@ -52,6 +56,75 @@ def headline(about: dict[str, Any]) -> str:
     return " · ".join(words)
 
 
+# --- By stage -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """The peak of each stage and who owns it: predicted, and measured where it was run. `about` is what was run."""
+
+    about: dict[str, Any]
+    forecast: Forecast
+    found: MemoryUse | None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        measured = () if self.found is None else ("measured", "ratio")
+        return ("stage", *PARTS, "predicted", *measured, "", "owner of the peak")
+
+    def rows(self) -> list[tuple[str, ...]]:
+        rows = []
+        for name, peak in self.forecast.stages.items():
+            seen: tuple[str, ...] = ()
+            if self.found is not None:
+                seen = (size_text(self.found.peaks[name]), f"{peak.total / max(self.found.peaks[name], 1):.3f}")
+            sizes = [size_text(getattr(peak, part)) for part in PARTS]
+            rows.append((name, *sizes, size_text(peak.total), *seen, self.bar(peak), peak.owner or ITSELF))
+        return rows
+
+    def bar(self, peak: Any) -> str:
+        """Weights, activations and workspace, one after the other."""
+        text, total = "", 0
+        for name, (mark, _) in PARTS.items():
+            total += getattr(peak, name)
+            text += mark * (round(BAR * total / max(self.forecast.peak.total, 1)) - len(text))
+        return text
+
+    def notes(self) -> list[str]:
+        peak, found = self.forecast.peak, self.found
+        held = ", ".join(f"{name or ITSELF} {size_text(size)}" for name, size in peak.held[:3])
+        measured = "" if found is None else f", {size_text(found.peak)} measured"
+        lines = [
+            f"peak: {self.forecast.stage}, {size_text(peak.total)} predicted{measured}; "
+            f"owner: {peak.owner or ITSELF}; other memory held: {held or 'none'}.",
+            "█ weights  ▓ activations  ░ workspace of kernels.",
+        ]
+        if found is not None and not self.about["device"].startswith("cuda"):
+            lines.append("measured: bytes of live tensors; on a CPU the kernels' own workspace is not seen.")
+        effects = {name: EFFECTS[name] for name in self.about["policy"]}
+        return lines + [f"{name}: reduces {one.reduces}. Costs {one.costs}." for name, one in effects.items()]
+
+    def to_dict(self) -> dict[str, Any]:
+        stages = {
+            name: {
+                **{part: getattr(peak, part) for part in PARTS},
+                "predicted": peak.total,
+                "measured": None if self.found is None else self.found.peaks[name],
+                "seconds": None if self.found is None else self.found.seconds[name],
+                "owner": peak.owner,
+                "held": [{"module": module, "bytes": size} for module, size in peak.held],
+            }
+            for name, peak in self.forecast.stages.items()
+        }
+        return {**self.about, "peak_stage": self.forecast.stage, "stages": stages}
+
+    def draw(self, path: Path) -> None:
+        draw_stages(self.about, self.forecast, self.found, path)
+
+
+# --- Strategy by strategy -------------------------------------------------------------------------------------------
+
+
 def peak_of(row: StrategyCost) -> int:
     return max((row.measured or row.predicted or {"": 0}).values())
 
@@ -64,6 +137,8 @@ def strategy_cells(row: StrategyCost) -> tuple[str, ...]:
             return "–"
         return size_text(max(sizes.values()) if stage is None else sizes.get(stage, 0))
 
+    if row.trouble:
+        return (*["–"] * 8, "")
     first = row.strategy.against == row.strategy.name
     return (
         at(row.predicted),
@@ -81,17 +156,71 @@ def strategy_cells(row: StrategyCost) -> tuple[str, ...]:
 def row_notes(about: dict[str, Any], rows: Sequence[StrategyCost], left_out: Sequence[str]) -> list[str]:
     """How to read a table of strategies, and what is not in it."""
     return [
-        f"predicted, measured: the peak of a whole run of {about['steps']} steps; denoise, decode: measured there.",
-        "ms: the fastest of three runs; × time: to runs of the first row just before and after.",
-        "diff: of the images' pixels in 255ths, to the row named last; for an adapter it is what the adapter does.",
+        f"predicted, measured: the peak of a whole run of {about['steps']} steps; denoise, decode: of that stage.",
+        "ms: the fastest of three runs; × time: relative to runs of the first row just before and after.",
+        "diff: of the images' pixels in 255ths, to the row in the last column; for an adapter, the adapter's effect.",
         *(f"{row.strategy.name}: {row.trouble}" for row in rows if row.trouble),
         *(f"left out: {words}." for words in left_out),
     ]
 
 
+@dataclass(frozen=True)
+class StrategyReport:
+    """Strategies side by side: what each saves, and what it costs."""
+
+    about: dict[str, Any]
+    costs: Sequence[StrategyCost]
+    left_out: Sequence[str]
+
+    columns = (
+        "strategy",
+        "predicted",
+        "measured",
+        "",
+        "denoise",
+        "decode",
+        "ms",
+        "× time",
+        "max diff",
+        "mean diff",
+        "to",
+    )
+
+    def rows(self) -> list[tuple[str, ...]]:
+        most = max((peak_of(row) for row in self.costs), default=1)
+        rows: list[tuple[str, ...]] = []
+        for row in self.costs:
+            predicted, measured, *rest = strategy_cells(row)
+            bar = row.trouble.split(":")[0] or "█" * max(round(BAR * peak_of(row) / max(most, 1)), 1)
+            rows.append((row.strategy.name, predicted, measured, bar, *rest))
+        return rows
+
+    def notes(self) -> list[str]:
+        return row_notes(self.about, self.costs, self.left_out)
+
+    def to_dict(self) -> dict[str, Any]:
+        listed = [
+            {
+                "strategy": row.strategy.name,
+                "policy": row.strategy.policy.to_dict(),
+                "predicted": max(row.predicted.values(), default=None),
+                "measured": max(row.measured.values(), default=None),
+                "stages": {"predicted": dict(row.predicted), "measured": dict(row.measured)},
+                "ms": None if row.seconds is None else row.seconds * 1000,
+                "times": row.times,
+                "difference": {"max": row.largest, "mean": row.mean, "to": row.strategy.against},
+                "trouble": row.trouble or None,
+            }
+            for row in self.costs
+        ]
+        return {**self.about, "strategies": listed, "left_out": list(self.left_out)}
+
+    def draw(self, path: Path) -> None:
+        charts.save(costs(self.about, self.costs), path)
+
+
 # --- Charts ---------------------------------------------------------------------------------------------------------
 
-FILLS = {"weights": COLOURS[0], "activations": COLOURS[1], "workspace": "#f6c592"}
 STAGES = {"denoise": COLOURS[0], "decode": "#8fb9ee"}
 ROW = 0.58  # inches of a strategy
 
@@ -108,20 +237,17 @@ def draw_stages(about: dict[str, Any], forecast: Forecast, found: MemoryUse | No
         if found is not None:
             mark(axes, found.peaks[name] / scale, row, 0.34)
     finish(axes, names, f"{unit} on the device")
-    axes.set_xlim(0, 1.02 * max(bar_end(forecast, found)) / scale)
+    ends = [peak.total for peak in forecast.stages.values()] + ([] if found is None else list(found.peaks.values()))
+    axes.set_xlim(0, 1.02 * max(ends) / scale)
     axes.set_ylim(len(names) - 0.35, -0.6)
     head(figure, height, "Memory by stage", headline(about))
-    key(figure, height, 0.1, FILLS, "" if found is None else "measured")
+    key(figure, height, 0.1, {part: fill for part, (_, fill) in PARTS.items()}, "" if found is None else "measured")
     charts.save(figure, path)
-
-
-def bar_end(forecast: Forecast, found: MemoryUse | None) -> list[int]:
-    return [peak.total for peak in forecast.stages.values()] + ([] if found is None else list(found.peaks.values()))
 
 
 def stage_bar(axes: Axes, row: int, peak: Any, scale: float) -> None:
     left = 0.0
-    for part, fill in FILLS.items():
+    for part, (_, fill) in PARTS.items():
         width = getattr(peak, part) / scale
         axes.barh(row, width, left=left, height=0.5, color=fill, edgecolor="white", linewidth=0.6)
         left += width
@@ -130,10 +256,6 @@ def stage_bar(axes: Axes, row: int, peak: Any, scale: float) -> None:
     )
     owner = peak.owner or ITSELF
     axes.annotate(owner, (0, row + 0.27), (2, -9), textcoords="offset points", fontsize=7.5, color="#5f6b7a")
-
-
-def draw_strategies(about: dict[str, Any], rows: Sequence[StrategyCost], path: Path) -> None:
-    charts.save(costs(about, rows), path)
 
 
 def costs(about: dict[str, Any], rows: Sequence[StrategyCost]) -> Figure:

@@ -1,1 +1,1 @@
-"""Report."""
+"""Reports of studies: charts, tables and pages."""

@@ -102,7 +102,7 @@ def numbered(axis: MatplotlibAxis, places: Sequence[float]) -> None:
 
     axis.set_major_locator(FixedLocator(list(places)))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: number_text(value)))
 
 
 def legend(figure: Figure, axes: Axes | Sequence[Axes], note: str = "") -> Legend | None:
@@ -132,7 +132,7 @@ def legend(figure: Figure, axes: Axes | Sequence[Axes], note: str = "") -> Legen
     return made
 
 
-def short(value: float, digits: int = 4) -> str:
+def number_text(value: float, digits: int = 4) -> str:
     """A number for an axis, the pointer or a table, with so many significant digits."""
     if value and not 1e-4 <= abs(value) < 1e7:
         return f"{value:.{min(digits, 3) - 1}e}".replace("e-0", "e-").replace("e+0", "e").replace("-", "−")
@@ -353,9 +353,9 @@ class Chart:
 
     def words(self, one: Series, i: int) -> str:
         """What the pointer is shown: the series, both numbers, the interval, and the point's own words."""
-        lines = [one.name, f"{self.x.name}: {short(one.x[i])}", f"{self.y.name}: {short(one.y[i])}"]
+        lines = [one.name, f"{self.x.name}: {number_text(one.x[i])}", f"{self.y.name}: {number_text(one.y[i])}"]
         if ends := one.interval(i):
-            lines[-1] += f" ({short(ends[0])} to {short(ends[1])})"
+            lines[-1] += f" ({number_text(ends[0])} to {number_text(ends[1])})"
         return "\n".join([*lines, *([one.labels[i]] if one.labels and one.labels[i] else [])])
 
 
@@ -461,14 +461,7 @@ class Scale:
 
     def ticks(self, most: int = 7) -> list[float]:
         """Round numbers inside."""
-        if self.log:
-            return log_ticks(self.low, self.high, most)
-        rough = (self.high - self.low) / most
-        size = 10 ** math.floor(math.log10(rough))
-        step = next(size * m for m in (1, 2, 5, 10) if size * m >= rough)
-        first = math.ceil(self.low / step)
-        found = [i * step for i in range(first, math.floor(self.high / step) + 1)]
-        return [0.0 if abs(v) < step / 1e6 else v for v in found]
+        return (log_ticks if self.log else even_ticks)(self.low, self.high, most)
 
 
 def scales(chart: Chart) -> tuple[Scale, Scale]:
@@ -478,12 +471,21 @@ def scales(chart: Chart) -> tuple[Scale, Scale]:
     return Scale.over(chart.x, xs), Scale.over(chart.y, ys)
 
 
+def even_ticks(low: float, high: float, most: int = 7) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten."""
+    rough = (high - low) / most
+    size = 10 ** math.floor(math.log10(rough))
+    step = next(size * m for m in (1, 2, 5, 10) if size * m >= rough)
+    found = [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    return [0.0 if abs(v) < step / 1e6 else v for v in found]
+
+
 def log_ticks(low: float, high: float, most: int = 7) -> list[float]:
-    """Powers of ten with as many numbers between them as there is room for."""
+    """Powers of ten with as many numbers between them as there is room for; in a narrow range, even steps."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     for inside in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 3, 5), (1, 2, 5), (1, 3), (1,)):
         found = [m * 10.0**e for e in range(first, last + 1) for m in inside if low <= m * 10.0**e <= high]
         if len(found) <= most:
-            return found
+            return found if len(found) > 1 else even_ticks(low, high, most)
     every = math.ceil((last - first + 1) / most)
     return [10.0**e for e in range(first, last + 1, every) if low <= 10.0**e <= high]

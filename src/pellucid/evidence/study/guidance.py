@@ -6,13 +6,11 @@ and the recommendation are made from the records.
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from PIL import Image
@@ -24,21 +22,26 @@ from pellucid.core.reader import whole
 from pellucid.evidence import qualities
 from pellucid.evidence.adherence import sheets
 from pellucid.evidence.adherence.judging import judge as judged
-from pellucid.evidence.adherence.samples import DTYPE, PARTS, ImageSettings, Maker, Part, through
+from pellucid.evidence.adherence.samples import DTYPE, PARTS, ImageSettings, Maker, Part, open_pipe, through
 from pellucid.evidence.metrics.fid import Statistics
 from pellucid.evidence.metrics.image_text import Judge
 from pellucid.evidence.metrics.images import ImageSet, open_images
 from pellucid.evidence.metrics.inception import to_bytes
-from pellucid.evidence.study.kernel import Records, claim, is_mine, one_process
+from pellucid.evidence.study.kernel import ShardNumber, Study
 from pellucid.evidence.study.subject import queries_of, read_lines_of
 from pellucid.models.guidance import Guidance, short
 from pellucid.models.rules import RULES, CFGZero
+from pellucid.pipeline import fingerprint
 from pellucid.pipeline.images import to_tensor
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.wrapped import WrappedPipeline, read_scheduler
 from pellucid.scenes.grammar import Query
 from pellucid.scenes.sampling import OBJECTS
 from pellucid.scenes.scene import Scenes
+
+if TYPE_CHECKING:
+    from pellucid.evidence.study.guidance_report import GuidanceReport
+    from pellucid.evidence.study.guidance_results import GuidanceResults
 
 # --- Rules by name --------------------------------------------------------------------------------------------------
 
@@ -247,8 +250,6 @@ def joined_rows(rows: Sequence[Row]) -> Row:
 
 # --- The study ------------------------------------------------------------------------------------------------------
 
-VERSION = 1
-KEYS = ("guidance", "first")
 TRUE_IMAGES = "true"  # the record of the true images, among those of guidances
 MAX_SEEDS, MAX_CELLS = 256, 400
 PROMPTS_SHOWN = 16  # prompts whose first image is kept, for the report
@@ -311,51 +312,61 @@ class GuidanceStudyConfig:
         return GuidancePrompts(found.texts) if self.clip is not None and found.truth is None else found
 
 
-def check_writable(folder: Path) -> None:
-    """Refuses a folder that could not be written to, before the long work."""
-    place = next(one for one in (folder, *folder.absolute().parents) if one.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        raise PellucidError(rule("--out", "a folder that can be written to", str(folder)), "out-unwritable")
+class GuidanceBatch(NamedTuple):
+    """One guidance for some prompts, or the true images."""
+
+    guidance: str
+    first: int
 
 
-class GuidanceStudy:
-    """A study in its folder. What is done is not done again; a folder of another study is refused."""
+class GuidanceStudy(Study[GuidanceStudyConfig, GuidanceBatch]):
+    """`pipe` makes the images, and `judge` scores them where the config names a `clip`; results need neither."""
+
+    kind = "guidance"
+    cell = GuidanceBatch
+    progress = "making and measuring images"
 
     def __init__(
-        self, config: GuidanceStudyConfig, folder: Path, nature: ModelTraits | None = None, model_hash: str = ""
+        self,
+        config: GuidanceStudyConfig,
+        folder: Path,
+        pipe: Maker | None = None,
+        judge: Judge | None = None,
+        device: torch.device | str = "cpu",
+        shard: ShardNumber = (0, 1),
+        model_hash: str = "",
     ) -> None:
-        self.config, self.folder = config, folder
-        self.nature = nature or ModelTraits()
+        self.pipe, self.judge, self.device, self.model_hash = pipe, judge, device, model_hash
+        self.nature = ModelTraits.of(pipe)
         self.asked = config.asked
         if self.asked.queries is None and config.clip is None:
             must = "given for prompts that are no captions of scenes"
             raise PellucidError(f"--clip must be {must}; got none.", "study-clip")
+        if pipe is not None and (judge is None) != (config.clip is None):
+            raise PellucidError(rule("judge", "given with clip, and only then", judge), "study-clip")
         if config.reference is not None:
             open_reference(config.reference)
-        words = {
-            "study": "guidance",
-            "version": VERSION,
-            **asdict(config),
-            "texts": self.asked.texts,
-            "nature": asdict(self.nature),
-        }
-        del words["tolerance"]  # another one judges the same images anew
-        self.text = json.dumps({**words, "model_hash": model_hash}, indent=1, sort_keys=True)
-        self.guidances = self.all_guidances()
-        is_mine(folder, self.text)
-        check_writable(folder)
-        self.records = Records(folder, KEYS)
+        found = [guidance_of(words, scale, self.nature) for scale in config.scales for words in config.rules]
+        self.guidances = list(dict.fromkeys(one.text() for one in found))  # at scale 1 most rules are the same
+        super().__init__(config, folder, shard)
 
-    # --- what is to be done ---------------------------------------------------------------------------------------
+    @classmethod
+    def open(cls, config: GuidanceStudyConfig, folder: Path, shard: ShardNumber = (0, 1), **given: Any) -> Self:
+        """`given` is the `device`."""
+        pipe = open_pipe(config.model, config.part, dtype=config.dtype, **given)
+        judge = None if config.clip is None else Judge.load(config.clip, pipe.device)
+        return cls(config, folder, pipe, judge, pipe.device, shard, fingerprint.of_model(pipe.components))
+
+    def settings(self) -> dict[str, Any]:
+        own = asdict(self.config)
+        del own["tolerance"]  # another one judges the same images anew
+        return {**own, "texts": self.asked.texts, "nature": asdict(self.nature), "model_hash": self.model_hash}
+
+    # --- the work -------------------------------------------------------------------------------------------------
 
     def guidance(self, words: str, scale: float) -> str:
         """The guidance of a cell as text, which is its name."""
         return guidance_of(words, scale, self.nature).text()
-
-    def all_guidances(self) -> list[str]:
-        """Every guidance once: at scale 1 most rules are the same."""
-        found = [self.guidance(words, scale) for scale in self.config.scales for words in self.config.rules]
-        return list(dict.fromkeys(found))
 
     @property
     def together(self) -> int:
@@ -366,70 +377,65 @@ class GuidanceStudy:
     def firsts(self) -> range:
         return range(0, len(self.asked), self.together)
 
+    def cells(self) -> Iterator[GuidanceBatch]:
+        """The true images come second, as soon as their size is known: what is wrong with them is not found last."""
+        for guidance in self.guidances:
+            for first in self.firsts:
+                yield GuidanceBatch(guidance, first)
+                if guidance == self.guidances[0] and first == 0 and self.has_truth:
+                    yield GuidanceBatch(TRUE_IMAGES, 0)
+
     @property
-    def missing(self) -> list[tuple[str, int]]:
-        cells = [(guidance, first) for guidance in self.guidances for first in self.firsts]
-        return [(g, first) for g, first in cells if not self.records.has({"guidance": g, "first": first})]
+    def has_truth(self) -> bool:
+        return self.config.reference is not None or self.asked.truth is not None
 
-    @one_process
-    def run(
-        self,
-        pipe: Maker,
-        judge: Judge | None = None,
-        device: torch.device | str = "cpu",
-        done: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Makes and measures what is missing; `done` is called after each record."""
-        if (judge is None) != (self.config.clip is None):
-            raise PellucidError(rule("judge", "given with clip, and only then", judge), "study-clip")
-        self.look_at_truth(pipe)
-        for guidance, first in self.missing:
-            made = self.images(pipe, guidance, first)
-            claim(self.folder, self.text)  # only once there is an image to keep
-            self.keep(made, guidance, first)
-            self.records.add(self.record(made, guidance, first, judge, device))
-            self.look_at_truth(pipe)  # at once: what is wrong with it is not found by the last cell
-            done()
+    def part(self, cell: GuidanceBatch) -> GuidanceBatch:
+        """The true images go with the first ones."""
+        return GuidanceBatch(self.guidances[0], 0) if cell.guidance == TRUE_IMAGES else cell
 
-    def images(self, pipe: Maker, guidance: str, first: int) -> list[Image.Image]:
+    def cost(self, cell: GuidanceBatch) -> int:
+        return 0 if cell.guidance == TRUE_IMAGES else 1
+
+    def make(self, cell: GuidanceBatch) -> dict[str, Any]:
+        if cell.guidance == TRUE_IMAGES:
+            return self.truth()
+        made = self.images(cell)
+        self.claim()  # only once there is an image to keep
+        self.keep(made, cell)
+        seeds, last = self.config.seeds, cell.first + self.together
+        texts = [text for text in self.asked.texts[cell.first : last] for _ in range(seeds)]
+        queries = self.asked.queries
+        own = None if queries is None else [query for query in queries[cell.first : last] for _ in range(seeds)]
+        row = measure_images(made, texts, own, self.judge, seeds, self.device)
+        return {"size": list(made[0].size), "figures": row}
+
+    def images(self, cell: GuidanceBatch) -> list[Image.Image]:
         """All images of a record, `seeds` for each prompt in turn, in batches that the machine can hold."""
-        seeds, making = self.config.seeds, self.config.making(guidance)
-        texts = [text for text in self.asked.texts[first : first + self.together] for _ in range(seeds)]
+        assert self.pipe is not None
+        seeds, making = self.config.seeds, self.config.making(cell.guidance)
+        texts = [text for text in self.asked.texts[cell.first : cell.first + self.together] for _ in range(seeds)]
         made: list[Image.Image] = []
         for start in making.firsts(len(texts)):
-            made += making.images(pipe, texts[start : start + making.batch], first * seeds + start)
+            made += making.images(self.pipe, texts[start : start + making.batch], cell.first * seeds + start)
         return made
 
-    def record(
-        self, made: list[Image.Image], guidance: str, first: int, judge: Judge | None, device: torch.device | str
-    ) -> dict[str, Any]:
-        seeds, last = self.config.seeds, first + self.together
-        texts = [text for text in self.asked.texts[first:last] for _ in range(seeds)]
-        queries = self.asked.queries
-        own = None if queries is None else [query for query in queries[first:last] for _ in range(seeds)]
-        row = measure_images(made, texts, own, judge, seeds, device)
-        return {"guidance": guidance, "first": first, "size": list(made[0].size), "figures": row}
-
-    def look_at_truth(self, pipe: Maker) -> None:
-        """The true images, once: those that were given, or of the scenes that were asked for."""
-        if self.records.has({"guidance": TRUE_IMAGES, "first": 0}) or not self.records.rows:
-            return
+    def truth(self) -> dict[str, Any]:
+        """The true images: those that were given, or of the scenes that were asked for."""
         width, height = self.records.rows[0]["size"]
         if self.config.reference is not None:
             row = looks_of_folder(self.config.reference, (width, height))
-        elif self.asked.truth is not None:
-            row = looks_of_scenes(self.asked.truth, (width, height), pipe)
         else:
-            return
-        self.records.add({"guidance": TRUE_IMAGES, "first": 0, "size": [width, height], "figures": row})
+            assert self.asked.truth is not None
+            row = looks_of_scenes(self.asked.truth, (width, height), self.pipe)
+        return {"size": [width, height], "figures": row}
 
     # --- images for the report ----------------------------------------------------------------------------------
 
-    def keep(self, made: list[Image.Image], guidance: str, first: int) -> None:
+    def keep(self, made: list[Image.Image], cell: GuidanceBatch) -> None:
         """The first image of each of the first prompts."""
-        chosen = made[:: self.config.seeds][: max(0, PROMPTS_SHOWN - first)]
+        chosen = made[:: self.config.seeds][: max(0, PROMPTS_SHOWN - cell.first)]
         if chosen:
-            sheets.write_tiles(chosen, self.place(guidance, first))
+            sheets.write_tiles(chosen, self.place(cell.guidance, cell.first))
 
     def place(self, guidance: str, first: int) -> Path:
         return self.folder / "pictures" / f"{self.guidances.index(guidance):03d}-{first:05d}.png"
@@ -449,3 +455,14 @@ class GuidanceStudy:
         """The records of a cell in order; none where some are missing."""
         own = {row["first"]: row for row in self.records.rows if row["guidance"] == guidance}
         return [own[first] for first in self.firsts] if set(own) == set(self.firsts) else []
+
+    def results(self) -> GuidanceResults | None:
+        """None before a first cell and its reference are whole."""
+        from pellucid.evidence.study.guidance_results import results_of
+
+        return results_of(self)
+
+    def report(self) -> GuidanceReport:
+        from pellucid.evidence.study import guidance_report
+
+        return guidance_report.write(self)

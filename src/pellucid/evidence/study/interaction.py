@@ -13,32 +13,27 @@ are no larger than three times what the converged run itself still moves are not
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
 from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.statistics import Array, Estimate, t_interval
-from pellucid.evidence.study.kernel import CONFIG, check_kind, one_process, read_config
-from pellucid.evidence.study.samplers import DecidingMeasure, SamplerStudyConfig
-from pellucid.evidence.study.samplers import SamplerStudy as OneModel
+from pellucid.evidence.study.kernel import ProgressBar, ShardNumber, Study
+from pellucid.evidence.study.samplers import DecidingMeasure, Judges, SamplerStudy, SamplerStudyConfig
 from pellucid.evidence.study.samplers_results import Column, Measure
-from pellucid.evidence.study.samplers_run import ProgressBar, no_bar
-from pellucid.evidence.study.samplers_verdict import UNRESOLVED, Figures, Judges
+from pellucid.evidence.study.samplers_verdict import UNRESOLVED
 from pellucid.evidence.study.setups import SamplerCell
 from pellucid.evidence.study.subject import Subject, read_prompts
 from pellucid.interop import source
-from pellucid.interop.atomic_files import is_left, put
 from pellucid.train.config import parse, read
 
-KIND, VERSION = "interaction", 1
 MODELS = "models"  # the folder of the sampler studies
 JUDGED = ("kid", "image_text", "right")  # measures for which somebody must look at the images
 
@@ -88,11 +83,6 @@ class InteractionStudyConfig:
     def labels(self) -> tuple[str, ...]:
         return self.names or tuple(map(label_of, self.models))
 
-    @property
-    def text(self) -> str:
-        """What config.json holds."""
-        return json.dumps({"study": KIND, "version": VERSION, **dataclasses.asdict(self)}, indent=1) + "\n"
-
     def of_model(self, model: str, asks: str) -> SamplerStudyConfig:
         """The sampler study of one model, with prompts only where it takes them."""
         shared = {field.name for field in dataclasses.fields(SamplerStudyConfig)} & {
@@ -129,69 +119,86 @@ class ModelResult:
         return f"{self.schedule}, {self.target}, {self.architecture}"
 
 
-def check_interaction_folder(folder: Path) -> None:
-    """Refuses a folder of something else, or of another version. Models, samplers and steps may be added to a study:
-    what makes a model's images is guarded by that model's own sampler study."""
-    if not (folder / CONFIG).exists():
-        if folder.exists() and not (folder.is_dir() and all(map(is_left, folder.iterdir()))):
-            raise PellucidError(rule("--out", "empty, new, or an interaction study", str(folder)), "out-taken")
-        return
-    check_kind(folder, read_config(folder), KIND, VERSION)
+class StudiedModel(NamedTuple):
+    name: str
+    model: str
 
 
-class InteractionStudy:
-    """A study in its folder; each of its sampler studies goes on by itself."""
+class InteractionStudy(Study[InteractionStudyConfig, StudiedModel]):
+    """Each model is a sampler study, which goes on by itself and has the records; `pipes` are used by name in place of
+    loading. Models, samplers and steps may be added."""
 
-    def __init__(self, config: InteractionStudyConfig, folder: Path) -> None:
-        self.config, self.folder = config, folder
-        check_interaction_folder(folder)
+    kind = "interaction"
+    cell = StudiedModel
+    fixed = ()
+    parts = "models"
 
-    @one_process
-    def run(
-        self, pipes: Mapping[str, Any] | None = None, *, device: str | None = None, bar: ProgressBar = no_bar
-    ) -> list[ModelResult]:
-        """Makes what is missing, model by model; `pipes` are used by name in place of loading."""
-        named = list(zip(self.config.labels, self.config.models, strict=True))
-        for name, model in named:
-            if name not in (pipes or {}):
+    def __init__(
+        self,
+        config: InteractionStudyConfig,
+        folder: Path,
+        shard: ShardNumber = (0, 1),
+        *,
+        pipes: Mapping[str, Any] | None = None,
+        device: str | None = None,
+    ) -> None:
+        self.pipes, self.device = pipes or {}, device
+        self.models: list[ModelResult] = []
+        super().__init__(config, folder, shard)
+
+    def cells(self) -> list[StudiedModel]:
+        return list(map(StudiedModel, self.config.labels, self.config.models))
+
+    def work(self, bar: ProgressBar, stopped: Callable[[], bool]) -> None:
+        """Model by model, each with a bar of its own."""
+        missing = self.missing()
+        for name, model in missing:
+            if name not in self.pipes:
                 source.locate(model)  # the last model's absence is known before the first one's hours
-        self.folder.mkdir(parents=True, exist_ok=True)
-        put(self.folder / CONFIG, self.config.text)
-        found = []
-        for name, model in named:
-            given = (pipes or {}).get(name)
-            subject = (
-                Subject.open(model, dtype=self.config.dtype, device=device) if given is None else Subject.of(given)
-            )
-            found.append(self.one(name, model, subject, bar))
-        return found
+        self.claim()
+        self.models = []
+        for cell in missing:
+            study = self.study_of(cell)
+            study.run(bar, stopped)
+            if stopped():
+                return
+            self.models.append(self.result_of(cell.name, study))
 
-    def one(self, name: str, model: str, subject: Subject, bar: ProgressBar) -> ModelResult:
-        study = OneModel(self.config.of_model(model, subject.asks), subject, self.folder / MODELS / name)
-        judges = self.judges(study)
-        with bar(name, study.todo()) as done:
-            study.run(judges.scorers, done)
-        figures = Figures(study, judges)
-        if self.config.by not in figures.columns:
-            raise PellucidError(rule("by", f"measured for {name}: {', '.join(figures.columns)}", self.config.by), "by")
-        column = figures.columns[self.config.by]
-        floor = figures.results.floor(self.config.by) if self.config.by in ("distance", "latent") else {}
+    def study_of(self, cell: StudiedModel) -> SamplerStudy:
+        """The sampler study of a model. Nobody looks at its images where the distance decides and nothing was named:
+        that costs more than making them."""
+        c, pipe = self.config, self.pipes.get(cell.name)
+        subject = Subject.open(cell.model, dtype=c.dtype, device=self.device) if pipe is None else Subject.of(pipe)
+        study = SamplerStudy(c.of_model(cell.model, subject.asks), self.folder / MODELS / cell.name, subject)
+        study.progress = cell.name
+        if c.by in JUDGED or c.inception or c.reference or c.clip:
+            study.judges = Judges.open(study, inception=c.inception, clip=c.clip, reference=c.reference)
+        return study
+
+    def result_of(self, name: str, study: SamplerStudy) -> ModelResult:
+        figures, by = study.results(), self.config.by
+        if by not in figures.columns:
+            raise PellucidError(rule("by", f"measured for {name}: {', '.join(figures.columns)}", by), "by")
+        floor = figures.results.floor(by) if by in ("distance", "latent") else {}
         return ModelResult(
             name=name,
-            schedule=subject.schedule.name,
-            target=str(subject.target),
-            architecture=architecture_of(subject.pipe),
-            cells=tuple(study.cells),
-            column=column,
+            schedule=study.subject.schedule.name,
+            target=str(study.subject.target),
+            architecture=architecture_of(study.subject.pipe),
+            cells=tuple(study.table),
+            column=figures.columns[by],
             floor=next(iter(floor.values()), float("nan")),
         )
 
-    def judges(self, study: OneModel) -> Judges:
-        """Nobody, where the distance decides and nothing was named: looking at images costs more than making them."""
-        c = self.config
-        if c.by not in JUDGED and not (c.inception or c.reference or c.clip):
-            return Judges()
-        return Judges.open(study, inception=c.inception, clip=c.clip, reference=c.reference)
+    def results(self) -> Interaction:
+        return Interaction(self.models, self.config.steps)
+
+    def report(self) -> Interaction:
+        from pellucid.evidence.study import interaction_report
+
+        found = self.results()
+        interaction_report.write(self, found)
+        return found
 
 
 def architecture_of(pipe: Any) -> str:

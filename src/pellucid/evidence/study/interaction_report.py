@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pellucid.evidence.report import charts
-from pellucid.evidence.report.charts import Axis, Chart, Drawing, Series, Spot, short
+from pellucid.evidence.report.charts import Axis, Chart, Drawing, Series, Spot, number_text
 from pellucid.evidence.report.page import Code, Page, Table, Text
 from pellucid.evidence.statistics import Estimate
-from pellucid.evidence.study.interaction import (
-    Change,
-    Interaction,
-    InteractionStudy,
-    InteractionStudyConfig,
-    ModelResult,
-)
-from pellucid.evidence.study.samplers_run import ProgressBar, no_bar
+from pellucid.evidence.study.interaction import Change, Interaction, InteractionStudy, ModelResult
 from pellucid.interop.atomic_files import put
 
 WORST_COLOUR = (201, 68, 40)  # what a factor of four and more looks like
@@ -28,22 +20,6 @@ NOTE = (
     "Each interval holds for its own comparison at 95 %: of twenty that do not differ one would seem to. Over models: "
     "Student's t over the runs of a group, which holds for other runs. Over images: these models alone."
 )
-
-
-def run_study(
-    config: InteractionStudyConfig,
-    folder: Path,
-    pipes: Mapping[str, Any] | None = None,
-    *,
-    device: str | None = None,
-    bar: ProgressBar = no_bar,
-) -> Interaction:
-    """From a config to its report; `pipes` are used by name in place of loading."""
-    charts.require()
-    opened = InteractionStudy(config, folder)
-    found = Interaction(opened.run(pipes, device=device, bar=bar), config.steps)
-    write(opened, found)
-    return found
 
 
 def write(opened: InteractionStudy, found: Interaction) -> Path:
@@ -58,9 +34,7 @@ def write(opened: InteractionStudy, found: Interaction) -> Path:
     made = tables(found)
     page = Page("Schedule × sampler × steps", headline(found))
     page.add(*(Text(words) for words in [*sentences(found), *about_converged(found)]), Text(NOTE, kind="note"), *made)
-    page.add(
-        Text("", "How far behind the best"), heats, Text("", "Each model"), *curves, Code(opened.config.text, "Config")
-    )
+    page.add(Text("", "How far behind the best"), heats, Text("", "Each model"), *curves, Code(opened.text, "Config"))
     page.write(opened.folder / "report.html")
     said = "\n".join(f"- {words}" for words in [*sentences(found), *about_converged(found)])
     parts = ["# Schedule × sampler × steps\n", headline(found) + "\n", said + "\n", NOTE + "\n"]
@@ -94,8 +68,8 @@ def about_converged(found: Interaction) -> list[str]:
         near = [str(best.budget) for best in bests if best is not None and not best.resolved]
         if near:
             said.append(
-                f"{one.name}: its converged run still moved by {short(one.floor)} when its steps were doubled, so that "
-                f"the best at {', '.join(near)} calls is not resolved. Give more --converged-steps."
+                f"{one.name}: its converged run still moved by {number_text(one.floor)} when its steps were doubled, "
+                f"so that the best at {', '.join(near)} calls is not resolved. Give more --converged-steps."
             )
     return said
 
@@ -113,7 +87,7 @@ def gap_words(found: Interaction, gap: Estimate) -> str:
     if found.scaled:
         ends = "" if gap.ends is None else f" ({gap.low:.2f} to {gap.high:.2f})"
         return f"{gap.value:.2f} times{ends}"
-    return f"{gap.times(found.measure.scale).words(short)} more"
+    return f"{gap.times(found.measure.scale).words(number_text)} more"
 
 
 # --- tables ----------------------------------------------------------------------------------------------------
@@ -140,7 +114,7 @@ def best_by_model(found: Interaction) -> Table:
             if best is None:
                 cells.append("−")
                 continue
-            ends = best.figure.times(found.measure.scale).words(short)
+            ends = best.figure.times(found.measure.scale).words(number_text)
             also = f"; not told from {', '.join(best.rivals)}" if best.rivals else ""
             also += "" if best.resolved else "; not resolved"
             cells.append(f"{best.setup} {ends}, first in {100 * best.first:.0f} %{also}")
@@ -229,7 +203,7 @@ def cell_words(found: Interaction, one: ModelResult, setup: str, budget: int) ->
     number = found.cell(one, setup, budget)
     if number is None:
         return f"{one.name}, {setup}: not run"
-    return f"{one.name}, {one.cells[number].key}: {one.column.shown(number).words(short)}"
+    return f"{one.name}, {one.cells[number].key}: {one.column.shown(number).words(number_text)}"
 
 
 def curve(found: Interaction, one: ModelResult) -> Chart:
@@ -243,7 +217,7 @@ def curve(found: Interaction, one: ModelResult) -> Chart:
         calls, shown = [float(one.cells[i].nfe) for i in own], [one.column.shown(i) for i in own]
         noisy = any(one.cells[i].stochastic for i in own)
         series.append(Series.of(setup, calls, shown, labels=labels, dashed=noisy))
-    floor = "" if not math.isfinite(one.floor) else f" The converged run still moves by {short(one.floor)}."
+    floor = "" if not math.isfinite(one.floor) else f" The converged run still moves by {number_text(one.floor)}."
     axis = Axis(found.measure.title, log=found.scaled)
     return Chart(
         f"{one.name} ({one.group})",

@@ -8,14 +8,11 @@ level is part of its error.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,11 +29,10 @@ from pellucid.core.samplers import REGISTRY
 from pellucid.core.schedule import Schedule
 from pellucid.evidence.study import oracle_orders as orders
 from pellucid.evidence.study import oracle_truth as truth
-from pellucid.evidence.study.kernel import Records, claim, is_mine, one_process
+from pellucid.evidence.study.kernel import Study
+from pellucid.evidence.study.oracle_results import OracleResults
 from pellucid.evidence.study.setups import SamplerSetup, entry_of, setup_without_grid
 
-VERSION = 1
-KEYS = ("part", "schedule", "grid", "sampler")
 MIXTURES: dict[str, Callable[[], Mixture]] = {"smooth": oracle.smooth, "sharp": oracle.sharp}
 NFE = (5, 8, 10, 14, 20, 30, 50)
 SCHEDULES = ("linear", "cosine", "edm", "flow")
@@ -82,12 +78,6 @@ class OracleStudyConfig:
         for word in self.samplers:
             check_setup(setup_without_grid(word))
 
-    @property
-    def text(self) -> str:
-        """What config.json holds."""
-        words = {"study": "oracle", "version": VERSION, **dataclasses.asdict(self)}
-        return json.dumps(words, indent=1, sort_keys=True)
-
 
 def check_setup(one: SamplerSetup) -> None:
     """Refuses an unknown sampler or option, and an inversion."""
@@ -96,41 +86,47 @@ def check_setup(one: SamplerSetup) -> None:
     compile_plan(one.sampler, steps=3, **dict(one.options))
 
 
-class OracleStudy:
-    """A study in its folder. Cells that are done are not done again."""
+class OracleCell(NamedTuple):
+    part: str  # error or order
+    schedule: str
+    grid: str
+    sampler: str
 
-    def __init__(self, config: OracleStudyConfig, folder: Path) -> None:
-        self.config, self.folder = config, folder
-        is_mine(folder, config.text)
-        self.records = Records(folder, KEYS)
 
-    def cells(self) -> Iterator[dict[str, str]]:
+class OracleStudy(Study[OracleStudyConfig, OracleCell]):
+    kind = "oracle"
+    cell = OracleCell
+    progress = "samplers × grids × schedules"
+    bench: OracleBench | None = None  # of the schedule that is at work
+
+    def cells(self) -> Iterator[OracleCell]:
         c = self.config
         for schedule in c.schedules:
             for grid in distinct_grids(schedule, c.grids):
                 for sampler in c.samplers:
-                    yield {"part": "error", "schedule": schedule, "grid": grid, "sampler": sampler}
+                    yield OracleCell("error", schedule, grid, sampler)
         for sampler in c.samplers if c.orders else ():
-            yield {"part": "order", "schedule": "edm", "grid": "exponential", "sampler": sampler}
+            yield OracleCell("order", "edm", "exponential", sampler)
 
-    def missing(self) -> list[dict[str, str]]:
-        return [cell for cell in self.cells() if not self.records.has(cell)]
+    def make(self, cell: OracleCell) -> dict[str, Any]:
+        started = time.perf_counter()
+        setup = setup_without_grid(cell.sampler)
+        if cell.part == "order":
+            found = orders.of_sampler(setup)
+        else:
+            if self.bench is None or self.bench.name != cell.schedule:
+                self.bench = OracleBench(self.config, cell.schedule)
+            found = self.bench.measure(setup, cell.grid)
+        return {**found, "seconds": round(time.perf_counter() - started, 4)}
 
-    @one_process
-    def run(self, done: Callable[[], object] = lambda: None) -> list[dict[str, Any]]:
-        claim(self.folder, self.config.text)
-        bench: OracleBench | None = None
-        for cell in self.missing():
-            started = time.perf_counter()
-            if cell["part"] == "order":
-                found = orders.of_sampler(setup_without_grid(cell["sampler"]))
-            else:
-                if bench is None or bench.name != cell["schedule"]:
-                    bench = OracleBench(self.config, cell["schedule"])
-                found = bench.measure(setup_without_grid(cell["sampler"]), cell["grid"])
-            self.records.add({**cell, **found, "seconds": round(time.perf_counter() - started, 4)})
-            done()
-        return self.records.rows
+    def results(self) -> OracleResults:
+        return OracleResults.of(self.records.rows)
+
+    def report(self) -> OracleResults:
+        from pellucid.evidence.study import oracle_report
+
+        oracle_report.write(self)
+        return self.results()
 
 
 def distinct_grids(schedule: str, names: tuple[str, ...]) -> list[str]:

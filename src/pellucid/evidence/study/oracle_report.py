@@ -360,7 +360,7 @@ def write(study: OracleStudy) -> dict[str, Any]:
             drawing = charts.panels(panels, columns, title, note)
             drawing.png(folder / f"{name}.png")
             page.add(Text("", title), drawing)
-    page.add(*made[len(found.mixtures) + 1 :], *equal_grids(study.config), Code(study.config.text, "Config"))
+    page.add(*made[len(found.mixtures) + 1 :], *equal_grids(study.config), Code(study.text, "Config"))
     page.write(study.folder / "report.html")
     put(study.folder / "table.md", markdown(study, found, made))
     figures = plain_results(found, floors)

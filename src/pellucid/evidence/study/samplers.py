@@ -6,14 +6,13 @@ folder holds config.json, records of each shard, sheets of images, and the laten
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, get_args
 
 import numpy as np
 import torch
@@ -29,83 +28,46 @@ from pellucid.evidence.adherence.judging import judge
 from pellucid.evidence.metrics import image_text, inception
 from pellucid.evidence.metrics.inception import Inception
 from pellucid.evidence.metrics.inception import features as inception_features
-from pellucid.evidence.study import kernel
-from pellucid.evidence.study.kernel import CONFIG, ELSEWHERE, Records, one_process
+from pellucid.evidence.study.kernel import ProgressBar, Records, ShardNumber, Study
 from pellucid.evidence.study.setups import SamplerCell, SamplerSetup, Yardstick, half_run, lay_cells
-from pellucid.evidence.study.subject import StudyImages, Subject
+from pellucid.evidence.study.subject import StudyImages, Subject, queries_of
 from pellucid.interop import weights
-from pellucid.interop.atomic_files import file_digest, is_left, put
+from pellucid.interop.atomic_files import file_digest, put
 from pellucid.models.guidance import Guidance
 from pellucid.pipeline import fingerprint
 from pellucid.pipeline.images import to_tensor
 from pellucid.pipeline.request import MAX_BATCH
 
+if TYPE_CHECKING:
+    from pellucid.evidence.study.samplers_verdict import SamplerFigures
+
 # --- The folder -----------------------------------------------------------------------------------------------------
 
-KIND, VERSION = "samplers", 1
-KEYS = ("cell", "first", "what")
 IMAGES, LATENTS, FEATURES = "pictures", "latents", "features"
 
 
-def check_sampler_folder(folder: Path, config: Mapping[str, Any], fixed: Sequence[str]) -> None:
-    """Refuses a folder of another study, version, model or config, and one that holds other things."""
-    path = folder / CONFIG
-    if not path.exists():
-        if folder.exists() and not (folder.is_dir() and all(map(is_left, folder.iterdir()))):
-            raise PellucidError(rule("--out", "empty, new, or a study of this config", str(folder)), "out-taken")
-        return
-    held = read_sampler_config(folder)
-    if held.get("mark") != config["mark"]:
-        raise PellucidError(rule("model", f"the one that began {folder}", config["model"], ELSEWHERE), "resume-model")
-    other = [name for name in fixed if held.get(name) != config[name]]
-    if other:
-        got = f"another {', '.join(other)}"
-        raise PellucidError(f"config must be the one that began {folder}; got {got}. {ELSEWHERE}", "resume-config")
-
-
-def read_sampler_config(folder: Path) -> dict[str, Any]:
-    """config.json of a sampler study of this version."""
-    path = folder / CONFIG
-    if not path.is_file():
-        raise PellucidError(rule("study", "a folder of a sampler study", str(folder)), "study-folder")
-    held = kernel.read_config(folder)
-    kernel.check_kind(folder, held, KIND, VERSION)
-    return held
-
-
 class SamplerFiles:
-    """What a study has so far: its own records and those of all other shards, which it reads and does not write."""
+    """Images, latents and features of a study, with what its records say of them."""
 
-    def __init__(self, folder: Path, shard: tuple[int, int] = (0, 1)) -> None:
-        self.folder = folder
-        self.own = Records.shared(folder, KEYS, shard)
-        self.rows = {(row["cell"], row["first"], row["what"]): row for row in self.own.rows}
+    def __init__(self, folder: Path, records: Records) -> None:
+        self.folder, self.records = folder, records
         self.digests: dict[str, str] = {}  # of files, by their place in the folder
-        for row in self.own.rows:
+        for row in records.rows:
             files = row.get("files")
             self.digests |= {str(k): str(v) for k, v in files.items()} if isinstance(files, dict) else {}
         self.fresh: dict[str, str] = {}  # of those that no row has yet
         self.unchecked: set[str] = set()  # files that were read and have none
 
     def has(self, cell: str, first: int, what: str) -> bool:
-        return (cell, first, what) in self.rows
+        return (cell, first, what) in self.records.by_name
 
     def row(self, cell: str, first: int, what: str) -> dict[str, Any]:
-        return self.rows[cell, first, what]
+        return self.records.by_name[cell, first, what]
 
-    def add(self, cell: str, first: int, what: str, values: Mapping[str, Any]) -> None:
-        row = {"cell": cell, "first": first, "what": what, **values, **({"files": self.fresh} if self.fresh else {})}
-        self.fresh = {}
-        self.own.add(row)
-        self.rows[cell, first, what] = row
-
-    def claim(self, config: Mapping[str, Any]) -> None:
-        """The folder is this study's; samplers and steps of another call are added to what it says."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(config, indent=1, ensure_ascii=False) + "\n"
-        path = self.folder / CONFIG
-        if not path.is_file() or path.read_text("utf-8") != text:
-            put(path, text)
+    def take_digests(self) -> dict[str, dict[str, str]]:
+        """What the next row says of the files that were written for it."""
+        taken, self.fresh = self.fresh, {}
+        return {"files": taken} if taken else {}
 
     # --- images, latents, features ------------------------------------------------------------------------------
 
@@ -266,6 +228,53 @@ def find_clip(path: str | Path | None, own: Path | None, device: torch.device | 
     return None if place is None else image_text.Judge.load(place, device)
 
 
+@dataclass(frozen=True)
+class Judges:
+    """Who looks at the images, and `reasons` for what is left out, by measure."""
+
+    scorers: tuple[Scorer, ...] = ()
+    inception: Inception | None = None
+    reference: str | None = None
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def open(
+        study: SamplerStudy,
+        *,
+        inception: str | Path | None = None,
+        clip: str | Path | None = None,
+        reference: str | None = None,
+    ) -> Judges:
+        """What was named, what lies beside the model, and what needs nothing."""
+        config, subject = study.config, study.subject
+        scorers: list[Scorer] = []
+        reasons: dict[str, str] = {}
+        network, why = find_inception(inception, subject.device)
+        if network is not None:
+            scorers.append(InceptionScorer(network))
+        judge = find_clip(clip, subject.image_text, subject.device)
+        if judge is not None and subject.asks == "prompt":
+            scorers.append(ClipScorer(judge))
+        elif judge is not None:
+            reasons["image_text"] = f"{subject.name} takes no text"
+        else:
+            reasons["image_text"] = "no CLIP: name one with --clip"
+        if reference is not None and network is None:
+            must = "given with Inception weights"
+            raise PellucidError(rule("--reference", must, reference, f"There are {why}."), "reference")
+        if network is None:
+            reasons["fid"] = why
+            if judge is None or "image_text" in reasons:
+                reasons["kid"] = why
+        if queries_of(config.prompts) is not None and subject.asks == "prompt":
+            scorers.append(SceneScorer(subject.device))
+        else:
+            reasons["right"] = "the prompts are no captions of scenes"
+        if config.by in reasons:
+            raise PellucidError(rule("--by", "a measure that can be taken", config.by, reasons[config.by] + "."), "by")
+        return Judges(tuple(scorers), network, reference, reasons)
+
+
 # --- The study ------------------------------------------------------------------------------------------------------
 
 MOST_IMAGES = 1_000_000
@@ -352,69 +361,102 @@ class SamplerStudyConfig:
     def numbers(self, first: int) -> range:
         return range(first, min(first + self.batch, self.images))
 
-    def to_dict(self, mark: str) -> dict[str, Any]:
-        """What config.json holds."""
-        plain = json.loads(json.dumps(asdict(self)))
-        if self.guidance is not None:  # 3, "3" and 3.0 are one
-            plain["guidance"] = Guidance.parse(self.guidance).text()
-        return {"study": KIND, "version": VERSION, "mark": mark, **plain}
+    def plain(self) -> dict[str, Any]:
+        guidance = None if self.guidance is None else Guidance.parse(self.guidance).text()  # 3, "3" and 3.0 are one
+        return {**asdict(self), "guidance": guidance}
 
 
-class SamplerStudy:
-    """A study in its folder. What is there is not made again; a folder of another model or config is refused."""
+class SamplerBatch(NamedTuple):
+    """One batch of a cell, by the number of its first image: the images themselves, or what a scorer sees in them."""
+
+    cell: str
+    first: int
+    what: str
+
+
+class SamplerStudy(Study[SamplerStudyConfig, SamplerBatch]):
+    """`table` are the set-ups that are compared at their step counts, `converged` the runs they are compared with."""
+
+    kind = "samplers"
+    cell = SamplerBatch
+    fixed = FIXED_KEYS
+    parts = "batches"
+    progress = "making and scoring images"
 
     def __init__(
-        self, config: SamplerStudyConfig, subject: Subject, folder: Path, shard: tuple[int, int] = (0, 1)
+        self,
+        config: SamplerStudyConfig,
+        folder: Path,
+        subject: Subject,
+        shard: ShardNumber = (0, 1),
+        judges: Judges | None = None,
     ) -> None:
-        self.config, self.subject, self.shard = config, subject, shard
+        self.subject, self.judges = subject, judges or Judges()
         check_prompts(config, subject)
-        self.cells, self.converged = lay_cells(
-            config.setups(), config.steps, config.yardstick, subject.schedule, subject.target
-        )
-        check_sampler_folder(folder, config.to_dict(subject.mark), FIXED_KEYS)
-        self.files = SamplerFiles(folder, shard)
+        process = subject.schedule, subject.target
+        self.table, self.converged = lay_cells(config.setups(), config.steps, config.yardstick, *process)
+        self.parts_advice = f"Use a --batch below {config.batch}."
+        super().__init__(config, folder, shard)
 
-    @property
-    def folder(self) -> Path:
-        return self.files.folder
+    @classmethod
+    def open(
+        cls,
+        config: SamplerStudyConfig,
+        folder: Path,
+        shard: ShardNumber = (0, 1),
+        *,
+        pipe: Any = None,
+        device: str | None = None,
+        **judges: Any,
+    ) -> Self:
+        """`pipe` is used in place of loading the model by its name; `judges` is what `Judges.open` takes."""
+        subject = Subject.open(config.model, dtype=config.dtype, device=device) if pipe is None else Subject.of(pipe)
+        study = cls(config, folder, subject, shard)
+        study.judges = Judges.open(study, **judges)
+        return study
+
+    def settings(self) -> dict[str, Any]:
+        return {"mark": self.subject.mark, **self.config.plain()}
+
+    def reload(self) -> None:
+        super().reload()
+        self.files = SamplerFiles(self.folder, self.records)
+
+    # --- the cells ------------------------------------------------------------------------------------------------
 
     @cached_property
     def halves(self) -> list[SamplerCell]:
         return [half_run(cell, self.subject.schedule, self.subject.target) for cell in self.converged]
 
-    def todo(self) -> int:
-        """Model calls per image that are still to be made, summed over batches: what a bar counts."""
-        return sum(cell.nfe for first in self.config.firsts(self.shard) for cell in self.missing(first))
+    @cached_property
+    def by_key(self) -> dict[str, SamplerCell]:
+        return {cell.key: cell for cell in (*self.converged, *self.table, *self.halves)}
 
-    def missing(self, first: int) -> list[SamplerCell]:
-        own = [*self.converged, *self.cells]
-        if first == 0:
-            own += self.halves
-        return [cell for cell in own if not self.files.has(cell.key, first, "pictures")]
+    def cells(self) -> Iterator[SamplerBatch]:
+        """Batch by batch: the images of all cells, then what each scorer sees in them."""
+        for first in self.config.firsts():
+            for cell in (*self.converged, *self.table, *(self.halves if first == 0 else ())):
+                yield SamplerBatch(cell.key, first, IMAGES)
+            for scorer in self.judges.scorers:
+                for cell in (self.converged[0], *self.table):
+                    yield SamplerBatch(cell.key, first, scorer.what)
 
-    @one_process
-    def run(
-        self,
-        scorers: Sequence[Scorer] = (),
-        done: Callable[[int], object] = lambda count: None,
-        stopped: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """Makes and scores what is missing of this shard, batch by batch; `done` is told the model calls."""
-        self.files.claim(self.config.to_dict(self.subject.mark))
-        for first in self.config.firsts(self.shard):
-            for cell in self.missing(first):
-                if stopped():
-                    return
-                self.make(cell, first)
-                done(cell.nfe)
-            for scorer in scorers:
-                self.score(scorer, first)
+    def part(self, cell: SamplerBatch) -> int:
+        return cell.first
+
+    def cost(self, cell: SamplerBatch) -> int:
+        """Model calls per image."""
+        return self.by_key[cell.cell].nfe if cell.what == IMAGES else 0
+
+    def make(self, cell: SamplerBatch) -> dict[str, Any]:
+        found = self.sample(cell) if cell.what == IMAGES else self.score(cell)
+        return {**found, **self.files.take_digests()}
 
     # --- images -------------------------------------------------------------------------------------------------
 
-    def make(self, cell: SamplerCell, first: int) -> None:
+    def sample(self, batch: SamplerBatch) -> dict[str, Any]:
         """One batch of one cell: its images, and how far they are from the converged ones."""
-        numbers = self.config.numbers(first)
+        cell, numbers = self.by_key[batch.cell], self.config.numbers(batch.first)
         seeds = [self.config.seed + n for n in numbers]
         asked = [self.config.prompt(n) for n in numbers]
         began = time.perf_counter()
@@ -422,19 +464,18 @@ class SamplerStudy:
             made = self.subject.make(asked, seeds, **self.config.how, **cell.asks(), noise=cell.noise(seeds))
         except PellucidError as error:  # the images of other cells are kept
             raise PellucidError(f"{cell.key}: {error}", error.code) from None
-        row: dict[str, Any] = {"seconds": time.perf_counter() - began}
-        self.files.write_images(cell, first, made.images)
+        row: dict[str, Any] = {"numbers": len(numbers), "seconds": time.perf_counter() - began}
+        self.claim()
+        self.files.write_images(cell, batch.first, made.images)
         if cell.mark:
-            self.files.write_latents(cell, first, made.latents)
+            self.files.write_latents(cell, batch.first, made.latents)
         against = self.against(cell)
-        if against is not None:
-            row |= distances(made, self.kept(against, first))
-        self.files.add(cell.key, first, "pictures", {"numbers": len(numbers), **row})
+        return row if against is None else row | distances(made, self.kept(against, batch.first))
 
     def against(self, cell: SamplerCell) -> SamplerCell | None:
         """The converged run that a cell is compared with; a half run with its whole one."""
         if not cell.mark:
-            return next(one for one in self.converged if one.key == cell.against)
+            return self.by_key[cell.against]
         pairs = zip(self.halves, self.converged, strict=True) if cell not in self.converged else ()
         return next((whole for part, whole in pairs if part == cell), None)
 
@@ -443,16 +484,33 @@ class SamplerStudy:
         count = len(self.config.numbers(first))
         return StudyImages(self.files.images(cell, first, count), self.files.latents(cell, first))
 
-    # --- scores ---------------------------------------------------------------------------------------------------
+    def score(self, batch: SamplerBatch) -> dict[str, Any]:
+        cell, numbers = self.by_key[batch.cell], self.config.numbers(batch.first)
+        scorer = next(one for one in self.judges.scorers if one.what == batch.what)
+        images = self.files.images(cell, batch.first, len(numbers))
+        return scorer(images, [self.config.prompt(n) for n in numbers], self.files, cell, batch.first)
 
-    def score(self, scorer: Scorer, first: int) -> None:
-        """What one scorer sees in a batch of every cell, and in the converged images of the yardstick."""
-        numbers = self.config.numbers(first)
-        for cell in (self.converged[0], *self.cells):
-            if not self.files.has(cell.key, first, scorer.what):
-                images = self.files.images(cell, first, len(numbers))
-                prompts = [self.config.prompt(n) for n in numbers]
-                self.files.add(cell.key, first, scorer.what, scorer(images, prompts, self.files, cell, first))
+    # --- what follows ---------------------------------------------------------------------------------------------
+
+    def finish(self, bar: ProgressBar) -> None:
+        """Times, alone."""
+        from pellucid.evidence.study.samplers_results import LatencyClock
+
+        clock = LatencyClock(self)
+        with bar("timing", sum(cell.nfe for _, cell in clock.missing())) as done:
+            clock.run(done)
+
+    def results(self) -> SamplerFigures:
+        from pellucid.evidence.study.samplers_verdict import SamplerFigures
+
+        return SamplerFigures(self, self.judges)
+
+    def report(self) -> SamplerFigures:
+        from pellucid.evidence.study import samplers_report
+
+        found = self.results()
+        samplers_report.write(found)
+        return found
 
 
 def check_prompts(config: SamplerStudyConfig, subject: Subject) -> None:

@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 
 from pellucid.evidence.report import charts
-from pellucid.evidence.report.charts import Axis, Chart, Mark, Series, short
+from pellucid.evidence.report.charts import Axis, Chart, Mark, Series, number_text
 from pellucid.evidence.report.page import Code, ImageCell, Images, Page, Table, Text
 from pellucid.evidence.statistics import Knee
 from pellucid.evidence.study.samplers_results import Column
-from pellucid.evidence.study.samplers_verdict import Figures, sampler_names, three_digits, with_interval
+from pellucid.evidence.study.samplers_verdict import SamplerFigures, sampler_names, three_digits, with_interval
 from pellucid.interop.atomic_files import put
 
 IMAGES_SHOWN = 8  # images of a cell on the page
 CONVERGED = "converged"
 
 
-def write(found: Figures) -> Path:
+def write(found: SamplerFigures) -> Path:
     """All files of the report; the path of the page."""
     charts.require()
     folder = found.study.folder
@@ -41,7 +41,7 @@ def write(found: Figures) -> Path:
     page.add(*(Text(words) for words in found.doubts()))
     page.add(*drawn.values())
     page.add(*tables(found), images(found), *notes(found))
-    page.add(Code(json.dumps(found.study.config.to_dict(found.study.subject.mark), indent=1), "Config"))
+    page.add(Code(found.study.text, "Config"))
     return page.write(folder / "report.html")
 
 
@@ -50,7 +50,7 @@ def python(call: dict[str, Any]) -> str:
     return f"pipe(…, {', '.join(f'{name}={value!r}' for name, value in call.items())})"
 
 
-def headline(found: Figures) -> str:
+def headline(found: SamplerFigures) -> str:
     """What was compared, on what, and how far it is."""
     config, results = found.study.config, found.results
     prompts = f"{len(config.prompts):,} prompts × " if config.prompts else ""
@@ -65,7 +65,7 @@ def headline(found: Figures) -> str:
 # --- charts ----------------------------------------------------------------------------------------------------
 
 
-def all_charts(found: Figures) -> dict[str, Chart]:
+def all_charts(found: SamplerFigures) -> dict[str, Chart]:
     calls = Axis("model calls (NFE)", True, ticks(found))
     seconds = Axis("seconds per image", True)
     made: dict[str, Chart] = {}
@@ -78,7 +78,7 @@ def all_charts(found: Figures) -> dict[str, Chart]:
     return made
 
 
-def ticks(found: Figures) -> tuple[float, ...]:
+def ticks(found: SamplerFigures) -> tuple[float, ...]:
     """The calls that were studied, as far as there is room for their numbers."""
     kept: list[float] = []
     for value in sorted({float(cell.nfe) for cell in found.cells}):
@@ -87,7 +87,7 @@ def ticks(found: Figures) -> tuple[float, ...]:
     return tuple(kept)
 
 
-def curve(found: Figures, column: Column, axis: Axis, costs: list[float]) -> Chart:
+def curve(found: SamplerFigures, column: Column, axis: Axis, costs: list[float]) -> Chart:
     """One measure against its price, a line a sampler; the front dashed, the knee ringed, where it is the main one."""
     measure, scale = column.measure, column.measure.scale
     known = column.values[np.isfinite(column.values)]
@@ -117,7 +117,7 @@ def curve(found: Figures, column: Column, axis: Axis, costs: list[float]) -> Cha
     return Chart(title, series, axis, Axis(measure.title, log), marks, note)
 
 
-def latency(found: Figures, axis: Axis) -> Chart:
+def latency(found: SamplerFigures, axis: Axis) -> Chart:
     series = []
     for text, colour in colours(found).items():
         held = sorted((i for i, c in enumerate(found.cells) if c.setup.label == text), key=lambda i: found.cells[i].nfe)
@@ -128,27 +128,27 @@ def latency(found: Figures, axis: Axis) -> Chart:
     return Chart("Seconds per image against model calls", series, axis, Axis("seconds per image", True), (), note)
 
 
-def colours(found: Figures) -> dict[str, str]:
+def colours(found: SamplerFigures) -> dict[str, str]:
     """A colour a sampler, the same in every chart."""
     return {text: charts.COLOURS[i % len(charts.COLOURS)] for i, text in enumerate(sampler_names(found.cells))}
 
 
-def seconds_of(found: Figures, i: int) -> str:
+def seconds_of(found: SamplerFigures, i: int) -> str:
     value = found.latencies[i].estimate.value
-    return f"{short(value, 3)} s" if math.isfinite(value) else "not timed"
+    return f"{number_text(value, 3)} s" if math.isfinite(value) else "not timed"
 
 
 # --- tables ----------------------------------------------------------------------------------------------------
 
 
-def tables(found: Figures) -> list[Table]:
+def tables(found: SamplerFigures) -> list[Table]:
     made = [main_table(found), ranking_table(found)]
     if "right" in found.columns:
         made.append(scene_table(found))
     return [table for table in made if table.rows]
 
 
-def main_table(found: Figures) -> Table:
+def main_table(found: SamplerFigures) -> Table:
     rows = []
     for i, cell in enumerate(found.cells):
         seconds = found.latencies[i].estimate
@@ -167,17 +167,17 @@ def main_table(found: Figures) -> Table:
     return Table("All cells", columns, tuple(rows), note)
 
 
-def tails(found: Figures, i: int) -> tuple[str, str]:
+def tails(found: SamplerFigures, i: int) -> tuple[str, str]:
     held = found.results.per_image(found.cells[i], "pictures", "distance")
-    return short(float(np.median(held)), 3), short(float(np.quantile(held, 0.95)), 3)
+    return number_text(float(np.median(held)), 3), number_text(float(np.quantile(held, 0.95)), 3)
 
 
-def ranking_table(found: Figures) -> Table:
+def ranking_table(found: SamplerFigures) -> Table:
     scaled = found.main.measure.name in ("distance", "latent")
     rows = []
     for one in found.verdict.ranking:
         factor = 1.0 if scaled else found.main.measure.scale
-        own = short(one.value * found.main.measure.scale, 3)
+        own = number_text(one.value * found.main.measure.scale, 3)
         gap = one.behind.times(factor).words(three_digits)
         behind = "–" if one is found.verdict.ranking[0] else gap
         rows.append((one.sampler, own, f"{100 * one.first:.0f} %", behind))
@@ -191,7 +191,7 @@ def ranking_table(found: Figures) -> Table:
     return Table("Who comes first", columns, tuple(rows), note)
 
 
-def scene_table(found: Figures) -> Table:
+def scene_table(found: SamplerFigures) -> Table:
     by_cell = [found.results.attributes(cell) for cell in found.cells]
     kinds = list(dict.fromkeys(name for one in by_cell for name in one))
     rows = []
@@ -202,7 +202,7 @@ def scene_table(found: Figures) -> Table:
     return Table("What the images show", ("cell", *kinds), tuple(rows), note)
 
 
-def markdown(found: Figures) -> str:
+def markdown(found: SamplerFigures) -> str:
     parts = [f"# Samplers for {found.study.subject.name}\n", headline(found) + "\n", found.verdict.sentence + "\n"]
     if found.verdict.call:
         parts.append(f"```\n{found.verdict.words}\n{python(found.verdict.call)}\n```\n")
@@ -213,14 +213,14 @@ def markdown(found: Figures) -> str:
     return "\n".join([*parts, *(f"- {note.words}" for note in notes(found))]) + "\n"
 
 
-def notes(found: Figures) -> list[Text]:
+def notes(found: SamplerFigures) -> list[Text]:
     return [Text(words, kind="note") for words in found.notes()]
 
 
 # --- images --------------------------------------------------------------------------------------------------
 
 
-def images(found: Figures) -> Images:
+def images(found: SamplerFigures) -> Images:
     """The first images of every cell, and the converged ones."""
     study = found.study
     first = found.results.firsts[0]
@@ -242,7 +242,7 @@ def images(found: Figures) -> Images:
 # --- for programs ----------------------------------------------------------------------------------------------
 
 
-def plain(found: Figures) -> dict[str, Any]:
+def plain(found: SamplerFigures) -> dict[str, Any]:
     rows = []
     for i, cell in enumerate(found.cells):
         figures = {name: column.estimate(i).plain() for name, column in found.columns.items()}
@@ -280,7 +280,7 @@ def plain(found: Figures) -> dict[str, Any]:
     }
 
 
-def knee_plain(found: Figures, knee: Knee | None) -> dict[str, Any] | None:
+def knee_plain(found: SamplerFigures, knee: Knee | None) -> dict[str, Any] | None:
     """None where no knee was found."""
     if knee is None or not knee.found:
         return None

@@ -67,8 +67,8 @@ class LatencyClock:
         """(round, cell), each round in an order of its own."""
         found = []
         for number in range(self.study.config.rounds):
-            order = np.random.default_rng(number).permutation(len(self.study.cells))
-            cells = [self.study.cells[i] for i in order]
+            order = np.random.default_rng(number).permutation(len(self.study.table))
+            cells = [self.study.table[i] for i in order]
             found += [(number, cell) for cell in cells if not self.records.has(self.place(number, cell))]
         return found
 
@@ -78,7 +78,7 @@ class LatencyClock:
     def run(self, done: Callable[[int], object] = lambda count: None) -> None:
         waiting = self.missing()
         if waiting:
-            cheapest = min(self.study.cells, key=lambda cell: cell.nfe)
+            cheapest = min(self.study.table, key=lambda cell: cell.nfe)
             for _ in range(WARM_CALLS):
                 self.once(cheapest)
         for number, cell in waiting:
@@ -179,8 +179,8 @@ class SamplerResults:
 
     def __init__(self, study: SamplerStudy, resamples: int = RESAMPLES) -> None:
         self.study, self.resamples = study, resamples
-        self.cells, self.files = study.cells, study.files
-        own = (*study.cells, *study.converged)
+        self.cells, self.files = study.table, study.files
+        own = (*study.table, *study.converged)
         self.firsts = [
             first for first in study.config.firsts() if all(self.files.has(c.key, first, "pictures") for c in own)
         ]

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,22 +15,12 @@ from torch import Tensor
 from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.metrics.fid import FEW, Statistics
 from pellucid.evidence.metrics.images import open_images
-from pellucid.evidence.metrics.inception import Inception
 from pellucid.evidence.metrics.score import measure_cached
-from pellucid.evidence.report.charts import short
+from pellucid.evidence.report.charts import number_text
 from pellucid.evidence.statistics import Array, Estimate, Knee, front, knee_of
-from pellucid.evidence.study.samplers import (
-    ClipScorer,
-    InceptionScorer,
-    SamplerStudy,
-    SceneScorer,
-    Scorer,
-    find_clip,
-    find_inception,
-)
+from pellucid.evidence.study.samplers import ClipScorer, InceptionScorer, Judges, SamplerStudy
 from pellucid.evidence.study.samplers_results import RESAMPLES, Column, Latency, LatencyClock, SamplerResults
 from pellucid.evidence.study.setups import SamplerCell
-from pellucid.evidence.study.subject import queries_of
 from pellucid.pipeline.pipeline import Pipeline
 
 # --- The recommendation ---------------------------------------------------------------------------------------------
@@ -122,7 +111,7 @@ def recommendation_of(cells: list[SamplerCell], column: Column, latencies: list[
         return "No sampler can be recommended: no cell has finite figures."
     cell, measure, i = cells[knee.cell], column.measure, knee.cell
     seconds = latencies[i].estimate.value
-    cost = f"{cell.nfe} model calls" + (f", {short(seconds, 3)} s per image," if np.isfinite(seconds) else "")
+    cost = f"{cell.nfe} model calls" + (f", {number_text(seconds, 3)} s per image," if np.isfinite(seconds) else "")
     figure = with_interval(column, i)
     gives = {
         "distance": f"leave it {figure} RMSE from the converged image",
@@ -154,7 +143,7 @@ def with_interval(column: Column, i: int) -> str:
 
 
 def three_digits(value: float) -> str:
-    return short(value, 3)
+    return number_text(value, 3)
 
 
 def sample_command(cell: SamplerCell, guidance: Any, start: str) -> str:
@@ -252,7 +241,7 @@ def comparison_of(found: list[Ranked], column: Column, pick: SamplerCell | None 
 def gap_words(column: Column, behind: Estimate) -> str:
     if column.measure.name in DISTANCES:
         return f"whose distance is {behind.words('{:.2f}'.format)} times as large"
-    return "behind by " + column.measure.amount(behind.times(column.measure.scale).words(short))
+    return "behind by " + column.measure.amount(behind.times(column.measure.scale).words(number_text))
 
 
 def of_plans(cells: list[SamplerCell], column: Column) -> list[str]:
@@ -281,7 +270,7 @@ def of_plan(i: int, cells: list[SamplerCell], column: Column) -> str:
     if scaled:
         gap = f"{behind.map(math.exp).words('{:.2f}'.format)} times that of"
     else:
-        gap = column.measure.amount(behind.times(column.measure.scale).words(short)) + " behind"
+        gap = column.measure.amount(behind.times(column.measure.scale).words(number_text)) + " behind"
     sure = "" if behind.significant else "; they are not distinguishable"
     return f"{label}: {figure} with {nfe} calls, {gap} {best}, the best of the samplers at as many calls{sure}."
 
@@ -292,54 +281,7 @@ SAME_SAMPLER = 1e-2  # distances that agree to this part in the median are those
 UNRESOLVED = 3.0  # a distance below so many times what the converged run still moves is not told apart from it
 
 
-@dataclass(frozen=True)
-class Judges:
-    """Who looks at the images, and `reasons` for what is left out, by measure."""
-
-    scorers: tuple[Scorer, ...] = ()
-    inception: Inception | None = None
-    reference: str | None = None
-    reasons: dict[str, str] = field(default_factory=dict)
-
-    @staticmethod
-    def open(
-        study: SamplerStudy,
-        *,
-        inception: str | Path | None = None,
-        clip: str | Path | None = None,
-        reference: str | None = None,
-    ) -> Judges:
-        """What was named, what lies beside the model, and what needs nothing."""
-        config, subject = study.config, study.subject
-        scorers: list[Scorer] = []
-        reasons: dict[str, str] = {}
-        network, why = find_inception(inception, subject.device)
-        if network is not None:
-            scorers.append(InceptionScorer(network))
-        judge = find_clip(clip, subject.image_text, subject.device)
-        if judge is not None and subject.asks == "prompt":
-            scorers.append(ClipScorer(judge))
-        elif judge is not None:
-            reasons["image_text"] = f"{subject.name} takes no text"
-        else:
-            reasons["image_text"] = "no CLIP: name one with --clip"
-        if reference is not None and network is None:
-            must = "given with Inception weights"
-            raise PellucidError(rule("--reference", must, reference, f"There are {why}."), "reference")
-        if network is None:
-            reasons["fid"] = why
-            if judge is None or "image_text" in reasons:
-                reasons["kid"] = why
-        if queries_of(config.prompts) is not None and subject.asks == "prompt":
-            scorers.append(SceneScorer(subject.device))
-        else:
-            reasons["right"] = "the prompts are no captions of scenes"
-        if config.by in reasons:
-            raise PellucidError(rule("--by", "a measure that can be taken", config.by, reasons[config.by] + "."), "by")
-        return Judges(tuple(scorers), network, reference, reasons)
-
-
-class Figures:
+class SamplerFigures:
     """The figures of a study, computed when they are asked for."""
 
     def __init__(self, study: SamplerStudy, judges: Judges, resamples: int = RESAMPLES) -> None:
@@ -351,7 +293,7 @@ class Figures:
 
     @property
     def cells(self) -> list[SamplerCell]:
-        return self.study.cells
+        return self.study.table
 
     @cached_property
     def latencies(self) -> list[Latency]:
@@ -439,7 +381,9 @@ class Figures:
         """Each converged run: how far it still moved when its steps were doubled, in latents, which nothing rounds."""
         found = []
         for key, floor in self.results.floor("latent").items():
-            words = f"{key}: its latents moved by {short(floor, 3)} RMSE when its steps were doubled to that many."
+            words = (
+                f"{key}: its latents moved by {number_text(floor, 3)} RMSE when its steps were doubled to that many."
+            )
             own, near = self.unresolved(key, floor)
             if near:
                 words += (

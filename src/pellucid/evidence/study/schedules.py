@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from PIL import Image
@@ -25,7 +26,7 @@ from pellucid.evidence.metrics.kid import kid_exact, kid_interval
 from pellucid.evidence.metrics.precision_recall import precision_recall
 from pellucid.evidence.metrics.score import measure_cached
 from pellucid.evidence.statistics import Estimate, draws, reflected
-from pellucid.evidence.study.kernel import Records, claim, is_mine, one_process
+from pellucid.evidence.study.kernel import ShardNumber, Study
 from pellucid.interop.atomic_files import put
 from pellucid.train.config import TrainConfig, chosen, counts, parse, read, to_plain
 from pellucid.train.denoiser import DenoiserConfig, DenoiserTask
@@ -33,6 +34,9 @@ from pellucid.train.journal import sheet
 from pellucid.train.kinds import TASKS
 from pellucid.train.ranks import Ranks
 from pellucid.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from pellucid.evidence.study.schedules_results import ScheduleResults
 
 # --- The judge ------------------------------------------------------------------------------------------------------
 
@@ -99,12 +103,18 @@ def shuffled(count: int) -> Tensor:
 
 # --- The study ------------------------------------------------------------------------------------------------------
 
-VERSION = 1
-KEYS = ("schedule", "seed", "step", "ema", "grid")
 RUNS, IMAGES, FEATURES = "runs", "pictures", "features"
 MAX_IMAGES, CIFAR10_IMAGES = 1_000_000, 50_000  # images that are made, and that there are to compare with
 SAMPLE_SEED = 1234  # of every set of images: schedules start from the same noise
 Say = Callable[[str], object]
+
+
+class ScheduleCell(NamedTuple):
+    schedule: str
+    seed: int
+    step: int
+    ema: float
+    grid: str
 
 
 @dataclass(frozen=True)
@@ -187,68 +197,67 @@ class ScheduleStudyConfig:
         """The EMA length and the grid of the scores that are compared: the first length, the grid of the task."""
         return self.run_config(self.schedules[0], self.seeds[0]).ema[0], self.task(self.schedules[0]).sampling.grid
 
-    def cells(self, schedule: str, seed: int, step: int) -> list[dict[str, Any]]:
+    def cells(self, schedule: str, seed: int, step: int) -> list[ScheduleCell]:
         """What is scored at a point: the own length and grid, and at the last point each of the others too."""
         ema, grid = self.own
         variants = [(ema, grid)]
         if step == self.points[-1]:
             variants += [(other, grid) for other in self.run_config(schedule, seed).ema[1:]]
             variants += [(ema, other) for other in self.grids if other != grid]
-        place = {"schedule": schedule, "seed": seed, "step": step}
-        return [{**place, "ema": ema, "grid": grid} for ema, grid in variants]
+        return [ScheduleCell(schedule, seed, step, *variant) for variant in variants]
 
 
-class ScheduleStudy:
-    """A study in its folder. Cells that are done are not done again."""
+class ScheduleStudy(Study[ScheduleStudyConfig, ScheduleCell]):
+    kind = "schedules"
+    cell = ScheduleCell
+    parts = "runs"
 
     def __init__(
         self,
         config: ScheduleStudyConfig,
         folder: Path,
-        shard: tuple[int, int] = (0, 1),
+        shard: ShardNumber = (0, 1),
         *,
         device: str | None = None,
         say: Say = print,
     ) -> None:
-        self.config, self.folder, self.shard, self.say = config, folder, shard, say
-        words = {"study": "schedules", "version": VERSION, **to_plain(config)}
-        self.text = json.dumps(words, indent=1, sort_keys=True)
-        is_mine(folder, self.text)
+        super().__init__(config, folder, shard)
+        self.say = say
         self.ranks = Ranks.join("ddp", device)
         if self.ranks.world > 1:
             raise PellucidError(rule("ranks of a study", "1", self.ranks.world), "study-ranks")
-        self.records = Records.shared(folder, KEYS, shard)
+        self.trainer: Trainer | None = None  # of the run that is at work, trained until `step`
+        self.step = 0
         self.inception: Inception | None = None
         self.judge: TrainingJudge | None = None
 
-    @one_process
-    def run(self) -> list[dict[str, Any]]:
-        """All runs, or every so many-th of them where processes share the study."""
-        index, count = self.shard
-        runs = [(schedule, seed) for seed in self.config.seeds for schedule in self.config.schedules]
-        for schedule, seed in runs[index::count]:
-            self.one_run(schedule, seed)
-        return self.records.rows
+    def settings(self) -> dict[str, Any]:
+        return dict(to_plain(self.config))
 
-    def one_run(self, schedule: str, seed: int) -> None:
-        """Trains from point to point; scores at each. The folder is only taken once data and Inception are there."""
-        points = [step for step in self.config.points if self.missing(schedule, seed, step)]
-        if not points:
-            return
-        run = self.config.run_config(schedule, seed)
-        trainer = Trainer(run, self.folder / RUNS / f"{schedule}-{seed}", self.ranks, quiet=True)
+    def cells(self) -> Iterator[ScheduleCell]:
+        c = self.config
+        for seed, schedule, step in product(c.seeds, c.schedules, c.points):
+            yield from c.cells(schedule, seed, step)
+
+    def part(self, cell: ScheduleCell) -> tuple[str, int]:
+        """A run trains from point to point."""
+        return cell.schedule, cell.seed
+
+    def make(self, cell: ScheduleCell) -> dict[str, Any]:
+        """Trains until a point and scores it. The folder is only taken once data and Inception are there."""
+        run = self.config.run_config(cell.schedule, cell.seed)
+        folder = self.folder / RUNS / f"{cell.schedule}-{cell.seed}"
+        if self.trainer is None or self.trainer.folder != folder:
+            self.trainer, self.step = None, 0  # before another is made
+            self.trainer = Trainer(run, folder, self.ranks, quiet=True)
         self.inception = self.inception or load_inception(self.config.inception, self.ranks.device)
-        claim(self.folder, self.text)
-        for step in points:
-            self.train(trainer, step)
-            for cell in self.missing(schedule, seed, step):
-                score = self.score(trainer, cell)
-                self.records.add({**cell, "images": step * run.batch, **score})
-                told = f"FID {score['fid']:.2f}, KID {1e3 * score['kid']:.2f}e-3"
-                self.say(f"  EMA {cell['ema']:g}, {cell['grid']}: {told}")
-
-    def missing(self, schedule: str, seed: int, step: int) -> list[dict[str, Any]]:
-        return [cell for cell in self.config.cells(schedule, seed, step) if not self.records.has(cell)]
+        self.claim()
+        if cell.step != self.step:
+            self.train(self.trainer, cell.step)
+            self.step = cell.step
+        score = self.score(self.trainer, cell)
+        self.say(f"  EMA {cell.ema:g}, {cell.grid}: FID {score['fid']:.2f}, KID {1e3 * score['kid']:.2f}e-3")
+        return {"images": cell.step * run.batch, **score}
 
     def new_judge(self, trainer: Trainer) -> TrainingJudge:
         """Made for the first score: until then a process that shares the study may have seen the training images."""
@@ -268,15 +277,15 @@ class ScheduleStudy:
         trainer.run(until=step)
         self.say(f"{trainer.folder.name}: steps {at} to {step} in {time.perf_counter() - started:.1f} s")
 
-    def score(self, trainer: Trainer, cell: Mapping[str, Any]) -> dict[str, Any]:
+    def score(self, trainer: Trainer, cell: ScheduleCell) -> dict[str, Any]:
         """Of images that are made for it. The last score of a run has more of them, and an interval of FID; `fid_few`
         is then that of as many as at the points before, to be compared with them."""
         self.judge = self.judge or self.new_judge(trainer)
-        c, main = self.config, (cell["ema"], cell["grid"]) == self.config.own
-        last = main and cell["step"] == c.points[-1]
-        made = self.images(trainer, cell["ema"], cell["grid"], c.final_samples if last else c.samples)
+        c, main = self.config, (cell.ema, cell.grid) == self.config.own
+        last = main and cell.step == c.points[-1]
+        made = self.images(trainer, cell.ema, cell.grid, c.final_samples if last else c.samples)
         if main:
-            path = self.folder / IMAGES / f"{trainer.folder.name}-{cell['step']:08d}.png"
+            path = self.folder / IMAGES / f"{trainer.folder.name}-{cell.step:08d}.png"
             path.parent.mkdir(exist_ok=True)
             put(path, Image.fromarray(sheet(made[:64].float() / 255)).save)
         found = self.judge.features(made)
@@ -286,7 +295,7 @@ class ScheduleStudy:
             score |= {"fid_low": spread.low, "fid_high": spread.high}
             if c.samples < c.final_samples:
                 score["fid_few"] = self.judge.fid(found[: c.samples])
-        denoised = self.last_calls(trainer, cell["ema"], cell["grid"]) if cell["step"] == c.points[-1] else None
+        denoised = self.last_calls(trainer, cell.ema, cell.grid) if cell.step == c.points[-1] else None
         if denoised is not None:
             score["kid_last_call"] = self.judge.kid(self.judge.features(denoised))
         return score
@@ -312,6 +321,17 @@ class ScheduleStudy:
         with averaged(trainer, ema) as ask:
             made = sampling.last_calls(ask, x0, SAMPLE_SEED, batch=at_once, dtype=half_of(trainer))
             return torch.cat([to_bytes(batch.add(1).div(2)) for batch in made])
+
+    def results(self) -> ScheduleResults:
+        from pellucid.evidence.study.schedules_results import ScheduleResults
+
+        return ScheduleResults.read(self.folder)
+
+    def report(self) -> ScheduleResults:
+        from pellucid.evidence.study import schedules_report
+
+        schedules_report.write(self.folder)
+        return self.results()
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from pellucid.core.reader import naming, read_json
 from pellucid.core.schedule import Array
 from pellucid.evidence.statistics import Estimate, between
 from pellucid.evidence.study.kernel import CONFIG, MARKS, Records
-from pellucid.evidence.study.schedules import IMAGES, KEYS, RUNS, ScheduleStudyConfig
+from pellucid.evidence.study.schedules import IMAGES, RUNS, ScheduleCell, ScheduleStudyConfig
 from pellucid.interop.atomic_files import read_lines
 from pellucid.train.config import read
 from pellucid.train.journal import FILE as LOG
@@ -74,7 +74,7 @@ class ScheduleResults:
         raw = {key: value for key, value in held.items() if value is not None and key not in MARKS}
         with naming(str(path)):
             study = read(ScheduleStudyConfig, raw, "config")
-        rows = [scored(row, folder) for row in Records.shared(folder, KEYS).rows]
+        rows = [scored(row, folder) for row in Records.shared(folder, ScheduleCell._fields).rows]
         runs = [(schedule, seed) for schedule in study.schedules for seed in study.seeds]
         logs = {run: windows_of(folder / RUNS / f"{run[0]}-{run[1]}" / LOG) for run in runs}
         return ScheduleResults(folder, study, tuple(rows), logs)
@@ -112,7 +112,7 @@ class ScheduleResults:
         cells = self.study.cells(schedule, self.study.seeds[0], self.study.points[-1])
         found = []
         for cell in cells:
-            keys = {key: cell[key] for key in ("schedule", "step", "ema", "grid")}
+            keys = {key: getattr(cell, key) for key in ("schedule", "step", "ema", "grid")}
             found.append([row for row in self.rows if all(row[key] == value for key, value in keys.items())])
         return [rows for rows in found if rows]
 
@@ -196,7 +196,7 @@ def scored(row: Row, folder: Path) -> Row:
     """A record, whose scores are numbers, and are there."""
     wanted = dict.fromkeys(("images", "samples", "fid", "kid", "precision", "recall"))
     for key, value in {**wanted, **row}.items():
-        if key not in KEYS and not is_number(value):
+        if key not in ScheduleCell._fields and not is_number(value):
             raise PellucidError(rule(f"{key[:80]} in the records of {folder.name}", "a number", value), "study-records")
     return row
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,27 +18,27 @@ REACH = 2.5  # deviations of a principal part that span the range of colours
 RIDGE = 1e-3  # of the fit of colours to latents
 
 
-class Preview(Protocol):
+class Preview(ABC):
     """(N, C, H, W) → (N, 3, h, w): x0 as an image in [0, 1], and any tensor, or a difference, as colours."""
 
     name: str
 
-    def image(self, x0: Tensor) -> Tensor: ...
+    def image(self, x0: Tensor) -> Tensor:
+        return self.colours(x0)
 
+    @abstractmethod
     def colours(self, x: Tensor) -> Tensor: ...
 
+    @abstractmethod
     def change(self, x0: Tensor, delta: Tensor) -> Tensor:
-        """What taking `delta` away from x0 takes away from its image; signed."""
+        """What subtracting `delta` from x0 subtracts from its image; signed."""
 
 
 @dataclass(frozen=True)
-class PixelPreview:
+class PixelPreview(Preview):
     """One or three channels in [−1, 1]."""
 
     name: str = "pixels"
-
-    def image(self, x0: Tensor) -> Tensor:
-        return self.colours(x0)
 
     def colours(self, x: Tensor) -> Tensor:
         return (three(x) / 2 + 0.5).clamp(0, 1)
@@ -51,7 +52,7 @@ def three(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LinearPreview:
+class LinearPreview(Preview):
     """Colours as an affine map of a latent's channels."""
 
     map: Tensor  # (3, C)
@@ -80,9 +81,6 @@ class LinearPreview:
         table = torch.linalg.solve(square, ones @ seen.T).T  # (3, C + 1)
         return LinearPreview(table[:, :-1], table[:, -1])
 
-    def image(self, x0: Tensor) -> Tensor:
-        return self.colours(x0)
-
     def colours(self, x: Tensor) -> Tensor:
         return (self.mapped(x) + self.offset[None, :, None, None]).clamp(0, 1)
 
@@ -94,7 +92,7 @@ class LinearPreview:
 
 
 @dataclass(frozen=True)
-class VaePreview:
+class VaePreview(Preview):
     """x0 through the model's own VAE; what cannot be decoded, through the linear map that fits the VAE best."""
 
     vae: Any

@@ -11,6 +11,7 @@ from torch import Tensor
 import pellucid
 from pellucid import scenes
 from pellucid.labs.answers import Check, Wrong
+from pellucid.labs.checks import off
 
 CLOSE = 1e-5
 SCHEDULES = ("scaled_linear", "cosine")
@@ -22,11 +23,7 @@ def table(name: str) -> dict[str, Tensor]:
 
 def fits(got: object, wanted: Tensor, what: str, mistakes: Mapping[str, Tensor], otherwise: str) -> None:
     """Raises with the mistake that gives exactly this, or with a general hint."""
-    if not isinstance(got, Tensor) or got.shape != wanted.shape:
-        shape = tuple(got.shape) if isinstance(got, Tensor) else type(got).__name__
-        raise Wrong(f"{what} must be a tensor of shape {tuple(wanted.shape)}; got {shape}.")
-    size = float(wanted.abs().max())
-    far = float((got - wanted).abs().max())
+    far, size = off(got, wanted, what), float(wanted.abs().max())
     if not far < CLOSE * size:
         found = [name for name, wrong in mistakes.items() if float((got - wrong).abs().max()) < CLOSE * size]
         hint = f"this is what you get with {found[0]}" if found else otherwise

@@ -11,6 +11,7 @@ from torch import Tensor
 import pellucid
 from pellucid.core.loop import StepSeen
 from pellucid.labs.answers import Check, Wrong
+from pellucid.labs.checks import off
 from pellucid.pipeline.encoders.text import encode_prompts
 
 PROMPT = "a small blue heart in the top left on a cream background"
@@ -32,14 +33,6 @@ def velocity(step: StepSeen) -> Tensor:
     """The v that the network gave at a step: sigma·v = alpha·x − x0."""
     level = step.row.level
     return (level.alpha * step.x - step.x0) / level.sigma
-
-
-def off(got: object, wanted: Tensor, what: str) -> float:
-    """The largest difference from what is wanted."""
-    if not isinstance(got, Tensor) or got.shape != wanted.shape:
-        shape = tuple(got.shape) if isinstance(got, Tensor) else type(got).__name__
-        raise Wrong(f"{what} must be a tensor of shape {tuple(wanted.shape)}; got {shape}.")
-    return float((got - wanted).abs().max())
 
 
 def check_predicted(answer: ModuleType) -> None:

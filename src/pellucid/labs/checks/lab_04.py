@@ -11,6 +11,7 @@ from torch import Tensor
 
 import pellucid
 from pellucid.labs.answers import Check, Wrong
+from pellucid.labs.checks import off
 from pellucid.models.guided import GuidedDenoiser
 from pellucid.models.unet import UNet
 from pellucid.pipeline.encoders.text import encode_prompts
@@ -45,14 +46,6 @@ def case() -> Case:
     with torch.no_grad():
         cond, uncond = parts.network(x, time, texts[:2]), parts.network(x, time, other)
     return Case(pipe, x, time, texts[:2], other, cond, uncond)
-
-
-def off(got: object, wanted: Tensor, what: str) -> float:
-    """The largest difference from what is wanted."""
-    if not isinstance(got, Tensor) or got.shape != wanted.shape:
-        shape = tuple(got.shape) if isinstance(got, Tensor) else type(got).__name__
-        raise Wrong(f"{what} must be a tensor of shape {tuple(wanted.shape)}; got {shape}.")
-    return float((got - wanted).abs().max())
 
 
 def check_formula(answer: ModuleType) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 import pellucid
 from pellucid import scenes
 from pellucid.labs.answers import Check, Wrong
+from pellucid.labs.checks import off
 from pellucid.models.vae import AutoencoderKL, to_diffusion
 
 FACTOR, SHIFT = 0.18215, 0.6
@@ -47,14 +48,6 @@ def vaes() -> tuple[AutoencoderKL, AutoencoderKL]:
 def images() -> Tensor:
     """Four true scenes."""
     return scenes.render(scenes.sample(torch.arange(4), seed=7), 128)
-
-
-def off(got: object, wanted: Tensor, what: str) -> float:
-    """The largest difference from what is wanted."""
-    if not isinstance(got, Tensor) or got.shape != wanted.shape:
-        shape = tuple(got.shape) if isinstance(got, Tensor) else type(got).__name__
-        raise Wrong(f"{what} must be a tensor of shape {tuple(wanted.shape)}; got {shape}.")
-    return float((got - wanted).abs().max())
 
 
 def check_in(answer: ModuleType) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import pellucid
 from pellucid.labs.answers import Check, Wrong
+from pellucid.labs.checks import off
 from pellucid.models.vae import AutoencoderKL
 from pellucid.pipeline.images import to_tensor
 
@@ -25,14 +26,6 @@ def made() -> tuple[pellucid.Pipeline, pellucid.Result]:
     """The pipeline and its image."""
     pipe = pellucid.load("scenes-128", device="cpu")
     return pipe, pipe(PROMPT, steps=STEPS, guidance=SCALE, seed=SEED)
-
-
-def off(got: object, wanted: Tensor, what: str) -> float:
-    """The largest difference from what is wanted."""
-    if not isinstance(got, Tensor) or got.shape != wanted.shape:
-        shape = tuple(got.shape) if isinstance(got, Tensor) else type(got).__name__
-        raise Wrong(f"{what} must be a tensor of shape {tuple(wanted.shape)}; got {shape}.")
-    return float((got.double() - wanted.double()).abs().max())
 
 
 def right_ids() -> Tensor:

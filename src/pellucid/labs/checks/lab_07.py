@@ -11,6 +11,7 @@ from torch import Tensor
 
 import pellucid
 from pellucid.labs.answers import Check, Wrong
+from pellucid.labs.checks import off
 from pellucid.models.attention import split_heads
 from pellucid.models.dit import DiT, DiTConfig
 from pellucid.models.dit_blocks import modulate
@@ -41,14 +42,6 @@ def attended() -> tuple[Tensor, Tensor, Tensor, Tensor]:
         made = (attention.to_q(found["x"]), attention.to_k(found["text"]), attention.to_v(found["text"]))
         q, k, v = (split_heads(part, attention.heads) for part in made)
     return q, k, v, torch.nn.functional.scaled_dot_product_attention(q, k, v)
-
-
-def off(got: object, wanted: Tensor, what: str) -> float:
-    """The largest difference from what is wanted."""
-    if not isinstance(got, Tensor) or got.shape != wanted.shape:
-        shape = tuple(got.shape) if isinstance(got, Tensor) else type(got).__name__
-        raise Wrong(f"{what} must be a tensor of shape {tuple(wanted.shape)}; got {shape}.")
-    return float((got - wanted).abs().max())
 
 
 def check_weights(answer: ModuleType) -> None:

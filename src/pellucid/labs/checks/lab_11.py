@@ -11,6 +11,7 @@ from torch import Tensor
 import pellucid
 from pellucid.core import oracle
 from pellucid.labs.answers import Check, Wrong
+from pellucid.labs.checks import tensor
 
 CLOSE = 1e-6
 SAMPLERS = ("ddim", "dpmpp_2m", "dpmpp_3m")
@@ -18,13 +19,6 @@ SAMPLERS = ("ddim", "dpmpp_2m", "dpmpp_3m")
 
 def drawn(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def tensor(got: object, like: Tensor, what: str) -> Tensor:
-    if not isinstance(got, Tensor) or got.shape != like.shape:
-        shape = tuple(got.shape) if isinstance(got, Tensor) else type(got).__name__
-        raise Wrong(f"{what} must be a tensor of shape {tuple(like.shape)}; got {shape}.")
-    return got
 
 
 def same(got: Tensor, wanted: Tensor) -> bool:

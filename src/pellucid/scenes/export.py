@@ -1,4 +1,4 @@
-"""What `pellucid data` writes: a contact sheet or a folder of scenes with their maps, and a cache of latents."""
+"""Scenes in files: a contact sheet with captions, or a folder of images with their maps and metadata."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import json
 import math
 import os
 import shutil
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,10 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from pellucid import scenes as world
-from pellucid.cli import output
 from pellucid.core.errors import PellucidError, rule
 from pellucid.pipeline.sheet import Block, face_for, wrap
-from pellucid.scenes.render import SIZES
+from pellucid.scenes.renderer import SIZES
 from pellucid.scenes.sampling import OBJECTS
-from pellucid.train.config import TrainConfig
-from pellucid.train.latent_cache import Cache
-from pellucid.train.latent_recipe import make_latents
 
 MAX_SCENES, MAX_ON_SHEET = 1_000_000, 400
 BATCH = 64  # scenes at a time
@@ -52,6 +47,10 @@ class SceneOptions:
             raise PellucidError(rule("--size", f"from {SIZES[0]} to {SIZES[1]} pixels", self.size), "scenes-size")
         self.scenes(0, 1)  # refuses what the world does not have
 
+    @property
+    def batches(self) -> int:
+        return math.ceil(self.count / BATCH)
+
     def scenes(self, start: int, stop: int) -> world.Scenes:
         split: Any = self.split
         return world.sample(torch.arange(start, stop), self.seed, split, self.styles or world.TRAIN_STYLES, OBJECTS)
@@ -66,18 +65,18 @@ class SceneBatch:
     rows: list[dict[str, Any]]
 
 
-def batches(wanted: SceneOptions, *, drawn: bool = False) -> Iterator[SceneBatch]:
+def batches(options: SceneOptions, *, drawn: bool = False) -> Iterator[SceneBatch]:
     """All scenes, a part at a time; images only where they are drawn."""
-    for start in range(0, wanted.count, BATCH):
-        scenes = wanted.scenes(start, min(start + BATCH, wanted.count))
-        told = world.captions(scenes, wanted.seed)
+    for start in range(0, options.count, BATCH):
+        scenes = options.scenes(start, min(start + BATCH, options.count))
+        told = world.captions(scenes, options.seed)
         rows = [
             {"file_name": f"images/{i:06d}.png", "text": caption}
             | {name: f"{name}/{i:06d}.png" for name in MAPS}
             | facts
             for i, caption, facts in zip(scenes.index.tolist(), told, world.attributes(scenes), strict=True)
         ]
-        size = wanted.size if drawn else SIZES[0]
+        size = options.size if drawn else SIZES[0]
         images = ((world.render(scenes, size) + 1) * 127.5).round().byte().permute(0, 2, 3, 1)
         maps = {
             "edges": (world.edges(scenes, size)[:, 0] * 255).round().byte(),
@@ -93,20 +92,17 @@ def check_folder(folder: Path) -> None:
         raise PellucidError(rule("--folder", "in a folder that exists", str(folder)), "file")
 
 
-def write_folder(wanted: SceneOptions, folder: Path) -> None:
+def write_folder(options: SceneOptions, folder: Path, done: Callable[[], None]) -> None:
     """Images, edges and segmentation as PNG, and metadata.jsonl. The folder is whole or absent."""
     part_folder = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     try:
         for name in ("images", *MAPS):
             (part_folder / name).mkdir(parents=True)
-        with (
-            open(part_folder / "metadata.jsonl", "w", encoding="utf-8") as lines,
-            output.progress("scenes", math.ceil(wanted.count / BATCH)) as advance,
-        ):
-            for part in batches(wanted, drawn=True):
+        with open(part_folder / "metadata.jsonl", "w", encoding="utf-8") as lines:
+            for part in batches(options, drawn=True):
                 write_batch(part, part_folder)
                 lines.writelines(json.dumps(row) + "\n" for row in part.rows)
-                advance()
+                done()
             lines.flush()
             os.fsync(lines.fileno())
         os.replace(part_folder, folder)
@@ -121,14 +117,14 @@ def write_batch(part: SceneBatch, folder: Path) -> None:
             Image.fromarray(part.maps[name][i].numpy()).save(folder / row[name])
 
 
-def contact_sheet(wanted: SceneOptions) -> Image.Image:
+def contact_sheet(options: SceneOptions) -> Image.Image:
     """Images in rows, each with its caption beneath."""
-    columns = min(wanted.count, max(4, math.ceil(math.sqrt(wanted.count))))
-    side = max(LEAST_CELL, wanted.size)
+    columns = min(options.count, max(4, math.ceil(math.sqrt(options.count))))
+    side = max(LEAST_CELL, options.size)
     font = face_for("")(12)
     cells = [
         (Image.fromarray(image.numpy()), row["text"])
-        for part in batches(wanted, drawn=True)
+        for part in batches(options, drawn=True)
         for image, row in zip(part.images, part.rows, strict=True)
     ]
     texts = [Block(wrap(text, font, side, LINES), font, INK) for _, text in cells]
@@ -141,35 +137,3 @@ def contact_sheet(wanted: SceneOptions) -> Image.Image:
         drawn.paste(image.resize((side, side), Image.Resampling.LANCZOS), (x, y))
         block.draw(pen, x, y + side + 5)
     return drawn
-
-
-# --- A cache of latents ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class CacheSummary:
-    folder: Path
-    count: int
-    bytes: int
-    unreadable: int
-    seconds: float
-
-
-def make_cache(
-    config: Path, out: Path | None, *, count: int | None, phrasings: int | None, device: str | None
-) -> CacheSummary:
-    read = TrainConfig.load(config)
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    begun = time.perf_counter()
-    with output.progress("encoding", 100) as advance:
-        shown = 0
-
-        def tell(done: int, total: int) -> None:
-            nonlocal shown
-            for _ in range(shown, 100 * done // total):
-                advance()
-            shown = 100 * done // total
-
-        folder = make_latents(read, out, count=count, phrasings=phrasings, device=place, tell=tell)
-    found = Cache.read(folder)
-    return CacheSummary(folder, found.count, sum(found.sizes), len(found.unreadable), time.perf_counter() - begun)

@@ -1,4 +1,4 @@
-"""A comparison of two plans for people: the plans, a line a row of what differs, and what it does; or as JSON."""
+"""`pellucid plan --diff`: two plans side by side, the rows that differ, and what the difference does; or as JSON."""
 
 from __future__ import annotations
 
@@ -37,17 +37,19 @@ def show(mine: Plan, theirs: Plan, as_json: bool) -> None:
     screen.print(facts_table(mine, theirs))
     if mine.frame != theirs.frame:
         screen.print(
-            f"The other plan is rewritten from the frame {theirs.frame} to {mine.frame}; its results stay the same."
+            f"The other plan is converted from frame {theirs.frame} to {mine.frame}; its results stay the same."
         )
     by_row = [d for d in found.differences if d.row >= 0]
     if by_row:
         screen.print("Rows that differ", style="bold")
         screen.print(rows_table(by_row))
     elif mine.nfe == found.theirs.nfe:
-        screen.print(f"The rows are the same (to {TOLERANCE:g}).")
-    screen.print("What it does: the relative distance between the final results", style="bold")
+        screen.print(f"The rows are equal (to {TOLERANCE:g}).")
+    screen.print("Effect: the relative distance between the final results", style="bold")
     screen.print(effects_table(found.effects))
-    screen.print(f"{POINTS} points of a smooth mixture through its exact denoiser, float64; each kind alone, then all.")
+    screen.print(
+        f"{POINTS} points of a smooth mixture, exact denoiser, float64: each kind of difference alone, then all."
+    )
 
 
 def to_dict(found: Comparison, theirs: Plan) -> dict[str, Any]:
@@ -74,27 +76,21 @@ def without_rows(plan: Plan) -> dict[str, Any]:
 
 def facts_table(mine: Plan, theirs: Plan) -> Table:
     """What the two plans are, side by side; what differs stands out."""
-    made = output.table("", "this plan", "the other")
-    theirs_facts = facts(theirs)
-    for label, left in facts(mine).items():
-        right = theirs_facts[label]
-        if left or right:
-            made.add_row(label, Text(left), Text(right, style="" if left == right else "yellow"))
-    return made
+    pairs = [(label, left, facts(theirs)[label]) for label, left in facts(mine).items()]
+    rows = [(k, Text(a), Text(b, style="" if a == b else "yellow")) for k, a, b in pairs if a or b]
+    return output.table("", "this plan", "the other", rows=rows)
 
 
 def rows_table(differences: Sequence[Difference]) -> Table:
     """A row for each that differs; `old → new (relative size)` in the column of its kind."""
     kinds = [k for k in ("told time", "level", "churn", "weights") if any(kind_of(d) == k for d in differences)]
-    made = output.table("#", *kinds, right=("#",))
+    rows = []
     for index in sorted({d.row for d in differences}):
         here = [d for d in differences if d.row == index]
-        made.add_row(str(index), *(Text("\n".join(change(d) for d in here if kind_of(d) == k)) for k in kinds))
-    return made
+        rows.append((str(index), *(Text("\n".join(change(d) for d in here if kind_of(d) == k)) for k in kinds)))
+    return output.table("#", *kinds, right=("#",), rows=rows)
 
 
 def effects_table(found: Sequence[Effect]) -> Table:
-    made = output.table("swapped in", "rows", "distance", "", right=("rows",))
-    for effect in found:
-        made.add_row(effect.kind, "" if effect.rows is None else str(effect.rows), size_of(effect), Text(effect.note))
-    return made
+    rows = [(e.kind, "" if e.rows is None else str(e.rows), size_of(e), Text(e.note)) for e in found]
+    return output.table("swapped in", "rows", "distance", "", right=("rows",), rows=rows)

@@ -1,0 +1,220 @@
+"""The demonstration: twelve prompts to images on the CPU, each read and graded, one step by step, on one sheet."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image, ImageDraw
+from torch import Tensor
+
+from pellucid import scenes
+from pellucid.core.loop import StepSeen
+from pellucid.models.vae import from_diffusion
+from pellucid.pipeline.images import to_images, to_tensor
+from pellucid.pipeline.pipeline import Pipeline
+from pellucid.pipeline.sheet import Block, Face, face_for, wrap
+from pellucid.scenes import Grade
+
+MODEL = "scenes-128"
+SAMPLER, GRID, GUIDANCE = "dpmpp_2m", "trailing", 4.0
+SEED = 7
+WORKERS = 2  # images at once, one thread each: that is quicker than two threads for one image
+MOMENTS = 8
+TITLE = "Text to image, on a CPU"
+NEW = "each thing is a shape, colour and texture that training never showed together"
+PROMPTS = (
+    "a large striped red heart on a pale pink background",
+    "a large dotted purple star on a cream background",
+    "a large gradient blue circle on a checkered grey background",
+    "a large striped yellow crescent on a pale blue background",
+    "a small orange heart above a large teal pentagon on a white background",
+    "a small red ring inside a large black circle on a pale green background",
+    "a medium checkered green diamond left of a medium pink cross on a grey background",
+    "a medium dotted blue cross in front of a large striped orange square on a cream background",
+    "a small yellow square next to a medium gradient green cross on a pale purple background",
+    "a small brown star above a medium purple diamond, which is above a small green crescent",
+    "a large checkered blue star on a pale pink background, in outlined style",
+    "a large gradient red pentagon on a grey background, with soft shadows",
+)
+FOLLOWED = 4  # of them, the one that is shown on its way
+
+
+@dataclass(frozen=True)
+class DemoImage:
+    """An image, what it was asked to be, and whether the reader found that."""
+
+    prompt: str
+    image: Image.Image
+    grade: Grade
+    seconds: float
+
+    @property
+    def wrong(self) -> str:
+        """What was asked for and is not there, in words."""
+        marks = [mark for mark in self.grade.marks if mark.verdict != "right"]
+        told = [f"{mark.what}: {mark.seen or 'unreadable'}, not {mark.wanted}" for mark in marks]
+        return "; ".join(told[:2]) or (self.grade.trouble or "")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """x and the x0 that the network expects of it, as images, where the share of noise is sigma (α² + σ² = 1)."""
+
+    sigma: float
+    x: Image.Image
+    x0: Image.Image
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside, torch uses one thread a kernel: small work is quicker so, and images run side by side."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def make_images(
+    pipe: Pipeline, steps: int, watch: StepRecorder, done: Callable[[], None]
+) -> tuple[list[Image.Image], list[float]]:
+    """The image of every prompt and its seconds. One pipeline serves all threads."""
+
+    def one(number: int) -> tuple[Image.Image, float]:
+        began = time.perf_counter()
+        asked: dict[str, Any] = {"sampler": SAMPLER, "grid": GRID, "steps": steps, "guidance": GUIDANCE}
+        seen = [watch] if number == FOLLOWED else []
+        image = pipe(PROMPTS[number], seed=SEED + number, observers=seen, **asked).images[0]
+        done()
+        return image, time.perf_counter() - began
+
+    with ThreadPoolExecutor(workers()) as pool:
+        pairs = list(pool.map(one, range(len(PROMPTS))))
+    return [image for image, _ in pairs], [seconds for _, seconds in pairs]
+
+
+def workers() -> int:
+    return min(WORKERS, os.cpu_count() or 1)
+
+
+def grade_images(images: list[Image.Image], times: list[float]) -> list[DemoImage]:
+    """What the reader of scenes finds in the images, against what their prompts ask for."""
+    grades = scenes.grade(to_tensor(images), [scenes.parse(prompt) for prompt in PROMPTS])
+    return [DemoImage(*row) for row in zip(PROMPTS, images, grades, times, strict=True)]
+
+
+class StepRecorder:
+    """An observer that keeps x and x0 of every row of the run that it is given to."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, Tensor, Tensor]] = []
+
+    def __call__(self, step: StepSeen) -> None:
+        level = step.row.level
+        vp = level.to("vp")
+        scale = (vp.alpha + vp.sigma) / (level.alpha + level.sigma)
+        self.seen.append((vp.sigma, step.x * scale, step.x0))
+
+    def moments(self, pipe: Pipeline) -> list[Moment]:
+        """Some of the rows, the first and the last among them, decoded."""
+        count = min(MOMENTS, len(self.seen))
+        chosen = [self.seen[round(i * (len(self.seen) - 1) / max(count - 1, 1))] for i in range(count)]
+        latents = torch.cat([torch.cat([x, x0]) for _, x, x0 in chosen])
+        vae: Any = pipe.components.vae
+        with torch.inference_mode():
+            images = to_images(vae.decode(from_diffusion(vae.config, latents).to(next(vae.parameters()))).float())
+        pairs = zip(images[::2], images[1::2], strict=True)
+        return [Moment(sigma, x, x0) for (sigma, _, _), (x, x0) in zip(chosen, pairs, strict=True)]
+
+
+# --- The sheet ------------------------------------------------------------------------------------------------------
+
+NIGHT, LINE, STAR, DUST, RIGHT, WRONG = "#0b0f17", "#232c3b", "#eef2f8", "#8d99ad", "#4fd18b", "#ff6b6b"
+COLUMNS, CELL, GAP = 4, 256, 28
+SMALL, NARROW = 128, 12  # 8 small images are as wide as 4 large ones: 4·256 + 3·28 = 8·128 + 7·12
+EDGE, HEAD, STRIP_HEAD, LABEL = 44, 78, 88, 34  # margins, and room for words above images
+WIDTH = 2 * EDGE + COLUMNS * CELL + (COLUMNS - 1) * GAP
+CAPTION, LINES, UNDER = 15, 4, 12  # a caption's letters, its most lines, and its distance from the image
+TICK = 16
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """An image on its way, and the letters for it."""
+
+    image: Image.Image
+    face: Face
+
+    def say(self, text: str, size: int, colour: str, at: tuple[int, int], anchor: str = "l") -> None:
+        Block([text], self.face(size), colour).draw(ImageDraw.Draw(self.image), *at, anchor)
+
+    def paste(self, image: Image.Image, side: int, at: tuple[int, int]) -> None:
+        self.image.paste(image.convert("RGB").resize((side, side), Image.Resampling.LANCZOS), at)
+
+
+def draw_sheet(found: Sequence[DemoImage], moments: Sequence[Moment], settings: str) -> Image.Image:
+    """Images over their prompts, and below them the way of one of them from noise."""
+    face = face_for("σ" + "".join((TITLE, NEW, settings, *(one.prompt for one in found))))
+    captions = [Block(wrap(one.prompt, face(CAPTION), CELL - 24, LINES), face(CAPTION), STAR) for one in found]
+    starts = range(0, len(found), COLUMNS)
+    heights = [CELL + UNDER + max(caption.height for caption in captions[i : i + COLUMNS]) for i in starts]
+    below = EDGE + HEAD + sum(heights) + GAP * len(heights)
+    height = below + STRIP_HEAD + 2 * SMALL + LABEL + EDGE
+    sheet = Sheet(Image.new("RGB", (WIDTH, height), NIGHT), face)
+    draw_title(sheet, found, settings)
+    for i, (one, caption) in enumerate(zip(found, captions, strict=True)):
+        row, column = divmod(i, COLUMNS)
+        top = EDGE + HEAD + sum(heights[:row]) + GAP * row
+        draw_cell(sheet, one, caption, (EDGE + column * (CELL + GAP), top))
+    draw_strip(sheet, moments, found[FOLLOWED].prompt, below)
+    return sheet.image
+
+
+def draw_title(sheet: Sheet, found: Sequence[DemoImage], settings: str) -> None:
+    right = sum(one.grade.right for one in found)
+    sheet.say(TITLE, 30, STAR, (EDGE, EDGE - 12))
+    sheet.say(f"{settings} · {NEW}", CAPTION, DUST, (EDGE, EDGE + 30))
+    sheet.say(f"{right} of {len(found)} as asked", 20, RIGHT, (WIDTH - EDGE, EDGE - 4), "r")
+
+
+def draw_cell(sheet: Sheet, one: DemoImage, caption: Block, at: tuple[int, int]) -> None:
+    """An image, and under it a mark (all as asked, or not) beside its prompt."""
+    x, y = at
+    sheet.paste(one.image, CELL, at)
+    drawn = tick_or_cross(one.grade.right)
+    sheet.image.paste(drawn, (x, y + CELL + UNDER + (caption.pitch - TICK) // 2))
+    caption.draw(ImageDraw.Draw(sheet.image), x + 24, y + CELL + UNDER)
+
+
+def tick_or_cross(right: bool) -> Image.Image:
+    """A tick or a cross, drawn four times as large for smooth edges."""
+    side = 4 * TICK
+    large = Image.new("RGB", (side, side), NIGHT)
+    pen = ImageDraw.Draw(large)
+    ways = [[(0.1, 0.55), (0.38, 0.82), (0.9, 0.2)]] if right else [[(0.2, 0.2), (0.8, 0.8)], [(0.2, 0.8), (0.8, 0.2)]]
+    for way in ways:
+        pen.line([(x * side, y * side) for x, y in way], RIGHT if right else WRONG, side // 7, joint="curve")
+    return large.resize((TICK, TICK), Image.Resampling.LANCZOS)
+
+
+def draw_strip(sheet: Sheet, moments: Sequence[Moment], prompt: str, top: int) -> None:
+    """Two lines of small images: x at falling noise, and what the network expects to come of it."""
+    ImageDraw.Draw(sheet.image).line([(EDGE, top), (WIDTH - EDGE, top)], LINE, 2)
+    sheet.say("From noise to the image", 22, STAR, (EDGE, top + 20))
+    sheet.say(prompt, CAPTION, DUST, (WIDTH - EDGE, top + 25), "r")
+    first = top + STRIP_HEAD
+    second = first + SMALL + LABEL
+    for column, moment in enumerate(moments):
+        x = EDGE + column * (SMALL + NARROW)
+        sheet.paste(moment.x, SMALL, (x, first))
+        sheet.paste(moment.x0, SMALL, (x, second))
+        sheet.say(f"{'' if column else 'x at '}σ = {moment.sigma:.2f}", 14, DUST, (x, first - 24))
+    sheet.say("x0, as the network expects it at each of these steps", 14, DUST, (EDGE, second - 24))
