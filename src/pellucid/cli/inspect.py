@@ -22,6 +22,7 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.drawing import graph as drawing
 from pellucid.evidence.drawing import graph_tables as tables
 from pellucid.evidence.drawing.graph_tables import ROLE_COLOURS
+from pellucid.pipeline.request import read_size
 
 if TYPE_CHECKING:
     from pellucid.pipeline.inspection import Graph, GraphOptions, Node
@@ -80,7 +81,6 @@ def command(
     levels = DEPTHS[component is not None] if depth is None else depth
     from pellucid.models.guidance import Guidance
     from pellucid.pipeline.inspection import GraphOptions
-    from pellucid.pipeline.request import read_size
 
     asked = GraphOptions(
         size=None if size is None else read_size("--size", size),

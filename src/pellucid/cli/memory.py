@@ -43,11 +43,10 @@ def command(
     output.check_overwrite(overwrite, "--plot", plot is not None)
     goal = None if plot is None else output.plot_destination(plot, overwrite=overwrite)
     from pellucid.evidence.drawing.memory import headline
-    from pellucid.pipeline.adapters import Lora
     from pellucid.pipeline.inspection_graph import sketch
     from pellucid.pipeline.load import load, widen
     from pellucid.pipeline.policy import Policy
-    from pellucid.pipeline.request import read_size
+    from pellucid.pipeline.request import Lora, read_size
 
     pixels = None if size is None else read_size("--size", size)
     policy = Policy(attention, vae_slicing, vae_tile, channels_last, offload, compiled)  # type: ignore[arg-type]
@@ -85,13 +84,13 @@ def device_named(name: str | None) -> Any:
 def by_stage(pipe: Pipeline, asked: dict[str, Any], elsewhere: dict[str, Any]) -> StageReport:
     """Stage by stage: predicted, and measured unless the prediction is for `elsewhere`: a policy and a device."""
     from pellucid.evidence.drawing.memory import StageReport, describe_run
-    from pellucid.pipeline import memory
+    from pellucid.pipeline import compare, memory
 
     request = memory.request_for(pipe, **asked)
     with output.progress("memory", 2) as done:
         forecast = memory.predict(pipe, request, **elsewhere)
         done()
-        found = None if elsewhere else memory.measure(pipe, request)
+        found = None if elsewhere else compare.measure(pipe, request)
         done()
     return StageReport(
         describe_run(pipe, request, forecast.policy, elsewhere.get("device", pipe.device)), forecast, found

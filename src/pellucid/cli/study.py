@@ -96,11 +96,11 @@ def study_samplers(
     Example: [bold]pellucid study samplers --model scenes-128 --samplers ddim,dpmpp_2m:karras --steps 5,10,20
     --prompts scenes:64[/]
     """
-    from pellucid.cli import sample_words
     from pellucid.evidence.study.samplers import SamplerStudy, SamplerStudyConfig
     from pellucid.evidence.study.subject import read_prompts
+    from pellucid.pipeline.request import read_size
 
-    given: dict[str, Any] = {"size": None if size is None else sample_words.read_size("--size", size)}
+    given: dict[str, Any] = {"size": None if size is None else read_size("--size", size)}
     given |= {"seeds": seeds, "seed": seed, "guidance": guidance, "batch": batch, "by": by, "converged": converged}
     given |= {"converged_steps": converged_steps, "path_steps": path_steps, "rounds": rounds, "dtype": dtype}
     chosen = tuple(filter(None, comma_words(samplers)))

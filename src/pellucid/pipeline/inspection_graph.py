@@ -21,7 +21,6 @@ from pellucid.models.guidance import Guidance
 from pellucid.models.ip_adapter import IPAdapter
 from pellucid.pipeline.encoders import image_inputs
 from pellucid.pipeline.encoders.conditions import takes_text
-from pellucid.pipeline.encoders.image_inputs import adapter_file, read_controlnet
 from pellucid.pipeline.ghost import META, Shadows
 from pellucid.pipeline.inspection import (
     Flow,
@@ -47,9 +46,11 @@ from pellucid.pipeline.inspection_run import (
     rows_of,
 )
 from pellucid.pipeline.load import STORED, PathLike, load
-from pellucid.pipeline.pipeline import Pipeline, networks_of
+from pellucid.pipeline.model import networks_of
+from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.prepare import RunPlan, make_plan
 from pellucid.pipeline.request import Request
+from pellucid.pipeline.shelf import adapter_file
 
 # --- Nodes and flows ------------------------------------------------------------------------------------------------
 
@@ -263,7 +264,7 @@ class GraphBuilder:
         """The rules in words, and the space in which each acts."""
         way = self.guidance.as_diffusers() if self.planned.plan.dialect == "diffusers" else self.guidance
         rules = (way.combination, *way.corrections)
-        return {"guidance": self.guidance.text(), "spaces": {rule.name: rule.space for rule in rules}}
+        return {"guidance": self.guidance.text(), "spaces": {rule.name: rule.space for rule in rules}}  # type: ignore[attr-defined]
 
     def sampler_facts(self) -> dict[str, Any]:
         plan, parts = self.planned.plan, self.pipe.components
@@ -285,7 +286,7 @@ class GraphBuilder:
         if vae is None:
             self.flow("sampler", "images", "pixels", seen.x)
             return
-        facts = {"factor": vae.config.factor, "latent channels": vae.config.latent_channels}
+        facts: dict[str, Any] = {"factor": vae.config.factor, "latent channels": vae.config.latent_channels}
         facts["scaling"] = getattr(vae.config, "scaling_factor", 1.0)
         last = self.nodes.pop()
         self.network("vae", "vae", "decode", **facts)
@@ -398,7 +399,7 @@ def attach(pipe: Pipeline, asked: GraphOptions, held: dict[str, StoredWeights]) 
     for number, network in enumerate(pipe.components.controlnets):
         controls.append((network, held.pop(f"controlnet_{number}" if number else "controlnet", None)))
     for path in asked.controlnets:
-        controls.append((read_controlnet(pipe, os.fspath(path)), stored_component(source.locate(path))))
+        controls.append((pipe.read_controlnet(path), stored_component(source.locate(path))))
     adapters = [(read_adapter(path, weight), stored_component(adapter_file(path))) for path in asked.ip_adapters]
     found: list[dict[str, Any]] = []
     for kind, listed in (("controlnet", controls), ("ip_adapter", adapters)):

@@ -26,15 +26,14 @@ from pellucid.models.dit import PixArt
 from pellucid.models.ip_adapter import IPAdapter
 from pellucid.models.vae import from_diffusion
 from pellucid.pipeline import images
-from pellucid.pipeline.adapters import Control, ImagePrompt
 from pellucid.pipeline.encoders import image_inputs
 from pellucid.pipeline.encoders.conditions import labels_of, sizes_of, takes_labels, takes_text, wants_sizes
 from pellucid.pipeline.encoders.text import Embedding
 from pellucid.pipeline.inspection import GraphOptions, Shape, Times
-from pellucid.pipeline.memory import networks_by_name
+from pellucid.pipeline.model import networks_by_name
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.prepare import STEPS, make_plan
-from pellucid.pipeline.request import MAX_BATCH, Request
+from pellucid.pipeline.request import MAX_BATCH, Control, ImagePrompt, Request
 from pellucid.pipeline.stages import STAGES
 
 WORD = "a"
@@ -159,7 +158,8 @@ def make_request(pipe: Pipeline, added: Attachments, asked: GraphOptions) -> Req
 
 def embedded(parts: Components, batch: int) -> dict[str, Any]:
     """Text states in the place of a text encoder that is not here, such as PixArt's T5."""
-    network, pooled = parts.network, None
+    network: Any = parts.network
+    pooled = None
     weight = next(network.parameters())
     if isinstance(network, PixArt):
         width = network.config.caption_channels or network.config.cross_attention_dim

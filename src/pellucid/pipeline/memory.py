@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError
-from pellucid.interop.components import Components, text_parts
+from pellucid.interop.components import Components
 from pellucid.models import lora
-from pellucid.models.unet import UNet
-from pellucid.pipeline import tracker as workspace
-from pellucid.pipeline.adapters import Control
-from pellucid.pipeline.encoders import image_inputs
+from pellucid.pipeline.decode import decode
 from pellucid.pipeline.encoders.conditions import takes_labels, takes_text
+from pellucid.pipeline.encoders.image_inputs import is_inpainting
 from pellucid.pipeline.ghost import META, Kernels, Rehearsal, Shadows
+from pellucid.pipeline.model import Model, RunSettings, networks_by_name, set_memory_format, with_views
 from pellucid.pipeline.policy import Policy
-from pellucid.pipeline.request import Request
-from pellucid.pipeline.tracker import METER, Peak, Tracker, metered
-
-if TYPE_CHECKING:
-    from pellucid.pipeline.pipeline import Pipeline, Result
+from pellucid.pipeline.prepare import denoise, prepare, settle
+from pellucid.pipeline.request import Control, Request
+from pellucid.pipeline.tracker import GRAIN, METER, Peak, borrowed_bytes, metered, standing_bytes
 
 STEPS = 2  # rows of a rehearsal: the second has a history
 PROMPT = "a"
@@ -51,28 +47,11 @@ class Forecast:
         return self.stages[self.stage]
 
 
-@dataclass(frozen=True)
-class MemoryUse:
-    """What a real run took: bytes at the peak of each stage, its seconds, and what it made."""
-
-    peaks: dict[str, int]
-    seconds: dict[str, float]
-    result: Result
-
-    @property
-    def stage(self) -> str:
-        return max(self.peaks, key=lambda name: self.peaks[name])
-
-    @property
-    def peak(self) -> int:
-        return self.peaks[self.stage]
-
-
 # --- what to run ---------------------------------------------------------------------------------------------------
 
 
 def request_for(
-    pipe: Pipeline,
+    model: Model,
     *,
     size: tuple[int, int] | None = None,
     batch: int = 1,
@@ -81,7 +60,7 @@ def request_for(
     loras: Sequence[Any] = (),
 ) -> Request:
     """A request of a size and a batch, for any kind of model; what it shows does not matter for memory."""
-    width, height = size if size is not None else pipe.size_of(Request())
+    width, height = size if size is not None else model.size_of(Request())
     asked: dict[str, Any] = {
         "n": batch,
         "steps": steps,
@@ -90,35 +69,24 @@ def request_for(
         "width": width,
         "height": height,
     }
-    network = pipe.components.network
+    network = model.components.network
     grey = Image.new("RGB", (width, height), "grey")
     if takes_text(network):
         asked["prompt"] = PROMPT
     if takes_labels(network):
         asked["label"] = 0
-    if image_inputs.is_inpainting(pipe.components):
+    if is_inpainting(model.components):
         asked |= {"image": grey, "mask": Image.new("L", (width, height), 255)}
     controls = tuple(Control(network, grey) for network in controlnets)
     return Request(**asked, controls=controls, loras=tuple(loras))
 
 
-def networks_by_name(components: Components) -> dict[str, nn.Module]:
-    """The networks of a model under the names of its folders."""
-    found: dict[str, nn.Module | None] = {
-        "unet" if isinstance(components.network, UNet) else "transformer": components.network,
-        **dict(zip(text_parts(components), components.text_encoders, strict=True)),
-        "vae": components.vae,
-        "image_encoder": components.image_encoder,
-    }
-    return {name: network for name, network in found.items() if network is not None}
-
-
-def guests_by_name(pipe: Pipeline, request: Request) -> dict[str, nn.Module]:
+def guests_by_name(model: Model, request: Request) -> dict[str, nn.Module]:
     """The networks that a request brings with it."""
-    controls = [image_inputs.controlnet_of(pipe, control) for control in request.controls]
-    adapters = [image_inputs.adapter_of(pipe, prompt) for prompt in request.image_prompts]
-    named = {f"controlnet_{i}" if i else "controlnet": network for i, network in enumerate(controls)}
-    named |= {f"ip_adapter_{i}" if i else "ip_adapter": network for i, network in enumerate(adapters)}
+    controls = [model.controlnet_of(control) for control in request.controls]
+    adapters = [model.ip_adapter_of(prompt) for prompt in request.image_prompts]
+    kinds: dict[str, list[Any]] = {"controlnet": controls, "ip_adapter": adapters}
+    named = {f"{kind}_{i}" if i else kind: one for kind, held in kinds.items() for i, one in enumerate(held)}
     return named if request.weak is None else {**named, "weak": request.weak.components.network}
 
 
@@ -126,7 +94,7 @@ def guests_by_name(pipe: Pipeline, request: Request) -> dict[str, nn.Module]:
 
 
 def predict(
-    pipe: Pipeline,
+    model: Model,
     request: Request,
     *,
     policy: Policy | None = None,
@@ -140,25 +108,25 @@ def predict(
     `policy`, `device` ("cuda" or "cpu") and `dtype` are the pipeline's where they are left out; `beside` are tensors
     that lie on the device besides the networks.
     """
-    policy = pipe.policy if policy is None else policy
-    where = torch.device(pipe.device if device is None else device)
+    policy = model.policy if policy is None else policy
+    where = torch.device(model.device if device is None else device)
     policy.check(where)
     cuda = where.type != "cpu"
     shadows = Shadows("cuda" if cuda else "cpu", waits=policy.offload != "none", dtype=dtype)
     few = min(request.steps or STEPS, STEPS) if steps is None else steps
-    cast = Ghosts.of(pipe, replace(request, plan=None, steps=few), shadows)
+    ghosts = Ghosts.of(model, replace(request, plan=None, steps=few), shadows)
     if policy.channels_last and policy.offload == "none":
-        cast.channels_last()
+        set_memory_format(ghosts.components, torch.channels_last)
     tracker = Rehearsal(
         ["meta"] if cuda else ["meta", "cpu"],
-        grain=workspace.GRAIN if cuda else 1,
-        scratch=workspace.borrowed_bytes(policy.channels_last) if cuda else None,
+        grain=GRAIN if cuda else 1,
+        scratch=borrowed_bytes(policy.channels_last) if cuda else None,
     )
-    tracker.hold(cast.resident, [shadows.shadow(tensor) for tensor in beside])
+    tracker.hold(ghosts.resident, [shadows.shadow(tensor) for tensor in beside])
     eager = replace(policy, compile=False)  # compiled code holds no more than this
-    with metered(tracker), Kernels(shadows.device, policy.attention), tracker.following(cast.named):
-        cast.pipeline(eager).run(cast.request)
-    standing = workspace.standing_bytes(where)
+    with metered(tracker), Kernels(shadows.device, policy.attention), tracker.following(ghosts.named):
+        decode(denoise(prepare(settle(Model(ghosts.components, eager, META), ghosts.request))))
+    standing = standing_bytes(where)
     stages = {name: replace(peak, workspace=peak.workspace + standing) for name, peak in tracker.stages.items()}
     return Forecast(stages, policy)
 
@@ -173,38 +141,26 @@ class Ghosts:
     request: Request
 
     @classmethod
-    def of(cls, pipe: Pipeline, request: Request, shadows: Shadows) -> Ghosts:
-        guests = {name: shadows.ghost(network) for name, network in guests_by_name(pipe, request).items()}
-        seeing = (image_inputs.image_encoder_of(pipe, prompt) for prompt in request.image_prompts)
-        eyes = next((one for one in seeing if one is not None), pipe.components.image_encoder)
-        base = shadows.of(replace(pipe.components, image_encoder=eyes, controlnets=()))
-        acting = with_ghost_loras(base, pipe, request)
+    def of(cls, model: Model, request: Request, shadows: Shadows) -> Ghosts:
+        guests = {name: shadows.ghost(network) for name, network in guests_by_name(model, request).items()}
+        seeing = (model.image_encoder_of(prompt) for prompt in request.image_prompts)
+        eyes = next((one for one in seeing if one is not None), model.components.image_encoder)
+        base = shadows.of(replace(model.components, image_encoder=eyes, controlnets=()))
+        acting = with_ghost_loras(base, model, request)
         named = {**networks_by_name(acting), **guests}
         resident = [*networks_by_name(base).values(), *named.values()]
         return cls(acting, named, resident, ghost_request(request, guests, shadows))
 
-    def pipeline(self, policy: Policy) -> Pipeline:
-        from pellucid.pipeline.pipeline import Pipeline
 
-        return Pipeline(self.components, policy, META)
-
-    def channels_last(self) -> None:
-        for network in (self.components.network, self.components.vae):
-            if network is not None:
-                network.to(memory_format=torch.channels_last)
-
-
-def with_ghost_loras(base: Components, pipe: Pipeline, request: Request) -> Components:
+def with_ghost_loras(base: Components, model: Model, request: Request) -> Components:
     """Views of ghosts with the LoRAs of a request: a new tensor for each weight that one of them changes."""
     views = networks_by_name(base)
-    for one in request.loras:
-        for part, adapter in pipe.lora_of(one).adapters.items():
+    for one in request.named_loras:
+        for part, adapter in model.lora_of(one).adapters.items():
             weights = {layer: views[part].get_submodule(layer).get_parameter("weight") for layer in adapter.layers}
             swaps = {layer: {"weight": empty_twin(weight)} for layer, weight in weights.items()}
             views[part] = lora.view(views[part], swaps)
-    network = views.get("unet", views.get("transformer"))
-    encoders = tuple(views[name] for name in text_parts(base))
-    return replace(base, network=network, text_encoders=encoders)
+    return with_views(base, views)
 
 
 def empty_twin(weight: Tensor) -> Tensor:
@@ -214,7 +170,7 @@ def empty_twin(weight: Tensor) -> Tensor:
     return weight.new_zeros(()).expand(weight.shape)
 
 
-def ghost_request(request: Request, guests: dict[str, nn.Module], shadows: Shadows) -> Request:
+def ghost_request(request: Request, guests: dict[str, Any], shadows: Shadows) -> Request:
     """The same request, of few steps, with ghosts for its networks and nobody watching."""
     controlnets = [guest for name, guest in guests.items() if name.startswith("controlnet")]
     adapters = [guest for name, guest in guests.items() if name.startswith("ip_adapter")]
@@ -227,51 +183,17 @@ def ghost_request(request: Request, guests: dict[str, nn.Module], shadows: Shado
         image_prompts=[replace(p, adapter=ghost) for p, ghost in zip(request.image_prompts, adapters, strict=True)],
         weak=weak,
         loras=(),
-        **{"plan": None, "sampler": "euler", "grid": None, "options": {}, "dialect": None},
-        **{"observers": (), "constraints": (), "cancelled": None, "noise": None, "seed": 0},
+        plan=None,
+        sampler="euler",
+        grid=None,
+        options={},
+        dialect=None,
+        observers=(),
+        constraints=(),
+        cancelled=None,
+        noise=None,
+        seed=0,
     )
-
-
-# --- measurement ---------------------------------------------------------------------------------------------------
-
-
-def measure(pipe: Pipeline, request: Request, beside: Sequence[Tensor] = ()) -> MemoryUse:
-    """Runs a request and measures the peak of each stage: torch's own count on CUDA, living tensors on the CPU.
-
-    The CPU's figure does not see what kernels borrow inside of themselves. Tensors of others are not counted.
-    """
-    pipe.run(request)  # reads adapters, compiles, warms up
-    own = Tracker([pipe.device.type], grain=workspace.GRAIN if pipe.device.type == "cuda" else 1)
-    networks = {**networks_by_name(pipe.components), **guests_by_name(pipe, request)}
-    own.hold(networks.values(), beside)
-    if pipe.device.type == "cuda":
-        return memory_use(pipe.run(request), others_on(pipe.device, own.weights))
-    with metered(own):
-        result = pipe.run(request)
-    return memory_use(result, 0)
-
-
-def memory_use(result: Result, others: int) -> MemoryUse:
-    peaks = {stage.name: (stage.peak or 0) - others for stage in result.stages}
-    return MemoryUse(peaks, {stage.name: stage.seconds for stage in result.stages}, result)
-
-
-def others_on(device: torch.device, own: int) -> int:
-    """Bytes on a GPU that are neither the networks' nor the run's."""
-    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if clear is not None:  # else the workspace of the first run would count as somebody else's
-        clear()
-    return max(torch.cuda.memory_allocated(device) - own, 0)
-
-
-def fastest_run(pipe: Pipeline, request: Request, repeats: int = 3) -> float:
-    """Seconds of the fastest of some whole runs, which must have been warmed up: others on the machine only add."""
-    took = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        pipe.run(request)
-        took.append(time.perf_counter() - began)
-    return min(took)
 
 
 def size_text(size: float) -> str:
@@ -300,35 +222,38 @@ LITTLE = 2**31  # bytes, by the rough count, that nothing is asked about
 GROUPS = Path("/sys/fs/cgroup")
 
 
-def check_fits(pipe: Pipeline, request: Request, size: tuple[int, int], count: int) -> None:
-    """Refuses a request whose predicted peak is beyond the memory that is free.
+def check_fits(run: RunSettings, fitted: int = 0) -> int:
+    """Refuses a request whose predicted peak is beyond the memory that is free; else the most pixels known to fit.
 
-    A rehearsal takes half a second, so it is made only of what does not fit by a rough count, and not twice."""
-    pixels = size[0] * size[1] * count
-    rough = ROUGH * pixels * (OF_PIXELS if pipe.components.vae is None else 1)
-    if rough < LITTLE or pixels <= pipe._fitted or METER.get() is not None:
-        return
-    room = available(pipe.device)
+    A rehearsal takes half a second, so it is made only of what does not fit by a rough count, and of more pixels than
+    `fitted`.
+    """
+    model, request = run.model, run.request
+    pixels = run.size[0] * run.size[1] * run.count
+    rough = ROUGH * pixels * (OF_PIXELS if model.components.vae is None else 1)
+    if rough < LITTLE or pixels <= fitted or METER.get() is not None:
+        return fitted
+    room = available(model.device)
     if room is None:
-        return
+        return fitted
     if rough > room:
         try:
-            forecast = predict(pipe, request, steps=1)
+            forecast = predict(model, request, steps=1)
         except Exception:  # what is wrong with the request is said when it runs
-            return
-        need = forecast.peak.total - resident(pipe)
+            return fitted
+        need = forecast.peak.total - resident(model)
         if need > room:
             told = f"{size_text(need)} more are predicted to be needed, {size_text(room)} are free"
-            advice = explain(pipe, request, forecast.stage)
+            advice = explain(model, request, forecast.stage)
             raise PellucidError(f"memory must suffice for stage {forecast.stage}; {told}. {advice}", "out-of-memory")
-    pipe._fitted = pixels
+    return pixels
 
 
-def resident(pipe: Pipeline) -> int:
+def resident(model: Model) -> int:
     """Bytes of the model's networks that are on the device already."""
-    networks = networks_by_name(pipe.components).values()
+    networks = networks_by_name(model.components).values()
     held = {id(t): t for network in networks for t in (*network.parameters(), *network.buffers())}
-    return sum(t.nbytes for t in held.values() if t.device.type == pipe.device.type)
+    return sum(t.nbytes for t in held.values() if t.device.type == model.device.type)
 
 
 def available(device: torch.device) -> int | None:
@@ -381,13 +306,13 @@ def file_text(path: Path) -> str:
         return ""
 
 
-def explain(pipe: Pipeline, request: Request, stage: str) -> str:
+def explain(model: Model, request: Request, stage: str) -> str:
     """Who owns the peak of a stage, and what would lower it by how much. All of it is predicted, nothing is run."""
     many = len(request.seeds()) > 1
-    changes = {change_text(change): policy for change, policy in policy_changes(pipe, stage, many)}
+    changes = {change_text(change): policy for change, policy in policy_changes(model, stage, many)}
     try:
-        now = predict(pipe, request, steps=1).stages[stage]
-        found = peaks_after(pipe, request, stage, changes)
+        now = predict(model, request, steps=1).stages[stage]
+        found = peaks_after(model, request, stage, changes)
     except Exception:  # advice must not hide what it is about
         fewer = ["fewer images at once"] if many else []
         return f"Use {', '.join(['a smaller size', *fewer, *changes])}."
@@ -402,24 +327,24 @@ def change_text(change: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in change.items())
 
 
-def policy_changes(pipe: Pipeline, stage: str, many: bool) -> Iterator[tuple[dict[str, Any], Policy]]:
+def policy_changes(model: Model, stage: str, many: bool) -> Iterator[tuple[dict[str, Any], Policy]]:
     """The changes of policy that act on a stage, on this device, with the rest of the policy."""
     for change in CHANGES.get(stage, ()):
         with suppress(PellucidError):
-            policy = replace(pipe.policy, **change)
-            policy.check(pipe.device)
-            if policy != pipe.policy and (many or "vae_slicing" not in change):
+            policy = replace(model.policy, **change)
+            policy.check(model.device)
+            if policy != model.policy and (many or "vae_slicing" not in change):
                 yield change, policy
 
 
-def peaks_after(pipe: Pipeline, request: Request, stage: str, changes: Mapping[str, Policy]) -> dict[str, int]:
+def peaks_after(model: Model, request: Request, stage: str, changes: Mapping[str, Policy]) -> dict[str, int]:
     """What might help, and the stage's peak with it: changes of the policy, half precision, one image at a time."""
 
     def peak(of: Request = request, **goal: Any) -> int:
-        return predict(pipe, of, steps=1, **goal).stages[stage].total
+        return predict(model, of, steps=1, **goal).stages[stage].total
 
     found = {name: peak(policy=policy) for name, policy in changes.items()}
-    if next(pipe.components.network.parameters()).dtype == torch.float32:
+    if next(model.components.network.parameters()).dtype == torch.float32:
         found["dtype='bfloat16'"] = peak(dtype=torch.bfloat16)
     if len(request.seeds()) > 1:
         found["one image at a time"] = peak(first_image_of(request))

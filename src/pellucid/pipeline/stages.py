@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -242,7 +242,7 @@ def blocks_of(network: nn.Module) -> Iterator[nn.Module]:
 def slots_of(network: nn.Module, without: Iterable[nn.Module] = ()) -> list[Slot]:
     """Every tensor of a network, but those of some of its parts."""
     left = {id(inner) for part in without for inner in part.modules()}
-    found = {}
+    found: dict[tuple[int, str], Slot] = {}
     for module in network.modules():
         if id(module) not in left:
             for registry in (module._parameters, module._buffers):
@@ -294,6 +294,10 @@ class Stages:
 
     def __post_init__(self) -> None:
         self.policy.check(self.device)
+
+    def copy(self) -> Stages:
+        """Another run that goes on from the stages taken so far."""
+        return replace(self, taken=list(self.taken))
 
     @contextmanager
     def run(self, name: str, *networks: nn.Module | None) -> Iterator[None]:

@@ -50,11 +50,11 @@ class Living:
     watch: Any  # the weak reference, which must outlive the storage
 
 
-class Tracker(TorchDispatchMode):
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """Follows this thread's tensors on devices of the given kinds, from `with tracker:` on."""
 
     def __init__(self, devices: Iterable[str], *, grain: int = 1, scratch: Scratch | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.devices, self.grain, self.scratch = frozenset(devices), grain, scratch
         self.thread = threading.get_ident()
         self.living: dict[int, Living] = {}

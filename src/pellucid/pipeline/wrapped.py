@@ -37,14 +37,13 @@ from pellucid.models.guidance import Guidance, scale_notes
 from pellucid.models.guided import GuidedDenoiser, Terms
 from pellucid.models.rules import PAG, AutoGuidance, SkipLayer
 from pellucid.pipeline import images
-from pellucid.pipeline import result as observers
+from pellucid.pipeline.decode import run_fields
 from pellucid.pipeline.peer_words import CALL, RefusesPeerWords, option_error
-from pellucid.pipeline.pipeline import Result, asks_uncond, tuning_notes
 from pellucid.pipeline.policy import Policy
-from pellucid.pipeline.prepare import given_plan, read_plan
+from pellucid.pipeline.prepare import asks_uncond, given_plan, read_plan, tuning_notes
 from pellucid.pipeline.recipe import Recipe
-from pellucid.pipeline.repeat import run_fields
 from pellucid.pipeline.request import Request
+from pellucid.pipeline.result import Result, show_result
 from pellucid.pipeline.stages import Stages
 
 # --- The plan -------------------------------------------------------------------------------------------------------
@@ -90,7 +89,7 @@ def as_the_pipeline(reading: Reading, dialect: str, times: Times, options: dict[
             times.steps, timesteps, times.original, 1.0
         )
     steps = times.steps if timesteps is None and times.sigmas is None else None
-    given = {"timesteps": timesteps, "sigmas": times.sigmas, "mu": times.mu}
+    given: dict[str, Any] = {"timesteps": timesteps, "sigmas": times.sigmas, "mu": times.mu}
     return compile_reading(reading, steps, dialect=dialect, overrides=options, **given)
 
 
@@ -143,8 +142,8 @@ PROBE = 8.0  # what the pipeline mixes with while the guidance is ours: large, s
 def takes_scale(peer: Peer) -> bool:
     """Whether the network takes the guidance scale as an input, as distilled ones do."""
     config = getattr(peer.network, "config", {})
-    read = config.get if isinstance(config, Mapping) else lambda key: getattr(config, key, None)
-    return bool(read("guidance_embeds")) or read("time_cond_proj_dim") is not None
+    held = config if isinstance(config, Mapping) else vars(config)
+    return bool(held.get("guidance_embeds")) or held.get("time_cond_proj_dim") is not None
 
 
 class PeerRequest:
@@ -218,7 +217,7 @@ class PeerRequest:
 
     def check_options(self) -> None:
         request = self.request
-        own_times = request.sampler is request.grid is request.plan is request.steps is None
+        own_times = all(one is None for one in (request.sampler, request.grid, request.plan, request.steps))
         for name, value in self.options.items():
             if name in TIMES and own_times and name in self.peer.takes:
                 continue
@@ -400,7 +399,7 @@ class WrappedPipeline(RefusesPeerWords):
                 *safety_notes(made),
             ),
         )
-        return observers.show_result(request.observers, result)
+        return show_result(request.observers, result)
 
 
 def read_scheduler(pipeline: Any) -> Reading:

@@ -18,10 +18,9 @@ from pellucid.core.errors import PellucidError, nearest, rule
 from pellucid.interop.source import bundles, is_adapter, is_model, pipelines
 from pellucid.models.guidance import Guidance, guarded
 from pellucid.pipeline import images
-from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
 from pellucid.pipeline.load import load
 from pellucid.pipeline.pipeline import Pipeline
-from pellucid.pipeline.request import Request
+from pellucid.pipeline.request import Control, ImagePrompt, Lora, Request
 
 # --- Models ---------------------------------------------------------------------------------------------------------
 

@@ -19,10 +19,10 @@ from pellucid.evidence.trace import previews
 from pellucid.evidence.trace.recorder import Recorder
 from pellucid.interop.source import bundles
 from pellucid.models.guidance import GUARDED_SCALE
-from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.prepare import make_plan
 from pellucid.pipeline.recipe import Recipe, write_png
+from pellucid.pipeline.request import Control, ImagePrompt, Lora
 from pellucid.studio import form, html, visitors
 from pellucid.studio.form import Form, ImageStart, Shelf, adapter
 from pellucid.studio.html import status

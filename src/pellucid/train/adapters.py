@@ -22,7 +22,7 @@ from pellucid.models.vae import from_diffusion
 from pellucid.pipeline.encoders.conditions import takes_labels, takes_text, wants_sizes
 from pellucid.pipeline.encoders.text import TextPart, size_ids
 from pellucid.pipeline.encoders.text import text_parts_of as text_parts
-from pellucid.pipeline.pipeline import networks_of
+from pellucid.pipeline.model import networks_of
 from pellucid.train.autoencoder import DECODED_AT_ONCE, drawn_latents
 from pellucid.train.config import ObjectiveConfig
 from pellucid.train.draws import Draws

@@ -23,7 +23,7 @@ from pellucid.interop.components import INDEX, Components
 from pellucid.interop.diffusers_config import FILE_NAME as SCHEDULER
 from pellucid.interop.folder import OUTER, SHARED, class_in
 from pellucid.models.controlnet import ControlNet
-from pellucid.pipeline.encoders.image_inputs import ADAPTER_EYES, ADAPTER_FILE, ENCODER_NOTE, SHARED_ENCODER
+from pellucid.pipeline.shelf import ADAPTER_EYES, ADAPTER_FILE, ENCODER_NOTE, SHARED_ENCODER
 from pellucid.train import journal, lora, trainer
 from pellucid.train.autoencoder import read_vae
 from pellucid.train.text_denoiser import PIXART, STABLE_DIFFUSION

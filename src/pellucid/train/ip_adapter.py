@@ -18,9 +18,9 @@ from pellucid.models.attention import ImageTokens
 from pellucid.models.clip import CLIPVisionEncoder
 from pellucid.models.ip_adapter import IPAdapter, Pair, PlainProjection
 from pellucid.models.unet import UNet
-from pellucid.pipeline.encoders.image_inputs import ADAPTER_EYES as EYES
-from pellucid.pipeline.encoders.image_inputs import ADAPTER_FILE as FILE
 from pellucid.pipeline.encoders.image_inputs import DEVIATION, MEAN
+from pellucid.pipeline.shelf import ADAPTER_EYES as EYES
+from pellucid.pipeline.shelf import ADAPTER_FILE as FILE
 from pellucid.train.adapters import DTYPES, AdapterConfig, AdapterTask, Base, Frozen, hint_of
 from pellucid.train.config import counts
 from pellucid.train.draws import Draws, seeded

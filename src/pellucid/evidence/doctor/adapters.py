@@ -16,12 +16,10 @@ from pellucid.core.loop import StepSeen
 from pellucid.evidence.doctor.checks import Finding, check
 from pellucid.evidence.doctor.subject import Adapter, Subject, Unable
 from pellucid.models.lora import Receipt
-from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
-from pellucid.pipeline.encoders import image_inputs
 from pellucid.pipeline.encoders.conditions import takes_labels, takes_text
 from pellucid.pipeline.images import to_images
 from pellucid.pipeline.pipeline import Pipeline
-from pellucid.pipeline.request import Request
+from pellucid.pipeline.request import Control, ImagePrompt, Lora, Request
 
 STEPS = 4
 PROMPT = "a large red star"
@@ -125,12 +123,12 @@ def why(pipe: Pipeline, one: Adapter) -> tuple[str, str]:
     if all(scale == 0 for scale in scales):
         return "Its scale is 0.", "Give it a scale above 0, such as 1.0."
     if isinstance(one, Control):
-        net = image_inputs.controlnet_of(pipe, one)
+        net = pipe.controlnet_of(one)
         if all_zero([*net.controlnet_down_blocks, net.controlnet_mid_block]):
             return "Its output layers are all zero: it is new and was never trained.", "Train it, or load its weights."
         return f"It acts only from {one.start:g} to {one.end:g} of the run, where no step lies.", "Widen start and end."
     if isinstance(one, ImagePrompt):
-        if all_zero([pair.to_v_ip for pair in image_inputs.adapter_of(pipe, one).pairs]):  # type: ignore[misc]
+        if all_zero([pair.to_v_ip for pair in pipe.ip_adapter_of(one).pairs]):  # type: ignore[misc]
             return "The values that it adds are all zero: it is new and was never trained.", "Load its weights."
         return "The network's cross-attention does not read its tokens.", "Use an adapter that was made for this base."
     cause = "Its differences are too small for the dtype of the base."

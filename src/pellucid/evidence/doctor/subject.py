@@ -30,12 +30,11 @@ from pellucid.interop import diffusers_config, folder, single_file, source, weig
 from pellucid.interop.components import INDEX, KINDS, NETWORK_PARTS, named_classes, read_config
 from pellucid.interop.diffusers_config import Reading
 from pellucid.interop.diffusers_plan import compile_reading
-from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
 from pellucid.pipeline.load import default_device, load
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.prepare import STEPS
 from pellucid.pipeline.recipe import Recipe, read_png
-from pellucid.pipeline.request import Request
+from pellucid.pipeline.request import Control, ImagePrompt, Lora, Request
 
 if TYPE_CHECKING:
     from pellucid.evidence.doctor.probe import Probe

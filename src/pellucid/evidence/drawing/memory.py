@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from pellucid.pipeline.compare import StrategyCost
-    from pellucid.pipeline.memory import Forecast, MemoryUse
+    from pellucid.pipeline.compare import MemoryUse, StrategyCost
+    from pellucid.pipeline.memory import Forecast
     from pellucid.pipeline.pipeline import Pipeline
     from pellucid.pipeline.policy import Policy
     from pellucid.pipeline.request import Request

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pellucid.core import loop as engine
 from pellucid.core.errors import PellucidError, rule
-from pellucid.core.loop import Denoiser
+from pellucid.core.loop import Denoiser, Observer
 from pellucid.core.noise import NoiseSource
 from pellucid.core.plan import Plan
 from pellucid.evidence.trace import header as headers
@@ -23,6 +23,7 @@ from pellucid.evidence.trace.reading import Trace, read
 from pellucid.evidence.trace.recorder import Recorder
 from pellucid.pipeline import repeat
 from pellucid.pipeline.recipe import Recipe
+from pellucid.pipeline.repeat import RecipeSource, RunOptions
 from pellucid.pipeline.request import SECOND, Request
 
 Way = Literal["model", "denoiser", "predictions"]
@@ -168,6 +169,17 @@ def words_of(recipes: Sequence[Recipe]) -> dict[str, Any]:
     if labels[0] is not None:
         found["label"] = labels if spoken or len(set(labels)) > 1 else labels[0]
     return {**found, "prompt": None, "n": 1} if isinstance(found.get("label"), list) and not spoken else found
+
+
+def replay_recipe(trace: Trace, options: RunOptions, observers: Sequence[Observer] = ()) -> Replay:
+    """Runs a trace again with the model that its recipe names; `options` complete the recipe, as in `sample --from`."""
+    recipe = recipes_of(trace)[0]
+    known = recipe if recipe.noise in repeat.NOISES else replace(recipe, noise="philox")
+    options, _ = repeat.complete(RecipeSource(trace.path, known), options)
+    given = {name: options.fields[name] for name in ("image", "mask") if name in options.fields}
+    pipe, weak = options.load(), options.load_weak()
+    given |= options.adapters() | ({} if weak is None else {"weak": weak})
+    return replay_with(trace, pipe, {**given, "observers": observers})
 
 
 def replay_with(trace: Trace, pipe: Any, fields: Mapping[str, Any] | None = None) -> Replay:

@@ -26,12 +26,11 @@ from pellucid.interop import diffusers_config
 from pellucid.models.dit import DiT
 from pellucid.models.guidance import Guidance
 from pellucid.models.guided import GuidedDenoiser
-from pellucid.models.unet import UNet
 from pellucid.pipeline import fingerprint
 from pellucid.pipeline.encoders import image_inputs
-from pellucid.pipeline.encoders.conditions import make_conditions, takes_labels, takes_text
-from pellucid.pipeline.pipeline import Pipeline, check_layers, input_guidance
-from pellucid.pipeline.prepare import working_dtype
+from pellucid.pipeline.encoders.conditions import make_conditions, takes_guidance, takes_labels, takes_text
+from pellucid.pipeline.pipeline import Pipeline
+from pellucid.pipeline.prepare import check_layers, input_guidance, working_dtype
 from pellucid.pipeline.request import MAX_BATCH, Request
 
 # --- Pairs ----------------------------------------------------------------------------------------------------------
@@ -149,7 +148,7 @@ def model_of(pipe: Pipeline, guidance: Any = None) -> TuningModel:
     size = pipe.size_of(Request())
     reading = diffusers_config.read(parts.scheduler, strict=False) if parts.scheduler else None
     scale = 1.0
-    if isinstance(network, UNet) and network.config.time_cond_proj_dim is not None:  # guidance is one of its inputs
+    if takes_guidance(network):
         scale, guided = input_guidance(guided), Guidance(1.0)
     called = pipe.policy.ready(network)
 

@@ -34,6 +34,10 @@ class Conditions:
         )
         return Conditions(cond or {}, uncond)
 
+    def plus(self, name: str, cond: Any, uncond: Any) -> Conditions:
+        """One more input on both sides."""
+        return Conditions({**self.cond, name: cond}, None if self.uncond is None else {**self.uncond, name: uncond})
+
 
 def takes_text(network: nn.Module) -> bool:
     if isinstance(network, UNet):
@@ -45,6 +49,11 @@ def takes_labels(network: nn.Module) -> bool:
     if isinstance(network, UNet):
         return network.class_embedding is not None
     return isinstance(network, DiT)
+
+
+def takes_guidance(network: nn.Module) -> bool:
+    """Whether a network was trained with its guidance as an input, as distilled ones are."""
+    return isinstance(network, UNet) and network.config.time_cond_proj_dim is not None
 
 
 def check_words(components: Components, request: Request) -> None:
@@ -107,11 +116,9 @@ def make_conditions(
             uncond["labels"] = labels
     elif not takes_text(network):
         possible = False
-    if isinstance(network, UNet) and network.config.time_cond_proj_dim is not None:
+    if isinstance(network, UNet) and (wide := network.config.time_cond_proj_dim) is not None:
         count = len(request.prompts) * request.n
-        wave = sinusoid(
-            torch.full((count,), (scale - 1.0) * 1000.0), network.config.time_cond_proj_dim, flip=False, shift=1
-        )
+        wave = sinusoid(torch.full((count,), (scale - 1.0) * 1000.0), wide, flip=False, shift=1)
         cond["guidance_embedding"] = uncond["guidance_embedding"] = wave
     return Conditions(on_network(cond, network), on_network(uncond, network) if possible else None)
 
@@ -231,7 +238,9 @@ def labels_of(components: Components, request: Request) -> Tensor:
     asked: list[int | str] = list(request.label) if many else [request.label] * len(request.prompts)  # type: ignore
     numbers = [label_number(components, one) for one in asked]
     network = components.network
-    count = network.config.null_label if isinstance(network, DiT) else network.config.num_class_embeds
+    count = (
+        network.config.num_class_embeds if isinstance(network, UNet) else getattr(network.config, "null_label", None)
+    )
     for number in numbers:
         if count is not None and not 0 <= number < count:
             raise PellucidError(rule("label", f"from 0 to {count - 1}", number), "labels")
