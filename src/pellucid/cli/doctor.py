@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pellucid.cli import output
-from pellucid.cli.options import Device, model_names
+from pellucid.cli.options import AsJson, Device, flag, model_names, option
 from pellucid.core.errors import PellucidError
 
 if TYPE_CHECKING:
@@ -38,49 +38,39 @@ def command(
             autocompletion=model_names,
         ),
     ] = None,
-    config: Annotated[str | None, typer.Option(metavar="FILE", help="A scheduler's config alone.")] = None,
-    trace: Annotated[str | None, typer.Option(metavar="FILE", help="A run that was traced.")] = None,
-    images: Annotated[str | None, typer.Option(metavar="FOLDER", help="Images that were made.")] = None,
+    config: Annotated[str | None, option("FILE", "A scheduler's config alone.")] = None,
+    trace: Annotated[str | None, option("FILE", "A recorded run.")] = None,
+    images: Annotated[str | None, option("FOLDER", "Generated images.")] = None,
     data: Annotated[
-        str | None,
-        typer.Option(metavar="FOLDER", help="Images of the model's kind, or scenes: more is measured with them."),
+        str | None, option("FOLDER", "Images of the model's kind, or scenes, for more measurements.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(metavar="N", help="Of the run; 30 when not given.")] = None,
+    steps: Annotated[int | None, option("N", "Steps of the run (default: 30).")] = None,
     strength: Annotated[
-        float | None, typer.Option(metavar="S", help="Of a run that starts from an image: above 0 to 1.")
+        float | None, option("S", "Strength of a run that starts from an image: above 0, at most 1.")
     ] = None,
-    sampler: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of the run; the model's own when not given.")
-    ] = None,
-    grid: Annotated[str | None, typer.Option(metavar="NAME", help="Of the run: karras, trailing, …")] = None,
-    lora: Annotated[
-        list[str] | None, typer.Option(metavar="FILE", help="A LoRA that should have an effect; may be repeated.")
-    ] = None,
-    controlnet: Annotated[list[str] | None, typer.Option(metavar="FOLDER", help="The same for a ControlNet.")] = None,
-    ip_adapter: Annotated[list[str] | None, typer.Option(metavar="FILE", help="The same for an IP-Adapter.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", metavar="", help="Read files and no weights.")] = False,
+    sampler: Annotated[str | None, option("NAME", "Sampler of the run (default: the model's own).")] = None,
+    grid: Annotated[str | None, option("NAME", "Grid of the run: karras, trailing, …")] = None,
+    lora: Annotated[list[str] | None, option("FILE", "A LoRA that should have an effect; may be repeated.")] = None,
+    controlnet: Annotated[list[str] | None, option("FOLDER", "The same for a ControlNet.")] = None,
+    ip_adapter: Annotated[list[str] | None, option("FILE", "The same for an IP-Adapter.")] = None,
+    quick: Annotated[bool, flag("--quick", "Read the files but no weights.")] = False,
     dtype: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME", help="To load weights in; float32 on a CPU and the files' own on a GPU when not given."
-        ),
+        option("NAME", "dtype of the loaded weights (default: float32 on a CPU and the files' own on a GPU)."),
     ] = None,
-    tokenizer: Annotated[str | None, typer.Option(metavar="FOLDER", help="For single files, which hold none.")] = None,
+    tokenizer: Annotated[str | None, option("FOLDER", "For single files, which hold none.")] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="CHECK", help="This check alone, such as target; may be repeated. It must be possible."),
+        option("CHECK", "Only this check, such as target; may be repeated; an error if it cannot run."),
     ] = None,
-    strict: Annotated[
-        bool,
-        typer.Option("--strict", metavar="", help="End with 1 also where target or schedule could not be checked."),
-    ] = False,
+    strict: Annotated[bool, flag("--strict", "Exit with 1 also if target or schedule could not be checked.")] = False,
     device: Device = None,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the findings as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Look for what is wrong, and say by which numbers, why, and what to do.
+    """Look for what is wrong; show the numbers, the cause, and what to do.
 
     Target and schedule are measured on the network itself, with built-in images where no --data is given.
-    Ends with 0 where nothing above a note was found, with 1 where something was, and with 2 for bad input.
+    Exit code 0: nothing worse than a note; 1: a warning or an error; 2: bad input.
     """
     from pellucid.evidence.doctor.checks import examine, named, report_text
     from pellucid.evidence.doctor.subject import RunSpec, SubjectSpec, open_subject

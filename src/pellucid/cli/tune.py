@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from pellucid.cli import output
-from pellucid.cli.options import Device, Overwrite, model_names, whole_numbers
+from pellucid.cli.options import AsJson, Device, Overwrite, flag, model_names, option, whole_numbers
 from pellucid.core.errors import PellucidError
 
 if TYPE_CHECKING:
@@ -25,63 +23,39 @@ UNRESOLVED = 3.0  # errors below so many times the teacher's own say little
 
 def command(
     model: Annotated[
-        str,
-        typer.Option(
-            "--model",
-            metavar="MODEL",
-            help="A bundle's name, a folder, a file or a hub id.",
-            autocompletion=model_names,
-        ),
+        str, option("MODEL", "A bundle's name, a folder, a file or a hub id.", autocompletion=model_names)
     ],
-    steps: Annotated[int, typer.Option(metavar="N", help="Model calls of the plan.")] = 8,
+    steps: Annotated[int, option("N", "Model calls of the plan.")] = 8,
     what: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="grid, weights, told, both (grid and weights) or all; all when not given."),
+        str | None, option("NAME", "grid, weights, told, both (grid and weights) or all (default: all).")
     ] = None,
     prompts: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="A prompt per line, or the word scenes; for models that take text."),
+        str | None, option("FILE", "A prompt per line, or the word scenes; for models that take text.")
     ] = None,
-    pairs: Annotated[
-        int | None, typer.Option(metavar="N", help="Pairs of seed and prompt to tune on; 512 when not given.")
-    ] = None,
-    held_out: Annotated[
-        int | None, typer.Option(metavar="N", help="Pairs that only the evidence sees; 512 when not given.")
-    ] = None,
+    pairs: Annotated[int | None, option("N", "Pairs of seed and prompt to tune on (default: 512).")] = None,
+    held_out: Annotated[int | None, option("N", "Held-out pairs for the evidence (default: 512).")] = None,
     start: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="SAMPLER:GRID",
-            help="Begin here, such as unipc-3:karras; may be repeated; the best few if not given.",
-        ),
+        option("SAMPLER:GRID", "Start from this, such as unipc-3:karras; may be repeated (default: the best few)."),
     ] = None,
-    guidance: Annotated[
-        str | None, typer.Option(metavar="SCALE", help="As of `pellucid sample`; the model's own when not given.")
-    ] = None,
-    iterations: Annotated[
-        int | None, typer.Option(metavar="N", help="Steps of the descent at most; 400 when not given.")
-    ] = None,
-    batch: Annotated[int | None, typer.Option(metavar="N", help="Pairs of one step; 64 when not given.")] = None,
-    at_once: Annotated[
-        int | None, typer.Option(metavar="N", help="Pairs in memory at a time; 64 when not given.")
-    ] = None,
-    teacher: Annotated[
-        int | None, typer.Option(metavar="N", help="Steps of the converged images; 200 when not given.")
-    ] = None,
+    guidance: Annotated[str | None, option("SCALE", "As in `pellucid sample` (default: the model's own).")] = None,
+    iterations: Annotated[int | None, option("N", "Gradient steps at most (default: 400).")] = None,
+    batch: Annotated[int | None, option("N", "Pairs per gradient step (default: 64).")] = None,
+    at_once: Annotated[int | None, option("N", "Pairs in memory at a time (default: 64).")] = None,
+    teacher: Annotated[int | None, option("N", "Steps of the converged images (default: 200).")] = None,
     sweep: Annotated[
-        str | None,
-        typer.Option(metavar="N,N", help="Measure all that is untuned too, at so many calls, on the held-out pairs."),
+        str | None, option("N,N", "Also measure the untuned samplers at these numbers of calls, on the held-out pairs.")
     ] = None,
     records: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Keep what --sweep measures; one that was stopped goes on.")
+        Path | None, option("FOLDER", "Keep what --sweep measures; an interrupted sweep continues.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="The first seed; 0 when not given.")] = None,
-    dtype: Annotated[str, typer.Option(metavar="NAME", help="What the network works in.")] = "float32",
-    compiled: Annotated[bool, typer.Option("--compile", metavar="", help="Compile the network: for a GPU.")] = False,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the plan goes.")] = Path("plan.json"),
+    seed: Annotated[int | None, option("N", "The first seed (default: 0).")] = None,
+    dtype: Annotated[str, option("NAME", "dtype of the network.")] = "float32",
+    compiled: Annotated[bool, flag("--compile", "Compile the network, for a GPU.")] = False,
+    out: Annotated[Path, option("FILE", "The plan file.")] = Path("plan.json"),
     overwrite: Overwrite = False,
     device: Device = None,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the evidence as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Tune the levels, the weights and the times of a plan, so that few steps end where many do.
 

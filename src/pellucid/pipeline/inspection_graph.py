@@ -1,4 +1,4 @@
-"""From a model to its graph: read without its weights, rehearsed without data, then told as nodes and flows."""
+"""From a model to its graph: read without its weights, rehearsed without data, then described as nodes and flows."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class GraphBuilder:
     flows: list[Flow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def tell(self) -> None:
+    def build(self) -> None:
         parts = self.pipe.components
         self.networks = all_networks(parts, self.added)
         self.main = next(name for name in ("unet", "transformer") if name in self.networks)
@@ -147,10 +147,10 @@ class GraphBuilder:
             self.flow(name, "conditions", "states", call.one("last"))
         if names and self.call(self.main).inputs.get("pooled"):
             self.flow(names[-1], "conditions", "pooled", self.call(names[-1]).one("pooled"))
-        if not names and "context" in self.seen.told:
+        if not names and "context" in self.seen.extra:
             self.put("text states", "input", facts={"why": "no text encoder is here"})
-            self.flow("text states", "conditions", "context", self.seen.told["context"])
-            tokens = self.seen.told["context"].shape[1]
+            self.flow("text states", "conditions", "context", self.seen.extra["context"])
+            tokens = self.seen.extra["context"].shape[1]
             self.notes.append(f"no text encoder is here: prompt_embeds of {tokens} tokens are assumed.")
 
     def image_prompts(self) -> None:
@@ -189,18 +189,20 @@ class GraphBuilder:
 
     def conditions(self) -> None:
         """Where texts, labels and numbers become the inputs of one batch, with and without the prompt."""
-        told, given = self.seen.told, self.call(self.main).inputs
+        extra, given = self.seen.extra, self.call(self.main).inputs
         inputs = {name: given[name][0] for name in INPUT_NAMES if given.get(name)}
-        if not inputs and not told and not self.pipe.components.text_encoders:
+        if not inputs and not extra and not self.pipe.components.text_encoders:
             return
-        if "labels" in told:
+        if "labels" in extra:
             names = self.pipe.components.labels
             self.put("class label", "input", facts={"named": len(names)} if names else {})
-            self.flow("class label", "conditions", "labels", told["labels"])
-        if "sizes" in told:
-            words = "original size, crop, target size" if told["sizes"].shape[1] == 6 else "size, crop, aesthetic score"
+            self.flow("class label", "conditions", "labels", extra["labels"])
+        if "sizes" in extra:
+            words = (
+                "original size, crop, target size" if extra["sizes"].shape[1] == 6 else "size, crop, aesthetic score"
+            )
             self.put("size ids", "input", facts={"numbers": words})
-            self.flow("size ids", "conditions", "size ids", told["sizes"])
+            self.flow("size ids", "conditions", "size ids", extra["sizes"])
         if "guidance_embedding" in inputs:
             self.put("guidance scale", "input")
             self.flow("guidance scale", "conditions", "guidance", inputs["guidance_embedding"])
@@ -217,8 +219,8 @@ class GraphBuilder:
     @property
     def sides(self) -> str:
         """What the denoiser is asked in one call."""
-        told = "prompt" if takes_text(self.pipe.components.network) else "class"
-        return f"without and with the {told}" if self.doubled else f"with the {told}"
+        side = "prompt" if takes_text(self.pipe.components.network) else "class"
+        return f"without and with the {side}" if self.doubled else f"with the {side}"
 
     def controls(self) -> None:
         for number, name in enumerate(self.added.controlnets):
@@ -357,8 +359,8 @@ def graph_of(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a scheduler's keys, which the loader's notes say
         seen = rehearse(pipe, request, added)
-    draft = GraphBuilder(pipe, added, seen, planned, pipe.guidance_of(request), asked, held)
-    draft.tell()
+    builder = GraphBuilder(pipe, added, seen, planned, pipe.guidance_of(request), asked, held)
+    builder.build()
     family = family_of(parts.network)
     return Graph(
         name=parts.name,
@@ -368,9 +370,9 @@ def graph_of(
         batch=asked.batch,
         steps=int(planned.plan.grid.get("steps") or planned.plan.nfe),
         calls=planned.plan.nfe,
-        nodes=tuple(draft.nodes),
-        flows=tuple(draft.flows),
-        notes=(*parts.notes, *draft.guidance.notes, *notes, *draft.notes),
+        nodes=tuple(builder.nodes),
+        flows=tuple(builder.flows),
+        notes=(*parts.notes, *builder.guidance.notes, *notes, *builder.notes),
     )
 
 

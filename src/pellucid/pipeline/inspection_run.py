@@ -81,7 +81,7 @@ class Observation:
 
     calls: dict[str, Call] = field(default_factory=dict)
     shapes: dict[tuple[str, str], Shape] = field(default_factory=dict)
-    told: dict[str, TensorForm] = field(default_factory=dict)  # besides texts, before it is doubled
+    extra: dict[str, TensorForm] = field(default_factory=dict)  # besides texts, before it is doubled
     x: TensorForm | None = None
     x0: TensorForm | None = None
     decoded: TensorForm | None = None
@@ -210,7 +210,7 @@ def rehearse(pipe: Pipeline, request: Request, added: Attachments) -> Observatio
             seen.calls["vae.encode"] = Call({"images": forms(pixels)}, {"mean": forms(vae.encode(pixels).mean)})
             mask = images.mask_to_latents(pixels[:, :1], pipe.factor)
             seen.calls["mask"] = Call({"mask": forms(pixels[:, :1])}, {"out": forms(mask)})
-    seen.told = extra_inputs(pipe, request)
+    seen.extra = extra_inputs(pipe, request)
     return seen
 
 

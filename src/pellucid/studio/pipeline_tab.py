@@ -125,7 +125,6 @@ def strategies(found: StrategyTable) -> str:
     if found.ran:
         rows = [(row.strategy.name, *cells_of(row)) for row in found.rows]
         table = html.table(COLUMNS, rows)
-        figure = memory_drawing.costs(found.about, found.rows)
         notes = memory_drawing.row_notes(found.about, found.rows, found.left_out)
     else:
         rows = [
@@ -133,9 +132,9 @@ def strategies(found: StrategyTable) -> str:
             for row in found.rows
         ]
         table = html.table(PREDICTED, rows)
-        figure = memory_drawing.predictions(found.about, found.rows)
         notes = ["Predicted from the model's own code on tensors without data; nothing was run."]
         notes += [f"left out: {why}." for why in found.left_out]
+    figure = memory_drawing.strategy_figure(found.about, found.rows)
     image = html.figure(figure, "peak memory of each strategy")
     return html.block(table + "".join(f'<p class="note">{html.text(line)}</p>' for line in notes) + image)
 

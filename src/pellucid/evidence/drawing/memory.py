@@ -216,107 +216,69 @@ class StrategyReport:
         return {**self.about, "strategies": listed, "left_out": list(self.left_out)}
 
     def draw(self, path: Path) -> None:
-        charts.save(costs(self.about, self.costs), path)
+        charts.save(strategy_figure(self.about, self.costs), path)
 
 
 # --- Charts ---------------------------------------------------------------------------------------------------------
 
-STAGES = {"denoise": COLOURS[0], "decode": "#8fb9ee"}
-ROW = 0.58  # inches of a strategy
+STAGES = {"denoise": (COLOURS[0], -0.17), "decode": ("#8fb9ee", 0.17)}  # denoising above decoding
+PAPER: Any = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # so that no line runs through a number
+NUMBER: Any = {"padding": 6, "fontsize": 9, "color": INK, "bbox": PAPER}
 
 
 def draw_stages(about: dict[str, Any], forecast: Forecast, found: MemoryUse | None, path: Path) -> None:
-    """A stacked bar a stage, a mark where it was measured, and the owner of its peak beneath it."""
-    names = list(forecast.stages)
-    height = 1.75 + 0.85 * len(names)
-    figure = charts.canvas(10.5, height)
-    axes = figure.add_axes((0.1, 0.62 / height, 0.78, 1 - 1.75 / height))
+    """A stacked bar per stage, a mark where it was measured, and the owner of its peak beneath it."""
+    names, peaks = list(forecast.stages), list(forecast.stages.values())
     scale, unit = unit_of(forecast.peak.total)
-    for row, name in enumerate(names):
-        stage_bar(axes, row, forecast.stages[name], scale)
-        if found is not None:
-            mark(axes, found.peaks[name] / scale, row, 0.34)
-    finish(axes, names, f"{unit} on the device")
-    ends = [peak.total for peak in forecast.stages.values()] + ([] if found is None else list(found.peaks.values()))
-    axes.set_xlim(0, 1.02 * max(ends) / scale)
-    axes.set_ylim(len(names) - 0.35, -0.6)
-    head(figure, height, "Memory by stage", headline(about))
-    key(figure, height, 0.1, {part: fill for part, (_, fill) in PARTS.items()}, "" if found is None else "measured")
+    figure, [axes] = panels("Memory by stage", about, names, 10.5, [1.0])
+    left = [0.0] * len(peaks)
+    for part, (_, fill) in PARTS.items():
+        sizes = [getattr(peak, part) / scale for peak in peaks]
+        bars = axes.barh(range(len(peaks)), sizes, 0.42, left, color=fill, edgecolor="white", linewidth=0.6, label=part)
+        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    axes.bar_label(bars, [size_text(peak.total) for peak in peaks], **NUMBER)
+    for row, peak in enumerate(peaks):
+        axes.annotate(peak.owner or ITSELF, (0, row + 0.3), (2, -6), textcoords="offset points", fontsize=7.5)
+    if found is not None:
+        measured = [found.peaks[name] / scale for name in names]
+        axes.plot(measured, range(len(names)), "|", color=INK, markersize=24, markeredgewidth=1.8, label="measured")
+    finish(figure, axes, f"{unit} on the device")
     charts.save(figure, path)
 
 
-def stage_bar(axes: Axes, row: int, peak: Any, scale: float) -> None:
-    left = 0.0
-    for part, (_, fill) in PARTS.items():
-        width = getattr(peak, part) / scale
-        axes.barh(row, width, left=left, height=0.5, color=fill, edgecolor="white", linewidth=0.6)
-        left += width
-    axes.annotate(
-        size_text(peak.total), (left, row), (6, 0), textcoords="offset points", va="center", fontsize=9, color=INK
-    )
-    owner = peak.owner or ITSELF
-    axes.annotate(owner, (0, row + 0.27), (2, -9), textcoords="offset points", fontsize=7.5, color="#5f6b7a")
-
-
-def costs(about: dict[str, Any], rows: Sequence[StrategyCost]) -> Figure:
-    """Left, the peaks of each strategy; right, what it costs: time, and how far the image moved."""
+def strategy_figure(about: dict[str, Any], rows: Sequence[StrategyCost]) -> Figure:
+    """The peaks of each strategy; of those that were run what it costs too: time, and how far the image moved."""
     shown = [row for row in rows if not row.trouble]
-    height = 1.85 + ROW * len(shown)
-    figure = charts.canvas(11.5, height)
-    bottom, top = 0.62 / height, 1 - 1.85 / height
-    peaks, times, apart = (
-        figure.add_axes((x, bottom, width, top)) for x, width in ((0.15, 0.38), (0.57, 0.2), (0.81, 0.16))
-    )
+    ran = any(row.measured for row in shown)
+    title = "What each strategy saves, and what it costs" if ran else "What each strategy would need"
+    names = [row.strategy.name for row in shown]
+    figure, (peaks, *others) = panels(title, about, names, 11.5 if ran else 8.5, [0.5, 0.27, 0.23] if ran else [1.0])
     scale, unit = unit_of(max(peak_of(row) for row in shown))
-    for place, row in enumerate(shown):
-        peak_bars(peaks, place, row, scale)
-        took = (row.seconds or 0.0) * 1000
-        times.barh(place, took, height=0.42, color=COLOURS[1])
-        label(times, f"{took:.0f}", took, place)
-    dashes: Any = {"color": FAINT, "linewidth": 1, "linestyle": (0, (3, 3)), "zorder": 0}
-    peaks.axvline(peak_of(shown[0]) / scale, **dashes)
-    times.axvline((shown[0].seconds or 0) * 1000, **dashes)
-    finish(peaks, [row.strategy.name for row in shown], f"peak, {unit}")
-    finish(times, [""] * len(shown), f"ms of a run of {about['steps']} steps")
-    differences(apart, shown)
-    for axes, room in ((peaks, 1.16), (times, 1.2), (apart, 1.0)):
-        axes.set_ylim(len(shown) - 0.4, -0.6)
-        axes.set_xlim(0, axes.get_xlim()[1] * room)
-    head(figure, height, "What each strategy saves, and what it costs", headline(about))
-    key(figure, height, 0.15, STAGES, "predicted")
+    for stage, (fill, offset) in STAGES.items():
+        sizes = [(row.measured or row.predicted).get(stage, 0) for row in shown]
+        places = [place + offset for place in range(len(shown))]
+        bars = peaks.barh(places, [size / scale for size in sizes], 0.3, color=fill, label=stage)
+        peaks.bar_label(bars, [size_text(size) for size in sizes], **{**NUMBER, "fontsize": 8})
+        if ran:
+            predicted = [row.predicted.get(stage, float("nan")) / scale for row in shown]
+            mark = "predicted" if stage == "decode" else None
+            peaks.plot(predicted, places, "|", color=INK, markersize=11, markeredgewidth=1.8, label=mark)
+    if ran:
+        times, apart = others
+        took = [(row.seconds or 0.0) * 1000 for row in shown]
+        times.bar_label(times.barh(range(len(shown)), took, 0.42, color=COLOURS[1]), fmt="%.0f", **NUMBER)
+        for axes, first in ((peaks, peak_of(shown[0]) / scale), (times, took[0])):
+            axes.axvline(first, color=FAINT, linewidth=1, linestyle=(0, (3, 3)), zorder=0)
+        times.set_xlabel(f"ms per run of {about['steps']} steps", fontsize=9, color=INK)
+        differences(apart, shown)
+    finish(figure, peaks, f"peak, {unit}" if ran else f"predicted peak, {unit}")
     return figure
-
-
-def predictions(about: dict[str, Any], rows: Sequence[StrategyCost]) -> Figure:
-    """The peaks of strategies that were not run."""
-    height = 1.85 + ROW * len(rows)
-    figure = charts.canvas(8.5, height)
-    peaks = figure.add_axes((0.22, 0.62 / height, 0.72, 1 - 1.85 / height))
-    scale, unit = unit_of(max(peak_of(row) for row in rows))
-    for place, row in enumerate(rows):
-        peak_bars(peaks, place, row, scale)
-    finish(peaks, [row.strategy.name for row in rows], f"predicted peak, {unit}")
-    peaks.set_ylim(len(rows) - 0.4, -0.6)
-    peaks.set_xlim(0, peaks.get_xlim()[1] * 1.16)
-    head(figure, height, "What each strategy would need", headline(about))
-    key(figure, height, 0.22, STAGES, "")
-    return figure
-
-
-def peak_bars(axes: Axes, place: int, row: StrategyCost, scale: float) -> None:
-    """Denoising above decoding: which of them a strategy lowers is what one wants to know."""
-    sizes = row.measured or row.predicted
-    for offset, (stage, fill) in zip((-0.17, 0.17), STAGES.items(), strict=True):
-        y, size = place + offset, sizes.get(stage, 0) / scale
-        axes.barh(y, size, height=0.3, color=fill)
-        label(axes, size_text(size * scale), size, y, 8)
-        if stage in row.predicted:
-            mark(axes, row.predicted[stage] / scale, y, 0.17)
 
 
 def differences(axes: Axes, rows: Sequence[StrategyCost]) -> None:
     """Largest and mean difference as text: they span too many decades for bars."""
     axes.axis("off")
+    axes.set_xlim(0, 1)
     axes.set_title("image: max · mean /255", loc="left", fontsize=9, color=INK)
     for place, row in enumerate(rows):
         if row.strategy.against == row.strategy.name:
@@ -326,7 +288,32 @@ def differences(axes: Axes, rows: Sequence[StrategyCost]) -> None:
         axes.text(0, place, words, va="center", fontsize=9, color=INK)
 
 
-# --- the look ------------------------------------------------------------------------------------------------------
+def panels(
+    title: str, about: dict[str, Any], names: Sequence[str], width: float, shares: Sequence[float]
+) -> tuple[Figure, list[Axes]]:
+    """A figure with a head, and panels side by side in which each name has a row."""
+    height = 1.9 + 0.62 * len(names)
+    figure = charts.canvas(width, height)
+    figure.text(0.025, 1 - 0.42 / height, title, fontsize=14, fontweight="bold", color=INK)
+    figure.text(0.025, 1 - 0.72 / height, headline(about), fontsize=9, color=FAINT)
+    found = list(figure.subplots(1, len(shares), width_ratios=shares, squeeze=False)[0])
+    for axes in found:
+        charts.quiet(axes)
+        axes.set_yticks(range(len(names)), names if axes is found[0] else [""] * len(names), fontsize=10)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        axes.tick_params(axis="y", length=0)
+        axes.grid(visible=False, axis="y")
+        axes.spines["left"].set_visible(False)
+        axes.margins(x=0.18)
+    return figure, found
+
+
+def finish(figure: Figure, axes: Axes, label: str) -> None:
+    axes.set_xlabel(label, fontsize=9, color=INK)
+    top = 1 - 0.8 / figure.get_figheight()
+    look: Any = {"frameon": False, "fontsize": 9, "labelcolor": INK, "borderaxespad": 0.0, "markerscale": 0.5}
+    figure.legend(loc="upper left", bbox_to_anchor=(0.02, top), ncols=5, **look)
+    figure.tight_layout(rect=(0.01, 0, 1, top - 0.25 / figure.get_figheight()), w_pad=1.5)
 
 
 def unit_of(size: int) -> tuple[float, str]:
@@ -334,39 +321,3 @@ def unit_of(size: int) -> tuple[float, str]:
         if size >= 2**power:
             return float(2**power), unit
     return 1.0, "bytes"
-
-
-def finish(axes: Axes, names: Sequence[str], label: str) -> None:
-    charts.quiet(axes)
-    axes.set_yticks(range(len(names)), list(names), fontsize=10)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(visible=False, axis="y")
-    axes.spines["left"].set_visible(False)
-    axes.set_xlabel(label, fontsize=9, color=INK)
-
-
-def head(figure: Figure, height: float, title: str, words: str) -> None:
-    figure.text(0.025, 1 - 0.42 / height, title, fontsize=14, fontweight="bold", color=INK)
-    figure.text(0.025, 1 - 0.72 / height, words, fontsize=9, color=FAINT)
-
-
-def key(figure: Figure, height: float, place: float, fills: dict[str, str], marked: str) -> None:
-    """A coloured square a part, and what the marks are."""
-    for part, fill in fills.items():
-        figure.text(place, 1 - 1.1 / height, "■", color=fill, fontsize=10)
-        figure.text(place + 0.016, 1 - 1.1 / height, part, color=INK, fontsize=9)
-        place += 0.11
-    if marked:
-        figure.text(place, 1 - 1.1 / height, f"▏{marked}", color=INK, fontsize=9)
-
-
-def mark(axes: Axes, x: float, y: float, half: float) -> None:
-    axes.plot([x, x], [y - half, y + half], color=INK, linewidth=1.8, solid_capstyle="butt")
-
-
-def label(axes: Axes, words: str, x: float, y: float, size: float = 9) -> None:
-    """Beside the end of a bar, on paper of its own, so that no line runs through it."""
-    paper = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-    axes.annotate(
-        words, (x, y), (6, 0), textcoords="offset points", va="center", fontsize=size, color=INK, bbox=paper, zorder=3
-    )

@@ -93,14 +93,14 @@ def calls(sigma: Axes, lam: Axes, made: Plan) -> None:
             axes.set_yticks(list(rows))
     lam.tick_params(labelleft=False, left=False)
     if few:
-        told_times(sigma, made)
+        time_labels(sigma, made)
     log_ticks(sigma, [s for s in sigmas if s == s])
     hint = "hollow: held out of the history" if held else ""
     sigma.set_xlabel(hint, fontsize=8, color=FAINT, loc="left")
     sigma.set_ylabel("" if few else "row", color=INK, fontsize=9)
 
 
-def told_times(axes: Axes, made: Plan) -> None:
+def time_labels(axes: Axes, made: Plan) -> None:
     """A column of the times that the network is told, left of the rows' numbers."""
     beside, above = axes.get_yaxis_transform(), axes.transAxes
     look: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "color": INK}
