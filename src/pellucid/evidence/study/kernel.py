@@ -3,7 +3,7 @@
 A study is a subclass of `Study` that says which cells there are, how the record of one is made, what follows from the
 records, and how that is reported; `tests/evidence/test_study_kernel.py` is a whole one. `run_study` runs it:
 
-    found = run_study(SquareStudy, SquareConfig(9), Path("out/squares"), processes=2)
+    found = run_study(RootStudy, RootConfig((2.0, 3.0)), Path("out/roots"), processes=2)
 
 The folder belongs to one config. Every finished cell is one JSON line, so that a study that was killed goes on; a line
 whose digest does not match is a cell that is made again.

@@ -103,7 +103,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Measured:
+class OrderMeasurement:
     """The errors at the case's step counts, the slope at the end, and the calls that a step costs."""
 
     case: Case
@@ -175,9 +175,9 @@ def error_of(plan: Plan) -> float:
     return oracle.distance(x / plan.end.alpha, truth(top, bottom))
 
 
-def measure(case: Case, how: Callable[[Plan], float] = error_of) -> Measured:
+def measure(case: Case, how: Callable[[Plan], float] = error_of) -> OrderMeasurement:
     plans = [compiled(case, steps) for steps in case.counts]
-    return Measured(case, tuple(how(plan) for plan in plans), round(plans[-1].nfe / case.counts[-1], 2))
+    return OrderMeasurement(case, tuple(how(plan) for plan in plans), round(plans[-1].nfe / case.counts[-1], 2))
 
 
 # --- with the noise on: the variance ---------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 from pellucid.evidence.report import charts
 from pellucid.evidence.report.charts import Axis, Chart, Mark, Series
 from pellucid.evidence.report.page import Code, Page, Table, Text
-from pellucid.evidence.study import oracle_truth as truth
+from pellucid.evidence.study import oracle
 from pellucid.evidence.study.oracle import MIXTURES, OracleStudy, OracleStudyConfig, same_levels
 from pellucid.evidence.study.oracle_results import OracleResults, OracleRun, agreement, changes, is_noisy
 from pellucid.interop.atomic_files import put
@@ -371,7 +371,7 @@ def write(study: OracleStudy) -> dict[str, Any]:
 def floors_of(config: OracleStudyConfig) -> dict[str, float]:
     """What true draws, as many as a run has points, measure as a distance of laws."""
     mixtures = {name: MIXTURES[name]() for name in config.mixtures}
-    return {name: truth.LawSlices.of(one, config.points).floor(one) for name, one in mixtures.items()}
+    return {name: oracle.LawSlices.of(one, config.points).floor(one) for name, one in mixtures.items()}
 
 
 def headline(study: OracleStudy, found: OracleResults) -> str:
