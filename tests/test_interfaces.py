@@ -29,6 +29,5 @@ def test_a_module_is_offered_by_name_or_private(room: str) -> None:
             continue
         module = ".".join(path.relative_to(SRC.parent).with_suffix("").parts)
         offered = path.stem in named
-        assert offered != (module in private), f"{module}: name it in its room's __init__, or list it in pyproject.toml"
-            f"{module}: name it in the __init__ of {room}, or list it in pyproject.toml"
-        )
+        where = f"{module}: name it in its room's __init__, or list it in pyproject.toml"
+        assert offered != (module in private), where
