@@ -17,19 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pellucid.core.compile import compile_plan
 from pellucid.core.denoiser import input_scale
 from pellucid.core.errors import PellucidError, nearest, rule
-from pellucid.core.grid import Grid
 from pellucid.core.loop import Prediction, run
-from pellucid.core.noise import NoiseSource, Philox, TorchStream
+from pellucid.core.noise import NoiseSource, TorchStream
 from pellucid.core.plan import Plan
 from pellucid.core.samplers import resolve
 from pellucid.core.schedule import Flow, Level, Schedule
 from pellucid.interop import diffusers_config
 from pellucid.interop.diffusers_config import Reading
-from pellucid.interop.diffusers_plan import compile_reading, noise_notes, pipeline_options, shifted
-from pellucid.interop.scheduler import Scheduler
+from pellucid.interop.diffusers_plan import compile_reading, distilled_times, noise_notes, pipeline_options, shifted
 from pellucid.interop.wrap import Conversation, Peer, look
 from pellucid.interop.wrap_branches import PeerNetwork, Way
 from pellucid.interop.wrap_proxies import Times
@@ -40,7 +37,7 @@ from pellucid.pipeline import images
 from pellucid.pipeline.decode import run_fields
 from pellucid.pipeline.peer_words import CALL, RefusesPeerWords, option_error
 from pellucid.pipeline.policy import Policy
-from pellucid.pipeline.prepare import asks_uncond, given_plan, read_plan, tuning_notes
+from pellucid.pipeline.prepare import asks_uncond, given_plan, named_plan, noise_source, read_plan, tuning_notes
 from pellucid.pipeline.recipe import Recipe
 from pellucid.pipeline.request import Request
 from pellucid.pipeline.result import Result, show_result
@@ -62,7 +59,7 @@ def make_peer_plan(reading: Reading, request: Request, times: Times, passes_eta:
         passed = pipeline_options(reading, passes_eta and dialect == "diffusers")
         plan = as_the_pipeline(reading, dialect, times, {**passed, **request.options})
     else:
-        plan = by_name(reading, request, curve, times.count, dialect)
+        plan = named_plan(request, reading.sampler, curve, reading.target, times.count, dialect)
     if times.timesteps is not None and times.sigmas is not None and isinstance(curve, Flow):
         # the network is told the time before the shift (CogView 4)
         plan = replace(plan, rows=tuple(replace(r, time=curve.unbend(r.time)) for r in plan.rows))
@@ -83,27 +80,12 @@ def shifted_schedule(reading: Reading, dialect: str, times: Times) -> Schedule:
 
 def as_the_pipeline(reading: Reading, dialect: str, times: Times, options: dict[str, Any]) -> Plan:
     """The plan of the pipeline's own scheduler, with options over those of its config."""
-    timesteps = times.timesteps if times.sigmas is None else None
+    timesteps: Sequence[float] | None = times.timesteps if times.sigmas is None else None
     if times.original is not None:  # LCM: out of the times of its distillation
-        timesteps = Scheduler.from_config(reading.values | {"_class_name": reading.class_name})._distilled(
-            times.steps, timesteps, times.original, 1.0
-        )
+        timesteps = distilled_times(reading, times.steps, timesteps, times.original)
     steps = times.steps if timesteps is None and times.sigmas is None else None
     given: dict[str, Any] = {"timesteps": timesteps, "sigmas": times.sigmas, "mu": times.mu}
     return compile_reading(reading, steps, dialect=dialect, overrides=options, **given)
-
-
-def by_name(reading: Reading, request: Request, curve: Schedule, steps: int | None, dialect: str) -> Plan:
-    grid: Any = Grid.from_dict(dict(request.grid)) if isinstance(request.grid, Mapping) else request.grid
-    return compile_plan(
-        request.sampler or reading.sampler,
-        schedule=curve,
-        target=reading.target,
-        grid=grid,
-        steps=None if isinstance(grid, Grid) and grid.name == "explicit" else steps,
-        dialect=dialect,
-        **request.options,
-    )
 
 
 def keeps_uncond(reading: Reading, request: Request) -> bool:
@@ -115,7 +97,7 @@ def keeps_uncond(reading: Reading, request: Request) -> bool:
         return False
     curve = replace(reading.schedule, terminal=None) if isinstance(reading.schedule, Flow) else reading.schedule
     small = replace(request, grid=None, dialect=None)
-    return asks_uncond(by_name(reading, small, curve, 4, "exact"))
+    return asks_uncond(named_plan(small, reading.sampler, curve, reading.target, 4, "exact"))
 
 
 def network_times(plan: Plan, guidance: Guidance | None, curve: Schedule) -> Tensor:
@@ -424,17 +406,8 @@ class WrappedRun:
         known = ways.get(order.key) if order.guidance is not None else None
         self.network = PeerNetwork(talk, len(order.seeds), order.scales, known)
         self.guidance = order.guidance or Guidance(1.0)
-        self.source = self.noise_source()
-
-    def noise_source(self) -> NoiseSource:
-        """The torch stream goes on where the pipeline left it: it has drawn the first noise from it."""
-        asked = self.request.noise
-        if asked is not None and not isinstance(asked, str):
-            return asked
-        kind = asked or ("philox" if self.plan.dialect == "exact" else "torch")
-        if kind not in ("philox", "torch"):
-            raise PellucidError(rule("noise", "philox, torch, or a noise source", kind), "noise")
-        return Philox(self.order.seeds) if kind == "philox" else self.order.stream
+        # the torch stream goes on where the pipeline left it: it has drawn the first noise from it
+        self.source = noise_source(self.request, self.plan, order.seeds, order.stream)
 
     def denoise(self, first: Tensor) -> Tensor:
         request, count = self.request, len(self.order.seeds)
