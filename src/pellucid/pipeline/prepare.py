@@ -160,7 +160,7 @@ def starts_of(whole: Plan) -> list[float]:
     """The times that diffusers counts when it cuts a run: one per step, and in PNDM one per call."""
     if whole.name in ("plms", "pndm"):
         return list(whole.timesteps)
-    starts = list(dict.fromkeys(whole.timesteps))  # several calls per step tell the start of the next one twice
+    starts = list(dict.fromkeys(whole.timesteps))  # with several calls per step, the start of the next one comes twice
     if len(starts) != whole.grid["steps"]:
         raise PellucidError(
             f"denoising_start, denoising_end must be left out for {whole.name} in the diffusers dialect: it calls the "
@@ -328,12 +328,12 @@ def blend(run: RunSettings, clean: Tensor | None, noise: Tensor) -> list[Constra
 
 def noise_source(request: Request, plan: Plan, seeds: list[int], stream: TorchStream | None = None) -> NoiseSource:
     """Addressed noise (philox), or torch's generators as the peers' dialects use them: a `stream`, or new ones."""
-    asked = request.noise
-    if asked is not None and not isinstance(asked, str):
-        if not hasattr(asked, "first"):
-            raise PellucidError(rule("noise", "philox, torch, or a noise source", asked), "noise")
-        return asked
-    kind = asked or ("philox" if plan.dialect == "exact" else "torch")
+    given = request.noise
+    if given is not None and not isinstance(given, str):
+        if not hasattr(given, "first"):
+            raise PellucidError(rule("noise", "philox, torch, or a noise source", given), "noise")
+        return given
+    kind = given or ("philox" if plan.dialect == "exact" else "torch")
     if kind not in ("philox", "torch"):
         raise PellucidError(rule("noise", "philox, torch, or a noise source", kind), "noise")
     return Philox(seeds) if kind == "philox" else stream or TorchStream(seeds)
@@ -402,7 +402,7 @@ def working_dtype(network: nn.Module) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class ControlledDenoiser:
-    """A guided denoiser whose ControlNets are asked only at the steps where they act."""
+    """A guided denoiser whose ControlNets are called only at the steps where they act."""
 
     guided: GuidedDenoiser
     controls: Sequence[Control]
@@ -472,7 +472,7 @@ def asks_uncond(plan: Plan) -> bool:
 
 
 def input_guidance(guidance: Guidance) -> float:
-    """The one scale that a guidance-distilled network is told."""
+    """The one scale that is an input of a guidance-distilled network."""
     if not isinstance(guidance.scale, float) or any(not isinstance(r, Rescale) for r in guidance.rules):
         raise PellucidError(
             rule("guidance", "one number for this network, which takes it as an input", guidance.text()), "guidance"
@@ -497,7 +497,7 @@ def check_layers(network: Network, guidance: Guidance) -> None:
 
 
 def unused_notes(request: Request, guidance: Guidance, plan: Plan) -> list[str]:
-    """What was asked for and has no effect, in words."""
+    """Notes on options that have no effect."""
     found = []
     if request.negative_prompt and not guidance.needs_uncond and not asks_uncond(plan):
         found.append("negative_prompt has no effect: the guidance scale is 1 in every step")

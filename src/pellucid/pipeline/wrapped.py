@@ -48,7 +48,7 @@ from pellucid.pipeline.stages import Stages
 
 def make_peer_plan(reading: Reading, request: Request, times: Times, passes_eta: bool = False) -> tuple[Plan, Schedule]:
     """The plan, and the schedule as it is bent for this image's size."""
-    if request.plan is not None:  # a plan is all of it: the times that the network is told, too
+    if request.plan is not None:  # a plan is all of it: the times that are passed to the network, too
         table = as_table(request)
         curve = shifted_schedule(reading, "exact" if table is None else table.dialect, times)
         return given_plan(SimpleNamespace(schedule=curve, target=reading.target), request), curve  # type: ignore
@@ -61,7 +61,7 @@ def make_peer_plan(reading: Reading, request: Request, times: Times, passes_eta:
     else:
         plan = named_plan(request, reading.sampler, curve, reading.target, times.count, dialect)
     if times.timesteps is not None and times.sigmas is not None and isinstance(curve, Flow):
-        # the network is told the time before the shift (CogView 4)
+        # the time before the shift is passed to the network (CogView 4)
         plan = replace(plan, rows=tuple(replace(r, time=curve.unbend(r.time)) for r in plan.rows))
     return plan, curve
 
@@ -101,12 +101,12 @@ def keeps_uncond(reading: Reading, request: Request) -> bool:
 
 
 def network_times(plan: Plan, guidance: Guidance | None, curve: Schedule) -> Tensor:
-    """What the network is told, one per call: rows that CFG-Zero* leaves out have none."""
+    """The times that are passed to the network, one per call: rows that CFG-Zero* leaves out have none."""
     bound = None if guidance is None else guidance.bind(plan, curve)
-    told = [r.time for r in plan.rows if bound is None or not bound.at(r.level).zero]
+    times = [r.time for r in plan.rows if bound is None or not bound.at(r.level).zero]
     whole = plan.dialect == "diffusers" and resolve(plan.name)[0].peer in ("solver", "training")
-    kind = torch.int64 if whole and all(t == int(t) for t in told) else torch.float32
-    return torch.tensor(told, dtype=kind)
+    kind = torch.int64 if whole and all(t == int(t) for t in times) else torch.float32
+    return torch.tensor(times, dtype=kind)
 
 
 # --- A request for one diffusers pipeline ---------------------------------------------------------------------------
@@ -157,20 +157,20 @@ class PeerRequest:
     # --- guidance -------------------------------------------------------------------------------------------------
 
     def whose_guidance(self, true_guidance: Any) -> tuple[float | None, Guidance | None]:
-        """(the scale that the network is told, our guidance); None is left to the pipeline."""
+        """(the scale that is passed to the network, our guidance); None is left to the pipeline."""
         asked = None if self.request.guidance is None else Guidance.parse(self.request.guidance)
         true = None if true_guidance is None else Guidance.parse(true_guidance).at_least_one()
         if not takes_scale(self.peer):
             if true is not None:
-                advice = f"The network of {self.peer.kind} is not told a scale: use guidance."
+                advice = f"The network of {self.peer.kind} takes no scale: use guidance."
                 raise PellucidError(rule("true_guidance", "left out", true_guidance, advice), "wrap-guidance")
             return None, None if asked is None else asked.at_least_one()
         if asked is not None and (asked.rules or not isinstance(asked.scale, float)):
             advice = "Rules go into true_guidance." if "true_cfg_scale" in self.peer.takes else ""
-            must = f"a plain number, since the network of {self.peer.kind} is told it"
+            must = f"a plain number, since the network of {self.peer.kind} takes it as an input"
             raise PellucidError(rule("guidance", must, asked.text(), advice), "wrap-guidance")
         if true is not None and "true_cfg_scale" not in self.peer.takes:
-            must = f"left out: {self.peer.kind} has only the scale that its network is told"
+            must = f"left out: {self.peer.kind} has only the scale that its network takes"
             raise PellucidError(rule("true_guidance", must, true_guidance), "wrap-guidance")
         return None if asked is None else float(asked.scale), true  # type: ignore[arg-type]
 
@@ -263,7 +263,7 @@ class PeerRequest:
             call.setdefault("negative_prompt", [""] * len(call.get("prompt", self.request.prompts)))
 
     def lay(self, times: Times) -> Tensor:
-        """The plan, when the pipeline sets its times; what its network is told, one per call."""
+        """The plan, when the pipeline sets its times; the times of its network, one per call."""
         self.plan, self.curve = make_peer_plan(self.reading, self.request, times, "eta" in self.peer.takes)
         if self.guidance is not None and self.plan.dialect == "diffusers":
             self.guidance = self.guidance.as_diffusers()
@@ -275,13 +275,13 @@ class PeerRequest:
         request, weight = self.request, next(self.peer.network.parameters())
         config = getattr(self.peer.pipeline, "config", None)
         given = {name: value for name, value in self.options.items() if isinstance(value, bool | int | float | str)}
-        told: dict[str, Any] = {} if self.scale is None else {"guidance_scale": self.scale}
+        scale: dict[str, Any] = {} if self.scale is None else {"guidance_scale": self.scale}
         shared: dict[str, Any] = {
             "model": str(getattr(config, "_name_or_path", None) or self.peer.kind),
             **run_fields(self.plan, request, guidance, source, weight),
             "device": self.device.type,
             "size": size or (None if None in (request.width, request.height) else (request.width, request.height)),
-            "conditioning": {**told, **({"peer_options": given} if given else {})},
+            "conditioning": {**scale, **({"peer_options": given} if given else {})},
         }
         texts = zip(request.prompts, request.negatives, strict=True)
         pairs = [pair for pair in texts for _ in range(request.n)]
@@ -307,7 +307,7 @@ def wrap(pipeline: Any) -> WrappedPipeline:
 
 @dataclass(repr=False)
 class WrappedPipeline(RefusesPeerWords):
-    """A diffusers pipeline that is asked step by step. Calls share nothing but its weights."""
+    """A diffusers pipeline that runs step by step. Calls share nothing but its weights."""
 
     peer: Peer
     _ways: dict[tuple[str, ...], Way] = field(default_factory=dict, repr=False)
@@ -326,7 +326,7 @@ class WrappedPipeline(RefusesPeerWords):
     ) -> Result:
         """pipe("a red star", steps=20, seed=1): options of `Request`, as far as text to image has them.
 
-        `guidance` is a scale with rules; where the network is told its scale (FLUX dev, LCM), it is that number, and
+        `guidance` is a scale with rules; where it is an input of the network (FLUX dev, LCM), it is that number, and
         `true_guidance` guides with and without the prompt. `peer_options` are further arguments of the pipeline's own
         call (`max_sequence_length`, `clip_skip`, `prompt_embeds`, …).
         """
@@ -436,7 +436,7 @@ class WrappedRun:
         )
 
     def guided(self, guidance: Guidance) -> GuidedDenoiser:
-        """The pipeline's network under a guidance: cond and uncond are told apart by `which`."""
+        """The pipeline's network under a guidance: `which` distinguishes cond from uncond."""
         count, weak = len(self.order.seeds), self.request.weak
         return GuidedDenoiser(
             self.network,
@@ -451,7 +451,7 @@ class WrappedRun:
         )
 
     def second(self, weak: Any) -> Callable[..., Tensor]:
-        """The network of autoguidance: that of another pipeline, told the same."""
+        """The network of autoguidance: that of another pipeline, with the same inputs."""
         peer = weak.peer if isinstance(weak, WrappedPipeline) else look(weak)
 
         def network(x: Tensor, time: Any, *, which: Tensor) -> Tensor:
