@@ -230,8 +230,8 @@ def plan_of(pipe: Pipeline, request: Request) -> RunPlan:
     except PellucidError:
         raise
     except (ValueError, TypeError, IndexError, ArithmeticError) as error:
-        told = ", ".join(f"{key}={value}" for key, value in request.options.items())
-        message = f"option must be one that {request.sampler} can use; got {told}: {error}."
+        given = ", ".join(f"{key}={value}" for key, value in request.options.items())
+        message = f"option must be one that {request.sampler} can use; got {given}: {error}."
         raise PellucidError(message, "option") from None
 
 
@@ -415,7 +415,7 @@ class TraceFiles:
 
     @staticmethod
     def of(words: dict[str, Any]) -> TraceFiles | None:
-        """As asked; refuses, before any work, what could not be written."""
+        """As the options say; refuses, before any work, what could not be written."""
         if words["trace"] is None:
             if words["trace_tensors"]:
                 raise PellucidError("--trace-tensors must come with --trace FILE; got it alone.", "usage")

@@ -89,9 +89,9 @@ def strategies(pipe: Pipeline, bare: Request, dressed: Request) -> tuple[list[St
     if dressed.controls:
         found.append(Strategy("ControlNet", policy, replace(bare, controls=dressed.controls)))
     if dressed.loras:
-        worn = replace(bare, loras=dressed.loras)
-        found.append(Strategy("LoRA, view", policy, worn))
-        found.append(Strategy("LoRA, merged", policy, worn, merged=True, against="LoRA, view"))
+        with_loras = replace(bare, loras=dressed.loras)
+        found.append(Strategy("LoRA, view", policy, with_loras))
+        found.append(Strategy("LoRA, merged", policy, with_loras, merged=True, against="LoRA, view"))
     left = ["offload: the networks are on the CPU already", "compile: it takes minutes here"] if device == "cpu" else []
     return found, left
 

@@ -137,7 +137,7 @@ def listed_labels(request: Request) -> list[Any]:
 
 
 def condition_fields(model: Model, request: Request, label: Any, negative: str) -> dict[str, Any]:
-    """What the network is told besides text, where it was set."""
+    """What is passed to the network besides text, where it was set."""
     found: dict[str, Any] = {} if label is None else {"label": label}
     for name in ("original_size", "target_size"):
         if getattr(request, name) is not None:

@@ -123,7 +123,7 @@ def to_tensor(image: ImageLike | Sequence[ImageLike], size: Size | None = None) 
 
 
 def to_mask(mask: ImageLike | Sequence[ImageLike], size: Size | None = None) -> Tensor:
-    """Masks → (B, 1, H, W) of 0 (keep) and 1 (paint anew): grey, 0.5 and above is 1; what is transparent is kept."""
+    """Masks → (B, 1, H, W) of 0 (keep) and 1 (regenerate): grey, 0.5 and above is 1; what is transparent is kept."""
     grey = stack([one_tensor(p, size, "mask") for p in listed(mask, "mask")], "mask")
     return (grey >= 0.5).float()
 

@@ -45,7 +45,7 @@ def load(
 
     `vae` and `image_encoder` are folders or files of other ones to use; of a whole CLIP it is the vision half.
     `inversions` are textual inversion files, whose names then work in prompts. Weights keep the dtype of their files,
-    but for float16 on a CPU, where it is slow: float32 there, unless `dtype` is "stored". What the files contradict is
+    except float16 on a CPU, where it is slow: float32 there, unless `dtype` is "stored". What the files contradict is
     in `pipe.components.notes`.
     """
     for name, value in unknown.items():

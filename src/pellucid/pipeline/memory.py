@@ -61,7 +61,7 @@ def request_for(
 ) -> Request:
     """A request of a size and a batch, for any kind of model; what it shows does not matter for memory."""
     width, height = size if size is not None else model.size_of(Request())
-    asked: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "n": batch,
         "steps": steps,
         "sampler": "euler",
@@ -72,13 +72,13 @@ def request_for(
     network = model.components.network
     grey = Image.new("RGB", (width, height), "grey")
     if takes_text(network):
-        asked["prompt"] = PROMPT
+        fields["prompt"] = PROMPT
     if takes_labels(network):
-        asked["label"] = 0
+        fields["label"] = 0
     if is_inpainting(model.components):
-        asked |= {"image": grey, "mask": Image.new("L", (width, height), 255)}
+        fields |= {"image": grey, "mask": Image.new("L", (width, height), 255)}
     controls = tuple(Control(network, grey) for network in controlnets)
-    return Request(**asked, controls=controls, loras=tuple(loras))
+    return Request(**fields, controls=controls, loras=tuple(loras))
 
 
 def guests_by_name(model: Model, request: Request) -> dict[str, nn.Module]:
@@ -133,7 +133,7 @@ def predict(
 
 @dataclass(frozen=True)
 class Ghosts:
-    """The ghosts of a rehearsal: those that act, those that only take room, and what they are asked."""
+    """The ghosts of a rehearsal: those that act, those that only take room, and their request."""
 
     components: Components
     named: dict[str, nn.Module]
@@ -143,9 +143,9 @@ class Ghosts:
     @classmethod
     def of(cls, model: Model, request: Request, shadows: Shadows) -> Ghosts:
         guests = {name: shadows.ghost(network) for name, network in guests_by_name(model, request).items()}
-        seeing = (model.image_encoder_of(prompt) for prompt in request.image_prompts)
-        eyes = next((one for one in seeing if one is not None), model.components.image_encoder)
-        base = shadows.of(replace(model.components, image_encoder=eyes, controlnets=()))
+        encoders = (model.image_encoder_of(prompt) for prompt in request.image_prompts)
+        encoder = next((one for one in encoders if one is not None), model.components.image_encoder)
+        base = shadows.of(replace(model.components, image_encoder=encoder, controlnets=()))
         acting = with_ghost_loras(base, model, request)
         named = {**networks_by_name(acting), **guests}
         resident = [*networks_by_name(base).values(), *named.values()]
@@ -218,7 +218,7 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
 
 ROUGH = 8 * 2**10  # bytes a pixel that a run with a VAE stays below: measured are 0.6 (scenes-128) to 5 kB (SDXL)
 OF_PIXELS = 8  # times that, of a network of pixels
-LITTLE = 2**31  # bytes, by the rough count, that nothing is asked about
+LITTLE = 2**31  # bytes, by the rough count, below which nothing is checked
 GROUPS = Path("/sys/fs/cgroup")
 
 
@@ -243,9 +243,9 @@ def check_fits(run: RunSettings, fitted: int = 0) -> int:
             return fitted
         need = forecast.peak.total - resident(model)
         if need > room:
-            told = f"{size_text(need)} more are predicted to be needed, {size_text(room)} are free"
+            words = f"{size_text(need)} more are predicted to be needed, {size_text(room)} are free"
             advice = explain(model, request, forecast.stage)
-            raise PellucidError(f"memory must suffice for stage {forecast.stage}; {told}. {advice}", "out-of-memory")
+            raise PellucidError(f"memory must suffice for stage {forecast.stage}; {words}. {advice}", "out-of-memory")
     return pixels
 
 

@@ -72,7 +72,7 @@ class Model:
         )
 
     def size_of(self, request: Request) -> tuple[int, int]:
-        """(width, height) in pixels: as asked, the image's, or what the network was trained on."""
+        """(width, height) in pixels: the request's, the image's, or what the network was trained on."""
         image, sample = request.image, self.components.network.config.sample_size or 64
         high, wide = (sample, sample) if isinstance(sample, int) else sample
         own = (wide * self.factor, high * self.factor)
@@ -84,7 +84,7 @@ class Model:
         return images.check_size((request.width or own[0], request.height or own[1]), self.factor)
 
     def guidance_of(self, request: Request) -> Guidance:
-        """As asked; otherwise the guarded preset where there is something to guide by."""
+        """The request's; otherwise the guarded preset where there is something to guide by."""
         if request.guidance is not None:
             return Guidance.parse(request.guidance)
         network = self.components.network

@@ -1,7 +1,7 @@
 """The `parameters` text that the AUTOMATIC1111 web UI made the field's habit: written, parsed, and understood.
 
 The form: the prompt; `Negative prompt: …`; a last line of `Key: value` pairs that begins with `Steps:`. A value that
-would break the line is a JSON string. The text cannot tell a prompt's own line `Negative prompt:` from the mark, and
+would break the line is a JSON string. A prompt's own line `Negative prompt:` looks like the mark in this form, and
 blanks at the ends of a prompt are lost: the recipe beside it is exact.
 """
 
@@ -274,7 +274,7 @@ def finite(text: str) -> float | None:
 
 
 def read_sampler(reader: SettingsReader) -> None:
-    """Sampler and schedule type, also in one name; a k-diffusion sampler is told in k-diffusion's dialect."""
+    """Sampler and schedule type, also in one name; a k-diffusion sampler gets k-diffusion's dialect."""
     name, kind = reader.left.get("Sampler"), reader.left.get("Schedule type")
     if name is None:
         return

@@ -1,4 +1,4 @@
-"""diffusers' words and ours. Whoever writes one of theirs is told what it is called here, instead of nothing."""
+"""diffusers' words and ours. An option of theirs is refused with its name here."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ EFFECTS = {
     ),
     "vae_tile": Effect(
         "activations of decoding and encoding, to bands of tile × tile latents and one image held",
-        "1.2 to 2 times the time of decoding; the image is the untiled one but for rounding",
+        "1.2 to 2 times the time of decoding; the image is the untiled one except for rounding",
     ),
     "channels_last": Effect(
         "the copies that half-precision convolutions make of their input and output on a GPU, and their time",

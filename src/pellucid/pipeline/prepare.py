@@ -21,7 +21,7 @@ from pellucid.core.loop import Constraint, Observer, Prediction, StepSeen, check
 from pellucid.core.noise import NoiseSource, Philox, TorchStream
 from pellucid.core.plan import Plan
 from pellucid.core.reader import naming, read_text
-from pellucid.core.schedule import Level
+from pellucid.core.schedule import Level, Schedule
 from pellucid.interop import diffusers_config, source
 from pellucid.interop.components import Components, Network
 from pellucid.interop.diffusers_plan import compile_reading, noise_notes, pipeline_options
@@ -73,26 +73,27 @@ def make_plan(components: Components, request: Request) -> RunPlan:
         return RunPlan(cut_plan(components, request, dialect, from_config), keep)
     if request.options and request.sampler is None and reading is None:
         raise PellucidError("options must come with a sampler: the model has no scheduler of its own.", "request")
-    grid = grid_of(request.grid) if isinstance(request.grid, Mapping) else request.grid
+    own = reading.sampler if reading is not None else "dpmpp_2m"
     dialect = request.dialect or "exact"
-
-    def from_name(**cuts: Any) -> Plan:
-        return compile_plan(
-            request.sampler or (reading.sampler if reading else "dpmpp_2m"),
-            schedule=components.schedule,
-            target=components.target,
-            grid=grid,
-            steps=None if isinstance(grid, Grid) and grid.name == "explicit" else steps,
-            dialect=dialect,
-            **cuts,
-            **request.options,
-        )
-
+    from_name = partial(named_plan, request, own, components.schedule, components.target, steps, dialect)
     return RunPlan(cut_plan(components, request, dialect, from_name), keep)
 
 
-def grid_of(table: Mapping[str, Any]) -> Grid:
-    return Grid.from_dict(dict(table))
+def named_plan(
+    request: Request, own: str, schedule: Schedule, target: str, steps: int | None, dialect: str, **cuts: Any
+) -> Plan:
+    """The plan of the sampler and the grid that a request names; `own` is the sampler where it names none."""
+    grid: Any = Grid.from_dict(dict(request.grid)) if isinstance(request.grid, Mapping) else request.grid
+    return compile_plan(
+        request.sampler or own,
+        schedule=schedule,
+        target=target,
+        grid=grid,
+        steps=None if isinstance(grid, Grid) and grid.name == "explicit" else steps,
+        dialect=dialect,
+        **cuts,
+        **request.options,
+    )
 
 
 def given_plan(components: Components, request: Request) -> Plan:
@@ -159,7 +160,7 @@ def starts_of(whole: Plan) -> list[float]:
     """The times that diffusers counts when it cuts a run: one per step, and in PNDM one per call."""
     if whole.name in ("plms", "pndm"):
         return list(whole.timesteps)
-    starts = list(dict.fromkeys(whole.timesteps))  # several calls per step tell the start of the next one twice
+    starts = list(dict.fromkeys(whole.timesteps))  # with several calls per step, the start of the next one comes twice
     if len(starts) != whole.grid["steps"]:
         raise PellucidError(
             f"denoising_start, denoising_end must be left out for {whole.name} in the diffusers dialect: it calls the "
@@ -325,17 +326,17 @@ def blend(run: RunSettings, clean: Tensor | None, noise: Tensor) -> list[Constra
     return [keep]
 
 
-def noise_source(request: Request, plan: Plan, seeds: list[int]) -> NoiseSource:
-    """Where noise comes from: addressed (philox), or torch's generator, which is what the peers' dialects use."""
-    asked = request.noise
-    if asked is not None and not isinstance(asked, str):
-        if not hasattr(asked, "first"):
-            raise PellucidError(rule("noise", "philox, torch, or a noise source", asked), "noise")
-        return asked
-    kind = asked or ("philox" if plan.dialect == "exact" else "torch")
+def noise_source(request: Request, plan: Plan, seeds: list[int], stream: TorchStream | None = None) -> NoiseSource:
+    """Addressed noise (philox), or torch's generators as the peers' dialects use them: a `stream`, or new ones."""
+    given = request.noise
+    if given is not None and not isinstance(given, str):
+        if not hasattr(given, "first"):
+            raise PellucidError(rule("noise", "philox, torch, or a noise source", given), "noise")
+        return given
+    kind = given or ("philox" if plan.dialect == "exact" else "torch")
     if kind not in ("philox", "torch"):
         raise PellucidError(rule("noise", "philox, torch, or a noise source", kind), "noise")
-    return Philox(seeds) if kind == "philox" else TorchStream(seeds)
+    return Philox(seeds) if kind == "philox" else stream or TorchStream(seeds)
 
 
 # --- The network as a request uses it -------------------------------------------------------------------------------
@@ -401,7 +402,7 @@ def working_dtype(network: nn.Module) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class ControlledDenoiser:
-    """A guided denoiser whose ControlNets are asked only at the steps where they act."""
+    """A guided denoiser whose ControlNets are called only at the steps where they act."""
 
     guided: GuidedDenoiser
     controls: Sequence[Control]
@@ -471,7 +472,7 @@ def asks_uncond(plan: Plan) -> bool:
 
 
 def input_guidance(guidance: Guidance) -> float:
-    """The one scale that a guidance-distilled network is told."""
+    """The one scale that is an input of a guidance-distilled network."""
     if not isinstance(guidance.scale, float) or any(not isinstance(r, Rescale) for r in guidance.rules):
         raise PellucidError(
             rule("guidance", "one number for this network, which takes it as an input", guidance.text()), "guidance"
@@ -496,7 +497,7 @@ def check_layers(network: Network, guidance: Guidance) -> None:
 
 
 def unused_notes(request: Request, guidance: Guidance, plan: Plan) -> list[str]:
-    """What was asked for and has no effect, in words."""
+    """Notes on options that have no effect."""
     found = []
     if request.negative_prompt and not guidance.needs_uncond and not asks_uncond(plan):
         found.append("negative_prompt has no effect: the guidance scale is 1 in every step")

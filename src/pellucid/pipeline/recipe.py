@@ -38,7 +38,7 @@ ADAPTER = ("name", "kind", "hash", "scale", "start", "end", "guess")
 class Recipe:
     """All that is needed to repeat one image exactly. A recipe that exists is valid and can be written.
 
-    `clip_skip` counts the last text layers left out; `conditioning` is what the network is told besides the text
+    `clip_skip` counts the last text layers left out; `conditioning` is what is passed to the network besides the text
     (class label, SDXL's sizes), and the texts of a second encoder; `plan` is there only where the plan was given as a
     table; `inputs` are hashes by role; `policy` is what of the memory policy changes numbers.
     """

@@ -58,9 +58,9 @@ def request_fields(source: Recipe | ForeignRecipe) -> dict[str, Any]:
     """The fields of a `Request` that a recipe sets, without its images and adapters."""
     known = known_fields(source)
     found = {name: known[name] for name in SAME_FIELDS if known.get(name) is not None}
-    told = known.get("conditioning", {})
-    found |= {name: condition_value(name, value) for name, value in told.items() if name in CONDITIONS}
-    if known.get("negative_prompt") or told.get("empty_negative") or "negative_prompt_2" in told:
+    conditions = known.get("conditioning", {})
+    found |= {name: condition_value(name, value) for name, value in conditions.items() if name in CONDITIONS}
+    if known.get("negative_prompt") or conditions.get("empty_negative") or "negative_prompt_2" in conditions:
         found["negative_prompt"] = known["negative_prompt"]
     if known.get("size") is not None:
         found["width"], found["height"] = known["size"]
@@ -282,8 +282,8 @@ def model_of(origin: RecipeSource) -> str:
     name = str(known_fields(origin.recipe).get("model", ""))
     found = local_model(name, origin.path.parent) if origin.exact is not None and name else None
     if found is None:
-        told = f"the recipe names {name!r}, which is not here" if name else "the recipe names none"
-        raise PellucidError(f"MODEL must be given: {told}.", "missing")
+        words = f"the recipe names {name!r}, which is not here" if name else "the recipe names none"
+        raise PellucidError(f"MODEL must be given: {words}.", "missing")
     return found
 
 
@@ -312,8 +312,8 @@ def find_adapters(origin: RecipeSource, options: RunOptions) -> dict[str, Any]:
     for need in needs.of("weak") if options.weak is None else ():
         lack("weak", "MODEL", need)
     if missing:
-        told = "the recipe holds names and hashes, not the files."
-        raise PellucidError(f"{', '.join(missing)} must be given again: {told}", "missing")
+        why = "the recipe holds names and hashes, not the files."
+        raise PellucidError(f"{', '.join(missing)} must be given again: {why}", "missing")
     return found
 
 

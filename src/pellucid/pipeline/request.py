@@ -1,4 +1,4 @@
-"""A request: all that one call of a pipeline may be asked, declared once. The command line is made of its fields.
+"""A request: every option of one call of a pipeline, declared once. The command line is made of its fields.
 
 torch is not imported before a request is made, so that `pellucid sample --help` answers at once.
 """
@@ -130,7 +130,7 @@ class Control:
 
 @dataclass(frozen=True)
 class ImagePrompt:
-    """An IP-Adapter, the images that prompt through it, and where: one mask an image, white where it acts."""
+    """An IP-Adapter, the images that prompt through it, and where: one mask per image, white where it acts."""
 
     adapter: IPAdapter | str | os.PathLike[str]
     images: Any

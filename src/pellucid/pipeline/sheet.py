@@ -328,7 +328,7 @@ def margin_of(em: int) -> int:
 def draw_sheet(
     images: Sequence[Image.Image], axes: Sequence[Axis], title: str | None = None, footer: str | None = None
 ) -> Image.Image:
-    """One image of all cells, row by row, with both axes' names and values; the footer tells what they share."""
+    """One image of all cells, row by row, with both axes' names and values; the footer says what they share."""
     across, down = check_axes(axes, len(images))
     columns, rows = len(across.values), 1 if down is None else len(down.values)
     cell, fitted = fit_cells(images, columns, rows)

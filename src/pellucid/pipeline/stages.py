@@ -284,7 +284,7 @@ class Stage:
 class Stages:
     """Runs stages on a device under a policy, and keeps what each took.
 
-    `explain(stage)` says who owns the peak of a stage and what would lower it; it is asked when memory runs out.
+    `explain(stage)` says who owns the peak of a stage and what would lower it; it is called when memory runs out.
     """
 
     policy: Policy
@@ -350,5 +350,5 @@ class Stages:
 
     def trouble(self, name: str) -> str:
         rehearsed = METER.get() is not None  # or the explanation, which rehearses, would explain itself
-        told = "" if self.explain is None or rehearsed else self.explain(name)
-        return f"memory must suffice for stage {name}; the device ran out of it. {told}".strip()
+        why = "" if self.explain is None or rehearsed else self.explain(name)
+        return f"memory must suffice for stage {name}; the device ran out of it. {why}".strip()

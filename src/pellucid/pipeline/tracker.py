@@ -1,6 +1,6 @@
 """Counts the bytes of living tensors, operation by operation: the peak, the module at work, and who held what.
 
-torch tells a dispatch mode of every operation, and a storage tells when it dies. So the count needs no formula and
+torch shows every operation to a dispatch mode, and a weak reference sees a storage die. The count needs no formula and
 holds for any network: on a real run, and on one whose tensors have no data (see `ghost`).
 """
 
@@ -64,7 +64,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init
         self.peak = Peak()
         self.stages: dict[str, Peak] = {}
 
-    # --- what torch tells -----------------------------------------------------------------------------------------
+    # --- what torch shows -----------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = self.call(func, args, kwargs or {})
@@ -111,7 +111,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init
             owner = self.places[-1] if self.places else ""
             self.peak = Peak(self.weights, self.others, workspace, owner, held)
 
-    # --- what the pipeline tells ----------------------------------------------------------------------------------
+    # --- what the pipeline shows ----------------------------------------------------------------------------------
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -169,7 +169,7 @@ METER: ContextVar[Tracker | None] = ContextVar("pellucid_meter", default=None)
 
 @contextmanager
 def metered(tracker: Tracker) -> Iterator[Tracker]:
-    """Inside, the stages of this thread's runs tell their peaks to the tracker."""
+    """Inside, the stages of this thread's runs report their peaks to the tracker."""
     token = METER.set(tracker)
     try:
         with torch.no_grad(), tracker:

@@ -17,19 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pellucid.core.compile import compile_plan
 from pellucid.core.denoiser import input_scale
 from pellucid.core.errors import PellucidError, nearest, rule
-from pellucid.core.grid import Grid
 from pellucid.core.loop import Prediction, run
-from pellucid.core.noise import NoiseSource, Philox, TorchStream
+from pellucid.core.noise import NoiseSource, TorchStream
 from pellucid.core.plan import Plan
 from pellucid.core.samplers import resolve
 from pellucid.core.schedule import Flow, Level, Schedule
 from pellucid.interop import diffusers_config
 from pellucid.interop.diffusers_config import Reading
-from pellucid.interop.diffusers_plan import compile_reading, noise_notes, pipeline_options, shifted
-from pellucid.interop.scheduler import Scheduler
+from pellucid.interop.diffusers_plan import compile_reading, distilled_times, noise_notes, pipeline_options, shifted
 from pellucid.interop.wrap import Conversation, Peer, look
 from pellucid.interop.wrap_branches import PeerNetwork, Way
 from pellucid.interop.wrap_proxies import Times
@@ -40,7 +37,7 @@ from pellucid.pipeline import images
 from pellucid.pipeline.decode import run_fields
 from pellucid.pipeline.peer_words import CALL, RefusesPeerWords, option_error
 from pellucid.pipeline.policy import Policy
-from pellucid.pipeline.prepare import asks_uncond, given_plan, read_plan, tuning_notes
+from pellucid.pipeline.prepare import asks_uncond, given_plan, named_plan, noise_source, read_plan, tuning_notes
 from pellucid.pipeline.recipe import Recipe
 from pellucid.pipeline.request import Request
 from pellucid.pipeline.result import Result, show_result
@@ -51,7 +48,7 @@ from pellucid.pipeline.stages import Stages
 
 def make_peer_plan(reading: Reading, request: Request, times: Times, passes_eta: bool = False) -> tuple[Plan, Schedule]:
     """The plan, and the schedule as it is bent for this image's size."""
-    if request.plan is not None:  # a plan is all of it: the times that the network is told, too
+    if request.plan is not None:  # a plan is all of it: the times that are passed to the network, too
         table = as_table(request)
         curve = shifted_schedule(reading, "exact" if table is None else table.dialect, times)
         return given_plan(SimpleNamespace(schedule=curve, target=reading.target), request), curve  # type: ignore
@@ -62,9 +59,9 @@ def make_peer_plan(reading: Reading, request: Request, times: Times, passes_eta:
         passed = pipeline_options(reading, passes_eta and dialect == "diffusers")
         plan = as_the_pipeline(reading, dialect, times, {**passed, **request.options})
     else:
-        plan = by_name(reading, request, curve, times.count, dialect)
+        plan = named_plan(request, reading.sampler, curve, reading.target, times.count, dialect)
     if times.timesteps is not None and times.sigmas is not None and isinstance(curve, Flow):
-        # the network is told the time before the shift (CogView 4)
+        # the time before the shift is passed to the network (CogView 4)
         plan = replace(plan, rows=tuple(replace(r, time=curve.unbend(r.time)) for r in plan.rows))
     return plan, curve
 
@@ -83,27 +80,12 @@ def shifted_schedule(reading: Reading, dialect: str, times: Times) -> Schedule:
 
 def as_the_pipeline(reading: Reading, dialect: str, times: Times, options: dict[str, Any]) -> Plan:
     """The plan of the pipeline's own scheduler, with options over those of its config."""
-    timesteps = times.timesteps if times.sigmas is None else None
+    timesteps: Sequence[float] | None = times.timesteps if times.sigmas is None else None
     if times.original is not None:  # LCM: out of the times of its distillation
-        timesteps = Scheduler.from_config(reading.values | {"_class_name": reading.class_name})._distilled(
-            times.steps, timesteps, times.original, 1.0
-        )
+        timesteps = distilled_times(reading, times.steps, timesteps, times.original)
     steps = times.steps if timesteps is None and times.sigmas is None else None
     given: dict[str, Any] = {"timesteps": timesteps, "sigmas": times.sigmas, "mu": times.mu}
     return compile_reading(reading, steps, dialect=dialect, overrides=options, **given)
-
-
-def by_name(reading: Reading, request: Request, curve: Schedule, steps: int | None, dialect: str) -> Plan:
-    grid: Any = Grid.from_dict(dict(request.grid)) if isinstance(request.grid, Mapping) else request.grid
-    return compile_plan(
-        request.sampler or reading.sampler,
-        schedule=curve,
-        target=reading.target,
-        grid=grid,
-        steps=None if isinstance(grid, Grid) and grid.name == "explicit" else steps,
-        dialect=dialect,
-        **request.options,
-    )
 
 
 def keeps_uncond(reading: Reading, request: Request) -> bool:
@@ -115,16 +97,16 @@ def keeps_uncond(reading: Reading, request: Request) -> bool:
         return False
     curve = replace(reading.schedule, terminal=None) if isinstance(reading.schedule, Flow) else reading.schedule
     small = replace(request, grid=None, dialect=None)
-    return asks_uncond(by_name(reading, small, curve, 4, "exact"))
+    return asks_uncond(named_plan(small, reading.sampler, curve, reading.target, 4, "exact"))
 
 
 def network_times(plan: Plan, guidance: Guidance | None, curve: Schedule) -> Tensor:
-    """What the network is told, one per call: rows that CFG-Zero* leaves out have none."""
+    """The times that are passed to the network, one per call: rows that CFG-Zero* leaves out have none."""
     bound = None if guidance is None else guidance.bind(plan, curve)
-    told = [r.time for r in plan.rows if bound is None or not bound.at(r.level).zero]
+    times = [r.time for r in plan.rows if bound is None or not bound.at(r.level).zero]
     whole = plan.dialect == "diffusers" and resolve(plan.name)[0].peer in ("solver", "training")
-    kind = torch.int64 if whole and all(t == int(t) for t in told) else torch.float32
-    return torch.tensor(told, dtype=kind)
+    kind = torch.int64 if whole and all(t == int(t) for t in times) else torch.float32
+    return torch.tensor(times, dtype=kind)
 
 
 # --- A request for one diffusers pipeline ---------------------------------------------------------------------------
@@ -175,20 +157,20 @@ class PeerRequest:
     # --- guidance -------------------------------------------------------------------------------------------------
 
     def whose_guidance(self, true_guidance: Any) -> tuple[float | None, Guidance | None]:
-        """(the scale that the network is told, our guidance); None is left to the pipeline."""
+        """(the scale that is passed to the network, our guidance); None is left to the pipeline."""
         asked = None if self.request.guidance is None else Guidance.parse(self.request.guidance)
         true = None if true_guidance is None else Guidance.parse(true_guidance).at_least_one()
         if not takes_scale(self.peer):
             if true is not None:
-                advice = f"The network of {self.peer.kind} is not told a scale: use guidance."
+                advice = f"The network of {self.peer.kind} takes no scale: use guidance."
                 raise PellucidError(rule("true_guidance", "left out", true_guidance, advice), "wrap-guidance")
             return None, None if asked is None else asked.at_least_one()
         if asked is not None and (asked.rules or not isinstance(asked.scale, float)):
             advice = "Rules go into true_guidance." if "true_cfg_scale" in self.peer.takes else ""
-            must = f"a plain number, since the network of {self.peer.kind} is told it"
+            must = f"a plain number, since the network of {self.peer.kind} takes it as an input"
             raise PellucidError(rule("guidance", must, asked.text(), advice), "wrap-guidance")
         if true is not None and "true_cfg_scale" not in self.peer.takes:
-            must = f"left out: {self.peer.kind} has only the scale that its network is told"
+            must = f"left out: {self.peer.kind} has only the scale that its network takes"
             raise PellucidError(rule("true_guidance", must, true_guidance), "wrap-guidance")
         return None if asked is None else float(asked.scale), true  # type: ignore[arg-type]
 
@@ -281,7 +263,7 @@ class PeerRequest:
             call.setdefault("negative_prompt", [""] * len(call.get("prompt", self.request.prompts)))
 
     def lay(self, times: Times) -> Tensor:
-        """The plan, when the pipeline sets its times; what its network is told, one per call."""
+        """The plan, when the pipeline sets its times; the times of its network, one per call."""
         self.plan, self.curve = make_peer_plan(self.reading, self.request, times, "eta" in self.peer.takes)
         if self.guidance is not None and self.plan.dialect == "diffusers":
             self.guidance = self.guidance.as_diffusers()
@@ -293,13 +275,13 @@ class PeerRequest:
         request, weight = self.request, next(self.peer.network.parameters())
         config = getattr(self.peer.pipeline, "config", None)
         given = {name: value for name, value in self.options.items() if isinstance(value, bool | int | float | str)}
-        told: dict[str, Any] = {} if self.scale is None else {"guidance_scale": self.scale}
+        scale: dict[str, Any] = {} if self.scale is None else {"guidance_scale": self.scale}
         shared: dict[str, Any] = {
             "model": str(getattr(config, "_name_or_path", None) or self.peer.kind),
             **run_fields(self.plan, request, guidance, source, weight),
             "device": self.device.type,
             "size": size or (None if None in (request.width, request.height) else (request.width, request.height)),
-            "conditioning": {**told, **({"peer_options": given} if given else {})},
+            "conditioning": {**scale, **({"peer_options": given} if given else {})},
         }
         texts = zip(request.prompts, request.negatives, strict=True)
         pairs = [pair for pair in texts for _ in range(request.n)]
@@ -325,7 +307,7 @@ def wrap(pipeline: Any) -> WrappedPipeline:
 
 @dataclass(repr=False)
 class WrappedPipeline(RefusesPeerWords):
-    """A diffusers pipeline that is asked step by step. Calls share nothing but its weights."""
+    """A diffusers pipeline that runs step by step. Calls share nothing but its weights."""
 
     peer: Peer
     _ways: dict[tuple[str, ...], Way] = field(default_factory=dict, repr=False)
@@ -344,7 +326,7 @@ class WrappedPipeline(RefusesPeerWords):
     ) -> Result:
         """pipe("a red star", steps=20, seed=1): options of `Request`, as far as text to image has them.
 
-        `guidance` is a scale with rules; where the network is told its scale (FLUX dev, LCM), it is that number, and
+        `guidance` is a scale with rules; where it is an input of the network (FLUX dev, LCM), it is that number, and
         `true_guidance` guides with and without the prompt. `peer_options` are further arguments of the pipeline's own
         call (`max_sequence_length`, `clip_skip`, `prompt_embeds`, …).
         """
@@ -424,17 +406,8 @@ class WrappedRun:
         known = ways.get(order.key) if order.guidance is not None else None
         self.network = PeerNetwork(talk, len(order.seeds), order.scales, known)
         self.guidance = order.guidance or Guidance(1.0)
-        self.source = self.noise_source()
-
-    def noise_source(self) -> NoiseSource:
-        """The torch stream goes on where the pipeline left it: it has drawn the first noise from it."""
-        asked = self.request.noise
-        if asked is not None and not isinstance(asked, str):
-            return asked
-        kind = asked or ("philox" if self.plan.dialect == "exact" else "torch")
-        if kind not in ("philox", "torch"):
-            raise PellucidError(rule("noise", "philox, torch, or a noise source", kind), "noise")
-        return Philox(self.order.seeds) if kind == "philox" else self.order.stream
+        # the torch stream goes on where the pipeline left it: it has drawn the first noise from it
+        self.source = noise_source(self.request, self.plan, order.seeds, order.stream)
 
     def denoise(self, first: Tensor) -> Tensor:
         request, count = self.request, len(self.order.seeds)
@@ -463,7 +436,7 @@ class WrappedRun:
         )
 
     def guided(self, guidance: Guidance) -> GuidedDenoiser:
-        """The pipeline's network under a guidance: cond and uncond are told apart by `which`."""
+        """The pipeline's network under a guidance: `which` distinguishes cond from uncond."""
         count, weak = len(self.order.seeds), self.request.weak
         return GuidedDenoiser(
             self.network,
@@ -478,7 +451,7 @@ class WrappedRun:
         )
 
     def second(self, weak: Any) -> Callable[..., Tensor]:
-        """The network of autoguidance: that of another pipeline, told the same."""
+        """The network of autoguidance: that of another pipeline, with the same inputs."""
         peer = weak.peer if isinstance(weak, WrappedPipeline) else look(weak)
 
         def network(x: Tensor, time: Any, *, which: Tensor) -> Tensor:

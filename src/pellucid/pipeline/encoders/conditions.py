@@ -1,4 +1,4 @@
-"""What the network is told besides x and time: text, sizes, labels, hints and image tokens, with and without them."""
+"""Inputs of the network besides x and time: text, sizes, labels, hints and image tokens, with and without them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def check_words(components: Components, request: Request) -> None:
     for name in unused_fields(components):
         if getattr(request, name) != getattr(Request, name):
             got = getattr(request, name)
-            raise PellucidError(rule(name, f"left out: {components.name} is not told it", got), "no-effect")
+            raise PellucidError(rule(name, f"left out: {components.name} does not take it", got), "no-effect")
     if request.label is not None and not takes_labels(network):
         raise PellucidError(rule("label", f"left out: {components.name} has no classes", request.label), "no-labels")
 
@@ -85,7 +85,7 @@ def unused_fields(components: Components) -> list[str]:
 def make_conditions(
     components: Components, request: Request, size: tuple[int, int], scale: float, guided: bool
 ) -> Conditions:
-    """Inputs for the whole batch. `guided`: whether anything will be asked without the prompt."""
+    """Inputs for the whole batch. `guided`: whether the network is also called without the prompt."""
     network = components.network
     check_words(components, request)
     cond: Inputs = {}
@@ -235,8 +235,8 @@ def labels_of(components: Components, request: Request) -> Tensor:
     if request.label is None:
         raise PellucidError(f"label must be given: {components.name} makes images of a class.", "labels")
     many = isinstance(request.label, Sequence) and not isinstance(request.label, str)
-    asked: list[int | str] = list(request.label) if many else [request.label] * len(request.prompts)  # type: ignore
-    numbers = [label_number(components, one) for one in asked]
+    labels: list[int | str] = list(request.label) if many else [request.label] * len(request.prompts)  # type: ignore
+    numbers = [label_number(components, one) for one in labels]
     network = components.network
     count = (
         network.config.num_class_embeds if isinstance(network, UNet) else getattr(network.config, "null_label", None)

@@ -115,7 +115,7 @@ def unfinished(run: RunSettings, earlier: Result) -> Tensor:
 
 
 def given_latents(run: RunSettings, latents: Tensor) -> Tensor:
-    """Latents that were given, one per image, of the size that is asked for."""
+    """Latents that were given, one per image, of the size of the run."""
     if tuple(latents.shape[1:]) != run.shape:
         raise PellucidError(rule("latents of image", f"of shape {run.shape}", tuple(latents.shape[1:])), "latents")
     images.check_finite("latents of image", latents)

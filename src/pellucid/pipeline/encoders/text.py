@@ -167,7 +167,7 @@ class TextPart:
     penultimate: bool
 
     def states(self, tokens: Tensor, skip: int | None) -> tuple[Tensor, Tensor]:
-        """(B, L, D) of the layer asked for, and the pooled vector (B, P)."""
+        """(B, L, D) of the chosen layer, and the pooled vector (B, P)."""
         states: TextStates = self.encoder(tokens)
         if self.penultimate:
             return states.hidden[-2 - (skip or 0)], states.pooled
@@ -177,7 +177,7 @@ class TextPart:
 
 
 def text_parts_of(encoders: Sequence[CLIPTextEncoder], tokenizers: Sequence[Tokenizer]) -> tuple[TextPart, ...]:
-    """The encoders of a model. A projection at the end of the last one tells SDXL from Stable Diffusion 1 and 2.
+    """The encoders of a model. A projection at the end of the last one marks SDXL, unlike Stable Diffusion 1 and 2.
 
     SDXL reads the layer before the last, without the final norm, of every encoder; Stable Diffusion the last layer.
     """
