@@ -13,21 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pellucid.scenes import fitting, painting, shapes
+from pellucid.scenes import words as w
 from pellucid.scenes.fitting import Fit, Window, distances, fit, sampled, windows
 from pellucid.scenes.labels import SIDE, Labels, grown, labelled, prepared
 from pellucid.scenes.painting import HATCH, OUTLINE, SHADOW, SHADOW_BLUR, SHADOW_X, SHADOW_Y
 from pellucid.scenes.relations import WIDE, holding
 from pellucid.scenes.renderer import CELLS, CHECK, FADE
 from pellucid.scenes.scene import MOST, SIZE_CUTS, Scenes, place_of
-from pellucid.scenes.words import (
-    BACKGROUND_NAMES,
-    COLOUR_NAMES,
-    KIND_NAMES,
-    RELATION_NAMES,
-    SHAPE_NAMES,
-    SIZE_NAMES,
-    TEXTURE_NAMES,
-)
 
 # --- Background -----------------------------------------------------------------------------------------------------
 
@@ -168,26 +160,17 @@ def objects(labels: Labels, window: Window, fitted: Fit) -> list[Seen]:
     columns = [fitted.shape, fitted.x, fitted.y, fitted.radius, fitted.overlap]
     found = []
     for i, (shape, x, y, radius, overlap) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
-        found.append(
-            Seen(
-                shape=SHAPE_NAMES[shape] if clear[i] else None,
-                colour=COLOUR_NAMES[colour[i]] if colour[i] >= 0 else None,
-                texture=TEXTURE_NAMES[texture[i]] if texture[i] >= 0 and clear[i] else None,
-                size=size_of(radius) if clear[i] else None,
-                place=place_of(x, y),
-                x=x,
-                y=y,
-                radius=radius,
-                fit=overlap,
-            )
-        )
+        name, size = (w.SHAPE_NAMES[shape], size_of(radius)) if clear[i] else (None, None)
+        tone = w.COLOUR_NAMES[colour[i]] if colour[i] >= 0 else None
+        pattern = w.TEXTURE_NAMES[texture[i]] if texture[i] >= 0 and clear[i] else None
+        found.append(Seen(name, tone, pattern, size, place_of(x, y), x, y, radius, overlap))
     return found
 
 
 def size_of(radius: float) -> str | None:
     if any(abs(radius / cut - 1) < SIZE_DOUBT for cut in SIZE_CUTS):
         return None
-    return SIZE_NAMES[sum(radius > cut for cut in SIZE_CUTS)]
+    return w.SIZE_NAMES[sum(radius > cut for cut in SIZE_CUTS)]
 
 
 def ordered(labels: Labels, window: Window, fitted: Fit, rows: list[int]) -> list[int]:
@@ -228,8 +211,8 @@ def assemble(
     return Reading(
         objects=tuple(seen[i] for i in rows),
         relations=() if trouble else related(rows, fitted),
-        background=BACKGROUND_NAMES[name] if name >= 0 else None,
-        kind=KIND_NAMES[kind] if kind >= 0 else None,
+        background=w.BACKGROUND_NAMES[name] if name >= 0 else None,
+        kind=w.KIND_NAMES[kind] if kind >= 0 else None,
         trouble=trouble,
     )
 
@@ -241,25 +224,11 @@ def related(rows: list[int], fitted: Fit) -> tuple[tuple[int, str, int], ...]:
     padded = rows + [rows[0]] * (MOST - len(rows))
     none = torch.zeros(1, dtype=torch.int64, device=fitted.x.device)
 
-    def of(values: Tensor) -> Tensor:
-        return values[padded][None]
-
-    zero = torch.zeros_like(of(fitted.shape))
-    scene = Scenes(
-        none,
-        none + len(rows),
-        of(fitted.shape),
-        zero,
-        zero,
-        of(fitted.radius),
-        of(fitted.x),
-        of(fitted.y),
-        none,
-        none,
-        none,
-    )
+    shape, *place = (values[padded][None] for values in (fitted.shape, fitted.radius, fitted.x, fitted.y))
+    zero = torch.zeros_like(shape)
+    scene = Scenes(none, none + len(rows), shape, zero, zero, *place, none, none, none)
     holds = holding(scene, WIDE)[0].nonzero().tolist()
-    return tuple((i, RELATION_NAMES[k], j) for i, j, k in holds)
+    return tuple((i, w.RELATION_NAMES[k], j) for i, j, k in holds)
 
 
 # --- Style ----------------------------------------------------------------------------------------------------------

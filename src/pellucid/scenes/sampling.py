@@ -58,8 +58,7 @@ SLOPE = 0.36
 SIZE_STEPS = ((0.34, 0.67), (0.40, 0.75), (0.55, 0.88))
 # Bands of a single thing's middle: left, centre, right; the outer ones reach as far as the thing allows.
 BANDS = (0.40, 0.47, 0.53, 0.60)
-ARRANGEMENTS = ("horizontal", "vertical", "near", "inside", "front")
-ARRANGEMENT_STEPS = (0.20, 0.40, 0.52, 0.76)
+ARRANGEMENT_STEPS = (0.20, 0.40, 0.52, 0.76)  # of two things: horizontal, vertical, near, inside, in front
 
 
 @dataclass(frozen=True)

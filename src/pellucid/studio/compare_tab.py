@@ -181,7 +181,7 @@ class CompareTab:
             go = gr.Button("Run both", variant="primary", elem_id="compare-run")
             stop = gr.Button("Cancel", variant="stop", elem_id="compare-cancel")
         said = gr.HTML(READY, elem_id="compare-status")
-        shown = gr.HTML(comparison.NOTHING, elem_id="compare-pictures")
+        shown = gr.HTML(comparison.NOTHING, elem_id="compare-images")
         with gr.Row():
             files = [
                 gr.DownloadButton(
@@ -209,7 +209,7 @@ class CompareTab:
             go = gr.Button("Draw the sheet", variant="primary", elem_id="sheet-run")
             stop = gr.Button("Cancel", variant="stop", elem_id="sheet-cancel")
         said = gr.HTML(READY, elem_id="sheet-status")
-        shown = gr.HTML(comparison.sheet(None), elem_id="sheet-picture")
+        shown = gr.HTML(comparison.sheet(None), elem_id="sheet-image")
         file = gr.DownloadButton("Download with recipe", interactive=False, elem_id="sheet-download")
         for event in (go.click, axes.submit):
             event(self.draw, [*asked, axes], [shown, said, file], show_progress="hidden", concurrency_limit=4)

@@ -265,7 +265,7 @@ class DoctorTab:
                 file_count="multiple",
                 file_types=list(SUFFIXES),
                 height=220,
-                elem_id="doctor-pictures",
+                elem_id="doctor-images",
             )
         with gr.Column(visible=True) as of_data:
             data = gr.Dropdown(

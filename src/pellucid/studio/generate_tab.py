@@ -140,7 +140,7 @@ class GenerateTab:
                     go = gr.Button("Generate", variant="primary", elem_id="generate")
                     stop = gr.Button("Cancel", variant="stop", elem_id="cancel")
                 said = gr.HTML(READY, elem_id="status")
-                shown = gr.HTML(EMPTY, elem_id="picture")
+                shown = gr.HTML(EMPTY, elem_id="image")
                 file = gr.DownloadButton("Download with recipe", interactive=False, elem_id="download")
                 with gr.Accordion("Recipe", open=False):
                     recipe = gr.Code("", language="json", label="what repeats this image", elem_id="recipe")

@@ -204,7 +204,7 @@ class SchedulesTab:
                     type="filepath",
                     sources=["upload", "clipboard"],
                     height=200,
-                    elem_id="schedules-picture",
+                    elem_id="schedules-image",
                 )
             with gr.Column(scale=5, min_width=320):
                 rows = gr.HTML("", elem_id="schedules-noised")
