@@ -39,9 +39,9 @@ from pellucid.evidence.study.setups import SamplerSetup, entry_of, setup_without
 # both ends, by the classical rule of Runge and Kutta. It shares no code with the samplers.
 
 FLOW_PACE = 0.03  # the longest step of the exact flow in λ
-FLOW_TOP = 1e5  # sigma / alpha where the flow of pure noise is begun
-FLOW_BOTTOM = 1e-5  # and where it ends: what is left is x0 to 1e-9
-DIRECTIONS = 16  # of sliced distances
+_FLOW_TOP = 1e5  # sigma / alpha where the flow of pure noise is begun
+_FLOW_BOTTOM = 1e-5  # and where it ends: what is left is x0 to 1e-9
+_DIRECTIONS = 16  # of sliced distances
 
 
 def exact_flow(mixture: Mixture, noise: Tensor, top: float, pace: float = FLOW_PACE) -> Tensor:
@@ -50,11 +50,11 @@ def exact_flow(mixture: Mixture, noise: Tensor, top: float, pace: float = FLOW_P
     From pure noise, x at a large ratio r is alpha·(mean of the data) + sigma·noise up to 1/r, of which the flow keeps
     1/r.
     """
-    begin = in_frame(min(top, FLOW_TOP), "vp")
+    begin = in_frame(min(top, _FLOW_TOP), "vp")
     x = begin.sigma * noise
-    if top > FLOW_TOP:
+    if top > _FLOW_TOP:
         x = x + begin.alpha * (mixture.weights @ mixture.means)
-    length = -math.log(FLOW_BOTTOM) - begin.lam
+    length = -math.log(_FLOW_BOTTOM) - begin.lam
     steps = math.ceil(length / pace)
     h = length / steps
 
@@ -69,7 +69,7 @@ def exact_flow(mixture: Mixture, noise: Tensor, top: float, pace: float = FLOW_P
         k3 = slope(x + h / 2 * k2, lam + h / 2)
         k4 = slope(x + h * k3, lam + h)
         x = x + h / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
-    end = in_frame(FLOW_BOTTOM, "vp")
+    end = in_frame(_FLOW_BOTTOM, "vp")
     return mixture(x, end)
 
 
@@ -123,7 +123,7 @@ class LawSlices:
     quantiles: Tensor
 
     @staticmethod
-    def of(mixture: Mixture, count: int, directions: int = DIRECTIONS, seed: int = 5) -> LawSlices:
+    def of(mixture: Mixture, count: int, directions: int = _DIRECTIONS, seed: int = 5) -> LawSlices:
         """The quantiles of `count` points, at the middles of as many equal parts."""
         generator = torch.Generator().manual_seed(seed)
         found = torch.randn(directions, mixture.means.shape[1], generator=generator, dtype=torch.float64)
@@ -156,11 +156,11 @@ def quantiles(mixture: Mixture, direction: Tensor, count: int, cells: int = 20_0
 
 MIXTURES: dict[str, Callable[[], Mixture]] = {"smooth": oracle.smooth, "sharp": oracle.sharp}
 NFE = (5, 8, 10, 14, 20, 30, 50)
-SCHEDULES = ("linear", "cosine", "edm", "flow")
+_SCHEDULES = ("linear", "cosine", "edm", "flow")
 GRIDS = tuple(name for name in grids.names() if name != "explicit")
 # An inversion goes the other way. Beside the defaults: UniPC at the order that its paper advises without guidance.
 SAMPLERS = (*(name for name in REGISTRY if name != "ddim_inversion"), "unipc:order=3")
-ASTRAY = 0.5  # a point is astray where it ends further from its truth than this part of the data's size
+_ASTRAY = 0.5  # a point is astray where it ends further from its truth than this part of the data's size
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class OracleStudyConfig:
     samplers: tuple[str, ...] = SAMPLERS
     nfe: tuple[int, ...] = NFE
     grids: tuple[str, ...] = GRIDS
-    schedules: tuple[str, ...] = SCHEDULES
+    schedules: tuple[str, ...] = _SCHEDULES
     mixtures: tuple[str, ...] = tuple(MIXTURES)
     points: int = 1024  # paths of each run
     orders: bool = True
@@ -197,10 +197,10 @@ class OracleStudyConfig:
         for schedule in self.schedules:
             schedules.make(schedule)
         for word in self.samplers:
-            check_setup(setup_without_grid(word))
+            _check_setup(setup_without_grid(word))
 
 
-def check_setup(one: SamplerSetup) -> None:
+def _check_setup(one: SamplerSetup) -> None:
     """Refuses an unknown sampler or option, and an inversion."""
     if entry_of(one).family == "inversion":
         raise PellucidError(rule("sampler", "one that ends in an image", one.sampler), "study-sampler")
@@ -277,7 +277,7 @@ def same_levels(schedule: str, names: tuple[str, ...]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class MixtureField:
+class _MixtureField:
     """A mixture with the noise that its paths begin with, where the exact flow takes them, and its law."""
 
     mixture: Mixture
@@ -286,9 +286,9 @@ class MixtureField:
     law: LawSlices
 
     @staticmethod
-    def of(mixture: Mixture, top: float, config: OracleStudyConfig) -> MixtureField:
+    def of(mixture: Mixture, top: float, config: OracleStudyConfig) -> _MixtureField:
         noise = starting_noise(mixture, config.points, config.seed)
-        return MixtureField(mixture, noise, exact_flow(mixture, noise, top), LawSlices.of(mixture, config.points))
+        return _MixtureField(mixture, noise, exact_flow(mixture, noise, top), LawSlices.of(mixture, config.points))
 
     def figures(self, plan: Plan, seed: int) -> dict[str, float] | None:
         """What a plan makes of the noise: how far off it is, and its law; None where it overflows."""
@@ -296,7 +296,7 @@ class MixtureField:
         x = run(plan, Cloud(self.mixture), begin, noise=CloudNoise(seed))[0]
         if not bool(torch.isfinite(x).all()):
             return None
-        return ({} if plan.stochastic else distance_from(x, self.exact)) | {"sliced": self.law.distance(x)}
+        return ({} if plan.stochastic else _distance_from(x, self.exact)) | {"sliced": self.law.distance(x)}
 
 
 class OracleBench:
@@ -306,7 +306,7 @@ class OracleBench:
         self.config, self.name = config, schedule
         self.schedule = schedules.make(schedule)
         top = top_of(self.schedule)
-        self.fields = {name: MixtureField.of(MIXTURES[name](), top, config) for name in config.mixtures}
+        self.fields = {name: _MixtureField.of(MIXTURES[name](), top, config) for name in config.mixtures}
 
     def measure(self, one: SamplerSetup, grid: str) -> dict[str, Any]:
         """A line for each budget: what was run, and how far off it ended; or why it cannot be run."""
@@ -334,7 +334,7 @@ def fitting_plan(one: SamplerSetup, schedule: Schedule, grid: str, nfe: int) -> 
         steps -= max(1, (plan.nfe - nfe) // math.ceil(plan.nfe / steps))
 
 
-def distance_from(x: Tensor, exact: Tensor) -> dict[str, float]:
+def _distance_from(x: Tensor, exact: Tensor) -> dict[str, float]:
     """How far points ended from their truths: root mean square and its interval, median, share astray."""
     size = float(exact.pow(2).sum(1).mean().sqrt())
     square = ((x - exact) / size).pow(2).sum(1)
@@ -344,5 +344,5 @@ def distance_from(x: Tensor, exact: Tensor) -> dict[str, float]:
         "low": math.sqrt(max(mean - half, 0.0)),
         "high": math.sqrt(mean + half),
         "median": float(square.median().sqrt()),
-        "astray": float((square > ASTRAY**2).double().mean()),
+        "astray": float((square > _ASTRAY**2).double().mean()),
     }
