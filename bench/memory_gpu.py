@@ -35,8 +35,8 @@ from pellucid.models.controlnet import ControlNet
 from pellucid.models.unet import UNet
 from pellucid.models.vae import AutoencoderKL, VAEConfig
 from pellucid.pipeline import tracker
-from pellucid.pipeline.compare import Strategy, arrange
-from pellucid.pipeline.memory import measure, predict, request_for
+from pellucid.pipeline.compare import Strategy, arrange, measure
+from pellucid.pipeline.memory import predict, request_for
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.policy import Policy
 

@@ -39,11 +39,10 @@ from pellucid.models import ip_adapter
 from pellucid.models.ip_adapter import IPAdapter
 from pellucid.models.unet import UNet
 from pellucid.pipeline import images
-from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
-from pellucid.pipeline.encoders.image_inputs import adapter_encoder, adapter_file
 from pellucid.pipeline.load import load
 from pellucid.pipeline.pipeline import Pipeline
-from pellucid.pipeline.request import Request
+from pellucid.pipeline.request import Control, ImagePrompt, Lora, Request
+from pellucid.pipeline.shelf import adapter_encoder, adapter_file
 from pellucid.scenes.grammar import Query
 from pellucid.scenes.reading import Reading
 from pellucid.scenes.sampling import OBJECTS

@@ -34,7 +34,7 @@ from PIL import Image, PngImagePlugin
 from safetensors.torch import save_file
 
 from pellucid import PellucidError, Scheduler, compile_plan
-from pellucid.cli import sample_words
+from pellucid.cli import sample
 from pellucid.core.grid import Grid
 from pellucid.core.loop import run
 from pellucid.evidence import trace
@@ -804,7 +804,7 @@ OPENERS: dict[str, Callable[[Path], object]] = {
     "adapter": lora_file.open_file,
     "training config": TrainConfig.load,
     "trace": trace.read,
-    "prompts": lambda path: sample_words.prompts(f"@{path}"),
+    "prompts": lambda path: sample.prompts(f"@{path}"),
     "study prompts": lambda path: read_lines_of(path, "scenes:N"),
     "json": weights.read_json,
     "models": lambda path: local_models.kind_of(path) or refuse(path),

@@ -35,12 +35,11 @@ if TYPE_CHECKING:
     from pellucid.evidence.public import study, trace, tune
     from pellucid.interop.scheduler import Scheduler
     from pellucid.models.guidance import Guidance, guarded
-    from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
     from pellucid.pipeline.encoders.text import Embedding
     from pellucid.pipeline.load import load
     from pellucid.pipeline.pipeline import Pipeline
     from pellucid.pipeline.policy import Policy
-    from pellucid.pipeline.request import Request
+    from pellucid.pipeline.request import Control, ImagePrompt, Lora, Request
     from pellucid.pipeline.result import Result
     from pellucid.pipeline.wrapped import wrap
 
@@ -50,15 +49,15 @@ _HOMES: dict[str, tuple[str, str | None]] = {
     "Brownian": ("pellucid.core.noise", "Brownian"),
     "Cancelled": ("pellucid.core.errors", "Cancelled"),
     "Clip": ("pellucid.core.filters", "Clip"),
-    "Control": ("pellucid.pipeline.adapters", "Control"),
+    "Control": ("pellucid.pipeline.request", "Control"),
     "DynamicThreshold": ("pellucid.core.filters", "DynamicThreshold"),
     "Embedding": ("pellucid.pipeline.encoders.text", "Embedding"),
     "Grid": ("pellucid.core.grid", "Grid"),
     "Guidance": ("pellucid.models.guidance", "Guidance"),
-    "ImagePrompt": ("pellucid.pipeline.adapters", "ImagePrompt"),
+    "ImagePrompt": ("pellucid.pipeline.request", "ImagePrompt"),
     "Job": ("pellucid.core.loop", "Job"),
     "Level": ("pellucid.core.schedule", "Level"),
-    "Lora": ("pellucid.pipeline.adapters", "Lora"),
+    "Lora": ("pellucid.pipeline.request", "Lora"),
     "PellucidError": ("pellucid.core.errors", "PellucidError"),
     "PellucidWarning": ("pellucid.core.errors", "PellucidWarning"),
     "Philox": ("pellucid.core.noise", "Philox"),

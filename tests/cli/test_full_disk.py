@@ -142,7 +142,7 @@ def test_out_of_memory_anywhere_is_one_line(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr("pellucid.cli.sample_run.load", fail)
+        patch.setattr("pellucid.pipeline.repeat.load", fail)
         assert refuse("sample", str(place / "model")).startswith("error[out-of-memory]: memory must suffice")
     with monkeypatch.context() as patch:
         patch.setattr("pellucid.models.unet.UNet.forward", fail)

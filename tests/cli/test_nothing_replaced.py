@@ -10,7 +10,7 @@ import pytest
 import typer
 from PIL import Image
 
-from pellucid.cli import app, lab, output, sample_output
+from pellucid.cli import app, lab, output, sample_run
 from pellucid.core.compile import compile_plan
 from pellucid.core.errors import PellucidError
 from pellucid.core.loop import run
@@ -158,7 +158,7 @@ def test_a_file_that_came_during_the_work_is_kept(tmp_path, monkeypatch, links):
 
 
 def test_a_name_of_ours_that_was_taken_meanwhile_gets_the_next_number(tmp_path, monkeypatch):
-    goal, real = sample_output.OutputPaths(tmp_path), sample_output.OutputPaths.path
+    goal, real = sample_run.OutputPaths(tmp_path), sample_run.OutputPaths.path
 
     def taken_at_once(self, *words):
         path = real(self, *words)
@@ -166,7 +166,7 @@ def test_a_name_of_ours_that_was_taken_meanwhile_gets_the_next_number(tmp_path, 
             path.write_text("theirs")
         return path
 
-    monkeypatch.setattr(sample_output.OutputPaths, "path", taken_at_once)
+    monkeypatch.setattr(sample_run.OutputPaths, "path", taken_at_once)
     assert goal.keep(Image.new("RGB", (4, 4)), Recipe(seed=7), None, []).name == "out-7-2.png"
     assert (tmp_path / "out-7.png").read_text() == "theirs"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out-7-2.png", "out-7.png"]

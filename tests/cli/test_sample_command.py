@@ -23,12 +23,16 @@ from rich.console import Console
 from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 
-from pellucid.cli import sample_output, sample_repeat, sample_sheet, sample_words
+from pellucid.cli import sample as words
+from pellucid.cli import sample_run
+from pellucid.core.compile import compile_plan
 from pellucid.core.errors import PellucidError
 from pellucid.pipeline import recipe as recipes
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.recipe import Recipe, read_png, write_png
-from pellucid.pipeline.sheet import axes_of, cell_fields
+from pellucid.pipeline.repeat import AdapterFile
+from pellucid.pipeline.request import Request
+from pellucid.pipeline.sheet import axes_of, cell_fields, shared_settings
 
 DOCS = Path(__file__).parents[2] / "docs" / "sample.md"
 SMALL = {**tiny.SD1_UNET, "sample_size": 8, "layers_per_block": 1}  # 16×16 pixels
@@ -492,7 +496,7 @@ def test_a_recipe_of_another_order_of_size_is_not_run_unasked(here, refuse, make
 def test_on_a_terminal_it_asks(here, ask, monkeypatch, answer):
     with_text("x.png", here, parameters=BIG)
     asked = []
-    monkeypatch.setattr(sample_repeat, "on_terminal", lambda: True)
+    monkeypatch.setattr(sample_run, "on_terminal", lambda: True)
     monkeypatch.setattr("typer.confirm", lambda text, **_: asked.append(text) or answer == "y")
     said = ask("sample", "--from", "x.png", "model", "--out", "a.png")
     assert asked == ["x.png is 16×16, and its recipe makes 64×56, 14 times as many pixels. Run it?"]
@@ -591,8 +595,8 @@ def test_axes_of_a_sheet(make, here, axes, extra, field, wanted):
 def test_the_footer_says_what_all_cells_share():
     one = Recipe(model="a/b", sampler="euler", grid={"name": "trailing"}, steps=4, seed=7, size=(16, 16))
     two = replace(one, sampler="dpmpp_2m", grid={"name": "karras"})
-    assert sample_sheet.shared_settings([one, one]).startswith("b · seed 7 · 16×16 · euler · trailing · 4 steps")
-    assert sample_sheet.shared_settings([one, two]).startswith("b · seed 7 · 16×16 · 4 steps")
+    assert shared_settings([one, one]).startswith("b · seed 7 · 16×16 · euler · trailing · 4 steps")
+    assert shared_settings([one, two]).startswith("b · seed 7 · 16×16 · 4 steps")
 
 
 def test_labels_are_an_axis_too(make, here):
@@ -706,14 +710,22 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_work(refuse, here, 
     assert refuse("sample", "model", "x", "--out", "/proc/a.png").startswith("error[file]")
 
 
+def test_every_request_is_validated_once_and_its_plan_is_compiled_once(ask, here, count_calls):
+    for flags, requests in (([], 1), (["--seed", "1..3"], 3), (["--grid-of", "steps=1,2"], 2)):
+        with count_calls(Request.__post_init__, compile_plan) as calls:
+            answer = ask("sample", "model", "abc", "--steps", "1", *flags, "--out", f"made{requests}")
+        assert answer.code == 0
+        assert calls == {"__post_init__": requests, "compile_plan": requests}
+
+
 def test_ctrl_c_is_one_line_and_130_and_what_was_written_stays(ask, here, monkeypatch):
     real, calls = Pipeline.run, []
 
-    def run(self: Pipeline, request: Any) -> Any:
+    def run(self: Pipeline, request: Any, *more: Any) -> Any:
         calls.append(request)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return real(self, request)
+        return real(self, request, *more)
 
     monkeypatch.setattr(Pipeline, "run", run)
     answer = ask("sample", "pixels", "--steps", "1", "--seed", "1..3", "--out", "made")
@@ -738,7 +750,7 @@ def test_ctrl_c_is_one_line_and_130_and_what_was_written_stays(ask, here, monkey
 def test_a_lora_may_have_a_colon_in_its_path(text, path, scale, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a:2").touch()
-    assert sample_words.lora(text) == sample_words.AdapterWords(path, scale=scale)
+    assert words.lora(text) == AdapterFile(path, scale=scale)
 
 
 @pytest.mark.parametrize(
@@ -755,26 +767,26 @@ def test_a_control_is_read_from_its_end(text, net, scale, span, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.png").write_bytes(image_bytes((4, 4)))
     (tmp_path / "n,et").mkdir()
-    found = sample_words.with_image("--control", text, True)
+    found = words.with_image("--control", text, True)
     assert (found.path, found.scale, found.span) == (net, scale, span)
     assert found.image is not None
     assert found.image.size == (4, 4)
 
 
 def test_a_prompt_may_begin_with_an_at_sign(tmp_path):
-    assert sample_words.prompts("@@home") == ["@home"]
+    assert words.prompts("@@home") == ["@home"]
     (tmp_path / "empty.txt").touch()
     with pytest.raises(PellucidError, match="at least one line"):
-        sample_words.prompts(f"@{tmp_path / 'empty.txt'}")
+        words.prompts(f"@{tmp_path / 'empty.txt'}")
     with pytest.raises(PellucidError, match="a plain file"):
-        sample_words.prompts("@/dev/null")
+        words.prompts("@/dev/null")
 
 
 def test_the_bar_counts_steps_and_says_the_stage():
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=80)
     with Progress(console=console, auto_refresh=False) as progress:
-        bar = sample_output.StepBar(progress, progress.add_task("load", total=None), unit="cell")
+        bar = sample_run.StepBar(progress, progress.add_task("load", total=None), unit="cell")
         bar.begin(2, 4)
         seen = []
         for _ in range(2):

@@ -28,7 +28,7 @@ from pellucid.core.loop import Prediction
 from pellucid.evidence import trace
 from pellucid.evidence.doctor.subject import KnownImages, RunSpec, Subject, SubjectSpec, of_pipeline, open_subject
 from pellucid.evidence.metrics.images import Pixels, folder_of
-from pellucid.pipeline.adapters import Lora
+from pellucid.pipeline.request import Lora
 
 # --- target, schedule, scale ---------------------------------------------------------------------------------------
 

@@ -20,8 +20,8 @@ from pellucid import scenes
 from pellucid.core.errors import PellucidError
 from pellucid.evidence.adherence.samples import ImageSettings
 from pellucid.models.ip_adapter import IPAdapter
-from pellucid.pipeline.adapters import ImagePrompt
 from pellucid.pipeline.load import load
+from pellucid.pipeline.request import ImagePrompt
 from pellucid.train.scenes_source import alone
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))

@@ -28,8 +28,8 @@ from pellucid.evidence.doctor.detectors import Spread, drift_findings, training_
 from pellucid.evidence.doctor.probe import probe_of
 from pellucid.evidence.doctor.ranges import HALF, watch_modules
 from pellucid.evidence.doctor.subject import KnownImages, Subject, Unable, of_pipeline
-from pellucid.pipeline.adapters import Lora
 from pellucid.pipeline.pipeline import Pipeline
+from pellucid.pipeline.request import Lora
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ from pellucid.evidence.study.setups import SamplerSetup
 from pellucid.interop import hub, source
 from pellucid.interop.folder import SHARED
 from pellucid.interop.save import save_component
-from pellucid.pipeline.encoders.image_inputs import ENCODER_NOTE, adapter_encoder
 from pellucid.pipeline.prepare import read_plan
+from pellucid.pipeline.shelf import ENCODER_NOTE, adapter_encoder
 
 PROMPT = "a large red star on a white background"
 MADE = {"steps": 2, "seed": 3, "sampler": "euler"}

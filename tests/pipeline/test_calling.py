@@ -5,17 +5,21 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_models as tiny
+import torch
 from PIL import Image
 
 import pellucid
 from pellucid import Lora, PellucidError, Pipeline, Request
+from pellucid.core.compile import compile_plan
 from pellucid.pipeline import peer_words
+from pellucid.pipeline.decode import decode
+from pellucid.pipeline.prepare import denoise
 from pellucid.pipeline.recipe import read_png
 
 ASKED: dict[str, Any] = {"steps": 2, "seed": 7, "guidance": 3, "width": 16, "height": 16}
@@ -35,6 +39,26 @@ def test_a_call_has_the_fields_of_a_request_as_its_signature(pipe: Pipeline) -> 
     assert found.parameters["steps"].kind is inspect.Parameter.KEYWORD_ONLY
     assert found.parameters["prompt"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     found.bind("a red star", steps=20, seed=7)
+
+
+def test_a_request_is_validated_once_and_its_plan_is_compiled_once(pipe: Pipeline, count_calls: Any) -> None:
+    for changes in ({}, {"sampler": "euler"}, {"sampler": "euler", "dialect": "diffusers", "guidance": "5 + apg"}):
+        with count_calls(Request.__post_init__, compile_plan) as calls:
+            pipe("abc", **{**ASKED, **changes}, observers=[lambda seen: None])
+        assert calls == {"__post_init__": 1, "compile_plan": 1}
+
+
+def test_a_prepared_request_waits_and_runs_as_it_would_have(pipe: Pipeline) -> None:
+    request = Request("abc", **ASKED)
+    prepared = [pipe.prepare(request), pipe.prepare(replace(request, seed=8))]
+    assert [held.start.shape for held in prepared] == [(1, 4, 8, 8)] * 2
+    later = [decode(denoise(held)) for held in reversed(prepared)][::-1]
+    own = [pipe("abc", **ASKED), pipe("abc", **{**ASKED, "seed": 8})]
+    for waited, run in zip(later, own, strict=True):
+        assert torch.equal(waited.latents, run.latents)
+        assert waited.recipes == run.recipes
+        assert [stage.name for stage in waited.stages] == ["text", "encode", "denoise", "decode"]
+    assert torch.equal(denoise(prepared[0]).x, own[0].latents)  # and again: nothing of it was used up
 
 
 def test_everything_but_the_prompt_is_given_by_name(pipe: Pipeline) -> None:

@@ -23,10 +23,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import memory_gpu as bench
 from pellucid.core.errors import PellucidError
 from pellucid.pipeline import compare, memory, tracker
-from pellucid.pipeline.adapters import Lora
-from pellucid.pipeline.memory import measure, predict, request_for, size_text
+from pellucid.pipeline.compare import measure
+from pellucid.pipeline.memory import predict, request_for, size_text
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.policy import Policy
+from pellucid.pipeline.prepare import settle
+from pellucid.pipeline.request import Lora
 from pellucid.pipeline.tracker import METER, Tracker
 
 CPU = torch.device("cpu")
@@ -368,17 +370,18 @@ def test_a_small_request_is_not_rehearsed(pipe: Pipeline, monkeypatch: pytest.Mo
         rehearsed.append(args)
         return predict(*args, **more)
 
+    def check(side: int, fitted: int = 0) -> int:
+        return memory.check_fits(settle(pipe, request_for(pipe, size=(side, side))), fitted)
+
     monkeypatch.setattr(memory, "predict", count)
-    fresh = replace(pipe)
     monkeypatch.setattr(memory, "available", lambda device: pytest.fail("a small request asks nothing"))
-    memory.check_fits(fresh, request_for(fresh, size=(256, 256)), (256, 256), 1)
+    check(256)
     monkeypatch.setattr(memory, "available", lambda device: 2**40)
-    memory.check_fits(fresh, request_for(fresh, size=(1024, 1024)), (1024, 1024), 1)
+    check(1024)
     assert not rehearsed
-    fresh = replace(pipe)
     monkeypatch.setattr(memory, "available", lambda device: 2**32)
-    for _ in range(2):
-        memory.check_fits(fresh, request_for(fresh, size=(1024, 1024)), (1024, 1024), 1)
+    fitted = check(1024)
+    assert check(1024, fitted) == fitted == 1024**2
     assert len(rehearsed) == 1
 
 

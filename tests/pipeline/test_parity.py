@@ -19,12 +19,12 @@ from safetensors.torch import save_file
 
 from pellucid import PellucidError
 from pellucid.models.guidance import Guidance
-from pellucid.pipeline.adapters import Control, ImagePrompt, Lora
 from pellucid.pipeline.encoders.text import Embedding
 from pellucid.pipeline.load import load
-from pellucid.pipeline.pipeline import Pipeline, Result
+from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.repeat import request_fields
-from pellucid.pipeline.request import Request
+from pellucid.pipeline.request import Control, ImagePrompt, Lora, Request
+from pellucid.pipeline.result import Result
 
 CLOSE = 1e-4
 BETAS = tiny.LATENT_BETAS

@@ -355,7 +355,7 @@ def test_adapters_are_read_once_and_again_when_they_change(pipe: Pipeline, tmp_p
         other = tmp_path / f"{number}.safetensors"
         other.write_bytes(path.read_bytes())
         pipe.lora_of(Lora(other))
-    assert len(pipe._files) <= 16
+    assert len(pipe.shelf) <= 16
 
 
 def a_style(pipe: Pipeline, path: Path) -> Lora:

@@ -24,7 +24,7 @@ from pellucid.core.errors import Cancelled, PellucidError
 from pellucid.core.loop import StepSeen
 from pellucid.core.noise import TorchStream
 from pellucid.interop.scheduler import Scheduler
-from pellucid.pipeline.pipeline import Result
+from pellucid.pipeline.result import Result
 from pellucid.pipeline.wrapped import WrappedPipeline, wrap
 
 CLOSE = 1e-4

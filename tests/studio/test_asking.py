@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from pellucid.cli import sample_words, tune
+from pellucid.cli import sample, tune
 from pellucid.core.errors import PellucidError
 from pellucid.evidence.study.samplers import SamplerStudyConfig
 from pellucid.models.guidance import Guidance, guarded
@@ -38,7 +38,7 @@ def test_a_number_means_the_same_on_every_surface() -> None:
     """4 is plain, and `guarded 4` is the preset."""
     meanings = {
         "studio": Form(prompt="x", guidance=4.0).request().guidance,
-        "command line": sample_words.fields_of({"guidance": "4"})["guidance"],
+        "command line": sample.read_fields({"guidance": "4"})["guidance"],
         "python": Guidance.parse(Request(prompt="x", guidance=4).guidance),
         "study": Guidance.parse(STUDY.how["guidance"]),
         "tuning": tune.parse_guidance("4"),
@@ -46,7 +46,7 @@ def test_a_number_means_the_same_on_every_surface() -> None:
     }
     assert meanings == dict.fromkeys(meanings, Guidance(4.0))
     assert Form(prompt="x", guidance=15.0, guarded=True).request().guidance == Guidance.parse("guarded 15")
-    assert sample_words.fields_of({"guidance": "guarded 15"})["guidance"] == guarded(15)
+    assert sample.read_fields({"guidance": "guarded 15"})["guidance"] == guarded(15)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ import pellucid
 from pellucid import ImagePrompt
 from pellucid.interop.source import load_image_encoder
 from pellucid.models.ip_adapter import from_state
-from pellucid.pipeline.encoders.image_inputs import ADAPTER_EYES, ADAPTER_FILE, DEVIATION, clip_pixels
+from pellucid.pipeline.encoders.image_inputs import DEVIATION, clip_pixels
+from pellucid.pipeline.shelf import ADAPTER_EYES, ADAPTER_FILE
 from pellucid.train.adapters import AdapterObjectiveConfig
 from pellucid.train.ip_adapter import eye_pixels, varied
 from pellucid.train.source import Batch

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import pellucid
 from pellucid import PellucidError
 from pellucid.interop.source import load_image_encoder
-from pellucid.pipeline.encoders.image_inputs import adapter_encoder
+from pellucid.pipeline.shelf import adapter_encoder
 from pellucid.train import bundle
 from pellucid.train.bundle import Card, Parts, assemble
 from pellucid.train.config import TrainConfig

@@ -1,273 +1,248 @@
-"""`pellucid sample`: a model and a prompt → images that carry their recipe; and from such an image back again."""
+"""`pellucid sample`: its flags, made of the fields of `Request` and `Policy`, and what the words behind them mean.
+
+Nothing heavy is imported before there is work, so that `pellucid sample --help` answers at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pellucid.cli.options import grid_names, model_names, sampler_names
-from pellucid.core.errors import PellucidError
+from pellucid.cli.options import grid_names, model_names, option, sampler_names
+from pellucid.core.errors import PellucidError, rule
+from pellucid.pipeline.policy import Policy
+from pellucid.pipeline.request import ADAPTERS, SPEED, WHAT, Flag, Request, flags_of, read_label, read_size
 
-Completion = Callable[[str], list[str]]
+if TYPE_CHECKING:
+    from pellucid.pipeline.repeat import AdapterFile, RunOptions
 
-
-def option(panel: str, *names: str, metavar: str = "", help: str, complete: Completion | None = None) -> Any:
-    return typer.Option(
-        *names, metavar=metavar, help=help, rich_help_panel=panel, show_default=False, autocompletion=complete
-    )
-
-
-WHAT, HOW, IMAGE, TEXT = "What", "How", "From an image", "Text"
-ADAPT, LOAD, SPEED, OUT = "Adapters", "Loading", "Memory and speed", "Output"
-
-Model = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL",
-        help="A folder, a single file, a hub id (owner/name) or a bundle.",
-        show_default=False,
-        autocompletion=model_names,
-    ),
-]
-Prompt = Annotated[
-    str | None,
-    typer.Argument(metavar="PROMPT", help="What to make; @FILE takes one prompt per line.", show_default=False),
-]
-
-Negative = Annotated[str | None, option(WHAT, "--negative", metavar="TEXT", help="What to lead away from.")]
-Label = Annotated[
-    list[str] | None,
-    option(WHAT, "--label", metavar="CLASS", help="A class by number or name; may be repeated, one image each."),
-]
-Count = Annotated[int | None, option(WHAT, "-n", metavar="N", help="Images of each prompt, with consecutive seeds.")]
-Seed = Annotated[str | None, option(WHAT, "--seed", metavar="SEED", help="7, or 1,2,3, or 1..4: one per image.")]
-Size = Annotated[str | None, option(WHAT, "--size", metavar="WxH", help="Pixels, as 768x512 or 512.")]
-From = Annotated[
-    Path | None,
-    option(WHAT, "--from", metavar="FILE", help="Repeat an image by the recipe inside it, ours or A1111's."),
-]
-
-Sampler = Annotated[
-    str | None,
-    option(
-        HOW,
-        "--sampler",
-        metavar="NAME",
-        help="By any of its names; the model's own when not given.",
-        complete=sampler_names,
-    ),
-]
-Grid = Annotated[
-    str | None,
-    option(HOW, "--grid", metavar="NAME", help="Where the model is called: karras, trailing, …", complete=grid_names),
-]
-Steps = Annotated[int | None, option(HOW, "--steps", metavar="N", help="Steps; 30 when not given.")]
-Dialect = Annotated[
-    str | None,
-    option(HOW, "--dialect", "--as", metavar="DIALECT", help="exact, or the way of diffusers, k-diffusion or comfyui."),
-]
-SamplerOption = Annotated[
-    list[str] | None,
-    option(HOW, "--option", metavar="KEY=VALUE", help="An option of the sampler; may be repeated."),
-]
-PlanFile = Annotated[Path | None, option(HOW, "--plan", metavar="FILE", help="A whole plan (pellucid plan --save).")]
-GuidanceText = Annotated[
-    str | None,
-    option(
-        HOW,
-        "--guidance",
-        metavar="TEXT",
-        help="4, off, linear:7:2, 5 + apg, guarded 9 (capped at 7 and rescaled), …; guarded 7 when not given.",
-    ),
-]
-Weak = Annotated[
-    str | None, option(HOW, "--weak", metavar="MODEL", help="The worse model that autoguidance leads away from.")
-]
-Noise = Annotated[
-    str | None, option(HOW, "--noise", metavar="SOURCE", help="philox (addressed) or torch (the peers').")
-]
-
-ImageFile = Annotated[Path | None, option(IMAGE, "--image", metavar="FILE", help="The image to start from.")]
-Mask = Annotated[
-    Path | None, option(IMAGE, "--mask", metavar="FILE", help="White is painted anew; as large as the image.")
-]
-Strength = Annotated[
-    float | None, option(IMAGE, "--strength", metavar="S", help="How much is made anew, above 0 to 1.")
-]
-Start = Annotated[
-    float | None,
-    option(IMAGE, "--denoising-start", metavar="S", help="Take up an unfinished run at this part of it."),
-]
-End = Annotated[float | None, option(IMAGE, "--denoising-end", metavar="S", help="Stop at this part of the run.")]
-
-ClipSkip = Annotated[
-    int | None, option(TEXT, "--clip-skip", metavar="N", help="Last layers of the text encoder left out.")
-]
-Weighting = Annotated[bool, option(TEXT, "--weighting", help=r"Read (word:1.3) and \[word] as weights.")]
-OriginalSize = Annotated[str | None, option(TEXT, "--original-size", metavar="WxH", help="SDXL: the original size.")]
-Crop = Annotated[str | None, option(TEXT, "--crop", metavar="LEFT,TOP", help="SDXL: what was cropped.")]
-TargetSize = Annotated[str | None, option(TEXT, "--target-size", metavar="WxH", help="SDXL: the size after the crop.")]
-Aesthetic = Annotated[
-    str | None, option(TEXT, "--aesthetic", metavar="A,B", help="SDXL refiner: scores with and without the prompt.")
-]
-
-LoraFile = Annotated[
-    list[str] | None, option(ADAPT, "--lora", metavar="FILE[:SCALE]", help="A LoRA; may be repeated, they add up.")
-]
-ControlWords = Annotated[
-    list[str] | None,
-    option(
-        ADAPT,
-        "--control",
-        metavar="NET,FILE[,SCALE[,A-B]]",
-        help="A ControlNet, its image, its scale, and the part of the run where it acts; may be repeated.",
-    ),
-]
-ImagePromptWords = Annotated[
-    list[str] | None,
-    option(ADAPT, "--image-prompt", metavar="ADAPTER,FILE[,SCALE]", help="An IP-Adapter and its image; repeatable."),
-]
-Inversion = Annotated[
-    list[Path] | None, option(ADAPT, "--inversion", metavar="FILE", help="A textual inversion; may be repeated.")
-]
-
-Vae = Annotated[str | None, option(LOAD, "--vae", metavar="FOLDER", help="Another autoencoder, a tiny one too.")]
-ImageEncoder = Annotated[
-    str | None, option(LOAD, "--image-encoder", metavar="FOLDER", help="The encoder that image prompts need.")
-]
-Tokenizer = Annotated[
-    Path | None, option(LOAD, "--tokenizer", metavar="FOLDER", help="For single files, which hold none.")
-]
-Target = Annotated[
-    str | None, option(LOAD, "--target", metavar="NAME", help="What the network predicts, against its files: eps, v, …")
-]
-Variant = Annotated[str | None, option(LOAD, "--variant", metavar="NAME", help="Which files, such as fp16.")]
-Revision = Annotated[str | None, option(LOAD, "--revision", metavar="NAME", help="A revision on the hub.")]
-
-Dtype = Annotated[
-    str | None,
-    option(
+MAX_IMAGES = 10_000
+_MAX_PROMPTS_BYTES = 4 * 2**20
+_LOAD, _OUT = "Loading", "Output"  # panels of the help
+_COMPLETIONS: dict[str, Callable[[str], list[str]]] = {"samplers": sampler_names, "grids": grid_names}
+_LOADING = {
+    "inversions": Flag(("--inversion",), "FILE", "A textual inversion; may be repeated.", ADAPTERS, list[Path]),
+    "vae": Flag(("--vae",), "FOLDER", "Another autoencoder, a tiny one too.", _LOAD),
+    "image_encoder": Flag(("--image-encoder",), "FOLDER", "The encoder that image prompts need.", _LOAD),
+    "tokenizer": Flag(("--tokenizer",), "FOLDER", "For single files, which hold none.", _LOAD, Path),
+    "target": Flag(("--target",), "NAME", "What the network predicts, against its files: eps, v, …", _LOAD),
+    "variant": Flag(("--variant",), "NAME", "Which files, such as fp16.", _LOAD),
+    "revision": Flag(("--revision",), "NAME", "A revision on the hub.", _LOAD),
+    "dtype": Flag(
+        ("--dtype",),
+        "NAME",
+        "float32, float16, bfloat16, stored (the files' own); stored when not given, but no float16 on a CPU.",
         SPEED,
-        "--dtype",
-        metavar="NAME",
-        help="float32, float16, bfloat16, stored (the files' own); stored when not given, but no float16 on a CPU.",
     ),
-]
-Device = Annotated[str | None, option(SPEED, "--device", metavar="NAME", help="cpu, cuda, …")]
-Attention = Annotated[str | None, option(SPEED, "--attention", metavar="NAME", help="The kernel of every attention.")]
-VaeTile = Annotated[
-    int | None, option(SPEED, "--vae-tile", metavar="N", help="Decode in tiles of so many latents a side.")
-]
-VaeSlicing = Annotated[bool, option(SPEED, "--vae-slicing", help="Decode images one at a time.")]
-ChannelsLast = Annotated[bool, option(SPEED, "--channels-last", help="Convolutions with the channels innermost.")]
-Offload = Annotated[
-    str | None, option(SPEED, "--offload", metavar="HOW", help="Networks wait on the CPU: none, component or block.")
-]
-Compile = Annotated[bool, option(SPEED, "--compile", help="The denoising network through torch.compile.")]
-Batch = Annotated[
-    int | None,
-    option(SPEED, "--batch", metavar="N", help="Images at once; 1 when not given, which repeats bit by bit."),
-]
-
-Out = Annotated[
-    Path | None, option(OUT, "--out", metavar="PATH", help="A .png or a folder; out-SEED.png when not given.")
-]
-Overwrite = Annotated[bool, option(OUT, "--overwrite", help="Replace files that exist.")]
-GridOf = Annotated[
-    str | None,
-    option(OUT, "--grid-of", metavar="AXES", help='A labelled sheet: "steps=10,20,50 x guidance=3,5,7".'),
-]
-TraceFile = Annotated[
-    Path | None,
-    option(OUT, "--trace", metavar="FILE", help="Record every step; see pellucid trace. FILE-001, … of several runs."),
-]
-TraceTensors = Annotated[
-    bool, option(OUT, "--trace-tensors", help="Keep x, x0, eps and the guidance delta of each step, beside numbers.")
-]
-KeepCells = Annotated[bool, option(OUT, "--keep-cells", help="Keep each cell of the sheet, in a folder beside it.")]
-AsJson = Annotated[bool, option(OUT, "--json", help="Print files, seeds, stages, notes and recipes as JSON.")]
-
-EXAMPLES = (
+    "device": Flag(("--device",), "NAME", "cpu, cuda, …", SPEED),
+}
+_OUTPUT = {
+    "batch": Flag(("--batch",), "N", "Images at once; 1 when not given, which repeats bit by bit.", SPEED, int),
+    "out": Flag(("--out",), "PATH", "A .png or a folder; out-SEED.png when not given.", _OUT, Path),
+    "overwrite": Flag(("--overwrite",), "", "Replace files that exist.", _OUT, bool),
+    "grid_of": Flag(("--grid-of",), "AXES", 'A labelled sheet: "steps=10,20,50 x guidance=3,5,7".', _OUT),
+    "keep_cells": Flag(("--keep-cells",), "", "Keep each cell of the sheet, in a folder beside it.", _OUT, bool),
+    "trace": Flag(
+        ("--trace",), "FILE", "Record every step; see pellucid trace. FILE-001, … of several runs.", _OUT, Path
+    ),
+    "trace_tensors": Flag(
+        ("--trace-tensors",), "", "Keep x, x0, eps and the guidance delta of each step, beside numbers.", _OUT, bool
+    ),
+    "as_json": Flag(("--json",), "", "Print files, seeds, stages, notes and recipes as JSON.", _OUT, bool),
+}
+_FROM = Flag(("--from",), "FILE", "Repeat an image by the recipe inside it, ours or A1111's.", WHAT, Path)
+_EXAMPLES = (
     'Example: pellucid sample ./sd15 "a red star" --seed 7 --out star.png',
     '  pellucid sample ./sd15 @prompts.txt -n 2 --sampler "DPM++ 2M Karras" --steps 20 --out pictures/',
     '  pellucid sample ./sd15 "a red star" --image sketch.png --strength 0.6 --lora ink.safetensors:0.8',
     '  pellucid sample ./sd15 "a red star" --seed 7 --grid-of "steps=10,20,50 x guidance=3,5,7" --out sheet.png',
     "  pellucid sample --from star.png",
 )
-EXAMPLES_TEXT = "\n\n".join(line.replace("[", r"\[") for line in EXAMPLES)
+EPILOG = "\n\n".join(line.replace("[", r"\[") for line in _EXAMPLES)
 
 
-# --- The command ----------------------------------------------------------------------------------------------------
-
-EPILOG = EXAMPLES_TEXT
+# --- Flags ----------------------------------------------------------------------------------------------------------
 
 
-def command(
-    model: Model = None,
-    prompt: Prompt = None,
-    from_file: From = None,
-    negative: Negative = None,
-    label: Label = None,
-    n: Count = None,
-    seed: Seed = None,
-    size: Size = None,
-    sampler: Sampler = None,
-    grid: Grid = None,
-    steps: Steps = None,
-    dialect: Dialect = None,
-    option: SamplerOption = None,
-    plan: PlanFile = None,
-    guidance: GuidanceText = None,
-    weak: Weak = None,
-    noise: Noise = None,
-    image: ImageFile = None,
-    mask: Mask = None,
-    strength: Strength = None,
-    denoising_start: Start = None,
-    denoising_end: End = None,
-    clip_skip: ClipSkip = None,
-    weighting: Weighting = False,
-    original_size: OriginalSize = None,
-    crop: Crop = None,
-    target_size: TargetSize = None,
-    aesthetic: Aesthetic = None,
-    lora: LoraFile = None,
-    control: ControlWords = None,
-    image_prompt: ImagePromptWords = None,
-    inversion: Inversion = None,
-    vae: Vae = None,
-    image_encoder: ImageEncoder = None,
-    tokenizer: Tokenizer = None,
-    target: Target = None,
-    variant: Variant = None,
-    revision: Revision = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    attention: Attention = None,
-    vae_tile: VaeTile = None,
-    vae_slicing: VaeSlicing = False,
-    channels_last: ChannelsLast = False,
-    offload: Offload = None,
-    compile: Compile = False,
-    batch: Batch = None,
-    out: Out = None,
-    overwrite: Overwrite = False,
-    grid_of: GridOf = None,
-    keep_cells: KeepCells = False,
-    trace: TraceFile = None,
-    trace_tensors: TraceTensors = False,
-    as_json: AsJson = False,
-) -> None:
+def _typed(flag: Flag) -> Any:
+    """A flag as a type for typer."""
+    complete, help = _COMPLETIONS.get(flag.names_of), flag.help.replace("[", r"\[")
+    more = {"show_default": False, "autocompletion": complete}
+    found = option(flag.metavar, help, *flag.names, panel=flag.panel, **more)
+    return Annotated[flag.kind if flag.kind is bool else flag.kind | None, found]
+
+
+def request_option(name: str) -> Any:
+    """The flag of a request's field, for commands that take it too."""
+    return _typed(flags_of(Request)[name])
+
+
+def _signature() -> Signature:
+    """Model, prompt, and every flag; a flag's parameter has the name of its field."""
+    arguments = {
+        "model": typer.Argument(
+            metavar="MODEL",
+            help="A folder, a single file, a hub id (owner/name) or a bundle.",
+            show_default=False,
+            autocompletion=model_names,
+        ),
+        "prompt": typer.Argument(
+            metavar="PROMPT", help="What to make; @FILE takes one prompt per line.", show_default=False
+        ),
+    }
+    flags = {"from_file": _FROM, **flags_of(Request), **_LOADING, **flags_of(Policy), **_OUTPUT}
+    named = {name: Annotated[str | None, held] for name, held in arguments.items()}
+    named |= {name: _typed(flag) for name, flag in flags.items()}
+    off = {name: False for name, flag in flags.items() if flag.kind is bool}
+    kind = Parameter.KEYWORD_ONLY
+    return Signature([Parameter(n, kind, default=off.get(n), annotation=held) for n, held in named.items()])
+
+
+def command(**words: Any) -> None:
     """Make images. Each PNG carries its recipe, as ours and as A1111's `parameters` text.
 
     Without --sampler the model keeps its own scheduler; without --guidance it gets the guarded default.
     """
-    words = dict(locals())  # as typer converted them: what its context holds are texts in some of its versions
-    if model is None and from_file is None:  # said before torch is imported
+    if words["model"] is None and words["from_file"] is None:  # said before torch is imported
         raise PellucidError("MODEL must be given, or an image with --from; got neither.", "usage")
     from pellucid.cli import sample_run
 
     sample_run.sample(words)
+
+
+command.__signature__ = _signature()  # type: ignore[attr-defined]
+
+
+# --- Words ----------------------------------------------------------------------------------------------------------
+
+
+def read_options(words: Mapping[str, Any]) -> RunOptions:
+    """What the words of a command set; words that are missing are left open."""
+    from pellucid.pipeline.repeat import RunOptions
+
+    given = {k: v for k, v in words.items() if v is not None and v is not False and v not in ([], ())}
+    if given.get("n", 1) < 1:
+        raise PellucidError(rule("-n", "at least 1", given["n"]), "usage")
+    return RunOptions(
+        model=given.get("model"),
+        fields=read_fields(given),
+        loras=tuple(lora(text) for text in given.get("loras", ())),
+        controls=tuple(with_image("--control", text, True) for text in given.get("controls", ())),
+        image_prompts=tuple(with_image("--image-prompt", text, False) for text in given.get("image_prompts", ())),
+        weak=given.get("weak"),
+        loading={name: given[name] for name in _LOADING if name in given},
+        policy={name: given[name] for name in flags_of(Policy) if name in given},
+    )
+
+
+def read_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a request that words set, without its adapters and its weak model."""
+    from pellucid.models.guidance import Guidance
+    from pellucid.pipeline import images
+
+    readers: dict[str, Callable[[Any], Any]] = {
+        "prompt": prompts,
+        "label": lambda texts: [read_label(text) for text in texts],
+        "seed": _seeds,
+        "options": _sampler_options,
+        "guidance": Guidance.parse,
+        "image": lambda path: images.read(path, "image"),
+        "mask": lambda path: images.read(path, "mask"),
+        "original_size": lambda text: read_size("--original-size", text),
+        "target_size": lambda text: read_size("--target-size", text),
+        "crop": lambda text: tuple(int(part) for part in _numbers("--crop", text, r"\d{1,6}")),
+        "aesthetic": lambda text: tuple(float(part) for part in _numbers("--aesthetic", text, r"\d{1,2}(?:\.\d+)?")),
+    }
+    own = {"prompt": None, **flags_of(Request)}
+    apart = ("width", "weak", "loras", "controls", "image_prompts")
+    found = {n: readers.get(n, lambda v: v)(v) for n, v in given.items() if n in own and n not in apart}
+    if "width" in given:
+        found["width"], found["height"] = read_size("--size", given["width"])
+    return found
+
+
+def _seeds(text: str) -> int | list[int]:
+    """`7`, `1,2,3` or `1..4`, also mixed."""
+    from pellucid.core.noise import check_seed
+
+    found: list[int] = []
+    for part in text.split(","):
+        span = re.fullmatch(r"\s*(\d{1,20})(?:\.\.(\d{1,20}))?\s*", part)
+        if span is None:
+            raise PellucidError(rule("--seed", "a whole number, a list 1,2,3 or a range 1..4", text[:80]), "seed")
+        first, last = check_seed(int(span[1])), check_seed(int(span[2] or span[1]))
+        if not 0 <= last - first < MAX_IMAGES:
+            raise PellucidError(rule("--seed", f"a range of 1 to {MAX_IMAGES} seeds", part.strip()), "seed")
+        found += range(first, last + 1)
+    return found if "," in text or ".." in text else found[0]
+
+
+def _numbers(name: str, text: str, form: str) -> tuple[str, str]:
+    match = re.fullmatch(rf"\s*({form})\s*,\s*({form})\s*", text)
+    if match is None:
+        raise PellucidError(rule(name, "two numbers, as 0,0", text[:80]), "usage")
+    return match[1], match[2]
+
+
+def _number(text: str) -> float | None:
+    """The number that a text is, NaN too: who takes it refuses that by name."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def prompts(text: str) -> list[str]:
+    """The prompt itself, or the lines of a file (`@FILE`) that are not empty; `@@` begins a prompt with `@`."""
+    from pellucid.core.reader import read_lines
+
+    if text.startswith("@@") or not text.startswith("@"):
+        return [text.removeprefix("@") if text.startswith("@@") else text]
+    return list(read_lines(Path(text[1:]), "prompts", _MAX_PROMPTS_BYTES, empty="prompt-file"))
+
+
+def _sampler_options(texts: list[str]) -> dict[str, str]:
+    from pellucid.cli.plan_words import pair_of
+
+    found: dict[str, str] = {}
+    for key, value in map(pair_of, texts):
+        if key in found:
+            raise PellucidError(rule("option", "given once", key), "option")
+        found[key] = value
+    return found
+
+
+def lora(text: str) -> AdapterFile:
+    """`FILE` or `FILE:SCALE`; a file whose own name holds the colon comes first."""
+    from pellucid.pipeline.repeat import AdapterFile
+
+    path, colon, tail = text.rpartition(":")
+    scale = _number(tail)
+    if Path(text).exists() or not colon or scale is None:
+        return AdapterFile(text)
+    return AdapterFile(path, scale=scale)
+
+
+def with_image(name: str, text: str, spans: bool) -> AdapterFile:
+    """`NET,FILE[,SCALE[,A-B]]`, read from its end; commas inside of paths are found by which files exist."""
+    from pellucid.pipeline import images
+    from pellucid.pipeline.repeat import AdapterFile
+
+    parts = text.split(",")
+    span = scale = None
+    if spans and len(parts) > 3 and (match := re.fullmatch(r"\s*([\d.]+)\s*-\s*([\d.]+)\s*", parts[-1])):
+        span = tuple(_number(part) for part in match.groups())
+        parts.pop()
+    if len(parts) > 2 and (scale := _number(parts[-1])) is not None:
+        parts.pop()
+    if len(parts) < 2 or not all(part.strip() for part in (parts[0], parts[-1])) or (span and None in span):
+        form = "NET,FILE,SCALE,A-B" if spans else "ADAPTER,FILE,SCALE"
+        raise PellucidError(rule(name, f"{form}, the last ones optional", text[:200]), "usage")
+    cuts = [(",".join(parts[:i]).strip(), ",".join(parts[i:]).strip()) for i in range(1, len(parts))]
+    net, image = next((cut for cut in cuts if Path(cut[0]).exists() and Path(cut[1]).is_file()), cuts[0])
+    return AdapterFile(net, images.read(image, f"image of {name}"), scale, span)  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,12 +10,12 @@ import typer
 
 from pellucid.cli import output
 from pellucid.cli.options import Overwrite, group
-from pellucid.cli.sample import ControlWords, ImageFile, ImagePromptWords, LoraFile, Mask, Weak
+from pellucid.cli.sample import read_options, request_option
 from pellucid.core.errors import PellucidError, rule
+from pellucid.pipeline.request import Request, flags_of
 
 if TYPE_CHECKING:
     from pellucid.evidence.trace.reading import Trace
-    from pellucid.evidence.trace.replay import Replay
 
 app = group("Recorded runs (pellucid sample … --trace FILE): show, compare, run again, lay out in time.")
 
@@ -26,6 +25,8 @@ Partial = Annotated[bool, typer.Option("--partial", help="Read what is whole of 
 Model = Annotated[
     str | None, typer.Option("--model", metavar="MODEL", help="The model; the recipe's when it is here, if not given.")
 ]
+Image, Mask, Weak = (request_option(name) for name in ("image", "mask", "weak"))
+LoraFiles, ControlWords, ImagePromptWords = (request_option(name) for name in ("loras", "controls", "image_prompts"))
 Device = Annotated[str | None, typer.Option("--device", metavar="NAME", help="cpu, cuda, …")]
 
 
@@ -67,7 +68,7 @@ def show(
         trace_text.show_trace(trace, index)
     if goal is None:
         return
-    vae, note = (None, "") if linear or not trace.has_images else vae_of(trace, model)
+    vae, note = (None, "") if linear or not trace.has_images else _vae_of(trace, model)
     if not trace.has_images:
         note = "only the curves are drawn: the trace holds no tensors (--trace-tensors keeps them)"
     if note:
@@ -78,19 +79,16 @@ def show(
     output.wrote(goal, as_json)
 
 
-def vae_of(trace: Trace, model: str | None) -> tuple[Any, str]:
+def _vae_of(trace: Trace, model: str | None) -> tuple[Any, str]:
     """The VAE that decodes a trace, and a note on it."""
-    from pellucid.cli import sample_repeat
-    from pellucid.cli.sample_repeat import RecipeSource
     from pellucid.interop import source
-    from pellucid.pipeline import fingerprint
-    from pellucid.pipeline.repeat import Needs
+    from pellucid.pipeline import fingerprint, repeat
 
     recipe = trace.header.recipe
     if len(trace.header.shape) != 3 or trace.header.shape[0] in (1, 3) or (recipe is None and model is None):
         return None, ""
     try:
-        name = model or sample_repeat.local_model(RecipeSource(trace.path, recipe, Needs({}, ())))  # type: ignore[arg-type]
+        name = model or repeat.model_of(repeat.RecipeSource(trace.path, recipe))  # type: ignore[arg-type]
     except PellucidError:
         return None, f"latents are mapped to colours: {recipe.model} is not here to decode them (--model)"  # type: ignore
     root, dtype = source.locate(name), recipe.dtype or None if recipe is not None else None
@@ -110,8 +108,7 @@ def diff(
     first: Annotated[Path, typer.Argument(metavar="A", help="A trace.", show_default=False)],
     second: Annotated[Path, typer.Argument(metavar="B", help="Another.", show_default=False)],
     tolerance: Annotated[
-        float,
-        typer.Option("--tolerance", metavar="T", help="Tensors as near as this part of their norm are the same."),
+        float, typer.Option("--tolerance", metavar="T", help="Tensors as near as this part of their norm are the same.")
     ] = 0.0,
     partial: Partial = False,
     as_json: AsJson = False,
@@ -144,11 +141,11 @@ def replay(
     file: File,
     model: Model = None,
     device: Device = None,
-    image: ImageFile = None,
+    image: Image = None,
     mask: Mask = None,
-    lora: LoraFile = None,
-    control: ControlWords = None,
-    image_prompt: ImagePromptWords = None,
+    loras: LoraFiles = None,
+    controls: ControlWords = None,
+    image_prompts: ImagePromptWords = None,
     weak: Weak = None,
     as_json: AsJson = False,
 ) -> None:
@@ -172,15 +169,18 @@ def replay(
     machine, threads = trace.header.machine.get("device"), trace.header.machine.get("threads")
     if machine == "cpu" and isinstance(threads, int) and threads > 0:
         torch.set_num_threads(threads)  # sums are split by threads: other parts round otherwise
-    words = {"image": image, "mask": mask, "lora": lora, "control": control, "image_prompt": image_prompt,
+    words = {"image": image, "mask": mask, "loras": loras, "controls": controls, "image_prompts": image_prompts,
              "weak": weak, "model": model}  # fmt: skip
     if trace.header.recipes:
-        found = with_model(trace, {**words, "device": device or machine})
+        options = read_options({**words, "device": device or machine})
+        with output.progress("running again", trace.header.steps) as done:
+            found = replays.replay_recipe(trace, options, (lambda _: done(),))
     else:  # of a bare denoiser, which no file holds: its predictions replace it
-        extra = next((name.replace("_", "-") for name, value in words.items() if value), None)
+        extra = next((name for name, value in words.items() if value), None)
         if extra is not None:
+            flag = "--model" if extra == "model" else flags_of(Request)[extra].names[0]
             must = "must be left out: the trace is of a bare denoiser, without a recipe."
-            raise PellucidError(f"--{extra} {must}", "usage")
+            raise PellucidError(f"{flag} {must}", "usage")
         found = replays.replay(trace, device=device or "cpu")
     if as_json:
         output.print_json({"way": found.way, **trace_text.comparison_dict(found.comparison)})
@@ -188,29 +188,6 @@ def replay(
         trace_text.show_replay(trace, found)
     if not found.same:
         raise typer.Exit(1)
-
-
-def with_model(trace: Trace, given: dict[str, Any]) -> Replay:
-    """The recipe's options, completed as `pellucid sample --from` completes them, run with a recorder."""
-    from pellucid.cli import sample, sample_output, sample_repeat, sample_run
-    from pellucid.cli.sample_repeat import RecipeSource
-    from pellucid.cli.sample_words import SampleWords
-    from pellucid.evidence.trace import replay as replays
-    from pellucid.pipeline import repeat
-    from pellucid.pipeline.recipe import Recipe
-
-    recipe: Recipe = replays.recipes_of(trace)[0]
-    flags = dict.fromkeys(("weighting", "vae_slicing", "channels_last", "compile"), False)
-    words: dict[str, Any] = {**dict.fromkeys(inspect.signature(sample.command).parameters), **flags, **given}
-    known = recipe if recipe.noise in repeat.NOISES else Recipe.from_dict({**recipe.to_dict(), "noise": "philox"})
-    origin = RecipeSource(trace.path, known, repeat.needs_of(known))
-    asked = sample_repeat.complete(origin, SampleWords.of(words))[0]
-    pipe = sample_run.timed_load(asked, sample_output.SampleReport())
-    weak = sample_run.weak_of(asked)
-    images = {name: asked.fields[name] for name in ("image", "mask") if name in asked.fields}
-    extra = {**images, **sample_run.adapters_of(asked), **({} if weak is None else {"weak": weak})}
-    with output.progress("running again", trace.header.steps) as done:
-        return replays.replay_with(trace, pipe, {**extra, "observers": (lambda _: done(),)})
 
 
 # --- timeline ------------------------------------------------------------------------------------------------------

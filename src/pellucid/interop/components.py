@@ -29,13 +29,16 @@ TOKENIZER_PARTS = ("tokenizer", "tokenizer_2")
 NETWORK_PARTS = ("unet", "transformer")
 
 
+Network = UNet | DiT | PixArt  # what denoises
+
+
 @dataclass
 class Components:
     """A model in parts. `notes` says in words what its files contradict and what was left out."""
 
     name: str
     pipeline_class: str
-    network: nn.Module
+    network: Network
     vae: AutoencoderKL | TinyAutoencoder | None
     text_encoders: tuple[CLIPTextEncoder, ...]
     tokenizers: tuple[Tokenizer, ...]

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from pellucid.core.compile import compile_plan
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.grid import Grid
@@ -59,6 +61,26 @@ def compile_reading(
         **cuts,
         **options,
     )
+
+
+def distilled_times(
+    reading: Reading, steps: int | None, timesteps: Sequence[float] | None, original: int | None, strength: float = 1.0
+) -> Sequence[float]:
+    """Times out of the part of the distillation's times that `strength` leaves (Luo et al. 2023, alg. 3)."""
+    if resolve(reading.sampler)[0].family != "distilled":
+        name = "original_inference_steps" if original is not None else "strength"
+        raise PellucidError(rule(name, f"left out for {reading.sampler}", original or strength), "distilled")
+    count = reading.grid.original if original is None else original
+    total = reading.schedule.num_train or 1000
+    if timesteps is not None:
+        keep = min(int(len(timesteps) * strength), len(timesteps))
+        return timesteps[len(timesteps) - keep :]
+    if reading.sampler == "tcd" and original is not None:
+        count = total  # TCD then takes any training time
+    known = [float(i * (total // count) - 1) for i in range(int(count * strength), 0, -1)]
+    if steps is None or not 1 <= steps <= len(known):
+        raise PellucidError(rule("steps", f"from 1 to {len(known)}, the times that are left", steps), "steps")
+    return [known[int(i)] for i in np.floor(np.linspace(0, len(known), steps, endpoint=False))]
 
 
 def pipeline_options(reading: Reading, passes_eta: bool) -> dict[str, Any]:

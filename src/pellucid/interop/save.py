@@ -55,7 +55,7 @@ reverse_transformer_layers_per_block time_cond_proj_dim conv_in_kernel conv_out_
 
 def save_components(
     components: Components,
-    folder: str | Path,
+    folder: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -76,7 +76,7 @@ def save_components(
 
 def save_component(
     network: nn.Module,
-    folder: str | Path,
+    folder: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,

@@ -40,7 +40,7 @@ from pellucid.interop import diffusers_config
 from pellucid.interop.diffusers_classes import CLASSES, INTERCHANGEABLE, OFFERS_CHANGE, SECOND, STEP
 from pellucid.interop.diffusers_config import Reading
 from pellucid.interop.diffusers_export import EXPORTS
-from pellucid.interop.diffusers_plan import BLIND_START, compile_reading
+from pellucid.interop.diffusers_plan import BLIND_START, compile_reading, distilled_times
 from pellucid.interop.scheduler_api import DiffusersAPI, StepOutput
 
 _TAKES_ETA = ("ddim", "tcd")  # the classes whose `step` takes eta in diffusers
@@ -262,7 +262,8 @@ class Scheduler(DiffusersAPI):
             got = f"num_inference_steps={num_inference_steps} and {'sigmas' if timesteps is None else 'timesteps'}"
             raise PellucidError(rule("num_inference_steps", "left out with timesteps or sigmas given", got), "steps")
         if original_inference_steps is not None or strength != 1.0:
-            timesteps = self._distilled(num_inference_steps, timesteps, original_inference_steps, strength)
+            original = original_inference_steps
+            timesteps = distilled_times(self.reading, num_inference_steps, timesteps, original, strength)
             num_inference_steps = None
         setting: dict[str, Any] = {
             "steps": num_inference_steps,
@@ -545,25 +546,6 @@ class Scheduler(DiffusersAPI):
             due = "step_prk" if done < self._prk_rows else "step_plms"
             raise PellucidError(rule("call", f"{due} at row {done} of {self.reading.sampler}", f"step_{kind}"), "pndm")
         return self.step(model_output, timestep, sample, return_dict=return_dict)
-
-    def _distilled(
-        self, steps: int | None, timesteps: Sequence[float] | None, original: int | None, strength: float
-    ) -> Sequence[float]:
-        """Times out of the part of the distillation's times that `strength` leaves (Luo et al. 2023, alg. 3)."""
-        if self.entry.family != "distilled":
-            name = "original_inference_steps" if original is not None else "strength"
-            raise PellucidError(rule(name, f"left out for {self.reading.sampler}", original or strength), "distilled")
-        count = self.reading.grid.original if original is None else original
-        total = self.reading.schedule.num_train or 1000
-        if timesteps is not None:
-            keep = min(int(len(timesteps) * strength), len(timesteps))
-            return timesteps[len(timesteps) - keep :]
-        if self.reading.sampler == "tcd" and original is not None:
-            count = total  # TCD then takes any training time
-        known = [float(i * (total // count) - 1) for i in range(int(count * strength), 0, -1)]
-        if steps is None or not 1 <= steps <= len(known):
-            raise PellucidError(rule("steps", f"from 1 to {len(known)}, the times that are left", steps), "steps")
-        return [known[int(i)] for i in np.floor(np.linspace(0, len(known), steps, endpoint=False))]
 
     def _begin(self, setting: dict[str, Any], device: torch.device, skip: int = 0) -> _Run:
         plan = self._plan_for(**setting, skip=skip)

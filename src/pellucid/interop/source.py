@@ -24,14 +24,14 @@ _PART = re.compile(r"\w[\w.-]*", re.ASCII)  # a word of a path inside of a bundl
 
 
 def read_components(
-    where: str | Path,
+    where: str | os.PathLike[str],
     *,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     variant: str | None = None,
     revision: str | None = None,
     target: str | None = None,
-    tokenizer: str | Path | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
 ) -> Components:
     """The components of a model: a diffusers folder, a single-file checkpoint, the name of a bundle, or a hub id.
 
@@ -46,7 +46,7 @@ def read_components(
 
 
 def load_component(
-    where: str | Path,
+    where: str | os.PathLike[str],
     *,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
@@ -63,7 +63,7 @@ def load_component(
 
 
 def load_image_encoder(
-    where: str | Path, *, dtype: torch.dtype | str | None = None, device: torch.device | str | None = None
+    where: str | os.PathLike[str], *, dtype: torch.dtype | str | None = None, device: torch.device | str | None = None
 ) -> CLIPVisionEncoder:
     """A CLIP vision encoder, or the vision half of a whole CLIP (transformers' CLIPModel) with its projection."""
     found = load_component(where, dtype=dtype, device=device)
@@ -89,7 +89,7 @@ def expanded(name: str | os.PathLike[str]) -> Path:
         return Path(name)
 
 
-def locate(where: str | Path, *, revision: str | None = None, variant: str | None = None) -> Path:
+def locate(where: str | os.PathLike[str], *, revision: str | None = None, variant: str | None = None) -> Path:
     """The folder or file that is meant: what exists locally first, then a bundle or a part of one, then the hub."""
     path, name = expanded(where), str(where)
     local = path if name and exists(path) else in_bundle(name)

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from pellucid.core.errors import PellucidError
+from pellucid.interop.components import Components
 from pellucid.pipeline import stages
-from pellucid.pipeline.memory import fastest_run, measure, networks_by_name, predict
+from pellucid.pipeline.memory import guests_by_name, predict
+from pellucid.pipeline.model import map_networks, networks_by_name, set_memory_format
+from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.policy import LEAST_TILE, ON_CPU, Policy
 from pellucid.pipeline.request import Request
-
-if TYPE_CHECKING:
-    from pellucid.pipeline.pipeline import Pipeline
+from pellucid.pipeline.result import Result
+from pellucid.pipeline.shelf import AdapterShelf
+from pellucid.pipeline.tracker import GRAIN, Tracker, metered
 
 BASE = "as it is"
-TILES = (64, 32, LEAST_TILE)
+_TILES = (64, 32, LEAST_TILE)
 
 
 @dataclass(frozen=True)
@@ -57,25 +61,42 @@ class StrategyCost:
     trouble: str = ""
 
 
+@dataclass(frozen=True)
+class MemoryUse:
+    """What a real run took: bytes at the peak of each stage, its seconds, and what it made."""
+
+    peaks: dict[str, int]
+    seconds: dict[str, float]
+    result: Result
+
+    @property
+    def stage(self) -> str:
+        return max(self.peaks, key=lambda name: self.peaks[name])
+
+    @property
+    def peak(self) -> int:
+        return self.peaks[self.stage]
+
+
 def strategies(pipe: Pipeline, bare: Request, dressed: Request) -> tuple[list[Strategy], list[str]]:
     """Each field of the policy alone, half precision, then each adapter of `dressed`; and what is left out here."""
     policy, device = pipe.policy, pipe.device.type
     found = [Strategy(BASE, policy, bare)]
-    for name, value in changes(pipe, bare):
+    for name, value in _changes(pipe, bare):
         found.append(Strategy(f"{name}={value}", replace(policy, **{name: value}), bare))
     if next(pipe.components.network.parameters()).dtype == torch.float32:
         found.append(Strategy("dtype=bfloat16", policy, bare, dtype=torch.bfloat16))
     if dressed.controls:
         found.append(Strategy("ControlNet", policy, replace(bare, controls=dressed.controls)))
     if dressed.loras:
-        worn = replace(bare, loras=dressed.loras)
-        found.append(Strategy("LoRA, view", policy, worn))
-        found.append(Strategy("LoRA, merged", policy, worn, merged=True, against="LoRA, view"))
+        with_loras = replace(bare, loras=dressed.loras)
+        found.append(Strategy("LoRA, view", policy, with_loras))
+        found.append(Strategy("LoRA, merged", policy, with_loras, merged=True, against="LoRA, view"))
     left = ["offload: the networks are on the CPU already", "compile: it takes minutes here"] if device == "cpu" else []
     return found, left
 
 
-def changes(pipe: Pipeline, request: Request) -> Iterator[tuple[str, Any]]:
+def _changes(pipe: Pipeline, request: Request) -> Iterator[tuple[str, Any]]:
     """The fields of a policy that can be set on this device for this request, beside those that are."""
     policy, cpu = pipe.policy, pipe.device.type == "cpu"
     wide, high = pipe.size_of(request)
@@ -85,7 +106,7 @@ def changes(pipe: Pipeline, request: Request) -> Iterator[tuple[str, Any]]:
     if pipe.components.vae is not None:
         if request.n > 1 and not policy.vae_slicing:
             yield "vae_slicing", True
-        for tile in TILES:
+        for tile in _TILES:
             if tile < max(wide, high) // pipe.factor and policy.vae_tile is None:
                 yield "vae_tile", tile
                 break
@@ -103,15 +124,15 @@ def compare(
 ) -> list[StrategyCost]:
     """Runs every strategy, the first of which is what the others are compared with; one that fails says why."""
     by_name: dict[str, list[Image.Image]] = {}
-    rows = []
+    rows: list[StrategyCost] = []
     for strategy in found:
         try:
-            before = fastest_run(pipe, found[0].request, 1) if rows else math.inf
-            row, images = cost_of(pipe, strategy, repeats)
-            after = fastest_run(pipe, found[0].request, 1) if rows else row.seconds
+            before = _fastest_run(pipe, found[0].request, 1) if rows else math.inf
+            row, seconds, images = _cost_of(pipe, strategy, repeats)
+            after = _fastest_run(pipe, found[0].request, 1) if rows else seconds
             by_name[strategy.name] = images
-            largest, mean = difference(images, by_name[strategy.against])
-            rows.append(replace(row, times=row.seconds / min(before, after), largest=largest, mean=mean))
+            largest, mean = _difference(images, by_name[strategy.against])
+            rows.append(replace(row, times=seconds / min(before, after), largest=largest, mean=mean))
         except PellucidError as error:
             if not rows:  # there is nothing to compare with
                 raise
@@ -120,23 +141,66 @@ def compare(
     return rows
 
 
-def cost_of(pipe: Pipeline, strategy: Strategy, repeats: int) -> tuple[StrategyCost, list[Image.Image]]:
+def _cost_of(pipe: Pipeline, strategy: Strategy, repeats: int) -> tuple[StrategyCost, float, list[Image.Image]]:
     with arrange(pipe, strategy) as (ready, request, beside):
         predicted = {name: peak.total for name, peak in predict(ready, request, beside=beside).stages.items()}
         found = measure(ready, request, beside)
-        seconds = fastest_run(ready, request, repeats)
+        seconds = _fastest_run(ready, request, repeats)
     # What torch.compile makes allocates behind the back of a tracker.
     blind = strategy.policy.compile and pipe.device.type == "cpu"
-    return StrategyCost(strategy, predicted, {} if blind else found.peaks, seconds), found.result.images
+    cost = StrategyCost(strategy, predicted, {} if blind else found.peaks, seconds)
+    return cost, seconds, found.result.images
 
 
-def difference(images: Sequence[Image.Image], others: Sequence[Image.Image]) -> tuple[float, float]:
+def _difference(images: Sequence[Image.Image], others: Sequence[Image.Image]) -> tuple[float, float]:
     """The largest and the mean difference of pixels, in 255ths."""
     apart = [
         np.abs(np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64))
         for a, b in zip(images, others, strict=True)
     ]
     return float(max(one.max() for one in apart)), float(np.mean([one.mean() for one in apart]))
+
+
+# --- measurement ---------------------------------------------------------------------------------------------------
+
+
+def measure(pipe: Pipeline, request: Request, beside: Sequence[Tensor] = ()) -> MemoryUse:
+    """Runs a request and measures the peak of each stage: torch's own count on CUDA, living tensors on the CPU.
+
+    The CPU's figure does not see what kernels borrow inside of themselves. Tensors of others are not counted.
+    """
+    pipe.run(request)  # reads adapters, compiles, warms up
+    own = Tracker([pipe.device.type], grain=GRAIN if pipe.device.type == "cuda" else 1)
+    networks = {**networks_by_name(pipe.components), **guests_by_name(pipe, request)}
+    own.hold(networks.values(), beside)
+    if pipe.device.type == "cuda":
+        return _memory_use(pipe.run(request), _others_on(pipe.device, own.weights))
+    with metered(own):
+        result = pipe.run(request)
+    return _memory_use(result, 0)
+
+
+def _memory_use(result: Result, others: int) -> MemoryUse:
+    peaks = {stage.name: (stage.peak or 0) - others for stage in result.stages}
+    return MemoryUse(peaks, {stage.name: stage.seconds for stage in result.stages}, result)
+
+
+def _others_on(device: torch.device, own: int) -> int:
+    """Bytes on a GPU that are neither the networks' nor the run's."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:  # else the workspace of the first run would count as somebody else's
+        clear()
+    return max(torch.cuda.memory_allocated(device) - own, 0)
+
+
+def _fastest_run(pipe: Pipeline, request: Request, repeats: int = 3) -> float:
+    """Seconds of the fastest of some whole runs, which must have been warmed up: others on the machine only add."""
+    took = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        pipe.run(request)
+        took.append(time.perf_counter() - began)
+    return min(took)
 
 
 # --- arranging a pipeline for a strategy, and back ------------------------------------------------------------------
@@ -148,55 +212,42 @@ def arrange(pipe: Pipeline, strategy: Strategy) -> Iterator[tuple[Pipeline, Requ
     with ExitStack() as until:
         ready, request, kept = replace(pipe, policy=strategy.policy), strategy.request, []
         if strategy.dtype is not None:
-            ready = replace(ready, components=in_dtype(pipe.components, strategy.dtype), _files={})
+            ready = replace(ready, components=in_dtype(pipe.components, strategy.dtype), shelf=AdapterShelf())
         if strategy.merged:
-            kept = until.enter_context(merge_loras(ready, request))
+            kept = until.enter_context(_merge_loras(ready, request))
             request = replace(request, loras=())
         if strategy.policy.channels_last and not pipe.policy.channels_last:
-            until.enter_context(channels_innermost(ready))
+            until.enter_context(_channels_innermost(ready))
         if strategy.policy.offload != "none" and pipe.policy.offload == "none":
-            until.enter_context(wait_on_cpu(ready))
+            until.enter_context(_wait_on_cpu(ready))
         yield ready, request, kept
 
 
-def in_dtype(components: Any, dtype: torch.dtype) -> Any:
+def in_dtype(components: Components, dtype: torch.dtype) -> Components:
     """The same model in another precision."""
-
-    def other(network: nn.Module | None) -> Any:
-        return None if network is None else copy.deepcopy(network).to(dtype)
-
-    return replace(
-        components,
-        network=other(components.network),
-        vae=other(components.vae),
-        text_encoders=tuple(other(encoder) for encoder in components.text_encoders),
-        image_encoder=other(components.image_encoder),
-    )
+    return map_networks(replace(components, controlnets=()), lambda network: copy.deepcopy(network).to(dtype))
 
 
 @contextmanager
-def merge_loras(pipe: Pipeline, request: Request) -> Iterator[list[Tensor]]:
+def _merge_loras(pipe: Pipeline, request: Request) -> Iterator[list[Tensor]]:
     """LoRAs in the weights; yields the originals, which are kept to put back."""
-    with pipe.merge(*request.loras) as inside:
+    with pipe.merge(*request.named_loras) as inside:
         held = [tensors.values() for part in inside.parts for tensors in part.originals.values()]
         yield [tensor for tensors in held for tensor in tensors if tensor is not None]
 
 
 @contextmanager
-def channels_innermost(pipe: Pipeline) -> Iterator[None]:
+def _channels_innermost(pipe: Pipeline) -> Iterator[None]:
     """Channels innermost in the networks that convolve."""
-    networks = [n for n in (pipe.components.network, pipe.components.vae) if n is not None]
-    for network in networks:
-        network.to(memory_format=torch.channels_last)
+    set_memory_format(pipe.components, torch.channels_last)
     try:
         yield
     finally:
-        for network in networks:
-            network.to(memory_format=torch.contiguous_format)
+        set_memory_format(pipe.components, torch.contiguous_format)
 
 
 @contextmanager
-def wait_on_cpu(pipe: Pipeline) -> Iterator[None]:
+def _wait_on_cpu(pipe: Pipeline) -> Iterator[None]:
     """All networks on the CPU, where offload expects them."""
     networks = networks_by_name(pipe.components).values()
     for network in networks:

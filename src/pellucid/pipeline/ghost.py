@@ -8,7 +8,6 @@ rehearsal runs the pipeline's own code, offload included.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -19,12 +18,13 @@ from torch.overrides import TorchFunctionMode
 from pellucid.interop.components import Components
 from pellucid.models.lora import view
 from pellucid.models.vae import FoldedUpsample
+from pellucid.pipeline.model import map_networks
 from pellucid.pipeline.stages import HOOKS
 from pellucid.pipeline.tracker import Tracker
 
-M = TypeVar("M", bound=nn.Module)
+_M = TypeVar("_M", bound=nn.Module)
 META = torch.device("meta")
-WIDEST_HEAD = 128  # above it the memory-efficient kernel sums into a float32 buffer of its own
+_WIDEST_HEAD = 128  # above it the memory-efficient kernel sums into a float32 buffer of its own
 
 
 class Shadows:
@@ -37,14 +37,15 @@ class Shadows:
         self.device, self.waits, self.dtype = device, waits, dtype
         self.made: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of a tensor, which is kept so that the id is its
 
-    def ghost(self, network: M) -> M:
+    def ghost(self, network: _M) -> _M:
         """A copy of a network without data and without hooks."""
         twin = view(network, {})
         for module in twin.modules():
             for name in HOOKS:
                 setattr(module, name, OrderedDict())
             if self.device == "cpu" and isinstance(module, FoldedUpsample):
-                module.forward = module.folded  # what it does there; it cannot know that `meta` means the CPU
+                # what it does there; it cannot know that `meta` means the CPU
+                module.forward = module.folded  # type: ignore[method-assign, assignment]
             for registry in (module._parameters, module._buffers):
                 for name, tensor in registry.items():
                     if tensor is not None:
@@ -53,14 +54,7 @@ class Shadows:
 
     def of(self, parts: Components) -> Components:
         """The components of a model with ghosts for all their networks."""
-        return replace(
-            parts,
-            network=self.ghost(parts.network),
-            vae=None if parts.vae is None else self.ghost(parts.vae),
-            text_encoders=tuple(self.ghost(encoder) for encoder in parts.text_encoders),
-            image_encoder=None if parts.image_encoder is None else self.ghost(parts.image_encoder),
-            controlnets=tuple(self.ghost(network) for network in parts.controlnets),
-        )
+        return map_networks(parts, self.ghost)
 
     def shadow(self, tensor: Tensor) -> Tensor:
         """A tensor's shape, dtype and memory format."""
@@ -75,7 +69,7 @@ class Shadows:
         return self.made[id(tensor)][1]
 
 
-class Rehearsal(Tracker):
+class Rehearsal(Tracker):  # type: ignore[no-untyped-call]
     """A tracker under which ghosts run: zeros for who reads their numbers."""
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -108,6 +102,6 @@ class Kernels(TorchFunctionMode):
         batch, heads, length, _ = q.shape
         shape = (batch, length, heads, v.shape[-1])
         out = q.new_empty(shape)
-        if self.device == "cuda" and v.shape[-1] > WIDEST_HEAD and q.dtype != torch.float32:
+        if self.device == "cuda" and v.shape[-1] > _WIDEST_HEAD and q.dtype != torch.float32:
             q.new_empty(shape, dtype=torch.float32)
         return out.transpose(1, 2)

@@ -17,8 +17,9 @@ from pellucid.interop.family import check_fit
 from pellucid.models.tiny_vae import TinyAutoencoder
 from pellucid.models.vae import AutoencoderKL
 from pellucid.pipeline.encoders.text import add_inversions, read_inversion
+from pellucid.pipeline.model import networks_of, set_memory_format
 from pellucid.pipeline.peer_words import LOAD, option_error
-from pellucid.pipeline.pipeline import Pipeline, networks_of
+from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.policy import Policy
 
 PathLike = str | os.PathLike[str]
@@ -44,7 +45,7 @@ def load(
 
     `vae` and `image_encoder` are folders or files of other ones to use; of a whole CLIP it is the vision half.
     `inversions` are textual inversion files, whose names then work in prompts. Weights keep the dtype of their files,
-    but for float16 on a CPU, where it is slow: float32 there, unless `dtype` is "stored". What the files contradict is
+    except float16 on a CPU, where it is slow: float32 there, unless `dtype` is "stored". What the files contradict is
     in `pipe.components.notes`.
     """
     for name, value in unknown.items():
@@ -57,12 +58,12 @@ def load(
     goal = source.place(device) or default_device()
     policy.check(goal)
     early = None if policy.offload != "none" else goal
-    kind = {"dtype": None if dtype == STORED else dtype, "device": early}
+    kind: dict[str, Any] = {"dtype": None if dtype == STORED else dtype, "device": early}
     parts = source.read_components(
         where, **kind, variant=variant, revision=revision, target=target, tokenizer=tokenizer
     )
     if vae is not None:
-        parts = replace(parts, vae=component(vae, (AutoencoderKL, TinyAutoencoder), "vae", kind))
+        parts = replace(parts, vae=_component(vae, (AutoencoderKL, TinyAutoencoder), "vae", kind))
         check_fit(parts.network, parts.vae, parts.text_encoders)
     if image_encoder is not None:
         parts = replace(parts, image_encoder=source.load_image_encoder(image_encoder, **kind))
@@ -75,13 +76,11 @@ def load(
         network.eval().requires_grad_(False)
     if dtype is None and goal.type == "cpu":
         widen(parts)
-    if leaves_float16(parts.vae):
+    if parts.vae is not None and _leaves_float16(parts.vae):
         parts.vae.float()
         parts = replace(parts, notes=(*parts.notes, "the VAE works in float32: its config says force_upcast"))
     if policy.channels_last:
-        for network in (parts.network, parts.vae):
-            if network is not None:
-                network.to(memory_format=torch.channels_last)
+        set_memory_format(parts, torch.channels_last)
     return Pipeline(parts, policy, goal)
 
 
@@ -92,13 +91,12 @@ def widen(parts: Components) -> None:
             network.float()
 
 
-def leaves_float16(vae: Any) -> bool:
+def _leaves_float16(vae: Any) -> bool:
     """Whether a VAE's activations leave the range of the float16 that it is in; SDXL's do."""
-    upcast = vae is not None and getattr(vae.config, "force_upcast", False)
-    return bool(upcast) and next(vae.parameters()).dtype == torch.float16
+    return bool(getattr(vae.config, "force_upcast", False)) and next(vae.parameters()).dtype == torch.float16
 
 
-def component(path: PathLike, kinds: Any, name: str, kind: dict[str, Any]) -> Any:
+def _component(path: PathLike, kinds: Any, name: str, kind: dict[str, Any]) -> Any:
     found = source.load_component(path, **kind)
     if not isinstance(found, kinds):
         raise PellucidError(rule(name, "a folder or file of one", type(found).__name__), "component-kind")

@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError
-from pellucid.interop.components import Components, text_parts
+from pellucid.interop.components import Components
 from pellucid.models import lora
-from pellucid.models.unet import UNet
-from pellucid.pipeline import tracker as workspace
-from pellucid.pipeline.adapters import Control
-from pellucid.pipeline.encoders import image_inputs
+from pellucid.pipeline.decode import decode
 from pellucid.pipeline.encoders.conditions import takes_labels, takes_text
+from pellucid.pipeline.encoders.image_inputs import is_inpainting
 from pellucid.pipeline.ghost import META, Kernels, Rehearsal, Shadows
+from pellucid.pipeline.model import Model, RunSettings, networks_by_name, set_memory_format, with_views
 from pellucid.pipeline.policy import Policy
-from pellucid.pipeline.request import Request
-from pellucid.pipeline.tracker import METER, Peak, Tracker, metered
+from pellucid.pipeline.prepare import denoise, prepare, settle
+from pellucid.pipeline.request import Control, Request
+from pellucid.pipeline.tracker import GRAIN, METER, Peak, borrowed_bytes, metered, standing_bytes
 
-if TYPE_CHECKING:
-    from pellucid.pipeline.pipeline import Pipeline, Result
-
-STEPS = 2  # rows of a rehearsal: the second has a history
-PROMPT = "a"
+_STEPS = 2  # rows of a rehearsal: the second has a history
+_PROMPT = "a"
 
 
 @dataclass(frozen=True)
@@ -51,38 +47,21 @@ class Forecast:
         return self.stages[self.stage]
 
 
-@dataclass(frozen=True)
-class MemoryUse:
-    """What a real run took: bytes at the peak of each stage, its seconds, and what it made."""
-
-    peaks: dict[str, int]
-    seconds: dict[str, float]
-    result: Result
-
-    @property
-    def stage(self) -> str:
-        return max(self.peaks, key=lambda name: self.peaks[name])
-
-    @property
-    def peak(self) -> int:
-        return self.peaks[self.stage]
-
-
 # --- what to run ---------------------------------------------------------------------------------------------------
 
 
 def request_for(
-    pipe: Pipeline,
+    model: Model,
     *,
     size: tuple[int, int] | None = None,
     batch: int = 1,
-    steps: int = STEPS,
+    steps: int = _STEPS,
     controlnets: Sequence[Any] = (),
     loras: Sequence[Any] = (),
 ) -> Request:
     """A request of a size and a batch, for any kind of model; what it shows does not matter for memory."""
-    width, height = size if size is not None else pipe.size_of(Request())
-    asked: dict[str, Any] = {
+    width, height = size if size is not None else model.size_of(Request())
+    fields: dict[str, Any] = {
         "n": batch,
         "steps": steps,
         "sampler": "euler",
@@ -90,35 +69,24 @@ def request_for(
         "width": width,
         "height": height,
     }
-    network = pipe.components.network
+    network = model.components.network
     grey = Image.new("RGB", (width, height), "grey")
     if takes_text(network):
-        asked["prompt"] = PROMPT
+        fields["prompt"] = _PROMPT
     if takes_labels(network):
-        asked["label"] = 0
-    if image_inputs.is_inpainting(pipe.components):
-        asked |= {"image": grey, "mask": Image.new("L", (width, height), 255)}
+        fields["label"] = 0
+    if is_inpainting(model.components):
+        fields |= {"image": grey, "mask": Image.new("L", (width, height), 255)}
     controls = tuple(Control(network, grey) for network in controlnets)
-    return Request(**asked, controls=controls, loras=tuple(loras))
+    return Request(**fields, controls=controls, loras=tuple(loras))
 
 
-def networks_by_name(components: Components) -> dict[str, nn.Module]:
-    """The networks of a model under the names of its folders."""
-    found: dict[str, nn.Module | None] = {
-        "unet" if isinstance(components.network, UNet) else "transformer": components.network,
-        **dict(zip(text_parts(components), components.text_encoders, strict=True)),
-        "vae": components.vae,
-        "image_encoder": components.image_encoder,
-    }
-    return {name: network for name, network in found.items() if network is not None}
-
-
-def guests_by_name(pipe: Pipeline, request: Request) -> dict[str, nn.Module]:
+def guests_by_name(model: Model, request: Request) -> dict[str, nn.Module]:
     """The networks that a request brings with it."""
-    controls = [image_inputs.controlnet_of(pipe, control) for control in request.controls]
-    adapters = [image_inputs.adapter_of(pipe, prompt) for prompt in request.image_prompts]
-    named = {f"controlnet_{i}" if i else "controlnet": network for i, network in enumerate(controls)}
-    named |= {f"ip_adapter_{i}" if i else "ip_adapter": network for i, network in enumerate(adapters)}
+    controls = [model.controlnet_of(control) for control in request.controls]
+    adapters = [model.ip_adapter_of(prompt) for prompt in request.image_prompts]
+    kinds: dict[str, list[Any]] = {"controlnet": controls, "ip_adapter": adapters}
+    named = {f"{kind}_{i}" if i else kind: one for kind, held in kinds.items() for i, one in enumerate(held)}
     return named if request.weak is None else {**named, "weak": request.weak.components.network}
 
 
@@ -126,7 +94,7 @@ def guests_by_name(pipe: Pipeline, request: Request) -> dict[str, nn.Module]:
 
 
 def predict(
-    pipe: Pipeline,
+    model: Model,
     request: Request,
     *,
     policy: Policy | None = None,
@@ -140,32 +108,32 @@ def predict(
     `policy`, `device` ("cuda" or "cpu") and `dtype` are the pipeline's where they are left out; `beside` are tensors
     that lie on the device besides the networks.
     """
-    policy = pipe.policy if policy is None else policy
-    where = torch.device(pipe.device if device is None else device)
+    policy = model.policy if policy is None else policy
+    where = torch.device(model.device if device is None else device)
     policy.check(where)
     cuda = where.type != "cpu"
     shadows = Shadows("cuda" if cuda else "cpu", waits=policy.offload != "none", dtype=dtype)
-    few = min(request.steps or STEPS, STEPS) if steps is None else steps
-    cast = Ghosts.of(pipe, replace(request, plan=None, steps=few), shadows)
+    few = min(request.steps or _STEPS, _STEPS) if steps is None else steps
+    ghosts = _Ghosts.of(model, replace(request, plan=None, steps=few), shadows)
     if policy.channels_last and policy.offload == "none":
-        cast.channels_last()
+        set_memory_format(ghosts.components, torch.channels_last)
     tracker = Rehearsal(
         ["meta"] if cuda else ["meta", "cpu"],
-        grain=workspace.GRAIN if cuda else 1,
-        scratch=workspace.borrowed_bytes(policy.channels_last) if cuda else None,
+        grain=GRAIN if cuda else 1,
+        scratch=borrowed_bytes(policy.channels_last) if cuda else None,
     )
-    tracker.hold(cast.resident, [shadows.shadow(tensor) for tensor in beside])
+    tracker.hold(ghosts.resident, [shadows.shadow(tensor) for tensor in beside])
     eager = replace(policy, compile=False)  # compiled code holds no more than this
-    with metered(tracker), Kernels(shadows.device, policy.attention), tracker.following(cast.named):
-        cast.pipeline(eager).run(cast.request)
-    standing = workspace.standing_bytes(where)
+    with metered(tracker), Kernels(shadows.device, policy.attention), tracker.following(ghosts.named):
+        decode(denoise(prepare(settle(Model(ghosts.components, eager, META), ghosts.request))))
+    standing = standing_bytes(where)
     stages = {name: replace(peak, workspace=peak.workspace + standing) for name, peak in tracker.stages.items()}
     return Forecast(stages, policy)
 
 
 @dataclass(frozen=True)
-class Ghosts:
-    """The ghosts of a rehearsal: those that act, those that only take room, and what they are asked."""
+class _Ghosts:
+    """The ghosts of a rehearsal: those that act, those that only take room, and their request."""
 
     components: Components
     named: dict[str, nn.Module]
@@ -173,48 +141,36 @@ class Ghosts:
     request: Request
 
     @classmethod
-    def of(cls, pipe: Pipeline, request: Request, shadows: Shadows) -> Ghosts:
-        guests = {name: shadows.ghost(network) for name, network in guests_by_name(pipe, request).items()}
-        seeing = (image_inputs.image_encoder_of(pipe, prompt) for prompt in request.image_prompts)
-        eyes = next((one for one in seeing if one is not None), pipe.components.image_encoder)
-        base = shadows.of(replace(pipe.components, image_encoder=eyes, controlnets=()))
-        acting = with_ghost_loras(base, pipe, request)
+    def of(cls, model: Model, request: Request, shadows: Shadows) -> _Ghosts:
+        guests = {name: shadows.ghost(network) for name, network in guests_by_name(model, request).items()}
+        encoders = (model.image_encoder_of(prompt) for prompt in request.image_prompts)
+        encoder = next((one for one in encoders if one is not None), model.components.image_encoder)
+        base = shadows.of(replace(model.components, image_encoder=encoder, controlnets=()))
+        acting = _with_ghost_loras(base, model, request)
         named = {**networks_by_name(acting), **guests}
         resident = [*networks_by_name(base).values(), *named.values()]
-        return cls(acting, named, resident, ghost_request(request, guests, shadows))
-
-    def pipeline(self, policy: Policy) -> Pipeline:
-        from pellucid.pipeline.pipeline import Pipeline
-
-        return Pipeline(self.components, policy, META)
-
-    def channels_last(self) -> None:
-        for network in (self.components.network, self.components.vae):
-            if network is not None:
-                network.to(memory_format=torch.channels_last)
+        return cls(acting, named, resident, _ghost_request(request, guests, shadows))
 
 
-def with_ghost_loras(base: Components, pipe: Pipeline, request: Request) -> Components:
+def _with_ghost_loras(base: Components, model: Model, request: Request) -> Components:
     """Views of ghosts with the LoRAs of a request: a new tensor for each weight that one of them changes."""
     views = networks_by_name(base)
-    for one in request.loras:
-        for part, adapter in pipe.lora_of(one).adapters.items():
+    for one in request.named_loras:
+        for part, adapter in model.lora_of(one).adapters.items():
             weights = {layer: views[part].get_submodule(layer).get_parameter("weight") for layer in adapter.layers}
-            swaps = {layer: {"weight": empty_twin(weight)} for layer, weight in weights.items()}
+            swaps = {layer: {"weight": _empty_twin(weight)} for layer, weight in weights.items()}
             views[part] = lora.view(views[part], swaps)
-    network = views.get("unet", views.get("transformer"))
-    encoders = tuple(views[name] for name in text_parts(base))
-    return replace(base, network=network, text_encoders=encoders)
+    return with_views(base, views)
 
 
-def empty_twin(weight: Tensor) -> Tensor:
+def _empty_twin(weight: Tensor) -> Tensor:
     """Another tensor without data, of the same form."""
     if weight.is_meta:
         return torch.empty_like(weight)
     return weight.new_zeros(()).expand(weight.shape)
 
 
-def ghost_request(request: Request, guests: dict[str, nn.Module], shadows: Shadows) -> Request:
+def _ghost_request(request: Request, guests: dict[str, Any], shadows: Shadows) -> Request:
     """The same request, of few steps, with ghosts for its networks and nobody watching."""
     controlnets = [guest for name, guest in guests.items() if name.startswith("controlnet")]
     adapters = [guest for name, guest in guests.items() if name.startswith("ip_adapter")]
@@ -227,51 +183,17 @@ def ghost_request(request: Request, guests: dict[str, nn.Module], shadows: Shado
         image_prompts=[replace(p, adapter=ghost) for p, ghost in zip(request.image_prompts, adapters, strict=True)],
         weak=weak,
         loras=(),
-        **{"plan": None, "sampler": "euler", "grid": None, "options": {}, "dialect": None},
-        **{"observers": (), "constraints": (), "cancelled": None, "noise": None, "seed": 0},
+        plan=None,
+        sampler="euler",
+        grid=None,
+        options={},
+        dialect=None,
+        observers=(),
+        constraints=(),
+        cancelled=None,
+        noise=None,
+        seed=0,
     )
-
-
-# --- measurement ---------------------------------------------------------------------------------------------------
-
-
-def measure(pipe: Pipeline, request: Request, beside: Sequence[Tensor] = ()) -> MemoryUse:
-    """Runs a request and measures the peak of each stage: torch's own count on CUDA, living tensors on the CPU.
-
-    The CPU's figure does not see what kernels borrow inside of themselves. Tensors of others are not counted.
-    """
-    pipe.run(request)  # reads adapters, compiles, warms up
-    own = Tracker([pipe.device.type], grain=workspace.GRAIN if pipe.device.type == "cuda" else 1)
-    networks = {**networks_by_name(pipe.components), **guests_by_name(pipe, request)}
-    own.hold(networks.values(), beside)
-    if pipe.device.type == "cuda":
-        return memory_use(pipe.run(request), others_on(pipe.device, own.weights))
-    with metered(own):
-        result = pipe.run(request)
-    return memory_use(result, 0)
-
-
-def memory_use(result: Result, others: int) -> MemoryUse:
-    peaks = {stage.name: (stage.peak or 0) - others for stage in result.stages}
-    return MemoryUse(peaks, {stage.name: stage.seconds for stage in result.stages}, result)
-
-
-def others_on(device: torch.device, own: int) -> int:
-    """Bytes on a GPU that are neither the networks' nor the run's."""
-    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if clear is not None:  # else the workspace of the first run would count as somebody else's
-        clear()
-    return max(torch.cuda.memory_allocated(device) - own, 0)
-
-
-def fastest_run(pipe: Pipeline, request: Request, repeats: int = 3) -> float:
-    """Seconds of the fastest of some whole runs, which must have been warmed up: others on the machine only add."""
-    took = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        pipe.run(request)
-        took.append(time.perf_counter() - began)
-    return min(took)
 
 
 def size_text(size: float) -> str:
@@ -284,51 +206,54 @@ def size_text(size: float) -> str:
 
 # --- Out of memory --------------------------------------------------------------------------------------------------
 
-HELPS = 0.95  # advice must bring the peak below this share of what it was
-TILE = 64
-CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
+_HELPS = 0.95  # advice must bring the peak below this share of what it was
+_TILE = 64
+_CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
     "text": ({"offload": "component"},),
-    "encode": ({"offload": "component"}, {"vae_tile": TILE}),
+    "encode": ({"offload": "component"}, {"vae_tile": _TILE}),
     "denoise": ({"offload": "component"}, {"offload": "block"}, {"attention": "auto"}),
-    "decode": ({"offload": "component"}, {"vae_slicing": True}, {"vae_tile": TILE}, {"attention": "auto"}),
+    "decode": ({"offload": "component"}, {"vae_slicing": True}, {"vae_tile": _TILE}, {"attention": "auto"}),
 }
 
 
-ROUGH = 8 * 2**10  # bytes a pixel that a run with a VAE stays below: measured are 0.6 (scenes-128) to 5 kB (SDXL)
-OF_PIXELS = 8  # times that, of a network of pixels
-LITTLE = 2**31  # bytes, by the rough count, that nothing is asked about
+_ROUGH = 8 * 2**10  # bytes a pixel that a run with a VAE stays below: measured are 0.6 (scenes-128) to 5 kB (SDXL)
+_OF_PIXELS = 8  # times that, of a network of pixels
+_LITTLE = 2**31  # bytes, by the rough count, below which nothing is checked
 GROUPS = Path("/sys/fs/cgroup")
 
 
-def check_fits(pipe: Pipeline, request: Request, size: tuple[int, int], count: int) -> None:
-    """Refuses a request whose predicted peak is beyond the memory that is free.
+def check_fits(run: RunSettings, fitted: int = 0) -> int:
+    """Refuses a request whose predicted peak is beyond the memory that is free; else the most pixels known to fit.
 
-    A rehearsal takes half a second, so it is made only of what does not fit by a rough count, and not twice."""
-    pixels = size[0] * size[1] * count
-    rough = ROUGH * pixels * (OF_PIXELS if pipe.components.vae is None else 1)
-    if rough < LITTLE or pixels <= pipe._fitted or METER.get() is not None:
-        return
-    room = available(pipe.device)
+    A rehearsal takes half a second, so it is made only of what does not fit by a rough count, and of more pixels than
+    `fitted`.
+    """
+    model, request = run.model, run.request
+    pixels = run.size[0] * run.size[1] * run.count
+    rough = _ROUGH * pixels * (_OF_PIXELS if model.components.vae is None else 1)
+    if rough < _LITTLE or pixels <= fitted or METER.get() is not None:
+        return fitted
+    room = available(model.device)
     if room is None:
-        return
+        return fitted
     if rough > room:
         try:
-            forecast = predict(pipe, request, steps=1)
+            forecast = predict(model, request, steps=1)
         except Exception:  # what is wrong with the request is said when it runs
-            return
-        need = forecast.peak.total - resident(pipe)
+            return fitted
+        need = forecast.peak.total - _resident(model)
         if need > room:
-            told = f"{size_text(need)} more are predicted to be needed, {size_text(room)} are free"
-            advice = explain(pipe, request, forecast.stage)
-            raise PellucidError(f"memory must suffice for stage {forecast.stage}; {told}. {advice}", "out-of-memory")
-    pipe._fitted = pixels
+            words = f"{size_text(need)} more are predicted to be needed, {size_text(room)} are free"
+            advice = explain(model, request, forecast.stage)
+            raise PellucidError(f"memory must suffice for stage {forecast.stage}; {words}. {advice}", "out-of-memory")
+    return pixels
 
 
-def resident(pipe: Pipeline) -> int:
+def _resident(model: Model) -> int:
     """Bytes of the model's networks that are on the device already."""
-    networks = networks_by_name(pipe.components).values()
+    networks = networks_by_name(model.components).values()
     held = {id(t): t for network in networks for t in (*network.parameters(), *network.buffers())}
-    return sum(t.nbytes for t in held.values() if t.device.type == pipe.device.type)
+    return sum(t.nbytes for t in held.values() if t.device.type == model.device.type)
 
 
 def available(device: torch.device) -> int | None:
@@ -338,16 +263,16 @@ def available(device: torch.device) -> int | None:
         return torch.cuda.mem_get_info(device)[0] + unused
     if device.type != "cpu":
         return None
-    found = list(limits(file_text(Path("/proc/self/cgroup"))))
-    free = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file_text(Path("/proc/meminfo")).splitlines()}
+    found = list(limits(_file_text(Path("/proc/self/cgroup"))))
+    free = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in _file_text(Path("/proc/meminfo")).splitlines()}
     if "MemAvailable" in free:
         found.append(free["MemAvailable"] + free.get("SwapFree", 0))
-    if (taken := file_text(Path("/proc/self/statm"))) and (most := address_space()) is not None:
+    if (taken := _file_text(Path("/proc/self/statm"))) and (most := _address_space()) is not None:
         found.append(most - int(taken.split()[0]) * os.sysconf("SC_PAGE_SIZE"))
     return max(min(found), 0) if found else None
 
 
-def address_space() -> int | None:
+def _address_space() -> int | None:
     """The limit of this process (`ulimit -v`), where it has one."""
     import resource
 
@@ -365,68 +290,68 @@ def limits(groups: str) -> Iterator[int]:
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if kinds else ("memory.max", "memory.current")
         inner = root / path.lstrip("/")
         for folder in (inner, *inner.parents) if inner.is_relative_to(root) else ():
-            most, used = (file_text(folder / name).strip() for name in names)
+            most, used = (_file_text(folder / name).strip() for name in names)
             if most.isdecimal() and used.isdecimal():
-                stat = dict(row.split() for row in file_text(folder / "memory.stat").splitlines())
+                stat = dict(row.split() for row in _file_text(folder / "memory.stat").splitlines())
                 cached = sum(int(stat.get(name, 0)) for name in ("inactive_file", "active_file"))
                 yield int(most) - int(used) + cached
             if folder == root:
                 break
 
 
-def file_text(path: Path) -> str:
+def _file_text(path: Path) -> str:
     try:
         return path.read_text("utf-8")
     except (OSError, ValueError):
         return ""
 
 
-def explain(pipe: Pipeline, request: Request, stage: str) -> str:
+def explain(model: Model, request: Request, stage: str) -> str:
     """Who owns the peak of a stage, and what would lower it by how much. All of it is predicted, nothing is run."""
     many = len(request.seeds()) > 1
-    changes = {change_text(change): policy for change, policy in policy_changes(pipe, stage, many)}
+    changes = {_change_text(change): policy for change, policy in _policy_changes(model, stage, many)}
     try:
-        now = predict(pipe, request, steps=1).stages[stage]
-        found = peaks_after(pipe, request, stage, changes)
+        now = predict(model, request, steps=1).stages[stage]
+        found = _peaks_after(model, request, stage, changes)
     except Exception:  # advice must not hide what it is about
         fewer = ["fewer images at once"] if many else []
         return f"Use {', '.join(['a smaller size', *fewer, *changes])}."
-    better = sorted((total, name) for name, total in found.items() if total < HELPS * now.total)
+    better = sorted((total, name) for name, total in found.items() if total < _HELPS * now.total)
     advice = "; ".join(f"{name} brings it to {size_text(total)}" for total, name in better)
     owner, whole, held = now.owner or "The stage itself", size_text(now.total), size_text(now.weights)
     other = "Use a smaller size, or a device with more memory"
     return f"{owner} owns its peak: {whole} predicted, {held} of it weights. {advice or other}."
 
 
-def change_text(change: dict[str, Any]) -> str:
+def _change_text(change: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in change.items())
 
 
-def policy_changes(pipe: Pipeline, stage: str, many: bool) -> Iterator[tuple[dict[str, Any], Policy]]:
+def _policy_changes(model: Model, stage: str, many: bool) -> Iterator[tuple[dict[str, Any], Policy]]:
     """The changes of policy that act on a stage, on this device, with the rest of the policy."""
-    for change in CHANGES.get(stage, ()):
+    for change in _CHANGES.get(stage, ()):
         with suppress(PellucidError):
-            policy = replace(pipe.policy, **change)
-            policy.check(pipe.device)
-            if policy != pipe.policy and (many or "vae_slicing" not in change):
+            policy = replace(model.policy, **change)
+            policy.check(model.device)
+            if policy != model.policy and (many or "vae_slicing" not in change):
                 yield change, policy
 
 
-def peaks_after(pipe: Pipeline, request: Request, stage: str, changes: Mapping[str, Policy]) -> dict[str, int]:
+def _peaks_after(model: Model, request: Request, stage: str, changes: Mapping[str, Policy]) -> dict[str, int]:
     """What might help, and the stage's peak with it: changes of the policy, half precision, one image at a time."""
 
     def peak(of: Request = request, **goal: Any) -> int:
-        return predict(pipe, of, steps=1, **goal).stages[stage].total
+        return predict(model, of, steps=1, **goal).stages[stage].total
 
     found = {name: peak(policy=policy) for name, policy in changes.items()}
-    if next(pipe.components.network.parameters()).dtype == torch.float32:
+    if next(model.components.network.parameters()).dtype == torch.float32:
         found["dtype='bfloat16'"] = peak(dtype=torch.bfloat16)
     if len(request.seeds()) > 1:
-        found["one image at a time"] = peak(first_image_of(request))
+        found["one image at a time"] = peak(_first_image_of(request))
     return found
 
 
-def first_image_of(request: Request) -> Request:
+def _first_image_of(request: Request) -> Request:
     """The same request for its first image."""
     label = request.label
     many = isinstance(label, list | tuple)

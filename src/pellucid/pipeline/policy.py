@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, NamedTuple, get_args
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from pellucid.core.errors import PellucidError, nearest, rule
-from pellucid.models.attention import BACKENDS
+from pellucid.pipeline.request import SPEED, flag
+
+if TYPE_CHECKING:
+    import torch
 
 Offload = Literal["none", "component", "block"]
-OFFLOADS: tuple[Offload, ...] = get_args(Offload)
+_OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 ON_CPU = ("auto", "flash", "math")  # the attention kernels that torch has for a CPU
 LEAST_TILE = 16
 
@@ -33,7 +34,7 @@ EFFECTS = {
     ),
     "vae_tile": Effect(
         "activations of decoding and encoding, to bands of tile × tile latents and one image held",
-        "1.2 to 2 times the time of decoding; the image is the untiled one but for rounding",
+        "1.2 to 2 times the time of decoding; the image is the untiled one except for rounding",
     ),
     "channels_last": Effect(
         "the copies that half-precision convolutions make of their input and output on a GPU, and their time",
@@ -61,15 +62,17 @@ class Policy:
     compile: the denoising network through torch.compile. The dtype is the model's, chosen when it is loaded.
     """
 
-    attention: str = "auto"
-    vae_slicing: bool = False
-    vae_tile: int | None = None
-    channels_last: bool = False
-    offload: Offload = "none"
-    compile: bool = False
+    attention: str = flag("--attention", "NAME", "The kernel of every attention.", SPEED, "auto")
+    vae_slicing: bool = flag("--vae-slicing", "", "Decode images one at a time.", SPEED, False, bool)
+    vae_tile: int | None = flag("--vae-tile", "N", "Decode in tiles of so many latents a side.", SPEED, kind=int)
+    channels_last: bool = flag("--channels-last", "", "Convolutions with the channels innermost.", SPEED, False, bool)
+    offload: Offload = flag("--offload", "HOW", "Networks wait on the CPU: none, component or block.", SPEED, "none")
+    compile: bool = flag("--compile", "", "The denoising network through torch.compile.", SPEED, False, bool)
 
     def __post_init__(self) -> None:
-        for name, known in (("attention", tuple(BACKENDS)), ("offload", OFFLOADS)):
+        from pellucid.models.attention import BACKENDS  # torch comes with it
+
+        for name, known in (("attention", tuple(BACKENDS)), ("offload", _OFFLOADS)):
             value = getattr(self, name)
             if value not in known:
                 hint = nearest(value, known) if isinstance(value, str) else ""
@@ -100,6 +103,8 @@ class Policy:
         torch keeps compiled code by the code that it was made from, so a view of a network (LoRA) and the next run
         use what the first call compiled.
         """
+        import torch
+
         return torch.compile(network, fullgraph=True) if self.compile else network
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,50 +1,50 @@
-"""From a request to latents: its plan, where it starts, and the network as the request uses it."""
+"""From a request to one value that can be held and run: its plan, its start and its inputs; and the run to latents."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from pellucid.core.compile import compile_plan
+from pellucid.core.denoiser import split
 from pellucid.core.dialect_diffusers import known_level
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.filters import Filter
 from pellucid.core.grid import Grid
-from pellucid.core.loop import Constraint, Denoiser, StepSeen, check_fits, loop
-from pellucid.core.noise import NoiseSource
+from pellucid.core.loop import Constraint, Observer, Prediction, StepSeen, check_fits, loop
+from pellucid.core.noise import NoiseSource, Philox, TorchStream
 from pellucid.core.plan import Plan
 from pellucid.core.reader import naming, read_text
+from pellucid.core.schedule import Level, Schedule
 from pellucid.interop import diffusers_config, source
-from pellucid.interop.components import Components
-from pellucid.interop.diffusers_plan import compile_reading, pipeline_options
-from pellucid.models import tiles
-from pellucid.models.controlnet import Controlled
-from pellucid.models.guidance import Guidance
-from pellucid.models.guided import GuidedDenoiser
-from pellucid.models.vae import from_diffusion, to_diffusion
-from pellucid.pipeline import images
-from pellucid.pipeline.adapters import ControlledDenoiser, HintSwitch
+from pellucid.interop.components import Components, Network
+from pellucid.interop.diffusers_plan import compile_reading, noise_notes, pipeline_options
+from pellucid.models.blocks import within
+from pellucid.models.controlnet import Controlled, Hint
+from pellucid.models.guidance import Guidance, scale_notes, steps_before, steps_of
+from pellucid.models.guided import GuidedDenoiser, GuidedRun
+from pellucid.models.rules import LayerExtra, Rescale
+from pellucid.models.unet import UNet
+from pellucid.pipeline import fingerprint
+from pellucid.pipeline.decode import Latents, recipes_of
 from pellucid.pipeline.encoders import image_inputs
-from pellucid.pipeline.encoders.conditions import takes_text
-from pellucid.pipeline.request import Request
-from pellucid.pipeline.result import Result
+from pellucid.pipeline.encoders.conditions import Conditions, make_conditions, takes_guidance, takes_text, text_notes
+from pellucid.pipeline.model import Model, RunSettings
+from pellucid.pipeline.recipe import Recipe
+from pellucid.pipeline.request import Control, Request
+from pellucid.pipeline.result import show_recipes
 from pellucid.pipeline.stages import Stages
-
-if TYPE_CHECKING:
-    from pellucid.pipeline.pipeline import Pipeline
-
 
 # --- The plan -------------------------------------------------------------------------------------------------------
 
 STEPS = 30
-MAX_PLAN_BYTES = 64 * 2**20
+_MAX_PLAN_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -70,29 +70,30 @@ def make_plan(components: Components, request: Request) -> RunPlan:
         def from_config(**cuts: Any) -> Plan:
             return compile_reading(reading, steps, dialect=dialect, overrides=options, **cuts)
 
-        return RunPlan(cut_plan(components, request, dialect, from_config), keep)
+        return RunPlan(_cut_plan(components, request, dialect, from_config), keep)
     if request.options and request.sampler is None and reading is None:
         raise PellucidError("options must come with a sampler: the model has no scheduler of its own.", "request")
-    grid = grid_of(request.grid) if isinstance(request.grid, Mapping) else request.grid
+    own = reading.sampler if reading is not None else "dpmpp_2m"
     dialect = request.dialect or "exact"
-
-    def from_name(**cuts: Any) -> Plan:
-        return compile_plan(
-            request.sampler or (reading.sampler if reading else "dpmpp_2m"),
-            schedule=components.schedule,
-            target=components.target,
-            grid=grid,
-            steps=None if isinstance(grid, Grid) and grid.name == "explicit" else steps,
-            dialect=dialect,
-            **cuts,
-            **request.options,
-        )
-
-    return RunPlan(cut_plan(components, request, dialect, from_name), keep)
+    from_name = partial(named_plan, request, own, components.schedule, components.target, steps, dialect)
+    return RunPlan(_cut_plan(components, request, dialect, from_name), keep)
 
 
-def grid_of(table: Mapping[str, Any]) -> Grid:
-    return Grid.from_dict(dict(table))
+def named_plan(
+    request: Request, own: str, schedule: Schedule, target: str, steps: int | None, dialect: str, **cuts: Any
+) -> Plan:
+    """The plan of the sampler and the grid that a request names; `own` is the sampler where it names none."""
+    grid: Any = Grid.from_dict(dict(request.grid)) if isinstance(request.grid, Mapping) else request.grid
+    return compile_plan(
+        request.sampler or own,
+        schedule=schedule,
+        target=target,
+        grid=grid,
+        steps=None if isinstance(grid, Grid) and grid.name == "explicit" else steps,
+        dialect=dialect,
+        **cuts,
+        **request.options,
+    )
 
 
 def given_plan(components: Components, request: Request) -> Plan:
@@ -111,18 +112,18 @@ def read_plan(given: Plan | str | os.PathLike[str]) -> Plan:
     if isinstance(given, Plan):
         return given
     path = source.bundled(given)
-    text = read_text(path, "plan", MAX_PLAN_BYTES, "plan-file")
+    text = read_text(path, "plan", _MAX_PLAN_BYTES, "plan-file")
     with naming(path.name):
         return Plan.from_json(text)
 
 
-def cut_plan(components: Components, request: Request, dialect: str, make: Any) -> Plan:
+def _cut_plan(components: Components, request: Request, dialect: str, make: Any) -> Plan:
     """Starts and ends where the request says: exactly, or on the whole legs that diffusers counts."""
     ends = (request.strength, request.denoising_start, request.denoising_end)
     if all(end is None for end in ends):
         return make()
     if dialect == "diffusers":
-        return cut_as_diffusers(request, make)
+        return _cut_as_diffusers(request, make)
     low, high = components.schedule.span
     start = request.strength if request.strength is not None else request.denoising_start
     if request.denoising_start is not None:
@@ -132,7 +133,7 @@ def cut_plan(components: Components, request: Request, dialect: str, make: Any) 
     return make(between=(begin, end))
 
 
-def cut_as_diffusers(request: Request, make: Any) -> Plan:
+def _cut_as_diffusers(request: Request, make: Any) -> Plan:
     """diffusers keeps int(steps · strength) of the steps, and hands over at the first time below a rounded one."""
     whole = make()
     count = int(whole.grid["steps"])
@@ -148,18 +149,18 @@ def cut_as_diffusers(request: Request, make: Any) -> Plan:
         skip = count - kept
     cuts: dict[str, Any] = {"skip": skip} if skip else {}
     if request.denoising_start is not None:
-        cuts = {"skip": starts_before(whole, request.denoising_start)}
+        cuts = {"skip": _starts_before(whole, request.denoising_start)}
     if request.denoising_end is not None:
-        stop = starts_before(whole, request.denoising_end)
-        cuts |= {"stop": stop} if stop < len(starts_of(whole)) else {}
+        stop = _starts_before(whole, request.denoising_end)
+        cuts |= {"stop": stop} if stop < len(_starts_of(whole)) else {}
     return make(**cuts) if cuts else whole
 
 
-def starts_of(whole: Plan) -> list[float]:
+def _starts_of(whole: Plan) -> list[float]:
     """The times that diffusers counts when it cuts a run: one per step, and in PNDM one per call."""
     if whole.name in ("plms", "pndm"):
         return list(whole.timesteps)
-    starts = list(dict.fromkeys(whole.timesteps))  # several calls per step tell the start of the next one twice
+    starts = list(dict.fromkeys(whole.timesteps))  # with several calls per step, the start of the next one comes twice
     if len(starts) != whole.grid["steps"]:
         raise PellucidError(
             f"denoising_start, denoising_end must be left out for {whole.name} in the diffusers dialect: it calls the "
@@ -169,237 +170,363 @@ def starts_of(whole: Plan) -> list[float]:
     return starts
 
 
-def starts_before(whole: Plan, part: float) -> int:
+def _starts_before(whole: Plan, part: float) -> int:
     """How many of them lie before a part of the run, as diffusers counts: by whole training times."""
     total = whole.schedule.get("num_train", 1000)
-    return sum(time >= round(total - part * total) for time in starts_of(whole))
+    return sum(time >= round(total - part * total) for time in _starts_of(whole))
 
 
-# --- From noise to pixels -------------------------------------------------------------------------------------------
+# --- The run --------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Run:
-    """One request on its way from noise to pixels."""
+@dataclass(frozen=True)
+class Prepared:
+    """A request made ready: it can wait, be run, and share a batch with others. `networks` are those that denoise."""
 
-    pipe: Pipeline
-    parts: Components
-    request: Request
-    planned: RunPlan
-    guidance: Guidance
-    source: NoiseSource
+    settings: RunSettings
+    start: Tensor  # (B, C, H, W), x at the plan's first level
+    conditions: Conditions
+    denoiser: GuidedDenoiser | ControlledDenoiser
+    constraints: tuple[Constraint, ...]
+    observers: tuple[Observer, ...]
+    networks: tuple[nn.Module, ...]
     stages: Stages
-    size: tuple[int, int]
-    count: int
+    recipes: Callable[[], list[Recipe]]
+    notes: tuple[str, ...] = ()
 
     @property
     def plan(self) -> Plan:
-        return self.planned.plan
+        return self.settings.plan
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        factor = self.pipe.factor
-        return self.pipe.channels, self.size[1] // factor, self.size[0] // factor
+    def noise(self) -> NoiseSource:
+        return self.settings.noise
 
-    def denoise(self, cond: dict[str, Any], uncond: dict[str, Any] | None) -> Tensor:
-        request, network = self.request, self.parts.network
-        with self.stages.run("encode", *image_inputs.encoding_networks(self)):
-            clean = self.clean_latents()
-            noise = self.first_noise()
-            network, denoiser_extra = self.prepared(network, cond, uncond, clean)
-        x = self.start(clean, noise)
-        guided = GuidedDenoiser(
-            network,
-            self.parts.schedule,
-            self.parts.target,  # type: ignore[arg-type]
-            cond,
-            uncond,
-            self.guidance,
-            weak=None if request.weak is None else self.second(request.weak),
-            x0_filter=self.planned.x0_filter,
-            dtype=working_dtype(self.parts.network),
-            keep_raw=bool(self.plan.options.get("keep_eps")),
+
+def settle(model: Model, request: Request, plan: RunPlan | None = None) -> RunSettings:
+    """Decides what a request leaves open; `plan` is what `make_plan` made of it, where somebody wanted it before."""
+    components, receipt = model.with_loras(request)
+    guidance = model.guidance_of(request)
+    check_layers(components.network, guidance)
+    plan = make_plan(components, request) if plan is None else plan
+    if plan.plan.dialect == "diffusers" and not takes_guidance(components.network):
+        guidance = guidance.as_diffusers()
+    size, seeds = model.size_of(request), request.seeds()
+    noise = noise_source(request, plan.plan, seeds)
+    return RunSettings(
+        model, request, components, plan.plan, plan.x0_filter, guidance, noise, size, tuple(seeds), receipt
+    )
+
+
+@torch.no_grad()
+def prepare(
+    run: RunSettings,
+    *,
+    observers: Sequence[Observer] = (),
+    explain: Callable[[str], str] | None = None,
+    notes: Sequence[str] = (),
+) -> Prepared:
+    """Encodes all that goes into a run: texts, images, adapters.
+
+    `observers` watch besides those of the request, `explain` says why a stage runs out of memory, and `notes` go into
+    the result.
+    """
+    model, request, parts = run.model, run.request, run.components
+    stages = Stages(model.policy, model.device, explain)
+    # a network that was trained with its guidance as an input takes the scale, and is called once per step
+    embedded = takes_guidance(parts.network)
+    scale, guidance = (input_guidance(run.guidance), Guidance(1.0)) if embedded else (1.0, run.guidance)
+    with stages.run("text", *parts.text_encoders):
+        both = guidance.needs_uncond or asks_uncond(run.plan)
+        conditions = make_conditions(parts, request, run.size, scale, both).to(model.device)
+    with stages.run("encode", *image_inputs.encoding_networks(run)):
+        clean, noise = image_inputs.clean_latents(run), image_inputs.first_noise(run)
+        network, conditions = _network_of(run, conditions, clean)
+    guided = GuidedDenoiser(
+        network,
+        parts.schedule,
+        parts.target,  # type: ignore[arg-type]
+        conditions.cond,
+        conditions.uncond,
+        guidance,
+        weak=None if request.weak is None else _weak_network(run),
+        x0_filter=run.x0_filter,
+        dtype=working_dtype(parts.network),
+        keep_raw=bool(run.plan.options.get("keep_eps")),
+    )
+    called = list(_layers_of(network))
+    switch = next((layer for layer in called if isinstance(layer, HintSwitch)), None)
+    weak = [] if request.weak is None else [request.weak.components.network]
+    return Prepared(
+        settings=run,
+        start=_start_of(run, clean, noise),
+        conditions=conditions,
+        denoiser=guided if switch is None else ControlledDenoiser(guided, request.controls, switch),
+        constraints=(*_blend(run, clean, noise), *request.constraints),
+        observers=(*request.observers, *observers),
+        networks=(called[-1], *weak),
+        stages=stages,
+        recipes=cache(partial(recipes_of, run)),
+        notes=(
+            *parts.notes,
+            *notes,
+            *text_notes(parts, request),
+            *guidance.notes,
+            *scale_notes(guidance),
+            *_unused_notes(request, guidance, run.plan),
+            *noise_notes(run.plan, str((parts.scheduler or {}).get("_class_name"))),
+            *tuning_notes(run.plan, model.components, run.guidance),
+        ),
+    )
+
+
+@torch.no_grad()
+def denoise(prepared: Prepared) -> Latents:
+    """Runs what is prepared; its observers see the recipes first, then every step."""
+    settings, stages = prepared.settings, prepared.stages.copy()
+    show_recipes(prepared.observers, prepared.recipes)
+    with stages.run("denoise", *prepared.networks):
+        x = loop(
+            [settings.plan] * settings.count,
+            prepared.denoiser,  # type: ignore[arg-type]  # the loop binds it to the plans
+            prepared.start,
+            settings.noise,
+            prepared.observers,
+            prepared.constraints,
+            settings.request.cancelled,
         )
-        denoiser: Denoiser = guided if denoiser_extra is None else denoiser_extra(guided)  # type: ignore[assignment]
-        constraints = [*self.blend(clean, noise), *request.constraints]
-        with self.stages.run("denoise", *self.denoising_networks(network)):
-            plans = [self.plan] * len(x)
-            return loop(plans, denoiser, x, self.source, request.observers, constraints, request.cancelled)
+    return Latents(x, settings, stages, prepared.recipes, prepared.notes)
 
-    def second(self, weak: Any) -> Any:
-        """The worse network of autoguidance, which must take what the network takes."""
-        network, parts = self.parts.network, getattr(weak, "components", None)
-        if not isinstance(getattr(parts, "network", None), type(network)):
-            raise PellucidError(
-                rule("weak", f"a pipeline with a {type(network).__name__}", type(weak).__name__), "weak"
-            )
-        if self.request.controls:
-            raise PellucidError("weak must be left out with controls, which only the model itself follows.", "weak")
-        for name in ("in_channels", "cross_attention_dim", "addition_embed_type", "time_cond_proj_dim"):
-            mine, other = (getattr(one.config, name, None) for one in (network, parts.network))
-            if mine != other:
-                raise PellucidError(rule(f"{name} of weak", f"{mine}, as the model's", other), "weak")
-        mine, other = (next(one.parameters()).dtype for one in (network, parts.network))
+
+def _start_of(run: RunSettings, clean: Tensor | None, noise: Tensor) -> Tensor:
+    """x at the plan's first level."""
+    plan = run.plan
+    if clean is None:
+        return noise * plan.initial_scale
+    if run.request.denoising_start is not None:
+        return clean  # x of an earlier run, still noisy
+    if image_inputs.starts_from_noise(run) and plan.dialect == "diffusers":
+        return noise * plan.initial_scale
+    return clean * plan.start.alpha + noise * plan.start.sigma
+
+
+def _blend(run: RunSettings, clean: Tensor | None, noise: Tensor) -> list[Constraint]:
+    """Keeps what the mask does not paint: after each row, the image at the level that x has now."""
+    if run.request.mask is None or clean is None or image_inputs.is_inpainting(run.components):
+        return []
+    plan, mask = run.plan, image_inputs.latent_mask(run)  # (B, 1, H, W), 1 is painted
+    last = len(plan.rows) - 1
+
+    def keep(seen: StepSeen) -> Tensor:
+        level = seen.next_levels[0] if seen.index == last else known_level(plan, seen.index + 1)
+        done = seen.index == last and plan.dialect == "diffusers"  # which ends on the image, wherever it ends
+        kept = clean if done else clean * level.alpha + noise * level.sigma
+        return kept * (1 - mask) + seen.x_next * mask
+
+    return [keep]
+
+
+def noise_source(request: Request, plan: Plan, seeds: list[int], stream: TorchStream | None = None) -> NoiseSource:
+    """Addressed noise (philox), or torch's generators as the peers' dialects use them: a `stream`, or new ones."""
+    given = request.noise
+    if given is not None and not isinstance(given, str):
+        if not hasattr(given, "first"):
+            raise PellucidError(rule("noise", "philox, torch, or a noise source", given), "noise")
+        return given
+    kind = given or ("philox" if plan.dialect == "exact" else "torch")
+    if kind not in ("philox", "torch"):
+        raise PellucidError(rule("noise", "philox, torch, or a noise source", kind), "noise")
+    return Philox(seeds) if kind == "philox" else stream or TorchStream(seeds)
+
+
+# --- The network as a request uses it -------------------------------------------------------------------------------
+
+
+def _network_of(run: RunSettings, conditions: Conditions, clean: Tensor | None) -> tuple[Any, Conditions]:
+    """The network with ControlNets or beside a mask, and the conditions with what these take."""
+    request, network, device = run.request, run.components.network, run.model.device
+    if request.image_prompts:
+        conditions = conditions.plus("image", *image_inputs.image_tokens(run, network))
+    called: Any
+    if request.controls:
+        network = image_inputs.controllable(network)
+        controlled = Controlled(network, [run.model.controlnet_of(control) for control in request.controls])
+        conditions = conditions.plus("control", *image_inputs.hints_of(run, controlled))
+        called = HintSwitch(run.model.policy.ready(controlled))
+    else:
+        called = run.model.policy.ready(network)
+    if image_inputs.is_inpainting(run.components):
+        beside = image_inputs.beside_latents(run).to(device, next(network.parameters()).dtype)
+        return image_inputs.Inpainting(called), conditions.plus("beside", beside, beside)
+    if network.config.in_channels != run.model.channels:
+        wide = network.config.in_channels
+        raise PellucidError(rule("in_channels of the network", f"{run.model.channels}", wide), "components-fit")
+    if request.mask is not None and run.plan.dialect == "diffusers" and clean is not None:
+        # diffusers encodes the masked image here whether it is used or not, and draws noise for it
+        drawn = 1 if image_inputs.one_for_all(run) else run.count
+        run.noise.beside(clean.shape[1:], torch.empty(0), range(drawn))
+    return called, conditions
+
+
+def _layers_of(network: Any) -> Iterator[Any]:
+    """A network as it is called, what that calls, and so on to the module that computes."""
+    yield network
+    while isinstance(network, HintSwitch | image_inputs.Inpainting):
+        network = network.network
+        yield network
+
+
+def _weak_network(run: RunSettings) -> Any:
+    """The worse network of autoguidance, which must take what the network takes."""
+    weak, network = run.request.weak, run.components.network
+    parts: Any = getattr(weak, "components", None)
+    if not isinstance(getattr(parts, "network", None), type(network)):
+        raise PellucidError(rule("weak", f"a pipeline with a {type(network).__name__}", type(weak).__name__), "weak")
+    if run.request.controls:
+        raise PellucidError("weak must be left out with controls, which only the model itself follows.", "weak")
+    for name in ("in_channels", "cross_attention_dim", "addition_embed_type", "time_cond_proj_dim"):
+        mine, other = (getattr(one.config, name, None) for one in (network, parts.network))
         if mine != other:
-            raise PellucidError(rule("dtype of weak", f"{mine}, as the model's", other, "Load it with dtype=."), "weak")
-        return image_inputs.Inpainting(parts.network) if image_inputs.is_inpainting(self.parts) else parts.network
-
-    def denoising_networks(self, network: Any) -> list[nn.Module]:
-        while isinstance(network, HintSwitch | image_inputs.Inpainting):
-            network = network.network
-        weak = self.request.weak
-        return [network] if weak is None else [network, weak.components.network]
-
-    # --- the start ------------------------------------------------------------------------------------------------
-
-    def first_noise(self) -> Tensor:
-        """Unit noise, (B, C, H, W): given, or drawn by seed."""
-        like = torch.empty(0, device=self.pipe.device)
-        if self.request.latents is None:
-            return self.source.first(self.shape, like, range(self.count))
-        given = self.request.latents
-        if tuple(given.shape) != (self.count, *self.shape):
-            raise PellucidError(rule("latents", f"of shape {(self.count, *self.shape)}", tuple(given.shape)), "latents")
-        images.check_finite("latents", given)
-        return given.to(like)
-
-    def clean_latents(self) -> Tensor | None:
-        """The image as latents (B, C, H, W), scaled for diffusion; None without one."""
-        image = self.request.image
-        if image is None or (self.all_new and image_inputs.is_inpainting(self.parts)):
-            return None
-        if isinstance(image, Result):
-            return self.fitting(self.taken_up(image))
-        if image_inputs.is_latent(image, self.channels_if_latent()):
-            return self.fitting(image)
-        return self.encode(images.to_tensor(image, self.size).to(self.pipe.device))
-
-    def taken_up(self, earlier: Result) -> Tensor:
-        """The end of an earlier run: still noisy, in this plan's frame, or the latents of what it finished."""
-        end = earlier.plan.end
-        if self.request.denoising_start is not None:
-            return earlier.latents * (self.plan.start.alpha / end.alpha)
-        if earlier.recipe.denoising_end is not None:
-            raise PellucidError("denoising_start must be given to take up an unfinished run; got none.", "denoising")
-        return earlier.latents / end.alpha if earlier.plan.dialect == "exact" else earlier.latents
-
-    def fitting(self, latents: Tensor) -> Tensor:
-        """Latents that were given, one per image, of the size that is asked for."""
-        if tuple(latents.shape[1:]) != self.shape:
-            raise PellucidError(rule("latents of image", f"of shape {self.shape}", tuple(latents.shape[1:])), "latents")
-        images.check_finite("latents of image", latents)
-        return image_inputs.spread(latents.to(self.pipe.device, torch.float32), self.count)
-
-    @property
-    def all_new(self) -> bool:
-        """Whether an inpainting starts from noise alone."""
-        request = self.request
-        return request.mask is not None and request.strength in (None, 1.0) and request.denoising_start is None
-
-    def channels_if_latent(self) -> int | None:
-        return None if self.parts.vae is None else self.pipe.channels
-
-    def encode(self, pixels: Tensor) -> Tensor:
-        """Pixels (1 or more, 3, H, W) in [−1, 1] → latents (B, C, H, W), sampled with the noise of each image.
-
-        diffusers' inpainting encodes an image once for the whole batch, with the noise of the first.
-        """
-        vae, once = self.parts.vae, self.request.mask is not None and self.plan.dialect == "diffusers"
-        spread = partial(image_inputs.spread, count=self.count)
-        if vae is None:
-            return spread(pixels)
-        pixels = pixels if once else spread(pixels)
-        weight, policy = next(vae.parameters()), self.pipe.policy
-        if policy.vae_tile is not None:
-            posterior = tiles.encode_tiled(vae, pixels.to(weight), policy.vae_tile)
-        elif policy.vae_slicing:
-            posterior = tiles.encode_sliced(vae, pixels.to(weight))
-        else:
-            posterior = vae.encode(pixels.to(weight))
-        noise = self.source.beside(posterior.mean.shape[1:], torch.empty(0, device=pixels.device), range(len(pixels)))
-        return spread(to_diffusion(vae.config, posterior.sample(noise.to(posterior.mean))).float())
-
-    def start(self, clean: Tensor | None, noise: Tensor) -> Tensor:
-        """x at the plan's first level."""
-        plan, request = self.plan, self.request
-        if clean is None:
-            return noise * plan.initial_scale
-        if request.denoising_start is not None:
-            return clean  # x of an earlier run, still noisy
-        if self.all_new and plan.dialect == "diffusers":
-            return noise * plan.initial_scale
-        return clean * plan.start.alpha + noise * plan.start.sigma
-
-    # --- inpainting, ControlNets, image prompts -------------------------------------------------------------------
-
-    def prepared(self, network: Any, cond: dict[str, Any], uncond: dict[str, Any] | None, clean: Tensor | None) -> Any:
-        """The network as this request uses it, and what wraps its denoiser; adds inputs to both conditions."""
-        request = self.request
-        extra = None
-        if request.image_prompts:
-            image_inputs.add_image_prompts(self, network, cond, uncond)
-        if request.controls:
-            image_inputs.check_controlled(network)
-            controlled = Controlled(network, [image_inputs.controlnet_of(self.pipe, c) for c in request.controls])
-            image_inputs.add_hints(self, controlled, cond, uncond)
-            network = switch = HintSwitch(self.stages.policy.ready(controlled))
-
-            def extra(guided: GuidedDenoiser) -> ControlledDenoiser:
-                return ControlledDenoiser(guided, request.controls, switch)
-
-        else:
-            network = self.stages.policy.ready(network)
-        if image_inputs.is_inpainting(self.parts):
-            beside = image_inputs.beside_latents(self)
-            for inputs in (cond, uncond):
-                if inputs is not None:
-                    inputs["beside"] = beside.to(self.pipe.device, next(self.parts.network.parameters()).dtype)
-            network = image_inputs.Inpainting(network)
-        elif self.parts.network.config.in_channels != self.pipe.channels:
-            wide = self.parts.network.config.in_channels
-            raise PellucidError(rule("in_channels of the network", f"{self.pipe.channels}", wide), "components-fit")
-        elif request.mask is not None and self.plan.dialect == "diffusers" and clean is not None:
-            # diffusers encodes the masked image here whether it is used or not, and draws noise for it
-            drawn = 1 if image_inputs.one_for_all(self) else self.count
-            self.source.beside(clean.shape[1:], torch.empty(0), range(drawn))
-        return network, extra
-
-    def blend(self, clean: Tensor | None, noise: Tensor) -> list[Constraint]:
-        """Keeps what the mask does not paint: after each row, the image at the level that x has now."""
-        if self.request.mask is None or clean is None or image_inputs.is_inpainting(self.parts):
-            return []
-        mask = image_inputs.latent_mask(self)  # (B, 1, H, W), 1 is painted
-        last = len(self.plan.rows) - 1
-
-        def keep(seen: StepSeen) -> Tensor:
-            level = seen.next_levels[0] if seen.index == last else known_level(self.plan, seen.index + 1)
-            done = seen.index == last and self.plan.dialect == "diffusers"  # which ends on the image, wherever it ends
-            kept = clean if done else clean * level.alpha + noise * level.sigma
-            return kept * (1 - mask) + seen.x_next * mask
-
-        return [keep]
-
-    # --- the end --------------------------------------------------------------------------------------------------
-
-    def decode(self, x: Tensor) -> list[Image.Image]:
-        vae, policy = self.parts.vae, self.pipe.policy
-        with self.stages.run("decode", vae):
-            if self.plan.dialect == "exact" and self.plan.end.alpha > 0:  # an end with noise left: x0 has alpha 1
-                x = x / self.plan.end.alpha
-            if vae is None:
-                return images.to_images(x)
-            images.check_finite("latents", x, "The network overflowed: run it in float32 or bfloat16.")
-            latents = from_diffusion(vae.config, x).to(next(vae.parameters()))
-            if policy.vae_tile is not None:
-                pixels = tiles.decode_tiled(vae, latents, policy.vae_tile)
-            elif policy.vae_slicing:
-                pixels = tiles.decode_sliced(vae, latents)
-            else:
-                pixels = vae.decode(latents)
-            return images.to_images(pixels.float())
+            raise PellucidError(rule(f"{name} of weak", f"{mine}, as the model's", other), "weak")
+    mine, other = (next(one.parameters()).dtype for one in (network, parts.network))
+    if mine != other:
+        raise PellucidError(rule("dtype of weak", f"{mine}, as the model's", other, "Load it with dtype=."), "weak")
+    return image_inputs.Inpainting(parts.network) if image_inputs.is_inpainting(run.components) else parts.network
 
 
 def working_dtype(network: nn.Module) -> torch.dtype | None:
     """The dtype that the network works in, where it is not x's."""
     dtype = next(network.parameters()).dtype
     return None if dtype == torch.float32 else dtype
+
+
+@dataclass(frozen=True)
+class ControlledDenoiser:
+    """A guided denoiser whose ControlNets are called only at the steps where they act."""
+
+    guided: GuidedDenoiser
+    controls: Sequence[Control]
+    switch: HintSwitch
+
+    def bind(self, plans: Sequence[Plan]) -> ControlledRun:
+        run = self.guided.bind(list(plans))
+        return ControlledRun(run, self.controls, self.switch, [steps_of(plan, True) for plan in plans])
+
+
+@dataclass
+class ControlledRun:
+    """One run: it switches the hints of its network on and off before each call."""
+
+    run: GuidedRun
+    controls: Sequence[Control]
+    switch: HintSwitch
+    ratios: list[list[float]]  # of the distinct levels of each image's plan
+
+    def __call__(self, x: Tensor, level: Any, time: Any) -> Prediction:
+        levels = [level] * len(self.ratios) if isinstance(level, Level) else split(level)
+        self.switch.on = tuple(
+            tuple(_acts(control, one, own) for one, own in zip(levels, self.ratios, strict=True))
+            for control in self.controls
+        )
+        return self.run(x, level, time)
+
+    def select(self, images: Sequence[int]) -> ControlledRun:
+        return replace(self, run=self.run.select(images), ratios=[self.ratios[i] for i in images])
+
+
+def _acts(control: Control, level: Level, ratios: list[float]) -> bool:
+    step = min(steps_before(ratios, level.ratio), len(ratios) - 1)
+    return control.acts_at(step, len(ratios))
+
+
+class HintSwitch:
+    """The network of one run: a UNet with ControlNets, without the hints of those that do not act now."""
+
+    def __init__(self, network: Controlled) -> None:
+        self.network = network
+        self.on: tuple[tuple[bool, ...], ...] = ()
+
+    def forward(self, x: Tensor, time: Tensor, *, control: tuple[Hint, ...], **inputs: Any) -> Tensor:
+        hints = tuple(self.hint(hint, on) for hint, on in zip(control, self.on, strict=True))
+        return self.network(x, time, control=hints if any(h is not None for h in hints) else (), **inputs)
+
+    __call__ = forward
+
+    @staticmethod
+    def hint(hint: Hint, on: tuple[bool, ...]) -> Hint | None:
+        if all(on):
+            return hint
+        if not any(on):
+            return None
+        times = len(hint.scale) // len(on)  # cond and uncond of one batch
+        mask = torch.tensor([float(o) for o in on] * times).to(hint.scale).reshape(-1, 1, 1, 1)
+        return Hint(hint.embedded, hint.scale * mask)
+
+
+# --- Checks and notes -----------------------------------------------------------------------------------------------
+
+
+def asks_uncond(plan: Plan) -> bool:
+    """CFG++ asks for the unconditional prediction at any scale."""
+    return plan.guided and not plan.options.get("keep_eps")
+
+
+def input_guidance(guidance: Guidance) -> float:
+    """The one scale that is an input of a guidance-distilled network."""
+    if not isinstance(guidance.scale, float) or any(not isinstance(r, Rescale) for r in guidance.rules):
+        raise PellucidError(
+            rule("guidance", "one number for this network, which takes it as an input", guidance.text()), "guidance"
+        )
+    return guidance.scale
+
+
+def check_layers(network: Network, guidance: Guidance) -> None:
+    """The blocks that a rule weakens are there: a name that fits none would change nothing."""
+    for extra in guidance.extras:
+        for layer in extra.layers if isinstance(extra, LayerExtra) else ():
+            if isinstance(network, UNet):
+                places = {str(module.place) for module in network.modules() if getattr(module, "place", "")}
+                known = isinstance(layer, str) and any(within(place, (layer,)) for place in places)
+                must = "names of attention blocks, such as mid"
+            else:
+                count = len(network.transformer_blocks)
+                known = isinstance(layer, int) and 0 <= layer < count
+                must = f"block numbers from 0 to {count - 1}"
+            if not known:
+                raise PellucidError(rule(f"layers of {extra.name}", must, layer), "guidance")
+
+
+def _unused_notes(request: Request, guidance: Guidance, plan: Plan) -> list[str]:
+    """Notes on options that have no effect."""
+    found = []
+    if request.negative_prompt and not guidance.needs_uncond and not asks_uncond(plan):
+        found.append("negative_prompt has no effect: the guidance scale is 1 in every step")
+    steps = len(steps_of(plan, True))
+    for number, control in enumerate(request.controls, 1):
+        if not any(control.acts_at(step, steps) for step in range(steps)):
+            span = f"{control.start:g}-{control.end:g}"
+            found.append(f"control {number} has no effect: none of {steps} steps lies whole in {span} of the run")
+    return found
+
+
+def tuning_notes(plan: Plan, parts: Components | None, guidance: Guidance) -> list[str]:
+    """A note where a tuned plan runs with another model or guidance than it was tuned for; `parts` None: who knows."""
+    evidence, found = plan.evidence, []
+    if evidence.get("kind") != "pellucid-tune":
+        return []
+    tuned = str(evidence.get("model_hash", ""))
+    other = fingerprint.differing(tuned, fingerprint.of_model(parts)) if tuned and parts is not None else ()
+    if other:
+        words = f"{', '.join(other)} {'differs' if len(other) == 1 else 'differ'}"
+        found.append(f"the plan was tuned for other weights (of {evidence.get('model', '?')}): {words}")
+    own = evidence.get("guidance")
+    if own is not None and not _same_guidance(own, guidance):
+        found.append(f"the plan was tuned for guidance {own}, and runs with {guidance.text()}")
+    return found
+
+
+def _same_guidance(text: Any, guidance: Guidance) -> bool:
+    try:
+        return Guidance.parse(text).same_rules(guidance)
+    except PellucidError:
+        return False

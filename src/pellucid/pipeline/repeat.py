@@ -1,184 +1,41 @@
-"""Recipes of a run, and from a recipe back to a request: what it sets, what it needs that it does not hold."""
+"""From a recipe back to a run: what it sets, what has to be given again, and whether the image is the same."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from PIL import Image
 
 from pellucid.core import grid as grids
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.grid import Grid
-from pellucid.core.noise import NoiseSource, Philox, TorchStream
 from pellucid.core.plan import Plan
 from pellucid.core.samplers import resolve
 from pellucid.models.guidance import Guidance
 from pellucid.pipeline import fingerprint, images
-from pellucid.pipeline.encoders import image_inputs
+from pellucid.pipeline.decode import adapters_of, inputs_of
+from pellucid.pipeline.load import load
+from pellucid.pipeline.model import Model
 from pellucid.pipeline.parameters import ForeignRecipe
-from pellucid.pipeline.recipe import Recipe
-from pellucid.pipeline.request import SECOND, Request
-
-if TYPE_CHECKING:
-    from pellucid.pipeline.pipeline import Pipeline
-
-
-# --- A run → recipes ------------------------------------------------------------------------------------------------
-
-
-def recipes_of(
-    pipe: Pipeline,
-    request: Request,
-    plan: Plan,
-    guidance: Guidance,
-    seeds: list[int],
-    size: tuple[int, int],
-    source: NoiseSource,
-) -> list[Recipe]:
-    """One recipe an image, in the order of the batch."""
-    prompts = [text for text in request.prompts for _ in range(request.n)]
-    negatives = [text for text in request.negatives for _ in range(request.n)]
-    seconds = request.seconds
-    shared: dict[str, Any] = {
-        "model": pipe.components.name,
-        "model_hash": fingerprint.of_model(pipe.components),
-        "weighting": request.weighting,
-        "clip_skip": request.clip_skip,
-        **run_fields(plan, request, guidance, source, next(pipe.components.network.parameters())),
-        "size": size,
-        "strength": request.strength,
-        "denoising_start": request.denoising_start,
-        "denoising_end": request.denoising_end,
-        "adapters": adapters_of(pipe, request),
-        "inputs": inputs_of(request),
-        "policy": pipe.policy.to_dict(),
-        "device": pipe.device.type,  # with offload the weights wait elsewhere
-    }
-    labels = labels_of(request, len(seeds))
-    beside = [
-        {
-            **condition_fields(pipe, request, label, negative),
-            **{name: texts[i // request.n] for name, texts in seconds.items()},
-        }
-        for i, (label, negative) in enumerate(zip(labels, negatives, strict=True))
-    ]
-    return [
-        Recipe(prompt=p, negative_prompt=neg, seed=seed, conditioning=conditioning, **shared)
-        for p, neg, seed, conditioning in zip(prompts, negatives, seeds, beside, strict=True)
-    ]
-
-
-def run_fields(plan: Plan, request: Request, guidance: Guidance, source: NoiseSource, weight: Tensor) -> dict[str, Any]:
-    """What a recipe says of a run of any network, ours or wrapped; `weight` is one of the network's."""
-    return {
-        "sampler": plan.name,
-        "grid": {k: v for k, v in plan.grid.items() if k not in ("steps", "skip", "stop", "between")},
-        "steps": int(plan.grid["steps"]),
-        "dialect": plan.dialect,
-        "options": dict(plan.options),
-        "plan": None if request.plan is None else plan.to_dict(),
-        "guidance": guidance.to_dict(),
-        "noise": noise_name(source),
-        "dtype": str(weight.dtype).removeprefix("torch."),
-        "torch": torch.__version__,
-    }
-
-
-def noise_name(source: NoiseSource) -> str:
-    if isinstance(source, Philox):
-        return "philox"
-    return "torch" if isinstance(source, TorchStream) else type(source).__name__.lower()
-
-
-def labels_of(request: Request, count: int) -> list[Any]:
-    given = list(request.label) if isinstance(request.label, list | tuple) else [request.label] * len(request.prompts)
-    return [label for label in given for _ in range(request.n)][:count]
-
-
-def condition_fields(pipe: Pipeline, request: Request, label: Any, negative: str) -> dict[str, Any]:
-    """What the network is told besides text, where it was set."""
-    found: dict[str, Any] = {} if label is None else {"label": label}
-    for name in ("original_size", "target_size"):
-        if getattr(request, name) is not None:
-            found[name] = list(getattr(request, name))
-    for name in ("crop", "aesthetic"):
-        if tuple(getattr(request, name)) != getattr(Request, name):
-            found[name] = list(getattr(request, name))
-    zeros = bool(pipe.components.extra.get("force_zeros_for_empty_prompt"))
-    if zeros and request.negative_prompt is not None and not negative:
-        found["empty_negative"] = True  # encoded; without a negative prompt there would be zeros
-    return found
-
-
-def adapters_of(pipe: Pipeline, request: Request) -> tuple[dict[str, Any], ...]:
-    """Each adapter by name, kind, fingerprint and strength."""
-    found: list[dict[str, Any]] = []
-    for lora in request.loras:
-        adapter = pipe.lora_of(lora)
-        entry = {"name": adapter.name, "kind": "lora", "hash": fingerprint.of_adapter(adapter)}
-        found.append({**entry, "scale": plain_scale(lora.scale)})
-    for control in request.controls:
-        seen = fingerprint.of_network(image_inputs.controlnet_of(pipe, control))
-        entry: dict[str, Any] = {"name": name_of(control.network), "kind": "controlnet", "hash": seen}
-        entry |= {"guess": True} if control.guess else {}
-        found.append({**entry, "scale": control.scale, "start": control.start, "end": control.end})
-    for prompt in request.image_prompts:
-        networks = [image_inputs.adapter_of(pipe, prompt), pipe.components.image_encoder]
-        seen = "-".join(fingerprint.of_network(net) for net in networks if net is not None)
-        entry = {"name": name_of(prompt.adapter), "kind": "ip-adapter", "hash": seen}
-        found.append({**entry, "scale": plain_scale(prompt.scale)})
-    if request.weak is not None:
-        weak = request.weak.components
-        seen = fingerprint.of_network(weak.network)
-        found.append({"name": weak.name, "kind": "weak", "hash": seen, "scale": 1.0})
-    return tuple(found)
-
-
-def name_of(held: Any) -> str:
-    """The name of an adapter's file or folder, or else what it is."""
-    return Path(held).name if isinstance(held, str | os.PathLike) else type(held).__name__
-
-
-def plain_scale(scale: Any) -> Any:
-    return dict(scale) if isinstance(scale, Mapping) else scale
-
-
-def inputs_of(request: Request) -> dict[str, str]:
-    """Hashes of the images and tensors that went in, by role."""
-    given = {
-        "image": request.image,
-        "mask": request.mask,
-        "latents": request.latents,
-        "prompt_embeds": request.prompt_embeds,
-        "negative_prompt_embeds": request.negative_prompt_embeds,
-        **{f"control{i}": control.image for i, control in enumerate(request.controls)},
-        **{f"image_prompt{i}": prompt.images for i, prompt in enumerate(request.image_prompts)},
-        **{f"image_prompt_mask{i}": prompt.masks for i, prompt in enumerate(request.image_prompts)},
-    }
-    return {role: hash_of(held) for role, held in given.items() if held is not None}
-
-
-def hash_of(held: Any) -> str:
-    """The hash of an image, of several, of a tensor, of an embedding, or of the run whose end is taken up."""
-    if hasattr(held, "recipes"):
-        return "run:" + images.digest(held.latents).removeprefix("sha256:")
-    return images.digest(held.context if hasattr(held, "context") else held)
-
+from pellucid.pipeline.pipeline import Pipeline
+from pellucid.pipeline.policy import Policy
+from pellucid.pipeline.recipe import Recipe, read_png, read_sheet
+from pellucid.pipeline.request import SECOND, Control, ImagePrompt, Lora, Request, flags_of
+from pellucid.pipeline.shelf import find_lora, local_model
 
 # --- A recipe → a request -------------------------------------------------------------------------------------------
 
 # Fields of a request that a recipe has under the same name.
-SAME_FIELDS = ("prompt", "seed", "strength", "denoising_start", "denoising_end", "clip_skip", "weighting")
-PLAN_FIELDS = ("sampler", "grid", "steps", "dialect", "options")
-CONDITIONS = ("label", "original_size", "target_size", "crop", "aesthetic", *SECOND)
-TENSORS = ("latents", "prompt_embeds", "negative_prompt_embeds")
+_SAME_FIELDS = ("prompt", "seed", "strength", "denoising_start", "denoising_end", "clip_skip", "weighting")
+_PLAN_FIELDS = ("sampler", "grid", "steps", "dialect", "options")
+_CONDITIONS = ("label", "original_size", "target_size", "crop", "aesthetic", *SECOND)
+_TENSORS = ("latents", "prompt_embeds", "negative_prompt_embeds")
 NOISES = ("philox", "torch")
-EITHER = (("strength", "denoising_start"),)  # both say where to start
+_EITHER = (("strength", "denoising_start"),)  # both say where to start
 
 
 @dataclass(frozen=True)
@@ -192,18 +49,18 @@ class Needs:
         return [adapter for adapter in self.adapters if adapter["kind"] == kind]
 
 
-def known_fields(source: Recipe | ForeignRecipe) -> Mapping[str, Any]:
+def _known_fields(source: Recipe | ForeignRecipe) -> Mapping[str, Any]:
     """A recipe's fields: all of ours; of another program's, those that were understood."""
     return source.fields if isinstance(source, ForeignRecipe) else vars(source)
 
 
 def request_fields(source: Recipe | ForeignRecipe) -> dict[str, Any]:
     """The fields of a `Request` that a recipe sets, without its images and adapters."""
-    known = known_fields(source)
-    found = {name: known[name] for name in SAME_FIELDS if known.get(name) is not None}
-    told = known.get("conditioning", {})
-    found |= {name: condition_value(name, value) for name, value in told.items() if name in CONDITIONS}
-    if known.get("negative_prompt") or told.get("empty_negative") or "negative_prompt_2" in told:
+    known = _known_fields(source)
+    found = {name: known[name] for name in _SAME_FIELDS if known.get(name) is not None}
+    conditions = known.get("conditioning", {})
+    found |= {name: _condition_value(name, value) for name, value in conditions.items() if name in _CONDITIONS}
+    if known.get("negative_prompt") or conditions.get("empty_negative") or "negative_prompt_2" in conditions:
         found["negative_prompt"] = known["negative_prompt"]
     if known.get("size") is not None:
         found["width"], found["height"] = known["size"]
@@ -212,15 +69,15 @@ def request_fields(source: Recipe | ForeignRecipe) -> dict[str, Any]:
     if known.get("plan") is not None:
         found["plan"] = Plan.from_dict(known["plan"])
     else:
-        found |= {name: known[name] for name in PLAN_FIELDS if known.get(name)}
+        found |= {name: known[name] for name in _PLAN_FIELDS if known.get(name)}
         if "grid" in found:
-            found["grid"] = grid_of(found["grid"])
+            found["grid"] = _grid_of(found["grid"])
     if isinstance(source, Recipe):
-        found["noise"] = noise_of(source)
+        found["noise"] = _noise_of(source)
     return found
 
 
-def condition_value(name: str, value: Any) -> Any:
+def _condition_value(name: str, value: Any) -> Any:
     """A class, a text, or a pair of numbers: a recipe may come from anybody."""
     if name == "label":
         good = isinstance(value, int | str) and not isinstance(value, bool)
@@ -235,7 +92,7 @@ def condition_value(name: str, value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def grid_of(table: Mapping[str, Any]) -> Grid:
+def _grid_of(table: Mapping[str, Any]) -> Grid:
     try:
         return grids.named(Grid.from_dict(dict(table)))
     except PellucidError as error:
@@ -244,7 +101,7 @@ def grid_of(table: Mapping[str, Any]) -> Grid:
         raise PellucidError(f"grid of the recipe: {error}", "recipe-value") from None
 
 
-def noise_of(recipe: Recipe) -> str:
+def _noise_of(recipe: Recipe) -> str:
     if recipe.noise not in NOISES:
         advice = "It was made with a noise source of its own, which has to be given again in Python."
         raise PellucidError(rule("noise of the recipe", " or ".join(NOISES), recipe.noise, advice), "recipe-noise")
@@ -253,9 +110,9 @@ def noise_of(recipe: Recipe) -> str:
 
 def needs_of(source: Recipe | ForeignRecipe) -> Needs:
     """The images and adapters that must be given again. Another program's strength belongs to an image."""
-    known = known_fields(source)
+    known = _known_fields(source)
     images = dict(known.get("inputs", {}))
-    for name in TENSORS:
+    for name in _TENSORS:
         if name in images:
             advice = "It was made from Python: give them there again."
             raise PellucidError(
@@ -266,7 +123,7 @@ def needs_of(source: Recipe | ForeignRecipe) -> Needs:
     return Needs(images, tuple(known.get("adapters", ())))
 
 
-def other_parts(recipe: Recipe, components: Any) -> tuple[str, ...]:
+def _other_parts(recipe: Recipe, components: Any) -> tuple[str, ...]:
     """The parts in which a loaded model is not the recipe's."""
     if recipe.model_hash is None:
         return ()
@@ -277,7 +134,7 @@ def override(base: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]
     """Fields said now over those of a recipe, which give way where both cannot be."""
     kept = dict(base)
     if "plan" in said:
-        kept = {name: value for name, value in kept.items() if name not in PLAN_FIELDS}
+        kept = {name: value for name, value in kept.items() if name not in _PLAN_FIELDS}
     if "sampler" in said:
         kept.pop("plan", None)
         entry, grid = resolve(said["sampler"])
@@ -285,7 +142,7 @@ def override(base: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]
             kept.pop("options", None)
         if grid is not None:  # as in "DPM++ 2M Karras"
             kept.pop("grid", None)
-    for first, second in EITHER:
+    for first, second in _EITHER:
         for name, other in ((first, second), (second, first)):
             if name in said:
                 kept.pop(other, None)
@@ -294,3 +151,303 @@ def override(base: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]
             kept.pop(name, None)
     options = {**kept.get("options", {}), **said.get("options", {})}
     return {**kept, **said, **({"options": options} if options else {})}
+
+
+# --- The options of a run -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """An adapter by its file, with its image, and its strength and span where they are set."""
+
+    path: str
+    image: Image.Image | None = None
+    scale: float | None = None
+    span: tuple[float, float] | None = None
+    guess: bool = False
+
+    @property
+    def strength(self) -> float:
+        return 1.0 if self.scale is None else self.scale
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What somebody set for a run. What is not here is left to a recipe or to the model.
+
+    `fields` are those of a request, without its adapters and its weak model; `prompt` and `label` may be lists.
+    `loading` are options of `load`, `policy` fields of a `Policy`.
+    """
+
+    model: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    loras: tuple[AdapterFile, ...] = ()
+    controls: tuple[AdapterFile, ...] = ()
+    image_prompts: tuple[AdapterFile, ...] = ()
+    weak: str | None = None
+    loading: Mapping[str, Any] = field(default_factory=dict)
+    policy: Mapping[str, Any] = field(default_factory=dict)
+
+    def adapters(self) -> dict[str, Any]:
+        """The adapters as fields of a request. A model reads each file once."""
+        found = {
+            "loras": [Lora(one.path, one.strength) for one in self.loras],
+            "controls": [
+                Control(one.path, one.image, one.strength, *(one.span or (0.0, 1.0)), one.guess)
+                for one in self.controls
+            ],
+            "image_prompts": [ImagePrompt(one.path, one.image, one.strength) for one in self.image_prompts],
+        }
+        return {name: adapters for name, adapters in found.items() if adapters}
+
+    def load(self) -> Pipeline:
+        assert self.model is not None
+        return load(self.model, **self.loading, policy=Policy(**self.policy))
+
+    def load_weak(self) -> Pipeline | None:
+        """The worse model of autoguidance, in the same precision and on the same device."""
+        same = {name: self.loading[name] for name in ("dtype", "device") if name in self.loading}
+        return None if self.weak is None else load(self.weak, **same)
+
+
+# --- A recipe, completed --------------------------------------------------------------------------------------------
+
+_MAX_ENLARGEMENT = 10  # times the pixels of the image that a recipe may make unasked
+_MAX_CALLS = 1000  # steps that it may take
+_MAX_SHOWN = 60  # characters of a value
+
+
+@dataclass(frozen=True)
+class RecipeSource:
+    """A file and the recipe in it. `axes` are those of a sheet."""
+
+    path: Path
+    recipe: Recipe | ForeignRecipe
+    axes: str | None = None
+
+    @property
+    def exact(self) -> Recipe | None:
+        """The recipe where it is ours."""
+        return self.recipe if isinstance(self.recipe, Recipe) else None
+
+    @property
+    def kind(self) -> str:
+        if self.exact is None:
+            return "A1111's text"
+        return f"a recipe of pellucid {self.exact.pellucid}" + ("" if self.axes is None else ", a sheet")
+
+
+def open_source(path: Path) -> RecipeSource:
+    """The recipe inside an image; refuses one that holds tensors which only Python can give again."""
+    sheet = read_sheet(path)
+    axes, recipe = (None, read_png(path)) if sheet is None else sheet
+    needs_of(recipe)
+    return RecipeSource(path, recipe, axes)
+
+
+def complete(origin: RecipeSource, options: RunOptions) -> tuple[RunOptions, list[str]]:
+    """What to run: the recipe, and over it the options that are set; and in words what these change."""
+    base, recipe = request_fields(origin.recipe), origin.exact
+    whole = ("prompt", "label", "seed")  # said last
+    order = [*(name for name in base if name not in whole), *(name for name in whole if name in base)]
+    fields = options.fields
+    changed = _differences({name: base[name] for name in order if name in fields}, fields)
+    given = {*base, *needs_of(origin.recipe).images, "n"}
+    changed += [f"{name} added" for name in fields if name not in given]
+    loading, policy = options.loading, options.policy
+    if recipe is not None:
+        loading = {**({"dtype": recipe.dtype} if recipe.dtype else {}), **loading}
+        policy = {**_policy_of(recipe), **policy}
+    done = replace(
+        options,
+        model=options.model or model_of(origin),
+        fields=override(base, fields),
+        loading=loading,
+        policy=policy,
+        **_find_adapters(origin, options),
+    )
+    return done, changed
+
+
+def _policy_of(recipe: Recipe) -> dict[str, Any]:
+    """The recipe's memory policy, as it differs from the default."""
+    try:
+        return Policy(**recipe.policy).to_dict()
+    except TypeError as error:
+        raise PellucidError(f"policy of the recipe must be one that is known; got {error}.", "recipe-value") from None
+
+
+def model_of(origin: RecipeSource) -> str:
+    """The model that the recipe names, where it is on this machine: nothing is fetched because an image says so."""
+    name = str(_known_fields(origin.recipe).get("model", ""))
+    found = local_model(name, origin.path.parent) if origin.exact is not None and name else None
+    if found is None:
+        words = f"the recipe names {name!r}, which is not here" if name else "the recipe names none"
+        raise PellucidError(f"MODEL must be given: {words}.", "missing")
+    return found
+
+
+def _find_adapters(origin: RecipeSource, options: RunOptions) -> dict[str, Any]:
+    """The adapters of the run: those given, or those of the recipe that lie in this folder or beside the image."""
+    needs, flags, missing = needs_of(origin.recipe), flags_of(Request), []
+
+    def lack(name: str, words: str, needed: Mapping[str, Any] | None = None) -> None:
+        missing.append(f"{flags[name].names[0]} {words}" + ("" if needed is None else f" for {needed['name']}"))
+
+    loras = [_with_scale(one, needs.of("lora")) for one in options.loras]
+    for need in needs.of("lora") if not loras else ():
+        path = find_lora(need["name"], origin.path.parent)
+        if path is None:
+            lack("loras", "FILE", need)
+        else:
+            loras.append(AdapterFile(path, scale=need.get("scale", 1.0)))
+    found = {"loras": tuple(loras)}
+    for name, kind, words in (("controls", "controlnet", "NET,FILE"), ("image_prompts", "ip-adapter", "NET,FILE")):
+        found[name] = _with_spans(getattr(options, name), needs.of(kind))
+        for need in needs.of(kind) if not found[name] else ():
+            lack(name, words, need)
+    for name in ("image", "mask"):
+        if name in needs.images and name not in options.fields:
+            lack(name, "FILE")
+    for need in needs.of("weak") if options.weak is None else ():
+        lack("weak", "MODEL", need)
+    if missing:
+        why = "the recipe holds names and hashes, not the files."
+        raise PellucidError(f"{', '.join(missing)} must be given again: {why}", "missing")
+    return found
+
+
+def _with_scale(given: AdapterFile, needs: list[dict[str, Any]]) -> AdapterFile:
+    """A given LoRA, at the recipe's scale where none is set."""
+    own = next((need for need in needs if need["name"] == Path(given.path).stem), None)
+    return given if own is None or given.scale is not None else replace(given, scale=own.get("scale", 1.0))
+
+
+def _with_spans(given: tuple[AdapterFile, ...], needs: list[dict[str, Any]]) -> tuple[AdapterFile, ...]:
+    """Given adapters with images, in the recipe's order, at its scales and spans where none are set."""
+    out = []
+    for i, adapter in enumerate(given):
+        own: Mapping[str, Any] = needs[i] if i < len(needs) else {}
+        scale = adapter.scale if adapter.scale is not None else own.get("scale")
+        span = adapter.span or ((own["start"], own["end"]) if "start" in own and "end" in own else None)
+        out.append(replace(adapter, scale=scale, span=span, guess=own.get("guess") is True))
+    return tuple(out)
+
+
+def surprises(origin: RecipeSource, options: RunOptions) -> Iterator[tuple[str, str]]:
+    """(the question, the refusal) of each thing that a recipe makes far larger than its image shows."""
+    base, name = request_fields(origin.recipe), origin.path.name
+    size = base.get("width", 0), base.get("height", 0)
+    calls = base["plan"].nfe if "plan" in base else base.get("steps") or 0
+    if all(size) and not {"width", "height"} & options.fields.keys():
+        with images.open_bounded(origin.path) as image:
+            carrier = image.size
+        times = size[0] * size[1] / (carrier[0] * carrier[1])
+        if times > _MAX_ENLARGEMENT:
+            made, own = images.words(size), images.words(carrier)
+            question = f"{name} is {own}, and its recipe makes {made}, {times:,.0f} times as many pixels. Run it?"
+            must, got = f"at most {_MAX_ENLARGEMENT} times the pixels of its image", f"{made} for {name} of {own}"
+            yield question, f"size of the recipe must be {must}; got {got}. Give --size {size[0]}x{size[1]} to run it."
+    if calls > _MAX_CALLS and not {"steps", "plan"} & options.fields.keys():
+        question = f"the recipe in {name} takes {calls:,} steps. Run it?"
+        must = f"at most {_MAX_CALLS}; got {calls} for {name}. Give --steps {calls} to run it."
+        yield question, f"steps of the recipe must be {must}"
+
+
+# --- Values in words ------------------------------------------------------------------------------------------------
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """`steps 30 → 20`, for each of the old that is new."""
+    changed = {name: value for name, value in old.items() if not _same_rules(value, new[name])}
+    pairs = {name: (_value_text(value), _value_text(new[name])) for name, value in changed.items()}
+    return [f"{name} {before} → {after}" for name, (before, after) in pairs.items() if before != after]
+
+
+def _same_rules(old: Any, new: Any) -> bool:
+    """Whether two are guidances with the same rules."""
+    if not isinstance(new, Guidance) or not isinstance(old, Mapping | Guidance):
+        return False
+    return Guidance.parse(old).same_rules(new)
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, Grid):
+        return value.name
+    if isinstance(value, Plan):
+        return f"a plan ({value.name})"
+    if isinstance(value, Mapping) and "scale" in value:
+        value = Guidance.parse(value)
+    if isinstance(value, Guidance):
+        return value.text()
+    text = ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, Mapping) else str(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 1]}…"
+
+
+def understood_text(found: ForeignRecipe) -> dict[str, str]:
+    """What was read of another program's text, in words."""
+    names = {name: value for name, value in found.fields.items() if value not in ("", None) and name != "adapters"}
+    words = {name: value["name"] if name == "grid" else _value_text(value) for name, value in names.items()}
+    loras = [f"{a['name']} at {a['scale']:g}" for a in found.fields.get("adapters", ())]
+    return {**words, **({"lora": ", ".join(loras)} if loras else {})}
+
+
+# --- Is it the same image? ------------------------------------------------------------------------------------------
+
+
+def check_same(recipe: Recipe, model: Model, request: Request, named: bool) -> list[str]:
+    """What of the model, the images and the adapters is not the recipe's. A model that nobody named must be."""
+    found: list[str] = []
+    other = _other_parts(recipe, model.components)
+    dtype = str(next(model.components.network.parameters()).dtype).removeprefix("torch.")
+    if dtype != recipe.dtype:
+        found.append(f"dtype {recipe.dtype} → {dtype}")
+    elif other and not named:
+        raise PellucidError(
+            f"model must be the recipe's; {recipe.model} has another {', '.join(other)} now. "
+            "Give --vae, --inversion, --tokenizer or --target again if it had them, or name MODEL to use it as it is.",
+            "model-hash",
+        )
+    elif other:
+        found.append(f"the model is another: {', '.join(other)}")
+    given = inputs_of(request)
+    found += [f"{role} is another image" for role, seen in recipe.inputs.items() if given.get(role, seen) != seen]
+    return found + _adapter_differences(recipe.adapters, adapters_of(model, request))
+
+
+def _adapter_differences(old: tuple[dict[str, Any], ...], new: tuple[dict[str, Any], ...]) -> list[str]:
+    """What differs between two lists of adapters, in words."""
+    found = []
+    left = list(new)
+    for need in old:
+        same = [a for a in left if a["kind"] == need["kind"]]
+        match = next((a for a in same if a["hash"] == need.get("hash")), None)
+        match = match or next((a for a in same if a["name"] == need["name"]), None)
+        what = f"{need['kind']} {need['name']}"
+        if match is None:
+            found.append(f"{what} left out")
+            continue
+        left.remove(match)
+        if need.get("hash") not in (None, match["hash"]):
+            found.append(f"{what} has other weights")
+        if any(match.get(key) != need.get(key) for key in ("scale", "start", "end", "guess")):
+            found.append(f"{what} at {match['scale']}, not {need.get('scale')}")
+    return found + [f"{a['kind']} {a['name']} added" for a in left]
+
+
+def compare_pixels(path: Path, old_recipe: Recipe, image: Image.Image, recipe: Recipe) -> str:
+    """Whether the new image is that of a file, and where not, how far it is and what may be why."""
+    old = images.read(path)
+    if old.size != image.size or old.mode != image.mode:
+        return f"the new image has another size: {image.size[0]}×{image.size[1]}"
+    apart = np.abs(np.asarray(old).astype(int) - np.asarray(image).astype(int))
+    if not apart.any():
+        return f"same pixels as {path}"
+    names = ("torch", "device", "dtype", "pellucid")
+    before = vars(old_recipe)
+    why = [f"{name} {before[name]} → {now}" for name in names if (now := getattr(recipe, name)) != before[name]]
+    return f"differs from {path}: {apart.mean():.2g} of 255 in the mean, {apart.max()} at most" + (
+        f" ({', '.join(why)})" if why else ""
+    )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pellucid import scenes
 from pellucid.labs.answers import Check, Wrong
-from pellucid.pipeline.adapters import Control
+from pellucid.pipeline.request import Control
 
 CHANNELS = 6
 SHAPES = ((2, 8, 16, 16), (2, 8, 8, 8), (2, 12, 8, 8))  # of skips

@@ -24,7 +24,6 @@ from pellucid import scenes
 from pellucid.pipeline.images import to_tensor
 from pellucid.labs import few
 from pellucid.models.controlnet import ControlNet
-from pellucid.pipeline.encoders.image_inputs import controlnet_of
 
 pipe = pellucid.load("scenes-128")
 options = {"sampler": "dpmpp_2m", "grid": "trailing", "steps": few(10, 3), "guidance": few(4, 1)}
@@ -55,7 +54,7 @@ def f1(made, against=edges):
 # Three convolutions of stride 2 take 128 pixels to 16, the side of the latents. This is done once a run: the image
 # does not change from step to step. The VAE has no part in it.
 
-network = controlnet_of(pipe, pellucid.Control("scenes-128/controlnet", edges))
+network = pipe.controlnet_of(pellucid.Control("scenes-128/controlnet", edges))
 h = edges.expand(-1, 3, -1, -1)
 embedding = network.controlnet_cond_embedding
 with torch.no_grad():

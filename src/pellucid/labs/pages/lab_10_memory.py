@@ -25,7 +25,9 @@ from torch.nn import functional
 
 import pellucid
 from pellucid.labs import few
-from pellucid.pipeline.memory import size_text, measure, networks_by_name, predict, request_for
+from pellucid.pipeline.compare import measure
+from pellucid.pipeline.memory import predict, request_for, size_text
+from pellucid.pipeline.model import networks_by_name
 
 pipe = pellucid.load("scenes-128")
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,20 +12,16 @@ from PIL import Image
 from torch import Tensor, nn
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.interop import folder, source, weights
 from pellucid.interop.components import Components
-from pellucid.models import ip_adapter
-from pellucid.models.clip import CLIPVisionEncoder
+from pellucid.models import tiles
 from pellucid.models.controlnet import Controlled, ControlNet, Hint
 from pellucid.models.ip_adapter import IPAdapter
 from pellucid.models.unet import UNet
+from pellucid.models.vae import to_diffusion
 from pellucid.pipeline import images
-from pellucid.pipeline.adapters import Control, ImagePrompt
-
-if TYPE_CHECKING:
-    from pellucid.pipeline.pipeline import Pipeline
-    from pellucid.pipeline.prepare import Run
-
+from pellucid.pipeline.model import RunSettings
+from pellucid.pipeline.request import ImagePrompt
+from pellucid.pipeline.result import Result
 
 # --- Pixels for CLIP's vision encoder -------------------------------------------------------------------------------
 
@@ -36,10 +31,10 @@ DEVIATION = (0.26862954, 0.26130258, 0.27577711)
 
 def clip_pixels(images: Sequence[Any], size: int = 224) -> Tensor:
     """(N, 3, size, size), normalised as CLIP was trained (Radford et al. 2021)."""
-    return torch.stack([clip_image(image, size) for image in images])
+    return torch.stack([_clip_image(image, size) for image in images])
 
 
-def clip_image(image: Any, size: int) -> Tensor:
+def _clip_image(image: Any, size: int) -> Tensor:
     rgb = images.as_image(image, "image prompt") or images.to_images(images.to_tensor(image))[0]
     deep = rgb.mode.startswith("I")  # 16 bits, which PIL's own conversion would clip at 255
     rgb = images.flatten(rgb) if deep else rgb.convert("RGB")
@@ -54,52 +49,105 @@ def clip_image(image: Any, size: int) -> Tensor:
 
 # --- Image inputs of a run ------------------------------------------------------------------------------------------
 
-Inputs = dict[str, Any]
-ADAPTER_FILE, ADAPTER_EYES = "ip_adapter.safetensors", "image_encoder"  # in an IP-Adapter's folder
-ENCODER_NOTE, SHARED_ENCODER = "image_encoder.json", "../image_text"  # in the place of image_encoder/, in a bundle
-MAX_KEPT = 16  # adapters that a pipeline holds in memory
 
-
-def encoding_networks(run: Run) -> list[nn.Module]:
+def encoding_networks(run: RunSettings) -> list[nn.Module]:
     """The networks that the images of a request go through before it is denoised."""
-    request, found = run.request, []
-    if run.parts.vae is not None and request.image is not None:
-        found.append(run.parts.vae)
+    model, request = run.model, run.request
+    found: list[nn.Module] = []
+    if run.components.vae is not None and request.image is not None:
+        found.append(run.components.vae)
     for prompt in request.image_prompts:
-        eyes = image_encoder_of(run.pipe, prompt)
-        found += [adapter_of(run.pipe, prompt)] if eyes is None else [adapter_of(run.pipe, prompt), eyes]
-    return found + [controlnet_of(run.pipe, control).controlnet_cond_embedding for control in request.controls]
+        encoder = model.image_encoder_of(prompt)
+        found += [model.ip_adapter_of(prompt)] if encoder is None else [model.ip_adapter_of(prompt), encoder]
+    return found + [model.controlnet_of(control).controlnet_cond_embedding for control in request.controls]
 
 
-# --- to start from -----------------------------------------------------------------------------------------------
-
-
-def is_latent(image: Any, channels: int | None) -> bool:
-    """A tensor (B, C, H, W) with the channels of the latents is taken as latents."""
-    return channels is not None and isinstance(image, Tensor) and image.ndim == 4 and image.shape[1] == channels
-
-
-def size_of(image: Any, channels: int, factor: int) -> tuple[int, int] | None:
-    """(width, height) in pixels of the image, or of the first of several."""
-    if is_latent(image, channels) and factor > 1:
-        return image.shape[-1] * factor, image.shape[-2] * factor
-    return images.size_of(images.listed(image, "image")[0])
-
-
-def spread(batch: Tensor, count: int) -> Tensor:
+def _spread(batch: Tensor, count: int) -> Tensor:
     """One image for all images of the batch, or one for each in turn."""
     if count % len(batch):
         raise PellucidError(rule("images", f"1, or a divisor of the {count} images to make", len(batch)), "image-count")
     return batch.repeat_interleave(count // len(batch), dim=0)
 
 
-def one_for_all(run: Run) -> bool:
+def one_for_all(run: RunSettings) -> bool:
     """Whether the whole batch starts from one image, under one mask where there is one."""
     image, mask = run.request.image, run.request.mask
-    if not isinstance(image, Tensor) and hasattr(image, "latents"):  # the result of an earlier run
+    if isinstance(image, Result):
         return False
     one = len(images.listed(image, "image")) == 1
     return one and (mask is None or len(images.listed(mask, "mask")) == 1)
+
+
+# --- to start from -----------------------------------------------------------------------------------------------
+
+
+def first_noise(run: RunSettings) -> Tensor:
+    """Unit noise, (B, C, H, W): given, or drawn by seed."""
+    like, given = torch.empty(0, device=run.model.device), run.request.latents
+    if given is None:
+        return run.noise.first(run.shape, like, range(run.count))
+    if tuple(given.shape) != (run.count, *run.shape):
+        raise PellucidError(rule("latents", f"of shape {(run.count, *run.shape)}", tuple(given.shape)), "latents")
+    images.check_finite("latents", given)
+    return given.to(like)
+
+
+def clean_latents(run: RunSettings) -> Tensor | None:
+    """The image as latents (B, C, H, W), scaled for diffusion; None without one."""
+    image = run.request.image
+    if image is None or (starts_from_noise(run) and is_inpainting(run.components)):
+        return None
+    if isinstance(image, Result):
+        return _given_latents(run, _unfinished(run, image))
+    if run.model.is_latent(image):
+        return _given_latents(run, image)
+    return _encode(run, images.to_tensor(image, run.size).to(run.model.device))
+
+
+def _unfinished(run: RunSettings, earlier: Result) -> Tensor:
+    """The end of an earlier run: still noisy, in this plan's frame, or the latents of what it finished."""
+    end = earlier.plan.end
+    if run.request.denoising_start is not None:
+        return earlier.latents * (run.plan.start.alpha / end.alpha)
+    if earlier.recipe.denoising_end is not None:
+        raise PellucidError("denoising_start must be given to take up an unfinished run; got none.", "denoising")
+    return earlier.latents / end.alpha if earlier.plan.dialect == "exact" else earlier.latents
+
+
+def _given_latents(run: RunSettings, latents: Tensor) -> Tensor:
+    """Latents that were given, one per image, of the size of the run."""
+    if tuple(latents.shape[1:]) != run.shape:
+        raise PellucidError(rule("latents of image", f"of shape {run.shape}", tuple(latents.shape[1:])), "latents")
+    images.check_finite("latents of image", latents)
+    return _spread(latents.to(run.model.device, torch.float32), run.count)
+
+
+def starts_from_noise(run: RunSettings) -> bool:
+    """Whether an inpainting starts from noise alone."""
+    request = run.request
+    return request.mask is not None and request.strength in (None, 1.0) and request.denoising_start is None
+
+
+def _encode(run: RunSettings, pixels: Tensor) -> Tensor:
+    """Pixels (1 or more, 3, H, W) in [−1, 1] → latents (B, C, H, W), sampled with the noise of each image.
+
+    diffusers' inpainting encodes an image once for the whole batch, with the noise of the first.
+    """
+    vae, policy = run.components.vae, run.model.policy
+    once = run.request.mask is not None and run.plan.dialect == "diffusers"
+    spread_out = partial(_spread, count=run.count)
+    if vae is None:
+        return spread_out(pixels)
+    pixels = pixels if once else spread_out(pixels)
+    weight = next(vae.parameters())
+    if policy.vae_tile is not None:
+        posterior = tiles.encode_tiled(vae, pixels.to(weight), policy.vae_tile)
+    elif policy.vae_slicing:
+        posterior = tiles.encode_sliced(vae, pixels.to(weight))
+    else:
+        posterior = vae.encode(pixels.to(weight))
+    noise = run.noise.beside(posterior.mean.shape[1:], torch.empty(0, device=pixels.device), range(len(pixels)))
+    return spread_out(to_diffusion(vae.config, posterior.sample(noise.to(posterior.mean))).float())
 
 
 # --- to paint in -------------------------------------------------------------------------------------------------
@@ -117,146 +165,91 @@ class Inpainting:
     __call__ = forward
 
 
-def is_inpainting(parts: Components) -> bool:
+def is_inpainting(components: Components) -> bool:
     """Whether the network has channels for a mask and a masked image."""
-    vae, network = parts.vae, parts.network
+    vae, network = components.vae, components.network
     return vae is not None and network.config.in_channels == 2 * vae.config.latent_channels + 1
 
 
-def pixel_mask(run: Run) -> Tensor:
+def _pixel_mask(run: RunSettings) -> Tensor:
     image, mask = run.request.image, run.request.mask
-    if is_latent(image, run.channels_if_latent()):
+    if run.model.is_latent(image):
         found = images.to_mask(mask, run.size)
     else:
         found = images.inpaint_pair(image, mask, run.size)[1]
-    return spread(found, run.count).to(run.pipe.device)  # (B, 1, H, W), 1 is painted
+    return _spread(found, run.count).to(run.model.device)  # (B, 1, H, W), 1 is painted
 
 
-def latent_mask(run: Run) -> Tensor:
-    return images.mask_to_latents(pixel_mask(run), run.pipe.factor)
+def latent_mask(run: RunSettings) -> Tensor:
+    return images.mask_to_latents(_pixel_mask(run), run.model.factor)
 
 
-def beside_latents(run: Run) -> Tensor:
+def beside_latents(run: RunSettings) -> Tensor:
     """(B, 1 + C, H, W): the mask, and the latents of the image without what is to be painted."""
-    if run.request.image is None or run.request.mask is None:
-        raise PellucidError(f"image and mask must be given: {run.parts.name} is an inpainting model.", "inpaint")
-    if is_latent(run.request.image, run.channels_if_latent()):
+    image = run.request.image
+    if image is None or run.request.mask is None:
+        raise PellucidError(f"image and mask must be given: {run.components.name} is an inpainting model.", "inpaint")
+    if run.model.is_latent(image):
         raise PellucidError("image must be an image for an inpainting model; got latents.", "inpaint")
-    mask = pixel_mask(run)
-    pixels, shown = images.to_tensor(run.request.image, run.size).to(mask), mask < 0.5
-    hidden = run.encode(pixels * shown[:1] if one_for_all(run) else spread(pixels, run.count) * shown)
-    return torch.cat([images.mask_to_latents(mask, run.pipe.factor).to(hidden), hidden], dim=1)
+    mask = _pixel_mask(run)
+    pixels, shown = images.to_tensor(image, run.size).to(mask), mask < 0.5
+    hidden = _encode(run, pixels * shown[:1] if one_for_all(run) else _spread(pixels, run.count) * shown)
+    return torch.cat([images.mask_to_latents(mask, run.model.factor).to(hidden), hidden], dim=1)
 
 
 # --- to follow ---------------------------------------------------------------------------------------------------
 
 
-def controlnet_of(pipe: Pipeline, control: Control) -> ControlNet:
-    """The ControlNet of a control: given, or read once from its folder or file."""
-    if isinstance(control.network, ControlNet):
-        return control.network
-    return read_once(pipe, "controlnet", control.network, lambda path: read_controlnet(pipe, path))
-
-
-def read_controlnet(pipe: Pipeline, path: str) -> ControlNet:
-    dtype = next(pipe.components.network.parameters()).dtype
-    found = source.load_component(path, dtype=dtype, device=pipe.device if pipe.policy.offload == "none" else None)
-    if not isinstance(found, ControlNet):
-        raise PellucidError(rule("ControlNet", "a folder or file of one", type(found).__name__), "control-kind")
-    return found
-
-
-def check_controlled(network: Any) -> None:
+def controllable(network: nn.Module) -> UNet:
+    """The network, where ControlNets can control it."""
     if not isinstance(network, UNet):
         raise PellucidError(rule("controls", "left out: only UNets take them", type(network).__name__), "control-base")
+    return network
 
 
-def add_hints(run: Run, network: Controlled, cond: Inputs, uncond: Inputs | None) -> None:
-    """Each ControlNet's image, embedded once; the same with and without the prompt, unless it guesses."""
+def hints_of(run: RunSettings, network: Controlled) -> tuple[tuple[Hint, ...], tuple[Hint, ...]]:
+    """Each ControlNet's image, embedded once: with the prompt, and without it, where those that guess do not act."""
     hints = []
     for controlnet, control in zip(network.controlnets, run.request.controls, strict=True):
         assert isinstance(controlnet, ControlNet)
         pixels = (images.to_tensor(control.image, run.size) + 1) / 2
-        with_batch = spread(pixels, run.count).to(run.pipe.device)
+        with_batch = _spread(pixels, run.count).to(run.model.device)
         hints.append(controlnet.hint(with_batch, [control.scale] * run.count, control.guess))
         side, wanted = hints[-1].embedded.shape[-1], run.shape[-1]
         if side != wanted:
-            must = f"one for latents of 1/{run.pipe.factor} of an image"
+            must = f"one for latents of 1/{run.model.factor} of an image"
             raise PellucidError(rule("ControlNet", must, f"one for 1/{run.size[0] // max(side, 1)}"), "control-base")
-    cond["control"] = tuple(hints)
-    if uncond is not None:
-        uncond["control"] = tuple(
-            Hint(hint.embedded, hint.scale * (not control.guess))
-            for hint, control in zip(hints, run.request.controls, strict=True)
-        )
+    guesses = [control.guess for control in run.request.controls]
+    silent = (Hint(h.embedded, h.scale * (not guess)) for h, guess in zip(hints, guesses, strict=True))
+    return tuple(hints), tuple(silent)
 
 
 # --- to resemble -------------------------------------------------------------------------------------------------
 
 
-def add_image_prompts(run: Run, network: nn.Module, cond: Inputs, uncond: Inputs | None) -> None:
-    """Image tokens of every IP-Adapter for every cross-attention; without the prompt, those of an empty image."""
+def image_tokens(run: RunSettings, network: nn.Module) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Tokens of every IP-Adapter for every cross-attention: of its images, and of an empty image."""
     if not isinstance(network, UNet):
         raise PellucidError(rule("image_prompts", "left out: only UNets take them", type(network).__name__), "ip-base")
-    made: list[list[Any]] = [[], []]
+    made: tuple[list[Any], list[Any]] = [], []
     for prompt in run.request.image_prompts:
-        adapter = adapter_of(run.pipe, prompt)
-        states = image_states(run, adapter, prompt)
+        adapter = run.model.ip_adapter_of(prompt)
+        states = _image_states(run, adapter, prompt)
         masks = None if prompt.masks is None else images.to_mask(prompt.masks)[:, 0]  # (N, H, W)
         if masks is not None and len(masks) != states[0].shape[1]:
             raise PellucidError(rule("masks", f"{states[0].shape[1]}, one per image", len(masks)), "ip-masks")
         for side, one in zip(made, states, strict=True):
-            size = (run.shape[1], run.shape[2])
-            side.append(adapter.tokens(network, one, scale=prompt.scale, masks=masks, size=size))
-    for inputs, side in zip((cond, uncond), made, strict=True):
-        if inputs is not None:
-            inputs["image"] = tuple(sum(layer, ()) for layer in zip(*side, strict=True))
+            side.append(adapter.tokens(network, one, scale=prompt.scale, masks=masks, size=run.shape[1:]))
+    with_images, empty = (tuple(sum(layer, ()) for layer in zip(*side, strict=True)) for side in made)
+    return with_images, empty
 
 
-def adapter_of(pipe: Pipeline, prompt: ImagePrompt) -> IPAdapter:
-    if isinstance(prompt.adapter, IPAdapter):
-        return prompt.adapter
-    weight = next(pipe.components.network.parameters())
-
-    def read(path: str) -> IPAdapter:
-        return ip_adapter.from_state(weights.read(adapter_file(path))).to(weight).eval()
-
-    return read_once(pipe, "ip_adapter", prompt.adapter, read)
-
-
-def adapter_file(path: str | os.PathLike[str]) -> Path:
-    """The file of an IP-Adapter: itself, or the one in its folder."""
-    place = source.bundled(path)
-    return place / ADAPTER_FILE if place.is_dir() else place
-
-
-def adapter_encoder(path: str | os.PathLike[str]) -> Path | None:
-    """The image encoder that an IP-Adapter was trained with: in its folder, or the CLIP of the bundle around it."""
-    place = source.bundled(path)
-    if (place / ADAPTER_EYES).is_dir():
-        return place / ADAPTER_EYES
-    around = folder.outer(place, ENCODER_NOTE, SHARED_ENCODER)
-    return None if around is None else around / Path(SHARED_ENCODER).name
-
-
-def image_encoder_of(pipe: Pipeline, prompt: ImagePrompt) -> CLIPVisionEncoder | None:
-    """The image encoder that was loaded with the model, or else the one that the IP-Adapter brings."""
-    if pipe.components.image_encoder is not None or isinstance(prompt.adapter, IPAdapter):
-        return pipe.components.image_encoder
-    place, weight = adapter_encoder(prompt.adapter), next(pipe.components.network.parameters())
-
-    def read(path: str) -> CLIPVisionEncoder:
-        return source.load_image_encoder(path, dtype=weight.dtype, device=weight.device).eval()
-
-    return None if place is None else read_once(pipe, "image_encoder", place, read)
-
-
-def image_states(run: Run, adapter: IPAdapter, prompt: ImagePrompt) -> tuple[Tensor, Tensor]:
+def _image_states(run: RunSettings, adapter: IPAdapter, prompt: ImagePrompt) -> tuple[Tensor, Tensor]:
     """What the image encoder says of the images, and of none: (B, N, W) pooled or (B, N, P, W) patches each."""
-    encoder = image_encoder_of(run.pipe, prompt)
+    encoder = run.model.image_encoder_of(prompt)
     if encoder is None:
         raise PellucidError(
-            f"image_encoder must be given for image prompts: neither {run.parts.name} nor the IP-Adapter has one. "
+            f"image_encoder must be given for image prompts: neither {run.components.name} nor the IP-Adapter has one. "
             "Load with image_encoder=FOLDER.",
             "ip-encoder",
         )
@@ -268,18 +261,4 @@ def image_states(run: Run, adapter: IPAdapter, prompt: ImagePrompt) -> tuple[Ten
     else:
         shown = encoder(pixels).hidden[-2]  # (N, P, W)
         empty = encoder(torch.zeros_like(pixels)).hidden[-2]
-    return tuple(s[None].expand(run.count, *s.shape) for s in (shown, empty))  # type: ignore[return-value]
-
-
-def read_once(pipe: Pipeline, kind: str, path: str | os.PathLike[str], read: Any) -> Any:
-    """What a file or folder holds, read once a pipeline and again when it changes; the oldest of many is let go."""
-    place = os.fspath(path)
-    stamp = os.stat(place).st_mtime_ns if os.path.exists(place) else 0  # a hub id has no file of that name
-    key = (kind, place, stamp)
-    with pipe._lock:
-        if key not in pipe._files:
-            made = read(place)
-            while len(pipe._files) >= MAX_KEPT:
-                pipe._files.pop(next(iter(pipe._files)))
-            pipe._files[key] = made
-        return pipe._files[key]
+    return shown[None].expand(run.count, *shown.shape), empty[None].expand(run.count, *empty.shape)
