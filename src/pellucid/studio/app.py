@@ -104,7 +104,7 @@ def _warm(shelf: Shelf) -> None:
             generate_tab.Preview(shelf.pipe(name)).warm()
 
 
-def _serve(
+def serve(
     models: Sequence[str], *, port: int, open_browser: bool, device: str | None = None, lab: Lab | None = None
 ) -> None:
     """Until Ctrl-C, or until the process is told to end; it ends here, with all that it left removed."""
