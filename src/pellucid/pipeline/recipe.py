@@ -18,7 +18,7 @@ from pellucid.core import dialect as dialects
 from pellucid.core.errors import PellucidError, nearest, rule
 from pellucid.core.noise import check_seed
 from pellucid.core.plan import BOUNDS, UNBOUNDED
-from pellucid.core.reader import naming, parse_json
+from pellucid.core.reader import hints_of, naming, parse_json, typed
 from pellucid.interop.atomic_files import put
 from pellucid.pipeline import parameters
 from pellucid.pipeline.images import UNREADABLE, check_size, first_line, open_bounded
@@ -72,8 +72,8 @@ class Recipe:
     pellucid: str = __version__
 
     def __post_init__(self) -> None:
-        for name, check in CHECKS.items():
-            object.__setattr__(self, name, check(name, getattr(self, name)))
+        for name, hint in hints_of(Recipe).items():
+            object.__setattr__(self, name, checked(name, hint, getattr(self, name)))
         size = len(self.to_json().encode())
         if size > MAX_TEXT:
             advice = "Name the plan's sampler instead of its table, or shorten the prompt."
@@ -144,35 +144,17 @@ def text(name: str, value: Any) -> str:
     return str(value)  # plain, not torch's own kind of version
 
 
-def maybe(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
-    return lambda name, value: None if value is None else check(name, value)
-
-
-def flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise PellucidError(rule(name, "true or false", value), "recipe-value")
-    return value
-
-
-def whole(low: int, high: int) -> Callable[[str, Any], int]:
-    def check(name: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise PellucidError(rule(name, f"a whole number from {low} to {high}", value), "recipe-value")
-        return value
-
-    return check
-
-
-def part(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise PellucidError(rule(name, "a number from 0 to 1", value), "recipe-value")
-    return float(value)
-
-
-def table(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise PellucidError(rule(name, "an object", value), "recipe-value")
-    return dict(plain_json(name, value))
+def checked(name: str, hint: Any, value: Any) -> Any:
+    """A field's value of its annotated type, in its bounds, as JSON can hold it."""
+    if name in ("seed", "size"):  # their checks know the type too
+        return None if value is None and name == "size" else CHECKS[name](value)
+    if name == "options" and isinstance(value, Mapping):
+        value = unbounded(value)
+    try:
+        found = typed(hint, plain_json(name, value), name, LIMITS.get(name), "recipe")
+    except PellucidError as error:
+        raise PellucidError(str(error), "recipe-value") from None
+    return found if found is None or name not in CHECKS else CHECKS[name](found)
 
 
 def unbounded(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,61 +162,34 @@ def unbounded(options: Mapping[str, Any]) -> dict[str, Any]:
     return {k: UNBOUNDED.get(v, v) if isinstance(v, float) else v for k, v in options.items()}
 
 
-def option_table(name: str, value: Any) -> dict[str, Any]:
-    found = table(name, unbounded(value) if isinstance(value, Mapping) else value)
-    return {k: BOUNDS.get(v, v) if isinstance(v, str) else v for k, v in found.items()}
+def bounded(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: BOUNDS.get(v, v) if isinstance(v, str) else v for k, v in options.items()}
 
 
-def plan_table(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping) or value.get("kind") != "pellucid-plan":
-        raise PellucidError(f"{name} must be a plan's table, as Plan.to_dict() gives it; got another.", "recipe-value")
-    return table(name, value)
+def plan_table(table: dict[str, Any]) -> dict[str, Any]:
+    if table.get("kind") != "pellucid-plan":
+        raise PellucidError("plan must be a plan's table, as Plan.to_dict() gives it; got another.", "recipe-value")
+    return table
 
 
-def adapter_list(name: str, value: Any) -> tuple[dict[str, Any], ...]:
+def adapter_list(adapters: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
     """Adapters as {name, kind, hash, scale}; a ControlNet also from which part of the run to which, and `guess`."""
-    if not isinstance(value, list | tuple):
-        raise PellucidError(rule(name, "a list", value), "recipe-value")
-    found = [table(name, one) for one in value]
-    for one in found:
+    for one in adapters:
         unknown = [key for key in one if key not in ADAPTER]
         if unknown or not isinstance(one.get("name"), str) or not isinstance(one.get("kind"), str):
-            raise PellucidError(rule(name, f"objects of {', '.join(ADAPTER)}", one), "recipe-value")
-    return tuple(found)
+            raise PellucidError(rule("adapters", f"objects of {', '.join(ADAPTER)}", one), "recipe-value")
+    return adapters
 
 
-def hashes(name: str, value: Any) -> dict[str, str]:
-    return {key: text(f"{name}.{key}", found) for key, found in table(name, value).items()}
-
-
-CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "model": text,
-    "model_hash": maybe(text),
-    "prompt": text,
-    "negative_prompt": text,
-    "weighting": flag,
-    "clip_skip": whole(0, 64),
-    "conditioning": table,
-    "sampler": maybe(text),
-    "grid": table,
-    "steps": maybe(whole(1, 10_000)),
-    "dialect": lambda name, value: dialects.named(text(name, value)),
-    "options": option_table,
-    "plan": maybe(plan_table),
-    "guidance": table,
-    "seed": lambda name, value: check_seed(value),
-    "noise": text,
-    "size": maybe(lambda name, value: check_size(value)),
-    "strength": maybe(part),
-    "denoising_start": maybe(part),
-    "denoising_end": maybe(part),
+PART = (0, 1)
+LIMITS = {"clip_skip": (0, 64), "steps": (1, 10_000), "strength": PART, "denoising_start": PART, "denoising_end": PART}
+CHECKS: dict[str, Callable[[Any], Any]] = {
+    "dialect": dialects.named,
+    "options": bounded,
+    "plan": plan_table,
+    "seed": check_seed,
+    "size": check_size,
     "adapters": adapter_list,
-    "inputs": hashes,
-    "policy": table,
-    "dtype": text,
-    "device": text,
-    "torch": text,
-    "pellucid": text,
 }
 
 
