@@ -28,7 +28,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def order_row(found: law.Measured) -> list[str]:
+def order_row(found: law.OrderMeasurement) -> list[str]:
     case = found.case
     return [
         f"`{case.sampler}`",

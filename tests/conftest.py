@@ -6,6 +6,7 @@ much faster so on a busy machine.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections import Counter
@@ -21,6 +22,7 @@ settings.register_profile("repeat", derandomize=True, deadline=None)
 settings.register_profile("search", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 torch.set_num_threads(1)
+logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)  # it notes each tensor of a checkpoint
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from scipy import stats
 from pellucid import Level, PellucidError, compile_plan, oracle, run, samplers
 from pellucid.cli import app
 from pellucid.core.schedule import make
+from pellucid.evidence.study import oracle as truth
 from pellucid.evidence.study import oracle_orders, oracle_report
-from pellucid.evidence.study import oracle_truth as truth
 from pellucid.evidence.study.oracle import (
     GRIDS,
     NFE,

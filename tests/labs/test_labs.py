@@ -7,6 +7,7 @@ import re
 import time
 from pathlib import Path
 
+import page_run
 import pytest
 
 from pellucid.labs import process, script
@@ -43,8 +44,8 @@ def marked(lab: Lab, path: Path) -> list[Outcome]:
 
 
 @every
-def test_a_page_runs_in_its_small_size(lab: Lab) -> None:
-    shown = list(process.run_page(lab.page, smoke=True))
+def test_a_page_runs_in_its_small_size(lab: Lab, tmp_path: Path) -> None:
+    shown = page_run.run(lab.page, tmp_path)
     assert shown[-1].error is None
     assert len(shown) == shown[-1].count
     assert sum(len(block.figures) for block in shown) >= 1
@@ -109,7 +110,7 @@ def test_no_function_of_an_answer_can_be_left_out(lab: Lab, tmp_path: Path) -> N
         assert name in functions(ANSWERS / f"{lab.stem}.py")
         path = tmp_path / f"{name}.py"
         path.write_text(f"{right}\n\ndef {name}(*given, **named):\n    return None\n", "utf-8")
-        assert any(one.verdict != "passed" for one in marked(lab, path)), name
+        assert any(judged(check, path).verdict != "passed" for check in checks_of(lab)), name
 
 
 WRONG = [

@@ -24,7 +24,7 @@ from pellucid.evidence.study.oracle_orders import (
     TOP,
     Case,
     Coordinates,
-    Measured,
+    OrderMeasurement,
     compiled,
     counts_of,
     ends,
@@ -36,7 +36,7 @@ from pellucid.evidence.study.oracle_orders import (
 
 __all__ = [
     "ABOVE", "ALWAYS_NOISY", "BELOW", "BOTTOM", "COUNTS", "MIXTURE", "NOISE_OFF", "NO_ORDER", "REFERENCE_STEPS",
-    "SETTINGS", "SPREAD", "THIRDS", "TOP", "Case", "Coordinates", "Measured", "compiled", "counts_of", "ends",
+    "SETTINGS", "SPREAD", "THIRDS", "TOP", "Case", "Coordinates", "OrderMeasurement", "compiled", "counts_of", "ends",
     "error_of", "measure", "reference_error", "registered", "variants", "weak_cases", "weak_error",
 ]  # fmt: skip
 

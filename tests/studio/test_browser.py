@@ -32,10 +32,17 @@ def address(sessions: Sessions, small: Path) -> Iterator[str]:
     studio.close()
 
 
-@pytest.fixture
-def page(chrome: Any, address: str) -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def window(chrome: Any) -> Iterator[Any]:
+    """What the pages of most tests share, so that the browser reads gradio's scripts once."""
     with chrome.new_context(viewport={"width": 1280, "height": 900}) as context:
-        yield opened(context, address)
+        yield context
+
+
+@pytest.fixture
+def page(window: Any, address: str) -> Iterator[Any]:
+    with opened(window, address) as found:
+        yield found
 
 
 def ask(page: Any, prompt: str = "a red star", steps: int = 4, seed: str = "7") -> None:

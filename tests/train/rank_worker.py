@@ -9,6 +9,7 @@ After an elastic restart it does not.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch._dynamo  # an optimizer imports it when it is made; here it is there before the fork
 from torch import Tensor
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pellucid.core.errors import PellucidError
 from pellucid.train import checkpoint
@@ -117,6 +119,23 @@ def main(folder: str, changes: str, *rest: str) -> int:
     except PellucidError as error:
         print(f"error[{error.code}]: {error}", file=sys.stderr)
         return 2
+    return 0
+
+
+def elastic(folder: str, changes: str, *rest: str) -> int:
+    """As `torchrun --standalone --nproc-per-node=2 --max-restarts=2`, with ranks that are forked and import nothing."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        run_id="test",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=2,
+        start_method="fork",
+    )
+    elastic_launch(launch, main)(folder, changes, *rest)
     return 0
 
 

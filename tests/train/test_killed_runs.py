@@ -15,7 +15,7 @@ from typing import Any
 import crew
 import pytest
 import torch
-from rank_worker import CONFIG, main
+from rank_worker import CONFIG, elastic, main
 from torch import Tensor
 
 from pellucid.train.checkpoint import Checkpoints, read_manifest
@@ -208,11 +208,19 @@ def test_one_process_killed_often_at_random_comes_to_the_same_end(whole: Any, tm
     assert_same_run(tmp_path / "run", whole(1, DDP))
 
 
-@pytest.mark.parametrize("attempts", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_torchrun_starts_all_again_when_one_is_killed(whole: Any, tmp_path: Path, attempts: int) -> None:
-    """Elastic: one command, one rank killed on the way, and the end is that of the run that was not."""
+def test_elastic_starts_all_again_when_one_is_killed(whole: Any, tmp_path: Path) -> None:
+    """One rank is killed on the way, and the end is that of the run that was not."""
+    folder, says = tmp_path / "run", tmp_path / "run.says"
+    assert crew.run(1, elastic, str(folder), json.dumps(DDP), "--die", "step", "5", "1", says=says) == [0]
+    assert "Signal 9" in crew.said(says) or "-9" in crew.said(says)
+    assert_same_run(folder, whole(2, DDP))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [DDP, FSDP], ids=["ddp", "fsdp"])
+def test_torchrun_starts_all_again_when_one_is_killed(whole: Any, tmp_path: Path, changes: dict[str, Any]) -> None:
+    """The same by its command, which imports torch anew for each rank and each attempt."""
     folder, worker = tmp_path / "run", Path(__file__).with_name("rank_worker.py")
-    changes = DDP if attempts == 1 else FSDP
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1", "--nproc-per-node=2"]
     command += ["--max-restarts=2", str(worker), str(folder), json.dumps(changes), "--die", "step", "5", "1"]
     done = subprocess.run(

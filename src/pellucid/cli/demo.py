@@ -12,12 +12,12 @@ from pellucid.cli.options import AsJson, Overwrite, option
 if TYPE_CHECKING:
     from pellucid.evidence.demo import DemoImage
 
-STEPS = 20
+_STEPS = 20
 
 
 def command(
     out: Annotated[Path, option("FILE", "The image.")] = Path("demo.png"),
-    steps: Annotated[int, option("N", "Steps of each image.", min=2, max=100)] = STEPS,
+    steps: Annotated[int, option("N", "Steps of each image.", min=2, max=100)] = _STEPS,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -44,10 +44,10 @@ def command(
         about = {"out": str(out), "model": demo.MODEL, "steps": steps, "load_seconds": seconds}
         output.print_json({**about, "pictures": rows})
     else:
-        show(found, settings, seconds, out)
+        _show(found, settings, seconds, out)
 
 
-def show(found: list[DemoImage], settings: str, load: float, out: Path) -> None:
+def _show(found: list[DemoImage], settings: str, load: float, out: Path) -> None:
     from pellucid.evidence.demo import NEW, workers
 
     rows = []

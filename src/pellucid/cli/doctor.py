@@ -14,7 +14,7 @@ from pellucid.core.errors import PellucidError
 if TYPE_CHECKING:
     from pellucid.evidence.doctor.subject import RunSpec, SubjectSpec
 
-EXAMPLES = (
+_EXAMPLES = (
     "Example: pellucid doctor ./sd15 --steps 30",
     "  pellucid doctor scenes-128 --data scenes",
     "  pellucid doctor --config ./sd15/scheduler/scheduler_config.json --steps 10 --json",
@@ -23,9 +23,9 @@ EXAMPLES = (
     "  pellucid doctor --trace run.trace --images pictures/",
     "  pellucid doctor model --data pictures/ --only target --only schedule",
 )
-EPILOG = "\n\n".join(EXAMPLES)
-RUNS = ("steps", "strength", "sampler", "grid")
-WORDS = {"adapters": "an adapter"}
+EPILOG = "\n\n".join(_EXAMPLES)
+_RUNS = ("steps", "strength", "sampler", "grid")
+_WORDS = {"adapters": "an adapter"}
 
 
 def command(
@@ -78,7 +78,7 @@ def command(
     run = RunSpec(steps=steps, strength=strength, sampler=sampler, grid=grid, device=device)
     adapters = (tuple(paths or ()) for paths in (lora, controlnet, ip_adapter))
     spec = SubjectSpec(model, config, trace, images, data, quick, tokenizer, dtype, *adapters)
-    check_options(spec, run)
+    _check_options(spec, run)
     checks = named(only or ())
     subject = open_subject(spec, run)
     with output.progress("looking", len(checks)) as tick:
@@ -94,7 +94,7 @@ def command(
         raise typer.Exit(report.status)
 
 
-def check_options(spec: SubjectSpec, run: RunSpec) -> None:
+def _check_options(spec: SubjectSpec, run: RunSpec) -> None:
     """Refuses options without effect, and names that do not exist."""
     from pellucid.core import grid, samplers
 
@@ -103,12 +103,12 @@ def check_options(spec: SubjectSpec, run: RunSpec) -> None:
     if run.grid is not None:
         grid.named(run.grid)
     if spec.model is None and spec.config is None:
-        named = [f"--{name}" for name in RUNS if getattr(run, name) is not None]
+        named = [f"--{name}" for name in _RUNS if getattr(run, name) is not None]
         if named:
             raise PellucidError(f"{', '.join(named)} must come with MODEL or --config; got no such subject.", "usage")
     if spec.model is None:
         for name in ("data", "tokenizer", "dtype", "quick", "adapters"):
             if getattr(spec, name) and not (name == "data" and spec.images):
-                raise PellucidError(f"{WORDS.get(name, f'--{name}')} must come with MODEL; got it without.", "usage")
+                raise PellucidError(f"{_WORDS.get(name, f'--{name}')} must come with MODEL; got it without.", "usage")
     if spec.quick and (spec.data or spec.dtype or spec.adapters):
         raise PellucidError("--quick must be left out with --data, --dtype and adapters, which need weights.", "usage")

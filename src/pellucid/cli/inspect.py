@@ -27,42 +27,44 @@ from pellucid.pipeline.request import read_size
 if TYPE_CHECKING:
     from pellucid.pipeline.inspection import Graph, GraphOptions, Node
 
-RUN, LOAD, OUT = "The run that is inspected", "Loading", "Output"
-DEPTHS = (1, 2)  # levels of blocks that are shown: of every component, and of one alone
+_RUN, _LOAD, _OUT = "The run that is inspected", "Loading", "Output"
+_DEPTHS = (1, 2)  # levels of blocks that are shown: of every component, and of one alone
 WIDTH = 98  # columns of the drawing
-BAR = 16
+_BAR = 16
 
 
 def command(
     model: Model,
-    size: Annotated[str | None, option("WxH", "Pixels, as 768x512 or 512.", panel=RUN)] = None,
-    batch: Annotated[int, option("N", "Images at once.", panel=RUN)] = 1,
-    steps: Annotated[int | None, option("N", "Steps (default: 30).", panel=RUN)] = None,
-    guidance: Annotated[str | None, option("TEXT", "7, off, 5 + apg, … (default: guarded 7).", panel=RUN)] = None,
-    controlnet: Annotated[list[str] | None, option("NET", "A ControlNet to add; may be repeated.", panel=RUN)] = None,
-    ip_adapter: Annotated[list[str] | None, option("FILE", "An IP-Adapter to add; may be repeated.", panel=RUN)] = None,
+    size: Annotated[str | None, option("WxH", "Pixels, as 768x512 or 512.", panel=_RUN)] = None,
+    batch: Annotated[int, option("N", "Images at once.", panel=_RUN)] = 1,
+    steps: Annotated[int | None, option("N", "Steps (default: 30).", panel=_RUN)] = None,
+    guidance: Annotated[str | None, option("TEXT", "7, off, 5 + apg, … (default: guarded 7).", panel=_RUN)] = None,
+    controlnet: Annotated[list[str] | None, option("NET", "A ControlNet to add; may be repeated.", panel=_RUN)] = None,
+    ip_adapter: Annotated[
+        list[str] | None, option("FILE", "An IP-Adapter to add; may be repeated.", panel=_RUN)
+    ] = None,
     component: Annotated[
-        str | None, option("NAME", "Only this component, as unet or vae, in detail.", panel=OUT)
+        str | None, option("NAME", "Only this component, as unet or vae, in detail.", panel=_OUT)
     ] = None,
     depth: Annotated[
-        int | None, option("N", "Levels of blocks; 0 for none. 1, or 2 with --component.", panel=OUT)
+        int | None, option("N", "Levels of blocks; 0 for none. 1, or 2 with --component.", panel=_OUT)
     ] = None,
     time: Annotated[
-        bool, flag("--time", "Load the weights, run, and show milliseconds by stage and component.", panel=OUT)
+        bool, flag("--time", "Load the weights, run, and show milliseconds by stage and component.", panel=_OUT)
     ] = False,
     plot: Annotated[
-        Path | None, option("FILE", "Draw the graph: .png, .svg, .pdf, .html, or .mmd for Mermaid.", panel=OUT)
+        Path | None, option("FILE", "Draw the graph: .png, .svg, .pdf, .html, or .mmd for Mermaid.", panel=_OUT)
     ] = None,
     overwrite: Overwrite = False,
-    as_json: Annotated[bool, flag("--json", "Print the graph as JSON.", panel=OUT)] = False,
-    vae: Annotated[str | None, option("FOLDER", "Another autoencoder.", panel=LOAD)] = None,
-    image_encoder: Annotated[str | None, option("FOLDER", "The encoder that an IP-Adapter needs.", panel=LOAD)] = None,
-    tokenizer: Annotated[Path | None, option("FOLDER", "For single files, which hold none.", panel=LOAD)] = None,
-    target: Annotated[str | None, option("NAME", "What the network predicts, against its files.", panel=LOAD)] = None,
-    variant: Annotated[str | None, option("NAME", "Which files, such as fp16.", panel=LOAD)] = None,
-    revision: Annotated[str | None, option("NAME", "A revision on the hub.", panel=LOAD)] = None,
-    dtype: Annotated[str | None, option("NAME", "dtype in memory (default: the files' own).", panel=LOAD)] = None,
-    device: Annotated[str | None, option("NAME", "Where --time runs: cpu, cuda, …", panel=LOAD)] = None,
+    as_json: Annotated[bool, flag("--json", "Print the graph as JSON.", panel=_OUT)] = False,
+    vae: Annotated[str | None, option("FOLDER", "Another autoencoder.", panel=_LOAD)] = None,
+    image_encoder: Annotated[str | None, option("FOLDER", "The encoder that an IP-Adapter needs.", panel=_LOAD)] = None,
+    tokenizer: Annotated[Path | None, option("FOLDER", "For single files, which hold none.", panel=_LOAD)] = None,
+    target: Annotated[str | None, option("NAME", "What the network predicts, against its files.", panel=_LOAD)] = None,
+    variant: Annotated[str | None, option("NAME", "Which files, such as fp16.", panel=_LOAD)] = None,
+    revision: Annotated[str | None, option("NAME", "A revision on the hub.", panel=_LOAD)] = None,
+    dtype: Annotated[str | None, option("NAME", "dtype in memory (default: the files' own).", panel=_LOAD)] = None,
+    device: Annotated[str | None, option("NAME", "Where --time runs: cpu, cuda, …", panel=_LOAD)] = None,
 ) -> None:
     """Draw a model's pipeline as a graph: its components and their weights, what flows between them and its shape.
 
@@ -78,7 +80,7 @@ def command(
         raise PellucidError(rule("--device", "given with --time, since nothing runs without it", device), "usage")
     if depth is not None and not 0 <= depth <= 8:
         raise PellucidError(rule("--depth", "from 0 to 8", depth), "usage")
-    levels = DEPTHS[component is not None] if depth is None else depth
+    levels = _DEPTHS[component is not None] if depth is None else depth
     from pellucid.models.guidance import Guidance
     from pellucid.pipeline.inspection import GraphOptions
 
@@ -93,23 +95,23 @@ def command(
     )
     loading = {"vae": vae, "image_encoder": image_encoder, "tokenizer": tokenizer, "target": target}
     loading |= {"variant": variant, "revision": revision, "dtype": dtype}
-    graph = read_graph(model, asked, loading)
+    graph = _read_graph(model, asked, loading)
     node = None if component is None else graph.node(component)
     if time:
-        graph = add_times(graph, model, asked, {**loading, "device": device})
+        graph = _add_times(graph, model, asked, {**loading, "device": device})
         node = None if node is None else graph.node(node.name)
     if as_json:
-        output.print_json(graph.to_dict() if node is None else component_dict(graph, node))
+        output.print_json(graph.to_dict() if node is None else _component_dict(graph, node))
     elif node is not None:
-        show_component(graph, node)
+        _show_component(graph, node)
     else:
-        show(graph, levels)
+        _show(graph, levels)
     if goal is not None:
         goal.write(partial(drawing.draw_graph, graph))
         output.wrote(goal, as_json)
 
 
-def read_graph(model: str, asked: GraphOptions, loading: dict[str, Any]) -> Graph:
+def _read_graph(model: str, asked: GraphOptions, loading: dict[str, Any]) -> Graph:
     with output.progress(f"reading {model}", 2) as done:
         from pellucid.pipeline import inspection_graph
 
@@ -119,7 +121,7 @@ def read_graph(model: str, asked: GraphOptions, loading: dict[str, Any]) -> Grap
     return graph
 
 
-def add_times(graph: Graph, model: str, asked: GraphOptions, loading: dict[str, Any]) -> Graph:
+def _add_times(graph: Graph, model: str, asked: GraphOptions, loading: dict[str, Any]) -> Graph:
     from pellucid.pipeline import inspection_graph
 
     with ExitStack() as bars:
@@ -130,7 +132,7 @@ def add_times(graph: Graph, model: str, asked: GraphOptions, loading: dict[str, 
         return inspection_graph.with_times(graph, model, asked, watch, **loading)
 
 
-def component_dict(graph: Graph, node: Node) -> dict[str, Any]:
+def _component_dict(graph: Graph, node: Node) -> dict[str, Any]:
     [whole] = [one for one in graph.to_dict()["nodes"] if one["name"] == node.name]
     return {**whole, "flows": [vars(flow) for flow in (*graph.into(node.name), *graph.out_of(node.name))]}
 
@@ -138,7 +140,7 @@ def component_dict(graph: Graph, node: Node) -> dict[str, Any]:
 # --- In a terminal ---------------------------------------------------------------------------------------------
 
 
-def show(graph: Graph, depth: int) -> None:
+def _show(graph: Graph, depth: int) -> None:
     """The rows of cards, then tables of the components, their blocks and the milliseconds."""
     screen = output.console()
     screen.print(Text(tables.title(graph), style="bold"))
@@ -151,23 +153,23 @@ def show(graph: Graph, depth: int) -> None:
     )
     if depth:
         for node in graph.components():
-            screen.print(blocks_table(node))
+            screen.print(_blocks_table(node))
     if graph.times is not None:
         screen.print(output.table(*tables.CLOCK, right=tables.NUMBERS, rows=tables.clock(graph), sums=True))
     for note in graph.notes:
         screen.print(Text(f"! {note}", style="yellow"))
 
 
-def show_component(graph: Graph, node: Node) -> None:
+def _show_component(graph: Graph, node: Node) -> None:
     """One component: what it is, what comes and goes, and its blocks."""
     screen = output.console()
-    screen.print(card(node, [line for line in drawing.card_lines(graph, node) if not line.startswith("→")], WIDTH))
+    screen.print(_card(node, [line for line in drawing.card_lines(graph, node) if not line.startswith("→")], WIDTH))
     for key, value in node.facts.items():
         screen.print(f"{key.replace('_', ' ')}: {value}", markup=False)
     for mark, other, what, dtype in tables.links(graph, node):
         screen.print(f"{mark} {other}: {what} {dtype}".rstrip(), markup=False, soft_wrap=True)
     if node.blocks:
-        screen.print(blocks_table(node))
+        screen.print(_blocks_table(node))
 
 
 def rows_of_cards(graph: Graph) -> Group:
@@ -176,7 +178,7 @@ def rows_of_cards(graph: Graph) -> Group:
     sampler = graph.of("sampler")[0].name
     back = ", ".join(dict.fromkeys(f.goal for f in graph.out_of(sampler) if graph.node(f.goal).role in drawing.LOOP))
     frame = Panel(
-        Group(*with_arrows([row_of_cards(graph, row, WIDTH - 4) for row in loop])),
+        Group(*_with_arrows([_row_of_cards(graph, row, WIDTH - 4) for row in loop])),
         title=f"[bold]{tables.pace(graph)}[/]",
         subtitle=f"↑ back to {back}",
         title_align="left",
@@ -184,26 +186,26 @@ def rows_of_cards(graph: Graph) -> Group:
         border_style=drawing.ORANGE,
         width=WIDTH,
     )
-    first = [row_of_cards(graph, row, WIDTH) for row in entrance]
-    last = [row_of_cards(graph, row, WIDTH) for row in after]
-    return Group(*with_arrows([*first, frame, *last]))
+    first = [_row_of_cards(graph, row, WIDTH) for row in entrance]
+    last = [_row_of_cards(graph, row, WIDTH) for row in after]
+    return Group(*_with_arrows([*first, frame, *last]))
 
 
-def with_arrows(parts: list[Any]) -> list[Any]:
+def _with_arrows(parts: list[Any]) -> list[Any]:
     down = Align.center(Text("▼"))
     return [one for part in parts for one in (part, down)][:-1]
 
 
-def row_of_cards(graph: Graph, row: list[Node], width: int) -> Align:
+def _row_of_cards(graph: Graph, row: list[Node], width: int) -> Align:
     said = [drawing.card_lines(graph, node) for node in row]
-    fits = sum(card(node, lines, width).width or 0 for node, lines in zip(row, said, strict=True)) <= width - len(row)
+    fits = sum(_card(node, lines, width).width or 0 for node, lines in zip(row, said, strict=True)) <= width - len(row)
     most = width if fits else width // len(row) - 1
     grid = Table.grid(padding=(0, 1))
-    grid.add_row(*(card(node, lines, most) for node, lines in zip(row, said, strict=True)))
+    grid.add_row(*(_card(node, lines, most) for node, lines in zip(row, said, strict=True)))
     return Align.center(grid)
 
 
-def card(node: Node, said: list[str], most: int) -> Panel:
+def _card(node: Node, said: list[str], most: int) -> Panel:
     """A box with the node's name on its edge, as wide as what it says."""
     lines = [part for line in said for part in textwrap.wrap(line, most - 4)]
     width = min(most, max(len(node.name) + 6, *(len(line) + 4 for line in lines), 0))
@@ -213,11 +215,11 @@ def card(node: Node, said: list[str], most: int) -> Panel:
     )  # fmt: skip
 
 
-def blocks_table(node: Node) -> Table:
+def _blocks_table(node: Node) -> Table:
     """A network's blocks: class, parameters, share, and the shape that leaves each."""
     rows = []
     for row in tables.anatomy(node):
-        shown = Text("█" * round(BAR * row.share) or "▏", ROLE_COLOURS[node.role])
+        shown = Text("█" * round(_BAR * row.share) or "▏", ROLE_COLOURS[node.role])
         rows.append(("  " * row.level + row.name, row.kind, row.parameters, row.percent, shown, row.leaves))
     columns = (node.name, "class", "parameters", "share", "", "leaves as")
     return output.table(*columns, right=("parameters", "share"), rows=rows)

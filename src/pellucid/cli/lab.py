@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from pellucid.labs.catalog import Lab
     from pellucid.labs.process import BlockResult
 
-EXAMPLES = (
+_EXAMPLES = (
     "Example: pellucid lab 03",
     "  pellucid lab 03 --starter answer.py",
     "  pellucid lab 03 --check answer.py",
     "  pellucid lab reading_a_scheduler --open",
 )
-EPILOG = "\n\n".join(EXAMPLES)
-WIDTH = 100  # columns of words that are read
-MARKS = {"passed": "[green]✓[/]", "wrong": "[red]✗[/]", "error": "[red]![/]", "not written yet": "[yellow]·[/]"}
+EPILOG = "\n\n".join(_EXAMPLES)
+_WIDTH = 100  # columns of words that are read
+_MARKS = {"passed": "[green]✓[/]", "wrong": "[red]✗[/]", "error": "[red]![/]", "not written yet": "[yellow]·[/]"}
 
 
 def command(
@@ -59,26 +59,26 @@ def command(
 
     running = {"--out": out is not None, "--smoke": smoke}
     asked = {"--starter": starter is not None, "--check": check is not None, "--open": in_studio}
-    check_options(lab, running, asked, as_json)
+    _check_options(lab, running, asked, as_json)
     output.check_overwrite(overwrite, "a LAB that is run, or --starter", lab is not None and not (check or in_studio))
     if lab is None:
-        show_list(as_json)
+        _show_list(as_json)
         return
     found = find(lab)
     if starter is not None:
-        write_starter(found, starter, overwrite)
+        _write_starter(found, starter, overwrite)
     elif check is not None:
-        check_answer(found, check, as_json)
+        _check_answer(found, check, as_json)
     elif in_studio:
         from pellucid.cli import studio
 
         studio.page().serve([], port=0, open_browser=True, lab=found)
     else:
         figures = FigureFolder(out or Path("out") / "labs" / found.code, overwrite)
-        run_lab(found, figures if out is not None else figures.free(), smoke, as_json)
+        _run_lab(found, figures if out is not None else figures.free(), smoke, as_json)
 
 
-def check_options(lab: str | None, running: dict[str, bool], asked: dict[str, bool], as_json: bool) -> None:
+def _check_options(lab: str | None, running: dict[str, bool], asked: dict[str, bool], as_json: bool) -> None:
     """Refuses what would do nothing."""
     named = [name for name, given in asked.items() if given]
     how = [name for name, given in running.items() if given]
@@ -95,15 +95,15 @@ def check_options(lab: str | None, running: dict[str, bool], asked: dict[str, bo
 # --- the list ----------------------------------------------------------------------------------------------------
 
 
-def facts(lab: Lab) -> dict[str, Any]:
+def _facts(lab: Lab) -> dict[str, Any]:
     return {name: getattr(lab, name) for name in ("number", "slug", "title", "question", "section")}
 
 
-def show_list(as_json: bool) -> None:
+def _show_list(as_json: bool) -> None:
     from pellucid.labs.catalog import LABS
 
     if as_json:
-        output.print_json([facts(lab) for lab in LABS])
+        output.print_json([_facts(lab) for lab in LABS])
         return
     rows = [(f"[bold]{lab.code}[/]", lab.title, lab.question) for lab in LABS]
     screen = output.console()
@@ -146,7 +146,7 @@ class FigureFolder:
         return paths
 
 
-def run_lab(lab: Lab, figures: FigureFolder, smoke: bool, as_json: bool) -> None:
+def _run_lab(lab: Lab, figures: FigureFolder, smoke: bool, as_json: bool) -> None:
     from pellucid.labs import process, script
 
     if find_spec("matplotlib") is None:
@@ -160,31 +160,31 @@ def run_lab(lab: Lab, figures: FigureFolder, smoke: bool, as_json: bool) -> None
             paths = figures.write(shown)
             error = shown.error
             if as_json:
-                told.append(block_record(shown, paths))
+                told.append(_block_record(shown, paths))
                 done()
             else:
-                show_block(screen, shown, paths)
+                _show_block(screen, shown, paths)
     if as_json:
-        output.print_json({**facts(lab), "smoke": smoke, "blocks": told})
+        output.print_json({**_facts(lab), "smoke": smoke, "blocks": told})
     if error is not None:
         raise typer.Exit(1)
 
 
-def block_record(shown: BlockResult, paths: Sequence[Path]) -> dict[str, Any]:
+def _block_record(shown: BlockResult, paths: Sequence[Path]) -> dict[str, Any]:
     names = ("number", "text", "code", "printed", "seconds", "error")
     return {**{name: getattr(shown, name) for name in names}, "figures": [str(path) for path in paths]}
 
 
-def show_block(screen: Console, shown: BlockResult, paths: Sequence[Path]) -> None:
+def _show_block(screen: Console, shown: BlockResult, paths: Sequence[Path]) -> None:
     from rich.text import Text
 
     from pellucid.labs import script
 
     if shown.text:
-        screen.print(Text(script.plain(shown.text)), width=min(screen.width, WIDTH))
+        screen.print(Text(script.plain(shown.text)), width=min(screen.width, _WIDTH))
         screen.print()
     if shown.code:
-        screen.print(highlighted(screen, shown.code), soft_wrap=True)
+        screen.print(_highlighted(screen, shown.code), soft_wrap=True)
         screen.print()
     if shown.printed.strip():
         screen.print(Text(shown.printed.rstrip("\n")), soft_wrap=True)
@@ -196,7 +196,7 @@ def show_block(screen: Console, shown: BlockResult, paths: Sequence[Path]) -> No
         screen.print(Text(f"block {shown.number} of {shown.count} failed: {shown.error}", style="red"), soft_wrap=True)
 
 
-def highlighted(screen: Console, code: str) -> Any:
+def _highlighted(screen: Console, code: str) -> Any:
     """Code set off by a bar, with colours on a terminal."""
     from rich.syntax import Syntax
     from rich.text import Text
@@ -208,14 +208,14 @@ def highlighted(screen: Console, code: str) -> Any:
 # --- an answer ---------------------------------------------------------------------------------------------------
 
 
-def write_starter(lab: Lab, place: Path, overwrite: bool) -> None:
+def _write_starter(lab: Lab, place: Path, overwrite: bool) -> None:
     goal = output.destination(place, "--starter", (".py",), overwrite=overwrite)
     goal.write(partial(shutil.copyfile, lab.starter))
     output.wrote(goal)
     print(f"Fill its gaps, then: pellucid lab {lab.code} --check {place}")
 
 
-def check_answer(lab: Lab, answer: Path, as_json: bool) -> None:
+def _check_answer(lab: Lab, answer: Path, as_json: bool) -> None:
     from pellucid.labs.answers import check
 
     found = check(lab, answer)
@@ -225,18 +225,18 @@ def check_answer(lab: Lab, answer: Path, as_json: bool) -> None:
         checks = [{name: getattr(one, name) for name in names} for one in found]
         output.print_json({"lab": lab.code, "answer": str(answer), "passed": passed, "checks": checks})
     else:
-        show_outcomes(found)
+        _show_outcomes(found)
     if not passed:
         raise typer.Exit(1)
 
 
-def show_outcomes(found: Sequence[Outcome]) -> None:
+def _show_outcomes(found: Sequence[Outcome]) -> None:
     from rich.markup import escape
     from rich.text import Text
 
     screen = output.console()
     for one in found:
-        screen.print(f"{MARKS[one.verdict]} {escape(one.name)}: {one.verdict}", soft_wrap=True)
+        screen.print(f"{_MARKS[one.verdict]} {escape(one.name)}: {one.verdict}", soft_wrap=True)
         if one.sentence:
             screen.print(Text(f"    {one.sentence}"), soft_wrap=True)
         if one.printed.strip():

@@ -52,12 +52,12 @@ def command(
     policy = Policy(attention, vae_slicing, vae_tile, channels_last, offload, compiled)  # type: ignore[arg-type]
     with output.progress("loading", 1):
         pipe = sketch(model, dtype=dtype) if predict else load(model, dtype=dtype, device=device, policy=policy)
-    elsewhere = {"policy": policy, "device": device_named(device)} if predict else {}
+    elsewhere = {"policy": policy, "device": _device_named(device)} if predict else {}
     if predict and dtype is None and elsewhere["device"].type == "cpu":
         widen(pipe.components)
     loras = tuple(Lora(path) for path in lora or ())
     asked = {"size": pixels, "batch": batch, "steps": steps, "controlnets": controlnet or (), "loras": loras}
-    report = compare_strategies(pipe, asked) if compare else by_stage(pipe, asked, elsewhere)
+    report = _compare_strategies(pipe, asked) if compare else _by_stage(pipe, asked, elsewhere)
     if as_json:
         output.print_json(report.to_dict())
     else:
@@ -72,7 +72,7 @@ def command(
         output.wrote(goal, as_json)
 
 
-def device_named(name: str | None) -> Any:
+def _device_named(name: str | None) -> Any:
     import torch
 
     try:
@@ -81,7 +81,7 @@ def device_named(name: str | None) -> Any:
         raise PellucidError(rule("--device", "cuda or cpu", name), "device") from None
 
 
-def by_stage(pipe: Pipeline, asked: dict[str, Any], elsewhere: dict[str, Any]) -> StageReport:
+def _by_stage(pipe: Pipeline, asked: dict[str, Any], elsewhere: dict[str, Any]) -> StageReport:
     """Stage by stage: predicted, and measured unless the prediction is for `elsewhere`: a policy and a device."""
     from pellucid.evidence.drawing.memory import StageReport, describe_run
     from pellucid.pipeline import compare, memory
@@ -97,7 +97,7 @@ def by_stage(pipe: Pipeline, asked: dict[str, Any], elsewhere: dict[str, Any]) -
     )
 
 
-def compare_strategies(pipe: Pipeline, asked: dict[str, Any]) -> StrategyReport:
+def _compare_strategies(pipe: Pipeline, asked: dict[str, Any]) -> StrategyReport:
     from pellucid.evidence.drawing.memory import StrategyReport, describe_run
     from pellucid.pipeline import compare, memory
 

@@ -31,10 +31,10 @@ def command(
     if as_json:
         output.print_json([asdict(model) for model in found])
     else:
-        print_table(found)
+        _print_table(found)
 
 
-def print_table(found: list[Model]) -> None:
+def _print_table(found: list[Model]) -> None:
     from rich.markup import escape
 
     rows = []

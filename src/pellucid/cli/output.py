@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-IMAGES = (".png", ".svg", ".pdf")  # what matplotlib writes
-PIPE_WIDTH = 160  # columns of a table that no terminal will show
-EVERY = 30.0  # seconds between two lines about long work in a log
+_IMAGES = (".png", ".svg", ".pdf")  # what matplotlib writes
+_PIPE_WIDTH = 160  # columns of a table that no terminal will show
+_EVERY = 30.0  # seconds between two lines about long work in a log
 
 
 def console() -> Console:
@@ -32,7 +32,7 @@ def console() -> Console:
     from rich.console import Console
 
     known = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(width=None if known else PIPE_WIDTH, highlight=False, emoji=False)
+    return Console(width=None if known else _PIPE_WIDTH, highlight=False, emoji=False)
 
 
 def table(*columns: str, right: Sequence[str] = (), rows: Iterable[Sequence[Any]] = (), sums: bool = False) -> Table:
@@ -105,7 +105,7 @@ def destination(path: Path, option: str, suffixes: tuple[str, ...] = (), *, over
     return Destination(path, option, overwrite)
 
 
-def plot_destination(path: Path, suffixes: tuple[str, ...] = IMAGES, *, overwrite: bool = False) -> Destination:
+def plot_destination(path: Path, suffixes: tuple[str, ...] = _IMAGES, *, overwrite: bool = False) -> Destination:
     """The same for `--plot`, which needs matplotlib too."""
     from pellucid.evidence.report.charts import require
 
@@ -146,7 +146,7 @@ def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
     """A bar on a terminal's stderr that disappears when it is done, or a line now and then in a log; call what it
     yields after each part, or with the number of parts that are done."""
     if not sys.stderr.isatty():
-        yield log_lines(what, total)
+        yield _log_lines(what, total)
         return
     from rich.console import Console
     from rich.progress import Progress
@@ -156,7 +156,7 @@ def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
         yield lambda count=1: bar.advance(task, count)
 
 
-def log_lines(what: str, total: int) -> Callable[..., None]:
+def _log_lines(what: str, total: int) -> Callable[..., None]:
     """Says on stderr how far long work is, every EVERY seconds."""
     began = said = time.monotonic()
     done = 0
@@ -164,7 +164,7 @@ def log_lines(what: str, total: int) -> Callable[..., None]:
     def more(count: int = 1) -> None:
         nonlocal done, said
         done, now = done + count, time.monotonic()
-        if now - said >= EVERY:
+        if now - said >= _EVERY:
             said = now
             print(f"{what}: {done:,} of {total:,} after {now - began:.0f} s", file=sys.stderr, flush=True)
 

@@ -19,9 +19,9 @@ from pellucid.core.samplers import REGISTRY
 from pellucid.core.schedule import Level
 from pellucid.core.wording import named
 
-FRAMES = {"vp": "alpha² + sigma² = 1", "ve": "alpha = 1", "flow": "alpha + sigma = 1"}
-SCALES = (1.0, 0.3, 0.1, 0.03, 0.01)  # standard deviations of what an image is made of
-COLUMNS = ("#", "time", "alpha", "sigma", "λ")
+_FRAMES = {"vp": "alpha² + sigma² = 1", "ve": "alpha = 1", "flow": "alpha + sigma = 1"}
+_SCALES = (1.0, 0.3, 0.1, 0.03, 0.01)  # standard deviations of what an image is made of
+_COLUMNS = ("#", "time", "alpha", "sigma", "λ")
 
 
 def command(
@@ -61,7 +61,7 @@ def command(
 
     Example: [bold]pellucid plan dpmpp_2m --grid karras --steps 10 --diff "--as diffusers"[/]
     """
-    refuse_both(as_json, plot, diff)
+    _refuse_both(as_json, plot, diff)
     output.check_overwrite(overwrite, "--save or --plot", save is not None or plot is not None)
     goal = None if save is None else output.destination(save, "--save", (".json",), overwrite=overwrite)
     image = None if plot is None else output.plot_destination(plot, overwrite=overwrite)
@@ -80,13 +80,13 @@ def command(
         image.write(partial(draw_plan, made))
         output.wrote(image)
     else:
-        show(made)
+        _show(made)
     if goal is not None:
         goal.write(made.to_json() + "\n")
         output.wrote(goal, as_json)
 
 
-def refuse_both(as_json: bool, plot: Path | None, diff: str | None) -> None:
+def _refuse_both(as_json: bool, plot: Path | None, diff: str | None) -> None:
     if plot is not None and (as_json or diff is not None):
         other = "--json" if as_json else "--diff"
         raise PellucidError(
@@ -94,82 +94,83 @@ def refuse_both(as_json: bool, plot: Path | None, diff: str | None) -> None:
         )
 
 
-def show(plan: Plan) -> None:
+def _show(plan: Plan) -> None:
     screen = output.console()
-    for line in (*header(plan), "", *rows(plan), "", *legend(plan)):
+    for line in (*_header(plan), "", *_rows(plan), "", *_legend(plan)):
         screen.print(line, soft_wrap=True)
 
 
 # --- A plan as text -------------------------------------------------------------------------------------------------
 
 
-def header(plan: Plan) -> Iterator[Text]:
+def _header(plan: Plan) -> Iterator[Text]:
     """What the plan is, a fact a line."""
     title = REGISTRY[plan.name].title if plan.name in REGISTRY else plan.name
     calls = "1 model call" if plan.nfe == 1 else f"{plan.nfe} model calls"
     yield Text(f"{title} ({plan.name}): {calls} (NFE)", style="bold")
-    for label, value in facts(plan):
+    for label, value in _facts(plan):
         yield Text.assemble((f"  {label:<9}", "dim"), value)
 
 
-def facts(plan: Plan) -> Iterator[tuple[str, str]]:
+def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "schedule", named(plan.schedule)
     yield "target", f"{plan.target}: what the network predicts"
     yield "grid", named(plan.grid)
     yield "dialect", plan.dialect
-    yield "frame", f"{plan.frame}: {FRAMES[plan.frame]}"
+    yield "frame", f"{plan.frame}: {_FRAMES[plan.frame]}"
     yield "basis", f"{plan.basis}: what p0, p1, … are kept as"
     if plan.options:
         yield "options", ", ".join(f"{k} = {v}" for k, v in plan.options.items())
-    yield "start", f"{level(plan.start)}; initial scale {short(plan.initial_scale, 6)}"
-    yield "end", level(plan.end)
+    yield "start", f"{_level(plan.start)}; initial scale {short(plan.initial_scale, 6)}"
+    yield "end", _level(plan.end)
     law = f"declared: {plan.declared}" if plan.declared else "each row lands on its level"
     yield "law", f"deviation {short(plan.deviation, 3)}, {law}"
     if plan.end.sigma == 0:
-        yield "keeps", detail(plan)
+        yield "keeps", _detail(plan)
     if "says" in plan.evidence:
         yield "evidence", str(plan.evidence["says"])
 
 
-def detail(plan: Plan) -> str:
+def _detail(plan: Plan) -> str:
     """How much contrast is left of large and of small structures."""
     shares = [
-        f"{short(100 * float(part), 3)} % at {scale:g}" for scale, part in zip(SCALES, kept(plan, SCALES), strict=True)
+        f"{short(100 * float(part), 3)} % at {scale:g}"
+        for scale, part in zip(_SCALES, kept(plan, _SCALES), strict=True)
     ]
     return f"{', '.join(shares)}: the contrast of Gaussian data by its standard deviation"
 
 
-def level(at: Level) -> str:
+def _level(at: Level) -> str:
     return f"alpha {short(at.alpha, 6)}, sigma {short(at.sigma, 6)}, λ {short(at.lam)}"
 
 
-def rows(plan: Plan) -> Iterator[Text]:
+def _rows(plan: Plan) -> Iterator[Text]:
     """The table: #, told time, alpha, sigma, λ, and the update as a formula whose terms stand in columns."""
-    cells = [row_cells(i, r) for i, r in enumerate(plan.rows)]
-    widths = [max(len(c[k]) for c in (COLUMNS, *cells)) for k in range(len(COLUMNS))]
-    updates = formulas([r.x for r in plan.rows])
+    cells = [_row_cells(i, r) for i, r in enumerate(plan.rows)]
+    widths = [max(len(c[k]) for c in (_COLUMNS, *cells)) for k in range(len(_COLUMNS))]
+    updates = _formulas([r.x for r in plan.rows])
     if any(r.anchor is not None for r in plan.rows):
-        kept = formulas([r.anchor for r in plan.rows])
+        kept = _formulas([r.anchor for r in plan.rows])
         wide = max(map(len, updates))
         updates = [f"{x:<{wide}}   anchor ← {a}" if a else x for x, a in zip(updates, kept, strict=True)]
-    yield Text("  ".join(name.rjust(w) for name, w in zip(COLUMNS, widths, strict=True)) + "   update", style="dim")
+    yield Text("  ".join(name.rjust(w) for name, w in zip(_COLUMNS, widths, strict=True)) + "   update", style="dim")
     for cell, r, update in zip(cells, plan.rows, updates, strict=True):
         line = "  ".join(text.rjust(w) for text, w in zip(cell, widths, strict=True))
-        yield Text.assemble((line, "cyan"), "   x ← ", update, (marks(r), "yellow"))
+        yield Text.assemble((line, "cyan"), "   x ← ", update, (_marks(r), "yellow"))
 
 
-def row_cells(index: int, r: Row) -> tuple[str, ...]:
+def _row_cells(index: int, r: Row) -> tuple[str, ...]:
     return str(index), time_text(r.time), short(r.level.alpha), short(r.level.sigma), short(r.level.lam)
 
 
-def marks(r: Row) -> str:
+def _marks(r: Row) -> str:
     """What is unusual of a row: a prediction that is held out of the history, noise before the call."""
     held = "   held: p0 does not enter the history" if r.held else ""
     churn = f"   churn: x + {short(r.pre_noise)}·z before the call" if r.pre_noise else ""
     return held + churn
 
 
-def term(weight: float, register: int) -> str:
+def _term(weight: float, register: int) -> str:
     """`0.9300·x`; a weight of exactly 1 is not written."""
     if abs(weight) == 1.0:
         return REGISTERS[register]
@@ -178,21 +179,21 @@ def term(weight: float, register: int) -> str:
 
 def formula(weights: Weights) -> str:
     """`0.93·x + 0.07·p0 − 0.01·p1`; 0 when nothing is left."""
-    return formulas([weights])[0]
+    return _formulas([weights])[0]
 
 
-def formulas(every: Sequence[Weights | None]) -> list[str]:
+def _formulas(every: Sequence[Weights | None]) -> list[str]:
     """One formula a row, each register's terms in one column; empty where there is no update."""
     widest: dict[int, int] = {}
     for weights in every:
         for register, weight in weights or ():
-            widest[register] = max(widest.get(register, 0), len(term(weight, register)))
-    out = ["" if weights is None else align(dict(weights), widest) for weights in every]
+            widest[register] = max(widest.get(register, 0), len(_term(weight, register)))
+    out = ["" if weights is None else _align(dict(weights), widest) for weights in every]
     spare = 2 if all(line[:2] in ("", "  ") for line in out) else 0  # room for a leading minus that no row needs
     return [line[spare:].rstrip() for line in out]
 
 
-def align(weights: dict[int, float], widest: dict[int, int]) -> str:
+def _align(weights: dict[int, float], widest: dict[int, int]) -> str:
     if not weights:
         return "  0"
     out, first = "", True
@@ -201,12 +202,12 @@ def align(weights: dict[int, float], widest: dict[int, int]) -> str:
             out += " " * (widest[register] + 3)
             continue
         sign = "−" if weights[register] < 0 else " " if first else "+"
-        out += f"{sign} {term(weights[register], register):<{widest[register]}} "
+        out += f"{sign} {_term(weights[register], register):<{widest[register]}} "
         first = False
     return out
 
 
-def legend(plan: Plan) -> Iterator[Text]:
+def _legend(plan: Plan) -> Iterator[Text]:
     """What the letters mean, for the registers that this plan uses."""
     used = [name for name in REGISTERS if any(r.uses(name) for r in plan.rows)]
     said = {

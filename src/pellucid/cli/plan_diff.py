@@ -24,17 +24,17 @@ from pellucid.evidence.plan_diff import (
     size_of,
 )
 
-RUNS = 12  # about as many as a comparison makes
+_RUNS = 12  # about as many as a comparison makes
 
 
 def show(mine: Plan, theirs: Plan, as_json: bool) -> None:
-    with output.progress("running both on the oracle", RUNS) as seen:
+    with output.progress("running both on the oracle", _RUNS) as seen:
         found = compare(mine, theirs, seen)
     if as_json:
-        output.print_json(to_dict(found, theirs))
+        output.print_json(_to_dict(found, theirs))
         return
     screen = output.console()
-    screen.print(facts_table(mine, theirs))
+    screen.print(_facts_table(mine, theirs))
     if mine.frame != theirs.frame:
         screen.print(
             f"The other plan is converted from frame {theirs.frame} to {mine.frame}; its results stay the same."
@@ -42,23 +42,23 @@ def show(mine: Plan, theirs: Plan, as_json: bool) -> None:
     by_row = [d for d in found.differences if d.row >= 0]
     if by_row:
         screen.print("Rows that differ", style="bold")
-        screen.print(rows_table(by_row))
+        screen.print(_rows_table(by_row))
     elif mine.nfe == found.theirs.nfe:
         screen.print(f"The rows are equal (to {TOLERANCE:g}).")
     screen.print("Effect: the relative distance between the final results", style="bold")
-    screen.print(effects_table(found.effects))
+    screen.print(_effects_table(found.effects))
     screen.print(
         f"{POINTS} points of a smooth mixture, exact denoiser, float64: each kind of difference alone, then all."
     )
 
 
-def to_dict(found: Comparison, theirs: Plan) -> dict[str, Any]:
+def _to_dict(found: Comparison, theirs: Plan) -> dict[str, Any]:
     def value(v: Any) -> Any:
         return [v.alpha, v.sigma] if isinstance(v, Level) else v
 
     return {
-        "mine": without_rows(found.mine),
-        "theirs": without_rows(theirs),
+        "mine": _without_rows(found.mine),
+        "theirs": _without_rows(theirs),
         "compared_in_frame": found.mine.frame,
         "tolerance": TOLERANCE,
         "differences": [
@@ -69,19 +69,19 @@ def to_dict(found: Comparison, theirs: Plan) -> dict[str, Any]:
     }
 
 
-def without_rows(plan: Plan) -> dict[str, Any]:
+def _without_rows(plan: Plan) -> dict[str, Any]:
     """A plan without its rows."""
     return {key: value for key, value in {**plan.to_dict(), "nfe": plan.nfe}.items() if key != "rows"}
 
 
-def facts_table(mine: Plan, theirs: Plan) -> Table:
+def _facts_table(mine: Plan, theirs: Plan) -> Table:
     """What the two plans are, side by side; what differs stands out."""
     pairs = [(label, left, facts(theirs)[label]) for label, left in facts(mine).items()]
     rows = [(k, Text(a), Text(b, style="" if a == b else "yellow")) for k, a, b in pairs if a or b]
     return output.table("", "this plan", "the other", rows=rows)
 
 
-def rows_table(differences: Sequence[Difference]) -> Table:
+def _rows_table(differences: Sequence[Difference]) -> Table:
     """A row for each that differs; `old → new (relative size)` in the column of its kind."""
     kinds = [k for k in ("told time", "level", "churn", "weights") if any(kind_of(d) == k for d in differences)]
     rows = []
@@ -91,6 +91,6 @@ def rows_table(differences: Sequence[Difference]) -> Table:
     return output.table("#", *kinds, right=("#",), rows=rows)
 
 
-def effects_table(found: Sequence[Effect]) -> Table:
+def _effects_table(found: Sequence[Effect]) -> Table:
     rows = [(e.kind, "" if e.rows is None else str(e.rows), size_of(e), Text(e.note)) for e in found]
     return output.table("swapped in", "rows", "distance", "", right=("rows",), rows=rows)

@@ -23,8 +23,8 @@ from pellucid.core.samplers.registry import value_of
 from pellucid.core.schedule import Schedule
 
 MAX_PLAN_BYTES = 64 * 2**20
-OUTPUTS = ("as_json", "plot", "diff", "save")
-FLAGS = {"as_json": "json"}
+_OUTPUTS = ("as_json", "plot", "diff", "save")
+_FLAGS = {"as_json": "json"}
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ def parse_words(text: str, command: Any) -> PlanWords:
         if type(error).__name__ != "MissingParameter":
             raise
         params, named = command.make_context("pellucid plan", ["inherited", *args]).params, False
-    for name in OUTPUTS:
+    for name in _OUTPUTS:
         if params[name]:
-            raise PellucidError(rule("--diff", f"a plan, without --{FLAGS.get(name, name)}", text), "usage")
+            raise PellucidError(rule("--diff", f"a plan, without --{_FLAGS.get(name, name)}", text), "usage")
     words = PlanWords.of(params)
     return words if named else replace(words, sampler="")
 
@@ -94,7 +94,7 @@ def inherit(said: PlanWords, words: PlanWords, made: Plan) -> PlanWords:
     if said.file is not None:
         return said
     if words.file is not None:
-        return said.over(words_of(made))
+        return said.over(_words_of(made))
     entry, grid_of_name = resolve(words.sampler)
     return said.over(replace(words, sampler=entry.name, grid=words.grid or grid_of_name))
 
@@ -102,22 +102,22 @@ def inherit(said: PlanWords, words: PlanWords, made: Plan) -> PlanWords:
 def plan_of(words: PlanWords) -> Plan:
     """The plan that the words mean."""
     if words.file is not None:
-        return from_file(words, words.file)
+        return _from_file(words, words.file)
     entry, _ = resolve(words.sampler)
     said = {k: getattr(words, k) for k in ("schedule", "target", "grid", "steps", "dialect", "skip")}
     said = {k: v for k, v in said.items() if v is not None}
     options = {key: value_of(entry, key, value) for key, value in words.options}
-    made = compile_with(words.sampler, said, options)
+    made = _compile_with(words.sampler, said, options)
     if words.final is not None:
         plain, lay = made, said.get("grid", made.grid["name"])
-        made = compile_with(words.sampler, {**said, "grid": replace(grids.named(lay), final=words.final)}, options)
+        made = _compile_with(words.sampler, {**said, "grid": replace(grids.named(lay), final=words.final)}, options)
         if words.final != "zero" and made.rows == plain.rows:
             advice = "It changes nothing there."
             raise PellucidError(rule("final", f"zero for {made.name} as {made.dialect}", words.final, advice), "final")
     return made
 
 
-def compile_with(sampler: str, said: dict[str, Any], options: dict[str, Any]) -> Plan:
+def _compile_with(sampler: str, said: dict[str, Any], options: dict[str, Any]) -> Plan:
     """`compile_plan`, where an option of the right type and a wrong size is the user's error and not a crash."""
     try:
         return compile_plan(sampler, **said, **options)
@@ -130,7 +130,7 @@ def compile_with(sampler: str, said: dict[str, Any], options: dict[str, Any]) ->
         raise PellucidError(f"option must be one that {sampler} can use; got {told}: {error}.", "option") from None
 
 
-def from_file(words: PlanWords, path: Path) -> Plan:
+def _from_file(words: PlanWords, path: Path) -> Plan:
     for name in ("schedule", "target", "grid", "steps", "dialect", "final", "options"):
         if getattr(words, name):
             flag = {"dialect": "as", "options": "option"}.get(name, name)
@@ -144,11 +144,11 @@ def from_file(words: PlanWords, path: Path) -> Plan:
         return Plan.from_json(text)
 
 
-def words_of(made: Plan) -> PlanWords:
+def _words_of(made: Plan) -> PlanWords:
     """The words that would compile a plan again, as far as its grid and its schedule can be made."""
     lay = dict(made.grid)
     steps, skip = lay.pop("steps", None), lay.pop("skip", None)
-    with as_file_error("plan file must name a grid and a schedule that can be made"):
+    with _as_file_error("plan file must name a grid and a schedule that can be made"):
         grid, curve = grids.named(Grid.from_dict(lay)), schedules.from_dict(made.schedule)
         grids.points(curve, grid, steps)
     options = tuple(made.options.items())
@@ -156,7 +156,7 @@ def words_of(made: Plan) -> PlanWords:
 
 
 @contextmanager
-def as_file_error(what: str) -> Iterator[None]:
+def _as_file_error(what: str) -> Iterator[None]:
     """A file may hold anything: what breaks while it is read is the file's error and not a crash."""
     try:
         yield

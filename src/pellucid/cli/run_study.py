@@ -65,7 +65,7 @@ def run(
     if shard is not None:
         if processes or ray:
             raise PellucidError(rule("--shard", "given without --processes and --ray", shard), "shard")
-        run_share(kind, config, out, shard, as_json, bar, given)
+        _run_share(kind, config, out, shard, as_json, bar, given)
         return
     found = run_study(kind, config, out, processes=processes or 1, ray=ray or 0, bar=bar, **given)
     if as_json:
@@ -74,7 +74,7 @@ def run(
         show(found, out)
 
 
-def run_share(
+def _run_share(
     kind: type[Study[Any, Any]], config: Any, out: Path, text: str, as_json: bool, bar: Any, given: dict[str, Any]
 ) -> None:
     """The cells of one share; the report is the whole study's."""

@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from pellucid.pipeline.repeat import AdapterFile, RunOptions
 
 MAX_IMAGES = 10_000
-MAX_PROMPTS_BYTES = 4 * 2**20
-LOAD, OUT = "Loading", "Output"  # panels of the help
-COMPLETIONS: dict[str, Callable[[str], list[str]]] = {"samplers": sampler_names, "grids": grid_names}
-LOADING = {
+_MAX_PROMPTS_BYTES = 4 * 2**20
+_LOAD, _OUT = "Loading", "Output"  # panels of the help
+_COMPLETIONS: dict[str, Callable[[str], list[str]]] = {"samplers": sampler_names, "grids": grid_names}
+_LOADING = {
     "inversions": Flag(("--inversion",), "FILE", "A textual inversion; may be repeated.", ADAPTERS, list[Path]),
-    "vae": Flag(("--vae",), "FOLDER", "Another autoencoder, a tiny one too.", LOAD),
-    "image_encoder": Flag(("--image-encoder",), "FOLDER", "The encoder that image prompts need.", LOAD),
-    "tokenizer": Flag(("--tokenizer",), "FOLDER", "For single files, which hold none.", LOAD, Path),
-    "target": Flag(("--target",), "NAME", "What the network predicts, against its files: eps, v, …", LOAD),
-    "variant": Flag(("--variant",), "NAME", "Which files, such as fp16.", LOAD),
-    "revision": Flag(("--revision",), "NAME", "A revision on the hub.", LOAD),
+    "vae": Flag(("--vae",), "FOLDER", "Another autoencoder, a tiny one too.", _LOAD),
+    "image_encoder": Flag(("--image-encoder",), "FOLDER", "The encoder that image prompts need.", _LOAD),
+    "tokenizer": Flag(("--tokenizer",), "FOLDER", "For single files, which hold none.", _LOAD, Path),
+    "target": Flag(("--target",), "NAME", "What the network predicts, against its files: eps, v, …", _LOAD),
+    "variant": Flag(("--variant",), "NAME", "Which files, such as fp16.", _LOAD),
+    "revision": Flag(("--revision",), "NAME", "A revision on the hub.", _LOAD),
     "dtype": Flag(
         ("--dtype",),
         "NAME",
@@ -41,37 +41,37 @@ LOADING = {
     ),
     "device": Flag(("--device",), "NAME", "cpu, cuda, …", SPEED),
 }
-OUTPUT = {
+_OUTPUT = {
     "batch": Flag(("--batch",), "N", "Images at once; 1 when not given, which repeats bit by bit.", SPEED, int),
-    "out": Flag(("--out",), "PATH", "A .png or a folder; out-SEED.png when not given.", OUT, Path),
-    "overwrite": Flag(("--overwrite",), "", "Replace files that exist.", OUT, bool),
-    "grid_of": Flag(("--grid-of",), "AXES", 'A labelled sheet: "steps=10,20,50 x guidance=3,5,7".', OUT),
-    "keep_cells": Flag(("--keep-cells",), "", "Keep each cell of the sheet, in a folder beside it.", OUT, bool),
+    "out": Flag(("--out",), "PATH", "A .png or a folder; out-SEED.png when not given.", _OUT, Path),
+    "overwrite": Flag(("--overwrite",), "", "Replace files that exist.", _OUT, bool),
+    "grid_of": Flag(("--grid-of",), "AXES", 'A labelled sheet: "steps=10,20,50 x guidance=3,5,7".', _OUT),
+    "keep_cells": Flag(("--keep-cells",), "", "Keep each cell of the sheet, in a folder beside it.", _OUT, bool),
     "trace": Flag(
-        ("--trace",), "FILE", "Record every step; see pellucid trace. FILE-001, … of several runs.", OUT, Path
+        ("--trace",), "FILE", "Record every step; see pellucid trace. FILE-001, … of several runs.", _OUT, Path
     ),
     "trace_tensors": Flag(
-        ("--trace-tensors",), "", "Keep x, x0, eps and the guidance delta of each step, beside numbers.", OUT, bool
+        ("--trace-tensors",), "", "Keep x, x0, eps and the guidance delta of each step, beside numbers.", _OUT, bool
     ),
-    "as_json": Flag(("--json",), "", "Print files, seeds, stages, notes and recipes as JSON.", OUT, bool),
+    "as_json": Flag(("--json",), "", "Print files, seeds, stages, notes and recipes as JSON.", _OUT, bool),
 }
-FROM = Flag(("--from",), "FILE", "Repeat an image by the recipe inside it, ours or A1111's.", WHAT, Path)
-EXAMPLES = (
+_FROM = Flag(("--from",), "FILE", "Repeat an image by the recipe inside it, ours or A1111's.", WHAT, Path)
+_EXAMPLES = (
     'Example: pellucid sample ./sd15 "a red star" --seed 7 --out star.png',
     '  pellucid sample ./sd15 @prompts.txt -n 2 --sampler "DPM++ 2M Karras" --steps 20 --out pictures/',
     '  pellucid sample ./sd15 "a red star" --image sketch.png --strength 0.6 --lora ink.safetensors:0.8',
     '  pellucid sample ./sd15 "a red star" --seed 7 --grid-of "steps=10,20,50 x guidance=3,5,7" --out sheet.png',
     "  pellucid sample --from star.png",
 )
-EPILOG = "\n\n".join(line.replace("[", r"\[") for line in EXAMPLES)
+EPILOG = "\n\n".join(line.replace("[", r"\[") for line in _EXAMPLES)
 
 
 # --- Flags ----------------------------------------------------------------------------------------------------------
 
 
-def typed(flag: Flag) -> Any:
+def _typed(flag: Flag) -> Any:
     """A flag as a type for typer."""
-    complete, help = COMPLETIONS.get(flag.names_of), flag.help.replace("[", r"\[")
+    complete, help = _COMPLETIONS.get(flag.names_of), flag.help.replace("[", r"\[")
     more = {"show_default": False, "autocompletion": complete}
     found = option(flag.metavar, help, *flag.names, panel=flag.panel, **more)
     return Annotated[flag.kind if flag.kind is bool else flag.kind | None, found]
@@ -79,10 +79,10 @@ def typed(flag: Flag) -> Any:
 
 def request_option(name: str) -> Any:
     """The flag of a request's field, for commands that take it too."""
-    return typed(flags_of(Request)[name])
+    return _typed(flags_of(Request)[name])
 
 
-def signature() -> Signature:
+def _signature() -> Signature:
     """Model, prompt, and every flag; a flag's parameter has the name of its field."""
     arguments = {
         "model": typer.Argument(
@@ -95,9 +95,9 @@ def signature() -> Signature:
             metavar="PROMPT", help="What to make; @FILE takes one prompt per line.", show_default=False
         ),
     }
-    flags = {"from_file": FROM, **flags_of(Request), **LOADING, **flags_of(Policy), **OUTPUT}
+    flags = {"from_file": _FROM, **flags_of(Request), **_LOADING, **flags_of(Policy), **_OUTPUT}
     named = {name: Annotated[str | None, held] for name, held in arguments.items()}
-    named |= {name: typed(flag) for name, flag in flags.items()}
+    named |= {name: _typed(flag) for name, flag in flags.items()}
     off = {name: False for name, flag in flags.items() if flag.kind is bool}
     kind = Parameter.KEYWORD_ONLY
     return Signature([Parameter(n, kind, default=off.get(n), annotation=held) for n, held in named.items()])
@@ -115,7 +115,7 @@ def command(**words: Any) -> None:
     sample_run.sample(words)
 
 
-command.__signature__ = signature()  # type: ignore[attr-defined]
+command.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 # --- Words ----------------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def read_options(words: Mapping[str, Any]) -> RunOptions:
         controls=tuple(with_image("--control", text, True) for text in given.get("controls", ())),
         image_prompts=tuple(with_image("--image-prompt", text, False) for text in given.get("image_prompts", ())),
         weak=given.get("weak"),
-        loading={name: given[name] for name in LOADING if name in given},
+        loading={name: given[name] for name in _LOADING if name in given},
         policy={name: given[name] for name in flags_of(Policy) if name in given},
     )
 
@@ -148,15 +148,15 @@ def read_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     readers: dict[str, Callable[[Any], Any]] = {
         "prompt": prompts,
         "label": lambda texts: [read_label(text) for text in texts],
-        "seed": seeds,
-        "options": sampler_options,
+        "seed": _seeds,
+        "options": _sampler_options,
         "guidance": Guidance.parse,
         "image": lambda path: images.read(path, "image"),
         "mask": lambda path: images.read(path, "mask"),
         "original_size": lambda text: read_size("--original-size", text),
         "target_size": lambda text: read_size("--target-size", text),
-        "crop": lambda text: tuple(int(part) for part in numbers("--crop", text, r"\d{1,6}")),
-        "aesthetic": lambda text: tuple(float(part) for part in numbers("--aesthetic", text, r"\d{1,2}(?:\.\d+)?")),
+        "crop": lambda text: tuple(int(part) for part in _numbers("--crop", text, r"\d{1,6}")),
+        "aesthetic": lambda text: tuple(float(part) for part in _numbers("--aesthetic", text, r"\d{1,2}(?:\.\d+)?")),
     }
     own = {"prompt": None, **flags_of(Request)}
     apart = ("width", "weak", "loras", "controls", "image_prompts")
@@ -166,7 +166,7 @@ def read_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def seeds(text: str) -> int | list[int]:
+def _seeds(text: str) -> int | list[int]:
     """`7`, `1,2,3` or `1..4`, also mixed."""
     from pellucid.core.noise import check_seed
 
@@ -182,14 +182,14 @@ def seeds(text: str) -> int | list[int]:
     return found if "," in text or ".." in text else found[0]
 
 
-def numbers(name: str, text: str, form: str) -> tuple[str, str]:
+def _numbers(name: str, text: str, form: str) -> tuple[str, str]:
     match = re.fullmatch(rf"\s*({form})\s*,\s*({form})\s*", text)
     if match is None:
         raise PellucidError(rule(name, "two numbers, as 0,0", text[:80]), "usage")
     return match[1], match[2]
 
 
-def number(text: str) -> float | None:
+def _number(text: str) -> float | None:
     """The number that a text is, NaN too: who takes it refuses that by name."""
     try:
         return float(text)
@@ -203,10 +203,10 @@ def prompts(text: str) -> list[str]:
 
     if text.startswith("@@") or not text.startswith("@"):
         return [text.removeprefix("@") if text.startswith("@@") else text]
-    return list(read_lines(Path(text[1:]), "prompts", MAX_PROMPTS_BYTES, empty="prompt-file"))
+    return list(read_lines(Path(text[1:]), "prompts", _MAX_PROMPTS_BYTES, empty="prompt-file"))
 
 
-def sampler_options(texts: list[str]) -> dict[str, str]:
+def _sampler_options(texts: list[str]) -> dict[str, str]:
     from pellucid.cli.plan_words import pair_of
 
     found: dict[str, str] = {}
@@ -222,7 +222,7 @@ def lora(text: str) -> AdapterFile:
     from pellucid.pipeline.repeat import AdapterFile
 
     path, colon, tail = text.rpartition(":")
-    scale = number(tail)
+    scale = _number(tail)
     if Path(text).exists() or not colon or scale is None:
         return AdapterFile(text)
     return AdapterFile(path, scale=scale)
@@ -236,9 +236,9 @@ def with_image(name: str, text: str, spans: bool) -> AdapterFile:
     parts = text.split(",")
     span = scale = None
     if spans and len(parts) > 3 and (match := re.fullmatch(r"\s*([\d.]+)\s*-\s*([\d.]+)\s*", parts[-1])):
-        span = tuple(number(part) for part in match.groups())
+        span = tuple(_number(part) for part in match.groups())
         parts.pop()
-    if len(parts) > 2 and (scale := number(parts[-1])) is not None:
+    if len(parts) > 2 and (scale := _number(parts[-1])) is not None:
         parts.pop()
     if len(parts) < 2 or not all(part.strip() for part in (parts[0], parts[-1])) or (span and None in span):
         form = "NET,FILE,SCALE,A-B" if spans else "ADAPTER,FILE,SCALE"

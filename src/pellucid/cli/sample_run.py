@@ -48,35 +48,35 @@ from pellucid.pipeline.request import Request, random_seed
 from pellucid.pipeline.result import Result
 from pellucid.pipeline.sheet import Axis, axes_of, cell_fields, cells, draw_sheet, shared_settings
 
-CANCELLED = 130
-STEM = "out"
-IMAGES = (".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".svg", ".pdf")  # not written; no folders' names
+_CANCELLED = 130
+_STEM = "out"
+_IMAGES = (".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".svg", ".pdf")  # not written; no folders' names
 
 
 def sample(words: dict[str, Any]) -> None:
     """Everything, from the words of the command line to the words at its end."""
-    report = SampleReport()
+    report = _SampleReport()
     try:
-        with step_bar(quiet=words["as_json"]) as bar:
-            work_on(words, report, bar)
+        with _step_bar(quiet=words["as_json"]) as bar:
+            _work_on(words, report, bar)
     except KeyboardInterrupt:
         files = len(report.files)
         typer.echo(f"cancelled: {files} file{'' if files == 1 else 's'} written", err=True)
-        raise typer.Exit(CANCELLED) from None
+        raise typer.Exit(_CANCELLED) from None
     if words["as_json"]:
         output.print_json(report.to_dict())
     else:
-        show_report(report)
+        _show_report(report)
 
 
-def work_on(words: dict[str, Any], report: SampleReport, bar: StepBar) -> None:
+def _work_on(words: dict[str, Any], report: _SampleReport, bar: StepBar) -> None:
     options, origin = read_options(words), None
     named, batch = options.model is not None, words["batch"] or 1
     if batch < 1:
         raise PellucidError(rule("--batch", "at least 1", batch), "usage")
     if words["from_file"] is not None:
         origin = open_source(words["from_file"])
-        agree(origin, options, bar.progress)
+        _agree(origin, options, bar.progress)
         options, changed = complete(origin, options)
         report.set_source(origin, changed)
     axes = words["grid_of"] or (origin.axes if origin is not None else None)
@@ -84,36 +84,36 @@ def work_on(words: dict[str, Any], report: SampleReport, bar: StepBar) -> None:
         raise PellucidError("--keep-cells must come with --grid-of; got it alone.", "usage")
     if words["label"] and words["prompt"] is not None and len(options.fields["prompt"]) > 1:
         raise PellucidError("--label must come with one prompt at most; got several.", "usage")
-    jobs = jobs_of(options.fields)
+    jobs = _jobs_of(options.fields)
     if axes is not None and len(jobs) > 1:
         raise PellucidError(rule("--grid-of", "for one image a cell", f"{len(jobs)} images"), "usage")
-    paths = output_paths(words["out"], words["overwrite"], len(jobs) > 1)
-    traces = TraceFiles.of(words)
+    paths = _output_paths(words["out"], words["overwrite"], len(jobs) > 1)
+    traces = _TraceFiles.of(words)
     fields = {**options.fields, **options.adapters()}
     # What is wrong whatever the model is refused before it is loaded.
-    sheet = None if axes is None else Sheet.of(axes, jobs[0], fields, paths, words["keep_cells"])
+    sheet = None if axes is None else _Sheet.of(axes, jobs[0], fields, paths, words["keep_cells"])
     single = batch == 1 or len(jobs) == 1
-    runs = [([job], request_of([job], fields)) for job in (jobs if single else jobs[:1])] if sheet is None else []
+    runs = [([job], _request_of([job], fields)) for job in (jobs if single else jobs[:1])] if sheet is None else []
     if traces is not None:
         traces.expect(math.ceil(len(jobs) / batch) if sheet is None else len(sheet.requests))
     began = time.perf_counter()
     pipe = options.load()
     report.model, report.load_seconds = pipe.components.name, time.perf_counter() - began
-    work = SampleRun(pipe, options.load_weak(), paths, report, bar, origin, named, traces)
+    work = _SampleRun(pipe, options.load_weak(), paths, report, bar, origin, named, traces)
     if sheet is not None:
-        make_sheet(work, sheet)
+        _make_sheet(work, sheet)
         return
     if not single:
-        groups = batches(pipe, jobs, batch, fields.get("weighting", False))
-        runs = [(group, request_of(group, fields)) for group in groups]
-    make_images(work, runs, len(jobs))
+        groups = _batches(pipe, jobs, batch, fields.get("weighting", False))
+        runs = [(group, _request_of(group, fields)) for group in groups]
+    _make_images(work, runs, len(jobs))
 
 
 # --- Jobs -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class ImageJob:
+class _ImageJob:
     """One image: its words, its seed, and its number where there are several prompts."""
 
     prompt: str | None
@@ -122,7 +122,7 @@ class ImageJob:
     number: int | None = None
 
 
-def jobs_of(fields: Mapping[str, Any]) -> list[ImageJob]:
+def _jobs_of(fields: Mapping[str, Any]) -> list[_ImageJob]:
     """One per image: n of each prompt, or of each label, with the seeds that were given or consecutive ones."""
 
     def listed(name: str) -> list[Any]:
@@ -140,14 +140,14 @@ def jobs_of(fields: Mapping[str, Any]) -> list[ImageJob]:
         raise PellucidError(rule("--seed", f"one seed, or {images}: one per image", len(given)), "seed")
     seeds = seed_list(random_seed() if seed is None else seed, images)
     several = len(things) > 1
-    return [ImageJob(*things[i // n], seed, i + 1 if several else None) for i, seed in enumerate(seeds)]
+    return [_ImageJob(*things[i // n], seed, i + 1 if several else None) for i, seed in enumerate(seeds)]
 
 
-def request_of(jobs: Sequence[ImageJob], fields: Mapping[str, Any]) -> Request:
+def _request_of(jobs: Sequence[_ImageJob], fields: Mapping[str, Any]) -> Request:
     """The request of one run."""
     own: dict[str, Any] = {"seed": [job.seed for job in jobs], "n": 1}
     if fields.get("options"):
-        own["options"] = typed_options(fields.get("sampler"), fields["options"])
+        own["options"] = _typed_options(fields.get("sampler"), fields["options"])
     for name in ("prompt", "label"):
         held = [getattr(job, name) for job in jobs]
         own[name] = None if all(one is None for one in held) else held if len(held) > 1 else held[0]
@@ -156,7 +156,7 @@ def request_of(jobs: Sequence[ImageJob], fields: Mapping[str, Any]) -> Request:
     return Request(**{**fields, **own})
 
 
-def typed_options(sampler: str | None, given: Mapping[str, Any]) -> Mapping[str, Any]:
+def _typed_options(sampler: str | None, given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Options as the sampler's own types; without a sampler, as they are."""
     if sampler is None:
         return given
@@ -164,14 +164,14 @@ def typed_options(sampler: str | None, given: Mapping[str, Any]) -> Mapping[str,
     return {key: value_of(entry, key, value) for key, value in given.items()}
 
 
-def batches(pipe: Pipeline, jobs: Sequence[ImageJob], most: int, weighting: bool) -> Iterator[list[ImageJob]]:
+def _batches(pipe: Pipeline, jobs: Sequence[_ImageJob], most: int, weighting: bool) -> Iterator[list[_ImageJob]]:
     """Jobs in runs of at most so many. Prompts of other lengths would fill each other up: they run apart."""
 
-    def windows(job: ImageJob) -> int:
+    def windows(job: _ImageJob) -> int:
         tokenizers = pipe.components.tokenizers if job.prompt else ()
         return max((len(chunks_of(t, job.prompt or "", weighting=weighting)) for t in tokenizers), default=1)
 
-    held: list[ImageJob] = []
+    held: list[_ImageJob] = []
     for job in jobs:
         if held and (len(held) == most or windows(held[0]) != windows(job)):
             yield held
@@ -185,23 +185,23 @@ def batches(pipe: Pipeline, jobs: Sequence[ImageJob], most: int, weighting: bool
 
 
 @dataclass
-class SampleRun:
+class _SampleRun:
     """The model, where images go, and what is said of them. `named`: the model is not the recipe's own choice."""
 
     pipe: Pipeline
     weak: Pipeline | None
     paths: OutputPaths
-    report: SampleReport
+    report: _SampleReport
     bar: StepBar
     origin: RecipeSource | None = None
     named: bool = True
-    traces: TraceFiles | None = None
+    traces: _TraceFiles | None = None
 
     def plan(self, requests: Sequence[Request], images: int) -> list[tuple[Request, RunPlan]]:
         """The requests with their plans: all are made before the first is run, so that the bar knows the steps."""
         if self.weak is not None:
             requests = [replace(request, weak=self.weak) for request in requests]
-        plans = [plan_of(self.pipe, request) for request in requests]
+        plans = [_plan_of(self.pipe, request) for request in requests]
         if self.origin is not None and self.origin.exact is not None:
             self.report.note_changes(check_same(self.origin.exact, self.pipe, requests[0], self.named))
         self.bar.begin(images, sum(plan.plan.nfe for plan in plans))
@@ -223,7 +223,7 @@ class SampleRun:
             self.report.source["pixels"] = compare_pixels(self.origin.path, self.origin.exact, image, recipe)
 
 
-def plan_of(pipe: Pipeline, request: Request) -> RunPlan:
+def _plan_of(pipe: Pipeline, request: Request) -> RunPlan:
     """The plan of a request. An option of the right type and a wrong size is the user's error, not a crash."""
     try:
         return make_plan(pipe.components, request)
@@ -235,7 +235,7 @@ def plan_of(pipe: Pipeline, request: Request) -> RunPlan:
         raise PellucidError(message, "option") from None
 
 
-def make_images(work: SampleRun, runs: Sequence[tuple[Sequence[ImageJob], Request]], images: int) -> None:
+def _make_images(work: _SampleRun, runs: Sequence[tuple[Sequence[_ImageJob], Request]], images: int) -> None:
     """Every image, written as soon as it is made."""
     if work.traces is not None:
         work.traces.expect(len(runs))
@@ -249,7 +249,7 @@ def make_images(work: SampleRun, runs: Sequence[tuple[Sequence[ImageJob], Reques
         work.bar.done += len(jobs)
 
 
-def agree(origin: RecipeSource, options: RunOptions, progress: Progress) -> None:
+def _agree(origin: RecipeSource, options: RunOptions, progress: Progress) -> None:
     """Asks before a recipe of another order of size than its image is run, or refuses where nobody can answer.
 
     Nobody sees in an image what its recipe asks for. What is said on the command line is agreed to.
@@ -271,7 +271,7 @@ def on_terminal() -> bool:
 
 
 @dataclass(frozen=True)
-class Sheet:
+class _Sheet:
     """The axes and the text that they were read from, the cells' settings and requests, and where all of it goes."""
 
     text: str
@@ -282,26 +282,26 @@ class Sheet:
     folder: Path | None
 
     @staticmethod
-    def of(text: str, job: ImageJob, fields: Mapping[str, Any], paths: OutputPaths, keep: bool) -> Sheet:
+    def of(text: str, job: _ImageJob, fields: Mapping[str, Any], paths: OutputPaths, keep: bool) -> _Sheet:
         """Refuses, before any work, what could not be run or written."""
         axes = axes_of(text, fields.get("sampler"))
         every = cells(axes)
-        requests = [cell_request(job, fields, settings) for settings in every]
-        file = paths.file or next(path for path in numbered(paths.folder, "sheet") if not os.path.lexists(path))
+        requests = [_cell_request(job, fields, settings) for settings in every]
+        file = paths.file or next(path for path in _numbered(paths.folder, "sheet") if not os.path.lexists(path))
         folder = file.with_name(f"{file.stem}-cells") if keep else None
         if folder is not None and os.path.lexists(folder) and not (paths.overwrite and folder.is_dir()):
             raise output.exists_error("--keep-cells", folder)
-        return Sheet(text, axes, every, requests, file, folder)
+        return _Sheet(text, axes, every, requests, file, folder)
 
 
-def cell_request(job: ImageJob, fields: Mapping[str, Any], settings: Mapping[str, Any]) -> Request:
+def _cell_request(job: _ImageJob, fields: Mapping[str, Any], settings: Mapping[str, Any]) -> Request:
     """The request of one cell: that of the sheet, with the cell's own settings."""
     held = cell_fields(fields, settings)
     own = {name: held[name] for name in ("prompt", "label", "seed") if name in settings}
-    return request_of([replace(job, **own)], held)
+    return _request_of([replace(job, **own)], held)
 
 
-def make_sheet(work: SampleRun, sheet: Sheet) -> None:
+def _make_sheet(work: _SampleRun, sheet: _Sheet) -> None:
     """Every cell, then the sheet."""
     work.bar.unit = "cell"
     planned = work.plan(sheet.requests, len(sheet.requests))
@@ -312,7 +312,7 @@ def make_sheet(work: SampleRun, sheet: Sheet) -> None:
         result = work.run(request, plan)
         images.append(result.images[0])
         if sheet.folder is not None:
-            path = sheet.folder / cell_name(number, settings)
+            path = sheet.folder / _cell_name(number, settings)
             work.paths.write(path, result.images[0], result.recipe)
             work.report.files.append(path)
         work.bar.done += 1
@@ -327,7 +327,7 @@ def make_sheet(work: SampleRun, sheet: Sheet) -> None:
     work.report.sheet = {"file": str(sheet.file), "axes": sheet.text, "cells": kept}
 
 
-def cell_name(number: int, settings: dict[str, Any]) -> str:
+def _cell_name(number: int, settings: dict[str, Any]) -> str:
     """A file name that says what the cell is: `03-guidance=5-steps=20.png`."""
     words = "-".join(f"{key}={value}" for key, value in reversed(settings.items()))
     return f"{number:02d}-{re.sub(r'[^A-Za-z0-9=.,+-]+', '_', words)[:100]}.png"
@@ -341,7 +341,7 @@ class OutputPaths:
     """Where images go: one file, or a folder and the stem of their names."""
 
     folder: Path
-    stem: str = STEM
+    stem: str = _STEM
     file: Path | None = None
     overwrite: bool = False
 
@@ -350,7 +350,7 @@ class OutputPaths:
         if self.file is not None:
             return self.free(self.file)
         stem = self.stem if number is None else f"{self.stem}-{number:04d}"
-        paths = numbered(self.folder, f"{stem}-{seed}")
+        paths = _numbered(self.folder, f"{stem}-{seed}")
         return next(p for p in paths if p not in used and (self.overwrite or not os.path.lexists(p)))
 
     def free(self, path: Path) -> Path:
@@ -375,7 +375,7 @@ class OutputPaths:
         output.Destination(path, "--out", self.overwrite).write(lambda part: part.write_bytes(held.getvalue()))
 
 
-def output_paths(out: Path | None, overwrite: bool, several: bool) -> OutputPaths:
+def _output_paths(out: Path | None, overwrite: bool, several: bool) -> OutputPaths:
     """Refuses, before any work, what could not be written. A folder is made where its parent exists."""
     if out is None:
         output.writable(Path(), "--out")
@@ -387,7 +387,7 @@ def output_paths(out: Path | None, overwrite: bool, several: bool) -> OutputPath
         else:
             paths.free(out)
         return paths
-    if out.suffix.lower() in IMAGES and not out.is_dir():
+    if out.suffix.lower() in _IMAGES and not out.is_dir():
         raise PellucidError(rule("--out", "a file that ends in .png, or a folder", str(out)), "file-type")
     if not out.is_dir():
         if os.path.lexists(out) or not out.parent.is_dir():
@@ -398,13 +398,13 @@ def output_paths(out: Path | None, overwrite: bool, several: bool) -> OutputPath
     return OutputPaths(out, overwrite=overwrite)
 
 
-def numbered(folder: Path, stem: str) -> Iterator[Path]:
+def _numbered(folder: Path, stem: str) -> Iterator[Path]:
     """sheet.png, sheet-2.png, …"""
     return (folder / f"{stem}{'' if i == 1 else f'-{i}'}.png" for i in count(1))
 
 
 @dataclass
-class TraceFiles:
+class _TraceFiles:
     """The traces of `--trace`: one file for one run, numbered files for several."""
 
     path: Path
@@ -414,13 +414,13 @@ class TraceFiles:
     written: list[Path] = field(default_factory=list)
 
     @staticmethod
-    def of(words: dict[str, Any]) -> TraceFiles | None:
+    def of(words: dict[str, Any]) -> _TraceFiles | None:
         """As the options say; refuses, before any work, what could not be written."""
         if words["trace"] is None:
             if words["trace_tensors"]:
                 raise PellucidError("--trace-tensors must come with --trace FILE; got it alone.", "usage")
             return None
-        return TraceFiles(words["trace"], words["trace_tensors"], words["overwrite"])
+        return _TraceFiles(words["trace"], words["trace_tensors"], words["overwrite"])
 
     def expect(self, runs: int) -> None:
         """So many runs will come: none of their files may be in the way."""
@@ -476,7 +476,7 @@ class StepBar:
 
 
 @contextmanager
-def step_bar(quiet: bool) -> Iterator[StepBar]:
+def _step_bar(quiet: bool) -> Iterator[StepBar]:
     """The bar on a terminal's stderr; it disappears when the work is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     hidden = quiet or not sys.stderr.isatty()
@@ -488,7 +488,7 @@ def step_bar(quiet: bool) -> Iterator[StepBar]:
 
 
 @dataclass
-class SampleReport:
+class _SampleReport:
     """What was made, as it is made."""
 
     model: str = ""
@@ -552,14 +552,14 @@ class SampleReport:
         }
 
 
-def show_report(report: SampleReport) -> None:
+def _show_report(report: _SampleReport) -> None:
     """Files with their seeds, what each stage took, and what to mind."""
     screen = output.console()
 
     def say(text: str, **style: Any) -> None:
         screen.print(text, soft_wrap=True, markup=False, **style)
 
-    for line in source_lines(report.source):
+    for line in _source_lines(report.source):
         say(line)
     if report.sheet is not None:
         say(f"wrote {report.sheet['file']}: {report.sheet['axes']}", style="bold")
@@ -567,7 +567,7 @@ def show_report(report: SampleReport) -> None:
             say(f"cells in {report.sheet['cells']}")
     else:
         for path, recipe in zip(report.files, report.recipes, strict=True):
-            say(f"wrote {path}: {settings_text(recipe)}", style="bold")
+            say(f"wrote {path}: {_settings_text(recipe)}", style="bold")
     took = {"load": report.load_seconds, **{name: stage["seconds"] for name, stage in report.stages.items()}}
     calls = f"{report.calls} model call" + ("" if report.calls == 1 else "s")
     say(" · ".join([*(f"{name} {seconds:.2f} s" for name, seconds in took.items()), calls]), style="dim")
@@ -579,7 +579,7 @@ def show_report(report: SampleReport) -> None:
         say(f"note: {text}")
 
 
-def settings_text(recipe: Recipe) -> str:
+def _settings_text(recipe: Recipe) -> str:
     """The settings of an image in a line."""
     title = REGISTRY[recipe.sampler].title if recipe.sampler in REGISTRY else recipe.sampler
     grid = recipe.grid.get("name", "")
@@ -589,7 +589,7 @@ def settings_text(recipe: Recipe) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def source_lines(source: dict[str, Any] | None) -> list[str]:
+def _source_lines(source: dict[str, Any] | None) -> list[str]:
     """What `--from` read, what it did not, what was said otherwise, and how the pixels compare."""
     if source is None:
         return []

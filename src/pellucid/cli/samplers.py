@@ -33,22 +33,22 @@ def command(
     if name is not None:
         entry, grid = resolve(name)
         if as_json:
-            output.print_json({**facts(entry), "grid": grid})
+            output.print_json({**_facts(entry), "grid": grid})
         else:
-            detail(entry, name, grid)
+            _detail(entry, name, grid)
     elif as_json:
-        output.print_json([facts(entry) for entry in REGISTRY.values()])
+        output.print_json([_facts(entry) for entry in REGISTRY.values()])
     else:
-        overview(list(REGISTRY.values()))
+        _overview(list(REGISTRY.values()))
 
 
-def facts(entry: Sampler) -> dict[str, Any]:
+def _facts(entry: Sampler) -> dict[str, Any]:
     """What is known of a sampler, for machines."""
     fields = ("name", "title", "family", "order", "deterministic", "calls", "suits", "paper", "aliases")
     return {**{field: getattr(entry, field) for field in fields}, "options": entry.options()}
 
 
-def overview(entries: list[Sampler]) -> None:
+def _overview(entries: list[Sampler]) -> None:
     columns = ("name", "title", "family", "order", "noise", "calls", "suits", "paper")
     rows = []
     for entry in entries:
@@ -61,7 +61,7 @@ def overview(entries: list[Sampler]) -> None:
     screen.print("noise none: deterministic after the first noise. calls: model calls per step.")
 
 
-def detail(entry: Sampler, asked: str, grid: str | None) -> None:
+def _detail(entry: Sampler, asked: str, grid: str | None) -> None:
     from rich.markup import escape
 
     noise = "deterministic" if entry.deterministic else "stochastic: fresh noise at the steps"

@@ -29,7 +29,7 @@ def command(
     """
     output.check_overwrite(overwrite, "--plot", plot is not None)
     goal = None if plot is None else output.plot_destination(plot, overwrite=overwrite)
-    found = choose(names or [], zero_snr)
+    found = _choose(names or [], zero_snr)
     if goal is not None:
         from pellucid.evidence.drawing.plan import draw_schedules
 
@@ -37,12 +37,12 @@ def command(
     if as_json:
         output.print_json({name: curve.table() for name, curve in found.items()}, indent=None)
     else:
-        show(found, names or [], zero_snr)
+        _show(found, names or [], zero_snr)
     if goal is not None:
         output.wrote(goal, as_json)
 
 
-def choose(names: list[str], zero_snr: bool) -> dict[str, Schedule]:
+def _choose(names: list[str], zero_snr: bool) -> dict[str, Schedule]:
     """The schedules by their own names. Without names, all; with `zero_snr`, all that can take the transform."""
     from pellucid.core import schedule as known
 
@@ -54,9 +54,9 @@ def choose(names: list[str], zero_snr: bool) -> dict[str, Schedule]:
     return {curve.name: curve for curve in curves}
 
 
-def show(found: dict[str, Schedule], names: list[str], zero_snr: bool) -> None:
+def _show(found: dict[str, Schedule], names: list[str], zero_snr: bool) -> None:
     columns = ("name", "frame", "times", "β first → last", "ᾱ last", "SNR first → last", "λ", "σ", "targets")
-    rows = [(f"[bold]{name}[/]", *facts(curve)) for name, curve in found.items()]
+    rows = [(f"[bold]{name}[/]", *_facts(curve)) for name, curve in found.items()]
     screen = output.console()
     screen.print("Noise schedules", style="bold")
     screen.print(output.table(*columns, right=("times",), rows=rows))
@@ -66,7 +66,7 @@ def show(found: dict[str, Schedule], names: list[str], zero_snr: bool) -> None:
         screen.print("--zero-snr: continuous schedules are left out; flow and vp_cosine end at zero SNR anyway.")
 
 
-def facts(curve: Schedule) -> tuple[str, ...]:
+def _facts(curve: Schedule) -> tuple[str, ...]:
     """The cells of a schedule: frame, times, β, ᾱ, SNR, λ, σ, targets."""
     columns = curve.table()
     ends = {name: (output.short(float(c[0])), output.short(float(c[-1]))) for name, c in columns.items()}

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from pellucid.evidence.metrics.score import FeatureSet, Score, ScoreConfig
     from pellucid.evidence.statistics import Estimate
 
-EXAMPLES = (
+_EXAMPLES = (
     "pellucid score samples.npz --against reference.safetensors --inception inception.safetensors --json",
     "pellucid score out/ --clip clip-vit-base-patch32 --prompts prompts.txt",
     "pellucid score data/cifar10:train --save cifar10-train.safetensors",
 )
-MEGABYTES = 92  # of the weights, when they are downloaded
-EPILOG = "\n\n".join(("More:", *EXAMPLES))
+_MEGABYTES = 92  # of the weights, when they are downloaded
+EPILOG = "\n\n".join(("More:", *_EXAMPLES))
 
 
 def command(
@@ -62,7 +62,7 @@ def command(
 
     Example: [bold]pellucid score out/ --against data/cifar10:train[/]
     """
-    check_options(against, inception, clip, prompts, save)
+    _check_options(against, inception, clip, prompts, save)
     output.check_overwrite(overwrite, "--save", save is not None)
     goal = None if save is None else output.destination(save, "--save", (".safetensors",), overwrite=overwrite)
     with_reference = {"kid-subsets": kid_subsets, "kid-size": kid_size, "neighbours": neighbours}
@@ -73,7 +73,7 @@ def command(
 
     kid = {"subsets": kid_subsets, "subset": kid_size}
     asked = ScoreConfig(**given_only(**kid, neighbours=neighbours, resamples=bootstrap, seed=seed))
-    work = ScoreRun(images, against, batch, device, cached=not no_cache)
+    work = _ScoreRun(images, against, batch, device, cached=not no_cache)
     fit = None if clip is None or prompts is None else work.judge(clip, prompts)  # before the long work
     found = work.score(inception, goal, asked)
     if fit is not None:
@@ -81,12 +81,12 @@ def command(
     if as_json:
         output.print_json(found.to_json())
     else:
-        show(found, asked.level)
+        _show(found, asked.level)
     if goal is not None:
         output.wrote(goal, as_json)
 
 
-def check_options(
+def _check_options(
     against: str | None, inception: Path | None, clip: str | None, prompts: Path | None, save: Path | None
 ) -> None:
     """Refuses what would do nothing."""
@@ -99,7 +99,7 @@ def check_options(
         raise PellucidError("--inception must be given with --against or --save; got it alone.", "usage")
 
 
-class ScoreRun:
+class _ScoreRun:
     """The sets and networks of one call; what is missing is found before the long work begins."""
 
     def __init__(self, images: str, reference: str | None, batch: int, device: str | None, cached: bool) -> None:
@@ -142,7 +142,7 @@ class ScoreRun:
             if path is not None:
                 raise PellucidError(rule("--inception", "left out for statistics", str(path)), "usage")
             return None
-        with output.progress("Inception's weights", MEGABYTES) as seen:
+        with output.progress("Inception's weights", _MEGABYTES) as seen:
             return load_inception(path, self.device, lambda *_: seen())
 
     def measured(self, name: str, side: Any, network: Inception | None, cached: bool) -> FeatureSet:
@@ -180,45 +180,45 @@ class ScoreRun:
         return run
 
 
-def show(found: Score, level: float) -> None:
+def _show(found: Score, level: float) -> None:
     """A table, KID first where FID is not to be trusted, and the notes."""
     console = output.console()
     words = f"{found.images} · {found.count:,} images"
     if found.reference is not None:
         words += f" · against {found.reference} · {found.reference_count:,} images"
     console.print(words, markup=False)
-    table = output.table("figure", "value", f"{level:.0%} interval", "how", right=("value",), rows=rows(found))
+    table = output.table("figure", "value", f"{level:.0%} interval", "how", right=("value",), rows=_rows(found))
     if table.row_count:
         console.print(table)
     for note in found.notes:
         console.print(f"note: {note}", markup=False)
 
 
-def rows(found: Score) -> Iterator[tuple[str, str, str, str]]:
+def _rows(found: Score) -> Iterator[tuple[str, str, str, str]]:
     distances = []
     if found.fid is not None:
-        distances.append(("FID", *with_interval(found.fid, "{:.3f}"), fid_words(found.fid)))
+        distances.append(("FID", *_with_interval(found.fid, "{:.3f}"), _fid_words(found.fid)))
     if found.kid is not None and found.kid_subsets is not None:
         part = found.kid_subsets
         subsets = f"{1000 * part.value:.3f} ± {1000 * part.std:.3f} over {part.subsets} subsets of {part.size}"
         distances.insert(
             0 if found.prefers_kid else 1,
-            ("KID × 1000", *with_interval(found.kid, "{:.3f}", 1000), f"over all pairs; {subsets}"),
+            ("KID × 1000", *_with_interval(found.kid, "{:.3f}", 1000), f"over all pairs; {subsets}"),
         )
     yield from distances
     if found.precision is not None and found.recall is not None:
-        yield ("precision", *with_interval(found.precision, "{:.4f}"), "images like some of the reference")
-        yield ("recall", *with_interval(found.recall, "{:.4f}"), "of the reference like some images")
+        yield ("precision", *_with_interval(found.precision, "{:.4f}"), "images like some of the reference")
+        yield ("recall", *_with_interval(found.recall, "{:.4f}"), "of the reference like some images")
     if found.image_text is not None:
-        yield ("image-text", *with_interval(found.image_text, "{:.2f}"), "100 × mean cosine of image and prompt")
+        yield ("image-text", *_with_interval(found.image_text, "{:.2f}"), "100 × mean cosine of image and prompt")
 
 
-def with_interval(figure: Estimate, form: str, factor: float = 1.0) -> tuple[str, str]:
+def _with_interval(figure: Estimate, form: str, factor: float = 1.0) -> tuple[str, str]:
     spread = [form.format(factor * end) for end in figure.ends or ()]
     return form.format(factor * figure.value), " to ".join(spread)
 
 
-def fid_words(figure: Estimate) -> str:
+def _fid_words(figure: Estimate) -> str:
     if figure.ends is None:
         return ""
     return f"{figure.count} resamples, reflected; their bias, {figure.bias:.3f}, is taken out"

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # --- Samplers -------------------------------------------------------------------------------------------------------
 
 
-def study_samplers(
+def _study_samplers(
     model: Annotated[
         str,
         typer.Option(
@@ -107,11 +107,11 @@ def study_samplers(
     counts = whole_numbers("--steps", steps)
     config = SamplerStudyConfig(model, chosen, counts, read_prompts(prompts), **given_only(given))
     judges = {"inception": inception, "clip": clip, "reference": reference}
-    how = {"shard": shard, "processes": processes, "ray": ray, "show": show_samplers, "as_json": as_json}
+    how = {"shard": shard, "processes": processes, "ray": ray, "show": _show_samplers, "as_json": as_json}
     run(SamplerStudy, config, out, figures="results.json", device=device, **judges, **how)
 
 
-def show_samplers(found: SamplerFigures, out: Path) -> None:
+def _show_samplers(found: SamplerFigures, out: Path) -> None:
     """The deciding measure with its interval, of the others the estimates; all of it is in the files."""
     from pellucid.evidence.report.charts import number_text
     from pellucid.evidence.study.samplers_report import seconds_of
@@ -197,14 +197,14 @@ def study_interaction(
     given |= {"reference": reference, "inception": None if inception is None else str(inception), "dtype": dtype}
     given |= {"clip": clip}
     lists = {"models": models, "names": names, "samplers": samplers, "steps": steps}
-    asked = read_interaction(config, {**lists, **given})
+    asked = _read_interaction(config, {**lists, **given})
     folder = out or (Path("out/interaction") if config is None else Path("out") / config.stem)
     from pellucid.evidence.study.interaction import InteractionStudy
 
-    run(InteractionStudy, asked, folder, device=device, show=show_interaction, as_json=as_json)
+    run(InteractionStudy, asked, folder, device=device, show=_show_interaction, as_json=as_json)
 
 
-def read_interaction(config: Path | None, given: dict[str, Any]) -> InteractionStudyConfig:
+def _read_interaction(config: Path | None, given: dict[str, Any]) -> InteractionStudyConfig:
     """A file, or the words; a word beside a file would be a second answer to one question."""
     from pellucid.evidence.study.interaction import InteractionStudyConfig
 
@@ -224,7 +224,7 @@ def read_interaction(config: Path | None, given: dict[str, Any]) -> InteractionS
     return InteractionStudyConfig(**known)
 
 
-def show_interaction(found: Interaction, folder: Path) -> None:
+def _show_interaction(found: Interaction, folder: Path) -> None:
     from pellucid.evidence.study import interaction_report
 
     sentences = [*interaction_report.sentences(found), *interaction_report.about_converged(found)]
@@ -234,14 +234,14 @@ def show_interaction(found: Interaction, folder: Path) -> None:
 
 # --- The exact denoiser ---------------------------------------------------------------------------------------------
 
-ALL = "all"
+_ALL = "all"
 
 
-def study_oracle(
+def _study_oracle(
     samplers: Annotated[
         str, typer.Option(metavar="NAME,NAME", help="Samplers, such as ddim,unipc:order=3, or all.")
-    ] = ALL,
-    grids: Annotated[str, typer.Option(metavar="NAME,NAME", help="Time grids, or all.")] = ALL,
+    ] = _ALL,
+    grids: Annotated[str, typer.Option(metavar="NAME,NAME", help="Time grids, or all.")] = _ALL,
     schedules: Annotated[
         str | None, typer.Option(metavar="NAME,NAME", help="linear,cosine,edm,flow when not given.")
     ] = None,
@@ -270,17 +270,17 @@ def study_oracle(
 
     from pellucid.evidence.study.oracle import OracleStudy
 
-    config = read_oracle(samplers, grids, schedules, nfe, points, seed)
+    config = _read_oracle(samplers, grids, schedules, nfe, points, seed)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # points in a few dimensions gain nothing from more
     try:
         how = {"shard": shard, "processes": processes, "ray": ray}
-        run(OracleStudy, config, out, show=show_oracle, as_json=as_json, **how)
+        run(OracleStudy, config, out, show=_show_oracle, as_json=as_json, **how)
     finally:
         torch.set_num_threads(threads)
 
 
-def read_oracle(
+def _read_oracle(
     samplers: str, grids: str, schedules: str | None, nfe: str | None, points: int | None, seed: int | None
 ) -> OracleStudyConfig:
     """The words of the command line as a config, by the names that the engine has for them."""
@@ -290,24 +290,26 @@ def read_oracle(
     from pellucid.evidence.study.setups import setup_without_grid
 
     given = {
-        "samplers": None if samplers == ALL else tuple(setup_without_grid(word).text for word in comma_words(samplers)),
-        "grids": None if grids == ALL else tuple(laid.named(word).name for word in comma_words(grids)),
+        "samplers": None
+        if samplers == _ALL
+        else tuple(setup_without_grid(word).text for word in comma_words(samplers)),
+        "grids": None if grids == _ALL else tuple(laid.named(word).name for word in comma_words(grids)),
         "schedules": None if schedules is None else tuple(curves.make(word).name for word in comma_words(schedules)),
-        "nfe": None if nfe is None else budgets(nfe),
+        "nfe": None if nfe is None else _budgets(nfe),
         "points": points,
         "seed": seed,
     }
     return OracleStudyConfig(**given_only(given))
 
 
-def budgets(text: str) -> tuple[int, ...]:
+def _budgets(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in comma_words(text))
     except ValueError:
         raise PellucidError(rule("--nfe", "whole numbers with commas between them", text), "usage") from None
 
 
-def show_oracle(found: OracleResults, out: Path) -> None:
+def _show_oracle(found: OracleResults, out: Path) -> None:
     from pellucid.evidence.study import oracle_report
 
     bests = [oracle_report.best_table(found, mixture) for mixture in found.mixtures]
@@ -355,6 +357,6 @@ def study_schedules(
 
 app.command("adherence")(study_scenes.study_adherence)
 app.command("guidance")(study_scenes.study_guidance)
-app.command("oracle")(study_oracle)
-app.command("samplers")(study_samplers)
+app.command("oracle")(_study_oracle)
+app.command("samplers")(_study_samplers)
 app.command("interaction")(study_interaction)

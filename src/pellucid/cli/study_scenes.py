@@ -70,10 +70,10 @@ def study_adherence(
     }
     config = AdherenceConfig(model=model, making=making, **given_only(asked))
     how = {"shard": shard, "processes": processes, "ray": ray}
-    run(AdherenceStudy, config, out, device=device, show=show_adherence, as_json=as_json, **how)
+    run(AdherenceStudy, config, out, device=device, show=_show_adherence, as_json=as_json, **how)
 
 
-def show_adherence(found: dict[str, AdherenceFigures], out: Path) -> None:
+def _show_adherence(found: dict[str, AdherenceFigures], out: Path) -> None:
     from pellucid.evidence.adherence.study import adherence_table
 
     told = adherence_table(found)
@@ -81,10 +81,10 @@ def show_adherence(found: dict[str, AdherenceFigures], out: Path) -> None:
     for row in told.rows:
         shown.add_row(*(cell.replace("**", "") for cell in row), style="bold" if "**" in row[0] else None)
     output.console().print(shown)
-    print(f"95 % intervals → {out}: table.md, figures.json, random.png" + failures_sheet(out))
+    print(f"95 % intervals → {out}: table.md, figures.json, random.png" + _failures_sheet(out))
 
 
-def failures_sheet(out: Path) -> str:
+def _failures_sheet(out: Path) -> str:
     return ", failures.png" if (out / "failures.png").exists() else ""
 
 
@@ -153,25 +153,25 @@ def study_guidance(
     from pellucid.evidence.study.guidance import GuidanceStudy, GuidanceStudyConfig
 
     given = {
-        "scales": None if scales is None else scale_numbers(scales),
+        "scales": None if scales is None else _scale_numbers(scales),
         "rules": None if rules is None else tuple(" ".join(name.split()) for name in rules.split(",")),
         **{"prompts": prompts, "seeds": seeds, "clip": clip, "reference": reference},
         **{"tolerance": tolerance, "sampler": sampler, "steps": steps, "batch": batch, "seed": seed},
         **{"part": part, "dtype": dtype},
     }
-    config = with_own_clip(GuidanceStudyConfig(model=model, **given_only(given)))
+    config = _with_own_clip(GuidanceStudyConfig(model=model, **given_only(given)))
     how = {"shard": shard, "processes": processes, "ray": ray}
-    run(GuidanceStudy, config, out, device=device, show=show_guidance, as_json=as_json, **how)
+    run(GuidanceStudy, config, out, device=device, show=_show_guidance, as_json=as_json, **how)
 
 
-def scale_numbers(text: str) -> tuple[float, ...]:
+def _scale_numbers(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(word) for word in comma_words(text))
     except ValueError:
         raise PellucidError(rule("--scales", "numbers with commas between them", text), "usage") from None
 
 
-def with_own_clip(config: GuidanceStudyConfig) -> GuidanceStudyConfig:
+def _with_own_clip(config: GuidanceStudyConfig) -> GuidanceStudyConfig:
     """With the image-text encoder of the model's own bundle, where prompts need one and none is given."""
     from dataclasses import replace
 
@@ -187,7 +187,7 @@ def with_own_clip(config: GuidanceStudyConfig) -> GuidanceStudyConfig:
     return replace(config, clip=f"{config.model}/image_text")
 
 
-def show_guidance(report: GuidanceReport, out: Path) -> None:
+def _show_guidance(report: GuidanceReport, out: Path) -> None:
     from pellucid.evidence.study.guidance_report import definition, headline, range_table
     from pellucid.evidence.study.guidance_results import doubts
 

@@ -68,7 +68,7 @@ def show(
         trace_text.show_trace(trace, index)
     if goal is None:
         return
-    vae, note = (None, "") if linear or not trace.has_images else vae_of(trace, model)
+    vae, note = (None, "") if linear or not trace.has_images else _vae_of(trace, model)
     if not trace.has_images:
         note = "only the curves are drawn: the trace holds no tensors (--trace-tensors keeps them)"
     if note:
@@ -79,7 +79,7 @@ def show(
     output.wrote(goal, as_json)
 
 
-def vae_of(trace: Trace, model: str | None) -> tuple[Any, str]:
+def _vae_of(trace: Trace, model: str | None) -> tuple[Any, str]:
     """The VAE that decodes a trace, and a note on it."""
     from pellucid.interop import source
     from pellucid.pipeline import fingerprint, repeat
@@ -108,8 +108,7 @@ def diff(
     first: Annotated[Path, typer.Argument(metavar="A", help="A trace.", show_default=False)],
     second: Annotated[Path, typer.Argument(metavar="B", help="Another.", show_default=False)],
     tolerance: Annotated[
-        float,
-        typer.Option("--tolerance", metavar="T", help="Tensors as near as this part of their norm are the same."),
+        float, typer.Option("--tolerance", metavar="T", help="Tensors as near as this part of their norm are the same.")
     ] = 0.0,
     partial: Partial = False,
     as_json: AsJson = False,

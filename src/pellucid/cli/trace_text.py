@@ -24,10 +24,10 @@ from pellucid.evidence.trace.replay import Replay
 from pellucid.evidence.trace.timeline import finite
 from pellucid.models.guidance import Guidance
 
-GROWTH = 12  # steps of a comparison that are shown
+_GROWTH = 12  # steps of a comparison that are shown
 
 
-def print_line(text: str, **style: Any) -> None:
+def _print_line(text: str, **style: Any) -> None:
     output.console().print(text, soft_wrap=True, markup=False, **style)
 
 
@@ -35,25 +35,25 @@ def print_line(text: str, **style: Any) -> None:
 
 
 def show_trace(trace: Trace, index: int | None) -> None:
-    for line in trace_lines(trace):
-        print_line(line)
+    for line in _trace_lines(trace):
+        _print_line(line)
     if trace.header.images > 1:
         means = f"means of {trace.header.images} images; --index N shows one"
-        print_line(means if index is None else f"image {index}")
-    output.console().print(step_table(trace, index))
+        _print_line(means if index is None else f"image {index}")
+    output.console().print(_step_table(trace, index))
     for note in trace.header.notes:
-        print_line(f"note: {note}")
+        _print_line(f"note: {note}")
 
 
-def trace_lines(trace: Trace) -> list[str]:
+def _trace_lines(trace: Trace) -> list[str]:
     """What ran, in a few lines."""
     header = trace.header
     names = ", ".join(dict.fromkeys(f"{p.name} ({p.grid.get('name', '?')}), {p.nfe} calls" for p in header.plans))
     size = " × ".join(map(str, header.shape))
     how = "with tensors" if header.kept else "numbers only"
     lines = [
-        f"{trace.path.name}: {state_of(trace)} · {counted(header.images, 'image')} of {size}, {header.dtype} · {how}",
-        f"{names} · {noise_of(header)}",
+        f"{trace.path.name}: {_state_of(trace)} · {counted(header.images, 'image')} of {size}, {header.dtype} · {how}",
+        f"{names} · {_noise_of(header)}",
     ]
     if header.recipes:
         first = header.recipes[0]
@@ -68,7 +68,7 @@ def trace_lines(trace: Trace) -> list[str]:
     return lines
 
 
-def state_of(trace: Trace) -> str:
+def _state_of(trace: Trace) -> str:
     header = trace.header
     if trace.whole:
         return counted(header.steps, "step")
@@ -76,13 +76,13 @@ def state_of(trace: Trace) -> str:
     return f"{len(trace.steps)} of {header.steps} steps, {why}"
 
 
-def noise_of(header: Header) -> str:
+def _noise_of(header: Header) -> str:
     seeds = header.noise.get("seeds") or []
     words = ", ".join(map(str, seeds[:4])) + (", …" if len(seeds) > 4 else "")
     return f"noise {header.noise.get('kind')}" + (f", seed {words}" if seeds else "")
 
 
-def step_table(trace: Trace, index: int | None) -> Table:
+def _step_table(trace: Trace, index: int | None) -> Table:
     """One row per step: sizes as root mean squares, so that images of any size read alike."""
     heads = ("step", "σ/α", "time", "x", "x0", "eps", "x0−cond", "cosine", "saturated", "error", "model", "other", "MB")
     made = output.table(*heads, right=heads)
@@ -90,7 +90,7 @@ def step_table(trace: Trace, index: int | None) -> Table:
     for step in trace.steps:
         if index is not None and index not in step.images:
             continue
-        pick = picker(step, index)
+        pick = _picker(step, index)
         seconds = step.device_seconds or step.seconds
         model = seconds.get("model", math.nan)
         ended = {mark.work for mark in step.marks} <= set(step.seconds)  # not so of the last step of a cut trace
@@ -100,18 +100,18 @@ def step_table(trace: Trace, index: int | None) -> Table:
             str(step.index),
             short(row.level.ratio),
             output.time_text(row.time, 5),
-            *(number(pick(step.norms[name]) / root) for name in ("x", "x0", "eps", "delta")),
-            number(pick(step.cosine), 4),
-            number(100 * pick(step.saturation), 3, " %"),
-            number(pick(step.local_error), 2),
-            number(1e3 * model, 3, " ms"),
-            number(1e3 * other, 3, " ms"),
+            *(_number(pick(step.norms[name]) / root) for name in ("x", "x0", "eps", "delta")),
+            _number(pick(step.cosine), 4),
+            _number(100 * pick(step.saturation), 3, " %"),
+            _number(pick(step.local_error), 2),
+            _number(1e3 * model, 3, " ms"),
+            _number(1e3 * other, 3, " ms"),
             "" if step.memory is None else f"{step.memory / 1e6:.0f}",
         )
     return made
 
 
-def picker(step: Step, index: int | None) -> Callable[[Any], float]:
+def _picker(step: Step, index: int | None) -> Callable[[Any], float]:
     """One image's number, or the mean of those that have one."""
     if index is not None:
         return lambda values: float(values[step.of(index)])
@@ -124,7 +124,7 @@ def picker(step: Step, index: int | None) -> Callable[[Any], float]:
     return mean
 
 
-def number(value: float, digits: int = 3, unit: str = "") -> str:
+def _number(value: float, digits: int = 3, unit: str = "") -> str:
     return "–" if math.isnan(value) else f"{short(value, digits)}{unit}"
 
 
@@ -133,11 +133,11 @@ def trace_dict(trace: Trace) -> dict[str, Any]:
     header = {f.name: getattr(trace.header, f.name) for f in fields(trace.header)}
     header |= {"stages": [asdict(stage) for stage in trace.header.stages]}
     return finite(
-        {"file": str(trace.path), "whole": trace.whole, "header": header, "steps": list(map(step_dict, trace.steps))}
+        {"file": str(trace.path), "whole": trace.whole, "header": header, "steps": list(map(_step_dict, trace.steps))}
     )
 
 
-def step_dict(step: Step) -> dict[str, Any]:
+def _step_dict(step: Step) -> dict[str, Any]:
     return finite(
         {
             "index": step.index,
@@ -166,30 +166,30 @@ def step_dict(step: Step) -> dict[str, Any]:
 
 
 def show_comparison(found: Comparison, files: tuple[Path, Path], steps: int) -> None:
-    print_line(f"A {files[0]}\nB {files[1]}")
-    show_first_difference(found)
+    _print_line(f"A {files[0]}\nB {files[1]}")
+    _show_first_difference(found)
     rest = [entry for entry in found.headers if entry not in found.why]
     if rest:
-        print_line("The headers also differ in" if found.why else "The headers differ in", style="bold")
+        _print_line("The headers also differ in" if found.why else "The headers differ in", style="bold")
         for entry in rest:
-            print_line(f"  {entry.text()}")
+            _print_line(f"  {entry.text()}")
     if found.first is not None and any(not math.isnan(one.x0) and one.x0 > 0 for one in found.distances):
-        print_line("Distance by step, as a part of B's norm", style="bold")
-        output.console().print(distance_table(found))
+        _print_line("Distance by step, as a part of B's norm", style="bold")
+        output.console().print(_distance_table(found))
     for note in found.notes:
-        print_line(f"note: {note}")
+        _print_line(f"note: {note}")
 
 
-def show_first_difference(found: Comparison) -> None:
-    print_line(diff.headline(found), style="bold")
+def _show_first_difference(found: Comparison) -> None:
+    _print_line(diff.headline(found), style="bold")
     for line in diff.details(found):
-        print_line(f"  {line}")
+        _print_line(f"  {line}")
 
 
-def distance_table(found: Comparison) -> Table:
+def _distance_table(found: Comparison) -> Table:
     made = output.table("step", "x", "x0", right=("step", "x", "x0"))
-    for one in spaced(found.distances, GROWTH):
-        made.add_row(str(one.step), number(one.x), number(one.x0))
+    for one in spaced(found.distances, _GROWTH):
+        made.add_row(str(one.step), _number(one.x), _number(one.x0))
     return made
 
 
@@ -213,9 +213,9 @@ def show_replay(trace: Trace, found: Replay) -> None:
         "model": "run again with its model",
         "predictions": "run again from the predictions that it holds, without a model: its plan, noise and updates",
     }
-    print_line(f"{trace.path.name}: {ways.get(found.way, 'run again')}")
+    _print_line(f"{trace.path.name}: {ways.get(found.way, 'run again')}")
     if found.same:
         steps, images = counted(found.comparison.steps, "step"), counted(trace.header.images, "image")
-        print_line(f"the same, bit by bit, in {steps} of {images}", style="bold")
+        _print_line(f"the same, bit by bit, in {steps} of {images}", style="bold")
         return
-    show_first_difference(found.comparison)
+    _show_first_difference(found.comparison)

@@ -50,7 +50,7 @@ def command(
         chosen(read.data, DATA, "data")
         chosen(read.task, TASKS, "task")
     if explain:
-        show_explanation(read, ranks or int(os.environ.get("WORLD_SIZE", "1")), as_json=as_json)
+        _show_explanation(read, ranks or int(os.environ.get("WORLD_SIZE", "1")), as_json=as_json)
         return
     if ranks is not None:
         raise PellucidError("--ranks must be given with --explain; torchrun says how many ranks train.", "usage")
@@ -62,7 +62,7 @@ def command(
     except KeyboardInterrupt:
         if not int(os.environ.get("RANK", "0")):
             words = {"--out": out, "--device": device, "--until": until, "--json": "" if as_json else None}
-            show_stopped(read.steps, folder, config, words)
+            _show_stopped(read.steps, folder, config, words)
         raise typer.Exit(CANCELLED) from None
     if int(os.environ.get("RANK", "0")):
         return
@@ -75,7 +75,7 @@ def command(
     print(f"{done.steps} steps{left} in {done.seconds:.0f} s → {done.folder}{bad}")
 
 
-def show_stopped(steps: int, folder: Path, config: Path, words: dict[str, Any]) -> None:
+def _show_stopped(steps: int, folder: Path, config: Path, words: dict[str, Any]) -> None:
     """After Ctrl-C: what is kept, and the command that goes on."""
     from pellucid.train.checkpoint import Checkpoints
 
@@ -90,7 +90,7 @@ def show_stopped(steps: int, folder: Path, config: Path, words: dict[str, Any]) 
 # --- What each rank holds and sends ---------------------------------------------------------------------------------
 
 
-def show_explanation(config: TrainConfig, ranks: int, *, as_json: bool) -> None:
+def _show_explanation(config: TrainConfig, ranks: int, *, as_json: bool) -> None:
     """Builds the network on the CPU, and says what a run of so many ranks would do with it."""
     import torch
 
@@ -103,10 +103,10 @@ def show_explanation(config: TrainConfig, ranks: int, *, as_json: bool) -> None:
     if as_json:
         output.print_json(found.to_json())
     else:
-        print_tables(found)
+        _print_tables(found)
 
 
-def print_tables(found: Explanation) -> None:
+def _print_tables(found: Explanation) -> None:
     from pellucid.pipeline.memory import size_text
 
     console = output.console()
@@ -121,12 +121,12 @@ def print_tables(found: Explanation) -> None:
     if not found.collectives:
         console.print("One rank: nothing is sent.")
         return
-    console.print(collective_table(found.collectives, "in each optimiser step"))
-    console.print(collective_table(found.of_log, "in each line of the log"))
+    console.print(_collective_table(found.collectives, "in each optimiser step"))
+    console.print(_collective_table(found.of_log, "in each line of the log"))
     console.print(f"Each rank sends, and receives, {size_text(found.sent_per_step)} a step (rings).")
 
 
-def collective_table(collectives: Sequence[Collective], when: str) -> Table:
+def _collective_table(collectives: Sequence[Collective], when: str) -> Table:
     """The collectives; those alike in kind and pass are one row, where there are many."""
     from pellucid.pipeline.memory import size_text
 

@@ -12,13 +12,13 @@ from pellucid.core.errors import PellucidError
 if TYPE_CHECKING:
     from pellucid.evidence.tune.tuning import TuningResult
 
-EXAMPLES = (
+_EXAMPLES = (
     "pellucid tune --model scenes-128 --prompts scenes --guidance 4 --steps 5 --held-out 1000 --sweep 5,7",
     "pellucid tune --model runs/cifar/model --steps 8 --what both --start unipc-3:karras --start deis-3:quadratic",
     "pellucid sample scenes-128 'a red star' --plan plan.json --guidance 4",
 )
-EPILOG = "\n\n".join(("More:", *EXAMPLES))
-UNRESOLVED = 3.0  # errors below so many times the teacher's own say little
+EPILOG = "\n\n".join(("More:", *_EXAMPLES))
+_UNRESOLVED = 3.0  # errors below so many times the teacher's own say little
 
 
 def command(
@@ -75,10 +75,10 @@ def command(
     from pellucid.pipeline.load import load
     from pellucid.pipeline.policy import Policy
 
-    descent = Descent(**given(what=what, iterations=iterations, batch=batch, at_once=at_once, seed=seed))
+    descent = Descent(**_given(what=what, iterations=iterations, batch=batch, at_once=at_once, seed=seed))
     starts = tuple(dict.fromkeys(map(Start.parse, start or [])))
     calls = None if sweep is None else whole_numbers("--sweep", sweep)
-    sizes = given(pairs=pairs, held_out=held_out, teacher=teacher, prompts=prompts, seed=seed, sweep=calls)
+    sizes = _given(pairs=pairs, held_out=held_out, teacher=teacher, prompts=prompts, seed=seed, sweep=calls)
     config = TuningConfig(steps=steps, descent=descent, starts=starts, **sizes)
     scale = None if guidance is None else Guidance.parse(guidance)
     pipe = load(model, dtype=dtype, device=device, policy=Policy(compile=compiled))
@@ -93,7 +93,7 @@ def command(
         show(tuned, out)
 
 
-def given(**options: Any) -> dict[str, Any]:
+def _given(**options: Any) -> dict[str, Any]:
     """The options that were given; the others keep their defaults."""
     return {name: value for name, value in options.items() if value is not None}
 
@@ -112,19 +112,19 @@ def show(tuned: TuningResult, out: Path) -> None:
         if key == "best_start" and start == best:
             continue
         kept = "✓" if evidence["kept"].replace(" ", "_") == key else ""
-        table.add_row(name, str(evidence["steps"]), *figure_cells(held[key]), kept)
+        table.add_row(name, str(evidence["steps"]), *_figure_cells(held[key]), kept)
     for row in evidence.get("untuned", ()):
-        table.add_row(row["name"], str(row["nfe"]), *figure_cells(row), "")
+        table.add_row(row["name"], str(row["nfe"]), *_figure_cells(row), "")
     console.print(table)
     doubt = evidence["teacher"]["doubt"]
     words = f"{held['tuned']['pairs']} held-out pairs against {evidence['teacher']['steps']} steps of the teacher"
     print(f"{words}, whose own error is at most {doubt:.2g}; law kept to {tuned.plan.deviation:.1g}")
-    if UNRESOLVED * doubt > held[evidence["kept"].replace(" ", "_")]["mean"]:
+    if _UNRESOLVED * doubt > held[evidence["kept"].replace(" ", "_")]["mean"]:
         print("Doubtful: the errors are not much larger than the teacher's own. Give more --teacher steps.")
     output.wrote(out)
 
 
-def figure_cells(row: dict[str, Any]) -> tuple[str, str, str, str]:
+def _figure_cells(row: dict[str, Any]) -> tuple[str, str, str, str]:
     return (
         output.short(row["mean"]),
         f"{output.short(row['low'])} to {output.short(row['high'])}",

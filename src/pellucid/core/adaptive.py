@@ -47,7 +47,7 @@ class AdaptiveResult:
 
 
 @dataclass
-class Controller:
+class _Controller:
     """A PID controller of the step in λ (Söderlind 2003), with the limiter of k-diffusion."""
 
     h: float
@@ -105,7 +105,7 @@ def run_adaptive(
     `budget` is the largest number of model calls; a run that would need more is refused with what it reached. The
     images of a batch share their steps, so that an image depends on its batch here, unlike in `run`.
     """
-    check(budget, order, rtol, atol, h_init, eta)
+    _check(budget, order, rtol, atol, h_init, eta)
     curve = schedules.make(schedule)
     kind = curve.carries[0] if target is None else targets.named(target)
     if kind not in curve.carries:
@@ -126,8 +126,8 @@ def run_adaptive(
     path = Path((), frame, curve, lambda ratio: float(curve.time_at(ratio)))
     start, goal = in_frame(ends[0], frame), in_frame(ends[1], frame)
     x, source = starting_point(x, start.sigma, shape, seeds, noise, dtype, device)
-    walk = Walk(path, denoiser, source, order, rtol, atol, eta, s_noise, budget, cancelled)
-    x = walk.go(x, start, goal, Controller(h_init, 1.5 if eta else float(order)))
+    walk = _Walk(path, denoiser, source, order, rtol, atol, eta, s_noise, budget, cancelled)
+    x = walk.go(x, start, goal, _Controller(h_init, 1.5 if eta else float(order)))
     plan = seal(
         Plan(
             name="dpm_adaptive",
@@ -148,7 +148,7 @@ def run_adaptive(
     return AdaptiveResult(x, plan, tuple(walk.rejected), walk.calls, walk.accepted)
 
 
-def check(budget: int, order: int, rtol: float, atol: float, h_init: float, eta: float) -> None:
+def _check(budget: int, order: int, rtol: float, atol: float, h_init: float, eta: float) -> None:
     if isinstance(budget, bool) or not isinstance(budget, int) or not 1 <= budget <= 100_000:
         raise PlanError(rule("budget", "a whole number from 1 to 100000", budget), "budget")
     if order not in (2, 3):
@@ -159,7 +159,7 @@ def check(budget: int, order: int, rtol: float, atol: float, h_init: float, eta:
 
 
 @dataclass
-class Walk:
+class _Walk:
     """The walk from noise to data, step by step, with what it has found so far."""
 
     path: Path
@@ -177,7 +177,7 @@ class Walk:
     calls: int = 0
     accepted: int = 0
 
-    def go(self, x: Tensor, here: Level, goal: Level, pid: Controller) -> Tensor:
+    def go(self, x: Tensor, here: Level, goal: Level, pid: _Controller) -> Tensor:
         before, first = x, None
         while here.lam < goal.lam - 1e-5:
             if self.cancelled is not None and self.cancelled():
@@ -259,10 +259,10 @@ class Walk:
         self.accepted += 1
         if up == 0.0:
             return high * lift if lift != 1.0 else high
-        z = self.source.step(draw_alone(self.accepted), Span(here.ratio, there.ratio), high, range(len(high)))
+        z = self.source.step(_draw_alone(self.accepted), Span(here.ratio, there.ratio), high, range(len(high)))
         return high * lift + z * up
 
 
-def draw_alone(index: int) -> tuple[Draw, ...]:
+def _draw_alone(index: int) -> tuple[Draw, ...]:
     """The address of an adaptive step: intervals are numbered as they are found, as the sealed plan numbers them."""
     return (Draw(index - 1, 0, 1.0),)

@@ -55,7 +55,7 @@ def compile_plan(
                 "target",
                 f"one that schedule {curve.name} carries ({', '.join(curve.carries)})",
                 target,
-                why_not(curve, kind),
+                _why_not(curve, kind),
             ),
             "target-schedule",
         )
@@ -70,11 +70,11 @@ def compile_plan(
     asked = 20 if steps is None and lay.name != "explicit" else steps
     setup = dialects.set_up(way, entry, curve, lay, asked, kind, options)
     count = len(setup.path.legs)
-    check_cuts(entry, way, count, skip, stop, between)
+    _check_cuts(entry, way, count, skip, stop, between)
     if skip:
         setup = dialects.start_late(way, entry, setup, skip)
     path = setup.path if between is None else grids.cut(setup.path, *between)
-    draft = draft_of(entry, path, {**options, **setup.options})
+    draft = _draft_of(entry, path, {**options, **setup.options})
     begin = path.legs[-1].end if entry.family == "inversion" else path.legs[0].start
     end = draft.end or path.legs[-1].end
     if stop is not None and stop < count:  # a peer plans all steps, then stops early: its last rows are not special
@@ -111,7 +111,7 @@ def compile_plan(
     return seal(plan)
 
 
-def draft_of(entry: Sampler, path: Path, options: dict[str, Any]) -> Draft:
+def _draft_of(entry: Sampler, path: Path, options: dict[str, Any]) -> Draft:
     """The rows of a path. Where a grid repeats a level, and the sampler cannot divide by that step, x waits there."""
     try:
         return entry.draft(path, options)
@@ -127,7 +127,7 @@ def draft_of(entry: Sampler, path: Path, options: dict[str, Any]) -> Draft:
     return replace(draft, rows=waits)
 
 
-def check_cuts(
+def _check_cuts(
     entry: Sampler,
     dialect: str,
     count: int,
@@ -170,7 +170,7 @@ def default_grid(entry: Sampler, curve: Schedule, dialect: str) -> str:
     return SPACING.get(entry.peer, "linspace") if dialect == "diffusers" else "trailing"
 
 
-def why_not(curve: Schedule, kind: Target) -> str:
+def _why_not(curve: Schedule, kind: Target) -> str:
     if kind in ("eps", "score") and "eps" not in curve.carries:
         return "At zero terminal SNR x is pure noise, so eps says nothing of x0: use a v or x0 model."
     home = {"flow": "flow", "edm": "edm"}.get(kind)

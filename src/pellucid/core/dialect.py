@@ -21,14 +21,14 @@ from pellucid.core.grid import Grid, Path, Setup
 from pellucid.core.samplers.registry import Sampler
 from pellucid.core.schedule import Array, Frame, Schedule, Tabled, Target
 
-DIALECTS = ("exact", "diffusers", "k-diffusion", "comfyui")
-ALIASES = {"kdiffusion": "k-diffusion", "k_diffusion": "k-diffusion", "comfy": "comfyui", "hf": "diffusers"}
+_DIALECTS = ("exact", "diffusers", "k-diffusion", "comfyui")
+_ALIASES = {"kdiffusion": "k-diffusion", "k_diffusion": "k-diffusion", "comfy": "comfyui", "hf": "diffusers"}
 
 
 def named(name: str) -> str:
-    key = ALIASES.get(name, name)
-    if key not in DIALECTS:
-        raise PlanError(rule("dialect", "a known name", name, nearest(name, DIALECTS)), "unknown-dialect")
+    key = _ALIASES.get(name, name)
+    if key not in _DIALECTS:
+        raise PlanError(rule("dialect", "a known name", name, nearest(name, _DIALECTS)), "unknown-dialect")
     return key
 
 
@@ -40,9 +40,9 @@ def set_up(
     if dialect == "diffusers":
         return as_diffusers(sampler, schedule, grid, steps, target, options)
     if dialect == "k-diffusion":
-        return as_k_diffusion(sampler, schedule, grid, steps)
+        return _as_k_diffusion(sampler, schedule, grid, steps)
     if dialect == "comfyui":
-        return as_comfyui(sampler, schedule, grid, steps)
+        return _as_comfyui(sampler, schedule, grid, steps)
     path = on_frame(sampler, schedule, lambda frame: grids.make_path(schedule, grid, steps, frame))
     return Setup(path, path.legs[0].start.sigma)
 
@@ -76,7 +76,7 @@ K_DIFFUSION = (
 )  # fmt: skip
 
 
-def as_k_diffusion(sampler: Sampler, schedule: Schedule, grid: Grid, steps: int | None) -> Setup:
+def _as_k_diffusion(sampler: Sampler, schedule: Schedule, grid: Grid, steps: int | None) -> Setup:
     """Sigmas as k-diffusion lays them, x = x0 + sigma·eps throughout, first noise sigma_max."""
     if sampler.name not in K_DIFFUSION:
         raise PlanError(
@@ -85,20 +85,20 @@ def as_k_diffusion(sampler: Sampler, schedule: Schedule, grid: Grid, steps: int 
         )
     frame: Frame = "flow" if schedule.frame == "flow" else "ve"
     path = grids.make_path(schedule, grid, steps, frame)
-    return Setup(path, path.legs[0].start.sigma, half_curvature(sampler))
+    return Setup(path, path.legs[0].start.sigma, _half_curvature(sampler))
 
 
-def half_curvature(sampler: Sampler) -> dict[str, Any]:
+def _half_curvature(sampler: Sampler) -> dict[str, Any]:
     """Third order in k-diffusion and after it takes half of the second derivative (`sample_dpmpp_3m_sde`, d2)."""
     return {"curvature_scale": 0.5} if "curvature_scale" in sampler.options() else {}
 
 
-def as_comfyui(sampler: Sampler, schedule: Schedule, grid: Grid, steps: int | None) -> Setup:
+def _as_comfyui(sampler: Sampler, schedule: Schedule, grid: Grid, steps: int | None) -> Setup:
     """Sigmas as ComfyUI lays them; the network is told the nearest whole training time."""
     if not isinstance(schedule, Tabled):
         frame: Frame = schedule.frame
         path = grids.make_path(schedule, grid, steps, frame)
-        return Setup(path, path.legs[0].start.sigma, half_curvature(sampler))
+        return Setup(path, path.legs[0].start.sigma, _half_curvature(sampler))
 
     def told(ratio: float) -> float:
         return float(np.argmin(np.abs(np.log(schedule.ratios) - math.log(max(ratio, 1e-300)))))
@@ -108,13 +108,13 @@ def as_comfyui(sampler: Sampler, schedule: Schedule, grid: Grid, steps: int | No
         starts = np.array([leg.start.ratio for leg in exact.legs])
         ends = np.array([leg.end.ratio for leg in exact.legs])
     else:
-        starts = comfy_ratios(schedule, grid, grids.check_steps(steps))
+        starts = _comfy_ratios(schedule, grid, grids.check_steps(steps))
         ends = np.append(starts[1:], 0.0)
     path = grids.build(schedule, "ve", [told(r) for r in starts], starts, ends, told)
-    return Setup(path, math.hypot(1.0, starts[0]), half_curvature(sampler))
+    return Setup(path, math.hypot(1.0, starts[0]), _half_curvature(sampler))
 
 
-def comfy_ratios(schedule: Tabled, grid: Grid, count: int) -> Array:
+def _comfy_ratios(schedule: Tabled, grid: Grid, count: int) -> Array:
     table, last = schedule.ratios, schedule.num_train - 1
     if grid.name == "simple":
         return table[[last - int(i * len(table) / count) for i in range(count)]]

@@ -21,7 +21,7 @@ from pellucid.core.samplers.registry import Sampler
 from pellucid.core.schedule import EDM, Array, Flow, Level, Schedule, Tabled, Target, in_frame
 
 SPACINGS = ("leading", "linspace", "trailing")
-RULES = ("karras", "exponential", "beta", "lu")
+_RULES = ("karras", "exponential", "beta", "lu")
 # The spacing that each diffusers class has by default.
 SPACING = {"training": "leading", "k": "linspace", "solver": "linspace"}
 ZERO_SNR_RATIO = math.sqrt((1 - 2.0**-24) / 2.0**-24)  # diffusers never lets sigma be infinite
@@ -29,7 +29,7 @@ PREVIOUS = "diffusers' previous timestep is t − T // N, not the next call's (s
 COUNTED = (
     "calls are counted from 0 wherever a run starts, which leaves x noisier than it is taken for (scheduling_pndm.py)"
 )
-REPEATED = "the last sigma is repeated, so the last step does nothing (scheduling_deis_multistep.py, `set_timesteps`)"
+_REPEATED = "the last sigma is repeated, so the last step does nothing (scheduling_deis_multistep.py, `set_timesteps`)"
 
 
 def as_diffusers(
@@ -44,18 +44,18 @@ def as_diffusers(
     if grid.name == "explicit":
         grids.explicit(schedule, grid, steps)  # refuses what is not finite or does not decrease
     if isinstance(schedule, EDM):
-        return diffusers_edm(sampler, schedule, grid, steps, options)
+        return _diffusers_edm(sampler, schedule, grid, steps, options)
     if isinstance(schedule, Flow) and sampler.peer in ("flow", "solver"):
-        return diffusers_flow(sampler, schedule, grid, steps, options)
+        return _diffusers_flow(sampler, schedule, grid, steps, options)
     if sampler.peer == "ipndm":
-        return diffusers_ipndm(schedule, grids.check_steps(steps))
+        return _diffusers_ipndm(schedule, grids.check_steps(steps))
     if not isinstance(schedule, Tabled) or sampler.peer not in SPACING:
         raise PlanError(
             f"sampler must be one that diffusers has for schedule {schedule.name}; got {sampler.name!r}. "
             "Use the exact dialect.",
             "dialect",
         )
-    lay = {"k": diffusers_k, "solver": diffusers_solver, "training": diffusers_training}[sampler.peer]
+    lay = {"k": _diffusers_k, "solver": _diffusers_solver, "training": _diffusers_training}[sampler.peer]
     return lay(sampler, schedule, grid, steps, target, options)
 
 
@@ -74,22 +74,22 @@ def discards_noise(plan: Plan, row: Row) -> bool:
     )
 
 
-def spacing_of(grid: Grid, peer: str) -> str:
+def _spacing_of(grid: Grid, peer: str) -> str:
     found = grid.name if grid.name in SPACINGS else grid.spacing or SPACING[peer]
     if found not in SPACINGS:
         raise PlanError(rule("spacing", "leading, linspace or trailing in the diffusers dialect", found), "dialect")
     return found
 
 
-def rule_of(grid: Grid) -> str | None:
+def _rule_of(grid: Grid) -> str | None:
     if grid.name in (*SPACINGS, "explicit"):
         return None
-    if grid.name not in RULES:
-        raise PlanError(rule("grid", "one that diffusers has", grid.name, nearest(grid.name, RULES)), "dialect")
+    if grid.name not in _RULES:
+        raise PlanError(rule("grid", "one that diffusers has", grid.name, nearest(grid.name, _RULES)), "dialect")
     return grid.name
 
 
-def spread(rule_name: str, grid: Grid, low: float, high: float, count: int) -> Array:
+def _spread(rule_name: str, grid: Grid, low: float, high: float, count: int) -> Array:
     """Sigmas by a rule between two ends, as diffusers converts them."""
     low = low if grid.sigma_min is None else grid.sigma_min
     high = high if grid.sigma_max is None else grid.sigma_max
@@ -104,7 +104,7 @@ def finite_table(schedule: Tabled) -> Array:
     return np.where(np.isinf(schedule.ratios), ZERO_SNR_RATIO, schedule.ratios)
 
 
-def sigma_to_time(table: Array) -> Callable[[Any], Any]:
+def _sigma_to_time(table: Array) -> Callable[[Any], Any]:
     logs = np.log(table)
 
     def told(ratio: Any) -> Any:
@@ -115,12 +115,12 @@ def sigma_to_time(table: Array) -> Callable[[Any], Any]:
     return told
 
 
-def diffusers_k(
+def _diffusers_k(
     sampler: Sampler, schedule: Tabled, grid: Grid, steps: int | None, target: Target, options: dict[str, Any]
 ) -> Setup:
     """Euler, Heun, LMS, DPM2 …: fractional times, sigma interpolated linearly, sigma rules between the spaced ends."""
     table = finite_table(schedule)
-    to_time = sigma_to_time(table)
+    to_time = _sigma_to_time(table)
     final = 0.0 if grid.final == "zero" else float(table[0])
     if grid.sigmas is not None:
         ratios = np.asarray(grid.sigmas, np.float64)
@@ -128,11 +128,11 @@ def diffusers_k(
         times = to_time(ratios)
         spacing = "linspace" if grid.spacing is None else grid.spacing
     else:
-        times, spacing = k_times(schedule, grid, steps)
+        times, spacing = _k_times(schedule, grid, steps)
         ratios = np.interp(times, np.arange(len(table)), table)
-        rule_name = rule_of(grid)
+        rule_name = _rule_of(grid)
         if rule_name is not None:
-            ratios = spread(rule_name, grid, float(ratios[-1]), float(ratios[0]), len(ratios))
+            ratios = _spread(rule_name, grid, float(ratios[-1]), float(ratios[0]), len(ratios))
             times = to_time(ratios)
             if rule_name == "karras" and sampler.name in ("dpm2", "dpm2_a"):
                 times = np.round(times)
@@ -144,9 +144,9 @@ def diffusers_k(
     return Setup(path, scale, declared=null)
 
 
-def k_times(schedule: Tabled, grid: Grid, steps: int | None) -> tuple[Array, str]:
+def _k_times(schedule: Tabled, grid: Grid, steps: int | None) -> tuple[Array, str]:
     total = schedule.num_train
-    spacing = spacing_of(grid, "k")
+    spacing = _spacing_of(grid, "k")
     if grid.timesteps is not None:
         return np.asarray(grid.timesteps, np.float64), spacing
     count = grids.check_steps(steps)
@@ -157,41 +157,41 @@ def k_times(schedule: Tabled, grid: Grid, steps: int | None) -> tuple[Array, str
     return np.round(np.arange(total, 0, -total / count)) - 1.0, spacing
 
 
-def diffusers_solver(
+def _diffusers_solver(
     sampler: Sampler, schedule: Tabled, grid: Grid, steps: int | None, target: Target, options: dict[str, Any]
 ) -> Setup:
     """DPM-Solver, UniPC, DEIS, SA-Solver: N + 1 points of which the last is dropped, whole times."""
     table = finite_table(schedule)
-    to_time = sigma_to_time(table)
-    rule_name = rule_of(grid)
+    to_time = _sigma_to_time(table)
+    rule_name = _rule_of(grid)
     repeats = sampler.name in ("deis", "sa_solver")
     if rule_name is not None:
         count = grids.check_steps(steps)
-        ratios = spread(rule_name, grid, float(table[0]), float(table[-1]), count)
+        ratios = _spread(rule_name, grid, float(table[0]), float(table[-1]), count)
         times = to_time(ratios)
         rounds = rule_name in ("karras", "lu")
-        if rounds and (schedule.kind != "cosine" or sampler.name not in ("dpm_multistep", *MULTISTEP)):
+        if rounds and (schedule.kind != "cosine" or sampler.name not in ("dpm_multistep", *_MULTISTEP)):
             times = np.round(times)
         times = np.trunc(times)
     else:
-        times = solver_times(sampler, schedule, grid, steps)
+        times = _solver_times(sampler, schedule, grid, steps)
         ratios = np.interp(times, np.arange(len(table)), table)
     final, declared = 0.0, ""
     if repeats or grid.final == "sigma_min":
         final = float(ratios[-1]) if rule_name is not None and (repeats or sampler.name == "unipc") else float(table[0])
     ends = np.append(ratios[1:], final)
     if np.any(ends >= ratios):
-        declared = REPEATED
+        declared = _REPEATED
     path = grids.build(schedule, "vp", times, ratios, ends, lambda r: float(to_time(r)))
-    return Setup(path, 1.0, solver_options(sampler, len(ratios), options, schedule.num_train), declared)
+    return Setup(path, 1.0, _solver_options(sampler, len(ratios), options, schedule.num_train), declared)
 
 
 # `multistep_dpm_solver_third_order_update` of scheduling_dpmsolver_multistep.py: D2 is half of the second derivative.
-HALF_CURVATURE = 0.5
-MULTISTEP = ("dpmpp_2m", "dpmpp_3m", "dpmpp_2m_sde", "dpmpp_3m_sde")
+_HALF_CURVATURE = 0.5
+_MULTISTEP = ("dpmpp_2m", "dpmpp_3m", "dpmpp_2m_sde", "dpmpp_3m_sde")
 
 
-def solver_options(sampler: Sampler, count: int, options: dict[str, Any], train: float = 1000.0) -> dict[str, Any]:
+def _solver_options(sampler: Sampler, count: int, options: dict[str, Any], train: float = 1000.0) -> dict[str, Any]:
     """What the diffusers class does by itself: low orders at the end of short runs, its third-order SDE sign."""
     extra: dict[str, Any] = {}
     known = sampler.options()
@@ -201,19 +201,19 @@ def solver_options(sampler: Sampler, count: int, options: dict[str, Any], train:
     if sampler.name == "sa_solver":
         extra["tau_range"] = (200.0 / train, 800.0 / train)
     if "curvature_scale" in known:
-        extra["curvature_scale"] = HALF_CURVATURE
+        extra["curvature_scale"] = _HALF_CURVATURE
     stochastic = options.get("algorithm") == "sde-dpmsolver++" or sampler.name == "dpmpp_3m_sde"
     if "curvature_sign" in known and stochastic:
         extra["curvature_sign"] = -1.0
     return extra
 
 
-def solver_times(sampler: Sampler, schedule: Tabled, grid: Grid, steps: int | None) -> Array:
+def _solver_times(sampler: Sampler, schedule: Tabled, grid: Grid, steps: int | None) -> Array:
     total = schedule.num_train
     if grid.timesteps is not None:
         return np.asarray(grid.timesteps, np.float64)
     count = grids.check_steps(steps)
-    spacing = "linspace" if sampler.name == "dpm_singlestep" else spacing_of(grid, "solver")
+    spacing = "linspace" if sampler.name == "dpm_singlestep" else _spacing_of(grid, "solver")
     if spacing == "linspace":
         return np.round(np.linspace(0, total - 1, count + 1))[::-1][:-1].copy()
     if spacing == "leading":
@@ -221,7 +221,7 @@ def solver_times(sampler: Sampler, schedule: Tabled, grid: Grid, steps: int | No
     return np.round(np.arange(total, 0, -total / count)) - 1.0
 
 
-def diffusers_training(
+def _diffusers_training(
     sampler: Sampler, schedule: Tabled, grid: Grid, steps: int | None, target: Target, options: dict[str, Any]
 ) -> Setup:
     """DDPM, DDIM, PNDM, LCM, TCD: whole training times, levels straight from the table."""
@@ -229,18 +229,18 @@ def diffusers_training(
     if grid.timesteps is not None:
         times = np.asarray(grid.timesteps, np.float64)
     else:
-        times = training_times(sampler, schedule, grid, grids.check_steps(steps))
+        times = _training_times(sampler, schedule, grid, grids.check_steps(steps))
     clean = 0.0 if grid.final == "zero" else float(schedule.ratios[0])
-    ratios = [in_table(schedule, t, clean) for t in times]
+    ratios = [_in_table(schedule, t, clean) for t in times]
     stride = total // len(times)
     if sampler.name == "ddim_inversion":
         comes = times - stride if grid.timesteps is None else np.append(times[1:], -1.0)
-        return inverse_setup(schedule, times, comes, clean)
+        return _inverse_setup(schedule, times, comes, clean)
     if sampler.name in ("pndm", "plms"):
-        return pndm_setup(sampler, schedule, times, stride, clean, target)
+        return _pndm_setup(sampler, schedule, times, stride, clean, target)
     declared, extra = "", {}
     if sampler.name == "ddim" and grid.timesteps is None:
-        ends = [in_table(schedule, t - stride, clean) for t in times]
+        ends = [_in_table(schedule, t - stride, clean) for t in times]
         declared = PREVIOUS if not np.allclose(times[:-1] - stride, times[1:]) else ""
     else:
         ends = [*ratios[1:], clean if sampler.name == "ddim" else 0.0]
@@ -251,13 +251,13 @@ def diffusers_training(
     return Setup(grids.build(schedule, "vp", times, ratios, ends), 1.0, extra, declared)
 
 
-def training_times(sampler: Sampler, schedule: Tabled, grid: Grid, count: int) -> Array:
+def _training_times(sampler: Sampler, schedule: Tabled, grid: Grid, count: int) -> Array:
     total = schedule.num_train
     if sampler.name in ("lcm", "tcd"):
         return grids.distilled(count, total, grid.original)
     if count > total:
         raise PlanError(rule("steps", f"at most {total} in the diffusers dialect", count), "steps")
-    spacing = spacing_of(grid, "training")
+    spacing = _spacing_of(grid, "training")
     if spacing == "linspace":
         return np.round(np.linspace(0, total - 1, count))[::-1].copy()
     if spacing == "leading":
@@ -276,19 +276,19 @@ def training_times(sampler: Sampler, schedule: Tabled, grid: Grid, count: int) -
     return np.round(np.arange(total, 0, -total / count)) - 1.0
 
 
-def in_table(schedule: Tabled, time: float, clean: float) -> float:
+def _in_table(schedule: Tabled, time: float, clean: float) -> float:
     return clean if time < 0 else float(schedule.ratios[int(min(time, schedule.num_train - 1))])
 
 
-def inverse_setup(schedule: Tabled, times: Array, comes: Array, clean: float) -> Setup:
+def _inverse_setup(schedule: Tabled, times: Array, comes: Array, clean: float) -> Setup:
     """DDIM inversion: each row goes from t − T // N (or the next lower time) up to t, and the network is told t."""
-    goes = [in_table(schedule, t, clean) for t in times]
-    starts = [in_table(schedule, t, clean) for t in comes]
+    goes = [_in_table(schedule, t, clean) for t in times]
+    starts = [_in_table(schedule, t, clean) for t in comes]
     declared = "" if np.allclose(comes[:-1], times[1:]) else PREVIOUS
     return Setup(grids.build(schedule, "vp", times, goes, starts), 1.0, {}, declared)
 
 
-def pndm_setup(
+def _pndm_setup(
     sampler: Sampler, schedule: Tabled, times: Array, stride: int, clean: float, target: Target, skip: int = 0
 ) -> Setup:
     """PNDM and PLMS, a leg for each call: it goes from t to t − T // N whatever the next call is.
@@ -298,7 +298,7 @@ def pndm_setup(
     """
 
     def level(t: float) -> Any:
-        return in_frame(in_table(schedule, t, clean), "vp")
+        return in_frame(_in_table(schedule, t, clean), "vp")
 
     even, half = bool(np.allclose(times[:-1] - stride, times[1:])), stride // 2
     if sampler.name == "plms":
@@ -321,7 +321,7 @@ def pndm_setup(
     legs = tuple(Leg(float(t), level(t), level(goal)) for t, goal in zip(told[skip:], goals[skip:], strict=True))
     path = Path(legs, "vp", schedule, lambda r: float(schedule.time_at(r)))
     extra = {"basis": "v" if target == "v" else "eps", "bases": tuple(level(t) for t in bases)}
-    late = partial(pndm_setup, sampler, schedule, times, stride, clean, target)
+    late = partial(_pndm_setup, sampler, schedule, times, stride, clean, target)
     return Setup(path, 1.0, extra, COUNTED if skip else "" if even else PREVIOUS, len(times), late)
 
 
@@ -342,7 +342,7 @@ def known_level(plan: Plan, i: int) -> Level:
     return plan.rows[min(i + between, len(plan.rows) - 1)].level
 
 
-def diffusers_edm(sampler: Sampler, schedule: EDM, grid: Grid, steps: int | None, options: dict[str, Any]) -> Setup:
+def _diffusers_edm(sampler: Sampler, schedule: EDM, grid: Grid, steps: int | None, options: dict[str, Any]) -> Setup:
     """EDMEuler, EDMDPMSolverMultistep: karras or exponential sigmas; the first noise is √(sigma_max² + 1)."""
     path = grids.make_path(schedule, replace(grid, final="zero"), steps, "ve")
     legs = path.legs
@@ -351,16 +351,16 @@ def diffusers_edm(sampler: Sampler, schedule: EDM, grid: Grid, steps: int | None
     if grid.final == "sigma_min":  # the last sigma again, or the schedule's least: one and the same but in one step
         last = in_frame(schedule.sigma_min, "ve") if sampler.peer == "solver" else legs[-1].start
         legs = (*legs[:-1], replace(legs[-1], end=last))
-    declared = REPEATED if grid.final == "sigma_min" else ""
-    extra = solver_options(sampler, len(legs), options) if sampler.peer == "solver" else {}
+    declared = _REPEATED if grid.final == "sigma_min" else ""
+    extra = _solver_options(sampler, len(legs), options) if sampler.peer == "solver" else {}
     top = schedule.sigma_max if grid.spacing in ("linspace", "trailing") else math.hypot(schedule.sigma_max, 1.0)
     return Setup(replace(path, legs=legs), top, extra, declared)
 
 
-def diffusers_flow(sampler: Sampler, schedule: Flow, grid: Grid, steps: int | None, options: dict[str, Any]) -> Setup:
+def _diffusers_flow(sampler: Sampler, schedule: Flow, grid: Grid, steps: int | None, options: dict[str, Any]) -> Setup:
     """FlowMatchEuler and Heun: the ends of the grid are shifted already, and the grid is shifted again."""
     if sampler.peer == "solver":
-        return diffusers_flow_solver(sampler, schedule, grid, grids.check_steps(steps), options)
+        return _diffusers_flow_solver(sampler, schedule, grid, grids.check_steps(steps), options)
     if grid.sigmas is not None:
         sigmas = np.asarray(grid.sigmas, np.float64)
         sigmas = schedule.bend(sigmas[:-1] if sigmas[-1] == 0 else sigmas)
@@ -368,14 +368,14 @@ def diffusers_flow(sampler: Sampler, schedule: Flow, grid: Grid, steps: int | No
         low = float(schedule.bend(schedule.sigma_min))
         sigmas = schedule.bend(np.linspace(1.0, low, grids.check_steps(steps)))
     sigmas = schedule.stretch(sigmas)
-    rule_name = rule_of(grid)
+    rule_name = _rule_of(grid)
     if rule_name is not None:
-        sigmas = spread(rule_name, grid, float(sigmas[-1]), float(sigmas[0]), len(sigmas))
+        sigmas = _spread(rule_name, grid, float(sigmas[-1]), float(sigmas[0]), len(sigmas))
     ratios = schedule.ratio_of_sigma(sigmas)
     return Setup(grids.build(schedule, "flow", sigmas * schedule.scale, ratios, np.append(ratios[1:], 0.0)), 1.0)
 
 
-def diffusers_flow_solver(sampler: Sampler, schedule: Flow, grid: Grid, count: int, options: dict[str, Any]) -> Setup:
+def _diffusers_flow_solver(sampler: Sampler, schedule: Flow, grid: Grid, count: int, options: dict[str, Any]) -> Setup:
     """`use_flow_sigmas` of the solver classes: N + 1 points, the times told are cut to whole numbers."""
     least = schedule.sigma_min
     if sampler.name == "unipc":
@@ -387,10 +387,10 @@ def diffusers_flow_solver(sampler: Sampler, schedule: Flow, grid: Grid, count: i
     ratios = schedule.ratio_of_sigma(sigmas)
     ends = np.append(ratios[1:], ratios[-1] if repeats else 0.0)
     path = grids.build(schedule, "flow", np.trunc(sigmas * schedule.scale), ratios, ends)
-    return Setup(path, 1.0, solver_options(sampler, count, options), REPEATED if repeats else "")
+    return Setup(path, 1.0, _solver_options(sampler, count, options), _REPEATED if repeats else "")
 
 
-def diffusers_ipndm(schedule: Schedule, steps: int) -> Setup:
+def _diffusers_ipndm(schedule: Schedule, steps: int) -> Setup:
     """IPNDM has its own schedule, sigma = sin²(πu/2), and starts at alpha 0 where it takes x0 as 0."""
     sigma = np.sin(np.linspace(1.0, 0.0, steps + 1) * math.pi / 2) ** 2
     alpha = np.sqrt(1.0 - sigma**2)

@@ -17,8 +17,8 @@ _NO_MEMORY = (
     "size calculation overflowed",
 )
 _RUST = re.compile(r"\(os error (\d+)\)")  # how safetensors and tokenizers say what the system refused
-MOST_SHOWN = 120  # characters of a value in a message
-MOST_WORDS = 1000  # of a message: a file's own words may stand in it
+_MOST_SHOWN = 120  # characters of a value in a message
+_MOST_WORDS = 1000  # of a message: a file's own words may stand in it
 
 
 def cut(text: str, most: int) -> str:
@@ -30,7 +30,7 @@ class PellucidError(ValueError):
     """Bad input. `code` is stable: programs may match on it, people read the sentence."""
 
     def __init__(self, message: str, code: str = "input") -> None:
-        super().__init__(cut(message, MOST_WORDS))
+        super().__init__(cut(message, _MOST_WORDS))
         self.code = code
 
 
@@ -72,7 +72,7 @@ def system_error(error: BaseException, path: str | os.PathLike[str] | None = Non
     return OSError(number, words, None if name is None else os.fspath(name))
 
 
-def shown(value: object, most: int = MOST_SHOWN) -> str:
+def shown(value: object, most: int = _MOST_SHOWN) -> str:
     """A value as a message shows it: on one line, and cut where it is long, in the middle if it is text."""
     if value is None:
         return "nothing"

@@ -109,7 +109,7 @@ class Grid:
 
 
 # (count, low, high, unit of time or rho) → the points, noisiest first
-Rule = Callable[[int, float, float, float], Array]
+_Rule = Callable[[int, float, float, float], Array]
 
 
 def _pitch(count: int, low: float, high: float, unit: float) -> float:
@@ -117,7 +117,7 @@ def _pitch(count: int, low: float, high: float, unit: float) -> float:
     return unit / count if count * (unit - (high - low)) <= unit else (high - low) / max(count - 1, 1)
 
 
-def leading(count: int, low: float, high: float, unit: float) -> Array:
+def _leading(count: int, low: float, high: float, unit: float) -> Array:
     return low + np.arange(count)[::-1] * _pitch(count, low, high, unit)
 
 
@@ -125,20 +125,20 @@ def linspace(count: int, low: float, high: float, unit: float) -> Array:
     return np.linspace(high, low, count)
 
 
-def trailing(count: int, low: float, high: float, unit: float) -> Array:
+def _trailing(count: int, low: float, high: float, unit: float) -> Array:
     return high - np.arange(count) * _pitch(count, low, high, unit)
 
 
-def sgm_uniform(count: int, low: float, high: float, unit: float) -> Array:
+def _sgm_uniform(count: int, low: float, high: float, unit: float) -> Array:
     return np.linspace(high, low, count + 1)[:-1]
 
 
-def quadratic(count: int, low: float, high: float, unit: float) -> Array:
+def _quadratic(count: int, low: float, high: float, unit: float) -> Array:
     """Times whose roots are even (Song et al. 2020, appendix D.3); they start at 0.8 of the range."""
     return low + np.linspace(math.sqrt(0.8 * (high - low)), 0.0, count) ** 2
 
 
-def beta_times(count: int, low: float, high: float, unit: float) -> Array:
+def _beta_times(count: int, low: float, high: float, unit: float) -> Array:
     """Times at the quantiles of Beta(0.6, 0.6): dense at both ends (Lee et al. 2024)."""
     return low + beta_quantile(1.0 - np.arange(count) / max(count - 1, 1), 0.6, 0.6) * (high - low)
 
@@ -154,12 +154,12 @@ def exponential(count: int, low: float, high: float, rho: float) -> Array:
     return np.exp(np.linspace(math.log(high), math.log(low), count))
 
 
-def polyexponential(count: int, low: float, high: float, rho: float) -> Array:
+def _polyexponential(count: int, low: float, high: float, rho: float) -> Array:
     ramp = np.linspace(1.0, 0.0, count) ** rho
     return np.exp(ramp * (math.log(high) - math.log(low)) + math.log(low))
 
 
-def kl_optimal(count: int, low: float, high: float, rho: float) -> Array:
+def _kl_optimal(count: int, low: float, high: float, rho: float) -> Array:
     """Even in atan sigma (Sabour et al. 2024, theorem 3.1)."""
     ramp = np.linspace(0.0, 1.0, count)
     to_pure = ramp * math.atan2(1.0, low) + (1.0 - ramp) * math.atan2(1.0, high)  # exact where sigma is huge
@@ -186,24 +186,24 @@ AYS: dict[str, tuple[float, ...]] = {
     "ays_svd": (700.0, 54.5, 15.886, 7.977, 4.248, 1.789, 0.981, 0.403, 0.173, 0.034, 0.02),
 }
 
-OVER_TIME: dict[str, Rule] = {
-    "leading": leading,
+OVER_TIME: dict[str, _Rule] = {
+    "leading": _leading,
     "linspace": linspace,
-    "trailing": trailing,
-    "simple": trailing,
-    "sgm_uniform": sgm_uniform,
-    "quadratic": quadratic,
-    "beta": beta_times,
+    "trailing": _trailing,
+    "simple": _trailing,
+    "sgm_uniform": _sgm_uniform,
+    "quadratic": _quadratic,
+    "beta": _beta_times,
 }
-OVER_SIGMA: dict[str, tuple[Rule, float]] = {
+OVER_SIGMA: dict[str, tuple[_Rule, float]] = {
     "karras": (karras, 7.0),
     "exponential": (exponential, 1.0),
     "lu": (exponential, 1.0),
-    "polyexponential": (polyexponential, 1.0),
-    "kl_optimal": (kl_optimal, 1.0),
+    "polyexponential": (_polyexponential, 1.0),
+    "kl_optimal": (_kl_optimal, 1.0),
     "linear_quadratic": (linear_quadratic, 0.025),
 }
-ALIASES = {
+_ALIASES = {
     "normal": "linspace",
     "uniform": "linspace",
     "log": "exponential",
@@ -231,12 +231,12 @@ def names() -> tuple[str, ...]:
 def named(grid: str | Grid) -> Grid:
     """A grid from its name, checked."""
     made = Grid(name=grid) if isinstance(grid, str) else grid
-    key = ALIASES.get(made.name, made.name)
+    key = _ALIASES.get(made.name, made.name)
     if made.timesteps is not None or made.sigmas is not None:
         key = "explicit"
     if key not in names():
         raise PlanError(
-            rule("grid", "a known name", made.name, nearest(made.name, [*names(), *ALIASES])), "unknown-grid"
+            rule("grid", "a known name", made.name, nearest(made.name, [*names(), *_ALIASES])), "unknown-grid"
         )
     if made.final not in ("zero", "sigma_min"):
         raise PlanError(rule("final", "zero or sigma_min", made.final), "final")
@@ -326,7 +326,7 @@ def points(schedule: Schedule, grid: Grid, steps: int | None) -> tuple[Array, Ar
         times = distilled(count, schedule.num_train or 1000, grid.original) * (
             high / ((schedule.num_train or 1000) - 1)
         )
-        return decreasing(schedule.ratio_at(times)), times
+        return _decreasing(schedule.ratio_at(times)), times
     if grid.start is not None:
         if not low < grid.start <= high:
             raise PlanError(rule("start", f"a time above {low:g} and up to {high:g}", grid.start), "start")
@@ -339,14 +339,14 @@ def points(schedule: Schedule, grid: Grid, steps: int | None) -> tuple[Array, Ar
         times = np.clip(times + grid.offset, low, high)
         if isinstance(schedule, Flow):
             sigmas = schedule.stretch(schedule.bend(times / schedule.scale))
-            return decreasing(schedule.ratio_of_sigma(sigmas)), sigmas * schedule.scale
-        return decreasing(schedule.ratio_at(times)), times
-    sigmas = over_sigma(schedule, grid, count, high)
-    ratios = decreasing(schedule.ratio_of_sigma(sigmas))
+            return _decreasing(schedule.ratio_of_sigma(sigmas)), sigmas * schedule.scale
+        return _decreasing(schedule.ratio_at(times)), times
+    sigmas = _over_sigma(schedule, grid, count, high)
+    ratios = _decreasing(schedule.ratio_of_sigma(sigmas))
     return ratios, schedule.time_at(ratios)
 
 
-def over_sigma(schedule: Schedule, grid: Grid, count: int, high_time: float) -> Array:
+def _over_sigma(schedule: Schedule, grid: Grid, count: int, high_time: float) -> Array:
     bottom = float(schedule.sigma_of(schedule.ratio_at(schedule.span[0])))
     top = float(schedule.sigma_of(schedule.ratio_at(high_time)))
     if grid.name in AYS:
@@ -383,15 +383,15 @@ def explicit(schedule: Schedule, grid: Grid, steps: int | None) -> tuple[Array, 
     if what == "sigmas":
         if len(values) == 1 and values[0] == 0:
             raise PlanError(rule("sigmas", "more than a final 0", values.tolist()), "explicit")
-        ratios = decreasing(schedule.ratio_of_sigma(values), what)
+        ratios = _decreasing(schedule.ratio_of_sigma(values), what)
         return ratios, schedule.time_at(np.maximum(ratios, 1e-300))
     low, high = schedule.span
     if values.max() > high or values.min() < low:
         raise PlanError(rule(what, f"between {low:g} and {high:g}", values.tolist()[:8]), "explicit")
-    return decreasing(schedule.ratio_at(values), what), values
+    return _decreasing(schedule.ratio_at(values), what), values
 
 
-def decreasing(ratios: Array, what: str = "levels") -> Array:
+def _decreasing(ratios: Array, what: str = "levels") -> Array:
     """Refuses a path that does not lose noise at each step."""
     if len(ratios) > 1 and not np.all(ratios[1:] < ratios[:-1]):
         i = int(np.argmin(ratios[1:] < ratios[:-1]))
@@ -413,7 +413,7 @@ def beta_quantile(p: Array, a: float, b: float) -> Array:
     angle = np.clip(p * math.pi / 2, edge, math.pi / 2 - edge)
     for _ in range(50):
         sin, cos = np.sin(angle), np.cos(angle)
-        gap = beta_cdf(sin * sin, a, b) - p
+        gap = _beta_cdf(sin * sin, a, b) - p
         low, high = np.where(gap < 0, angle, low), np.where(gap < 0, high, angle)
         moved = angle - gap / (norm * sin ** (2 * a - 1) * cos ** (2 * b - 1))
         moved = np.where((low <= moved) & (moved <= high), moved, (low + high) / 2)
@@ -423,7 +423,7 @@ def beta_quantile(p: Array, a: float, b: float) -> Array:
     return np.where(p <= 0, 0.0, np.where(p >= 1, 1.0, np.sin(angle) ** 2))
 
 
-def beta_cdf(x: Array, a: float, b: float) -> Array:
+def _beta_cdf(x: Array, a: float, b: float) -> Array:
     """The regularised incomplete beta function (Abramowitz and Stegun 26.5.8, by Lentz's rule)."""
     swap = x > (a + 1) / (a + b + 2)
     y = np.clip(np.where(swap, 1 - x, x), 1e-300, 1 - 1e-16)

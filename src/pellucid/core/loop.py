@@ -18,7 +18,9 @@ from pellucid.core.noise import NoiseSource, Philox, draw, seed_list
 from pellucid.core.plan import DEPTH, Plan, Row, Weights
 from pellucid.core.schedule import Level, Schedule, to_dict
 
-MOST_POWER = 10.0  # mean square of an image at a run's end; measured: 2.7² with plain guidance 30, 1.2 at most with 7.5
+_MOST_POWER = (
+    10.0  # mean square of an image at a run's end; measured: 2.7² with plain guidance 30, 1.2 at most with 7.5
+)
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class RunSeen:
 
 
 @runtime_checkable
-class RunObserver(Protocol):
+class _RunObserver(Protocol):
     """An observer that is also told of the run before its first row, and at each turn what the loop is at from now."""
 
     def __call__(self, seen: StepSeen) -> None: ...
@@ -167,7 +169,7 @@ def run(
     x, source = starting_point(x, plan.initial_scale, shape, seeds, noise, dtype, device)
     plans = [plan] * len(x)
     with torch.set_grad_enabled(gradients):
-        return in_range(plans, denoiser, loop(plans, denoiser, x, source, observers, constraints, cancelled))
+        return _in_range(plans, denoiser, loop(plans, denoiser, x, source, observers, constraints, cancelled))
 
 
 def check_fits(plan: Plan, schedule: object, target: object, owner: str = "denoiser") -> None:
@@ -247,10 +249,10 @@ def run_batch(
         check_fits(plan, getattr(denoiser, "schedule", None), getattr(denoiser, "target", None))
     x = torch.stack(starts)
     with torch.no_grad():
-        return in_range(plans, denoiser, loop(plans, denoiser, x, source, observers, constraints, cancelled))
+        return _in_range(plans, denoiser, loop(plans, denoiser, x, source, observers, constraints, cancelled))
 
 
-def in_range(plans: Sequence[Plan], denoiser: Denoiser, x: Tensor) -> Tensor:
+def _in_range(plans: Sequence[Plan], denoiser: Denoiser, x: Tensor) -> Tensor:
     """x at the end of a run; with a warning where a network that is not clipped made it far too large.
 
     The scale of an exact density is its own affair: only what says that it is `unclipped` is judged.
@@ -259,7 +261,7 @@ def in_range(plans: Sequence[Plan], denoiser: Denoiser, x: Tensor) -> Tensor:
     if not clean or not getattr(denoiser, "unclipped", False):
         return x
     power = float(x.detach()[clean].reshape(len(clean), -1).square().mean(1).max())
-    if power > MOST_POWER:
+    if power > _MOST_POWER:
         warnings.warn(
             f"x0 left the range of the data: x ends with a root mean square of {math.sqrt(power):.3g}, where images in "
             "[-1, 1] have at most 1 and latents about 1. For data in [-1, 1] use "
@@ -288,8 +290,8 @@ def loop(
     depth = max(plan.depth for plan in everyones)
     state = State(x, None, [])
     active = list(range(len(everyones)))
-    bound = bound_to(everyones, denoiser)
-    mark = announced(RunSeen(tuple(everyones), x, source), observers)
+    bound = _bound_to(everyones, denoiser)
+    mark = _announced(RunSeen(tuple(everyones), x, source), observers)
     discard = getattr(source, "discard", None)
     index = 0
     while active:
@@ -322,22 +324,22 @@ def loop(
                 result[active[k]] = state.x[k]
             keep = [k for k in range(len(active)) if k not in set(done)]
             active = [active[k] for k in keep]
-            state = select(state, keep)
+            state = _select(state, keep)
             bound = bound.select(keep) if bound is not None and active else bound
     return result
 
 
-def unmarked(work: Work) -> None:
+def _unmarked(work: Work) -> None:
     """Nobody wants to know."""
 
 
-def announced(begun: RunSeen, observers: Sequence[Observer]) -> Mark:
+def _announced(begun: RunSeen, observers: Sequence[Observer]) -> Mark:
     """Shows the beginning of a run to the observers that want it; and what tells them what the loop is at."""
-    watching = [observe for observe in observers if isinstance(observe, RunObserver)]
+    watching = [observe for observe in observers if isinstance(observe, _RunObserver)]
     for observe in watching:
         observe.begin_run(begun)
     if len(watching) < 2:
-        return watching[0].mark if watching else unmarked
+        return watching[0].mark if watching else _unmarked
 
     def mark(work: Work) -> None:
         for observe in watching:
@@ -346,11 +348,11 @@ def announced(begun: RunSeen, observers: Sequence[Observer]) -> Mark:
     return mark
 
 
-def bound_to(plans: Sequence[Plan], denoiser: object) -> BoundDenoiser | None:
+def _bound_to(plans: Sequence[Plan], denoiser: object) -> BoundDenoiser | None:
     return denoiser.bind(plans) if isinstance(denoiser, BindsToRun) else None
 
 
-def select(state: State, keep: Sequence[int]) -> State:
+def _select(state: State, keep: Sequence[int]) -> State:
     if len(keep) == len(state.x):
         return state
     chosen = torch.tensor(list(keep), dtype=torch.int64, device=state.x.device)
@@ -375,14 +377,14 @@ def advance(
     source: NoiseSource,
     active: Sequence[int],
     depth: int,
-    mark: Mark = unmarked,
+    mark: Mark = _unmarked,
 ) -> tuple[State, Prediction, Tensor]:
     """One row of every running image. One shared row works with numbers, a mixed one with a number an image."""
     x = state.x
     single = len(rows) == 1 and (len(plans) == 1 or plans[0] is plans[-1])
     if any(r.pre_noise for r in rows):
         mark("noise")
-        x = x + noise_of(rows, True, x, source, active, single) * column([r.pre_noise for r in rows], x, single)
+        x = x + _noise_of(rows, True, x, source, active, single) * column([r.pre_noise for r in rows], x, single)
     mark("model")
     if single:
         found = denoiser(x, rows[0].level, rows[0].time)
@@ -397,27 +399,27 @@ def advance(
         raise PellucidError(rule("x0", f"of the shape of x, {tuple(x.shape)}", tuple(x0.shape)), "shape")
     x0 = x0.to(x.dtype)
     bases = [targets.from_x0(p.basis, r.level) for p, r in zip(plans, rows, strict=False)]
-    p0 = basis_of(bases, x, x0, single)
+    p0 = _basis_of(bases, x, x0, single)
     z = None
     if any(r.draws for r in rows):
         mark("noise")
-        z = noise_of(rows, False, x, source, active, single)
+        z = _noise_of(rows, False, x, source, active, single)
         mark("update")
     zero = torch.zeros_like(x) if not single else None
     anchor = state.anchor if state.anchor is not None else zero
     past = [*state.history, *([zero] * (DEPTH - 1 - len(state.history)))]
     other = (x0 if uncond is None else uncond.to(x.dtype)) if any(p.guided for p in plans) else None
     registers = [x, anchor, p0, *past, other if other is not None else zero, z if z is not None else zero]
-    x_next = mix(stack([r.x for r in rows], x, single), registers)
+    x_next = mix(_stack([r.x for r in rows], x, single), registers)
     new_anchor = state.anchor
     if any(r.anchor is not None for r in rows):
         kept: list[Weights] = [r.anchor if r.anchor is not None else ((1, 1.0),) for r in rows]
-        new_anchor = mix(stack(kept, x, single), registers)
-    history = remember(rows, state.history, p0, depth, single)
+        new_anchor = mix(_stack(kept, x, single), registers)
+    history = _remember(rows, state.history, p0, depth, single)
     return State(x_next, new_anchor, history), Prediction(x0, uncond, made.parts), x
 
 
-def remember(rows: tuple[Row, ...], history: list[Tensor], p0: Tensor, depth: int, single: bool) -> list[Tensor]:
+def _remember(rows: tuple[Row, ...], history: list[Tensor], p0: Tensor, depth: int, single: bool) -> list[Tensor]:
     """The history after a call; held predictions do not enter it."""
     if single:
         return history if rows[0].held else [p0, *history][:depth]
@@ -436,14 +438,14 @@ def column(values: Sequence[float], like: Tensor, single: bool, dtype: torch.dty
     return torch.tensor(values, dtype=dtype or like.dtype, device=like.device).reshape(-1, *([1] * (like.ndim - 1)))
 
 
-def basis_of(bases: Sequence[tuple[float, float]], x: Tensor, x0: Tensor, single: bool) -> Tensor:
+def _basis_of(bases: Sequence[tuple[float, float]], x: Tensor, x0: Tensor, single: bool) -> Tensor:
     if all(b == (0.0, 1.0) for b in bases):
         return x0
     c_x, c_0 = column([b[0] for b in bases], x, single), column([b[1] for b in bases], x, single)
     return x * c_x + x0 * c_0
 
 
-def stack(weights: Sequence[Weights], like: Tensor, single: bool) -> Sequence[tuple[int, Any]]:
+def _stack(weights: Sequence[Weights], like: Tensor, single: bool) -> Sequence[tuple[int, Any]]:
     """The weights of one row, or of a row an image: the registers that anybody uses, zeros for the others."""
     if single:
         return weights[0]
@@ -452,7 +454,7 @@ def stack(weights: Sequence[Weights], like: Tensor, single: bool) -> Sequence[tu
     return [(register, column([t.get(register, 0.0) for t in tables], like, False)) for register in used]
 
 
-def noise_of(
+def _noise_of(
     rows: tuple[Row, ...], pre: bool, x: Tensor, source: NoiseSource, active: Sequence[int], single: bool
 ) -> Tensor:
     """Fresh noise for each running image; images whose row draws none get zeros."""

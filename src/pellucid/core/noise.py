@@ -17,10 +17,10 @@ from torch import Tensor
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.plan import Clock, Draw, Plan, Row, Span, clock_time
 
-WORD = 0xFFFFFFFF
-MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-WEYL = (0x9E3779B9, 0xBB67AE85)
-FIRST, PATH, TREE, BESIDE = 0, 1, 2, 3  # what a counter is for
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_FIRST, PATH, _TREE, _BESIDE = 0, 1, 2, 3  # what a counter is for
 AT_ONCE = 2**21  # numbers drawn together: with their words and logarithms 0.3 GB
 
 
@@ -31,14 +31,14 @@ def philox(
     c0, c1, c2, c3 = counters
     k0, k1 = key
     for _ in range(10):
-        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
-            ((p1 >> 32) & WORD) ^ c1 ^ k0,
-            p1 & WORD,
-            ((p0 >> 32) & WORD) ^ c3 ^ k1,
-            p0 & WORD,
+            ((p1 >> 32) & _WORD) ^ c1 ^ k0,
+            p1 & _WORD,
+            ((p0 >> 32) & _WORD) ^ c3 ^ k1,
+            p0 & _WORD,
         )
-        k0, k1 = (k0 + WEYL[0]) & WORD, (k1 + WEYL[1]) & WORD
+        k0, k1 = (k0 + _WEYL[0]) & _WORD, (k1 + _WEYL[1]) & _WORD
     return c0, c1, c2, c3
 
 
@@ -46,9 +46,9 @@ def gaussian(seed: int, shape: Sequence[int], address: tuple[int, int, int], lik
     """Standard normal numbers of one image at an address (three 32-bit words), by Box and Muller."""
     count = math.prod(shape)
     blocks = torch.arange((count + 3) // 4, dtype=torch.int64, device=like.device)
-    a, b, c = (torch.full_like(blocks, word & WORD) for word in address)
-    words = torch.stack(philox((blocks, a, b, c), (seed & WORD, (seed >> 32) & WORD)))  # [4, blocks]
-    return normals(words, like).T.reshape(-1)[:count].reshape(tuple(shape))
+    a, b, c = (torch.full_like(blocks, word & _WORD) for word in address)
+    words = torch.stack(philox((blocks, a, b, c), (seed & _WORD, (seed >> 32) & _WORD)))  # [4, blocks]
+    return _normals(words, like).T.reshape(-1)[:count].reshape(tuple(shape))
 
 
 def gaussians(
@@ -59,17 +59,17 @@ def gaussians(
     count, device = math.prod(shape), like.device
     part = max(1, AT_ONCE // max(1, len(seeds) * count))
     blocks = torch.arange((count + 3) // 4, dtype=torch.int64, device=device)
-    low, high = (torch.tensor([(s >> shift) & WORD for s in seeds], device=device)[:, None] for shift in (0, 32))
+    low, high = (torch.tensor([(s >> shift) & _WORD for s in seeds], device=device)[:, None] for shift in (0, 32))
     made = []
     for start in range(0, len(addresses), part):
-        words = torch.tensor([[w & WORD for w in one] for one in addresses[start : start + part]], device=device)
+        words = torch.tensor([[w & _WORD for w in one] for one in addresses[start : start + part]], device=device)
         a, b, c = words.T[:, :, None, None]  # [A, 1, 1] each
         drawn = torch.stack(philox((blocks, a, b, c), (low, high)))  # [4, A, B, blocks]
-        made.append(normals(drawn, like).permute(1, 2, 3, 0).flatten(2)[:, :, :count])
+        made.append(_normals(drawn, like).permute(1, 2, 3, 0).flatten(2)[:, :, :count])
     return torch.cat(made).reshape(len(addresses), len(seeds), *shape)
 
 
-def normals(words: Tensor, like: Tensor) -> Tensor:
+def _normals(words: Tensor, like: Tensor) -> Tensor:
     """Four normal numbers, [4, …], from the four words of each block."""
     kind = torch.float64 if like.dtype == torch.float64 else torch.float32
     uniform = (words.to(torch.float64) + 0.5) * 2.0**-32
@@ -118,10 +118,10 @@ class Philox:
         self.seeds = seed_list(seeds)
 
     def first(self, shape: Sequence[int], like: Tensor, images: Sequence[int]) -> Tensor:
-        return torch.stack([gaussian(self.seeds[i], shape, (0, 0, FIRST), like) for i in images]).to(like.dtype)
+        return torch.stack([gaussian(self.seeds[i], shape, (0, 0, _FIRST), like) for i in images]).to(like.dtype)
 
     def beside(self, shape: Sequence[int], like: Tensor, images: Sequence[int]) -> Tensor:
-        return torch.stack([gaussian(self.seeds[i], shape, (0, 0, BESIDE), like) for i in images]).to(like.dtype)
+        return torch.stack([gaussian(self.seeds[i], shape, (0, 0, _BESIDE), like) for i in images]).to(like.dtype)
 
     def step(self, draws: Sequence[Draw], span: Span, like: Tensor, images: Sequence[int]) -> Tensor:
         return torch.stack([self.one(self.seeds[i], draws, like) for i in images])
@@ -215,7 +215,7 @@ class Brownian:
         owner = (seeds, visit, shape, wide.device)
         known = self.trail[1] if self.trail[0] == owner else {}
         new = [node for node in nodes if node not in known]
-        made = gaussians(seeds, shape, [(node, visit, TREE) for node in new], wide) if new else ()
+        made = gaussians(seeds, shape, [(node, visit, _TREE) for node in new], wide) if new else ()
         found = {**known, **dict(zip(new, made, strict=True))}
         self.trail = (owner, {node: found[node] for node in nodes})
         return self.trail[1]

@@ -25,12 +25,12 @@ from pellucid.core.grid import Grid
 from pellucid.core.reader import parse_json, typed
 from pellucid.core.schedule import EDM, Array, Frame, Level, Schedule, Target
 
-SCHEMA = 1
-MAX_ROWS, MAX_NOISY, MAX_DRAWS = 100_000, 20_000, 2_000_000  # of a plan that is read
-TIME_BEYOND, TIME_AWAY = 0.01, 0.5  # of a schedule's span
-SCALE_TOLERANCE = 1e-6
+_SCHEMA = 1
+_MAX_ROWS, _MAX_NOISY, _MAX_DRAWS = 100_000, 20_000, 2_000_000  # of a plan that is read
+_TIME_BEYOND, _TIME_AWAY = 0.01, 0.5  # of a schedule's span
+_SCALE_TOLERANCE = 1e-6
 TOLERANCE = 1e-9
-BLURRED = 1e-3  # rounding that grows beyond this part of x is refused
+_BLURRED = 1e-3  # rounding that grows beyond this part of x is refused
 REGISTERS = ("x", "anchor", "p0", "p1", "p2", "p3", "u", "z")
 DEPTH = 4
 Weights = tuple[tuple[int, float], ...]
@@ -77,8 +77,8 @@ class Form:
         return found
 
 
-X, ANCHOR, P0, P1, P2, P3, U, Z = (Form({i: 1.0}) for i in range(len(REGISTERS)))
-HISTORY = (P0, P1, P2, P3)
+X, ANCHOR, P0, P1, P2, _P3, U, Z = (Form({i: 1.0}) for i in range(len(REGISTERS)))
+HISTORY = (P0, P1, P2, _P3)
 
 
 def total(forms: Iterable[Form]) -> Form:
@@ -210,7 +210,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "schema": SCHEMA,
+            "schema": _SCHEMA,
             "kind": "pellucid-plan",
             "name": self.name,
             "dialect": self.dialect,
@@ -226,7 +226,7 @@ class Plan:
             "initial_scale": self.initial_scale,
             "declared": self.declared,
             "deviation": self.deviation,
-            "rows": [row_to_dict(r) for r in self.rows],
+            "rows": [_row_to_dict(r) for r in self.rows],
             **({"evidence": self.evidence} if self.evidence else {}),
         }
 
@@ -245,8 +245,8 @@ class Plan:
         """
         if not isinstance(data, dict) or data.get("kind") != "pellucid-plan":
             raise PlanError("plan must be a JSON object of kind pellucid-plan; got something else.", "plan-json")
-        if data.get("schema") != SCHEMA:
-            raise PlanError(rule("schema", str(SCHEMA), data.get("schema"), "Made by another version."), "schema")
+        if data.get("schema") != _SCHEMA:
+            raise PlanError(rule("schema", str(_SCHEMA), data.get("schema"), "Made by another version."), "schema")
         with _as_plan_errors():
             plan = Plan._read(data)
         sealed = seal(plan)
@@ -258,7 +258,7 @@ class Plan:
                 "marginal-law",
             )
         if not ran:
-            check_agreement(plan)
+            _check_agreement(plan)
         return replace(sealed, deviation=plan.deviation)
 
     @staticmethod
@@ -266,23 +266,23 @@ class Plan:
         """The fields of a table, each of its type; nothing is proven yet."""
         held = _Fields(data)
         try:
-            rows = [row_from_dict(r) for r in held.rows()]
+            rows = [_row_from_dict(r) for r in held.rows()]
             plan = Plan(
                 name=held.text("name"),
                 rows=tuple(rows),
                 basis=targets.named(data["basis"]),
-                start=level_from_pair("start", data["start"]),
-                end=level_from_pair("end", data["end"]),
-                frame=one_of("frame", data["frame"], get_args(Frame)),
-                initial_scale=finite("initial_scale", data["initial_scale"]),
-                clock=one_of("clock", data["clock"], get_args(Clock)),
+                start=_level_from_pair("start", data["start"]),
+                end=_level_from_pair("end", data["end"]),
+                frame=_one_of("frame", data["frame"], get_args(Frame)),
+                initial_scale=_finite("initial_scale", data["initial_scale"]),
+                clock=_one_of("clock", data["clock"], get_args(Clock)),
                 target=targets.named(data["target"]),
                 schedule=held.table("schedule"),
                 grid=held.table("grid"),
                 dialect=held.text("dialect"),
                 options={k: BOUNDS.get(v, v) if isinstance(v, str) else v for k, v in held.table("options").items()},
                 declared=held.text("declared"),
-                deviation=finite("deviation", data["deviation"]),
+                deviation=_finite("deviation", data["deviation"]),
                 evidence=held.table("evidence") if "evidence" in data else {},
             )
         except PellucidError:
@@ -290,7 +290,7 @@ class Plan:
         except (KeyError, TypeError, IndexError, ValueError, AttributeError, OverflowError) as error:
             got = f"{type(error).__name__}: {str(error)[:80]}"
             raise PlanError(rule("plan", "made of every field of its schema", got), "plan-json") from None
-        check_grid(plan.grid)
+        _check_grid(plan.grid)
         return plan
 
     def diff(self, other: Plan, tolerance: float = 0.0) -> list[Difference]:
@@ -327,7 +327,7 @@ def row_changes(a: Row, b: Row, tolerance: float) -> list[tuple[str, Any, Any]]:
     return changed + ([("held", a.held, b.held)] if a.held != b.held else [])
 
 
-def row_to_dict(r: Row) -> dict[str, Any]:
+def _row_to_dict(r: Row) -> dict[str, Any]:
     out: dict[str, Any] = {
         "alpha": r.level.alpha,
         "sigma": r.level.sigma,
@@ -376,24 +376,24 @@ class _Fields:
         if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
             raise PlanError(rule("rows", "a list of tables", found), "plan-json")
         noisy = sum("span" in one or "pre_span" in one for one in found)
-        if not 1 <= len(found) <= MAX_ROWS or noisy > MAX_NOISY:
-            must = f"1 to {MAX_ROWS}, of which at most {MAX_NOISY} draw noise"
+        if not 1 <= len(found) <= _MAX_ROWS or noisy > _MAX_NOISY:
+            must = f"1 to {_MAX_ROWS}, of which at most {_MAX_NOISY} draw noise"
             raise PlanError(rule("rows", must, (len(found), noisy)), "plan-json")
         return found
 
 
-def check_grid(grid: dict[str, Any]) -> None:
+def _check_grid(grid: dict[str, Any]) -> None:
     """Refuses a grid whose fields are of other types than a grid's, or that no grid has."""
     for key, value in grid.items():
         if key in ("steps", "skip", "stop"):
-            typed(int | None, value, f"grid.{key} of the plan", (0, MAX_ROWS), "plan")
+            typed(int | None, value, f"grid.{key} of the plan", (0, _MAX_ROWS), "plan")
         elif key == "between":
             typed(tuple[float | None, float | None], value, "grid.between of the plan", code="plan")
         else:
             Grid.check(key, value)
 
 
-def check_agreement(plan: Plan) -> None:
+def _check_agreement(plan: Plan) -> None:
     """Refuses times and a first noise that do not belong to the schedule and the start of a plan.
 
     The law does not see them. Times stay inside of the schedule (diffusers goes 0.1 % of it beyond), and within half of
@@ -412,7 +412,7 @@ def check_agreement(plan: Plan) -> None:
         if least.time > most.time and not inversion:
             raise PlanError(rule("times", "higher where there is more noise", (least.time, most.time)), "plan-time")
     noises = _first_noises(plan, curve, inversion)
-    if not any(math.isclose(plan.initial_scale, one, rel_tol=SCALE_TOLERANCE) for one in noises):
+    if not any(math.isclose(plan.initial_scale, one, rel_tol=_SCALE_TOLERANCE) for one in noises):
         must = " or ".join(f"{one:.6g}" for one in dict.fromkeys(noises))
         advice = "It is the size of the first noise. Compile the plan again."
         raise PlanError(rule("initial_scale", must, plan.initial_scale, advice), "plan-scale")
@@ -424,7 +424,7 @@ def _check_times(plan: Plan, curve: Schedule, inversion: bool) -> None:
     for i, r in enumerate(plan.rows):
         beyond = max(low - r.time, r.time - high)
         away = 0.0 if free else abs(r.time - curve.time(r.level))
-        if beyond > TIME_BEYOND * (high - low) or away > TIME_AWAY * (high - low):
+        if beyond > _TIME_BEYOND * (high - low) or away > _TIME_AWAY * (high - low):
             must = f"near {curve.time(r.level):.6g}, the time of its level in {curve.name}, and in {low:g} … {high:g}"
             raise PlanError(rule(f"time of row {i}", must, r.time, "Compile the plan again."), "plan-time")
 
@@ -441,15 +441,15 @@ def _first_noises(plan: Plan, curve: Schedule | None, inversion: bool) -> list[f
     return [one for one in found if math.isfinite(one)]
 
 
-def row_from_dict(data: dict[str, Any]) -> Row:
+def _row_from_dict(data: dict[str, Any]) -> Row:
     def read(weights: dict[str, float]) -> Weights:
-        return tuple(sorted((REGISTERS.index(k), finite(k, v)) for k, v in weights.items()))
+        return tuple(sorted((REGISTERS.index(k), _finite(k, v)) for k, v in weights.items()))
 
     def span(key: str) -> Span | None:
         if key not in data:
             return None
         start, end, visit = data[key]
-        return Span(positive(key, start), positive(key, end), typed(int, visit, key, (0, 1e9), "plan"))
+        return Span(_positive(key, start), _positive(key, end), typed(int, visit, key, (0, 1e9), "plan"))
 
     unknown = set(data) - {"alpha", "sigma", "time", "x", "anchor", "held", "pre_noise", "pre_span", "span"}
     if unknown:
@@ -460,36 +460,36 @@ def row_from_dict(data: dict[str, Any]) -> Row:
         if register not in REGISTERS:
             raise PlanError(rule("register", "one of " + ", ".join(REGISTERS), register), "plan-json")
     return Row(
-        level=Level(finite("alpha", data["alpha"]), finite("sigma", data["sigma"])),
-        time=finite("time", data["time"]),
+        level=Level(_finite("alpha", data["alpha"]), _finite("sigma", data["sigma"])),
+        time=_finite("time", data["time"]),
         x=read(data["x"]),
         anchor=read(data["anchor"]) if "anchor" in data else None,
         held=typed(bool, data.get("held", False), "held", code="plan"),
-        pre_noise=finite("pre_noise", data.get("pre_noise", 0.0)),
+        pre_noise=_finite("pre_noise", data.get("pre_noise", 0.0)),
         pre_span=span("pre_span"),
         span=span("span"),
     )
 
 
-def level_from_pair(name: str, pair: Sequence[float]) -> Level:
+def _level_from_pair(name: str, pair: Sequence[float]) -> Level:
     alpha, sigma = pair
-    return Level(finite(name, alpha), finite(name, sigma))
+    return Level(_finite(name, alpha), _finite(name, sigma))
 
 
-def one_of(name: str, value: Any, known: Sequence[str]) -> Any:
+def _one_of(name: str, value: Any, known: Sequence[str]) -> Any:
     if value not in known:
         raise PlanError(rule(name, "one of " + ", ".join(known), value), "plan-json")
     return value
 
 
-def positive(name: str, value: object) -> float:
-    found = finite(name, value)
+def _positive(name: str, value: object) -> float:
+    found = _finite(name, value)
     if found < 0:
         raise PlanError(rule(name, "not negative", value), "plan-json")
     return found
 
 
-def finite(name: str, value: object) -> float:
+def _finite(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise PlanError(rule(name, "a finite number", value), "not-finite")
     return float(value)
@@ -503,7 +503,7 @@ def clock_time(ratio: float, clock: Clock) -> float:
     return 1.0 / ratio**2 if clock == "snr" else ratio
 
 
-def address(rows: Sequence[Row], clock: Clock) -> tuple[Row, ...]:
+def _address(rows: Sequence[Row], clock: Clock) -> tuple[Row, ...]:
     """Cuts the spans of all rows into elementary intervals, so that overlapping draws share their noise."""
     spans = [s for r in rows for s in (r.pre_span, r.span) if s is not None]
     if not spans:
@@ -511,8 +511,8 @@ def address(rows: Sequence[Row], clock: Clock) -> tuple[Row, ...]:
     cuts = sorted({edge for s in spans for edge in (s.start, s.end)}, reverse=True)
     place = {edge: i for i, edge in enumerate(cuts)}
     pieces = sum(abs(place[s.start] - place[s.end]) for s in spans)
-    if pieces > MAX_DRAWS:
-        raise PlanError(rule("noise of the plan", f"cut into at most {MAX_DRAWS} pieces", pieces), "plan-noise")
+    if pieces > _MAX_DRAWS:
+        raise PlanError(rule("noise of the plan", f"cut into at most {_MAX_DRAWS} pieces", pieces), "plan-noise")
 
     def draws(span: Span | None) -> tuple[Draw, ...]:
         if span is None:
@@ -546,45 +546,45 @@ def landings(plan: Plan) -> list[tuple[float, float]]:
     noise and of the drawn noises; x must be alpha·μ plus noise of standard deviation sigma at every call. Beside
     each register runs a bound of its rounding error, for methods that amplify it (big first steps on eps).
     """
-    point, first = (np.zeros(lines_of(plan)) for _ in range(2))
+    point, first = (np.zeros(_lines_of(plan)) for _ in range(2))
     point[0], first[1] = 1.0, 1.0
 
-    def exact(level: Level, x: Value) -> tuple[Value, Value]:
+    def exact(level: Level, x: _Value) -> tuple[_Value, _Value]:
         return _one_point(plan.basis, level, x, point, first), (point, 0.0)
 
-    visited = course(plan, plan.start.alpha * point + plan.start.sigma * first, exact)
+    visited = _course(plan, plan.start.alpha * point + plan.start.sigma * first, exact)
     return [_distance(x, level) for level, x in visited]
 
 
-Value = tuple[Array, float]  # what a register holds, a line a source; and a bound of its rounding error
-ROUNDING = 2.0**-51
+_Value = tuple[Array, float]  # what a register holds, a line a source; and a bound of its rounding error
+_ROUNDING = 2.0**-51
 
 
-def draws_of(plan: Plan) -> list[tuple[int, int]]:
+def _draws_of(plan: Plan) -> list[tuple[int, int]]:
     """The interval and the visit of every normal number that a run draws."""
     return sorted({(d.interval, d.visit) for r in plan.rows for d in (*r.pre_draws, *r.draws)})
 
 
-def lines_of(plan: Plan) -> int:
+def _lines_of(plan: Plan) -> int:
     """The sources of x: the data, the first noise, and each draw."""
-    return 2 + len(draws_of(plan))
+    return 2 + len(_draws_of(plan))
 
 
-def course(
-    plan: Plan, start: Array, predict: Callable[[Level, Value], tuple[Value, Value]]
-) -> Iterator[tuple[Level, Value]]:
+def _course(
+    plan: Plan, start: Array, predict: Callable[[Level, _Value], tuple[_Value, _Value]]
+) -> Iterator[tuple[Level, _Value]]:
     """x at the level of each call and at the end, (lines, …), where `predict` (level, x) → (prediction, x0) is linear:
     then x is a sum over its sources, and what each of them brings is a line."""
-    index = {key: 2 + i for i, key in enumerate(draws_of(plan))}
+    index = {key: 2 + i for i, key in enumerate(_draws_of(plan))}
 
-    def noise(draws: tuple[Draw, ...]) -> Value:
+    def noise(draws: tuple[Draw, ...]) -> _Value:
         out = np.zeros_like(start)
         for d in draws:
             out[index[d.interval, d.visit]] += d.weight
         return out, 0.0
 
     zero = (np.zeros_like(start), 0.0)
-    x: Value = (start, 0.0)
+    x: _Value = (start, 0.0)
     anchor, history = zero, [zero] * DEPTH
     for r in plan.rows:
         if r.pre_noise:
@@ -606,21 +606,21 @@ def kept(plan: Plan, scales: Sequence[float]) -> Array:
     1 is right; less is smoothed away, whatever the network. Exact: with Gaussian data the best denoiser is linear.
     """
     size = np.asarray(scales, np.float64)
-    start = np.zeros((lines_of(plan), len(size)))
+    start = np.zeros((_lines_of(plan), len(size)))
     start[1] = plan.initial_scale
     if {"skip", "between"} & set(plan.grid):
         start[0] = plan.start.alpha * size  # a run that starts inside of the schedule starts from data
 
-    def wiener(level: Level, x: Value) -> tuple[Value, Value]:
+    def wiener(level: Level, x: _Value) -> tuple[_Value, _Value]:
         x0 = x[0] * (level.alpha * size**2 / (level.alpha**2 * size**2 + level.sigma**2))
         c_x, c_0 = targets.from_x0(plan.basis, level)
         return (c_x * x[0] + c_0 * x0, 0.0), (x0, 0.0)
 
-    *_, (end, x) = course(plan, start, wiener)
+    *_, (end, x) = _course(plan, start, wiener)
     return np.sqrt((x[0] ** 2).sum(0)) / end.alpha / size
 
 
-def _one_point(basis: Target, level: Level, x: Value, point: Array, first: Array) -> Value:
+def _one_point(basis: Target, level: Level, x: _Value, point: Array, first: Array) -> _Value:
     if basis == "eps" and level.sigma == 0.0:
         return (
             first,
@@ -628,19 +628,19 @@ def _one_point(basis: Target, level: Level, x: Value, point: Array, first: Array
         )  # a clean x determines no eps: inversion starts along the direction that it will add
     c_x, c_0 = targets.from_x0(basis, level)
     size = abs(c_x) * float(np.abs(x[0]).max()) + abs(c_0)
-    return c_x * x[0] + c_0 * point, abs(c_x) * x[1] + ROUNDING * size
+    return c_x * x[0] + c_0 * point, abs(c_x) * x[1] + _ROUNDING * size
 
 
-def _mix(weights: Weights, registers: Sequence[Value], zero: Array) -> Value:
+def _mix(weights: Weights, registers: Sequence[_Value], zero: Array) -> _Value:
     out, error = zero, 0.0
     for register, weight in weights:
         value, blur = registers[register]
         out = out + weight * value
-        error += abs(weight) * (blur + ROUNDING * float(np.abs(value).max()))
+        error += abs(weight) * (blur + _ROUNDING * float(np.abs(value).max()))
     return out, error
 
 
-def _distance(x: Value, level: Level) -> tuple[float, float]:
+def _distance(x: _Value, level: Level) -> tuple[float, float]:
     scale = math.hypot(level.alpha, level.sigma) or math.nan
     spread = float(np.sqrt(np.dot(x[0][1:], x[0][1:])))
     gap = max(abs(float(x[0][0]) - level.alpha), abs(spread - level.sigma)) / scale
@@ -648,7 +648,7 @@ def _distance(x: Value, level: Level) -> tuple[float, float]:
     return gap if landed else math.inf, x[1] / scale
 
 
-def check_registers(rows: Sequence[Row]) -> None:
+def _check_registers(rows: Sequence[Row]) -> None:
     """A row may read only what an earlier row has written, and noise that it draws."""
     known, anchored = 0, False
     for i, r in enumerate(rows):
@@ -667,11 +667,11 @@ def check_registers(rows: Sequence[Row]) -> None:
 
 def seal(plan: Plan) -> Plan:
     """Addresses the noise, applies the marginal law, and records the deviation. Undeclared deviation raises."""
-    sealed = replace(plan, rows=address(plan.rows, plan.clock))
-    check_registers(sealed.rows)
+    sealed = replace(plan, rows=_address(plan.rows, plan.clock))
+    _check_registers(sealed.rows)
     with np.errstate(all="ignore"):
         found, floor = deviation(sealed)
-    if BLURRED < found <= TOLERANCE + floor and not plan.declared and plan.dialect == "exact":
+    if _BLURRED < found <= TOLERANCE + floor and not plan.declared and plan.dialect == "exact":
         raise PlanError(
             f"plan {plan.name} must not amplify rounding; here it grows to {found:.1g} of x. "
             "Use more steps, a grid that starts lower, or ddim, dpmpp_2m or unipc.",

@@ -23,14 +23,14 @@ from typing import Any, BinaryIO, Literal, NoReturn, TypeVar
 
 from pellucid.core.errors import PellucidError, cut, nearest, rule
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 Source = str | os.PathLike[str]
-MAX_BYTES = 64 * 2**20
-MAX_DEPTH = 64  # of nested lists and objects
-MAX_DIGITS = 100  # of a whole number: all of these are finite as floats
-MAX_ITEMS = 1_000_000  # of a list under a key of known type
-LONG = re.compile(rf"[0-9]{{{MAX_DIGITS + 1}}}")
-KINDS = {
+_MAX_BYTES = 64 * 2**20
+_MAX_DEPTH = 64  # of nested lists and objects
+_MAX_DIGITS = 100  # of a whole number: all of these are finite as floats
+_MAX_ITEMS = 1_000_000  # of a list under a key of known type
+_LONG = re.compile(rf"[0-9]{{{_MAX_DIGITS + 1}}}")
+_KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
@@ -50,7 +50,7 @@ def check_file(path: Source, what: str, code: str = "file") -> os.stat_result:
     except (OSError, ValueError) as error:  # no permission, a name that no file can have
         raise _unreadable(path, what, error, code) from None
     if not stat.S_ISREG(found.st_mode):
-        kind = KINDS.get(stat.S_IFMT(found.st_mode), "something else")
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
         raise PellucidError(rule(what, "a plain file", f"{os.fspath(path)}, {kind}"), code)
     return found
 
@@ -69,7 +69,7 @@ def open_file(path: Source, what: str, code: str = "file") -> BinaryIO:
     return file
 
 
-def read_bytes(path: Source, what: str, most: int = MAX_BYTES, code: str = "file") -> bytes:
+def read_bytes(path: Source, what: str, most: int = _MAX_BYTES, code: str = "file") -> bytes:
     """A whole file of at most so many bytes."""
     with open_file(path, what, code) as file:
         size = os.fstat(file.fileno()).st_size
@@ -83,7 +83,7 @@ def read_bytes(path: Source, what: str, most: int = MAX_BYTES, code: str = "file
             raise _unreadable(path, what, error, code) from None
 
 
-def read_text(path: Source, what: str, most: int = MAX_BYTES, code: str = "file") -> str:
+def read_text(path: Source, what: str, most: int = _MAX_BYTES, code: str = "file") -> str:
     """A whole file of UTF-8; a byte order mark is dropped."""
     try:
         return read_bytes(path, what, most, code).decode("utf-8-sig")
@@ -91,7 +91,7 @@ def read_text(path: Source, what: str, most: int = MAX_BYTES, code: str = "file"
         raise PellucidError(rule(what, "text in UTF-8", os.fspath(path)), code) from None
 
 
-def read_lines(path: Source, what: str, most: int = MAX_BYTES, code: str = "file", empty: str = "") -> tuple[str, ...]:
+def read_lines(path: Source, what: str, most: int = _MAX_BYTES, code: str = "file", empty: str = "") -> tuple[str, ...]:
     """The lines of a text file that are not blank, stripped; a file without any is refused as `empty`."""
     found = tuple(line.strip() for line in read_text(path, what, most, code).splitlines() if line.strip())
     if not found:
@@ -123,8 +123,8 @@ def parse_json(text: str | bytes, what: str, code: str = "json", *, foreign: boo
     and a key twice, of which the last counts."""
 
     def number(digits: str) -> int:
-        if len(digits) > MAX_DIGITS:
-            raise PellucidError(rule(f"a number in {what}", f"of at most {MAX_DIGITS} digits", len(digits)), code)
+        if len(digits) > _MAX_DIGITS:
+            raise PellucidError(rule(f"a number in {what}", f"of at most {_MAX_DIGITS} digits", len(digits)), code)
         return int(digits)
 
     def constant(name: str) -> NoReturn:
@@ -141,7 +141,7 @@ def parse_json(text: str | bytes, what: str, code: str = "json", *, foreign: boo
     hooks: dict[str, Any] = {} if foreign else {"parse_constant": constant, "object_pairs_hook": once}
     try:
         plain = text if isinstance(text, str) else text.decode("utf-8-sig")
-        if LONG.search(plain):  # a hook for every number would slow a vocabulary down
+        if _LONG.search(plain):  # a hook for every number would slow a vocabulary down
             hooks["parse_int"] = number
         found = json.loads(plain, **hooks)
     except PellucidError:
@@ -156,7 +156,7 @@ def parse_json(text: str | bytes, what: str, code: str = "json", *, foreign: boo
 
 def _check_depth(value: Any, what: str, code: str) -> None:
     level = [value] if isinstance(value, dict | list) else []
-    for _ in range(MAX_DEPTH):
+    for _ in range(_MAX_DEPTH):
         if not level:
             return
         inner = (one for held in level for one in (held.values() if isinstance(held, dict) else held))
@@ -165,7 +165,7 @@ def _check_depth(value: Any, what: str, code: str) -> None:
 
 
 def _too_deep(what: str, code: str) -> PellucidError:
-    return PellucidError(rule(what, f"nested at most {MAX_DEPTH} deep", "more"), code)
+    return PellucidError(rule(what, f"nested at most {_MAX_DEPTH} deep", "more"), code)
 
 
 def _first_line(error: BaseException) -> str:
@@ -181,7 +181,9 @@ def parse_object(text: str | bytes, what: str, code: str = "json", *, foreign: b
     return found
 
 
-def read_json(path: Source, most: int = MAX_BYTES, code: str = "json-file", *, foreign: bool = False) -> dict[str, Any]:
+def read_json(
+    path: Source, most: int = _MAX_BYTES, code: str = "json-file", *, foreign: bool = False
+) -> dict[str, Any]:
     """The JSON object of a file."""
     name = os.path.basename(os.fspath(path))
     return parse_object(read_text(path, name, most, code), name, code, foreign=foreign)
@@ -204,7 +206,7 @@ def read_toml(path: Source, what: str, most: int, code: str = "toml-file") -> di
 Bound = tuple[float, float]
 
 
-def table(cls: type[T], raw: Any, where: str, bounds: Mapping[str, Bound] | None = None, code: str = "config") -> T:
+def table(cls: type[_T], raw: Any, where: str, bounds: Mapping[str, Bound] | None = None, code: str = "config") -> _T:
     """A dataclass from an object. An unknown or missing key, a wrong type, a value out of bounds: one line each."""
     if not isinstance(raw, Mapping):
         raise PellucidError(rule(where, "a table", raw), f"{code}-type")
@@ -287,8 +289,8 @@ def _listed(kinds: tuple[Any, ...], value: Any, where: str, bound: Bound | None,
         raise PellucidError(rule(where, _words_of_list(kinds[0]), value), f"{code}-type")
     if kinds[-1] is not Ellipsis and len(value) != len(kinds):
         raise PellucidError(rule(where, f"a list of {len(kinds)}", value), f"{code}-value")
-    if len(value) > MAX_ITEMS:
-        raise PellucidError(rule(where, f"a list of at most {MAX_ITEMS}", len(value)), f"{code}-value")
+    if len(value) > _MAX_ITEMS:
+        raise PellucidError(rule(where, f"a list of at most {_MAX_ITEMS}", len(value)), f"{code}-value")
     each = [kinds[0]] * len(value) if kinds[-1] is Ellipsis else kinds
     return tuple(
         typed(kind, item, f"{where}[{i}]", bound, code) for i, (kind, item) in enumerate(zip(each, value, strict=True))

@@ -259,36 +259,36 @@ class Tabled(Schedule):
         return dict(self.made_with)
 
 
-def tabled(kind: str, betas: npt.ArrayLike, **made_with: Any) -> Tabled:
+def _tabled(kind: str, betas: npt.ArrayLike, **made_with: Any) -> Tabled:
     return Tabled(np.asarray(betas, np.float64), kind, tuple(sorted(made_with.items())))
 
 
-def from_alpha_bar(kind: str, alpha_bar: Callable[[Array], Array], count: int, cap: float, **made: Any) -> Tabled:
+def _from_alpha_bar(kind: str, alpha_bar: Callable[[Array], Array], count: int, cap: float, **made: Any) -> Tabled:
     """Betas from a curve ᾱ(u), u in [0, 1], each capped (Nichol and Dhariwal 2021, eq. 17)."""
     bar = alpha_bar(np.arange(count + 1) / count)
-    return tabled(kind, np.minimum(1.0 - bar[1:] / bar[:-1], cap), num_train=count, max_beta=cap, **made)
+    return _tabled(kind, np.minimum(1.0 - bar[1:] / bar[:-1], cap), num_train=count, max_beta=cap, **made)
 
 
 def linear(num_train: int = 1000, beta_start: float = 1e-4, beta_end: float = 0.02) -> Tabled:
     """β rises linearly (Ho et al. 2020). CompVis calls this one `sqrt_linear`."""
-    betas = np.linspace(beta_start, beta_end, count_of(num_train))
-    return tabled("linear", betas, num_train=num_train, beta_start=beta_start, beta_end=beta_end)
+    betas = np.linspace(beta_start, beta_end, _count_of(num_train))
+    return _tabled("linear", betas, num_train=num_train, beta_start=beta_start, beta_end=beta_end)
 
 
 def scaled_linear(num_train: int = 1000, beta_start: float = 0.00085, beta_end: float = 0.012) -> Tabled:
     """√β rises linearly: Stable Diffusion's schedule (CompVis calls it `linear`)."""
     if not (beta_start > 0 and beta_end > 0):
         raise PellucidError(rule("beta_start, beta_end", "positive", (beta_start, beta_end)), "betas")
-    betas = np.linspace(beta_start**0.5, beta_end**0.5, count_of(num_train)) ** 2
-    return tabled("scaled_linear", betas, num_train=num_train, beta_start=beta_start, beta_end=beta_end)
+    betas = np.linspace(beta_start**0.5, beta_end**0.5, _count_of(num_train)) ** 2
+    return _tabled("scaled_linear", betas, num_train=num_train, beta_start=beta_start, beta_end=beta_end)
 
 
 def cosine(num_train: int = 1000, offset: float = 0.008, max_beta: float = 0.999) -> Tabled:
     """ᾱ falls as a squared cosine, β capped (Nichol and Dhariwal 2021)."""
-    return from_alpha_bar(
+    return _from_alpha_bar(
         "cosine",
         lambda u: np.cos((u + offset) / (1 + offset) * math.pi / 2) ** 2,
-        count_of(num_train),
+        _count_of(num_train),
         max_beta,
         offset=offset,
     )
@@ -296,16 +296,16 @@ def cosine(num_train: int = 1000, offset: float = 0.008, max_beta: float = 0.999
 
 def sqrt_beta(num_train: int = 1000, beta_start: float = 1e-4, beta_end: float = 0.02) -> Tabled:
     """β = √(linear ramp): the schedule that CompVis calls `sqrt`."""
-    betas = np.linspace(beta_start, beta_end, count_of(num_train)) ** 0.5
-    return tabled("sqrt_beta", betas, num_train=num_train, beta_start=beta_start, beta_end=beta_end)
+    betas = np.linspace(beta_start, beta_end, _count_of(num_train)) ** 0.5
+    return _tabled("sqrt_beta", betas, num_train=num_train, beta_start=beta_start, beta_end=beta_end)
 
 
 def sqrt_alpha_bar(num_train: int = 1000, offset: float = 1e-4, max_beta: float = 0.999) -> Tabled:
     """ᾱ = 1 − √(u + offset): the `sqrt` of Diffusion-LM (Li et al. 2022)."""
-    return from_alpha_bar(
+    return _from_alpha_bar(
         "sqrt_alpha_bar",
         lambda u: np.maximum(1.0 - np.sqrt(u + offset), 1e-12),
-        count_of(num_train),
+        _count_of(num_train),
         max_beta,
         offset=offset,
     )
@@ -313,9 +313,9 @@ def sqrt_alpha_bar(num_train: int = 1000, offset: float = 1e-4, max_beta: float 
 
 def sigmoid(num_train: int = 1000, beta_start: float = 1e-4, beta_end: float = 0.02, reach: float = 6.0) -> Tabled:
     """β rises as a sigmoid over [−reach, reach] (GeoDiff, Xu et al. 2022)."""
-    u = np.linspace(-reach, reach, count_of(num_train))
+    u = np.linspace(-reach, reach, _count_of(num_train))
     betas = (beta_end - beta_start) / (1.0 + np.exp(-u)) + beta_start
-    return tabled("sigmoid", betas, num_train=num_train, beta_start=beta_start, beta_end=beta_end, reach=reach)
+    return _tabled("sigmoid", betas, num_train=num_train, beta_start=beta_start, beta_end=beta_end, reach=reach)
 
 
 def laplace(num_train: int = 1000, scale: float = 0.5, max_beta: float = 0.999) -> Tabled:
@@ -329,12 +329,12 @@ def laplace(num_train: int = 1000, scale: float = 0.5, max_beta: float = 0.999) 
         snr = np.exp(-scale * sign * np.log(1.0 - 2.0 * np.abs(0.5 - u) + 1e-6))
         return np.sqrt(snr / (1.0 + snr))
 
-    return from_alpha_bar("laplace", alpha_bar, count_of(num_train), max_beta, scale=scale)
+    return _from_alpha_bar("laplace", alpha_bar, _count_of(num_train), max_beta, scale=scale)
 
 
 def exponential(num_train: int = 1000, rate: float = 12.0, max_beta: float = 0.999) -> Tabled:
     """ᾱ = exp(−rate·u)."""
-    return from_alpha_bar("exponential", lambda u: np.exp(-rate * u), count_of(num_train), max_beta, rate=rate)
+    return _from_alpha_bar("exponential", lambda u: np.exp(-rate * u), _count_of(num_train), max_beta, rate=rate)
 
 
 def zero_terminal_snr(schedule: Tabled) -> Tabled:
@@ -356,7 +356,7 @@ def zero_terminal_snr(schedule: Tabled) -> Tabled:
     return Tabled(betas, schedule.kind, (*schedule.made_with, ("zero_snr", True)))
 
 
-def count_of(num_train: int) -> int:
+def _count_of(num_train: int) -> int:
     if not isinstance(num_train, int) or not 1 <= num_train <= 1_000_000:
         raise PellucidError(rule("num_train", "a whole number from 1 to 1000000", num_train), "num-train")
     return num_train
@@ -631,18 +631,18 @@ def make(name: str | Schedule, *, zero_snr: bool = False, **options: Any) -> Sch
         try:
             with np.errstate(all="raise"):
                 made = MAKERS[key](**options)
-                check_curve(made)
+                _check_curve(made)
         except PellucidError:
             raise
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            known = known_options(key)
+            known = _known_options(key)
             raise PellucidError(
                 f"schedule {key} must have usable options; got {str(error)[:120]}. Known: {known}.", "option"
             ) from None
     return zero_terminal_snr(made) if zero_snr else made  # type: ignore[arg-type]
 
 
-def check_curve(made: Schedule) -> None:
+def _check_curve(made: Schedule) -> None:
     """Refuses options that give no curve: noise must grow with time."""
     low, high = made.span
     ratios = made.ratio_at(low + (high - low) * np.array([0.0, 0.25, 0.5, 0.75, 1.0]))
@@ -650,7 +650,7 @@ def check_curve(made: Schedule) -> None:
         raise PellucidError(rule("options", f"ones for which the noise of {made.name} grows", made.options()), "option")
 
 
-def known_options(name: str) -> str:
+def _known_options(name: str) -> str:
     return ", ".join(inspect.signature(MAKERS[name]).parameters)
 
 

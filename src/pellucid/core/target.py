@@ -99,16 +99,16 @@ def convert(source: Target, to: Target, level: Level, sigma_data: float = SIGMA_
     if source == "x0":
         return from_x0(to, level, sigma_data)
     if "eps" in (source, to) or "score" in (source, to) or level.alpha >= level.sigma:
-        return chain(to_eps(source, level, sigma_data), from_eps(to, level, sigma_data))
-    return chain(to_x0(source, level, sigma_data), from_x0(to, level, sigma_data))
+        return _chain(_to_eps(source, level, sigma_data), from_eps(to, level, sigma_data))
+    return _chain(to_x0(source, level, sigma_data), from_x0(to, level, sigma_data))
 
 
-def chain(first: tuple[float, float], second: tuple[float, float]) -> tuple[float, float]:
+def _chain(first: tuple[float, float], second: tuple[float, float]) -> tuple[float, float]:
     """middle = first·(x, out), then result = second·(x, middle)."""
     return second[0] + second[1] * first[0], second[1] * first[1]
 
 
-def to_eps(target: Target, level: Level, sigma_data: float) -> tuple[float, float]:
+def _to_eps(target: Target, level: Level, sigma_data: float) -> tuple[float, float]:
     """(k_x, k_out) with eps = k_x·x + k_out·out; finite at sigma 0, where x0 = x / alpha says nothing of eps."""
     a, s = level.alpha, level.sigma
     if target == "v":
@@ -128,7 +128,7 @@ def from_eps(target: Target, level: Level, sigma_data: float) -> tuple[float, fl
         raise PellucidError(
             "target must not be score at sigma 0: it is −eps / sigma there. Take eps.", code="sigma-zero"
         )
-    k_x, k_out = to_eps(target, level, sigma_data)
+    k_x, k_out = _to_eps(target, level, sigma_data)
     if k_out == 0.0:
         raise PellucidError(
             f"target must not be made from eps at alpha 0: pure noise says nothing of x0, so nothing of {target}.",

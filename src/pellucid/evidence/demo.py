@@ -24,10 +24,10 @@ from pellucid.scenes import Grade
 
 MODEL = "scenes-128"
 SAMPLER, GRID, GUIDANCE = "dpmpp_2m", "trailing", 4.0
-SEED = 7
-WORKERS = 2  # images at once, one thread each: that is quicker than two threads for one image
+_SEED = 7
+_WORKERS = 2  # images at once, one thread each: that is quicker than two threads for one image
 MOMENTS = 8
-TITLE = "Text to image, on a CPU"
+_TITLE = "Text to image, on a CPU"
 NEW = "each thing is a shape, colour and texture that training never showed together"
 PROMPTS = (
     "a large striped red heart on a pale pink background",
@@ -43,7 +43,7 @@ PROMPTS = (
     "a large checkered blue star on a pale pink background, in outlined style",
     "a large gradient red pentagon on a grey background, with soft shadows",
 )
-FOLLOWED = 4  # of them, the one that is shown on its way
+_FOLLOWED = 4  # of them, the one that is shown on its way
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ def make_images(
     def one(number: int) -> tuple[Image.Image, float]:
         began = time.perf_counter()
         asked: dict[str, Any] = {"sampler": SAMPLER, "grid": GRID, "steps": steps, "guidance": GUIDANCE}
-        seen = [watch] if number == FOLLOWED else []
-        image = pipe(PROMPTS[number], seed=SEED + number, observers=seen, **asked).images[0]
+        seen = [watch] if number == _FOLLOWED else []
+        image = pipe(PROMPTS[number], seed=_SEED + number, observers=seen, **asked).images[0]
         done()
         return image, time.perf_counter() - began
 
@@ -102,7 +102,7 @@ def make_images(
 
 
 def workers() -> int:
-    return min(WORKERS, os.cpu_count() or 1)
+    return min(_WORKERS, os.cpu_count() or 1)
 
 
 def grade_images(images: list[Image.Image], times: list[float]) -> list[DemoImage]:
@@ -137,17 +137,17 @@ class StepRecorder:
 
 # --- The sheet ------------------------------------------------------------------------------------------------------
 
-NIGHT, LINE, STAR, DUST, RIGHT, WRONG = "#0b0f17", "#232c3b", "#eef2f8", "#8d99ad", "#4fd18b", "#ff6b6b"
-COLUMNS, CELL, GAP = 4, 256, 28
-SMALL, NARROW = 128, 12  # 8 small images are as wide as 4 large ones: 4·256 + 3·28 = 8·128 + 7·12
-EDGE, HEAD, STRIP_HEAD, LABEL = 44, 78, 88, 34  # margins, and room for words above images
-WIDTH = 2 * EDGE + COLUMNS * CELL + (COLUMNS - 1) * GAP
-CAPTION, LINES, UNDER = 15, 4, 12  # a caption's letters, its most lines, and its distance from the image
-TICK = 16
+_NIGHT, _LINE, _STAR, _DUST, _RIGHT, _WRONG = "#0b0f17", "#232c3b", "#eef2f8", "#8d99ad", "#4fd18b", "#ff6b6b"
+_COLUMNS, _CELL, _GAP = 4, 256, 28
+_SMALL, _NARROW = 128, 12  # 8 small images are as wide as 4 large ones: 4·256 + 3·28 = 8·128 + 7·12
+_EDGE, _HEAD, _STRIP_HEAD, _LABEL = 44, 78, 88, 34  # margins, and room for words above images
+WIDTH = 2 * _EDGE + _COLUMNS * _CELL + (_COLUMNS - 1) * _GAP
+_CAPTION, _LINES, _UNDER = 15, 4, 12  # a caption's letters, its most lines, and its distance from the image
+_TICK = 16
 
 
 @dataclass(frozen=True)
-class Sheet:
+class _Sheet:
     """An image on its way, and the letters for it."""
 
     image: Image.Image
@@ -162,59 +162,59 @@ class Sheet:
 
 def draw_sheet(found: Sequence[DemoImage], moments: Sequence[Moment], settings: str) -> Image.Image:
     """Images over their prompts, and below them the way of one of them from noise."""
-    face = face_for("σ" + "".join((TITLE, NEW, settings, *(one.prompt for one in found))))
-    captions = [Block(wrap(one.prompt, face(CAPTION), CELL - 24, LINES), face(CAPTION), STAR) for one in found]
-    starts = range(0, len(found), COLUMNS)
-    heights = [CELL + UNDER + max(caption.height for caption in captions[i : i + COLUMNS]) for i in starts]
-    below = EDGE + HEAD + sum(heights) + GAP * len(heights)
-    height = below + STRIP_HEAD + 2 * SMALL + LABEL + EDGE
-    sheet = Sheet(Image.new("RGB", (WIDTH, height), NIGHT), face)
-    draw_title(sheet, found, settings)
+    face = face_for("σ" + "".join((_TITLE, NEW, settings, *(one.prompt for one in found))))
+    captions = [Block(wrap(one.prompt, face(_CAPTION), _CELL - 24, _LINES), face(_CAPTION), _STAR) for one in found]
+    starts = range(0, len(found), _COLUMNS)
+    heights = [_CELL + _UNDER + max(caption.height for caption in captions[i : i + _COLUMNS]) for i in starts]
+    below = _EDGE + _HEAD + sum(heights) + _GAP * len(heights)
+    height = below + _STRIP_HEAD + 2 * _SMALL + _LABEL + _EDGE
+    sheet = _Sheet(Image.new("RGB", (WIDTH, height), _NIGHT), face)
+    _draw_title(sheet, found, settings)
     for i, (one, caption) in enumerate(zip(found, captions, strict=True)):
-        row, column = divmod(i, COLUMNS)
-        top = EDGE + HEAD + sum(heights[:row]) + GAP * row
-        draw_cell(sheet, one, caption, (EDGE + column * (CELL + GAP), top))
-    draw_strip(sheet, moments, found[FOLLOWED].prompt, below)
+        row, column = divmod(i, _COLUMNS)
+        top = _EDGE + _HEAD + sum(heights[:row]) + _GAP * row
+        _draw_cell(sheet, one, caption, (_EDGE + column * (_CELL + _GAP), top))
+    _draw_strip(sheet, moments, found[_FOLLOWED].prompt, below)
     return sheet.image
 
 
-def draw_title(sheet: Sheet, found: Sequence[DemoImage], settings: str) -> None:
+def _draw_title(sheet: _Sheet, found: Sequence[DemoImage], settings: str) -> None:
     right = sum(one.grade.right for one in found)
-    sheet.say(TITLE, 30, STAR, (EDGE, EDGE - 12))
-    sheet.say(f"{settings} · {NEW}", CAPTION, DUST, (EDGE, EDGE + 30))
-    sheet.say(f"{right} of {len(found)} as asked", 20, RIGHT, (WIDTH - EDGE, EDGE - 4), "r")
+    sheet.say(_TITLE, 30, _STAR, (_EDGE, _EDGE - 12))
+    sheet.say(f"{settings} · {NEW}", _CAPTION, _DUST, (_EDGE, _EDGE + 30))
+    sheet.say(f"{right} of {len(found)} as asked", 20, _RIGHT, (WIDTH - _EDGE, _EDGE - 4), "r")
 
 
-def draw_cell(sheet: Sheet, one: DemoImage, caption: Block, at: tuple[int, int]) -> None:
+def _draw_cell(sheet: _Sheet, one: DemoImage, caption: Block, at: tuple[int, int]) -> None:
     """An image, and under it a mark (all as asked, or not) beside its prompt."""
     x, y = at
-    sheet.paste(one.image, CELL, at)
-    drawn = tick_or_cross(one.grade.right)
-    sheet.image.paste(drawn, (x, y + CELL + UNDER + (caption.pitch - TICK) // 2))
-    caption.draw(ImageDraw.Draw(sheet.image), x + 24, y + CELL + UNDER)
+    sheet.paste(one.image, _CELL, at)
+    drawn = _tick_or_cross(one.grade.right)
+    sheet.image.paste(drawn, (x, y + _CELL + _UNDER + (caption.pitch - _TICK) // 2))
+    caption.draw(ImageDraw.Draw(sheet.image), x + 24, y + _CELL + _UNDER)
 
 
-def tick_or_cross(right: bool) -> Image.Image:
+def _tick_or_cross(right: bool) -> Image.Image:
     """A tick or a cross, drawn four times as large for smooth edges."""
-    side = 4 * TICK
-    large = Image.new("RGB", (side, side), NIGHT)
+    side = 4 * _TICK
+    large = Image.new("RGB", (side, side), _NIGHT)
     pen = ImageDraw.Draw(large)
     ways = [[(0.1, 0.55), (0.38, 0.82), (0.9, 0.2)]] if right else [[(0.2, 0.2), (0.8, 0.8)], [(0.2, 0.8), (0.8, 0.2)]]
     for way in ways:
-        pen.line([(x * side, y * side) for x, y in way], RIGHT if right else WRONG, side // 7, joint="curve")
-    return large.resize((TICK, TICK), Image.Resampling.LANCZOS)
+        pen.line([(x * side, y * side) for x, y in way], _RIGHT if right else _WRONG, side // 7, joint="curve")
+    return large.resize((_TICK, _TICK), Image.Resampling.LANCZOS)
 
 
-def draw_strip(sheet: Sheet, moments: Sequence[Moment], prompt: str, top: int) -> None:
+def _draw_strip(sheet: _Sheet, moments: Sequence[Moment], prompt: str, top: int) -> None:
     """Two lines of small images: x at falling noise, and what the network expects to come of it."""
-    ImageDraw.Draw(sheet.image).line([(EDGE, top), (WIDTH - EDGE, top)], LINE, 2)
-    sheet.say("From noise to the image", 22, STAR, (EDGE, top + 20))
-    sheet.say(prompt, CAPTION, DUST, (WIDTH - EDGE, top + 25), "r")
-    first = top + STRIP_HEAD
-    second = first + SMALL + LABEL
+    ImageDraw.Draw(sheet.image).line([(_EDGE, top), (WIDTH - _EDGE, top)], _LINE, 2)
+    sheet.say("From noise to the image", 22, _STAR, (_EDGE, top + 20))
+    sheet.say(prompt, _CAPTION, _DUST, (WIDTH - _EDGE, top + 25), "r")
+    first = top + _STRIP_HEAD
+    second = first + _SMALL + _LABEL
     for column, moment in enumerate(moments):
-        x = EDGE + column * (SMALL + NARROW)
-        sheet.paste(moment.x, SMALL, (x, first))
-        sheet.paste(moment.x0, SMALL, (x, second))
-        sheet.say(f"{'' if column else 'x at '}σ = {moment.sigma:.2f}", 14, DUST, (x, first - 24))
-    sheet.say("x0, as the network expects it at each of these steps", 14, DUST, (EDGE, second - 24))
+        x = _EDGE + column * (_SMALL + _NARROW)
+        sheet.paste(moment.x, _SMALL, (x, first))
+        sheet.paste(moment.x0, _SMALL, (x, second))
+        sheet.say(f"{'' if column else 'x at '}σ = {moment.sigma:.2f}", 14, _DUST, (x, first - 24))
+    sheet.say("x0, as the network expects it at each of these steps", 14, _DUST, (_EDGE, second - 24))

@@ -20,13 +20,13 @@ from pellucid.core.wording import named, short
 
 TOLERANCE = 1e-12  # relative: below it two numbers differ by rounding alone
 POINTS = 64
-FIELDS = {
+_FIELDS = {
     "told time": ("time",),
     "level": ("level",),
     "weights": ("x", "anchor", "held", "span", "draws"),
     "churn": ("pre_noise", "pre_span", "pre_draws"),
 }
-KINDS = {"time": "told time", "alpha": "level", "sigma": "level", "pre_noise": "churn"}  # the rest are weights
+_KINDS = {"time": "told time", "alpha": "level", "sigma": "level", "pre_noise": "churn"}  # the rest are weights
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,16 @@ def reframed(plan: Plan, frame: Frame) -> Plan:
     scales = [scale_of(level, frame) for level in (*before, plan.end)]
     rows, anchor_scale = [], 1.0
     for r, here, there in zip(plan.rows, scales, scales[1:], strict=False):
-        x = scaled(r.x, there, (here, anchor_scale))
-        kept = None if r.anchor is None else scaled(r.anchor, here, (here, anchor_scale))
-        rows.append(replace(r, level=times(r.level, here), x=x, anchor=kept, pre_noise=r.pre_noise * here))
+        x = _scaled(r.x, there, (here, anchor_scale))
+        kept = None if r.anchor is None else _scaled(r.anchor, here, (here, anchor_scale))
+        rows.append(replace(r, level=_times(r.level, here), x=x, anchor=kept, pre_noise=r.pre_noise * here))
         anchor_scale = anchor_scale if r.anchor is None else here
     return replace(
         plan,
         rows=tuple(rows),
         frame=frame,
-        start=times(plan.start, scales[0]),
-        end=times(plan.end, scales[-1]),
+        start=_times(plan.start, scales[0]),
+        end=_times(plan.end, scales[-1]),
         initial_scale=plan.initial_scale * scales[0],
     )
 
@@ -80,11 +80,11 @@ def scale_of(level: Level, frame: Frame) -> float:
     return (goal.alpha + goal.sigma) / (level.alpha + level.sigma)
 
 
-def times(level: Level, scale: float) -> Level:
+def _times(level: Level, scale: float) -> Level:
     return Level(level.alpha * scale, level.sigma * scale)
 
 
-def scaled(weights: Weights, out: float, registers: tuple[float, float]) -> Weights:
+def _scaled(weights: Weights, out: float, registers: tuple[float, float]) -> Weights:
     """Weights for registers x and anchor that were multiplied by these scales, and a result that is by `out`."""
     return tuple((r, w * out / (registers[r] if r < 2 else 1.0)) for r, w in weights)
 
@@ -109,33 +109,33 @@ def compare(mine: Plan, theirs: Plan, seen: Callable[[], None] = lambda: None, *
     """What differs, and with `effects` what it does. `seen` is called after each run on the oracle."""
     other = reframed(theirs, mine.frame)
     matched = mine.nfe == other.nfe
-    differences = [d for d in mine.diff(other, TOLERANCE) if d.row < 0 or (matched and not rounding(d))]
-    found = effects_of(mine, other, differences, Bench(oracle.smooth(), seen)) if effects else []
+    differences = [d for d in mine.diff(other, TOLERANCE) if d.row < 0 or (matched and not _rounding(d))]
+    found = _effects_of(mine, other, differences, _Bench(oracle.smooth(), seen)) if effects else []
     return Comparison(mine, other, differences, found)
 
 
-def effects_of(mine: Plan, other: Plan, differences: Sequence[Difference], bench: Bench) -> list[Effect]:
+def _effects_of(mine: Plan, other: Plan, differences: Sequence[Difference], bench: _Bench) -> list[Effect]:
     """Each kind of difference alone, then all of them."""
-    effects = [found for kind in FIELDS if (found := swapped(kind, mine, other, differences, bench)) is not None]
+    effects = [found for kind in _FIELDS if (found := _swapped(kind, mine, other, differences, bench)) is not None]
     if mine.nfe != other.nfe:
         note = f"{mine.nfe} → {other.nfe}: rows have no partners, so no kind can be swapped in alone"
         effects.append(Effect("number of rows", None, None, note))
     if not same(mine.start, other.start):
-        moved = PlanStart(mine, bench.points(other))
-        effects.append(bench.effect("first level", moved, PlanStart(mine, bench.points(mine))))
+        moved = _PlanStart(mine, bench.points(other))
+        effects.append(bench.effect("first level", moved, _PlanStart(mine, bench.points(mine))))
     if not math.isclose(mine.initial_scale, other.initial_scale, rel_tol=TOLERANCE):
-        pair = PlanStart(mine, bench.noise(other)), PlanStart(mine, bench.noise(mine))
+        pair = _PlanStart(mine, bench.noise(other)), _PlanStart(mine, bench.noise(mine))
         effects.append(bench.effect("initial scale", *pair, note="from noise of that scale"))
-    pair = PlanStart(other, bench.points(other)), PlanStart(mine, bench.points(mine))
+    pair = _PlanStart(other, bench.points(other)), _PlanStart(mine, bench.points(mine))
     note = "from the same points at the first levels"
     effects.append(bench.effect("all but told times and initial scale", *pair, note=note))
-    pair = PlanStart(other, bench.noise(other)), PlanStart(mine, bench.noise(mine))
+    pair = _PlanStart(other, bench.noise(other)), _PlanStart(mine, bench.noise(mine))
     note = "through perfect networks that are told the time, from noise of each initial scale"
     effects.append(bench.effect("all", *pair, told=True, note=note))
     return effects
 
 
-def rounding(d: Difference) -> bool:
+def _rounding(d: Difference) -> bool:
     """Whether a number differs from 0, or another from it, by rounding: a time of 1e-15 is time 0."""
     return max(abs(d.mine), abs(d.theirs)) < TOLERANCE
 
@@ -145,14 +145,14 @@ def same(a: Level, b: Level) -> bool:
 
 
 @dataclass(frozen=True)
-class PlanStart:
+class _PlanStart:
     """A plan and the x that it begins with."""
 
     plan: Plan
     x: Tensor
 
 
-class Bench:
+class _Bench:
     """Runs plans on one mixture, from the same points and with the same noise, and measures their distance."""
 
     def __init__(self, like: oracle.Mixture, seen: Callable[[], None]) -> None:
@@ -167,14 +167,21 @@ class Bench:
             return self.points(plan)
         return self.points(replace(plan, start=Level(0.0, 1.0))) * plan.initial_scale
 
-    def run(self, start: PlanStart, told: bool) -> Tensor:
+    def run(self, start: _PlanStart, told: bool) -> Tensor:
         through = perfect_network(self.like, start.plan) if told else self.like
         out = run(start.plan, through, start.x)
         self.seen()
         return out
 
     def effect(
-        self, kind: str, new: PlanStart, old: PlanStart, *, rows: int | None = None, told: bool = False, note: str = ""
+        self,
+        kind: str,
+        new: _PlanStart,
+        old: _PlanStart,
+        *,
+        rows: int | None = None,
+        told: bool = False,
+        note: str = "",
     ) -> Effect:
         """How far the new result is from the old one; why not, where a plan cannot run."""
         try:
@@ -183,9 +190,9 @@ class Bench:
             return Effect(kind, rows, None, str(error))
 
 
-def swapped(kind: str, mine: Plan, other: Plan, differences: Sequence[Difference], bench: Bench) -> Effect | None:
+def _swapped(kind: str, mine: Plan, other: Plan, differences: Sequence[Difference], bench: _Bench) -> Effect | None:
     """One kind of difference alone: my rows with their values of these fields."""
-    count = len({d.row for d in differences if d.row >= 0 and KINDS.get(d.field, "weights") == kind})
+    count = len({d.row for d in differences if d.row >= 0 and _KINDS.get(d.field, "weights") == kind})
     if not count:
         return None
     told = kind == "told time"
@@ -193,12 +200,12 @@ def swapped(kind: str, mine: Plan, other: Plan, differences: Sequence[Difference
         return Effect(kind, count, None, "times of two schedules have no common meaning")
     bases = kind == "weights" and mine.basis != other.basis
     pairs = zip(mine.rows, other.rows, strict=True)
-    rows = tuple(replace(a, **{field: getattr(b, field) for field in FIELDS[kind]}) for a, b in pairs)
+    rows = tuple(replace(a, **{field: getattr(b, field) for field in _FIELDS[kind]}) for a, b in pairs)
     plan = replace(mine, rows=rows, basis=other.basis if bases else mine.basis)
     note = f"with the basis, {other.basis}" if bases else ""
     if told:
         note = f"through a perfect {mine.target} network that is told the time"
-    pair = PlanStart(plan, bench.points(mine)), PlanStart(mine, bench.points(mine))
+    pair = _PlanStart(plan, bench.points(mine)), _PlanStart(mine, bench.points(mine))
     return bench.effect(kind, *pair, rows=count, told=told, note=note)
 
 
@@ -225,18 +232,18 @@ def facts(plan: Plan) -> dict[str, str]:
 
 
 def kind_of(d: Difference) -> str:
-    return KINDS.get(d.field, "weights")
+    return _KINDS.get(d.field, "weights")
 
 
 def change(d: Difference) -> str:
     """`p0 0.1234 → 0.1235 (0.08 %)`."""
     label = "" if d.field == "time" else f"{d.field} ".replace("x.", "").replace("anchor.", "anchor: ")
     size = relative(d)
-    old, new = apart(*(0.0 if d.field == "time" and abs(v) < TOLERANCE else v for v in (d.mine, d.theirs)))
-    return f"{label}{old} → {new}" + ("" if size is None else f" ({percent(size)})")
+    old, new = _apart(*(0.0 if d.field == "time" and abs(v) < TOLERANCE else v for v in (d.mine, d.theirs)))
+    return f"{label}{old} → {new}" + ("" if size is None else f" ({_percent(size)})")
 
 
-def percent(size: float) -> str:
+def _percent(size: float) -> str:
     return f"{100 * size:.0f} %" if size >= 0.1 else f"{short(100 * size, 2)} %"
 
 
@@ -247,7 +254,7 @@ def relative(d: Difference) -> float | None:
     return abs(d.mine - d.theirs) / max(abs(d.mine), abs(d.theirs))
 
 
-def apart(a: Any, b: Any) -> tuple[str, str]:
+def _apart(a: Any, b: Any) -> tuple[str, str]:
     """Two numbers with as few digits as tell them apart."""
     if isinstance(a, bool) or not isinstance(a, (int, float)):
         return str(a), str(b)

@@ -23,24 +23,24 @@ __all__ = ["bled", "bleeding", "colourfulness", "diversity", "residual_noise", "
 
 # --- Images as they are passed in -----------------------------------------------------------------------------------
 
-LEAST = 16  # pixels along a side
-SLACK = 1e-3  # what resampling and half precision may leave outside of [0, 1]
-AT_ONCE = 2**17  # pixels: what fits into caches, and 25 MB with all that is made of it
+_LEAST = 16  # pixels along a side
+_SLACK = 1e-3  # what resampling and half precision may leave outside of [0, 1]
+_AT_ONCE = 2**17  # pixels: what fits into caches, and 25 MB with all that is made of it
 
 
-def checked(pixels: Tensor) -> Tensor:
+def _checked(pixels: Tensor) -> Tensor:
     """The same images where they can be measured."""
     if not isinstance(pixels, Tensor):
         raise PellucidError(rule("images", "a tensor", type(pixels).__name__), "qualities")
     shape = tuple(pixels.shape)
-    if len(shape) != 4 or shape[0] < 1 or shape[1] != 3 or min(shape[2:]) < LEAST:
-        raise PellucidError(rule("images", f"(N, 3, H, W), {LEAST} pixels or more", shape), "qualities")
+    if len(shape) != 4 or shape[0] < 1 or shape[1] != 3 or min(shape[2:]) < _LEAST:
+        raise PellucidError(rule("images", f"(N, 3, H, W), {_LEAST} pixels or more", shape), "qualities")
     if pixels.dtype == torch.uint8:
         return pixels
     if not pixels.is_floating_point():
         raise PellucidError(rule("images", "floats in [0, 1] or uint8", str(pixels.dtype)), "qualities")
     low, high = (float(end) for end in pixels.detach().aminmax())
-    if not (low >= -SLACK and high <= 1 + SLACK):  # NaN fails too
+    if not (low >= -_SLACK and high <= 1 + _SLACK):  # NaN fails too
         advice = "From [-1, 1] take (x + 1) / 2." if -1.01 <= low < 0 else ""
         raise PellucidError(rule("images", "in [0, 1]", (low, high), advice), "qualities")
     return pixels
@@ -54,15 +54,15 @@ def unit(pixels: Tensor) -> Tensor:
 
 def each(pixels: Tensor, measure: Callable[[Tensor], Tensor]) -> Tensor:
     """(N,) float64 on the CPU: a measure of (B, 3, H, W) float32, some images at a time."""
-    known = checked(pixels)
-    size = max(1, AT_ONCE // (known.shape[2] * known.shape[3]))
+    known = _checked(pixels)
+    size = max(1, _AT_ONCE // (known.shape[2] * known.shape[3]))
     with torch.no_grad():
         return torch.cat([measure(unit(part)).double().cpu() for part in known.split(size)])
 
 
 # --- Colour ---------------------------------------------------------------------------------------------------------
 
-END = 0.5 / 255  # what rounds to 0 or to 255
+_END = 0.5 / 255  # what rounds to 0 or to 255
 
 
 def saturation(pixels: Tensor) -> Tensor:
@@ -71,12 +71,12 @@ def saturation(pixels: Tensor) -> Tensor:
     Too much guidance pushes predictions out of range, and the image is clipped there. A true image may have such
     values too, so compare with true ones. Kept still by: the order of pixels and of channels.
     """
-    return each(pixels, lambda x: at_end(x).flatten(1).double().mean(1))
+    return each(pixels, lambda x: _at_end(x).flatten(1).double().mean(1))
 
 
-def at_end(x: Tensor) -> Tensor:
+def _at_end(x: Tensor) -> Tensor:
     """Bool: values that are an end of the range in eight bits."""
-    return (x <= END) | (x >= 1 - END)
+    return (x <= _END) | (x >= 1 - _END)
 
 
 def colourfulness(pixels: Tensor) -> Tensor:
@@ -85,10 +85,10 @@ def colourfulness(pixels: Tensor) -> Tensor:
     0 for grey; their seven steps from "not" to "extremely" colourful lie at 15, 33, 45, 59, 82 and 109 / 255. Kept
     still by: the order of pixels, and brightness (the same added to all channels). Contrast scales it.
     """
-    return each(pixels, colourfulness_of)
+    return each(pixels, _colourfulness_of)
 
 
-def colourfulness_of(x: Tensor) -> Tensor:
+def _colourfulness_of(x: Tensor) -> Tensor:
     red, green, blue = x.flatten(2).double().unbind(1)  # (B, H·W)
     opponents = torch.stack([red - green, (red + green) / 2 - blue], 1)
     spread = opponents.var(2, correction=0).sum(1).sqrt()
@@ -97,21 +97,21 @@ def colourfulness_of(x: Tensor) -> Tensor:
 
 # --- Detail and noise -----------------------------------------------------------------------------------------------
 
-WINDOW = 7  # pixels along the side of what "local" means
-EDGES = 0.1  # of the strongest local contrast: what is less is not an edge
-STRONGEST = 0.99  # the quantile that is called so
-VISIBLE = 1e-6  # a variance of a quarter of one of 255 steps: what is less is no edge, however relative
-SOFTENED = 1.5  # pixels: the blur under which flat parts are looked for
-FLAT = 0.5  # the share of an image that is taken as flat: its least steep half
-ENOUGH = 2**20  # values for a quantile
-MEDIAN = 0.6744897501960817  # of |z|, z normal
+_WINDOW = 7  # pixels along the side of what "local" means
+_EDGES = 0.1  # of the strongest local contrast: what is less is not an edge
+_STRONGEST = 0.99  # the quantile that is called so
+_VISIBLE = 1e-6  # a variance of a quarter of one of 255 steps: what is less is no edge, however relative
+_SOFTENED = 1.5  # pixels: the blur under which flat parts are looked for
+_FLAT = 0.5  # the share of an image that is taken as flat: its least steep half
+_ENOUGH = 2**20  # values for a quantile
+_MEDIAN = 0.6744897501960817  # of |z|, z normal
 
-LAPLACIAN = ((0.0, 1.0, 0.0), (1.0, -4.0, 1.0), (0.0, 1.0, 0.0))
-GRAIN = ((1.0, -2.0, 1.0), (-2.0, 4.0, -2.0), (1.0, -2.0, 1.0))  # Immerkær 1996
-LAPLACIAN_GAIN, GRAIN_GAIN = 20.0, 36.0  # sums of squares: what they make of the variance of white noise
+_LAPLACIAN = ((0.0, 1.0, 0.0), (1.0, -4.0, 1.0), (0.0, 1.0, 0.0))
+_GRAIN = ((1.0, -2.0, 1.0), (-2.0, 4.0, -2.0), (1.0, -2.0, 1.0))  # Immerkær 1996
+_LAPLACIAN_GAIN, _GRAIN_GAIN = 20.0, 36.0  # sums of squares: what they make of the variance of white noise
 
 
-def filtered(x: Tensor, kernel: tuple[tuple[float, ...], ...]) -> Tensor:
+def _filtered(x: Tensor, kernel: tuple[tuple[float, ...], ...]) -> Tensor:
     """(B, 3, H − 2, W − 2): every channel under a kernel, without what would reach over the border."""
     weight = torch.tensor(kernel, dtype=x.dtype, device=x.device).expand(3, 1, 3, 3)
     return F.conv2d(x, weight, groups=3)
@@ -132,43 +132,43 @@ def residual_noise(pixels: Tensor, scale: int = 1) -> Tensor:
     """
     if isinstance(scale, bool) or not isinstance(scale, int) or scale < 1:
         raise PellucidError(rule("scale", "a whole number from 1", scale), "qualities")
-    if min(checked(pixels).shape[2:]) < LEAST * scale:
-        raise PellucidError(rule("scale", f"such that {LEAST} pixels are left of a side", scale), "qualities")
-    return each(pixels, partial(noise_of, scale=scale))
+    if min(_checked(pixels).shape[2:]) < _LEAST * scale:
+        raise PellucidError(rule("scale", f"such that {_LEAST} pixels are left of a side", scale), "qualities")
+    return each(pixels, partial(_noise_of, scale=scale))
 
 
-def noise_of(x: Tensor, scale: int = 1) -> Tensor:
-    return channel_noise(F.avg_pool2d(x, scale) if scale > 1 else x).square().mean(1).sqrt()
+def _noise_of(x: Tensor, scale: int = 1) -> Tensor:
+    return _channel_noise(F.avg_pool2d(x, scale) if scale > 1 else x).square().mean(1).sqrt()
 
 
-def channel_noise(x: Tensor) -> Tensor:
+def _channel_noise(x: Tensor) -> Tensor:
     """(B, 3): sigma of every channel; 0 where all of it is clipped."""
-    grain = filtered(x, GRAIN).abs()
-    clipped = F.max_pool2d(at_end(x).float(), 3, 1).flatten(2) > 0  # (B, 3, P)
-    steep = steepness(x)[:, 1:-1, 1:-1].flatten(1).masked_fill(clipped.all(1), torch.nan)
-    flat = (steep <= quantile(steep, FLAT))[:, None]  # (B, 1, P)
+    grain = _filtered(x, _GRAIN).abs()
+    clipped = F.max_pool2d(_at_end(x).float(), 3, 1).flatten(2) > 0  # (B, 3, P)
+    steep = _steepness(x)[:, 1:-1, 1:-1].flatten(1).masked_fill(clipped.all(1), torch.nan)
+    flat = (steep <= _quantile(steep, _FLAT))[:, None]  # (B, 1, P)
     kept = torch.where(flat & ~clipped, grain.flatten(2), torch.nan)
-    return kept.nanmedian(2).values.nan_to_num(0.0) / (MEDIAN * math.sqrt(GRAIN_GAIN))
+    return kept.nanmedian(2).values.nan_to_num(0.0) / (_MEDIAN * math.sqrt(_GRAIN_GAIN))
 
 
-def quantile(values: Tensor, share: float) -> Tensor:
+def _quantile(values: Tensor, share: float) -> Tensor:
     """(B, 1) of (B, P), without NaN; of very many values, of evenly spaced ones."""
-    return values[:, :: 1 + values.shape[1] // ENOUGH].nanquantile(share, dim=1, keepdim=True)
+    return values[:, :: 1 + values.shape[1] // _ENOUGH].nanquantile(share, dim=1, keepdim=True)
 
 
-def steepness(x: Tensor) -> Tensor:
+def _steepness(x: Tensor) -> Tensor:
     """(B, H, W): the square of the gradient under a Gaussian blur, all channels together."""
-    reach = math.ceil(3 * SOFTENED)
+    reach = math.ceil(3 * _SOFTENED)
     at = torch.arange(-reach, reach + 1, dtype=x.dtype, device=x.device)
-    bell = torch.exp(-at.square() / (2 * SOFTENED**2))
+    bell = torch.exp(-at.square() / (2 * _SOFTENED**2))
     bell, slope = bell / bell.sum(), at * bell / (at.square() * bell).sum()
     wide = F.pad(x, (reach, reach, reach, reach), mode="replicate")
-    across = separable(wide, slope, bell)
-    down = separable(wide, bell, slope)
+    across = _separable(wide, slope, bell)
+    down = _separable(wide, bell, slope)
     return (across.square() + down.square()).sum(1)
 
 
-def separable(x: Tensor, along_x: Tensor, along_y: Tensor) -> Tensor:
+def _separable(x: Tensor, along_x: Tensor, along_y: Tensor) -> Tensor:
     found = F.conv2d(x, along_x.reshape(1, 1, 1, -1).expand(3, 1, 1, -1), groups=3)
     return F.conv2d(found, along_y.reshape(1, 1, -1, 1).expand(3, 1, -1, 1), groups=3)
 
@@ -185,27 +185,27 @@ def sharpness(pixels: Tensor) -> Tensor:
 
     Kept still by: brightness and contrast, while nothing is clipped.
     """
-    return each(pixels, sharpness_of)
+    return each(pixels, _sharpness_of)
 
 
-def sharpness_of(x: Tensor) -> Tensor:
-    noise = channel_noise(x).square().sum(1)[:, None, None]
+def _sharpness_of(x: Tensor) -> Tensor:
+    noise = _channel_noise(x).square().sum(1)[:, None, None]
     x = x - x.mean((2, 3), keepdim=True)
-    margin = (WINDOW - 3) // 2
-    fine = filtered(x, LAPLACIAN)[:, :, margin:-margin, margin:-margin].square().sum(1) - LAPLACIAN_GAIN * noise
-    mean, square = F.avg_pool2d(x, WINDOW, 1), F.avg_pool2d(x.square(), WINDOW, 1)
-    contrast = (square - mean.square()).sum(1) - (1 - 1 / WINDOW**2) * noise
-    strongest = quantile(contrast.flatten(1), STRONGEST)[:, :, None]
-    edge = contrast >= (EDGES * strongest).clamp(min=VISIBLE)
+    margin = (_WINDOW - 3) // 2
+    fine = _filtered(x, _LAPLACIAN)[:, :, margin:-margin, margin:-margin].square().sum(1) - _LAPLACIAN_GAIN * noise
+    mean, square = F.avg_pool2d(x, _WINDOW, 1), F.avg_pool2d(x.square(), _WINDOW, 1)
+    contrast = (square - mean.square()).sum(1) - (1 - 1 / _WINDOW**2) * noise
+    strongest = _quantile(contrast.flatten(1), _STRONGEST)[:, :, None]
+    edge = contrast >= (_EDGES * strongest).clamp(min=_VISIBLE)
     above, below = (torch.where(edge, part, 0.0).double().sum((1, 2)) for part in (fine, contrast))
-    return torch.where(below > 0, above / below.clamp(min=VISIBLE), 0.0).clamp(min=0)
+    return torch.where(below > 0, above / below.clamp(min=_VISIBLE), 0.0).clamp(min=0)
 
 
 # --- Tile seams -----------------------------------------------------------------------------------------------------
 
-FLOOR = 1 / 255  # a jump that eight bits cannot show
-LEAST_PERIOD = 4
-ALONG = 1 / 3  # a jump of a border is exceeded along two thirds of it: objects in a row are not so long
+_FLOOR = 1 / 255  # a jump that eight bits cannot show
+_LEAST_PERIOD = 4
+_ALONG = 1 / 3  # a jump of a border is exceeded along two thirds of it: objects in a row are not so long
 
 
 def seams(pixels: Tensor, period: int) -> Tensor:
@@ -219,23 +219,23 @@ def seams(pixels: Tensor, period: int) -> Tensor:
 
     Kept still by: brightness, and the order of channels.
     """
-    if isinstance(period, bool) or not isinstance(period, int) or period < LEAST_PERIOD:
-        raise PellucidError(rule("period", f"a whole number of pixels from {LEAST_PERIOD}", period), "qualities")
-    high, wide = checked(pixels).shape[2:]
+    if isinstance(period, bool) or not isinstance(period, int) or period < _LEAST_PERIOD:
+        raise PellucidError(rule("period", f"a whole number of pixels from {_LEAST_PERIOD}", period), "qualities")
+    high, wide = _checked(pixels).shape[2:]
     if period >= max(high, wide):
         raise PellucidError(rule("period", f"below {max(high, wide)}, so that tiles meet", period), "qualities")
-    return each(pixels, partial(seams_of, period=period))
+    return each(pixels, partial(_seams_of, period=period))
 
 
-def seams_of(x: Tensor, period: int) -> Tensor:
+def _seams_of(x: Tensor, period: int) -> Tensor:
     sides = [side for side in (x, x.transpose(2, 3)) if side.shape[3] > period]
-    return torch.stack([standing_out(side, period) for side in sides]).amax(0)
+    return torch.stack([_standing_out(side, period) for side in sides]).amax(0)
 
 
-def standing_out(x: Tensor, period: int) -> Tensor:
+def _standing_out(x: Tensor, period: int) -> Tensor:
     """(B,): of the columns of images."""
     apart = x.diff(dim=3).square().mean(1).sqrt()  # (B, H, W − 1): before columns 1, 2, …
-    jumps = apart.kthvalue(max(1, int(ALONG * x.shape[2])), dim=1).values
+    jumps = apart.kthvalue(max(1, int(_ALONG * x.shape[2])), dim=1).values
     at, beside = [], []
     for border in range(period, x.shape[3], period):
         own = border - 1
@@ -243,12 +243,12 @@ def standing_out(x: Tensor, period: int) -> Tensor:
         near = torch.cat([jumps[:, first:own], jumps[:, own + 1 : own + 1 + period // 2]], 1)
         at.append(jumps[:, own])
         beside.append(near.amax(1))
-    return (torch.stack(at, 1).mean(1) + FLOOR) / (torch.stack(beside, 1).mean(1) + FLOOR)
+    return (torch.stack(at, 1).mean(1) + _FLOOR) / (torch.stack(beside, 1).mean(1) + _FLOOR)
 
 
 # --- Diversity ------------------------------------------------------------------------------------------------------
 
-SIDE = 32  # images are compared at this size: what is finer is grain, not another image
+_SIDE = 32  # images are compared at this size: what is finer is grain, not another image
 
 
 def diversity(given: Tensor, groups: Sequence[Hashable] | None = None) -> Tensor:
@@ -259,7 +259,7 @@ def diversity(given: Tensor, groups: Sequence[Hashable] | None = None) -> Tensor
 
     Kept still by: whatever keeps distances, such as brightness, and the order within a group. Contrast scales it.
     """
-    rows = features(given)
+    rows = _features(given)
     names = [0] * len(rows) if groups is None else list(groups)
     if len(names) != len(rows):
         raise PellucidError(rule("groups", f"one for each of {len(rows)} images", len(names)), "qualities")
@@ -275,15 +275,15 @@ def diversity(given: Tensor, groups: Sequence[Hashable] | None = None) -> Tensor
     return found
 
 
-def features(given: Tensor) -> Tensor:
+def _features(given: Tensor) -> Tensor:
     """(N, D) float64: features as they are, or images such that distances are roots of mean squares."""
     if isinstance(given, Tensor) and given.ndim == 2:
         if not given.is_floating_point() or not torch.isfinite(given).all():
             raise PellucidError(rule("features", "finite floats", str(given.dtype)), "qualities")
         return given.double().cpu()
-    known = checked(given)
-    size = min(SIDE, known.shape[2]), min(SIDE, known.shape[3])
-    some = max(1, AT_ONCE // (known.shape[2] * known.shape[3]))
+    known = _checked(given)
+    size = min(_SIDE, known.shape[2]), min(_SIDE, known.shape[3])
+    some = max(1, _AT_ONCE // (known.shape[2] * known.shape[3]))
     parts = [F.adaptive_avg_pool2d(unit(part), size).flatten(1).cpu() for part in known.split(some)]
     small = torch.cat(parts).double()
     return small / math.sqrt(small.shape[1])
@@ -294,7 +294,7 @@ def features(given: Tensor) -> Tensor:
 
 def bled(pixels: Tensor, queries: Sequence[Query]) -> Tensor:
     """(N,) float64: 1 where colours bled, 0 where not, NaN where it cannot be told: `bleeding` of every reading."""
-    known = checked(pixels)
+    known = _checked(pixels)
     if len(queries) != len(known):
         raise PellucidError(rule("queries", f"one for each of {len(known)} images", len(queries)), "qualities")
     readings = scenes.read(2 * unit(known) - 1)

@@ -74,7 +74,7 @@ def percent(value: float) -> str:
 
 # --- Shares ---------------------------------------------------------------------------------------------------------
 
-Z = 1.959963984540054  # of the normal distribution, for 95 %
+_Z = 1.959963984540054  # of the normal distribution, for 95 %
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ class Share:
         if not self.count:
             return 0.0, 1.0
         n, p = self.count, self.value
-        middle = p + Z * Z / (2 * n)
-        half = Z * math.sqrt(p * (1 - p) / n + Z * Z / (4 * n * n))
-        low, high = ((middle + sign * half) / (1 + Z * Z / n) for sign in (-1, 1))
+        middle = p + _Z * _Z / (2 * n)
+        half = _Z * math.sqrt(p * (1 - p) / n + _Z * _Z / (4 * n * n))
+        low, high = ((middle + sign * half) / (1 + _Z * _Z / n) for sign in (-1, 1))
         return low if self.right else 0.0, high if self.right < n else 1.0  # exactly, where rounding would leave a rest
 
     @property
@@ -122,7 +122,7 @@ class Share:
 # --- Resampling: how a figure would move with other images (Efron 1979) ---------------------------------------------
 
 RESAMPLES = 1_000
-AT_ONCE = 100  # resamples whose weights are held together: at 50,000 images 40 MB
+_AT_ONCE = 100  # resamples whose weights are held together: at 50,000 images 40 MB
 
 
 def draws(count: int, resamples: int, seed: int = 0) -> Tensor:
@@ -135,8 +135,8 @@ def draw_batches(count: int, resamples: int, seed: int) -> Iterator[Tensor]:
     if resamples < 2:
         raise PellucidError(rule("resamples", "at least 2", resamples), "resamples")
     generator = torch.Generator().manual_seed(seed)
-    for start in range(0, resamples, AT_ONCE):
-        rows = min(AT_ONCE, resamples - start)
+    for start in range(0, resamples, _AT_ONCE):
+        rows = min(_AT_ONCE, resamples - start)
         picks = torch.randint(count, (rows, count), generator=generator)
         yield torch.zeros(rows, count, dtype=torch.int32).scatter_add_(1, picks, torch.ones_like(picks).int())
 
@@ -151,18 +151,18 @@ def mean_interval(values: Tensor, resamples: int = RESAMPLES, seed: int = 0, lev
 
 def percentiles(resampled: Tensor, value: float, level: float = LEVEL) -> Estimate:
     """A value, from the lower to the upper percentile of its resamples (R,)."""
-    return Estimate(value, *quantiles(resampled, level), count=len(resampled), level=level)
+    return Estimate(value, *_quantiles(resampled, level), count=len(resampled), level=level)
 
 
 def reflected(resampled: Tensor, value: float, level: float = LEVEL) -> Estimate:
     """The resamples are moved so that their mean is the value, then mirrored at it (the "basic" interval)."""
-    low, high = quantiles(resampled, level)
+    low, high = _quantiles(resampled, level)
     mean = float(resampled.mean())
     ends = (value - (high - mean), value - (low - mean))
     return Estimate(value, *ends, count=len(resampled), level=level, bias=mean - value)
 
 
-def quantiles(values: Tensor, level: float) -> tuple[float, float]:
+def _quantiles(values: Tensor, level: float) -> tuple[float, float]:
     if not 0 < level < 1:
         raise PellucidError(rule("level", "above 0 and below 1", level), "level")
     tail = (1 - level) / 2
@@ -178,7 +178,7 @@ def between(a: Sequence[Estimate], b: Sequence[Estimate]) -> Estimate:
     if not a or len(a) != len(b):
         raise PellucidError(rule("runs", "as many of each, at least one", (len(a), len(b))), "pairs")
     if len(a) == 1:
-        return of_runs(a[0], b[0])
+        return _of_runs(a[0], b[0])
     apart = [x.value - y.value for x, y in zip(a, b, strict=True)]
     mean, half = t_interval(apart)
     return Estimate(mean, mean - half, mean + half, "seeds", len(apart))
@@ -198,7 +198,7 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
     return mean, math.sqrt(square / max(len(values) - 1, 1))
 
 
-def of_runs(a: Estimate, b: Estimate) -> Estimate:
+def _of_runs(a: Estimate, b: Estimate) -> Estimate:
     """Of two runs whose images were drawn each on their own: the interval of a difference from those of its parts
     (Zou and Donner 2008, "MOVER"), which need not be symmetric."""
     value = a.value - b.value
@@ -220,11 +220,11 @@ def t_quantile(part: float, degrees: int) -> float:
     low, high = 0.0, math.pi / 2
     for _ in range(80):
         middle = (low + high) / 2
-        low, high = (middle, high) if central_part(middle, degrees) < 2 * part - 1 else (low, middle)
+        low, high = (middle, high) if _central_part(middle, degrees) < 2 * part - 1 else (low, middle)
     return math.sqrt(degrees) * math.tan((low + high) / 2)
 
 
-def central_part(theta: float, degrees: int) -> float:
+def _central_part(theta: float, degrees: int) -> float:
     """The part of Student's distribution between −t and t."""
     sine, cosine = math.sin(theta), math.cos(theta)
     odd = degrees % 2
@@ -277,7 +277,7 @@ def knee(costs: Sequence[float] | Array, losses: Sequence[float] | Array) -> int
     """The cell of the front that lies farthest below the straight line between its ends (Satopää et al. 2011).
 
     Costs count by their logarithm: from 5 calls to 10 is as far as from 50 to 100. Where no cell lies below that line
-    the best is taken, which is a knee only if dearer cells gain nothing (`beyond`). None where no cell is known.
+    the best is taken, which is a knee only if dearer cells gain nothing (`_beyond`). None where no cell is known.
     """
     kept = front(costs, losses)
     if len(kept) < 3:
@@ -304,7 +304,7 @@ class Knee:
         return self.beyond in ("less", "nothing")
 
 
-def beyond(costs: Sequence[float] | Array, losses: Sequence[float] | Array, cell: int) -> Beyond:
+def _beyond(costs: Sequence[float] | Array, losses: Sequence[float] | Array, cell: int) -> Beyond:
     """What the cells that are dearer than a cell of the front say about more."""
     kept, price = front(costs, losses), np.asarray(costs, float)
     if cell != kept[-1]:
@@ -332,4 +332,4 @@ def knee_of(costs: Sequence[float] | Array, losses: Sequence[float] | Array, dra
     ends = np.quantile(price[picks], [tail, 1 - tail], method="inverted_cdf") if picks else [price[found]] * 2
     shares = {i: picks.count(i) / len(picks) for i in sorted(set(picks), key=lambda i: -picks.count(i))}
     cost = Estimate(float(price[found]), float(ends[0]), float(ends[1]), count=len(picks))
-    return Knee(found, cost, shares, beyond(costs, losses, found))
+    return Knee(found, cost, shares, _beyond(costs, losses, found))

@@ -1,4 +1,8 @@
-"""The labs: questions about diffusion that are answered by running it, each with a page, a starter and a check."""
+"""The labs: questions about diffusion that are answered by running it, each with a page, a starter and a check.
+
+`catalog` lists them, `script` reads a page, `process` runs one, `answers` checks an answer. Pages, starters and
+checks are in folders of their own.
+"""
 
 from __future__ import annotations
 

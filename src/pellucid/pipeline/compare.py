@@ -28,7 +28,7 @@ from pellucid.pipeline.shelf import AdapterShelf
 from pellucid.pipeline.tracker import GRAIN, Tracker, metered
 
 BASE = "as it is"
-TILES = (64, 32, LEAST_TILE)
+_TILES = (64, 32, LEAST_TILE)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def strategies(pipe: Pipeline, bare: Request, dressed: Request) -> tuple[list[St
     """Each field of the policy alone, half precision, then each adapter of `dressed`; and what is left out here."""
     policy, device = pipe.policy, pipe.device.type
     found = [Strategy(BASE, policy, bare)]
-    for name, value in changes(pipe, bare):
+    for name, value in _changes(pipe, bare):
         found.append(Strategy(f"{name}={value}", replace(policy, **{name: value}), bare))
     if next(pipe.components.network.parameters()).dtype == torch.float32:
         found.append(Strategy("dtype=bfloat16", policy, bare, dtype=torch.bfloat16))
@@ -96,7 +96,7 @@ def strategies(pipe: Pipeline, bare: Request, dressed: Request) -> tuple[list[St
     return found, left
 
 
-def changes(pipe: Pipeline, request: Request) -> Iterator[tuple[str, Any]]:
+def _changes(pipe: Pipeline, request: Request) -> Iterator[tuple[str, Any]]:
     """The fields of a policy that can be set on this device for this request, beside those that are."""
     policy, cpu = pipe.policy, pipe.device.type == "cpu"
     wide, high = pipe.size_of(request)
@@ -106,7 +106,7 @@ def changes(pipe: Pipeline, request: Request) -> Iterator[tuple[str, Any]]:
     if pipe.components.vae is not None:
         if request.n > 1 and not policy.vae_slicing:
             yield "vae_slicing", True
-        for tile in TILES:
+        for tile in _TILES:
             if tile < max(wide, high) // pipe.factor and policy.vae_tile is None:
                 yield "vae_tile", tile
                 break
@@ -127,11 +127,11 @@ def compare(
     rows: list[StrategyCost] = []
     for strategy in found:
         try:
-            before = fastest_run(pipe, found[0].request, 1) if rows else math.inf
-            row, seconds, images = cost_of(pipe, strategy, repeats)
-            after = fastest_run(pipe, found[0].request, 1) if rows else seconds
+            before = _fastest_run(pipe, found[0].request, 1) if rows else math.inf
+            row, seconds, images = _cost_of(pipe, strategy, repeats)
+            after = _fastest_run(pipe, found[0].request, 1) if rows else seconds
             by_name[strategy.name] = images
-            largest, mean = difference(images, by_name[strategy.against])
+            largest, mean = _difference(images, by_name[strategy.against])
             rows.append(replace(row, times=seconds / min(before, after), largest=largest, mean=mean))
         except PellucidError as error:
             if not rows:  # there is nothing to compare with
@@ -141,18 +141,18 @@ def compare(
     return rows
 
 
-def cost_of(pipe: Pipeline, strategy: Strategy, repeats: int) -> tuple[StrategyCost, float, list[Image.Image]]:
+def _cost_of(pipe: Pipeline, strategy: Strategy, repeats: int) -> tuple[StrategyCost, float, list[Image.Image]]:
     with arrange(pipe, strategy) as (ready, request, beside):
         predicted = {name: peak.total for name, peak in predict(ready, request, beside=beside).stages.items()}
         found = measure(ready, request, beside)
-        seconds = fastest_run(ready, request, repeats)
+        seconds = _fastest_run(ready, request, repeats)
     # What torch.compile makes allocates behind the back of a tracker.
     blind = strategy.policy.compile and pipe.device.type == "cpu"
     cost = StrategyCost(strategy, predicted, {} if blind else found.peaks, seconds)
     return cost, seconds, found.result.images
 
 
-def difference(images: Sequence[Image.Image], others: Sequence[Image.Image]) -> tuple[float, float]:
+def _difference(images: Sequence[Image.Image], others: Sequence[Image.Image]) -> tuple[float, float]:
     """The largest and the mean difference of pixels, in 255ths."""
     apart = [
         np.abs(np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64))
@@ -174,18 +174,18 @@ def measure(pipe: Pipeline, request: Request, beside: Sequence[Tensor] = ()) -> 
     networks = {**networks_by_name(pipe.components), **guests_by_name(pipe, request)}
     own.hold(networks.values(), beside)
     if pipe.device.type == "cuda":
-        return memory_use(pipe.run(request), others_on(pipe.device, own.weights))
+        return _memory_use(pipe.run(request), _others_on(pipe.device, own.weights))
     with metered(own):
         result = pipe.run(request)
-    return memory_use(result, 0)
+    return _memory_use(result, 0)
 
 
-def memory_use(result: Result, others: int) -> MemoryUse:
+def _memory_use(result: Result, others: int) -> MemoryUse:
     peaks = {stage.name: (stage.peak or 0) - others for stage in result.stages}
     return MemoryUse(peaks, {stage.name: stage.seconds for stage in result.stages}, result)
 
 
-def others_on(device: torch.device, own: int) -> int:
+def _others_on(device: torch.device, own: int) -> int:
     """Bytes on a GPU that are neither the networks' nor the run's."""
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is not None:  # else the workspace of the first run would count as somebody else's
@@ -193,7 +193,7 @@ def others_on(device: torch.device, own: int) -> int:
     return max(torch.cuda.memory_allocated(device) - own, 0)
 
 
-def fastest_run(pipe: Pipeline, request: Request, repeats: int = 3) -> float:
+def _fastest_run(pipe: Pipeline, request: Request, repeats: int = 3) -> float:
     """Seconds of the fastest of some whole runs, which must have been warmed up: others on the machine only add."""
     took = []
     for _ in range(repeats):
@@ -214,12 +214,12 @@ def arrange(pipe: Pipeline, strategy: Strategy) -> Iterator[tuple[Pipeline, Requ
         if strategy.dtype is not None:
             ready = replace(ready, components=in_dtype(pipe.components, strategy.dtype), shelf=AdapterShelf())
         if strategy.merged:
-            kept = until.enter_context(merge_loras(ready, request))
+            kept = until.enter_context(_merge_loras(ready, request))
             request = replace(request, loras=())
         if strategy.policy.channels_last and not pipe.policy.channels_last:
-            until.enter_context(channels_innermost(ready))
+            until.enter_context(_channels_innermost(ready))
         if strategy.policy.offload != "none" and pipe.policy.offload == "none":
-            until.enter_context(wait_on_cpu(ready))
+            until.enter_context(_wait_on_cpu(ready))
         yield ready, request, kept
 
 
@@ -229,7 +229,7 @@ def in_dtype(components: Components, dtype: torch.dtype) -> Components:
 
 
 @contextmanager
-def merge_loras(pipe: Pipeline, request: Request) -> Iterator[list[Tensor]]:
+def _merge_loras(pipe: Pipeline, request: Request) -> Iterator[list[Tensor]]:
     """LoRAs in the weights; yields the originals, which are kept to put back."""
     with pipe.merge(*request.named_loras) as inside:
         held = [tensors.values() for part in inside.parts for tensors in part.originals.values()]
@@ -237,7 +237,7 @@ def merge_loras(pipe: Pipeline, request: Request) -> Iterator[list[Tensor]]:
 
 
 @contextmanager
-def channels_innermost(pipe: Pipeline) -> Iterator[None]:
+def _channels_innermost(pipe: Pipeline) -> Iterator[None]:
     """Channels innermost in the networks that convolve."""
     set_memory_format(pipe.components, torch.channels_last)
     try:
@@ -247,7 +247,7 @@ def channels_innermost(pipe: Pipeline) -> Iterator[None]:
 
 
 @contextmanager
-def wait_on_cpu(pipe: Pipeline) -> Iterator[None]:
+def _wait_on_cpu(pipe: Pipeline) -> Iterator[None]:
     """All networks on the CPU, where offload expects them."""
     networks = networks_by_name(pipe.components).values()
     for network in networks:

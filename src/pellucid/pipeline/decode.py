@@ -40,7 +40,7 @@ class Latents:
 def decode(latents: Latents) -> Result:
     """The images of a run, unless its request wants latents alone."""
     settings = latents.settings
-    made = decode_images(latents) if settings.request.decode else []
+    made = _decode_images(latents) if settings.request.decode else []
     return Result(
         images=made,
         latents=latents.x,
@@ -52,7 +52,7 @@ def decode(latents: Latents) -> Result:
     )
 
 
-def decode_images(latents: Latents) -> list[Image.Image]:
+def _decode_images(latents: Latents) -> list[Image.Image]:
     x, plan, vae = latents.x, latents.settings.plan, latents.settings.components.vae
     policy = latents.settings.model.policy
     with latents.stages.run("decode", vae):
@@ -79,7 +79,7 @@ def recipes_of(run: RunSettings) -> list[Recipe]:
     model, request = run.model, run.request
     prompts, negatives, labels = (
         [one for one in each for _ in range(request.n)]
-        for each in (request.prompts, request.negatives, listed_labels(request))
+        for each in (request.prompts, request.negatives, _listed_labels(request))
     )
     shared: dict[str, Any] = {
         "model": model.components.name,
@@ -98,7 +98,7 @@ def recipes_of(run: RunSettings) -> list[Recipe]:
     }
     own = [
         {
-            **condition_fields(model, request, label, negative),
+            **_condition_fields(model, request, label, negative),
             **{name: texts[i // request.n] for name, texts in request.seconds.items()},
         }
         for i, (label, negative) in enumerate(zip(labels, negatives, strict=True))
@@ -119,24 +119,24 @@ def run_fields(plan: Plan, request: Request, guidance: Guidance, source: NoiseSo
         "options": dict(plan.options),
         "plan": None if request.plan is None else plan.to_dict(),
         "guidance": guidance.to_dict(),
-        "noise": noise_name(source),
+        "noise": _noise_name(source),
         "dtype": str(weight.dtype).removeprefix("torch."),
         "torch": torch.__version__,
     }
 
 
-def noise_name(source: NoiseSource) -> str:
+def _noise_name(source: NoiseSource) -> str:
     if isinstance(source, Philox):
         return "philox"
     return "torch" if isinstance(source, TorchStream) else type(source).__name__.lower()
 
 
-def listed_labels(request: Request) -> list[Any]:
+def _listed_labels(request: Request) -> list[Any]:
     """A label for each prompt."""
     return list(request.label) if isinstance(request.label, list | tuple) else [request.label] * len(request.prompts)
 
 
-def condition_fields(model: Model, request: Request, label: Any, negative: str) -> dict[str, Any]:
+def _condition_fields(model: Model, request: Request, label: Any, negative: str) -> dict[str, Any]:
     """What is passed to the network besides text, where it was set."""
     found: dict[str, Any] = {} if label is None else {"label": label}
     for name in ("original_size", "target_size"):
@@ -157,17 +157,17 @@ def adapters_of(model: Model, request: Request) -> tuple[dict[str, Any], ...]:
     for lora in request.named_loras:
         adapter = model.lora_of(lora)
         entry: dict[str, Any] = {"name": adapter.name, "kind": "lora", "hash": fingerprint.of_adapter(adapter)}
-        found.append({**entry, "scale": plain_scale(lora.scale)})
+        found.append({**entry, "scale": _plain_scale(lora.scale)})
     for control in request.controls:
         seen = fingerprint.of_network(model.controlnet_of(control))
-        entry = {"name": name_of(control.network), "kind": "controlnet", "hash": seen}
+        entry = {"name": _name_of(control.network), "kind": "controlnet", "hash": seen}
         entry |= {"guess": True} if control.guess else {}
         found.append({**entry, "scale": control.scale, "start": control.start, "end": control.end})
     for prompt in request.image_prompts:
         networks = [model.ip_adapter_of(prompt), model.components.image_encoder]
         seen = "-".join(fingerprint.of_network(net) for net in networks if net is not None)
-        entry = {"name": name_of(prompt.adapter), "kind": "ip-adapter", "hash": seen}
-        found.append({**entry, "scale": plain_scale(prompt.scale)})
+        entry = {"name": _name_of(prompt.adapter), "kind": "ip-adapter", "hash": seen}
+        found.append({**entry, "scale": _plain_scale(prompt.scale)})
     if request.weak is not None:
         weak = request.weak.components
         seen = fingerprint.of_network(weak.network)
@@ -175,12 +175,12 @@ def adapters_of(model: Model, request: Request) -> tuple[dict[str, Any], ...]:
     return tuple(found)
 
 
-def name_of(held: Any) -> str:
+def _name_of(held: Any) -> str:
     """The name of an adapter's file or folder, or else what it is."""
     return Path(held).name if isinstance(held, str | os.PathLike) else type(held).__name__
 
 
-def plain_scale(scale: Any) -> Any:
+def _plain_scale(scale: Any) -> Any:
     return dict(scale) if isinstance(scale, Mapping) else scale
 
 
@@ -196,10 +196,10 @@ def inputs_of(request: Request) -> dict[str, str]:
         **{f"image_prompt{i}": prompt.images for i, prompt in enumerate(request.image_prompts)},
         **{f"image_prompt_mask{i}": prompt.masks for i, prompt in enumerate(request.image_prompts)},
     }
-    return {role: hash_of(held) for role, held in given.items() if held is not None}
+    return {role: _hash_of(held) for role, held in given.items() if held is not None}
 
 
-def hash_of(held: Any) -> str:
+def _hash_of(held: Any) -> str:
     """The hash of an image, of several, of a tensor, of an embedding, or of the run whose end is taken up."""
     if hasattr(held, "recipes"):
         return "run:" + images.digest(held.latents).removeprefix("sha256:")

@@ -22,12 +22,12 @@ from pellucid.core import schedule as schedules
 from pellucid.interop.components import Components
 from pellucid.models.lora import AdapterSet
 
-SCHEME = "weights-1"
+_SCHEME = "weights-1"
 PARTS = ("network", "vae", "text encoders", "tokenizers", "schedule, target or settings")
-DIGITS = 16  # hex digits a part: chance meets another in one of 2⁶⁴
+_DIGITS = 16  # hex digits a part: chance meets another in one of 2⁶⁴
 WHOLE = 64 * 2**20  # bytes of tensors that are hashed whole
-SMALL = 4096  # numbers of a tensor that is hashed whole in a larger network
-RUNS, RUN = 16, 64
+_SMALL = 4096  # numbers of a tensor that is hashed whole in a larger network
+_RUNS, _RUN = 16, 64
 
 # Network → (which tensors in which version, fingerprint): a LoRA merged in place is another version.
 _known: WeakKeyDictionary[nn.Module, tuple[int, str]] = WeakKeyDictionary()
@@ -44,7 +44,7 @@ def of_model(components: Components) -> str:
         "".join(words),
         json.dumps({**process, "extra": components.extra}, sort_keys=True, default=str),
     )
-    return f"{SCHEME}:" + "-".join(short_hash(part) for part in parts)
+    return f"{_SCHEME}:" + "-".join(short_hash(part) for part in parts)
 
 
 def differing(a: str, b: str) -> tuple[str, ...]:
@@ -67,21 +67,21 @@ def of_network(network: nn.Module) -> str:
 
 def of_adapter(adapters: AdapterSet) -> str:
     """The fingerprint of a LoRA file, of whatever layout, by what it does to which layer."""
-    found = {f"{layer}.{name}": value for layer, d in adapters.layers.items() for name, value in tensors_inside(d)}
-    found |= {f"{word}{name}": value for word, held in adapters.tokens.items() for name, value in tensors_inside(held)}
+    found = {f"{layer}.{name}": value for layer, d in adapters.layers.items() for name, value in _tensors_inside(d)}
+    found |= {f"{word}{name}": value for word, held in adapters.tokens.items() for name, value in _tensors_inside(held)}
     return of_tensors(found)
 
 
-def tensors_inside(held: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+def _tensors_inside(held: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """The tensors and numbers of a weight difference, by their path."""
     if isinstance(held, Tensor):
         yield name, held
     elif is_dataclass(held):
         for one in fields(held):
-            yield from tensors_inside(getattr(held, one.name), f"{name}.{one.name}")
+            yield from _tensors_inside(getattr(held, one.name), f"{name}.{one.name}")
     elif isinstance(held, list | tuple):
         for i, one in enumerate(held):
-            yield from tensors_inside(one, f"{name}.{i}")
+            yield from _tensors_inside(one, f"{name}.{i}")
     elif isinstance(held, bool | int | float):
         yield name, torch.tensor(float(held), dtype=torch.float64)
 
@@ -96,17 +96,17 @@ def of_tensors(named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> st
         found.update(json.dumps([name, list(tensor.shape), str(tensor.dtype)]).encode())
         if tensor.is_meta:  # a model without numbers, whose memory is predicted
             continue
-        if not whole and tensor.numel() > SMALL:  # by index: to flatten a channels-last tensor would copy it
-            tensor = tensor[torch.unravel_index(spread(tensor.numel(), tensor.device), tensor.shape)]
+        if not whole and tensor.numel() > _SMALL:  # by index: to flatten a channels-last tensor would copy it
+            tensor = tensor[torch.unravel_index(_spread(tensor.numel(), tensor.device), tensor.shape)]
         found.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return f"{SCHEME}:{found.hexdigest()[:DIGITS]}"
+    return f"{_SCHEME}:{found.hexdigest()[:_DIGITS]}"
 
 
-def spread(count: int, device: torch.device) -> Tensor:
-    """The places of `RUNS` runs of neighbours, from the first number to the last."""
-    starts = torch.tensor([i * (count - RUN) // (RUNS - 1) for i in range(RUNS)], device=device)
-    return (starts[:, None] + torch.arange(RUN, device=device)).reshape(-1)
+def _spread(count: int, device: torch.device) -> Tensor:
+    """The places of `_RUNS` runs of neighbours, from the first number to the last."""
+    starts = torch.tensor([i * (count - _RUN) // (_RUNS - 1) for i in range(_RUNS)], device=device)
+    return (starts[:, None] + torch.arange(_RUN, device=device)).reshape(-1)
 
 
 def short_hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]

@@ -22,9 +22,9 @@ from pellucid.pipeline.model import map_networks
 from pellucid.pipeline.stages import HOOKS
 from pellucid.pipeline.tracker import Tracker
 
-M = TypeVar("M", bound=nn.Module)
+_M = TypeVar("_M", bound=nn.Module)
 META = torch.device("meta")
-WIDEST_HEAD = 128  # above it the memory-efficient kernel sums into a float32 buffer of its own
+_WIDEST_HEAD = 128  # above it the memory-efficient kernel sums into a float32 buffer of its own
 
 
 class Shadows:
@@ -37,7 +37,7 @@ class Shadows:
         self.device, self.waits, self.dtype = device, waits, dtype
         self.made: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of a tensor, which is kept so that the id is its
 
-    def ghost(self, network: M) -> M:
+    def ghost(self, network: _M) -> _M:
         """A copy of a network without data and without hooks."""
         twin = view(network, {})
         for module in twin.modules():
@@ -102,6 +102,6 @@ class Kernels(TorchFunctionMode):
         batch, heads, length, _ = q.shape
         shape = (batch, length, heads, v.shape[-1])
         out = q.new_empty(shape)
-        if self.device == "cuda" and v.shape[-1] > WIDEST_HEAD and q.dtype != torch.float32:
+        if self.device == "cuda" and v.shape[-1] > _WIDEST_HEAD and q.dtype != torch.float32:
             q.new_empty(shape, dtype=torch.float32)
         return out.transpose(1, 2)

@@ -24,11 +24,11 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.core.reader import check_file
 
 MAX_PIXELS = 64 * 2**20  # 8192 × 8192: a file that claims more is not decoded
-SLACK = 1e-3  # what resampling and half precision may leave outside of [0, 1]
-UNMULTIPLIED = {"La": "LA", "RGBa": "RGBA"}
+_SLACK = 1e-3  # what resampling and half precision may leave outside of [0, 1]
+_UNMULTIPLIED = {"La": "LA", "RGBa": "RGBA"}
 Size: TypeAlias = tuple[int, int]
 ImageLike: TypeAlias = "Image.Image | np.ndarray[Any, Any] | Tensor | str | PathLike[str]"
-KINDS = "a PIL image, a path, an array or a tensor"
+_KINDS = "a PIL image, a path, an array or a tensor"
 # What Pillow raises on files that are damaged or made to harm.
 UNREADABLE = (
     OSError, ValueError, SyntaxError, EOFError, TypeError, KeyError, IndexError, AttributeError, OverflowError,
@@ -93,7 +93,7 @@ def flatten(image: Image.Image, paper: str = "white") -> Image.Image:
     if image.mode == "F":
         advice = "Pass it as a numpy array with values in [0, 1]."
         raise PellucidError(rule("image", "of a mode with a known range", image.mode, advice), "image-mode")
-    image = image.convert(UNMULTIPLIED.get(image.mode, image.mode))
+    image = image.convert(_UNMULTIPLIED.get(image.mode, image.mode))
     if "transparency" in image.info or image.mode in ("LA", "PA", "RGBA"):
         clear = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, paper), clear).convert("RGB")
@@ -119,12 +119,12 @@ def to_tensor(image: ImageLike | Sequence[ImageLike], size: Size | None = None) 
 
     PIL images resize with Lanczos, as in diffusers; arrays (H, W, C) and tensors (C, H, W) bicubically, antialiased.
     """
-    return stack([one_tensor(p, size, "image") for p in listed(image, "image")], "image") * 2.0 - 1.0
+    return _stack([_one_tensor(p, size, "image") for p in listed(image, "image")], "image") * 2.0 - 1.0
 
 
 def to_mask(mask: ImageLike | Sequence[ImageLike], size: Size | None = None) -> Tensor:
     """Masks → (B, 1, H, W) of 0 (keep) and 1 (regenerate): grey, 0.5 and above is 1; what is transparent is kept."""
-    grey = stack([one_tensor(p, size, "mask") for p in listed(mask, "mask")], "mask")
+    grey = _stack([_one_tensor(p, size, "mask") for p in listed(mask, "mask")], "mask")
     return (grey >= 0.5).float()
 
 
@@ -164,15 +164,15 @@ def listed(images: Any, what: str) -> list[Any]:
     return found
 
 
-def one_tensor(image: Any, size: Size | None, what: str) -> Tensor:
+def _one_tensor(image: Any, size: Size | None, what: str) -> Tensor:
     """One image → (3, H, W), or (1, H, W) for a mask, float32 in [0, 1]."""
     if size is not None:
         check_size(size)
     pil = as_image(image, what)
     if pil is None:
-        found = unit_range(channels_first(image, what), what)
-        found = found if size is None or wide(found) == size else resized(found, size)
-        return to_channels(found, 1 if what == "mask" else 3, what)
+        found = _unit_range(_channels_first(image, what), what)
+        found = found if size is None or _wide(found) == size else _resized(found, size)
+        return _to_channels(found, 1 if what == "mask" else 3, what)
     rgb = flatten(pil, "black" if what == "mask" else "white")
     if size is not None and rgb.size != size:
         rgb = rgb.resize(size, Image.Resampling.LANCZOS)
@@ -180,23 +180,23 @@ def one_tensor(image: Any, size: Size | None, what: str) -> Tensor:
     return torch.from_numpy(pixels.transpose(2, 0, 1).astype(np.float32) / np.float32(255.0))
 
 
-def channels_first(image: Any, what: str) -> Tensor:
+def _channels_first(image: Any, what: str) -> Tensor:
     """An array (H, W[, C]) or a tensor ([C,] H, W) → a tensor (C, H, W)."""
     if isinstance(image, np.ndarray):
-        found, order = from_array(image, what), "(height, width, channels)"
+        found, order = _from_array(image, what), "(height, width, channels)"
         found = found.permute(2, 0, 1) if found.ndim == 3 else found[None]
     elif isinstance(image, Tensor):
         found, order = image.detach().cpu(), "(channels, height, width)"
         found = found if found.ndim == 3 else found[None]
     else:
-        raise PellucidError(rule(what, KINDS, type(image).__name__), "image-type")
+        raise PellucidError(rule(what, _KINDS, type(image).__name__), "image-type")
     if found.shape[0] not in (1, 3, 4) or 0 in found.shape:
         must = f"of shape {order} with 1, 3 or 4 channels"
         raise PellucidError(rule(what, must, tuple(image.shape)), "image-shape")
     return found
 
 
-def from_array(array: np.ndarray[Any, Any], what: str) -> Tensor:
+def _from_array(array: np.ndarray[Any, Any], what: str) -> Tensor:
     """An array of any layout and byte order → a tensor of its own; 16-bit images become floats in [0, 1]."""
     if array.dtype.kind not in "buif":
         raise PellucidError(rule(what, "an array of numbers", str(array.dtype)), "image-type")
@@ -204,7 +204,7 @@ def from_array(array: np.ndarray[Any, Any], what: str) -> Tensor:
     return torch.from_numpy(native / np.float32(65535.0) if native.dtype == np.uint16 else native)
 
 
-def unit_range(found: Tensor, what: str) -> Tensor:
+def _unit_range(found: Tensor, what: str) -> Tensor:
     """uint8 and floats → float32 in [0, 1]; refuses floats that lie elsewhere rather than guess what they mean."""
     if found.dtype == torch.uint8:
         return found.float() / 255.0
@@ -212,18 +212,18 @@ def unit_range(found: Tensor, what: str) -> Tensor:
         raise PellucidError(rule(what, "of 8-bit, 16-bit or floating numbers", str(found.dtype)), "image-type")
     found = found.float()
     low, high = float(found.min()), float(found.max())
-    if not (low >= -SLACK and high <= 1.0 + SLACK):  # also refuses NaN
+    if not (low >= -_SLACK and high <= 1.0 + _SLACK):  # also refuses NaN
         advice = "For values in [−1, 1] pass (x + 1) / 2; for 0 to 255 pass uint8."
         raise PellucidError(rule(f"floats of the {what}", "in [0, 1]", (low, high), advice), "image-range")
     return found.clamp(0.0, 1.0)
 
 
-def resized(found: Tensor, size: Size) -> Tensor:
+def _resized(found: Tensor, size: Size) -> Tensor:
     wanted = (size[1], size[0])
     return interpolate(found[None], size=wanted, mode="bicubic", antialias=True, align_corners=False)[0].clamp(0, 1)
 
 
-def to_channels(found: Tensor, count: int, what: str) -> Tensor:
+def _to_channels(found: Tensor, count: int, what: str) -> Tensor:
     """(1, 3 or 4, H, W) → `count` channels; alpha lies on white, for a mask on black."""
     if found.shape[0] == 4:
         found = found[:3] * found[3:] + (0.0 if what == "mask" else 1.0) * (1.0 - found[3:])
@@ -234,8 +234,8 @@ def to_channels(found: Tensor, count: int, what: str) -> Tensor:
     return found.expand(count, -1, -1)
 
 
-def stack(found: list[Tensor], what: str) -> Tensor:
-    sizes = list(dict.fromkeys(wide(f) for f in found))
+def _stack(found: list[Tensor], what: str) -> Tensor:
+    sizes = list(dict.fromkeys(_wide(f) for f in found))
     if len(sizes) > 1:
         shown = " and ".join(words(s) for s in sizes[:3])
         raise PellucidError(rule(f"{what}s of one batch", "of one size", shown, "Give size, or resize them."), "size")
@@ -263,14 +263,14 @@ def to_images(tensor: Tensor) -> list[Image.Image]:
 
 def check_finite(what: str, batch: Tensor, advice: str = "") -> None:
     """Refuses NaN and infinities in a batch, and names the images that have them."""
-    if not finite(batch):
-        bad = [str(i) for i, one in enumerate(batch) if not finite(one)]
+    if not _finite(batch):
+        bad = [str(i) for i, one in enumerate(batch) if not _finite(one)]
         found = "NaN" if bool(batch.isnan().any()) else "infinity"
         got = f"{found} in image {', '.join(bad[:8])}{', …' if len(bad) > 8 else ''}"
         raise PellucidError(f"{what} must be finite numbers; got {got}. {advice}".rstrip(), "nan")
 
 
-def finite(numbers: Tensor) -> bool:
+def _finite(numbers: Tensor) -> bool:
     """Whether all of them are: by the least and the most, which are NaN where one is, and take no memory."""
     return not numbers.numel() or all(math.isfinite(float(end)) for end in numbers.aminmax())
 
@@ -278,7 +278,7 @@ def finite(numbers: Tensor) -> bool:
 # --- sizes -----------------------------------------------------------------------------------------------------
 
 
-def wide(found: Tensor) -> Size:
+def _wide(found: Tensor) -> Size:
     return int(found.shape[-1]), int(found.shape[-2])
 
 
@@ -289,7 +289,7 @@ def words(size: Size) -> str:
 def size_of(image: ImageLike, what: str = "image") -> Size:
     """The (width, height) of one image, as it stands upright."""
     pil = as_image(image, what)
-    return wide(channels_first(image, what)) if pil is None else pil.size
+    return _wide(_channels_first(image, what)) if pil is None else pil.size
 
 
 def check_size(size: Size, factor: int = 1, what: str = "size") -> Size:
@@ -301,13 +301,13 @@ def check_size(size: Size, factor: int = 1, what: str = "size") -> Size:
     if width * height > MAX_PIXELS:
         raise PellucidError(rule(what, f"at most {MAX_PIXELS} pixels", words((width, height))), "image-pixels")
     if width % factor or height % factor:
-        near = " or ".join(map(words, nearest_sizes((width, height), factor)))
+        near = " or ".join(map(words, _nearest_sizes((width, height), factor)))
         must = f"a multiple of {factor} on both sides"
         raise PellucidError(rule(what, must, words((width, height)), f"Nearest: {near}."), "size-multiple")
     return width, height
 
 
-def nearest_sizes(size: Size, factor: int) -> list[Size]:
+def _nearest_sizes(size: Size, factor: int) -> list[Size]:
     """The sizes below and above that a factor divides, the nearer first."""
     down, up = (tuple(max(r(s / factor), 1) * factor for s in size) for r in (math.floor, math.ceil))
     found = dict.fromkeys(((down[0], down[1]), (up[0], up[1])))
@@ -321,14 +321,14 @@ def digest(image: ImageLike | Sequence[ImageLike]) -> str:
     for one in several:
         pil = as_image(one, "image")
         if pil is None and not isinstance(one, np.ndarray | Tensor):
-            raise PellucidError(rule("image", KINDS, type(one).__name__), "image-type")
-        pixels = np.asarray(flatten(pil)) if pil is not None else bare(one)
+            raise PellucidError(rule("image", _KINDS, type(one).__name__), "image-type")
+        pixels = np.asarray(flatten(pil)) if pil is not None else _bare(one)
         found.update(repr((pixels.shape, str(pixels.dtype))).encode())
         found.update(np.ascontiguousarray(pixels).tobytes())
     return f"sha256:{found.hexdigest()}"
 
 
-def bare(numbers: np.ndarray[Any, Any] | Tensor) -> np.ndarray[Any, Any]:
+def _bare(numbers: np.ndarray[Any, Any] | Tensor) -> np.ndarray[Any, Any]:
     """An array's or a tensor's numbers; numpy has no bfloat16, whose numbers float32 holds exactly."""
     if isinstance(numbers, Tensor):
         own = numbers.detach().cpu()

@@ -15,7 +15,7 @@ from pellucid.interop import single_file, weights
 from pellucid.interop.components import TEXT_PARTS, named_classes
 from pellucid.interop.folder import index_of, place_of, reads
 
-SCHEMA = 1
+_SCHEMA = 1
 Shape = tuple[int, ...]
 Role = Literal[
     "input", "tokenizer", "text", "image", "control", "condition", "network", "guidance", "sampler", "vae", "output"
@@ -170,7 +170,7 @@ class Graph:
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON can hold it, with the sums."""
         sums = {"parameters": self.parameters, "memory": self.memory, "stored": self.stored}
-        return {"schema": SCHEMA, "kind": "pellucid-graph", **asdict(self), **sums}
+        return {"schema": _SCHEMA, "kind": "pellucid-graph", **asdict(self), **sums}
 
 
 # --- Blocks of a network --------------------------------------------------------------------------------------------
@@ -179,11 +179,11 @@ class Graph:
 def blocks_of(network: nn.Module, depth: int, shapes: Mapping[str, tuple[int, ...]] | None = None) -> tuple[Block, ...]:
     """The parts of a network, `depth` levels of them. Shared weights count once, in the first part that holds them."""
     total = sum(weight.numel() for weight in network.parameters())
-    return BlockCounter(total, shapes or {}).parts(network, "", depth, set())
+    return _BlockCounter(total, shapes or {}).parts(network, "", depth, set())
 
 
 @dataclass(frozen=True)
-class BlockCounter:
+class _BlockCounter:
     total: int
     shapes: Mapping[str, tuple[int, ...]]
 
@@ -191,7 +191,7 @@ class BlockCounter:
         if depth < 1:
             return ()
         found = []
-        for name, inner in weighted_children(module, path):
+        for name, inner in _weighted_children(module, path):
             fresh = {id(w): w.numel() for w in inner.parameters() if id(w) not in counted}
             below = self.parts(inner, name, depth - 1, set(counted))
             counted |= set(fresh)
@@ -205,13 +205,13 @@ class BlockCounter:
         return tuple(found)
 
 
-def weighted_children(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+def _weighted_children(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     """The children with weights. A list stands for its items, and what holds all weights alone for its children."""
     children = [(f"{path}.{name}".lstrip("."), child) for name, child in module.named_children()]
     children = [(name, child) for name, child in children if next(child.parameters(), None) is not None]
     own = next(module.parameters(recurse=False), None)
     if len(children) == 1 and own is None and next(children[0][1].children(), None) is not None:
-        yield from weighted_children(children[0][1], children[0][0])
+        yield from _weighted_children(children[0][1], children[0][0])
         return
     for name, child in children:
         if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential):
@@ -227,10 +227,10 @@ def weighted_children(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Mo
 
 def stored_in(path: Path, variant: str | None = None) -> dict[str, StoredWeights]:
     """What a model's folder or file holds, by the names of its components."""
-    return in_file(path) if path.is_file() else in_folder(path, variant)
+    return _in_file(path) if path.is_file() else _in_folder(path, variant)
 
 
-def in_folder(folder: Path, variant: str | None) -> dict[str, StoredWeights]:
+def _in_folder(folder: Path, variant: str | None) -> dict[str, StoredWeights]:
     listed = named_classes(index_of(folder))
     parts = {part: place_of(folder, part) for part, kind in listed.items() if reads(part, kind)}
     if "controlnet" in parts:
@@ -238,29 +238,29 @@ def in_folder(folder: Path, variant: str | None) -> dict[str, StoredWeights]:
     return {part: stored_component(place, variant) for part, place in parts.items()}
 
 
-def in_file(path: Path) -> dict[str, StoredWeights]:
+def _in_file(path: Path) -> dict[str, StoredWeights]:
     """A single file by its sections."""
     sections = single_file.split(weights.read(path), path.name)
     encoders = [prefix for prefix, _ in single_file.layout_of(sections, path.name).encoders]
     refiner = encoders == [single_file.REFINER_OPEN_CLIP]
     names = dict(zip(encoders, TEXT_PARTS[1:] if refiner else TEXT_PARTS, strict=False))
     names |= {single_file.UNET: "unet", single_file.VAE: "vae", single_file.CONTROL: "controlnet"}
-    return {names[prefix]: sum_of(held.values(), [path]) for prefix, held in sections.items() if prefix in names}
+    return {names[prefix]: _sum_of(held.values(), [path]) for prefix, held in sections.items() if prefix in names}
 
 
 def stored_component(path: Path, variant: str | None = None) -> StoredWeights:
     """One component in its folder, or in a file of its own."""
     if path.is_file():
-        return sum_of(weights.read(path).values(), [path])
+        return _sum_of(weights.read(path).values(), [path])
     tensors, found = weights.read_folder(path, variant)
     files = [found.path]
     if found.path.name.endswith(".json"):
         index: Mapping[str, str] = weights.read_json(found.path)["weight_map"]
         files = [path / shard for shard in sorted(set(index.values()))]
-    return sum_of(tensors.values(), files)
+    return _sum_of(tensors.values(), files)
 
 
-def sum_of(tensors: Iterable[Tensor], files: Iterable[Path]) -> StoredWeights:
+def _sum_of(tensors: Iterable[Tensor], files: Iterable[Path]) -> StoredWeights:
     held = list(tensors)
     sizes: dict[str, int] = {}
     for tensor in held:

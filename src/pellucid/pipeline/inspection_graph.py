@@ -54,7 +54,7 @@ from pellucid.pipeline.shelf import adapter_file
 
 # --- Nodes and flows ------------------------------------------------------------------------------------------------
 
-INPUT_NAMES = {
+_INPUT_NAMES = {
     "context": "context",
     "pooled": "pooled",
     "sizes": "size ids",
@@ -65,7 +65,7 @@ INPUT_NAMES = {
 
 
 @dataclass
-class GraphBuilder:
+class _GraphBuilder:
     """A graph in the making, from what a rehearsal saw."""
 
     pipe: Pipeline
@@ -191,7 +191,7 @@ class GraphBuilder:
     def conditions(self) -> None:
         """Where texts, labels and numbers become the inputs of one batch, with and without the prompt."""
         extra, given = self.seen.extra, self.call(self.main).inputs
-        inputs = {name: given[name][0] for name in INPUT_NAMES if given.get(name)}
+        inputs = {name: given[name][0] for name in _INPUT_NAMES if given.get(name)}
         if not inputs and not extra and not self.pipe.components.text_encoders:
             return
         if "labels" in extra:
@@ -209,7 +209,7 @@ class GraphBuilder:
             self.flow("guidance scale", "conditions", "guidance", inputs["guidance_embedding"])
         self.put("conditions", "condition", "text", facts={"sides": self.sides})
         for name, form in inputs.items():
-            self.flow("conditions", self.main, INPUT_NAMES[name], form)
+            self.flow("conditions", self.main, _INPUT_NAMES[name], form)
 
     @property
     def doubled(self) -> bool:
@@ -277,7 +277,7 @@ class GraphBuilder:
             "steps": plan.grid.get("steps"),
             "calls": plan.nfe,
             "noise": "fresh noise in its steps" if plan.stochastic else "none after the first",
-            "x0 filter": filter_words(self.planned.x0_filter),
+            "x0 filter": _filter_words(self.planned.x0_filter),
         }
 
     def decode(self) -> None:
@@ -295,7 +295,7 @@ class GraphBuilder:
         self.flow("vae", "images", "pixels", seen.decoded)
 
 
-def filter_words(found: Filter | None) -> str:
+def _filter_words(found: Filter | None) -> str:
     if found is None:
         return "none"
     kept = {f.name: getattr(found, f.name) for f in fields(found)}  # type: ignore[arg-type]
@@ -306,7 +306,7 @@ def filter_words(found: Filter | None) -> str:
 # --- The whole graph ------------------------------------------------------------------------------------------------
 
 Watch = Callable[[int], Callable[[], None]]
-SPARE_SAMPLER = "dpmpp_2m"  # where the model's own does not run here
+_SPARE_SAMPLER = "dpmpp_2m"  # where the model's own does not run here
 
 
 def inspect(where: PathLike, asked: GraphOptions | None = None, **loading: Any) -> Graph:
@@ -324,8 +324,8 @@ def inspect(where: PathLike, asked: GraphOptions | None = None, **loading: Any) 
 def with_times(graph: Graph, where: PathLike, asked: GraphOptions, watch: Watch | None = None, **loading: Any) -> Graph:
     """The graph with milliseconds, for which the weights are loaded and run. `watch(rows)` gives a tick a row."""
     pipe = load(where, **loading)
-    added = attach(pipe, asked, {})
-    request, _, _ = plan_for(pipe, make_request(pipe, added, asked))
+    added = _attach(pipe, asked, {})
+    request, _, _ = _plan_for(pipe, make_request(pipe, added, asked))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as in `graph_of`, whose notes the graph has
         tick = (lambda: None) if watch is None else watch(rows_of(pipe, request))
@@ -337,10 +337,10 @@ def sketch(where: PathLike, **loading: Any) -> Pipeline:
     try:
         return load(where, device=META, **loading)
     except NotImplementedError:  # a DiT compares the values of its embedders, which meta has not: it is mapped instead
-        return without_data(load(where, device="cpu", **{**loading, "dtype": loading.get("dtype") or STORED}))
+        return _without_data(load(where, device="cpu", **{**loading, "dtype": loading.get("dtype") or STORED}))
 
 
-def without_data(pipe: Pipeline) -> Pipeline:
+def _without_data(pipe: Pipeline) -> Pipeline:
     """The same pipeline without data; itself where it has none."""
     parts = pipe.components
     if all(next(network.parameters()).is_meta for network in networks_of(parts)):
@@ -353,14 +353,14 @@ def graph_of(
 ) -> Graph:
     """The graph of a pipeline, loaded or only sketched."""
     asked, held = asked or GraphOptions(), dict(stored or {})
-    pipe = without_data(pipe)
+    pipe = _without_data(pipe)
     parts = pipe.components
-    added = attach(pipe, asked, held)
-    request, planned, notes = plan_for(pipe, make_request(pipe, added, asked))
+    added = _attach(pipe, asked, held)
+    request, planned, notes = _plan_for(pipe, make_request(pipe, added, asked))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a scheduler's keys, which the loader's notes say
         seen = rehearse(pipe, request, added)
-    builder = GraphBuilder(pipe, added, seen, planned, pipe.guidance_of(request), asked, held)
+    builder = _GraphBuilder(pipe, added, seen, planned, pipe.guidance_of(request), asked, held)
     builder.build()
     family = family_of(parts.network)
     return Graph(
@@ -377,22 +377,22 @@ def graph_of(
     )
 
 
-def plan_for(pipe: Pipeline, request: Request) -> tuple[Request, RunPlan, list[str]]:
+def _plan_for(pipe: Pipeline, request: Request) -> tuple[Request, RunPlan, list[str]]:
     """The plan of the model's own sampler, or of another where that one does not run here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             return request, make_plan(pipe.components, request), []
         except PellucidError as error:
-            spare = replace(request, sampler=SPARE_SAMPLER)
+            spare = replace(request, sampler=_SPARE_SAMPLER)
             try:
                 planned = make_plan(pipe.components, spare)
             except PellucidError:
                 raise error from None
-            return spare, planned, [f"drawn with {SPARE_SAMPLER}, for the model's own sampler does not run: {error}"]
+            return spare, planned, [f"drawn with {_SPARE_SAMPLER}, for the model's own sampler does not run: {error}"]
 
 
-def attach(pipe: Pipeline, asked: GraphOptions, held: dict[str, StoredWeights]) -> Attachments:
+def _attach(pipe: Pipeline, asked: GraphOptions, held: dict[str, StoredWeights]) -> Attachments:
     """The ControlNets and IP-Adapters of the folder and those asked for, where the model is; files go to `held`."""
     weight = next(pipe.components.network.parameters())
     controls: list[tuple[ControlNet, StoredWeights | None]] = []
@@ -400,7 +400,7 @@ def attach(pipe: Pipeline, asked: GraphOptions, held: dict[str, StoredWeights]) 
         controls.append((network, held.pop(f"controlnet_{number}" if number else "controlnet", None)))
     for path in asked.controlnets:
         controls.append((pipe.read_controlnet(path), stored_component(source.locate(path))))
-    adapters = [(read_adapter(path, weight), stored_component(adapter_file(path))) for path in asked.ip_adapters]
+    adapters = [(_read_adapter(path, weight), stored_component(adapter_file(path))) for path in asked.ip_adapters]
     found: list[dict[str, Any]] = []
     for kind, listed in (("controlnet", controls), ("ip_adapter", adapters)):
         named = {kind if not number else f"{kind}_{number}": pair for number, pair in enumerate(listed)}
@@ -409,7 +409,7 @@ def attach(pipe: Pipeline, asked: GraphOptions, held: dict[str, StoredWeights]) 
     return Attachments(*found)
 
 
-def read_adapter(path: PathLike, like: Tensor) -> IPAdapter:
+def _read_adapter(path: PathLike, like: Tensor) -> IPAdapter:
     with like.device:
         held = {key: tensor.to(like.device) for key, tensor in weights.read(adapter_file(path)).items()}
         return ip_adapter.from_state(held).to(like.dtype).eval().requires_grad_(False)

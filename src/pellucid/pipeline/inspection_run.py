@@ -36,10 +36,10 @@ from pellucid.pipeline.prepare import STEPS, make_plan
 from pellucid.pipeline.request import MAX_BATCH, Control, ImagePrompt, Request
 from pellucid.pipeline.stages import STAGES
 
-WORD = "a"
-WINDOW = 77
-T5_WINDOWS = {"PixArtAlphaPipeline": 120, "PixArtSigmaPipeline": 300}
-NOT_RUN = ("network-input", "labels", "no-labels")  # inputs that the pipeline does not make: the graph says so
+_WORD = "a"
+_WINDOW = 77
+_T5_WINDOWS = {"PixArtAlphaPipeline": 120, "PixArtSigmaPipeline": 300}
+_NOT_RUN = ("network-input", "labels", "no-labels")  # inputs that the pipeline does not make: the graph says so
 
 
 class TensorForm(NamedTuple):
@@ -53,7 +53,7 @@ class TensorForm(NamedTuple):
         return TensorForm(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
-def forms(value: Any) -> tuple[TensorForm, ...]:
+def _forms(value: Any) -> tuple[TensorForm, ...]:
     """The tensors of an argument, nested or not; of image tokens, keys and values."""
     leaves = tree_leaves(value, is_leaf=lambda each: isinstance(each, ImageTokens))
     flat = [t for leaf in leaves for t in ((leaf.k, leaf.v) if isinstance(leaf, ImageTokens) else (leaf,))]
@@ -103,10 +103,10 @@ class Observation:
             return
         given = inspect.signature(network.forward).bind(*args, **kwargs).arguments
         results = out._asdict() if hasattr(out, "_asdict") else {"out": out}
-        self.calls[name] = Call({k: forms(v) for k, v in given.items()}, {k: forms(v) for k, v in results.items()})
+        self.calls[name] = Call({k: _forms(v) for k, v in given.items()}, {k: _forms(v) for k, v in results.items()})
 
     def note_block(self, place: tuple[str, str], module: nn.Module, args: Any, out: Any) -> None:
-        found = forms(out)
+        found = _forms(out)
         if found:
             self.shapes.setdefault(place, found[0].shape)
 
@@ -139,7 +139,7 @@ def make_request(pipe: Pipeline, added: Attachments, asked: GraphOptions) -> Req
     blank = Image.new("RGB", (wide, high))
     more: dict[str, Any] = {"width": wide, "height": high}
     if takes_text(parts.network):
-        more |= {"prompt": [WORD] * batch} if parts.text_encoders else embedded(parts, batch)
+        more |= {"prompt": [_WORD] * batch} if parts.text_encoders else _embedded(parts, batch)
     if takes_labels(parts.network):
         more["label"] = [0] * batch
     if not takes_text(parts.network) and not takes_labels(parts.network):
@@ -156,7 +156,7 @@ def make_request(pipe: Pipeline, added: Attachments, asked: GraphOptions) -> Req
     return replace(plain, **more)
 
 
-def embedded(parts: Components, batch: int) -> dict[str, Any]:
+def _embedded(parts: Components, batch: int) -> dict[str, Any]:
     """Text states in the place of a text encoder that is not here, such as PixArt's T5."""
     network: Any = parts.network
     pooled = None
@@ -169,7 +169,7 @@ def embedded(parts: Components, batch: int) -> dict[str, Any]:
         numbers = 5 if parts.extra.get("requires_aesthetics_score") else 6
         spare = network.config.projection_class_embeddings_input_dim - numbers * network.config.addition_time_embed_dim
         pooled = weight.new_zeros(batch, spare)
-    states = Embedding(weight.new_zeros(batch, T5_WINDOWS.get(parts.pipeline_class, WINDOW), width), pooled)
+    states = Embedding(weight.new_zeros(batch, _T5_WINDOWS.get(parts.pipeline_class, _WINDOW), width), pooled)
     return {"prompt_embeds": states, "negative_prompt_embeds": states}
 
 
@@ -194,7 +194,7 @@ def rehearse(pipe: Pipeline, request: Request, added: Attachments) -> Observatio
         except Cancelled:
             pass
         except PellucidError as error:
-            if error.code not in NOT_RUN:
+            if error.code not in _NOT_RUN:
                 raise
             seen.problem = str(error)
         except RuntimeError as error:  # parts that do not fit each other: the files are at fault
@@ -207,14 +207,14 @@ def rehearse(pipe: Pipeline, request: Request, added: Attachments) -> Observatio
             latents = torch.zeros(seen.x.shape, device="meta").to(next(vae.parameters()).dtype)
             seen.decoded = TensorForm.of(vae.decode(from_diffusion(vae.config, latents)))
             pixels = torch.zeros(seen.decoded.shape, device="meta", dtype=latents.dtype)
-            seen.calls["vae.encode"] = Call({"images": forms(pixels)}, {"mean": forms(vae.encode(pixels).mean)})
+            seen.calls["vae.encode"] = Call({"images": _forms(pixels)}, {"mean": _forms(vae.encode(pixels).mean)})
             mask = images.mask_to_latents(pixels[:, :1], pipe.factor)
-            seen.calls["mask"] = Call({"mask": forms(pixels[:, :1])}, {"out": forms(mask)})
-    seen.extra = extra_inputs(pipe, request)
+            seen.calls["mask"] = Call({"mask": _forms(pixels[:, :1])}, {"out": _forms(mask)})
+    seen.extra = _extra_inputs(pipe, request)
     return seen
 
 
-def extra_inputs(pipe: Pipeline, request: Request) -> dict[str, TensorForm]:
+def _extra_inputs(pipe: Pipeline, request: Request) -> dict[str, TensorForm]:
     """What a network is told besides texts, for one side of the batch: it is doubled where it is guided."""
     parts, found = pipe.components, {}
     if isinstance(request.prompt_embeds, Embedding):
@@ -228,12 +228,12 @@ def extra_inputs(pipe: Pipeline, request: Request) -> dict[str, TensorForm]:
 
 # --- Milliseconds ---------------------------------------------------------------------------------------------------
 
-SHORT_STEPS = 2  # steps of the runs that repeat text and decoding
-REPEATS = 2  # short runs that count, after one that only warms up and before the whole one
+_SHORT_STEPS = 2  # steps of the runs that repeat text and decoding
+_REPEATS = 2  # short runs that count, after one that only warms up and before the whole one
 
 
 @dataclass
-class Stopwatch:
+class _Stopwatch:
     """Laps of the denoising rows and of the networks, each after the device has finished."""
 
     device: torch.device
@@ -268,26 +268,26 @@ class Stopwatch:
 
 def rows_of(pipe: Pipeline, request: Request) -> int:
     """How often `measure` ticks: once a row of every run."""
-    short, whole = (make_plan(pipe.components, each).plan.nfe for each in (shortened(request), request))
-    return (1 + REPEATS) * short + whole
+    short, whole = (make_plan(pipe.components, each).plan.nfe for each in (_shortened(request), request))
+    return (1 + _REPEATS) * short + whole
 
 
-def shortened(request: Request) -> Request:
-    return replace(request, steps=min(SHORT_STEPS, STEPS if request.steps is None else request.steps))
+def _shortened(request: Request) -> Request:
+    return replace(request, steps=min(_SHORT_STEPS, STEPS if request.steps is None else request.steps))
 
 
 def measure(
     pipe: Pipeline, request: Request, added: Attachments, tick: Callable[[], None] = lambda: None
 ) -> tuple[Times, dict[str, float]]:
     """The request short, to warm up; short again, to repeat text and decoding; then whole. Milliseconds."""
-    watch = Stopwatch(pipe.device, tick)
+    watch = _Stopwatch(pipe.device, tick)
     watched = replace(request, observers=[watch.see])
     runs = []
     with watch.on(all_networks(pipe.components, added)):
-        for number in range(2 + REPEATS):
+        for number in range(2 + _REPEATS):
             watch.rows.append([])
-            whole = number == 1 + REPEATS
-            made = pipe.run(watched if whole else shortened(watched))
+            whole = number == 1 + _REPEATS
+            made = pipe.run(watched if whole else _shortened(watched))
             if number == 0:
                 watch.laps.clear()
             else:

@@ -63,7 +63,7 @@ def load(
         where, **kind, variant=variant, revision=revision, target=target, tokenizer=tokenizer
     )
     if vae is not None:
-        parts = replace(parts, vae=component(vae, (AutoencoderKL, TinyAutoencoder), "vae", kind))
+        parts = replace(parts, vae=_component(vae, (AutoencoderKL, TinyAutoencoder), "vae", kind))
         check_fit(parts.network, parts.vae, parts.text_encoders)
     if image_encoder is not None:
         parts = replace(parts, image_encoder=source.load_image_encoder(image_encoder, **kind))
@@ -76,7 +76,7 @@ def load(
         network.eval().requires_grad_(False)
     if dtype is None and goal.type == "cpu":
         widen(parts)
-    if parts.vae is not None and leaves_float16(parts.vae):
+    if parts.vae is not None and _leaves_float16(parts.vae):
         parts.vae.float()
         parts = replace(parts, notes=(*parts.notes, "the VAE works in float32: its config says force_upcast"))
     if policy.channels_last:
@@ -91,12 +91,12 @@ def widen(parts: Components) -> None:
             network.float()
 
 
-def leaves_float16(vae: Any) -> bool:
+def _leaves_float16(vae: Any) -> bool:
     """Whether a VAE's activations leave the range of the float16 that it is in; SDXL's do."""
     return bool(getattr(vae.config, "force_upcast", False)) and next(vae.parameters()).dtype == torch.float16
 
 
-def component(path: PathLike, kinds: Any, name: str, kind: dict[str, Any]) -> Any:
+def _component(path: PathLike, kinds: Any, name: str, kind: dict[str, Any]) -> Any:
     found = source.load_component(path, **kind)
     if not isinstance(found, kinds):
         raise PellucidError(rule(name, "a folder or file of one", type(found).__name__), "component-kind")

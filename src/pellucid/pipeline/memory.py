@@ -26,8 +26,8 @@ from pellucid.pipeline.prepare import denoise, prepare, settle
 from pellucid.pipeline.request import Control, Request
 from pellucid.pipeline.tracker import GRAIN, METER, Peak, borrowed_bytes, metered, standing_bytes
 
-STEPS = 2  # rows of a rehearsal: the second has a history
-PROMPT = "a"
+_STEPS = 2  # rows of a rehearsal: the second has a history
+_PROMPT = "a"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def request_for(
     *,
     size: tuple[int, int] | None = None,
     batch: int = 1,
-    steps: int = STEPS,
+    steps: int = _STEPS,
     controlnets: Sequence[Any] = (),
     loras: Sequence[Any] = (),
 ) -> Request:
@@ -72,7 +72,7 @@ def request_for(
     network = model.components.network
     grey = Image.new("RGB", (width, height), "grey")
     if takes_text(network):
-        fields["prompt"] = PROMPT
+        fields["prompt"] = _PROMPT
     if takes_labels(network):
         fields["label"] = 0
     if is_inpainting(model.components):
@@ -113,8 +113,8 @@ def predict(
     policy.check(where)
     cuda = where.type != "cpu"
     shadows = Shadows("cuda" if cuda else "cpu", waits=policy.offload != "none", dtype=dtype)
-    few = min(request.steps or STEPS, STEPS) if steps is None else steps
-    ghosts = Ghosts.of(model, replace(request, plan=None, steps=few), shadows)
+    few = min(request.steps or _STEPS, _STEPS) if steps is None else steps
+    ghosts = _Ghosts.of(model, replace(request, plan=None, steps=few), shadows)
     if policy.channels_last and policy.offload == "none":
         set_memory_format(ghosts.components, torch.channels_last)
     tracker = Rehearsal(
@@ -132,7 +132,7 @@ def predict(
 
 
 @dataclass(frozen=True)
-class Ghosts:
+class _Ghosts:
     """The ghosts of a rehearsal: those that act, those that only take room, and their request."""
 
     components: Components
@@ -141,36 +141,36 @@ class Ghosts:
     request: Request
 
     @classmethod
-    def of(cls, model: Model, request: Request, shadows: Shadows) -> Ghosts:
+    def of(cls, model: Model, request: Request, shadows: Shadows) -> _Ghosts:
         guests = {name: shadows.ghost(network) for name, network in guests_by_name(model, request).items()}
         encoders = (model.image_encoder_of(prompt) for prompt in request.image_prompts)
         encoder = next((one for one in encoders if one is not None), model.components.image_encoder)
         base = shadows.of(replace(model.components, image_encoder=encoder, controlnets=()))
-        acting = with_ghost_loras(base, model, request)
+        acting = _with_ghost_loras(base, model, request)
         named = {**networks_by_name(acting), **guests}
         resident = [*networks_by_name(base).values(), *named.values()]
-        return cls(acting, named, resident, ghost_request(request, guests, shadows))
+        return cls(acting, named, resident, _ghost_request(request, guests, shadows))
 
 
-def with_ghost_loras(base: Components, model: Model, request: Request) -> Components:
+def _with_ghost_loras(base: Components, model: Model, request: Request) -> Components:
     """Views of ghosts with the LoRAs of a request: a new tensor for each weight that one of them changes."""
     views = networks_by_name(base)
     for one in request.named_loras:
         for part, adapter in model.lora_of(one).adapters.items():
             weights = {layer: views[part].get_submodule(layer).get_parameter("weight") for layer in adapter.layers}
-            swaps = {layer: {"weight": empty_twin(weight)} for layer, weight in weights.items()}
+            swaps = {layer: {"weight": _empty_twin(weight)} for layer, weight in weights.items()}
             views[part] = lora.view(views[part], swaps)
     return with_views(base, views)
 
 
-def empty_twin(weight: Tensor) -> Tensor:
+def _empty_twin(weight: Tensor) -> Tensor:
     """Another tensor without data, of the same form."""
     if weight.is_meta:
         return torch.empty_like(weight)
     return weight.new_zeros(()).expand(weight.shape)
 
 
-def ghost_request(request: Request, guests: dict[str, Any], shadows: Shadows) -> Request:
+def _ghost_request(request: Request, guests: dict[str, Any], shadows: Shadows) -> Request:
     """The same request, of few steps, with ghosts for its networks and nobody watching."""
     controlnets = [guest for name, guest in guests.items() if name.startswith("controlnet")]
     adapters = [guest for name, guest in guests.items() if name.startswith("ip_adapter")]
@@ -206,19 +206,19 @@ def size_text(size: float) -> str:
 
 # --- Out of memory --------------------------------------------------------------------------------------------------
 
-HELPS = 0.95  # advice must bring the peak below this share of what it was
-TILE = 64
-CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
+_HELPS = 0.95  # advice must bring the peak below this share of what it was
+_TILE = 64
+_CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
     "text": ({"offload": "component"},),
-    "encode": ({"offload": "component"}, {"vae_tile": TILE}),
+    "encode": ({"offload": "component"}, {"vae_tile": _TILE}),
     "denoise": ({"offload": "component"}, {"offload": "block"}, {"attention": "auto"}),
-    "decode": ({"offload": "component"}, {"vae_slicing": True}, {"vae_tile": TILE}, {"attention": "auto"}),
+    "decode": ({"offload": "component"}, {"vae_slicing": True}, {"vae_tile": _TILE}, {"attention": "auto"}),
 }
 
 
-ROUGH = 8 * 2**10  # bytes a pixel that a run with a VAE stays below: measured are 0.6 (scenes-128) to 5 kB (SDXL)
-OF_PIXELS = 8  # times that, of a network of pixels
-LITTLE = 2**31  # bytes, by the rough count, below which nothing is checked
+_ROUGH = 8 * 2**10  # bytes a pixel that a run with a VAE stays below: measured are 0.6 (scenes-128) to 5 kB (SDXL)
+_OF_PIXELS = 8  # times that, of a network of pixels
+_LITTLE = 2**31  # bytes, by the rough count, below which nothing is checked
 GROUPS = Path("/sys/fs/cgroup")
 
 
@@ -230,8 +230,8 @@ def check_fits(run: RunSettings, fitted: int = 0) -> int:
     """
     model, request = run.model, run.request
     pixels = run.size[0] * run.size[1] * run.count
-    rough = ROUGH * pixels * (OF_PIXELS if model.components.vae is None else 1)
-    if rough < LITTLE or pixels <= fitted or METER.get() is not None:
+    rough = _ROUGH * pixels * (_OF_PIXELS if model.components.vae is None else 1)
+    if rough < _LITTLE or pixels <= fitted or METER.get() is not None:
         return fitted
     room = available(model.device)
     if room is None:
@@ -241,7 +241,7 @@ def check_fits(run: RunSettings, fitted: int = 0) -> int:
             forecast = predict(model, request, steps=1)
         except Exception:  # what is wrong with the request is said when it runs
             return fitted
-        need = forecast.peak.total - resident(model)
+        need = forecast.peak.total - _resident(model)
         if need > room:
             words = f"{size_text(need)} more are predicted to be needed, {size_text(room)} are free"
             advice = explain(model, request, forecast.stage)
@@ -249,7 +249,7 @@ def check_fits(run: RunSettings, fitted: int = 0) -> int:
     return pixels
 
 
-def resident(model: Model) -> int:
+def _resident(model: Model) -> int:
     """Bytes of the model's networks that are on the device already."""
     networks = networks_by_name(model.components).values()
     held = {id(t): t for network in networks for t in (*network.parameters(), *network.buffers())}
@@ -263,16 +263,16 @@ def available(device: torch.device) -> int | None:
         return torch.cuda.mem_get_info(device)[0] + unused
     if device.type != "cpu":
         return None
-    found = list(limits(file_text(Path("/proc/self/cgroup"))))
-    free = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file_text(Path("/proc/meminfo")).splitlines()}
+    found = list(limits(_file_text(Path("/proc/self/cgroup"))))
+    free = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in _file_text(Path("/proc/meminfo")).splitlines()}
     if "MemAvailable" in free:
         found.append(free["MemAvailable"] + free.get("SwapFree", 0))
-    if (taken := file_text(Path("/proc/self/statm"))) and (most := address_space()) is not None:
+    if (taken := _file_text(Path("/proc/self/statm"))) and (most := _address_space()) is not None:
         found.append(most - int(taken.split()[0]) * os.sysconf("SC_PAGE_SIZE"))
     return max(min(found), 0) if found else None
 
 
-def address_space() -> int | None:
+def _address_space() -> int | None:
     """The limit of this process (`ulimit -v`), where it has one."""
     import resource
 
@@ -290,16 +290,16 @@ def limits(groups: str) -> Iterator[int]:
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if kinds else ("memory.max", "memory.current")
         inner = root / path.lstrip("/")
         for folder in (inner, *inner.parents) if inner.is_relative_to(root) else ():
-            most, used = (file_text(folder / name).strip() for name in names)
+            most, used = (_file_text(folder / name).strip() for name in names)
             if most.isdecimal() and used.isdecimal():
-                stat = dict(row.split() for row in file_text(folder / "memory.stat").splitlines())
+                stat = dict(row.split() for row in _file_text(folder / "memory.stat").splitlines())
                 cached = sum(int(stat.get(name, 0)) for name in ("inactive_file", "active_file"))
                 yield int(most) - int(used) + cached
             if folder == root:
                 break
 
 
-def file_text(path: Path) -> str:
+def _file_text(path: Path) -> str:
     try:
         return path.read_text("utf-8")
     except (OSError, ValueError):
@@ -309,27 +309,27 @@ def file_text(path: Path) -> str:
 def explain(model: Model, request: Request, stage: str) -> str:
     """Who owns the peak of a stage, and what would lower it by how much. All of it is predicted, nothing is run."""
     many = len(request.seeds()) > 1
-    changes = {change_text(change): policy for change, policy in policy_changes(model, stage, many)}
+    changes = {_change_text(change): policy for change, policy in _policy_changes(model, stage, many)}
     try:
         now = predict(model, request, steps=1).stages[stage]
-        found = peaks_after(model, request, stage, changes)
+        found = _peaks_after(model, request, stage, changes)
     except Exception:  # advice must not hide what it is about
         fewer = ["fewer images at once"] if many else []
         return f"Use {', '.join(['a smaller size', *fewer, *changes])}."
-    better = sorted((total, name) for name, total in found.items() if total < HELPS * now.total)
+    better = sorted((total, name) for name, total in found.items() if total < _HELPS * now.total)
     advice = "; ".join(f"{name} brings it to {size_text(total)}" for total, name in better)
     owner, whole, held = now.owner or "The stage itself", size_text(now.total), size_text(now.weights)
     other = "Use a smaller size, or a device with more memory"
     return f"{owner} owns its peak: {whole} predicted, {held} of it weights. {advice or other}."
 
 
-def change_text(change: dict[str, Any]) -> str:
+def _change_text(change: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in change.items())
 
 
-def policy_changes(model: Model, stage: str, many: bool) -> Iterator[tuple[dict[str, Any], Policy]]:
+def _policy_changes(model: Model, stage: str, many: bool) -> Iterator[tuple[dict[str, Any], Policy]]:
     """The changes of policy that act on a stage, on this device, with the rest of the policy."""
-    for change in CHANGES.get(stage, ()):
+    for change in _CHANGES.get(stage, ()):
         with suppress(PellucidError):
             policy = replace(model.policy, **change)
             policy.check(model.device)
@@ -337,7 +337,7 @@ def policy_changes(model: Model, stage: str, many: bool) -> Iterator[tuple[dict[
                 yield change, policy
 
 
-def peaks_after(model: Model, request: Request, stage: str, changes: Mapping[str, Policy]) -> dict[str, int]:
+def _peaks_after(model: Model, request: Request, stage: str, changes: Mapping[str, Policy]) -> dict[str, int]:
     """What might help, and the stage's peak with it: changes of the policy, half precision, one image at a time."""
 
     def peak(of: Request = request, **goal: Any) -> int:
@@ -347,11 +347,11 @@ def peaks_after(model: Model, request: Request, stage: str, changes: Mapping[str
     if next(model.components.network.parameters()).dtype == torch.float32:
         found["dtype='bfloat16'"] = peak(dtype=torch.bfloat16)
     if len(request.seeds()) > 1:
-        found["one image at a time"] = peak(first_image_of(request))
+        found["one image at a time"] = peak(_first_image_of(request))
     return found
 
 
-def first_image_of(request: Request) -> Request:
+def _first_image_of(request: Request) -> Request:
     """The same request for its first image."""
     label = request.label
     many = isinstance(label, list | tuple)

@@ -33,7 +33,7 @@ from pellucid.pipeline.request import Control, ImagePrompt, Lora, Request
 from pellucid.pipeline.result import Result
 from pellucid.pipeline.shelf import AdapterShelf, PathLike, adapter_encoder, adapter_file
 
-CLASS_GUIDANCE = 4.0  # of class-conditional models: DiT's own setting
+_CLASS_GUIDANCE = 4.0  # of class-conditional models: DiT's own setting
 
 
 @dataclass(repr=False)
@@ -90,13 +90,13 @@ class Model:
         network = self.components.network
         if takes_text(network):
             return guarded()
-        return Guidance(CLASS_GUIDANCE) if isinstance(network, DiT) else Guidance(1.0)
+        return Guidance(_CLASS_GUIDANCE) if isinstance(network, DiT) else Guidance(1.0)
 
     # --- adapters -------------------------------------------------------------------------------------------------
 
     def networks(self) -> dict[str, nn.Module]:
         """The networks that adapters may change, by their names in files."""
-        return denoising_networks(self.components)
+        return _denoising_networks(self.components)
 
     def load_lora(self, path: PathLike, name: str | None = None) -> AdapterSet:
         """Reads a LoRA file once; requests then name it with their own scale: `loras=[Lora(adapter, 0.8)]`."""
@@ -179,7 +179,7 @@ class RunSettings:
         return self.model.shape_of(self.size)
 
 
-def denoising_networks(components: Components) -> dict[str, nn.Module]:
+def _denoising_networks(components: Components) -> dict[str, nn.Module]:
     """The denoiser and the text encoders, by their names in files."""
     name = "unet" if isinstance(components.network, UNet) else "transformer"
     encoders = zip(text_parts(components), components.text_encoders, strict=True)
@@ -189,7 +189,7 @@ def denoising_networks(components: Components) -> dict[str, nn.Module]:
 def networks_by_name(components: Components) -> dict[str, nn.Module]:
     """The networks of a model under the names of its folders."""
     others = {"vae": components.vae, "image_encoder": components.image_encoder}
-    return denoising_networks(components) | {name: network for name, network in others.items() if network is not None}
+    return _denoising_networks(components) | {name: network for name, network in others.items() if network is not None}
 
 
 def networks_of(components: Components) -> list[nn.Module]:
@@ -217,7 +217,7 @@ def map_networks(components: Components, change: Callable[[Any], Any]) -> Compon
 
 
 def with_views(components: Components, views: Mapping[str, nn.Module]) -> Components:
-    """The components with other networks in the places of `denoising_networks`."""
+    """The components with other networks in the places of `_denoising_networks`."""
     encoders: tuple[Any, ...] = tuple(views[name] for name in text_parts(components))
     network: Any = views.get("unet", views.get("transformer"))
     return replace(components, network=network, text_encoders=encoders)

@@ -22,8 +22,8 @@ from pellucid.core.samplers import REGISTRY, Sampler, resolve
 
 MAX_TEXT = 2**20  # characters; more is no prompt
 NEGATIVE = "Negative prompt:"
-SETTINGS = re.compile(r"Steps: *\d+ *(,|$)")
-LORA = re.compile(r"[ \t]*<lora:([^:<>\n]+):([0-9.+-]+)>")
+_SETTINGS = re.compile(r"Steps: *\d+ *(,|$)")
+_LORA = re.compile(r"[ \t]*<lora:([^:<>\n]+):([0-9.+-]+)>")
 # Their schedule types → our grids.
 SCHEDULES = {
     "Karras": "karras",
@@ -38,8 +38,8 @@ SCHEDULES = {
     "DDIM": "leading",
     "Beta": "beta",
 }
-SIGMA_KEYS = {"Schedule rho": "rho", "Schedule min sigma": "sigma_min", "Schedule max sigma": "sigma_max"}
-KNOWN = ("Steps", "Sampler", "Schedule type", "CFG scale", "Seed", "Size", "Model", "Model hash", "Clip skip")
+_SIGMA_KEYS = {"Schedule rho": "rho", "Schedule min sigma": "sigma_min", "Schedule max sigma": "sigma_max"}
+_KNOWN = ("Steps", "Sampler", "Schedule type", "CFG scale", "Seed", "Size", "Model", "Model hash", "Clip skip")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def write(found: Parameters) -> str:
     lines = [tidy(found.prompt)]
     if tidy(found.negative_prompt):
         lines.append(f"{NEGATIVE} {tidy(found.negative_prompt)}")
-    pairs = [f"{key_of(key)}: {quoted(value)}" for key, value in found.settings.items()]
+    pairs = [f"{_key_of(key)}: {_quoted(value)}" for key, value in found.settings.items()]
     return "\n".join([*lines, ", ".join([*pairs, *found.rest])])
 
 
@@ -80,13 +80,13 @@ def tidy(text: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n").strip()
 
 
-def key_of(key: str) -> str:
+def _key_of(key: str) -> str:
     if not key or key != key.strip() or re.search(r'[:,"\x00-\x1f]', key):
         raise PellucidError(rule("key", "words without comma, colon, quote and line end", key), "parameters-key")
     return key
 
 
-def quoted(value: str) -> str:
+def _quoted(value: str) -> str:
     plain = value and value == value.strip() and not re.search(r"[,:\x00-\x1f\x7f-\x9f\u2028\u2029]", value)
     return value if plain and value[0] not in '"{[' else json.dumps(value, ensure_ascii=False)
 
@@ -96,8 +96,8 @@ def parse(text: str) -> Parameters:
     if len(text) > MAX_TEXT:
         raise PellucidError(rule("parameters", f"at most {MAX_TEXT} characters", len(text)), "parameters-size")
     lines = tidy(text).split("\n")
-    at = settings_line(lines)
-    settings, rest = read_settings(lines[at]) if at is not None else ({}, ())
+    at = _settings_line(lines)
+    settings, rest = _read_settings(lines[at]) if at is not None else ({}, ())
     after = tuple(line for line in lines[at + 1 :] if line.strip()) if at is not None else ()
     said = lines[:at]
     split = next((i for i, line in enumerate(said) if line.startswith(NEGATIVE)), len(said))
@@ -105,21 +105,21 @@ def parse(text: str) -> Parameters:
     return Parameters(tidy("\n".join(said[:split])), tidy(negative), settings, (*rest, *after))
 
 
-def settings_line(lines: list[str]) -> int | None:
+def _settings_line(lines: list[str]) -> int | None:
     """The last line that begins with Steps; else the last line, where it is pairs that we know."""
     for i in reversed(range(len(lines))):
-        if SETTINGS.match(lines[i].strip()):
+        if _SETTINGS.match(lines[i].strip()):
             return i
-    settings, _ = read_settings(lines[-1])
+    settings, _ = _read_settings(lines[-1])
     keys = list(settings)
-    return len(lines) - 1 if len(keys) > 1 and all(key in KNOWN for key in keys[:2]) else None
+    return len(lines) - 1 if len(keys) > 1 and all(key in _KNOWN for key in keys[:2]) else None
 
 
-def read_settings(line: str) -> tuple[dict[str, str], tuple[str, ...]]:
+def _read_settings(line: str) -> tuple[dict[str, str], tuple[str, ...]]:
     """`Key: value, Key: "value, quoted"` → the pairs, and what is none. Of a key that comes twice the first counts."""
     settings: dict[str, str] = {}
     rest: list[str] = []
-    for key, value in scan(line.strip()):
+    for key, value in _scan(line.strip()):
         if key and key not in settings:
             settings[key] = value
         elif key or value:
@@ -127,7 +127,7 @@ def read_settings(line: str) -> tuple[dict[str, str], tuple[str, ...]]:
     return settings, tuple(rest)
 
 
-def scan(line: str) -> Iterator[tuple[str, str]]:
+def _scan(line: str) -> Iterator[tuple[str, str]]:
     """The pairs of a line, in order; a piece without a colon comes with an empty key."""
     at = 0
     while at < len(line):
@@ -136,12 +136,12 @@ def scan(line: str) -> Iterator[tuple[str, str]]:
             end = len(line) if comma < 0 else comma
             yield "", line[at:end].strip()
         else:
-            value, end = read_value(line, colon + 1)
+            value, end = _read_value(line, colon + 1)
             yield line[at:colon].strip(), value
         at = end + 1
 
 
-def read_value(line: str, start: int) -> tuple[str, int]:
+def _read_value(line: str, start: int) -> tuple[str, int]:
     """The value that begins at `start`, and where it ends: a JSON string, raw JSON as Civitai writes it, or words."""
     while start < len(line) and line[start] == " ":
         start += 1
@@ -165,7 +165,7 @@ def read_value(line: str, start: int) -> tuple[str, int]:
 def describe(recipe: Mapping[str, Any]) -> Parameters:
     """A recipe's fields in their words; a LoRA is named in the prompt, as they do."""
     loras = [a for a in recipe.get("adapters", ()) if a.get("kind") == "lora"]
-    tags = [f"<lora:{a['name']}:{number(a.get('scale', 1.0))}>" for a in loras]
+    tags = [f"<lora:{a['name']}:{_number(a.get('scale', 1.0))}>" for a in loras]
     hashes = [f"{a['name']}: {a['hash'].rpartition(':')[2]}" for a in loras if a.get("hash")]
     sampler, size, skip = recipe.get("sampler"), recipe.get("size"), recipe.get("clip_skip")
     grid = (recipe.get("grid") or {}).get("name")
@@ -184,12 +184,12 @@ def describe(recipe: Mapping[str, Any]) -> Parameters:
         "Lora hashes": ", ".join(hashes) or None,
         "Version": f"pellucid {recipe['pellucid']}" if recipe.get("pellucid") else None,
     }
-    settings = {key: number(value) for key, value in said.items() if value is not None}
-    prompt = " ".join([recipe.get("prompt", ""), *(t for t in tags if LORA.fullmatch(t))])
+    settings = {key: _number(value) for key, value in said.items() if value is not None}
+    prompt = " ".join([recipe.get("prompt", ""), *(t for t in tags if _LORA.fullmatch(t))])
     return Parameters(prompt, recipe.get("negative_prompt", ""), settings)
 
 
-def number(value: object) -> str:
+def _number(value: object) -> str:
     """A number as people write it, in full precision; text as it is."""
     return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
@@ -197,7 +197,7 @@ def number(value: object) -> str:
 # --- parameters → a recipe's fields ----------------------------------------------------------------------------
 
 
-class SettingsReader:
+class _SettingsReader:
     """Takes settings one by one; what stays is unread, and what was wrong or lost is noted."""
 
     def __init__(self, found: Parameters) -> None:
@@ -229,43 +229,43 @@ class SettingsReader:
 def understand(text: str) -> ForeignRecipe:
     """The recipe's fields that a `parameters` text sets, what is left unread, and what to mind."""
     found = parse(text)
-    reader = SettingsReader(found)
-    read_prompts(reader, found)
+    reader = _SettingsReader(found)
+    _read_prompts(reader, found)
     reader.take("steps", reader.number("Steps", 1, grids.MAX_STEPS, whole=True))
-    read_sampler(reader)
+    _read_sampler(reader)
     scale = reader.number("CFG scale", 0, 1000)
     reader.take("guidance", None if scale is None else {"scale": float(scale)})
-    read_seed(reader)
-    read_size(reader)
+    _read_seed(reader)
+    _read_size(reader)
     reader.take("model", reader.left.pop("Model", None))
     reader.take("model_hash", reader.left.pop("Model hash", None))
-    read_strength(reader)
+    _read_strength(reader)
     skip = reader.number("Clip skip", 1, 64, whole=True)
     reader.take("clip_skip", None if skip is None else skip - 1)
     unread = {**reader.left, **({"": ", ".join(found.rest)} if found.rest else {})}
     return ForeignRecipe(text, reader.fields, unread, tuple(reader.notes))
 
 
-def read_prompts(reader: SettingsReader, found: Parameters) -> None:
+def _read_prompts(reader: _SettingsReader, found: Parameters) -> None:
     """The prompts without their LoRA tags, which become adapters."""
-    hashes = dict(scan(reader.left.pop("Lora hashes", "")))
+    hashes = dict(_scan(reader.left.pop("Lora hashes", "")))
     adapters = [
         {"name": m[1], "kind": "lora", "hash": hashes.pop(m[1], None), "scale": scale}
-        for m in LORA.finditer(found.prompt)
-        if (scale := finite(m[2])) is not None
+        for m in _LORA.finditer(found.prompt)
+        if (scale := _finite(m[2])) is not None
     ]
-    reader.fields |= {"prompt": tidy(LORA.sub("", found.prompt)), "negative_prompt": found.negative_prompt}
+    reader.fields |= {"prompt": tidy(_LORA.sub("", found.prompt)), "negative_prompt": found.negative_prompt}
     reader.take("adapters", adapters or None)
     if hashes:
         reader.left["Lora hashes"] = ", ".join(f"{name}: {value}" for name, value in hashes.items())
     both = f"{found.prompt}\n{found.negative_prompt}"
-    if re.search(r"[()\[\]]", LORA.sub("", both)):
+    if re.search(r"[()\[\]]", _LORA.sub("", both)):
         reader.fields["weighting"] = True
     if re.search(r"\bAND\b|\[[^\[\]]*[:|][^\[\]]*\]", both):
         reader.notes.append("The prompt joins or edits prompts (AND, [a:b:0.5], [a|b]): read as plain words.")
 
 
-def finite(text: str) -> float | None:
+def _finite(text: str) -> float | None:
     try:
         value = float(text)
     except ValueError:
@@ -273,7 +273,7 @@ def finite(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def read_sampler(reader: SettingsReader) -> None:
+def _read_sampler(reader: _SettingsReader) -> None:
     """Sampler and schedule type, also in one name; a k-diffusion sampler gets k-diffusion's dialect."""
     name, kind = reader.left.get("Sampler"), reader.left.get("Schedule type")
     if name is None:
@@ -291,30 +291,30 @@ def read_sampler(reader: SettingsReader) -> None:
     if kind is None or kind == "Automatic":
         reader.left.pop("Schedule type", None)
         uniform = "linspace" if old and kind is None else None
-        read_grid(reader, grid or uniform, entry)
+        _read_grid(reader, grid or uniform, entry)
         if kind and not grid:
             reader.notes.append("Schedule type Automatic means each sampler's own grid there: ours is used.")
         return
-    ours = named_grid(kind)
+    ours = _named_grid(kind)
     if ours is None:
         reader.notes.append(f"Schedule type {kind[:80]!r} has no grid here.")
     else:
         del reader.left["Schedule type"]
-    read_grid(reader, ours or grid, entry)
+    _read_grid(reader, ours or grid, entry)
 
 
-def named_grid(kind: str) -> str | None:
+def _named_grid(kind: str) -> str | None:
     """Our grid for a schedule type: their title in any case, or our own name."""
     titles = {theirs.lower(): ours for theirs, ours in SCHEDULES.items()}
     own = kind.lower().replace(" ", "_")
     return titles.get(kind.lower()) or (own if own in grids.names() and own != "explicit" else None)
 
 
-def read_grid(reader: SettingsReader, grid: str | None, entry: Sampler) -> None:
+def _read_grid(reader: _SettingsReader, grid: str | None, entry: Sampler) -> None:
     """The grid with its own ends and rho, and eta where the sampler has one."""
     made: dict[str, Any] = {"name": grid} if grid else {}
     if grid in grids.OVER_SIGMA:
-        for key, ours in SIGMA_KEYS.items():
+        for key, ours in _SIGMA_KEYS.items():
             value = reader.number(key, 1e-6, 1e6)
             made |= {} if value is None else {ours: float(value)}
     reader.take("grid", made or None)
@@ -323,14 +323,14 @@ def read_grid(reader: SettingsReader, grid: str | None, entry: Sampler) -> None:
         reader.take("options", None if eta is None else {"eta": float(eta)})
 
 
-def read_seed(reader: SettingsReader) -> None:
+def _read_seed(reader: _SettingsReader) -> None:
     seed = reader.number("Seed", 0, 2**64 - 1, whole=True)
     if seed is not None:
         reader.fields["seed"] = check_seed(seed)
         reader.notes.append("The seed draws other noise there: the image will be alike in kind, not the same.")
 
 
-def read_size(reader: SettingsReader) -> None:
+def _read_size(reader: _SettingsReader) -> None:
     match = re.fullmatch(r"(\d{1,5}) ?[x×] ?(\d{1,5})", reader.left.get("Size", ""))
     if match and int(match[1]) and int(match[2]):
         reader.fields["size"] = (int(match[1]), int(match[2]))
@@ -339,7 +339,7 @@ def read_size(reader: SettingsReader) -> None:
         reader.notes.append(rule("Size", "as in 512x768", reader.left["Size"][:80]))
 
 
-def read_strength(reader: SettingsReader) -> None:
+def _read_strength(reader: _SettingsReader) -> None:
     """Denoising strength; beside Hires keys it belongs to their second pass, which we do not have."""
     if any(key.startswith("Hires") for key in reader.left):
         reader.notes.append("Hires fix made this image larger in a second pass: only the first is read.")

@@ -81,7 +81,7 @@ PIPELINE = {
 }
 
 
-class PeerWordError(PellucidError, AttributeError):
+class _PeerWordError(PellucidError, AttributeError):
     """An attribute that diffusers' pipelines have and ours do not; `hasattr` is False."""
 
 
@@ -94,7 +94,7 @@ def option_error(name: str, value: Any, known: Iterable[str], theirs: Mapping[st
 
 def attribute_error(name: str) -> AttributeError:
     if name in PIPELINE:
-        return PeerWordError(f"a pipeline has no {name}; use {PIPELINE[name]}.", "attribute")
+        return _PeerWordError(f"a pipeline has no {name}; use {PIPELINE[name]}.", "attribute")
     return AttributeError(f"'Pipeline' object has no attribute {name!r}")
 
 

@@ -40,7 +40,7 @@ class Pipeline(Model, RefusesPeerWords):
         return self.run(Request.of(*prompt, **options))
 
     def __repr__(self) -> str:
-        return description(self)
+        return _description(self)
 
     @classmethod
     def from_pretrained(cls, *_: Any, **__: Any) -> Pipeline:
@@ -102,7 +102,7 @@ class Pipeline(Model, RefusesPeerWords):
         return self
 
 
-def description(pipe: Pipeline) -> str:
+def _description(pipe: Pipeline) -> str:
     """The model in some ten lines: its networks with their sizes, its defaults, and how to call it."""
     parts = pipe.components
     encoders = dict(zip(text_parts(parts), parts.text_encoders, strict=True))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 Offload = Literal["none", "component", "block"]
-OFFLOADS: tuple[Offload, ...] = get_args(Offload)
+_OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 ON_CPU = ("auto", "flash", "math")  # the attention kernels that torch has for a CPU
 LEAST_TILE = 16
 
@@ -72,7 +72,7 @@ class Policy:
     def __post_init__(self) -> None:
         from pellucid.models.attention import BACKENDS  # torch comes with it
 
-        for name, known in (("attention", tuple(BACKENDS)), ("offload", OFFLOADS)):
+        for name, known in (("attention", tuple(BACKENDS)), ("offload", _OFFLOADS)):
             value = getattr(self, name)
             if value not in known:
                 hint = nearest(value, known) if isinstance(value, str) else ""

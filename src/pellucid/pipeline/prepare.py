@@ -44,7 +44,7 @@ from pellucid.pipeline.stages import Stages
 # --- The plan -------------------------------------------------------------------------------------------------------
 
 STEPS = 30
-MAX_PLAN_BYTES = 64 * 2**20
+_MAX_PLAN_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ def make_plan(components: Components, request: Request) -> RunPlan:
         def from_config(**cuts: Any) -> Plan:
             return compile_reading(reading, steps, dialect=dialect, overrides=options, **cuts)
 
-        return RunPlan(cut_plan(components, request, dialect, from_config), keep)
+        return RunPlan(_cut_plan(components, request, dialect, from_config), keep)
     if request.options and request.sampler is None and reading is None:
         raise PellucidError("options must come with a sampler: the model has no scheduler of its own.", "request")
     own = reading.sampler if reading is not None else "dpmpp_2m"
     dialect = request.dialect or "exact"
     from_name = partial(named_plan, request, own, components.schedule, components.target, steps, dialect)
-    return RunPlan(cut_plan(components, request, dialect, from_name), keep)
+    return RunPlan(_cut_plan(components, request, dialect, from_name), keep)
 
 
 def named_plan(
@@ -112,18 +112,18 @@ def read_plan(given: Plan | str | os.PathLike[str]) -> Plan:
     if isinstance(given, Plan):
         return given
     path = source.bundled(given)
-    text = read_text(path, "plan", MAX_PLAN_BYTES, "plan-file")
+    text = read_text(path, "plan", _MAX_PLAN_BYTES, "plan-file")
     with naming(path.name):
         return Plan.from_json(text)
 
 
-def cut_plan(components: Components, request: Request, dialect: str, make: Any) -> Plan:
+def _cut_plan(components: Components, request: Request, dialect: str, make: Any) -> Plan:
     """Starts and ends where the request says: exactly, or on the whole legs that diffusers counts."""
     ends = (request.strength, request.denoising_start, request.denoising_end)
     if all(end is None for end in ends):
         return make()
     if dialect == "diffusers":
-        return cut_as_diffusers(request, make)
+        return _cut_as_diffusers(request, make)
     low, high = components.schedule.span
     start = request.strength if request.strength is not None else request.denoising_start
     if request.denoising_start is not None:
@@ -133,7 +133,7 @@ def cut_plan(components: Components, request: Request, dialect: str, make: Any) 
     return make(between=(begin, end))
 
 
-def cut_as_diffusers(request: Request, make: Any) -> Plan:
+def _cut_as_diffusers(request: Request, make: Any) -> Plan:
     """diffusers keeps int(steps · strength) of the steps, and hands over at the first time below a rounded one."""
     whole = make()
     count = int(whole.grid["steps"])
@@ -149,14 +149,14 @@ def cut_as_diffusers(request: Request, make: Any) -> Plan:
         skip = count - kept
     cuts: dict[str, Any] = {"skip": skip} if skip else {}
     if request.denoising_start is not None:
-        cuts = {"skip": starts_before(whole, request.denoising_start)}
+        cuts = {"skip": _starts_before(whole, request.denoising_start)}
     if request.denoising_end is not None:
-        stop = starts_before(whole, request.denoising_end)
-        cuts |= {"stop": stop} if stop < len(starts_of(whole)) else {}
+        stop = _starts_before(whole, request.denoising_end)
+        cuts |= {"stop": stop} if stop < len(_starts_of(whole)) else {}
     return make(**cuts) if cuts else whole
 
 
-def starts_of(whole: Plan) -> list[float]:
+def _starts_of(whole: Plan) -> list[float]:
     """The times that diffusers counts when it cuts a run: one per step, and in PNDM one per call."""
     if whole.name in ("plms", "pndm"):
         return list(whole.timesteps)
@@ -170,10 +170,10 @@ def starts_of(whole: Plan) -> list[float]:
     return starts
 
 
-def starts_before(whole: Plan, part: float) -> int:
+def _starts_before(whole: Plan, part: float) -> int:
     """How many of them lie before a part of the run, as diffusers counts: by whole training times."""
     total = whole.schedule.get("num_train", 1000)
-    return sum(time >= round(total - part * total) for time in starts_of(whole))
+    return sum(time >= round(total - part * total) for time in _starts_of(whole))
 
 
 # --- The run --------------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def prepare(
         conditions = make_conditions(parts, request, run.size, scale, both).to(model.device)
     with stages.run("encode", *image_inputs.encoding_networks(run)):
         clean, noise = image_inputs.clean_latents(run), image_inputs.first_noise(run)
-        network, conditions = network_of(run, conditions, clean)
+        network, conditions = _network_of(run, conditions, clean)
     guided = GuidedDenoiser(
         network,
         parts.schedule,
@@ -249,20 +249,20 @@ def prepare(
         conditions.cond,
         conditions.uncond,
         guidance,
-        weak=None if request.weak is None else weak_network(run),
+        weak=None if request.weak is None else _weak_network(run),
         x0_filter=run.x0_filter,
         dtype=working_dtype(parts.network),
         keep_raw=bool(run.plan.options.get("keep_eps")),
     )
-    called = list(layers_of(network))
+    called = list(_layers_of(network))
     switch = next((layer for layer in called if isinstance(layer, HintSwitch)), None)
     weak = [] if request.weak is None else [request.weak.components.network]
     return Prepared(
         settings=run,
-        start=start_of(run, clean, noise),
+        start=_start_of(run, clean, noise),
         conditions=conditions,
         denoiser=guided if switch is None else ControlledDenoiser(guided, request.controls, switch),
-        constraints=(*blend(run, clean, noise), *request.constraints),
+        constraints=(*_blend(run, clean, noise), *request.constraints),
         observers=(*request.observers, *observers),
         networks=(called[-1], *weak),
         stages=stages,
@@ -273,7 +273,7 @@ def prepare(
             *text_notes(parts, request),
             *guidance.notes,
             *scale_notes(guidance),
-            *unused_notes(request, guidance, run.plan),
+            *_unused_notes(request, guidance, run.plan),
             *noise_notes(run.plan, str((parts.scheduler or {}).get("_class_name"))),
             *tuning_notes(run.plan, model.components, run.guidance),
         ),
@@ -298,7 +298,7 @@ def denoise(prepared: Prepared) -> Latents:
     return Latents(x, settings, stages, prepared.recipes, prepared.notes)
 
 
-def start_of(run: RunSettings, clean: Tensor | None, noise: Tensor) -> Tensor:
+def _start_of(run: RunSettings, clean: Tensor | None, noise: Tensor) -> Tensor:
     """x at the plan's first level."""
     plan = run.plan
     if clean is None:
@@ -310,7 +310,7 @@ def start_of(run: RunSettings, clean: Tensor | None, noise: Tensor) -> Tensor:
     return clean * plan.start.alpha + noise * plan.start.sigma
 
 
-def blend(run: RunSettings, clean: Tensor | None, noise: Tensor) -> list[Constraint]:
+def _blend(run: RunSettings, clean: Tensor | None, noise: Tensor) -> list[Constraint]:
     """Keeps what the mask does not paint: after each row, the image at the level that x has now."""
     if run.request.mask is None or clean is None or image_inputs.is_inpainting(run.components):
         return []
@@ -342,7 +342,7 @@ def noise_source(request: Request, plan: Plan, seeds: list[int], stream: TorchSt
 # --- The network as a request uses it -------------------------------------------------------------------------------
 
 
-def network_of(run: RunSettings, conditions: Conditions, clean: Tensor | None) -> tuple[Any, Conditions]:
+def _network_of(run: RunSettings, conditions: Conditions, clean: Tensor | None) -> tuple[Any, Conditions]:
     """The network with ControlNets or beside a mask, and the conditions with what these take."""
     request, network, device = run.request, run.components.network, run.model.device
     if request.image_prompts:
@@ -368,7 +368,7 @@ def network_of(run: RunSettings, conditions: Conditions, clean: Tensor | None) -
     return called, conditions
 
 
-def layers_of(network: Any) -> Iterator[Any]:
+def _layers_of(network: Any) -> Iterator[Any]:
     """A network as it is called, what that calls, and so on to the module that computes."""
     yield network
     while isinstance(network, HintSwitch | image_inputs.Inpainting):
@@ -376,7 +376,7 @@ def layers_of(network: Any) -> Iterator[Any]:
         yield network
 
 
-def weak_network(run: RunSettings) -> Any:
+def _weak_network(run: RunSettings) -> Any:
     """The worse network of autoguidance, which must take what the network takes."""
     weak, network = run.request.weak, run.components.network
     parts: Any = getattr(weak, "components", None)
@@ -425,7 +425,7 @@ class ControlledRun:
     def __call__(self, x: Tensor, level: Any, time: Any) -> Prediction:
         levels = [level] * len(self.ratios) if isinstance(level, Level) else split(level)
         self.switch.on = tuple(
-            tuple(acts(control, one, own) for one, own in zip(levels, self.ratios, strict=True))
+            tuple(_acts(control, one, own) for one, own in zip(levels, self.ratios, strict=True))
             for control in self.controls
         )
         return self.run(x, level, time)
@@ -434,7 +434,7 @@ class ControlledRun:
         return replace(self, run=self.run.select(images), ratios=[self.ratios[i] for i in images])
 
 
-def acts(control: Control, level: Level, ratios: list[float]) -> bool:
+def _acts(control: Control, level: Level, ratios: list[float]) -> bool:
     step = min(steps_before(ratios, level.ratio), len(ratios) - 1)
     return control.acts_at(step, len(ratios))
 
@@ -496,7 +496,7 @@ def check_layers(network: Network, guidance: Guidance) -> None:
                 raise PellucidError(rule(f"layers of {extra.name}", must, layer), "guidance")
 
 
-def unused_notes(request: Request, guidance: Guidance, plan: Plan) -> list[str]:
+def _unused_notes(request: Request, guidance: Guidance, plan: Plan) -> list[str]:
     """Notes on options that have no effect."""
     found = []
     if request.negative_prompt and not guidance.needs_uncond and not asks_uncond(plan):
@@ -520,12 +520,12 @@ def tuning_notes(plan: Plan, parts: Components | None, guidance: Guidance) -> li
         words = f"{', '.join(other)} {'differs' if len(other) == 1 else 'differ'}"
         found.append(f"the plan was tuned for other weights (of {evidence.get('model', '?')}): {words}")
     own = evidence.get("guidance")
-    if own is not None and not same_guidance(own, guidance):
+    if own is not None and not _same_guidance(own, guidance):
         found.append(f"the plan was tuned for guidance {own}, and runs with {guidance.text()}")
     return found
 
 
-def same_guidance(text: Any, guidance: Guidance) -> bool:
+def _same_guidance(text: Any, guidance: Guidance) -> bool:
     try:
         return Guidance.parse(text).same_rules(guidance)
     except PellucidError:

@@ -24,14 +24,14 @@ from pellucid.pipeline import parameters
 from pellucid.pipeline.images import UNREADABLE, check_size, first_line, open_bounded
 from pellucid.pipeline.parameters import ForeignRecipe
 
-SCHEMA = 1
-KIND = "pellucid-recipe"
-SHEET = "pellucid-sheet"
-TEXT_KEYS = ("pellucid", SHEET, "parameters")  # the text chunks that are read
+_SCHEMA = 1
+_KIND = "pellucid-recipe"
+_SHEET = "pellucid-sheet"
+_TEXT_KEYS = ("pellucid", _SHEET, "parameters")  # the text chunks that are read
 MAX_TEXT = 2**20  # bytes of one text chunk, read or written
-MAX_DEPTH = 32  # of nested JSON
-EXIF_IFD, USER_COMMENT = 0x8769, 0x9286
-ADAPTER = ("name", "kind", "hash", "scale", "start", "end", "guess")
+_MAX_DEPTH = 32  # of nested JSON
+_EXIF_IFD, _USER_COMMENT = 0x8769, 0x9286
+_ADAPTER = ("name", "kind", "hash", "scale", "start", "end", "guess")
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name, hint in hints_of(Recipe).items():
-            object.__setattr__(self, name, checked(name, hint, getattr(self, name)))
+            object.__setattr__(self, name, _checked(name, hint, getattr(self, name)))
         size = len(self.to_json().encode())
         if size > MAX_TEXT:
             advice = "Name the plan's sampler instead of its table, or shorten the prompt."
@@ -82,18 +82,18 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON: every field, whatever its value."""
         own = {f.name: getattr(self, f.name) for f in fields(self)}
-        own["options"] = unbounded(self.options)
-        made: dict[str, Any] = plain_json("recipe", own)
-        return {"kind": KIND, "schema": SCHEMA, **made}
+        own["options"] = _unbounded(self.options)
+        made: dict[str, Any] = _plain_json("recipe", own)
+        return {"kind": _KIND, "schema": _SCHEMA, **made}
 
     @staticmethod
     def from_dict(data: Any) -> Recipe:
         """Reads a recipe strictly: what it does not know it names. A field left out has its default."""
-        if not isinstance(data, Mapping) or data.get("kind") != KIND:
-            raise PellucidError(f"recipe must be a JSON object of kind {KIND}; got something else.", "recipe-json")
-        if data.get("schema") != SCHEMA:
+        if not isinstance(data, Mapping) or data.get("kind") != _KIND:
+            raise PellucidError(f"recipe must be a JSON object of kind {_KIND}; got something else.", "recipe-json")
+        if data.get("schema") != _SCHEMA:
             advice = f"Made by pellucid {str(data.get('pellucid', '?'))[:40]}; this is {__version__}."
-            raise PellucidError(rule("schema of the recipe", str(SCHEMA), data.get("schema"), advice), "schema")
+            raise PellucidError(rule("schema of the recipe", str(_SCHEMA), data.get("schema"), advice), "schema")
         known = [f.name for f in fields(Recipe)]
         given = {key: value for key, value in data.items() if key not in ("kind", "schema")}
         unknown = [str(key)[:80] for key in given if key not in known]
@@ -119,14 +119,14 @@ class Recipe:
 # --- checks of fields ------------------------------------------------------------------------------------------
 
 
-def plain_json(name: str, value: Any, depth: int = 0) -> Any:
+def _plain_json(name: str, value: Any, depth: int = 0) -> Any:
     """The same value as JSON has it: tuples as lists, finite numbers, text that UTF-8 can hold."""
-    if depth > MAX_DEPTH:
-        raise PellucidError(rule(name, f"nested at most {MAX_DEPTH} deep", "more"), "recipe-value")
+    if depth > _MAX_DEPTH:
+        raise PellucidError(rule(name, f"nested at most {_MAX_DEPTH} deep", "more"), "recipe-value")
     if isinstance(value, Mapping):
-        return {text(f"key of {name}", k): plain_json(name, v, depth + 1) for k, v in value.items()}
+        return {text(f"key of {name}", k): _plain_json(name, v, depth + 1) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [plain_json(name, v, depth + 1) for v in value]
+        return [_plain_json(name, v, depth + 1) for v in value]
     if isinstance(value, str):
         return text(name, value)
     if value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
@@ -144,52 +144,58 @@ def text(name: str, value: Any) -> str:
     return str(value)  # plain, not torch's own kind of version
 
 
-def checked(name: str, hint: Any, value: Any) -> Any:
+def _checked(name: str, hint: Any, value: Any) -> Any:
     """A field's value of its annotated type, in its bounds, as JSON can hold it."""
     if name in ("seed", "size"):  # their checks know the type too
-        return None if value is None and name == "size" else CHECKS[name](value)
+        return None if value is None and name == "size" else _CHECKS[name](value)
     if name == "options" and isinstance(value, Mapping):
-        value = unbounded(value)
+        value = _unbounded(value)
     try:
-        found = typed(hint, plain_json(name, value), name, LIMITS.get(name), "recipe")
+        found = typed(hint, _plain_json(name, value), name, _LIMITS.get(name), "recipe")
     except PellucidError as error:
         raise PellucidError(str(error), "recipe-value") from None
-    return found if found is None or name not in CHECKS else CHECKS[name](found)
+    return found if found is None or name not in _CHECKS else _CHECKS[name](found)
 
 
-def unbounded(options: Mapping[str, Any]) -> dict[str, Any]:
+def _unbounded(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options with infinities as words, as a plan writes them."""
     return {k: UNBOUNDED.get(v, v) if isinstance(v, float) else v for k, v in options.items()}
 
 
-def bounded(options: Mapping[str, Any]) -> dict[str, Any]:
+def _bounded(options: Mapping[str, Any]) -> dict[str, Any]:
     return {k: BOUNDS.get(v, v) if isinstance(v, str) else v for k, v in options.items()}
 
 
-def plan_table(table: dict[str, Any]) -> dict[str, Any]:
+def _plan_table(table: dict[str, Any]) -> dict[str, Any]:
     if table.get("kind") != "pellucid-plan":
         raise PellucidError("plan must be a plan's table, as Plan.to_dict() gives it; got another.", "recipe-value")
     return table
 
 
-def adapter_list(adapters: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+def _adapter_list(adapters: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
     """Adapters as {name, kind, hash, scale}; a ControlNet also from which part of the run to which, and `guess`."""
     for one in adapters:
-        unknown = [key for key in one if key not in ADAPTER]
+        unknown = [key for key in one if key not in _ADAPTER]
         if unknown or not isinstance(one.get("name"), str) or not isinstance(one.get("kind"), str):
-            raise PellucidError(rule("adapters", f"objects of {', '.join(ADAPTER)}", one), "recipe-value")
+            raise PellucidError(rule("adapters", f"objects of {', '.join(_ADAPTER)}", one), "recipe-value")
     return adapters
 
 
-PART = (0, 1)
-LIMITS = {"clip_skip": (0, 64), "steps": (1, 10_000), "strength": PART, "denoising_start": PART, "denoising_end": PART}
-CHECKS: dict[str, Callable[[Any], Any]] = {
+_PART = (0, 1)
+_LIMITS = {
+    "clip_skip": (0, 64),
+    "steps": (1, 10_000),
+    "strength": _PART,
+    "denoising_start": _PART,
+    "denoising_end": _PART,
+}
+_CHECKS: dict[str, Callable[[Any], Any]] = {
     "dialect": dialects.named,
-    "options": bounded,
-    "plan": plan_table,
+    "options": _bounded,
+    "plan": _plan_table,
     "seed": check_seed,
     "size": check_size,
-    "adapters": adapter_list,
+    "adapters": _adapter_list,
 }
 
 
@@ -217,15 +223,15 @@ class RecipeImage(Image.Image):
         kind = format or ("PNG" if str(name).lower().endswith(".png") else "")
         own = self.recipe is not None and self.size == tuple(self.recipe.size or self.size)
         if own and kind.upper() == "PNG":
-            params.setdefault("pnginfo", png_info(self.recipe))
+            params.setdefault("pnginfo", _png_info(self.recipe))
         super().save(fp, format, **params)
 
 
-def png_info(recipe: Recipe | None, axes: str | None = None) -> PngImagePlugin.PngInfo:
+def _png_info(recipe: Recipe | None, axes: str | None = None) -> PngImagePlugin.PngInfo:
     """The text chunks of a PNG with its recipe: ours, and A1111's."""
     info = PngImagePlugin.PngInfo()
     if recipe is not None and axes is not None:
-        info.add_itxt(SHEET, json.dumps({"axes": axes, "recipe": recipe.to_dict()}, ensure_ascii=False))
+        info.add_itxt(_SHEET, json.dumps({"axes": axes, "recipe": recipe.to_dict()}, ensure_ascii=False))
     elif recipe is not None:
         info.add_itxt("pellucid", recipe.to_json())
         # NUL ends a chunk's text in many readers
@@ -241,7 +247,7 @@ def write_png(
     With `axes` it is a sheet: the recipe is that of its first cell, and the axes say what the others change.
     """
     try:
-        data = encode(image, png_info(recipe, axes))
+        data = _encode(image, _png_info(recipe, axes))
         if isinstance(goal, str | os.PathLike):
             put(Path(goal), lambda part: part.write_bytes(data))
         else:
@@ -252,7 +258,7 @@ def write_png(
         raise PellucidError(rule("PNG", "one that can be written", shown, advice), "file") from None
 
 
-def encode(image: Image.Image, info: PngImagePlugin.PngInfo) -> bytes:
+def _encode(image: Image.Image, info: PngImagePlugin.PngInfo) -> bytes:
     """A PNG's bytes. From a copy: Pillow keeps the text of a save that broke off, and would write it into the next."""
     whole = io.BytesIO()
     image.copy().save(whole, format="PNG", pnginfo=info)
@@ -262,11 +268,11 @@ def encode(image: Image.Image, info: PngImagePlugin.PngInfo) -> bytes:
 def read_png(source: str | os.PathLike[str] | IO[bytes]) -> Recipe | ForeignRecipe:
     """The recipe inside an image: ours exactly; else what an A1111 text says (PNG; EXIF of JPEG and WebP)."""
     with open_bounded(source) as image:
-        found = texts(image)
+        found = _texts(image)
     if "pellucid" in found:
-        with naming(name_of(source)):
+        with naming(_name_of(source)):
             return Recipe.from_json(found["pellucid"])
-    if SHEET in found:
+    if _SHEET in found:
         raise PellucidError("image must be a single image; got a sheet, which `read_sheet` reads.", "recipe-sheet")
     if "parameters" in found:
         return parameters.understand(found["parameters"])
@@ -279,44 +285,44 @@ def read_png(source: str | os.PathLike[str] | IO[bytes]) -> Recipe | ForeignReci
 def read_sheet(source: str | os.PathLike[str] | IO[bytes]) -> tuple[str, Recipe] | None:
     """The axes of a sheet and the recipe of its first cell; None where the image is no sheet."""
     with open_bounded(source) as image:
-        found = texts(image).get(SHEET)
+        found = _texts(image).get(_SHEET)
     if found is None:
         return None
-    with naming(name_of(source)):
+    with naming(_name_of(source)):
         held = parse_json(found, "sheet", "recipe-json")
         if not isinstance(held, dict) or not isinstance(held.get("axes"), str):
             raise PellucidError("sheet must be an object with axes and a recipe; got another.", "recipe-json")
         return held["axes"], Recipe.from_dict(held.get("recipe"))
 
 
-def name_of(source: str | os.PathLike[str] | IO[bytes]) -> str:
+def _name_of(source: str | os.PathLike[str] | IO[bytes]) -> str:
     """The file's, for messages; a buffer has none."""
     return os.path.basename(os.fspath(source)) if isinstance(source, str | os.PathLike) else ""
 
 
-def texts(image: Image.Image) -> dict[str, str]:
+def _texts(image: Image.Image) -> dict[str, str]:
     """The text chunks of a PNG, or the user comment of another file as `parameters`; refuses what is too long."""
     if image.format == "PNG":
         found = {str(k): v for k, v in image.info.items() if isinstance(v, str)}
-        if not found.keys() & set(TEXT_KEYS):  # chunks may stand behind the pixels
+        if not found.keys() & set(_TEXT_KEYS):  # chunks may stand behind the pixels
             try:
                 image.load()
             except UNREADABLE as error:
                 raise PellucidError(rule("image", "a whole image", "less", first_line(error)), "image-file") from None
             found = {str(k): v for k, v in image.info.items() if isinstance(v, str)}
     else:
-        comment = user_comment(image)
+        comment = _user_comment(image)
         found = {"parameters": comment} if comment else {}
-    for key in TEXT_KEYS:
+    for key in _TEXT_KEYS:
         if len(found.get(key, "").encode(errors="replace")) > MAX_TEXT:
             raise PellucidError(rule(f"text {key}", f"at most {MAX_TEXT} bytes", "more"), "text-size")
     return found
 
 
-def user_comment(image: Image.Image) -> str:
+def _user_comment(image: Image.Image) -> str:
     """EXIF's user comment: eight bytes name its encoding."""
     try:
-        raw = image.getexif().get_ifd(EXIF_IFD).get(USER_COMMENT, b"")
+        raw = image.getexif().get_ifd(_EXIF_IFD).get(_USER_COMMENT, b"")
     except UNREADABLE:
         return ""
     if isinstance(raw, str):

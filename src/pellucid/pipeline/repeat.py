@@ -30,12 +30,12 @@ from pellucid.pipeline.shelf import find_lora, local_model
 # --- A recipe → a request -------------------------------------------------------------------------------------------
 
 # Fields of a request that a recipe has under the same name.
-SAME_FIELDS = ("prompt", "seed", "strength", "denoising_start", "denoising_end", "clip_skip", "weighting")
-PLAN_FIELDS = ("sampler", "grid", "steps", "dialect", "options")
-CONDITIONS = ("label", "original_size", "target_size", "crop", "aesthetic", *SECOND)
-TENSORS = ("latents", "prompt_embeds", "negative_prompt_embeds")
+_SAME_FIELDS = ("prompt", "seed", "strength", "denoising_start", "denoising_end", "clip_skip", "weighting")
+_PLAN_FIELDS = ("sampler", "grid", "steps", "dialect", "options")
+_CONDITIONS = ("label", "original_size", "target_size", "crop", "aesthetic", *SECOND)
+_TENSORS = ("latents", "prompt_embeds", "negative_prompt_embeds")
 NOISES = ("philox", "torch")
-EITHER = (("strength", "denoising_start"),)  # both say where to start
+_EITHER = (("strength", "denoising_start"),)  # both say where to start
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,17 @@ class Needs:
         return [adapter for adapter in self.adapters if adapter["kind"] == kind]
 
 
-def known_fields(source: Recipe | ForeignRecipe) -> Mapping[str, Any]:
+def _known_fields(source: Recipe | ForeignRecipe) -> Mapping[str, Any]:
     """A recipe's fields: all of ours; of another program's, those that were understood."""
     return source.fields if isinstance(source, ForeignRecipe) else vars(source)
 
 
 def request_fields(source: Recipe | ForeignRecipe) -> dict[str, Any]:
     """The fields of a `Request` that a recipe sets, without its images and adapters."""
-    known = known_fields(source)
-    found = {name: known[name] for name in SAME_FIELDS if known.get(name) is not None}
+    known = _known_fields(source)
+    found = {name: known[name] for name in _SAME_FIELDS if known.get(name) is not None}
     conditions = known.get("conditioning", {})
-    found |= {name: condition_value(name, value) for name, value in conditions.items() if name in CONDITIONS}
+    found |= {name: _condition_value(name, value) for name, value in conditions.items() if name in _CONDITIONS}
     if known.get("negative_prompt") or conditions.get("empty_negative") or "negative_prompt_2" in conditions:
         found["negative_prompt"] = known["negative_prompt"]
     if known.get("size") is not None:
@@ -69,15 +69,15 @@ def request_fields(source: Recipe | ForeignRecipe) -> dict[str, Any]:
     if known.get("plan") is not None:
         found["plan"] = Plan.from_dict(known["plan"])
     else:
-        found |= {name: known[name] for name in PLAN_FIELDS if known.get(name)}
+        found |= {name: known[name] for name in _PLAN_FIELDS if known.get(name)}
         if "grid" in found:
-            found["grid"] = grid_of(found["grid"])
+            found["grid"] = _grid_of(found["grid"])
     if isinstance(source, Recipe):
-        found["noise"] = noise_of(source)
+        found["noise"] = _noise_of(source)
     return found
 
 
-def condition_value(name: str, value: Any) -> Any:
+def _condition_value(name: str, value: Any) -> Any:
     """A class, a text, or a pair of numbers: a recipe may come from anybody."""
     if name == "label":
         good = isinstance(value, int | str) and not isinstance(value, bool)
@@ -92,7 +92,7 @@ def condition_value(name: str, value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def grid_of(table: Mapping[str, Any]) -> Grid:
+def _grid_of(table: Mapping[str, Any]) -> Grid:
     try:
         return grids.named(Grid.from_dict(dict(table)))
     except PellucidError as error:
@@ -101,7 +101,7 @@ def grid_of(table: Mapping[str, Any]) -> Grid:
         raise PellucidError(f"grid of the recipe: {error}", "recipe-value") from None
 
 
-def noise_of(recipe: Recipe) -> str:
+def _noise_of(recipe: Recipe) -> str:
     if recipe.noise not in NOISES:
         advice = "It was made with a noise source of its own, which has to be given again in Python."
         raise PellucidError(rule("noise of the recipe", " or ".join(NOISES), recipe.noise, advice), "recipe-noise")
@@ -110,9 +110,9 @@ def noise_of(recipe: Recipe) -> str:
 
 def needs_of(source: Recipe | ForeignRecipe) -> Needs:
     """The images and adapters that must be given again. Another program's strength belongs to an image."""
-    known = known_fields(source)
+    known = _known_fields(source)
     images = dict(known.get("inputs", {}))
-    for name in TENSORS:
+    for name in _TENSORS:
         if name in images:
             advice = "It was made from Python: give them there again."
             raise PellucidError(
@@ -123,7 +123,7 @@ def needs_of(source: Recipe | ForeignRecipe) -> Needs:
     return Needs(images, tuple(known.get("adapters", ())))
 
 
-def other_parts(recipe: Recipe, components: Any) -> tuple[str, ...]:
+def _other_parts(recipe: Recipe, components: Any) -> tuple[str, ...]:
     """The parts in which a loaded model is not the recipe's."""
     if recipe.model_hash is None:
         return ()
@@ -134,7 +134,7 @@ def override(base: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]
     """Fields said now over those of a recipe, which give way where both cannot be."""
     kept = dict(base)
     if "plan" in said:
-        kept = {name: value for name, value in kept.items() if name not in PLAN_FIELDS}
+        kept = {name: value for name, value in kept.items() if name not in _PLAN_FIELDS}
     if "sampler" in said:
         kept.pop("plan", None)
         entry, grid = resolve(said["sampler"])
@@ -142,7 +142,7 @@ def override(base: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]
             kept.pop("options", None)
         if grid is not None:  # as in "DPM++ 2M Karras"
             kept.pop("grid", None)
-    for first, second in EITHER:
+    for first, second in _EITHER:
         for name, other in ((first, second), (second, first)):
             if name in said:
                 kept.pop(other, None)
@@ -212,9 +212,9 @@ class RunOptions:
 
 # --- A recipe, completed --------------------------------------------------------------------------------------------
 
-MAX_ENLARGEMENT = 10  # times the pixels of the image that a recipe may make unasked
-MAX_CALLS = 1000  # steps that it may take
-MAX_SHOWN = 60  # characters of a value
+_MAX_ENLARGEMENT = 10  # times the pixels of the image that a recipe may make unasked
+_MAX_CALLS = 1000  # steps that it may take
+_MAX_SHOWN = 60  # characters of a value
 
 
 @dataclass(frozen=True)
@@ -251,25 +251,25 @@ def complete(origin: RecipeSource, options: RunOptions) -> tuple[RunOptions, lis
     whole = ("prompt", "label", "seed")  # said last
     order = [*(name for name in base if name not in whole), *(name for name in whole if name in base)]
     fields = options.fields
-    changed = differences({name: base[name] for name in order if name in fields}, fields)
+    changed = _differences({name: base[name] for name in order if name in fields}, fields)
     given = {*base, *needs_of(origin.recipe).images, "n"}
     changed += [f"{name} added" for name in fields if name not in given]
     loading, policy = options.loading, options.policy
     if recipe is not None:
         loading = {**({"dtype": recipe.dtype} if recipe.dtype else {}), **loading}
-        policy = {**policy_of(recipe), **policy}
+        policy = {**_policy_of(recipe), **policy}
     done = replace(
         options,
         model=options.model or model_of(origin),
         fields=override(base, fields),
         loading=loading,
         policy=policy,
-        **find_adapters(origin, options),
+        **_find_adapters(origin, options),
     )
     return done, changed
 
 
-def policy_of(recipe: Recipe) -> dict[str, Any]:
+def _policy_of(recipe: Recipe) -> dict[str, Any]:
     """The recipe's memory policy, as it differs from the default."""
     try:
         return Policy(**recipe.policy).to_dict()
@@ -279,7 +279,7 @@ def policy_of(recipe: Recipe) -> dict[str, Any]:
 
 def model_of(origin: RecipeSource) -> str:
     """The model that the recipe names, where it is on this machine: nothing is fetched because an image says so."""
-    name = str(known_fields(origin.recipe).get("model", ""))
+    name = str(_known_fields(origin.recipe).get("model", ""))
     found = local_model(name, origin.path.parent) if origin.exact is not None and name else None
     if found is None:
         words = f"the recipe names {name!r}, which is not here" if name else "the recipe names none"
@@ -287,14 +287,14 @@ def model_of(origin: RecipeSource) -> str:
     return found
 
 
-def find_adapters(origin: RecipeSource, options: RunOptions) -> dict[str, Any]:
+def _find_adapters(origin: RecipeSource, options: RunOptions) -> dict[str, Any]:
     """The adapters of the run: those given, or those of the recipe that lie in this folder or beside the image."""
     needs, flags, missing = needs_of(origin.recipe), flags_of(Request), []
 
     def lack(name: str, words: str, needed: Mapping[str, Any] | None = None) -> None:
         missing.append(f"{flags[name].names[0]} {words}" + ("" if needed is None else f" for {needed['name']}"))
 
-    loras = [with_scale(one, needs.of("lora")) for one in options.loras]
+    loras = [_with_scale(one, needs.of("lora")) for one in options.loras]
     for need in needs.of("lora") if not loras else ():
         path = find_lora(need["name"], origin.path.parent)
         if path is None:
@@ -303,7 +303,7 @@ def find_adapters(origin: RecipeSource, options: RunOptions) -> dict[str, Any]:
             loras.append(AdapterFile(path, scale=need.get("scale", 1.0)))
     found = {"loras": tuple(loras)}
     for name, kind, words in (("controls", "controlnet", "NET,FILE"), ("image_prompts", "ip-adapter", "NET,FILE")):
-        found[name] = with_spans(getattr(options, name), needs.of(kind))
+        found[name] = _with_spans(getattr(options, name), needs.of(kind))
         for need in needs.of(kind) if not found[name] else ():
             lack(name, words, need)
     for name in ("image", "mask"):
@@ -317,13 +317,13 @@ def find_adapters(origin: RecipeSource, options: RunOptions) -> dict[str, Any]:
     return found
 
 
-def with_scale(given: AdapterFile, needs: list[dict[str, Any]]) -> AdapterFile:
+def _with_scale(given: AdapterFile, needs: list[dict[str, Any]]) -> AdapterFile:
     """A given LoRA, at the recipe's scale where none is set."""
     own = next((need for need in needs if need["name"] == Path(given.path).stem), None)
     return given if own is None or given.scale is not None else replace(given, scale=own.get("scale", 1.0))
 
 
-def with_spans(given: tuple[AdapterFile, ...], needs: list[dict[str, Any]]) -> tuple[AdapterFile, ...]:
+def _with_spans(given: tuple[AdapterFile, ...], needs: list[dict[str, Any]]) -> tuple[AdapterFile, ...]:
     """Given adapters with images, in the recipe's order, at its scales and spans where none are set."""
     out = []
     for i, adapter in enumerate(given):
@@ -343,36 +343,35 @@ def surprises(origin: RecipeSource, options: RunOptions) -> Iterator[tuple[str, 
         with images.open_bounded(origin.path) as image:
             carrier = image.size
         times = size[0] * size[1] / (carrier[0] * carrier[1])
-        if times > MAX_ENLARGEMENT:
+        if times > _MAX_ENLARGEMENT:
             made, own = images.words(size), images.words(carrier)
             question = f"{name} is {own}, and its recipe makes {made}, {times:,.0f} times as many pixels. Run it?"
-            must, got = f"at most {MAX_ENLARGEMENT} times the pixels of its image", f"{made} for {name} of {own}"
+            must, got = f"at most {_MAX_ENLARGEMENT} times the pixels of its image", f"{made} for {name} of {own}"
             yield question, f"size of the recipe must be {must}; got {got}. Give --size {size[0]}x{size[1]} to run it."
-    if calls > MAX_CALLS and not {"steps", "plan"} & options.fields.keys():
-        yield (
-            f"the recipe in {name} takes {calls:,} steps. Run it?",
-            f"steps of the recipe must be at most {MAX_CALLS}; got {calls} for {name}. Give --steps {calls} to run it.",
-        )
+    if calls > _MAX_CALLS and not {"steps", "plan"} & options.fields.keys():
+        question = f"the recipe in {name} takes {calls:,} steps. Run it?"
+        must = f"at most {_MAX_CALLS}; got {calls} for {name}. Give --steps {calls} to run it."
+        yield question, f"steps of the recipe must be {must}"
 
 
 # --- Values in words ------------------------------------------------------------------------------------------------
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """`steps 30 → 20`, for each of the old that is new."""
-    changed = {name: value for name, value in old.items() if not same_rules(value, new[name])}
-    pairs = {name: (value_text(value), value_text(new[name])) for name, value in changed.items()}
+    changed = {name: value for name, value in old.items() if not _same_rules(value, new[name])}
+    pairs = {name: (_value_text(value), _value_text(new[name])) for name, value in changed.items()}
     return [f"{name} {before} → {after}" for name, (before, after) in pairs.items() if before != after]
 
 
-def same_rules(old: Any, new: Any) -> bool:
+def _same_rules(old: Any, new: Any) -> bool:
     """Whether two are guidances with the same rules."""
     if not isinstance(new, Guidance) or not isinstance(old, Mapping | Guidance):
         return False
     return Guidance.parse(old).same_rules(new)
 
 
-def value_text(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, Grid):
@@ -384,13 +383,13 @@ def value_text(value: Any) -> str:
     if isinstance(value, Guidance):
         return value.text()
     text = ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, Mapping) else str(value)
-    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 1]}…"
 
 
 def understood_text(found: ForeignRecipe) -> dict[str, str]:
     """What was read of another program's text, in words."""
     names = {name: value for name, value in found.fields.items() if value not in ("", None) and name != "adapters"}
-    words = {name: value["name"] if name == "grid" else value_text(value) for name, value in names.items()}
+    words = {name: value["name"] if name == "grid" else _value_text(value) for name, value in names.items()}
     loras = [f"{a['name']} at {a['scale']:g}" for a in found.fields.get("adapters", ())]
     return {**words, **({"lora": ", ".join(loras)} if loras else {})}
 
@@ -401,7 +400,7 @@ def understood_text(found: ForeignRecipe) -> dict[str, str]:
 def check_same(recipe: Recipe, model: Model, request: Request, named: bool) -> list[str]:
     """What of the model, the images and the adapters is not the recipe's. A model that nobody named must be."""
     found: list[str] = []
-    other = other_parts(recipe, model.components)
+    other = _other_parts(recipe, model.components)
     dtype = str(next(model.components.network.parameters()).dtype).removeprefix("torch.")
     if dtype != recipe.dtype:
         found.append(f"dtype {recipe.dtype} → {dtype}")
@@ -415,10 +414,10 @@ def check_same(recipe: Recipe, model: Model, request: Request, named: bool) -> l
         found.append(f"the model is another: {', '.join(other)}")
     given = inputs_of(request)
     found += [f"{role} is another image" for role, seen in recipe.inputs.items() if given.get(role, seen) != seen]
-    return found + adapter_differences(recipe.adapters, adapters_of(model, request))
+    return found + _adapter_differences(recipe.adapters, adapters_of(model, request))
 
 
-def adapter_differences(old: tuple[dict[str, Any], ...], new: tuple[dict[str, Any], ...]) -> list[str]:
+def _adapter_differences(old: tuple[dict[str, Any], ...], new: tuple[dict[str, Any], ...]) -> list[str]:
     """What differs between two lists of adapters, in words."""
     found = []
     left = list(new)

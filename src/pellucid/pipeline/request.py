@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # what torch or numpy comes with
 
 # --- Fields and their flags -----------------------------------------------------------------------------------------
 
-WHAT, HOW, IMAGE, TEXT, ADAPTERS = "What", "How", "From an image", "Text", "Adapters"  # panels of the help
+WHAT, _HOW, _IMAGE, _TEXT, ADAPTERS = "What", "How", "From an image", "Text", "Adapters"  # panels of the help
 SPEED = "Memory and speed"
 
 
@@ -76,7 +76,7 @@ def read_label(text: str) -> int | str:
 # --- Adapters -------------------------------------------------------------------------------------------------------
 
 
-def check_scale(what: str, scale: Any) -> None:
+def _check_scale(what: str, scale: Any) -> None:
     values = scale.values() if isinstance(scale, Mapping) else [scale]
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -91,7 +91,7 @@ class Lora:
     scale: float | Mapping[str, float] = 1.0
 
     def __post_init__(self) -> None:
-        check_scale("scale of a LoRA", self.scale)
+        _check_scale("scale of a LoRA", self.scale)
         from pellucid.models.lora import AdapterSet  # torch comes with it: not before a request is made
 
         if not isinstance(self.source, AdapterSet | str | os.PathLike):
@@ -115,9 +115,9 @@ class Control:
     def __post_init__(self) -> None:
         if not isinstance(self.guess, bool):
             raise PellucidError(rule("guess of a ControlNet", "True or False", self.guess), "control-guess")
-        check_scale("scale of a ControlNet", self.scale)
-        check_scale("start of a ControlNet", self.start)
-        check_scale("end of a ControlNet", self.end)
+        _check_scale("scale of a ControlNet", self.scale)
+        _check_scale("start of a ControlNet", self.start)
+        _check_scale("end of a ControlNet", self.end)
         if not (0 <= self.start < self.end <= 1):
             raise PellucidError(
                 rule("start, end of a ControlNet", "0 ≤ start < end ≤ 1", (self.start, self.end)), "scale"
@@ -138,15 +138,15 @@ class ImagePrompt:
     masks: Any = None
 
     def __post_init__(self) -> None:
-        check_scale("scale of an image prompt", self.scale)
+        _check_scale("scale of an image prompt", self.scale)
 
 
 # --- The request ----------------------------------------------------------------------------------------------------
 
 MAX_BATCH = 256
 SECOND = ("prompt_2", "negative_prompt_2")
-P = ParamSpec("P")
-R = TypeVar("R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True)
@@ -168,52 +168,52 @@ class Request:
     height: int | None = None
     # how
     sampler: str | None = flag(
-        "--sampler", "NAME", "By any of its names; the model's own when not given.", HOW, names_of="samplers"
+        "--sampler", "NAME", "By any of its names; the model's own when not given.", _HOW, names_of="samplers"
     )
     grid: str | Grid | Mapping[str, Any] | None = flag(
-        "--grid", "NAME", "Where the model is called: karras, trailing, …", HOW, names_of="grids"
+        "--grid", "NAME", "Where the model is called: karras, trailing, …", _HOW, names_of="grids"
     )
-    steps: int | None = flag("--steps", "N", "Steps; 30 when not given.", HOW, kind=int)
+    steps: int | None = flag("--steps", "N", "Steps; 30 when not given.", _HOW, kind=int)
     dialect: str | None = flag(
-        "--dialect --as", "DIALECT", "exact, or the way of diffusers, k-diffusion or comfyui.", HOW
+        "--dialect --as", "DIALECT", "exact, or the way of diffusers, k-diffusion or comfyui.", _HOW
     )
     options: Mapping[str, Any] = flag(
-        "--option", "KEY=VALUE", "An option of the sampler; may be repeated.", HOW, dict, list[str]
+        "--option", "KEY=VALUE", "An option of the sampler; may be repeated.", _HOW, dict, list[str]
     )
     plan: Plan | str | os.PathLike[str] | None = flag(
-        "--plan", "FILE", "A whole plan (pellucid plan --save).", HOW, kind=Path
+        "--plan", "FILE", "A whole plan (pellucid plan --save).", _HOW, kind=Path
     )
     guidance: Any = flag(
         "--guidance",
         "TEXT",
         "4, off, linear:7:2, 5 + apg, guarded 9 (capped at 7 and rescaled), …; guarded 7 when not given.",
-        HOW,
+        _HOW,
     )
-    weak: Any = flag("--weak", "MODEL", "The worse model that autoguidance leads away from.", HOW)
-    noise: NoiseSource | str | None = flag("--noise", "SOURCE", "philox (addressed) or torch (the peers').", HOW)
+    weak: Any = flag("--weak", "MODEL", "The worse model that autoguidance leads away from.", _HOW)
+    noise: NoiseSource | str | None = flag("--noise", "SOURCE", "philox (addressed) or torch (the peers').", _HOW)
     # from an image
-    image: Any = flag("--image", "FILE", "The image to start from.", IMAGE, kind=Path)
-    mask: Any = flag("--mask", "FILE", "White areas are regenerated; as large as the image.", IMAGE, kind=Path)
+    image: Any = flag("--image", "FILE", "The image to start from.", _IMAGE, kind=Path)
+    mask: Any = flag("--mask", "FILE", "White areas are regenerated; as large as the image.", _IMAGE, kind=Path)
     strength: float | None = flag(
-        "--strength", "S", "How much of the image changes: above 0, at most 1.", IMAGE, kind=float
+        "--strength", "S", "How much of the image changes: above 0, at most 1.", _IMAGE, kind=float
     )
     denoising_start: float | None = flag(
-        "--denoising-start", "S", "Continue an unfinished run at this part of it.", IMAGE, kind=float
+        "--denoising-start", "S", "Continue an unfinished run at this part of it.", _IMAGE, kind=float
     )
-    denoising_end: float | None = flag("--denoising-end", "S", "Stop at this part of the run.", IMAGE, kind=float)
+    denoising_end: float | None = flag("--denoising-end", "S", "Stop at this part of the run.", _IMAGE, kind=float)
     latents: Tensor | None = None
     # text
     prompt_embeds: Embedding | Tensor | None = None
     negative_prompt_embeds: Embedding | Tensor | None = None
-    clip_skip: int = flag("--clip-skip", "N", "Last layers of the text encoder left out.", TEXT, 0, int)
-    weighting: bool = flag("--weighting", "", "Read (word:1.3) and [word] as weights.", TEXT, False, bool)
+    clip_skip: int = flag("--clip-skip", "N", "Last layers of the text encoder left out.", _TEXT, 0, int)
+    weighting: bool = flag("--weighting", "", "Read (word:1.3) and [word] as weights.", _TEXT, False, bool)
     # width, height; diffusers' is height, width
-    original_size: tuple[int, int] | None = flag("--original-size", "WxH", "SDXL: the original size.", TEXT)
+    original_size: tuple[int, int] | None = flag("--original-size", "WxH", "SDXL: the original size.", _TEXT)
     # left, top; diffusers' crops_coords_top_left is top, left
-    crop: tuple[int, int] = flag("--crop", "LEFT,TOP", "SDXL: what was cropped.", TEXT, (0, 0))
-    target_size: tuple[int, int] | None = flag("--target-size", "WxH", "SDXL: the size after the crop.", TEXT)
+    crop: tuple[int, int] = flag("--crop", "LEFT,TOP", "SDXL: what was cropped.", _TEXT, (0, 0))
+    target_size: tuple[int, int] | None = flag("--target-size", "WxH", "SDXL: the size after the crop.", _TEXT)
     aesthetic: tuple[float, float] = flag(
-        "--aesthetic", "A,B", "SDXL refiner: scores with and without the prompt.", TEXT, (6.0, 2.5)
+        "--aesthetic", "A,B", "SDXL refiner: scores with and without the prompt.", _TEXT, (6.0, 2.5)
     )
     # adapters
     loras: Sequence[Lora | AdapterSet | str | os.PathLike[str]] = flag(
@@ -282,7 +282,7 @@ class Request:
         for name in ("original_size", "target_size", "crop", "aesthetic"):
             held = getattr(self, name)
             if held is not None or name in ("crop", "aesthetic"):
-                check_pair(name, held)
+                _check_pair(name, held)
         for name in ("observers", "constraints"):
             held = getattr(self, name)
             if not isinstance(held, Sequence) or not all(callable(one) for one in held):
@@ -327,7 +327,7 @@ class Request:
     def prompts(self) -> list[str]:
         """One per image of the batch before `n`."""
         if self.prompt is not None:
-            return listed("prompt", self.prompt)
+            return _listed("prompt", self.prompt)
         if isinstance(self.label, Sequence) and not isinstance(self.label, str):
             return [""] * len(self.label)
         held: Any = self.prompt_embeds
@@ -344,7 +344,7 @@ class Request:
 
     def spread(self, name: str, given: Any) -> list[str]:
         """A text for each prompt: one for all of them, or as listed."""
-        found, count = listed(name, given), len(self.prompts)
+        found, count = _listed(name, given), len(self.prompts)
         if len(found) not in (1, count):
             raise PellucidError(rule(name, f"one, or one for each of {count} prompts", len(found)), "request")
         return found * (count // len(found))
@@ -374,23 +374,23 @@ def random_seed() -> int:
     return secrets.randbelow(2**32)
 
 
-def check_pair(name: str, given: Any) -> None:
+def _check_pair(name: str, given: Any) -> None:
     good = isinstance(given, Sequence) and not isinstance(given, str) and len(given) == 2
     if not good or not all(isinstance(v, int | float) and math.isfinite(v) and v >= 0 for v in given):
         raise PellucidError(rule(name, "two numbers", given), "sizes")
 
 
-def listed(name: str, given: Any) -> list[str]:
+def _listed(name: str, given: Any) -> list[str]:
     found = [given] if isinstance(given, str) else list(given) if isinstance(given, Sequence) else [given]
     if not found or not all(isinstance(text, str) for text in found):
         raise PellucidError(rule(name, "text, or a list of texts", given), "prompt")
     return found
 
 
-def takes(dataclass: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[Concatenate[Any, P], R]]:
+def takes(dataclass: Callable[_P, Any]) -> Callable[[Callable[..., _R]], Callable[Concatenate[Any, _P], _R]]:
     """Gives a method the signature of a dataclass: its fields are the method's arguments, for people and for tools."""
 
-    def typed(method: Callable[..., R]) -> Callable[Concatenate[Any, P], R]:
+    def typed(method: Callable[..., _R]) -> Callable[Concatenate[Any, _P], _R]:
         own = signature(dataclass)
         first = Parameter("self", Parameter.POSITIONAL_ONLY)
         returns = method.__annotations__.get("return", Parameter.empty)

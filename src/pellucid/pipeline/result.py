@@ -51,7 +51,7 @@ class Result:
             raise PellucidError(rule("path", "a file that ends in .png", str(path)), "file-type")
         if not self.images:
             raise PellucidError("images must be decoded before they are saved; got latents alone.", "no-images")
-        names = [goal] if len(self.images) == 1 else numbered(goal, [recipe.seed for recipe in self.recipes])
+        names = [goal] if len(self.images) == 1 else _numbered(goal, [recipe.seed for recipe in self.recipes])
         for name in names:
             check_new(name, "path", overwrite)
         for image, name, recipe in zip(self.images, names, self.recipes, strict=True):
@@ -68,7 +68,7 @@ def check_new(path: Path, what: str, overwrite: bool) -> None:
         raise PellucidError(rule(what, "a file that does not exist yet", str(path), advice), "file-exists")
 
 
-def numbered(goal: Path, seeds: list[int]) -> list[Path]:
+def _numbered(goal: Path, seeds: list[int]) -> list[Path]:
     """One name per seed, all different."""
     counts = [seeds[:at].count(seed) for at, seed in enumerate(seeds)]
     ends = [f"{seed}-{count + 1}" if count else f"{seed}" for seed, count in zip(seeds, counts, strict=True)]
@@ -79,7 +79,7 @@ def numbered(goal: Path, seeds: list[int]) -> list[Path]:
 
 
 @runtime_checkable
-class RequestObserver(Protocol):
+class _RequestObserver(Protocol):
     """An observer that is also shown what a request is, and what it made. A wrapped pipeline shows the latter only."""
 
     def __call__(self, seen: StepSeen) -> None: ...
@@ -92,13 +92,13 @@ class RequestObserver(Protocol):
 def show_recipes(observers: Sequence[Any], recipes: Callable[[], Sequence[Recipe]]) -> None:
     """Shows the recipes, which are made only for who looks: they name the weights, and that reads all of them."""
     for observe in observers:
-        if isinstance(observe, RequestObserver):
+        if isinstance(observe, _RequestObserver):
             observe.begin_request(recipes())
 
 
 def show_result(observers: Sequence[Any], result: Result) -> Result:
     """The result, shown."""
     for observe in observers:
-        if isinstance(observe, RequestObserver):
+        if isinstance(observe, _RequestObserver):
             observe.end_request(result)
     return result

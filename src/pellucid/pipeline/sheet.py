@@ -27,7 +27,7 @@ from pellucid.pipeline.repeat import override
 
 Face = Callable[[int], Any]  # a size in pixels → a font of PIL's
 # Pillow carries one face, which has plain Latin only; for other scripts a face of the system is borrowed.
-BORROWED = (
+_BORROWED = (
     "DejaVuSans.ttf", "NotoSans-Regular.ttf", "LiberationSans-Regular.ttf", "Arial.ttf", "arial.ttf",
     "Arial Unicode.ttf", "NotoSansCJK-Regular.ttc", "wqy-microhei.ttc", "msyh.ttc", "PingFang.ttc",
 )  # fmt: skip
@@ -36,14 +36,14 @@ BORROWED = (
 @lru_cache(maxsize=1)
 def faces() -> tuple[Face, ...]:
     """Pillow's own face, then those that this machine has."""
-    files: list[str | Path] = list(BORROWED)
+    files: list[str | Path] = list(_BORROWED)
     plotting = find_spec("matplotlib")
     if plotting is not None and plotting.origin:
         files.append(Path(plotting.origin).parent / "mpl-data" / "fonts" / "ttf" / "DejaVuSans.ttf")
-    return (ImageFont.load_default, *(partial(ImageFont.truetype, file) for file in files if readable(file)))
+    return (ImageFont.load_default, *(partial(ImageFont.truetype, file) for file in files if _readable(file)))
 
 
-def readable(file: str | Path) -> bool:
+def _readable(file: str | Path) -> bool:
     try:
         ImageFont.truetype(file, 16)
     except OSError:
@@ -54,10 +54,10 @@ def readable(file: str | Path) -> bool:
 def face_for(text: str) -> Face:
     """The face that lacks the fewest of the text's characters; Pillow's own where it lacks none."""
     letters = {c for c in text if not c.isspace()}
-    return min(faces(), key=lambda face: lacking(face, letters))
+    return min(faces(), key=lambda face: _lacking(face, letters))
 
 
-def lacking(face: Face, letters: set[str]) -> int:
+def _lacking(face: Face, letters: set[str]) -> int:
     font = face(16)
     box = font.getmask("\uffff")
     absent = (box.size, bytes(box))
@@ -74,7 +74,7 @@ def wrap(text: str, font: Any, width: float, most: int) -> list[str]:
     lines: list[str] = []
     rest = clean(text)
     while rest and len(lines) < most:
-        line = fitting(rest, font, width)
+        line = _fitting(rest, font, width)
         rest = rest[len(line) :].lstrip()
         lines.append(line.rstrip())
     if rest:
@@ -85,7 +85,7 @@ def wrap(text: str, font: Any, width: float, most: int) -> list[str]:
     return lines
 
 
-def fitting(text: str, font: Any, width: float) -> str:
+def _fitting(text: str, font: Any, width: float) -> str:
     """The longest beginning of the text that fits, cut between words where one of them ends within it."""
     low, high = 1, len(text)
     while low < high:
@@ -131,16 +131,16 @@ def upward(block: Block, paper: str) -> Image.Image:
 # --- X/Y sheets: `steps=10,20,50 x guidance=3,5,7` → axes → cells → one labelled image ------------------------------
 
 MAX_CELLS = 100
-MAX_TEXT = 20_000  # characters of a request
+_MAX_TEXT = 20_000  # characters of a request
 SHEET_PIXELS = 48 * 2**20  # of the cells together; larger images are scaled down, so that any program opens the sheet
 MIN_CELL = 128  # smaller images are enlarged, each pixel to a square
-INK, FAINT, LINE, PAPER = "#1c2530", "#66727f", "#c9d1da", "#ffffff"
-EXAMPLE = "Example: steps=10,20,50 x guidance=3,5,7."
+_INK, _FAINT, _LINE, _PAPER = "#1c2530", "#66727f", "#c9d1da", "#ffffff"
+_EXAMPLE = "Example: steps=10,20,50 x guidance=3,5,7."
 
-NAME = re.compile(r"\s*([A-Za-z][\w.-]*)\s*=\s*")
-JOIN = re.compile(r"(?:\s+[xX]\s+|\s*×\s*)(?=[A-Za-z][\w.-]*\s*=)")
-QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"|\'((?:[^\'\\]|\\.)*)\'', re.DOTALL)
-RANGE = re.compile(r"(-?[\d.]*\d)\.\.(-?[\d.]*\d)(?:/([\d.]*\d))?")
+_NAME = re.compile(r"\s*([A-Za-z][\w.-]*)\s*=\s*")
+_JOIN = re.compile(r"(?:\s+[xX]\s+|\s*×\s*)(?=[A-Za-z][\w.-]*\s*=)")
+_QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"|\'((?:[^\'\\]|\\.)*)\'', re.DOTALL)
+_RANGE = re.compile(r"(-?[\d.]*\d)\.\.(-?[\d.]*\d)(?:/([\d.]*\d))?")
 
 
 @dataclass(frozen=True)
@@ -151,10 +151,10 @@ class Axis:
     values: tuple[Any, ...]
 
     def labels(self) -> list[str]:
-        return [value_label(value) for value in self.values]
+        return [_value_label(value) for value in self.values]
 
 
-def value_label(value: Any) -> str:
+def _value_label(value: Any) -> str:
     """A value as people read it."""
     if isinstance(value, float):
         return f"{value:g}" if float(f"{value:g}") == value else repr(value)
@@ -169,22 +169,22 @@ def parse_axes(text: str, allowed: Mapping[str, type]) -> tuple[Axis, ...]:
 
     Values are separated by commas, and quoted where they hold one; numbers may be ranges: `1..4`, `10..50/10`.
     """
-    if not isinstance(text, str) or len(text) > MAX_TEXT:
-        raise PellucidError(rule("grid-of", f"text of at most {MAX_TEXT} characters", type(text).__name__), "grid-of")
+    if not isinstance(text, str) or len(text) > _MAX_TEXT:
+        raise PellucidError(rule("grid-of", f"text of at most {_MAX_TEXT} characters", type(text).__name__), "grid-of")
     axes: list[Axis] = []
     at = 0
     while at < len(text.rstrip()) or not axes:
-        found = NAME.match(text, at)
+        found = _NAME.match(text, at)
         if found is None:
-            raise PellucidError(rule("axis", "a name, =, and values", text[at : at + 40], EXAMPLE), "grid-of")
-        name = axis_name(found[1], allowed)
-        words, at = read_words(text, found.end(), name)
-        values = [value for word, is_quoted in words for value in read_value(name, word, is_quoted, allowed[name])]
-        axes.append(check_axis(Axis(name, tuple(values)), axes))
+            raise PellucidError(rule("axis", "a name, =, and values", text[at : at + 40], _EXAMPLE), "grid-of")
+        name = _axis_name(found[1], allowed)
+        words, at = _read_words(text, found.end(), name)
+        values = [value for word, is_quoted in words for value in _read_value(name, word, is_quoted, allowed[name])]
+        axes.append(_check_axis(Axis(name, tuple(values)), axes))
     return tuple(axes)
 
 
-def axis_name(name: str, allowed: Mapping[str, type]) -> str:
+def _axis_name(name: str, allowed: Mapping[str, type]) -> str:
     key = name.replace("-", "_")
     for candidate in (name, key):
         if candidate in allowed:
@@ -192,41 +192,41 @@ def axis_name(name: str, allowed: Mapping[str, type]) -> str:
     raise PellucidError(rule("axis", "a setting that can vary", name, nearest(name, allowed)), "grid-axis")
 
 
-def read_words(text: str, at: int, name: str) -> tuple[list[tuple[str, bool]], int]:
+def _read_words(text: str, at: int, name: str) -> tuple[list[tuple[str, bool]], int]:
     """The comma-separated words of one axis, whether each was quoted, and where the next axis begins."""
     words: list[tuple[str, bool]] = []
     while True:
         while text[at : at + 1].isspace():
             at += 1
         if text[at : at + 1] in ("'", '"'):
-            found = QUOTED.match(text, at)
+            found = _QUOTED.match(text, at)
             if found is None:
                 raise PellucidError(rule(f"text of {name}", "closed by its quote", text[at : at + 40]), "grid-quote")
             words.append((re.sub(r"\\(.)", r"\1", found[1] or found[2] or "", flags=re.DOTALL), True))
             at = found.end()
         else:
-            join, comma = JOIN.search(text, at), text.find(",", at)
+            join, comma = _JOIN.search(text, at), text.find(",", at)
             ends = [len(text), *([join.start()] if join else []), *([comma] if comma >= 0 else [])]
             words.append((text[at : min(ends)].strip(), False))
             at = min(ends)
         if words[-1] == ("", False):
             raise PellucidError(rule(f"values of {name}", "separated by one comma", text[at : at + 40]), "grid-of")
-        join = JOIN.match(text, at)
+        join = _JOIN.match(text, at)
         tail = text[at:].lstrip()
         if join or not tail:
             return words, join.end() if join else len(text)
         if tail[0] != ",":
-            raise PellucidError(rule(f"values of {name}", "separated by commas", tail[:40], EXAMPLE), "grid-of")
+            raise PellucidError(rule(f"values of {name}", "separated by commas", tail[:40], _EXAMPLE), "grid-of")
         at = text.index(",", at) + 1
 
 
-def read_value(name: str, word: str, is_quoted: bool, kind: type) -> list[Any]:
+def _read_value(name: str, word: str, is_quoted: bool, kind: type) -> list[Any]:
     """A word as the axis' type: one value, or the values of a range."""
     if kind is str:
         return [word]
-    span = RANGE.fullmatch(word)
+    span = _RANGE.fullmatch(word)
     if span and not is_quoted:
-        return read_range(name, span, kind)
+        return _read_range(name, span, kind)
     try:
         value = kind(word)
     except ValueError:
@@ -237,7 +237,7 @@ def read_value(name: str, word: str, is_quoted: bool, kind: type) -> list[Any]:
     return [value]
 
 
-def read_range(name: str, span: re.Match[str], kind: type) -> list[Any]:
+def _read_range(name: str, span: re.Match[str], kind: type) -> list[Any]:
     """`first..last/step`, both ends included where the step meets them; it may run down."""
     try:
         first, last, step = (Decimal(part) for part in (span[1], span[2], span[3] or "1"))
@@ -252,7 +252,7 @@ def read_range(name: str, span: re.Match[str], kind: type) -> list[Any]:
     return [kind(first + i * (step if last >= first else -step)) for i in range(count)]
 
 
-def check_axis(axis: Axis, before: Sequence[Axis]) -> Axis:
+def _check_axis(axis: Axis, before: Sequence[Axis]) -> Axis:
     """Refuses what makes no sheet: a third axis, one axis twice, one value twice, too many cells."""
     if len(before) == 2:
         advice = f"Make one sheet for each value of {axis.name}."
@@ -262,7 +262,7 @@ def check_axis(axis: Axis, before: Sequence[Axis]) -> Axis:
     twice = next((v for i, v in enumerate(axis.values) if v in axis.values[:i]), None)
     if twice is not None:
         raise PellucidError(
-            rule(f"values of {axis.name}", "all different", f"{value_label(twice)[:60]} twice"), "grid-value"
+            rule(f"values of {axis.name}", "all different", f"{_value_label(twice)[:60]} twice"), "grid-value"
         )
     count = math.prod(len(a.values) for a in (*before, axis))
     if count > MAX_CELLS:
@@ -280,7 +280,7 @@ def cells(axes: Sequence[Axis]) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Labels:
+class _Labels:
     """The words around the cells: both names, and a block a column and a row."""
 
     name_x: Block
@@ -290,7 +290,7 @@ class Labels:
 
 
 @dataclass(frozen=True)
-class Frame:
+class _Frame:
     """Where things lie, in pixels: the first cell at (left, top), `em` a letter's height."""
 
     size: Size
@@ -303,7 +303,7 @@ class Frame:
 
     @property
     def gap(self) -> int:
-        return gap_of(self.em)
+        return _gap_of(self.em)
 
     @property
     def right(self) -> int:
@@ -317,11 +317,11 @@ class Frame:
         return self.left + column * (self.cell[0] + self.gap), self.top + row * (self.cell[1] + self.gap)
 
 
-def gap_of(em: int) -> int:
+def _gap_of(em: int) -> int:
     return max(4, round(em * 0.4))
 
 
-def margin_of(em: int) -> int:
+def _margin_of(em: int) -> int:
     return round(em * 1.4)
 
 
@@ -329,83 +329,83 @@ def draw_sheet(
     images: Sequence[Image.Image], axes: Sequence[Axis], title: str | None = None, footer: str | None = None
 ) -> Image.Image:
     """One image of all cells, row by row, with both axes' names and values; the footer says what they share."""
-    across, down = check_axes(axes, len(images))
+    across, down = _check_axes(axes, len(images))
     columns, rows = len(across.values), 1 if down is None else len(down.values)
-    cell, fitted = fit_cells(images, columns, rows)
-    em = letter_size(cell, columns, rows)
+    cell, fitted = _fit_cells(images, columns, rows)
+    em = _letter_size(cell, columns, rows)
     said = [title or "", footer or "", *(text for axis in axes for text in (axis.name, *axis.labels()))]
     face = face_for("".join(clean(text) for text in said))
     plain, large, small = (face(round(em * part)) for part in (1.0, 1.3, 0.9))
-    labels = label_axes(across, down, cell, em, (plain, small))
+    labels = _label_axes(across, down, cell, em, (plain, small))
 
-    left, width = lay_across(labels, cell, columns, em)
-    margin = margin_of(em)
-    head = Block(wrap(title or "", large, width - 2 * margin, 3), large, INK)
-    foot = Block(wrap(footer or "", small, width - 2 * margin, 8), small, FAINT)
+    left, width = _lay_across(labels, cell, columns, em)
+    margin = _margin_of(em)
+    head = Block(wrap(title or "", large, width - 2 * margin, 3), large, _INK)
+    foot = Block(wrap(footer or "", small, width - 2 * margin, 8), small, _FAINT)
     top = margin + (head.height + round(em * 0.8) if head.lines else 0)
     top += labels.name_x.pitch + em // 2 + max(block.height for block in labels.tops) + em // 3
-    height = top + rows * (cell[1] + gap_of(em)) - gap_of(em) + (em + foot.height if foot.lines else 0) + margin
-    frame = Frame((width, height), cell, columns, rows, em, left, top)
+    height = top + rows * (cell[1] + _gap_of(em)) - _gap_of(em) + (em + foot.height if foot.lines else 0) + margin
+    frame = _Frame((width, height), cell, columns, rows, em, left, top)
 
-    sheet = Image.new("RGB", frame.size, PAPER)
+    sheet = Image.new("RGB", frame.size, _PAPER)
     on = ImageDraw.Draw(sheet)
     head.draw(on, margin, margin)
     foot.draw(on, margin, frame.bottom + em)
-    draw_tops(on, frame, labels)
-    draw_sides(sheet, frame, labels)
+    _draw_tops(on, frame, labels)
+    _draw_sides(sheet, frame, labels)
     for i, image in enumerate(fitted):
         x, y = frame.corner(i % columns, i // columns)
         sheet.paste(image, (x + (cell[0] - image.width) // 2, y + (cell[1] - image.height) // 2))
     return sheet
 
 
-def label_axes(across: Axis, down: Axis | None, cell: Size, em: int, fonts: tuple[Any, Any]) -> Labels:
+def _label_axes(across: Axis, down: Axis | None, cell: Size, em: int, fonts: tuple[Any, Any]) -> _Labels:
     """Values wrapped to their column or row, what does not fit cut with an ellipsis."""
     plain, small = fonts
     wide, most = max(em * 11, round(cell[0] * 0.75)), max(1, int(cell[1] / (em * 1.32)))
-    return Labels(
-        Block(wrap(across.name, small, len(across.values) * cell[0], 1), small, FAINT),
-        [Block(wrap(text, plain, cell[0], 4), plain, INK) for text in across.labels()],
-        None if down is None else Block(wrap(down.name, small, len(down.values) * cell[1], 1), small, FAINT),
-        [] if down is None else [Block(wrap(text, plain, wide, most), plain, INK) for text in down.labels()],
+    return _Labels(
+        Block(wrap(across.name, small, len(across.values) * cell[0], 1), small, _FAINT),
+        [Block(wrap(text, plain, cell[0], 4), plain, _INK) for text in across.labels()],
+        None if down is None else Block(wrap(down.name, small, len(down.values) * cell[1], 1), small, _FAINT),
+        [] if down is None else [Block(wrap(text, plain, wide, most), plain, _INK) for text in down.labels()],
     )
 
 
-def lay_across(labels: Labels, cell: Size, columns: int, em: int) -> tuple[int, int]:
+def _lay_across(labels: _Labels, cell: Size, columns: int, em: int) -> tuple[int, int]:
     """(where the first column begins, the sheet's width); a narrow grid stands in the middle of its words."""
-    left = margin_of(em)
+    left = _margin_of(em)
     if labels.name_y is not None:
         left += labels.name_y.pitch + em // 6 + em // 2 + max(block.width for block in labels.sides) + em // 2
-    grid = columns * (cell[0] + gap_of(em)) - gap_of(em)
-    width = max(left + grid + margin_of(em), em * 26)
-    return left + (width - left - grid - margin_of(em)) // 2, width
+    grid = columns * (cell[0] + _gap_of(em)) - _gap_of(em)
+    width = max(left + grid + _margin_of(em), em * 26)
+    return left + (width - left - grid - _margin_of(em)) // 2, width
 
 
-def draw_tops(on: ImageDraw.ImageDraw, frame: Frame, labels: Labels) -> None:
+def _draw_tops(on: ImageDraw.ImageDraw, frame: _Frame, labels: _Labels) -> None:
     """The name of the first axis over a line, and its values over the columns."""
     floor = frame.top - frame.em // 3
     line = floor - max(block.height for block in labels.tops) - frame.em // 4
     labels.name_x.draw(on, (frame.left + frame.right) / 2, line - frame.em // 4 - labels.name_x.height, "m")
-    on.line([(frame.left, line), (frame.right - 1, line)], LINE, max(1, frame.em // 14))
+    on.line([(frame.left, line), (frame.right - 1, line)], _LINE, max(1, frame.em // 14))
     for i, block in enumerate(labels.tops):
         block.draw(on, frame.corner(i, 0)[0] + frame.cell[0] / 2, floor - block.height, "m")
 
 
-def draw_sides(sheet: Image.Image, frame: Frame, labels: Labels) -> None:
+def _draw_sides(sheet: Image.Image, frame: _Frame, labels: _Labels) -> None:
     """The name of the second axis, upward, beside a line, and its values beside the rows."""
     if labels.name_y is None:
         return
     on = ImageDraw.Draw(sheet)
     wall = frame.left - frame.em // 2
     line = wall - max(block.width for block in labels.sides) - frame.em // 2
-    turned = upward(labels.name_y, PAPER)
+    turned = upward(labels.name_y, _PAPER)
     sheet.paste(turned, (line - frame.em // 6 - turned.width, (frame.top + frame.bottom - turned.height) // 2))
-    on.line([(line, frame.top), (line, frame.bottom - 1)], LINE, max(1, frame.em // 14))
+    on.line([(line, frame.top), (line, frame.bottom - 1)], _LINE, max(1, frame.em // 14))
     for i, block in enumerate(labels.sides):
         block.draw(on, wall, frame.corner(0, i)[1] + (frame.cell[1] - block.height) / 2, "r")
 
 
-def check_axes(axes: Sequence[Axis], count: int) -> tuple[Axis, Axis | None]:
+def _check_axes(axes: Sequence[Axis], count: int) -> tuple[Axis, Axis | None]:
     if not 1 <= len(axes) <= 2 or not all(axis.values for axis in axes):
         raise PellucidError(rule("axes", "one or two, each with a value", len(axes)), "grid-axes")
     wanted = math.prod(len(axis.values) for axis in axes)
@@ -414,7 +414,7 @@ def check_axes(axes: Sequence[Axis], count: int) -> tuple[Axis, Axis | None]:
     return axes[0], axes[1] if len(axes) == 2 else None
 
 
-def fit_cells(images: Sequence[Image.Image], columns: int, rows: int) -> tuple[Size, list[Image.Image]]:
+def _fit_cells(images: Sequence[Image.Image], columns: int, rows: int) -> tuple[Size, list[Image.Image]]:
     """The size of a cell and the images for it: tiny ones enlarged by a whole factor, huge ones reduced."""
     width, height = max(i.width for i in images), max(i.height for i in images)
     times = math.ceil(MIN_CELL / max(width, height))
@@ -430,7 +430,7 @@ def fit_cells(images: Sequence[Image.Image], columns: int, rows: int) -> tuple[S
     return sized((width, height)), [flatten(i).resize(sized(i.size), rule_of) for i in images]
 
 
-def letter_size(cell: Size, columns: int, rows: int) -> int:
+def _letter_size(cell: Size, columns: int, rows: int) -> int:
     """Pixels of a letter: by the cell, and larger on a large sheet, which is looked at from farther away."""
     side = math.sqrt(cell[0] * cell[1])
     whole = max(columns * cell[0], rows * cell[1])
@@ -460,7 +460,7 @@ AXES: dict[str, type] = {
     "denoising_start": float,
     "denoising_end": float,
 }
-SCALES = {"lora": "loras", "control": "controls", "image_prompt": "image_prompts"}
+_SCALES = {"lora": "loras", "control": "controls", "image_prompt": "image_prompts"}
 
 
 def axes_of(text: str, sampler: str | None, names: Mapping[str, type] = AXES) -> tuple[Axis, ...]:
@@ -473,10 +473,10 @@ def axes_of(text: str, sampler: str | None, names: Mapping[str, type] = AXES) ->
         if error.code != "grid-value" or "guidance" not in text:
             raise
     axes = parse_axes(text, {**numeric, **names, "guidance": str})
-    return tuple(guidance_axis(axis) if axis.name == "guidance" else axis for axis in axes)
+    return tuple(_guidance_axis(axis) if axis.name == "guidance" else axis for axis in axes)
 
 
-def guidance_axis(axis: Axis) -> Axis:
+def _guidance_axis(axis: Axis) -> Axis:
     """Guidance in words, labelled with what is run: `guarded 9` is `7 + rescale`."""
     meant = [Guidance.parse(value).text() for value in axis.values]
     for at, text in enumerate(meant):
@@ -497,8 +497,8 @@ def cell_fields(fields: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[
             changes["guidance"] = Guidance.parse(value)
         elif name == "size":
             changes["width"], changes["height"] = request.read_size("size", value)
-        elif name in SCALES:
-            changes[SCALES[name]] = scaled_adapters(fields, name, value)
+        elif name in _SCALES:
+            changes[_SCALES[name]] = _scaled_adapters(fields, name, value)
         elif name in AXES:
             changes["negative_prompt" if name == "negative" else name] = value
         else:
@@ -506,9 +506,9 @@ def cell_fields(fields: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[
     return override(fields, changes)
 
 
-def scaled_adapters(fields: Mapping[str, Any], name: str, scale: float) -> list[Any]:
+def _scaled_adapters(fields: Mapping[str, Any], name: str, scale: float) -> list[Any]:
     """The adapters of the run at another scale."""
-    held = fields.get(SCALES[name])
+    held = fields.get(_SCALES[name])
     if not held:
         flag = f"--{name.replace('_', '-')}"
         raise PellucidError(f"axis {name} must come with {flag}, whose scale it is; got none.", "grid-axis")

@@ -12,10 +12,10 @@ from pellucid.interop import folder, hub, source
 
 ADAPTER_FILE, ADAPTER_EYES = "ip_adapter.safetensors", "image_encoder"  # in an IP-Adapter's folder
 ENCODER_NOTE, SHARED_ENCODER = "image_encoder.json", "../image_text"  # in the place of image_encoder/, in a bundle
-MAX_KEPT = 16  # adapters that a model holds in memory
+_MAX_KEPT = 16  # adapters that a model holds in memory
 
 PathLike = str | os.PathLike[str]
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class AdapterShelf:
@@ -28,7 +28,7 @@ class AdapterShelf:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def read(self, kind: str, path: PathLike, read: Callable[[str], T]) -> T:
+    def read(self, kind: str, path: PathLike, read: Callable[[str], _T]) -> _T:
         """What a file or folder holds, read unless it is here already."""
         place = os.fspath(path)
         stamp = os.stat(place).st_mtime_ns if os.path.exists(place) else 0  # a hub id has no file of that name
@@ -36,10 +36,10 @@ class AdapterShelf:
         with self._lock:
             if key not in self._kept:
                 found = read(place)
-                while len(self._kept) >= MAX_KEPT:
+                while len(self._kept) >= _MAX_KEPT:
                     self._kept.pop(next(iter(self._kept)))
                 self._kept[key] = found
-            held: T = self._kept[key]
+            held: _T = self._kept[key]
             return held
 
 

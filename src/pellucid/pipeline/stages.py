@@ -26,10 +26,10 @@ from pellucid.pipeline.tracker import METER
 
 THREAD_SETTINGS = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}  # who sets one of them has decided
 SMALL_NETWORK = 100_000_000  # parameters up to which one thread is fast enough to be worth it
-SLOWDOWN = 4.0  # times one thread's time that several may take; 200 was measured on a busy machine, 0.8 on a quiet one
+_SLOWDOWN = 4.0  # times one thread's time that several may take; 200 was measured on a busy machine, 0.8 on a quiet one
 _choosing = threading.RLock()
 _counts: list[int] = []  # of threads before, for each run that is on one thread now
-ONE_THREAD_NOTE = (
+_ONE_THREAD_NOTE = (
     "ran on 1 of {count} threads, because other processes keep the CPU busy; "
     "sums are cut by threads, so the last bits may differ. Import pellucid before torch, and all threads are used"
 )
@@ -53,7 +53,7 @@ def faster_threads(network: nn.Module, device: torch.device) -> Iterator[list[st
         _counts.append(count)
         torch.set_num_threads(1)
     try:
-        yield [ONE_THREAD_NOTE.format(count=count)]
+        yield [_ONE_THREAD_NOTE.format(count=count)]
     finally:
         with _choosing:
             _counts.remove(count)
@@ -78,7 +78,7 @@ def _wait(count: int) -> bool:
 
     with _choosing:
         try:
-            return seconds(count) > SLOWDOWN * seconds(1)
+            return seconds(count) > _SLOWDOWN * seconds(1)
         finally:
             torch.set_num_threads(count)
 
@@ -86,7 +86,7 @@ def _wait(count: int) -> bool:
 # --- Offload --------------------------------------------------------------------------------------------------------
 
 # What comes and goes as one: the blocks of UNets and transformers, and the layers that stand outside of any.
-BLOCKS = (ResnetBlock, TransformerBlock, Attention, FeedForward, Downsample, Upsample, nn.Linear, nn.Conv2d)
+_BLOCKS = (ResnetBlock, TransformerBlock, Attention, FeedForward, Downsample, Upsample, nn.Linear, nn.Conv2d)
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called")
 
 
@@ -111,7 +111,7 @@ class Guest:
 
 
 @dataclass
-class Copy:
+class _Copy:
     """A tensor on the device, for all slots that hold the same waiting one."""
 
     tensor: Tensor
@@ -119,13 +119,13 @@ class Copy:
 
 
 class Guests:
-    """Who is on a device, counted by user. One object a device: see `guests_of`."""
+    """Who is on a device, counted by user. One object a device: see `_guests_of`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.lock = threading.RLock()
         self.slots: dict[tuple[int, str], Guest] = {}
-        self.copies: dict[int, Copy] = {}
+        self.copies: dict[int, _Copy] = {}
         self.own = threading.local()
 
     def bring(self, slots: Iterable[Slot]) -> None:
@@ -146,7 +146,7 @@ class Guests:
         tensor = slot.registry[slot.name]
         guest = Guest(slot, None)
         if tensor.device.type != self.device.type:
-            copy = self.copies.get(id(tensor)) or Copy(self.moved(tensor))
+            copy = self.copies.get(id(tensor)) or _Copy(self.moved(tensor))
             copy.users += 1
             self.copies[id(tensor)] = copy
             slot.registry[slot.name], guest.waiting = copy.tensor, tensor
@@ -221,19 +221,19 @@ class Guests:
         return slots_of(network, blocks)
 
 
-GUESTS: dict[torch.device, Guests] = {}
-LOCK = threading.Lock()
+_GUESTS: dict[torch.device, Guests] = {}
+_LOCK = threading.Lock()
 
 
-def guests_of(device: torch.device) -> Guests:
-    with LOCK:
-        return GUESTS.setdefault(device, Guests(device))
+def _guests_of(device: torch.device) -> Guests:
+    with _LOCK:
+        return _GUESTS.setdefault(device, Guests(device))
 
 
 def blocks_of(network: nn.Module) -> Iterator[nn.Module]:
     """The outermost blocks of a network."""
     for child in network.children():
-        if isinstance(child, BLOCKS):
+        if isinstance(child, _BLOCKS):
             yield child
         else:
             yield from blocks_of(child)
@@ -264,7 +264,7 @@ def detach_hooks(network: nn.Module) -> None:
 # --- Stages ---------------------------------------------------------------------------------------------------------
 
 STAGES = ("text", "encode", "denoise", "decode")
-NO_KERNEL = "No available kernel"  # how torch says that a backend cannot do an attention
+_NO_KERNEL = "No available kernel"  # how torch says that a backend cannot do an attention
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,7 @@ class Stages:
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
                 raise PellucidError(self.trouble(name), "out-of-memory") from error
-            if NO_KERNEL in str(error):
+            if _NO_KERNEL in str(error):
                 advice = "Use auto, which takes another where this one cannot."
                 must = "a kernel that this device, dtype and head width allow"
                 raise PellucidError(rule("attention", must, self.policy.attention, advice), "attention") from error
@@ -342,7 +342,7 @@ class Stages:
         if self.policy.offload == "none":
             yield
             return
-        guests = guests_of(self.device)
+        guests = _guests_of(self.device)
         by_block = self.policy.offload == "block" and name == "denoise"
         slots = [slot for one in networks for slot in (guests.attach(one) if by_block else slots_of(one))]
         with guests.staying(slots):

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Scratch = Callable[[Any, tuple[Any, ...], Any], int]  # (operation, arguments, result) → bytes that its kernel borrows
-HOLDERS = 5  # modules named in a peak
+_HOLDERS = 5  # modules named in a peak
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Peak:
 
 
 @dataclass(frozen=True)
-class Living:
+class _Living:
     """One storage that is alive."""
 
     size: int
@@ -57,7 +57,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init
         super().__init__()  # type: ignore[no-untyped-call]
         self.devices, self.grain, self.scratch = frozenset(devices), grain, scratch
         self.thread = threading.get_ident()
-        self.living: dict[int, Living] = {}
+        self.living: dict[int, _Living] = {}
         self.weights = self.others = 0
         self.places: list[str] = []
         self.bringing = False
@@ -79,7 +79,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init
 
     def add(self, tensor: Tensor, func: Any = None) -> None:
         """Counts a storage that is new: views and results written in place are not."""
-        if tensor.device.type not in self.devices or (func is not None and aliases(func)):
+        if tensor.device.type not in self.devices or (func is not None and _aliases(func)):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -87,7 +87,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init
             return
         size = -(-storage.nbytes() // self.grain) * self.grain
         watch = weakref.ref(storage, partial(self.free, key))
-        self.living[key] = Living(size, self.places[-1] if self.places else "", self.bringing, watch)
+        self.living[key] = _Living(size, self.places[-1] if self.places else "", self.bringing, watch)
         self.count(size, self.bringing)
 
     def free(self, key: int, _: Any = None) -> None:
@@ -107,7 +107,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init
             made = Counter[str]()
             for one in self.living.values():
                 made[one.owner] += 0 if one.weight else one.size
-            held = tuple((name, size) for name, size in made.most_common(HOLDERS) if size)
+            held = tuple((name, size) for name, size in made.most_common(_HOLDERS) if size)
             owner = self.places[-1] if self.places else ""
             self.peak = Peak(self.weights, self.others, workspace, owner, held)
 
@@ -159,7 +159,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init
             self.places.pop()
 
 
-def aliases(func: Any) -> bool:
+def _aliases(func: Any) -> bool:
     """Whether an operation returns a view of its input, or the input itself."""
     return any(result.alias_info is not None for result in func._schema.returns)
 
@@ -181,9 +181,9 @@ def metered(tracker: Tracker) -> Iterator[Tracker]:
 # --- What a GPU's kernels borrow ------------------------------------------------------------------------------------
 
 GRAIN = 512  # bytes: the caching allocator rounds every tensor up to a multiple
-MIB = 2**20
-BLAS_HOPPER, BLAS_OLDER = 32 * MIB, 8 * MIB + 128 * 1024  # torch's default workspace of cuBLAS, by generation
-HOPPER = 9
+_MIB = 2**20
+_BLAS_HOPPER, _BLAS_OLDER = 32 * _MIB, 8 * _MIB + 128 * 1024  # torch's default workspace of cuBLAS, by generation
+_HOPPER = 9
 
 
 def borrowed_bytes(channels_last: bool) -> Scratch:
@@ -208,5 +208,5 @@ def standing_bytes(device: torch.device | str) -> int:
     if where.type != "cuda":
         return 0
     if not torch.cuda.is_available():
-        return BLAS_HOPPER
-    return BLAS_HOPPER if torch.cuda.get_device_capability(where)[0] >= HOPPER else BLAS_OLDER
+        return _BLAS_HOPPER
+    return _BLAS_HOPPER if torch.cuda.get_device_capability(where)[0] >= _HOPPER else _BLAS_OLDER

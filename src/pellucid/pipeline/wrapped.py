@@ -46,18 +46,20 @@ from pellucid.pipeline.stages import Stages
 # --- The plan -------------------------------------------------------------------------------------------------------
 
 
-def make_peer_plan(reading: Reading, request: Request, times: Times, passes_eta: bool = False) -> tuple[Plan, Schedule]:
+def _make_peer_plan(
+    reading: Reading, request: Request, times: Times, passes_eta: bool = False
+) -> tuple[Plan, Schedule]:
     """The plan, and the schedule as it is bent for this image's size."""
     if request.plan is not None:  # a plan is all of it: the times that are passed to the network, too
-        table = as_table(request)
-        curve = shifted_schedule(reading, "exact" if table is None else table.dialect, times)
+        table = _as_table(request)
+        curve = _shifted_schedule(reading, "exact" if table is None else table.dialect, times)
         return given_plan(SimpleNamespace(schedule=curve, target=reading.target), request), curve  # type: ignore
     own = request.sampler is None and request.grid is None
     dialect = request.dialect or ("diffusers" if own else "exact")
-    curve = shifted_schedule(reading, dialect, times)
+    curve = _shifted_schedule(reading, dialect, times)
     if own:
         passed = pipeline_options(reading, passes_eta and dialect == "diffusers")
-        plan = as_the_pipeline(reading, dialect, times, {**passed, **request.options})
+        plan = _as_the_pipeline(reading, dialect, times, {**passed, **request.options})
     else:
         plan = named_plan(request, reading.sampler, curve, reading.target, times.count, dialect)
     if times.timesteps is not None and times.sigmas is not None and isinstance(curve, Flow):
@@ -66,7 +68,7 @@ def make_peer_plan(reading: Reading, request: Request, times: Times, passes_eta:
     return plan, curve
 
 
-def as_table(request: Request) -> Plan | None:
+def _as_table(request: Request) -> Plan | None:
     """The plan that a request gives, from its file where it names one; None where that cannot be read."""
     try:
         return None if request.plan is None else read_plan(request.plan)
@@ -74,11 +76,11 @@ def as_table(request: Request) -> Plan | None:
         return None  # `given_plan` says what is wrong with it
 
 
-def shifted_schedule(reading: Reading, dialect: str, times: Times) -> Schedule:
+def _shifted_schedule(reading: Reading, dialect: str, times: Times) -> Schedule:
     return shifted(reading, dialect, times.mu) if reading.values.get("use_dynamic_shifting") else reading.schedule
 
 
-def as_the_pipeline(reading: Reading, dialect: str, times: Times, options: dict[str, Any]) -> Plan:
+def _as_the_pipeline(reading: Reading, dialect: str, times: Times, options: dict[str, Any]) -> Plan:
     """The plan of the pipeline's own scheduler, with options over those of its config."""
     timesteps: Sequence[float] | None = times.timesteps if times.sigmas is None else None
     if times.original is not None:  # LCM: out of the times of its distillation
@@ -88,9 +90,9 @@ def as_the_pipeline(reading: Reading, dialect: str, times: Times, options: dict[
     return compile_reading(reading, steps, dialect=dialect, overrides=options, **given)
 
 
-def keeps_uncond(reading: Reading, request: Request) -> bool:
+def _keeps_uncond(reading: Reading, request: Request) -> bool:
     """Whether the sampler uses the unconditional prediction beside the guided one (the CFG++ family)."""
-    table = as_table(request)
+    table = _as_table(request)
     if table is not None:
         return asks_uncond(table)
     if request.sampler is None:
@@ -100,7 +102,7 @@ def keeps_uncond(reading: Reading, request: Request) -> bool:
     return asks_uncond(named_plan(small, reading.sampler, curve, reading.target, 4, "exact"))
 
 
-def network_times(plan: Plan, guidance: Guidance | None, curve: Schedule) -> Tensor:
+def _network_times(plan: Plan, guidance: Guidance | None, curve: Schedule) -> Tensor:
     """The times that are passed to the network, one per call: rows that CFG-Zero* leaves out have none."""
     bound = None if guidance is None else guidance.bind(plan, curve)
     times = [r.time for r in plan.rows if bound is None or not bound.at(r.level).zero]
@@ -112,23 +114,23 @@ def network_times(plan: Plan, guidance: Guidance | None, curve: Schedule) -> Ten
 # --- A request for one diffusers pipeline ---------------------------------------------------------------------------
 
 # What a request says itself; the rest of the pipeline's own call goes through `peer_options`.
-OWN_OPTIONS = (
+_OWN_OPTIONS = (
     "prompt", "negative_prompt", "num_images_per_prompt", "generator", "width", "height", "num_inference_steps",
     "timesteps", "sigmas", "eta", "latents", "output_type", "return_dict", "callback_on_step_end",
 )  # fmt: skip
-TIMES = ("timesteps", "sigmas")
-PEER_SCALES = ("true_cfg_scale", "guidance_scale")
-PROBE = 8.0  # what the pipeline mixes with while the guidance is ours: large, so that the order of the two shows
+_TIMES = ("timesteps", "sigmas")
+_PEER_SCALES = ("true_cfg_scale", "guidance_scale")
+_PROBE = 8.0  # what the pipeline mixes with while the guidance is ours: large, so that the order of the two shows
 
 
-def takes_scale(peer: Peer) -> bool:
+def _takes_scale(peer: Peer) -> bool:
     """Whether the network takes the guidance scale as an input, as distilled ones do."""
     config = getattr(peer.network, "config", {})
     held = config if isinstance(config, Mapping) else vars(config)
     return bool(held.get("guidance_embeds")) or held.get("time_cond_proj_dim") is not None
 
 
-class PeerRequest:
+class _PeerRequest:
     """A request, made out for one pipeline: what its call gets, whose guidance it is, and the plan once it is laid."""
 
     def __init__(
@@ -140,7 +142,7 @@ class PeerRequest:
         self.check_options()
         self.scale, self.guidance = self.whose_guidance(true_guidance)
         self.check_rules()
-        self.both = self.guidance is not None and (self.guidance.needs_uncond or keeps_uncond(reading, request))
+        self.both = self.guidance is not None and (self.guidance.needs_uncond or _keeps_uncond(reading, request))
         self.plan: Plan
         self.curve: Schedule
         self.call = self.arguments()
@@ -152,7 +154,7 @@ class PeerRequest:
     @property
     def key(self) -> tuple[str, ...]:
         """What may change how the pipeline calls its network."""
-        return (*sorted(self.options), *(f"{name}={self.call.get(name)}" for name in PEER_SCALES))
+        return (*sorted(self.options), *(f"{name}={self.call.get(name)}" for name in _PEER_SCALES))
 
     # --- guidance -------------------------------------------------------------------------------------------------
 
@@ -160,7 +162,7 @@ class PeerRequest:
         """(the scale that is passed to the network, our guidance); None is left to the pipeline."""
         asked = None if self.request.guidance is None else Guidance.parse(self.request.guidance)
         true = None if true_guidance is None else Guidance.parse(true_guidance).at_least_one()
-        if not takes_scale(self.peer):
+        if not _takes_scale(self.peer):
             if true is not None:
                 advice = f"The network of {self.peer.kind} takes no scale: use guidance."
                 raise PellucidError(rule("true_guidance", "left out", true_guidance, advice), "wrap-guidance")
@@ -191,8 +193,8 @@ class PeerRequest:
     def scales(self) -> list[float]:
         """What the pipeline may mix with: our probe, or its own."""
         if self.guidance is not None:
-            return [PROBE if self.both else 1.0]
-        own = [self.call.get(name, self.peer.takes.get(name)) for name in PEER_SCALES]
+            return [_PROBE if self.both else 1.0]
+        own = [self.call.get(name, self.peer.takes.get(name)) for name in _PEER_SCALES]
         return [float(s) for s in own if isinstance(s, int | float)]
 
     # --- the pipeline's call --------------------------------------------------------------------------------------
@@ -201,13 +203,13 @@ class PeerRequest:
         request = self.request
         own_times = all(one is None for one in (request.sampler, request.grid, request.plan, request.steps))
         for name, value in self.options.items():
-            if name in TIMES and own_times and name in self.peer.takes:
+            if name in _TIMES and own_times and name in self.peer.takes:
                 continue
-            if name in TIMES:
+            if name in _TIMES:
                 advice = "With a sampler, give them as grid={'name': 'explicit', 'sigmas': [...]}."
                 must = "left out where steps, sampler, grid or plan are given"
                 raise PellucidError(rule(f"peer_options[{name!r}]", must, value, advice), "option")
-            if name in OWN_OPTIONS or (name in PEER_SCALES and request.guidance is not None):
+            if name in _OWN_OPTIONS or (name in _PEER_SCALES and request.guidance is not None):
                 raise PellucidError(rule(f"peer_options[{name!r}]", "left out: the request says it", value), "option")
             if name not in self.peer.takes:
                 hint = nearest(name, self.peer.takes)
@@ -252,22 +254,22 @@ class PeerRequest:
     def turn_guidance(self, call: dict[str, Any]) -> None:
         """Has the pipeline ask its network with and without the prompt, or only with it."""
         assert self.guidance is not None
-        name = next((n for n in PEER_SCALES if n in self.peer.takes), None)
+        name = next((n for n in _PEER_SCALES if n in self.peer.takes), None)
         if name is None:
             if self.both:
                 must = f"1 for {self.peer.kind}, whose call takes no scale"
                 raise PellucidError(rule("guidance", must, self.guidance.text()), "wrap-guidance")
             return
-        call[name] = PROBE if self.both else 1.0
+        call[name] = _PROBE if self.both else 1.0
         if self.both and name == "true_cfg_scale" and "negative_prompt_embeds" not in call:
             call.setdefault("negative_prompt", [""] * len(call.get("prompt", self.request.prompts)))
 
     def lay(self, times: Times) -> Tensor:
         """The plan, when the pipeline sets its times; the times of its network, one per call."""
-        self.plan, self.curve = make_peer_plan(self.reading, self.request, times, "eta" in self.peer.takes)
+        self.plan, self.curve = _make_peer_plan(self.reading, self.request, times, "eta" in self.peer.takes)
         if self.guidance is not None and self.plan.dialect == "diffusers":
             self.guidance = self.guidance.as_diffusers()
-        return network_times(self.plan, self.guidance, self.curve)
+        return _network_times(self.plan, self.guidance, self.curve)
 
     # --- what is written down -------------------------------------------------------------------------------------
 
@@ -293,11 +295,11 @@ class PeerRequest:
 
 # --- The wrapped pipeline -------------------------------------------------------------------------------------------
 
-WRAPPED_OPTIONS = (
+_WRAPPED_OPTIONS = (
     "prompt", "negative_prompt", "n", "seed", "width", "height", "sampler", "grid", "steps", "dialect", "options",
     "plan", "guidance", "weak", "noise", "latents", "observers", "constraints", "cancelled", "decode",
 )  # fmt: skip
-OWN_GUIDANCE_NOTE = "the guidance is the pipeline's own: it is not a plain mixture with and without the prompt"
+_OWN_GUIDANCE_NOTE = "the guidance is the pipeline's own: it is not a plain mixture with and without the prompt"
 
 
 def wrap(pipeline: Any) -> WrappedPipeline:
@@ -332,11 +334,11 @@ class WrappedPipeline(RefusesPeerWords):
         """
         known = [f.name for f in fields(Request)]
         for name, value in options.items():
-            if name not in WRAPPED_OPTIONS:
+            if name not in _WRAPPED_OPTIONS:
                 if name in known:
                     hint = "A wrapped pipeline makes images from text."
                     raise PellucidError(rule(name, "an option of a wrapped pipeline", value, hint), "option")
-                raise option_error(name, value, WRAPPED_OPTIONS, CALL)
+                raise option_error(name, value, _WRAPPED_OPTIONS, CALL)
         if prompt is not None:
             if "prompt" in options:
                 raise PellucidError("prompt must be given once; got it twice.", "prompt")
@@ -351,13 +353,13 @@ class WrappedPipeline(RefusesPeerWords):
     def run(self, request: Request, true_guidance: Any = None, peer_options: dict[str, Any] | None = None) -> Result:
         """One request: the pipeline prepares, we denoise with its network, and it decodes."""
         reading = read_scheduler(self.peer.pipeline)
-        order = PeerRequest(self.peer, reading, request, true_guidance, peer_options or {})
+        order = _PeerRequest(self.peer, reading, request, true_guidance, peer_options or {})
         talk = Conversation(self.peer, order.call, order.lay)
         stages = Stages(Policy(), order.device)
         try:
             with stages.run("text"):
                 first = talk.start()
-            journey = WrappedRun(order, talk, self._ways)
+            journey = _WrappedRun(order, talk, self._ways)
             with stages.run("denoise"):
                 x = journey.denoise(first)
             with stages.run("decode"):
@@ -378,7 +380,7 @@ class WrappedPipeline(RefusesPeerWords):
                 *scale_notes(journey.guidance),
                 *([] if order.guidance is None else tuning_notes(order.plan, None, order.guidance)),
                 *noise_notes(order.plan, reading.class_name),
-                *safety_notes(made),
+                *_safety_notes(made),
             ),
         )
         return show_result(request.observers, result)
@@ -393,15 +395,15 @@ def read_scheduler(pipeline: Any) -> Reading:
         raise PellucidError(f"scheduler of {type(pipeline).__name__}: {line}", error.code) from None
 
 
-def safety_notes(made: Any) -> list[str]:
+def _safety_notes(made: Any) -> list[str]:
     marks = getattr(made, "nsfw_content_detected", None) or []
     return [f"image {i} was blackened by the pipeline's safety checker" for i, bad in enumerate(marks) if bad]
 
 
-class WrappedRun:
+class _WrappedRun:
     """One request on its way from the pipeline's first noise to the x that it decodes."""
 
-    def __init__(self, order: PeerRequest, talk: Conversation, ways: Mapping[tuple[str, ...], Way]) -> None:
+    def __init__(self, order: _PeerRequest, talk: Conversation, ways: Mapping[tuple[str, ...], Way]) -> None:
         self.order, self.request, self.plan = order, order.request, order.plan
         known = ways.get(order.key) if order.guidance is not None else None
         self.network = PeerNetwork(talk, len(order.seeds), order.scales, known)
@@ -427,7 +429,7 @@ class WrappedRun:
         own = self.order.guidance
         return run(
             self.plan,
-            OwnGuidance(self) if own is None else self.guided(own),
+            _OwnGuidance(self) if own is None else self.guided(own),
             noise * self.plan.initial_scale,
             noise=self.source,
             observers=request.observers,
@@ -467,17 +469,17 @@ class WrappedRun:
     def notes(self) -> tuple[str, ...]:
         way, found = self.network.way, list(self.guidance.notes)
         if self.order.guidance is None and (way is None or not way.plain):
-            found.append(OWN_GUIDANCE_NOTE)
+            found.append(_OWN_GUIDANCE_NOTE)
         elif self.request.negative_prompt and way is not None and way.predictions == 1:
             found.append("negative_prompt has no effect: nothing is predicted without the prompt")
         return tuple(found)
 
 
 @dataclass
-class OwnGuidance:
+class _OwnGuidance:
     """The guidance that the pipeline has by itself, as it mixes; what it mixed is shown where it is recognised."""
 
-    journey: WrappedRun
+    journey: _WrappedRun
 
     def __call__(self, x: Tensor, level: Level, time: float) -> Prediction:
         journey, network, order = self.journey, self.journey.network, self.journey.order

@@ -1,4 +1,8 @@
-"""The world of scenes: coloured shapes on a background, their captions and maps, and a reader of finished images."""
+"""The world of scenes: coloured shapes on a background, their captions and maps, and a reader of finished images.
+
+The names below are what most callers need; other rooms also use `grading`, `grammar`, `reading`, `renderer`,
+`sampling`, `scene` and `export`. The rest is this room's own.
+"""
 
 from pellucid.scenes.grading import Grade, Mark, grade
 from pellucid.scenes.grammar import Query, Wanted, captions, described, parse, prompts, satisfied

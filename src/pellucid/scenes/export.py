@@ -21,12 +21,12 @@ from pellucid.pipeline.sheet import Block, face_for, wrap
 from pellucid.scenes.renderer import SIZES
 from pellucid.scenes.sampling import OBJECTS
 
-MAX_SCENES, MAX_ON_SHEET = 1_000_000, 400
-BATCH = 64  # scenes at a time
+_MAX_SCENES, _MAX_ON_SHEET = 1_000_000, 400
+_BATCH = 64  # scenes at a time
 INK, PAPER = "#1c2530", "#ffffff"
-GAP, LINES = 14, 7
-LEAST_CELL = 160  # smaller images are enlarged, so that a caption fits beneath
-MAPS = ("edges", "segmentation")
+_GAP, _LINES = 14, 7
+_LEAST_CELL = 160  # smaller images are enlarged, so that a caption fits beneath
+_MAPS = ("edges", "segmentation")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class SceneOptions:
     styles: tuple[str, ...]
 
     def check(self, sheet: bool) -> None:
-        most = MAX_ON_SHEET if sheet else MAX_SCENES
+        most = _MAX_ON_SHEET if sheet else _MAX_SCENES
         if not 1 <= self.count <= most:
             raise PellucidError(rule("--count", f"from 1 to {most:,}", self.count), "scenes-count")
         if not SIZES[0] <= self.size <= SIZES[1]:
@@ -49,7 +49,7 @@ class SceneOptions:
 
     @property
     def batches(self) -> int:
-        return math.ceil(self.count / BATCH)
+        return math.ceil(self.count / _BATCH)
 
     def scenes(self, start: int, stop: int) -> world.Scenes:
         split: Any = self.split
@@ -67,12 +67,12 @@ class SceneBatch:
 
 def batches(options: SceneOptions, *, drawn: bool = False) -> Iterator[SceneBatch]:
     """All scenes, a part at a time; images only where they are drawn."""
-    for start in range(0, options.count, BATCH):
-        scenes = options.scenes(start, min(start + BATCH, options.count))
+    for start in range(0, options.count, _BATCH):
+        scenes = options.scenes(start, min(start + _BATCH, options.count))
         told = world.captions(scenes, options.seed)
         rows = [
             {"file_name": f"images/{i:06d}.png", "text": caption}
-            | {name: f"{name}/{i:06d}.png" for name in MAPS}
+            | {name: f"{name}/{i:06d}.png" for name in _MAPS}
             | facts
             for i, caption, facts in zip(scenes.index.tolist(), told, world.attributes(scenes), strict=True)
         ]
@@ -96,11 +96,11 @@ def write_folder(options: SceneOptions, folder: Path, done: Callable[[], None]) 
     """Images, edges and segmentation as PNG, and metadata.jsonl. The folder is whole or absent."""
     part_folder = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     try:
-        for name in ("images", *MAPS):
+        for name in ("images", *_MAPS):
             (part_folder / name).mkdir(parents=True)
         with open(part_folder / "metadata.jsonl", "w", encoding="utf-8") as lines:
             for part in batches(options, drawn=True):
-                write_batch(part, part_folder)
+                _write_batch(part, part_folder)
                 lines.writelines(json.dumps(row) + "\n" for row in part.rows)
                 done()
             lines.flush()
@@ -110,30 +110,30 @@ def write_folder(options: SceneOptions, folder: Path, done: Callable[[], None]) 
         shutil.rmtree(part_folder, ignore_errors=True)
 
 
-def write_batch(part: SceneBatch, folder: Path) -> None:
+def _write_batch(part: SceneBatch, folder: Path) -> None:
     for i, row in enumerate(part.rows):
         Image.fromarray(part.images[i].numpy()).save(folder / row["file_name"])
-        for name in MAPS:
+        for name in _MAPS:
             Image.fromarray(part.maps[name][i].numpy()).save(folder / row[name])
 
 
 def contact_sheet(options: SceneOptions) -> Image.Image:
     """Images in rows, each with its caption beneath."""
     columns = min(options.count, max(4, math.ceil(math.sqrt(options.count))))
-    side = max(LEAST_CELL, options.size)
+    side = max(_LEAST_CELL, options.size)
     font = face_for("")(12)
     cells = [
         (Image.fromarray(image.numpy()), row["text"])
         for part in batches(options, drawn=True)
         for image, row in zip(part.images, part.rows, strict=True)
     ]
-    texts = [Block(wrap(text, font, side, LINES), font, INK) for _, text in cells]
-    tall = side + max(block.height for block in texts) + GAP
+    texts = [Block(wrap(text, font, side, _LINES), font, INK) for _, text in cells]
+    tall = side + max(block.height for block in texts) + _GAP
     rows = math.ceil(len(cells) / columns)
-    drawn = Image.new("RGB", (columns * (side + GAP) + GAP, rows * (tall + GAP) + GAP), PAPER)
+    drawn = Image.new("RGB", (columns * (side + _GAP) + _GAP, rows * (tall + _GAP) + _GAP), PAPER)
     pen = ImageDraw.Draw(drawn)
     for i, ((image, _), block) in enumerate(zip(cells, texts, strict=True)):
-        x, y = GAP + i % columns * (side + GAP), GAP + i // columns * (tall + GAP)
+        x, y = _GAP + i % columns * (side + _GAP), _GAP + i // columns * (tall + _GAP)
         drawn.paste(image.resize((side, side), Image.Resampling.LANCZOS), (x, y))
         block.draw(pen, x, y + side + 5)
     return drawn

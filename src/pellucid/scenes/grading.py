@@ -14,7 +14,7 @@ from pellucid.scenes.grammar import Query, Wanted
 from pellucid.scenes.reading import Reading, Seen, read
 
 Verdict = Literal["right", "wrong", "unreadable"]
-OWN = ("shape", "colour", "texture", "size", "place")
+_OWN = ("shape", "colour", "texture", "size", "place")
 
 
 @dataclass(frozen=True)
@@ -55,24 +55,24 @@ def grade(images: Tensor, queries: Query | Sequence[Query]) -> list[Grade]:
 
 def graded(reading: Reading, query: Query) -> Grade:
     """A reading against a query, with the objects matched so that most is right."""
-    marks = [verdict("count", len(query.objects), len(reading.objects))]
+    marks = [_verdict("count", len(query.objects), len(reading.objects))]
     seen = list(reading.objects)[: len(query.objects) + 3]
     best: list[Mark] = []
     places = list(range(len(seen))) + [None] * max(0, len(query.objects) - len(seen))
     for order in permutations(places, len(query.objects)):
-        found = matched(query, seen, order, reading)
-        if not best or score(found) > score(best):
+        found = _matched(query, seen, order, reading)
+        if not best or _score(found) > _score(best):
             best = found
     frame = [("background", query.background, reading.background), ("background kind", query.kind, reading.kind)]
-    marks += best + [verdict(what, asked, is_) for what, asked, is_ in frame if asked is not None]
+    marks += best + [_verdict(what, asked, is_) for what, asked, is_ in frame if asked is not None]
     return Grade(tuple(marks), reading.trouble)
 
 
-def matched(query: Query, seen: list[Seen], order: tuple[int | None, ...], reading: Reading) -> list[Mark]:
+def _matched(query: Query, seen: list[Seen], order: tuple[int | None, ...], reading: Reading) -> list[Mark]:
     """The marks of objects and relations when the queried objects are taken to be those of `order`."""
     marks = []
     for wanted, i in zip(query.objects, order, strict=True):
-        marks += own_marks(wanted, None if i is None else seen[i])
+        marks += _own_marks(wanted, None if i is None else seen[i])
     for i, name, j in query.relations:
         a, b = order[i], order[j]
         held = sorted(r for p, r, q in reading.relations if (p, q) == (a, b))
@@ -83,17 +83,17 @@ def matched(query: Query, seen: list[Seen], order: tuple[int | None, ...], readi
     return marks
 
 
-def own_marks(wanted: Wanted, seen: Seen | None) -> list[Mark]:
-    asked = [(what, getattr(wanted, what)) for what in OWN if getattr(wanted, what) is not None]
+def _own_marks(wanted: Wanted, seen: Seen | None) -> list[Mark]:
+    asked = [(what, getattr(wanted, what)) for what in _OWN if getattr(wanted, what) is not None]
     if seen is None:
         return [Mark(what, value, None, "wrong") for what, value in asked]
-    return [verdict(what, value, getattr(seen, what)) for what, value in asked]
+    return [_verdict(what, value, getattr(seen, what)) for what, value in asked]
 
 
-def verdict(what: str, wanted: object, seen: object) -> Mark:
+def _verdict(what: str, wanted: object, seen: object) -> Mark:
     return Mark(what, wanted, seen, "right" if wanted == seen else "unreadable" if seen is None else "wrong")
 
 
-def score(marks: list[Mark]) -> int:
+def _score(marks: list[Mark]) -> int:
     """How much is right; a colour weighs more, because it tells objects apart."""
     return sum((3 if mark.what == "colour" else 2) * (mark.verdict == "right") for mark in marks)

@@ -66,23 +66,25 @@ def satisfied(scene: Scene, query: Query) -> bool:
 
 # --- Captions from scenes -------------------------------------------------------------------------------------------
 
-SLOTS = 40
-STREAM = 2
-FULL = 2**32
-TRIPLES = tuple(permutations(range(3)))
-T = TypeVar("T")
+_SLOTS = 40
+_STREAM = 2
+_FULL = 2**32
+_TRIPLES = tuple(permutations(range(3)))
+_T = TypeVar("_T")
 # The relations of every mask of bits.
-NAMED = [[n for bit, n in enumerate(w.RELATION_NAMES) if mask >> bit & 1] for mask in range(2 ** len(w.RELATION_NAMES))]
+_NAMED = [
+    [n for bit, n in enumerate(w.RELATION_NAMES) if mask >> bit & 1] for mask in range(2 ** len(w.RELATION_NAMES))
+]
 # Phrases by number, as facts have them.
-SHAPES, COLOURS, TEXTURES, SIZES = (tuple(t.values()) for t in (w.SHAPES, w.COLOURS, w.TEXTURES, w.SIZES))
-SOLID = w.TEXTURE_NAMES.index("solid")
+_SHAPES, _COLOURS, _TEXTURES, _SIZES = (tuple(t.values()) for t in (w.SHAPES, w.COLOURS, w.TEXTURES, w.SIZES))
+_SOLID = w.TEXTURE_NAMES.index("solid")
 
 # How often a thing is left out or said in another way.
-NO_SIZE, NO_BACKGROUND, NO_RELATION, NO_KIND = 0.12, 0.15, 0.10, 0.25
-SAID_SOLID, SAID_PLAIN, SAID_PLACE, SAID_FLAT, PREFIX, BACKGROUND_FIRST = 0.15, 0.2, 0.5, 0.1, 0.2, 0.12
+_NO_SIZE, _NO_BACKGROUND, _NO_RELATION, _NO_KIND = 0.12, 0.15, 0.10, 0.25
+_SAID_SOLID, _SAID_PLAIN, _SAID_PLACE, _SAID_FLAT, _PREFIX, _BACKGROUND_FIRST = 0.15, 0.2, 0.5, 0.1, 0.2, 0.12
 
 
-class Dice:
+class _Dice:
     """The numbers of one caption, taken one after another."""
 
     __slots__ = ("next",)
@@ -90,14 +92,14 @@ class Dice:
     def __init__(self, numbers: list[int]) -> None:
         self.next = iter(numbers).__next__
 
-    def one(self, options: Sequence[T]) -> T:
+    def one(self, options: Sequence[_T]) -> _T:
         return options[self.next() % len(options)]
 
     def chance(self, share: float) -> bool:
-        return self.next() < share * FULL
+        return self.next() < share * _FULL
 
 
-class Facts(NamedTuple):
+class _Facts(NamedTuple):
     """One scene as plain numbers: its things, its frame, and which relations hold, as bits [i][j]."""
 
     shape: list[int]
@@ -112,7 +114,7 @@ class Facts(NamedTuple):
     style: int
 
 
-class Noun(NamedTuple):
+class _Noun(NamedTuple):
     """One thing as it is told: what `Wanted` is made of, and its words."""
 
     shape: str
@@ -123,11 +125,11 @@ class Noun(NamedTuple):
     words: str
 
 
-class Caption(NamedTuple):
+class _Caption(NamedTuple):
     """A caption, and what `Query` is made of."""
 
     words: str
-    nouns: list[Noun]
+    nouns: list[_Noun]
     links: list[tuple[int, str, int]]
     background: str | None
     kind: str | None
@@ -139,13 +141,13 @@ class Caption(NamedTuple):
         return Query(wanted, tuple(self.links), self.background, self.kind, self.style)
 
 
-def facts(scenes: Scenes) -> list[Facts]:
+def _facts(scenes: Scenes) -> list[_Facts]:
     bits = (holding(scenes).long() << torch.arange(len(w.RELATION_NAMES), device=scenes.x.device)).sum(-1)
     cuts = torch.tensor(PLACE_CUTS, dtype=torch.float64, device=scenes.x.device)
     column, row = (torch.bucketize(v[:, 0].double(), cuts) for v in (scenes.x, scenes.y))  # as `place_of` has it
     columns = [scenes.shape, scenes.colour, scenes.texture, scenes.size, 3 * row + column, bits]
     columns += [scenes.count, scenes.background, scenes.kind, scenes.style]
-    return list(map(Facts, *(column.cpu().numpy().tolist() for column in columns)))
+    return list(map(_Facts, *(column.cpu().numpy().tolist() for column in columns)))
 
 
 def captions(scenes: Scenes, seed: int = 0, *, full: bool = False, style: bool = True) -> list[str]:
@@ -155,90 +157,90 @@ def captions(scenes: Scenes, seed: int = 0, *, full: bool = False, style: bool =
 
 def phrasings(scenes: Scenes, seeds: Sequence[int], *, full: bool = False, style: bool = True) -> list[list[str]]:
     """Captions of the same scenes by several seeds: a list a seed."""
-    known = facts(scenes)
-    return [[one.words for one in captions_of(scenes, known, seed, full, style)] for seed in seeds]
+    known = _facts(scenes)
+    return [[one.words for one in _captions_of(scenes, known, seed, full, style)] for seed in seeds]
 
 
 def described(scenes: Scenes, seed: int = 0, *, full: bool = False, style: bool = True) -> list[tuple[str, Query]]:
     """Captions, each with what it asks for."""
-    return [(one.words, one.query) for one in captions_of(scenes, facts(scenes), seed, full, style)]
+    return [(one.words, one.query) for one in _captions_of(scenes, _facts(scenes), seed, full, style)]
 
 
-def captions_of(scenes: Scenes, known: Sequence[Facts], seed: int, full: bool, style: bool) -> list[Caption]:
-    numbers = sampling.random_words(scenes.index.cpu(), seed, SLOTS, STREAM).numpy().tolist()
-    return [caption_of(fact, Dice(row), full, style) for fact, row in zip(known, numbers, strict=True)]
+def _captions_of(scenes: Scenes, known: Sequence[_Facts], seed: int, full: bool, style: bool) -> list[_Caption]:
+    numbers = sampling.random_words(scenes.index.cpu(), seed, _SLOTS, _STREAM).numpy().tolist()
+    return [_caption_of(fact, _Dice(row), full, style) for fact, row in zip(known, numbers, strict=True)]
 
 
-def caption_of(fact: Facts, dice: Dice, full: bool, style: bool) -> Caption:
-    sized = not dice.chance(NO_SIZE) or full
-    order, links = mention(fact, dice, full)
-    nouns = [noun(fact, i, sized, dice) for i in order]
-    text = sentence(nouns, links, dice)
-    background, kind, ground = backdrop(fact, dice, full)
-    first = dice.chance(BACKGROUND_FIRST)
-    prefix = dice.one(w.PREFIXES) if dice.chance(PREFIX) else ""
+def _caption_of(fact: _Facts, dice: _Dice, full: bool, style: bool) -> _Caption:
+    sized = not dice.chance(_NO_SIZE) or full
+    order, links = _mention(fact, dice, full)
+    nouns = [_noun(fact, i, sized, dice) for i in order]
+    text = _sentence(nouns, links, dice)
+    background, kind, ground = _backdrop(fact, dice, full)
+    first = dice.chance(_BACKGROUND_FIRST)
+    prefix = dice.one(w.PREFIXES) if dice.chance(_PREFIX) else ""
     text = f"{prefix} {text}" if prefix else text
     if ground:
         text = f"{ground}, {text}" if first else f"{text} {ground}"
-    name, words = manner(fact, dice, style)
-    return Caption(f"{text}, {words}" if words else text, nouns, links, background, kind, name)
+    name, words = _manner(fact, dice, style)
+    return _Caption(f"{text}, {words}" if words else text, nouns, links, background, kind, name)
 
 
-def mention(fact: Facts, dice: Dice, full: bool) -> tuple[Sequence[int], list[tuple[int, str, int]]]:
+def _mention(fact: _Facts, dice: _Dice, full: bool) -> tuple[Sequence[int], list[tuple[int, str, int]]]:
     """The order of mention, and the relations between positions in it."""
-    listed = dice.chance(NO_RELATION) and not full
+    listed = dice.chance(_NO_RELATION) and not full
     turn, chosen = dice.next(), dice.next()
     if fact.count == 1:
         return (0,), []
     if fact.count == 2:
         order = (0, 1) if turn & 1 else (1, 0)
-        name = relation(fact.holds[order[0]][order[1]], chosen)
+        name = _relation(fact.holds[order[0]][order[1]], chosen)
         return order, [] if listed or name is None else [(0, name, 1)]
     for step in range(12):  # orders, and whether the third is told of from the second or the other way round
         turned, which = divmod((turn + step) % 12, 2)
-        a, b, c = TRIPLES[turned]
+        a, b, c = _TRIPLES[turned]
         anchor = 1 if which else chosen & 1
-        name = relation(fact.holds[a][b], chosen >> 1)
+        name = _relation(fact.holds[a][b], chosen >> 1)
         mask = fact.holds[b][c] if which else fact.holds[c][(a, b)[anchor]]
-        other = relation(mask, chosen >> 5)
+        other = _relation(mask, chosen >> 5)
         if name is not None and other is not None:
             last = (1, other, 2) if which else (2, other, anchor)
             return (a, b, c), [] if listed else [(0, name, 1), last]
     return (0, 1, 2), []
 
 
-def relation(mask: int, number: int) -> str | None:
+def _relation(mask: int, number: int) -> str | None:
     """One of the relations that hold."""
-    names = NAMED[mask]
+    names = _NAMED[mask]
     return names[number % len(names)] if names else None
 
 
-def noun(fact: Facts, i: int, sized: bool, dice: Dice) -> Noun:
+def _noun(fact: _Facts, i: int, sized: bool, dice: _Dice) -> _Noun:
     """'a small striped red star'"""
     shape, colour, texture, size = fact.shape[i], fact.colour[i], fact.texture[i], fact.size[i]
     form = dice.next() % 8
-    text = f"{dice.one(SIZES[size])} " if sized else ""
-    hue, what, feel = dice.one(COLOURS[colour]), dice.one(SHAPES[shape]), dice.one(TEXTURES[texture])
-    said = texture != SOLID or dice.chance(SAID_SOLID)
+    text = f"{dice.one(_SIZES[size])} " if sized else ""
+    hue, what, feel = dice.one(_COLOURS[colour]), dice.one(_SHAPES[shape]), dice.one(_TEXTURES[texture])
+    said = texture != _SOLID or dice.chance(_SAID_SOLID)
     name = w.TEXTURE_NAMES[texture]
-    if texture != SOLID and form == 7:
+    if texture != _SOLID and form == 7:
         text += f"{hue} {what} {dice.one(w.WITH_TEXTURE[name])}"
     elif said:
         text += f"{hue} {feel} {what}" if form in (5, 6) else f"{feel} {hue} {what}"
     else:
         text += f"{hue} {what}"
-    place = w.PLACE_NAMES[fact.place] if fact.count == 1 and dice.chance(SAID_PLACE) else None
+    place = w.PLACE_NAMES[fact.place] if fact.count == 1 and dice.chance(_SAID_PLACE) else None
     where = f" {dice.one(w.PLACES[place])}" if place else ""
     told_size = w.SIZE_NAMES[size] if sized else None
-    words = f"{article(text)} {text}{where}"
-    return Noun(w.SHAPE_NAMES[shape], w.COLOUR_NAMES[colour], name, told_size, place, words)
+    words = f"{_article(text)} {text}{where}"
+    return _Noun(w.SHAPE_NAMES[shape], w.COLOUR_NAMES[colour], name, told_size, place, words)
 
 
-def article(text: str) -> str:
+def _article(text: str) -> str:
     return "an" if text[0] in "aeiou" else "a"
 
 
-def sentence(nouns: list[Noun], links: list[tuple[int, str, int]], dice: Dice) -> str:
+def _sentence(nouns: list[_Noun], links: list[tuple[int, str, int]], dice: _Dice) -> str:
     words = [noun.words for noun in nouns]
     if not links:
         return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
@@ -253,12 +255,12 @@ def sentence(nouns: list[Noun], links: list[tuple[int, str, int]], dice: Dice) -
     return f"{text}, and {words[2]} {how} the {nouns[j].colour} {nouns[j].shape}"
 
 
-def backdrop(fact: Facts, dice: Dice, full: bool) -> tuple[str | None, str | None, str]:
+def _backdrop(fact: _Facts, dice: _Dice, full: bool) -> tuple[str | None, str | None, str]:
     """'on a checkered grey background'"""
-    silent = dice.chance(NO_BACKGROUND) and not full
+    silent = dice.chance(_NO_BACKGROUND) and not full
     name, kind = w.BACKGROUND_NAMES[fact.background], w.KIND_NAMES[fact.kind]
     hue, feel = dice.one(w.BACKGROUNDS[name]), dice.one(w.KINDS[kind])
-    said = dice.chance(SAID_PLAIN) if kind == "plain" else not dice.chance(NO_KIND) or full
+    said = dice.chance(_SAID_PLAIN) if kind == "plain" else not dice.chance(_NO_KIND) or full
     after = dice.chance(0.5) and kind == "gradient"
     if silent:
         return None, None, ""
@@ -266,21 +268,21 @@ def backdrop(fact: Facts, dice: Dice, full: bool) -> tuple[str | None, str | Non
     return name, kind if said else None, f"on a {words if said else hue} background"
 
 
-def manner(fact: Facts, dice: Dice, style: bool) -> tuple[str | None, str]:
+def _manner(fact: _Facts, dice: _Dice, style: bool) -> tuple[str | None, str]:
     """'in outlined style'; flat is the default and mostly not said."""
     name = w.STYLE_NAMES[fact.style]
-    words, said = dice.one(w.STYLES[name]), name != "flat" or dice.chance(SAID_FLAT)
+    words, said = dice.one(w.STYLES[name]), name != "flat" or dice.chance(_SAID_FLAT)
     return (name, words) if style and said else (None, "")
 
 
 # --- Captions parsed ------------------------------------------------------------------------------------------------
 
-LONGEST = 512  # characters
-Phrase = tuple[str, str]  # what a phrase is, and its name
+_LONGEST = 512  # characters
+_Phrase = tuple[str, str]  # what a phrase is, and its name
 
 
 @lru_cache(maxsize=1)
-def phrases() -> dict[tuple[str, ...], list[Phrase]]:
+def _phrases() -> dict[tuple[str, ...], list[_Phrase]]:
     """Every phrase of the grammar as words, with what it may be."""
     tables = {
         "shape": w.SHAPES,
@@ -294,7 +296,7 @@ def phrases() -> dict[tuple[str, ...], list[Phrase]]:
         "kind": w.KINDS,
         "style": w.STYLES,
     }
-    found: dict[tuple[str, ...], list[Phrase]] = {}
+    found: dict[tuple[str, ...], list[_Phrase]] = {}
     for what, table in tables.items():
         for name, forms in table.items():
             for form in forms:
@@ -306,13 +308,13 @@ def phrases() -> dict[tuple[str, ...], list[Phrase]]:
     return found
 
 
-def phrases_of(caption: str) -> list[list[Phrase]]:
+def _phrases_of(caption: str) -> list[list[_Phrase]]:
     """The caption as phrases, longest first; a phrase may be several things ('checkered')."""
-    if not isinstance(caption, str) or len(caption) > LONGEST:
+    if not isinstance(caption, str) or len(caption) > _LONGEST:
         got = f"{len(caption)} characters" if isinstance(caption, str) else caption
-        raise PellucidError(rule("caption", f"a text of at most {LONGEST} characters", got), "caption")
+        raise PellucidError(rule("caption", f"a text of at most {_LONGEST} characters", got), "caption")
     words = caption.lower().replace(",", " , ").rstrip(" .").split()
-    table, at, found = phrases(), 0, []
+    table, at, found = _phrases(), 0, []
     longest = max(map(len, table))
     while at < len(words):
         size = next((n for n in range(longest, 0, -1) if tuple(words[at : at + n]) in table), None)
@@ -325,10 +327,10 @@ def phrases_of(caption: str) -> list[list[Phrase]]:
 
 
 @dataclass
-class Parser:
+class _Parser:
     """Walks over the phrases of one caption."""
 
-    found: list[list[Phrase]]
+    found: list[list[_Phrase]]
     caption: str
     at: int = 0
 
@@ -412,7 +414,7 @@ class Parser:
 
 def parse(caption: str) -> Query:
     """What a caption asks for."""
-    reader = Parser(phrases_of(caption), caption)
+    reader = _Parser(_phrases_of(caption), caption)
     background, kind = reader.ground()
     if background:
         reader.need("comma")
@@ -431,15 +433,15 @@ def parse(caption: str) -> Query:
 
 # --- Prompts --------------------------------------------------------------------------------------------------------
 
-MOST_PROMPTS = 1_000_000
+_MOST_PROMPTS = 1_000_000
 
 
 def prompts(
     count: int, objects: int | Sequence[int] = OBJECTS, seed: int = 0, split: Split = "held_out"
 ) -> list[tuple[str, Query]]:
     """Prompts that say all attributes. In the held-out split every object is a combination that training never saw."""
-    if not 1 <= count <= MOST_PROMPTS:
-        raise PellucidError(rule("count", f"from 1 to {MOST_PROMPTS:,}", count), "scenes-count")
+    if not 1 <= count <= _MOST_PROMPTS:
+        raise PellucidError(rule("count", f"from 1 to {_MOST_PROMPTS:,}", count), "scenes-count")
     numbers = (objects,) if isinstance(objects, int) else objects
     scenes = sample(torch.arange(count), seed, split, ("flat",), numbers)
     return described(scenes, seed, full=True, style=False)

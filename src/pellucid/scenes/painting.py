@@ -38,7 +38,7 @@ BACKGROUNDS = {
     "pale purple": (0.86, 0.81, 0.96),
 }
 # The light tone of each colour's textures: of its own hue, and of no background's even in a shadow.
-TINTS = {
+_TINTS = {
     "red": (0.97, 0.62, 0.60),
     "orange": (1.00, 0.78, 0.48),
     "yellow": (1.00, 0.96, 0.70),
@@ -50,61 +50,61 @@ TINTS = {
     "brown": (0.80, 0.61, 0.40),
     "black": (0.49, 0.56, 0.70),
 }
-CPU = torch.device("cpu")
-PAPER = (0.96, 0.95, 0.92)  # of a sketch
-SHADE = 0.55  # how far an outline goes to black
+_CPU = torch.device("cpu")
+_PAPER = (0.96, 0.95, 0.92)  # of a sketch
+_SHADE = 0.55  # how far an outline goes to black
 
 
 @lru_cache(maxsize=16)
-def objects(device: torch.device = CPU) -> Tensor:
+def objects(device: torch.device = _CPU) -> Tensor:
     """(10, 3): the colour of each name."""
     return torch.tensor([OBJECTS[name] for name in COLOUR_NAMES], device=device)
 
 
 @lru_cache(maxsize=16)
-def backgrounds(device: torch.device = CPU) -> Tensor:
+def backgrounds(device: torch.device = _CPU) -> Tensor:
     """(7, 3)"""
     return torch.tensor([BACKGROUNDS[name] for name in BACKGROUND_NAMES], device=device)
 
 
 @lru_cache(maxsize=16)
-def tints(device: torch.device = CPU) -> Tensor:
+def tints(device: torch.device = _CPU) -> Tensor:
     """(10, 3): the light tone of each name."""
-    return torch.tensor([TINTS[name] for name in COLOUR_NAMES], device=device)
+    return torch.tensor([_TINTS[name] for name in COLOUR_NAMES], device=device)
 
 
 def shade_of(colour: Tensor) -> Tensor:
     """The dark tone of an outline."""
-    return colour * (1 - SHADE)
+    return colour * (1 - _SHADE)
 
 
 # --- Textures -------------------------------------------------------------------------------------------------------
 
 # The period grows with the thing, less than in proportion: small things keep a visible pattern, large ones a fine one.
-PERIOD, PERIOD_PER_RADIUS = 0.054, 0.22
+_PERIOD, _PERIOD_PER_RADIUS = 0.054, 0.22
 RIM = 0.0145  # a texture stops before the outline, which stays in the colour
-DOT = 0.31  # a dot's radius, in periods
-SLANT = 0.5 * math.sqrt(2)
+_DOT = 0.31  # a dot's radius, in periods
+_SLANT = 0.5 * math.sqrt(2)
 
 
 def period(radius: Tensor) -> Tensor:
     """The distance from one stripe to the next, as a share of the image's side."""
-    return PERIOD + PERIOD_PER_RADIUS * radius
+    return _PERIOD + _PERIOD_PER_RADIUS * radius
 
 
-def wave(along: Tensor) -> Tensor:
+def _wave(along: Tensor) -> Tensor:
     """Distance to the nearest change of a square wave of period 1; positive where it is high: in [−1/4, 1/4]."""
     return 0.25 - (along - torch.floor(along + 0.5)).abs()
 
 
 def striped(x: Tensor, y: Tensor, pixel: Tensor) -> Tensor:
     """Slanted stripes, a light one through the middle."""
-    return cover(wave((x + y) * SLANT), pixel)
+    return _cover(_wave((x + y) * _SLANT), pixel)
 
 
 def checkered(x: Tensor, y: Tensor, pixel: Tensor) -> Tensor:
     """Squares of half a period, a corner in the middle."""
-    across, down = (2 * cover(wave(v + 0.25), pixel) - 1 for v in (x, y))
+    across, down = (2 * _cover(_wave(v + 0.25), pixel) - 1 for v in (x, y))
     return 0.5 + 0.5 * across * down
 
 
@@ -112,10 +112,10 @@ def dotted(x: Tensor, y: Tensor, pixel: Tensor) -> Tensor:
     """Light dots; every second row is shifted by half a period."""
     row = torch.floor(y / 0.9 + 0.5)
     shifted = x + 0.5 * (row - 2 * torch.floor(row / 2))
-    return cover(DOT - torch.hypot(shifted - torch.floor(shifted + 0.5), y - 0.9 * row), pixel)
+    return _cover(_DOT - torch.hypot(shifted - torch.floor(shifted + 0.5), y - 0.9 * row), pixel)
 
 
-def cover(distance: Tensor, pixel: Tensor) -> Tensor:
+def _cover(distance: Tensor, pixel: Tensor) -> Tensor:
     """The share of a pixel on the positive side."""
     return (0.5 + distance / pixel).clamp(0, 1)
 
@@ -142,9 +142,9 @@ def lightness(texture: Tensor, x: Tensor, y: Tensor, radius: Tensor, pixel: floa
 
 OUTLINE = 0.018  # the width of an outline
 SHADOW, SHADOW_X, SHADOW_Y, SHADOW_BLUR = 0.27, 0.016, 0.030, 0.026
-NIGHT = 0.13  # what neon leaves of a background's light
-TUBE, GLOW = 0.020, 0.030  # width of a neon tube, reach of its light
-HATCH, STROKE = 0.034, 0.4  # period of a sketch's lines, and the share of it that is inked
+_NIGHT = 0.13  # what neon leaves of a background's light
+_TUBE, _GLOW = 0.020, 0.030  # width of a neon tube, reach of its light
+HATCH, _STROKE = 0.034, 0.4  # period of a sketch's lines, and the share of it that is inked
 
 
 @dataclass(frozen=True)
@@ -192,8 +192,8 @@ def canvas(background: Tensor, style: Tensor) -> Tensor:
     for name in ("neon", "sketch"):
         rows = (style == STYLE_NAMES.index(name)).nonzero()[:, 0]
         if len(rows):
-            paper = background.new_tensor(PAPER)[:, None, None]
-            out[rows] = background[rows] * NIGHT if name == "neon" else 0.25 * background[rows] + 0.75 * paper
+            paper = background.new_tensor(_PAPER)[:, None, None]
+            out[rows] = background[rows] * _NIGHT if name == "neon" else 0.25 * background[rows] + 0.75 * paper
     return out
 
 
@@ -210,18 +210,18 @@ def paint(layer: Layer, scenes: Scenes, row: Tensor, slot: int) -> Tensor:
     return out
 
 
-def flat(layer: Layer, scenes: Scenes, slot: int) -> Tensor:
+def _flat(layer: Layer, scenes: Scenes, slot: int) -> Tensor:
     return layer.over(layer.filled, layer.cover)
 
 
-def outlined(layer: Layer, scenes: Scenes, slot: int) -> Tensor:
+def _outlined(layer: Layer, scenes: Scenes, slot: int) -> Tensor:
     """A line in the colour's own dark shade, within the silhouette."""
     line = 1 - layer.band(layer.distance + OUTLINE)
     shade = shade_of(layer.colour)[:, :, None, None]
     return layer.over(torch.lerp(layer.filled, shade, line[:, None]), layer.cover)
 
 
-def soft(layer: Layer, scenes: Scenes, slot: int) -> Tensor:
+def _soft(layer: Layer, scenes: Scenes, slot: int) -> Tensor:
     """A shadow down to the right, with a soft border."""
     size = layer.distance.shape[-1]
     middle = (torch.arange(size, device=layer.distance.device) + 0.5) / size
@@ -238,38 +238,38 @@ def shadowed(layer: Layer, away: Tensor) -> Tensor:
     return layer.over(layer.filled, layer.cover, layer.below * (1 - dark[:, None]))
 
 
-def neon(layer: Layer, scenes: Scenes, slot: int) -> Tensor:
+def _neon(layer: Layer, scenes: Scenes, slot: int) -> Tensor:
     """A lit tube along the outline, its glow, and a dim fill."""
     colour, _ = layer.tones
     lit = colour + 0.3 * (1 - colour)
     dim = torch.lerp(0.32 * colour, 0.62 * lit, layer.light[:, None])
     below = layer.over(dim, layer.cover)
-    off = (layer.distance + TUBE / 2).abs()  # from the middle of the tube
-    glow = 0.55 * torch.exp(-((off / GLOW) ** 2))
+    off = (layer.distance + _TUBE / 2).abs()  # from the middle of the tube
+    glow = 0.55 * torch.exp(-((off / _GLOW) ** 2))
     below = below + (1 - below) * lit * glow[:, None]
-    core = colour + (0.72 * (1 - off / (TUBE / 2)).clamp(0, 1))[:, None] * (1 - colour)
-    return layer.over(core, layer.band(off - TUBE / 2), below)
+    core = colour + (0.72 * (1 - off / (_TUBE / 2)).clamp(0, 1))[:, None] * (1 - colour)
+    return layer.over(core, layer.band(off - _TUBE / 2), below)
 
 
-def sketch(layer: Layer, scenes: Scenes, slot: int) -> Tensor:
+def _sketch(layer: Layer, scenes: Scenes, slot: int) -> Tensor:
     """Hatching on paper and a pencil line; the light parts of a texture are hatched thinner."""
     size = layer.distance.shape[-1]
     middle = (torch.arange(size, device=layer.distance.device) + 0.5) / size
     along = (middle[None, :] - middle[:, None]) * 0.7071 / HATCH
     off = (along - torch.floor(along + 0.5)).abs() * HATCH  # from the nearest stroke
-    width = HATCH * STROKE * (1 - 0.55 * layer.light) / 2
+    width = HATCH * _STROKE * (1 - 0.55 * layer.light) / 2
     stroke = (0.5 + (width - off) / layer.pixel).clamp(0, 1)
     line = 1 - layer.band(layer.distance + 0.012)
     colour, _ = layer.tones
-    paper = torch.lerp(layer.below.new_tensor(PAPER)[:, None, None].expand_as(colour), colour, 0.12)
+    paper = torch.lerp(layer.below.new_tensor(_PAPER)[:, None, None].expand_as(colour), colour, 0.12)
     inked = torch.lerp(paper, colour, torch.maximum(stroke, line)[:, None])
     return layer.over(inked, layer.cover)
 
 
 BRUSHES: dict[str, Callable[[Layer, Scenes, int], Tensor]] = {
-    "flat": flat,
-    "outlined": outlined,
-    "soft": soft,
-    "neon": neon,
-    "sketch": sketch,
+    "flat": _flat,
+    "outlined": _outlined,
+    "soft": _soft,
+    "neon": _neon,
+    "sketch": _sketch,
 }

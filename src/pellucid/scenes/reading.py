@@ -13,60 +13,52 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pellucid.scenes import fitting, painting, shapes
+from pellucid.scenes import words as w
 from pellucid.scenes.fitting import Fit, Window, distances, fit, sampled, windows
 from pellucid.scenes.labels import SIDE, Labels, grown, labelled, prepared
 from pellucid.scenes.painting import HATCH, OUTLINE, SHADOW, SHADOW_BLUR, SHADOW_X, SHADOW_Y
 from pellucid.scenes.relations import WIDE, holding
 from pellucid.scenes.renderer import CELLS, CHECK, FADE
 from pellucid.scenes.scene import MOST, SIZE_CUTS, Scenes, place_of
-from pellucid.scenes.words import (
-    BACKGROUND_NAMES,
-    COLOUR_NAMES,
-    KIND_NAMES,
-    RELATION_NAMES,
-    SHAPE_NAMES,
-    SIZE_NAMES,
-    TEXTURE_NAMES,
-)
 
 # --- Background -----------------------------------------------------------------------------------------------------
 
-HALF, DOUBT = 0.5, 0.12  # a kind is there from half of its contrast on, give or take
-NEAR = 0.09  # the farthest that a background's tone may lie from its colour's
-CLEAR_OF = 13  # pixels: a window about things that their shadows stay within
-FEW = 400  # pixels of background, at least
+_HALF, _DOUBT = 0.5, 0.12  # a kind is there from half of its contrast on, give or take
+_NEAR = 0.09  # the farthest that a background's tone may lie from its colour's
+_CLEAR_OF = 13  # pixels: a window about things that their shadows stay within
+_FEW = 400  # pixels of background, at least
 
 
 @dataclass(frozen=True)
-class Ground:
+class _Ground:
     """Of N images; −1 is unreadable."""
 
     colour: Tensor  # (N,) int64
     kind: Tensor  # (N,) int64
 
 
-def ground(labels: Labels, window: Window, fitted: Fit) -> Ground:
+def _ground(labels: Labels, window: Window, fitted: Fit) -> _Ground:
     """A level, a slope and a checkered pattern are fitted to the pixels that are clearly background."""
-    free = ~grown(labels.label != 0, CLEAR_OF)
-    scarce = free.sum((1, 2), keepdim=True) < FEW
+    free = ~grown(labels.label != 0, _CLEAR_OF)
+    scarce = free.sum((1, 2), keepdim=True) < _FEW
     free = torch.where(scarce, ~grown(labels.label != 0, 3), free)
     colour = painting.backgrounds(free.device)[labels.background]  # (N, 3)
     tone = (labels.image / colour[:, :, None, None]).mean(1)
-    level = explained(tone, free)  # (N, 3): level, slope, check
+    level = _explained(tone, free)  # (N, 3): level, slope, check
     slope, check = -level[:, 1] / FADE, -level[:, 2] / CHECK
-    kind = torch.where(check > HALF, 2, torch.where(slope > HALF, 1, 0))
-    doubt = ((slope - HALF).abs() < DOUBT) | ((check - HALF).abs() < DOUBT) | ((slope > HALF) & (check > HALF))
+    kind = torch.where(check > _HALF, 2, torch.where(slope > _HALF, 1, 0))
+    doubt = ((slope - _HALF).abs() < _DOUBT) | ((check - _HALF).abs() < _DOUBT) | ((slope > _HALF) & (check > _HALF))
     weight = free.float()
     mean = (labels.image * weight[:, None]).sum((2, 3)) / weight.sum((1, 2)).clamp(min=1)[:, None]
     # The mean tone of its kind: a gradient is darker on the whole, half of a checkered one is.
     usual = torch.tensor([1.0, 0.965, 1 - CHECK / 2], device=free.device)[kind][:, None]
     off = torch.cdist(mean / usual, painting.backgrounds(free.device))
     near, which = off.min(1)
-    few = weight.sum((1, 2)) < FEW / 4
-    return Ground(torch.where((near > NEAR) | few, -1, which), torch.where(doubt | few, -1, kind))
+    few = weight.sum((1, 2)) < _FEW / 4
+    return _Ground(torch.where((near > _NEAR) | few, -1, which), torch.where(doubt | few, -1, kind))
 
 
-def explained(tone: Tensor, free: Tensor) -> Tensor:
+def _explained(tone: Tensor, free: Tensor) -> Tensor:
     """(N, 3): least squares of 1, y and the checkered pattern on tones (N, H, W) where free."""
     middle = (torch.arange(SIDE, device=tone.device) + 0.5) / SIDE
     cell = (middle * CELLS).floor()
@@ -81,13 +73,13 @@ def explained(tone: Tensor, free: Tensor) -> Tensor:
 
 # --- Objects and relations ------------------------------------------------------------------------------------------
 
-CHUNK = 8  # images at a time on a CPU: what fits into its caches
-FITS = 0.78  # the least overlap of a readable shape
-AHEAD = 0.006  # and its lead over the next shape
-STRANGE = 0.10  # an RGB distance that no tone of the world explains
-MOST_STRANGE = 0.12  # the share of such pixels in a readable image
-SIZE_DOUBT = 0.015  # around a cut between sizes, as a share of it
-LOOSE = 0.06  # the share of specks in a readable image
+_CHUNK = 8  # images at a time on a CPU: what fits into its caches
+_FITS = 0.78  # the least overlap of a readable shape
+_AHEAD = 0.006  # and its lead over the next shape
+_STRANGE = 0.10  # an RGB distance that no tone of the world explains
+_MOST_STRANGE = 0.12  # the share of such pixels in a readable image
+_SIZE_DOUBT = 0.015  # around a cut between sizes, as a share of it
+_LOOSE = 0.06  # the share of specks in a readable image
 
 
 @dataclass(frozen=True)
@@ -125,76 +117,67 @@ class Reading:
 def read(images: Tensor) -> list[Reading]:
     """Readings of images (N, 3, H, W), or of one (3, H, W), in [−1, 1]."""
     images = prepared(images)
-    chunk = CHUNK if images.device.type == "cpu" else 256
+    chunk = _CHUNK if images.device.type == "cpu" else 256
     found: list[Reading] = []
     with torch.no_grad():
         for part in images.split(chunk):
-            found += read_chunk(labelled(part))
+            found += _read_chunk(labelled(part))
     return found
 
 
-def read_chunk(labels: Labels) -> list[Reading]:
+def _read_chunk(labels: Labels) -> list[Reading]:
     window = windows(labels)
-    fitted = fit(window) if len(window) else empty(labels)
+    fitted = fit(window) if len(window) else _empty(labels)
     things = [(window.row == row).nonzero()[:, 0].tolist() for row in range(len(labels.background))]
-    seen = objects(labels, window, fitted)
-    back = ground(labels, window, fitted)
-    strange = strangeness(labels)
+    seen = _objects(labels, window, fitted)
+    back = _ground(labels, window, fitted)
+    strange = _strangeness(labels)
     return [
-        assemble(ordered(labels, window, fitted, rows), seen, fitted, back, row, strange[row])
+        _assemble(_ordered(labels, window, fitted, rows), seen, fitted, back, row, strange[row])
         for row, rows in enumerate(things)
     ]
 
 
-def empty(labels: Labels) -> Fit:
+def _empty(labels: Labels) -> Fit:
     none = torch.zeros(0, device=labels.image.device)
     return Fit(none.long(), none, none, none, none, none, none, none)
 
 
-def strangeness(labels: Labels) -> list[tuple[float, float]]:
+def _strangeness(labels: Labels) -> list[tuple[float, float]]:
     """For each image the share of pixels that no tone explains, and of those that belong to nothing."""
-    strange = (labels.residual > STRANGE).float().mean((1, 2)).tolist()
+    strange = (labels.residual > _STRANGE).float().mean((1, 2)).tolist()
     loose = (labels.label < 0).float().mean((1, 2)).tolist()
     return list(zip(strange, loose, strict=True))
 
 
-def objects(labels: Labels, window: Window, fitted: Fit) -> list[Seen]:
+def _objects(labels: Labels, window: Window, fitted: Fit) -> list[Seen]:
     """Every thing of the chunk in words."""
     if not len(window):
         return []
     colour = fitting.colours(labels, window, fitted).tolist()
     texture = fitting.textures(labels, window, fitted).tolist()
-    clear = ((fitted.overlap >= FITS) & (fitted.overlap - fitted.second >= AHEAD)).tolist()
+    clear = ((fitted.overlap >= _FITS) & (fitted.overlap - fitted.second >= _AHEAD)).tolist()
     columns = [fitted.shape, fitted.x, fitted.y, fitted.radius, fitted.overlap]
     found = []
     for i, (shape, x, y, radius, overlap) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
-        found.append(
-            Seen(
-                shape=SHAPE_NAMES[shape] if clear[i] else None,
-                colour=COLOUR_NAMES[colour[i]] if colour[i] >= 0 else None,
-                texture=TEXTURE_NAMES[texture[i]] if texture[i] >= 0 and clear[i] else None,
-                size=size_of(radius) if clear[i] else None,
-                place=place_of(x, y),
-                x=x,
-                y=y,
-                radius=radius,
-                fit=overlap,
-            )
-        )
+        name, size = (w.SHAPE_NAMES[shape], _size_of(radius)) if clear[i] else (None, None)
+        tone = w.COLOUR_NAMES[colour[i]] if colour[i] >= 0 else None
+        pattern = w.TEXTURE_NAMES[texture[i]] if texture[i] >= 0 and clear[i] else None
+        found.append(Seen(name, tone, pattern, size, place_of(x, y), x, y, radius, overlap))
     return found
 
 
-def size_of(radius: float) -> str | None:
-    if any(abs(radius / cut - 1) < SIZE_DOUBT for cut in SIZE_CUTS):
+def _size_of(radius: float) -> str | None:
+    if any(abs(radius / cut - 1) < _SIZE_DOUBT for cut in SIZE_CUTS):
         return None
-    return SIZE_NAMES[sum(radius > cut for cut in SIZE_CUTS)]
+    return w.SIZE_NAMES[sum(radius > cut for cut in SIZE_CUTS)]
 
 
-def ordered(labels: Labels, window: Window, fitted: Fit, rows: list[int]) -> list[int]:
+def _ordered(labels: Labels, window: Window, fitted: Fit, rows: list[int]) -> list[int]:
     """Things of one image from the back to the front: where two silhouettes cross, labels say whose pixels are."""
     if len(rows) < 2:
         return rows
-    inside = silhouettes(window, fitted, rows)
+    inside = _silhouettes(window, fitted, rows)
     label = labels.label[int(window.row[rows[0]])]
     wins = [0] * len(rows)
     for i in range(len(rows)):
@@ -205,7 +188,7 @@ def ordered(labels: Labels, window: Window, fitted: Fit, rows: list[int]) -> lis
     return [row for _, row in sorted(zip(wins, rows, strict=True))]
 
 
-def silhouettes(window: Window, fitted: Fit, rows: list[int]) -> Tensor:
+def _silhouettes(window: Window, fitted: Fit, rows: list[int]) -> Tensor:
     """(K, 128, 128) bool"""
     middle = (torch.arange(SIDE, device=window.x.device) + 0.5) / SIDE
     x, y, radius = (v[rows][:, None, None] for v in (fitted.x, fitted.y, fitted.radius))
@@ -214,76 +197,62 @@ def silhouettes(window: Window, fitted: Fit, rows: list[int]) -> Tensor:
     return shapes.distance(fitted.shape[rows], qx, qy) < 0
 
 
-def assemble(
-    rows: list[int], seen: list[Seen], fitted: Fit, back: Ground, row: int, strange: tuple[float, float]
+def _assemble(
+    rows: list[int], seen: list[Seen], fitted: Fit, back: _Ground, row: int, strange: tuple[float, float]
 ) -> Reading:
     trouble = None
     if not rows:
         trouble = "no object"
     elif len(rows) > MOST:
         trouble = f"{len(rows)} things"
-    elif strange[0] > MOST_STRANGE or strange[1] > LOOSE:
+    elif strange[0] > _MOST_STRANGE or strange[1] > _LOOSE:
         trouble = "tones that the world does not have"
     name, kind = int(back.colour[row]), int(back.kind[row])
     return Reading(
         objects=tuple(seen[i] for i in rows),
-        relations=() if trouble else related(rows, fitted),
-        background=BACKGROUND_NAMES[name] if name >= 0 else None,
-        kind=KIND_NAMES[kind] if kind >= 0 else None,
+        relations=() if trouble else _related(rows, fitted),
+        background=w.BACKGROUND_NAMES[name] if name >= 0 else None,
+        kind=w.KIND_NAMES[kind] if kind >= 0 else None,
         trouble=trouble,
     )
 
 
-def related(rows: list[int], fitted: Fit) -> tuple[tuple[int, str, int], ...]:
+def _related(rows: list[int], fitted: Fit) -> tuple[tuple[int, str, int], ...]:
     """All relations that hold with wide margins between the things of one image, which are listed back to front."""
     if len(rows) < 2:
         return ()
     padded = rows + [rows[0]] * (MOST - len(rows))
     none = torch.zeros(1, dtype=torch.int64, device=fitted.x.device)
 
-    def of(values: Tensor) -> Tensor:
-        return values[padded][None]
-
-    zero = torch.zeros_like(of(fitted.shape))
-    scene = Scenes(
-        none,
-        none + len(rows),
-        of(fitted.shape),
-        zero,
-        zero,
-        of(fitted.radius),
-        of(fitted.x),
-        of(fitted.y),
-        none,
-        none,
-        none,
-    )
+    shape, *place = (values[padded][None] for values in (fitted.shape, fitted.radius, fitted.x, fitted.y))
+    zero = torch.zeros_like(shape)
+    scene = Scenes(none, none + len(rows), shape, zero, zero, *place, none, none, none)
     holds = holding(scene, WIDE)[0].nonzero().tolist()
-    return tuple((i, RELATION_NAMES[k], j) for i, j, k in holds)
+    return tuple((i, w.RELATION_NAMES[k], j) for i, j, k in holds)
 
 
 # --- Style ----------------------------------------------------------------------------------------------------------
 
-DARK = 0.40  # the median brightness of a night
-HATCHED = 0.03  # amplitude of the hatching, and the share of pixels that have it
-HATCHED_SHARE = 0.007
-LINED = 0.3  # how far an outline goes to the shade
-SHADED = 0.45  # how much of the renderer's shadow there is
+_DARK = 0.40  # the median brightness of a night
+_HATCHED = 0.03  # amplitude of the hatching, and the share of pixels that have it
+_HATCHED_SHARE = 0.007
+_LINED = 0.3  # how far an outline goes to the shade
+_SHADED = 0.45  # how much of the renderer's shadow there is
 
 
 def style_of(images: Tensor) -> list[str | None]:
     """The style of images (N, 3, H, W) or (3, H, W) in [−1, 1]; None where no thing can be seen."""
     found: list[str | None] = []
     with torch.no_grad():
-        for part in prepared(images).split(CHUNK):
-            found += style_chunk(part)
+        for part in prepared(images).split(_CHUNK):
+            found += _style_chunk(part)
     return found
 
 
-def style_chunk(images: Tensor) -> list[str | None]:
-    dark = images.mean(1).flatten(1).median(1).values < DARK
+def _style_chunk(images: Tensor) -> list[str | None]:
+    dark = images.mean(1).flatten(1).median(1).values < _DARK
     lit = images.amax(1).flatten(1).amax(1) > 0.6  # a night without any tube is just black
-    hatched = (hatching(images) > HATCHED).float().mean((1, 2)) > HATCHED_SHARE
+    hatched = (_hatching(images) > _HATCHED).float().mean((1, 2)) > _HATCHED_SHARE
     labels = labelled(images)
     window = windows(labels)
     count = len(images)
@@ -292,32 +261,32 @@ def style_chunk(images: Tensor) -> list[str | None]:
         fitted = fit(window)
         row = window.row.cpu()
         things.index_add_(0, row, torch.ones(len(row)))
-        lined.index_add_(0, row, darkness(labels, window, fitted).cpu())
-        shaded = shadow(labels, window, fitted).cpu()
+        lined.index_add_(0, row, _darkness(labels, window, fitted).cpu())
+        shaded = _shadow(labels, window, fitted).cpu()
     lined = lined / things.clamp(min=1)
     rows = zip(*(v.tolist() for v in (dark, lit, hatched, things, lined, shaded)), strict=True)
-    return [decide(*row) for row in rows]
+    return [_decide(*row) for row in rows]
 
 
-def decide(dark: bool, lit: bool, hatched: bool, things: float, lined: float, shaded: float) -> str | None:
+def _decide(dark: bool, lit: bool, hatched: bool, things: float, lined: float, shaded: float) -> str | None:
     if dark:
         return "neon" if lit else None
     if hatched:
         return "sketch"
     if not things:
         return None
-    return "outlined" if lined > LINED else "soft" if shaded > SHADED else "flat"
+    return "outlined" if lined > _LINED else "soft" if shaded > _SHADED else "flat"
 
 
-def hatching(images: Tensor) -> Tensor:
+def _hatching(images: Tensor) -> Tensor:
     """(N, H, W): how much more there is of a sketch's lines than of finer or coarser ones. A border has all."""
     grey = images.amin(1, keepdim=True)  # every colour is dark in one channel
     high = grey - F.avg_pool2d(grey, 9, 1, 4, count_include_pad=False)
-    own, *others = (wave(high, HATCH * share) for share in (1.0, 1.45, 0.7))
+    own, *others = (_wave(high, HATCH * share) for share in (1.0, 1.45, 0.7))
     return own - torch.maximum(*others)
 
 
-def wave(high: Tensor, period: float) -> Tensor:
+def _wave(high: Tensor, period: float) -> Tensor:
     """(N, H, W): the amplitude of slanted lines of a period, within eleven pixels."""
     middle = (torch.arange(SIDE, device=high.device) + 0.5) / SIDE
     phase = 2 * torch.pi * (middle[None, :] - middle[:, None]) * 0.7071 / period
@@ -325,7 +294,7 @@ def wave(high: Tensor, period: float) -> Tensor:
     return F.avg_pool2d(parts, 11, 1, 5, count_include_pad=False).square().sum(1).sqrt()
 
 
-def darkness(labels: Labels, window: Window, fitted: Fit) -> Tensor:
+def _darkness(labels: Labels, window: Window, fitted: Fit) -> Tensor:
     """(M,): how far the band of an outline has gone from the colour to its shade."""
     which = torch.arange(len(window), device=window.x.device)
     distance = distances(window, which, fitted.shape, torch.stack([fitted.x, fitted.y, fitted.radius], 1))
@@ -337,7 +306,7 @@ def darkness(labels: Labels, window: Window, fitted: Fit) -> Tensor:
     return (share * band).sum((1, 2)) / band.sum((1, 2)).clamp(min=1)
 
 
-def shadow(labels: Labels, window: Window, fitted: Fit) -> Tensor:
+def _shadow(labels: Labels, window: Window, fitted: Fit) -> Tensor:
     """(N,): the slope of the background's darkening on what the renderer's shadows would darken."""
     middle = (torch.arange(SIDE, device=window.x.device) + 0.5) / SIDE
     x, y, radius = (v[:, None, None] for v in (fitted.x, fitted.y, fitted.radius))

@@ -53,16 +53,16 @@ def shared(shape: Tensor, x: Tensor, y: Tensor, radius: Tensor) -> Tensor:
     away = shapes.distance(shape.flatten(), qx.flatten(0, 1), qy.flatten(0, 1))
     inside = (away < 0).unflatten(0, (-1, 2)).unbind(1)
     both = (inside[0] & inside[1]).float().mean((1, 2)) * (2 * reach) ** 2
-    return both[:, None] / areas(shape, radius)
+    return both[:, None] / _areas(shape, radius)
 
 
-def areas(shape: Tensor, radius: Tensor) -> Tensor:
+def _areas(shape: Tensor, radius: Tensor) -> Tensor:
     """Areas of silhouettes, in squares of the image's side."""
-    return unit_areas().to(radius)[shape] * radius**2
+    return _unit_areas().to(radius)[shape] * radius**2
 
 
 @cache  # when it is first asked for: it takes a second
-def unit_areas() -> Tensor:
+def _unit_areas() -> Tensor:
     """(10,): areas of the shapes at radius 1, on 400 × 400 points."""
     axis = (torch.arange(400) + 0.5) / 400 * 3 - 1.5
     y, x = torch.meshgrid(axis, axis, indexing="ij")
@@ -83,7 +83,7 @@ def holding(scenes: Scenes, margins: Margins = NARROW) -> Tensor:
     gap_x, gap_y = dx.abs() - reach[..., 0], dy.abs() - reach[..., 1]
     beside = (gap_x >= margins.gap) & (dy.abs() <= margins.slope * dx.abs())
     stacked = (gap_y >= margins.gap) & (dx.abs() <= margins.slope * dy.abs())
-    over, within = crossing(scenes, torch.maximum(gap_x, gap_y) < 0, margins)
+    over, within = _crossing(scenes, torch.maximum(gap_x, gap_y) < 0, margins)
     rules = {
         "left of": beside & (dx > 0),
         "right of": beside & (dx < 0),
@@ -99,7 +99,7 @@ def holding(scenes: Scenes, margins: Margins = NARROW) -> Tensor:
     return torch.stack([rules[name] for name in RELATION_NAMES], -1) & both[..., None]
 
 
-def crossing(scenes: Scenes, touching: Tensor, margins: Margins) -> tuple[Tensor, Tensor]:
+def _crossing(scenes: Scenes, touching: Tensor, margins: Margins) -> tuple[Tensor, Tensor]:
     """(N, 3, 3) bool each: i lies over j, and i lies within j. Silhouettes are compared only where boxes touch."""
     over = torch.zeros_like(touching)
     within = torch.zeros_like(touching)

@@ -16,8 +16,8 @@ from pellucid.scenes.words import BACKGROUND_NAMES, COLOUR_NAMES, STYLE_NAMES, T
 
 # --- Random numbers by address --------------------------------------------------------------------------------------
 
-MASK = 0xFFFFFFFF
-GOLDEN = 0x9E3779B9
+_MASK = 0xFFFFFFFF
+_GOLDEN = 0x9E3779B9
 
 
 def mix(x: Tensor) -> Tensor:
@@ -25,20 +25,20 @@ def mix(x: Tensor) -> Tensor:
 
     The rounds are those of C. Wellons' hash prospector (0x21f0aaad, 0x735a2d97).
     """
-    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & MASK
-    x = ((x ^ (x >> 15)) * 0x735A2D97) & MASK
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _MASK
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & _MASK
     return x ^ (x >> 15)
 
 
 def random_words(indices: Tensor, seed: int, slots: int, stream: int = 0) -> Tensor:
     """(N, slots) int64 below 2³², of indices (N,) int64 not negative. Each stream is its own set of numbers."""
     seed = (seed ^ (seed >> 64)) & (2**64 - 1)
-    keys = torch.tensor([seed & MASK, seed >> 32, stream & MASK], dtype=torch.int64, device=indices.device)
-    low, high = indices & MASK, indices >> 32
-    first = mix(mix(mix(low ^ mix(keys[0])) + high & MASK) ^ mix(keys[1] + GOLDEN & MASK))
-    second = mix(mix(mix(low + GOLDEN & MASK) ^ mix(keys[1] ^ GOLDEN)) + mix(keys[0] + high & MASK) & MASK)
-    address = (torch.arange(1, slots + 1, device=indices.device) * GOLDEN + mix(keys[2])) & MASK
-    return mix(mix(first[:, None] ^ address) + second[:, None] & MASK)
+    keys = torch.tensor([seed & _MASK, seed >> 32, stream & _MASK], dtype=torch.int64, device=indices.device)
+    low, high = indices & _MASK, indices >> 32
+    first = mix(mix(mix(low ^ mix(keys[0])) + high & _MASK) ^ mix(keys[1] + _GOLDEN & _MASK))
+    second = mix(mix(mix(low + _GOLDEN & _MASK) ^ mix(keys[1] ^ _GOLDEN)) + mix(keys[0] + high & _MASK) & _MASK)
+    address = (torch.arange(1, slots + 1, device=indices.device) * _GOLDEN + mix(keys[2])) & _MASK
+    return mix(mix(first[:, None] ^ address) + second[:, None] & _MASK)
 
 
 def uniform(indices: Tensor, seed: int, slots: int, stream: int = 0) -> Tensor:
@@ -48,22 +48,21 @@ def uniform(indices: Tensor, seed: int, slots: int, stream: int = 0) -> Tensor:
 
 # --- Places of things -----------------------------------------------------------------------------------------------
 
-TRIES = 16
-SLOTS = 16  # numbers a candidate takes
-EDGE = 0.012  # from a thing to the image's edge
-GAP = (0.025, 0.14)  # between things that stand apart
-NEAR = (0.025, 0.065)  # between neighbours
-SLOPE = 0.36
+_TRIES = 16
+_SLOTS = 16  # numbers a candidate takes
+_EDGE = 0.012  # from a thing to the image's edge
+_GAP = (0.025, 0.14)  # between things that stand apart
+_NEAR = (0.025, 0.065)  # between neighbours
+_SLOPE = 0.36
 # How often a thing is small, and small or medium, by the number of things.
-SIZE_STEPS = ((0.34, 0.67), (0.40, 0.75), (0.55, 0.88))
+_SIZE_STEPS = ((0.34, 0.67), (0.40, 0.75), (0.55, 0.88))
 # Bands of a single thing's middle: left, centre, right; the outer ones reach as far as the thing allows.
-BANDS = (0.40, 0.47, 0.53, 0.60)
-ARRANGEMENTS = ("horizontal", "vertical", "near", "inside", "front")
-ARRANGEMENT_STEPS = (0.20, 0.40, 0.52, 0.76)
+_BANDS = (0.40, 0.47, 0.53, 0.60)
+_ARRANGEMENT_STEPS = (0.20, 0.40, 0.52, 0.76)  # of two things: horizontal, vertical, near, inside, in front
 
 
 @dataclass(frozen=True)
-class Places:
+class _Places:
     """Middles and radii, each (…, 3) float64."""
 
     x: Tensor
@@ -71,23 +70,23 @@ class Places:
     radius: Tensor
 
 
-def arrange(u: Tensor, count: Tensor, shape: Tensor) -> Places:
+def _arrange(u: Tensor, count: Tensor, shape: Tensor) -> _Places:
     """The places of things, from numbers u (N, 2 + TRIES · SLOTS) in [0, 1), counts (N,) and shapes (N, 3)."""
     kind = torch.bucketize(
-        u[:, 0].contiguous(), torch.tensor(ARRANGEMENT_STEPS, dtype=u.dtype, device=u.device), right=True
+        u[:, 0].contiguous(), torch.tensor(_ARRANGEMENT_STEPS, dtype=u.dtype, device=u.device), right=True
     )
-    kind = torch.where(possible(kind, shape), kind, (u[:, 1] * 2).long())
-    tries = u[:, 2:].reshape(len(u), TRIES, SLOTS)
-    radius = radii(tries, count, kind)
+    kind = torch.where(_possible(kind, shape), kind, (u[:, 1] * 2).long())
+    tries = u[:, 2:].reshape(len(u), _TRIES, _SLOTS)
+    radius = _radii(tries, count, kind)
     half = shapes.halves(u.device)[shape][:, None] * radius[..., None]  # (N, T, 3, 2)
-    several, fits = together(tries, kind, shape, count, radius, half)
-    single = alone(tries[:, 0], radius[:, 0], half[:, 0])
+    several, fits = _together(tries, kind, shape, count, radius, half)
+    single = _alone(tries[:, 0], radius[:, 0], half[:, 0])
     taken = fits.double().argmax(1)  # the first that fits
     rows = torch.arange(len(u), device=u.device)
-    spare = fallback(u)
+    spare = _fallback(u)
     ok = fits.any(1)[:, None]
     lonely = (count == 1)[:, None]
-    return Places(
+    return _Places(
         *(
             torch.where(lonely, getattr(single, name), torch.where(ok, getattr(several, name)[rows, taken], other))
             for name, other in (("x", spare.x), ("y", spare.y), ("radius", spare.radius))
@@ -95,16 +94,16 @@ def arrange(u: Tensor, count: Tensor, shape: Tensor) -> Places:
     )
 
 
-def possible(kind: Tensor, shape: Tensor) -> Tensor:
+def _possible(kind: Tensor, shape: Tensor) -> Tensor:
     """(N,) bool: only fat shapes hold others or stand behind them; the front one must cover its own middle."""
     inside = members(BACKS, shape.device)[shape[:, 0]]
     front = inside & members(FRONTS, shape.device)[shape[:, 1]]
     return torch.where(kind == 3, inside, torch.where(kind == 4, front, True))
 
 
-def radii(tries: Tensor, count: Tensor, kind: Tensor) -> Tensor:
+def _radii(tries: Tensor, count: Tensor, kind: Tensor) -> Tensor:
     """(N, T, 3): a size, then a radius within it. What contains is large, what it contains small."""
-    steps = torch.tensor(SIZE_STEPS, dtype=tries.dtype, device=tries.device)[count - 1][
+    steps = torch.tensor(_SIZE_STEPS, dtype=tries.dtype, device=tries.device)[count - 1][
         :, None, None, :
     ]  # (N, 1, 1, 2)
     size = (tries[..., 0:3, None] >= steps).sum(-1)
@@ -118,35 +117,35 @@ def radii(tries: Tensor, count: Tensor, kind: Tensor) -> Tensor:
     return low[size] + tries[..., 3:6] * (high - low)[size]
 
 
-def alone(u: Tensor, radius: Tensor, half: Tensor) -> Places:
+def _alone(u: Tensor, radius: Tensor, half: Tensor) -> _Places:
     """A single thing in one of nine places."""
     found = []
     for axis, (choice, within) in enumerate(((6, 7), (8, 9))):
-        reach = half[:, 0, axis] + EDGE
-        low = torch.stack([reach, torch.full_like(reach, BANDS[1]), torch.full_like(reach, BANDS[3])], -1)
-        high = torch.stack([torch.full_like(reach, BANDS[0]), torch.full_like(reach, BANDS[2]), 1 - reach], -1)
+        reach = half[:, 0, axis] + _EDGE
+        low = torch.stack([reach, torch.full_like(reach, _BANDS[1]), torch.full_like(reach, _BANDS[3])], -1)
+        high = torch.stack([torch.full_like(reach, _BANDS[0]), torch.full_like(reach, _BANDS[2]), 1 - reach], -1)
         band = (u[:, choice] * 3).long()[:, None]
         found.append(low.gather(1, band) + u[:, within : within + 1] * (high - low).gather(1, band))
-    return Places(found[0].expand(-1, MOST), found[1].expand(-1, MOST), radius[:, :1].expand(-1, MOST))
+    return _Places(found[0].expand(-1, MOST), found[1].expand(-1, MOST), radius[:, :1].expand(-1, MOST))
 
 
-def together(
+def _together(
     tries: Tensor, kind: Tensor, shape: Tensor, count: Tensor, radius: Tensor, half: Tensor
-) -> tuple[Places, Tensor]:
+) -> tuple[_Places, Tensor]:
     """Two or three things by every candidate, and which candidates keep the margins (N, T)."""
     x, y = torch.zeros_like(radius), torch.zeros_like(radius)
-    x[..., 1], y[..., 1] = second(tries, kind, shape, radius, half)
+    x[..., 1], y[..., 1] = _second(tries, kind, shape, radius, half)
     anchor = (tries[..., 10] * 2).long()
     own, rest = anchor[..., None], 1 - anchor[..., None]
     upright = tries[..., 11] < 0.5
-    dx, dy = apart(
+    dx, dy = _apart(
         tries[..., 12:15], upright, half.gather(2, own[..., None].expand(*own.shape, 2))[..., 0, :], half[..., 2, :]
     )
     x[..., 2], y[..., 2] = x.gather(2, own)[..., 0] + dx, y.gather(2, own)[..., 0] + dy
     free = torch.zeros_like(upright)
     for axis, v in enumerate((x, y)):
         reach = half[..., 2, axis] + half[..., axis].gather(2, rest)[..., 0]
-        free |= (v[..., 2] - v.gather(2, rest)[..., 0]).abs() >= reach + GAP[0]
+        free |= (v[..., 2] - v.gather(2, rest)[..., 0]).abs() >= reach + _GAP[0]
     drawn = torch.arange(MOST, device=x.device) < count[:, None, None]
     fits = free | (count == 2)[:, None]
     placed = []
@@ -154,27 +153,29 @@ def together(
         far = torch.tensor(9.0, dtype=v.dtype, device=v.device)
         low = torch.where(drawn, v - half[..., axis], far).amin(-1)
         high = torch.where(drawn, v + half[..., axis], -far).amax(-1)
-        room = 1 - 2 * EDGE - (high - low)
+        room = 1 - 2 * _EDGE - (high - low)
         fits = fits & (room >= 0)
-        placed.append(v + (EDGE - low + tries[..., 8 + axis] * room)[..., None])
-    return Places(placed[0], placed[1], radius), fits
+        placed.append(v + (_EDGE - low + tries[..., 8 + axis] * room)[..., None])
+    return _Places(placed[0], placed[1], radius), fits
 
 
-def apart(u: Tensor, upright: Tensor, half_a: Tensor, half_b: Tensor) -> tuple[Tensor, Tensor]:
+def _apart(u: Tensor, upright: Tensor, half_a: Tensor, half_b: Tensor) -> tuple[Tensor, Tensor]:
     """The way from one thing to another that stands apart from it, along an axis and a little off it."""
     reach = half_a + half_b
-    along = torch.where(upright, reach[..., 1], reach[..., 0]) + GAP[0] + u[..., 0] * (GAP[1] - GAP[0])
-    across = along * SLOPE * (2 * u[..., 1] - 1)
+    along = torch.where(upright, reach[..., 1], reach[..., 0]) + _GAP[0] + u[..., 0] * (_GAP[1] - _GAP[0])
+    across = along * _SLOPE * (2 * u[..., 1] - 1)
     along = torch.where(u[..., 2] < 0.5, -along, along)
     return torch.where(upright, across, along), torch.where(upright, along, across)
 
 
-def second(tries: Tensor, kind: Tensor, shape: Tensor, radius: Tensor, half: Tensor) -> tuple[Tensor, Tensor]:
+def _second(tries: Tensor, kind: Tensor, shape: Tensor, radius: Tensor, half: Tensor) -> tuple[Tensor, Tensor]:
     """The middle of the second thing, seen from the first (N, T each)."""
     kind = kind[:, None].expand(radius.shape[:2])
     u = tries[..., [7, 6, 15]]
-    gap = torch.where(kind == 2, (NEAR[0] - GAP[0] + u[..., 0] * (NEAR[1] - NEAR[0])) / (GAP[1] - GAP[0]), u[..., 0])
-    dx, dy = apart(torch.stack([gap, u[..., 1], u[..., 2]], -1), kind == 1, half[..., 0, :], half[..., 1, :])
+    gap = torch.where(
+        kind == 2, (_NEAR[0] - _GAP[0] + u[..., 0] * (_NEAR[1] - _NEAR[0])) / (_GAP[1] - _GAP[0]), u[..., 0]
+    )
+    dx, dy = _apart(torch.stack([gap, u[..., 1], u[..., 2]], -1), kind == 1, half[..., 0, :], half[..., 1, :])
     # Inside: nearly the same middle.
     off = 0.07 * radius[..., 0]
     dx = torch.where(kind == 3, off * (2 * u[..., 0] - 1), dx)
@@ -191,18 +192,18 @@ def second(tries: Tensor, kind: Tensor, shape: Tensor, radius: Tensor, half: Ten
     return torch.where(kind == 4, fx, dx), torch.where(kind == 4, fy, dy)
 
 
-def fallback(u: Tensor) -> Places:
+def _fallback(u: Tensor) -> _Places:
     """Three small things in an L, which keeps every margin: for the few scenes whose candidates all fail."""
     row = torch.tensor([[0.25, 0.75, 0.25], [0.3, 0.3, 0.74], [0.11, 0.11, 0.11]], dtype=u.dtype, device=u.device)
-    return Places(*(v.expand(len(u), MOST) for v in row))
+    return _Places(*(v.expand(len(u), MOST) for v in row))
 
 
 # --- Scenes ---------------------------------------------------------------------------------------------------------
 
 OBJECTS = (1, 2, 2, 3)  # how many, repeated by weight
-KIND_STEPS = (0.5, 0.78)  # plain, gradient, checkered
-WHAT, WHERE = 0, 1  # streams of numbers
-SPAN = 2**62
+_KIND_STEPS = (0.5, 0.78)  # plain, gradient, checkered
+_WHAT, _WHERE = 0, 1  # streams of numbers
+_SPAN = 2**62
 
 
 def sample(
@@ -216,16 +217,16 @@ def sample(
 
     Training scenes hold no held-out combination; in held-out scenes every object is one.
     """
-    check(indices, seed, styles, objects)
-    what = uniform(indices, seed, 24, WHAT)  # (N, 24)
+    _check(indices, seed, styles, objects)
+    what = uniform(indices, seed, 24, _WHAT)  # (N, 24)
     device = indices.device
     count = torch.tensor(objects, device=device)[(what[:, 0] * len(objects)).long()]
     colour = what[:, 1 : 1 + len(COLOUR_NAMES)].argsort(dim=1, stable=True)[:, :MOST]  # three different ones
     pairs = combinations(split).to(device)[colour]  # (N, 3, M, 2)
     pick = (what[:, 11:14] * pairs.shape[2]).long()[..., None, None].expand(-1, -1, 1, 2)
     shape, texture = pairs.gather(2, pick)[:, :, 0].unbind(-1)
-    where = arrange(uniform(indices, seed, 2 + TRIES * SLOTS, WHERE), count, shape)
-    steps = torch.tensor(KIND_STEPS, dtype=torch.float64, device=device)
+    where = _arrange(uniform(indices, seed, 2 + _TRIES * _SLOTS, _WHERE), count, shape)
+    steps = torch.tensor(_KIND_STEPS, dtype=torch.float64, device=device)
     known = torch.tensor([one_of("style", name, STYLE_NAMES) for name in styles], device=device)
     drawn = torch.arange(MOST, device=device) < count[:, None]
 
@@ -247,10 +248,10 @@ def sample(
     )
 
 
-def check(indices: Tensor, seed: int, styles: Sequence[str], objects: Sequence[int]) -> None:
+def _check(indices: Tensor, seed: int, styles: Sequence[str], objects: Sequence[int]) -> None:
     if indices.ndim != 1 or indices.dtype != torch.int64:
         raise PellucidError(rule("indices", "(N,) int64", f"{tuple(indices.shape)} {indices.dtype}"), "scenes-indices")
-    if not (isinstance(seed, int) and abs(seed) < SPAN):
+    if not (isinstance(seed, int) and abs(seed) < _SPAN):
         raise PellucidError(rule("seed", "a whole number below 2⁶²", seed), "scenes-seed")
     if not styles:
         raise PellucidError(rule("styles", "at least one name", tuple(styles)), "scenes-styles")

@@ -9,17 +9,7 @@ import torch
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, nearest, rule
-from pellucid.scenes.words import (
-    BACKGROUND_NAMES,
-    COLOUR_NAMES,
-    KIND_NAMES,
-    PLACE_NAMES,
-    SHAPE_NAMES,
-    SIZE_NAMES,
-    STYLE_NAMES,
-    TEXTURE_NAMES,
-    held_out_combination,
-)
+from pellucid.scenes import words as w
 
 MOST = 3  # objects in a scene
 # Radii as shares of the image's side. Between two sizes lies a gap of a quarter; the cut is in its middle.
@@ -41,14 +31,14 @@ class Thing:
     radius: float = 0.165
 
     def __post_init__(self) -> None:
-        for name, known in (("shape", SHAPE_NAMES), ("colour", COLOUR_NAMES), ("texture", TEXTURE_NAMES)):
+        for name, known in (("shape", w.SHAPE_NAMES), ("colour", w.COLOUR_NAMES), ("texture", w.TEXTURE_NAMES)):
             one_of(name, getattr(self, name), known)
         if not (0 < self.radius <= 1 and -1 <= self.x <= 2 and -1 <= self.y <= 2):
             raise PellucidError(rule("x, y, radius", "shares of the image", (self.x, self.y, self.radius)), "scene")
 
     @property
     def size(self) -> str:
-        return SIZE_NAMES[sum(self.radius > cut for cut in SIZE_CUTS)]
+        return w.SIZE_NAMES[sum(self.radius > cut for cut in SIZE_CUTS)]
 
     @property
     def place(self) -> str:
@@ -67,7 +57,7 @@ class Scene:
     def __post_init__(self) -> None:
         if not 1 <= len(self.things) <= MOST:
             raise PellucidError(rule("things", f"1 to {MOST}", len(self.things)), "scene")
-        for name, known in (("background", BACKGROUND_NAMES), ("kind", KIND_NAMES), ("style", STYLE_NAMES)):
+        for name, known in (("background", w.BACKGROUND_NAMES), ("kind", w.KIND_NAMES), ("style", w.STYLE_NAMES)):
             one_of(name, getattr(self, name), known)
 
 
@@ -81,7 +71,7 @@ def one_of(name: str, value: str, known: Sequence[str]) -> int:
 def place_of(x: float, y: float) -> str:
     """The ninth of the image that a point lies in."""
     column, row = (sum(v > cut for cut in PLACE_CUTS) for v in (x, y))
-    return PLACE_NAMES[3 * row + column]
+    return w.PLACE_NAMES[3 * row + column]
 
 
 @dataclass(frozen=True)
@@ -90,7 +80,7 @@ class Scenes:
 
     index: Tensor  # (N,) int64: what each was drawn from; captions are drawn from it too
     count: Tensor  # (N,) int64, 1 to 3
-    shape: Tensor  # (N, 3) int64: index into SHAPE_NAMES
+    shape: Tensor  # (N, 3) int64: index into w.SHAPE_NAMES
     colour: Tensor  # (N, 3) int64
     texture: Tensor  # (N, 3) int64
     radius: Tensor  # (N, 3) float32, share of the side
@@ -118,7 +108,7 @@ class Scenes:
 
     @property
     def size(self) -> Tensor:
-        """(N, 3) int64: index into SIZE_NAMES."""
+        """(N, 3) int64: index into w.SIZE_NAMES."""
         return torch.bucketize(self.radius, torch.tensor(SIZE_CUTS, device=self.radius.device))
 
     def scene(self, row: int) -> Scene:
@@ -132,10 +122,10 @@ class Scenes:
         found = []
         for count, back, kind, style, *own in zip(*kinds, *columns, strict=True):
             things = tuple(
-                Thing(SHAPE_NAMES[s], COLOUR_NAMES[c], TEXTURE_NAMES[t], x, y, r)
+                Thing(w.SHAPE_NAMES[s], w.COLOUR_NAMES[c], w.TEXTURE_NAMES[t], x, y, r)
                 for s, c, t, x, y, r in list(zip(*own, strict=True))[:count]
             )
-            found.append(Scene(things, BACKGROUND_NAMES[back], KIND_NAMES[kind], STYLE_NAMES[style]))
+            found.append(Scene(things, w.BACKGROUND_NAMES[back], w.KIND_NAMES[kind], w.STYLE_NAMES[style]))
         return found
 
     @staticmethod
@@ -143,27 +133,20 @@ class Scenes:
         """A batch of hand-made scenes."""
         whole = [[*scene.things, *[scene.things[0]] * (MOST - len(scene.things))] for scene in scenes]
 
-        def rows(read: object) -> Tensor:
-            return torch.tensor([[read(thing) for thing in row] for row in whole])  # type: ignore[operator]
-
+        own = (("shape", w.SHAPE_NAMES), ("colour", w.COLOUR_NAMES), ("texture", w.TEXTURE_NAMES))
+        frame = (("background", w.BACKGROUND_NAMES), ("kind", w.KIND_NAMES), ("style", w.STYLE_NAMES))
         return Scenes(
-            index=torch.arange(len(scenes)),
-            count=torch.tensor([len(scene.things) for scene in scenes]),
-            shape=rows(lambda thing: SHAPE_NAMES.index(thing.shape)),
-            colour=rows(lambda thing: COLOUR_NAMES.index(thing.colour)),
-            texture=rows(lambda thing: TEXTURE_NAMES.index(thing.texture)),
-            radius=rows(lambda thing: float(thing.radius)),
-            x=rows(lambda thing: float(thing.x)),
-            y=rows(lambda thing: float(thing.y)),
-            background=torch.tensor([BACKGROUND_NAMES.index(scene.background) for scene in scenes]),
-            kind=torch.tensor([KIND_NAMES.index(scene.kind) for scene in scenes]),
-            style=torch.tensor([STYLE_NAMES.index(scene.style) for scene in scenes]),
+            torch.arange(len(scenes)),
+            torch.tensor([len(scene.things) for scene in scenes]),
+            *(torch.tensor([[known.index(getattr(t, n)) for t in row] for row in whole]) for n, known in own),
+            *(torch.tensor([[float(getattr(t, n)) for t in row] for row in whole]) for n in ("radius", "x", "y")),
+            *(torch.tensor([known.index(getattr(scene, n)) for scene in scenes]) for n, known in frame),
         )
 
 
 def held_out(scenes: Scenes) -> Tensor:
     """(N,) bool: whether any object is a combination that training never sees."""
-    return (held_out_combination(scenes.shape, scenes.colour, scenes.texture) & scenes.present).any(1)
+    return (w.held_out_combination(scenes.shape, scenes.colour, scenes.texture) & scenes.present).any(1)
 
 
 def attributes(scenes: Scenes) -> list[dict[str, object]]:

@@ -15,9 +15,9 @@ from pellucid.core.errors import PellucidError, rule
 
 # --- Words ----------------------------------------------------------------------------------------------------------
 
-Synonyms = dict[str, tuple[str, ...]]
+_Synonyms = dict[str, tuple[str, ...]]
 
-SHAPES: Synonyms = {
+SHAPES: _Synonyms = {
     "circle": ("circle", "disc"),
     "square": ("square", "box"),
     "triangle": ("triangle",),
@@ -29,7 +29,7 @@ SHAPES: Synonyms = {
     "crescent": ("crescent", "moon"),
     "diamond": ("diamond", "rhombus"),
 }
-COLOURS: Synonyms = {
+COLOURS: _Synonyms = {
     "red": ("red",),
     "orange": ("orange",),
     "yellow": ("yellow",),
@@ -41,7 +41,7 @@ COLOURS: Synonyms = {
     "brown": ("brown",),
     "black": ("black",),
 }
-TEXTURES: Synonyms = {
+TEXTURES: _Synonyms = {
     "solid": ("solid", "plain"),
     "striped": ("striped", "stripy"),
     "dotted": ("dotted", "spotted"),
@@ -49,18 +49,18 @@ TEXTURES: Synonyms = {
     "gradient": ("gradient", "fading"),
 }
 # The same said after the shape: "a red star with stripes". Solid has no such form.
-WITH_TEXTURE: Synonyms = {
+WITH_TEXTURE: _Synonyms = {
     "striped": ("with stripes",),
     "dotted": ("with dots", "with spots"),
     "checkered": ("with checks",),
     "gradient": ("with a gradient",),
 }
-SIZES: Synonyms = {
+SIZES: _Synonyms = {
     "small": ("small", "little", "tiny"),
     "medium": ("medium", "medium-sized"),
     "large": ("large", "big", "huge"),
 }
-PLACES: Synonyms = {
+PLACES: _Synonyms = {
     "top left": ("in the top left", "in the upper left corner"),
     "top": ("at the top",),
     "top right": ("in the top right", "in the upper right corner"),
@@ -71,7 +71,7 @@ PLACES: Synonyms = {
     "bottom": ("at the bottom",),
     "bottom right": ("in the bottom right", "in the lower right corner"),
 }
-RELATIONS: Synonyms = {
+RELATIONS: _Synonyms = {
     "left of": ("left of", "to the left of"),
     "right of": ("right of", "to the right of"),
     "above": ("above", "over"),
@@ -82,7 +82,7 @@ RELATIONS: Synonyms = {
     "in front of": ("in front of",),
     "behind": ("behind",),
 }
-BACKGROUNDS: Synonyms = {
+BACKGROUNDS: _Synonyms = {
     "white": ("white",),
     "grey": ("grey", "gray"),
     "cream": ("cream",),
@@ -91,8 +91,8 @@ BACKGROUNDS: Synonyms = {
     "pale pink": ("pale pink", "light pink"),
     "pale purple": ("pale purple", "light purple"),
 }
-KINDS: Synonyms = {"plain": ("plain",), "gradient": ("gradient",), "checkered": ("checkered", "checked")}
-STYLES: Synonyms = {
+KINDS: _Synonyms = {"plain": ("plain",), "gradient": ("gradient",), "checkered": ("checkered", "checked")}
+STYLES: _Synonyms = {
     "flat": ("in flat style",),
     "outlined": ("in outlined style", "with outlines"),
     "soft": ("in soft style", "with soft shadows"),
@@ -120,7 +120,7 @@ def vocabulary() -> tuple[str, ...]:
 # --- Held-out combinations ------------------------------------------------------------------------------------------
 
 Split = Literal["train", "held_out", "any"]
-SPLITS = ("train", "held_out", "any")
+_SPLITS = ("train", "held_out", "any")
 
 
 def held_out_combination(shape: Tensor, colour: Tensor, texture: Tensor) -> Tensor:
@@ -131,8 +131,8 @@ def held_out_combination(shape: Tensor, colour: Tensor, texture: Tensor) -> Tens
 @lru_cache(maxsize=8)
 def combinations(split: Split) -> Tensor:
     """(10, M, 2): for each colour, the (shape, texture) pairs of a split: 45 in training, 5 held out."""
-    if split not in SPLITS:
-        raise PellucidError(rule("split", " or ".join(SPLITS), split), "scenes-split")
+    if split not in _SPLITS:
+        raise PellucidError(rule("split", " or ".join(_SPLITS), split), "scenes-split")
     shape, texture = torch.meshgrid(torch.arange(len(SHAPE_NAMES)), torch.arange(len(TEXTURE_NAMES)), indexing="ij")
     pairs = torch.stack([shape, texture], -1).flatten(0, 1)  # (50, 2)
     rows = []

@@ -38,8 +38,8 @@ TABS: dict[str, Callable[..., Any]] = {
     "Doctor": DoctorTab,
     "Labs": LabsTab,
 }
-MOST_BYTES = "32mb"  # of an upload
-THREADS = 16
+_MOST_BYTES = "32mb"  # of an upload
+_THREADS = 16
 
 
 class _Page(gr.Blocks):
@@ -54,7 +54,7 @@ class _Page(gr.Blocks):
         return made
 
 
-def build(shelf: Shelf, sessions: Sessions, lab: Lab | None = None, *, checks: bool = True) -> _Page:
+def _build(shelf: Shelf, sessions: Sessions, lab: Lab | None = None, *, checks: bool = True) -> _Page:
     """The page; with a lab it opens at Labs, with that one chosen. Without `checks` no answer to a lab is run."""
     names = shelf.choices()
     with _Page(title="Pellucid studio", analytics_enabled=False) as page:
@@ -79,32 +79,32 @@ def build(shelf: Shelf, sessions: Sessions, lab: Lab | None = None, *, checks: b
 
 def start(shelf: Shelf, sessions: Sessions, *, port: int, host: str = "127.0.0.1", lab: Lab | None = None) -> Studio:
     """The page, served beside this thread; the first model is loaded while people look."""
-    page = build(shelf, sessions, lab, checks=is_loopback(host))
+    page = _build(shelf, sessions, lab, checks=is_loopback(host))
     sessions.stay = frozenset(files())
-    page.max_threads = THREADS
+    page.max_threads = _THREADS
     page.queue(default_concurrency_limit=8, max_size=64)
     studio = server.start(
         page,
         sessions,
         host=host,
         port=port,
-        max_file_size=MOST_BYTES,
+        max_file_size=_MOST_BYTES,
         css=html.CSS,
         head=html.HEAD,
         theme=gr.themes.Soft(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
     )
-    threading.Thread(target=warm, args=(shelf,), daemon=True).start()
+    threading.Thread(target=_warm, args=(shelf,), daemon=True).start()
     return studio
 
 
-def warm(shelf: Shelf) -> None:
+def _warm(shelf: Shelf) -> None:
     """Loads what people are likely to ask for first; what cannot be loaded says so when it is asked for."""
     for name in shelf.choices()[:1]:
         with contextlib.suppress(PellucidError, OSError):
             generate_tab.Preview(shelf.pipe(name)).warm()
 
 
-def serve(
+def _serve(
     models: Sequence[str], *, port: int, open_browser: bool, device: str | None = None, lab: Lab | None = None
 ) -> None:
     """Until Ctrl-C, or until the process is told to end; it ends here, with all that it left removed."""

@@ -29,9 +29,9 @@ from pellucid.studio.visitors import Job, Session, Sessions
 # --- X/Y sheets -----------------------------------------------------------------------------------------------------
 
 MOST_CELLS = 36
-NAMES = ("steps", "guidance", "sampler", "grid", "dialect", "seed", "clip_skip", "prompt", "negative", "noise")
-BLANK = "#e9edf2"  # a cell that is not made yet
-CHECKS = {"steps": form.steps_of, "prompt": form.prompt_of}
+_NAMES = ("steps", "guidance", "sampler", "grid", "dialect", "seed", "clip_skip", "prompt", "negative", "noise")
+_BLANK = "#e9edf2"  # a cell that is not made yet
+_CHECKS = {"steps": form.steps_of, "prompt": form.prompt_of}
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class SheetNews:
     def draw(self) -> Image.Image:
         """The sheet so far, with room for what is to come."""
         size = self.images[0].size if self.images else (128, 128)
-        blanks = [Image.new("RGB", size, BLANK)] * (self.cells - len(self.images))
+        blanks = [Image.new("RGB", size, _BLANK)] * (self.cells - len(self.images))
         return draw_sheet([*self.images, *blanks], self.axes)
 
 
@@ -78,15 +78,15 @@ class SheetResult:
 def sheet_of(text: str, setup: Form) -> SheetPlan:
     """What a sheet asks for; all cells share one seed, unless that varies."""
     base = setup.request()
-    held = {one.name: getattr(base, one.name) for one in fields(base) if getattr(base, one.name) != default(one)}
-    axes = axes_of(text or "", base.sampler, {name: AXES[name] for name in NAMES})
+    held = {one.name: getattr(base, one.name) for one in fields(base) if getattr(base, one.name) != _default(one)}
+    axes = axes_of(text or "", base.sampler, {name: AXES[name] for name in _NAMES})
     every = cells(axes)
     if len(every) > MOST_CELLS:
         advice = "Leave out some values; `pellucid sample --grid-of` draws larger ones."
         raise PellucidError(rule("cells", f"at most {MOST_CELLS} on this page", len(every), advice), "grid-cells")
     for axis in axes:
-        for value in axis.values if axis.name in CHECKS else ():
-            CHECKS[axis.name](value)
+        for value in axis.values if axis.name in _CHECKS else ():
+            _CHECKS[axis.name](value)
     requests = [Request(**cell_fields(held, settings)) for settings in every]
     if setup.guarded:
         requests = [replace(one, guidance=guarded(one.guidance)) for one in requests]
@@ -96,7 +96,7 @@ def sheet_of(text: str, setup: Form) -> SheetPlan:
     return SheetPlan(text, axes, tuple(requests))
 
 
-def default(one: Any) -> Any:
+def _default(one: Any) -> Any:
     return one.default if one.default_factory is MISSING else one.default_factory()
 
 
@@ -129,7 +129,7 @@ def run(pipe: Pipeline, sheet: SheetPlan, session: Session, job: Job) -> SheetRe
     return SheetResult(drawn, file, tuple(dict.fromkeys(notes)), time.perf_counter() - began)
 
 
-def follow(pipe: Pipeline, sheet: SheetPlan, session: Session, tab: str) -> Iterator[SheetNews | SheetResult]:
+def _follow(pipe: Pipeline, sheet: SheetPlan, session: Session, tab: str) -> Iterator[SheetNews | SheetResult]:
     """The sheet as it fills, and then the whole."""
     job = session.begin(tab, lambda job: run(pipe, sheet, session, job))
     yield from visitors.follow(job)
@@ -138,11 +138,11 @@ def follow(pipe: Pipeline, sheet: SheetPlan, session: Session, tab: str) -> Iter
 
 # --- The tab --------------------------------------------------------------------------------------------------------
 
-TAB, SHEET = "compare", "sheet"
-PROMPT = "a large red star on a white background"
-FIRST = (Form(sampler="ddim", grid="trailing", steps=12), Form(sampler="dpmpp_2m", grid="trailing", steps=12))
-FIRST_AXES = "steps=5,10,20 x guidance=1,4,7"
-HELD = 5  # controls of a side
+_TAB, _SHEET = "compare", "sheet"
+_PROMPT = "a large red star on a white background"
+_FIRST = (Form(sampler="ddim", grid="trailing", steps=12), Form(sampler="dpmpp_2m", grid="trailing", steps=12))
+_FIRST_AXES = "steps=5,10,20 x guidance=1,4,7"
+_HELD = 5  # controls of a side
 
 
 class CompareTab:
@@ -151,10 +151,10 @@ class CompareTab:
     def __init__(self, shelf: Shelf, sessions: Sessions, model: gr.Dropdown, ran: gr.State) -> None:
         self.shelf, self.sessions = shelf, sessions
         with gr.Row():
-            prompt = gr.Textbox(PROMPT, label="Prompt", lines=1, max_lines=4, scale=5, elem_id="compare-prompt")
+            prompt = gr.Textbox(_PROMPT, label="Prompt", lines=1, max_lines=4, scale=5, elem_id="compare-prompt")
             seed = gr.Textbox("7", label="Seed of both", placeholder="random", min_width=120, elem_id="compare-seed")
         with gr.Row():
-            sides = [self.side(name, first) for name, first in zip(SIDES, FIRST, strict=True)]
+            sides = [self.side(name, first) for name, first in zip(SIDES, _FIRST, strict=True)]
         asked = [model, prompt, seed, *sides[0], *sides[1]]
         with gr.Tab("Side by side"):
             self.both(asked, ran)
@@ -166,8 +166,8 @@ class CompareTab:
         with gr.Column(min_width=300, elem_id=mark):
             gr.Markdown(f"### Set-up {name}")
             with gr.Row():
-                sampler = choice(form.sampler_choices(), first.sampler, f"Sampler of {name}", f"{mark}-sampler")
-                grid = choice(form.grid_choices(), first.grid, f"Grid of {name}", f"{mark}-grid")
+                sampler = _choice(form.sampler_choices(), first.sampler, f"Sampler of {name}", f"{mark}-sampler")
+                grid = _choice(form.grid_choices(), first.grid, f"Grid of {name}", f"{mark}-grid")
             with gr.Row():
                 steps = gr.Number(first.steps, label=f"Steps of {name}", min_width=100, elem_id=f"{mark}-steps")
                 about = {"label": f"Guidance of {name}", "min_width": 180, "elem_id": f"{mark}-guidance"}
@@ -181,7 +181,7 @@ class CompareTab:
             go = gr.Button("Run both", variant="primary", elem_id="compare-run")
             stop = gr.Button("Cancel", variant="stop", elem_id="compare-cancel")
         said = gr.HTML(READY, elem_id="compare-status")
-        shown = gr.HTML(comparison.NOTHING, elem_id="compare-pictures")
+        shown = gr.HTML(comparison.NOTHING, elem_id="compare-images")
         with gr.Row():
             files = [
                 gr.DownloadButton(
@@ -198,9 +198,9 @@ class CompareTab:
         stop.click(self.cancel, None, [said], queue=False)
 
     def sheets(self, asked: list[Any]) -> None:
-        names = ", ".join(NAMES)
+        names = ", ".join(_NAMES)
         axes = gr.Textbox(
-            FIRST_AXES,
+            _FIRST_AXES,
             label="What varies, to the right x down",
             info=f"around set-up A: {names}, or a number of its sampler; at most {MOST_CELLS} cells",
             elem_id="sheet-axes",
@@ -209,7 +209,7 @@ class CompareTab:
             go = gr.Button("Draw the sheet", variant="primary", elem_id="sheet-run")
             stop = gr.Button("Cancel", variant="stop", elem_id="sheet-cancel")
         said = gr.HTML(READY, elem_id="sheet-status")
-        shown = gr.HTML(comparison.sheet(None), elem_id="sheet-picture")
+        shown = gr.HTML(comparison.sheet(None), elem_id="sheet-image")
         file = gr.DownloadButton("Download with recipe", interactive=False, elem_id="sheet-download")
         for event in (go.click, axes.submit):
             event(self.draw, [*asked, axes], [shown, said, file], show_progress="hidden", concurrency_limit=4)
@@ -227,11 +227,11 @@ class CompareTab:
         pipe = self.shelf.pipe(model)
         preview = Preview(pipe)
         yield gr.skip(), status("starting …"), *rest
-        for news in comparison.follow(pipe, setups, session, TAB):
+        for news in comparison.follow(pipe, setups, session, _TAB):
             if isinstance(news, Pair):
-                yield so_far(news, preview), status(news.words, news.part), *rest
+                yield _so_far(news, preview), status(news.words, news.part), *rest
             else:
-                yield finished(news, setups[0].prompt, session)
+                yield _finished(news, setups[0].prompt, session)
 
     @html.settled(3, 1)
     def draw(self, request: gr.Request, model: str, *given: Any) -> Iterator[tuple[Any, ...]]:
@@ -243,7 +243,7 @@ class CompareTab:
         pipe = self.shelf.pipe(model)
         yield gr.skip(), status("starting …"), gr.DownloadButton(interactive=False)
         drawn = -1
-        for news in follow(pipe, sheet, session, SHEET):
+        for news in _follow(pipe, sheet, session, _SHEET):
             if isinstance(news, SheetNews):
                 fresh, drawn = len(news.images) != drawn, len(news.images)
                 image = comparison.sheet(news.draw(), "the sheet so far") if fresh else gr.skip()
@@ -253,22 +253,22 @@ class CompareTab:
             yield comparison.sheet(news.image, f"a sheet of {sheet.text}"), html.done(news), file
 
     def cancel(self, request: gr.Request) -> str:
-        self.sessions.of(request.session_hash).cancel(TAB)
+        self.sessions.of(request.session_hash).cancel(_TAB)
         return status("cancelled")
 
     def cancel_sheet(self, request: gr.Request) -> str:
-        self.sessions.of(request.session_hash).cancel(SHEET)
+        self.sessions.of(request.session_hash).cancel(_SHEET)
         return status("cancelled")
 
 
-def choice(names: Sequence[str], value: str, label: str, mark: str) -> gr.Dropdown:
+def _choice(names: Sequence[str], value: str, label: str, mark: str) -> gr.Dropdown:
     return gr.Dropdown(names, value=value, label=label, min_width=130, elem_id=mark)
 
 
 def setups_of(prompt: str, seed: Any, *given: Any) -> tuple[Form, Form]:
     """The two set-ups that the controls hold, in their order; an empty seed is one random seed for both."""
     whole = form.seed_of(seed)
-    held = (given[:HELD], given[HELD:])
+    held = (given[:_HELD], given[_HELD:])
     a, b = (
         Form(prompt=prompt, sampler=sampler, grid=grid, steps=steps, guidance=scale, guarded=guarded, seed=whole)
         for sampler, grid, steps, scale, guarded in held
@@ -276,22 +276,22 @@ def setups_of(prompt: str, seed: Any, *given: Any) -> tuple[Form, Form]:
     return a, b
 
 
-def so_far(news: Pair, preview: Preview) -> str:
+def _so_far(news: Pair, preview: Preview) -> str:
     """Both sides while they run: x0 of the latest step, or the image where it is done."""
     shown = [preview.image(one.x0) if isinstance(one, StepNews) else one and one.image for one in news]
     said = [
-        about(one) if isinstance(one, RunResult) else "x0 as the network sees it now" if one else "" for one in news
+        _about(one) if isinstance(one, RunResult) else "x0 as the network sees it now" if one else "" for one in news
     ]
     return comparison.pair(shown, said)
 
 
-def about(made: RunResult) -> str:
+def _about(made: RunResult) -> str:
     recipe = made.recipe
     grid = recipe.grid.get("name", "")
     return f"{recipe.sampler}, {grid}, {recipe.steps} steps · seed {recipe.seed} · {html.seconds(made.seconds)}"
 
 
-def finished(done: ComparisonResult, prompt: str, session: Session) -> tuple[Any, ...]:
+def _finished(done: ComparisonResult, prompt: str, session: Session) -> tuple[Any, ...]:
     """All that is shown of two runs. Their traces are kept, so that the tab Trace can open them."""
     names = [f"{session.count:04d} · {side} · {prompt[:56]}" for side in SIDES]
     for name, made in zip(names, done.made, strict=True):
@@ -299,7 +299,7 @@ def finished(done: ComparisonResult, prompt: str, session: Session) -> tuple[Any
     notes = dict.fromkeys(note for made in done.made for note in made.notes)
     spent = html.seconds(sum(made.seconds for made in done.made))
     return (
-        comparison.pair([made.image for made in done.made], [about(made) for made in done.made]),
+        comparison.pair([made.image for made in done.made], [_about(made) for made in done.made]),
         status(" · ".join([f"done in {spent}", *notes]), 1.0),
         *(gr.DownloadButton(value=str(made.file), interactive=True) for made in done.made),
         comparison.verdict(done),

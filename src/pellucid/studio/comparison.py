@@ -32,8 +32,8 @@ from pellucid.studio.visitors import Job, Session
 # --- Both runs ------------------------------------------------------------------------------------------------------
 
 SIDES = ("A", "B")
-COLUMNS = 8  # steps that are shown as images
-MOST_CALLS = 300  # of plans whose differences are run on the oracle
+_COLUMNS = 8  # steps that are shown as images
+_MOST_CALLS = 300  # of plans whose differences are run on the oracle
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,9 @@ def run(pipe: Pipeline, setups: Sequence[Form], session: Session, job: Job) -> C
 
     seen()
     found = diff.compare(a, b)
-    strips = aligned(a, b, found, pipe.components.vae)
+    strips = _aligned(a, b, found, pipe.components.vae)
     mine, theirs = (trace.header.plans[0] for trace in (a, b))
-    plans = plan_diff.compare(mine, theirs, seen, effects=max(mine.nfe, theirs.nfe) <= MOST_CALLS)
+    plans = plan_diff.compare(mine, theirs, seen, effects=max(mine.nfe, theirs.nfe) <= _MOST_CALLS)
     return ComparisonResult((made[0], made[1]), found, strips, plans, theirs, (len(a.steps), len(b.steps)))
 
 
@@ -130,21 +130,21 @@ def follow(pipe: Pipeline, setups: Sequence[Form], session: Session, tab: str) -
 # --- both in images -------------------------------------------------------------------------------------------
 
 
-def aligned(a: Trace, b: Trace, found: Comparison, vae: Any = None) -> tuple[Column, ...]:
+def _aligned(a: Trace, b: Trace, found: Comparison, vae: Any = None) -> tuple[Column, ...]:
     """A few steps of both runs, aligned by their number; the one where they part is among them."""
     first = None if found.first is None else found.first.step
-    look = look_at(a, b, vae)
+    look = _look_at(a, b, vae)
     return tuple(
-        Column(step, (frame(a, step, look), frame(b, step, look)), step == first)
+        Column(step, (_frame(a, step, look), _frame(b, step, look)), step == first)
         for step in columns(max(len(a.steps), len(b.steps)), first)
     )
 
 
 def columns(steps: int, first: int | None) -> list[int]:
-    """At most `COLUMNS` steps, evenly; where two runs part is one of them."""
+    """At most `_COLUMNS` steps, evenly; where two runs part is one of them."""
     if first is None or first >= steps:
-        return previews.spaced(range(steps), COLUMNS)
-    even = previews.spaced(range(steps), COLUMNS)
+        return previews.spaced(range(steps), _COLUMNS)
+    even = previews.spaced(range(steps), _COLUMNS)
     if first in even:
         return even
     inner = even[1:-1] or even
@@ -152,7 +152,7 @@ def columns(steps: int, first: int | None) -> list[int]:
     return sorted({first, *even} - {nearest})
 
 
-def look_at(a: Trace, b: Trace, vae: Any) -> Preview | None:
+def _look_at(a: Trace, b: Trace, vae: Any) -> Preview | None:
     """One way to look at both: decoded where that is quick, else by the linear map that fits the VAE best."""
     last = [trace.tensor("x0", trace.has_images[-1])[:1] for trace in (a, b) if trace.has_images]
     if not last or len({one.shape for one in last}) > 1:
@@ -163,7 +163,7 @@ def look_at(a: Trace, b: Trace, vae: Any) -> Preview | None:
     return getattr(look, "linear", look) if slow else look
 
 
-def frame(trace: Trace, index: int, look: Preview | None) -> Frame:
+def _frame(trace: Trace, index: int, look: Preview | None) -> Frame:
     if index >= len(trace.steps):
         return Frame(None, None)
     step = trace.steps[index]
@@ -175,11 +175,11 @@ def frame(trace: Trace, index: int, look: Preview | None) -> Frame:
 
 # --- As HTML --------------------------------------------------------------------------------------------------------
 
-ROWS = 40  # of a table of rows
-KINDS = ("told time", "level", "churn", "weights")
-WIDEST = 1600  # pixels of a sheet on the page; the file holds it whole
+_ROWS = 40  # of a table of rows
+_KINDS = ("told time", "level", "churn", "weights")
+_WIDEST = 1600  # pixels of a sheet on the page; the file holds it whole
 
-STYLE = """<style>
+_STYLE = """<style>
 .plc .film { display: grid; grid-auto-flow: column; grid-auto-columns: minmax(116px, 1fr); gap: 6px; width: 100%; }
 .plc .film > div { padding: 4px; border: 2px solid transparent; border-radius: 8px; }
 .plc .film > div.first { border-color: #c62828; }
@@ -198,7 +198,7 @@ STYLE = """<style>
 .plc .legend i { display: inline-block; width: 10px; height: 10px; border-radius: 50%; margin-right: 5px; }
 </style>"""
 
-EMPTY_FILM = html.block(f"{STYLE}<p class=note>Run both: where they part, and by what, is said here.</p>")
+EMPTY_FILM = html.block(f"{_STYLE}<p class=note>Run both: where they part, and by what, is said here.</p>")
 
 
 def pair(images: Sequence[Image.Image | None], words: Sequence[str]) -> str:
@@ -223,7 +223,7 @@ def verdict(done: ComparisonResult) -> str:
     also = f"<p class=note>The set-ups also differ in: {html.text('; '.join(rest))}.</p>" if rest else ""
     notes = "".join(f"<p class=note>{html.text(note)}</p>" for note in found.notes)
     said = f'<p class="verdict" role="status"><b>{html.text(headline(done))}</b></p>'
-    return html.block(f'{STYLE}{said}<ul class="why">{lines}</ul>{also}{notes}')
+    return html.block(f'{_STYLE}{said}<ul class="why">{lines}</ul>{also}{notes}')
 
 
 def headline(done: ComparisonResult) -> str:
@@ -238,27 +238,27 @@ def headline(done: ComparisonResult) -> str:
 
 def film(columns: Sequence[Column]) -> str:
     """Both runs aligned by step; the first that differs is outlined."""
-    cells = "".join(column(one) for one in columns)
+    cells = "".join(_column(one) for one in columns)
     note = "x0, what the network believes the image to be. Outlined: the first step that differs."
     return html.block(
-        f'{STYLE}<h4>Step by step</h4><div class="wide"><div class="film">{cells}</div></div>{said(note)}'
+        f'{_STYLE}<h4>Step by step</h4><div class="wide"><div class="film">{cells}</div></div>{_said(note)}'
     )
 
 
-def column(one: Column) -> str:
-    shown = "".join(cell(name, one.step, frame) for name, frame in zip(SIDES, one.frames, strict=True))
+def _column(one: Column) -> str:
+    shown = "".join(_cell(name, one.step, frame) for name, frame in zip(SIDES, one.frames, strict=True))
     mark = "<br>they part here" if one.first else ""
     kind = ' class="first" aria-current="step"' if one.first else ""
     return f"<div{kind}><b>step {one.step + 1}{mark}</b>{shown}</div>"
 
 
-def cell(name: str, step: int, frame: Frame) -> str:
+def _cell(name: str, step: int, frame: Frame) -> str:
     if frame.ratio is None:
         return html.frame(None, "", f"{name} · ended", "–")
     return html.frame(frame.image, f"{name} at step {step + 1}", f"{name} · σ/α {short(frame.ratio, 3)}", "–")
 
 
-def said(words: str) -> str:
+def _said(words: str) -> str:
     return f"<p class=note>{html.text(words)}</p>"
 
 
@@ -271,7 +271,7 @@ def distances(found: Comparison) -> str:
     series = [Series(name, steps, [getattr(one, name) for one in at]) for name in ("x", "x0")]
     note = "As a part of B's norm; only steps at which both stand at the same level."
     chart = Chart("How far apart, by step", series, Axis("step"), Axis("", log=True), note=note)
-    return html.block(STYLE + chart.html())
+    return html.block(_STYLE + chart.html())
 
 
 # --- the plans --------------------------------------------------------------------------------------------------
@@ -281,56 +281,56 @@ def plans(found: Plans, theirs: Plan) -> str:
     """What the plans are, the rows that differ, and what each kind of difference does on the exact oracle."""
     left, right = facts(found.mine), facts(theirs)
     rows = [(name, left[name], right[name]) for name in left if left[name] or right[name]]
-    parts = ["<h4>The plans</h4>", table(("", *SIDES), rows, [row[1] != row[2] for row in rows])]
+    parts = ["<h4>The plans</h4>", _table(("", *SIDES), rows, [row[1] != row[2] for row in rows])]
     if found.mine.frame != theirs.frame:
-        parts.append(said(f"For the rows, B is rewritten from the frame {theirs.frame} to {found.mine.frame}."))
+        parts.append(_said(f"For the rows, B is rewritten from the frame {theirs.frame} to {found.mine.frame}."))
     by_row = [d for d in found.differences if d.row >= 0]
     if found.mine.nfe != found.theirs.nfe:
-        parts += ["<h4>The rows of both</h4>", levels(found.mine, found.theirs)]
+        parts += ["<h4>The rows of both</h4>", _levels(found.mine, found.theirs)]
     elif by_row:
-        parts += ["<h4>Rows that differ, A → B</h4>", changes(by_row)]
+        parts += ["<h4>Rows that differ, A → B</h4>", _changes(by_row)]
     else:
-        parts.append(said(f"The rows are the same (to {TOLERANCE:g})."))
+        parts.append(_said(f"The rows are the same (to {TOLERANCE:g})."))
     if found.effects:
         effects = [(e.kind, "" if e.rows is None else e.rows, size_of(e), e.note) for e in found.effects]
         note = f"{POINTS} points of a smooth mixture through its exact denoiser; each kind alone, then all."
         heads = ("swapped in", "rows", "relative distance", "")
-        parts += ["<h4>What it does to the result</h4>", table(heads, effects), said(note)]
-    return html.block(STYLE + "".join(parts))
+        parts += ["<h4>What it does to the result</h4>", _table(heads, effects), _said(note)]
+    return html.block(_STYLE + "".join(parts))
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[object]], marked: Sequence[bool] = ()) -> str:
+def _table(heads: Sequence[str], rows: Sequence[Sequence[object]], marked: Sequence[bool] = ()) -> str:
     """Rows of words; those that are `marked` stand out."""
     return html.table(heads, rows, words=len(heads), marks=["here" if mark else "" for mark in marked])
 
 
-def changes(differences: Sequence[Difference]) -> str:
+def _changes(differences: Sequence[Difference]) -> str:
     """A row for each that differs, `old → new` in the column of its kind."""
-    kinds = [kind for kind in KINDS if any(kind_of(d) == kind for d in differences)]
+    kinds = [kind for kind in _KINDS if any(kind_of(d) == kind for d in differences)]
     every = sorted({d.row for d in differences})
     rows = [
         (index + 1, *("\n".join(change(d) for d in differences if d.row == index and kind_of(d) == k) for k in kinds))
-        for index in every[:ROWS]
+        for index in every[:_ROWS]
     ]
-    return table(("step", *kinds), rows) + more(len(every))
+    return _table(("step", *kinds), rows) + _more(len(every))
 
 
-def levels(mine: Plan, theirs: Plan) -> str:
+def _levels(mine: Plan, theirs: Plan) -> str:
     """Where each plan calls the network; plans of different length have no partners to compare."""
     count = max(mine.nfe, theirs.nfe)
-    rows = [(i + 1, *level(mine, i), *level(theirs, i)) for i in range(min(count, ROWS))]
-    return html.table(("step", "A: time", "σ/α", "B: time", "σ/α"), rows) + more(count)
+    rows = [(i + 1, *_level(mine, i), *_level(theirs, i)) for i in range(min(count, _ROWS))]
+    return html.table(("step", "A: time", "σ/α", "B: time", "σ/α"), rows) + _more(count)
 
 
-def level(plan: Plan, index: int) -> tuple[str, str]:
+def _level(plan: Plan, index: int) -> tuple[str, str]:
     if index >= plan.nfe:
         return "", ""
     row = plan.rows[index]
     return short(0.0 if abs(row.time) < TOLERANCE else row.time, 5), short(row.level.ratio)
 
 
-def more(count: int) -> str:
-    return said(f"… and {count - ROWS} more.") if count > ROWS else ""
+def _more(count: int) -> str:
+    return _said(f"… and {count - _ROWS} more.") if count > _ROWS else ""
 
 
 # --- a sheet ----------------------------------------------------------------------------------------------------
@@ -339,8 +339,8 @@ def more(count: int) -> str:
 def sheet(image: Image.Image | None, alt: str = "") -> str:
     if image is None:
         return html.block(
-            f'{STYLE}<div class="sheet"><span class=note>The sheet fills here, cell by cell.</span></div>'
+            f'{_STYLE}<div class="sheet"><span class=note>The sheet fills here, cell by cell.</span></div>'
         )
     small = image.copy()
-    small.thumbnail((WIDEST, WIDEST))
-    return html.block(f'{STYLE}<div class="sheet"><img alt="{html.text(alt)}" src="{html.source(small)}"></div>')
+    small.thumbnail((_WIDEST, _WIDEST))
+    return html.block(f'{_STYLE}<div class="sheet"><img alt="{html.text(alt)}" src="{html.source(small)}"></div>')

@@ -23,14 +23,14 @@ from pellucid.studio.html import status
 from pellucid.studio.visitors import Job, Sessions
 from pellucid.train.image_folder import ImageFolder
 
-TAB = "doctor"
+_TAB = "doctor"
 MODEL, CONFIG, TRACE, IMAGES = "the chosen model", "a config, pasted or sent", "a trace", "images"
-KINDS = (MODEL, CONFIG, TRACE, IMAGES)
-MOST_IMAGES = 64
+_KINDS = (MODEL, CONFIG, TRACE, IMAGES)
+_MOST_IMAGES = 64
 MOST_WORDS = 2**20  # characters of a pasted config
-NO_DATA, SCENES = "none", "scenes"
+_NO_DATA, _SCENES = "none", "scenes"
 COLOURS = {"error": "#c62828", "warning": "#b26a00", "note": "#1f6fd6"}
-EMPTY = html.block('<p class="note">What is wrong, if anything, appears here: the gravest first.</p>')
+_EMPTY = html.block('<p class="note">What is wrong, if anything, appears here: the gravest first.</p>')
 
 
 # --- what is computed --------------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ class DoctorForm:
     config: str | None = None  # a file
     trace: str | None = None
     images: Sequence[str] | None = ()
-    data: str | None = NO_DATA
+    data: str | None = _NO_DATA
     steps: Any = None
     sampler: str = form.OWN
     grid: str = form.OWN
@@ -63,16 +63,16 @@ class DoctorForm:
     def given(self, folder: Path) -> SubjectSpec:
         """What the doctor is handed; files that are written for it go into the folder."""
         data = (self.data or "").strip()
-        data = None if data in ("", NO_DATA) else known(data)
+        data = None if data in ("", _NO_DATA) else _known(data)
         if self.kind == MODEL:
             return SubjectSpec(named(self.model), quick=not self.weights and data is None, data=data)
         if self.kind == CONFIG:
-            return SubjectSpec(str(config_in(folder, self.pasted, self.config)))
+            return SubjectSpec(str(_config_in(folder, self.pasted, self.config)))
         if self.kind == TRACE:
-            return SubjectSpec(trace=some(self.trace, "trace", "a file"))
+            return SubjectSpec(trace=_some(self.trace, "trace", "a file"))
         if self.kind == IMAGES:
-            return SubjectSpec(images=str(images_in(folder, self.images or ())), data=data)
-        raise PellucidError(rule("what to look at", "one of " + ", ".join(KINDS), self.kind), "doctor-kind")
+            return SubjectSpec(images=str(_images_in(folder, self.images or ())), data=data)
+        raise PellucidError(rule("what to look at", "one of " + ", ".join(_KINDS), self.kind), "doctor-kind")
 
     @property
     def name(self) -> str:
@@ -85,27 +85,27 @@ class DoctorForm:
         return Path(sent).name if sent else "the pasted config"
 
 
-def known(data: str) -> str:
+def _known(data: str) -> str:
     """The name of known images. Of what is none, not even whether it is there is told."""
     try:
-        if data != SCENES:
+        if data != _SCENES:
             ImageFolder(Path(data).expanduser(), 1)
     except (PellucidError, OSError, ValueError, RuntimeError):  # ValueError: a null in it; RuntimeError: no such home
-        raise PellucidError(rule("data", f"{SCENES} or a folder of images", data), "data") from None
+        raise PellucidError(rule("data", f"{_SCENES} or a folder of images", data), "data") from None
     return data
 
 
-def some(given: str | None, what: str, must: str) -> str:
+def _some(given: str | None, what: str, must: str) -> str:
     if not given:
         raise PellucidError(rule(what, must, "none"), "doctor-nothing")
     return given
 
 
-def config_in(folder: Path, pasted: str, sent: str | None) -> Path:
+def _config_in(folder: Path, pasted: str, sent: str | None) -> Path:
     """A scheduler's config or a plan as a file of its own; what is pasted comes before what is sent."""
     text = (pasted or "").strip()
     if not text:
-        path = Path(some(sent, "config", "pasted, or sent as a .json file"))
+        path = Path(_some(sent, "config", "pasted, or sent as a .json file"))
         text = read_text(path, "config", 64 * MOST_WORDS, "file-size")
     elif len(text) > MOST_WORDS:
         raise PellucidError(rule("config", f"at most {MOST_WORDS:,} characters", f"{len(text):,}"), "file-size")
@@ -116,10 +116,10 @@ def config_in(folder: Path, pasted: str, sent: str | None) -> Path:
     return place
 
 
-def images_in(folder: Path, sent: Sequence[str]) -> Path:
+def _images_in(folder: Path, sent: Sequence[str]) -> Path:
     """A folder of the images that were sent, none of them too large."""
-    if not 1 <= len(sent) <= MOST_IMAGES:
-        raise PellucidError(rule("images", f"from 1 to {MOST_IMAGES}", len(sent)), "doctor-pictures")
+    if not 1 <= len(sent) <= _MOST_IMAGES:
+        raise PellucidError(rule("images", f"from 1 to {_MOST_IMAGES}", len(sent)), "doctor-pictures")
     place = folder / "doctor" / "pictures"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
@@ -168,17 +168,17 @@ def stoppable(subject: Subject, job: Job) -> None:
 def cards(report: Report) -> str:
     """Whether it is healthy, said plainly; then the findings, the gravest first."""
     found = sorted(report.findings, key=lambda finding: -SEVERITIES.index(finding.severity))
-    inside = "".join(map(card, found))
+    inside = "".join(map(_card, found))
     if not report.faulty:
         rest = "nothing wrong" if not found else "nothing wrong; the notes below are worth knowing"
         colour = COLOURS["warning"] if report.unchecked else "#188a3b"
         state = html.text(report.verdict[0].upper() + report.verdict[1:])
-        inside = boxed(colour, f"<p><b>{state}.</b> {len(report.checked)} checks found {rest}.</p>") + inside
+        inside = _boxed(colour, f"<p><b>{state}.</b> {len(report.checked)} checks found {rest}.</p>") + inside
     head = f'<p style="overflow-wrap: anywhere"><b>{html.text(report.subject)}</b></p>'  # of what, when others follow
-    return html.block(f'{head}<div style="display: grid; gap: 12px; margin: 12px 0">{inside}</div>{skipped(report)}')
+    return html.block(f'{head}<div style="display: grid; gap: 12px; margin: 12px 0">{inside}</div>{_skipped(report)}')
 
 
-def card(finding: Finding) -> str:
+def _card(finding: Finding) -> str:
     """The finding, its numbers, why, and what to do."""
     colour = COLOURS[finding.severity]
     head = (
@@ -188,10 +188,10 @@ def card(finding: Finding) -> str:
     numbers = " · ".join(f"{name} = {evidence_value(item)}" for name, item in finding.evidence)
     said = (("Evidence", numbers), ("Cause", finding.cause), ("Fix", finding.fix))
     lines = (f"<p><b>{name}:</b> {html.text(text)}</p>" for name, text in said if text)
-    return boxed(colour, f"<p>{head}</p>{''.join(lines)}", f"finding-{finding.severity}")
+    return _boxed(colour, f"<p>{head}</p>{''.join(lines)}", f"finding-{finding.severity}")
 
 
-def boxed(colour: str, inside: str, kind: str = "") -> str:
+def _boxed(colour: str, inside: str, kind: str = "") -> str:
     look = (
         f"border-left: 4px solid {colour}; padding: 8px 16px; overflow-wrap: anywhere; "
         "background: var(--background-fill-primary); border-radius: 4px"
@@ -199,7 +199,7 @@ def boxed(colour: str, inside: str, kind: str = "") -> str:
     return f'<article class="{kind}" style="{look}">{inside}</article>'
 
 
-def skipped(report: Report) -> str:
+def _skipped(report: Report) -> str:
     """What was not checked, by the reason; checks that are for other subjects are only counted."""
     reasons: dict[str, list[str]] = {}
     for name, why in report.skipped:
@@ -222,14 +222,14 @@ class DoctorTab:
         self.shelf, self.sessions = shelf, sessions
         with gr.Row():
             with gr.Column(scale=4, min_width=320):
-                kind = gr.Radio(list(KINDS), value=MODEL, label="Look at", elem_id="doctor-kind")
+                kind = gr.Radio(list(_KINDS), value=MODEL, label="Look at", elem_id="doctor-kind")
                 asked = self.controls(kind)
             with gr.Column(scale=7, min_width=320):
                 with gr.Row():
                     go = gr.Button("Examine", variant="primary", min_width=120, elem_id="doctor-go")
                     stop = gr.Button("Cancel", variant="stop", min_width=120, elem_id="doctor-cancel")
                 said = gr.HTML(status("ready"), elem_id="doctor-status")
-                shown = gr.HTML(EMPTY, elem_id="doctor-findings")
+                shown = gr.HTML(_EMPTY, elem_id="doctor-findings")
         go.click(self.examine, [kind, model, *asked], [said, shown], show_progress="hidden", concurrency_limit=4)
         stop.click(self.cancel, None, said, queue=False)
 
@@ -261,16 +261,16 @@ class DoctorTab:
             trace = gr.File(label="Trace", file_types=[".safetensors"], height=120, elem_id="doctor-trace")
         with gr.Column(visible=False) as of_images:
             images = gr.File(
-                label=f"Images, {MOST_IMAGES} at most",
+                label=f"Images, {_MOST_IMAGES} at most",
                 file_count="multiple",
                 file_types=list(SUFFIXES),
                 height=220,
-                elem_id="doctor-pictures",
+                elem_id="doctor-images",
             )
         with gr.Column(visible=True) as of_data:
             data = gr.Dropdown(
-                [NO_DATA, SCENES],
-                value=NO_DATA,
+                [_NO_DATA, _SCENES],
+                value=_NO_DATA,
                 label="Known images to measure with",
                 info="scenes, or a folder of images: a model's weights are run then; slow",
                 allow_custom_value=True,
@@ -296,10 +296,10 @@ class DoctorTab:
         session = self.sessions.of(request.session_hash)
         patient = DoctorForm(kind, model, *asked, device=self.shelf.device)
         yield status("opening …"), gr.skip()
-        work = session.begin(TAB, lambda job: examined(patient, session.folder, job))
+        work = session.begin(_TAB, lambda job: examined(patient, session.folder, job))
         for news in visitors.follow(work):
             yield status(*news), gr.skip()
         yield status(verdict_line(work.result), 1.0), cards(work.result)
 
     def cancel(self, request: gr.Request) -> Any:
-        return status("cancelled") if self.sessions.of(request.session_hash).cancel(TAB) else gr.skip()
+        return status("cancelled") if self.sessions.of(request.session_hash).cancel(_TAB) else gr.skip()

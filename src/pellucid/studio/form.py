@@ -78,10 +78,10 @@ def adapter(name: str | None, what: str) -> str:
 # --- Requests -------------------------------------------------------------------------------------------------------
 
 OWN = "the model's own"
-MOST_STEPS = 1000
+_MOST_STEPS = 1000
 MOST_SCALE = 20.0  # where the slider ends without the guard
 MOST_PIXELS = 16 * 2**20  # of an upload
-MOST_PROMPT = 4000  # characters
+_MOST_PROMPT = 4000  # characters
 
 
 def sampler_choices() -> list[str]:
@@ -143,18 +143,18 @@ def prompt_of(words: str | None) -> str:
     words = (words or "").strip()
     if not words:
         raise PellucidError("prompt must be some words; got none. Say what the image shows.", "prompt")
-    if len(words) > MOST_PROMPT:
-        raise PellucidError(rule("prompt", f"at most {MOST_PROMPT:,} characters", f"{len(words):,}"), "prompt")
+    if len(words) > _MOST_PROMPT:
+        raise PellucidError(rule("prompt", f"at most {_MOST_PROMPT:,} characters", f"{len(words):,}"), "prompt")
     return words
 
 
 def steps_of(given: Any) -> int:
-    must = f"a whole number from 1 to {MOST_STEPS:,}"
+    must = f"a whole number from 1 to {_MOST_STEPS:,}"
     try:
         steps = float(given)
     except (TypeError, ValueError):
         raise PellucidError(rule("steps", must, given), "steps") from None
-    if not 1 <= steps <= MOST_STEPS or steps != int(steps):
+    if not 1 <= steps <= _MOST_STEPS or steps != int(steps):
         raise PellucidError(rule("steps", must, given), "steps")
     return int(steps)
 

@@ -114,17 +114,17 @@ class Preview:
 
 # --- The tab --------------------------------------------------------------------------------------------------------
 
-TAB = "generate"
+_TAB = "generate"
 EXAMPLES = (
     "a large red star on a white background",
     "a small striped blue square above a large green circle on a grey background",
     "a dotted purple heart left of a checkered yellow pentagon on a pale blue background",
 )
-EMPTY = html.block(html.frame(None, "", empty="The image appears here, step by step."))
+_EMPTY = html.block(html.frame(None, "", empty="The image appears here, step by step."))
 
 
 READY = status("ready")
-QUIET: dict[str, Any] = {"show_progress": "hidden"}
+_QUIET: dict[str, Any] = {"show_progress": "hidden"}
 
 
 class GenerateTab:
@@ -140,7 +140,7 @@ class GenerateTab:
                     go = gr.Button("Generate", variant="primary", elem_id="generate")
                     stop = gr.Button("Cancel", variant="stop", elem_id="cancel")
                 said = gr.HTML(READY, elem_id="status")
-                shown = gr.HTML(EMPTY, elem_id="picture")
+                shown = gr.HTML(_EMPTY, elem_id="image")
                 file = gr.DownloadButton("Download with recipe", interactive=False, elem_id="download")
                 with gr.Accordion("Recipe", open=False):
                     recipe = gr.Code("", language="json", label="what repeats this image", elem_id="recipe")
@@ -148,7 +148,7 @@ class GenerateTab:
                 asked = [self.prompt, *self.controls()]
         outputs = [shown, said, file, recipe, ran]
         for event in (go.click, self.prompt.submit):
-            event(self.generate, [model, *asked], outputs, trigger_mode="multiple", concurrency_limit=4, **QUIET)
+            event(self.generate, [model, *asked], outputs, trigger_mode="multiple", concurrency_limit=4, **_QUIET)
         stop.click(self.cancel, None, [said], queue=False)
 
     def controls(self) -> list[Any]:
@@ -213,7 +213,7 @@ class GenerateTab:
         preview = Preview(pipe)
         yield gr.skip(), status("starting …"), gr.DownloadButton(interactive=False), "", gr.skip()
         try:
-            for news in follow(pipe, setup, session, TAB):
+            for news in follow(pipe, setup, session, _TAB):
                 if isinstance(news, StepNews):
                     made = preview.image(news.x0)
                     shown = html.block(html.frame(made, "preview", "x0 as the network sees it now"))
@@ -226,11 +226,11 @@ class GenerateTab:
                 file = gr.DownloadButton(value=str(news.file), interactive=True)
                 yield shown, html.done(news), file, json.dumps(news.recipe.to_dict(), indent=2), name
         except Cancelled:
-            if TAB not in session.jobs:  # and no newer run took its place
+            if _TAB not in session.jobs:  # and no newer run took its place
                 raise
 
     def cancel(self, request: gr.Request) -> str:
-        self.sessions.of(request.session_hash).cancel(TAB)
+        self.sessions.of(request.session_hash).cancel(_TAB)
         return status("cancelled")
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # --- Pieces ---------------------------------------------------------------------------------------------------------
 
-SIDE = 512  # pixels of an image's longer side on the page, about; smaller ones are enlarged in whole steps
+_SIDE = 512  # pixels of an image's longer side on the page, about; smaller ones are enlarged in whole steps
 
 CSS = """
 .gradio-container { max-width: 1360px !important; width: 100% !important; margin: 0 auto !important; }
@@ -77,7 +77,7 @@ def text(words: object) -> str:
     return html.escape(str(words))
 
 
-def source(image: Image.Image, side: int = SIDE) -> str:
+def source(image: Image.Image, side: int = _SIDE) -> str:
     """An image as an address that holds it, enlarged in whole steps to `side`. Noise does not compress: 0 for it."""
     times = max(1, side // max(image.size))
     large = image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST)
@@ -97,13 +97,13 @@ def of_unit(images: Tensor) -> Image.Image:
     return to_images(images[:1].float() * 2 - 1)[0]
 
 
-def bar(part: float) -> str:
+def _bar(part: float) -> str:
     return f'<div class="bar" role="progressbar" aria-valuenow="{part:.0%}"><i style="width:{part:.1%}"></i></div>'
 
 
 def status(said: str, part: float = 0.0) -> str:
     """How far something is, as a bar and in words."""
-    return block(bar(part) + f'<span role="status">{text(said)}</span>')
+    return block(_bar(part) + f'<span role="status">{text(said)}</span>')
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[object]], words: int = 1, marks: Sequence[str] = ()) -> str:
@@ -120,12 +120,12 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]], words: int = 1
 
 # --- Drawings -------------------------------------------------------------------------------------------------------
 
-LEAST = 0.58  # of the full size; smaller, no word of a drawing can be read, and it is scrolled instead
-INCH = 84  # pixels of an inch in full size
-NUMBERS = count(1)
+_LEAST = 0.58  # of the full size; smaller, no word of a drawing can be read, and it is scrolled instead
+_INCH = 84  # pixels of an inch in full size
+_NUMBERS = count(1)
 
 
-def svg_source(figure: Figure) -> str:
+def _svg_source(figure: Figure) -> str:
     """A drawing as an address that holds it."""
     held = io.BytesIO()
     with LOCK:
@@ -135,13 +135,13 @@ def svg_source(figure: Figure) -> str:
 
 def figure(figure: Figure, alt: str) -> str:
     """As wide as the page, or, by a switch, so large that all of it can be read."""
-    full = round(figure.get_figwidth() * INCH)
-    mark = f"drawn-{next(NUMBERS)}"
+    full = round(figure.get_figwidth() * _INCH)
+    mark = f"drawn-{next(_NUMBERS)}"
     style = (
-        f"<style>#{mark} img {{ width: 100%; min-width: {round(LEAST * full)}px; max-width: {full}px; }} "
+        f"<style>#{mark} img {{ width: 100%; min-width: {round(_LEAST * full)}px; max-width: {full}px; }} "
         f"#{mark}:has(input:checked) img {{ width: {full}px; min-width: {full}px; }}</style>"
     )
-    image = f'<img alt="{text(alt)}" src="{svg_source(figure)}">'
+    image = f'<img alt="{text(alt)}" src="{_svg_source(figure)}">'
     switch = '<label class="note"><input type="checkbox" style="border: 1px solid #8894a3"> full size</label>'
     return f'{style}<div id="{mark}">{switch}<div class="wide" tabindex="0">{image}</div></div>'
 

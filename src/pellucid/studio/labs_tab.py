@@ -21,14 +21,14 @@ from pellucid.studio.form import Shelf
 from pellucid.studio.html import status
 from pellucid.studio.visitors import Job, Session, Sessions
 
-TAB, CHECKING = "labs", "labs-check"
-MATHS: list[dict[str, str | bool]] = [
+_TAB, _CHECKING = "labs", "labs-check"
+_MATHS: list[dict[str, str | bool]] = [
     {"left": "$$", "right": "$$", "display": True},
     {"left": "$", "right": "$", "display": False},
 ]
-COLOURS = {"passed": "#188a3b", "wrong": "#c62828", "error": "#c62828", "not written yet": "#b26a00"}
-OFF = "Checks run code, so they must be asked for on the studio's own machine: pellucid lab 03 --check FILE."
-NOTHING = html.block('<p class="note">What the checks say appears here.</p>')
+_COLOURS = {"passed": "#188a3b", "wrong": "#c62828", "error": "#c62828", "not written yet": "#b26a00"}
+_OFF = "Checks run code, so they must be asked for on the studio's own machine: pellucid lab 03 --check FILE."
+_NOTHING = html.block('<p class="note">What the checks say appears here.</p>')
 
 
 # --- what is computed --------------------------------------------------------------------------------------------
@@ -98,11 +98,11 @@ def outcomes(found: Sequence[Outcome]) -> str:
     """A card a check: what it asks, how it went, and the hint."""
     cards = []
     for one in found:
-        head = f'<b style="color: {COLOURS[one.verdict]}">{one.verdict}</b> {html.text(one.name)}'
+        head = f'<b style="color: {_COLOURS[one.verdict]}">{one.verdict}</b> {html.text(one.name)}'
         lines = [html.text(one.sentence)] if one.sentence else []
         if one.printed.strip():
             lines.append(f'<pre style="white-space: pre-wrap">{html.text(one.printed.strip())}</pre>')
-        look = f"border-left: 4px solid {COLOURS[one.verdict]}; padding: 4px 12px; overflow-wrap: anywhere"
+        look = f"border-left: 4px solid {_COLOURS[one.verdict]}; padding: 4px 12px; overflow-wrap: anywhere"
         kind = one.verdict.replace(" ", "-")
         inside = "".join(f"<div>{line}</div>" for line in [head, *lines])
         cards.append(f'<article class="outcome-{kind}" style="{look}">{inside}</article>')
@@ -160,10 +160,10 @@ class LabsTab:
                     )
                     sent = gr.UploadButton("Send a file", file_types=[".py"], min_width=120, elem_id="labs-upload")
                 look = gr.Button("Check", variant="primary", interactive=checks, elem_id="labs-check")
-                told = gr.HTML(status("nothing checked yet" if checks else OFF), elem_id="labs-check-status")
-                results = gr.HTML(NOTHING, elem_id="labs-results")
+                told = gr.HTML(status("nothing checked yet" if checks else _OFF), elem_id="labs-check-status")
+                results = gr.HTML(_NOTHING, elem_id="labs-results")
             with gr.Column(scale=7, min_width=320):
-                page = gr.Markdown(page_of(script.read(chosen.page)), latex_delimiters=MATHS, elem_id="labs-page")
+                page = gr.Markdown(page_of(script.read(chosen.page)), latex_delimiters=_MATHS, elem_id="labs-page")
         quiet: dict[str, Any] = {"show_progress": "hidden"}
         choice.change(
             self.choose,
@@ -181,15 +181,15 @@ class LabsTab:
         with html.plainly():
             lab = catalog.find(name)
             session = self.sessions.of(request.session_hash)
-            session.cancel(TAB)
-            session.cancel(CHECKING)
+            session.cancel(_TAB)
+            session.cancel(_CHECKING)
             if name == current:
                 return (gr.skip(),) * 8
             kept = {**answers, current: answer or ""}
-            file = starter_in(session, lab)
+            file = _starter_in(session, lab)
             written = kept.get(lab.stem) or lab.starter.read_text("utf-8")
             shown = page_of(script.read(lab.page))
-            ready = (status("ready"), status("nothing checked yet" if self.checks else OFF), NOTHING)
+            ready = (status("ready"), status("nothing checked yet" if self.checks else _OFF), _NOTHING)
             return shown, written, gr.DownloadButton(value=str(file)), *ready, lab.stem, kept
 
     @html.settled()
@@ -197,14 +197,14 @@ class LabsTab:
         lab = catalog.find(name)
         blocks = script.read(lab.page)
         session = self.sessions.of(request.session_hash)
-        yield progress(0, len(blocks)), page_of(blocks)
-        work = session.begin(TAB, lambda job: ran(lab, smoke, session.folder, job))
+        yield _progress(0, len(blocks)), page_of(blocks)
+        work = session.begin(_TAB, lambda job: ran(lab, smoke, session.folder, job))
         for done in visitors.follow(work):
-            yield progress(len(done), len(blocks)), page_of(blocks, done)
+            yield _progress(len(done), len(blocks)), page_of(blocks, done)
         yield ended(work.result), gr.skip()
 
     def cancel(self, request: gr.Request) -> Any:
-        there = self.sessions.of(request.session_hash).cancel(TAB)
+        there = self.sessions.of(request.session_hash).cancel(_TAB)
         return status("cancelled") if there else gr.skip()
 
     def receive(self, path: str | None) -> Any:
@@ -215,29 +215,29 @@ class LabsTab:
         try:
             with html.plainly():
                 if not self.checks:
-                    raise PellucidError(OFF, "lab-check-off")
+                    raise PellucidError(_OFF, "lab-check-off")
                 lab = catalog.find(name)
                 session = self.sessions.of(request.session_hash)
                 yield status("checking …"), gr.skip()
-                work = session.begin(CHECKING, lambda job: checked(lab, answer or "", session.folder, job))
+                work = session.begin(_CHECKING, lambda job: checked(lab, answer or "", session.folder, job))
                 for _ in visitors.follow(work):
                     pass
                 yield status(summary(work.result), 1.0), outcomes(work.result)
         except Cancelled:
             yield gr.skip(), gr.skip()
         except gr.Error:
-            yield status("nothing was checked"), NOTHING
+            yield status("nothing was checked"), _NOTHING
             raise
 
 
-def starter_in(session: Session, lab: Lab) -> Path:
+def _starter_in(session: Session, lab: Lab) -> Path:
     """A copy that Gradio may hand out."""
     place = session.folder / "labs"
     place.mkdir(exist_ok=True)
     return Path(shutil.copyfile(lab.starter, place / lab.starter.name))
 
 
-def progress(done: int, count: int) -> str:
+def _progress(done: int, count: int) -> str:
     return status(f"block {min(done + 1, count)} of {count} …", done / count)
 
 

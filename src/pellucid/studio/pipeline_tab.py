@@ -23,16 +23,16 @@ from pellucid.studio.form import Shelf, named
 from pellucid.studio.html import status
 from pellucid.studio.visitors import Job, Sessions
 
-TAB, MEMORY = "pipeline", "pipeline-memory"
+_TAB, _MEMORY = "pipeline", "pipeline-memory"
 DEPTH = 2  # levels of blocks
-STEPS = 10  # of the run that is drawn, unless another number is asked for
-MOST_BATCH = 16
-KEPT = 8  # graphs
-COLUMNS = ("strategy", "predicted", "measured", "denoise", "decode", "ms", "× time", "max diff", "mean diff", "to")
-PREDICTED = ("strategy", "predicted peak", "denoise", "decode")
-GAP = '<div style="height: 1rem"></div>'
-EMPTY = html.block('<p class="note">The pipeline of the chosen model appears here.</p>')
-NO_ROWS = html.block('<p class="note">What the model needs, and what each saving would change, appears here.</p>')
+_STEPS = 10  # of the run that is drawn, unless another number is asked for
+_MOST_BATCH = 16
+_KEPT = 8  # graphs
+_COLUMNS = ("strategy", "predicted", "measured", "denoise", "decode", "ms", "× time", "max diff", "mean diff", "to")
+_PREDICTED = ("strategy", "predicted peak", "denoise", "decode")
+_GAP = '<div style="height: 1rem"></div>'
+_EMPTY = html.block('<p class="note">The pipeline of the chosen model appears here.</p>')
+_NO_ROWS = html.block('<p class="note">What the model needs, and what each saving would change, appears here.</p>')
 
 
 # --- what is computed --------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def overview(graph: Graph) -> str:
     if graph.times is not None:
         parts.append(html.table(tables.CLOCK, tables.clock(graph)))
     parts += [f'<p class="warning"><b>!</b> {html.text(note)}</p>' for note in graph.notes]
-    return html.block(GAP.join(parts))
+    return html.block(_GAP.join(parts))
 
 
 def names_of(graph: Graph) -> list[str]:
@@ -117,21 +117,21 @@ def component(graph: Graph, name: str) -> str:
     facts = [(key.replace("_", " "), str(value)) for key, value in node.facts.items()]
     if facts:
         lines.append(html.table(("fact", ""), facts, words=2))
-    return html.block(GAP.join(lines))
+    return html.block(_GAP.join(lines))
 
 
 def strategies(found: StrategyTable) -> str:
     """The table, how to read it, and its image."""
     if found.ran:
-        rows = [(row.strategy.name, *cells_of(row)) for row in found.rows]
-        table = html.table(COLUMNS, rows)
+        rows = [(row.strategy.name, *_cells_of(row)) for row in found.rows]
+        table = html.table(_COLUMNS, rows)
         notes = memory_drawing.row_notes(found.about, found.rows, found.left_out)
     else:
         rows = [
-            (row.strategy.name, *(memory.size_text(size) for size in (memory_drawing.peak_of(row), *by_stage(row))))
+            (row.strategy.name, *(memory.size_text(size) for size in (memory_drawing.peak_of(row), *_by_stage(row))))
             for row in found.rows
         ]
-        table = html.table(PREDICTED, rows)
+        table = html.table(_PREDICTED, rows)
         notes = ["Predicted from the model's own code on tensors without data; nothing was run."]
         notes += [f"left out: {why}." for why in found.left_out]
     figure = memory_drawing.strategy_figure(found.about, found.rows)
@@ -139,11 +139,11 @@ def strategies(found: StrategyTable) -> str:
     return html.block(table + "".join(f'<p class="note">{html.text(line)}</p>' for line in notes) + image)
 
 
-def cells_of(row: StrategyCost) -> tuple[str, ...]:
+def _cells_of(row: StrategyCost) -> tuple[str, ...]:
     return (row.trouble.partition(":")[0], *["–"] * 8) if row.trouble else memory_drawing.strategy_cells(row)
 
 
-def by_stage(row: StrategyCost) -> tuple[int, int]:
+def _by_stage(row: StrategyCost) -> tuple[int, int]:
     return row.predicted.get("denoise", 0), row.predicted.get("decode", 0)
 
 
@@ -155,16 +155,16 @@ class PipelineTab:
 
     def __init__(self, shelf: Shelf, sessions: Sessions, model: gr.Dropdown, ran: gr.State) -> None:
         self.shelf, self.sessions = shelf, sessions
-        self.graph = lru_cache(maxsize=KEPT)(self.inspect)
+        self.graph = lru_cache(maxsize=_KEPT)(self.inspect)
         self.times: dict[tuple[str, int], Graph] = {}
         place = Context.block
         with gr.Row():
-            steps = gr.Number(STEPS, label="Steps", precision=None, min_width=120, elem_id="pipeline-steps")
+            steps = gr.Number(_STEPS, label="Steps", precision=None, min_width=120, elem_id="pipeline-steps")
             draw = gr.Button("Draw", min_width=120, elem_id="pipeline-draw")
             time = gr.Button("Measure milliseconds", variant="primary", min_width=160, elem_id="pipeline-time")
             stop = gr.Button("Cancel", variant="stop", min_width=120, elem_id="pipeline-cancel")
         said = gr.HTML(status("ready"), elem_id="pipeline-status")
-        shown = gr.HTML(EMPTY, elem_id="pipeline-graph")
+        shown = gr.HTML(_EMPTY, elem_id="pipeline-graph")
         table = gr.HTML("", elem_id="pipeline-components")
         which = gr.Dropdown([], label="One component", elem_id="pipeline-component")
         inside = gr.HTML("", elem_id="pipeline-anatomy")
@@ -181,7 +181,7 @@ class PipelineTab:
     def memory(self, model: gr.Dropdown) -> None:
         gr.Markdown("### Memory: what each strategy saves, and what it costs")
         with gr.Row():
-            batch = gr.Slider(1, MOST_BATCH, 1, step=1, label="Images at once", min_width=160, elem_id="memory-batch")
+            batch = gr.Slider(1, _MOST_BATCH, 1, step=1, label="Images at once", min_width=160, elem_id="memory-batch")
             ran = gr.Checkbox(
                 False,
                 label="Run each strategy",
@@ -192,7 +192,7 @@ class PipelineTab:
             go = gr.Button("Compare strategies", variant="primary", min_width=160, elem_id="memory-compare")
             stop = gr.Button("Cancel", variant="stop", min_width=120, elem_id="memory-cancel")
         said = gr.HTML(status("ready"), elem_id="memory-status")
-        shown = gr.HTML(NO_ROWS, elem_id="memory-table")
+        shown = gr.HTML(_NO_ROWS, elem_id="memory-table")
         go.click(self.compare, [model, batch, ran], [said, shown], show_progress="hidden", concurrency_limit=4)
         stop.click(self.cancel_memory, None, said, queue=False)
 
@@ -228,10 +228,10 @@ class PipelineTab:
         yield status("reading …"), *nothing
         graph = self.graph(name, count)
         asked = GraphOptions(steps=count, depth=DEPTH)
-        work = session.begin(TAB, lambda job: timed(graph, name, asked, self.shelf.device, job))
+        work = session.begin(_TAB, lambda job: timed(graph, name, asked, self.shelf.device, job))
         for news in visitors.follow(work):
             yield status(*news), *nothing
-        while len(self.times) >= KEPT:
+        while len(self.times) >= _KEPT:
             self.times.pop(next(iter(self.times)), None)
         self.times[name, count] = work.result
         yield self.drawing(work.result, name)
@@ -249,14 +249,14 @@ class PipelineTab:
         session = self.sessions.of(request.session_hash)
         yield status("loading …"), gr.skip()
         pipe = load(name, device=self.shelf.device) if ran else self.shelf.pipe(name)
-        count = max(1, min(int(batch), MOST_BATCH))
-        work = session.begin(MEMORY, lambda job: compared(pipe, count, bool(ran), job))
+        count = max(1, min(int(batch), _MOST_BATCH))
+        work = session.begin(_MEMORY, lambda job: compared(pipe, count, bool(ran), job))
         for news in visitors.follow(work):
             yield status(*news), gr.skip()
         yield status(memory_drawing.headline(work.result.about), 1.0), strategies(work.result)
 
     def cancel(self, request: gr.Request) -> Any:
-        return status("cancelled") if self.sessions.of(request.session_hash).cancel(TAB) else gr.skip()
+        return status("cancelled") if self.sessions.of(request.session_hash).cancel(_TAB) else gr.skip()
 
     def cancel_memory(self, request: gr.Request) -> Any:
-        return status("cancelled") if self.sessions.of(request.session_hash).cancel(MEMORY) else gr.skip()
+        return status("cancelled") if self.sessions.of(request.session_hash).cancel(_MEMORY) else gr.skip()

@@ -31,13 +31,13 @@ from pellucid.studio.visitors import Sessions
 
 # --- Curves and noisy images ----------------------------------------------------------------------------------------
 
-MOST = 6  # schedules at a time
-MOST_STEPS = 200  # points of a grid that can still be told apart
-DRAWN = 160  # points of a curve
+_MOST = 6  # schedules at a time
+_MOST_STEPS = 200  # points of a grid that can still be told apart
+_DRAWN = 160  # points of a curve
 COLUMNS = 8  # times at which an image is noised
 SIDE = 96  # pixels of it
-SEED = 7
-SCENE = Scene((Thing("star", "red", "solid", 0.38, 0.42, 0.24), Thing("circle", "blue", "striped", 0.7, 0.7, 0.17)))
+_SEED = 7
+_SCENE = Scene((Thing("star", "red", "solid", 0.38, 0.42, 0.24), Thing("circle", "blue", "striped", 0.7, 0.7, 0.17)))
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class NoisyImage:
 
 def curves(names: Sequence[str], grid: str, steps: Any, zero_snr: bool) -> Curves:
     """The chosen schedules; what one of them cannot take is said and left out for that one alone."""
-    if not 1 <= len(names) <= MOST:
-        raise PellucidError(rule("schedules", f"one to {MOST}", len(names)), "schedules")
-    count = steps_of(steps)
+    if not 1 <= len(names) <= _MOST:
+        raise PellucidError(rule("schedules", f"one to {_MOST}", len(names)), "schedules")
+    count = _steps_of(steps)
     found, notes = [], []
     for name in names:
         schedule = schedules.make(name)
@@ -87,26 +87,26 @@ def curves(names: Sequence[str], grid: str, steps: Any, zero_snr: bool) -> Curve
             ratios, times = grids.points(schedule, grids.named(grid), count)
         except PellucidError as error:
             notes.append(f"{name} is drawn without the grid {grid}: {error}")
-        found.append(curve(name, schedule, times, ratios))
+        found.append(_curve(name, schedule, times, ratios))
     return Curves(tuple(found), tuple(notes))
 
 
-def steps_of(given: Any) -> int:
+def _steps_of(given: Any) -> int:
     """As many points as the charts have room for."""
     try:
         steps = form.steps_of(given)
     except PellucidError:
         steps = 0
-    if not 1 <= steps <= MOST_STEPS:
+    if not 1 <= steps <= _MOST_STEPS:
         got = "none" if given in (None, "") else given
-        raise PellucidError(rule("steps", f"a whole number from 1 to {MOST_STEPS} here", got), "steps")
+        raise PellucidError(rule("steps", f"a whole number from 1 to {_MOST_STEPS} here", got), "steps")
     return steps
 
 
-def curve(name: str, schedule: Schedule, times: Array, ratios: Array) -> Curve:
+def _curve(name: str, schedule: Schedule, times: Array, ratios: Array) -> Curve:
     table = schedule.table()
     low, high = schedule.span
-    kept = np.unique(np.linspace(0, len(table["time"]) - 1, DRAWN).round().astype(np.int64))
+    kept = np.unique(np.linspace(0, len(table["time"]) - 1, _DRAWN).round().astype(np.int64))
     with np.errstate(divide="ignore"):
         calls = {
             "beta": np.interp(times, table["time"], table["beta"]),
@@ -121,7 +121,7 @@ def curve(name: str, schedule: Schedule, times: Array, ratios: Array) -> Curve:
 
 def scene() -> Tensor:
     """(3, S, S): the image that is noised where nobody gave one."""
-    return render(Scenes.of([SCENE]), SIDE)[0]
+    return render(Scenes.of([_SCENE]), SIDE)[0]
 
 
 def square(image: Image.Image) -> Tensor:
@@ -131,7 +131,7 @@ def square(image: Image.Image) -> Tensor:
 
 def noisy_images(schedule: Schedule, x0: Tensor) -> list[NoisyImage]:
     """x = alpha·x0 + sigma·eps at a few times, evenly, with one noise; shown at the size that x0 has."""
-    eps = Philox(SEED).first(x0.shape, x0, [0])[0]
+    eps = Philox(_SEED).first(x0.shape, x0, [0])[0]
     made = []
     for time in np.linspace(*schedule.span, COLUMNS):
         level = schedule.level(float(time))
@@ -146,14 +146,14 @@ def noisy_images(schedule: Schedule, x0: Tensor) -> list[NoisyImage]:
 FIRST = ("scaled_linear", "cosine", "flow")
 GRID, STEPS = "trailing", 10
 # What is drawn: the column, its title, whether over a log axis, and the least value that is worth the room.
-PANELS = (
+_PANELS = (
     ("beta", "β, the noise that a step adds", True, 1e-7),
     ("alpha_bar", "ᾱ, the signal that is left", False, -math.inf),
     ("snr", "SNR = ᾱ / (1 − ᾱ)", True, 1e-9),
     ("lam", "λ = ½·log SNR", False, -10.5),
 )
-TIME = "training time, normalised: data → noise"
-STYLE = """<style>
+_TIME = "training time, normalised: data → noise"
+_STYLE = """<style>
 .plc .panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(400px, 100%), 1fr)); gap: 8px 20px; }
 .plc .key { display: flex; flex-wrap: wrap; gap: 4px 18px; font-size: 14px; }
 .plc .key i, .plc .noised i { display: inline-block; width: 11px; height: 11px; border-radius: 50%; margin-right: 6px; }
@@ -177,9 +177,9 @@ class SchedulesTab:
                 known,
                 value=list(FIRST),
                 multiselect=True,
-                max_choices=MOST,
+                max_choices=_MOST,
                 label="Schedules",
-                info=f"at most {MOST}",
+                info=f"at most {_MOST}",
                 scale=4,
                 min_width=300,
                 elem_id="schedules-names",
@@ -193,7 +193,7 @@ class SchedulesTab:
             info="shift and stretch √ᾱ so that no signal is left at the last time (discrete schedules)",
             elem_id="schedules-zero",
         )
-        said = gr.HTML(notes(()), elem_id="schedules-notes")
+        said = gr.HTML(_notes(()), elem_id="schedules-notes")
         shown = gr.HTML(first_charts, elem_id="schedules-charts")
         with gr.Accordion("The grid's points as numbers", open=False):
             table = gr.HTML(first_table, elem_id="schedules-table")
@@ -204,7 +204,7 @@ class SchedulesTab:
                     type="filepath",
                     sources=["upload", "clipboard"],
                     height=200,
-                    elem_id="schedules-picture",
+                    elem_id="schedules-image",
                 )
             with gr.Column(scale=5, min_width=320):
                 rows = gr.HTML("", elem_id="schedules-noised")
@@ -219,7 +219,7 @@ class SchedulesTab:
         """The images alone; what is wrong was said when it was chosen."""
         with html.plainly():
             try:
-                return images(*asked_for(*chosen))
+                return _images(*_asked_for(*chosen))
             except PellucidError:
                 return gr.skip()
 
@@ -227,13 +227,13 @@ class SchedulesTab:
         """What is wrong is said in a line; what was drawn before stays."""
         with html.plainly():
             try:
-                found, x0 = asked_for(*chosen)
+                found, x0 = _asked_for(*chosen)
             except PellucidError as error:
-                return notes((str(error),)), gr.skip(), gr.skip(), gr.skip()
-            return notes(found.notes), panels(found), numbers(found), images(found, x0)
+                return _notes((str(error),)), gr.skip(), gr.skip(), gr.skip()
+            return _notes(found.notes), panels(found), _numbers(found), _images(found, x0)
 
 
-def asked_for(names: list[str], grid: str, steps: Any, zero: bool, given: str | None) -> tuple[Curves, Tensor]:
+def _asked_for(names: list[str], grid: str, steps: Any, zero: bool, given: str | None) -> tuple[Curves, Tensor]:
     """What is chosen: the curves, and the image that is noised along them."""
     found = curves(names or [], grid, steps, zero)
     return found, scene() if given is None else square(form.upload(given))
@@ -254,49 +254,50 @@ def first_charts() -> str:
 
 @cache
 def first_table() -> str:
-    return numbers(first())
+    return _numbers(first())
 
 
-def notes(lines: Sequence[str]) -> str:
+def _notes(lines: Sequence[str]) -> str:
     said = "<br>".join(html.text(line) for line in lines)
-    return html.block(f'{STYLE}<div class="warning" role="status">{f"<b>!</b> {said}" if said else ""}</div>')
+    return html.block(f'{_STYLE}<div class="warning" role="status">{f"<b>!</b> {said}" if said else ""}</div>')
 
 
-def colour(number: int) -> str:
+def _colour(number: int) -> str:
     return charts.COLOURS[number % len(charts.COLOURS)]
 
 
 def panels(found: Curves) -> str:
     """Four charts; a line a schedule, a dot a call of the model."""
     key = "".join(
-        f'<span><i style="background:{colour(i)}"></i>{html.text(one.name)}</span>' for i, one in enumerate(found.found)
+        f'<span><i style="background:{_colour(i)}"></i>{html.text(one.name)}</span>'
+        for i, one in enumerate(found.found)
     )
-    drawn = "".join(chart(found.found, *panel).html() for panel in PANELS)
+    drawn = "".join(_chart(found.found, *panel).html() for panel in _PANELS)
     drawn = drawn.replace(' tabindex="0"', "")  # hundreds of stops on the way down; the table below has the numbers
     note = "A dot is a call of the model. Where no signal is left, SNR is 0 and λ −∞: these have no place to be drawn."
-    return html.block(f'{STYLE}<div class="key">{key}</div><div class="panels">{drawn}</div><p class=note>{note}</p>')
+    return html.block(f'{_STYLE}<div class="key">{key}</div><div class="panels">{drawn}</div><p class=note>{note}</p>')
 
 
-def chart(found: Sequence[Curve], column: str, title: str, log: bool, least: float) -> Chart:
+def _chart(found: Sequence[Curve], column: str, title: str, log: bool, least: float) -> Chart:
     series = []
     for i, one in enumerate(found):
-        look = {"colour": colour(i)}
-        line = Series(one.name, plain(one.time), above(one.columns[column], least), points=False, **look)
-        dots = Series(f"{one.name}, calls", plain(one.call_time), above(one.calls[column], least), line=False, **look)
+        look = {"colour": _colour(i)}
+        line = Series(one.name, _plain(one.time), _above(one.columns[column], least), points=False, **look)
+        dots = Series(f"{one.name}, calls", _plain(one.call_time), _above(one.calls[column], least), line=False, **look)
         series += [line, dots]
-    return Chart(title, series, Axis(TIME), Axis("", log=log), named=False)
+    return Chart(title, series, Axis(_TIME), Axis("", log=log), named=False)
 
 
-def plain(values: Array) -> list[float]:
+def _plain(values: Array) -> list[float]:
     return [float(value) for value in values]
 
 
-def above(values: Array, least: float) -> list[float]:
+def _above(values: Array, least: float) -> list[float]:
     """What is too small to show, or infinite, is left out."""
-    return plain(np.where(np.isfinite(values) & (values >= least), values, np.nan))
+    return _plain(np.where(np.isfinite(values) & (values >= least), values, np.nan))
 
 
-def numbers(found: Curves) -> str:
+def _numbers(found: Curves) -> str:
     """Each call of the model: the time that it is told, and how much signal is left there."""
     rows = []
     for one in found.found:
@@ -308,19 +309,19 @@ def numbers(found: Curves) -> str:
     return html.block(html.table(("", "time told", "β", "ᾱ", "SNR", "λ"), rows))
 
 
-def images(found: Curves, x0: Tensor) -> str:
+def _images(found: Curves, x0: Tensor) -> str:
     """Rows are schedules, columns are times; one noise for all."""
     cells = []
     for i, one in enumerate(found.found):
-        cells.append(f'<b><i style="background:{colour(i)}"></i>{html.text(one.name)}</b>')
-        cells += [tile(one.name, noised) for noised in noisy_images(one.schedule, x0)]
+        cells.append(f'<b><i style="background:{_colour(i)}"></i>{html.text(one.name)}</b>')
+        cells += [_tile(one.name, noised) for noised in noisy_images(one.schedule, x0)]
     note = "x = α·x0 + σ·eps, one noise for all, shown at one size; the times are even from the first to the last."
     return html.block(
-        f'{STYLE}<div class="wide"><div class="noised">{"".join(cells)}</div></div><p class=note>{note}</p>'
+        f'{_STYLE}<div class="wide"><div class="noised">{"".join(cells)}</div></div><p class=note>{note}</p>'
     )
 
 
-def tile(name: str, noised: NoisyImage) -> str:
+def _tile(name: str, noised: NoisyImage) -> str:
     alt = html.text(f"{name} at time {noised.time:.4g}")
     level = f"α {short(noised.level.alpha, 3)}<br>σ {short(noised.level.sigma, 3)}"
     image = f'<img alt="{alt}" src="{html.source(noised.image, 0)}">'

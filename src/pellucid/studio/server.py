@@ -41,7 +41,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def leading_to(address: str) -> str:
+def _leading_to(address: str) -> str:
     """A page that goes on to the address at once."""
     return f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={escape(address)}">\n'
 
@@ -98,7 +98,7 @@ class Guard:
         rest = urlencode([(name, value) for name, value in asked.query_params.multi_items() if name != "token"])
         place = "/" + (f"?{rest}" if rest else "")
         own = asked.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
-        answer = RedirectResponse(place, 303) if own else HTMLResponse(leading_to(place))
+        answer = RedirectResponse(place, 303) if own else HTMLResponse(_leading_to(place))
         answer.set_cookie(self.cookie, self.token, httponly=True, samesite="strict")
         return answer
 
@@ -171,7 +171,7 @@ class Studio:
         """By a file of the owner's that leads to the address: everybody sees what a process is started with."""
         page = scratch.folder() / "open.html"
         page.touch(0o600)
-        page.write_text(leading_to(self.address), "utf-8")
+        page.write_text(_leading_to(self.address), "utf-8")
         webbrowser.open(page.as_uri())
 
     def wait(self) -> None:

@@ -34,24 +34,24 @@ from pellucid.studio.generate_tab import EXAMPLES
 from pellucid.studio.html import status
 from pellucid.studio.visitors import Job, Session, Sessions
 
-TAB = "study"
-CHOSEN = ("ddim", "dpmpp_2m", "unipc")
-STEPS = "5,8,10,20"
-YARDSTICK = 60  # steps of the converged images: no more, so that the first point comes soon
-ROUNDS = 3  # of timing
-MOST_SAMPLERS, MOST_COUNTS, MOST_PROMPTS, MOST_SEEDS, MOST_IMAGES = 16, 16, 64, 16, 256
-MOST_STEPS = 250  # of a cell
-SHOWN = 4  # images of the cell that was made last
+_TAB = "study"
+_CHOSEN = ("ddim", "dpmpp_2m", "unipc")
+_STEPS = "5,8,10,20"
+_YARDSTICK = 60  # steps of the converged images: no more, so that the first point comes soon
+_ROUNDS = 3  # of timing
+_MOST_SAMPLERS, _MOST_COUNTS, _MOST_PROMPTS, _MOST_SEEDS, _MOST_IMAGES = 16, 16, 64, 16, 256
+_MOST_STEPS = 250  # of a cell
+_SHOWN = 4  # images of the cell that was made last
 MOST_REPORT = 64 * 2**20  # bytes of a page that is opened
-MOST_PATH = 4096
-FIRST = "the converged images, which all are compared with, come first"
-TOO_SLOW = "too slow for the page: use pellucid study samplers"
-FEW = 2  # prompts that stand there at the start
-ROOM = '<div style="min-height: min(440px, 90vw)">{}</div>'  # of the chart, before it is there and after
+_MOST_PATH = 4096
+_FIRST = "the converged images, which all are compared with, come first"
+_TOO_SLOW = "too slow for the page: use pellucid study samplers"
+_FEW = 2  # prompts that stand there at the start
+_ROOM = '<div style="min-height: min(440px, 90vw)">{}</div>'  # of the chart, before it is there and after
 EMPTY = html.block(
-    ROOM.format('<p class="note">A point for each sampler and step count appears here as it is made.</p>')
+    _ROOM.format('<p class="note">A point for each sampler and step count appears here as it is made.</p>')
 )
-NO_REPORT = html.block('<p class="note">The report appears here when the study is done.</p>')
+_NO_REPORT = html.block('<p class="note">The report appears here when the study is done.</p>')
 
 
 # --- what is asked for -------------------------------------------------------------------------------------------
@@ -62,29 +62,29 @@ class StudyForm:
     """A study as the page holds it."""
 
     model: str | None
-    samplers: Sequence[str] = CHOSEN
-    steps: str = STEPS
+    samplers: Sequence[str] = _CHOSEN
+    steps: str = _STEPS
     prompts: str = ""
     seeds: Any = 1
-    yardstick: Any = YARDSTICK
+    yardstick: Any = _YARDSTICK
 
     def config(self, asks: str) -> SamplerStudyConfig:
         """Checked and bounded; a model that takes neither text nor labels gets no prompts."""
         chosen = tuple(dict.fromkeys(one.strip() for one in self.samplers or () if one and one.strip()))
         prompts = tuple(line.strip() for line in (self.prompts or "").splitlines() if line.strip())
-        seeds = whole(self.seeds, "images of each prompt", MOST_SEEDS)
-        counts = counts_of(self.steps)
-        for what, found, most in (("samplers", chosen, MOST_SAMPLERS), ("prompts", prompts, MOST_PROMPTS)):
+        seeds = _whole(self.seeds, "images of each prompt", _MOST_SEEDS)
+        counts = _counts_of(self.steps)
+        for what, found, most in (("samplers", chosen, _MOST_SAMPLERS), ("prompts", prompts, _MOST_PROMPTS)):
             if len(found) > most:
                 raise PellucidError(rule(what, f"at most {most} on the page", len(found)), "study-size")
         if any(one.lower().endswith(".json") for one in chosen):
             raise PellucidError(rule("samplers", "names: plan files are for the command line", chosen), "study-list")
-        if len(prompts) * seeds > MOST_IMAGES:
-            must = f"at most {MOST_IMAGES} images per cell on the page"
+        if len(prompts) * seeds > _MOST_IMAGES:
+            must = f"at most {_MOST_IMAGES} images per cell on the page"
             raise PellucidError(rule("prompts × images", must, len(prompts) * seeds), "study-size")
         if asks == "nothing":
             prompts = ()
-        best = max(whole(self.yardstick, "steps of the yardstick", 1000), 2)
+        best = max(_whole(self.yardstick, "steps of the yardstick", 1000), 2)
         return SamplerStudyConfig(
             model=named(self.model),
             samplers=chosen,
@@ -94,23 +94,23 @@ class StudyForm:
             batch=min(16, max(1, len(prompts)) * seeds),
             converged_steps=best,
             path_steps=max(best, 2 * max(counts)),
-            rounds=ROUNDS,
+            rounds=_ROUNDS,
         )
 
 
-def counts_of(text: str | None) -> tuple[int, ...]:
+def _counts_of(text: str | None) -> tuple[int, ...]:
     """`5,8,10` → (5, 8, 10), each once."""
-    must = f"whole numbers from 1 to {MOST_STEPS} with commas between them, {MOST_COUNTS} at most"
+    must = f"whole numbers from 1 to {_MOST_STEPS} with commas between them, {_MOST_COUNTS} at most"
     try:
         found = tuple(dict.fromkeys(int(word) for word in (text or "").replace(";", ",").split(",") if word.strip()))
     except ValueError:
         raise PellucidError(rule("steps", must, str(text)[:60]), "steps") from None
-    if not 1 <= len(found) <= MOST_COUNTS or not all(1 <= count <= MOST_STEPS for count in found):
+    if not 1 <= len(found) <= _MOST_COUNTS or not all(1 <= count <= _MOST_STEPS for count in found):
         raise PellucidError(rule("steps", must, str(text)[:60]), "steps")
     return found
 
 
-def whole(given: Any, what: str, most: int) -> int:
+def _whole(given: Any, what: str, most: int) -> int:
     must = f"a whole number from 1 to {most:,}"
     try:
         found = float(given)
@@ -151,7 +151,7 @@ class StudyNews:
     images: Sequence[Image.Image] = ()
 
 
-def cells_of(study: SamplerStudy) -> list[CellState]:
+def _cells_of(study: SamplerStudy) -> list[CellState]:
     """Every cell of the table, made or not."""
     found = []
     for cell in study.table:
@@ -164,14 +164,14 @@ def cells_of(study: SamplerStudy) -> list[CellState]:
     return found
 
 
-def first_images(study: SamplerStudy, cell: SamplerCell) -> list[Image.Image]:
+def _first_images(study: SamplerStudy, cell: SamplerCell) -> list[Image.Image]:
     """The first of a cell, where its first batch is there."""
     if not study.files.has(cell.key, 0, "pictures"):
         return []
-    return study.files.images(cell, 0, len(study.config.numbers(0)))[:SHOWN]
+    return study.files.images(cell, 0, len(study.config.numbers(0)))[:_SHOWN]
 
 
-class Stoppable:
+class _Stoppable:
     """A pipeline whose runs end when a job is cancelled, and tell each of their steps."""
 
     def __init__(self, pipe: Any, job: Job) -> None:
@@ -182,12 +182,12 @@ class Stoppable:
         return self.pipe(*given, **how, cancelled=self.job.cancelled, observers=(self.see,))
 
 
-def light(judges: Judges) -> Judges:
+def _light(judges: Judges) -> Judges:
     """Who judges on the page: Inception takes longer than the images."""
     kept = tuple(one for one in judges.scorers if not isinstance(one, InceptionScorer))
     if judges.inception is None:
         return judges
-    return replace(judges, scorers=kept, inception=None, reasons={**judges.reasons, "fid": TOO_SLOW})
+    return replace(judges, scorers=kept, inception=None, reasons={**judges.reasons, "fid": _TOO_SLOW})
 
 
 def run(pipe: Any, wish: StudyForm, inside: Path, job: Job) -> Path:
@@ -196,34 +196,34 @@ def run(pipe: Any, wish: StudyForm, inside: Path, job: Job) -> Path:
     subject = Subject.of(pipe)
     config = wish.config(subject.asks)
     folder = folder_of(config, subject.mark, inside)
-    maker = Stoppable(subject.pipe, job)
+    maker = _Stoppable(subject.pipe, job)
     study = SamplerStudy(config, folder, replace(subject, pipe=maker))
-    study.judges = light(Judges.open(study))
-    fill(study, maker, job)
+    study.judges = _light(Judges.open(study))
+    _fill(study, maker, job)
     clock = LatencyClock(study)
-    clock.run(timing(study, job, sum(cell.nfe for _, cell in clock.missing())))
-    job.tell(StudyNews("writing the report …", 1.0, cells_of(study)))
+    clock.run(_timing(study, job, sum(cell.nfe for _, cell in clock.missing())))
+    job.tell(StudyNews("writing the report …", 1.0, _cells_of(study)))
     return samplers_report.write(SamplerFigures(SamplerStudy(config, folder, subject), study.judges))
 
 
-def fill(study: SamplerStudy, maker: Stoppable, job: Job) -> None:
+def _fill(study: SamplerStudy, maker: _Stoppable, job: Job) -> None:
     """The images of all cells, each told as it comes; steps are told between them."""
-    total, done, cells = study.todo(), 0, cells_of(study)
-    job.tell(StudyNews(FIRST, 0.0, cells))
+    total, done, cells = study.todo(), 0, _cells_of(study)
+    job.tell(StudyNews(_FIRST, 0.0, cells))
 
     def see(seen: StepSeen) -> None:
         calls = done + seen.index + 1
         said = f"{calls} of {total} model calls per image"
         early = not any(one.distance is not None for one in cells)
-        job.tell(StudyNews(f"{said}; {FIRST}" if early else said, calls / max(total, 1), cells))
+        job.tell(StudyNews(f"{said}; {_FIRST}" if early else said, calls / max(total, 1), cells))
 
     def seen(count: int) -> None:
         nonlocal done, cells
         before = {one.cell.key for one in cells if one.distance is not None}
-        done, cells = done + count, cells_of(study)
+        done, cells = done + count, _cells_of(study)
         new = [one.cell for one in cells if one.distance is not None and one.cell.key not in before]
         said = f"{done} of {total} model calls per image"
-        images = first_images(study, new[-1]) if new else []
+        images = _first_images(study, new[-1]) if new else []
         job.tell(StudyNews(said, done / max(total, 1), cells, new[-1].key if new else "", images))
 
     maker.see = see
@@ -233,9 +233,9 @@ def fill(study: SamplerStudy, maker: Stoppable, job: Job) -> None:
         raise Cancelled
 
 
-def timing(study: SamplerStudy, job: Job, total: int) -> Callable[[int], None]:
+def _timing(study: SamplerStudy, job: Job, total: int) -> Callable[[int], None]:
     """Tells how much of the timing is done."""
-    done, cells = 0, cells_of(study)
+    done, cells = 0, _cells_of(study)
 
     def tick(count: int) -> None:
         nonlocal done
@@ -250,7 +250,7 @@ def timing(study: SamplerStudy, job: Job, total: int) -> Callable[[int], None]:
 def report_in(path: str | None) -> str:
     """The page of a study that is there already: a folder with a study's config and its report."""
     text = (path or "").strip()
-    if not text or len(text) > MOST_PATH or "\0" in text:
+    if not text or len(text) > _MOST_PATH or "\0" in text:
         raise PellucidError(rule("study", "the path of a study's folder", text[:60] or "none"), "study-folder")
     folder = expanded(text)
     config, page = folder / "config.json", folder / "report.html"
@@ -298,10 +298,10 @@ def chart(cells: Sequence[CellState]) -> str:
     title, name = "Distance to the converged image against model calls", "RMSE to the converged image"
     note = "Less is better. The report marks the knee and shows the images of a point."
     made = Chart(title, series, Axis("model calls (NFE)", True, calls), Axis(name, log), (), note)
-    return html.block(ROOM.format(made.html()))
+    return html.block(_ROOM.format(made.html()))
 
 
-def last_made(moment: StudyNews) -> str:
+def _last_made(moment: StudyNews) -> str:
     cells = "".join(html.frame(image, moment.last) for image in moment.images)
     return html.block(f'<p class="note">{html.text(moment.last)}</p><div class="four">{cells}</div>')
 
@@ -334,12 +334,12 @@ class StudyTab:
             with gr.Column(scale=6, min_width=320):
                 points = gr.HTML(EMPTY, elem_id="study-chart")
                 last = gr.HTML("", elem_id="study-last")
-        page = gr.HTML(NO_REPORT, elem_id="study-report")
+        page = gr.HTML(_NO_REPORT, elem_id="study-report")
         with gr.Row():
             path = gr.Textbox(
                 label="A study that is there already",
                 info="the path of its folder",
-                max_length=MOST_PATH,
+                max_length=_MOST_PATH,
                 scale=4,
                 min_width=240,
                 elem_id="study-path",
@@ -351,25 +351,25 @@ class StudyTab:
         gr.on([look.click, path.submit], self.open, path, [said, page], show_progress="hidden")
 
     def controls(self) -> list[Any]:
-        names = list(dict.fromkeys([*CHOSEN, *samplers.names()]))
+        names = list(dict.fromkeys([*_CHOSEN, *samplers.names()]))
         chosen = gr.Dropdown(
             names,
-            value=list(CHOSEN),
+            value=list(_CHOSEN),
             multiselect=True,
-            max_choices=MOST_SAMPLERS,
+            max_choices=_MOST_SAMPLERS,
             allow_custom_value=True,
             label="Samplers",
             info="NAME, or NAME:GRID",
             elem_id="study-samplers",
         )
-        steps = gr.Textbox(STEPS, label="Step counts", elem_id="study-steps")
+        steps = gr.Textbox(_STEPS, label="Step counts", elem_id="study-steps")
         prompts = gr.Textbox(
-            "\n".join(EXAMPLES[:FEW]), label="Prompts, one per line", lines=3, max_lines=8, elem_id="study-prompts"
+            "\n".join(EXAMPLES[:_FEW]), label="Prompts, one per line", lines=3, max_lines=8, elem_id="study-prompts"
         )
         with gr.Row():
             seeds = gr.Number(1, label="Images of each prompt", precision=None, min_width=120, elem_id="study-seeds")
             best = gr.Number(
-                YARDSTICK,
+                _YARDSTICK,
                 label="Steps of the yardstick",
                 info="twice the most steps, or more",
                 precision=None,
@@ -385,7 +385,7 @@ class StudyTab:
         session = self.sessions.of(request.session_hash)
         wish = StudyForm(model, *asked)
         wish.config("nothing" if not (wish.prompts or "").strip() else "prompt")  # refused before any loading
-        yield status("loading …"), gr.skip(), gr.skip(), "", NO_REPORT
+        yield status("loading …"), gr.skip(), gr.skip(), "", _NO_REPORT
         pipe = self.shelf.pipe(model)
         try:
             for news in self.following(session, pipe, wish):
@@ -393,7 +393,7 @@ class StudyTab:
                     report = framed(news.read_text("utf-8"), "the report of the study")
                     yield status("done", 1.0), *nothing[:3], report
                     continue
-                last = last_made(news) if news.images else gr.skip()
+                last = _last_made(news) if news.images else gr.skip()
                 drawn = (gr.skip(), gr.skip()) if news.cells is kept else (table(news.cells), chart(news.cells))
                 kept = news.cells
                 yield status(news.words, news.part), *drawn, last, gr.skip()
@@ -402,14 +402,14 @@ class StudyTab:
             yield status(f"cancelled: {made} of {len(kept)} cells are kept; Start goes on from there"), *nothing
 
     def following(self, session: Session, pipe: Any, wish: StudyForm) -> Iterator[StudyNews | Path]:
-        before = session.jobs.get(TAB)
+        before = session.jobs.get(_TAB)
 
         def work(job: Job) -> Path:
             while before is not None and not before.ended:  # it was told to stop, and writes into the same folder
                 time.sleep(0.05)
             return run(pipe, wish, session.folder, job)
 
-        job = session.begin(TAB, work)
+        job = session.begin(_TAB, work)
         yield from visitors.follow(job)
         yield job.result
 
@@ -418,5 +418,5 @@ class StudyTab:
             return status(f"opened {(path or '').strip()}", 1.0), framed(report_in(path), f"the report in {path}")
 
     def cancel(self, request: gr.Request) -> Any:
-        there = self.sessions.of(request.session_hash).cancel(TAB)
+        there = self.sessions.of(request.session_hash).cancel(_TAB)
         return status("cancelled") if there else gr.skip()

@@ -22,14 +22,14 @@ from pellucid.studio import html
 from pellucid.studio.form import Shelf
 from pellucid.studio.visitors import Sessions
 
-FITTED = 6  # steps whose x0 the colours are fitted on
-NAMES = {
+_FITTED = 6  # steps whose x0 the colours are fitted on
+_NAMES = {
     "x": "x, what the network was shown",
     "x0": "x0, what it believes the image to be",
     "eps": "eps, the noise it sees",
     "delta": "what guidance changed",
 }
-EMPTY = html.block("<p class=note>Generate an image, or open a trace file: its steps appear here.</p>")
+_EMPTY = html.block("<p class=note>Generate an image, or open a trace file: its steps appear here.</p>")
 
 
 @dataclass
@@ -45,10 +45,10 @@ class Film:
         trace = reading.read(path, partial=True)
         if not trace.steps:
             raise PellucidError("trace must hold at least one step; got none.", "trace-empty")
-        shown = previews.spaced([i for i in trace.has_images if 0 in trace.steps[i].images], FITTED)
+        shown = previews.spaced([i for i in trace.has_images if 0 in trace.steps[i].images], _FITTED)
         if not shown:
             return Film(trace, None)
-        return Film(trace, previews.preview_for(torch.stack([of_first(trace, "x0", i) for i in shown]), vae))
+        return Film(trace, previews.preview_for(torch.stack([_of_first(trace, "x0", i) for i in shown]), vae))
 
     def images(self, index: int) -> dict[str, Image.Image]:
         if index not in self.made:
@@ -59,17 +59,17 @@ class Film:
         if self.look is None or not self.trace.has("x0", index):
             return {}
         step, look = self.trace.steps[index], self.look
-        x, x0 = (of_first(self.trace, name, index)[None] for name in ("x", "x0"))
+        x, x0 = (_of_first(self.trace, name, index)[None] for name in ("x", "x0"))
         found = {"x": look.colours(x / math.hypot(step.level.alpha, step.level.sigma)), "x0": look.image(x0)}
         if self.trace.has("eps", index):
-            found["eps"] = look.colours(of_first(self.trace, "eps", index)[None])
+            found["eps"] = look.colours(_of_first(self.trace, "eps", index)[None])
         if self.trace.has("delta", index):
-            change = torch.nan_to_num(look.change(x0, of_first(self.trace, "delta", index)[None]))
+            change = torch.nan_to_num(look.change(x0, _of_first(self.trace, "delta", index)[None]))
             found["delta"] = previews.signed(change, float(change.abs().max()))
         return {name: html.of_unit(one) for name, one in found.items()}
 
 
-def of_first(trace: Trace, name: str, index: int) -> Tensor:
+def _of_first(trace: Trace, name: str, index: int) -> Tensor:
     """A tensor of a step, of the first image."""
     return torch.nan_to_num(trace.tensor(name, index)[trace.steps[index].of(0)])
 
@@ -77,22 +77,22 @@ def of_first(trace: Trace, name: str, index: int) -> Tensor:
 # --- what is shown ----------------------------------------------------------------------------------------------
 
 
-def frames(film: Film, index: int) -> str:
+def _frames(film: Film, index: int) -> str:
     made = film.images(index)
     if not made:
         return html.block("<p class=note>This trace holds numbers only: record with --trace-tensors for images.</p>")
-    cells = (html.frame(made.get(name), NAMES[name], NAMES[name], "none") for name in NAMES)
+    cells = (html.frame(made.get(name), _NAMES[name], _NAMES[name], "none") for name in _NAMES)
     return html.block(f'<div class="four">{"".join(cells)}</div>')
 
 
-def numbers(film: Film, index: int) -> str:
+def _numbers(film: Film, index: int) -> str:
     step = film.trace.steps[index]
     place, size = step.of(0), math.sqrt(math.prod(film.trace.header.shape))
     rows = [
         ("level: alpha, sigma", f"{step.level.alpha:.5f}, {step.level.sigma:.5f}"),
         ("λ = log(alpha / sigma)", f"{step.level.lam:+.4f}"),
         ("time told to the network", html.number(step.time)),
-        *((f"size of {name} (rms)", html.number(step.norms[name][place] / size)) for name in NAMES),
+        *((f"size of {name} (rms)", html.number(step.norms[name][place] / size)) for name in _NAMES),
         ("cosine of cond and uncond", html.number(step.cosine[place])),
         ("x0 saturated", f"{step.saturation[place]:.2%}"),
         ("local error", html.number(step.local_error[place])),
@@ -102,10 +102,10 @@ def numbers(film: Film, index: int) -> str:
     return html.block(html.table(("step " + str(index + 1), ""), rows))
 
 
-def curve(film: Film, index: int) -> str:
+def _curve(film: Film, index: int) -> str:
     """Where the steps lie on the schedule: λ over the time that the network is told, this step marked."""
     steps = film.trace.steps
-    times, lams = [step.time for step in steps], [bounded(step) for step in steps]
+    times, lams = [step.time for step in steps], [_bounded(step) for step in steps]
     labels = [
         f"step {i + 1}: λ {lam:+.2f} at {time:.1f}" for i, (time, lam) in enumerate(zip(times, lams, strict=True))
     ]
@@ -120,7 +120,7 @@ def curve(film: Film, index: int) -> str:
     return html.block(chart.html())
 
 
-def bounded(step: Step) -> float:
+def _bounded(step: Step) -> float:
     lam = step.level.lam
     return max(-12.0, min(12.0, lam)) if math.isfinite(lam) else math.copysign(12.0, lam)
 
@@ -133,7 +133,7 @@ class TraceTab:
             which = gr.Dropdown([], label="Run", elem_id="trace-run", scale=3)
             given = gr.UploadButton("Open a trace file", file_types=[".safetensors"], elem_id="trace-file", scale=1)
         step = gr.Slider(1, 20, 1, step=1, label="Step", elem_id="trace-step")
-        shown = gr.HTML(EMPTY, elem_id="trace-frames")
+        shown = gr.HTML(_EMPTY, elem_id="trace-frames")
         with gr.Row():
             with gr.Column(min_width=320):
                 table = gr.HTML("", elem_id="trace-numbers")
@@ -168,7 +168,7 @@ class TraceTab:
         with html.plainly():
             path = self.path_of(request, name)
             if path is None:
-                return gr.skip(), EMPTY, "", ""
+                return gr.skip(), _EMPTY, "", ""
             count = len(self.film(path, model).trace.steps)
             return gr.Slider(1, max(count, 2), count, step=1), *self.at(request, model, name, count)
 
@@ -176,7 +176,7 @@ class TraceTab:
         with html.plainly():
             path = self.path_of(request, name)
             if path is None:
-                return EMPTY, "", ""
+                return _EMPTY, "", ""
             film = self.film(path, model)
             index = max(0, min(int(step), len(film.trace.steps)) - 1)
-            return frames(film, index), numbers(film, index), curve(film, index)
+            return _frames(film, index), _numbers(film, index), _curve(film, index)

@@ -20,7 +20,7 @@ from pellucid.studio import scratch
 # --- Work in threads ------------------------------------------------------------------------------------------------
 
 Work = Callable[["Job"], Any]
-STOP = object()  # told to whoever follows: the work itself may take a while to notice
+_STOP = object()  # told to whoever follows: the work itself may take a while to notice
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Job:
 
     def cancel(self) -> None:
         self.stop.set()
-        self.told.put(STOP)
+        self.told.put(_STOP)
 
     def ticks(self, total: int, what: str) -> Callable[..., None]:
         """A function that tells (words, part) at each call, and ends the work where it was cancelled."""
@@ -85,7 +85,7 @@ def follow(job: Job) -> Iterator[Any]:
             while not job.told.empty():
                 news.append(job.told.get())
             ended = news[-1] is job
-            if any(one is STOP for one in news):
+            if any(one is _STOP for one in news):
                 raise Cancelled
             if told := news[:-1] if ended else news:
                 yield told[-1]

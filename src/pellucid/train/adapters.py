@@ -32,11 +32,11 @@ from pellucid.train.source import Batch
 from pellucid.train.text import CaptionIds, captions_of, check_vocabulary, tokens
 from pellucid.train.text_denoiser import default_sampling
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 Precision = Literal["float32", "bf16"]  # no float16: its gradients would need a scaled loss
 FileDtype = Literal["float32", "bf16", "float16"]
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float16": torch.float16}
-MAX_SHOWN = 64  # examples that are kept for sample images
+_MAX_SHOWN = 64  # examples that are kept for sample images
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,13 @@ class AdapterConfig:
     sampling: SamplingConfig = field(default_factory=default_sampling)
 
 
-class Frozen(Generic[T]):
+class Frozen(Generic[_T]):
     """Something beside a trained network: not among its submodules, so neither trained nor saved nor copied with it."""
 
-    def __init__(self, held: T) -> None:
+    def __init__(self, held: _T) -> None:
         self.held = held
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Frozen[T]:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Frozen[_T]:
         return self
 
 
@@ -89,7 +89,7 @@ class Base:
     def __init__(self, where: str, precision: Precision, device: torch.device) -> None:
         self.dtype, self.device = DTYPES[precision], device
         self.parts = source.read_components(where, dtype=self.dtype, device=device)
-        check_base(self.parts)
+        _check_base(self.parts)
         for network in networks_of(self.parts):
             network.eval().requires_grad_(False)
             if device.type == "cuda":
@@ -189,7 +189,7 @@ class Base:
         return {}
 
 
-def check_base(parts: Components) -> None:
+def _check_base(parts: Components) -> None:
     """A base is told text, and besides it only what an image's size says."""
     network = parts.network
     if not takes_text(network) or not parts.text_encoders:
@@ -249,7 +249,7 @@ class AdapterTask(ABC):
     def prepare(self, batch: Batch, draws: Draws) -> dict[str, Tensor]:
         captions_of(batch)
         if self.shown is None:
-            self.shown = first_of(batch, MAX_SHOWN)
+            self.shown = _first_of(batch, _MAX_SHOWN)
         x0 = self.base.latents(batch.images, draws)
         return self.objective.draw(x0, draws) | self.all_inputs(batch, self.masks(draws, x0.device), draws, x0.shape)
 
@@ -267,7 +267,7 @@ class AdapterTask(ABC):
         """Images for the first examples of the data, at most as many as there are in a part of a batch."""
         if self.shown is None:
             return None
-        shown, base = first_of(self.shown, count), self.base
+        shown, base = _first_of(self.shown, count), self.base
         size = [side if base.takes(shown.images) else side // base.factor for side in shown.images.shape[2:]]
         shape = torch.Size((len(shown.images), base.network.config.in_channels, *size))
         names = self.masks(Draws(0, 0, shape[0]), base.device)
@@ -280,7 +280,7 @@ class AdapterTask(ABC):
         return torch.cat([base.images(part) for part in made.split(DECODED_AT_ONCE)])
 
 
-def first_of(batch: Batch, count: int) -> Batch:
+def _first_of(batch: Batch, count: int) -> Batch:
     """The first examples of a batch, at most `count`."""
     images, hints = batch.images[:count], {name: hint[:count] for name, hint in batch.hints.items()}
     captions = None if batch.captions is None else batch.captions[:count]

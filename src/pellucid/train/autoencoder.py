@@ -58,7 +58,7 @@ def decoded(vae: AutoencoderKL, x0: Tensor) -> Tensor:
 # --- A VAE in training ------------------------------------------------------------------------------------------------
 
 WINDOW = 200  # steps over which the spread of the latents is measured
-LEAST_STD = 1e-6  # a channel that carries nothing is not blown up
+_LEAST_STD = 1e-6  # a channel that carries nothing is not blown up
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Autoencoder(nn.Module):
 
     def spread(self) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation (C,) of the latents."""
-        return self.latent_mean, (self.latent_square - self.latent_mean.square()).clamp(min=LEAST_STD**2).sqrt()
+        return self.latent_mean, (self.latent_square - self.latent_mean.square()).clamp(min=_LEAST_STD**2).sqrt()
 
 
 class AutoencoderTask:
@@ -131,7 +131,7 @@ class AutoencoderTask:
 
     def __init__(self, config: AutoencoderConfig, seed: int, device: torch.device) -> None:
         self.config, self.device = config, device
-        vae = begun(config, seed)
+        vae = _begun(config, seed)
         self.network: nn.Module = Autoencoder(vae).to(device)
         self.channels, self.factor = vae.config.latent_channels, vae.config.factor
         self.shown: Tensor | None = None
@@ -176,7 +176,7 @@ class AutoencoderTask:
         save_component(normalised(network), folder, overwrite=True)
 
 
-def begun(config: AutoencoderConfig, seed: int) -> AutoencoderKL:
+def _begun(config: AutoencoderConfig, seed: int) -> AutoencoderKL:
     """The VAE as the first step finds it."""
     if config.start:
         return read_vae(config.start).requires_grad_(True)

@@ -31,10 +31,10 @@ from pellucid.train.trainer import MODEL
 
 # --- Model card -----------------------------------------------------------------------------------------------------
 
-MAX_BYTES = 1 << 20  # of a template, a config, a file of figures
-MAX_LOG_BYTES = 256 << 20
-MAX_FIGURES = 400
-FIELDS = ("sizes", "runs", "figures", "recipes")  # what a template may ask for, as $sizes, …
+_MAX_BYTES = 1 << 20  # of a template, a config, a file of figures
+_MAX_LOG_BYTES = 256 << 20
+_MAX_FIGURES = 400
+_FIELDS = ("sizes", "runs", "figures", "recipes")  # what a template may ask for, as $sizes, …
 
 
 @dataclass(frozen=True)
@@ -51,24 +51,24 @@ class Card:
         """The card, as Markdown. It says nothing that changes from one making of it to the next."""
         runs = {**self.earlier, **runs}
         words = {
-            "sizes": table(("part", "MB"), [(name, f"{size / 1e6:.2f}") for name, size in sizes.items()]),
-            "runs": runs_table(runs, self.hardware),
-            "figures": "\n\n".join(figures_of(path) for path in self.figures) or "None were given.",
-            "recipes": "\n\n".join(recipe_of(name, run) for name, run in runs.items()),
+            "sizes": _table(("part", "MB"), [(name, f"{size / 1e6:.2f}") for name, size in sizes.items()]),
+            "runs": _runs_table(runs, self.hardware),
+            "figures": "\n\n".join(_figures_of(path) for path in self.figures) or "None were given.",
+            "recipes": "\n\n".join(_recipe_of(name, run) for name, run in runs.items()),
         }
-        template = Template(read_text(self.template))
+        template = Template(_read_text(self.template))
         try:
             return template.substitute(words).rstrip() + "\n"
         except (KeyError, ValueError) as error:
-            must = "with no other $ than " + ", ".join(f"${name}" for name in FIELDS)
+            must = "with no other $ than " + ", ".join(f"${name}" for name in _FIELDS)
             raise PellucidError(rule(f"template {self.template.name}", must, str(error)), "card-template") from None
 
 
-def read_text(path: Path) -> str:
-    return reader.read_text(path, path.name, MAX_BYTES, "card-file")
+def _read_text(path: Path) -> str:
+    return reader.read_text(path, path.name, _MAX_BYTES, "card-file")
 
 
-def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [head, ("---", *["---:"] * (len(head) - 1)), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
 
@@ -76,34 +76,34 @@ def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 # --- runs --------------------------------------------------------------------------------------------------------
 
 
-def runs_table(runs: Mapping[str, Path], hardware: str) -> str:
+def _runs_table(runs: Mapping[str, Path], hardware: str) -> str:
     rows, total = [], 0.0
     for name, run in runs.items():
-        config, last, seconds = config_of(run), *logged(run)
+        config, last, seconds = _config_of(run), *_logged(run)
         total += seconds
         steps, batch = int(config["steps"]), int(config["batch"])
         counts = (f"{steps:,}", f"{batch:,}", f"{steps * batch / 1e6:.2f}", f"{seconds / 60:.1f}")
-        rows.append((name, parameters_of(run / trainer.MODEL), *counts, f"{last:.4g}"))
+        rows.append((name, _parameters_of(run / trainer.MODEL), *counts, f"{last:.4g}"))
     head = ("run", "parameters in its folder", "steps", "batch", "million images", "minutes", "last loss")
     on = f" on {hardware}" if hardware else ""
-    return f"{table(head, rows)}\n\nTogether {total / 60:.1f} minutes of training{on}."
+    return f"{_table(head, rows)}\n\nTogether {total / 60:.1f} minutes of training{on}."
 
 
-def config_of(run: Path) -> dict[str, Any]:
+def _config_of(run: Path) -> dict[str, Any]:
     try:
-        held = reader.read_json(run / trainer.CONFIG, MAX_BYTES, foreign=True)["config"]
+        held = reader.read_json(run / trainer.CONFIG, _MAX_BYTES, foreign=True)["config"]
         int(held["steps"]), int(held["batch"])
     except (PellucidError, ValueError, KeyError, TypeError, OverflowError):
         raise PellucidError(rule(f"{trainer.CONFIG} of {run.name}", "that of a run", "another"), "card-file") from None
     return held
 
 
-def logged(run: Path) -> tuple[float, float]:
+def _logged(run: Path) -> tuple[float, float]:
     """The last loss of a run, and the seconds of its training: each window's images by its images per second."""
     path = run / journal.FILE
     what = f"{journal.FILE} of {run.name}"
     seconds, before, last = 0.0, 0.0, 0.0
-    for text in reader.read_text(path, what, MAX_LOG_BYTES, "card-file").splitlines():
+    for text in reader.read_text(path, what, _MAX_LOG_BYTES, "card-file").splitlines():
         held = reader.parse_object(text, what, "card-file", foreign=True)
         if "note" in held:
             continue
@@ -116,7 +116,7 @@ def logged(run: Path) -> tuple[float, float]:
     return last, seconds
 
 
-def parameters_of(model: Path) -> str:
+def _parameters_of(model: Path) -> str:
     """How many numbers the files of a model hold."""
     count = 0
     for path in sorted(model.rglob("*.safetensors")):
@@ -125,50 +125,50 @@ def parameters_of(model: Path) -> str:
     return f"{count / 1e6:.2f} M"
 
 
-def recipe_of(name: str, run: Path) -> str:
-    held = json.dumps(config_of(run), indent=1, sort_keys=True, ensure_ascii=False)
+def _recipe_of(name: str, run: Path) -> str:
+    held = json.dumps(_config_of(run), indent=1, sort_keys=True, ensure_ascii=False)
     return f"<details><summary>{name}</summary>\n\n```json\n{held}\n```\n\n</details>"
 
 
 # --- figures -----------------------------------------------------------------------------------------------------
 
 
-def figures_of(path: Path) -> str:
+def _figures_of(path: Path) -> str:
     """A Markdown file as it is; a JSON file as a table, where what is nested has its names joined."""
     title = f"### {path.stem.replace('_', ' ')}\n\n"
     if path.suffix == ".md":
-        return title + read_text(path).strip()
-    rows = [(name, shown(value)) for name, value in flat(weights.read_json(path, MAX_BYTES))]
-    if not 0 < len(rows) <= MAX_FIGURES:
-        raise PellucidError(rule(f"figures in {path.name}", f"1 to {MAX_FIGURES}", len(rows)), "card-figures")
-    return title + table(("what", "value"), rows)
+        return title + _read_text(path).strip()
+    rows = [(name, _shown(value)) for name, value in _flat(weights.read_json(path, _MAX_BYTES))]
+    if not 0 < len(rows) <= _MAX_FIGURES:
+        raise PellucidError(rule(f"figures in {path.name}", f"1 to {_MAX_FIGURES}", len(rows)), "card-figures")
+    return title + _table(("what", "value"), rows)
 
 
-def flat(held: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(held: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in held.items():
         whole = f"{above} · {name}" if above else name
         if isinstance(value, dict):
-            yield from flat(value, whole)
+            yield from _flat(value, whole)
         else:
             yield whole, value
 
 
-def shown(value: Any) -> str:
+def _shown(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "–"}[value]
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list):
-        return ", ".join(shown(one) for one in value[:8]) + (", …" if len(value) > 8 else "")
+        return ", ".join(_shown(one) for one in value[:8]) + (", …" if len(value) > 8 else "")
     return str(value)
 
 
 # --- Assembly -------------------------------------------------------------------------------------------------------
 
-DTYPE = torch.float16
-CARD = "README.md"
-MOST_BASE, MOST_ALL = 14_000_000, 24_000_000  # bytes
-MAX_WORDS = 4 << 20  # bytes of a file beside the weights
+_DTYPE = torch.float16
+_CARD = "README.md"
+_MOST_BASE, _MOST_ALL = 14_000_000, 24_000_000  # bytes
+_MAX_WORDS = 4 << 20  # bytes of a file beside the weights
 
 
 @dataclass(frozen=True)
@@ -199,103 +199,103 @@ def assemble(parts: Parts, folder: str | Path, card: Card | None = None, *, over
         if not (run / MODEL).is_dir():
             raise PellucidError(rule(name, f"the folder of a finished run, with {MODEL}/", str(run)), "bundle-run")
     with save.replaced(Path(folder), INDEX, overwrite) as place:
-        base = write_base(runs, place)
+        base = _write_base(runs, place)
         writers = {
-            "dit": lambda model, goal: write_dit(model, goal, base),
-            "controlnet": write_controlnet,
-            "image_text": write_image_text,
-            "ip_adapter": write_ip_adapter,  # after the one whose vision half it may share
-            "lora": write_lora,
+            "dit": lambda model, goal: _write_dit(model, goal, base),
+            "controlnet": _write_controlnet,
+            "image_text": _write_image_text,
+            "ip_adapter": _write_ip_adapter,  # after the one whose vision half it may share
+            "lora": _write_lora,
         }
         for name, write in writers.items():
             if name in runs:
                 write(runs[name] / MODEL, place / name)
-        check_finite(place)
-        sizes = sizes_of(place)
+        _check_finite(place)
+        sizes = _sizes_of(place)
         if card is not None:
-            (place / CARD).write_text(card.text(runs, sizes), encoding="utf-8")
-        check_sizes(sizes_of(place))
-        check_opens(place, "dit" in runs)
+            (place / _CARD).write_text(card.text(runs, sizes), encoding="utf-8")
+        _check_sizes(_sizes_of(place))
+        _check_opens(place, "dit" in runs)
         for path in place.rglob("*"):
             if path.is_file():
                 path.chmod(0o644)  # safetensors writes for the owner alone
             settle(path)
-        sizes = sizes_of(place)
+        sizes = _sizes_of(place)
     return sizes
 
 
 # --- the parts ---------------------------------------------------------------------------------------------------
 
 
-def write_base(runs: Mapping[str, Path], place: Path) -> Components:
-    base = pipeline_in(runs["base"] / MODEL, STABLE_DIFFUSION, "base")
+def _write_base(runs: Mapping[str, Path], place: Path) -> Components:
+    base = _pipeline_in(runs["base"] / MODEL, STABLE_DIFFUSION, "base")
     if "vae" in runs:
         vae = read_vae(str(runs["vae"] / MODEL))
-        check_same("vae of base", base.vae, vae, f"that of {runs['vae'].name}")
-    save.save_components(base, place, dtype=DTYPE)
+        _check_same("vae of base", base.vae, vae, f"that of {runs['vae'].name}")
+    save.save_components(base, place, dtype=_DTYPE)
     return base
 
 
-def write_dit(model: Path, goal: Path, base: Components) -> None:
+def _write_dit(model: Path, goal: Path, base: Components) -> None:
     """Its transformer and its scheduler; VAE, text encoder and tokenizer are the base's, and its index says so."""
-    dit = pipeline_in(model, PIXART, "dit")
-    check_same("vae of dit", dit.vae, base.vae, "that of the base")
+    dit = _pipeline_in(model, PIXART, "dit")
+    _check_same("vae of dit", dit.vae, base.vae, "that of the base")
     (mine,), (theirs,) = dit.text_encoders, base.text_encoders
-    check_same("text_encoder of dit", mine, theirs, "that of the base")
-    check_same_words(dit, base)
+    _check_same("text_encoder of dit", mine, theirs, "that of the base")
+    _check_same_words(dit, base)
     index, networks, _ = save.layout(dit)
     goal.mkdir()
     save.write_json(goal / INDEX, {SHARED: OUTER, **index})
-    save.write_network(networks["transformer"], goal / "transformer", DTYPE, save.MAX_SHARD_BYTES)
+    save.write_network(networks["transformer"], goal / "transformer", _DTYPE, save.MAX_SHARD_BYTES)
     (goal / "scheduler").mkdir()
     save.write_json(goal / "scheduler" / SCHEDULER, dit.scheduler)
 
 
-def write_controlnet(model: Path, goal: Path) -> None:
+def _write_controlnet(model: Path, goal: Path) -> None:
     network = source.load_component(model, dtype=torch.float32)
     if not isinstance(network, ControlNet):
         raise PellucidError(rule("controlnet", "the run of a ControlNet", type(network).__name__), "bundle-part")
-    save.save_component(network, goal, dtype=DTYPE)
+    save.save_component(network, goal, dtype=_DTYPE)
 
 
-def write_ip_adapter(model: Path, goal: Path) -> None:
+def _write_ip_adapter(model: Path, goal: Path) -> None:
     """Its file, and its image encoder where that is not the vision half of the bundle's image_text, to the bit."""
-    write_file(model / ADAPTER_FILE, goal, "ip_adapter")
+    _write_file(model / ADAPTER_FILE, goal, "ip_adapter")
     eyes = model / ADAPTER_EYES
     if not eyes.is_dir():
         raise PellucidError(rule("ip_adapter", f"a run that saved its {ADAPTER_EYES}/", model.parent), "bundle-part")
-    own, shared = source.load_image_encoder(eyes, dtype=DTYPE), goal.parent / "image_text"
+    own, shared = source.load_image_encoder(eyes, dtype=_DTYPE), goal.parent / "image_text"
     if shared.is_dir() and same(own, source.load_image_encoder(shared)):
         save.write_json(goal / ENCODER_NOTE, {SHARED: SHARED_ENCODER})
     else:
         save.save_component(own, goal / ADAPTER_EYES)
 
 
-def write_lora(model: Path, goal: Path) -> None:
-    write_file(model / lora.FILE, goal, "lora")
+def _write_lora(model: Path, goal: Path) -> None:
+    _write_file(model / lora.FILE, goal, "lora")
 
 
-def write_image_text(model: Path, goal: Path) -> None:
+def _write_image_text(model: Path, goal: Path) -> None:
     """The folder of a CLIPModel: its weights in float16, the words beside them as they are."""
     if class_in(model) != "CLIPModel":
         raise PellucidError(rule("image_text", "the run of an image-text encoder", class_in(model)), "bundle-part")
     goal.mkdir()
     for path in sorted(model.iterdir()):
-        if path.suffix in (".json", ".txt") and path.stat().st_size <= MAX_WORDS and "safetensors" not in path.name:
+        if path.suffix in (".json", ".txt") and path.stat().st_size <= _MAX_WORDS and "safetensors" not in path.name:
             shutil.copyfile(path, goal / path.name)
-    save.write_tensors(weights.read_folder(model)[0], goal, "model", DTYPE, save.MAX_SHARD_BYTES)
+    save.write_tensors(weights.read_folder(model)[0], goal, "model", _DTYPE, save.MAX_SHARD_BYTES)
 
 
-def write_file(path: Path, goal: Path, what: str) -> None:
+def _write_file(path: Path, goal: Path, what: str) -> None:
     """An adapter's one file, in float16."""
     if not path.is_file():
         raise PellucidError(rule(what, f"a run that saved {path.name}", path.parents[1].name), "bundle-part")
     goal.mkdir()
-    held = {name: save.own(tensor, DTYPE) for name, tensor in weights.read(path).items()}
+    held = {name: save.own(tensor, _DTYPE) for name, tensor in weights.read(path).items()}
     save_file(held, goal / path.name, {"format": "pt"})
 
 
-def pipeline_in(model: Path, kind: str, what: str) -> Components:
+def _pipeline_in(model: Path, kind: str, what: str) -> Components:
     parts = source.read_components(model, dtype=torch.float32)
     if parts.pipeline_class != kind:
         raise PellucidError(rule(what, f"the run of a {kind}", parts.pipeline_class), "bundle-part")
@@ -312,20 +312,20 @@ def same(mine: nn.Module, theirs: nn.Module) -> bool:
     return equal and save.config_of(mine) == save.config_of(theirs)
 
 
-def check_same(what: str, mine: nn.Module | None, theirs: nn.Module | None, whose: str) -> None:
+def _check_same(what: str, mine: nn.Module | None, theirs: nn.Module | None, whose: str) -> None:
     assert mine is not None
     assert theirs is not None
     if not same(mine, theirs):
         raise PellucidError(rule(what, whose, "another"), "bundle-fit")
 
 
-def check_same_words(dit: Components, base: Components) -> None:
+def _check_same_words(dit: Components, base: Components) -> None:
     (mine,), (theirs,) = dit.tokenizers, base.tokenizers
     if mine.core.get_vocab() != theirs.core.get_vocab() or mine.length != theirs.length:
         raise PellucidError(rule("tokenizer of dit", "that of the base", "another"), "bundle-fit")
 
 
-def check_finite(place: Path) -> None:
+def _check_finite(place: Path) -> None:
     """No weight left the range of float16."""
     for path in sorted(place.rglob("*.safetensors")):
         for name, tensor in weights.read(path).items():
@@ -334,7 +334,7 @@ def check_finite(place: Path) -> None:
                 raise PellucidError(rule(where, "finite, and in the range of float16", "what is not"), "bundle-range")
 
 
-def sizes_of(place: Path) -> dict[str, int]:
+def _sizes_of(place: Path) -> dict[str, int]:
     """Bytes by part: `base` is everything at the root and in the folders of its pipeline."""
     named = [field.name for field in fields(Parts)]
     sizes = dict.fromkeys(("base", *(name for name in named if name != "vae" and (place / name).is_dir())), 0)
@@ -345,15 +345,15 @@ def sizes_of(place: Path) -> dict[str, int]:
     return sizes
 
 
-def check_sizes(sizes: Mapping[str, int]) -> None:
+def _check_sizes(sizes: Mapping[str, int]) -> None:
     told = ", ".join(f"{name} {size / 1e6:.2f}" for name, size in sizes.items())
-    for what, size, most in (("base", sizes["base"], MOST_BASE), ("bundle", sum(sizes.values()), MOST_ALL)):
+    for what, size, most in (("base", sizes["base"], _MOST_BASE), ("bundle", sum(sizes.values()), _MOST_ALL)):
         if size > most:
             words = f"{what} must be at most {most / 1e6:g} MB; got {size / 1e6:.2f} MB ({told})."
             raise PellucidError(words, "bundle-size")
 
 
-def check_opens(place: Path, dit: bool) -> None:
+def _check_opens(place: Path, dit: bool) -> None:
     """What was written can be read."""
     for folder in (place, *([place / "dit"] if dit else [])):
         source.read_components(folder)

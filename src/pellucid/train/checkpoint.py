@@ -38,12 +38,12 @@ from pellucid.interop.atomic_files import settle
 
 # --- Manifest -------------------------------------------------------------------------------------------------------
 
-MANIFEST = "manifest.json"
-FORMAT = 1
-MAX_MANIFEST_BYTES = 64 << 20
-READ_BYTES = 1 << 20
-KINDS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16)
-DTYPES = {str(kind).removeprefix("torch."): kind for kind in (*KINDS, torch.int8, torch.uint8, torch.bool)}
+_MANIFEST = "manifest.json"
+_FORMAT = 1
+_MAX_MANIFEST_BYTES = 64 << 20
+_READ_BYTES = 1 << 20
+_KINDS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16)
+_DTYPES = {str(kind).removeprefix("torch."): kind for kind in (*_KINDS, torch.int8, torch.uint8, torch.bool)}
 
 
 class Damage(Exception):  # noqa: N818
@@ -75,7 +75,7 @@ class TensorEntry:
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> TensorEntry:
         chunks = tuple(Chunk(file, key, tuple(at), tuple(shape)) for file, key, at, shape in plain["chunks"])
-        return TensorEntry(DTYPES[plain["dtype"]], tuple(plain["shape"]), chunks)
+        return TensorEntry(_DTYPES[plain["dtype"]], tuple(plain["shape"]), chunks)
 
 
 @dataclass(frozen=True)
@@ -97,59 +97,59 @@ class Manifest:
 
     def to_json(self) -> str:
         body = {
-            "format": FORMAT,
+            "format": _FORMAT,
             "step": self.step,
             "meta": dict(self.meta),
             "files": {name: [seal.size, seal.sha256] for name, seal in self.files.items()},
             "tensors": {name: saved.to_plain() for name, saved in self.tensors.items()},
         }
-        return json.dumps({"sha256": digest_of(body), **body}, allow_nan=False) + "\n"
+        return json.dumps({"sha256": _digest_of(body), **body}, allow_nan=False) + "\n"
 
     @staticmethod
     def from_json(text: str) -> Manifest:
         try:
-            body = parse_object(text, MANIFEST)
+            body = parse_object(text, _MANIFEST)
             claimed = body.pop("sha256")
-            if claimed != digest_of(body):
-                raise Damage(f"{MANIFEST} differs from its checksum")
+            if claimed != _digest_of(body):
+                raise Damage(f"{_MANIFEST} differs from its checksum")
             files = {name: FileSeal(size, sha256) for name, (size, sha256) in body["files"].items()}
             tensors = {name: TensorEntry.from_plain(saved) for name, saved in body["tensors"].items()}
             manifest = Manifest(body["step"], body["meta"], files, tensors)
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-            raise Damage(f"{MANIFEST} is not readable") from None
+            raise Damage(f"{_MANIFEST} is not readable") from None
         held = {chunk.file for saved in tensors.values() for chunk in saved.chunks}
-        if body["format"] != FORMAT or held - set(files) or any(Path(name).name != name for name in files):
-            raise Damage(f"{MANIFEST} is not of this version")
+        if body["format"] != _FORMAT or held - set(files) or any(Path(name).name != name for name in files):
+            raise Damage(f"{_MANIFEST} is not of this version")
         return manifest
 
 
-def digest_of(body: Mapping[str, Any]) -> str:
+def _digest_of(body: Mapping[str, Any]) -> str:
     """Of the values as JSON gives them back: there a key is always text."""
     plain = json.loads(json.dumps(body, allow_nan=False))
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
-def seal_of(path: Path) -> FileSeal:
+def _seal_of(path: Path) -> FileSeal:
     """Reads a file through: its size and checksum."""
     found, size = hashlib.sha256(), 0
     with path.open("rb") as file:
-        while part := file.read(READ_BYTES):
+        while part := file.read(_READ_BYTES):
             found.update(part)
             size += len(part)
     return FileSeal(size, found.hexdigest())
 
 
 def read_manifest(folder: Path) -> Manifest:
-    path = folder / MANIFEST
+    path = folder / _MANIFEST
     try:
         if not os.path.lexists(path):
-            raise Damage(f"{MANIFEST} is missing")
-        return Manifest.from_json(read_text(path, MANIFEST, MAX_MANIFEST_BYTES))
+            raise Damage(f"{_MANIFEST} is missing")
+        return Manifest.from_json(read_text(path, _MANIFEST, _MAX_MANIFEST_BYTES))
     except PellucidError as error:
-        raise Damage(f"{MANIFEST} is not readable ({error})") from None
+        raise Damage(f"{_MANIFEST} is not readable ({error})") from None
 
 
-def verify(folder: Path) -> Manifest:
+def _verify(folder: Path) -> Manifest:
     """The manifest, when every file of it is there to the last bit; Damage otherwise."""
     manifest = read_manifest(folder)
     for name, claimed in manifest.files.items():
@@ -157,7 +157,7 @@ def verify(folder: Path) -> Manifest:
         try:
             if path.stat().st_size != claimed.size:
                 raise Damage(f"{name} has {path.stat().st_size} bytes, {claimed.size} were written")
-            if seal_of(path) != claimed:
+            if _seal_of(path) != claimed:
                 raise Damage(f"{name} differs from its checksum")
         except FileNotFoundError:
             raise Damage(f"{name} is missing") from None
@@ -172,7 +172,7 @@ def why(error: BaseException) -> str:
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
+def _writing(folder: Path) -> Iterator[None]:
     """What the system refuses, a full disk above all, as one line."""
     try:
         yield
@@ -183,14 +183,14 @@ def writing(folder: Path) -> Iterator[None]:
 
 # --- Files of a checkpoint ------------------------------------------------------------------------------------------
 
-Saves = Mapping[str, TensorEntry]
+_Saves = Mapping[str, TensorEntry]
 
 
-class Writer(StorageWriter):
+class _Writer(StorageWriter):
     """Writes into a folder that does not count yet: the first rank calls `begin` before all, and `end` after all."""
 
     def __init__(
-        self, folder: Path, begin: Callable[[], None], end: Callable[[dict[str, FileSeal], Saves], None]
+        self, folder: Path, begin: Callable[[], None], end: Callable[[dict[str, FileSeal], _Saves], None]
     ) -> None:
         self.folder, self.begin, self.end = folder, begin, end
 
@@ -198,7 +198,7 @@ class Writer(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator:
-            with writing(self.folder):
+            with _writing(self.folder):
                 self.begin()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -212,15 +212,15 @@ class Writer(StorageWriter):
         kept = [(item, planner.resolve_data(item)) for item in plan.items]
         # The empty share of a tensor with fewer rows than ranks is no entry of a file.
         kept = [(item, tensor) for item, tensor in kept if tensor.numel() or not item.tensor_data.size.numel()]
-        chunks = {item.index: chunk_of(item, name) for item, _ in kept}
+        chunks = {item.index: _chunk_of(item, name) for item, _ in kept}
         # Copies, made here: the planner may give views, and safetensors writes no tensors that share memory.
         tensors = {chunks[item.index].key: t.detach().to("cpu", copy=True).contiguous() for item, t in kept}
         seal = None
         if tensors:
-            with writing(self.folder):
+            with _writing(self.folder):
                 save_file(tensors, self.folder / name, metadata={"format": "pt"})
                 settle(self.folder / name)
-                seal = seal_of(self.folder / name)
+                seal = _seal_of(self.folder / name)
         written: Future[list[WriteResult]] = Future()
         written.set_result([WriteResult(index, 0, (chunk, seal)) for index, chunk in chunks.items()])
         return written
@@ -238,7 +238,7 @@ class Writer(StorageWriter):
             for name, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
-        with writing(self.folder):
+        with _writing(self.folder):
             self.end(files, tensors)
 
     @classmethod
@@ -246,7 +246,7 @@ class Writer(StorageWriter):
         return True
 
 
-class Reader(StorageReader):
+class _Reader(StorageReader):
     """Each rank reads the boxes that it needs, from whichever files hold them."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -280,7 +280,7 @@ class Reader(StorageReader):
                 with safe_open(self.folder / name, framework="pt") as file:
                     for item, chunk in wanted:
                         target = planner.resolve_tensor(item).detach()
-                        target.copy_(box(file, chunk.key, item))
+                        target.copy_(_box(file, chunk.key, item))
                         planner.commit_tensor(item, target)
             except (OSError, SafetensorError) as error:
                 raise PellucidError(
@@ -295,7 +295,7 @@ class Reader(StorageReader):
         return True
 
 
-def chunk_of(item: WriteItem, file: str) -> Chunk:
+def _chunk_of(item: WriteItem, file: str) -> Chunk:
     """Where a part of a tensor goes. A whole tensor keeps its name, so that any reader of safetensors finds it."""
     chunk = item.tensor_data.chunk
     whole = chunk.sizes == item.tensor_data.size
@@ -303,7 +303,7 @@ def chunk_of(item: WriteItem, file: str) -> Chunk:
     return Chunk(file, key, tuple(chunk.offsets), tuple(chunk.sizes))
 
 
-def box(file: Any, key: str, item: ReadItem) -> torch.Tensor:
+def _box(file: Any, key: str, item: ReadItem) -> torch.Tensor:
     """The part of an entry that an item asks for."""
     if not len(item.lengths):
         return file.get_tensor(key)  # a number has no slices
@@ -313,9 +313,9 @@ def box(file: Any, key: str, item: ReadItem) -> torch.Tensor:
 
 # --- Checkpoints of a run -------------------------------------------------------------------------------------------
 
-T = TypeVar("T")
-NAME = re.compile(r"step-(\d{8,})")
-LEFTOVER = re.compile(r"\.step-\d{8,}\.(part|old)")
+_T = TypeVar("_T")
+_NAME = re.compile(r"step-(\d{8,})")
+_LEFTOVER = re.compile(r"\.step-\d{8,}\.(part|old)")
 
 
 class Checkpoints:
@@ -338,7 +338,7 @@ class Checkpoints:
         """The steps that have a checkpoint, whole or damaged, the newest first."""
         if not self.folder.is_dir():
             return []
-        found = (NAME.fullmatch(entry.name) for entry in self.folder.iterdir() if entry.is_dir())
+        found = (_NAME.fullmatch(entry.name) for entry in self.folder.iterdir() if entry.is_dir())
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
     def latest(self) -> int | None:
@@ -357,9 +357,9 @@ class Checkpoints:
         return None, damaged
 
     def checked(self, step: int) -> Manifest:
-        manifest = verify(self.path(step))
+        manifest = _verify(self.path(step))
         if manifest.step != step:
-            raise Damage(f"{MANIFEST} is of step {manifest.step}")
+            raise Damage(f"{_MANIFEST} is of step {manifest.step}")
         return manifest
 
     def save(self, step: int, state: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Path:
@@ -375,8 +375,8 @@ class Checkpoints:
 
         planner = dcp.DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
         try:
-            with together("written"):
-                dcp.save(dict(state), storage_writer=Writer(part, lambda: self.begin(part), end), planner=planner)
+            with _together("written"):
+                dcp.save(dict(state), storage_writer=_Writer(part, lambda: self.begin(part), end), planner=planner)
         except PellucidError:
             shutil.rmtree(part, ignore_errors=True)  # a full disk is given its room back
             raise
@@ -391,7 +391,7 @@ class Checkpoints:
     def clear(self) -> None:
         """Takes away what killed runs left."""
         for entry in self.folder.iterdir() if self.folder.is_dir() else ():
-            if LEFTOVER.fullmatch(entry.name):
+            if _LEFTOVER.fullmatch(entry.name):
                 shutil.rmtree(entry)
 
     def place(self, part: Path, manifest: Manifest) -> None:
@@ -400,8 +400,8 @@ class Checkpoints:
             if not (part / name).is_file() or (part / name).stat().st_size != seal.size:
                 line = f"checkpoint folder must be one that all ranks share; {name} of another rank is not in it."
                 raise PellucidError(line, "checkpoint-shared")
-        (part / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
-        settle(part / MANIFEST)
+        (part / _MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+        settle(part / _MANIFEST)
         settle(part)
         final = self.path(manifest.step)
         if final.exists():  # a damaged one: no run comes to a step for which it has a good one
@@ -420,10 +420,10 @@ class Checkpoints:
     def load(self, step: int, state: Mapping[str, Tensor]) -> dict[str, Any]:
         """Fills the tensors of a state in place, on any number of ranks; returns what `save` was told as `meta`."""
         manifest = from_first(lambda: self.readable(step))
-        together_check(manifest, state)
+        _together_check(manifest, state)
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with together("read"):
-            dcp.load(dict(state), storage_reader=Reader(self.path(step), manifest), planner=planner)
+        with _together("read"):
+            dcp.load(dict(state), storage_reader=_Reader(self.path(step), manifest), planner=planner)
         return dict(manifest.meta)
 
     def readable(self, step: int) -> Manifest:
@@ -435,7 +435,7 @@ class Checkpoints:
             ) from None
 
 
-def together_check(manifest: Manifest, state: Mapping[str, Tensor]) -> None:
+def _together_check(manifest: Manifest, state: Mapping[str, Tensor]) -> None:
     """Refuses a state with other names, shapes or dtypes, before anything is written into it."""
     if set(state) != set(manifest.tensors):
         missing, extra = sorted(set(state) - set(manifest.tensors)), sorted(set(manifest.tensors) - set(state))
@@ -452,7 +452,7 @@ def together_check(manifest: Manifest, state: Mapping[str, Tensor]) -> None:
             raise PellucidError(rule(name, must, f"{tensor.dtype} {tuple(tensor.shape)}"), "checkpoint-state")
 
 
-def from_first(make: Callable[[], T]) -> T:
+def from_first(make: Callable[[], _T]) -> _T:
     """What the first rank makes, on every rank; when it fails, all fail with its line."""
     held: list[Any] = [None, None]
     alone = not dist.is_initialized()
@@ -471,7 +471,7 @@ def from_first(make: Callable[[], T]) -> T:
 
 
 @contextmanager
-def together(done: str) -> Iterator[None]:
+def _together(done: str) -> Iterator[None]:
     """What went wrong on any rank, as one line on all of them."""
     try:
         with warnings.catch_warnings():

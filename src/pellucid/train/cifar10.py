@@ -14,9 +14,9 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.train.draws import Draws
 from pellucid.train.source import Batch
 
-CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 FILES = {"train": tuple(f"data_batch_{i}.bin" for i in range(1, 6)), "test": ("test_batch.bin",)}
-SIDE, RECORD, IN_FILE = 32, 1 + 3 * 32 * 32, 10_000
+_SIDE, RECORD, IN_FILE = 32, 1 + 3 * 32 * 32, 10_000
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class CIFAR10:
         base = Path(folder)
         inner = base / "cifar-10-batches-bin"
         base = inner if inner.is_dir() else base
-        records = np.concatenate([records_of(base / name) for name in FILES[split]])
-        images = torch.from_numpy(records[:, 1:].reshape(-1, 3, SIDE, SIDE).copy())
+        records = np.concatenate([_records_of(base / name) for name in FILES[split]])
+        images = torch.from_numpy(records[:, 1:].reshape(-1, 3, _SIDE, _SIDE).copy())
         return CIFAR10(images, torch.from_numpy(records[:, 0].astype(np.int64)))
 
     def __len__(self) -> int:
@@ -66,7 +66,7 @@ class CIFAR10Source:
         return Batch(images, self.data.labels[indices])
 
 
-def records_of(path: Path) -> np.ndarray:
+def _records_of(path: Path) -> np.ndarray:
     """The records of one file, which must be whole."""
     if not path.is_file():
         raise PellucidError(rule("CIFAR-10 folder", f"one that holds {path.name}", str(path.parent)), "data-missing")
@@ -74,7 +74,7 @@ def records_of(path: Path) -> np.ndarray:
     if size != wanted:
         raise PellucidError(rule(f"size of {path.name}", f"{wanted} bytes", size, "It is cut off."), "data-damaged")
     records = np.fromfile(path, np.uint8).reshape(-1, RECORD)
-    if records[:, 0].max() >= len(CLASSES):
+    if records[:, 0].max() >= len(_CLASSES):
         got = int(records[:, 0].max())
-        raise PellucidError(rule(f"labels of {path.name}", f"below {len(CLASSES)}", got), "data-damaged")
+        raise PellucidError(rule(f"labels of {path.name}", f"below {len(_CLASSES)}", got), "data-damaged")
     return records

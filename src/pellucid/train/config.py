@@ -17,9 +17,9 @@ from pellucid.core.reader import naming, read_toml
 from pellucid.core.reader import table as read
 from pellucid.train.objective import Objective, Times, Weighting
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 MAX_BYTES = 1 << 20
-MAX_COUNT, MAX_BATCH, MAX_SEED = 10**12, 1 << 20, 2**63 - 1
+_MAX_COUNT, _MAX_BATCH, _MAX_SEED = 10**12, 1 << 20, 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         counts(self, "steps", low=1)
-        counts(self, "batch", low=1, high=MAX_BATCH)
-        counts(self, "seed", high=MAX_SEED)
+        counts(self, "batch", low=1, high=_MAX_BATCH)
+        counts(self, "seed", high=_MAX_SEED)
 
     @staticmethod
     def load(path: str | Path) -> TrainConfig:
@@ -132,7 +132,7 @@ class TrainConfig:
 
     def unlike(self, plain: Mapping[str, Any]) -> list[str]:
         """The keys (`optimizer.rate`) by which a plain config would shape other weights."""
-        mine, theirs = (leaves(self.shaping(one)) for one in (to_plain(self), plain))
+        mine, theirs = (_leaves(self.shaping(one)) for one in (to_plain(self), plain))
         return [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
 
 
@@ -156,16 +156,16 @@ def to_plain(value: Any) -> Any:
     return [to_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def leaves(plain: Mapping[str, Any], under: str = "") -> dict[str, str]:
+def _leaves(plain: Mapping[str, Any], under: str = "") -> dict[str, str]:
     """The values of nested tables, as JSON, by their keys joined with dots."""
     found: dict[str, str] = {}
     for key, value in plain.items():
         deeper = isinstance(value, Mapping) and value
-        found |= leaves(value, f"{under}{key}.") if deeper else {under + key: json.dumps(value)}
+        found |= _leaves(value, f"{under}{key}.") if deeper else {under + key: json.dumps(value)}
     return found
 
 
-def chosen(table: Mapping[str, Any], kinds: Mapping[str, type[T]], where: str) -> T:
+def chosen(table: Mapping[str, Any], kinds: Mapping[str, type[_T]], where: str) -> _T:
     """The dataclass that a table's `kind` names, from the rest of the table."""
     rest = dict(table)
     kind = rest.pop("kind", None)
@@ -175,7 +175,7 @@ def chosen(table: Mapping[str, Any], kinds: Mapping[str, type[T]], where: str) -
     return read(kinds[kind], rest, where)
 
 
-def counts(config: Any, *names: str, low: int = 0, high: int = MAX_COUNT) -> None:
+def counts(config: Any, *names: str, low: int = 0, high: int = _MAX_COUNT) -> None:
     for name in names:
         if not low <= getattr(config, name) <= high:
             must = f"at least {low}" if getattr(config, name) < low else f"at most {high}"

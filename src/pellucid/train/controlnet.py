@@ -18,9 +18,9 @@ from pellucid.train.adapters import AdapterConfig, AdapterTask, Frozen, hint_of
 from pellucid.train.draws import Draws, seeded
 from pellucid.train.source import Batch
 
-WIDTHS = (16, 32, 96, 256)  # of the hint's embedding in Stable Diffusion's ControlNets: one more than the halvings
-RGB = 3  # what a control image is read as, here and in diffusers
-NEW = ("controlnet_cond_embedding.", "controlnet_down_blocks.", "controlnet_mid_block.")
+_WIDTHS = (16, 32, 96, 256)  # of the hint's embedding in Stable Diffusion's ControlNets: one more than the halvings
+_RGB = 3  # what a control image is read as, here and in diffusers
+_NEW = ("controlnet_cond_embedding.", "controlnet_down_blocks.", "controlnet_mid_block.")
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ControlNetConfig(AdapterConfig):
         return ControlNetTask(self, seed, device)
 
 
-def mirrored(base: UNetConfig, widths: tuple[int, ...]) -> UNetConfig:
+def _mirrored(base: UNetConfig, widths: tuple[int, ...]) -> UNetConfig:
     """The config of a ControlNet for a UNet. Its class in diffusers has no key for some that a UNet may have."""
     usual = base.block_out_channels[0] * 4
     for name, value, wanted in (
@@ -51,7 +51,7 @@ def mirrored(base: UNetConfig, widths: tuple[int, ...]) -> UNetConfig:
         class_name="ControlNetModel",
         up_block_types=(),
         dropout=0.0,
-        conditioning_channels=RGB,
+        conditioning_channels=_RGB,
         conditioning_embedding_out_channels=widths,
     )
 
@@ -59,7 +59,7 @@ def mirrored(base: UNetConfig, widths: tuple[int, ...]) -> UNetConfig:
 def widths_for(factor: int, asked: tuple[int, ...]) -> tuple[int, ...]:
     """Channels of the hint's embedding, which halves the image's side until it is that of the latents."""
     count = factor.bit_length()  # one more than the halvings
-    widths = asked or WIDTHS[:count]
+    widths = asked or _WIDTHS[:count]
     if factor != 2 ** (count - 1) or len(widths) != count or min(widths) < 1:
         must = f"{count} positive numbers, for a VAE that makes 1/{factor} of a side"
         raise PellucidError(rule("hint_widths", must, list(widths)), "control-widths")
@@ -68,9 +68,9 @@ def widths_for(factor: int, asked: tuple[int, ...]) -> tuple[int, ...]:
 
 def from_unet(unet: UNet, widths: tuple[int, ...]) -> ControlNet:
     """A float32 ControlNet that starts as the UNet's first half, and adds nothing yet."""
-    made = ControlNet(mirrored(unet.config, widths)).float()
+    made = ControlNet(_mirrored(unet.config, widths)).float()
     theirs = unet.state_dict()
-    made.load_state_dict({k: v if k.startswith(NEW) else theirs[k].float() for k, v in made.state_dict().items()})
+    made.load_state_dict({k: v if k.startswith(_NEW) else theirs[k].float() for k, v in made.state_dict().items()})
     return made
 
 
@@ -112,10 +112,13 @@ class ControlNetTask(AdapterTask):
     def inputs(self, batch: Batch, masks: Mapping[str, Tensor], draws: Draws | None) -> dict[str, Tensor]:
         hint = hint_of(batch, self.config.hint)
         sides = [side * (self.base.factor if self.base.takes(batch.images) else 1) for side in batch.images.shape[2:]]
-        if hint.shape[1] not in (1, RGB) or list(hint.shape[2:]) != sides:
+        if hint.shape[1] not in (1, _RGB) or list(hint.shape[2:]) != sides:
             must = f"of 1 or 3 channels and {' × '.join(map(str, sides))} pixels, as the images"
             raise PellucidError(rule(f"hint {self.config.hint}", must, tuple(hint.shape[1:])), "data-hints")
-        return {**self.base.told(self.base.windows(batch), masks["text"]), "hint": hint.float().expand(-1, RGB, -1, -1)}
+        return {
+            **self.base.told(self.base.windows(batch), masks["text"]),
+            "hint": hint.float().expand(-1, _RGB, -1, -1),
+        }
 
     def save(self, network: nn.Module, folder: Path) -> None:
         """A ControlNetModel's folder."""

@@ -31,7 +31,7 @@ from pellucid.train.objective import Grades
 from pellucid.train.sampling import Sampling, SamplingConfig
 from pellucid.train.source import Batch
 
-log = logging.getLogger("pellucid.train")
+_log = logging.getLogger("pellucid.train")
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,13 @@ class DenoiserTask:
             must, got = "a UNet, or a DiT", type(network).__name__
             raise PellucidError(rule("network of a denoiser without text", must, got), "class")
         self.vae = read_vae(config.vae).to(device) if config.vae else None
-        check(config, network, self.vae)
+        _check(config, network, self.vae)
         size, factor = network.config.sample_size, 1 if self.vae is None else self.vae.config.factor
         self.scheduler = self.exported()  # refused now, and not after the last step
         self.sampling().plan()
         self.shape = (network.config.in_channels, size, size)
         self.pixels = self.shape if self.vae is None else (self.vae.config.in_channels, size * factor, size * factor)
-        self.null = null_label(network)
+        self.null = _null_label(network)
         self.checked = False
         self.device = device
         self.network: nn.Module = network.to(device)
@@ -166,22 +166,22 @@ class DenoiserTask:
             return diffusers_export.write(Reading("", config.sampler, schedule, target, grid, {}, None))
         shipped = grid if grid.name in SPACINGS else grid_named("leading")
         if shipped is not grid:
-            log.warning("the model is shipped with the grid leading: diffusers' DDIM has no %s", grid.name)
+            _log.warning("the model is shipped with the grid leading: diffusers' DDIM has no %s", grid.name)
         return diffusers_export.write(Reading("", "ddim", schedule, target, shipped, {}, self.clip))
 
 
-def null_label(network: UNet | DiT) -> int:
+def _null_label(network: UNet | DiT) -> int:
     """The label of images that drop theirs: the last embedding of a UNet; a DiT has one more than classes."""
     config = network.config
     return config.null_label if isinstance(network, DiT) else (config.num_class_embeds or 1) - 1
 
 
-def check(config: DenoiserConfig, network: UNet | DiT, vae: AutoencoderKL | None) -> None:
+def _check(config: DenoiserConfig, network: UNet | DiT, vae: AutoencoderKL | None) -> None:
     """Refuses parts that do not fit together, before the first step."""
     if isinstance(network, DiT):
-        check_dit(config, network, vae)
+        _check_dit(config, network, vae)
     else:
-        check_unet(config, network)
+        _check_unet(config, network)
     if config.objective.dropout and config.condition == "none":
         raise PellucidError(rule("dropout", "0 without a condition", config.objective.dropout), "objective")
     if config.sampling.guidance != 1.0:
@@ -191,7 +191,7 @@ def check(config: DenoiserConfig, network: UNet | DiT, vae: AutoencoderKL | None
         raise PellucidError(rule("network.sample_size", "a whole number", got), "config-missing")
 
 
-def check_unet(config: DenoiserConfig, network: UNet) -> None:
+def _check_unet(config: DenoiserConfig, network: UNet) -> None:
     classes = network.config.num_class_embeds
     if config.vae:
         advice = 'A UNet on latents is told a text: task.kind = "text_denoiser".'
@@ -206,7 +206,7 @@ def check_unet(config: DenoiserConfig, network: UNet) -> None:
         raise PellucidError(rule("num_class_embeds", "at least 2: a class and the null label", classes), "condition")
 
 
-def check_dit(config: DenoiserConfig, network: DiT, vae: AutoencoderKL | None) -> None:
+def _check_dit(config: DenoiserConfig, network: DiT, vae: AutoencoderKL | None) -> None:
     channels = network.config.in_channels
     if config.condition != "labels":
         raise PellucidError(rule("condition", "labels for a DiT, which is told a class", config.condition), "condition")

@@ -107,7 +107,7 @@ class Order:
         if not self.shuffled:
             return places % self.count
         epochs = places // self.count
-        found = [permuted(self.seed, int(e), self.count)[places[epochs == e] % self.count] for e in epochs.unique()]
+        found = [_permuted(self.seed, int(e), self.count)[places[epochs == e] % self.count] for e in epochs.unique()]
         return torch.cat(found)
 
     def epoch(self, step: int) -> float:
@@ -116,6 +116,6 @@ class Order:
 
 
 @lru_cache(maxsize=4)
-def permuted(seed: int, epoch: int, count: int) -> Tensor:
+def _permuted(seed: int, epoch: int, count: int) -> Tensor:
     """The order of one epoch."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(mixed(seed, epoch)))

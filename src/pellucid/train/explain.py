@@ -16,10 +16,10 @@ from pellucid.train.objective import ByLevel
 from pellucid.train.optimizer import floats
 from pellucid.train.ranks import Strategy, check_rows, groups
 
-FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # DDP's own limits, bytes
-FLOAT, INT, DOUBLE = 4, 4, 8
+_FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # DDP's own limits, bytes
+_FLOAT, _INT, _DOUBLE = 4, 4, 8
 Operation = Literal["all-reduce", "all-gather", "reduce-scatter"]
-RING = {
+_RING = {
     "all-reduce": "2 (n − 1) / n of its bytes",
     "all-gather": "(n − 1) / n of its bytes",
     "reduce-scatter": "(n − 1) / n of its bytes",
@@ -71,7 +71,7 @@ class Explanation:
         return sum(c.times * c.sent for c in self.collectives)
 
     def to_json(self) -> dict[str, Any]:
-        sums = {"bytes_per_rank": self.bytes_per_rank, "sent_per_step": self.sent_per_step, "ring": RING}
+        sums = {"bytes_per_rank": self.bytes_per_rank, "sent_per_step": self.sent_per_step, "ring": _RING}
         return {**asdict(self), **sums}
 
 
@@ -93,16 +93,16 @@ def explain(
     trained = [p for p in network.parameters() if p.requires_grad]
     moves: tuple[Collective, ...] = ()
     if ranks > 1:
-        moves = of_ddp(trained, ranks) if strategy == "ddp" else of_fsdp(network, ranks, accumulate, dtype)
+        moves = _of_ddp(trained, ranks) if strategy == "ddp" else _of_fsdp(network, ranks, accumulate, dtype)
     return Explanation(
         ranks=ranks,
         strategy=strategy,
         accumulate=accumulate,
         parameters=sum(p.numel() for p in network.parameters()),
         trained=sum(p.numel() for p in trained),
-        held=kept(network, trained, share, accumulate, len(ema)),
+        held=_kept(network, trained, share, accumulate, len(ema)),
         collectives=moves,
-        of_log=of_log(ranks, log_every) if ranks > 1 else (),
+        of_log=_of_log(ranks, log_every) if ranks > 1 else (),
     )
 
 
@@ -121,28 +121,28 @@ def of_run(task: Task, config: TrainConfig, ranks: int) -> Explanation:
     held = found.held + beside(task.network, getattr(task, "frozen", ()))
     if ranks == 1:
         return replace(found, held=held)
-    moves = of_loss(getattr(task, "gathered", {}), config.batch // engine.accumulate, engine.accumulate, ranks)
+    moves = _of_loss(getattr(task, "gathered", {}), config.batch // engine.accumulate, engine.accumulate, ranks)
     return replace(found, held=held, collectives=found.collectives + moves)
 
 
 def beside(network: nn.Module, frozen: Iterable[nn.Module]) -> tuple[MemoryItem, ...]:
     """What every rank holds of frozen networks, each storage once, and not what the trained network has of it."""
-    seen = {storage(t) for t in (*network.parameters(), *network.buffers())}
+    seen = {_storage(t) for t in (*network.parameters(), *network.buffers())}
     rows = []
     for one in frozen:
-        new = {storage(t): t for t in (*one.parameters(), *one.buffers()) if storage(t) not in seen}
+        new = {_storage(t): t for t in (*one.parameters(), *one.buffers()) if _storage(t) not in seen}
         seen |= set(new)
         size = sum(t.untyped_storage().nbytes() for t in new.values())
         rows.append(MemoryItem(f"frozen {type(one).__name__}", "replicated", size, size))
     return tuple(row for row in rows if row.whole)
 
 
-def storage(tensor: Tensor) -> int:
+def _storage(tensor: Tensor) -> int:
     """Which memory a tensor lies in; a number also on the meta device."""
     return int(tensor.untyped_storage()._cdata)
 
 
-def kept(
+def _kept(
     network: nn.Module, trained: list[nn.Parameter], share: int, accumulate: int, means: int
 ) -> tuple[MemoryItem, ...]:
     """Weights, gradients, moments and running means, divided by `share`."""
@@ -151,78 +151,78 @@ def kept(
     averaged = [tensor for _, tensor in floats(network)]
     apart = [tensor for tensor in averaged if not isinstance(tensor, nn.Parameter)]  # buffers are never sharded
     # Without a sync between micro-steps, gradients stay whole until the last of them.
-    gradients = MemoryItem("gradients", how, stored(trained), stored(trained, share))
+    gradients = MemoryItem("gradients", how, _stored(trained), _stored(trained, share))
     if share > 1 and accumulate > 1:
         gradients = MemoryItem(
-            "gradients, whole until the last micro-step", "replicated", stored(trained), stored(trained)
+            "gradients, whole until the last micro-step", "replicated", _stored(trained), _stored(trained)
         )
     rows = [
-        MemoryItem("weights", how, stored(parameters), stored(parameters, share)),
-        MemoryItem("buffers", "replicated", stored(buffers), stored(buffers)),
+        MemoryItem("weights", how, _stored(parameters), _stored(parameters, share)),
+        MemoryItem("buffers", "replicated", _stored(buffers), _stored(buffers)),
         gradients,
-        MemoryItem("moments of AdamW", how, 2 * stored(trained), 2 * stored(trained, share)),
+        MemoryItem("moments of AdamW", how, 2 * _stored(trained), 2 * _stored(trained, share)),
     ]
     if means:
         weights = [tensor for tensor in averaged if isinstance(tensor, nn.Parameter)]
-        whole, mine = numbers(averaged), numbers(weights, share) + numbers(apart)
-        rows.append(MemoryItem(f"running means, {means}", how, means * FLOAT * whole, means * FLOAT * mine))
+        whole, mine = _numbers(averaged), _numbers(weights, share) + _numbers(apart)
+        rows.append(MemoryItem(f"running means, {means}", how, means * _FLOAT * whole, means * _FLOAT * mine))
     return tuple(row for row in rows if row.whole)
 
 
-def of_ddp(trained: Sequence[Tensor], ranks: int) -> tuple[Collective, ...]:
+def _of_ddp(trained: Sequence[Tensor], ranks: int) -> tuple[Collective, ...]:
     """Gradients are averaged in buckets, the last parameters first; only in the last micro-step."""
-    found = buckets(trained)
+    found = _buckets(trained)
     rows = [
-        moved("all-reduce", f"gradients, bucket {i} of {len(found)}", "backward", 1, stored(bucket), ranks)
+        _moved("all-reduce", f"gradients, bucket {i} of {len(found)}", "backward", 1, _stored(bucket), ranks)
         for i, bucket in enumerate(reversed(found), 1)
     ]
-    return (*rows, moved("all-reduce", "which parameters were used", "backward", 1, INT * len(trained), ranks))
+    return (*rows, _moved("all-reduce", "which parameters were used", "backward", 1, _INT * len(trained), ranks))
 
 
-def of_fsdp(network: nn.Module, ranks: int, accumulate: int, dtype: torch.dtype | None) -> tuple[Collective, ...]:
+def _of_fsdp(network: nn.Module, ranks: int, accumulate: int, dtype: torch.dtype | None) -> tuple[Collective, ...]:
     """A group's weights are gathered for the forward pass, and a block's again for the backward pass."""
     check_rows(network)
     rows = []
-    for name, own in owned(network):
+    for name, own in _owned(network):
         what = f"weights of {name or 'the rest'}"
-        size = sum(padded(p, ranks) * (dtype or p.dtype).itemsize for p in own)
-        rows.append(moved("all-gather", what, "forward", accumulate, size, ranks))
+        size = sum(_padded(p, ranks) * (dtype or p.dtype).itemsize for p in own)
+        rows.append(_moved("all-gather", what, "forward", accumulate, size, ranks))
         if name:  # the rest stays gathered between the passes
-            rows.append(moved("all-gather", what, "backward", accumulate, size, ranks))
-        size = FLOAT * sum(padded(p, ranks) for p in own if p.requires_grad)
+            rows.append(_moved("all-gather", what, "backward", accumulate, size, ranks))
+        size = _FLOAT * sum(_padded(p, ranks) for p in own if p.requires_grad)
         if size:
-            rows.append(moved("reduce-scatter", f"gradients of {name or 'the rest'}", "backward", 1, size, ranks))
-    return (*rows, moved("all-reduce", "norm of the gradient", "clip", 1, FLOAT, ranks))
+            rows.append(_moved("reduce-scatter", f"gradients of {name or 'the rest'}", "backward", 1, size, ranks))
+    return (*rows, _moved("all-reduce", "norm of the gradient", "clip", 1, _FLOAT, ranks))
 
 
-def of_loss(gathered: Mapping[str, int], images: int, accumulate: int, ranks: int) -> tuple[Collective, ...]:
+def _of_loss(gathered: Mapping[str, int], images: int, accumulate: int, ranks: int) -> tuple[Collective, ...]:
     """What a loss gathers of all images of a micro-step; its gradients are added up on the way back."""
     ways: tuple[tuple[Operation, str, str], ...] = (
         ("all-gather", "embeddings", "forward"),
         ("all-reduce", "embeddings' gradients", "backward"),
     )
     return tuple(
-        moved(operation, f"{what} of {name}", when, accumulate, FLOAT * images * width, ranks)
+        _moved(operation, f"{what} of {name}", when, accumulate, _FLOAT * images * width, ranks)
         for operation, what, when in ways
         for name, width in gathered.items()
     )
 
 
-def of_log(ranks: int, every: int) -> tuple[Collective, ...]:
+def _of_log(ranks: int, every: int) -> tuple[Collective, ...]:
     sums = ByLevel().sums
     return (
-        moved("all-reduce", "losses of the window", "log", 1, DOUBLE * every, ranks),
-        moved("all-reduce", "losses by noise level", "log", 1, sums.numel() * sums.element_size(), ranks),
+        _moved("all-reduce", "losses of the window", "log", 1, _DOUBLE * every, ranks),
+        _moved("all-reduce", "losses by noise level", "log", 1, sums.numel() * sums.element_size(), ranks),
     )
 
 
-def moved(operation: Operation, what: str, when: str, times: int, size: int, ranks: int) -> Collective:
+def _moved(operation: Operation, what: str, when: str, times: int, size: int, ranks: int) -> Collective:
     """In a ring of n ranks each sends (n − 1) / n of the bytes, and twice that where all shall have the sum."""
     rounds = 2 if operation == "all-reduce" else 1
     return Collective(operation, what, when, times, size, rounds * (ranks - 1) * size // ranks)
 
 
-def buckets(trained: Sequence[Tensor]) -> list[list[Tensor]]:
+def _buckets(trained: Sequence[Tensor]) -> list[list[Tensor]]:
     """DDP's: parameters in their order, each dtype apart, a bucket closed when it has reached its limit."""
     done: list[list[Tensor]] = []
     filling: dict[torch.dtype, list[Tensor]] = {}
@@ -230,13 +230,13 @@ def buckets(trained: Sequence[Tensor]) -> list[list[Tensor]]:
     for tensor in trained:
         held = filling.setdefault(tensor.dtype, [])
         held.append(tensor)
-        if stored(held) >= limits.get(tensor.dtype, FIRST_BUCKET):
+        if _stored(held) >= limits.get(tensor.dtype, _FIRST_BUCKET):
             done.append(filling.pop(tensor.dtype))
-            limits[tensor.dtype] = BUCKET
+            limits[tensor.dtype] = _BUCKET
     return done + list(filling.values())
 
 
-def owned(network: nn.Module) -> list[tuple[str, list[nn.Parameter]]]:
+def _owned(network: nn.Module) -> list[tuple[str, list[nn.Parameter]]]:
     """The groups that `fsdp` makes, and the parameters of each that are in no other."""
     taken: set[int] = set()
     found = []
@@ -248,15 +248,15 @@ def owned(network: nn.Module) -> list[tuple[str, list[nn.Parameter]]]:
     return found
 
 
-def padded(tensor: Tensor, share: int) -> int:
+def _padded(tensor: Tensor, share: int) -> int:
     """Numbers of a tensor whose rows are dealt to `share` ranks in equal parts, empty rows included."""
     return -(-tensor.shape[0] // share) * share * tensor[:1].numel()
 
 
-def numbers(tensors: Iterable[Tensor], share: int = 1) -> int:
+def _numbers(tensors: Iterable[Tensor], share: int = 1) -> int:
     """On the rank that has most: the first, when rows do not divide."""
-    return sum(padded(t, share) // share if share > 1 else t.numel() for t in tensors)
+    return sum(_padded(t, share) // share if share > 1 else t.numel() for t in tensors)
 
 
-def stored(tensors: Iterable[Tensor], share: int = 1) -> int:
-    return sum(numbers([t], share) * t.element_size() for t in tensors)
+def _stored(tensors: Iterable[Tensor], share: int = 1) -> int:
+    return sum(_numbers([t], share) * t.element_size() for t in tensors)

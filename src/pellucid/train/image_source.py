@@ -31,12 +31,12 @@ from pellucid.train.source import Batch
 Array: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]"
 Crop = Literal["centre", "random"]
 # Only plain formats: Pillow knows others that start programs (EPS) or that no data set holds.
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 MAX_BYTES = 256 * 2**20  # of one image file
-MAX_SIZE = 8192
-LONGEST = 20  # times the shorter side: what is longer is a strip, not an image
-REDUCING_GAP = 3.0  # box-reduce first, down to this many times the size: not to be told from Lanczos alone
+_MAX_SIZE = 8192
+_LONGEST = 20  # times the shorter side: what is longer is a strip, not an image
+_REDUCING_GAP = 3.0  # box-reduce first, down to this many times the size: not to be told from Lanczos alone
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Hint:
     aligned: bool = True  # cropped and mirrored with the image
 
 
-PLAIN_HINT = Hint()  # any other name: an image that a ControlNet follows
-HINTS: Mapping[str, Hint] = MappingProxyType(
+_PLAIN_HINT = Hint()  # any other name: an image that a ControlNet follows
+_HINTS: Mapping[str, Hint] = MappingProxyType(
     {
         "edges": Hint(channels=1),
         "depth": Hint(channels=1),
@@ -60,7 +60,7 @@ HINTS: Mapping[str, Hint] = MappingProxyType(
 
 
 def hint_kind(name: str) -> Hint:
-    return HINTS.get(name, PLAIN_HINT)
+    return _HINTS.get(name, _PLAIN_HINT)
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Framing:
     flip: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.size, bool) or not isinstance(self.size, int) or not 1 <= self.size <= MAX_SIZE:
-            raise PellucidError(rule("size", f"from 1 to {MAX_SIZE} pixels", self.size), "data-size")
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or not 1 <= self.size <= _MAX_SIZE:
+            raise PellucidError(rule("size", f"from 1 to {_MAX_SIZE} pixels", self.size), "data-size")
         if self.crop not in ("centre", "random"):
             raise PellucidError(rule("crop", "centre or random", self.crop), "data-crop")
 
@@ -94,7 +94,7 @@ def decode(data: bytes, size: int) -> Image.Image:
     No warning is caught here: `warnings.catch_warnings` would disturb the other threads that decode.
     """
     try:
-        found = Image.open(io.BytesIO(data), formats=FORMATS)
+        found = Image.open(io.BytesIO(data), formats=_FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise PellucidError(f"it has more than {MAX_PIXELS} pixels", "image-pixels") from None
     except UNREADABLE:
@@ -102,14 +102,14 @@ def decode(data: bytes, size: int) -> Image.Image:
     with found:
         if found.width * found.height > MAX_PIXELS:
             raise PellucidError(f"it has {words(found.size)} pixels, more than {MAX_PIXELS}", "image-pixels")
-        if max(found.size) > LONGEST * min(found.size):
+        if max(found.size) > _LONGEST * min(found.size):
             raise PellucidError(f"it is a strip of {words(found.size)} pixels", "image-shape")
         if isinstance(found, JpegImageFile):
             found.draft(None, (2 * size, 2 * size))  # a JPEG decodes to 1/2, 1/4 or 1/8 of its size, and much faster
         try:
             found.load()
         except UNREADABLE as error:
-            raise PellucidError(f"it is damaged: {reason(error)}", "image-file") from None
+            raise PellucidError(f"it is damaged: {_reason(error)}", "image-file") from None
         return flatten(upright(found))
 
 
@@ -121,7 +121,7 @@ def cut(image: Image.Image, framing: Framing, place: Place) -> Array:
         for free, drawn in ((image.width - side, place.across), (image.height - side, place.down))
     )
     box = (left, top, left + side, top + side)
-    square = image.resize(size, Image.Resampling.LANCZOS, box=box, reducing_gap=REDUCING_GAP)
+    square = image.resize(size, Image.Resampling.LANCZOS, box=box, reducing_gap=_REDUCING_GAP)
     pixels = np.asarray(square).reshape(framing.size, framing.size, -1).transpose(2, 0, 1)  # (C, size, size)
     return np.ascontiguousarray(pixels[:, :, ::-1] if place.mirrored and framing.flip else pixels)
 
@@ -131,18 +131,18 @@ def cut_hint(name: str, hint: Image.Image, image: Image.Image, framing: Framing,
     kind = hint_kind(name)
     if not kind.aligned:
         framing, place = Framing(framing.size), Place()
-    elif not same_shape(hint, image):
+    elif not _same_shape(hint, image):
         raise PellucidError(f"its {name} is {words(hint.size)}, and it is {words(image.size)}", "image-shape")
     return cut(hint.convert("L") if kind.channels == 1 else hint, framing, place)
 
 
-def same_shape(a: Image.Image, b: Image.Image) -> bool:
+def _same_shape(a: Image.Image, b: Image.Image) -> bool:
     """Whether two images have the same sides, but for scale and a rounded pixel."""
     scale = a.width / b.width
     return abs(a.height - b.height * scale) <= max(1.0, scale)
 
 
-def reason(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """Why an image could not be read, in a few words."""
     return first_line(error).rstrip(".") or type(error).__name__
 
@@ -150,8 +150,8 @@ def reason(error: Exception) -> str:
 # --- Batches of images ----------------------------------------------------------------------------------------------
 
 MAX_SKIPPED = 1000  # unreadable examples of a run, after which it stops
-JUDGED = 8  # a batch smaller than this may be unlucky: only the count of all is asked
-RETRIES, PAUSE = 2, 0.2  # a network file system may fail for a moment: asked again, after so many seconds
+_JUDGED = 8  # a batch smaller than this may be unlucky: only the count of all is asked
+_RETRIES, PAUSE = 2, 0.2  # a network file system may fail for a moment: asked again, after so many seconds
 log = logging.getLogger("pellucid.train")
 
 
@@ -191,7 +191,7 @@ class ImageSource(ABC):
         if workers is not None and not 1 <= workers <= 256:
             raise PellucidError(rule("workers", "from 1 to 256 threads", workers), "data-workers")
         self.framing, self.hints = framing, tuple(hints)
-        self.workers = workers or min(16, available_cores())
+        self.workers = workers or min(16, _available_cores())
         self.unreadable: dict[str, str] = {}  # name → why, as far as they were asked for
         self._unread: dict[int, str] = {}
         self._pool: ThreadPoolExecutor | None = None
@@ -247,7 +247,7 @@ class ImageSource(ABC):
                 except MemoryError:
                     raise  # says nothing of the file
                 except Exception as error:  # a damaged file makes its reader fail in any way
-                    why = reason(error)
+                    why = _reason(error)
             unread[now] = why
             if len(unread) > MAX_SKIPPED:
                 break
@@ -275,23 +275,23 @@ class ImageSource(ABC):
                     self.unreadable[self.name(index)] = why
                     log.warning("skipped %s: %s", self.name(index), why)
         replaced = sum(bool(one.unread) for one in seen)
-        half = len(seen) >= JUDGED and 2 * replaced > len(seen)
+        half = len(seen) >= _JUDGED and 2 * replaced > len(seen)
         if half or len(self.unreadable) > MAX_SKIPPED:
             what = f"{replaced} of a batch of {len(seen)}" if half else f"{len(self.unreadable)} examples"
             last = "; ".join(f"{name}: {why}" for name, why in list(self.unreadable.items())[-3:])
             raise PellucidError(f"data must be readable; {what} could not be read, such as {last}.", "data-damaged")
 
     def together(self, seen: Sequence[DecodedExample], device: torch.device) -> Batch:
-        images = moved(np.stack([one.image for one in seen]), device).float() / 127.5 - 1.0  # (B, 3, size, size)
+        images = _moved(np.stack([one.image for one in seen]), device).float() / 127.5 - 1.0  # (B, 3, size, size)
         captions = tuple(one.caption for one in seen if one.caption is not None)
         labels = [one.label for one in seen if one.label is not None]
         hints = {}
         for name in self.hints:
-            unit = moved(np.stack([one.hints[name] for one in seen]), device).float() / 255.0
+            unit = _moved(np.stack([one.hints[name] for one in seen]), device).float() / 255.0
             hints[name] = unit * 2.0 - 1.0 if hint_kind(name).low == -1 else unit
         return Batch(
             images,
-            moved(np.array(labels, np.int64), device) if len(labels) == len(seen) else None,
+            _moved(np.array(labels, np.int64), device) if len(labels) == len(seen) else None,
             captions if len(captions) == len(seen) else None,
             hints,
         )
@@ -303,13 +303,13 @@ class ImageSource(ABC):
             return self._pool
 
 
-def moved(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+def _moved(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
     """The array on a device; to a GPU through pinned memory, without waiting for it."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def available_cores() -> int:
+def _available_cores() -> int:
     """Cores of this process, shared with the other ranks of its machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = whole(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -318,12 +318,12 @@ def available_cores() -> int:
 
 def steadily(read: Callable[[], bytes]) -> bytes:
     """What `read` gives, asked again where the system fails; a file that is not there is not asked for twice."""
-    for attempt in range(RETRIES + 1):
+    for attempt in range(_RETRIES + 1):
         try:
             return read()
         except OSError as error:
             gone = isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError)
-            if gone or attempt == RETRIES:
+            if gone or attempt == _RETRIES:
                 raise PellucidError(f"it cannot be read from disk: {error.strerror or error}", "data-file") from None
             time.sleep(PAUSE)
     raise AssertionError

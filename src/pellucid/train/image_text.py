@@ -27,8 +27,8 @@ from pellucid.train.objective import Grades
 from pellucid.train.source import Batch
 from pellucid.train.text import CaptionIds, check_vocabulary, known_of, read_tokenizer
 
-BICUBIC = 3  # as PIL counts
-PREPROCESSOR = "preprocessor_config.json"
+_BICUBIC = 3  # as PIL counts
+_PREPROCESSOR = "preprocessor_config.json"
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class ImageTextTask:
         self.config, self.device = config, device
         self.tokenizer = read_tokenizer(config.tokenizer)
         self.ids = CaptionIds(self.tokenizer)
-        settings = clip_config(config, self.tokenizer)
+        settings = _clip_config(config, self.tokenizer)
         check_vocabulary(self.tokenizer, settings.text.vocab_size)
         if self.tokenizer.length > settings.text.max_position_embeddings:
             must = f"at least {self.tokenizer.length}, the tokenizer's window"
@@ -99,8 +99,8 @@ class ImageTextTask:
 
     def loss(self, network: nn.Module, asked: Mapping[str, Tensor]) -> Grades:
         images, texts, scale = network(asked["ids"], asked["pixels"])
-        errors = contrastive(gathered(images), gathered(texts), scale)  # (B of all ranks,)
-        own = errors.detach()[rank() * len(images) : (rank() + 1) * len(images)]
+        errors = contrastive(_gathered(images), _gathered(texts), scale)  # (B of all ranks,)
+        own = errors.detach()[_rank() * len(images) : (_rank() + 1) * len(images)]
         return Grades(errors.mean(), own, torch.zeros_like(own))
 
     def images(self, network: nn.Module, count: int, seed: int) -> None:
@@ -113,16 +113,16 @@ class ImageTextTask:
         state["logit_scale"] = state["logit_scale"].clamp(max=network.most)
         sides = {"height": self.side, "width": self.side}
         with replaced(Path(folder), CONFIG, True) as place:
-            write_json(place / CONFIG, config_json(network.clip.config))
+            write_json(place / CONFIG, _config_json(network.clip.config))
             write_tensors(state, place, "model", None, MAX_SHARD_BYTES)
             self.tokenizer.save(place)
             write_json(
-                place / PREPROCESSOR,
+                place / _PREPROCESSOR,
                 {
                     "image_processor_type": "CLIPImageProcessor",
                     "do_resize": True,
                     "size": {"shortest_edge": self.side},
-                    "resample": BICUBIC,
+                    "resample": _BICUBIC,
                     "do_center_crop": True,
                     "crop_size": sides,
                     "do_rescale": True,
@@ -134,7 +134,7 @@ class ImageTextTask:
             )
 
 
-def clip_config(config: ImageTextConfig, tokenizer: Tokenizer) -> CLIPConfig:
+def _clip_config(config: ImageTextConfig, tokenizer: Tokenizer) -> CLIPConfig:
     return CLIPConfig(
         text_config=clip_text({**known_of(tokenizer), **config.text, "projection_dim": config.width}),
         vision_config=clip_vision({**config.vision, "projection_dim": config.width}),
@@ -143,7 +143,7 @@ def clip_config(config: ImageTextConfig, tokenizer: Tokenizer) -> CLIPConfig:
     )
 
 
-def config_json(config: CLIPConfig) -> dict[str, Any]:
+def _config_json(config: CLIPConfig) -> dict[str, Any]:
     """As transformers nests it."""
     halves = {"text_config": config.text, "vision_config": config.vision}
     nested: dict[str, Any] = {
@@ -178,11 +178,11 @@ def contrastive(images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
 # Several ranks
 
 
-def rank() -> int:
+def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-class Gather(torch.autograd.Function):
+class _Gather(torch.autograd.Function):
     """The rows of all ranks, in their order. Every rank computes the same loss of them, so that a rank's own rows get
     the sum of all ranks' gradients; the mean over ranks that DDP and FSDP then take is that of the whole batch."""
 
@@ -200,8 +200,8 @@ class Gather(torch.autograd.Function):
         return total[dist.get_rank() * ctx.count : (dist.get_rank() + 1) * ctx.count]
 
 
-def gathered(own: Tensor) -> Tensor:
+def _gathered(own: Tensor) -> Tensor:
     """(B of all ranks, P) of this rank's (B, P)."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return own
-    return Gather.apply(own)  # type: ignore[no-any-return]
+    return _Gather.apply(own)  # type: ignore[no-any-return]

@@ -22,38 +22,38 @@ from pellucid.train.draws import seeded
 
 
 @torch.no_grad()
-def start_small(network: nn.Module) -> nn.Module:
+def _start_small(network: nn.Module) -> nn.Module:
     """Zeroes the last layer of every residual branch and of the network: at first each block is the identity.
 
     As in Ho et al. 2020 for UNets, and in Peebles and Xie 2023 (adaLN-zero) for transformers.
     """
     for module in network.modules():
         if isinstance(module, ResnetBlock):
-            zero(module.conv2)
+            _zero(module.conv2)
         elif isinstance(module, PixelAttention):
-            zero(module.to_out[0])
+            _zero(module.to_out[0])
         elif isinstance(module, SpatialTransformer):
-            zero(module.proj_out)
+            _zero(module.proj_out)
         elif isinstance(module, UNet):
-            zero(module.conv_out)
+            _zero(module.conv_out)
         elif isinstance(module, DiT | PixArt):
-            start_transformer(module)
+            _start_transformer(module)
     return network
 
 
-def start_transformer(network: DiT | PixArt) -> None:
+def _start_transformer(network: DiT | PixArt) -> None:
     """Gates closed, output zero."""
     for name, module in network.named_modules():
         if isinstance(module, nn.Linear) and name.rsplit(".", 1)[-1] in ("proj_out", "proj_out_2"):
-            zero(module)
+            _zero(module)
         if isinstance(module, nn.Linear) and name.endswith(("norm1.linear", "adaln_single.linear")):
-            zero(module)
+            _zero(module)
         if isinstance(module, TextBlock):
             module.scale_shift_table[[2, 5]] = 0.0  # its own part of the two gates
-            zero(module.attn2.to_out[0])  # has no gate
+            _zero(module.attn2.to_out[0])  # has no gate
 
 
-def zero(layer: nn.Module) -> None:
+def _zero(layer: nn.Module) -> None:
     for parameter in layer.parameters():
         parameter.zero_()
 
@@ -68,12 +68,12 @@ def fresh(raw: Mapping[str, Any], seed: int) -> nn.Module:
         raise PellucidError(rule("network._class_name", "one of " + ", ".join(KINDS), kind), "class")
     settings = KINDS[kind].read(raw)
     sketched = weights.sketch(lambda: KINDS[kind].build(settings), "network")
-    check_room(sum(weight.numel() for weight in sketched.parameters()))
+    _check_room(sum(weight.numel() for weight in sketched.parameters()))
     with seeded(seed):
-        return start_small(KINDS[kind].build(settings))
+        return _start_small(KINDS[kind].build(settings))
 
 
-def check_room(count: int) -> None:
+def _check_room(count: int) -> None:
     """Refuses a network whose weights alone, in float32, are more than this machine's memory, before it is made."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**40
     if 4 * count > whole:
@@ -111,26 +111,26 @@ def start_clip(network: nn.Module) -> nn.Module:
             module.class_embedding.normal_(std=width**-0.5)
             module.position_embedding.weight.normal_(std=width**-0.5)
         elif isinstance(module, Layers):
-            start_layers(module)
+            _start_layers(module)
         elif isinstance(module, CLIP):
             for projection in (module.text_projection, module.visual_projection):
                 projection.weight.normal_(std=projection.in_features**-0.5)
     return network
 
 
-def start_layers(layers: Layers) -> None:
+def _start_layers(layers: Layers) -> None:
     shrink = (2 * len(layers.layers)) ** -0.5
     for layer in layers.layers:
         attention, mlp = layer.self_attn, layer.mlp
         width = attention.q_proj.in_features
         for project in (attention.q_proj, attention.k_proj, attention.v_proj):
-            linear(project, width**-0.5)
-        linear(attention.out_proj, width**-0.5 * shrink)
-        linear(mlp.fc1, (2 * width) ** -0.5)
-        linear(mlp.fc2, width**-0.5 * shrink)
+            _linear(project, width**-0.5)
+        _linear(attention.out_proj, width**-0.5 * shrink)
+        _linear(mlp.fc1, (2 * width) ** -0.5)
+        _linear(mlp.fc2, width**-0.5 * shrink)
 
 
-def linear(layer: nn.Linear, std: float) -> Tensor:
+def _linear(layer: nn.Linear, std: float) -> Tensor:
     if layer.bias is not None:
         layer.bias.zero_()
     return layer.weight.normal_(std=std)

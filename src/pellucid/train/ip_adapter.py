@@ -26,7 +26,7 @@ from pellucid.train.config import counts
 from pellucid.train.draws import Draws, seeded
 from pellucid.train.source import Batch
 
-ITSELF = "itself"
+_ITSELF = "itself"
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class IPAdapterConfig(AdapterConfig):
         return IPAdapterTask(self, seed, device)
 
 
-def eyes_of(base: Base, config: IPAdapterConfig) -> CLIPVisionEncoder:
+def _eyes_of(base: Base, config: IPAdapterConfig) -> CLIPVisionEncoder:
     own = base.parts.image_encoder
     if config.image_encoder is None and own is None:
         must = f"given: {base.parts.name} has none"
@@ -76,7 +76,7 @@ def eyes_of(base: Base, config: IPAdapterConfig) -> CLIPVisionEncoder:
     return eyes.eval().requires_grad_(False)
 
 
-def new_adapter(unet: UNet, image_width: int, tokens: int, values: Literal["zero", "copy"]) -> IPAdapter:
+def _new_adapter(unet: UNet, image_width: int, tokens: int, values: Literal["zero", "copy"]) -> IPAdapter:
     """A plain adapter for a UNet: keys as the text's own, values zero or as the text's own."""
     layers = [block.attn2 for block, _, _ in unet.cross_attentions()]
     widths = {layer.to_k.in_features for layer in layers}
@@ -113,12 +113,12 @@ class PromptedBase(nn.Module):
             for pair, heads in zip(self.adapter.pairs, self.heads, strict=True)
         )
         if self.dtype != torch.float32:
-            seen = tuple(tuple(in_dtype(one, self.dtype) for one in layer) for layer in seen)
+            seen = tuple(tuple(_in_dtype(one, self.dtype) for one in layer) for layer in seen)
         told = {k: v.to(self.dtype) if k in ("context", "pooled") else v for k, v in told.items()}
         return self.base.held(x.to(self.dtype), time, image=seen, **told)
 
 
-def in_dtype(tokens: ImageTokens, dtype: torch.dtype) -> ImageTokens:
+def _in_dtype(tokens: ImageTokens, dtype: torch.dtype) -> ImageTokens:
     return ImageTokens(tokens.k.to(dtype), tokens.v.to(dtype), tokens.scale.to(dtype), None)
 
 
@@ -152,9 +152,9 @@ class IPAdapterTask(AdapterTask):
     def __init__(self, config: IPAdapterConfig, seed: int, device: torch.device) -> None:
         super().__init__(config, device)
         base = self.base
-        self.config, self.eyes = config, eyes_of(base, config)
+        self.config, self.eyes = config, _eyes_of(base, config)
         with seeded(seed):
-            made = new_adapter(base.unet, self.eyes.config.projection_dim, config.tokens, config.values)
+            made = _new_adapter(base.unet, self.eyes.config.projection_dim, config.tokens, config.values)
         self.network = PromptedBase(base.unet, made.to(device))
 
     @property
@@ -175,7 +175,7 @@ class IPAdapterTask(AdapterTask):
 
     def reference(self, batch: Batch) -> Tensor:
         """(B, 3, H, W) in [−1, 1]."""
-        itself = self.config.reference == ITSELF
+        itself = self.config.reference == _ITSELF
         found = batch.images if itself else hint_of(batch, self.config.reference)
         if found.ndim != 4 or found.shape[1] != 3:
             must = "images of 3 channels" + (", not latents" if itself else "")
@@ -195,13 +195,13 @@ class IPAdapterTask(AdapterTask):
         assert isinstance(network, PromptedBase)
         dtype = self.saved_dtype
         with save.replaced(folder, FILE, overwrite=True) as place:
-            tensors = {name: save.own(tensor, dtype) for name, tensor in file_of(network.adapter).items()}
+            tensors = {name: save.own(tensor, dtype) for name, tensor in _file_of(network.adapter).items()}
             save_file(tensors, place / FILE, {"format": "pt"})
             if self.config.image_encoder is not None:
                 save.save_component(self.eyes, place / EYES, dtype=dtype)
 
 
-def file_of(adapter: IPAdapter) -> dict[str, Tensor]:
+def _file_of(adapter: IPAdapter) -> dict[str, Tensor]:
     """The tensors of a plain adapter under the names of the original files, whose numbers count all attentions."""
     image = adapter.image_proj.state_dict()
     found = {f"image_proj.{k.replace('image_embeds', 'proj')}": v for k, v in image.items()}

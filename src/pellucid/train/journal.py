@@ -22,25 +22,25 @@ from pellucid.train.config import LogConfig
 
 # --- TensorBoard events ---------------------------------------------------------------------------------------------
 
-POLYNOMIAL = 0x82F63B78  # CRC-32C (Castagnoli), reflected
+_POLYNOMIAL = 0x82F63B78  # CRC-32C (Castagnoli), reflected
 
 
-def crc_table() -> list[int]:
+def _crc_table() -> list[int]:
     table = []
     for byte in range(256):
         for _ in range(8):
-            byte = (byte >> 1) ^ (POLYNOMIAL if byte & 1 else 0)
+            byte = (byte >> 1) ^ (_POLYNOMIAL if byte & 1 else 0)
         table.append(byte)
     return table
 
 
-TABLE = crc_table()
+_TABLE = _crc_table()
 
 
 def masked_crc(data: bytes) -> int:
     crc = 0xFFFFFFFF
     for byte in data:
-        crc = TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+        crc = _TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
     crc ^= 0xFFFFFFFF
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -115,7 +115,7 @@ class Journal:
         cut(folder / FILE, first)
         self.file = (folder / FILE).open("a", encoding="utf-8")
         self.events = Events(folder / "tensorboard", first) if config.tensorboard else None
-        self.bar = Bar(first, steps, quiet)
+        self.bar = _Bar(first, steps, quiet)
         self.since, self.last = time.perf_counter(), first
 
     def window(self, step: int, values: dict[str, Any]) -> None:
@@ -125,7 +125,7 @@ class Journal:
         self.since, self.last = now, step
         line = {"step": step, "images": step * self.batch, **values, "images_per_s": round(speed, 1)}
         with writing(self.folder / FILE):
-            self.file.write(json.dumps(known(line), allow_nan=False) + "\n")
+            self.file.write(json.dumps(_known(line), allow_nan=False) + "\n")
             self.file.flush()
         if self.events is not None:
             numbers = {k: v for k, v in line.items() if isinstance(v, float) and math.isfinite(v)}
@@ -161,12 +161,12 @@ class Journal:
             self.events.close()
 
 
-def known(value: Any) -> Any:
+def _known(value: Any) -> Any:
     """The same with null for numbers that JSON does not know."""
     if isinstance(value, dict):
-        return {key: known(item) for key, item in value.items()}
+        return {key: _known(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [known(item) for item in value]
+        return [_known(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -190,7 +190,7 @@ def sheet(images: Tensor, gap: int = 1) -> np.ndarray:
     return whole
 
 
-class Bar:
+class _Bar:
     """Loss, images per second and the time left, on a terminal's stderr; a line now and then elsewhere."""
 
     def __init__(self, first: int, steps: int, quiet: bool) -> None:

@@ -55,16 +55,16 @@ class Task(Protocol):
 # --- Kinds by name --------------------------------------------------------------------------------------------------
 
 
-class TaskConfig(Protocol):
+class _TaskConfig(Protocol):
     def build(self, seed: int, device: torch.device) -> Task: ...
 
 
-class DataConfig(Protocol):
+class _DataConfig(Protocol):
     def open(self) -> Source: ...
 
 
 @dataclass(frozen=True)
-class CIFAR10Config:
+class _CIFAR10Config:
     folder: str
     split: Literal["train", "test"] = "train"
     flip: bool = True
@@ -73,7 +73,7 @@ class CIFAR10Config:
         return CIFAR10Source(CIFAR10.read(self.folder, self.split), self.flip)
 
 
-TASKS: dict[str, type[TaskConfig]] = {
+TASKS: dict[str, type[_TaskConfig]] = {
     "denoiser": DenoiserConfig,
     "text_denoiser": TextDenoiserConfig,
     "autoencoder": AutoencoderConfig,
@@ -82,8 +82,8 @@ TASKS: dict[str, type[TaskConfig]] = {
     "controlnet": ControlNetConfig,
     "ip_adapter": IPAdapterConfig,
 }
-DATA: dict[str, type[DataConfig]] = {
-    "cifar10": CIFAR10Config,
+DATA: dict[str, type[_DataConfig]] = {
+    "cifar10": _CIFAR10Config,
     "image_folder": ImageFolderConfig,
     "web_shards": WebShardsConfig,
     "scenes": ScenesConfig,

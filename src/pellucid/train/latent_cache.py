@@ -30,11 +30,11 @@ from pellucid.train.text import tokens
 
 # --- Files of a cache -------------------------------------------------------------------------------------------------
 
-MANIFEST = "latents.json"
-FORMAT = 1
+_MANIFEST = "latents.json"
+_FORMAT = 1
 MIRRORED = "mirrored/"
-MAX_MANIFEST_BYTES = 64 * 2**20
-LIMITS = {"count": (1, 10**9), "per_shard": (1, 10**9), "phrasings": (1, 10**4), "sizes": (0, 2**60)}
+_MAX_MANIFEST_BYTES = 64 * 2**20
+_LIMITS = {"count": (1, 10**9), "per_shard": (1, 10**9), "phrasings": (1, 10**4), "sizes": (0, 2**60)}
 
 
 @dataclass(frozen=True)
@@ -102,35 +102,35 @@ class Cache:
         return said
 
     def write(self, folder: Path) -> None:
-        put(folder / MANIFEST, json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+        put(folder / _MANIFEST, json.dumps({"format": _FORMAT, **asdict(self)}, indent=1) + "\n")
 
     @staticmethod
     def read(folder: Path) -> Cache:
-        if not (folder / MANIFEST).is_file():
+        if not (folder / _MANIFEST).is_file():
             advice = "Make it with `pellucid data latents CONFIG`."
-            must = f"a folder with {MANIFEST}"
+            must = f"a folder with {_MANIFEST}"
             raise PellucidError(rule("latent cache", must, str(folder), advice), "latents-missing")
-        plain = weights.read_json(folder / MANIFEST, MAX_MANIFEST_BYTES)
-        if plain.pop("format", None) != FORMAT:
-            raise PellucidError(rule(MANIFEST, f"a manifest of format {FORMAT}", str(folder)), "latents-damaged")
+        plain = weights.read_json(folder / _MANIFEST, _MAX_MANIFEST_BYTES)
+        if plain.pop("format", None) != _FORMAT:
+            raise PellucidError(rule(_MANIFEST, f"a manifest of format {_FORMAT}", str(folder)), "latents-damaged")
         try:
-            found = table(Cache, plain, MANIFEST, LIMITS)
+            found = table(Cache, plain, _MANIFEST, _LIMITS)
         except PellucidError as error:
             raise PellucidError(f"{error} It is of {folder.name}: make the cache again.", "latents-damaged") from None
         if found.complete and len(found.sizes) != found.shards:
             must = f"of {found.shards} shards, {found.count} examples in all"
-            raise PellucidError(rule(MANIFEST, must, f"{len(found.sizes)} in {folder.name}"), "latents-damaged")
+            raise PellucidError(rule(_MANIFEST, must, f"{len(found.sizes)} in {folder.name}"), "latents-damaged")
         return found
 
 
-def in_bytes(hint: Tensor, low: int) -> Tensor:
+def _in_bytes(hint: Tensor, low: int) -> Tensor:
     """A hint as an image file would hold it."""
     return ((hint - low) / (1 - low) * 255.0).round().clamp(0, 255).to(torch.uint8)
 
 
-def packed(hint: Tensor, low: int) -> Tensor:
+def _packed(hint: Tensor, low: int) -> Tensor:
     """A hint as bytes where that loses nothing, which is so for what was read from a file."""
-    levels = in_bytes(hint, low)
+    levels = _in_bytes(hint, low)
     return levels if torch.equal(unpacked(levels, low), hint) else hint
 
 
@@ -151,11 +151,11 @@ def caption_list(shard: Mapping[str, Tensor]) -> list[str]:
 
 # --- Making a cache ---------------------------------------------------------------------------------------------------
 
-PROBES = 16  # examples that stand for a source that has no fingerprint of its own
+_PROBES = 16  # examples that stand for a source that has no fingerprint of its own
 
 
 @runtime_checkable
-class Phrasing(Protocol):
+class _Phrasing(Protocol):
     """A source that can say a caption in several ways."""
 
     def phrased(
@@ -186,7 +186,7 @@ def cache_latents(
     The VAE computes in `precision`; `hints` are kept as they are, or in bytes, as an image file would. Of a source
     that can phrase (scenes), so many `phrasings` of each caption are kept; with a `tokenizer` their tokens too.
     """
-    check_source(source, batch, per_shard, phrasings)
+    _check_source(source, batch, per_shard, phrasings)
     keys = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
     scaling = Scaling(**{key: getattr(vae.config, key) for key in keys if hasattr(vae.config, key)})
     cache = Cache(
@@ -200,25 +200,25 @@ def cache_latents(
         precision,
         hints,
         phrasings,
-        "" if tokenizer is None else fingerprint_of_tokenizer(tokenizer),
+        "" if tokenizer is None else _fingerprint_of_tokenizer(tokenizer),
     )
     place = Path(folder)
     try:
-        claim(cache, place)
+        _claim(cache, place)
         for number in range(cache.shards):
-            if not is_whole(cache, place, number):
+            if not _is_whole(cache, place, number):
                 tensors, unreadable = made(cache, number, source, vae, batch, tokenizer)
                 words = cache.label(number, unreadable, tensors)
                 put(place / cache.file(number), partial(save_file, tensors, metadata=words))
             if tell is not None:
                 tell(min((number + 1) * per_shard, cache.count), cache.count)
-        finish(cache, place)
+        _finish(cache, place)
     except (OSError, SafetensorError) as error:
         raise PellucidError(f"latent cache must be written; {place.name} was not: {why(error)}.", "latents") from None
     return place
 
 
-def check_source(source: Source, batch: int, per_shard: int, phrasings: int) -> None:
+def _check_source(source: Source, batch: int, per_shard: int, phrasings: int) -> None:
     if source.endless:
         advice = "Give it a count."
         raise PellucidError(f"source must have an end to be cached; got one without. {advice}", "latents")
@@ -229,14 +229,14 @@ def check_source(source: Source, batch: int, per_shard: int, phrasings: int) -> 
     for name, value in counts:
         if value < 1:
             raise PellucidError(rule(name, "at least 1", value), "latents")
-    if phrasings > 1 and not isinstance(source, Phrasing):
+    if phrasings > 1 and not isinstance(source, _Phrasing):
         raise PellucidError(rule("phrasings", "1 for data whose captions are given", phrasings), "latents")
 
 
-def claim(cache: Cache, folder: Path) -> None:
+def _claim(cache: Cache, folder: Path) -> None:
     """Begins a cache in a new folder, or goes on with the same one."""
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder / MANIFEST).exists():
+    if (folder / _MANIFEST).exists():
         found = Cache.read(folder)
         if found.name != cache.name:
             pairs = {name: (getattr(cache, name), getattr(found, name)) for name in asdict(cache)}
@@ -251,7 +251,7 @@ def claim(cache: Cache, folder: Path) -> None:
         cache.write(folder)
 
 
-def is_whole(cache: Cache, folder: Path, number: int) -> bool:
+def _is_whole(cache: Cache, folder: Path, number: int) -> bool:
     """Whether a shard is there, and all of it is as it was written."""
     path = folder / cache.file(number)
     try:
@@ -263,7 +263,7 @@ def is_whole(cache: Cache, folder: Path, number: int) -> bool:
         return False
 
 
-def finish(cache: Cache, folder: Path) -> None:
+def _finish(cache: Cache, folder: Path) -> None:
     """All shards are there: the manifest says so."""
     paths = [folder / cache.file(number) for number in range(cache.shards)]
     unreadable: dict[str, str] = {}
@@ -287,15 +287,15 @@ def made(
 
     def seen(step: int) -> tuple[Batch, list[str]]:
         start = first + step * batch
-        return examples(source, torch.arange(start, min(start + batch, last)), cache.phrasings, device)
+        return _examples(source, torch.arange(start, min(start + batch, last)), cache.phrasings, device)
 
     with Feed(seen, 0, -(-(last - first) // batch), device=device) as feed:
         for shown, said in feed:
             captions += said
-            parts.append(encoded(shown, vae, cache))
+            parts.append(_encoded(shown, vae, cache))
     tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     for name in (name for name in tensors if name.startswith("hints/") and cache.hints == "exact"):
-        tensors[name] = packed(tensors[name], hint_kind(name.removeprefix("hints/")).low)
+        tensors[name] = _packed(tensors[name], hint_kind(name.removeprefix("hints/")).low)
     if captions:
         tensors["captions"] = torch.frombuffer(bytearray(json.dumps(captions).encode("ascii")), dtype=torch.uint8)
         if tokenizer is not None:
@@ -306,10 +306,10 @@ def made(
     return tensors, unreadable
 
 
-def examples(source: Source, asked: Tensor, phrasings: int, device: torch.device) -> tuple[Batch, list[str]]:
+def _examples(source: Source, asked: Tensor, phrasings: int, device: torch.device) -> tuple[Batch, list[str]]:
     """A batch, and all captions of its images: those of the first, then those of the second, …"""
     if phrasings > 1:
-        assert isinstance(source, Phrasing)
+        assert isinstance(source, _Phrasing)
         seen, said = source.phrased(asked, phrasings, device)
         return seen, [caption for captions in said for caption in captions]
     seen = source.batch(asked, Draws(0, int(asked[0]), len(asked)), device)
@@ -317,7 +317,7 @@ def examples(source: Source, asked: Tensor, phrasings: int, device: torch.device
 
 
 @torch.no_grad()
-def encoded(seen: Batch, vae: nn.Module, cache: Cache) -> dict[str, Tensor]:
+def _encoded(seen: Batch, vae: nn.Module, cache: Cache) -> dict[str, Tensor]:
     """What is kept of a batch, on the CPU: mean and standard deviation of each Gaussian, labels and hints."""
     found: dict[str, Tensor] = {}
     for prefix, images in (("", seen.images), (MIRRORED, seen.images.flip(3) if cache.mirrored else None)):
@@ -336,12 +336,12 @@ def encoded(seen: Batch, vae: nn.Module, cache: Cache) -> dict[str, Tensor]:
     if seen.labels is not None:
         found["labels"] = seen.labels.cpu()
     for name, hint in seen.hints.items():
-        kept = in_bytes(hint, hint_kind(name).low) if cache.hints == "bytes" else hint.float()
+        kept = _in_bytes(hint, hint_kind(name).low) if cache.hints == "bytes" else hint.float()
         found[f"hints/{name}"] = kept.cpu().contiguous()
     return found
 
 
-def fingerprint_of_tokenizer(tokenizer: Tokenizer) -> str:
+def _fingerprint_of_tokenizer(tokenizer: Tokenizer) -> str:
     said = [tokenizer.core.to_str(), tokenizer.bos, tokenizer.eos, tokenizer.pad, tokenizer.length]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
 
@@ -351,7 +351,7 @@ def fingerprint_of(source: Source) -> str:
     own = getattr(source, "fingerprint", None)
     if own is not None:
         return str(own())
-    asked = torch.linspace(0, len(source) - 1, min(PROBES, len(source))).round().long()
+    asked = torch.linspace(0, len(source) - 1, min(_PROBES, len(source))).round().long()
     seen = source.batch(asked, Draws(0, 0, len(asked)), torch.device("cpu"))
     found = hashlib.sha256(json.dumps([len(source), list(seen.images.shape), seen.captions]).encode())
     found.update(seen.images.cpu().contiguous().numpy().tobytes())

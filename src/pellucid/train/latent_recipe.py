@@ -22,7 +22,7 @@ from pellucid.train.scenes_source import ScenesConfig
 from pellucid.train.source import Source
 from pellucid.train.text_denoiser import TextDenoiserConfig
 
-BATCH, PER_SHARD = 512, 16384  # images
+_BATCH, _PER_SHARD = 512, 16384  # images
 
 
 def make_latents(
@@ -43,9 +43,9 @@ def make_latents(
     place = folder if folder is not None else data.folder if isinstance(data, LatentsConfig) else None
     if place is None:
         raise PellucidError(rule("--out", "given for data that are not latents", "none"), "latents")
-    source, several = source_of(data, count, phrasings)
+    source, several = _source_of(data, count, phrasings)
     where = torch.device(device)
-    vae, tokenizer = parts_of(chosen(config.task, TASKS, "task"), where)
+    vae, tokenizer = _parts_of(chosen(config.task, TASKS, "task"), where)
     return cache_latents(
         source,
         vae,
@@ -56,13 +56,13 @@ def make_latents(
         hints="bytes",
         phrasings=several,
         tokenizer=tokenizer,
-        batch=BATCH,
-        per_shard=PER_SHARD,
+        batch=_BATCH,
+        per_shard=_PER_SHARD,
         tell=tell,
     )
 
 
-def source_of(data: Any, count: int | None, phrasings: int | None) -> tuple[Source, int]:
+def _source_of(data: Any, count: int | None, phrasings: int | None) -> tuple[Source, int]:
     """What is to be cached, and how many captions of each."""
     if isinstance(data, LatentsConfig):
         if not data.of:
@@ -77,7 +77,7 @@ def source_of(data: Any, count: int | None, phrasings: int | None) -> tuple[Sour
     return data.open(), phrasings or 1
 
 
-def parts_of(task: Any, device: torch.device) -> tuple[nn.Module, Tokenizer | None]:
+def _parts_of(task: Any, device: torch.device) -> tuple[nn.Module, Tokenizer | None]:
     """The VAE of a task, and its tokenizer if it has just one."""
     if isinstance(task, TextDenoiserConfig):
         return read_vae(task.vae).to(device), task.text.build(0).tokenizer

@@ -47,7 +47,7 @@ class LatentSource:
         self.folder, self.flip, self.on_device = Path(folder), flip, on_device
         self.near: dict[str, Tensor] = {}  # what lies on the device
         self.cache = Cache.read(self.folder)
-        check_fresh(self.cache, self.folder, source, vae)
+        _check_fresh(self.cache, self.folder, source, vae)
         if flip and not self.cache.mirrored:
             advice = "Make it again with mirrored=True."
             must = "one with mirrored images, to flip"
@@ -129,15 +129,15 @@ class LatentSource:
         held = self.shards[0]
         rows = self.gatherer(asked, place)
         mirrored = (draws.uniform("flip") < 0.5).to(place, non_blocking=True) if self.flip else None
-        mean = either(rows, "mean", mirrored)
+        mean = _either(rows, "mean", mirrored)
         if "std" in held:
-            mean = mean + either(rows, "std", mirrored) * draws.normal("posterior", mean.shape[1:], place)
+            mean = mean + _either(rows, "std", mirrored) * draws.normal("posterior", mean.shape[1:], place)
         hints = {}
         for key in (key for key in held if key.startswith("hints/")):
             kind = hint_kind(key.removeprefix("hints/"))
             hint = unpacked(rows(key), kind.low)
             if mirrored is not None and kind.aligned:
-                hint = turned(hint, hint.flip(3), mirrored)
+                hint = _turned(hint, hint.flip(3), mirrored)
             hints[key.removeprefix("hints/")] = hint
         captions, tokens = self.phrased(asked, draws, rows)
         labels = rows("labels") if "labels" in held else None
@@ -196,13 +196,13 @@ class LatentSource:
             torch.cuda.synchronize(device)  # other streams will read it
 
 
-def either(rows: Rows, name: str, mirrored: Tensor | None) -> Tensor:
+def _either(rows: Rows, name: str, mirrored: Tensor | None) -> Tensor:
     """(B, C, h, w) float32: of the image, or of the image mirrored."""
     found = rows(name).float()
-    return found if mirrored is None else turned(found, rows(MIRRORED + name).float(), mirrored)
+    return found if mirrored is None else _turned(found, rows(MIRRORED + name).float(), mirrored)
 
 
-def turned(plain: Tensor, other: Tensor, mirrored: Tensor) -> Tensor:
+def _turned(plain: Tensor, other: Tensor, mirrored: Tensor) -> Tensor:
     return torch.where(mirrored[:, None, None, None], other, plain)
 
 
@@ -231,7 +231,7 @@ class LatentsConfig:
         return chosen(self.of, DATA, "data.of").open() if self.of else None
 
 
-def check_fresh(cache: Cache, folder: Path, source: Source | None, vae: nn.Module | None) -> None:
+def _check_fresh(cache: Cache, folder: Path, source: Source | None, vae: nn.Module | None) -> None:
     """Refuses a cache of other data or of another VAE, or one that was never finished."""
     if not cache.complete:
         advice = "Run cache_latents again: it goes on where it was."

@@ -112,7 +112,7 @@ class LoraNetwork(nn.Module):
         super().__init__()
         self.changes = changes  # by place: component/name/of/the/layer
         self.plain = Frozen((network, text, parts))
-        trees = {part: with_changes(one, changes_of(changes, part)) for part, one in parts.items()}
+        trees = {part: _with_changes(one, _changes_of(changes, part)) for part, one in parts.items()}
         places = {id(one): part for part, one in parts.items()}
         self.base = Frozen(trees[places[id(network)]])
         self.text = Frozen(tuple(replace(one, encoder=trees[places[id(one.encoder)]]) for one in text))
@@ -133,7 +133,7 @@ class LoraNetwork(nn.Module):
         return self.base.held(x.to(self.dtype), time, **told)
 
 
-def with_changes(network: nn.Module, changes: Mapping[str, LowRank]) -> nn.Module:
+def _with_changes(network: nn.Module, changes: Mapping[str, LowRank]) -> nn.Module:
     """A copy of the module tree that shares all tensors, with changes beside some layers."""
     if not changes:
         return network
@@ -144,12 +144,12 @@ def with_changes(network: nn.Module, changes: Mapping[str, LowRank]) -> nn.Modul
     return twin
 
 
-def changes_of(changes: nn.ModuleDict, part: str) -> dict[str, LowRank]:
+def _changes_of(changes: nn.ModuleDict, part: str) -> dict[str, LowRank]:
     """The changes of one component, by the layers' names."""
-    return {name: change for owner, name, change in placed(changes) if owner == part}
+    return {name: change for owner, name, change in _placed(changes) if owner == part}
 
 
-def placed(changes: nn.ModuleDict) -> Iterator[tuple[str, str, LowRank]]:
+def _placed(changes: nn.ModuleDict) -> Iterator[tuple[str, str, LowRank]]:
     for place, change in changes.items():
         part, _, name = place.partition("/")
         assert isinstance(change, LowRank)
@@ -189,7 +189,7 @@ class LoraTask(AdapterTask):
         assert isinstance(network, LoraNetwork)
         dtype = self.saved_dtype
         layers: dict[str, dict[str, LoRA]] = {}
-        for part, name, change in placed(network.changes):
+        for part, name, change in _placed(network.changes):
             down, up = (one.get_parameter("weight").detach().float().cpu() for one in (change.down, change.up))
             up = up.flatten(1) * change.factor  # (out, rank)
             layers.setdefault(part, {})[name] = LoRA(product=Product(up.to(dtype), down.to(dtype)))

@@ -22,8 +22,8 @@ from pellucid.train.draws import Draws
 # --- Training times -------------------------------------------------------------------------------------------------
 
 TimesKind = Literal["uniform", "logit_normal", "edm"]
-TIMES: tuple[TimesKind, ...] = ("uniform", "logit_normal", "edm")
-USUAL = {"logit_normal": (0.0, 1.0), "edm": (-1.2, 1.2)}  # mean and std in the papers
+_TIMES: tuple[TimesKind, ...] = ("uniform", "logit_normal", "edm")
+_USUAL = {"logit_normal": (0.0, 1.0), "edm": (-1.2, 1.2)}  # mean and std in the papers
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Times:
     """
 
     kind: TimesKind = "uniform"
-    mean: float | None = None  # None: the kind's own, in `USUAL`
+    mean: float | None = None  # None: the kind's own, in `_USUAL`
     std: float | None = None
     stratified: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in TIMES:
-            raise PellucidError(rule("times", f"one of {', '.join(TIMES)}", self.kind), "times")
+        if self.kind not in _TIMES:
+            raise PellucidError(rule("times", f"one of {', '.join(_TIMES)}", self.kind), "times")
         mean, std = self.normal
         if not math.isfinite(mean) or not (math.isfinite(std) and std > 0):
             raise PellucidError(rule("mean, std", "finite, std above 0", (mean, std)), "times")
@@ -51,7 +51,7 @@ class Times:
     @property
     def normal(self) -> tuple[float, float]:
         """Mean and std: those given, else the kind's."""
-        mean, std = USUAL.get(self.kind, (0.0, 1.0))
+        mean, std = _USUAL.get(self.kind, (0.0, 1.0))
         return mean if self.mean is None else self.mean, std if self.std is None else self.std
 
     def draw(self, count: int, schedule: Schedule, generator: torch.Generator | None = None) -> Array:
@@ -130,43 +130,43 @@ class Weighting:
 # --- Many times at once ---------------------------------------------------------------------------------------------
 
 
-def columns(schedule: Schedule, target: Target, weighting: Weighting, times: Array) -> Array:
+def _columns(schedule: Schedule, target: Target, weighting: Weighting, times: Array) -> Array:
     """(9, B) float64, in the order of `Objective.row`; not finite where a time has no signal or no noise."""
     with np.errstate(all="ignore"):
-        alpha, sigma = alphas_sigmas(schedule, schedule.ratio_at(times))
+        alpha, sigma = _alphas_sigmas(schedule, schedule.ratio_at(times))
         data, weight = sigma_data_of(schedule), np.ones_like(times)
         if weighting.kind != "uniform":
-            weight = on_x0(weighting, alpha, sigma, data) * to_x0(target, alpha, sigma, data)[1] ** 2
-        asked = answers(target, alpha, sigma, data)
+            weight = _on_x0(weighting, alpha, sigma, data) * _to_x0(target, alpha, sigma, data)[1] ** 2
+        asked = _answers(target, alpha, sigma, data)
         return np.stack(
-            [times, alpha, sigma, input_scales(schedule, alpha, sigma), *asked, weight, np.log(alpha / sigma)]
+            [times, alpha, sigma, _input_scales(schedule, alpha, sigma), *asked, weight, np.log(alpha / sigma)]
         )
 
 
-def answers(target: Target, alpha: Array, sigma: Array, data: float) -> tuple[Array, Array, Array]:
+def _answers(target: Target, alpha: Array, sigma: Array, data: float) -> tuple[Array, Array, Array]:
     """(c_x, c_noise, c_x0): from the noise where there is little of it, and from x0 where there is much."""
     none, one = np.zeros_like(alpha), np.ones_like(alpha)
     if target in ("x0", "eps"):
         return (none, one, none) if target == "eps" else (none, none, one)
-    (k_x, k_out), (e_x, e_out) = to_x0(target, alpha, sigma, data), to_eps(target, alpha, sigma, data)
+    (k_x, k_out), (e_x, e_out) = _to_x0(target, alpha, sigma, data), _to_eps(target, alpha, sigma, data)
     little = alpha >= sigma
     c_x = -np.where(little, e_x / e_out, k_x / k_out)
     return c_x, np.where(little, 1.0 / e_out, 0.0), np.where(little, 0.0, 1.0 / k_out)
 
 
-def alphas_sigmas(schedule: Schedule, ratio: Array) -> tuple[Array, Array]:
+def _alphas_sigmas(schedule: Schedule, ratio: Array) -> tuple[Array, Array]:
     """Alpha and sigma of sigma / alpha, in the schedule's frame."""
     norm = {"vp": np.hypot(1.0, ratio), "ve": np.ones_like(ratio), "flow": 1.0 + ratio}[schedule.frame]
     return 1.0 / norm, ratio / norm
 
 
-def input_scales(schedule: Schedule, alpha: Array, sigma: Array) -> Array:
+def _input_scales(schedule: Schedule, alpha: Array, sigma: Array) -> Array:
     if isinstance(schedule, EDM):
         return 1.0 / np.hypot(sigma, schedule.sigma_data * alpha)
     return 1.0 / (alpha + sigma if schedule.frame == "flow" else np.hypot(alpha, sigma))
 
 
-def to_x0(target: Target, a: Array, s: Array, data: float) -> tuple[Array, Array]:
+def _to_x0(target: Target, a: Array, s: Array, data: float) -> tuple[Array, Array]:
     """(k_x, k_out) with x0 = k_x·x + k_out·out, as `core.target` has it."""
     norm, edm = np.hypot(a, s), np.hypot(s, data * a)
     return {
@@ -179,7 +179,7 @@ def to_x0(target: Target, a: Array, s: Array, data: float) -> tuple[Array, Array
     }[target]
 
 
-def to_eps(target: Target, a: Array, s: Array, data: float) -> tuple[Array, Array]:
+def _to_eps(target: Target, a: Array, s: Array, data: float) -> tuple[Array, Array]:
     """(k_x, k_out) with eps = k_x·x + k_out·out."""
     norm, edm = np.hypot(a, s), np.hypot(s, data * a)
     return {
@@ -190,7 +190,7 @@ def to_eps(target: Target, a: Array, s: Array, data: float) -> tuple[Array, Arra
     }[target]
 
 
-def on_x0(weighting: Weighting, alpha: Array, sigma: Array, data: float) -> Array:
+def _on_x0(weighting: Weighting, alpha: Array, sigma: Array, data: float) -> Array:
     """The weights on the squared error of x0."""
     if weighting.kind == "min_snr":
         return np.minimum((alpha / sigma) ** 2, weighting.gamma)
@@ -200,7 +200,7 @@ def on_x0(weighting: Weighting, alpha: Array, sigma: Array, data: float) -> Arra
 # --- Objective ------------------------------------------------------------------------------------------------------
 
 Network = Callable[..., Tensor]
-DRAWN = ("x0", "noise", "numbers")  # what `pose` takes
+_DRAWN = ("x0", "noise", "numbers")  # what `pose` takes
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ class Objective:
 
     def rows(self, times: Array) -> Array:
         """`row` of many times, (B, 9). They are made for the whole batch, so that parts round as one."""
-        made = columns(self.schedule, self.target, self.weighting, times).T
+        made = _columns(self.schedule, self.target, self.weighting, times).T
         for i in np.flatnonzero(~np.isfinite(made).all(1)):  # the ends of a schedule, which only limits describe
             made[i] = self.row(float(times[i]))
         return made
@@ -313,8 +313,8 @@ class Objective:
 
     def loss(self, network: Network, asked: Mapping[str, Tensor]) -> Grades:
         """Of what `draw` gave; all else in `asked` is told to the network by its name."""
-        question = self.pose(*(asked[name] for name in DRAWN))
-        told = {name: tensor for name, tensor in asked.items() if name not in DRAWN}
+        question = self.pose(*(asked[name] for name in _DRAWN))
+        told = {name: tensor for name, tensor in asked.items() if name not in _DRAWN}
         return self.grade(question, network(question.x, question.time, **told))
 
     def __call__(

@@ -34,13 +34,13 @@ from pellucid.train.optimizer import local
 Strategy = Literal["ddp", "fsdp"]
 Module = TypeVar("Module", bound=nn.Module)
 BLOCKS = (ResnetBlock, TransformerBlock, Block, Layer, ResamplerBlock, TinyBlock)  # sharded each on its own
-TIMEOUT = 900.0  # seconds: the first rank alone draws images and checks checkpoints while the others wait
-MAX_RANKS = 100_000
+_TIMEOUT = 900.0  # seconds: the first rank alone draws images and checks checkpoints while the others wait
+_MAX_RANKS = 100_000
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-SKETCH = "_pellucid_sketch"
+_SKETCH = "_pellucid_sketch"
 # Groups are held until the process ends. DDP holds its group too, and where that hold is the last, the group is torn
 # down with Python's lock taken, and waits forever for a thread that needs the lock to drop its last tensor.
-GROUPS: list[Any] = []
+_GROUPS: list[Any] = []
 
 
 @dataclass(frozen=True)
@@ -58,18 +58,18 @@ class Ranks:
     strategy: Strategy = "ddp"
 
     @staticmethod
-    def join(strategy: Strategy, device: str | None = None, timeout: float = TIMEOUT) -> Ranks:
+    def join(strategy: Strategy, device: str | None = None, timeout: float = _TIMEOUT) -> Ranks:
         """As torchrun's environment says; without it, one rank. The device is a GPU where there is one."""
         given = {name: os.environ[name] for name in VARIABLES if name in os.environ}
-        rank, world, local = ranks_in(given) if given else (0, 1, 0)
+        rank, world, local = _ranks_in(given) if given else (0, 1, 0)
         place = placed(device, local)
         if place.type == "cuda":
             torch.cuda.set_device(place)
         if world > 1 and not dist.is_initialized():
             try:
-                connect(place, rank, world, timedelta(seconds=timeout))
+                _connect(place, rank, world, timedelta(seconds=timeout))
             except (dist.DistError, RuntimeError, ValueError) as error:
-                line = f"rank {rank} of {world} must reach the others; it did not: {first_line(error)}."
+                line = f"rank {rank} of {world} must reach the others; it did not: {_first_line(error)}."
                 raise PellucidError(line, "ranks-join") from None
         return Ranks(rank, world, local, place, strategy)
 
@@ -113,7 +113,7 @@ class Ranks:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for _, module in groups(network):
             fully_shard(module, mesh=mesh, mp_policy=policy)
-        object.__setattr__(network, SKETCH, sketch)  # not as a submodule: it has no part in the network
+        object.__setattr__(network, _SKETCH, sketch)  # not as a submodule: it has no part in the network
         return network
 
     @contextmanager
@@ -147,7 +147,7 @@ class Ranks:
 
         The network itself, but for `fsdp`: there a copy on the CPU, which on other ranks than the first has no weights.
         """
-        sketch: Module | None = getattr(network, SKETCH, None)
+        sketch: Module | None = getattr(network, _SKETCH, None)
         if sketch is None:
             return network
         made = copy.deepcopy(sketch)
@@ -155,7 +155,7 @@ class Ranks:
             for name, tensor in getattr(network, kind)(remove_duplicate=False):
                 full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
                 if self.is_first:
-                    put(made, name, full.cpu())
+                    _put(made, name, full.cpu())
         return made
 
     # --- words between ranks
@@ -197,17 +197,17 @@ class Ranks:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
-            if self.world > 1 and isinstance(error, RuntimeError) and is_loss(error):
-                line = f"rank {self.rank} of {self.world} must hear from the others; it does not: {first_line(error)}."
+            if self.world > 1 and isinstance(error, RuntimeError) and _is_loss(error):
+                line = f"rank {self.rank} of {self.world} must hear from the others; it does not: {_first_line(error)}."
                 advice = "Start the run again: it goes on from its last checkpoint."
                 raise PellucidError(f"{line} {advice}", "ranks-lost") from None
         finally:
             self.leave()
 
 
-def ranks_in(given: Mapping[str, str]) -> tuple[int, int, int]:
+def _ranks_in(given: Mapping[str, str]) -> tuple[int, int, int]:
     """The rank, how many there are, and the rank on this machine."""
-    found = [whole(given.get(name, ""), MAX_RANKS) for name in VARIABLES]
+    found = [whole(given.get(name, ""), _MAX_RANKS) for name in VARIABLES]
     if None in found:
         raise PellucidError(rule("environment", f"{', '.join(VARIABLES)} of torchrun, or none", given), "ranks-env")
     rank, world, local = (number or 0 for number in found)
@@ -218,7 +218,7 @@ def ranks_in(given: Mapping[str, str]) -> tuple[int, int, int]:
     return rank, world, local
 
 
-def connect(device: torch.device, rank: int, world: int, timeout: timedelta) -> None:
+def _connect(device: torch.device, rank: int, world: int, timeout: timedelta) -> None:
     """Makes the group of all ranks. On one machine each restart by torchrun meets under a name of its own: its store
     outlives the workers, and gloo would else call at the addresses of those that were killed."""
     store, _, _ = next(iter(rendezvous("env://", rank, world, timeout=timeout)))
@@ -227,7 +227,7 @@ def connect(device: torch.device, rank: int, world: int, timeout: timedelta) -> 
         store = dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend, place = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=place)
-    GROUPS.append(dist.group.WORLD)
+    _GROUPS.append(dist.group.WORLD)
 
 
 def placed(device: str | None, local: int) -> torch.device:
@@ -263,7 +263,7 @@ def groups(network: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, m) for name, m in blocks if next(m.parameters(), None) is not None] + [("", network)]
 
 
-def put(network: nn.Module, name: str, tensor: Tensor) -> None:
+def _put(network: nn.Module, name: str, tensor: Tensor) -> None:
     """Gives a network a tensor in the place of a parameter or buffer of the same name."""
     owner_name, _, leaf = name.rpartition(".")
     owner = network.get_submodule(owner_name)
@@ -273,12 +273,12 @@ def put(network: nn.Module, name: str, tensor: Tensor) -> None:
         owner._buffers[leaf] = tensor
 
 
-def is_loss(error: RuntimeError) -> bool:
+def _is_loss(error: RuntimeError) -> bool:
     """Whether an error comes from the wires between ranks. gloo's are plain RuntimeErrors."""
     return isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo", "NCCL", "c10d"))
 
 
-def first_line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     """In the error's words, without the place in torch's source that gloo puts first."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     return re.sub(r"^\[\S*:\d+\]:? ", "", line).rstrip(".")

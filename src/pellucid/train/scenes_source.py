@@ -22,9 +22,9 @@ from pellucid.train.draws import Draws
 from pellucid.train.source import Batch
 from pellucid.train.text import train_tokenizer
 
-COUNT = 2**40  # more than any run sees
-MOST_CLOSEST = 64
-PROBES = 16  # scenes that stand for all of them in a fingerprint
+_COUNT = 2**40  # more than any run sees
+_MOST_CLOSEST = 64
+_PROBES = 16  # scenes that stand for all of them in a fingerprint
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class ScenesConfig:
     def __post_init__(self) -> None:
         if not SIZES[0] <= self.size <= SIZES[1]:
             raise PellucidError(rule("size", f"from {SIZES[0]} to {SIZES[1]} pixels", self.size), "scenes-size")
-        if not 0 <= self.count <= COUNT:
-            raise PellucidError(rule("count", f"from 0 to {COUNT}", self.count), "scenes-count")
-        if not 1 <= self.closest <= MOST_CLOSEST:
-            raise PellucidError(rule("closest", f"from 1 to {MOST_CLOSEST}", self.closest), "scenes-closest")
+        if not 0 <= self.count <= _COUNT:
+            raise PellucidError(rule("count", f"from 0 to {_COUNT}", self.count), "scenes-count")
+        if not 1 <= self.closest <= _MOST_CLOSEST:
+            raise PellucidError(rule("closest", f"from 1 to {_MOST_CLOSEST}", self.closest), "scenes-closest")
         self.sample(torch.zeros(0, dtype=torch.int64))  # refuses what it does not know
 
     def open(self) -> ScenesSource:
@@ -77,7 +77,7 @@ class ScenesSource:
         self.config, self.endless = config, config.count == 0
 
     def __len__(self) -> int:
-        return self.config.count or COUNT
+        return self.config.count or _COUNT
 
     def batch(self, indices: Tensor, draws: Draws, device: torch.device | str = "cpu") -> Batch:
         """Images (B, 3, size, size) of scenes (B,), with their captions and hints."""
@@ -116,9 +116,9 @@ class ScenesSource:
     def fingerprint(self) -> str:
         """Of the config and of what the world makes of it today: captions, and the tones of images to 1/1000, which
         all machines agree on."""
-        asked = torch.linspace(0, min(len(self), 2**24) - 1, PROBES).round().long()
+        asked = torch.linspace(0, min(len(self), 2**24) - 1, _PROBES).round().long()
         plain = replace(self.config, compile_render=False)
-        seen = ScenesSource(plain).batch(asked, Draws(0, 0, PROBES))
+        seen = ScenesSource(plain).batch(asked, Draws(0, 0, _PROBES))
         tones = seen.images.double().mean((2, 3)).mul(1000).round().long().tolist()
         said = [asdict(plain), seen.captions, tones]
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]

@@ -65,11 +65,11 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 # --- Batches ahead of time ------------------------------------------------------------------------------------------
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 @dataclass
-class Line:
+class _Line:
     """What the two threads share; the feed itself they do not, so that one that is dropped is cleaned up."""
 
     room: threading.Semaphore  # for batches that are made and not taken
@@ -78,7 +78,7 @@ class Line:
     ended: threading.Event = field(default_factory=threading.Event)
 
 
-class Feed(Generic[T]):
+class Feed(Generic[_T]):
     """The batches of steps `start`, `start + 1`, … below `stop`, made up to `ahead` of them in advance; or whatever is
     made of them: dicts, lists, tuples and dataclasses of tensors.
 
@@ -88,28 +88,28 @@ class Feed(Generic[T]):
     """
 
     def __init__(
-        self, make: Callable[[int], T], start: int, stop: int, ahead: int = 2, device: torch.device | str | None = None
+        self, make: Callable[[int], _T], start: int, stop: int, ahead: int = 2, device: torch.device | str | None = None
     ) -> None:
         if not 0 <= start <= stop:
             raise PellucidError(rule("start", f"from 0 to stop ({stop})", start), "feed")
         if not 1 <= ahead <= 64:
             raise PellucidError(rule("ahead", "from 1 to 64 batches", ahead), "feed")
         place = None if device is None else torch.device(device)
-        stream = stream_of(place) if place is not None and place.type == "cuda" else None
+        stream = _stream_of(place) if place is not None and place.type == "cuda" else None
         if stream is not None:  # what `make` reads may still be on its way: weights, tables
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         self.step, self.stop = start, stop
-        self._line = Line(threading.Semaphore(ahead), stream)
+        self._line = _Line(threading.Semaphore(ahead), stream)
         self._thread = threading.Thread(
-            target=work, args=(self._line, make, start, stop), name="pellucid-feed", daemon=True
+            target=_work, args=(self._line, make, start, stop), name="pellucid-feed", daemon=True
         )
-        self._finish = weakref.finalize(self, end, self._line, self._thread)  # also at the interpreter's exit
+        self._finish = weakref.finalize(self, _end, self._line, self._thread)  # also at the interpreter's exit
         self._thread.start()
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Iterator[_T]:
         return self
 
-    def __next__(self) -> T:
+    def __next__(self) -> _T:
         if self.step >= self.stop or self._line.ended.is_set():
             raise StopIteration
         batch, error, ready = self._line.made.get()
@@ -128,7 +128,7 @@ class Feed(Generic[T]):
         """Ends the thread, once it is through with the batch that it makes."""
         self._finish()
 
-    def __enter__(self) -> Feed[T]:
+    def __enter__(self) -> Feed[_T]:
         return self
 
     def __exit__(
@@ -138,12 +138,12 @@ class Feed(Generic[T]):
 
 
 @lru_cache(maxsize=16)
-def stream_of(device: torch.device) -> torch.cuda.Stream:
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
     """The same for every feed of a GPU: what one stream has freed, no other takes."""
     return torch.cuda.Stream(device)
 
 
-def work(line: Line, make: Callable[[int], Any], start: int, stop: int) -> None:
+def _work(line: _Line, make: Callable[[int], Any], start: int, stop: int) -> None:
     """The thread: one batch after the other, until the last, an error, or nobody wants them."""
     try:
         for step in range(start, stop):
@@ -158,7 +158,7 @@ def work(line: Line, make: Callable[[int], Any], start: int, stop: int) -> None:
         line.made.put((None, error, None))
 
 
-def end(line: Line, thread: threading.Thread) -> None:
+def _end(line: _Line, thread: threading.Thread) -> None:
     """Tells both threads, wakes whichever waits, and waits for the one that makes."""
     line.ended.set()
     line.room.release()

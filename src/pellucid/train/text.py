@@ -27,8 +27,8 @@ from pellucid.train.source import Batch
 # --- Tokenizers from captions ---------------------------------------------------------------------------------------
 
 FIXED = 2 * 256 + 2  # entries that every tokenizer of CLIP's layout has: bytes, bytes that end a word, BOS and EOS
-MOST = 49_408  # entries of CLIP's own
-LEAST_SEEN = 2  # a pair that is seen once is no rule
+_MOST = 49_408  # entries of CLIP's own
+_LEAST_SEEN = 2  # a pair that is seen once is no rule
 Pair = tuple[str, str]
 
 
@@ -37,8 +37,8 @@ def train_tokenizer(captions: Iterable[str], *, size: int = 2000, length: int = 
 
     `length` counts the ids of one window of the encoder, BOS and EOS among them.
     """
-    if not FIXED <= size <= MOST:
-        raise PellucidError(rule("size of a vocabulary", f"from {FIXED} to {MOST}", size), "tokenizer-size")
+    if not FIXED <= size <= _MOST:
+        raise PellucidError(rule("size of a vocabulary", f"from {FIXED} to {_MOST}", size), "tokenizer-size")
     if not 3 <= length <= 1024:
         raise PellucidError(rule("length of a window", "from 3 to 1024 tokens", length), "tokenizer-size")
     words = count_words(captions)
@@ -73,13 +73,13 @@ def learn_merges(words: Counter[str], room: int) -> list[Pair]:
     base = len(made)
     while counts and len(made) - base < room:
         best = min(counts, key=lambda pair: (-counts[pair], pair))
-        if counts[best] < LEAST_SEEN:
+        if counts[best] < _LEAST_SEEN:
             break
         merges.append(best)
         made.add("".join(best))
         for word in places.pop(best):
             old = spelled[word]
-            new = spelled[word] = joined(old, best)
+            new = spelled[word] = _joined(old, best)
             for pair in itertools.pairwise(old):
                 counts[pair] -= words[word]
             for pair in itertools.pairwise(new):
@@ -89,7 +89,7 @@ def learn_merges(words: Counter[str], room: int) -> list[Pair]:
     return merges
 
 
-def joined(letters: list[str], pair: Pair) -> list[str]:
+def _joined(letters: list[str], pair: Pair) -> list[str]:
     """The letters of a word with every occurrence of a pair made one, from the left."""
     out: list[str] = []
     i = 0
@@ -106,7 +106,7 @@ def joined(letters: list[str], pair: Pair) -> list[str]:
 # --- Captions to ids ------------------------------------------------------------------------------------------------
 
 MOST_WORDS = 2**16  # that are remembered: captions of the wild have words without end
-ID = np.dtype(np.int32)
+_ID = np.dtype(np.int32)
 
 
 class WordIds(dict[str, bytes]):
@@ -120,13 +120,13 @@ class WordIds(dict[str, bytes]):
         added = tokenizer.core.get_added_tokens_decoder().values()
         self.wordwise = tokenizer.clip and all(token.content.split() == [token.content] for token in added)
         self.ends = [
-            np.array([tokenizer.eos, *[tokenizer.pad] * (tokenizer.room - used)], ID).tobytes()
+            np.array([tokenizer.eos, *[tokenizer.pad] * (tokenizer.room - used)], _ID).tobytes()
             for used in range(tokenizer.room + 1)
         ]
-        self.start = np.array([tokenizer.bos], ID).tobytes()
+        self.start = np.array([tokenizer.bos], _ID).tobytes()
 
     def __missing__(self, word: str) -> bytes:
-        found = np.array(self.tokenizer.ids(word), ID).tobytes()
+        found = np.array(self.tokenizer.ids(word), _ID).tobytes()
         if len(self) >= MOST_WORDS:
             self.clear()
         self[word] = found
@@ -135,26 +135,26 @@ class WordIds(dict[str, bytes]):
     def window(self, caption: str) -> bytes:
         """One window: BOS, as many ids as it has room for, EOS, padding."""
         words = caption.split(" ") if self.wordwise else (caption,)
-        ids = b"".join([self[word] for word in words])[: self.tokenizer.room * ID.itemsize]
-        return self.start + ids + self.ends[len(ids) // ID.itemsize]
+        ids = b"".join([self[word] for word in words])[: self.tokenizer.room * _ID.itemsize]
+        return self.start + ids + self.ends[len(ids) // _ID.itemsize]
 
 
 @lru_cache(maxsize=8)
-def words_of(tokenizer: Tokenizer) -> WordIds:
+def _words_of(tokenizer: Tokenizer) -> WordIds:
     return WordIds(tokenizer)
 
 
 def tokens(tokenizer: Tokenizer, captions: Sequence[str]) -> Tensor:
     """(B, L) int64: one window a caption. A caption that is longer is cut at the window's end: a run is not stopped
     by one long text."""
-    words = words_of(tokenizer)
-    flat = np.frombuffer(b"".join([words.window(caption) for caption in captions]), ID)
+    words = _words_of(tokenizer)
+    flat = np.frombuffer(b"".join([words.window(caption) for caption in captions]), _ID)
     return torch.from_numpy(flat.astype(np.int64)).reshape(len(captions), tokenizer.length)
 
 
 # --- Text encoders --------------------------------------------------------------------------------------------------
 
-FRESH = "CLIPTextModel"
+_FRESH = "CLIPTextModel"
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def read_tokenizer(folder: str) -> Tokenizer:
 
 def fresh_encoder(raw: Mapping[str, Any], tokenizer: Tokenizer, seed: int) -> CLIPTextEncoder:
     """A CLIPTextModel with random weights that a seed decides. What the tokenizer knows need not be said."""
-    settings = KINDS[FRESH].read({**known_of(tokenizer), **raw})
+    settings = KINDS[_FRESH].read({**known_of(tokenizer), **raw})
     with seeded(seed):
         return start_clip(CLIPTextEncoder(settings))  # type: ignore[return-value]
 

@@ -41,10 +41,10 @@ from pellucid.train.source import Feed, Source, differences, inventory_of
 # --- A step as one CUDA graph ---------------------------------------------------------------------------------------
 
 StepInputs = Sequence[Mapping[str, Tensor]]
-WARM_UP = 3
+_WARM_UP = 3
 
 
-class CapturedStep:
+class _CapturedStep:
     """`step(asked)`, captured. What it changes (`state`) is put back after the warm-up rounds, so that
     a captured run takes the same steps as any other."""
 
@@ -70,7 +70,7 @@ class CapturedStep:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(WARM_UP):
+            for _ in range(_WARM_UP):
                 self.step(self.held)
         torch.cuda.current_stream().wait_stream(side)
         for tensor, value in zip(self.state(), before, strict=True):
@@ -83,13 +83,13 @@ class CapturedStep:
 
 # --- Activations computed again -------------------------------------------------------------------------------------
 
-BLOCKS = (ResnetBlock, TransformerBlock, Block)
+_BLOCKS = (ResnetBlock, TransformerBlock, Block)
 
 
 def recompute(network: nn.Module) -> int:
     """Makes every residual and transformer block forget its activations; says how many there are."""
-    trees = [network, *frozen_in(network)]
-    found = {id(module): module for tree in trees for module in tree.modules() if isinstance(module, BLOCKS)}
+    trees = [network, *_frozen_in(network)]
+    found = {id(module): module for tree in trees for module in tree.modules() if isinstance(module, _BLOCKS)}
     if not found:
         raise PellucidError(rule("recompute", "for a network of residual or transformer blocks", "none"), "recompute")
     for module in found.values():
@@ -98,7 +98,7 @@ def recompute(network: nn.Module) -> int:
     return len(found)
 
 
-def frozen_in(network: nn.Module) -> list[nn.Module]:
+def _frozen_in(network: nn.Module) -> list[nn.Module]:
     """The models that adapters stand beside: not among their submodules, but gradients pass through them."""
     bases = [getattr(module, "base", None) for module in network.modules()]
     return [base.held for base in bases if isinstance(base, Frozen) and isinstance(base.held, nn.Module)]
@@ -106,8 +106,8 @@ def frozen_in(network: nn.Module) -> list[nn.Module]:
 
 # --- The loop -------------------------------------------------------------------------------------------------------
 
-CONFIG, MODEL, CHECKPOINTS = "config.json", "model", "checkpoints"
-LONG = 8  # half-lives that a running mean should have behind it at the end: 1/256 of it is then from before
+CONFIG, MODEL, _CHECKPOINTS = "config.json", "model", "checkpoints"
+_LONG = 8  # half-lives that a running mean should have behind it at the end: 1/256 of it is then from before
 
 
 @dataclass(frozen=True)
@@ -155,10 +155,10 @@ class Trainer:
         self.compiled: Any = torch.compile(self.asked, dynamic=False) if engine.compile else self.asked
         self.optimizer = adamw.build(self.network, config.optimizer, capture=engine.capture)
         self.ema = EMA(self.network, config.ema) if config.ema else None
-        self.checkpoints = Checkpoints(folder / CHECKPOINTS, config.log.keep)
+        self.checkpoints = Checkpoints(folder / _CHECKPOINTS, config.log.keep)
         self.advance: Callable[[StepInputs], tuple[Tensor, ...]] = self.one_step
         if engine.capture:
-            self.advance = CapturedStep(self.one_step, lambda: list(self.live().values()))
+            self.advance = _CapturedStep(self.one_step, lambda: list(self.live().values()))
         self.bins = ByLevel()
         self.window: list[tuple[Tensor, Tensor]] = []
         self.saved_at = -1
@@ -321,7 +321,7 @@ class Trainer:
             if other:
                 journal.note(first, f"goes on from step {first} with other data than it began with: {other}")
             for length in self.config.ema:
-                if LONG * length > (images := self.config.steps * self.config.batch):
+                if _LONG * length > (images := self.config.steps * self.config.batch):
                     journal.say(
                         f"ema {length:,.0f} is long for a run of {images:,} images: its mean remembers the start"
                     )
@@ -341,7 +341,7 @@ class Trainer:
         """Captures, or takes the first step, if there is something to compile; the step that the feed begins with.
 
         torch's tracers patch modules for the whole process: no other thread may run one, or use the GPU, meanwhile."""
-        if first < last and isinstance(self.advance, CapturedStep):
+        if first < last and isinstance(self.advance, _CapturedStep):
             self.advance.capture(self.prepare(first))
         elif first < last and self.config.engine.compile:
             self.take(first, self.prepare(first), last, journal)

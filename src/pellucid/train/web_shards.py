@@ -23,7 +23,7 @@ from pellucid.train.image_source import MAX_BYTES, Crop, Example, Framing, Image
 
 # --- Members of a tar -----------------------------------------------------------------------------------------------
 
-MAX_HEADER = 8192  # bytes of a long name or of pax records; tarfile's time to parse them grows with their square
+_MAX_HEADER = 8192  # bytes of a long name or of pax records; tarfile's time to parse them grows with their square
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,20 @@ class TarDamagedError(PellucidError):
         super().__init__(message, "data-damaged")
 
 
-class HeaderFile(io.FileIO):
+class _HeaderFile(io.FileIO):
     """An archive of which only headers are read, so that a false size asks for no memory."""
 
     def read(self, size: int | None = -1) -> bytes:
-        if size is None or not 0 <= size <= MAX_HEADER:
+        if size is None or not 0 <= size <= _MAX_HEADER:
             raise TarDamagedError(f"the long name before byte {self.tell()} is broken")
         return super().read(size) or b""
 
 
-class Header(tarfile.TarInfo):
+class _Header(tarfile.TarInfo):
     """A header without owner, times and mode, on which tarfile spends most of its time; what is unusual, it reads."""
 
     @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Header:
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Header:
         kind, size, check = buf[156:157], buf[124:135], buf[148:154]
         plain = kind in (b"0", b"x") and size.isdigit() and check.isdigit() and buf[345] == 0
         if not plain or sum(buf) - sum(buf[148:156]) + 8 * 32 != int(check, 8):
@@ -70,12 +70,12 @@ def members(path: Path) -> Iterator[Member]:
 
     Nothing is unpacked. Links, devices and folders are passed over.
     """
-    with HeaderFile(path) as file:
+    with _HeaderFile(path) as file:
         end = os.fstat(file.fileno()).st_size
         if not end:
             return
         try:
-            archive = tarfile.TarFile(fileobj=file, tarinfo=Header, encoding="utf-8", errors="replace")
+            archive = tarfile.TarFile(fileobj=file, tarinfo=_Header, encoding="utf-8", errors="replace")
             while (found := archive.next()) is not None:
                 archive.members.clear()  # it would keep all of them
                 if found.issparse():
@@ -95,14 +95,14 @@ def members(path: Path) -> Iterator[Member]:
 
 # --- Shards ---------------------------------------------------------------------------------------------------------
 
-IMAGES = ("jpg", "jpeg", "png", "webp")
-MAX_TEXT = 2**20  # bytes of a caption, a class or a JSON file
-MAX_SHARDS = 100_000
-BRACES = re.compile(r"\{([^{}]*)\}")
-KEY = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)  # up to the first dot of the file's own name
-ENDINGS = {"picture": IMAGES, "text": ("txt", "caption", "text"), "cls": ("cls",), "json": ("json",)}  # hints follow
-IMAGE, TEXT, CLS, JSON, HINTS = range(5)  # the columns
-NOWHERE = -1
+_IMAGES = ("jpg", "jpeg", "png", "webp")
+_MAX_TEXT = 2**20  # bytes of a caption, a class or a JSON file
+_MAX_SHARDS = 100_000
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_KEY = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)  # up to the first dot of the file's own name
+_ENDINGS = {"picture": _IMAGES, "text": ("txt", "caption", "text"), "cls": ("cls",), "json": ("json",)}  # hints follow
+_IMAGE, _TEXT, _CLS, _JSON, _HINTS = range(5)  # the columns
+_NOWHERE = -1
 
 
 @dataclass(frozen=True)
@@ -132,14 +132,14 @@ class WebShards(ImageSource):
         workers: int | None = None,
     ) -> None:
         super().__init__(Framing(size, crop, flip), hints, workers)
-        self.shards = expanded(shards)
+        self.shards = _expanded(shards)
         self.damaged: dict[str, str] = {}  # shard → why it was not read to its end
         self.incomplete = 0  # examples without an image, or without a hint that is asked for
         self.stamps = tuple((path.stat().st_size, path.stat().st_mtime_ns) for path in self.shards)
         self.keys: list[str] = []
         table = [row for number, path in enumerate(self.shards) for row in self.indexed(number, path)]
         if not table:
-            must = f"shards that hold some ({', '.join(IMAGES)}" + "".join(f", {name}.png" for name in hints) + ")"
+            must = f"shards that hold some ({', '.join(_IMAGES)}" + "".join(f", {name}.png" for name in hints) + ")"
             raise PellucidError(rule("images", must, str(shards)), "data-empty")
         if self.incomplete:
             log.warning("%d examples without an image or a hint are left out", self.incomplete)
@@ -154,14 +154,14 @@ class WebShards(ImageSource):
 
     def indexed(self, shard: int, path: Path) -> Iterator[list[int]]:
         """The rows of one shard, as far as it can be read."""
-        endings = [*ENDINGS.values(), *([f"{hint}.{end}" for end in IMAGES] for hint in self.hints)]
-        for key, files in grouped(self.readable(path), path.name):
+        endings = [*_ENDINGS.values(), *([f"{hint}.{end}" for end in _IMAGES] for hint in self.hints)]
+        for key, files in _grouped(self.readable(path), path.name):
             chosen = [next((files[end] for end in ends if end in files), None) for ends in endings]
-            if chosen[IMAGE] is None or None in chosen[HINTS:]:
+            if chosen[_IMAGE] is None or None in chosen[_HINTS:]:
                 self.incomplete += 1
                 continue
             self.keys.append(key)
-            yield [shard, *itertools.chain(*((m.offset, m.size) if m else (NOWHERE, 0) for m in chosen))]
+            yield [shard, *itertools.chain(*((m.offset, m.size) if m else (_NOWHERE, 0) for m in chosen))]
 
     def readable(self, path: Path) -> Iterator[Member]:
         """The files of a shard; a damaged one is named, and ends where the damage is."""
@@ -175,24 +175,24 @@ class WebShards(ImageSource):
         """What is said of images, and where, by the first example whose JSON, if it has one, can be read."""
         for index in range(len(self)):
             try:
-                said = self.said(index) if self.has(index, JSON) else {}
+                said = self.said(index) if self.has(index, _JSON) else {}
             except PellucidError:
                 continue
             key = next((key for key in CAPTIONS if isinstance(said.get(key), str)), "")
             return Columns(
-                TEXT if self.has(index, TEXT) else JSON if key else None,
-                CLS if self.has(index, CLS) else JSON if "label" in said else None,
+                _TEXT if self.has(index, _TEXT) else _JSON if key else None,
+                _CLS if self.has(index, _CLS) else _JSON if "label" in said else None,
                 key,
             )
         return Columns()
 
     def has(self, index: int, column: int) -> bool:
-        return int(self.table[index, 1 + 2 * column]) != NOWHERE
+        return int(self.table[index, 1 + 2 * column]) != _NOWHERE
 
-    def bytes_of(self, index: int, column: int, limit: int = MAX_TEXT) -> bytes:
+    def bytes_of(self, index: int, column: int, limit: int = _MAX_TEXT) -> bytes:
         """One file of an example, read alone."""
         shard, offset, size = (int(n) for n in self.table[index, [0, 1 + 2 * column, 2 + 2 * column]])
-        if offset == NOWHERE:
+        if offset == _NOWHERE:
             raise PellucidError("it lacks a caption or a class that others have", "data-incomplete")
         if size > limit:
             raise PellucidError(f"it has a file of {size} bytes, more than {limit}", "image-file")
@@ -206,14 +206,14 @@ class WebShards(ImageSource):
 
     def said(self, index: int) -> dict[str, Any]:
         """The JSON of an example."""
-        return parse_object(self.bytes_of(index, JSON), "its JSON", "data-metadata", foreign=True)
+        return parse_object(self.bytes_of(index, _JSON), "its JSON", "data-metadata", foreign=True)
 
     def example(self, index: int) -> Example:
         told = self.told
-        said = self.said(index) if JSON in (told.caption, told.label) else {}
-        hints = {name: self.bytes_of(index, HINTS + i, MAX_BYTES) for i, name in enumerate(self.hints)}
+        said = self.said(index) if _JSON in (told.caption, told.label) else {}
+        hints = {name: self.bytes_of(index, _HINTS + i, MAX_BYTES) for i, name in enumerate(self.hints)}
         return Example(
-            self.bytes_of(index, IMAGE, MAX_BYTES),
+            self.bytes_of(index, _IMAGE, MAX_BYTES),
             None if told.caption is None else self.caption(index, said),
             None if told.label is None else self.label(index, said),
             hints,
@@ -221,16 +221,16 @@ class WebShards(ImageSource):
 
     def caption(self, index: int, said: dict[str, Any]) -> str:
         found: Any = said.get(self.told.caption_key)
-        if self.told.caption == TEXT:
-            found = self.bytes_of(index, TEXT).decode("utf-8", "strict").strip()
+        if self.told.caption == _TEXT:
+            found = self.bytes_of(index, _TEXT).decode("utf-8", "strict").strip()
         if not isinstance(found, str):
             raise PellucidError(f"its JSON has no {self.told.caption_key}", "data-metadata")
         return found
 
     def label(self, index: int, said: dict[str, Any]) -> int:
         found: Any = said.get("label")
-        if self.told.label == CLS:
-            found = self.bytes_of(index, CLS).strip()
+        if self.told.label == _CLS:
+            found = self.bytes_of(index, _CLS).strip()
             found = int(found) if found.isdigit() and len(found) < 12 else None
         if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found <= MAX_LABEL:
             raise PellucidError("its class is no whole number from 0", "data-metadata")
@@ -261,9 +261,9 @@ class WebShardsConfig:
         return WebShards(**vars(self))
 
 
-def grouped(files: Iterator[Member], shard: str) -> Iterator[tuple[str, dict[str, Member]]]:
+def _grouped(files: Iterator[Member], shard: str) -> Iterator[tuple[str, dict[str, Member]]]:
     """Neighbours of one key, by what follows the first dot in lower case, as WebDataset groups them."""
-    split = ((KEY.fullmatch(member.name), member) for member in files)
+    split = ((_KEY.fullmatch(member.name), member) for member in files)
     keyed = ((found[1], found[2].lower(), member) for found, member in split if found)
     for key, group in itertools.groupby(keyed, key=lambda one: one[0]):
         held: dict[str, Member] = {}
@@ -274,7 +274,7 @@ def grouped(files: Iterator[Member], shard: str) -> Iterator[tuple[str, dict[str
         yield key, held
 
 
-def expanded(shards: str | Path | Sequence[str | Path]) -> tuple[Path, ...]:
+def _expanded(shards: str | Path | Sequence[str | Path]) -> tuple[Path, ...]:
     """The archives that are meant, all of which exist."""
     if isinstance(shards, str | Path) and Path(shards).is_dir():
         try:
@@ -285,11 +285,11 @@ def expanded(shards: str | Path | Sequence[str | Path]) -> tuple[Path, ...]:
     else:
         given = [shards] if isinstance(shards, str | Path) else list(shards)
         names = (name for one in given for name in braces(str(one)))
-        found = [Path(name) for name in itertools.islice(names, MAX_SHARDS + 1)]
+        found = [Path(name) for name in itertools.islice(names, _MAX_SHARDS + 1)]
     if not found:
         raise PellucidError(rule("shards", "at least one .tar file", str(shards)), "data-empty")
-    if len(found) > MAX_SHARDS:
-        raise PellucidError(rule("shards", f"at most {MAX_SHARDS}", str(shards)[:200]), "data-shards")
+    if len(found) > _MAX_SHARDS:
+        raise PellucidError(rule("shards", f"at most {_MAX_SHARDS}", str(shards)[:200]), "data-shards")
     for path in found:
         if not path.is_file():
             raise PellucidError(rule("shard", "a file that exists", str(path)), "data-missing")
@@ -303,15 +303,15 @@ def expanded(shards: str | Path | Sequence[str | Path]) -> tuple[Path, ...]:
 
 def braces(pattern: str) -> Iterator[str]:
     """The names that a pattern means: {000..012} counts, with the zeros of its first number, and {a,b} lists."""
-    found = BRACES.search(pattern)
+    found = _BRACES.search(pattern)
     if found is None:
         yield pattern
         return
     ends = re.fullmatch(r"(\d{1,9})\.\.(\d{1,9})", found[1])
     if ends is not None:
         first, last = int(ends[1]), int(ends[2])
-        if not 0 <= last - first < MAX_SHARDS:
-            raise PellucidError(rule("shards", f"a rising range of at most {MAX_SHARDS}", found[0]), "data-shards")
+        if not 0 <= last - first < _MAX_SHARDS:
+            raise PellucidError(rule("shards", f"a rising range of at most {_MAX_SHARDS}", found[0]), "data-shards")
         choices = [f"{number:0{len(ends[1])}d}" for number in range(first, last + 1)]
     else:
         choices = found[1].split(",")

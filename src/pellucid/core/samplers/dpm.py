@@ -22,17 +22,17 @@ from pellucid.core.samplers.steps import (
 )
 from pellucid.core.schedule import Level, Target
 
-ALGORITHMS = ("dpmsolver++", "dpmsolver", "sde-dpmsolver++", "sde-dpmsolver")
-EPS_SDE = "the eps form of the SDE solver adds noise to first order only"
+_ALGORITHMS = ("dpmsolver++", "dpmsolver", "sde-dpmsolver++", "sde-dpmsolver")
+_EPS_SDE = "the eps form of the SDE solver adds noise to first order only"
 
 
-def phi_terms(h: float) -> tuple[float, float]:
+def _phi_terms(h: float) -> tuple[float, float]:
     """The integrals of x0's slope and curvature over a step (Lu et al. 2022b, eq. 9): φ₂, and φ₂ / h − ½."""
     slope = math.expm1(-h) / h + 1.0
     return slope, slope / h - 0.5
 
 
-def slopes(r0: float, r1: float | None, m0: Form, m1: Form, m2: Form) -> tuple[Form, Form]:
+def _slopes(r0: float, r1: float | None, m0: Form, m1: Form, m2: Form) -> tuple[Form, Form]:
     """The first and second derivative of the prediction, from the last two or three, in units of the step."""
     d10 = (m0 - m1) / r0
     if r1 is None:
@@ -41,7 +41,7 @@ def slopes(r0: float, r1: float | None, m0: Form, m1: Form, m2: Form) -> tuple[F
     return d10 + (d10 - d11) * (r0 / (r0 + r1)), (d10 - d11) * (2.0 / (r0 + r1))
 
 
-def solver_step(
+def _solver_step(
     a: Level,
     b: Level,
     algorithm: str,
@@ -79,7 +79,7 @@ def solver_step(
         scale, rate = -twice * b.sigma, -h
         noise = b.sigma * math.sqrt(math.expm1(2 * h)) if twice == 2.0 else 0.0
     if d1 is not None:
-        slope, curve = phi_terms(rate) if rate > 0 else eps_terms(h)
+        slope, curve = _phi_terms(rate) if rate > 0 else _eps_terms(h)
         if slope_rule == "midpoint" and d2 is None:
             slope = -0.5 * math.expm1(-rate) if rate > 0 else 0.5 * math.expm1(h)
         out = out + d1 * (scale * slope)
@@ -88,12 +88,12 @@ def solver_step(
     return out + Z * (noise * s_noise)
 
 
-def eps_terms(h: float) -> tuple[float, float]:
+def _eps_terms(h: float) -> tuple[float, float]:
     slope = math.expm1(h) / h - 1.0
     return slope, slope / h - 0.5
 
 
-def lam_ratio(legs: tuple[Leg, ...], i: int) -> tuple[float, float | None]:
+def _lam_ratio(legs: tuple[Leg, ...], i: int) -> tuple[float, float | None]:
     """The last one and the one before of the λ steps, over this one."""
     h = legs[i].h
     r0 = (legs[i].start.lam - legs[i - 1].start.lam) / h
@@ -129,7 +129,7 @@ def dpm_multistep(
     diffusers and k-diffusion do: their third order then measures 2.
     """
     check_order(order, 3)
-    check_choice("algorithm", algorithm, ALGORITHMS)
+    check_choice("algorithm", algorithm, _ALGORITHMS)
     check_choice("solver", solver, ("midpoint", "heun"))
     check_eta(eta)
     basis: Target = "x0" if "++" in algorithm else "eps"
@@ -141,18 +141,18 @@ def dpm_multistep(
             raise PlanError(rule("order", "1 or 2 for sde-dpmsolver", order), "order")
         d1, d2 = None, None
         if k > 1:
-            r0, r1 = lam_ratio(path.legs, i)
-            d1, d2 = slopes(r0, r1 if k == 3 else None, P0, P1, P2)
+            r0, r1 = _lam_ratio(path.legs, i)
+            d1, d2 = _slopes(r0, r1 if k == 3 else None, P0, P1, P2)
             d2 = d2 * curvature_scale
         if k == 1 and leg.end.sigma == 0.0 and algorithm == "dpmsolver":
             form = first_order_eps(leg.start, leg.end)
         else:
-            form = solver_step(
+            form = _solver_step(
                 leg.start, leg.end, algorithm, X, P0, d1, d2 if k == 3 else None,
                 eta=eta, s_noise=s_noise, slope_rule=solver, curvature_sign=curvature_sign,
             )  # fmt: skip
         rows.append(row(leg.time, leg.start, form, span=span(leg.start, leg.end)))
-    declared = EPS_SDE if algorithm == "sde-dpmsolver" else (S_NOISE if s_noise != 1.0 and "sde" in algorithm else "")
+    declared = _EPS_SDE if algorithm == "sde-dpmsolver" else (S_NOISE if s_noise != 1.0 and "sde" in algorithm else "")
     return Draft(rows, basis, declared=declared)
 
 
@@ -267,7 +267,7 @@ def dpm_singlestep(
     legs = path.legs
     blind = legs[0].start.alpha == 0.0  # λ is infinite there: that leg is a group of its own
     clean = legs[-1].end.sigma == 0.0
-    whole = single_orders(skipped + len(legs) - blind, order, clean, lower_order_final)[skipped:]
+    whole = _single_orders(skipped + len(legs) - blind, order, clean, lower_order_final)[skipped:]
     whole = tuple(min(k, i + 1) for i, k in enumerate(whole))
     ladder = orders or ((1, *whole) if blind else whole)
     if len(ladder) != len(legs) or any(not 1 <= k <= min(order, i + 1) for i, k in enumerate(ladder)):
@@ -289,7 +289,7 @@ def dpm_singlestep(
             if solver == "heun":
                 d1, d2 = (early * r0 - late * r1) / (r0 - r1), (late - early) * (2.0 / (r0 - r1))
         rule_of_slope = "heun" if k == 3 else solver
-        form = solver_step(
+        form = _solver_step(
             start,
             leg.end,
             algorithm,
@@ -305,7 +305,7 @@ def dpm_singlestep(
     return Draft(rows, "x0" if "++" in algorithm else "eps")
 
 
-def single_orders(count: int, order: int, ends_clean: bool, lower_order_final: bool) -> tuple[int, ...]:
+def _single_orders(count: int, order: int, ends_clean: bool, lower_order_final: bool) -> tuple[int, ...]:
     """1 … order, over and over; a clean end is first order, and so is a last full group's end if asked."""
     ladder = [i % order + 1 for i in range(count)]
     if count and (ends_clean or (lower_order_final and ladder[-1] == order)):
@@ -458,7 +458,7 @@ def dpmpp_2m_cfgpp(path: Path) -> Draft:
         a, b = leg.start, leg.end
         form = P0 * b.alpha + (X - U * a.alpha) * (b.sigma / a.sigma)
         if i > 0 and b.sigma > 0 and math.isfinite(path.legs[i - 1].start.lam):
-            r0, _ = lam_ratio(path.legs, i)
+            r0, _ = _lam_ratio(path.legs, i)
             form = form + (P0 - ANCHOR) * (-b.alpha * math.expm1(-leg.h) / (2 * r0))
         rows.append(row(leg.time, a, form, U))
     return Draft(rows)

@@ -24,10 +24,10 @@ from pellucid.core.samplers.steps import (
 from pellucid.core.schedule import Level
 
 MISSING = "the weights of calls that were not made are dropped (scheduling_lms_discrete.py, `step`)"
-CHURNED = "s_noise other than 1 adds more or less noise than churn removed"
+_CHURNED = "s_noise other than 1 adds more or less noise than churn removed"
 
 
-class Churn:
+class _Churn:
     """EDM's churn: before a call, noise is raised from sigma to sigma·(1 + gamma) (Karras et al. 2022, alg. 2)."""
 
     def __init__(self, path: Path, amount: float, low: float, high: float, s_noise: float) -> None:
@@ -40,7 +40,7 @@ class Churn:
             )
         self.path, self.low, self.high, self.s_noise = path, low, high, s_noise
         self.gamma = min(amount / len(path.legs), math.sqrt(2.0) - 1.0)
-        self.declared = CHURNED if self.gamma > 0 and s_noise != 1.0 else ""
+        self.declared = _CHURNED if self.gamma > 0 and s_noise != 1.0 else ""
 
     def raised(self, leg: Leg, visit: int) -> tuple[float, Level, float, Span | None]:
         """(time, level, noise, its address) of the call after churn."""
@@ -52,7 +52,7 @@ class Churn:
         return self.path.told(up), Level(a.alpha, a.alpha * up), noise, Span(up, a.ratio, visit + 1)
 
 
-def told_after(path: Path, i: int, level: Level) -> float:
+def _told_after(path: Path, i: int, level: Level) -> float:
     """The time told at a level that is the start of the next leg, or is between legs."""
     if i + 1 < len(path.legs) and path.legs[i + 1].start == level:
         return path.legs[i + 1].time
@@ -80,7 +80,7 @@ def euler(
     s_noise: float = 1.0,
 ) -> Draft:
     """x moves along its slope to the next sigma."""
-    churn = Churn(path, s_churn, s_tmin, s_tmax, s_noise)
+    churn = _Churn(path, s_churn, s_tmin, s_tmax, s_noise)
     rows = []
     for i, leg in enumerate(path.legs):
         time, level, noise, address = churn.raised(leg, i)
@@ -117,7 +117,7 @@ def euler_a(path: Path, *, eta: float = 1.0, s_noise: float = 1.0) -> Draft:
     return Draft(rows, declared=S_NOISE if s_noise != 1.0 else "")
 
 
-def heun_leg(path: Path, i: int, leg: Leg, start: tuple[float, Level, float, Span | None]) -> Iterator[Row]:
+def _heun_leg(path: Path, i: int, leg: Leg, start: tuple[float, Level, float, Span | None]) -> Iterator[Row]:
     """Two rows: to the end along the slope here, then from where the leg began along the mean slope."""
     time, level, noise, address = start
     step = leg.end.sigma - level.sigma
@@ -126,7 +126,7 @@ def heun_leg(path: Path, i: int, leg: Leg, start: tuple[float, Level, float, Spa
         return
     yield row(time, level, X + P0 * step, X, pre_noise=noise, pre_span=address)
     mean = ANCHOR + (P0 + P1) * (step / 2)
-    yield row(told_after(path, i, leg.end), leg.end, mean)
+    yield row(_told_after(path, i, leg.end), leg.end, mean)
 
 
 @sampler(
@@ -145,7 +145,7 @@ def heun_leg(path: Path, i: int, leg: Leg, start: tuple[float, Level, float, Spa
 )
 def heun(path: Path) -> Draft:
     """The trapezoid rule in sigma; a last step to 0 is Euler's."""
-    rows = [r for i, leg in enumerate(path.legs) for r in heun_leg(path, i, leg, (leg.time, leg.start, 0.0, None))]
+    rows = [r for i, leg in enumerate(path.legs) for r in _heun_leg(path, i, leg, (leg.time, leg.start, 0.0, None))]
     return Draft(rows, line_basis(path))
 
 
@@ -172,8 +172,8 @@ def edm_stochastic(
     s_noise: float = 1.003,
 ) -> Draft:
     """Heun with churn."""
-    churn = Churn(path, s_churn, s_tmin, s_tmax, s_noise)
-    rows = [r for i, leg in enumerate(path.legs) for r in heun_leg(path, i, leg, churn.raised(leg, i))]
+    churn = _Churn(path, s_churn, s_tmin, s_tmax, s_noise)
+    rows = [r for i, leg in enumerate(path.legs) for r in _heun_leg(path, i, leg, churn.raised(leg, i))]
     return Draft(rows, line_basis(path), declared=churn.declared)
 
 
@@ -235,11 +235,11 @@ def dpm2(path: Path) -> Draft:
         if leg.end.sigma == 0.0:
             rows.append(row(leg.time, leg.start, X + P0 * (leg.end.sigma - leg.start.sigma)))
             continue
-        rows += midpoint(path, leg, leg.end)
+        rows += _midpoint(path, leg, leg.end)
     return Draft(rows, line_basis(path))
 
 
-def midpoint(path: Path, leg: Leg, goal: Level) -> list[Row]:
+def _midpoint(path: Path, leg: Leg, goal: Level) -> list[Row]:
     middle = path.between(leg.start, goal, 0.5)
     whole = ANCHOR + P0 * (goal.sigma - leg.start.sigma)
     return [
@@ -275,7 +275,7 @@ def dpm2_a(path: Path, *, eta: float = 1.0, s_noise: float = 1.0) -> Draft:
             continue
         goal = path.level(down.ratio)
         lift = leg.end.alpha / goal.alpha
-        pair = midpoint(path, leg, goal)
+        pair = _midpoint(path, leg, goal)
         scaled = Form({r: w * lift for r, w in pair[1].x}) + Z * (up * s_noise)
         rows += [pair[0], row(pair[1].time, pair[1].level, scaled, span=span(leg.start, leg.end))]
     return Draft(rows, line_basis(path), declared=S_NOISE if s_noise != 1.0 else "")
@@ -357,7 +357,7 @@ def restart(path: Path, *, low: float = 0.1, high: float = 2.0, times: int = 1, 
     turn = next((i for i in noisy if legs[i].end.ratio <= low), noisy[-1] if noisy else None)
     for i, leg in enumerate(legs):
         back = i == turn and times > 0
-        rows += climb(path, i, leg, high, 0) if back else heun_leg(path, i, leg, (leg.time, leg.start, 0.0, None))
+        rows += _climb(path, i, leg, high, 0) if back else _heun_leg(path, i, leg, (leg.time, leg.start, 0.0, None))
         if not back:
             continue
         for visit in range(1, times + 1):
@@ -367,14 +367,14 @@ def restart(path: Path, *, low: float = 0.1, high: float = 2.0, times: int = 1, 
                 again = Leg(path.told(a.ratio), a, b)
                 up = k == inner - 1 and visit < times
                 rows += (
-                    climb(path, i, again, high, visit) if up else heun_leg(path, i, again, (again.time, a, 0.0, None))
+                    _climb(path, i, again, high, visit) if up else _heun_leg(path, i, again, (again.time, a, 0.0, None))
                 )
     return Draft(rows, line_basis(path))
 
 
-def climb(path: Path, i: int, leg: Leg, high: float, visit: int) -> list[Row]:
+def _climb(path: Path, i: int, leg: Leg, high: float, visit: int) -> list[Row]:
     """A Heun leg whose last row also adds the noise that leads from its end back up to `high`."""
-    first, second = heun_leg(path, i, leg, (leg.time, leg.start, 0.0, None))
+    first, second = _heun_leg(path, i, leg, (leg.time, leg.start, 0.0, None))
     top = path.level(high)
     noise = top.alpha * math.sqrt(high**2 - leg.end.ratio**2)
     moved = Form({r: w * top.alpha / leg.end.alpha for r, w in second.x}) + Z * noise

@@ -30,23 +30,23 @@ from pellucid.core.samplers.steps import (
 )
 from pellucid.core.schedule import Array
 
-EDGE = 1e-9  # of a part of time: what rounding moves over the end of a range belongs to it
+_EDGE = 1e-9  # of a part of time: what rounding moves over the end of a range belongs to it
 
 
-def bh_scale(h: float, variant: str, predict_x0: bool) -> float:
+def _bh_scale(h: float, variant: str, predict_x0: bool) -> float:
     """UniPC's B(h), which may be any function of order h: h itself (bh1), or e^h − 1 (bh2)."""
     hh = -h if predict_x0 else h
     return hh if variant == "bh1" else math.expm1(hh)
 
 
-def bh_shares(h: float, nodes: list[float], variant: str, predict_x0: bool) -> list[float]:
+def _bh_shares(h: float, nodes: list[float], variant: str, predict_x0: bool) -> list[float]:
     """The shares of the differences at the nodes, the last one at 1: matches as many moments as there are nodes.
 
     One node takes a half, as its authors do (Zhao et al. 2023, eq. 8 to 11).
     """
     if len(nodes) == 1:
         return [0.5]
-    hh, scale = (-h if predict_x0 else h), bh_scale(h, variant, predict_x0)
+    hh, scale = (-h if predict_x0 else h), _bh_scale(h, variant, predict_x0)
     moments, phi, factorial = [], math.expm1(hh) / hh - 1.0, 1.0
     for k in range(1, len(nodes) + 1):
         moments.append(phi * factorial / scale)
@@ -83,8 +83,8 @@ def unipc(
 
     def bend(leg: Leg, differences: list[Form], nodes: list[float]) -> Form:
         """The correction of a leg from differences of predictions at nodes, in units of the leg."""
-        shares = bh_shares(leg.h, nodes, variant, predict_x0)
-        size = (leg.end.alpha if predict_x0 else leg.end.sigma) * bh_scale(leg.h, variant, predict_x0)
+        shares = _bh_shares(leg.h, nodes, variant, predict_x0)
+        size = (leg.end.alpha if predict_x0 else leg.end.sigma) * _bh_scale(leg.h, variant, predict_x0)
         return total(d * (-size * r / n) for d, r, n in zip(differences, shares, nodes, strict=True))
 
     for i, leg in enumerate(legs):
@@ -158,7 +158,7 @@ def res_multistep(path: Path, *, eta: float = 0.0, s_noise: float = 1.0) -> Draf
     return Draft(rows, declared=S_NOISE if s_noise != 1.0 and eta else "")
 
 
-def adams_weights(nodes: list[float], leg: Leg, rate: float, corrector: bool) -> list[float]:
+def _adams_weights(nodes: list[float], leg: Leg, rate: float, corrector: bool) -> list[float]:
     """SA-Solver's weights; at order 2 its authors replace the slope's moment by the h²/2 of small steps."""
     weights = integrate(nodes, leg.start.lam, leg.end.lam, rate)
     if rate > 0 and len(nodes) == 2 and leg.h > 0:
@@ -202,7 +202,7 @@ def sa_solver(
 
     def amount(leg: Leg) -> float:
         part = (leg.time - low) / (high - low)
-        return tau if tau_range[0] - EDGE <= part <= tau_range[1] + EDGE else 0.0
+        return tau if tau_range[0] - _EDGE <= part <= tau_range[1] + _EDGE else 0.0
 
     def gradient(leg: Leg, nodes: list[float], corrector: bool) -> Form:
         t2 = amount(leg) ** 2
@@ -210,7 +210,7 @@ def sa_solver(
             scale, rate = (1 + t2) * leg.end.alpha, 1 + t2
         else:
             scale, rate = -(1 + t2) * leg.end.sigma, -1.0
-        return combine(adams_weights(nodes, leg, rate, corrector)) * scale
+        return combine(_adams_weights(nodes, leg, rate, corrector)) * scale
 
     for i, leg in enumerate(legs):
         a, b, t2 = leg.start, leg.end, amount(leg) ** 2
@@ -238,7 +238,7 @@ def sa_solver(
     return Draft(rows, basis="x0" if predict_x0 else "eps", declared=declared)
 
 
-def er_log_scale(ratio: npt.ArrayLike) -> Array:
+def _er_log_scale(ratio: npt.ArrayLike) -> Array:
     """log φ, φ the noise scale of ER-SDE that its authors found best (Cui et al. 2023, eq. 31)."""
     r = np.asarray(ratio, np.float64)
     return np.asarray(np.log(r) + np.logaddexp(r**0.3, math.log(10.0)))  # φ = r·(exp(r^0.3) + 10) overflows
@@ -266,24 +266,24 @@ def er_sde(path: Path, *, order: int = 3, s_noise: float = 1.0) -> Draft:
         if b.sigma == 0.0 or math.isinf(r0):
             rows.append(row(leg.time, a, first_order(a, b)))
             continue
-        fade = float(np.exp(er_log_scale(r1) - er_log_scale(r0)))
+        fade = float(np.exp(_er_log_scale(r1) - _er_log_scale(r0)))
         # in units of x / alpha
         out = X * (fade / a.alpha) + P0 * (1.0 - fade)
         usable = min(order, finite_nodes(legs, i, order))
         if usable > 1:
-            out = out + er_bends(legs, i, usable)
+            out = out + _er_bends(legs, i, usable)
         noise = math.sqrt(max(r1 * r1 - (r0 * fade) ** 2, 0.0)) * s_noise
         rows.append(row(leg.time, a, (out + Z * noise) * b.alpha, span=span(a, b)))
     return Draft(rows, declared=S_NOISE if s_noise != 1.0 else "")
 
 
-def er_bends(legs: tuple[Leg, ...], i: int, usable: int) -> Form:
+def _er_bends(legs: tuple[Leg, ...], i: int, usable: int) -> Form:
     """The terms of the first and second derivative of x0 with respect to sigma / alpha."""
     r0, r1 = legs[i].start.ratio, legs[i].end.ratio
     back = [legs[i - k].start.ratio for k in range(usable)]
     half, middle = (r0 - r1) / 2, (r0 + r1) / 2
     s = half * GAUSS_NODES + middle
-    share = GAUSS_WEIGHTS * half * np.exp(er_log_scale(r1) - er_log_scale(s))  # φ(r1) / φ(s)
+    share = GAUSS_WEIGHTS * half * np.exp(_er_log_scale(r1) - _er_log_scale(s))  # φ(r1) / φ(s)
     first = (P0 - P1) / (back[0] - back[1])
     out = first * (r1 - r0 + float(share.sum()))
     if usable < 3:

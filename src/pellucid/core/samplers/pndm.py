@@ -12,7 +12,7 @@ from pellucid.core.samplers.registry import Draft, sampler
 from pellucid.core.samplers.steps import check_order, combine, refuse_blind
 from pellucid.core.schedule import Level, Target
 
-ADAMS = {
+_ADAMS = {
     1: [Fraction(1)],
     2: [Fraction(3, 2), Fraction(-1, 2)],
     3: [Fraction(23, 12), Fraction(-16, 12), Fraction(5, 12)],
@@ -20,11 +20,11 @@ ADAMS = {
 }
 
 
-def adams(order: int) -> Form:
-    return combine([float(c) for c in ADAMS[order]])
+def _adams(order: int) -> Form:
+    return combine([float(c) for c in _ADAMS[order]])
 
 
-def carry(a: Level, b: Level, basis: Target) -> tuple[float, float]:
+def _carry(a: Level, b: Level, basis: Target) -> tuple[float, float]:
     """(A, B): x at b = A·x + B·p for a prediction p in the basis, taken at a.
 
     In the basis `v` the mixed prediction is read as v at a, which is how diffusers treats v models here.
@@ -34,21 +34,21 @@ def carry(a: Level, b: Level, basis: Target) -> tuple[float, float]:
     return (on_x, on_eps) if basis == "eps" else (on_x + on_eps * a.sigma, on_eps * a.alpha)
 
 
-def check_basis(basis: str) -> Target:
+def _check_basis(basis: str) -> Target:
     if basis not in ("eps", "v"):
         raise PlanError(rule("basis", "eps or v", basis), "option")
     return basis  # type: ignore[return-value]
 
 
-V_BASIS = "v predictions of several levels are mixed and read at one of them"
+_V_BASIS = "v predictions of several levels are mixed and read at one of them"
 
 
-def plms_rows(legs: Sequence[Leg], basis: Target, known: int) -> list[Row]:
+def _plms_rows(legs: Sequence[Leg], basis: Target, known: int) -> list[Row]:
     """Adams-Bashforth rows, of the order that the history allows."""
     rows = []
     for i, leg in enumerate(legs):
-        on_x, on_p = carry(leg.start, leg.end, basis)
-        rows.append(row(leg.time, leg.start, X * on_x + adams(min(known + i + 1, 4)) * on_p))
+        on_x, on_p = _carry(leg.start, leg.end, basis)
+        rows.append(row(leg.time, leg.start, X * on_x + _adams(min(known + i + 1, 4)) * on_p))
     return rows
 
 
@@ -68,20 +68,20 @@ def plms(path: Path, *, basis: str = "eps", bases: tuple[Level, ...] | None = No
 
     With `bases` the path has a leg for each call, as diffusers counts them, and the second one goes from that level.
     """
-    kind = check_basis(basis)
-    legs, declared = path.legs, V_BASIS if kind == "v" else ""
+    kind = _check_basis(basis)
+    legs, declared = path.legs, _V_BASIS if kind == "v" else ""
     if not warm:
-        return Draft(plms_rows(legs, kind, 0), kind, declared=declared)
+        return Draft(_plms_rows(legs, kind, 0), kind, declared=declared)
     if bases is None and len(legs) > 1:
         bases = (legs[0].start,)
         legs = (legs[0], Leg(legs[1].time, legs[0].end, legs[0].end), *legs[1:])
-    on_x, on_p = carry(legs[0].start, legs[0].end, kind)
+    on_x, on_p = _carry(legs[0].start, legs[0].end, kind)
     rows = [row(legs[0].time, legs[0].start, X * on_x + P0 * on_p, X)]
     if len(legs) > 1 and bases:
-        back_x, back_p = carry(bases[0], legs[1].end, kind)
+        back_x, back_p = _carry(bases[0], legs[1].end, kind)
         mean = ANCHOR * back_x + (P0 + P1) * (back_p / 2)
         rows.append(row(legs[1].time, legs[1].start, mean, held=True))
-    return Draft(rows + plms_rows(legs[2:], kind, 1), kind, declared=declared)
+    return Draft(rows + _plms_rows(legs[2:], kind, 1), kind, declared=declared)
 
 
 @sampler(
@@ -100,21 +100,21 @@ def pndm(path: Path, *, basis: str = "eps", bases: tuple[Level, ...] | None = No
 
     With `bases` the path has a leg for each call, as diffusers counts them, and four calls go from each such level.
     """
-    kind = check_basis(basis)
+    kind = _check_basis(basis)
     if not warm:
         return plms(path, basis=basis, warm=False)
     legs = path.legs
     if bases is None:
         early = legs[: min(3, len(legs) - 1)]
         bases = tuple(leg.start for leg in early)
-        legs = (*(call for i in range(len(early)) for call in stages_of(path, i)), *legs[len(early) :])
+        legs = (*(call for i in range(len(early)) for call in _stages_of(path, i)), *legs[len(early) :])
     start = 4 * len(bases)
-    rows = [r for i, base in enumerate(bases) for r in runge_kutta(base, legs[4 * i : 4 * i + 4], kind)]
-    rows += plms_rows(legs[start:], kind, len(bases))
-    return Draft(rows, kind, declared=V_BASIS if kind == "v" else "")
+    rows = [r for i, base in enumerate(bases) for r in _runge_kutta(base, legs[4 * i : 4 * i + 4], kind)]
+    rows += _plms_rows(legs[start:], kind, len(bases))
+    return Draft(rows, kind, declared=_V_BASIS if kind == "v" else "")
 
 
-def stages_of(path: Path, i: int) -> list[Leg]:
+def _stages_of(path: Path, i: int) -> list[Leg]:
     """The four calls of a leg: to the middle in time twice, then to the end twice."""
     begin, end = path.legs[i].time, path.legs[i + 1].time
     middle = (begin + end) / 2
@@ -122,7 +122,7 @@ def stages_of(path: Path, i: int) -> list[Leg]:
     return [Leg(begin, here, half), Leg(middle, half, half), Leg(middle, half, whole), Leg(end, whole, whole)]
 
 
-def runge_kutta(base: Level, calls: Sequence[Leg], basis: Target) -> list[Row]:
+def _runge_kutta(base: Level, calls: Sequence[Leg], basis: Target) -> list[Row]:
     """Up to four rows. The anchor gathers the answer; only the first prediction enters the history.
 
     Where the leg began (`here`) is not kept: it is solved from x and the first prediction in stage 2, and from x
@@ -131,7 +131,7 @@ def runge_kutta(base: Level, calls: Sequence[Leg], basis: Target) -> list[Row]:
     if not calls:
         return []
     goals = [call.end for call in calls] + [calls[-1].end] * (4 - len(calls))  # a run may end before its stages do
-    (a1, b1), (a2, b2), (a3, b3), (a4, b4) = (carry(base, goal, basis) for goal in goals)
+    (a1, b1), (a2, b2), (a3, b3), (a4, b4) = (_carry(base, goal, basis) for goal in goals)
     here_2 = (X - P1 * b1) / a1
     share = b4 / (3 * b2)
     here_3 = (ANCHOR - P1 * (b4 / 6) - X * share) / (a4 - share * a2)
@@ -145,7 +145,7 @@ def runge_kutta(base: Level, calls: Sequence[Leg], basis: Target) -> list[Row]:
     return [row(call.time, call.start, x, anchor, held=i > 0) for i, (call, (x, anchor)) in stages]
 
 
-BLIND = 1e-6  # alpha below which there is nothing of x0 in x
+_BLIND = 1e-6  # alpha below which there is nothing of x0 in x
 
 
 @sampler(
@@ -165,9 +165,9 @@ def ipndm(path: Path, *, order: int = 4, blind_start: bool = False) -> Draft:
     rows = []
     for i, leg in enumerate(path.legs):
         a, b = leg.start, leg.end
-        if blind_start and i == 0 and a.alpha < BLIND:
+        if blind_start and i == 0 and a.alpha < _BLIND:
             rows.append(row(leg.time, a, P0 * b.sigma))
             continue
-        on_x, on_p = carry(a, b, "eps")
-        rows.append(row(leg.time, a, X * on_x + adams(min(order, i + 1)) * on_p))
+        on_x, on_p = _carry(a, b, "eps")
+        rows.append(row(leg.time, a, X * on_x + _adams(min(order, i + 1)) * on_p))
     return Draft(rows, "eps", declared="the first step takes x0 as 0" if blind_start else "")

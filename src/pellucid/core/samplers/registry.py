@@ -85,13 +85,13 @@ def value_of(entry: Sampler, key: str, text: Any) -> Any:
         if isinstance(default, bool):
             return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text.lower()]
         if isinstance(default, (int, float)):
-            return number(text, type(default))
+            return _number(text, type(default))
         if isinstance(default, str):
             return text
         if hint.startswith("tuple[int"):
-            return tuple(number(part, int) for part in text.split(",") if part.strip())
+            return tuple(_number(part, int) for part in text.split(",") if part.strip())
         if hint.startswith("tuple[float"):
-            return tuple(number(part, float) for part in text.split(",") if part.strip())
+            return tuple(_number(part, float) for part in text.split(",") if part.strip())
     except (ValueError, KeyError):
         kind = {bool: "true or false", int: "a whole number", float: "a number"}.get(
             type(default), "numbers, as in 1,2"
@@ -100,7 +100,7 @@ def value_of(entry: Sampler, key: str, text: Any) -> Any:
     raise PellucidError(f"option {key} must be set by a dialect; got {text!r}. It has no words here.", "option")
 
 
-def number(text: str, kind: type) -> Any:
+def _number(text: str, kind: type) -> Any:
     found = kind(text)
     if math.isnan(found):
         raise ValueError(text)
@@ -111,17 +111,17 @@ REGISTRY: dict[str, Sampler] = {}
 NAMES: dict[str, str] = {}  # squeezed alias → name
 
 
-def squeeze(name: str) -> str:
+def _squeeze(name: str) -> str:
     """Names are compared without case, blanks and punctuation, but `+` counts: DPM++ 2M = dpmpp_2m."""
     return re.sub(r"[^a-z0-9]", "", name.lower().replace("++", "pp"))
 
 
-def register(sampler: Sampler) -> Sampler:
+def _register(sampler: Sampler) -> Sampler:
     if sampler.name in REGISTRY:
         raise AssertionError(f"two samplers are called {sampler.name}")
     REGISTRY[sampler.name] = sampler
     for alias in (sampler.name, sampler.title, *sampler.aliases):
-        owner = NAMES.setdefault(squeeze(alias), sampler.name)
+        owner = NAMES.setdefault(_squeeze(alias), sampler.name)
         if owner != sampler.name:
             raise AssertionError(f"{alias} means {owner} and {sampler.name}")
     return sampler
@@ -131,7 +131,7 @@ def sampler(**about: Any) -> Callable[[Callable[..., Draft]], Callable[..., Draf
     """Registers the decorated function as a sampler."""
 
     def wrap(make: Callable[..., Draft]) -> Callable[..., Draft]:
-        register(Sampler(make=make, **about))
+        _register(Sampler(make=make, **about))
         return make
 
     return wrap
@@ -139,7 +139,7 @@ def sampler(**about: Any) -> Callable[[Callable[..., Draft]], Callable[..., Draf
 
 def resolve(name: str) -> tuple[Sampler, str | None]:
     """The sampler that a name means, and the grid that the name asks for ("DPM++ 2M Karras" → karras)."""
-    key = squeeze(name)
+    key = _squeeze(name)
     for suffix, grid in (
         ("", None),
         ("karras", "karras"),

@@ -88,7 +88,7 @@ def multistep_order(legs: Sequence[Leg], i: int, order: int, lower_order_final: 
     return min(k, 2) if left == 2 and lower_order_final else k
 
 
-def lagrange(nodes: Sequence[float], at: Array) -> Array:
+def _lagrange(nodes: Sequence[float], at: Array) -> Array:
     """Row j: the polynomial that is 1 at node j and 0 at the others, at the points `at`."""
     out = np.ones((len(nodes), len(at)))
     for j, own in enumerate(nodes):
@@ -102,7 +102,7 @@ def integrate(nodes: Sequence[float], start: float, end: float, rate: float = 0.
     half, middle = (end - start) / 2, (end + start) / 2
     s = half * GAUSS_NODES + middle
     kernel = GAUSS_WEIGHTS * half * np.exp(rate * (s - end))
-    return [float(w) for w in lagrange(nodes, s) @ kernel]
+    return [float(w) for w in _lagrange(nodes, s) @ kernel]
 
 
 def lams(legs: Sequence[Leg], i: int, count: int) -> list[float]:

@@ -1,1 +1,5 @@
-"""Adherence: whether images of the world of scenes show what was asked for. The truth is known, so it is counted."""
+"""Adherence: whether images of the world of scenes show what was asked for. The truth is known, so it is counted.
+
+`study` (the measurement from config to report), `samples` (images by the pipeline, in batches), `judging` (verdicts),
+`sheets` (images with their verdicts).
+"""

@@ -39,11 +39,11 @@ def judge(reading: Reading, query: Query) -> Verdict:
     for mark in grade.marks:
         marks[mark.what] = marks.get(mark.what, sure) and mark.verdict == "right"
     faults = [] if sure else [str(grade.trouble)]
-    faults += [fault(mark) for mark in grade.marks if mark.verdict != "right"]
+    faults += [_fault(mark) for mark in grade.marks if mark.verdict != "right"]
     return Verdict(grade.right, marks, reading.readable, bleeding(reading, query), tuple(dict.fromkeys(faults)))
 
 
-def fault(mark: Mark) -> str:
+def _fault(mark: Mark) -> str:
     if mark.what == "count":
         return f"{mark.seen} objects, not {mark.wanted}"
     if mark.what == "relation":

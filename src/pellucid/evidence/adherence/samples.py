@@ -39,7 +39,7 @@ def open_pipe(model: str | Path, part: Part = "unet", *, dtype: str = DTYPE, dev
 
 # --- The images -----------------------------------------------------------------------------------------------------
 
-MOST_STEPS = 1000
+_MOST_STEPS = 1000
 
 
 class PipelineOutput(Protocol):
@@ -66,7 +66,7 @@ class ImageSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, low, high in (("steps", 1, MOST_STEPS), ("batch", 1, MAX_BATCH), ("seed", 0, 2**53)):
+        for name, low, high in (("steps", 1, _MOST_STEPS), ("batch", 1, MAX_BATCH), ("seed", 0, 2**53)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise PellucidError(rule(name, f"a whole number from {low} to {high:,}", value), "making")

@@ -17,7 +17,7 @@ from pellucid.pipeline.sheet import Block, clean, face_for, wrap
 
 # --- Tiles ----------------------------------------------------------------------------------------------------------
 
-COLUMNS = 10
+_COLUMNS = 10
 
 
 def save_png(image: Image.Image, path: Path) -> Path:
@@ -29,7 +29,7 @@ def save_png(image: Image.Image, path: Path) -> Path:
 
 def write_tiles(images: Sequence[Image.Image], path: Path) -> Path:
     width, height = images[0].size
-    columns = min(COLUMNS, len(images))
+    columns = min(_COLUMNS, len(images))
     whole = Image.new("RGB", (columns * width, math.ceil(len(images) / columns) * height), "white")
     for i, image in enumerate(images):
         whole.paste(image, (i % columns * width, i // columns * height))
@@ -39,7 +39,7 @@ def write_tiles(images: Sequence[Image.Image], path: Path) -> Path:
 def read_tiles(path: Path, count: int) -> list[Image.Image]:
     """The first `count` images of a file that `write` wrote with that many."""
     whole = images.read(path, "images of a batch").convert("RGB")
-    columns = min(COLUMNS, count)
+    columns = min(_COLUMNS, count)
     rows = math.ceil(count / columns)
     if whole.width % columns or whole.height % rows:
         got = f"{whole.width}×{whole.height}"
@@ -51,11 +51,11 @@ def read_tiles(path: Path, count: int) -> list[Image.Image]:
 
 # --- Contact sheets -------------------------------------------------------------------------------------------------
 
-INK, SLATE, GREEN, RED, PAPER, LINE = "#1c2530", "#51606f", "#188a3b", "#c5221f", "#ffffff", "#c9d1da"
-IMAGE = 144  # pixels of an image's side on the sheet
-CELL = 184  # of a cell, words included
-LETTERS, CAPTION_LINES, VERDICT_LINES = 12, 7, 4
-GAP, MARGIN = 12, 20
+_INK, _SLATE, _GREEN, _RED, _PAPER, _LINE = "#1c2530", "#51606f", "#188a3b", "#c5221f", "#ffffff", "#c9d1da"
+_IMAGE = 144  # pixels of an image's side on the sheet
+_CELL = 184  # of a cell, words included
+_LETTERS, _CAPTION_LINES, _VERDICT_LINES = 12, 7, 4
+_GAP, _MARGIN = 12, 20
 
 
 @dataclass(frozen=True)
@@ -72,42 +72,42 @@ def contact_sheet(cards: Sequence[Card], title: str, columns: int = 10) -> Image
     """Cards in rows, each row as high as its longest words."""
     said = "".join(clean(text) for card in cards for text in (card.caption, card.verdict)) + clean(title)
     face = face_for(said)
-    font, large = face(LETTERS), face(LETTERS + 6)
+    font, large = face(_LETTERS), face(_LETTERS + 6)
     columns = min(columns, max(1, len(cards)))
-    width = 2 * MARGIN + columns * (CELL + GAP) - GAP
-    head = Block(wrap(title, large, width - 2 * MARGIN, 3), large, INK)
-    laid = [lay(card, font) for card in cards]
+    width = 2 * _MARGIN + columns * (_CELL + _GAP) - _GAP
+    head = Block(wrap(title, large, width - 2 * _MARGIN, 3), large, _INK)
+    laid = [_lay(card, font) for card in cards]
     rows = [laid[i : i + columns] for i in range(0, len(laid), columns)]
-    heights = [IMAGE + 6 + max(sum(block.height for block in words) for _, words in row) for row in rows]
-    height = MARGIN + head.height + GAP + sum(h + GAP for h in heights) + MARGIN - GAP
-    sheet = Image.new("RGB", (width, height), PAPER)
-    head.draw(ImageDraw.Draw(sheet), MARGIN, MARGIN)
-    y = MARGIN + head.height + GAP
+    heights = [_IMAGE + 6 + max(sum(block.height for block in words) for _, words in row) for row in rows]
+    height = _MARGIN + head.height + _GAP + sum(h + _GAP for h in heights) + _MARGIN - _GAP
+    sheet = Image.new("RGB", (width, height), _PAPER)
+    head.draw(ImageDraw.Draw(sheet), _MARGIN, _MARGIN)
+    y = _MARGIN + head.height + _GAP
     for row, tall in zip(rows, heights, strict=True):
         for i, (card, words) in enumerate(row):
-            draw_card(sheet, card, words, (MARGIN + i * (CELL + GAP), y))
-        y += tall + GAP
+            _draw_card(sheet, card, words, (_MARGIN + i * (_CELL + _GAP), y))
+        y += tall + _GAP
     return sheet
 
 
-def lay(card: Card, font: Any) -> tuple[Card, list[Block]]:
-    colour = SLATE if card.right is None else GREEN if card.right else RED
+def _lay(card: Card, font: Any) -> tuple[Card, list[Block]]:
+    colour = _SLATE if card.right is None else _GREEN if card.right else _RED
     return card, [
-        Block(wrap(card.caption, font, CELL, CAPTION_LINES), font, INK),
-        Block(wrap(card.verdict, font, CELL, VERDICT_LINES), font, colour),
+        Block(wrap(card.caption, font, _CELL, _CAPTION_LINES), font, _INK),
+        Block(wrap(card.verdict, font, _CELL, _VERDICT_LINES), font, colour),
     ]
 
 
-def draw_card(sheet: Image.Image, card: Card, words: Sequence[Block], corner: tuple[int, int]) -> None:
+def _draw_card(sheet: Image.Image, card: Card, words: Sequence[Block], corner: tuple[int, int]) -> None:
     x, y = corner
     on = ImageDraw.Draw(sheet)
-    scale = IMAGE / max(card.image.size)
+    scale = _IMAGE / max(card.image.size)
     size = (max(1, math.floor(card.image.width * scale)), max(1, math.floor(card.image.height * scale)))
     rule_of = Image.Resampling.LANCZOS if scale < 4 else Image.Resampling.NEAREST
     sheet.paste(card.image.convert("RGB").resize(size, rule_of), (x, y))
-    edge = LINE if card.right is not False else RED
+    edge = _LINE if card.right is not False else _RED
     on.rectangle((x - 1, y - 1, x + size[0], y + size[1]), outline=edge, width=1 if card.right is not False else 2)
-    y += IMAGE + 6
+    y += _IMAGE + 6
     for block in words:
         block.draw(on, x, y)
         y += block.height

@@ -32,7 +32,7 @@ from pellucid.scenes.grammar import Query
 from pellucid.scenes.reading import Reading
 from pellucid.train.trainer import MODEL
 
-MOST_PROMPTS = 100_000
+_MOST_PROMPTS = 100_000
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class AdherenceConfig:
     dtype: str = DTYPE
 
     def __post_init__(self) -> None:
-        if not 1 <= self.prompts <= MOST_PROMPTS:
-            raise PellucidError(rule("prompts", f"from 1 to {MOST_PROMPTS:,}", self.prompts), "adherence")
+        if not 1 <= self.prompts <= _MOST_PROMPTS:
+            raise PellucidError(rule("prompts", f"from 1 to {_MOST_PROMPTS:,}", self.prompts), "adherence")
         if len(set(self.objects)) != len(self.objects):
             raise PellucidError(rule("objects", "numbers, none of them twice", list(self.objects)), "adherence")
         scenes.sample(torch.zeros(0, dtype=torch.int64), objects=self.objects)  # refuses what the world does not have
@@ -251,29 +251,29 @@ def adherence_table(found: dict[str, AdherenceFigures], title: str = "Adherence"
 
 # --- Report ---------------------------------------------------------------------------------------------------------
 
-ON_A_SHEET = 100
+_ON_A_SHEET = 100
 
 
 def write_report(study: AdherenceStudy) -> dict[str, AdherenceFigures]:
     """figures.json, table.md, random.png and, where there are any, failures.png, of the images so far."""
     shown = study.shown()
     found = figures(shown, study.config.making.seed)
-    put(study.folder / "figures.json", json.dumps(figures_json(study.config, found), indent=1, allow_nan=False) + "\n")
-    put(study.folder / "table.md", adherence_table(found, headline(study.config)).markdown())
+    put(study.folder / "figures.json", json.dumps(_figures_json(study.config, found), indent=1, allow_nan=False) + "\n")
+    put(study.folder / "table.md", adherence_table(found, _headline(study.config)).markdown())
     generator = torch.Generator().manual_seed(study.config.making.seed)
-    picks = torch.randperm(len(shown), generator=generator)[:ON_A_SHEET].sort().values.tolist()
+    picks = torch.randperm(len(shown), generator=generator)[:_ON_A_SHEET].sort().values.tolist()
     right = found["all"].right
-    write_sheet(study, [shown[i] for i in picks], f"{headline(study.config)}: random images", "random.png")
+    _write_sheet(study, [shown[i] for i in picks], f"{_headline(study.config)}: random images", "random.png")
     failures = [one for one in shown if not one.verdict.right]
-    title = f"{headline(study.config)}: {right.count - right.right} of {right.count:,} images are not right"
+    title = f"{_headline(study.config)}: {right.count - right.right} of {right.count:,} images are not right"
     if failures:
-        write_sheet(study, failures[:ON_A_SHEET], title, "failures.png")
+        _write_sheet(study, failures[:_ON_A_SHEET], title, "failures.png")
     else:
         (study.folder / "failures.png").unlink(missing_ok=True)
     return found
 
 
-def headline(config: AdherenceConfig) -> str:
+def _headline(config: AdherenceConfig) -> str:
     making = config.making
     place = Path(config.model)
     model = place.parent.name if place.name == MODEL and place.parent.name else place.name
@@ -282,7 +282,7 @@ def headline(config: AdherenceConfig) -> str:
     return f"{model}, {making.sampler}, {making.steps} steps, guidance {guidance}"
 
 
-def write_sheet(study: AdherenceStudy, shown: Sequence[GradedImage], title: str, name: str) -> None:
+def _write_sheet(study: AdherenceStudy, shown: Sequence[GradedImage], title: str, name: str) -> None:
     cards = []
     for one, image in zip(shown, study.images(list(shown)), strict=True):
         verdict = one.verdict
@@ -290,7 +290,7 @@ def write_sheet(study: AdherenceStudy, shown: Sequence[GradedImage], title: str,
     sheets.save_png(contact_sheet(cards, title), study.folder / name)
 
 
-def figures_json(config: AdherenceConfig, found: dict[str, AdherenceFigures]) -> dict[str, Any]:
+def _figures_json(config: AdherenceConfig, found: dict[str, AdherenceFigures]) -> dict[str, Any]:
     making = {name: getattr(config.making, name) for name in ("sampler", "steps", "guidance", "seed")}
     return {
         "model": config.model,

@@ -21,14 +21,14 @@ from pellucid.pipeline.images import to_images
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.request import Control, ImagePrompt, Lora, Request
 
-STEPS = 4
-PROMPT = "a large red star"
-NOTHING = 1e-4  # a relative change of x0 below this is none
-UNUSED = 0.05  # the share of a LoRA's keys that may fit nothing
-WORDS = {Lora: "LoRA", Control: "ControlNet", ImagePrompt: "IP-Adapter"}
+_STEPS = 4
+_PROMPT = "a large red star"
+_NOTHING = 1e-4  # a relative change of x0 below this counts as none
+_UNUSED = 0.05  # the share of a LoRA's keys that may fit nothing
+_WORDS = {Lora: "LoRA", Control: "ControlNet", ImagePrompt: "IP-Adapter"}
 
 
-def beside(subject: Subject) -> tuple[Adapter, ...]:
+def _beside(subject: Subject) -> tuple[Adapter, ...]:
     """The adapters in a model's folder that are none of its parts, as in a bundle; with no images yet."""
     folder, parts = subject.folder, subject.index or {}
     kinds: dict[str, Callable[[Path], Adapter]] = {
@@ -40,7 +40,7 @@ def beside(subject: Subject) -> tuple[Adapter, ...]:
     return tuple(kinds[name](place) for name, place in places.items() if place.is_dir())
 
 
-def adapter_option(pipe: Pipeline, one: Adapter) -> dict[str, Any]:
+def _adapter_option(pipe: Pipeline, one: Adapter) -> dict[str, Any]:
     """The request's option for an adapter; where it has no image, with a scene or its outlines."""
     if isinstance(one, Lora):
         return {"loras": [one]}
@@ -52,20 +52,20 @@ def adapter_option(pipe: Pipeline, one: Adapter) -> dict[str, Any]:
     return {"image_prompts": [one if one.images is not None else replace(one, images=image)]}
 
 
-def predictions(pipe: Pipeline, **options: Any) -> tuple[list[Tensor], Receipt | None]:
+def _predictions(pipe: Pipeline, **options: Any) -> tuple[list[Tensor], Receipt | None]:
     """x0 of every row of a short run."""
     network, found = pipe.components.network, []
 
     def keep(seen: StepSeen) -> None:
         found.append(seen.x0.detach().float().cpu().clone())
 
-    options |= {"prompt": PROMPT} if takes_text(network) else {}
+    options |= {"prompt": _PROMPT} if takes_text(network) else {}
     options |= {"label": 0} if takes_labels(network) else {}
-    result = pipe(seed=0, sampler="dpmpp_2m", steps=STEPS, guidance=1.0, decode=False, observers=[keep], **options)
+    result = pipe(seed=0, sampler="dpmpp_2m", steps=_STEPS, guidance=1.0, decode=False, observers=[keep], **options)
     return found, result.receipt
 
 
-def relative_change(plain: Sequence[Tensor], adapted: Sequence[Tensor]) -> float:
+def _relative_change(plain: Sequence[Tensor], adapted: Sequence[Tensor]) -> float:
     """The largest relative change of x0 over the rows."""
     return max(float((b - a).norm() / a.norm().clamp(min=1e-12)) for a, b in zip(plain, adapted, strict=True))
 
@@ -73,26 +73,26 @@ def relative_change(plain: Sequence[Tensor], adapted: Sequence[Tensor]) -> float
 @check("adapters")
 def adapters(subject: Subject, pipeline: Pipeline) -> Iterable[Finding]:
     """Does every adapter change the prediction?"""
-    worn = subject.adapters or beside(subject)
+    worn = subject.adapters or _beside(subject)
     if not worn:
         raise Unable("no adapter: give --lora, --controlnet or --ip-adapter")
-    plain, _ = predictions(pipeline)
-    return [finding for one in worn for finding in adapter_findings(pipeline, one, plain)]
+    plain, _ = _predictions(pipeline)
+    return [finding for one in worn for finding in _adapter_findings(pipeline, one, plain)]
 
 
-def adapter_findings(pipe: Pipeline, one: Adapter, plain: Sequence[Tensor]) -> Iterable[Finding]:
+def _adapter_findings(pipe: Pipeline, one: Adapter, plain: Sequence[Tensor]) -> Iterable[Finding]:
     """Findings of one adapter."""
-    kind, name = WORDS[type(one)], name_of(one)
+    kind, name = _WORDS[type(one)], _name_of(one)
     try:
-        adapted, receipt = predictions(pipe, **adapter_option(pipe, one))
+        adapted, receipt = _predictions(pipe, **_adapter_option(pipe, one))
     except PellucidError as error:
         if error.code == "ip-encoder":
             raise Unable(f"the image encoder of {name} is not here") from None
-        yield refused(kind, name, error)
+        yield _refused(kind, name, error)
         return
-    moved = relative_change(plain, adapted)
-    if not moved > NOTHING:
-        cause, fix = why(pipe, one)
+    moved = _relative_change(plain, adapted)
+    if not moved > _NOTHING:
+        cause, fix = _why(pipe, one)
         facts = (("adapter", name), ("relative change of the prediction", moved), ("rows", len(plain)))
         yield Finding("adapter-no-effect", "error", f"{kind} {name} changes nothing", facts, cause, fix)
     if receipt is not None and receipt.unused:
@@ -100,7 +100,7 @@ def adapter_findings(pipe: Pipeline, one: Adapter, plain: Sequence[Tensor]) -> I
         share = len(receipt.unused) / total
         yield Finding(
             "adapter-keys-unused",
-            "warning" if share > UNUSED else "note",
+            "warning" if share > _UNUSED else "note",
             f"{len(receipt.unused)} of {total} keys of {kind} {name} fit no layer",
             (("unused", ", ".join(receipt.unused[:4])), ("share", share), ("relative change", moved)),
             "They name layers that this model does not have: the file is for another base, or in another layout.",
@@ -108,7 +108,7 @@ def adapter_findings(pipe: Pipeline, one: Adapter, plain: Sequence[Tensor]) -> I
         )
 
 
-def refused(kind: str, name: str, error: PellucidError) -> Finding:
+def _refused(kind: str, name: str, error: PellucidError) -> Finding:
     """An adapter that cannot be put on the model; the refusal says why."""
     nothing = error.code == "lora-nothing"
     code, effect = ("adapter-no-effect", "changes nothing") if nothing else ("adapter-misfit", "does not fit the model")
@@ -117,28 +117,28 @@ def refused(kind: str, name: str, error: PellucidError) -> Finding:
     return Finding(code, "error", title, facts, str(error), "Use an adapter that was made for this base, at scale 1.")
 
 
-def why(pipe: Pipeline, one: Adapter) -> tuple[str, str]:
+def _why(pipe: Pipeline, one: Adapter) -> tuple[str, str]:
     """The cause of no change at all, and what to do."""
     scales = one.scale.values() if hasattr(one.scale, "values") else [one.scale]
     if all(scale == 0 for scale in scales):
         return "Its scale is 0.", "Give it a scale above 0, such as 1.0."
     if isinstance(one, Control):
         net = pipe.controlnet_of(one)
-        if all_zero([*net.controlnet_down_blocks, net.controlnet_mid_block]):
+        if _all_zero([*net.controlnet_down_blocks, net.controlnet_mid_block]):
             return "Its output layers are all zero: it is new and was never trained.", "Train it, or load its weights."
         return f"It acts only from {one.start:g} to {one.end:g} of the run, where no step lies.", "Widen start and end."
     if isinstance(one, ImagePrompt):
-        if all_zero([pair.to_v_ip for pair in pipe.ip_adapter_of(one).pairs]):  # type: ignore[misc]
+        if _all_zero([pair.to_v_ip for pair in pipe.ip_adapter_of(one).pairs]):  # type: ignore[misc]
             return "The values that it adds are all zero: it is new and was never trained.", "Load its weights."
         return "The network's cross-attention does not read its tokens.", "Use an adapter that was made for this base."
     cause = "Its differences are too small for the dtype of the base."
     return cause, "Check that its weights are those of its training."
 
 
-def all_zero(layers: Sequence[nn.Module]) -> bool:
+def _all_zero(layers: Sequence[nn.Module]) -> bool:
     return all(not bool(parameter.any()) for layer in layers for parameter in layer.parameters())
 
 
-def name_of(one: Adapter) -> str:
+def _name_of(one: Adapter) -> str:
     source = one.source if isinstance(one, Lora) else one.network if isinstance(one, Control) else one.adapter
     return Path(source).name if isinstance(source, str | Path) else str(getattr(source, "name", type(source).__name__))

@@ -48,7 +48,7 @@ from pellucid.pipeline.pipeline import Pipeline
 Severity = Literal["note", "warning", "error"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)  # from harmless to harmful
 Evidence = tuple[tuple[str, float | str], ...]  # what was measured or read, by name
-CODE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+_CODE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 REPORT_FORMAT = "pellucid-doctor-1"
 
 # --- findings -----------------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ class Finding:
     fix: str  # a command or a config line where there is one
 
     def __post_init__(self) -> None:
-        if not CODE.fullmatch(self.code):
+        if not _CODE.fullmatch(self.code):
             raise PellucidError(rule("code of a finding", "words in lower case with dashes", self.code), "finding")
         if self.severity not in SEVERITIES:
             raise PellucidError(rule("severity", " or ".join(SEVERITIES), self.severity), "finding")
@@ -122,21 +122,21 @@ class Report:
 
 # --- the report as text -------------------------------------------------------------------------------------------
 
-STYLES = {"error": "bold red", "warning": "bold yellow", "note": "cyan"}
-INDENT = "  "
+_STYLES = {"error": "bold red", "warning": "bold yellow", "note": "cyan"}
+_INDENT = "  "
 
 
 def report_text(report: Report) -> Text:
     """Findings, the verdict, and what was not checked, grouped by the reason."""
     text = Text()
     for finding in report.findings:
-        text.append(finding.severity, style=STYLES[finding.severity])
+        text.append(finding.severity, style=_STYLES[finding.severity])
         text.append(f"[{finding.code}] ", style="dim")
         text.append(finding.title + "\n", style="bold")
         facts = "; ".join(f"{name} = {evidence_value(item)}" for name, item in finding.evidence)
         for name, words in (("evidence", facts), ("cause", finding.cause), ("fix", finding.fix)):
             if words:
-                text.append(f"{INDENT}{name:<9}", style="dim")
+                text.append(f"{_INDENT}{name:<9}", style="dim")
                 text.append(words + "\n")
         text.append("\n")
     text.append(verdict_line(report), style="bold")
@@ -145,10 +145,10 @@ def report_text(report: Report) -> Text:
         reasons.setdefault("" if why.startswith(OTHER) else why, []).append(name)
     others = len(reasons.pop("", ()))
     for why, names in reasons.items():
-        text.append(f"\n{INDENT}not checked: {', '.join(names)} ({why})", style="dim")
+        text.append(f"\n{_INDENT}not checked: {', '.join(names)} ({why})", style="dim")
     if others:
         words = "check is" if others == 1 else "checks are"
-        text.append(f"\n{INDENT}{others} more {words} for other subjects", style="dim")
+        text.append(f"\n{_INDENT}{others} more {words} for other subjects", style="dim")
     return text
 
 
@@ -172,7 +172,7 @@ def verdict_line(report: Report) -> str:
 # --- checks -------------------------------------------------------------------------------------------------------
 
 # The modules that register checks, in the order in which they run: what is cheap, and what explains the rest, first.
-MODULES: tuple[str, ...] = (
+_MODULES: tuple[str, ...] = (
     "scheduler_configs",
     "runs",
     "components",
@@ -226,7 +226,7 @@ def check(name: str) -> Callable[[CheckFunction], CheckFunction]:
 
 def every() -> tuple[Check, ...]:
     """All checks, in the order in which they run."""
-    for module in MODULES:
+    for module in _MODULES:
         importlib.import_module(f"pellucid.evidence.doctor.{module}")
     return tuple(CHECKS.values())
 
@@ -286,7 +286,7 @@ def doctor(
         raise PellucidError(f"model or network must be given; got {got}.", "usage")
     run = RunSpec(steps=steps, device=device)
     if network is not None:
-        subject = of_network(network, schedule, target, data, run)
+        subject = _of_network(network, schedule, target, data, run)
     elif schedule is not None or target is not None:
         raise PellucidError("schedule and target must come with network; a model brings its own.", "usage")
     elif isinstance(data, Tensor):
@@ -299,7 +299,7 @@ def doctor(
     return examine(subject)
 
 
-def of_network(
+def _of_network(
     network: Callable[[Tensor, Tensor], Tensor],
     schedule: str | Schedule | None,
     target: str | None,

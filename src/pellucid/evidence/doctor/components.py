@@ -9,19 +9,14 @@ from typing import Any
 from pellucid.core.errors import PellucidError
 from pellucid.evidence.doctor.checks import Finding, check
 from pellucid.evidence.doctor.subject import Component, Subject
-from pellucid.interop.components import (
-    INDEX,
-    KINDS,
-    TEXT_PARTS,
-    TOKENIZER_PARTS,
-)
+from pellucid.interop.components import INDEX, KINDS, TEXT_PARTS, TOKENIZER_PARTS
 from pellucid.interop.family import INPAINT_CHANNELS
 from pellucid.interop.folder import IGNORED, OTHERS, STABLE_DIFFUSION
 from pellucid.interop.tokenizer import LENGTH, Tokenizer
 from pellucid.models.clip import LEGACY_EOS
 
 # One class under several names, and classes that stand for what they are made of.
-SAME = (
+_SAME = (
     {"Transformer2DModel", "DiTTransformer2DModel", "PixArtTransformer2DModel"},
     {"MultiControlNetModel", "ControlNetModel"},
 )
@@ -69,7 +64,7 @@ def classes(subject: Subject, components: Mapping[str, Component]) -> Iterator[F
 def same(a: str, b: str) -> bool:
     """One class by two names; a whole CLIP's config is also that of its halves, and Flax's classes read torch's."""
     halves = "CLIPModel" in (a, b) and a.startswith("CLIP") and b.startswith("CLIP")
-    return halves or a == b.removeprefix("Flax") or any({a, b} <= names for names in SAME)
+    return halves or a == b.removeprefix("Flax") or any({a, b} <= names for names in _SAME)
 
 
 # --- what belongs together -------------------------------------------------------------------------------------
@@ -81,15 +76,15 @@ def fit(subject: Subject, components: Mapping[str, Component]) -> Iterator[Findi
     configs = {part: one.config for part, one in components.items() if one.config is not None}
     pipeline = str((subject.index or {}).get("_class_name"))
     if "unet" in configs and STABLE_DIFFUSION.fullmatch(pipeline):
-        yield from pipeline_fits(pipeline, configs["unet"])
-        yield from text_fits(configs)
+        yield from _pipeline_fits(pipeline, configs["unet"])
+        yield from _text_fits(configs)
     network = configs.get("unet") or configs.get("transformer")
     read = STABLE_DIFFUSION.fullmatch(pipeline) or pipeline in OTHERS  # others pack latents, or add maps to them
     if read and network is not None and "latent_channels" in configs.get("vae", {}):
-        yield from latents_fit(network, configs["vae"])
+        yield from _latents_fit(network, configs["vae"])
 
 
-def pipeline_fits(pipeline: str, unet: Mapping[str, Any]) -> Iterator[Finding]:
+def _pipeline_fits(pipeline: str, unet: Mapping[str, Any]) -> Iterator[Finding]:
     sized = unet.get("addition_embed_type") == "text_time"
     channels = int(unet.get("in_channels", 4))
     if sized != ("XL" in pipeline):
@@ -114,7 +109,7 @@ def pipeline_fits(pipeline: str, unet: Mapping[str, Any]) -> Iterator[Finding]:
         )
 
 
-def text_fits(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+def _text_fits(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
     unet = configs["unet"]
     encoders = [configs[part] for part in TEXT_PARTS if part in configs and "hidden_size" in configs[part]]
     reads = unet.get("encoder_hid_dim") or unet.get("cross_attention_dim", 1280)
@@ -131,10 +126,10 @@ def text_fits(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
             "Take the text encoders of the model that the UNet was trained with.",
         )
     if unet.get("addition_embed_type") == "text_time":
-        yield from pooled_fits(unet, encoders[-1])
+        yield from _pooled_fits(unet, encoders[-1])
 
 
-def pooled_fits(unet: Mapping[str, Any], encoder: Mapping[str, Any]) -> Iterator[Finding]:
+def _pooled_fits(unet: Mapping[str, Any], encoder: Mapping[str, Any]) -> Iterator[Finding]:
     """SDXL's UNet takes the pooled text and six sizes, its refiner five numbers."""
     waves, takes = unet.get("addition_time_embed_dim"), unet.get("projection_class_embeddings_input_dim")
     pooled = encoder.get("projection_dim", 512)
@@ -151,7 +146,7 @@ def pooled_fits(unet: Mapping[str, Any], encoder: Mapping[str, Any]) -> Iterator
     )  # fmt: skip
 
 
-def latents_fit(network: Mapping[str, Any], vae: Mapping[str, Any]) -> Iterator[Finding]:
+def _latents_fit(network: Mapping[str, Any], vae: Mapping[str, Any]) -> Iterator[Finding]:
     latent, channels = int(vae["latent_channels"]), network.get("in_channels", 4)
     if channels in (latent, 2 * latent, 2 * latent + 1):  # alone, with an image, with a mask and an image
         return
@@ -189,12 +184,12 @@ def tokenizers(subject: Subject, components: Mapping[str, Component]) -> Iterato
                 "Download its files again.",
             )
             continue
-        yield from window_fits(token_part, read, text.config)
-        yield from vocabulary_fits(token_part, read, text.config)
-        yield from end_fits(token_part, read, text)
+        yield from _window_fits(token_part, read, text.config)
+        yield from _vocabulary_fits(token_part, read, text.config)
+        yield from _end_fits(token_part, read, text)
 
 
-def window_fits(part: str, tokens: Tokenizer, text: Mapping[str, Any]) -> Iterator[Finding]:
+def _window_fits(part: str, tokens: Tokenizer, text: Mapping[str, Any]) -> Iterator[Finding]:
     window = int(text.get("max_position_embeddings", LENGTH))
     if tokens.length == window:
         return
@@ -214,7 +209,7 @@ def window_fits(part: str, tokens: Tokenizer, text: Mapping[str, Any]) -> Iterat
     )
 
 
-def vocabulary_fits(part: str, tokens: Tokenizer, text: Mapping[str, Any]) -> Iterator[Finding]:
+def _vocabulary_fits(part: str, tokens: Tokenizer, text: Mapping[str, Any]) -> Iterator[Finding]:
     table = int(text.get("vocab_size", 49408))
     if tokens.size > table:
         yield Finding(
@@ -227,7 +222,7 @@ def vocabulary_fits(part: str, tokens: Tokenizer, text: Mapping[str, Any]) -> It
         )
 
 
-def end_fits(part: str, tokens: Tokenizer, text: Component) -> Iterator[Finding]:
+def _end_fits(part: str, tokens: Tokenizer, text: Component) -> Iterator[Finding]:
     """The pooled text is taken at the end mark."""
     end = (text.config or {}).get("eos_token_id")
     if end is None or end in (LEGACY_EOS, tokens.eos) or text.kind != "CLIPTextModelWithProjection":

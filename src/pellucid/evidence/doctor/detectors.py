@@ -40,10 +40,10 @@ from pellucid.pipeline.pipeline import Pipeline
 
 # --- times of least error --------------------------------------------------------------------------------------------
 
-UNEXPLAINED = 1.15  # square error at the times of a schedule over that at the best times
-TIMED_RATIOS = (0.45, 1.2, 3.5)  # sigma / alpha
-TIMES, FINER = 13, 8  # tried at each of them, and about the best of them
-TIMED_IMAGES = 8
+_UNEXPLAINED = 1.15  # square error at the times of a schedule over that at the best times
+_TIMED_RATIOS = (0.45, 1.2, 3.5)  # sigma / alpha
+_TIMES, _FINER = 13, 8  # tried at each of them, and about the best of them
+_TIMED_IMAGES = 8
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class BestTime:
     excess: float  # square error at the time that a schedule has there, over that at the best time
 
 
-def best_times(probe: Probe, target: Target, curve: Schedule, count: int = TIMED_IMAGES) -> list[BestTime]:
+def best_times(probe: Probe, target: Target, curve: Schedule, count: int = _TIMED_IMAGES) -> list[BestTime]:
     """The times at which the network denoises best, found by trying many; `curve` matters for its frame alone."""
     images = range(min(2 if probe.few else count, len(probe)))
     clean = probe.clean[: len(images)]
     reader = replace(probe, target=target, schedule=curve)
     found = []
-    for k, ratio in enumerate(TIMED_RATIOS):
+    for k, ratio in enumerate(_TIMED_RATIOS):
         level = in_frame(ratio, "vp")
         x = clean * level.alpha + probe.noise(1000 + k, images) * level.sigma
 
@@ -69,18 +69,18 @@ def best_times(probe: Probe, target: Target, curve: Schedule, count: int = TIMED
             read = [reader.x0(x, level, float(time), images) for time in times]
             return np.array([float(log_square(x0 - clean).mean()) for x0 in read])
 
-        time, least = search_lowest(errors, *curve.span)
+        time, least = _search_lowest(errors, *curve.span)
         own = errors(np.array([float(curve.time_at(ratio))]))
         found.append(BestTime(ratio, time, math.exp(min(float(own[0]) - least, 50.0))))
     return found
 
 
-def search_lowest(curve: Callable[[Array], Array], low: float, high: float) -> tuple[float, float]:
+def _search_lowest(curve: Callable[[Array], Array], low: float, high: float) -> tuple[float, float]:
     """Where a curve is lowest and how low: over all of it, then finer about the lowest point."""
-    times = np.linspace(low, high, TIMES)
+    times = np.linspace(low, high, _TIMES)
     values = curve(times)
     i = int(values.argmin())
-    finer = np.linspace(times[max(i - 1, 0)], times[min(i + 1, TIMES - 1)], FINER)[1:-1]
+    finer = np.linspace(times[max(i - 1, 0)], times[min(i + 1, _TIMES - 1)], _FINER)[1:-1]
     times, values = np.append(times, finer), np.append(values, curve(finer))
     order = np.argsort(times)
     return lowest(times[order], values[order])
@@ -99,12 +99,12 @@ def lowest(times: Array, values: Array) -> tuple[float, float]:
     return float(np.clip(at, a, c)), float(q)
 
 
-def explained(seen: list[BestTime]) -> bool:
+def _explained(seen: list[BestTime]) -> bool:
     """Whether the schedule has the best time at every level."""
-    return max(one.excess for one in seen) < UNEXPLAINED
+    return max(one.excess for one in seen) < _UNEXPLAINED
 
 
-def at_scale(probe: Probe, factor: float) -> list[BestTime]:
+def _at_scale(probe: Probe, factor: float) -> list[BestTime]:
     """The best times by the probe's schedule, with data so many times as large."""
     return best_times(replace(probe, clean=probe.clean * factor), probe.target, probe.schedule)
 
@@ -118,20 +118,20 @@ WORDS = {
     "flow": "the flow (noise less image)",
     "edm": "EDM's preconditioned output",
 }
-FLOW_CLASS, EDM_CLASS = '"_class_name": "FlowMatchEulerDiscreteScheduler"', '"_class_name": "EDMEulerScheduler"'
+_FLOW_CLASS, _EDM_CLASS = '"_class_name": "FlowMatchEulerDiscreteScheduler"', '"_class_name": "EDMEulerScheduler"'
 
 
-def set_keys(keys: str) -> str:
+def _set_keys(keys: str) -> str:
     return f"Set {keys} in scheduler/scheduler_config.json"
 
 
-def target_fix(found: Target, declared: Schedule) -> str:
+def _target_fix(found: Target, declared: Schedule) -> str:
     """What to write into the scheduler's config."""
     if found == "flow" and not isinstance(declared, Flow):
-        return f'{set_keys(FLOW_CLASS)}, or "prediction_type": "flow_prediction" and "use_flow_sigmas": true.'
+        return f'{_set_keys(_FLOW_CLASS)}, or "prediction_type": "flow_prediction" and "use_flow_sigmas": true.'
     if found == "edm" and not isinstance(declared, EDM):
-        return f"{set_keys(EDM_CLASS)}."
-    line = set_keys(f'"prediction_type": "{TARGET_NAMES.get(found, found)}"')
+        return f"{_set_keys(_EDM_CLASS)}."
+    line = _set_keys(f'"prediction_type": "{TARGET_NAMES.get(found, found)}"')
     if found != "flow" and isinstance(declared, Flow):
         return f"{line}, in a scheduler that is not a flow one; the check schedule says which."
     return f'{line}, or load with pellucid.load(model, target="{found}").'
@@ -159,11 +159,11 @@ def target_findings(answer: Answer, declared: Target, schedule: Schedule) -> Ite
             evidence,
             f"The network was trained for {found}: read as {declared}, its output denoises with "
             f"{answer.ratio(declared):.3g} times the square error.",
-            target_fix(found, schedule),
+            _target_fix(found, schedule),
         )
 
 
-def for_network(found: list[Finding], code: str, argument: str) -> list[Finding]:
+def _for_network(found: list[Finding], code: str, argument: str) -> list[Finding]:
     """The findings of a network without files: one is mended by an argument."""
     return [replace(one, fix=f"Pass {argument} with the network.") if one.code == code else one for one in found]
 
@@ -178,7 +178,7 @@ def check_target(subject: Subject, network: Any) -> Iterable[Finding]:
     found = list(target_findings(answer, probe.target, probe.schedule))
     if not found and answer.confidence < SURE:
         raise Unable(f"the images do not tell the target apart: {answer.doubt()}; give more --data")
-    return for_network(found, "target-mismatch", f'target="{answer.name}"') if subject.pipeline is None else found
+    return _for_network(found, "target-mismatch", f'target="{answer.name}"') if subject.pipeline is None else found
 
 
 # --- scale of the training data --------------------------------------------------------------------------------------
@@ -187,13 +187,13 @@ def check_target(subject: Subject, network: Any) -> Iterable[Finding]:
 # network denoises it best, relative to c, at the scale that it was trained on. There the config's scale must lie: a VAE
 # with the scaling factor of another model encodes images that are too large or too small for the network.
 
-PROFILE_SCALES = tuple(float(c) for c in np.geomspace(1 / 8, 8, 13))  # steps of √2
-NOISES = (0.5, 1.0, 2.0)  # ρ
-SCALE_IMAGES = 16
-SCALE_OFF = 1.25  # the scale is wrong beyond this factor, with all of its interval
-SCALE_COST = 1.01  # and where it costs at least this factor of the square error
-SCALE_FAR = 1.5  # an error
-SCALE_RESAMPLES = 400
+_PROFILE_SCALES = tuple(float(c) for c in np.geomspace(1 / 8, 8, 13))  # steps of √2
+_NOISES = (0.5, 1.0, 2.0)  # ρ
+_SCALE_IMAGES = 16
+_SCALE_OFF = 1.25  # the scale is wrong beyond this factor, with all of its interval
+_SCALE_COST = 1.01  # and where it costs at least this factor of the square error
+_SCALE_FAR = 1.5  # an error
+_SCALE_RESAMPLES = 400
 
 
 @dataclass(frozen=True)
@@ -207,45 +207,45 @@ class TrainingScale:
     @property
     def off(self) -> bool:
         """Whether it is not 1 for sure, and matters."""
-        return (self.interval.low > SCALE_OFF or self.interval.high < 1 / SCALE_OFF) and self.excess > SCALE_COST
+        return (self.interval.low > _SCALE_OFF or self.interval.high < 1 / _SCALE_OFF) and self.excess > _SCALE_COST
 
 
-def training_scale(probe: Probe, most: int = SCALE_IMAGES) -> TrainingScale:
+def training_scale(probe: Probe, most: int = _SCALE_IMAGES) -> TrainingScale:
     """The scale at which a network denoises best."""
-    logs = scale_profile(probe, range(min(most, len(probe))))  # (S, N)
-    at = np.log(np.array(PROFILE_SCALES))
+    logs = _scale_profile(probe, range(min(most, len(probe))))  # (S, N)
+    at = np.log(np.array(_PROFILE_SCALES))
     best, least = lowest(at, logs.mean(1).numpy())
-    counts = draws(logs.shape[1], SCALE_RESAMPLES).double() / logs.shape[1]
+    counts = draws(logs.shape[1], _SCALE_RESAMPLES).double() / logs.shape[1]
     drawn = torch.tensor([math.exp(lowest(at, row)[0]) for row in (counts @ logs.T).numpy()])
-    one = float(logs.mean(1)[PROFILE_SCALES.index(min(PROFILE_SCALES, key=lambda c: abs(math.log(c))))])
+    one = float(logs.mean(1)[_PROFILE_SCALES.index(min(_PROFILE_SCALES, key=lambda c: abs(math.log(c))))])
     return TrainingScale(math.exp(best), percentiles(drawn, math.exp(best), 0.99), math.exp(one - least))
 
 
-def scale_profile(probe: Probe, images: range) -> torch.Tensor:
+def _scale_profile(probe: Probe, images: range) -> torch.Tensor:
     """(S, N): the mean over noises of the logarithm of the square error, relative to the scale."""
     clean = probe.clean[: len(images)]
-    found = torch.zeros(len(PROFILE_SCALES), len(images), dtype=torch.float64)
-    for k, noise in enumerate(NOISES):
+    found = torch.zeros(len(_PROFILE_SCALES), len(images), dtype=torch.float64)
+    for k, noise in enumerate(_NOISES):
         eps = probe.noise(2000 + k, images)
-        for i, scale in enumerate(PROFILE_SCALES):
+        for i, scale in enumerate(_PROFILE_SCALES):
             level = in_frame(scale * noise, "vp")
             x = (clean + noise * eps) * scale * level.alpha
             x0 = probe.x0(x, level, float(probe.schedule.time_at(level.ratio)), images)
-            found[i] += log_square(x0 / scale - clean) / len(NOISES)
+            found[i] += log_square(x0 / scale - clean) / len(_NOISES)
     return found
 
 
 @check("scale of training")
 def check_scale(subject: Subject, network: Any, data: KnownImages) -> Iterable[Finding]:
     """Do images reach the network at the scale that it was trained on?"""
-    probe = probe_of(subject, SCALE_IMAGES)
+    probe = probe_of(subject, _SCALE_IMAGES)
     if len(probe) < 2:
         raise Unable(f"{len(probe)} image is too few: give two or more")
     trained = detection_of(subject)[1].as_trained(probe)
     seen = training_scale(trained)
     if not seen.off:
         return []
-    if not explained(at_scale(trained, seen.factor)):  # betas of its own look like another scale at some levels alone
+    if not _explained(_at_scale(trained, seen.factor)):  # betas of its own look like another scale at some levels alone
         raise Unable("at no scale does its schedule have the times that the network wants: see the check schedule")
     vae = None if subject.pipeline is None else subject.pipeline.components.vae
     evidence: Evidence = (
@@ -256,7 +256,7 @@ def check_scale(subject: Subject, network: Any, data: KnownImages) -> Iterable[F
         ("square error, times that at the best factor", seen.excess),
     )
     words = f"network was trained on data {seen.factor:.3g} times as large as what it is given"
-    grave: Severity = "error" if max(seen.factor, 1 / seen.factor) > SCALE_FAR else "warning"
+    grave: Severity = "error" if max(seen.factor, 1 / seen.factor) > _SCALE_FAR else "warning"
     if vae is None:
         cause = f"The {words}: pixels of another range."
         fix = "Normalise the images as in training: Pellucid gives them in [-1, 1]."
@@ -270,24 +270,24 @@ def check_scale(subject: Subject, network: Any, data: KnownImages) -> Iterable[F
 
 # --- schedule --------------------------------------------------------------------------------------------------------
 
-SCHEDULE_COST, SCHEDULE_FAR = 1.05, 1.25  # square error over that by the best schedule: worth a warning, an error
-BETAS = ("beta_start", "beta_end")
-SPELLED = {"cosine": "squaredcos_cap_v2", "exponential": "exp"}
+_SCHEDULE_COST, _SCHEDULE_FAR = 1.05, 1.25  # square error over that by the best schedule: worth a warning, an error
+_BETAS = ("beta_start", "beta_end")
+_SPELLED = {"cosine": "squaredcos_cap_v2", "exponential": "exp"}
 
 
-def schedule_fix(found: Schedule) -> str:
+def _schedule_fix(found: Schedule) -> str:
     """What to write into the scheduler's config."""
     if isinstance(found, Flow):
-        return f"{set_keys(FLOW_CLASS)}."
+        return f"{_set_keys(_FLOW_CLASS)}."
     if isinstance(found, EDM):
-        return f"{set_keys(EDM_CLASS)}."
+        return f"{_set_keys(_EDM_CLASS)}."
     if not isinstance(found, Tabled) or found.name.startswith("sqrt"):
         return f'Put the betas of `pellucid schedules {found.name} --json` as "trained_betas" into its config.'
     made = dict(found.made_with)
-    keys = {"beta_schedule": SPELLED.get(found.name, found.name), **{k: made[k] for k in BETAS if k in made}}
+    keys = {"beta_schedule": _SPELLED.get(found.name, found.name), **{k: made[k] for k in _BETAS if k in made}}
     line = ", ".join(f'"{key}": {value!r}'.replace("'", '"') for key, value in keys.items())
     zero = ', "rescale_betas_zero_snr": true' if found.zero_terminal else ""
-    return f"{set_keys(line + zero)}."
+    return f"{_set_keys(line + zero)}."
 
 
 def schedule_findings(answer: Answer, probe: Probe) -> Iterable[Finding]:
@@ -296,38 +296,38 @@ def schedule_findings(answer: Answer, probe: Probe) -> Iterable[Finding]:
     found = candidates(probe.schedule)[answer.winner.schedule]
     wrong = answer.name != declared and answer.confidence >= SURE
     worse = answer.ratio(declared) if declared in answer.best else math.inf
-    mismatch = wrong and worse >= SCHEDULE_COST
+    mismatch = wrong and worse >= _SCHEDULE_COST
     seen = best_times(probe, answer.winner.target, found) if mismatch or answer.name == declared else []
-    if sum(one.excess >= UNEXPLAINED for one in seen) >= 2:
-        yield unknown_schedule(answer, seen, probe.schedule)
+    if sum(one.excess >= _UNEXPLAINED for one in seen) >= 2:
+        yield _unknown_schedule(answer, seen, probe.schedule)
     elif mismatch:
         same_frame = f"with the times of {declared} it denoises with {worse:.3g} times the square error."
         other_frame = f"{declared} mixes signal and noise in another frame."
         yield Finding(
             "schedule-mismatch",
-            "error" if worse >= SCHEDULE_FAR else "warning",
+            "error" if worse >= _SCHEDULE_FAR else "warning",
             f"the network was trained on the schedule {answer.name}; its config says {declared}",
-            (*answer_evidence(answer, 3), *time_evidence(seen, probe.schedule)),
+            (*answer_evidence(answer, 3), *_time_evidence(seen, probe.schedule)),
             f"The network was trained on {answer.name}; {same_frame if declared in answer.best else other_frame}",
-            schedule_fix(found),
+            _schedule_fix(found),
         )
 
 
-def time_evidence(seen: list[BestTime], curve: Schedule) -> Iterator[tuple[str, float]]:
+def _time_evidence(seen: list[BestTime], curve: Schedule) -> Iterator[tuple[str, float]]:
     """At each level the time of least error, and the one that a schedule has there."""
     for one in seen:
         yield f"time of least error at sigma/alpha {one.ratio:g}", one.time
         yield f"time told at sigma/alpha {one.ratio:g}", float(curve.time_at(one.ratio))
 
 
-def unknown_schedule(answer: Answer, seen: list[BestTime], curve: Schedule) -> Finding:
+def _unknown_schedule(answer: Answer, seen: list[BestTime], curve: Schedule) -> Finding:
     """A network whose times of least error no known schedule has."""
     excess = ((f"square error over the least at sigma/alpha {one.ratio:g}", one.excess) for one in seen)
     return Finding(
         "schedule-unknown",
         "warning",
         "no known schedule has the times at which the network denoises best",
-        (("nearest", answer.name), *time_evidence(seen, curve), *excess),
+        (("nearest", answer.name), *_time_evidence(seen, curve), *excess),
         "It was trained on betas of its own, or takes times in another unit.",
         'Give the betas of its training as "trained_betas" in scheduler/scheduler_config.json.',
     )
@@ -349,24 +349,24 @@ def check_schedule(subject: Subject, network: Any) -> Iterable[Finding]:
     found = [] if answer.name == SCALED else list(schedule_findings(answer, probe))
     if found or sure or agrees:
         argument = f'schedule="{answer.name}"'
-        return for_network(found, "schedule-mismatch", argument) if subject.pipeline is None else found
+        return _for_network(found, "schedule-mismatch", argument) if subject.pipeline is None else found
     trained = detection.as_trained(probe)
     size = training_scale(trained)
-    if size.off and explained(at_scale(trained, size.factor)):
+    if size.off and _explained(_at_scale(trained, size.factor)):
         raise Unable("the scale of the data is not that of training: see the check scale of training")
     nearest = candidates(probe.schedule)[answer.winner.schedule]
     seen = best_times(trained, trained.target, nearest)
-    if explained(seen):
+    if _explained(seen):
         raise Unable(f"the images do not tell the schedule apart: {answer.doubt()}; give more --data")
-    return [unknown_schedule(answer, seen, probe.schedule)]
+    return [_unknown_schedule(answer, seen, probe.schedule)]
 
 
 # --- drift -----------------------------------------------------------------------------------------------------------
 
-DRIFT_IMAGES = 8
-DRIFT_STEPS = 20
-DRIFT_SAMPLER = "dpmpp_2m"
-DRIFTED = 1.5  # x has drifted where all of the interval of its spread at the end is beyond this times the data's
+_DRIFT_IMAGES = 8
+_DRIFT_STEPS = 20
+_DRIFT_SAMPLER = "dpmpp_2m"
+_DRIFTED = 1.5  # x has drifted where all of the interval of its spread at the end is beyond this times the data's
 
 
 @dataclass
@@ -378,37 +378,37 @@ class Spread:
 
     def __call__(self, seen: StepSeen) -> None:
         self.levels.append(seen.next_levels[0])
-        self.found.append(deviations(seen.x_next))
+        self.found.append(_deviations(seen.x_next))
 
 
-def deviations(x: Tensor) -> Tensor:
+def _deviations(x: Tensor) -> Tensor:
     """(N,) float64: the standard deviation of each image, about the mean of each of its channels."""
     return x.double().var((2, 3), correction=0).mean(1).sqrt().cpu()
 
 
-def sample_pipeline(pipe: Pipeline, data: KnownImages) -> Spread:
+def _sample_pipeline(pipe: Pipeline, data: KnownImages) -> Spread:
     """A short run without guidance, and the spread of its x."""
     network, spread = pipe.components.network, Spread()
-    options: dict[str, Any] = {"n": DRIFT_IMAGES}
+    options: dict[str, Any] = {"n": _DRIFT_IMAGES}
     if takes_text(network):
-        captions = list(data.captions or ())[:DRIFT_IMAGES]
-        options = {"prompt": captions} if len(captions) == DRIFT_IMAGES else {"prompt": "", "n": DRIFT_IMAGES}
+        captions = list(data.captions or ())[:_DRIFT_IMAGES]
+        options = {"prompt": captions} if len(captions) == _DRIFT_IMAGES else {"prompt": "", "n": _DRIFT_IMAGES}
     if takes_labels(network):
-        labels = list(data.labels or ())[:DRIFT_IMAGES]
-        options = {"label": labels} if len(labels) == DRIFT_IMAGES else {**options, "label": 0}
+        labels = list(data.labels or ())[:_DRIFT_IMAGES]
+        options = {"label": labels} if len(labels) == _DRIFT_IMAGES else {**options, "label": 0}
     options |= {"height": data.pixels.shape[-2], "width": data.pixels.shape[-1], "observers": [spread]}
-    pipe(seed=0, sampler=DRIFT_SAMPLER, steps=DRIFT_STEPS, guidance=1.0, decode=False, **options)
+    pipe(seed=0, sampler=_DRIFT_SAMPLER, steps=_DRIFT_STEPS, guidance=1.0, decode=False, **options)
     return spread
 
 
-def sample_network(probe: Probe) -> Spread:
+def _sample_network(probe: Probe) -> Spread:
     """The same of a network without a pipeline."""
-    spread, images = Spread(), range(DRIFT_IMAGES)
-    plan = compile_plan(DRIFT_SAMPLER, schedule=probe.schedule, target=probe.target, steps=DRIFT_STEPS)
+    spread, images = Spread(), range(_DRIFT_IMAGES)
+    plan = compile_plan(_DRIFT_SAMPLER, schedule=probe.schedule, target=probe.target, steps=_DRIFT_STEPS)
     denoise = denoiser(probe.network, probe.schedule, probe.target)
     start = Philox(images).first(probe.clean.shape[1:], probe.clean, images) * plan.initial_scale
     with torch.no_grad():
-        loop([plan] * DRIFT_IMAGES, denoise, start, Philox(images), [spread], (), None)
+        loop([plan] * _DRIFT_IMAGES, denoise, start, Philox(images), [spread], (), None)
     return spread
 
 
@@ -422,13 +422,13 @@ def check_drift(subject: Subject, network: Any, data: KnownImages) -> Iterable[F
     if wrong is not None:
         raise Unable(f"the run would drift by what the check {wrong} finds")
     try:
-        spread = sample_network(probe) if subject.pipeline is None else sample_pipeline(subject.pipeline, data)
+        spread = _sample_network(probe) if subject.pipeline is None else _sample_pipeline(subject.pipeline, data)
     except PellucidError as error:
-        raise Unable(f"a run of {DRIFT_STEPS} steps with {DRIFT_SAMPLER} is refused: {error}") from None
+        raise Unable(f"a run of {_DRIFT_STEPS} steps with {_DRIFT_SAMPLER} is refused: {error}") from None
     if not torch.isfinite(spread.found[-1]).all():
         raise Unable("the run is not finite: see the check overflow")
-    found = list(drift_findings(spread, float(deviations(probe.clean).square().mean().sqrt())))
-    if found and training_scale(detection.as_trained(probe), SCALE_IMAGES).off:
+    found = list(drift_findings(spread, float(_deviations(probe.clean).square().mean().sqrt())))
+    if found and training_scale(detection.as_trained(probe), _SCALE_IMAGES).off:
         raise Unable("the run ends at the scale of training, not of the data: see the check scale of training")
     return found
 
@@ -441,11 +441,11 @@ def drift_findings(spread: Spread, data: float) -> Iterable[Finding]:
     ]
     interval = mean_interval((spread.found[-1] / data).log(), level=0.99)
     low, high = math.exp(interval.low), math.exp(interval.high)
-    if low <= DRIFTED and high >= 1 / DRIFTED:
+    if low <= _DRIFTED and high >= 1 / _DRIFTED:
         return
-    limit = math.sqrt(DRIFTED)
+    limit = math.sqrt(_DRIFTED)
     start = next((i for i, ratio in enumerate(ratios) if not 1 / limit <= ratio <= limit), len(ratios) - 1)
-    end, way = ratios[-1], "grows" if low > DRIFTED else "shrinks"
+    end, way = ratios[-1], "grows" if low > _DRIFTED else "shrinks"
     yield Finding(
         "scale-drift",
         "warning",

@@ -26,18 +26,18 @@ from pellucid.models.guidance import GUARDED_SCALE, Guidance
 from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.request import Request
 
-V_NAMES = re.compile(r"v[-_ ]?pred|768[-_]?v\b|[-_]v[-_]ema", re.IGNORECASE)
-DIT_WIDTH = 1152  # of DiT-XL/2, which the family's name stands for
-DISTILLED = ("LCMScheduler", "TCDScheduler")
-FLOW_NETWORKS = (
+_V_NAMES = re.compile(r"v[-_ ]?pred|768[-_]?v\b|[-_]v[-_]ema", re.IGNORECASE)
+_DIT_WIDTH = 1152  # of DiT-XL/2, which the family's name stands for
+_DISTILLED = ("LCMScheduler", "TCDScheduler")
+_FLOW_NETWORKS = (
     "SD3Transformer2DModel", "FluxTransformer2DModel", "AuraFlowTransformer2DModel", "Lumina2Transformer2DModel",
     "SanaTransformer2DModel", "ChromaTransformer2DModel", "QwenImageTransformer2DModel", "ZImageTransformer2DModel",
     "CogView4Transformer2DModel", "HiDreamImageTransformer2DModel",
 )  # fmt: skip
-DETECT = "pellucid doctor MODEL measures which it is"
+_DETECT = "pellucid doctor MODEL measures which it is"
 
 
-def known_family(subject: Subject) -> Family | None:
+def _known_family(subject: Subject) -> Family | None:
     """The published family whose shape the network has, loaded or sketched from its config."""
     listed, network = subject.listed_network, None
     if subject.pipeline is not None:
@@ -46,13 +46,13 @@ def known_family(subject: Subject) -> Family | None:
         with suppress(PellucidError):
             network = listed.sketch()
     found = None if network is None else family_of(network)
-    return None if found is DIT and network.config.width != DIT_WIDTH else found  # type: ignore[union-attr]
+    return None if found is DIT and network.config.width != _DIT_WIDTH else found  # type: ignore[union-attr]
 
 
 @check("target and family")
 def family_target(subject: Subject, reading: Reading) -> Iterator[Finding]:
     """What the config says is predicted, and what such networks predict."""
-    family = known_family(subject)
+    family = _known_family(subject)
     if family is not None and reading.target != family.target:
         own = reading.target == "v" and bool(reading.values.get("rescale_betas_zero_snr"))
         yield Finding(
@@ -65,16 +65,16 @@ def family_target(subject: Subject, reading: Reading) -> Iterator[Finding]:
             + ("; with zero terminal SNR beside it this is a fine-tune for v." if own else
                f": read as {reading.target}, its output makes noise or washed images."),
             f'"prediction_type": "{"v_prediction" if family.target == "v" else "epsilon"}" in the scheduler\'s config, '
-            f"or --target {family.target}. {DETECT}",
+            f"or --target {family.target}. {_DETECT}",
         )  # fmt: skip
-    elif V_NAMES.search(Path(subject.name).name) and reading.target == "eps":
+    elif _V_NAMES.search(Path(subject.name).name) and reading.target == "eps":
         yield Finding(
             "target-name",
             "warning",
             "the model's name says v, its config eps",
             (("name", Path(subject.name).name), ("prediction_type", str(reading.values.get("prediction_type")))),
             "Models that predict v are named so, because their weights do not show it.",
-            f'"prediction_type": "v_prediction" in the scheduler\'s config, or --target v. {DETECT}',
+            f'"prediction_type": "v_prediction" in the scheduler\'s config, or --target v. {_DETECT}',
         )
 
 
@@ -93,14 +93,14 @@ def file_target(subject: Subject, file: Path) -> Iterator[Finding]:
             "nothing says what the network predicts" if silent else "the file says different things of its target",
             (("target that is used", target), ("family", layout.name)),
             note[0].upper() + note[1:],
-            f"--target eps or --target v, if another is right. {DETECT}",
+            f"--target eps or --target v, if another is right. {_DETECT}",
         )
 
 
 @check("schedule and family")
 def family_schedule(subject: Subject, reading: Reading) -> Iterator[Finding]:
     """Betas that are not those of Stable Diffusion, in a network that is."""
-    family = known_family(subject)
+    family = _known_family(subject)
     if family is None or family is DIT or not isinstance(reading.schedule, Tabled):
         return
     own, schedule, values = schedules.scaled_linear(), reading.schedule, reading.values
@@ -129,7 +129,7 @@ def family_schedule(subject: Subject, reading: Reading) -> Iterator[Finding]:
 @check("scale of the VAE and family")
 def family_scale(subject: Subject) -> Iterator[Finding]:
     """A scaling factor of another family."""
-    family, factor = known_family(subject), scaling_of(subject)
+    family, factor = _known_family(subject), _scaling_of(subject)
     if family is None or factor is None:
         raise Unable("the subject is not a model of a published family")
     if abs(factor - family.scaling) > 1e-6:
@@ -144,7 +144,7 @@ def family_scale(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def scaling_of(subject: Subject) -> float | None:
+def _scaling_of(subject: Subject) -> float | None:
     if subject.vae is not None:
         return float(subject.vae.config.scaling_factor)
     vae = (subject.components or {}).get("vae")
@@ -165,10 +165,10 @@ def sampler_fits(
     if name not in CLASSES or listed is None or listed.config is None:
         return
     kind = listed.own_kind or listed.kind
-    if kind in FLOW_NETWORKS and not flows(scheduler) and scheduler.get("prediction_type") != "flow_prediction":
+    if kind in _FLOW_NETWORKS and not flows(scheduler) and scheduler.get("prediction_type") != "flow_prediction":
         yield flow_in_eps(name, (("network", kind),))
     embedded = listed.config.get("time_cond_proj_dim")
-    if embedded is not None and name not in DISTILLED:
+    if embedded is not None and name not in _DISTILLED:
         yield Finding(
             "distilled-scheduler",
             "warning",
@@ -178,7 +178,7 @@ def sampler_fits(
             "image itself, and a solver that follows its slope does not end there.",
             '"_class_name": "LCMScheduler", and 4 to 8 steps',
         )
-    elif name in DISTILLED and embedded is None and kind == "UNet2DConditionModel":
+    elif name in _DISTILLED and embedded is None and kind == "UNet2DConditionModel":
         yield Finding(
             "distilled-scheduler",
             "note",
@@ -234,8 +234,8 @@ def mended_keys(
 
 # --- recipes ------------------------------------------------------------------------------------------------------
 
-BURNING = 15.0  # a scale at which plain guidance burns colours in every family
-LARGER = 2.0  # times the pixels that a model was trained on
+_BURNING = 15.0  # a scale at which plain guidance burns colours in every family
+_LARGER = 2.0  # times the pixels that a model was trained on
 
 
 @check("guidance of the recipe")
@@ -248,7 +248,7 @@ def recipe_guidance(subject: Subject, recipe: Mapping[str, Any]) -> Iterator[Fin
     if guidance.untamed:
         yield Finding(
             "guidance-high",
-            "warning" if most >= BURNING else "note",
+            "warning" if most >= _BURNING else "note",
             f"the guidance scale is {most:g}, with no rule against burnt colours",
             (("scale", most), ("guarded at", GUARDED_SCALE)),
             "Guidance adds the difference of two predictions so many times over: the prediction leaves the range of "
@@ -264,7 +264,7 @@ def recipe_size(subject: Subject, recipe: Mapping[str, Any], pipeline: Pipeline)
         raise Unable("the recipe names no size")
     (width, height), own = recipe["size"], pipeline.size_of(Request())
     ratio = width * height / (own[0] * own[1])
-    if not 1 / LARGER <= ratio <= LARGER:
+    if not 1 / _LARGER <= ratio <= _LARGER:
         yield Finding(
             "size-off",
             "warning",

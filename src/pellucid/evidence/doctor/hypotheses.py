@@ -39,16 +39,16 @@ from pellucid.pipeline.request import Request
 
 RATIOS: tuple[float, ...] = tuple(float(r) for r in np.geomspace(0.25, 6.0, 7))  # sigma / alpha
 ALIKE = 0.01  # of the span of times: schedules whose times differ by no more than this are one
-NUM_TRAIN = 1000
+_NUM_TRAIN = 1000
 TABLED = ("linear", "scaled_linear", "cosine", "sqrt_alpha_bar", "sqrt_beta", "sigmoid", "laplace", "exponential")
-ZERO = ", zero terminal SNR"
+_ZERO = ", zero terminal SNR"
 
 
 def known_schedules(declared: Schedule) -> dict[str, Schedule]:
     """The usual schedules, of as many times as the config's."""
-    count = declared.num_train or NUM_TRAIN
+    count = declared.num_train or _NUM_TRAIN
     found: dict[str, Schedule] = {name: schedules.make(name, num_train=count) for name in TABLED}
-    found["scaled_linear" + ZERO] = schedules.make("scaled_linear", num_train=count, zero_snr=True)
+    found["scaled_linear" + _ZERO] = schedules.make("scaled_linear", num_train=count, zero_snr=True)
     found["flow"] = Flow(scale=declared.scale if isinstance(declared, Flow) else float(count))
     found["edm"] = declared if isinstance(declared, EDM) else EDM()
     return found
@@ -68,13 +68,13 @@ def schedule_name(declared: Schedule) -> str:
     for name, curve in known_schedules(declared).items():
         if alike(curve, declared):
             return name
-    zero = ZERO if isinstance(declared, Tabled) and declared.zero_terminal else ""
+    zero = _ZERO if isinstance(declared, Tabled) and declared.zero_terminal else ""
     return f"{declared.name} of the config{zero}"
 
 
 def family(name: str) -> str:
-    """The name of a schedule without its end: zero terminal SNR moves the other levels too little to be told apart."""
-    return name.removesuffix(ZERO)
+    """The name of a schedule without its end: zero terminal SNR moves the other levels too little to tell."""
+    return name.removesuffix(_ZERO)
 
 
 def alike(one: Schedule, other: Schedule) -> bool:
@@ -88,21 +88,21 @@ def alike(one: Schedule, other: Schedule) -> bool:
 
 # --- hypotheses ---------------------------------------------------------------------------------------------------
 
-MOST = 64  # images
-FIRST = 4  # images that all schedules are tried on; those that are out of the question then are dropped
-FEW_FIRST, FEW_RATIOS = 2, RATIOS[1::2]  # the same, and the levels, where calls are slow
-ROUNDS = (16, 32, 64)  # images after which a clear answer ends the questions
-CLEAR = 0.999
+_MOST = 64  # images
+_FIRST = 4  # images that all schedules are tried on; those that are out of the question then are dropped
+_FEW_FIRST, _FEW_RATIOS = 2, RATIOS[1::2]  # the same, and the levels, where calls are slow
+_ROUNDS = (16, 32, 64)  # images after which a clear answer ends the questions
+_CLEAR = 0.999
 SURE = 0.99  # the confidence from which a contradiction is reported
-LEARNT = 0.9  # of the square error of the best linear denoiser: a network that denoises has less
-RESAMPLES = 4000
-SCALES = (1 / 8, 1 / 4, 1 / 2, 2**-0.5, 2**0.5, 2.0, 4.0, 8.0)  # of the data, beside 1
-FEW_SCALES = (1 / 4, 1 / 2, 2.0, 4.0)
-FEW_SCHEDULES = ("linear", "scaled_linear", "cosine", "flow")  # of large networks
+_LEARNT = 0.9  # of the square error of the best linear denoiser: a network that denoises has less
+_RESAMPLES = 4000
+_SCALES = (1 / 8, 1 / 4, 1 / 2, 2**-0.5, 2**0.5, 2.0, 4.0, 8.0)  # of the data, beside 1
+_FEW_SCALES = (1 / 4, 1 / 2, 2.0, 4.0)
+_FEW_SCHEDULES = ("linear", "scaled_linear", "cosine", "flow")  # of large networks
 SCALED = "another scale of the data"
-WORST = 1e9  # the mean square that an output which is not finite counts as
+_WORST = 1e9  # the mean square that an output which is not finite counts as
 # What a network may predict in each frame. Zero terminal SNR forbids nothing here: no level is pure noise.
-READINGS: dict[Frame, tuple[Target, ...]] = {
+_READINGS: dict[Frame, tuple[Target, ...]] = {
     "vp": ("eps", "x0", "v"),
     "flow": ("flow", "x0", "eps"),
     "ve": ("edm", "eps", "x0", "v"),
@@ -180,7 +180,7 @@ class Answer:
     @property
     def denoises(self) -> bool:
         """Whether the network, read so, does better than the best linear denoiser, at some level at least."""
-        return self.over_linear < LEARNT
+        return self.over_linear < _LEARNT
 
     def ratio(self, name: str) -> float:
         """How many times as large the square error of x0 is under another name."""
@@ -216,7 +216,7 @@ class Detection(NamedTuple):
         return "schedule" if wrong else None
 
 
-def measure(
+def _measure(
     probe: Probe,
     schedules: Mapping[str, Schedule],
     images: range,
@@ -224,15 +224,15 @@ def measure(
     ratios: Sequence[float] | None = None,
 ) -> Scores:
     """The errors of every reading under each schedule, on some of a probe's images, at a scale of the data."""
-    ratios = ratios or (FEW_RATIOS if probe.few else RATIOS)
+    ratios = ratios or (_FEW_RATIOS if probe.few else RATIOS)
     pairs = tuple(
-        Hypothesis(target, name, scale) for name, curve in schedules.items() for target in READINGS[curve.frame]
+        Hypothesis(target, name, scale) for name, curve in schedules.items() for target in _READINGS[curve.frame]
     )
     clean = probe.clean[images.start : images.stop]
     errors = torch.empty(len(pairs), len(ratios), len(clean), dtype=torch.float64)
     for k, ratio in enumerate(ratios):
         noisy = clean + ratio * probe.noise(k, images)
-        linear = log_square(shrunk(probe.clean, noisy, ratio) - clean)
+        linear = log_square(_shrunk(probe.clean, noisy, ratio) - clean)
         level = in_frame(scale * ratio, "vp")
         x = noisy * (scale * level.alpha)
         asked: dict[tuple[float, float], Tensor] = {}
@@ -251,61 +251,57 @@ def measure(
 def log_square(apart: Tensor) -> Tensor:
     """(N,) float64: the logarithm of the mean square of every image."""
     square = apart.double().square().flatten(1).mean(1).cpu()
-    return square.nan_to_num(WORST, WORST, WORST).clamp(1e-12, WORST).log()
+    return square.nan_to_num(_WORST, _WORST, _WORST).clamp(1e-12, _WORST).log()
 
 
-def shrunk(data: Tensor, noisy: Tensor, ratio: float) -> Tensor:
+def _shrunk(data: Tensor, noisy: Tensor, ratio: float) -> Tensor:
     """The best that one factor and one mean a channel can do (Wiener): what a network must beat to be one."""
     mean = data.mean((0, *range(2, data.ndim)), keepdim=True)
     variance = float((data - mean).square().mean())
     return mean + (noisy - mean) * (variance / (variance + ratio**2))
 
 
-def schedules_tried(probe: Probe) -> dict[str, Schedule]:
+def _schedules_tried(probe: Probe) -> dict[str, Schedule]:
     """The schedules that are tried: the config's and the usual ones; where calls are slow, the commonest."""
     found = candidates(probe.schedule)
-    kept = (*FEW_SCHEDULES, schedule_name(probe.schedule)) if probe.few else tuple(found)
+    kept = (*_FEW_SCHEDULES, schedule_name(probe.schedule)) if probe.few else tuple(found)
     return {name: found[name] for name in found if name in kept}
 
 
-def detect(probe: Probe, most: int = MOST) -> Detection:
+def detect(probe: Probe, most: int = _MOST) -> Detection:
     """Tries more and more images, until both answers are clear or the images are used up."""
     if len(probe) < 2:
         raise Unable(f"{len(probe)} image is too few: give two or more")
-    curves = schedules_tried(probe)
+    curves = _schedules_tried(probe)
     total = min(len(probe), most)
-    scores = measure(probe, curves, range(min(FEW_FIRST if probe.few else FIRST, total)))
+    scores = _measure(probe, curves, range(min(_FEW_FIRST if probe.few else _FIRST, total)))
     declared = schedule_name(probe.schedule)
-    left = contending(scores) | {declared}
+    winners = _resampled(scores, 0).argmin(1).unique().tolist()  # what wins no resample is dropped
+    left = {scores.hypotheses[i].schedule for i in winners} | {declared}
     curves = {name: curve for name, curve in curves.items() if name in left}
     scores = scores.among(lambda one: one.schedule in left)
-    for goal in dict.fromkeys(min(one, total) for one in ROUNDS):
+    for goal in dict.fromkeys(min(one, total) for one in _ROUNDS):
         if goal > scores.images:
-            scores = scores.join(measure(probe, curves, range(scores.images, goal)))
-        found = answer_both(scores)
-        if min(one.confidence for one in found) >= CLEAR:
+            scores = scores.join(_measure(probe, curves, range(scores.images, goal)))
+        found = _answer_both(scores)
+        if min(one.confidence for one in found) >= _CLEAR:
             break
     if found.target.denoises and found.schedule.name == family(declared):
         return found
-    for scale in FEW_SCALES if probe.few else SCALES:
-        scores = scores.beside(measure(probe, {declared: probe.schedule}, range(scores.images), scale))
-    return answer_both(scores)
+    for scale in _FEW_SCALES if probe.few else _SCALES:
+        scores = scores.beside(_measure(probe, {declared: probe.schedule}, range(scores.images), scale))
+    return _answer_both(scores)
 
 
-def contending(scores: Scores) -> set[str]:
-    """The schedules that win a resample, of images and of levels, at least."""
-    return {scores.hypotheses[i].schedule for i in set(resampled(scores, 0).argmin(1).tolist())}
-
-
-def resampled(scores: Scores, seed: int) -> Tensor:
+def _resampled(scores: Scores, seed: int) -> Tensor:
     """(R, H): the mean log-score of every hypothesis in resamples of levels and of images."""
     logs = scores.logs
-    levels = draws(logs.shape[1], RESAMPLES, seed).double() / logs.shape[1]  # (R, L)
-    images = draws(scores.images, RESAMPLES, seed + 1).double() / scores.images  # (R, N)
+    levels = draws(logs.shape[1], _RESAMPLES, seed).double() / logs.shape[1]  # (R, L)
+    images = draws(scores.images, _RESAMPLES, seed + 1).double() / scores.images  # (R, N)
     return torch.einsum("rl,hln,rn->rh", levels, logs, images)
 
 
-def answer_both(scores: Scores) -> Detection:
+def _answer_both(scores: Scores) -> Detection:
     target = judge(scores, lambda one: one.target)
     fitting = scores.among(lambda one: one.target == target.name)
     return Detection(target, judge(fitting, lambda one: family(one.schedule) if one.scale == 1.0 else SCALED))
@@ -320,8 +316,8 @@ def judge(scores: Scores, called: Callable[[Hypothesis], str], seed: int = 0) ->
     for i in order:
         best.setdefault(names[i], scores.hypotheses[i])
     winner = names[order[0]]
-    wins = sum(names[i] == winner for i in resampled(scores, seed).argmin(1).tolist())
-    share = min((wins + 1) / (RESAMPLES + 2), 1 - 0.5**scores.images)
+    wins = sum(names[i] == winner for i in _resampled(scores, seed).argmin(1).tolist())
+    share = min((wins + 1) / (_RESAMPLES + 2), 1 - 0.5**scores.images)
     return Answer(winner, share, best, scores)
 
 
@@ -344,18 +340,18 @@ def undecided_words(answer: Answer, what: str) -> str:
 # overlapping discs, clouds (1/f noise) and strokes of ink. No network was trained on all of them, so a network is
 # tested with the kinds that it can denoise under some reading; where it denoises none, nothing is said about it.
 
-SIDE = 128  # pixels that discs, clouds and strokes are drawn with, before they are resized
-BUILT_IN, FEW_BUILT_IN = 32, 7  # images; for a large network on a CPU as many as a sure answer takes
+_SIDE = 128  # pixels that discs, clouds and strokes are drawn with, before they are resized
+_BUILT_IN, _FEW_BUILT_IN = 32, 7  # images; for a large network on a CPU as many as a sure answer takes
 LARGE, TOO_LARGE = 200e6, 1.5e9  # weights: an answer takes about a minute on two cores, and minutes
-SMALLER = 256  # pixels of a side that scenes are drawn with at most, and that a large network on a CPU is given
-CHOOSING = 0.7  # sigma / alpha at which the kinds are chosen
+_SMALLER = 256  # pixels of a side that scenes are drawn with at most, and that a large network on a CPU is given
+_CHOOSING = 0.7  # sigma / alpha at which the kinds are chosen
 
 
 def _discs(count: int) -> Tensor:
     """Discs of one colour and a slope each, that hide one another ("dead leaves")."""
     draw = torch.Generator().manual_seed(1)
-    y, x = torch.meshgrid(*2 * [torch.linspace(0, 1, SIDE)], indexing="ij")
-    made = torch.rand(count, 3, 1, 1, generator=draw).expand(-1, -1, SIDE, SIDE)
+    y, x = torch.meshgrid(*2 * [torch.linspace(0, 1, _SIDE)], indexing="ij")
+    made = torch.rand(count, 3, 1, 1, generator=draw).expand(-1, -1, _SIDE, _SIDE)
     for _ in range(40):
         at, size, slope, colour = torch.rand(count, 9, 1, 1, generator=draw).split((2, 1, 3, 3), 1)
         dx, dy = x - at[:, :1], y - at[:, 1:]
@@ -367,9 +363,9 @@ def _discs(count: int) -> Tensor:
 def _clouds(count: int) -> Tensor:
     """Noise with the spectrum of photographs, in colours that are mostly alike."""
     draw = torch.Generator().manual_seed(2)
-    line = torch.fft.fftfreq(SIDE)
-    far = (line[:, None] ** 2 + line**2).sqrt().clamp_min(1 / SIDE)
-    noise = torch.randn(count, 3, SIDE, SIDE, generator=draw)
+    line = torch.fft.fftfreq(_SIDE)
+    far = (line[:, None] ** 2 + line**2).sqrt().clamp_min(1 / _SIDE)
+    noise = torch.randn(count, 3, _SIDE, _SIDE, generator=draw)
     grey = noise + noise.sum(1, keepdim=True)
     made = torch.fft.ifft2(torch.fft.fft2(grey) / far**1.2).real
     made = made - made.mean((2, 3), keepdim=True)
@@ -379,16 +375,16 @@ def _clouds(count: int) -> Tensor:
 def _strokes(count: int) -> Tensor:
     """Curves of one light ink on a dark ground, as digits and letters are."""
     draw = torch.Generator().manual_seed(3)
-    y, x = torch.meshgrid(*2 * [torch.linspace(0, 1, SIDE)], indexing="ij")
+    y, x = torch.meshgrid(*2 * [torch.linspace(0, 1, _SIDE)], indexing="ij")
     along = torch.linspace(0, 1, 24)
     weights = torch.stack(((1 - along) ** 2, 2 * along * (1 - along), along**2), 1)  # of a quadratic Bézier curve
     bends = 0.2 + 0.6 * torch.rand(count, 3, 3, 2, generator=draw)  # (image, curve, point, x and y)
     points = torch.einsum("tp,ncpd->nctd", weights, bends).flatten(1, 2)  # (N, 72, 2)
-    apart = torch.full((count, SIDE, SIDE), torch.inf)
+    apart = torch.full((count, _SIDE, _SIDE), torch.inf)
     for at in points[..., None, None].unbind(1):
         apart = torch.minimum(apart, (x - at[:, 0]) ** 2 + (y - at[:, 1]) ** 2)
     width = 0.03 + 0.03 * torch.rand(count, 1, 1, generator=draw)
-    return ((width - apart.sqrt()) * SIDE + 0.5).clamp(0, 1)[:, None].expand(-1, 3, -1, -1)
+    return ((width - apart.sqrt()) * _SIDE + 0.5).clamp(0, 1)[:, None].expand(-1, 3, -1, -1)
 
 
 _DRAWN: dict[str, Callable[[int], Tensor]] = {"discs": _discs, "clouds": _clouds, "strokes": _strokes}
@@ -398,13 +394,13 @@ KINDS = ("scenes", *_DRAWN)
 def built_in_images(kind: str, count: int, size: int) -> Tensor:
     """(N, 3, size, size) in [0, 1]: built-in images of one kind."""
     if kind == "scenes":
-        made = scenes.render(scenes.sample(torch.arange(count), 0, "any"), min(size, SMALLER)) / 2 + 0.5
+        made = scenes.render(scenes.sample(torch.arange(count), 0, "any"), min(size, _SMALLER)) / 2 + 0.5
     else:
         made = _DRAWN[kind](count)
     return F.interpolate(made, (size, size), mode="bicubic", antialias=True).clamp(0, 1)
 
 
-def built_in_probe(subject: Subject) -> Probe:
+def _built_in_probe(subject: Subject) -> Probe:
     """A pipeline's network with the built-in images that it can denoise; fewer of them where calls are slow."""
     assert subject.pipeline is not None
     pipe = subject.pipeline
@@ -413,14 +409,14 @@ def built_in_probe(subject: Subject) -> Probe:
     if slow and weights > TOO_LARGE:
         raise Unable(f"{weights / 1e9:.1f} billion weights take minutes on a CPU; give --data, or a GPU")
     size = min(pipe.size_of(Request()))
-    size = min(size, SMALLER) if slow else size
+    size = min(size, _SMALLER) if slow else size
     kinds = denoisable_kinds(
         replace(pipeline_probe(pipe, KnownImages(mixed_images(KINDS, len(KINDS), size))), few=slow)
     )
     if not kinds:
         raise Unable("the network denoises no built-in image; give --data of its kind")
     return replace(
-        pipeline_probe(pipe, KnownImages(mixed_images(kinds, FEW_BUILT_IN if slow else BUILT_IN, size))), few=slow
+        pipeline_probe(pipe, KnownImages(mixed_images(kinds, _FEW_BUILT_IN if slow else _BUILT_IN, size))), few=slow
     )
 
 
@@ -432,8 +428,8 @@ def mixed_images(kinds: Sequence[str], count: int, size: int) -> Tensor:
 
 def denoisable_kinds(probe: Probe) -> list[str]:
     """The kinds that the network denoises better than the best linear denoiser, under any reading."""
-    errors = measure(probe, schedules_tried(probe), range(len(KINDS)), ratios=(CHOOSING,)).errors  # (H, 1, kinds)
-    return [kind for kind, least in zip(KINDS, errors.amin((0, 1)).exp(), strict=True) if least < LEARNT]
+    errors = _measure(probe, _schedules_tried(probe), range(len(KINDS)), ratios=(_CHOOSING,)).errors  # (H, 1, kinds)
+    return [kind for kind, least in zip(KINDS, errors.amin((0, 1)).exp(), strict=True) if least < _LEARNT]
 
 
 # --- of a subject, once for all checks ----------------------------------------------------------------------------
@@ -443,7 +439,7 @@ def detection_of(subject: Subject) -> tuple[Probe, Detection]:
     """The probe of a subject, of its data or of built-in images, and what `detect` says of it."""
     if "detection" not in subject.memo:
         try:
-            probe = probe_of(subject) if subject.data is not None else built_in_probe(subject)
+            probe = probe_of(subject) if subject.data is not None else _built_in_probe(subject)
             subject.memo["detection"] = probe, detect(probe)
         except Unable as error:
             subject.memo["detection"] = error

@@ -34,23 +34,23 @@ from pellucid.train.source import Batch, Source
 
 # --- known images -------------------------------------------------------------------------------------------------
 
-MOST_IMAGES = 64
-SCENES = "scenes"
+_MOST_IMAGES = 64
+_SCENES = "scenes"
 
 
-def open_data(where: str, size: int, count: int = MOST_IMAGES) -> KnownImages:
+def open_data(where: str, size: int, count: int = _MOST_IMAGES) -> KnownImages:
     """At most `count` images of a folder (with its captions or classes), of a file of arrays, or of scenes."""
-    if where == SCENES:
-        return from_source(ScenesConfig(size=size, split="any").open(), count, SCENES)
+    if where == _SCENES:
+        return _from_source(ScenesConfig(size=size, split="any").open(), count, _SCENES)
     if expanded(where).is_dir():
-        return from_source(ImageFolder(expanded(where), size), count, where)
+        return _from_source(ImageFolder(expanded(where), size), count, where)
     found = open_images(where)
     if isinstance(found, Statistics):
         raise PellucidError(rule("data", "images", f"statistics in {where}"), "data")
-    return KnownImages(first_images(found, size, count), name=where)
+    return KnownImages(_first_images(found, size, count), name=where)
 
 
-def from_source(source: Source, count: int, name: str) -> KnownImages:
+def _from_source(source: Source, count: int, name: str) -> KnownImages:
     """Images spread over all that a source has."""
     count = min(count, len(source))
     at = torch.arange(count) if source.endless else torch.linspace(0, len(source) - 1, count).round().long()
@@ -59,7 +59,7 @@ def from_source(source: Source, count: int, name: str) -> KnownImages:
     return KnownImages(batch.images.float() / 2 + 0.5, batch.captions, labels, name)
 
 
-def first_images(found: ImageSet, size: int, count: int) -> Tensor:
+def _first_images(found: ImageSet, size: int, count: int) -> Tensor:
     """(N, 3, size, size) in [0, 1]: the shorter side resized, the longer one cut at its centre."""
     kept: list[Tensor] = []
     for chunk in found.chunks(lambda number, why: None):
@@ -78,8 +78,8 @@ def first_images(found: ImageSet, size: int, count: int) -> Tensor:
 
 # --- the network --------------------------------------------------------------------------------------------------
 
-AT_ONCE = 16  # images in one call
-STREAMS = 1 << 20  # seeds that are kept apart for the noise of one level
+_AT_ONCE = 16  # images in one call
+_STREAMS = 1 << 20  # seeds that are kept apart for the noise of one level
 
 
 @dataclass(frozen=True)
@@ -99,15 +99,15 @@ class Probe:
 
     def noise(self, index: int, images: range) -> Tensor:
         """The noise of some images at the level of this number; the same whoever asks."""
-        source = Philox([STREAMS * (index + 1) + i for i in images])
+        source = Philox([_STREAMS * (index + 1) + i for i in images])
         return source.first(self.clean.shape[1:], self.clean, range(len(images)))
 
     @torch.no_grad()
     def ask(self, x: Tensor, time: float, images: range) -> Tensor:
         """The raw output for x, which is already scaled as the network takes it, at a time."""
         outs = []
-        for start in range(0, len(x), AT_ONCE):
-            part = x[start : start + AT_ONCE]
+        for start in range(0, len(x), _AT_ONCE):
+            part = x[start : start + _AT_ONCE]
             rows = slice(images.start + start, images.start + start + len(part))
             inputs = {name: value[rows] for name, value in self.inputs.items()}
             kind = self.dtype or part.dtype
@@ -122,7 +122,7 @@ class Probe:
         return x * k_x + out * k_out
 
 
-def probe_of(subject: Subject, most: int = MOST_IMAGES) -> Probe:
+def probe_of(subject: Subject, most: int = _MOST_IMAGES) -> Probe:
     """The probe of a subject with a network and data."""
     assert subject.data is not None
     if subject.probe is not None:
@@ -143,7 +143,7 @@ def pipeline_probe(pipe: Pipeline, data: KnownImages) -> Probe:
 
 def any_probe(pipe: Pipeline, data: KnownImages) -> Probe:
     parts = pipe.components
-    clean, inputs = clean_latents(pipe, data.pixels), conditions_of(pipe, data)
+    clean, inputs = _clean_latents(pipe, data.pixels), _conditions_of(pipe, data)
     return Probe(
         parts.network, parts.schedule, targets.named(parts.target), clean, inputs, working_dtype(parts.network)
     )
@@ -160,18 +160,18 @@ def check_callable(pipe: Pipeline) -> None:
 
 
 @torch.no_grad()
-def clean_latents(pipe: Pipeline, pixels: Tensor) -> Tensor:
+def _clean_latents(pipe: Pipeline, pixels: Tensor) -> Tensor:
     """(N, C, H, W) float32: images (N, 3, H, W) in [0, 1] as the diffusion sees them; the posterior's mean."""
     x = pixels.to(pipe.device, torch.float32) * 2 - 1
     vae, network = pipe.components.vae, pipe.components.network
     if vae is None:
         return x if network.config.in_channels != 1 else x.mean(1, keepdim=True)
     weight = next(vae.parameters())
-    means = [vae.encode(x[i : i + AT_ONCE].to(weight)).mean for i in range(0, len(x), AT_ONCE)]
+    means = [vae.encode(x[i : i + _AT_ONCE].to(weight)).mean for i in range(0, len(x), _AT_ONCE)]
     return to_diffusion(vae.config, torch.cat(means).float())
 
 
-def conditions_of(pipe: Pipeline, data: KnownImages) -> dict[str, Tensor]:
+def _conditions_of(pipe: Pipeline, data: KnownImages) -> dict[str, Tensor]:
     """The network's inputs beside x and time: captions and classes where they are known, else empty ones."""
     parts, count = pipe.components, len(data.pixels)
     network: Any = parts.network

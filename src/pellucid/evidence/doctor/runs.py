@@ -15,28 +15,28 @@ from pellucid.evidence.doctor.subject import Subject, Unable, exact_plan, make_p
 from pellucid.interop.diffusers_config import Reading
 from pellucid.interop.weights import some
 
-EXPLAINED = ("target-schedule", "alpha-zero")  # plans that fail for reasons that the config checks report
-IDENTITY = 1e-9  # how far from "x stays x" a row may be that does nothing
-OFF = 1e-6  # a gap that rounding does not explain
-SEEN_OFF = 0.01  # a gap that matters, as a part of x
-LATE_START = 0.25  # alpha of the first call beyond that of the noisiest level: a run starts without it
-SLIGHTLY_LATE = 0.05
-NOISY_END = 0.05  # sigma / alpha that stays in the image; the published schedules leave 0.03 at most
-FAR_CALL = 0.03  # sigma / alpha of a last call; 0.04 is a tenth of a model's KID in docs/results/schedules.md
-VERY_FAR = 0.2
-SIZES = (1.0, 0.5, 0.25)  # standard deviations of what pixels and latents are made of
-EXAGGERATED = 1.2  # how much larger it may come out
-PIXELS = ("DDPMPipeline", "DDIMPipeline", "PNDMPipeline")  # diffusers' pipelines without an autoencoder
-ENOUGH = 20  # calls; with fewer every grid ends with a leap
-OFTEN = 0.1  # share of the calls
-NOTHING = 0.01  # alpha below which x holds nothing of an image
-WASTED = 0.2  # share of the calls there, the first aside: a grid has to begin somewhere
+_EXPLAINED = ("target-schedule", "alpha-zero")  # plans that fail for reasons that the config checks report
+_IDENTITY = 1e-9  # how far from "x stays x" a row may be that does nothing
+_OFF = 1e-6  # a gap that rounding does not explain
+_SEEN_OFF = 0.01  # a gap that matters, as a part of x
+_LATE_START = 0.25  # alpha of the first call beyond that of the noisiest level: a run starts without it
+_SLIGHTLY_LATE = 0.05
+_NOISY_END = 0.05  # sigma / alpha that stays in the image; the published schedules leave 0.03 at most
+_FAR_CALL = 0.03  # sigma / alpha of a last call; 0.04 is a tenth of a model's KID in docs/results/schedules.md
+_VERY_FAR = 0.2
+_SIZES = (1.0, 0.5, 0.25)  # standard deviations of what pixels and latents are made of
+_EXAGGERATED = 1.2  # how much larger it may come out
+_PIXELS = ("DDPMPipeline", "DDIMPipeline", "PNDMPipeline")  # diffusers' pipelines without an autoencoder
+_ENOUGH = 20  # calls; with fewer every grid ends with a leap
+_OFTEN = 0.1  # share of the calls
+_NOTHING = 0.01  # alpha below which x holds nothing of an image
+_WASTED = 0.2  # share of the calls there, the first aside: a grid has to begin somewhere
 
 
 @check("steps")
 def steps(subject: Subject, reading: Reading) -> Iterator[Finding]:
     """More steps than there are times, and other plans that cannot be made."""
-    wanted, most = steps_of(subject.run), most_steps(reading)
+    wanted, most = steps_of(subject.run), _most_steps(reading)
     if subject.run.own and most is not None and wanted > most:
         yield Finding(
             "steps-beyond",
@@ -51,7 +51,7 @@ def steps(subject: Subject, reading: Reading) -> Iterator[Finding]:
         try:
             make_plan(reading, subject.run)
         except PellucidError as error:
-            if error.code not in EXPLAINED:
+            if error.code not in _EXPLAINED:
                 yield Finding(
                     "no-plan",
                     "error",
@@ -62,7 +62,7 @@ def steps(subject: Subject, reading: Reading) -> Iterator[Finding]:
                 )
 
 
-def most_steps(reading: Reading) -> int | None:
+def _most_steps(reading: Reading) -> int | None:
     """The number of distinct times that the scheduler has for its steps."""
     if not isinstance(reading.schedule, Tabled):
         return None
@@ -92,9 +92,9 @@ def strength(subject: Subject, reading: Reading) -> Iterator[Finding]:
 @check("repeated last sigma")
 def repeated(subject: Subject, plan: Plan) -> Iterator[Finding]:
     """Calls of the model that change nothing, or only correct the step before."""
-    null, last = null_rows(plan), len(plan.rows) - 1
+    null, last = _null_rows(plan), len(plan.rows) - 1
     before = plan.rows[last].level.ratio
-    if abs(before - plan.end.ratio) <= IDENTITY * before:
+    if abs(before - plan.end.ratio) <= _IDENTITY * before:
         idle = last in null
         effect = "x stays what it was" if idle else "x is only corrected for the step before"
         yield Finding(
@@ -104,7 +104,7 @@ def repeated(subject: Subject, plan: Plan) -> Iterator[Finding]:
             (("steps", plan.nfe), ("sigma / alpha before", before), ("sigma / alpha after", plan.end.ratio)),
             f"The last sigma of the grid is repeated as the end: the model is called and {effect}, "
             f"with noise of {plan.end.ratio:.3g} in it.",
-            end_fix(subject, '"steps_offset": 1 with "timestep_spacing": "leading", or '),
+            _end_fix(subject, '"steps_offset": 1 with "timestep_spacing": "leading", or '),
         )
     inner = [row for row in null if row != last]
     if inner:
@@ -118,16 +118,16 @@ def repeated(subject: Subject, plan: Plan) -> Iterator[Finding]:
         )
 
 
-def null_rows(plan: Plan) -> list[int]:
+def _null_rows(plan: Plan) -> list[int]:
     """Calls of the model after which x is what it was."""
     return [
         number
         for number, row in enumerate(plan.rows)
-        if all(abs(weight - (register == 0)) <= IDENTITY for register, weight in row.x) and row.anchor is None
+        if all(abs(weight - (register == 0)) <= _IDENTITY for register, weight in row.x) and row.anchor is None
     ]
 
 
-def end_fix(subject: Subject, before: str = "") -> str:
+def _end_fix(subject: Subject, before: str = "") -> str:
     """How this scheduler ends at a clean image; `before` is an alternative to that."""
     known = {} if subject.reading is None else subject.reading.values
     if known.get("final_sigmas_type") == "sigma_min":
@@ -140,15 +140,15 @@ def end_fix(subject: Subject, before: str = "") -> str:
 @check("last call")
 def last_call(subject: Subject, plan: Plan, reading: Reading) -> Iterator[Finding]:
     """Pixels whose finest detail is made in one leap, from further away than the network's training ends."""
-    if not in_pixels(subject) or plan.nfe < ENOUGH or plan.end.ratio > 0:
+    if not _in_pixels(subject) or plan.nfe < _ENOUGH or plan.end.ratio > 0:
         return
     far, near = plan.rows[-1].level.ratio, float(reading.schedule.ratio_at(reading.schedule.span[0]))
     known = reading.class_name in ("DDIMScheduler", "DDPMScheduler")  # of which `leading` ends there as well
     leading = '; in diffusers "timestep_spacing": "leading"' if known else ""
-    if far > FAR_CALL and far > 2 * near:
+    if far > _FAR_CALL and far > 2 * near:
         yield Finding(
             "far-last-call",
-            "warning" if far > VERY_FAR else "note",
+            "warning" if far > _VERY_FAR else "note",
             "the finest detail is made in one leap",
             (("calls", plan.nfe), ("sigma / alpha of the last call", far), ("of the first training time", near)),
             f"The last call sees noise of {far * 127.5:.0f} in 255 and goes to the image in one step, which yields "
@@ -157,11 +157,11 @@ def last_call(subject: Subject, plan: Plan, reading: Reading) -> Iterator[Findin
         )
 
 
-def in_pixels(subject: Subject) -> bool:
+def _in_pixels(subject: Subject) -> bool:
     """Whether pixels are denoised, and not latents or something unknown."""
     if subject.pipeline is not None:
         return subject.pipeline.components.vae is None and subject.pipeline.channels == 3
-    return subject.index is not None and subject.index.get("_class_name") in PIXELS
+    return subject.index is not None and subject.index.get("_class_name") in _PIXELS
 
 
 @check("size of what comes out")
@@ -169,12 +169,12 @@ def size(subject: Subject, plan: Plan) -> Iterator[Finding]:
     """Plans that amplify Gaussian data, however good the network."""
     if plan.end.ratio > 0:
         return
-    largest, scale = max(zip(kept(plan, SIZES).tolist(), SIZES, strict=True))
+    largest, scale = max(zip(kept(plan, _SIZES).tolist(), _SIZES, strict=True))
     reason = plan.declared or f"{plan.name} steps too far for this grid"
-    if largest > EXAGGERATED:
+    if largest > _EXAGGERATED:
         yield Finding(
             "plan-exaggerates",
-            "warning" if largest > 2 * EXAGGERATED and not plan.declared else "note",
+            "warning" if largest > 2 * _EXAGGERATED and not plan.declared else "note",
             f"the plan makes things {largest:.3g} times as large as they are",
             (("calls", plan.nfe), ("of Gaussian data", scale), ("times as large", largest)),
             f"{reason}: with a perfect network, data of standard deviation {scale:g} come out as "
@@ -186,7 +186,9 @@ def size(subject: Subject, plan: Plan) -> Iterator[Finding]:
 @check("previous step")
 def previous(subject: Subject, plan: Plan) -> Iterator[Finding]:
     """Rows that miss the level of the next call."""
-    gaps = {row: gap for row, (gap, _) in enumerate(landings(plan)) if gap > OFF}  # as a part of x; the last is the end
+    gaps = {
+        row: gap for row, (gap, _) in enumerate(landings(plan)) if gap > _OFF
+    }  # as a part of x; the last is the end
     if not gaps:
         return
     worst = max(gaps, key=gaps.__getitem__)
@@ -194,13 +196,13 @@ def previous(subject: Subject, plan: Plan) -> Iterator[Finding]:
         ("rows", some([str(row) for row in gaps], 6)),
         ("worst row", worst),
         ("off by, of x", gaps[worst]),
-        *exact_evidence(subject, worst),
+        *_exact_evidence(subject, worst),
     )
     if PREVIOUS in plan.declared:
         stride = int(plan.schedule.get("num_train", 1000)) // max(int(plan.grid.get("steps", 1)), 1)
         yield Finding(
             "previous-step",
-            "warning" if gaps[worst] >= SEEN_OFF else "note",
+            "warning" if gaps[worst] >= _SEEN_OFF else "note",
             "steps miss the level that the next one starts from",
             facts,
             f"diffusers steps to t − {stride} whatever the next time is; with this timestep_spacing and "
@@ -220,7 +222,7 @@ def previous(subject: Subject, plan: Plan) -> Iterator[Finding]:
     )
 
 
-def exact_evidence(subject: Subject, row: int) -> Evidence:
+def _exact_evidence(subject: Subject, row: int) -> Evidence:
     """What the exact plan does otherwise."""
     plan, reading = subject.plan, subject.reading
     if plan is None or reading is None or row >= len(plan.rows):
@@ -234,7 +236,7 @@ def exact_evidence(subject: Subject, row: int) -> Evidence:
     return ("time told there", time), ("rows with other weights than the exact plan", differing)
 
 
-def schedule_of_betas(subject: Subject, plan: Plan, why: str) -> Tabled:
+def _schedule_of_betas(subject: Subject, plan: Plan, why: str) -> Tabled:
     """The plan's schedule where that is one of betas; else `why` the check cannot be made."""
     schedule = schedules.from_dict(plan.schedule) if subject.reading is None else subject.reading.schedule
     if not isinstance(schedule, Tabled):
@@ -245,7 +247,7 @@ def schedule_of_betas(subject: Subject, plan: Plan, why: str) -> Tabled:
 @check("first level")
 def first_level(subject: Subject, plan: Plan) -> Iterator[Finding]:
     """A run that starts below the noisiest level, from noise that is as large as there."""
-    schedule = schedule_of_betas(subject, plan, "only schedules of betas have a noisiest time")
+    schedule = _schedule_of_betas(subject, plan, "only schedules of betas have a noisiest time")
     recipe = subject.recipe
     if subject.is_run and (recipe is None or recipe.get("strength") or recipe.get("denoising_start")):
         raise Unable("the run that was recorded starts from an image, or may")
@@ -263,10 +265,10 @@ def first_level(subject: Subject, plan: Plan) -> Iterator[Finding]:
             "expects a trace of the image, and brightness drifts to the middle.",
             '"timestep_spacing": "trailing"',
         )
-    elif alpha - noisiest > SLIGHTLY_LATE:
+    elif alpha - noisiest > _SLIGHTLY_LATE:
         yield Finding(
             "late-start",
-            "warning" if alpha - noisiest > LATE_START else "note",
+            "warning" if alpha - noisiest > _LATE_START else "note",
             "the first call is far below the noisiest level",
             facts,
             f"At the first time x should hold {alpha:.0%} of the image, and the run starts from noise that holds "
@@ -278,9 +280,9 @@ def first_level(subject: Subject, plan: Plan) -> Iterator[Finding]:
 @check("calls in noise")
 def in_noise(subject: Subject, plan: Plan) -> Iterator[Finding]:
     """Calls that see no image, where a schedule reaches far into noise."""
-    schedule_of_betas(subject, plan, "a schedule without betas goes as far into noise as its sigmas say")
-    there = sum(row.level.to("vp").alpha < NOTHING for row in plan.rows)
-    if there - 1 <= WASTED * plan.nfe:
+    _schedule_of_betas(subject, plan, "a schedule without betas goes as far into noise as its sigmas say")
+    there = sum(row.level.to("vp").alpha < _NOTHING for row in plan.rows)
+    if there - 1 <= _WASTED * plan.nfe:
         return
     last = plan.rows[there].level if there < len(plan.rows) else plan.end
     yield Finding(
@@ -289,7 +291,7 @@ def in_noise(subject: Subject, plan: Plan) -> Iterator[Finding]:
         f"{there} of {plan.nfe} calls are made in pure noise",
         (
             ("calls", plan.nfe),
-            (f"at alpha below {NOTHING}", there),
+            (f"at alpha below {_NOTHING}", there),
             ("sigma / alpha of the first", plan.start.ratio),
             ("of the first with an image", last.ratio),
         ),
@@ -307,7 +309,7 @@ def last_level(subject: Subject, plan: Plan) -> Iterator[Finding]:
         raise Unable("the check of the trace's levels reports it")
     if plan.end.ratio <= 0.0:
         return
-    clear = plan.end.ratio > NOISY_END
+    clear = plan.end.ratio > _NOISY_END
     yield Finding(
         "noisy-end",
         "warning" if clear else "note",
@@ -315,7 +317,7 @@ def last_level(subject: Subject, plan: Plan) -> Iterator[Finding]:
         (("sigma / alpha at the end", plan.end.ratio), ("time of the last call", plan.rows[-1].time)),
         f"The last step goes to the schedule's lowest level, so noise of {plan.end.ratio:.3g} of the image's spread "
         "stays in it" + (", and is visible." if clear else "; that is little, and what the published configs do."),
-        end_fix(subject),
+        _end_fix(subject),
     )
 
 
@@ -326,8 +328,8 @@ def repeated_times(subject: Subject, plan: Plan) -> Iterator[Finding]:
     count = 0
     for row in plan.rows:
         known = first.setdefault(row.time, row.level.ratio)
-        count += abs(known - row.level.ratio) > IDENTITY * known
-    if count >= OFTEN * plan.nfe:
+        count += abs(known - row.level.ratio) > _IDENTITY * known
+    if count >= _OFTEN * plan.nfe:
         yield Finding(
             "same-time-told",
             "note",

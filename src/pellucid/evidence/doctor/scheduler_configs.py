@@ -18,7 +18,7 @@ from pellucid.interop.diffusers_classes import CLASSES, KNOWN
 from pellucid.interop.diffusers_config import Reading
 
 # Keys that change the image, and the values with which they change nothing.
-ASKING: dict[str, tuple[Any, ...]] = {
+_ASKING: dict[str, tuple[Any, ...]] = {
     "use_karras_sigmas": (False, None),
     "use_exponential_sigmas": (False, None),
     "use_beta_sigmas": (False, None),
@@ -31,10 +31,7 @@ ASKING: dict[str, tuple[Any, ...]] = {
     "shift": (1, 1.0, None),
     "flow_shift": (1, 1.0, None),
 }
-VALUES: dict[str, tuple[str, ...]] = {
-    "timestep_spacing": SPACINGS,
-    "final_sigmas_type": ("zero", "sigma_min"),
-}
+_VALUES: dict[str, tuple[str, ...]] = {"timestep_spacing": SPACINGS, "final_sigmas_type": ("zero", "sigma_min")}
 # Schedulers of diffusers that Pellucid does not read; a test compares the names with diffusers' own.
 ELSEWHERE = (
     "AmusedScheduler", "BlockRefinementScheduler", "CMStochasticIterativeScheduler", "CogVideoXDDIMScheduler",
@@ -45,9 +42,9 @@ ELSEWHERE = (
     "RFD4ProteinaScheduler", "RePaintScheduler", "SCMScheduler", "ScoreSdeVeScheduler", "ScoreSdeVpScheduler",
     "UnCLIPScheduler", "VQDiffusionScheduler",
 )  # fmt: skip
-FLOW_KEYS = ("shift", "base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len")
-TOO_MUCH_SIGNAL = 0.2  # alpha of the noisiest level: the first noise of a run has none of it
-FAINT_SIGNAL = 1e-3  # alpha under which an error of eps is amplified by more than a thousand
+_FLOW_KEYS = ("shift", "base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len")
+_TOO_MUCH_SIGNAL = 0.2  # alpha of the noisiest level: the first noise of a run has none of it
+_FAINT_SIGNAL = 1e-3  # alpha under which an error of eps is amplified by more than a thousand
 
 
 @check("scheduler keys")
@@ -60,48 +57,48 @@ def keys(subject: Subject, scheduler: Mapping[str, Any]) -> Iterator[Finding]:
     others = {key: value for key, value in scheduler.items() if not key.startswith("_") and key not in known}
     for key, value in others.items():
         if key not in KNOWN:
-            yield unknown_key(name, key, value)
+            yield _unknown_key(name, key, value)
     inert = {key: value for key, value in others.items() if key in KNOWN}
-    asking = {key: value for key, value in inert.items() if key in ASKING and value not in ASKING[key]}
+    asking = {key: value for key, value in inert.items() if key in _ASKING and value not in _ASKING[key]}
     for key, value in asking.items():
-        if not (key in FLOW_KEYS and not flows(scheduler)):  # which the check of flow and eps reports
-            yield unheard(name, key, value)
+        if not (key in _FLOW_KEYS and not flows(scheduler)):  # which the check of flow and eps reports
+            yield _unheard(name, key, value)
     quiet = [key for key in inert if key not in asking]
     if quiet:
         yield Finding(
             "inert-keys",
             "note",
             f"{len(quiet)} keys of other schedulers have no effect in {name}",
-            tuple((key, short_repr(inert[key])) for key in quiet),
+            tuple((key, _short_repr(inert[key])) for key in quiet),
             f"{name} does not read them; diffusers writes them when a scheduler is made from another one's config.",
             "Remove them, or leave them.",
         )
 
 
-def unknown_key(name: str, key: str, value: Any) -> Finding:
+def _unknown_key(name: str, key: str, value: Any) -> Finding:
     return Finding(
         "unknown-key",
         "warning",
         f"{key} is a key that no scheduler of diffusers knows",
-        ((key, short_repr(value)),),
+        ((key, _short_repr(value)),),
         f"{name} ignores {key}, so what it asks for does not happen; perhaps it is misspelt.",
         f"Remove {key}, or correct its spelling. {nearest(key, CLASSES[name][1])}",
     )
 
 
-def unheard(name: str, key: str, value: Any) -> Finding:
+def _unheard(name: str, key: str, value: Any) -> Finding:
     able = [other for other, (_, keys) in CLASSES.items() if key in keys and "Parallel" not in other]
     return Finding(
         "unheard-key",
         "warning",
-        f"{key}={short_repr(value)} has no effect in {name}",
-        ((key, short_repr(value)), ("_class_name", name)),
+        f"{key}={_short_repr(value)} has no effect in {name}",
+        ((key, _short_repr(value)), ("_class_name", name)),
         f"{name} does not read {key}, so the run goes on without what it asks for.",
         f'Use a class that reads it, such as "_class_name": "{able[0]}", or remove {key}.',
     )
 
 
-def short_repr(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     text = str(value) if isinstance(value, str) else repr(value)
     return text if len(text) <= 60 else text[:57] + "…"
 
@@ -114,24 +111,24 @@ def flows(config: Mapping[str, Any]) -> bool:
 @check("scheduler values")
 def values_check(subject: Subject, scheduler: Mapping[str, Any]) -> Iterator[Finding]:
     """A class that is not known, and values that no class takes."""
-    for key, allowed in VALUES.items():
+    for key, allowed in _VALUES.items():
         value = scheduler.get(key)
         if value is not None and value not in allowed:
-            yield bad_value(f"{key} must be one of {', '.join(allowed)}", key, value, f'"{key}": "{allowed[0]}"')
+            yield _bad_value(f"{key} must be one of {', '.join(allowed)}", key, value, f'"{key}": "{allowed[0]}"')
             return
     try:
         with np.errstate(all="ignore"):  # absurd betas overflow on their way to a refusal
             diffusers_config.read(dict(scheduler))
     except PellucidError as error:
         if error.code == "config-class":
-            yield bad_class(scheduler, error)
+            yield _bad_class(scheduler, error)
         elif subject.reading is None:
-            yield bad_value(str(error), "error", error.code, "Correct the value that the cause names.")
+            yield _bad_value(str(error), "error", error.code, "Correct the value that the cause names.")
         elif refused := diffusers_config.unsupported(subject.reading.class_name, subject.reading.values):
-            yield not_here(subject.reading, refused)
+            yield _not_here(subject.reading, refused)
 
 
-def bad_class(config: Mapping[str, Any], error: PellucidError) -> Finding:
+def _bad_class(config: Mapping[str, Any], error: PellucidError) -> Finding:
     name = str(config.get("_class_name"))
     if name in ELSEWHERE or (name.startswith("Flax") and name.removeprefix("Flax") in CLASSES):
         return Finding(
@@ -146,18 +143,18 @@ def bad_class(config: Mapping[str, Any], error: PellucidError) -> Finding:
         "scheduler-class",
         "error",
         "the scheduler's class is not one that is known",
-        (("_class_name", short_repr(config.get("_class_name"))),),
+        (("_class_name", _short_repr(config.get("_class_name"))),),
         str(error),
         f"Name a class of diffusers. {nearest(name, CLASSES)}",
     )
 
 
-def bad_value(cause: str, key: str, value: Any, fix: str) -> Finding:
+def _bad_value(cause: str, key: str, value: Any, fix: str) -> Finding:
     return Finding("config-value", "error", "a value of the scheduler's config makes no schedule or grid",
-                   ((key, short_repr(value)),), cause, fix)  # fmt: skip
+                   ((key, _short_repr(value)),), cause, fix)  # fmt: skip
 
 
-def not_here(reading: Reading, refused: list[str]) -> Finding:
+def _not_here(reading: Reading, refused: list[str]) -> Finding:
     return Finding(
         "not-supported",
         "note",
@@ -190,7 +187,7 @@ def zero_snr(subject: Subject, reading: Reading) -> Iterator[Finding]:
             '"prediction_type": "v_prediction" if the network was trained so; '
             + ('else "rescale_betas_zero_snr": false' if rescaled else "else give the betas that it was trained with"),
         )
-    elif 0 < alpha < FAINT_SIGNAL and (subject.plan is None or subject.plan.start.to("vp").alpha < FAINT_SIGNAL):
+    elif 0 < alpha < _FAINT_SIGNAL and (subject.plan is None or subject.plan.start.to("vp").alpha < _FAINT_SIGNAL):
         yield Finding(
             "eps-faint-signal",
             "note",
@@ -207,7 +204,7 @@ def schedule_end(subject: Subject, reading: Reading) -> Iterator[Finding]:
     if not isinstance(reading.schedule, Tabled):
         return
     alpha = float(reading.schedule.alpha_bar[-1]) ** 0.5
-    if alpha > TOO_MUCH_SIGNAL:
+    if alpha > _TOO_MUCH_SIGNAL:
         yield Finding(
             "schedule-ends-early",
             "warning",
@@ -226,17 +223,17 @@ def flow_and_eps(subject: Subject, scheduler: Mapping[str, Any]) -> Iterable[Fin
     kind = scheduler.get("prediction_type")
     if flows(scheduler):
         by_default = scheduler.get("use_flow_sigmas") and kind is None  # a flow's path and, by default, eps
-        return [eps_in_flow(scheduler)] if kind in ("epsilon", "v_prediction", "sample") or by_default else []
+        return [_eps_in_flow(scheduler)] if kind in ("epsilon", "v_prediction", "sample") or by_default else []
     if str(scheduler.get("_class_name")) not in CLASSES:
         return []
-    shifts = [(key, short_repr(scheduler[key])) for key in FLOW_KEYS if scheduler.get(key) is not None]
+    shifts = [(key, _short_repr(scheduler[key])) for key in _FLOW_KEYS if scheduler.get(key) is not None]
     if kind == "flow_prediction" or shifts:  # only flow schedulers have these keys: the config came from one
         said = [] if kind is None else [("prediction_type", str(kind))]
         return [flow_in_eps(str(scheduler["_class_name"]), (*said, *shifts))]
     return []
 
 
-def eps_in_flow(config: Mapping[str, Any]) -> Finding:
+def _eps_in_flow(config: Mapping[str, Any]) -> Finding:
     name = str(config["_class_name"])
     kind = str(config.get("prediction_type", "epsilon"))
     how = "use_flow_sigmas lays" if config.get("use_flow_sigmas") else f"{name} lays"

@@ -109,7 +109,7 @@ class KnownImages:
 
 
 # How a component's config is called, by what its class is; networks keep theirs in config.json.
-CONFIGS = {
+_CONFIGS = {
     "Scheduler": folder.SCHEDULER,
     "Tokenizer": "tokenizer_config.json",
     "Processor": "preprocessor_config.json",
@@ -131,7 +131,7 @@ class Component:
     @staticmethod
     def find(root: Path, part: str, kind: str) -> Component:
         place = folder.place_of(root, part)
-        name = next((name for word, name in CONFIGS.items() if word in kind), folder.CONFIG)
+        name = next((name for word, name in _CONFIGS.items() if word in kind), folder.CONFIG)
         there = place != root or (root / name).is_file()
         if part in NETWORK_PARTS and place == root:
             there = folder.class_in(root) == kind
@@ -159,11 +159,11 @@ class Component:
     def sketch(self) -> nn.Module:
         """Its network on the meta device, from its config alone."""
         assert self.network_kind is not None
-        return sketched(self.network_kind, json.dumps(self.config), self.part)
+        return _sketched(self.network_kind, json.dumps(self.config), self.part)
 
 
 @lru_cache(maxsize=16)  # several checks ask for the same
-def sketched(kind: str, config: str, name: str) -> nn.Module:
+def _sketched(kind: str, config: str, name: str) -> nn.Module:
     settings = read_config(kind, json.loads(config), name)
     return weights.sketch(lambda: KINDS[kind].build(settings), name)
 
@@ -236,7 +236,7 @@ class Subject:
 
 # --- the plan that would run --------------------------------------------------------------------------------------
 
-LARGE_SHIFT = 1.15  # diffusers' shift of the largest images, where a config shifts by size and says no other
+_LARGE_SHIFT = 1.15  # diffusers' shift of the largest images, where a config shifts by size and says no other
 
 
 def steps_of(run: RunSpec) -> int:
@@ -247,7 +247,7 @@ def make_plan(reading: Reading, run: RunSpec) -> Plan:
     """What `pellucid sample` would run: the config in diffusers' dialect, or the sampler that was named, exactly."""
     try:
         if run.own:
-            return compile_reading(reading, steps_of(run), **shift_of(reading))
+            return compile_reading(reading, steps_of(run), **_shift_of(reading))
         options: dict[str, Any] = {"grid": run.grid, "steps": steps_of(run), "dialect": run.dialect or "exact"}
         schedule, target = reading.schedule, reading.target
         return compile_plan(run.sampler or reading.sampler, schedule=schedule, target=target, **options)
@@ -258,23 +258,23 @@ def make_plan(reading: Reading, run: RunSpec) -> Plan:
         raise PellucidError(f"{must}; got {error}.", "config-value") from None
 
 
-def shift_of(reading: Reading) -> dict[str, Any]:
+def _shift_of(reading: Reading) -> dict[str, Any]:
     """What a flow pipeline would take from the size of the image."""
     if not (reading.values.get("use_dynamic_shifting") and isinstance(reading.schedule, Flow)):
         return {}
-    return {"mu": float(reading.values.get("max_shift", LARGE_SHIFT))}
+    return {"mu": float(reading.values.get("max_shift", _LARGE_SHIFT))}
 
 
 def exact_plan(reading: Reading, run: RunSpec) -> Plan:
     """The same sampler, steps and grid without diffusers' rounding and habits."""
-    return compile_reading(reading, steps_of(run), dialect="exact", **shift_of(reading))
+    return compile_reading(reading, steps_of(run), dialect="exact", **_shift_of(reading))
 
 
 # --- opening ------------------------------------------------------------------------------------------------------
 
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
-PLAN_KIND = "pellucid-plan"
-MAX_PLAN_BYTES = 64 * 2**20
+_IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+_PLAN_KIND = "pellucid-plan"
+_MAX_PLAN_BYTES = 64 * 2**20
 QUICK = "weights were not asked for (--quick)"
 
 
@@ -320,13 +320,13 @@ def open_subject(spec: SubjectSpec, run: RunSpec | None = None) -> Subject:
     if spec.adapters:
         subject = replace(subject, adapters=spec.adapters)
     if spec.trace is not None:
-        subject = with_trace(subject, read(spec.trace))
+        subject = _with_trace(subject, read(spec.trace))
     if spec.images is not None:
-        subject = replace(subject, images=images_in(spec.images))
+        subject = replace(subject, images=_images_in(spec.images))
     return subject if spec.data is None else with_data(subject, spec.data)
 
 
-def with_trace(subject: Subject, trace: Trace) -> Subject:
+def _with_trace(subject: Subject, trace: Trace) -> Subject:
     """With a recorded run; its plan and recipe too, except where a model or a config brings its own."""
     subject, header = replace(subject, trace=trace), trace.header
     if subject.plan is not None or subject.recipe is not None:
@@ -335,7 +335,7 @@ def with_trace(subject: Subject, trace: Trace) -> Subject:
     return replace(subject, recipe=recipe, plan=header.plans[0])
 
 
-def images_in(where: str) -> ImageSet:
+def _images_in(where: str) -> ImageSet:
     """The images of a folder, of which one at least can be read."""
     found = open_images(where)
     if isinstance(found, Statistics):
@@ -351,21 +351,21 @@ def of_name(name: str, run: RunSpec, spec: SubjectSpec) -> Subject:
     """A model; or a file that tells how one is run: a scheduler config, a plan, an image with its recipe."""
     path = source.bundled(source.expanded(name))
     if path.suffix == ".json" and path.is_file():
-        return of_json(path, run)
-    if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file():
-        return of_image(path, run, spec)
+        return _of_json(path, run)
+    if path.suffix.lower() in _IMAGE_SUFFIXES and path.is_file():
+        return _of_image(path, run, spec)
     return of_model(name, run, spec)
 
 
 # --- files that tell how a model is run ------------------------------------------------------------------------
 
 
-def of_json(path: Path, run: RunSpec) -> Subject:
+def _of_json(path: Path, run: RunSpec) -> Subject:
     """A plan, whether its rows keep their law or not; a model's index; or a scheduler's config."""
-    table = weights.read_json(path, MAX_PLAN_BYTES)
-    if path.name == INDEX and table.get("kind") != PLAN_KIND:
+    table = weights.read_json(path, _MAX_PLAN_BYTES)
+    if path.name == INDEX and table.get("kind") != _PLAN_KIND:
         return of_model(str(path.parent), run, SubjectSpec(quick=True))
-    if table.get("kind") != PLAN_KIND:
+    if table.get("kind") != _PLAN_KIND:
         return of_config(str(path), run)
     subject = Subject(str(path), run, plan_file=table)
     try:
@@ -380,10 +380,10 @@ def of_config(where: str | Path | Mapping[str, Any], run: RunSpec) -> Subject:
     if "_class_name" not in config:
         diffusers_config.class_of(config)  # refuses what is no scheduler's config at all
     name = "config" if isinstance(where, Mapping) else str(where)
-    return with_scheduler(Subject(name, run), config, config)
+    return _with_scheduler(Subject(name, run), config, config)
 
 
-def of_image(path: Path, run: RunSpec, spec: SubjectSpec) -> Subject:
+def _of_image(path: Path, run: RunSpec, spec: SubjectSpec) -> Subject:
     """An image that says how it was made; its model too, where it is here."""
     found = read_png(path)
     recipe: dict[str, Any] = (
@@ -414,13 +414,13 @@ def of_model(name: str, run: RunSpec, spec: SubjectSpec | None = None) -> Subjec
     """A model: its files first, then its weights where they can be loaded."""
     spec = spec or SubjectSpec()
     place = source.locate(name)
-    subject = of_file(place, name, run) if place.is_file() else of_folder(place, name, run)
+    subject = _of_file(place, name, run) if place.is_file() else _of_folder(place, name, run)
     if spec.quick:
         return replace(subject.without(QUICK, "pipeline", "network", "vae"), quick=True)
-    return with_weights(subject, place, spec)
+    return _with_weights(subject, place, spec)
 
 
-def of_folder(place: Path, name: str, run: RunSpec) -> Subject:
+def _of_folder(place: Path, name: str, run: RunSpec) -> Subject:
     index = folder.index_of(place)
     subject = Subject(name, run, folder=place, index=index)
     try:
@@ -428,10 +428,10 @@ def of_folder(place: Path, name: str, run: RunSpec) -> Subject:
     except PellucidError as error:
         return subject.without(str(error), "scheduler", "reading")
     kept = {key: value for key, value in raw.items() if key not in folder.INERT_KEYS}
-    return with_scheduler(subject, raw, folder.mended(kept, str(index.get("_class_name")))[0])
+    return _with_scheduler(subject, raw, folder.mended(kept, str(index.get("_class_name")))[0])
 
 
-def of_file(place: Path, name: str, run: RunSpec) -> Subject:
+def _of_file(place: Path, name: str, run: RunSpec) -> Subject:
     """A single file: its scheduler is that of its family."""
     subject = Subject(name, run, file=place)
     try:
@@ -441,7 +441,7 @@ def of_file(place: Path, name: str, run: RunSpec) -> Subject:
             raise
         return replace(subject.without(str(error), "scheduler", "reading"), refused=error)
     config = single_file.scheduler_of(layout, target, zero_snr="ztsnr" in tensors)
-    return with_scheduler(subject, config, config)
+    return _with_scheduler(subject, config, config)
 
 
 def read_single_file(path: Path) -> tuple[Mapping[str, Tensor], Any, str, list[str]]:
@@ -457,11 +457,11 @@ def of_pipeline(pipe: Pipeline, run: RunSpec | None = None, **known: Any) -> Sub
     parts = pipe.components
     subject = Subject(parts.name, run or RunSpec(), pipeline=pipe, vae=parts.vae)
     if parts.scheduler:
-        subject = with_scheduler(subject, parts.scheduler, parts.scheduler)
+        subject = _with_scheduler(subject, parts.scheduler, parts.scheduler)
     return replace(subject, **known)
 
 
-def with_scheduler(subject: Subject, config: Mapping[str, Any], mended: Mapping[str, Any]) -> Subject:
+def _with_scheduler(subject: Subject, config: Mapping[str, Any], mended: Mapping[str, Any]) -> Subject:
     """With its scheduler's config, how that reads once its pipeline has `mended` it, and the plan that follows."""
     subject = replace(subject, scheduler=config)
     try:
@@ -477,7 +477,7 @@ def with_scheduler(subject: Subject, config: Mapping[str, Any], mended: Mapping[
         return subject.without(str(error), "plan")
 
 
-def with_weights(subject: Subject, place: Path, spec: SubjectSpec) -> Subject:
+def _with_weights(subject: Subject, place: Path, spec: SubjectSpec) -> Subject:
     """With the pipeline and its VAE; with the VAE alone where the rest does not load.
 
     On a CPU the default is float32: float16 is thirty times as slow there.

@@ -12,24 +12,24 @@ from pellucid.evidence.doctor.checks import Evidence, Finding, check
 from pellucid.evidence.doctor.subject import Subject, Unable
 from pellucid.evidence.trace import Step, Trace
 
-LEFT = 0.05  # sigma / alpha at the end: more noise than this is seen
-SLIGHT = 1e-3  # less than this is none
-DATA = 2.5  # standard deviations that the latents of an image may have
-START = 0.15  # how far the spread of the first x may be from its level's
-SATURATED = 0.08  # the share of x0 beyond its limit, in latents
-CLIPPED = 0.6  # the same in pixels, where pure colours lie at the limit
-OVERSHOT = 0.3  # the same at any step: scenes-128 has 0.07 at guidance 4, 0.21 at 7, and draws worse from 9 (0.34) on
-LEADS = 0.2  # the guidance delta over x0, somewhere: guidance contributes
-STRONG = 1.5  # the same where little noise is left: guidance makes the image, and not the network
-SAME = 1e-6  # 1 − cosine: cond and uncond are one
+_LEFT = 0.05  # sigma / alpha at the end: more noise than this is seen
+_SLIGHT = 1e-3  # less than this is none
+_DATA = 2.5  # standard deviations that the latents of an image may have
+_START = 0.15  # how far the spread of the first x may be from its level's
+_SATURATED = 0.08  # the share of x0 beyond its limit, in latents
+_CLIPPED = 0.6  # the same in pixels, where pure colours lie at the limit
+_OVERSHOT = 0.3  # the same at any step: scenes-128 has 0.07 at guidance 4, 0.21 at 7, and draws worse from 9 (0.34) on
+_LEADS = 0.2  # the guidance delta over x0, somewhere: guidance contributes
+_STRONG = 1.5  # the same where little noise is left: guidance makes the image, and not the network
+_SAME = 1e-6  # 1 − cosine: cond and uncond are one
 
 
-def check_steps(trace: Trace) -> None:
+def _check_steps(trace: Trace) -> None:
     if not trace.steps:
         raise Unable("the trace holds no whole step")
 
 
-def not_finite(trace: Trace) -> tuple[Step, str] | None:
+def _not_finite(trace: Trace) -> tuple[Step, str] | None:
     """The first step with a number that is not finite, and of which tensor."""
     tensors = ((step, name) for step in trace.steps for name in ("x", "x0"))
     return next(((step, name) for step, name in tensors if not np.isfinite(step.norms[name]).all()), None)
@@ -38,8 +38,8 @@ def not_finite(trace: Trace) -> tuple[Step, str] | None:
 @check("numbers of the trace")
 def finite(subject: Subject, trace: Trace) -> Iterator[Finding]:
     """Are all numbers of the run finite?"""
-    check_steps(trace)
-    found = not_finite(trace)
+    _check_steps(trace)
+    found = _not_finite(trace)
     if found is None:
         return
     (step, name), recipe = found, trace.header.recipe
@@ -61,16 +61,16 @@ def finite(subject: Subject, trace: Trace) -> Iterator[Finding]:
 @check("levels of the trace")
 def levels(subject: Subject, trace: Trace) -> Iterator[Finding]:
     """Does the run start at the noise that its plan says, and end without any?"""
-    check_steps(trace)
-    yield from start(trace)
+    _check_steps(trace)
+    yield from _start(trace)
     recipe = trace.header.recipe
     for plan in {id(plan): plan for plan in trace.header.plans}.values():
         left = plan.end.ratio
-        if left <= SLIGHT or (recipe is not None and recipe.denoising_end is not None):
+        if left <= _SLIGHT or (recipe is not None and recipe.denoising_end is not None):
             continue
         yield Finding(
             "wrong-final-level",
-            "warning" if left > LEFT else "note",
+            "warning" if left > _LEFT else "note",
             f"the run ends with noise left: sigma/alpha {left:.3g}",
             (
                 ("sigma/alpha at the end", left),
@@ -84,13 +84,16 @@ def levels(subject: Subject, trace: Trace) -> Iterator[Finding]:
         )
 
 
-def start(trace: Trace) -> Iterator[Finding]:
+def _start(trace: Trace) -> Iterator[Finding]:
     """The spread of the first x against its level: sigma, and alpha times that of the data, which is DATA at most."""
     spread = trace.steps[0].norms["x"] / math.sqrt(trace.header.numbers)
     for image, row in enumerate(trace.steps[0].rows):
-        low, high = row.level.sigma, math.hypot(DATA * row.level.alpha, row.level.sigma)
+        low, high = row.level.sigma, math.hypot(_DATA * row.level.alpha, row.level.sigma)
         noise = 4 * high / math.sqrt(2 * trace.header.numbers)  # by chance, of so many numbers
-        if np.isfinite(spread[image]) and not low * (1 - START) - noise <= spread[image] <= high * (1 + START) + noise:
+        if (
+            np.isfinite(spread[image])
+            and not low * (1 - _START) - noise <= spread[image] <= high * (1 + _START) + noise
+        ):
             yield Finding(
                 "wrong-start-level",
                 "error",
@@ -114,12 +117,12 @@ def start(trace: Trace) -> Iterator[Finding]:
 @check("guidance of the trace")
 def guidance(subject: Subject, trace: Trace) -> Iterator[Finding]:
     """Does guidance act, and does it leave the prediction in its range?"""
-    check_steps(trace)
-    if not_finite(trace) is not None:
+    _check_steps(trace)
+    if _not_finite(trace) is not None:
         raise Unable("the run is not finite")
     scale = scale_of(trace)
-    yield from without_effect(trace, scale)
-    for too_much in (saturated_end, overshoot, leading):  # the most severe of them
+    yield from _without_effect(trace, scale)
+    for too_much in (_saturated_end, _overshoot, _leading):  # the most severe of them
         if (finding := too_much(trace, scale)) is not None:
             yield finding
             return
@@ -137,11 +140,11 @@ def scale_evidence(scale: float | None) -> Evidence:
     return () if scale is None else (("guidance scale", scale),)
 
 
-def without_effect(trace: Trace, scale: float | None) -> Iterator[Finding]:
+def _without_effect(trace: Trace, scale: float | None) -> Iterator[Finding]:
     """cond and uncond that are one prediction: the prompt changes nothing."""
     both = [step for step in trace.steps if np.isfinite(step.cosine).all()]
     apart = [1 - step.cosine.min() for step in both]
-    if both and (all(map(same_bits, both)) or float(np.max(apart)) < SAME):
+    if both and (all(map(_same_bits, both)) or float(np.max(apart)) < _SAME):
         yield Finding(
             "prompt-no-effect",
             "error",
@@ -158,18 +161,18 @@ def without_effect(trace: Trace, scale: float | None) -> Iterator[Finding]:
         )
 
 
-def same_bits(step: Step) -> bool:
+def _same_bits(step: Step) -> bool:
     """Whether cond and uncond of a step are the same bits."""
     a, b = step.digests["cond"], step.digests["uncond"]
     return bool((a == b).all() and (a != 0).any())
 
 
-def saturated_end(trace: Trace, scale: float | None) -> Finding | None:
+def _saturated_end(trace: Trace, scale: float | None) -> Finding | None:
     """x0 beyond its range at the end."""
     late = trace.steps[-max(1, len(trace.steps) // 4) :]
     saturated = float(np.mean([step.saturation.mean() for step in late]))
-    lead = max(map(relative_delta, trace.steps))
-    if saturated <= (SATURATED if trace.header.limit > 1 else CLIPPED) or lead <= LEADS:
+    lead = max(map(_relative_delta, trace.steps))
+    if saturated <= (_SATURATED if trace.header.limit > 1 else _CLIPPED) or lead <= _LEADS:
         return None
     return Finding(
         "oversaturated",
@@ -178,7 +181,7 @@ def saturated_end(trace: Trace, scale: float | None) -> Finding | None:
         (
             ("share of |x0| at or beyond the limit", saturated),
             ("limit", trace.header.limit),
-            ("root mean square of x0", rms(late[-1], trace)),
+            ("root mean square of x0", _rms(late[-1], trace)),
             ("guidance delta over x0, largest", lead),
             *scale_evidence(scale),
         ),
@@ -187,11 +190,11 @@ def saturated_end(trace: Trace, scale: float | None) -> Finding | None:
     )
 
 
-def overshoot(trace: Trace, scale: float | None) -> Finding | None:
+def _overshoot(trace: Trace, scale: float | None) -> Finding | None:
     """x0 of latents beyond its range on the way: what is predicted from noise is a mean, and means are small."""
     worst = max(trace.steps, key=lambda step: float(step.saturation.mean()))
     beyond = float(worst.saturation.mean())
-    if trace.header.limit <= 1 or beyond <= OVERSHOT or relative_delta(worst) <= LEADS:
+    if trace.header.limit <= 1 or beyond <= _OVERSHOT or _relative_delta(worst) <= _LEADS:
         return None
     return Finding(
         "guidance-overshoots",
@@ -201,8 +204,8 @@ def overshoot(trace: Trace, scale: float | None) -> Finding | None:
             ("share of |x0| at or beyond the limit", beyond),
             ("limit", trace.header.limit),
             ("step", worst.index + 1),
-            ("root mean square of x0", rms(worst, trace)),
-            ("the same at the end", rms(trace.steps[-1], trace)),
+            ("root mean square of x0", _rms(worst, trace)),
+            ("the same at the end", _rms(trace.steps[-1], trace)),
             *scale_evidence(scale),
         ),
         "A prediction from noise is a mean of images, and smaller than they are. "
@@ -211,12 +214,12 @@ def overshoot(trace: Trace, scale: float | None) -> Finding | None:
     )
 
 
-def leading(trace: Trace, scale: float | None) -> Finding | None:
+def _leading(trace: Trace, scale: float | None) -> Finding | None:
     """A guidance delta larger than the prediction, where little noise is left."""
     clear = [step for step in trace.steps if step.level.ratio < 1.0]
-    worst = max(clear, key=relative_delta, default=trace.steps[-1])
-    most = relative_delta(worst)
-    if most <= STRONG:
+    worst = max(clear, key=_relative_delta, default=trace.steps[-1])
+    most = _relative_delta(worst)
+    if most <= _STRONG:
         return None
     facts = (("guidance delta over x0", most), ("step", worst.index + 1), ("sigma/alpha", worst.level.ratio))
     return Finding(
@@ -233,10 +236,10 @@ def of(scale: float | None) -> str:
     return "" if scale is None else f" of {scale:g}"
 
 
-def relative_delta(step: Step) -> float:
+def _relative_delta(step: Step) -> float:
     """The guidance delta over x0, of the image where it is largest; 0 without guidance."""
     return float(np.nan_to_num(step.norms["delta"] / step.norms["x0"]).max())
 
 
-def rms(step: Step, trace: Trace) -> float:
+def _rms(step: Step, trace: Trace) -> float:
     return float(step.norms["x0"].mean()) / math.sqrt(trace.header.numbers)

@@ -17,17 +17,17 @@ from pellucid.interop.components import KINDS, NETWORK_PARTS
 from pellucid.interop.folder import IGNORED
 from pellucid.interop.weights import NOT_WEIGHTS, some
 
-USUAL = (torch.float32, torch.float16, torch.bfloat16)
-SMALL = 2  # bytes: numbers of fewer are compressed, and have to be opened in a dtype that is named
-OUTPUTS = ("conv_out.weight", "proj_out_2.weight", "proj_out.weight")  # of UNets, DiT, PixArt
+_USUAL = (torch.float32, torch.float16, torch.bfloat16)
+_SMALL = 2  # bytes: numbers of fewer are compressed, and have to be opened in a dtype that is named
+_OUTPUTS = ("conv_out.weight", "proj_out_2.weight", "proj_out.weight")  # of UNets, DiT, PixArt
 # Refusals of folders that other findings explain, and refusals that are no fault of the model.
-EXPLAINED = (
+_EXPLAINED = (
     "class", "component-missing", "components-fit", "config-class", "config-groups", "config-key", "config-length",
     "config-missing", "config-unsupported", "config-value", "json-file", "tokenizer-files", "unknown-target",
     "weights-corrupt", "weights-file", "weights-index", "weights-keys", "weights-lfs", "weights-missing",
     "weights-pickle", "weights-shape", "weights-shard", "dtype",
 )  # fmt: skip
-FAULTLESS = {
+_FAULTLESS = {
     "pipeline-class": "Open it with diffusers and give the pipeline to pellucid.wrap.",
     "tokenizer-missing": "--tokenizer FOLDER",
 }
@@ -48,16 +48,16 @@ def loading(subject: Subject) -> Iterator[Finding]:
             str(error),
             "Put the model's yaml beside the file, or load it with --target v (768 pixels) or --target eps (512).",
         )
-    elif error.code in FAULTLESS:
+    elif error.code in _FAULTLESS:
         yield Finding(
             "not-supported",
             "note",
             "Pellucid does not open this model as it is",
             (("error", error.code),),
             str(error),
-            FAULTLESS[error.code],
+            _FAULTLESS[error.code],
         )
-    elif subject.folder is None or error.code not in EXPLAINED:
+    elif subject.folder is None or error.code not in _EXPLAINED:
         yield Finding(
             "does-not-load",
             "error",
@@ -71,7 +71,7 @@ def loading(subject: Subject) -> Iterator[Finding]:
 @check("configs of the components")
 def configs(subject: Subject, components: Mapping[str, Component]) -> Iterator[Finding]:
     """Keys and values that the component's class does not take."""
-    for part, one in networks(components):
+    for part, one in _networks(components):
         try:
             one.sketch()
         except PellucidError as error:
@@ -86,7 +86,7 @@ def configs(subject: Subject, components: Mapping[str, Component]) -> Iterator[F
             )
 
 
-def networks(components: Mapping[str, Component] | None) -> list[tuple[str, Component]]:
+def _networks(components: Mapping[str, Component] | None) -> list[tuple[str, Component]]:
     """The components that are networks of ours and whose configs can be read."""
     found = (components or {}).items()
     return [(p, one) for p, one in found if one.config is not None and one.network_kind and p not in IGNORED]
@@ -95,28 +95,28 @@ def networks(components: Mapping[str, Component] | None) -> list[tuple[str, Comp
 @check("names and shapes of weights")
 def names(subject: Subject, components: Mapping[str, Component]) -> Iterator[Finding]:
     """What the config asks for and what the files hold."""
-    for part, one in networks(components):
+    for part, one in _networks(components):
         try:
             wanted = one.sketch().state_dict()
         except PellucidError:
             continue  # the check of configs reports it
         try:
-            held = tensors_of(one)
+            held = _tensors_of(one)
         except PellucidError as error:
             title, facts = f"the weights of {part} cannot be read", (("part", part), ("error", error.code))
             yield Finding("weights-file", "error", title, facts, str(error), "Download the file again.")
             continue
         missing, extra = sorted(set(wanted) - set(held)), sorted(set(held) - set(wanted))
         if missing:
-            yield missing_weights(part, missing, len(wanted), one)
+            yield _missing_weights(part, missing, len(wanted), one)
         if extra:
-            yield extra_tensors(part, extra, held)
+            yield _extra_tensors(part, extra, held)
         wrong = [key for key, tensor in held.items() if key in wanted and tensor.shape != wanted[key].shape]
         if wrong:
-            yield wrong_shapes(part, wrong, held, wanted)
+            yield _wrong_shapes(part, wrong, held, wanted)
 
 
-def tensors_of(component: Component) -> dict[str, Tensor]:
+def _tensors_of(component: Component) -> dict[str, Tensor]:
     """The weights of a component under today's names; they stay on disk until they are looked at."""
     assert component.network_kind is not None
     found, _ = weights.read_folder(component.place)
@@ -124,7 +124,7 @@ def tensors_of(component: Component) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in renamed.items() if not NOT_WEIGHTS.search(name)}
 
 
-def missing_weights(part: str, missing: list[str], count: int, component: Component) -> Finding:
+def _missing_weights(part: str, missing: list[str], count: int, component: Component) -> Finding:
     return Finding(
         "weights-missing",
         "error",
@@ -136,7 +136,7 @@ def missing_weights(part: str, missing: list[str], count: int, component: Compon
     )
 
 
-def extra_tensors(part: str, extra: list[str], held: Mapping[str, Tensor]) -> Finding:
+def _extra_tensors(part: str, extra: list[str], held: Mapping[str, Tensor]) -> Finding:
     size = sum(held[name].numel() for name in extra)
     return Finding(
         "weights-extra",
@@ -148,7 +148,7 @@ def extra_tensors(part: str, extra: list[str], held: Mapping[str, Tensor]) -> Fi
     )
 
 
-def wrong_shapes(part: str, wrong: list[str], held: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Finding:
+def _wrong_shapes(part: str, wrong: list[str], held: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Finding:
     key = wrong[0]
     return Finding(
         "weights-shape",
@@ -164,28 +164,28 @@ def wrong_shapes(part: str, wrong: list[str], held: Mapping[str, Tensor], wanted
 # --- numbers ---------------------------------------------------------------------------------------------------
 
 
-def stored(subject: Subject) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def _stored(subject: Subject) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Every component's tensors, or those of a single file; what cannot be read is another check's."""
     if subject.file is subject.folder is None:
         raise Unable(NEEDS["pipeline"])
     if subject.file is not None:
         with suppress(PellucidError):
             yield subject.file.name, weights.read(subject.file)
-    for part, one in networks(subject.components):
+    for part, one in _networks(subject.components):
         with suppress(PellucidError):
-            yield part, tensors_of(one)
+            yield part, _tensors_of(one)
 
 
 @check("dtypes of weights")
 def dtypes(subject: Subject) -> Iterator[Finding]:
     """Dtypes that few models have, and pickles."""
-    for part, held in stored(subject):
+    for part, held in _stored(subject):
         # single files hold counters and tables of whole numbers too
         kinds = {one.dtype for one in held.values() if subject.file is None or one.is_floating_point()}
-        odd = [kind for kind in kinds if kind not in USUAL]
+        odd = [kind for kind in kinds if kind not in _USUAL]
         floats = sorted(dtype_name(kind) for kind in kinds if kind.is_floating_point)
         if odd:
-            yield odd_dtype(part, odd)
+            yield _odd_dtype(part, odd)
         elif len(floats) > 1:
             yield Finding(
                 "weights-mixed",
@@ -195,11 +195,11 @@ def dtypes(subject: Subject) -> Iterator[Finding]:
                 "They are opened in the widest of them, which takes more memory than the file.",
                 f"--dtype {floats[0]}, or save them in one dtype",
             )
-    yield from pickles(subject)
+    yield from _pickles(subject)
 
 
-def odd_dtype(part: str, odd: Iterable[torch.dtype]) -> Finding:
-    small = any(kind.itemsize < SMALL or not kind.is_floating_point for kind in odd)
+def _odd_dtype(part: str, odd: Iterable[torch.dtype]) -> Finding:
+    small = any(kind.itemsize < _SMALL or not kind.is_floating_point for kind in odd)
     names = ", ".join(sorted(map(dtype_name, odd)))
     wide = "float64 doubles the memory of float32 and makes no better image."
     packed = "Weights of 8 bits and whole numbers are compressed: only the program that wrote them can read them."
@@ -213,12 +213,12 @@ def odd_dtype(part: str, odd: Iterable[torch.dtype]) -> Finding:
     )
 
 
-def pickles(subject: Subject) -> Iterator[Finding]:
+def _pickles(subject: Subject) -> Iterator[Finding]:
     places = [subject.file] if subject.file is not None else []
-    for _, one in networks(subject.components):
+    for _, one in _networks(subject.components):
         with suppress(PellucidError):
             places.append(weights.find(one.place).path)
-    found = [path for path in places if is_pickle(path)]
+    found = [path for path in places if _is_pickle(path)]
     if found:
         yield Finding(
             "weights-pickle",
@@ -230,7 +230,7 @@ def pickles(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def is_pickle(path: Path) -> bool:
+def _is_pickle(path: Path) -> bool:
     try:
         return path.suffix in weights.PICKLES and weights.kind_of(path) != "safetensors"
     except PellucidError:
@@ -242,8 +242,8 @@ def numbers(subject: Subject) -> Iterator[Finding]:
     """NaN and infinities in the files, and a last layer that is all zeros."""
     if subject.quick:
         raise Unable(QUICK)
-    for part, held in stored(subject):
-        broken = [name for name, tensor in held.items() if not is_finite(tensor)]
+    for part, held in _stored(subject):
+        broken = [name for name, tensor in held.items() if not _is_finite(tensor)]
         if broken:
             tensor = held[broken[0]]
             count = int((~torch.isfinite(tensor.float())).sum())
@@ -257,7 +257,7 @@ def numbers(subject: Subject) -> Iterator[Finding]:
                 "overflowed.",
                 "Take an earlier checkpoint, or convert again from float32.",
             )  # fmt: skip
-        outputs = OUTPUTS if part in NETWORK_PARTS else (f"{single_file.UNET}out.2.weight",)
+        outputs = _OUTPUTS if part in NETWORK_PARTS else (f"{single_file.UNET}out.2.weight",)
         output = next((name for name in outputs if name in held), None)
         if output is not None and not bool(held[output].any()):
             yield Finding(
@@ -270,7 +270,7 @@ def numbers(subject: Subject) -> Iterator[Finding]:
             )
 
 
-def is_finite(tensor: Tensor) -> bool:
+def _is_finite(tensor: Tensor) -> bool:
     if not tensor.is_floating_point():
         return True
-    return bool(torch.isfinite(tensor.float() if tensor.element_size() < SMALL else tensor).all())
+    return bool(torch.isfinite(tensor.float() if tensor.element_size() < _SMALL else tensor).all())

@@ -1,1 +1,4 @@
-"""Drawings that the command line, the studio and the docs share: schedules, plans, pipelines, memory."""
+"""Drawings that the command line, the studio and the docs share.
+
+`plan` (plans and schedules), `graph` and `graph_tables` (pipelines), `memory`.
+"""

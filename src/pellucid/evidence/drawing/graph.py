@@ -85,10 +85,10 @@ def card_lines(graph: Graph, node: Node) -> list[str]:
 
 # --- The image ------------------------------------------------------------------------------------------------------
 
-WIDTH, MARGIN, GAP, DOWN = 13.4, 0.5, 0.35, 0.42  # inches: 1286 pixels of a screen; between cards, and between rows
-WIDEST, PAD, LANE = 4.6, 0.12, 0.25  # of a card; around its text; between the loop's frame and its cards
-SIZE = 9.0  # points of the text
-CHAR, LINE = 0.6021 * SIZE / 72, 1.5 * SIZE / 72  # inches of a letter of DejaVu Sans Mono, and of a line
+_WIDTH, _MARGIN, _GAP, _DOWN = 13.4, 0.5, 0.35, 0.42  # inches: 1286 pixels of a screen; between cards, and between rows
+_WIDEST, _PAD, _LANE = 4.6, 0.12, 0.25  # of a card; around its text; between the loop's frame and its cards
+_SIZE = 9.0  # points of the text
+_CHAR, _LINE = 0.6021 * _SIZE / 72, 1.5 * _SIZE / 72  # inches of a letter of DejaVu Sans Mono, and of a line
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Card:
 
     @property
     def height(self) -> float:
-        return LINE * (1.1 + len(self.lines)) + 2 * PAD
+        return _LINE * (1.1 + len(self.lines)) + 2 * _PAD
 
     @property
     def bottom(self) -> float:
@@ -134,75 +134,75 @@ def layout(graph: Graph, top: float = 0.0) -> Sheet:
     edges: list[float] = []
     rows = rows_of(graph)
     for part in rows:
-        top += LANE + 0.15 if part is rows.loop else 0.0
+        top += _LANE + 0.15 if part is rows.loop else 0.0
         edges.append(top)
         for row in part:
-            placed = row_of_cards(graph, row, top, len(edges) * 100 + len(cards))
+            placed = _row_of_cards(graph, row, top, len(edges) * 100 + len(cards))
             cards |= {card.node.name: card for card in placed}
-            top = max(card.bottom for card in placed) + DOWN
-        top += LANE if part is rows.loop else 0.0
+            top = max(card.bottom for card in placed) + _DOWN
+        top += _LANE if part is rows.loop else 0.0
     inside = [cards[node.name] for row in rows.loop for node in row]
     left, right = min(card.left for card in inside), max(card.right for card in inside)
     bottom = max(card.bottom for card in inside)
-    return Sheet(cards, (left - LANE, edges[1] - LANE, right + 3 * LANE, bottom + LANE), top - DOWN)
+    return Sheet(cards, (left - _LANE, edges[1] - _LANE, right + 3 * _LANE, bottom + _LANE), top - _DOWN)
 
 
-def row_of_cards(graph: Graph, row: Sequence[Node], top: float, number: int) -> list[Card]:
-    most = min(WIDEST, (WIDTH - 2 * MARGIN - 3 * LANE - GAP * (len(row) - 1)) / len(row))
-    letters = int((most - 2 * PAD) / CHAR)
+def _row_of_cards(graph: Graph, row: Sequence[Node], top: float, number: int) -> list[Card]:
+    most = min(_WIDEST, (_WIDTH - 2 * _MARGIN - 3 * _LANE - _GAP * (len(row) - 1)) / len(row))
+    letters = int((most - 2 * _PAD) / _CHAR)
     said = [[part for line in card_lines(graph, n) for part in textwrap.wrap(line, letters)] for n in row]
     widths = [
-        max(map(len, (f"{n.name}  ", *lines))) * CHAR + 2 * PAD + 0.05 for n, lines in zip(row, said, strict=True)
+        max(map(len, (f"{n.name}  ", *lines))) * _CHAR + 2 * _PAD + 0.05 for n, lines in zip(row, said, strict=True)
     ]
-    left = (WIDTH - sum(widths) - GAP * (len(row) - 1)) / 2
+    left = (_WIDTH - sum(widths) - _GAP * (len(row) - 1)) / 2
     cards = []
     for node, lines, width in zip(row, said, widths, strict=True):
         cards.append(Card(node, lines, left, top, width, number))
-        left += width + GAP
+        left += width + _GAP
     return cards
 
 
 def figure_of(graph: Graph) -> Figure:
     """A head, the rows of cards with arrows between them, the loop in its frame, and the notes."""
-    head = [" · ".join(tables.subtitle(graph))] + ([clock_line(graph)] if graph.times is not None else [])
-    head = [part for line in head for part in textwrap.wrap(line, int((WIDTH - 2 * MARGIN) / CHAR))]
-    sheet = layout(graph, MARGIN + 0.4 + LINE * len(head) + 0.2)
-    notes = [part for note in graph.notes for part in textwrap.wrap(f"! {note}", int((WIDTH - 2 * MARGIN) / CHAR))]
-    height = sheet.bottom + 0.25 + LINE * len(notes) + MARGIN
-    figure = charts.canvas(WIDTH, height)
+    head = [" · ".join(tables.subtitle(graph))] + ([_clock_line(graph)] if graph.times is not None else [])
+    head = [part for line in head for part in textwrap.wrap(line, int((_WIDTH - 2 * _MARGIN) / _CHAR))]
+    sheet = layout(graph, _MARGIN + 0.4 + _LINE * len(head) + 0.2)
+    notes = [part for note in graph.notes for part in textwrap.wrap(f"! {note}", int((_WIDTH - 2 * _MARGIN) / _CHAR))]
+    height = sheet.bottom + 0.25 + _LINE * len(notes) + _MARGIN
+    figure = charts.canvas(_WIDTH, height)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_axis_off()
-    axes.set(xlim=(0, WIDTH), ylim=(height, 0))
-    write(axes, MARGIN, MARGIN + 0.1, tables.title(graph), INK, size=15, fontweight="bold")
+    axes.set(xlim=(0, _WIDTH), ylim=(height, 0))
+    _write(axes, _MARGIN, _MARGIN + 0.1, tables.title(graph), INK, size=15, fontweight="bold")
     for number, line in enumerate(head):
-        write(axes, MARGIN, MARGIN + 0.4 + LINE * (number + 0.5), line, SLATE)
+        _write(axes, _MARGIN, _MARGIN + 0.4 + _LINE * (number + 0.5), line, SLATE)
     left, top, right, bottom = sheet.frame
-    box(axes, (left, top, right - left, bottom - top), tint(ORANGE, 0.03), ORANGE, linestyle=(0, (5, 3)), zorder=0)
-    write(axes, left + 0.2, top, f" {tables.pace(graph)} ", ORANGE, fontweight="bold", backgroundcolor=PAPER)
+    _box(axes, (left, top, right - left, bottom - top), _tint(ORANGE, 0.03), ORANGE, linestyle=(0, (5, 3)), zorder=0)
+    _write(axes, left + 0.2, top, f" {tables.pace(graph)} ", ORANGE, fontweight="bold", backgroundcolor=PAPER)
     for source, goal in dict.fromkeys((flow.source, flow.goal) for flow in graph.flows):
-        arrow(axes, sheet.cards[source], sheet.cards[goal], right)
+        _arrow(axes, sheet.cards[source], sheet.cards[goal], right)
     for card in sheet.cards.values():
-        draw_card(axes, card)
+        _draw_card(axes, card)
     for number, line in enumerate(notes):
-        write(axes, MARGIN, sheet.bottom + 0.25 + LINE * (number + 0.5), line, ORANGE)
+        _write(axes, _MARGIN, sheet.bottom + 0.25 + _LINE * (number + 0.5), line, ORANGE)
     return figure
 
 
-def clock_line(graph: Graph) -> str:
+def _clock_line(graph: Graph) -> str:
     *stages, (whole, total, *_) = tables.clock(graph)
     return " · ".join([*(f"{name}: {taken}" for name, taken, *_ in stages), f"{whole}: {total}"])
 
 
-def draw_card(axes: Axes, card: Card) -> None:
+def _draw_card(axes: Axes, card: Card) -> None:
     colour = ROLE_COLOURS[card.node.role]
-    box(axes, (card.left, card.top, card.width, card.height), tint(colour, 0.07), colour, zorder=3)
-    y = card.top + PAD + LINE / 2
-    write(axes, card.left + PAD, y, card.node.name, colour if colour != FAINT else SLATE, fontweight="bold")
+    _box(axes, (card.left, card.top, card.width, card.height), _tint(colour, 0.07), colour, zorder=3)
+    y = card.top + _PAD + _LINE / 2
+    _write(axes, card.left + _PAD, y, card.node.name, colour if colour != FAINT else SLATE, fontweight="bold")
     for number, line in enumerate(card.lines, 1):
-        write(axes, card.left + PAD, y + LINE * (number + 0.1), line, INK)
+        _write(axes, card.left + _PAD, y + _LINE * (number + 0.1), line, INK)
 
 
-def arrow(axes: Axes, source: Card, goal: Card, edge: float) -> None:
+def _arrow(axes: Axes, source: Card, goal: Card, edge: float) -> None:
     """Down to a lower row, across within one, and back up along the inside of the loop's frame."""
     from matplotlib.patches import FancyArrowPatch
     from matplotlib.path import Path as Curve
@@ -213,14 +213,14 @@ def arrow(axes: Axes, source: Card, goal: Card, edge: float) -> None:
     elif source.top < goal.top:
         points = [(source.middle[0], source.bottom), (goal.middle[0], goal.top)]
     else:
-        lane = edge - LANE * (1 if goal.node.role == "network" else 2)
+        lane = edge - _LANE * (1 if goal.node.role == "network" else 2)
         height = goal.middle[1]
         points = [(source.right, source.middle[1]), (lane, source.middle[1]), (lane, height), (goal.right, height)]
     look: dict[str, Any] = {"arrowstyle": "-|>,head_length=5,head_width=2.6", "mutation_scale": 1.0, "zorder": 2}
     axes.add_patch(FancyArrowPatch(path=Curve(points), color=colour, linewidth=1.5, shrinkA=0, shrinkB=0, **look))
 
 
-def box(axes: Axes, place: tuple[float, float, float, float], face: str, edge: str, **look: Any) -> None:
+def _box(axes: Axes, place: tuple[float, float, float, float], face: str, edge: str, **look: Any) -> None:
     from matplotlib.patches import FancyBboxPatch
 
     (left, top, width, height), style = place, "round,pad=0,rounding_size=0.1"
@@ -231,13 +231,13 @@ def box(axes: Axes, place: tuple[float, float, float, float], face: str, edge: s
     )
 
 
-def write(axes: Axes, x: float, y: float, words: str, colour: str, size: float = SIZE, **look: Any) -> None:
+def _write(axes: Axes, x: float, y: float, words: str, colour: str, size: float = _SIZE, **look: Any) -> None:
     """Letters of one width, so that what fits is known before it is drawn."""
     words = words.replace("$", r"\$")
     axes.text(x, y, words, color=colour, fontsize=size, family="DejaVu Sans Mono", va="center", zorder=4, **look)
 
 
-def tint(colour: str, part: float) -> str:
+def _tint(colour: str, part: float) -> str:
     """A colour thinned with the paper."""
     inks, papers = (bytes.fromhex(each[1:]) for each in (colour, PAPER))
     return "#" + bytes(round(p + (c - p) * part) for c, p in zip(inks, papers, strict=True)).hex()
@@ -245,7 +245,7 @@ def tint(colour: str, part: float) -> str:
 
 # --- The page -------------------------------------------------------------------------------------------------------
 
-STYLE = """
+_STYLE = """
 .graph { font: 13px/1.45 ui-monospace, Menlo, Consolas, monospace; text-align: center; }
 .graph .row { display: flex; flex-wrap: wrap; gap: .8rem; justify-content: center;
   align-items: flex-start; }
@@ -259,7 +259,7 @@ STYLE = """
 
 
 @dataclass(frozen=True)
-class Drawing:
+class _Drawing:
     """The rows of cards as a part of a page."""
 
     graph: Graph
@@ -271,7 +271,7 @@ class Drawing:
         back = '\n<div class="down">↑ back to the top of the loop</div>\n'
         frame = f'<fieldset style="--c: {ORANGE}"><legend>{pace}</legend>\n{loop}{back}</fieldset>'
         body = down.join(part for part in (entrance, frame, after) if part)
-        return f'<style>{STYLE}</style>\n<div class="graph">\n{body}\n</div>\n'
+        return f'<style>{_STYLE}</style>\n<div class="graph">\n{body}\n</div>\n'
 
     def row(self, row: Sequence[Node]) -> str:
         return '<div class="row">' + "".join(self.card(node) for node in row) + "</div>"
@@ -283,7 +283,7 @@ class Drawing:
 
 def page(graph: Graph) -> Page:
     """A page that needs no network: the drawing, and tables of bytes, milliseconds and blocks."""
-    made = Page(tables.title(graph), " · ".join(tables.subtitle(graph))).add(Drawing(graph))
+    made = Page(tables.title(graph), " · ".join(tables.subtitle(graph))).add(_Drawing(graph))
     made.add(Table("Components", tables.component_columns(graph), tuple(tables.components(graph))))
     if graph.times is not None:
         made.add(Table("Time", tables.CLOCK, tuple(tables.clock(graph))))
@@ -301,14 +301,14 @@ def mermaid(graph: Graph) -> str:
     rows = rows_of(graph)
 
     def stations(part: list[list[Node]], indent: str) -> list[str]:
-        return [f'{indent}{identifier(node.name)}["{said(node)}"]' for row in part for node in row]
+        return [f'{indent}{_identifier(node.name)}["{said(node)}"]' for row in part for node in row]
 
     def said(node: Node) -> str:
         lines = [*tables.classes(node), *tables.weight(node), *tables.remarks(node), tables.duration(node)]
         return "<br/>".join([f"<b>{node.name}</b>", *(html.escape(line) for line in lines if line)])
 
     flows = [
-        f'  {identifier(flow.source)} -->|"{html.escape(tables.flow_text(flow))}"| {identifier(flow.goal)}'
+        f'  {_identifier(flow.source)} -->|"{html.escape(tables.flow_text(flow))}"| {_identifier(flow.goal)}'
         for flow in graph.flows
     ]
     loop = [f'  subgraph loop["{tables.pace(graph)}"]', *stations(rows.loop, "    "), "  end"]
@@ -316,5 +316,5 @@ def mermaid(graph: Graph) -> str:
     return "\n".join(lines) + "\n"
 
 
-def identifier(name: str) -> str:
+def _identifier(name: str) -> str:
     return re.sub(r"\W", "_", name)

@@ -13,18 +13,18 @@ from pellucid.evidence.report.charts import COLOURS, FAINT
 if TYPE_CHECKING:
     from pellucid.pipeline.inspection import Block, Flow, Graph, Node, Shape
 
-BLUE, ORANGE, GREEN, RED, PURPLE = COLOURS[:5]
+_BLUE, _ORANGE, _GREEN, _RED, _PURPLE = COLOURS[:5]
 ROLE_COLOURS = {
     "input": FAINT,
-    "tokenizer": BLUE,
-    "text": BLUE,
-    "image": PURPLE,
-    "control": RED,
-    "condition": BLUE,
-    "network": ORANGE,
-    "guidance": ORANGE,
-    "sampler": ORANGE,
-    "vae": GREEN,
+    "tokenizer": _BLUE,
+    "text": _BLUE,
+    "image": _PURPLE,
+    "control": _RED,
+    "condition": _BLUE,
+    "network": _ORANGE,
+    "guidance": _ORANGE,
+    "sampler": _ORANGE,
+    "vae": _GREEN,
     "output": FAINT,
 }
 
@@ -54,20 +54,20 @@ def milliseconds(value: float) -> str:
     return f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms" if value >= 1 else f"{value:.2f} ms"
 
 
-def shape(found: Shape) -> str:
+def _shape(found: Shape) -> str:
     return "(" + ", ".join(str(n) for n in found) + ("," if len(found) == 1 else "") + ")"
 
 
-def shapes(found: Sequence[Shape]) -> str:
+def _shapes(found: Sequence[Shape]) -> str:
     """One shape, or how many tensors and the first and last of them."""
     if len(found) < 2:
-        return shape(found[0]) if found else ""
-    ends = dict.fromkeys((shape(found[0]), shape(found[-1])))
+        return _shape(found[0]) if found else ""
+    ends = dict.fromkeys((_shape(found[0]), _shape(found[-1])))
     return f"{len(found)} × {' … '.join(ends)}"
 
 
 def flow_text(flow: Flow) -> str:
-    return f"{flow.what} {shapes(flow.shapes)}".rstrip()
+    return f"{flow.what} {_shapes(flow.shapes)}".rstrip()
 
 
 def title(graph: Graph) -> str:
@@ -121,7 +121,7 @@ def remarks(node: Node) -> list[str]:
         words = [f"{f['schedule']} schedule", f"{f['grid']} grid", f"predicts {f['target']}", f"{f['dialect']} dialect"]
         words += ["fresh noise"] if f["noise"].startswith("fresh") else []
         return words + ([f["x0 filter"]] if f["x0 filter"] != "none" else [])
-    return [f"sees {shape(f['sees'])}"] if "sees" in f else []
+    return [f"sees {_shape(f['sees'])}"] if "sees" in f else []
 
 
 def pace(graph: Graph) -> str:
@@ -140,14 +140,14 @@ def duration(node: Node) -> str:
 
 # --- Tables ---------------------------------------------------------------------------------------------------------
 
-COMPONENTS = ("component", "parameters", "share", "dtype in file", "on disk", "in memory", "as", "calls")
+_COMPONENTS = ("component", "parameters", "share", "dtype in file", "on disk", "in memory", "as", "calls")
 ANATOMY = ("block", "class", "parameters", "share", "leaves as")
 CLOCK = ("stage", "a run", "of it", "peak memory")
 NUMBERS = ("parameters", "share", "on disk", "in memory", "calls", "a call", "a run", "of it", "peak memory")
 
 
 def component_columns(graph: Graph) -> tuple[str, ...]:
-    return COMPONENTS if graph.times is None else (*COMPONENTS, "a call")
+    return _COMPONENTS if graph.times is None else (*_COMPONENTS, "a call")
 
 
 def components(graph: Graph) -> list[tuple[str, ...]]:
@@ -187,7 +187,7 @@ def anatomy(node: Node) -> list[BlockRow]:
     rows = []
     for level, block, times in listed(node.blocks):
         number = count(block.parameters)
-        leaves = "" if block.shape is None else shape(block.shape)
+        leaves = "" if block.shape is None else _shape(block.shape)
         parameters = f"{times} × {number}" if times > 1 else number
         rows.append(BlockRow(level, block.name, block.kind, parameters, block.share * times, leaves))
     return rows
@@ -205,7 +205,7 @@ def listed(blocks: Sequence[Block], level: int = 0, inside: str = "") -> Iterato
 
     Below the first level names are those within the block above.
     """
-    for _, run in groupby(blocks, key=alike):
+    for _, run in groupby(blocks, key=_alike):
         same = list(run)
         first, last = same[0], same[-1]
         name = first.name.removeprefix(f"{inside}.")
@@ -215,7 +215,7 @@ def listed(blocks: Sequence[Block], level: int = 0, inside: str = "") -> Iterato
         yield from listed(first.blocks, level + 1, first.name)
 
 
-def alike(block: Block) -> tuple[str, str, int, object]:
+def _alike(block: Block) -> tuple[str, str, int, object]:
     stem = block.name.rpartition(".")[0]
     return stem, block.kind, block.parameters, block.shape
 

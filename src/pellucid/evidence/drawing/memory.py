@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from pellucid.pipeline.policy import Policy
     from pellucid.pipeline.request import Request
 
-ITSELF = "the stage itself"  # what happens in no module: noise, sums, images
-BAR = 24  # characters of the longest bar
-PARTS = {"weights": ("█", COLOURS[0]), "activations": ("▓", COLOURS[1]), "workspace": ("░", "#f6c592")}
+_ITSELF = "the stage itself"  # what happens in no module: noise, sums, images
+_BAR = 24  # characters of the longest bar
+_PARTS = {"weights": ("█", COLOURS[0]), "activations": ("▓", COLOURS[1]), "workspace": ("░", "#f6c592")}
 
 
 def describe_run(pipe: Pipeline, request: Request, policy: Policy, device: Any) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class StageReport:
     @property
     def columns(self) -> tuple[str, ...]:
         measured = () if self.found is None else ("measured", "ratio")
-        return ("stage", *PARTS, "predicted", *measured, "", "owner of the peak")
+        return ("stage", *_PARTS, "predicted", *measured, "", "owner of the peak")
 
     def rows(self) -> list[tuple[str, ...]]:
         rows = []
@@ -78,25 +78,25 @@ class StageReport:
             seen: tuple[str, ...] = ()
             if self.found is not None:
                 seen = (size_text(self.found.peaks[name]), f"{peak.total / max(self.found.peaks[name], 1):.3f}")
-            sizes = [size_text(getattr(peak, part)) for part in PARTS]
-            rows.append((name, *sizes, size_text(peak.total), *seen, self.bar(peak), peak.owner or ITSELF))
+            sizes = [size_text(getattr(peak, part)) for part in _PARTS]
+            rows.append((name, *sizes, size_text(peak.total), *seen, self.bar(peak), peak.owner or _ITSELF))
         return rows
 
     def bar(self, peak: Any) -> str:
         """Weights, activations and workspace, one after the other."""
         text, total = "", 0
-        for name, (mark, _) in PARTS.items():
+        for name, (mark, _) in _PARTS.items():
             total += getattr(peak, name)
-            text += mark * (round(BAR * total / max(self.forecast.peak.total, 1)) - len(text))
+            text += mark * (round(_BAR * total / max(self.forecast.peak.total, 1)) - len(text))
         return text
 
     def notes(self) -> list[str]:
         peak, found = self.forecast.peak, self.found
-        held = ", ".join(f"{name or ITSELF} {size_text(size)}" for name, size in peak.held[:3])
+        held = ", ".join(f"{name or _ITSELF} {size_text(size)}" for name, size in peak.held[:3])
         measured = "" if found is None else f", {size_text(found.peak)} measured"
         lines = [
             f"peak: {self.forecast.stage}, {size_text(peak.total)} predicted{measured}; "
-            f"owner: {peak.owner or ITSELF}; other memory held: {held or 'none'}.",
+            f"owner: {peak.owner or _ITSELF}; other memory held: {held or 'none'}.",
             "█ weights  ▓ activations  ░ workspace of kernels.",
         ]
         if found is not None and not self.about["device"].startswith("cuda"):
@@ -107,7 +107,7 @@ class StageReport:
     def to_dict(self) -> dict[str, Any]:
         stages = {
             name: {
-                **{part: getattr(peak, part) for part in PARTS},
+                **{part: getattr(peak, part) for part in _PARTS},
                 "predicted": peak.total,
                 "measured": None if self.found is None else self.found.peaks[name],
                 "seconds": None if self.found is None else self.found.seconds[name],
@@ -119,7 +119,7 @@ class StageReport:
         return {**self.about, "peak_stage": self.forecast.stage, "stages": stages}
 
     def draw(self, path: Path) -> None:
-        draw_stages(self.about, self.forecast, self.found, path)
+        _draw_stages(self.about, self.forecast, self.found, path)
 
 
 # --- Strategy by strategy -------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class StrategyReport:
         rows: list[tuple[str, ...]] = []
         for row in self.costs:
             predicted, measured, *rest = strategy_cells(row)
-            bar = row.trouble.split(":")[0] or "█" * max(round(BAR * peak_of(row) / max(most, 1)), 1)
+            bar = row.trouble.split(":")[0] or "█" * max(round(_BAR * peak_of(row) / max(most, 1)), 1)
             rows.append((row.strategy.name, predicted, measured, bar, *rest))
         return rows
 
@@ -221,28 +221,28 @@ class StrategyReport:
 
 # --- Charts ---------------------------------------------------------------------------------------------------------
 
-STAGES = {"denoise": (COLOURS[0], -0.17), "decode": ("#8fb9ee", 0.17)}  # denoising above decoding
-PAPER: Any = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # so that no line runs through a number
-NUMBER: Any = {"padding": 6, "fontsize": 9, "color": INK, "bbox": PAPER}
+_STAGES = {"denoise": (COLOURS[0], -0.17), "decode": ("#8fb9ee", 0.17)}  # denoising above decoding
+_PAPER: Any = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # so that no line runs through a number
+_NUMBER: Any = {"padding": 6, "fontsize": 9, "color": INK, "bbox": _PAPER}
 
 
-def draw_stages(about: dict[str, Any], forecast: Forecast, found: MemoryUse | None, path: Path) -> None:
+def _draw_stages(about: dict[str, Any], forecast: Forecast, found: MemoryUse | None, path: Path) -> None:
     """A stacked bar per stage, a mark where it was measured, and the owner of its peak beneath it."""
     names, peaks = list(forecast.stages), list(forecast.stages.values())
-    scale, unit = unit_of(forecast.peak.total)
-    figure, [axes] = panels("Memory by stage", about, names, 10.5, [1.0])
+    scale, unit = _unit_of(forecast.peak.total)
+    figure, [axes] = _panels("Memory by stage", about, names, 10.5, [1.0])
     left = [0.0] * len(peaks)
-    for part, (_, fill) in PARTS.items():
+    for part, (_, fill) in _PARTS.items():
         sizes = [getattr(peak, part) / scale for peak in peaks]
         bars = axes.barh(range(len(peaks)), sizes, 0.42, left, color=fill, edgecolor="white", linewidth=0.6, label=part)
         left = [start + size for start, size in zip(left, sizes, strict=True)]
-    axes.bar_label(bars, [size_text(peak.total) for peak in peaks], **NUMBER)
+    axes.bar_label(bars, [size_text(peak.total) for peak in peaks], **_NUMBER)
     for row, peak in enumerate(peaks):
-        axes.annotate(peak.owner or ITSELF, (0, row + 0.3), (2, -6), textcoords="offset points", fontsize=7.5)
+        axes.annotate(peak.owner or _ITSELF, (0, row + 0.3), (2, -6), textcoords="offset points", fontsize=7.5)
     if found is not None:
         measured = [found.peaks[name] / scale for name in names]
         axes.plot(measured, range(len(names)), "|", color=INK, markersize=24, markeredgewidth=1.8, label="measured")
-    finish(figure, axes, f"{unit} on the device")
+    _finish(figure, axes, f"{unit} on the device")
     charts.save(figure, path)
 
 
@@ -252,13 +252,13 @@ def strategy_figure(about: dict[str, Any], rows: Sequence[StrategyCost]) -> Figu
     ran = any(row.measured for row in shown)
     title = "What each strategy saves, and what it costs" if ran else "What each strategy would need"
     names = [row.strategy.name for row in shown]
-    figure, (peaks, *others) = panels(title, about, names, 11.5 if ran else 8.5, [0.5, 0.27, 0.23] if ran else [1.0])
-    scale, unit = unit_of(max(peak_of(row) for row in shown))
-    for stage, (fill, offset) in STAGES.items():
+    figure, (peaks, *others) = _panels(title, about, names, 11.5 if ran else 8.5, [0.5, 0.27, 0.23] if ran else [1.0])
+    scale, unit = _unit_of(max(peak_of(row) for row in shown))
+    for stage, (fill, offset) in _STAGES.items():
         sizes = [(row.measured or row.predicted).get(stage, 0) for row in shown]
         places = [place + offset for place in range(len(shown))]
         bars = peaks.barh(places, [size / scale for size in sizes], 0.3, color=fill, label=stage)
-        peaks.bar_label(bars, [size_text(size) for size in sizes], **{**NUMBER, "fontsize": 8})
+        peaks.bar_label(bars, [size_text(size) for size in sizes], **{**_NUMBER, "fontsize": 8})
         if ran:
             predicted = [row.predicted.get(stage, float("nan")) / scale for row in shown]
             mark = "predicted" if stage == "decode" else None
@@ -266,16 +266,16 @@ def strategy_figure(about: dict[str, Any], rows: Sequence[StrategyCost]) -> Figu
     if ran:
         times, apart = others
         took = [(row.seconds or 0.0) * 1000 for row in shown]
-        times.bar_label(times.barh(range(len(shown)), took, 0.42, color=COLOURS[1]), fmt="%.0f", **NUMBER)
+        times.bar_label(times.barh(range(len(shown)), took, 0.42, color=COLOURS[1]), fmt="%.0f", **_NUMBER)
         for axes, first in ((peaks, peak_of(shown[0]) / scale), (times, took[0])):
             axes.axvline(first, color=FAINT, linewidth=1, linestyle=(0, (3, 3)), zorder=0)
         times.set_xlabel(f"ms per run of {about['steps']} steps", fontsize=9, color=INK)
-        differences(apart, shown)
-    finish(figure, peaks, f"peak, {unit}" if ran else f"predicted peak, {unit}")
+        _differences(apart, shown)
+    _finish(figure, peaks, f"peak, {unit}" if ran else f"predicted peak, {unit}")
     return figure
 
 
-def differences(axes: Axes, rows: Sequence[StrategyCost]) -> None:
+def _differences(axes: Axes, rows: Sequence[StrategyCost]) -> None:
     """Largest and mean difference as text: they span too many decades for bars."""
     axes.axis("off")
     axes.set_xlim(0, 1)
@@ -288,7 +288,7 @@ def differences(axes: Axes, rows: Sequence[StrategyCost]) -> None:
         axes.text(0, place, words, va="center", fontsize=9, color=INK)
 
 
-def panels(
+def _panels(
     title: str, about: dict[str, Any], names: Sequence[str], width: float, shares: Sequence[float]
 ) -> tuple[Figure, list[Axes]]:
     """A figure with a head, and panels side by side in which each name has a row."""
@@ -308,7 +308,7 @@ def panels(
     return figure, found
 
 
-def finish(figure: Figure, axes: Axes, label: str) -> None:
+def _finish(figure: Figure, axes: Axes, label: str) -> None:
     axes.set_xlabel(label, fontsize=9, color=INK)
     top = 1 - 0.8 / figure.get_figheight()
     look: Any = {"frameon": False, "fontsize": 9, "labelcolor": INK, "borderaxespad": 0.0, "markerscale": 0.5}
@@ -316,7 +316,7 @@ def finish(figure: Figure, axes: Axes, label: str) -> None:
     figure.tight_layout(rect=(0.01, 0, 1, top - 0.25 / figure.get_figheight()), w_pad=1.5)
 
 
-def unit_of(size: int) -> tuple[float, str]:
+def _unit_of(size: int) -> tuple[float, str]:
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size >= 2**power:
             return float(2**power), unit

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from pellucid.core.plan import Plan
     from pellucid.core.schedule import Schedule
 
-NUMBERED_ROWS = 30  # more rows than this and the numbers would not be legible
-CELL = 0.78  # inches of a column of the matrix
-GAP = 0.35  # the width of the gap between two groups of columns, in columns
+_NUMBERED_ROWS = 30  # more rows than this and the numbers would not be legible
+_CELL = 0.78  # inches of a column of the matrix
+_GAP = 0.35  # the width of the gap between two groups of columns, in columns
 
 
 @dataclass(frozen=True)
-class Matrix:
+class _Matrix:
     """The weights of a plan as an array [rows, columns]; a column without a name is a gap between two groups."""
 
     names: list[str]
@@ -34,7 +34,7 @@ class Matrix:
 
     @property
     def edges(self) -> list[float]:
-        return [0.0, *accumulate(1.0 if name else GAP for name in self.names)]
+        return [0.0, *accumulate(1.0 if name else _GAP for name in self.names)]
 
     @property
     def centres(self) -> list[float]:
@@ -43,26 +43,26 @@ class Matrix:
 
 def draw_plan(made: Plan, path: Path) -> None:
     """Left, the calls: sigma and λ by row. Right, the weights: a line a row, a column a register."""
-    matrix = weights_of(made)
-    few = made.nfe <= NUMBERED_ROWS
-    width = 6.2 + CELL * matrix.edges[-1]
+    matrix = _weights_of(made)
+    few = made.nfe <= _NUMBERED_ROWS
+    width = 6.2 + _CELL * matrix.edges[-1]
     height = 2.0 + (max(0.3 * made.nfe, 1.2) if few else 9.0)
     figure = canvas(width, height)
-    left, right = figure.add_gridspec(1, 2, width_ratios=[4.0, CELL * matrix.edges[-1] + 0.2], wspace=0.06)
+    left, right = figure.add_gridspec(1, 2, width_ratios=[4.0, _CELL * matrix.edges[-1] + 0.2], wspace=0.06)
     sigma, lam = (figure.add_subplot(cell) for cell in left.subgridspec(1, 2, wspace=0.1))
-    calls(sigma, lam, made)
+    _calls(sigma, lam, made)
     cells = figure.add_subplot(right)
-    heat(figure, cells, matrix)
+    _heat(figure, cells, matrix)
     for axes in (sigma, lam, cells):
         axes.set_ylim(made.nfe - 0.5, -0.5)
     margin = 0.4 if few else 0.9
     edges = {"left": 1.3 / width, "right": 1 - margin / width, "top": 1 - 1.45 / height, "bottom": 0.5 / height}
     figure.subplots_adjust(**edges)
-    title(figure, made, width, height)
+    _title(figure, made, width, height)
     save(figure, path)
 
 
-def title(figure: Figure, made: Plan, width: float, height: float) -> None:
+def _title(figure: Figure, made: Plan, width: float, height: float) -> None:
     words = [str(made.schedule.get("name", "")), f"{made.grid.get('name', '')} grid", f"{made.dialect} dialect"]
     words += [
         f"{made.target} network",
@@ -76,10 +76,10 @@ def title(figure: Figure, made: Plan, width: float, height: float) -> None:
     figure.text(y=1 - 0.7 / height, s=" · ".join(words), fontsize=9, **{**place, "color": FAINT})
 
 
-def calls(sigma: Axes, lam: Axes, made: Plan) -> None:
+def _calls(sigma: Axes, lam: Axes, made: Plan) -> None:
     """Two columns that share the rows of the matrix: sigma on a log axis, λ on a straight one."""
     rows = range(made.nfe)
-    few = made.nfe <= NUMBERED_ROWS
+    few = made.nfe <= _NUMBERED_ROWS
     sigmas = [r.level.sigma if r.level.sigma > 0 else math.nan for r in made.rows]
     lams = [r.level.lam if math.isfinite(r.level.lam) else math.nan for r in made.rows]
     held = [i for i, r in enumerate(made.rows) if r.held]
@@ -93,14 +93,14 @@ def calls(sigma: Axes, lam: Axes, made: Plan) -> None:
             axes.set_yticks(list(rows))
     lam.tick_params(labelleft=False, left=False)
     if few:
-        time_labels(sigma, made)
-    log_ticks(sigma, [s for s in sigmas if s == s])
+        _time_labels(sigma, made)
+    _log_ticks(sigma, [s for s in sigmas if s == s])
     hint = "hollow: held out of the history" if held else ""
     sigma.set_xlabel(hint, fontsize=8, color=FAINT, loc="left")
     sigma.set_ylabel("" if few else "row", color=INK, fontsize=9)
 
 
-def time_labels(axes: Axes, made: Plan) -> None:
+def _time_labels(axes: Axes, made: Plan) -> None:
     """A column of the times that the network is told, left of the rows' numbers."""
     beside, above = axes.get_yaxis_transform(), axes.transAxes
     look: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "color": INK}
@@ -111,7 +111,7 @@ def time_labels(axes: Axes, made: Plan) -> None:
     axes.annotate("row", (0, 1), (-4, 6), xycoords=above, fontsize=11, **look)
 
 
-def log_ticks(axes: Axes, values: Sequence[float]) -> None:
+def _log_ticks(axes: Axes, values: Sequence[float]) -> None:
     """A log axis with a few plain numbers, also where it spans less than a decade."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
@@ -123,7 +123,7 @@ def log_ticks(axes: Axes, values: Sequence[float]) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def weights_of(made: Plan) -> Matrix:
+def _weights_of(made: Plan) -> _Matrix:
     """The weights by row and register, in groups: noise before the call, the next x, the next anchor."""
     import numpy as np
 
@@ -145,15 +145,15 @@ def weights_of(made: Plan) -> Matrix:
             groups.append((goal, len(names), len(names) + len(used) - 1))
         names += [REGISTERS[register] for register in used]
         columns += [[found.get(register, math.nan) for found in tables] for register in used]
-    return Matrix(names, groups, np.array(columns, np.float64).T)
+    return _Matrix(names, groups, np.array(columns, np.float64).T)
 
 
-def heat(figure: Figure, axes: Axes, matrix: Matrix) -> None:
+def _heat(figure: Figure, axes: Axes, matrix: _Matrix) -> None:
     """The weights as colours: blue for what is added, red for what is taken away, log beyond ±0.01."""
     import numpy as np
     from matplotlib.colors import SymLogNorm
 
-    few = len(matrix.weights) <= NUMBERED_ROWS
+    few = len(matrix.weights) <= _NUMBERED_ROWS
     top = max(float(np.nanmax(np.abs(matrix.weights))), 0.1)
     reach = top * 10 if few else top  # pale enough to read the numbers
     norm = SymLogNorm(linthresh=0.01, vmin=-reach, vmax=reach, base=10)
@@ -169,13 +169,13 @@ def heat(figure: Figure, axes: Axes, matrix: Matrix) -> None:
         box: dict[str, Any] = {"ha": "center", "va": "bottom", "color": INK, "fontsize": 10, "fontweight": "bold"}
         axes.annotate(name, middle, (0, 21), xycoords=axes.get_xaxis_transform(), textcoords="offset points", **box)
     if few:
-        numbers(axes, matrix, lambda weight: image.cmap(norm(weight)))
+        _numbers(axes, matrix, lambda weight: image.cmap(norm(weight)))
         return
     bar = figure.colorbar(image, cax=axes.inset_axes((1.02, 0.0, 0.15 / matrix.edges[-1], 1.0)))
     bar.ax.tick_params(labelsize=8, colors=INK)
 
 
-def numbers(axes: Axes, matrix: Matrix, colour: Callable[[float], tuple[float, ...]]) -> None:
+def _numbers(axes: Axes, matrix: _Matrix, colour: Callable[[float], tuple[float, ...]]) -> None:
     """The weights as numbers, light on dark cells and dark on light ones."""
     for row, weights in enumerate(matrix.weights):
         for centre, weight in zip(matrix.centres, weights, strict=True):
@@ -208,7 +208,7 @@ def draw_schedules(found: Mapping[str, Schedule], path: Path) -> None:
             span = values["time"][-1] - values["time"][0]
             y = values[column]
             y = np.where(np.isfinite(y) & (y > 0 if log else True), y, np.nan)
-            axes.plot((values["time"] - values["time"][0]) / span, y, **line_style(i, curve, len(found)))
+            axes.plot((values["time"] - values["time"][0]) / span, y, **_line_style(i, curve, len(found)))
         if log:
             axes.set_yscale("log")
             low, high = axes.get_ylim()
@@ -218,17 +218,17 @@ def draw_schedules(found: Mapping[str, Schedule], path: Path) -> None:
     panels[1, 1].set_ylim(bottom=max(panels[1, 1].get_ylim()[0], -14))
     for axes in panels[1]:
         axes.set_xlabel("training time, normalised: data → noise", color=INK, fontsize=9)
-    legend_below(figure, panels[0, 0])
+    _legend_below(figure, panels[0, 0])
     save(figure, path)
 
 
-def line_style(index: int, curve: Schedule, count: int) -> dict[str, Any]:
+def _line_style(index: int, curve: Schedule, count: int) -> dict[str, Any]:
     dashes: Any = "-" if curve.num_train is not None else (0, (4, 2))
     colour = COLOURS[index % len(COLOURS)]
     return {"color": colour, "linestyle": dashes, "linewidth": 1.9 if count <= 4 else 1.6, "label": curve.name}
 
 
-def legend_below(figure: Figure, axes: Axes) -> None:
+def _legend_below(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     columns = min(6, len(labels))
     lines = math.ceil(len(labels) / columns)

@@ -24,9 +24,9 @@ from pellucid.interop.tokenizer import Tokenizer
 from pellucid.models.clip import CLIP
 from pellucid.pipeline.encoders.image_inputs import DEVIATION, MEAN, clip_pixels
 
-BICUBIC = 3  # as PIL counts
-MAX_PROMPTS_BYTES = 256 * 2**20
-BATCH = 64
+_BICUBIC = 3  # as PIL counts
+_MAX_PROMPTS_BYTES = 256 * 2**20
+_BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Judge:
             must = "a CLIPModel, text and vision together"
             raise PellucidError(rule(f"config of {folder.name}", must, got), "clip-folder")
         network = read_part(folder, "CLIPModel", LoadOptions(torch.float32, source.place(device))).network
-        return Judge(network, tokenizer_of(folder, network), *pixels_of(folder, network))
+        return Judge(network, _tokenizer_of(folder, network), *pixels_of(folder, network))
 
     @torch.no_grad()
     def text(self, prompts: Sequence[str]) -> tuple[Tensor, int]:
@@ -76,7 +76,7 @@ class Judge:
         found = [Image.fromarray(np.ascontiguousarray(one)) for one in images.cpu().permute(0, 2, 3, 1).numpy()]
         pixels = clip_pixels(found, self.network.config.vision.image_size)
         if (self.mean, self.deviation) != (MEAN, DEVIATION):  # from CLIP's scale to this model's
-            old, spread, mean, deviation = (column(v) for v in (MEAN, DEVIATION, self.mean, self.deviation))
+            old, spread, mean, deviation = (_column(v) for v in (MEAN, DEVIATION, self.mean, self.deviation))
             pixels = (pixels * spread + old - mean) / deviation
         return self.network.embed_image(pixels.to(self.device)).float()
 
@@ -85,7 +85,7 @@ class Judge:
         return self.network.logit_scale.device
 
 
-def column(values: Sequence[float]) -> Tensor:
+def _column(values: Sequence[float]) -> Tensor:
     return torch.tensor(values)[:, None, None]
 
 
@@ -104,7 +104,7 @@ def image_text(
     found: list[Tensor] = []
     number, cut = 0, 0
     for chunk in images.chunks(lambda index, _: skipped.add(index)):
-        for part in chunk.split(BATCH):
+        for part in chunk.split(_BATCH):
             texts = []
             while len(texts) < len(part):  # an image that was skipped takes its prompt with it
                 if number not in skipped:
@@ -127,7 +127,7 @@ def image_text(
 # Files
 
 
-def tokenizer_of(folder: Path, network: CLIP) -> Tokenizer:
+def _tokenizer_of(folder: Path, network: CLIP) -> Tokenizer:
     for place in (folder, folder / "tokenizer", folder.parent / "tokenizer"):
         if tokenizer_in(place):
             found = Tokenizer.load(place)
@@ -148,7 +148,7 @@ def pixels_of(folder: Path, network: CLIP) -> tuple[tuple[float, ...], tuple[flo
     if not path.is_file():
         return MEAN, DEVIATION
     raw = weights.read_json(path)
-    if raw.get("resample", BICUBIC) != BICUBIC:
+    if raw.get("resample", _BICUBIC) != _BICUBIC:
         raise PellucidError(rule(f"resample of {path.name}", "3, bicubic", raw["resample"]), "clip-pixels")
     side = network.config.vision.image_size
     for key in ("size", "crop_size"):
@@ -156,10 +156,10 @@ def pixels_of(folder: Path, network: CLIP) -> tuple[tuple[float, ...], tuple[flo
         sides = list(given.values()) if isinstance(given, dict) else [given]
         if not sides or any(one != side for one in sides):
             raise PellucidError(rule(f"{key} of {path.name}", f"{side}, the encoder's", given), "clip-pixels")
-    return three(raw, "image_mean", MEAN), three(raw, "image_std", DEVIATION)
+    return _three(raw, "image_mean", MEAN), _three(raw, "image_std", DEVIATION)
 
 
-def three(raw: dict[str, Any], key: str, default: tuple[float, ...]) -> tuple[float, ...]:
+def _three(raw: dict[str, Any], key: str, default: tuple[float, ...]) -> tuple[float, ...]:
     given = raw.get(key, default)
     whole = isinstance(given, list | tuple) and len(given) == 3
     if not whole or not all(isinstance(v, int | float) and 0 < v < 10 for v in given):
@@ -175,9 +175,9 @@ def read_prompts(path: str | Path, images: ImageSet) -> tuple[str, ...]:
     place = Path(path)
     if not place.is_file():
         raise PellucidError(rule("prompts", "a text file or a .jsonl that exists", str(place)), "file")
-    lines = read_text(place, place.name, MAX_PROMPTS_BYTES, "prompts").splitlines()
+    lines = read_text(place, place.name, _MAX_PROMPTS_BYTES, "prompts").splitlines()
     if place.suffix == ".jsonl":
-        return by_name(lines, place, images)
+        return _by_name(lines, place, images)
     while lines and not lines[-1]:
         lines.pop()
     if len(lines) != len(images):
@@ -186,7 +186,7 @@ def read_prompts(path: str | Path, images: ImageSet) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def by_name(lines: Sequence[str], place: Path, images: ImageSet) -> tuple[str, ...]:
+def _by_name(lines: Sequence[str], place: Path, images: ImageSet) -> tuple[str, ...]:
     if not isinstance(images, Folder):
         must = "a text file with one prompt per line, for images without names"
         raise PellucidError(rule("prompts", must, place.name), "prompts")

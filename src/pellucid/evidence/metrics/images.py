@@ -24,13 +24,13 @@ from pellucid.pipeline import images
 from pellucid.train.cifar10 import CIFAR10
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
-SPLITS: tuple[Literal["train"], Literal["test"]] = ("train", "test")
+_SPLITS: tuple[Literal["train"], Literal["test"]] = ("train", "test")
 MAX_IMAGES = 1_000_000
 MAX_BYTES = 32 * 2**30  # of an array in a file, unpacked
-READERS = 4  # threads that decode files
-CHUNK = 256  # files, or images of an array, at once
-KINDS = "a folder of images, FOLDER:train or FOLDER:test of CIFAR-10, an .npz or .safetensors file"
-A = TypeVar("A")
+_READERS = 4  # threads that decode files
+_CHUNK = 256  # files, or images of an array, at once
+_KINDS = "a folder of images, FOLDER:train or FOLDER:test of CIFAR-10, an .npz or .safetensors file"
+_A = TypeVar("_A")
 Skip = Callable[[int, str], object]  # the number of an image that could not be read, and why
 
 
@@ -59,11 +59,11 @@ class Pixels:
         return len(self.images)
 
     def chunks(self, skip: Skip) -> Iterator[Tensor]:
-        yield from self.images.split(CHUNK)
+        yield from self.images.split(_CHUNK)
 
     def digest(self) -> str:
         found = hashlib.sha256(repr(tuple(self.images.shape)).encode())
-        for part in self.images.split(CHUNK):
+        for part in self.images.split(_CHUNK):
             found.update(part.cpu().contiguous().numpy().tobytes())
         return found.hexdigest()
 
@@ -83,10 +83,10 @@ class Folder:
         return len(self.files)
 
     def chunks(self, skip: Skip) -> Iterator[Tensor]:
-        with ThreadPoolExecutor(READERS) as pool:
-            for start in range(0, len(self.files), CHUNK):
+        with ThreadPoolExecutor(_READERS) as pool:
+            for start in range(0, len(self.files), _CHUNK):
                 run: list[Tensor] = []
-                for number, found in enumerate(pool.map(self.read, self.files[start : start + CHUNK]), start):
+                for number, found in enumerate(pool.map(self.read, self.files[start : start + _CHUNK]), start):
                     if isinstance(found, str):
                         skip(number, found)
                         continue
@@ -121,11 +121,11 @@ def open_images(where: str | Path) -> ImageSet | Statistics:
     if path.is_dir():
         return folder_of(path)
     if path.is_file():
-        return array_of(path)
+        return _array_of(path)
     base, colon, split = name.rpartition(":")
-    if colon and split in SPLITS and expanded(base).is_dir():
+    if colon and split in _SPLITS and expanded(base).is_dir():
         return Pixels(CIFAR10.read(expanded(base), split).images, name)  # type: ignore[arg-type]
-    raise PellucidError(rule("images", KINDS, name, "There is none of that name."), "not-found")
+    raise PellucidError(rule("images", _KINDS, name, "There is none of that name."), "not-found")
 
 
 def folder_of(root: Path) -> Folder:
@@ -146,21 +146,21 @@ def folder_of(root: Path) -> Folder:
     return Folder(root, tuple(sorted(found)))
 
 
-def array_of(path: Path) -> Pixels | Statistics:
+def _array_of(path: Path) -> Pixels | Statistics:
     """The array in a file, or the statistics that a safetensors file holds."""
     if path.suffix == ".npz":
-        return Pixels(as_images(npz_array(path), path), str(path))
+        return Pixels(_as_images(_npz_array(path), path), str(path))
     if path.suffix != ".safetensors":
-        raise PellucidError(rule("images", KINDS, str(path)), "pictures-file")
+        raise PellucidError(rule("images", _KINDS, str(path)), "pictures-file")
     if weights.metadata_of(path).get("format") == FORMAT:
         return Statistics.load(path)
     tensors = weights.read_safetensors(path)
-    found = only({name: tensor for name, tensor in tensors.items() if tensor.ndim == 4}, path)
-    check_dtype(str(found.dtype).removeprefix("torch."), path)
-    return Pixels(as_images(found, path), str(path))
+    found = _only({name: tensor for name, tensor in tensors.items() if tensor.ndim == 4}, path)
+    _check_dtype(str(found.dtype).removeprefix("torch."), path)
+    return Pixels(_as_images(found, path), str(path))
 
 
-def npz_array(path: Path) -> Tensor:
+def _npz_array(path: Path) -> Tensor:
     """The only array of four dimensions, or the one called images or arr_0; nothing pickled is read."""
     try:
         with zipfile.ZipFile(path) as archive:
@@ -174,12 +174,12 @@ def npz_array(path: Path) -> Tensor:
             raise
         words = f"{path.name} must be a whole .npz file of plain arrays. {images.first_line(error)}"
         raise PellucidError(words, "pictures-file") from None
-    found = only(arrays, path)
-    check_dtype(found.dtype.name, path)
+    found = _only(arrays, path)
+    _check_dtype(found.dtype.name, path)
     return torch.from_numpy(found)
 
 
-def only(arrays: dict[str, A], path: Path) -> A:
+def _only(arrays: dict[str, _A], path: Path) -> _A:
     for name in ("images", "arr_0"):
         if name in arrays:
             return arrays[name]
@@ -189,7 +189,7 @@ def only(arrays: dict[str, A], path: Path) -> A:
     return next(iter(arrays.values()))
 
 
-def as_images(array: Tensor, path: Path) -> Tensor:
+def _as_images(array: Tensor, path: Path) -> Tensor:
     """(N, 3, H, W) from that or from (N, H, W, 3)."""
     shape = tuple(array.shape)
     first, last = shape[1] == 3, shape[3] == 3
@@ -201,6 +201,6 @@ def as_images(array: Tensor, path: Path) -> Tensor:
     return array if first else array.permute(0, 3, 1, 2)
 
 
-def check_dtype(dtype: str, path: Path) -> None:
+def _check_dtype(dtype: str, path: Path) -> None:
     if dtype != "uint8":
         raise PellucidError(rule(f"dtype of {path.name}", "uint8, 0 to 255", dtype), "picture-dtype")

@@ -27,9 +27,9 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.interop import weights
 from pellucid.interop.atomic_files import put
 
-SIDE = 299  # pixels of the input
+_SIDE = 299  # pixels of the input
 FEATURES = 2048
-EPS = 1e-3  # of every batch norm
+_EPS = 1e-3  # of every batch norm
 BATCH = 64  # images at once: 69 MB of input, about 1 GB of activations
 
 
@@ -42,21 +42,21 @@ class Shape(NamedTuple):
     padding: tuple[int, int] = (0, 0)
 
 
-def square(out: int, side: int, stride: int = 1, padding: int = 0) -> Shape:
+def _square(out: int, side: int, stride: int = 1, padding: int = 0) -> Shape:
     return Shape(out, (side, side), stride, (padding, padding))
 
 
-def wide(out: int, length: int) -> Shape:
+def _wide(out: int, length: int) -> Shape:
     return Shape(out, (1, length), 1, (0, length // 2))
 
 
-def tall(out: int, length: int) -> Shape:
+def _tall(out: int, length: int) -> Shape:
     return Shape(out, (length, 1), 1, (length // 2, 0))
 
 
-mean_pool = partial(F.avg_pool2d, kernel_size=3, stride=1, padding=1, count_include_pad=False)
-max_pool = partial(F.max_pool2d, kernel_size=3, stride=1, padding=1)
-halve = partial(F.max_pool2d, kernel_size=3, stride=2)
+_mean_pool = partial(F.avg_pool2d, kernel_size=3, stride=1, padding=1, count_include_pad=False)
+_max_pool = partial(F.max_pool2d, kernel_size=3, stride=1, padding=1)
+_halve = partial(F.max_pool2d, kernel_size=3, stride=2)
 Pool = Callable[[Tensor], Tensor]
 Step = dict[str, Shape]  # units side by side on one input: one, but in the forks of the last two blocks
 
@@ -79,7 +79,7 @@ class Unit(nn.Module):
         self.bn = Norm(shape.out)
 
     def forward(self, x: Tensor) -> Tensor:
-        scale = self.bn.weight * (self.bn.running_var + EPS).rsqrt()
+        scale = self.bn.weight * (self.bn.running_var + _EPS).rsqrt()
         weight, bias = self.conv.weight * scale[:, None, None, None], self.bn.bias - self.bn.running_mean * scale
         return F.conv2d(x, weight, bias, self.conv.stride, self.conv.padding).relu_()
 
@@ -111,90 +111,90 @@ class Mixed(nn.Module):
         return torch.cat(ends, 1)
 
 
-def block_35(channels: int, pooled: int) -> Mixed:
+def _block_35(channels: int, pooled: int) -> Mixed:
     """At 35 × 35: 1×1, 5×5, two 3×3, pool."""
     return Mixed(
         channels,
         [
-            [{"branch1x1": square(64, 1)}],
-            [{"branch5x5_1": square(48, 1)}, {"branch5x5_2": square(64, 5, padding=2)}],
+            [{"branch1x1": _square(64, 1)}],
+            [{"branch5x5_1": _square(48, 1)}, {"branch5x5_2": _square(64, 5, padding=2)}],
             [
-                {"branch3x3dbl_1": square(64, 1)},
-                {"branch3x3dbl_2": square(96, 3, padding=1)},
-                {"branch3x3dbl_3": square(96, 3, padding=1)},
+                {"branch3x3dbl_1": _square(64, 1)},
+                {"branch3x3dbl_2": _square(96, 3, padding=1)},
+                {"branch3x3dbl_3": _square(96, 3, padding=1)},
             ],
-            [{"branch_pool": square(pooled, 1)}],
+            [{"branch_pool": _square(pooled, 1)}],
         ],
-        mean_pool,
+        _mean_pool,
     )
 
 
-def block_35_to_17(channels: int) -> Mixed:
+def _block_35_to_17(channels: int) -> Mixed:
     return Mixed(
         channels,
         [
-            [{"branch3x3": square(384, 3, stride=2)}],
+            [{"branch3x3": _square(384, 3, stride=2)}],
             [
-                {"branch3x3dbl_1": square(64, 1)},
-                {"branch3x3dbl_2": square(96, 3, padding=1)},
-                {"branch3x3dbl_3": square(96, 3, stride=2)},
+                {"branch3x3dbl_1": _square(64, 1)},
+                {"branch3x3dbl_2": _square(96, 3, padding=1)},
+                {"branch3x3dbl_3": _square(96, 3, stride=2)},
             ],
             [],
         ],
-        halve,
+        _halve,
     )
 
 
-def block_17(channels: int, inner: int) -> Mixed:
+def _block_17(channels: int, inner: int) -> Mixed:
     """At 17 × 17: 1×1, 7×7 in two strips, twice 7×7 in four strips, pool."""
     return Mixed(
         channels,
         [
-            [{"branch1x1": square(192, 1)}],
-            [{"branch7x7_1": square(inner, 1)}, {"branch7x7_2": wide(inner, 7)}, {"branch7x7_3": tall(192, 7)}],
+            [{"branch1x1": _square(192, 1)}],
+            [{"branch7x7_1": _square(inner, 1)}, {"branch7x7_2": _wide(inner, 7)}, {"branch7x7_3": _tall(192, 7)}],
             [
-                {"branch7x7dbl_1": square(inner, 1)},
-                {"branch7x7dbl_2": tall(inner, 7)},
-                {"branch7x7dbl_3": wide(inner, 7)},
-                {"branch7x7dbl_4": tall(inner, 7)},
-                {"branch7x7dbl_5": wide(192, 7)},
+                {"branch7x7dbl_1": _square(inner, 1)},
+                {"branch7x7dbl_2": _tall(inner, 7)},
+                {"branch7x7dbl_3": _wide(inner, 7)},
+                {"branch7x7dbl_4": _tall(inner, 7)},
+                {"branch7x7dbl_5": _wide(192, 7)},
             ],
-            [{"branch_pool": square(192, 1)}],
+            [{"branch_pool": _square(192, 1)}],
         ],
-        mean_pool,
+        _mean_pool,
     )
 
 
-def block_17_to_8(channels: int) -> Mixed:
+def _block_17_to_8(channels: int) -> Mixed:
     return Mixed(
         channels,
         [
-            [{"branch3x3_1": square(192, 1)}, {"branch3x3_2": square(320, 3, stride=2)}],
+            [{"branch3x3_1": _square(192, 1)}, {"branch3x3_2": _square(320, 3, stride=2)}],
             [
-                {"branch7x7x3_1": square(192, 1)},
-                {"branch7x7x3_2": wide(192, 7)},
-                {"branch7x7x3_3": tall(192, 7)},
-                {"branch7x7x3_4": square(192, 3, stride=2)},
+                {"branch7x7x3_1": _square(192, 1)},
+                {"branch7x7x3_2": _wide(192, 7)},
+                {"branch7x7x3_3": _tall(192, 7)},
+                {"branch7x7x3_4": _square(192, 3, stride=2)},
             ],
             [],
         ],
-        halve,
+        _halve,
     )
 
 
-def block_8(channels: int, pool: Pool) -> Mixed:
+def _block_8(channels: int, pool: Pool) -> Mixed:
     """At 8 × 8: 1×1, 3×3 forked into strips, two 3×3 of which the last is forked, pool."""
     return Mixed(
         channels,
         [
-            [{"branch1x1": square(320, 1)}],
-            [{"branch3x3_1": square(384, 1)}, {"branch3x3_2a": wide(384, 3), "branch3x3_2b": tall(384, 3)}],
+            [{"branch1x1": _square(320, 1)}],
+            [{"branch3x3_1": _square(384, 1)}, {"branch3x3_2a": _wide(384, 3), "branch3x3_2b": _tall(384, 3)}],
             [
-                {"branch3x3dbl_1": square(448, 1)},
-                {"branch3x3dbl_2": square(384, 3, padding=1)},
-                {"branch3x3dbl_3a": wide(384, 3), "branch3x3dbl_3b": tall(384, 3)},
+                {"branch3x3dbl_1": _square(448, 1)},
+                {"branch3x3dbl_2": _square(384, 3, padding=1)},
+                {"branch3x3dbl_3a": _wide(384, 3), "branch3x3dbl_3b": _tall(384, 3)},
             ],
-            [{"branch_pool": square(192, 1)}],
+            [{"branch_pool": _square(192, 1)}],
         ],
         pool,
     )
@@ -205,22 +205,22 @@ class Inception(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.Conv2d_1a_3x3 = Unit(3, square(32, 3, stride=2))
-        self.Conv2d_2a_3x3 = Unit(32, square(32, 3))
-        self.Conv2d_2b_3x3 = Unit(32, square(64, 3, padding=1))
-        self.Conv2d_3b_1x1 = Unit(64, square(80, 1))
-        self.Conv2d_4a_3x3 = Unit(80, square(192, 3))
-        self.Mixed_5b = block_35(192, 32)
-        self.Mixed_5c = block_35(256, 64)
-        self.Mixed_5d = block_35(288, 64)
-        self.Mixed_6a = block_35_to_17(288)
-        self.Mixed_6b = block_17(768, 128)
-        self.Mixed_6c = block_17(768, 160)
-        self.Mixed_6d = block_17(768, 160)
-        self.Mixed_6e = block_17(768, 192)
-        self.Mixed_7a = block_17_to_8(768)
-        self.Mixed_7b = block_8(1280, mean_pool)
-        self.Mixed_7c = block_8(2048, max_pool)
+        self.Conv2d_1a_3x3 = Unit(3, _square(32, 3, stride=2))
+        self.Conv2d_2a_3x3 = Unit(32, _square(32, 3))
+        self.Conv2d_2b_3x3 = Unit(32, _square(64, 3, padding=1))
+        self.Conv2d_3b_1x1 = Unit(64, _square(80, 1))
+        self.Conv2d_4a_3x3 = Unit(80, _square(192, 3))
+        self.Mixed_5b = _block_35(192, 32)
+        self.Mixed_5c = _block_35(256, 64)
+        self.Mixed_5d = _block_35(288, 64)
+        self.Mixed_6a = _block_35_to_17(288)
+        self.Mixed_6b = _block_17(768, 128)
+        self.Mixed_6c = _block_17(768, 160)
+        self.Mixed_6d = _block_17(768, 160)
+        self.Mixed_6e = _block_17(768, 192)
+        self.Mixed_7a = _block_17_to_8(768)
+        self.Mixed_7b = _block_8(1280, _mean_pool)
+        self.Mixed_7c = _block_8(2048, _max_pool)
 
     @property
     def device(self) -> torch.device:
@@ -229,8 +229,8 @@ class Inception(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(N, 3, 299, 299) as `prepare` makes them → (N, 2048)."""
         x = self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(x)))  # (N, 64, 147, 147)
-        x = self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(halve(x)))  # (N, 192, 71, 71)
-        x = self.Mixed_5d(self.Mixed_5c(self.Mixed_5b(halve(x))))  # (N, 288, 35, 35)
+        x = self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(_halve(x)))  # (N, 192, 71, 71)
+        x = self.Mixed_5d(self.Mixed_5c(self.Mixed_5b(_halve(x))))  # (N, 288, 35, 35)
         x = self.Mixed_6e(self.Mixed_6d(self.Mixed_6c(self.Mixed_6b(self.Mixed_6a(x)))))  # (N, 768, 17, 17)
         x = self.Mixed_7c(self.Mixed_7b(self.Mixed_7a(x)))  # (N, 2048, 8, 8)
         return x.mean((2, 3))
@@ -238,7 +238,7 @@ class Inception(nn.Module):
     @torch.no_grad()
     def features(self, images: Tensor) -> Tensor:
         """Images (N, 3, H, W) uint8, wherever they are → (N, 2048) float32 on the network's device, in one batch."""
-        with exact(self.device):
+        with _exact(self.device):
             return self(self.laid_out(prepare(images.to(self.device))))
 
     def laid_out(self, x: Tensor) -> Tensor:
@@ -280,15 +280,15 @@ def feature_batches(
     """The same, one batch after the other, for those who keep only sums."""
     if batch < 1:
         raise PellucidError(rule("batch", "at least 1", batch), "batch")
-    for pixels in batched(images, network.device, batch):
-        with exact(network.device):
+    for pixels in _batched(images, network.device, batch):
+        with _exact(network.device):
             found = network(network.laid_out(pixels))
         yield found
         if progress is not None:
             progress(len(found))
 
 
-def batched(images: Tensor | Iterable[Tensor], device: torch.device, batch: int) -> Iterator[Tensor]:
+def _batched(images: Tensor | Iterable[Tensor], device: torch.device, batch: int) -> Iterator[Tensor]:
     """Prepared inputs, `batch` at a time whatever the sizes of the images are."""
     waiting: list[Tensor] = []
     room = batch
@@ -296,7 +296,7 @@ def batched(images: Tensor | Iterable[Tensor], device: torch.device, batch: int)
         rest = given
         while len(rest):
             taken, rest = rest[:room], rest[room:]
-            with exact(device):
+            with _exact(device):
                 waiting.append(prepare(taken.to(device)))
             room -= len(taken)
             if room == 0:
@@ -315,14 +315,14 @@ def prepare(images: Tensor) -> Tensor:
     return (resize(images.float()) - 128.0) / 128.0
 
 
-def resize(pixels: Tensor, side: int = SIDE) -> Tensor:
+def resize(pixels: Tensor, side: int = _SIDE) -> Tensor:
     """(N, C, H, W) float → (N, C, side, side), as TensorFlow 1's bilinear resize: no antialias, no pixel centres."""
-    rows, columns = (taps(size, side, pixels.device, pixels.dtype) for size in pixels.shape[2:])
+    rows, columns = (_taps(size, side, pixels.device, pixels.dtype) for size in pixels.shape[2:])
     return rows @ pixels @ columns.T
 
 
 @lru_cache(maxsize=64)
-def taps(size: int, side: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _taps(size: int, side: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """(side, size): output i is taken at i · size / side, between the pixel below and the next or the last."""
     place = torch.arange(side, dtype=torch.float64) * (size / side)
     low = place.long().clamp(max=size - 1)
@@ -339,7 +339,7 @@ def to_bytes(images: Tensor) -> Tensor:
 
 
 @contextmanager
-def exact(device: torch.device) -> Iterator[None]:
+def _exact(device: torch.device) -> Iterator[None]:
     """Full float32: neither TF32 nor autocast, which move FID by more than its third digit; then as it was before."""
     places: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.cuda.matmul)
     name, full = "allow_tf32", False
@@ -361,15 +361,15 @@ def exact(device: torch.device) -> Iterator[None]:
 
 # --- Weights --------------------------------------------------------------------------------------------------------
 
-WEIGHTS_URL = (
+_WEIGHTS_URL = (
     "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth"
 )
-WEIGHTS_NAME = WEIGHTS_URL.rpartition("/")[2]
-CHECKSUM = re.compile(r"-([0-9a-f]{8,64})\.")  # in the name, as torch.hub has it: how its SHA-256 begins
+WEIGHTS_NAME = _WEIGHTS_URL.rpartition("/")[2]
+_CHECKSUM = re.compile(r"-([0-9a-f]{8,64})\.")  # in the name, as torch.hub has it: how its SHA-256 begins
 MAX_BYTES = 128 * 2**20  # the file has 96 MB
-TIMEOUT = 30.0  # seconds without a byte
-PIECE = 2**20
-NOT_READ = re.compile(r"^(fc|AuxLogits)\.|\.num_batches_tracked$")  # the classifier, and a count of training
+_TIMEOUT = 30.0  # seconds without a byte
+_PIECE = 2**20
+_NOT_READ = re.compile(r"^(fc|AuxLogits)\.|\.num_batches_tracked$")  # the classifier, and a count of training
 
 
 def cache_folder() -> Path:
@@ -387,11 +387,11 @@ def load_inception(
     place = find_weights(progress) if path is None else Path(path)
     if not place.is_file():
         raise PellucidError(rule("Inception weights", "a file that exists", str(place)), "file")
-    tensors = {name: tensor for name, tensor in weights.read(place).items() if not NOT_READ.search(name)}
+    tensors = {name: tensor for name, tensor in weights.read(place).items() if not _NOT_READ.search(name)}
     return weights.load(Inception, tensors, name=place.name, dtype=torch.float32, device=device)
 
 
-def find_weights(progress: Callable[[int, int], object] | None = None, url: str = WEIGHTS_URL) -> Path:
+def find_weights(progress: Callable[[int, int], object] | None = None, url: str = _WEIGHTS_URL) -> Path:
     """The cached file; it is downloaded where there is none."""
     folder = cache_folder()
     for name in ("inception.safetensors", WEIGHTS_NAME):
@@ -410,8 +410,8 @@ def download_weights(url: str, goal: Path, progress: Callable[[int, int], object
     goal.parent.mkdir(parents=True, exist_ok=True)
 
     def write(part: Path) -> None:
-        digest = receive(url, part, progress)
-        wanted = CHECKSUM.search(url.rpartition("/")[2])
+        digest = _receive(url, part, progress)
+        wanted = _CHECKSUM.search(url.rpartition("/")[2])
         if wanted is None or not digest.startswith(wanted[1]):
             must = f"of SHA-256 {wanted[1]}…" if wanted else "named after its SHA-256"
             raise PellucidError(rule(f"download of {goal.name}", must, f"{digest[:8]}…"), "weights-checksum")
@@ -419,16 +419,16 @@ def download_weights(url: str, goal: Path, progress: Callable[[int, int], object
     try:
         put(goal, write)
     except (OSError, http.client.HTTPException) as error:
-        raise out_of_reach(goal, error) from None
+        raise _out_of_reach(goal, error) from None
     return goal
 
 
-def receive(url: str, part: Path, progress: Callable[[int, int], object] | None) -> str:
+def _receive(url: str, part: Path, progress: Callable[[int, int], object] | None) -> str:
     """Writes what the server sends into `part`; its SHA-256."""
     digest, came = hashlib.sha256(), 0
-    with urllib.request.urlopen(url, timeout=TIMEOUT) as answer, part.open("wb") as file:
+    with urllib.request.urlopen(url, timeout=_TIMEOUT) as answer, part.open("wb") as file:
         expected = int(answer.headers.get("Content-Length") or 0)
-        while piece := answer.read(PIECE):
+        while piece := answer.read(_PIECE):
             came += len(piece)
             if max(came, expected) > MAX_BYTES:
                 must = f"at most {MAX_BYTES} bytes"
@@ -442,7 +442,7 @@ def receive(url: str, part: Path, progress: Callable[[int, int], object] | None)
     return digest.hexdigest()
 
 
-def out_of_reach(goal: Path, error: Exception) -> PellucidError:
+def _out_of_reach(goal: Path, error: Exception) -> PellucidError:
     cause = error.reason if isinstance(error, urllib.error.URLError) else error
     if isinstance(error, urllib.error.HTTPError):
         cause = f"{error.code} {error.reason}"

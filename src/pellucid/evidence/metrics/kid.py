@@ -13,7 +13,7 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.statistics import LEVEL, RESAMPLES, Estimate, draws, percentiles
 
 SUBSETS, SUBSET = 100, 1_000  # the paper's
-BLOCK = 2_048  # rows of the kernel at once: at 50,000 columns 0.8 GB
+_BLOCK = 2_048  # rows of the kernel at once: at 50,000 columns 0.8 GB
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Kid:
 
 def kid(x: Tensor, y: Tensor, subsets: int = SUBSETS, size: int = SUBSET, seed: int = 0) -> Kid:
     """Over random subsets of features (N, D) and (M, D), drawn without repetition, smaller where a set is."""
-    check(x, y)
+    _check(x, y)
     if subsets < 1 or size < 2:
         raise PellucidError(rule("KID subsets", "at least 1, of at least 2", (subsets, size)), "kid-subsets")
     size = min(size, len(x), len(y))
@@ -41,74 +41,74 @@ def kid(x: Tensor, y: Tensor, subsets: int = SUBSETS, size: int = SUBSET, seed: 
     return Kid(float(found.mean()), float(found.std(correction=0)), subsets, size)
 
 
-def kid_exact(x: Tensor, y: Tensor, block: int = BLOCK) -> float:
+def kid_exact(x: Tensor, y: Tensor, block: int = _BLOCK) -> float:
     """Over all pairs of features (N, D) and (M, D), block by block in float64: the estimate without luck of subsets."""
-    check(x, y)
-    within = sum(inner_mean(z, block) for z in (x, y))
-    across = sum(float(part.sum()) for _, part in kernel_blocks(x, y, block)) / (len(x) * len(y))
+    _check(x, y)
+    within = sum(_inner_mean(z, block) for z in (x, y))
+    across = sum(float(part.sum()) for _, part in _kernel_blocks(x, y, block)) / (len(x) * len(y))
     return within - 2 * across
 
 
-def kid_resampled(x: Tensor, y: Tensor, rows: Tensor, columns: Tensor, block: int = BLOCK) -> Tensor:
+def kid_resampled(x: Tensor, y: Tensor, rows: Tensor, columns: Tensor, block: int = _BLOCK) -> Tensor:
     """KID (R,) of R weightings of the images, (R, N) of `x` and (R, M) of `y`, in one pass over the kernel.
 
     A weight is how often an image was drawn. Pairs of an image with itself are left out, drawn twice or not:
     they would add the distance zero that no two different images have, and the estimate would not be unbiased.
     """
-    check(x, y)
+    _check(x, y)
     w, v = rows.to(x.device, torch.float64).T, columns.to(x.device, torch.float64).T  # (N, R), (M, R)
-    across = sum((w[span] * (part @ v)).sum(0) for span, part in kernel_blocks(x, y, block))
-    return weighted_mean(x, w, block) + weighted_mean(y, v, block) - 2 * across / (w.sum(0) * v.sum(0))
+    across = sum((w[span] * (part @ v)).sum(0) for span, part in _kernel_blocks(x, y, block))
+    return _weighted_mean(x, w, block) + _weighted_mean(y, v, block) - 2 * across / (w.sum(0) * v.sum(0))
 
 
-def kid_paired(x: Tensor, y: Tensor, rows: Tensor, block: int = BLOCK) -> Tensor:
+def kid_paired(x: Tensor, y: Tensor, rows: Tensor, block: int = _BLOCK) -> Tensor:
     """KID (R,) of R weightings (R, N) of *pairs*: image n of `x` and image n of `y` share prompt and noise.
 
     Gretton et al. 2012, lemma 6: a pair is never compared within itself, neither in a set nor across. The plain
     estimate would count the likeness of each pair as likeness of the sets, and fall below zero for two equal sets.
     """
-    check(x, y)
+    _check(x, y)
     if len(x) != len(y):
         raise PellucidError(rule("pairs", "as many of each side", (len(x), len(y))), "features")
     w = rows.to(x.device, torch.float64).T  # (N, R)
-    across = sum((w[span] * (part @ w)).sum(0) for span, part in kernel_blocks(x, y, block))
-    own = kernel((x.double() * y.to(x.device, torch.float64)).sum(1) / x.shape[1])  # (N,)
+    across = sum((w[span] * (part @ w)).sum(0) for span, part in _kernel_blocks(x, y, block))
+    own = _kernel((x.double() * y.to(x.device, torch.float64)).sum(1) / x.shape[1])  # (N,)
     pairs = w.sum(0).square() - w.square().sum(0)
     apart = (across - own @ w.square()) / pairs
-    return weighted_mean(x, w, block) + weighted_mean(y.to(x.device), w, block) - 2 * apart
+    return _weighted_mean(x, w, block) + _weighted_mean(y.to(x.device), w, block) - 2 * apart
 
 
-def weighted_mean(x: Tensor, w: Tensor, block: int) -> Tensor:
+def _weighted_mean(x: Tensor, w: Tensor, block: int) -> Tensor:
     """(R,): the mean of the kernel over pairs of different images, each pair as often as it was drawn."""
-    total = sum((w[span] * (part @ w)).sum(0) for span, part in kernel_blocks(x, x, block))
+    total = sum((w[span] * (part @ w)).sum(0) for span, part in _kernel_blocks(x, x, block))
     pairs = w.sum(0).square() - w.square().sum(0)
-    return (total - diagonal(x) @ w.square()) / pairs
+    return (total - _diagonal(x) @ w.square()) / pairs
 
 
-def inner_mean(x: Tensor, block: int) -> float:
+def _inner_mean(x: Tensor, block: int) -> float:
     """The mean of the kernel over all pairs of different images of one set."""
-    total = sum(float(part.sum()) for _, part in kernel_blocks(x, x, block))
-    return (total - float(diagonal(x).sum())) / (len(x) * (len(x) - 1))
+    total = sum(float(part.sum()) for _, part in _kernel_blocks(x, x, block))
+    return (total - float(_diagonal(x).sum())) / (len(x) * (len(x) - 1))
 
 
-def diagonal(x: Tensor) -> Tensor:
+def _diagonal(x: Tensor) -> Tensor:
     """The kernel of each image with itself (N,)."""
-    return kernel(x.double().square().sum(1) / x.shape[1])
+    return _kernel(x.double().square().sum(1) / x.shape[1])
 
 
-def kernel(products: Tensor) -> Tensor:
+def _kernel(products: Tensor) -> Tensor:
     return (products + 1) ** 3
 
 
-def kernel_blocks(x: Tensor, y: Tensor, block: int = BLOCK) -> Iterator[tuple[slice, Tensor]]:
+def _kernel_blocks(x: Tensor, y: Tensor, block: int = _BLOCK) -> Iterator[tuple[slice, Tensor]]:
     """Rows of the kernel matrix (N, M), as many at once as `block` says, with their place."""
     other = y.to(x.device, torch.float64)
     for start in range(0, len(x), block):
         span = slice(start, min(start + block, len(x)))
-        yield span, kernel(x[span].double() @ other.T / x.shape[1])
+        yield span, _kernel(x[span].double() @ other.T / x.shape[1])
 
 
-def check(x: Tensor, y: Tensor) -> None:
+def _check(x: Tensor, y: Tensor) -> None:
     if x.ndim != 2 or y.ndim != 2 or x.shape[1] != y.shape[1]:
         got = (tuple(x.shape), tuple(y.shape))
         raise PellucidError(rule("features", "(N, D) and (M, D)", got), "features")

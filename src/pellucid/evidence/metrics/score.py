@@ -30,8 +30,8 @@ from pellucid.interop.atomic_files import are_whole, digests_in, put
 # --- Features of a set ----------------------------------------------------------------------------------------------
 
 MANY = 100_000  # images beyond which only statistics are kept: their features would be 0.8 GB
-FEATURES_FORMAT = "pellucid-features-1"
-NAMED_SKIPS = 8  # unreadable files that are named; the rest are counted
+_FEATURES_FORMAT = "pellucid-features-1"
+_NAMED_SKIPS = 8  # unreadable files that are named; the rest are counted
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class FeatureSet:
 
     def notes(self) -> Iterator[str]:
         """Which images were left out, in words."""
-        yield from self.skipped[:NAMED_SKIPS]
+        yield from self.skipped[:_NAMED_SKIPS]
         if self.skipped:
             yield f"{len(self.skipped):,} of {self.count + len(self.skipped):,} images of {self.name} were skipped."
 
@@ -89,42 +89,42 @@ def measure_cached(
     path = folder / f"features-{key}.safetensors"
     if path.is_file():
         with contextlib.suppress(PellucidError):  # a damaged cache is no error: it is made again
-            return read_features(path, images.name).to(network.device)
+            return _read_features(path, images.name).to(network.device)
     found = measure(images, network, batch, progress)
     if not found.skipped:  # what was skipped would not be told the next time
         with contextlib.suppress(OSError):  # a full or read-only disk costs time, not the result
             folder.mkdir(parents=True, exist_ok=True)
-            write_features(found, path)
+            _write_features(found, path)
     return found
 
 
-def write_features(found: FeatureSet, path: Path) -> None:
+def _write_features(found: FeatureSet, path: Path) -> None:
     """Whole or not at all."""
     statistics = found.statistics
     tensors = {"mean": statistics.mean, "covariance": statistics.covariance}
     if found.features is not None:
         tensors["features"] = found.features
-    words = {"format": FEATURES_FORMAT, "count": str(statistics.count), "network": statistics.network}
+    words = {"format": _FEATURES_FORMAT, "count": str(statistics.count), "network": statistics.network}
     plain = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     put(path, partial(save_file, plain, metadata={**words, "digests": digests_in(plain)}))
 
 
-def read_features(path: Path, name: str) -> FeatureSet:
+def _read_features(path: Path, name: str) -> FeatureSet:
     """What `write` wrote."""
     tensors, words = weights.read_safetensors(path), weights.metadata_of(path)
     features, count = tensors.get("features"), whole(words.get("count", ""))
-    known = words.get("format") == FEATURES_FORMAT and {"mean", "covariance"} <= set(tensors)
+    known = words.get("format") == _FEATURES_FORMAT and {"mean", "covariance"} <= set(tensors)
     if not are_whole(tensors, words.get("digests")):
         raise PellucidError(rule(path.name, "as it was written", "other bits than its digests say"), "features-file")
     if not known or count is None or (features is not None and len(features) != count):
-        raise PellucidError(rule(path.name, f"of format {FEATURES_FORMAT}", words.get("format")), "features-file")
+        raise PellucidError(rule(path.name, f"of format {_FEATURES_FORMAT}", words.get("format")), "features-file")
     statistics = Statistics(tensors["mean"], tensors["covariance"], count, words.get("network", ""))
     return FeatureSet(name, statistics, features)
 
 
 # --- Score ----------------------------------------------------------------------------------------------------------
 
-SCORE_VERSION = 1
+_SCORE_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -172,13 +172,13 @@ class Score:
     def to_json(self) -> dict[str, Any]:
         """Plain data, without what was not measured."""
         held = {field.name: getattr(self, field.name) for field in fields(self)}
-        held |= {name: estimate_json(one) for name, one in held.items() if isinstance(one, Estimate)}
+        held |= {name: _estimate_json(one) for name, one in held.items() if isinstance(one, Estimate)}
         held |= {"kid_subsets": None if self.kid_subsets is None else asdict(self.kid_subsets)}
         held = {name: value for name, value in held.items() if value is not None}
-        return {"version": SCORE_VERSION, **held, "notes": list(self.notes)}
+        return {"version": _SCORE_VERSION, **held, "notes": list(self.notes)}
 
 
-def estimate_json(one: Estimate) -> dict[str, Any]:
+def _estimate_json(one: Estimate) -> dict[str, Any]:
     if one.ends is None:
         return {"value": one.value, "interval": None}
     about = {"level": one.level, "resamples": one.count, "bias": one.bias}
@@ -193,7 +193,7 @@ def score(
 ) -> Score:
     """FID and, where both sides have features, KID, precision and recall. `progress`: called `stages(asked)` times."""
     asked, done = asked or ScoreConfig(), progress or (lambda: None)
-    notes = [*images.notes(), *reference.notes(), *notes_on(images, reference)]
+    notes = [*images.notes(), *reference.notes(), *_notes_on(images, reference)]
     x, y = images.features, reference.features
     distance = Estimate(fid(reference.statistics, images.statistics))
     done()
@@ -201,7 +201,7 @@ def score(
         against = reference.statistics.to(x.device)
         resampled = fid_interval(x, against, asked.fid_resamples, asked.seed, asked.level, done)
         distance = replace(resampled, value=distance.value)
-    found: dict[str, Any] = {} if x is None or y is None else pairwise(x, y.to(x.device), asked, done)
+    found: dict[str, Any] = {} if x is None or y is None else _pairwise(x, y.to(x.device), asked, done)
     return Score(
         images.name,
         images.count,
@@ -218,7 +218,7 @@ def stages(asked: ScoreConfig) -> int:
     return 1 + asked.fid_resamples + 4
 
 
-def pairwise(x: torch.Tensor, y: torch.Tensor, asked: ScoreConfig, done: Callable[[], object]) -> dict[str, Any]:
+def _pairwise(x: torch.Tensor, y: torch.Tensor, asked: ScoreConfig, done: Callable[[], object]) -> dict[str, Any]:
     """What needs the features of both sides (N, D), (M, D)."""
     subsets = kid(x, y, asked.subsets, asked.subset, asked.seed)
     done()
@@ -237,7 +237,7 @@ def pairwise(x: torch.Tensor, y: torch.Tensor, asked: ScoreConfig, done: Callabl
     return {"kid": exact, "kid_subsets": subsets, **shares}
 
 
-def notes_on(images: FeatureSet, reference: FeatureSet) -> Iterator[str]:
+def _notes_on(images: FeatureSet, reference: FeatureSet) -> Iterator[str]:
     """What a reader of the figures must know."""
     if words := note_on(min(images.count, reference.count)):
         yield words

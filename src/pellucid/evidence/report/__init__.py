@@ -1,1 +1,1 @@
-"""Reports of studies: charts, tables and pages."""
+"""Reports of studies: `charts` draws each chart once, `page` writes the HTML page around them."""

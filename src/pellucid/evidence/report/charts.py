@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
     from pellucid.evidence.statistics import Estimate
 
-INK, SLATE, FAINT, PAPER, GRID = "#1c2530", "#51606f", "#8894a3", "#ffffff", "#e3e8ee"
+INK, SLATE, FAINT, PAPER, _GRID = "#1c2530", "#51606f", "#8894a3", "#ffffff", "#e3e8ee"
 # Twelve lines that stay apart, in hue and in lightness.
 COLOURS = (
     "#1f6fd6", "#e8710a", "#188a3b", "#c5221f", "#8430ce", "#8d6e3f", "#e0439b", "#5f6b7a", "#a3ad12", "#12a4af",
     "#101820", "#f2b01e",
 )  # fmt: skip
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")  # schedules stay apart without colours too
-SIZE = (5.6, 3.9)  # inches of a chart of one panel: two stand side by side on a page
+_SIZE = (5.6, 3.9)  # inches of a chart of one panel: two stand side by side on a page
 LOCK = threading.RLock()  # matplotlib draws for one thread at a time, and its settings are one for all
-ZOOM = 1.4  # pixels of a page to a point of a drawing, at most: 9 points are then read as 12.6 pixels
+_ZOOM = 1.4  # pixels of a page to a point of a drawing, at most: 9 points are then read as 12.6 pixels
 
 
 def require() -> None:
@@ -81,7 +81,7 @@ def quiet(axes: Axes, title: str = "", x: str = "", y: str = "") -> None:
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
         axes.spines[side].set_color(FAINT)
-    axes.grid(True, color=GRID, linewidth=0.8)
+    axes.grid(True, color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
 
 
@@ -92,11 +92,11 @@ def log_y(axes: Axes) -> None:
         return
     axes.set_yscale("log")
     low, high = axes.get_ylim()
-    numbered(axes.yaxis, log_ticks(low, high))
+    _numbered(axes.yaxis, log_ticks(low, high))
     axes.set_ylim(low, high)
 
 
-def numbered(axis: MatplotlibAxis, places: Sequence[float]) -> None:
+def _numbered(axis: MatplotlibAxis, places: Sequence[float]) -> None:
     """An axis with plain numbers at these places and nowhere else."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
@@ -173,12 +173,12 @@ class Drawing:
     @property
     def wide(self) -> bool:
         """Whether it takes the whole width of a page."""
-        return bool(self.figure.get_figwidth() > 1.3 * SIZE[0])
+        return bool(self.figure.get_figwidth() > 1.3 * _SIZE[0])
 
     def html(self) -> str:
         kind = "chart wide" if self.wide else "chart"
         note = f"<figcaption>{html.escape(self.note)}</figcaption>" if self.note else ""
-        most = f"max-width:{ZOOM * 72 * self.figure.get_figwidth():.0f}px"
+        most = f"max-width:{_ZOOM * 72 * self.figure.get_figwidth():.0f}px"
         return f'<figure class="{kind}" style="{most}">{self.image()}<div class="tip"></div>{note}</figure>\n'
 
     def image(self) -> str:
@@ -189,8 +189,8 @@ class Drawing:
             data = base64.b64encode(held.getvalue()).decode()
             return f'<img alt="{title}" src="data:image/png;base64,{data}">'
         width, height = (72 * float(side) for side in self.figure.get_size_inches())
-        spots = "".join(self.circle(spot, height) for spot in self.spots if shown(spot))
-        inside = svg(self.figure, title)
+        spots = "".join(self.circle(spot, height) for spot in self.spots if _shown(spot))
+        inside = _svg(self.figure, title)
         return f'<svg viewBox="0 0 {width:g} {height:g}" role="group" aria-label="{title}">{inside}{spots}</svg>'
 
     def circle(self, spot: Spot, height: float) -> str:
@@ -205,14 +205,14 @@ class Drawing:
         )
 
 
-def shown(spot: Spot) -> bool:
+def _shown(spot: Spot) -> bool:
     return math.isfinite(spot.x) and math.isfinite(spot.y)
 
 
-FONT = re.compile(r"((?:font(?:-family)?): [^;\"]*?)'DejaVu Sans'[^;\"]*")
+_FONT = re.compile(r"((?:font(?:-family)?): [^;\"]*?)'DejaVu Sans'[^;\"]*")
 
 
-def svg(figure: Figure, salt: str) -> str:
+def _svg(figure: Figure, salt: str) -> str:
     """What is inside the SVG of a figure, the same at every run; text stays text."""
     import matplotlib
 
@@ -229,7 +229,7 @@ def svg(figure: Figure, salt: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->|<style.*?</style>|<defs>\s*</defs>", "", text, flags=re.S)
     text = re.sub(r'<g id="series-(\d+)">', r'<g data-series="\1">', text)
     text = re.sub(r'<g id="entry-(\d+)">', r'<g data-entry="\1" tabindex="0" role="button">', text)
-    text = FONT.sub(r"\1'DejaVu Sans', Verdana, sans-serif", text)
+    text = _FONT.sub(r"\1'DejaVu Sans', Verdana, sans-serif", text)
     used = set(re.findall(r'(?:href="|url\()#([^")]+)', text))
     text = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", text)
     return re.sub(r">\s+<", "><", text).strip()
@@ -304,7 +304,7 @@ class Chart:
     marks: Sequence[Mark] = ()
     note: str = ""
     named: bool = True  # whether there is a legend
-    size: tuple[float, float] = field(default=SIZE, repr=False)
+    size: tuple[float, float] = field(default=_SIZE, repr=False)
 
     @cached_property
     def drawing(self) -> Drawing:
@@ -314,7 +314,7 @@ class Chart:
             spots = self.paint(axes)
             quiet(axes, self.title, self.x.name, self.y.name)
             if self.named and len(self.series) > 1:
-                name_entries(legend(figure, axes), [one.name for one in self.series])
+                _name_entries(legend(figure, axes), [one.name for one in self.series])
             else:
                 figure.tight_layout(pad=0.6)
         return Drawing(figure, self.title, self.note, spots, dpi=190)
@@ -334,19 +334,19 @@ class Chart:
 
     def paint(self, axes: Axes, number: Callable[[str], int] | None = None, marker: float = 5.0) -> list[Spot]:
         """All of it but the words around; `number` tells the series by their names, where panels share a legend."""
-        across, up = scales(self)
+        across, up = _scales(self)
         spots = []
         for i, one in enumerate(self.series):
             own = number(one.name) if number else i
             kept = [j for j in range(len(one.x)) if across.shows(one.x[j]) and up.shows(one.y[j])]
-            paint_series(axes, one, kept, self.colour(i), own, (up, marker))
+            _paint_series(axes, one, kept, self.colour(i), own, (up, marker))
             if one.points:
                 spots += [
                     Spot(axes, one.x[j], one.y[j], self.words(one, j), one.href[j] if one.href else "", own)
                     for j in kept
                 ]
         for mark in self.marks:
-            paint_mark(axes, mark, across)
+            _paint_mark(axes, mark, across)
         across.lay(axes.xaxis, self.x.ticks)
         up.lay(axes.yaxis, self.y.ticks)
         return spots
@@ -359,7 +359,7 @@ class Chart:
         return "\n".join([*lines, *([one.labels[i]] if one.labels and one.labels[i] else [])])
 
 
-def paint_series(
+def _paint_series(
     axes: Axes, one: Series, kept: Sequence[int], colour: str, number: int, look: tuple[Scale, float]
 ) -> None:
     """A line with its points and bars for their intervals; a bar that reaches zero ends at the frame of a log axis."""
@@ -388,7 +388,7 @@ def panels(charts: Sequence[Chart], columns: int, title: str, note: str = "") ->
     """Charts with the same axes in one figure, with one legend for all; a series has one colour in all of them."""
     names = list(dict.fromkeys(one.name for chart in charts for one in chart.series))
     columns = min(columns, len(charts))
-    figure = canvas(max(3.6 * columns, SIZE[0]), 2.7 * -(-len(charts) // columns) + 0.4)
+    figure = canvas(max(3.6 * columns, _SIZE[0]), 2.7 * -(-len(charts) // columns) + 0.4)
     painted, spots = [], []
     for i, chart in enumerate(charts):
         axes = figure.add_subplot(-(-len(charts) // columns), columns, i + 1)
@@ -396,11 +396,11 @@ def panels(charts: Sequence[Chart], columns: int, title: str, note: str = "") ->
         last, first = i >= len(charts) - columns, i % columns == 0
         quiet(axes, chart.title, chart.x.name if last else "", chart.y.name if first else "")
         painted.append(axes)
-    name_entries(legend(figure, painted, note), names)
+    _name_entries(legend(figure, painted, note), names)
     return Drawing(figure, title, spots=spots)
 
 
-def paint_mark(axes: Axes, one: Mark, across: Scale) -> None:
+def _paint_mark(axes: Axes, one: Mark, across: Scale) -> None:
     behind = {"facecolor": PAPER, "edgecolor": "none", "alpha": 0.8, "pad": 0.6}  # or a line would cross the words out
     look: dict[str, Any] = {"color": INK, "fontsize": 9, "bbox": behind}
     if one.x is not None and one.y is not None:
@@ -418,7 +418,7 @@ def paint_mark(axes: Axes, one: Mark, across: Scale) -> None:
         axes.annotate(one.name, (1.0, one.y), xycoords=("axes fraction", "data"), **place, **look)
 
 
-def name_entries(made: Legend | None, names: Sequence[str]) -> None:
+def _name_entries(made: Legend | None, names: Sequence[str]) -> None:
     """Lets a page know which entry of a legend is which series."""
     for text in made.get_texts() if made else ():
         text.set_gid(f"entry-{names.index(text.get_text())}")
@@ -457,21 +457,21 @@ class Scale:
         if self.log:
             axis.axes.set(**{f"{axis.axis_name}scale": "log"})
         axis.axes.set(**{f"{axis.axis_name}lim": (self.low, self.high)})
-        numbered(axis, ticks or self.ticks())
+        _numbered(axis, ticks or self.ticks())
 
     def ticks(self, most: int = 7) -> list[float]:
         """Round numbers inside."""
-        return (log_ticks if self.log else even_ticks)(self.low, self.high, most)
+        return (log_ticks if self.log else _even_ticks)(self.low, self.high, most)
 
 
-def scales(chart: Chart) -> tuple[Scale, Scale]:
+def _scales(chart: Chart) -> tuple[Scale, Scale]:
     xs = [v for one in chart.series for v in one.x] + [m.x for m in chart.marks if m.x is not None]
     ys = [v for one in chart.series for v in (*one.y, *(one.low or ()), *(one.high or ()))]
     ys += [m.y for m in chart.marks if m.y is not None]
     return Scale.over(chart.x, xs), Scale.over(chart.y, ys)
 
 
-def even_ticks(low: float, high: float, most: int = 7) -> list[float]:
+def _even_ticks(low: float, high: float, most: int = 7) -> list[float]:
     """Multiples of 1, 2 or 5 times a power of ten."""
     rough = (high - low) / most
     size = 10 ** math.floor(math.log10(rough))
@@ -486,6 +486,6 @@ def log_ticks(low: float, high: float, most: int = 7) -> list[float]:
     for inside in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 3, 5), (1, 2, 5), (1, 3), (1,)):
         found = [m * 10.0**e for e in range(first, last + 1) for m in inside if low <= m * 10.0**e <= high]
         if len(found) <= most:
-            return found if len(found) > 1 else even_ticks(low, high, most)
+            return found if len(found) > 1 else _even_ticks(low, high, most)
     every = math.ceil((last - first + 1) / most)
     return [10.0**e for e in range(first, last + 1, every) if low <= 10.0**e <= high]

@@ -66,7 +66,7 @@ CHART_STYLE = """
   padding: .35rem .55rem; border-radius: 4px; white-space: pre-wrap; max-width: 95%; line-height: 1.35;
   visibility: hidden; }
 """
-STYLE = (
+_STYLE = (
     CHART_STYLE
     + """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2530; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
@@ -142,7 +142,7 @@ function enliven(chart) {
 """
 
 # Images by cell: what is asked for comes beside what was shown before.
-SCRIPT = """
+_SCRIPT = """
 document.documentElement.classList.add("scripted");
 const shownAtOnce = 2;
 function show(key, scroll) {
@@ -167,15 +167,15 @@ for (const block of document.querySelectorAll(".pictures")) {
   block.dataset.first.split("\\n").filter(Boolean).forEach(key => show(key, false));
 }
 """
-SCRIPT += CHART_SCRIPT + 'document.querySelectorAll(".chart").forEach(enliven);\n'
+_SCRIPT += CHART_SCRIPT + 'document.querySelectorAll(".chart").forEach(enliven);\n'
 
 
 # --- Pages ----------------------------------------------------------------------------------------------------------
 
-SIDE = 128  # pixels of an image's longer side on the page, at most
-MOST = 16  # images of a cell
+_SIDE = 128  # pixels of an image's longer side on the page, at most
+_MOST = 16  # images of a cell
 BUDGET = 16 * 2**20  # bytes of all images of one block, about; more make each smaller
-QUALITY = 88
+_QUALITY = 88
 
 
 class Part(Protocol):
@@ -227,7 +227,7 @@ class Images:
     cells: Sequence[ImageCell]
     note: str = ""
     first: Sequence[str] = ()
-    side: int = SIDE
+    side: int = _SIDE
     columns: int = 4
 
     def __post_init__(self) -> None:
@@ -243,7 +243,7 @@ class Images:
         for cell in self.cells:
             key = html.escape(cell.key, quote=True)
             words = html.escape(": ".join(filter(None, (cell.key, cell.note))), quote=True)
-            data = base64.b64encode(encoded(sheet(cell.images, side, self.columns))).decode()
+            data = base64.b64encode(_encoded(sheet(cell.images, side, self.columns))).decode()
             image = f'<img loading="lazy" alt="{words}" src="data:image/jpeg;base64,{data}">'
             buttons.append(f'<button type="button" aria-pressed="false" data-cell="{key}">{key}</button>')
             figures.append(f'<figure data-cell="{key}">{image}<figcaption>{words}</figcaption></figure>')
@@ -258,13 +258,13 @@ class Images:
         if not self.cells:
             return self.side
         largest = max(self.cells, key=lambda cell: len(cell.images))
-        total = len(self.cells) * len(encoded(sheet(largest.images, self.side, self.columns))) * 4 / 3
+        total = len(self.cells) * len(_encoded(sheet(largest.images, self.side, self.columns))) * 4 / 3
         return self.side if total <= BUDGET else max(24, math.floor(self.side * math.sqrt(BUDGET / total)))
 
 
 def sheet(images: Sequence[Image.Image], side: int, columns: int) -> Image.Image:
     """Thumbnails in rows with a thin gap; small images are enlarged in whole steps, so that pixels stay pixels."""
-    chosen = [thumb(one.convert("RGB"), side) for one in images[:MOST]]
+    chosen = [thumb(one.convert("RGB"), side) for one in images[:_MOST]]
     width, height = chosen[0].size
     columns = min(columns, len(chosen))
     gap, rows = 2, math.ceil(len(chosen) / columns)
@@ -284,9 +284,9 @@ def thumb(image: Image.Image, side: int) -> Image.Image:
     return image.resize(size, Image.Resampling.LANCZOS)
 
 
-def encoded(image: Image.Image) -> bytes:
+def _encoded(image: Image.Image) -> bytes:
     buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=QUALITY, subsampling=0)  # optimize=True fails on noise
+    image.save(buffer, "JPEG", quality=_QUALITY, subsampling=0)  # optimize=True fails on noise
     return buffer.getvalue()
 
 
@@ -308,8 +308,8 @@ class Page:
         return (
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            f"<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
-            f"<h1>{title}</h1>\n{lead}{self.body()}\n<script>{SCRIPT}</script>\n</body>\n</html>\n"
+            f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+            f"<h1>{title}</h1>\n{lead}{self.body()}\n<script>{_SCRIPT}</script>\n</body>\n</html>\n"
         )
 
     def body(self) -> str:

@@ -84,10 +84,10 @@ def guidance_of(words: str, scale: float, nature: ModelTraits) -> Guidance:
         low, high = (value / (1 + value) if nature.flow else value for value in INTERVAL_SPAN)
         spelled, options = "sigma_interval", [f"low={low:.4g}", f"high={high:.4g}"]
     found = Guidance.parse(" + ".join(filter(None, (short(float(scale)), " ".join([spelled, *options]).strip()))))
-    return Guidance(1.0) if scale == 1 and is_idle(found) else found
+    return Guidance(1.0) if scale == 1 and _is_idle(found) else found
 
 
-def is_idle(guidance: Guidance) -> bool:
+def _is_idle(guidance: Guidance) -> bool:
     """Whether rules do nothing at scale 1: no term is added and no step is zeroed."""
     way = guidance.combination
     return not guidance.extras and not (isinstance(way, CFGZero) and way.zero_steps)
@@ -107,9 +107,9 @@ def check_rule(words: str, scale: float) -> None:
 
 # --- Prompts --------------------------------------------------------------------------------------------------------
 
-SCENES = "scenes"
-DEFAULT_PROMPTS = 64  # prompts of scenes when no number is given
-MAX_PROMPTS = 100_000
+_SCENES = "scenes"
+_DEFAULT_PROMPTS = 64  # prompts of scenes when no number is given
+_MAX_PROMPTS = 100_000
 
 
 @dataclass(frozen=True)
@@ -124,25 +124,25 @@ class GuidancePrompts:
         return len(self.texts)
 
 
-def are_scenes(where: str) -> bool:
+def _are_scenes(where: str) -> bool:
     """Whether prompts are drawn from the world of scenes: `scenes` or `scenes:N`, unless a file has that name."""
-    return where.partition(":")[0] == SCENES and not Path(where).exists()
+    return where.partition(":")[0] == _SCENES and not Path(where).exists()
 
 
-def read_guidance_prompts(where: str, seed: int) -> GuidancePrompts:
+def _read_guidance_prompts(where: str, seed: int) -> GuidancePrompts:
     """`scenes`, `scenes:N`, or a text file with a prompt per line."""
-    if are_scenes(where):
+    if _are_scenes(where):
         _, colon, count = where.partition(":")
-        if colon and not whole(count, MAX_PROMPTS):
-            raise PellucidError(rule("prompts", f"scenes:N, N from 1 to {MAX_PROMPTS:,}", where), "prompts")
-        return scene_prompts(int(count) if colon else DEFAULT_PROMPTS, seed)
+        if colon and not whole(count, _MAX_PROMPTS):
+            raise PellucidError(rule("prompts", f"scenes:N, N from 1 to {_MAX_PROMPTS:,}", where), "prompts")
+        return _scene_prompts(int(count) if colon else _DEFAULT_PROMPTS, seed)
     texts = read_lines_of(Path(where), "scenes:N")
-    if len(texts) > MAX_PROMPTS:
-        raise PellucidError(rule(f"prompts in {where}", f"at most {MAX_PROMPTS:,}", len(texts)), "prompts")
+    if len(texts) > _MAX_PROMPTS:
+        raise PellucidError(rule(f"prompts in {where}", f"at most {_MAX_PROMPTS:,}", len(texts)), "prompts")
     return GuidancePrompts(texts, queries_of(texts))
 
 
-def scene_prompts(count: int, seed: int) -> GuidancePrompts:
+def _scene_prompts(count: int, seed: int) -> GuidancePrompts:
     """Held-out captions that say all but the style, and their scenes in the styles of training."""
     pairs = scenes.prompts(count, OBJECTS, seed, split="held_out")
     drawn = scenes.sample(torch.arange(count), seed, "held_out", scenes.TRAIN_STYLES, OBJECTS)
@@ -152,19 +152,19 @@ def scene_prompts(count: int, seed: int) -> GuidancePrompts:
 # --- Measures of images ---------------------------------------------------------------------------------------------
 
 LOOKS = ("saturation", "colourfulness", "sharpness")
-DIGITS = 6  # of a number in the records
-TRUE_BATCH = 32  # true images
-MAX_REFERENCE = 1000  # images of a reference that are looked at
+_DIGITS = 6  # of a number in the records
+_TRUE_BATCH = 32  # true images
+_MAX_REFERENCE = 1000  # images of a reference that are looked at
 Row = dict[str, list[Any]]  # by figure, one value an image; of diversity one per prompt
 
 
-def looks_of(pixels: Tensor) -> Row:
+def _looks_of(pixels: Tensor) -> Row:
     """How images (N, 3, H, W) in [0, 1] look, whatever they were asked to show."""
-    return {name: rounded_list(getattr(qualities, name)(pixels)) for name in LOOKS}
+    return {name: _rounded_list(getattr(qualities, name)(pixels)) for name in LOOKS}
 
 
-def rounded_list(values: Tensor) -> list[float]:
-    return [round(value, DIGITS) for value in values.tolist()]
+def _rounded_list(values: Tensor) -> list[float]:
+    return [round(value, _DIGITS) for value in values.tolist()]
 
 
 def measure_images(
@@ -178,24 +178,24 @@ def measure_images(
     """All figures of the images of some prompts, `seeds` of each in turn."""
     given = to_tensor(images).to(device)
     pixels = (given + 1) / 2
-    found = looks_of(pixels)
+    found = _looks_of(pixels)
     if queries is not None:
-        found |= adherence_of(given, queries)
+        found |= _adherence_of(given, queries)
     if judge is not None:
         cosines = (judge.image(to_bytes(pixels)) * judge.text(texts)[0]).sum(-1)
-        found["image_text"] = rounded_list(100 * cosines)
+        found["image_text"] = _rounded_list(100 * cosines)
     if seeds > 1:
         groups = [i // seeds for i in range(len(images))]
-        found["diversity"] = rounded_list(qualities.diversity(pixels, groups).reshape(-1, seeds).mean(1))
+        found["diversity"] = _rounded_list(qualities.diversity(pixels, groups).reshape(-1, seeds).mean(1))
     return found
 
 
-def adherence_of(given: Tensor, queries: Sequence[Query]) -> Row:
+def _adherence_of(given: Tensor, queries: Sequence[Query]) -> Row:
     """By the reader: all right, the share of attributes that are right, and whether colours bled (None: not told)."""
     verdicts = [judged(reading, query) for reading, query in zip(scenes.read(given), queries, strict=True)]
     return {
         "right": [int(one.right) for one in verdicts],
-        "attributes": [round(sum(one.marks.values()) / len(one.marks), DIGITS) for one in verdicts],
+        "attributes": [round(sum(one.marks.values()) / len(one.marks), _DIGITS) for one in verdicts],
         "bled": [None if one.bled is None else int(one.bled) for one in verdicts],
     }
 
@@ -207,41 +207,41 @@ def looks_of_scenes(truth: Scenes, size: tuple[int, int], pipe: Any) -> Row:
     """Renders of the scenes that were asked for, through the model's own VAE where it has one: the best it could do."""
     vae = pipe.components.vae if isinstance(pipe, Pipeline) else None
     rows = []
-    for first in range(0, len(truth), TRUE_BATCH):
-        images = scenes.render(truth[first : first + TRUE_BATCH], min(size))
-        rows.append(looks_of((images if vae is None else through(vae, images)).add(1).div(2)))
+    for first in range(0, len(truth), _TRUE_BATCH):
+        images = scenes.render(truth[first : first + _TRUE_BATCH], min(size))
+        rows.append(_looks_of((images if vae is None else through(vae, images)).add(1).div(2)))
     return joined_rows(rows)
 
 
-def looks_of_folder(where: str, size: tuple[int, int]) -> Row:
+def _looks_of_folder(where: str, size: tuple[int, int]) -> Row:
     """Of true images that were given, of the size of the model's: else their sharpness would say nothing."""
     rows: list[Row] = []
-    left = MAX_REFERENCE
-    for chunk in chunks_of(where):
+    left = _MAX_REFERENCE
+    for chunk in _chunks_of(where):
         if tuple(chunk.shape[2:]) != size[::-1]:
             got = f"{chunk.shape[3]}×{chunk.shape[2]}"
             raise PellucidError(rule("images of --reference", f"{size[0]}×{size[1]}, as the model's", got), "reference")
-        rows.append(looks_of(chunk[:left]))
+        rows.append(_looks_of(chunk[:left]))
         left -= len(chunk)
         if left <= 0:
             break
     return joined_rows(rows)
 
 
-def open_reference(where: str) -> ImageSet:
+def _open_reference(where: str) -> ImageSet:
     found = open_images(where)
     if isinstance(found, Statistics):
         raise PellucidError(rule("--reference", "images", "statistics"), "reference")
     return found
 
 
-def chunks_of(where: str) -> Iterator[Tensor]:
+def _chunks_of(where: str) -> Iterator[Tensor]:
     """Images (B, 3, H, W) uint8; one that cannot be read is refused."""
 
     def refuse(_: int, why: str) -> None:
         raise PellucidError(why, "reference")
 
-    yield from open_reference(where).chunks(refuse)
+    yield from _open_reference(where).chunks(refuse)
 
 
 def joined_rows(rows: Sequence[Row]) -> Row:
@@ -251,7 +251,7 @@ def joined_rows(rows: Sequence[Row]) -> Row:
 # --- The study ------------------------------------------------------------------------------------------------------
 
 TRUE_IMAGES = "true"  # the record of the true images, among those of guidances
-MAX_SEEDS, MAX_CELLS = 256, 400
+_MAX_SEEDS, _MAX_CELLS = 256, 400
 PROMPTS_SHOWN = 16  # prompts whose first image is kept, for the report
 
 
@@ -266,7 +266,7 @@ class GuidanceStudyConfig:
     model: str
     scales: tuple[float, ...] = (1.0, 2.0, 4.0, 7.0, 10.0, 15.0)
     rules: tuple[str, ...] = RULE_NAMES
-    prompts: str = SCENES
+    prompts: str = _SCENES
     seeds: int = 4
     sampler: str = "dpmpp_2m"
     steps: int = 20
@@ -285,11 +285,11 @@ class GuidanceStudyConfig:
                 raise PellucidError(rule(name, "at least one, none of them twice", list(held)), "study-list")
         if list(self.scales) != sorted(self.scales):
             raise PellucidError(rule("scales", "numbers that grow", list(self.scales)), "study-list")
-        if len(self.scales) * len(self.rules) > MAX_CELLS:
+        if len(self.scales) * len(self.rules) > _MAX_CELLS:
             got = len(self.scales) * len(self.rules)
-            raise PellucidError(rule("scales × rules", f"at most {MAX_CELLS}", got), "study-list")
-        if isinstance(self.seeds, bool) or not isinstance(self.seeds, int) or not 1 <= self.seeds <= MAX_SEEDS:
-            raise PellucidError(rule("seeds", f"a whole number from 1 to {MAX_SEEDS}", self.seeds), "study-seeds")
+            raise PellucidError(rule("scales × rules", f"at most {_MAX_CELLS}", got), "study-list")
+        if isinstance(self.seeds, bool) or not isinstance(self.seeds, int) or not 1 <= self.seeds <= _MAX_SEEDS:
+            raise PellucidError(rule("seeds", f"a whole number from 1 to {_MAX_SEEDS}", self.seeds), "study-seeds")
         if not 0 < self.tolerance < 1:
             raise PellucidError(rule("tolerance", "above 0 and below 1", self.tolerance), "study-tolerance")
         if self.part not in PARTS:
@@ -298,7 +298,7 @@ class GuidanceStudyConfig:
             self.making(guidance_of("plain", scale, ModelTraits()).text())
         for words in self.rules:
             check_rule(words, self.scales[-1])
-        if not are_scenes(self.prompts) and self.reference is None and 1 not in self.scales:
+        if not _are_scenes(self.prompts) and self.reference is None and 1 not in self.scales:
             advice = "Unguided images are what others are compared with where no --reference is given."
             raise PellucidError(rule("scales", "with 1 among them", list(self.scales), advice), "study-scales")
 
@@ -308,7 +308,7 @@ class GuidanceStudyConfig:
     @cached_property
     def asked(self) -> GuidancePrompts:
         """The prompts; by the reader where they are captions of scenes, unless a file comes with an encoder."""
-        found = read_guidance_prompts(self.prompts, self.seed)
+        found = _read_guidance_prompts(self.prompts, self.seed)
         return GuidancePrompts(found.texts) if self.clip is not None and found.truth is None else found
 
 
@@ -345,7 +345,7 @@ class GuidanceStudy(Study[GuidanceStudyConfig, GuidanceBatch]):
         if pipe is not None and (judge is None) != (config.clip is None):
             raise PellucidError(rule("judge", "given with clip, and only then", judge), "study-clip")
         if config.reference is not None:
-            open_reference(config.reference)
+            _open_reference(config.reference)
         found = [guidance_of(words, scale, self.nature) for scale in config.scales for words in config.rules]
         self.guidances = list(dict.fromkeys(one.text() for one in found))  # at scale 1 most rules are the same
         super().__init__(config, folder, shard)
@@ -423,7 +423,7 @@ class GuidanceStudy(Study[GuidanceStudyConfig, GuidanceBatch]):
         """The true images: those that were given, or of the scenes that were asked for."""
         width, height = self.records.rows[0]["size"]
         if self.config.reference is not None:
-            row = looks_of_folder(self.config.reference, (width, height))
+            row = _looks_of_folder(self.config.reference, (width, height))
         else:
             assert self.asked.truth is not None
             row = looks_of_scenes(self.asked.truth, (width, height), self.pipe)

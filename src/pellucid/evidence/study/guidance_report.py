@@ -29,24 +29,24 @@ from pellucid.interop.atomic_files import put
 
 # --- The chart of useful ranges -------------------------------------------------------------------------------------
 
-BAR = "#bfe3c8"
-GREEN, ORANGE, RED = "#188a3b", "#e8710a", "#c5221f"
-STATES = (
-    ("useful", GREEN),
-    ("looks out of tolerance", ORANGE),
+_BAR = "#bfe3c8"
+_GREEN, _ORANGE, _RED = "#188a3b", "#e8710a", "#c5221f"
+_STATES = (
+    ("useful", _GREEN),
+    ("looks out of tolerance", _ORANGE),
     ("not adherent enough", charts.PAPER),
-    ("both", RED),
+    ("both", _RED),
 )
 
 
 def state_of(one: RatedScale) -> tuple[str, str]:
     """What a cell is, and its colour."""
     if one.useful:
-        return STATES[0]
-    return STATES[1] if one.adherent else STATES[3] if one.faults else STATES[2]
+        return _STATES[0]
+    return _STATES[1] if one.adherent else _STATES[3] if one.faults else _STATES[2]
 
 
-def state_words(one: RatedScale) -> str:
+def _state_words(one: RatedScale) -> str:
     return ": ".join(filter(None, (state_of(one)[0], ", ".join(one.faults))))
 
 
@@ -57,18 +57,18 @@ def range_chart(lines: Sequence[RuleRange], scales: Sequence[float], chosen: Rat
     for row, line in enumerate(lines):
         if line.range:
             ends = [line.range[0].scale, line.range[-1].scale]
-            axes.plot(ends, [row] * 2, "-", color=BAR, linewidth=11, solid_capstyle="round")
+            axes.plot(ends, [row] * 2, "-", color=_BAR, linewidth=11, solid_capstyle="round")
         for one in line.cells:
             axes.plot(one.scale, row, "o", color=state_of(one)[1], markeredgecolor=charts.SLATE, markersize=7)
             if one == chosen:
                 axes.plot(one.scale, row, "o", markersize=14, markerfacecolor="none", color=charts.INK)
-            words = f"{one.rule}, scale {one.scale:g}\n{state_words(one)}\n{one.cell.guidance}"
+            words = f"{one.rule}, scale {one.scale:g}\n{_state_words(one)}\n{one.cell.guidance}"
             spots.append(Spot(axes, one.scale, row, words, one.cell.guidance, radius=5))
     charts.quiet(axes, title, "guidance scale")
     axes.set_xticks(list(scales), [f"{v:g}" for v in scales])
     axes.set_yticks(range(len(lines)), [line.rule for line in lines])
     axes.set_ylim(len(lines) - 0.5, -0.5)
-    for name, colour in STATES:
+    for name, colour in _STATES:
         axes.plot([], [], "o", color=colour, markeredgecolor=charts.SLATE, label=name)
     charts.legend(figure, axes)
     return Drawing(figure, title, spots=spots)
@@ -125,13 +125,13 @@ def write(study: GuidanceStudy) -> GuidanceReport:
     (folder / "charts").mkdir(exist_ok=True)
     span = range_chart(report.lines, report.found.study.config.scales, report.advice.chosen)
     span.png(folder / "charts" / "range.png")
-    drawn = {name: chart(report, name) for name in charted(report.found)}
+    drawn = {name: _chart(report, name) for name in _charted(report.found)}
     for name, one in drawn.items():
         one.png(folder / "charts" / f"{name}.png")
-    sheet(report, folder / "charts" / "pictures.png")
+    _sheet(report, folder / "charts" / "pictures.png")
     put(folder / "figures.json", json.dumps(report.plain(), indent=1, allow_nan=False) + "\n")
-    put(folder / "table.md", markdown(report))
-    page(report, span, list(drawn.values())).write(folder / "report.html")
+    put(folder / "table.md", _markdown(report))
+    _page(report, span, list(drawn.values())).write(folder / "report.html")
     return report
 
 
@@ -159,7 +159,7 @@ def range_table(report: GuidanceReport) -> Table:
             continue
         top = max(line.cells, key=lambda one: one.cell.figures[found.adherence].value)
         figure = top.cell.figures[found.adherence]
-        rows.append((line.rule, line.words, f"{top.scale:g}", kind.words(figure), state_words(top)))
+        rows.append((line.rule, line.words, f"{top.scale:g}", kind.words(figure), _state_words(top)))
     columns = ("rule", "useful scales", "most adherent at", kind.title, "which is")
     return Table("Useful range", columns, tuple(rows), definition(report))
 
@@ -173,14 +173,14 @@ def definition(report: GuidanceReport) -> str:
     )
 
 
-def cell_table(report: GuidanceReport) -> Table:
+def _cell_table(report: GuidanceReport) -> Table:
     names = report.found.names
     rows: list[tuple[str, ...]] = []
     for line in report.lines:
         for one in line.cells:
             held = one.cell.figures
             own = (KINDS[name].words(held[name]) if name in held else "–" for name in names)
-            rows.append((line.rule, f"{one.scale:g}", *own, state_words(one)))
+            rows.append((line.rule, f"{one.scale:g}", *own, _state_words(one)))
     reference = report.found.reference
     known = (reference.values.get(name) for name in names)
     shown = (
@@ -196,8 +196,8 @@ def cell_table(report: GuidanceReport) -> Table:
     return Table("Every guidance", columns, tuple(rows), note)
 
 
-def markdown(report: GuidanceReport) -> str:
-    tables = [range_table(report).markdown(), cell_table(report).markdown()]
+def _markdown(report: GuidanceReport) -> str:
+    tables = [range_table(report).markdown(), _cell_table(report).markdown()]
     said = [f"{words}\n" for words in (f"**{report.advice.words}**", *doubts(report.found))]
     return "\n".join(["# Guidance\n", headline(report) + "\n", *said, *tables])
 
@@ -205,27 +205,31 @@ def markdown(report: GuidanceReport) -> str:
 # Charts
 
 
-def charted(found: GuidanceResults) -> list[str]:
+def _charted(found: GuidanceResults) -> list[str]:
     return [name for name in found.names if name != "attributes"]
 
 
-def chart(report: GuidanceReport, name: str) -> Chart:
+def _chart(report: GuidanceReport, name: str) -> Chart:
     kind = KINDS[name]
     times = 100 if kind.percent else 1
     made = []
     for line in report.lines:
         held = [(one, figure) for one in line.cells if (figure := one.cell.figures.get(name)) is not None]
         scales, shown = [one.scale for one, _ in held], [figure.times(times) for _, figure in held]
-        labels = [f"{state_words(one)}\n{one.cell.guidance}" for one, _ in held]
+        labels = [f"{_state_words(one)}\n{one.cell.guidance}" for one, _ in held]
         made.append(Series.of(line.rule, scales, shown, labels=labels, href=[one.cell.guidance for one, _ in held]))
     unit = ", %" if kind.percent else ""
     ticks = report.found.study.config.scales
     return Chart(
-        kind.title.capitalize(), made, Axis("guidance scale", ticks=ticks), Axis(kind.title + unit), marks(report, name)
+        kind.title.capitalize(),
+        made,
+        Axis("guidance scale", ticks=ticks),
+        Axis(kind.title + unit),
+        _marks(report, name),
     )
 
 
-def marks(report: GuidanceReport, name: str) -> list[Mark]:
+def _marks(report: GuidanceReport, name: str) -> list[Mark]:
     """The reference, and what is tolerated around it."""
     reference, tolerance = report.found.reference, report.found.study.config.tolerance
     if name not in reference.values:
@@ -237,7 +241,7 @@ def marks(report: GuidanceReport, name: str) -> list[Mark]:
     return [Mark(reference.name, y=value), *(Mark(f"{s}{100 * tolerance:g} %", y=value * part) for s, part in ends)]
 
 
-def sheet(report: GuidanceReport, path: Path) -> Path:
+def _sheet(report: GuidanceReport, path: Path) -> Path:
     """The first prompt under every guidance: a row for each rule, a column for each scale."""
     study = report.found.study
     scales, rows = study.config.scales, [line for line in report.lines if line.cells]
@@ -259,24 +263,24 @@ def sheet(report: GuidanceReport, path: Path) -> Path:
             if column == 0:
                 axes.set_ylabel(line.rule, fontsize=9, color=charts.INK)
     title = f"guidance scale by rule: {study.asked.texts[0]}"
-    figure.suptitle(short_title(title), fontsize=9, color=charts.SLATE)
+    figure.suptitle(_short_title(title), fontsize=9, color=charts.SLATE)
     figure.tight_layout()
     return charts.save(figure, path, dpi=120)
 
 
-def short_title(text: str, most: int = 110) -> str:
+def _short_title(text: str, most: int = 110) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
 # The page
 
 
-def page(report: GuidanceReport, span: Drawing, drawn: list[Chart]) -> Page:
+def _page(report: GuidanceReport, span: Drawing, drawn: list[Chart]) -> Page:
     made = Page("Guidance", headline(report)).add(Text(report.advice.words, "Recommendation"))
     if report.advice.guidance is not None:
         made.add(Code(command(report.found.study.config, report.advice.guidance)))
     made.add(*(Text(words) for words in doubts(report.found)))
-    made.add(span, range_table(report), Text("", "Charts"), *drawn, images(report), cell_table(report))
+    made.add(span, range_table(report), Text("", "Charts"), *drawn, _images(report), _cell_table(report))
     return made.add(Code(report.found.study.text, "Config"))
 
 
@@ -287,7 +291,7 @@ def command(config: GuidanceStudyConfig, guidance: str) -> str:
     return f'pellucid sample {model} "…" {how} --guidance "{guidance}"'
 
 
-def images(report: GuidanceReport) -> Images:
+def _images(report: GuidanceReport) -> Images:
     study, found = report.found.study, report.found
     cells = []
     for guidance, cell in found.cells.items():

@@ -54,7 +54,7 @@ KINDS = {
     "diversity": FigureKind("diversity", False, True),
 }
 
-SHARES = ("right", "bled")  # of images: each is 0 or 1
+_SHARES = ("right", "bled")  # of images: each is 0 or 1
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,11 @@ def results_of(study: GuidanceStudy) -> GuidanceResults | None:
     for guidance in study.guidances:
         if rows := study.rows(guidance):
             cells[guidance] = cell_of_rows(guidance, [row["figures"] for row in rows], study.config.seeds)
-    reference = reference_of(study, cells)
+    reference = _reference_of(study, cells)
     return None if not cells or reference is None else GuidanceResults(study, cells, reference)
 
 
-def reference_of(study: GuidanceStudy, cells: Mapping[str, GuidanceCell]) -> LooksReference | None:
+def _reference_of(study: GuidanceStudy, cells: Mapping[str, GuidanceCell]) -> LooksReference | None:
     true = [row for row in study.records.rows if row["guidance"] == TRUE_IMAGES]
     if true:
         values = true[0]["figures"]
@@ -132,11 +132,11 @@ def cell_of_rows(guidance: str, rows: Sequence[Mapping[str, Any]], seeds: int) -
         drawn = values if len(means[name]) == 1 else means[name]
         drawn = drawn[~drawn.isnan()]
         if len(drawn):
-            figures[name] = share_figure(mean_figure(drawn), values) if name in SHARES else mean_figure(drawn)
+            figures[name] = _share_figure(_mean_figure(drawn), values) if name in _SHARES else _mean_figure(drawn)
     return GuidanceCell(guidance, len(joined[LOOKS[0]]), figures, means)
 
 
-def share_figure(found: Estimate, values: Tensor) -> Estimate:
+def _share_figure(found: Estimate, values: Tensor) -> Estimate:
     """With Wilson's interval of all images, where that is wider."""
     low, high = Share.of(value == 1 for value in values.tolist() if not math.isnan(value)).interval
     if found.ends is None:
@@ -144,14 +144,14 @@ def share_figure(found: Estimate, values: Tensor) -> Estimate:
     return replace(found, low=min(found.low, low), high=max(found.high, high))
 
 
-def mean_figure(values: Tensor) -> Estimate:
+def _mean_figure(values: Tensor) -> Estimate:
     return mean_interval(values) if len(values) > 1 else Estimate(float(values.mean()))
 
 
 # --- Useful scales --------------------------------------------------------------------------------------------------
 
-FEW_PROMPTS = 10  # prompts below which the interval of a difference says little
-WIDE_INTERVAL = 0.25  # of a share: an interval so wide tells hardly any cell from the best
+_FEW_PROMPTS = 10  # prompts below which the interval of a difference says little
+_WIDE_INTERVAL = 0.25  # of a share: an interval so wide tells hardly any cell from the best
 CLIPPED = 0.02  # of all values: as many more may be clipped than in the reference
 
 
@@ -209,15 +209,15 @@ def rule_ranges(found: GuidanceResults) -> list[RuleRange]:
     made = []
     for words in found.study.config.rules:
         cells = tuple(
-            RatedScale(words, scale, cell, adherent(found, cell), faults_of(found, cell))
+            RatedScale(words, scale, cell, _adherent(found, cell), faults_of(found, cell))
             for scale, cell in found.line(words)
         )
-        made.append(RuleRange(words, cells, range_around_best(cells, found.adherence)))
+        made.append(RuleRange(words, cells, _range_around_best(cells, found.adherence)))
     return made
 
 
-def adherent(found: GuidanceResults, cell: GuidanceCell) -> bool:
-    if found.adherence == "right" and adherence_value(found, cell) == 0:
+def _adherent(found: GuidanceResults, cell: GuidanceCell) -> bool:
+    if found.adherence == "right" and _adherence_value(found, cell) == 0:
         return False
     return not worse(found, cell, best_cell(found))
 
@@ -227,26 +227,26 @@ def faults_of(found: GuidanceResults, cell: GuidanceCell) -> tuple[str, ...]:
     reference, tolerance = found.reference.values, found.study.config.tolerance
     said = []
     for name in ("colourfulness", "sharpness"):
-        off = relative_change(cell.figures[name].value, reference[name])
+        off = _relative_change(cell.figures[name].value, reference[name])
         if not abs(off) <= tolerance:
-            said.append(f"{name} {signed_words(100 * off)} %")
+            said.append(f"{name} {_signed_words(100 * off)} %")
     more = cell.figures["saturation"].value - reference["saturation"]
     if more > CLIPPED:
-        said.append(f"clipped values {signed_words(100 * more, 1)} points")
+        said.append(f"clipped values {_signed_words(100 * more, 1)} points")
     return tuple(said)
 
 
-def relative_change(value: float, reference: float) -> float:
+def _relative_change(value: float, reference: float) -> float:
     if reference > 0:
         return value / reference - 1
     return 0.0 if value == reference else math.inf
 
 
-def signed_words(value: float, digits: int = 0) -> str:
+def _signed_words(value: float, digits: int = 0) -> str:
     return f"{value:+.{digits}f}".replace("-", "−")
 
 
-def range_around_best(cells: tuple[RatedScale, ...], adherence: str) -> tuple[RatedScale, ...]:
+def _range_around_best(cells: tuple[RatedScale, ...], adherence: str) -> tuple[RatedScale, ...]:
     """The run of useful neighbours that holds the most adherent useful cell."""
     useful = [i for i, one in enumerate(cells) if one.useful]
     if not useful:
@@ -266,20 +266,20 @@ def recommendation_of(found: GuidanceResults, given: list[RuleRange]) -> Recomme
     which they were given, so that a plain one is not left for a difference that cannot be seen.
     """
     tops = [
-        max(useful, key=lambda one: adherence_value(found, one.cell)) for line in given if (useful := useful_of(line))
+        max(useful, key=lambda one: _adherence_value(found, one.cell)) for line in given if (useful := _useful_of(line))
     ]
     if not tops:
-        return no_recommendation(found)
-    top = max(tops, key=lambda one: adherence_value(found, one.cell))
+        return _no_recommendation(found)
+    top = max(tops, key=lambda one: _adherence_value(found, one.cell))
     chosen = next(one for one in tops if not worse(found, one.cell, top.cell))
-    return Recommendation(recommendation_words(found, chosen, given), chosen.cell.guidance, chosen)
+    return Recommendation(_recommendation_words(found, chosen, given), chosen.cell.guidance, chosen)
 
 
-def useful_of(line: RuleRange) -> list[RatedScale]:
+def _useful_of(line: RuleRange) -> list[RatedScale]:
     return [one for one in line.cells if one.useful]
 
 
-def adherence_value(found: GuidanceResults, cell: GuidanceCell) -> float:
+def _adherence_value(found: GuidanceResults, cell: GuidanceCell) -> float:
     return cell.figures[found.adherence].value
 
 
@@ -293,8 +293,8 @@ def doubts(found: GuidanceResults) -> list[str]:
     """Why cells that are called useful may not be: what was measured is too little to tell them from the best."""
     top, kind = best_cell(found), KINDS[found.adherence]
     figure, prompts = top.figures[found.adherence], len(top.by_prompt[found.adherence])
-    wide = kind.percent and figure.ends is not None and figure.high - figure.low > WIDE_INTERVAL
-    if prompts >= FEW_PROMPTS and not wide:
+    wide = kind.percent and figure.ends is not None and figure.high - figure.low > _WIDE_INTERVAL
+    if prompts >= _FEW_PROMPTS and not wide:
         return []
     return [
         f"Doubtful: {counted(prompts, 'prompt')} with {counted(top.count, 'image')} a guidance hardly tell one from "
@@ -303,11 +303,12 @@ def doubts(found: GuidanceResults) -> list[str]:
     ]
 
 
-def recommendation_words(found: GuidanceResults, chosen: RatedScale, given: list[RuleRange]) -> str:
+def _recommendation_words(found: GuidanceResults, chosen: RatedScale, given: list[RuleRange]) -> str:
     line = next(line for line in given if line.rule == chosen.rule)
     kind, figure = KINDS[found.adherence], chosen.cell.figures[found.adherence]
+    figures, known = chosen.cell.figures, found.reference.values
     looks = [
-        f"{name} {signed_words(100 * relative_change(chosen.cell.figures[name].value, found.reference.values[name]))} %"
+        f"{name} {_signed_words(100 * _relative_change(figures[name].value, known[name]))} %"
         for name in ("colourfulness", "sharpness")
     ]
     span = f"useful from {line.words}" if len(line.range) > 1 else "useful at this scale alone"
@@ -317,11 +318,11 @@ def recommendation_words(found: GuidanceResults, chosen: RatedScale, given: list
     )
 
 
-def no_recommendation(found: GuidanceResults) -> Recommendation:
+def _no_recommendation(found: GuidanceResults) -> Recommendation:
     """No cell is useful: what is wrong with the most adherent one."""
     top = best_cell(found)
     kind = KINDS[found.adherence]
-    if not adherent(found, top):
+    if not _adherent(found, top):
         return Recommendation("No scale is useful: no image under any guidance is all right.", None, None)
     said = ", ".join(faults_of(found, top))
     figure = kind.words(top.figures[found.adherence])

@@ -34,7 +34,7 @@ from pellucid.evidence.study.subject import Subject, read_prompts
 from pellucid.interop import source
 from pellucid.train.config import parse, read
 
-MODELS = "models"  # the folder of the sampler studies
+_MODELS = "models"  # the folder of the sampler studies
 JUDGED = ("kid", "image_text", "right")  # measures for which somebody must look at the images
 
 
@@ -67,7 +67,7 @@ class InteractionStudyConfig:
             raise PellucidError(rule("models", "at least one", "none"), "study-list")
         if self.names and len(self.names) != len(self.models):
             raise PellucidError(rule("names", f"one a model, {len(self.models)}", len(self.names)), "study-names")
-        if len(set(self.labels)) != len(self.models) or not all(map(is_plain, self.labels)):
+        if len(set(self.labels)) != len(self.models) or not all(map(_is_plain, self.labels)):
             must = "different, of letters, digits, dots, dashes and underscores"
             raise PellucidError(rule("names", must, list(self.labels), "Give --names."), "study-names")
         if self.by not in get_args(DecidingMeasure):
@@ -98,7 +98,7 @@ def label_of(model: str) -> str:
     return parts[-1] if parts else model
 
 
-def is_plain(name: str) -> bool:
+def _is_plain(name: str) -> bool:
     return bool(name) and all(c.isalnum() or c in "._-" for c in name) and not name.startswith(".")
 
 
@@ -169,7 +169,7 @@ class InteractionStudy(Study[InteractionStudyConfig, StudiedModel]):
         that costs more than making them."""
         c, pipe = self.config, self.pipes.get(cell.name)
         subject = Subject.open(cell.model, dtype=c.dtype, device=self.device) if pipe is None else Subject.of(pipe)
-        study = SamplerStudy(c.of_model(cell.model, subject.asks), self.folder / MODELS / cell.name, subject)
+        study = SamplerStudy(c.of_model(cell.model, subject.asks), self.folder / _MODELS / cell.name, subject)
         study.progress = cell.name
         if c.by in JUDGED or c.inception or c.reference or c.clip:
             study.judges = Judges.open(study, inception=c.inception, clip=c.clip, reference=c.reference)
@@ -184,7 +184,7 @@ class InteractionStudy(Study[InteractionStudyConfig, StudiedModel]):
             name=name,
             schedule=study.subject.schedule.name,
             target=str(study.subject.target),
-            architecture=architecture_of(study.subject.pipe),
+            architecture=_architecture_of(study.subject.pipe),
             cells=tuple(study.table),
             column=figures.columns[by],
             floor=next(iter(floor.values()), float("nan")),
@@ -201,7 +201,7 @@ class InteractionStudy(Study[InteractionStudyConfig, StudiedModel]):
         return found
 
 
-def architecture_of(pipe: Any) -> str:
+def _architecture_of(pipe: Any) -> str:
     """The class of the network: UNet, DiT, …"""
     holder = getattr(pipe, "components", None) or getattr(pipe, "peer", None)
     return type(getattr(holder, "network", pipe)).__name__
@@ -209,8 +209,8 @@ def architecture_of(pipe: Any) -> str:
 
 # --- Where the best sampler changes ---------------------------------------------------------------------------------
 
-TINY = 1e-12
-SCALED = ("distance", "latent")  # compared by their ratio
+_TINY = 1e-12
+_SCALED = ("distance", "latent")  # compared by their ratio
 
 
 @dataclass(frozen=True)
@@ -246,11 +246,11 @@ class Change:
     sure: bool
 
     def plain(self) -> dict[str, Any]:
-        gaps = {name: gap_json(getattr(self, name)) for name in ("kept_there", "kept_here")}
+        gaps = {name: _gap_json(getattr(self, name)) for name in ("kept_there", "kept_here")}
         return {field.name: gaps.get(field.name, getattr(self, field.name)) for field in fields(self)}
 
 
-def gap_json(gap: Estimate) -> dict[str, Any]:
+def _gap_json(gap: Estimate) -> dict[str, Any]:
     return {**gap.plain(), "over": "pictures" if gap.over == "images" else gap.over}
 
 
@@ -263,7 +263,7 @@ class Interaction:
 
     @property
     def scaled(self) -> bool:
-        return self.measure.name in SCALED
+        return self.measure.name in _SCALED
 
     @property
     def nothing(self) -> float:
@@ -297,7 +297,7 @@ class Interaction:
             return np.full(1 + one.column.drawn.shape[1], math.nan)
         held = np.concatenate([one.column.values[i : i + 1], one.column.drawn[i]])
         held = self.measure.loss(held)
-        return np.log(np.maximum(held, TINY)) if self.scaled else held
+        return np.log(np.maximum(held, _TINY)) if self.scaled else held
 
     def table(self, one: ModelResult, budget: int) -> Array:
         """(S, 1 + R) of all set-ups; what has no cell is infinitely bad."""

@@ -14,9 +14,9 @@ from pellucid.evidence.statistics import Estimate
 from pellucid.evidence.study.interaction import Change, Interaction, InteractionStudy, ModelResult
 from pellucid.interop.atomic_files import put
 
-WORST_COLOUR = (201, 68, 40)  # what a factor of four and more looks like
-HEAT_WIDTH = 7.0  # inches of panels side by side: wider ones could not be read on a page
-NOTE = (
+_WORST_COLOUR = (201, 68, 40)  # what a factor of four and more looks like
+_HEAT_WIDTH = 7.0  # inches of panels side by side: wider ones could not be read on a page
+_NOTE = (
     "Each interval holds for its own comparison at 95 %: of twenty that do not differ one would seem to. Over models: "
     "Student's t over the runs of a group, which holds for other runs. Over images: these models alone."
 )
@@ -26,24 +26,24 @@ def write(opened: InteractionStudy, found: Interaction) -> Path:
     """charts/*.png, table.md, figures.json and report.html."""
     folder = opened.folder / "charts"
     folder.mkdir(exist_ok=True)
-    heats = heat(found)
+    heats = _heat(found)
     heats.png(folder / "heat.png")
-    curves = [curve(found, one) for one in found.seen]
+    curves = [_curve(found, one) for one in found.seen]
     for one, chart in zip(found.seen, curves, strict=True):
         chart.png(folder / f"{one.name}.png")
     made = tables(found)
-    page = Page("Schedule × sampler × steps", headline(found))
-    page.add(*(Text(words) for words in [*sentences(found), *about_converged(found)]), Text(NOTE, kind="note"), *made)
+    page = Page("Schedule × sampler × steps", _headline(found))
+    page.add(*(Text(words) for words in [*sentences(found), *about_converged(found)]), Text(_NOTE, kind="note"), *made)
     page.add(Text("", "How far behind the best"), heats, Text("", "Each model"), *curves, Code(opened.text, "Config"))
     page.write(opened.folder / "report.html")
     said = "\n".join(f"- {words}" for words in [*sentences(found), *about_converged(found)])
-    parts = ["# Schedule × sampler × steps\n", headline(found) + "\n", said + "\n", NOTE + "\n"]
+    parts = ["# Schedule × sampler × steps\n", _headline(found) + "\n", said + "\n", _NOTE + "\n"]
     put(opened.folder / "table.md", "\n".join([*parts, *(table.markdown() for table in made)]))
-    put(opened.folder / "figures.json", json.dumps(plain(found), indent=1) + "\n")
+    put(opened.folder / "figures.json", json.dumps(_plain(found), indent=1) + "\n")
     return opened.folder / "report.html"
 
 
-def headline(found: Interaction) -> str:
+def _headline(found: Interaction) -> str:
     groups = "; ".join(f"{name} ({len(held)})" for name, held in found.groups.items())
     return f"{found.measure.title}, {len(found.setups)} samplers, models of {groups}."
 
@@ -78,12 +78,12 @@ def change_words(found: Interaction, one: Change) -> str:
     verdict = "a sure change" if one.sure else "not sure"
     return (
         f"At {one.budget} calls {one.best_here} is best for {one.here}, {one.best_there} for {one.there} ({verdict}): "
-        f"the first costs {gap_words(found, one.kept_there)} in {one.there}, the second "
-        f"{gap_words(found, one.kept_here)} in {one.here}, over {one.kept_there.over}."
+        f"the first costs {_gap_words(found, one.kept_there)} in {one.there}, the second "
+        f"{_gap_words(found, one.kept_here)} in {one.here}, over {one.kept_there.over}."
     )
 
 
-def gap_words(found: Interaction, gap: Estimate) -> str:
+def _gap_words(found: Interaction, gap: Estimate) -> str:
     if found.scaled:
         ends = "" if gap.ends is None else f" ({gap.low:.2f} to {gap.high:.2f})"
         return f"{gap.value:.2f} times{ends}"
@@ -94,18 +94,18 @@ def gap_words(found: Interaction, gap: Estimate) -> str:
 
 
 def tables(found: Interaction) -> list[Table]:
-    return [best_by_group(found), best_by_model(found), shares(found)]
+    return [_best_by_group(found), _best_by_model(found), _shares(found)]
 
 
-def best_by_group(found: Interaction) -> Table:
+def _best_by_group(found: Interaction) -> Table:
     rows = []
     for group, held in found.groups.items():
         rows.append((f"{group} ({len(held)})", *(found.best_of(group, budget) or "−" for budget in found.budgets)))
     note = "By the mean over the models of a group, of logarithms where the measure is a distance."
-    return Table("The best of each group", ("group (models)", *calls(found)), tuple(rows), note)
+    return Table("The best of each group", ("group (models)", *_calls(found)), tuple(rows), note)
 
 
-def best_by_model(found: Interaction) -> Table:
+def _best_by_model(found: Interaction) -> Table:
     rows = []
     for one in found.seen:
         cells = []
@@ -120,10 +120,10 @@ def best_by_model(found: Interaction) -> Table:
             cells.append(f"{best.setup} {ends}, first in {100 * best.first:.0f} %{also}")
         rows.append((one.name, *cells))
     note = f"{found.measure.title} with its 95 % interval over resampled images, and how often it came first in them."
-    return Table("The best of each model", ("model", *calls(found)), tuple(rows), note)
+    return Table("The best of each model", ("model", *_calls(found)), tuple(rows), note)
 
 
-def shares(found: Interaction) -> Table:
+def _shares(found: Interaction) -> Table:
     rows = []
     for budget in found.budgets:
         parts = found.spreads(budget)
@@ -137,14 +137,14 @@ def shares(found: Interaction) -> Table:
     return Table("How much is interaction", columns, tuple(rows), note)
 
 
-def calls(found: Interaction) -> tuple[str, ...]:
+def _calls(found: Interaction) -> tuple[str, ...]:
     return tuple(f"{budget} calls" for budget in found.budgets)
 
 
 # --- charts ----------------------------------------------------------------------------------------------------
 
 
-def behind(found: Interaction, one: ModelResult, setup: str, budget: int) -> float:
+def _behind(found: Interaction, one: ModelResult, setup: str, budget: int) -> float:
     """How much worse than the model's best: a factor or a difference; NaN where it was not run."""
     held = found.table(one, budget)[:, 0]
     mine = held[found.setups.index(setup)]
@@ -154,39 +154,39 @@ def behind(found: Interaction, one: ModelResult, setup: str, budget: int) -> flo
     return math.exp(apart) if found.scaled else apart * found.measure.scale
 
 
-def tint(found: Interaction, value: float, most: float) -> tuple[float, float, float]:
+def _tint(found: Interaction, value: float, most: float) -> tuple[float, float, float]:
     """White for the best, deep for what is `most` behind."""
     if not math.isfinite(value):
         return (0.93, 0.94, 0.95)
     part = math.log(max(value, 1.0)) / math.log(4.0) if found.scaled else value / (most or 1.0)
     part = min(max(part, 0.0), 1.0) ** 0.8
-    return tuple(1.0 + part * (c / 255 - 1.0) for c in WORST_COLOUR)  # type: ignore[return-value]
+    return tuple(1.0 + part * (c / 255 - 1.0) for c in _WORST_COLOUR)  # type: ignore[return-value]
 
 
-def worst(found: Interaction, budget: int) -> float:
-    every = [behind(found, one, setup, budget) for one in found.seen for setup in found.setups]
+def _worst(found: Interaction, budget: int) -> float:
+    every = [_behind(found, one, setup, budget) for one in found.seen for setup in found.setups]
     return max((v for v in every if math.isfinite(v)), default=1.0)
 
 
-def heat(found: Interaction) -> Drawing:
+def _heat(found: Interaction) -> Drawing:
     """A table of colours for each budget: set-ups down, models across; the numbers are how much worse than the best."""
     across, down = len(found.seen), len(found.setups)
     width, height = 0.7 * across + 0.3, 0.34 * down + 1.3
-    columns = max(1, min(len(found.budgets), int(HEAT_WIDTH / width)))
+    columns = max(1, min(len(found.budgets), int(_HEAT_WIDTH / width)))
     rows = -(-len(found.budgets) // columns)
     drawing, spots = charts.canvas(1.9 + width * columns, height * rows + 0.3), []
     for i, budget in enumerate(found.budgets):
         axes = drawing.add_subplot(rows, columns, i + 1)
-        most = worst(found, budget)
-        values = [[behind(found, one, setup, budget) for one in found.seen] for setup in found.setups]
-        axes.imshow([[tint(found, v, most) for v in row] for row in values], aspect="auto")
+        most = _worst(found, budget)
+        values = [[_behind(found, one, setup, budget) for one in found.seen] for setup in found.setups]
+        axes.imshow([[_tint(found, v, most) for v in row] for row in values], aspect="auto")
         for y, row in enumerate(values):
             for x, value in enumerate(row):
                 words = "−" if not math.isfinite(value) else f"{value:.2f}" if value < 10 else f"{value:.0f}"
                 weight = "bold" if value == found.nothing else "normal"
-                ink = charts.PAPER if sum(tint(found, value, most)) < 1.7 else charts.INK
+                ink = charts.PAPER if sum(_tint(found, value, most)) < 1.7 else charts.INK
                 axes.text(x, y, words, ha="center", va="center", fontsize=8, color=ink, fontweight=weight)
-                spots.append(Spot(axes, x, y, cell_words(found, found.seen[x], found.setups[y], budget), radius=11))
+                spots.append(Spot(axes, x, y, _cell_words(found, found.seen[x], found.setups[y], budget), radius=11))
         axes.set_title(f"{budget} calls", fontsize=10, fontweight="bold", color=charts.INK, loc="left")
         axes.set_xticks(range(across), [one.name for one in found.seen], rotation=40, ha="right", fontsize=8.5)
         axes.set_yticks(range(down), found.setups if i % columns == 0 else [""] * down, fontsize=8.5)
@@ -199,14 +199,14 @@ def heat(found: Interaction) -> Drawing:
     return Drawing(drawing, f"How far each sampler is behind the best of a model: {unit}", spots=spots)
 
 
-def cell_words(found: Interaction, one: ModelResult, setup: str, budget: int) -> str:
+def _cell_words(found: Interaction, one: ModelResult, setup: str, budget: int) -> str:
     number = found.cell(one, setup, budget)
     if number is None:
         return f"{one.name}, {setup}: not run"
     return f"{one.name}, {one.cells[number].key}: {one.column.shown(number).words(number_text)}"
 
 
-def curve(found: Interaction, one: ModelResult) -> Chart:
+def _curve(found: Interaction, one: ModelResult) -> Chart:
     """One model: every set-up over model calls, with intervals."""
     series = []
     for setup in found.setups:
@@ -231,7 +231,7 @@ def curve(found: Interaction, one: ModelResult) -> Chart:
 # --- for programs ----------------------------------------------------------------------------------------------
 
 
-def plain(found: Interaction) -> dict[str, Any]:
+def _plain(found: Interaction) -> dict[str, Any]:
     bests = [best for one in found.seen for budget in found.budgets if (best := found.best(one, budget)) is not None]
     models = [
         {

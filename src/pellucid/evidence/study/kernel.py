@@ -3,7 +3,7 @@
 A study is a subclass of `Study` that says which cells there are, how the record of one is made, what follows from the
 records, and how that is reported; `tests/evidence/test_study_kernel.py` is a whole one. `run_study` runs it:
 
-    found = run_study(SquareStudy, SquareConfig(9), Path("out/squares"), processes=2)
+    found = run_study(RootStudy, RootConfig((2.0, 3.0)), Path("out/roots"), processes=2)
 
 The folder belongs to one config. Every finished cell is one JSON line, so that a study that was killed goes on; a line
 whose digest does not match is a cell that is made again.
@@ -36,10 +36,10 @@ ShardNumber = tuple[int, int]  # (index, count): every so many-th part of a stud
 ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
 
 CONFIG, RECORDS = "config.json", "records.jsonl"
-KEY_TYPES = (str, int, float, type(None))  # what a cell's keys may be
-MAX_SHARDS = 256
-POLL_SECONDS = 1.0
-ELSEWHERE = "Choose another --out."
+_KEY_TYPES = (str, int, float, type(None))  # what a cell's keys may be
+_MAX_SHARDS = 256
+_POLL_SECONDS = 1.0
+_ELSEWHERE = "Choose another --out."
 MARKS = ("study", "version")  # the words of a config that say what it is of
 
 
@@ -175,7 +175,7 @@ def run_study(
         charts.require()
     study = kind.open(config, folder, **given)
     if processes != 1 or ray:
-        share_out(study, processes, ray, bar, given)
+        _share_out(study, processes, ray, bar, given)
         study.reload()
     study.run(bar)
     study.finish(bar)
@@ -211,7 +211,7 @@ def make_share(share: Share) -> None:
         os._exit(1)  # a pool's process would wait for work for ever
 
 
-def share_out(study: Study[Any, Any], processes: int, ray: int, bar: ProgressBar, given: Mapping[str, Any]) -> None:
+def _share_out(study: Study[Any, Any], processes: int, ray: int, bar: ProgressBar, given: Mapping[str, Any]) -> None:
     """Everything that is missing, over processes or over Ray."""
     if given.get("pipe") is not None or given.get("pipes"):
         must = "left out for a pipeline that is given: other processes load a model by its name"
@@ -219,7 +219,7 @@ def share_out(study: Study[Any, Any], processes: int, ray: int, bar: ProgressBar
     if processes != 1 and ray:
         raise PellucidError(rule("--processes", "left out with --ray", processes), "shard")
     name, count = ("--ray", ray) if ray else ("--processes", processes)
-    most = min(MAX_SHARDS, len({study.part(cell) for cell in study.cells()}))
+    most = min(_MAX_SHARDS, len({study.part(cell) for cell in study.cells()}))
     if not 1 <= count <= most:
         must = f"at most {most}, as many as there are {study.parts}" if count > 0 else f"from 1 to {most}"
         raise PellucidError(rule(name, must, count, study.parts_advice), "shard")
@@ -247,17 +247,17 @@ def over_processes(shares: Sequence[Share], done: Callable[[int], object] = lamb
 
 def wait_for(waiting: Sequence[Future[None]], folder: Path, done: Callable[[int], object]) -> None:
     """Until all have ended or one has failed, whose error is raised."""
-    pending, known = set(waiting), records_in(folder)
+    pending, known = set(waiting), _records_in(folder)
     while pending:
-        ended, pending = wait(pending, POLL_SECONDS, FIRST_EXCEPTION)
-        count = records_in(folder)
+        ended, pending = wait(pending, _POLL_SECONDS, FIRST_EXCEPTION)
+        count = _records_in(folder)
         done(count - known)
         known = count
         for future in ended:
             future.result()
 
 
-def records_in(folder: Path) -> int:
+def _records_in(folder: Path) -> int:
     return sum(path.read_bytes().count(b"\n") for path in folder.glob("records*.jsonl"))
 
 
@@ -278,9 +278,9 @@ def over_ray(shares: Sequence[Share]) -> None:
 def shard_of(text: str) -> ShardNumber:
     """`0/4` is the first of four."""
     first, _, last = text.partition("/")
-    index, count = whole(first, MAX_SHARDS), whole(last, MAX_SHARDS)
+    index, count = whole(first, _MAX_SHARDS), whole(last, _MAX_SHARDS)
     if index is None or count is None or index >= count:
-        raise PellucidError(rule("--shard", f"as 0/4, the first of four, of at most {MAX_SHARDS}", text), "shard")
+        raise PellucidError(rule("--shard", f"as 0/4, the first of four, of at most {_MAX_SHARDS}", text), "shard")
     return index, count
 
 
@@ -295,7 +295,7 @@ class Records:
         self.path, self.keys = folder / file, tuple(keys)
         self.by_name: dict[tuple[Any, ...], dict[str, Any]] = {}
         for row in read_lines(self.path):
-            if all(isinstance(row.get(key, []), KEY_TYPES) for key in self.keys):
+            if all(isinstance(row.get(key, []), _KEY_TYPES) for key in self.keys):
                 self.take(row)
 
     @staticmethod
@@ -337,7 +337,7 @@ class Records:
 # --- The folder ----------------------------------------------------------------------------------------------------
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> dict[str, Any]:
     """What config.json holds; nothing where it is no table."""
     try:
         return read_json(folder / CONFIG, foreign=True)
@@ -350,7 +350,7 @@ def is_mine(folder: Path, text: str, fixed: Sequence[str] | None = None) -> bool
     other things, and one that cannot be written to. `fixed` are the keys that must stay; None: all."""
     known = (folder / CONFIG).exists()
     if known:
-        check_config(folder, json.loads(text), fixed)
+        _check_config(folder, json.loads(text), fixed)
     elif folder.exists() and not (folder.is_dir() and all(map(is_left, folder.iterdir()))):
         raise PellucidError(rule("--out", "empty, new, or a study of this config", str(folder)), "out-taken")
     place = next(one for one in (folder, *folder.absolute().parents) if one.exists())
@@ -359,44 +359,44 @@ def is_mine(folder: Path, text: str, fixed: Sequence[str] | None = None) -> bool
     return known
 
 
-def check_config(folder: Path, mine: Mapping[str, Any], fixed: Sequence[str] | None) -> None:
+def _check_config(folder: Path, mine: Mapping[str, Any], fixed: Sequence[str] | None) -> None:
     """Refuses the config of another study, version, model or setting."""
-    held = read_config(folder)
+    held = _read_config(folder)
     if "study" in mine:
-        held = with_marks(held, mine)
-        check_kind(folder, held, mine["study"], mine["version"])
+        held = _with_marks(held, mine)
+        _check_kind(folder, held, mine["study"], mine["version"])
     if held.get("mark") != mine.get("mark"):
-        raise PellucidError(rule("model", f"the one that began {folder}", mine["model"], ELSEWHERE), "resume-model")
+        raise PellucidError(rule("model", f"the one that began {folder}", mine["model"], _ELSEWHERE), "resume-model")
     names = fixed if fixed is not None else {**mine, **held}
     if other := [name for name in names if held.get(name, ...) != mine.get(name, ...)]:
         got = f"another {', '.join(other)}"
-        raise PellucidError(f"config must be the one that began {folder}; got {got}. {ELSEWHERE}", "resume-config")
+        raise PellucidError(f"config must be the one that began {folder}; got {got}. {_ELSEWHERE}", "resume-config")
 
 
-def check_kind(folder: Path, held: Mapping[str, Any], kind: str, version: int) -> None:
+def _check_kind(folder: Path, held: Mapping[str, Any], kind: str, version: int) -> None:
     """Refuses the config of another kind of study, or of another version."""
     if held.get("study") != kind:
-        got = f"{folder}: {kind_words(held.get('study'))}"
-        raise PellucidError(rule("--out", f"of {kind_words(kind)}", got, ELSEWHERE), "study-folder")
+        got = f"{folder}: {_kind_words(held.get('study'))}"
+        raise PellucidError(rule("--out", f"of {_kind_words(kind)}", got, _ELSEWHERE), "study-folder")
     if held.get("version") != version:
         must = f"of version {version}"
-        raise PellucidError(rule(f"study in {folder}", must, held.get("version"), ELSEWHERE), "study-version")
+        raise PellucidError(rule(f"study in {folder}", must, held.get("version"), _ELSEWHERE), "study-version")
 
 
-def kind_words(kind: object) -> str:
+def _kind_words(kind: object) -> str:
     """'a sampler study', 'an oracle study'"""
     if not isinstance(kind, str) or not kind.isidentifier() or len(kind) > 30:
         return "something else"
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind.removesuffix('s')} study"
 
 
-def with_marks(held: dict[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:
+def _with_marks(held: dict[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:
     """Some studies of version 1 were written without the marks: a config with the same other keys is one of those."""
     return {"study": mine["study"], "version": 1, **held} if {*held, *MARKS} == set(mine) else held
 
 
 def claim(folder: Path, text: str, fixed: Sequence[str] | None = None) -> None:
     """Makes a folder that of the study with this config; what it may add to an earlier one is added."""
-    if not is_mine(folder, text, fixed) or read_config(folder) != json.loads(text):
+    if not is_mine(folder, text, fixed) or _read_config(folder) != json.loads(text):
         folder.mkdir(parents=True, exist_ok=True)
         put(folder / CONFIG, text)

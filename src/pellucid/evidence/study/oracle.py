@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,22 +25,142 @@ from pellucid.core.compile import compile_plan
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.loop import run
 from pellucid.core.oracle import Mixture
-from pellucid.core.plan import Plan
+from pellucid.core.plan import Draw, Plan
 from pellucid.core.samplers import REGISTRY
-from pellucid.core.schedule import Schedule
+from pellucid.core.schedule import Level, Schedule, in_frame
 from pellucid.evidence.study import oracle_orders as orders
-from pellucid.evidence.study import oracle_truth as truth
 from pellucid.evidence.study.kernel import Study
 from pellucid.evidence.study.oracle_results import OracleResults
 from pellucid.evidence.study.setups import SamplerSetup, entry_of, setup_without_grid
 
+# --- The truth: the exact flow of the same noise, and the exact law of the data -------------------------------------
+#
+# The flow is that of dx/dλ = alpha·x0(x, λ) − alpha²·x in the variance-preserving frame, where the slope vanishes at
+# both ends, by the classical rule of Runge and Kutta. It shares no code with the samplers.
+
+FLOW_PACE = 0.03  # the longest step of the exact flow in λ
+_FLOW_TOP = 1e5  # sigma / alpha where the flow of pure noise is begun
+_FLOW_BOTTOM = 1e-5  # and where it ends: what is left is x0 to 1e-9
+_DIRECTIONS = 16  # of sliced distances
+
+
+def exact_flow(mixture: Mixture, noise: Tensor, top: float, pace: float = FLOW_PACE) -> Tensor:
+    """Where the exact flow takes x = sigma·noise [N, D] from sigma / alpha = top; infinite: pure noise.
+
+    From pure noise, x at a large ratio r is alpha·(mean of the data) + sigma·noise up to 1/r, of which the flow keeps
+    1/r.
+    """
+    begin = in_frame(min(top, _FLOW_TOP), "vp")
+    x = begin.sigma * noise
+    if top > _FLOW_TOP:
+        x = x + begin.alpha * (mixture.weights @ mixture.means)
+    length = -math.log(_FLOW_BOTTOM) - begin.lam
+    steps = math.ceil(length / pace)
+    h = length / steps
+
+    def slope(x: Tensor, lam: float) -> Tensor:
+        level = in_frame(math.exp(-lam), "vp")
+        return level.alpha * mixture(x, level) - level.alpha**2 * x
+
+    for i in range(steps):
+        lam = begin.lam + i * h
+        k1 = slope(x, lam)
+        k2 = slope(x + h / 2 * k1, lam + h / 2)
+        k3 = slope(x + h / 2 * k2, lam + h / 2)
+        k4 = slope(x + h * k3, lam + h)
+        x = x + h / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
+    end = in_frame(_FLOW_BOTTOM, "vp")
+    return mixture(x, end)
+
+
+def top_of(schedule: Schedule) -> float:
+    """sigma / alpha at the noisiest time."""
+    return float(schedule.ratio_at(schedule.span[1]))
+
+
+def starting_noise(mixture: Mixture, count: int, seed: int) -> Tensor:
+    """[count, D], the same for all samplers, grids and schedules: normal, and whitened, so that the chance of the draw
+    is not in its mean and covariance."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(count, mixture.means.shape[1], generator=generator, dtype=torch.float64)
+    drawn = drawn - drawn.mean(0)
+    root = torch.linalg.cholesky(drawn.T @ drawn / count)
+    return torch.linalg.solve_triangular(root, drawn.T, upper=False).T.contiguous()
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """A mixture as the denoiser of one image that holds all points, [1, N, D]: the loop minds one image."""
+
+    mixture: Mixture
+
+    def __call__(self, x: Tensor, level: Level, time: Any) -> Tensor:
+        return self.mixture(x[0], level)[None]
+
+
+@dataclass(frozen=True)
+class CloudNoise:
+    """Noise by address for a cloud: torch's generator, seeded by (seed, interval, visit)."""
+
+    seed: int
+
+    def step(self, draws: Sequence[Draw], span: Any, like: Tensor, images: Any) -> Tensor:
+        out = torch.zeros_like(like)
+        for draw in draws:
+            key = (self.seed * 1_000_003 + draw.interval) * 10_007 + draw.visit
+            generator = torch.Generator().manual_seed(key)
+            out.add_(torch.randn(like.shape, generator=generator, dtype=like.dtype), alpha=draw.weight)
+        return out
+
+    first = beside = None
+
+
+@dataclass(frozen=True)
+class LawSlices:
+    """The law of a mixture along a few directions: its exact quantiles there, [R, N]."""
+
+    directions: Tensor
+    quantiles: Tensor
+
+    @staticmethod
+    def of(mixture: Mixture, count: int, directions: int = _DIRECTIONS, seed: int = 5) -> LawSlices:
+        """The quantiles of `count` points, at the middles of as many equal parts."""
+        generator = torch.Generator().manual_seed(seed)
+        found = torch.randn(directions, mixture.means.shape[1], generator=generator, dtype=torch.float64)
+        found = found / found.norm(dim=1, keepdim=True)
+        return LawSlices(found, torch.stack([quantiles(mixture, one, count) for one in found]))
+
+    def distance(self, x: Tensor) -> float:
+        """The sliced Wasserstein distance (the first) of points [N, D] from the law, in its standard deviations."""
+        along = torch.from_numpy(np.sort((self.directions @ x.T).numpy(), axis=1))
+        return float((along - self.quantiles).abs().mean() / self.quantiles.std(dim=1).mean())
+
+    def floor(self, mixture: Mixture, repeats: int = 20, seed: int = 1) -> float:
+        """What true draws, as many, measure on average: what no sampler can be told from being perfect below."""
+        generator = torch.Generator().manual_seed(seed)
+        count = self.quantiles.shape[1]
+        return float(np.mean([self.distance(mixture.sample(count, generator)) for _ in range(repeats)]))
+
+
+def quantiles(mixture: Mixture, direction: Tensor, count: int, cells: int = 20_000) -> Tensor:
+    """Of the mixture along a direction, where it is a mixture in one dimension with a distribution in closed form."""
+    means, spreads = mixture.means @ direction, mixture.spreads
+    low, high = float((means - 9 * spreads).min()), float((means + 9 * spreads).max())
+    at = torch.linspace(low, high, cells, dtype=torch.float64)
+    below = torch.special.ndtr((at[:, None] - means) / spreads) @ mixture.weights
+    middles = (np.arange(count) + 0.5) / count
+    return torch.from_numpy(np.interp(middles, below.numpy(), at.numpy()))
+
+
+# --- The study ------------------------------------------------------------------------------------------------------
+
 MIXTURES: dict[str, Callable[[], Mixture]] = {"smooth": oracle.smooth, "sharp": oracle.sharp}
 NFE = (5, 8, 10, 14, 20, 30, 50)
-SCHEDULES = ("linear", "cosine", "edm", "flow")
+_SCHEDULES = ("linear", "cosine", "edm", "flow")
 GRIDS = tuple(name for name in grids.names() if name != "explicit")
 # An inversion goes the other way. Beside the defaults: UniPC at the order that its paper advises without guidance.
 SAMPLERS = (*(name for name in REGISTRY if name != "ddim_inversion"), "unipc:order=3")
-ASTRAY = 0.5  # a point is astray where it ends further from its truth than this part of the data's size
+_ASTRAY = 0.5  # a point is astray where it ends further from its truth than this part of the data's size
 
 
 @dataclass(frozen=True)
@@ -49,7 +170,7 @@ class OracleStudyConfig:
     samplers: tuple[str, ...] = SAMPLERS
     nfe: tuple[int, ...] = NFE
     grids: tuple[str, ...] = GRIDS
-    schedules: tuple[str, ...] = SCHEDULES
+    schedules: tuple[str, ...] = _SCHEDULES
     mixtures: tuple[str, ...] = tuple(MIXTURES)
     points: int = 1024  # paths of each run
     orders: bool = True
@@ -76,10 +197,10 @@ class OracleStudyConfig:
         for schedule in self.schedules:
             schedules.make(schedule)
         for word in self.samplers:
-            check_setup(setup_without_grid(word))
+            _check_setup(setup_without_grid(word))
 
 
-def check_setup(one: SamplerSetup) -> None:
+def _check_setup(one: SamplerSetup) -> None:
     """Refuses an unknown sampler or option, and an inversion."""
     if entry_of(one).family == "inversion":
         raise PellucidError(rule("sampler", "one that ends in an image", one.sampler), "study-sampler")
@@ -156,28 +277,26 @@ def same_levels(schedule: str, names: tuple[str, ...]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class MixtureField:
+class _MixtureField:
     """A mixture with the noise that its paths begin with, where the exact flow takes them, and its law."""
 
     mixture: Mixture
     noise: Tensor
     exact: Tensor
-    law: truth.LawSlices
+    law: LawSlices
 
     @staticmethod
-    def of(mixture: Mixture, top: float, config: OracleStudyConfig) -> MixtureField:
-        noise = truth.starting_noise(mixture, config.points, config.seed)
-        return MixtureField(
-            mixture, noise, truth.exact_flow(mixture, noise, top), truth.LawSlices.of(mixture, config.points)
-        )
+    def of(mixture: Mixture, top: float, config: OracleStudyConfig) -> _MixtureField:
+        noise = starting_noise(mixture, config.points, config.seed)
+        return _MixtureField(mixture, noise, exact_flow(mixture, noise, top), LawSlices.of(mixture, config.points))
 
     def figures(self, plan: Plan, seed: int) -> dict[str, float] | None:
         """What a plan makes of the noise: how far off it is, and its law; None where it overflows."""
         begin = (self.noise * plan.initial_scale)[None]
-        x = run(plan, truth.Cloud(self.mixture), begin, noise=truth.CloudNoise(seed))[0]
+        x = run(plan, Cloud(self.mixture), begin, noise=CloudNoise(seed))[0]
         if not bool(torch.isfinite(x).all()):
             return None
-        return ({} if plan.stochastic else distance_from(x, self.exact)) | {"sliced": self.law.distance(x)}
+        return ({} if plan.stochastic else _distance_from(x, self.exact)) | {"sliced": self.law.distance(x)}
 
 
 class OracleBench:
@@ -186,8 +305,8 @@ class OracleBench:
     def __init__(self, config: OracleStudyConfig, schedule: str) -> None:
         self.config, self.name = config, schedule
         self.schedule = schedules.make(schedule)
-        top = truth.top_of(self.schedule)
-        self.fields = {name: MixtureField.of(MIXTURES[name](), top, config) for name in config.mixtures}
+        top = top_of(self.schedule)
+        self.fields = {name: _MixtureField.of(MIXTURES[name](), top, config) for name in config.mixtures}
 
     def measure(self, one: SamplerSetup, grid: str) -> dict[str, Any]:
         """A line for each budget: what was run, and how far off it ended; or why it cannot be run."""
@@ -215,7 +334,7 @@ def fitting_plan(one: SamplerSetup, schedule: Schedule, grid: str, nfe: int) -> 
         steps -= max(1, (plan.nfe - nfe) // math.ceil(plan.nfe / steps))
 
 
-def distance_from(x: Tensor, exact: Tensor) -> dict[str, float]:
+def _distance_from(x: Tensor, exact: Tensor) -> dict[str, float]:
     """How far points ended from their truths: root mean square and its interval, median, share astray."""
     size = float(exact.pow(2).sum(1).mean().sqrt())
     square = ((x - exact) / size).pow(2).sum(1)
@@ -225,5 +344,5 @@ def distance_from(x: Tensor, exact: Tensor) -> dict[str, float]:
         "low": math.sqrt(max(mean - half, 0.0)),
         "high": math.sqrt(mean + half),
         "median": float(square.median().sqrt()),
-        "astray": float((square > ASTRAY**2).double().mean()),
+        "astray": float((square > _ASTRAY**2).double().mean()),
     }

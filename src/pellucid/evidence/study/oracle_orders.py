@@ -14,7 +14,7 @@ Why not to 0: the last step to a clean x is first order in every method, and exa
 Stochastic samplers are measured with their noise off, as above, and with it on: by the variance of the result on a
 Gaussian (`weak_error`), where every register is a combination of independent normal numbers, so that it is computed
 without drawing any; and, where the noise is that of a diffusion, by the distance from the solution of the same
-Brownian path (`strong_error`).
+Brownian path (`_strong_error`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MIXTURE = oracle.smooth()
 
 
 @dataclass(frozen=True)
-class Setting:
+class _Setting:
     """A schedule and the grid on which orders are measured."""
 
     name: str
@@ -59,17 +59,17 @@ SETTINGS = {
     setting.name: setting
     for setting in (
         # c_noise sigma: the time is sigma itself, so that grids over time are even in sigma
-        Setting(
+        _Setting(
             "edm",
             schedules.EDM(sigma_min=BOTTOM, sigma_max=TOP, c_noise="sigma"),
             "edm",
             Grid("exponential", final="sigma_min"),
         ),
-        Setting("vp", schedules.vp_linear(), "eps", Grid("exponential", final="sigma_min")),
+        _Setting("vp", schedules.vp_linear(), "eps", Grid("exponential", final="sigma_min")),
         # A flow starts at pure noise, where λ is infinite; the grid starts just below it.
-        Setting("flow", schedules.flow(sigma_min=0.05), "flow", Grid("linspace", final="sigma_min", start=950.0)),
+        _Setting("flow", schedules.flow(sigma_min=0.05), "flow", Grid("linspace", final="sigma_min", start=950.0)),
         # The range of image models, for the errors that people would see.
-        Setting(
+        _Setting(
             "edm80",
             schedules.EDM(sigma_min=0.1, sigma_max=80.0, c_noise="sigma"),
             "edm",
@@ -103,7 +103,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Measured:
+class OrderMeasurement:
     """The errors at the case's step counts, the slope at the end, and the calls that a step costs."""
 
     case: Case
@@ -126,7 +126,7 @@ def compiled(case: Case, steps: int) -> Plan:
 
 
 @cache
-def starting_points(top: float) -> Tensor:
+def _starting_points(top: float) -> Tensor:
     """16 points of x / alpha at sigma / alpha = top, [16, 4]."""
     generator = torch.Generator().manual_seed(3)
     data = MIXTURE.sample(16, generator)
@@ -134,9 +134,9 @@ def starting_points(top: float) -> Tensor:
 
 
 @cache
-def truth(top: float, bottom: float, steps: int = REFERENCE_STEPS) -> Tensor:
+def _truth(top: float, bottom: float, steps: int = REFERENCE_STEPS) -> Tensor:
     """x / alpha at the bottom, by the classical Runge-Kutta rule in λ."""
-    x, lam = starting_points(top), -math.log(top)
+    x, lam = _starting_points(top), -math.log(top)
     h = math.log(top / bottom) / steps
 
     def slope(x: Tensor, lam: float) -> Tensor:
@@ -154,10 +154,10 @@ def truth(top: float, bottom: float, steps: int = REFERENCE_STEPS) -> Tensor:
 
 def reference_error(top: float, bottom: float) -> float:
     """The error of the truth: twice the step errs 16 times as much, so a fifteenth of the difference."""
-    return oracle.distance(truth(top, bottom, REFERENCE_STEPS // 2), truth(top, bottom)) / 15
+    return oracle.distance(_truth(top, bottom, REFERENCE_STEPS // 2), _truth(top, bottom)) / 15
 
 
-def rounded(level: Level) -> float:
+def _rounded(level: Level) -> float:
     """sigma / alpha without the last digits that frames differ by."""
     return float(f"{level.ratio:.12g}")
 
@@ -165,19 +165,19 @@ def rounded(level: Level) -> float:
 def ends(case: Case) -> tuple[float, float]:
     """sigma / alpha at both ends of a case's path."""
     plan = compiled(case, 20)
-    return rounded(plan.start), rounded(plan.end)
+    return _rounded(plan.start), _rounded(plan.end)
 
 
 def error_of(plan: Plan) -> float:
     """The distance from the truth of a plan's result, relative."""
-    top, bottom = rounded(plan.start), rounded(plan.end)
-    x = run(plan, MIXTURE, starting_points(top) * plan.start.alpha)
-    return oracle.distance(x / plan.end.alpha, truth(top, bottom))
+    top, bottom = _rounded(plan.start), _rounded(plan.end)
+    x = run(plan, MIXTURE, _starting_points(top) * plan.start.alpha)
+    return oracle.distance(x / plan.end.alpha, _truth(top, bottom))
 
 
-def measure(case: Case, how: Callable[[Plan], float] = error_of) -> Measured:
+def measure(case: Case, how: Callable[[Plan], float] = error_of) -> OrderMeasurement:
     plans = [compiled(case, steps) for steps in case.counts]
-    return Measured(case, tuple(how(plan) for plan in plans), round(plans[-1].nfe / case.counts[-1], 2))
+    return OrderMeasurement(case, tuple(how(plan) for plan in plans), round(plans[-1].nfe / case.counts[-1], 2))
 
 
 # --- with the noise on: the variance ---------------------------------------------------------------------------
@@ -199,7 +199,7 @@ class Coordinates:
         return out
 
 
-def wiener(x: Tensor, level: Level, time: float) -> Tensor:
+def _wiener(x: Tensor, level: Level, time: float) -> Tensor:
     """The exact denoiser of N(0, SPREAD²): linear, so that it acts on the coefficients of the noises."""
     return x * (level.alpha * SPREAD**2 / (level.alpha**2 * SPREAD**2 + level.sigma**2))
 
@@ -209,24 +209,24 @@ def weak_error(plan: Plan) -> float:
     noise: Any = Coordinates(plan)
     x = torch.zeros(1, len(noise.place) + 1, dtype=torch.float64)
     x[0, 0] = math.hypot(plan.start.alpha * SPREAD, plan.start.sigma)
-    end = run(plan, wiener, x, noise=noise)
+    end = run(plan, _wiener, x, noise=noise)
     true = (plan.end.alpha * SPREAD) ** 2 + plan.end.sigma**2
     return abs(float((end**2).sum()) / true - 1.0)
 
 
 # --- with the noise on: the same path --------------------------------------------------------------------------
 
-STRONG_COUNTS = (40, 80, 160)
-STRONG_REFERENCE = 1280
+_STRONG_COUNTS = (40, 80, 160)
+_STRONG_REFERENCE = 1280
 # These solve the reverse diffusion that has the noise of the forward one (eta 1): one path, one solution.
 ONE_DIFFUSION = ("ddpm", "euler_a", "dpm2_a", "dpmpp_2s_a", "dpmpp_sde", "dpmpp_2m_sde", "dpmpp_3m_sde", "sa_solver")
 # These solve diffusions of their own, and are compared with themselves at many steps.
 OWN_DIFFUSION = ("er_sde",)
 # The step at which SA-Solver's noise begins by default moves with the grid; from end to end it is the diffusion.
-ALL_ALONG = {"sa_solver": {"tau_range": (0.0, 1.0)}}
+_ALL_ALONG = {"sa_solver": {"tau_range": (0.0, 1.0)}}
 
 
-class KeptPath(Brownian):
+class _KeptPath(Brownian):
     """A Brownian path that remembers all points: grids that halve their steps ask for half of them again."""
 
     def at(self, seeds: tuple[int, ...], ratio: float, visit: int, like: Tensor) -> Tensor:
@@ -237,23 +237,23 @@ class KeptPath(Brownian):
 
 
 @cache
-def path() -> KeptPath:
-    return KeptPath(7)
+def _path() -> _KeptPath:
+    return _KeptPath(7)
 
 
 @cache
 def on_path(sampler: str, steps: int) -> Tensor:
     """x / alpha at the bottom, [16, 4], where the noise is that of the path."""
-    plan = compiled(Case(sampler, 0, ALL_ALONG.get(sampler, {})), steps)
-    x = (starting_points(rounded(plan.start)) * plan.start.alpha)[None]
-    end = run(plan, lambda x, level, time: MIXTURE(x[0], level)[None], x, noise=path())
+    plan = compiled(Case(sampler, 0, _ALL_ALONG.get(sampler, {})), steps)
+    x = (_starting_points(_rounded(plan.start)) * plan.start.alpha)[None]
+    end = run(plan, lambda x, level, time: MIXTURE(x[0], level)[None], x, noise=_path())
     return end[0] / plan.end.alpha
 
 
-def strong_error(sampler: str, steps: int) -> float:
+def _strong_error(sampler: str, steps: int) -> float:
     """The distance from the solution of the same path, relative: at eta 1 that of the best of its solvers."""
     limit = "dpmpp_2m_sde" if sampler in ONE_DIFFUSION else sampler
-    return oracle.distance(on_path(sampler, steps), on_path(limit, STRONG_REFERENCE))
+    return oracle.distance(on_path(sampler, steps), on_path(limit, _STRONG_REFERENCE))
 
 
 # --- the samplers of the registry ------------------------------------------------------------------------------
@@ -276,8 +276,8 @@ ALWAYS_NOISY = ("ddpm", "er_sde")
 # No order to measure: an inversion goes the other way, and LCM's network is no denoiser but jumps to x0.
 NO_ORDER = ("ddim_inversion", "lcm")
 # Noise for which the variance has no order: TCD adds a part of it anew at each step, however short.
-NO_WEAK_ORDER = ("lcm", "tcd")
-NOISE_KEPT = {"edm_stochastic": {"s_noise": 1.0}}  # its default adds more than the law allows, and says so
+_NO_WEAK_ORDER = ("lcm", "tcd")
+_NOISE_KEPT = {"edm_stochastic": {"s_noise": 1.0}}  # its default adds more than the law allows, and says so
 # The slope between the last two step counts is within these of the claim. Below: the next term of the error, one h
 # smaller; the largest gap measured is 0.07 (lms). Above: SA-Solver's third order on eps, whose term of order 3 is so
 # small that it shows late, by 0.5.
@@ -288,7 +288,7 @@ def counts_of(sampler: str) -> tuple[int, ...]:
     return THIRDS if sampler in ("dpm_singlestep", "dpm_fast") else COUNTS
 
 
-def claim_of(setup: SamplerSetup) -> int | None:
+def _claim_of(setup: SamplerSetup) -> int | None:
     """The order of the registry, or the one that is asked for, which UniPC's corrector raises by one; None for other
     options, which the registry says nothing of."""
     if not setup.options:
@@ -299,16 +299,16 @@ def claim_of(setup: SamplerSetup) -> int | None:
 
 def of_sampler(setup: SamplerSetup) -> dict[str, Any]:
     """The orders that a sampler has, with the noise off, in the variance and on a path, as far as each is defined."""
-    name, own, claimed = setup.sampler, dict(setup.options), claim_of(setup)
+    name, own, claimed = setup.sampler, dict(setup.options), _claim_of(setup)
     found: dict[str, Any] = {"claimed": claimed}
     case = Case(name, claimed or 0, own, counts_of(name)[-3:-1])
     if name not in (*ALWAYS_NOISY, *NO_ORDER):
         found["order"] = measure(replace(case, options={**NOISE_OFF.get(name, {}), **own})).order
-    if not entry_of(setup).deterministic and name not in NO_WEAK_ORDER:
-        found["weak"] = measure(replace(case, options={**NOISE_KEPT.get(name, {}), **own}), weak_error).order
+    if not entry_of(setup).deterministic and name not in _NO_WEAK_ORDER:
+        found["weak"] = measure(replace(case, options={**_NOISE_KEPT.get(name, {}), **own}), weak_error).order
     if not own and name in (*ONE_DIFFUSION, *OWN_DIFFUSION):
-        few, many = STRONG_COUNTS[-2:]
-        errors = [strong_error(name, steps) for steps in (few, many)]
+        few, many = _STRONG_COUNTS[-2:]
+        errors = [_strong_error(name, steps) for steps in (few, many)]
         found["strong"] = math.log(errors[0] / errors[1]) / math.log(many / few)
         found["strong_error"] = errors[-1]
     told = found.get("order", found.get("weak"))

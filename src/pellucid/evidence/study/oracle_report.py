@@ -11,38 +11,38 @@ from typing import Any
 from pellucid.evidence.report import charts
 from pellucid.evidence.report.charts import Axis, Chart, Mark, Series
 from pellucid.evidence.report.page import Code, Page, Table, Text
-from pellucid.evidence.study import oracle_truth as truth
+from pellucid.evidence.study import oracle
 from pellucid.evidence.study.oracle import MIXTURES, OracleStudy, OracleStudyConfig, same_levels
 from pellucid.evidence.study.oracle_results import OracleResults, OracleRun, agreement, changes, is_noisy
 from pellucid.interop.atomic_files import put
 
 # --- Tables ---------------------------------------------------------------------------------------------------------
 
-HABITS = (
+_HABITS = (
     ("dpmpp_2m", "karras"),
     ("dpmpp_2m", "trailing"),
     ("euler", "trailing"),
     ("heun", "karras"),
     ("unipc", "trailing"),
 )
-ROWS_SHOWN = 12  # rows of a list of set-ups
-RELATIVE = "Errors are relative to the size of the data: 0.01 is a distance of one percent."
+_ROWS_SHOWN = 12  # rows of a list of set-ups
+_RELATIVE = "Errors are relative to the size of the data: 0.01 is a distance of one percent."
 
 
-def tables_of(found: OracleResults, floors: dict[str, float]) -> list[Table]:
+def _tables_of(found: OracleResults, floors: dict[str, float]) -> list[Table]:
     made = [best_table(found, mixture) for mixture in found.mixtures]
     made += [
         one_choice_table(found),
-        samplers_table(found),
-        grids_table(found),
-        laws_table(found, floors),
-        ranks_table(found),
+        _samplers_table(found),
+        _grids_table(found),
+        _laws_table(found, floors),
+        _ranks_table(found),
     ]
-    made += [orders_table(found)] if found.orders else []
+    made += [_orders_table(found)] if found.orders else []
     return [table for table in made if table.rows]
 
 
-def number_words(value: float) -> str:
+def _number_words(value: float) -> str:
     """Two digits that count; − where there is none."""
     if not math.isfinite(value):
         return "−"
@@ -51,7 +51,7 @@ def number_words(value: float) -> str:
     return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
 
 
-def mean(values: Iterable[float]) -> float:
+def _mean(values: Iterable[float]) -> float:
     """The geometric mean; NaN of none."""
     logs = [math.log(value) for value in values]
     return math.exp(math.fsum(logs) / len(logs)) if logs else math.nan
@@ -61,19 +61,19 @@ def best_table(found: OracleResults, mixture: str) -> Table:
     rows = []
     for nfe in found.budgets:
         firsts = [found.at(schedule, mixture, nfe)[:1] for schedule in found.schedules]
-        rows.append((str(nfe), *(line_words(one[0]) if one else "−" for one in firsts)))
+        rows.append((str(nfe), *(_line_words(one[0]) if one else "−" for one in firsts)))
     note = (
         "The deterministic sampler and grid that end closest to the exact flow of the same noise (root mean square) "
-        f"with at most so many model calls. {RELATIVE}"
+        f"with at most so many model calls. {_RELATIVE}"
     )
     return Table(f"The best at each NFE, {mixture} mixture", ("NFE", *found.schedules), tuple(rows), note)
 
 
-def line_words(line: OracleRun) -> str:
-    return f"{line.name} {number_words(line.figures['error'])}"
+def _line_words(line: OracleRun) -> str:
+    return f"{line.name} {_number_words(line.figures['error'])}"
 
 
-def regret(
+def _regret(
     found: OracleResults, pick: Callable[[str, str, int], float | None], nfe: int, schedules: Sequence[str]
 ) -> float:
     """How many times the error of the best a choice has, as the geometric mean over schedules and mixtures; NaN where
@@ -84,10 +84,10 @@ def regret(
         if mine is None or least is None:
             return math.nan
         ratios.append(mine / least)
-    return mean(ratios)
+    return _mean(ratios)
 
 
-def of_pair(found: OracleResults, sampler: str, grid: str) -> Callable[[str, str, int], float | None]:
+def _of_pair(found: OracleResults, sampler: str, grid: str) -> Callable[[str, str, int], float | None]:
     def pick(schedule: str, mixture: str, nfe: int) -> float | None:
         line = found.one(schedule, mixture, nfe, sampler, grid)
         return None if line is None else line.figures.get("error")
@@ -98,22 +98,22 @@ def of_pair(found: OracleResults, sampler: str, grid: str) -> Callable[[str, str
 def regrets(found: OracleResults, schedules: Sequence[str]) -> dict[tuple[str, str], list[float]]:
     """Of every sampler and grid, at each budget."""
     pairs = dict.fromkeys((line.sampler, line.grid) for line in found.lines if not line.stochastic)
-    return {pair: [regret(found, of_pair(found, *pair), nfe, schedules) for nfe in found.budgets] for pair in pairs}
+    return {pair: [_regret(found, _of_pair(found, *pair), nfe, schedules) for nfe in found.budgets] for pair in pairs}
 
 
-def choices(found: OracleResults, schedules: Sequence[str]) -> list[tuple[float, tuple[str, str]]]:
+def _choices(found: OracleResults, schedules: Sequence[str]) -> list[tuple[float, tuple[str, str]]]:
     """Every sampler and grid that runs at all budgets of some schedules, with its regret over them; the best first."""
     known = regrets(found, schedules)
-    return sorted((mean(values), pair) for pair, values in known.items() if all(map(math.isfinite, values)))
+    return sorted((_mean(values), pair) for pair, values in known.items() if all(map(math.isfinite, values)))
 
 
 def one_choice_table(found: OracleResults) -> Table:
     """One choice for all schedules and mixtures."""
     known = regrets(found, found.schedules)
-    whole = {pair: value for value, pair in choices(found, found.schedules)}
+    whole = {pair: value for value, pair in _choices(found, found.schedules)}
     order = [pair for pair in whole if pair[0] not in found.twins]
-    chosen = [*order[:ROWS_SHOWN], *(pair for pair in HABITS if pair in whole and pair not in order[:ROWS_SHOWN])]
-    rows = [(f"{a} · {b}", number_words(whole[a, b]), *map(number_words, known[a, b])) for a, b in chosen]
+    chosen = [*order[:_ROWS_SHOWN], *(pair for pair in _HABITS if pair in whole and pair not in order[:_ROWS_SHOWN])]
+    rows = [(f"{a} · {b}", _number_words(whole[a, b]), *map(_number_words, known[a, b])) for a, b in chosen]
     note = (
         "How many times the error of the best set-up at that NFE, as the geometric mean over schedules and mixtures: "
         "1 would be the best everywhere. The first ones, and below them common habits. Only what runs on all schedules."
@@ -122,7 +122,7 @@ def one_choice_table(found: OracleResults) -> Table:
     return Table("What one choice costs", columns, tuple(rows), note)
 
 
-def samplers_table(found: OracleResults) -> Table:
+def _samplers_table(found: OracleResults) -> Table:
     rows = []
     for sampler in found.samplers:
         if sampler in found.twins:
@@ -131,15 +131,15 @@ def samplers_table(found: OracleResults) -> Table:
         for nfe in found.budgets:
             ranked = [found.ranked(*place, nfe) for place in product(found.schedules, found.mixtures)]
             own = [[one.figures["error"] for one in ranking if one.sampler == sampler] for ranking in ranked]
-            values.append(mean(v[0] for v in own if v))
+            values.append(_mean(v[0] for v in own if v))
         if any(map(math.isfinite, values)):
-            rows.append((found.names_of(sampler), *map(number_words, values)))
+            rows.append((found.names_of(sampler), *map(_number_words, values)))
     rows.sort(key=lambda row: float(row[-1]) if row[-1] != "−" else math.inf)
-    note = f"Geometric mean over schedules and mixtures, each time on the sampler's best grid. {RELATIVE}"
+    note = f"Geometric mean over schedules and mixtures, each time on the sampler's best grid. {_RELATIVE}"
     return Table("Every deterministic sampler", ("sampler", *(f"NFE {n}" for n in found.budgets)), tuple(rows), note)
 
 
-def grids_table(found: OracleResults) -> Table:
+def _grids_table(found: OracleResults) -> Table:
     rows = []
     for grid in found.grids:
 
@@ -147,10 +147,10 @@ def grids_table(found: OracleResults) -> Table:
             own = [one for one in found.ranked_grids(schedule, mixture, nfe) if one.grid == grid]
             return own[0].figures["error"] if own else None
 
-        values = [regret(found, pick, nfe, found.schedules) for nfe in found.budgets]
+        values = [_regret(found, pick, nfe, found.schedules) for nfe in found.budgets]
         if any(map(math.isfinite, values)):
-            rows.append((grid, *map(number_words, values)))
-    rows.sort(key=lambda row: mean(float(v) for v in row[1:] if v != "−"))
+            rows.append((grid, *map(_number_words, values)))
+    rows.sort(key=lambda row: _mean(float(v) for v in row[1:] if v != "−"))
     note = (
         "How many times the error of the best grid, each with its best sampler: geometric mean over schedules and "
         "mixtures. Left out: grids that some schedule refuses."
@@ -158,7 +158,7 @@ def grids_table(found: OracleResults) -> Table:
     return Table("Every grid", ("grid", *(f"NFE {nfe}" for nfe in found.budgets)), tuple(rows), note)
 
 
-def laws_table(found: OracleResults, floors: dict[str, float]) -> Table:
+def _laws_table(found: OracleResults, floors: dict[str, float]) -> Table:
     """The best with noise beside the best without, by the distance of their laws from the data's."""
     rows = []
     for mixture, schedule, nfe in product(found.mixtures, found.schedules, found.budgets):
@@ -166,9 +166,9 @@ def laws_table(found: OracleResults, floors: dict[str, float]) -> Table:
         cells = []
         for noisy in (False, True):
             first = next((one for one in ranking if one.stochastic == noisy), None)
-            cells.append("−" if first is None else f"{first.name} {number_words(first.figures['sliced'])}")
+            cells.append("−" if first is None else f"{first.name} {_number_words(first.figures['sliced'])}")
         if ranking:
-            rows.append((f"{mixture}, {schedule}, {nfe}", *cells, number_words(floors[mixture])))
+            rows.append((f"{mixture}, {schedule}, {nfe}", *cells, _number_words(floors[mixture])))
     note = (
         "Sliced Wasserstein distance between the points at the end and the data's law, in standard deviations. True "
         "draws, as many, measure the last column: what is not above it cannot be told from perfect."
@@ -177,12 +177,12 @@ def laws_table(found: OracleResults, floors: dict[str, float]) -> Table:
     return Table("With noise and without, as laws", columns, tuple(rows), note)
 
 
-def ranks_table(found: OracleResults) -> Table:
+def _ranks_table(found: OracleResults) -> Table:
     """Who is best from where to where, and how much of the order of samplers is kept."""
     rows = []
     for mixture, schedule in product(found.mixtures, found.schedules):
-        kept = [tau(found, (schedule, mixture, a), (schedule, mixture, b)) for a, b in pairwise(found.budgets)]
-        rows.append((f"{mixture}, {schedule}", changes(found, schedule, mixture), *map(signed, kept)))
+        kept = [_tau(found, (schedule, mixture, a), (schedule, mixture, b)) for a, b in pairwise(found.budgets)]
+        rows.append((f"{mixture}, {schedule}", changes(found, schedule, mixture), *map(_signed, kept)))
     note = (
         "τ is Kendall's agreement of the order of samplers, each on its best grid, at two neighbouring NFE: 1 is the "
         "same order, 0 chance."
@@ -191,16 +191,16 @@ def ranks_table(found: OracleResults) -> Table:
     return Table("Where the ranking changes", columns, tuple(rows), note)
 
 
-def tau(found: OracleResults, one: tuple[str, str, int], other: tuple[str, str, int]) -> float:
+def _tau(found: OracleResults, one: tuple[str, str, int], other: tuple[str, str, int]) -> float:
     orders_of = [[line.sampler for line in found.ranked(*place)] for place in (one, other)]
     return agreement(*orders_of)
 
 
-def signed(value: float) -> str:
+def _signed(value: float) -> str:
     return "−" if not math.isfinite(value) else f"{value:.2f}".replace("-", "−")
 
 
-def orders_table(found: OracleResults) -> Table:
+def _orders_table(found: OracleResults) -> Table:
     rows = []
     for row in found.orders:
         cells = [
@@ -218,10 +218,10 @@ def orders_table(found: OracleResults) -> Table:
     return Table("Orders", columns, tuple(rows), note)
 
 
-def plain_results(found: OracleResults, floors: dict[str, float]) -> dict[str, Any]:
+def _plain_results(found: OracleResults, floors: dict[str, float]) -> dict[str, Any]:
     """The tables for a program: the best at each place with the runners-up, one choice for all, and the orders."""
     best_at = [
-        {"schedule": s, "mixture": m, "nfe": nfe, "ranking": [flat(line) for line in found.ranked(s, m, nfe)]}
+        {"schedule": s, "mixture": m, "nfe": nfe, "ranking": [_flat(line) for line in found.ranked(s, m, nfe)]}
         for s, m, nfe in product(found.schedules, found.mixtures, found.budgets)
     ]
     costs = regrets(found, found.schedules)
@@ -237,7 +237,7 @@ def plain_results(found: OracleResults, floors: dict[str, float]) -> dict[str, A
     }
 
 
-def flat(line: OracleRun) -> dict[str, Any]:
+def _flat(line: OracleRun) -> dict[str, Any]:
     about = {"sampler": line.sampler, "grid": line.grid, "calls": line.calls, "steps": line.steps}
     return {**about, **line.figures}
 
@@ -246,39 +246,39 @@ def sentences_of(found: OracleResults) -> list[str]:
     """What a reader should take away, in words with numbers."""
     said = []
     for schedule in found.schedules:
-        known = {pair: value for value, pair in choices(found, [schedule])}
+        known = {pair: value for value, pair in _choices(found, [schedule])}
         if not known:
             continue
         pair, value = next(iter(known.items()))
         words = (
-            f"{schedule}: one choice for all NFE is {' · '.join(pair)}, {number_words(value)} times the best of each."
+            f"{schedule}: one choice for all NFE is {' · '.join(pair)}, {_number_words(value)} times the best of each."
         )
-        habit = f" DPM++ 2M Karras: {number_words(known[HABITS[0]])} times." if HABITS[0] in known else ""
+        habit = f" DPM++ 2M Karras: {_number_words(known[_HABITS[0]])} times." if _HABITS[0] in known else ""
         said.append(words + habit)
     return said
 
 
 # --- Charts ---------------------------------------------------------------------------------------------------------
 
-WIDEST = 3  # panels side by side: more could not be read
-MAX_LINES = 12  # as many as there are colours
-MAX_ERROR = 1.0  # a path that ends further off than the data are large has no place in a chart
-YARDSTICKS = ("ddim", "heun", "dpm_multistep")  # the yardsticks that everybody knows
-Pick = Callable[[str, str, int], list[OracleRun]]
+_WIDEST = 3  # panels side by side: more could not be read
+_MAX_LINES = 12  # as many as there are colours
+_MAX_ERROR = 1.0  # a path that ends further off than the data are large has no place in a chart
+_YARDSTICKS = ("ddim", "heun", "dpm_multistep")  # the yardsticks that everybody knows
+_Pick = Callable[[str, str, int], list[OracleRun]]
 
 
-def panels_of(found: OracleResults, what: str, floors: dict[str, float]) -> list[Chart]:
+def _panels_of(found: OracleResults, what: str, floors: dict[str, float]) -> list[Chart]:
     """One chart for each schedule and mixture; `what` is sampler, grid or law."""
     pick, figure, name = {
         "sampler": (found.ranked, "error", "sampler"),
         "grid": (found.ranked_grids, "error", "grid"),
         "law": (lambda s, m, n: found.ranked(s, m, n, "sliced"), "sliced", "sampler"),
     }[what]
-    names = leaders(found, pick, figure, name)
+    names = _leaders(found, pick, figure, name)
     axis = "distance of the laws" if what == "law" else "error"
     made = []
     for mixture, schedule in product(found.mixtures, found.schedules):
-        series = [line_of(found, pick, (schedule, mixture), figure, name, i, one) for i, one in enumerate(names)]
+        series = [_line_of(found, pick, (schedule, mixture), figure, name, i, one) for i, one in enumerate(names)]
         marks = [Mark("true draws", y=floors[mixture])] if what == "law" else []
         x = Axis("model calls", log=True, ticks=tuple(map(float, found.budgets)))
         title = f"{schedule}, {mixture}"
@@ -286,7 +286,7 @@ def panels_of(found: OracleResults, what: str, floors: dict[str, float]) -> list
     return [chart for chart in made if chart.series]
 
 
-def leaders(found: OracleResults, pick: Pick, figure: str, name: str) -> list[str]:
+def _leaders(found: OracleResults, pick: _Pick, figure: str, name: str) -> list[str]:
     """The names to draw: yardsticks, and those that are close to the best most; of laws, first those with noise."""
     scores: dict[str, list[float]] = {}
     for schedule, mixture, nfe in product(found.schedules, found.mixtures, found.budgets):
@@ -294,20 +294,20 @@ def leaders(found: OracleResults, pick: Pick, figure: str, name: str) -> list[st
         for line in ranking:
             scores.setdefault(getattr(line, name), []).append(line.figures[figure] / ranking[0].figures[figure])
     most = max((len(values) for values in scores.values()), default=0)
-    kept = sorted((one for one in scores if 2 * len(scores[one]) > most), key=lambda one: mean(scores[one]))
-    first = [one for one in kept if one in YARDSTICKS] if name == "sampler" else []
+    kept = sorted((one for one in scores if 2 * len(scores[one]) > most), key=lambda one: _mean(scores[one]))
+    first = [one for one in kept if one in _YARDSTICKS] if name == "sampler" else []
     if figure == "sliced":
         first = [*first, *[one for one in kept if one not in first][:1], *filter(is_noisy, kept)]
-    return sorted([*first, *(one for one in kept if one not in first)][:MAX_LINES], key=kept.index)
+    return sorted([*first, *(one for one in kept if one not in first)][:_MAX_LINES], key=kept.index)
 
 
-def line_of(
-    found: OracleResults, pick: Pick, place: tuple[str, str], figure: str, name: str, number: int, wanted: str
+def _line_of(
+    found: OracleResults, pick: _Pick, place: tuple[str, str], figure: str, name: str, number: int, wanted: str
 ) -> Series:
     points = []
     for nfe in found.budgets:
         points += [
-            one for one in pick(*place, nfe) if getattr(one, name) == wanted and one.figures[figure] <= MAX_ERROR
+            one for one in pick(*place, nfe) if getattr(one, name) == wanted and one.figures[figure] <= _MAX_ERROR
         ]
     other = "grid" if name == "sampler" else "sampler"
     bounded = figure == "error"
@@ -326,7 +326,7 @@ def line_of(
 
 # --- The report -----------------------------------------------------------------------------------------------------
 
-CHARTS = (
+_CHARTS = (
     (
         "samplers",
         "sampler",
@@ -347,34 +347,34 @@ def write(study: OracleStudy) -> dict[str, Any]:
     """charts/*.png, table.md, figures.json and report.html in the study's folder, finished or not; the figures."""
     charts.require()
     found = OracleResults.of(study.records.rows)
-    floors = floors_of(study.config)
+    floors = _floors_of(study.config)
     folder = study.folder / "charts"
     folder.mkdir(exist_ok=True)
-    made = tables_of(found, floors)
-    page = Page("Samplers on exact denoisers", headline(study, found))
+    made = _tables_of(found, floors)
+    page = Page("Samplers on exact denoisers", _headline(study, found))
     page.add(*(Text(words) for words in sentences_of(found)), *made[: len(found.mixtures) + 1])
-    for name, what, title, note in CHARTS:
-        panels = panels_of(found, what, floors)
+    for name, what, title, note in _CHARTS:
+        panels = _panels_of(found, what, floors)
         if panels:
-            columns = len(found.schedules) if len(found.schedules) <= WIDEST else 2
+            columns = len(found.schedules) if len(found.schedules) <= _WIDEST else 2
             drawing = charts.panels(panels, columns, title, note)
             drawing.png(folder / f"{name}.png")
             page.add(Text("", title), drawing)
-    page.add(*made[len(found.mixtures) + 1 :], *equal_grids(study.config), Code(study.text, "Config"))
+    page.add(*made[len(found.mixtures) + 1 :], *_equal_grids(study.config), Code(study.text, "Config"))
     page.write(study.folder / "report.html")
-    put(study.folder / "table.md", markdown(study, found, made))
-    figures = plain_results(found, floors)
+    put(study.folder / "table.md", _markdown(study, found, made))
+    figures = _plain_results(found, floors)
     put(study.folder / "figures.json", json.dumps(figures, indent=1) + "\n")
     return figures
 
 
-def floors_of(config: OracleStudyConfig) -> dict[str, float]:
+def _floors_of(config: OracleStudyConfig) -> dict[str, float]:
     """What true draws, as many as a run has points, measure as a distance of laws."""
     mixtures = {name: MIXTURES[name]() for name in config.mixtures}
-    return {name: truth.LawSlices.of(one, config.points).floor(one) for name, one in mixtures.items()}
+    return {name: oracle.LawSlices.of(one, config.points).floor(one) for name, one in mixtures.items()}
 
 
-def headline(study: OracleStudy, found: OracleResults) -> str:
+def _headline(study: OracleStudy, found: OracleResults) -> str:
     c = study.config
     words = (
         f"{len(c.samplers)} samplers, {len(c.grids)} grids, schedules {', '.join(c.schedules)}, {c.points:,} points of "
@@ -384,7 +384,7 @@ def headline(study: OracleStudy, found: OracleResults) -> str:
     return words + (f" Unfinished: {left} cells are missing." if left else "")
 
 
-def equal_grids(config: OracleStudyConfig) -> list[Text]:
+def _equal_grids(config: OracleStudyConfig) -> list[Text]:
     said = []
     for schedule in config.schedules:
         twins = same_levels(schedule, config.grids)
@@ -394,7 +394,7 @@ def equal_grids(config: OracleStudyConfig) -> list[Text]:
     return [Text(words, kind="note") for words in said]
 
 
-def markdown(study: OracleStudy, found: OracleResults, made: list[Any]) -> str:
+def _markdown(study: OracleStudy, found: OracleResults, made: list[Any]) -> str:
     said = "\n".join(f"- {words}" for words in sentences_of(found))
-    parts = ["# Samplers on exact denoisers\n", headline(study, found) + "\n", said + "\n"]
+    parts = ["# Samplers on exact denoisers\n", _headline(study, found) + "\n", said + "\n"]
     return "\n".join([*parts, *(table.markdown() for table in made)])

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pellucid.evidence.study.setups import entry_of, setup_without_grid
 
 OracleFigure = Literal["error", "median", "sliced"]
-EQUAL = 1e-6  # errors of one table under two names differ by rounding alone
+_EQUAL = 1e-6  # errors of one table under two names differ by rounding alone
 
 
 @dataclass(frozen=True)
@@ -121,11 +121,11 @@ class OracleResults:
 
     def ranked(self, schedule: str, mixture: str, nfe: int, figure: OracleFigure = "error") -> list[OracleRun]:
         """The samplers at a place, each on its best grid, the best first."""
-        return firsts(self.at(schedule, mixture, nfe, figure), "sampler")
+        return _firsts(self.at(schedule, mixture, nfe, figure), "sampler")
 
     def ranked_grids(self, schedule: str, mixture: str, nfe: int) -> list[OracleRun]:
         """The grids at a place, each with its best sampler, the best first."""
-        return firsts(self.at(schedule, mixture, nfe), "grid")
+        return _firsts(self.at(schedule, mixture, nfe), "grid")
 
     def one(self, schedule: str, mixture: str, nfe: int, sampler: str, grid: str) -> OracleRun | None:
         return self.by_all.get((schedule, mixture, nfe, sampler, grid))
@@ -145,10 +145,10 @@ def same(a: Mapping[Any, OracleRun], b: Mapping[Any, OracleRun]) -> bool:
     both = a.keys() & b.keys()
     if not both or any(line.stochastic for line in (*a.values(), *b.values())):
         return False
-    return all(math.isclose(a[k].figures["error"], b[k].figures["error"], rel_tol=EQUAL) for k in both)
+    return all(math.isclose(a[k].figures["error"], b[k].figures["error"], rel_tol=_EQUAL) for k in both)
 
 
-def firsts(lines: Sequence[OracleRun], what: str) -> list[OracleRun]:
+def _firsts(lines: Sequence[OracleRun], what: str) -> list[OracleRun]:
     kept: dict[str, OracleRun] = {}
     for line in lines:
         kept.setdefault(getattr(line, what), line)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 # --- The folder -----------------------------------------------------------------------------------------------------
 
-IMAGES, LATENTS, FEATURES = "pictures", "latents", "features"
+IMAGES, _LATENTS, _FEATURES = "pictures", "latents", "features"
 
 
 class SamplerFiles:
@@ -83,16 +83,16 @@ class SamplerFiles:
         return sheets.read_tiles(self.checked(self.place(IMAGES, cell, first, ".png")), count)
 
     def write_latents(self, cell: SamplerCell, first: int, latents: Tensor) -> None:
-        self.write_tensor(self.place(LATENTS, cell, first, ".safetensors"), latents)
+        self.write_tensor(self.place(_LATENTS, cell, first, ".safetensors"), latents)
 
     def latents(self, cell: SamplerCell, first: int) -> Tensor:
-        return weights.read_safetensors(self.checked(self.place(LATENTS, cell, first, ".safetensors")))["held"]
+        return weights.read_safetensors(self.checked(self.place(_LATENTS, cell, first, ".safetensors")))["held"]
 
     def write_features(self, cell: SamplerCell, first: int, what: str, features: Tensor) -> None:
-        self.write_tensor(self.place(f"{FEATURES}/{what}", cell, first, ".safetensors"), features)
+        self.write_tensor(self.place(f"{_FEATURES}/{what}", cell, first, ".safetensors"), features)
 
     def features(self, cell: SamplerCell, first: int, what: str) -> Tensor:
-        path = self.place(f"{FEATURES}/{what}", cell, first, ".safetensors")
+        path = self.place(f"{_FEATURES}/{what}", cell, first, ".safetensors")
         return weights.read_safetensors(self.checked(path))["held"]
 
     def note(self, path: Path) -> None:
@@ -120,7 +120,7 @@ class SamplerFiles:
 
 # --- Scores of images -----------------------------------------------------------------------------------------------
 
-DIGITS = 8
+_DIGITS = 8
 
 
 class Scorer(Protocol):
@@ -140,16 +140,16 @@ def pixels_of(images: Sequence[Image.Image]) -> Tensor:
     return torch.stack(held).permute(0, 3, 1, 2).contiguous()
 
 
-def distances(made: StudyImages, best: StudyImages) -> dict[str, list[float | None]]:
+def _distances(made: StudyImages, best: StudyImages) -> dict[str, list[float | None]]:
     """Root mean square differences of each image: of its pixels in [0, 1], in 8 bits as a person gets them, and of
     its latents (of a pixel model: x), which 8 bits do not round. None where a number is not finite."""
     a, b = (pixels_of(one.images).double() / 255 for one in (made, best))
     if a.shape != b.shape or made.latents.shape != best.latents.shape:
         raise PellucidError(rule("images", f"of the converged ones' shape, {tuple(b.shape)}", tuple(a.shape)), "shape")
-    return {"distance": rms(a, b), "latent": rms(made.latents.double(), best.latents.double())}
+    return {"distance": _rms(a, b), "latent": _rms(made.latents.double(), best.latents.double())}
 
 
-def rms(a: Tensor, b: Tensor) -> list[float | None]:
+def _rms(a: Tensor, b: Tensor) -> list[float | None]:
     found = (a - b).flatten(1).square().mean(1).sqrt().tolist()
     return [value if math.isfinite(value) else None for value in found]
 
@@ -159,7 +159,7 @@ class InceptionScorer:
 
     def __init__(self, network: Inception) -> None:
         self.network = network
-        self.what = f"inception-{network.digest()[:DIGITS]}"
+        self.what = f"inception-{network.digest()[:_DIGITS]}"
 
     def __call__(
         self, images: Sequence[Image.Image], prompts: Sequence[str], files: SamplerFiles, cell: SamplerCell, first: int
@@ -174,7 +174,7 @@ class ClipScorer:
 
     def __init__(self, judge: image_text.Judge) -> None:
         self.judge = judge
-        self.what = f"clip-{fingerprint.of_network(judge.network).rpartition(':')[2][:DIGITS]}"
+        self.what = f"clip-{fingerprint.of_network(judge.network).rpartition(':')[2][:_DIGITS]}"
 
     def __call__(
         self, images: Sequence[Image.Image], prompts: Sequence[str], files: SamplerFiles, cell: SamplerCell, first: int
@@ -206,7 +206,7 @@ class SceneScorer:
         }
 
 
-def find_inception(path: str | Path | None, device: torch.device | str) -> tuple[Inception | None, str]:
+def _find_inception(path: str | Path | None, device: torch.device | str) -> tuple[Inception | None, str]:
     """(the network, "") or (None, why not): what was not named and is not in the cache is not fetched in a study."""
     if path is None:
         folder = inception.cache_folder()
@@ -222,7 +222,7 @@ def find_inception(path: str | Path | None, device: torch.device | str) -> tuple
     return inception.load_inception(path, device), ""
 
 
-def find_clip(path: str | Path | None, own: Path | None, device: torch.device | str) -> image_text.Judge | None:
+def _find_clip(path: str | Path | None, own: Path | None, device: torch.device | str) -> image_text.Judge | None:
     """The CLIP that was named, or the model's own."""
     place = path if path is not None else own
     return None if place is None else image_text.Judge.load(place, device)
@@ -249,10 +249,10 @@ class Judges:
         config, subject = study.config, study.subject
         scorers: list[Scorer] = []
         reasons: dict[str, str] = {}
-        network, why = find_inception(inception, subject.device)
+        network, why = _find_inception(inception, subject.device)
         if network is not None:
             scorers.append(InceptionScorer(network))
-        judge = find_clip(clip, subject.image_text, subject.device)
+        judge = _find_clip(clip, subject.image_text, subject.device)
         if judge is not None and subject.asks == "prompt":
             scorers.append(ClipScorer(judge))
         elif judge is not None:
@@ -277,7 +277,7 @@ class Judges:
 
 # --- The study ------------------------------------------------------------------------------------------------------
 
-MOST_IMAGES = 1_000_000
+_MOST_IMAGES = 1_000_000
 DecidingMeasure = Literal["distance", "latent", "kid", "image_text", "right"]
 # What makes images: a study of the same folder must agree on it. Samplers and steps may be added, scores too.
 FIXED_KEYS = (
@@ -310,7 +310,7 @@ class SamplerStudyConfig:
         for name in ("samplers", "steps"):
             if not getattr(self, name):
                 raise PellucidError(rule(name, "at least one", "none"), "study-list")
-        bounds = (("seeds", MOST_IMAGES), ("batch", MAX_BATCH), ("rounds", 1000))
+        bounds = (("seeds", _MOST_IMAGES), ("batch", MAX_BATCH), ("rounds", 1000))
         for name, high in (*bounds, ("converged_steps", 10_000), ("path_steps", 10_000)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
@@ -324,8 +324,8 @@ class SamplerStudyConfig:
             if getattr(self, name) < 2 * max(self.steps):
                 must = f"at least twice the most steps, {2 * max(self.steps)}"
                 raise PellucidError(rule(name, must, getattr(self, name)), "converged")
-        if any(not isinstance(one, str) for one in self.prompts) or self.images > MOST_IMAGES:
-            raise PellucidError(rule("prompts × seeds", f"texts, {MOST_IMAGES:,} at most", self.images), "prompts")
+        if any(not isinstance(one, str) for one in self.prompts) or self.images > _MOST_IMAGES:
+            raise PellucidError(rule("prompts × seeds", f"texts, {_MOST_IMAGES:,} at most", self.images), "prompts")
         if self.by not in get_args(DecidingMeasure):
             raise PellucidError(rule("by", f"one of {', '.join(get_args(DecidingMeasure))}", self.by), "by")
         check_seed(self.seed)
@@ -392,7 +392,7 @@ class SamplerStudy(Study[SamplerStudyConfig, SamplerBatch]):
         judges: Judges | None = None,
     ) -> None:
         self.subject, self.judges = subject, judges or Judges()
-        check_prompts(config, subject)
+        _check_prompts(config, subject)
         process = subject.schedule, subject.target
         self.table, self.converged = lay_cells(config.setups(), config.steps, config.yardstick, *process)
         self.parts_advice = f"Use a --batch below {config.batch}."
@@ -470,7 +470,7 @@ class SamplerStudy(Study[SamplerStudyConfig, SamplerBatch]):
         if cell.mark:
             self.files.write_latents(cell, batch.first, made.latents)
         against = self.against(cell)
-        return row if against is None else row | distances(made, self.kept(against, batch.first))
+        return row if against is None else row | _distances(made, self.kept(against, batch.first))
 
     def against(self, cell: SamplerCell) -> SamplerCell | None:
         """The converged run that a cell is compared with; a half run with its whole one."""
@@ -513,7 +513,7 @@ class SamplerStudy(Study[SamplerStudyConfig, SamplerBatch]):
         return found
 
 
-def check_prompts(config: SamplerStudyConfig, subject: Subject) -> None:
+def _check_prompts(config: SamplerStudyConfig, subject: Subject) -> None:
     if subject.asks == "nothing" and config.prompts:
         must = f"left out: {subject.name} takes neither text nor labels"
         raise PellucidError(rule("prompts", must, len(config.prompts)), "no-text")

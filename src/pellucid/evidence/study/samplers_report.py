@@ -18,8 +18,8 @@ from pellucid.evidence.study.samplers_results import Column
 from pellucid.evidence.study.samplers_verdict import SamplerFigures, sampler_names, three_digits, with_interval
 from pellucid.interop.atomic_files import put
 
-IMAGES_SHOWN = 8  # images of a cell on the page
-CONVERGED = "converged"
+_IMAGES_SHOWN = 8  # images of a cell on the page
+_CONVERGED = "converged"
 
 
 def write(found: SamplerFigures) -> Path:
@@ -31,21 +31,21 @@ def write(found: SamplerFigures) -> Path:
     for name, chart in drawn.items():
         chart.png(folder / "charts" / f"{name}.png")
     put(folder / "results.json", json.dumps(plain(found), indent=1, allow_nan=False, ensure_ascii=False) + "\n")
-    put(folder / "table.md", markdown(found))
+    put(folder / "table.md", _markdown(found))
     page = Page(f"Samplers for {found.study.subject.name}", headline(found))
     page.add(Text(found.verdict.sentence, "Recommendation"))
     if found.verdict.call:
-        page.add(Code("\n".join(filter(None, (found.verdict.words, python(found.verdict.call))))))
+        page.add(Code("\n".join(filter(None, (found.verdict.words, _python(found.verdict.call))))))
     if found.verdict.comparison:
         page.add(Text(found.verdict.comparison))
     page.add(*(Text(words) for words in found.doubts()))
     page.add(*drawn.values())
-    page.add(*tables(found), images(found), *notes(found))
+    page.add(*_tables(found), _images(found), *_notes(found))
     page.add(Code(found.study.text, "Config"))
     return page.write(folder / "report.html")
 
 
-def python(call: dict[str, Any]) -> str:
+def _python(call: dict[str, Any]) -> str:
     """The same in Python, for a pipeline that is loaded or wrapped."""
     return f"pipe(…, {', '.join(f'{name}={value!r}' for name, value in call.items())})"
 
@@ -66,7 +66,7 @@ def headline(found: SamplerFigures) -> str:
 
 
 def all_charts(found: SamplerFigures) -> dict[str, Chart]:
-    calls = Axis("model calls (NFE)", True, ticks(found))
+    calls = Axis("model calls (NFE)", True, _ticks(found))
     seconds = Axis("seconds per image", True)
     made: dict[str, Chart] = {}
     for name, column in found.columns.items():
@@ -74,11 +74,11 @@ def all_charts(found: SamplerFigures) -> dict[str, Chart]:
     timed = [one.estimate.value for one in found.latencies]
     if all(map(math.isfinite, timed)):
         made[f"{found.main.measure.name}_seconds"] = curve(found, found.main, seconds, timed)
-        made["seconds_calls"] = latency(found, calls)
+        made["seconds_calls"] = _latency(found, calls)
     return made
 
 
-def ticks(found: SamplerFigures) -> tuple[float, ...]:
+def _ticks(found: SamplerFigures) -> tuple[float, ...]:
     """The calls that were studied, as far as there is room for their numbers."""
     kept: list[float] = []
     for value in sorted({float(cell.nfe) for cell in found.cells}):
@@ -103,7 +103,7 @@ def curve(found: SamplerFigures, column: Column, axis: Axis, costs: list[float])
         knee = found.verdict.knee_seconds if by_time else found.verdict.knee
         if knee is not None and knee.found:
             marks.append(Mark("knee", costs[knee.cell], float(column.values[knee.cell]) * scale))
-    for text, colour in colours(found).items():
+    for text, colour in _colours(found).items():
         held = sorted((i for i, c in enumerate(found.cells) if c.setup.label == text), key=lambda i: costs[i])
         labels = [f"{found.cells[i].steps} steps, {seconds_of(found, i)}" for i in held]
         keys = [found.cells[i].label for i in held]
@@ -117,9 +117,9 @@ def curve(found: SamplerFigures, column: Column, axis: Axis, costs: list[float])
     return Chart(title, series, axis, Axis(measure.title, log), marks, note)
 
 
-def latency(found: SamplerFigures, axis: Axis) -> Chart:
+def _latency(found: SamplerFigures, axis: Axis) -> Chart:
     series = []
-    for text, colour in colours(found).items():
+    for text, colour in _colours(found).items():
         held = sorted((i for i, c in enumerate(found.cells) if c.setup.label == text), key=lambda i: found.cells[i].nfe)
         calls, keys = [float(found.cells[i].nfe) for i in held], [found.cells[i].label for i in held]
         times = [found.latencies[i].estimate for i in held]
@@ -128,7 +128,7 @@ def latency(found: SamplerFigures, axis: Axis) -> Chart:
     return Chart("Seconds per image against model calls", series, axis, Axis("seconds per image", True), (), note)
 
 
-def colours(found: SamplerFigures) -> dict[str, str]:
+def _colours(found: SamplerFigures) -> dict[str, str]:
     """A colour a sampler, the same in every chart."""
     return {text: charts.COLOURS[i % len(charts.COLOURS)] for i, text in enumerate(sampler_names(found.cells))}
 
@@ -141,10 +141,10 @@ def seconds_of(found: SamplerFigures, i: int) -> str:
 # --- tables ----------------------------------------------------------------------------------------------------
 
 
-def tables(found: SamplerFigures) -> list[Table]:
-    made = [main_table(found), ranking_table(found)]
+def _tables(found: SamplerFigures) -> list[Table]:
+    made = [main_table(found), _ranking_table(found)]
     if "right" in found.columns:
-        made.append(scene_table(found))
+        made.append(_scene_table(found))
     return [table for table in made if table.rows]
 
 
@@ -154,7 +154,7 @@ def main_table(found: SamplerFigures) -> Table:
         seconds = found.latencies[i].estimate
         time = "–" if seconds.ends is None else seconds.words(three_digits, " s")
         figures = [with_interval(column, i) for column in found.columns.values()]
-        row = (cell.setup.label, str(cell.steps), str(cell.nfe), time, *figures, *tails(found, i))
+        row = (cell.setup.label, str(cell.steps), str(cell.nfe), time, *figures, *_tails(found, i))
         rows.append((*row, found.verdict.place(i)))
     titles = [column.measure.title for column in found.columns.values()]
     columns = ("sampler", "steps", "calls", "seconds", *titles, "median distance", "95th of 100", "")
@@ -167,12 +167,12 @@ def main_table(found: SamplerFigures) -> Table:
     return Table("All cells", columns, tuple(rows), note)
 
 
-def tails(found: SamplerFigures, i: int) -> tuple[str, str]:
+def _tails(found: SamplerFigures, i: int) -> tuple[str, str]:
     held = found.results.per_image(found.cells[i], "pictures", "distance")
     return number_text(float(np.median(held)), 3), number_text(float(np.quantile(held, 0.95)), 3)
 
 
-def ranking_table(found: SamplerFigures) -> Table:
+def _ranking_table(found: SamplerFigures) -> Table:
     scaled = found.main.measure.name in ("distance", "latent")
     rows = []
     for one in found.verdict.ranking:
@@ -191,7 +191,7 @@ def ranking_table(found: SamplerFigures) -> Table:
     return Table("Who comes first", columns, tuple(rows), note)
 
 
-def scene_table(found: SamplerFigures) -> Table:
+def _scene_table(found: SamplerFigures) -> Table:
     by_cell = [found.results.attributes(cell) for cell in found.cells]
     kinds = list(dict.fromkeys(name for one in by_cell for name in one))
     rows = []
@@ -202,40 +202,44 @@ def scene_table(found: SamplerFigures) -> Table:
     return Table("What the images show", ("cell", *kinds), tuple(rows), note)
 
 
-def markdown(found: SamplerFigures) -> str:
+def _markdown(found: SamplerFigures) -> str:
     parts = [f"# Samplers for {found.study.subject.name}\n", headline(found) + "\n", found.verdict.sentence + "\n"]
     if found.verdict.call:
-        parts.append(f"```\n{found.verdict.words}\n{python(found.verdict.call)}\n```\n")
+        parts.append(f"```\n{found.verdict.words}\n{_python(found.verdict.call)}\n```\n")
     if found.verdict.comparison:
         parts.append(found.verdict.comparison + "\n")
     parts += [words + "\n" for words in found.doubts()]
-    parts += [table.markdown() for table in tables(found)]
-    return "\n".join([*parts, *(f"- {note.words}" for note in notes(found))]) + "\n"
+    parts += [table.markdown() for table in _tables(found)]
+    return "\n".join([*parts, *(f"- {note.words}" for note in _notes(found))]) + "\n"
 
 
-def notes(found: SamplerFigures) -> list[Text]:
+def _notes(found: SamplerFigures) -> list[Text]:
     return [Text(words, kind="note") for words in found.notes()]
 
 
 # --- images --------------------------------------------------------------------------------------------------
 
 
-def images(found: SamplerFigures) -> Images:
+def _images(found: SamplerFigures) -> Images:
     """The first images of every cell, and the converged ones."""
     study = found.study
     first = found.results.firsts[0]
     count = len(study.config.numbers(first))
     best = study.converged[0]
     cells = [
-        ImageCell(CONVERGED, study.files.images(best, first, count)[:IMAGES_SHOWN], f"{best.setup.text} × {best.steps}")
+        ImageCell(
+            _CONVERGED, study.files.images(best, first, count)[:_IMAGES_SHOWN], f"{best.setup.text} × {best.steps}"
+        )
     ]
     for i, cell in enumerate(found.cells):
         note = f"{cell.nfe} calls, {found.main.measure.title} {with_interval(found.main, i)}"
-        cells.append(ImageCell(cell.label, study.files.images(cell, first, count)[:IMAGES_SHOWN], note))
+        cells.append(ImageCell(cell.label, study.files.images(cell, first, count)[:_IMAGES_SHOWN], note))
     for one in study.converged[1:]:
-        cells.append(ImageCell(one.key, study.files.images(one, first, count)[:IMAGES_SHOWN], "the same sampler's own"))
+        cells.append(
+            ImageCell(one.key, study.files.images(one, first, count)[:_IMAGES_SHOWN], "the same sampler's own")
+        )
     knee = found.verdict.knee
-    shown = (CONVERGED, found.cells[knee.cell].label if knee is not None else found.cells[0].label)
+    shown = (_CONVERGED, found.cells[knee.cell].label if knee is not None else found.cells[0].label)
     return Images("Images by cell", cells, "The same prompts and noise in every cell.", shown)
 
 
@@ -259,8 +263,8 @@ def plain(found: SamplerFigures) -> dict[str, Any]:
         "cells": rows,
         "front": [found.cells[i].key for i in v.by_calls],
         "front_by_seconds": [found.cells[i].key for i in v.by_seconds],
-        "knee": knee_plain(found, v.knee),
-        "knee_by_seconds": knee_plain(found, v.knee_seconds),
+        "knee": _knee_plain(found, v.knee),
+        "knee_by_seconds": _knee_plain(found, v.knee_seconds),
         "ranking": [
             {
                 "sampler": one.sampler,
@@ -272,7 +276,7 @@ def plain(found: SamplerFigures) -> dict[str, Any]:
         ],
         "recommendation": {"sentence": v.sentence, "command": v.words, "call": v.call},
         "converged_moved": {
-            name: {key: finite(value) for key, value in found.results.floor(name).items()}
+            name: {key: _finite(value) for key, value in found.results.floor(name).items()}
             for name in ("distance", "latent")
         },
         "doubts": found.doubts(),
@@ -280,7 +284,7 @@ def plain(found: SamplerFigures) -> dict[str, Any]:
     }
 
 
-def knee_plain(found: SamplerFigures, knee: Knee | None) -> dict[str, Any] | None:
+def _knee_plain(found: SamplerFigures, knee: Knee | None) -> dict[str, Any] | None:
     """None where no knee was found."""
     if knee is None or not knee.found:
         return None
@@ -294,5 +298,5 @@ def knee_plain(found: SamplerFigures, knee: Knee | None) -> dict[str, Any] | Non
     }
 
 
-def finite(value: float) -> float | None:
+def _finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None

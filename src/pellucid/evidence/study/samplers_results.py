@@ -28,9 +28,9 @@ from pellucid.evidence.study.setups import SamplerCell
 
 # --- Seconds per image ----------------------------------------------------------------------------------------------
 
-LATENCY_FILE = "latency.jsonl"
-LATENCY_KEYS = ("cell", "round", "machine")
-WARM_CALLS = 2  # calls before the first that counts
+_LATENCY_FILE = "latency.jsonl"
+_LATENCY_KEYS = ("cell", "round", "machine")
+_WARM_CALLS = 2  # calls before the first that counts
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class LatencyClock:
 
     def __init__(self, study: SamplerStudy) -> None:
         self.study = study
-        self.records = Records(study.folder, LATENCY_KEYS, LATENCY_FILE)
-        self.machine = machine_of(study.subject.device)
+        self.records = Records(study.folder, _LATENCY_KEYS, _LATENCY_FILE)
+        self.machine = _machine_of(study.subject.device)
 
     def missing(self) -> list[tuple[int, SamplerCell]]:
         """(round, cell), each round in an order of its own."""
@@ -79,7 +79,7 @@ class LatencyClock:
         waiting = self.missing()
         if waiting:
             cheapest = min(self.study.table, key=lambda cell: cell.nfe)
-            for _ in range(WARM_CALLS):
+            for _ in range(_WARM_CALLS):
                 self.once(cheapest)
         for number, cell in waiting:
             self.records.add({**self.place(number, cell), "seconds": self.once(cell)})
@@ -97,14 +97,14 @@ class LatencyClock:
         return Latency(tuple(float(row["seconds"]) for row in rows if row["round"] < self.study.config.rounds))
 
 
-def machine_of(device: torch.device) -> str:
+def _machine_of(device: torch.device) -> str:
     """Where the time was measured, in words."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{processor()}, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
+    return f"{_processor()}, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
 
 
-def processor() -> str:
+def _processor() -> str:
     """The processor's own name where the system tells it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
@@ -117,8 +117,8 @@ def processor() -> str:
 # --- Measures with their intervals ----------------------------------------------------------------------------------
 
 RESAMPLES = 1000
-DEAR_RESAMPLES, FID_RESAMPLES = 200, 20  # of KID beyond MANY images, and of FID
-MANY = 2000  # images beyond which a kernel's resamples are dear
+_DEAR_RESAMPLES, _FID_RESAMPLES = 200, 20  # of KID beyond MANY images, and of FID
+_MANY = 2000  # images beyond which a kernel's resamples are dear
 CLUSTERS = 10  # prompts from which on prompts are drawn again, and not single images
 
 
@@ -289,7 +289,7 @@ class SamplerResults:
     def kid(self, what: str, reference: Tensor | None = None, device: torch.device | str = "cpu") -> Column:
         """Against the converged images of the same prompts and noise, in pairs; or against a reference."""
         best = (self.features(self.study.converged[0], what) if reference is None else reference).to(device)
-        weights = self.weights[: DEAR_RESAMPLES if self.count > MANY else None]
+        weights = self.weights[: _DEAR_RESAMPLES if self.count > _MANY else None]
         whole = torch.ones(1, self.count)
         values, drawn = [], []
         for cell in self.cells:
@@ -316,7 +316,7 @@ class SamplerResults:
         for cell in self.cells:
             x = self.features(cell, what).to(device)
             values.append(fid(reference.to(x.device), Statistics.of(x)))
-            spread = fid_interval(x, reference, FID_RESAMPLES)
+            spread = fid_interval(x, reference, _FID_RESAMPLES)
             low.append(spread.low)
             high.append(spread.high)
         return Column(MEASURES["fid"], np.array(values), np.array(low), np.array(high))

@@ -25,11 +25,11 @@ from pellucid.pipeline.pipeline import Pipeline
 
 # --- The recommendation ---------------------------------------------------------------------------------------------
 
-POINTS = 65  # of the common range of model calls at which samplers are compared
-TINY = 1e-12
-TIE = 1e-4  # a part of a figure: samplers that make the same images differ by less
-DISTANCES = ("distance", "latent")
-TIE_OF_DISTANCES = 5e-3  # on a GPU by up to 3e-3, since rounding moves some images far
+_POINTS = 65  # of the common range of model calls at which samplers are compared
+_TINY = 1e-12
+_TIE = 1e-4  # a part of a figure: samplers that make the same images differ by less
+_DISTANCES = ("distance", "latent")
+_TIE_OF_DISTANCES = 5e-3  # on a GPU by up to 3e-3, since rounding moves some images far
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ def verdict(
     assert drawn is not None
     calls = np.array([cell.nfe for cell in cells], float)
     seconds = np.array([one.estimate.value for one in latencies])
-    part = TIE_OF_DISTANCES if measure.name in DISTANCES else TIE
-    loss, losses = (tied(measure.loss(values), part) for values in (column.values, drawn))
+    part = _TIE_OF_DISTANCES if measure.name in _DISTANCES else _TIE
+    loss, losses = (_tied(measure.loss(values), part) for values in (column.values, drawn))
     count = losses.shape[1]
     times = np.stack([one.drawn(count, seed) for seed, one in enumerate(latencies)])
     knee = knee_of(calls, loss, losses)
@@ -89,14 +89,14 @@ def verdict(
         knee=knee,
         knee_seconds=knee_of(seconds, loss, np.stack([times, losses])) if timed else None,
         ranking=order,
-        sentence=recommendation_of(cells, column, latencies, knee),
-        words="" if pick is None or start is None else sample_command(pick, guidance, start),
+        sentence=_recommendation_of(cells, column, latencies, knee),
+        words="" if pick is None or start is None else _sample_command(pick, guidance, start),
         call={} if pick is None else pick.asks() | ({} if guidance is None else {"guidance": guidance}),
-        comparison=" ".join(filter(None, [comparison_of(order, column, pick), *of_plans(cells, column)])),
+        comparison=" ".join(filter(None, [comparison_of(order, column, pick), *_of_plans(cells, column)])),
     )
 
 
-def tied(losses: Array, part: float) -> Array:
+def _tied(losses: Array, part: float) -> Array:
     """(C, …): what differs by rounding alone is equal, and of equals the first is taken."""
     found = losses.copy()
     with np.errstate(invalid="ignore"):
@@ -105,7 +105,7 @@ def tied(losses: Array, part: float) -> Array:
     return found
 
 
-def recommendation_of(cells: list[SamplerCell], column: Column, latencies: list[Latency], knee: Knee | None) -> str:
+def _recommendation_of(cells: list[SamplerCell], column: Column, latencies: list[Latency], knee: Knee | None) -> str:
     """What to use, what it costs, what it gives, and how sure the knee is, or that none was found."""
     if knee is None:
         return "No sampler can be recommended: no cell has finite figures."
@@ -118,10 +118,10 @@ def recommendation_of(cells: list[SamplerCell], column: Column, latencies: list[
         "latent": f"leave it {figure} RMSE from the converged latents",
     }.get(measure.name, f"give {measure.amount(figure)}")
     steps = f"with {cell.steps} steps" if cell.setup.file is None else "as it is"
-    return f"Use {cell.setup.label} {steps}: {cost} {gives}{about_knee(knee)}."
+    return f"Use {cell.setup.label} {steps}: {cost} {gives}{_about_knee(knee)}."
 
 
-def about_knee(knee: Knee) -> str:
+def _about_knee(knee: Knee) -> str:
     """Where the knee is, and what more calls bring; or that none was found."""
     cost = knee.cost
     if knee.beyond == "more":
@@ -146,7 +146,7 @@ def three_digits(value: float) -> str:
     return number_text(value, 3)
 
 
-def sample_command(cell: SamplerCell, guidance: Any, start: str) -> str:
+def _sample_command(cell: SamplerCell, guidance: Any, start: str) -> str:
     """What to paste into a shell."""
     scale = "" if guidance is None else f' --guidance "{guidance}"'
     return f"pellucid sample {start} {cell.setup.words(cell.steps)}{scale}"
@@ -159,9 +159,9 @@ def ranking(cells: list[SamplerCell], column: Column) -> list[Ranked]:
     """Samplers by their mean over the range of model calls that all of them cover, in equal parts of its logarithm.
 
     Distances are averaged as logarithms, so that a factor counts the same at 5 calls and at 100. Samplers with one
-    step count, such as plans, have no range: `of_plans` compares these at their own calls.
+    step count, such as plans, have no range: `_of_plans` compares these at their own calls.
     """
-    groups = {text: held for text, held in by_sampler(cells).items() if len(held) > 1}
+    groups = {text: held for text, held in _by_sampler(cells).items() if len(held) > 1}
     groups = {text: held for text, held in groups.items() if np.isfinite(column.values[held]).all()}
     if not groups:
         return []
@@ -169,39 +169,39 @@ def ranking(cells: list[SamplerCell], column: Column) -> list[Ranked]:
     high = min(cells[held[-1]].nfe for held in groups.values())
     if low > high:
         return []
-    at = np.linspace(np.log(low), np.log(high), POINTS)
-    scaled = column.measure.name in DISTANCES
+    at = np.linspace(np.log(low), np.log(high), _POINTS)
+    scaled = column.measure.name in _DISTANCES
     assert column.drawn is not None
     values, drawn = {}, {}
     for text, held in groups.items():
         calls = np.log([cells[i].nfe for i in held])
         table = np.concatenate([column.values[held, None], column.drawn[held]], axis=1)  # (steps, 1 + R)
-        found = over_range(at, calls, np.log(np.maximum(table, TINY)) if scaled else table)
+        found = _over_range(at, calls, np.log(np.maximum(table, _TINY)) if scaled else table)
         values[text], drawn[text] = found[0], found[1:]
-    return ranked_by_loss(values, drawn, column.measure.less, scaled)
+    return _ranked_by_loss(values, drawn, column.measure.less, scaled)
 
 
 def sampler_names(cells: list[SamplerCell]) -> list[str]:
     return list(dict.fromkeys(cell.setup.label for cell in cells))
 
 
-def by_sampler(cells: list[SamplerCell]) -> dict[str, list[int]]:
+def _by_sampler(cells: list[SamplerCell]) -> dict[str, list[int]]:
     """The cells of each sampler by number, cheapest first."""
     held = {label: [i for i, cell in enumerate(cells) if cell.setup.label == label] for label in sampler_names(cells)}
     return {label: sorted(own, key=lambda i: cells[i].nfe) for label, own in held.items()}
 
 
-def over_range(at: Array, calls: Array, table: Array) -> Array:
+def _over_range(at: Array, calls: Array, table: Array) -> Array:
     """The mean of each column of a table (steps, R) over places between its calls."""
     found = np.stack([np.interp(at, calls, table[:, r]) for r in range(table.shape[1])])
     return np.asarray(found.mean(1), float)
 
 
-def ranked_by_loss(values: dict[str, float], drawn: dict[str, Array], less: bool, scaled: bool) -> list[Ranked]:
+def _ranked_by_loss(values: dict[str, float], drawn: dict[str, Array], less: bool, scaled: bool) -> list[Ranked]:
     """The first comes first; of samplers that differ by rounding alone, the one that was asked for first."""
-    part = TIE_OF_DISTANCES if scaled else TIE
+    part = _TIE_OF_DISTANCES if scaled else _TIE
     table = np.stack([np.concatenate([[values[text]], drawn[text]]) for text in values])  # (S, 1 + R)
-    table = np.log(tied(np.exp(table), part)) if scaled else tied(table, part)
+    table = np.log(_tied(np.exp(table), part)) if scaled else _tied(table, part)
     table *= 1.0 if less else -1.0
     order = np.argsort(table[:, 0], kind="stable")
     table, texts = table[order], [list(values)[i] for i in order]
@@ -220,7 +220,7 @@ def comparison_of(found: list[Ranked], column: Column, pick: SamplerCell | None 
     """Who is first over the whole range, and by how much; and where that is not `pick`, why `pick` is to be used."""
     if len(found) < 2:
         return ""
-    scaled = column.measure.name in DISTANCES
+    scaled = column.measure.name in _DISTANCES
     least = found[0].behind.value
     alike = [one for one in found if one.behind == Estimate(least, least, least)]  # in every resample too
     rest = [one for one in found if one not in alike]
@@ -232,38 +232,38 @@ def comparison_of(found: list[Ranked], column: Column, pick: SamplerCell | None 
     if rest:
         behind = rest[0].behind
         sure = "" if behind.low > (1.0 if scaled else 0.0) else "; they are not distinguishable"
-        lead += f", then {rest[0].sampler}, {gap_words(column, behind)}{sure}"
+        lead += f", then {rest[0].sampler}, {_gap_words(column, behind)}{sure}"
     if pick is not None and pick.setup.label not in names:
         lead += f". With {pick.nfe} calls or fewer nothing that was asked is better than {pick.setup.label}"
     return f"{lead}."
 
 
-def gap_words(column: Column, behind: Estimate) -> str:
-    if column.measure.name in DISTANCES:
+def _gap_words(column: Column, behind: Estimate) -> str:
+    if column.measure.name in _DISTANCES:
         return f"whose distance is {behind.words('{:.2f}'.format)} times as large"
     return "behind by " + column.measure.amount(behind.times(column.measure.scale).words(number_text))
 
 
-def of_plans(cells: list[SamplerCell], column: Column) -> list[str]:
+def _of_plans(cells: list[SamplerCell], column: Column) -> list[str]:
     """Each plan that was given as a file, beside the best of the samplers at its own number of calls."""
-    return [words for i, cell in enumerate(cells) if cell.setup.file and (words := of_plan(i, cells, column))]
+    return [words for i, cell in enumerate(cells) if cell.setup.file and (words := _of_plan(i, cells, column))]
 
 
-def of_plan(i: int, cells: list[SamplerCell], column: Column) -> str:
+def _of_plan(i: int, cells: list[SamplerCell], column: Column) -> str:
     assert column.drawn is not None
-    label, nfe, scaled = cells[i].setup.label, cells[i].nfe, column.measure.name in DISTANCES
+    label, nfe, scaled = cells[i].setup.label, cells[i].nfe, column.measure.name in _DISTANCES
     table = np.concatenate([column.values[:, None], column.drawn], axis=1)  # (C, 1 + R)
-    table = np.log(np.maximum(table, TINY)) if scaled else table
+    table = np.log(np.maximum(table, _TINY)) if scaled else table
     others = {}
-    for text, held in by_sampler(cells).items():
+    for text, held in _by_sampler(cells).items():
         calls = [cells[j].nfe for j in held]
         if cells[held[0]].setup.file is None and calls[0] <= nfe <= calls[-1] and np.isfinite(table[held, 0]).all():
-            others[text] = over_range(np.log([nfe]), np.log(calls), table[held])
+            others[text] = _over_range(np.log([nfe]), np.log(calls), table[held])
     if not others or not np.isfinite(table[i, 0]):
         return f"{label}: {nfe} calls, where no sampler was asked to compare it with."
     sign = 1.0 if column.measure.less else -1.0
     least = min(sign * held[0] for held in others.values())
-    best = next(text for text, held in others.items() if sign * held[0] <= least + TIE_OF_DISTANCES * scaled)
+    best = next(text for text, held in others.items() if sign * held[0] <= least + _TIE_OF_DISTANCES * scaled)
     apart = sign * (table[i] - others[best])
     behind = Estimate(float(apart[0]), *np.quantile(apart[1:], [0.025, 0.975]).tolist())
     figure = with_interval(column, i)
@@ -277,7 +277,9 @@ def of_plan(i: int, cells: list[SamplerCell], column: Column) -> str:
 
 # --- All figures of a study -----------------------------------------------------------------------------------------
 
-SAME_SAMPLER = 1e-2  # distances that agree to this part in the median are those of one sampler; rounding moves some far
+_SAME_SAMPLER = (
+    1e-2  # distances that agree to this part in the median are those of one sampler; rounding moves some far
+)
 UNRESOLVED = 3.0  # a distance below so many times what the converged run still moves is not told apart from it
 
 
@@ -450,4 +452,4 @@ class SamplerFigures:
 
 def same_sampler(a: Array, b: Array) -> bool:
     """Whether the distances of two cells, image by image, are those of one sampler."""
-    return len(a) == len(b) and bool(np.median(np.abs(a - b)) <= SAME_SAMPLER * np.median(np.abs(a)))
+    return len(a) == len(b) and bool(np.median(np.abs(a - b)) <= _SAME_SAMPLER * np.median(np.abs(a)))

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 # --- The judge ------------------------------------------------------------------------------------------------------
 
-KID_RESAMPLES = 200
-INCEPTION_BATCH = 256  # images in an Inception: 4 GB of activations
-FEWEST_IMAGES = 4  # images that are scored: a radius needs three neighbours
+_KID_RESAMPLES = 200
+_INCEPTION_BATCH = 256  # images in an Inception: 4 GB of activations
+_FEWEST_IMAGES = 4  # images that are scored: a radius needs three neighbours
 
 
 @dataclass(frozen=True)
@@ -58,21 +58,21 @@ class TrainingJudge:
     def of(images: Tensor, network: Inception, count: int, neighbours: int, cache: Path) -> TrainingJudge:
         """Knows `count` of the images (N, 3, H, W) uint8, or all of them where there are fewer; what Inception says of
         them is kept in the folder `cache`."""
-        chosen = shuffled(len(images))[:count].to(images.device)
-        seen = measure_cached(Pixels(images[chosen]), network, cache, INCEPTION_BATCH)
+        chosen = _shuffled(len(images))[:count].to(images.device)
+        seen = measure_cached(Pixels(images[chosen]), network, cache, _INCEPTION_BATCH)
         assert seen.features is not None
         return TrainingJudge(
             network, seen.statistics, square_root(seen.statistics.covariance), seen.features[:neighbours].clone()
         )
 
     def features(self, images: Tensor) -> Tensor:
-        return features(images, self.network, INCEPTION_BATCH)
+        return features(images, self.network, _INCEPTION_BATCH)
 
     def score(self, found: Tensor) -> dict[str, Any]:
         """Of the features of images, (N, 2048)."""
         some = found[: len(self.some)]
         closeness = precision_recall(some, self.some)
-        kid = kid_interval(some, self.some, resamples=KID_RESAMPLES, value=self.kid(found))
+        kid = kid_interval(some, self.some, resamples=_KID_RESAMPLES, value=self.kid(found))
         return {
             "samples": len(found),
             "fid": self.fid(found),
@@ -96,16 +96,16 @@ class TrainingJudge:
         return reflected(torch.tensor(values, dtype=torch.float64), estimate)
 
 
-def shuffled(count: int) -> Tensor:
+def _shuffled(count: int) -> Tensor:
     """The order in which training images are known: the first are compared with, and always the same."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(0))
 
 
 # --- The study ------------------------------------------------------------------------------------------------------
 
-RUNS, IMAGES, FEATURES = "runs", "pictures", "features"
-MAX_IMAGES, CIFAR10_IMAGES = 1_000_000, 50_000  # images that are made, and that there are to compare with
-SAMPLE_SEED = 1234  # of every set of images: schedules start from the same noise
+RUNS, IMAGES, _FEATURES = "runs", "pictures", "features"
+_MAX_IMAGES, _CIFAR10_IMAGES = 1_000_000, 50_000  # images that are made, and that there are to compare with
+_SAMPLE_SEED = 1234  # of every set of images: schedules start from the same noise
 Say = Callable[[str], object]
 
 
@@ -138,8 +138,8 @@ class ScheduleStudyConfig:
 
     def __post_init__(self) -> None:
         """Everything that can be refused is refused here: not by the last schedule, after hours of the first."""
-        counts(self, "samples", "final_samples", low=FEWEST_IMAGES, high=MAX_IMAGES)
-        counts(self, "reference", "neighbours", low=FEWEST_IMAGES, high=CIFAR10_IMAGES)
+        counts(self, "samples", "final_samples", low=_FEWEST_IMAGES, high=_MAX_IMAGES)
+        counts(self, "reference", "neighbours", low=_FEWEST_IMAGES, high=_CIFAR10_IMAGES)
         counts(self, "batch", low=1)
         counts(self, "resamples", low=2)
         for name in ("schedules", "points", "seeds"):
@@ -264,7 +264,7 @@ class ScheduleStudy(Study[ScheduleStudyConfig, ScheduleCell]):
         c, images = self.config, trainer.source.data.images  # type: ignore[union-attr]
         assert self.inception is not None
         self.say(f"features of {min(c.reference, len(images)):,} training images")
-        return TrainingJudge.of(images, self.inception, c.reference, c.neighbours, self.folder / FEATURES)
+        return TrainingJudge.of(images, self.inception, c.reference, c.neighbours, self.folder / _FEATURES)
 
     def train(self, trainer: Trainer, step: int) -> None:
         at = trainer.checkpoints.latest() or 0
@@ -302,10 +302,10 @@ class ScheduleStudy(Study[ScheduleStudyConfig, ScheduleCell]):
 
     def images(self, trainer: Trainer, ema: float, grid: str, count: int) -> Tensor:
         """(count, 3, H, W) uint8 from the running mean of one length."""
-        task, at_once, dtype = denoising(trainer), min(self.config.batch, count), half_of(trainer)
-        with averaged(trainer, ema) as ask:
+        task, at_once, dtype = _denoising(trainer), min(self.config.batch, count), _half_of(trainer)
+        with _averaged(trainer, ema) as ask:
             made = task.sampling(grid).batches(
-                ask, task.shape, count, SAMPLE_SEED, device=task.device, batch=at_once, dtype=dtype
+                ask, task.shape, count, _SAMPLE_SEED, device=task.device, batch=at_once, dtype=dtype
             )
             return torch.cat([to_bytes(batch.add(1).div(2)) for batch in made])
 
@@ -313,13 +313,13 @@ class ScheduleStudy(Study[ScheduleStudyConfig, ScheduleCell]):
         """Training images, noised to the level of the last call and denoised by it: their KID is what the end of the
         grid costs. Others than the judge compares with; None where there are no others."""
         images, some = trainer.source.data.images, self.config.neighbours  # type: ignore[union-attr]
-        chosen = shuffled(len(images))[some : 2 * some].to(images.device)
+        chosen = _shuffled(len(images))[some : 2 * some].to(images.device)
         at_once = min(self.config.batch, len(chosen))
-        if at_once < FEWEST_IMAGES:
+        if at_once < _FEWEST_IMAGES:
             return None
-        sampling, x0 = denoising(trainer).sampling(grid), images[chosen].float().div(127.5).sub(1)
-        with averaged(trainer, ema) as ask:
-            made = sampling.last_calls(ask, x0, SAMPLE_SEED, batch=at_once, dtype=half_of(trainer))
+        sampling, x0 = _denoising(trainer).sampling(grid), images[chosen].float().div(127.5).sub(1)
+        with _averaged(trainer, ema) as ask:
+            made = sampling.last_calls(ask, x0, _SAMPLE_SEED, batch=at_once, dtype=_half_of(trainer))
             return torch.cat([to_bytes(batch.add(1).div(2)) for batch in made])
 
     def results(self) -> ScheduleResults:
@@ -335,7 +335,7 @@ class ScheduleStudy(Study[ScheduleStudyConfig, ScheduleCell]):
 
 
 @contextmanager
-def averaged(trainer: Trainer, ema: float) -> Iterator[Callable[..., Tensor]]:
+def _averaged(trainer: Trainer, ema: float) -> Iterator[Callable[..., Tensor]]:
     """The network with the running mean of one length in it, as images are made with it."""
     assert trainer.ema is not None
     network = trainer.network.eval()
@@ -344,10 +344,10 @@ def averaged(trainer: Trainer, ema: float) -> Iterator[Callable[..., Tensor]]:
     network.train()
 
 
-def denoising(trainer: Trainer) -> DenoiserTask:
+def _denoising(trainer: Trainer) -> DenoiserTask:
     assert isinstance(trainer.task, DenoiserTask)
     return trainer.task
 
 
-def half_of(trainer: Trainer) -> torch.dtype | None:
+def _half_of(trainer: Trainer) -> torch.dtype | None:
     return torch.bfloat16 if trainer.config.engine.dtype == "bf16" else None

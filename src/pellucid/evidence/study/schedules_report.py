@@ -28,34 +28,34 @@ if TYPE_CHECKING:
 
 # --- Tables ---------------------------------------------------------------------------------------------------------
 
-METRICS = (("fid", "FID", 1.0), ("kid", "KID × 10³", 1e3))
-LAST_CALL = "last call alone"
-KINDS = {"images": "pictures"}  # what an interval is over, as files of studies name it
+_METRICS = (("fid", "FID", 1.0), ("kid", "KID × 10³", 1e3))
+_LAST_CALL = "last call alone"
+_KINDS = {"images": "pictures"}  # what an interval is over, as files of studies name it
 
 
-def number_words(value: float, digits: int = 2) -> str:
+def _number_words(value: float, digits: int = 2) -> str:
     return f"{value:.{digits}f}".replace("-", "−") if math.isfinite(value) else "–"
 
 
-def point_words(point: TrainingPoint, scale: float = 1.0) -> str:
+def _point_words(point: TrainingPoint, scale: float = 1.0) -> str:
     """One seed: the figure and its interval; several: their mean and standard deviation."""
     if len(point.values) > 1:
         mean, deviation = spread(point.values)
-        return f"{number_words(mean * scale)} ± {number_words(deviation * scale)}"
-    return point.estimate.times(scale).words(number_words)
+        return f"{_number_words(mean * scale)} ± {_number_words(deviation * scale)}"
+    return point.estimate.times(scale).words(_number_words)
 
 
-def last_call(held: list[dict[str, Any]]) -> str:
+def _last_call(held: list[dict[str, Any]]) -> str:
     known = [row for row in held if "kid_last_call" in row]
-    return point_words(TrainingPoint.of(known, "kid_last_call"), 1e3) if known else "–"
+    return _point_words(TrainingPoint.of(known, "kid_last_call"), 1e3) if known else "–"
 
 
-def tables_of(found: ScheduleResults) -> list[Table]:
-    made = [final_table(found), progress_table(found), variants_table(found)]
+def _tables_of(found: ScheduleResults) -> list[Table]:
+    made = [_final_table(found), _progress_table(found), _variants_table(found)]
     return [table for table in made if table.rows]
 
 
-def final_table(found: ScheduleResults) -> Table:
+def _final_table(found: ScheduleResults) -> Table:
     """The last point that each schedule has reached, and how its training went at the end."""
     rows = []
     for name in found.study.schedules:
@@ -63,24 +63,24 @@ def final_table(found: ScheduleResults) -> Table:
         if step is None:
             continue
         here = list(found.at(name, step).values())
-        shares = [number_words(TrainingPoint.of(here, metric).estimate.value, 3) for metric in ("precision", "recall")]
+        shares = [_number_words(TrainingPoint.of(here, metric).estimate.value, 3) for metric in ("precision", "recall")]
         seconds = found.seconds(name) / max(1, sum(bool(found.logs[name, seed]) for seed in found.study.seeds))
         rows.append(
             (
                 name,
                 f"{step:,}",
                 f"{here[0]['samples']:,}",
-                *(point_words(TrainingPoint.of(here, metric), scale) for metric, _, scale in METRICS),
+                *(_point_words(TrainingPoint.of(here, metric), scale) for metric, _, scale in _METRICS),
                 *shares,
-                last_call(here),
-                number_words(found.at_end(name, "loss"), 4),
-                number_words(found.at_end(name, "grad_norm"), 3),
-                number_words(found.at_end(name, "grad_norm_std") / found.at_end(name, "grad_norm")),
+                _last_call(here),
+                _number_words(found.at_end(name, "loss"), 4),
+                _number_words(found.at_end(name, "grad_norm"), 3),
+                _number_words(found.at_end(name, "grad_norm_std") / found.at_end(name, "grad_norm")),
                 f"{seconds:,.0f} s",
             )
         )
-    columns = ("schedule", "step", "images", *(title for _, title, _ in METRICS), "precision", "recall")
-    last = (LAST_CALL, "loss", "gradient norm", "its spread", "training")
+    columns = ("schedule", "step", "images", *(title for _, title, _ in _METRICS), "precision", "recall")
+    last = (_LAST_CALL, "loss", "gradient norm", "its spread", "training")
     note = (
         "± is one standard deviation over the seeds; brackets hold 95 % of other images of one run. The last call "
         "alone: KID × 10³ of training images that are noised to its level and denoised by it, which is what the end "
@@ -91,19 +91,19 @@ def final_table(found: ScheduleResults) -> Table:
     return Table("At the end", (*columns, *last), tuple(rows), note)
 
 
-def progress_table(found: ScheduleResults) -> Table:
+def _progress_table(found: ScheduleResults) -> Table:
     """FID and KID at every point that is known of any schedule."""
     rows = []
-    for metric, title, scale in METRICS:
+    for metric, title, scale in _METRICS:
         for name in found.study.schedules:
-            by_images = {point.images: point_words(point, scale) for point in found.curve(name, metric)}
+            by_images = {point.images: _point_words(point, scale) for point in found.curve(name, metric)}
             if by_images:
                 rows.append((f"{title}, {name}", *(by_images.get(images, "–") for images in images_at_points(found))))
     columns = ("", *(f"{images:,} images" for images in images_at_points(found)))
     return Table("On the way", columns, tuple(rows), f"FID of {found.study.samples:,} images at every point.")
 
 
-def variants_table(found: ScheduleResults) -> Table:
+def _variants_table(found: ScheduleResults) -> Table:
     """The last point again with the other EMA lengths and grids, at the same count of images."""
     rows = []
     for name in found.study.schedules:
@@ -112,20 +112,27 @@ def variants_table(found: ScheduleResults) -> Table:
             first = held[0]
             fid, kid = TrainingPoint.of(held, metric), TrainingPoint.of(held, "kid")
             rows.append(
-                (name, f"{first['ema']:,.0f}", first["grid"], point_words(fid), point_words(kid, 1e3), last_call(held))
+                (
+                    name,
+                    f"{first['ema']:,.0f}",
+                    first["grid"],
+                    _point_words(fid),
+                    _point_words(kid, 1e3),
+                    _last_call(held),
+                )
             )
     if len(rows) <= len(found.study.schedules):
         rows = []  # there are no others
-    columns = ("schedule", "EMA, images", "grid", "FID", "KID × 10³", LAST_CALL)
+    columns = ("schedule", "EMA, images", "grid", "FID", "KID × 10³", _LAST_CALL)
     note = f"FID of {found.study.samples:,} images. An image of the EMA counts half as much so many images later."
     return Table("Other running means and grids, at the last point", columns, tuple(rows), note)
 
 
-def comparisons(found: ScheduleResults) -> list[dict[str, Any]]:
+def _comparisons(found: ScheduleResults) -> list[dict[str, Any]]:
     """Each pair of schedules under each metric: the difference, its interval, and a sentence."""
     made = []
     for a, b in combinations(found.study.schedules, 2):
-        for metric, title, scale in METRICS:
+        for metric, title, scale in _METRICS:
             apart = found.difference(a, b, metric)
             if apart is None:
                 continue
@@ -134,18 +141,18 @@ def comparisons(found: ScheduleResults) -> list[dict[str, Any]]:
             if step != found.study.points[-1]:
                 words = f"At step {step:,}: {words}"
             made.append({"a": a, "b": b, "metric": metric, "step": step, "words": words})
-            made[-1] |= {**difference.plain(), "kind": KINDS.get(difference.over, difference.over)}
+            made[-1] |= {**difference.plain(), "kind": _KINDS.get(difference.over, difference.over)}
             made[-1] |= {"seeds": difference.count, "significant": difference.significant}
     return made
 
 
-def plain_results(found: ScheduleResults) -> dict[str, Any]:
+def _plain_results(found: ScheduleResults) -> dict[str, Any]:
     """All of it for programs."""
     scored, wanted = found.done
     schedules: dict[str, Any] = {}
     for name in found.study.schedules:
         step = found.last(name)
-        points = {metric: [point.plain() for point in found.curve(name, metric)] for metric, _, _ in METRICS}
+        points = {metric: [point.plain() for point in found.curve(name, metric)] for metric, _, _ in _METRICS}
         lam, error = found.levels(name)
         schedules[name] = {
             "last_step": step,
@@ -157,24 +164,24 @@ def plain_results(found: ScheduleResults) -> dict[str, Any]:
         for column in ("loss", "loss_std", "grad_norm", "grad_norm_std"):
             value = found.at_end(name, column)
             schedules[name][column] = value if math.isfinite(value) else None
-    return {"cells": {"scored": scored, "wanted": wanted}, "schedules": schedules, "comparisons": comparisons(found)}
+    return {"cells": {"scored": scored, "wanted": wanted}, "schedules": schedules, "comparisons": _comparisons(found)}
 
 
 # --- Charts ---------------------------------------------------------------------------------------------------------
 
-SMOOTH = 9  # windows of a running mean, where there are many
-ASIDE = 0.006  # of the axis, between the marks of two schedules
+_SMOOTH = 9  # windows of a running mean, where there are many
+_ASIDE = 0.006  # of the axis, between the marks of two schedules
 BIN = 0.25  # of λ, in the density of training times
-EDGE = 8.25  # of λ, beyond which nothing is drawn: the log's last bins end at ±8 and hold what lies beyond
+_EDGE = 8.25  # of λ, beyond which nothing is drawn: the log's last bins end at ±8 and hold what lies beyond
 
 
-def looks(found: ScheduleResults) -> Iterator[tuple[str, dict[str, Any], str]]:
+def _looks(found: ScheduleResults) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Each schedule with its line and its mark."""
     for i, name in enumerate(found.study.schedules):
         yield name, {"color": COLOURS[i % len(COLOURS)], "linewidth": 1.9}, MARKS[i % len(MARKS)]
 
 
-def unit_of(found: ScheduleResults) -> tuple[float, str]:
+def _unit_of(found: ScheduleResults) -> tuple[float, str]:
     """Of images seen: one, thousand or million."""
     most = max([row["images"] for row in found.rows] + [log[-1]["images"] for log in found.logs.values() if log] + [1])
     if most >= 1_000_000:
@@ -185,36 +192,36 @@ def unit_of(found: ScheduleResults) -> tuple[float, str]:
 # --- quality -----------------------------------------------------------------------------------------------------
 
 
-def quality(found: ScheduleResults) -> Drawing:
+def _quality(found: ScheduleResults) -> Drawing:
     """FID and KID against images seen: the mean of the seeds, from the lowest to the highest of them."""
     figure = charts.canvas(11, 5.0)
     panels, spots = figure.subplots(1, 2), []
-    unit, x = unit_of(found)
+    unit, x = _unit_of(found)
     for axes, metric, title in ((panels[0], "fid", "FID"), (panels[1], "kid", "KID × 10³")):
         lowest = [np.inf]
-        for i, (name, look, mark) in enumerate(looks(found)):
-            aside = (i - (len(found.study.schedules) - 1) / 2) * ASIDE * images_at_points(found)[-1]
-            points = [scaled(point, unit, metric, aside) for point in found.curve(name, metric)]
-            draw_line(axes, points, name, look, mark)
+        for i, (name, look, mark) in enumerate(_looks(found)):
+            aside = (i - (len(found.study.schedules) - 1) / 2) * _ASIDE * images_at_points(found)[-1]
+            points = [_scaled(point, unit, metric, aside) for point in found.curve(name, metric)]
+            _draw_line(axes, points, name, look, mark)
             final = found.final(name) if metric == "fid" else None
             if final is not None:
-                points.append(scaled(final, unit, metric, aside))
-                draw_bar(axes, points[-1], look["color"])
+                points.append(_scaled(final, unit, metric, aside))
+                _draw_bar(axes, points[-1], look["color"])
                 place = (points[-1].images, points[-1].estimate.value)
                 axes.plot(*place, mark, color=look["color"], markerfacecolor=PAPER)
             lowest += [point.ends[0] for point in points]
             spots += [
-                Spot(axes, point.images, point.estimate.value, f"{name}\n{title}: {point_words(point)}")
+                Spot(axes, point.images, point.estimate.value, f"{name}\n{title}: {_point_words(point)}")
                 for point in points
             ]
         charts.quiet(axes, title, x, "less is better")
         if 0 < min(lowest) < np.inf:
             charts.log_y(axes)
-    charts.legend(figure, panels[0], told(found))
+    charts.legend(figure, panels[0], _told(found))
     return Drawing(figure, "FID and KID against images seen", "Quality over training.", spots)
 
 
-def told(found: ScheduleResults) -> str:
+def _told(found: ScheduleResults) -> str:
     """How to read the chart of quality."""
     s = found.study
     words = [f"FID of {s.samples:,} images"]
@@ -225,22 +232,22 @@ def told(found: ScheduleResults) -> str:
     return " · ".join(words)
 
 
-def scaled(point: TrainingPoint, unit: float, metric: str, aside: float) -> TrainingPoint:
+def _scaled(point: TrainingPoint, unit: float, metric: str, aside: float) -> TrainingPoint:
     """In the units of the axes, and a hair aside, so that bars of different schedules do not hide each other."""
     return replace(point, images=point.images + aside).scaled(1 / unit, 1e3 if metric == "kid" else 1.0)
 
 
-def draw_line(axes: Axes, points: Sequence[TrainingPoint], name: str, look: dict[str, Any], mark: str) -> None:
+def _draw_line(axes: Axes, points: Sequence[TrainingPoint], name: str, look: dict[str, Any], mark: str) -> None:
     x, means = [point.images for point in points], [point.estimate.value for point in points]
     axes.plot(x, means, marker=mark, markersize=7, markeredgecolor=PAPER, label=name, **look)
     if any(len(point.values) > 1 for point in points):
         low, high = zip(*(point.ends for point in points), strict=True)
         axes.fill_between(x, low, high, color=look["color"], alpha=0.18, linewidth=0)
     for point in points:
-        draw_bar(axes, point, look["color"])
+        _draw_bar(axes, point, look["color"])
 
 
-def draw_bar(axes: Axes, point: TrainingPoint, colour: str) -> None:
+def _draw_bar(axes: Axes, point: TrainingPoint, colour: str) -> None:
     """From the lowest to the highest seed, or over the interval of a single one."""
     low, high = point.ends
     if low < high:
@@ -252,11 +259,11 @@ def draw_bar(axes: Axes, point: TrainingPoint, colour: str) -> None:
 # --- where it is trained, and how well -------------------------------------------------------------------------------
 
 
-def levels_chart(found: ScheduleResults) -> Drawing:
+def _levels_chart(found: ScheduleResults) -> Drawing:
     """Above, the error of the network at the end of training by λ; below, where each schedule trains it."""
     figure = charts.canvas(9, 7.2)
     error, density = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
-    for name, look, mark in looks(found):
+    for name, look, mark in _looks(found):
         lam, mean = with_gaps(*found.levels(name))
         error.plot(lam, mean, marker=mark, markersize=5, markeredgecolor=PAPER, label=name, **look)
         middle, height = spread_of(found.trained_at(name))
@@ -268,7 +275,7 @@ def levels_chart(found: ScheduleResults) -> Drawing:
     charts.quiet(density, "Where a schedule trains: density of its training times", x, "share per unit of λ")
     density.set_ylim(bottom=0)
     low, high = density.get_xlim()
-    density.set_xlim(max(low, -EDGE), min(high, EDGE))
+    density.set_xlim(max(low, -_EDGE), min(high, _EDGE))
     if np.isfinite(error.dataLim.ymin) and error.dataLim.ymin > 0:
         charts.log_y(error)
     charts.legend(figure, error)
@@ -284,7 +291,7 @@ def with_gaps(lam: Array, mean: Array) -> tuple[Array, Array]:
 
 def spread_of(lam: Array) -> tuple[Array, Array]:
     """The density of λ: middles of bins and shares per unit. What lies beyond is counted and not shown."""
-    inside = lam[np.abs(lam) < EDGE]
+    inside = lam[np.abs(lam) < _EDGE]
     low, high = np.floor(inside.min() / BIN) * BIN, np.ceil(inside.max() / BIN) * BIN
     counted, edges = np.histogram(inside, np.arange(low - BIN, high + 1.5 * BIN, BIN))
     return (edges[:-1] + edges[1:]) / 2, counted / len(lam) / BIN
@@ -293,17 +300,17 @@ def spread_of(lam: Array) -> tuple[Array, Array]:
 # --- stability -----------------------------------------------------------------------------------------------------
 
 
-def stability_chart(found: ScheduleResults) -> Drawing:
+def _stability_chart(found: ScheduleResults) -> Drawing:
     """Gradient norm and loss over training, and how much the steps of a window differ."""
     figure = charts.canvas(11, 7.2)
     panels = figure.subplots(2, 2, sharex=True)
-    unit, x = unit_of(found)
+    unit, x = _unit_of(found)
     for row, (column, title) in enumerate((("grad_norm", "Gradient norm"), ("loss", "Loss"))):
-        for name, look, _ in looks(found):
+        for name, look, _ in _looks(found):
             images, mean = found.series(name, column)
             _, spread = found.series(name, f"{column}_std")
-            smooth(panels[row, 0], images / unit, mean, {**look, "label": name})
-            smooth(panels[row, 1], images / unit, spread / np.where(mean > 0, mean, np.nan), look)
+            _smooth(panels[row, 0], images / unit, mean, {**look, "label": name})
+            _smooth(panels[row, 1], images / unit, spread / np.where(mean > 0, mean, np.nan), look)
         below = x if row else ""
         charts.quiet(panels[row, 0], title + ", mean of a window", below)
         charts.quiet(panels[row, 1], title + ", spread of the steps of a window", below, "standard deviation ÷ mean")
@@ -315,32 +322,32 @@ def stability_chart(found: ScheduleResults) -> Drawing:
     return Drawing(figure, "Gradient norm and loss over training", note)
 
 
-def smooth(axes: Axes, x: Array, y: Array, look: dict[str, Any]) -> None:
+def _smooth(axes: Axes, x: Array, y: Array, look: dict[str, Any]) -> None:
     """A line; where it has many points, a faint one with its running mean."""
-    if len(y) > 4 * SMOOTH:
+    if len(y) > 4 * _SMOOTH:
         axes.plot(x, y, color=look["color"], linewidth=0.7, alpha=0.2)
-        half = SMOOTH // 2
+        half = _SMOOTH // 2
         y = np.array([np.mean(y[max(0, i - half) : i + half + 1]) for i in range(len(y))])
     axes.plot(x, y, **look)
 
 
 # --- images --------------------------------------------------------------------------------------------------------
 
-DPI = 200
-GAP, LEFT, TOP = 0.08, 0.35, 0.5  # inches
-LEAST = 200  # pixels of a sheet's side, to which small ones are enlarged by whole numbers
+_DPI = 200
+_GAP, _LEFT, _TOP = 0.08, 0.35, 0.5  # inches
+_LEAST = 200  # pixels of a sheet's side, to which small ones are enlarged by whole numbers
 
 
-def image_sheet(found: ScheduleResults) -> Drawing:
+def _image_sheet(found: ScheduleResults) -> Drawing:
     """A row a schedule, a column a point: what the first seed makes of the same noise. Pixels stay whole."""
     names, steps = found.study.schedules, found.study.points
-    sheets = {(name, step): sheet_of(found.image(name, step)) for name in names for step in steps}
-    side = max([max(sheet.shape[:2]) for sheet in sheets.values() if sheet is not None], default=LEAST) / DPI
-    width, height = LEFT + len(steps) * (side + GAP), TOP + len(names) * (side + GAP)
+    sheets = {(name, step): _sheet_of(found.image(name, step)) for name in names for step in steps}
+    side = max([max(sheet.shape[:2]) for sheet in sheets.values() if sheet is not None], default=_LEAST) / _DPI
+    width, height = _LEFT + len(steps) * (side + _GAP), _TOP + len(names) * (side + _GAP)
     figure = charts.canvas(width, height)
     for (name, step), sheet in sheets.items():
         row, column = names.index(name), steps.index(step)
-        left, top = LEFT + column * (side + GAP), TOP + row * (side + GAP)
+        left, top = _LEFT + column * (side + _GAP), _TOP + row * (side + _GAP)
         axes = figure.add_axes((left / width, 1 - (top + side) / height, side / width, side / height))
         axes.set_axis_off()
         if sheet is None:
@@ -348,25 +355,25 @@ def image_sheet(found: ScheduleResults) -> Drawing:
         else:
             axes.imshow(sheet, interpolation="nearest")
             axes.set_anchor("N")
-    heads(figure, found, side)
+    _heads(figure, found, side)
     note = "Images of the first seed, from the same noise."
-    return Drawing(figure, "Images over training", note, dpi=DPI, raster=True)
+    return Drawing(figure, "Images over training", note, dpi=_DPI, raster=True)
 
 
-def heads(figure: Figure, found: ScheduleResults, side: float) -> None:
+def _heads(figure: Figure, found: ScheduleResults, side: float) -> None:
     """The names of rows and columns."""
     width, height = figure.get_size_inches()
     for column, (step, images) in enumerate(zip(found.study.points, images_at_points(found), strict=True)):
-        x = LEFT + column * (side + GAP) + side / 2
+        x = _LEFT + column * (side + _GAP) + side / 2
         words = f"step {step:,}" + (f"\n{images / 1e6:.2g} M images" if images >= 1e5 else "")
-        figure.text(x / width, 1 - (TOP - 0.06) / height, words, ha="center", va="bottom", fontsize=8, color=INK)
-    for row, (name, look, _) in enumerate(looks(found)):
-        y = TOP + row * (side + GAP) + side / 2
+        figure.text(x / width, 1 - (_TOP - 0.06) / height, words, ha="center", va="bottom", fontsize=8, color=INK)
+    for row, (name, look, _) in enumerate(_looks(found)):
+        y = _TOP + row * (side + _GAP) + side / 2
         place: dict[str, Any] = {"rotation": 90, "ha": "center", "va": "center", "fontsize": 10, "fontweight": "bold"}
-        figure.text(LEFT / 2 / width, 1 - y / height, name, color=look["color"], **place)
+        figure.text(_LEFT / 2 / width, 1 - y / height, name, color=look["color"], **place)
 
 
-def sheet_of(path: Path) -> Any:
+def _sheet_of(path: Path) -> Any:
     """A stored sheet, (H, W, 3) uint8, enlarged where it is small; None where there is none."""
     from PIL import Image
 
@@ -374,18 +381,18 @@ def sheet_of(path: Path) -> Any:
         return None
     with Image.open(path) as image:
         pixels = np.asarray(image.convert("RGB"))
-    times = 2 if min(pixels.shape[:2]) >= LEAST else max(1, -(-2 * LEAST // max(pixels.shape[:2])))
+    times = 2 if min(pixels.shape[:2]) >= _LEAST else max(1, -(-2 * _LEAST // max(pixels.shape[:2])))
     return pixels.repeat(times, 0).repeat(times, 1)
 
 
 # --- The report -----------------------------------------------------------------------------------------------------
 
-CHARTS = {"quality": quality, "levels": levels_chart, "stability": stability_chart, "pictures": image_sheet}
-ALONE = (
+_CHARTS = {"quality": _quality, "levels": _levels_chart, "stability": _stability_chart, "pictures": _image_sheet}
+_ALONE = (
     "Each interval holds for its own pair at 95 %: of twenty pairs that do not differ, one would seem to. "
     "Less is better for both. Schedules of one seed share the data order, the first weights and the noise of images."
 )
-TABLE = "table.json"
+_TABLE = "table.json"
 
 
 def write(folder: Path) -> Path:
@@ -393,15 +400,15 @@ def write(folder: Path) -> Path:
     charts.require()
     found = ScheduleResults.read(folder)
     (folder / "charts").mkdir(exist_ok=True)
-    drawn = {name: draw(found) for name, draw in CHARTS.items()}
+    drawn = {name: draw(found) for name, draw in _CHARTS.items()}
     for name, drawing in drawn.items():
         drawing.png(folder / "charts" / f"{name}.png")
-    put(folder / TABLE, json.dumps(plain_results(found), indent=1, allow_nan=False) + "\n")
-    put(folder / "table.md", markdown(found))
-    return page(found, list(drawn.values())).write(folder / "report.html")
+    put(folder / _TABLE, json.dumps(_plain_results(found), indent=1, allow_nan=False) + "\n")
+    put(folder / "table.md", _markdown(found))
+    return _page(found, list(drawn.values())).write(folder / "report.html")
 
 
-def headline(found: ScheduleResults) -> str:
+def _headline(found: ScheduleResults) -> str:
     """What was compared, and how far it is."""
     s = found.study
     scored, wanted = found.done
@@ -410,21 +417,21 @@ def headline(found: ScheduleResults) -> str:
     return words if scored >= wanted else f"{words} · unfinished: {scored} of {wanted} scores"
 
 
-def sentences(found: ScheduleResults) -> list[str]:
-    return [str(verdict["words"]) for verdict in comparisons(found)]
+def _sentences(found: ScheduleResults) -> list[str]:
+    return [str(verdict["words"]) for verdict in _comparisons(found)]
 
 
-def markdown(found: ScheduleResults) -> str:
-    parts = ["# Noise schedules\n", headline(found) + "\n", *(table.markdown() for table in tables_of(found))]
-    if said := sentences(found):
-        parts += ["## Are they different?\n", "\n".join(f"- {words}" for words in said) + "\n", ALONE + "\n"]
+def _markdown(found: ScheduleResults) -> str:
+    parts = ["# Noise schedules\n", _headline(found) + "\n", *(table.markdown() for table in _tables_of(found))]
+    if said := _sentences(found):
+        parts += ["## Are they different?\n", "\n".join(f"- {words}" for words in said) + "\n", _ALONE + "\n"]
     return "\n".join(parts)
 
 
-def page(found: ScheduleResults, drawn: Sequence[Drawing]) -> Page:
-    made, (first, *rest) = Page("Noise schedules", headline(found)), tables_of(found) or [None]
+def _page(found: ScheduleResults, drawn: Sequence[Drawing]) -> Page:
+    made, (first, *rest) = Page("Noise schedules", _headline(found)), _tables_of(found) or [None]
     made.add(*([] if first is None else [first]))
-    if said := sentences(found):
-        made.add(Text("", "Are they different?"), *map(Text, said), Text(ALONE, kind="note"))
+    if said := _sentences(found):
+        made.add(Text("", "Are they different?"), *map(Text, said), Text(_ALONE, kind="note"))
     config = json.dumps(to_plain(found.study), indent=1)
     return made.add(*drawn, *rest, Text("", "Config"), Code(config, "All of it"))

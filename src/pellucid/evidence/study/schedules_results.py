@@ -21,8 +21,8 @@ from pellucid.train.config import read
 from pellucid.train.journal import FILE as LOG
 
 Row = dict[str, Any]
-END_SHARE = 0.1  # of training: what is called its end where windows are averaged
-DRAWN_TIMES = 1 << 16  # times that show a distribution
+_END_SHARE = 0.1  # of training: what is called its end where windows are averaged
+_DRAWN_TIMES = 1 << 16  # times that show a distribution
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TrainingPoint:
     @staticmethod
     def of(rows: Sequence[Row], metric: str) -> TrainingPoint:
         values = tuple(row[metric] for row in rows)
-        estimate = Estimate(float(np.mean(values))) if len(rows) > 1 else estimate_of(rows[0], metric)
+        estimate = Estimate(float(np.mean(values))) if len(rows) > 1 else _estimate_of(rows[0], metric)
         return TrainingPoint(rows[0]["images"], values, estimate)
 
     @property
@@ -74,9 +74,9 @@ class ScheduleResults:
         raw = {key: value for key, value in held.items() if value is not None and key not in MARKS}
         with naming(str(path)):
             study = read(ScheduleStudyConfig, raw, "config")
-        rows = [scored(row, folder) for row in Records.shared(folder, ScheduleCell._fields).rows]
+        rows = [_scored(row, folder) for row in Records.shared(folder, ScheduleCell._fields).rows]
         runs = [(schedule, seed) for schedule in study.schedules for seed in study.seeds]
-        logs = {run: windows_of(folder / RUNS / f"{run[0]}-{run[1]}" / LOG) for run in runs}
+        logs = {run: _windows_of(folder / RUNS / f"{run[0]}-{run[1]}" / LOG) for run in runs}
         return ScheduleResults(folder, study, tuple(rows), logs)
 
     def image(self, schedule: str, step: int) -> Path:
@@ -130,7 +130,7 @@ class ScheduleResults:
             return None
         first, second = self.at(a, step), self.at(b, step)
         shared = sorted(set(first) & set(second))
-        sides = ([estimate_of(rows[seed], metric) for seed in shared] for rows in (first, second))
+        sides = ([_estimate_of(rows[seed], metric) for seed in shared] for rows in (first, second))
         return step, between(*sides)
 
     @property
@@ -154,14 +154,14 @@ class ScheduleResults:
     def at_end(self, schedule: str, column: str) -> float:
         """A column's mean over the last tenth of training."""
         images, values = self.series(schedule, column)
-        return float(values[images > (1 - END_SHARE) * images[-1]].mean()) if len(values) else float("nan")
+        return float(values[images > (1 - _END_SHARE) * images[-1]].mean()) if len(values) else float("nan")
 
     def levels(self, schedule: str) -> tuple[Array, Array]:
         """λ, and the error there over the last tenth of training, of all seeds."""
         sums: dict[float, list[float]] = {}
         for seed in self.study.seeds:
             log = self.logs[schedule, seed]
-            for row in (row for row in log if row["images"] > (1 - END_SHARE) * log[-1]["images"]):
+            for row in (row for row in log if row["images"] > (1 - _END_SHARE) * log[-1]["images"]):
                 for level in row["levels"]:
                     held = sums.setdefault(level["lam"], [0.0, 0.0])
                     held[0] += level["count"]
@@ -173,7 +173,7 @@ class ScheduleResults:
         """λ of many training times, as the config draws them."""
         objective = self.study.task(schedule).objective.build()
         times = replace(objective.times, stratified=True)
-        drawn = times.draw(DRAWN_TIMES, objective.schedule, torch.Generator().manual_seed(0))
+        drawn = times.draw(_DRAWN_TIMES, objective.schedule, torch.Generator().manual_seed(0))
         with np.errstate(divide="ignore"):  # without signal λ is −∞
             return -np.log(objective.schedule.ratio_at(drawn))
 
@@ -188,28 +188,28 @@ class ScheduleResults:
         return total
 
 
-def is_number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def scored(row: Row, folder: Path) -> Row:
+def _scored(row: Row, folder: Path) -> Row:
     """A record, whose scores are numbers, and are there."""
     wanted = dict.fromkeys(("images", "samples", "fid", "kid", "precision", "recall"))
     for key, value in {**wanted, **row}.items():
-        if key not in ScheduleCell._fields and not is_number(value):
+        if key not in ScheduleCell._fields and not _is_number(value):
             raise PellucidError(rule(f"{key[:80]} in the records of {folder.name}", "a number", value), "study-records")
     return row
 
 
-def windows_of(path: Path) -> list[Row]:
+def _windows_of(path: Path) -> list[Row]:
     """The windows of a run's log that are whole, with the levels that are."""
-    found = [row for row in read_lines(path) if is_number(row.get("images")) and is_number(row.get("images_per_s"))]
+    found = [row for row in read_lines(path) if _is_number(row.get("images")) and _is_number(row.get("images_per_s"))]
     for row in found:
         levels = row.get("levels")
         row["levels"] = [
             one
             for one in (levels if isinstance(levels, list) else ())
-            if isinstance(one, dict) and all(is_number(one.get(key)) for key in ("lam", "count", "mean"))
+            if isinstance(one, dict) and all(_is_number(one.get(key)) for key in ("lam", "count", "mean"))
         ]
     return found
 
@@ -220,6 +220,6 @@ def images_at_points(found: ScheduleResults) -> list[int]:
     return [step * batch for step in found.study.points]
 
 
-def estimate_of(row: Row, metric: str) -> Estimate:
+def _estimate_of(row: Row, metric: str) -> Estimate:
     ends = [row.get(f"{metric}_{end}") for end in ("low", "high")]
     return Estimate(row[metric], *(() if None in ends else ends))

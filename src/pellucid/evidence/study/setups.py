@@ -142,7 +142,7 @@ class SamplerCell:
         return Philox(seeds) if self.clock is None else Brownian(seeds, self.clock)  # type: ignore[arg-type]
 
 
-CONVERGED, HALF = "converged: ", "half of "
+_CONVERGED, _HALF = "converged: ", "half of "
 
 
 @dataclass(frozen=True)
@@ -171,8 +171,8 @@ def lay_cells(
         raise PellucidError(rule("samplers", "different", duplicates[0]), "samplers-twice")
     for setup in setups:
         for count in steps:
-            cell = cell_of(setup, count, schedule, target)
-            best = converged_of(cell, yardstick, schedule, target)
+            cell = _cell_of(setup, count, schedule, target)
+            best = _converged_of(cell, yardstick, schedule, target)
             if setup.file is not None and cell.stochastic:
                 raise PellucidError(
                     rule("plan", "deterministic: a stochastic one has no converged run", setup.file), "plan-noise"
@@ -181,22 +181,22 @@ def lay_cells(
             cells.append(replace(cell, against=best.key))
             if setup.file is not None:
                 break  # a plan has its own steps
-    main = converged_of(None, yardstick, schedule, target)
+    main = _converged_of(None, yardstick, schedule, target)
     if main.stochastic:
         raise PellucidError(rule("converged", "a deterministic sampler", yardstick.setup.text), "converged")
     return cells, [main, *(cell for key, cell in converged.items() if key != main.key)]
 
 
-def converged_of(cell: SamplerCell | None, yardstick: Yardstick, schedule: Schedule, target: str) -> SamplerCell:
+def _converged_of(cell: SamplerCell | None, yardstick: Yardstick, schedule: Schedule, target: str) -> SamplerCell:
     """The converged run of a cell; None: of the deterministic ones."""
     setup, steps = yardstick.of(cell)
     try:
-        return cell_of(setup, steps, schedule, target, CONVERGED)
+        return _cell_of(setup, steps, schedule, target, _CONVERGED)
     except PellucidError as error:  # nobody asked for this grid: say whose it is
         raise PellucidError(f"--converged {setup.text}: {error}", error.code) from None
 
 
-def cell_of(setup: SamplerSetup, steps: int, schedule: Schedule, target: str, mark: str = "") -> SamplerCell:
+def _cell_of(setup: SamplerSetup, steps: int, schedule: Schedule, target: str, mark: str = "") -> SamplerCell:
     plan = setup.plan(check_steps(steps), schedule, target)
     noisy = any(row.draws or row.pre_draws for row in plan.rows)
     count = int(plan.grid["steps"]) if setup.file is not None else steps
@@ -205,7 +205,7 @@ def cell_of(setup: SamplerSetup, steps: int, schedule: Schedule, target: str, ma
 
 def half_run(cell: SamplerCell, schedule: Schedule, target: str) -> SamplerCell:
     """A converged run with half of its steps: their distance says how converged it is."""
-    return cell_of(cell.setup, cell.steps // 2, schedule, target, HALF + CONVERGED)
+    return _cell_of(cell.setup, cell.steps // 2, schedule, target, _HALF + _CONVERGED)
 
 
 # --- Setups without a grid ------------------------------------------------------------------------------------------

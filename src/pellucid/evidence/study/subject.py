@@ -29,9 +29,9 @@ from pellucid.scenes.grammar import Query
 
 # --- Prompts --------------------------------------------------------------------------------------------------------
 
-MAX_BYTES = 64 * 2**20  # of a file
-MAX_PROMPTS = 1_000_000
-SCENES = "scenes:"
+_MAX_BYTES = 64 * 2**20  # of a file
+_MAX_PROMPTS = 1_000_000
+_SCENES = "scenes:"
 
 
 def read_prompts(where: str | Path | None) -> tuple[str, ...]:
@@ -39,10 +39,10 @@ def read_prompts(where: str | Path | None) -> tuple[str, ...]:
     if where is None:
         return ()
     text = str(where)
-    if text.startswith(SCENES) and not Path(text).exists():
-        count = text.removeprefix(SCENES)
-        if not whole(count, MAX_PROMPTS):
-            raise PellucidError(rule("prompts", f"scenes:N, N from 1 to {MAX_PROMPTS:,}", text), "prompts")
+    if text.startswith(_SCENES) and not Path(text).exists():
+        count = text.removeprefix(_SCENES)
+        if not whole(count, _MAX_PROMPTS):
+            raise PellucidError(rule("prompts", f"scenes:N, N from 1 to {_MAX_PROMPTS:,}", text), "prompts")
         return tuple(caption for caption, _ in scenes.prompts(int(count)))
     return read_lines_of(Path(where), "scenes:N")
 
@@ -51,7 +51,7 @@ def read_lines_of(path: Path, other: str) -> tuple[str, ...]:
     """The lines of a text file that are not empty; `other` is what may be named in place of a file."""
     if not path.is_file():
         raise PellucidError(rule("prompts", f"a text file that exists, or {other}", str(path)), "file")
-    return read_lines(path, "prompts", MAX_BYTES, "prompts")
+    return read_lines(path, "prompts", _MAX_BYTES, "prompts")
 
 
 def queries_of(prompts: Sequence[str]) -> tuple[Query, ...] | None:
@@ -65,7 +65,7 @@ def queries_of(prompts: Sequence[str]) -> tuple[Query, ...] | None:
 # --- The model ------------------------------------------------------------------------------------------------------
 
 InputKind = Literal["prompt", "label", "nothing"]
-IMAGE_TEXT = "image_text"  # the folder of a bundle in which its CLIP lies
+_IMAGE_TEXT = "image_text"  # the folder of a bundle in which its CLIP lies
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,12 @@ class Subject:
             return pipe
         if isinstance(pipe, Pipeline):
             parts = pipe.components
-            mark, beside = fingerprint.of_model(parts), clip_beside(parts.name)
-            asks = input_of(parts.network)
+            mark, beside = fingerprint.of_model(parts), _clip_beside(parts.name)
+            asks = _input_of(parts.network)
             own = pipe.guidance_of(Request()).text()
             return Subject(pipe, parts.name, parts.schedule, parts.target, mark, asks, pipe.device, beside, own)
         if isinstance(pipe, WrappedPipeline):
-            return wrapped_subject(pipe)
+            return _wrapped_subject(pipe)
         must = "a loaded pipeline, or a diffusers one in pellucid.wrap"
         raise PellucidError(rule("model", must, type(pipe).__name__), "study-model")
 
@@ -125,11 +125,11 @@ class Subject:
         return StudyImages(list(found.images), (found.latents / (end or 1.0)).float().cpu())
 
 
-def input_of(network: Any) -> InputKind:
+def _input_of(network: Any) -> InputKind:
     return "prompt" if takes_text(network) else "label" if takes_labels(network) else "nothing"
 
 
-def wrapped_subject(pipe: WrappedPipeline) -> Subject:
+def _wrapped_subject(pipe: WrappedPipeline) -> Subject:
     reading, peer = read_scheduler(pipe.peer.pipeline), pipe.peer
     process = {"schedule": schedules.to_dict(reading.schedule), "target": reading.target}
     words = hashlib.sha256(json.dumps(process, sort_keys=True, default=str).encode()).hexdigest()[:16]
@@ -139,10 +139,10 @@ def wrapped_subject(pipe: WrappedPipeline) -> Subject:
     return Subject(pipe, name, reading.schedule, str(reading.target), mark, "prompt", device)
 
 
-def clip_beside(name: str) -> Path | None:
+def _clip_beside(name: str) -> Path | None:
     """The image-text encoder of a bundle, in its folder or in that of the model whose part this is."""
     place = source.bundled(name)
-    for folder in (place / IMAGE_TEXT, place.parent / IMAGE_TEXT):
+    for folder in (place / _IMAGE_TEXT, place.parent / _IMAGE_TEXT):
         if (folder / "config.json").is_file():
             return folder
     return None

@@ -37,10 +37,10 @@ from pellucid.pipeline import fingerprint
 # --- differences of headers -------------------------------------------------------------------------------------------
 
 Cause = Literal["plan", "level", "noise", "model", "guidance", "constraint", "nan"]
-SHOWN = 60  # characters of a value
+_SHOWN = 60  # characters of a value
 
 # The fields of a recipe, and what they can change first. What the plan has too is compared there, seeds with noise.
-FIELDS: dict[str, tuple[Cause, ...]] = {
+_FIELDS: dict[str, tuple[Cause, ...]] = {
     "strength": ("level", "noise"),
     "denoising_start": ("level", "noise"),
     "denoising_end": ("level",),
@@ -58,7 +58,7 @@ FIELDS: dict[str, tuple[Cause, ...]] = {
     "policy": ("model",),
     "guidance": ("guidance",),
 }
-PLANS: dict[str, tuple[Cause, ...]] = {
+_PLANS: dict[str, tuple[Cause, ...]] = {
     "name": ("plan", "level"),
     "basis": ("plan",),
     "target": ("model",),
@@ -99,14 +99,14 @@ def header_diff(a: Header, b: Header) -> list[HeaderDiff]:
         *((f"{k} of the machine", v, b.machine.get(k), ("model",)) for k, v in a.machine.items()),
         ("recipes", len(a.recipes), len(b.recipes), ()),
     ]
-    found = [HeaderDiff(name, shown(x), shown(y), causes) for name, x, y, causes in rows if x != y]
-    for name, causes in PLANS.items():
-        mine, theirs = (short_plans(header, name) for header in (a, b))
+    found = [HeaderDiff(name, _shown(x), _shown(y), causes) for name, x, y, causes in rows if x != y]
+    for name, causes in _PLANS.items():
+        mine, theirs = (_short_plans(header, name) for header in (a, b))
         if mine != theirs:
             what = "model calls" if name == "rows" else name
             found.append(HeaderDiff(f"{what} of the plan", mine, theirs, causes))
     pairs = list(zip(a.recipes, b.recipes, strict=False))
-    every = [recipe_diff(x, y) for x, y in pairs]
+    every = [_recipe_diff(x, y) for x, y in pairs]
     shared = [diff for diff in every[0] if all(diff in other for other in every)] if every else []
     for image, own in enumerate(every):
         where = image if len(pairs) > 1 else None
@@ -114,16 +114,16 @@ def header_diff(a: Header, b: Header) -> list[HeaderDiff]:
     return found + shared
 
 
-def short_plans(header: Header, name: str) -> str:
+def _short_plans(header: Header, name: str) -> str:
     """A field of the plans in short, of the rows their number."""
     values = [header.plan_tables[which].get(name) for which in header.plan_of]
-    texts = [shown(len(value) if name == "rows" and isinstance(value, list) else value) for value in values]
-    return texts[0] if len(set(texts)) == 1 else ", ".join(texts)[:SHOWN]
+    texts = [_shown(len(value) if name == "rows" and isinstance(value, list) else value) for value in values]
+    return texts[0] if len(set(texts)) == 1 else ", ".join(texts)[:_SHOWN]
 
 
-def recipe_diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[HeaderDiff]:
+def _recipe_diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[HeaderDiff]:
     found = []
-    for name, causes in FIELDS.items():
+    for name, causes in _FIELDS.items():
         mine, theirs = a.get(name), b.get(name)
         if mine == theirs:
             continue
@@ -131,13 +131,13 @@ def recipe_diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[HeaderDiff]:
             parts = fingerprint.differing(str(mine), str(theirs))
             found.append(HeaderDiff("weights or settings", ", ".join(parts), "others", causes))
         elif name == "model" and a.get("model_hash") and a["model_hash"] == b.get("model_hash"):
-            found.append(HeaderDiff("name of the same model", shown(mine), shown(theirs), ()))
+            found.append(HeaderDiff("name of the same model", _shown(mine), _shown(theirs), ()))
         else:
-            found.append(HeaderDiff(name, shown(mine), shown(theirs), causes))
+            found.append(HeaderDiff(name, _shown(mine), _shown(theirs), causes))
     return found
 
 
-def shown(value: Any) -> str:
+def _shown(value: Any) -> str:
     """A value in a few words."""
     if isinstance(value, Mapping) and "scale" in value and "rules" in value:
         return Guidance.from_dict(value).text()
@@ -145,13 +145,13 @@ def shown(value: Any) -> str:
         text = ", ".join(f"{k}={v}" for k, v in value.items() if v not in (None, {}, [])) or "none"
     else:
         text = "none" if value is None else str(value)
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
 
 
 # --- differences of steps ---------------------------------------------------------------------------------------------
 
-ROUNDING = 1e-2  # of a prediction: no more than this is made by a batch of another size, in bfloat16 either
-CLOSE = 1e-12  # levels, times and weights that agree to this are the same: compilers round
+_ROUNDING = 1e-2  # of a prediction: no more than this is made by a batch of another size, in bfloat16 either
+_CLOSE = 1e-12  # levels, times and weights that agree to this are the same: compilers round
 
 
 @dataclass(frozen=True)
@@ -208,21 +208,21 @@ def compare(a: Trace, b: Trace, tolerance: float = 0.0, *, parts: bool = True) -
         one.verify()
     steps = min(len(a.steps), len(b.steps))
     images = range(min(a.header.images, b.header.images))
-    found = [ImagePair(a, b, image, tolerance, parts).first() for image in images]
+    found = [_ImagePair(a, b, image, tolerance, parts).first() for image in images]
     parted = sorted((d for d in found if d is not None), key=lambda d: (d.step, d.image))
-    first = parted[0] if parted else ending(a, b, steps)
+    first = parted[0] if parted else _ending(a, b, steps)
     headers = tuple(header_diff(a.header, b.header))
-    return Comparison(first, tuple(parted), headers, distances(a, b), tuple(notes(a, b, tolerance)), steps)
+    return Comparison(first, tuple(parted), headers, _distances(a, b), tuple(_notes(a, b, tolerance)), steps)
 
 
-def ending(a: Trace, b: Trace, steps: int) -> Divergence | None:
+def _ending(a: Trace, b: Trace, steps: int) -> Divergence | None:
     """Runs of different length that are the same as far as both go, though the shorter plan is at its end."""
     if len(a.steps) == len(b.steps) or not (a.whole and b.whole):
         return None
     return Divergence(steps, 0, "plan", "end", f"one run ends after {steps} model calls, the other goes on")
 
 
-def notes(a: Trace, b: Trace, tolerance: float) -> list[str]:
+def _notes(a: Trace, b: Trace, tolerance: float) -> list[str]:
     found = [
         f"{name} was broken off after {len(t.steps)} of {t.header.steps} steps: {t.header.ended or 'killed or cut'}"
         for name, t in (("A", a), ("B", b))
@@ -238,7 +238,7 @@ def notes(a: Trace, b: Trace, tolerance: float) -> list[str]:
 
 
 @dataclass(frozen=True)
-class ImagePair:
+class _ImagePair:
     """One image in two traces."""
 
     a: Trace
@@ -268,24 +268,24 @@ class ImagePair:
     def within(self, index: int) -> Divergence | None:
         """The first difference within a step, in the order in which a run makes things."""
         (_, one, landing), (_, other, landing_b) = (self.step_of(trace, index) for trace in (self.a, self.b))
-        changed = called_elsewhere(one, other)
+        changed = _called_elsewhere(one, other)
         if changed:
             return Divergence(index, self.image, "level", changed[0], changed[1])
         for what in ("x", *(("cond", "uncond") if self.parts else ()), "x0"):
             found = self.both_nan(index, "x" if what == "x" else "x0") or self.tensor(index, what)
             if found is not None:
                 return found
-        if not near_level(landing, landing_b):
+        if not _near_level(landing, landing_b):
             detail = f"the row lands at sigma {landing.sigma:.6g}, the other at {landing_b.sigma:.6g}"
             return Divergence(index, self.image, "level", "landing", detail)
-        weights = weight_changes(one, other, CLOSE)
+        weights = _weight_changes(one, other, _CLOSE)
         if weights:
-            return Divergence(index, self.image, "plan", weights[0][0], weight_words(weights))
+            return Divergence(index, self.image, "plan", weights[0][0], _weight_words(weights))
         return self.both_nan(index, "x_next") or self.tensor(index, "x_next")
 
     def both_nan(self, index: int, what: str) -> Divergence | None:
         """Where both runs are NaN there is nothing left to compare, whatever their bits: they are not the same."""
-        if not all(is_nan(trace, index, what, self.image) for trace in (self.a, self.b)):
+        if not all(_is_nan(trace, index, what, self.image) for trace in (self.a, self.b)):
             return None
         detail = f"{'the next x' if what == 'x_next' else what} holds NaN in both: the rest cannot be compared"
         return Divergence(index, self.image, "nan", what, detail)
@@ -324,7 +324,7 @@ class ImagePair:
         """Another guidance calls the network with other batches, which round otherwise: then that is the cause."""
         recipes = [trace.header.recipes[self.image : self.image + 1] for trace in (self.a, self.b)]
         hashes = {recipe.get("model_hash") for held in recipes for recipe in held}
-        small = distance is None or distance <= ROUNDING
+        small = distance is None or distance <= _ROUNDING
         if what not in ("cond", "uncond") or not small or len(hashes) != 1 or None in hashes:
             return None
         diffs = header_diff(self.a.header, self.b.header)
@@ -354,50 +354,50 @@ class ImagePair:
             if self.parts and step.digests["cond"][step.of(self.image)] != 0:
                 return "guidance", "the predictions are the same; what guidance or a filter makes of them is not"
             return "model", "at the same x and level the denoiser predicts something else"
-        slight = weight_changes(one, other, 0.0)
+        slight = _weight_changes(one, other, 0.0)
         if slight:
-            return "plan", weight_words(slight)
+            return "plan", _weight_words(slight)
         if one.draws or other.draws:
             return "noise", "the row is the same and so is all that it combines, except the noise that it draws"
         return "constraint", "the row and all that it combines are the same: something changed x after it"
 
     def distance(self, index: int, what: str) -> tuple[float | None, bool]:
         """(the relative distance, whether it is a lower bound): of tensors where both have them, or of norms."""
-        left, right = (value_of(trace, index, what, self.image) for trace in (self.a, self.b))
+        left, right = (_value_of(trace, index, what, self.image) for trace in (self.a, self.b))
         if left is not None and right is not None:
-            return relative(left, right), False
-        mine, theirs = (norm_of(trace, index, what, self.image) for trace in (self.a, self.b))
+            return _relative(left, right), False
+        mine, theirs = (_norm_of(trace, index, what, self.image) for trace in (self.a, self.b))
         if mine is None or theirs is None:
             return None, True
         return abs(mine - theirs) / (theirs or math.nan), True
 
 
-def called_elsewhere(one: Row, other: Row) -> tuple[str, str] | None:
+def _called_elsewhere(one: Row, other: Row) -> tuple[str, str] | None:
     """Whether the network is called at another level, or passed another time, and how."""
-    if not near_level(one.level, other.level):
+    if not _near_level(one.level, other.level):
         mine, theirs = (f"(alpha {row.level.alpha:.6g}, sigma {row.level.sigma:.6g})" for row in (one, other))
         return "level", f"the network is called at {mine}, in the other run at {theirs}"
-    if abs(one.time - other.time) > CLOSE * max(abs(one.time), abs(other.time)):
+    if abs(one.time - other.time) > _CLOSE * max(abs(one.time), abs(other.time)):
         return "time", f"at one level the network is passed time {one.time:.6g}, in the other run {other.time:.6g}"
     return None
 
 
-def near_level(a: Level, b: Level) -> bool:
-    return all(abs(x - y) <= CLOSE * max(abs(x), abs(y)) for x, y in ((a.alpha, b.alpha), (a.sigma, b.sigma)))
+def _near_level(a: Level, b: Level) -> bool:
+    return all(abs(x - y) <= _CLOSE * max(abs(x), abs(y)) for x, y in ((a.alpha, b.alpha), (a.sigma, b.sigma)))
 
 
-def weight_changes(one: Row, other: Row, tolerance: float) -> list[tuple[str, Any, Any]]:
+def _weight_changes(one: Row, other: Row, tolerance: float) -> list[tuple[str, Any, Any]]:
     """Weights, held predictions and addresses of noise that differ between two rows of one level."""
     return [c for c in row_changes(one, other, tolerance) if c[0] not in ("alpha", "sigma", "time", "pre_noise")]
 
 
-def weight_words(changed: Sequence[tuple[str, Any, Any]]) -> str:
+def _weight_words(changed: Sequence[tuple[str, Any, Any]]) -> str:
     words = [f"{name} {mine:.6g} → {theirs:.6g}" for name, mine, theirs in changed[:3]]
     more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
     return f"the row's weights differ: {', '.join(words)}{more}"
 
 
-def value_of(trace: Trace, index: int, what: str, image: int) -> Tensor | None:
+def _value_of(trace: Trace, index: int, what: str, image: int) -> Tensor | None:
     """A tensor of one image at a step, as far as the trace holds it."""
     if what == "x_next":
         plan = trace.header.plans[image]
@@ -405,7 +405,7 @@ def value_of(trace: Trace, index: int, what: str, image: int) -> Tensor | None:
             return trace.tensor("end")[image] if trace.has("end") else None
         if plan.rows[index + 1].pre_noise:
             return None
-        return value_of(trace, index + 1, "x", image)
+        return _value_of(trace, index + 1, "x", image)
     names = {"x": ("x",), "x0": ("x0",), "cond": ("x0", "delta")}.get(what, ())
     if not names or index >= len(trace.steps) or not all(trace.has(name, index) for name in names):
         return None
@@ -414,7 +414,7 @@ def value_of(trace: Trace, index: int, what: str, image: int) -> Tensor | None:
     return held[0] if len(held) == 1 else held[0] - held[1]
 
 
-def norm_of(trace: Trace, index: int, what: str, image: int) -> float | None:
+def _norm_of(trace: Trace, index: int, what: str, image: int) -> float | None:
     if what == "x_next":
         index, what = index + 1, "x"
     if index >= len(trace.steps) or image not in trace.steps[index].images:
@@ -423,33 +423,33 @@ def norm_of(trace: Trace, index: int, what: str, image: int) -> float | None:
     return None if norms is None else float(norms[trace.steps[index].of(image)])
 
 
-def is_nan(trace: Trace, index: int, what: str, image: int) -> bool:
+def _is_nan(trace: Trace, index: int, what: str, image: int) -> bool:
     """Whether a tensor of one image holds NaN, by its norm or, of the last x, by itself."""
-    norm = norm_of(trace, index, what, image)
+    norm = _norm_of(trace, index, what, image)
     if norm is not None:
         return math.isnan(norm)
-    value = value_of(trace, index, what, image)
+    value = _value_of(trace, index, what, image)
     return value is not None and bool(value.isnan().any())
 
 
-def relative(a: Tensor, b: Tensor) -> float:
+def _relative(a: Tensor, b: Tensor) -> float:
     if a.shape != b.shape:
         return math.nan
     return float((a.double() - b.double()).norm() / (b.double().norm() or math.nan))
 
 
-def distances(a: Trace, b: Trace) -> tuple[StepDistance, ...]:
+def _distances(a: Trace, b: Trace) -> tuple[StepDistance, ...]:
     """How far apart the runs are, as long as they are at the same levels."""
 
     def overall(index: int, name: str) -> float:
         if a.has(name, index) and b.has(name, index):
-            return relative(a.tensor(name, index), b.tensor(name, index))
+            return _relative(a.tensor(name, index), b.tensor(name, index))
         same = bool((a.steps[index].digests[name] == b.steps[index].digests[name]).all())
         return 0.0 if same else math.nan
 
     found = []
     for index, (mine, theirs) in enumerate(zip(a.steps, b.steps, strict=False)):
-        if mine.images != theirs.images or not all(map(near_level, mine.levels, theirs.levels)):
+        if mine.images != theirs.images or not all(map(_near_level, mine.levels, theirs.levels)):
             break
         found.append(StepDistance(index, overall(index, "x"), overall(index, "x0")))
     return tuple(found)
@@ -457,7 +457,7 @@ def distances(a: Trace, b: Trace) -> tuple[StepDistance, ...]:
 
 # --- in words ---------------------------------------------------------------------------------------------------------
 
-NAMES = {"x_next": "the next x", "cond": "the prediction with the prompt"}
+_NAMES = {"x_next": "the next x", "cond": "the prediction with the prompt"}
 
 
 def headline(found: Comparison) -> str:
@@ -479,7 +479,7 @@ def details(found: Comparison) -> list[str]:
     lines = [first.detail]
     if first.distance is not None:
         least = "at least " if first.least else ""
-        lines.append(f"{NAMES.get(first.what, first.what)} differs by {least}{short(first.distance, 3)} of its norm")
+        lines.append(f"{_NAMES.get(first.what, first.what)} differs by {least}{short(first.distance, 3)} of its norm")
     elif first.what in DIGESTED and first.cause != "nan":
         lines.append("by how much is not in these traces: record with tensors to know")
     lines += [diff.text() for diff in found.why]

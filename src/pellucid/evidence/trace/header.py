@@ -23,8 +23,8 @@ from pellucid.evidence.trace.layout import KIND, SCHEMA
 from pellucid.pipeline.recipe import Recipe
 
 State = Literal["recording", "whole", "broken off"]
-MOST = 10_000_000
-LIMITS = {"images": (1, MOST), "steps": (1, MOST), "done": (0, MOST), "every": (1, MOST), "plan_of": (0, MOST)}
+_MOST = 10_000_000
+_LIMITS = {"images": (1, _MOST), "steps": (1, _MOST), "done": (0, _MOST), "every": (1, _MOST), "plan_of": (0, _MOST)}
 TENSORS = ("x", "x0", "eps", "delta")
 WORKS: tuple[Work, ...] = get_args(Work)  # what the loop may be at
 MARKS = 10  # that one step may have; a row has eight at most
@@ -100,7 +100,7 @@ class Header:
     def from_words(words: dict[str, str]) -> Header:
         table = parse_object(words.get("trace", ""), "header of the trace", "trace")
         try:
-            found = read_table(Header, table, "header of the trace", LIMITS, "trace")
+            found = read_table(Header, table, "header of the trace", _LIMITS, "trace")
         except PellucidError as error:
             raise PellucidError(str(error), "trace") from None
         for which in found.plan_of:

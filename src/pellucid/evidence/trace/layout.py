@@ -23,11 +23,11 @@ from pellucid.core.reader import open_file, parse_json, typed
 from pellucid.interop.atomic_files import put
 
 KIND, SCHEMA = "pellucid-trace", 1
-MAX_HEADER = 100_000_000  # bytes, safetensors' own limit
+_MAX_HEADER = 100_000_000  # bytes, safetensors' own limit
 CHECK = "check"  # the entry with the digests of a step's other entries; x and x0 have theirs in `digests`
-WIDTHS = {"F64": 8, "F32": 4, "I64": 8}
+_WIDTHS = {"F64": 8, "F32": 4, "I64": 8}
 DIGEST, NO_DIGEST = "digest", "0" * 16  # of the header, in its own words: taken with zeros in its place
-CHUNK = 2**22  # bytes that are copied at once where the header has outgrown its room
+_CHUNK = 2**22  # bytes that are copied at once where the header has outgrown its room
 
 
 class Entry(NamedTuple):
@@ -39,7 +39,7 @@ class Entry(NamedTuple):
 
     @property
     def size(self) -> int:
-        return WIDTHS[self.kind] * prod(self.shape)
+        return _WIDTHS[self.kind] * prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def digest(data: bytes | bytearray | memoryview) -> bytes:
     return hashlib.sha256(data).digest()[:8]
 
 
-def padded(header: bytes, room: int) -> bytes:
+def _padded(header: bytes, room: int) -> bytes:
     """The header with its length before it and blanks behind it."""
     return room.to_bytes(8, "little") + header + b" " * (room - len(header))
 
@@ -96,7 +96,7 @@ class Writer:
         except OSError as error:
             raise unwritable(path, error) from None
         try:
-            self.write(padded(header, self.room))
+            self.write(_padded(header, self.room))
         except PellucidError:  # nothing can be read of it
             self.file.close()
             path.unlink(missing_ok=True)
@@ -125,11 +125,11 @@ class Writer:
             raise unwritable(self.path, error) from None
         if len(header) <= self.room:
             self.file.seek(0)
-            self.write(padded(header, self.room))
+            self.write(_padded(header, self.room))
         else:
             self.file.close()
             old, self.room = 8 + self.room, -(-2 * len(header) // 8) * 8
-            put(self.path, lambda part: self.copy(part, padded(header, self.room), old))
+            put(self.path, lambda part: self.copy(part, _padded(header, self.room), old))
             self.file = self.path.open("r+b", buffering=0)
         self.file.seek(0, os.SEEK_END)
 
@@ -137,7 +137,7 @@ class Writer:
         with self.path.open("rb") as old, part.open("wb") as new:
             new.write(header)
             old.seek(data_at)
-            while chunk := old.read(CHUNK):
+            while chunk := old.read(_CHUNK):
                 new.write(chunk)
 
     def close(self) -> None:
@@ -146,11 +146,11 @@ class Writer:
 
 def unwritable(path: Path, error: OSError) -> PellucidError:
     if isinstance(error, FileExistsError):
-        return taken(path)
+        return _taken(path)
     return PellucidError(rule("trace", "a file that can be written", str(path), f"{error.strerror}."), "file")
 
 
-def taken(path: Path) -> PellucidError:
+def _taken(path: Path) -> PellucidError:
     advice = "Name another, or overwrite it."
     return PellucidError(rule("trace", "a file that does not exist yet", str(path), advice), "file-exists")
 
@@ -158,7 +158,7 @@ def taken(path: Path) -> PellucidError:
 def check_goal(path: Path, overwrite: bool) -> None:
     """Refuses a file that could not be written, before the run and not after it."""
     if os.path.lexists(path) and not overwrite:
-        raise taken(path)
+        raise _taken(path)
     if path.exists() and not path.is_file():
         raise PellucidError(rule("trace", "a plain file", str(path)), "file")
     if not path.parent.is_dir():
@@ -197,8 +197,8 @@ def read_index(path: Path) -> FileIndex:
             size = os.fstat(file.fileno()).st_size
             first = file.read(9)
             room = int.from_bytes(first[:8], "little")
-            if len(first) < 9 or first[8:] != b"{" or not 2 <= room <= MAX_HEADER:
-                raise not_a_trace(path, "no safetensors file")
+            if len(first) < 9 or first[8:] != b"{" or not 2 <= room <= _MAX_HEADER:
+                raise _not_a_trace(path, "no safetensors file")
             text = first[8:] + file.read(room - 1)
     except OSError as error:
         raise PellucidError(rule("trace", "a file that can be read", str(path), f"{error.strerror}."), "file") from None
@@ -208,11 +208,11 @@ def read_index(path: Path) -> FileIndex:
     try:
         table = parse_json(text, "header")
     except PellucidError as error:
-        raise not_a_trace(path, f"a header that is no JSON ({str(error)[:120]})") from None
-    return replace(index_of(path, table, 8 + room, size), sound=is_sound(text, table))
+        raise _not_a_trace(path, f"a header that is no JSON ({str(error)[:120]})") from None
+    return replace(_index_of(path, table, 8 + room, size), sound=_is_sound(text, table))
 
 
-def is_sound(text: bytes, table: dict[str, Any]) -> bool | None:
+def _is_sound(text: bytes, table: dict[str, Any]) -> bool | None:
     """Whether a header is as its digest says; None where neither it nor any step has one, as in older files."""
     recorded = table["__metadata__"].get(DIGEST)
     if recorded is None and not any(name.endswith(f".{CHECK}") for name in table):
@@ -221,21 +221,21 @@ def is_sound(text: bytes, table: dict[str, Any]) -> bool | None:
     return str(recorded).encode() == header_digest(plain)
 
 
-def index_of(path: Path, table: Any, base: int, size: int) -> FileIndex:
+def _index_of(path: Path, table: Any, base: int, size: int) -> FileIndex:
     words = table.get("__metadata__") if isinstance(table, dict) else None
     if not isinstance(words, dict) or words.get("kind") != KIND:
-        raise not_a_trace(path, "a safetensors file of something else")
+        raise _not_a_trace(path, "a safetensors file of something else")
     if words.get("schema") != str(SCHEMA):
         advice = f"Made by pellucid {str(words.get('pellucid', '?'))[:40]}; read it with that version."
         raise PellucidError(rule("schema of the trace", str(SCHEMA), words.get("schema"), advice), "schema")
     try:
-        places = {name: placed(name, held, base) for name, held in table.items() if name != "__metadata__"}
+        places = {name: _placed(name, held, base) for name, held in table.items() if name != "__metadata__"}
         return FileIndex({str(k): str(v) for k, v in words.items()}, places, size)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise not_a_trace(path, f"a header with a wrong entry ({error})") from None
+        raise _not_a_trace(path, f"a header with a wrong entry ({error})") from None
 
 
-def placed(name: str, held: dict[str, Any], base: int) -> Place:
+def _placed(name: str, held: dict[str, Any], base: int) -> Place:
     shape = typed(tuple[int, ...], held["shape"], f"shape of {name[:80]}", (0, 2**50))
     start, end = typed(tuple[int, int], held["data_offsets"], f"data_offsets of {name[:80]}", (0, 2**60))
     found = Place(Entry(name, str(held["dtype"]), shape), base + start)
@@ -244,7 +244,7 @@ def placed(name: str, held: dict[str, Any], base: int) -> Place:
     return found
 
 
-def not_a_trace(path: Path, why: str) -> PellucidError:
+def _not_a_trace(path: Path, why: str) -> PellucidError:
     advice = "Record one: pellucid sample … --trace FILE."
     return PellucidError(rule("trace", "a file that Pellucid's recorder wrote", f"{path.name}: {why}", advice), "trace")
 

@@ -28,13 +28,13 @@ from pellucid.core.schedule import Level
 
 NUMBERS = ("x", "x0", "eps", "delta", "cosine", "saturation", "local_error")
 DIGESTED = ("x", "cond", "uncond", "x0", "x_next")
-SAME = 1e-12  # ratios that agree to this are one level
-PIXELS, LATENTS = 1.0, 3.0  # where values count as saturated: the edge of images, three deviations of latents
+_SAME = 1e-12  # ratios that agree to this are one level
+_PIXELS, _LATENTS = 1.0, 3.0  # where values count as saturated: the edge of images, three deviations of latents
 
 
 def limit_of(shape: Sequence[int]) -> float:
     """Where saturation begins: 1 for one or three channels, which are pixels; 3 for latents."""
-    return PIXELS if len(shape) < 3 or shape[0] in (1, 3) else LATENTS
+    return _PIXELS if len(shape) < 3 or shape[0] in (1, 3) else _LATENTS
 
 
 # --- digests ---------------------------------------------------------------------------------------------------
@@ -108,10 +108,10 @@ class Past:
 
 
 def same(a: float, b: float) -> bool:
-    return a == b or abs(a - b) <= SAME * abs(b)
+    return a == b or abs(a - b) <= _SAME * abs(b)
 
 
-def error_factor(ratio: float, older: float, landing: Level) -> float:
+def _error_factor(ratio: float, older: float, landing: Level) -> float:
     """What the change of x0 since an older call is multiplied by to give the error of a first-order step.
 
     In y = x / alpha and r = sigma / alpha a first-order step (Euler, DDIM) follows eps = (y − x0) / r as if it were
@@ -140,7 +140,7 @@ class StepContext:
 
     @property
     def measured(self) -> tuple[str, ...]:
-        return measured(self.names)
+        return _measured(self.names)
 
     @property
     def digested(self) -> tuple[str, ...]:
@@ -149,7 +149,7 @@ class StepContext:
 
 
 @lru_cache(maxsize=16)
-def measured(names: tuple[str, ...]) -> tuple[str, ...]:
+def _measured(names: tuple[str, ...]) -> tuple[str, ...]:
     """What gets a norm: the tensors, "b-a" for neighbours a and b, x − alpha·x0, ones where x0 is saturated."""
     return (*names, *(f"{b}-{a}" for a, b in pairwise(names)), "noise", "saturated")
 
@@ -159,13 +159,13 @@ def levels_of(seen: StepSeen) -> tuple[Level, ...]:
     return tuple(seen.rows[k % len(seen.rows)].level for k in range(len(seen.images)))
 
 
-def landings_of(seen: StepSeen) -> tuple[Level, ...]:
+def _landings_of(seen: StepSeen) -> tuple[Level, ...]:
     return tuple(seen.next_levels[k % len(seen.next_levels)] for k in range(len(seen.images)))
 
 
 def context_of(seen: StepSeen, past: Past, levels: Sequence[Level]) -> tuple[StepContext, list[Tensor]]:
     """What is known of a step, and its tensors; predictions as the network made them, where they are at hand."""
-    landings = landings_of(seen)
+    landings = _landings_of(seen)
     values, readings = {"x": seen.x, "x_next": seen.x_next}, []
     own = getattr(seen.parts, "x", None) is seen.x  # then a prediction can say how it becomes x0, which the block does
     reading = getattr(seen.parts, "reading", None) if own else None
@@ -181,7 +181,7 @@ def context_of(seen: StepSeen, past: Past, levels: Sequence[Level]) -> tuple[Ste
         readings=tuple(readings),
         alphas=tuple(row.level.alpha for row in seen.rows),
         sigmas=tuple(level.sigma for level in levels),
-        factors=tuple(error_factor(*pair) for pair in apart),
+        factors=tuple(_error_factor(*pair) for pair in apart),
         corrects=tuple(same(a.ratio, b.ratio) for a, b in zip(levels, landings, strict=True)),
     )
     return noted, list(values.values())
@@ -202,7 +202,7 @@ def to_bytes(noted: StepContext, found: np.ndarray[Any, np.dtype[np.int64]], cou
     for k, (sigma, factor, corrects) in enumerate(zip(noted.sigmas, noted.factors, noted.corrects, strict=True)):
         row = {name: values[k] for name, values in rows.items()}
         error = row["x_next-x"] if corrects else factor * row["older-x0"]
-        cosine = cosine_of(row["cond"], row["uncond"], row["cond-uncond"]) if "cond-uncond" in row else math.nan
+        cosine = _cosine_of(row["cond"], row["uncond"], row["cond-uncond"]) if "cond-uncond" in row else math.nan
         numbers.extend(
             (
                 row["x"],
@@ -218,7 +218,7 @@ def to_bytes(noted: StepContext, found: np.ndarray[Any, np.dtype[np.int64]], cou
     return numbers.tobytes(), marks.tobytes()
 
 
-def cosine_of(a: float, b: float, apart: float) -> float:
+def _cosine_of(a: float, b: float, apart: float) -> float:
     """Between two vectors of these norms whose difference has the norm `apart`; NaN where there is none."""
     cosine = (a * a + b * b - apart * apart) / (2.0 * a * b or math.nan)
     return max(-1.0, min(1.0, cosine)) if cosine == cosine else math.nan
@@ -232,7 +232,7 @@ def cosine_of(a: float, b: float, apart: float) -> float:
 # one by one: a process that is killed has written all of them. Large tensors are measured one after the other, to save
 # memory.
 
-MOST = 32  # steps of a block on a GPU
+_MOST = 32  # steps of a block on a GPU
 LARGE = 2**19  # numbers of the steps of a block; a step that has more is not laid into one
 
 
@@ -240,16 +240,16 @@ class Block:
     """Room for steps with the same images and tensors, which follow each other; filled and measured again and again."""
 
     def __init__(self, like: StepContext, x: Tensor, limit: float) -> None:
-        self.names, self.form, self.limit = like.names, block_form(like), limit
-        self.room = min(MOST if waits(x.device) else 1, LARGE // max(x.numel(), 1))
-        self.held = x.new_empty((self.room, 2 * len(self.names) + 1, *x.shape))  # as `measured` names them
+        self.names, self.form, self.limit = like.names, _block_form(like), limit
+        self.room = min(_MOST if waits(x.device) else 1, LARGE // max(x.numel(), 1))
+        self.held = x.new_empty((self.room, 2 * len(self.names) + 1, *x.shape))  # as `_measured` names them
         self.places = self.held[:, : len(self.names)].unbind()
         self.steps: list[StepContext] = []
         self.large: list[Tensor] = []
 
     def takes(self, step: StepContext, x: Tensor) -> bool:
         """Whether a step can be laid behind the others."""
-        return step.names == self.names and block_form(step) == self.form and self.held.shape[2:] == x.shape
+        return step.names == self.names and _block_form(step) == self.form and self.held.shape[2:] == x.shape
 
     def add(self, step: StepContext, values: list[Tensor]) -> None:
         if self.room:
@@ -272,7 +272,7 @@ class Block:
     def together(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         block, count, at = self.held[: len(self.steps)], len(self.names), self.names.index
         x, x0 = block[:, at("x")], block[:, at("x0")]
-        alphas, factors = factors_of(self.steps, x)
+        alphas, factors = _factors_of(self.steps, x)
         for name, (k_x, k) in factors.items():
             block[:, at(name)].mul_(k).add_(x * k_x)
         torch.diff(block[:, :count], dim=1, out=block[:, count:-2])
@@ -288,7 +288,7 @@ class Block:
     def apart(self, weight: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
         values, at = list(self.large), self.names.index
         x, x0 = values[at("x")], values[at("x0")]
-        alphas, factors = factors_of(self.steps, x[None])
+        alphas, factors = _factors_of(self.steps, x[None])
         for name, (k_x, k) in factors.items():
             values[at(name)] = (values[at(name)] * k[0]).add_(x * k_x[0])
         differences = [b - a for a, b in pairwise(values)]
@@ -304,12 +304,12 @@ def waits(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def block_form(step: StepContext) -> tuple[object, ...]:
+def _block_form(step: StepContext) -> tuple[object, ...]:
     """What steps of a block have in common beside their tensors: what is converted, and numbers for all or for each."""
     return len(step.alphas), tuple(name for name, _ in step.readings)
 
 
-def factors_of(steps: Sequence[StepContext], like: Tensor) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+def _factors_of(steps: Sequence[StepContext], like: Tensor) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """Of steps: alpha, and of each prediction that becomes x0 (k_x, k); each shaped to broadcast over (steps, B, …)."""
     names = [name for name, _ in steps[0].readings]
     rows = [[step.alphas for step in steps]]

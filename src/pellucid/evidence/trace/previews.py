@@ -13,9 +13,9 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from pellucid.models.vae import from_diffusion
 
-T = TypeVar("T")
-REACH = 2.5  # deviations of a principal part that span the range of colours
-RIDGE = 1e-3  # of the fit of colours to latents
+_T = TypeVar("_T")
+_REACH = 2.5  # deviations of a principal part that span the range of colours
+_RIDGE = 1e-3  # of the fit of colours to latents
 
 
 class Preview(ABC):
@@ -35,19 +35,19 @@ class Preview(ABC):
 
 
 @dataclass(frozen=True)
-class PixelPreview(Preview):
+class _PixelPreview(Preview):
     """One or three channels in [−1, 1]."""
 
     name: str = "pixels"
 
     def colours(self, x: Tensor) -> Tensor:
-        return (three(x) / 2 + 0.5).clamp(0, 1)
+        return (_three(x) / 2 + 0.5).clamp(0, 1)
 
     def change(self, x0: Tensor, delta: Tensor) -> Tensor:
-        return three(delta) / 2
+        return _three(delta) / 2
 
 
-def three(x: Tensor) -> Tensor:
+def _three(x: Tensor) -> Tensor:
     return x.expand(-1, 3, -1, -1) if x.shape[1] == 1 else x
 
 
@@ -67,7 +67,7 @@ class LinearPreview(Preview):
         vectors, sizes, _ = torch.linalg.svd((flat - mean) @ (flat - mean).T / flat.shape[1])
         spread = sizes[:3].clamp_min(1e-12).sqrt()
         turned = vectors[:, :3] * torch.where(vectors[:, :3].sum(0) < 0, -1.0, 1.0)  # a sign that does not flip
-        table = (turned / (2 * REACH * spread)).T
+        table = (turned / (2 * _REACH * spread)).T
         table = torch.cat([table, table.new_zeros(3 - len(table), table.shape[1])]) if len(table) < 3 else table
         return LinearPreview(table, 0.5 - (table @ mean)[:, 0])
 
@@ -77,7 +77,7 @@ class LinearPreview(Preview):
         flat = x0.double().movedim(1, 0).flatten(1)  # (C, M)
         ones = torch.cat([flat, torch.ones_like(flat[:1])])
         seen = adaptive_avg_pool2d(images.double(), x0.shape[-2:]).movedim(1, 0).flatten(1)  # (3, M)
-        square = ones @ ones.T + RIDGE * flat.shape[1] * torch.eye(len(ones), dtype=torch.float64)
+        square = ones @ ones.T + _RIDGE * flat.shape[1] * torch.eye(len(ones), dtype=torch.float64)
         table = torch.linalg.solve(square, ones @ seen.T).T  # (3, C + 1)
         return LinearPreview(table[:, :-1], table[:, -1])
 
@@ -92,7 +92,7 @@ class LinearPreview(Preview):
 
 
 @dataclass(frozen=True)
-class VaePreview(Preview):
+class _VaePreview(Preview):
     """x0 through the model's own VAE; what cannot be decoded, through the linear map that fits the VAE best."""
 
     vae: Any
@@ -100,8 +100,8 @@ class VaePreview(Preview):
     name: str = "decoded by the model's VAE"
 
     @staticmethod
-    def by(vae: Any, x0: Tensor) -> VaePreview:
-        return VaePreview(vae, LinearPreview.fitted(x0, decode(vae, x0)))
+    def by(vae: Any, x0: Tensor) -> _VaePreview:
+        return _VaePreview(vae, LinearPreview.fitted(x0, decode(vae, x0)))
 
     def image(self, x0: Tensor) -> Tensor:
         return decode(self.vae, x0)
@@ -126,8 +126,8 @@ def preview_for(x0: Tensor, vae: Any = None) -> Preview | None:
     if x0.ndim != 4:
         return None
     if vae is not None and vae.config.latent_channels == x0.shape[1]:
-        return VaePreview.by(vae, x0)
-    return PixelPreview() if x0.shape[1] in (1, 3) else LinearPreview.principal(x0)
+        return _VaePreview.by(vae, x0)
+    return _PixelPreview() if x0.shape[1] in (1, 3) else LinearPreview.principal(x0)
 
 
 def signed(changes: Tensor, most: float) -> Tensor:
@@ -135,7 +135,7 @@ def signed(changes: Tensor, most: float) -> Tensor:
     return (changes / (2 * (most or 1.0)) + 0.5).clamp(0, 1)
 
 
-def spaced(places: Sequence[T], count: int) -> list[T]:
+def spaced(places: Sequence[_T], count: int) -> list[_T]:
     """At most `count` of some places, evenly spaced, with the first and the last."""
     if len(places) <= count:
         return list(places)

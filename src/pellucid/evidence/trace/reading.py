@@ -22,10 +22,10 @@ from pellucid.evidence.trace.header import MARKS, WORKS, Header
 from pellucid.evidence.trace.layout import FileIndex, step_name
 from pellucid.evidence.trace.measures import DIGESTED, NUMBERS
 
-KINDS = {"F64": torch.float64, "F32": torch.float32, "I64": torch.int64}
-CHECKED = {"x": "x", "x0": "x0", "end": "x_next"}  # tensor → which of a step's digests are of it
+_KINDS = {"F64": torch.float64, "F32": torch.float32, "I64": torch.int64}
+_CHECKED = {"x": "x", "x0": "x0", "end": "x_next"}  # tensor → which of a step's digests are of it
 OLD = "it was recorded by an older version without digests of its numbers, eps and delta: only x and x0 are checked"
-NUMERIC = ("numbers", "digests", "clock", "memory")
+_NUMERIC = ("numbers", "digests", "clock", "memory")
 Array = Any  # numpy, one number an image
 
 
@@ -107,8 +107,8 @@ class Trace:
         if not self.found.holds(key):
             advice = "Record with tensors (--trace-tensors)." if not self.header.kept else ""
             raise PellucidError(rule("tensor", "one that the trace holds", key, advice), "trace-tensor")
-        tensor = read_tensor(self.path, self.found, self.header, key)
-        if name in CHECKED or name == "start":
+        tensor = _read_tensor(self.path, self.found, self.header, key)
+        if name in _CHECKED or name == "start":
             self.check(tensor, name, index)
         return tensor
 
@@ -117,7 +117,7 @@ class Trace:
         if name == "start":
             wanted = list(self.header.start)
         elif index is not None:
-            wanted = self.steps[index].digests[CHECKED[name]].tolist()
+            wanted = self.steps[index].digests[_CHECKED[name]].tolist()
         else:
             ends = [self.steps[len(plan.rows) - 1] for plan in self.header.plans]
             wanted = [int(step.digests["x_next"][step.of(image)]) for image, step in enumerate(ends)]
@@ -150,11 +150,11 @@ def read(path: str | os.PathLike[str], *, partial: bool = False) -> Trace:
         header = replace(header, notes=(*header.notes, OLD))
     wanted = header.steps if header.state == "recording" else header.done
     checks = () if found.sound is None else (layout.CHECK,)
-    names = [[step_name(i, name) for name in (*NUMERIC, *header.kept_at(i), *checks)] for i in range(wanted)]
+    names = [[step_name(i, name) for name in (*_NUMERIC, *header.kept_at(i), *checks)] for i in range(wanted)]
     whole = next((i for i, needed in enumerate(names) if not all(map(found.holds, needed))), wanted)
     if not partial and (whole < wanted or found.whole_size > found.size or header.state == "recording"):
-        raise unfinished(place, header, whole)
-    return Trace(place, header, read_steps(place, found, header, whole), found)
+        raise _unfinished(place, header, whole)
+    return Trace(place, header, _read_steps(place, found, header, whole), found)
 
 
 def end_of_last(header: Header, count: int) -> float:
@@ -162,7 +162,7 @@ def end_of_last(header: Header, count: int) -> float:
     return math.nan if header.seconds is None or count < header.done else header.seconds
 
 
-def unfinished(path: Path, header: Header, whole: int) -> PellucidError:
+def _unfinished(path: Path, header: Header, whole: int) -> PellucidError:
     killed = header.state == "recording"
     why = "Its run was killed, or is still going on" if killed else "The file was cut: its header promises more"
     advice = f"{why}. The steps before are whole: `pellucid trace show --partial` (partial=True) reads them."
@@ -170,15 +170,15 @@ def unfinished(path: Path, header: Header, whole: int) -> PellucidError:
     return PellucidError(rule("trace", "whole", got, advice), "trace-truncated")
 
 
-def read_tensor(path: Path, found: FileIndex, header: Header, name: str) -> Tensor:
+def _read_tensor(path: Path, found: FileIndex, header: Header, name: str) -> Tensor:
     """A tensor of a file, checked against its step's digests where they are of it."""
     place = found.places[name]
-    if place.entry.kind not in KINDS:
-        raise PellucidError(rule(name, f"of kind {', '.join(KINDS)}", place.entry.kind), "trace")
-    data, kind = layout.read_bytes(path, place), KINDS[place.entry.kind]
+    if place.entry.kind not in _KINDS:
+        raise PellucidError(rule(name, f"of kind {', '.join(_KINDS)}", place.entry.kind), "trace")
+    data, kind = layout.read_bytes(path, place), _KINDS[place.entry.kind]
     if found.sound is not None and name.startswith("step."):
         index, own = int(name.split(".")[1]), name.rpartition(".")[2]
-        checked = [one for one in (*NUMERIC, *header.kept_at(index)) if one not in DIGESTED]
+        checked = [one for one in (*_NUMERIC, *header.kept_at(index)) if one not in DIGESTED]
         if own in checked:
             digests = layout.read_bytes(path, found.places[step_name(index, layout.CHECK)])
             at = 8 * checked.index(own)
@@ -187,11 +187,11 @@ def read_tensor(path: Path, found: FileIndex, header: Header, name: str) -> Tens
     return torch.frombuffer(data, dtype=kind).reshape(place.entry.shape) if data else torch.empty(0, dtype=kind)
 
 
-def read_steps(path: Path, found: FileIndex, header: Header, count: int) -> tuple[Step, ...]:
+def _read_steps(path: Path, found: FileIndex, header: Header, count: int) -> tuple[Step, ...]:
     """The first `count` steps of a file, put together from its arrays and its plans."""
 
     def array(index: int, name: str, shape: tuple[int, ...]) -> Array:
-        values = read_tensor(path, found, header, step_name(index, name)).numpy()
+        values = _read_tensor(path, found, header, step_name(index, name)).numpy()
         if values.shape != shape:
             raise PellucidError(rule(step_name(index, name), f"of shape {shape}", values.shape), "trace")
         return values
@@ -215,8 +215,8 @@ def read_steps(path: Path, found: FileIndex, header: Header, count: int) -> tupl
             saturation=numbers["saturation"],
             local_error=numbers["local_error"],
             digests=digests,
-            seconds=spent([(mark.work, mark.host) for mark in (*marks, end)]),
-            device_seconds=spent([(mark.work, mark.device) for mark in (*marks, end)]),
+            seconds=_spent([(mark.work, mark.host) for mark in (*marks, end)]),
+            device_seconds=_spent([(mark.work, mark.device) for mark in (*marks, end)]),
             memory=now,
             peak=most,
             marks=marks,
@@ -230,7 +230,7 @@ def read_steps(path: Path, found: FileIndex, header: Header, count: int) -> tupl
     return tuple(step(index, layout.active(lengths, index), marks, end) for index, (marks, end) in pairs)
 
 
-def spent(marks: list[tuple[str, float]]) -> dict[str, float]:
+def _spent(marks: list[tuple[str, float]]) -> dict[str, float]:
     """Seconds by what the loop did, without what was not timed."""
     out: dict[str, float] = {}
     for (work, begun), (_, ended) in pairwise(marks):

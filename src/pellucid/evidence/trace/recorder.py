@@ -29,10 +29,10 @@ from pellucid.pipeline.result import Result
 
 # --- time and memory ----------------------------------------------------------------------------------------------
 
-STATM = "/proc/self/statm"  # Linux: pages of the process; the second number is what is resident
+_STATM = "/proc/self/statm"  # Linux: pages of the process; the second number is what is resident
 
 
-class StepClock:
+class _StepClock:
     """Marks of the current step: (what, host seconds, device event), from the beginning of the run.
 
     Nothing waits for a device: its time is read from events, after they have passed.
@@ -75,15 +75,15 @@ class StepClock:
         return time.perf_counter() - self.origin
 
 
-class MemoryMeter:
+class _MemoryMeter:
     """Bytes that torch holds on the device now and held at most; on a CPU the resident size of the process."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.most, self.page = device, 0, 0
         self.pages: Any = None
-        if device.type != "cuda" and os.path.exists(STATM):
+        if device.type != "cuda" and os.path.exists(_STATM):
             self.page = os.sysconf("SC_PAGE_SIZE")
-            self.pages = open(STATM, "rb", buffering=0)  # noqa: SIM115  it is read at every step
+            self.pages = open(_STATM, "rb", buffering=0)  # noqa: SIM115  it is read at every step
 
     def read(self) -> tuple[int, int]:
         """(now, at most); −1 where the system does not say."""
@@ -157,13 +157,13 @@ def pinned_copy(tensor: Tensor) -> Tensor:
 
 # --- one run ------------------------------------------------------------------------------------------------------
 
-SOON = 0.2  # seconds after which a step is sent to the file, however few wait with it
-SPARE = 4096  # bytes of a header for what is known only at the end; as many again for each recipe that comes then
-TENSOR_KINDS = {torch.float32: "F32", torch.float64: "F64"}
+_SOON = 0.2  # seconds after which a step is sent to the file, however few wait with it
+_SPARE = 4096  # bytes of a header for what is known only at the end; as many again for each recipe that comes then
+_TENSOR_KINDS = {torch.float32: "F32", torch.float64: "F64"}
 
 
 @dataclass(frozen=True)
-class PendingStep:
+class _PendingStep:
     """A step that is not measured yet, or not on the host."""
 
     index: int
@@ -171,7 +171,7 @@ class PendingStep:
     marks: list[Any]
 
 
-class Recording:
+class _Recording:
     """The recording of one run. The file appears with the first step, when the tensors that a step has are known."""
 
     def __init__(self, options: Recorder, run: RunSeen) -> None:
@@ -179,12 +179,12 @@ class Recording:
         self.writer: Writer | None = None
         self.run: RunSeen | None = run  # until its first x is written
         self.lengths = [len(plan.rows) for plan in run.plans]
-        self.kind = TENSOR_KINDS[x.dtype]
-        self.clock, self.memory = StepClock(x.device), MemoryMeter(x.device)
+        self.kind = _TENSOR_KINDS[x.dtype]
+        self.clock, self.memory = _StepClock(x.device), _MemoryMeter(x.device)
         self.copies = AsyncCopy(x.device, self.deliver)
         self.past = Past()
         self.block: Block | None = None
-        self.waiting: list[PendingStep] = []
+        self.waiting: list[_PendingStep] = []
         self.since = 0.0
         self.weight = torch.from_numpy(measures.weights(max(x[0].numel(), 1))).to(x.device)
         self.end = torch.empty_like(x) if options.tensors else None
@@ -257,8 +257,8 @@ class Recording:
             self.block = Block(context, seen.x, self.header.limit)
         self.since = self.since if self.waiting else self.clock.now()
         self.block.add(context, values)
-        self.waiting.append(PendingStep(seen.index, context, self.clock.take()))
-        if self.block.full or self.clock.now() - self.since > SOON:
+        self.waiting.append(_PendingStep(seen.index, context, self.clock.take()))
+        if self.block.full or self.clock.now() - self.since > _SOON:
             self.measure()
         self.finish_images(seen)
         if seen.index + 1 == self.header.steps:
@@ -283,13 +283,13 @@ class Recording:
         self.header = replace(self.header, start=tuple(int(d) for d in self.first_digests[0].tolist()))
         self.laid = layout.lay_out(self.entries(self.header.steps, True))
         front = layout.encode(self.header.to_words(), self.laid[0])
-        spare = SPARE if self.header.recipes else SPARE * (1 + self.header.images)  # a wrapped pipeline's come late
+        spare = _SPARE if self.header.recipes else _SPARE * (1 + self.header.images)  # a wrapped pipeline's come late
         self.writer = Writer(self.options.path, front, spare, overwrite=self.options.overwrite)
         if self.options.tensors:
-            self.writer.write(raw(self.run.x.detach().cpu().contiguous().numpy()))
+            self.writer.write(_raw(self.run.x.detach().cpu().contiguous().numpy()))
         self.run = None  # the first x is held no longer than the run holds it
 
-    def kept(self, step: PendingStep, measured: Sequence[Tensor] | Tensor) -> list[Tensor]:
+    def kept(self, step: _PendingStep, measured: Sequence[Tensor] | Tensor) -> list[Tensor]:
         """The tensors of a step, in the order of the layout; what a step does not have is NaN."""
         scales = [1.0 / sigma if sigma > 0 else float("nan") for sigma in step.context.sigmas]
         block = dict(zip(step.context.measured, measured, strict=True))
@@ -312,7 +312,7 @@ class Recording:
                 if self.lengths[image] == seen.index + 1:
                     self.end[image] = seen.x_next[k]
 
-    def deliver(self, sent: tuple[list[PendingStep], tuple[int, int]], arrays: list[Any]) -> None:
+    def deliver(self, sent: tuple[list[_PendingStep], tuple[int, int]], arrays: list[Any]) -> None:
         """Steps have arrived on the host: appended in one piece."""
         assert self.writer is not None
         steps, memory = sent
@@ -320,7 +320,7 @@ class Recording:
         for step, found in zip(steps, arrays[0], strict=True):
             numbers, marks = measures.to_bytes(step.context, found, self.weight.numel())
             own = [numbers, marks, self.clock.table(step.marks), array("q", memory).tobytes()]
-            tensors = [raw(one) for one in next(kept)] if self.header.kept_at(step.index) else []
+            tensors = [_raw(one) for one in next(kept)] if self.header.kept_at(step.index) else []
             checked = [data for name, data in zip(self.header.kept, tensors, strict=False) if name not in DIGESTED]
             parts += [*own, *tensors, *map(layout.digest, own + checked)]
         self.writer.write(b"".join(parts))
@@ -340,7 +340,7 @@ class Recording:
             self.memory.close()
             complete = self.delivered == self.header.steps
             if complete and self.end is not None and self.header.state == "recording":
-                self.writer.write(raw(self.end.cpu().numpy()))
+                self.writer.write(_raw(self.end.cpu().numpy()))
                 self.end = None
             state: headers.State = "whole" if complete else "broken off"
             seconds = self.clock.now() if self.header.seconds is None else self.header.seconds
@@ -359,7 +359,7 @@ class Recording:
             self.writer.close()
 
 
-def raw(held: Any) -> bytes:
+def _raw(held: Any) -> bytes:
     return np.ascontiguousarray(held).tobytes()
 
 
@@ -389,7 +389,7 @@ class Recorder:
         self.path = Path(path)
         layout.check_goal(self.path, overwrite)
         self.tensors, self.every, self.limit, self.overwrite = tensors, every, limit, overwrite
-        self.recording: Recording | None = None
+        self.recording: _Recording | None = None
         self.recipes: list[dict[str, Any]] = []
         self.closed = False
 
@@ -414,7 +414,7 @@ class Recorder:
             got = "a closed one" if self.closed else "a second run"
             raise PellucidError(rule("recorder", "of one run", got, "Make another Recorder."), "trace-runs")
         with torch.no_grad():
-            self.recording = Recording(self, run)
+            self.recording = _Recording(self, run)
 
     def mark(self, work: Work) -> None:
         assert self.recording is not None

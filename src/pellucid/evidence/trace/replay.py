@@ -27,7 +27,7 @@ from pellucid.pipeline.repeat import RecipeSource, RunOptions
 from pellucid.pipeline.request import SECOND, Request
 
 Way = Literal["model", "denoiser", "predictions"]
-ADAPTERS = {"lora": "loras", "controlnet": "controls", "ip-adapter": "image_prompts", "weak": "weak"}  # kind → field
+_ADAPTERS = {"lora": "loras", "controlnet": "controls", "ip-adapter": "image_prompts", "weak": "weak"}  # kind → field
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,13 @@ def replay(
     """
     way: Way = "denoiser"
     if denoiser is None:
-        denoiser, way = RecordedDenoiser(trace), "predictions"
-    start, source = beginning(trace, x, noise, torch.device(device))
+        denoiser, way = _RecordedDenoiser(trace), "predictions"
+    start, source = _beginning(trace, x, noise, torch.device(device))
     plans = trace.header.plans
     return rerun(trace, lambda seen: engine.loop(plans, denoiser, start, source, [seen], (), None), way)
 
 
-def beginning(
+def _beginning(
     trace: Trace, x: Tensor | None, noise: NoiseSource | None, device: torch.device
 ) -> tuple[Tensor, NoiseSource]:
     """The first x and the noise: drawn again by seed where that gives the recorded bits, else as given or kept."""
@@ -96,35 +96,25 @@ def beginning(
 
 
 @dataclass
-class RecordedDenoiser:
+class _RecordedDenoiser:
     """The predictions of a trace as a denoiser; each run of it begins at the first step."""
 
     trace: Trace
+    images: tuple[int, ...] = ()
+    steps: list[int] = field(default_factory=lambda: [0])  # shared by what is left of a run
 
     def __post_init__(self) -> None:
-        trace = self.trace
-        if any(plan.guided for plan in trace.header.plans):
+        header = self.trace.header
+        if any(plan.guided for plan in header.plans):
             must = "of a sampler that uses x0 alone, to run it without its model"
-            raise PellucidError(rule("trace", must, trace.header.plans[0].name, "Give the model."), "trace-model")
-        if len(trace.has_images) < trace.header.steps:
+            raise PellucidError(rule("trace", must, header.plans[0].name, "Give the model."), "trace-model")
+        if len(self.trace.has_images) < header.steps:
             advice = "Give the model, or record with tensors of every step."
-            got = f"{len(trace.has_images)} of {trace.header.steps}"
+            got = f"{len(self.trace.has_images)} of {header.steps}"
             raise PellucidError(rule("predictions of the trace", "kept at every step", got, advice), "trace-tensor")
 
-    def __call__(self, x: Tensor, level: Any, time: Any) -> Tensor:
-        raise AssertionError("a recorded run is bound to its plans")
-
-    def bind(self, plans: Sequence[Plan]) -> RecordedRun:
-        return RecordedRun(self.trace, tuple(range(len(plans))))
-
-
-@dataclass
-class RecordedRun:
-    """Where a run of recorded predictions stands."""
-
-    trace: Trace
-    images: tuple[int, ...]
-    steps: list[int] = field(default_factory=lambda: [0])  # shared by what is left of the run
+    def bind(self, plans: Sequence[Plan]) -> _RecordedDenoiser:
+        return _RecordedDenoiser(self.trace, tuple(range(len(plans))))
 
     def __call__(self, x: Tensor, level: Any, time: Any) -> Tensor:
         index = self.steps[0]
@@ -132,14 +122,14 @@ class RecordedRun:
         step = self.trace.steps[index]
         return self.trace.tensor("x0", index)[[step.of(image) for image in self.images]].to(x)
 
-    def select(self, images: Sequence[int]) -> RecordedRun:
+    def select(self, images: Sequence[int]) -> _RecordedDenoiser:
         return replace(self, images=tuple(self.images[k] for k in images))
 
 
 # --- a pipeline ------------------------------------------------------------------------------------------------
 
 
-def recipes_of(trace: Trace) -> list[Recipe]:
+def _recipes_of(trace: Trace) -> list[Recipe]:
     if not trace.header.recipes:
         advice = "It is of a bare denoiser: replay(trace, denoiser) runs it again in Python."
         raise PellucidError(rule("trace", "of a pipeline's run", "one without a recipe", advice), "trace-recipe")
@@ -148,25 +138,25 @@ def recipes_of(trace: Trace) -> list[Recipe]:
 
 def request_of(trace: Trace, fields: Mapping[str, Any] | None = None) -> Request:
     """The request that a trace records; `fields` are what a recipe does not hold: images and adapters."""
-    recipes = recipes_of(trace)
+    recipes = _recipes_of(trace)
     extra = dict(fields or {})
     needs = repeat.needs_of(recipes[0])
     missing = [name for name in needs.images if name in ("image", "mask") and name not in extra]
-    missing += [adapter["name"] for adapter in needs.adapters if ADAPTERS.get(adapter["kind"]) not in extra]
+    missing += [adapter["name"] for adapter in needs.adapters if _ADAPTERS.get(adapter["kind"]) not in extra]
     if missing:
         why = "the trace holds their hashes, not the files"
         raise PellucidError(f"{', '.join(missing)} must be given to run this trace again: {why}.", "missing")
     base = repeat.request_fields(replace(recipes[0], noise="philox"))
-    base |= {"seed": [recipe.seed for recipe in recipes], "noise": noise_of(trace), **words_of(recipes)}
+    base |= {"seed": [recipe.seed for recipe in recipes], "noise": _noise_of(trace), **_words_of(recipes)}
     return Request(**{**base, **extra})
 
 
-def noise_of(trace: Trace) -> NoiseSource | str:
+def _noise_of(trace: Trace) -> NoiseSource | str:
     kind = trace.header.noise.get("kind")
     return kind if kind in ("philox", "torch") else headers.noise_source(trace.header.noise)
 
 
-def words_of(recipes: Sequence[Recipe]) -> dict[str, Any]:
+def _words_of(recipes: Sequence[Recipe]) -> dict[str, Any]:
     """The texts and labels of a batch, one per image. A model without text takes empty ones."""
     prompts, negatives = [r.prompt for r in recipes], [r.negative_prompt for r in recipes]
     labels = [r.conditioning.get("label") for r in recipes]
@@ -183,7 +173,7 @@ def words_of(recipes: Sequence[Recipe]) -> dict[str, Any]:
 
 def replay_recipe(trace: Trace, options: RunOptions, observers: Sequence[Observer] = ()) -> Replay:
     """Runs a trace again with the model that its recipe names; `options` complete the recipe, as in `sample --from`."""
-    recipe = recipes_of(trace)[0]
+    recipe = _recipes_of(trace)[0]
     known = recipe if recipe.noise in repeat.NOISES else replace(recipe, noise="philox")
     options, _ = repeat.complete(RecipeSource(trace.path, known), options)
     given = {name: options.fields[name] for name in ("image", "mask") if name in options.fields}

@@ -24,12 +24,12 @@ from pellucid.evidence.tune.teacher import Truth, distance, errors
 # --- a table through the loop -------------------------------------------------------------------------------------
 
 KEEP_BYTES = 2 * 2**30  # of activations in a CPU's memory; beyond that they are computed a second time
-SILENT = Philox(0)  # a deterministic plan draws nothing
-Call = Callable[[Tensor, Any, Any], Tensor]
+_SILENT = Philox(0)  # a deterministic plan draws nothing
+_Call = Callable[[Tensor, Any, Any], Tensor]
 
 
 @dataclass(frozen=True)
-class SoftPlan:
+class _SoftPlan:
     """As much of a plan as a row of the loop needs."""
 
     basis: Any
@@ -38,30 +38,30 @@ class SoftPlan:
 
 def travel(table: Table, values: Values, denoiser: Denoiser, noise: Tensor, recompute: bool) -> Tensor:
     """x at the end of a table, from unit noise (B, …)."""
-    call = called(table, values, denoiser, len(noise), recompute)
+    call = _called(table, values, denoiser, len(noise), recompute)
     state = State(noise * values.sigmas[0].to(noise), None, [])
-    active, plan = range(len(noise)), SoftPlan(table.plan.basis)
+    active, plan = range(len(noise)), _SoftPlan(table.plan.basis)
     for i in range(table.steps):
-        row = row_at(values, i, noise)
-        state, _, _ = advance([plan], (row,), state, call, SILENT, active, 3)  # type: ignore[list-item]
+        row = _row_at(values, i, noise)
+        state, _, _ = advance([plan], (row,), state, call, _SILENT, active, 3)  # type: ignore[list-item]
     return state.x
 
 
-def row_at(values: Values, i: int, like: Tensor) -> Any:
+def _row_at(values: Values, i: int, like: Tensor) -> Any:
     """One row of tensors, on x's device."""
     x, anchor = values.weights[i]
     level = SoftLevel(values.alphas[i].to(like.device), values.sigmas[i].to(like.device), values.ratios[i])
     time = values.times[i].to(like.device).expand(len(like))
-    soft = None if anchor is None else soften(anchor, like)
-    return Row(level, time, soften(x, like), soft)  # type: ignore[arg-type]
+    soft = None if anchor is None else _soften(anchor, like)
+    return Row(level, time, _soften(x, like), soft)  # type: ignore[arg-type]
 
 
-def soften(weights: Soft, like: Tensor) -> Any:
+def _soften(weights: Soft, like: Tensor) -> Any:
     """Weights in x's precision, on its device."""
     return tuple((r, w.to(like)) for r, w in weights)
 
 
-def called(table: Table, values: Values, denoiser: Denoiser, count: int, recompute: bool) -> Call:
+def _called(table: Table, values: Values, denoiser: Denoiser, count: int, recompute: bool) -> _Call:
     """The denoiser of a run, x0 alone; with `recompute` activations are computed again on the way back, not kept."""
     bound: Any = denoiser
     if isinstance(denoiser, BindsToRun):  # guidance may want to know where the run is
@@ -96,9 +96,9 @@ def too_heavy(table: Table, denoiser: Denoiser, noise: Tensor) -> bool:
         return tensor
 
     values = table.values(table.zeros())
-    row = row_at(values, table.steps - 1, noise)
+    row = _row_at(values, table.steps - 1, noise)
     with saved_tensors_hooks(count, lambda tensor: tensor):
-        called(table, values, denoiser, len(noise), False)(noise.detach().requires_grad_(), row.level, row.time)
+        _called(table, values, denoiser, len(noise), False)(noise.detach().requires_grad_(), row.level, row.time)
     on_gpu = noise.device.type == "cuda"
     room = torch.cuda.mem_get_info(noise.device)[0] // 2 if on_gpu else KEEP_BYTES  # on a GPU half of what is free
     return table.steps * sum(sizes.values()) > room
@@ -106,10 +106,10 @@ def too_heavy(table: Table, denoiser: Denoiser, noise: Tensor) -> bool:
 
 # --- the descent --------------------------------------------------------------------------------------------------
 
-BETAS = (0.9, 0.99)
-LEAST_RATE = 0.02  # of the first rate, at the end
-ROUND = 1e-12  # under the root of an error that is 0
-CLIP = 10.0  # times the usual length of the gradient: pairs between two basins have any
+_BETAS = (0.9, 0.99)
+_LEAST_RATE = 0.02  # of the first rate, at the end
+_ROUND = 1e-12  # under the root of an error that is 0
+_CLIP = 10.0  # times the usual length of the gradient: pairs between two basins have any
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def descend(fit: Fit, data: TuningData, how: Descent, done: Callable[[], object]
     """Tunes the knobs from the best ones, until nothing improves or for so many iterations."""
     fit.knobs = copied(fit.best)
     turned = [fit.knobs[name].requires_grad_() for name in KNOBS[how.what]]
-    optimiser = torch.optim.Adam(turned, lr=how.rate, betas=BETAS)
+    optimiser = torch.optim.Adam(turned, lr=how.rate, betas=_BETAS)
     order = batches(len(data.tune), how.batch, how.seed)
     few = data.tune.pairs.first(min(how.at_once, how.batch, data.model.most))
     recompute = too_heavy(fit.table, data.model.denoiser(few), data.model.noise(few))
@@ -189,7 +189,7 @@ def descend(fit: Fit, data: TuningData, how: Descent, done: Callable[[], object]
         fit.iterations += 1
         done()
         if (i + 1) % how.every == 0 or i + 1 == how.iterations:
-            stale = 0 if look(fit, data, how.at_once) else stale + 1
+            stale = 0 if _look(fit, data, how.at_once) else stale + 1
             if stale >= how.patience:
                 break
     fit.knobs = copied(fit.knobs)
@@ -206,7 +206,7 @@ def backward(fit: Fit, data: TuningData, chosen: list[int], at_once: int, recomp
         values = fit.table.values(fit.knobs)
         noise, truth = (held[part].to(model.device) for held in (data.tune.noise, data.tune.x0))
         x = travel(fit.table, values, model.denoiser(pairs), noise, recompute)
-        found = (distance(x, truth).double() + ROUND).sqrt().sum() / len(chosen)
+        found = (distance(x, truth).double() + _ROUND).sqrt().sum() / len(chosen)
         found.backward()
         total += float(found.detach())
     return total
@@ -219,14 +219,14 @@ def tame(turned: list[Tensor], usual: list[float]) -> bool:
         return False
     middle = sorted(usual[-20:])[len(usual[-20:]) // 2] if usual else length
     usual.append(length)
-    if length > CLIP * middle > 0:
+    if length > _CLIP * middle > 0:
         for knob in turned:
             if knob.grad is not None:
-                knob.grad.mul_(CLIP * middle / length)
+                knob.grad.mul_(_CLIP * middle / length)
     return True
 
 
-def look(fit: Fit, data: TuningData, at_once: int) -> bool:
+def _look(fit: Fit, data: TuningData, at_once: int) -> bool:
     """Evaluates the knobs as they are now, and keeps them where the mean of the roots is the least so far.
 
     Not the mean of the errors: a few outliers decide it, and with other seeds these would be others.
@@ -258,7 +258,7 @@ def batches(count: int, batch: int, seed: int) -> Iterator[list[int]]:
 
 def falling(part: float) -> float:
     """A cosine from 1 to nearly 0."""
-    return LEAST_RATE + (1.0 - LEAST_RATE) * 0.5 * (1.0 + math.cos(math.pi * part))
+    return _LEAST_RATE + (1.0 - _LEAST_RATE) * 0.5 * (1.0 + math.cos(math.pi * part))
 
 
 def copied(knobs: dict[str, Tensor]) -> dict[str, Tensor]:

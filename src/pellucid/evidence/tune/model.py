@@ -36,8 +36,8 @@ from pellucid.pipeline.request import MAX_BATCH, Request
 # --- Pairs ----------------------------------------------------------------------------------------------------------
 
 FEWEST_PAIRS, MOST_PAIRS = 4, 100_000
-SCENES = "scenes"
-SHARES = (2, 1, 1)  # of the prompts of a file: to tune, to watch, to judge
+_SCENES = "scenes"
+_SHARES = (2, 1, 1)  # of the prompts of a file: to tune, to watch, to judge
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def make_sets(
 ) -> PairSets:
     """Consecutive seeds from `seed`. Prompts are shuffled and divided, and repeat where they are few."""
     check_seed(seed + sum(counts))
-    own = [None] * 3 if prompts is None else divided(prompts, counts, seed)
+    own = [None] * 3 if prompts is None else _divided(prompts, counts, seed)
     generator = torch.Generator().manual_seed(seed)
     sets, first = [], seed
     for count, texts in zip(counts, own, strict=True):
@@ -88,28 +88,28 @@ def make_sets(
     return PairSets(*sets)
 
 
-def divided(prompts: Sequence[str], counts: tuple[int, int, int], seed: int) -> list[list[str]]:
+def _divided(prompts: Sequence[str], counts: tuple[int, int, int], seed: int) -> list[list[str]]:
     """Three lists of prompts that share none."""
     distinct = list(dict.fromkeys(prompts))
-    if len(distinct) < sum(SHARES):
-        must = f"at least {sum(SHARES)} different ones, of which some are held out"
+    if len(distinct) < sum(_SHARES):
+        must = f"at least {sum(_SHARES)} different ones, of which some are held out"
         raise PellucidError(rule("--prompts", must, len(distinct)), "prompts")
     order = torch.randperm(len(distinct), generator=torch.Generator().manual_seed(seed)).tolist()
-    wanted = counts if len(distinct) >= sum(counts) else SHARES
+    wanted = counts if len(distinct) >= sum(counts) else _SHARES
     ends = [len(distinct) * sum(wanted[: k + 1]) // sum(wanted) for k in range(3)]
     return [[distinct[i] for i in order[a:b]] for a, b in zip([0, *ends], ends, strict=False)]
 
 
 def read_prompts(source: str, count: int, seed: int) -> list[str]:
     """`scenes`: captions of the world of scenes; else the lines of a file that are not empty."""
-    if source == SCENES:
+    if source == _SCENES:
         return [caption for caption, _ in scenes.prompts(count, seed=seed, split="train")]
-    return list(read_lines_of(Path(source), SCENES))
+    return list(read_lines_of(Path(source), _SCENES))
 
 
 # --- Models ---------------------------------------------------------------------------------------------------------
 
-CPU = torch.device("cpu")
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class TuningModel:
     target: Target
     shape: tuple[int, ...]
     denoiser: Callable[[Pairs], Denoiser]
-    device: torch.device = CPU
+    device: torch.device = _CPU
     dtype: torch.dtype = torch.float32  # of x
     guidance: str = "off"
     fingerprint: str = ""
@@ -160,7 +160,7 @@ def model_of(pipe: Pipeline, guidance: Any = None) -> TuningModel:
 
     def denoiser(pairs: Pairs) -> Denoiser:
         made, count = conditions(pairs.prompts, pairs.labels), len(pairs)
-        cond, uncond = (None if one is None else expanded(one, count) for one in (made.cond, made.uncond))
+        cond, uncond = (None if one is None else _expanded(one, count) for one in (made.cond, made.uncond))
         filters = {"x0_filter": None if reading is None else reading.x0_filter, "dtype": working_dtype(network)}
         return GuidedDenoiser(called, parts.schedule, parts.target, cond or {}, uncond, guided, **filters)  # type: ignore
 
@@ -174,16 +174,16 @@ def model_of(pipe: Pipeline, guidance: Any = None) -> TuningModel:
         guidance=words,
         fingerprint=fingerprint.of_model(parts),
         takes_text=takes_text(network),
-        classes=classes_of(network),
+        classes=_classes_of(network),
     )
 
 
-def expanded(inputs: dict[str, Any], count: int) -> dict[str, Any]:
+def _expanded(inputs: dict[str, Any], count: int) -> dict[str, Any]:
     """Inputs of some number of images: those of an unconditional model are made for one."""
     return {k: v.expand(count, *v.shape[1:]) if len(v) == 1 != count else v for k, v in inputs.items()}
 
 
-def classes_of(network: Any) -> int | None:
+def _classes_of(network: Any) -> int | None:
     """How many classes a network makes images of; None where it has none."""
     if not takes_labels(network):
         return None
@@ -192,11 +192,11 @@ def classes_of(network: Any) -> int | None:
 
 # --- Exact mixtures -------------------------------------------------------------------------------------------------
 
-MOST_POINTS = 8192  # of one call
+_MOST_POINTS = 8192  # of one call
 
 
 @dataclass(frozen=True)
-class ExactNetwork:
+class _ExactNetwork:
     """network(x, time) → the target of the mixture at the level of that time. One time for the whole batch."""
 
     mixture: Mixture
@@ -214,12 +214,12 @@ class ExactNetwork:
         ratio = float(self.schedule.ratio_at(float(time.detach())))
         if np.isinf(ratio):
             return SoftLevel(*(torch.tensor(v, dtype=torch.float64) for v in (0.0, 1.0)), ratio)
-        lam = LambdaOfTime.apply(time.to(torch.float64), self.schedule)
+        lam = _LambdaOfTime.apply(time.to(torch.float64), self.schedule)
         alpha, sigma = split_levels(lam, self.schedule.frame)
         return SoftLevel(alpha, sigma, ratio)
 
 
-class LambdaOfTime(torch.autograd.Function):
+class _LambdaOfTime(torch.autograd.Function):
     """Time → λ of the schedule. Its derivative is a central difference."""
 
     @staticmethod
@@ -239,14 +239,10 @@ class LambdaOfTime(torch.autograd.Function):
         return grads[0] * ctx.slope, None
 
 
-def exact_denoiser(mixture: Mixture, schedule: Schedule, target: Target) -> NetworkDenoiser:
-    return NetworkDenoiser(ExactNetwork(mixture, schedule, target), schedule, target, gradients=True)
-
-
 def oracle_model(name: str, mixture: Mixture, schedule: Schedule, target: Target | None = None) -> TuningModel:
     """A mixture under a schedule, as a model that is tuned for; in float64."""
     kind = schedule.carries[0] if target is None else target
-    known = exact_denoiser(mixture, schedule, kind)
+    known = NetworkDenoiser(_ExactNetwork(mixture, schedule, kind), schedule, kind, gradients=True)
     return TuningModel(
         name=f"{name}, {schedule.name}",
         schedule=schedule,
@@ -254,5 +250,5 @@ def oracle_model(name: str, mixture: Mixture, schedule: Schedule, target: Target
         shape=(mixture.means.shape[1],),
         denoiser=lambda pairs: known,
         dtype=torch.float64,
-        most=MOST_POINTS,
+        most=_MOST_POINTS,
     )

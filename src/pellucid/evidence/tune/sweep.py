@@ -26,10 +26,10 @@ from pellucid.evidence.tune.teacher import ErrorSummary, Truth, errors
 
 KEYS = ("calls", "name", "pairs")
 GRIDS = tuple(name for name in grids.names() if name not in ("explicit", "lcm"))
-ORDERS = (1, 2, 3, 4)
-SIFTED = 64  # pairs on which all are tried
+_ORDERS = (1, 2, 3, 4)
+_SIFTED = 64  # pairs on which all are tried
 KEPT = 8  # of them, the best by mean and by the mean of roots, on all pairs
-USUAL = "dpmpp_2m:karras"  # what people use; always measured on all pairs
+_USUAL = "dpmpp_2m:karras"  # what people use; always measured on all pairs
 
 
 def plan_within(start: Start, schedule: Schedule, target: str, calls: int) -> Plan:
@@ -61,19 +61,19 @@ def candidates() -> list[Start]:
         Start(name, grid, options)
         for name, entry in REGISTRY.items()
         if entry.deterministic and entry.family not in ("inversion", "distilled")
-        for options in variants(entry)
+        for options in _variants(entry)
         for grid in GRIDS
     ]
 
 
-def variants(entry: Sampler) -> Iterator[dict[str, Any]]:
+def _variants(entry: Sampler) -> Iterator[dict[str, Any]]:
     """Its orders and, where it has two, its algorithms; an order that it does not have is left out."""
     known = entry.options()
     algorithms: Sequence[dict[str, Any]] = (
         [{"algorithm": name} for name in ("dpmsolver++", "dpmsolver")] if "algorithm" in known else [{}]
     )
     for algorithm in algorithms:
-        for order in ORDERS if "order" in known else (None,):
+        for order in _ORDERS if "order" in known else (None,):
             options = algorithm if order is None else {"order": order, **algorithm}
             try:
                 compile_plan(entry.name, steps=6, **options)
@@ -91,7 +91,7 @@ class Sweep:
     truth: Truth
     at_once: int = 64
     folder: Path | None = None
-    sifted: int = SIFTED
+    sifted: int = _SIFTED
     done: Callable[[], object] = lambda: None
 
     @property
@@ -119,15 +119,15 @@ class Sweep:
         with self.records() as records:
             first = [self.cell(records, calls, name, self.sifted) for name in self.all]
             known = [cell for cell in first if not cell.refused]
-            chosen = {cell.name for key in ("mean", "root") for cell in sorted(known, key=ranked(key))[:KEPT]}
-            chosen |= {USUAL} & {cell.name for cell in known}
+            chosen = {cell.name for key in ("mean", "root") for cell in sorted(known, key=_ranked(key))[:KEPT]}
+            chosen |= {_USUAL} & {cell.name for cell in known}
             whole = [self.cell(records, calls, name, len(self.truth)) for name in sorted(chosen)]
-        return sorted(whole, key=ranked("mean"))[: count or None]
+        return sorted(whole, key=_ranked("mean"))[: count or None]
 
     def usual(self, calls: int) -> Cell:
         """DPM++ 2M on Karras' grid."""
         with self.records() as records:
-            return self.cell(records, calls, USUAL, len(self.truth))
+            return self.cell(records, calls, _USUAL, len(self.truth))
 
     def plan(self, cell: Cell) -> Plan:
         return plan_within(self.all[cell.name], self.model.schedule, self.model.target, cell.calls)
@@ -161,11 +161,11 @@ class Sweep:
         found = errors(plan, self.model, self.truth.first(count), self.at_once)
         if not bool(found.isfinite().all()):
             return {"refused": "not-finite", "nfe": plan.nfe}
-        told = ErrorSummary.of(found)
-        return {"nfe": plan.nfe, "mean": told.mean, "root": float(found.sqrt().mean()), "summary": told.to_dict()}
+        summary = ErrorSummary.of(found).to_dict()
+        return {"nfe": plan.nfe, "mean": summary["mean"], "root": float(found.sqrt().mean()), "summary": summary}
 
 
-def ranked(key: str) -> Callable[[Cell], tuple[float, str]]:
+def _ranked(key: str) -> Callable[[Cell], tuple[float, str]]:
     return lambda cell: (getattr(cell, key), cell.name)
 
 
@@ -174,7 +174,7 @@ def ranked(key: str) -> Callable[[Cell], tuple[float, str]]:
 # Of every basis one or two. UniPC's rows have a corrector, which the others get from the tuning.
 SAMPLERS = ("unipc-3", "dpmpp_2m", "dpmpp_3m", "deis-3", "ipndm-3", "lms-3")
 SURE = "unipc"  # is among them wherever it can be
-TRIED_PAIRS = 16  # pairs
+_TRIED_PAIRS = 16  # pairs
 SHORTLIST = 4
 
 
@@ -182,7 +182,7 @@ def shortlist(
     model: TuningModel, truth: Truth, steps: int, at_once: int, done: Callable[[], object] = lambda: None
 ) -> list[Start]:
     """The best grid of each sampler by the mean of √error on a few pairs, the best samplers first."""
-    few, best = truth.first(TRIED_PAIRS), []
+    few, best = truth.first(_TRIED_PAIRS), []
     for name in SAMPLERS:
         found = []
         for grid in GRIDS:

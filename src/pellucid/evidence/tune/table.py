@@ -30,8 +30,8 @@ from pellucid.core.schedule import Array, Frame, Level, Schedule, Target
 #
 # Shares are the weights of a row without the two numbers that the marginal law fixes. With a perfect denoiser of one
 # point every register is a pair, (how much of the point, how much of the first noise). That of a prediction is the same
-# at every level: (1, 0) for x0, (0, 1) for eps, (−1, 1) for the flow. `across` is the coordinate of a pair in which
-# predictions are 0, `along` the one in which they are 1. A row lands where it should when both coordinates do:
+# at every level: (1, 0) for x0, (0, 1) for eps, (−1, 1) for the flow. `_across` is the coordinate of a pair in which
+# predictions are 0, `_along` the one in which they are 1. A row lands where it should when both coordinates do:
 #
 # - across: x and the anchor together bring all of it; `mix` is the part that x brings;
 # - along: the predictions together bring what x and the anchor leave; `c1…c3` are the parts of p1…p3, in units of the
@@ -39,91 +39,95 @@ from pellucid.core.schedule import Array, Frame, Level, Schedule, Target
 #
 # So any shares keep the law. See docs/decisions/0017-tuning-keeps-the-law.md.
 
-PAST = 3  # earlier predictions that a row may use
-WIDTH = 1 + PAST  # mix, c1, c2, c3
-ROUNDING = 1e-13
-BASES = ("x0", "eps", "flow")
-Pair = tuple[Any, Any]  # (alpha, sigma), numbers or tensors
+_PAST = 3  # earlier predictions that a row may use
+_WIDTH = 1 + _PAST  # mix, c1, c2, c3
+_ROUNDING = 1e-13
+_BASES = ("x0", "eps", "flow")
+_Pair = tuple[Any, Any]  # (alpha, sigma), numbers or tensors
 
 
-def across(basis: Target, pair: Pair) -> Any:
+def _across(basis: Target, pair: _Pair) -> Any:
     """The coordinate of a pair in which predictions are 0."""
     alpha, sigma = pair
     return {"x0": sigma, "eps": alpha, "flow": alpha + sigma}[basis]
 
 
-def along(basis: Target, pair: Pair) -> Any:
+def _along(basis: Target, pair: _Pair) -> Any:
     """The coordinate of a pair in which predictions are 1."""
     alpha, sigma = pair
     return {"x0": alpha, "eps": sigma, "flow": (sigma - alpha) / 2}[basis]
 
 
-def first_step(basis: Target, start: Pair, end: Pair) -> Any:
+def _first_step(basis: Target, start: _Pair, end: _Pair) -> Any:
     """The weight of the one prediction in a first-order step: the unit of the shares."""
-    return along(basis, end) - along(basis, start) * (across(basis, end) / across(basis, start))
+    return _along(basis, end) - _along(basis, start) * (_across(basis, end) / _across(basis, start))
 
 
-def to_weights(basis: Target, shares: Sequence[Any], x: Pair, anchor: Pair | None, end: Pair, back: Pair) -> list[Any]:
+def _to_weights(
+    basis: Target, shares: Sequence[Any], x: _Pair, anchor: _Pair | None, end: _Pair, back: _Pair
+) -> list[Any]:
     """Weights of x, anchor, p0…p3 that land on `end`; `back` is where the first-order step of the unit begins."""
     mix, *rest = shares
-    f_end = across(basis, end)
-    w_x = f_end / across(basis, x) * (mix if anchor is not None else 1.0)
-    w_anchor = f_end / across(basis, anchor) * (1.0 - mix) if anchor is not None else 0.0
-    left = along(basis, end) - w_x * along(basis, x)
+    f_end = _across(basis, end)
+    w_x = f_end / _across(basis, x) * (mix if anchor is not None else 1.0)
+    w_anchor = f_end / _across(basis, anchor) * (1.0 - mix) if anchor is not None else 0.0
+    left = _along(basis, end) - w_x * _along(basis, x)
     if anchor is not None:
-        left = left - w_anchor * along(basis, anchor)
-    unit = first_step(basis, back, end)
+        left = left - w_anchor * _along(basis, anchor)
+    unit = _first_step(basis, back, end)
     past = [unit * share for share in rest]
     return [w_x, w_anchor, left - sum(past), *past]
 
 
-def from_weights(basis: Target, weights: Weights, x: Pair, anchor: Pair | None, end: Pair, back: Pair) -> list[float]:
+def _from_weights(
+    basis: Target, weights: Weights, x: _Pair, anchor: _Pair | None, end: _Pair, back: _Pair
+) -> list[float]:
     """The shares of a row's weights; refuses a row that does not land on `end`."""
     held = dict(weights)
-    f_end = across(basis, end)
-    mix = held.get(0, 0.0) * across(basis, x) / f_end if f_end and anchor is not None else 1.0
-    unit = first_step(basis, back, end)
-    shares = [snapped(share) for share in (mix, *(held.get(2 + k, 0.0) / unit for k in range(1, WIDTH)))]
-    again = to_weights(basis, shares, x, anchor, end, back)
+    f_end = _across(basis, end)
+    mix = held.get(0, 0.0) * _across(basis, x) / f_end if f_end and anchor is not None else 1.0
+    unit = _first_step(basis, back, end)
+    shares = [_snapped(share) for share in (mix, *(held.get(2 + k, 0.0) / unit for k in range(1, _WIDTH)))]
+    again = _to_weights(basis, shares, x, anchor, end, back)
     size = max(map(abs, held.values()), default=1.0)
     if any(abs(w - held.get(r, 0.0)) > 1e-9 * size for r, w in enumerate(again)) or max(held, default=0) > 5:
         raise PellucidError(rule("start", "a sampler whose rows all land on their level", "another"), "start")
     return shares
 
 
-def snapped(share: float) -> float:
+def _snapped(share: float) -> float:
     """0 or 1 for a share that only rounding keeps from it: an unused register stays unused."""
     near = round(share)
-    return float(near) if near in (0, 1) and abs(share - near) < ROUNDING else share
+    return float(near) if near in (0, 1) and abs(share - near) < _ROUNDING else share
 
 
-def shares_of(basis: Target, rows: Sequence[Row], ends: Sequence[Pair], lift: bool) -> list[list[list[float]]]:
+def _shares_of(basis: Target, rows: Sequence[Row], ends: Sequence[_Pair], lift: bool) -> list[list[list[float]]]:
     """Shares (N, 2, 4) of a start's rows: of x, and of the anchor; zeros where a row keeps its anchor.
 
     With `lift` the rows have no anchor of their own, and every row leaves x as it was called: what a corrector needs.
     """
     found = []
     for i, row in enumerate(rows):
-        here, back = pair_of(row), anchor_before(rows, i, lift)
-        own = from_weights(basis, row.x, here, back, ends[i], here)
+        here, back = _pair_of(row), _anchor_before(rows, i, lift)
+        own = _from_weights(basis, row.x, here, back, ends[i], here)
         kept = [1.0, 0.0, 0.0, 0.0]
         if row.anchor is not None:
-            kept = from_weights(basis, row.anchor, here, back, here, back or here) if back else kept
+            kept = _from_weights(basis, row.anchor, here, back, here, back or here) if back else kept
         found.append([own, kept])
     return found
 
 
-def pair_of(row: Row) -> Pair:
+def _pair_of(row: Row) -> _Pair:
     return row.level.alpha, row.level.sigma
 
 
-def anchor_before(rows: Sequence[Row], i: int, lift: bool) -> Pair | None:
+def _anchor_before(rows: Sequence[Row], i: int, lift: bool) -> _Pair | None:
     """Where the anchor is when row i is called: at the level of the row that wrote it last."""
-    j = anchor_index(rows, i, lift)
-    return None if j is None else pair_of(rows[j])
+    j = _anchor_index(rows, i, lift)
+    return None if j is None else _pair_of(rows[j])
 
 
-def anchor_index(rows: Sequence[Row], i: int, lift: bool) -> int | None:
+def _anchor_index(rows: Sequence[Row], i: int, lift: bool) -> int | None:
     if lift:
         return i - 1 if i else None
     return next((j for j in range(i - 1, -1, -1) if rows[j].anchor is not None), None)
@@ -131,7 +135,7 @@ def anchor_index(rows: Sequence[Row], i: int, lift: bool) -> int | None:
 
 # --- starts -----------------------------------------------------------------------------------------------------------
 
-ORDERED = re.compile(r"(?P<name>.+)-(?P<order>\d)")
+_ORDERED = re.compile(r"(?P<name>.+)-(?P<order>\d)")
 FEWEST_STEPS, MOST_STEPS = 2, 100  # steps of a plan that is tuned
 
 
@@ -149,7 +153,7 @@ class Start:
         name, sign, grid = text.partition(":")
         if not sign or not name or not grid:
             raise PellucidError(rule("--start", "SAMPLER:GRID, such as unipc-3:karras", text), "start")
-        ordered = ORDERED.fullmatch(name)
+        ordered = _ORDERED.fullmatch(name)
         known = resolve(ordered["name"])[0] if ordered else None
         if known is not None and ordered is not None and "order" in known.options():
             made = Start(known.name, grids.named(grid).name, {"order": int(ordered["order"])})
@@ -184,9 +188,9 @@ class Start:
 
     def draft(self, schedule: Schedule, ratios: Sequence[float] | Array) -> Draft:
         """The sampler's own rows when it calls at these sigma / alpha, and ends clean."""
-        told = schedule.time_at(np.asarray(ratios))
+        times = schedule.time_at(np.asarray(ratios))
         ends = [*ratios[1:], 0.0]
-        path = on_frame(self.entry, schedule, lambda frame: grids.build(schedule, frame, told, ratios, ends))
+        path = on_frame(self.entry, schedule, lambda frame: grids.build(schedule, frame, times, ratios, ends))
         return self.entry.draft(path, dict(self.options))
 
 
@@ -198,7 +202,7 @@ def tunable(entry: Sampler) -> bool:
         plan = compile_plan(entry.name, schedule="linear", grid="exponential", steps=6)
     except PellucidError:
         return False
-    return plan.nfe == 6 and not plan.guided and not plan.declared and plan.basis in BASES and plan.end.sigma == 0.0
+    return plan.nfe == 6 and not plan.guided and not plan.declared and plan.basis in _BASES and plan.end.sigma == 0.0
 
 
 def check_whole(name: str, value: object, least: int, most: int, code: str, must: str = "") -> None:
@@ -220,7 +224,7 @@ KNOBS: dict[What, tuple[str, ...]] = {
 }
 Knobs = Mapping[str, Tensor]
 Soft = tuple[tuple[int, Tensor], ...]  # register, weight
-LAMBDA_STEP, TIME_STEP = 1e-5, 1e-6  # of central differences, in λ
+_LAMBDA_STEP, TIME_STEP = 1e-5, 1e-6  # of central differences, in λ
 
 
 @dataclass(frozen=True)
@@ -268,13 +272,13 @@ class Table:
         if plan.nfe != steps or len(draft.rows) != steps or plan.end.sigma != 0.0 or plan.declared:
             raise PellucidError(rule("--start", f"a sampler of {steps} calls that ends clean", start.text), "start")
         lift = all(r.anchor is None for r in draft.rows)
-        anchors = tuple(anchor_index(draft.rows, i, lift) for i in range(steps))
+        anchors = tuple(_anchor_index(draft.rows, i, lift) for i in range(steps))
         writes = tuple(i + 1 < steps and (lift or r.anchor is not None) for i, r in enumerate(draft.rows))
         times, lams = np.array([r.time for r in plan.rows]), np.array([r.level.lam for r in plan.rows])
         return Table(
             start, schedule, plan, lams, writes, anchors, lift,
-            free_shares(anchors, writes, plan.basis, steps), pitch_of(times),
-            *reach(schedule, lams),
+            _free_shares(anchors, writes, plan.basis, steps), _pitch_of(times),
+            *_reach(schedule, lams),
         )  # fmt: skip
 
     @property
@@ -315,19 +319,19 @@ class Table:
         lams = self.lams_at(knobs["gaps"])
         ratios = [math.exp(-v) for v in lams.tolist()]
         alphas, sigmas = split_levels(lams, self.plan.frame)
-        alphas = torch.cat([alphas, lone(self.plan.end.alpha)])
-        sigmas = torch.cat([sigmas, lone(self.plan.end.sigma)])
-        own = StartShares.apply(lams, self)
+        alphas = torch.cat([alphas, _lone(self.plan.end.alpha)])
+        sigmas = torch.cat([sigmas, _lone(self.plan.end.sigma)])
+        own = _StartShares.apply(lams, self)
         added = torch.zeros(self.free.shape, dtype=torch.float64).masked_scatter(self.free, knobs["shares"])
-        times = ScheduleTime.apply(lams, self.schedule) + knobs["told"] * torch.from_numpy(self.pitch)
+        times = _ScheduleTime.apply(lams, self.schedule) + knobs["told"] * torch.from_numpy(self.pitch)
         weights = self.weights(own + added, alphas, sigmas)
         return Values(alphas, sigmas, times.clamp(*self.schedule.span), weights, ratios)
 
     def shares_at(self, lams: Array) -> Array:
         """(N, 2, 4): the shares of the start's own formula with calls at these λ."""
         rows = self.start.draft(self.schedule, np.exp(-lams)).rows
-        ends = [pair_of(r) for r in rows[1:]] + [(self.plan.end.alpha, self.plan.end.sigma)]
-        return np.array(shares_of(self.plan.basis, rows, ends, self.lift))
+        ends = [_pair_of(r) for r in rows[1:]] + [(self.plan.end.alpha, self.plan.end.sigma)]
+        return np.array(_shares_of(self.plan.basis, rows, ends, self.lift))
 
     def weights(self, shares: Tensor, alphas: Tensor, sigmas: Tensor) -> list[tuple[Soft, Soft | None]]:
         """Of every row, the weights of the registers that are filled by then."""
@@ -336,13 +340,13 @@ class Table:
         for i, (own, kept) in enumerate(shares.unbind()):
             here, j = levels[i], self.anchors[i]
             back = None if j is None else levels[j]
-            filled = [0, *([1] if j is not None else []), *range(2, 3 + min(i, PAST))]
-            x = to_weights(self.plan.basis, own.unbind(), here, back, levels[i + 1], here)
+            filled = [0, *([1] if j is not None else []), *range(2, 3 + min(i, _PAST))]
+            x = _to_weights(self.plan.basis, own.unbind(), here, back, levels[i + 1], here)
             anchor: Soft | None = None
             if self.writes[i]:
                 anchor = ((0, torch.ones((), dtype=torch.float64)),)
                 if back is not None:
-                    made = to_weights(self.plan.basis, kept.unbind(), here, back, here, back)
+                    made = _to_weights(self.plan.basis, kept.unbind(), here, back, here, back)
                     anchor = tuple((r, made[r]) for r in filled)
             found.append((tuple((r, x[r]) for r in filled), anchor))
         return found
@@ -355,7 +359,7 @@ class Table:
             values = self.values(knobs)
         alphas, sigmas, times = (v.tolist() for v in (values.alphas, values.sigmas, values.times))
         rows = tuple(
-            Row(Level(alphas[i], sigmas[i]), times[i], hard(x), None if anchor is None else hard(anchor))
+            Row(Level(alphas[i], sigmas[i]), times[i], _hard(x), None if anchor is None else _hard(anchor))
             for i, (x, anchor) in enumerate(values.weights)
         )
         made = replace(
@@ -364,23 +368,23 @@ class Table:
             rows=drop_dead_anchors(rows),
             start=rows[0].level,
             initial_scale=rows[0].level.sigma,
-            grid={**grid_of(self.schedule, values.ratios), "steps": self.steps},
+            grid={**_grid_of(self.schedule, values.ratios), "steps": self.steps},
         )
         return seal(made)
 
 
-def reach(schedule: Schedule, lams: Array) -> tuple[float, float]:
+def _reach(schedule: Schedule, lams: Array) -> tuple[float, float]:
     """Between which λ calls may lie: those of the schedule, or of the start where it goes beyond."""
     most, least = (-math.log(float(r)) if 0 < r < math.inf else -math.inf for r in schedule.ratio_at(schedule.span))
     finite = lams[np.isfinite(lams)]
     return min(least, float(finite[0])), max(most, float(finite[-1]))
 
 
-def free_shares(anchors: tuple[int | None, ...], writes: tuple[bool, ...], basis: str, steps: int) -> Tensor:
+def _free_shares(anchors: tuple[int | None, ...], writes: tuple[bool, ...], basis: str, steps: int) -> Tensor:
     """Which shares change something: those of registers that are filled by then."""
-    free = torch.zeros(steps, 2, WIDTH, dtype=torch.bool)
+    free = torch.zeros(steps, 2, _WIDTH, dtype=torch.bool)
     for i in range(steps):
-        past = min(i, PAST)
+        past = min(i, _PAST)
         ends_clean = i + 1 == steps and basis == "x0"  # x0 alone is left of a clean x
         free[i, 0, 0] = anchors[i] is not None and not ends_clean
         free[i, 0, 1 : 1 + past] = True
@@ -389,7 +393,7 @@ def free_shares(anchors: tuple[int | None, ...], writes: tuple[bool, ...], basis
     return free
 
 
-def pitch_of(times: Array) -> Array:
+def _pitch_of(times: Array) -> Array:
     """How far the times of a plan are apart, around each."""
     if len(times) == 1:
         return np.ones(1)
@@ -406,23 +410,23 @@ def split_levels(lams: Tensor, frame: Frame) -> tuple[Tensor, Tensor]:
     return torch.sigmoid(2 * lams).sqrt(), torch.sigmoid(-2 * lams).sqrt()
 
 
-def lone(value: float) -> Tensor:
+def _lone(value: float) -> Tensor:
     return torch.tensor([value], dtype=torch.float64)
 
 
-def hard(weights: Soft) -> Weights:
+def _hard(weights: Soft) -> Weights:
     """Weights as numbers, without zeros."""
     return tuple((r, float(w)) for r, w in weights if float(w) != 0.0)
 
 
-def grid_of(schedule: Schedule, ratios: list[float]) -> dict[str, Any]:
+def _grid_of(schedule: Schedule, ratios: list[float]) -> dict[str, Any]:
     """The calls of a table as an explicit grid."""
     if math.isinf(ratios[0]) and schedule.frame != "flow":
         return {"name": "explicit", "timesteps": [float(t) for t in schedule.time_at(np.array(ratios))]}
     return {"name": "explicit", "sigmas": [float(s) for s in schedule.sigma_of(np.array([*ratios, 0.0]))]}
 
 
-class StartShares(torch.autograd.Function):
+class _StartShares(torch.autograd.Function):
     """λ (N,) → the start's own shares (N, 2, 4). Its derivative is a central difference of the start's formula."""
 
     @staticmethod
@@ -435,13 +439,13 @@ class StartShares(torch.autograd.Function):
         grad, out = grads[0].numpy(), np.zeros_like(ctx.at)
         for j in np.flatnonzero(np.isfinite(ctx.at)):
             step = np.zeros_like(out)
-            step[j] = LAMBDA_STEP
+            step[j] = _LAMBDA_STEP
             apart = ctx.table.shares_at(ctx.at + step) - ctx.table.shares_at(ctx.at - step)
-            out[j] = float((apart * grad).sum()) / (2 * LAMBDA_STEP)
+            out[j] = float((apart * grad).sum()) / (2 * _LAMBDA_STEP)
         return torch.from_numpy(out), None
 
 
-class ScheduleTime(torch.autograd.Function):
+class _ScheduleTime(torch.autograd.Function):
     """λ → the schedule's time. Its derivative is a central difference."""
 
     @staticmethod

@@ -19,7 +19,7 @@ from pellucid.core.schedule import Schedule
 from pellucid.evidence.statistics import mean_interval
 from pellucid.evidence.tune.model import Pairs, TuningModel
 
-NOISE_AT_ONCE = 256
+_NOISE_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class NoisePairs:
 
     @staticmethod
     def of(model: TuningModel, pairs: Pairs) -> NoisePairs:
-        return NoisePairs(pairs, torch.cat([model.noise(part).cpu() for _, part in pairs.parts(NOISE_AT_ONCE)]))
+        return NoisePairs(pairs, torch.cat([model.noise(part).cpu() for _, part in pairs.parts(_NOISE_AT_ONCE)]))
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -104,8 +104,8 @@ def errors(plan: Plan, model: TuningModel, truth: Truth, at_once: int) -> Tensor
 SAMPLER = "dpmpp_3m"
 STEPS = 200
 FEWEST_STEPS, MOST_STEPS = 20, 2000
-SIGNAL = 300.0  # sigma / alpha of the second call after pure noise
-JUDGED = 32  # pairs on which the teacher itself is judged
+_SIGNAL = 300.0  # sigma / alpha of the second call after pure noise
+_JUDGED = 32  # pairs on which the teacher itself is judged
 
 
 def teacher_plan(schedule: Schedule, target: str, steps: int) -> Plan:
@@ -114,7 +114,7 @@ def teacher_plan(schedule: Schedule, target: str, steps: int) -> Plan:
     if 0 < high < math.inf:
         grid = Grid("explicit", sigmas=tuple(schedule.sigma_of(np.geomspace(high, low, steps))))
     else:
-        ratios = [math.inf, *np.geomspace(SIGNAL, low, steps - 1)]
+        ratios = [math.inf, *np.geomspace(_SIGNAL, low, steps - 1)]
         grid = Grid("explicit", timesteps=tuple(np.clip(schedule.time_at(np.array(ratios)), *schedule.span)))
     return compile_plan(SAMPLER, schedule=schedule, target=target, grid=grid)
 
@@ -129,6 +129,6 @@ def teach(
 
 def doubt(model: TuningModel, truth: Truth, steps: int, at_once: int) -> float:
     """The mean distance from a teacher of half the steps: an upper bound of the teacher's own error."""
-    few = truth.first(JUDGED)
+    few = truth.first(_JUDGED)
     half = teacher_plan(model.schedule, model.target, steps // 2)
     return float(distance(ends(half, model, few, at_once), few.x0).mean())

@@ -22,11 +22,11 @@ from pellucid.evidence.tune.sweep import SAMPLERS, shortlist
 from pellucid.evidence.tune.table import Start, Table, check_whole
 from pellucid.evidence.tune.teacher import ErrorSummary, Truth, errors
 
-NAME = "tuned"
+_NAME = "tuned"
 HEAT = 4  # a heat has one in so many of the iterations
 FINALISTS = 2  # starts that go on after the heats
-MOST_WATCHED = 512  # unless more are named
-OBJECTIVE = "the mean over pairs of √(rms distance of x0 from the converged one)"
+_MOST_WATCHED = 512  # unless more are named
+_OBJECTIVE = "the mean over pairs of √(rms distance of x0 from the converged one)"
 Stage = Callable[[str, int], AbstractContextManager[Callable[[], object]]]  # a bar: what, how many
 
 
@@ -61,7 +61,7 @@ class TuningConfig:
     def counts(self) -> tuple[int, int, int]:
         """Pairs to tune on, watched ones, judges."""
         half = self.pairs // 2 if isinstance(self.pairs, int) else 0
-        watched = max(min(half, MOST_WATCHED), FEWEST_PAIRS) if self.watched is None else self.watched
+        watched = max(min(half, _MOST_WATCHED), FEWEST_PAIRS) if self.watched is None else self.watched
         return self.pairs, watched, self.held_out
 
 
@@ -77,14 +77,14 @@ class TuningResult:
         return self.plan.evidence
 
 
-def no_bar(what: str, count: int) -> AbstractContextManager[Callable[[], object]]:
+def _no_bar(what: str, count: int) -> AbstractContextManager[Callable[[], object]]:
     return nullcontext(lambda: None)
 
 
 def tune(
     model: TuningModel,
     config: TuningConfig,
-    stage: Stage = no_bar,
+    stage: Stage = _no_bar,
     folder: Path | None = None,
     keep: Callable[[TuningResult], object] = lambda tuned: None,
 ) -> TuningResult:
@@ -94,15 +94,15 @@ def tune(
     with stage("asking the teacher", sum(map(len, sets))) as done:
         truths = [ask_teacher(model, pairs, config, done) for pairs in sets]
     data, judge = TuningData(model, truths[0], truths[1]), truths[2]
-    fits = run_heats(data, config, stage)
-    best = run_finals(fits, data, config, stage)
-    plan, found, evidence = judged(best, fits, model, judge, config)
-    evidence = {**about(model, config, sets, data), **evidence}
-    tuned = TuningResult(replace(plan, evidence={"says": sentence(evidence), **evidence}), found)
+    fits = _run_heats(data, config, stage)
+    best = _run_finals(fits, data, config, stage)
+    plan, found, evidence = _judged(best, fits, model, judge, config)
+    evidence = {**_about(model, config, sets, data), **evidence}
+    tuned = TuningResult(replace(plan, evidence={"says": _sentence(evidence), **evidence}), found)
     keep(tuned)
     if config.sweep:
-        evidence["untuned"] = sweep_rows(model, judge, config, found, stage, folder)
-        tuned = replace(tuned, plan=replace(plan, evidence={"says": sentence(evidence), **evidence}))
+        evidence["untuned"] = _sweep_rows(model, judge, config, found, stage, folder)
+        tuned = replace(tuned, plan=replace(plan, evidence={"says": _sentence(evidence), **evidence}))
         keep(tuned)
     return tuned
 
@@ -128,7 +128,7 @@ def ask_teacher(model: TuningModel, pairs: Pairs, config: TuningConfig, done: Ca
     return truth
 
 
-def run_heats(data: TuningData, config: TuningConfig, stage: Stage) -> list[Fit]:
+def _run_heats(data: TuningData, config: TuningConfig, stage: Stage) -> list[Fit]:
     """Every start a little way down; a single one waits for the descent itself."""
     model, at_once = data.model, config.descent.at_once
     chosen = list(config.starts)
@@ -145,7 +145,7 @@ def run_heats(data: TuningData, config: TuningConfig, stage: Stage) -> list[Fit]
     return fits
 
 
-def run_finals(fits: list[Fit], data: TuningData, config: TuningConfig, stage: Stage) -> Fit:
+def _run_finals(fits: list[Fit], data: TuningData, config: TuningConfig, stage: Stage) -> Fit:
     """The best of the heats all the way down; which of them is best after it."""
     finalists = sorted(fits, key=lambda fit: fit.best_root)[:FINALISTS]
     with stage("tuning", len(finalists) * config.descent.iterations) as done:
@@ -154,7 +154,7 @@ def run_finals(fits: list[Fit], data: TuningData, config: TuningConfig, stage: S
     return min(finalists, key=lambda fit: fit.best_root)
 
 
-def judged(
+def _judged(
     best: Fit, fits: list[Fit], model: TuningModel, judge: Truth, config: TuningConfig
 ) -> tuple[Plan, torch.Tensor, dict[str, Any]]:
     """The tuned plan against its start and the best start, on pairs that were not used before; the better is kept."""
@@ -176,7 +176,7 @@ def judged(
         "held_out": {name.replace(" ", "_"): ErrorSummary.of(e).to_dict() for name, e in found.items()},
         "gain": gain(found["tuned"], found["best start"]),
     }
-    plan = replace(plans[kept], name=NAME) if kept == "tuned" else plans[kept]
+    plan = replace(plans[kept], name=_NAME) if kept == "tuned" else plans[kept]
     return plan, found[kept], evidence
 
 
@@ -187,7 +187,7 @@ def gain(mine: torch.Tensor, other: torch.Tensor) -> dict[str, float]:
     return {"mean": float(apart.mean()), "low": interval.low, "high": interval.high}
 
 
-def about(model: TuningModel, config: TuningConfig, sets: PairSets, data: TuningData) -> dict[str, Any]:
+def _about(model: TuningModel, config: TuningConfig, sets: PairSets, data: TuningData) -> dict[str, Any]:
     """How the plan came to be."""
     return {
         "kind": "pellucid-tune",
@@ -197,7 +197,7 @@ def about(model: TuningModel, config: TuningConfig, sets: PairSets, data: Tuning
         "guidance": model.guidance,
         "what": config.descent.what,
         "steps": config.steps,
-        "objective": OBJECTIVE,
+        "objective": _OBJECTIVE,
         "error": "rms distance of x0 from the teacher's of the same seed and prompt, in the units of x0",
         "prompts": config.prompts,
         "seeds": {name: [pairs.seeds[0], pairs.seeds[-1]] for name, pairs in sets._asdict().items()},
@@ -209,7 +209,7 @@ def about(model: TuningModel, config: TuningConfig, sets: PairSets, data: Tuning
     }
 
 
-def sweep_rows(
+def _sweep_rows(
     model: TuningModel, judge: Truth, config: TuningConfig, mine: torch.Tensor, stage: Stage, folder: Path | None
 ) -> list[dict[str, Any]]:
     """The best untuned plan at each budget, on the same held-out pairs, compared with the tuned one."""
@@ -227,7 +227,7 @@ def sweep_rows(
     return rows
 
 
-def sentence(evidence: dict[str, Any]) -> str:
+def _sentence(evidence: dict[str, Any]) -> str:
     """What was found, in one line."""
     held = evidence["held_out"]
     kept, best = held[evidence["kept"].replace(" ", "_")], held["best_start"]

@@ -11,7 +11,7 @@ from torch import Tensor
 import pellucid
 from pellucid import scenes
 from pellucid.labs.answers import Check, Wrong
-from pellucid.labs.checks import off
+from pellucid.labs.checks.tensors import off
 
 CLOSE = 1e-5
 SCHEDULES = ("scaled_linear", "cosine")

@@ -11,7 +11,7 @@ from torch import Tensor
 import pellucid
 from pellucid.core.loop import StepSeen
 from pellucid.labs.answers import Check, Wrong
-from pellucid.labs.checks import off
+from pellucid.labs.checks.tensors import off
 from pellucid.pipeline.encoders.text import encode_prompts
 
 PROMPT = "a small blue heart in the top left on a cream background"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import pellucid
 from pellucid.labs.answers import Check, Wrong
-from pellucid.labs.checks import off
+from pellucid.labs.checks.tensors import off
 from pellucid.models.guided import GuidedDenoiser
 from pellucid.models.unet import UNet
 from pellucid.pipeline.encoders.text import encode_prompts

@@ -17,7 +17,7 @@ from torch import Tensor
 import pellucid
 from pellucid import scenes
 from pellucid.labs.answers import Check, Wrong
-from pellucid.labs.checks import off
+from pellucid.labs.checks.tensors import off
 from pellucid.models.vae import AutoencoderKL, to_diffusion
 
 FACTOR, SHIFT = 0.18215, 0.6

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import pellucid
 from pellucid.labs.answers import Check, Wrong
-from pellucid.labs.checks import off
+from pellucid.labs.checks.tensors import off
 from pellucid.models.vae import AutoencoderKL
 from pellucid.pipeline.images import to_tensor
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import pellucid
 from pellucid.labs.answers import Check, Wrong
-from pellucid.labs.checks import off
+from pellucid.labs.checks.tensors import off
 from pellucid.models.attention import split_heads
 from pellucid.models.dit import DiT, DiTConfig
 from pellucid.models.dit_blocks import modulate

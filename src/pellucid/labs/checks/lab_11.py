@@ -11,7 +11,7 @@ from torch import Tensor
 import pellucid
 from pellucid.core import oracle
 from pellucid.labs.answers import Check, Wrong
-from pellucid.labs.checks import tensor
+from pellucid.labs.checks.tensors import tensor
 
 CLOSE = 1e-6
 SAMPLERS = ("ddim", "dpmpp_2m", "dpmpp_3m")

@@ -56,7 +56,7 @@ def takes_guidance(network: nn.Module) -> bool:
     return isinstance(network, UNet) and network.config.time_cond_proj_dim is not None
 
 
-def check_words(components: Components, request: Request) -> None:
+def _check_words(components: Components, request: Request) -> None:
     """A prompt for a model without text, a label for one without classes: refused by name."""
     network = components.network
     if not takes_text(network):
@@ -64,7 +64,7 @@ def check_words(components: Components, request: Request) -> None:
             held = getattr(request, name)
             if held is not None and (isinstance(held, Tensor) or held):
                 raise PellucidError(f"{name} must be left out: {components.name} takes no text.", "no-text")
-    for name in unused_fields(components):
+    for name in _unused_fields(components):
         if getattr(request, name) != getattr(Request, name):
             got = getattr(request, name)
             raise PellucidError(rule(name, f"left out: {components.name} does not take it", got), "no-effect")
@@ -72,7 +72,7 @@ def check_words(components: Components, request: Request) -> None:
         raise PellucidError(rule("label", f"left out: {components.name} has no classes", request.label), "no-labels")
 
 
-def unused_fields(components: Components) -> list[str]:
+def _unused_fields(components: Components) -> list[str]:
     """The fields of a request that say nothing to this model."""
     network, scored = components.network, bool(components.extra.get("requires_aesthetics_score"))
     found = [] if takes_text(network) else ["clip_skip", "weighting"]
@@ -87,15 +87,15 @@ def make_conditions(
 ) -> Conditions:
     """Inputs for the whole batch. `guided`: whether the network is also called without the prompt."""
     network = components.network
-    check_words(components, request)
+    _check_words(components, request)
     cond: Inputs = {}
     uncond: Inputs = {}
     possible = True
     if takes_text(network):
-        positive, negative = embeddings(components, request, guided)
+        positive, negative = _embeddings(components, request, guided)
         cond["context"], uncond["context"] = positive.context, negative.context
         if positive.mask is not None or negative.mask is not None:
-            cond["context_mask"], uncond["context_mask"] = mask_of(positive), mask_of(negative)
+            cond["context_mask"], uncond["context_mask"] = _mask_of(positive), _mask_of(negative)
         if wants_sizes(network):
             cond |= {"pooled": positive.pooled, "sizes": sizes_of(components, request, size, 0)}
             uncond |= {"pooled": negative.pooled, "sizes": sizes_of(components, request, size, 1)}
@@ -120,10 +120,10 @@ def make_conditions(
         count = len(request.prompts) * request.n
         wave = sinusoid(torch.full((count,), (scale - 1.0) * 1000.0), wide, flip=False, shift=1)
         cond["guidance_embedding"] = uncond["guidance_embedding"] = wave
-    return Conditions(on_network(cond, network), on_network(uncond, network) if possible else None)
+    return Conditions(_on_network(cond, network), _on_network(uncond, network) if possible else None)
 
 
-def mask_of(embedding: Embedding) -> Tensor:
+def _mask_of(embedding: Embedding) -> Tensor:
     """Which tokens are seen: all, where nothing is said."""
     return torch.ones(embedding.context.shape[:2]) if embedding.mask is None else embedding.mask
 
@@ -132,7 +132,7 @@ def wants_sizes(network: nn.Module) -> bool:
     return isinstance(network, UNet) and network.config.addition_embed_type == "text_time"
 
 
-def on_network(inputs: Inputs, network: nn.Module) -> Inputs:
+def _on_network(inputs: Inputs, network: nn.Module) -> Inputs:
     """On the network's device, and floats in its precision."""
     weight = next(network.parameters())
     out = {}
@@ -142,14 +142,14 @@ def on_network(inputs: Inputs, network: nn.Module) -> Inputs:
     return out
 
 
-def embeddings(components: Components, request: Request, guided: bool) -> tuple[Embedding, Embedding]:
+def _embeddings(components: Components, request: Request, guided: bool) -> tuple[Embedding, Embedding]:
     """The prompts and their negatives, n images each."""
     zero = bool(components.extra.get("force_zeros_for_empty_prompt")) and request.negative_prompt is None
-    given = as_embedding("prompt_embeds", request.prompt_embeds)
-    against = as_embedding("negative_prompt_embeds", request.negative_prompt_embeds)
+    given = _as_embedding("prompt_embeds", request.prompt_embeds)
+    against = _as_embedding("negative_prompt_embeds", request.negative_prompt_embeds)
     for name, one in (("prompt_embeds", given), ("negative_prompt_embeds", against)):
         if one is not None:
-            check_widths(components.network, name, one)
+            _check_widths(components.network, name, one)
     if given is not None and (against is not None or not guided or zero):
         if against is None:
             pooled = None if given.pooled is None else torch.zeros_like(given.pooled)
@@ -193,7 +193,7 @@ def text_notes(components: Components, request: Request) -> list[str]:
     return long_notes(components.text_encoders, components.tokenizers, prompts, request.weighting)
 
 
-def as_embedding(name: str, given: Embedding | Tensor | None) -> Embedding | None:
+def _as_embedding(name: str, given: Embedding | Tensor | None) -> Embedding | None:
     if given is None or isinstance(given, Embedding):
         return given
     if not isinstance(given, Tensor) or given.ndim != 3:
@@ -202,7 +202,7 @@ def as_embedding(name: str, given: Embedding | Tensor | None) -> Embedding | Non
     return Embedding(given, None)
 
 
-def check_widths(network: Any, name: str, given: Embedding) -> None:
+def _check_widths(network: Any, name: str, given: Embedding) -> None:
     """Embeddings made for another base have other widths; named here, before a layer fails on a shape."""
     config = network.config
     if isinstance(network, UNet):
@@ -236,7 +236,7 @@ def labels_of(components: Components, request: Request) -> Tensor:
         raise PellucidError(f"label must be given: {components.name} makes images of a class.", "labels")
     many = isinstance(request.label, Sequence) and not isinstance(request.label, str)
     labels: list[int | str] = list(request.label) if many else [request.label] * len(request.prompts)  # type: ignore
-    numbers = [label_number(components, one) for one in labels]
+    numbers = [_label_number(components, one) for one in labels]
     network = components.network
     count = (
         network.config.num_class_embeds if isinstance(network, UNet) else getattr(network.config, "null_label", None)
@@ -247,7 +247,7 @@ def labels_of(components: Components, request: Request) -> Tensor:
     return torch.tensor(numbers).repeat_interleave(request.n)
 
 
-def label_number(components: Components, label: int | str) -> int:
+def _label_number(components: Components, label: int | str) -> int:
     if isinstance(label, int) and not isinstance(label, bool):
         return label
     for number, names in components.labels.items():

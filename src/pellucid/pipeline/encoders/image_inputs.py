@@ -31,10 +31,10 @@ DEVIATION = (0.26862954, 0.26130258, 0.27577711)
 
 def clip_pixels(images: Sequence[Any], size: int = 224) -> Tensor:
     """(N, 3, size, size), normalised as CLIP was trained (Radford et al. 2021)."""
-    return torch.stack([clip_image(image, size) for image in images])
+    return torch.stack([_clip_image(image, size) for image in images])
 
 
-def clip_image(image: Any, size: int) -> Tensor:
+def _clip_image(image: Any, size: int) -> Tensor:
     rgb = images.as_image(image, "image prompt") or images.to_images(images.to_tensor(image))[0]
     deep = rgb.mode.startswith("I")  # 16 bits, which PIL's own conversion would clip at 255
     rgb = images.flatten(rgb) if deep else rgb.convert("RGB")
@@ -62,7 +62,7 @@ def encoding_networks(run: RunSettings) -> list[nn.Module]:
     return found + [model.controlnet_of(control).controlnet_cond_embedding for control in request.controls]
 
 
-def spread(batch: Tensor, count: int) -> Tensor:
+def _spread(batch: Tensor, count: int) -> Tensor:
     """One image for all images of the batch, or one for each in turn."""
     if count % len(batch):
         raise PellucidError(rule("images", f"1, or a divisor of the {count} images to make", len(batch)), "image-count")
@@ -98,13 +98,13 @@ def clean_latents(run: RunSettings) -> Tensor | None:
     if image is None or (starts_from_noise(run) and is_inpainting(run.components)):
         return None
     if isinstance(image, Result):
-        return given_latents(run, unfinished(run, image))
+        return _given_latents(run, _unfinished(run, image))
     if run.model.is_latent(image):
-        return given_latents(run, image)
-    return encode(run, images.to_tensor(image, run.size).to(run.model.device))
+        return _given_latents(run, image)
+    return _encode(run, images.to_tensor(image, run.size).to(run.model.device))
 
 
-def unfinished(run: RunSettings, earlier: Result) -> Tensor:
+def _unfinished(run: RunSettings, earlier: Result) -> Tensor:
     """The end of an earlier run: still noisy, in this plan's frame, or the latents of what it finished."""
     end = earlier.plan.end
     if run.request.denoising_start is not None:
@@ -114,12 +114,12 @@ def unfinished(run: RunSettings, earlier: Result) -> Tensor:
     return earlier.latents / end.alpha if earlier.plan.dialect == "exact" else earlier.latents
 
 
-def given_latents(run: RunSettings, latents: Tensor) -> Tensor:
+def _given_latents(run: RunSettings, latents: Tensor) -> Tensor:
     """Latents that were given, one per image, of the size of the run."""
     if tuple(latents.shape[1:]) != run.shape:
         raise PellucidError(rule("latents of image", f"of shape {run.shape}", tuple(latents.shape[1:])), "latents")
     images.check_finite("latents of image", latents)
-    return spread(latents.to(run.model.device, torch.float32), run.count)
+    return _spread(latents.to(run.model.device, torch.float32), run.count)
 
 
 def starts_from_noise(run: RunSettings) -> bool:
@@ -128,14 +128,14 @@ def starts_from_noise(run: RunSettings) -> bool:
     return request.mask is not None and request.strength in (None, 1.0) and request.denoising_start is None
 
 
-def encode(run: RunSettings, pixels: Tensor) -> Tensor:
+def _encode(run: RunSettings, pixels: Tensor) -> Tensor:
     """Pixels (1 or more, 3, H, W) in [−1, 1] → latents (B, C, H, W), sampled with the noise of each image.
 
     diffusers' inpainting encodes an image once for the whole batch, with the noise of the first.
     """
     vae, policy = run.components.vae, run.model.policy
     once = run.request.mask is not None and run.plan.dialect == "diffusers"
-    spread_out = partial(spread, count=run.count)
+    spread_out = partial(_spread, count=run.count)
     if vae is None:
         return spread_out(pixels)
     pixels = pixels if once else spread_out(pixels)
@@ -171,17 +171,17 @@ def is_inpainting(components: Components) -> bool:
     return vae is not None and network.config.in_channels == 2 * vae.config.latent_channels + 1
 
 
-def pixel_mask(run: RunSettings) -> Tensor:
+def _pixel_mask(run: RunSettings) -> Tensor:
     image, mask = run.request.image, run.request.mask
     if run.model.is_latent(image):
         found = images.to_mask(mask, run.size)
     else:
         found = images.inpaint_pair(image, mask, run.size)[1]
-    return spread(found, run.count).to(run.model.device)  # (B, 1, H, W), 1 is painted
+    return _spread(found, run.count).to(run.model.device)  # (B, 1, H, W), 1 is painted
 
 
 def latent_mask(run: RunSettings) -> Tensor:
-    return images.mask_to_latents(pixel_mask(run), run.model.factor)
+    return images.mask_to_latents(_pixel_mask(run), run.model.factor)
 
 
 def beside_latents(run: RunSettings) -> Tensor:
@@ -191,9 +191,9 @@ def beside_latents(run: RunSettings) -> Tensor:
         raise PellucidError(f"image and mask must be given: {run.components.name} is an inpainting model.", "inpaint")
     if run.model.is_latent(image):
         raise PellucidError("image must be an image for an inpainting model; got latents.", "inpaint")
-    mask = pixel_mask(run)
+    mask = _pixel_mask(run)
     pixels, shown = images.to_tensor(image, run.size).to(mask), mask < 0.5
-    hidden = encode(run, pixels * shown[:1] if one_for_all(run) else spread(pixels, run.count) * shown)
+    hidden = _encode(run, pixels * shown[:1] if one_for_all(run) else _spread(pixels, run.count) * shown)
     return torch.cat([images.mask_to_latents(mask, run.model.factor).to(hidden), hidden], dim=1)
 
 
@@ -213,7 +213,7 @@ def hints_of(run: RunSettings, network: Controlled) -> tuple[tuple[Hint, ...], t
     for controlnet, control in zip(network.controlnets, run.request.controls, strict=True):
         assert isinstance(controlnet, ControlNet)
         pixels = (images.to_tensor(control.image, run.size) + 1) / 2
-        with_batch = spread(pixels, run.count).to(run.model.device)
+        with_batch = _spread(pixels, run.count).to(run.model.device)
         hints.append(controlnet.hint(with_batch, [control.scale] * run.count, control.guess))
         side, wanted = hints[-1].embedded.shape[-1], run.shape[-1]
         if side != wanted:
@@ -234,7 +234,7 @@ def image_tokens(run: RunSettings, network: nn.Module) -> tuple[tuple[Any, ...],
     made: tuple[list[Any], list[Any]] = [], []
     for prompt in run.request.image_prompts:
         adapter = run.model.ip_adapter_of(prompt)
-        states = image_states(run, adapter, prompt)
+        states = _image_states(run, adapter, prompt)
         masks = None if prompt.masks is None else images.to_mask(prompt.masks)[:, 0]  # (N, H, W)
         if masks is not None and len(masks) != states[0].shape[1]:
             raise PellucidError(rule("masks", f"{states[0].shape[1]}, one per image", len(masks)), "ip-masks")
@@ -244,7 +244,7 @@ def image_tokens(run: RunSettings, network: nn.Module) -> tuple[tuple[Any, ...],
     return with_images, empty
 
 
-def image_states(run: RunSettings, adapter: IPAdapter, prompt: ImagePrompt) -> tuple[Tensor, Tensor]:
+def _image_states(run: RunSettings, adapter: IPAdapter, prompt: ImagePrompt) -> tuple[Tensor, Tensor]:
     """What the image encoder says of the images, and of none: (B, N, W) pooled or (B, N, P, W) patches each."""
     encoder = run.model.image_encoder_of(prompt)
     if encoder is None:

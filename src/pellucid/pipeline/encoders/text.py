@@ -22,14 +22,16 @@ from pellucid.models.lora import AdapterSet
 
 # --- Prompts as tokens ----------------------------------------------------------------------------------------------
 
-STEP = 1.1  # what one pair of brackets multiplies or divides by
-MAX_WEIGHT = 10.0
-MAX_DEPTH = 24  # one bracket more and even 1.1 to that power is too heavy
+_STEP = 1.1  # what one pair of brackets multiplies or divides by
+_MAX_WEIGHT = 10.0
+_MAX_DEPTH = 24  # one bracket more and even 1.1 to that power is too heavy
 MAX_CHUNKS = 10  # 750 tokens of CLIP's 77-token window, about 3,000 characters of English
-MAX_CHARACTERS = 100_000  # beyond this a text is refused before it is tokenized
+_MAX_CHARACTERS = 100_000  # beyond this a text is refused before it is tokenized
 
 # An escaped bracket; an opening one; a weight that closes; a closing one; plain text.
-MARKS = re.compile(r"\\[()\[\]\\]|[(\[]|:\s*(?P<weight>[+-]?(?:\d+\.?\d*|\.\d+))\s*\)|[)\]]|[^\\()\[\]:]+|.", re.DOTALL)
+_MARKS = re.compile(
+    r"\\[()\[\]\\]|[(\[]|:\s*(?P<weight>[+-]?(?:\d+\.?\d*|\.\d+))\s*\)|[)\]]|[^\\()\[\]:]+|.", re.DOTALL
+)
 
 
 class Token(NamedTuple):
@@ -56,38 +58,38 @@ def weighted_runs(prompt: str) -> list[tuple[str, float]]:
     def scale(start: int, factor: float) -> None:
         runs[start:] = [(text, weight * factor) for text, weight in runs[start:]]
 
-    for mark in MARKS.finditer(prompt):
+    for mark in _MARKS.finditer(prompt):
         text, weight = mark[0], mark["weight"]
         if text in open_at:
             open_at[text].append(len(runs))
-            check_depth(len(open_at[text]))
+            _check_depth(len(open_at[text]))
         elif weight is not None and open_at["("]:
             scale(open_at["("].pop(), float(weight))
         elif text == ")" and open_at["("]:
-            scale(open_at["("].pop(), STEP)
+            scale(open_at["("].pop(), _STEP)
         elif text == "]" and open_at["["]:
-            scale(open_at["["].pop(), 1 / STEP)
+            scale(open_at["["].pop(), 1 / _STEP)
         else:
             runs.append((text[1:] if len(text) == 2 and text[0] == "\\" else text, 1.0))
     for start in open_at["("]:
-        scale(start, STEP)
+        scale(start, _STEP)
     for start in open_at["["]:
-        scale(start, 1 / STEP)
-    return join_runs(runs)
+        scale(start, 1 / _STEP)
+    return _join_runs(runs)
 
 
-def check_depth(depth: int) -> None:
-    if depth > MAX_DEPTH:
+def _check_depth(depth: int) -> None:
+    if depth > _MAX_DEPTH:
         advice = r"A bracket of the text is written \( or \[."
-        raise PellucidError(rule("brackets of a prompt", f"at most {MAX_DEPTH} deep", depth, advice), "prompt-weight")
+        raise PellucidError(rule("brackets of a prompt", f"at most {_MAX_DEPTH} deep", depth, advice), "prompt-weight")
 
 
-def join_runs(runs: Iterable[tuple[str, float]]) -> list[tuple[str, float]]:
+def _join_runs(runs: Iterable[tuple[str, float]]) -> list[tuple[str, float]]:
     """Neighbours of one weight are one run, so that a weight of 1 changes no token."""
     out: list[tuple[str, float]] = []
     for text, weight in runs:
-        if not 0 <= weight <= MAX_WEIGHT:
-            must = f"between 0 and {MAX_WEIGHT:g}"
+        if not 0 <= weight <= _MAX_WEIGHT:
+            must = f"between 0 and {_MAX_WEIGHT:g}"
             raise PellucidError(rule(f"weight of {text.strip()[:40]!r}", must, round(weight, 4)), "prompt-weight")
         if out and out[-1][1] == weight:
             out[-1] = (out[-1][0] + text, weight)
@@ -102,12 +104,12 @@ def chunks_of(tokenizer: Tokenizer, prompt: str, *, weighting: bool = False) -> 
     A chunk ends between two words, or inside one only where that word alone is longer than a chunk. The vectors of
     one embedding count as a word. An empty prompt is one empty chunk.
     """
-    if isinstance(prompt, str) and len(prompt) > MAX_CHARACTERS:
-        raise PellucidError(rule("prompt", f"at most {MAX_CHARACTERS} characters", len(prompt)), "prompt-length")
+    if isinstance(prompt, str) and len(prompt) > _MAX_CHARACTERS:
+        raise PellucidError(rule("prompt", f"at most {_MAX_CHARACTERS} characters", len(prompt)), "prompt-length")
     runs = weighted_runs(prompt) if weighting and isinstance(prompt, str) else [(prompt, 1.0)]
     words = [(word, weight) for text, weight in runs for word in tokenizer.words(text)]
     found: list[list[tuple[int, float]]] = [[]]
-    for piece, weight in word_pieces(words, tokenizer.room):
+    for piece, weight in _word_pieces(words, tokenizer.room):
         if len(found[-1]) + len(piece) > tokenizer.room:
             found.append([])
         found[-1] += [(i, weight) for i in piece]
@@ -121,7 +123,7 @@ def chunks_of(tokenizer: Tokenizer, prompt: str, *, weighting: bool = False) -> 
     return tuple(tuple(chunk) for chunk in found)
 
 
-def word_pieces(words: Iterable[tuple[tuple[int, ...], float]], room: int) -> Iterator[tuple[tuple[int, ...], float]]:
+def _word_pieces(words: Iterable[tuple[tuple[int, ...], float]], room: int) -> Iterator[tuple[tuple[int, ...], float]]:
     for word, weight in words:
         for start in range(0, len(word), room):
             yield word[start : start + room], weight
@@ -212,8 +214,8 @@ def encode_prompts(
     chunk: it was trained on one window, and a prompt begins with what it is about.
     """
     found = text_parts_of(encoders, tokenizers)
-    check_skip(found, skip)
-    split_texts = split_prompts(found, prompts, weighting)
+    _check_skip(found, skip)
+    split_texts = _split_prompts(found, prompts, weighting)
     needed = max(len(text) for texts in split_texts for text in texts)
     count = needed if chunks is None else chunks
     if not needed <= count <= MAX_CHUNKS:
@@ -221,7 +223,7 @@ def encode_prompts(
     contexts, pooled = [], None
     for part, texts in zip(found, split_texts, strict=True):
         filled = [[*text, *((),) * (count - len(text))] for text in texts]
-        encoded = [encode_chunk(part, column, skip) for column in zip(*filled, strict=True)]
+        encoded = [_encode_chunk(part, column, skip) for column in zip(*filled, strict=True)]
         contexts.append(torch.cat([states for states, _ in encoded], dim=1))  # (B, chunks · L, D)
         pooled = encoded[0][1] if part.penultimate else None
     context = torch.cat([states.to(contexts[-1]) for states in contexts], dim=-1)  # (B, chunks · L, ΣD)
@@ -255,12 +257,12 @@ def encode_pair(
     if len(against) != len(prompts):
         raise PellucidError(rule("negative prompts", f"{len(prompts)}, one per prompt", len(against)), "prompts")
     found = text_parts_of(encoders, tokenizers)
-    count = max(len(text) for texts in split_prompts(found, [*prompts, *against], weighting) for text in texts)
+    count = max(len(text) for texts in _split_prompts(found, [*prompts, *against], weighting) for text in texts)
     cond = encode_prompts(encoders, tokenizers, prompts, skip=skip, chunks=count, **options)
     return cond, encode_prompts(encoders, tokenizers, against, skip=negative_skip, chunks=count, **options)
 
 
-def split_prompts(
+def _split_prompts(
     found: Sequence[TextPart], prompts: Sequence[Prompt], weighting: bool
 ) -> list[list[tuple[Chunk, ...]]]:
     """For each encoder, the chunks of each prompt."""
@@ -285,7 +287,7 @@ def long_notes(
     parts_found, found = text_parts_of(encoders, tokenizers), {}
     room = parts_found[0].tokenizer.room
     for name, texts in prompts.items():
-        for n, split_texts in enumerate(split_prompts(parts_found, texts, weighting)):
+        for n, split_texts in enumerate(_split_prompts(parts_found, texts, weighting)):
             own = f"{name}_2" if n and isinstance(texts[0], tuple) else name
             tokens, count = max((sum(map(len, chunks)), len(chunks)) for chunks in split_texts)
             if count > 1:
@@ -296,7 +298,7 @@ def long_notes(
     return list(found.values())
 
 
-def encode_chunk(part: TextPart, column: Sequence[Chunk], skip: int | None) -> tuple[Tensor, Tensor]:
+def _encode_chunk(part: TextPart, column: Sequence[Chunk], skip: int | None) -> tuple[Tensor, Tensor]:
     """One chunk of every prompt: (B, L, D) and (B, P). All calls of a batch have one shape, so it compiles once."""
     table = part.encoder.text_model.embeddings.token_embedding
     windows = [part.tokenizer.window([i for i, _ in chunk]) for chunk in column]
@@ -324,13 +326,13 @@ def weigh(states: Tensor, weights: Tensor) -> Tensor:
     """
     before = states.float()  # (B, L, D)
     after = before * weights[..., None]
-    most, least = weights.amax(1), weights.amin(1).clamp(min=1 / MAX_WEIGHT)
+    most, least = weights.amax(1), weights.amin(1).clamp(min=1 / _MAX_WEIGHT)
     ratio = before.mean((1, 2)) / after.mean((1, 2))
     ratio = ratio.nan_to_num(1.0).clamp(1 / most, 1 / least)  # (B,)
     return (after * ratio[:, None, None]).to(states.dtype)
 
 
-def check_skip(found: Sequence[TextPart], skip: int | None) -> None:
+def _check_skip(found: Sequence[TextPart], skip: int | None) -> None:
     if skip is None:
         return
     limit = min(part.encoder.config.num_hidden_layers - part.penultimate for part in found)
@@ -351,7 +353,7 @@ def size_ids(
     in the place of the target: (B, 5).
     """
     last = (original if target is None else target) if score is None else None
-    given = [pairs(value) for value in (original, crop, last) if value is not None]
+    given = [_pairs(value) for value in (original, crop, last) if value is not None]
     count = max(len(values) for values in given)
     if any(len(values) not in (1, count) for values in given):
         raise PellucidError(rule("sizes", "one for all images, or one per image", [len(v) for v in given]), "sizes")
@@ -359,7 +361,7 @@ def size_ids(
     return torch.tensor([row if score is None else [*row, score] for row in rows], dtype=torch.float32)
 
 
-def pairs(value: Pair | Sequence[Pair]) -> list[Pair]:
+def _pairs(value: Pair | Sequence[Pair]) -> list[Pair]:
     found: list[Any] = [value] if any(isinstance(n, int | float) for n in value) else list(value)
     if not found or not all(len(pair) == 2 and all(0 <= n < math.inf for n in pair) for pair in found):
         raise PellucidError(rule("a size", "a height and a width", value), "sizes")
@@ -368,10 +370,10 @@ def pairs(value: Pair | Sequence[Pair]) -> list[Pair]:
 
 # --- Textual inversion ----------------------------------------------------------------------------------------------
 
-SDXL_KEYS = ("clip_l", "clip_g")  # the first and the second encoder
-UNNAMED = "emb_params"  # the key of files that leave the name to the file's own
-FOLDER_FILES = ("learned_embeds.safetensors", "learned_embeds.bin")  # of a repository on the hub
-MAX_VECTORS = 75  # what one window holds
+_SDXL_KEYS = ("clip_l", "clip_g")  # the first and the second encoder
+_UNNAMED = "emb_params"  # the key of files that leave the name to the file's own
+_FOLDER_FILES = ("learned_embeds.safetensors", "learned_embeds.bin")  # of a repository on the hub
+_MAX_VECTORS = 75  # what one window holds
 
 
 @dataclass(frozen=True)
@@ -393,33 +395,33 @@ def read_inversion(source: str | Path | Mapping[str, Any], name: str | None = No
     like the file; clip_l and clip_g for SDXL; string_to_param in pickles, with the name in `name`.
     """
     if isinstance(source, Mapping):
-        return name_vectors(source, name, stem=None)
+        return _name_vectors(source, name, stem=None)
     path = Path(source)
     if path.is_dir():
-        path = next((path / file for file in FOLDER_FILES if (path / file).is_file()), path)
+        path = next((path / file for file in _FOLDER_FILES if (path / file).is_file()), path)
     if not path.is_file():
         raise PellucidError(rule("textual inversion", "a .safetensors, .pt or .bin file", path.name), "inversion-file")
-    return name_vectors(tensors_in(path), name, stem=path.stem)
+    return _name_vectors(_tensors_in(path), name, stem=path.stem)
 
 
-def tensors_in(path: Path) -> Mapping[str, Any]:
+def _tensors_in(path: Path) -> Mapping[str, Any]:
     """The tensors of a file by name; those of a pickle may be nested, or one without a name."""
     kind = weights.kind_of(path)
     if kind == "safetensors":
         return weights.read_safetensors(path)
     held = weights.read_pickle(path, zipped=kind == "zip", what="textual inversion")
-    return held if isinstance(held, Mapping) else {UNNAMED: held}
+    return held if isinstance(held, Mapping) else {_UNNAMED: held}
 
 
-def name_vectors(held: Mapping[str, Any], name: str | None, stem: str | None) -> Inversion:
+def _name_vectors(held: Mapping[str, Any], name: str | None, stem: str | None) -> Inversion:
     """The word and its vectors, whichever layout they came in."""
     if isinstance(held.get("string_to_param"), Mapping):
         found, tensors = held.get("name"), list(held["string_to_param"].values())[:1]
-    elif set(held) == set(SDXL_KEYS):
-        found, tensors = None, [held[key] for key in SDXL_KEYS]
+    elif set(held) == set(_SDXL_KEYS):
+        found, tensors = None, [held[key] for key in _SDXL_KEYS]
     elif len(held) == 1:
         key, tensor = next(iter(held.items()))
-        found, tensors = None if key == UNNAMED else key, [tensor]
+        found, tensors = None if key == _UNNAMED else key, [tensor]
     else:
         must = "{name: vectors}, emb_params, clip_l with clip_g, or string_to_param"
         raise PellucidError(
@@ -428,17 +430,17 @@ def name_vectors(held: Mapping[str, Any], name: str | None, stem: str | None) ->
     word = name or found or stem
     if not isinstance(word, str):
         raise PellucidError("name of a textual inversion must be given; got vectors without one.", "inversion-name")
-    return Inversion(word, tuple(vector_rows(tensor, word) for tensor in tensors))
+    return Inversion(word, tuple(_vector_rows(tensor, word) for tensor in tensors))
 
 
-def vector_rows(tensor: Any, name: str) -> Tensor:
+def _vector_rows(tensor: Any, name: str) -> Tensor:
     """(count, D) of finite numbers."""
     shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
     if not isinstance(tensor, Tensor) or tensor.ndim not in (1, 2) or not tensor.is_floating_point():
         raise PellucidError(rule(f"textual inversion {name!r}", "vectors (count, width)", shape), "inversion-shape")
     rows = tensor.detach().reshape(-1, tensor.shape[-1])
-    if not 1 <= len(rows) <= MAX_VECTORS:
-        must = f"1 to {MAX_VECTORS} vectors, which a window holds"
+    if not 1 <= len(rows) <= _MAX_VECTORS:
+        must = f"1 to {_MAX_VECTORS} vectors, which a window holds"
         raise PellucidError(rule(f"textual inversion {name!r}", must, len(rows)), "inversion-shape")
     if not rows.isfinite().all():
         raise PellucidError(rule(f"textual inversion {name!r}", "finite numbers", "NaN or infinity"), "inversion-nan")
@@ -453,10 +455,10 @@ def add_inversions(
         widths = [vectors.shape[-1] for vectors in inversion.vectors]
         wanted = [encoder.config.hidden_size for encoder in encoders]
         if widths != wanted or len({len(vectors) for vectors in inversion.vectors}) > 1:
-            raise wrong_width(inversion, wanted)
+            raise _wrong_width(inversion, wanted)
     grown = [
-        extend_encoder(*pair)
-        for pair in zip(encoders, tokenizers, vectors_by_encoder(inversions, len(encoders)), strict=True)
+        _extend_encoder(*pair)
+        for pair in zip(encoders, tokenizers, _vectors_by_encoder(inversions, len(encoders)), strict=True)
     ]
     return tuple(encoder for encoder, _ in grown), tuple(tokenizer for _, tokenizer in grown)
 
@@ -464,7 +466,9 @@ def add_inversions(
 def with_tokens(parts: Components, loras: Sequence[AdapterSet]) -> Components:
     """The components with the tokens that came with LoRAs, and a note that names them."""
     given = [
-        Inversion(word, tuple(vector_rows(v, word) for v in held)) for one in loras for word, held in one.tokens.items()
+        Inversion(word, tuple(_vector_rows(v, word) for v in held))
+        for one in loras
+        for word, held in one.tokens.items()
     ]
     if not given:
         return parts
@@ -473,11 +477,11 @@ def with_tokens(parts: Components, loras: Sequence[AdapterSet]) -> Components:
     return replace(parts, text_encoders=encoders, tokenizers=tokenizers, notes=(*parts.notes, *notes))
 
 
-def vectors_by_encoder(inversions: Sequence[Inversion], count: int) -> list[list[tuple[str, Tensor]]]:
+def _vectors_by_encoder(inversions: Sequence[Inversion], count: int) -> list[list[tuple[str, Tensor]]]:
     return [[(inversion.name, inversion.vectors[n]) for inversion in inversions] for n in range(count)]
 
 
-def wrong_width(inversion: Inversion, wanted: Sequence[int]) -> PellucidError:
+def _wrong_width(inversion: Inversion, wanted: Sequence[int]) -> PellucidError:
     shapes = [tuple(vectors.shape) for vectors in inversion.vectors]
     must = " and ".join(str(width) for width in wanted) + " wide, as the text encoder" + "s" * (len(wanted) > 1)
     advice = "It was trained for another kind of model."
@@ -487,18 +491,18 @@ def wrong_width(inversion: Inversion, wanted: Sequence[int]) -> PellucidError:
     return PellucidError(rule(f"textual inversion {inversion.name!r}", must, got, advice), "inversion-width")
 
 
-def extend_encoder(
+def _extend_encoder(
     encoder: CLIPTextEncoder, tokenizer: Tokenizer, words: Sequence[tuple[str, Tensor]]
 ) -> tuple[CLIPTextEncoder, Tokenizer]:
     if not words:
         return encoder, tokenizer
-    tokenizer = extend_tokenizer(tokenizer, tuple((name, len(vectors)) for name, vectors in words))
+    tokenizer = _extend_tokenizer(tokenizer, tuple((name, len(vectors)) for name, vectors in words))
     ids = [i for name, _ in words for i in tokenizer.ids(name)]
     return encoder.with_tokens(ids, torch.cat([v.to("cpu", torch.float32) for _, v in words]), tokenizer.eos), tokenizer
 
 
 @lru_cache(maxsize=8)
-def extend_tokenizer(tokenizer: Tokenizer, words: tuple[tuple[str, int], ...]) -> Tokenizer:
+def _extend_tokenizer(tokenizer: Tokenizer, words: tuple[tuple[str, int], ...]) -> Tokenizer:
     """A tokenizer that knows these words. CLIP's takes 0.1 s for each, and a LoRA brings them to every call."""
     for name, count in words:
         tokenizer = tokenizer.add(name, count)

@@ -1,0 +1,20 @@
+"""How the checks compare tensors."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pellucid.labs.answers import Wrong
+
+
+def tensor(got: object, wanted: Tensor, what: str) -> Tensor:
+    """A tensor of the shape that is wanted; `Wrong` says what came instead."""
+    if not isinstance(got, Tensor) or got.shape != wanted.shape:
+        shape = tuple(got.shape) if isinstance(got, Tensor) else type(got).__name__
+        raise Wrong(f"{what} must be a tensor of shape {tuple(wanted.shape)}; got {shape}.")
+    return got
+
+
+def off(got: object, wanted: Tensor, what: str) -> float:
+    """The largest difference from what is wanted."""
+    return float((tensor(got, wanted, what).double() - wanted.double()).abs().max())
