@@ -13,7 +13,7 @@ HELP = {"help_option_names": ["-h", "--help"]}
 CANCELLED = 130  # the exit code that shells expect after Ctrl-C
 
 
-def option(metavar: str, help: str, *names: str, panel: str | None = None, **more: Any) -> Any:
+def option(metavar: str | None, help: str, *names: str, panel: str | None = None, **more: Any) -> Any:
     """An option with a value, which the help calls `metavar`; its name is that of the parameter where none is given."""
     return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, **more)
 
