@@ -199,12 +199,11 @@ def _show_samplers(found: SamplerFigures, out: Path) -> None:
         figures = [number_text(float(column.values[i]) * column.measure.scale, 3) for column in others]
         row = (cell.setup.label, str(cell.steps), str(cell.nfe), seconds_of(found, i), with_interval(found.main, i))
         shown.add_row(*row, *figures, found.verdict.place(i), style="bold" if i == taken else None)
-    screen = output.console()
-    screen.print(shown)
+    output.console().print(shown)
     said = (found.verdict.comparison, found.verdict.sentence, found.verdict.words)
     for words in (*said, *found.doubts()):
         if words:
-            screen.print(words, soft_wrap=True, markup=False)
+            output.say(words)
     print(f"→ {out}: report.html, charts/, table.md, results.json")
 
 
