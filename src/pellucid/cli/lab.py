@@ -67,7 +67,10 @@ def command(
         return
     found = find(lab)
     if starter is not None:
-        _write_starter(found, starter, overwrite)
+        goal = output.destination(starter, "--starter", (".py",), overwrite=overwrite)
+        goal.write(partial(shutil.copyfile, found.starter))
+        output.wrote(goal)
+        print(f"Fill its gaps, then: pellucid lab {found.code} --check {starter}")
     elif check is not None:
         _check_answer(found, check, as_json)
     elif in_studio:
@@ -197,13 +200,6 @@ def _highlighted(screen: Console, code: str) -> Any:
 
 
 # --- an answer ---------------------------------------------------------------------------------------------------
-
-
-def _write_starter(lab: Lab, place: Path, overwrite: bool) -> None:
-    goal = output.destination(place, "--starter", (".py",), overwrite=overwrite)
-    goal.write(partial(shutil.copyfile, lab.starter))
-    output.wrote(goal)
-    print(f"Fill its gaps, then: pellucid lab {lab.code} --check {place}")
 
 
 def _check_answer(lab: Lab, answer: Path, as_json: bool) -> None:

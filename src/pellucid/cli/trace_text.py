@@ -109,15 +109,15 @@ def _step_table(trace: Trace, index: int | None) -> Table:
 
 def _picker(step: Step, index: int | None) -> Callable[[Any], float]:
     """One image's number, or the mean of those that have one."""
-    if index is not None:
-        return lambda values: float(values[step.of(index)])
 
-    def mean(values: Any) -> float:
+    def pick(values: Any) -> float:
+        if index is not None:
+            return float(values[step.of(index)])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of nothing but NaN
             return float(np.nanmean(values))
 
-    return mean
+    return pick
 
 
 def _number(value: float, digits: int = 3, unit: str = "") -> str:
