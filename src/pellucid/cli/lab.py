@@ -181,11 +181,11 @@ def _show_block(screen: Console, shown: BlockResult, paths: Sequence[Path]) -> N
     if shown.text:
         screen.print(script.plain(shown.text), markup=False, width=min(screen.width, _WIDTH))
         screen.print()
-    code = _highlighted(screen, shown.code) if shown.code else None
-    for part in (code, shown.printed.rstrip("\n") if shown.printed.strip() else None, *(f"figure: {p}" for p in paths)):
-        if part is not None:
-            output.say(part)
-            output.say("")
+    parts = [_highlighted(screen, shown.code)] if shown.code else []
+    parts += [shown.printed.rstrip("\n")] if shown.printed.strip() else []
+    for part in (*parts, *(f"figure: {path}" for path in paths)):
+        output.say(part)
+        output.say("")
     if shown.error is not None:
         output.say(f"block {shown.number} of {shown.count} failed: {shown.error}", style="red")
 

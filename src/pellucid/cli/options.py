@@ -13,14 +13,14 @@ HELP = {"help_option_names": ["-h", "--help"]}
 CANCELLED = 130  # the exit code that shells expect after Ctrl-C
 
 
-def option(metavar: str | None, help: str, *names: str, panel: str | None = None, **more: Any) -> Any:
+def option(metavar: str, help: str, *names: str, panel: str | None = None, **more: Any) -> Any:
     """An option with a value, which the help calls `metavar`; its name is that of the parameter where none is given."""
     return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, **more)
 
 
-def flag(name: str, help: str, panel: str | None = None) -> Any:
-    """An option without a value."""
-    return typer.Option(name, metavar="", help=help, rich_help_panel=panel)
+def flag(name: str, help: str, panel: str | None = None, metavar: str | None = "") -> Any:
+    """An option without a value; without a `metavar`, the help calls it a bool."""
+    return typer.Option(name, metavar=metavar, help=help, rich_help_panel=panel)
 
 
 def model_names(incomplete: str) -> list[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pellucid.cli import output
-from pellucid.cli.options import Overwrite, group, option
+from pellucid.cli.options import Overwrite, flag, group, option
 from pellucid.cli.sample import read_options, request_option
 from pellucid.core.errors import PellucidError, rule
 from pellucid.pipeline.request import Request, flags_of
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 app = group("Recorded runs (pellucid sample … --trace FILE): show, compare, run again, lay out in time.")
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A trace.", show_default=False)]
-AsJson = Annotated[bool, option(None, "Print it as JSON.", "--json")]
-Partial = Annotated[bool, option(None, "Read what is whole of a trace that was cut or killed.", "--partial")]
+AsJson = Annotated[bool, flag("--json", "Print it as JSON.", metavar=None)]
+Partial = Annotated[bool, flag("--partial", "Read what is whole of a trace that was cut or killed.", metavar=None)]
 Model = Annotated[str | None, option("MODEL", "The model; the recipe's when it is here, if not given.")]
 Image, Mask, Weak = (request_option(name) for name in ("image", "mask", "weak"))
 LoraFiles, ControlWords, ImagePromptWords = (request_option(name) for name in ("loras", "controls", "image_prompts"))
@@ -35,7 +35,7 @@ def show(
     plot: Annotated[Path | None, option("PNG", "Draw x, x0 and guidance by step, over the curves.")] = None,
     model: Model = None,
     overwrite: Overwrite = False,
-    linear: Annotated[bool, option(None, "Do not decode latents; map them to colours.", "--linear")] = False,
+    linear: Annotated[bool, flag("--linear", "Do not decode latents; map them to colours.", metavar=None)] = False,
     partial: Partial = False,
     as_json: AsJson = False,
 ) -> None:
@@ -169,9 +169,9 @@ def replay(
     else:  # of a bare denoiser, which no file holds: its predictions replace it
         for name in ("image", "mask", "loras", "controls", "image_prompts", "weak", "model"):
             if ctx.params[name]:
-                flag = "--model" if name == "model" else flags_of(Request)[name].names[0]
+                named = "--model" if name == "model" else flags_of(Request)[name].names[0]
                 must = "must be left out: the trace is of a bare denoiser, without a recipe."
-                raise PellucidError(f"{flag} {must}", "usage")
+                raise PellucidError(f"{named} {must}", "usage")
         found = replays.replay(trace, device=device or "cpu")
     if as_json:
         output.print_json({"way": found.way, **trace_text.comparison_dict(found.comparison)})
