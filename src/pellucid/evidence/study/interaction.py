@@ -12,7 +12,6 @@ are no larger than three times what the converged run itself still moves are not
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -27,7 +26,7 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.statistics import Array, Estimate, t_interval
 from pellucid.evidence.study.kernel import ProgressBar, ShardNumber, Study
 from pellucid.evidence.study.samplers import DecidingMeasure, Judges, SamplerStudy, SamplerStudyConfig
-from pellucid.evidence.study.samplers_results import Column, Measure
+from pellucid.evidence.study.samplers_results import Column, Measure, gap_of
 from pellucid.evidence.study.samplers_verdict import UNRESOLVED
 from pellucid.evidence.study.setups import SamplerCell
 from pellucid.evidence.study.subject import Subject, read_prompts
@@ -85,9 +84,7 @@ class InteractionStudyConfig:
 
     def of_model(self, model: str, asks: str) -> SamplerStudyConfig:
         """The sampler study of one model, with prompts only where it takes them."""
-        shared = {field.name for field in dataclasses.fields(SamplerStudyConfig)} & {
-            f.name for f in dataclasses.fields(self)
-        }
+        shared = {field.name for field in fields(SamplerStudyConfig)} & vars(self).keys()
         given = {name: getattr(self, name) for name in shared - {"prompts"}}
         return SamplerStudyConfig(model=model, **given, prompts=() if asks == "nothing" else read_prompts(self.prompts))
 
@@ -209,9 +206,6 @@ def _architecture_of(pipe: Any) -> str:
 
 # --- Where the best sampler changes ---------------------------------------------------------------------------------
 
-_TINY = 1e-12
-_SCALED = ("distance", "latent")  # compared by their ratio
-
 
 @dataclass(frozen=True)
 class Best:
@@ -246,12 +240,9 @@ class Change:
     sure: bool
 
     def plain(self) -> dict[str, Any]:
-        gaps = {name: _gap_json(getattr(self, name)) for name in ("kept_there", "kept_here")}
-        return {field.name: gaps.get(field.name, getattr(self, field.name)) for field in fields(self)}
-
-
-def _gap_json(gap: Estimate) -> dict[str, Any]:
-    return {**gap.plain(), "over": "pictures" if gap.over == "images" else gap.over}
+        gaps = {name: gap for name, gap in vars(self).items() if isinstance(gap, Estimate)}
+        words = {"images": "pictures"}  # as files of studies name it
+        return vars(self) | {name: gap.plain() | {"over": words.get(gap.over, gap.over)} for name, gap in gaps.items()}
 
 
 class Interaction:
@@ -260,15 +251,8 @@ class Interaction:
     def __init__(self, seen: Sequence[ModelResult], budgets: Sequence[int]) -> None:
         self.seen, self.budgets = tuple(seen), tuple(sorted(budgets))
         self.measure: Measure = seen[0].column.measure
-
-    @property
-    def scaled(self) -> bool:
-        return self.measure.name in _SCALED
-
-    @property
-    def nothing(self) -> float:
-        """The gap of two equals."""
-        return 1.0 if self.scaled else 0.0
+        self.scaled = self.measure.scaled
+        self.nothing = 1.0 if self.scaled else 0.0  # the gap of two equals
 
     @cached_property
     def setups(self) -> tuple[str, ...]:
@@ -291,13 +275,8 @@ class Interaction:
 
     def loss(self, one: ModelResult, setup: str, budget: int) -> Array:
         """(1 + R,): the estimate and its resamples, less is better, as they are compared; NaN where it has none."""
-        i = self.cell(one, setup, budget)
-        assert one.column.drawn is not None
-        if i is None:
-            return np.full(1 + one.column.drawn.shape[1], math.nan)
-        held = np.concatenate([one.column.values[i : i + 1], one.column.drawn[i]])
-        held = self.measure.loss(held)
-        return np.log(np.maximum(held, _TINY)) if self.scaled else held
+        i, table = self.cell(one, setup, budget), self.measure.loss(one.column.compared())
+        return np.full(table.shape[1], math.nan) if i is None else table[i]
 
     def table(self, one: ModelResult, budget: int) -> Array:
         """(S, 1 + R) of all set-ups; what has no cell is infinitely bad."""
@@ -345,7 +324,7 @@ class Interaction:
             value, half = t_interval([float(held[0]) for held in apart])
             found = Estimate(value, value - half, value + half, "models", len(apart))
         else:
-            found = Estimate(float(apart[0][0]), *np.quantile(apart[0][1:], [0.025, 0.975]).tolist())
+            found = gap_of(apart[0])
         return found.map(math.exp) if self.scaled else found
 
     def changes(self) -> list[Change]:
@@ -354,7 +333,9 @@ class Interaction:
         for budget in self.budgets:
             for here, there in combinations(self.groups, 2):
                 a, b = self.best_of(here, budget), self.best_of(there, budget)
-                if a is None or b is None or a == b or not self.both(here, there, a, b, budget):
+                if a is None or b is None or a == b:
+                    continue
+                if not all(math.isfinite(self.mean(group, s, budget)) for group in (here, there) for s in (a, b)):
                     continue
                 kept_there, kept_here = self.gap(there, a, b, budget), self.gap(here, b, a, budget)
                 clear = all(
@@ -363,9 +344,6 @@ class Interaction:
                 sure = clear and kept_there.low > self.nothing and kept_here.low > self.nothing
                 found.append(Change(budget, here, there, a, b, kept_there, kept_here, sure))
         return found
-
-    def both(self, here: str, there: str, a: str, b: str, budget: int) -> bool:
-        return all(math.isfinite(self.mean(group, setup, budget)) for group in (here, there) for setup in (a, b))
 
     def spreads(self, budget: int) -> tuple[float, float, float] | None:
         """How much of the losses (group × set-up) is the set-up's, the group's, and their interaction's: root mean
