@@ -163,7 +163,12 @@ def measure_images(
     pixels = (given + 1) / 2
     found = _looks_of(pixels)
     if queries is not None:
-        found |= _adherence_of(given, queries)
+        verdicts = [judged(reading, query) for reading, query in zip(scenes.read(given), queries, strict=True)]
+        found |= {  # all right, the share of attributes that are right, and whether colours bled (None: not told)
+            "right": [int(one.right) for one in verdicts],
+            "attributes": [round(sum(one.marks.values()) / len(one.marks), _DIGITS) for one in verdicts],
+            "bled": [None if one.bled is None else int(one.bled) for one in verdicts],
+        }
     if judge is not None:
         cosines = (judge.image(to_bytes(pixels)) * judge.text(texts)[0]).sum(-1)
         found["image_text"] = _rounded_list(100 * cosines)
@@ -171,16 +176,6 @@ def measure_images(
         groups = [i // seeds for i in range(len(images))]
         found["diversity"] = _rounded_list(qualities.diversity(pixels, groups).reshape(-1, seeds).mean(1))
     return found
-
-
-def _adherence_of(given: Tensor, queries: Sequence[Query]) -> Row:
-    """By the reader: all right, the share of attributes that are right, and whether colours bled (None: not told)."""
-    verdicts = [judged(reading, query) for reading, query in zip(scenes.read(given), queries, strict=True)]
-    return {
-        "right": [int(one.right) for one in verdicts],
-        "attributes": [round(sum(one.marks.values()) / len(one.marks), _DIGITS) for one in verdicts],
-        "bled": [None if one.bled is None else int(one.bled) for one in verdicts],
-    }
 
 
 # True images

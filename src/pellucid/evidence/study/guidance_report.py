@@ -122,12 +122,9 @@ def write(study: GuidanceStudy) -> GuidanceReport:
     charts.require()
     report = GuidanceReport.of(study)
     folder = study.folder
-    (folder / "charts").mkdir(exist_ok=True)
     span = range_chart(report.lines, report.found.study.config.scales, report.advice.chosen)
-    span.png(folder / "charts" / "range.png")
     drawn = {name: _chart(report, name) for name in report.found.names if name != "attributes"}
-    for name, one in drawn.items():
-        one.png(folder / "charts" / f"{name}.png")
+    charts.write({"range": span, **drawn}, folder)
     _sheet(report, folder / "charts" / "pictures.png")
     put(folder / "figures.json", json.dumps(report.plain(), indent=1, allow_nan=False) + "\n")
     tables = [range_table(report).markdown(), _cell_table(report).markdown()]

@@ -131,7 +131,8 @@ def cell_of_rows(guidance: str, rows: Sequence[Mapping[str, Any]], seeds: int) -
         drawn = values if len(means[name]) == 1 else means[name]
         drawn = drawn[~drawn.isnan()]
         if len(drawn):
-            figures[name] = _share_figure(_mean_figure(drawn), values) if name in _SHARES else _mean_figure(drawn)
+            mean = mean_interval(drawn) if len(drawn) > 1 else Estimate(float(drawn.mean()))
+            figures[name] = _share_figure(mean, values) if name in _SHARES else mean
     return GuidanceCell(guidance, len(joined[LOOKS[0]]), figures, means)
 
 
@@ -141,10 +142,6 @@ def _share_figure(found: Estimate, values: Tensor) -> Estimate:
     if found.ends is None:
         return replace(found, low=low, high=high)
     return replace(found, low=min(found.low, low), high=max(found.high, high))
-
-
-def _mean_figure(values: Tensor) -> Estimate:
-    return mean_interval(values) if len(values) > 1 else Estimate(float(values.mean()))
 
 
 # --- Useful scales --------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ are no larger than three times what the converged run itself still moves are not
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -66,7 +67,9 @@ class InteractionStudyConfig:
             raise PellucidError(rule("models", "at least one", "none"), "study-list")
         if self.names and len(self.names) != len(self.models):
             raise PellucidError(rule("names", f"one a model, {len(self.models)}", len(self.names)), "study-names")
-        if len(set(self.labels)) != len(self.models) or not all(map(_is_plain, self.labels)):
+        if len(set(self.labels)) != len(self.models) or not all(
+            re.fullmatch(r"(?!\.)[\w.-]+", one) for one in self.labels
+        ):
             must = "different, of letters, digits, dots, dashes and underscores"
             raise PellucidError(rule("names", must, list(self.labels), "Give --names."), "study-names")
         if self.by not in get_args(DecidingMeasure):
@@ -93,10 +96,6 @@ def label_of(model: str) -> str:
     """The folder that names a model: `linear-0` of `runs/linear-0/model`."""
     parts = [part for part in Path(model).parts if part not in ("/", ".", "..", "model")]
     return parts[-1] if parts else model
-
-
-def _is_plain(name: str) -> bool:
-    return bool(name) and all(c.isalnum() or c in "._-" for c in name) and not name.startswith(".")
 
 
 @dataclass(frozen=True)
@@ -176,12 +175,14 @@ class InteractionStudy(Study[InteractionStudyConfig, StudiedModel]):
         figures, by = study.results(), self.config.by
         if by not in figures.columns:
             raise PellucidError(rule("by", f"measured for {name}: {', '.join(figures.columns)}", by), "by")
+        pipe = study.subject.pipe
+        holder = getattr(pipe, "components", None) or getattr(pipe, "peer", None)
         floor = figures.results.floor(by) if by in ("distance", "latent") else {}
         return ModelResult(
             name=name,
             schedule=study.subject.schedule.name,
             target=str(study.subject.target),
-            architecture=_architecture_of(study.subject.pipe),
+            architecture=type(getattr(holder, "network", pipe)).__name__,  # UNet, DiT, …
             cells=tuple(study.table),
             column=figures.columns[by],
             floor=next(iter(floor.values()), float("nan")),
@@ -196,12 +197,6 @@ class InteractionStudy(Study[InteractionStudyConfig, StudiedModel]):
         found = self.results()
         interaction_report.write(self, found)
         return found
-
-
-def _architecture_of(pipe: Any) -> str:
-    """The class of the network: UNet, DiT, …"""
-    holder = getattr(pipe, "components", None) or getattr(pipe, "peer", None)
-    return type(getattr(holder, "network", pipe)).__name__
 
 
 # --- Where the best sampler changes ---------------------------------------------------------------------------------

@@ -24,24 +24,24 @@ _NOTE = (
 
 def write(opened: InteractionStudy, found: Interaction) -> Path:
     """charts/*.png, table.md, figures.json and report.html."""
-    folder = opened.folder / "charts"
-    folder.mkdir(exist_ok=True)
-    heats = _heat(found)
-    heats.png(folder / "heat.png")
-    curves = [_curve(found, one) for one in found.seen]
-    for one, chart in zip(found.seen, curves, strict=True):
-        chart.png(folder / f"{one.name}.png")
+    heats, curves = _heat(found), {one.name: _curve(found, one) for one in found.seen}
+    charts.write({"heat": heats, **curves}, opened.folder)
     made = tables(found)
     page = Page("Schedule × sampler × steps", _headline(found))
     said = [*sentences(found), *about_converged(found)]
     page.add(*map(Text, said), Text(_NOTE, kind="note"), *made)
-    page.add(Text("", "How far behind the best"), heats, Text("", "Each model"), *curves, Code(opened.text, "Config"))
-    page.write(opened.folder / "report.html")
+    page.add(
+        Text("", "How far behind the best"),
+        heats,
+        Text("", "Each model"),
+        *curves.values(),
+        Code(opened.text, "Config"),
+    )
     listed = "\n".join(f"- {words}" for words in said)
     parts = ["# Schedule × sampler × steps\n", _headline(found) + "\n", listed + "\n", _NOTE + "\n"]
     put(opened.folder / "table.md", "\n".join([*parts, *(table.markdown() for table in made)]))
     put(opened.folder / "figures.json", json.dumps(_plain(found), indent=1) + "\n")
-    return opened.folder / "report.html"
+    return page.write(opened.folder / "report.html")
 
 
 def _headline(found: Interaction) -> str:

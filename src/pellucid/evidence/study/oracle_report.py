@@ -31,14 +31,8 @@ _RELATIVE = "Errors are relative to the size of the data: 0.01 is a distance of 
 
 def _tables_of(found: OracleResults, floors: dict[str, float]) -> list[Table]:
     made = [best_table(found, mixture) for mixture in found.mixtures]
-    made += [
-        one_choice_table(found),
-        _samplers_table(found),
-        _grids_table(found),
-        _laws_table(found, floors),
-        _ranks_table(found),
-    ]
-    made += [_orders_table(found)] if found.orders else []
+    made += [table_of(found) for table_of in (one_choice_table, _samplers_table, _grids_table)]
+    made += [_laws_table(found, floors), _ranks_table(found), _orders_table(found)]
     return [table for table in made if table.rows]
 
 

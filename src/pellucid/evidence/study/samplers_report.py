@@ -26,10 +26,8 @@ def write(found: SamplerFigures) -> Path:
     """All files of the report; the path of the page."""
     charts.require()
     folder = found.study.folder
-    (folder / "charts").mkdir(exist_ok=True)
     drawn = all_charts(found)
-    for name, chart in drawn.items():
-        chart.png(folder / "charts" / f"{name}.png")
+    charts.write(drawn, folder)
     put(folder / "results.json", json.dumps(plain(found), indent=1, allow_nan=False, ensure_ascii=False) + "\n")
     put(folder / "table.md", _markdown(found))
     page = Page(f"Samplers for {found.study.subject.name}", headline(found))

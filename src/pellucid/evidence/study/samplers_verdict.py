@@ -9,7 +9,6 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
@@ -273,15 +272,11 @@ class SamplerFigures:
     """The figures of a study, computed when they are asked for."""
 
     def __init__(self, study: SamplerStudy, judges: Judges, resamples: int = RESAMPLES) -> None:
-        self.study, self.judges = study, judges
+        self.study, self.judges, self.cells = study, judges, study.table
         self.results = SamplerResults(study, resamples)
         if not self.results.firsts:
             raise PellucidError(rule("study", "of at least one whole batch", "none"), "study-empty")
         self.clock = LatencyClock(study)
-
-    @property
-    def cells(self) -> list[SamplerCell]:
-        return self.study.table
 
     @cached_property
     def latencies(self) -> list[Latency]:
@@ -299,7 +294,7 @@ class SamplerFigures:
             elif isinstance(scorer, ClipScorer):
                 found["image_text"] = self.results.means("image_text", scorer.what, "cosines", 100.0)
                 if self.judges.inception is None and self.results.count > 1:
-                    found["kid"] = self.results.kid(scorer.what, None, self.device)
+                    found["kid"] = self.results.kid(scorer.what, None, self.study.subject.device)
             else:
                 found["right"] = self.results.right()
         return found
@@ -307,11 +302,10 @@ class SamplerFigures:
     def inception_columns(self, scorer: InceptionScorer) -> dict[str, Column]:
         if self.results.count < 2:
             return {}
-        features, statistics = self.reference
-        found = {}
+        (features, statistics), device, found = self.reference, self.study.subject.device, {}
         if features is not None or self.judges.reference is None:
-            found["kid"] = self.results.kid(scorer.what, features, self.device)
-        fid = self.results.fid(scorer.what, statistics, self.device)
+            found["kid"] = self.results.kid(scorer.what, features, device)
+        fid = self.results.fid(scorer.what, statistics, device)
         return found | ({} if fid is None else {"fid": fid})
 
     @cached_property
@@ -325,10 +319,6 @@ class SamplerFigures:
         assert self.judges.inception is not None
         held = measure_cached(given, self.judges.inception, self.study.folder / "features")
         return held.features, held.statistics
-
-    @property
-    def device(self) -> torch.device:
-        return self.study.subject.device
 
     @cached_property
     def main(self) -> Column:

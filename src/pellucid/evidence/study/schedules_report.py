@@ -381,10 +381,8 @@ def write(folder: Path) -> Path:
     """Reads a study's folder, finished or not, and writes charts/*.png, table.md, table.json and report.html there."""
     charts.require()
     found = ScheduleResults.read(folder)
-    (folder / "charts").mkdir(exist_ok=True)
     drawn = {name: draw(found) for name, draw in _CHARTS.items()}
-    for name, drawing in drawn.items():
-        drawing.png(folder / "charts" / f"{name}.png")
+    charts.write(drawn, folder)
     put(folder / _TABLE, json.dumps(_plain_results(found), indent=1, allow_nan=False) + "\n")
     put(folder / "table.md", _markdown(found))
     return _page(found, list(drawn.values())).write(folder / "report.html")
