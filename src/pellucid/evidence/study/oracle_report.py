@@ -68,23 +68,20 @@ def _first_words(lines: Iterable[OracleRun], figure: str = "error") -> str:
 def _regret(found: OracleResults, pick: _Choice, nfe: int, schedules: Sequence[str]) -> float:
     """How many times the error of the best a choice has, as the geometric mean over schedules and mixtures; NaN where
     it does not run everywhere."""
-    places = [(schedule, mixture, nfe) for schedule, mixture in product(schedules, found.mixtures)]
-    errors = [
-        (line and line.figures.get("error"), found.least.get(place)) for place in places for line in [pick(*place)]
-    ]
-    known = [mine / least for mine, least in errors if mine is not None and least is not None]
-    return _mean(known) if len(known) == len(places) else math.nan
+    ratios = []
+    for place in product(schedules, found.mixtures, [nfe]):
+        line, least = pick(*place), found.least.get(place)
+        if line is None or least is None or "error" not in line.figures:
+            return math.nan
+        ratios.append(line.figures["error"] / least)
+    return _mean(ratios)
 
 
 def regrets(found: OracleResults, schedules: Sequence[str]) -> dict[tuple[str, str], list[float]]:
     """Of every sampler and grid, at each budget."""
     pairs = dict.fromkeys((line.sampler, line.grid) for line in found.lines if not line.stochastic)
-    return {
-        pair: [
-            _regret(found, lambda *place, own=pair: found.one(*place, *own), nfe, schedules) for nfe in found.budgets
-        ]
-        for pair in pairs
-    }
+    picks: dict[tuple[str, str], _Choice] = {pair: lambda *place, own=pair: found.one(*place, *own) for pair in pairs}
+    return {pair: [_regret(found, pick, nfe, schedules) for nfe in found.budgets] for pair, pick in picks.items()}
 
 
 def _choices(found: OracleResults, schedules: Sequence[str]) -> list[tuple[float, tuple[str, str]]]:
