@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import pairwise, product
 from typing import Any
 
 from pellucid.evidence.report import charts
 from pellucid.evidence.report.charts import Axis, Chart, Mark, Series
 from pellucid.evidence.report.page import Code, Page, Table, Text
+from pellucid.evidence.statistics import Estimate
 from pellucid.evidence.study.oracle import MIXTURES, LawSlices, OracleStudy, OracleStudyConfig, same_levels
 from pellucid.evidence.study.oracle_results import OracleResults, OracleRun, agreement, changes, is_noisy
 from pellucid.interop.atomic_files import put
@@ -80,7 +82,7 @@ def _regret(found: OracleResults, pick: _Choice, nfe: int, schedules: Sequence[s
 def regrets(found: OracleResults, schedules: Sequence[str]) -> dict[tuple[str, str], list[float]]:
     """Of every sampler and grid, at each budget."""
     pairs = dict.fromkeys((line.sampler, line.grid) for line in found.lines if not line.stochastic)
-    picks: dict[tuple[str, str], _Choice] = {pair: lambda *place, own=pair: found.one(*place, *own) for pair in pairs}
+    picks = {pair: partial(found.one, sampler=pair[0], grid=pair[1]) for pair in pairs}
     return {pair: [_regret(found, pick, nfe, schedules) for nfe in found.budgets] for pair, pick in picks.items()}
 
 
@@ -273,13 +275,12 @@ def _line_of(
     every = [one for nfe in found.budgets for one in pick(*place, nfe) if getattr(one, name) == wanted]
     points = [one for one in every if one.figures[figure] <= _MAX_ERROR]
     other = "grid" if name == "sampler" else "sampler"
-    ends = ([line.figures[end] for line in points] if figure == "error" else None for end in ("low", "high"))
-    return Series(
+    ends: tuple[str, ...] = ("low", "high") if figure == "error" else ()
+    return Series.of(
         wanted,
         [float(line.calls) for line in points],
-        [line.figures[figure] for line in points],
-        *ends,
-        [f"{getattr(line, other)}, {line.steps} steps{', noise' if line.stochastic else ''}" for line in points],
+        [Estimate(*(line.figures[key] for key in (figure, *ends))) for line in points],
+        labels=[f"{getattr(line, other)}, {line.steps} steps{', noise' if line.stochastic else ''}" for line in points],
         colour=charts.COLOURS[number % len(charts.COLOURS)],
         dashed=figure == "sliced" and any(line.stochastic for line in points),
     )

@@ -143,8 +143,8 @@ class ScheduleStudyConfig:
         for schedule in self.schedules:
             task = self.task(schedule)
             objective, sampling = task.objective.build(), task.sampling
+            process: dict[str, Any] = {"schedule": objective.schedule, "target": objective.target}
             for grid in (sampling.grid, *self.grids):
-                process = {"schedule": objective.schedule, "target": objective.target}
                 compile_plan(sampling.sampler, **process, grid=grid, steps=sampling.steps)
         for seed in self.seeds:
             self.run_config(self.schedules[0], seed)
