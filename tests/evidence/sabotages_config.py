@@ -52,7 +52,7 @@ def flow_target_without_flow_sigmas(folder: Path) -> Subject:
     return config(swapped("UniPCMultistepScheduler", SD15), prediction_type="flow_prediction")
 
 
-@sabotage("eps-in-flow-sampler", "FlowMatchEulerDiscreteScheduler lays", "never trained on")
+@sabotage("eps-in-flow-sampler", "FlowMatchEulerDiscreteScheduler lays", "was never trained")
 def eps_model_in_a_flow_sampler(folder: Path) -> Subject:
     return config(swapped("FlowMatchEulerDiscreteScheduler", SDXL))
 
@@ -162,7 +162,7 @@ def ddim_off_leading(folder: Path) -> Subject:
     return config(SD21_V, timestep_spacing="linspace")
 
 
-@sabotage("steps-beyond", "500 steps and more would repeat")
+@sabotage("steps-beyond", "500 or more steps would repeat")
 def more_steps_than_times(folder: Path) -> Subject:
     return config(SDXL, RunSpec(steps=1500))
 
@@ -193,7 +193,7 @@ def karras_on_cosine_betas(folder: Path) -> Subject:
                   _class_name="DPMSolverMultistepScheduler")  # fmt: skip
 
 
-@sabotage("noisy-end", "which is seen")
+@sabotage("noisy-end", "and is visible")
 def a_noisy_end(folder: Path) -> Subject:
     return config(SDXL, final_sigmas_type="sigma_min", beta_start=0.02, beta_end=0.03)
 

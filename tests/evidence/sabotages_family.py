@@ -55,7 +55,7 @@ def sd2_v_that_is_said_to_predict_eps(folder: Path) -> Subject:
     return look(model)
 
 
-@sabotage("schedule-family", "made anew")
+@sabotage("schedule-family", "not made from the model's own config")
 def sd1_with_a_scheduler_made_anew(folder: Path) -> Subject:
     """`pipe.scheduler = EulerDiscreteScheduler()`, and not from the config."""
     model = family_copy(folder)

@@ -196,7 +196,7 @@ def weights_that_overflowed(folder: Path) -> Subject:
     return look(model, quick=False)
 
 
-@sabotage("weights-zero", "says nothing")
+@sabotage("weights-zero", "its output is always zero")
 def weights_of_the_first_step(folder: Path) -> Subject:
     model = tiny.copied("dit", folder)
     rewrite(

@@ -245,7 +245,7 @@ def the_same_run_without_guidance(folder: Path) -> Subject:
     return runs.recorded(folder, Darkened(1.0))
 
 
-@sabotage("prompt-no-effect", "the same with and without the prompt")
+@sabotage("prompt-no-effect", "with and without the prompt")
 def a_run_whose_prompt_is_not_heard(folder: Path) -> Subject:
     return runs.recorded(folder, runs.Guided(7.0, prompt=False))
 
@@ -255,7 +255,7 @@ def a_run_that_ends_in_noise(folder: Path) -> Subject:
     return runs.recorded(folder, runs.Guided(), runs.cut())
 
 
-@sabotage("wrong-start-level", "not scaled as its level wants")
+@sabotage("wrong-start-level", "not scaled to its level")
 def a_run_from_noise_of_another_level(folder: Path) -> Subject:
     noise = 14.6 * torch.randn(2, *runs.SHAPE, generator=torch.Generator().manual_seed(0))
     return runs.recorded(folder, runs.Guided(1.0), None, noise)
@@ -305,7 +305,7 @@ def images_whose_colours_bled(folder: Path) -> Subject:
     return Subject("images", images=folder_of(images.write(folder, images.swapped(told), told, 15.0)))
 
 
-@sabotage("not-as-asked", "do not tell why")
+@sabotage("not-as-asked", "do not show why")
 def images_of_other_prompts(folder: Path) -> Subject:
     told = images.drawn(16, objects=(1,))
     shown = told[[*range(1, len(told)), 0]]

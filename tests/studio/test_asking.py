@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from pellucid.cli import sample, tune
+from pellucid.cli import sample
 from pellucid.core.errors import PellucidError
 from pellucid.evidence.study.samplers import SamplerStudyConfig
 from pellucid.models.guidance import Guidance, guarded
@@ -41,7 +41,6 @@ def test_a_number_means_the_same_on_every_surface() -> None:
         "command line": sample.read_fields({"guidance": "4"})["guidance"],
         "python": Guidance.parse(Request(prompt="x", guidance=4).guidance),
         "study": Guidance.parse(STUDY.how["guidance"]),
-        "tuning": tune.parse_guidance("4"),
         "sheet": cell_fields({}, {"guidance": 4.0})["guidance"],
     }
     assert meanings == dict.fromkeys(meanings, Guidance(4.0))

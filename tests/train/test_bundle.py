@@ -175,7 +175,7 @@ def test_parts_that_are_not_given_are_left_out(parts: Parts, tmp_path: Path) -> 
 # --- what is refused ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("limit", "what"), [("MOST_BASE", "base"), ("MOST_ALL", "bundle")])
+@pytest.mark.parametrize(("limit", "what"), [("_MOST_BASE", "base"), ("_MOST_ALL", "bundle")])
 def test_too_many_bytes_are_refused_and_leave_nothing(
     parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, what: str
 ) -> None:

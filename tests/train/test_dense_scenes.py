@@ -73,6 +73,6 @@ def test_a_source_that_compiles_never_falls_back(monkeypatch: pytest.MonkeyPatch
     for name in ("render", "edges"):
         monkeypatch.setattr(world, name, lambda *_: pytest.fail("fell back"))
     fast = ScenesSource(replace(config, compile_render=True)).batch(asked, draws)
-    assert used == ["stroke", "outlined", "stroke"]
+    assert used == ["stroke", "_outlined", "stroke"]
     assert torch.equal(fast.images, plain.images)
     assert all(torch.equal(fast.hints[name], plain.hints[name]) for name in HINTS)

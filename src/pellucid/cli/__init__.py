@@ -59,7 +59,8 @@ class OneLine(TyperGroup):
             code = trouble(error.code, str(error))
         except UsageError as error:
             said = error.format_message().rstrip(".") or "Missing command"
-            code = trouble("usage", f"{said}. {where_to_look(error)}")
+            path = error.ctx.command_path if getattr(error, "ctx", None) else "pellucid"
+            code = trouble("usage", f"{said}. See: {path} --help")
         except typer.Abort:  # Ctrl-C
             print("cancelled", file=sys.stderr)
             code = CANCELLED
@@ -129,11 +130,6 @@ def trouble(code: str, message: str) -> int:
     """One line on stderr; the exit code of bad input."""
     print(f"error[{code}]: {' '.join(message.split())}", file=sys.stderr)
     return 2
-
-
-def where_to_look(error: Any) -> str:
-    path = error.ctx.command_path if getattr(error, "ctx", None) else "pellucid"
-    return f"See: {path} --help"
 
 
 def show_version(wanted: bool) -> None:

@@ -63,4 +63,4 @@ def _show(found: list[DemoImage], settings: str, load: float, out: Path) -> None
         f"{busy / len(found) / workers():.2f} s an image on the CPU, {workers()} at once; loaded in {load:.2f} s.",
         f"wrote {out}",
     ):
-        screen.print(words, soft_wrap=True, markup=False)
+        output.say(words)

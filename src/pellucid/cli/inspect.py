@@ -25,7 +25,7 @@ from pellucid.evidence.drawing.graph_tables import ROLE_COLOURS
 from pellucid.pipeline.request import read_size
 
 if TYPE_CHECKING:
-    from pellucid.pipeline.inspection import Graph, GraphOptions, Node
+    from pellucid.pipeline.inspection import Graph, Node
 
 _RUN, _LOAD, _OUT = "The run that is inspected", "Loading", "Output"
 _DEPTHS = (1, 2)  # levels of blocks that are shown: of every component, and of one alone
@@ -72,10 +72,9 @@ def command(
 
     Example: [bold]pellucid inspect ./sd15 --size 768x512 --plot sd15.html[/]
     """
-    output.check_overwrite(overwrite, "--plot", plot is not None)
     if plot is not None and component is not None:
         raise PellucidError(rule("--plot", "given without --component", str(plot), "It draws the whole."), "usage")
-    goal = None if plot is None else output.plot_destination(plot, drawing.SUFFIXES, overwrite=overwrite)
+    goal = output.plot_destination(plot, drawing.SUFFIXES, overwrite=overwrite)
     if device is not None and not time:
         raise PellucidError(rule("--device", "given with --time, since nothing runs without it", device), "usage")
     if depth is not None and not 0 <= depth <= 8:
@@ -95,10 +94,20 @@ def command(
     )
     loading = {"vae": vae, "image_encoder": image_encoder, "tokenizer": tokenizer, "target": target}
     loading |= {"variant": variant, "revision": revision, "dtype": dtype}
-    graph = _read_graph(model, asked, loading)
+    with output.progress(f"reading {model}", 2) as done:
+        from pellucid.pipeline import inspection_graph
+
+        done()
+        graph = inspection_graph.inspect(model, asked, **loading)
+        done()
     node = None if component is None else graph.node(component)
     if time:
-        graph = _add_times(graph, model, asked, {**loading, "device": device})
+        with ExitStack() as bars:
+
+            def watch(rows: int) -> Callable[[], None]:
+                return bars.enter_context(output.progress(f"timing {model}", rows))
+
+            graph = inspection_graph.with_times(graph, model, asked, watch, device=device, **loading)
         node = None if node is None else graph.node(node.name)
     if as_json:
         output.print_json(graph.to_dict() if node is None else _component_dict(graph, node))
@@ -109,27 +118,6 @@ def command(
     if goal is not None:
         goal.write(partial(drawing.draw_graph, graph))
         output.wrote(goal, as_json)
-
-
-def _read_graph(model: str, asked: GraphOptions, loading: dict[str, Any]) -> Graph:
-    with output.progress(f"reading {model}", 2) as done:
-        from pellucid.pipeline import inspection_graph
-
-        done()
-        graph = inspection_graph.inspect(model, asked, **loading)
-        done()
-    return graph
-
-
-def _add_times(graph: Graph, model: str, asked: GraphOptions, loading: dict[str, Any]) -> Graph:
-    from pellucid.pipeline import inspection_graph
-
-    with ExitStack() as bars:
-
-        def watch(rows: int) -> Callable[[], None]:
-            return bars.enter_context(output.progress(f"timing {model}", rows))
-
-        return inspection_graph.with_times(graph, model, asked, watch, **loading)
 
 
 def _component_dict(graph: Graph, node: Node) -> dict[str, Any]:

@@ -32,6 +32,7 @@ _EXAMPLES = (
     "  pellucid lab reading_a_scheduler --open",
 )
 EPILOG = "\n\n".join(_EXAMPLES)
+_BLOCK = ("number", "text", "code", "printed", "seconds", "error")  # what --json says of a block, beside its figures
 _WIDTH = 100  # columns of words that are read
 _MARKS = {"passed": "[green]✓[/]", "wrong": "[red]✗[/]", "error": "[red]![/]", "not written yet": "[yellow]·[/]"}
 
@@ -66,7 +67,10 @@ def command(
         return
     found = find(lab)
     if starter is not None:
-        _write_starter(found, starter, overwrite)
+        goal = output.destination(starter, "--starter", (".py",), overwrite=overwrite)
+        goal.write(partial(shutil.copyfile, found.starter))
+        output.wrote(goal)
+        print(f"Fill its gaps, then: pellucid lab {found.code} --check {starter}")
     elif check is not None:
         _check_answer(found, check, as_json)
     elif in_studio:
@@ -104,11 +108,11 @@ def _show_list(as_json: bool) -> None:
 
     if as_json:
         output.print_json([_facts(lab) for lab in LABS])
-        return
-    rows = [(f"[bold]{lab.code}[/]", lab.title, lab.question) for lab in LABS]
-    screen = output.console()
-    screen.print(output.table("lab", "title", "question", rows=rows))
-    screen.print("Run one: pellucid lab 03. Begin an answer: --starter FILE; check it: --check FILE.")
+    else:
+        rows = [(f"[bold]{lab.code}[/]", lab.title, lab.question) for lab in LABS]
+        screen = output.console()
+        screen.print(output.table("lab", "title", "question", rows=rows))
+        screen.print("Run one: pellucid lab 03. Begin an answer: --starter FILE; check it: --check FILE.")
 
 
 # --- a run -------------------------------------------------------------------------------------------------------
@@ -160,7 +164,8 @@ def _run_lab(lab: Lab, figures: FigureFolder, smoke: bool, as_json: bool) -> Non
             paths = figures.write(shown)
             error = shown.error
             if as_json:
-                told.append(_block_record(shown, paths))
+                record = {name: getattr(shown, name) for name in _BLOCK}
+                told.append({**record, "figures": [str(path) for path in paths]})
                 done()
             else:
                 _show_block(screen, shown, paths)
@@ -170,30 +175,19 @@ def _run_lab(lab: Lab, figures: FigureFolder, smoke: bool, as_json: bool) -> Non
         raise typer.Exit(1)
 
 
-def _block_record(shown: BlockResult, paths: Sequence[Path]) -> dict[str, Any]:
-    names = ("number", "text", "code", "printed", "seconds", "error")
-    return {**{name: getattr(shown, name) for name in names}, "figures": [str(path) for path in paths]}
-
-
 def _show_block(screen: Console, shown: BlockResult, paths: Sequence[Path]) -> None:
-    from rich.text import Text
-
     from pellucid.labs import script
 
     if shown.text:
-        screen.print(Text(script.plain(shown.text)), width=min(screen.width, _WIDTH))
+        screen.print(script.plain(shown.text), markup=False, width=min(screen.width, _WIDTH))
         screen.print()
-    if shown.code:
-        screen.print(_highlighted(screen, shown.code), soft_wrap=True)
-        screen.print()
-    if shown.printed.strip():
-        screen.print(Text(shown.printed.rstrip("\n")), soft_wrap=True)
-        screen.print()
-    for path in paths:
-        screen.print(Text(f"figure: {path}"), soft_wrap=True)
-        screen.print()
+    parts = [_highlighted(screen, shown.code)] if shown.code else []
+    parts += [shown.printed.rstrip("\n")] if shown.printed.strip() else []
+    for part in (*parts, *(f"figure: {path}" for path in paths)):
+        output.say(part)
+        output.say("")
     if shown.error is not None:
-        screen.print(Text(f"block {shown.number} of {shown.count} failed: {shown.error}", style="red"), soft_wrap=True)
+        output.say(f"block {shown.number} of {shown.count} failed: {shown.error}", style="red")
 
 
 def _highlighted(screen: Console, code: str) -> Any:
@@ -206,13 +200,6 @@ def _highlighted(screen: Console, code: str) -> Any:
 
 
 # --- an answer ---------------------------------------------------------------------------------------------------
-
-
-def _write_starter(lab: Lab, place: Path, overwrite: bool) -> None:
-    goal = output.destination(place, "--starter", (".py",), overwrite=overwrite)
-    goal.write(partial(shutil.copyfile, lab.starter))
-    output.wrote(goal)
-    print(f"Fill its gaps, then: pellucid lab {lab.code} --check {place}")
 
 
 def _check_answer(lab: Lab, answer: Path, as_json: bool) -> None:
@@ -232,14 +219,11 @@ def _check_answer(lab: Lab, answer: Path, as_json: bool) -> None:
 
 def _show_outcomes(found: Sequence[Outcome]) -> None:
     from rich.markup import escape
-    from rich.text import Text
 
-    screen = output.console()
     for one in found:
-        screen.print(f"{_MARKS[one.verdict]} {escape(one.name)}: {one.verdict}", soft_wrap=True)
+        output.console().print(f"{_MARKS[one.verdict]} {escape(one.name)}: {one.verdict}", soft_wrap=True)
         if one.sentence:
-            screen.print(Text(f"    {one.sentence}"), soft_wrap=True)
+            output.say(f"    {one.sentence}")
         if one.printed.strip():
-            screen.print(Text("    it printed: " + one.printed.strip().replace("\n", "\n    ")), soft_wrap=True)
-    passed = sum(one.verdict == "passed" for one in found)
-    screen.print(f"{passed} of {len(found)} checks passed")
+            output.say("    it printed: " + one.printed.strip().replace("\n", "\n    "))
+    print(f"{sum(one.verdict == 'passed' for one in found)} of {len(found)} checks passed")

@@ -40,8 +40,7 @@ def command(
     """
     if predict and compare:
         raise PellucidError("--predict must be given without --compare, which runs; got both.", "usage")
-    output.check_overwrite(overwrite, "--plot", plot is not None)
-    goal = None if plot is None else output.plot_destination(plot, overwrite=overwrite)
+    goal = output.plot_destination(plot, overwrite=overwrite)
     from pellucid.evidence.drawing.memory import headline
     from pellucid.pipeline.inspection_graph import sketch
     from pellucid.pipeline.load import load, widen
@@ -66,7 +65,7 @@ def command(
         screen.print(headline(report.about), style="bold")
         screen.print(output.table(*report.columns, right=numbers, rows=report.rows()))
         for line in report.notes():
-            screen.print(line, soft_wrap=True, markup=False)
+            output.say(line)
     if goal is not None:
         goal.write(report.draw)
         output.wrote(goal, as_json)

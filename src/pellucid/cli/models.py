@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from pellucid.cli import output
 from pellucid.cli.options import AsJson
-
-if TYPE_CHECKING:
-    from pellucid.interop.local_models import Model
 
 
 def command(
@@ -30,11 +27,7 @@ def command(
     found = models(folders or [])
     if as_json:
         output.print_json([asdict(model) for model in found])
-    else:
-        _print_table(found)
-
-
-def _print_table(found: list[Model]) -> None:
+        return
     from rich.markup import escape
 
     rows = []

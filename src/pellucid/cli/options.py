@@ -18,9 +18,9 @@ def option(metavar: str, help: str, *names: str, panel: str | None = None, **mor
     return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, **more)
 
 
-def flag(name: str, help: str, panel: str | None = None) -> Any:
-    """An option without a value."""
-    return typer.Option(name, metavar="", help=help, rich_help_panel=panel)
+def flag(name: str, help: str, panel: str | None = None, metavar: str | None = "") -> Any:
+    """An option without a value; without a `metavar`, the help calls it a bool."""
+    return typer.Option(name, metavar=metavar, help=help, rich_help_panel=panel)
 
 
 def model_names(incomplete: str) -> list[str]:
@@ -44,12 +44,18 @@ def grid_names(incomplete: str) -> list[str]:
     return [name for name in (*OVER_TIME, *OVER_SIGMA) if name.startswith(incomplete)]
 
 
-def whole_numbers(option: str, text: str) -> tuple[int, ...]:
+def comma_words(text: str) -> tuple[str, ...]:
+    """`ddim, heun`"""
+    return tuple(word.strip() for word in text.split(","))
+
+
+def numbers(option: str, text: str, kind: type[Any] = int) -> tuple[Any, ...]:
     """`5,10,20`"""
     try:
-        return tuple(int(word) for word in text.split(","))
+        return tuple(map(kind, comma_words(text)))
     except ValueError:
-        raise PellucidError(rule(option, "whole numbers with commas between them", text), "usage") from None
+        must = f"{'whole ' if kind is int else ''}numbers with commas between them"
+        raise PellucidError(rule(option, must, text), "usage") from None
 
 
 def given_only(**values: Any) -> dict[str, Any]:

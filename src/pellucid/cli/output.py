@@ -64,6 +64,11 @@ def print_json(value: Any, indent: int | None = 1) -> None:
     print(json.dumps(plain(value), indent=indent, allow_nan=False))
 
 
+def say(text: object, **look: Any) -> None:
+    """A line on stdout as it is: without markup, and not broken."""
+    console().print(text, soft_wrap=True, markup=False, **look)
+
+
 def time_text(time: float, digits: int = 7) -> str:
     """A told time; what rounding left of time 0 is 0."""
     return short(0.0 if abs(time) < 1e-12 else time, digits)
@@ -105,8 +110,13 @@ def destination(path: Path, option: str, suffixes: tuple[str, ...] = (), *, over
     return Destination(path, option, overwrite)
 
 
-def plot_destination(path: Path, suffixes: tuple[str, ...] = _IMAGES, *, overwrite: bool = False) -> Destination:
-    """The same for `--plot`, which needs matplotlib too."""
+def plot_destination(
+    path: Path | None, suffixes: tuple[str, ...] = _IMAGES, *, overwrite: bool = False
+) -> Destination | None:
+    """The same for `--plot`, which may be left out, and needs matplotlib."""
+    check_overwrite(overwrite, "--plot", path is not None)
+    if path is None:
+        return None
     from pellucid.evidence.report.charts import require
 
     require()

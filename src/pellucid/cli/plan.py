@@ -61,7 +61,9 @@ def command(
 
     Example: [bold]pellucid plan dpmpp_2m --grid karras --steps 10 --diff "--as diffusers"[/]
     """
-    _refuse_both(as_json, plot, diff)
+    if plot is not None and (as_json or diff is not None):
+        must = f"given without {'--json' if as_json else '--diff'}"
+        raise PellucidError(rule("--plot", must, str(plot), "Run the command twice, once for each."), "usage")
     output.check_overwrite(overwrite, "--save or --plot", save is not None or plot is not None)
     goal = None if save is None else output.destination(save, "--save", (".json",), overwrite=overwrite)
     image = None if plot is None else output.plot_destination(plot, overwrite=overwrite)
@@ -80,24 +82,11 @@ def command(
         image.write(partial(draw_plan, made))
         output.wrote(image)
     else:
-        _show(made)
+        for line in (*_header(made), "", *_rows(made), "", *_legend(made)):
+            output.say(line)
     if goal is not None:
         goal.write(made.to_json() + "\n")
         output.wrote(goal, as_json)
-
-
-def _refuse_both(as_json: bool, plot: Path | None, diff: str | None) -> None:
-    if plot is not None and (as_json or diff is not None):
-        other = "--json" if as_json else "--diff"
-        raise PellucidError(
-            rule("--plot", f"given without {other}", str(plot), "Run the command twice, once for each."), "usage"
-        )
-
-
-def _show(plan: Plan) -> None:
-    screen = output.console()
-    for line in (*_header(plan), "", *_rows(plan), "", *_legend(plan)):
-        screen.print(line, soft_wrap=True)
 
 
 # --- A plan as text -------------------------------------------------------------------------------------------------
@@ -133,10 +122,8 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _detail(plan: Plan) -> str:
     """How much contrast is left of large and of small structures."""
-    shares = [
-        f"{short(100 * float(part), 3)} % at {scale:g}"
-        for scale, part in zip(_SCALES, kept(plan, _SCALES), strict=True)
-    ]
+    parts = zip(_SCALES, kept(plan, _SCALES), strict=True)
+    shares = [f"{short(100 * float(part), 3)} % at {scale:g}" for scale, part in parts]
     return f"{', '.join(shares)}: the contrast of Gaussian data by its standard deviation"
 
 
@@ -146,7 +133,8 @@ def _level(at: Level) -> str:
 
 def _rows(plan: Plan) -> Iterator[Text]:
     """The table: #, told time, alpha, sigma, λ, and the update as a formula whose terms stand in columns."""
-    cells = [_row_cells(i, r) for i, r in enumerate(plan.rows)]
+    levels = [(r.level.alpha, r.level.sigma, r.level.lam) for r in plan.rows]
+    cells = [(str(i), time_text(r.time), *map(short, levels[i])) for i, r in enumerate(plan.rows)]
     widths = [max(len(c[k]) for c in (_COLUMNS, *cells)) for k in range(len(_COLUMNS))]
     updates = _formulas([r.x for r in plan.rows])
     if any(r.anchor is not None for r in plan.rows):
@@ -157,10 +145,6 @@ def _rows(plan: Plan) -> Iterator[Text]:
     for cell, r, update in zip(cells, plan.rows, updates, strict=True):
         line = "  ".join(text.rjust(w) for text, w in zip(cell, widths, strict=True))
         yield Text.assemble((line, "cyan"), "   x ← ", update, (_marks(r), "yellow"))
-
-
-def _row_cells(index: int, r: Row) -> tuple[str, ...]:
-    return str(index), time_text(r.time), short(r.level.alpha), short(r.level.sigma), short(r.level.lam)
 
 
 def _marks(r: Row) -> str:

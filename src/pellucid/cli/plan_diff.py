@@ -15,7 +15,6 @@ from pellucid.evidence.plan_diff import (
     POINTS,
     TOLERANCE,
     Comparison,
-    Effect,
     change,
     compare,
     facts,
@@ -34,7 +33,9 @@ def show(mine: Plan, theirs: Plan, as_json: bool) -> None:
         output.print_json(_to_dict(found, theirs))
         return
     screen = output.console()
-    screen.print(_facts_table(mine, theirs))
+    pairs = [(label, left, facts(theirs)[label]) for label, left in facts(mine).items()]
+    sides = [(k, Text(a), Text(b, style="" if a == b else "yellow")) for k, a, b in pairs if a or b]
+    screen.print(output.table("", "this plan", "the other", rows=sides))
     if mine.frame != theirs.frame:
         screen.print(
             f"The other plan is converted from frame {theirs.frame} to {mine.frame}; its results stay the same."
@@ -46,7 +47,8 @@ def show(mine: Plan, theirs: Plan, as_json: bool) -> None:
     elif mine.nfe == found.theirs.nfe:
         screen.print(f"The rows are equal (to {TOLERANCE:g}).")
     screen.print("Effect: the relative distance between the final results", style="bold")
-    screen.print(_effects_table(found.effects))
+    effects = [(e.kind, "" if e.rows is None else str(e.rows), size_of(e), Text(e.note)) for e in found.effects]
+    screen.print(output.table("swapped in", "rows", "distance", "", right=("rows",), rows=effects))
     screen.print(
         f"{POINTS} points of a smooth mixture, exact denoiser, float64: each kind of difference alone, then all."
     )
@@ -74,13 +76,6 @@ def _without_rows(plan: Plan) -> dict[str, Any]:
     return {key: value for key, value in {**plan.to_dict(), "nfe": plan.nfe}.items() if key != "rows"}
 
 
-def _facts_table(mine: Plan, theirs: Plan) -> Table:
-    """What the two plans are, side by side; what differs stands out."""
-    pairs = [(label, left, facts(theirs)[label]) for label, left in facts(mine).items()]
-    rows = [(k, Text(a), Text(b, style="" if a == b else "yellow")) for k, a, b in pairs if a or b]
-    return output.table("", "this plan", "the other", rows=rows)
-
-
 def _rows_table(differences: Sequence[Difference]) -> Table:
     """A row for each that differs; `old → new (relative size)` in the column of its kind."""
     kinds = [k for k in ("told time", "level", "churn", "weights") if any(kind_of(d) == k for d in differences)]
@@ -89,8 +84,3 @@ def _rows_table(differences: Sequence[Difference]) -> Table:
         here = [d for d in differences if d.row == index]
         rows.append((str(index), *(Text("\n".join(change(d) for d in here if kind_of(d) == k)) for k in kinds)))
     return output.table("#", *kinds, right=("#",), rows=rows)
-
-
-def _effects_table(found: Sequence[Effect]) -> Table:
-    rows = [(e.kind, "" if e.rows is None else str(e.rows), size_of(e), Text(e.note)) for e in found]
-    return output.table("swapped in", "rows", "distance", "", right=("rows",), rows=rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,11 +44,8 @@ class PlanWords:
     @staticmethod
     def of(params: dict[str, Any]) -> PlanWords:
         names = ("schedule", "target", "grid", "steps", "dialect", "final")
-        pairs = tuple(pair_of(text) for text in params["option"] or ())
-        twice = [key for key, _ in pairs if sum(key == k for k, _ in pairs) > 1]
-        if twice:
-            raise PellucidError(rule("option", "given once", twice[0]), "option")
-        return PlanWords(params["sampler"], **{name: params[name] for name in names}, options=pairs)
+        options = tuple(sampler_options(params["option"] or ()).items())
+        return PlanWords(params["sampler"], **{name: params[name] for name in names}, options=options)
 
     @property
     def file(self) -> Path | None:
@@ -169,8 +166,15 @@ def _as_file_error(what: str) -> Iterator[None]:
 # --- options of a sampler --------------------------------------------------------------------------------------
 
 
-def pair_of(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals or not key.strip():
-        raise PellucidError(rule("option", "key=value", text, "For example: --option eta=0.5"), "option")
-    return key.strip().replace("-", "_"), value.strip()
+def sampler_options(texts: Iterable[str]) -> dict[str, str]:
+    """`eta=0.5`, as often as they are given."""
+    found: dict[str, str] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise PellucidError(rule("option", "key=value", text, "For example: --option eta=0.5"), "option")
+        name = key.strip().replace("-", "_")
+        if name in found:
+            raise PellucidError(rule("option", "given once", name), "option")
+        found[name] = value.strip()
+    return found

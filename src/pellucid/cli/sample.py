@@ -142,6 +142,7 @@ def read_options(words: Mapping[str, Any]) -> RunOptions:
 
 def read_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a request that words set, without its adapters and its weak model."""
+    from pellucid.cli.plan_words import sampler_options
     from pellucid.models.guidance import Guidance
     from pellucid.pipeline import images
 
@@ -149,7 +150,7 @@ def read_fields(given: Mapping[str, Any]) -> dict[str, Any]:
         "prompt": prompts,
         "label": lambda texts: [read_label(text) for text in texts],
         "seed": _seeds,
-        "options": _sampler_options,
+        "options": sampler_options,
         "guidance": Guidance.parse,
         "image": lambda path: images.read(path, "image"),
         "mask": lambda path: images.read(path, "mask"),
@@ -204,17 +205,6 @@ def prompts(text: str) -> list[str]:
     if text.startswith("@@") or not text.startswith("@"):
         return [text.removeprefix("@") if text.startswith("@@") else text]
     return list(read_lines(Path(text[1:]), "prompts", _MAX_PROMPTS_BYTES, empty="prompt-file"))
-
-
-def _sampler_options(texts: list[str]) -> dict[str, str]:
-    from pellucid.cli.plan_words import pair_of
-
-    found: dict[str, str] = {}
-    for key, value in map(pair_of, texts):
-        if key in found:
-            raise PellucidError(rule("option", "given once", key), "option")
-        found[key] = value
-    return found
 
 
 def lora(text: str) -> AdapterFile:

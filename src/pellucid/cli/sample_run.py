@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from pellucid.cli import output
+from pellucid.cli.options import CANCELLED
 from pellucid.cli.sample import MAX_IMAGES, read_options
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.loop import StepSeen
@@ -48,7 +49,6 @@ from pellucid.pipeline.request import Request, random_seed
 from pellucid.pipeline.result import Result
 from pellucid.pipeline.sheet import Axis, axes_of, cell_fields, cells, draw_sheet, shared_settings
 
-_CANCELLED = 130
 _STEM = "out"
 _IMAGES = (".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".svg", ".pdf")  # not written; no folders' names
 
@@ -62,7 +62,7 @@ def sample(words: dict[str, Any]) -> None:
     except KeyboardInterrupt:
         files = len(report.files)
         typer.echo(f"cancelled: {files} file{'' if files == 1 else 's'} written", err=True)
-        raise typer.Exit(_CANCELLED) from None
+        raise typer.Exit(CANCELLED) from None
     if words["as_json"]:
         output.print_json(report.to_dict())
     else:
@@ -146,22 +146,15 @@ def _jobs_of(fields: Mapping[str, Any]) -> list[_ImageJob]:
 def _request_of(jobs: Sequence[_ImageJob], fields: Mapping[str, Any]) -> Request:
     """The request of one run."""
     own: dict[str, Any] = {"seed": [job.seed for job in jobs], "n": 1}
-    if fields.get("options"):
-        own["options"] = _typed_options(fields.get("sampler"), fields["options"])
+    if fields.get("options") and fields.get("sampler") is not None:  # as the sampler's own types
+        entry, _ = resolve(fields["sampler"])
+        own["options"] = {key: value_of(entry, key, value) for key, value in fields["options"].items()}
     for name in ("prompt", "label"):
         held = [getattr(job, name) for job in jobs]
         own[name] = None if all(one is None for one in held) else held if len(held) > 1 else held[0]
     if own["prompt"] is None and own["label"] is None:
         own["n"] = len(jobs)  # no words, so that only their number says how many there are
     return Request(**{**fields, **own})
-
-
-def _typed_options(sampler: str | None, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Options as the sampler's own types; without a sampler, as they are."""
-    if sampler is None:
-        return given
-    entry, _ = resolve(sampler)
-    return {key: value_of(entry, key, value) for key, value in given.items()}
 
 
 def _batches(pipe: Pipeline, jobs: Sequence[_ImageJob], most: int, weighting: bool) -> Iterator[list[_ImageJob]]:
@@ -554,13 +547,9 @@ class _SampleReport:
 
 def _show_report(report: _SampleReport) -> None:
     """Files with their seeds, what each stage took, and what to mind."""
-    screen = output.console()
-
-    def say(text: str, **style: Any) -> None:
-        screen.print(text, soft_wrap=True, markup=False, **style)
-
-    for line in _source_lines(report.source):
-        say(line)
+    say = output.say
+    if report.source is not None:
+        _show_source(report.source)
     if report.sheet is not None:
         say(f"wrote {report.sheet['file']}: {report.sheet['axes']}", style="bold")
         if report.sheet["cells"]:
@@ -589,16 +578,13 @@ def _settings_text(recipe: Recipe) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def _source_lines(source: dict[str, Any] | None) -> list[str]:
+def _show_source(source: dict[str, Any]) -> None:
     """What `--from` read, what it did not, what was said otherwise, and how the pixels compare."""
-    if source is None:
-        return []
-    lines = [f"from {source['file']}: {source['kind']}"]
+    output.say(f"from {source['file']}: {source['kind']}")
     for name, words in (("understood", source["understood"]), ("not understood", source["unread"])):
         if words:
-            lines.append(f"{name}: " + ", ".join(f"{key} {value}".strip() for key, value in words.items()))
+            output.say(f"{name}: " + ", ".join(f"{key} {value}".strip() for key, value in words.items()))
     if source["changed"]:
-        lines.append("changed: " + "; ".join(source["changed"]))
+        output.say("changed: " + "; ".join(source["changed"]))
     if source["pixels"]:
-        lines.append(source["pixels"])
-    return lines
+        output.say(source["pixels"])

@@ -27,8 +27,7 @@ def command(
 
     Example: [bold]pellucid schedules scaled_linear cosine flow --plot schedules.png[/]
     """
-    output.check_overwrite(overwrite, "--plot", plot is not None)
-    goal = None if plot is None else output.plot_destination(plot, overwrite=overwrite)
+    goal = output.plot_destination(plot, overwrite=overwrite)
     found = _choose(names or [], zero_snr)
     if goal is not None:
         from pellucid.evidence.drawing.plan import draw_schedules

@@ -62,7 +62,13 @@ def command(
 
     Example: [bold]pellucid score out/ --against data/cifar10:train[/]
     """
-    _check_options(against, inception, clip, prompts, save)
+    if (clip is None) != (prompts is None):
+        got = "--clip" if prompts is None else "--prompts"
+        raise PellucidError(f"--clip and --prompts must be given together; got {got} alone.", "usage")
+    if against is None and clip is None and save is None:
+        raise PellucidError("--against, --clip or --save must be given; got none of them.", "usage")
+    if inception is not None and against is None and save is None:
+        raise PellucidError("--inception must be given with --against or --save; got it alone.", "usage")
     output.check_overwrite(overwrite, "--save", save is not None)
     goal = None if save is None else output.destination(save, "--save", (".safetensors",), overwrite=overwrite)
     with_reference = {"kid-subsets": kid_subsets, "kid-size": kid_size, "neighbours": neighbours}
@@ -84,19 +90,6 @@ def command(
         _show(found, asked.level)
     if goal is not None:
         output.wrote(goal, as_json)
-
-
-def _check_options(
-    against: str | None, inception: Path | None, clip: str | None, prompts: Path | None, save: Path | None
-) -> None:
-    """Refuses what would do nothing."""
-    if (clip is None) != (prompts is None):
-        got = "--clip" if prompts is None else "--prompts"
-        raise PellucidError(f"--clip and --prompts must be given together; got {got} alone.", "usage")
-    if against is None and clip is None and save is None:
-        raise PellucidError("--against, --clip or --save must be given; got none of them.", "usage")
-    if inception is not None and against is None and save is None:
-        raise PellucidError("--inception must be given with --against or --save; got it alone.", "usage")
 
 
 class _ScoreRun:
@@ -197,7 +190,8 @@ def _show(found: Score, level: float) -> None:
 def _rows(found: Score) -> Iterator[tuple[str, str, str, str]]:
     distances = []
     if found.fid is not None:
-        distances.append(("FID", *_with_interval(found.fid, "{:.3f}"), _fid_words(found.fid)))
+        how = f"{found.fid.count} resamples, reflected; their bias, {found.fid.bias:.3f}, is taken out"
+        distances.append(("FID", *_with_interval(found.fid, "{:.3f}"), how if found.fid.ends is not None else ""))
     if found.kid is not None and found.kid_subsets is not None:
         part = found.kid_subsets
         subsets = f"{1000 * part.value:.3f} ± {1000 * part.std:.3f} over {part.subsets} subsets of {part.size}"
@@ -216,9 +210,3 @@ def _rows(found: Score) -> Iterator[tuple[str, str, str, str]]:
 def _with_interval(figure: Estimate, form: str, factor: float = 1.0) -> tuple[str, str]:
     spread = [form.format(factor * end) for end in figure.ends or ()]
     return form.format(factor * figure.value), " to ".join(spread)
-
-
-def _fid_words(figure: Estimate) -> str:
-    if figure.ends is None:
-        return ""
-    return f"{figure.count} resamples, reflected; their bias, {figure.bias:.3f}, is taken out"

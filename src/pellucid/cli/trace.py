@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pellucid.cli import output
-from pellucid.cli.options import Overwrite, group
+from pellucid.cli.options import Overwrite, flag, group, option
 from pellucid.cli.sample import read_options, request_option
 from pellucid.core.errors import PellucidError, rule
 from pellucid.pipeline.request import Request, flags_of
@@ -20,28 +20,22 @@ if TYPE_CHECKING:
 app = group("Recorded runs (pellucid sample … --trace FILE): show, compare, run again, lay out in time.")
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A trace.", show_default=False)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
-Partial = Annotated[bool, typer.Option("--partial", help="Read what is whole of a trace that was cut or killed.")]
-Model = Annotated[
-    str | None, typer.Option("--model", metavar="MODEL", help="The model; the recipe's when it is here, if not given.")
-]
+AsJson = Annotated[bool, flag("--json", "Print it as JSON.", metavar=None)]
+Partial = Annotated[bool, flag("--partial", "Read what is whole of a trace that was cut or killed.", metavar=None)]
+Model = Annotated[str | None, option("MODEL", "The model; the recipe's when it is here, if not given.")]
 Image, Mask, Weak = (request_option(name) for name in ("image", "mask", "weak"))
 LoraFiles, ControlWords, ImagePromptWords = (request_option(name) for name in ("loras", "controls", "image_prompts"))
-Device = Annotated[str | None, typer.Option("--device", metavar="NAME", help="cpu, cuda, …")]
+Device = Annotated[str | None, option("NAME", "cpu, cuda, …")]
 
 
 @app.command("show")
 def show(
     file: File,
-    index: Annotated[
-        int | None, typer.Option("--index", metavar="N", help="One image of a batch, from 0; means when not given.")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="PNG", help="Draw x, x0 and guidance by step, over the curves.")
-    ] = None,
+    index: Annotated[int | None, option("N", "One image of a batch, from 0; means when not given.")] = None,
+    plot: Annotated[Path | None, option("PNG", "Draw x, x0 and guidance by step, over the curves.")] = None,
     model: Model = None,
     overwrite: Overwrite = False,
-    linear: Annotated[bool, typer.Option("--linear", help="Do not decode latents; map them to colours.")] = False,
+    linear: Annotated[bool, flag("--linear", "Do not decode latents; map them to colours.", metavar=None)] = False,
     partial: Partial = False,
     as_json: AsJson = False,
 ) -> None:
@@ -107,9 +101,7 @@ def _vae_of(trace: Trace, model: str | None) -> tuple[Any, str]:
 def diff(
     first: Annotated[Path, typer.Argument(metavar="A", help="A trace.", show_default=False)],
     second: Annotated[Path, typer.Argument(metavar="B", help="Another.", show_default=False)],
-    tolerance: Annotated[
-        float, typer.Option("--tolerance", metavar="T", help="Tensors as near as this part of their norm are the same.")
-    ] = 0.0,
+    tolerance: Annotated[float, option("T", "Tensors as near as this part of their norm are the same.")] = 0.0,
     partial: Partial = False,
     as_json: AsJson = False,
 ) -> None:
@@ -138,6 +130,7 @@ def diff(
 
 @app.command("replay")
 def replay(
+    ctx: typer.Context,
     file: File,
     model: Model = None,
     device: Device = None,
@@ -169,18 +162,16 @@ def replay(
     machine, threads = trace.header.machine.get("device"), trace.header.machine.get("threads")
     if machine == "cpu" and isinstance(threads, int) and threads > 0:
         torch.set_num_threads(threads)  # sums are split by threads: other parts round otherwise
-    words = {"image": image, "mask": mask, "loras": loras, "controls": controls, "image_prompts": image_prompts,
-             "weak": weak, "model": model}  # fmt: skip
     if trace.header.recipes:
-        options = read_options({**words, "device": device or machine})
+        options = read_options({**ctx.params, "device": device or machine})
         with output.progress("running again", trace.header.steps) as done:
             found = replays.replay_recipe(trace, options, (lambda _: done(),))
     else:  # of a bare denoiser, which no file holds: its predictions replace it
-        extra = next((name for name, value in words.items() if value), None)
-        if extra is not None:
-            flag = "--model" if extra == "model" else flags_of(Request)[extra].names[0]
-            must = "must be left out: the trace is of a bare denoiser, without a recipe."
-            raise PellucidError(f"{flag} {must}", "usage")
+        for name in ("image", "mask", "loras", "controls", "image_prompts", "weak", "model"):
+            if ctx.params[name]:
+                named = "--model" if name == "model" else flags_of(Request)[name].names[0]
+                must = "must be left out: the trace is of a bare denoiser, without a recipe."
+                raise PellucidError(f"{named} {must}", "usage")
         found = replays.replay(trace, device=device or "cpu")
     if as_json:
         output.print_json({"way": found.way, **trace_text.comparison_dict(found.comparison)})
@@ -196,9 +187,7 @@ def replay(
 @app.command("timeline")
 def timeline(
     file: File,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="JSON", help="Where to; FILE with .json when not given.")
-    ] = None,
+    out: Annotated[Path | None, option("JSON", "Where to; FILE with .json when not given.")] = None,
     overwrite: Overwrite = False,
     partial: Partial = False,
     as_json: AsJson = False,

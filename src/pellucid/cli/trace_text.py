@@ -27,22 +27,18 @@ from pellucid.models.guidance import Guidance
 _GROWTH = 12  # steps of a comparison that are shown
 
 
-def _print_line(text: str, **style: Any) -> None:
-    output.console().print(text, soft_wrap=True, markup=False, **style)
-
-
 # --- one trace -------------------------------------------------------------------------------------------------
 
 
 def show_trace(trace: Trace, index: int | None) -> None:
     for line in _trace_lines(trace):
-        _print_line(line)
+        output.say(line)
     if trace.header.images > 1:
         means = f"means of {trace.header.images} images; --index N shows one"
-        _print_line(means if index is None else f"image {index}")
+        output.say(means if index is None else f"image {index}")
     output.console().print(_step_table(trace, index))
     for note in trace.header.notes:
-        _print_line(f"note: {note}")
+        output.say(f"note: {note}")
 
 
 def _trace_lines(trace: Trace) -> list[str]:
@@ -113,15 +109,15 @@ def _step_table(trace: Trace, index: int | None) -> Table:
 
 def _picker(step: Step, index: int | None) -> Callable[[Any], float]:
     """One image's number, or the mean of those that have one."""
-    if index is not None:
-        return lambda values: float(values[step.of(index)])
 
-    def mean(values: Any) -> float:
+    def pick(values: Any) -> float:
+        if index is not None:
+            return float(values[step.of(index)])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of nothing but NaN
             return float(np.nanmean(values))
 
-    return mean
+    return pick
 
 
 def _number(value: float, digits: int = 3, unit: str = "") -> str:
@@ -138,27 +134,14 @@ def trace_dict(trace: Trace) -> dict[str, Any]:
 
 
 def _step_dict(step: Step) -> dict[str, Any]:
+    levels = {name: [getattr(level, name) for level in step.levels] for name in ("alpha", "sigma", "lam")}
+    norms = {name: values.tolist() for name, values in step.norms.items()}
+    figures = {name: getattr(step, name).tolist() for name in ("cosine", "saturation", "local_error")}
+    digests = {name: [f"{v & (2**64 - 1):016x}" for v in values.tolist()] for name, values in step.digests.items()}
+    costs = {name: getattr(step, name) for name in ("seconds", "device_seconds", "memory", "peak")}
+    images = {"index": step.index, "images": list(step.images)}
     return finite(
-        {
-            "index": step.index,
-            "images": list(step.images),
-            "alpha": [level.alpha for level in step.levels],
-            "sigma": [level.sigma for level in step.levels],
-            "lam": [level.lam for level in step.levels],
-            "time": list(step.times),
-            "norms": {name: values.tolist() for name, values in step.norms.items()},
-            "cosine": step.cosine.tolist(),
-            "saturation": step.saturation.tolist(),
-            "local_error": step.local_error.tolist(),
-            "digests": {
-                name: [f"{value & (2**64 - 1):016x}" for value in values.tolist()]
-                for name, values in step.digests.items()
-            },
-            "seconds": step.seconds,
-            "device_seconds": step.device_seconds,
-            "memory": step.memory,
-            "peak": step.peak,
-        }
+        {**images, **levels, "time": list(step.times), "norms": norms, **figures, "digests": digests, **costs}
     )
 
 
@@ -166,46 +149,32 @@ def _step_dict(step: Step) -> dict[str, Any]:
 
 
 def show_comparison(found: Comparison, files: tuple[Path, Path], steps: int) -> None:
-    _print_line(f"A {files[0]}\nB {files[1]}")
+    output.say(f"A {files[0]}\nB {files[1]}")
     _show_first_difference(found)
     rest = [entry for entry in found.headers if entry not in found.why]
     if rest:
-        _print_line("The headers also differ in" if found.why else "The headers differ in", style="bold")
+        output.say("The headers also differ in" if found.why else "The headers differ in", style="bold")
         for entry in rest:
-            _print_line(f"  {entry.text()}")
+            output.say(f"  {entry.text()}")
     if found.first is not None and any(not math.isnan(one.x0) and one.x0 > 0 for one in found.distances):
-        _print_line("Distance by step, as a part of B's norm", style="bold")
-        output.console().print(_distance_table(found))
+        output.say("Distance by step, as a part of B's norm", style="bold")
+        rows = [(str(d.step), _number(d.x), _number(d.x0)) for d in spaced(found.distances, _GROWTH)]
+        output.console().print(output.table("step", "x", "x0", right=("step", "x", "x0"), rows=rows))
     for note in found.notes:
-        _print_line(f"note: {note}")
+        output.say(f"note: {note}")
 
 
 def _show_first_difference(found: Comparison) -> None:
-    _print_line(diff.headline(found), style="bold")
+    output.say(diff.headline(found), style="bold")
     for line in diff.details(found):
-        _print_line(f"  {line}")
-
-
-def _distance_table(found: Comparison) -> Table:
-    made = output.table("step", "x", "x0", right=("step", "x", "x0"))
-    for one in spaced(found.distances, _GROWTH):
-        made.add_row(str(one.step), _number(one.x), _number(one.x0))
-    return made
+        output.say(f"  {line}")
 
 
 def comparison_dict(found: Comparison) -> dict[str, Any]:
-    return finite(
-        {
-            "same": found.same,
-            "steps": found.steps,
-            "first": None if found.first is None else asdict(found.first),
-            "why": [asdict(entry) for entry in found.why],
-            "images": [asdict(one) for one in found.images],
-            "headers": [asdict(entry) for entry in found.headers],
-            "apart": [asdict(one) for one in found.distances],
-            "notes": list(found.notes),
-        }
-    )
+    first = None if found.first is None else asdict(found.first)
+    lists = {"why": found.why, "images": found.images, "headers": found.headers, "apart": found.distances}
+    rows = {name: [asdict(one) for one in held] for name, held in lists.items()}
+    return finite({"same": found.same, "steps": found.steps, "first": first, **rows, "notes": list(found.notes)})
 
 
 def show_replay(trace: Trace, found: Replay) -> None:
@@ -213,9 +182,9 @@ def show_replay(trace: Trace, found: Replay) -> None:
         "model": "run again with its model",
         "predictions": "run again from the predictions that it holds, without a model: its plan, noise and updates",
     }
-    _print_line(f"{trace.path.name}: {ways.get(found.way, 'run again')}")
+    output.say(f"{trace.path.name}: {ways.get(found.way, 'run again')}")
     if found.same:
         steps, images = counted(found.comparison.steps, "step"), counted(trace.header.images, "image")
-        _print_line(f"the same, bit by bit, in {steps} of {images}", style="bold")
+        output.say(f"the same, bit by bit, in {steps} of {images}", style="bold")
         return
     _show_first_difference(found.comparison)

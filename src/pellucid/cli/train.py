@@ -67,8 +67,7 @@ def command(
     if int(os.environ.get("RANK", "0")):
         return
     if as_json:
-        found = {"folder": str(done.folder), "steps": done.steps, "seconds": done.seconds, "skipped": done.skipped}
-        output.print_json(found)
+        output.print_json({**vars(done), "folder": str(done.folder)})
         return
     left = "" if done.steps == read.steps else f" of {read.steps}"
     bad = f"; {done.skipped} images could not be read and were skipped" if done.skipped else ""

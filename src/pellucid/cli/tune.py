@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pellucid.cli import output
-from pellucid.cli.options import AsJson, Device, Overwrite, flag, model_names, option, whole_numbers
+from pellucid.cli.options import AsJson, Device, Overwrite, flag, given_only, model_names, numbers, option
 from pellucid.core.errors import PellucidError
 
 if TYPE_CHECKING:
@@ -75,10 +75,10 @@ def command(
     from pellucid.pipeline.load import load
     from pellucid.pipeline.policy import Policy
 
-    descent = Descent(**_given(what=what, iterations=iterations, batch=batch, at_once=at_once, seed=seed))
+    descent = Descent(**given_only(what=what, iterations=iterations, batch=batch, at_once=at_once, seed=seed))
     starts = tuple(dict.fromkeys(map(Start.parse, start or [])))
-    calls = None if sweep is None else whole_numbers("--sweep", sweep)
-    sizes = _given(pairs=pairs, held_out=held_out, teacher=teacher, prompts=prompts, seed=seed, sweep=calls)
+    calls = None if sweep is None else numbers("--sweep", sweep)
+    sizes = given_only(pairs=pairs, held_out=held_out, teacher=teacher, prompts=prompts, seed=seed, sweep=calls)
     config = TuningConfig(steps=steps, descent=descent, starts=starts, **sizes)
     scale = None if guidance is None else Guidance.parse(guidance)
     pipe = load(model, dtype=dtype, device=device, policy=Policy(compile=compiled))
@@ -91,11 +91,6 @@ def command(
         output.print_json({"plan": str(out), **tuned.evidence})
     else:
         show(tuned, out)
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    """The options that were given; the others keep their defaults."""
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def show(tuned: TuningResult, out: Path) -> None:

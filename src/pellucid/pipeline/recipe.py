@@ -18,7 +18,7 @@ from pellucid.core import dialect as dialects
 from pellucid.core.errors import PellucidError, nearest, rule
 from pellucid.core.noise import check_seed
 from pellucid.core.plan import BOUNDS, UNBOUNDED
-from pellucid.core.reader import naming, parse_json
+from pellucid.core.reader import hints_of, naming, parse_json, typed
 from pellucid.interop.atomic_files import put
 from pellucid.pipeline import parameters
 from pellucid.pipeline.images import UNREADABLE, check_size, first_line, open_bounded
@@ -72,8 +72,8 @@ class Recipe:
     pellucid: str = __version__
 
     def __post_init__(self) -> None:
-        for name, check in _CHECKS.items():
-            object.__setattr__(self, name, check(name, getattr(self, name)))
+        for name, hint in hints_of(Recipe).items():
+            object.__setattr__(self, name, _checked(name, hint, getattr(self, name)))
         size = len(self.to_json().encode())
         if size > MAX_TEXT:
             advice = "Name the plan's sampler instead of its table, or shorten the prompt."
@@ -144,35 +144,17 @@ def text(name: str, value: Any) -> str:
     return str(value)  # plain, not torch's own kind of version
 
 
-def _maybe(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
-    return lambda name, value: None if value is None else check(name, value)
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise PellucidError(rule(name, "true or false", value), "recipe-value")
-    return value
-
-
-def _whole(low: int, high: int) -> Callable[[str, Any], int]:
-    def check(name: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise PellucidError(rule(name, f"a whole number from {low} to {high}", value), "recipe-value")
-        return value
-
-    return check
-
-
-def _part(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise PellucidError(rule(name, "a number from 0 to 1", value), "recipe-value")
-    return float(value)
-
-
-def _table(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise PellucidError(rule(name, "an object", value), "recipe-value")
-    return dict(_plain_json(name, value))
+def _checked(name: str, hint: Any, value: Any) -> Any:
+    """A field's value of its annotated type, in its bounds, as JSON can hold it."""
+    if name in ("seed", "size"):  # their checks know the type too
+        return None if value is None and name == "size" else _CHECKS[name](value)
+    if name == "options" and isinstance(value, Mapping):
+        value = _unbounded(value)
+    try:
+        found = typed(hint, _plain_json(name, value), name, _LIMITS.get(name), "recipe")
+    except PellucidError as error:
+        raise PellucidError(str(error), "recipe-value") from None
+    return found if found is None or name not in _CHECKS else _CHECKS[name](found)
 
 
 def _unbounded(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,61 +162,40 @@ def _unbounded(options: Mapping[str, Any]) -> dict[str, Any]:
     return {k: UNBOUNDED.get(v, v) if isinstance(v, float) else v for k, v in options.items()}
 
 
-def _option_table(name: str, value: Any) -> dict[str, Any]:
-    found = _table(name, _unbounded(value) if isinstance(value, Mapping) else value)
-    return {k: BOUNDS.get(v, v) if isinstance(v, str) else v for k, v in found.items()}
+def _bounded(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: BOUNDS.get(v, v) if isinstance(v, str) else v for k, v in options.items()}
 
 
-def _plan_table(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping) or value.get("kind") != "pellucid-plan":
-        raise PellucidError(f"{name} must be a plan's table, as Plan.to_dict() gives it; got another.", "recipe-value")
-    return _table(name, value)
+def _plan_table(table: dict[str, Any]) -> dict[str, Any]:
+    if table.get("kind") != "pellucid-plan":
+        raise PellucidError("plan must be a plan's table, as Plan.to_dict() gives it; got another.", "recipe-value")
+    return table
 
 
-def _adapter_list(name: str, value: Any) -> tuple[dict[str, Any], ...]:
+def _adapter_list(adapters: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
     """Adapters as {name, kind, hash, scale}; a ControlNet also from which part of the run to which, and `guess`."""
-    if not isinstance(value, list | tuple):
-        raise PellucidError(rule(name, "a list", value), "recipe-value")
-    found = [_table(name, one) for one in value]
-    for one in found:
+    for one in adapters:
         unknown = [key for key in one if key not in _ADAPTER]
         if unknown or not isinstance(one.get("name"), str) or not isinstance(one.get("kind"), str):
-            raise PellucidError(rule(name, f"objects of {', '.join(_ADAPTER)}", one), "recipe-value")
-    return tuple(found)
+            raise PellucidError(rule("adapters", f"objects of {', '.join(_ADAPTER)}", one), "recipe-value")
+    return adapters
 
 
-def _hashes(name: str, value: Any) -> dict[str, str]:
-    return {key: text(f"{name}.{key}", found) for key, found in _table(name, value).items()}
-
-
-_CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "model": text,
-    "model_hash": _maybe(text),
-    "prompt": text,
-    "negative_prompt": text,
-    "weighting": _flag,
-    "clip_skip": _whole(0, 64),
-    "conditioning": _table,
-    "sampler": _maybe(text),
-    "grid": _table,
-    "steps": _maybe(_whole(1, 10_000)),
-    "dialect": lambda name, value: dialects.named(text(name, value)),
-    "options": _option_table,
-    "plan": _maybe(_plan_table),
-    "guidance": _table,
-    "seed": lambda name, value: check_seed(value),
-    "noise": text,
-    "size": _maybe(lambda name, value: check_size(value)),
-    "strength": _maybe(_part),
-    "denoising_start": _maybe(_part),
-    "denoising_end": _maybe(_part),
+_PART = (0, 1)
+_LIMITS = {
+    "clip_skip": (0, 64),
+    "steps": (1, 10_000),
+    "strength": _PART,
+    "denoising_start": _PART,
+    "denoising_end": _PART,
+}
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "dialect": dialects.named,
+    "options": _bounded,
+    "plan": _plan_table,
+    "seed": check_seed,
+    "size": check_size,
     "adapters": _adapter_list,
-    "inputs": _hashes,
-    "policy": _table,
-    "dtype": text,
-    "device": text,
-    "torch": text,
-    "pellucid": text,
 }
 
 

@@ -104,7 +104,7 @@ def _warm(shelf: Shelf) -> None:
             generate_tab.Preview(shelf.pipe(name)).warm()
 
 
-def _serve(
+def serve(
     models: Sequence[str], *, port: int, open_browser: bool, device: str | None = None, lab: Lab | None = None
 ) -> None:
     """Runs until Ctrl-C or a signal ends the process, and removes what it left."""

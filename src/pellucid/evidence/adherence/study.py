@@ -77,6 +77,8 @@ class GradedImage:
 
 
 class AdherenceBatch(NamedTuple):
+    """The images from this number on."""
+
     first: int
 
 

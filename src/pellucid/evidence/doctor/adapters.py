@@ -111,8 +111,8 @@ def _adapter_findings(pipe: Pipeline, one: Adapter, plain: Sequence[Tensor]) -> 
 def _refused(kind: str, name: str, error: PellucidError) -> Finding:
     """An adapter that cannot be put on the model; the refusal says why."""
     nothing = error.code == "lora-nothing"
-    code, effect = ("adapter-no-effect", "changes nothing") if nothing else ("adapter-misfit", "does not fit the model")
-    title = f"{kind} {name} {effect}"
+    code = "adapter-no-effect" if nothing else "adapter-misfit"
+    title = f"{kind} {name} {'changes nothing' if nothing else 'does not fit the model'}"
     facts = (("adapter", name), ("relative change of the prediction", 0.0), ("code", error.code))
     return Finding(code, "error", title, facts, str(error), "Use an adapter that was made for this base, at scale 1.")
 

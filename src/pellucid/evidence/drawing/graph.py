@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from pellucid.pipeline.inspection import Graph, Node, Role
+    from pellucid.pipeline.inspection import Flow, Graph, Node, Role
 
 SUFFIXES = (".png", ".svg", ".pdf", ".html", ".mmd")
 LOOP: tuple[Role, ...] = ("control", "network", "guidance", "sampler")  # what acts at every step
@@ -151,9 +151,8 @@ def _row_of_cards(graph: Graph, row: Sequence[Node], top: float, number: int) ->
     most = min(_WIDEST, (_WIDTH - 2 * _MARGIN - 3 * _LANE - _GAP * (len(row) - 1)) / len(row))
     letters = int((most - 2 * _PAD) / _CHAR)
     said = [[part for line in card_lines(graph, n) for part in textwrap.wrap(line, letters)] for n in row]
-    widths = [
-        max(map(len, (f"{n.name}  ", *lines))) * _CHAR + 2 * _PAD + 0.05 for n, lines in zip(row, said, strict=True)
-    ]
+    longest = [max(map(len, (f"{n.name}  ", *lines))) for n, lines in zip(row, said, strict=True)]
+    widths = [letters * _CHAR + 2 * _PAD + 0.05 for letters in longest]
     left = (_WIDTH - sum(widths) - _GAP * (len(row) - 1)) / 2
     cards = []
     for node, lines, width in zip(row, said, widths, strict=True):
@@ -164,7 +163,10 @@ def _row_of_cards(graph: Graph, row: Sequence[Node], top: float, number: int) ->
 
 def figure_of(graph: Graph) -> Figure:
     """A head, the rows of cards with arrows between them, the loop in its frame, and the notes."""
-    head = [" · ".join(tables.subtitle(graph))] + ([_clock_line(graph)] if graph.times is not None else [])
+    head = [" · ".join(tables.subtitle(graph))]
+    if graph.times is not None:
+        *stages, (whole, total, *_) = tables.clock(graph)
+        head.append(" · ".join([*(f"{name}: {taken}" for name, taken, *_ in stages), f"{whole}: {total}"]))
     head = [part for line in head for part in textwrap.wrap(line, int((_WIDTH - 2 * _MARGIN) / _CHAR))]
     sheet = layout(graph, _MARGIN + 0.4 + _LINE * len(head) + 0.2)
     notes = [part for note in graph.notes for part in textwrap.wrap(f"! {note}", int((_WIDTH - 2 * _MARGIN) / _CHAR))]
@@ -186,11 +188,6 @@ def figure_of(graph: Graph) -> Figure:
     for number, line in enumerate(notes):
         _write(axes, _MARGIN, sheet.bottom + 0.25 + _LINE * (number + 0.5), line, ORANGE)
     return figure
-
-
-def _clock_line(graph: Graph) -> str:
-    *stages, (whole, total, *_) = tables.clock(graph)
-    return " · ".join([*(f"{name}: {taken}" for name, taken, *_ in stages), f"{whole}: {total}"])
 
 
 def _draw_card(axes: Axes, card: Card) -> None:
@@ -223,12 +220,8 @@ def _arrow(axes: Axes, source: Card, goal: Card, edge: float) -> None:
 def _box(axes: Axes, place: tuple[float, float, float, float], face: str, edge: str, **look: Any) -> None:
     from matplotlib.patches import FancyBboxPatch
 
-    (left, top, width, height), style = place, "round,pad=0,rounding_size=0.1"
-    axes.add_patch(
-        FancyBboxPatch(
-            (left, top), width, height, boxstyle=style, facecolor=face, edgecolor=edge, linewidth=1.4, **look
-        )
-    )
+    look |= {"boxstyle": "round,pad=0,rounding_size=0.1", "facecolor": face, "edgecolor": edge, "linewidth": 1.4}
+    axes.add_patch(FancyBboxPatch(place[:2], *place[2:], **look))
 
 
 def _write(axes: Axes, x: float, y: float, words: str, colour: str, size: float = _SIZE, **look: Any) -> None:
@@ -307,10 +300,10 @@ def mermaid(graph: Graph) -> str:
         lines = [*tables.classes(node), *tables.weight(node), *tables.remarks(node), tables.duration(node)]
         return "<br/>".join([f"<b>{node.name}</b>", *(html.escape(line) for line in lines if line)])
 
-    flows = [
-        f'  {_identifier(flow.source)} -->|"{html.escape(tables.flow_text(flow))}"| {_identifier(flow.goal)}'
-        for flow in graph.flows
-    ]
+    def arrow(flow: Flow) -> str:
+        return f'  {_identifier(flow.source)} -->|"{html.escape(tables.flow_text(flow))}"| {_identifier(flow.goal)}'
+
+    flows = map(arrow, graph.flows)
     loop = [f'  subgraph loop["{tables.pace(graph)}"]', *stations(rows.loop, "    "), "  end"]
     lines = ["flowchart TD", *stations(rows.entrance, "  "), *loop, *stations(rows.exit, "  "), *flows]
     return "\n".join(lines) + "\n"

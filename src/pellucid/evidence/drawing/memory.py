@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pellucid.pipeline.request import Request
 
 _ITSELF = "the stage itself"  # what happens in no module: noise, sums, images
+_COSTS = ("denoise", "decode", "ms", "× time", "max diff", "mean diff", "to")
 _BAR = 24  # characters of the longest bar
 _PARTS = {"weights": ("█", COLOURS[0]), "activations": ("▓", COLOURS[1]), "workspace": ("░", "#f6c592")}
 
@@ -50,10 +51,8 @@ def headline(about: dict[str, Any]) -> str:
     words = [Path(about["model"]).name or about["model"], f"{width}×{height}", f"batch {about['batch']}"]
     words += [about["dtype"], f"on {about['device']}"]
     words += [f"{name}={value}" for name, value in about["policy"].items()]
-    words += [
-        f"{about[what]} {name}" for what, name in (("controlnets", "ControlNet"), ("loras", "LoRA")) if about[what]
-    ]
-    return " · ".join(words)
+    adapters = {"controlnets": "ControlNet", "loras": "LoRA"}
+    return " · ".join([*words, *(f"{about[what]} {name}" for what, name in adapters.items() if about[what])])
 
 
 # --- By stage -------------------------------------------------------------------------------------------------------
@@ -119,7 +118,23 @@ class StageReport:
         return {**self.about, "peak_stage": self.forecast.stage, "stages": stages}
 
     def draw(self, path: Path) -> None:
-        _draw_stages(self.about, self.forecast, self.found, path)
+        """A stacked bar per stage, a mark where it was measured, and the owner of its peak beneath it."""
+        names, peaks = list(self.forecast.stages), list(self.forecast.stages.values())
+        scale, unit = _unit_of(self.forecast.peak.total)
+        figure, [axes] = _panels("Memory by stage", self.about, names, 10.5, [1.0])
+        left, look = [0.0] * len(peaks), {"edgecolor": "white", "linewidth": 0.6}
+        for part, (_, fill) in _PARTS.items():
+            sizes = [getattr(peak, part) / scale for peak in peaks]
+            bars = axes.barh(range(len(peaks)), sizes, 0.42, left, color=fill, label=part, **look)
+            left = [start + size for start, size in zip(left, sizes, strict=True)]
+        axes.bar_label(bars, [size_text(peak.total) for peak in peaks], **_NUMBER)
+        for row, peak in enumerate(peaks):
+            axes.annotate(peak.owner or _ITSELF, (0, row + 0.3), (2, -6), textcoords="offset points", fontsize=7.5)
+        if self.found is not None:
+            measured = [self.found.peaks[name] / scale for name in names]
+            axes.plot(measured, range(len(names)), "|", color=INK, markersize=24, markeredgewidth=1.8, label="measured")
+        _finish(figure, axes, f"{unit} on the device")
+        charts.save(figure, path)
 
 
 # --- Strategy by strategy -------------------------------------------------------------------------------------------
@@ -133,9 +148,7 @@ def strategy_cells(row: StrategyCost) -> tuple[str, ...]:
     """A strategy in words: peaks, milliseconds, ratio, and how far its image moved from which other."""
 
     def at(sizes: Any, stage: str | None = None) -> str:
-        if not sizes:
-            return "–"
-        return size_text(max(sizes.values()) if stage is None else sizes.get(stage, 0))
+        return size_text(max(sizes.values()) if stage is None else sizes.get(stage, 0)) if sizes else "–"
 
     if row.trouble:
         return (*["–"] * 8, "")
@@ -172,19 +185,7 @@ class StrategyReport:
     costs: Sequence[StrategyCost]
     left_out: Sequence[str]
 
-    columns = (
-        "strategy",
-        "predicted",
-        "measured",
-        "",
-        "denoise",
-        "decode",
-        "ms",
-        "× time",
-        "max diff",
-        "mean diff",
-        "to",
-    )
+    columns = ("strategy", "predicted", "measured", "", *_COSTS)
 
     def rows(self) -> list[tuple[str, ...]]:
         most = max((peak_of(row) for row in self.costs), default=1)
@@ -224,26 +225,6 @@ class StrategyReport:
 _STAGES = {"denoise": (COLOURS[0], -0.17), "decode": ("#8fb9ee", 0.17)}  # denoising above decoding
 _PAPER: Any = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # so that no line runs through a number
 _NUMBER: Any = {"padding": 6, "fontsize": 9, "color": INK, "bbox": _PAPER}
-
-
-def _draw_stages(about: dict[str, Any], forecast: Forecast, found: MemoryUse | None, path: Path) -> None:
-    """A stacked bar per stage, a mark where it was measured, and the owner of its peak beneath it."""
-    names, peaks = list(forecast.stages), list(forecast.stages.values())
-    scale, unit = _unit_of(forecast.peak.total)
-    figure, [axes] = _panels("Memory by stage", about, names, 10.5, [1.0])
-    left = [0.0] * len(peaks)
-    for part, (_, fill) in _PARTS.items():
-        sizes = [getattr(peak, part) / scale for peak in peaks]
-        bars = axes.barh(range(len(peaks)), sizes, 0.42, left, color=fill, edgecolor="white", linewidth=0.6, label=part)
-        left = [start + size for start, size in zip(left, sizes, strict=True)]
-    axes.bar_label(bars, [size_text(peak.total) for peak in peaks], **_NUMBER)
-    for row, peak in enumerate(peaks):
-        axes.annotate(peak.owner or _ITSELF, (0, row + 0.3), (2, -6), textcoords="offset points", fontsize=7.5)
-    if found is not None:
-        measured = [found.peaks[name] / scale for name in names]
-        axes.plot(measured, range(len(names)), "|", color=INK, markersize=24, markeredgewidth=1.8, label="measured")
-    _finish(figure, axes, f"{unit} on the device")
-    charts.save(figure, path)
 
 
 def strategy_figure(about: dict[str, Any], rows: Sequence[StrategyCost]) -> Figure:

@@ -64,12 +64,8 @@ def draw_plan(made: Plan, path: Path) -> None:
 
 def _title(figure: Figure, made: Plan, width: float, height: float) -> None:
     words = [str(made.schedule.get("name", "")), f"{made.grid.get('name', '')} grid", f"{made.dialect} dialect"]
-    words += [
-        f"{made.target} network",
-        f"frame {made.frame}",
-        f"p: {made.basis}",
-        f"initial scale {made.initial_scale:.4g}",
-    ]
+    words += [f"{made.target} network", f"frame {made.frame}", f"p: {made.basis}"]
+    words.append(f"initial scale {made.initial_scale:.4g}")
     count = "1 model call" if made.nfe == 1 else f"{made.nfe} model calls"
     place: dict[str, Any] = {"x": 0.35 / width, "color": INK}
     figure.text(y=1 - 0.42 / height, s=f"{made.name}: {count}", fontsize=14, fontweight="bold", **place)
@@ -132,17 +128,19 @@ def _weights_of(made: Plan) -> _Matrix:
     groups: list[tuple[str, int, int]] = []
     names: list[str] = []
     columns: list[list[float]] = []
-    for goal in ("churn: x +", "x ←", "anchor ←"):
-        if goal == "churn: x +":
-            tables = [{7: r.pre_noise} if r.pre_noise else {} for r in made.rows]
-        else:
-            tables = [dict((r.x if goal == "x ←" else r.anchor) or ()) for r in made.rows]
+    goals = {
+        "churn: x +": [{7: r.pre_noise} if r.pre_noise else {} for r in made.rows],
+        "x ←": [dict(r.x or ()) for r in made.rows],
+        "anchor ←": [dict(r.anchor or ()) for r in made.rows],
+    }
+    for goal, tables in goals.items():
         used = sorted({register for found in tables for register in found})
-        if used and names:
+        if not used:
+            continue
+        if names:
             names.append("")
             columns.append([math.nan] * made.nfe)
-        if used:
-            groups.append((goal, len(names), len(names) + len(used) - 1))
+        groups.append((goal, len(names), len(names) + len(used) - 1))
         names += [REGISTERS[register] for register in used]
         columns += [[found.get(register, math.nan) for found in tables] for register in used]
     return _Matrix(names, groups, np.array(columns, np.float64).T)
@@ -208,7 +206,9 @@ def draw_schedules(found: Mapping[str, Schedule], path: Path) -> None:
             span = values["time"][-1] - values["time"][0]
             y = values[column]
             y = np.where(np.isfinite(y) & (y > 0 if log else True), y, np.nan)
-            axes.plot((values["time"] - values["time"][0]) / span, y, **_line_style(i, curve, len(found)))
+            dashes: Any = "-" if curve.num_train is not None else (0, (4, 2))
+            look = {"color": COLOURS[i % len(COLOURS)], "linewidth": 1.9 if len(found) <= 4 else 1.6}
+            axes.plot((values["time"] - values["time"][0]) / span, y, linestyle=dashes, label=curve.name, **look)
         if log:
             axes.set_yscale("log")
             low, high = axes.get_ylim()
@@ -218,19 +218,9 @@ def draw_schedules(found: Mapping[str, Schedule], path: Path) -> None:
     panels[1, 1].set_ylim(bottom=max(panels[1, 1].get_ylim()[0], -14))
     for axes in panels[1]:
         axes.set_xlabel("training time, normalised: data → noise", color=INK, fontsize=9)
-    _legend_below(figure, panels[0, 0])
-    save(figure, path)
-
-
-def _line_style(index: int, curve: Schedule, count: int) -> dict[str, Any]:
-    dashes: Any = "-" if curve.num_train is not None else (0, (4, 2))
-    colour = COLOURS[index % len(COLOURS)]
-    return {"color": colour, "linestyle": dashes, "linewidth": 1.9 if count <= 4 else 1.6, "label": curve.name}
-
-
-def _legend_below(figure: Figure, axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
+    handles, labels = panels[0, 0].get_legend_handles_labels()
     columns = min(6, len(labels))
     lines = math.ceil(len(labels) / columns)
     figure.legend(handles, labels, loc="lower center", ncols=columns, frameon=False, fontsize=10, handlelength=2.6)
     figure.tight_layout(rect=(0, 0.035 * lines + 0.01, 1, 1), w_pad=2.0, h_pad=1.6)
+    save(figure, path)

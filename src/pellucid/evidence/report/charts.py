@@ -15,7 +15,7 @@ import io
 import math
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -69,6 +69,13 @@ def canvas(width: float, height: float, paper: str = PAPER) -> Figure:
 def save(figure: Figure, path: Path, dpi: int = 150) -> Path:
     put(path, partial(figure.savefig, dpi=dpi))
     return path
+
+
+def write(drawn: Mapping[str, Chart | Drawing], folder: Path) -> None:
+    """charts/*.png of a report, by their names."""
+    (folder / "charts").mkdir(exist_ok=True)
+    for name, one in drawn.items():
+        one.png(folder / "charts" / f"{name}.png")
 
 
 def quiet(axes: Axes, title: str = "", x: str = "", y: str = "") -> None:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from pellucid import scenes
 from pellucid.core.errors import PellucidError, nearest, rule
-from pellucid.core.reader import whole
 from pellucid.evidence import qualities
 from pellucid.evidence.adherence import sheets
 from pellucid.evidence.adherence.judging import judge as judged
@@ -28,7 +27,7 @@ from pellucid.evidence.metrics.image_text import Judge
 from pellucid.evidence.metrics.images import ImageSet, open_images
 from pellucid.evidence.metrics.inception import to_bytes
 from pellucid.evidence.study.kernel import ShardNumber, Study
-from pellucid.evidence.study.subject import queries_of, read_lines_of
+from pellucid.evidence.study.subject import SCENES, queries_of, read_lines_of, scene_count
 from pellucid.models.guidance import Guidance, short
 from pellucid.models.rules import RULES, CFGZero
 from pellucid.pipeline import fingerprint
@@ -84,13 +83,9 @@ def guidance_of(words: str, scale: float, nature: ModelTraits) -> Guidance:
         low, high = (value / (1 + value) if nature.flow else value for value in INTERVAL_SPAN)
         spelled, options = "sigma_interval", [f"low={low:.4g}", f"high={high:.4g}"]
     found = Guidance.parse(" + ".join(filter(None, (short(float(scale)), " ".join([spelled, *options]).strip()))))
-    return Guidance(1.0) if scale == 1 and _is_idle(found) else found
-
-
-def _is_idle(guidance: Guidance) -> bool:
-    """Whether rules do nothing at scale 1: no term is added and no step is zeroed."""
-    way = guidance.combination
-    return not guidance.extras and not (isinstance(way, CFGZero) and way.zero_steps)
+    way = found.combination
+    idle = not found.extras and not (isinstance(way, CFGZero) and way.zero_steps)  # no term is added, no step zeroed
+    return Guidance(1.0) if scale == 1 and idle else found
 
 
 def check_rule(words: str, scale: float) -> None:
@@ -107,7 +102,6 @@ def check_rule(words: str, scale: float) -> None:
 
 # --- Prompts --------------------------------------------------------------------------------------------------------
 
-_SCENES = "scenes"
 _DEFAULT_PROMPTS = 64  # prompts of scenes when no number is given
 _MAX_PROMPTS = 100_000
 
@@ -124,29 +118,18 @@ class GuidancePrompts:
         return len(self.texts)
 
 
-def _are_scenes(where: str) -> bool:
-    """Whether prompts are drawn from the world of scenes: `scenes` or `scenes:N`, unless a file has that name."""
-    return where.partition(":")[0] == _SCENES and not Path(where).exists()
-
-
 def _read_guidance_prompts(where: str, seed: int) -> GuidancePrompts:
-    """`scenes`, `scenes:N`, or a text file with a prompt per line."""
-    if _are_scenes(where):
-        _, colon, count = where.partition(":")
-        if colon and not whole(count, _MAX_PROMPTS):
-            raise PellucidError(rule("prompts", f"scenes:N, N from 1 to {_MAX_PROMPTS:,}", where), "prompts")
-        return _scene_prompts(int(count) if colon else _DEFAULT_PROMPTS, seed)
-    texts = read_lines_of(Path(where), "scenes:N")
-    if len(texts) > _MAX_PROMPTS:
-        raise PellucidError(rule(f"prompts in {where}", f"at most {_MAX_PROMPTS:,}", len(texts)), "prompts")
-    return GuidancePrompts(texts, queries_of(texts))
-
-
-def _scene_prompts(count: int, seed: int) -> GuidancePrompts:
-    """Held-out captions that say all but the style, and their scenes in the styles of training."""
-    pairs = scenes.prompts(count, OBJECTS, seed, split="held_out")
+    """A text file with a prompt per line; of `scenes` and `scenes:N` held-out captions that say all but the style, and
+    their scenes in the styles of training."""
+    count = scene_count(where, _MAX_PROMPTS, _DEFAULT_PROMPTS)
+    if count is None:
+        texts = read_lines_of(Path(where), "scenes:N")
+        if len(texts) > _MAX_PROMPTS:
+            raise PellucidError(rule(f"prompts in {where}", f"at most {_MAX_PROMPTS:,}", len(texts)), "prompts")
+        return GuidancePrompts(texts, queries_of(texts))
+    texts, queries = zip(*scenes.prompts(count, OBJECTS, seed, split="held_out"), strict=True)
     drawn = scenes.sample(torch.arange(count), seed, "held_out", scenes.TRAIN_STYLES, OBJECTS)
-    return GuidancePrompts(tuple(text for text, _ in pairs), tuple(query for _, query in pairs), drawn)
+    return GuidancePrompts(texts, queries, drawn)
 
 
 # --- Measures of images ---------------------------------------------------------------------------------------------
@@ -180,7 +163,12 @@ def measure_images(
     pixels = (given + 1) / 2
     found = _looks_of(pixels)
     if queries is not None:
-        found |= _adherence_of(given, queries)
+        verdicts = [judged(reading, query) for reading, query in zip(scenes.read(given), queries, strict=True)]
+        found |= {  # all right, the share of attributes that are right, and whether colours bled (None: not told)
+            "right": [int(one.right) for one in verdicts],
+            "attributes": [round(sum(one.marks.values()) / len(one.marks), _DIGITS) for one in verdicts],
+            "bled": [None if one.bled is None else int(one.bled) for one in verdicts],
+        }
     if judge is not None:
         cosines = (judge.image(to_bytes(pixels)) * judge.text(texts)[0]).sum(-1)
         found["image_text"] = _rounded_list(100 * cosines)
@@ -188,16 +176,6 @@ def measure_images(
         groups = [i // seeds for i in range(len(images))]
         found["diversity"] = _rounded_list(qualities.diversity(pixels, groups).reshape(-1, seeds).mean(1))
     return found
-
-
-def _adherence_of(given: Tensor, queries: Sequence[Query]) -> Row:
-    """By the reader: all right, the share of attributes that are right, and whether colours bled (None: not told)."""
-    verdicts = [judged(reading, query) for reading, query in zip(scenes.read(given), queries, strict=True)]
-    return {
-        "right": [int(one.right) for one in verdicts],
-        "attributes": [round(sum(one.marks.values()) / len(one.marks), _DIGITS) for one in verdicts],
-        "bled": [None if one.bled is None else int(one.bled) for one in verdicts],
-    }
 
 
 # True images
@@ -215,9 +193,13 @@ def looks_of_scenes(truth: Scenes, size: tuple[int, int], pipe: Any) -> Row:
 
 def _looks_of_folder(where: str, size: tuple[int, int]) -> Row:
     """Of true images that were given, of the size of the model's: else their sharpness would say nothing."""
+
+    def refuse(_: int, why: str) -> None:
+        raise PellucidError(why, "reference")
+
     rows: list[Row] = []
     left = _MAX_REFERENCE
-    for chunk in _chunks_of(where):
+    for chunk in _open_reference(where).chunks(refuse):
         if tuple(chunk.shape[2:]) != size[::-1]:
             got = f"{chunk.shape[3]}×{chunk.shape[2]}"
             raise PellucidError(rule("images of --reference", f"{size[0]}×{size[1]}, as the model's", got), "reference")
@@ -235,16 +217,7 @@ def _open_reference(where: str) -> ImageSet:
     return found
 
 
-def _chunks_of(where: str) -> Iterator[Tensor]:
-    """Images (B, 3, H, W) uint8; one that cannot be read is refused."""
-
-    def refuse(_: int, why: str) -> None:
-        raise PellucidError(why, "reference")
-
-    yield from _open_reference(where).chunks(refuse)
-
-
-def joined_rows(rows: Sequence[Row]) -> Row:
+def joined_rows(rows: Sequence[Mapping[str, Any]]) -> Row:
     return {name: [value for row in rows for value in row[name]] for name in rows[0]}
 
 
@@ -266,7 +239,7 @@ class GuidanceStudyConfig:
     model: str
     scales: tuple[float, ...] = (1.0, 2.0, 4.0, 7.0, 10.0, 15.0)
     rules: tuple[str, ...] = RULE_NAMES
-    prompts: str = _SCENES
+    prompts: str = SCENES
     seeds: int = 4
     sampler: str = "dpmpp_2m"
     steps: int = 20
@@ -298,7 +271,11 @@ class GuidanceStudyConfig:
             self.making(guidance_of("plain", scale, ModelTraits()).text())
         for words in self.rules:
             check_rule(words, self.scales[-1])
-        if not _are_scenes(self.prompts) and self.reference is None and 1 not in self.scales:
+        if (
+            scene_count(self.prompts, _MAX_PROMPTS, _DEFAULT_PROMPTS) is None
+            and self.reference is None
+            and 1 not in self.scales
+        ):
             advice = "Unguided images are what others are compared with where no --reference is given."
             raise PellucidError(rule("scales", "with 1 among them", list(self.scales), advice), "study-scales")
 
@@ -379,15 +356,12 @@ class GuidanceStudy(Study[GuidanceStudyConfig, GuidanceBatch]):
 
     def cells(self) -> Iterator[GuidanceBatch]:
         """The true images come second, as soon as their size is known: what is wrong with them is not found last."""
+        has_truth = self.config.reference is not None or self.asked.truth is not None
         for guidance in self.guidances:
             for first in self.firsts:
                 yield GuidanceBatch(guidance, first)
-                if guidance == self.guidances[0] and first == 0 and self.has_truth:
+                if guidance == self.guidances[0] and first == 0 and has_truth:
                     yield GuidanceBatch(TRUE_IMAGES, 0)
-
-    @property
-    def has_truth(self) -> bool:
-        return self.config.reference is not None or self.asked.truth is not None
 
     def part(self, cell: GuidanceBatch) -> GuidanceBatch:
         """The true images go with the first ones."""
@@ -399,24 +373,23 @@ class GuidanceStudy(Study[GuidanceStudyConfig, GuidanceBatch]):
     def make(self, cell: GuidanceBatch) -> dict[str, Any]:
         if cell.guidance == TRUE_IMAGES:
             return self.truth()
-        made = self.images(cell)
-        self.claim()  # only once there is an image to keep
-        self.keep(made, cell)
         seeds, last = self.config.seeds, cell.first + self.together
         texts = [text for text in self.asked.texts[cell.first : last] for _ in range(seeds)]
+        made = self.images(cell, texts)
+        self.claim()  # only once there is an image to keep
+        self.keep(made, cell)
         queries = self.asked.queries
         own = None if queries is None else [query for query in queries[cell.first : last] for _ in range(seeds)]
         row = measure_images(made, texts, own, self.judge, seeds, self.device)
         return {"size": list(made[0].size), "figures": row}
 
-    def images(self, cell: GuidanceBatch) -> list[Image.Image]:
+    def images(self, cell: GuidanceBatch, texts: Sequence[str]) -> list[Image.Image]:
         """All images of a record, `seeds` for each prompt in turn, in batches that the machine can hold."""
         assert self.pipe is not None
-        seeds, making = self.config.seeds, self.config.making(cell.guidance)
-        texts = [text for text in self.asked.texts[cell.first : cell.first + self.together] for _ in range(seeds)]
+        making, number = self.config.making(cell.guidance), cell.first * self.config.seeds
         made: list[Image.Image] = []
         for start in making.firsts(len(texts)):
-            made += making.images(self.pipe, texts[start : start + making.batch], cell.first * seeds + start)
+            made += making.images(self.pipe, texts[start : start + making.batch], number + start)
         return made
 
     def truth(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pellucid.core.errors import PellucidError
 from pellucid.evidence.report import charts
 from pellucid.evidence.report.charts import Axis, Chart, Drawing, Mark, Series, Spot
 from pellucid.evidence.report.page import Code, ImageCell, Images, Page, Table, Text
+from pellucid.evidence.statistics import Estimate
 from pellucid.evidence.study.guidance import GuidanceStudy, GuidanceStudyConfig
 from pellucid.evidence.study.guidance_results import (
     CLIPPED,
@@ -106,15 +107,14 @@ class GuidanceReport:
             "guidance": self.advice.guidance,
             "doubts": doubts(found),
             "ranges": [line.plain() for line in self.lines],
-            "cells": [self.plain_cell(line, i) for line in self.lines for i in range(len(line.cells))],
+            "cells": [
+                {"rule": line.rule, "scale": one.scale, "guidance": one.cell.guidance, "count": one.cell.count}
+                | {"useful": one.useful, "adherent": one.adherent, "faults": list(one.faults)}
+                | {name: figure.plain() for name, figure in one.cell.figures.items()}
+                for line in self.lines
+                for one in line.cells
+            ],
         }
-
-    @staticmethod
-    def plain_cell(line: RuleRange, number: int) -> dict[str, Any]:
-        one = line.cells[number]
-        figures = {name: figure.plain() for name, figure in one.cell.figures.items()}
-        place = {"rule": line.rule, "scale": one.scale, "guidance": one.cell.guidance, "count": one.cell.count}
-        return {**place, "useful": one.useful, "adherent": one.adherent, "faults": list(one.faults), **figures}
 
 
 def write(study: GuidanceStudy) -> GuidanceReport:
@@ -122,15 +122,14 @@ def write(study: GuidanceStudy) -> GuidanceReport:
     charts.require()
     report = GuidanceReport.of(study)
     folder = study.folder
-    (folder / "charts").mkdir(exist_ok=True)
     span = range_chart(report.lines, report.found.study.config.scales, report.advice.chosen)
-    span.png(folder / "charts" / "range.png")
-    drawn = {name: _chart(report, name) for name in _charted(report.found)}
-    for name, one in drawn.items():
-        one.png(folder / "charts" / f"{name}.png")
+    drawn = {name: _chart(report, name) for name in report.found.names if name != "attributes"}
+    charts.write({"range": span, **drawn}, folder)
     _sheet(report, folder / "charts" / "pictures.png")
     put(folder / "figures.json", json.dumps(report.plain(), indent=1, allow_nan=False) + "\n")
-    put(folder / "table.md", _markdown(report))
+    tables = [range_table(report).markdown(), _cell_table(report).markdown()]
+    said = [f"{words}\n" for words in (f"**{report.advice.words}**", *doubts(report.found))]
+    put(folder / "table.md", "\n".join(["# Guidance\n", headline(report) + "\n", *said, *tables]))
     _page(report, span, list(drawn.values())).write(folder / "report.html")
     return report
 
@@ -151,12 +150,8 @@ def headline(report: GuidanceReport) -> str:
 
 
 def range_table(report: GuidanceReport) -> Table:
-    found = report.found
-    kind = KINDS[found.adherence]
-    rows = []
-    for line in report.lines:
-        if not line.cells:
-            continue
+    found, kind, rows = report.found, KINDS[report.found.adherence], []
+    for line in (line for line in report.lines if line.cells):
         top = max(line.cells, key=lambda one: one.cell.figures[found.adherence].value)
         figure = top.cell.figures[found.adherence]
         rows.append((line.rule, line.words, f"{top.scale:g}", kind.words(figure), _state_words(top)))
@@ -182,11 +177,8 @@ def _cell_table(report: GuidanceReport) -> Table:
             own = (KINDS[name].words(held[name]) if name in held else "–" for name in names)
             rows.append((line.rule, f"{one.scale:g}", *own, _state_words(one)))
     reference = report.found.reference
-    known = (reference.values.get(name) for name in names)
-    shown = (
-        "–" if v is None else f"{100 * v:.1f} %" if KINDS[n].percent else f"{v:.3g}"
-        for v, n in zip(known, names, strict=True)
-    )
+    known = {name: KINDS[name].words(Estimate(value)) for name, value in reference.values.items()}
+    shown = (known.get(name, "–") for name in names)
     rows.append((reference.name, "", *shown, ""))
     columns = ("rule", "scale", *(KINDS[name].title for name in names), "")
     note = (
@@ -196,17 +188,7 @@ def _cell_table(report: GuidanceReport) -> Table:
     return Table("Every guidance", columns, tuple(rows), note)
 
 
-def _markdown(report: GuidanceReport) -> str:
-    tables = [range_table(report).markdown(), _cell_table(report).markdown()]
-    said = [f"{words}\n" for words in (f"**{report.advice.words}**", *doubts(report.found))]
-    return "\n".join(["# Guidance\n", headline(report) + "\n", *said, *tables])
-
-
 # Charts
-
-
-def _charted(found: GuidanceResults) -> list[str]:
-    return [name for name in found.names if name != "attributes"]
 
 
 def _chart(report: GuidanceReport, name: str) -> Chart:
@@ -218,15 +200,9 @@ def _chart(report: GuidanceReport, name: str) -> Chart:
         scales, shown = [one.scale for one, _ in held], [figure.times(times) for _, figure in held]
         labels = [f"{_state_words(one)}\n{one.cell.guidance}" for one, _ in held]
         made.append(Series.of(line.rule, scales, shown, labels=labels, href=[one.cell.guidance for one, _ in held]))
-    unit = ", %" if kind.percent else ""
-    ticks = report.found.study.config.scales
-    return Chart(
-        kind.title.capitalize(),
-        made,
-        Axis("guidance scale", ticks=ticks),
-        Axis(kind.title + unit),
-        _marks(report, name),
-    )
+    x = Axis("guidance scale", ticks=report.found.study.config.scales)
+    y = Axis(kind.title + (", %" if kind.percent else ""))
+    return Chart(kind.title.capitalize(), made, x, y, _marks(report, name))
 
 
 def _marks(report: GuidanceReport, name: str) -> list[Mark]:
@@ -263,13 +239,9 @@ def _sheet(report: GuidanceReport, path: Path) -> Path:
             if column == 0:
                 axes.set_ylabel(line.rule, fontsize=9, color=charts.INK)
     title = f"guidance scale by rule: {study.asked.texts[0]}"
-    figure.suptitle(_short_title(title), fontsize=9, color=charts.SLATE)
+    figure.suptitle(title if len(title) <= 110 else title[:109] + "…", fontsize=9, color=charts.SLATE)
     figure.tight_layout()
     return charts.save(figure, path, dpi=120)
-
-
-def _short_title(text: str, most: int = 110) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 # The page

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pellucid.core.wording import counted
 from pellucid.evidence.statistics import Estimate, Share, mean_interval, percent
-from pellucid.evidence.study.guidance import LOOKS, TRUE_IMAGES, GuidanceStudy
+from pellucid.evidence.study.guidance import LOOKS, TRUE_IMAGES, GuidanceStudy, joined_rows
 
 # --- Figures --------------------------------------------------------------------------------------------------------
 
@@ -115,15 +115,14 @@ def _reference_of(study: GuidanceStudy, cells: Mapping[str, GuidanceCell]) -> Lo
     if true:
         values = true[0]["figures"]
         return LooksReference("true images", {name: math.fsum(values[name]) / len(values[name]) for name in LOOKS})
-    plain = cells.get("1")
-    return (
-        None if plain is None else LooksReference("unguided ones", {name: plain.figures[name].value for name in LOOKS})
-    )
+    if (plain := cells.get("1")) is None:
+        return None
+    return LooksReference("unguided ones", {name: plain.figures[name].value for name in LOOKS})
 
 
 def cell_of_rows(guidance: str, rows: Sequence[Mapping[str, Any]], seeds: int) -> GuidanceCell:
     """From the records of one cell."""
-    joined = {name: [value for row in rows for value in row[name]] for name in rows[0]}
+    joined = joined_rows(rows)
     figures: dict[str, Estimate] = {}
     means: dict[str, Tensor] = {}
     for name, listed in joined.items():
@@ -132,7 +131,8 @@ def cell_of_rows(guidance: str, rows: Sequence[Mapping[str, Any]], seeds: int) -
         drawn = values if len(means[name]) == 1 else means[name]
         drawn = drawn[~drawn.isnan()]
         if len(drawn):
-            figures[name] = _share_figure(_mean_figure(drawn), values) if name in _SHARES else _mean_figure(drawn)
+            mean = mean_interval(drawn) if len(drawn) > 1 else Estimate(float(drawn.mean()))
+            figures[name] = _share_figure(mean, values) if name in _SHARES else mean
     return GuidanceCell(guidance, len(joined[LOOKS[0]]), figures, means)
 
 
@@ -142,10 +142,6 @@ def _share_figure(found: Estimate, values: Tensor) -> Estimate:
     if found.ends is None:
         return replace(found, low=low, high=high)
     return replace(found, low=min(found.low, low), high=max(found.high, high))
-
-
-def _mean_figure(values: Tensor) -> Estimate:
-    return mean_interval(values) if len(values) > 1 else Estimate(float(values.mean()))
 
 
 # --- Useful scales --------------------------------------------------------------------------------------------------
@@ -196,13 +192,13 @@ class Recommendation:
     """One sentence, and the guidance to paste; None where no cell is useful."""
 
     words: str
-    guidance: str | None
-    chosen: RatedScale | None
+    guidance: str | None = None
+    chosen: RatedScale | None = None
 
 
 def best_cell(found: GuidanceResults) -> GuidanceCell:
     """The most adherent cell; of equal ones the first, which has the smallest scale."""
-    return max(found.cells.values(), key=lambda cell: cell.figures[found.adherence].value)
+    return max(found.cells.values(), key=lambda cell: _adherence_value(found, cell))
 
 
 def rule_ranges(found: GuidanceResults) -> list[RuleRange]:
@@ -265,18 +261,13 @@ def recommendation_of(found: GuidanceResults, given: list[RuleRange]) -> Recomme
     Measurably: the 95 % interval of the mean difference, prompt by prompt, leaves out zero. Rules count in the order in
     which they were given, so that a plain one is not left for a difference that cannot be seen.
     """
-    tops = [
-        max(useful, key=lambda one: _adherence_value(found, one.cell)) for line in given if (useful := _useful_of(line))
-    ]
+    useful = ([one for one in line.cells if one.useful] for line in given)
+    tops = [max(own, key=lambda one: _adherence_value(found, one.cell)) for own in useful if own]
     if not tops:
         return _no_recommendation(found)
     top = max(tops, key=lambda one: _adherence_value(found, one.cell))
     chosen = next(one for one in tops if not worse(found, one.cell, top.cell))
     return Recommendation(_recommendation_words(found, chosen, given), chosen.cell.guidance, chosen)
-
-
-def _useful_of(line: RuleRange) -> list[RatedScale]:
-    return [one for one in line.cells if one.useful]
 
 
 def _adherence_value(found: GuidanceResults, cell: GuidanceCell) -> float:
@@ -320,14 +311,11 @@ def _recommendation_words(found: GuidanceResults, chosen: RatedScale, given: lis
 
 def _no_recommendation(found: GuidanceResults) -> Recommendation:
     """No cell is useful: what is wrong with the most adherent one."""
-    top = best_cell(found)
-    kind = KINDS[found.adherence]
+    top, kind = best_cell(found), KINDS[found.adherence]
     if not _adherent(found, top):
-        return Recommendation("No scale is useful: no image under any guidance is all right.", None, None)
-    said = ", ".join(faults_of(found, top))
-    figure = kind.words(top.figures[found.adherence])
-    words = (
-        f"No scale is useful: the most adherent guidance, '{top.guidance}' ({kind.title} {figure}), is out "
-        f"of tolerance against {found.reference.name}: {said}."
+        return Recommendation("No scale is useful: no image under any guidance is all right.")
+    return Recommendation(
+        f"No scale is useful: the most adherent guidance, '{top.guidance}' ({kind.title} "
+        f"{kind.words(top.figures[found.adherence])}), is out of tolerance against {found.reference.name}: "
+        f"{', '.join(faults_of(found, top))}."
     )
-    return Recommendation(words, None, None)

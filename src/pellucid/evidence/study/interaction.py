@@ -12,8 +12,8 @@ are no larger than three times what the converged run itself still moves are not
 
 from __future__ import annotations
 
-import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -27,7 +27,7 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.evidence.statistics import Array, Estimate, t_interval
 from pellucid.evidence.study.kernel import ProgressBar, ShardNumber, Study
 from pellucid.evidence.study.samplers import DecidingMeasure, Judges, SamplerStudy, SamplerStudyConfig
-from pellucid.evidence.study.samplers_results import Column, Measure
+from pellucid.evidence.study.samplers_results import Column, Measure, gap_of
 from pellucid.evidence.study.samplers_verdict import UNRESOLVED
 from pellucid.evidence.study.setups import SamplerCell
 from pellucid.evidence.study.subject import Subject, read_prompts
@@ -67,7 +67,9 @@ class InteractionStudyConfig:
             raise PellucidError(rule("models", "at least one", "none"), "study-list")
         if self.names and len(self.names) != len(self.models):
             raise PellucidError(rule("names", f"one a model, {len(self.models)}", len(self.names)), "study-names")
-        if len(set(self.labels)) != len(self.models) or not all(map(_is_plain, self.labels)):
+        if len(set(self.labels)) != len(self.models) or not all(
+            re.fullmatch(r"(?!\.)[\w.-]+", one) for one in self.labels
+        ):
             must = "different, of letters, digits, dots, dashes and underscores"
             raise PellucidError(rule("names", must, list(self.labels), "Give --names."), "study-names")
         if self.by not in get_args(DecidingMeasure):
@@ -85,9 +87,7 @@ class InteractionStudyConfig:
 
     def of_model(self, model: str, asks: str) -> SamplerStudyConfig:
         """The sampler study of one model, with prompts only where it takes them."""
-        shared = {field.name for field in dataclasses.fields(SamplerStudyConfig)} & {
-            f.name for f in dataclasses.fields(self)
-        }
+        shared = {field.name for field in fields(SamplerStudyConfig)} & vars(self).keys()
         given = {name: getattr(self, name) for name in shared - {"prompts"}}
         return SamplerStudyConfig(model=model, **given, prompts=() if asks == "nothing" else read_prompts(self.prompts))
 
@@ -96,10 +96,6 @@ def label_of(model: str) -> str:
     """The folder that names a model: `linear-0` of `runs/linear-0/model`."""
     parts = [part for part in Path(model).parts if part not in ("/", ".", "..", "model")]
     return parts[-1] if parts else model
-
-
-def _is_plain(name: str) -> bool:
-    return bool(name) and all(c.isalnum() or c in "._-" for c in name) and not name.startswith(".")
 
 
 @dataclass(frozen=True)
@@ -179,12 +175,14 @@ class InteractionStudy(Study[InteractionStudyConfig, StudiedModel]):
         figures, by = study.results(), self.config.by
         if by not in figures.columns:
             raise PellucidError(rule("by", f"measured for {name}: {', '.join(figures.columns)}", by), "by")
+        pipe = study.subject.pipe
+        holder = getattr(pipe, "components", None) or getattr(pipe, "peer", None)
         floor = figures.results.floor(by) if by in ("distance", "latent") else {}
         return ModelResult(
             name=name,
             schedule=study.subject.schedule.name,
             target=str(study.subject.target),
-            architecture=_architecture_of(study.subject.pipe),
+            architecture=type(getattr(holder, "network", pipe)).__name__,  # UNet, DiT, …
             cells=tuple(study.table),
             column=figures.columns[by],
             floor=next(iter(floor.values()), float("nan")),
@@ -201,16 +199,7 @@ class InteractionStudy(Study[InteractionStudyConfig, StudiedModel]):
         return found
 
 
-def _architecture_of(pipe: Any) -> str:
-    """The class of the network: UNet, DiT, …"""
-    holder = getattr(pipe, "components", None) or getattr(pipe, "peer", None)
-    return type(getattr(holder, "network", pipe)).__name__
-
-
 # --- Where the best sampler changes ---------------------------------------------------------------------------------
-
-_TINY = 1e-12
-_SCALED = ("distance", "latent")  # compared by their ratio
 
 
 @dataclass(frozen=True)
@@ -246,12 +235,9 @@ class Change:
     sure: bool
 
     def plain(self) -> dict[str, Any]:
-        gaps = {name: _gap_json(getattr(self, name)) for name in ("kept_there", "kept_here")}
-        return {field.name: gaps.get(field.name, getattr(self, field.name)) for field in fields(self)}
-
-
-def _gap_json(gap: Estimate) -> dict[str, Any]:
-    return {**gap.plain(), "over": "pictures" if gap.over == "images" else gap.over}
+        gaps = {name: gap for name, gap in vars(self).items() if isinstance(gap, Estimate)}
+        words = {"images": "pictures"}  # as files of studies name it
+        return vars(self) | {name: gap.plain() | {"over": words.get(gap.over, gap.over)} for name, gap in gaps.items()}
 
 
 class Interaction:
@@ -260,15 +246,8 @@ class Interaction:
     def __init__(self, seen: Sequence[ModelResult], budgets: Sequence[int]) -> None:
         self.seen, self.budgets = tuple(seen), tuple(sorted(budgets))
         self.measure: Measure = seen[0].column.measure
-
-    @property
-    def scaled(self) -> bool:
-        return self.measure.name in _SCALED
-
-    @property
-    def nothing(self) -> float:
-        """The gap of two equals."""
-        return 1.0 if self.scaled else 0.0
+        self.scaled = self.measure.scaled
+        self.nothing = 1.0 if self.scaled else 0.0  # the gap of two equals
 
     @cached_property
     def setups(self) -> tuple[str, ...]:
@@ -291,13 +270,8 @@ class Interaction:
 
     def loss(self, one: ModelResult, setup: str, budget: int) -> Array:
         """(1 + R,): the estimate and its resamples, less is better, as they are compared; NaN where it has none."""
-        i = self.cell(one, setup, budget)
-        assert one.column.drawn is not None
-        if i is None:
-            return np.full(1 + one.column.drawn.shape[1], math.nan)
-        held = np.concatenate([one.column.values[i : i + 1], one.column.drawn[i]])
-        held = self.measure.loss(held)
-        return np.log(np.maximum(held, _TINY)) if self.scaled else held
+        i, table = self.cell(one, setup, budget), self.measure.loss(one.column.compared())
+        return np.full(table.shape[1], math.nan) if i is None else table[i]
 
     def table(self, one: ModelResult, budget: int) -> Array:
         """(S, 1 + R) of all set-ups; what has no cell is infinitely bad."""
@@ -345,7 +319,7 @@ class Interaction:
             value, half = t_interval([float(held[0]) for held in apart])
             found = Estimate(value, value - half, value + half, "models", len(apart))
         else:
-            found = Estimate(float(apart[0][0]), *np.quantile(apart[0][1:], [0.025, 0.975]).tolist())
+            found = gap_of(apart[0])
         return found.map(math.exp) if self.scaled else found
 
     def changes(self) -> list[Change]:
@@ -354,7 +328,9 @@ class Interaction:
         for budget in self.budgets:
             for here, there in combinations(self.groups, 2):
                 a, b = self.best_of(here, budget), self.best_of(there, budget)
-                if a is None or b is None or a == b or not self.both(here, there, a, b, budget):
+                if a is None or b is None or a == b:
+                    continue
+                if not all(math.isfinite(self.mean(group, s, budget)) for group in (here, there) for s in (a, b)):
                     continue
                 kept_there, kept_here = self.gap(there, a, b, budget), self.gap(here, b, a, budget)
                 clear = all(
@@ -363,9 +339,6 @@ class Interaction:
                 sure = clear and kept_there.low > self.nothing and kept_here.low > self.nothing
                 found.append(Change(budget, here, there, a, b, kept_there, kept_here, sure))
         return found
-
-    def both(self, here: str, there: str, a: str, b: str, budget: int) -> bool:
-        return all(math.isfinite(self.mean(group, setup, budget)) for group in (here, there) for setup in (a, b))
 
     def spreads(self, budget: int) -> tuple[float, float, float] | None:
         """How much of the losses (group × set-up) is the set-up's, the group's, and their interaction's: root mean

@@ -24,23 +24,24 @@ _NOTE = (
 
 def write(opened: InteractionStudy, found: Interaction) -> Path:
     """charts/*.png, table.md, figures.json and report.html."""
-    folder = opened.folder / "charts"
-    folder.mkdir(exist_ok=True)
-    heats = _heat(found)
-    heats.png(folder / "heat.png")
-    curves = [_curve(found, one) for one in found.seen]
-    for one, chart in zip(found.seen, curves, strict=True):
-        chart.png(folder / f"{one.name}.png")
+    heats, curves = _heat(found), {one.name: _curve(found, one) for one in found.seen}
+    charts.write({"heat": heats, **curves}, opened.folder)
     made = tables(found)
     page = Page("Schedule × sampler × steps", _headline(found))
-    page.add(*(Text(words) for words in [*sentences(found), *about_converged(found)]), Text(_NOTE, kind="note"), *made)
-    page.add(Text("", "How far behind the best"), heats, Text("", "Each model"), *curves, Code(opened.text, "Config"))
-    page.write(opened.folder / "report.html")
-    said = "\n".join(f"- {words}" for words in [*sentences(found), *about_converged(found)])
-    parts = ["# Schedule × sampler × steps\n", _headline(found) + "\n", said + "\n", _NOTE + "\n"]
+    said = [*sentences(found), *about_converged(found)]
+    page.add(*map(Text, said), Text(_NOTE, kind="note"), *made)
+    page.add(
+        Text("", "How far behind the best"),
+        heats,
+        Text("", "Each model"),
+        *curves.values(),
+        Code(opened.text, "Config"),
+    )
+    listed = "\n".join(f"- {words}" for words in said)
+    parts = ["# Schedule × sampler × steps\n", _headline(found) + "\n", listed + "\n", _NOTE + "\n"]
     put(opened.folder / "table.md", "\n".join([*parts, *(table.markdown() for table in made)]))
     put(opened.folder / "figures.json", json.dumps(_plain(found), indent=1) + "\n")
-    return opened.folder / "report.html"
+    return page.write(opened.folder / "report.html")
 
 
 def _headline(found: Interaction) -> str:
@@ -98,9 +99,10 @@ def tables(found: Interaction) -> list[Table]:
 
 
 def _best_by_group(found: Interaction) -> Table:
-    rows = []
-    for group, held in found.groups.items():
-        rows.append((f"{group} ({len(held)})", *(found.best_of(group, budget) or "−" for budget in found.budgets)))
+    rows = [
+        (f"{group} ({len(held)})", *(found.best_of(group, budget) or "−" for budget in found.budgets))
+        for group, held in found.groups.items()
+    ]
     note = "By the mean over the models of a group, of logarithms where the measure is a distance."
     return Table("The best of each group", ("group (models)", *_calls(found)), tuple(rows), note)
 
@@ -131,8 +133,8 @@ def _shares(found: Interaction) -> Table:
     unit = "a factor" if found.scaled else "a difference"
     note = (
         f"Root mean square effects in the table of groups and samplers, each as {unit}: what is the sampler's alone, "
+        "the group's alone, and what only their combination explains."
     )
-    note += "the group's alone, and what only their combination explains."
     columns = ("calls", "sampler", "group", "sampler × group")
     return Table("How much is interaction", columns, tuple(rows), note)
 
@@ -163,11 +165,6 @@ def _tint(found: Interaction, value: float, most: float) -> tuple[float, float, 
     return tuple(1.0 + part * (c / 255 - 1.0) for c in _WORST_COLOUR)  # type: ignore[return-value]
 
 
-def _worst(found: Interaction, budget: int) -> float:
-    every = [_behind(found, one, setup, budget) for one in found.seen for setup in found.setups]
-    return max((v for v in every if math.isfinite(v)), default=1.0)
-
-
 def _heat(found: Interaction) -> Drawing:
     """A table of colours for each budget: set-ups down, models across; the numbers are how much worse than the best."""
     across, down = len(found.seen), len(found.setups)
@@ -177,8 +174,8 @@ def _heat(found: Interaction) -> Drawing:
     drawing, spots = charts.canvas(1.9 + width * columns, height * rows + 0.3), []
     for i, budget in enumerate(found.budgets):
         axes = drawing.add_subplot(rows, columns, i + 1)
-        most = _worst(found, budget)
         values = [[_behind(found, one, setup, budget) for one in found.seen] for setup in found.setups]
+        most = max((v for row in values for v in row if math.isfinite(v)), default=1.0)
         axes.imshow([[_tint(found, v, most) for v in row] for row in values], aspect="auto")
         for y, row in enumerate(values):
             for x, value in enumerate(row):
@@ -210,22 +207,16 @@ def _curve(found: Interaction, one: ModelResult) -> Chart:
     """One model: every set-up over model calls, with intervals."""
     series = []
     for setup in found.setups:
-        own = sorted(
-            (i for i, cell in enumerate(one.cells) if cell.setup.text == setup), key=lambda i: one.cells[i].nfe
-        )
+        held = (i for i, cell in enumerate(one.cells) if cell.setup.text == setup)
+        own = sorted(held, key=lambda i: one.cells[i].nfe)
         labels = [f"{one.cells[i].steps} steps" for i in own]
         calls, shown = [float(one.cells[i].nfe) for i in own], [one.column.shown(i) for i in own]
         noisy = any(one.cells[i].stochastic for i in own)
         series.append(Series.of(setup, calls, shown, labels=labels, dashed=noisy))
     floor = "" if not math.isfinite(one.floor) else f" The converged run still moves by {number_text(one.floor)}."
-    axis = Axis(found.measure.title, log=found.scaled)
-    return Chart(
-        f"{one.name} ({one.group})",
-        series,
-        Axis("model calls", log=True, ticks=tuple(map(float, found.budgets))),
-        axis,
-        note=floor.strip(),
-    )
+    x = Axis("model calls", log=True, ticks=tuple(map(float, found.budgets)))
+    y = Axis(found.measure.title, log=found.scaled)
+    return Chart(f"{one.name} ({one.group})", series, x, y, note=floor.strip())
 
 
 # --- for programs ----------------------------------------------------------------------------------------------

@@ -363,8 +363,14 @@ def _check_config(folder: Path, mine: Mapping[str, Any], fixed: Sequence[str] | 
     """Refuses the config of another study, version, model or setting."""
     held = _read_config(folder)
     if "study" in mine:
-        held = _with_marks(held, mine)
-        _check_kind(folder, held, mine["study"], mine["version"])
+        if {*held, *MARKS} == set(mine):  # some studies of version 1 were written without the marks
+            held = {"study": mine["study"], "version": 1, **held}
+        if held.get("study") != mine["study"]:
+            got = f"{folder}: {_kind_words(held.get('study'))}"
+            raise PellucidError(rule("--out", f"of {_kind_words(mine['study'])}", got, _ELSEWHERE), "study-folder")
+        if held.get("version") != mine["version"]:
+            must = f"of version {mine['version']}"
+            raise PellucidError(rule(f"study in {folder}", must, held.get("version"), _ELSEWHERE), "study-version")
     if held.get("mark") != mine.get("mark"):
         raise PellucidError(rule("model", f"the one that began {folder}", mine["model"], _ELSEWHERE), "resume-model")
     names = fixed if fixed is not None else {**mine, **held}
@@ -373,26 +379,11 @@ def _check_config(folder: Path, mine: Mapping[str, Any], fixed: Sequence[str] | 
         raise PellucidError(f"config must be the one that began {folder}; got {got}. {_ELSEWHERE}", "resume-config")
 
 
-def _check_kind(folder: Path, held: Mapping[str, Any], kind: str, version: int) -> None:
-    """Refuses the config of another kind of study, or of another version."""
-    if held.get("study") != kind:
-        got = f"{folder}: {_kind_words(held.get('study'))}"
-        raise PellucidError(rule("--out", f"of {_kind_words(kind)}", got, _ELSEWHERE), "study-folder")
-    if held.get("version") != version:
-        must = f"of version {version}"
-        raise PellucidError(rule(f"study in {folder}", must, held.get("version"), _ELSEWHERE), "study-version")
-
-
 def _kind_words(kind: object) -> str:
     """'a sampler study', 'an oracle study'"""
     if not isinstance(kind, str) or not kind.isidentifier() or len(kind) > 30:
         return "something else"
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind.removesuffix('s')} study"
-
-
-def _with_marks(held: dict[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:
-    """Some studies of version 1 were written without the marks: a config with the same other keys is one of those."""
-    return {"study": mine["study"], "version": 1, **held} if {*held, *MARKS} == set(mine) else held
 
 
 def claim(folder: Path, text: str, fixed: Sequence[str] | None = None) -> None:

@@ -62,15 +62,7 @@ def exact_flow(mixture: Mixture, noise: Tensor, top: float, pace: float = FLOW_P
         level = in_frame(math.exp(-lam), "vp")
         return level.alpha * mixture(x, level) - level.alpha**2 * x
 
-    for i in range(steps):
-        lam = begin.lam + i * h
-        k1 = slope(x, lam)
-        k2 = slope(x + h / 2 * k1, lam + h / 2)
-        k3 = slope(x + h / 2 * k2, lam + h / 2)
-        k4 = slope(x + h * k3, lam + h)
-        x = x + h / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
-    end = in_frame(_FLOW_BOTTOM, "vp")
-    return mixture(x, end)
+    return mixture(orders.runge_kutta(slope, x, begin.lam, h, steps), in_frame(_FLOW_BOTTOM, "vp"))
 
 
 def top_of(schedule: Schedule) -> float:
@@ -196,15 +188,10 @@ class OracleStudyConfig:
                 raise PellucidError(rule("mixture", "one of " + ", ".join(MIXTURES), mixture), "study-mixture")
         for schedule in self.schedules:
             schedules.make(schedule)
-        for word in self.samplers:
-            _check_setup(setup_without_grid(word))
-
-
-def _check_setup(one: SamplerSetup) -> None:
-    """Refuses an unknown sampler or option, and an inversion."""
-    if entry_of(one).family == "inversion":
-        raise PellucidError(rule("sampler", "one that ends in an image", one.sampler), "study-sampler")
-    compile_plan(one.sampler, steps=3, **dict(one.options))
+        for one in map(setup_without_grid, self.samplers):
+            if entry_of(one).family == "inversion":
+                raise PellucidError(rule("sampler", "one that ends in an image", one.sampler), "study-sampler")
+            compile_plan(one.sampler, steps=3, **dict(one.options))
 
 
 class OracleCell(NamedTuple):
@@ -259,7 +246,7 @@ def distinct_grids(schedule: str, names: tuple[str, ...]) -> list[str]:
 def same_levels(schedule: str, names: tuple[str, ...]) -> dict[str, str]:
     """Grids that lay the levels of an earlier grid, and that one."""
     seen: dict[tuple[float, ...], str] = {}
-    found = {}
+    found: dict[str, str] = {}
     for name in names:
         levels: list[float] = []
         for steps in (5, 11):
@@ -268,11 +255,8 @@ def same_levels(schedule: str, names: tuple[str, ...]) -> dict[str, str]:
             except PellucidError:
                 break  # refused: recorded cell by cell
             levels += [float(f"{row.level.ratio:.9g}") for row in plan.rows]
-        key = tuple(levels)
-        if key and key in seen:
-            found[name] = seen[key]
-        else:
-            seen.setdefault(key, name)
+        first = seen.setdefault(tuple(levels), name)
+        found |= {name: first} if levels and first != name else {}
     return found
 
 

@@ -49,33 +49,20 @@ MIXTURE = oracle.smooth()
 class _Setting:
     """A schedule and the grid on which orders are measured."""
 
-    name: str
     schedule: Schedule
     target: str
     grid: Grid
 
 
+_TO_THE_END = Grid("exponential", final="sigma_min")
 SETTINGS = {
-    setting.name: setting
-    for setting in (
-        # c_noise sigma: the time is sigma itself, so that grids over time are even in sigma
-        _Setting(
-            "edm",
-            schedules.EDM(sigma_min=BOTTOM, sigma_max=TOP, c_noise="sigma"),
-            "edm",
-            Grid("exponential", final="sigma_min"),
-        ),
-        _Setting("vp", schedules.vp_linear(), "eps", Grid("exponential", final="sigma_min")),
-        # A flow starts at pure noise, where λ is infinite; the grid starts just below it.
-        _Setting("flow", schedules.flow(sigma_min=0.05), "flow", Grid("linspace", final="sigma_min", start=950.0)),
-        # The range of image models, for the errors that people would see.
-        _Setting(
-            "edm80",
-            schedules.EDM(sigma_min=0.1, sigma_max=80.0, c_noise="sigma"),
-            "edm",
-            Grid("exponential", final="sigma_min"),
-        ),
-    )
+    # c_noise sigma: the time is sigma itself, so that grids over time are even in sigma
+    "edm": _Setting(schedules.EDM(sigma_min=BOTTOM, sigma_max=TOP, c_noise="sigma"), "edm", _TO_THE_END),
+    "vp": _Setting(schedules.vp_linear(), "eps", _TO_THE_END),
+    # A flow starts at pure noise, where λ is infinite; the grid starts just below it.
+    "flow": _Setting(schedules.flow(sigma_min=0.05), "flow", Grid("linspace", final="sigma_min", start=950.0)),
+    # The range of image models, for the errors that people would see.
+    "edm80": _Setting(schedules.EDM(sigma_min=0.1, sigma_max=80.0, c_noise="sigma"), "edm", _TO_THE_END),
 }
 
 
@@ -139,9 +126,11 @@ def _truth(top: float, bottom: float, steps: int = REFERENCE_STEPS) -> Tensor:
     x, lam = _starting_points(top), -math.log(top)
     h = math.log(top / bottom) / steps
 
-    def slope(x: Tensor, lam: float) -> Tensor:
-        return MIXTURE(x, Level(1.0, math.exp(-lam))) - x
+    return runge_kutta(lambda x, lam: MIXTURE(x, Level(1.0, math.exp(-lam))) - x, x, lam, h, steps)
 
+
+def runge_kutta(slope: Callable[[Tensor, float], Tensor], x: Tensor, lam: float, h: float, steps: int) -> Tensor:
+    """The classical rule of order 4, from λ in so many steps of h."""
     for i in range(steps):
         now = lam + i * h
         k1 = slope(x, now)
@@ -236,9 +225,7 @@ class _KeptPath(Brownian):
         return self.cache[key]
 
 
-@cache
-def _path() -> _KeptPath:
-    return _KeptPath(7)
+_PATH = _KeptPath(7)
 
 
 @cache
@@ -246,7 +233,7 @@ def on_path(sampler: str, steps: int) -> Tensor:
     """x / alpha at the bottom, [16, 4], where the noise is that of the path."""
     plan = compiled(Case(sampler, 0, _ALL_ALONG.get(sampler, {})), steps)
     x = (_starting_points(_rounded(plan.start)) * plan.start.alpha)[None]
-    end = run(plan, lambda x, level, time: MIXTURE(x[0], level)[None], x, noise=_path())
+    end = run(plan, lambda x, level, time: MIXTURE(x[0], level)[None], x, noise=_PATH)
     return end[0] / plan.end.alpha
 
 

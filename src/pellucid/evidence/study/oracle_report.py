@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import pairwise, product
 from typing import Any
 
 from pellucid.evidence.report import charts
 from pellucid.evidence.report.charts import Axis, Chart, Mark, Series
 from pellucid.evidence.report.page import Code, Page, Table, Text
-from pellucid.evidence.study import oracle
-from pellucid.evidence.study.oracle import MIXTURES, OracleStudy, OracleStudyConfig, same_levels
+from pellucid.evidence.statistics import Estimate
+from pellucid.evidence.study.oracle import MIXTURES, LawSlices, OracleStudy, OracleStudyConfig, same_levels
 from pellucid.evidence.study.oracle_results import OracleResults, OracleRun, agreement, changes, is_noisy
 from pellucid.interop.atomic_files import put
 
@@ -26,19 +27,14 @@ _HABITS = (
     ("unipc", "trailing"),
 )
 _ROWS_SHOWN = 12  # rows of a list of set-ups
+_Choice = Callable[[str, str, int], OracleRun | None]
 _RELATIVE = "Errors are relative to the size of the data: 0.01 is a distance of one percent."
 
 
 def _tables_of(found: OracleResults, floors: dict[str, float]) -> list[Table]:
     made = [best_table(found, mixture) for mixture in found.mixtures]
-    made += [
-        one_choice_table(found),
-        _samplers_table(found),
-        _grids_table(found),
-        _laws_table(found, floors),
-        _ranks_table(found),
-    ]
-    made += [_orders_table(found)] if found.orders else []
+    made += [table_of(found) for table_of in (one_choice_table, _samplers_table, _grids_table)]
+    made += [_laws_table(found, floors), _ranks_table(found), _orders_table(found)]
     return [table for table in made if table.rows]
 
 
@@ -58,10 +54,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def best_table(found: OracleResults, mixture: str) -> Table:
-    rows = []
-    for nfe in found.budgets:
-        firsts = [found.at(schedule, mixture, nfe)[:1] for schedule in found.schedules]
-        rows.append((str(nfe), *(_line_words(one[0]) if one else "−" for one in firsts)))
+    rows = [(str(nfe), *(_first_words(found.at(s, mixture, nfe)) for s in found.schedules)) for nfe in found.budgets]
     note = (
         "The deterministic sampler and grid that end closest to the exact flow of the same noise (root mean square) "
         f"with at most so many model calls. {_RELATIVE}"
@@ -69,36 +62,28 @@ def best_table(found: OracleResults, mixture: str) -> Table:
     return Table(f"The best at each NFE, {mixture} mixture", ("NFE", *found.schedules), tuple(rows), note)
 
 
-def _line_words(line: OracleRun) -> str:
-    return f"{line.name} {_number_words(line.figures['error'])}"
+def _first_words(lines: Iterable[OracleRun], figure: str = "error") -> str:
+    """The first of some runs with its figure."""
+    return next((f"{line.name} {_number_words(line.figures[figure])}" for line in lines), "−")
 
 
-def _regret(
-    found: OracleResults, pick: Callable[[str, str, int], float | None], nfe: int, schedules: Sequence[str]
-) -> float:
+def _regret(found: OracleResults, pick: _Choice, nfe: int, schedules: Sequence[str]) -> float:
     """How many times the error of the best a choice has, as the geometric mean over schedules and mixtures; NaN where
     it does not run everywhere."""
     ratios = []
-    for schedule, mixture in product(schedules, found.mixtures):
-        mine, least = pick(schedule, mixture, nfe), found.least.get((schedule, mixture, nfe))
-        if mine is None or least is None:
+    for place in product(schedules, found.mixtures, [nfe]):
+        line, least = pick(*place), found.least.get(place)
+        if line is None or least is None or "error" not in line.figures:
             return math.nan
-        ratios.append(mine / least)
+        ratios.append(line.figures["error"] / least)
     return _mean(ratios)
-
-
-def _of_pair(found: OracleResults, sampler: str, grid: str) -> Callable[[str, str, int], float | None]:
-    def pick(schedule: str, mixture: str, nfe: int) -> float | None:
-        line = found.one(schedule, mixture, nfe, sampler, grid)
-        return None if line is None else line.figures.get("error")
-
-    return pick
 
 
 def regrets(found: OracleResults, schedules: Sequence[str]) -> dict[tuple[str, str], list[float]]:
     """Of every sampler and grid, at each budget."""
     pairs = dict.fromkeys((line.sampler, line.grid) for line in found.lines if not line.stochastic)
-    return {pair: [_regret(found, _of_pair(found, *pair), nfe, schedules) for nfe in found.budgets] for pair in pairs}
+    picks = {pair: partial(found.one, sampler=pair[0], grid=pair[1]) for pair in pairs}
+    return {pair: [_regret(found, pick, nfe, schedules) for nfe in found.budgets] for pair, pick in picks.items()}
 
 
 def _choices(found: OracleResults, schedules: Sequence[str]) -> list[tuple[float, tuple[str, str]]]:
@@ -143,9 +128,8 @@ def _grids_table(found: OracleResults) -> Table:
     rows = []
     for grid in found.grids:
 
-        def pick(schedule: str, mixture: str, nfe: int, grid: str = grid) -> float | None:
-            own = [one for one in found.ranked_grids(schedule, mixture, nfe) if one.grid == grid]
-            return own[0].figures["error"] if own else None
+        def pick(*place: Any, grid: str = grid) -> OracleRun | None:
+            return next((one for one in found.ranked_grids(*place) if one.grid == grid), None)
 
         values = [_regret(found, pick, nfe, found.schedules) for nfe in found.budgets]
         if any(map(math.isfinite, values)):
@@ -163,11 +147,9 @@ def _laws_table(found: OracleResults, floors: dict[str, float]) -> Table:
     rows = []
     for mixture, schedule, nfe in product(found.mixtures, found.schedules, found.budgets):
         ranking = found.ranked(schedule, mixture, nfe, "sliced")
-        cells = []
-        for noisy in (False, True):
-            first = next((one for one in ranking if one.stochastic == noisy), None)
-            cells.append("−" if first is None else f"{first.name} {_number_words(first.figures['sliced'])}")
+        sides = ([one for one in ranking if one.stochastic == noisy] for noisy in (False, True))
         if ranking:
+            cells = (_first_words(side, "sliced") for side in sides)
             rows.append((f"{mixture}, {schedule}, {nfe}", *cells, _number_words(floors[mixture])))
     note = (
         "Sliced Wasserstein distance between the points at the end and the data's law, in standard deviations. True "
@@ -181,23 +163,16 @@ def _ranks_table(found: OracleResults) -> Table:
     """Who is best from where to where, and how much of the order of samplers is kept."""
     rows = []
     for mixture, schedule in product(found.mixtures, found.schedules):
-        kept = [_tau(found, (schedule, mixture, a), (schedule, mixture, b)) for a, b in pairwise(found.budgets)]
-        rows.append((f"{mixture}, {schedule}", changes(found, schedule, mixture), *map(_signed, kept)))
+        orders = [[line.sampler for line in found.ranked(schedule, mixture, nfe)] for nfe in found.budgets]
+        kept = (f"{agreement(a, b):.2f}" for a, b in pairwise(orders))
+        signed = (words.replace("nan", "−").replace("-", "−") for words in kept)
+        rows.append((f"{mixture}, {schedule}", changes(found, schedule, mixture), *signed))
     note = (
         "τ is Kendall's agreement of the order of samplers, each on its best grid, at two neighbouring NFE: 1 is the "
         "same order, 0 chance."
     )
     columns = ("mixture, schedule", "the best", *(f"τ {a}, {b}" for a, b in pairwise(found.budgets)))
     return Table("Where the ranking changes", columns, tuple(rows), note)
-
-
-def _tau(found: OracleResults, one: tuple[str, str, int], other: tuple[str, str, int]) -> float:
-    orders_of = [[line.sampler for line in found.ranked(*place)] for place in (one, other)]
-    return agreement(*orders_of)
-
-
-def _signed(value: float) -> str:
-    return "−" if not math.isfinite(value) else f"{value:.2f}".replace("-", "−")
 
 
 def _orders_table(found: OracleResults) -> Table:
@@ -220,13 +195,14 @@ def _orders_table(found: OracleResults) -> Table:
 
 def _plain_results(found: OracleResults, floors: dict[str, float]) -> dict[str, Any]:
     """The tables for a program: the best at each place with the runners-up, one choice for all, and the orders."""
-    best_at = [
-        {"schedule": s, "mixture": m, "nfe": nfe, "ranking": [_flat(line) for line in found.ranked(s, m, nfe)]}
-        for s, m, nfe in product(found.schedules, found.mixtures, found.budgets)
-    ]
+    about = ("sampler", "grid", "calls", "steps")
     costs = regrets(found, found.schedules)
     return {
-        "best": best_at,
+        "best": [
+            {"schedule": s, "mixture": m, "nfe": nfe}
+            | {"ranking": [{key: getattr(one, key) for key in about} | one.figures for one in found.ranked(s, m, nfe)]}
+            for s, m, nfe in product(found.schedules, found.mixtures, found.budgets)
+        ],
         "one_choice": [
             {"sampler": a, "grid": b, "times_the_best": dict(zip(map(str, found.budgets), values, strict=True))}
             for (a, b), values in costs.items()
@@ -237,24 +213,15 @@ def _plain_results(found: OracleResults, floors: dict[str, float]) -> dict[str, 
     }
 
 
-def _flat(line: OracleRun) -> dict[str, Any]:
-    about = {"sampler": line.sampler, "grid": line.grid, "calls": line.calls, "steps": line.steps}
-    return {**about, **line.figures}
-
-
 def sentences_of(found: OracleResults) -> list[str]:
     """What a reader should take away, in words with numbers."""
     said = []
     for schedule in found.schedules:
-        known = {pair: value for value, pair in _choices(found, [schedule])}
-        if not known:
-            continue
-        pair, value = next(iter(known.items()))
-        words = (
-            f"{schedule}: one choice for all NFE is {' · '.join(pair)}, {_number_words(value)} times the best of each."
-        )
-        habit = f" DPM++ 2M Karras: {_number_words(known[_HABITS[0]])} times." if _HABITS[0] in known else ""
-        said.append(words + habit)
+        known = {pair: _number_words(value) for value, pair in _choices(found, [schedule])}
+        for pair, value in [*known.items()][:1]:
+            words = f"{schedule}: one choice for all NFE is {' · '.join(pair)}, {value} times the best of each."
+            habit = f" DPM++ 2M Karras: {known[_HABITS[0]]} times." if _HABITS[0] in known else ""
+            said.append(words + habit)
     return said
 
 
@@ -263,6 +230,7 @@ def sentences_of(found: OracleResults) -> list[str]:
 _WIDEST = 3  # panels side by side: more could not be read
 _MAX_LINES = 12  # as many as there are colours
 _MAX_ERROR = 1.0  # a path that ends further off than the data are large has no place in a chart
+_CUT_OFF = "Errors above 1 are not drawn."
 _YARDSTICKS = ("ddim", "heun", "dpm_multistep")  # the yardsticks that everybody knows
 _Pick = Callable[[str, str, int], list[OracleRun]]
 
@@ -304,77 +272,58 @@ def _leaders(found: OracleResults, pick: _Pick, figure: str, name: str) -> list[
 def _line_of(
     found: OracleResults, pick: _Pick, place: tuple[str, str], figure: str, name: str, number: int, wanted: str
 ) -> Series:
-    points = []
-    for nfe in found.budgets:
-        points += [
-            one for one in pick(*place, nfe) if getattr(one, name) == wanted and one.figures[figure] <= _MAX_ERROR
-        ]
+    every = [one for nfe in found.budgets for one in pick(*place, nfe) if getattr(one, name) == wanted]
+    points = [one for one in every if one.figures[figure] <= _MAX_ERROR]
     other = "grid" if name == "sampler" else "sampler"
-    bounded = figure == "error"
-    noisy = figure == "sliced" and any(line.stochastic for line in points)
-    return Series(
+    ends: tuple[str, ...] = ("low", "high") if figure == "error" else ()
+    return Series.of(
         wanted,
         [float(line.calls) for line in points],
-        [line.figures[figure] for line in points],
-        [line.figures["low"] for line in points] if bounded else None,
-        [line.figures["high"] for line in points] if bounded else None,
-        [f"{getattr(line, other)}, {line.steps} steps{', noise' if line.stochastic else ''}" for line in points],
+        [Estimate(*(line.figures[key] for key in (figure, *ends))) for line in points],
+        labels=[f"{getattr(line, other)}, {line.steps} steps{', noise' if line.stochastic else ''}" for line in points],
         colour=charts.COLOURS[number % len(charts.COLOURS)],
-        dashed=noisy,
+        dashed=figure == "sliced" and any(line.stochastic for line in points),
     )
 
 
 # --- The report -----------------------------------------------------------------------------------------------------
 
-_CHARTS = (
-    (
-        "samplers",
-        "sampler",
-        "Every sampler on its best grid",
-        "Each sampler on its best grid at each NFE. Errors above 1 are not drawn.",
-    ),
-    (
-        "grids",
-        "grid",
-        "Every grid with its best sampler",
-        "Each grid with its best sampler at each NFE. Errors above 1 are not drawn.",
-    ),
-    ("laws", "law", "With noise and without, as laws", "Dotted: true draws, as many. Dashed: samplers with noise."),
-)
+_CHARTS = {
+    "sampler": ("Every sampler on its best grid", "Each sampler on its best grid at each NFE. " + _CUT_OFF),
+    "grid": ("Every grid with its best sampler", "Each grid with its best sampler at each NFE. " + _CUT_OFF),
+    "law": ("With noise and without, as laws", "Dotted: true draws, as many. Dashed: samplers with noise."),
+}
 
 
 def write(study: OracleStudy) -> dict[str, Any]:
     """charts/*.png, table.md, figures.json and report.html in the study's folder, finished or not; the figures."""
     charts.require()
     found = OracleResults.of(study.records.rows)
-    floors = _floors_of(study.config)
+    laws = {name: (one := MIXTURES[name](), LawSlices.of(one, study.config.points)) for name in study.config.mixtures}
+    floors = {name: law.floor(one) for name, (one, law) in laws.items()}  # what true draws measure, as many as points
     folder = study.folder / "charts"
     folder.mkdir(exist_ok=True)
     made = _tables_of(found, floors)
-    page = Page("Samplers on exact denoisers", _headline(study, found))
+    page = Page("Samplers on exact denoisers", _headline(study))
     page.add(*(Text(words) for words in sentences_of(found)), *made[: len(found.mixtures) + 1])
-    for name, what, title, note in _CHARTS:
+    for what, (title, note) in _CHARTS.items():
         panels = _panels_of(found, what, floors)
         if panels:
             columns = len(found.schedules) if len(found.schedules) <= _WIDEST else 2
             drawing = charts.panels(panels, columns, title, note)
-            drawing.png(folder / f"{name}.png")
+            drawing.png(folder / f"{what}s.png")
             page.add(Text("", title), drawing)
     page.add(*made[len(found.mixtures) + 1 :], *_equal_grids(study.config), Code(study.text, "Config"))
     page.write(study.folder / "report.html")
-    put(study.folder / "table.md", _markdown(study, found, made))
+    said = "\n".join(f"- {words}" for words in sentences_of(found))
+    parts = ["# Samplers on exact denoisers\n", _headline(study) + "\n", said + "\n"]
+    put(study.folder / "table.md", "\n".join([*parts, *(table.markdown() for table in made)]))
     figures = _plain_results(found, floors)
     put(study.folder / "figures.json", json.dumps(figures, indent=1) + "\n")
     return figures
 
 
-def _floors_of(config: OracleStudyConfig) -> dict[str, float]:
-    """What true draws, as many as a run has points, measure as a distance of laws."""
-    mixtures = {name: MIXTURES[name]() for name in config.mixtures}
-    return {name: oracle.LawSlices.of(one, config.points).floor(one) for name, one in mixtures.items()}
-
-
-def _headline(study: OracleStudy, found: OracleResults) -> str:
+def _headline(study: OracleStudy) -> str:
     c = study.config
     words = (
         f"{len(c.samplers)} samplers, {len(c.grids)} grids, schedules {', '.join(c.schedules)}, {c.points:,} points of "
@@ -385,16 +334,7 @@ def _headline(study: OracleStudy, found: OracleResults) -> str:
 
 
 def _equal_grids(config: OracleStudyConfig) -> list[Text]:
-    said = []
-    for schedule in config.schedules:
-        twins = same_levels(schedule, config.grids)
-        if twins:
-            pairs = ", ".join(f"{name} = {first}" for name, first in twins.items())
-            said.append(f"On {schedule} these grids lay the same levels and are run once: {pairs}.")
-    return [Text(words, kind="note") for words in said]
-
-
-def _markdown(study: OracleStudy, found: OracleResults, made: list[Any]) -> str:
-    said = "\n".join(f"- {words}" for words in sentences_of(found))
-    parts = ["# Samplers on exact denoisers\n", _headline(study, found) + "\n", said + "\n"]
-    return "\n".join([*parts, *(table.markdown() for table in made)])
+    twins = {schedule: same_levels(schedule, config.grids) for schedule in config.schedules}
+    told = {schedule: ", ".join(f"{a} = {b}" for a, b in same.items()) for schedule, same in twins.items() if same}
+    words = "On {} these grids lay the same levels and are run once: {}."
+    return [Text(words.format(*one), kind="note") for one in told.items()]

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations, groupby
+from operator import itemgetter
 from typing import Any, Literal
 
 from pellucid.evidence.study.setups import entry_of, setup_without_grid
@@ -48,15 +50,10 @@ class OracleResults:
                 orders.append(row)
                 continue
             place = (row["schedule"], row["grid"], row["sampler"])
-            for run in row["runs"]:
-                if "refused" in run:
-                    continue
+            for run in (run for run in row["runs"] if "refused" not in run):
                 about = (run["nfe"], run["calls"], run["steps"], is_noisy(row["sampler"]))
-                lines += [
-                    OracleRun(*place, mixture, *about, run[mixture])
-                    for mixture in run
-                    if isinstance(run[mixture], dict)
-                ]
+                held = {mixture: figures for mixture, figures in run.items() if isinstance(figures, dict)}
+                lines += [OracleRun(*place, mixture, *about, figures) for mixture, figures in held.items()]
         return OracleResults(tuple(lines), tuple(orders))
 
     @cached_property
@@ -106,17 +103,15 @@ class OracleResults:
             runs.setdefault(line.sampler, {})[line.schedule, line.grid, line.mixture, line.nfe] = line
         found: dict[str, str] = {}
         for i, name in enumerate(self.samplers):
-            for other in self.samplers[:i]:
-                if other not in found and same(runs[name], runs[other]):
-                    found[name] = other
-                    break
+            firsts = (one for one in self.samplers[:i] if one not in found and same(runs[name], runs[one]))
+            if (first := next(firsts, None)) is not None:
+                found[name] = first
         return found
 
     def at(self, schedule: str, mixture: str, nfe: int, figure: OracleFigure = "error") -> list[OracleRun]:
         """The lines at a place that have a figure, the best first; a table that has two names is there once."""
-        there = self.by_place.get((schedule, mixture, nfe), [])
-        kept = [line for line in there if figure == "sliced" or not line.stochastic]
-        chosen = [line for line in kept if figure in line.figures and line.sampler not in self.twins]
+        kept = [one for one in self.by_place.get((schedule, mixture, nfe), []) if one.sampler not in self.twins]
+        chosen = [one for one in kept if figure in one.figures and (figure == "sliced" or not one.stochastic)]
         return sorted(chosen, key=lambda line: line.figures[figure])
 
     def ranked(self, schedule: str, mixture: str, nfe: int, figure: OracleFigure = "error") -> list[OracleRun]:
@@ -157,21 +152,13 @@ def _firsts(lines: Sequence[OracleRun], what: str) -> list[OracleRun]:
 
 def agreement(a: Sequence[str], b: Sequence[str]) -> float:
     """Kendall's τ between two orders of the names that are in both: 1 the same, −1 turned round."""
-    names = [name for name in a if name in set(b)]
     place = {name: i for i, name in enumerate(b)}
-    pairs = [(x, y) for i, x in enumerate(names) for y in names[i + 1 :]]
-    if not pairs:
-        return math.nan
-    return sum(1.0 if place[x] < place[y] else -1.0 for x, y in pairs) / len(pairs)
+    signs = [1.0 if x < y else -1.0 for x, y in combinations([place[name] for name in a if name in place], 2)]
+    return sum(signs) / len(signs) if signs else math.nan
 
 
 def changes(found: OracleResults, schedule: str, mixture: str) -> str:
     """Who is best from where to where: `deis · karras to 14, ipndm · karras from 20`."""
-    bests = [(nfe, ranking[0].name) for nfe in found.budgets if (ranking := found.at(schedule, mixture, nfe))]
-    runs: list[tuple[int, int, str]] = []
-    for nfe, name in bests:
-        if runs and runs[-1][2] == name:
-            runs[-1] = (runs[-1][0], nfe, name)
-        else:
-            runs.append((nfe, nfe, name))
-    return ", ".join(f"{name} at {a}" if a == b else f"{name} from {a} to {b}" for a, b, name in runs)
+    bests = [(ranking[0].name, nfe) for nfe in found.budgets if (ranking := found.at(schedule, mixture, nfe))]
+    runs = [(name, [nfe for _, nfe in own]) for name, own in groupby(bests, key=itemgetter(0))]
+    return ", ".join(f"{name} at {a}" if not b else f"{name} from {a} to {b[-1]}" for name, (a, *b) in runs)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 import torch
@@ -82,18 +82,20 @@ class SamplerFiles:
     def images(self, cell: SamplerCell, first: int, count: int) -> list[Image.Image]:
         return sheets.read_tiles(self.checked(self.place(IMAGES, cell, first, ".png")), count)
 
-    def write_latents(self, cell: SamplerCell, first: int, latents: Tensor) -> None:
-        self.write_tensor(self.place(_LATENTS, cell, first, ".safetensors"), latents)
-
     def latents(self, cell: SamplerCell, first: int) -> Tensor:
-        return weights.read_safetensors(self.checked(self.place(_LATENTS, cell, first, ".safetensors")))["held"]
-
-    def write_features(self, cell: SamplerCell, first: int, what: str, features: Tensor) -> None:
-        self.write_tensor(self.place(f"{_FEATURES}/{what}", cell, first, ".safetensors"), features)
+        return self.tensor(_LATENTS, cell, first)
 
     def features(self, cell: SamplerCell, first: int, what: str) -> Tensor:
-        path = self.place(f"{_FEATURES}/{what}", cell, first, ".safetensors")
-        return weights.read_safetensors(self.checked(path))["held"]
+        return self.tensor(f"{_FEATURES}/{what}", cell, first)
+
+    def tensor(self, kind: str, cell: SamplerCell, first: int) -> Tensor:
+        return weights.read_safetensors(self.checked(self.place(kind, cell, first, ".safetensors")))["held"]
+
+    def write_tensor(self, kind: str, cell: SamplerCell, first: int, held: Tensor) -> None:
+        path = self.place(kind, cell, first, ".safetensors")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        put(path, partial(save_file, {"held": held.detach().to(torch.float32).cpu().contiguous()}))
+        self.note(path)
 
     def note(self, path: Path) -> None:
         """The next row says what is in this file."""
@@ -112,26 +114,14 @@ class SamplerFiles:
             self.unchecked.add(name)
         return path
 
-    def write_tensor(self, path: Path, held: Tensor) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        put(path, partial(save_file, {"held": held.detach().to(torch.float32).cpu().contiguous()}))
-        self.note(path)
-
 
 # --- Scores of images -----------------------------------------------------------------------------------------------
 
 _DIGITS = 8
 
 
-class Scorer(Protocol):
-    """Something that looks at the images of one batch. `what` names its rows: another judge has another name."""
-
-    @property
-    def what(self) -> str: ...
-
-    def __call__(
-        self, images: Sequence[Image.Image], prompts: Sequence[str], files: SamplerFiles, cell: SamplerCell, first: int
-    ) -> dict[str, Any]: ...
+# A scorer looks at the images of one batch. `what` names its rows: another judge has another name.
+Seen = tuple[dict[str, Any], Tensor | None]  # what the record says, and features (N, D) that are kept in files
 
 
 def pixels_of(images: Sequence[Image.Image]) -> Tensor:
@@ -155,17 +145,14 @@ def _rms(a: Tensor, b: Tensor) -> list[float | None]:
 
 
 class InceptionScorer:
-    """Features (N, 2048) for KID and FID, kept in files."""
+    """Features (N, 2048) for KID and FID."""
 
     def __init__(self, network: Inception) -> None:
         self.network = network
         self.what = f"inception-{network.digest()[:_DIGITS]}"
 
-    def __call__(
-        self, images: Sequence[Image.Image], prompts: Sequence[str], files: SamplerFiles, cell: SamplerCell, first: int
-    ) -> dict[str, Any]:
-        files.write_features(cell, first, self.what, inception_features(pixels_of(images), self.network, len(images)))
-        return {}
+    def __call__(self, images: Sequence[Image.Image], prompts: Sequence[str]) -> Seen:
+        return {}, inception_features(pixels_of(images), self.network, len(images))
 
 
 class ClipScorer:
@@ -176,13 +163,11 @@ class ClipScorer:
         self.judge = judge
         self.what = f"clip-{fingerprint.of_network(judge.network).rpartition(':')[2][:_DIGITS]}"
 
-    def __call__(
-        self, images: Sequence[Image.Image], prompts: Sequence[str], files: SamplerFiles, cell: SamplerCell, first: int
-    ) -> dict[str, Any]:
+    def __call__(self, images: Sequence[Image.Image], prompts: Sequence[str]) -> Seen:
         found = self.judge.image(pixels_of(images))  # (N, D) of length 1
-        files.write_features(cell, first, self.what, found * math.sqrt(found.shape[1]))
         texts, cut = self.judge.text(prompts)
-        return {"cosines": (found * texts).sum(-1).cpu().tolist(), "cut": cut}
+        row = {"cosines": (found * texts).sum(-1).cpu().tolist(), "cut": cut}
+        return row, found * math.sqrt(found.shape[1])
 
 
 class SceneScorer:
@@ -193,39 +178,23 @@ class SceneScorer:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = device
 
-    def __call__(
-        self, images: Sequence[Image.Image], prompts: Sequence[str], files: SamplerFiles, cell: SamplerCell, first: int
-    ) -> dict[str, Any]:
+    def __call__(self, images: Sequence[Image.Image], prompts: Sequence[str]) -> Seen:
         readings = scenes.read(to_tensor(images).to(self.device))
         found = [judge(reading, scenes.parse(prompt)) for reading, prompt in zip(readings, prompts, strict=True)]
-        return {
-            "right": [one.right for one in found],
-            "marks": [one.marks for one in found],
-            "bled": [one.bled for one in found],
-            "readable": [one.readable for one in found],
-        }
+        return {name: [getattr(one, name) for one in found] for name in ("right", "marks", "bled", "readable")}, None
+
+
+Scorer = InceptionScorer | ClipScorer | SceneScorer
 
 
 def _find_inception(path: str | Path | None, device: torch.device | str) -> tuple[Inception | None, str]:
     """(the network, "") or (None, why not): what was not named and is not in the cache is not fetched in a study."""
     if path is None:
-        folder = inception.cache_folder()
-        held = [
-            folder / name for name in ("inception.safetensors", inception.WEIGHTS_NAME) if (folder / name).is_file()
-        ]
-        if not held:
-            return (
-                None,
-                f"no Inception weights: name them with --inception, or put {inception.WEIGHTS_NAME} into {folder}",
-            )
-        path = held[0]
+        folder, name = inception.cache_folder(), inception.WEIGHTS_NAME
+        path = next((one for one in (folder / "inception.safetensors", folder / name) if one.is_file()), None)
+    if path is None:
+        return None, f"no Inception weights: name them with --inception, or put {name} into {folder}"
     return inception.load_inception(path, device), ""
-
-
-def _find_clip(path: str | Path | None, own: Path | None, device: torch.device | str) -> image_text.Judge | None:
-    """The CLIP that was named, or the model's own."""
-    place = path if path is not None else own
-    return None if place is None else image_text.Judge.load(place, device)
 
 
 @dataclass(frozen=True)
@@ -252,7 +221,8 @@ class Judges:
         network, why = _find_inception(inception, subject.device)
         if network is not None:
             scorers.append(InceptionScorer(network))
-        judge = _find_clip(clip, subject.image_text, subject.device)
+        place = subject.image_text if clip is None else clip
+        judge = None if place is None else image_text.Judge.load(place, subject.device)
         if judge is not None and subject.asks == "prompt":
             scorers.append(ClipScorer(judge))
         elif judge is not None:
@@ -353,10 +323,9 @@ class SamplerStudyConfig:
         size = {} if self.size is None else {"width": self.size[0], "height": self.size[1]}
         return size if self.guidance is None else {**size, "guidance": self.guidance}
 
-    def firsts(self, shard: tuple[int, int] = (0, 1)) -> list[int]:
-        """The number of the first image of every batch, or of every so many-th."""
-        index, count = shard
-        return list(range(0, self.images, self.batch))[index::count]
+    def firsts(self) -> range:
+        """The number of the first image of every batch."""
+        return range(0, self.images, self.batch)
 
     def numbers(self, first: int) -> range:
         return range(first, min(first + self.batch, self.images))
@@ -468,27 +437,25 @@ class SamplerStudy(Study[SamplerStudyConfig, SamplerBatch]):
         self.claim()
         self.files.write_images(cell, batch.first, made.images)
         if cell.mark:
-            self.files.write_latents(cell, batch.first, made.latents)
-        against = self.against(cell)
-        return row if against is None else row | _distances(made, self.kept(against, batch.first))
+            self.files.write_tensor(_LATENTS, cell, batch.first, made.latents)
+        if (other := self.against(cell)) is None:
+            return row
+        best = StudyImages(self.files.images(other, batch.first, len(numbers)), self.files.latents(other, batch.first))
+        return row | _distances(made, best)
 
     def against(self, cell: SamplerCell) -> SamplerCell | None:
         """The converged run that a cell is compared with; a half run with its whole one."""
-        if not cell.mark:
-            return self.by_key[cell.against]
-        pairs = zip(self.halves, self.converged, strict=True) if cell not in self.converged else ()
-        return next((whole for part, whole in pairs if part == cell), None)
-
-    def kept(self, cell: SamplerCell, first: int) -> StudyImages:
-        """A converged batch from its files."""
-        count = len(self.config.numbers(first))
-        return StudyImages(self.files.images(cell, first, count), self.files.latents(cell, first))
+        whole = {part.key: one for part, one in zip(self.halves, self.converged, strict=True)}
+        return whole.get(cell.key) if cell.mark else self.by_key[cell.against]
 
     def score(self, batch: SamplerBatch) -> dict[str, Any]:
         cell, numbers = self.by_key[batch.cell], self.config.numbers(batch.first)
         scorer = next(one for one in self.judges.scorers if one.what == batch.what)
         images = self.files.images(cell, batch.first, len(numbers))
-        return scorer(images, [self.config.prompt(n) for n in numbers], self.files, cell, batch.first)
+        row, features = scorer(images, [self.config.prompt(n) for n in numbers])
+        if features is not None:
+            self.files.write_tensor(f"{_FEATURES}/{scorer.what}", cell, batch.first, features)
+        return row
 
     # --- what follows ---------------------------------------------------------------------------------------------
 

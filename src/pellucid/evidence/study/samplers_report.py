@@ -13,9 +13,9 @@ import numpy as np
 from pellucid.evidence.report import charts
 from pellucid.evidence.report.charts import Axis, Chart, Mark, Series, number_text
 from pellucid.evidence.report.page import Code, ImageCell, Images, Page, Table, Text
-from pellucid.evidence.statistics import Knee
+from pellucid.evidence.statistics import Estimate, Knee
 from pellucid.evidence.study.samplers_results import Column
-from pellucid.evidence.study.samplers_verdict import SamplerFigures, sampler_names, three_digits, with_interval
+from pellucid.evidence.study.samplers_verdict import SamplerFigures, by_sampler, three_digits, with_interval
 from pellucid.interop.atomic_files import put
 
 _IMAGES_SHOWN = 8  # images of a cell on the page
@@ -26,10 +26,8 @@ def write(found: SamplerFigures) -> Path:
     """All files of the report; the path of the page."""
     charts.require()
     folder = found.study.folder
-    (folder / "charts").mkdir(exist_ok=True)
     drawn = all_charts(found)
-    for name, chart in drawn.items():
-        chart.png(folder / "charts" / f"{name}.png")
+    charts.write(drawn, folder)
     put(folder / "results.json", json.dumps(plain(found), indent=1, allow_nan=False, ensure_ascii=False) + "\n")
     put(folder / "table.md", _markdown(found))
     page = Page(f"Samplers for {found.study.subject.name}", headline(found))
@@ -40,7 +38,7 @@ def write(found: SamplerFigures) -> Path:
         page.add(Text(found.verdict.comparison))
     page.add(*(Text(words) for words in found.doubts()))
     page.add(*drawn.values())
-    page.add(*_tables(found), _images(found), *_notes(found))
+    page.add(*_tables(found), _images(found), *(Text(words, kind="note") for words in found.notes()))
     page.add(Code(found.study.text, "Config"))
     return page.write(folder / "report.html")
 
@@ -68,13 +66,12 @@ def headline(found: SamplerFigures) -> str:
 def all_charts(found: SamplerFigures) -> dict[str, Chart]:
     calls = Axis("model calls (NFE)", True, _ticks(found))
     seconds = Axis("seconds per image", True)
-    made: dict[str, Chart] = {}
-    for name, column in found.columns.items():
-        made[f"{name}_calls"] = curve(found, column, calls, [float(cell.nfe) for cell in found.cells])
+    counts = [float(cell.nfe) for cell in found.cells]
+    made = {f"{name}_calls": curve(found, column, calls, counts) for name, column in found.columns.items()}
     timed = [one.estimate.value for one in found.latencies]
     if all(map(math.isfinite, timed)):
         made[f"{found.main.measure.name}_seconds"] = curve(found, found.main, seconds, timed)
-        made["seconds_calls"] = _latency(found, calls)
+        made["seconds_calls"] = _latency(found, calls, counts)
     return made
 
 
@@ -91,7 +88,7 @@ def curve(found: SamplerFigures, column: Column, axis: Axis, costs: list[float])
     """One measure against its price, a line a sampler; the front dashed, the knee ringed, where it is the main one."""
     measure, scale = column.measure, column.measure.scale
     known = column.values[np.isfinite(column.values)]
-    log = measure.name in ("distance", "latent") and bool((known > 0).all())
+    log = measure.scaled and bool((known > 0).all())
     series: list[Series] = []
     marks: list[Mark] = []
     if column is found.main:
@@ -103,12 +100,8 @@ def curve(found: SamplerFigures, column: Column, axis: Axis, costs: list[float])
         knee = found.verdict.knee_seconds if by_time else found.verdict.knee
         if knee is not None and knee.found:
             marks.append(Mark("knee", costs[knee.cell], float(column.values[knee.cell]) * scale))
-    for text, colour in _colours(found).items():
-        held = sorted((i for i, c in enumerate(found.cells) if c.setup.label == text), key=lambda i: costs[i])
-        labels = [f"{found.cells[i].steps} steps, {seconds_of(found, i)}" for i in held]
-        keys = [found.cells[i].label for i in held]
-        shown = [column.shown(i) for i in held]
-        series.append(Series.of(text, [costs[i] for i in held], shown, labels=labels, href=keys, colour=colour))
+    labels = [f"{cell.steps} steps, {seconds_of(found, i)}" for i, cell in enumerate(found.cells)]
+    series += _lines(found, costs, [column.shown(i) for i in range(len(costs))], labels)
     if column.of_converged is not None:
         marks.append(Mark("converged", y=column.of_converged * scale))
     better = "Less is better." if measure.less else "More is better."
@@ -117,20 +110,21 @@ def curve(found: SamplerFigures, column: Column, axis: Axis, costs: list[float])
     return Chart(title, series, axis, Axis(measure.title, log), marks, note)
 
 
-def _latency(found: SamplerFigures, axis: Axis) -> Chart:
-    series = []
-    for text, colour in _colours(found).items():
-        held = sorted((i for i, c in enumerate(found.cells) if c.setup.label == text), key=lambda i: found.cells[i].nfe)
-        calls, keys = [float(found.cells[i].nfe) for i in held], [found.cells[i].label for i in held]
-        times = [found.latencies[i].estimate for i in held]
-        series.append(Series.of(text, calls, times, href=keys, colour=colour))
+def _latency(found: SamplerFigures, axis: Axis, calls: list[float]) -> Chart:
+    series = _lines(found, calls, [one.estimate for one in found.latencies])
     note = f"One image at a time, warm: median and quartiles of {found.study.config.rounds} rounds."
     return Chart("Seconds per image against model calls", series, axis, Axis("seconds per image", True), (), note)
 
 
-def _colours(found: SamplerFigures) -> dict[str, str]:
-    """A colour a sampler, the same in every chart."""
-    return {text: charts.COLOURS[i % len(charts.COLOURS)] for i, text in enumerate(sampler_names(found.cells))}
+def _lines(found: SamplerFigures, x: list[float], y: list[Estimate], labels: list[str] | None = None) -> list[Series]:
+    """A line a sampler over its cells, in the same colour in every chart."""
+    made = []
+    for number, (text, own) in enumerate(by_sampler(found.cells).items()):
+        held = sorted(own, key=lambda i: x[i])
+        look: dict[str, Any] = {} if labels is None else {"labels": [labels[i] for i in held]}
+        look |= {"href": [found.cells[i].label for i in held], "colour": charts.COLOURS[number % len(charts.COLOURS)]}
+        made.append(Series.of(text, [x[i] for i in held], [y[i] for i in held], **look))
+    return made
 
 
 def seconds_of(found: SamplerFigures, i: int) -> str:
@@ -154,7 +148,8 @@ def main_table(found: SamplerFigures) -> Table:
         seconds = found.latencies[i].estimate
         time = "–" if seconds.ends is None else seconds.words(three_digits, " s")
         figures = [with_interval(column, i) for column in found.columns.values()]
-        row = (cell.setup.label, str(cell.steps), str(cell.nfe), time, *figures, *_tails(found, i))
+        tails = np.quantile(found.results.per_image(cell, "pictures", "distance"), [0.5, 0.95]).tolist()
+        row = (cell.setup.label, str(cell.steps), str(cell.nfe), time, *figures, *map(three_digits, tails))
         rows.append((*row, found.verdict.place(i)))
     titles = [column.measure.title for column in found.columns.values()]
     columns = ("sampler", "steps", "calls", "seconds", *titles, "median distance", "95th of 100", "")
@@ -167,13 +162,8 @@ def main_table(found: SamplerFigures) -> Table:
     return Table("All cells", columns, tuple(rows), note)
 
 
-def _tails(found: SamplerFigures, i: int) -> tuple[str, str]:
-    held = found.results.per_image(found.cells[i], "pictures", "distance")
-    return number_text(float(np.median(held)), 3), number_text(float(np.quantile(held, 0.95)), 3)
-
-
 def _ranking_table(found: SamplerFigures) -> Table:
-    scaled = found.main.measure.name in ("distance", "latent")
+    scaled = found.main.measure.scaled
     rows = []
     for one in found.verdict.ranking:
         factor = 1.0 if scaled else found.main.measure.scale
@@ -210,11 +200,7 @@ def _markdown(found: SamplerFigures) -> str:
         parts.append(found.verdict.comparison + "\n")
     parts += [words + "\n" for words in found.doubts()]
     parts += [table.markdown() for table in _tables(found)]
-    return "\n".join([*parts, *(f"- {note.words}" for note in _notes(found))]) + "\n"
-
-
-def _notes(found: SamplerFigures) -> list[Text]:
-    return [Text(words, kind="note") for words in found.notes()]
+    return "\n".join([*parts, *(f"- {words}" for words in found.notes())]) + "\n"
 
 
 # --- images --------------------------------------------------------------------------------------------------
@@ -226,18 +212,11 @@ def _images(found: SamplerFigures) -> Images:
     first = found.results.firsts[0]
     count = len(study.config.numbers(first))
     best = study.converged[0]
-    cells = [
-        ImageCell(
-            _CONVERGED, study.files.images(best, first, count)[:_IMAGES_SHOWN], f"{best.setup.text} × {best.steps}"
-        )
-    ]
+    told = [(best, _CONVERGED, f"{best.setup.text} × {best.steps}")]
     for i, cell in enumerate(found.cells):
-        note = f"{cell.nfe} calls, {found.main.measure.title} {with_interval(found.main, i)}"
-        cells.append(ImageCell(cell.label, study.files.images(cell, first, count)[:_IMAGES_SHOWN], note))
-    for one in study.converged[1:]:
-        cells.append(
-            ImageCell(one.key, study.files.images(one, first, count)[:_IMAGES_SHOWN], "the same sampler's own")
-        )
+        told.append((cell, cell.label, f"{cell.nfe} calls, {found.main.measure.title} {with_interval(found.main, i)}"))
+    told += [(one, one.key, "the same sampler's own") for one in study.converged[1:]]
+    cells = [ImageCell(key, study.files.images(of, first, count)[:_IMAGES_SHOWN], note) for of, key, note in told]
     knee = found.verdict.knee
     shown = (_CONVERGED, found.cells[knee.cell].label if knee is not None else found.cells[0].label)
     return Images("Images by cell", cells, "The same prompts and noise in every cell.", shown)
@@ -265,18 +244,10 @@ def plain(found: SamplerFigures) -> dict[str, Any]:
         "front_by_seconds": [found.cells[i].key for i in v.by_seconds],
         "knee": _knee_plain(found, v.knee),
         "knee_by_seconds": _knee_plain(found, v.knee_seconds),
-        "ranking": [
-            {
-                "sampler": one.sampler,
-                "value": one.value,
-                "first": one.first,
-                "behind": list(one.behind.plain().values()),
-            }
-            for one in v.ranking
-        ],
+        "ranking": [vars(one) | {"behind": list(one.behind.plain().values())} for one in v.ranking],
         "recommendation": {"sentence": v.sentence, "command": v.words, "call": v.call},
         "converged_moved": {
-            name: {key: _finite(value) for key, value in found.results.floor(name).items()}
+            name: {key: Estimate(value).plain()["value"] for key, value in found.results.floor(name).items()}
             for name in ("distance", "latent")
         },
         "doubts": found.doubts(),
@@ -296,7 +267,3 @@ def _knee_plain(found: SamplerFigures, knee: Knee | None) -> dict[str, Any] | No
         "high": knee.cost.high,
         "share_of_resamples": shares,
     }
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None

@@ -11,7 +11,7 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -119,6 +119,7 @@ def _processor() -> str:
 RESAMPLES = 1000
 _DEAR_RESAMPLES, _FID_RESAMPLES = 200, 20  # of KID beyond MANY images, and of FID
 _MANY = 2000  # images beyond which a kernel's resamples are dear
+_TINY = 1e-12  # under a logarithm
 CLUSTERS = 10  # prompts from which on prompts are drawn again, and not single images
 
 
@@ -131,6 +132,11 @@ class Measure:
     less: bool
     scale: float = 1.0
     digits: int = 4
+
+    @property
+    def scaled(self) -> bool:
+        """Whether figures are compared by their ratio: a factor is a factor at 5 calls and at 50."""
+        return self.name in ("distance", "latent")
 
     def loss(self, values: Array) -> Array:
         return values if self.less else -values
@@ -154,6 +160,11 @@ MEASURES = {
 }
 
 
+def gap_of(apart: Array) -> Estimate:
+    """A difference with its resamples, (1 + R,), and their interval."""
+    return Estimate(float(apart[0]), *np.quantile(apart[1:], [0.025, 0.975]).tolist())
+
+
 @dataclass(frozen=True)
 class Column:
     """One measure of all cells: estimates and ends of their intervals (C,), and resampled values (C, R) where the
@@ -165,6 +176,12 @@ class Column:
     high: Array
     drawn: Array | None = field(default=None, repr=False)
     of_converged: float | None = None
+
+    def compared(self) -> Array:
+        """(C, 1 + R): the values with their resamples, as cells are compared: distances by their logarithms."""
+        assert self.drawn is not None
+        table = np.concatenate([self.values[:, None], self.drawn], axis=1)
+        return np.log(np.maximum(table, _TINY)) if self.measure.scaled else table
 
     def estimate(self, i: int) -> Estimate:
         return Estimate(*(float(held[i]) for held in (self.values, self.low, self.high)))
@@ -224,9 +241,7 @@ class SamplerResults:
 
     def scored(self, what: str) -> bool:
         """Whether every batch of every cell has this score."""
-        return bool(self.firsts) and all(
-            self.files.has(cell.key, first, what) for cell in self.cells for first in self.firsts
-        )
+        return bool(self.firsts) and all(self.complete(cell, what) for cell in self.cells)
 
     def per_image(self, cell: SamplerCell, what: str, key: str, scale: float = 1.0) -> Array:
         found = self.listed(cell, what, key)
@@ -235,16 +250,15 @@ class SamplerResults:
             raise PellucidError(rule(where, "numbers", found), "study-records")
         return np.array([math.nan if value is None else scale * float(value) for value in found])
 
-    def means(self, measure: Measure, of: Callable[[SamplerCell], Array], converged: float | None = None) -> Column:
-        """The mean over images of each cell."""
+    def means(self, name: str, what: str, key: str, scale: float = 1.0) -> Column:
+        """The mean over images of each cell, and of the converged ones where they have it."""
+        best, of = self.study.converged[0], partial(self.per_image, what=what, key=key, scale=scale)
+        own = float(of(best).mean()) if what != "pictures" and self.complete(best, what) else None
         held = np.stack([of(cell) for cell in self.cells])  # (C, N)
         w = self.weights.double().numpy()
         drawn = held @ w.T / w.sum(1)
         low, high = np.quantile(drawn, [0.025, 0.975], axis=1)
-        return Column(measure, held.mean(1), low, high, drawn, converged)
-
-    def distance(self, key: str) -> Column:
-        return self.means(MEASURES[key], lambda cell: self.per_image(cell, "pictures", key))
+        return Column(MEASURES[name], held.mean(1), low, high, drawn, own)
 
     def floor(self, key: str) -> dict[str, float]:
         """How far each converged run still moved when its steps were doubled, over the first batch."""
@@ -255,15 +269,8 @@ class SamplerResults:
                 found[whole.key] = float(np.mean(values)) if values else math.nan
         return found
 
-    def image_text(self, what: str) -> Column:
-        best = self.study.converged[0]
-        own = float(self.per_image(best, what, "cosines", 100.0).mean()) if self.complete(best, what) else None
-        return self.means(MEASURES["image_text"], lambda cell: self.per_image(cell, what, "cosines", 100.0), own)
-
     def right(self) -> Column:
-        best = self.study.converged[0]
-        own = float(self.per_image(best, "scenes", "right").mean()) if self.complete(best, "scenes") else None
-        found = self.means(MEASURES["right"], lambda cell: self.per_image(cell, "scenes", "right"), own)
+        found = self.means("right", "scenes", "right")
         # Where all images are right, or none, no resample differs: the interval is never narrower than Wilson's.
         ends = np.array([Share.of(self.listed(cell, "scenes", "right")).interval for cell in self.cells])
         return replace(found, low=np.minimum(found.low, ends[:, 0]), high=np.maximum(found.high, ends[:, 1]))
@@ -312,11 +319,9 @@ class SamplerResults:
             return None
         if reference is None:
             reference = Statistics.of(self.features(self.study.converged[0], what).to(device))
-        values, low, high = [], [], []
+        found = []
         for cell in self.cells:
             x = self.features(cell, what).to(device)
-            values.append(fid(reference.to(x.device), Statistics.of(x)))
             spread = fid_interval(x, reference, _FID_RESAMPLES)
-            low.append(spread.low)
-            high.append(spread.high)
-        return Column(MEASURES["fid"], np.array(values), np.array(low), np.array(high))
+            found.append((fid(reference.to(x.device), Statistics.of(x)), spread.low, spread.high))
+        return Column(MEASURES["fid"], *np.array(found).T)

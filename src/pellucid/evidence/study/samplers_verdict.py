@@ -9,7 +9,6 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
@@ -19,16 +18,22 @@ from pellucid.evidence.metrics.score import measure_cached
 from pellucid.evidence.report.charts import number_text
 from pellucid.evidence.statistics import Array, Estimate, Knee, front, knee_of
 from pellucid.evidence.study.samplers import ClipScorer, InceptionScorer, Judges, SamplerStudy
-from pellucid.evidence.study.samplers_results import RESAMPLES, Column, Latency, LatencyClock, SamplerResults
+from pellucid.evidence.study.samplers_results import (
+    RESAMPLES,
+    Column,
+    Latency,
+    LatencyClock,
+    Measure,
+    SamplerResults,
+    gap_of,
+)
 from pellucid.evidence.study.setups import SamplerCell
 from pellucid.pipeline.pipeline import Pipeline
 
 # --- The recommendation ---------------------------------------------------------------------------------------------
 
 _POINTS = 65  # of the common range of model calls at which samplers are compared
-_TINY = 1e-12
 _TIE = 1e-4  # a part of a figure: samplers that make the same images differ by less
-_DISTANCES = ("distance", "latent")
 _TIE_OF_DISTANCES = 5e-3  # on a GPU by up to 3e-3, since rounding moves some images far
 
 
@@ -74,13 +79,14 @@ def verdict(
     assert drawn is not None
     calls = np.array([cell.nfe for cell in cells], float)
     seconds = np.array([one.estimate.value for one in latencies])
-    part = _TIE_OF_DISTANCES if measure.name in _DISTANCES else _TIE
+    part = _TIE_OF_DISTANCES if measure.scaled else _TIE
     loss, losses = (_tied(measure.loss(values), part) for values in (column.values, drawn))
     count = losses.shape[1]
     times = np.stack([one.drawn(count, seed) for seed, one in enumerate(latencies)])
     knee = knee_of(calls, loss, losses)
     timed = bool(np.isfinite(seconds).all())
     pick = None if knee is None else cells[knee.cell]
+    scale = "" if guidance is None else f' --guidance "{guidance}"'
     order = ranking(cells, column)
     return Verdict(
         by=measure.name,
@@ -90,7 +96,7 @@ def verdict(
         knee_seconds=knee_of(seconds, loss, np.stack([times, losses])) if timed else None,
         ranking=order,
         sentence=_recommendation_of(cells, column, latencies, knee),
-        words="" if pick is None or start is None else _sample_command(pick, guidance, start),
+        words="" if pick is None or start is None else f"pellucid sample {start} {pick.setup.words(pick.steps)}{scale}",
         call={} if pick is None else pick.asks() | ({} if guidance is None else {"guidance": guidance}),
         comparison=" ".join(filter(None, [comparison_of(order, column, pick), *_of_plans(cells, column)])),
     )
@@ -146,12 +152,6 @@ def three_digits(value: float) -> str:
     return number_text(value, 3)
 
 
-def _sample_command(cell: SamplerCell, guidance: Any, start: str) -> str:
-    """What to paste into a shell."""
-    scale = "" if guidance is None else f' --guidance "{guidance}"'
-    return f"pellucid sample {start} {cell.setup.words(cell.steps)}{scale}"
-
-
 # --- who comes first -------------------------------------------------------------------------------------------
 
 
@@ -161,8 +161,8 @@ def ranking(cells: list[SamplerCell], column: Column) -> list[Ranked]:
     Distances are averaged as logarithms, so that a factor counts the same at 5 calls and at 100. Samplers with one
     step count, such as plans, have no range: `_of_plans` compares these at their own calls.
     """
-    groups = {text: held for text, held in _by_sampler(cells).items() if len(held) > 1}
-    groups = {text: held for text, held in groups.items() if np.isfinite(column.values[held]).all()}
+    finite = np.isfinite(column.values)
+    groups = {text: held for text, held in by_sampler(cells).items() if len(held) > 1 and finite[held].all()}
     if not groups:
         return []
     low = max(cells[held[0]].nfe for held in groups.values())
@@ -170,24 +170,16 @@ def ranking(cells: list[SamplerCell], column: Column) -> list[Ranked]:
     if low > high:
         return []
     at = np.linspace(np.log(low), np.log(high), _POINTS)
-    scaled = column.measure.name in _DISTANCES
-    assert column.drawn is not None
-    values, drawn = {}, {}
-    for text, held in groups.items():
-        calls = np.log([cells[i].nfe for i in held])
-        table = np.concatenate([column.values[held, None], column.drawn[held]], axis=1)  # (steps, 1 + R)
-        found = _over_range(at, calls, np.log(np.maximum(table, _TINY)) if scaled else table)
-        values[text], drawn[text] = found[0], found[1:]
-    return _ranked_by_loss(values, drawn, column.measure.less, scaled)
+    table = column.compared()
+    means = {text: _over_range(at, np.log([cells[i].nfe for i in own]), table[own]) for text, own in groups.items()}
+    return _ranked_by_loss(means, column.measure)
 
 
-def sampler_names(cells: list[SamplerCell]) -> list[str]:
-    return list(dict.fromkeys(cell.setup.label for cell in cells))
-
-
-def _by_sampler(cells: list[SamplerCell]) -> dict[str, list[int]]:
+def by_sampler(cells: list[SamplerCell]) -> dict[str, list[int]]:
     """The cells of each sampler by number, cheapest first."""
-    held = {label: [i for i, cell in enumerate(cells) if cell.setup.label == label] for label in sampler_names(cells)}
+    held: dict[str, list[int]] = {}
+    for i, cell in enumerate(cells):
+        held.setdefault(cell.setup.label, []).append(i)
     return {label: sorted(own, key=lambda i: cells[i].nfe) for label, own in held.items()}
 
 
@@ -197,21 +189,19 @@ def _over_range(at: Array, calls: Array, table: Array) -> Array:
     return np.asarray(found.mean(1), float)
 
 
-def _ranked_by_loss(values: dict[str, float], drawn: dict[str, Array], less: bool, scaled: bool) -> list[Ranked]:
+def _ranked_by_loss(means: dict[str, Array], measure: Measure) -> list[Ranked]:
     """The first comes first; of samplers that differ by rounding alone, the one that was asked for first."""
-    part = _TIE_OF_DISTANCES if scaled else _TIE
-    table = np.stack([np.concatenate([[values[text]], drawn[text]]) for text in values])  # (S, 1 + R)
-    table = np.log(_tied(np.exp(table), part)) if scaled else _tied(table, part)
-    table *= 1.0 if less else -1.0
+    scaled, table = measure.scaled, np.stack(list(means.values()))  # (S, 1 + R)
+    table = measure.loss(np.log(_tied(np.exp(table), _TIE_OF_DISTANCES)) if scaled else _tied(table, _TIE))
     order = np.argsort(table[:, 0], kind="stable")
-    table, texts = table[order], [list(values)[i] for i in order]
+    table, texts = table[order], [list(means)[i] for i in order]
     first = np.bincount(table[:, 1:].argmin(0), minlength=len(texts)) / (table.shape[1] - 1)
     found = []
     for i, text in enumerate(texts):
         apart = table[i] - table[0]
         gap = (apart[0] + 0.0, *np.quantile(apart[1:], [0.025, 0.975]))
         behind = Estimate(*(float(np.exp(g) if scaled else g) for g in gap))
-        value = float(np.exp(values[text]) if scaled else values[text])
+        value = float(np.exp(means[text][0]) if scaled else means[text][0])
         found.append(Ranked(text, value, float(first[i]), behind))
     return found
 
@@ -220,7 +210,6 @@ def comparison_of(found: list[Ranked], column: Column, pick: SamplerCell | None 
     """Who is first over the whole range, and by how much; and where that is not `pick`, why `pick` is to be used."""
     if len(found) < 2:
         return ""
-    scaled = column.measure.name in _DISTANCES
     least = found[0].behind.value
     alike = [one for one in found if one.behind == Estimate(least, least, least)]  # in every resample too
     rest = [one for one in found if one not in alike]
@@ -231,7 +220,7 @@ def comparison_of(found: list[Ranked], column: Column, pick: SamplerCell | None 
         lead = f"{names[0]} comes first over the whole range (in {100 * alike[0].first:.0f} % of resamples)"
     if rest:
         behind = rest[0].behind
-        sure = "" if behind.low > (1.0 if scaled else 0.0) else "; they are not distinguishable"
+        sure = "" if behind.low > (1.0 if column.measure.scaled else 0.0) else "; they are not distinguishable"
         lead += f", then {rest[0].sampler}, {_gap_words(column, behind)}{sure}"
     if pick is not None and pick.setup.label not in names:
         lead += f". With {pick.nfe} calls or fewer nothing that was asked is better than {pick.setup.label}"
@@ -239,7 +228,7 @@ def comparison_of(found: list[Ranked], column: Column, pick: SamplerCell | None 
 
 
 def _gap_words(column: Column, behind: Estimate) -> str:
-    if column.measure.name in _DISTANCES:
+    if column.measure.scaled:
         return f"whose distance is {behind.words('{:.2f}'.format)} times as large"
     return "behind by " + column.measure.amount(behind.times(column.measure.scale).words(number_text))
 
@@ -250,12 +239,9 @@ def _of_plans(cells: list[SamplerCell], column: Column) -> list[str]:
 
 
 def _of_plan(i: int, cells: list[SamplerCell], column: Column) -> str:
-    assert column.drawn is not None
-    label, nfe, scaled = cells[i].setup.label, cells[i].nfe, column.measure.name in _DISTANCES
-    table = np.concatenate([column.values[:, None], column.drawn], axis=1)  # (C, 1 + R)
-    table = np.log(np.maximum(table, _TINY)) if scaled else table
+    label, nfe, scaled, table = cells[i].setup.label, cells[i].nfe, column.measure.scaled, column.compared()
     others = {}
-    for text, held in _by_sampler(cells).items():
+    for text, held in by_sampler(cells).items():
         calls = [cells[j].nfe for j in held]
         if cells[held[0]].setup.file is None and calls[0] <= nfe <= calls[-1] and np.isfinite(table[held, 0]).all():
             others[text] = _over_range(np.log([nfe]), np.log(calls), table[held])
@@ -264,14 +250,13 @@ def _of_plan(i: int, cells: list[SamplerCell], column: Column) -> str:
     sign = 1.0 if column.measure.less else -1.0
     least = min(sign * held[0] for held in others.values())
     best = next(text for text, held in others.items() if sign * held[0] <= least + _TIE_OF_DISTANCES * scaled)
-    apart = sign * (table[i] - others[best])
-    behind = Estimate(float(apart[0]), *np.quantile(apart[1:], [0.025, 0.975]).tolist())
-    figure = with_interval(column, i)
+    behind = gap_of(sign * (table[i] - others[best]))
     if scaled:
         gap = f"{behind.map(math.exp).words('{:.2f}'.format)} times that of"
     else:
         gap = column.measure.amount(behind.times(column.measure.scale).words(number_text)) + " behind"
     sure = "" if behind.significant else "; they are not distinguishable"
+    figure = with_interval(column, i)
     return f"{label}: {figure} with {nfe} calls, {gap} {best}, the best of the samplers at as many calls{sure}."
 
 
@@ -287,15 +272,11 @@ class SamplerFigures:
     """The figures of a study, computed when they are asked for."""
 
     def __init__(self, study: SamplerStudy, judges: Judges, resamples: int = RESAMPLES) -> None:
-        self.study, self.judges = study, judges
+        self.study, self.judges, self.cells = study, judges, study.table
         self.results = SamplerResults(study, resamples)
         if not self.results.firsts:
             raise PellucidError(rule("study", "of at least one whole batch", "none"), "study-empty")
         self.clock = LatencyClock(study)
-
-    @property
-    def cells(self) -> list[SamplerCell]:
-        return self.study.table
 
     @cached_property
     def latencies(self) -> list[Latency]:
@@ -304,16 +285,16 @@ class SamplerFigures:
     @cached_property
     def columns(self) -> dict[str, Column]:
         """Every measure that can be taken, the distances first."""
-        found = {name: self.results.distance(name) for name in ("distance", "latent")}
+        found = {name: self.results.means(name, "pictures", name) for name in ("distance", "latent")}
         for scorer in self.judges.scorers:
             if not self.results.scored(scorer.what):
                 continue
             if isinstance(scorer, InceptionScorer):
                 found |= self.inception_columns(scorer)
             elif isinstance(scorer, ClipScorer):
-                found["image_text"] = self.results.image_text(scorer.what)
+                found["image_text"] = self.results.means("image_text", scorer.what, "cosines", 100.0)
                 if self.judges.inception is None and self.results.count > 1:
-                    found["kid"] = self.results.kid(scorer.what, None, self.device)
+                    found["kid"] = self.results.kid(scorer.what, None, self.study.subject.device)
             else:
                 found["right"] = self.results.right()
         return found
@@ -321,11 +302,10 @@ class SamplerFigures:
     def inception_columns(self, scorer: InceptionScorer) -> dict[str, Column]:
         if self.results.count < 2:
             return {}
-        features, statistics = self.reference
-        found = {}
+        (features, statistics), device, found = self.reference, self.study.subject.device, {}
         if features is not None or self.judges.reference is None:
-            found["kid"] = self.results.kid(scorer.what, features, self.device)
-        fid = self.results.fid(scorer.what, statistics, self.device)
+            found["kid"] = self.results.kid(scorer.what, features, device)
+        fid = self.results.fid(scorer.what, statistics, device)
         return found | ({} if fid is None else {"fid": fid})
 
     @cached_property
@@ -339,10 +319,6 @@ class SamplerFigures:
         assert self.judges.inception is not None
         held = measure_cached(given, self.judges.inception, self.study.folder / "features")
         return held.features, held.statistics
-
-    @property
-    def device(self) -> torch.device:
-        return self.study.subject.device
 
     @cached_property
     def main(self) -> Column:
@@ -362,22 +338,19 @@ class SamplerFigures:
     # --- what a reader must heed ----------------------------------------------------------------------------------
 
     def notes(self) -> list[str]:
-        found = [self.about_intervals(), *self.about_converged(), *self.about_noise(), *self.about_kid()]
-        found += self.about_twins()
+        unit = "prompts" if self.results.by_prompt else "images"
+        intervals = (
+            f"Intervals hold 95 % of {self.results.resamples:,} resamples in which {unit} were drawn again, the same "
+            "ones for every cell: differences between cells are surer than their intervals. They say nothing of other "
+            "models."
+        )
+        found = [intervals, *self.about_converged(), *self.about_noise(), *self.about_kid(), *self.about_twins()]
         if old := len(self.study.files.unchecked):
             found.append(f"{old} files were written by an older version without digests: they were read unchecked.")
         found += [f"{name} is left out: {why}." for name, why in self.judges.reasons.items()]
         broken = [c.key for c, v in zip(self.cells, self.columns["distance"].values, strict=True) if not np.isfinite(v)]
         found += [f"{key} made images that are not finite; it is on no front." for key in broken]
         return found
-
-    def about_intervals(self) -> str:
-        unit = "prompts" if self.results.by_prompt else "images"
-        return (
-            f"Intervals hold 95 % of {self.results.resamples:,} resamples in which {unit} were drawn again, the same "
-            "ones for every cell: differences between cells are surer than their intervals. They say nothing of other "
-            "models."
-        )
 
     def about_converged(self) -> list[str]:
         """Each converged run: how far it still moved when its steps were doubled, in latents, which nothing rounds."""
@@ -401,7 +374,7 @@ class SamplerFigures:
 
     def doubts(self) -> list[str]:
         """Why the recommendation may be wrong: what it was measured with is not converged."""
-        if self.main.measure.name not in ("distance", "latent"):
+        if not self.main.measure.scaled:
             return []
         found = []
         for cell in self.study.converged:
@@ -416,33 +389,30 @@ class SamplerFigures:
         return found
 
     def about_noise(self) -> list[str]:
-        noisy = list(dict.fromkeys(c.setup.label for c in self.cells if c.stochastic))
-        if not noisy:
-            return []
-        return [
+        noisy = dict.fromkeys(c.setup.label for c in self.cells if c.stochastic)
+        words = (
             f"{', '.join(noisy)}: stochastic. Their distances are to their own converged image on the same Brownian "
             "path, which is another image than the deterministic samplers' one."
-        ]
+        )
+        return [words] if noisy else []
 
     def about_twins(self) -> list[str]:
         """Samplers that are one and the same under two names: in a chart one line hides the other."""
         kept: list[tuple[list[str], list[Array]]] = []
-        for text in sampler_names(self.cells):
-            own = [cell for cell in self.cells if cell.setup.label == text]
-            far = [self.results.per_image(cell, "pictures", "latent") for cell in own]
+        for text, own in by_sampler(self.cells).items():
+            far = [self.results.per_image(self.cells[i], "pictures", "latent") for i in sorted(own)]
             same = (held for held, other in kept if len(far) == len(other) and all(map(same_sampler, far, other)))
-            twin = next(same, None)
-            if twin is None:
-                kept.append(([text], far))
-            else:
+            if (twin := next(same, None)) is not None:
                 twin.append(text)
+            else:
+                kept.append(([text], far))
         told = "make the same images, but for rounding: in charts one line hides the other."
         return [f"{' and '.join(held)} {told}" for held, _ in kept if len(held) > 1]
 
     def about_kid(self) -> list[str]:
         if "kid" not in self.columns:
             return []
-        against = f"{self.judges.reference}" if self.judges.reference else "the converged images of the same prompts"
+        against = self.judges.reference or "the converged images of the same prompts"
         eyes = "Inception" if self.judges.inception is not None else "CLIP embeddings"
         words = f"KID is on {eyes}, against {against}"
         paired = "" if self.judges.reference else "; an image is never compared with its own twin"

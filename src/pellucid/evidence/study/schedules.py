@@ -61,9 +61,8 @@ class TrainingJudge:
         chosen = _shuffled(len(images))[:count].to(images.device)
         seen = measure_cached(Pixels(images[chosen]), network, cache, _INCEPTION_BATCH)
         assert seen.features is not None
-        return TrainingJudge(
-            network, seen.statistics, square_root(seen.statistics.covariance), seen.features[:neighbours].clone()
-        )
+        root = square_root(seen.statistics.covariance)
+        return TrainingJudge(network, seen.statistics, root, seen.features[:neighbours].clone())
 
     def features(self, images: Tensor) -> Tensor:
         return features(images, self.network, _INCEPTION_BATCH)
@@ -73,15 +72,8 @@ class TrainingJudge:
         some = found[: len(self.some)]
         closeness = precision_recall(some, self.some)
         kid = kid_interval(some, self.some, resamples=_KID_RESAMPLES, value=self.kid(found))
-        return {
-            "samples": len(found),
-            "fid": self.fid(found),
-            "kid": kid.value,
-            "kid_low": kid.low,
-            "kid_high": kid.high,
-            "precision": closeness.precision,
-            "recall": closeness.recall,
-        }
+        figures = {"fid": self.fid(found), "kid": kid.value, "kid_low": kid.low, "kid_high": kid.high}
+        return {"samples": len(found), **figures, "precision": closeness.precision, "recall": closeness.recall}
 
     def fid(self, found: Tensor) -> float:
         return frechet(self.statistics, Statistics.of(found), self.root)
@@ -151,14 +143,9 @@ class ScheduleStudyConfig:
         for schedule in self.schedules:
             task = self.task(schedule)
             objective, sampling = task.objective.build(), task.sampling
+            process: dict[str, Any] = {"schedule": objective.schedule, "target": objective.target}
             for grid in (sampling.grid, *self.grids):
-                compile_plan(
-                    sampling.sampler,
-                    schedule=objective.schedule,
-                    target=objective.target,
-                    grid=grid,
-                    steps=sampling.steps,
-                )
+                compile_plan(sampling.sampler, **process, grid=grid, steps=sampling.steps)
         for seed in self.seeds:
             self.run_config(self.schedules[0], seed)
 
@@ -259,13 +246,6 @@ class ScheduleStudy(Study[ScheduleStudyConfig, ScheduleCell]):
         self.say(f"  EMA {cell.ema:g}, {cell.grid}: FID {score['fid']:.2f}, KID {1e3 * score['kid']:.2f}e-3")
         return {"images": cell.step * run.batch, **score}
 
-    def new_judge(self, trainer: Trainer) -> TrainingJudge:
-        """Made for the first score: until then a process that shares the study may have seen the training images."""
-        c, images = self.config, trainer.source.data.images  # type: ignore[union-attr]
-        assert self.inception is not None
-        self.say(f"features of {min(c.reference, len(images)):,} training images")
-        return TrainingJudge.of(images, self.inception, c.reference, c.neighbours, self.folder / _FEATURES)
-
     def train(self, trainer: Trainer, step: int) -> None:
         at = trainer.checkpoints.latest() or 0
         if at > step:
@@ -280,8 +260,12 @@ class ScheduleStudy(Study[ScheduleStudyConfig, ScheduleCell]):
     def score(self, trainer: Trainer, cell: ScheduleCell) -> dict[str, Any]:
         """Of images that are made for it. The last score of a run has more of them, and an interval of FID; `fid_few`
         is then that of as many as at the points before, to be compared with them."""
-        self.judge = self.judge or self.new_judge(trainer)
         c, main = self.config, (cell.ema, cell.grid) == self.config.own
+        if self.judge is None:  # until now a process that shares the study may have seen the training images
+            images = trainer.source.data.images  # type: ignore[union-attr]
+            assert self.inception is not None
+            self.say(f"features of {min(c.reference, len(images)):,} training images")
+            self.judge = TrainingJudge.of(images, self.inception, c.reference, c.neighbours, self.folder / _FEATURES)
         last = main and cell.step == c.points[-1]
         made = self.images(trainer, cell.ema, cell.grid, c.final_samples if last else c.samples)
         if main:

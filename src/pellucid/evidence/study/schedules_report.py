@@ -65,20 +65,11 @@ def _final_table(found: ScheduleResults) -> Table:
         here = list(found.at(name, step).values())
         shares = [_number_words(TrainingPoint.of(here, metric).estimate.value, 3) for metric in ("precision", "recall")]
         seconds = found.seconds(name) / max(1, sum(bool(found.logs[name, seed]) for seed in found.study.seeds))
-        rows.append(
-            (
-                name,
-                f"{step:,}",
-                f"{here[0]['samples']:,}",
-                *(_point_words(TrainingPoint.of(here, metric), scale) for metric, _, scale in _METRICS),
-                *shares,
-                _last_call(here),
-                _number_words(found.at_end(name, "loss"), 4),
-                _number_words(found.at_end(name, "grad_norm"), 3),
-                _number_words(found.at_end(name, "grad_norm_std") / found.at_end(name, "grad_norm")),
-                f"{seconds:,.0f} s",
-            )
-        )
+        scores = (_point_words(TrainingPoint.of(here, metric), scale) for metric, _, scale in _METRICS)
+        loss, norm, norm_std = (found.at_end(name, column) for column in ("loss", "grad_norm", "grad_norm_std"))
+        end = (_number_words(loss, 4), _number_words(norm, 3), _number_words(norm_std / norm), f"{seconds:,.0f} s")
+        about = (name, f"{step:,}", f"{here[0]['samples']:,}")
+        rows.append((*about, *scores, *shares, _last_call(here), *end))
     columns = ("schedule", "step", "images", *(title for _, title, _ in _METRICS), "precision", "recall")
     last = (_LAST_CALL, "loss", "gradient norm", "its spread", "training")
     note = (
@@ -109,18 +100,9 @@ def _variants_table(found: ScheduleResults) -> Table:
     for name in found.study.schedules:
         for held in found.variants(name):
             metric = "fid_few" if all("fid_few" in row for row in held) else "fid"
-            first = held[0]
             fid, kid = TrainingPoint.of(held, metric), TrainingPoint.of(held, "kid")
-            rows.append(
-                (
-                    name,
-                    f"{first['ema']:,.0f}",
-                    first["grid"],
-                    _point_words(fid),
-                    _point_words(kid, 1e3),
-                    _last_call(held),
-                )
-            )
+            figures = (_point_words(fid), _point_words(kid, 1e3), _last_call(held))
+            rows.append((name, f"{held[0]['ema']:,.0f}", held[0]["grid"], *figures))
     if len(rows) <= len(found.study.schedules):
         rows = []  # there are no others
     columns = ("schedule", "EMA, images", "grid", "FID", "KID × 10³", _LAST_CALL)
@@ -399,10 +381,8 @@ def write(folder: Path) -> Path:
     """Reads a study's folder, finished or not, and writes charts/*.png, table.md, table.json and report.html there."""
     charts.require()
     found = ScheduleResults.read(folder)
-    (folder / "charts").mkdir(exist_ok=True)
     drawn = {name: draw(found) for name, draw in _CHARTS.items()}
-    for name, drawing in drawn.items():
-        drawing.png(folder / "charts" / f"{name}.png")
+    charts.write(drawn, folder)
     put(folder / _TABLE, json.dumps(_plain_results(found), indent=1, allow_nan=False) + "\n")
     put(folder / "table.md", _markdown(found))
     return _page(found, list(drawn.values())).write(folder / "report.html")
@@ -417,13 +397,9 @@ def _headline(found: ScheduleResults) -> str:
     return words if scored >= wanted else f"{words} · unfinished: {scored} of {wanted} scores"
 
 
-def _sentences(found: ScheduleResults) -> list[str]:
-    return [str(verdict["words"]) for verdict in _comparisons(found)]
-
-
 def _markdown(found: ScheduleResults) -> str:
     parts = ["# Noise schedules\n", _headline(found) + "\n", *(table.markdown() for table in _tables_of(found))]
-    if said := _sentences(found):
+    if said := [one["words"] for one in _comparisons(found)]:
         parts += ["## Are they different?\n", "\n".join(f"- {words}" for words in said) + "\n", _ALONE + "\n"]
     return "\n".join(parts)
 
@@ -431,7 +407,7 @@ def _markdown(found: ScheduleResults) -> str:
 def _page(found: ScheduleResults, drawn: Sequence[Drawing]) -> Page:
     made, (first, *rest) = Page("Noise schedules", _headline(found)), _tables_of(found) or [None]
     made.add(*([] if first is None else [first]))
-    if said := _sentences(found):
+    if said := [one["words"] for one in _comparisons(found)]:
         made.add(Text("", "Are they different?"), *map(Text, said), Text(_ALONE, kind="note"))
     config = json.dumps(to_plain(found.study), indent=1)
     return made.add(*drawn, *rest, Text("", "Config"), Code(config, "All of it"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ class ScheduleResults:
         with naming(str(path)):
             study = read(ScheduleStudyConfig, raw, "config")
         rows = [_scored(row, folder) for row in Records.shared(folder, ScheduleCell._fields).rows]
-        runs = [(schedule, seed) for schedule in study.schedules for seed in study.seeds]
+        runs = product(study.schedules, study.seeds)
         logs = {run: _windows_of(folder / RUNS / f"{run[0]}-{run[1]}" / LOG) for run in runs}
         return ScheduleResults(folder, study, tuple(rows), logs)
 
@@ -87,9 +88,12 @@ class ScheduleResults:
 
     def at(self, schedule: str, step: int) -> dict[int, Row]:
         """The main scores of a point by seed: those of the own EMA length and grid."""
-        ema, grid = self.study.own
+        return {row["seed"]: row for row in self.scored(schedule, step, *self.study.own)}
+
+    def scored(self, schedule: str, step: int, ema: float, grid: str) -> list[Row]:
+        """The scores of a cell, whatever the seed."""
         wanted = {"schedule": schedule, "step": step, "ema": ema, "grid": grid}
-        return {row["seed"]: row for row in self.rows if all(row[key] == value for key, value in wanted.items())}
+        return [row for row in self.rows if all(row[key] == value for key, value in wanted.items())]
 
     def curve(self, schedule: str, metric: str) -> list[TrainingPoint]:
         """A metric over training. FID is that of `samples` images at every point: at another count it is another."""
@@ -110,10 +114,7 @@ class ScheduleResults:
     def variants(self, schedule: str) -> list[list[Row]]:
         """The scores of the last point, a list of seeds for each EMA length and grid; all of `samples` images."""
         cells = self.study.cells(schedule, self.study.seeds[0], self.study.points[-1])
-        found = []
-        for cell in cells:
-            keys = {key: getattr(cell, key) for key in ("schedule", "step", "ema", "grid")}
-            found.append([row for row in self.rows if all(row[key] == value for key, value in keys.items())])
+        found = (self.scored(cell.schedule, cell.step, cell.ema, cell.grid) for cell in cells)
         return [rows for rows in found if rows]
 
     def last(self, *schedules: str) -> int | None:
@@ -137,8 +138,7 @@ class ScheduleResults:
     def done(self) -> tuple[int, int]:
         """Cells that are scored, and all of them."""
         s = self.study
-        wanted = [c for seed in s.seeds for name in s.schedules for step in s.points for c in s.cells(name, seed, step)]
-        return len(self.rows), len(wanted)
+        return len(self.rows), sum(len(s.cells(*place)) for place in product(s.schedules, s.seeds, s.points))
 
     # --- training
 
@@ -205,12 +205,8 @@ def _windows_of(path: Path) -> list[Row]:
     """The windows of a run's log that are whole, with the levels that are."""
     found = [row for row in read_lines(path) if _is_number(row.get("images")) and _is_number(row.get("images_per_s"))]
     for row in found:
-        levels = row.get("levels")
-        row["levels"] = [
-            one
-            for one in (levels if isinstance(levels, list) else ())
-            if isinstance(one, dict) and all(_is_number(one.get(key)) for key in ("lam", "count", "mean"))
-        ]
+        levels = [one for one in row["levels"] if isinstance(one, dict)] if isinstance(row.get("levels"), list) else []
+        row["levels"] = [one for one in levels if all(_is_number(one.get(key)) for key in ("lam", "count", "mean"))]
     return found
 
 

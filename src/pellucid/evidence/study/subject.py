@@ -31,19 +31,25 @@ from pellucid.scenes.grammar import Query
 
 _MAX_BYTES = 64 * 2**20  # of a file
 _MAX_PROMPTS = 1_000_000
-_SCENES = "scenes:"
+SCENES = "scenes"
+
+
+def scene_count(where: str, most: int = _MAX_PROMPTS, default: int | None = None) -> int | None:
+    """How many captions of scenes are asked for: N of `scenes:N`, `default` of `scenes`; None where a file is named."""
+    name, colon, count = where.partition(":")
+    if name != SCENES or not (colon or default) or Path(where).exists():
+        return None
+    if colon and not whole(count, most):
+        raise PellucidError(rule("prompts", f"scenes:N, N from 1 to {most:,}", where), "prompts")
+    return int(count) if colon else default
 
 
 def read_prompts(where: str | Path | None) -> tuple[str, ...]:
     """The lines of a text file that are not empty; `scenes:200`: so many prompts of scenes that training never saw."""
     if where is None:
         return ()
-    text = str(where)
-    if text.startswith(_SCENES) and not Path(text).exists():
-        count = text.removeprefix(_SCENES)
-        if not whole(count, _MAX_PROMPTS):
-            raise PellucidError(rule("prompts", f"scenes:N, N from 1 to {_MAX_PROMPTS:,}", text), "prompts")
-        return tuple(caption for caption, _ in scenes.prompts(int(count)))
+    if (count := scene_count(str(where))) is not None:
+        return tuple(caption for caption, _ in scenes.prompts(count))
     return read_lines_of(Path(where), "scenes:N")
 
 
@@ -102,7 +108,9 @@ class Subject:
         if isinstance(pipe, Pipeline):
             parts = pipe.components
             mark, beside = fingerprint.of_model(parts), _clip_beside(parts.name)
-            asks = _input_of(parts.network)
+            asks: InputKind = (
+                "prompt" if takes_text(parts.network) else "label" if takes_labels(parts.network) else "nothing"
+            )
             own = pipe.guidance_of(Request()).text()
             return Subject(pipe, parts.name, parts.schedule, parts.target, mark, asks, pipe.device, beside, own)
         if isinstance(pipe, WrappedPipeline):
@@ -125,10 +133,6 @@ class Subject:
         return StudyImages(list(found.images), (found.latents / (end or 1.0)).float().cpu())
 
 
-def _input_of(network: Any) -> InputKind:
-    return "prompt" if takes_text(network) else "label" if takes_labels(network) else "nothing"
-
-
 def _wrapped_subject(pipe: WrappedPipeline) -> Subject:
     reading, peer = read_scheduler(pipe.peer.pipeline), pipe.peer
     process = {"schedule": schedules.to_dict(reading.schedule), "target": reading.target}
@@ -142,7 +146,5 @@ def _wrapped_subject(pipe: WrappedPipeline) -> Subject:
 def _clip_beside(name: str) -> Path | None:
     """The image-text encoder of a bundle, in its folder or in that of the model whose part this is."""
     place = source.bundled(name)
-    for folder in (place / _IMAGE_TEXT, place.parent / _IMAGE_TEXT):
-        if (folder / "config.json").is_file():
-            return folder
-    return None
+    folders = (place / _IMAGE_TEXT, place.parent / _IMAGE_TEXT)
+    return next((folder for folder in folders if (folder / "config.json").is_file()), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,19 +29,12 @@ _SILENT = Philox(0)  # a deterministic plan draws nothing
 _Call = Callable[[Tensor, Any, Any], Tensor]
 
 
-@dataclass(frozen=True)
-class _SoftPlan:
-    """As much of a plan as a row of the loop needs."""
-
-    basis: Any
-    guided: bool = False
-
-
 def travel(table: Table, values: Values, denoiser: Denoiser, noise: Tensor, recompute: bool) -> Tensor:
     """x at the end of a table, from unit noise (B, …)."""
     call = _called(table, values, denoiser, len(noise), recompute)
     state = State(noise * values.sigmas[0].to(noise), None, [])
-    active, plan = range(len(noise)), _SoftPlan(table.plan.basis)
+    active = range(len(noise))
+    plan = SimpleNamespace(basis=table.plan.basis, guided=False)  # as much of one as a row of the loop needs
     for i in range(table.steps):
         row = _row_at(values, i, noise)
         state, _, _ = advance([plan], (row,), state, call, _SILENT, active, 3)  # type: ignore[list-item]

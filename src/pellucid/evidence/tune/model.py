@@ -20,7 +20,7 @@ from pellucid.core.loop import Denoiser
 from pellucid.core.noise import Philox, check_seed
 from pellucid.core.oracle import Mixture
 from pellucid.core.schedule import Schedule, Target
-from pellucid.evidence.study.subject import read_lines_of
+from pellucid.evidence.study.subject import SCENES, read_lines_of
 from pellucid.evidence.tune.table import TIME_STEP, SoftLevel, split_levels
 from pellucid.interop import diffusers_config
 from pellucid.models.dit import DiT
@@ -36,7 +36,6 @@ from pellucid.pipeline.request import MAX_BATCH, Request
 # --- Pairs ----------------------------------------------------------------------------------------------------------
 
 FEWEST_PAIRS, MOST_PAIRS = 4, 100_000
-_SCENES = "scenes"
 _SHARES = (2, 1, 1)  # of the prompts of a file: to tune, to watch, to judge
 
 
@@ -102,9 +101,9 @@ def _divided(prompts: Sequence[str], counts: tuple[int, int, int], seed: int) ->
 
 def read_prompts(source: str, count: int, seed: int) -> list[str]:
     """`scenes`: captions of the world of scenes; else the lines of a file that are not empty."""
-    if source == _SCENES:
+    if source == SCENES:
         return [caption for caption, _ in scenes.prompts(count, seed=seed, split="train")]
-    return list(read_lines_of(Path(source), _SCENES))
+    return list(read_lines_of(Path(source), SCENES))
 
 
 # --- Models ---------------------------------------------------------------------------------------------------------

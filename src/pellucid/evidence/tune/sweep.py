@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +70,16 @@ def candidates() -> list[Start]:
 def _variants(entry: Sampler) -> Iterator[dict[str, Any]]:
     """Its orders and, where it has two, its algorithms; an order that it does not have is left out."""
     known = entry.options()
-    algorithms: Sequence[dict[str, Any]] = (
-        [{"algorithm": name} for name in ("dpmsolver++", "dpmsolver")] if "algorithm" in known else [{}]
-    )
-    for algorithm in algorithms:
-        for order in _ORDERS if "order" in known else (None,):
-            options = algorithm if order is None else {"order": order, **algorithm}
-            try:
-                compile_plan(entry.name, steps=6, **options)
-            except PellucidError as error:
-                if error.code in ("order", "option"):
-                    continue
-            yield dict(options)
+    orders = [{"order": order} for order in _ORDERS] if "order" in known else [{}]
+    algorithms = [{"algorithm": name} for name in ("dpmsolver++", "dpmsolver")] if "algorithm" in known else [{}]
+    for algorithm, order in product(algorithms, orders):
+        options: dict[str, Any] = {**order, **algorithm}
+        try:
+            compile_plan(entry.name, steps=6, **options)
+        except PellucidError as error:
+            if error.code in ("order", "option"):
+                continue
+        yield options
 
 
 @dataclass(frozen=True)
@@ -146,12 +145,10 @@ class Sweep:
         """A cell that is known, or measured now and kept."""
         count = min(pairs, len(self.truth))
         key = {"calls": calls, "name": name, "pairs": count}
-        found = next((row for row in records.rows if all(row[k] == v for k, v in key.items())), None)
-        if found is None:
-            found = {**key, **self.measured(calls, name, count)}
-            records.add(found)
+        if not records.has(key):
+            records.add({**key, **self.measured(calls, name, count)})
         self.done()
-        return Cell(**found)
+        return Cell(**records.by_name[records.name(key)])
 
     def measured(self, calls: int, name: str, count: int) -> dict[str, Any]:
         try:

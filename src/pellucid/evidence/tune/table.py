@@ -108,7 +108,8 @@ def _shares_of(basis: Target, rows: Sequence[Row], ends: Sequence[_Pair], lift: 
     """
     found = []
     for i, row in enumerate(rows):
-        here, back = _pair_of(row), _anchor_before(rows, i, lift)
+        j = _anchor_index(rows, i, lift)
+        here, back = _pair_of(row), None if j is None else _pair_of(rows[j])
         own = _from_weights(basis, row.x, here, back, ends[i], here)
         kept = [1.0, 0.0, 0.0, 0.0]
         if row.anchor is not None:
@@ -121,13 +122,8 @@ def _pair_of(row: Row) -> _Pair:
     return row.level.alpha, row.level.sigma
 
 
-def _anchor_before(rows: Sequence[Row], i: int, lift: bool) -> _Pair | None:
-    """Where the anchor is when row i is called: at the level of the row that wrote it last."""
-    j = _anchor_index(rows, i, lift)
-    return None if j is None else _pair_of(rows[j])
-
-
 def _anchor_index(rows: Sequence[Row], i: int, lift: bool) -> int | None:
+    """The row that wrote the anchor last when row i is called; the anchor is at its level."""
     if lift:
         return i - 1 if i else None
     return next((j for j in range(i - 1, -1, -1) if rows[j].anchor is not None), None)
@@ -153,12 +149,10 @@ class Start:
         name, sign, grid = text.partition(":")
         if not sign or not name or not grid:
             raise PellucidError(rule("--start", "SAMPLER:GRID, such as unipc-3:karras", text), "start")
-        ordered = _ORDERED.fullmatch(name)
-        known = resolve(ordered["name"])[0] if ordered else None
-        if known is not None and ordered is not None and "order" in known.options():
-            made = Start(known.name, grids.named(grid).name, {"order": int(ordered["order"])})
-        else:
-            made = Start(resolve(name)[0].name, grids.named(grid).name)
+        options: dict[str, Any] = {}
+        if (ordered := _ORDERED.fullmatch(name)) and "order" in resolve(ordered["name"])[0].options():
+            name, options = ordered["name"], {"order": int(ordered["order"])}
+        made = Start(resolve(name)[0].name, grids.named(grid).name, options)
         made.check()
         return made
 
@@ -319,8 +313,8 @@ class Table:
         lams = self.lams_at(knobs["gaps"])
         ratios = [math.exp(-v) for v in lams.tolist()]
         alphas, sigmas = split_levels(lams, self.plan.frame)
-        alphas = torch.cat([alphas, _lone(self.plan.end.alpha)])
-        sigmas = torch.cat([sigmas, _lone(self.plan.end.sigma)])
+        end = torch.tensor([self.plan.end.alpha, self.plan.end.sigma], dtype=torch.float64)
+        alphas, sigmas = torch.cat([alphas, end[:1]]), torch.cat([sigmas, end[1:]])
         own = _StartShares.apply(lams, self)
         added = torch.zeros(self.free.shape, dtype=torch.float64).masked_scatter(self.free, knobs["shares"])
         times = _ScheduleTime.apply(lams, self.schedule) + knobs["told"] * torch.from_numpy(self.pitch)
@@ -408,10 +402,6 @@ def split_levels(lams: Tensor, frame: Frame) -> tuple[Tensor, Tensor]:
     if frame == "flow":
         return torch.sigmoid(lams), torch.sigmoid(-lams)
     return torch.sigmoid(2 * lams).sqrt(), torch.sigmoid(-2 * lams).sqrt()
-
-
-def _lone(value: float) -> Tensor:
-    return torch.tensor([value], dtype=torch.float64)
 
 
 def _hard(weights: Soft) -> Weights:
