@@ -43,108 +43,49 @@ if TYPE_CHECKING:
     from pellucid.pipeline.result import Result
     from pellucid.pipeline.wrapped import wrap
 
-# public name → (module, name there; None for the module itself)
-_HOMES: dict[str, tuple[str, str | None]] = {
-    "AdaptiveResult": ("pellucid.core.adaptive", "AdaptiveResult"),
-    "Brownian": ("pellucid.core.noise", "Brownian"),
-    "Cancelled": ("pellucid.core.errors", "Cancelled"),
-    "Clip": ("pellucid.core.filters", "Clip"),
-    "Control": ("pellucid.pipeline.request", "Control"),
-    "DynamicThreshold": ("pellucid.core.filters", "DynamicThreshold"),
-    "Embedding": ("pellucid.pipeline.encoders.text", "Embedding"),
-    "Grid": ("pellucid.core.grid", "Grid"),
-    "Guidance": ("pellucid.models.guidance", "Guidance"),
-    "ImagePrompt": ("pellucid.pipeline.request", "ImagePrompt"),
-    "Job": ("pellucid.core.loop", "Job"),
-    "Level": ("pellucid.core.schedule", "Level"),
-    "Lora": ("pellucid.pipeline.request", "Lora"),
-    "PellucidError": ("pellucid.core.errors", "PellucidError"),
-    "PellucidWarning": ("pellucid.core.errors", "PellucidWarning"),
-    "Philox": ("pellucid.core.noise", "Philox"),
-    "Pipeline": ("pellucid.pipeline.pipeline", "Pipeline"),
-    "Plan": ("pellucid.core.plan", "Plan"),
-    "PlanError": ("pellucid.core.errors", "PlanError"),
-    "Policy": ("pellucid.pipeline.policy", "Policy"),
-    "Prediction": ("pellucid.core.loop", "Prediction"),
-    "Request": ("pellucid.pipeline.request", "Request"),
-    "Result": ("pellucid.pipeline.result", "Result"),
-    "Row": ("pellucid.core.plan", "Row"),
-    "Scheduler": ("pellucid.interop.scheduler", "Scheduler"),
-    "StepSeen": ("pellucid.core.loop", "StepSeen"),
-    "TorchStream": ("pellucid.core.noise", "TorchStream"),
-    "compile_plan": ("pellucid.core.compile", "compile_plan"),
-    "denoiser": ("pellucid.core.denoiser", "denoiser"),
-    "doctor": ("pellucid.evidence.doctor.checks", "doctor"),
-    "guarded": ("pellucid.models.guidance", "guarded"),
-    "load": ("pellucid.pipeline.load", "load"),
-    "oracle": ("pellucid.core.oracle", None),
-    "run": ("pellucid.core.loop", "run"),
-    "run_adaptive": ("pellucid.core.adaptive", "run_adaptive"),
-    "run_batch": ("pellucid.core.loop", "run_batch"),
-    "samplers": ("pellucid.core.samplers", None),
-    "schedules": ("pellucid.core.schedule", None),
-    "study": ("pellucid.evidence.public", "study"),
-    "trace": ("pellucid.evidence.public", "trace"),
-    "tune": ("pellucid.evidence.public", "tune"),
-    "wrap": ("pellucid.pipeline.wrapped", "wrap"),
+# Where the public names are, and the modules that are public themselves.
+_NAMES = {
+    "core.adaptive": ("AdaptiveResult", "run_adaptive"),
+    "core.compile": ("compile_plan",),
+    "core.denoiser": ("denoiser",),
+    "core.errors": ("Cancelled", "PellucidError", "PellucidWarning", "PlanError"),
+    "core.filters": ("Clip", "DynamicThreshold"),
+    "core.grid": ("Grid",),
+    "core.loop": ("Job", "Prediction", "StepSeen", "run", "run_batch"),
+    "core.noise": ("Brownian", "Philox", "TorchStream"),
+    "core.plan": ("Plan", "Row"),
+    "core.schedule": ("Level",),
+    "evidence.doctor.checks": ("doctor",),
+    "evidence.public": ("study", "trace", "tune"),
+    "interop.scheduler": ("Scheduler",),
+    "models.guidance": ("Guidance", "guarded"),
+    "pipeline.encoders.text": ("Embedding",),
+    "pipeline.load": ("load",),
+    "pipeline.pipeline": ("Pipeline",),
+    "pipeline.policy": ("Policy",),
+    "pipeline.request": ("Control", "ImagePrompt", "Lora", "Request"),
+    "pipeline.result": ("Result",),
+    "pipeline.wrapped": ("wrap",),
 }
+_MODULES = {"oracle": "core.oracle", "samplers": "core.samplers", "schedules": "core.schedule"}
 
 __all__ = [
-    "AdaptiveResult",
-    "Brownian",
-    "Cancelled",
-    "Clip",
-    "Control",
-    "DynamicThreshold",
-    "Embedding",
-    "Grid",
-    "Guidance",
-    "ImagePrompt",
-    "Job",
-    "Level",
-    "Lora",
-    "PellucidError",
-    "PellucidWarning",
-    "Philox",
-    "Pipeline",
-    "Plan",
-    "PlanError",
-    "Policy",
-    "Prediction",
-    "Request",
-    "Result",
-    "Row",
-    "Scheduler",
-    "StepSeen",
-    "TorchStream",
-    "__version__",
-    "compile_plan",
-    "denoiser",
-    "doctor",
-    "guarded",
-    "load",
-    "oracle",
-    "run",
-    "run_adaptive",
-    "run_batch",
-    "samplers",
-    "schedules",
-    "study",
-    "trace",
-    "tune",
-    "wrap",
-]
+    "AdaptiveResult", "Brownian", "Cancelled", "Clip", "Control", "DynamicThreshold", "Embedding", "Grid",
+    "Guidance", "ImagePrompt", "Job", "Level", "Lora", "PellucidError", "PellucidWarning", "Philox", "Pipeline",
+    "Plan", "PlanError", "Policy", "Prediction", "Request", "Result", "Row", "Scheduler", "StepSeen", "TorchStream",
+    "__version__", "compile_plan", "denoiser", "doctor", "guarded", "load", "oracle", "run", "run_adaptive",
+    "run_batch", "samplers", "schedules", "study", "trace", "tune", "wrap",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    home = next((module for module, names in _NAMES.items() if name in names), None)
+    if home is None and name not in _MODULES:
         theirs = name.endswith("Pipeline") or name.startswith("AutoPipeline") or name == "from_pretrained"
         hint = "; use pellucid.load(…), which opens every kind of model" if theirs else ""
         raise AttributeError(f"module 'pellucid' has no attribute {name!r}{hint}")
-    module, attribute = _HOMES[name]
-    found = import_module(module)
-    value = found if attribute is None else getattr(found, attribute)
-    globals()[name] = value
+    found = import_module(f"pellucid.{home or _MODULES[name]}")
+    globals()[name] = value = found if home is None else getattr(found, name)
     return value
 
 
