@@ -63,7 +63,7 @@ def test_a_sampler() -> None:
                 middle = path.between(leg.start, leg.end, 0.5)
                 step = row(leg.time, leg.start, first_order(leg.start, middle), X)
                 rows.append(step)
-                step = row(path.told(middle.ratio), middle, first_order(leg.start, leg.end, ANCHOR, P0))
+                step = row(path.time_at(middle.ratio), middle, first_order(leg.start, leg.end, ANCHOR, P0))
             rows.append(step)
         return Draft(rows)
 

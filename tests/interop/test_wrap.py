@@ -138,17 +138,17 @@ def test_order_sign_and_scale_are_read_off_one_step(sign: int, index: int, calls
     if not plain:
         mixed = mixed * cond.norm(dim=-1, keepdim=True) / mixed.norm(dim=-1, keepdim=True)
     asked = [Call((), {}, torch.cat(both))] if calls == 1 else [Call((), {}, out) for out in both]
-    way = recognise(Reply(sign * mixed, asked), x, [4.0, 5.0])
-    assert way is not None
-    assert (way.calls, way.predictions, way.index, way.sign) == (calls, 2, index, sign)
-    assert (way.scale, way.plain, way.sure) == (5.0, plain, True)
+    mixing = recognise(Reply(sign * mixed, asked), x, [4.0, 5.0])
+    assert mixing is not None
+    assert (mixing.calls, mixing.predictions, mixing.index, mixing.sign) == (calls, 2, index, sign)
+    assert (mixing.scale, mixing.plain, mixing.sure) == (5.0, plain, True)
 
 
 def test_a_scale_that_counts_from_zero() -> None:
     cond, uncond = numbers(1, 1, 4, 3, 3), numbers(2, 1, 4, 3, 3)
-    way = recognise(Reply(cond + 5.0 * (cond - uncond), [Call((), {}, torch.cat([cond, uncond]))]), cond, [5.0])
-    assert way is not None
-    assert (way.scale, way.index) == (6.0, 0)
+    mixing = recognise(Reply(cond + 5.0 * (cond - uncond), [Call((), {}, torch.cat([cond, uncond]))]), cond, [5.0])
+    assert mixing is not None
+    assert (mixing.scale, mixing.index) == (6.0, 0)
 
 
 def test_what_is_no_mixture_is_not_guessed() -> None:
@@ -174,9 +174,9 @@ def test_where_nothing_tells_the_two_apart_it_says_so() -> None:
 
 def test_one_prediction_may_have_its_sign_turned() -> None:
     x = out = numbers(1, 1, 4, 3, 3)
-    way = recognise(Reply(-out, [Call((), {}, out[:, :, None])]), x, [])
-    assert way is not None
-    assert (way.predictions, way.sign) == (1, -1)
+    mixing = recognise(Reply(-out, [Call((), {}, out[:, :, None])]), x, [])
+    assert mixing is not None
+    assert (mixing.predictions, mixing.sign) == (1, -1)
 
 
 # --- halves of a batch ----------------------------------------------------------------------------------------------

@@ -25,10 +25,8 @@ from pellucid.pipeline.encoders.text import (
     MAX_CHUNKS,
     Embedding,
     Inversion,
-    Token,
     add_inversions,
     chunks_of,
-    describe_tokens,
     encode_pair,
     encode_prompts,
     read_inversion,
@@ -192,8 +190,8 @@ def test_long_prompts_are_chunks_side_by_side(model: Model) -> None:
 def test_chunks_end_between_words() -> None:
     tokenizer = Tokenizer.from_merges(MERGES, length=10)
     text = "cat " * 6 + "dogs red"  # dogs is four tokens: with six before it, it would straddle the eighth place
-    found = describe_tokens(tokenizer, text)
-    assert [[token.text for token in chunk] for chunk in found] == [["cat"] * 6, ["d", "o", "g", "s", "red"]]
+    found = chunks_of(tokenizer, text)
+    assert [[tokenizer.token(i) for i, _ in chunk] for chunk in found] == [["cat"] * 6, ["d", "o", "g", "s", "red"]]
 
 
 def test_a_word_longer_than_a_chunk_is_the_one_that_breaks() -> None:
@@ -358,13 +356,12 @@ def test_a_mean_near_zero_does_not_blow_up() -> None:
     assert bool(weigh(torch.zeros(2, 8, 16), weights).isfinite().all())
 
 
-def test_describe_shows_text_id_and_weight() -> None:
+def test_chunks_hold_the_id_and_weight_of_each_token() -> None:
     tokenizer = Tokenizer.from_merges(MERGES, length=10).add("<toy>", 2)
-    got = describe_tokens(tokenizer, "(cat:1.5) <toy>", weighting=True)
+    (chunk,) = chunks_of(tokenizer, "(cat:1.5) <toy>", weighting=True)
     size = tokenizer.size
-    assert got == [
-        [Token("cat", tokenizer.ids("cat")[0], 1.5), Token("<toy>", size - 2, 1.0), Token("<toy>_1", size - 1, 1.0)]
-    ]
+    got = [(tokenizer.token(i), i, weight) for i, weight in chunk]
+    assert got == [("cat", tokenizer.ids("cat")[0], 1.5), ("<toy>", size - 2, 1.0), ("<toy>_1", size - 1, 1.0)]
 
 
 # Textual inversion

@@ -48,7 +48,7 @@ def _choose(names: list[str], zero_snr: bool) -> dict[str, Schedule]:
     curves = [known.make(name) for name in names or known.names()]
     if zero_snr:
         if not names:
-            curves = [curve for curve in curves if isinstance(curve, known.Tabled)]
+            curves = [curve for curve in curves if isinstance(curve, known.DiscreteVP)]
         curves = [known.make(curve, zero_snr=True) for curve in curves]
     return {curve.name: curve for curve in curves}
 

@@ -27,7 +27,7 @@ from pellucid.core.schedule import Level, Schedule, in_frame
 
 
 @dataclass(frozen=True)
-class Rejected:
+class RejectedStep:
     """A step that was tried and not taken."""
 
     start: Level
@@ -41,7 +41,7 @@ class AdaptiveResult:
 
     x: Tensor
     plan: Plan
-    rejected: tuple[Rejected, ...]
+    rejected: tuple[RejectedStep, ...]
     calls: int
     accepted: int
 
@@ -173,7 +173,7 @@ class _Walk:
     budget: int
     cancelled: Callable[[], bool] | None
     rows: list[Row] = field(default_factory=list)
-    rejected: list[Rejected] = field(default_factory=list)
+    rejected: list[RejectedStep] = field(default_factory=list)
     calls: int = 0
     accepted: int = 0
 
@@ -183,11 +183,11 @@ class _Walk:
             if self.cancelled is not None and self.cancelled():
                 raise Cancelled(f"stopped after {self.calls} calls")
             lam = min(goal.lam, here.lam + pid.h)
-            lam = goal.lam if goal.lam - lam < 1e-5 else lam  # no crumb of a step is left for the end
+            lam = goal.lam if goal.lam - lam < 1e-5 else lam  # no tiny step is left for the end
             there = goal if lam == goal.lam else self.path.level(math.exp(-lam))
             down, _ = ancestral(here, there, self.eta)
             aim = self.path.level(max(down.ratio, goal.ratio))
-            steps = single_step(self.path, here, aim, self.order, self.path.told(here.ratio))
+            steps = single_step(self.path, here, aim, self.order, self.path.time_at(here.ratio))
             high, low, first = self.attempt(x, steps, here, aim, first)
             delta = torch.maximum(
                 torch.tensor(self.atol, dtype=x.dtype), self.rtol * torch.maximum(low.abs(), before.abs())
@@ -199,7 +199,7 @@ class _Walk:
                     "not-finite",
                 )
             if not pid.propose(error):
-                self.rejected.append(Rejected(here, there, error))
+                self.rejected.append(RejectedStep(here, there, error))
                 continue
             before, first = low, None
             x = self.accept(high, steps, here, aim, there)
@@ -212,7 +212,8 @@ class _Walk:
         """The two estimates of one step. The first call is kept when a step is tried again from the same x."""
         history: list[Tensor] = []
         state, anchor = x, x
-        low_form = first_order_eps(here, aim, ANCHOR, P0) if self.order == 2 else self.second_order(here, aim)
+        # DPM-Solver-2 with its middle at one third is made from the first two calls of DPM-Solver-3
+        low_form = first_order_eps(here, aim, ANCHOR, P0 if self.order == 2 else P1 + (P0 - P1) * 1.5)
         low, opening = x, first
         for k, step in enumerate(steps):
             if k == 0 and first is not None:
@@ -227,10 +228,6 @@ class _Walk:
             history = [eps, *history]
         assert opening is not None
         return state, low, opening
-
-    def second_order(self, here: Level, aim: Level) -> Form:
-        """DPM-Solver-2 with its middle at one third, from the first two calls of DPM-Solver-3."""
-        return first_order_eps(here, aim, ANCHOR, P1 + (P0 - P1) * 1.5)
 
     def ask(self, x: Tensor, step: Row) -> Tensor:
         if self.calls >= self.budget:
@@ -259,10 +256,6 @@ class _Walk:
         self.accepted += 1
         if up == 0.0:
             return high * lift if lift != 1.0 else high
-        z = self.source.step(_draw_alone(self.accepted), Span(here.ratio, there.ratio), high, range(len(high)))
+        draw = Draw(self.accepted - 1, 0, 1.0)  # intervals are numbered as they are found, as in the sealed plan
+        z = self.source.step((draw,), Span(here.ratio, there.ratio), high, range(len(high)))
         return high * lift + z * up
-
-
-def _draw_alone(index: int) -> tuple[Draw, ...]:
-    """The address of an adaptive step: intervals are numbered as they are found, as the sealed plan numbers them."""
-    return (Draw(index - 1, 0, 1.0),)

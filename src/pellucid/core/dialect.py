@@ -19,7 +19,7 @@ from pellucid.core.dialect_diffusers import start_late as diffusers_late
 from pellucid.core.errors import PellucidError, PlanError, nearest, rule
 from pellucid.core.grid import Grid, Path, Setup
 from pellucid.core.samplers.registry import Sampler
-from pellucid.core.schedule import Array, Frame, Schedule, Tabled, Target
+from pellucid.core.schedule import Array, DiscreteVP, Frame, Schedule, Target
 
 _DIALECTS = ("exact", "diffusers", "k-diffusion", "comfyui")
 _ALIASES = {"kdiffusion": "k-diffusion", "k_diffusion": "k-diffusion", "comfy": "comfyui", "hf": "diffusers"}
@@ -94,13 +94,13 @@ def _half_curvature(sampler: Sampler) -> dict[str, Any]:
 
 
 def _as_comfyui(sampler: Sampler, schedule: Schedule, grid: Grid, steps: int | None) -> Setup:
-    """Sigmas as ComfyUI lays them; the network is told the nearest whole training time."""
-    if not isinstance(schedule, Tabled):
+    """Sigmas as ComfyUI lays them; the nearest whole training time is passed to the network."""
+    if not isinstance(schedule, DiscreteVP):
         frame: Frame = schedule.frame
         path = grids.make_path(schedule, grid, steps, frame)
         return Setup(path, path.legs[0].start.sigma, _half_curvature(sampler))
 
-    def told(ratio: float) -> float:
+    def time_at(ratio: float) -> float:
         return float(np.argmin(np.abs(np.log(schedule.ratios) - math.log(max(ratio, 1e-300)))))
 
     if grid.name == "explicit":
@@ -110,11 +110,11 @@ def _as_comfyui(sampler: Sampler, schedule: Schedule, grid: Grid, steps: int | N
     else:
         starts = _comfy_ratios(schedule, grid, grids.check_steps(steps))
         ends = np.append(starts[1:], 0.0)
-    path = grids.build(schedule, "ve", [told(r) for r in starts], starts, ends, told)
+    path = grids.build(schedule, "ve", [time_at(r) for r in starts], starts, ends, time_at)
     return Setup(path, math.hypot(1.0, starts[0]), _half_curvature(sampler))
 
 
-def _comfy_ratios(schedule: Tabled, grid: Grid, count: int) -> Array:
+def _comfy_ratios(schedule: DiscreteVP, grid: Grid, count: int) -> Array:
     table, last = schedule.ratios, schedule.num_train - 1
     if grid.name == "simple":
         return table[[last - int(i * len(table) / count) for i in range(count)]]

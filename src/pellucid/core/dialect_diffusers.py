@@ -18,7 +18,7 @@ from pellucid.core.errors import PlanError, nearest, rule
 from pellucid.core.grid import Grid, Leg, Path, Setup
 from pellucid.core.plan import Plan, Row
 from pellucid.core.samplers.registry import Sampler
-from pellucid.core.schedule import EDM, Array, Flow, Level, Schedule, Tabled, Target, in_frame
+from pellucid.core.schedule import EDM, Array, DiscreteVP, Flow, Level, Schedule, Target, in_frame
 
 SPACINGS = ("leading", "linspace", "trailing")
 _RULES = ("karras", "exponential", "beta", "lu")
@@ -49,7 +49,7 @@ def as_diffusers(
         return _diffusers_flow(sampler, schedule, grid, steps, options)
     if sampler.peer == "ipndm":
         return _diffusers_ipndm(schedule, grids.check_steps(steps))
-    if not isinstance(schedule, Tabled) or sampler.peer not in SPACING:
+    if not isinstance(schedule, DiscreteVP) or sampler.peer not in SPACING:
         raise PlanError(
             f"sampler must be one that diffusers has for schedule {schedule.name}; got {sampler.name!r}. "
             "Use the exact dialect.",
@@ -100,23 +100,23 @@ def _spread(rule_name: str, grid: Grid, low: float, high: float, count: int) -> 
     return grids.exponential(count, low, high, 1.0)
 
 
-def finite_table(schedule: Tabled) -> Array:
+def finite_table(schedule: DiscreteVP) -> Array:
     return np.where(np.isinf(schedule.ratios), ZERO_SNR_RATIO, schedule.ratios)
 
 
 def _sigma_to_time(table: Array) -> Callable[[Any], Any]:
     logs = np.log(table)
 
-    def told(ratio: Any) -> Any:
+    def time_at(ratio: Any) -> Any:
         found = np.interp(np.log(np.maximum(ratio, 1e-10)), logs, np.arange(len(logs)))
         whole = np.round(found)
-        return np.where(np.abs(found - whole) < 1e-9, whole, found)  # the ends of a rule are whole but for rounding
+        return np.where(np.abs(found - whole) < 1e-9, whole, found)  # the ends of a rule are whole except for rounding
 
-    return told
+    return time_at
 
 
 def _diffusers_k(
-    sampler: Sampler, schedule: Tabled, grid: Grid, steps: int | None, target: Target, options: dict[str, Any]
+    sampler: Sampler, schedule: DiscreteVP, grid: Grid, steps: int | None, target: Target, options: dict[str, Any]
 ) -> Setup:
     """Euler, Heun, LMS, DPM2 …: fractional times, sigma interpolated linearly, sigma rules between the spaced ends."""
     table = finite_table(schedule)
@@ -144,7 +144,7 @@ def _diffusers_k(
     return Setup(path, scale, declared=null)
 
 
-def _k_times(schedule: Tabled, grid: Grid, steps: int | None) -> tuple[Array, str]:
+def _k_times(schedule: DiscreteVP, grid: Grid, steps: int | None) -> tuple[Array, str]:
     total = schedule.num_train
     spacing = _spacing_of(grid, "k")
     if grid.timesteps is not None:
@@ -158,7 +158,7 @@ def _k_times(schedule: Tabled, grid: Grid, steps: int | None) -> tuple[Array, st
 
 
 def _diffusers_solver(
-    sampler: Sampler, schedule: Tabled, grid: Grid, steps: int | None, target: Target, options: dict[str, Any]
+    sampler: Sampler, schedule: DiscreteVP, grid: Grid, steps: int | None, target: Target, options: dict[str, Any]
 ) -> Setup:
     """DPM-Solver, UniPC, DEIS, SA-Solver: N + 1 points of which the last is dropped, whole times."""
     table = finite_table(schedule)
@@ -208,7 +208,7 @@ def _solver_options(sampler: Sampler, count: int, options: dict[str, Any], train
     return extra
 
 
-def _solver_times(sampler: Sampler, schedule: Tabled, grid: Grid, steps: int | None) -> Array:
+def _solver_times(sampler: Sampler, schedule: DiscreteVP, grid: Grid, steps: int | None) -> Array:
     total = schedule.num_train
     if grid.timesteps is not None:
         return np.asarray(grid.timesteps, np.float64)
@@ -222,7 +222,7 @@ def _solver_times(sampler: Sampler, schedule: Tabled, grid: Grid, steps: int | N
 
 
 def _diffusers_training(
-    sampler: Sampler, schedule: Tabled, grid: Grid, steps: int | None, target: Target, options: dict[str, Any]
+    sampler: Sampler, schedule: DiscreteVP, grid: Grid, steps: int | None, target: Target, options: dict[str, Any]
 ) -> Setup:
     """DDPM, DDIM, PNDM, LCM, TCD: whole training times, levels straight from the table."""
     total = schedule.num_train
@@ -251,7 +251,7 @@ def _diffusers_training(
     return Setup(grids.build(schedule, "vp", times, ratios, ends), 1.0, extra, declared)
 
 
-def _training_times(sampler: Sampler, schedule: Tabled, grid: Grid, count: int) -> Array:
+def _training_times(sampler: Sampler, schedule: DiscreteVP, grid: Grid, count: int) -> Array:
     total = schedule.num_train
     if sampler.name in ("lcm", "tcd"):
         return grids.distilled(count, total, grid.original)
@@ -276,12 +276,12 @@ def _training_times(sampler: Sampler, schedule: Tabled, grid: Grid, count: int) 
     return np.round(np.arange(total, 0, -total / count)) - 1.0
 
 
-def _in_table(schedule: Tabled, time: float, clean: float) -> float:
+def _in_table(schedule: DiscreteVP, time: float, clean: float) -> float:
     return clean if time < 0 else float(schedule.ratios[int(min(time, schedule.num_train - 1))])
 
 
-def _inverse_setup(schedule: Tabled, times: Array, comes: Array, clean: float) -> Setup:
-    """DDIM inversion: each row goes from t − T // N (or the next lower time) up to t, and the network is told t."""
+def _inverse_setup(schedule: DiscreteVP, times: Array, comes: Array, clean: float) -> Setup:
+    """DDIM inversion: each row goes from t − T // N (or the next lower time) up to t, the network's time."""
     goes = [_in_table(schedule, t, clean) for t in times]
     starts = [_in_table(schedule, t, clean) for t in comes]
     declared = "" if np.allclose(comes[:-1], times[1:]) else PREVIOUS
@@ -289,7 +289,7 @@ def _inverse_setup(schedule: Tabled, times: Array, comes: Array, clean: float) -
 
 
 def _pndm_setup(
-    sampler: Sampler, schedule: Tabled, times: Array, stride: int, clean: float, target: Target, skip: int = 0
+    sampler: Sampler, schedule: DiscreteVP, times: Array, stride: int, clean: float, target: Target, skip: int = 0
 ) -> Setup:
     """PNDM and PLMS, a leg for each call: it goes from t to t − T // N whatever the next call is.
 
@@ -302,10 +302,10 @@ def _pndm_setup(
 
     even, half = bool(np.allclose(times[:-1] - stride, times[1:])), stride // 2
     if sampler.name == "plms":
-        told = np.insert(times, 1, times[1:2])
-        goals = told - stride
+        called = np.insert(times, 1, times[1:2])
+        goals = called - stride
         goals[skip + 1 : skip + 2] += stride
-        bases = told[skip + 1 : skip + 2] + stride
+        bases = called[skip + 1 : skip + 2] + stride
     else:
         if len(times) < 4:
             raise PlanError(
@@ -314,11 +314,11 @@ def _pndm_setup(
             )
         middles = times[1:4] + half
         first = np.stack([times[:3], middles, middles, times[1:4]], axis=1).ravel()
-        told = np.append(first, times[3:])
-        goals, early = told - stride, slice(skip, skip + len(first))
-        goals[early] = told[early] - np.where(np.arange(len(told[early])) % 2, 0, half)
+        called = np.append(first, times[3:])
+        goals, early = called - stride, slice(skip, skip + len(first))
+        goals[early] = called[early] - np.where(np.arange(len(called[early])) % 2, 0, half)
         bases, even = times[:3], even and stride % 2 == 0
-    legs = tuple(Leg(float(t), level(t), level(goal)) for t, goal in zip(told[skip:], goals[skip:], strict=True))
+    legs = tuple(Leg(float(t), level(t), level(goal)) for t, goal in zip(called[skip:], goals[skip:], strict=True))
     path = Path(legs, "vp", schedule, lambda r: float(schedule.time_at(r)))
     extra = {"basis": "v" if target == "v" else "eps", "bases": tuple(level(t) for t in bases)}
     late = partial(_pndm_setup, sampler, schedule, times, stride, clean, target)
@@ -376,7 +376,7 @@ def _diffusers_flow(sampler: Sampler, schedule: Flow, grid: Grid, steps: int | N
 
 
 def _diffusers_flow_solver(sampler: Sampler, schedule: Flow, grid: Grid, count: int, options: dict[str, Any]) -> Setup:
-    """`use_flow_sigmas` of the solver classes: N + 1 points, the times told are cut to whole numbers."""
+    """`use_flow_sigmas` of the solver classes: N + 1 points; times are cut to whole numbers."""
     least = schedule.sigma_min
     if sampler.name == "unipc":
         sigmas = schedule.stretch(schedule.bend(np.linspace(1.0, least, count + 1)[:-1]))
@@ -395,6 +395,6 @@ def _diffusers_ipndm(schedule: Schedule, steps: int) -> Setup:
     sigma = np.sin(np.linspace(1.0, 0.0, steps + 1) * math.pi / 2) ** 2
     alpha = np.sqrt(1.0 - sigma**2)
     ratios = np.where(alpha > 0, sigma / np.where(alpha > 0, alpha, 1.0), np.inf)
-    told = np.arctan2(sigma, alpha) / (math.pi / 2)
-    path = grids.build(schedule, "vp", told[:-1], ratios[:-1], ratios[1:])
+    times = np.arctan2(sigma, alpha) / (math.pi / 2)
+    path = grids.build(schedule, "vp", times[:-1], ratios[:-1], ratios[1:])
     return Setup(path, 1.0, {"blind_start": True})

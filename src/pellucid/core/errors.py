@@ -51,14 +51,14 @@ class Cancelled(Exception):  # noqa: N818
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, on any device: torch says so on a CPU with a RuntimeError like any other."""
-    told = isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
-    return told or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's, of a GPU
+    said = isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+    return said or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's, of a GPU
 
 
 def system_error(error: BaseException, path: str | os.PathLike[str] | None = None) -> OSError | None:
     """What the system refused (a full disk, say) behind an error, with the file that it is about; None of others.
 
-    A write names no file by itself: who writes gives its `path`."""
+    The error of a write names no file by itself: the caller gives its `path`."""
     if isinstance(error, OSError) and error.errno is None and type(error) is not OSError:
         return None  # an answer of a server, say, which is an OSError too
     if isinstance(error, OSError):

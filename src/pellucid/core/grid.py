@@ -24,7 +24,7 @@ Final = Literal["zero", "sigma_min"]
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """One step of the path: x is at `start` and goes to `end`; the network is told `time`."""
+    """One step of the path: x is at `start` and goes to `end`; `time` is passed to the network."""
 
     time: float
     start: Level
@@ -38,12 +38,12 @@ class Leg:
 
 @dataclass(frozen=True)
 class Path:
-    """What a sampler walks. `told` gives the time told to the network at any sigma / alpha between the legs."""
+    """What a sampler walks. `time_at` gives the time for the network at any sigma / alpha between the legs."""
 
     legs: tuple[Leg, ...]
     frame: Frame
     schedule: Schedule
-    told: Callable[[float], float]
+    time_at: Callable[[float], float]
 
     def level(self, ratio: float) -> Level:
         return in_frame(ratio, self.frame)
@@ -277,14 +277,14 @@ def build(
     times: Sequence[float] | Array,
     starts: Sequence[float] | Array,
     ends: Sequence[float] | Array,
-    told: Callable[[float], float] | None = None,
+    time_at: Callable[[float], float] | None = None,
 ) -> Path:
-    """A path from parallel lists of told times and of sigma / alpha at both ends of each leg."""
+    """A path from parallel lists of times and of sigma / alpha at both ends of each leg."""
     legs = tuple(
         Leg(float(t), in_frame(float(a), frame), in_frame(float(b), frame))
         for t, a, b in zip(times, starts, ends, strict=True)
     )
-    return Path(legs, frame, schedule, told or (lambda ratio: float(schedule.time_at(ratio))))
+    return Path(legs, frame, schedule, time_at or (lambda ratio: float(schedule.time_at(ratio))))
 
 
 def cut(path: Path, start: float | None, end: float | None) -> Path:
@@ -312,7 +312,7 @@ def cut(path: Path, start: float | None, end: float | None) -> Path:
     levels = [at.get(t, path.at_time(t)) for t in times]
     levels[0] = levels[0] if start is None else path.at_time(first)
     levels[-1] = final if end is None else path.at_time(last)
-    legs = [Leg(path.told(a.ratio), a, b) for a, b in pairwise(levels)]
+    legs = [Leg(path.time_at(a.ratio), a, b) for a, b in pairwise(levels)]
     return replace(path, legs=tuple(legs))
 
 

@@ -110,7 +110,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One model call at `level`, told `time`; then x, and the anchor, become these combinations of the registers.
+    """One model call at `level` and `time`; then x, and the anchor, become these combinations of the registers.
 
     `pre_noise` is added to x before the call (churn). A `held` prediction does not enter the history.
     """
@@ -241,7 +241,7 @@ class Plan:
     def from_dict(data: dict[str, Any], *, ran: bool = False) -> Plan:
         """A plan of a table: types, the law, and times and first noise that agree with the schedule.
 
-        One that `ran`, as a trace tells it, keeps the times and the first noise that it ran with.
+        One that `ran`, from a trace, keeps the times and the first noise that it ran with.
         """
         if not isinstance(data, dict) or data.get("kind") != "pellucid-plan":
             raise PlanError("plan must be a JSON object of kind pellucid-plan; got something else.", "plan-json")
@@ -397,10 +397,10 @@ def _check_agreement(plan: Plan) -> None:
     """Refuses times and a first noise that do not belong to the schedule and the start of a plan.
 
     The law does not see them. Times stay inside of the schedule (diffusers goes 0.1 % of it beyond), and within half of
-    it of the level's own: tuning moved them by 7 %, diffusers' PNDM by 14 %. Two tell any time in it: inversion, that
-    of the level it goes to; diffusers' iPNDM, that of a curve of its own. The first noise is sigma of the start, or
-    what a dialect makes of it. A schedule of somebody's own, which is not known by name here, can only be asked whether
-    its times rise with the noise.
+    it of the level's own: tuning moved them by 7 %, diffusers' PNDM by 14 %. Two are free in it: inversion takes the
+    time of the level it goes to; diffusers' iPNDM, that of a curve of its own. The first noise is sigma of the start,
+    or what a dialect makes of it. Of a custom schedule, which has no known name, only the order is checked: times rise
+    with the noise.
     """
     name, inversion = plan.schedule.get("name"), plan.name == "ddim_inversion"
     known = isinstance(name, str) and (name in schedules.MAKERS or name in schedules.ALIASES)
@@ -622,10 +622,7 @@ def kept(plan: Plan, scales: Sequence[float]) -> Array:
 
 def _one_point(basis: Target, level: Level, x: _Value, point: Array, first: Array) -> _Value:
     if basis == "eps" and level.sigma == 0.0:
-        return (
-            first,
-            0.0,
-        )  # a clean x determines no eps: inversion starts along the direction that it will add
+        return first, 0.0  # a clean x determines no eps: inversion starts along the direction that it will add
     c_x, c_0 = targets.from_x0(basis, level)
     size = abs(c_x) * float(np.abs(x[0]).max()) + abs(c_0)
     return c_x * x[0] + c_0 * point, abs(c_x) * x[1] + _ROUNDING * size

@@ -1,7 +1,7 @@
 """Noise schedules: training time ↔ noise level.
 
 A level is (alpha, sigma): x = alpha·x0 + sigma·eps. A schedule is one increasing curve from *time*, which is
-what the network is told, to *ratio* = sigma / alpha, which is all that a sampler needs to know. The schedule's
+what is passed to the network, to *ratio* = sigma / alpha, which is all that a sampler needs to know. The schedule's
 frame says how alpha and sigma are split: `vp` alpha² + sigma² = 1, `ve` alpha = 1, `flow` alpha + sigma = 1.
 Everything is float64.
 """
@@ -161,7 +161,7 @@ class Schedule(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class Tabled(Schedule):
+class DiscreteVP(Schedule):
     """A discrete variance-preserving schedule, given by its betas.
 
     Between two training times λ is interpolated linearly (as k-diffusion does); in a last cell that ends at
@@ -193,7 +193,7 @@ class Tabled(Schedule):
         object.__setattr__(self, "ratios", ratios)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Tabled) and self.kind == other.kind and np.array_equal(self.betas, other.betas)
+        return isinstance(other, DiscreteVP) and self.kind == other.kind and np.array_equal(self.betas, other.betas)
 
     def __hash__(self) -> int:
         return hash((self.kind, self.betas.tobytes()))
@@ -259,31 +259,31 @@ class Tabled(Schedule):
         return dict(self.made_with)
 
 
-def _tabled(kind: str, betas: npt.ArrayLike, **made_with: Any) -> Tabled:
-    return Tabled(np.asarray(betas, np.float64), kind, tuple(sorted(made_with.items())))
+def _from_betas(kind: str, betas: npt.ArrayLike, **made_with: Any) -> DiscreteVP:
+    return DiscreteVP(np.asarray(betas, np.float64), kind, tuple(sorted(made_with.items())))
 
 
-def _from_alpha_bar(kind: str, alpha_bar: Callable[[Array], Array], count: int, cap: float, **made: Any) -> Tabled:
+def _from_alpha_bar(kind: str, alpha_bar: Callable[[Array], Array], count: int, cap: float, **made: Any) -> DiscreteVP:
     """Betas from a curve ᾱ(u), u in [0, 1], each capped (Nichol and Dhariwal 2021, eq. 17)."""
     bar = alpha_bar(np.arange(count + 1) / count)
-    return _tabled(kind, np.minimum(1.0 - bar[1:] / bar[:-1], cap), num_train=count, max_beta=cap, **made)
+    return _from_betas(kind, np.minimum(1.0 - bar[1:] / bar[:-1], cap), num_train=count, max_beta=cap, **made)
 
 
-def linear(num_train: int = 1000, beta_start: float = 1e-4, beta_end: float = 0.02) -> Tabled:
+def linear(num_train: int = 1000, beta_start: float = 1e-4, beta_end: float = 0.02) -> DiscreteVP:
     """β rises linearly (Ho et al. 2020). CompVis calls this one `sqrt_linear`."""
     betas = np.linspace(beta_start, beta_end, _count_of(num_train))
-    return _tabled("linear", betas, num_train=num_train, beta_start=beta_start, beta_end=beta_end)
+    return _from_betas("linear", betas, num_train=num_train, beta_start=beta_start, beta_end=beta_end)
 
 
-def scaled_linear(num_train: int = 1000, beta_start: float = 0.00085, beta_end: float = 0.012) -> Tabled:
+def scaled_linear(num_train: int = 1000, beta_start: float = 0.00085, beta_end: float = 0.012) -> DiscreteVP:
     """√β rises linearly: Stable Diffusion's schedule (CompVis calls it `linear`)."""
     if not (beta_start > 0 and beta_end > 0):
         raise PellucidError(rule("beta_start, beta_end", "positive", (beta_start, beta_end)), "betas")
     betas = np.linspace(beta_start**0.5, beta_end**0.5, _count_of(num_train)) ** 2
-    return _tabled("scaled_linear", betas, num_train=num_train, beta_start=beta_start, beta_end=beta_end)
+    return _from_betas("scaled_linear", betas, num_train=num_train, beta_start=beta_start, beta_end=beta_end)
 
 
-def cosine(num_train: int = 1000, offset: float = 0.008, max_beta: float = 0.999) -> Tabled:
+def cosine(num_train: int = 1000, offset: float = 0.008, max_beta: float = 0.999) -> DiscreteVP:
     """ᾱ falls as a squared cosine, β capped (Nichol and Dhariwal 2021)."""
     return _from_alpha_bar(
         "cosine",
@@ -294,13 +294,13 @@ def cosine(num_train: int = 1000, offset: float = 0.008, max_beta: float = 0.999
     )
 
 
-def sqrt_beta(num_train: int = 1000, beta_start: float = 1e-4, beta_end: float = 0.02) -> Tabled:
+def sqrt_beta(num_train: int = 1000, beta_start: float = 1e-4, beta_end: float = 0.02) -> DiscreteVP:
     """β = √(linear ramp): the schedule that CompVis calls `sqrt`."""
     betas = np.linspace(beta_start, beta_end, _count_of(num_train)) ** 0.5
-    return _tabled("sqrt_beta", betas, num_train=num_train, beta_start=beta_start, beta_end=beta_end)
+    return _from_betas("sqrt_beta", betas, num_train=num_train, beta_start=beta_start, beta_end=beta_end)
 
 
-def sqrt_alpha_bar(num_train: int = 1000, offset: float = 1e-4, max_beta: float = 0.999) -> Tabled:
+def sqrt_alpha_bar(num_train: int = 1000, offset: float = 1e-4, max_beta: float = 0.999) -> DiscreteVP:
     """ᾱ = 1 − √(u + offset): the `sqrt` of Diffusion-LM (Li et al. 2022)."""
     return _from_alpha_bar(
         "sqrt_alpha_bar",
@@ -311,14 +311,14 @@ def sqrt_alpha_bar(num_train: int = 1000, offset: float = 1e-4, max_beta: float 
     )
 
 
-def sigmoid(num_train: int = 1000, beta_start: float = 1e-4, beta_end: float = 0.02, reach: float = 6.0) -> Tabled:
+def sigmoid(num_train: int = 1000, beta_start: float = 1e-4, beta_end: float = 0.02, reach: float = 6.0) -> DiscreteVP:
     """β rises as a sigmoid over [−reach, reach] (GeoDiff, Xu et al. 2022)."""
     u = np.linspace(-reach, reach, _count_of(num_train))
     betas = (beta_end - beta_start) / (1.0 + np.exp(-u)) + beta_start
-    return _tabled("sigmoid", betas, num_train=num_train, beta_start=beta_start, beta_end=beta_end, reach=reach)
+    return _from_betas("sigmoid", betas, num_train=num_train, beta_start=beta_start, beta_end=beta_end, reach=reach)
 
 
-def laplace(num_train: int = 1000, scale: float = 0.5, max_beta: float = 0.999) -> Tabled:
+def laplace(num_train: int = 1000, scale: float = 0.5, max_beta: float = 0.999) -> DiscreteVP:
     """log-SNR is Laplace-distributed around 0 (Hang and Gu 2024), as diffusers reads it.
 
     diffusers' `laplace` takes √(SNR / (1 + SNR)) as ᾱ; that curve is what its models were trained with.
@@ -332,14 +332,14 @@ def laplace(num_train: int = 1000, scale: float = 0.5, max_beta: float = 0.999) 
     return _from_alpha_bar("laplace", alpha_bar, _count_of(num_train), max_beta, scale=scale)
 
 
-def exponential(num_train: int = 1000, rate: float = 12.0, max_beta: float = 0.999) -> Tabled:
+def exponential(num_train: int = 1000, rate: float = 12.0, max_beta: float = 0.999) -> DiscreteVP:
     """ᾱ = exp(−rate·u)."""
     return _from_alpha_bar("exponential", lambda u: np.exp(-rate * u), _count_of(num_train), max_beta, rate=rate)
 
 
-def zero_terminal_snr(schedule: Tabled) -> Tabled:
+def zero_terminal_snr(schedule: DiscreteVP) -> DiscreteVP:
     """Shifts and stretches √ᾱ so that the last time holds no signal (Lin et al. 2023, algorithm 1)."""
-    if not isinstance(schedule, Tabled):
+    if not isinstance(schedule, DiscreteVP):
         raise PellucidError(
             rule(
                 "schedule",
@@ -353,7 +353,7 @@ def zero_terminal_snr(schedule: Tabled) -> Tabled:
     root = (root - root[-1]) * root[0] / (root[0] - root[-1])
     bar = root**2
     betas = 1.0 - bar / np.concatenate([[1.0], bar[:-1]])
-    return Tabled(betas, schedule.kind, (*schedule.made_with, ("zero_snr", True)))
+    return DiscreteVP(betas, schedule.kind, (*schedule.made_with, ("zero_snr", True)))
 
 
 def _count_of(num_train: int) -> int:
@@ -364,7 +364,7 @@ def _count_of(num_train: int) -> int:
 
 @dataclass(frozen=True)
 class ContinuousVP(Schedule):
-    """Variance preserving in continuous time u ∈ [u_min, 1]; the network is told `scale`·u.
+    """Variance preserving in continuous time u ∈ [u_min, 1]; the network's time is `scale`·u.
 
     `linear`: β(u) rises linearly, ᾱ = exp(−beta_d·u²/2 − beta_min·u) (Song et al. 2021, eq. 33).
     `cosine`: alpha = cos(πu/2), sigma = sin(πu/2).
@@ -415,7 +415,7 @@ class ContinuousVP(Schedule):
 
 @dataclass(frozen=True)
 class EDM(Schedule):
-    """Variance exploding, alpha 1 (Karras et al. 2022). The network is told `c_noise`(sigma).
+    """Variance exploding, alpha 1 (Karras et al. 2022). The network's time is `c_noise`(sigma).
 
     `log`: ¼·ln sigma (EDM). `atan`: 2/π·atan sigma (Stable Audio). `sigma`: sigma itself (VE score networks).
     """
@@ -444,10 +444,10 @@ class EDM(Schedule):
 
     @property
     def span(self) -> tuple[float, float]:
-        low, high = self.tell(np.array([self.sigma_min, self.sigma_max]))
+        low, high = self.time_of_sigma(np.array([self.sigma_min, self.sigma_max]))
         return float(low), float(high)
 
-    def tell(self, sigma: Array) -> Array:
+    def time_of_sigma(self, sigma: Array) -> Array:
         if self.c_noise == "sigma":
             return sigma
         return 0.25 * np.log(sigma) if self.c_noise == "log" else np.arctan(sigma) / (math.pi / 2)
@@ -459,10 +459,10 @@ class EDM(Schedule):
         return np.exp(4.0 * t) if self.c_noise == "log" else np.tan(t * math.pi / 2)
 
     def time_at(self, ratios: npt.ArrayLike) -> Array:
-        return self.tell(np.clip(np.asarray(ratios, np.float64), self.sigma_min, self.sigma_max))
+        return self.time_of_sigma(np.clip(np.asarray(ratios, np.float64), self.sigma_min, self.sigma_max))
 
     def times(self, count: int = 1000) -> Array:
-        return self.tell(np.geomspace(self.sigma_min, self.sigma_max, count))
+        return self.time_of_sigma(np.geomspace(self.sigma_min, self.sigma_max, count))
 
     def options(self) -> dict[str, Any]:
         return {
@@ -475,7 +475,7 @@ class EDM(Schedule):
 
 @dataclass(frozen=True)
 class Flow(Schedule):
-    """Rectified flow: alpha = 1 − sigma; the network is told `scale`·sigma.
+    """Rectified flow: alpha = 1 − sigma; the network's time is `scale`·sigma.
 
     Training time u is uniform; sampling grids walk u and the shift bends it: sigma = s·u / (1 + (s − 1)·u)
     (Esser et al. 2024, eq. 23), so more steps fall on high noise for large images. `shift` is s; `mu` (dynamic,
@@ -517,7 +517,7 @@ class Flow(Schedule):
         return self.shift * v / (1.0 + (self.shift - 1.0) * v)
 
     def unbend(self, time: float) -> float:
-        """The uniform time whose shifted sigma is told as `time`."""
+        """The uniform time whose shifted sigma belongs to `time`."""
         sigma = time / self.scale
         return self.scale * sigma / (self.shift - (self.shift - 1.0) * sigma)
 
@@ -572,9 +572,9 @@ def vp_cosine(u_min: float = 1e-3, scale: float = 1.0) -> ContinuousVP:
     return ContinuousVP("cosine", u_min=u_min, scale=scale)
 
 
-def trained(betas: npt.ArrayLike) -> Tabled:
+def trained(betas: npt.ArrayLike) -> DiscreteVP:
     """A schedule from any list of betas."""
-    return Tabled(np.asarray(betas, np.float64))
+    return DiscreteVP(np.asarray(betas, np.float64))
 
 
 MAKERS: dict[str, Callable[..., Schedule]] = {
@@ -635,7 +635,7 @@ def make(name: str | Schedule, *, zero_snr: bool = False, **options: Any) -> Sch
         except PellucidError:
             raise
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            known = _known_options(key)
+            known = ", ".join(inspect.signature(MAKERS[key]).parameters)
             raise PellucidError(
                 f"schedule {key} must have usable options; got {str(error)[:120]}. Known: {known}.", "option"
             ) from None
@@ -648,10 +648,6 @@ def _check_curve(made: Schedule) -> None:
     ratios = made.ratio_at(low + (high - low) * np.array([0.0, 0.25, 0.5, 0.75, 1.0]))
     if not (low < high and ratios[0] > 0 and np.all(ratios[1:] > ratios[:-1])):
         raise PellucidError(rule("options", f"ones for which the noise of {made.name} grows", made.options()), "option")
-
-
-def _known_options(name: str) -> str:
-    return ", ".join(inspect.signature(MAKERS[name]).parameters)
 
 
 def to_dict(schedule: Schedule) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written beside their place, on the disk before they have their name; and files of
+"""Files that are whole or absent: written next to their place, on the disk before they have their name; and files of
 lines, of which the last may be torn."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def digest_of(tensor: Any) -> str:
-    """Of a tensor's dtype, shape and bytes: what tells it from one that was damaged."""
+    """The digest of a tensor's dtype, shape and bytes: a damaged one has another."""
     import torch
 
     found = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())

@@ -113,8 +113,8 @@ def build(
     device: torch.device | str | None = None,
 ) -> Any:
     """The network of a class of diffusers or transformers, from its config and its weights."""
-    way = KINDS[kind]
-    network = weights.load(lambda: way.build(settings), way.rename(tensors), name=name, dtype=dtype, device=device)
+    known = KINDS[kind]
+    network = weights.load(lambda: known.build(settings), known.rename(tensors), name=name, dtype=dtype, device=device)
     if isinstance(network, DiT):
         network.share_embedders()
     return network

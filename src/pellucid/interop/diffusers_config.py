@@ -1,8 +1,7 @@
 """diffusers scheduler configs → (schedule, target, sampler, grid, options, x0 filter).
 
-Each class is a row of CLASSES (diffusers_classes.py). A key that another
-class knows is inert here and becomes a note; a key that nobody knows, or a value that is not supported, is an
-error that names it.
+Each class is a row of CLASSES (diffusers_classes.py). A key that another class knows has no effect here and becomes a
+note; a key that no class knows, or a value that is not supported, is an error that names it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pellucid.core.errors import PellucidError, nearest, rule, shown
 from pellucid.core.filters import Clip, DynamicThreshold, Filter
 from pellucid.core.grid import Grid
 from pellucid.core.reader import Bound, read_json, typed
-from pellucid.core.schedule import EDM, Flow, Schedule, Tabled
+from pellucid.core.schedule import EDM, DiscreteVP, Flow, Schedule
 from pellucid.interop.diffusers_classes import CLASSES, KNOWN, RULES
 
 MAX_CONFIG_BYTES = 4 * 2**20
@@ -35,8 +34,8 @@ RULE_KEYS = {
 
 
 @dataclass(frozen=True)
-class Reading:
-    """A config, understood."""
+class SchedulerSettings:
+    """What a scheduler config means: schedule, target, sampler, grid, options and filter."""
 
     class_name: str
     sampler: str
@@ -47,7 +46,7 @@ class Reading:
     x0_filter: Filter | None = None
     values: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)  # keys that the class does not read: kept for another class
-    defaults: tuple[str, ...] = ()  # keys that nobody set (`_use_default_values`): another class has its own default
+    defaults: tuple[str, ...] = ()  # keys that were not set (`_use_default_values`): another class has its own default
     notes: tuple[str, ...] = ()
 
 
@@ -106,7 +105,7 @@ def class_of(config: dict[str, Any]) -> str:
     return name
 
 
-def read(source: Any, strict: bool = True) -> Reading:
+def read(source: Any, strict: bool = True) -> SchedulerSettings:
     """Understands a config, or says which key stands in the way."""
     config = load(source)
     name = class_of(config)
@@ -178,9 +177,9 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _understand(name: str, sampler: str, values: dict[str, Any], notes: tuple[str, ...]) -> Reading:
+def _understand(name: str, sampler: str, values: dict[str, Any], notes: tuple[str, ...]) -> SchedulerSettings:
     kind = "flow" if name.startswith("FlowMatch") else values.get("prediction_type", "v")
-    return Reading(
+    return SchedulerSettings(
         class_name=name,
         sampler="plms" if values.get("skip_prk_steps") else sampler,
         schedule=schedule_of(name, values),
@@ -247,7 +246,7 @@ _CURVES = {"squaredcos_cap_v2": schedules.cosine, "exp": schedules.exponential, 
 
 
 def _edm_like(v: dict[str, Any]) -> bool:
-    """Stable Video Diffusion's set-up: a v model told ¼·ln sigma, on karras sigmas of its own range."""
+    """Stable Video Diffusion's set-up: a v model whose time is ¼·ln sigma, on karras sigmas of its own range."""
     return v.get("timestep_type") == "continuous" and v["prediction_type"] == "v_prediction"
 
 
@@ -257,8 +256,8 @@ def schedule_of(name: str, v: dict[str, Any]) -> Schedule:
     if name == "IPNDMScheduler":
         return schedules.vp_cosine(u_min=1e-9)
     if "sigma_schedule" in v:
-        told: Literal["atan", "log"] = "atan" if name.startswith("Cosine") else "log"
-        return EDM(float(v["sigma_min"]), float(v["sigma_max"]), float(v["sigma_data"]), told)
+        c_noise: Literal["atan", "log"] = "atan" if name.startswith("Cosine") else "log"
+        return EDM(float(v["sigma_min"]), float(v["sigma_max"]), float(v["sigma_data"]), c_noise)
     if name.startswith("FlowMatch") or v.get("use_flow_sigmas"):
         count = int(v["num_train_timesteps"])
         shift = float(v.get("shift", v.get("flow_shift", 1.0)))
@@ -269,7 +268,7 @@ def schedule_of(name: str, v: dict[str, Any]) -> Schedule:
             1.0 / count,
         )
     if v["trained_betas"] is not None:
-        made: Tabled = schedules.trained(v["trained_betas"])
+        made: DiscreteVP = schedules.trained(v["trained_betas"])
     elif v["beta_schedule"] in _BETA_SCHEDULES:
         made = _BETA_SCHEDULES[v["beta_schedule"]](
             int(v["num_train_timesteps"]), float(v["beta_start"]), float(v["beta_end"])

@@ -9,9 +9,9 @@ from pellucid.core.dialect_diffusers import SPACINGS
 from pellucid.core.errors import PellucidError, PlanError, nearest, rule
 from pellucid.core.filters import Clip, DynamicThreshold, Filter
 from pellucid.core.samplers import resolve
-from pellucid.core.schedule import EDM, Flow, Schedule, Tabled
+from pellucid.core.schedule import EDM, DiscreteVP, Flow, Schedule
 from pellucid.interop.diffusers_classes import CLASSES, DDIM
-from pellucid.interop.diffusers_config import RULE_KEYS, Reading, schedule_of
+from pellucid.interop.diffusers_config import RULE_KEYS, SchedulerSettings, schedule_of
 
 EXPORTS = {
     "ddim": "DDIMScheduler",
@@ -64,7 +64,7 @@ _OPTION_KEYS: dict[str, dict[str, str]] = {
 TARGET_NAMES = {"eps": "epsilon", "x0": "sample", "v": "v_prediction", "flow": "flow_prediction"}
 
 
-def write(reading: Reading) -> dict[str, Any]:
+def write(reading: SchedulerSettings) -> dict[str, Any]:
     """The config of the diffusers class that computes what our diffusers dialect computes.
 
     What came from a config goes back unchanged. What no config can say is refused, not left out.
@@ -99,7 +99,7 @@ def write(reading: Reading) -> dict[str, Any]:
     return {"_class_name": name, **{k: _jsonable(x) for k, x in values.items()}}
 
 
-def describe(reading: Reading) -> dict[str, Any]:
+def describe(reading: SchedulerSettings) -> dict[str, Any]:
     """What pipelines read of a sampler that was named and not read: its export, or its schedule and target.
 
     Without the keys that Stable Diffusion's pipelines rewrite: they are a choice here, not an old config.
@@ -109,7 +109,7 @@ def describe(reading: Reading) -> dict[str, Any]:
     except PellucidError:
         found = {"_class_name": "Scheduler", "prediction_type": TARGET_NAMES.get(reading.target, reading.target)}
         found["num_train_timesteps"] = reading.schedule.num_train or 1000
-        if isinstance(reading.schedule, Tabled):
+        if isinstance(reading.schedule, DiscreteVP):
             found |= _schedule_keys(reading.schedule, "DDIMScheduler", DDIM)
     rewritten = {"steps_offset", "skip_prk_steps"} | ({"clip_sample"} if found.get("clip_sample") else set())
     return {k: x for k, x in found.items() if k not in rewritten}
@@ -119,7 +119,7 @@ def _refusal(name: str, must: str, got: object) -> PellucidError:
     return PellucidError(rule(name, must, got, "No diffusers config says this."), "export")
 
 
-def _export_class(reading: Reading) -> tuple[str, dict[str, Any]]:
+def _export_class(reading: SchedulerSettings) -> tuple[str, dict[str, Any]]:
     name = EXPORTS.get(reading.sampler)
     if isinstance(reading.schedule, EDM):
         name = {
@@ -140,7 +140,7 @@ def _export_class(reading: Reading) -> tuple[str, dict[str, Any]]:
     return name, CLASSES[name][1]
 
 
-def _option_keys(reading: Reading, name: str) -> dict[str, Any]:
+def _option_keys(reading: SchedulerSettings, name: str) -> dict[str, Any]:
     """The sampler's options as keys; those without a key must have the value that the class has."""
     mapped = _OPTION_KEYS.get(reading.sampler, _SOLVER_KEYS)
     out: dict[str, Any] = {}
@@ -159,7 +159,7 @@ def _option_keys(reading: Reading, name: str) -> dict[str, Any]:
     return out
 
 
-def _grid_keys(reading: Reading, name: str, keys: dict[str, Any]) -> dict[str, Any]:
+def _grid_keys(reading: SchedulerSettings, name: str, keys: dict[str, Any]) -> dict[str, Any]:
     grid, out = reading.grid, {}
     edm = isinstance(reading.schedule, EDM)
     if grid.name == "explicit" or grid.start is not None:
@@ -206,7 +206,7 @@ def _filter_keys(x0_filter: Filter | None, name: str, keys: dict[str, Any]) -> d
     return out
 
 
-def _target_keys(reading: Reading, name: str, keys: dict[str, Any]) -> dict[str, Any]:
+def _target_keys(reading: SchedulerSettings, name: str, keys: dict[str, Any]) -> dict[str, Any]:
     spelled = TARGET_NAMES.get(reading.target, reading.target)
     if isinstance(reading.schedule, EDM):  # the class calls the preconditioned F "epsilon"
         spelled = {"edm": "epsilon", "v": "v_prediction"}.get(reading.target, "")
@@ -236,7 +236,7 @@ def _schedule_keys(curve: Schedule, name: str, values: dict[str, Any]) -> dict[s
         if "shift_terminal" in values:
             out["shift_terminal"] = curve.terminal
     else:
-        assert isinstance(curve, Tabled)  # the dialect takes no other
+        assert isinstance(curve, DiscreteVP)  # the dialect takes no other
         made = dict(curve.made_with)
         back = {"cosine": "squaredcos_cap_v2", "exponential": "exp"}
         out = {
@@ -250,7 +250,7 @@ def _schedule_keys(curve: Schedule, name: str, values: dict[str, Any]) -> dict[s
     named = out.get("beta_schedule") in everywhere
     if named and set(out) <= set(values) and _says(curve, name, {**values, **out}):
         return out
-    if isinstance(curve, Tabled) and not curve.zero_terminal:
+    if isinstance(curve, DiscreteVP) and not curve.zero_terminal:
         return {"num_train_timesteps": curve.num_train, "trained_betas": curve.betas.tolist()}
     raise _refusal("schedule", f"one that {name} has", curve)
 
@@ -261,7 +261,7 @@ def _says(curve: Schedule, name: str, values: dict[str, Any]) -> bool:
         again = schedule_of(name, values)
     except PellucidError:
         return False
-    if isinstance(curve, Tabled) and isinstance(again, Tabled):
+    if isinstance(curve, DiscreteVP) and isinstance(again, DiscreteVP):
         return curve.num_train == again.num_train and bool(abs(curve.betas - again.betas).max() < 1e-12)
     return curve == again
 

@@ -15,7 +15,7 @@ from pellucid.core.grid import Grid
 from pellucid.core.plan import Plan
 from pellucid.core.samplers import resolve
 from pellucid.core.schedule import Flow, Schedule
-from pellucid.interop.diffusers_config import Reading
+from pellucid.interop.diffusers_config import SchedulerSettings
 
 BLIND_START = {"plms": 1, "pndm": 9}  # rows that the start of a run adds to one a leg
 # the classes that take their noise from torchsde, not from a generator
@@ -24,7 +24,7 @@ _SIGMA_RULES = ("karras", "exponential", "beta", "lu")
 
 
 def compile_reading(
-    reading: Reading,
+    reading: SchedulerSettings,
     steps: int | None,
     *,
     dialect: str = "diffusers",
@@ -64,7 +64,11 @@ def compile_reading(
 
 
 def distilled_times(
-    reading: Reading, steps: int | None, timesteps: Sequence[float] | None, original: int | None, strength: float = 1.0
+    reading: SchedulerSettings,
+    steps: int | None,
+    timesteps: Sequence[float] | None,
+    original: int | None,
+    strength: float = 1.0,
 ) -> Sequence[float]:
     """Times out of the part of the distillation's times that `strength` leaves (Luo et al. 2023, alg. 3)."""
     if resolve(reading.sampler)[0].family != "distilled":
@@ -83,7 +87,7 @@ def distilled_times(
     return [known[int(i)] for i in np.floor(np.linspace(0, len(known), steps, endpoint=False))]
 
 
-def pipeline_options(reading: Reading, passes_eta: bool) -> dict[str, Any]:
+def pipeline_options(reading: SchedulerSettings, passes_eta: bool) -> dict[str, Any]:
     """What diffusers' text pipelines pass to `step`: eta 0, also to TCD, whose own default is 0.3."""
     return {"eta": 0.0} if passes_eta and reading.sampler == "tcd" else {}
 
@@ -115,7 +119,7 @@ def _explicit(lay: Grid, steps: int | None, timesteps: Sequence[float] | None, s
     )
 
 
-def shifted(reading: Reading, dialect: str, mu: float | None) -> Schedule:
+def shifted(reading: SchedulerSettings, dialect: str, mu: float | None) -> Schedule:
     """The flow schedule bent by a shift that depends on the image; without flow sigmas there is nothing to bend."""
     curve = reading.schedule
     if not isinstance(curve, Flow):
@@ -128,5 +132,5 @@ def shifted(reading: Reading, dialect: str, mu: float | None) -> Schedule:
     bent = replace(curve, shift=shift)
     if dialect != "diffusers" or resolve(reading.sampler)[0].peer != "flow":
         return bent
-    # the dialect shifts sigma_min twice, as diffusers does, but for a dynamic shift: there diffusers does it once
+    # the dialect shifts sigma_min twice, as diffusers does, except with a dynamic shift, where diffusers does it once
     return replace(bent, sigma_min=curve.sigma_min / (shift - (shift - 1.0) * curve.sigma_min))

@@ -82,6 +82,6 @@ def check_fit(network: nn.Module, vae: Any, text_encoders: tuple[Any, ...]) -> N
             )
     if isinstance(network, UNet | DiT | PixArt) and vae is not None:
         latent, channels = vae.config.latent_channels, network.config.in_channels
-        if channels not in (latent, 2 * latent, 2 * latent + 1):  # plain, told an image, told a mask and an image
+        if channels not in (latent, 2 * latent, 2 * latent + 1):  # plain, with an image, with a mask and an image
             must = f"{latent}, the VAE's latent channels, or {2 * latent + 1} for inpainting"
             raise PellucidError(rule("in_channels of the network", must, channels), "components-fit")

@@ -25,7 +25,7 @@ from pellucid.interop.components import (
     read_config,
 )
 from pellucid.interop.diffusers_classes import CLASSES
-from pellucid.interop.diffusers_config import Reading
+from pellucid.interop.diffusers_config import SchedulerSettings
 from pellucid.interop.diffusers_export import TARGET_NAMES
 from pellucid.interop.family import check_fit, contradictions
 from pellucid.interop.tokenizer import Tokenizer
@@ -278,7 +278,9 @@ def _read_tokenizers(folder: Path, listed: Mapping[str, str], wanted: LoadOption
     return tuple(Tokenizer.load(place_of(folder, part)) for part in named)
 
 
-def _read_scheduler(folder: Path, pipeline: str, target: str | None) -> tuple[dict[str, Any], Reading, list[str]]:
+def _read_scheduler(
+    folder: Path, pipeline: str, target: str | None
+) -> tuple[dict[str, Any], SchedulerSettings, list[str]]:
     """The scheduler's config, what it means, and what is to be said of it; `target` overrules it."""
     raw = diffusers_config.load(place_of(folder, "scheduler"))
     config, notes = mended({key: value for key, value in raw.items() if key not in INERT_KEYS}, pipeline)
@@ -311,7 +313,7 @@ def mended(config: dict[str, Any], pipeline: str) -> tuple[dict[str, Any], list[
     return {**config, **{key: right[key] for key in wrong}}, notes
 
 
-def _lenient(config: dict[str, Any], error: PellucidError) -> Reading:
+def _lenient(config: dict[str, Any], error: PellucidError) -> SchedulerSettings:
     """Schedule and target of a scheduler whose way of sampling is refused; its other parts may still be used."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they repeat `error`, which the notes say

@@ -115,7 +115,8 @@ def layout(components: Components) -> tuple[dict[str, Any], dict[str, nn.Module]
     if components.controlnets:
         several = len(components.controlnets) > 1
         listed["controlnet"] = ["diffusers", "MultiControlNetModel" if several else "ControlNetModel"]
-    listed |= {part: ["transformers", _tokenizer_class(tokenizer)] for part, tokenizer in tokenizers.items()}
+    for part, tokenizer in tokenizers.items():
+        listed[part] = ["transformers", "CLIPTokenizer" if tokenizer.clip else "PreTrainedTokenizerFast"]
     listed["scheduler"] = ["diffusers", components.scheduler["_class_name"]]
     extra = {**components.extra, **({"id2label": components.labels} if components.labels else {})}
     empty = {part: _NOTHING for part in _optional_parts(kind) if part not in listed}
@@ -136,10 +137,6 @@ def _optional_parts(kind: str) -> tuple[str, ...]:
 def _library_of(network: nn.Module) -> list[str]:
     kind = class_of(network)
     return ["transformers" if kind.startswith("CLIP") else "diffusers", kind]
-
-
-def _tokenizer_class(tokenizer: Tokenizer) -> str:
-    return "CLIPTokenizer" if tokenizer.clip else "PreTrainedTokenizerFast"
 
 
 def config_of(network: nn.Module) -> dict[str, Any]:

@@ -35,10 +35,10 @@ from pellucid.core.grid import named as grid_named
 from pellucid.core.loop import mix
 from pellucid.core.plan import DEPTH, Plan, Row, Weights
 from pellucid.core.samplers import resolve
-from pellucid.core.schedule import EDM, Level, Tabled, in_frame
+from pellucid.core.schedule import EDM, DiscreteVP, Level, in_frame
 from pellucid.interop import diffusers_config
 from pellucid.interop.diffusers_classes import CLASSES, INTERCHANGEABLE, OFFERS_CHANGE, SECOND, STEP
-from pellucid.interop.diffusers_config import Reading
+from pellucid.interop.diffusers_config import SchedulerSettings
 from pellucid.interop.diffusers_export import EXPORTS
 from pellucid.interop.diffusers_plan import BLIND_START, compile_reading, distilled_times
 from pellucid.interop.scheduler_api import DiffusersAPI, StepOutput
@@ -76,7 +76,7 @@ class _Run:
     plan: Plan
     rows: list[_FusedRow]
     timesteps: Tensor
-    told: list[float]  # `timesteps` as numbers, so that no step waits for a device
+    times: list[float]  # `timesteps` as numbers, so that no step waits for a device
     setting: dict[str, Any]
     initial: bool = False  # no `set_timesteps` yet: all training times, as diffusers' classes begin
     adopted: _Run | None = None  # the run of another context that this one takes up, until there is a later one
@@ -114,10 +114,10 @@ class Scheduler(DiffusersAPI):
         if grid_of_name is not None and lay.name != grid_of_name:
             raise PellucidError(rule("grid", f"{grid_of_name}, as the sampler's name says", lay.name), "grid-twice")
         kind = curve.carries[0] if target is None else targets.named(target)
-        self._setup(Reading("", entry.name, curve, kind, lay, options, x0_filter), dialect)
+        self._setup(SchedulerSettings("", entry.name, curve, kind, lay, options, x0_filter), dialect)
         _refuse_what_the_three_calls_cannot_carry(self._plan_for(4 if lay.name != "explicit" else None), self.reading)
 
-    def _setup(self, reading: Reading, dialect: str) -> None:
+    def _setup(self, reading: SchedulerSettings, dialect: str) -> None:
         self.reading, self.dialect = reading, dialect
         self.entry = resolve(reading.sampler)[0]
         self.order = self.entry.calls
@@ -166,7 +166,7 @@ class Scheduler(DiffusersAPI):
         """What the first noise is multiplied by: a number, or a tensor where diffusers' class has one."""
         run = self._run()
         plan = run.plan if run else self._plan_for(None if self.reading.grid.name == "explicit" else 20)
-        as_tensor = self._as_class and self.entry.peer == "k" and isinstance(self.reading.schedule, Tabled)
+        as_tensor = self._as_class and self.entry.peer == "k" and isinstance(self.reading.schedule, DiscreteVP)
         return torch.tensor(plan.initial_scale, dtype=torch.float64) if as_tensor else plan.initial_scale
 
     @property
@@ -312,8 +312,8 @@ class Scheduler(DiffusersAPI):
         """
         if positional:
             if len(positional) > len(self._order):
-                told = f"{', '.join(self._order)} after sample"
-                raise PellucidError(rule("arguments", told, f"{len(positional)} of them"), "option")
+                must = f"{', '.join(self._order)} after sample"
+                raise PellucidError(rule("arguments", must, f"{len(positional)} of them"), "option")
             given = dict(zip(self._order, positional, strict=False))
             eta, generator = given.pop("eta", eta), given.pop("generator", generator)
             variance_noise = given.pop("variance_noise", variance_noise)
@@ -475,7 +475,7 @@ class Scheduler(DiffusersAPI):
             steps: dict[str, Any] = {"steps": total, "timesteps": None, "sigmas": None, "mu": None, "overrides": {}}
             if self.reading.sampler == "ddpm":
                 steps |= {"steps": None, "timesteps": tuple(range(total - 1, -1, -1))}
-            elif self.reading.sampler in _EULERS and isinstance(self.reading.schedule, Tabled):
+            elif self.reading.sampler in _EULERS and isinstance(self.reading.schedule, DiscreteVP):
                 table = finite_table(self.reading.schedule)[::-1].tolist()
                 steps |= {"steps": None, "sigmas": (*table, 0.0)}
             # levels that no run has
@@ -494,10 +494,10 @@ class Scheduler(DiffusersAPI):
         """The row of this call, in its plan; the run goes on behind it."""
         if timestep is not None and self.reading.sampler in _STATELESS:
             time = float(np.float32(float(timestep)))
-            if run.index is None or run.told[run.index : run.index + 1] != [time]:
-                if time not in run.told[run.first_row :]:
+            if run.index is None or run.times[run.index : run.index + 1] != [time]:
+                if time not in run.times[run.first_row :]:
                     return run, self._single(run, time, self._previous(run, int(time)))
-                run.index = run.told.index(time, run.first_row)
+                run.index = run.times.index(time, run.first_row)
         elif run.index is None:
             run = self._enter(run, timestep)
         assert run.index is not None
@@ -510,17 +510,17 @@ class Scheduler(DiffusersAPI):
             if time != run.plan.rows[here].time:  # LCM and TCD start from the given time; the index says where they go
                 after = run.plan.rows[here + 1].time if here + 1 < len(run.rows) else -1.0
                 if time <= after:
-                    told = f"above {after:g}, the next of scheduler.timesteps"
-                    raise PellucidError(rule("timestep", told, time, "Call set_timesteps to begin again."), "timestep")
+                    must = f"above {after:g}, the next of scheduler.timesteps"
+                    raise PellucidError(rule("timestep", must, time, "Call set_timesteps to begin again."), "timestep")
                 return run, self._single(run, time, after)
         return run, (run.plan, here, run.rows[here])
 
     def _previous(self, run: _Run, time: int) -> int:
         """Where diffusers goes from a time: DDIM T // N lower, the others to the next of their times."""
         listed = self.reading.sampler not in ("ddim", "ddim_inversion") or run.setting["timesteps"] is not None
-        if listed and time in run.told:
-            following = run.told.index(time) + 1
-            return int(run.told[following]) if following < len(run.told) else -1
+        if listed and time in run.times:
+            following = run.times.index(time) + 1
+            return int(run.times[following]) if following < len(run.times) else -1
         return max(time - len(self) // int(run.plan.grid["steps"]), -1)
 
     def _single(self, run: _Run, time: float, previous: float) -> tuple[Plan, int, _FusedRow]:
@@ -550,26 +550,28 @@ class Scheduler(DiffusersAPI):
     def _begin(self, setting: dict[str, Any], device: torch.device, skip: int = 0) -> _Run:
         plan = self._plan_for(**setting, skip=skip)
         _refuse_what_the_three_calls_cannot_carry(plan, self.reading)
-        told = [r.time for r in plan.rows]
+        times = [r.time for r in plan.rows]
         whole = (
-            all(t == int(t) for t in told) and self.entry.peer in ("solver", "training") and self.dialect == "diffusers"
+            all(t == int(t) for t in times)
+            and self.entry.peer in ("solver", "training")
+            and self.dialect == "diffusers"
         )
-        times = torch.tensor(told, dtype=torch.int64 if whole else torch.float32, device=device)
+        timesteps = torch.tensor(times, dtype=torch.int64 if whole else torch.float32, device=device)
         rows = [_fuse(plan, r, self.reading) for r in plan.rows]
-        return _Run(plan, rows, times, torch.tensor(told, dtype=torch.float32).tolist(), setting)
+        return _Run(plan, rows, timesteps, torch.tensor(times, dtype=torch.float32).tolist(), setting)
 
     def _enter(self, run: _Run, timestep: Any) -> _Run:
         """The run at its first call: at the begin index, at the first row, or where the timestep is."""
-        told = None if run.begin is not None or timestep is None else float(timestep)
-        if told is None or told == run.told[run.first_row]:
+        time = None if run.begin is not None or timestep is None else float(timestep)
+        if time is None or time == run.times[run.first_row]:
             return replace(run, index=run.first_row)
-        found = [i for i, t in enumerate(run.told) if t == told]
+        found = [i for i, t in enumerate(run.times) if t == time]
         if not found and self._as_class and self.entry.peer == "solver":
-            text = f"timestep {told:g} is not in scheduler.timesteps; as in diffusers, the last step is taken."
+            text = f"timestep {time:g} is not in scheduler.timesteps; as in diffusers, the last step is taken."
             warnings.warn(text, stacklevel=4)
-            found = [len(run.told) - 1]
+            found = [len(run.times) - 1]
         if not found:
-            raise PellucidError(rule("timestep", "one of scheduler.timesteps", told), "timestep")
+            raise PellucidError(rule("timestep", "one of scheduler.timesteps", time), "timestep")
         later = self._at(run, found[1] if len(found) > 1 else found[0])
         return replace(later, index=later.first_row)
 
@@ -586,21 +588,21 @@ class Scheduler(DiffusersAPI):
                 rule("begin_index", f"a multiple of {self.order} for {self.reading.sampler}", row),
                 "begin-index",
             )
-        twice = extra == 1 and row == 1  # PLMS tells its second time twice: the first call waits
+        twice = extra == 1 and row == 1  # PLMS calls at its second time twice: the first call waits
         later = self._begin(run.setting, run.timesteps.device, skip=leg + int(twice))
         if twice:
             first = later.plan.rows[0]
             wait = Row(first.level, first.time, ((0, 1.0),), held=True)
             plan = replace(later.plan, rows=(wait, *later.plan.rows))
             later = replace(later, plan=plan, rows=[_fuse(plan, wait, self.reading), *later.rows])
-        told = [r.time for r in later.plan.rows]
-        if not np.array_equal(np.asarray(told, np.float32), np.asarray(run.told[row:], np.float32)):
+        times = [r.time for r in later.plan.rows]
+        if not np.array_equal(np.asarray(times, np.float32), np.asarray(run.times[row:], np.float32)):
             raise PellucidError(
                 rule("begin_index", f"0 for {self.reading.sampler}: its calls depend on where it begins", row),
                 "begin-index",
             )
         return replace(
-            later, timesteps=run.timesteps, told=run.told, first_row=row, initial=run.initial, adopted=run.adopted
+            later, timesteps=run.timesteps, times=run.times, first_row=row, initial=run.initial, adopted=run.adopted
         )
 
     def _overridden(self, run: _Run, eta: float | None, churn: dict[str, float], more: dict[str, Any]) -> _Run:
@@ -734,14 +736,14 @@ class Scheduler(DiffusersAPI):
         return (found * kept[2] + x * kept.get(0, 0.0)) / scale
 
     def _level_for(self, time: float) -> Level:
-        """The level of a told time. In a run that a pipeline began, that of the next call: repeated times differ."""
+        """The level of a time. In a run that a pipeline began, that of the next call: repeated times differ."""
         run = self._run()
         if run is not None and self.entry.peer != "training":
             following = 0 if run.index is None else run.index - run.first_row
             if run.begin is not None and following < len(run.plan.rows):
                 return known_level(run.plan, following)
-            for i, told in enumerate(run.told[run.first_row :]):
-                if told == time:
+            for i, own in enumerate(run.times[run.first_row :]):
+                if own == time:
                     return known_level(run.plan, i)
         line = self.entry.frame == "line" and self.reading.schedule.frame == "vp"
         frame = run.plan.frame if run is not None else "ve" if line else self.reading.schedule.frame
@@ -765,7 +767,7 @@ def _this_context() -> Any:
     return task or threading.current_thread()
 
 
-def _fuse(plan: Plan, row: Row, reading: Reading) -> _FusedRow:
+def _fuse(plan: Plan, row: Row, reading: SchedulerSettings) -> _FusedRow:
     """Where p0 need not be remembered, its weight goes to x and to the raw output directly: fewer passes over x."""
     kind = targets.named(reading.target)
     to_p0 = read_output(reading.schedule, kind, plan.basis, row.level)
@@ -790,7 +792,7 @@ def _over(rows: int) -> PellucidError:
     )
 
 
-def _refuse_what_the_three_calls_cannot_carry(plan: Plan, reading: Reading) -> None:
+def _refuse_what_the_three_calls_cannot_carry(plan: Plan, reading: SchedulerSettings) -> None:
     if any(row.pre_noise for row in plan.rows):
         raise PellucidError(
             f"sampler must not churn behind the three calls; got {plan.name}, whose noise would come after the model "
@@ -834,7 +836,7 @@ def class_named(name: str) -> type[Scheduler]:
 
 
 def _rebuild(
-    kind: str | type[Scheduler], reading: Reading, dialect: str, run: _Run | None, latest: _Run | None
+    kind: str | type[Scheduler], reading: SchedulerSettings, dialect: str, run: _Run | None, latest: _Run | None
 ) -> Scheduler:
     cls = class_named(kind) if isinstance(kind, str) else kind
     made = cls.__new__(cls)

@@ -1,7 +1,8 @@
 """What diffusers' schedulers have beside the three calls: config, files, tables, output objects, changes of class.
 
-A training script reads `alphas_cumprod`, a pipeline saves its scheduler, a user changes its class: all of it works on a
-`Reading`, without diffusers. Where diffusers is imported, its pipelines take our scheduler for the class it stands for.
+A training script reads `alphas_cumprod`, a pipeline saves its scheduler, a user changes its class: all of it works on
+`SchedulerSettings`, without diffusers. Where diffusers is imported, its pipelines take our scheduler for the class that
+it stands for.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from torch import Tensor
 
 from pellucid.core.dialect_diffusers import finite_table
 from pellucid.core.errors import PellucidError, rule
-from pellucid.core.schedule import Tabled
+from pellucid.core.schedule import DiscreteVP
 from pellucid.interop import diffusers_config, diffusers_export
 from pellucid.interop.atomic_files import put
 from pellucid.interop.diffusers_classes import KNOWN
-from pellucid.interop.diffusers_config import FILE_NAME, Reading
+from pellucid.interop.diffusers_config import FILE_NAME, SchedulerSettings
 
 
 class Config(dict[str, Any]):
@@ -86,7 +87,7 @@ class _Table:
         if scheduler is None:
             return self
         if self.name not in scheduler._tables:
-            if not isinstance(scheduler.reading.schedule, Tabled):
+            if not isinstance(scheduler.reading.schedule, DiscreteVP):
                 raise AttributeError(f"{scheduler!r} has no {self.name}: its schedule is not a table of betas")
             made = torch.as_tensor(np.asarray(self.compute(scheduler)), dtype=torch.float32)
             scheduler._tables[self.name] = made
@@ -112,14 +113,14 @@ def _alpha_bar(scheduler: Any) -> Any:
 class DiffusersAPI:
     """The part of diffusers' scheduler API that needs no run. `Scheduler` adds the three calls."""
 
-    reading: Reading
+    reading: SchedulerSettings
     dialect: str
     entry: Any
     config_name = FILE_NAME
     _class = ""  # the diffusers class that a subclass stands for
     _config: Config | None
     _tables: dict[str, Tensor]
-    _setup: Callable[[Reading, str], None]
+    _setup: Callable[[SchedulerSettings, str], None]
 
     betas = _Table(lambda s: s.reading.schedule.betas)
     alphas = _Table(lambda s: 1.0 - s.reading.schedule.betas)

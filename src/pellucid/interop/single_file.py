@@ -1,7 +1,7 @@
 """Single-file checkpoints of CompVis and Stability → Components: Stable Diffusion 1, 2, XL and its refiner.
 
 The family is read from names and shapes. What weights cannot say, eps or v above all, comes from the caller, from
-marks in the file or from the yaml beside it; where nobody says and the family has both, it is an error.
+marks in the file or from the yaml beside it; where neither says it and the family has both, it is an error.
 """
 
 from __future__ import annotations

@@ -357,7 +357,7 @@ def _ids_of(core: tokenizers.Tokenizer, named: Mapping[str, str | AddedToken], f
 
 
 def _window_length(config: Mapping[str, Any]) -> int:
-    """`model_max_length`; transformers writes 10³⁰ where nobody said."""
+    """`model_max_length`; transformers writes 10³⁰ where it is unknown."""
     length = config.get("model_max_length")
     if isinstance(length, bool) or not isinstance(length, int | float) or length > 10**6:
         return LENGTH

@@ -258,7 +258,7 @@ def read_json(path: Path, limit: int = _MAX_INDEX_BYTES) -> dict[str, Any]:
 
 
 def read_shards(index: Path) -> dict[str, Tensor]:
-    """The tensors of all shards that an index names. Shards lie beside it, nowhere else."""
+    """The tensors of all shards that an index names. Shards are in its folder, nowhere else."""
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
         raise PellucidError(rule(f"weight_map of {index.name}", "tensor names to file names", places), "weights-index")
@@ -305,7 +305,7 @@ def load(
     return network.to(place).eval().requires_grad_(False)
 
 
-class _WithoutNumbers(TorchFunctionMode):
+class _UnfilledParameters(TorchFunctionMode):
     """Leaves parameters unfilled, in this thread: files bring the numbers. On the meta device torch would also import
     its compiler to fill them (800 modules, 0.8 s)."""
 
@@ -320,7 +320,7 @@ class _WithoutNumbers(TorchFunctionMode):
 def sketch(make: Callable[[], _N], name: str) -> _N:
     """The network on the meta device: names and shapes, and no memory."""
     try:
-        with torch.device("meta"), _WithoutNumbers():
+        with torch.device("meta"), _UnfilledParameters():
             return make()
     except PellucidError:
         raise

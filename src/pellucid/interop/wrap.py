@@ -2,7 +2,7 @@
 
 The pipeline's own call runs on a copy of the object, in a thread that moves only while it is asked. Two proxies
 stand in for its parts (wrap_proxies.py): one for the scheduler, which hands every step to us, and one for the network,
-which notes its inputs and its answers. So the pipeline encodes, shapes, tells the time and decodes as it always does,
+which notes its inputs and its answers. So the pipeline encodes, shapes, passes the time and decodes as it always does,
 whatever its family; the loop, the plan and the guidance are ours. The pipeline itself is never written to.
 """
 
@@ -95,13 +95,13 @@ def refuse_other_work(kind: str, takes: Mapping[str, Any]) -> None:
 
 
 class _HangUp(BaseException):
-    """Unwinds the pipeline's own call when nobody will ask it again."""
+    """Unwinds the pipeline's own call when no further step will come."""
 
 
 class Conversation:
     """One call of a pipeline: `start`, then `ask` for each step, then `finish`; `close` in any case.
 
-    `lay` turns what the pipeline asks of its scheduler into the times that its network is told, one per step.
+    `lay` turns what the pipeline asks of its scheduler into the times for its network, one per step.
     """
 
     def __init__(self, peer: Peer, call: dict[str, Any], lay: Callable[[Times], Tensor]) -> None:

@@ -38,7 +38,7 @@ class Times:
 
 @dataclass
 class Call:
-    """One call of the network: what it was told, and its answer with the batch first."""
+    """One call of the network: its inputs, and its answer with the batch first."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -62,7 +62,7 @@ class Branch:
     images: int
 
     def half(self, call: Call | tuple[Any, dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the network is told of this half alone."""
+        """The network's inputs for this half alone."""
         args, kwargs = (call.args, call.kwargs) if isinstance(call, Call) else call
         if self.calls > 1:
             return args, kwargs
@@ -107,7 +107,7 @@ def doubled(answer: Any) -> Any:
 
 
 class NetworkProxy:
-    """Stands for the network: calls it, and notes what it was told and what it answered."""
+    """Stands for the network: calls it, and keeps its inputs and its answers."""
 
     def __init__(self, talk: Conversation, real: Any) -> None:
         vars(self).update(talk=talk, real=real)

@@ -12,7 +12,7 @@ from pellucid.models.config import check_fields, read
 _ACTIVATION_NAMES = ("quick_gelu", "gelu")
 
 
-class _Anything(tuple[Any, ...]):
+class _AnyValue(tuple[Any, ...]):
     """The allowed values of a key that no forward reads."""
 
     __slots__ = ()
@@ -21,7 +21,7 @@ class _Anything(tuple[Any, ...]):
         return True
 
 
-_ANYTHING = _Anything()
+_ANY_VALUE = _AnyValue()
 
 # transformers writes its whole base config: settings of text generation, of training, of what a call returns. None of
 # them reaches the forward of an encoder, so a checkpoint may say what it likes.
@@ -40,7 +40,7 @@ torch_dtype torchscript transformers_version typical_p use_bfloat16 use_cache
 
 def _fixed(model_type: str) -> Mapping[str, tuple[Any, ...]]:
     return {
-        **dict.fromkeys(_UNREAD, _ANYTHING),
+        **dict.fromkeys(_UNREAD, _ANY_VALUE),
         "model_type": (model_type,),
         "pruned_heads": ({}, None),
         "use_attention_mask": (False, None),  # diffusers would mask the padding
@@ -118,7 +118,7 @@ class CLIPVisionConfig:
 class CLIPConfig:
     """Both encoders' configs as config.json nests them; the older *_config_dict keys win, as in transformers."""
 
-    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {**_fixed("clip"), "architectures": _ANYTHING}
+    FIXED: ClassVar[Mapping[str, tuple[Any, ...]]] = {**_fixed("clip"), "architectures": _ANY_VALUE}
 
     text_config: Mapping[str, Any] | CLIPTextConfig | None = None
     vision_config: Mapping[str, Any] | CLIPVisionConfig | None = None

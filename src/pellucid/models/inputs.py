@@ -1,4 +1,4 @@
-"""What a network is told besides x and time: keyword inputs whose every tensor has the batch first.
+"""What is passed to a network besides x and time: keyword inputs whose tensors all have the batch first.
 
 A leaf is a tensor or None; tuples, named tuples, lists and mappings of leaves nest.
 """

@@ -245,7 +245,7 @@ class Merge:
             if old[name] is None:
                 module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
             else:
-                old[name].copy_(tensor)  # in place: who holds the parameter sees the change
+                old[name].copy_(tensor)  # in place: whatever holds the parameter sees the change
         self.written[change.layer] = checksum(module.get_parameter("weight"))
 
     @torch.no_grad()
@@ -346,7 +346,7 @@ def _changes(network: nn.Module, stack: Sequence[tuple[Adapter, Scale]]) -> Iter
 
 
 class _Sum:
-    """A tensor and differences to it: the new tensor, its relative distance, and who moved it by more than rounding."""
+    """A tensor plus differences: the new tensor, its relative distance, and which moved it by more than rounding."""
 
     def __init__(self, name: str, before: Tensor, deltas: list[tuple[int, Tensor]]) -> None:
         total = torch.stack([delta for _, delta in deltas]).sum(0) if len(deltas) > 1 else deltas[0][1]

@@ -211,7 +211,7 @@ class Extra(Rule):
 
     @property
     def told(self) -> dict[str, Any]:
-        """What the network is told in addition, to make the term."""
+        """What is also passed to the network to make the term."""
         return {}
 
 

@@ -99,10 +99,6 @@ def _fixed(norm: nn.GroupNorm, moments: Moments) -> Callable[[Tensor], Tensor]:
     return lambda band: silu(F.batch_norm(band, mean, variance, weight, bias, eps=norm.eps))
 
 
-def _shortcut(block: ResnetBlock, band: Tensor) -> Tensor:
-    return block.conv_shortcut(band) if block.resized else band
-
-
 @dataclass(frozen=True)
 class _Bands:
     """Sweeps over images, in bands of about so many values per layer."""
@@ -153,7 +149,8 @@ class _Bands:
         norm2 = _fixed(block.norm2, self.measure(block.norm2, middle))
 
         def layer(band: Tensor) -> Tensor:
-            return block.conv2(norm2(block.conv1(norm1(band)))).add_(_shortcut(block, band))
+            shortcut = block.conv_shortcut(band) if block.resized else band
+            return block.conv2(norm2(block.conv1(norm1(band)))).add_(shortcut)
 
         out = local(layer, x, channels, reach=2)
         if keep == 0:

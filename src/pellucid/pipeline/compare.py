@@ -97,7 +97,7 @@ def strategies(pipe: Pipeline, bare: Request, dressed: Request) -> tuple[list[St
 
 
 def _changes(pipe: Pipeline, request: Request) -> Iterator[tuple[str, Any]]:
-    """The fields of a policy that can be set on this device for this request, beside those that are."""
+    """The fields of a policy that can be set on this device for this request and are not yet set."""
     policy, cpu = pipe.policy, pipe.device.type == "cpu"
     wide, high = pipe.size_of(request)
     for name in ON_CPU if cpu else ("flash", "efficient", "cudnn", "math"):

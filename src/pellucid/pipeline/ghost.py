@@ -1,8 +1,8 @@
 """Ghosts: networks whose weights have shapes and no data, so that a whole run can be rehearsed in no memory.
 
-A ghost computes on torch's `meta` device. Who reads its numbers, such as a check for NaN, reads zeros. With offload its
-weights wait as CPU tensors of stride 0, which take no memory either, and come to `meta` as real ones come to a GPU: a
-rehearsal runs the pipeline's own code, offload included.
+A ghost computes on torch's `meta` device. Code that reads its numbers, such as a check for NaN, reads zeros. With
+offload its weights wait as CPU tensors of stride 0, which take no memory either, and come to `meta` as real ones come
+to a GPU: a rehearsal runs the pipeline's own code, offload included.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Shadows:
 
 
 class Rehearsal(Tracker):  # type: ignore[no-untyped-call]
-    """A tracker under which ghosts run: zeros for who reads their numbers."""
+    """A tracker under which ghosts run: zeros where their numbers are read."""
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         aten = torch.ops.aten

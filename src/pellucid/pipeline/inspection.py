@@ -199,7 +199,7 @@ class _BlockCounter:
             kind = type(inner).__name__
             found.append(Block(name, kind, count, count / self.total, self.shapes.get(name), below))
         for name, weight in module.named_parameters(path, recurse=False):
-            if found and id(weight) not in counted:  # beside its blocks; the weights of a single layer are not told
+            if found and id(weight) not in counted:  # beside its blocks; the weights of a single layer are not listed
                 found.append(Block(name, "Parameter", weight.numel(), weight.numel() / self.total))
                 counted.add(id(weight))
         return tuple(found)

@@ -215,7 +215,7 @@ def rehearse(pipe: Pipeline, request: Request, added: Attachments) -> Observatio
 
 
 def _extra_inputs(pipe: Pipeline, request: Request) -> dict[str, TensorForm]:
-    """What a network is told besides texts, for one side of the batch: it is doubled where it is guided."""
+    """A network's inputs besides texts, for one side of the batch: doubled where it is guided."""
     parts, found = pipe.components, {}
     if isinstance(request.prompt_embeds, Embedding):
         found["context"] = request.prompt_embeds.context

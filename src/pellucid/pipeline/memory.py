@@ -307,9 +307,12 @@ def _file_text(path: Path) -> str:
 
 
 def explain(model: Model, request: Request, stage: str) -> str:
-    """Who owns the peak of a stage, and what would lower it by how much. All of it is predicted, nothing is run."""
+    """Which module owns the peak of a stage, and what would lower it by how much: predicted, nothing is run."""
     many = len(request.seeds()) > 1
-    changes = {_change_text(change): policy for change, policy in _policy_changes(model, stage, many)}
+    changes = {
+        ", ".join(f"{name}={value!r}" for name, value in change.items()): policy
+        for change, policy in _policy_changes(model, stage, many)
+    }
     try:
         now = predict(model, request, steps=1).stages[stage]
         found = _peaks_after(model, request, stage, changes)
@@ -321,10 +324,6 @@ def explain(model: Model, request: Request, stage: str) -> str:
     owner, whole, held = now.owner or "The stage itself", size_text(now.total), size_text(now.weights)
     other = "Use a smaller size, or a device with more memory"
     return f"{owner} owns its peak: {whole} predicted, {held} of it weights. {advice or other}."
-
-
-def _change_text(change: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in change.items())
 
 
 def _policy_changes(model: Model, stage: str, many: bool) -> Iterator[tuple[dict[str, Any], Policy]]:

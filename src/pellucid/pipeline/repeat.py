@@ -173,7 +173,7 @@ class AdapterFile:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What somebody set for a run. What is not here is left to a recipe or to the model.
+    """What was set for a run. The rest is left to a recipe or to the model.
 
     `fields` are those of a request, without its adapters and its weak model; `prompt` and `label` may be lists.
     `loading` are options of `load`, `policy` fields of a `Policy`.
@@ -398,7 +398,7 @@ def understood_text(found: ForeignRecipe) -> dict[str, str]:
 
 
 def check_same(recipe: Recipe, model: Model, request: Request, named: bool) -> list[str]:
-    """What of the model, the images and the adapters is not the recipe's. A model that nobody named must be."""
+    """What of the model, the images and the adapters is not the recipe's. A model that was not named must be."""
     found: list[str] = []
     other = _other_parts(recipe, model.components)
     dtype = str(next(model.components.network.parameters()).dtype).removeprefix("torch.")

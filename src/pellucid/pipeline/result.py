@@ -90,7 +90,7 @@ class _RequestObserver(Protocol):
 
 
 def show_recipes(observers: Sequence[Any], recipes: Callable[[], Sequence[Recipe]]) -> None:
-    """Shows the recipes, which are made only for who looks: they name the weights, and that reads all of them."""
+    """Shows the recipes to the observers that want them; to name the weights reads all of them."""
     for observe in observers:
         if isinstance(observe, _RequestObserver):
             observe.begin_request(recipes())

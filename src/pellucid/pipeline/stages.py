@@ -252,7 +252,7 @@ def slots_of(network: nn.Module, without: Iterable[nn.Module] = ()) -> list[Slot
 
 
 def detach_hooks(network: nn.Module) -> None:
-    """Takes the hooks of `attach` off again; nobody may be using the network."""
+    """Removes the hooks of `attach`; the network must not be in use."""
     for module in network.modules():
         for name in HOOKS:
             hooks = getattr(module, name)
@@ -284,7 +284,7 @@ class Stage:
 class Stages:
     """Runs stages on a device under a policy, and keeps what each took.
 
-    `explain(stage)` says who owns the peak of a stage and what would lower it; it is called when memory runs out.
+    `explain(stage)` says which module owns the peak of a stage and what would lower it, when memory runs out.
     """
 
     policy: Policy

@@ -27,7 +27,7 @@ _HOLDERS = 5  # modules named in a peak
 
 @dataclass(frozen=True)
 class Peak:
-    """The fullest moment of a stage, in bytes. `owner` is the module at work then; `held`, who had made what lived."""
+    """The fullest moment of a stage, in bytes. `owner` is the module at work, `held` what each module had made."""
 
     weights: int = 0
     activations: int = 0
@@ -41,7 +41,7 @@ class Peak:
 
 
 @dataclass(frozen=True)
-class _Living:
+class _LiveStorage:
     """One storage that is alive."""
 
     size: int
@@ -57,7 +57,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init
         super().__init__()  # type: ignore[no-untyped-call]
         self.devices, self.grain, self.scratch = frozenset(devices), grain, scratch
         self.thread = threading.get_ident()
-        self.living: dict[int, _Living] = {}
+        self.living: dict[int, _LiveStorage] = {}
         self.weights = self.others = 0
         self.places: list[str] = []
         self.bringing = False
@@ -87,7 +87,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init
             return
         size = -(-storage.nbytes() // self.grain) * self.grain
         watch = weakref.ref(storage, partial(self.free, key))
-        self.living[key] = _Living(size, self.places[-1] if self.places else "", self.bringing, watch)
+        self.living[key] = _LiveStorage(size, self.places[-1] if self.places else "", self.bringing, watch)
         self.count(size, self.bringing)
 
     def free(self, key: int, _: Any = None) -> None:

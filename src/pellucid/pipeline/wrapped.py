@@ -25,10 +25,10 @@ from pellucid.core.plan import Plan
 from pellucid.core.samplers import resolve
 from pellucid.core.schedule import Flow, Level, Schedule
 from pellucid.interop import diffusers_config
-from pellucid.interop.diffusers_config import Reading
+from pellucid.interop.diffusers_config import SchedulerSettings
 from pellucid.interop.diffusers_plan import compile_reading, distilled_times, noise_notes, pipeline_options, shifted
 from pellucid.interop.wrap import Conversation, Peer, look
-from pellucid.interop.wrap_branches import PeerNetwork, Way
+from pellucid.interop.wrap_branches import Mixing, PeerNetwork
 from pellucid.interop.wrap_proxies import Times
 from pellucid.models.guidance import Guidance, scale_notes
 from pellucid.models.guided import GuidedDenoiser, Terms
@@ -47,7 +47,7 @@ from pellucid.pipeline.stages import Stages
 
 
 def _make_peer_plan(
-    reading: Reading, request: Request, times: Times, passes_eta: bool = False
+    reading: SchedulerSettings, request: Request, times: Times, passes_eta: bool = False
 ) -> tuple[Plan, Schedule]:
     """The plan, and the schedule as it is bent for this image's size."""
     if request.plan is not None:  # a plan is all of it: the times that are passed to the network, too
@@ -76,11 +76,11 @@ def _as_table(request: Request) -> Plan | None:
         return None  # `given_plan` says what is wrong with it
 
 
-def _shifted_schedule(reading: Reading, dialect: str, times: Times) -> Schedule:
+def _shifted_schedule(reading: SchedulerSettings, dialect: str, times: Times) -> Schedule:
     return shifted(reading, dialect, times.mu) if reading.values.get("use_dynamic_shifting") else reading.schedule
 
 
-def _as_the_pipeline(reading: Reading, dialect: str, times: Times, options: dict[str, Any]) -> Plan:
+def _as_the_pipeline(reading: SchedulerSettings, dialect: str, times: Times, options: dict[str, Any]) -> Plan:
     """The plan of the pipeline's own scheduler, with options over those of its config."""
     timesteps: Sequence[float] | None = times.timesteps if times.sigmas is None else None
     if times.original is not None:  # LCM: out of the times of its distillation
@@ -90,7 +90,7 @@ def _as_the_pipeline(reading: Reading, dialect: str, times: Times, options: dict
     return compile_reading(reading, steps, dialect=dialect, overrides=options, **given)
 
 
-def _keeps_uncond(reading: Reading, request: Request) -> bool:
+def _keeps_uncond(reading: SchedulerSettings, request: Request) -> bool:
     """Whether the sampler uses the unconditional prediction beside the guided one (the CFG++ family)."""
     table = _as_table(request)
     if table is not None:
@@ -134,7 +134,7 @@ class _PeerRequest:
     """A request, made out for one pipeline: what its call gets, whose guidance it is, and the plan once it is laid."""
 
     def __init__(
-        self, peer: Peer, reading: Reading, request: Request, true_guidance: Any, peer_options: dict[str, Any]
+        self, peer: Peer, reading: SchedulerSettings, request: Request, true_guidance: Any, peer_options: dict[str, Any]
     ) -> None:
         self.peer, self.reading, self.request, self.options = peer, reading, request, peer_options
         self.seeds = request.seeds()
@@ -312,7 +312,7 @@ class WrappedPipeline(RefusesPeerWords):
     """A diffusers pipeline that runs step by step. Calls share nothing but its weights."""
 
     peer: Peer
-    _ways: dict[tuple[str, ...], Way] = field(default_factory=dict, repr=False)
+    _mixings: dict[tuple[str, ...], Mixing] = field(default_factory=dict, repr=False)
 
     def __repr__(self) -> str:
         return f"WrappedPipeline of {type(self.peer.pipeline).__name__}"
@@ -359,7 +359,7 @@ class WrappedPipeline(RefusesPeerWords):
         try:
             with stages.run("text"):
                 first = talk.start()
-            journey = _WrappedRun(order, talk, self._ways)
+            journey = _WrappedRun(order, talk, self._mixings)
             with stages.run("denoise"):
                 x = journey.denoise(first)
             with stages.run("decode"):
@@ -367,8 +367,8 @@ class WrappedPipeline(RefusesPeerWords):
         finally:
             talk.close()
         images = list(made.images) if request.decode else []
-        if journey.network.way is not None and journey.network.way.sure:
-            self._ways[order.key] = journey.network.way
+        if journey.network.mixing is not None and journey.network.mixing.sure:
+            self._mixings[order.key] = journey.network.mixing
         result = Result(
             images=images,
             latents=x,
@@ -386,7 +386,7 @@ class WrappedPipeline(RefusesPeerWords):
         return show_result(request.observers, result)
 
 
-def read_scheduler(pipeline: Any) -> Reading:
+def read_scheduler(pipeline: Any) -> SchedulerSettings:
     """The pipeline's scheduler, understood; one that is not cannot be run under a plan."""
     try:
         return diffusers_config.read(pipeline.scheduler)
@@ -403,9 +403,9 @@ def _safety_notes(made: Any) -> list[str]:
 class _WrappedRun:
     """One request on its way from the pipeline's first noise to the x that it decodes."""
 
-    def __init__(self, order: _PeerRequest, talk: Conversation, ways: Mapping[tuple[str, ...], Way]) -> None:
+    def __init__(self, order: _PeerRequest, talk: Conversation, mixings: Mapping[tuple[str, ...], Mixing]) -> None:
         self.order, self.request, self.plan = order, order.request, order.plan
-        known = ways.get(order.key) if order.guidance is not None else None
+        known = mixings.get(order.key) if order.guidance is not None else None
         self.network = PeerNetwork(talk, len(order.seeds), order.scales, known)
         self.guidance = order.guidance or Guidance(1.0)
         # the torch stream goes on where the pipeline left it: it has drawn the first noise from it
@@ -467,10 +467,10 @@ class _WrappedRun:
         return x / end.alpha if self.plan.dialect == "exact" and end.alpha > 0 else x
 
     def notes(self) -> tuple[str, ...]:
-        way, found = self.network.way, list(self.guidance.notes)
-        if self.order.guidance is None and (way is None or not way.plain):
+        mixing, found = self.network.mixing, list(self.guidance.notes)
+        if self.order.guidance is None and (mixing is None or not mixing.plain):
             found.append(_OWN_GUIDANCE_NOTE)
-        elif self.request.negative_prompt and way is not None and way.predictions == 1:
+        elif self.request.negative_prompt and mixing is not None and mixing.predictions == 1:
             found.append("negative_prompt has no effect: nothing is predicted without the prompt")
         return tuple(found)
 
@@ -485,16 +485,16 @@ class _OwnGuidance:
         journey, network, order = self.journey, self.journey.network, self.journey.order
         reply = network.hear(x * input_scale(order.curve, level))
         terms = Terms(x, [level], order.curve, order.reading.target)  # type: ignore[arg-type]
-        way, pair = network.way, network.pair(reply, x)
+        mixing, pair = network.mixing, network.pair(reply, x)
         if pair is None and asks_uncond(journey.plan):
             raise network.refusal()
-        name = "cond" if way is not None and way.predictions == 1 else "peer"
-        if way is not None and pair is not None:
+        name = "cond" if mixing is not None and mixing.predictions == 1 else "peer"
+        if mixing is not None and pair is not None:
             terms.put("cond", "raw", pair[0])
             terms.put("uncond", "raw", pair[1])
-            terms.scales = (way.scale,)
-            if way.plain:
-                name, journey.guidance = "cfg", Guidance(way.scale)
+            terms.scales = (mixing.scale,)
+            if mixing.plain:
+                name, journey.guidance = "cfg", Guidance(mixing.scale)
         x0 = terms[terms.put(name, "raw", reply.mixed.to(x.dtype))]
         keep, beside = order.reading.x0_filter, None
         if journey.plan.guided:  # what a plan reads beside x0: uncond, or in diffusers' DDIM x0 before it is clipped

@@ -15,10 +15,10 @@ from pellucid.core.dialect_diffusers import SPACINGS
 from pellucid.core.errors import PellucidError, rule
 from pellucid.core.filters import Clip
 from pellucid.core.grid import named as grid_named
-from pellucid.core.schedule import Tabled
+from pellucid.core.schedule import DiscreteVP
 from pellucid.interop import diffusers_export
 from pellucid.interop.components import Components
-from pellucid.interop.diffusers_config import Reading
+from pellucid.interop.diffusers_config import SchedulerSettings
 from pellucid.interop.save import save_components
 from pellucid.models.dit import DiT
 from pellucid.models.unet import UNet
@@ -164,12 +164,12 @@ class DenoiserTask:
         """
         config, schedule, target = self.config.sampling, self.objective.schedule, self.objective.target
         grid = grid_named(config.grid)
-        if not isinstance(schedule, Tabled):
-            return diffusers_export.write(Reading("", config.sampler, schedule, target, grid, {}, None))
+        if not isinstance(schedule, DiscreteVP):
+            return diffusers_export.write(SchedulerSettings("", config.sampler, schedule, target, grid, {}, None))
         shipped = grid if grid.name in SPACINGS else grid_named("leading")
         if shipped is not grid:
             _log.warning("the model is shipped with the grid leading: diffusers' DDIM has no %s", grid.name)
-        return diffusers_export.write(Reading("", "ddim", schedule, target, shipped, {}, self.clip))
+        return diffusers_export.write(SchedulerSettings("", "ddim", schedule, target, shipped, {}, self.clip))
 
 
 def _null_label(network: UNet | DiT) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from pellucid.core import target as targets
 from pellucid.core.denoiser import input_scale, sigma_data_of
 from pellucid.core.errors import PellucidError, rule
-from pellucid.core.schedule import EDM, Array, Level, Schedule, Tabled, Target
+from pellucid.core.schedule import EDM, Array, DiscreteVP, Level, Schedule, Target
 from pellucid.models import inputs as trees
 from pellucid.train.draws import Draws
 
@@ -59,7 +59,7 @@ class Times:
         u = self.quantiles(count, generator)
         low, high = schedule.span
         if self.kind == "uniform":
-            if isinstance(schedule, Tabled):
+            if isinstance(schedule, DiscreteVP):
                 return np.floor(u * schedule.num_train).clip(0, schedule.num_train - 1)
             return low + u * (high - low)
         mean, std = self.normal
@@ -275,7 +275,7 @@ class Objective:
     @cached_property
     def table(self) -> Tensor | None:
         """The numbers of every whole time, where only whole times are drawn."""
-        if self.times.kind != "uniform" or not isinstance(self.schedule, Tabled):
+        if self.times.kind != "uniform" or not isinstance(self.schedule, DiscreteVP):
             return None
         rows = [self.row(float(time)) for time in range(self.schedule.num_train)]
         return torch.tensor(rows, dtype=torch.float64).T.contiguous()

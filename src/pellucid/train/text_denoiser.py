@@ -14,7 +14,7 @@ from pellucid.core.errors import PellucidError, rule
 from pellucid.core.grid import named as grid_named
 from pellucid.interop import diffusers_export
 from pellucid.interop.components import Components
-from pellucid.interop.diffusers_config import Reading
+from pellucid.interop.diffusers_config import SchedulerSettings
 from pellucid.interop.family import check_fit
 from pellucid.interop.save import save_components
 from pellucid.models.clip import CLIPTextEncoder
@@ -190,4 +190,6 @@ def check_parts(denoiser: nn.Module, vae: AutoencoderKL, encoder: CLIPTextEncode
 def scheduler_of(objective: Objective, sampling: SamplingConfig) -> dict[str, Any]:
     """The config of the diffusers class that samples so from a network that was trained so."""
     grid = grid_named(sampling.grid)
-    return diffusers_export.write(Reading("", sampling.sampler, objective.schedule, objective.target, grid, {}, None))
+    return diffusers_export.write(
+        SchedulerSettings("", sampling.sampler, objective.schedule, objective.target, grid, {}, None)
+    )

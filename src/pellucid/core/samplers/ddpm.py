@@ -83,7 +83,7 @@ def ddim(path: Path, *, eta: float = 0.0, keep_eps: bool = False) -> Draft:
     aliases=("DDIMInverseScheduler", "ddim_inverse"),
 )
 def ddim_inversion(path: Path, *, keep_eps: bool = False) -> Draft:
-    """DDIM run upwards: the network is told the level that the step goes to (the usual approximation).
+    """DDIM run upwards: the network gets the time of the level that the step goes to (the usual approximation).
 
     `keep_eps` takes x0 from a filter (register u) beside eps as it is, as diffusers does.
     """
@@ -141,7 +141,9 @@ def tcd(path: Path, *, eta: float = 0.3, round_times: bool = False) -> Draft:
     for leg, following in pairwise(path.legs):
         past = low + (1.0 - eta) * (following.time - low)
         below = path.at_time(math.floor(past) if round_times else past)
-        if eta == 0.0 or below.ratio > leg.end.ratio:  # outside of the schedule a level is told as its nearest end
+        if (
+            eta == 0.0 or below.ratio > leg.end.ratio
+        ):  # outside of the schedule a level gets the time of its nearest end
             below = leg.end
         scale = leg.end.alpha / below.alpha
         up = leg.end.alpha * math.sqrt(max(leg.end.ratio**2 - below.ratio**2, 0.0))

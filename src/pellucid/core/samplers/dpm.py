@@ -340,7 +340,7 @@ def dpmpp_2s_a(path: Path, *, eta: float = 1.0, s_noise: float = 1.0) -> Draft:
         rows.append(row(leg.time, leg.start, first_order(leg.start, middle), X))
         rows.append(
             row(
-                path.told(middle.ratio),
+                path.time_at(middle.ratio),
                 middle,
                 first_order(leg.start, down, ANCHOR, P0) + noise,
                 span=address,
@@ -381,7 +381,7 @@ def dpmpp_sde(path: Path, *, eta: float = 1.0, s_noise: float = 1.0, r: float = 
         down, up = ancestral(a, b, eta)
         mixed = P1 * (1 - 1 / (2 * r)) + P0 * (1 / (2 * r))
         whole = first_order(a, down, ANCHOR, mixed) + Z * (up * s_noise)
-        rows.append(row(path.told(middle.ratio), middle, whole, span=span(a, b)))
+        rows.append(row(path.time_at(middle.ratio), middle, whole, span=span(a, b)))
     return Draft(rows, declared=S_NOISE if s_noise != 1.0 else "")
 
 
@@ -396,13 +396,13 @@ def single_step(path: Path, a: Level, b: Level, order: int, time: float) -> list
     rows = [row(time, a, first_order_eps(a, s1), X)]
     if order == 2:
         step = first_order_eps(a, b, ANCHOR, P1 + (P0 - P1) / (2 * r1))
-        return [*rows, row(path.told(s1.ratio), s1, step)]
+        return [*rows, row(path.time_at(s1.ratio), s1, step)]
     r2 = 2 / 3
     s2 = path.between(a, b, r2)
     bend = -s2.sigma * (r2 / r1) * (math.expm1(r2 * h) / (r2 * h) - 1.0)
-    rows.append(row(path.told(s1.ratio), s1, first_order_eps(a, s2, ANCHOR, P1) + (P0 - P1) * bend))
+    rows.append(row(path.time_at(s1.ratio), s1, first_order_eps(a, s2, ANCHOR, P1) + (P0 - P1) * bend))
     bend = -b.sigma / r2 * (math.expm1(h) / h - 1.0)
-    rows.append(row(path.told(s2.ratio), s2, first_order_eps(a, b, ANCHOR, P2) + (P0 - P2) * bend))
+    rows.append(row(path.time_at(s2.ratio), s2, first_order_eps(a, b, ANCHOR, P2) + (P0 - P2) * bend))
     return rows
 
 
@@ -433,7 +433,7 @@ def dpm_fast(path: Path, *, eta: float = 0.0, s_noise: float = 1.0) -> Draft:
         ratio = max(down.ratio, least.ratio)
         noise = Z * (b.alpha * math.sqrt(max(b.ratio**2 - ratio**2, 0.0)) * s_noise)
         goal = path.level(ratio)
-        group = single_step(path, a, goal, order, path.told(a.ratio) if rows else path.legs[0].time)
+        group = single_step(path, a, goal, order, path.time_at(a.ratio) if rows else path.legs[0].time)
         last = Form({r: w * b.alpha / goal.alpha for r, w in group[-1].x}) + noise
         rows += [*group[:-1], row(group[-1].time, group[-1].level, last, span=span(a, b))]
     return Draft(rows, "eps", end=least, declared=S_NOISE if s_noise != 1.0 and eta else "")

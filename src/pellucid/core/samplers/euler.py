@@ -49,14 +49,14 @@ class _Churn:
             return leg.time, a, 0.0, None
         up = a.ratio * (1.0 + self.gamma)
         noise = a.alpha * math.sqrt(up**2 - a.ratio**2) * self.s_noise
-        return self.path.told(up), Level(a.alpha, a.alpha * up), noise, Span(up, a.ratio, visit + 1)
+        return self.path.time_at(up), Level(a.alpha, a.alpha * up), noise, Span(up, a.ratio, visit + 1)
 
 
-def _told_after(path: Path, i: int, level: Level) -> float:
-    """The time told at a level that is the start of the next leg, or is between legs."""
+def _time_after(path: Path, i: int, level: Level) -> float:
+    """The network's time at a level that is the start of the next leg, or is between legs."""
     if i + 1 < len(path.legs) and path.legs[i + 1].start == level:
         return path.legs[i + 1].time
-    return path.told(level.ratio)
+    return path.time_at(level.ratio)
 
 
 @sampler(
@@ -126,7 +126,7 @@ def _heun_leg(path: Path, i: int, leg: Leg, start: tuple[float, Level, float, Sp
         return
     yield row(time, level, X + P0 * step, X, pre_noise=noise, pre_span=address)
     mean = ANCHOR + (P0 + P1) * (step / 2)
-    yield row(_told_after(path, i, leg.end), leg.end, mean)
+    yield row(_time_after(path, i, leg.end), leg.end, mean)
 
 
 @sampler(
@@ -244,7 +244,7 @@ def _midpoint(path: Path, leg: Leg, goal: Level) -> list[Row]:
     whole = ANCHOR + P0 * (goal.sigma - leg.start.sigma)
     return [
         row(leg.time, leg.start, X + P0 * (middle.sigma - leg.start.sigma), X),
-        row(path.told(middle.ratio), middle, whole),
+        row(path.time_at(middle.ratio), middle, whole),
     ]
 
 
@@ -364,7 +364,7 @@ def restart(path: Path, *, low: float = 0.1, high: float = 2.0, times: int = 1, 
             rungs = karras(inner + 1, leg.end.ratio, high, 7.0)
             knots = [*(path.level(float(r)) for r in rungs[:-1]), leg.end]
             for k, (a, b) in enumerate(pairwise(knots)):
-                again = Leg(path.told(a.ratio), a, b)
+                again = Leg(path.time_at(a.ratio), a, b)
                 up = k == inner - 1 and visit < times
                 rows += (
                     _climb(path, i, again, high, visit) if up else _heun_leg(path, i, again, (again.time, a, 0.0, None))

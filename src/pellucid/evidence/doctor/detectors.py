@@ -16,7 +16,7 @@ from pellucid.core.denoiser import denoiser
 from pellucid.core.errors import PellucidError
 from pellucid.core.loop import StepSeen, loop
 from pellucid.core.noise import Philox
-from pellucid.core.schedule import EDM, Array, Flow, Level, Schedule, Tabled, Target, in_frame
+from pellucid.core.schedule import EDM, Array, DiscreteVP, Flow, Level, Schedule, Target, in_frame
 from pellucid.evidence.doctor.checks import Evidence, Finding, Severity, check
 from pellucid.evidence.doctor.hypotheses import (
     SCALED,
@@ -281,7 +281,7 @@ def _schedule_fix(found: Schedule) -> str:
         return f"{_set_keys(_FLOW_CLASS)}."
     if isinstance(found, EDM):
         return f"{_set_keys(_EDM_CLASS)}."
-    if not isinstance(found, Tabled) or found.name.startswith("sqrt"):
+    if not isinstance(found, DiscreteVP) or found.name.startswith("sqrt"):
         return f'Put the betas of `pellucid schedules {found.name} --json` as "trained_betas" into its config.'
     made = dict(found.made_with)
     keys = {"beta_schedule": _SPELLED.get(found.name, found.name), **{k: made[k] for k in _BETAS if k in made}}

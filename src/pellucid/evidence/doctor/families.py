@@ -14,12 +14,12 @@ import numpy as np
 from pellucid.core import schedule as schedules
 from pellucid.core.errors import PellucidError
 from pellucid.core.filters import Clip, DynamicThreshold
-from pellucid.core.schedule import Tabled
+from pellucid.core.schedule import DiscreteVP
 from pellucid.evidence.doctor.checks import Finding, check
 from pellucid.evidence.doctor.scheduler_configs import flow_in_eps, flows
 from pellucid.evidence.doctor.subject import Component, Subject, Unable, read_single_file
 from pellucid.interop.diffusers_classes import CLASSES
-from pellucid.interop.diffusers_config import Reading
+from pellucid.interop.diffusers_config import SchedulerSettings
 from pellucid.interop.family import DIT, Family, family_of
 from pellucid.interop.folder import mended
 from pellucid.models.guidance import GUARDED_SCALE, Guidance
@@ -50,7 +50,7 @@ def _known_family(subject: Subject) -> Family | None:
 
 
 @check("target and family")
-def family_target(subject: Subject, reading: Reading) -> Iterator[Finding]:
+def family_target(subject: Subject, reading: SchedulerSettings) -> Iterator[Finding]:
     """What the config says is predicted, and what such networks predict."""
     family = _known_family(subject)
     if family is not None and reading.target != family.target:
@@ -98,10 +98,10 @@ def file_target(subject: Subject, file: Path) -> Iterator[Finding]:
 
 
 @check("schedule and family")
-def family_schedule(subject: Subject, reading: Reading) -> Iterator[Finding]:
+def family_schedule(subject: Subject, reading: SchedulerSettings) -> Iterator[Finding]:
     """Betas that are not those of Stable Diffusion, in a network that is."""
     family = _known_family(subject)
-    if family is None or family is DIT or not isinstance(reading.schedule, Tabled):
+    if family is None or family is DIT or not isinstance(reading.schedule, DiscreteVP):
         return
     own, schedule, values = schedules.scaled_linear(), reading.schedule, reading.values
     right = schedules.zero_terminal_snr(own) if schedule.zero_terminal else own
@@ -190,7 +190,7 @@ def sampler_fits(
 
 
 @check("clipping of latents")
-def clipping(subject: Subject, components: Mapping[str, Component], reading: Reading) -> Iterator[Finding]:
+def clipping(subject: Subject, components: Mapping[str, Component], reading: SchedulerSettings) -> Iterator[Finding]:
     """Predicted latents that are cut to the range of pixels."""
     rule = reading.x0_filter if "vae" in components else None
     if isinstance(rule, Clip) and rule.limit < 3.0:

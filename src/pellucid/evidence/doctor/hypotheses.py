@@ -29,7 +29,7 @@ from torch import Tensor
 from pellucid import scenes
 from pellucid.core import schedule as schedules
 from pellucid.core.denoiser import input_scale, read_output
-from pellucid.core.schedule import EDM, Flow, Frame, Schedule, Tabled, Target, in_frame
+from pellucid.core.schedule import EDM, DiscreteVP, Flow, Frame, Schedule, Target, in_frame
 from pellucid.evidence.doctor.probe import Probe, pipeline_probe, probe_of
 from pellucid.evidence.doctor.subject import KnownImages, Subject, Unable
 from pellucid.evidence.statistics import draws
@@ -68,7 +68,7 @@ def schedule_name(declared: Schedule) -> str:
     for name, curve in known_schedules(declared).items():
         if alike(curve, declared):
             return name
-    zero = _ZERO if isinstance(declared, Tabled) and declared.zero_terminal else ""
+    zero = _ZERO if isinstance(declared, DiscreteVP) and declared.zero_terminal else ""
     return f"{declared.name} of the config{zero}"
 
 

@@ -9,10 +9,10 @@ from pellucid.core import schedule as schedules
 from pellucid.core.dialect_diffusers import PREVIOUS, ZERO_SNR_RATIO
 from pellucid.core.errors import PellucidError
 from pellucid.core.plan import Plan, kept, landings
-from pellucid.core.schedule import Tabled
+from pellucid.core.schedule import DiscreteVP
 from pellucid.evidence.doctor.checks import Evidence, Finding, check
 from pellucid.evidence.doctor.subject import Subject, Unable, exact_plan, make_plan, steps_of
-from pellucid.interop.diffusers_config import Reading
+from pellucid.interop.diffusers_config import SchedulerSettings
 from pellucid.interop.weights import some
 
 _EXPLAINED = ("target-schedule", "alpha-zero")  # plans that fail for reasons that the config checks report
@@ -34,7 +34,7 @@ _WASTED = 0.2  # share of the calls there, the first aside: a grid has to begin 
 
 
 @check("steps")
-def steps(subject: Subject, reading: Reading) -> Iterator[Finding]:
+def steps(subject: Subject, reading: SchedulerSettings) -> Iterator[Finding]:
     """More steps than there are times, and other plans that cannot be made."""
     wanted, most = steps_of(subject.run), _most_steps(reading)
     if subject.run.own and most is not None and wanted > most:
@@ -62,9 +62,9 @@ def steps(subject: Subject, reading: Reading) -> Iterator[Finding]:
                 )
 
 
-def _most_steps(reading: Reading) -> int | None:
+def _most_steps(reading: SchedulerSettings) -> int | None:
     """The number of distinct times that the scheduler has for its steps."""
-    if not isinstance(reading.schedule, Tabled):
+    if not isinstance(reading.schedule, DiscreteVP):
         return None
     if reading.sampler in ("lcm", "tcd"):
         return min(reading.grid.original, reading.schedule.num_train)
@@ -72,7 +72,7 @@ def _most_steps(reading: Reading) -> int | None:
 
 
 @check("strength and steps")
-def strength(subject: Subject, reading: Reading) -> Iterator[Finding]:
+def strength(subject: Subject, reading: SchedulerSettings) -> Iterator[Finding]:
     """Too little strength for a single step."""
     share, count = subject.run.strength, steps_of(subject.run)
     if share is None:
@@ -138,7 +138,7 @@ def _end_fix(subject: Subject, before: str = "") -> str:
 
 
 @check("last call")
-def last_call(subject: Subject, plan: Plan, reading: Reading) -> Iterator[Finding]:
+def last_call(subject: Subject, plan: Plan, reading: SchedulerSettings) -> Iterator[Finding]:
     """Pixels whose finest detail is made in one leap, from further away than the network's training ends."""
     if not _in_pixels(subject) or plan.nfe < _ENOUGH or plan.end.ratio > 0:
         return
@@ -236,10 +236,10 @@ def _exact_evidence(subject: Subject, row: int) -> Evidence:
     return ("time told there", time), ("rows with other weights than the exact plan", differing)
 
 
-def _schedule_of_betas(subject: Subject, plan: Plan, why: str) -> Tabled:
+def _schedule_of_betas(subject: Subject, plan: Plan, why: str) -> DiscreteVP:
     """The plan's schedule where that is one of betas; else `why` the check cannot be made."""
     schedule = schedules.from_dict(plan.schedule) if subject.reading is None else subject.reading.schedule
-    if not isinstance(schedule, Tabled):
+    if not isinstance(schedule, DiscreteVP):
         raise Unable(why)
     return schedule
 
@@ -341,7 +341,7 @@ def repeated_times(subject: Subject, plan: Plan) -> Iterator[Finding]:
 
 
 @check("steps offset")
-def offset(subject: Subject, reading: Reading) -> Iterator[Finding]:
+def offset(subject: Subject, reading: SchedulerSettings) -> Iterator[Finding]:
     """An offset that nothing reads, or that moves all times."""
     amount, spacing = reading.values.get("steps_offset"), reading.values.get("timestep_spacing")
     written = (subject.scheduler or {}).get("steps_offset", amount)  # in the file; a pipeline may have corrected it

@@ -10,12 +10,12 @@ import numpy as np
 
 from pellucid.core.dialect_diffusers import SPACINGS
 from pellucid.core.errors import PellucidError, nearest
-from pellucid.core.schedule import Tabled
+from pellucid.core.schedule import DiscreteVP
 from pellucid.evidence.doctor.checks import Finding, check
 from pellucid.evidence.doctor.subject import Subject
 from pellucid.interop import diffusers_config
 from pellucid.interop.diffusers_classes import CLASSES, KNOWN
-from pellucid.interop.diffusers_config import Reading
+from pellucid.interop.diffusers_config import SchedulerSettings
 
 # Keys that change the image, and the values with which they change nothing.
 _ASKING: dict[str, tuple[Any, ...]] = {
@@ -154,7 +154,7 @@ def _bad_value(cause: str, key: str, value: Any, fix: str) -> Finding:
                    ((key, _short_repr(value)),), cause, fix)  # fmt: skip
 
 
-def _not_here(reading: Reading, refused: list[str]) -> Finding:
+def _not_here(reading: SchedulerSettings, refused: list[str]) -> Finding:
     return Finding(
         "not-supported",
         "note",
@@ -169,9 +169,9 @@ def _not_here(reading: Reading, refused: list[str]) -> Finding:
 
 
 @check("zero terminal SNR")
-def zero_snr(subject: Subject, reading: Reading) -> Iterator[Finding]:
+def zero_snr(subject: Subject, reading: SchedulerSettings) -> Iterator[Finding]:
     """eps at a level without signal."""
-    if reading.target not in ("eps", "score") or not isinstance(reading.schedule, Tabled):
+    if reading.target not in ("eps", "score") or not isinstance(reading.schedule, DiscreteVP):
         return
     alpha = float(reading.schedule.alpha_bar[-1]) ** 0.5
     if reading.schedule.zero_terminal:
@@ -199,9 +199,9 @@ def zero_snr(subject: Subject, reading: Reading) -> Iterator[Finding]:
 
 
 @check("end of the schedule")
-def schedule_end(subject: Subject, reading: Reading) -> Iterator[Finding]:
+def schedule_end(subject: Subject, reading: SchedulerSettings) -> Iterator[Finding]:
     """A noisiest level that still holds much of the image: a run starts from noise alone."""
-    if not isinstance(reading.schedule, Tabled):
+    if not isinstance(reading.schedule, DiscreteVP):
         return
     alpha = float(reading.schedule.alpha_bar[-1]) ** 0.5
     if alpha > _TOO_MUCH_SIGNAL:

@@ -28,7 +28,7 @@ from pellucid.evidence.metrics.images import ImageSet, open_images
 from pellucid.evidence.trace import Trace, read
 from pellucid.interop import diffusers_config, folder, single_file, source, weights
 from pellucid.interop.components import INDEX, KINDS, NETWORK_PARTS, named_classes, read_config
-from pellucid.interop.diffusers_config import Reading
+from pellucid.interop.diffusers_config import SchedulerSettings
 from pellucid.interop.diffusers_plan import compile_reading
 from pellucid.pipeline.load import default_device, load
 from pellucid.pipeline.pipeline import Pipeline
@@ -178,7 +178,7 @@ class Subject:
     file: Path | None = None  # a single-file checkpoint
     index: Mapping[str, Any] | None = None  # model_index.json
     scheduler: Mapping[str, Any] | None = None  # its config, as it is written
-    reading: Reading | None = None  # that config, understood
+    reading: SchedulerSettings | None = None  # that config, understood
     plan: Plan | None = None  # of a plan file, or what the config runs as `run` says
     plan_file: Mapping[str, Any] | None = None  # a plan as it is written, whether it keeps its law or not
     recipe: Mapping[str, Any] | None = None  # how an image was made
@@ -243,7 +243,7 @@ def steps_of(run: RunSpec) -> int:
     return STEPS if run.steps is None else run.steps
 
 
-def make_plan(reading: Reading, run: RunSpec) -> Plan:
+def make_plan(reading: SchedulerSettings, run: RunSpec) -> Plan:
     """What `pellucid sample` would run: the config in diffusers' dialect, or the sampler that was named, exactly."""
     try:
         if run.own:
@@ -258,14 +258,14 @@ def make_plan(reading: Reading, run: RunSpec) -> Plan:
         raise PellucidError(f"{must}; got {error}.", "config-value") from None
 
 
-def _shift_of(reading: Reading) -> dict[str, Any]:
+def _shift_of(reading: SchedulerSettings) -> dict[str, Any]:
     """What a flow pipeline would take from the size of the image."""
     if not (reading.values.get("use_dynamic_shifting") and isinstance(reading.schedule, Flow)):
         return {}
     return {"mu": float(reading.values.get("max_shift", _LARGE_SHIFT))}
 
 
-def exact_plan(reading: Reading, run: RunSpec) -> Plan:
+def exact_plan(reading: SchedulerSettings, run: RunSpec) -> Plan:
     """The same sampler, steps and grid without diffusers' rounding and habits."""
     return compile_reading(reading, steps_of(run), dialect="exact", **_shift_of(reading))
 

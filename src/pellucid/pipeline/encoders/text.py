@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,14 +32,6 @@ _MAX_CHARACTERS = 100_000  # beyond this a text is refused before it is tokenize
 _MARKS = re.compile(
     r"\\[()\[\]\\]|[(\[]|:\s*(?P<weight>[+-]?(?:\d+\.?\d*|\.\d+))\s*\)|[)\]]|[^\\()\[\]:]+|.", re.DOTALL
 )
-
-
-class Token(NamedTuple):
-    """A token of a prompt, as `describe` shows it."""
-
-    text: str
-    id: int
-    weight: float
 
 
 Chunk = tuple[tuple[int, float], ...]  # (id, weight) of the text's tokens in one window, without BOS and EOS
@@ -127,12 +119,6 @@ def _word_pieces(words: Iterable[tuple[tuple[int, ...], float]], room: int) -> I
     for word, weight in words:
         for start in range(0, len(word), room):
             yield word[start : start + room], weight
-
-
-def describe_tokens(tokenizer: Tokenizer, prompt: str, *, weighting: bool = False) -> list[list[Token]]:
-    """What the encoder reads, chunk by chunk: each token's text, id and weight."""
-    found = chunks_of(tokenizer, prompt, weighting=weighting)
-    return [[Token(tokenizer.token(i), i, weight) for i, weight in chunk] for chunk in found]
 
 
 # --- Encoding -------------------------------------------------------------------------------------------------------
@@ -457,8 +443,8 @@ def add_inversions(
         if widths != wanted or len({len(vectors) for vectors in inversion.vectors}) > 1:
             raise _wrong_width(inversion, wanted)
     grown = [
-        _extend_encoder(*pair)
-        for pair in zip(encoders, tokenizers, _vectors_by_encoder(inversions, len(encoders)), strict=True)
+        _extend_encoder(encoder, tokenizer, [(one.name, one.vectors[n]) for one in inversions])
+        for n, (encoder, tokenizer) in enumerate(zip(encoders, tokenizers, strict=True))
     ]
     return tuple(encoder for encoder, _ in grown), tuple(tokenizer for _, tokenizer in grown)
 
@@ -475,10 +461,6 @@ def with_tokens(parts: Components, loras: Sequence[AdapterSet]) -> Components:
     encoders, tokenizers = add_inversions(parts.text_encoders, parts.tokenizers, given)
     notes = [f"LoRA {one.name} came with tokens for the prompt: {', '.join(one.tokens)}" for one in loras if one.tokens]
     return replace(parts, text_encoders=encoders, tokenizers=tokenizers, notes=(*parts.notes, *notes))
-
-
-def _vectors_by_encoder(inversions: Sequence[Inversion], count: int) -> list[list[tuple[str, Tensor]]]:
-    return [[(inversion.name, inversion.vectors[n]) for inversion in inversions] for n in range(count)]
 
 
 def _wrong_width(inversion: Inversion, wanted: Sequence[int]) -> PellucidError:
