@@ -57,7 +57,7 @@ def read(path: Path) -> dict[str, Tensor]:
     else:
         tensors = _tensors_in(read_pickle(path, zipped=kind == "zip"), path)
     if not tensors:
-        raise PellucidError(rule(f"weights in {path.name}", "at least one tensor", "none"), "weights-file")
+        raise _refusal(path, "at least one tensor", "none")
     return tensors
 
 
@@ -67,22 +67,10 @@ def kind_of(path: Path) -> str:
         with open_file(path, f"weights in {path.name}", "weights-file") as file:
             head, size = file.read(64), os.fstat(file.fileno()).st_size
     except OSError as error:
-        must, advice = "a file that can be read", f"{error.strerror or error}."
-        raise PellucidError(rule(f"weights in {path.name}", must, str(path), advice), "weights-file") from None
-    if not head:
-        raise PellucidError(
-            rule(f"weights in {path.name}", "a safetensors file or a torch pickle", "an empty file"), "weights-file"
-        )
+        raise _refusal(path, "a file that can be read", str(path), f"{error.strerror or error}.") from None
     if head.startswith(_LFS_POINTER):
-        raise PellucidError(
-            rule(
-                f"weights in {path.name}",
-                "the tensors themselves",
-                "a git-LFS pointer of a few lines",
-                "The clone did not fetch them: run `git lfs pull` in that folder, or download the file.",
-            ),
-            "weights-lfs",
-        )
+        advice = "The clone did not fetch them: run `git lfs pull` in that folder, or download the file."
+        raise _refusal(path, "the tensors themselves", "a git-LFS pointer of a few lines", advice, "weights-lfs")
     if head.startswith(b"PK\x03\x04"):
         return "zip"
     if head[8:9] == b"{" and 8 + int.from_bytes(head[:8], "little") <= size:
@@ -91,39 +79,41 @@ def kind_of(path: Path) -> str:
         return "pickle"
     if head[8:9] == b"{":
         return "safetensors"  # cut off: its reader says so
-    raise PellucidError(
-        rule(f"weights in {path.name}", "a safetensors file or a torch pickle", head[:16]), "weights-file"
-    )
+    raise _refusal(path, "a safetensors file or a torch pickle", head[:16] or "an empty file")
 
 
-def read_safetensors(path: Path) -> dict[str, Tensor]:
+def _refusal(path: Path, must: str, got: object, advice: str = "", code: str = "weights-file") -> PellucidError:
+    return PellucidError(rule(f"weights in {path.name}", must, got, advice), code)
+
+
+@contextmanager
+def _safetensors(path: Path) -> Iterator[Any]:
+    """A safetensors file, open; what its reader refuses inside is an error that names the file."""
     check_file(path, f"weights in {path.name}", "weights-file")
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            yield file
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise _broken(path, error) from None
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    with _safetensors(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def metadata_of(path: Path) -> dict[str, str]:
     """The words in a safetensors header; nothing for a pickle."""
     if kind_of(path) != "safetensors":
         return {}
-    try:
-        with safe_open(path, framework="pt") as file:
-            return dict(file.metadata() or {})
-    except (SafetensorError, OSError) as error:
-        raise _broken(path, error) from None
+    with _safetensors(path) as file:
+        return dict(file.metadata() or {})
 
 
 def shapes_of(path: Path) -> list[tuple[int, ...]]:
     """The shapes of the tensors in a safetensors file."""
-    check_file(path, f"weights in {path.name}", "weights-file")
-    try:
-        with safe_open(path, framework="pt") as file:
-            return [tuple(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise _broken(path, error) from None
+    with _safetensors(path) as file:
+        return [tuple(file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118
 
 
 def _broken(path: Path, error: Exception) -> PellucidError:
@@ -169,13 +159,11 @@ def _tensors_in(held: Any, path: Path) -> dict[str, Tensor]:
     if isinstance(held, Mapping) and isinstance(held.get("state_dict"), Mapping):
         held = held["state_dict"]
     if not isinstance(held, Mapping):
-        raise PellucidError(rule(f"weights in {path.name}", "a dict of tensors", type(held).__name__), "weights-file")
+        raise _refusal(path, "a dict of tensors", type(held).__name__)
     found = {str(name): value for name, value in held.items() if isinstance(value, Tensor)}
     others = [str(name) for name, value in held.items() if not isinstance(value, Tensor | int | float | str | None)]
     if others:
-        raise PellucidError(
-            rule(f"weights in {path.name}", "a dict of tensors", f"other things too: {some(others)}"), "weights-file"
-        )
+        raise _refusal(path, "a dict of tensors", f"other things too: {some(others)}")
     return found
 
 

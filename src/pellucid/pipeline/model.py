@@ -58,10 +58,6 @@ class Model:
         vae, network = self.components.vae, self.components.network
         return network.config.in_channels if vae is None else vae.config.latent_channels
 
-    def shape_of(self, size: tuple[int, int]) -> tuple[int, int, int]:
-        """(C, H, W) of one x for images of (width, height) pixels."""
-        return self.channels, size[1] // self.factor, size[0] // self.factor
-
     def is_latent(self, image: Any) -> bool:
         """A tensor (B, C, H, W) with the channels of the latents is taken as latents."""
         return (
@@ -176,7 +172,8 @@ class RunSettings:
     @property
     def shape(self) -> tuple[int, int, int]:
         """(C, H, W) of one x."""
-        return self.model.shape_of(self.size)
+        (width, height), factor = self.size, self.model.factor
+        return self.model.channels, height // factor, width // factor
 
 
 def _denoising_networks(components: Components) -> dict[str, nn.Module]:
