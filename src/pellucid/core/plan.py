@@ -556,7 +556,7 @@ def landings(plan: Plan) -> list[tuple[float, float]]:
     return [_distance(x, level) for level, x in visited]
 
 
-_Value = tuple[Array, float]  # what a register holds, a line a source; and a bound of its rounding error
+_Value = tuple[Array, float]  # what a register holds, one line per source; and a bound of its rounding error
 _ROUNDING = 2.0**-51
 
 

@@ -17,7 +17,7 @@ from pellucid.core.samplers import resolve
 from pellucid.core.schedule import Flow, Schedule
 from pellucid.interop.diffusers_config import SchedulerSettings
 
-BLIND_START = {"plms": 1, "pndm": 9}  # rows that the start of a run adds to one a leg
+BLIND_START = {"plms": 1, "pndm": 9}  # rows that the start of a run adds to one per leg
 # the classes that take their noise from torchsde, not from a generator
 _BROWNIAN = {"DPMSolverSDEScheduler": "dpmpp_sde", "CosineDPMSolverMultistepScheduler": "dpm_multistep"}
 _SIGMA_RULES = ("karras", "exponential", "beta", "lu")

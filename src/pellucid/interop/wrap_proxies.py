@@ -22,7 +22,7 @@ _SHARED = re.compile(r"^(txt|img)_ids$|rotary|freqs")
 
 @dataclass(frozen=True)
 class Times:
-    """What a pipeline asks of its scheduler before its loop; the shift for the image's size, mu, is among it."""
+    """What a pipeline asks of its scheduler before its loop, such as mu, the shift for the image's size."""
 
     steps: int | None = None
     timesteps: tuple[float, ...] | None = None
@@ -125,7 +125,7 @@ class NetworkProxy:
             args, kwargs = only.half((args, kwargs))
         if only is None or batched or len(calls) == only.index or talk.answer is None:
             talk.answer = real(*args, **kwargs)
-        # else: the call that nobody asked for gets the last answer; the pipeline's mixture is not used then
+        # else: a call that is not needed gets the last answer; the pipeline's mixture is not used then
         calls.append(Call(args, kwargs, tensor_of(talk.answer)))
         return doubled(talk.answer) if batched else talk.answer
 

@@ -67,7 +67,7 @@ class Ramp:
 
 @dataclass(frozen=True)
 class ScaleList:
-    """One scale a step; fewer than there are steps are spread evenly over the run."""
+    """One scale per step; a shorter list is spread evenly over the run."""
 
     values: tuple[float, ...]
 
@@ -271,7 +271,7 @@ def scale_notes(guidance: Guidance) -> list[str]:
 
 
 def guarded(asked: Any = GUARDED_SCALE) -> Guidance:
-    """The preset for people who did not choose: no scale above 7, and rescale on. What it changed is in `notes`."""
+    """The default preset: no scale above 7, and rescale on. What it changed is in `notes`."""
     wish = Guidance.parse(asked)
     scale, notes = wish.scale, list(wish.notes)
     if wish.most > GUARDED_SCALE:

@@ -84,7 +84,7 @@ class Rehearsal(Tracker):  # type: ignore[no-untyped-call]
 
 
 class Kernels(TorchFunctionMode):
-    """Functions that `meta` takes apart otherwise than the device does whose memory is asked for."""
+    """Functions that `meta` computes in other steps than the device whose memory is predicted."""
 
     def __init__(self, device: str, attention: str) -> None:
         super().__init__()

@@ -216,7 +216,7 @@ _CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
 }
 
 
-_ROUGH = 8 * 2**10  # bytes a pixel that a run with a VAE stays below: measured are 0.6 (scenes-128) to 5 kB (SDXL)
+_ROUGH = 8 * 2**10  # bytes per pixel that a run with a VAE stays below: measured are 0.6 (scenes-128) to 5 kB (SDXL)
 _OF_PIXELS = 8  # times that, of a network of pixels
 _LITTLE = 2**31  # bytes, by the rough count, below which nothing is checked
 GROUPS = Path("/sys/fs/cgroup")

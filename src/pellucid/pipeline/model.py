@@ -49,7 +49,7 @@ class Model:
 
     @property
     def factor(self) -> int:
-        """Pixels a latent, along one side."""
+        """Pixels per latent, along one side."""
         return 1 if self.components.vae is None else self.components.vae.config.factor
 
     @property

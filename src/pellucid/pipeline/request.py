@@ -230,7 +230,7 @@ class Request:
     image_prompts: Sequence[ImagePrompt] = flag(
         "--image-prompt", "ADAPTER,FILE[,SCALE]", "An IP-Adapter and its image; repeatable.", ADAPTERS, (), list[str]
     )
-    # who watches
+    # observers and what may stop or change the run
     observers: Sequence[Observer] = ()
     constraints: Sequence[Constraint] = ()
     cancelled: Callable[[], bool] | None = None

@@ -24,7 +24,7 @@ from pellucid.pipeline.tracker import METER
 
 # --- Threads --------------------------------------------------------------------------------------------------------
 
-THREAD_SETTINGS = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}  # who sets one of them has decided
+THREAD_SETTINGS = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}  # a user who sets one of them has decided
 SMALL_NETWORK = 100_000_000  # parameters up to which one thread is fast enough to be worth it
 _SLOWDOWN = 4.0  # times one thread's time that several may take; 200 was measured on a busy machine, 0.8 on a quiet one
 _choosing = threading.RLock()
@@ -119,7 +119,7 @@ class _Copy:
 
 
 class Guests:
-    """Who is on a device, counted by user. One object a device: see `_guests_of`."""
+    """The tensors on a device, with the number of their users. One object per device: see `_guests_of`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -1,4 +1,4 @@
-"""Counts the bytes of living tensors, operation by operation: the peak, the module at work, and who held what.
+"""Counts the bytes of living tensors, operation by operation: the peak, the module at work, and what each module held.
 
 torch shows every operation to a dispatch mode, and a weak reference sees a storage die. The count needs no formula and
 holds for any network: on a real run, and on one whose tensors have no data (see `ghost`).
