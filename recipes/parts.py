@@ -46,7 +46,7 @@ from pellucid.pipeline.shelf import adapter_encoder, adapter_file
 from pellucid.scenes.grammar import Query
 from pellucid.scenes.reading import Reading
 from pellucid.scenes.sampling import OBJECTS
-from pellucid.scenes.scene import Scenes, Thing
+from pellucid.scenes.scene import SceneObject, Scenes
 from pellucid.scenes.words import STYLE_NAMES
 from pellucid.train.scenes_source import alone
 
@@ -322,7 +322,7 @@ class Likeness(NamedTuple):
     shape: bool
 
 
-def likeness(reading: Reading, thing: Thing) -> Likeness:
+def likeness(reading: Reading, thing: SceneObject) -> Likeness:
     """What of a thing is in an image."""
     pairs = [(one.colour, one.shape) for one in reading.objects]
     colours, shapes = [c for c, _ in pairs], [s for _, s in pairs]

@@ -19,7 +19,7 @@ from pellucid.pipeline.pipeline import Pipeline
 from pellucid.pipeline.recipe import read_png, read_sheet
 from pellucid.studio import compare_tab, comparison, form, visitors
 from pellucid.studio.compare_tab import CompareTab, SheetNews
-from pellucid.studio.comparison import ComparisonResult, Half, Pair
+from pellucid.studio.comparison import ComparisonNews, ComparisonResult, SideJob
 from pellucid.studio.form import Form, Shelf
 from pellucid.studio.generate_tab import RunResult, StepNews
 from pellucid.studio.visitors import Job, Session, Sessions
@@ -125,7 +125,7 @@ def test_both_sides_are_told_together(pipe: Pipeline, session: Session) -> None:
     news = []
     while not job.told.empty():
         news.append(job.told.get())
-    assert all(isinstance(one, Pair) for one in news)
+    assert all(isinstance(one, ComparisonNews) for one in news)
     assert [one.part for one in news] == sorted(one.part for one in news)
     assert isinstance(news[0].a, StepNews)
     assert news[0].b is None
@@ -143,7 +143,7 @@ def test_what_cannot_be_planned_is_refused_before_anything_runs(pipe: Pipeline, 
 
 def test_cancel_stops_both(pipe: Pipeline, session: Session) -> None:
     job = Job()
-    half = Half(job, [None, None], 0)
+    half = SideJob(job, [None, None], 0)
     assert not half.cancelled()
     job.cancel()
     assert half.cancelled()

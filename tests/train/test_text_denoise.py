@@ -21,7 +21,7 @@ from pellucid.pipeline.encoders.text import encode_pair, encode_prompts
 from pellucid.pipeline.load import load
 from pellucid.train.draws import Draws, mixed
 from pellucid.train.text import tokens
-from pellucid.train.text_denoiser import Joint, TextDenoiserConfig, TextDenoiserTask
+from pellucid.train.text_denoiser import TextAndDenoiser, TextDenoiserConfig, TextDenoiserTask
 
 WORDS = ("a red star", "a striped blue square on a white background")
 
@@ -104,8 +104,8 @@ def test_a_caption_longer_than_the_window_is_cut() -> None:
 def test_it_learns_and_the_text_encoder_with_it(run: Run, parts: Path) -> None:
     assert run.after < 0.9 * run.before
     fresh = task_of(parts).network
-    assert isinstance(fresh, Joint)
-    assert isinstance(run.task.network, Joint)
+    assert isinstance(fresh, TextAndDenoiser)
+    assert isinstance(run.task.network, TextAndDenoiser)
     moved = [
         name
         for (name, new), old in zip(run.task.network.named_parameters(), fresh.parameters(), strict=True)

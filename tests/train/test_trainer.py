@@ -32,7 +32,7 @@ from pellucid.train.cifar10 import CIFAR10, CIFAR10Source
 from pellucid.train.config import chosen
 from pellucid.train.draws import Draws
 from pellucid.train.kinds import TASKS
-from pellucid.train.objective import Grades
+from pellucid.train.objective import BatchLoss
 from pellucid.train.source import Batch
 from pellucid.train.trainer import Trainer
 
@@ -419,15 +419,15 @@ class Spoiled:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def loss(self, network: nn.Module, asked: Any) -> Grades:
+    def loss(self, network: nn.Module, asked: Any) -> BatchLoss:
         graded = self.inner.loss(network, asked)
         self.left -= 1
         if self.left:
             return graded
         if self.what == "loss":
-            return Grades(graded.loss * math.nan, graded.errors, graded.lam)
+            return BatchLoss(graded.loss * math.nan, graded.errors, graded.lam)
         zero = (graded.loss - graded.loss.detach()).abs().sqrt()  # 0, with a slope that is not a number
-        return Grades(graded.loss + zero, graded.errors, graded.lam)
+        return BatchLoss(graded.loss + zero, graded.errors, graded.lam)
 
 
 @pytest.mark.parametrize(("what", "name"), [("loss", "loss"), ("gradient", "grad_norm")])

@@ -27,13 +27,13 @@ MOST_BYTES = 2**20  # of an answer
 WRITE_ONE = "Write one: pellucid lab 03 --starter answer.py."
 
 
-class Wrong(Exception):  # noqa: N818
-    """An answer is not right: what was expected, what came, and a hint, in one sentence."""
+class Mistake(Exception):  # noqa: N818
+    """What is wrong with an answer, in one sentence: what was expected, what came, and a hint."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """`run` is given the answer as a module and raises `Wrong` where it is not right."""
+    """`run` is given the answer as a module and raises `Mistake` where it is not right."""
 
     name: str
     run: Callable[[ModuleType], None]
@@ -154,7 +154,7 @@ def answer_in(path: Path) -> ModuleType:
 
 def judged(check: Check, path: Path) -> Outcome:
     """One check on an answer that is imported again, so that checks do not depend on each other."""
-    printed = process.Printed(MOST_PRINTED)
+    printed = process.OutputBuffer(MOST_PRINTED)
     with contextlib.redirect_stdout(printed):
         verdict, sentence = verdict_of(check, path)
     return Outcome(check.name, verdict, process.clipped(sentence, MOST_SAID), printed.text())
@@ -165,7 +165,7 @@ def verdict_of(check: Check, path: Path) -> tuple[Verdict, str]:
     try:
         module = answer_in(path)
         check.run(module)
-    except Wrong as error:
+    except Mistake as error:
         return "wrong", " ".join(str(error).split())
     except NotImplementedError as error:
         return "not written yet", last_line(error, path).removeprefix("NotImplementedError").strip(" :")
@@ -236,6 +236,6 @@ def main(name: str, answer: str, scratch: str) -> None:
 
 
 if __name__ == "__main__":
-    from pellucid.labs import answers  # the checks raise that module's `Wrong`, and `python -m` has made another one
+    from pellucid.labs import answers  # the checks raise that module's `Mistake`; `python -m` has made another one
 
     answers.main(*sys.argv[1:])

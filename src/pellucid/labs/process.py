@@ -157,7 +157,7 @@ def channel() -> Callable[[dict[str, Any]], None]:
     return tell
 
 
-class Printed(io.TextIOBase):
+class OutputBuffer(io.TextIOBase):
     """What is printed: the first `most` characters of it, and how many more there were."""
 
     def __init__(self, most: int) -> None:
@@ -243,7 +243,7 @@ def run_here(page: Path) -> Iterator[BlockResult]:
     compiler = codeop.Compile()  # remembers `from __future__` from block to block
     for number, block in enumerate(blocks, 1):
         begun = time.perf_counter()
-        printed = Printed(MOST_PRINTED)
+        printed = OutputBuffer(MOST_PRINTED)
         with contextlib.redirect_stdout(printed):
             error = executed(compiler, block, page, main)
         figures = drawn() if error is None else ()

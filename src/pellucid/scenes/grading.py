@@ -10,8 +10,8 @@ from typing import Literal
 from torch import Tensor
 
 from pellucid.core.errors import PellucidError, rule
-from pellucid.scenes.grammar import Query, Wanted
-from pellucid.scenes.reading import Reading, Seen, read
+from pellucid.scenes.grammar import ObjectQuery, Query
+from pellucid.scenes.reading import ObjectReading, Reading, read
 
 Verdict = Literal["right", "wrong", "unreadable"]
 _OWN = ("shape", "colour", "texture", "size", "place")
@@ -68,7 +68,7 @@ def graded(reading: Reading, query: Query) -> Grade:
     return Grade(tuple(marks), reading.trouble)
 
 
-def _matched(query: Query, seen: list[Seen], order: tuple[int | None, ...], reading: Reading) -> list[Mark]:
+def _matched(query: Query, seen: list[ObjectReading], order: tuple[int | None, ...], reading: Reading) -> list[Mark]:
     """The marks of objects and relations when the queried objects are taken to be those of `order`."""
     marks = []
     for wanted, i in zip(query.objects, order, strict=True):
@@ -83,7 +83,7 @@ def _matched(query: Query, seen: list[Seen], order: tuple[int | None, ...], read
     return marks
 
 
-def _own_marks(wanted: Wanted, seen: Seen | None) -> list[Mark]:
+def _own_marks(wanted: ObjectQuery, seen: ObjectReading | None) -> list[Mark]:
     asked = [(what, getattr(wanted, what)) for what in _OWN if getattr(wanted, what) is not None]
     if seen is None:
         return [Mark(what, value, None, "wrong") for what, value in asked]

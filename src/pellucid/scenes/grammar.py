@@ -22,7 +22,7 @@ from pellucid.scenes.words import RELATION_NAMES, Split
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ObjectQuery:
     """One object as asked for; None is not said. A caption that names no texture asks for a solid one."""
 
     shape: str
@@ -36,7 +36,7 @@ class Wanted:
 class Query:
     """Objects in the order of their mention, relations as (which, relation, to which), and what else is said."""
 
-    objects: tuple[Wanted, ...]
+    objects: tuple[ObjectQuery, ...]
     relations: tuple[tuple[int, str, int], ...] = ()
     background: str | None = None
     kind: str | None = None
@@ -115,7 +115,7 @@ class _Facts(NamedTuple):
 
 
 class _Noun(NamedTuple):
-    """One thing of a caption: the fields of `Wanted`, and its words."""
+    """One thing of a caption: the fields of `ObjectQuery`, and its words."""
 
     shape: str
     colour: str
@@ -137,7 +137,7 @@ class _Caption(NamedTuple):
 
     @property
     def query(self) -> Query:
-        wanted = tuple(Wanted(*noun[:5]) for noun in self.nouns)
+        wanted = tuple(ObjectQuery(*noun[:5]) for noun in self.nouns)
         return Query(wanted, tuple(self.links), self.background, self.kind, self.style)
 
 
@@ -351,14 +351,14 @@ class _Parser:
             raise PellucidError(f"caption must have a {what} before {got!r}; got {self.caption!r}.", "caption-grammar")
         return name
 
-    def noun(self) -> Wanted:
+    def noun(self) -> ObjectQuery:
         self.need("article")
         size, texture = self.take("size"), self.take("texture")
         colour = self.need("colour")
         texture = texture or self.take("texture")
         shape = self.need("shape")
         texture = texture or self.take("with") or "solid"
-        return Wanted(shape, colour, texture, size, self.take("place"))
+        return ObjectQuery(shape, colour, texture, size, self.take("place"))
 
     def ground(self) -> tuple[str | None, str | None]:
         """Colour and kind of the background, if the caption has one here."""
@@ -372,7 +372,7 @@ class _Parser:
         self.need("background")
         return name, kind
 
-    def objects(self) -> tuple[list[Wanted], list[tuple[int, str, int]]]:
+    def objects(self) -> tuple[list[ObjectQuery], list[tuple[int, str, int]]]:
         wanted, links = [self.noun()], []
         self.take("that")
         if name := self.take("relation"):
@@ -390,7 +390,7 @@ class _Parser:
         """Whether the phrase after the next may be this."""
         return any(kind == what for kind, _ in (self.found[self.at + 1] if self.at + 1 < len(self.found) else []))
 
-    def third(self, wanted: list[Wanted], links: list[tuple[int, str, int]]) -> bool:
+    def third(self, wanted: list[ObjectQuery], links: list[tuple[int, str, int]]) -> bool:
         if not (self.peek("comma") and (self.follows("which") or self.follows("and"))):
             return False
         self.at += 1

@@ -30,14 +30,14 @@ _FEW = 400  # pixels of background, at least
 
 
 @dataclass(frozen=True)
-class _Ground:
+class _BackgroundReading:
     """Of N images; −1 is unreadable."""
 
     colour: Tensor  # (N,) int64
     kind: Tensor  # (N,) int64
 
 
-def _ground(labels: Labels, window: Window, fitted: Fit) -> _Ground:
+def _ground(labels: Labels, window: Window, fitted: Fit) -> _BackgroundReading:
     """A level, a slope and a checkered pattern are fitted to the pixels that are clearly background."""
     free = ~grown(labels.label != 0, _CLEAR_OF)
     scarce = free.sum((1, 2), keepdim=True) < _FEW
@@ -55,7 +55,7 @@ def _ground(labels: Labels, window: Window, fitted: Fit) -> _Ground:
     off = torch.cdist(mean / usual, painting.backgrounds(free.device))
     near, which = off.min(1)
     few = weight.sum((1, 2)) < _FEW / 4
-    return _Ground(torch.where((near > _NEAR) | few, -1, which), torch.where(doubt | few, -1, kind))
+    return _BackgroundReading(torch.where((near > _NEAR) | few, -1, which), torch.where(doubt | few, -1, kind))
 
 
 def _explained(tone: Tensor, free: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ _LOOSE = 0.06  # the share of specks in a readable image
 
 
 @dataclass(frozen=True)
-class Seen:
+class ObjectReading:
     """An object in an image; None is unreadable. `fit` is the overlap of mask and shape over their union."""
 
     shape: str | None
@@ -101,7 +101,7 @@ class Seen:
 class Reading:
     """What an image shows, objects from the back to the front. `trouble` says why it cannot be read as a whole."""
 
-    objects: tuple[Seen, ...]
+    objects: tuple[ObjectReading, ...]
     relations: tuple[tuple[int, str, int], ...]
     background: str | None
     kind: str | None
@@ -150,7 +150,7 @@ def _strangeness(labels: Labels) -> list[tuple[float, float]]:
     return list(zip(strange, loose, strict=True))
 
 
-def _objects(labels: Labels, window: Window, fitted: Fit) -> list[Seen]:
+def _objects(labels: Labels, window: Window, fitted: Fit) -> list[ObjectReading]:
     """Every thing of the chunk in words."""
     if not len(window):
         return []
@@ -163,7 +163,7 @@ def _objects(labels: Labels, window: Window, fitted: Fit) -> list[Seen]:
         name, size = (w.SHAPE_NAMES[shape], _size_of(radius)) if clear[i] else (None, None)
         tone = w.COLOUR_NAMES[colour[i]] if colour[i] >= 0 else None
         pattern = w.TEXTURE_NAMES[texture[i]] if texture[i] >= 0 and clear[i] else None
-        found.append(Seen(name, tone, pattern, size, place_of(x, y), x, y, radius, overlap))
+        found.append(ObjectReading(name, tone, pattern, size, place_of(x, y), x, y, radius, overlap))
     return found
 
 
@@ -198,7 +198,12 @@ def _silhouettes(window: Window, fitted: Fit, rows: list[int]) -> Tensor:
 
 
 def _assemble(
-    rows: list[int], seen: list[Seen], fitted: Fit, back: _Ground, row: int, strange: tuple[float, float]
+    rows: list[int],
+    seen: list[ObjectReading],
+    fitted: Fit,
+    back: _BackgroundReading,
+    row: int,
+    strange: tuple[float, float],
 ) -> Reading:
     trouble = None
     if not rows:

@@ -20,7 +20,7 @@ from pellucid.pipeline.recipe import write_png
 from pellucid.pipeline.request import Request
 from pellucid.pipeline.sheet import AXES, Axis, axes_of, cell_fields, cells, draw_sheet, shared_settings
 from pellucid.studio import comparison, form, html, visitors
-from pellucid.studio.comparison import SIDES, ComparisonResult, Pair
+from pellucid.studio.comparison import SIDES, ComparisonNews, ComparisonResult
 from pellucid.studio.form import Form, Shelf
 from pellucid.studio.generate_tab import READY, Preview, RunResult, StepNews, guard
 from pellucid.studio.html import status
@@ -228,7 +228,7 @@ class CompareTab:
         preview = Preview(pipe)
         yield gr.skip(), status("starting …"), *rest
         for news in comparison.follow(pipe, setups, session, _TAB):
-            if isinstance(news, Pair):
+            if isinstance(news, ComparisonNews):
                 yield _so_far(news, preview), status(news.words, news.part), *rest
             else:
                 yield _finished(news, setups[0].prompt, session)
@@ -276,7 +276,7 @@ def setups_of(prompt: str, seed: Any, *given: Any) -> tuple[Form, Form]:
     return a, b
 
 
-def _so_far(news: Pair, preview: Preview) -> str:
+def _so_far(news: ComparisonNews, preview: Preview) -> str:
     """Both sides while they run: x0 of the latest step, or the image where it is done."""
     shown = [preview.image(one.x0) if isinstance(one, StepNews) else one and one.image for one in news]
     said = [

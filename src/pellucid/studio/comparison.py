@@ -37,7 +37,7 @@ _MOST_CALLS = 300  # of plans whose differences are run on the oracle
 
 
 @dataclass(frozen=True)
-class Pair:
+class ComparisonNews:
     """Both set-ups, as far as they have come: the latest step of each, or what was made."""
 
     a: StepNews | RunResult | None = None
@@ -84,7 +84,7 @@ class ComparisonResult:
     calls: tuple[int, int]
 
 
-class Half(Job):
+class SideJob(Job):
     """One of the two runs of a job: it reports together with the other."""
 
     def __init__(self, whole: Job, held: list[Any], place: int) -> None:
@@ -93,7 +93,7 @@ class Half(Job):
 
     def tell(self, news: Any) -> None:
         self.held[self.place] = news
-        self.whole.tell(Pair(*self.held))
+        self.whole.tell(ComparisonNews(*self.held))
 
 
 def run(pipe: Pipeline, setups: Sequence[Form], session: Session, job: Job) -> ComparisonResult:
@@ -103,7 +103,7 @@ def run(pipe: Pipeline, setups: Sequence[Form], session: Session, job: Job) -> C
     held: list[Any] = [None, None]
     made = []
     for place, setup in enumerate(setups):
-        half = Half(job, held, place)
+        half = SideJob(job, held, place)
         made.append(generate_tab.run(pipe, setup, session, half))
         half.tell(made[-1])
     a, b = (reading.read(one.trace) for one in made)
@@ -120,7 +120,9 @@ def run(pipe: Pipeline, setups: Sequence[Form], session: Session, job: Job) -> C
     return ComparisonResult((made[0], made[1]), found, strips, plans, theirs, (len(a.steps), len(b.steps)))
 
 
-def follow(pipe: Pipeline, setups: Sequence[Form], session: Session, tab: str) -> Iterator[Pair | ComparisonResult]:
+def follow(
+    pipe: Pipeline, setups: Sequence[Form], session: Session, tab: str
+) -> Iterator[ComparisonNews | ComparisonResult]:
     """How far both are, as they come, and then what was found."""
     job = session.begin(tab, lambda job: run(pipe, setups, session, job))
     yield from visitors.follow(job)

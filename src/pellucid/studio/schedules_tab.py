@@ -24,7 +24,7 @@ from pellucid.core.wording import short
 from pellucid.evidence.report import charts
 from pellucid.evidence.report.charts import Axis, Chart, Series
 from pellucid.pipeline.images import flatten, to_images, to_tensor
-from pellucid.scenes import Scene, Scenes, Thing, render
+from pellucid.scenes import Scene, SceneObject, Scenes, render
 from pellucid.studio import form, html
 from pellucid.studio.form import Shelf
 from pellucid.studio.visitors import Sessions
@@ -37,7 +37,9 @@ _DRAWN = 160  # points of a curve
 COLUMNS = 8  # times at which an image is noised
 SIDE = 96  # pixels of it
 _SEED = 7
-_SCENE = Scene((Thing("star", "red", "solid", 0.38, 0.42, 0.24), Thing("circle", "blue", "striped", 0.7, 0.7, 0.17)))
+_SCENE = Scene(
+    (SceneObject("star", "red", "solid", 0.38, 0.42, 0.24), SceneObject("circle", "blue", "striped", 0.7, 0.7, 0.17))
+)
 
 
 @dataclass(frozen=True)

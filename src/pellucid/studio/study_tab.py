@@ -171,7 +171,7 @@ def _first_images(study: SamplerStudy, cell: SamplerCell) -> list[Image.Image]:
     return study.files.images(cell, 0, len(study.config.numbers(0)))[:_SHOWN]
 
 
-class _Stoppable:
+class _CancellablePipeline:
     """A pipeline whose runs end when a job is cancelled, and tell each of their steps."""
 
     def __init__(self, pipe: Any, job: Job) -> None:
@@ -196,7 +196,7 @@ def run(pipe: Any, wish: StudyForm, inside: Path, job: Job) -> Path:
     subject = Subject.of(pipe)
     config = wish.config(subject.asks)
     folder = folder_of(config, subject.mark, inside)
-    maker = _Stoppable(subject.pipe, job)
+    maker = _CancellablePipeline(subject.pipe, job)
     study = SamplerStudy(config, folder, replace(subject, pipe=maker))
     study.judges = _light(Judges.open(study))
     _fill(study, maker, job)
@@ -206,7 +206,7 @@ def run(pipe: Any, wish: StudyForm, inside: Path, job: Job) -> Path:
     return samplers_report.write(SamplerFigures(SamplerStudy(config, folder, subject), study.judges))
 
 
-def _fill(study: SamplerStudy, maker: _Stoppable, job: Job) -> None:
+def _fill(study: SamplerStudy, maker: _CancellablePipeline, job: Job) -> None:
     """The images of all cells, each reported as it comes, with steps in between."""
     total, done, cells = study.todo(), 0, _cells_of(study)
     job.tell(StudyNews(_FIRST, 0.0, cells))

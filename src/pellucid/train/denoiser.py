@@ -27,7 +27,7 @@ from pellucid.train.autoencoder import decoded, drawn_latents, read_vae
 from pellucid.train.config import ObjectiveConfig, check_beginning
 from pellucid.train.draws import Draws
 from pellucid.train.initial import begun
-from pellucid.train.objective import Grades
+from pellucid.train.objective import BatchLoss
 from pellucid.train.sampling import Sampling, SamplingConfig
 from pellucid.train.source import Batch
 
@@ -114,7 +114,7 @@ class DenoiserTask:
             must = f"above the largest label and the null label ({most} + 2)"
             raise PellucidError(rule("num_class_embeds", must, self.null + 1), "condition")
 
-    def loss(self, network: nn.Module, asked: Mapping[str, Tensor]) -> Grades:
+    def loss(self, network: nn.Module, asked: Mapping[str, Tensor]) -> BatchLoss:
         return self.objective.loss(network, asked)
 
     def sampling(self, grid: str | None = None) -> Sampling:

@@ -80,7 +80,7 @@ class Framing:
 
 
 @dataclass(frozen=True)
-class Place:
+class CropPlace:
     """What was drawn for one place of a batch: where along its free way the square lies, and whether it is mirrored."""
 
     across: float = 0.5
@@ -113,7 +113,7 @@ def decode(data: bytes, size: int) -> Image.Image:
         return flatten(upright(found))
 
 
-def cut(image: Image.Image, framing: Framing, place: Place) -> Array:
+def cut(image: Image.Image, framing: Framing, place: CropPlace) -> Array:
     """An RGB or grey image → (C, size, size) uint8: the square at its place, resized in one go, and mirrored."""
     side, size = min(image.size), (framing.size, framing.size)
     left, top = (
@@ -126,11 +126,11 @@ def cut(image: Image.Image, framing: Framing, place: Place) -> Array:
     return np.ascontiguousarray(pixels[:, :, ::-1] if place.mirrored and framing.flip else pixels)
 
 
-def cut_hint(name: str, hint: Image.Image, image: Image.Image, framing: Framing, place: Place) -> Array:
+def cut_hint(name: str, hint: Image.Image, image: Image.Image, framing: Framing, place: CropPlace) -> Array:
     """A hint → (1 or 3, size, size) uint8, cut as its image where it lies on it."""
     kind = hint_kind(name)
     if not kind.aligned:
-        framing, place = Framing(framing.size), Place()
+        framing, place = Framing(framing.size), CropPlace()
     elif not _same_shape(hint, image):
         raise PellucidError(f"its {name} is {words(hint.size)}, and it is {words(image.size)}", "image-shape")
     return cut(hint.convert("L") if kind.channels == 1 else hint, framing, place)
@@ -226,7 +226,7 @@ class ImageSource(ABC):
         """The examples at indices (B,), with what could not be read replaced."""
         across_down = draws.uniform("crop", (2,)).tolist()
         flips = (draws.uniform("flip") < 0.5).tolist()
-        places = [Place(x, y, mirrored) for (x, y), mirrored in zip(across_down, flips, strict=True)]
+        places = [CropPlace(x, y, mirrored) for (x, y), mirrored in zip(across_down, flips, strict=True)]
         asked = [int(i) for i in indices]
         if len(asked) != len(places) or any(not 0 <= i < len(self) for i in asked):
             must = f"{len(places)} indices from 0 to {len(self) - 1}"
@@ -235,7 +235,7 @@ class ImageSource(ABC):
         self.report(seen)
         return self.together(seen, torch.device(device))
 
-    def see(self, index: int, place: Place) -> DecodedExample:
+    def see(self, index: int, place: CropPlace) -> DecodedExample:
         """The example at an index, or else the next that can be read."""
         unread: dict[int, str] = {}
         for step in range(len(self)):
@@ -254,7 +254,7 @@ class ImageSource(ABC):
         shown = "; ".join(f"{self.name(i)}: {why}" for i, why in list(unread.items())[:3])
         raise PellucidError(f"data must have images that can be read; {len(unread)} on end cannot: {shown}.", "data")
 
-    def decoded(self, index: int, place: Place, unread: Mapping[int, str]) -> DecodedExample:
+    def decoded(self, index: int, place: CropPlace, unread: Mapping[int, str]) -> DecodedExample:
         held = self.example(index)
         image = decode(held.image, self.framing.size)
         hints = {}

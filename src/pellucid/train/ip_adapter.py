@@ -21,7 +21,7 @@ from pellucid.models.unet import UNet
 from pellucid.pipeline.encoders.image_inputs import DEVIATION, MEAN
 from pellucid.pipeline.shelf import ADAPTER_EYES as EYES
 from pellucid.pipeline.shelf import ADAPTER_FILE as FILE
-from pellucid.train.adapters import DTYPES, AdapterConfig, AdapterTask, Base, Frozen, hint_of
+from pellucid.train.adapters import DTYPES, AdapterConfig, AdapterTask, FrozenPart, FrozenPipeline, hint_of
 from pellucid.train.config import counts
 from pellucid.train.draws import Draws, seeded
 from pellucid.train.source import Batch
@@ -62,7 +62,7 @@ class IPAdapterConfig(AdapterConfig):
         return IPAdapterTask(self, seed, device)
 
 
-def _eyes_of(base: Base, config: IPAdapterConfig) -> CLIPVisionEncoder:
+def _eyes_of(base: FrozenPipeline, config: IPAdapterConfig) -> CLIPVisionEncoder:
     own = base.parts.image_encoder
     if config.image_encoder is None and own is None:
         must = f"given: {base.parts.name} has none"
@@ -95,13 +95,13 @@ def _new_adapter(unet: UNet, image_width: int, tokens: int, values: Literal["zer
     return IPAdapter("plain", PlainProjection(image_width, width, tokens), pairs)
 
 
-class PromptedBase(nn.Module):
+class UNetWithIPAdapter(nn.Module):
     """A UNet with an IP-Adapter: its one submodule is the adapter, and the UNet is beside it."""
 
     def __init__(self, unet: UNet, adapter: IPAdapter) -> None:
         super().__init__()
         self.adapter = adapter
-        self.base = Frozen(unet)
+        self.base = FrozenPart(unet)
         self.heads = tuple(block.attn2.heads for block, _, _ in unet.cross_attentions())
         self.dtype = next(unet.parameters()).dtype
 
@@ -155,7 +155,7 @@ class IPAdapterTask(AdapterTask):
         self.config, self.eyes = config, _eyes_of(base, config)
         with seeded(seed):
             made = _new_adapter(base.unet, self.eyes.config.projection_dim, config.tokens, config.values)
-        self.network = PromptedBase(base.unet, made.to(device))
+        self.network = UNetWithIPAdapter(base.unet, made.to(device))
 
     @property
     def frozen(self) -> tuple[nn.Module, ...]:
@@ -192,7 +192,7 @@ class IPAdapterTask(AdapterTask):
 
     def save(self, network: nn.Module, folder: Path) -> None:
         """A folder with the adapter's file, and its image encoder where the base does not have it."""
-        assert isinstance(network, PromptedBase)
+        assert isinstance(network, UNetWithIPAdapter)
         dtype = self.saved_dtype
         with save.replaced(folder, FILE, overwrite=True) as place:
             tensors = {name: save.own(tensor, dtype) for name, tensor in _file_of(network.adapter).items()}

@@ -155,7 +155,7 @@ _PROBES = 16  # examples that stand for a source that has no fingerprint of its 
 
 
 @runtime_checkable
-class _Phrasing(Protocol):
+class _PhrasingSource(Protocol):
     """A source that can say a caption in several ways."""
 
     def phrased(
@@ -229,7 +229,7 @@ def _check_source(source: Source, batch: int, per_shard: int, phrasings: int) ->
     for name, value in counts:
         if value < 1:
             raise PellucidError(rule(name, "at least 1", value), "latents")
-    if phrasings > 1 and not isinstance(source, _Phrasing):
+    if phrasings > 1 and not isinstance(source, _PhrasingSource):
         raise PellucidError(rule("phrasings", "1 for data whose captions are given", phrasings), "latents")
 
 
@@ -309,7 +309,7 @@ def made(
 def _examples(source: Source, asked: Tensor, phrasings: int, device: torch.device) -> tuple[Batch, list[str]]:
     """A batch, and all captions of its images: those of the first, then those of the second, …"""
     if phrasings > 1:
-        assert isinstance(source, _Phrasing)
+        assert isinstance(source, _PhrasingSource)
         seen, said = source.phrased(asked, phrasings, device)
         return seen, [caption for captions in said for caption in captions]
     seen = source.batch(asked, Draws(0, int(asked[0]), len(asked)), device)

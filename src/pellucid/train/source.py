@@ -69,7 +69,7 @@ _T = TypeVar("_T")
 
 
 @dataclass
-class _Line:
+class _FeedState:
     """What the two threads share; the feed itself they do not, so that one that is dropped is cleaned up."""
 
     room: threading.Semaphore  # for batches that are made and not taken
@@ -99,7 +99,7 @@ class Feed(Generic[_T]):
         if stream is not None:  # what `make` reads may still be on its way: weights, tables
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         self.step, self.stop = start, stop
-        self._line = _Line(threading.Semaphore(ahead), stream)
+        self._line = _FeedState(threading.Semaphore(ahead), stream)
         self._thread = threading.Thread(
             target=_work, args=(self._line, make, start, stop), name="pellucid-feed", daemon=True
         )
@@ -143,7 +143,7 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _work(line: _Line, make: Callable[[int], Any], start: int, stop: int) -> None:
+def _work(line: _FeedState, make: Callable[[int], Any], start: int, stop: int) -> None:
     """The thread: one batch after the other, until the last, an error, or the reader has left."""
     try:
         for step in range(start, stop):
@@ -158,7 +158,7 @@ def _work(line: _Line, make: Callable[[int], Any], start: int, stop: int) -> Non
         line.made.put((None, error, None))
 
 
-def _end(line: _Line, thread: threading.Thread) -> None:
+def _end(line: _FeedState, thread: threading.Thread) -> None:
     """Tells both threads, wakes whichever waits, and waits for the one that makes."""
     line.ended.set()
     line.room.release()

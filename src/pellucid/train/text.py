@@ -29,7 +29,7 @@ from pellucid.train.source import Batch
 FIXED = 2 * 256 + 2  # entries that every tokenizer of CLIP's layout has: bytes, bytes that end a word, BOS and EOS
 _MOST = 49_408  # entries of CLIP's own
 _LEAST_SEEN = 2  # a pair that is seen once is no rule
-Pair = tuple[str, str]
+MergePair = tuple[str, str]
 
 
 def train_tokenizer(captions: Iterable[str], *, size: int = 2000, length: int = LENGTH) -> Tokenizer:
@@ -59,16 +59,16 @@ def count_words(captions: Iterable[str]) -> Counter[str]:
     return words
 
 
-def learn_merges(words: Counter[str], room: int) -> list[Pair]:
+def learn_merges(words: Counter[str], room: int) -> list[MergePair]:
     """The merges that make at most `room` new entries: each joins the pair that was most frequent when it was made."""
     spelled = {word: [*word[:-1], word[-1] + WORD_END] for word in words}
-    counts: Counter[Pair] = Counter()
-    places: defaultdict[Pair, set[str]] = defaultdict(set)
+    counts: Counter[MergePair] = Counter()
+    places: defaultdict[MergePair, set[str]] = defaultdict(set)
     for word, letters in spelled.items():
         for pair in itertools.pairwise(letters):
             counts[pair] += words[word]
             places[pair].add(word)
-    merges: list[Pair] = []
+    merges: list[MergePair] = []
     made = {letter + end for letter in byte_letters() for end in ("", WORD_END)}
     base = len(made)
     while counts and len(made) - base < room:
@@ -89,7 +89,7 @@ def learn_merges(words: Counter[str], room: int) -> list[Pair]:
     return merges
 
 
-def _joined(letters: list[str], pair: Pair) -> list[str]:
+def _joined(letters: list[str], pair: MergePair) -> list[str]:
     """The letters of a word with every occurrence of a pair made one, from the left."""
     out: list[str] = []
     i = 0

@@ -25,7 +25,7 @@ from pellucid.train.autoencoder import decoded, drawn_latents, read_vae
 from pellucid.train.config import ObjectiveConfig, check_beginning
 from pellucid.train.draws import Draws, mixed
 from pellucid.train.initial import begun
-from pellucid.train.objective import Grades, Objective
+from pellucid.train.objective import BatchLoss, Objective
 from pellucid.train.sampling import Sampling, SamplingConfig
 from pellucid.train.source import Batch
 from pellucid.train.text import CaptionIds, TextConfig, tokens
@@ -63,7 +63,7 @@ class TextDenoiserConfig:
         return TextDenoiserTask(self, seed, device)
 
 
-class Joint(nn.Module):
+class TextAndDenoiser(nn.Module):
     """A text encoder and the denoiser that reads it, trained as one network."""
 
     def __init__(self, text_encoder: CLIPTextEncoder, denoiser: nn.Module) -> None:
@@ -90,7 +90,7 @@ class TextDenoiserTask:
         side = denoiser.config.sample_size  # type: ignore[union-attr]
         self.shape = (self.vae.config.latent_channels, side, side)
         self.pixels = (self.vae.config.in_channels, side * self.vae.config.factor, side * self.vae.config.factor)
-        self.network: nn.Module = Joint(self.text.encoder, denoiser) if self.text.trained else denoiser
+        self.network: nn.Module = TextAndDenoiser(self.text.encoder, denoiser) if self.text.trained else denoiser
         self.network.to(device)
 
     @property
@@ -121,7 +121,7 @@ class TextDenoiserTask:
             raise PellucidError(rule("data", must, got), "data-shape")
         return drawn_latents(self.vae, images, draws)
 
-    def loss(self, network: nn.Module, asked: Mapping[str, Tensor]) -> Grades:
+    def loss(self, network: nn.Module, asked: Mapping[str, Tensor]) -> BatchLoss:
         return self.objective.loss(network, asked)
 
     # --- what comes out
@@ -140,7 +140,7 @@ class TextDenoiserTask:
         save_components(self.components(network, folder.name), folder, overwrite=True)
 
     def components(self, network: nn.Module, name: str) -> Components:
-        trained = isinstance(network, Joint)
+        trained = isinstance(network, TextAndDenoiser)
         denoiser = network.denoiser if trained else network
         kind = STABLE_DIFFUSION if isinstance(denoiser, UNet) else PIXART
         scheduler = dict(self.scheduler)

@@ -27,13 +27,13 @@ from pellucid.interop.weights import some
 from pellucid.models.blocks import ResnetBlock, TransformerBlock
 from pellucid.models.dit_blocks import Block
 from pellucid.train import optimizer as adamw
-from pellucid.train.adapters import Frozen
+from pellucid.train.adapters import FrozenPart
 from pellucid.train.checkpoint import Checkpoints, from_first
 from pellucid.train.config import TrainConfig, chosen, to_plain
 from pellucid.train.draws import Draws, Order, mixed
 from pellucid.train.journal import Journal
 from pellucid.train.kinds import DATA, TASKS, Task
-from pellucid.train.objective import ByLevel, Grades
+from pellucid.train.objective import BatchLoss, ByLevel
 from pellucid.train.optimizer import EMA
 from pellucid.train.ranks import Ranks
 from pellucid.train.source import Feed, Source, differences, inventory_of
@@ -101,7 +101,7 @@ def recompute(network: nn.Module) -> int:
 def _frozen_in(network: nn.Module) -> list[nn.Module]:
     """The models that adapters stand beside: not among their submodules, but gradients pass through them."""
     bases = [getattr(module, "base", None) for module in network.modules()]
-    return [base.held for base in bases if isinstance(base, Frozen) and isinstance(base.held, nn.Module)]
+    return [base.held for base in bases if isinstance(base, FrozenPart) and isinstance(base.held, nn.Module)]
 
 
 # --- The loop -------------------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class Trainer:
         """Forward, backward and update: (loss, gradient norm, errors, λ), still on the device."""
         engine, clip = self.config.engine, self.config.optimizer.clip
         self.optimizer.zero_grad(set_to_none=True)
-        graded: list[Grades] = []
+        graded: list[BatchLoss] = []
         for micro, part in enumerate(asked):
             with self.ranks.syncing(self.asked, micro == len(asked) - 1):
                 with torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=engine.dtype == "bf16"):
@@ -369,7 +369,7 @@ class Trainer:
         if self.ema is not None:
             self.ema.update(self.config.batch)
         self.window.append((loss, norm))
-        self.bins.add(Grades(loss, errors, lam))
+        self.bins.add(BatchLoss(loss, errors, lam))
 
     def journal(self, first: int) -> Journal | None:
         if not self.ranks.is_first:

@@ -13,7 +13,7 @@ from pellucid.core.compile import compile_plan
 from pellucid.core.loop import run
 from pellucid.core.plan import REGISTERS, Plan
 from pellucid.core.schedule import Level
-from pellucid.labs.answers import Check, Wrong
+from pellucid.labs.answers import Check, Mistake
 
 STEPS = 6
 Row = dict[str, float]
@@ -59,7 +59,7 @@ def check_ddim(answer: ModuleType) -> None:
         hint = next(
             (f"this is {slip}" for slip, row in slips.items() if close(got, row)), "where does x0 + noise land?"
         )
-        raise Wrong(f"row {i} of DDIM must be {told(wanted)}; got {told(got)}: {hint}.")
+        raise Mistake(f"row {i} of DDIM must be {told(wanted)}; got {told(got)}: {hint}.")
 
 
 def euler(here: tuple[float, float], after: tuple[float, float]) -> Row:
@@ -86,7 +86,7 @@ def check_dpmpp(answer: ModuleType) -> None:
             },
         }
         hint = next((f"this is {slip}" for slip, row in slips.items() if close(got, row)), "D goes in the place of p0")
-        raise Wrong(f"row {i} of DPM++ 2M must be {told(rows[i])}; got {told(got)}: {hint}.")
+        raise Mistake(f"row {i} of DPM++ 2M must be {told(rows[i])}; got {told(got)}: {hint}.")
 
 
 def check_ancestral(answer: ModuleType) -> None:
@@ -98,7 +98,7 @@ def check_ancestral(answer: ModuleType) -> None:
         if close(got, wanted):
             continue
         noise = math.hypot(got.get("x", 0.0) * sigma, got.get("z", 0.0))
-        raise Wrong(
+        raise Mistake(
             f"row {i} of Euler a must be {told(wanted)}; got {told(got)}. Its noise comes to {noise:.4f} and the "
             f"next level is {after:.4f}: Euler goes down to sigma_down, and only then is noise added."
         )
@@ -117,10 +117,10 @@ def check_run(answer: ModuleType) -> None:
         kept = start.clone()
         got, wanted = answer.run(rows_of(plan), levels_of(plan), start, denoise), run(plan, mixture, start)
         if not torch.equal(start, kept):
-            raise Wrong("run changed the tensor that it was given; make a new x in each row.")
+            raise Mistake("run changed the tensor that it was given; make a new x in each row.")
         apart = float((got - wanted).abs().max())
         if not apart < 1e-9:
-            raise Wrong(
+            raise Mistake(
                 f"{sampler} must end where the engine ends, to 1e-9; got {apart:.2g} apart. Is p1 the prediction of "
                 "the call before, and is p0 asked for at the level of its own row?"
             )
